@@ -125,8 +125,8 @@ void multiply_quantized(const MatmulJob& job, int begin, int end) {
         }
 }
 
-// Adds the products of one dequantized group. Each group starts with accumulators of its own, so that groups
-// do not depend on each other. The sums of row r are at sums + 32 r.
+// Multiplies one dequantized group and adds the result to the sums; those of row r are at sums + 32 r. The
+// group is summed in fresh accumulators first, so that the CPU can overlap groups.
 template <int rows>
 void add_group_f32(const float* weights, const float* input, int stride, float* sums) {
     __m256 total[rows][2];

@@ -8,7 +8,7 @@
 namespace engine {
 namespace {
 
-// 32 activations of a row, quantized to int8. The size is one cache line.
+// 32 activations of a row as int8, with their scale and sums: 64 bytes, one cache line.
 struct InputGroup {
     int8_t values[kGroup];
     float shift[4];   // each is -kRoundShift * scale

@@ -30,7 +30,8 @@ bool all_within(const int32_t* values, int count, int low, int end) {
     return std::all_of(values, values + count, [=](int32_t value) { return value >= low && value < end; });
 }
 
-// Calls `found(i)` for every logit >= `floor`. It skips columns whose maximum is below `floor`.
+// Calls `found(i)` for every logit >= `floor`. `maxima` has the maximum of each column, which is every
+// kColumns-th logit of a chunk. Columns whose maximum is below `floor` are skipped.
 template <class F>
 void for_large(const float* x, int size, float floor, const std::vector<float>& maxima, const F& found) {
     for (int column = 0; column < int(maxima.size()); column++) {
@@ -267,7 +268,8 @@ int Sampler::sample_token(const Kernels& kernels, const float* logits, int row,
         job.rank_scale = prob_scale;
         job.floor = prob_scale * min_p;
         if (top_p < 1) {
-            // All tokens with a probability below min_prob have less mass together than top-p may drop.
+            // Tokens below min_prob can be ignored: even all of them together have less than the mass
+            // of 1 - top_p that top-p drops.
             float min_prob = (1 - top_p) / float(vocab_) / 2;
             float* probs = scratch.values.data();
             int count = scan.gather_probs(weights, vocab_, prob_scale, min_prob, 2, probs);

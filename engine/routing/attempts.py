@@ -230,8 +230,8 @@ class Attempt:
         return retries
 
     def _judge(self, error: EngineError) -> None:
-        """Count a failure against the replica, unless the request was the cause. A failure is also
-        not counted for ejection if the replica reports that it is not ready: then it gets no
+        """Count a failure against the replica, unless the request caused it. A failure does not
+        count towards ejection if the replica reports that it is not ready: such a replica gets no
         requests anyway.
         """
         replica = self.replica

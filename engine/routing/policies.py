@@ -135,7 +135,7 @@ class PowerOfTwo:
 
 
 class LongestPrefix:
-    """Prefers the member that has the least work to do. The work is the number of prompt characters
+    """Prefers the replica that has the least work to do. The work is the number of prompt characters
     that the replica has not seen, plus a cost for each request in flight. Unseen characters cost up
     to twice as much if the replica's cache is full and must evict blocks.
     """

@@ -33,10 +33,11 @@ _ANY = r"/(.|\n)*/"
 
 @dataclass(frozen=True)
 class CallSyntax:
-    """Grammar rules of one model family. A sequence of calls is `opening first more`.
+    """Grammar rules for the tool calls of one model family. Calls are written as the texts of
+    `opening`, `first` and `more` in a row: the marker, the first call, any further calls.
 
-    Families whose calls may come without a marker have `bare_text`: a pattern of text that is not a
-    call. For them, `opening` is optional in the output, or None.
+    Some families may call without a marker. They have `bare_text`, a pattern of text that is not a
+    call. Their `opening` is None if the family has no marker; else the model may leave it out.
     """
 
     rules: str

@@ -218,7 +218,9 @@ def _pieces(spec: dict[str, Any], added: list[dict[str, Any]], path: Path) -> tu
 def _hide_specials(
     spec: dict[str, Any], added: list[dict[str, Any]], specials: frozenset[int], path: Path
 ) -> tokenizers.Tokenizer:
-    """Build the library's tokenizer with every special token's text replaced by its sentinel."""
+    """Build the library's tokenizer with each special token's text replaced by a sentinel string, so
+    that client text that looks like a special token stays text.
+    """
     model = spec["model"]
     hidden = {token["content"]: sentinel(token["id"]) for token in added if token["special"]}
     vocab: dict[str, int] | list[list[Any]]

@@ -1,4 +1,4 @@
-"""Rejects options that only the native backend supports, for frameworks with a tensor library."""
+"""Lets the torch, JAX and tinygrad frameworks reject options that only the native one supports."""
 
 from collections.abc import Iterable
 

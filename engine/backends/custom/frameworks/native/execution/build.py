@@ -66,7 +66,7 @@ class Numbered:
 
     matrices: Mapping[str, int]
     vectors: Mapping[str, int]
-    biases: Mapping[str, int]  # a bias has the name of its matrix
+    biases: Mapping[str, int]  # matrix name -> index of its bias
     # Copies of matrices in int8 with a scale per row, for steps of many tokens. By matrix name.
     per_channel: Mapping[str, int]
 

@@ -79,7 +79,7 @@ def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> 
     """
     if device.type != "cpu":
         return torch.zeros(shape, dtype=dtype, device=device)
-    # NumPy takes zero pages from the system, which use no memory until they are written. PyTorch
-    # would write all of them.
+    # np.zeros gets zero-filled pages from the system, which use no memory until they are written.
+    # torch.zeros would write every page at once.
     size = math.prod(shape) * dtype.itemsize
     return torch.from_numpy(np.zeros(size, np.uint8)).view(dtype).view(shape)

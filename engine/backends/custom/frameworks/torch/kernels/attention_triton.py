@@ -37,7 +37,8 @@ KEY_BLOCK = 64  # the length of a span is a multiple of this many keys
 MIN_SPAN = 128  # min keys of a span
 SPARE_SPANS = 64  # a step may have this many more spans than rows, to split long rows
 LONE_PROGRAMS = 128  # programs for a step of a single row: about one per multiprocessor
-# A shared prefix needs at least this many keys and rows. Others are read once per row.
+# A prefix of at least this many keys, shared by at least this many rows, is read once for all of
+# them. Any other prefix is read once per row.
 MIN_SHARED_KEYS, MIN_MEMBERS = 256, 16
 MAX_SPLITS = 8  # max work items along the keys of a shared prefix
 # Programs for shared prefixes. These keep the device busy; more would only write more partial

@@ -51,7 +51,9 @@ class GroupedLinear(nn.Module):
         gate: str | None = None,
         residual: Tensor | None = None,
     ) -> Tensor:
-        """residual + act(W norm(x) + b). `gate` names the gated activation. None skips a part."""
+        """Computes residual + act(W norm(x) + b). `gate` names act, a gated activation. An argument
+        that is None leaves its part out.
+        """
         weight, eps = (None, 0.0) if norm is None else (norm.weight, norm.eps)
         if len(self.stacks) == 1:
             return grouped_linear(
@@ -98,7 +100,9 @@ class Fp8Linear(nn.Module):
         gate: str | None = None,
         residual: Tensor | None = None,
     ) -> Tensor:
-        """residual + act(W norm(x) + b). `gate` names the gated activation. None skips a part."""
+        """Computes residual + act(W norm(x) + b). `gate` names act, a gated activation. An argument
+        that is None leaves its part out.
+        """
         weight, eps = (None, 0.0) if norm is None else (norm.weight, norm.eps)
         return fused_linear(
             x,
