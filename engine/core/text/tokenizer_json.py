@@ -218,8 +218,8 @@ def _pieces(spec: dict[str, Any], added: list[dict[str, Any]], path: Path) -> tu
 def _hide_specials(
     spec: dict[str, Any], added: list[dict[str, Any]], specials: frozenset[int], path: Path
 ) -> tokenizers.Tokenizer:
-    """Build the library's tokenizer with each special token's text replaced by a sentinel string, so
-    that client text that looks like a special token stays text.
+    """Build the library's tokenizer with each special token's text replaced by a sentinel string.
+    So client text that looks like a special token stays text.
     """
     model = spec["model"]
     hidden = {token["content"]: sentinel(token["id"]) for token in added if token["special"]}
