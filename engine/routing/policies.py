@@ -136,8 +136,8 @@ class PowerOfTwo:
 
 class LongestPrefix:
     """Prefers the replica that has the least work to do. The work is the number of prompt
-    characters that it has not seen, plus a cost for each request in flight. Unseen characters cost up
-    to twice as much if the replica's cache is full and must evict blocks.
+    characters that it has not seen, plus a cost for each request in flight. Unseen characters
+    cost up to twice as much if the replica's cache is full and must evict blocks.
     """
 
     def __init__(self) -> None:
