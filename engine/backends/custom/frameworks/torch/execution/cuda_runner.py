@@ -1,5 +1,4 @@
-"""`CudaRunner`. It runs steps as CUDA graphs over static buffers, with one copy to the device and
-one copy back.
+"""`CudaRunner` runs steps as CUDA graphs over static buffers, with one copy in and one copy out.
 
 Decode-only steps and small steps with prefill are padded to a size that has a graph. A larger step
 launches its kernels one by one; the host does this faster than the kernels run. All steps read
@@ -67,9 +66,7 @@ class Size:
 
 @dataclass(frozen=True, slots=True)
 class CachedStep:
-    """A forward pass over the paged cache. In each layer it first writes all keys and values to the
-    cache, then attends.
-    """
+    """A forward pass. Each layer first writes its keys and values to the cache, then attends."""
 
     positions: Tensor  # (T,) int32
     write_slots: Tensor  # (T,) int32

@@ -4,6 +4,7 @@ Serving calls `forward` with a step that reads and writes the paged cache. Parit
 call `forward_sequence`, which uses the same modules, without a cache, and is differentiable.
 """
 
+from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from typing import Literal, overload
 
@@ -40,7 +41,7 @@ class SequenceStep:
         return out[0].transpose(0, 1)
 
 
-class Block(nn.Module):
+class Block(nn.Module, ABC):
     """One layer: attention, then MLP. Both add to the residual stream."""
 
     def __init__(self, config: ModelConfig, layer: int) -> None:
@@ -53,19 +54,20 @@ class Block(nn.Module):
     def forward(self, x: Tensor, step: Step) -> Tensor:
         return self.halves(x, step)[2]
 
+    @abstractmethod
     def halves(self, x: Tensor, step: Step) -> tuple[Tensor, Tensor, Tensor]:
         """Returns the output of attention, the output of the MLP, and the residual stream after the
         layer.
         """
-        raise NotImplementedError
 
+    @abstractmethod
     def parts(self, x: Tensor, delta: Tensor | None, step: Step) -> tuple[Tensor, Tensor | None]:
         """Returns the residual stream after this layer, and a delta that still has to be added to
         it. The next layer's norm adds the delta in the same kernel. If the matmuls already add to
         the residual stream, the delta is None, and x may be modified in place.
         """
-        raise NotImplementedError
 
+    @abstractmethod
     def last(
         self, x: Tensor, delta: Tensor | None, step: Step, rows: Tensor
     ) -> tuple[Tensor, Tensor]:
@@ -74,7 +76,6 @@ class Block(nn.Module):
         attention output of all tokens, (T, N H), in which NaN reveals that a token's keys or values
         in the cache are NaN.
         """
-        raise NotImplementedError
 
     def _scaled(self, half: Tensor) -> Tensor:
         return half if self.multiplier == 1 else half * self.multiplier
