@@ -156,10 +156,14 @@ class BatchBuilder:
         slots = np.array([row.slot for row in rows], np.int32)
         biased = np.flatnonzero(self._may_bias[slots]).tolist()
         bias_rows, bias_ids, bias_values = _bias([(index, rows[index]) for index in biased])
-        renewed = [row for row in rows if row.seq.needs_history and row.seq.finish_reason is None]
-        for row in renewed:
-            row.seq.needs_history = False
-        histories = [row for row in renewed if row.seq.params.has_penalties]
+        penalties = self._repetition[slots], self._presence[slots], self._frequency[slots]
+        is_penalized = (penalties[0] != 1) | (penalties[1] != 0) | (penalties[2] != 0)
+        histories = []
+        for row, penalized in zip(rows, is_penalized.tolist(), strict=True):
+            if row.seq.needs_history and row.seq.finish_reason is None:
+                row.seq.needs_history = False
+                if penalized:
+                    histories.append(row)
         lengths = [0] + [len(row.seq.tokens) for row in histories]
         tokens = [token for row in histories for token in row.seq.tokens]
         pooled = [index for index, row in enumerate(rows) if row.seq.pools]
@@ -170,9 +174,9 @@ class BatchBuilder:
             top_k=self._top_k[slots],
             top_p=self._top_p[slots],
             min_p=self._min_p[slots],
-            repetition=self._repetition[slots],
-            presence=self._presence[slots],
-            frequency=self._frequency[slots],
+            repetition=penalties[0],
+            presence=penalties[1],
+            frequency=penalties[2],
             bias_rows=bias_rows,
             bias_ids=bias_ids,
             bias_values=bias_values,
