@@ -1,5 +1,5 @@
-"""Model families as data, without tensors. A module has the families of one lineage, such as Llama
-and its descendants. `core.registry.model_registry` finds them.
+"""Model families as data, without tensors. Each module describes the families of one lineage, such
+as Llama and its descendants. `core.registry.model_registry` finds the families in these modules.
 
 All families use the same weight names, which are listed here. Matrices are (out, in), and {i} is
 the layer number. Sizes: D hidden, F feed-forward, V vocabulary, N heads, K KV heads, H head dim,
@@ -9,8 +9,8 @@ P positions. The last column names the config field that decides whether a weigh
     position.weight                      (P, D)      learned positions: config.rope is None
     token_type.weight                    (Y, D)      config.encoder: Y token types
     embed_norm.weight            .bias   (D,)        config.encoder: on the sum of the tables
-    rope.factors                         (H / 2,)    config.rope.kind == "factors": frequencies
-                                                     are divided by it
+    rope.factors                         (H / 2,)    config.rope.kind == "factors": divides
+                                                     the RoPE frequencies
     layers.{i}.attn_norm.weight  .bias   (D,)        bias: config.norm == "layer"
     layers.{i}.attn.q.weight     .bias   (N * H, D)  bias: config.qkv_bias
     layers.{i}.attn.k.weight     .bias   (K * H, D)
@@ -23,9 +23,10 @@ P positions. The last column names the config field that decides whether a weigh
     layers.{i}.mlp.gate.weight   .bias   (F, D)      config.gated_mlp; bias: config.mlp_bias
     layers.{i}.mlp.up.weight     .bias   (F, D)
     layers.{i}.mlp.down.weight   .bias   (D, F)
-    norm.weight                  .bias   (D,)        bias: config.norm == "layer"; no encoder has it
+    norm.weight                  .bias   (D,)        decoders only; bias: config.norm == "layer"
     head.weight                          (V, D)      absent with config.tie_embeddings
 
-`config.norm_placement` says what attn_norm and mlp_norm normalize: the input of attention and MLP,
-their output, or the sum of their output and the residual stream.
+`config.norm_placement` says what attn_norm and mlp_norm normalize. "input": the input of attention
+and MLP (pre-norm). "output": the output of attention and MLP. "sum": the sum of that output and the
+residual stream (post-norm).
 """

@@ -1,8 +1,8 @@
 """A model family as data: its hyperparameters, and each weight's name and shape in a checkpoint.
 
 A family builds a `ModelConfig` from a Hugging Face `config.json` or from GGUF metadata and lists
-its weights (`family.py` defines what a family consists of). Frameworks need nothing else to know
-about a model. This module reads no tensors.
+its weights (`family.py` defines what a family consists of). The config and the list of weights are
+all that a framework needs to know about a model. This module reads no tensors.
 """
 
 import sys
@@ -12,8 +12,8 @@ from typing import Any, Literal, Protocol, TypeVar
 
 from engine.core.errors import ModelFormatError
 
-# How to convert a stored matrix to our form: (out, in), row-major, and in each head RoPE rotates
-# row i together with row i + dim / 2 ("neox" order).
+# How to convert a stored matrix to the engine's layout. In this layout, a matrix is (out, in) and
+# row-major, and RoPE rotates row i of a head together with row i + dim / 2 ("neox" order).
 #   transpose    the file stores the matrix as (in, out)
 #   unpermute_*  the file stores the two rows of each rotary pair next to each other
 Transform = Literal["none", "transpose", "unpermute_q", "unpermute_k"]
@@ -32,22 +32,24 @@ class RopeConfig:
     high_freq_factor: float | None = None  # only for kind "llama3"
     beta_fast: float | None = None  # only for kind "yarn"
     beta_slow: float | None = None  # only for kind "yarn"
-    # Only for kind "yarn": multiplies cosines and sines. None: 0.1 ln(factor) + 1
+    # Only for kind "yarn": cosines and sines are multiplied by this factor. None means
+    # 0.1 ln(factor) + 1.
     attention_factor: float | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class EncoderConfig:
-    """Settings of a text encoder. Each token attends to all tokens of the text, and pooling makes
-    one vector of them.
+    """Settings of a text encoder. Each token attends to all tokens of the text. Pooling combines
+    the final states of the tokens into one vector.
 
-    The defaults apply if a checkpoint does not state how to pool: mean pooling, unit length.
+    If a checkpoint does not state how to pool, the defaults apply: mean pooling, and vectors of
+    unit length.
     """
 
     num_token_types: int
-    max_tokens: int  # max tokens of one text; the position table may be longer
+    max_tokens: int  # max tokens of one text; at most the length of the position table
     pooling: Literal["mean", "cls", "last"] = "mean"
-    normalizes: bool = True  # scales the resulting vectors to unit length
+    normalizes: bool = True  # whether the resulting vectors are scaled to unit length
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,8 +69,9 @@ class ModelConfig:
     tie_embeddings: bool
     rope: RopeConfig | None  # None: learned absolute positions
     norm: Literal["rms", "layer"] = "rms"
-    # What a layer's norms normalize: the input of attention and MLP (pre-norm), their output before
-    # it is added to the residual stream, or the sum of both (post-norm).
+    # What a layer's norms normalize. "input": the input of attention and MLP (pre-norm). "output":
+    # the output of attention and MLP, before it is added to the residual stream. "sum": the
+    # residual stream after this addition (post-norm).
     norm_placement: Literal["input", "output", "sum"] = "input"
     activation: Literal["silu", "gelu", "gelu_tanh"] = "silu"
     qkv_bias: bool = False
@@ -76,14 +79,15 @@ class ModelConfig:
     mlp_bias: bool = False
     gated_mlp: bool = True
     fused_qkv: bool = False  # the checkpoint stores the weights of q, k and v as one matrix
-    # q and k have an RMS norm per head ("head") or one over all heads together ("whole").
+    # How queries and keys are normalized: an RMS norm for each head ("head"), one RMS norm over all
+    # heads together ("whole"), or not at all (None).
     qk_norm: Literal["head", "whole"] | None = None
     sliding_window: int | None = None
     bos_id: int | None = None
     eos_ids: tuple[int, ...] = ()
     embedding_multiplier: float = 1.0  # multiplies the embeddings
     residual_multiplier: float = 1.0  # multiplies the outputs of attention and MLP
-    # Multiplies attention scores. None: 1 / sqrt(head_dim)
+    # Attention scores are multiplied by this number. None means 1 / sqrt(head_dim).
     attention_multiplier: float | None = None
     logits_scaling: float = 1.0  # the logits are divided by this number
     encoder: EncoderConfig | None = None  # None: the model is a decoder
@@ -119,10 +123,10 @@ class ModelConfig:
 
 @dataclass(frozen=True, slots=True)
 class TensorSpec:
-    """One weight: our name and shape, and how each checkpoint format names and stores it.
+    """One weight: the engine's name and shape for it, and how each file format names and stores it.
 
-    `hf` and `gguf` are its names in the two formats, or None if the format never has this weight.
-    Files may lack a weight that is `optional`.
+    `hf` and `gguf` are the weight's names in Hugging Face checkpoints and in GGUF files. None means
+    that this format never has the weight. A file may lack a weight that is `optional`.
     """
 
     name: str
@@ -194,8 +198,8 @@ class Reader:
 
 
 def check_config(config: ModelConfig) -> ModelConfig:
-    """Returns the config, or raises `ModelFormatError` if hyperparameters are out of range or
-    contradict each other. Callers check before they allocate memory by these numbers.
+    """Returns the config. Raises `ModelFormatError` if hyperparameters are out of range or
+    contradict each other. This check comes before memory of these sizes is allocated.
     """
     rules = {
         "vocab_size >= 1": config.vocab_size >= 1,

@@ -1,5 +1,5 @@
-"""Opens a model on disk: its config and its weights, each under the engine's own name. Everything
-is validated.
+"""Opens a model on disk: validates the files, reads the config, and finds each weight under the
+engine's name for it.
 
 A size that a file states is checked against the file's tensors before memory of that size is
 allocated. Settings that refer to code in the model directory, such as `auto_map`, are ignored.
@@ -38,8 +38,8 @@ from engine.core.registry.model_registry import architecture_for_gguf, architect
 CONFIG_NAME = "config.json"
 GENERATION_CONFIG_NAME = "generation_config.json"
 
-# Tensors that checkpoints contain but no model needs: rotary tables, causal masks, position ids,
-# and an encoder's pretraining head.
+# Tensors that checkpoints may contain but the engine does not need: RoPE tables, causal masks,
+# position ids, and the pooler of an encoder.
 _IGNORED_SUFFIXES = (
     ".rotary_emb.inv_freq",
     ".attn.bias",
@@ -54,7 +54,7 @@ _NAMED_IN_ERRORS = 3
 
 @dataclass(frozen=True, slots=True)
 class Weight:
-    """One weight of the model: the stored tensor, and the conversion to the engine's layout."""
+    """One weight of the model: the stored tensor, and how to convert it to the engine's layout."""
 
     spec: TensorSpec
     tensor: LazyTensor
@@ -82,8 +82,8 @@ def row_order(transform: Transform, num_rows: int, head_dim: int) -> NDArray[np.
     """
     if transform not in ("unpermute_q", "unpermute_k"):
         return None
-    # In the file, a head's rows interleave the RoPE pairs: 0, H/2, 1, H/2 + 1, ... In the engine's
-    # layout, the two halves of a head follow each other.
+    # In the file, the two rows of a RoPE pair are next to each other. Numbered as in the engine's
+    # layout, the rows of a head are stored in the order 0, H/2, 1, H/2 + 1, ...
     stored = np.arange(num_rows).reshape(-1, head_dim // 2, 2)
     return stored.swapaxes(1, 2).reshape(-1)
 
@@ -131,7 +131,7 @@ def open_model(path: Path, *, use_mmap: bool = True, reads_weights: bool = True)
 
 
 def stored_quantization(checkpoint: Checkpoint) -> str | None:
-    """The storage type that holds the most bytes; None if that is a plain float type."""
+    """The storage type that most bytes of the checkpoint have, or None if this is a float type."""
     sizes: dict[str, int] = {}
     for tensor in checkpoint.tensors.values():
         sizes[tensor.dtype] = sizes.get(tensor.dtype, 0) + tensor.nbytes
@@ -140,7 +140,7 @@ def stored_quantization(checkpoint: Checkpoint) -> str | None:
 
 
 def only_gguf(directory: Path) -> Path:
-    """The GGUF model in a directory without safetensors."""
+    """The first file of the GGUF model in a directory. Raises if there is not exactly one model."""
     names = sorted(entry.name for entry in directory.iterdir() if entry.suffix == ".gguf")
     sets = {part_names(name) for name in names}
     if len(sets) == 1:
@@ -165,8 +165,8 @@ def _open_hf(directory: Path, use_mmap: bool, reads_weights: bool) -> ModelSourc
     if not all(isinstance(name, str) for name in names):
         raise ModelFormatError(f"{CONFIG_NAME}: key 'architectures' must be a list of names")
     family: Architecture = architecture_for_hf(names)
-    # The generation config, if present, overrides the stop tokens of config.json, because it is
-    # more reliable.
+    # If there is a generation config, its stop tokens replace those of config.json, because they
+    # are more reliable.
     stated = dict(metadata)
     if (directory / GENERATION_CONFIG_NAME).exists():
         eos = read_json(directory, GENERATION_CONFIG_NAME).get("eos_token_id")
@@ -196,7 +196,7 @@ def _open_gguf(path: Path, use_mmap: bool, reads_weights: bool) -> ModelSource:
 
 def _settle(config: ModelConfig, family: Architecture, checkpoint: Checkpoint) -> ModelConfig:
     """Complete the config with what GGUF metadata does not state but the tensors show: whether the
-    head is tied, which biases exist, and the RoPE factors.
+    LM head is tied, which biases exist, and whether there are RoPE frequency factors.
     """
     widest = replace(config, tie_embeddings=False, qkv_bias=True, out_bias=True, mlp_bias=True)
     found = {spec.name for spec in family.tensors(widest) if spec.gguf in checkpoint.tensors}
@@ -211,7 +211,7 @@ def _settle(config: ModelConfig, family: Architecture, checkpoint: Checkpoint) -
 
 
 def _check_vocabulary(where: str, config: ModelConfig, metadata: Mapping[str, Any]) -> None:
-    """Check that each tokenizer table has one entry per row of the embedding matrix."""
+    """Check that each tokenizer table has one entry per token of the vocabulary."""
     for key in ("tokens", "scores", "token_type"):
         column = metadata.get(f"tokenizer.ggml.{key}")
         if column is None:
@@ -244,7 +244,7 @@ def _resolve(
         raise ModelFormatError(f"{where}: weights are missing: {_some(missing)}")
     for weight in weights.values():
         _check_weight(where, weight)
-    # A checkpoint with a tied head may still store the head separately.
+    # A checkpoint whose LM head is tied may still store the head's matrix. This is not an error.
     specs = family.tensors(replace(config, tie_embeddings=False))
     known = {tensor.name for spec in specs if (tensor := _find(spec, checkpoint)) is not None}
     extra = [
@@ -261,8 +261,8 @@ def _resolve(
 
 
 def _find(spec: TensorSpec, checkpoint: Checkpoint) -> LazyTensor | None:
-    """The stored tensor of a weight, if it is there. In checkpoints of a Hugging Face model without
-    a head, the names lack the first component, so both names are tried.
+    """The stored tensor of a weight, or None. Hugging Face checkpoints that were saved without the
+    LM head lack the first component of all names, such as "model.", so both names are tried.
     """
     if checkpoint.format == "gguf":
         return None if spec.gguf is None else checkpoint.tensors.get(spec.gguf)
@@ -273,7 +273,7 @@ def _find(spec: TensorSpec, checkpoint: Checkpoint) -> LazyTensor | None:
 
 
 def _check_weight(where: str, weight: Weight) -> None:
-    """Check a weight's shape and storage type."""
+    """Check that a weight has the expected shape and a supported storage type."""
     tensor, spec = weight.tensor, weight.spec
     expected = spec.shape[::-1] if weight.transform == "transpose" else spec.shape
     if tensor.shape != expected:
