@@ -33,7 +33,7 @@ class StepSize:
 class WeightFacts:
     name: str
     shape: tuple[int, ...]
-    type: str  # storage type in the file
+    type: str  # storage type in the file, such as Q4_K
     bytes: int  # size in the file
 
 
@@ -97,7 +97,7 @@ class KindFacts:
     flops: int
     bytes: int
     seconds: float
-    share: float  # share of the total time of all plan steps
+    share: float  # share in the total time of all plan steps, 0 to 1
     gb_per_s: float
     gflop_per_s: float
 

@@ -39,7 +39,7 @@ class ScrapedMetrics:
 class Look:
     """The result of one poll of a server. `routes` is None if the server is not ours."""
 
-    at: float  # time.monotonic()
+    at: float  # when the server was polled, by time.monotonic()
     health: Mapping[str, Any]
     metrics: ScrapedMetrics
     models: tuple[Mapping[str, Any], ...]

@@ -18,7 +18,8 @@ REF_PREFIX = "#/$defs/"
 MAX_PROOF_STEPS = 50_000
 MAX_PROOF_DEPTH = 50
 
-# Keywords whose value is an object of schemas, a list of schemas, or one schema.
+# Keywords that contain schemas. Their values are objects of schemas (MAP), lists of schemas (LIST)
+# or single schemas (PART).
 MAP_KEYWORDS = ("properties", "patternProperties")
 LIST_KEYWORDS = ("allOf", "anyOf", "oneOf", "prefixItems")
 PART_KEYWORDS = ("items", "additionalProperties")

@@ -71,7 +71,8 @@ class _Rewriting:
         self._disjoint = Disjoint(self._definitions)
         self._keys: dict[tuple[str, ...], str] = {}  # path in the document -> definition key
         self._intersects = False  # whether two schemas apply to the same value, as in `allOf`
-        self._short_names: str | None = None  # path of a patternProperties that matches few names
+        # Path of a `patternProperties` whose pattern matches only names of limited length.
+        self._short_names: str | None = None
         # Nodes with `oneOf`, and their paths. It is not yet proved that their branches are
         # disjoint.
         self._exclusive: list[tuple[dict[str, Any], str]] = []

@@ -164,7 +164,7 @@ class DeclaredProperties(NamedTuple):
     num_declared: int
     num_required: int
     has_optional: bool
-    is_closed: bool  # whether the object may have no undeclared properties
+    is_closed: bool  # whether undeclared properties are forbidden
 
 
 def declared_properties(source: dict[str, Any]) -> DeclaredProperties:

@@ -18,7 +18,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
     max_tokens: int | None = 16  # None: generate up to the end of the context
     min_tokens: int = 0
     temperature: float = 1.0
-    top_k: int = 0  # 0: no limit
+    top_k: int = 0  # 0: top-k is off
     top_p: float = 1.0
     min_p: float = 0.0
     repetition_penalty: float = 1.0
@@ -31,7 +31,8 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
     stop_token_ids: tuple[int, ...] = ()
     ignore_eos: bool = False
     logprobs: int | None = None  # number of alternatives to return per token; None: no logprobs
-    score_prompt: bool = False  # also return logprobs of the prompt's tokens; needs `logprobs`
+    # Whether to return logprobs of the prompt's tokens too; needs `logprobs`.
+    score_prompt: bool = False
 
     @property
     def has_penalties(self) -> bool:

@@ -82,9 +82,9 @@ class FinishedRequest:
     zero.
     """
 
-    finish_reasons: tuple[FinishReason, ...]  # one for each choice
+    finish_reasons: tuple[FinishReason, ...]  # the finish reason of each choice
     choice_tokens: tuple[int, ...]  # generated tokens of each choice
-    max_tokens: int | None  # as the client requested
+    max_tokens: int | None  # the client's `max_tokens`, or None
     ttft_s: float | None
     e2e_s: float
     usage: UsageEvent | None

@@ -27,7 +27,7 @@ _MAX_KEY_CHARS = max(len(key) for key in _KEYS)
 @dataclass(slots=True)
 class _Call:
     name: str | None = None
-    arguments: str | None = None  # arguments that came before the name
+    arguments: str | None = None  # arguments, if they came before the name
     complete: bool = False
 
 

@@ -75,7 +75,7 @@ def arguments_rule(tool: Mapping[str, Any]) -> str:
     return rule(parameters, f"tools.{function['name']}.parameters", function.get("strict") is True)
 
 
-@lru_cache(maxsize=256)  # agents send the same tools in every turn
+@lru_cache(maxsize=256)  # cached, because agents send the same tools in every turn
 def _arguments_rule(parameters: str, where: str, strict: bool) -> str:
     schema = {**json.loads(parameters), "type": "object"}
     if "properties" in schema and not schema.keys() & _OPEN_ENDED:

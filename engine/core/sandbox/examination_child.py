@@ -78,7 +78,8 @@ def _close_files() -> None:
     """
     for number in map(int, os.listdir("/dev/fd")):
         if number > 2:
-            with contextlib.suppress(OSError):  # the listing's own descriptor
+            # The descriptor of the listing itself is already closed.
+            with contextlib.suppress(OSError):
                 os.close(number)
 
 

@@ -60,7 +60,7 @@ class Silent:
 class BearerToken:
     """A bearer token, which is only sent to one origin (scheme, host and port)."""
 
-    origin: str  # any URL with that scheme, host and port
+    origin: str  # any URL that has this scheme, host and port
     value: str = field(repr=False)
 
     def headers(self, url: str) -> dict[str, str]:
@@ -77,7 +77,7 @@ class RemoteFile:
 class _State(msgspec.Struct, frozen=True):
     url: str
     sha256: str | None
-    etag: str | None  # strong ETags only
+    etag: str | None  # the server's ETag if it is a strong one, else None
     total: int | None
 
     @property
@@ -260,7 +260,8 @@ class Download:
             head = part.read(HEAD_BYTES)
             part.seek(0, os.SEEK_END)
             self._progress.update(name, done, total)
-            # Bytes are written without a buffer, so that none is lost if the connection breaks.
+            # `iter_raw` yields bytes as they arrive. If the connection breaks, leaving the `with`
+            # block still writes them to the file.
             for chunk in response.iter_raw():
                 if len(head) < HEAD_BYTES:
                     head = (head + chunk)[:HEAD_BYTES]

@@ -132,7 +132,7 @@ def _largest_file(folder: Path) -> int:
         for name in names:
             try:
                 largest = max(largest, os.stat(os.path.join(parent, name)).st_size)
-            except FileNotFoundError:  # pip has moved it
+            except FileNotFoundError:  # pip has moved the file meanwhile
                 continue
     return largest
 

@@ -51,7 +51,7 @@ class TokenizerParts:
     # True: pieces are written in GPT-2's byte alphabet. False: pieces are written as in
     # SentencePiece, with "▁" for a space and "<0xNN>" for a byte.
     byte_level: bool
-    space_prefix: bool  # encoding adds a leading space, so detokenizing drops it
+    space_prefix: bool  # whether encoding adds a leading space, which detokenizing drops
     bos_id: int | None
     eos_id: int | None  # id of `eos_token` in chat templates
     eos_ids: tuple[int, ...]  # all ids that end generation

@@ -51,7 +51,8 @@ _CJK = "[一-龥ࠀ-一가-\ud7ff]+"
 @dataclass(frozen=True, slots=True)
 class WordSplit:
     patterns: tuple[str, ...]
-    ignore_merges: bool = False  # a word that is in the vocabulary is used without merging
+    # If true, a word that is in the vocabulary is one token, without merging.
+    ignore_merges: bool = False
     add_bos: bool = False  # whether to add BOS, if the file does not set `add_bos_token`
 
 

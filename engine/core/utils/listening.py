@@ -30,8 +30,9 @@ def bind_probes(settings: Settings) -> socket.socket | None:
 def _bind(host: str, port: int, param: str, option: str) -> socket.socket:
     try:
         family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][0]
-        # IPPROTO_TCP is explicit: asyncio sets TCP_NODELAY only on such sockets. Without it a
-        # response body waits 40 ms for the client's ACK of its head.
+        # IPPROTO_TCP is given explicitly, because asyncio sets TCP_NODELAY only on such sockets.
+        # Without TCP_NODELAY, a response body waits 40 ms for the client's ACK of the response's
+        # head.
         sock = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         sock.bind((host, port))
