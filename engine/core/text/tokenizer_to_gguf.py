@@ -27,7 +27,7 @@ from engine.core.text.tokenizer_parts import TokenizerParts, is_byte_piece
 from engine.core.text.tokenizer_pre import KNOWN_SPLITS, byte_level_words
 
 PREFIX = "tokenizer.ggml."
-# A text on which pre-tokenizers with different patterns split differently.
+# A text that pre-tokenizers with different patterns split differently.
 _TELLING = (
     "Hello  World's we'LL they're 'S 12345678 x=3.14;foo_bar(camelCase HTTPServer)\n\n \t end...\r"
     "\n  ünïcödé Ⅷ ½ 你好世界。ひらがな カタカナ 한국어 ¿Qué?! <|x|> $5^2~`a` #tag @me "
