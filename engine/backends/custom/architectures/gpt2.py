@@ -62,6 +62,7 @@ GPT2 = Family(
     always={
         "rope": None,
         "norm": "layer",
+        "norm_bias": True,
         "gated_mlp": False,
         "fused_qkv": True,
         "qkv_bias": True,
