@@ -3,19 +3,19 @@ and its descendants. `core.registry.model_registry` finds them.
 
 All families use the same weight names, which are listed here. Matrices are (out, in), and {i} is
 the layer number. Sizes: D hidden, F feed-forward, V vocabulary, N heads, K KV heads, H head dim,
-P positions. The last column names the config field that decides whether a weight or bias exists.
+R rotated dimensions of a head, P positions. The last column names the config field that decides
+whether a weight or bias exists.
 
     embed.weight                         (V, D)
     position.weight                      (P, D)      config.learned_positions
     token_type.weight                    (Y, D)      config.encoder: Y token types
     embed_norm.weight            .bias   (D,)        config.encoder: on the sum of the tables
-    rope.factors                         (H / 2,)    config.rope.kind == "factors": frequencies
+    rope.factors                         (R / 2,)    config.rope.kind == "factors": frequencies
                                                      are divided by it
     layers.{i}.attn_norm.weight  .bias   (D,)        bias: config.norm_bias
     layers.{i}.attn.q.weight     .bias   (N * H, D)  bias: config.qkv_bias
     layers.{i}.attn.k.weight     .bias   (K * H, D)
     layers.{i}.attn.v.weight     .bias   (K * H, D)
-    layers.{i}.attn.qkv.weight   .bias   (3 * D, D)  config.fused_qkv: rows of q, then k, then v
     layers.{i}.attn.o.weight     .bias   (D, N * H)  bias: config.out_bias
     layers.{i}.attn.q_norm.weight        (H,)        config.qk_norm == "head";
     layers.{i}.attn.k_norm.weight        (H,)        "whole": (N * H,) and (K * H,)

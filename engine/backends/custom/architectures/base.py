@@ -12,11 +12,36 @@ from typing import Any, Literal, Protocol, TypeVar
 
 from engine.core.errors import ModelFormatError
 
-# How to convert a stored matrix to our form: (out, in), row-major, and in each head RoPE rotates
-# row i together with row i + dim / 2 ("neox" order).
-#   transpose    the file stores the matrix as (in, out)
-#   unpermute_*  the file stores the two rows of each rotary pair next to each other
-Transform = Literal["none", "transpose", "unpermute_q", "unpermute_k"]
+
+@dataclass(frozen=True, slots=True)
+class Transform:
+    """How a file stores a weight, if not in our form. In our form, a matrix is (out, in), and in
+    each head RoPE rotates row i together with row i + dim / 2 ("neox" order).
+    """
+
+    transposed: bool = False  # the file stores the matrix as (in, out)
+    # The stored matrix may have rows of other weights too. It consists of `groups` groups of equal
+    # size. In each group, the rows of this weight follow `before` other rows, and `after` other
+    # rows follow them.
+    groups: int = 1
+    before: int = 0
+    after: int = 0
+    # In each head of `head_dim` rows, the file stores the two rows of each rotary pair next to each
+    # other. This holds for the first `paired` rows of the head.
+    head_dim: int = 1
+    paired: int = 0
+    added: float = 0.0  # our values are the stored values plus this number
+
+    @property
+    def is_part(self) -> bool:
+        """Whether the stored matrix also has rows of other weights."""
+        return self.before + self.after > 0
+
+    def stored_shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
+        """The shape of the stored matrix or vector, for a weight of this shape."""
+        rows = shape[0] + self.groups * (self.before + self.after)
+        stored = (rows, *shape[1:])
+        return stored[::-1] if self.transposed else stored
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,7 +146,6 @@ class ModelConfig:
     out_bias: bool = False
     mlp_bias: bool = False
     gated_mlp: bool = True
-    fused_qkv: bool = False  # the checkpoint stores the weights of q, k and v as one matrix
     # q and k have an RMS norm per head ("head") or one over all heads together ("whole").
     qk_norm: Literal["head", "whole"] | None = None
     sliding_window: int | None = None
@@ -185,16 +209,19 @@ class TensorSpec:
     """One weight: our name and shape, and how each checkpoint format names and stores it.
 
     `hf` and `gguf` are its names in the two formats, or None if the format never has this weight.
-    Files may lack a weight that is `optional`.
+    Several weights may be parts of the same stored tensor. Files may lack a weight that is
+    `optional`. If `of_experts`, the first dimension of `shape` counts experts, and the transforms
+    describe the matrix of one expert. If the name has "{e}", the file has one tensor per expert.
     """
 
     name: str
     shape: tuple[int, ...]
     hf: str | None
     gguf: str | None
-    hf_transform: Transform = "none"
-    gguf_transform: Transform = "none"
+    hf_transform: Transform = Transform()
+    gguf_transform: Transform = Transform()
     optional: bool = False
+    of_experts: bool = False
 
 
 class Architecture(Protocol):
