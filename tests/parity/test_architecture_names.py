@@ -14,7 +14,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from engine.backends.custom.weights.model import open_model
 from engine.core.registry.model_registry import architecture
-from tests.gguf_files import tiny_config
+from tests.gguf_files import Arrays, stored_as, tiny_config
 from tests.safetensors_files import hf_config
 
 CASES: list[tuple[str, dict[str, Any]]] = [
@@ -45,12 +45,8 @@ def test_weights_are_exactly_those_of_the_transformers_model(
     with torch.device("meta"):
         model = transformers_model(stated)
     theirs = {name: tuple(values.shape) for name, values in model.state_dict().items()}
-    ours = {
-        spec.hf: spec.shape[::-1] if spec.hf_transform == "transpose" else spec.shape
-        for spec in module.tensors(config)
-        if spec.hf is not None
-    }
-    assert ours == theirs
+    specs = [spec for spec in module.tensors(config) if spec.hf is not None]
+    assert {spec.hf: spec.hf_transform.stored_shape(spec.shape) for spec in specs} == theirs
 
 
 @pytest.mark.parametrize(("family", "changes"), CASES)
@@ -64,11 +60,11 @@ def test_what_transformers_saves_opens(
     model.save_pretrained(tmp_path, max_shard_size=shard_size)
     source = open_model(tmp_path)
     assert source.config == architecture(family).config_from_hf(stated)
-    theirs = model.state_dict()
+    ours: Arrays = {}
     for weight in source.weights.values():
-        values = theirs[weight.spec.hf].numpy()
-        expected = values.T if weight.transform == "transpose" else values
-        assert np.array_equal(weight.numpy(), expected), weight.spec.name
+        stored_as(ours, weight.spec.hf, weight.transform, weight.numpy())
+    for name, values in model.state_dict().items():
+        assert np.array_equal(ours[name], values.numpy()), name
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3", "gpt2", "granite", "olmo2"])

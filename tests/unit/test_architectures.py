@@ -190,15 +190,17 @@ def test_biases_follow_the_config() -> None:
 
 
 def test_gguf_rows_are_unpermuted_where_converters_permute() -> None:
-    def transforms(family: str) -> dict[str, str]:
+    def transforms(family: str) -> dict[str, int]:
         specs = architecture(family).tensors(tiny_config(family, qkv_bias=True))
-        return {spec.name: spec.gguf_transform for spec in specs if spec.gguf_transform != "none"}
+        return {
+            spec.name: spec.gguf_transform.paired for spec in specs if spec.gguf_transform.paired
+        }
 
     assert (
         transforms("llama")
         == transforms("granite")
         == {
-            f"layers.{layer}.attn.{part}.{kind}": f"unpermute_{part}"
+            f"layers.{layer}.attn.{part}.{kind}": 16
             for layer in (0, 1)
             for part in "qk"
             for kind in ("weight", "bias")

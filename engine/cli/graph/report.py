@@ -142,7 +142,7 @@ class _Facts:
                 name,
                 tuple(int(dim) for dim in value.shape),
                 source.weights[name].tensor.dtype,
-                source.weights[name].tensor.nbytes,
+                source.weights[name].nbytes,
             )
             for name, value in graph.weights.items()
         }
@@ -212,7 +212,7 @@ class _Facts:
         weight = self._source.weights[name]
         shape = weight.spec.shape
         if self._native is None:
-            return weight.tensor.nbytes
+            return weight.nbytes
         if len(shape) == 1 or name in self._plan.vectors:
             return _FLOAT * prod(shape)
         layout = self._native.layout_of(weight.tensor.dtype)

@@ -23,13 +23,6 @@ MUTATIONS = [
         f"{PART_TESTS}::test_rows_that_pad_a_step_choose_plainly_and_are_kept_for_nobody",
     ),
     Mutation(
-        "frameworks: fused keys are taken for values",
-        "engine.backends.custom.frameworks.parameters",
-        '    for index, part in enumerate("qkv"):\n',
-        '    for index, part in enumerate("qvk"):\n',
-        f"{PART_TESTS}::test_weights_become_a_tree_with_their_fused_parts_in_order",
-    ),
-    Mutation(
         "frameworks: the rest of a row is cut off",
         "engine.backends.custom.frameworks.runs",
         "    each = -(-counts // size)\n",

@@ -23,10 +23,17 @@ MUTATIONS = [
         f"{MODEL_TESTS}::test_a_tensor_of_any_other_shape_is_refused_by_name",
     ),
     Mutation(
+        "weights: a part of a fused matrix starts at its first row",
+        "engine.backends.custom.weights.weight",
+        "            return stored[transform.before : transform.before + rows].reshape(-1)\n",
+        "            return stored[:rows].reshape(-1)\n",
+        f"{MODEL_TESTS}::test_rows_of_a_fused_matrix_are_views_of_the_file",
+    ),
+    Mutation(
         "weights: rows of Llama's heads stay as they were stored",
-        "engine.backends.custom.weights.model",
-        "    return stored.swapaxes(1, 2).reshape(-1)\n",
-        "    return stored.reshape(-1)\n",
+        "engine.backends.custom.weights.weight",
+        "    halves = pairs.swapaxes(1, 2).reshape(len(heads), -1)\n",
+        "    halves = pairs.reshape(len(heads), -1)\n",
         f"{MODEL_TESTS}::test_config_and_weights_come_back",
     ),
     Mutation(

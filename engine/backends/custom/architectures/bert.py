@@ -59,6 +59,7 @@ BERT = Family(
         "tie_embeddings": True,  # a checkpoint has no weights of an LM head
         "rope": None,
         "norm": "layer",
+        "norm_bias": True,
         "norm_placement": "sum",
         "gated_mlp": False,
         "qkv_bias": True,

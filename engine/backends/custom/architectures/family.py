@@ -8,8 +8,9 @@ tensors of the file.
 """
 
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import groupby
+from operator import attrgetter
 from typing import Any
 
 from engine.backends.custom.architectures.base import (
@@ -71,15 +72,55 @@ _DEFAULTS: Mapping[str, Any] = {
 }
 
 
+# Whether a weight exists in a layer of a model. For weights outside of layers, the layer is 0.
+Condition = Callable[[ModelConfig, int], bool]
+
+
+@dataclass(frozen=True, slots=True)
+class Stored:
+    """How a format stores a weight, in letters (see `WeightRow`). `base.Transform` has the numbers.
+
+    `parts` lists the sizes of the weights that share a stored matrix, such as "qkk" for a matrix
+    with the rows of q, then k, then v. This weight is number `index` of them. If `groups` is not
+    "1", the file repeats this sequence so many times, each time with the next rows of each weight.
+    `paired`: the two rows of each rotary pair are next to each other.
+    """
+
+    parts: str = ""
+    index: int = 0
+    groups: str = "1"
+    transposed: bool = False
+    paired: bool = False
+    added: float = 0.0
+
+    def transform(self, config: ModelConfig, sizes: Mapping[str, int]) -> Transform:
+        each = [sizes[letter] for letter in self.parts]
+        paired = self.paired and config.rope is not None
+        return Transform(
+            transposed=self.transposed,
+            groups=sizes[self.groups],
+            before=sum(each[: self.index]),
+            after=sum(each[self.index + 1 :]),
+            head_dim=config.head_dim if paired else 1,
+            paired=config.rope.dim if paired and config.rope is not None else 0,
+            added=self.added,
+        )
+
+
+PLAIN = Stored()
+PAIRED = Stored(paired=True)
+
+
 @dataclass(frozen=True, slots=True)
 class WeightRow:
-    """A weight's name in the engine and in files. "{i}" in a name stands for the layer number.
+    """A weight's name in the engine and in files. "{i}" in a name stands for the layer number, and
+    "{e}" for the number of an expert.
 
     `shape` has one letter per dimension: D hidden, F feed-forward, V vocabulary, P positions,
-    Y token types, H head dim, q all query heads, k all key heads, a all heads of q, k and v, c half
-    a head. `bias` is the config field that says whether the weight has a bias, or None if it never
-    has one. `when` is the config field that says whether the weight exists, or None if it always
-    exists.
+    Y token types, H head dim, N heads, K KV heads, q all query heads, k all key heads, g all query
+    heads of a KV head, c half of the rotated dimensions of a head, E experts, X an expert's
+    feed-forward, S the shared expert's. `bias` is the config field that says whether the weight has
+    a bias. `when` says whether the weight exists; None: always.
     """
 
     name: str
@@ -87,13 +128,13 @@ class WeightRow:
     hf: str | None
     gguf: str | None
     bias: str | None = None
-    when: str | None = None
-    hf_transform: Transform = "none"
-    gguf_transform: Transform = "none"
+    when: Condition | None = None
+    hf_stored: Stored = PLAIN
+    gguf_stored: Stored = PLAIN
     optional: bool = False
 
     def specs(self, config: ModelConfig, layer: int) -> Iterator[TensorSpec]:
-        if self.when is not None and not getattr(config, self.when):
+        if self.when is not None and not self.when(config, layer):
             return
         sizes = _sizes(config)
         shape = tuple(sizes[letter] for letter in self.shape)
@@ -102,31 +143,52 @@ class WeightRow:
             for each in (self.name, self.hf, self.gguf)
         )
         assert name is not None, self
-        yield TensorSpec(
-            name, shape, hf, gguf, self.hf_transform, self.gguf_transform, self.optional
+        of_experts = self.shape[0] == "E" and ".router." not in name
+        in_hf, in_gguf = (
+            each.transform(config, sizes) for each in (self.hf_stored, self.gguf_stored)
         )
-        if self.bias is not None and getattr(config, self.bias):
-            name, hf, gguf = (
-                each and each.removesuffix("weight") + "bias" for each in (name, hf, gguf)
-            )
+        yield TensorSpec(name, shape, hf, gguf, in_hf, in_gguf, self.optional, of_experts)
+        if self.bias is not None and attrgetter(self.bias)(config):
+            name, hf, gguf = (each and _bias_name(each) for each in (name, hf, gguf))
             assert name is not None, self
-            yield TensorSpec(name, shape[:1], hf, gguf, gguf_transform=self.gguf_transform)
+            shape = shape if len(shape) == 1 else shape[:-1]
+            in_hf, in_gguf = (
+                replace(each, transposed=False, added=0.0) for each in (in_hf, in_gguf)
+            )
+            yield TensorSpec(name, shape, hf, gguf, in_hf, in_gguf, self.optional, of_experts)
+
+
+def _bias_name(weight: str) -> str:
+    if weight.endswith("weight"):
+        return weight.removesuffix("weight") + "bias"
+    return f"{weight}_bias"
 
 
 def _sizes(config: ModelConfig) -> dict[str, int]:
     queries, keys = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
+    experts = config.experts
     return {
+        "1": 1,
         "D": config.hidden_size,
         "F": config.intermediate_size,
         "V": config.vocab_size,
         "P": config.max_position,
         "Y": 0 if config.encoder is None else config.encoder.num_token_types,
         "H": config.head_dim,
+        "N": config.num_heads,
+        "K": config.num_kv_heads,
         "q": queries,
         "k": keys,
-        "a": queries + 2 * keys,
-        "c": config.head_dim // 2,
+        "g": queries // config.num_kv_heads,
+        "c": 0 if config.rope is None else config.rope.dim // 2,
+        "E": 0 if experts is None else experts.count,
+        "X": 0 if experts is None else experts.size,
+        "S": 0 if experts is None else experts.shared_size,
     }
+
+
+def has_head(config: ModelConfig, layer: int) -> bool:
+    return config.has_head
 
 
 def _nothing_more(reader: Reader, found: Settings) -> Settings:

@@ -2,8 +2,18 @@
 `Family` below states where it differs from Llama.
 """
 
-from engine.backends.custom.architectures.base import Reader, Transform
-from engine.backends.custom.architectures.family import REQUIRED, Family, Keys, Settings, WeightRow
+from engine.backends.custom.architectures.base import Reader
+from engine.backends.custom.architectures.family import (
+    PAIRED,
+    PLAIN,
+    REQUIRED,
+    Family,
+    Keys,
+    Settings,
+    Stored,
+    WeightRow,
+    has_head,
+)
 from engine.backends.custom.architectures.foreign import uniform_window
 from engine.core.errors import ModelFormatError
 
@@ -41,7 +51,7 @@ def _row(
     hf: str,
     gguf: str,
     bias: str | None = None,
-    gguf_transform: Transform = "none",
+    gguf_stored: Stored = PLAIN,
 ) -> WeightRow:
     """A weight that every layer has. `name`, `hf` and `gguf` lack the layer's prefix and the suffix
     ".weight", which this function adds.
@@ -52,7 +62,7 @@ def _row(
         f"model.layers.{{i}}.{hf}.weight",
         f"blk.{{i}}.{gguf}.weight",
         bias,
-        gguf_transform=gguf_transform,
+        gguf_stored=gguf_stored,
     )
 
 
@@ -63,12 +73,11 @@ def _weights(
     queries and keys. `interleaved` means that in GGUF files, the two rows of each RoPE pair of q
     and k are next to each other.
     """
-    q: Transform = "unpermute_q" if interleaved else "none"
-    k: Transform = "unpermute_k" if interleaved else "none"
+    rotated = PAIRED if interleaved else PLAIN
     rows = (
         WeightRow("embed.weight", "VD", "model.embed_tokens.weight", "token_embd.weight"),
-        _row("attn.q", "qD", "self_attn.q_proj", "attn_q", "qkv_bias", q),
-        _row("attn.k", "kD", "self_attn.k_proj", "attn_k", "qkv_bias", k),
+        _row("attn.q", "qD", "self_attn.q_proj", "attn_q", "qkv_bias", rotated),
+        _row("attn.k", "kD", "self_attn.k_proj", "attn_k", "qkv_bias", rotated),
         _row("attn.v", "kD", "self_attn.v_proj", "attn_v", "qkv_bias"),
         _row("attn.o", "Dq", "self_attn.o_proj", "attn_output", "out_bias"),
         _row("mlp.gate", "FD", "mlp.gate_proj", "ffn_gate", "mlp_bias"),
@@ -77,7 +86,7 @@ def _weights(
         *norms,
         *heads,
         WeightRow("norm.weight", "D", "model.norm.weight", "output_norm.weight"),
-        WeightRow("head.weight", "VD", "lm_head.weight", "output.weight", when="has_head"),
+        WeightRow("head.weight", "VD", "lm_head.weight", "output.weight", when=has_head),
     )
     if interleaved:  # GGUF converters write frequency factors only for these families
         rows += (WeightRow("rope.factors", "c", None, "rope_freqs.weight", optional=True),)

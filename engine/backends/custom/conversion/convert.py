@@ -35,15 +35,16 @@ from engine.backends.custom.conversion.stored import (
     most_bytes,
     plain_type,
     stored_array,
-    stored_weight,
+    stored_tensors,
 )
 from engine.backends.custom.ir.rotary import inverse_frequencies
 from engine.backends.custom.weights.files import member, read_json
 from engine.backends.custom.weights.lazy_tensor import LazyTensor
-from engine.backends.custom.weights.model import CONFIG_NAME, ModelSource, Weight, open_model
+from engine.backends.custom.weights.model import CONFIG_NAME, ModelSource, open_model
 from engine.backends.custom.weights.quantize import ENCODERS, quantize
 from engine.backends.custom.weights.quants import dequantize, traits_of
 from engine.backends.custom.weights.safetensors import SINGLE_NAME
+from engine.backends.custom.weights.weight import Weight
 from engine.core.errors import ConfigError, ModelError, ModelFormatError
 from engine.core.store.checkpoint_files import is_companion
 from engine.core.text.tokenizer_to_gguf import gguf_tokenizer
@@ -198,7 +199,7 @@ def save_trained(
             _view=partial(quantize, "F32", values),
             _decode=partial(dequantize, "F32"),
         )
-        weights[name] = Weight(spec, tensor, "none", model.config.head_dim)
+        weights[name] = Weight(spec, (tensor,))
     trained = replace(model, weights=weights)
     _write_safetensors(trained, target, None, lambda done, total: None)
 
@@ -274,13 +275,10 @@ _WRITERS = {"gguf": _write_gguf, "safetensors": _write_safetensors, "llama2c": _
 
 def gguf_parts(model: ModelSource, dtype: str | None) -> tuple[dict[str, Any], list[StoredTensor]]:
     """The metadata and tensors for a GGUF file of the model."""
-    tensors = []
-    for weight in model.weights.values():
-        spec = weight.spec
-        assert spec.gguf is not None, spec
-        stored_as = gguf_type(weight, dtype, model.config.tie_embeddings)
-        tensors.append(stored_weight(weight, spec.gguf, spec.gguf_transform, stored_as))
-    rope = model.config.rope
+    tied, rope = model.config.tie_embeddings, model.config.rope
+    tensors = stored_tensors(
+        model.weights.values(), "gguf", lambda weight: gguf_type(weight, dtype, tied)
+    )
     if rope is not None and rope.kind == "llama3":
         tensors.append(stored_array(_factors(rope), _FACTORS))
     return stated_metadata(model), tensors
@@ -300,11 +298,9 @@ def stated_metadata(model: ModelSource) -> dict[str, Any]:
 
 
 def _hf_tensors(model: ModelSource, dtype: str | None) -> list[StoredTensor]:
-    return [
-        stored_weight(weight, spec.hf, spec.hf_transform, plain_type(weight, dtype))
-        for weight in model.weights.values()
-        if (spec := weight.spec).hf is not None
-    ]
+    return stored_tensors(
+        model.weights.values(), "safetensors", lambda weight: plain_type(weight, dtype)
+    )
 
 
 def _hf_files(model: ModelSource, dtype: str) -> dict[str, bytes]:

@@ -24,8 +24,9 @@ from engine.backends.custom.conversion.stored import Bytes, StoredTensor, stored
 from engine.backends.custom.ir.rotary import rotary_tables
 from engine.backends.custom.weights.files import FileBytes
 from engine.backends.custom.weights.lazy_tensor import LazyTensor
-from engine.backends.custom.weights.model import ModelSource, Weight
+from engine.backends.custom.weights.model import ModelSource
 from engine.backends.custom.weights.quants import dequantize
+from engine.backends.custom.weights.weight import Weight
 from engine.core.errors import ModelFormatError
 from engine.core.text.tokenizer_gguf import BYTE, CONTROL, NORMAL, UNKNOWN
 from engine.core.text.tokenizer_to_gguf import PREFIX
@@ -80,7 +81,7 @@ def open_llama2c(path: Path, tokenizer: Mapping[str, Any]) -> ModelSource:
             # Skip the file's tables of RoPE cosines and sines.
             position += 4 * config.max_position * config.head_dim
         tensors[spec.gguf] = tensor
-        weights[spec.name] = Weight(spec, tensor, spec.gguf_transform, config.head_dim)
+        weights[spec.name] = Weight(spec, (tensor,), spec.gguf_transform)
     if position != file.size:
         raise ModelFormatError(
             f"{path.name}: {file.size} bytes, but its header describes {position}; it is not a "

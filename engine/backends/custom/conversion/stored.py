@@ -5,17 +5,20 @@ type, its rows are copied in the target's order, without rounding. Otherwise the
 dequantized, then quantized to the wanted type.
 """
 
-from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from itertools import chain
 from math import prod
+from typing import Literal
 
 import numpy as np
 from numpy.typing import NDArray
 
 from engine.backends.custom.architectures.base import Transform
-from engine.backends.custom.weights.model import Weight, row_order
 from engine.backends.custom.weights.quantize import fits_rows, quantize
 from engine.backends.custom.weights.quants import TRAITS, dequantize, traits_of
+from engine.backends.custom.weights.weight import Weight, stored_places
 
 Bytes = NDArray[np.uint8]
 
@@ -43,19 +46,56 @@ class StoredTensor:
         return traits_of(self.dtype).num_bytes(prod(self.shape))
 
 
+Part = tuple[Weight, Transform]  # a weight, and how the target stores it
+
+
+def stored_tensors(
+    weights: Iterable[Weight], to: Literal["gguf", "safetensors"], type_of: Callable[[Weight], str]
+) -> list[StoredTensor]:
+    """The tensors to be written. `type_of` gives the storage type of a weight. Weights that the
+    format stores as one tensor become one; they are float32 if their types differ.
+    """
+    parts: dict[str, list[Part]] = {}
+    for weight in weights:
+        spec = weight.spec
+        name = spec.gguf if to == "gguf" else spec.hf
+        if name is not None:
+            transform = spec.gguf_transform if to == "gguf" else spec.hf_transform
+            parts.setdefault(name, []).append((weight, transform))
+    tensors: list[StoredTensor] = []
+    for name, together in parts.items():
+        types = {type_of(weight) for weight, _ in together}
+        tensors += _stored(name, together, types.pop() if len(types) == 1 else "F32")
+    return tensors
+
+
 def stored_weight(weight: Weight, name: str, transform: Transform, dtype: str) -> StoredTensor:
-    """A weight to be written with storage type `dtype`. `transform` describes the target layout."""
-    shape = weight.spec.shape[::-1] if transform == "transpose" else weight.spec.shape
-    is_transposed = "transpose" in (transform, weight.transform)
+    """A weight to be written as storage type `dtype`, in the layout that `transform` describes."""
+    (tensor,) = _stored(name, [(weight, transform)], dtype)
+    return tensor
 
-    def pieces() -> Iterator[Bytes]:
-        return (
-            _transposed(weight, transform, dtype)
-            if is_transposed
-            else _by_rows(weight, transform, dtype)
+
+def _stored(name: str, parts: Sequence[Part], dtype: str) -> Iterator[StoredTensor]:
+    weight, transform = parts[0]
+    shape = weight.spec.shape
+    if not weight.spec.of_experts:
+        yield StoredTensor(
+            name, transform.stored_shape(shape), dtype, partial(_pieces, parts, dtype)
         )
-
-    return StoredTensor(name, shape, dtype, pieces)
+        return
+    of_one = transform.stored_shape(shape[1:])
+    experts = [[(each.expert(e), how) for each, how in parts] for e in range(shape[0])]
+    if "{e}" in name:
+        for e, own in enumerate(experts):
+            numbered = name.replace("{e}", str(e))
+            yield StoredTensor(numbered, of_one, dtype, partial(_pieces, own, dtype))
+        return
+    yield StoredTensor(
+        name,
+        (shape[0], *of_one),
+        dtype,
+        lambda: chain.from_iterable(_pieces(own, dtype) for own in experts),
+    )
 
 
 def stored_array(values: NDArray[np.float32], name: str) -> StoredTensor:
@@ -69,11 +109,12 @@ def gguf_type(weight: Weight, wanted: str | None, tied: bool) -> str:
     """The storage type of a weight in a GGUF file for which the user requested the type `wanted`.
     If `wanted` is None, matrices keep the type that they have.
 
-    Vectors and learned position embeddings are float32, as llama.cpp requires. In a 4-bit model,
-    the LM head (or the embeddings tied to it) has eight bits.
+    Vectors, learned position embeddings and the routers of experts are float32, as llama.cpp
+    requires. The output head (or the embeddings tied to it) keeps eight bits.
     """
     spec = weight.spec
-    if len(spec.shape) == 1 or spec.name == "position.weight":
+    is_vector = len(spec.shape) == (2 if spec.of_experts else 1)
+    if is_vector or spec.name == "position.weight" or spec.name.endswith(".router.weight"):
         return "F32"
     if wanted is None:
         return weight.tensor.dtype
@@ -100,44 +141,66 @@ def most_bytes(tensors: Iterable[StoredTensor]) -> str:
     return max(sizes, key=lambda dtype: sizes[dtype])
 
 
+def _pieces(parts: Sequence[Part], dtype: str) -> Iterator[Bytes]:
+    """The bytes of a matrix or vector to be written."""
+    weight, transform = parts[0]
+    keeps_rows = len(parts) == 1 and not transform.is_part
+    if keeps_rows and not transform.transposed and not weight.transform.transposed:
+        return _by_rows(weight, transform, dtype)
+    return _at_once(parts, dtype)
+
+
 def _by_rows(weight: Weight, transform: Transform, dtype: str) -> Iterator[Bytes]:
-    tensor = weight.tensor
     rows = weight.spec.shape[0]
     columns = prod(weight.spec.shape[1:])
-    source = tensor.raw().reshape(rows, -1)
-    order = _order(weight, transform)
+    raw, order, _ = weight.rows()
+    source = raw.reshape(rows, -1)
+    target = np.argsort(stored_places(transform, rows))
+    if order is not None:
+        target = order[target]
+    moves = not np.array_equal(target, np.arange(rows))
+    difference = np.float32(weight.transform.added - transform.added)
     step = max(1, _PIECE_VALUES // columns)
     for start in range(0, rows, step):
         part = slice(start, min(start + step, rows))
-        raw = source[part] if order is None else source[order[part]]
-        if dtype == tensor.dtype:
-            yield raw.reshape(-1)
+        piece = source[target[part]] if moves else source[part]
+        if dtype == weight.tensor.dtype and not difference:
+            yield piece.reshape(-1)
         else:
-            values = dequantize(tensor.dtype, raw.reshape(-1), (len(raw), columns))
-            yield quantize(dtype, values)
+            values = dequantize(weight.tensor.dtype, piece.reshape(-1), (len(piece), columns))
+            yield quantize(dtype, values + difference)
 
 
-def _order(weight: Weight, transform: Transform) -> NDArray[np.intp] | None:
-    """For each row of the target, the index of the same row in the source file. None if both files
-    have the same order.
+def _at_once(parts: Sequence[Part], dtype: str) -> Iterator[Bytes]:
+    """Convert a matrix that is made of several weights, or that is transposed in one of the
+    formats. The whole matrix is converted at once, because its rows come from several places.
     """
-    if transform == weight.transform:
-        return None
-    source = weight.row_order()
-    target = row_order(transform, weight.spec.shape[0], weight.head_dim)
-    ours = None if target is None else np.argsort(target)
-    if ours is None or source is None:
-        return source if ours is None else ours
-    return source[ours]
-
-
-def _transposed(weight: Weight, transform: Transform, dtype: str) -> Iterator[Bytes]:
-    """Convert a matrix that is transposed in the source or the target. The whole matrix is
-    dequantized at once, because each row of the target has a value from every row of the source.
-    """
-    values = weight.numpy()
-    if transform == "transpose":
+    weight, transform = parts[0]
+    shape = replace(transform, transposed=False).stored_shape(weight.spec.shape)
+    if all(_keeps_bits(each, how, dtype) for each, how in parts):
+        size = weight.nbytes // weight.spec.shape[0]
+        stored = np.empty((shape[0], size), np.uint8)
+        for each, how in parts:
+            rows = each.spec.shape[0]
+            raw, order, _ = each.rows()
+            own = raw.reshape(rows, size)
+            stored[stored_places(how, rows)] = own if order is None else own[order]
+        yield stored.reshape(-1)
+        return
+    values = np.empty(shape, np.float32)
+    for each, how in parts:
+        values[stored_places(how, each.spec.shape[0])] = each.numpy() - np.float32(how.added)
+    if transform.transposed:
         values = np.ascontiguousarray(values.T)
     step = max(1, _PIECE_VALUES // values.shape[-1])
     for start in range(0, len(values), step):
         yield quantize(dtype, values[start : start + step])
+
+
+def _keeps_bits(weight: Weight, transform: Transform, dtype: str) -> bool:
+    return (
+        weight.tensor.dtype == dtype
+        and weight.transform.added == transform.added
+        and not transform.transposed
+        and not (weight.transform.transposed and not weight.transform.is_part)
+    )

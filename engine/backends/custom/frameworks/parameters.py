@@ -6,7 +6,7 @@ copied to its device and freed before the next weight is read. So the host holds
 tensor at a time.
 """
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, Protocol
 
 import numpy as np
@@ -16,7 +16,6 @@ from engine.backends.custom.architectures.base import ModelConfig
 from engine.core.errors import ModelFormatError
 
 ROPE_FACTORS = "rope.factors"
-FUSED = ".attn.qkv."  # a matrix with the rows of q, then k, then v
 
 
 class Weight(Protocol):
@@ -53,21 +52,10 @@ def parameter_tree(
     for name, weight in weights.items():
         if name == ROPE_FACTORS:
             continue
-        for part, values in _parts(name, decode(weight)):
-            *path, kind = part.split(".")
-            branch = tree
-            for key in path:
-                branch = branch.setdefault(key, {})
-            branch[kind] = place(part, values)
+        *path, kind = name.split(".")
+        branch = tree
+        for key in path:
+            branch = branch.setdefault(key, {})
+        branch[kind] = place(name, decode(weight))
     tree["layers"] = [tree["layers"][str(i)] for i in range(len(tree["layers"]))]
     return tree
-
-
-def _parts(name: str, values: Any) -> Iterator[tuple[str, Any]]:
-    if FUSED not in name:
-        yield name, values
-        return
-    size = len(values) // 3
-    for index, part in enumerate("qkv"):
-        rows = values[index * size : (index + 1) * size]
-        yield name.replace(FUSED, f".attn.{part}."), rows

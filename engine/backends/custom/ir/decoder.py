@@ -3,7 +3,6 @@
 from engine.backends.custom.architectures.base import ModelConfig
 from engine.backends.custom.ir.attributes import (
     AttentionAttributes,
-    Columns,
     HeadNorm,
     KvWrite,
     Lookup,
@@ -78,8 +77,8 @@ class DecoderBuilder:
     def scale(self, x: str, name: str, factor: float) -> str:
         return self.graph.add("scale", name, [x], (), Scale(factor))
 
-    def split_qkv(self, x: str, name: str) -> tuple[str, ...]:
-        """Computes queries, keys and values with three separate matrices."""
+    def qkv(self, x: str, name: str) -> tuple[str, ...]:
+        """Computes queries, keys and values with three matrices."""
         config = self.config
         return tuple(
             self.linear(
@@ -92,24 +91,13 @@ class DecoderBuilder:
             )
         )
 
-    def fused_qkv(self, x: str, name: str) -> tuple[str, ...]:
-        """Computes queries, keys and values with one matrix, then slices the result."""
-        config = self.config
-        sizes = [config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim]
-        bounds = (0, sizes[0], sum(sizes), sum(sizes) + sizes[1])
-        qkv = self.linear(x, f"{name}.qkv", bounds[-1], config.hidden_size, config.qkv_bias)
-        return tuple(
-            self.graph.add("columns", f"{name}.{part}", [qkv], (), Columns(*bounds[i : i + 2]))
-            for i, part in enumerate("qkv")
-        )
-
     def attention(self, x: str, layer: int) -> str:
         """Adds the attention of a layer, without the output projection. The result is the
         concatenated output of all heads.
         """
         config, name = self.config, f"layers.{layer}.attn"
         kv_heads, size = config.num_kv_heads, config.head_dim
-        q, k, v = self.fused_qkv(x, name) if config.fused_qkv else self.split_qkv(x, name)
+        q, k, v = self.qkv(x, name)
         q = self._heads(q, f"{name}.q", config.num_heads)
         k = self._heads(k, f"{name}.k", kv_heads)
         cache = self.graph.input(cache_name(layer), ("C", "P", 2, kv_heads, size))

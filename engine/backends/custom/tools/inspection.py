@@ -160,7 +160,7 @@ def first_layers(source: ModelSource, num_layers: int) -> ModelSource:
     """The model truncated after `num_layers` layers, with its final norm and head."""
     later = tuple(f"layers.{i}." for i in range(num_layers, source.config.num_layers))
     weights = {name: w for name, w in source.weights.items() if not name.startswith(later)}
-    tensors = {weight.tensor.name: weight.tensor for weight in weights.values()}
+    tensors = {tensor.name: tensor for weight in weights.values() for tensor in weight.tensors}
     return replace(
         source,
         path=source.path / f"first {num_layers} layers",

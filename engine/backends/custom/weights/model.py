@@ -11,14 +11,12 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from engine.backends.custom.architectures.base import (
     Architecture,
     ModelConfig,
     Reader,
     TensorSpec,
-    Transform,
 )
 from engine.backends.custom.architectures.rope import with_factors
 from engine.backends.custom.weights.files import (
@@ -32,6 +30,7 @@ from engine.backends.custom.weights.lazy_tensor import Checkpoint, LazyTensor
 from engine.backends.custom.weights.pooling import with_pooling
 from engine.backends.custom.weights.quants import TRAITS, dequantize, traits_of
 from engine.backends.custom.weights.safetensors import INDEX_NAME, SINGLE_NAME, open_safetensors
+from engine.backends.custom.weights.weight import Weight
 from engine.core.errors import ModelError, ModelFormatError
 from engine.core.registry.model_registry import architecture_for_gguf, architecture_for_hf
 
@@ -50,42 +49,6 @@ _IGNORED_SUFFIXES = (
 )
 _SAMPLED_BLOCKS = 8
 _NAMED_IN_ERRORS = 3
-
-
-@dataclass(frozen=True, slots=True)
-class Weight:
-    """One weight of the model: the stored tensor, and how to convert it to the engine's layout."""
-
-    spec: TensorSpec
-    tensor: LazyTensor
-    transform: Transform
-    head_dim: int
-
-    def row_order(self) -> NDArray[np.intp] | None:
-        """For each matrix row in the engine's order, the index of the row in the file. None if
-        both orders are the same.
-        """
-        return row_order(self.transform, self.spec.shape[0], self.head_dim)
-
-    def numpy(self) -> NDArray[np.float32]:
-        """The values in the engine's layout, as a new contiguous array."""
-        values = self.tensor.numpy()
-        order = self.row_order()
-        if order is not None:
-            return values[order]
-        return np.ascontiguousarray(values.T) if self.transform == "transpose" else values
-
-
-def row_order(transform: Transform, num_rows: int, head_dim: int) -> NDArray[np.intp] | None:
-    """For each matrix row in the engine's order, the index of the row in the file. None if both
-    orders are the same.
-    """
-    if transform not in ("unpermute_q", "unpermute_k"):
-        return None
-    # In the file, the two rows of a RoPE pair are next to each other. Numbered as in the engine's
-    # layout, the rows of a head are stored in the order 0, H/2, 1, H/2 + 1, ...
-    stored = np.arange(num_rows).reshape(-1, head_dim // 2, 2)
-    return stored.swapaxes(1, 2).reshape(-1)
 
 
 @dataclass(frozen=True, slots=True)
@@ -233,20 +196,20 @@ def _resolve(
     weights: dict[str, Weight] = {}
     missing: list[str] = []
     for spec in family.tensors(config):
-        tensor = _find(spec, checkpoint)
-        if tensor is None:
+        tensors = _find(spec, checkpoint)
+        if not tensors:
             if not spec.optional:
                 missing.append(spec.name)
             continue
         transform = spec.gguf_transform if checkpoint.format == "gguf" else spec.hf_transform
-        weights[spec.name] = Weight(spec, tensor, transform, config.head_dim)
+        weights[spec.name] = Weight(spec, tensors, transform)
     if missing:
         raise ModelFormatError(f"{where}: weights are missing: {_some(missing)}")
     for weight in weights.values():
         _check_weight(where, weight)
     # A checkpoint whose LM head is tied may still store the head's matrix. This is not an error.
     specs = family.tensors(replace(config, tie_embeddings=False))
-    known = {tensor.name for spec in specs if (tensor := _find(spec, checkpoint)) is not None}
+    known = {tensor.name for spec in specs for tensor in _find(spec, checkpoint)}
     extra = [
         name
         for name in checkpoint.tensors
@@ -260,38 +223,54 @@ def _resolve(
     return weights
 
 
-def _find(spec: TensorSpec, checkpoint: Checkpoint) -> LazyTensor | None:
-    """The stored tensor of a weight, or None. Hugging Face checkpoints that were saved without the
-    LM head lack the first component of all names, such as "model.", so both names are tried.
+def _find(spec: TensorSpec, checkpoint: Checkpoint) -> tuple[LazyTensor, ...]:
+    """The stored tensors of a weight: none if the checkpoint lacks it, and one per expert if they
+    are stored one by one. In checkpoints of a Hugging Face model without a head, the names lack the
+    first component, so both names are tried.
     """
-    if checkpoint.format == "gguf":
-        return None if spec.gguf is None else checkpoint.tensors.get(spec.gguf)
-    if spec.hf is None:
-        return None
-    bare = spec.hf.partition(".")[2]
-    return checkpoint.tensors.get(spec.hf) or checkpoint.tensors.get(bare)
+    stored = checkpoint.tensors
+    name = spec.gguf if checkpoint.format == "gguf" else spec.hf
+    if name is None:
+        return ()
+    names = [name]
+    if "{e}" in name:
+        names = [name.replace("{e}", str(expert)) for expert in range(spec.shape[0])]
+    if checkpoint.format != "gguf" and names[0] not in stored:
+        names = [each.partition(".")[2] for each in names]
+    found = tuple(stored[each] for each in names if each in stored)
+    return found if len(found) == len(names) else ()
 
 
 def _check_weight(where: str, weight: Weight) -> None:
-    """Check that a weight has the expected shape and a supported storage type."""
-    tensor, spec = weight.tensor, weight.spec
-    expected = spec.shape[::-1] if weight.transform == "transpose" else spec.shape
-    if tensor.shape != expected:
-        raise ModelFormatError(
-            f"{where}: tensor '{tensor.name}' has shape {list(tensor.shape)}, "
-            f"the config asks for {list(expected)}"
-        )
-    if tensor.dtype not in TRAITS:
-        raise ModelFormatError(
-            f"{where}: tensor '{tensor.name}' has dtype {tensor.dtype}, which is not supported "
-            f"(supported: {', '.join(TRAITS)})"
-        )
+    """Check a weight's shape and storage type."""
+    expected = weight.stored_shape
+    for tensor in weight.tensors:
+        if tensor.shape != expected:
+            raise ModelFormatError(
+                f"{where}: tensor '{tensor.name}' has shape {list(tensor.shape)}, "
+                f"the config asks for {list(expected)}"
+            )
+        if tensor.dtype not in TRAITS:
+            raise ModelFormatError(
+                f"{where}: tensor '{tensor.name}' has dtype {tensor.dtype}, which is not supported "
+                f"(supported: {', '.join(TRAITS)})"
+            )
+        if tensor.dtype != weight.tensor.dtype:
+            raise ModelFormatError(
+                f"{where}: tensor '{tensor.name}' has dtype {tensor.dtype}, "
+                f"but '{weight.tensor.name}' has {weight.tensor.dtype}"
+            )
+        if weight.transform.transposed and TRAITS[tensor.dtype].quantized:
+            raise ModelFormatError(
+                f"{where}: tensor '{tensor.name}' is transposed and has dtype {tensor.dtype}; "
+                "only plain floats can be transposed"
+            )
 
 
 def _check_values(where: str, weights: Mapping[str, Weight]) -> None:
     """Check that a sample of blocks from each tensor dequantizes to finite values."""
-    for weight in weights.values():
-        tensor = weight.tensor
+    tensors = {tensor.name: tensor for weight in weights.values() for tensor in weight.tensors}
+    for tensor in tensors.values():
         traits = traits_of(tensor.dtype)
         blocks = tensor.raw().reshape(-1, traits.block_bytes)
         sample = blocks[np.linspace(0, len(blocks) - 1, _SAMPLED_BLOCKS, dtype=np.intp)]

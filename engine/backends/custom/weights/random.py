@@ -20,8 +20,9 @@ from numpy.typing import NDArray
 from engine.backends.custom.architectures.base import Architecture, Reader, TensorSpec
 from engine.backends.custom.weights.files import FileBytes, read_json
 from engine.backends.custom.weights.lazy_tensor import LazyTensor
-from engine.backends.custom.weights.model import CONFIG_NAME, ModelSource, Weight
+from engine.backends.custom.weights.model import CONFIG_NAME, ModelSource
 from engine.backends.custom.weights.quants import dequantize
+from engine.backends.custom.weights.weight import Weight
 from engine.core.registry.model_registry import architecture_for_hf
 
 STORED = "BF16"
@@ -50,7 +51,7 @@ class RandomWeight(Weight):
 
 @dataclass(frozen=True, slots=True)
 class RandomCheckpoint:
-    """A checkpoint without files. Its tensors have the names that they would have in a file."""
+    """A checkpoint without files. Its tensors have the engine's names."""
 
     tensors: dict[str, LazyTensor]
     format: str = "safetensors"
@@ -81,17 +82,15 @@ def random_model(metadata: Mapping[str, Any], path: Path) -> ModelSource:
         if spec.hf is None or spec.optional:
             continue
         tensor = LazyTensor(
-            name=spec.hf,
+            name=spec.name,
             shape=spec.shape,
             dtype=STORED,
             nbytes=_STORED_BYTES * prod(spec.shape),
             _view=partial(_sample, spec),
             _decode=partial(dequantize, STORED),
         )
-        weights[spec.name] = RandomWeight(spec, tensor, "none", config.head_dim)
-    checkpoint = RandomCheckpoint(
-        {weight.tensor.name: weight.tensor for weight in weights.values()}
-    )
+        weights[spec.name] = RandomWeight(spec, (tensor,))
+    checkpoint = RandomCheckpoint({name: weight.tensor for name, weight in weights.items()})
     return ModelSource(path, config, checkpoint, weights, metadata)
 
 
@@ -104,7 +103,7 @@ def _values(spec: TensorSpec) -> Normal:
     if len(spec.shape) == 1:
         return Normal(1.0 if kind == "weight" else 0.0, 0.0, seed)
     gain = next((gain for name, gain in _GAINS.items() if path.endswith(name)), 1.0)
-    return Normal(0.0, gain / sqrt(spec.shape[1]), seed)
+    return Normal(0.0, gain / sqrt(spec.shape[-1]), seed)
 
 
 def _sample(spec: TensorSpec) -> NDArray[np.uint8]:

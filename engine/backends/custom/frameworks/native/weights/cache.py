@@ -134,14 +134,13 @@ def cache_key(
     if None in files:
         return None
     stored = [
-        (weight.spec.name, weight.tensor.name, weight.tensor.dtype, weight.transform)
+        (weight.spec.name, weight.tensor.name, weight.tensor.dtype, astuple(weight.transform))
         for weight in source.weights.values()
     ]
     facts = {
         "version": (__version__, _native.LAYOUT_VERSION),
         "files": files,
         "stored": stored,
-        "head_dim": source.config.head_dim,
         "matrices": [(m.name, m.parts, m.biases, m.interleaved) for m in matrices],
         "places": [
             [(name, astuple(place)) for name, place in places.items()]

@@ -23,7 +23,8 @@ from engine.backends.custom.frameworks.native.weights.arena import (
     stacked_bias,
 )
 from engine.backends.custom.frameworks.native.weights.cache import PackedCache, cache_key
-from engine.backends.custom.weights.model import ModelSource, Weight
+from engine.backends.custom.weights.model import ModelSource
+from engine.backends.custom.weights.weight import Weight
 from engine.core.errors import ModelFormatError
 
 Progress = Callable[[int, int], None]  # arguments: bytes packed so far, total bytes
@@ -100,9 +101,8 @@ def _job(
 
 
 def _part(weight: Weight) -> tuple[Any, ...]:
-    tensor = weight.tensor
-    transposed = weight.transform == "transpose"
-    return (tensor.dtype, tensor.raw(), weight.spec.shape[0], weight.row_order(), transposed)
+    raw, order, transposed = weight.rows()
+    return (weight.tensor.dtype, raw, weight.spec.shape[0], order, transposed)
 
 
 def let_go(source: ModelSource) -> None:

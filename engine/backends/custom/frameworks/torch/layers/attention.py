@@ -44,7 +44,7 @@ class Attention(nn.Module):
         self.num_heads, self.num_kv_heads = config.num_heads, config.num_kv_heads
         self.head_dim = config.head_dim
         queries, keys = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
-        parts = () if config.fused_qkv else (("q", queries), ("k", keys), ("v", keys))
+        parts = (("q", queries), ("k", keys), ("v", keys))
         self.qkv = Linear(config.hidden_size, queries + 2 * keys, config.qkv_bias, parts)
         self.o = Linear(queries, config.hidden_size, config.out_bias)
         self.scale = config.attention_scale

@@ -22,7 +22,7 @@ from engine.backends.custom.frameworks.torch.layers.quantized_linear import (
     GroupedLinear,
 )
 from engine.backends.custom.frameworks.torch.models.base import Decoder
-from engine.backends.custom.weights.model import Weight
+from engine.backends.custom.weights.weight import Weight
 
 EMBED = "embed.weight"
 SHRUNK_BITS = 8.5  # bits per value of int8 weights: 8, plus a 16-bit scale per 32 values
@@ -77,11 +77,7 @@ def placed_bytes(weights: Mapping[str, Weight], value_bytes: int, shrinks: bool)
 
 
 def _is_quantized(weight: object) -> bool:
-    return (
-        isinstance(weight, Weight)
-        and weight.tensor.dtype in REPACKED
-        and weight.transform != "transpose"
-    )
+    return isinstance(weight, Weight) and weight.tensor.dtype in REPACKED
 
 
 def _linears(model: nn.Module) -> Iterator[tuple[str, Linear]]:
@@ -101,11 +97,11 @@ def _weight_names(path: str, module: Linear) -> Iterator[str]:
 def _grouped(weight: object, device: torch.device) -> GroupedWeight:
     assert isinstance(weight, Weight), weight
     outputs, size = weight.spec.shape
-    # The bytes are copied first, because the mapped file is read-only. A transfer to the device
-    # directly from the mapped file would also read its pages twice.
-    raw = torch.from_numpy(weight.tensor.raw().copy()).to(device)
+    # Copied, because the mapped file is read-only, and a transfer to the device directly from it
+    # would read its pages twice.
+    stored, order, _ = weight.rows()
+    raw = torch.from_numpy(stored.copy()).to(device)
     grouped = repack(weight.tensor.dtype, raw, (outputs, size))
-    order = weight.row_order()
     if order is None:
         return grouped
     rows = torch.from_numpy(order).to(device)
