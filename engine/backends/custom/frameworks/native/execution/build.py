@@ -35,7 +35,8 @@ from engine.backends.custom.runtime.model_runner import (
     RunnerConfig,
     RunnerSpec,
 )
-from engine.backends.custom.weights.model import ModelSource, Weight
+from engine.backends.custom.weights.model import ModelSource
+from engine.backends.custom.weights.weight import Weight
 from engine.backends.custom.worker.memory import MIB, MemoryNeeds
 from engine.core.errors import ConfigError
 
