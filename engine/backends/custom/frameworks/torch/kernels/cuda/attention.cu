@@ -1,20 +1,20 @@
 // Prefill attention (rows with several queries) over the paged cache, on Hopper's tensor cores.
 //
 // Thread blocks are persistent: each processes many work items. An item is a tile of one row's queries,
-// with all query heads that share a KV head. A line of the tile is one token and one query head. One
-// producer warp copies queries, keys and values into shared memory, page by page. Each of WORKERS warp
-// groups computes 64 lines. In registers it holds the scores for a tile of KEYS keys, the softmax weights
-// of the previous key tile, and the output sums. While it computes softmax weights, tensor cores already
-// compute its other matmul, weights by values. The groups take turns at starting matmuls, so that the
-// matmuls of one group run while another group computes its softmax. Key tiles are processed from last to
-// first, so the tiles on the diagonal, which need a mask, come first.
+// with all query heads that share a KV head. A line of the tile is the query of one token and one head. One
+// producer warp copies queries, keys and values into shared memory, page by page (a page is a cache block).
+// Each of WORKERS warp groups computes 64 lines. In registers a group holds the scores for a tile of KEYS
+// keys, the softmax weights of the previous key tile, and the output sums. While a group computes softmax
+// weights, the tensor cores already compute its other matmul, weights by values. Only one group at a time
+// starts matmuls, so that the matmuls of one group run while another group computes its softmax. Key tiles
+// are processed from last to first, so the tiles on the diagonal, which need a mask, come first.
 //
 // `cuda/sources.py` puts `hopper.cuh` before this file and defines HEAD_DIM, HEADS (query heads per KV
 // head), KV_HEADS, BLOCK_SIZE, WORKERS, STAGES, WINDOW (0: none), and the functions `multiply_keys` and
 // `multiply_values`.
 
 constexpr int KEYS = 128;
-constexpr int PARTS = HEAD_DIM / LINE;  // number of 128-byte lines per head
+constexpr int PARTS = HEAD_DIM / LINE;  // number of 128-byte parts of a head
 constexpr int LINES = 64 * WORKERS;
 constexpr int TOKENS = LINES / HEADS;
 constexpr int PAGES = KEYS / BLOCK_SIZE;  // pages per key tile
@@ -25,8 +25,8 @@ constexpr int NUM_SCORES = KEYS / 2;  // scores per thread: 128 threads share 64
 constexpr int NUM_SUMS = HEAD_DIM / 2;
 constexpr float NOTHING_SEEN = -1.0e30f, HIDDEN = -3.0e38f;
 
-// Ids of hardware barriers. Each warp group has one for its own threads, and one that it waits at for
-// its turn to start matmuls.
+// Ids of hardware barriers. Each warp group has two. At the first one its own threads wait for each other.
+// At the second one it waits until it may start matmuls.
 constexpr int FIRST_OWN = 1, FIRST_TURN = FIRST_OWN + WORKERS;
 
 static_assert(PAGES * PARTS <= 32, "each lane copies a page of a part");
@@ -54,7 +54,7 @@ struct Item {
 };
 
 // The list of items is sorted from long to short. Thread blocks take items in snake order (forward, then
-// backward), which balances their work.
+// backward), so that all thread blocks get about the same work.
 struct Items {
     int total, round = 0;
 
@@ -134,7 +134,7 @@ __device__ __forceinline__ float sum_of_four(float x) {
     return x + __shfl_xor_sync(~0u, x, 2);
 }
 
-// The state of the online softmax for one line. A thread has two lines.
+// The state of the online softmax for one line of the query tile. Each thread works on two lines.
 struct Line {
     int number, position;
     float peak, total, fading;
@@ -160,7 +160,7 @@ struct Line {
         }
     }
 
-    // Replaces scores by softmax weights. `fading` is the factor that rescales earlier sums to the new max.
+    // Replaces scores by softmax weights. `fading` becomes the factor that rescales earlier sums.
     template <int OFFSET>
     __device__ __forceinline__ void weigh(float (&scores)[NUM_SCORES], float scale) {
         float high = peak;
@@ -190,7 +190,7 @@ struct Worker {
     float scale;
     int group, thread;
     Tiles keys, values;
-    Line upper, lower;  // the thread's two lines, eight apart
+    Line upper, lower;  // the thread's two lines, which are eight lines apart
     float scores[NUM_SCORES], sums[NUM_SUMS];
     u32 weights[NUM_SCORES / 2];
 
@@ -261,8 +261,8 @@ struct Worker {
         }
     }
 
-    // Sets the values past a row's end, in its last page, to zero. They may be NaN, and their softmax
-    // weight is 0, but 0 * NaN is NaN.
+    // Zeroes the values past the row's end in the row's last page. Their softmax weight is 0, but they may
+    // be NaN, and 0 * NaN is NaN.
     __device__ __forceinline__ void clear_behind(int tile, int length) {
         int first = length - tile * KEYS, last = (first + BLOCK_SIZE - 1) / BLOCK_SIZE * BLOCK_SIZE;
         if (first >= KEYS || first == last) return;

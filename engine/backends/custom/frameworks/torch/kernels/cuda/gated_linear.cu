@@ -16,7 +16,7 @@ constexpr u32 X_BYTES = ROWS * DEPTH * 2;
 constexpr u32 W_BYTES = COLUMNS * DEPTH * 2;
 constexpr u32 STAGE_BYTES = X_BYTES + W_BYTES;
 constexpr int NUM_SUMS = COLUMNS / 2;  // sums per thread: 128 threads share 64 rows
-constexpr int BAND = 8;                // number of row tiles whose part of x stays in the L2 cache
+constexpr int BAND = 8;                // number of row tiles whose rows of x stay in the L2 cache
 
 static_assert(CLUSTER == 1 || CLUSTER == PARTS, "each block copies one part of w");
 
@@ -70,8 +70,9 @@ struct Work {
     __device__ __forceinline__ int step() const { return gridDim.x / CLUSTER; }
     __device__ __forceinline__ int end() const { return m_tiles * n_tiles; }
 
-    // The row and the column tile of a tile number. Within a band, consecutive numbers are below each
-    // other. A row tile here has 128 rows for each block of the cluster.
+    // Converts a tile number to the tile's first row and its column tile. A row tile here has 128 rows for
+    // each thread block of the cluster. BAND row tiles form a band. Tiles are numbered band by band, and
+    // within a band column by column.
     __device__ __forceinline__ void place(int tile, int& row, int& n) const {
         int band = tile / (BAND * n_tiles) * BAND, height = min(BAND, m_tiles - band);
         int within = tile - band * n_tiles;
@@ -84,7 +85,7 @@ using Stages = Ring<STAGES, STAGE_BYTES>;
 
 struct Producer {
     const TensorMap &x_map, &w_map;
-    int width;  // N
+    int width;  // N, the columns of y
 
     __device__ __forceinline__ void run(Stages ring, const Work& work) const {
         for (int tile = work.first(); tile < work.end(); tile += work.step()) {

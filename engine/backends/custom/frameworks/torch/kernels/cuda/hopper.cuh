@@ -56,8 +56,8 @@ __device__ __forceinline__ void copy_heads(u32 to, const TensorMap& map, u32 bar
         : "memory");
 }
 
-// A ring of COUNT buffers in shared memory. Consumers wait until a buffer is full; the producer waits until
-// it is free.
+// A ring of COUNT buffers in shared memory, each with two barriers. Consumers wait until a buffer is ready
+// (filled). The producer waits until a buffer is free.
 template <int COUNT, u32 BYTES>
 struct Ring {
     u32 buffers, full;
@@ -77,9 +77,9 @@ struct Ring {
     }
 };
 
-// A WGMMA descriptor of a swizzled tile in shared memory. It has 128-byte lines; eight lines form a block of
-// 1,024 bytes. `next` is the distance in bytes between tiles of 64 values. It is used only if each line is
-// one step of the matmul's depth, as for the values of attention.
+// A WGMMA descriptor of a swizzled tile in shared memory. The tile has 128-byte lines, and eight lines form
+// a block of 1,024 bytes. `next` is the distance in bytes between groups of 64 columns. It is used only if
+// each line is one index of the matmul's inner dimension (K), as for the values of attention.
 __device__ __forceinline__ u64 descriptor(u32 address, u32 next = 16) {
     return static_cast<u64>((address & 0x3ffff) >> 4) | (static_cast<u64>(next >> 4) << 16) | (64ull << 32) |
            (1ull << 62);
