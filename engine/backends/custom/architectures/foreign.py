@@ -1,7 +1,7 @@
-"""Reads config parts that all families share: activations, token ids, head sizes, windows.
+"""Reads parts of a config that several families share: activations, token ids, head sizes and
+sliding windows.
 
-A config that needs arithmetic which the engine does not implement is rejected. The error names the
-key.
+If a config asks for something that the engine does not implement, an error names the key.
 """
 
 from collections.abc import Iterator, Mapping

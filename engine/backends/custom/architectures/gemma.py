@@ -117,5 +117,6 @@ GEMMA3 = Family(
     hf_more=_from_hf(_GEMMA3_LAYERS[0]),
     gguf_more=_from_gguf(_GEMMA3_LAYERS[1], num_layers_27b=62),
     theta=1_000_000.0,
+    has_local_rope=True,
     hf_kind=lambda config: ("Gemma3ForCausalLM", "gemma3_text"),
 )

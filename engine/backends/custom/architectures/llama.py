@@ -1,5 +1,5 @@
-"""Llama and its descendants. All have RMS norms, RoPE and a gated MLP; each `Family` below states
-what else differs.
+"""Llama and its descendants. All of these families have RMS norms, RoPE and a gated MLP. Each
+`Family` below states where it differs from Llama.
 """
 
 from dataclasses import replace
@@ -40,7 +40,8 @@ from engine.backends.custom.architectures.layers import (
 )
 from engine.core.errors import ModelFormatError
 
-# The sliding window if a Mistral config lacks the key, as in Transformers. Null means no window.
+# The sliding window of a Mistral config that lacks the key "sliding_window". Transformers has the
+# same default. If the key is there with the value null, the model has no window.
 _MISTRAL_WINDOW = 4096
 
 
@@ -59,8 +60,8 @@ def _mistral_window(reader: Reader, found: Settings) -> Settings:
 
 
 def _whole_rotation(reader: Reader, found: Settings) -> Settings:
-    """Rejects GGUF models that rotate only a part of each head. Converters permute the rows of the
-    whole head as if all were rotated, and this loader does not undo that for a part.
+    """Rejects GGUF models in which RoPE rotates only a part of each head. Converters permute the
+    rows of a head as if the whole head were rotated. The loader can undo this only if it is.
     """
     prefix, size = reader.read(str, "general.architecture"), found["head_dim"]
     if found["rope"].dim != size:
@@ -234,6 +235,7 @@ OLMO2 = Family(
     hf_more=_olmo3,
     gguf_more=_OLMO3_GGUF,
     theta=500_000.0,
+    has_local_rope=True,
     hf_kind=lambda config: (
         ("Olmo3ForCausalLM", "olmo3") if config.layers else ("Olmo2ForCausalLM", "olmo2")
     ),
