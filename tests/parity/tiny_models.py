@@ -201,9 +201,8 @@ MORE: dict[str, Callable[..., PreTrainedModel]] = {
     ),
     "mixtral": lambda: _of("Mixtral", num_local_experts=4, head_dim=8),
     "qwen2_moe": lambda: _of("Qwen2Moe", **EXPERTS, shared_expert_intermediate_size=40),
-    "qwen3_moe": lambda: _of(
-        "Qwen3Moe", **EXPERTS, head_dim=12, norm_topk_prob=True, mlp_only_layers=[1]
-    ),
+    "qwen3_moe": lambda: _of("Qwen3Moe", **EXPERTS, head_dim=12, norm_topk_prob=True),
+    "qwen3_moe-dense": lambda: _of("Qwen3Moe", **EXPERTS, head_dim=12, mlp_only_layers=[1]),
     "olmoe": lambda: _of("Olmoe", num_experts=6, num_experts_per_tok=2),
     "granitemoe": lambda: _of(
         "GraniteMoe",
