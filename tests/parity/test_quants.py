@@ -17,7 +17,6 @@ from engine.backends.custom.weights.quants import (
 )
 from engine.core.errors import ModelFormatError
 
-
 # The package knows the size of Q1_0 blocks, but does not dequantize them.
 OF_THE_PACKAGE = [traits.name for traits in BY_TYPE_ID.values() if traits.name != "Q1_0"]
 

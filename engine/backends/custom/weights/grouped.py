@@ -68,9 +68,7 @@ def _scales_of(values: NDArray[np.int8], groups: Groups) -> Floats:
 
 def decode_groups(unpack: Callable[[Bytes], Groups], blocks: Bytes, out: Floats) -> None:
     groups = unpack(blocks)
-    np.multiply(
-        groups.values, groups.scales[:, :, None], out=out.reshape(groups.values.shape)
-    )
+    np.multiply(groups.values, groups.scales[:, :, None], out=out.reshape(groups.values.shape))
 
 
 def half(blocks: Bytes, offset: int) -> Floats:

@@ -7,12 +7,15 @@ sign of a value is stored apart, except in the IQ1 types.
 
 from base64 import b85decode
 from functools import cache
+from typing import Any
 from zlib import decompress
 
 import numpy as np
 from numpy.typing import NDArray
 
-from engine.backends.custom.weights.grouped import Bytes, Groups, half, plane
+from engine.backends.custom.weights.grouped import Bytes, Floats, Groups, half, plane
+
+Indices = NDArray[np.integer[Any]]
 
 _BIT_MAPS = {
     "IQ2_XXS": (
@@ -94,7 +97,7 @@ def _signed(values: NDArray[np.int8], signs: Bytes) -> NDArray[np.int8]:
     return np.where(bits, -values, values)
 
 
-def _seven_signs(index: NDArray[np.integer]) -> Bytes:
+def _seven_signs(index: Indices) -> Bytes:
     """Eight sign bits from seven: the number of negative values is even."""
     seven = (index & 127).astype(np.uint8)
     return seven | (np.bitwise_count(seven) & np.uint8(1)) << np.uint8(7)
@@ -105,9 +108,15 @@ def _four_sevens(words: NDArray[np.uint32]) -> Bytes:
     return _seven_signs(words[..., None] >> np.arange(0, 28, 7, dtype=np.uint32))
 
 
-def _nibbles(packed: Bytes) -> NDArray[np.float32]:
+def _nibbles(packed: Bytes) -> Bytes:
     """(n, bytes) -> (n, 2 * bytes): the low nibble of each byte, then its high nibble."""
-    return plane(packed, 1, 4).reshape(len(packed), -1).astype(np.float32)
+    return plane(packed, 1, 4).reshape(len(packed), -1)
+
+
+def _odd_scales(factor: Floats, codes: Indices, divisor: int) -> Floats:
+    """Scales are odd multiples of a block's super-scale: factor * (2 * code + 1) / divisor."""
+    scales: Floats = factor * (codes.astype(np.float32) * 2 + 1) / np.float32(divisor)
+    return scales
 
 
 def unpack_iq2_xxs(blocks: Bytes) -> Groups:
@@ -117,7 +126,7 @@ def unpack_iq2_xxs(blocks: Bytes) -> Groups:
     words = np.ascontiguousarray(blocks[:, 2:]).view("<u4").reshape(-1, 8, 2)
     index = np.ascontiguousarray(words[..., 0]).view(np.uint8).reshape(-1, 8, 4)
     values = _signed(_grid("IQ2_XXS")[index], _four_sevens(words[..., 1]))
-    scales = half(blocks, 0) * ((words[..., 1] >> 28).astype(np.float32) * 2 + 1) / 8
+    scales = _odd_scales(half(blocks, 0), words[..., 1] >> 28, 8)
     return Groups(values.reshape(-1, 8, 32), scales)
 
 
@@ -127,7 +136,7 @@ def unpack_iq2_xs(blocks: Bytes) -> Groups:
     """
     index = np.ascontiguousarray(blocks[:, 2:66]).view("<u2")
     values = _signed(_grid("IQ2_XS")[index & 511], _seven_signs(index >> 9))
-    scales = half(blocks, 0) * (_nibbles(blocks[:, 66:]) * 2 + 1) / 8
+    scales = _odd_scales(half(blocks, 0), _nibbles(blocks[:, 66:]), 8)
     return Groups(values.reshape(-1, 16, 16), scales)
 
 
@@ -137,7 +146,7 @@ def unpack_iq2_s(blocks: Bytes) -> Groups:
     """
     high = plane(blocks[:, 66:74], 1, 2).reshape(-1, 32).astype(np.uint16)
     values = _signed(_grid("IQ2_S")[blocks[:, 2:34] | high << 8], blocks[:, 34:66])
-    scales = half(blocks, 0) * (_nibbles(blocks[:, 74:]) * 2 + 1) / 8
+    scales = _odd_scales(half(blocks, 0), _nibbles(blocks[:, 74:]), 8)
     return Groups(values.reshape(-1, 16, 16), scales)
 
 
@@ -147,7 +156,7 @@ def unpack_iq3_xxs(blocks: Bytes) -> Groups:
     """
     words = np.ascontiguousarray(blocks[:, 66:]).view("<u4")
     values = _grid("IQ3_XXS")[blocks[:, 2:66]].reshape(-1, 8, 4, 8)
-    scales = half(blocks, 0) * ((words >> 28).astype(np.float32) * 2 + 1) / 4
+    scales = _odd_scales(half(blocks, 0), words >> 28, 4)
     return Groups(_signed(values, _four_sevens(words)).reshape(-1, 8, 32), scales)
 
 
@@ -157,11 +166,11 @@ def unpack_iq3_s(blocks: Bytes) -> Groups:
     """
     ninth = plane(blocks[:, 66:74], 1, 1).reshape(-1, 64).astype(np.uint16)
     values = _grid("IQ3_S")[blocks[:, 2:66] | ninth << 8].reshape(-1, 32, 8)
-    scales = half(blocks, 0) * (_nibbles(blocks[:, 106:]) * 2 + 1)
+    scales = _odd_scales(half(blocks, 0), _nibbles(blocks[:, 106:]), 1)
     return Groups(_signed(values, blocks[:, 74:106]).reshape(-1, 8, 32), scales)
 
 
-def _shifted(index: NDArray[np.uint16], is_down: NDArray[np.bool_]) -> NDArray[np.int8]:
+def _shifted(index: Indices, is_down: NDArray[np.bool_]) -> NDArray[np.int8]:
     """The ternary vectors of the IQ1 types in eighths. One eighth is added to each value, or
     subtracted where `is_down`.
     """
@@ -177,7 +186,7 @@ def unpack_iq1_s(blocks: Bytes) -> Groups:
     high = (words[..., None] >> np.arange(0, 12, 3, dtype=np.uint16)) & np.uint16(7)
     index = blocks[:, 2:34].reshape(-1, 8, 4) | high << 8
     values = _shifted(index, (words >> 15 == 1)[..., None])
-    scales = half(blocks, 0) * ((words >> 12 & 7).astype(np.float32) * 2 + 1) / 8
+    scales = _odd_scales(half(blocks, 0), words >> 12 & 7, 8)
     return Groups(values.reshape(-1, 8, 32), scales)
 
 
@@ -189,7 +198,7 @@ def unpack_iq1_m(blocks: Bytes) -> Groups:
     pieces = words >> 12 << np.arange(0, 16, 4, dtype=np.uint16)
     factor = np.bitwise_or.reduce(pieces, axis=1, keepdims=True).view("<f2").astype(np.float32)
     small = (words[..., None] >> np.arange(0, 12, 3, dtype=np.uint16)) & np.uint16(7)
-    scales = factor * (small.reshape(-1, 16).astype(np.float32) * 2 + 1) / 8
+    scales = _odd_scales(factor, small.reshape(-1, 16), 8)
     extra = plane(blocks[:, 32:48], 1, 4).reshape(-1, 32).astype(np.uint16)
     values = _shifted(blocks[:, :32] | (extra & 7) << 8, extra >> 3 == 1)
     return Groups(values.reshape(-1, 16, 16), scales)
