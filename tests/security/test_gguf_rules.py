@@ -171,10 +171,10 @@ DAMAGED: dict[str, tuple[bytes, str]] = {
         "more than any file can hold",
     ),
     "unsupported type": (assemble([], [tensor("t", [32], 24)], DATA), "unsupported type I8 "),
-    "removed type": (assemble([], [tensor("t", [32], 4)], DATA), "unsupported type Q4_2"),
-    "type of no version": (
-        assemble([], [tensor("t", [32], 99)], DATA),
-        "unsupported type number 99",
+    "removed type": (assemble([], [tensor("t", [32], 4)], DATA), "unsupported type Q4_2 "),
+    "type of the future": (
+        assemble([], [tensor("t", [32], 999)], DATA),
+        "number 999, which no known version",
     ),
     "row of half a block": (
         assemble([], [tensor("t", [48], Q8_0)], DATA),

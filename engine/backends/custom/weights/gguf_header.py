@@ -33,14 +33,6 @@ _MIN_ENTRY_BYTES = 8 + 1 + 4 + 1
 _MIN_TENSOR_BYTES = 8 + 1 + 4 + 8 + 4 + 8
 _DEFAULT_ALIGNMENT = 32
 
-# Names of tensor types, to report those that `quants` does not have.
-_TYPE_NAMES = {
-    **{4: "Q4_2", 5: "Q4_3", 9: "Q8_1", 15: "Q8_K", 16: "IQ2_XXS", 17: "IQ2_XS", 18: "IQ3_XXS"},
-    **{19: "IQ1_S", 21: "IQ3_S", 22: "IQ2_S", 24: "I8", 25: "I16", 26: "I32", 27: "I64", 28: "F64"},
-    **{29: "IQ1_M", 31: "Q4_0_4_4", 32: "Q4_0_4_8", 33: "Q4_0_8_8", 34: "TQ1_0", 35: "TQ2_0"},
-    **{36: "IQ4_NL_4_4", 37: "IQ4_NL_4_8", 38: "IQ4_NL_8_8", 39: "MXFP4", 40: "NVFP4", 41: "Q1_0"},
-}
-
 _U32, _U64 = Struct("<I"), Struct("<Q")
 _UINT32, _BOOL, _STRING, _ARRAY = 4, 7, 8, 9
 _SCALARS = {
@@ -55,6 +47,13 @@ _SCALARS = {
     10: _U64,
     11: Struct("<q"),
     12: Struct("<d"),
+}
+# Tensor types that the format has or had, and that no model needs: sums for dot products, integers,
+# and formats that were removed.
+_OTHER_TYPES = {
+    **{4: "Q4_2", 5: "Q4_3", 9: "Q8_1", 15: "Q8_K", 24: "I8", 25: "I16", 26: "I32", 27: "I64"},
+    **{28: "F64", 31: "Q4_0_4_4", 32: "Q4_0_4_8", 33: "Q4_0_8_8", 36: "IQ4_NL_4_4"},
+    **{37: "IQ4_NL_4_8", 38: "IQ4_NL_8_8"},
 }
 _NUMPY_TYPES = {
     0: "<u1",
@@ -298,9 +297,9 @@ def _read_tensor_record(
     type_id = cursor.u32(f"type of '{name}'")
     offset = cursor.u64(f"offset of '{name}'")
     if type_id not in BY_TYPE_ID:
-        kind = _TYPE_NAMES.get(type_id, f"number {type_id}, which no known version of GGUF has")
         known = ", ".join(traits.name for traits in BY_TYPE_ID.values())
-        cursor.fail(f"tensor '{name}' has the unsupported type {kind} (supported: {known})")
+        named = _OTHER_TYPES.get(type_id, f"number {type_id}, which no known version of GGUF has")
+        cursor.fail(f"tensor '{name}' has the unsupported type {named} (supported: {known})")
     traits = BY_TYPE_ID[type_id]
     if dims[0] % traits.block_elems:
         cursor.fail(
