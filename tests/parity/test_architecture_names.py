@@ -3,15 +3,21 @@
 Transformers writes Hugging Face files; the `gguf` package has the GGUF name map.
 """
 
+import itertools
+import json
+from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 
 import gguf
 import numpy as np
 import pytest
 import torch
+import transformers as hf
 from safetensors.numpy import load_file
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
+from engine.backends.custom.architectures.export import gguf_metadata
 from engine.backends.custom.weights.model import ModelSource, open_model
 from engine.core.errors import ModelFormatError
 from engine.core.registry.model_registry import (
@@ -70,6 +76,30 @@ def _stored(source: ModelSource) -> Arrays:
     return stored
 
 
+@pytest.mark.parametrize("kind", ["Gemma3", "Mistral3"])
+def test_the_text_model_of_one_that_reads_images(kind: str, tmp_path: Path) -> None:
+    """It is the text model, with other names."""
+    name = {"Gemma3": "gemma3", "Mistral3": "mistral-window"}[kind]
+    text = tiny_models.make(name)
+    config = getattr(hf, f"{kind}Config")(
+        text_config=text.config.to_dict(),
+        vision_config={"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1}
+        | {"num_attention_heads": 2, "image_size": 28, "patch_size": 14, "head_dim": 8},
+        eos_token_id=2,
+        tie_word_embeddings=text.config.tie_word_embeddings,
+    )
+    model = getattr(hf, f"{kind}ForConditionalGeneration")(config)
+    model.model.language_model.load_state_dict(text.model.state_dict())
+    model.lm_head.load_state_dict(text.lm_head.state_dict())
+    model.save_pretrained(tmp_path / "both")
+    text.save_pretrained(tmp_path / "text")
+    both, alone = open_model(tmp_path / "both"), open_model(tmp_path / "text")
+    assert both.config == replace(alone.config, bos_id=both.config.bos_id)
+    assert both.weights.keys() == alone.weights.keys()
+    for name, weight in alone.weights.items():
+        assert np.array_equal(both.weights[name].numpy(), weight.numpy()), name
+
+
 def test_every_other_architecture_is_refused_by_name() -> None:
     """In one line that says what would run it."""
     for name in gguf.MODEL_ARCH_NAMES.values():
@@ -117,3 +147,25 @@ def test_gguf_names_are_those_of_the_package(tmp_path: Path, name: str) -> None:
         if not fused and spec.hf.endswith((".weight", ".bias")):
             mapped = names.get_name(spec.hf, try_suffixes=(".weight", ".bias"))
             assert mapped in (spec.gguf, None), spec.name
+
+
+HOSTILE = [None, True, -1, 0, 3, 2**40, 1e308, "x", [{}], {"a": {}}]
+
+
+@pytest.mark.parametrize("name", [name for name in tiny_models.ALL if "-" not in name])
+def test_hostile_settings_are_read_or_refused(name: str) -> None:
+    """One key at a time, in both formats: never another error, and never much memory or time."""
+    with torch.device("meta"):
+        model = tiny_models.ALL[name]()
+    stated = json.loads(model.config.to_json_string(use_diff=False))
+    family = find_hf([type(model).__name__])
+    config = family.config_from_hf(stated)
+    for key, value in itertools.product(stated, HOSTILE):
+        with suppress(ModelFormatError):
+            family.config_from_hf(stated | {key: value})
+    with suppress(ModelFormatError):  # some cannot be GGUF files
+        metadata = gguf_metadata(config)
+        for key, value in itertools.product(metadata, HOSTILE):
+            if key != "general.architecture":
+                with suppress(ModelFormatError):
+                    family.config_from_gguf(metadata | {key: value})
