@@ -36,6 +36,9 @@ class Shape:
     rows: tuple[int, ...]  # numbers of tokens per step to try
     context: int  # context length of each row, for kernels that depend on it
     block_size: int = 16
+    num_experts: int = 16
+    experts_per_token: int = 2
+    expert_size: int = 1024
 
     @property
     def qkv_size(self) -> int:
@@ -44,7 +47,9 @@ class Shape:
 
 # The model sizes of TINY are no powers of two, so that the last block of each kernel is partly
 # filled.
-TINY = Shape("tiny", 96, 160, 6, 2, 24, 130, (1, 3, 17), 37, block_size=4)
+TINY = Shape(
+    "tiny", 96, 160, 6, 2, 24, 130, (1, 3, 17), 37, block_size=4, num_experts=5, expert_size=40
+)
 LLAMA_1B = Shape("llama-1b", 2048, 8192, 32, 8, 64, 128256, (1, 8, 64, 256, 4096), 384)
 LLAMA_8B = Shape("llama-8b", 4096, 14336, 32, 8, 128, 128256, (1, 8, 64, 256, 4096), 384)
 
