@@ -1,10 +1,11 @@
 """Attention by PyTorch's `scaled_dot_product_attention`, on blocks gathered from the cache.
 
-Rows with one query are padded and computed in one call, with a mask. A row with several queries is
-a call of its own. If it starts at position 0, it uses the keys of this step and needs no gather and
-no mask. For single queries, the query heads that share a KV head are moved to the query axis, so
-keys are never repeated. This function has no soft cap and no sinks; with these, attention is
-computed by its definition.
+Rows with one query are padded to a common length and computed in one call, with a mask. A row with
+several queries is computed in a call of its own. If such a row starts at position 0, all its keys
+are those of this step, so it needs no gather and no mask. For rows with one query, the query heads
+that share a KV head are moved to the query axis, so that keys need not be repeated.
+
+PyTorch's function has no soft cap and no sinks. Models with these use a plain computation instead.
 """
 
 from dataclasses import dataclass
@@ -24,9 +25,9 @@ from engine.backends.custom.frameworks.torch.kernels.attention_heads import (
 )
 from engine.backends.custom.runtime.model_runner import I32, BatchInputs
 
-# Rows with one query are padded together if their block counts round up to the same power of two.
-# All rows of up to this many blocks are padded together, because for them another kernel launch
-# would cost more than the padding.
+# Rows with one query are padded to a common length if their numbers of blocks round up to the same
+# power of two. All rows of up to this many blocks are padded to a common length, because for short
+# rows another call would cost more than the padding.
 SHORT_BLOCKS = 8
 
 Rows = NDArray[np.intp]
@@ -34,7 +35,7 @@ Tokens = slice | Tensor  # indices of a part's queries within the step's T token
 
 
 class Part(Protocol):
-    """A subset of a step's rows that is computed in one call."""
+    """A subset of a step's rows, which one call of `scaled_dot_product_attention` computes."""
 
     @property
     def tokens(self) -> Tokens: ...
@@ -42,8 +43,8 @@ class Part(Protocol):
     def attend(
         self, q: Tensor, k: Tensor, v: Tensor, cache: Tensor, sinks: Tensor | None
     ) -> Tensor:
-        """q (Q, N, H) -> (Q, N, H). q are the queries of this part only; k and v (T, K, H) are the
-        keys and values of the whole step.
+        """Attention of this part's queries: q (Q, N, H) -> (Q, N, H). k and v (T, K, H) are the
+        keys and values of all tokens of the step. `sinks` is (N,).
         """
         ...
 
@@ -54,8 +55,8 @@ class SingleQueries:
 
     tokens: Tokens
     blocks: Tensor  # (S * B,)
-    seen: slice  # the part of the B * block_size gathered positions that queries attend to
-    mask: Tensor | None  # (S, 1, 1, L), with ALiBi (S, K, N / K, L), is added to the scores
+    seen: slice  # which of the B * block_size gathered positions the queries attend to
+    mask: Tensor | None  # (S, 1, 1, L), with ALiBi (S, K, N / K, L), added to the scores
     heads: AttentionHeads
 
     def attend(
@@ -71,7 +72,9 @@ class SingleQueries:
 
 @dataclass(frozen=True, slots=True)
 class LaterChunk:
-    """One row with several queries, whose first position is not 0."""
+    """One row with several queries that starts after position 0 or is longer than the sliding
+    window. Its keys are gathered from the cache.
+    """
 
     tokens: slice
     blocks: Tensor  # (B,)
@@ -97,8 +100,8 @@ class LaterChunk:
 
 @dataclass(frozen=True, slots=True)
 class FirstChunk:
-    """One row with several queries, whose first position is 0. All keys are within the window, and
-    scores are only scaled.
+    """One row with several queries that starts at position 0. All its keys are keys of this step,
+    and all are within the sliding window. The scores are only scaled.
     """
 
     tokens: slice
@@ -143,6 +146,8 @@ class SdpaPlan:
 
 
 class SdpaAttention:
+    """The attention backend "sdpa"."""
+
     def __init__(self, heads: AttentionHeads, *, block_size: int, dtype: torch.dtype) -> None:
         self._planners = [
             _WindowPlanner(heads, window, block_size, dtype) for window in heads.windows
@@ -174,7 +179,7 @@ class _WindowPlanner:
         return tuple(parts)
 
     def _groups(self, inputs: BatchInputs, rows: Rows) -> list[Rows]:
-        """Groups rows with one query by their block count, rounded up to a power of two."""
+        """Groups rows with one query by their number of blocks, rounded up to a power of two."""
         if len(rows) < 2:
             return [rows] if len(rows) else []
         last = inputs.seq_lens[rows] - 1
@@ -183,7 +188,9 @@ class _WindowPlanner:
         return [rows[size == value] for value in np.unique(size)]
 
     def _first_key(self, query: I32) -> I32:
-        """The first position that a query at this position attends to."""
+        """The first position that a query at position `query` attends to. It is 0 without a sliding
+        window.
+        """
         if self.window is None:
             return np.zeros_like(query)
         return np.maximum(query - self.window + 1, 0)
@@ -194,7 +201,7 @@ class _WindowPlanner:
         first = self._first_key(last)
         first_block = first // size
         width = int((last // size - first_block).max()) + 1
-        # If a block table is shorter than the padded width, its last block is repeated. The mask
+        # If a block table is shorter than the padded width, its last entry is repeated. The mask
         # hides the repeated blocks.
         columns = np.minimum(
             first_block[:, None] + np.arange(width), inputs.block_tables.shape[1] - 1
@@ -250,8 +257,8 @@ def _attention(
 
 
 def _tokens(indices: I32, device: torch.device) -> Tokens:
-    """The ascending indices as a slice if they are consecutive, which avoids a copy; else as a
-    tensor.
+    """Converts ascending indices to a slice if they are consecutive, because indexing by a slice
+    makes no copy. Otherwise converts them to a tensor.
     """
     first, last = int(indices[0]), int(indices[-1])
     if last - first + 1 == len(indices):
@@ -260,7 +267,9 @@ def _tokens(indices: I32, device: torch.device) -> Tokens:
 
 
 def _gather(cache: Tensor, blocks: Tensor, rows: int, seen: slice) -> tuple[Tensor, Tensor]:
-    """Gathers the keys and values of `rows` rows, (S, K, L, H) each. Both are views of one copy."""
+    """Gathers the keys and the values of `rows` rows from the cache, (S, K, L, H) each. Both
+    results are views of one copy.
+    """
     taken = cache.index_select(0, blocks).flatten(0, 1).unflatten(0, (rows, -1))  # (S, L, 2, K, H)
     keys, values = taken[:, seen].transpose(1, 3).unbind(2)
     return keys, values

@@ -1,9 +1,9 @@
-"""Attention of rows with one query (decode), with split-K: the keys of long rows are cut into
+"""Attention of rows with one query (decode), with split-K. The keys of long rows are cut into
 spans, and the partial results of the spans are merged.
 
 A program handles one span of a row and one KV head, with all query heads that share this KV head.
-If a row has several spans, the program that finishes last merges their results, so this takes only
-one launch.
+If a row has several spans, the program that finishes last merges their results. So this takes only
+one launch. If rows share a prefix, a separate kernel merges the results at the end.
 """
 
 from collections.abc import Mapping
@@ -167,8 +167,9 @@ def _merged(
     HEAD_BLOCK: tl.constexpr,
     SINKS: tl.constexpr,
 ):
-    """Merges the partial results of a row to their weighted mean. A sink counts like a partial
-    result of zeros. Other programs wrote the partial results, so loads must bypass the L1 cache.
+    """Merges the partial results of a row: computes their weighted mean. A sink counts like a
+    partial result of zeros. Other programs wrote the partial results, so they must be loaded past
+    the L1 cache.
     """
     group, columns = tl.arange(0, GROUP_BLOCK), tl.arange(0, HEAD_BLOCK)
     here = (group < GROUP)[:, None] & (columns < HEAD_DIM)[None, :]
@@ -267,8 +268,8 @@ def _shared_kernel(
     SOFTCAP: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """Attention of many rows to a span of their shared prefix. The keys are read once for all these
-    rows.
+    """Computes the attention of many rows to a span of their shared prefix. The keys are read once
+    for all these rows. Writes a partial result per row.
     """
     kv_head, item = tl.program_id(0), tl.program_id(1)
     if item >= tl.load(counts_ptr + 3):
@@ -345,9 +346,9 @@ def decode(
     span_tile: Tile,
     shared_tile: Tile,
 ) -> None:
-    """Attention of all rows with one query. Writes the result to `out`. `arrays` has the work lists
-    of the step. `slopes` are in units of scores before their scaling. `shares` says whether the
-    step has work items for shared prefixes.
+    """Computes the attention of all rows with one query and writes the results to `out`. `arrays`
+    has the work lists of the step. `slopes` are in units of scores before their scaling. `shares`
+    says whether the step has work items for shared prefixes.
     """
     kv_heads, compiled_for = cache.shape[3], sizes(q, cache, heads)
     given_sinks = q if sinks is None else sinks
@@ -403,8 +404,8 @@ def decode(
 
 
 class Scratch:
-    """Memory for the partial results of spans. All layers use the same memory, because a layer
-    finishes before the next one starts.
+    """Device memory for the partial results of spans. All layers use the same memory, because the
+    attention of one layer finishes before that of the next layer starts.
     """
 
     def __init__(

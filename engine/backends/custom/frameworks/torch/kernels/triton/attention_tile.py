@@ -1,8 +1,8 @@
 """Attention to the keys of one KV head, tile by tile, with a base-2 online softmax.
 
-`score_scale` includes log2(e), because exp2 is a hardware instruction. Multiplying by it and
-subtracting the max is one FMA. The running max starts at a finite number. So a query that attends
-to no key of a tile gets the weight zero instead of NaN.
+`score_scale` includes log2(e), because exp2 is a hardware instruction. Multiplying a score by
+`score_scale` and subtracting the max is one FMA. The running max starts at a finite number. So if a
+query attends to no key of a tile, the softmax weights are 0 instead of NaN.
 """
 
 from typing import Any, NamedTuple
@@ -16,9 +16,11 @@ from engine.backends.custom.frameworks.torch.kernels.attention_heads import Atte
 
 
 class Tile(NamedTuple):
-    """The tile that a program computes at a time, and the program's number of warps."""
+    """The size of the tile that a program computes at a time, and the program's numbers of warps
+    and pipeline stages.
+    """
 
-    queries: int  # lines of the tile; a line is one token and one query head
+    queries: int  # lines of the tile; a line is the query of one token and one head
     keys: int
     warps: int
     stages: int
@@ -108,8 +110,9 @@ def attend_span(
     ALIBI: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """Attention of queries q (M, H) to the key positions first .. last - 1. Updates the state of
-    the online softmax: (acc, peak, total).
+    """Attention of queries q (M, H) to the keys at positions first .. last - 1. Updates and returns
+    the state of the online softmax: (acc, peak, total), which are the output vectors, the max
+    scores and the sums of weights.
 
     `query` (M,) are the queries' positions, `slope` (M,) the slopes of their heads. Without MASKED,
     all key tiles must be full, and all queries attend to all keys.
