@@ -32,8 +32,9 @@ class AttentionPlan(Protocol):
         """Attention of one layer: queries q (T, N, H) -> outputs (T, N, H).
 
         k and v (T, K, H) are the keys and values of this step's tokens. They are already in the
-        cache, too. `cache` is (num_blocks, block_size, 2, K, H), with key before value. `window` must be one of
-        `AttentionHeads.windows`. `sinks` (N,) are logits that only add to the sum of the softmax.
+        cache, too. `cache` is (num_blocks, block_size, 2, K, H), with key before value.
+        `window` must be one of `AttentionHeads.windows`. `sinks` (N,) are logits that only add to
+        the sum of the softmax.
         """
         ...
 

@@ -38,7 +38,7 @@ def gate_times(gate, up, KIND: tl.constexpr):
     if KIND == "swiglu_oai":
         gate = tl.minimum(gate, _LIMIT)
         up = tl.minimum(tl.maximum(up, -_LIMIT), _LIMIT)
-        value = gate * tl.sigmoid(_ALPHA * gate) * (up + 1)
+        value = gate * tl.sigmoid(gate * _ALPHA) * (up + 1)
     else:
         value = activate(gate, KIND) * up
     return value
