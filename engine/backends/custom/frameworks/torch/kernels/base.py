@@ -53,6 +53,20 @@ TINY = Shape(
 )
 LLAMA_1B = Shape("llama-1b", 2048, 8192, 32, 8, 64, 128256, (1, 8, 64, 256, 4096), 384)
 LLAMA_8B = Shape("llama-8b", 4096, 14336, 32, 8, 128, 128256, (1, 8, 64, 256, 4096), 384)
+QWEN3_30B = Shape(
+    "qwen3-30b",
+    2048,
+    6144,
+    32,
+    4,
+    128,
+    151936,
+    (1, 8, 64, 256, 4096),
+    384,
+    num_experts=128,
+    experts_per_token=8,
+    expert_size=768,
+)
 
 
 @dataclass(frozen=True, slots=True)
