@@ -175,6 +175,16 @@ def test_a_router_chooses_and_weights_experts(framework, name):
     )
 
 
+def test_of_equal_experts_the_first_is_chosen(framework):
+    params = {"router": part(framework, weight=np.zeros((4, 2), np.float32))}
+    config = ExpertsConfig(4, 2, 6)
+    weights, chosen = layer(framework, "experts", "route")(
+        params, config, framework.array(values(3, 2))
+    )
+    assert framework.numpy(chosen).tolist() == [[0, 1]] * 3
+    close(framework, weights, np.full((3, 2), 0.25))
+
+
 @pytest.mark.parametrize("activation", ["silu", "swiglu_oai"])
 def test_a_token_sums_its_experts_and_the_shared_expert(framework, activation):
     """With biases, with a gate on the shared expert, and with experts that no token chooses."""
