@@ -301,7 +301,6 @@ def test_ids_beyond_the_vocabulary_are_dropped() -> None:
         ("llama", {"hidden_act": "relu2"}, "'hidden_act': activation 'relu2' is not supported"),
         ("llama", {"num_local_experts": 8}, "'num_local_experts': mixtures of experts"),
         ("qwen3", {"num_experts": 64}, "'num_experts': mixtures of experts"),
-        ("llama", {"quantization_config": {"bits": 4}}, "'quantization_config'"),
         ("llama", {"vocab_size": None}, "lacks the required key 'vocab_size'"),
         ("llama", {"vocab_size": "40"}, "'vocab_size' must be int, found str"),
         ("llama", {"num_hidden_layers": True}, "'num_hidden_layers' must be int, found bool"),

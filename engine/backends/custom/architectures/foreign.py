@@ -38,19 +38,12 @@ def hf_activation(reader: Reader, key: str, default: str) -> Activation:
 
 
 def refuse_unsupported_hf(config: Mapping[str, Any]) -> None:
-    """Rejects Hugging Face checkpoints that are quantized or mixtures of experts. The engine cannot
-    read the weights of either.
-    """
+    """Rejects Hugging Face checkpoints that are mixtures of experts."""
     for key in _EXPERT_KEYS:
         if config.get(key):
             raise ModelFormatError(
                 f"config.json: key '{key}': mixtures of experts are not supported"
             )
-    if config.get("quantization_config"):
-        raise ModelFormatError(
-            "config.json: key 'quantization_config': quantized Hugging Face checkpoints are not "
-            "supported; use the unquantized checkpoint or a GGUF file"
-        )
 
 
 def refuse_unsupported_gguf(metadata: Mapping[str, Any]) -> None:
