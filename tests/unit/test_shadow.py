@@ -103,6 +103,15 @@ async def test_where_answers_part_is_counted_in_tokens():
     assert not {"real", "Hello", "hi"} & set(str(record).split())  # nobody's words
 
 
+async def test_the_latest_copies_come_first():
+    each = Shadowed()
+    for reason in ("length", "stop"):
+        each.answer(*DEFAULT_WORDS, reason=reason)
+        await each.settle()
+    recent = each.shadow.report()["recent"]
+    assert [record["finish_reasons"][0] for record in recent] == [["stop"], ["length"]]
+
+
 async def test_sampled_answers_are_not_held_against_each_other():
     each = Shadowed()
     each.answer("something", " else", temperature=1.0)
@@ -204,6 +213,8 @@ async def test_large_requests_count_by_their_size(monkeypatch):
     held = [each.mirror(), each.mirror()]
     assert None not in held
     assert each.mirror() is None
+    assert Shadowed().mirror(n=2) is not None
+    assert Shadowed().mirror(n=3) is None, "each choice is an answer to keep"
 
 
 async def test_stopping_forgets_what_is_under_way():
