@@ -4,10 +4,11 @@ Random weights are wide enough for attention to be peaked and norms to matter: a
 lost bias or a window off by one moves logits by far more than the tolerance.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 import transformers as hf
 from transformers import PreTrainedModel
@@ -225,6 +226,12 @@ MORE: dict[str, Callable[..., PreTrainedModel]] = {
 
 
 ALL = MODELS | MORE
+
+
+def quick_first(names: Sequence[str]) -> list[Any]:
+    """Parameters of a test: the names, then all other models with the mark `slow`."""
+    others = (name for name in ALL if name not in names)
+    return [*names, *(pytest.param(name, marks=pytest.mark.slow) for name in others)]
 
 
 def make(name: str, **changes: Any) -> PreTrainedModel:

@@ -40,19 +40,14 @@ def hf_activation(reader: Reader, key: str, default: str) -> Activation:
 
 
 def refuse_unsupported_hf(config: Mapping[str, Any], has_experts: bool) -> None:
-    """Rejects quantized Hugging Face checkpoints, and mixtures of experts unless the family has
-    them. Both store other weights than the engine would look for.
+    """Rejects Hugging Face checkpoints that are mixtures of experts, unless the family has them.
+    They store other weights than the engine would look for.
     """
     for key in _EXPERT_KEYS:
         if config.get(key) and not has_experts:
             raise ModelFormatError(
                 f"config.json: key '{key}': mixtures of experts are not supported in this family"
             )
-    if config.get("quantization_config"):
-        raise ModelFormatError(
-            "config.json: key 'quantization_config': quantized Hugging Face checkpoints are not "
-            "supported; use the unquantized checkpoint or a GGUF file"
-        )
 
 
 def refuse_unsupported_gguf(metadata: Mapping[str, Any], has_experts: bool) -> None:

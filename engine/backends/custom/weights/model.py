@@ -187,7 +187,7 @@ def _open_hf(directory: Path, use_mmap: bool, reads_weights: bool) -> ModelSourc
     config = family.config_from_hf(stated)
     if config.encoder is not None:
         config = with_pooling(config, directory)
-    checkpoint = open_safetensors(directory, use_mmap)
+    checkpoint = open_safetensors(directory, use_mmap, metadata.get("quantization_config"))
     if "text_config" in metadata:
         checkpoint = SafetensorsCheckpoint(checkpoint.files, _text_tensors(checkpoint))
         # Such files state in several places, or not at all, whether the head is tied.
@@ -353,7 +353,7 @@ def _check_values(where: str, weights: Mapping[str, Weight]) -> None:
     tensors = {tensor.name: tensor for weight in weights.values() for tensor in weight.tensors}
     for tensor in tensors.values():
         traits = traits_of(tensor.dtype)
-        blocks = tensor.raw().reshape(-1, traits.block_bytes)
+        blocks = tensor.sample(_SAMPLED_BLOCKS).reshape(-1, traits.block_bytes)
         sample = blocks[np.linspace(0, len(blocks) - 1, _SAMPLED_BLOCKS, dtype=np.intp)]
         values = dequantize(tensor.dtype, sample.reshape(-1), (len(sample), traits.block_elems))
         if not np.isfinite(values).all():
