@@ -32,8 +32,8 @@ PAGE = Path(__file__).parents[2] / "docs" / "models.md"
 
 # What people call the models of a family.
 MODELS = {
-    "llama": "Llama 1 to 3, Mistral, Mistral Nemo and Small, Ministral 8B, Mixtral, Falcon 3, SmolLM "
-    "1 and 2, InternLM 3, Yi and others with Llama's architecture",
+    "llama": "Llama 1 to 3, Mistral, Mistral Nemo and Small, Ministral 8B, Mixtral, Falcon 3, "
+    "SmolLM 1 and 2, InternLM 3, Yi and others with Llama's architecture",
     "gpt2": "GPT-2, DistilGPT-2",
     "qwen2": "Qwen1.5, Qwen2, Qwen2.5, QwQ",
     "qwen3": "Qwen3, dense models",
@@ -63,6 +63,7 @@ MODELS = {
     "qwen3_moe": "Qwen3-30B-A3B, Qwen3-235B-A22B, Qwen3-Coder",
     "olmoe": "OLMoE",
     "granitemoe": "Granite 3 MoE",
+    "glm4_moe": "GLM-4.5, GLM-4.5-Air, GLM-4.6",
     "gpt_oss": "gpt-oss-20b and 120b",
     "bert": "BERT, MiniLM and other sentence encoders",
 }
@@ -71,19 +72,23 @@ TEXT = """# Models
 
 <!-- Written by `python -m tests.parity.models_page` from the parity tests; do not edit it here. -->
 
-These families run on the engine's own frameworks, from a Hugging Face folder (`config.json` and safetensors) or from a GGUF file.
-Every other architecture is refused by its name, with the backend that would run it (`--backend transformers`, `--backend vllm`).
-`engine inspect FILE` shows the header, the metadata and the tensors of such a file, too. [adding_a_model.md](adding_a_model.md) tells how to add a family.
+These families run on the engine's own frameworks, from a Hugging Face folder (`config.json` and
+safetensors) or from a GGUF file. Every other architecture is refused by its name, with the backend
+that would run it (`--backend transformers`, `--backend vllm`). `engine inspect FILE` shows such a
+file, too. [adding_a_model.md](adding_a_model.md) tells how to add a family.
 
-A tiny model with random weights proves each mark below. No family was tested with its published weights here, except the default model.
+Tests with tiny models and random weights prove the marks below. Of the published weights, only the
+default model's were tested here.
 
-- **layers**: in float32, the hidden states after every layer and the logits are within 1e-4 of Transformers'. On native, the logits
-  after every token are.
-- **loop**: our runtime generates the same tokens as Transformers' `generate`, for prompts with shared prefixes, in mixed batches. On torch and native: under
-  five schedules, which batch, chunk, share, preempt and run one by one.
-- **GGUF**: a GGUF file that `engine convert` made from the safetensors gives the same settings and, bit for bit, the same weights.
-- **renamed**: Transformers lacks the family. It computes what Llama computes, under other names. A Llama with those names gives the
-  same weights.
+- **layers**: in float32, the hidden states after every layer and the logits are within 1e-4 of
+  those of Transformers. On native, this holds for the logits after every token.
+- **loop**: the engine generates the same tokens as `generate` of Transformers. The prompts share
+  prefixes and run in mixed batches. Native and torch run five schedules, which batch, chunk, share,
+  preempt, and run one request at a time.
+- **GGUF**: `engine convert` writes a GGUF file of the safetensors. It gives the same settings and,
+  bit for bit, the same weights.
+- **renamed**: Transformers does not have the family. It computes what Llama computes, under other
+  names. A Llama whose weights have these names gives the same weights and settings as before.
 
 """
 
