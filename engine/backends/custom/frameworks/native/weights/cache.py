@@ -137,7 +137,7 @@ def cache_key(
         "version": (__version__, _native.LAYOUT_VERSION),
         "files": files,
         "stored": stored,
-        "matrices": [(m.name, m.parts, m.biases, m.interleaved) for m in matrices],
+        "matrices": [(m.name, m.parts, m.biases, m.interleaved, m.experts) for m in matrices],
         "places": [
             [(name, astuple(place)) for name, place in places.items()]
             for places in (plan.matrices, plan.biases, plan.vectors)
