@@ -10,7 +10,7 @@ namespace {
 // If a matmul has at most this many rows, each thread packs all activations for itself. This is faster than
 // sharing the work and waiting at a barrier.
 constexpr int kPrivateRows = 2;
-constexpr int kFastRows = 16;  // fast mode uses the per-channel weights from this many rows on
+constexpr int kFastRows = 16;  // in fast mode, matmuls with at least this many rows use per-channel weights
 static_assert(kFastRows > kPrivateRows);
 
 constexpr int kClaims = 4;  // min claims per thread and round, for load balance

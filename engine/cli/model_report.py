@@ -17,13 +17,16 @@ from rich.text import Text
 if TYPE_CHECKING:
     from engine.backends.custom.weights.model import ModelSource
 
-DTYPES = {"bfloat16": 2, "float32": 4}  # bytes per number, in the memory estimates
+# Bytes per number; the report estimates the memory for each of these types.
+DTYPES = {"bfloat16": 2, "float32": 4}
 _MAX_ITEMS = 8
 _MAX_TEXT = 120
 
 
 def describe(source: "ModelSource", context: int, batch: int) -> dict[str, Any]:
-    """The report as JSON-compatible data; sizes are in bytes."""
+    """The report as JSON-compatible data. Sizes are in bytes. The memory estimate is for `batch`
+    sequences of `context` tokens each.
+    """
     config = source.config
     tensors = source.checkpoint.tensors
     num_values = {name: math.prod(tensor.shape) for name, tensor in tensors.items()}

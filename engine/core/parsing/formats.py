@@ -1,7 +1,7 @@
-"""Tool call formats of model families, and the choice of a format by the chat template.
+"""Tool call formats of model families. The chat template decides which format a model has.
 
-If the template's format is not one of these, the template's support of tools is not used. Instead,
-a message describes the tools and asks the model to write calls as plain JSON.
+If the format of the template is not one of these, the template's support of tools is not used.
+Instead, a message describes the tools and asks the model to write calls as plain JSON.
 """
 
 import hashlib
@@ -36,14 +36,17 @@ _NO_CONTROL: Mapping[str, int] = {}
 class ToolFormat(ABC):
     """The tool call format of one model family.
 
-    If `native`, the chat template renders tools and calls. If `has_system`, it accepts a system
-    message. The argument `control` of methods maps the text of control tokens to their ids.
+    If `native` is true, the chat template renders tools and calls. If `has_system` is true, the
+    template accepts a system message. The argument `control` of methods maps the text of control
+    tokens to their ids.
     """
 
     name: ClassVar[str]
-    # Texts that the parser must see. If they are control tokens, they must not be skipped.
+    # Texts that the parser must see. If such a text is a control token, the detokenizer must not
+    # skip it.
     markers: ClassVar[tuple[str, ...]]
-    one_call_per_message: ClassVar[bool] = False  # whether the template refuses more than one
+    # Whether the template refuses messages with more than one call.
+    one_call_per_message: ClassVar[bool] = False
     native: bool
     has_system: bool = True
 
@@ -55,11 +58,15 @@ class ToolFormat(ABC):
     def syntax(
         self, tools: Sequence[Tool], parallel: bool, control: Mapping[str, int]
     ) -> CallSyntax:
-        """Grammar rules for calls of these tools."""
+        """The grammar rules for calls of these tools. If `parallel` is false, only one call is
+        allowed.
+        """
 
     @abstractmethod
     def write(self, calls: Sequence[tuple[str, str]]) -> str:
-        """Render calls as the model would write them, from names and JSON arguments."""
+        """Render calls as the model would write them. A call is a pair of name and JSON
+        arguments.
+        """
 
     def new_call_id(self) -> str:
         return f"call_{secrets.token_hex(12)}"
@@ -81,9 +88,9 @@ class ToolFormat(ABC):
         """The grammar of an answer; None if any text is allowed.
 
         `answer` is a grammar for an answer without tool calls. `may_think` says that an optional
-        reasoning block precedes the output; free text must then not match such a block. If calls
-        are optional, `answer` is given and the format has no call marker, calls and answers could
-        not be told apart. This raises an `InvalidRequestError`.
+        reasoning block precedes the output; free text must then not match such a block. An
+        `InvalidRequestError` is raised if calls are optional, `answer` is given and the format has
+        no call marker, because calls and answers could not be told apart.
         """
         if choice.mode == "none" or not tools:
             return answer
@@ -261,7 +268,7 @@ def _named_call(source: Source, calls: CallReader) -> Steps[None]:
 
 
 FENCE = "```"
-# Free text, which is not a call. It must not start with "{" or "[{".
+# Pattern for free text that is not a call. It must not start with "{" or "[{".
 _TEXT = r"/([ \n]*([^ \n{\[]|\[[^{])(.|\n)*)?/"
 
 
@@ -314,11 +321,11 @@ def _answer(source: Source, calls: CallReader) -> Steps[None]:
         yield from source.skip_space()
 
 
-# Markers of call formats that are not JSON. They are not supported.
+# Markers in templates of families whose calls are not JSON. Their formats are not supported.
 _FOREIGN = ("<function=", "<arg_key>", "<parameter=")
 _CODE = re.compile(r"\{[{%].*?[%}]\}", re.DOTALL)
 _TOOLS = re.compile(r"\btools\b")
-# A JSON call with a name and arguments in the template's text, as an example for the model. Its
+# A JSON call with a name and arguments that the template shows as an example to the model. Its
 # quotes may be escaped.
 _SHOWN_CALL = re.compile(r"name[\\\"']+ ?:.{0,200}?arguments[\\\"']+ ?:", re.DOTALL)
 

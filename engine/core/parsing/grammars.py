@@ -1,8 +1,8 @@
-"""Grammars that force well-formed tool calls, in llguidance's syntax.
+"""Builds grammars in llguidance's syntax that force a model to write well-formed tool calls.
 
 Each tool's arguments are a separate `%json` rule with the tool's own schema, so that its `$ref`s
-resolve. The object around the arguments has the spacing that chat templates use. A marker that is
-a control token can't be part of text and is matched by its id. Other markers are plain text, so a
+resolve. The object around the arguments has the spacing that chat templates use. If a marker is a
+control token, it can't be part of text and is matched by its id. Other markers are plain text, so a
 lazy rule matches text up to the first marker.
 """
 
@@ -22,7 +22,8 @@ _OPEN_ENDED = frozenset(
         *("$ref", "$dynamicRef", "allOf", "anyOf", "oneOf", "if", "dependentSchemas"),
     }
 )
-_SHARED = ("$schema", "$defs", "definitions")  # keys that the schema of a property may need
+# Schema keys that the schema of a property may depend on.
+_SHARED = ("$schema", "$defs", "definitions")
 _OBJECT = {"type": "object"}
 _MAX_CACHED_CHARS = 16 * 1024
 # Max total size of the schemas that are compiled to find out which properties can be enforced. Each
@@ -33,11 +34,11 @@ _ANY = r"/(.|\n)*/"
 
 @dataclass(frozen=True)
 class CallSyntax:
-    """Grammar rules for the tool calls of one model family. Calls are written as the texts of
-    `opening`, `first` and `more` in a row: the marker, the first call, any further calls.
+    """Grammar rules for the tool calls of one model family. The calls of an answer match `opening`
+    (the marker), then `first` (the first call), then `more` (any further calls).
 
     Some families may call without a marker. They have `bare_text`, a pattern of text that is not a
-    call. Their `opening` is None if the family has no marker; else the model may leave it out.
+    call. If such a family has a marker, the model may leave it out; otherwise `opening` is None.
     """
 
     rules: str
@@ -56,12 +57,14 @@ def literal(text: str) -> str:
 
 
 def marker(text: str, control: Mapping[str, int]) -> str:
-    """Rule for a marker: by id if it is a control token, else as text."""
+    """The grammar rule for a marker. A control token is matched by its id, other markers as
+    text.
+    """
     return f"<[{control[text]}]>" if text in control else literal(text)
 
 
 def arguments_rule(tool: Mapping[str, Any]) -> str:
-    """Grammar rule for a tool's arguments: an object that matches the schema of its parameters.
+    """The grammar rule for a tool's arguments: an object that matches the schema of its parameters.
 
     For a strict tool the whole schema is enforced, or the request is refused. For other tools,
     parts of the schema that can't be enforced are ignored.
@@ -72,7 +75,7 @@ def arguments_rule(tool: Mapping[str, Any]) -> str:
     return rule(parameters, f"tools.{function['name']}.parameters", function.get("strict") is True)
 
 
-@lru_cache(maxsize=256)  # agents send the same tools in every turn
+@lru_cache(maxsize=256)  # cached, because agents send the same tools in every turn
 def _arguments_rule(parameters: str, where: str, strict: bool) -> str:
     schema = {**json.loads(parameters), "type": "object"}
     if "properties" in schema and not schema.keys() & _OPEN_ENDED:
@@ -125,7 +128,9 @@ def _is_supported(schema: Mapping[str, Any]) -> bool:
 
 
 def object_calls(tools: Sequence[Mapping[str, Any]], arguments_key: str) -> str:
-    """The rule `call`: an object with the tool's name and arguments, in this order."""
+    """The grammar rule `call`: a JSON object with a tool's name and its arguments, in this
+    order.
+    """
     lines = ["call: " + " | ".join(f"call_{index}" for index in range(len(tools)))]
     for index, tool in enumerate(tools):
         name = json.dumps(tool["function"]["name"])
@@ -135,8 +140,8 @@ def object_calls(tools: Sequence[Mapping[str, Any]], arguments_key: str) -> str:
 
 
 def tool_grammar(syntax: CallSyntax, *, forced: bool, may_think: bool) -> str:
-    """If `forced`, a grammar for calls only. Otherwise a grammar for text that may contain calls;
-    each call that it contains is well-formed.
+    """A grammar for an answer that may or must call tools. If `forced` is true, the answer consists
+    of calls only. Otherwise it is text that may contain calls, and each call in it is well-formed.
     """
     calls = f"{syntax.first} {syntax.more}"
     lines = ["%llguidance {}", r"SPACE: /[ \n]{0,2}/", syntax.rules]
@@ -159,7 +164,9 @@ def tool_grammar(syntax: CallSyntax, *, forced: bool, may_think: bool) -> str:
 
 
 def answer_grammar(syntax: CallSyntax, answer: str) -> str:
-    """Grammar for either calls, after their marker, or an answer that matches `answer`."""
+    """A grammar for either calls with their marker, or an answer that matches the grammar
+    `answer`.
+    """
     lines = [
         "%llguidance {}",
         r"SPACE: /[ \n]{0,2}/",
@@ -170,7 +177,9 @@ def answer_grammar(syntax: CallSyntax, answer: str) -> str:
 
 
 def with_inner(outer: str, inner: str, name: str) -> str:
-    """Embed a whole grammar (Lark or llguidance JSON) as `@name` in another."""
+    """Combine two grammars. `outer` refers to `inner` (a Lark grammar or llguidance JSON) as
+    `@name`.
+    """
     if inner.lstrip().startswith("{"):
         first, *others = json.loads(inner)["grammars"]
     else:

@@ -1,8 +1,9 @@
-"""The output format of a model, and the parser of an answer. Backends use only this module.
+"""The output format of a model, and the parser of its answers. Backends use only this module of the
+package.
 
 There is one `OutputFormat` per model, made when its tokenizer is loaded. There is one
-`OutputParser` per choice. It gets detokenized text; the detokenizer must keep the control tokens in
-`OutputFormat.shown_ids` as text.
+`OutputParser` per choice. The parser gets detokenized text, in which the control tokens of
+`OutputFormat.shown_ids` must be kept as text.
 """
 
 import json
@@ -23,7 +24,8 @@ Message = dict[str, Any]
 def prepare_messages(
     messages: Sequence[Mapping[str, Any]], tools: Sequence[Tool], tool_format: ToolFormat
 ) -> tuple[list[Message], list[Message] | None]:
-    """The messages and tools to pass to the chat template. A missing `content` becomes "". The
+    """Prepare messages and tools for the chat template. If the template can't render tools, they
+    become text in the messages, and no tools are returned. A missing `content` becomes "". The
     arguments are not modified.
     """
     copies = [{**message, "content": message.get("content") or ""} for message in messages]
@@ -36,7 +38,9 @@ def prepare_messages(
 
 
 def _name_results(messages: Sequence[Message]) -> None:
-    """Add the function name to tool messages that lack it, from the call that they answer."""
+    """Add the function's name to each tool message that lacks it. The call with the same id has the
+    name.
+    """
     names: dict[str, str] = {}
     for message in messages:
         for call in message.get("tool_calls") or ():
@@ -84,7 +88,7 @@ def _one_call_each(messages: Sequence[Message]) -> list[Message]:
 
 def _as_text(messages: Sequence[Message], tool_format: ToolFormat) -> list[Message]:
     """Rewrite tool calls as assistant text and tool results as user text. Adjacent results and the
-    user text after them become one message, because many templates require alternating roles.
+    user text after them become one message, because many templates require that roles alternate.
     """
     plain: list[Message] = []
     follows_result = False
@@ -179,8 +183,8 @@ def reasoning_format(template: str | None) -> ReasoningFormat | None:
 
 
 def with_reasoning(grammar: str, opened: bool, control: Mapping[str, int] = _NO_CONTROL) -> str:
-    """Grammar for free reasoning followed by `grammar`. If the prompt did not open the block,
-    reasoning is optional.
+    """A grammar for free reasoning followed by text that matches `grammar`. If the prompt did not
+    open the reasoning block, reasoning is optional.
     """
     opening = "" if opened else marker(OPEN, control)
     closing = marker(CLOSE, control)
@@ -196,8 +200,8 @@ def with_reasoning(grammar: str, opened: bool, control: Mapping[str, int] = _NO_
 
 
 class OutputParser:
-    """Parses the text of one choice into pieces, which are final and in order. Joined pieces don't
-    depend on how the text was split.
+    """Parses the text of one choice into pieces, which are final and in order. All pieces of one
+    kind, joined, don't depend on how the text was split.
     """
 
     def __init__(
@@ -207,7 +211,9 @@ class OutputParser:
         reasoning: ReasoningFormat | None = None,
         opened: bool = False,
     ) -> None:
-        """`names` are the tools that may be called. If there are none, no calls are parsed."""
+        """Create a parser. `names` are the tools that may be called. If there are none, no calls
+        are parsed.
+        """
         self._source = Source()
         self._tools = tools if names else None
         new_id = tools.new_call_id if tools else str
@@ -222,7 +228,9 @@ class OutputParser:
         return self._source.take_pieces()
 
     def flush(self) -> list[Piece]:
-        """Call it at the end of generation. Returns the pieces of the text still held back."""
+        """End the input. Call this at the end of generation. Returns the pieces of the text still
+        held back.
+        """
         self._source.end()
         next(self._steps, None)
         return self._source.take_pieces()
@@ -258,7 +266,7 @@ class OutputParser:
 
 @dataclass(frozen=True)
 class OutputFormat:
-    """How one model writes reasoning and calls. `control` maps control token text to id."""
+    """How one model writes reasoning and tool calls. `control` maps control token texts to ids."""
 
     tools: ToolFormat
     reasoning: ReasoningFormat | None
@@ -275,7 +283,9 @@ class OutputFormat:
         return replace(self, control={})
 
     def shown_ids(self, with_tools: bool) -> frozenset[int]:
-        """Control tokens that the parser must see as text; all others are skipped."""
+        """The control tokens that the parser must see as text. All other control tokens are
+        skipped.
+        """
         texts = [*(self.reasoning.markers if self.reasoning else ())]
         texts += self.tools.markers if with_tools else ()
         return frozenset(self.control[text] for text in texts if text in self.control)
@@ -283,7 +293,7 @@ class OutputFormat:
     def prepare(
         self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Tool]
     ) -> tuple[list[Message], list[Message] | None]:
-        """Messages and tools for the chat template."""
+        """Prepare messages and tools for the chat template; see `prepare_messages`."""
         return prepare_messages(messages, tools, self.tools)
 
     def opens_reasoning(self, prompt_tail: str) -> bool:
@@ -303,8 +313,8 @@ class OutputFormat:
         answer: str | None,
         opened: bool,
     ) -> str | None:
-        """The grammar of the whole output: reasoning, then calls or what `answer` (a llguidance
-        grammar) demands. None if any text is allowed.
+        """The grammar of the whole output: reasoning, then tool calls or text that matches `answer`
+        (an llguidance grammar). None if any text is allowed.
         """
         may_think = self.reasoning is not None and not opened
         grammar = answer

@@ -1,9 +1,10 @@
-"""Model families by name, by what `config.json` calls them and by what GGUF calls them.
+"""The registry of model families. It finds a family by its own name, by the architecture in
+`config.json`, or by the architecture in a GGUF file.
 
-A family is a row of `backends/custom/architectures`, or anything else with the names of
-`Architecture` (its base.py). A package adds one with an entry point in the group
-`engine.architectures`: its name is the family's, its value "module:ROW", or a module that has those
-names itself. Built-in families are asked first.
+A family is a row of data in `backends/custom/architectures`, or any other object with the same
+attributes as `Architecture` (in base.py there). A package adds a family with an entry point in the
+group `engine.architectures`. The name of the entry point is the family's name. The value is
+"module:ROW", or a module that has these attributes itself. Built-in families are searched first.
 """
 
 from collections.abc import Sequence
@@ -33,7 +34,7 @@ def architecture_names() -> tuple[str, ...]:
 
 
 def architecture(name: str) -> Any:
-    """The family, by its registry name (`ModelConfig.family`)."""
+    """The model family with this name (`ModelConfig.family`)."""
     return _ARCHITECTURES.load(name)
 
 

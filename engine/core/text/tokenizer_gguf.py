@@ -2,8 +2,8 @@
 "gemma4").
 
 A "llama" file has a score per piece and no merges. So for every piece, each way to split it into
-two other pieces becomes a merge, ranked by the piece's score. BPE with these merges joins the same
-neighbours in the same order as SentencePiece.
+two other pieces becomes a merge. Merges are ranked by the score of the piece that they produce. BPE
+with these merges joins the same neighbours in the same order as SentencePiece.
 """
 
 from collections.abc import Mapping, Sequence
@@ -75,7 +75,7 @@ def tables_from_gguf(metadata: Mapping[str, Any]) -> TokenizerTables:
 
 
 def unused_ids(metadata: Mapping[str, Any]) -> frozenset[int]:
-    """Token ids of type UNUSED: no text is ever encoded to them."""
+    """The token ids of type UNUSED. No text is ever encoded to them."""
     types = _array(metadata, "token_type", int)
     return frozenset(i for i, type_ in enumerate(types) if type_ == UNUSED)
 
@@ -83,7 +83,9 @@ def unused_ids(metadata: Mapping[str, Any]) -> frozenset[int]:
 def _array(
     metadata: Mapping[str, Any], name: str, kind: type, length: int | None = None
 ) -> list[Any]:
-    """A vocabulary array as a list; empty if the file has none."""
+    """The array `tokenizer.ggml.NAME` as a list; empty if the file has none. Raises
+    `ModelFormatError` if its length or the type of its values is wrong.
+    """
     raw = metadata.get(_PREFIX + name)
     if raw is None:
         return []

@@ -1,9 +1,9 @@
 """Pre-tokenizers of byte-level BPE, by their name in the GGUF key `tokenizer.ggml.pre`.
 
-A name stands for a list of regular expressions. The first splits the text, each other one splits
-the parts further. Matches and the text between them both become parts. Names and patterns are the
-ones of llama.cpp. The slow golden test lists the vocabularies that were compared with llama.cpp.
-The others are unverified.
+A name stands for a list of regular expressions. The first expression splits the text, and each of
+the others splits the parts further. Matches and the text between them both become parts. Names and
+patterns are the ones of llama.cpp. The slow golden test lists the vocabularies whose results were
+compared with llama.cpp. The other vocabularies are unverified.
 """
 
 from dataclasses import dataclass
@@ -51,8 +51,9 @@ _CJK = "[一-龥ࠀ-一가-\ud7ff]+"
 @dataclass(frozen=True, slots=True)
 class WordSplit:
     patterns: tuple[str, ...]
-    ignore_merges: bool = False  # a word that is in the vocabulary is used without merging
-    add_bos: bool = False  # default if the file does not set `add_bos_token`
+    # If true, a word that is in the vocabulary is one token, without merging.
+    ignore_merges: bool = False
+    add_bos: bool = False  # whether to add BOS, if the file does not set `add_bos_token`
 
 
 _SPLITS: dict[WordSplit, tuple[str, ...]] = {

@@ -1,6 +1,6 @@
-"""A GGUF tokenizer as plain, validated data, and functions that build a tokenizer from it.
+"""A GGUF tokenizer as plain, validated data, and functions that build a tokenizer from this data.
 
-This data can be cached on disk. A `tokenizers` object can't, because each process has different
+The data can be cached on disk. A `tokenizers` object can't, because each process has different
 random sentinels (see `tokenizer_parts`).
 """
 
@@ -17,12 +17,12 @@ from engine.core.text.tokenizer_pre import byte_level_words, word_split
 
 
 class TokenizerTables(msgspec.Struct, frozen=True, kw_only=True):
-    """A GGUF tokenizer. For fields without a comment, see `TokenizerParts`."""
+    """The data of a GGUF tokenizer. For fields without a comment, see `TokenizerParts`."""
 
     kind: Literal["gpt2", "llama", "gemma4"]
     pieces: tuple[str, ...]
     merges: list[tuple[str, str]]
-    split: str  # name of the pre-tokenizer; only for "gpt2"
+    split: str  # name of the pre-tokenizer; empty unless the kind is "gpt2"
     unknown_id: int | None
     special_ids: frozenset[int]
     literal_ids: frozenset[int]
@@ -98,7 +98,7 @@ def vocab_of(pieces: Sequence[str]) -> dict[str, int]:
 
 
 def _hidden_vocab(pieces: Sequence[str], specials: frozenset[int]) -> dict[str, int]:
-    """The vocabulary, with control tokens replaced by their sentinels."""
+    """Piece -> id, with control tokens replaced by their sentinels."""
     vocab = vocab_of(pieces)
     for i in specials:
         del vocab[pieces[i]]

@@ -12,7 +12,7 @@ from engine.core.text.tokenizer_tables import TokenizerTables, build_bpe, vocab_
 
 
 def tokenizer_files(metadata: Mapping[str, Any]) -> dict[str, str]:
-    """File name -> content, from a GGUF file's metadata."""
+    """The tokenizer files for the metadata of a GGUF file, as file name -> content."""
     tables = tables_from_gguf(metadata)
     engine = _engine(tables, unused_ids(metadata))
     pieces = tables.pieces
@@ -57,7 +57,7 @@ def _engine(tables: TokenizerTables, unused: frozenset[int]) -> tokenizers.Token
 
 
 def _put_ends(engine: tokenizers.Tokenizer, tables: TokenizerTables) -> None:
-    """Add BOS and EOS as the model expects."""
+    """Make the tokenizer add BOS and EOS to each text, if the model expects them."""
     first = tables.bos_id if tables.add_bos else None
     last = tables.eos_id if tables.add_eos else None
     named = [(tables.pieces[i], i) for i in (first, last) if i is not None]

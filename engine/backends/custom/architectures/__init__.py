@@ -1,5 +1,5 @@
-"""Model families as data, without tensors. A module has the families of one lineage, such as Llama
-and its descendants. `core.registry.model_registry` finds them.
+"""Model families as data, without tensors. Each module describes the families of one lineage, such
+as Llama and its descendants. `core.registry.model_registry` finds the families in these modules.
 
 All families use the same weight names, which are listed here. Matrices are (out, in), and {i} is
 the layer number. Sizes: D hidden, F feed-forward, V vocabulary, N heads, K KV heads, H head dim,
@@ -40,6 +40,7 @@ whether a weight or bias exists.
     norm.weight                  .bias   (D,)        bias: config.norm_bias; no encoder has it
     head.weight                          (V, D)      absent with config.tie_embeddings
 
-`config.norm_placement` says what attn_norm and mlp_norm normalize: the input of attention and MLP,
-their output, or the sum of their output and the residual stream.
+`config.norm_placement` says what attn_norm and mlp_norm normalize. "input": the input of attention
+and MLP (pre-norm). "output": the output of attention and MLP. "sum": the sum of that output and the
+residual stream (post-norm).
 """

@@ -1,8 +1,8 @@
 """A model family as data: its hyperparameters, and each weight's name and shape in a checkpoint.
 
 A family builds a `ModelConfig` from a Hugging Face `config.json` or from GGUF metadata and lists
-its weights (`family.py` defines what a family consists of). Frameworks need nothing else to know
-about a model. This module reads no tensors.
+its weights (`family.py` defines what a family consists of). The config and the list of weights are
+all that a framework needs to know about a model. This module reads no tensors.
 """
 
 import sys
@@ -71,16 +71,17 @@ class RopeConfig:
 
 @dataclass(frozen=True, slots=True)
 class EncoderConfig:
-    """Settings of a text encoder. Each token attends to all tokens of the text, and pooling makes
-    one vector of them.
+    """Settings of a text encoder. Each token attends to all tokens of the text. Pooling combines
+    the final states of the tokens into one vector.
 
-    The defaults apply if a checkpoint does not state how to pool: mean pooling, unit length.
+    If a checkpoint does not state how to pool, the defaults apply: mean pooling, and vectors of
+    unit length.
     """
 
     num_token_types: int
-    max_tokens: int  # max tokens of one text; the position table may be longer
+    max_tokens: int  # max tokens of one text; at most the length of the position table
     pooling: Literal["mean", "cls", "last"] = "mean"
-    normalizes: bool = True  # scales the resulting vectors to unit length
+    normalizes: bool = True  # whether the resulting vectors are scaled to unit length
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,8 +136,9 @@ class ModelConfig:
     rope: RopeConfig | None  # None: learned absolute positions, or ALiBi
     norm: Literal["rms", "layer"] = "rms"
     norm_bias: bool = False
-    # What a layer's norms normalize: the input of attention and MLP (pre-norm), their output before
-    # it is added to the residual stream, both input and output, or the sum (post-norm).
+    # What a layer's norms normalize. "input": the input of attention and MLP (pre-norm). "output":
+    # the output of attention and MLP, before it is added to the residual stream. "both": the input
+    # and the output. "sum": the residual stream after this addition (post-norm).
     norm_placement: Literal["input", "output", "both", "sum"] = "input"
     # Attention and MLP both read the residual stream before the layer, and both are added to it.
     # They read the same normalized input ("shared"), or each has a norm of its own ("own").
@@ -146,7 +148,8 @@ class ModelConfig:
     out_bias: bool = False
     mlp_bias: bool = False
     gated_mlp: bool = True
-    # q and k have an RMS norm per head ("head") or one over all heads together ("whole").
+    # How queries and keys are normalized: an RMS norm for each head ("head"), one RMS norm over all
+    # heads together ("whole"), or not at all (None).
     qk_norm: Literal["head", "whole"] | None = None
     sliding_window: int | None = None
     layers: tuple[LayerConfig, ...] = ()  # one per layer; empty: all layers are alike
@@ -159,7 +162,7 @@ class ModelConfig:
     eos_ids: tuple[int, ...] = ()
     embedding_multiplier: float = 1.0  # multiplies the embeddings
     residual_multiplier: float = 1.0  # multiplies the outputs of attention and MLP
-    # Multiplies attention scores. None: 1 / sqrt(head_dim)
+    # Attention scores are multiplied by this number. None means 1 / sqrt(head_dim).
     attention_multiplier: float | None = None
     logits_scaling: float = 1.0  # the logits are divided by this number
     encoder: EncoderConfig | None = None  # None: the model is a decoder
@@ -206,7 +209,7 @@ class ModelConfig:
 
 @dataclass(frozen=True, slots=True)
 class TensorSpec:
-    """One weight: our name and shape, and how each checkpoint format names and stores it.
+    """One weight: the engine's name and shape for it, and how each file format names and stores it.
 
     `hf` and `gguf` are its names in the two formats, or None if the format never has this weight.
     Several weights may be parts of the same stored tensor. Files may lack a weight that is
@@ -284,8 +287,8 @@ class Reader:
 
 
 def check_config(config: ModelConfig) -> ModelConfig:
-    """Returns the config, or raises `ModelFormatError` if hyperparameters are out of range or
-    contradict each other. Callers check before they allocate memory by these numbers.
+    """Returns the config. Raises `ModelFormatError` if hyperparameters are out of range or
+    contradict each other. This check comes before memory of these sizes is allocated.
     """
     rules = {
         "vocab_size >= 1": config.vocab_size >= 1,

@@ -1,9 +1,9 @@
 """Converts a `ModelConfig` to the contents of config.json or to GGUF metadata.
 
-Each family lists the keys of its plain fields (`hf_keys`, `gguf_keys`). This module writes RoPE
-scaling rules, sliding windows and activations. The result is parsed again and compared with the
-original config. If the format cannot express the model, this raises an error, so no file is
-written that would load as a different model.
+Each family lists the keys of its plain fields (`hf_keys`, `gguf_keys`). This module adds what is
+not a plain field: RoPE scaling rules, sliding windows and activations. The result is parsed again
+and compared with the original config. If they differ, the format cannot express the model, and an
+error is raised. So no file is written that would load as a different model.
 """
 
 from dataclasses import fields
@@ -16,8 +16,8 @@ from engine.core.errors import ModelFormatError
 from engine.core.registry.model_registry import architecture
 
 _HF_ACTIVATIONS = {"silu": "silu", "gelu": "gelu", "gelu_tanh": "gelu_new"}
-# Fields that the comparison skips. Token ids are part of the tokenizer. In GGUF, the tensors that a
-# file has imply the other fields.
+# Config fields that are not compared after writing. Token ids are part of the tokenizer. In GGUF,
+# the remaining fields have no key, because the tensors of the file imply them.
 _UNSTATED_HF = frozenset({"bos_id", "eos_ids"})
 _UNSTATED_GGUF = _UNSTATED_HF | {"tie_embeddings", "qkv_bias", "out_bias", "mlp_bias"}
 # The RoPE scaling rules of the published Llama 3.1 and 3.2 models. GGUF files of these models do
@@ -29,7 +29,9 @@ KNOWN_LLAMA3_RULES = (
 
 
 def hf_config(config: ModelConfig, dtype: str) -> dict[str, Any]:
-    """The contents of config.json. `dtype` is PyTorch's name for the weights' type."""
+    """The contents of config.json. `dtype` is PyTorch's name for the type of the weights, such as
+    "bfloat16".
+    """
     family = _exporting(config)
     windowed = config.family == "llama" and config.sliding_window is not None
     stated: dict[str, Any] = {
@@ -94,8 +96,8 @@ def _exporting(config: ModelConfig) -> Family:
 
 
 def _fields(config: ModelConfig, keys: Keys) -> dict[str, Any]:
-    """The value of each key in `keys`, taken from the config. If a key sets several fields, the
-    first field counts. Keys of fields that are None are left out.
+    """The keys of a file with their values, taken from the config. If a key stands for several
+    fields, its value is the first field's. A key whose field is None is left out.
     """
     values = {
         key: getattr(config, name if isinstance(name, str) else name[0])
@@ -158,7 +160,9 @@ def _rope_to_gguf(rope: RopeConfig) -> dict[str, Any]:
 
 
 def llama3_rules(rope: RopeConfig) -> list[RopeConfig]:
-    """The published Llama 3 rules that could have produced a GGUF file's frequency factors."""
+    """The published Llama 3 scaling rules. One of them may have produced the frequency factors in a
+    GGUF file. The caller compares.
+    """
     assert rope.kind == "factors", rope
     return [
         RopeConfig(

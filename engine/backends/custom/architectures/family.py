@@ -1,9 +1,10 @@
 """Defines `Family`: the description of a model family by its names, config keys and weights.
 
 A field of `ModelConfig` is read from a key of the file, has the family's default, or is fixed for
-the whole family. Functions of the family read fields that are more complex than one key, such as
-RoPE scaling rules and sliding windows. In GGUF, the tensors that a file has imply some fields: tied
-LM head, biases, frequency factors. `weights.model` sets these once the file is open.
+the whole family. Functions read the fields that need more than one key, such as RoPE scaling rules
+and sliding windows. In GGUF, some fields have no key: whether the LM head is tied, which biases
+exist, and whether there are RoPE frequency factors. `weights.model` derives these fields from the
+tensors of the file.
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -41,8 +42,8 @@ from engine.core.errors import ModelFormatError
 
 Keys = dict[str, str | tuple[str, ...]]  # a key of the file -> the config fields that it sets
 Settings = Mapping[str, Any]  # values of `ModelConfig` fields, by field name
-# A function for fields that are more complex than one key. It gets the file's keys and the fields
-# read so far, and returns more fields.
+# A function that reads config fields which need more than one key. It gets a reader of the file's
+# keys and the fields read so far. It returns additional fields.
 More = Callable[[Reader, Settings], Settings]
 
 REQUIRED: Any = object()
@@ -196,23 +197,28 @@ def _nothing_more(reader: Reader, found: Settings) -> Settings:
 
 @dataclass(frozen=True, slots=True)
 class Family:
-    """The description of a model family. `engine convert` uses its keys to write files, too."""
+    """The description of a model family. Its keys serve to read files, and to write them in `engine
+    convert`.
+    """
 
     name: str
     hf_names: tuple[str, ...]
     gguf_names: tuple[str, ...]
     weights: tuple[WeightRow, ...]
     hf_keys: Keys
-    # Without the architecture prefix, such as "llama.". None: the engine reads no GGUF files of it.
+    # GGUF keys without the architecture prefix, such as "llama.". None means that the engine cannot
+    # read GGUF files of this family.
     gguf_keys: Keys | None
-    # The key of the activation in config.json, and the activation if the key is missing.
+    # The config.json key that names the activation, and the default if the file lacks this key.
     hf_activation: tuple[str, str] = ("hidden_act", "silu")
     always: Settings = field(default_factory=dict)  # fields fixed for all models of the family
-    # Defaults of fields that a file may omit. REQUIRED: every file must have the key.
+    # Defaults of fields whose key a file may omit. The value REQUIRED removes a default that all
+    # families share, so that every file of this family must have the key.
     defaults: Settings = field(default_factory=dict)
-    # Defaults for config.json only, because Transformers uses other ones than GGUF.
+    # Defaults that apply to config.json but not to GGUF. They are those of Transformers.
     hf_defaults: Settings = field(default_factory=dict)
-    # Values of config.json keys that the engine does not implement, and rejects.
+    # For some config.json keys, a value that the engine does not implement. A config with this
+    # value is rejected.
     hf_refused: Mapping[str, Any] = field(default_factory=dict)
     hf_more: More = _nothing_more
     gguf_more: More = _nothing_more
@@ -274,8 +280,8 @@ class Family:
         found: dict[str, Any],
         defaults: Settings,
     ) -> dict[str, Any]:
-        """Returns `found` with the values of `keys` added. If several keys set the same field, the
-        first key that the file has counts.
+        """Returns `found`, completed with the values of `keys` and with defaults. If several keys
+        set the same field, the first of them that is in the file counts.
         """
         defaults = {**_DEFAULTS, **self.defaults, **defaults}
         for key, fields in keys.items():

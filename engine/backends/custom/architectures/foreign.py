@@ -1,7 +1,7 @@
-"""Reads config parts that all families share: activations, token ids, head sizes, windows.
+"""Reads parts of a config that several families share: activations, token ids, head sizes and
+sliding windows.
 
-A config that needs arithmetic which the engine does not implement is rejected. The error names the
-key.
+If a config asks for something that the engine does not implement, an error names the key.
 """
 
 from collections.abc import Iterator, Mapping
@@ -38,8 +38,8 @@ def hf_activation(reader: Reader, key: str, default: str) -> Activation:
 
 
 def refuse_unsupported_hf(config: Mapping[str, Any]) -> None:
-    """Rejects Hugging Face checkpoints that are mixtures of experts or quantized. Both store other
-    weights than this engine reads.
+    """Rejects Hugging Face checkpoints that are quantized or mixtures of experts. The engine cannot
+    read the weights of either.
     """
     for key in _EXPERT_KEYS:
         if config.get(key):
@@ -107,7 +107,8 @@ def gguf_vocab_size(metadata: Mapping[str, Any]) -> int:
     return Reader(metadata, "GGUF metadata").read(int, key, **default)
 
 
-# Transformers' default of max_window_layers, the number of layers without a sliding window.
+# The default that Transformers has for max_window_layers. This is the number of layers without a
+# sliding window.
 _QWEN_FULL_LAYERS = 28
 
 

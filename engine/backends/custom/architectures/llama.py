@@ -1,5 +1,5 @@
-"""Llama and its descendants. All have RMS norms, RoPE and a gated MLP; each `Family` below states
-what else differs.
+"""Llama and its descendants. All of these families have RMS norms, RoPE and a gated MLP. Each
+`Family` below states where it differs from Llama.
 """
 
 from engine.backends.custom.architectures.base import Reader
@@ -53,7 +53,9 @@ def _row(
     bias: str | None = None,
     gguf_stored: Stored = PLAIN,
 ) -> WeightRow:
-    """A weight that every layer has. Names are without the layer's prefix and ".weight"."""
+    """A weight that every layer has. `name`, `hf` and `gguf` lack the layer's prefix and the suffix
+    ".weight", which this function adds.
+    """
     return WeightRow(
         f"layers.{{i}}.{name}.weight",
         shape,
@@ -67,9 +69,9 @@ def _row(
 def _weights(
     norms: tuple[WeightRow, ...], heads: tuple[WeightRow, ...] = (), interleaved: bool = False
 ) -> tuple[WeightRow, ...]:
-    """The weights of a family. `norms` are the two norms of a layer; `heads` are the norms of
-    queries and keys. `interleaved`: GGUF files store the two rows of each rotary pair of q and k
-    next to each other.
+    """The weights of a family. `norms` are the two norms of a layer. `heads` are the norms of
+    queries and keys. `interleaved` means that in GGUF files, the two rows of each RoPE pair of q
+    and k are next to each other.
     """
     rotated = PAIRED if interleaved else PLAIN
     rows = (
@@ -108,7 +110,8 @@ def _head_norms(q: str, k: str) -> tuple[WeightRow, ...]:
     )
 
 
-# The sliding window if a Mistral config lacks the key, as in Transformers. Null means no window.
+# The sliding window of a Mistral config that lacks the key "sliding_window". Transformers has the
+# same default. If the key is there with the value null, the model has no window.
 _MISTRAL_WINDOW = 4096
 
 
@@ -125,8 +128,8 @@ def _qwen_window(reader: Reader, found: Settings) -> Settings:
 
 
 def _whole_rotation(reader: Reader, found: Settings) -> Settings:
-    """Rejects GGUF models that rotate only a part of each head. Converters permute the rows of the
-    whole head as if all were rotated, and this loader does not undo that for a part.
+    """Rejects GGUF models in which RoPE rotates only a part of each head. Converters permute the
+    rows of a head as if the whole head were rotated. The loader can undo this only if it is.
     """
     prefix, size = reader.read(str, "general.architecture"), found["head_dim"]
     if found["rope"].dim != size:

@@ -1,8 +1,8 @@
 """Reads RoPE settings from config.json and from GGUF metadata.
 
-Older config.json files have `rope_theta` and `rope_scaling`; newer ones have one `rope_parameters`.
-GGUF has its own keys. Scaling rules that are not implemented are rejected with an error, because
-the model would generate nonsense without them.
+Older config.json files have the keys `rope_theta` and `rope_scaling`. Newer config.json files have
+one key `rope_parameters`. GGUF has its own keys. A scaling rule that is not implemented causes an
+error, because the model would generate nonsense without its rule.
 """
 
 import math
@@ -49,9 +49,9 @@ def rope_from_hf(config: Mapping[str, Any], head_dim: int, max_position: int) ->
         case "linear":
             rope = replace(plain, kind="linear", factor=reader.read(float, "factor"))
         case "dynamic":
-            # The dynamic rule changes frequencies only for sequences beyond this length. The engine
-            # serves no longer ones, because cached keys must not depend on how long their sequence
-            # later becomes.
+            # The dynamic rule changes the frequencies of sequences that are longer than
+            # max_position. The engine serves no such sequences, because cached keys must not depend
+            # on how long their sequence becomes later.
             rope = replace(
                 plain,
                 kind="dynamic",
@@ -136,8 +136,8 @@ def rope_from_gguf(metadata: Mapping[str, Any], head_dim: int, max_position: int
                 beta_slow=reader.read(
                     float, f"{prefix}.scaling.yarn_beta_slow", default=YARN_BETA_SLOW
                 ),
-                # The number in a GGUF file multiplies YaRN's default magnitude. Our
-                # `attention_factor` replaces that default, so it is the product.
+                # In a GGUF file, attn_factor multiplies YaRN's default magnitude. The engine's
+                # `attention_factor` replaces that default, so it is the product of both.
                 attention_factor=stretch and stretch * yarn_magnitude(factor, 1.0),
             )
         case _:
@@ -149,8 +149,8 @@ def rope_from_gguf(metadata: Mapping[str, Any], head_dim: int, max_position: int
 
 
 def stretched_position(rope: RopeConfig, max_position: int) -> int:
-    """The max position that the model supports. YaRN checkpoints often state only the length before
-    context extension, so for them it is at least original length * factor.
+    """The max context length that the model supports. YaRN checkpoints often state only the length
+    before context extension. For them, the result is at least original length * factor.
     """
     if rope.kind == "yarn" and rope.original_max_position is not None:
         return max(max_position, int(rope.original_max_position * rope.factor))
@@ -158,8 +158,8 @@ def stretched_position(rope: RopeConfig, max_position: int) -> int:
 
 
 def with_factors(config: ModelConfig) -> ModelConfig:
-    """The config of a model whose file has a vector of frequency factors, by which the RoPE
-    frequencies are divided. GGUF files of Llama 3 models have this vector.
+    """Changes the config's RoPE kind to "factors". This is for files with a vector of frequency
+    factors, by which the RoPE frequencies are divided. GGUF files of Llama 3 models have it.
     """
     if config.rope is None or config.rope.kind != "default":
         raise ModelFormatError(
@@ -174,8 +174,8 @@ def yarn_magnitude(factor: float, weight: float) -> float:
 
 
 def _check_rope(rope: RopeConfig, where: str) -> RopeConfig:
-    """Returns `rope`, or raises `ModelFormatError` unless all its numbers are finite, above zero
-    and usable in the formula of its scaling rule.
+    """Returns `rope`. Raises `ModelFormatError` if a number is not finite, not above zero or not
+    usable in the formula of the scaling rule.
     """
     numbers = {
         "theta": rope.theta,

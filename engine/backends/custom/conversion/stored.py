@@ -1,8 +1,8 @@
-"""The tensors of a file to be written: each has a name, a storage type and a stream of bytes.
+"""The tensors of a file to be written. Each has a name, a storage type and a stream of bytes.
 
-Matrix rows are converted a few megabytes at a time. If the source already has the wanted type, its
-bytes are copied in the target's row order, without rounding. Otherwise the values are dequantized,
-and quantized to the wanted type.
+Matrix rows are converted a few megabytes at a time. If the source already has the wanted storage
+type, its rows are copied in the target's order, without rounding. Otherwise the values are
+dequantized, then quantized to the wanted type.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -24,15 +24,17 @@ Bytes = NDArray[np.uint8]
 
 _PIECE_VALUES = 4 * 2**20  # max number of values converted at a time
 PLAIN_TYPES = ("F32", "F16", "BF16")
-_LOGITS_TYPE = "Q8_0"  # storage type of the output head (or tied embeddings) in 4-bit models
+_LOGITS_TYPE = "Q8_0"  # storage type of the LM head (or tied embeddings) in 4-bit models
 _FOUR_BITS = ("Q4_0", "Q4_K")
-# The storage type to try next if the row length is not a multiple of a type's block size.
+# For each storage type, the type to try next if the row length is not a multiple of its block size.
 _NARROWER_BLOCKS = {"Q4_K": "Q5_0", "Q5_0": "F16", "Q4_0": "F16", "Q8_0": "F16"}
 
 
 @dataclass(frozen=True, slots=True)
 class StoredTensor:
-    """A tensor to be written. `shape` is row-major, as stored."""
+    """A tensor to be written. `shape` is row-major, in the layout of the target. `pieces` returns
+    the bytes in chunks.
+    """
 
     name: str
     shape: tuple[int, ...]
@@ -97,15 +99,15 @@ def _stored(name: str, parts: Sequence[Part], dtype: str) -> Iterator[StoredTens
 
 
 def stored_array(values: NDArray[np.float32], name: str) -> StoredTensor:
-    """A float32 tensor to be written that the source model does not have. `values` are its computed
-    values.
+    """A tensor with these `values`, to be written as float32. It is for tensors that the source
+    model does not have.
     """
     return StoredTensor(name, values.shape, "F32", lambda: iter([quantize("F32", values)]))
 
 
 def gguf_type(weight: Weight, wanted: str | None, tied: bool) -> str:
-    """The storage type of a weight in a GGUF file, if the user requested the type `wanted`. None:
-    keep the present type if possible.
+    """The storage type of a weight in a GGUF file for which the user requested the type `wanted`.
+    If `wanted` is None, matrices keep the type that they have.
 
     Vectors, learned position embeddings and the routers of experts are float32, as llama.cpp
     requires. The output head (or the embeddings tied to it) keeps eight bits.
@@ -124,15 +126,15 @@ def gguf_type(weight: Weight, wanted: str | None, tied: bool) -> str:
 
 
 def plain_type(weight: Weight, wanted: str | None) -> str:
-    """The storage type of a weight in a safetensors file: the `wanted` type. If None: the present
-    type if it is a plain float type, else float32.
+    """The storage type of a weight in a safetensors file: the `wanted` type. If `wanted` is None, a
+    float type is kept, and a quantized type becomes float32.
     """
     now = weight.tensor.dtype
     return wanted or (now if now in PLAIN_TYPES else "F32")
 
 
 def most_bytes(tensors: Iterable[StoredTensor]) -> str:
-    """The storage type that most of the tensors' bytes have."""
+    """The storage type that most bytes of the tensors have."""
     sizes = dict.fromkeys(TRAITS, 0)
     for tensor in tensors:
         sizes[tensor.dtype] += tensor.nbytes

@@ -2,7 +2,7 @@
 
 The dots of a weight's name separate the levels of the tree, and numbers are list indices:
 "layers.3.attn.q.weight" is `tree["layers"][3]["attn"]["q"]["weight"]`. Each weight is dequantized,
-copied to its device and freed before the next one is read. So the host holds at most one float32
+copied to its device and freed before the next weight is read. So the host holds at most one float32
 tensor at a time.
 """
 
@@ -25,7 +25,9 @@ class Weight(Protocol):
 
 
 def check_decoder(config: ModelConfig, framework: str) -> None:
-    """Raises `ModelFormatError` for text encoders, because the framework runs only decoders."""
+    """Raises `ModelFormatError` if the model is a text encoder, because the framework's decoder
+    cannot run it.
+    """
     if config.encoder is not None or config.norm_placement == "sum":
         raise ModelFormatError(
             f"the {framework} framework has no decoder for family '{config.family}'"
@@ -33,7 +35,7 @@ def check_decoder(config: ModelConfig, framework: str) -> None:
 
 
 def rope_factors(weights: Mapping[str, Weight]) -> NDArray[np.float32] | None:
-    """The vector that divides the RoPE frequencies, or None if the checkpoint has none."""
+    """The factors by which RoPE frequencies are divided. None if the checkpoint has no factors."""
     factors = weights.get(ROPE_FACTORS)
     return None if factors is None else factors.numpy()
 
@@ -43,8 +45,8 @@ def parameter_tree(
     decode: Callable[[Weight], Any],
     place: Callable[[str, Any], Any],
 ) -> dict[str, Any]:
-    """Builds the tree of all weights. `decode` converts a weight to an array. `place` gets a name
-    and such an array and returns the leaf of the tree, for example the array on a device.
+    """Builds the tree of all weights. `decode` converts a weight to an array. `place` gets the
+    weight's name and this array, and returns what the tree stores, such as a copy on a device.
     """
     tree: dict[str, Any] = {}
     for name, weight in weights.items():

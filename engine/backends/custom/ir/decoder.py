@@ -34,7 +34,9 @@ def cache_name(layer: int) -> str:
 
 
 class DecoderBuilder:
-    """Adds the parts of a decoder to a graph. `architectures/` lists the names of all weights."""
+    """Adds the parts of a decoder to a graph. Methods return the names of the nodes that they add.
+    The docstring of `architectures` lists the names of all weights.
+    """
 
     def __init__(self, config: ModelConfig) -> None:
         self.config = config
@@ -61,8 +63,8 @@ class DecoderBuilder:
         return self.add("embed_sum", tokens, places)
 
     def norm(self, x: str, name: str, weight: str | None = None) -> str:
-        """Adds an RMS norm or a layer norm, as the model has, over the hidden size. `weight` is the
-        name of its weights, if it is not `name`.
+        """Adds the model's kind of norm, which is an RMS norm or a layer norm. `weight` is the name
+        of its weights, if it is not `name`.
         """
         size, kind, weight = self.config.hidden_size, self.config.norm, weight or name
         weights = [self.graph.weight(f"{weight}.weight", size)]
@@ -98,7 +100,9 @@ class DecoderBuilder:
         )
 
     def attention(self, x: str, layer: int) -> str:
-        """Attention of one layer without the output projection: the heads' concatenated outputs."""
+        """Adds the attention of a layer, without the output projection. The result is the
+        concatenated output of all heads.
+        """
         config, name = self.config, f"layers.{layer}.attn"
         kv_heads, size = config.num_kv_heads, config.head_dim
         q, k, v = self.qkv(x, name)
@@ -151,7 +155,9 @@ class DecoderBuilder:
         return self.linear(heads, name, config.hidden_size, width, config.out_bias)
 
     def mlp(self, x: str, layer: int) -> str:
-        """The MLP before the down projection: activation(up), or activation(gate) * up if gated."""
+        """Adds the MLP of a layer, without the down projection. The result is activation(up), or
+        activation(gate) * up in a gated MLP.
+        """
         config = self.config
         size, has_bias = config.intermediate_size, config.mlp_bias
         return self._inner(x, f"layers.{layer}.mlp", size, config.gated_mlp, has_bias)
@@ -231,14 +237,15 @@ class DecoderBuilder:
         return self.merge(x, self.shared_expert(source, experts, layer), f"{name}.mlp")
 
     def read(self, x: str, name: str, weight: str | None = None) -> str:
-        """The input of attention or MLP: the residual stream, which a pre-norm model normalizes."""
+        """The input of attention or MLP. This is the residual stream, normalized if the model is
+        pre-norm. `weight` is the name of the norm's weights, if it is not `name`.
+        """
         is_normed = self.config.norm_placement in ("input", "both")
         return self.norm(x, name, weight) if is_normed else x
 
     def merge(self, x: str, half: str, name: str) -> str:
-        """Adds the output `half` of attention or MLP to the residual stream `x`.
-
-        `name` is for example "layers.0.attn".
+        """Adds the output `half` of attention or MLP to the residual stream `x`. The names of the
+        new nodes and weights start with `name`, such as "layers.0.attn".
         """
         config = self.config
         if config.norm_placement in ("output", "both"):
@@ -268,8 +275,8 @@ class DecoderBuilder:
 
 
 def build_graph(config: ModelConfig) -> Graph:
-    """The decoder's graph. A layer is attention, then an MLP; both add to the residual stream. With
-    `config.parallel`, both read the residual stream before the layer.
+    """The decoder's graph. In each layer, attention and then an MLP add to the residual stream.
+    With `config.parallel`, both read the residual stream before the layer.
 
     Everything after the last layer's attention is computed only for tokens whose logits are needed.
     """

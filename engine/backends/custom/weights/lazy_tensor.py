@@ -52,7 +52,7 @@ class LazyTensor:
 class Checkpoint(Protocol):
     """An opened set of weight files. `tensors` maps the stored names to lazy tensors.
 
-    `close` unmaps the files. No view of a tensor may be in use by then.
+    After `close`, tensors can no longer be read. Views that were taken before stay valid.
     """
 
     @property
@@ -60,7 +60,9 @@ class Checkpoint(Protocol):
 
     @property
     def format(self) -> str:
-        """ "gguf" or "safetensors": selects an architecture's table of tensor names."""
+        """The file format, "gguf" or "safetensors". It decides under which names the tensors are
+        looked up.
+        """
         ...
 
     @property

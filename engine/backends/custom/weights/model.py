@@ -1,5 +1,5 @@
-"""Opens a model on disk: its config and its weights, each under the engine's own name. Everything
-is validated.
+"""Opens a model on disk: validates the files, reads the config, and finds each weight under the
+engine's name for it.
 
 A size that a file states is checked against the file's tensors before memory of that size is
 allocated. Settings that refer to code in the model directory, such as `auto_map`, are ignored.
@@ -37,8 +37,8 @@ from engine.core.registry.model_registry import architecture_for_gguf, architect
 CONFIG_NAME = "config.json"
 GENERATION_CONFIG_NAME = "generation_config.json"
 
-# Tensors that checkpoints contain but no model needs: rotary tables, causal masks, position ids,
-# and an encoder's pretraining head.
+# Tensors that checkpoints may contain but the engine does not need: RoPE tables, causal masks,
+# position ids, and the pooler of an encoder.
 _IGNORED_SUFFIXES = (
     ".rotary_emb.inv_freq",
     ".attn.bias",
@@ -94,7 +94,7 @@ def open_model(path: Path, *, use_mmap: bool = True, reads_weights: bool = True)
 
 
 def stored_quantization(checkpoint: Checkpoint) -> str | None:
-    """The storage type that holds the most bytes; None if that is a plain float type."""
+    """The storage type that most bytes of the checkpoint have, or None if this is a float type."""
     sizes: dict[str, int] = {}
     for tensor in checkpoint.tensors.values():
         sizes[tensor.dtype] = sizes.get(tensor.dtype, 0) + tensor.nbytes
@@ -103,7 +103,7 @@ def stored_quantization(checkpoint: Checkpoint) -> str | None:
 
 
 def only_gguf(directory: Path) -> Path:
-    """The GGUF model in a directory without safetensors."""
+    """The first file of the GGUF model in a directory. Raises if there is not exactly one model."""
     names = sorted(entry.name for entry in directory.iterdir() if entry.suffix == ".gguf")
     sets = {part_names(name) for name in names}
     if len(sets) == 1:
@@ -128,8 +128,8 @@ def _open_hf(directory: Path, use_mmap: bool, reads_weights: bool) -> ModelSourc
     if not all(isinstance(name, str) for name in names):
         raise ModelFormatError(f"{CONFIG_NAME}: key 'architectures' must be a list of names")
     family: Architecture = architecture_for_hf(names)
-    # The generation config, if present, overrides the stop tokens of config.json, because it is
-    # more reliable.
+    # If there is a generation config, its stop tokens replace those of config.json, because they
+    # are more reliable.
     stated = dict(metadata)
     if (directory / GENERATION_CONFIG_NAME).exists():
         eos = read_json(directory, GENERATION_CONFIG_NAME).get("eos_token_id")
@@ -159,7 +159,7 @@ def _open_gguf(path: Path, use_mmap: bool, reads_weights: bool) -> ModelSource:
 
 def _settle(config: ModelConfig, family: Architecture, checkpoint: Checkpoint) -> ModelConfig:
     """Complete the config with what GGUF metadata does not state but the tensors show: whether the
-    head is tied, which biases exist, and the RoPE factors.
+    LM head is tied, which biases exist, and whether there are RoPE frequency factors.
     """
     widest = replace(config, tie_embeddings=False, qkv_bias=True, out_bias=True, mlp_bias=True)
     found = {spec.name for spec in family.tensors(widest) if spec.gguf in checkpoint.tensors}
@@ -174,7 +174,7 @@ def _settle(config: ModelConfig, family: Architecture, checkpoint: Checkpoint) -
 
 
 def _check_vocabulary(where: str, config: ModelConfig, metadata: Mapping[str, Any]) -> None:
-    """Check that each tokenizer table has one entry per row of the embedding matrix."""
+    """Check that each tokenizer table has one entry per token of the vocabulary."""
     for key in ("tokens", "scores", "token_type"):
         column = metadata.get(f"tokenizer.ggml.{key}")
         if column is None:
@@ -207,7 +207,7 @@ def _resolve(
         raise ModelFormatError(f"{where}: weights are missing: {_some(missing)}")
     for weight in weights.values():
         _check_weight(where, weight)
-    # A checkpoint with a tied head may still store the head separately.
+    # A checkpoint whose LM head is tied may still store the head's matrix. This is not an error.
     specs = family.tensors(replace(config, tie_embeddings=False))
     known = {tensor.name for spec in specs for tensor in _find(spec, checkpoint)}
     extra = [

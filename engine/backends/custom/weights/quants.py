@@ -1,8 +1,8 @@
 """GGUF storage types: values per block, bytes per block, and how to dequantize them.
 
-The table in this file is the only place that lists the types. A dequantizer fills (n, block_elems)
-floats from (n, block_bytes) bytes; `dequantize` calls it on chunks that fit the L2 cache. Results
-are bit-identical to the reference formulas, evaluated in float32 in the same order.
+The table `TRAITS` is the only place that lists the types. A dequantizer converts (n, block_bytes)
+bytes to (n, block_elems) floats. `dequantize` calls it on chunks that fit the L2 cache. Results are
+bit-identical to the reference formulas, evaluated in float32 in the same order.
 """
 
 from collections.abc import Callable
@@ -25,7 +25,9 @@ _CHUNK_VALUES = 128 * 1024
 
 @dataclass(frozen=True, slots=True)
 class QuantTraits:
-    """One storage type. `type_id` is its number in GGUF files."""
+    """One storage type: its number in GGUF files (`type_id`), the size of a block, and the function
+    that dequantizes blocks.
+    """
 
     name: str
     type_id: int
@@ -61,8 +63,8 @@ def dequantize(name: str, raw: Bytes, shape: tuple[int, ...]) -> Floats:
     out = np.empty((num_values // traits.block_elems, traits.block_elems), np.float32)
     blocks = raw.reshape(len(out), traits.block_bytes)
     step = max(1, _CHUNK_VALUES // traits.block_elems)
-    # A malicious file may have infinite scales. The caller checks the results, so numpy's warnings
-    # are switched off.
+    # A malicious file may have infinite scales. They are found when the model is opened, which
+    # checks some results. So numpy's warnings are switched off.
     with np.errstate(invalid="ignore", over="ignore"):
         for start in range(0, len(out), step):
             traits.decode(blocks[start : start + step], out[start : start + step])
@@ -75,7 +77,7 @@ def _half(blocks: Bytes, offset: int) -> Floats:
 
 
 def _nibbles(packed: Bytes, out: Floats) -> None:
-    """Unpack the nibbles of each block: the low ones of all bytes, then the high ones."""
+    """Unpack the nibbles of each block: the low nibbles of all bytes, then the high nibbles."""
     half = packed.shape[1]
     out[:, :half] = packed & 0x0F
     out[:, half:] = packed >> 4
@@ -90,7 +92,7 @@ def _f16(blocks: Bytes, out: Floats) -> None:
 
 
 def _bf16(blocks: Bytes, out: Floats) -> None:
-    """Convert bfloat16 to float32, of which it is the upper half."""
+    """Convert bfloat16 to float32. The bits of a bfloat16 are the upper half of a float32."""
     np.left_shift(blocks.view("<u2"), 16, out=out.view(np.uint32), dtype=np.uint32)
 
 

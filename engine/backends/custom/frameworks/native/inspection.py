@@ -31,8 +31,8 @@ from engine.backends.custom.ir.plan import (
 from engine.backends.custom.ir.rotary import rotary_tables
 from engine.backends.custom.weights.model import ModelSource
 
-# The name of a value in the inspection's output -> the nodes of a layer whose sum it is. A layer
-# has either an MLP, or experts and perhaps a shared expert.
+# The name of an output in the report -> the graph nodes of a layer whose sum it is. A layer has
+# either an MLP, or experts and perhaps a shared expert.
 _NODES = {
     "attn": ("attn.o",),
     "mlp": ("mlp.down", "experts", "shared.down"),
@@ -67,7 +67,8 @@ def layer_outputs(source: ModelSource, token_ids: Sequence[int]) -> dict[str, ND
 
 
 def layer_times(source: ModelSource, num_tokens: int, repeats: int) -> dict[str, float]:
-    """Seconds per layer in a forward pass over `num_tokens` tokens of a prompt.
+    """Seconds of each part of the model in a forward pass over `num_tokens` prefill tokens. The
+    times of "attn" and "mlp" are means over all layers.
 
     Norms are fused into the matmuls that follow them, so they have no times of their own. `repeats`
     is ignored, because `time_steps` decides how often to repeat the forward pass.

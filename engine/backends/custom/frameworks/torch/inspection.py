@@ -1,5 +1,5 @@
-"""Layer outputs and layer times of a PyTorch model, for `custom/tools/inspection.py`. Both are
-measured in the forward pass over a whole sequence, without a cache.
+"""Layer outputs and layer times of a PyTorch model, for `custom/tools/inspection.py`. Both come
+from a forward pass over one whole sequence, without a KV cache.
 """
 
 from collections.abc import Callable, Sequence

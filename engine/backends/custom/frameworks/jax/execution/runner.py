@@ -1,8 +1,8 @@
-"""`JAXRunner`. Its `forward` and `sample` each call one compiled function with donated state.
+"""The JAX model runner. Its `forward` and `sample` each call one compiled function.
 
-A call returns as soon as its work is queued; only `JAXPendingTokens.wait` waits for the device. The
-KV cache and the state of the slots are donated: the compiled function updates them in place and
-returns them for the next call.
+A call returns as soon as its work is queued. Only `JAXPendingTokens.wait` waits for the device. The
+KV cache and the state of the slots are donated to the compiled function, which updates them in
+place and returns them for the next call.
 """
 
 from dataclasses import dataclass
@@ -57,8 +57,8 @@ from engine.backends.custom.runtime.model_runner import (
 )
 from engine.backends.custom.runtime.outputs import Sampled, step_output
 
-# Max tokens of a step on a CPU. The activations of larger steps do not fit the L2 cache, so they
-# would not be faster per token.
+# Max tokens of a step on a CPU. The activations of larger steps do not fit the L2 cache, so larger
+# steps are not faster per token.
 MOST_CPU_TOKENS = 512
 
 
@@ -114,16 +114,15 @@ class JAXRunner:
             target_step_s=GPU_STEP_S if on_gpu else None,
         )
         self._params, tree = jax.tree.flatten(params)  # flattened once rather than in every step
-        # The parameters that `sample` needs. Others are left out, because each array argument of a
-        # call costs host time.
+        # The parameters that `sample` needs. Those of the layers are left out, because each array
+        # argument of a call costs host time.
         self._ends = {name: part for name, part in params.items() if name != "layers"}
         self._home = home(P(), mesh, device)
         self._buckets = Buckets(config.max_slots, config.block_size, config.max_seq_len, CHUNK)
         num_slots = config.num_blocks * config.block_size
         shape = (num_slots, 2, model.config.num_kv_heads, model.config.head_dim)
         dtype, pages = params["norm"]["weight"].dtype, home(CACHE_SPEC, mesh, device)
-        # Keys and values of each layer. They start as zeros, because attention multiplies masked
-        # values by 0, and 0 * NaN is NaN.
+        # The KV cache of each layer.
         self._caches = [
             jnp.zeros(shape, dtype, device=pages) for _ in range(model.config.num_layers)
         ]
@@ -194,7 +193,9 @@ class JAXRunner:
         return last
 
     def _histories(self, sampling: SamplingInputs) -> Array:
-        """The token counts of all slots, after adding the token histories that this step brings."""
+        """The token counts of all slots, (max_slots, V). If this step brings the token histories of
+        new sequences, their counts are set first.
+        """
         counts, size = self._counts, self._spec.vocab_size
         if counts is None:
             counts = jnp.zeros((self._spec.max_slots, size), jnp.int32, device=self._home)
@@ -213,9 +214,10 @@ def forward(
     last_token: Array,
     packed: Array,
 ) -> tuple[list[Array], Array, Array]:
-    """The forward pass of a step. `leaves` are the parameters. `last_token` (max_slots,) has the
-    last sampled token of each slot. `caches` are the KV caches of the layers, (slots, 2, K, H) each
-    with key before value. They are donated and written in place.
+    """The forward pass of a step. `leaves` are the model's parameters as a flat list. `last_token`
+    (max_slots,) has the last sampled token of each slot. `caches` are the KV caches of the layers.
+    Each has the shape (slots, 2, K, H), with key before value. They are donated and written in
+    place.
 
     Returns the caches, the residual stream (T, D) of the tokens in `logit_rows`, and for each token
     whether its residual stream is finite after the last layer.
@@ -253,8 +255,8 @@ def write_and_attend(
     write_slots: Array,
     work: Work,
 ) -> tuple[Array, Array]:
-    """Writes the keys and values of one layer to the cache, then attends. With several devices,
-    each computes only its own heads.
+    """Writes the keys and values of one layer to the cache, then computes attention. If the model
+    is sharded over several devices, each device computes only its own heads.
     """
     cache = cache.at[write_slots].set(jnp.stack((k, v), axis=1), mode="promise_in_bounds")
     return attention(q, cache, work, shape), cache
@@ -274,8 +276,8 @@ def sample_step(
 ) -> tuple[Array, Array | None, Sampled, Array | None]:
     """Computes logits from the residual stream `states` and samples a token per row.
 
-    Returns the new `last_token` and `counts`, the sampled tokens, and the hidden states if they
-    are wanted.
+    Returns the new `last_token` and `counts`, the sampled tokens, and the hidden states, or None if
+    `traits.keeps_hidden` is false.
     """
     layout = settings_layout(traits, len(last_token))
     settings = settings_views(layout, packed, jnp.float32)

@@ -1,8 +1,9 @@
-"""Paged attention as a Pallas kernel for GPUs: one program per work item and KV head.
+"""Paged attention as a Pallas kernel for GPUs. There is one program per attention item (see
+`work.py`) and KV head.
 
 A program holds the queries of all heads that share its KV head. It reads the context in chunks,
 through the block table, and uses an online softmax, so it never stores the scores of the whole
-context. Without a GPU, Pallas interprets the kernel, for tests.
+context. Without a GPU, Pallas interprets the kernel; only tests use this.
 """
 
 from functools import partial
@@ -17,9 +18,9 @@ from jax.experimental.pallas import triton
 from engine.backends.custom.frameworks.jax.kernels.work import AttentionShape, Work, is_visible
 from engine.backends.custom.frameworks.jax.layers.linear import precision
 
-CHUNK = 64  # context positions per iteration
-MIN_DOT = 16  # tensor core matmuls have at least this many rows
-HIDDEN = -1e30
+CHUNK = 64  # context positions that one loop iteration reads
+MIN_DOT = 16  # tensor core matmuls need at least this many rows
+HIDDEN = -1e30  # score of a masked key; finite, because inf - inf is NaN
 Ref = Any
 
 

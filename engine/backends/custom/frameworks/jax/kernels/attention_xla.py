@@ -1,7 +1,8 @@
 """Paged attention in plain XLA operations. It gathers one chunk of the context at a time.
 
 The number of chunks is a value, not a shape, so one compiled step serves contexts of any length.
-Rows with a single query are computed in batches; a run of several queries is computed on its own.
+Attention items (see `work.py`) with a single query are computed in groups of 8. Each item with
+several queries is computed on its own.
 """
 
 import jax.numpy as jnp
@@ -10,8 +11,8 @@ from jax import Array, lax
 from engine.backends.custom.frameworks.jax.kernels.work import AttentionShape, Work, is_visible
 from engine.backends.custom.frameworks.jax.layers.linear import einsum
 
-CHUNK = 128  # positions gathered at once; a larger block is gathered as a whole
-GROUP = 8  # rows with a single query that are computed together
+CHUNK = 128  # positions gathered at once; if a cache block is larger, one block is gathered
+GROUP = 8  # number of single-query items that are computed together
 HIDDEN = -1e30  # score of a masked key; finite, because inf - inf is NaN
 NO_QUERY = -1  # position of a padding query
 
@@ -41,10 +42,10 @@ def _singles(q: Array, cache: Array, work: Work, shape: AttentionShape) -> Array
 
 
 def _tiles(q: Array, out: Array, cache: Array, work: Work, shape: AttentionShape) -> Array:
-    """Computes the items with several queries and adds their results to `out`.
+    """Computes the items with several queries and writes their results to `out`.
 
-    A tile has a fixed size and may reach into the next row's tokens or the padding. The results of
-    those tokens are not changed.
+    An item is computed as a tile of `shape.tile` tokens. The tile may reach into the tokens of the
+    next row or into the padding. The results of these tokens are not changed.
     """
     size, offsets = shape.tile, jnp.arange(shape.tile)
     padding = ((0, size), (0, 0), (0, 0))
@@ -69,7 +70,8 @@ def _attend(
 ) -> Array:
     """Attention of G rows with Q queries each: q (G, Q, N, H) -> (G, Q, N, H).
 
-    `positions` (G, Q) are the queries' positions, `tables` (G, B) the rows' block tables.
+    `positions` (G, Q) are the positions of the queries. `tables` (G, B) are the block tables of the
+    rows.
     """
     rows, queries, num_heads, head_dim = q.shape
     num_kv_heads = cache.shape[2]
@@ -85,7 +87,8 @@ def _attend(
         table = lax.dynamic_slice_in_dim(tables, index * width, width, axis=1)
         taken = _take(blocks, table).reshape(rows, chunk, 2, num_kv_heads, head_dim)
         keys, key_positions = taken[:, :, 0], index * chunk + jnp.arange(chunk)
-        # Cache slots past a row's end belong to other sequences and may be NaN, so they are zeroed.
+        # Cache slots past a row's end belong to other sequences. Their values may be NaN, so they
+        # are replaced by zeros.
         values = jnp.where((key_positions <= last[:, None])[..., None, None], taken[:, :, 1], 0)
         distance = positions[..., None] - key_positions  # (G, Q, C)
         visible = is_visible(distance, shape.window)
@@ -112,5 +115,7 @@ def _attend(
 
 
 def _take(array: Array, indices: Array) -> Array:
-    """Rows of an array by index, without a bounds check. The host computed valid indices."""
+    """The rows of an array at the given indices. There is no bounds check, because the host has
+    already made sure that all indices are valid.
+    """
     return array.at[indices].get(mode="promise_in_bounds")

@@ -1,5 +1,5 @@
-"""The attention work of a step. The host cuts the queries into items; all queries of an item belong
-to one row.
+"""The attention work of a step. The host cuts the step's queries into items. An item is a run of
+consecutive queries of one row.
 """
 
 from dataclasses import dataclass
@@ -24,14 +24,16 @@ class Work(NamedTuple):
 
 
 def is_visible(distance: Array, window: int | None) -> Array:
-    """Whether a query attends to a key that is `distance` positions before it."""
+    """Whether a query attends to a key that is `distance` positions before the query. `window` is
+    the size of the sliding window; None: the model has no window.
+    """
     visible = distance >= 0
     return visible if window is None else visible & (distance < window)
 
 
 @dataclass(frozen=True, slots=True)
 class AttentionShape:
-    """The compile-time arguments of attention."""
+    """The arguments of attention that are known when a step is compiled."""
 
     tile: int  # max queries per item
     block_size: int

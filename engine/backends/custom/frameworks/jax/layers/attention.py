@@ -1,5 +1,5 @@
-"""Projections and norms of self-attention. Serving attends over the paged cache elsewhere, in
-`kernels/`.
+"""The projections and norms of self-attention, and attention without a cache. Serving uses these
+projections and norms with the paged attention in `kernels/`.
 """
 
 import jax
@@ -16,7 +16,9 @@ from engine.backends.custom.frameworks.jax.layers.rotary import Rotation, rotate
 def heads(
     params: Params, config: ModelConfig, x: Array, rotation: Rotation | None
 ) -> tuple[Array, Array, Array]:
-    """Queries (T, N, H), keys and values (T, K, H), after the norms of q and k and after RoPE."""
+    """Projects x (T, D) to queries (T, N, H), keys (T, K, H) and values (T, K, H). Applies the
+    norms of queries and keys, then RoPE, if the model has them.
+    """
     q, k, v = (linear(params[name], x) for name in ("q", "k", "v"))
     if config.qk_norm == "whole":
         q = rms_norm(params["q_norm"], q, config.norm_eps)
@@ -31,7 +33,9 @@ def heads(
 
 
 def causal_attention(q: Array, k: Array, v: Array, window: int | None, scale: float) -> Array:
-    """Causal attention of one whole sequence, without a cache: (T, N, H). It is differentiable."""
+    """Causal attention of one whole sequence, without a cache. Returns (T, N, H). The function is
+    differentiable.
+    """
     length, num_kv_heads = len(q), k.shape[1]
     grouped = q.reshape(length, num_kv_heads, -1, q.shape[-1])  # (T, K, N / K, H)
     scores = einsum("tkgh,skh->kgts", grouped, k)

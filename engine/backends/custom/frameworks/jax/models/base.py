@@ -1,4 +1,4 @@
-"""The decoder of all model families, as functions of its parameters.
+"""The decoder of all model families, as functions of the model's parameters.
 
 A `Model` has the data that is known at compile time; the parameters are a pytree. Serving calls
 `decode` with a function `attend` that reads and writes the paged cache. Parity tests and training
@@ -35,9 +35,9 @@ class Model:
     """
 
     config: ModelConfig
-    # RoPE: dim / 2 frequencies in radians per position, and the factor of cosines and sines.
+    # The RoPE frequencies in radians per position, one per pair of rotated values. None: no RoPE.
     frequencies: tuple[float, ...] | None = None
-    rotary_scale: float = 1.0
+    rotary_scale: float = 1.0  # factor of the cosines and sines of RoPE
 
 
 def rotation_of(model: Model, params: Params, positions: Array) -> Rotation | None:
@@ -57,7 +57,8 @@ def block(
 ) -> tuple[Array, Memory]:
     """One layer: attention, then MLP. Both add to the residual stream x (T, D).
 
-    `params` are the layer's parameters, `memory` is its KV state. Returns both new states.
+    `params` are the layer's parameters, `memory` is its KV state. Returns the new residual stream
+    and the new KV state.
     """
     config = model.config
     read = norm(config, params["attn_norm"], x) if config.norm_placement == "input" else x
@@ -70,8 +71,8 @@ def block(
 
 
 def merged(config: ModelConfig, params: Params, x: Array, half: Array) -> Array:
-    """Adds the output `half` of attention or MLP to the residual stream `x`. `params` are the
-    parameters of the output norm, which only some models have.
+    """Adds `half`, the output of attention or MLP, to the residual stream `x`. If the model has
+    output norms, `half` is normalized first. `params` are the parameters of this norm.
     """
     if config.norm_placement == "output":
         half = norm(config, params, half)
@@ -85,7 +86,7 @@ def norm(config: ModelConfig, params: Params, x: Array) -> Array:
 
 
 def embed(config: ModelConfig, params: Params, token_ids: Array, positions: Array) -> Array:
-    """Token ids (T,) and positions (T,) -> (T, D)"""
+    """The input of the first layer: token ids (T,) and positions (T,) -> embeddings (T, D)"""
     x = embedding(params["embed"], token_ids)
     if config.embedding_multiplier != 1:
         x = x * config.embedding_multiplier
@@ -104,7 +105,7 @@ def decode(
     after each layer, and a list of each layer's new KV state.
     """
     rotation = rotation_of(model, params, positions)
-    one_layer = jax.jit(partial(block, model, attend))  # traced once, for all layers
+    one_layer = jax.jit(partial(block, model, attend))  # traced once, not once per layer
     states, after = [embed(model.config, params, token_ids, positions)], []
     for own, memory in zip(params["layers"], memories, strict=True):
         x, remembered = one_layer(own, states[-1], rotation, memory)
@@ -125,7 +126,9 @@ def head_logits(model: Model, params: Params, hidden: Array) -> Array:
 
 
 def forward_sequence(model: Model, params: Params, token_ids: Array) -> tuple[Array, list[Array]]:
-    """The logits (T, V) of one sequence (T,), and the residual streams that `decode` returns."""
+    """The logits (T, V) of one sequence of token ids (T,), and the residual streams that `decode`
+    returns.
+    """
 
     config = model.config
 

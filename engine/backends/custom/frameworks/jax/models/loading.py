@@ -24,7 +24,7 @@ Place = Callable[[str, Array | NDArray[np.generic]], Array]  # puts a named arra
 
 
 def build_model(config: ModelConfig, weights: Mapping[str, Weight], max_seq_len: int) -> Model:
-    """The compile-time part of a model. The only weight that this reads is "rope.factors"."""
+    """Builds the compile-time part of a model. The only weight that it reads is "rope.factors"."""
     check_decoder(config, "jax")
     if config.rope is None:
         return Model(config)
@@ -33,10 +33,12 @@ def build_model(config: ModelConfig, weights: Mapping[str, Weight], max_seq_len:
 
 
 def load_params(weights: Mapping[str, Weight], dtype: jnp.dtype, place: Place) -> Params:
-    """Loads all weights in the given dtype. `architectures/` lists their names."""
+    """Loads all weights in the given dtype into a parameter tree. The modules of `architectures/`
+    list the names of the weights.
+    """
 
     def decode(weight: Weight) -> Array | NDArray[np.generic]:
-        if isinstance(weight, RandomWeight):  # generated on the device
+        if isinstance(weight, RandomWeight):  # random weights are generated on the device
             normal = weight.values
             drawn = jax.random.normal(jax.random.key(normal.seed), weight.spec.shape, dtype)
             return drawn * normal.std + normal.mean

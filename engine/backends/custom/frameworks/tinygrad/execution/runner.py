@@ -1,4 +1,5 @@
-"""`TinygradRunner` and its captured steps. Logits are copied to the host, which samples tokens.
+"""The tinygrad model runner and its captured steps. Logits are copied to the host, which samples
+the tokens.
 
 tinygrad compiles a program per shape, so steps are padded to one of few sizes. The context length
 of attention is a variable of the program, not a shape.
@@ -53,7 +54,7 @@ def padded_size(count: int) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Cache:
-    """The KV cache and the limits that steps of all sizes share."""
+    """The KV cache and its limits. Steps of all sizes share it."""
 
     pages: tuple[Pages, ...]  # keys and values of each layer
     block_size: int
@@ -71,9 +72,7 @@ def make_cache(
     dtype: DType,
     device: str,
 ) -> Cache:
-    """Allocates the KV cache. It is filled with zeros, because attention multiplies masked values
-    by 0, and 0 * NaN is NaN.
-    """
+    """Allocates the KV cache, filled with zeros."""
     config = model.config
 
     def room(*shape: int) -> Tensor:
@@ -86,14 +85,16 @@ def make_cache(
         )
         for _ in range(config.num_layers)
     ]
-    # At least two, because tinygrad replaces a variable that has only one possible value by a
-    # constant, and the kernels need it as an argument.
+    # The max is at least 2. The number of blocks is a tinygrad variable, which kernels need as an
+    # argument, and tinygrad replaces a variable that has only one possible value by a constant.
     max_blocks = max(2, -(-max_seq_len // block_size))
     return Cache(tuple(pages), block_size, max_blocks, max_rows, device)
 
 
 class Input:
-    """An input array of a step. It is always at the same device address, as captured steps need."""
+    """An input array of a step. Captured steps read it at a fixed address, so its device memory
+    stays the same.
+    """
 
     def __init__(self, shape: tuple[int, ...], dtype: DType, device: str) -> None:
         self.tensor = Tensor.zeros(*shape, dtype=dtype, device=device).contiguous().realize()
@@ -103,8 +104,8 @@ class Input:
         self._source = Buffer("PYTHON", self._host.size, dtype, opaque=memory)
 
     def put(self, values: NDArray[np.generic]) -> None:
-        """Copies the values to the device and fills the rest with zeros, so that nothing remains of
-        earlier steps.
+        """Copies the values to the device. The rest of the array is filled with zeros, so that no
+        values of earlier steps remain.
         """
         self._host.fill(0)
         self._host[tuple(slice(size) for size in values.shape)] = values
@@ -113,8 +114,8 @@ class Input:
 
 @dataclass(frozen=True, slots=True)
 class Forwarded:
-    """The results of a forward pass, on the device. They are valid until the next step of the same
-    size.
+    """The results of a forward pass, on the device. They are valid until the next forward pass of
+    the same size overwrites them.
     """
 
     states: Tensor  # (T, D) the residual stream; tokens whose logits are needed come first
@@ -122,7 +123,7 @@ class Forwarded:
 
 
 class ForwardStep:
-    """The forward pass for steps of one size. It has the input arrays and the captured program."""
+    """The forward pass for steps of one size, with its input arrays and its captured program."""
 
     def __init__(self, model: Model, cache: Cache, size: int) -> None:
         self._model, self._cache = model, cache
@@ -178,7 +179,9 @@ class ForwardStep:
 
 
 class HeadStep:
-    """Computes logits from the first rows of a step's states, for one number of rows."""
+    """Computes the logits of the first `num_rows` tokens in a step's residual stream. There is one
+    captured program per number of rows.
+    """
 
     def __init__(self, model: Model, num_rows: int) -> None:
         self._model, self._num_rows = model, num_rows

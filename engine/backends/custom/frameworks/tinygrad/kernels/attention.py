@@ -1,9 +1,9 @@
-"""Attention over a paged cache, as a few tinygrad kernels. Their loops over blocks end at the
-longest block table of the step.
+"""Attention over a paged cache, as four tinygrad kernels: scores, max, softmax weights, and the
+weighted mean of the values. The loops over blocks end at the longest block table of the step.
 
-Within a block, keys are contiguous along positions and values along head dimensions. These are the
-axes that the kernels vectorize. Letters: N query heads, K KV heads, H head size, B blocks, P tokens
-per block.
+In a block, the keys of consecutive positions are contiguous, and so are the values of consecutive
+head dimensions. The kernels vectorize along these axes. Letters: N query heads, K KV heads, H head
+size, B blocks, P tokens per block.
 """
 
 from dataclasses import dataclass
@@ -53,7 +53,7 @@ def write(pages: Pages, k: Tensor, v: Tensor, write_slots: Tensor) -> Pages:
 
 
 def attend(q: Tensor, pages: Pages, work: Work) -> Tensor:
-    """Attention of one layer over the cache: q (T, N, H) -> (T, N, H)"""
+    """Attention of one layer over the cache: queries q (T, N, H) -> outputs (T, N, H)"""
     num_tokens, num_heads, head_dim = q.shape
     block_size, bound, on_cpu = pages.keys.shape[3], work.num_blocks, q.device == "CPU"
     places = (num_tokens, num_heads, work.tables.shape[1], block_size)
@@ -113,8 +113,8 @@ def _score(
     window: int | None,
     scale: float,
 ) -> Stored:
-    """The score of each query with each key in its sequence's blocks. It is HIDDEN for keys that
-    the query must not attend to.
+    """Computes the score of each query with each key in the blocks of the query's sequence. The
+    score is HIDDEN for keys that the query must not attend to.
     """
     num_tokens, num_heads, head_dim = q.shape
     block_size, group = keys.shape[3], num_heads // keys.shape[1]
@@ -156,8 +156,9 @@ def _mix(
     *,
     bound: UOp,
 ) -> Stored:
-    """The mean of the values, weighted by the softmax weights. Cache slots past a query's position
-    may be NaN, left by other sequences, so they are skipped rather than multiplied by 0.
+    """Computes the mean of the values, weighted by the softmax weights. Cache slots past a query's
+    position may hold NaN that other sequences left there. So these slots are skipped, rather than
+    multiplied by a weight of 0.
     """
     num_tokens, num_heads, head_dim = out.shape
     block_size, group = values.shape[2], num_heads // values.shape[1]

@@ -1,5 +1,5 @@
-"""Projections and norms of self-attention. Serving attends over the paged cache elsewhere, in
-`kernels/`.
+"""The projections and norms of self-attention, and attention without a cache. Serving uses these
+projections and norms with the paged attention in `kernels/`.
 """
 
 from tinygrad import Tensor
@@ -13,7 +13,9 @@ from engine.backends.custom.frameworks.tinygrad.layers.rotary import Rotation, r
 def heads(
     params: Params, config: ModelConfig, x: Tensor, rotation: Rotation | None
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Queries (T, N, H), keys and values (T, K, H), after the norms of q and k and after RoPE."""
+    """Projects x (T, D) to queries (T, N, H), keys (T, K, H) and values (T, K, H). Applies the
+    norms of queries and keys, then RoPE, if the model has them.
+    """
     q, k, v = (linear(params[name], x) for name in ("q", "k", "v"))
     if config.qk_norm == "whole":
         q = rms_norm(params["q_norm"], q.contiguous(), config.norm_eps)
@@ -28,7 +30,7 @@ def heads(
 
 
 def causal_attention(q: Tensor, k: Tensor, v: Tensor, window: int | None, scale: float) -> Tensor:
-    """Causal attention of one whole sequence, without a cache: (T, N, H)"""
+    """Causal attention of one whole sequence, without a cache. Returns (T, N, H)."""
     length, num_kv_heads = q.shape[0], k.shape[1]
     grouped = q.reshape(length, num_kv_heads, -1, q.shape[-1]).permute(1, 2, 0, 3)  # (K, G, T, H)
     keys, values = (x.permute(1, 0, 2).unsqueeze(1) for x in (k, v))  # (K, 1, T, H)

@@ -1,4 +1,4 @@
-"""The decoder of all model families, as functions of its parameters.
+"""The decoder of all model families, as functions of the model's parameters.
 
 Serving calls `decode` with a function `attend` that reads and writes the paged cache. Parity tests
 call `forward_sequence`.
@@ -29,7 +29,8 @@ Attend = Callable[[int, Tensor, Tensor, Tensor], Tensor]
 class Model:
     config: ModelConfig
     params: Params
-    # Cosines and sines of every position, (max_seq_len, dim / 2) each; None: learned positions.
+    # The cosines and the sines of RoPE for every position, (max_seq_len, dim / 2) each. None: the
+    # model has learned position embeddings instead of RoPE.
     rotary: tuple[F32, F32] | None
 
 
@@ -46,8 +47,8 @@ def block(model: Model, layer: int, x: Tensor, rotation: Rotation | None, attend
 
 
 def merged(config: ModelConfig, params: Params, x: Tensor, half: Tensor) -> Tensor:
-    """Adds the output `half` of attention or MLP to the residual stream `x`. `params` are the
-    parameters of the output norm, which only some models have.
+    """Adds `half`, the output of attention or MLP, to the residual stream `x`. If the model has
+    output norms, `half` is normalized first. `params` are the parameters of this norm.
     """
     if config.norm_placement == "output":
         half = norm(config, params, half.contiguous())
@@ -61,7 +62,7 @@ def norm(config: ModelConfig, params: Params, x: Tensor) -> Tensor:
 
 
 def embed(model: Model, token_ids: Tensor, positions: Tensor) -> Tensor:
-    """Token ids (T,) and positions (T,) -> (T, D)"""
+    """The input of the first layer: token ids (T,) and positions (T,) -> embeddings (T, D)"""
     config, params = model.config, model.params
     x = take_rows(params["embed"]["weight"], token_ids)
     if config.embedding_multiplier != 1:
@@ -97,7 +98,9 @@ def head_logits(model: Model, hidden: Tensor) -> Tensor:
 
 
 def forward_sequence(model: Model, token_ids: list[int]) -> tuple[Tensor, list[Tensor]]:
-    """The logits (T, V) of one sequence, and the residual streams that `decode` returns."""
+    """The logits (T, V) of one sequence of token ids, and the residual streams that `decode`
+    returns.
+    """
     device = model.params["norm"]["weight"].device
     positions = np.arange(len(token_ids), dtype=np.int32)
     ids, places = (Tensor(x, device=device) for x in (np.array(token_ids, np.int32), positions))

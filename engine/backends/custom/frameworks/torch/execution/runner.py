@@ -1,4 +1,4 @@
-"""`TorchRunner`, which runs a model eagerly over its paged KV cache, without CUDA graphs."""
+"""The eager PyTorch model runner. It runs a model over the paged KV cache, without CUDA graphs."""
 
 from dataclasses import dataclass
 
@@ -23,7 +23,7 @@ from engine.backends.custom.runtime.model_runner import BatchInputs, RunnerConfi
 
 @dataclass(frozen=True, slots=True)
 class PagedStep:
-    """A forward pass over the paged cache."""
+    """A forward pass over the paged cache. Each layer writes its keys and values, then attends."""
 
     positions: Tensor  # (T,) int64
     rotation: Rotation | None

@@ -1,4 +1,6 @@
-"""The gated activation of an MLP: activation(first half of each row) times the second half."""
+"""The activations of MLPs. A gated activation is activation(gate) * up. Gate is the first half of
+each input row, up is the second half.
+"""
 
 from collections.abc import Iterator
 

@@ -1,8 +1,8 @@
-"""Attention backends. The queries of a batch, prefill and decode, attend to the keys and values in
-the paged cache.
+"""The attention backends of PyTorch. A backend computes paged attention for a batch, which may mix
+prefill and decode.
 
 A backend makes a plan once per step, on the host. All layers use this plan. Backends differ only in
-speed; all are tested against the backend "reference".
+speed. Each backend is tested against the backend "reference".
 """
 
 from typing import Protocol
@@ -20,10 +20,10 @@ from engine.core.errors import ConfigError
 
 class AttentionPlan(Protocol):
     def attend(self, q: Tensor, k: Tensor, v: Tensor, cache: Tensor) -> Tensor:
-        """Attention of one layer: q (T, N, H) -> (T, N, H).
+        """Attention of one layer: queries q (T, N, H) -> outputs (T, N, H).
 
-        k and v (T, K, H) are the keys and values of this step, which are already in the cache.
-        `cache` is (num_blocks, block_size, 2, K, H), key before value.
+        k and v (T, K, H) are the keys and values of this step's tokens. They are already in the
+        cache, too. `cache` is (num_blocks, block_size, 2, K, H), with key before value.
         """
         ...
 

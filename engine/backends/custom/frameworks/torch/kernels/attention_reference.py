@@ -1,5 +1,5 @@
-"""The reference for attention: slow and simple. It computes one sequence at a time and stores all
-scores.
+"""The reference for paged attention. It is slow and simple: it computes one sequence at a time and
+stores all scores.
 """
 
 from dataclasses import dataclass
@@ -33,9 +33,9 @@ class ReferencePlan:
         return out
 
     def _row(self, q: Tensor, keys: Tensor, values: Tensor, position: Tensor) -> Tensor:
-        """Attention of one sequence: q (T, N, H) -> (T, N, H).
+        """Attention of one sequence of L positions: q (T, N, H) -> (T, N, H).
 
-        q are the queries of the last T positions; keys and values (L, K, H) are those of all L.
+        q has the queries of the last T positions. Keys and values (L, K, H) are of all L positions.
         """
         group = q.shape[1] // keys.shape[1]
         keys = keys.repeat_interleave(group, dim=1)  # (L, N, H)

@@ -1,9 +1,9 @@
 """Attention by PyTorch's `scaled_dot_product_attention`, on blocks gathered from the cache.
 
-Rows with one query are padded and computed in one call, with a mask. A row with several queries is
-a call of its own. If it starts at position 0, it uses the keys of this step and needs no gather and
-no mask. For single queries, the query heads that share a KV head are moved to the query axis, so
-keys are never repeated.
+Rows with one query are padded to a common length and computed in one call, with a mask. A row with
+several queries is computed in a call of its own. If such a row starts at position 0, all its keys
+are those of this step, so it needs no gather and no mask. For rows with one query, the query heads
+that share a KV head are moved to the query axis, so that keys need not be repeated.
 """
 
 from dataclasses import dataclass
@@ -18,9 +18,9 @@ from torch import Tensor
 from engine.backends.custom.frameworks.torch.execution.transfer import to_device
 from engine.backends.custom.runtime.model_runner import I32, BatchInputs
 
-# Rows with one query are padded together if their block counts round up to the same power of two.
-# All rows of up to this many blocks are padded together, because for them another kernel launch
-# would cost more than the padding.
+# Rows with one query are padded to a common length if their numbers of blocks round up to the same
+# power of two. All rows of up to this many blocks are padded to a common length, because for short
+# rows another call would cost more than the padding.
 SHORT_BLOCKS = 8
 
 Rows = NDArray[np.intp]
@@ -28,14 +28,14 @@ Tokens = slice | Tensor  # indices of a part's queries within the step's T token
 
 
 class Part(Protocol):
-    """A subset of a step's rows that is computed in one call."""
+    """A subset of a step's rows, which one call of `scaled_dot_product_attention` computes."""
 
     @property
     def tokens(self) -> Tokens: ...
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, cache: Tensor) -> Tensor:
-        """q (Q, N, H) -> (Q, N, H). q are the queries of this part only; k and v (T, K, H) are the
-        keys and values of the whole step.
+        """Attention of this part's queries: q (Q, N, H) -> (Q, N, H). k and v (T, K, H) are the
+        keys and values of all tokens of the step.
         """
         ...
 
@@ -46,8 +46,8 @@ class SingleQueries:
 
     tokens: Tokens
     blocks: Tensor  # (S * B,)
-    seen: slice  # the part of the B * block_size gathered positions that queries attend to
-    mask: Tensor | None  # (S, 1, 1, L) is added to the scores
+    seen: slice  # which of the B * block_size gathered positions the queries attend to
+    mask: Tensor | None  # (S, 1, 1, L), added to the scores
     scale: float | None
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, cache: Tensor) -> Tensor:
@@ -60,7 +60,9 @@ class SingleQueries:
 
 @dataclass(frozen=True, slots=True)
 class LaterChunk:
-    """One row with several queries, whose first position is not 0."""
+    """One row with several queries that starts after position 0 or is longer than the sliding
+    window. Its keys are gathered from the cache.
+    """
 
     tokens: slice
     blocks: Tensor  # (B,)
@@ -83,7 +85,9 @@ class LaterChunk:
 
 @dataclass(frozen=True, slots=True)
 class FirstChunk:
-    """One row with several queries, whose first position is 0. All keys are within the window."""
+    """One row with several queries that starts at position 0. All its keys are keys of this step,
+    and all are within the sliding window.
+    """
 
     tokens: slice
     scale: float | None
@@ -115,7 +119,9 @@ class SdpaPlan:
 
 
 class SdpaAttention:
-    """The attention backend. `scale` multiplies the scores; None means 1 / sqrt(head_dim)."""
+    """The attention backend "sdpa". `scale` multiplies the scores. If it is None, the scale is
+    1 / sqrt(head_dim).
+    """
 
     def __init__(
         self,
@@ -140,7 +146,7 @@ class SdpaAttention:
         return SdpaPlan(tuple(parts))
 
     def _groups(self, inputs: BatchInputs, rows: Rows) -> list[Rows]:
-        """Groups rows with one query by their block count, rounded up to a power of two."""
+        """Groups rows with one query by their number of blocks, rounded up to a power of two."""
         if len(rows) < 2:
             return [rows] if len(rows) else []
         last = inputs.seq_lens[rows] - 1
@@ -149,7 +155,9 @@ class SdpaAttention:
         return [rows[size == value] for value in np.unique(size)]
 
     def _first_key(self, query: I32) -> I32:
-        """The first position that a query at this position attends to."""
+        """The first position that a query at position `query` attends to. It is 0 without a sliding
+        window.
+        """
         if self._window is None:
             return np.zeros_like(query)
         return np.maximum(query - self._window + 1, 0)
@@ -160,7 +168,7 @@ class SdpaAttention:
         first = self._first_key(last)
         first_block = first // size
         width = int((last // size - first_block).max()) + 1
-        # If a block table is shorter than the padded width, its last block is repeated. The mask
+        # If a block table is shorter than the padded width, its last entry is repeated. The mask
         # hides the repeated blocks.
         columns = np.minimum(
             first_block[:, None] + np.arange(width), inputs.block_tables.shape[1] - 1
@@ -202,8 +210,8 @@ class SdpaAttention:
 
 
 def _tokens(indices: I32, device: torch.device) -> Tokens:
-    """The ascending indices as a slice if they are consecutive, which avoids a copy; else as a
-    tensor.
+    """Converts ascending indices to a slice if they are consecutive, because indexing by a slice
+    makes no copy. Otherwise converts them to a tensor.
     """
     first, last = int(indices[0]), int(indices[-1])
     if last - first + 1 == len(indices):
@@ -212,7 +220,9 @@ def _tokens(indices: I32, device: torch.device) -> Tokens:
 
 
 def _gather(cache: Tensor, blocks: Tensor, rows: int, seen: slice) -> tuple[Tensor, Tensor]:
-    """Gathers the keys and values of `rows` rows, (S, K, L, H) each. Both are views of one copy."""
+    """Gathers the keys and the values of `rows` rows from the cache, (S, K, L, H) each. Both
+    results are views of one copy.
+    """
     taken = cache.index_select(0, blocks).flatten(0, 1).unflatten(0, (rows, -1))  # (S, L, 2, K, H)
     keys, values = taken[:, seen].transpose(1, 3).unbind(2)
     return keys, values

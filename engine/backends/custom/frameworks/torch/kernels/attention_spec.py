@@ -35,12 +35,12 @@ _MAX_DECODES = 256
 
 @dataclass(frozen=True, slots=True)
 class Plans:
-    """The plans of both backends for one step."""
+    """The attention plans of the reference backend and the Triton backend for one step."""
 
     reference: ReferencePlan
     triton: TritonPlan
-    num_keys: int  # number of keys that must be read; a key shared by several rows counts once
-    num_pairs: int  # number of pairs of a query and a key that it attends to
+    num_keys: int  # number of keys to read; a key that several rows share counts once
+    num_pairs: int  # number of pairs of a query and a key to which it attends
 
 
 Rows = list[tuple[int, int]]  # (number of keys, number of queries) of each row
@@ -83,8 +83,8 @@ def _config(shape: Shape) -> ModelConfig:
 
 
 def _tables(rows: Rows, shared: int, block_size: int) -> I32:
-    """The block tables of all rows. Blocks are in random order. All rows begin with the same
-    `shared` blocks.
+    """The block tables of all rows, with blocks in random order. The first `shared` blocks are the
+    same in all rows.
     """
     widths = np.array([-(-keys // block_size) for keys, _ in rows])
     own = widths - shared
@@ -133,7 +133,7 @@ def _example(label: str, rows: Rows, shared: int, shape: Shape, inputs: Inputs) 
     blocks = int(step.block_tables.max()) + 1
     q = inputs.normal(len(step.token_ids), shape.num_heads, shape.head_dim)
     cache = inputs.normal(blocks, size, 2, shape.num_kv_heads, shape.head_dim)
-    cache[0] = float("nan")  # reveals kernels that read slots past a row's end
+    cache[0] = float("nan")  # reveals kernels that use values past a row's end
     for table, length in zip(step.block_tables, step.seq_lens, strict=True):
         if length % size:
             cache[int(table[length // size]), length % size :] = float("nan")

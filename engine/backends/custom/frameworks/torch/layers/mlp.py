@@ -20,11 +20,11 @@ class GatedMLP(nn.Module):
         return self.down(self.activated(x))
 
     def activated(self, x: Tensor) -> Tensor:
-        """The MLP without its down projection."""
+        """The input of the down projection, (T, F)."""
         return self.gate_up.fused(x, gate=self.activation)
 
     def fused(self, x: Tensor, norm: RMSNorm) -> Tensor:
-        """x + mlp(norm(x)), with fused kernels for few rows."""
+        """x + mlp(norm(x)). It uses fused kernels, which are fast for few tokens."""
         return self.down.fused(self.gate_up.fused(x, norm=norm, gate=self.activation), residual=x)
 
 
@@ -39,5 +39,5 @@ class MLP(nn.Module):
         return self.down(self.activated(x))
 
     def activated(self, x: Tensor) -> Tensor:
-        """The MLP without its down projection."""
+        """The input of the down projection, (T, F)."""
         return activate(self.up(x), self.activation)

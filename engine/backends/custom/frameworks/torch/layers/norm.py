@@ -14,7 +14,7 @@ class RMSNorm(nn.Module):
         self.weight = nn.Parameter(torch.empty(size))
 
     def forward(self, x: Tensor) -> Tensor:
-        if x.dim() > 2:  # a norm per head; on a GPU the RoPE kernel computes it instead
+        if x.dim() > 2:  # a norm per head; on a GPU the RoPE kernel computes these norms
             return F.rms_norm(x, self.weight.shape, self.weight, self.eps)
         return rms_norm(x, self.weight, self.eps)
 

@@ -1,7 +1,7 @@
 """The decoder of all model families: embedding, blocks and LM head. There are two ways to run it.
 
-Serving calls `forward` with a step that reads and writes the paged cache. Parity tests and training
-call `forward_sequence`, which uses the same modules, without a cache, and is differentiable.
+Serving calls `forward` with a `Step` that reads and writes the paged cache. Parity tests and
+training call `forward_sequence`. It uses the same modules without a cache and is differentiable.
 """
 
 from abc import ABC, abstractmethod
@@ -62,19 +62,19 @@ class Block(nn.Module, ABC):
 
     @abstractmethod
     def parts(self, x: Tensor, delta: Tensor | None, step: Step) -> tuple[Tensor, Tensor | None]:
-        """Returns the residual stream after this layer, and a delta that still has to be added to
-        it. The next layer's norm adds the delta in the same kernel. If the matmuls already add to
-        the residual stream, the delta is None, and x may be modified in place.
+        """Runs the layer. Returns a residual stream, and a delta that still has to be added to this
+        stream. The next layer's norm adds the delta in the same kernel. The delta is None if it was
+        already added. In this case x may have been modified in place.
         """
 
     @abstractmethod
     def last(
         self, x: Tensor, delta: Tensor | None, step: Step, rows: Tensor
     ) -> tuple[Tensor, Tensor]:
-        """Runs the layer as the last one of the model. Returns the residual stream after it, only
-        for the tokens `rows`, (R, D), because no other tokens are needed. Also returns the
-        attention output of all tokens, (T, N H), in which NaN reveals that a token's keys or values
-        in the cache are NaN.
+        """Runs the layer as the last layer of the model. Returns the residual stream after it,
+        (R, D), only for the tokens with the indices `rows`, because only their logits are needed.
+        Also returns the attention output of all tokens, (T, N H). The caller checks this output for
+        NaN, which shows that a token has written NaN to the cache.
         """
 
     def _scaled(self, half: Tensor) -> Tensor:
@@ -120,21 +120,21 @@ class InputNormBlock(Block):
         return x + self._scaled(self.mlp(normed)), attended
 
     def _is_few(self, x: Tensor) -> bool:
-        """Whether there are so few rows that attention and MLP use fused kernels, which also add to
-        the residual stream.
+        """Whether x has so few tokens that attention and MLP use fused kernels. These kernels also
+        add to the residual stream.
         """
         return is_few(x) and isinstance(self.mlp, GatedMLP) and self.multiplier == 1
 
     def _normed(self, x: Tensor, delta: Tensor | None) -> tuple[Tensor, Tensor]:
-        """Adds the delta of the previous layer. Returns the normalized input of attention, and the
-        residual stream.
+        """Adds the delta of the previous layer, if any, to the residual stream x. Returns the
+        normalized input of attention, and the new residual stream.
         """
         return (self.attn_norm(x), x) if delta is None else self.attn_norm.add(delta, x)
 
 
 class OutputNormBlock(Block):
-    """Attention and MLP read the residual stream itself. Their outputs are normalized before they
-    are added to it.
+    """Attention and MLP read the residual stream itself, without a norm. Their outputs are
+    normalized before they are added to the residual stream.
     """
 
     def halves(self, x: Tensor, step: Step) -> tuple[Tensor, Tensor, Tensor]:
@@ -167,7 +167,9 @@ def make_norm(config: ModelConfig) -> Norm:
 
 
 class Decoder(nn.Module):
-    """The decoder. Its parameters have the names of the weights in `architectures/`."""
+    """The decoder. Its parameters have the weight names that `architectures/` defines. Fused
+    parameters combine several weights.
+    """
 
     def __init__(self, config: ModelConfig, rotary: Rotary | None) -> None:
         super().__init__()
@@ -187,21 +189,25 @@ class Decoder(nn.Module):
         return x if multiplier == 1 else x * multiplier
 
     def forward(self, token_ids: Tensor, step: Step) -> Tensor:
-        """The residual stream after the last block, (T, D). `logits` takes the rows whose logits
-        are needed.
+        """The residual stream after the last block, (T, D). The caller passes the tokens whose
+        logits it needs to `logits` or `stream_logits`.
         """
         x, delta = self._through(len(self.layers), token_ids, step)
         return x if delta is None else x + delta
 
     def forward_rows(self, token_ids: Tensor, step: Step, rows: Tensor) -> tuple[Tensor, Tensor]:
-        """As `forward`, but only for the tokens `rows`. Returns the results of `Block.last`."""
+        """As `forward`, but the result has only the tokens with the indices `rows`. Returns the
+        results of `Block.last`.
+        """
         before = len(self.layers) - 1
         block = self.layers[before]
         assert isinstance(block, Block)
         return block.last(*self._through(before, token_ids, step), step, rows)
 
     def _through(self, count: int, ids: Tensor, step: Step) -> tuple[Tensor, Tensor | None]:
-        """The residual stream after the first `count` blocks, and the delta to add to it."""
+        """Runs the first `count` blocks. Returns the residual stream, and the delta that still has
+        to be added to it.
+        """
         x, delta = self.embed_tokens(ids, step), None
         for block in self.layers[:count]:
             assert isinstance(block, Block)
@@ -240,8 +246,8 @@ class Decoder(nn.Module):
     def forward_sequence(
         self, token_ids: Tensor, with_states: bool = False
     ) -> Tensor | tuple[Tensor, list[Tensor]]:
-        """The logits (T, V) of one sequence (T,). With `with_states`, also the residual stream
-        before the first block and after each block.
+        """The logits (T, V) of one sequence of token ids (T,). With `with_states`, also a list of
+        the residual stream before the first block and after each block.
         """
         step = self.sequence_step(token_ids)
         states = [self.embed_tokens(token_ids, step)]

@@ -44,8 +44,8 @@ def build_model(
     dtype: torch.dtype,
     quantization: str = "auto",
 ) -> Decoder:
-    """Builds a decoder with loaded weights. `quantization` is "auto", "fp8" or "int8". The latter
-    two quantize matrices that the checkpoint stores in more bits.
+    """Builds a decoder with loaded weights. `quantization` is "auto", "fp8" or "int8". "fp8" and
+    "int8" quantize all matrices that are not quantized in the checkpoint.
     """
     check_decoder(config, "torch")
     kind = GPT2 if config.rope is None else Decoder
@@ -70,18 +70,18 @@ def build_model(
             model.head.weight = model.embed.weight
     _fill(model, rest)
     if shrinks:
-        quantize_linears(model, quantization)  # at this point only a tied LM head is left
+        quantize_linears(model, quantization)  # only a tied LM head is not yet quantized
     return model
 
 
 def _shrink(
     model: Decoder, weights: Mapping[str, Weight], quantization: str, device: torch.device
 ) -> set[str]:
-    """Loads and quantizes the layers of a model on the meta device, one by one. Returns the names
-    of the weights that it used.
+    """Loads and quantizes the linear layers of a model, one by one. Before that, the whole model is
+    on the meta device, without memory. Returns the names of the weights that were loaded.
     """
     taken = set()
-    for path in [path for path, _ in model.named_modules()]:  # a list of modules keeps them
+    for path in [path for path, _ in model.named_modules()]:  # modules would stay in memory
         module = model.get_submodule(path)
         tied = path == "head" and model.config.tie_embeddings
         if tied or not isinstance(module, Linear) or not can_quantize(module, quantization):
@@ -108,7 +108,7 @@ def build_encoder_model(
 
 
 def weights_of(model: Decoder | Bert) -> dict[str, NDArray[np.float32]]:
-    """The current weights of a model, under the names by which they were loaded."""
+    """The current weights of a model, as copies, by the names under which they were loaded."""
     return {
         name: place.detach().to(torch.float32, copy=True).numpy() for name, place in _places(model)
     }
@@ -153,8 +153,8 @@ def _put(name: str, place: Tensor, weight: Weight) -> None:
 
 
 def _places(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """The name of each weight and the tensor to copy it to: a parameter, or rows of a fused
-    parameter.
+    """The name of each weight, and the tensor that the weight is copied to. This is a parameter of
+    the model, or some rows of a fused parameter.
     """
     for name, parameter in model.named_parameters():  # includes a tied weight only once
         path, _, kind = name.rpartition(".")
@@ -174,8 +174,8 @@ def _parts(
 
 
 def _tensor(weight: Weight, device: torch.device) -> Tensor:
-    """The values of a weight. Random weights are generated on the device, with the same values for
-    every dtype of the model.
+    """The values of a weight as a tensor. Random weights are generated on the device, always in
+    bfloat16, so that models of every dtype get the same values.
     """
     if isinstance(weight, RandomWeight):
         normal = weight.values

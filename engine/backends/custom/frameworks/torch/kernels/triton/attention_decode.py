@@ -1,9 +1,9 @@
-"""Attention of rows with one query (decode), with split-K: the keys of long rows are cut into
+"""Attention of rows with one query (decode), with split-K. The keys of long rows are cut into
 spans, and the partial results of the spans are merged.
 
 A program handles one span of a row and one KV head, with all query heads that share this KV head.
-If a row has several spans, the program that finishes last merges their results, so this takes only
-one launch.
+If a row has several spans, the program that finishes last merges their results. So this takes only
+one launch. If rows share a prefix, a separate kernel merges the results at the end.
 """
 
 from collections.abc import Mapping
@@ -143,8 +143,8 @@ def _merged(
     HEAD_DIM: tl.constexpr,
     HEAD_BLOCK: tl.constexpr,
 ):
-    """Merges the partial results of a row to their weighted mean. Other programs wrote the partial
-    results, so loads must bypass the L1 cache.
+    """Merges the partial results of a row: computes their weighted mean. Other programs wrote the
+    partial results, so they must be loaded past the L1 cache.
     """
     group, columns = tl.arange(0, GROUP_BLOCK), tl.arange(0, HEAD_BLOCK)
     here = (group < GROUP)[:, None] & (columns < HEAD_DIM)[None, :]
@@ -233,8 +233,8 @@ def _shared_kernel(
     BLOCK_N: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """Attention of many rows to a span of their shared prefix. The keys are read once for all these
-    rows.
+    """Computes the attention of many rows to a span of their shared prefix. The keys are read once
+    for all these rows. Writes a partial result per row.
     """
     kv_head, item = tl.program_id(0), tl.program_id(1)
     if item >= tl.load(counts_ptr + 3):
@@ -305,8 +305,9 @@ def decode(
     span_tile: Tile,
     shared_tile: Tile,
 ) -> None:
-    """Attention of all rows with one query. Writes the result to `out`. `arrays` has the work lists
-    of the step. `shares` says whether it has work items for shared prefixes.
+    """Computes the attention of all rows with one query and writes the results to `out`. `arrays`
+    has the work lists of the step. `shares` says whether the step has work items for shared
+    prefixes.
     """
     kv_heads, compiled_for = cache.shape[3], sizes(q, cache)
     group_block = max(16, triton.next_power_of_2(compiled_for["GROUP"]))
@@ -356,8 +357,8 @@ def decode(
 
 
 class Scratch:
-    """Memory for the partial results of spans. All layers use the same memory, because a layer
-    finishes before the next one starts.
+    """Device memory for the partial results of spans. All layers use the same memory, because the
+    attention of one layer finishes before that of the next layer starts.
     """
 
     def __init__(

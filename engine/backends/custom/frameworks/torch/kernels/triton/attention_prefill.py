@@ -2,8 +2,9 @@
 lengths.
 
 A program handles a tile of one row's queries, with all query heads that share a KV head. A line of
-the tile is one token and one query head. The program first reads the keys that all queries of the
-tile attend to, without a mask. Then it reads the keys on the diagonal, with a causal mask.
+the tile is the query of one token and one head. The program first reads the keys that all queries
+of the tile attend to, and needs no mask for them. Then it reads the other keys, with a causal mask.
+With a sliding window, all keys are masked.
 """
 
 from collections.abc import Mapping
@@ -133,8 +134,8 @@ def prefill(
     scale: float,
     tile: Tile,
 ) -> None:
-    """Attention of all rows with several queries. Writes the result to `out`. `arrays` has the work
-    lists of the step.
+    """Computes the attention of all rows with several queries and writes the results to `out`.
+    `arrays` has the work lists of the step.
     """
     _prefill_kernel[(cache.shape[3], len(arrays["tiles"]))](
         q,

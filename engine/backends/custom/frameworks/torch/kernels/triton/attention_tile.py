@@ -1,8 +1,8 @@
 """Attention to the keys of one KV head, tile by tile, with a base-2 online softmax.
 
-`score_scale` includes log2(e), because exp2 is a hardware instruction. Multiplying by it and
-subtracting the max is one FMA. The running max starts at a finite number. So a query that attends
-to no key of a tile gets the weight zero instead of NaN.
+`score_scale` includes log2(e), because exp2 is a hardware instruction. Multiplying a score by
+`score_scale` and subtracting the max is one FMA. The running max starts at a finite number. So if a
+query attends to no key of a tile, the softmax weights are 0 instead of NaN.
 """
 
 from typing import Any, NamedTuple
@@ -14,9 +14,11 @@ from torch import Tensor
 
 
 class Tile(NamedTuple):
-    """The tile that a program computes at a time, and the program's number of warps."""
+    """The size of the tile that a program computes at a time, and the program's numbers of warps
+    and pipeline stages.
+    """
 
-    queries: int  # lines of the tile; a line is one token and one query head
+    queries: int  # lines of the tile; a line is the query of one token and one head
     keys: int
     warps: int
     stages: int
@@ -27,15 +29,17 @@ _LOG2_E = 1.4426950408889634
 
 
 def paging(cache: Tensor, scale: float) -> tuple[float, int, int, int, int]:
-    """The score scale for the base-2 softmax, and the cache's strides: between blocks, between
-    positions, between a key and its value, and between heads.
+    """Returns the score scale for the base-2 softmax and four strides of the cache: between blocks,
+    between positions, between a key and its value, and between heads.
     """
     block, position, value, head, _ = cache.stride()
     return scale * _LOG2_E, block, position, value, head
 
 
 def sizes(q: Tensor, cache: Tensor) -> dict[str, Any]:
-    """The compile-time sizes of all attention kernels, for a cache (B, block size, 2, K, H)."""
+    """The compile-time sizes that all attention kernels have, for a cache (num_blocks, block_size,
+    2, K, H).
+    """
     kv_heads, head_dim = cache.shape[3], cache.shape[4]
     return {
         "KV_HEADS": kv_heads,
@@ -71,11 +75,12 @@ def attend_span(
     WINDOW: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """Attention of queries q (M, H) to the key positions first .. last - 1. Updates the state of
-    the online softmax: (acc, peak, total).
+    """Attention of queries q (M, H) to the keys at positions first .. last - 1. Updates and returns
+    the state of the online softmax: (acc, peak, total), which are the output vectors, the max
+    scores and the sums of weights.
 
-    `query` (M,) are the queries' positions. Without MASKED, all key tiles must be full, and all
-    queries attend to all keys.
+    `query` (M,) has the positions of the queries. Without MASKED, last - first must be a multiple
+    of BLOCK_N, and all queries attend to all keys.
     """
     columns = tl.arange(0, HEAD_BLOCK)
     for start in tl.range(first, last, BLOCK_N):

@@ -1,8 +1,8 @@
 """Shared code of matmul kernels: the choice of weight rows for a program, and the epilogue.
 
-GATE names the activation of a gated MLP; it is empty for other matmuls. If there is a gate, the
-first half of the weight's rows is gate and the second half is up. A program then reads some rows of
-gate and the same rows of up, so it has both factors of its outputs.
+GATE names the activation of a gated MLP. For other matmuls it is empty. If there is a gate, the
+first half of the weight's rows is the gate projection, and the second half is the up projection. A
+program reads some rows of gate and the same rows of up, so it has both factors of its outputs.
 """
 
 import torch
@@ -51,8 +51,8 @@ def gated(gate_up: Tensor, kind: str) -> Tensor:
 
 @triton.jit
 def weight_rows(program, outputs, ROWS: tl.constexpr, GATE: tl.constexpr):
-    """The indices (ROWS,) of the rows that a program reads, of a weight with `outputs` rows.
-    Indices past the end are replaced by the last row.
+    """The indices (ROWS,) of the weight rows that a program reads. The weight has `outputs` rows.
+    Indices past its end are replaced by the index of the last row.
     """
     index = tl.arange(0, ROWS)
     if GATE != "":
@@ -85,7 +85,8 @@ def finish(
     """Applies scale, bias, gated activation and residual to y (ROWS, TOKENS) float32, and writes
     the result to out (T, F), for tokens from `first_token` on.
 
-    The last row may occur several times. It then writes the same value several times.
+    The last weight row may occur several times in `rows`. Its result is then written several times,
+    always with the same value.
     """
     if SCALED:
         y *= tl.load(scale_ptr + rows)[:, None]
