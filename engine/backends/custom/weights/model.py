@@ -18,14 +18,14 @@ from engine.backends.custom.architectures.base import (
     Reader,
     TensorSpec,
 )
-from engine.backends.custom.architectures.rope import with_factors
+from engine.backends.custom.architectures.rope import with_factors, with_long_factors
 from engine.backends.custom.weights.files import (
     CODE_SUFFIXES,
     member,
     read_json,
     refuse_code_formats,
 )
-from engine.backends.custom.weights.gguf import open_gguf, part_names
+from engine.backends.custom.weights.gguf import GgufCheckpoint, open_gguf, part_names
 from engine.backends.custom.weights.lazy_tensor import Checkpoint, LazyTensor
 from engine.backends.custom.weights.pooling import with_pooling
 from engine.backends.custom.weights.quants import TRAITS, dequantize, traits_of
@@ -37,6 +37,8 @@ from engine.core.registry.model_registry import architecture_for_gguf, architect
 CONFIG_NAME = "config.json"
 GENERATION_CONFIG_NAME = "generation_config.json"
 
+# The factors of "longrope" in a GGUF file. They become a part of the config.
+LONG_FACTORS = ("rope_factors_short.weight", "rope_factors_long.weight")
 # Tensors that checkpoints may contain but the engine does not need: RoPE tables, causal masks,
 # position ids, and the pooler of an encoder.
 _IGNORED_SUFFIXES = (
@@ -46,6 +48,7 @@ _IGNORED_SUFFIXES = (
     "embeddings.position_ids",
     "pooler.dense.weight",
     "pooler.dense.bias",
+    *LONG_FACTORS,
 )
 _SAMPLED_BLOCKS = 8
 _NAMED_IN_ERRORS = 3
@@ -157,7 +160,7 @@ def _open_gguf(path: Path, use_mmap: bool, reads_weights: bool) -> ModelSource:
     return ModelSource(path, config, checkpoint, weights, metadata)
 
 
-def _settle(config: ModelConfig, family: Architecture, checkpoint: Checkpoint) -> ModelConfig:
+def _settle(config: ModelConfig, family: Architecture, checkpoint: GgufCheckpoint) -> ModelConfig:
     """Complete the config with what GGUF metadata does not state but the tensors show: whether the
     LM head is tied, which biases exist, and whether there are RoPE frequency factors.
     """
@@ -170,7 +173,19 @@ def _settle(config: ModelConfig, family: Architecture, checkpoint: Checkpoint) -
         out_bias=config.out_bias or "layers.0.attn.o.bias" in found,
         mlp_bias=config.mlp_bias or "layers.0.mlp.up.bias" in found,
     )
+    if all(name in checkpoint.tensors for name in LONG_FACTORS):
+        short, long = (checkpoint.tensors[name].numpy() for name in LONG_FACTORS)
+        factors = tuple(short.tolist()), tuple(long.tolist())
+        settled = with_long_factors(settled, checkpoint.metadata, *factors)
+    elif checkpoint.metadata.get(key := _scaling_key(checkpoint)) == "longrope":
+        raise ModelFormatError(
+            f"GGUF metadata: key '{key}': longrope needs the tensors {' and '.join(LONG_FACTORS)}"
+        )
     return with_factors(settled) if "rope.factors" in found else settled
+
+
+def _scaling_key(checkpoint: GgufCheckpoint) -> str:
+    return f"{checkpoint.metadata.get('general.architecture')}.rope.scaling.type"
 
 
 def _check_vocabulary(where: str, config: ModelConfig, metadata: Mapping[str, Any]) -> None:
