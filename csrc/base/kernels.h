@@ -82,7 +82,7 @@ struct KvCache {
 struct AttentionShape {
     int heads, kv_heads, head_dim;
     float scale;
-    int window;  // sliding window in tokens, including the query's own token; 0: no window
+    int window;                     // sliding window in tokens, including the query's own token; 0: no window
     float softcap = 0;              // scores become softcap * tanh(score / softcap); 0: no cap
     const float* slopes = nullptr;  // (heads) ALiBi: slope * distance is subtracted from scores; or null
     const float* sinks = nullptr;   // (heads) a logit that only adds to the sum of softmax; or null

@@ -165,8 +165,7 @@ void bind_ops(nb::class_<BoundModel>& model) {
         "linear",
         [](BoundModel& self, int source, int out, int matrix, int per_channel, int norm, int norm_weight,
            int norm_bias, float eps, int bias, int activation, bool gated, bool residual, bool multiply,
-           bool over_logits, int column, int grain, int decode, int prefill, float scale,
-           float softcap) {
+           bool over_logits, int column, int grain, int decode, int prefill, float scale, float softcap) {
             Op op;
             op.kind = Op::Kind::Linear;
             op.source = source;
@@ -198,8 +197,8 @@ void bind_ops(nb::class_<BoundModel>& model) {
 void bind_attention_ops(nb::class_<BoundModel>& model) {
     model.def(
         "rope_write",
-        [](BoundModel& self, int qkv, int layer, int heads, int kv_heads, int head_dim, int rope, int rope_dim,
-           int query_norm, int key_norm, float eps, bool whole_norm) {
+        [](BoundModel& self, int qkv, int layer, int heads, int kv_heads, int head_dim, int rope,
+           int rope_dim, int query_norm, int key_norm, float eps, bool whole_norm) {
             Op op;
             op.kind = Op::Kind::RopeWrite;
             op.source = qkv;
@@ -214,8 +213,8 @@ void bind_attention_ops(nb::class_<BoundModel>& model) {
             self.add_op(op);
         },
         nb::kw_only(), nb::arg("qkv"), nb::arg("layer"), nb::arg("heads"), nb::arg("kv_heads"),
-        nb::arg("head_dim"), nb::arg("rope"), nb::arg("rope_dim"), nb::arg("query_norm"), nb::arg("key_norm"), nb::arg("eps"),
-        nb::arg("whole_norm"));
+        nb::arg("head_dim"), nb::arg("rope"), nb::arg("rope_dim"), nb::arg("query_norm"), nb::arg("key_norm"),
+        nb::arg("eps"), nb::arg("whole_norm"));
     model.def(
         "attention",
         [](BoundModel& self, int qkv, int out, int layer, int heads, int kv_heads, int head_dim, float scale,
@@ -225,13 +224,13 @@ void bind_attention_ops(nb::class_<BoundModel>& model) {
             op.source = qkv;
             op.out = out;
             op.layer = layer;
-            op.shape = AttentionShape{heads,  kv_heads, head_dim,            scale,
-                                      window, softcap,  self.vector(slopes), self.vector(sinks)};
+            op.shape = AttentionShape{
+                heads, kv_heads, head_dim, scale, window, softcap, self.vector(slopes), self.vector(sinks)};
             self.add_op(op);
         },
         nb::kw_only(), nb::arg("qkv"), nb::arg("out"), nb::arg("layer"), nb::arg("heads"),
-        nb::arg("kv_heads"), nb::arg("head_dim"), nb::arg("scale"), nb::arg("window"), nb::arg("softcap"), nb::arg("slopes"),
-        nb::arg("sinks"));
+        nb::arg("kv_heads"), nb::arg("head_dim"), nb::arg("scale"), nb::arg("window"), nb::arg("softcap"),
+        nb::arg("slopes"), nb::arg("sinks"));
 }
 
 void bind_expert_ops(nb::class_<BoundModel>& model) {
@@ -245,7 +244,7 @@ void bind_expert_ops(nb::class_<BoundModel>& model) {
             op.source = source;
             op.out = out;
             op.num_experts = num_experts;
-            op.routing = Routing{Routing::Scoring(scoring), per_token, renormalizes, scale, groups,
+            op.routing = Routing{Routing::Scoring(scoring), per_token, renormalizes,           scale, groups,
                                  groups_per_token,          best_two,  self.vector(correction)};
             op.over_logits = over_logits;
             self.add_op(op);

@@ -49,8 +49,8 @@ void Executor::rope_write(const Op& op, int begin, int end) {
         norm_heads(op, queries, shape.heads, op.query_norm);
         norm_heads(op, keys, shape.kv_heads, op.key_norm);
         if (op.rope_dim > 0) {
-            const float* cosines = angles_.floats() + size_t(token) * size_t(angles_per_token_) +
-                                   ropes_[size_t(op.rope)].start;
+            const float* cosines =
+                angles_.floats() + size_t(token) * size_t(angles_per_token_) + ropes_[size_t(op.rope)].start;
             // The keys follow the queries in memory, so one call rotates both.
             kernels_.rope(queries, shape.heads + shape.kv_heads, shape.head_dim, op.rope_dim, cosines,
                           cosines + op.rope_dim / 2);

@@ -211,8 +211,9 @@ void Executor::work(const Program& program, int thread) {
                       [&](int begin, int end) { norm(op, begin, end, rows_[size_t(thread)].floats()); });
                 break;
             case Op::Kind::Route:
-                round(thread, index,
-                      [&](int begin, int end) { route_rows(op, begin, end, rows_[size_t(thread)].floats()); });
+                round(thread, index, [&](int begin, int end) {
+                    route_rows(op, begin, end, rows_[size_t(thread)].floats());
+                });
                 break;
             case Op::Kind::GateRows:
                 round(thread, index, [&](int begin, int end) { gate_rows(op, begin, end); });

@@ -90,9 +90,10 @@ class Executor {
     bool uses_per_channel(const Op& op) const;  // whether the op uses per-channel weights in this step
     int grain_of(const Op& op) const;
     void work(const Program& program, int thread);
-    // One round: the thread claims pieces until the queue is empty, then waits at the barrier. Two queues take
-    // turns. Meanwhile thread 0 resets the queue of the next round, which no thread has used since the
-    // barrier of the previous round.
+    // One round: the thread claims pieces until the queue is empty, then waits at the barrier. Rounds
+    // use two queues alternately. While threads work on one queue, thread 0 refills the other for the
+    // next round. No thread still uses that queue, because all have passed the barrier of the previous
+    // round.
     template <class F>
     void round(int thread, int& index, const F& piece) {
         if (thread == 0) {

@@ -62,8 +62,7 @@ void Executor::experts(const Op& op, int thread, int& index) {
         round(thread, index, [&](int begin, int end) {
             for (int row = begin; row < std::min(end, expert_batch_.num_rows()); row++) {
                 const ExpertBatch::Gemm& gemm = expert_batch_.gemm_of_row(row);
-                const float* x =
-                    is_up ? at(op.source, expert_batch_.token(row)) : expert_batch_.inner(row);
+                const float* x = is_up ? at(op.source, expert_batch_.token(row)) : expert_batch_.inner(row);
                 const int place = row - gemm.first;
                 // `x` is the single row `place`, so the stride is 0.
                 kernels_.pack[int(matrices.numerics(gemm.is_prefill))](
@@ -71,9 +70,8 @@ void Executor::experts(const Op& op, int thread, int& index) {
                     expert_batch_.input(is_up ? gemm.up_input : gemm.down_input));
             }
         });
-        round(thread, index, [&](int begin, int end) {
-            multiply_experts(op, is_up, begin, end, scratch(thread));
-        });
+        round(thread, index,
+              [&](int begin, int end) { multiply_experts(op, is_up, begin, end, scratch(thread)); });
     }
     round(thread, index, [&](int begin, int end) {
         const int size = width(op.out);

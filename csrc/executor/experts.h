@@ -48,8 +48,9 @@ class ExpertBatch {
     };
 
     std::vector<Gemm> gemms_;
-    std::vector<int32_t> token_of_, gemm_of_;     // by row
-    std::vector<int32_t> starts_, token_starts_;  // first row of each expert and kind; first entry of each token
+    std::vector<int32_t> token_of_, gemm_of_;  // by row
+    std::vector<int32_t> starts_,
+        token_starts_;  // first row of each expert and kind; first entry of each token
     std::vector<Row> rows_of_token_;
     Block input_, inner_, result_;
     int inner_width_ = 0, result_width_ = 0;

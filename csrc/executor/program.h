@@ -29,8 +29,8 @@ struct Routing {
 
 // The matrices of all experts of a layer. They have the same shape and lie one after the other.
 struct ExpertMatrices {
-    Matrix first{};             // the matrix of expert 0
-    size_t stride = 0;          // bytes from one matrix to the next
+    Matrix first{};               // the matrix of expert 0
+    size_t stride = 0;            // bytes from one matrix to the next
     const float* bias = nullptr;  // one vector per expert, padded to whole panels; or null
     int bias_stride = 0;
     Numerics decode = Numerics::F32, prefill = Numerics::F32;

@@ -21,7 +21,7 @@ from engine.backends.custom.ir.attributes import (
     Scale,
     Softcap,
 )
-from engine.backends.custom.ir.plan import Routing
+from engine.backends.custom.ir.plan import Activation, Routing
 from engine.backends.custom.ir.reference import F32
 from engine.backends.custom.ir.types import Array, Example, Examples
 
@@ -215,7 +215,7 @@ def experts(rng: np.random.Generator) -> Iterator[Example]:
     for rows in ROWS:
         for (count, routing), has_bias in zip(ROUTINGS, (False, True, False, True), strict=True):
             width, inner = 48, 40
-            activation = "swiglu_oai" if has_bias else "silu"
+            activation: Activation = "swiglu_oai" if has_bias else "silu"
             x, stream = _normal(rng, rows, width), _normal(rng, rows, width)
             weights = np.zeros((rows, count), np.float32)
             for row in weights:

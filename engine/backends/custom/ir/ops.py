@@ -154,7 +154,8 @@ def _attend(attributes: attrs.AttentionAttributes, inputs: Arrays, weights: Arra
 
 
 def _expert_sum(attributes: attrs.Experts, inputs: Arrays, weights: Arrays) -> Array:
-    out = reference.experts(*inputs[:2], weights[:3], weights[3:], attributes.activation)
+    x, chosen = inputs[:2]
+    out = reference.experts(x, chosen, weights[:3], weights[3:], attributes.activation)
     out = out * np.float32(attributes.scale)
     return out + inputs[2] if attributes.residual else out
 

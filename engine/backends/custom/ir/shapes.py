@@ -208,7 +208,7 @@ def experts(attributes: Experts, inputs: Values, weights: Values) -> Value:
     if len(gate.shape) != 3 or gate.shape != (count, gate.shape[1], hidden):
         raise ShapeError(f"the gate {gate} does not fit {source} and {count} experts")
     inner = gate.shape[1]
-    wanted = [(count, inner, hidden), (count, hidden, inner)]
+    wanted: list[tuple[Dim, ...]] = [(count, inner, hidden), (count, hidden, inner)]
     wanted += [(count, inner), (count, inner), (count, hidden)] if biases else []
     for weight, shape in zip((up, down, *biases), wanted, strict=True):
         if weight != Value(shape):

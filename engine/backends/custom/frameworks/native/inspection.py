@@ -62,7 +62,8 @@ def layer_outputs(source: ModelSource, token_ids: Sequence[int]) -> dict[str, ND
     for layer in range(config.num_layers):
         for site, nodes in _NODES.items():
             names = [f"layers.{layer}.{node}" for node in nodes]
-            found[f"layers.{layer}.{site}"] = sum(values[each] for each in names if each in values)
+            parts = [values[name] for name in names if name in values]
+            found[f"layers.{layer}.{site}"] = np.sum(parts, axis=0)
     return found | {"logits": values["logits"]}
 
 
