@@ -124,7 +124,7 @@ MORE: dict[str, Callable[..., PreTrainedModel]] = {
     "qwen2-window": lambda: _of(
         "Qwen2", use_sliding_window=True, sliding_window=11, max_window_layers=1
     ),
-    "smollm3": lambda: _of("SmolLM3", no_rope_layers=[1, 0, 1]),
+    "smollm3": lambda: _of("SmolLM3", num_hidden_layers=4),
     "olmo3": lambda: _of(
         "Olmo3",
         head_dim=32,

@@ -64,8 +64,8 @@ class RopeConfig:
     # serves at most `original_max_position` tokens, else by the long ones. dim / 2 numbers each
     short_factors: tuple[float, ...] = ()
     long_factors: tuple[float, ...] = ()
-    # Only for kinds "yarn" and "longrope": multiplies cosines and sines. None: the rule's default,
-    # for "yarn" 0.1 ln(factor) + 1, for "longrope" sqrt(1 + ln(factor) / ln(original_max_position))
+    # Only for kinds "yarn" and "longrope": multiplies cosines and sines. None: the default of
+    # "yarn", which is 0.1 ln(factor) + 1
     attention_factor: float | None = None
 
 

@@ -14,7 +14,7 @@ import numpy as np
 
 from engine.backends.custom.architectures.base import ModelConfig, RopeConfig
 from engine.backends.custom.architectures.family import Family, Keys
-from engine.backends.custom.architectures.rope import yarn_magnitude
+from engine.backends.custom.architectures.rope import with_long_factors, yarn_magnitude
 from engine.core.errors import ModelFormatError
 from engine.core.registry.model_registry import architecture
 
@@ -25,6 +25,7 @@ _HF_ACTIVATIONS = {
     "relu2": "relu2",
     "swiglu_oai": "silu",
 }
+_SHOWN = 120  # max characters of a setting in an error
 # Config fields that are not compared after writing. Token ids are part of the tokenizer. In GGUF,
 # the remaining fields have no key, because the tensors of the file imply them.
 _UNSTATED_HF = frozenset({"bos_id", "eos_ids"})
@@ -75,9 +76,12 @@ def gguf_metadata(config: ModelConfig) -> dict[str, Any]:
     if config.rope is not None:
         stated |= {f"{prefix}.rope.{key}": v for key, v in _rope_to_gguf(config.rope).items()}
     stated |= {f"{prefix}.{key}": value for key, value in _layers_to_gguf(config).items()}
-    if config.parallel is not None:
-        stated[f"{prefix}.use_parallel_residual"] = True
-    _check_same(config, family.config_from_gguf(stated), _UNSTATED_GGUF, "a GGUF file")
+    if config.norm == "layer" and config.rope is not None:
+        stated[f"{prefix}.use_parallel_residual"] = config.parallel is not None
+    read, rope = family.config_from_gguf(stated), config.rope
+    if rope is not None and rope.kind == "longrope":
+        read = with_long_factors(read, stated, rope.short_factors, rope.long_factors)
+    _check_same(config, read, _UNSTATED_GGUF, "a GGUF file")
     return stated
 
 
@@ -88,10 +92,9 @@ def _layers_to_hf(config: ModelConfig) -> dict[str, Any]:
     stated: dict[str, Any] = {"sliding_window": window}
     if window is not None:
         kinds = {True: "sliding_attention", False: "full_attention"}
-        stated |= {
-            "layer_types": [kinds[layer.window is not None] for layer in layers],
-            "use_sliding_window": True,
-        }
+        stated |= {"use_sliding_window": True, "max_window_layers": 0}
+        if config.layers:
+            stated["layer_types"] = [kinds[layer.window is not None] for layer in layers]
         local = next(layer.rope for layer in layers if layer.window is not None)
         if local is not None and config.rope is not None and local != config.rope:
             stated["rope_parameters"] = {
@@ -130,8 +133,8 @@ def _check_same(
         meant, found = getattr(config, field.name), getattr(read, field.name)
         if field.name not in unstated and meant != found:
             raise ModelFormatError(
-                f"{where} of the family '{config.family}' cannot say that {field.name} is {meant}; "
-                "keep the model in its present format"
+                f"{where} of the family '{config.family}' cannot say that {field.name} is "
+                f"{str(meant)[:_SHOWN]}; keep the model in its present format"
             )
 
 

@@ -2,6 +2,9 @@
 files call it "llama".)
 """
 
+from dataclasses import replace
+
+from engine.backends.custom.architectures.base import Reader
 from engine.backends.custom.architectures.common import (
     ATTENTION_BIAS,
     GATED_MLP,
@@ -20,6 +23,7 @@ from engine.backends.custom.architectures.common import (
 from engine.backends.custom.architectures.family import (
     Family,
     Keys,
+    Settings,
     Stored,
     WeightRow,
     has_experts,
@@ -140,6 +144,14 @@ def _oai_expert(name: str, shape: str, hf: str, stored: Stored) -> WeightRow:
 
 
 _GPT_OSS_LAYERS = alternating(2, window=128)
+
+
+def _gpt_oss_from_gguf(reader: Reader, found: Settings) -> Settings:
+    """YaRN without rounded bounds, which GGUF metadata do not state."""
+    rope = replace(found["rope"], truncate=False)
+    return {"rope": rope, **_GPT_OSS_LAYERS[1](reader, {**found, "rope": rope})}
+
+
 # gpt-oss: attention sinks, and experts with biases. Hugging Face stores the experts' matrices
 # transposed, with the columns of gate and up by turns.
 GPT_OSS = Family(
@@ -175,6 +187,6 @@ GPT_OSS = Family(
     },
     defaults={"qkv_bias": True, "out_bias": True},
     hf_more=_GPT_OSS_LAYERS[0],
-    gguf_more=_GPT_OSS_LAYERS[1],
+    gguf_more=_gpt_oss_from_gguf,
     theta=150_000.0,
 )

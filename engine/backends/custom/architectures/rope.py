@@ -80,15 +80,13 @@ def rope_from_hf(
         case "yarn":
             rope = _yarn_from_hf(plain, reader, original, max_position)
         case "longrope" | "su":
-            rope = replace(
+            rope = _longrope(
                 plain,
-                kind="longrope",
-                factor=reader.read(float, "factor", default=None)
-                or max_position / max(original, 1),
-                original_max_position=original,
-                short_factors=_factors(reader, "short_factor"),
-                long_factors=_factors(reader, "long_factor"),
-                attention_factor=reader.read(float, "attention_factor", default=None),
+                reader.read(float, "factor", default=None) or max_position / max(original, 1),
+                original,
+                reader.read(float, "attention_factor", default=None),
+                _factors(reader, "short_factor"),
+                _factors(reader, "long_factor"),
             )
         case _:
             raise ModelFormatError(
@@ -107,6 +105,29 @@ def _stated(reader: Reader, top: Reader, key: str, default: float) -> float:
 def _factors(reader: Reader, key: str) -> tuple[float, ...]:
     listed: list[Any] = reader.read(list, key)
     return tuple(Reader({key: each}, f"a factor in '{key}'").read(float, key) for each in listed)
+
+
+def _longrope(
+    plain: RopeConfig,
+    factor: float,
+    original: int,
+    attention: float | None,
+    short: tuple[float, ...],
+    long: tuple[float, ...],
+) -> RopeConfig:
+    if attention is None:
+        attention = 1.0
+        if factor > 1 and original > 1:
+            attention = math.sqrt(1 + math.log(factor) / math.log(original))
+    return replace(
+        plain,
+        kind="longrope",
+        factor=factor,
+        original_max_position=original,
+        short_factors=short,
+        long_factors=long,
+        attention_factor=attention,
+    )
 
 
 def _yarn_from_hf(
@@ -195,15 +216,9 @@ def with_long_factors(
             "only one can hold"
         )
     original = reader.read(int, f"{prefix}.original_context_length", default=config.max_position)
-    rope = replace(
-        config.rope,
-        kind="longrope",
-        factor=config.max_position / max(original, 1),
-        original_max_position=original,
-        short_factors=short,
-        long_factors=long,
-        attention_factor=reader.read(float, f"{prefix}.attn_factor", default=None),
-    )
+    stretch = config.max_position / max(original, 1)
+    attention = reader.read(float, f"{prefix}.attn_factor", default=None)
+    rope = _longrope(config.rope, stretch, original, attention, short, long)
     return replace(config, rope=_check_rope(rope, where))
 
 

@@ -52,12 +52,7 @@ def attention_factor(rope: RopeConfig) -> float:
         return 1.0
     if rope.attention_factor is not None:
         return rope.attention_factor
-    if rope.factor <= 1:
-        return 1.0
-    if rope.kind == "yarn":
-        return 0.1 * math.log(rope.factor) + 1.0
-    original = _required(rope.original_max_position, "original_max_position", rope)
-    return math.sqrt(1 + math.log(rope.factor) / math.log(original))
+    return 0.1 * math.log(rope.factor) + 1.0 if rope.factor > 1 else 1.0
 
 
 def inverse_frequencies(rope: RopeConfig, max_seq_len: int) -> F32:

@@ -116,7 +116,7 @@ def _packed_bytes(weight: Weight) -> int:
         return 4 * prod(shape)
     *experts, rows, columns = shape
     panels = prod(experts) * -(-rows // PANEL_ROWS)
-    bytes_of_panel: int = native.panel_bytes(native.layout_of(weight.tensor.dtype), columns)
+    bytes_of_panel: int = native.panel_bytes(native.layout_of(weight.kernel_dtype), columns)
     return panels * bytes_of_panel
 
 
@@ -133,7 +133,7 @@ def _per_channel_bytes(source: ModelSource) -> int:
         if len(weight.spec.shape) != 2 or weight.spec.of_experts or name in tables:
             continue
         rows, columns = weight.spec.shape
-        layout = LAYOUTS[native.layout_of(weight.tensor.dtype)]
+        layout = LAYOUTS[native.layout_of(weight.kernel_dtype)]
         if matmul_kernel(layout, Machine(threads=1), Precision()).decode == "int8":
             total += -(-rows // PANEL_ROWS) * native.per_channel_panel_bytes(columns)
     return total
@@ -264,7 +264,7 @@ def plans_for(source: ModelSource, config: RunnerConfig, machine: Machine) -> li
         machine,
         max_tokens,
         min(max_tokens, config.max_slots + MAX_SCORED),
-        lambda name: LAYOUTS[layout_of(source.weights[name].tensor.dtype)],
+        lambda name: LAYOUTS[layout_of(source.weights[name].kernel_dtype)],
         Precision(
             config.dtype == "float32", _kv_type(config.kv_dtype, config.dtype, config.numerics)
         ),
