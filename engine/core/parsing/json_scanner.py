@@ -36,8 +36,10 @@ _RUNS = frozenset({"whole", "fraction", "exponent"})
 class JsonScanner:
     """Validates one value. `feed` stops after its last character, or at the first invalid one."""
 
-    def __init__(self) -> None:
+    def __init__(self, depth: int = 0) -> None:
+        """`depth` is the number of objects and arrays around the value."""
         self.done = False
+        self._depth = depth
         self.bad = False
         self._closers: list[str] = []  # closing brackets of the open objects and arrays
         # What comes next: value; item (a value or "]"); key (a key or "}"); next_key (a key);
@@ -89,7 +91,7 @@ class JsonScanner:
 
     def _begin(self, char: str, position: int) -> int:
         if char in "{[":
-            if len(self._closers) == MAX_DEPTH:
+            if self._depth + len(self._closers) == MAX_DEPTH:
                 return self._fail(position)
             self._closers.append("}" if char == "{" else "]")
             self._expects = "key" if char == "{" else "item"

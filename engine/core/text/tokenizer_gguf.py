@@ -55,6 +55,7 @@ def tables_from_gguf(metadata: Mapping[str, Any]) -> TokenizerTables:
             f"tokenizer.ggml.model is {kind!r}; this engine reads 'gpt2', 'llama' and 'gemma4'."
         )
     template = metadata.get("tokenizer.chat_template")
+    for_tools = metadata.get("tokenizer.chat_template.tool_use")
     return TokenizerTables(
         kind=kind,
         pieces=tuple(pieces),
@@ -71,6 +72,7 @@ def tables_from_gguf(metadata: Mapping[str, Any]) -> TokenizerTables:
         add_bos=_flag(metadata, "add_bos_token", wants_bos) and bos_id is not None,
         add_eos=_flag(metadata, "add_eos_token", False) and ends[0] is not None,
         chat_template=template if isinstance(template, str) else None,
+        tool_template=for_tools if isinstance(for_tools, str) else None,
     )
 
 

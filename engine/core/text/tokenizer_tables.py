@@ -33,6 +33,7 @@ class TokenizerTables(msgspec.Struct, frozen=True, kw_only=True):
     add_bos: bool
     add_eos: bool
     chat_template: str | None
+    tool_template: str | None = None
 
 
 def parts_from_tables(tables: TokenizerTables) -> TokenizerParts:
@@ -56,6 +57,7 @@ def parts_from_tables(tables: TokenizerTables) -> TokenizerParts:
         add_bos=tables.add_bos,
         add_eos=tables.add_eos,
         chat_template=tables.chat_template,
+        tool_template=tables.tool_template,
     )
 
 

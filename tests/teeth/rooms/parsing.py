@@ -22,23 +22,23 @@ MUTATIONS = [
     Mutation(
         "calls: arguments come with the space around them",
         "engine.core.parsing.calls",
-        "self._add(arguments.strip())",
-        "self._add(arguments)",
+        "self.add(arguments.strip())",
+        "self.add(arguments)",
         "tests/unit/test_parsing.py"
         "::test_arguments_before_the_name_come_without_the_space_around_them",
     ),
     Mutation(
         "calls: the last name counts",
         "engine.core.parsing.calls",
-        'key == "name" and call.name is None',
-        'key == "name"',
+        "key in NAME_KEYS and call.name is None",
+        "key in NAME_KEYS",
         "tests/unit/test_parsing.py::test_the_first_name_is_the_calls",
     ),
     Mutation(
         "markers: one cut before its last character is text",
         "engine.core.parsing.source",
-        "longest = min(len(marker) - 1, self.num_unread)",
-        "longest = min(len(marker) - 2, self.num_unread)",
+        "longest = min(max(map(len, markers), default=1) - 1, self.num_unread)",
+        "longest = min(max(map(len, markers), default=1) - 2, self.num_unread)",
         "tests/unit/test_parsing.py::test_calls_cut_in_two_anywhere_are_the_same_calls",
     ),
     Mutation(
@@ -64,14 +64,14 @@ MUTATIONS = [
     ),
     Mutation(
         "calls: a fence that nobody opened is swallowed",
-        "engine.core.parsing.formats",
+        "engine.core.parsing.row_reader",
         "    if is_fenced and (yield",
         "    if (yield",
         "tests/unit/test_parsing.py::test_a_fence_that_was_not_opened_is_text",
     ),
     Mutation(
         "messages: what was said is said before every call",
-        "engine.core.parsing.output",
+        "engine.core.parsing.messages",
         'content = message["content"] if number == 0 else ""',
         'content = message["content"]',
         "tests/unit/test_parsing_messages.py::test_llama_gets_one_call_per_message",
