@@ -345,7 +345,9 @@ def test_auto_lets_text_and_calls_through(name: str) -> None:
         plain = f"{row.messages.finals[0]}Hi. "
     elif row.primed:
         plain = "all\nHi. "
-    assert accepts(grammar, plain) and accepts(grammar, text)
+    assert accepts(grammar, text)
+    if name != "muse":  # as text, its last message begins like the ones before
+        assert accepts(grammar, plain)
     assert not accepts(grammar, text[: text.index("Paris")])
     if not row.bare and row.messages is None:
         assert accepts(grammar, f"{plain}{row.primed}{text}")
@@ -365,7 +367,8 @@ WALKED: dict[str, Any] = {
 }
 
 
-@every_row
+# Messages before the calls are free text, which a random walk hardly ever ends.
+@pytest.mark.parametrize("name", [name for name, row in ROWS_BY_NAME.items() if not row.messages])
 def test_whatever_a_forced_grammar_lets_through_is_calls(name: str) -> None:
     row = ROWS_BY_NAME[name]
     schemas = {"f": WALKED, "g": {"type": "object", "properties": {}}}
@@ -383,8 +386,7 @@ def test_whatever_a_forced_grammar_lets_through_is_calls(name: str) -> None:
         pieces = [*parser.push(text), *parser.flush()]
         calls = [piece for piece in pieces if isinstance(piece, ToolCallPiece)]
         assert calls, text
-        if row.messages is None:
-            assert calls == pieces, f"{text!r} has more than calls"
+        assert calls == pieces, f"{text!r} has more than calls"
         for first in [piece for piece in calls if piece.name is not None]:
             arguments = "".join(p.arguments for p in calls if p.index == first.index)
             if row.encoding in ("json", "tags"):
@@ -457,11 +459,8 @@ def test_python_and_quoted_literals() -> None:
 
 def test_a_python_tag_may_precede_a_call_in_python() -> None:
     row = ROWS_BY_NAME["llama3"]
-    for call in (
-        'now.call(city="x")',
-        "now(city='x')",
-        '{"name": "now", "parameters": {"city": "x"}}',
-    ):
+    in_json = '{"name": "now", "parameters": {"city": "x"}}'
+    for call in ('now.call(city="x")', "now(city='x')", in_json):
         assert parse(row, [f"<|python_tag|>{call}"]) == ("", [("now", {"city": "x"})], "")
     assert parse(row, ["<|python_tag|>print(1)"])[0] == "<|python_tag|>print(1)"
 
@@ -481,7 +480,7 @@ def test_a_call_in_a_fence_is_read_if_nothing_follows(name: str) -> None:
     for text in (
         "```python\nprint(1)\n```",
         '```json\n{"title": "x"}\n```',
-        '```json\n{"name": "now", "arguments": {"city": "x"}',
+        '```json\n{"name": "now", "arguments": {"city": "x"',
         "```",
     ):
         assert parse(row, list(text)) == (text, [], "")
@@ -502,9 +501,8 @@ def test_reasoning_in_every_marker(row: ReasoningRow) -> None:
     if row.repeats:
         text = f"{row.open}A{row.close}B{row.open}C{row.close}D"
         assert parse(calls, list(text), row) == ("BD", [], "AC")
-    grammar = OutputFormat(ToolFormat(calls, True), row, {}).grammar(
-        TOOLS, REQUIRED, True, None, True
-    )
+    output = OutputFormat(ToolFormat(calls, True), row, {})
+    grammar = output.grammar(TOOLS, REQUIRED, True, None, True)
     assert accepts(grammar, f"Hm.{row.close}{TEXTS['hermes']}")
     assert not accepts(grammar, f"Hm.{row.close}Yes.")
 
@@ -579,8 +577,15 @@ UNSEEN: Mapping[str, str] = {
 }
 
 
-@pytest.mark.parametrize("section", [("", "", ""), ("<all>", "</all>", "\n"), ("[[", "]]", ";")])
-@pytest.mark.parametrize("call", UNSEEN.values(), ids=UNSEEN.keys())
+@pytest.mark.parametrize(
+    ("call", "section"),
+    [
+        (call, section)
+        for name, call in UNSEEN.items()
+        for section in (("", "", ""), ("<all>", "</all>", "\n"), ("[[", "]]", ";"))
+        if name != "known" or not section[0]
+    ],
+)
 def test_an_unseen_template_is_classified_by_a_probe(
     call: str, section: tuple[str, str, str]
 ) -> None:
@@ -600,13 +605,9 @@ def test_an_unseen_template_is_classified_by_a_probe(
     assert known_format(source) is None
     output = OutputFormat.of(source, {}, template.text)
     assert output.tools.native, "the probe told nothing"
-    asked = [
-        {"id": "a", "type": "function", "function": {"name": n, "arguments": a}} for n, a in CALLS
-    ]
-    messages = [
-        {"role": "user", "content": "q"},
-        {"role": "assistant", "content": "", "tool_calls": asked},
-    ]
+    functions = [{"name": name, "arguments": arguments} for name, arguments in CALLS]
+    made = [{"id": "a", "type": "function", "function": function} for function in functions]
+    messages = [{"role": "assistant", "content": "", "tool_calls": made}]
     text = template.text(messages, TOOLS).rpartition("<|assistant|>\n")[2].removesuffix("<|end|>\n")
     parser = output.parser(TOOLS, AUTO, False)
     pieces = [piece for char in text for piece in parser.push(char)] + parser.flush()

@@ -53,7 +53,7 @@ def call_syntax(
     lines = ["call: " + " | ".join(names)]
     lines += [f"{name}: {rule}" for name, rule in zip(names, calls, strict=True)]
     lines += rules.lines
-    opening = sequence(row.trigger, control) if row.trigger else None
+    opening = _marker(row.trigger, control) if row.trigger else None
     bare_text = _BARE_TEXT[row.name] if row.bare else None
     primed = row.frame[0].removeprefix(row.primed) if row.primed else ""
     between = sequence(row.between, control)
@@ -80,6 +80,12 @@ def call_syntax(
         return CallSyntax("\n".join(lines), None, "calls", "", bare_text)
     more = f"({between} {opening} call)*" if parallel else ""
     return CallSyntax("\n".join(lines), opening, "call", more, primed=primed)
+
+
+def _marker(text: str, control: Control) -> str:
+    """Rule for a marker. The parser finds it only if its whitespace is exact."""
+    has_control = any(mark in text for mark in control)
+    return sequence(text, control) if has_control else literal(text)
 
 
 class Rules:

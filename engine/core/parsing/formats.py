@@ -155,8 +155,13 @@ def known_format(template: str | None) -> ToolFormat | None:
     source = template or ""
     native = uses_tools(source)
     row = next((row for row in CALL_ROWS if all(sign in source for sign in row.signs)), None)
-    if row is not None:
-        return ToolFormat(row, native)
+    return None if row is None else ToolFormat(row, native)
+
+
+def guessed_format(template: str | None) -> ToolFormat | None:
+    """The format of a template that shows the model an unmarked call. None if it shows none."""
+    source = template or ""
+    native = uses_tools(source)
     if native and _SHOWN_PYTHON.search(source):
         return ToolFormat(PYTHONIC, native)
     if native and _SHOWN_LIST.search(source):

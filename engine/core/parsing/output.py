@@ -12,7 +12,7 @@ from typing import Any
 
 from engine.core.interfaces.backend import ToolChoice
 from engine.core.parsing.calls import CallReader
-from engine.core.parsing.formats import Tool, ToolFormat, known_format, uses_tools
+from engine.core.parsing.formats import Tool, ToolFormat, guessed_format, known_format, uses_tools
 from engine.core.parsing.messages import Message, TemplateHabits, prepare_messages
 from engine.core.parsing.pieces import Piece
 from engine.core.parsing.probe import Render, probed_format, probed_habits
@@ -150,7 +150,8 @@ class OutputFormat:
         if tools is None and render is not None and uses_tools(template or ""):
             tools = probed_format(render)
         reasoning = reasoning_row(template)
-        return cls(tools or ToolFormat(JSON, native=False), reasoning, control, render)
+        tools = tools or guessed_format(template) or ToolFormat(JSON, native=False)
+        return cls(tools, reasoning, control, render)
 
     @cached_property
     def habits(self) -> TemplateHabits:

@@ -15,7 +15,7 @@ from engine.core.parsing.messages import TemplateHabits
 from engine.core.parsing.pieces import ToolCallPiece
 from engine.core.parsing.row_reader import RowReader
 from engine.core.parsing.rows import CALL_ROWS, JSON, LLAMA3, CallRow
-from engine.core.parsing.source import Source
+from engine.core.parsing.source import Source, Steps
 
 # Renders messages and tools. Raises an `EngineError` if the template refuses them.
 Render = Callable[[Sequence[Mapping[str, Any]], Sequence[Mapping[str, Any]] | None], str]
@@ -41,6 +41,8 @@ _TOOLS = [
     for name in _NAMES
 ]
 _MAX_MARKER_CHARS = 96
+# An end-of-turn token behind the calls. The model ends its turn with it; it is no part of the text.
+_END = re.compile(r"(?:<[|｜][^<>]*(?:eos|eot|im_end|end_of|endoftext)[^<>]*[|｜]>|</s>|\s)+$")
 
 
 def _call(number: int, json_arguments: bool = False) -> dict[str, Any]:
@@ -105,6 +107,11 @@ def probed_format(render: Render) -> ToolFormat | None:
     return None
 
 
+def _sections(reader: RowReader, source: Source) -> Steps[None]:
+    while (yield from source.text_until(reader.row.trigger)):
+        yield from reader.section()
+
+
 def _reads(row: CallRow, text: str) -> bool:
     """Whether the row's parser finds the probe's calls in a rendered answer."""
     start = text.find("{") if row.bare else text.find(row.trigger)
@@ -115,7 +122,7 @@ def _reads(row: CallRow, text: str) -> bool:
     source.push(text[start:])
     source.end()
     reader = RowReader(row, source, calls)
-    for _ in reader.begin() if row.bare else reader.section():
+    for _ in reader.begin() if row.bare else _sections(reader, source):
         pass
     pieces = source.take_pieces()
     arguments = "".join(each.arguments for each in pieces if isinstance(each, ToolCallPiece))
@@ -143,6 +150,7 @@ def _row(one: str, two: str | None, plain: str | None) -> CallRow | None:
     if two is not None and _NAMES[1] in two:
         before, call, between, after = _section(before, call, param, _unframed(two, plain))
     before, call = before.lstrip(), call if before.strip() else call.lstrip()
+    call, after = (call, _END.sub("", after)) if after.strip() else (_END.sub("", call), "")
     if not before and call.startswith("{object}"):
         return LLAMA3 if '"parameters"' in framed else JSON
     if not before and (not call or call.startswith("{")):
