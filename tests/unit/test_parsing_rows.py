@@ -15,10 +15,11 @@ from llguidance import LLMatcher
 from engine.core.errors import InvalidRequestError
 from engine.core.grammar.child import byte_tokenizer, problem_of
 from engine.core.interfaces.backend import ToolChoice
+from engine.core.parsing.call_rows import ROWS_BY_NAME
 from engine.core.parsing.formats import ToolFormat, known_format
 from engine.core.parsing.output import OutputFormat, OutputParser
 from engine.core.parsing.pieces import ReasoningPiece, TextPiece, ToolCallPiece
-from engine.core.parsing.rows import REASONING_ROWS, ROWS_BY_NAME, THINK, CallRow, ReasoningRow
+from engine.core.parsing.rows import REASONING_ROWS, THINK, CallRow, ReasoningRow
 from engine.core.text.chat_template import ChatTemplate
 from tests.unit.test_parsing_grammars import VOCABULARIES, walk
 
@@ -35,6 +36,7 @@ SCHEMAS = {tool["function"]["name"]: PARAMETERS for tool in TOOLS}
 PARIS: dict[str, Any] = {"city": "Paris", "days": 3}
 ODD: dict[str, Any] = {"city": 'a "b"\n<c>'}
 CALLS = [("get_weather", PARIS), ("now", ODD)]
+BYTES = byte_tokenizer()
 REQUIRED, AUTO = ToolChoice("required"), ToolChoice()
 
 _OBJECTS = (
@@ -305,7 +307,7 @@ def test_a_call_that_breaks_off_loses_no_text_behind_it(name: str) -> None:
 
 def accepts(grammar: str | None, text: str) -> bool:
     assert grammar is not None
-    matcher = LLMatcher(byte_tokenizer(), grammar, log_level=0)
+    matcher = LLMatcher(BYTES, grammar, log_level=0)
     assert not matcher.is_error(), matcher.get_error()
     ids = list(text.encode())
     return bool(matcher.try_consume_tokens(ids) == len(ids) and matcher.is_accepting())
@@ -377,7 +379,7 @@ def test_whatever_a_forced_grammar_lets_through_is_calls(name: str) -> None:
         for each, schema in schemas.items()
     ]
     grammar = ToolFormat(row, True).grammar(tools, REQUIRED, True)
-    assert grammar is not None and problem_of(grammar, byte_tokenizer()) is None
+    assert grammar is not None and problem_of(grammar, BYTES) is None
     for seed in range(4):
         text = walk(grammar, VOCABULARIES[False], random.Random(seed))
         parser = OutputParser(

@@ -59,8 +59,8 @@ def call_syntax(
     between = sequence(row.between, control)
     if row.messages is not None:
         joint = sequence(row.messages.close, control)
-        several = parallel and not row.one_call_per_message
-        return CallSyntax("\n".join(lines), "", "call", f"({joint} call)*" if several else "")
+        more = f"({joint} call)*" if parallel and not row.one_call_per_message else ""
+        return CallSyntax("\n".join(lines), "", "call", more)
     if row.before:
         lead = f"SPACE {sequence(row.before.removeprefix(row.trigger), control)}"
         more = f"({between} call)*" if parallel else ""

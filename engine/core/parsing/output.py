@@ -11,6 +11,7 @@ from functools import cached_property
 from typing import Any
 
 from engine.core.interfaces.backend import ToolChoice
+from engine.core.parsing.call_rows import JSON
 from engine.core.parsing.calls import CallReader
 from engine.core.parsing.formats import Tool, ToolFormat, guessed_format, known_format, uses_tools
 from engine.core.parsing.messages import Message, TemplateHabits, prepare_messages
@@ -24,7 +25,7 @@ from engine.core.parsing.reasoning import (
     with_reasoning,
 )
 from engine.core.parsing.row_reader import FENCE, RowReader
-from engine.core.parsing.rows import JSON, ReasoningRow
+from engine.core.parsing.rows import ReasoningRow
 from engine.core.parsing.source import Source, Steps
 
 _NO_SCHEMAS: Mapping[str, Mapping[str, Any]] = {}

@@ -9,12 +9,13 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from engine.core.errors import EngineError
+from engine.core.parsing.call_rows import CALL_ROWS, JSON, LLAMA3
 from engine.core.parsing.calls import CallReader
 from engine.core.parsing.formats import ToolFormat
 from engine.core.parsing.messages import TemplateHabits
 from engine.core.parsing.pieces import ToolCallPiece
 from engine.core.parsing.row_reader import RowReader
-from engine.core.parsing.rows import CALL_ROWS, JSON, LLAMA3, CallRow
+from engine.core.parsing.rows import CallRow
 from engine.core.parsing.source import Source, Steps
 
 # Renders messages and tools. Raises an `EngineError` if the template refuses them.
