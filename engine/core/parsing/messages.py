@@ -63,6 +63,12 @@ def _for_family(
         if "tool_call_id" in message:
             message["tool_call_id"] = tool_format.template_call_id(message["tool_call_id"])
         calls = message.pop("tool_calls", None)
+        thoughts = message.get("reasoning_content")
+        if thoughts:
+            # Templates disagree on the name. One refuses "thinking" beside content and calls.
+            message.setdefault("reasoning", thoughts)
+            if not calls or not message["content"]:
+                message.setdefault("thinking", thoughts)
         if calls and not habits.writes_calls:
             message["content"] = _with_calls(message["content"], calls, tool_format)
         elif calls:

@@ -36,7 +36,7 @@ from engine.servers.schema.messages import (
     known_name,
 )
 from engine.servers.schema.structured import schema_spec
-from engine.servers.serving.chat import ChatAsk, effort_options
+from engine.servers.serving.chat import ChatAsk, effort_options, thinking_switch
 from engine.servers.serving.services import Services
 
 # Claude Code asks to keep all thinking, which always happens.
@@ -177,7 +177,6 @@ class MessagesBody(PromptBody):
 
 
 # Template option names that enable thinking.
-_THINKING_OPTIONS = ("enable_thinking", "thinking")
 
 Kind = TypeVar("Kind", bound=PromptBody)
 
@@ -258,9 +257,9 @@ def template_options(
     """Template options for the body. Warns about those that the model's template lacks."""
     options: dict[str, Any] = {}
     wants_thinking = body.thinking is not None and body.thinking.type != "disabled"
-    switches = [name for name in _THINKING_OPTIONS if name in card.template_options]
-    if switches:
-        options[switches[0]] = wants_thinking
+    switch = thinking_switch(card, wants_thinking)
+    if switch:
+        options |= switch
     elif wants_thinking and "reasoning" not in card.capabilities:
         services.warn(request, "thinking", "this model does not think before it answers")
     elif body.thinking is not None and not wants_thinking and "reasoning" in card.capabilities:
@@ -272,7 +271,7 @@ def template_options(
     # "high" is the default behaviour of models without effort levels.
     if effort == "high" and "reasoning_effort" not in card.template_options:
         return options
-    return options | effort_options(services, request, card, effort, "output_config.effort")
+    return effort_options(services, request, card, effort, "output_config.effort") | options
 
 
 def _tool_choice(value: ToolChoiceBody | None, tools: tuple[dict[str, Any], ...]) -> ToolChoice:
