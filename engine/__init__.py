@@ -1,6 +1,7 @@
 """Serve language models behind an OpenAI-compatible API, or embed them: `from engine import LLM`.
 
-Names are resolved on first use, so that `import engine` costs nothing and loads no framework.
+`LLM` and the other public names are imported on first use. So `import engine` is fast and loads no
+framework.
 """
 
 from typing import TYPE_CHECKING, Any

@@ -1,9 +1,9 @@
 """The engine as a Python library. `LLM` returns texts and events; `InferenceEngine` returns
 responses in OpenAI's format.
 
-Both run the engine in a thread of this process and use the same messages as the server, so outputs,
-batching and prefix caching are the same as on the server. Use them as context managers, or call
-`close`.
+Both run the engine in a thread of this process. They send it the same requests as the HTTP server
+does, so outputs, batching and prefix caching are the same as on the server. Use them as context
+managers, or call `close`.
 """
 
 import asyncio
@@ -39,6 +39,7 @@ from engine.servers.http.sse import DONE
 from engine.servers.openai.format import ChatStream, Collected, Envelope, chat_body, new_envelope
 
 DEFAULT_MODEL = "smollm2-135m-instruct"
+# Seconds that an interrupted call waits for its coroutine to end.
 CANCEL_GRACE_S = 5.0
 Prompt = str | Sequence[int]
 Messages = Sequence[Mapping[str, Any]]
@@ -47,9 +48,10 @@ Result = TypeVar("Result")
 
 @dataclass(frozen=True, slots=True)
 class Completion:
-    """One choice: its text, its finish reason, and the tokens' logprobs if requested.
+    """One choice of an answer. `logprobs` is None unless log-probabilities were requested.
 
-    Tool calls are `{"id", "type", "function": {"name", "arguments": JSON text}}`.
+    Each tool call has OpenAI's form, `{"id", "type", "function": {"name", "arguments": JSON
+    text}}`.
     """
 
     text: str
@@ -73,10 +75,10 @@ class GenerationOutput:
 
 
 class LLM:
-    """A model that runs in this process. `settings` maps `section.key`, as in a configuration file,
-    to a value.
+    """A model that runs in this process. `settings` holds settings of the configuration file, with
+    keys of the form `section.key`.
 
-    `LLM("smollm2-135m-instruct", settings={"model.dtype": "bfloat16"})`
+    Example: `LLM("smollm2-135m-instruct", settings={"model.dtype": "bfloat16"})`
     """
 
     def __init__(
@@ -102,7 +104,7 @@ class LLM:
         self.close()
 
     def close(self) -> None:
-        """Free the model. Safe to call twice."""
+        """Stop the engine and free the model. Safe to call twice."""
         if self._thread.is_alive():
             try:
                 self._call(self._backend.stop())
@@ -118,7 +120,9 @@ class LLM:
         *,
         grammar: GrammarSpec | None = None,
     ) -> list[GenerationOutput]:
-        """Continue each prompt (text or token ids), all in one batch."""
+        """Generate a continuation of each prompt (text or token ids). The engine batches the
+        prompts.
+        """
         streams = [self._complete(prompt, params, grammar) for prompt in _batch(prompts)]
         return self._collect(streams, params)
 
@@ -128,17 +132,19 @@ class LLM:
         params: SamplingParams | None = None,
         **options: Any,
     ) -> list[GenerationOutput]:
-        """Answer one conversation, or several in one batch.
+        """Generate an answer to one conversation, or to each of several. The engine batches them.
 
-        `options` are `grammar` and the fields of a `ChatRequest` other than its messages, such as
-        `tools` and `tool_choice`.
+        `options` may contain `grammar` and all fields of `ChatRequest` except `context` and
+        `messages`, for example `tools` and `tool_choice`.
         """
         single = len(conversations) > 0 and isinstance(conversations[0], Mapping)
         batch: Any = [conversations] if single else conversations
         return self._collect([self._chat(each, params, **options) for each in batch], params)
 
     def embed(self, inputs: Prompt | Sequence[Prompt]) -> NDArray[np.float32]:
-        """The unit-length embedding of each text or list of token ids: (inputs, dimensions)."""
+        """Unit-length embeddings of texts or lists of token ids, as an array (inputs,
+        dimensions).
+        """
         texts = tuple(each if isinstance(each, str) else tuple(each) for each in _batch(inputs))
         request = EmbedRequest(request_id=f"llm-{next(self._ids)}", inputs=texts)
         return self._call(self._backend.embed(request)).vectors
@@ -146,7 +152,7 @@ class LLM:
     def stream(
         self, prompt: Prompt, params: SamplingParams | None = None
     ) -> Generator[Event, None, None]:
-        """Yields the events of one completion as they arrive."""
+        """Yields the events of one completion as they arrive. The last event is the token usage."""
         return self._iterate(self._complete(prompt, params, None))
 
     def stream_chat(
@@ -161,7 +167,7 @@ class LLM:
         return self._backend.models()[0]
 
     def stats(self) -> EngineStats | None:
-        """The engine's gauges and counters from its last report; None before the first one."""
+        """The gauges and counters that the engine reported last. None before its first report."""
         return self._backend.stats()
 
     def _context(
@@ -204,8 +210,8 @@ class LLM:
     def _collect(
         self, streams: list[AsyncIterator[Event]], params: SamplingParams | None
     ) -> list[GenerationOutput]:
-        """Run all streams and collect their outputs. No more are open at a time than the engine's
-        queue accepts. If one fails, the others are cancelled.
+        """Run the streams concurrently and collect their outputs. At most as many streams are open
+        at a time as the engine's queue accepts. If one stream fails, the others are cancelled.
         """
 
         async def gather() -> list[GenerationOutput]:
@@ -260,7 +266,7 @@ class LLM:
 
 
 class InferenceEngine:
-    """The engine with the messages and response objects of OpenAI's chat API."""
+    """A model that runs in this process, with OpenAI's formats for chat messages and responses."""
 
     def __init__(
         self, model: str = DEFAULT_MODEL, *, settings: Mapping[str, Any] | None = None
@@ -277,7 +283,7 @@ class InferenceEngine:
         self._llm.close()
 
     def generate(self, prompts: Sequence[str], **params: Any) -> list[str]:
-        """Continue each prompt. `params` are fields of `SamplingParams`."""
+        """Return a continuation of each prompt. `params` are fields of `SamplingParams`."""
         return [output.text for output in self._llm.generate(prompts, _params(params))]
 
     def chat_completion(self, messages: Messages, **params: Any) -> dict[str, Any]:
@@ -296,7 +302,7 @@ class InferenceEngine:
 
     def chat_completion_stream(self, messages: Messages, **params: Any) -> Iterator[dict[str, Any]]:
         """Answer a conversation. Yields `chat.completion.chunk` objects as they arrive. The last
-        one has the usage.
+        chunk has the token usage.
         """
         stream = ChatStream(self._envelope(), _params(params).n, include_usage=True)
         yield from _parsed(stream.opening())
@@ -311,7 +317,7 @@ class InferenceEngine:
 
 
 def _batch(prompts: Prompt | Sequence[Prompt]) -> Sequence[Prompt]:
-    """Turn a single prompt (text or token ids) into a batch of one."""
+    """Put a single prompt (text or token ids) into a list. A list of prompts stays as it is."""
     single = isinstance(prompts, str) or (len(prompts) > 0 and isinstance(prompts[0], int))
     batch: Any = [prompts] if single else prompts
     return batch
@@ -370,7 +376,7 @@ def check_params(params: SamplingParams) -> None:
 
 def _params(params: Mapping[str, Any]) -> SamplingParams:
     """Build `SamplingParams` from keyword arguments. If a name is unknown, the error lists the
-    valid ones.
+    valid names.
     """
     known = set(SamplingParams.__struct_fields__)
     unknown = sorted(set(params) - known)
@@ -383,7 +389,7 @@ def _params(params: Mapping[str, Any]) -> SamplingParams:
 
 
 def _parsed(sse: bytes) -> Iterator[dict[str, Any]]:
-    """Yields the JSON objects in the bytes of server-sent events."""
+    """Yields the JSON objects of server-sent events, without the final `[DONE]`."""
     for event in sse.split(b"\n\n"):
         if event and event + b"\n\n" != DONE:
             yield json.loads(event.removeprefix(b"data: "))

@@ -2,6 +2,7 @@
 
 import struct
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +10,7 @@ import gguf
 import numpy as np
 from numpy.typing import NDArray
 
-from engine.backends.custom.architectures.base import ModelConfig, RopeConfig
+from engine.backends.custom.architectures.base import ModelConfig, RopeConfig, Transform
 from engine.core.registry.model_registry import architecture
 
 UINT32, INT32, FLOAT32, BOOL, STRING, ARRAY, UINT64 = 4, 5, 6, 7, 8, 9, 10
@@ -87,6 +88,7 @@ def tiny_config(family: str, **changes: Any) -> ModelConfig:
         "tie_embeddings": False,
         "rope": None if layer_norm else RopeConfig(theta=500.0, dim=16),
         "norm": "layer" if layer_norm else "rms",
+        "norm_bias": layer_norm,
         "activation": "gelu_tanh" if layer_norm else "silu",
         "qkv_bias": family in ("gpt2", "qwen2"),
         "out_bias": layer_norm,
@@ -94,7 +96,6 @@ def tiny_config(family: str, **changes: Any) -> ModelConfig:
         "qk_norm": {"qwen3": "head", "olmo2": "whole"}.get(family),
         "norm_placement": "output" if family == "olmo2" else "input",
         "gated_mlp": not layer_norm,
-        "fused_qkv": layer_norm,
         "bos_id": 1,
         "eos_ids": (2, 5),
     }
@@ -118,12 +119,27 @@ def gguf_layout(config: ModelConfig, weights: Arrays) -> Arrays:
     stored: Arrays = {}
     for spec in architecture(config.family).tensors(config):
         if spec.name in weights:
-            values = weights[spec.name]
-            if spec.gguf_transform.startswith("unpermute"):
-                halves = values.reshape(-1, 2, config.head_dim // 2, *values.shape[1:])
-                values = halves.swapaxes(1, 2).reshape(values.shape)
-            stored[spec.gguf] = values
+            stored_as(stored, spec.gguf, spec.gguf_transform, weights[spec.name])
     return stored
+
+
+def stored_as(stored: Arrays, name: str, how: Transform, values: NDArray[np.float32]) -> None:
+    """Put a weight into the tensor that a converter would store it in."""
+    rows = len(values) // how.groups
+    if how.paired:
+        heads = values.reshape(-1, how.head_dim, *values.shape[1:])
+        halves = heads[:, : how.paired].reshape(len(heads), 2, -1, *values.shape[1:])
+        turned = halves.swapaxes(1, 2).reshape(len(heads), how.paired, *values.shape[1:])
+        values = np.concatenate((turned, heads[:, how.paired :]), axis=1).reshape(values.shape)
+    values = values - np.float32(how.added)
+    if how.before or how.after:
+        shape = replace(how, transposed=False).stored_shape(values.shape)
+        whole = stored.get(name, np.zeros(how.stored_shape(values.shape), np.float32))
+        whole = whole.T if how.transposed else whole
+        groups = whole.reshape(how.groups, -1, *shape[1:])
+        groups[:, how.before : how.before + rows] = values.reshape(how.groups, rows, *shape[1:])
+        values = groups.reshape(shape)
+    stored[name] = np.ascontiguousarray(values.T) if how.transposed else values
 
 
 def write_gguf(

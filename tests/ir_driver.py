@@ -50,8 +50,8 @@ CONFIGS: Mapping[str, ModelConfig] = {
     "gpt2": _config(
         family="gpt2",
         norm="layer",
+        norm_bias=True,
         gated_mlp=False,
-        fused_qkv=True,
         activation="gelu_tanh",
         rope=None,
         num_kv_heads=4,

@@ -41,11 +41,8 @@ def plan_of(source: ModelSource) -> tuple[list[PackedMatrix], list[str]]:
     groups = [("embed", False), ("head", False)]
     for layer in range(source.config.num_layers):
         place = f"layers.{layer}"
-        if f"{place}.attn.qkv.weight" in source.weights:
-            groups.append((f"{place}.attn.qkv", False))
-        else:
-            parts = (f"{place}.attn.{part}" for part in "qkv")
-            groups.append((" ".join(parts), False))
+        parts = (f"{place}.attn.{part}" for part in "qkv")
+        groups.append((" ".join(parts), False))
         if f"{place}.mlp.gate.weight" in source.weights:
             groups.append((f"{place}.mlp.gate {place}.mlp.up", True))
         else:

@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from engine.backends.custom.architectures.base import ModelConfig
 from engine.core.registry.model_registry import architecture
-from tests.gguf_files import MULTIPLIERS
+from tests.gguf_files import MULTIPLIERS, stored_as
 
 Arrays = dict[str, NDArray[np.float32]]
 HF_NAMES = {
@@ -49,11 +49,11 @@ def file_bytes(tensors: Arrays, dtypes: dict[str, str] | None = None) -> bytes:
 
 def hf_layout(config: ModelConfig, weights: Arrays) -> Arrays:
     """The weights in Hugging Face's layout and under its names."""
-    return {
-        spec.hf: weights[spec.name].T if spec.hf_transform == "transpose" else weights[spec.name]
-        for spec in architecture(config.family).tensors(config)
-        if spec.name in weights
-    }
+    stored: Arrays = {}
+    for spec in architecture(config.family).tensors(config):
+        if spec.name in weights:
+            stored_as(stored, spec.hf, spec.hf_transform, weights[spec.name])
+    return stored
 
 
 def hf_config(config: ModelConfig, **changes: Any) -> dict[str, Any]:

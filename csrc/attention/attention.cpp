@@ -9,12 +9,13 @@ namespace engine {
 
 namespace {
 
-// All work of a step is split along the KV sequence into at least this many runs of consecutive chunks, if
-// the contexts are long enough. Each run is one unit of work per kv head.
+// A step's attention is split along the KV sequence into at least this many runs of consecutive
+// chunks, if the contexts are long enough. Each run is one unit of work per kv head, so there is
+// work for all threads.
 constexpr int kMinSplits = 8;
 
-// Max parts of prefill spans; beyond it, prefill is not split. A long prefill occupies all threads without a
-// split, and its parts would need much memory.
+// Max parts of a step for which prefill is still split along the KV sequence. A longer prefill
+// keeps all threads busy without a split, and its parts would need much memory.
 constexpr int kMaxPrefillParts = 2048;
 
 }  // namespace
@@ -24,8 +25,9 @@ int AttentionSchedule::first_chunk(int token) const {
     return window_ > 0 && position >= window_ ? (position - window_ + 1) / kChunk : 0;
 }
 
-// Number of leading chunks that are in blocks shared with other rows. It is 0 if these chunks extend past the
-// token's position, or if all of them are before its sliding window.
+// Returns how many leading chunks lie in KV blocks that the token's sequence shares with other
+// sequences. Returns 0 if these chunks extend past the token's position, or if all of them are
+// before its sliding window.
 int AttentionSchedule::shared_chunks(int token) const {
     if (!batch_->prefix_groups) return 0;
     int group = batch_->prefix_groups[batch_->row_of[token]];
@@ -35,7 +37,7 @@ int AttentionSchedule::shared_chunks(int token) const {
     return sees_all && first_chunk(token) < chunks ? chunks : 0;
 }
 
-// Fills shared_ and adds spans for chunks that several decode tokens share.
+// Fills shared_, and adds spans for the chunks that the decode tokens of several sequences share.
 void AttentionSchedule::add_shared_spans() {
     shared_.assign(size_t(batch_->tokens), 0);
     if (!batch_->prefix_groups) return;
@@ -55,7 +57,7 @@ void AttentionSchedule::add_shared_spans() {
     for (int token = batch_->decode_tokens - 1; token >= 0; token--)
         if (shared_[size_t(token)] > 0)
             item_tokens_[base + size_t(--group_ends_[size_t(group_of(token))])] = token;
-    for (size_t group = 0; group < group_ends_.size(); group++) {  // the loop above turned ends into starts
+    for (size_t group = 0; group < group_ends_.size(); group++) {  // group_ends_ now has starts
         int begin = group_ends_[group], end = group + 1 < group_ends_.size() ? group_ends_[group + 1] : total;
         if (end - begin == 1) shared_[size_t(item_tokens_[base + size_t(begin)])] = 0;
         if (end - begin <= 1) continue;
@@ -69,7 +71,8 @@ void AttentionSchedule::add_shared_spans() {
     }
 }
 
-// Adds spans for the chunks that are not shared. A span has up to `max_tokens` tokens of one row.
+// Adds spans for the chunks of tokens [begin, end) that are not shared. A span has up to
+// `max_tokens` tokens of one sequence.
 void AttentionSchedule::add_row_spans(int begin, int end, int max_tokens, bool is_prefill) {
     for (int token = begin; token < end;) {
         int row = batch_->row_of[token], shared = shared_[size_t(token)];
@@ -90,8 +93,8 @@ void AttentionSchedule::add_row_spans(int begin, int end, int max_tokens, bool i
     }
 }
 
-// Splits a span into items. An item has about `target` units of work, where a unit is one token and one
-// chunk.
+// Splits a span into items, along the KV sequence. An item has about `target` units of work; a unit
+// is one chunk for one token.
 void AttentionSchedule::add_items(const Span& span, int64_t target) {
     int length = span.end - span.begin;
     int runs = div_up(length, int(std::max<int64_t>(1, target / span.count)));
@@ -118,7 +121,8 @@ void AttentionSchedule::add_items(const Span& span, int64_t target) {
     }
 }
 
-// Sorts the parts by token (counting sort). The parts of one token are already in chunk order.
+// Lists the parts of each token in merges_ and merge_parts_. This is a counting sort by token,
+// which leaves the parts of one token in chunk order.
 void AttentionSchedule::add_merges() {
     if (token_parts_.empty()) return;
     starts_.assign(size_t(batch_->tokens) + 1, 0);

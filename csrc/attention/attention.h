@@ -1,10 +1,12 @@
-// The attention schedule of one step: which tokens attend to which chunks, and which partial results are
-// merged.
+// The attention schedule of one step. It says which tokens attend to which chunks of the KV
+// sequence, and which partial results are merged.
 //
-// The schedule depends only on the batch, so it is built once per step and used in all layers. Tokens that
-// attend to the same KV blocks of a chunk form one item, and the chunk is read once for all of them. Examples
-// are sequences with a common prefix and the tokens of one prefill. An item that covers the whole context of
-// its tokens writes to `out`. The other items write parts, which are merged in a second round.
+// The schedule depends only on the batch, so it is built once per step and used in all layers. A
+// chunk is a range of 256 positions. Tokens that attend to the same KV blocks of a chunk form one
+// item, and the chunk is read once for all of them. Examples are the tokens of sequences with a
+// common prefix, and the tokens of one prefill. If an item covers the whole context of its tokens,
+// it writes to `out`. All other items write partial results, called parts, which are merged in a
+// second round.
 #pragma once
 #include <vector>
 
@@ -12,19 +14,20 @@
 
 namespace engine {
 
-constexpr int kMaxPrefillTokens = 32;  // per item
-constexpr int kMaxDecodeTokens = 16;   // per item
+constexpr int kMaxPrefillTokens = 32;  // max prefill tokens in an item
+constexpr int kMaxDecodeTokens = 16;   // max decode tokens in an item
 constexpr int kMaxItemTokens = kMaxPrefillTokens;
 
 struct AttentionItem {
     int32_t first;       // index into Batch::item_tokens
-    int32_t count;       // tokens; all of them use the block table of the first token
+    int32_t count;       // number of tokens; the block table of the first token is used for all of them
     int32_t chunk;       // number of the first chunk, which starts at position chunk * kChunk
-    int32_t chunks;      // consecutive chunks, processed in order
-    int32_t part;        // index of the first part; the parts of a token are adjacent. -1: the item covers
-                         // the whole context of its tokens, merges its chunks and writes to `out`
-    bool merges_chunks;  // true: no token attends to earlier positions, so the item merges its chunks in
-                         // order and writes one part per token. false: one part per token and chunk
+    int32_t chunks;      // number of consecutive chunks, which are processed in order
+    int32_t part;        // index of the item's first part; the parts of a token are adjacent. -1: the item
+                         // covers the whole context of its tokens, merges its chunks and writes to `out`
+    bool merges_chunks;  // true: no token attends to positions before the item's first chunk, so the item
+                         // merges its chunks in order and writes one part per token.
+                         // false: the item writes one part for each token and chunk
     bool is_prefill;
 
     int parts_per_token() const { return merges_chunks ? 1 : chunks; }
@@ -32,8 +35,8 @@ struct AttentionItem {
 
 struct AttentionMerge {
     int32_t token;
-    int32_t first;  // index into Batch::merge_parts, which is in chunk order
-    int32_t count;
+    int32_t first;  // index of the token's first part in Batch::merge_parts; parts are in chunk order
+    int32_t count;  // number of the token's parts
 };
 
 class AttentionSchedule {
@@ -45,10 +48,10 @@ class AttentionSchedule {
   private:
     // A group of tokens and the range of chunks that they attend to together.
     struct Span {
-        int first, count;  // range of item_tokens_
+        int first, count;  // the tokens: a range of item_tokens_
         int begin, end;    // range of chunks
-        bool is_first;     // no span covers earlier chunks of these tokens
-        bool is_only;      // no other span has these tokens
+        bool is_first;     // true: no other span has earlier chunks of these tokens
+        bool is_only;      // true: no other span has these tokens
         bool is_prefill;
     };
     struct TokenPart {
@@ -71,17 +74,17 @@ class AttentionSchedule {
     std::vector<int32_t> merge_parts_;
     std::vector<Span> spans_;
     std::vector<TokenPart> token_parts_;
-    std::vector<int32_t> shared_;  // (tokens) number of leading chunks that a shared span covers
+    std::vector<int32_t> shared_;  // (tokens) leading chunks that the token shares with other sequences
     std::vector<int32_t> group_ends_, starts_;
 };
 
-// Size of a part in floats: unnormalized outputs [heads][dim], then (max, sum) pairs [heads], rounded up to
-// whole cache lines.
+// Size of a part in floats. A part holds unnormalized outputs [heads][dim], then (max, sum) pairs
+// [heads]. It is padded to whole cache lines.
 size_t part_floats(const AttentionShape& shape);
 
-// Zeroes the keys and values of cache slot `slot` in all layers. Kernels read whole tiles, also past the end
-// of a sequence, so the cache must never hold NaN or infinity. If a step fails, its slots are erased before
-// its blocks are freed.
+// Zeroes the keys and values of cache slot `slot` in all layers. Kernels read whole tiles of the
+// cache, also past the end of a sequence, so the cache must never hold NaN or infinity. If a
+// token's activations are not finite, the executor erases the slot that the token wrote.
 void erase_kv(const KvCache& cache, int64_t slot);
 
 }  // namespace engine

@@ -1,9 +1,10 @@
-// Prefill attention over a bfloat16 cache with AMX tiles. QK multiplies 16 queries by 16 keys. PV multiplies
-// the softmax weights of 16 queries by 16 columns of values.
+// Prefill attention over a bfloat16 KV cache with AMX tiles. A tile multiply of QK takes 16 queries
+// and 16 keys. A tile multiply of PV takes the softmax weights of 16 queries and 16 columns of
+// values.
 //
-// A key tile of the cache is a B operand as it is stored. Two value tiles form one B operand. Queries and
-// softmax weights are rounded to bfloat16; accumulators are float. Decode tokens and other cache types use
-// the float kernels.
+// A key tile of the cache can be loaded as the B operand of a tile multiply without conversion. Two
+// value tiles together form one B operand. Queries and softmax weights are rounded to bfloat16;
+// accumulators are float. Decode tokens and other cache types use the float kernels.
 #include "attention/attention_float.h"
 #include "base/amx.h"
 #include "base/dispatch.h"
@@ -11,16 +12,16 @@
 namespace engine {
 namespace {
 
-constexpr int kRows = 32;                // max queries whose scores are in memory at the same time: two tiles
+constexpr int kRows = 32;                // max queries whose scores are in memory together: two tiles
 constexpr int kStride = kChunk + 16;     // floats between the scores of two queries
-constexpr int kPairs = kChunkTiles / 2;  // pairs of tiles, 32 positions each
+constexpr int kPairs = kChunkTiles / 2;  // max pairs of tiles in a chunk; a pair has 32 positions
 
 struct TileScratch {
     uint16_t* queries;  // [16 queries][dim / 32] tiles of [16][32]
     float *state, *state_max_sum;
-    float* scores;    // [kRows][kStride], later overwritten by the bfloat16 softmax weights
+    float* scores;    // [kRows][kStride]; bfloat16 softmax weights overwrite the scores
     float* sums;      // [kRows][dim]
-    uint8_t* values;  // [kPairs][16 token pairs][dim][2], copies of tiles that are not adjacent
+    uint8_t* values;  // [kPairs][16 token pairs][dim][2]: copies of value tiles that are not adjacent
     size_t bytes;
 };
 
@@ -91,7 +92,9 @@ TilePairs pair_tiles(const ChunkTiles& tiles, int dim, uint8_t* joined) {
     return pairs;
 }
 
-// Adds to accumulator tiles 0-3 the product of A tiles 4 and 5 (queries) and B tiles 6 and 7 (columns).
+// Loads A tiles 4 and 5 (queries or softmax weights) and B tiles 6 and 7 (keys or values), and adds
+// their four products to accumulator tiles 0-3. If the template argument `tiles` is 1, tile 5 is
+// not used.
 template <int tiles>
 ENGINE_INLINE void multiply(const void* left, size_t left_stride, size_t next_left, const void* right_0,
                             const void* right_1, size_t right_stride) {
@@ -117,7 +120,8 @@ ENGINE_INLINE void zero_accumulators() {
     }
 }
 
-// Stores the accumulators: column tiles side by side, the second query tile 16 rows below the first.
+// Stores the accumulators. The two column tiles are side by side in memory, and the second query
+// tile is 16 rows below the first.
 template <int tiles>
 ENGINE_INLINE void store_accumulators(float* to, size_t stride) {
     tile_store<0>(to, stride * sizeof(float));
@@ -169,7 +173,8 @@ ENGINE_INLINE void mask_positions(float* scores, int position, Range seen) {
     if (hidden) _mm512_mask_storeu_ps(scores + position, __mmask16(hidden), never);
 }
 
-// Softmax of one query's scores over a chunk. The bfloat16 weights overwrite the scores.
+// Replaces one query's scores over a chunk by unnormalized softmax weights in bfloat16. `max_sum`
+// gets the max of the scores and the sum of the weights.
 ENGINE_INLINE void softmax_pairs(float* scores, const TilePairs& pairs, Range seen, float* max_sum) {
     uint16_t* weights = reinterpret_cast<uint16_t*>(scores);
     int begin = seen.begin / 32, end = seen.empty() ? begin : div_up(seen.end, 32);

@@ -1,4 +1,4 @@
-// Attention kernels for AVX-512, and writes to a bfloat16 cache.
+// Attention kernels for AVX-512, and writes to a bfloat16 KV cache.
 #include "attention/attention_cache.h"
 #include "attention/attention_float.h"
 #include "base/dispatch.h"
@@ -14,7 +14,7 @@ ENGINE_INLINE __m512 load_some(const float* from, int count) {
 // Writes the keys of one token as bfloat16. Dimensions 2 i and 2 i + 1 are adjacent in row i of the tile.
 ENGINE_INLINE void write_keys(uint8_t* tile, int lane, const float* keys, int size) {
     const __m512i rows = _mm512_slli_epi32(
-        _mm512_set_epi32(15, 14, 13, 12, 11, 10, 9, 8, 7, 6, 5, 4, 3, 2, 1, 0), 4);  // in words
+        _mm512_set_epi32(15, 14, 13, 12, 11, 10, 9, 8, 7, 6, 5, 4, 3, 2, 1, 0), 4);  // in 4-byte words
     for (int column = 0; column < size; column += 32) {
         __m512 low = load_some(keys + column, size - column);
         __m512 high = load_some(keys + column + 16, size - column - 16);
@@ -23,8 +23,8 @@ ENGINE_INLINE void write_keys(uint8_t* tile, int lane, const float* keys, int si
     }
 }
 
-// Writes the values of one token as bfloat16. The values of two tokens are interleaved, and another thread
-// may be writing the other token, so the store is masked.
+// Writes the values of one token as bfloat16. The values of two tokens are interleaved in memory,
+// and another thread may write the other token at the same time, so the store is masked.
 ENGINE_INLINE void write_values(uint8_t* tile, int dim, int lane, const float* values, int size) {
     const __mmask32 own = lane % 2 ? 0xaaaaaaaa : 0x55555555;
     for (int column = 0; column < size; column += 16) {

@@ -1,8 +1,9 @@
-// Attention in float arithmetic over every cache type. The vector width is that of the including file's
-// instruction set.
+// Attention in float arithmetic, for every type of KV cache. Each including file is compiled for
+// one instruction set, which sets the vector width.
 //
-// In QK, the vector lanes are the 16 tokens of a tile. In PV, they are dimensions. Every query goes through
-// the same operations in the same order, so its result does not depend on the queries computed with it.
+// In QK (queries times keys), the vector lanes are the 16 tokens of a tile. In PV (softmax weights
+// times values), they are head dimensions. Every query goes through the same operations in the same
+// order, so its result does not depend on the queries that are computed with it.
 #pragma once
 #include "attention/attention_softmax.h"
 
@@ -10,7 +11,7 @@ namespace engine {
 namespace {
 
 constexpr int kMaxConvertedDim =
-    256;  // max head dimension for which a key tile is converted to float on the stack
+    256;  // max head dimension for which key tiles are converted to float on the stack
 
 // Loads dimensions [column, column + 4) of the keys of tokens [lane, lane + kLanes). INT8 keys are not scaled
 // yet.
@@ -122,7 +123,7 @@ void score_batch(const uint8_t* tile, Prefetch prefetch, const float* queries, i
     }
 }
 
-constexpr int value_pair_bytes(KvType type) {  // bytes of one dimension of two tokens
+constexpr int value_pair_bytes(KvType type) {  // bytes that one dimension of two tokens takes
     return type == KvType::F32 ? 8 : type == KvType::BF16 ? 4 : 2;
 }
 

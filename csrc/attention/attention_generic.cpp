@@ -1,4 +1,4 @@
-// Portable attention kernels and cache writes.
+// Portable attention kernels, and writes to the KV cache.
 #include "attention/attention_cache.h"
 #include "attention/attention_float.h"
 #include "base/dispatch.h"
@@ -10,8 +10,9 @@ struct Int8Scale {
     float scale, inverse;
 };
 
-// int8 scale for the keys or values of one head: the absmax maps to 127. NaN or infinity gives a NaN scale,
-// so that the results of the step are detected as non-finite.
+// Returns the int8 scale for the keys or values of one head of one token. The largest magnitude
+// maps to 127. If a value is NaN or infinite, the scale is NaN, so that the results of the step are
+// detected as non-finite.
 Int8Scale find_int8_scale(const float* x, int size) {
     float absmax = 0;
     bool finite = true;

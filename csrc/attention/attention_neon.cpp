@@ -1,8 +1,8 @@
-// Attention over an INT8 cache with int8 dot products on Arm.
+// Attention over an INT8 KV cache on Arm, with int8 dot products.
 //
-// Queries are quantized to 15 bits and softmax weights to 14 bits, each as a high and a low 7-bit term. Their
-// rounding error is far below that of the INT8 cache. The accumulators are exact integers. Other cache types
-// use the portable kernels.
+// Queries are quantized to 15 bits and softmax weights to 14 bits. Each is the sum of a high and a
+// low 7-bit term. The rounding error is far below that of the INT8 cache. The accumulators are
+// exact integers. Other cache types use the portable kernels.
 #include <arm_neon.h>
 
 #include "attention/attention_cache.h"
@@ -12,8 +12,8 @@
 namespace engine {
 namespace {
 
-// Queries whose accumulators are in registers at the same time: kScored in QK, kAccumulated in PV. kVectors:
-// vectors of accumulators per query in PV.
+// kScored, kAccumulated: how many queries have their accumulators in registers at the same time, in
+// QK and in PV. kVectors: how many vectors of accumulators each query has in PV.
 constexpr int kScored = 6, kAccumulated = 3, kVectors = 8;
 constexpr float kMaxQuery = 127 * 128, kMaxWeight = 127 * 128 + 127;
 
@@ -25,8 +25,8 @@ struct Int8Scale {
     float scale, inverse;
 };
 
-// The absmax maps to `max_quantized`. NaN or infinity gives a non-finite scale, so that the results of the
-// step are detected as non-finite.
+// Returns the scale that maps the absmax to `max_quantized`. NaN or infinity gives a non-finite
+// scale, so that the results of the step are detected as non-finite.
 ENGINE_INLINE Int8Scale scale_to(float max_quantized, float absmax) {
     return {absmax / max_quantized, absmax > 1e-30f && absmax <= __FLT_MAX__ ? max_quantized / absmax : 0.0f};
 }
@@ -71,7 +71,8 @@ void quantize_query(const float* query, const Terms& to) {
     }
 }
 
-// Quantizes 16 values. If `count` is less than 16, only `count` values are read; the others are zero.
+// Quantizes 16 values. Only the first `count` are read; if `count` is below 16, the others are
+// zero.
 ENGINE_INLINE int8x16_t quantize16(const float* x, int count, float inverse) {
     float padded[16] = {};
     if (count < 16) x = static_cast<const float*>(memcpy(padded, x, size_t(count) * sizeof(float)));
@@ -80,8 +81,9 @@ ENGINE_INLINE int8x16_t quantize16(const float* x, int count, float inverse) {
     return narrowed(quantized);
 }
 
-// Writes the keys and values of one token and kv head. The keys are groups of four adjacent bytes. The values
-// are every fourth byte. Other threads may be writing the bytes in between.
+// Writes the keys and values of one token and kv head. In the key tile, the token's bytes are
+// groups of four adjacent bytes. In the value tile, they are every fourth byte. Other threads may
+// write the bytes in between at the same time, so only the token's own bytes are stored.
 void write_head(const float* keys, const float* values, int size, int dim, int lane, uint8_t* key_tile,
                 uint8_t* value_tile) {
     Int8Scale of_keys = scale_to(127, reduce_max(keys, size));
@@ -146,7 +148,8 @@ template <int N, int V>
 struct Sums {
     int32x4_t sums[N][V] = {};
 
-    // Adds to vector `v` of each query the dot products of 16 bytes with four bytes of the query's terms.
+    // Adds to vector `v` of each query the dot products of 16 bytes with four bytes of this query's
+    // terms.
     template <int v, int FOUR>
     __attribute__((always_inline)) void add(int8x16_t bytes, const int8x16_t (&terms)[N]) {
         unroll<N>([&](auto n) __attribute__((always_inline)) {
@@ -216,7 +219,7 @@ void accumulate(const ChunkTiles& tiles, const Terms& weights, int dim, int colu
     });
 }
 
-// Calls f for blocks of N queries. The remaining queries are handled in smaller blocks.
+// Calls f for blocks of N queries, then for the remaining queries in smaller blocks.
 template <int N, class F>
 ENGINE_INLINE void by_blocks(int count, int first, F&& f) {
     for (; count - first >= N; first += N) f(std::integral_constant<int, N>(), first);

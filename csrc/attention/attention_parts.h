@@ -1,9 +1,9 @@
-// Code that all attention kernels share: the range of positions that a token sees, and the merge of partial
-// results.
+// Code that all attention kernels share: which positions a token attends to, where the keys and
+// values of a chunk are, and how partial results are merged.
 //
-// The online softmax is in base 2: queries are pre-multiplied by scale * log2(e), so weights are exp2(score -
-// max). `merge_into` must give the same bits in every instruction set. It therefore uses no FMA, and
-// floating-point contraction is off.
+// The online softmax is in base 2: queries are pre-multiplied by scale * log2(e), so softmax
+// weights are exp2(score - max). `merge_into` must give the same bits in every instruction set. It
+// therefore uses no FMA, and floating-point contraction is off.
 #pragma once
 #include "attention/attention.h"
 
@@ -39,12 +39,13 @@ ENGINE_INLINE Range visible_in_chunk(const AttentionJob& job, int token, int chu
     return {begin > 0 ? begin : 0, end < kChunk ? end : kChunk};
 }
 
-// Addresses of the tiles [begin, end) of a chunk that any token of the item sees, and of the tiles to
-// prefetch.
+// Addresses of the tiles of a chunk, and of the tiles to prefetch. Tiles [begin, end) are those
+// that at least one token of the item attends to. Each array has further entries after `end`, for
+// prefetching.
 struct ChunkTiles {
-    const uint8_t* keys[kChunkTiles + kPrefetchTiles];    // then the first value tiles, which are read next
-    const uint8_t* values[kChunkTiles + kPrefetchTiles];  // then the first value tiles again
-    const uint8_t* next_keys[kChunkTiles];  // tiles of the next chunk, one for each tile of this chunk
+    const uint8_t* keys[kChunkTiles + kPrefetchTiles];    // after `end`: the first value tiles
+    const uint8_t* values[kChunkTiles + kPrefetchTiles];  // after `end`: the first value tiles again
+    const uint8_t* next_keys[kChunkTiles];  // a tile of the next chunk for each tile of this chunk
     const uint8_t* next_values[kChunkTiles];
     int begin, end;
 };
@@ -69,7 +70,7 @@ ENGINE_INLINE const uint8_t* find_keys(const AttentionJob& job, const AttentionI
 }
 
 struct ChunkPlace {
-    int index, head, chunk;  // item, kv head, chunk
+    int index, head, chunk;  // index of the item, of the kv head and of the chunk
 };
 
 // The chunk that the thread most likely reads next. It is the next chunk of the same item, else the first
@@ -138,7 +139,7 @@ ENGINE_NO_CONTRACTION float exp2_scalar(float x) {
     return bits_to_float(float_to_bits(p) + (float_to_bits(shifted) << 23));
 }
 
-// Merges two partial results into `into`. The positions of `more` come after those of `into`.
+// Merges the partial result `more` into `into`. The positions of `more` come after those of `into`.
 ENGINE_NO_CONTRACTION void merge_into(Part into, Part more, int dim) {
     float old_max = into.max_sum[0], more_max = more.max_sum[0];
     bool raises = old_max < more_max;
@@ -170,14 +171,14 @@ inline void merge(const AttentionJob& job, int index) {
     }
 }
 
-// The queries of an item for one kv head. They are in the order of the tokens. Each token has one query for
-// every head of the GQA group.
+// The queries of an item for one kv head, in the order of the tokens. Each token has `group`
+// queries: one for each query head that shares the kv head (GQA).
 struct Queries {
     const AttentionJob* job;
     const AttentionItem* item;
     int index;  // index of the item
     int kv_head, group, count;
-    float* state;  // [count][dim] running results, used if the item writes to `out`
+    float* state;  // [count][dim] running results; used only if the item writes to `out`
     float* state_max_sum;
 
     int token(int query) const { return job->batch->item_tokens[item->first + query / group]; }
@@ -190,25 +191,26 @@ struct Queries {
         float* of_token = job->out + size_t(token(query)) * size_t(job->out_stride);
         return of_token + head(query) * job->shape->head_dim;
     }
-    // Where the results of the chunks of a query are accumulated.
+    // Returns where the results of a query's chunks are accumulated.
     Part destination(int query, int chunk) const {
         if (item->part < 0) return {state + query * job->cache->dim(), state_max_sum + 2 * query};
         int index = item->part + query / group * item->parts_per_token();
         return part_at(*job, item->merges_chunks ? index : index + chunk - item->chunk, head(query));
     }
-    // Whether the destination of the query holds no result of an earlier chunk.
+    // Returns whether the query's destination holds no result of an earlier chunk yet.
     bool is_empty(int query, int chunk) const {
         bool merges = item->part < 0 || item->merges_chunks;
         return !merges || chunk == item->chunk || visible(*job, token(query)).begin >= chunk * kChunk;
     }
-    // Where to compute the results [queries][dim] of a chunk for `query` and the queries after it. If
-    // possible, this is the destination, which saves a copy; otherwise it is `elsewhere`.
+    // Returns where to compute the results [queries][dim] of a chunk, for `query` and the queries
+    // after it. If possible, this is the destination, which saves a copy; otherwise it is
+    // `elsewhere`.
     float* result_buffer(int query, int chunk, float* elsewhere) const {
         bool in_place = item->part < 0 && chunk == item->chunk;
         return in_place ? state + query * job->cache->dim() : elsewhere;
     }
-    // Merges the result of a chunk into the destination. Does nothing if the query sees no position of the
-    // chunk.
+    // Merges a chunk's result into the query's destination. Does nothing if the query attends to no
+    // position of the chunk.
     void add(int query, int chunk, Part result) const {
         if (visible_in_chunk(*job, token(query), chunk).empty()) return;
         Part to = destination(query, chunk);

@@ -1,5 +1,5 @@
-// Softmax between QK and PV, and the scratch memory of attention. The vector width is that of the including
-// file's instruction set.
+// The softmax of attention, which runs between QK and PV, and the scratch memory of attention. Each
+// including file is compiled for one instruction set, which sets the vector width.
 #pragma once
 #include "attention/attention_parts.h"
 #include "attention/attention_vectors.h"
@@ -10,8 +10,8 @@ namespace {
 
 constexpr int kBatch = 48;  // max queries whose scores are in memory at the same time
 
-// The tiles to prefetch while a tile is read. `soon` is read soon and goes to L1. `later` belongs to the next
-// chunk and goes to L2. Both may be null.
+// The addresses to prefetch while a tile of the cache is read. `soon` is a tile that is read soon
+// and goes to L1. `later` is a tile of the next chunk and goes to L2. Both may be null.
 struct Prefetch {
     const uint8_t *soon, *later;
 
@@ -22,7 +22,7 @@ struct Prefetch {
     }
 };
 
-// Addresses of the tiles of a chunk and of the tiles to prefetch meanwhile.
+// Returns the addresses of a chunk's tiles, and of the tiles to prefetch while the chunk is read.
 ENGINE_INLINE ChunkTiles tiles_of(const Queries& queries, int chunk) {
     const ChunkPlace place{queries.index, queries.kv_head, chunk};
     ChunkTiles tiles = find_tiles(*queries.job, place);
@@ -30,7 +30,8 @@ ENGINE_INLINE ChunkTiles tiles_of(const Queries& queries, int chunk) {
     return tiles;
 }
 
-// Softmax of one query's scores over the tiles of a chunk, in place. Masked positions get weight 0.
+// Replaces one query's scores over the tiles of a chunk by unnormalized softmax weights. Masked
+// positions get weight 0. `max_sum` gets the max of the scores and the sum of the weights.
 ENGINE_INLINE void softmax(float* scores, const ChunkTiles& tiles, Range seen, float* max_sum) {
     if (seen.empty()) {
         memset(scores + tiles.begin * 16, 0, size_t(tiles.end - tiles.begin) * 64);
@@ -43,7 +44,7 @@ ENGINE_INLINE void softmax(float* scores, const ChunkTiles& tiles, Range seen, f
     for (int i = begin + kLanes; i < end; i += kLanes) lane_max = vmax(lane_max, load(scores + i));
     float max = reduce_max(lane_max);
     Floats sums = {};
-    for (int i = begin; i < end; i += 16) {  // one tile per iteration, whose vectors are independent
+    for (int i = begin; i < end; i += 16) {  // one tile per iteration; its vectors are independent
         Floats weights[16 / kLanes];
         unroll<16 / kLanes>([&](auto v) __attribute__((always_inline)) {
             weights[v] = vexp2(load(scores + i + v * kLanes) - all(max));

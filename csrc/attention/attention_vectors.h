@@ -1,5 +1,6 @@
-// Vector operations for attention in the instruction set of the including file. Some intrinsics are used in
-// their masked form with all lanes on, because GCC 12 warns about the unmasked form.
+// Vector operations for attention. Each including file is compiled for one instruction set, which
+// sets the vector width. Some intrinsics are used in their masked form with all lanes on, because
+// GCC 12 warns about the unmasked form.
 #pragma once
 #if defined(__AVX2__)
 #include <immintrin.h>
@@ -12,8 +13,8 @@
 namespace engine {
 namespace {
 
-// The accumulators of kQueries queries are in registers at the same time. In PV, each query has kColumns
-// vectors of dimensions.
+// kQueries: how many queries have their accumulators in registers at the same time. kColumns: how
+// many vectors of head dimensions each of these queries has in PV.
 #if defined(__AVX512F__)
 constexpr int kQueries = 6, kColumns = 4;
 #elif defined(__aarch64__)
@@ -22,9 +23,9 @@ constexpr int kQueries = 6, kColumns = 2;
 constexpr int kQueries = 4, kColumns = 2;
 #endif
 
-// kConvertsOnce: whether keys and values are converted to float once for all queries of a batch, if the batch
-// has more than kQueries queries. kQueriesConverted: how many queries are then accumulated at the same time
-// in PV.
+// kConvertsOnce: whether keys and values are converted to float once for all queries of a batch, if
+// the batch has more than kQueries queries. kQueriesConverted: how many queries have their PV
+// accumulators in registers at the same time in this case.
 #if defined(__aarch64__)
 constexpr bool kConvertsOnce = true;
 constexpr int kQueriesConverted = 8;
@@ -92,8 +93,8 @@ ENGINE_INLINE float reduce_sum(Floats a) {
 }
 #endif
 
-// Splits pairs of bfloat16 into a vector of the first elements and a vector of the second elements, as
-// floats.
+// Loads pairs of bfloat16 and converts them to float. `first` gets the first elements of the pairs,
+// `second` the second elements.
 ENGINE_INLINE void widen_bf16_pairs(const uint8_t* from, Floats& first, Floats& second) {
     Words pairs = load_words(from);
     first = (Floats)(pairs << 16);

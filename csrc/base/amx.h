@@ -1,4 +1,4 @@
-// AMX tile instructions. There are eight tile registers of 16 rows by 64 bytes.
+// AMX tile instructions. AMX has eight tile registers. Each register holds 16 rows of 64 bytes.
 #pragma once
 #include <immintrin.h>
 
@@ -25,14 +25,14 @@ class TileScope {
     TileScope(const TileScope&) = delete;
 };
 
-// The tile operations below are inline assembly. The compiler's intrinsics do not declare the memory that
-// they read, and they do not accept the tile number as a template constant.
+// The tile operations below are inline assembly. The compiler's intrinsics do not declare the
+// memory that they read, and they do not accept the tile number as a template constant.
 template <int kTile>
 ENGINE_INLINE void tile_zero() {
     __asm__ volatile("tilezero %%tmm%c0" ::"i"(kTile));
 }
 
-// Loads 16 rows of 64 bytes that are `stride` bytes apart.
+// Loads 16 rows of 64 bytes into a tile register. The rows are `stride` bytes apart in memory.
 template <int kTile>
 ENGINE_INLINE void tile_load(const void* from, size_t stride = 64) {
     __asm__ volatile("tileloadd (%0,%1,1), %%tmm%c2" ::"r"(from), "r"(stride), "i"(kTile) : "memory");
@@ -43,15 +43,16 @@ ENGINE_INLINE void tile_store(void* to, size_t stride = 64) {
     __asm__ volatile("tilestored %%tmm%c2, (%0,%1,1)" ::"r"(to), "r"(stride), "i"(kTile) : "memory");
 }
 
-// For all k: sums[m][n] += rows[m][2 k] * pairs[k][n][0] + rows[m][2 k + 1] * pairs[k][n][1]. Inputs are
-// bfloat16, sums are float.
+// Multiplies a tile of bfloat16 rows by a tile of bfloat16 pairs and adds the products to a tile of
+// floats. For all k: sums[m][n] += rows[m][2 k] * pairs[k][n][0] + rows[m][2 k + 1] *
+// pairs[k][n][1].
 template <int kSums, int kRows, int kPairs>
 ENGINE_INLINE void tile_multiply_bf16() {
     __asm__ volatile("tdpbf16ps %%tmm%c0, %%tmm%c1, %%tmm%c2" ::"i"(kPairs), "i"(kRows), "i"(kSums));
 }
 
-// For all k and i < 4: sums[m][n] += rows[m][4 k + i] * fours[k][n][i]. Inputs are signed int8, sums are
-// int32.
+// Multiplies a tile of signed int8 rows by a tile of int8 quadruples and adds the products to a
+// tile of int32. For all k and i < 4: sums[m][n] += rows[m][4 k + i] * fours[k][n][i].
 template <int kSums, int kRows, int kFours>
 ENGINE_INLINE void tile_multiply_int8() {
     __asm__ volatile("tdpbssd %%tmm%c0, %%tmm%c1, %%tmm%c2" ::"i"(kFours), "i"(kRows), "i"(kSums));

@@ -1,6 +1,7 @@
-// Helpers that every file uses. All of them are `static` functions or macros, so each file has its own copy.
-// Files are compiled for different instruction sets. Of a shared inline function, the linker would keep any
-// one copy, perhaps one that this CPU cannot run.
+// Helpers that every file uses. They are `static` functions or macros, so each file has its own
+// copy. This matters because files are compiled for different instruction sets. If a helper were a
+// shared `inline` function, the linker would keep only one compiled copy of it, and this copy might
+// use instructions that the CPU does not have.
 #pragma once
 #include <cstddef>
 #include <cstdint>
@@ -42,7 +43,7 @@ ENGINE_INLINE float bf16_to_float(uint16_t value) {
     return bits_to_float(uint32_t(value) << 16);
 }
 
-// Rounds to nearest, ties to even. NaN stays NaN.
+// Converts a float to bfloat16. Rounds to nearest, ties to even. NaN stays NaN.
 ENGINE_INLINE uint16_t float_to_bf16(float value) {
     uint32_t bits = float_to_bits(value);
     if ((bits & 0x7fffffff) > 0x7f800000) return uint16_t(bits >> 16 | 0x40);
@@ -59,13 +60,14 @@ ENGINE_INLINE float half_to_float(uint16_t half) {
     return bits_to_float(sign | (exponent + 112) << 23 | mantissa << 13);
 }
 
-// Rounds to nearest, ties to even. Values beyond the half range become infinity.
+// Converts a float to a half (float16). Rounds to nearest, ties to even. Values beyond the half
+// range become infinity. NaN stays NaN.
 ENGINE_INLINE uint16_t float_to_half(float value) {
     uint32_t bits = float_to_bits(value), sign = bits >> 16 & 0x8000;
     bits &= 0x7fffffff;
     if (bits > 0x7f800000) return uint16_t(sign | 0x7e00);
     if (bits >= 0x47800000) return uint16_t(sign | 0x7c00);
-    if (bits < 0x38800000) {  // a subnormal half: adding 0.5 rounds it
+    if (bits < 0x38800000) {  // the result is a subnormal half; adding 0.5 rounds it
         float shifted = bits_to_float(bits) + 0.5f;
         return uint16_t(sign | (float_to_bits(shifted) - 0x3f000000));
     }

@@ -25,7 +25,8 @@ Registers cpuid(unsigned leaf, unsigned subleaf) {
     return r;
 }
 
-// Register states that the operating system saves on a context switch (XCR0).
+// Returns the register states that the operating system saves on a context switch, as the bit mask
+// XCR0. An instruction set is usable only if the states of its registers are saved.
 uint64_t enabled_states() {
     if (!(cpuid(1, 0).ecx >> 27 & 1)) return 0;
     unsigned low, high;

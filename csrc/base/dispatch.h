@@ -1,4 +1,6 @@
-// Each kernel file exports one function, which enters the kernels of this file into a kernel table.
+// One function for each kernel file. The function writes pointers to the kernels of its file into a
+// kernel table. At this time, the table already holds the kernels of the next lower instruction
+// set.
 #pragma once
 #include "base/kernels.h"
 

@@ -2,8 +2,9 @@
 // of the next lower instruction set's table. Kernels that are faster with this instruction set replace the
 // copied ones. `dispatch.cpp` fills one table for each instruction set of the CPU.
 //
-// Numerics. A matmul runs in one of four modes. The mode may depend on the weight layout and on whether a
-// token is prefill or decode. Only INT8_PER_CHANNEL may also depend on the number of tokens in the step.
+// Numerics. A matmul runs in one of four modes. The mode of a token depends on the weight layout
+// and on whether the token is prefill or decode. With `--numerics fast`, the mode also depends on
+// the number of tokens in the step.
 //   F32   float activations, weights dequantized to float, float accumulators
 //   INT8  activations quantized to int8 in groups of 32. The dot product of a group is an exact integer.
 //         Groups are scaled and accumulated in float, in ascending order.
@@ -11,8 +12,8 @@
 //   INT8_PER_CHANNEL  weights of layout I8, which have one scale per output channel. Activations are
 //         Hadamard-rotated like the weights (hadamard.h) and quantized to int8 with one scale per row.
 //         The integer dot product over all of K is exact.
-// In one mode, a row's result is bit-identical in every batch. It depends neither on the number of rows nor
-// on the other rows.
+// In each mode, the result of a token is bit-identical in every batch: it depends neither on the
+// number of tokens in the matmul nor on the other tokens.
 #pragma once
 #include "base/layout.h"
 #include "executor/batch.h"
@@ -27,17 +28,19 @@ enum class Activation : uint8_t { None, Silu, Gelu, GeluTanh };
 // The epilogue of a matmul: what happens to the accumulators before they are stored.
 struct Epilogue {
     float* out;         // output row r starts at out + r * stride
-    int stride;         // in floats
+    int stride;         // distance between output rows, in floats
     const float* bias;  // one value per output channel, padded to whole panels; null: no bias
     Activation activation;
-    bool gated;     // panels are (gate, up) pairs; a pair gives 16 outputs activation(gate) * up
-    bool residual;  // the result is added to `out`, not stored over it
+    // Whether the panels of the weights (16 output channels each) are (gate, up) pairs. A pair gives
+    // 16 outputs: activation(gate) * up.
+    bool gated;
+    bool residual;  // true: the result is added to `out`; false: the result overwrites `out`
 };
 
 struct MatmulJob {
     const Matrix* weights;
     const uint8_t* input;  // packed activations, written by `pack` of the same table and numerics
-    int rows;              // tokens
+    int rows;              // number of rows of activations; each row is one token
     Epilogue epilogue;
 };
 
@@ -49,7 +52,7 @@ enum class KvType : uint8_t { F32, BF16, INT8 };
 // are dimensions:
 //   F32   keys [dim][16], values [16][dim]
 //   BF16  keys [dim / 2][16][2], values [8 token pairs][dim][2]
-//   INT8  keys [dim / 4][16][4] then 16 float scales; values [4 token quads][dim][4] then 16 float scales
+//   INT8  keys [dim / 4][16][4], values [4 token quads][dim][4], each followed by one float scale per token
 struct KvCache {
     KvType type;
     int layers, kv_heads, head_dim, block_size;
@@ -90,31 +93,33 @@ struct AttentionJob {
     const KvCache* cache;
     const Batch* batch;
     int layer;
-    const float* queries;  // token t, head h starts at queries + t * query_stride + h * head_dim
+    const float* queries;  // head h of token t starts at queries + t * query_stride + h * head_dim
     int query_stride;
-    float* out;  // as `queries`, with out_stride
+    float* out;  // has the layout of `queries`, with out_stride
     int out_stride;
-    float* parts;  // partial results, see part_floats in attention.h
+    float* parts;  // partial results; part_floats in attention.h gives the size of each
 };
 
 struct Kernels {
     const char* name;         // "generic", "avx2", "avx512", "amx", "neon"
     bool has_bf16;            // whether matmuls support BF16 numerics
-    bool has_int8_attention;  // attends to an INT8 cache in integer arithmetic, faster than to other caches
+    bool has_int8_attention;  // whether attention over an INT8 KV cache uses fast integer arithmetic
 
-    // `pack` converts rows [begin, end) of the `rows` rows of floats in `x` to the packed form that `matmul`
-    // reads. `input` has `packed_bytes(rows, columns)` bytes and is 64-byte aligned. `matmul` computes units
-    // [begin, end) of the output. A unit is one panel, or a (gate, up) pair of panels if the epilogue is
-    // gated. `scratch` belongs to the calling thread, has `scratch_bytes(columns)` bytes and is 64-byte
-    // aligned.
+    // `pack` converts rows of activations to the packed form that `matmul` reads. `x` holds `rows` rows
+    // of floats that are `stride` floats apart; the call converts rows [begin, end). `input` has
+    // `packed_bytes(rows, columns)` bytes and is 64-byte aligned.
+    //
+    // `matmul` computes units [begin, end) of the output. A unit is one panel of 16 output channels, or
+    // a (gate, up) pair of panels if the epilogue is gated. `scratch` belongs to the calling thread, has
+    // `scratch_bytes(columns)` bytes and is 64-byte aligned.
     size_t (*packed_bytes[kNumerics])(int rows, int columns);
     void (*pack[kNumerics])(const float* x, int stride, int columns, int rows, int begin, int end,
                             uint8_t* input);
     void (*matmul[kNumerics])(const MatmulJob& job, int begin, int end, uint8_t* scratch);
     size_t (*scratch_bytes)(int columns);
-    // Requantizes panel `panel` of `from`, which has any layout but I8, to layout I8. `values` has room for
-    // one panel of floats, padded to whole tiles. Null if this instruction set has no INT8_PER_CHANNEL
-    // matmul.
+    // Requantizes one panel of `from` to layout I8. `from` has any other layout. `values` is
+    // scratch memory for one panel of floats, padded to whole tiles. The pointer is null if this
+    // instruction set has no INT8_PER_CHANNEL matmul.
     void (*requantize_panel)(const Matrix& from, int panel, float* values, uint8_t* out);
 
     // Dequantizes row `index` of the embedding table to out[0:columns].
@@ -123,21 +128,22 @@ struct Kernels {
     void (*rms_norm)(const float* x, const float* weight, float eps, int size, float* out);
     void (*layer_norm)(const float* x, const float* weight, const float* bias, float eps, int size,
                        float* out);
-    // Applies RoPE in place to the first `dim` dimensions of each of `heads` consecutive heads. Dimension i
-    // pairs with i + dim / 2.
+    // Applies RoPE in place to the first `dim` dimensions of each of `heads` consecutive heads.
+    // Dimension i is rotated together with dimension i + dim / 2.
     void (*rope)(float* x, int heads, int head_dim, int dim, const float* cosines, const float* sines);
     // Writes the keys and values of one token (kv_heads * head_dim floats each) to cache slot `slot`, which
     // is block * block_size + offset.
     void (*write_kv)(const KvCache& cache, int layer, int64_t slot, const float* keys, const float* values);
 
-    // Computes attention for item `index` of the batch's schedule (attention.h) and one kv head.
+    // Computes attention for one item of the batch's attention schedule (attention.h) and one kv
+    // head. `index` is the index of the item, `head` that of the kv head.
     void (*attend)(const AttentionJob& job, int index, int head, uint8_t* scratch);
     size_t (*attend_scratch_bytes)(const AttentionShape& shape);
-    // Merges the parts of one token, listed in Batch::merges[index], into `out`. All instruction sets give
-    // the same bits.
+    // Merges the partial results of one token into `out`. Batch::merges[index] names the token and
+    // its partial results. All instruction sets give bit-identical results.
     void (*merge)(const AttentionJob& job, int index);
 
-    // The reductions below take one row of logits. Sampling uses them.
+    // The functions below are reductions over one row of logits, used by sampling.
     int (*argmax)(const float* x, int size);  // index of the first maximum; NaN is never the maximum
     float (*max)(const float* x, int size);
     // Sum of exp((x[i] - max) * scale), accumulated in double.

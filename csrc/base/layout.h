@@ -1,8 +1,10 @@
-// Packed weight layouts. A panel holds 16 output channels. It is cut along the input dimension (K) into
-// groups of 32 values per channel.
+// Packed weight layouts: the form in which kernels read weight matrices. A matrix is cut into
+// panels of 16 output channels. A panel is cut along the input dimension (K) into groups of 32
+// values per channel.
 //
-// The groups of a panel are contiguous, so a GEMV reads memory sequentially. Within a group the 16 channels
-// are the lanes of a vector register. The bytes of one group:
+// The groups of a panel are contiguous, so a GEMV reads memory sequentially. Within a group the 16
+// channels are the lanes of a vector register. In the list below, a half is a 16-bit float. The
+// bytes of one group in each layout are:
 //
 //   Q4     256 B of nibbles, 16 half scales, 16 half minima = 320 B. Byte 64 j + 4 n + c (j < 4, c < 4)
 //          holds channel n: value 4 j + c in its low nibble, value 16 + 4 j + c in its high nibble.
@@ -15,9 +17,9 @@
 //   Q8G16  512 B as in Q8, then half scales[2][16] for values 0-15 and 16-31 = 576 B.
 //   F16, BF16   [16 pairs][16 channels][2] = 1024 B.
 //   F32    [32][16 channels] = 2048 B.
-//   I8     512 B of signed bytes in the order of Q8; a tile is two groups. 16 float scales, one per
+//   I8     512 B of signed bytes in the order of Q8. Two groups form a tile. 16 float scales, one per
 //          channel, follow the panel's last tile.  weight = scale * byte. These weights are requantized
-//          in memory from the layouts above and never stored in a file.
+//          in memory from the layouts above. They are never stored in a file.
 //
 // Padding channels and padding columns dequantize to zero. Panels are 64-byte aligned.
 #pragma once
@@ -38,12 +40,14 @@ ENGINE_INLINE constexpr bool is_4_bit(Layout layout) {
 ENGINE_INLINE constexpr bool has_minima(Layout layout) {
     return is_4_bit(layout) || layout == Layout::Q8M;
 }
-// Number of scales that a channel has in a group of 32. With two scales, each covers 16 values.
+// Number of scales that a channel has in a group of 32 values. If it has two, the first is for
+// values 0-15, the second for values 16-31.
 ENGINE_INLINE constexpr int scales_per_group(Layout layout) {
     return layout == Layout::Q4G16 || layout == Layout::Q8G16 ? 2 : 1;
 }
 
-// Bytes from the start of one group to the start of the next.
+// Bytes from the start of one group to the start of the next. In Q8 and I8, scales are stored after
+// the last group and do not count.
 ENGINE_INLINE size_t group_bytes(Layout layout) {
     switch (layout) {
         case Layout::Q4:
@@ -75,7 +79,7 @@ ENGINE_INLINE size_t panel_bytes(Layout layout, int columns) {
 // One weight matrix, or several matrices stacked along the output dimension. The object does not own `data`.
 struct Matrix {
     Layout layout;
-    int rows;     // output channels; padding channels of the last panel are zero
+    int rows;     // output channels, without the padding channels of the last panel
     int columns;  // input dimension (K)
     const uint8_t* data;
 

@@ -18,7 +18,8 @@ class Block {
         if (data == MAP_FAILED) throw std::bad_alloc();
         data_ = static_cast<uint8_t*>(data);
 #if defined(MADV_HUGEPAGE)
-        // Huge pages reduce TLB misses: attention touches a different page for every tile.
+        // Huge pages reduce TLB misses. Without them, attention touches a different page for every
+        // tile of the KV cache.
         if (bytes_ >= kHugeFrom) madvise(data_, bytes_, MADV_HUGEPAGE);
 #endif
     }

@@ -50,8 +50,9 @@ void wake_all(std::atomic<uint32_t>&) {}
 void pin_to(int) {}
 #endif
 
-// Waits until `word` differs from `value`. The thread spins first, then sleeps. It counts itself in
-// `sleepers` while it sleeps, so that the thread that changes `word` knows whether it must wake others.
+// Waits until `word` differs from `value`. The thread spins first, then sleeps. While it sleeps, it
+// is counted in `sleepers`. The thread that changes `word` reads this count to know whether it must
+// wake others.
 void wait_while(std::atomic<uint32_t>& word, uint32_t value, std::atomic<uint32_t>& sleepers) {
     auto deadline = std::chrono::steady_clock::now() + kSpin;
     do {

@@ -14,8 +14,8 @@ namespace engine {
 
 class ThreadPool {
   public:
-    // The thread that calls `run` is thread 0. `cpus` has one CPU number per thread. If it is empty, threads
-    // are not pinned.
+    // Starts threads - 1 threads, because the thread that calls `run` works as thread 0. `cpus`
+    // lists the CPU number that each thread is pinned to. If it is empty, threads are not pinned.
     ThreadPool(int threads, const std::vector<int>& cpus);
     ~ThreadPool();
     ThreadPool(const ThreadPool&) = delete;
@@ -40,14 +40,16 @@ class ThreadPool {
     std::atomic<bool> stopping_{false};
 };
 
-// Work stealing over the indices [0, count). Each thread has a share of them. It claims ranges of `grain`
-// indices from its own share, then from the shares of other threads.
+// A queue of the indices [0, count) with work stealing. At first, each thread has an equal share of
+// the indices. A thread claims ranges of `grain` indices from its own share, then from the shares
+// of other threads.
 class WorkQueue {
   public:
     explicit WorkQueue(int threads) : shares_(size_t(threads)) {}
-    // Called by one thread, before the barrier that starts the work.
+    // Refills the queue. One thread calls it, before the barrier that starts the work.
     void reset(int count, int grain);
-    // Claims [begin, end) for `thread`. Returns false if nothing is left.
+    // Claims a range of indices [begin, end) for thread `thread`. Returns false if all indices are
+    // claimed.
     bool take(int thread, int& begin, int& end);
 
   private:

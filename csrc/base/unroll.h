@@ -9,7 +9,8 @@
 namespace engine {
 namespace {
 
-// Calls f with 0, 1, ... as integral constants. Arrays that f indexes with them can stay in registers.
+// `unroll<count>(f)` calls f(0), f(1), ..., f(count - 1). The arguments are compile-time constants,
+// so the compiler can keep arrays that f indexes in registers.
 template <int... i, class F>
 ENGINE_INLINE void for_each(std::integer_sequence<int, i...>, F&& f) {
     (f(std::integral_constant<int, i>()), ...);

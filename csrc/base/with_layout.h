@@ -1,4 +1,5 @@
-// Selects, for a layout known only at run time, the code that was compiled for this layout.
+// Turns a weight layout that is known only at run time into a template argument. Kernels are
+// compiled separately for each layout.
 #pragma once
 #include <type_traits>
 
@@ -7,7 +8,8 @@
 namespace engine {
 namespace {
 
-// Calls f with `layout` as an integral constant. Does nothing for layout I8.
+// Calls f with `layout` as a compile-time constant. Does nothing for layout I8, which has its own
+// kernels in per_channel/.
 template <class F>
 ENGINE_INLINE void with_layout(Layout layout, F f) {
     switch (layout) {
@@ -28,7 +30,7 @@ ENGINE_INLINE void with_layout(Layout layout, F f) {
         case Layout::F32:
             return f(std::integral_constant<Layout, Layout::F32>());
         case Layout::I8:
-            return;  // the kernels for layout I8 are in per_channel/
+            return;
     }
 }
 

@@ -1,4 +1,4 @@
-// Attention over a cache that Python owns, for tests and micro-benchmarks.
+// Binds attention over a KV cache that Python owns, for tests and micro-benchmarks.
 #include <nanobind/stl/tuple.h>
 #include <nanobind/stl/vector.h>
 
@@ -128,8 +128,9 @@ class BoundBatch {
         return result;
     }
 
-    // Computes attention `repeats` times. The first run uses layer `layer`; each further run uses the next
-    // layer, round robin. Returns the seconds of each run.
+    // Computes attention `repeats` times. The first run uses layer `layer` of the cache, and each
+    // further run the next layer, starting again after the last one. Returns the seconds of each
+    // run.
     std::vector<double> run(const std::string& isa, const Cache& holder, int layer,
                             Array<const float, 2> queries, Floats2 out, int threads, int repeats) {
         const KvCache& cache = holder.get();

@@ -17,8 +17,8 @@ using Vector = nb::ndarray<const float, nb::ndim<1>, nb::c_contig, nb::device::c
 using Rows = nb::ndarray<const float, nb::ndim<2>, nb::c_contig, nb::device::cpu>;
 using Result = nb::ndarray<nb::numpy, float, nb::ndim<2>>;
 
-// Aligned memory. It is on the heap and only rounded up to a cache line, so that AddressSanitizer detects
-// accesses past the end.
+// Aligned memory. It is on the heap, and its size is rounded up to a cache line only, so that
+// AddressSanitizer detects accesses past the end.
 class Buffer {
   public:
     explicit Buffer(size_t bytes) : data_(aligned_alloc(64, round_up_size(bytes + 1, 64))) {
@@ -33,8 +33,8 @@ class Buffer {
     void* data_;
 };
 
-// One weight matrix, the matmul kernels of one instruction set and numerics, and the memory that these
-// kernels need.
+// A weight matrix, together with the matmul kernels of one instruction set and numerics, and the
+// memory that these kernels need.
 class BoundMatmul {
   public:
     BoundMatmul(const std::string& isa, int numerics, int layout, const Bytes& weights, int rows, int columns,
@@ -141,11 +141,12 @@ void bind_matmul(nb::module_& module) {
         [](const std::string& isa) { return kernels_named(isa).requantize_panel != nullptr; }, "isa"_a,
         "Whether there is a matmul over int8 weights with one scale per output channel.");
     module.def("requantize", &requantize, "isa"_a, "layout"_a, "weights"_a, "rows"_a, "columns"_a);
-    // The panels of a gated matrix are (gate, up) pairs. `rows` counts the rows of both, and biases are in
-    // panel order.
+    // If `gated`, the panels are (gate, up) pairs, `rows` counts the rows of gate and up together,
+    // and `bias` is in the order of the panels.
     module.def("matmul", &matmul, "isa"_a, "numerics"_a, "layout"_a, "weights"_a, "rows"_a, "columns"_a,
                "x"_a, "bias"_a.none(), "activation"_a, "gated"_a, "residual"_a.none());
-    // Returns the time of the fastest run in seconds, including packing. It runs on the calling thread.
+    // Runs a matmul `repeats` times on the calling thread. Returns the seconds of the fastest run,
+    // which include packing the activations.
     module.def("bench_matmul", &bench_matmul, "isa"_a, "numerics"_a, "layout"_a, "weights"_a, "rows"_a,
                "columns"_a, "tokens"_a, "repeats"_a);
 }

@@ -1,4 +1,4 @@
-// Binds `Model`: weights, programs, and the two halves of a step, `forward` and `sample`.
+// Binds `Model`: its weights, its programs, and the two halves of a step, `forward` and `sample`.
 #include <nanobind/stl/tuple.h>
 #include <nanobind/stl/vector.h>
 
@@ -14,7 +14,7 @@ namespace {
 using Ints = Array<const int32_t, 1>;
 using Longs = Array<const int64_t, 1>;
 
-// A model whose weights are Python arrays. The object keeps these arrays alive.
+// A model whose weights are Python arrays. The object holds references to these arrays.
 class BoundModel {
   public:
     BoundModel(const std::string& isa, int threads, const std::vector<int>& cpus)
@@ -39,7 +39,8 @@ class BoundModel {
         return int(vectors_.size()) - 1;
     }
 
-    // Requantizes the matrices `numbers` to per-channel int8. Returns the indices of the new matrices.
+    // Requantizes the matrices with the indices `numbers` to per-channel int8. Returns the indices
+    // of the new matrices.
     std::vector<int> add_per_channel(const std::vector<int>& numbers) {
         if (!model.executor.kernels().requantize_panel)
             throw nb::value_error("this instruction set has no per-channel int8 matmul");
@@ -217,7 +218,7 @@ void bind_attention_ops(nb::class_<BoundModel>& model) {
         nb::arg("kv_heads"), nb::arg("head_dim"), nb::arg("scale"), nb::arg("window"));
 }
 
-// Collects the arrays of one step, which are borrowed, and checks that their sizes match.
+// Collects the arrays of one step, which Python owns, and checks that their sizes match.
 StepArrays step_arrays(Ints token_ids, Ints positions, Longs write_slots, Ints query_start, Ints num_prompt,
                        Array<const int32_t, 2> tables, Ints logit_rows, Ints prefix_groups,
                        Ints prefix_blocks) {

@@ -11,11 +11,12 @@ namespace engine {
 
 namespace {
 
-// One stored tensor: (type, bytes, rows, order of the rows or None, whether it is transposed).
+// The argument for one stored tensor: (type, bytes, rows, order of the rows or None, whether it is
+// transposed).
 using Order = std::optional<Array<const int64_t, 1>>;
 using PartArgument = std::tuple<std::string, Array<const uint8_t, 1>, int, Order, bool>;
-// One matrix to pack: (layout, columns, whether the panels of two parts are interleaved, parts, output
-// bytes).
+// The argument for one matrix to pack: (layout, columns, whether the panels of two parts are
+// interleaved, parts, output bytes).
 using MatrixArgument = std::tuple<int, int, bool, std::vector<PartArgument>, Array<uint8_t, 1>>;
 
 const StoredType& type_named(const std::string& name) {

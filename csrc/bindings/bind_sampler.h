@@ -1,5 +1,5 @@
-// `SamplingCall`: converts the `SamplingInputs` of the Python model runner to raw arrays, and allocates
-// arrays for the sampled tokens of a step.
+// `SamplingCall`: converts the `SamplingInputs` of the Python model runner to raw arrays, and
+// allocates the arrays for the results of a step. It is used like this:
 //
 //   SamplingCall call(sampling);
 //   sampler.begin(call.inputs, call.outputs);
@@ -16,7 +16,7 @@ namespace engine {
 
 class SamplingCall {
   public:
-    // Raises ValueError if the sizes of the arrays do not match.
+    // Raises ValueError if the sizes of the arrays in `sampling` do not match.
     explicit SamplingCall(nb::handle sampling);
     // Returns (tokens, logprobs, top_ids, top_logprobs) as in `StepOutput`. The last three may be None.
     nb::tuple results() const;

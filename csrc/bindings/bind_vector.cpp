@@ -1,5 +1,5 @@
-// Binds norms, RoPE, embedding and reductions over logits, for tests and benchmarks. Each call handles one
-// row.
+// Binds norms, RoPE, embedding lookup and reductions over logits, for tests and benchmarks. Each
+// call handles one row.
 #include <nanobind/stl/optional.h>
 
 #include "bindings/bindings.h"

@@ -1,5 +1,5 @@
-// The Python module `_native`. Serving uses its class `Model`. Single kernels are bound for tests and
-// micro-benchmarks.
+// The Python module `_native`. Serving uses its class `Model`. Tests and micro-benchmarks also call
+// single kernels.
 #include "bindings/bindings.h"
 
 #include <nanobind/stl/vector.h>

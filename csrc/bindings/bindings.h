@@ -1,4 +1,5 @@
-// Shared by the bindings, which are one file for each part of the Python module.
+// Declarations that all bindings share. Each part of the Python module `_native` has one file of
+// bindings.
 #pragma once
 #include <nanobind/nanobind.h>
 #include <nanobind/ndarray.h>

@@ -5,7 +5,7 @@
 namespace engine {
 
 // Decode tokens come first, then prefill tokens. Within each kind, tokens are in the order of their
-// sequences. The arrays are borrowed for the step.
+// sequences. The batch does not own its arrays; they are valid during the step.
 struct Batch {
     int tokens = 0;
     int decode_tokens = 0;                 // tokens [0, decode_tokens) are decode, the others are prefill
@@ -16,9 +16,10 @@ struct Batch {
     const int32_t* row_of = nullptr;       // (tokens) index of the token's sequence
     const int32_t* tables = nullptr;       // (rows, table_width) block tables: KV block ids
     int table_width = 0;
-    const int32_t* prefix_groups =
-        nullptr;  // (rows) rows of one group share their first blocks; -1: no group
-    const int32_t* prefix_blocks = nullptr;  // (groups) number of blocks that the rows share
+    // (rows) the prefix group of each sequence. Sequences of one group share their first KV blocks.
+    // -1: the sequence is in no group.
+    const int32_t* prefix_groups = nullptr;
+    const int32_t* prefix_blocks = nullptr;  // (groups) number of KV blocks that the group shares
     const int32_t* logit_tokens = nullptr;   // (logits) tokens whose logits are computed, ascending
     int logits = 0;
     int decode_logits = 0;  // how many of logit_tokens are decode tokens

@@ -10,7 +10,7 @@ namespace {
 // If a matmul has at most this many rows, each thread packs all activations for itself. This is faster than
 // sharing the work and waiting at a barrier.
 constexpr int kPrivateRows = 2;
-constexpr int kFastRows = 16;  // fast mode uses the per-channel weights from this many rows on
+constexpr int kFastRows = 16;  // in fast mode, matmuls with at least this many rows use per-channel weights
 static_assert(kFastRows > kPrivateRows);
 
 constexpr int kClaims = 4;  // min claims per thread and round, for load balance
@@ -174,9 +174,10 @@ void Executor::plan_rounds(const Program& program) {
     queues_[0].reset(rounds_[0].count, rounds_[0].grain);
 }
 
-// One round: the thread claims pieces until the queue is empty, then waits at the barrier. Two queues take
-// turns. Meanwhile thread 0 resets the queue of the next round, which no thread has used since the barrier of
-// the previous round.
+// One round: the thread claims pieces until the queue is empty, then waits at the barrier. Rounds
+// use two queues alternately. While threads work on one queue, thread 0 refills the other for the
+// next round. No thread still uses that queue, because all have passed the barrier of the previous
+// round.
 template <class F>
 void Executor::round(int thread, int& index, const F& piece) {
     if (thread == 0)

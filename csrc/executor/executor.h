@@ -1,7 +1,9 @@
-// Runs a program op by op for one mixed batch of prefill and decode tokens. All threads work on the same op.
+// Runs a program (an execution plan, see program.h) op by op, for one mixed batch of prefill and
+// decode tokens. All threads work on the same op.
 //
-// An op is one or two rounds of work. A round consists of independent pieces, which threads claim from a
-// queue. All threads go through the same rounds, with a barrier after each.
+// An op consists of one or two rounds of work. A round consists of independent pieces, which
+// threads claim from a queue. All threads go through the same rounds and wait at a barrier after
+// each.
 #pragma once
 #include <memory>
 
@@ -12,11 +14,12 @@
 
 namespace engine {
 
-// The memory for activations. Buffers that are never in use at the same time share a place.
+// Sizes of the arena, the memory for activations. The arena is divided into places. Buffers that
+// are never in use at the same time share a place.
 struct ArenaShape {
     struct Place {
         int width;         // floats per row
-        bool over_logits;  // one row per token with logits; otherwise one row per token
+        bool over_logits;  // true: one row per token with logits; false: one row per token
     };
     struct Buffer {
         int place;
@@ -34,11 +37,13 @@ class Executor {
 
     void set_arena(ArenaShape shape);
     void set_cache(const KvCache& shape);
-    void set_frequencies(std::vector<float> frequencies, float scale);  // radians per position
+    // Sets the RoPE frequencies, in radians per position. `scale` multiplies cosines and sines.
+    void set_frequencies(std::vector<float> frequencies, float scale);
     void add_program(Program program);
-    // Turns fast mode on or off. In fast mode, a matmul with many rows uses the per-channel int8 weights for
-    // all tokens. If the op has no such weights, decode tokens are computed with prefill numerics. The
-    // rounding of a token then depends on the number of rows in its step.
+    // Turns fast mode (`--numerics fast`) on or off. In fast mode, a matmul with 16 rows or more
+    // uses its per-channel int8 weights for all tokens. If it has no such weights, it computes
+    // decode tokens with prefill numerics. The rounding of a token then depends on the number of
+    // rows in its step.
     void set_fast(bool on) { fast_ = on; }
 
     // Computes the batch and fills its attention fields. finite[t] becomes 0 if the activations of token t
@@ -67,8 +72,8 @@ class Executor {
     };
     void reserve_scratch();
     void plan_rounds(const Program& program);
-    int rows_of(const Op& op) const;            // M of the op's GEMM, in this step
-    bool uses_per_channel(const Op& op) const;  // whether the op uses them in this step
+    int rows_of(const Op& op) const;            // number of rows (M) that the op computes in this step
+    bool uses_per_channel(const Op& op) const;  // whether the op uses per-channel weights in this step
     int grain_of(const Op& op) const;
     void work(const Program& program, int thread);
     template <class F>
@@ -83,9 +88,9 @@ class Executor {
         uint8_t* input;  // packed activations
     };
     struct Segments {
-        Segment items[2];  // decode rows, prefill rows; either may be empty
+        Segment items[2];  // decode rows, then prefill rows; either may be empty
         int rows;          // rows of both segments
-        bool is_private;   // every thread packs the activations for itself
+        bool is_private;   // whether every thread packs all activations for itself
     };
     Segments split(const Op& op, int thread);
     void linear(const Op& op, int thread, int& index);

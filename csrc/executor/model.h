@@ -6,14 +6,14 @@
 
 namespace engine {
 
-// A step as the scheduler describes it. Each row is a sequence and has consecutive tokens. The arrays are
-// borrowed.
+// A step as the scheduler describes it. Each row is one sequence and has consecutive tokens. The
+// arrays belong to the caller.
 struct StepArrays {
     int tokens, rows, table_width, logits, groups;
     const int32_t* token_ids;
     const int32_t* positions;
     const int64_t* write_slots;
-    const int32_t* query_start;  // (rows + 1)
+    const int32_t* query_start;  // (rows + 1) row r has the tokens [query_start[r], query_start[r + 1])
     const int32_t* num_prompt;   // (rows) prompt length; positions below it are prefill
     const int32_t* block_tables;
     const int32_t* logit_rows;  // (logits) indices into tokens
@@ -29,8 +29,9 @@ class Model {
     // Computes the step. On invalid input, throws std::invalid_argument before any state changes. finite[r]
     // becomes 0 if the activations of row r contain NaN or infinity.
     void forward(const StepArrays& step, uint8_t* finite);
-    // Samples one token for each entry of `logit_rows` of the last step, in the same order.
+    // Creates the sampler. It must be called before `sample`.
     void set_sampler(int vocab, int max_slots, int max_seq_len);
+    // Samples one token for each entry of `logit_rows` of the last step, in the same order.
     void sample(const SamplingArrays& inputs, const SampledArrays& outputs);
 
     // The logits of token `logit_rows[index]` of the last step.

@@ -1,5 +1,5 @@
-// Reads the values, scales and minima of a panel (layout.h). Each call handles as many channels as a vector
-// has lanes.
+// Reads the values, scales and minima of a weight panel (layout.h). Each function returns one
+// vector, with one output channel per lane.
 #pragma once
 #if defined(__F16C__)
 #include <immintrin.h>
@@ -13,8 +13,8 @@
 namespace engine {
 namespace {
 
-// Address of the scales [scale][16 channels] of a group. If the layout has minima, they follow in the same
-// order.
+// Address of the scales [scale][16 channels] of a group. If the layout has minima, they follow the
+// scales in the same order.
 template <Layout layout>
 ENGINE_INLINE const uint16_t* scales_of(const uint8_t* panel, int groups, int group) {
     size_t where = size_t(group) * group_bytes(layout) + (is_4_bit(layout) ? 256 : 512);
@@ -43,7 +43,7 @@ ENGINE_INLINE Floats halves_to_floats(Ints halves) {
     return vcvt_f32_f16(vreinterpret_f16_s16(vmovn_s32(halves)));
 }
 #else
-// The half-precision float is in the low 16 bits of each lane.
+// Converts halves to floats. Each half is in the low 16 bits of its lane.
 ENGINE_INLINE Floats halves_to_floats(Ints halves) {
     Floats magnitude = (Floats)((halves & 0x7fff) << 13) * 0x1p112f;
     Ints special = (magnitude >= 65536.0f) & 0x7f800000;
@@ -58,7 +58,8 @@ ENGINE_INLINE Floats load_halves(const uint16_t* from) {
 }
 #endif
 
-// Integer `k` of channels [n, n + kLanes) of a quantized group, without scale and minimum.
+// Returns integer `k` of channels [n, n + kLanes) of a quantized group. Scale and minimum are not
+// applied.
 template <Layout layout>
 ENGINE_INLINE Floats stored_values(const uint8_t* group, int k, int n) {
     constexpr bool nibbles = is_4_bit(layout);
@@ -67,7 +68,7 @@ ENGINE_INLINE Floats stored_values(const uint8_t* group, int k, int n) {
     return __builtin_convertvector(value, Floats);
 }
 
-// Value `k` of channels [n, n + kLanes) of a group that is stored as floats.
+// Returns value `k` of channels [n, n + kLanes) of a group that is stored as F32, F16 or BF16.
 template <Layout layout>
 ENGINE_INLINE Floats float_values(const uint8_t* group, int k, int n) {
     if (layout == Layout::F32) return load(reinterpret_cast<const float*>(group) + k * kPanelRows + n);
@@ -76,8 +77,8 @@ ENGINE_INLINE Floats float_values(const uint8_t* group, int k, int n) {
     return halves_to_floats(k % 2 ? pair >> 16 : pair);
 }
 
-// Dequantizes a group to float [32 values][16 channels]. The loop over k is fully unrolled, so offsets and
-// shifts are constants.
+// Dequantizes a group to float [32 values][16 channels]. The loop over k is fully unrolled, so that
+// its offsets and shifts are compile-time constants.
 template <Layout layout>
 ENGINE_INLINE void dequantize_group(const uint8_t* panel, int groups, int g, float* out) {
     const uint8_t* group = panel + size_t(g) * group_bytes(layout);

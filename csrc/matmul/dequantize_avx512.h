@@ -1,9 +1,9 @@
-// Dequantizes weights of any layout to bfloat16. A group of a panel becomes [16 pairs][16 channels][2] = 1024
-// B. Both vdpbf16ps and the AMX tile multiply read this form.
+// Dequantizes weights of any layout to bfloat16. A group of a panel becomes [16 pairs][16
+// channels][2], which is 1024 B. Both vdpbf16ps and the AMX tile multiply read this form.
 //
-// A quantized value q is placed into the mantissa of a float in [1, 2) at bit `place`. The float is then 1 +
-// q * 2^(place - 23), and one FMA maps it to scale * q + minimum. The method works for several places, so
-// most values can stay at the bits where they are stored and need no shift.
+// A quantized value q is placed into the mantissa of a float in [1, 2), at bit `place`. The float
+// is then 1 + q * 2^(place - 23), and one FMA maps it to scale * q + minimum. Several places are
+// possible, so most values can stay at the bits where they are stored and need no shift.
 #pragma once
 #include <immintrin.h>
 
@@ -15,7 +15,8 @@ namespace {
 
 constexpr size_t kBf16GroupBytes = 1024;
 
-// Affine map for 16 channels from these floats in [1, 2) to the weights.
+// The affine map of 16 channels: float * scale + offset is the weight. The float in [1, 2) holds
+// the quantized value in its mantissa.
 struct MantissaAffine {
     __m512 scale, offset;
 };
@@ -25,7 +26,7 @@ ENGINE_INLINE MantissaAffine mantissa_affine(int place, __m512 scale, __m512 min
     return {wide, _mm512_sub_ps(minimum, wide)};
 }
 
-// Applies the map to the values in `bits`. `mask` selects the bits of the value.
+// Applies the affine map to the quantized values in `bits`. `mask` selects the bits of the value.
 ENGINE_INLINE __m512 apply_affine(const MantissaAffine& affine, __m512i bits, int mask) {
     const __m512i one = _mm512_set1_epi32(0x3f800000);
     __m512i number = _mm512_ternarylogic_epi32(bits, _mm512_set1_epi32(mask), one, 0xea);  // a & b | c
@@ -41,7 +42,8 @@ ENGINE_INLINE void store_pair(uint8_t* out, __m512 first, __m512 second) {
     _mm512_store_si512(out, _mm512_mask_blend_epi16(0xaaaaaaaa, low, high));
 }
 
-// Dequantizes the 256 B of nibbles of a group. `low` maps values 0-15, `high` maps values 16-31.
+// Dequantizes the 256 B of nibbles of a group. `low` is the affine map for values 0-15, `high` the
+// one for values 16-31.
 ENGINE_INLINE void dequantize_nibbles(const uint8_t* from, const MantissaAffine& low,
                                       const MantissaAffine& high, uint8_t* out) {
     constexpr int kLow = 0xf0000, kHigh = 0xf000;  // places 16 and 12
@@ -57,7 +59,7 @@ ENGINE_INLINE void dequantize_nibbles(const uint8_t* from, const MantissaAffine&
     }
 }
 
-// Dequantizes 256 B of bytes: values 0-15 or 16-31 of a group.
+// Dequantizes 256 B of 8-bit values: values 0-15 or 16-31 of a group.
 ENGINE_INLINE void dequantize_bytes(const uint8_t* from, const MantissaAffine& affine, uint8_t* out) {
     constexpr int kMask = 0xff00;  // place 8
 #pragma GCC unroll 4
@@ -70,8 +72,9 @@ ENGINE_INLINE void dequantize_bytes(const uint8_t* from, const MantissaAffine& a
     }
 }
 
-// Affine map for bytes with an offset of 128. The offset of the map is exact: it is a half with 11
-// significant bits times 2^15 + 128.
+// Returns the affine map for layouts whose bytes have an offset of 128. The map's offset is -scale
+// * (2^15 + 128). This product is exact, because the scale is a half and has only 11 significant
+// bits.
 ENGINE_INLINE MantissaAffine centered_affine(const uint8_t* scales) {
     __m512 scale = load_halves(scales);
     return mantissa_affine(8, scale, _mm512_mul_ps(scale, _mm512_set1_ps(-128.0f)));
@@ -96,7 +99,8 @@ ENGINE_INLINE void convert_f32(const uint8_t* from, uint8_t* out) {
     }
 }
 
-// Dequantizes group `group` of a panel and prefetches bytes that are needed some groups later.
+// Dequantizes one group of a panel, and prefetches bytes of the panel that are needed a few groups
+// later.
 template <Layout kLayout>
 ENGINE_INLINE void dequantize_group(const uint8_t* panel, int group, int groups, uint8_t* out) {
     const size_t bytes = group_bytes(kLayout);

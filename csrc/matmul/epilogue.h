@@ -1,5 +1,5 @@
-// The epilogue of a matmul in portable vectors: bias, activation, gate, residual. The last panel may be
-// partly filled.
+// The epilogue of a matmul in portable vector code: it applies bias, activation and gate to the
+// accumulators and adds the residual. The last panel may have fewer than 16 channels.
 #pragma once
 #include "base/kernels.h"
 #include "vector/vector_math.h"
@@ -31,7 +31,8 @@ ENGINE_INLINE Floats activate(Floats x) {
     return x;
 }
 
-// Applies activation and gate in place. There are no branches, so the vectors of a unit are independent.
+// Applies activation and gate to the accumulators of a unit, in place. There are no branches, so
+// the CPU can compute the vectors of the unit in parallel.
 template <Activation activation, bool gated>
 ENGINE_INLINE void activate_unit(float* sums) {
     for (int i = 0; i < kPanelRows; i += kLanes) {
@@ -58,22 +59,25 @@ ENGINE_INLINE void activate_unit(Activation activation, bool gated, float* sums)
     }
 }
 
-// Number of outputs that a unit has per row. It is below 16 only in the last unit.
+// Number of outputs per row of a unit: one panel, or a (gate, up) pair of panels. It is below 16
+// only in the last unit of a matrix.
 ENGINE_INLINE int unit_width(const MatmulJob& job, int unit) {
     int width = job.epilogue.gated ? job.weights->rows / 2 : job.weights->rows;
     int left = width - unit * kPanelRows;
     return left < kPanelRows ? left : kPanelRows;
 }
 
-// Prefetches the outputs of rows [row, row + rows). They are one cache line per row and usually not cached.
+// Prefetches the outputs of a unit for rows [row, row + rows). They are one cache line per row, and
+// usually not in the cache yet.
 ENGINE_INLINE void prefetch_outputs(const MatmulJob& job, int unit, int row, int rows) {
     const Epilogue& to = job.epilogue;
     const float* out = to.out + size_t(row) * size_t(to.stride) + size_t(unit) * kPanelRows;
     for (int r = 0; r < rows; r++) __builtin_prefetch(out + size_t(r) * size_t(to.stride), 1);
 }
 
-// Applies the epilogue to one row of a unit. `sums` holds the 16 accumulators of the panel, or those of the
-// gate panel, then those of the up panel.
+// Applies the epilogue to one row of a unit and stores the result. `sums` holds the 16 accumulators
+// of the panel. If the epilogue is gated, it holds those of the gate panel, then those of the up
+// panel.
 __attribute__((noinline)) void apply_epilogue(const MatmulJob& job, int unit, int row, float* sums) {
     const Epilogue& to = job.epilogue;
     if (to.bias) {

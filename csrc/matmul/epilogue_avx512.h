@@ -1,5 +1,5 @@
-// The epilogue of a matmul in AVX-512 registers: bias, activation, gate, residual. The last panel may be
-// partly filled.
+// The epilogue of a matmul in AVX-512 registers: it applies bias, activation and gate to the
+// accumulators and adds the residual. The last panel may have fewer than 16 channels.
 #pragma once
 #include <immintrin.h>
 
@@ -9,7 +9,8 @@
 namespace engine {
 namespace {
 
-// Mask of the outputs that a unit has. `rows` of a gated matrix counts both gate and up rows.
+// Mask of the lanes of a unit that are outputs. Only the last unit may have padding lanes. If the
+// epilogue is gated, `rows` of the matrix counts both gate and up rows.
 ENGINE_INLINE __mmask16 output_lanes(const MatmulJob& job, int unit) {
     int width = job.epilogue.gated ? job.weights->rows / 2 : job.weights->rows;
     int left = width - unit * kPanelRows;
@@ -24,9 +25,9 @@ static inline __m512 activate(Activation activation, __m512 x) {
     const __m512 one = _mm512_set1_ps(1.0f), half = _mm512_mul_ps(_mm512_set1_ps(0.5f), x);
     switch (activation) {
         case Activation::Silu: {
-            // x / (1 + exp(-x)), computed with a reciprocal estimate and one Newton step, which costs half as
-            // much as a division. The min keeps the estimate a normal number. NaN is the second operand of
-            // the min and survives it.
+            // SiLU is x / (1 + exp(-x)). It is computed with a reciprocal estimate and one Newton
+            // step, which costs half as much as a division. The min keeps the estimate a normal
+            // number. NaN is the second operand of the min, which returns it unchanged.
             __m512 power = vexp(_mm512_sub_ps(_mm512_setzero_ps(), x));
             __m512 divisor = _mm512_add_ps(_mm512_min_ps(_mm512_set1_ps(0x1p125f), power), one);
             __m512 inverse = _mm512_rcp14_ps(divisor);
@@ -54,19 +55,19 @@ ENGINE_INLINE void store_lanes(const Epilogue& to, int unit, int row, __mmask16 
     _mm512_mask_storeu_ps(out, lanes, value);
 }
 
-// Epilogue for one row of one panel that is not gated.
+// Applies the epilogue to one row of one panel, if the epilogue is not gated.
 ENGINE_INLINE void store_row(const Epilogue& to, int panel, int row, __mmask16 lanes, __m512 sum) {
     store_lanes(to, panel, row, lanes, activate(to.activation, add_bias(to, panel, sum)));
 }
 
-// Epilogue for one row of a (gate, up) pair of panels.
+// Applies the epilogue to one row of a (gate, up) pair of panels.
 ENGINE_INLINE void store_gated_row(const Epilogue& to, int pair, int row, __mmask16 lanes, __m512 gate,
                                    __m512 up) {
     gate = activate(to.activation, add_bias(to, 2 * pair, gate));
     store_lanes(to, pair, row, lanes, _mm512_mul_ps(gate, add_bias(to, 2 * pair + 1, up)));
 }
 
-// The outputs of two adjacent panels, or of the last panel alone.
+// Where the results of two adjacent panels, or of a single last panel, are stored.
 struct PairOutput {
     const Epilogue& to;
     int panel;  // the first panel
@@ -81,7 +82,8 @@ ENGINE_INLINE PairOutput pair_output(const MatmulJob& job, int panel, bool is_si
     return {job.epilogue, panel, is_single, {output_lanes(job, unit), next}};
 }
 
-// Epilogue for one row of two panels. `second` is ignored if there is only one panel.
+// Applies the epilogue to one row of two panels. `first` and `second` are their accumulators;
+// `second` is ignored if there is only one panel.
 ENGINE_INLINE void store_pair_row(const PairOutput& pair, int row, __m512 first, __m512 second) {
     if (pair.to.gated) return store_gated_row(pair.to, pair.panel / 2, row, pair.lanes[0], first, second);
     store_row(pair.to, pair.panel, row, pair.lanes[0], first);

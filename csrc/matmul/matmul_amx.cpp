@@ -1,9 +1,10 @@
 // BF16 GEMM with AMX tiles. It computes two panels at a time. Activations are packed as for vdpbf16ps
 // (matmul_bf16_avx512.cpp).
 //
-// The tile unit and the vector units run in parallel, so vector work is interleaved with the tile multiplies
-// of each group. During the first block of rows, the vector units dequantize the panels two groups ahead.
-// During each later block, they run the epilogue of the block before it.
+// The tile unit and the vector units of a core run in parallel, so vector work is interleaved with
+// the tile multiplies of each group. During the first block of 32 rows, the vector units dequantize
+// the weights two groups ahead. During each later block, they run the epilogue of the block before
+// it.
 #include "base/dispatch.h"
 #include "matmul/dequantize_avx512.h"
 #include "matmul/epilogue_avx512.h"
@@ -15,9 +16,9 @@ namespace {
 static_assert(kBf16GroupBytes == kTileLoadBytes);
 constexpr int kBlockRows = 2 * kTileRows;
 using Sums = TileSums<float>;
-constexpr int kEpilogueRowsPerGroup = 2;  // rows of the previous block that are stored during each group
+constexpr int kEpilogueRowsPerGroup = 2;  // rows of the previous block that are stored per group
 
-// Multiplies all rows by two panels, or by the last panel alone.
+// Multiplies all rows of activations by two panels, or by the last panel alone.
 template <Layout kLayout, int kPanels>
 class PanelMatmul {
   public:
@@ -74,7 +75,8 @@ class PanelMatmul {
         }
     }
 
-    // Runs the epilogue for rows [begin, end) of a block. Rows past the last row of the matrix are skipped.
+    // Runs the epilogue for rows [begin, end) of a block. Padding rows of the last block are
+    // skipped.
     __attribute__((always_inline)) void store_rows(int block, const Sums& sums, int begin, int end) const {
         const int first = block * kBlockRows, left = job_.rows - first;
         const int last = left < kBlockRows ? left : kBlockRows;

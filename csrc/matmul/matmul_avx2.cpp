@@ -1,5 +1,5 @@
-// INT8 and F32 GEMM in AVX2. The 16 channels of a panel are two registers. Up to four rows of activations
-// share each load of the weights.
+// INT8 and F32 GEMM in AVX2. The 16 channels of a panel fill two registers. Up to four rows of
+// activations share each load of the weights.
 #include <immintrin.h>
 
 #include "base/dispatch.h"
@@ -15,7 +15,8 @@ ENGINE_INLINE __m256i load_bytes(const uint8_t* from) {
     return _mm256_loadu_si256(reinterpret_cast<const __m256i*>(from));
 }
 
-// Loads four values of each of eight channels, from the half of the group that starts at value 16 * half.
+// Loads four values of each of eight channels of a group. `half` selects values 0-15 or 16-31,
+// `quad` the four values within the half, and `part` the first or last eight channels.
 template <Layout layout>
 ENGINE_INLINE __m256i load_values(const uint8_t* group, int half, int quad, int part) {
     if (!is_4_bit(layout)) {
@@ -26,9 +27,9 @@ ENGINE_INLINE __m256i load_values(const uint8_t* group, int half, int quad, int 
     return _mm256_and_si256(half ? _mm256_srli_epi16(bytes, 4) : bytes, _mm256_set1_epi8(15));
 }
 
-// Accumulates int8 dot products. For 4-bit weights, the sum of eight pairs of products fits into 16 bits. For
-// 8-bit weights, one pair of products fits because x is in [-127, 127]; pairs are then accumulated in 32
-// bits.
+// Adds dot products of int8 weights and activations to `sums`. 4-bit weights are accumulated in 16
+// bits, because the products of a whole group fit. For 8-bit weights, only one pair of products
+// fits into 16 bits, because x is in [-127, 127]; pairs are accumulated in 32 bits.
 template <Layout layout>
 ENGINE_INLINE __m256i add_dot_products(__m256i sums, __m256i weights, __m256i x) {
     if (is_4_bit(layout)) return _mm256_add_epi16(sums, _mm256_maddubs_epi16(weights, x));
@@ -42,8 +43,8 @@ ENGINE_INLINE __m256i broadcast_four(const int8_t* from) {
     return _mm256_set1_epi32(four);
 }
 
-// Scales the integer dot products of a group, or of half a group that has its own scale. Adds them to the
-// float accumulators.
+// Multiplies integer dot products by their scales and adds them to the float accumulators `sums`.
+// The dot products cover a group, or half a group in layouts with two scales per group.
 template <Layout layout, int rows>
 ENGINE_INLINE void add_scaled(const uint16_t* scales, const PackedGroup* const* x, int half,
                               __m256i (&dots)[rows][2], __m256 (&sums)[rows][2]) {
@@ -89,8 +90,8 @@ void multiply_panel(const uint8_t* panel, int groups, const PackedGroup* input, 
                     __m256i four = broadcast_four(x[r]->values + 16 * half + 4 * quad);
                     dots[r][0] = add_dot_products<layout>(dots[r][0], low, four);
                     dots[r][1] = add_dot_products<layout>(dots[r][1], high, four);
-                    // Keeps this order. Otherwise the compiler would compute all products first and add them
-                    // as a tree.
+                    // The empty asm keeps this order of operations. Otherwise the compiler would
+                    // compute all products first and then add them as a tree.
                     __asm__("" : "+x"(dots[r][0]), "+x"(dots[r][1]));
                 });
             });
@@ -125,8 +126,9 @@ void multiply_quantized(const MatmulJob& job, int begin, int end) {
         }
 }
 
-// Multiplies one dequantized group and adds the result to the sums; those of row r are at sums + 32 r. The
-// group is summed in fresh accumulators first, so that the CPU can overlap groups.
+// Multiplies one dequantized group of weights by `rows` rows and adds the products to `sums`. The
+// sums of row r start at sums + 32 r. The group has accumulators of its own, so that the CPU can
+// overlap groups.
 template <int rows>
 void add_group_f32(const float* weights, const float* input, int stride, float* sums) {
     __m256 total[rows][2];
@@ -161,7 +163,7 @@ void matmul_f32(const MatmulJob& job, int begin, int end, uint8_t* scratch) {
 
 }  // namespace
 
-// `scratch_bytes` of the generic kernels stays in the table.
+// `scratch_bytes` stays that of the generic kernels, which is large enough.
 void fill_matmul_avx2(Kernels& table) {
     constexpr int kInt8 = int(Numerics::INT8), kF32 = int(Numerics::F32);
     table.pack[kInt8] = pack_int8;

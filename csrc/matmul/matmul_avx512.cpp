@@ -1,15 +1,16 @@
 // INT8 GEMM with VNNI, and F32 GEMM, in AVX-512.
 //
-// INT8: the integer dot product of a group, or of half a group that has its own scale, is exact. It is
-// multiplied by the activation scale, which gives `dot` below. Then these terms are added to the float
-// accumulator, in this order, each rounded once:
+// INT8: the integer dot product of a group is exact. In layouts with two scales per group, so is
+// that of each half. It is multiplied by the activation scale, which gives `dot` below. Then the
+// following terms are added to the float accumulator, in this order. Each addition rounds once:
 //     one scale per group    dot * scale,  activation sum * minimum
 //     two scales per group   dot * scale of the first half, dot * scale of the second half,
 //                            activation sum of the first half * (first minimum - second minimum),
 //                            activation sum * second minimum
 // In layouts whose bytes have an offset of 128, the minimum is -128 * scale.
 //
-// F32: one accumulator sums up the even values of K and one the odd values.
+// F32: each output has two accumulators. One sums the products at even positions of K, the other
+// those at odd positions.
 #include "matmul/matmul_avx512.h"
 
 #include "base/dispatch.h"
@@ -21,13 +22,14 @@ namespace {
 // 32 activations of a row, quantized to int8.
 struct InputGroup {
     int32_t values[8];  // each holds four int8 values
-    float scale;        // its low bits are cleared, so that `shift` is exact
+    float scale;        // its two low bits are zero, so that `shift` is exact
     float shift;        // -kRoundShift * scale
-    float sum;          // sum of the values * scale
-    float first_sum;    // the same for the first 16 values
+    float sum;          // scale * sum of the 32 values
+    float first_sum;    // scale * sum of the first 16 values
 };
 
-// Values 16 * Half + 4 * quad and the three after it, of 16 channels, as unsigned bytes.
+// Returns values [16 * Half + 4 * quad, 16 * Half + 4 * quad + 4) of a group, for 16 channels, as
+// unsigned bytes.
 template <Layout L, int Half>
 ENGINE_INLINE __m512i four_values(const uint8_t* group, int quad) {
     if constexpr (!is_4_bit(L)) return _mm512_load_si512(group + 64 * (4 * Half + quad));
@@ -39,7 +41,8 @@ struct Scales {
     __m512 scale, minimum;
 };
 
-// The scales and minima of half `half` of group `index`. If the group has one scale per channel, `half` is 0.
+// Returns the scales and minima of 16 channels in group `index`. `half` selects the half of the
+// group in layouts with two scales per group; otherwise it is 0.
 template <Layout L>
 ENGINE_INLINE Scales load_scales(const uint8_t* panel, int groups, int index, int half) {
     const uint8_t* at = panel + size_t(index) * group_bytes(L) + (is_4_bit(L) ? 256 : 512) + 32 * half;
@@ -49,9 +52,9 @@ ENGINE_INLINE Scales load_scales(const uint8_t* panel, int groups, int index, in
     return {scale, _mm512_mul_ps(scale, _mm512_set1_ps(-128.0f))};
 }
 
-// In each lane, adds to dots[i] the dot product of four bytes and word `word` of row i. This is inline
-// assembly because the intrinsic compiles to a load, a broadcast and a dot product instead of one instruction
-// with a broadcast operand.
+// In each lane, adds to dots[i] the dot product of four bytes and word `word` of row i. It is
+// inline assembly: one instruction with a broadcast operand. The intrinsic would compile to a load,
+// a broadcast and a dot product.
 template <int R>
 ENGINE_INLINE void multiply(__m512i (&dots)[R], __m512i bytes, const InputRows<R>& rows, int word) {
     unroll<R>([&](auto i) ENGINE_UNROLLED {
@@ -61,8 +64,8 @@ ENGINE_INLINE void multiply(__m512i (&dots)[R], __m512i bytes, const InputRows<R
     });
 }
 
-// Scales the dot products and adds them to `sums`. `dots` started at kRoundShiftBits, so they are valid
-// floats without a conversion.
+// Multiplies the dot products by their scales and adds them to `sums`. The integers in `dots`
+// started at kRoundShiftBits, so their bits are already valid floats and need no conversion.
 template <int R>
 ENGINE_INLINE void add_dots(__m512 (&sums)[R], const __m512i (&dots)[R], __m512 scale,
                             const InputRows<R>& rows) {
@@ -117,7 +120,7 @@ ENGINE_INLINE void add_group(__m512 (&sums)[R], const uint8_t* panel, int groups
 template <Layout L, int R>
 void dot_int8(const uint8_t* panel, const uint8_t* input, size_t stride, int groups, bool prefetch,
               float* out) {
-    const int stream = L == Layout::Q8 ? 544 : int(group_bytes(L));  // with the scales of Q8
+    const int stream = L == Layout::Q8 ? 544 : int(group_bytes(L));  // Q8: including its scales
     InputRows<R> rows(input, stride);
     __m512 sums[R];
     unroll<R>([&](auto i) ENGINE_UNROLLED { sums[i] = _mm512_setzero_ps(); });
@@ -151,7 +154,8 @@ void pack_groups(const float* x, int columns, InputGroup* out) {
     auto load = [&](int at)
                     ENGINE_UNROLLED { return _mm512_maskz_loadu_ps(first_lanes(columns - at), x + at); };
     for (int i = 0; i < count; i++) {
-        // The absmax is compared as uint32 bit patterns. NaN is the largest there and so reaches the scale.
+        // The magnitudes are compared as uint32 bit patterns. NaN is the largest of them, so it
+        // becomes the absmax and makes the scale NaN.
         __m512i low = _mm512_castps_si512(_mm512_abs_ps(load(i * kGroup)));
         __m512i high = _mm512_castps_si512(_mm512_abs_ps(load(i * kGroup + 16)));
         absmax_bits[i] = _mm512_reduce_max_epu32(_mm512_max_epu32(low, high));
@@ -199,8 +203,8 @@ void pack_f32(const float* x, int stride, int columns, int, int begin, int end, 
     }
 }
 
-// Dequantizes a group. Calls sink(k, value) for its 32 values in ascending order; `value` holds value k of 16
-// channels as floats.
+// Dequantizes a quantized group. Calls sink(k, value) for k = 0 to 31 in ascending order. `value`
+// is a vector of floats: value k of each of the 16 channels.
 template <Layout L, class Sink>
 ENGINE_INLINE void dequantize_quants(const uint8_t* panel, int groups, int index, Sink sink) {
     const uint8_t* group = panel + size_t(index) * group_bytes(L);
@@ -326,7 +330,7 @@ void matmul_f32(const MatmulJob& job, int begin, int end, uint8_t* scratch) {
     with_layout(job.weights->layout, [&](auto layout) { matmul_f32_for<layout>(job, begin, end, scratch); });
 }
 
-// The scratch memory holds two dequantized panels.
+// The scratch memory holds two panels that are dequantized to float.
 size_t scratch_bytes(int columns) {
     return 2 * panel_bytes(Layout::F32, columns);
 }

@@ -1,6 +1,6 @@
-// Loop order of the AVX-512 GEMM. Rows are processed in passes. The activations of a pass stay in the L2
-// cache while the panels are read. Within a pass, rows are processed in blocks whose accumulators fit into
-// registers.
+// Loop order of the AVX-512 GEMM. Rows of activations are processed in passes. The activations of a
+// pass stay in the L2 cache while one panel after the other is multiplied by them. Within a pass,
+// rows are processed in blocks whose accumulators fit into registers.
 #pragma once
 #include "base/unroll.h"
 #include "matmul/epilogue_avx512.h"
@@ -9,13 +9,15 @@
 namespace engine {
 namespace {
 
-constexpr int kBlockRows = 12;  // max rows per block; two accumulators per row leave some registers free
+constexpr int kBlockRows = 12;  // max rows per block; its accumulators leave some registers free
 
-// Turns off UBSan in these functions. With its checks on every address, a sanitized build takes many minutes.
+// Inlines a function and turns off UBSan in it. With UBSan's checks on every address, compiling
+// these unrolled functions takes many minutes.
 #define ENGINE_UNROLLED __attribute__((always_inline, no_sanitize("undefined")))
 
-// R rows of packed activations, `stride` bytes apart. Three rows share one base pointer and use scaled-index
-// addressing (0, 1 or 2 strides). One pointer per row would not fit into the registers.
+// R rows of packed activations that are `stride` bytes apart. Each base pointer serves three rows,
+// through scaled-index addressing with 0, 1 or 2 strides. One pointer per row would not fit into
+// the registers.
 template <int R>
 struct InputRows {
     const uint8_t* bases[(R + 2) / 3];
@@ -33,15 +35,16 @@ struct InputRows {
     }
 };
 
-// Multiplies a block of rows by one panel: sums[row][16]. `prefetch` is set for the first block of rows,
-// which reads the panel from memory.
+// A function that multiplies a block of rows by one panel and writes sums[row][16]. `prefetch` is
+// set for the first block of rows, which reads the panel from memory rather than from the cache.
 using Dot = void (*)(const uint8_t* panel, const uint8_t* input, size_t stride, int groups, bool prefetch,
                      float* sums);
 
 struct GemmKernel {
     const Dot* dots;   // one function per block size; dots[r - 1] is for r rows
-    size_t row_bytes;  // bytes of a row of packed activations
-    // Dequantizes a panel to the form that `dots` read. Null if `dots` read the stored form.
+    size_t row_bytes;  // size of one row of packed activations
+    // Dequantizes a panel to the form that `dots` read. Null if `dots` read panels as they are
+    // stored.
     void (*dequantize)(const uint8_t* panel, int groups, float* out);
 };
 
@@ -85,7 +88,7 @@ static void run_unit(const MatmulJob& job, const GemmKernel& kernel, int unit, i
 }
 
 static void run_units(const MatmulJob& job, const GemmKernel& kernel, int begin, int end, uint8_t* scratch) {
-    constexpr size_t kPassBytes = 512 << 10;  // activations per pass, a part of the L2 cache
+    constexpr size_t kPassBytes = 512 << 10;  // size of the activations of a pass, a part of the L2 cache
     constexpr int kMinRows = 6 * kBlockRows;
     int pass = int(kPassBytes / kernel.row_bytes) / kBlockRows * kBlockRows;
     if (pass < kMinRows) pass = kMinRows;

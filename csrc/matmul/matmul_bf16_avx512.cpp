@@ -1,6 +1,8 @@
-// BF16 GEMM with vdpbf16ps. Two panels are dequantized to scratch memory, then multiplied by all rows.
+// BF16 GEMM with vdpbf16ps. Two panels of weights are dequantized to scratch memory, then
+// multiplied by all rows of activations.
 //
-// Packed activations are [row tile][group][16 rows][32 values]. Values past the last column or row are zero.
+// Packed activations have the layout [row tile][group][16 rows][32 values]. Values past the last
+// column or row are zero.
 #include <utility>
 
 #include "base/dispatch.h"
@@ -22,7 +24,8 @@ size_t packed_offset(int groups, int row) {
     return tile + size_t(row % kTileRows) * 64;
 }
 
-// Packs rows [begin, end). The thread that packs the last row also zeroes the rest of its row tile.
+// Packs rows [begin, end). The thread that packs the last row also zeroes the padding rows of the
+// last row tile.
 void pack(const float* x, int stride, int columns, int rows, int begin, int end, uint8_t* input) {
     const int groups = div_up(columns, kGroup), rest = columns - (groups - 1) * kGroup;
     const __mmask32 lanes = rest == kGroup ? ~0u : (1u << rest) - 1;
@@ -48,7 +51,7 @@ ENGINE_INLINE __m512 dot(__m512 sum, __m512i pairs, __m512i row) {
     return _mm512_dpbf16_ps(sum, (__m512bh)pairs, (__m512bh)row);
 }
 
-size_t (*other_scratch_bytes)(int columns);  // scratch size for the other numerics of the table
+size_t (*other_scratch_bytes)(int columns);  // scratch size that the other numerics of the table need
 
 size_t scratch_bytes(int columns) {
     const size_t other = other_scratch_bytes ? other_scratch_bytes(columns) : 0;

@@ -1,5 +1,6 @@
-// F32 GEMM built on a kernel for one group. If there are few rows, each group is dequantized when it is
-// needed. Otherwise whole panels are dequantized first.
+// The F32 GEMM of AVX2 and NEON, built on a kernel that multiplies one group of weights. With at
+// most kBlock rows, each group is dequantized when it is read. With more rows, whole panels are
+// dequantized first.
 #pragma once
 #include "matmul/dequantize.h"
 #include "matmul/epilogue.h"
@@ -9,12 +10,13 @@ namespace {
 
 constexpr int kBlock = 4;  // rows of activations that share each load of the weights
 
-// Adds the products of one dequantized group, for a fixed number of rows. Row r of the input is at input + r
-// * stride. Its sums are at sums + 32 r.
+// A function that multiplies one dequantized group of weights by a fixed number of rows and adds
+// the products to `sums`. Row r of the input starts at input + r * stride, its sums at sums + 32 r.
 using AddGroup = void (*)(const float* weights, const float* input, int stride, float* sums);
 
-// The groups of a unit's panels as floats. Layout F32 is read in place. For other layouts, if each group is
-// read once, it is dequantized when it is read. Otherwise all groups are dequantized first.
+// The weights of a unit (one panel, or a gate and an up panel) as groups of floats. Layout F32 is
+// read in place. For other layouts, `once` says whether each group is read only once. If so, a
+// group is dequantized when it is read; otherwise `dequantize_all` dequantizes all groups first.
 template <Layout layout>
 struct FloatUnit {
     static constexpr int kGroupFloats = kGroup * kPanelRows;

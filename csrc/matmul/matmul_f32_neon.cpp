@@ -1,5 +1,5 @@
-// F32 GEMM in NEON. The 16 channels of a panel are four registers. Up to four rows of activations share each
-// load of the weights.
+// F32 GEMM in NEON. The 16 channels of a panel fill four registers. Up to four rows of activations
+// share each load of the weights.
 #include <arm_neon.h>
 
 #include "base/dispatch.h"
@@ -12,8 +12,8 @@ namespace {
 
 constexpr int kVectors = kPanelRows / kLanes;
 
-// Adds the products of one dequantized group. Each group starts with accumulators of its own, so that groups
-// do not depend on each other.
+// Multiplies one dequantized group of weights by `rows` rows and adds the products to `sums`. The
+// group has accumulators of its own, so that the CPU can overlap groups.
 template <int rows>
 void add_group_f32(const float* weights, const float* input, int stride, float* sums) {
     float32x4_t total[rows][kVectors];
@@ -43,7 +43,7 @@ void matmul_f32(const MatmulJob& job, int begin, int end, uint8_t* scratch) {
 
 }  // namespace
 
-// `scratch_bytes` and `pack` of the generic kernels stay in the table.
+// `scratch_bytes` and `pack` stay those of the generic kernels.
 void fill_matmul_f32_neon(Kernels& table) {
     table.matmul[int(Numerics::F32)] = matmul_f32;
 }

@@ -1,6 +1,7 @@
-// Portable GEMM. It also defines the arithmetic of F32 and INT8.
+// Portable GEMM. It is also the definition of F32 and INT8 arithmetic, with which the faster
+// kernels are compared.
 //
-// A panel is dequantized once to scratch memory, then multiplied by all rows.
+// Each panel is dequantized once to scratch memory, then multiplied by all rows of activations.
 #include "base/dispatch.h"
 #include "base/with_layout.h"
 #include "matmul/dequantize.h"
@@ -17,8 +18,8 @@ struct FloatGroup {
     float values[kGroup * kPanelRows];
 };
 
-// A group of a panel before scaling. The integers are stored as floats. Sums of such floats are exact below
-// 2^24, and the largest dot product of a group is 32 * 255 * 127.
+// A group of a panel as unscaled integers, which are stored as floats. The dot product of a group
+// is exact in float: it is at most 32 * 255 * 127, and integers below 2^24 are exact.
 struct QuantizedGroup {
     float values[kGroup * kPanelRows];
     float scales[2 * kPanelRows];  // [scale][16 channels]
@@ -29,7 +30,7 @@ struct FloatInput {
     float values[kGroup];
 };
 
-size_t scratch_bytes(int columns) {  // room for two panels, which a gated unit needs
+size_t scratch_bytes(int columns) {  // a gated unit needs memory for two panels
     return 2 * size_t(div_up(columns, kGroup)) * sizeof(QuantizedGroup);
 }
 

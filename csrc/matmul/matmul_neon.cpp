@@ -1,13 +1,14 @@
 // INT8 GEMM in NEON. Up to twelve rows of activations share each load of the weights.
 //
-// The integer dot product of a group, or of half a group that has its own scale, is exact. It is multiplied
-// by the activation scale, which gives `dot` below. Then these terms are added to the float accumulator, in
-// this order, each rounded once:
+// The integer dot product of a group is exact. In layouts with two scales per group, so is that of
+// each half. It is multiplied by the activation scale, which gives `dot` below. Then the following
+// terms are added to the float accumulator, in this order. Each addition rounds once:
 //     activation sum * minimum,  dot * scale
-// Bytes of layout Q8M are read as byte - 128, so 128 * scale is added to their minimum.
+// Bytes of layout Q8M are read as byte - 128. To make up for that, 128 * scale is added to their
+// minimum.
 //
-// Operands are loaded from memory again rather than copied or broadcast between registers, because copies and
-// broadcasts occupy the multiply pipelines.
+// Operands are loaded from memory again rather than copied or broadcast between registers. Copies
+// and broadcasts would occupy the multiply pipelines, and loads do not.
 #include "base/dispatch.h"
 #include "base/unroll.h"
 #include "base/with_layout.h"
@@ -22,8 +23,8 @@ constexpr int kVectors = kPanelRows / 4;
 
 alignas(16) const int32_t kZeroDots[4] = {kRoundShiftBits, kRoundShiftBits, kRoundShiftBits, kRoundShiftBits};
 
-// Loads a vector from memory. An intrinsic would compile to a copy of the register that already holds the
-// value.
+// Loads a vector from memory. With an intrinsic, the compiler would copy the register that already
+// holds the value.
 template <class T>
 ENGINE_INLINE float32x4_t reload(const T (&from)[4]) {
     float32x4_t loaded;
@@ -31,7 +32,8 @@ ENGINE_INLINE float32x4_t reload(const T (&from)[4]) {
     return loaded;
 }
 
-// Loads four values of each of four channels. A group of four channels has eight such vectors.
+// Loads four values of each of four channels. The 32 values that four channels have in a group are
+// eight such vectors.
 template <Layout layout, int index>
 ENGINE_INLINE int8x16_t load_values(const uint8_t* group) {
     if (!is_4_bit(layout)) {
@@ -65,8 +67,8 @@ ENGINE_INLINE void add_dots(float32x4_t& sum, int8x16_t weights, int8x16_t x) {
     __asm__ volatile("sdot %0.4s, %1.16b, %2.4b[%3]" : "+w"(sum) : "w"(weights), "w"(x), "i"(word));
 }
 
-// The same for four words and four rows. It is one asm statement, because the compiler would insert register
-// copies between separate statements.
+// Does the same for four words and four rows. It is one asm statement, because the compiler would
+// insert register copies between separate statements.
 #define ADD_WORD(weights, word)                  \
     "sdot %0.4s, %" weights ".16b, %8.4b[" word  \
     "]\n"                                        \
@@ -93,9 +95,9 @@ ENGINE_INLINE void fma_lane(float32x4_t& sum, float32x4_t a, float32x4_t b) {
     __asm__ volatile("fmla %0.4s, %1.4s, %2.s[%3]" : "+w"(sum) : "w"(a), "w"(b), "i"(lane));
 }
 
-// Accumulates one group, four sums at a time. Sum c belongs to row c % rows and vector c / rows. All dot
-// products of the four sums come first, then all scaling, in exactly this order: alternating between the two
-// costs an issue slot.
+// Accumulates one group, four sums at a time. Sum c belongs to row c % rows and vector c / rows.
+// First come all dot products of the four sums, then all their scaling, in exactly this order.
+// Alternating between dot products and scaling would cost issue slots.
 template <Layout layout, int rows, int wide>
 ENGINE_INLINE void add_group(const Weights<layout>* weights, const InputGroup* x,
                              float32x4_t (&sums)[wide * rows]) {
@@ -132,17 +134,18 @@ ENGINE_INLINE void add_group(const Weights<layout>* weights, const InputGroup* x
     });
 }
 
-// Prefetches the weights that are needed next. With few rows, the hardware prefetcher is too slow.
+// Prefetches the weights that are needed next. It is used with at most two rows, where the hardware
+// prefetcher is too slow.
 template <Layout layout>
 ENGINE_INLINE void prefetch_weights(const uint8_t* panel, int g) {
     constexpr int kAhead = is_4_bit(layout) ? 2048 : 8192;
     const int stream =
-        layout == Layout::Q8 ? 544 : int(group_bytes(layout));  // with Q8, including the scales of the group
+        layout == Layout::Q8 ? 544 : int(group_bytes(layout));  // Q8: including the group's scales
     for (int i = 0; i < stream; i += 64) __builtin_prefetch(panel + size_t(g) * size_t(stream) + kAhead + i);
 }
 
-// Multiplies `rows` rows of activations by 4 * `vectors` channels of a panel. The sums of row r go to out +
-// 32 r.
+// Multiplies `rows` rows of activations by 4 * `vectors` channels of a panel, starting at channel 4
+// * `first`. The sums of row r go to out + 32 r.
 template <Layout layout, int rows, int vectors>
 ENGINE_INLINE void multiply_strip(const uint8_t* panel, int first, int groups, const InputGroup* x,
                                   float* out) {
@@ -167,7 +170,8 @@ ENGINE_INLINE void multiply_strip(const uint8_t* panel, int first, int groups, c
     });
 }
 
-// Number of vectors of channels whose accumulators fit into registers beside the operands.
+// Number of vectors (of four channels) whose accumulators fit into registers beside the operands,
+// for `rows` rows.
 constexpr int vectors_for(int rows) {
     return rows <= 3 ? 4 : rows <= 6 ? 2 : 1;
 }

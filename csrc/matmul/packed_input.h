@@ -1,14 +1,15 @@
-// Packed activations of the generic and AVX2 kernels. Rows are zero-padded to whole groups.
+// Packed activations of the generic and AVX2 kernels. Each row is zero-padded to whole groups of 32
+// values.
 #pragma once
 #include "base/layout.h"
 
 namespace engine {
 namespace {
 
-// 32 activations of a row for INT8 numerics: activation = scale * value.
+// 32 activations of a row, quantized for INT8 numerics: activation = scale * value.
 struct PackedGroup {
     int8_t values[kGroup];
-    int32_t sums[2];  // sum of values 0-15, sum of values 16-31
+    int32_t sums[2];  // the sum of values 0-15, then that of values 16-31
     float scale;
 };
 
@@ -20,10 +21,10 @@ ENGINE_INLINE size_t packed_bytes_f32(int rows, int columns) {
     return size_t(rows) * size_t(round_up(columns, kGroup)) * sizeof(float);
 }
 
-// Quantizes 32 activations. If one of them is NaN or infinity, the scale is non-finite, and so is every
-// result computed from this group.
+// Quantizes 32 activations. If one of them is NaN or infinite, the scale is not finite, and neither
+// is any result computed from this group.
 ENGINE_INLINE void pack_group(const float* x, PackedGroup& out) {
-    int32_t absmax_bits = 0;  // magnitudes are compared as integer bit patterns: NaN is the largest
+    int32_t absmax_bits = 0;  // magnitudes are compared as bit patterns, where NaN is the largest
     for (int i = 0; i < kGroup; i++) {
         int32_t size = int32_t(float_to_bits(x[i]) & 0x7fffffff);
         absmax_bits = size > absmax_bits ? size : absmax_bits;

@@ -1,4 +1,5 @@
-// Packed int8 activations of the NEON kernels. Rows are zero-padded to whole groups.
+// Packed int8 activations of the NEON kernels. Each row is zero-padded to whole groups of 32
+// values.
 #pragma once
 #include <arm_neon.h>
 
@@ -8,21 +9,23 @@
 namespace engine {
 namespace {
 
-// 32 activations of a row as int8, with their scale and sums: 64 bytes, one cache line.
+// 32 activations of a row as int8, with their scale and sums. The struct fills one cache line of 64
+// bytes.
 struct InputGroup {
     int8_t values[kGroup];
-    float shift[4];   // each is -kRoundShift * scale
-    float scale;      // its low bits are cleared, so that `shift` is exact
-    float sum;        // sum of the values * scale
-    float halves[2];  // the same for values 0-15 and for values 16-31
+    float shift[4];   // all four are -kRoundShift * scale
+    float scale;      // its two low bits are zero, so that `shift` is exact
+    float sum;        // scale * sum of the 32 values
+    float halves[2];  // scale * sum of values 0-15, then of values 16-31
 };
 
-// Size of the packed activations. Their order within a block of rows is [group][row].
+// Size of the packed activations in bytes. Within a block of rows, their order is [group][row].
 ENGINE_INLINE size_t packed_bytes_int8(int rows, int columns) {
     return size_t(rows) * size_t(div_up(columns, kGroup)) * sizeof(InputGroup);
 }
 
-// absmax of 32 values. They are compared as uint32 bit patterns, in which NaN is the largest.
+// Returns the absmax of 32 values. They are compared as uint32 bit patterns, where NaN is the
+// largest.
 ENGINE_INLINE float absmax_of(const float32x4_t (&x)[8]) {
     uint32x4_t magnitudes[8];
     for (int i = 0; i < 8; i++) magnitudes[i] = vreinterpretq_u32_f32(vabsq_f32(x[i]));
@@ -44,8 +47,8 @@ ENGINE_INLINE int8x16_t quantize_values(const float32x4_t* x, float factor) {
     return vuzp1q_s8(vreinterpretq_s8_s16(low), vreinterpretq_s8_s16(high));
 }
 
-// Quantizes 32 activations. If one of them is NaN or infinity, the scale is non-finite, and so is every
-// result computed from this group.
+// Quantizes 32 activations. If one of them is NaN or infinite, the scale is not finite, and neither
+// is any result computed from this group.
 ENGINE_INLINE void pack_group(const float* from, InputGroup& out) {
     float32x4_t x[8];
     for (int i = 0; i < 8; i++) x[i] = vld1q_f32(from + 4 * i);

@@ -1,5 +1,6 @@
-// Number of activation rows that the NEON kernels process together. All blocks have the same size; only the
-// last may be smaller.
+// `block_rows`: how many rows of activations the NEON kernels process together, out of `rows` rows.
+// The rows are divided into as few blocks as possible. All blocks have the same size, except that
+// the last may be smaller.
 #pragma once
 #include "base/common.h"
 

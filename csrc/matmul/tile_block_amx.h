@@ -1,4 +1,5 @@
-// The register-blocked core of the AMX GEMMs. It multiplies up to 32 rows by up to two panels, over all of K.
+// The register-blocked core of the AMX GEMMs. It multiplies up to 32 rows of activations by up to
+// two panels of weights, over all of K.
 #pragma once
 #include <type_traits>
 
@@ -11,16 +12,16 @@ namespace {
 constexpr int kTileRows = 16;
 constexpr size_t kTileLoadBytes = 1024;  // size of one tile: 16 rows of 64 bytes
 
-// Accumulators of two row tiles times two panels. The accumulator of row tile r and panel p is values[2 * r +
-// p].
+// The accumulators of two row tiles and two panels. values[2 * r + p] belongs to row tile r and
+// panel p.
 template <class Sum>
 struct alignas(64) TileSums {
     Sum values[4][kTileRows][kPanelRows];
 };
 
-// One block of the GEMM. With float accumulators the operands are bfloat16 tiles, with int32 accumulators
-// int8 tiles. Tile registers 4 and 5 hold activations, 6 and 7 hold weights. Each register is reloaded right
-// after its last use, so one or two multiplies hide the load latency.
+// One block of the GEMM. If `Sum` is float, the operands are bfloat16 tiles; if it is int32, they
+// are int8 tiles. Tile registers 4 and 5 hold activations, 6 and 7 hold weights. Each register is
+// reloaded right after its last use, so that one or two multiplies hide the latency of the load.
 template <class Sum, int kRowTiles, int kPanels>
 struct TileBlock {
     static constexpr bool kMoreRows = kRowTiles == 2, kMorePanels = kPanels == 2;
@@ -61,8 +62,8 @@ struct TileBlock {
         if constexpr (kMoreRows && kMorePanels) multiply_tile<3, 5, 7>();
     }
 
-    // Accumulates `tiles` tiles along K in ascending order. It calls `overlapped(tile)` before each of them,
-    // for work that runs in parallel to the tile multiplies.
+    // Accumulates `tiles` tiles along K in ascending order. Before each tile, it calls
+    // `overlapped(tile)`, which does vector work while the tile unit multiplies.
     template <class Overlapped>
     __attribute__((always_inline)) void run(int tiles, TileSums<Sum>& sums, Overlapped overlapped) const {
         tile_zero<0>();

@@ -1,6 +1,6 @@
-// 64-wide block Hadamard rotation of weight columns. Activations are rotated in the same way, which spreads
-// their outliers over 64 columns. The dot product of two rotated vectors is 64 times that of the original
-// vectors.
+// 64-wide block Hadamard rotation of weight columns. Activations are rotated in the same way, which
+// spreads their outliers over 64 columns. Without normalization, the dot product of two rotated
+// vectors is 64 times that of the original vectors.
 #pragma once
 #include "base/layout.h"
 #include "vector/vectors.h"
@@ -11,8 +11,9 @@ namespace {
 constexpr int kHadamardSize = 64;
 static_assert(kHadamardSize == kTileColumns);
 
-// Rotates the columns of a panel [columns][kPanelRows] and divides them by 64. Their dot products with
-// rotated activations are then those of the original vectors. `columns` is a multiple of 64.
+// Rotates the columns of a panel [columns][kPanelRows] and divides them by 64. Thanks to the
+// division, their dot products with rotated activations equal those of the original vectors.
+// `columns` is a multiple of 64.
 void rotate_columns(float* values, int columns) {
     for (float* block = values; block < values + columns * kPanelRows; block += kHadamardSize * kPanelRows)
         for (int apart = 1; apart < kHadamardSize; apart *= 2)

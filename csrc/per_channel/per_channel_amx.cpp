@@ -1,12 +1,13 @@
-// Per-channel int8 GEMM with AMX tiles. It computes two panels at a time and loads weight tiles straight from
-// memory.
+// Per-channel int8 GEMM with AMX tiles. It computes two panels at a time and loads weight tiles
+// from memory without conversion.
 //
-// Activations are Hadamard-rotated (hadamard.h) and quantized with one scale per row. Accumulators over all
-// of K are exact integers, so any order of accumulation gives the same result. While the tile unit multiplies
-// 32 rows, the vector units run the epilogue of the previous 32 rows.
+// Activations are Hadamard-rotated (hadamard.h) and quantized with one scale per row. The
+// accumulators over all of K are exact integers, so every order of accumulation gives the same
+// result. While the tile unit multiplies 32 rows, the vector units run the epilogue of the previous
+// 32 rows.
 //
-// Packed activations are [row tile][column tile][16 rows][64 values]. Each row tile is followed by one
-// dequantization scale per row. Values past the last column or row are zero.
+// Packed activations have the layout [row tile][column tile][16 rows][64 values]. Each row tile is
+// followed by one dequantization scale per row. Values past the last column or row are zero.
 #include <cmath>
 
 #include "base/dispatch.h"
@@ -19,7 +20,7 @@ namespace {
 static_assert(kTileBytes == kTileLoadBytes);
 using Sums = TileSums<int32_t>;
 constexpr int kRowsAtOnce = 2 * kTileRows;
-constexpr int kEpilogueRowsPerTile = 4;  // previous rows stored during each tile of columns
+constexpr int kEpilogueRowsPerTile = 4;  // rows of the previous block that are stored per column tile
 
 // Sizes and offsets within a tile of 16 packed rows.
 struct PackedRows {
@@ -43,8 +44,9 @@ size_t packed_bytes(int rows, int columns) {
     return size_t(div_up(rows, kTileRows)) * PackedRows(columns).bytes();
 }
 
-// One stage of the Hadamard transform on 16 lanes. v[i] and v[i ^ apart] are replaced by their sum and
-// difference. `swapped` is v[i ^ apart]. `second` masks the lanes i that have the bit `apart`.
+// One stage of the Hadamard transform on 16 lanes. It replaces v[i] and v[i ^ apart] by their sum
+// and difference. `swapped` holds v[i ^ apart] in lane i. `second` masks the lanes i in which the
+// bit `apart` is set.
 ENGINE_INLINE __m512 butterfly(__m512 v, __m512 swapped, __mmask16 second) {
     const __m512 one = _mm512_set1_ps(1.0f);
     return _mm512_fmadd_ps(v, _mm512_mask_sub_ps(one, second, _mm512_setzero_ps(), one), swapped);
@@ -57,7 +59,7 @@ ENGINE_INLINE __m512 hadamard16(__m512 v) {
     return butterfly(v, _mm512_shuffle_f32x4(v, v, 0b01001110), 0xff00);
 }
 
-// Rotates 64 values. Only `count` of them exist; the others are zero.
+// Rotates 64 values. Only the first `count` are read from memory; the others are zero.
 ENGINE_INLINE void rotate_values(const float* from, int count, __m512 (&v)[4]) {
     for (int i = 0; i < 4; i++) {
         v[i] = hadamard16(_mm512_maskz_loadu_ps(first_lanes(count - 16 * i), from + 16 * i));
@@ -70,7 +72,8 @@ ENGINE_INLINE void rotate_values(const float* from, int count, __m512 (&v)[4]) {
     v[3] = _mm512_sub_ps(differences[0], differences[1]);
 }
 
-// absmax of a rotated row. Values are compared as integer bit patterns, in which NaN is the largest.
+// Returns the absmax of a row after its rotation. Values are compared as integer bit patterns,
+// where NaN is the largest.
 float rotated_absmax(const float* x, int columns) {
     __m512i absmaxes = _mm512_setzero_si512();
     for (int k = 0; k < columns; k += kTileColumns) {
@@ -84,8 +87,9 @@ float rotated_absmax(const float* x, int columns) {
     return bits_to_float(uint32_t(_mm512_reduce_max_epi32(absmaxes)));
 }
 
-// Packs one row. It rotates the row twice, first to find the scale, then to quantize, so that it needs no
-// buffer. If the row contains NaN or infinity, its scale is non-finite, and so is every result of the row.
+// Packs one row. The row is rotated twice, first to find its scale, then to quantize it, so that no
+// buffer is needed. If the row contains NaN or infinity, its scale is not finite, and neither is
+// any result of the row.
 void pack_row(const float* x, int columns, uint8_t* out, float* scale) {
     const float absmax = rotated_absmax(x, columns);
     const bool is_normal = absmax > 1e-30f && std::isfinite(absmax);
@@ -101,7 +105,8 @@ void pack_row(const float* x, int columns, uint8_t* out, float* scale) {
     }
 }
 
-// Packs rows [begin, end). The thread that packs the last row also zeroes the rest of its row tile.
+// Packs rows [begin, end). The thread that packs the last row also zeroes the padding rows of the
+// last row tile.
 void pack(const float* x, int stride, int columns, int rows, int begin, int end, uint8_t* input) {
     const PackedRows packed(columns);
     auto scale_of = [&](int row) { return const_cast<float*>(packed.row_scales(input, row)); };
@@ -143,8 +148,8 @@ class PanelMatmul {
     struct Pending {
         PairOutput output;
         const Sums& sums;
-        const float* row_scales[2];  // scales of the rows of both row tiles
-        __m512 scales[2];            // scales of the channels of both panels
+        const float* row_scales[2];  // activation scales of the rows, for both row tiles
+        __m512 scales[2];            // weight scales of the channels, for both panels
         int row, rows;
     };
 
@@ -191,8 +196,9 @@ class PanelMatmul {
         store_rows(previous, packed_.tiles * kEpilogueRowsPerTile, kRowsAtOnce);
     }
 
-    // Prefetches the next tiles of the current two panels into L1. The next two panels are prefetched into
-    // L2. This is done a few lines per tile, spread evenly over the work on the current two panels.
+    // Prefetches the next tiles of the current two panels into L1. The caller also prefetches the
+    // next two panels into L2, a few cache lines per tile, spread evenly over the work on the
+    // current two panels.
     template <int kPanels>
     __attribute__((always_inline)) void prefetch_panels(const uint8_t* const (&panels)[2], int tile) {
         constexpr int kAhead = 2;
@@ -224,9 +230,9 @@ class PanelMatmul {
     const MatmulJob& job_;
     const PackedRows packed_;
     const int begin_, end_;
-    const uint8_t* next_ = nullptr;  // next line to prefetch, in the two panels after these
-    int lines_per_tile_;             // lines prefetched with each tile
-    int count_ = 0;                  // number of blocks so far
+    const uint8_t* next_ = nullptr;  // next cache line to prefetch, in the next two panels
+    int lines_per_tile_;             // cache lines of the next panels to prefetch per tile
+    int count_ = 0;                  // number of blocks multiplied so far
     int panel_, row_ = 0;            // first panel and first row of the last block
     Sums sums_[2];
 };

@@ -1,11 +1,12 @@
-// Per-channel int8 GEMM in NEON. Int8 dot products run over all of K, and each output is scaled once.
+// Per-channel int8 GEMM in NEON. An int8 dot product runs over all of K, and each output is scaled
+// only once.
 //
-// Rows of activations have a few outliers, so one int8 scale per row would leave few bits for the other
-// values. Activations and weights are therefore Hadamard-rotated (hadamard.h). This spreads outliers over 64
-// columns and does not change the dot products.
+// A row of activations has a few outliers, so a single int8 scale per row would leave few bits for
+// the other values. Activations and weights are therefore Hadamard-rotated (hadamard.h). The
+// rotation spreads outliers over 64 columns and does not change the dot products.
 //
-// Packed activations are blocks of at most twelve rows: [piece of 16 columns][row][16], then one
-// dequantization scale per row.
+// Packed activations are stored in blocks of at most twelve rows. A block has the layout [piece of
+// 16 columns][row][16], followed by one dequantization scale per row.
 #include <arm_neon.h>
 
 #include <algorithm>
@@ -78,7 +79,8 @@ ENGINE_INLINE float32x4_t rotate_values(const float* from, float* to) {
     return vmaxq_f32(vmaxq_f32(absmaxes[0], absmaxes[1]), vmaxq_f32(absmaxes[2], absmaxes[3]));
 }
 
-// Rotates a row, which is zero-padded to whole tiles. Returns its absmax, or NaN if the row contains NaN.
+// Rotates a row of activations, zero-padded to whole tiles. Returns its absmax, or NaN if the row
+// contains NaN.
 float rotate_row(const float* x, int columns, std::vector<float>& to) {
     float32x4_t absmaxes = vdupq_n_f32(0);
     for (int i = 0; i < columns; i += kHadamardSize) {
@@ -98,8 +100,8 @@ ENGINE_INLINE int8x16_t quantize16(const float* x, float inverse) {
                        vqmovn_s16(vcombine_s16(integers[2], integers[3])));
 }
 
-// Packs one row. If the row contains NaN or infinity, its scale is non-finite, and so is every result of the
-// row.
+// Packs one row. If the row contains NaN or infinity, its scale is not finite, and neither is any
+// result of the row.
 void pack_row(const float* x, int columns, const RowBlock& block, int row) {
     thread_local std::vector<float> rotated;
     rotated.resize(size_t(block.columns));
@@ -118,7 +120,7 @@ void pack(const float* x, int stride, int columns, int rows, int begin, int end,
     }
 }
 
-// Adds to sums[r] the dot products of four channels and 16 values of row r.
+// Adds to sums[r] the dot products of four channels with 16 values of row r.
 template <int rows>
 ENGINE_INLINE void add_piece(const uint8_t* weights, const int8_t* x, int32x4_t (&sums)[rows]) {
     int8x16_t words[4], values[rows];
@@ -155,7 +157,8 @@ Multiply multiply_for(int rows, std::integer_sequence<int, i...>) {
     return all[rows - 1];
 }
 
-// Multiplies the accumulators of one row by the scales of the row and of the channels.
+// Multiplies the accumulators of one row by the activation scale of the row and the scales of the
+// channels.
 ENGINE_INLINE void scale_sums(const uint8_t* panel, const RowBlock& block, int row, const BlockSums& sums,
                               float32x4_t (&out)[kVectors]) {
     const auto* scales = reinterpret_cast<const float*>(panel + size_t(block.columns) * kPanelRows);
@@ -166,7 +169,8 @@ ENGINE_INLINE void scale_sums(const uint8_t* panel, const RowBlock& block, int r
     });
 }
 
-// Epilogue of a matmul without bias, activation and gate.
+// Stores the results of a matmul without bias, activation and gate. If `accumulates`, they are
+// added to the residual in `out`.
 template <bool accumulates>
 void store_plain(const MatmulJob& job, int unit, int first, const RowBlock& block, const BlockSums& sums) {
     const uint8_t* panel = job.weights->panel(unit);
@@ -180,7 +184,7 @@ void store_plain(const MatmulJob& job, int unit, int first, const RowBlock& bloc
     }
 }
 
-// Epilogue of a matmul with SiLU gate, without bias and residual.
+// Stores the results of a matmul with a SiLU gate, without bias and residual.
 void store_gated(const MatmulJob& job, int unit, int first, const RowBlock& block, const BlockSums* sums) {
     for (int r = 0; r < block.rows; r++) {
         float32x4_t gates[kVectors], values[kVectors];

@@ -1,4 +1,5 @@
-// Requantizes panels of any other layout to layout I8: Hadamard-rotated int8 with one scale per channel.
+// Requantizes weight panels of any other layout to layout I8: Hadamard-rotated int8 values with one
+// scale per output channel.
 #pragma once
 #include "base/with_layout.h"
 #include "matmul/dequantize.h"
@@ -7,8 +8,8 @@
 namespace engine {
 namespace {
 
-// The scales of channels [n, n + kLanes), and the factors that map the values of these channels to [-127,
-// 127].
+// The scales of channels [n, n + kLanes), and their inverses. A channel's values times its inverse
+// are in [-127, 127].
 struct ChannelScale {
     Floats scale, inverse;
 };
@@ -22,7 +23,8 @@ ChannelScale channel_scale(const float* values, int columns, int n) {
     return {absmax / 127.0f, absmax > 1e-30f ? 127.0f / absmax : Floats{}};
 }
 
-// Quantizes four values of each of kLanes channels. The four bytes of a channel form one word.
+// Quantizes four values of each of kLanes channels. The four bytes of a channel form one 32-bit
+// word of the result.
 ENGINE_INLINE Ints quantize_four(const float* values, Floats inverse) {
     Ints four = {};
     for (int c = 0; c < 4; c++) {

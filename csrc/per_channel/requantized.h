@@ -1,6 +1,6 @@
-// Makes int8 copies of quantized matrices, with one scale per output channel (layout I8). The copies are at
-// least a third larger than the originals. But the kernels read them without dequantizing, and they scale
-// each output only once.
+// Makes int8 copies of quantized matrices, with one scale per output channel (layout I8), for
+// `--numerics fast`. Copies of 4-bit matrices are larger than the originals. In return, kernels
+// read them without dequantizing and scale each output only once.
 #pragma once
 #include <vector>
 
@@ -10,13 +10,14 @@
 
 namespace engine {
 
-// Max columns of a matrix. With more, a dot product of int8 values could overflow 32 bits.
+// Max columns of a matrix that can be requantized. With more columns, a dot product of int8 values
+// could overflow 32 bits.
 constexpr int kMaxPerChannelColumns = 1 << 17;
 static_assert(int64_t(kMaxPerChannelColumns) * 127 * 127 <= INT32_MAX);
 
 struct StoredPanels {
     const Matrix* matrix;
-    int panels;  // including the padding panels of gate and up, which `matrix` does not count
+    int panels;  // counts padding panels of gate and up too, unlike `matrix`
 };
 
 struct RequantizedMatrices {

@@ -10,10 +10,10 @@ namespace engine {
 namespace {
 
 constexpr int kPanelsAtOnce = 4;
-constexpr int kPieceColumns = 256;  // a multiple of every block size; 16 rows of a piece fit into L1
+constexpr int kPieceColumns = 256;  // a multiple of all block sizes; 16 rows of so many columns fit into L1
 
-// Fills a panel so that all of it dequantizes to zero. In layouts with an offset of 128, the byte 128 is
-// zero.
+// Fills a panel so that all its values dequantize to zero. In layouts whose bytes have an offset of
+// 128, the byte 128 stands for zero.
 void clear_panel(Layout layout, int columns, uint8_t* panel) {
     memset(panel, 0, panel_bytes(layout, columns));
     if (layout != Layout::Q8 && layout != Layout::Q8G16) return;
@@ -21,8 +21,8 @@ void clear_panel(Layout layout, int columns, uint8_t* panel) {
         memset(panel + size_t(group) * group_bytes(layout), 128, kPanelRows * kGroup);
 }
 
-// Returns the part that row `row` of the matrix comes from, and sets `row` to the row within this part.
-// Returns null for a padding row.
+// Finds the stored tensor (part) that row `row` of the matrix comes from, and sets `row` to the row
+// within this tensor. Returns null if the row is padding.
 const StoredPart* find_row(const Repacking& matrix, int& row) {
     if (matrix.interleaved) {
         int panel = row / kPanelRows;
@@ -37,11 +37,11 @@ const StoredPart* find_row(const Repacking& matrix, int& row) {
     return nullptr;
 }
 
-// Where a row of a panel is stored in the checkpoint.
+// Where one row of a panel is stored in the checkpoint.
 struct PanelRow {
-    const StoredType* type;  // null: a padding row
+    const StoredType* type;  // null: the row is padding
     const uint8_t* data;
-    size_t block_stride;  // bytes from one block to the next; a float counts as a block
+    size_t block_stride;  // bytes from one block to the next; each float of a float type is a block
 };
 
 PanelRow locate(const Repacking& matrix, int row) {
@@ -73,7 +73,7 @@ bool pack_panel(const Repacking& matrix, int panel) {
     return accepted;
 }
 
-// Hands out the panels of all matrices to threads, in order.
+// A queue of the panels of all matrices. Threads call `work` to pack panels until none are left.
 class PanelQueue {
   public:
     explicit PanelQueue(const std::vector<Repacking>& matrices) : matrices_(matrices) {
@@ -121,7 +121,7 @@ int repack(const std::vector<Repacking>& matrices, int threads) {
         try {
             helpers.emplace_back([&queue] { queue.work(); });
         } catch (const std::system_error&) {
-            break;  // no more threads available: those that run do all the work
+            break;  // no more threads are available; the running ones do all the work
         }
     }
     queue.work();

@@ -1,10 +1,11 @@
-// Repacks checkpoint tensors into panels (layout.h). Quantized tensors are not dequantized on the way.
+// Repacks the tensors of a checkpoint into panels (layout.h), the form that kernels read. Quantized
+// tensors stay quantized.
 //
-// Quantized values keep their bits. Scales and minima that are stored as halves keep their bits too. Types
-// with blocks of 256 values store each scale as a half times a small integer. This product is rounded to a
-// half, with a relative error of at most 2^-11. It cannot underflow, because an integer multiple of a half is
-// never finer than the smallest half. A scale or minimum that is not finite, or too large for a half, is
-// refused.
+// Quantized values keep their bits, and so do scales and minima that the checkpoint stores as
+// halves. Types with blocks of 256 values store each scale as a half times a small integer. This
+// product is rounded to a half, with a relative error of at most 2^-11. It cannot underflow,
+// because an integer multiple of a half is never finer than the smallest half. A matrix is refused
+// if one of its scales or minima is not finite or too large for a half.
 #pragma once
 #include <string>
 #include <vector>
@@ -13,25 +14,28 @@
 
 namespace engine {
 
-// Version of the panel layout, which packed weight files record. It must be raised when the layout changes or
-// when repacking writes other values.
+// Version of the panel layout. Files of packed weights record it. It must be raised when the layout
+// changes, or when repacking writes other values than before.
 constexpr int kLayoutVersion = 1;
 
-// Values [begin, end) of a stored row, in whole blocks. They are packed into row `lane` of a cleared panel.
+// Values [begin, end) of a stored row, in whole blocks. `StoredType::pack` writes them to one row
+// of a cleared panel.
 struct RowPiece {
     const uint8_t* data;  // address of the block that holds value `begin`
-    size_t block_stride;  // bytes from one block to the next; a float counts as a block
+    size_t block_stride;  // bytes from one block to the next; each float of a float type is a block
     int begin, end;
-    int columns;  // columns of the whole row
+    int columns;  // number of values of the whole row
 };
 
-// A tensor type of a checkpoint. `name` is its GGUF name.
+// A tensor type. `name` is its name in `weights/quants.py`. Types that are not listed are first written as one
+// of these.
 struct StoredType {
     const char* name;
     Layout layout;
-    int block_values;
-    int block_bytes;
-    // Packs a piece of a row. Returns false if a scale or minimum is refused.
+    int block_values;  // values per block; 1 for float types
+    int block_bytes;   // bytes per block
+    // Packs a piece of a row into row `lane` of a panel. Returns false if a scale or minimum is not
+    // finite or too large.
     bool (*pack)(const RowPiece& piece, uint8_t* panel, int lane);
 
     size_t bytes(size_t values) const { return values / size_t(block_values) * size_t(block_bytes); }
@@ -44,12 +48,13 @@ struct StoredPart {
     const StoredType* type;
     const uint8_t* data;
     int rows;
-    const int64_t* order;  // order[i]: stored row that becomes row i; null: the stored order
-    bool transposed;       // stored as (columns, rows); only floats can be
+    const int64_t* order;  // order[i]: the stored row that becomes row i; null: rows keep their order
+    bool transposed;       // true: stored as (columns, rows), which only float types can be
 };
 
-// A matrix to pack. Its parts are stacked along the output dimension. If `interleaved`, it has two parts of
-// equal size whose panels alternate, and each part is padded to whole panels.
+// A matrix to pack. Its parts are stored tensors, stacked along the output dimension. If
+// `interleaved`, there are two parts of equal size, such as gate and up. Their panels alternate,
+// and each part is padded to whole panels.
 struct Repacking {
     Layout layout;
     int columns;
@@ -62,7 +67,8 @@ struct Repacking {
     size_t bytes() const { return size_t(panels()) * panel_bytes(layout, columns); }
 };
 
-// Packs all matrices. Returns the index of a matrix with a refused scale or minimum, or -1.
+// Packs all matrices. Returns -1, or the index of a matrix with a scale or minimum that is not
+// finite or too large for a half.
 int repack(const std::vector<Repacking>& matrices, int threads);
 
 }  // namespace engine

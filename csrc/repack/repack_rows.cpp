@@ -1,15 +1,18 @@
-// Packs rows of each stored type into rows of a panel.
+// Packs rows of each tensor type of a checkpoint into rows of a panel.
 //
-// A type unpacks its blocks into groups of 32 values. The layout places these groups in the panel: a row has
-// one word of every 64 bytes of values, and one half of every 32 bytes of scales.
+// Each type unpacks its blocks into groups of 32 values. The groups are then placed in the panel as
+// its layout demands: a row owns one 4-byte word of every 64 bytes of values, and one half of every
+// 32 bytes of scales.
 #include "repack/repack.h"
+
+#include <cmath>
 
 namespace engine {
 
 namespace {
 
 struct Group {
-    uint8_t values[32];  // as in the layout; if 4-bit, byte i < 16 holds values i and 16 + i
+    uint8_t values[32];  // as in the panel; in 4-bit layouts, byte i < 16 holds values i and 16 + i
     uint16_t scales[2];  // the second is used only in layouts with two scales per group
     uint16_t minima[2];
 };
@@ -62,7 +65,7 @@ bool pack_blocks(const RowPiece& piece, uint8_t* panel, int lane) {
     return finite;
 }
 
-// In layout F32, a row has one word of every 64 bytes of the panel.
+// In layout F32, a row owns one 4-byte word of every 64 bytes of the panel.
 bool pack_f32(const RowPiece& piece, uint8_t* panel, int lane) {
     const uint8_t* value = piece.data;
     for (int k = piece.begin; k < piece.end; k++, value += piece.block_stride)
@@ -82,12 +85,13 @@ bool pack_16bit(const RowPiece& piece, uint8_t* panel, int lane) {
     return true;
 }
 
-// Packs 32 values below 16. Byte i holds value i in its low nibble and value 16 + i in its high nibble.
+// Packs 32 values below 16 into 16 bytes. Byte i holds value i in its low nibble and value 16 + i
+// in its high nibble.
 void pair_up(const uint8_t* values, uint8_t* pairs) {
     for (int i = 0; i < 16; i++) pairs[i] = uint8_t(values[i] | values[16 + i] << 4);
 }
 
-// Unpacks 16 bytes to 32 values: the low nibbles, then the high nibbles.
+// Unpacks 16 bytes to 32 values: first the low nibbles of all bytes, then the high nibbles.
 void split_nibbles(const uint8_t* packed, uint8_t* values) {
     for (int i = 0; i < 16; i++) {
         values[i] = packed[i] & 15;
@@ -150,7 +154,7 @@ struct Q8_0 {
     }
 };
 
-// The 16 quantization levels of the IQ4 types. 128 is added to each.
+// The 16 quantization levels of the IQ4 types. 128 is added to each level.
 constexpr uint8_t kLevels[16] = {1, 24, 45, 63, 79, 93, 106, 118, 129, 141, 153, 166, 181, 197, 217, 241};
 
 void look_up_levels(const uint8_t* packed, uint8_t* values) {
@@ -167,7 +171,8 @@ struct IQ4_NL {
     }
 };
 
-// Bytes: 0-1 scale factor, 2-3 high two bits and 4-7 low four bits of eight scales, 8-135 level indices.
+// Bytes of a block: 0-1 scale factor, 2-3 high two bits of eight scales, 4-7 low four bits of these
+// scales, 8-135 level indices.
 struct IQ4_XS {
     static constexpr Layout kLayout = Layout::Q8;
     static constexpr int kGroups = 8, kBytes = 136;
@@ -181,8 +186,8 @@ struct IQ4_XS {
     }
 };
 
-// Bytes: 0-15 scale | minimum << 4 per 16 values, 16-79 2-bit values, 80-81 scale factor, 82-83 minimum
-// factor.
+// Bytes of a block: 0-15 scale | minimum << 4 for every 16 values, 16-79 2-bit values, 80-81 scale
+// factor, 82-83 minimum factor.
 struct Q2_K {
     static constexpr Layout kLayout = Layout::Q4G16;
     static constexpr int kGroups = 8, kBytes = 84;
@@ -200,8 +205,8 @@ struct Q2_K {
     }
 };
 
-// Bytes: 0-31 third bits, 32-95 low two bits, 96-107 sixteen 6-bit scales, 108-109 scale factor. Values have
-// an offset of 4.
+// Bytes of a block: 0-31 third bits of the values, 32-95 low two bits of the values, 96-107 sixteen
+// 6-bit scales, 108-109 scale factor. Values have an offset of 4.
 struct Q3_K {
     static constexpr Layout kLayout = Layout::Q4G16;
     static constexpr int kGroups = 8, kBytes = 110;
@@ -226,9 +231,11 @@ struct Q3_K {
     }
 };
 
-// Eight 6-bit scales and eight 6-bit minima in 12 bytes. The first four of each are the low 6 bits of bytes
-// 0-3 and 4-7. The last four have their low 4 bits in bytes 8-11 and their high 2 bits in the top of bytes
-// 0-7.
+// Reads scale and minimum of group g. Eight 6-bit scales and eight 6-bit minima are packed in 12
+// bytes. For the first four groups, the scales are the low 6 bits of bytes 0-3, and the minima are
+// the low 6 bits of bytes 4-7. For the last four groups, byte 4 + g holds the low 4 bits of the
+// scale and of the minimum. Their high 2 bits are the top bits of bytes 0-3 (scales) and 4-7
+// (minima).
 void scale_group(const uint8_t* block, int g, Group& out) {
     const uint8_t* packed = block + 4;
     int scale = packed[g % 4] & 63, minimum = packed[4 + g % 4] & 63;
@@ -240,7 +247,8 @@ void scale_group(const uint8_t* block, int g, Group& out) {
     out.minima[0] = times(half_at(block + 2), -minimum);
 }
 
-// Bytes: 0-1 scale factor, 2-3 minimum factor, 4-15 scales and minima, 16-143 4-bit values.
+// Bytes of a block: 0-1 scale factor, 2-3 minimum factor, 4-15 scales and minima, 16-143 4-bit
+// values.
 struct Q4_K {
     static constexpr Layout kLayout = Layout::Q4;
     static constexpr int kGroups = 8, kBytes = 144;
@@ -254,7 +262,8 @@ struct Q4_K {
     }
 };
 
-// Bytes: as Q4_K, with the fifth bits in 16-47 and the low four bits in 48-175.
+// Bytes of a block: 0-15 as in Q4_K, 16-47 fifth bits of the values, 48-175 low four bits of the
+// values.
 struct Q5_K {
     static constexpr Layout kLayout = Layout::Q8M;
     static constexpr int kGroups = 8, kBytes = 176;
@@ -269,8 +278,8 @@ struct Q5_K {
     }
 };
 
-// Bytes: 0-127 low four bits, 128-191 high two bits, 192-207 signed scales per 16 values, 208-209 scale
-// factor. Values have an offset of 32.
+// Bytes of a block: 0-127 low four bits of the values, 128-191 high two bits of the values, 192-207
+// a signed scale for every 16 values, 208-209 scale factor. Values have an offset of 32.
 struct Q6_K {
     static constexpr Layout kLayout = Layout::Q8G16;
     static constexpr int kGroups = 8, kBytes = 210;
@@ -285,6 +294,39 @@ struct Q6_K {
             for (int half = 0; half < 2; half++)
                 out[g].scales[half] = times(half_at(block + 208), int8_t(block[192 + 2 * g + half]));
         }
+    }
+};
+
+// Byte 0: exponent of the scale, with an offset of 127; 1-16 4-bit floats, as indices of doubled levels.
+struct MXFP4 {
+    static constexpr Layout kLayout = Layout::Q8;
+    static constexpr int kGroups = 1, kBytes = 17;
+    static void unpack(const uint8_t* block, Group* out) {
+        constexpr int8_t levels[16] = {0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12};
+        out->scales[0] = float_to_half(std::ldexp(1.0f, block[0] - 128));
+        split_nibbles(block + 1, out->values);
+        for (uint8_t& value : out->values) value = uint8_t(levels[value] + 128);
+    }
+};
+
+// A type of our own. Bytes: 0-3 two scales, 4-7 two minima, 8-23 4-bit values.
+struct Q4_G16 {
+    static constexpr Layout kLayout = Layout::Q4G16;
+    static constexpr int kGroups = 1, kBytes = 24;
+    static void unpack(const uint8_t* block, Group* out) {
+        memcpy(out->scales, block, 4);
+        memcpy(out->minima, block + 4, 4);
+        memcpy(out->values, block + 8, 16);
+    }
+};
+
+// A type of our own. Bytes: 0-3 two scales, 4-35 signed values.
+struct Q8_G16 {
+    static constexpr Layout kLayout = Layout::Q8G16;
+    static constexpr int kGroups = 1, kBytes = 36;
+    static void unpack(const uint8_t* block, Group* out) {
+        memcpy(out->scales, block, 4);
+        for (int i = 0; i < 32; i++) out->values[i] = block[4 + i] ^ 128;
     }
 };
 
@@ -309,6 +351,9 @@ const StoredType kTypes[] = {
     quantized<Q6_K>("Q6_K"),
     quantized<IQ4_NL>("IQ4_NL"),
     quantized<IQ4_XS>("IQ4_XS"),
+    quantized<MXFP4>("MXFP4"),
+    quantized<Q4_G16>("Q4_G16"),
+    quantized<Q8_G16>("Q8_G16"),
 };
 
 }  // namespace

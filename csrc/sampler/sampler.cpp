@@ -14,7 +14,8 @@ namespace {
 
 constexpr float kMinusInfinity = -std::numeric_limits<float>::infinity();
 
-// Hash function: a bijection of 64-bit words in which every output bit depends on every input bit.
+// A hash function. It is a bijection of 64-bit words in which every output bit depends on every
+// input bit.
 uint64_t mix(uint64_t x) {
     x = (x + 0x9e3779b97f4a7c15) * 0xbf58476d1ce4e5b9;
     x = (x ^ (x >> 29)) * 0x94d049bb133111eb;
@@ -30,8 +31,9 @@ bool all_within(const int32_t* values, int count, int low, int end) {
     return std::all_of(values, values + count, [=](int32_t value) { return value >= low && value < end; });
 }
 
-// Calls `found(i)` for every logit >= `floor`. `maxima` has the maximum of each column, which is every
-// kColumns-th logit of a chunk. Columns whose maximum is below `floor` are skipped.
+// Calls `found(i)` for every logit that is at least `floor`. `maxima` has the maximum of each
+// column; a column is every kColumns-th logit of a chunk. Columns whose maximum is below `floor`
+// are skipped.
 template <class F>
 void for_large(const float* x, int size, float floor, const std::vector<float>& maxima, const F& found) {
     for (int column = 0; column < int(maxima.size()); column++) {
@@ -76,16 +78,16 @@ int top_tokens(const ScanKernels& scan, const float* x, int size, int k, SampleS
     return k;
 }
 
-// Top-p threshold: the largest probability such that all tokens at or above it sum to at least `target`. It
-// is found by bisection over the bits of a float, because positive floats are ordered like their bits. The
-// last 7 bits stay 0. Tokens whose probabilities agree to one part in 65,536 therefore count as equally
-// likely. `probs` holds the probabilities in [min_prob, best], whose sum is known to reach the target. They
-// are overwritten.
+// Returns the top-p threshold: the largest probability such that the tokens at or above it sum to
+// at least `target`. The threshold is found by bisection over the bits of a float, because positive
+// floats are ordered like their bits. The last 7 bits stay 0, so tokens whose probabilities agree
+// to one part in 65,536 count as equally likely. `probs` holds the probabilities in [min_prob,
+// best], whose sum is known to reach the target. The function overwrites `probs`.
 float nucleus_floor(const ScanKernels& scan, float* probs, int count, float min_prob, float best,
                     float target) {
     float low = 0x1p-63f, high = 2;            // bounds of the threshold
-    double mass_at_high = 0, mass_passed = 0;  // at or above `high`; removed from `probs`
-    for (int bit = 28; bit >= 7; bit--) {      // bits that differ among floats in 2^-63 .. 1
+    double mass_at_high = 0, mass_passed = 0;  // sums: at or above `high`; removed from `probs`
+    for (int bit = 28; bit >= 7; bit--) {      // the bits in which floats in 2^-63 .. 1 differ
         float middle = bits_to_float(float_to_bits(low) | 1u << bit);
         if (middle > best) continue;
         double mass = middle > min_prob ? mass_passed + scan.mass_above(probs, count, middle) : 1;
@@ -95,7 +97,7 @@ float nucleus_floor(const ScanKernels& scan, float* probs, int count, float min_
             high = middle;
             mass_at_high = mass;
         }
-        if (bit == 23 || bit == 16) {  // now the exponent is known, or 7 bits of the mantissa too
+        if (bit == 23 || bit == 16) {  // 23: the exponent is known; 16: 7 mantissa bits too
             count = scan.gather_probs(probs, count, 1, low, high, probs);
             mass_passed = mass_at_high;
         }
@@ -128,7 +130,8 @@ Sampler::Sampler(int vocab, int max_slots, int max_seq_len)
       max_slots_(max_slots),
       max_seq_len_(max_seq_len),
       words_(size_t(vocab)),
-      // The extra column is for the token after a full sequence. It is sampled but never computed on.
+      // There is one column more than max_seq_len, for the token sampled after the last position.
+      // It is sampled, but the model never computes it.
       history_(size_t(max_slots) * size_t(max_seq_len + 1) * sizeof(int32_t)),
       num_prompt_(size_t(max_slots)) {
     for (size_t token = 0; token < words_.size(); token++) words_[token] = uint32_t(mix(token));
@@ -175,7 +178,7 @@ void Sampler::begin(const SamplingArrays& inputs, const SampledArrays& outputs) 
     index_biases();
 }
 
-// Groups the biases by row. Within a row they keep their order.
+// Groups the logit biases by row. Within a row they keep their order.
 void Sampler::index_biases() {
     bias_start_.assign(size_t(in_.rows) + 1, 0);
     bias_order_.resize(size_t(in_.biases));
@@ -183,7 +186,8 @@ void Sampler::index_biases() {
     for (size_t row = 0; row < size_t(in_.rows); row++) bias_start_[row + 1] += bias_start_[row];
     for (int i = in_.biases - 1; i >= 0; i--)
         bias_order_[size_t(--bias_start_[size_t(in_.bias_rows[i]) + 1])] = i;
-    // The loop above moved the end of each row down to its beginning.
+    // The loop above moved the end of each row down to its beginning. So bias_start_[row + 1] has
+    // the start of `row`.
     for (size_t row = 0; row < size_t(in_.rows); row++) bias_start_[row] = bias_start_[row + 1];
     bias_start_[size_t(in_.rows)] = in_.biases;
 }
@@ -231,7 +235,7 @@ void Sampler::penalize(float* logits, int row, SampleScratch& scratch) const {
     const int32_t* tokens = tokens_of(in_.slots[row]);
     int length = in_.position[row], num_prompt = num_prompt_[size_t(in_.slots[row])];
     float repetition = in_.repetition[row];
-    int32_t* seen = scratch.seen.data();  // 1 if the token occurred, plus 2 per occurrence in the output
+    int32_t* seen = scratch.seen.data();  // 1 if the token occurs, plus 2 per occurrence in the output
     for (int i = 0; i < length; i++) seen[tokens[i]] = (seen[tokens[i]] | 1) + (i >= num_prompt ? 2 : 0);
     for (int i = 0; i < length; i++) {
         int32_t token = tokens[i];
@@ -262,7 +266,8 @@ int Sampler::sample_token(const Kernels& kernels, const float* logits, int row,
         vocab_, best};
     if (top_p < 1 || min_p > 0) {
         float* weights = scratch.weights.data();
-        // The probability of a token is its weight times prob_scale. The most likely token has weight 1.
+        // The probability of a token is its weight times prob_scale. The likeliest token has weight
+        // 1.
         float prob_scale = float(1 / scan.exp_weights(logits, vocab_, floor, temperature, top, weights));
         job.rank = weights;
         job.rank_scale = prob_scale;

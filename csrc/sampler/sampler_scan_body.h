@@ -1,4 +1,5 @@
-// The functions of sampler_scan.h. The vector width is that of the including file's instruction set.
+// The code of the functions in sampler_scan.h. Each including file is compiled for one instruction
+// set, which sets the vector width.
 #pragma once
 #include <math.h>
 #if defined(__SSE2__)
@@ -12,7 +13,7 @@ namespace engine {
 namespace {
 
 constexpr float kMinusInfinity = -__builtin_inff();
-constexpr int kFlush = 32;  // vectors that are added in float before their sum is added to a double
+constexpr int kFlush = 32;  // number of vectors added in float before their sum is added to a double
 
 // Loads up to kLanes values. Lanes past the end get the value `rest`.
 template <class V, class T>
@@ -48,7 +49,7 @@ ENGINE_INLINE void for_vectors(const float* x, int size, float rest, const F& pa
     if (at < size) pass(load_up_to<Floats>(x + at, size - at, rest), at, size - at);
 }
 
-// Sums up vectors: up to kFlush vectors in float, then in double.
+// Sums up vectors. Up to kFlush vectors are added in float; their sums are added in double.
 struct Total {
     Floats some = {};
     double lanes[kLanes] = {};
@@ -96,7 +97,7 @@ void column_maxima(const float* x, int size, float* maxima) {
     }
 }
 
-// exp(x) for x <= 0, within 2 ulp. The result is 0 if x is below -87 or NaN.
+// exp(x) for x <= 0, with an error of at most 2 ulp. The result is 0 if x is below -87 or NaN.
 ENGINE_INLINE Floats exp_negative(Floats x) {
     constexpr float kLog2e = 1.44269504f, kLn2High = 0.693359375f, kLn2Low = -2.12194440e-4f;
     Ints in_range = x > -87.0f;
@@ -151,7 +152,8 @@ double mass_above(const float* probs, int count, float floor) {
     return total.sum();
 }
 
-// Hashes to 31 bits, which depend on all bits of the row's keys and of the token's hash.
+// Returns 31 random bits, a hash of the row's keys and the token's hash. They depend on all bits of
+// both.
 template <class W>
 ENGINE_INLINE W noise_bits(W word, uint32_t key, uint32_t odd_key) {
     word ^= key;
@@ -165,16 +167,17 @@ ENGINE_INLINE W noise_bits(W word, uint32_t key, uint32_t odd_key) {
 
 float gumbel_score(const GumbelJob& job, int token) {
     uint32_t bits = noise_bits(job.words[token], job.key, job.odd_key);
-    // A uniform variate in (0, 1). Its resolution is finest near 0, because the winner has a small
-    // exponential variate.
+    // A uniform variate in (0, 1). Its resolution is finest near 0, where it matters: the winner
+    // has a small exponential variate -log(1 - uniform).
     float uniform = fminf(fmaxf(float(int32_t(bits)), 0.5f), 2147483520.0f) * 0x1p-31f;
     return job.logits[token] / job.temperature - logf(-log1pf(-uniform));
 }
 
-// A token can beat `best` only if its exponential variate is at most exp(logit / temperature - best). The
-// exponential variate is at least the uniform variate. The code computes an upper bound of that exp by
-// reinterpreting a scaled integer as a float. Only the few tokens whose uniform variate is below this bound
-// need logarithms.
+// Returns the winner of Gumbel-max sampling. A token can beat `best` only if its exponential
+// variate is at most exp(logit / temperature - best). The uniform variate is a lower bound of the
+// exponential variate. The code computes an upper bound of the exp without calling exp, by
+// reinterpreting a scaled integer as a float. Only the few tokens whose uniform variate is below
+// this bound need logarithms.
 int gumbel_argmax(const GumbelJob& job) {
     constexpr float kPerUnit = 12102203.2f, kOne = 1065353216.0f, kBits = 21.4875626f;  // 31 ln 2
     float inverse = 1 / job.temperature;

@@ -1,7 +1,8 @@
-// Norms, RoPE and reductions over logits. The vector width is that of the including file's instruction set.
+// Norms, RoPE and reductions over logits. Each including file is compiled for one instruction set,
+// which sets the vector width.
 //
-// Sums are accumulated in double in each lane, and lanes are added in a fixed order. A sum therefore depends
-// only on the values.
+// Sums are accumulated in double, in each lane separately. The lanes are then added in a fixed
+// order, so a sum depends only on the values.
 #pragma once
 #include <cmath>
 
@@ -129,7 +130,7 @@ int argmax(const float* x, int size) {
     return 0;  // all values are NaN
 }
 
-// Every four terms are added in float. Their sums are accumulated in double.
+// Groups of four terms are added in float. The sums of the groups are accumulated in double.
 double sum_exp(const float* x, int size, float max, float scale) {
     constexpr int kStep = 4 * kLanes;
     Doubles sums[2] = {};

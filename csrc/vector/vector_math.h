@@ -5,7 +5,8 @@
 namespace engine {
 namespace {
 
-// exp(x), within 2 ulp. The result is 0 if x is below -87.3, and it never exceeds 2.4e38. NaN gives NaN.
+// exp(x) with an error of at most 2 ulp. The result is 0 if x is below -87.3, and it never exceeds
+// 2.4e38. NaN gives NaN.
 ENGINE_INLINE Floats vexp(Floats x) {
     const Floats lowest = all(-87.3f), highest = all(88.37f);
     Floats bounded = x < lowest ? lowest : x;

@@ -1,5 +1,5 @@
-// Elementary functions on vectors of 16 floats, with a relative error of about 2e-7. NaN gives NaN.
-// Infinities give the limits of the function.
+// Elementary functions on vectors of 16 floats, with a relative error of about 2e-7. For NaN, the
+// result is NaN. For infinity, the result is the limit of the function.
 #pragma once
 // GCC 12 warns about registers that its own intrinsics leave uninitialized on purpose.
 #pragma GCC diagnostic push
@@ -30,8 +30,8 @@ ENGINE_INLINE __m512 polynomial(__m512 x, const float (&coefficients)[N]) {
 }
 
 ENGINE_INLINE __m512 vexp(__m512 x) {
-    // Outside these bounds the result is infinite or zero. NaN is the second operand of min and max, so it
-    // survives both.
+    // Outside these bounds the result is infinite or zero anyway. NaN is the second operand of min
+    // and max, which both return it unchanged.
     x = _mm512_max_ps(_mm512_set1_ps(-110.0f), _mm512_min_ps(_mm512_set1_ps(89.0f), x));
     __m512 power = _mm512_roundscale_ps(_mm512_mul_ps(x, _mm512_set1_ps(1.44269504f)),
                                         _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);

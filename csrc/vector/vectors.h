@@ -1,5 +1,6 @@
-// Vectors as wide as those of the including file's instruction set. They are GCC vector extensions, so the
-// same source works for every instruction set.
+// Vectors of floats and integers. Each including file is compiled for one instruction set, which
+// sets the vector width. The types are GCC vector extensions, so the same source works for every
+// instruction set.
 #pragma once
 #include "base/common.h"
 

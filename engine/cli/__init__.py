@@ -4,4 +4,4 @@ is used.
 
 import time
 
-BEGAN_AT = time.monotonic()  # start time, taken before other modules of the command are imported
+BEGAN_AT = time.monotonic()  # when the command started, before it imports its other modules

@@ -1,7 +1,7 @@
 """Starts the engine process of `engine serve` before the command line is parsed.
 
 Parsing needs Typer and pydantic. Importing them takes half as long as the engine process needs for
-its own imports. Both happen in parallel.
+its own imports. With an early start, both processes import in parallel.
 """
 
 import os
@@ -13,8 +13,8 @@ _waiting: list[EngineProcess] = []
 
 
 def start_engine(arguments: Sequence[str]) -> None:
-    """Start an engine process if the command is `serve`. If the command does not use the process
-    after all, the process exits when this one does.
+    """Start an engine process if the command is `serve`. If the command does not use the engine
+    process after all, the engine process exits together with this one.
     """
     if arguments[:1] == ["serve"] and "--help" not in arguments:
         _waiting.append(_started())
@@ -26,7 +26,7 @@ def take_engine() -> EngineProcess:
 
 
 def _started() -> EngineProcess:
-    # Without this, numpy starts one BLAS thread per core, in this process and in the engine. These
-    # threads would only waste CPU time.
+    # Without this variable, numpy starts one BLAS thread per core, in this process and in the
+    # engine process. These threads would only waste CPU time.
     os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
     return EngineProcess()

@@ -56,8 +56,9 @@ def argv(
 
 
 def _backends(settings: "Settings", wanted: str | None) -> "Iterator[tuple[str, InferenceBackend]]":
-    """Yields the names and backends of the configuration file. If it lists none: the backend that
-    flags and the [model] section select.
+    """Yields each backend of the configuration file with its name; if `wanted` is given, only the
+    backend with that name. If the file lists no backends, yields the backend that flags and the
+    [model] section select.
     """
     from engine.backends.custom.engine_settings import backend_name
     from engine.backends.factory import make_backend

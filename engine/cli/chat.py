@@ -72,7 +72,7 @@ def chat(
 
 
 def _read_line(console: "Console") -> str | None:
-    """Read the user's next line. None if the user ends the conversation."""
+    """Read the user's next line. Returns None if the user ends the conversation."""
     is_plain = console.no_color or not console.is_terminal
     try:
         line = input(PROMPT if is_plain else COLORED_PROMPT).strip()
@@ -88,7 +88,7 @@ def _answer(
     """Print the model's answer as it is generated, and return it. Ctrl-C stops the answer; the text
     so far is kept.
 
-    Returns None if there is no answer. Then an error message was printed.
+    If the generation fails, prints the error and returns None.
     """
     from engine.core.interfaces.backend import TextEvent, UsageEvent
 

@@ -74,8 +74,8 @@ def exit_code(error: EngineError) -> int:
 
 
 def read_api_key(path: Path | None) -> str | None:
-    """The API key for a server that the user gave by URL: from the file, or from
-    LLM_ENGINE_API_KEY.
+    """The API key for a server that the user gave by URL. It is read from the file, or from the
+    variable LLM_ENGINE_API_KEY if no file is given.
 
     The key is never taken from the settings. A key in ./engine.toml is only for the user's own
     server, and must not be sent to another one.
@@ -91,8 +91,8 @@ def read_api_key(path: Path | None) -> str | None:
 def load_cli_settings(
     config: Path | None, flags: Mapping[str, Any] | None = None
 ) -> "LoadedSettings":
-    """Load the settings. `flags` maps `section.key` to a value, or to None if the flag was not
-    given.
+    """Load the settings from the configuration file, the environment variables and the flags.
+    `flags` maps `section.key` to a value, or to None if the flag was not given.
     """
     from engine.core.config import load_settings
 

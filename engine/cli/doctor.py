@@ -32,14 +32,16 @@ _NATIVE_FIX = (
     "install a C++ compiler (for example: apt-get install g++) and install the engine again, "
     "or serve with PyTorch: pip install 'engine[torch]' and --backend torch"
 )
-# Packages that a built-in backend needs, and the extra of our package that installs them.
+# Backend -> the Python packages that it needs, and the extras of our package that install them
+# (`pip install 'engine[EXTRA]'`).
 _BACKEND_NEEDS = {
     "jax": (("jax",), "jax"),
     "tinygrad": (("tinygrad",), "tinygrad"),
     "torch": (("torch",), "torch"),
     "transformers": (("torch", "transformers"), "torch,transformers"),
 }
-# Backends that run in a Python environment of their own, which this command can't check.
+# Backends that run outside this Python environment, where this command can't check them. The text
+# says where each of them runs.
 _ELSEWHERE = {
     "vllm": "runs in the environment that its option python names",
     "sglang": "runs in the environment that its option python names",
@@ -156,8 +158,8 @@ def _gpus() -> list[Finding]:
 
 
 def _kernels() -> list[Finding]:
-    """Which instruction sets the native kernels would use on this machine, and their measured
-    speed.
+    """The instruction sets that the native kernels can use on this machine, and the measured speed
+    of the kernels.
     """
     if not _has_native_kernels():
         return [Finding("kernels", "native kernels", "not built", False, _NATIVE_FIX)]
@@ -199,8 +201,8 @@ def _has_native_kernels() -> bool:
 
 
 def _measured_speed() -> dict[str, Any]:
-    """Measure the kernels in a child process. Raises `SubprocessError` or `ValueError` if they
-    can't run.
+    """Measure the native kernels in a child process. Raises `SubprocessError` or `ValueError` if
+    the kernels can't run.
     """
     command = [sys.executable, "-m", f"{_NATIVE}.machine"]
     answer = subprocess.run(

@@ -1,4 +1,6 @@
-"""`engine plugins list`: which plugins are installed, and which a configuration uses."""
+"""`engine plugins list`: shows which plugins are installed, and which of them the configuration
+uses.
+"""
 
 from typing import Any
 

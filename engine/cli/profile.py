@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from engine.backends.custom.weights.model import ModelSource
 
 
-PROMPT_TOKENS = 512  # default length of the prompt
+PROMPT_TOKENS = 512  # default length of the prompt, in tokens
 _SENTENCE = "The quick brown fox jumps over the lazy dog, and nobody asked it why. "
 
 
@@ -119,7 +119,9 @@ def _options(
 
 
 def _room(source: "ModelSource", options: "EngineOptions", new_tokens: int) -> int:
-    """Max number of prompt tokens, if `new_tokens` output tokens must fit the context too."""
+    """The max number of prompt tokens. The prompt and `new_tokens` generated tokens must fit into
+    the context together.
+    """
     most = source.config.max_position
     context = min(options.max_seq_len or most, most)
     if new_tokens >= context:
@@ -139,8 +141,8 @@ def _random_ids(source: "ModelSource", count: int) -> tuple[int, ...]:
 def _tokenized(
     source: "ModelSource", prompt: str | None, count: int | None, room: int
 ) -> tuple[tuple[int, ...], float]:
-    """The prompt's token ids, and the seconds that tokenizing took. Without a given prompt, a
-    default text is used and cut to fit the context.
+    """The prompt's token ids, and the seconds that tokenizing took. If no prompt is given, a
+    built-in sentence is repeated and cut to `count` tokens, or to the default length.
     """
     import time
 
@@ -194,8 +196,9 @@ def print_profile(
 
 
 def _host(found: "Profile") -> Iterator[str]:
-    """A line that says how long the host is busy in each step. There is none for a CPU, where host
-    and device are the same.
+    """Yields lines that say how long a step takes, how long the host works in it, and how busy the
+    device is. Yields nothing if the model runs on the CPU, because host and device are the same
+    then.
     """
     if found.device != "cpu":
         step_ms = 1e3 * found.seconds / found.num_steps

@@ -91,7 +91,9 @@ LogFormatOption = Annotated[str | None, typer.Option(help="pretty or json.")]
 
 
 def parse_options(given: list[str] | None) -> dict[str, Any] | None:
-    """Parse `name=value` options. A value that is not valid TOML is plain text."""
+    """Parse `name=value` options. Values are in TOML syntax; a value that is not valid TOML is
+    taken as text.
+    """
     if not given:
         return None
     from engine.backends.factory import option_value
@@ -166,7 +168,7 @@ def serve(
 def _serve(config: Path | None, flags: dict[str, Any]) -> None:
     # Start the engine process first, so that it imports its modules in parallel with this process.
     process = take_engine()
-    # Without this, pydantic searches the metadata of every installed package for plugins.
+    # Without this variable, pydantic searches the metadata of every installed package for plugins.
     os.environ.setdefault("PYDANTIC_DISABLE_PLUGINS", "__all__")
     gc.disable()  # off until the server is ready, because startup creates hardly any garbage
     try:
@@ -197,7 +199,7 @@ def _serve(config: Path | None, flags: dict[str, Any]) -> None:
 
 def _begin(settings: "Settings", process: "EngineProcess") -> None:
     """Send the engine process its options, so that it loads the model while this process imports
-    its modules.
+    the server. If the model file was not examined before, wait for its examination first.
     """
     from engine.backends.custom.engine_settings import (
         EXAMINER,
@@ -236,14 +238,16 @@ def _begin(settings: "Settings", process: "EngineProcess") -> None:
 
 
 def _import_server() -> None:
-    """Import the server's modules, while the engine process examines the model."""
+    """Import the server's modules. This is called while the engine process examines the model
+    file.
+    """
     import engine.backends.custom.app
     import engine.servers.run  # noqa: F401
 
 
 def _check_no_model(loaded: "LoadedSettings") -> str:
-    """Return the configuration file that lists the backends. Raises if flags or settings name a
-    single model too.
+    """Return the path of the configuration file that lists the backends. Raises `ConfigError` if
+    flags or settings also name a single model.
     """
     from engine.core.errors import ConfigError
 

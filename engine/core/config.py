@@ -1,8 +1,10 @@
-"""Loads settings: defaults < TOML file < LLM_ENGINE_* variables < command-line flags.
+"""Loads the settings from four sources: defaults, a TOML file, LLM_ENGINE_* variables and
+command-line flags. A later source overrides an earlier one.
 
-Each source becomes a layer of `section.key` values. A layer also has the name that each value has
-in its source. So errors can name it, and `engine config show` can tell where a value comes from. An
-unknown name is an error. The result depends only on the arguments and on the files that they name.
+Each source except the defaults becomes a layer, which maps `section.key` to a value. With each
+value, the layer keeps its origin: the file, the variable or the flag. Error messages and `engine
+config show` name this origin. An unknown name is an error. The result depends only on the arguments
+and on the files that they name.
 """
 
 import ipaddress
@@ -33,8 +35,8 @@ CONFIG_VARIABLE = "LLM_ENGINE_CONFIG"  # path of the TOML file
 DEFAULT_CONFIG_FILE = Path("engine.toml")
 MIN_KEY_LENGTH = 16
 
-# Short variable names of the most used settings. Every setting also has a variable with a
-# systematic name.
+# Short environment variables for the most used settings. Every setting also has a variable with a
+# systematic name, such as LLM_ENGINE_SERVER__PORT.
 SHORT_VARIABLES = {
     "LLM_ENGINE_HOST": "server.host",
     "LLM_ENGINE_PORT": "server.port",
@@ -48,7 +50,7 @@ SHORT_VARIABLES = {
     "LLM_ENGINE_LOG_LEVEL": "logging.level",
 }
 
-# Setting -> command-line flag, if its name is not derived from the key.
+# Setting -> its command-line flag, for settings whose flag is not derived from the key.
 _FLAGS = {
     "model.model_path": "MODEL",
     "model.options": "--option",
@@ -61,8 +63,8 @@ _FLAGS = {
 
 @dataclass(frozen=True, slots=True)
 class LoadedSettings:
-    """Settings, and where each `section.key` comes from: `default`, a file, a variable or a
-    flag.
+    """The settings and their origins. `origins` maps each `section.key` to `default`, a file, a
+    variable or a flag.
     """
 
     settings: Settings
@@ -83,8 +85,9 @@ def load_settings(
     overrides: Mapping[str, Any] = MappingProxyType({}),
     environ: Mapping[str, str] = MappingProxyType({}),
 ) -> LoadedSettings:
-    """Merge all sources. `overrides` has the command-line flags, as `section.key` -> value. Raises
-    `ConfigError` if a setting is invalid.
+    """Load and merge the settings of all sources. `overrides` has the command-line flags, as
+    `section.key` -> value. `environ` has the environment variables. Raises `ConfigError` if a
+    setting is invalid.
     """
     path = _find_config(config_path, environ)
     content = _read_toml(path) if path else {}
@@ -119,7 +122,10 @@ def is_loopback(host: str) -> bool:
 
 
 def check_exposure(settings: Settings) -> None:
-    """Refuse to serve other machines, or web pages of other origins, without a strong key."""
+    """Raise `ConfigError` if other machines, or web pages of any origin, could use the server
+    without an API key. `server.insecure_no_auth` allows that. If other machines can reach the
+    server, keys that are too short are refused as well.
+    """
     server = settings.server
     exposed = not is_loopback(server.host)
     if server.api_key is None and server.keys_file is None:
@@ -146,10 +152,12 @@ def check_exposure(settings: Settings) -> None:
 
 
 def check_references(settings: Settings) -> None:
-    """Check, before anything is loaded, that the names and files in the settings exist."""
+    """Raise `ConfigError` if a file, directory or plugin that the settings name can't be used. This
+    is called before a model is loaded.
+    """
     server, storage, warm_file = settings.server, settings.storage, settings.cache.warm_file
     if server.keys_file is not None:
-        from engine.core.key_file import read_keys  # imported late: few servers have one
+        from engine.core.key_file import read_keys  # imported late: few servers have a keys file
 
         read_keys(server.keys_file)
     if storage.path is not None:
@@ -165,8 +173,8 @@ def check_references(settings: Settings) -> None:
 
 
 def _check_storage(directory: Path) -> None:
-    """Check at start that the storage directory can be written. It is only used later, by
-    requests.
+    """Check at startup that the storage directory can be written. Otherwise the problem would only
+    be noticed when a request stores something.
     """
     try:
         directory.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -180,13 +188,13 @@ def _check_storage(directory: Path) -> None:
 
 
 def variable_names() -> dict[str, str]:
-    """Every environment variable, with the `section.key` that it sets."""
+    """Environment variable -> the `section.key` that it sets, for all settings."""
     systematic = {ENV_PREFIX + key.replace(".", "__").upper(): key for key in setting_keys()}
     return SHORT_VARIABLES | systematic
 
 
 def flag_name(key: str) -> str:
-    """The command-line flag of a setting."""
+    """The command-line flag of a setting, for example `--port` for `server.port`."""
     return _FLAGS.get(key) or "--" + key.split(".")[1].replace("_", "-")
 
 
@@ -198,7 +206,7 @@ def _find_config(path: Path | None, environ: Mapping[str, str]) -> Path | None:
 
 
 def table_keys(tables: NamedTables) -> list[str]:
-    """`section.name` of every named table, in order."""
+    """The `section.name` of every named table, for example `backends.local`."""
     return [f"{section}.{name}" for section in TABLES for name in getattr(tables, section)]
 
 
@@ -278,7 +286,9 @@ def _from_flags(overrides: Mapping[str, Any]) -> _Layer:
 
 
 def _read_secret_files(layer: _Layer) -> None:
-    """If a layer has the path of a file with a secret, read the secret into the same layer."""
+    """For each secret: if the layer has only the path of a file with the secret (`api_key_file`),
+    read the secret from the file into the layer (`api_key`).
+    """
     for key in SECRET_KEYS:
         named = layer.get(f"{key}_file")
         if named is None or key in layer:
@@ -301,8 +311,8 @@ def _check_known(key: str, complaint: str) -> None:
 
 
 def _explain(error: ValidationError, merged: _Layer) -> str:
-    """Describe the first mistake in one line. pydantic's own message has several lines and shows
-    secrets.
+    """Describe the first validation error in one line. pydantic's own message has several lines and
+    shows secrets.
     """
     first, *others = error.errors(include_url=False, include_context=False)
     key = ".".join(str(part) for part in first["loc"][:2])

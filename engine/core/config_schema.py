@@ -1,4 +1,4 @@
-"""Every setting: section, type, bounds and default.
+"""Defines every setting, with its section, type, bounds and default.
 
 A key has the same name everywhere: `[server] port` in TOML, `LLM_ENGINE_SERVER__PORT` in the
 environment, `--port` on the command line. Sizes in `_mb` are MiB. Settings are frozen: nothing
@@ -35,14 +35,14 @@ RESERVED_PATHS = ("/v1", "/health", "/livez", "/readyz", "/generate")
 
 
 def _split_commas(value: Any) -> Any:
-    """Split a list given as `a,b` in a variable or a flag."""
+    """Split a list that a variable or a flag gives as `a,b`."""
     if isinstance(value, str):
         return tuple(part.strip() for part in value.split(",") if part.strip())
     return value
 
 
 def _parse_options(value: Any) -> Any:
-    """Parse options given in a variable in TOML syntax: `{ name = "value" }`."""
+    """Parse backend options that a variable gives in TOML syntax: `{ name = "value" }`."""
     if not isinstance(value, str):
         return value
     try:
@@ -95,14 +95,16 @@ Origins = Annotated[
 
 
 class Section(BaseModel):
-    """One table of the TOML file."""
+    """Base class of the sections. A section is one table of the TOML file, such as `[server]`."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
     @field_validator("*", mode="before")
     @classmethod
     def _refuse_bool_as_number(cls, value: Any, info: ValidationInfo) -> Any:
-        """Python treats `true` as 1, but a port of `true` is a mistake."""
+        """Refuse `true` and `false` for settings that are not booleans. Python would take `true` as
+        1.
+        """
         assert info.field_name is not None
         if isinstance(value, bool) and cls.model_fields[info.field_name].annotation is not bool:
             raise ValueError(f"must not be {str(value).lower()}")
@@ -153,7 +155,9 @@ class ServerSettings(Section):
 
     @property
     def allowed_origins(self) -> tuple[str, ...]:
-        """The origins that browsers may call from; empty when CORS is off."""
+        """The web origins whose pages may call the server from a browser; empty when CORS is
+        off.
+        """
         if not self.enable_cors:
             return ()
         return self.cors_origins or ("*",)
@@ -268,7 +272,7 @@ class MetricsSettings(Section):
 
 
 class LimitsSettings(Section):
-    """Limits of each key, unless the keys file sets its own. None means no limit."""
+    """Limits of each API key. The keys file can set other limits for a key. None means no limit."""
 
     requests_per_minute: int | None = Field(default=None, ge=1, le=10**9)
     """Max requests per minute."""
@@ -311,8 +315,8 @@ class StorageSettings(Section):
 
 
 class NamedTables(msgspec.Struct, frozen=True):
-    """`[backends.NAME]`, `[models.ID]` and `[plugins.NAME]`, as `config_tables` has validated
-    them.
+    """The named tables of the TOML file, validated by `config_tables`: `[backends.NAME]`,
+    `[models.ID]` and `[plugins.NAME]`.
     """
 
     backends: "Mapping[str, BackendTable]" = MappingProxyType({})
@@ -346,7 +350,7 @@ SECTIONS = tuple(name for name in Settings.model_fields if name != "tables")
 
 
 def setting_keys() -> list[str]:
-    """Every `section.key`, in order."""
+    """The `section.key` of every setting, in the order of definition."""
     defaults = Settings()
     return [
         f"{section}.{key}"
@@ -355,6 +359,8 @@ def setting_keys() -> list[str]:
     ]
 
 
-# Never set on a command line, which other users of the machine can read, nor in a TOML file, which
-# tends to be committed. Each has a `_file` key instead.
+# Settings that hold a secret. They are refused on the command line, which other users of the
+# machine can read, and in a TOML file, which tends to be committed. A secret comes from an
+# environment variable, or from the file that its `_file` setting names, such as
+# `server.api_key_file`.
 SECRET_KEYS = ("server.api_key", "server.admin_key", "metrics.token", "limits.redis_url")

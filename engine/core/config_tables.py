@@ -1,8 +1,9 @@
-"""Named tables: `[backends.NAME]` (an engine), `[models.ID]` (a model id and its backends) and
-`[plugins.NAME]`.
+"""Reads the named tables of the TOML file: `[backends.NAME]` defines a backend, `[models.ID]` a
+model id with its backends, and `[plugins.NAME]` a plugin.
 
-A backend's table has the router's keys, defined here, and options of its kind, which the kind's
-configuration class validates when the backend is made. A plugin validates its own options.
+A backend's table has keys for the router, which are defined here, and options for its kind of
+backend. The configuration class of that kind validates the options when the backend is created. A
+plugin validates its own options.
 """
 
 import re
@@ -18,7 +19,8 @@ from engine.core.utils.names import suggest
 POLICIES = ("round_robin", "least_loaded", "power_of_two", "prefix", "session")
 MAX_REPLICAS = 64
 
-# A secret under such a key must not be in a file that tends to be committed.
+# Names of options that usually hold a secret. They are refused, because a configuration file tends
+# to be committed.
 _SECRET_KEY = re.compile(
     r"(?i)(.*[_-])?(api[_-]?key|token|secret|password|passwd|authorization|credentials?)"
 )
@@ -31,7 +33,7 @@ class Table(BaseModel):
 
 
 def _refuse_bool(value: Any) -> Any:
-    if isinstance(value, bool):  # a bool is an int in Python
+    if isinstance(value, bool):  # in Python, a bool is also an int
         raise ValueError(f"must not be {str(value).lower()}")
     return value
 
@@ -72,7 +74,7 @@ Options = Annotated[dict[str, Any], AfterValidator(refuse_secrets)]
 
 
 class BackendTable(Table):
-    """One engine, or several equal `replicas`."""
+    """A table `[backends.NAME]`: one engine, or several equal engines (`replicas`)."""
 
     kind: str = Field(pattern=r"^[A-Za-z0-9_.-]{1,64}$")
     """Kind of backend, as `--backend` takes it."""
@@ -93,7 +95,7 @@ class BackendTable(Table):
 
 
 class BackendUse(Table):
-    """A backend in a model's list."""
+    """An entry in a model's list of backends."""
 
     name: str
     """Name of a `[backends.NAME]` table."""
@@ -102,7 +104,9 @@ class BackendUse(Table):
 
 
 class ShadowTable(Table):
-    """Copies a share of a model's requests to a second backend and discards its answers."""
+    """The shadow of a model: a second backend that gets copies of requests. Its answers are
+    discarded.
+    """
 
     backend: str
     """Backend that gets copies of requests."""
@@ -111,7 +115,7 @@ class ShadowTable(Table):
 
 
 class ModelTable(Table):
-    """A model that clients can request."""
+    """A table `[models.ID]`: a model that clients can request."""
 
     aliases: tuple[ModelId, ...] = ()
     """Other ids of the model."""
@@ -128,7 +132,7 @@ class ModelTable(Table):
 
 
 class PluginTable(Table):
-    """A plugin that processes requests."""
+    """A table `[plugins.NAME]`: a plugin that processes requests."""
 
     enabled: bool = True
     """Load the plugin; `false` keeps the table and leaves the plugin out."""
@@ -150,7 +154,9 @@ _NAMES = {
 
 
 def read_tables(tables: Mapping[str, Any], where: str) -> NamedTables:
-    """Validate the named tables of a file. Raises `ConfigError` naming `where` and the key."""
+    """Validate the named tables of a configuration file. Raises a `ConfigError` whose message names
+    the file (`where`) and the key.
+    """
     given = {section: tables.get(section, {}) for section in TABLES}
     for section, named in given.items():
         _check_shape(section, named, where)
@@ -166,7 +172,7 @@ def read_tables(tables: Mapping[str, Any], where: str) -> NamedTables:
         name: _made(PluginTable, f"{where}: plugins.{name}", _split_options(PluginTable, table))
         for name, table in given["plugins"].items()
     }
-    # Without `[models]` tables, each backend is a model under its own name.
+    # If the file has no `[models]` tables, each backend is a model with the backend's name.
     uses = {name: ModelTable(backends=(BackendUse(name=name),)) for name in backends}
     made = NamedTables(backends, models or uses, plugins)
     _check_references(made, where)
@@ -174,7 +180,7 @@ def read_tables(tables: Mapping[str, Any], where: str) -> NamedTables:
 
 
 def backends_of(table: ModelTable, tables: NamedTables) -> list[BackendUse]:
-    """The backends that a model lists, or that have one of its tags."""
+    """The backends of a model: those that it lists, or those that have one of its tags."""
     if table.backends:
         return list(table.backends)
     wanted = set(table.tags)
@@ -210,7 +216,7 @@ def _made(kind: type[T], where: str, table: Mapping[str, Any]) -> T:
 
 
 def _split_options(kind: type[Table], table: Mapping[str, Any]) -> dict[str, Any]:
-    """Keep known keys; move all others under `options`."""
+    """Copy a table, and move keys that are not fields of `kind` into its `options`."""
     ours = kind.model_fields.keys() - {"options"}
     options = {key: value for key, value in table.items() if key not in ours}
     return {key: value for key, value in table.items() if key in ours} | {"options": options}

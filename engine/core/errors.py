@@ -8,13 +8,14 @@ from typing import Any, ClassVar
 
 
 class EngineError(Exception):
-    """Base class. `str(error)` is the message for the user."""
+    """Base class of all errors that a user can see. `str(error)` is the message for the user."""
 
     category: ClassVar[str] = "internal"
     status: ClassVar[int] = 500
     type: ClassVar[str] = "server_error"
     code: ClassVar[str] = "INTERNAL_ERROR"
-    # Whether the same request may succeed later. OpenAI clients use it to decide on a retry.
+    # Whether the same request may succeed later. The response tells OpenAI clients whether to
+    # retry.
     retryable: ClassVar[bool] = False
 
     def __init__(
@@ -32,8 +33,8 @@ class EngineError(Exception):
         self.retry_after = retry_after
 
     def body(self) -> dict[str, Any]:
-        """The error body in OpenAI's format. It always has these four keys, and `code` is a
-        string.
+        """The response body in OpenAI's error format. It always has these four keys, and `code` is
+        always a string.
         """
         return {
             "error": {
@@ -46,14 +47,14 @@ class EngineError(Exception):
 
 
 class ConfigError(EngineError):
-    """Invalid settings; the message names the key."""
+    """A setting is invalid. The message names its key."""
 
     category = "config"
     code = "CONFIG_ERROR"
 
 
 class ModelError(EngineError):
-    """The model is not available: missing, still loading, or its engine is down."""
+    """The model is not available: it is missing or still loading, or its engine is down."""
 
     category = "model"
     status = 503
@@ -70,7 +71,7 @@ class ModelFormatError(ModelError):
 
 
 class InferenceError(EngineError):
-    """The computation failed for this request (for example non-finite logits)."""
+    """The computation failed for this request, for example because of non-finite logits."""
 
     category = "inference"
     code = "INFERENCE_ERROR"
@@ -84,7 +85,7 @@ class CacheError(EngineError):
 
 
 class ResourceError(EngineError):
-    """Not enough memory or disk; the message says what would fit."""
+    """There is not enough memory or disk space. The message says what would fit."""
 
     category = "resource"
     status = 507
@@ -128,7 +129,7 @@ class MethodNotAllowedError(InvalidRequestError):
 
 
 class RequestTimeoutError(EngineError):
-    """The request's deadline passed."""
+    """The request's deadline passed before it was finished."""
 
     category = "timeout"
     status = 408
@@ -155,7 +156,7 @@ class UnsupportedMediaTypeError(InvalidRequestError):
 
 
 class RateLimitError(EngineError):
-    """Too many requests or tokens; `retry_after` says when to retry."""
+    """A client sent too many requests or tokens. `retry_after` is in seconds."""
 
     category = "rate_limit"
     status = 429
@@ -165,7 +166,7 @@ class RateLimitError(EngineError):
 
 
 class UnavailableError(EngineError):
-    """The server is starting, draining or restarting its engine."""
+    """The server can't take requests: it is starting, draining or restarting its engine."""
 
     category = "unavailable"
     status = 503
@@ -175,7 +176,7 @@ class UnavailableError(EngineError):
 
 
 def error_from_code(code: str, message: str) -> EngineError:
-    """Rebuild a typed error from its code and message, after it crossed a process boundary."""
+    """Rebuild an error from its code and message, which another process sent."""
     pending: list[type[EngineError]] = [EngineError]
     while pending:
         kind = pending.pop()

@@ -1,9 +1,12 @@
-"""Fault injection points: a test can make one fail, sleep or end the process.
+"""Fault injection for tests: at named points in the code, a test can raise an error, sleep or end
+the process.
 
-No other module knows of them: `PLACES` names functions and methods, and while a plan is armed those
-that it means are exchanged for wrappers that strike first. A plan is armed by a test in its own
-process (`planned`), or by an environment variable that a process reads once when it starts. That
-variable alone is refused; a second one must confirm that this server may be broken.
+`PLACES` maps each point to functions and methods. While a plan of faults is armed, the functions
+and methods of its points are replaced by wrappers. A wrapper first carries out the faults that are
+due, then calls the original. The wrapped modules contain no code for this. A test arms a plan in
+its own process with `planned`. For another process, an environment variable contains the plan, and
+the process reads it once when it starts. This variable is refused unless a second variable confirms
+that the server may be broken on purpose.
 """
 
 import errno
@@ -35,9 +38,13 @@ Strike = Callable[[Subject], bool]
 
 @dataclass(frozen=True)
 class Place:
-    """`where` is module:function or module:Class.method. A function is named in the module that
-    calls it: what has been imported by name is not found again at its home. `subject` is said in
-    the words of its parameters; `mark` is for what concerns a part of its arguments.
+    """A function or method where faults can be injected. `where` is "module:function" or
+    "module:Class.method". If a module imports a function by name, `where` has to name that module,
+    because the module keeps its own reference to the function.
+
+    `subject` is the argument that `Fault.within` is searched in, for example "request.prompt" for
+    an attribute of the argument `request`. If `mark` is set, it is called instead: it applies
+    faults to parts of the arguments, such as single rows of a batch.
     """
 
     where: str
@@ -49,7 +56,7 @@ class Place:
         return self.where.partition(":")[0]
 
     def find(self, module: ModuleType) -> tuple[Any, str]:
-        """What has the attribute, and its name."""
+        """The object that has the function (a module or class), and the function's name."""
         *owners, name = self.where.partition(":")[2].split(".")
         return functools.reduce(getattr, owners, module), name
 
@@ -63,7 +70,9 @@ class Place:
 
 
 def _mark_rows(strike: Strike, arguments: dict[str, Any]) -> None:
-    """The rows of a step that it strikes count as not finite."""
+    """Mark the rows for which a fault is due as not finite, as if the model had computed NaN logits
+    for them.
+    """
     output = arguments["output"]
     finite = output.finite.copy()
     for index, row in enumerate(arguments["batch"].rows):
@@ -76,7 +85,8 @@ _CUSTOM = "engine.backends.custom"
 _RUNTIME = f"{_CUSTOM}.runtime"
 _SERVERS = "engine.servers"
 
-# In the order in which a request meets them.
+# Point -> the functions and methods that belong to it. The points are in the order in which a
+# request reaches them.
 PLACES = {
     "validate": (Place(f"{_SERVERS}.serving.services:parse_body"),),
     "template": (Place("engine.core.text.chat_template:ChatTemplate.render"),),
@@ -123,13 +133,14 @@ POINTS = tuple(PLACES)
 
 
 class FaultError(RuntimeError):
-    """An unexpected exception, for tests."""
+    """The exception of action "raise". It stands for any error that the code does not expect."""
 
 
 @dataclass(frozen=True)
 class Fault:
-    """Fails `times` hits of a point, from the `at`-th on. With `within`, only hits whose subject
-    contains it count.
+    """A fault at one point. Each call of the point's functions is a hit. The fault happens at
+    `times` hits in a row, of which the first has the number `at`, counted from 1. If `within` is
+    set, only hits whose subject contains `within` are counted.
     """
 
     point: str
@@ -141,7 +152,7 @@ class Fault:
 
 
 class _Plan:
-    """Armed faults and their hit counts. Thread-safe."""
+    """The armed faults, with the number of hits of each. Thread-safe."""
 
     def __init__(self, faults: Sequence[Fault]) -> None:
         for fault in faults:
@@ -154,9 +165,11 @@ class _Plan:
         self.num_strikes = 0
 
     def strike(self, point: str, subject: Subject) -> bool:
-        """True where a "mark" strikes; the other actions speak for themselves."""
+        """Count a hit of the point, and carry out the faults that are due. Returns whether a fault
+        was due. For action "mark", the result is the only effect.
+        """
         if self.is_over:
-            return False  # a bound method that somebody kept
+            return False  # a caller may have kept a wrapped method after the end of the plan
         due: list[Fault] = []
         with self._lock:
             for fault, count in self._counts:
@@ -174,8 +187,9 @@ class _Plan:
 
 
 class _Wrapping:
-    """The wrappers of a plan: on modules that are loaded, and on each that is imported later, which
-    this sees as the first of the finders.
+    """Installs and removes the wrappers of a plan. Modules that are already loaded are wrapped at
+    once. Other modules are wrapped when they are imported: for this, the object is the first finder
+    in `sys.meta_path`.
     """
 
     def __init__(self, plan: _Plan) -> None:
@@ -193,7 +207,7 @@ class _Wrapping:
         for name, module in loaded.items():
             self._wrap(name, module)
         if main.__spec__ is not None and main.__spec__.name in self._places:
-            self._wrap(main.__spec__.name, main)  # run as a module, it has another name
+            self._wrap(main.__spec__.name, main)  # run with `python -m`, it is called __main__
 
     def end(self) -> None:
         sys.meta_path.remove(self)
@@ -252,7 +266,7 @@ class _Wrapping:
 
 @contextmanager
 def planned(*faults: Fault) -> Iterator[_Plan]:
-    """Armed in this process until the block ends."""
+    """Arm the faults in this process until the block ends."""
     plan = _Plan(faults)
     wrapping = _Wrapping(plan)
     wrapping.begin()
@@ -264,7 +278,9 @@ def planned(*faults: Fault) -> Iterator[_Plan]:
 
 
 def arm(environ: Mapping[str, str] = os.environ) -> None:
-    """What the environment plans for this process, to its end. Called once, when it starts."""
+    """Arm the faults that the environment variable `ENGINE_FAULTS` contains, until this process
+    ends. Does nothing if the variable is not set. A process calls this once, when it starts.
+    """
     text = environ.get(PLAN_VARIABLE)
     if text is None:
         return

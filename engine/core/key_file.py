@@ -1,7 +1,8 @@
-"""The keys file: a server's API keys, each with a name, a tenant and limits.
+"""Reads and writes the keys file: a server's API keys, each with a name, a tenant and limits.
 
 The file is JSON, because programs write it. It does not contain the keys, only their SHA-256
-digests. Keys are long and random, so a slow hash is not needed. Only the file's owner can read it.
+digests. Keys are long and random, so a slow hash is not needed. Only the file's owner can read the
+file.
 """
 
 import hashlib
@@ -32,8 +33,8 @@ Role = Literal["user", "admin"]
 
 
 class KeyLimits(msgspec.Struct, frozen=True, kw_only=True):
-    """Limits of one key. None means the limit in the settings. If there is none either, there is no
-    limit.
+    """Limits of one API key. If a limit is None, the limit in the settings applies. If that is None
+    too, there is no limit.
     """
 
     requests_per_minute: Rate = None
@@ -47,7 +48,7 @@ class KeyLimits(msgspec.Struct, frozen=True, kw_only=True):
         return all(getattr(self, name) is None for name in LIMIT_NAMES)
 
     def over(self, defaults: LimitsSettings) -> "KeyLimits":
-        """These limits, with `defaults` for those that are not set."""
+        """These limits, with the limit of `defaults` in place of each limit that is None."""
         own = {name: getattr(self, name) for name in LIMIT_NAMES}
         return KeyLimits(
             **{name: getattr(defaults, name) if own[name] is None else own[name] for name in own}
@@ -62,7 +63,7 @@ class KeyEntry(
 ):
     name: Name
     sha256: Annotated[str, msgspec.Meta(pattern=r"^[0-9a-f]{64}\Z")]
-    tenant: Name | None = None  # None: same as the key's name
+    tenant: Name | None = None  # None: the tenant has the key's name
     role: Role = "user"
     created: str = ""
 
@@ -71,7 +72,7 @@ class KeyEntry(
         return self.tenant or self.name
 
     def public(self) -> dict[str, Any]:
-        """All fields that may be shown: everything except the digest."""
+        """The fields that may be shown: all except the key's digest."""
         shown: dict[str, Any] = msgspec.to_builtins(self)
         shown.pop("sha256")
         return shown | {"tenant": self.tenant_name, "role": self.role}
@@ -82,8 +83,8 @@ class _File(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 def read_keys(path: Path) -> tuple[KeyEntry, ...]:
-    """Read the file. If it is invalid, raises a `ConfigError` that names the file and the
-    mistake.
+    """Read the keys file. Raises a `ConfigError` that names the file and the mistake, if the file
+    is invalid, missing or not private.
     """
     path = path.expanduser()
     try:
@@ -112,8 +113,8 @@ def add_key(
     role: Role = "user",
     limits: Mapping[str, int | None] | None = None,
 ) -> tuple[str, KeyEntry]:
-    """Create a key and write its entry to the file. Returns the key and its entry. The key is not
-    stored, so it can't be shown again.
+    """Create an API key and write its entry to the file. Returns the key and its entry. The file
+    does not contain the key itself, so the key can't be shown again.
     """
     path = path.expanduser()
     keys = read_keys(path) if path.exists() else ()
@@ -147,7 +148,7 @@ def remove_key(path: Path, name: str) -> KeyEntry:
 
 
 def set_limits(path: Path, name: str, limits: Mapping[str, int | None]) -> KeyEntry:
-    """Change limits of a key. Limits that are not given stay as they are."""
+    """Change limits of an API key in the file. Limits that are not given stay as they are."""
     path = path.expanduser()
     keys = read_keys(path)
     for position, key in enumerate(keys):

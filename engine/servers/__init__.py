@@ -1,7 +1,8 @@
 """The HTTP server.
 
-Most of the time for importing FastAPI is spent on validators for its OpenAPI document. Here they
-are built when that document is first requested, so that the server starts sooner.
+Importing FastAPI spends most of its time on building pydantic validators for the OpenAPI document.
+This module makes pydantic build them later, when the document is first requested. So the server
+starts sooner.
 """
 
 import pydantic

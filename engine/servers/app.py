@@ -1,8 +1,9 @@
-"""The FastAPI application: routes, and the layers that every request passes.
+"""The FastAPI application: its routes, and the ASGI layers that every request passes.
 
-From the outside in, these are: request id and log, browser guard, CORS if enabled, routing,
-authentication, the route. All layers are plain ASGI. With Starlette's `BaseHTTPMiddleware`, a route
-would not learn that its client has disconnected.
+From the outside in, a request passes: request id and log, browser guard, CORS if enabled, routing,
+authentication, the route. If routes are added late, `LateGate` is the outermost layer. All layers
+are plain ASGI. With Starlette's `BaseHTTPMiddleware`, a route would not learn that its client has
+disconnected.
 """
 
 import asyncio
@@ -30,12 +31,16 @@ from engine.servers.serving.watcher import EngineWatcher
 
 
 def add_routes(app: FastAPI, services: Services, target: str) -> None:
-    """Call the function named "module:function", which adds routes."""
+    """Call the function that `target` names as "module:function". It adds routes to `app`."""
     module, _, function = target.partition(":")
     getattr(import_module(f"engine.servers.{module}"), function)(app, services)
 
 
 class LateRoutes:
+    """Routes that are added after startup. They are added once the model is ready, or as soon as a
+    request may need one of them.
+    """
+
     def __init__(self, app: FastAPI, services: Services, targets: Sequence[str]) -> None:
         self._app = app
         self._services = services
@@ -43,7 +48,7 @@ class LateRoutes:
         self._adding = asyncio.Lock()
 
     async def add(self) -> None:
-        """Add the late routes and start their components."""
+        """Import and add all late routes, and start the background components that they need."""
         async with self._adding:
             while self._targets:
                 target = self._targets[0]
@@ -56,14 +61,16 @@ class LateRoutes:
                 self._targets.pop(0)
 
     def may_want(self, scope: Scope) -> bool:
-        """Whether a late route may match the request, because no registered route does."""
+        """Whether the request may be for a late route: late routes are missing and no other route
+        matches.
+        """
         if not self._targets or scope["type"] != "http":
             return False
         return all(route.matches(scope)[0] is Match.NONE for route in self._app.router.routes)
 
 
 class LateGate:
-    """Lets requests for late routes wait until these routes are added."""
+    """ASGI layer that makes requests for late routes wait until these routes are added."""
 
     def __init__(self, app: ASGIApp, late: LateRoutes) -> None:
         self._app = app
@@ -75,7 +82,8 @@ class LateGate:
         await self._app(scope, receive, send)
 
 
-# Functions that add routes, as "module:function" below engine.servers.
+# Functions that add routes, as "module:function" with modules below `engine.servers`. If
+# `create_app` is called with `starts_soon`, those in LATE run only after startup.
 EARLY = (
     "openai.chat:add_chat_routes",
     "openai.completions:add_completions_routes",
@@ -122,7 +130,8 @@ def create_app(
     """Build the application over `backend`. The caller starts and stops the backend (see `run.py`).
 
     If `starts_soon`, some routes are only added after startup, so that the server is ready sooner.
-    `rebuild` makes the backend again after it was unloaded. `reread` reads the settings again.
+    `rebuild` builds the backend again after it was unloaded. `reread` reads the settings again, for
+    a reload.
     """
     lifecycle = Lifecycle(settings.server.max_concurrent_requests, settings.logging.slow_request_s)
     metrics.watch_in_flight(lambda: len(lifecycle.pumps))
@@ -135,7 +144,7 @@ def create_app(
     if keys.entries or not NO_LIMITS.over(settings.limits).is_empty:
         services.components.append(quotas)
     if settings.cache.warm_file is not None:
-        # Imported late, because few servers use it.
+        # This import is here, because few servers warm their prefix cache from a file.
         from engine.servers.ops.warming import WarmStart
 
         services.components.append(WarmStart(services, settings.cache.warm_file))
@@ -173,7 +182,8 @@ def _layers(settings: Settings, holder: BackendHolder, metrics: Metrics) -> list
                 CORSMiddleware,
                 allow_origins=settings.server.allowed_origins,
                 allow_methods=["GET", "POST", "DELETE"],
-                # OpenAI's SDK sends many x-stainless-* headers. Cookies are never used.
+                # All request headers are allowed, because OpenAI's SDK sends many x-stainless-*
+                # headers. The server uses no cookies.
                 allow_headers=["*"],
                 expose_headers=EXPOSED_HEADERS,
             )

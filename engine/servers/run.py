@@ -2,8 +2,8 @@
 
 The socket is bound before weights are read. So a port conflict is found at once, and probes are
 answered while the model loads. The first SIGTERM or SIGINT drains the server: `/readyz` returns
-503, new requests are refused, and running requests may finish until a deadline. Then they are
-aborted. A second signal stops the server at once.
+503, new requests are refused, and running requests may finish until a deadline. Requests that are
+still running at the deadline are aborted. A second signal stops the server at once.
 """
 
 import asyncio
@@ -23,7 +23,9 @@ from engine.servers.serving.services import Services
 
 
 class ServiceManager:
-    """Reports to systemd's notify socket and watchdog. Does nothing if `socket_path` is None."""
+    """Tells systemd through its notify socket that the server is ready, alive or stopping. Does
+    nothing if `socket_path` is None.
+    """
 
     def __init__(self, socket_path: str | None, watchdog_s: float | None = None) -> None:
         self._path = socket_path
@@ -31,8 +33,8 @@ class ServiceManager:
 
     @classmethod
     def from_environment(cls) -> "ServiceManager":
-        """Read systemd's variables and remove them, so that child processes don't notify
-        systemd.
+        """Read systemd's environment variables and remove them, so that child processes don't
+        notify systemd.
         """
         path, limit = os.environ.pop("NOTIFY_SOCKET", None), os.environ.pop("WATCHDOG_USEC", "")
         watched = os.environ.pop("WATCHDOG_PID", None) in (None, str(os.getpid()))
@@ -51,7 +53,9 @@ class ServiceManager:
                 return
 
     async def watch(self, is_well: Callable[[], bool]) -> None:
-        """Until cancelled, notify the watchdog twice per interval, if `is_well` returns true."""
+        """Notify systemd's watchdog twice per watchdog interval, but only while `is_well()` is
+        true. Runs until it is cancelled.
+        """
         while self._path and self._watchdog_s:
             if is_well():
                 self.tell("WATCHDOG=1")
@@ -60,18 +64,20 @@ class ServiceManager:
 
 logger = logging.getLogger(__name__)
 
-# Time to close connections after the drain, when no requests are left.
+# Max seconds for closing connections at shutdown, after all requests have ended.
 CLOSE_TIMEOUT_S = 5
-# Seconds between two log lines while a model loads. Our own backend is usually ready before the
-# first.
+# While a model loads, its progress is checked at this interval in seconds and logged if it has
+# changed. Our own backend is usually ready before the first check.
 PROGRESS_INTERVAL_S = 5.0
-# Importing the late routes would slow down requests that waited for the model. So it starts this
-# many seconds later.
+# Seconds between the model being ready and the import of the late routes (see `app.py`). An earlier
+# import would slow down requests that waited for the model.
 LATE_ROUTES_AFTER_S = 0.5
 
 
 class HttpServer:
-    """One run of an application that `create_app` made."""
+    """Serves an application from `create_app`: starts its backend and background components,
+    handles signals, and stops everything at the end.
+    """
 
     def __init__(
         self,
@@ -97,7 +103,9 @@ class HttpServer:
         self._uvicorn = http_server(app, CLOSE_TIMEOUT_S)
 
     async def serve(self) -> None:
-        """Serve until told to stop. If the backend can't be started, raises its error."""
+        """Serve until a signal stops the server. If the backend can't be started, raises the
+        backend's error.
+        """
         for component in self._services.components:
             await component.start()
         loading = asyncio.create_task(self._load())
@@ -119,7 +127,9 @@ class HttpServer:
             loading.result()
 
     def handle_signal(self) -> None:
-        """First call: drain, then stop. Second call: stop now."""
+        """Stop the server. The first call lets running requests finish until the drain timeout. A
+        second call aborts them and stops at once.
+        """
         self._num_signals += 1
         if self._num_signals == 1:
             self._manager.tell("STOPPING=1")
@@ -131,7 +141,9 @@ class HttpServer:
             self._uvicorn.should_exit = True
 
     def reload(self) -> None:
-        """Reload keys, limits and the log level. If a value is invalid, nothing changes."""
+        """Start reloading API keys, limits and the log level. If a setting is invalid, nothing
+        changes.
+        """
         self._reloading = asyncio.create_task(self._reload())
 
     async def _reload(self) -> None:
@@ -162,7 +174,7 @@ class HttpServer:
         return self._services.backend.health().ready
 
     async def _tell_progress(self) -> None:
-        """Log the progress of a slow backend start, whenever it changes."""
+        """Report the progress of a slow backend start to `on_progress`, whenever it has changed."""
         told = ""
         while self._on_progress is not None:
             await asyncio.sleep(PROGRESS_INTERVAL_S)

@@ -28,7 +28,7 @@ def test_graphs_need_the_weights_of_the_architecture(config: ModelConfig) -> Non
 
 # Nobody's models: parts of several families in one.
 MIXES = {
-    "gelu": {"norm": "layer", "activation": "gelu", "qkv_bias": True, "fused_qkv": True},
+    "gelu": {"norm": "layer", "activation": "gelu", "qkv_bias": True},
     "scaled": {"norm": "layer", "gated_mlp": False, "residual_multiplier": 0.3},
     "outputs": {"norm_placement": "output", "qk_norm": "head", "logits_scaling": 3.0},
     "positions": {"rope": None, "embedding_multiplier": 2.0, "qk_norm": "whole"},

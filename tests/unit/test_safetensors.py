@@ -82,9 +82,8 @@ def test_checkpoint_of_the_bare_model(tmp_path: Path) -> None:
     masks = {"h.0.attn.bias": np.tril(np.ones((1, 1, 48, 48), np.float32))}
     write_model(tmp_path, config, stored | masks)
     found = open_model(tmp_path).weights
-    assert np.array_equal(
-        found["layers.1.attn.qkv.weight"].numpy(), weights["layers.1.attn.qkv.weight"]
-    )
+    for name in ("layers.1.attn.k.weight", "layers.1.attn.v.bias", "layers.1.mlp.up.weight"):
+        assert np.array_equal(found[name].numpy(), weights[name]), name
 
 
 def test_tied_head_may_be_stored_twice(tmp_path: Path) -> None:
@@ -126,7 +125,7 @@ def test_integer_tensors_are_refused_only_where_a_weight_is_needed(tmp_path: Pat
         ({"num_hidden_layers": 3}, r"missing: layers\.2\."),
         ({"attention_bias": True}, r"missing: layers\.0\.attn\.q\.bias"),
         ({"intermediate_size": 128}, r"gate_proj\.weight' has shape \[96, 64\].*\[128, 64\]"),
-        ({"architectures": ["MambaForCausalLM"]}, "MambaForCausalLM is not supported.*LlamaFor"),
+        ({"architectures": ["MambaForCausalLM"]}, "MambaForCausalLM is not supported.*--backend"),
         ({"architectures": [1]}, "'architectures' must be a list of names"),
         ({"architectures": None}, "lacks the required key 'architectures'"),
     ],

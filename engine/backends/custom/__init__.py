@@ -1,3 +1,4 @@
-"""Our own engine. A server uses two processes: `frontend/` owns text, `worker/` owns token ids, and
-`ipc/` connects them. `LLM` runs both in one process.
+"""Our own engine. A server has two processes: the frontend (`frontend/`) handles text, and the
+engine process (`worker/`) handles token ids. `ipc/` connects them. The class `LLM` runs both parts
+in one process.
 """

@@ -1,4 +1,4 @@
-"""Builds a server: settings become a backend, and the backend becomes an application."""
+"""Builds a server. The settings select a backend, and the application serves this backend."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, fields
@@ -25,8 +25,8 @@ if TYPE_CHECKING:
 def build_backend(
     settings: Settings, *, in_process: bool = False, process: EngineProcess | None = None
 ) -> InferenceBackend:
-    """Create the backend that the settings select, without starting it. If `process` is given, the
-    backend uses it as its engine process.
+    """Create the backend that the settings select, without starting it. `process` is an engine
+    process that was started early. The backend uses it, or discards it if it needs none.
     """
     name = backend_name(settings)
     kind = backend_class(name)
@@ -52,7 +52,7 @@ def build_backend(
 
 
 def _named(name: str, kind: type[InferenceBackend], settings: Settings) -> dict[str, Any]:
-    """A backend's options, including the model name for clients if the settings have one."""
+    """The options of a backend, including the model name for clients if the settings have one."""
     options, wanted = settings.model.options, settings.model.name
     if wanted is None:
         return options
@@ -67,14 +67,16 @@ def _named(name: str, kind: type[InferenceBackend], settings: Settings) -> dict[
 
 @dataclass(frozen=True, slots=True)
 class Server:
-    """An application whose backend is not started yet, with the id of its initial model."""
+    """An application whose backend is not started yet. `loading` names the models that it will
+    load, for messages to the user.
+    """
 
     app: "FastAPI"
     loading: str
-    model_id: str  # the best guess before the model is loaded
+    model_id: str  # the expected id of the first model; the real id is known once it is loaded
 
     def first_call(self) -> tuple[str, dict[str, Any]]:
-        """An example request that the initial model can answer: a path and a body."""
+        """An example request that the first model can answer, as a URL path and a JSON body."""
         cards = self.app.state.services.backend.models()
         model = {"model": cards[0].id if cards else self.model_id}
         can = cards[0].capabilities if cards else ("chat",)
@@ -109,8 +111,8 @@ def build_server(
 def _unloadable(
     settings: Settings, backend: InferenceBackend, model_id: str, metrics: Metrics
 ) -> InferenceBackend | None:
-    """A router around the single backend, if the settings allow it to be unloaded when idle; else
-    None.
+    """A router around the single backend, which can unload the backend when it is idle or memory is
+    short. None if the settings do not ask for this.
     """
     if settings.server.memory_budget_mb is None and settings.server.idle_unload_s is None:
         return None
@@ -127,9 +129,7 @@ def _unloadable(
 
 
 def build_routed_server(settings: Settings, origin: str, reread: Reread | None = None) -> Server:
-    """Like `build_server`, but with all backends of the configuration file `origin` behind a
-    router.
-    """
+    """Build a server whose router has all backends that the configuration file `origin` lists."""
     from engine.routing.build import build_router
 
     ids = list(settings.tables.models)

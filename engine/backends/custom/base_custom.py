@@ -1,8 +1,8 @@
-"""The backend that serves a model with our own engine, on any of its frameworks.
+"""The backend that serves a model with our own engine, on any framework.
 
-The backend is part of the frontend: it turns text into token ids, sends them to the engine, and
-turns the result into text. The backend class of each framework only names the framework. The engine
-runs in a supervised process, or in a thread if it is used as a library.
+The backend is part of the frontend. It turns text into token ids, sends them to the engine, and
+turns the result into text. Each framework has a subclass, which only names the framework. The
+engine runs in a supervised process, or in a thread if it is used as a library.
 """
 
 import asyncio
@@ -72,15 +72,17 @@ TOKENIZER_THREADS = 2
 class CustomBackend(InferenceBackend):
     """Serves a model on one of our frameworks.
 
-    `backend_args` of a `BackendConfig` are fields of `EngineOptions`. With `in_process`, the engine
-    runs in a thread of this process. Otherwise it runs in a child process, which can crash without
-    harm to this one. If the child was started before, it is passed as `process`.
+    If `model` is a `BackendConfig`, its `backend_args` are fields of `EngineOptions`. With
+    `in_process`, the engine runs in a thread of this process. Otherwise it runs in a child process,
+    which can crash without harm to this process. `process` is such a child, if it was started
+    early.
     """
 
     framework: ClassVar[str]
-    # Module that is run as the engine process. In a thread, its function `run_engine` is called.
+    # The module that runs as the engine process. With `in_process`, its function `run_engine` is
+    # called in a thread.
     worker_module: ClassVar[str] = WORKER_MODULE
-    # Function that checks the model's files first, in a sandboxed process.
+    # The function that checks the model's files before they are loaded. It runs in a sandbox.
     examiner: ClassVar[str] = EXAMINER
 
     def __init__(
@@ -132,7 +134,7 @@ class CustomBackend(InferenceBackend):
 
     @property
     def ready(self) -> Ready | None:
-        """The engine's `Ready` message; None while the engine is not running."""
+        """The engine's `Ready` message. None while no engine is loaded."""
         return self._link.ready
 
     @property
@@ -148,7 +150,7 @@ class CustomBackend(InferenceBackend):
     async def set_log_level(self, level: str) -> tuple[str, ...]:
         self._options = msgspec.structs.replace(self._options, log_level=level)
         if self._in_process or self._link.ready is None:
-            return ()  # no child process runs; a new one gets the log level when it starts
+            return ()  # no child process runs; a new child gets the log level when it starts
         try:
             await self._link.set_log_level(level)
         except UnavailableError as error:
@@ -170,8 +172,8 @@ class CustomBackend(InferenceBackend):
 
     @property
     def is_ready(self) -> bool:
-        # The last check may be older than the engine's recovery. So if it found trouble, check
-        # again.
+        # `is_up` is the result of the last periodic check. The engine may have recovered since
+        # then, so if that check found trouble, check again.
         return self._text is not None and (self._link.is_up or self.health().ready)
 
     def memory_bytes(self) -> int:
@@ -271,8 +273,8 @@ class CustomBackend(InferenceBackend):
                 salt=request.salt,
                 tenant=request.tenant,
                 timeout_s=request.timeout_s,
-                # A call opens only some of its requests at a time. The others wait longer, so the
-                # limit on the waiting time holds only for the first.
+                # A call opens only some of its requests at a time, so later requests may wait
+                # longer. The limit on the waiting time therefore holds only for the first.
                 queue_timeout_s=request.queue_timeout_s if index == 0 else None,
                 pools=True,
             )
@@ -314,14 +316,15 @@ class CustomBackend(InferenceBackend):
     def _make_client(self, on_message: OnMessage, on_exit: OnExit) -> EngineClient:
         if self._in_process:
             return InlineClient(self.worker_module, self._options, on_message)
-        # The given process can be used only once. After a restart, the client starts a new one.
+        # The process that was started early is used only once. After a restart, the client starts a
+        # new process.
         process, self._process = self._process, None
         return ProcessClient(self.worker_module, self._options, on_message, on_exit, process)
 
 
 def _options(framework: str, config: BackendConfig) -> EngineOptions:
-    """Build `EngineOptions` from a backend's arguments. If an argument is unknown, the error names
-    it.
+    """Build `EngineOptions` from the arguments of a backend. If an argument is unknown, an error
+    names the argument.
     """
     fields = {"model_path": config.model_name, "framework": framework, **config.backend_args}
     unknown = sorted(fields.keys() - set(EngineOptions.__struct_fields__))

@@ -1,4 +1,4 @@
-"""Reads from the settings which backend runs the engine, and with which options.
+"""Reads from the settings which backend serves the model, and with which engine options.
 
 This module imports little, because the engine process gets its options before the rest of the
 frontend is loaded.
@@ -17,8 +17,8 @@ NVIDIA_DEVICE = Path("/dev/nvidiactl")  # present if a CUDA driver is loaded
 
 
 def default_backend(device: str, dtype: str) -> str:
-    """The backend if the settings name none. It is `native` on a CPU. PyTorch is used on a GPU, for
-    the 16-bit dtypes, and if the native kernels were not built.
+    """The backend that is used if the settings name none. On a CPU, it is `native`. On a GPU, for
+    16-bit dtypes, and if the native kernels were not built, it is `torch`.
     """
     has_torch = find_spec("torch") is not None
     wants_gpu = device.startswith("cuda") or (device == "auto" and NVIDIA_DEVICE.exists())
@@ -28,7 +28,7 @@ def default_backend(device: str, dtype: str) -> str:
 
 
 def engine_options(settings: Settings, framework: str, path: Path | None = None) -> EngineOptions:
-    """The engine's options from the settings. `path` is the model's location, if known."""
+    """The engine options from the settings. `path`, if given, replaces the model path there."""
     cache, performance, model = settings.cache, settings.performance, settings.model
     pool_mb = performance.memory_pool_size_mb
     return EngineOptions(

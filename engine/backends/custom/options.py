@@ -1,4 +1,6 @@
-"""The options that an engine gets when it starts. They are sent to its process as a message."""
+"""The options that an engine gets when it starts. The frontend sends them to the engine process as
+a message.
+"""
 
 from typing import Literal
 
@@ -6,8 +8,8 @@ import msgspec
 
 
 class EngineOptions(msgspec.Struct, frozen=True, kw_only=True, tag="options"):
-    """Which model to load, and how much of the machine to use. A size of None is chosen from the
-    available memory.
+    """Which model to load, and how much of the machine to use. If `pool_bytes` or `max_seq_len` is
+    None, the engine chooses the size by the free memory and by the model.
     """
 
     model_path: str

@@ -1,8 +1,9 @@
-"""Draws the graph with identical layers merged. Nodes go from top to bottom, with the plan steps of
-each beside it.
+"""Draws a model's graph as SVG or for Graphviz, with identical layers merged. Beside each group of
+nodes are the plan steps (kernel calls) that compute it.
 
-A decoder's graph is nearly a chain, so the layout is simple. Nodes are stacked, an arrow leads from
-each node to the next, and a curve shows a value that is used farther down.
+The SVG layout is simple, because a decoder's graph is nearly a chain. Nodes are stacked from top to
+bottom, an arrow leads from each node to the next, and a curve shows a value that is used farther
+down.
 """
 
 import json
@@ -19,7 +20,8 @@ _LINE, _PAD, _GAP = 15, 6, 14  # pixels: line height, padding inside a box, gap 
 _LEFT, _NODE_WIDTH = 150, 330
 _STEP_LEFT, _STEP_WIDTH = _LEFT + _NODE_WIDTH + 60, 430
 _WIDTH = _STEP_LEFT + _STEP_WIDTH + 30
-# How far a curve bends to the left: as a share of its length, and the max in pixels.
+# How far a curve bends to the left: a share of its length (20 pixels are added), and the max in
+# pixels.
 _BEND, _BEND_MOST = 0.35, 115
 _STYLE = """
 text { font: 11px monospace; fill: #222 } .title { font-weight: bold }
@@ -111,7 +113,9 @@ class _Drawing:
         return box
 
     def edge(self, source: _Box, target: _Box) -> None:
-        """Draw a straight arrow to the next box, or a curve on the left to a box farther down."""
+        """Draw an arrow between two boxes: straight to the next box, or a curve on the left to a
+        box farther down.
+        """
         if self.nodes.index(target) == self.nodes.index(source) + 1:
             x = source.left + source.width // 2
             self.path(f"M {x} {source.bottom} V {target.top}", "edge")
@@ -210,7 +214,7 @@ def _id(number: int, name: str) -> str:
 
 
 def _quoted(lines: Sequence[str]) -> str:
-    r"""Join the lines to a quoted Graphviz string, in which \l ends a left-aligned line."""
+    r"""Join the lines into one quoted Graphviz string, in which \l ends a left-aligned line."""
     escaped = [line.replace("\\", "\\\\").replace('"', '\\"') for line in lines]
     if len(escaped) == 1:
         return f'"{escaped[0]}"'

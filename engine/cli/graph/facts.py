@@ -1,5 +1,5 @@
-"""The data classes of `engine inspect --graph`: graph nodes, plan steps, places in the activation
-arena, times.
+"""The data classes of `engine inspect --graph`: graph nodes, plan steps, memory ranges of the
+activation arena, and times.
 """
 
 from collections.abc import Iterator, Sequence
@@ -14,8 +14,8 @@ from engine.backends.custom.ir.types import Counts, Dim
 
 @dataclass(frozen=True, slots=True)
 class StepSize:
-    """The size of the step whose cost is estimated and measured. The step decodes one token per
-    sequence or, with `is_prompt`, computes the last chunk of a prompt.
+    """The size of the engine step that the report describes. The step decodes one token per
+    sequence or, if `is_prompt` is true, prefills the last chunk of one prompt.
     """
 
     tokens: int
@@ -33,7 +33,7 @@ class StepSize:
 class WeightFacts:
     name: str
     shape: tuple[int, ...]
-    type: str  # storage type in the file
+    type: str  # storage type in the file, such as Q4_K
     bytes: int  # size in the file
 
 
@@ -51,15 +51,16 @@ class NodeFacts:
 
 @dataclass(frozen=True, slots=True)
 class StepFacts:
-    """One step of the execution plan. `generated` names the arithmetic for decode tokens, `prompt`
-    that for prefill tokens. Both are None if the native kernels are not built.
+    """One plan step, which is one kernel call of the execution plan. `generated` names the number
+    format in which decode tokens are computed, and `prompt` the format for prefill tokens. Both are
+    None if the native kernels are not built.
     """
 
     kind: str
     label: str  # name of the plan step, the same in every layer
     layer: int | None
     nodes: tuple[str, ...]
-    layout: str | None  # weight layout that the kernels read
+    layout: str | None  # layout in which the kernels read the weights
     generated: str | None
     prompt: str | None
     weights: tuple[WeightFacts, ...]
@@ -77,8 +78,9 @@ class StepFacts:
 
 @dataclass(frozen=True, slots=True)
 class PlaceFacts:
-    """A place in the activation arena. It holds a number of floats per row. `per` says what a row
-    is: a token, or a token with logits.
+    """A memory range in the activation arena, called a place. Buffers that are not needed at the
+    same time share a place. A place has room for `floats` numbers per row. `per` says what a row is
+    here: a token, or a token whose logits are computed.
     """
 
     floats: int
@@ -88,14 +90,14 @@ class PlaceFacts:
 
 @dataclass(frozen=True, slots=True)
 class KindFacts:
-    """Costs of one kind of plan step, summed over all layers."""
+    """Costs and measured time of all plan steps with one label, summed over the layers."""
 
     label: str
     steps: int
     flops: int
     bytes: int
     seconds: float
-    share: float  # share of the total time of all plan steps
+    share: float  # share in the total time of all plan steps, 0 to 1
     gb_per_s: float
     gflop_per_s: float
 
@@ -130,18 +132,19 @@ class Report:
         return asdict(self)
 
 
-# Stands for the last value of the preceding part, for example of the preceding layer.
+# An input with this name is a value from the preceding section of the graph, for example from the
+# preceding layer.
 BEFORE = "(before)"
 
 
 @dataclass(frozen=True, slots=True)
 class Section:
-    """A part of the folded graph: nodes outside the layers, or a group of identical layers. Names
-    are relative to the layer.
+    """A section of the graph after identical layers were merged. It has either nodes outside the
+    layers, or the nodes of a group of identical layers. Names have no `layers.N.` prefix.
     """
 
     layers: tuple[int, ...]  # layer numbers; empty for nodes outside the layers
-    nodes: tuple[NodeFacts, ...]  # those of the first layer
+    nodes: tuple[NodeFacts, ...]  # the nodes of the first layer of the group
     # The plan steps of the first layer. Their `seconds` are the mean over all layers of the group.
     steps: tuple[StepFacts, ...]
 
@@ -168,7 +171,7 @@ class _Part:
 
 
 def fold(report: Report) -> list[Section]:
-    """Merge identical layers into sections, ordered by the first layer of each."""
+    """Merge identical layers into sections. A section takes the place of its first layer."""
     forms: dict[str, list[_Part]] = {}
     for part in _parts(report):
         forms.setdefault(part.form, []).append(part)
@@ -176,7 +179,9 @@ def fold(report: Report) -> list[Section]:
 
 
 def by_nodes(section: Section) -> list[tuple[list[NodeFacts], list[StepFacts]]]:
-    """Group the section's nodes. Each group comes with the plan steps that compute it."""
+    """Group the section's nodes by the plan steps that compute them. Each group comes with its plan
+    steps.
+    """
     groups: list[tuple[list[NodeFacts], list[StepFacts]]] = []
     seen: set[str] = set()
     for step in section.steps:
@@ -198,8 +203,8 @@ def _section(alike: list[_Part]) -> Section:
 
 
 def _parts(report: Report) -> Iterator[_Part]:
-    """Yields the parts of the graph with their plan steps: the nodes before the layers, each layer,
-    and the nodes after them.
+    """Yields the parts of the graph with their plan steps: the nodes before the layers, then each
+    layer, then the nodes after the layers.
     """
     groups = [list(group) for _, group in groupby(report.nodes, key=lambda node: node.layer)]
     part_of = {node.name: index for index, group in enumerate(groups) for node in group}

@@ -44,7 +44,9 @@ _KV_TYPE = "bfloat16"  # the server's default storage type of keys and values
 
 
 def describe_graph(source: "ModelSource", size: StepSize, timed: bool = False) -> Report:
-    """The graph and plan of an opened model, for a step of this size."""
+    """Describe the graph and the plan of an opened model, for an engine step of this size. If
+    `timed` is true, the model is also loaded and each plan step is measured.
+    """
     graph = _graph(source)
     _check(source, size)
     counts = size.counts
@@ -123,7 +125,9 @@ def _check(source: "ModelSource", size: StepSize) -> None:
 
 
 class _Facts:
-    """Combines the graph and plan with the file's weights and the kernels' weight layouts."""
+    """Builds the report's nodes and plan steps. It combines the graph and the plan with the weights
+    in the file and the layouts in which the kernels read them.
+    """
 
     def __init__(
         self, source: "ModelSource", graph: Graph, chosen: ir.ExecutionPlan, native: Any
@@ -138,7 +142,7 @@ class _Facts:
                 name,
                 tuple(int(dim) for dim in value.shape),
                 source.weights[name].tensor.dtype,
-                source.weights[name].tensor.nbytes,
+                source.weights[name].nbytes,
             )
             for name, value in graph.weights.items()
         }
@@ -187,7 +191,10 @@ class _Facts:
         )
 
     def _kernel(self, step: ir.Step) -> tuple[str | None, str | None, str | None]:
-        """The layout of the plan step's matrix, and the arithmetic for decode and for prefill."""
+        """The layout of the plan step's weight matrix, and the number formats in which decode and
+        prefill are computed. All are None if no kernels are built. The layout is also None if the
+        plan step has no matrix.
+        """
         if self._native is None:
             return None, None, None
         match step:
@@ -205,10 +212,10 @@ class _Facts:
         weight = self._source.weights[name]
         shape = weight.spec.shape
         if self._native is None:
-            return weight.tensor.nbytes
+            return weight.nbytes
         if len(shape) == 1 or name in self._plan.vectors:
             return _FLOAT * prod(shape)
-        layout = self._native.layout_of(weight.tensor.dtype)
+        layout = self._native.layout_of(weight.kernel_dtype)
         panel = self._native.panel_bytes(layout, shape[1])
         return shape[0] * panel // ir.PANEL_ROWS
 
@@ -220,7 +227,7 @@ def _kv_value_bytes(source: "ModelSource") -> float:
 
 
 def _totals(steps: tuple[StepFacts, ...]) -> dict[str, int]:
-    """Sums over the plan steps. A weight that two plan steps read counts twice, except in
+    """Costs summed over the plan steps. A weight that two plan steps read counts twice, except in
     `stored_bytes`.
     """
     keys = ("flops", "weight_bytes", "activation_bytes", "kv_bytes", "bytes")
@@ -230,7 +237,9 @@ def _totals(steps: tuple[StepFacts, ...]) -> dict[str, int]:
 
 
 def _by_kind(steps: tuple[StepFacts, ...]) -> tuple[KindFacts, ...]:
-    """Costs and times per kind of plan step, slowest first. Empty if nothing was timed."""
+    """Costs and times of the plan steps, summed by label, slowest first. Empty if the plan was not
+    timed.
+    """
     groups: dict[str, list[StepFacts]] = {}
     for step in steps:
         if step.seconds is not None:

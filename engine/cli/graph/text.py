@@ -1,5 +1,5 @@
-"""Formats the graph and plan as aligned text. Also has the captions of plan steps, which the
-drawings use too.
+"""Formats the graph and the plan as aligned text. The captions of plan steps are also here; the
+drawings use them too.
 """
 
 from collections.abc import Iterator, Sequence
@@ -8,7 +8,9 @@ from engine.cli.graph.facts import NodeFacts, Report, Section, StepFacts, Weight
 from engine.cli.model_report import human_bytes
 
 _UNKNOWN = "not built"
-_QUIET = 0.8  # on an idle machine, the plan steps add up to at least this share of a forward pass
+# On an idle machine, the times of the plan steps add up to at least this share of the time of a
+# forward pass.
+_QUIET = 0.8
 
 
 def graph_text(report: Report) -> str:
@@ -46,7 +48,9 @@ def node_value(node: NodeFacts) -> str:
 
 
 def step_kernel(step: StepFacts, report: Report) -> str:
-    """The arithmetic for decode and for prefill, for example "amx int8 | bf16"."""
+    """The instruction set, then the number formats for decode and for prefill, for example "amx
+    int8 | bf16".
+    """
     if report.instruction_set is None:
         return _UNKNOWN
     if step.generated == step.prompt:
@@ -178,7 +182,7 @@ def _times(report: Report) -> Iterator[str]:
 
 
 def _aligned(rows: Sequence[Sequence[str]], right: Sequence[int] = ()) -> Iterator[str]:
-    """Align the columns. A row with a single cell becomes a line of its own."""
+    """Align the columns of a table. A row with a single cell is a heading: it is not aligned."""
     table = [row for row in rows if len(row) > 1]
     widths = [max(map(len, column)) for column in zip(*table, strict=True)]
     for row in rows:

@@ -41,8 +41,9 @@ TIMEOUT_S = 900.0
 def call(
     ctx: typer.Context, method: str, path: str, body: Mapping[str, Any] | None = None
 ) -> dict[str, Any]:
-    """Call the server's admin API and return its JSON response. Raises the server's error. If the
-    server can't be reached, the error says how to reach it.
+    """Call the server's admin API and return its JSON response. If the server answers with an
+    error, raises that error. If the server can't be reached, raises an error that tells the user
+    what to check.
     """
     import httpx
 
@@ -367,7 +368,9 @@ def _limits(*values: int | None) -> dict[str, int | None]:
 
 
 def _prompts(path: Path) -> list[Any]:
-    """Parse a file of prompts in the same way as the server, without importing the server."""
+    """Parse a file of prompts in the same way as the server, without importing the server. Each
+    line is one prompt: a JSON string, a JSON object or plain text.
+    """
     try:
         lines = path.read_text(encoding="utf-8").splitlines()
     except (OSError, UnicodeDecodeError) as error:

@@ -1,6 +1,7 @@
-"""`engine keys`: edits the keys file of a server on this machine, whether it runs or not.
+"""`engine keys`: edits the keys file of a server on this machine. The server need not run.
 
-A running server reads the file again on SIGHUP; `engine admin keys` changes it through the server.
+A running server reads the file again on SIGHUP. `engine admin keys` changes the keys through the
+running server instead.
 """
 
 import json

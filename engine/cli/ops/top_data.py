@@ -1,7 +1,7 @@
-"""The data of `engine top`: a server's current routes and metrics, and their change since the last
-poll.
+"""Collects the data of `engine top`: a server's current routes and metrics, and how they changed
+since the last poll.
 
-A metric that vLLM also has uses vLLM's name, so a vLLM server can be shown too.
+For metrics that vLLM also has, our server uses vLLM's names. So a vLLM server can be shown too.
 """
 
 import asyncio
@@ -20,8 +20,9 @@ _TTFT = "vllm:time_to_first_token_seconds_bucket"
 
 @dataclass(frozen=True, slots=True)
 class ScrapedMetrics:
-    """The samples of a metrics page. `values` has the sum over all labels for each metric name, and
-    for each `name[outcome]`.
+    """The samples of a Prometheus metrics page. `values` maps a metric's name to the sum of its
+    samples over all labels. If a metric has the label `outcome`, there is also a sum per outcome,
+    under the key `name[outcome]`.
     """
 
     values: Mapping[str, float] = field(default_factory=dict)
@@ -38,7 +39,7 @@ class ScrapedMetrics:
 class Look:
     """The result of one poll of a server. `routes` is None if the server is not ours."""
 
-    at: float  # time.monotonic()
+    at: float  # when the server was polled, by time.monotonic()
     health: Mapping[str, Any]
     metrics: ScrapedMetrics
     models: tuple[Mapping[str, Any], ...]
@@ -46,8 +47,8 @@ class Look:
 
     @property
     def has_router(self) -> bool:
-        """Whether the server has a router. Without one, our server still answers the routes
-        request, but without figures per backend.
+        """Whether the server has a router. Our server also answers the routes request without a
+        router, but then has no figures per backend.
         """
         models = (self.routes or {}).get("models", ())
         return any(model["policy"] is not None for model in models)
@@ -96,8 +97,8 @@ class Frame:
 
 
 async def look(client: httpx.AsyncClient) -> Look:
-    """Poll the server. Raises `UnavailableError` if it does not answer, `AuthenticationError` for a
-    wrong key.
+    """Poll the server. Raises `UnavailableError` if the server does not answer, and
+    `AuthenticationError` if it does not accept the key.
     """
     try:
         routes, health, metrics, models = await asyncio.gather(
@@ -211,8 +212,8 @@ def _routed(before: Look, now: Look, elapsed_s: float) -> tuple[BackendRow, ...]
 
 
 def _with_models(frame: Frame, now: Look) -> Frame:
-    """Add the rows of a server without a router. It has a single backend, so the server's figures
-    are those of the backend.
+    """Add a row for the only backend of a server without a router. Its figures are those of the
+    whole server.
     """
     metrics = now.metrics
     rows = tuple(
@@ -238,8 +239,8 @@ def _with_models(frame: Frame, now: Look) -> Frame:
 
 
 def _first_token_p50(before: ScrapedMetrics, now: ScrapedMetrics) -> float | None:
-    """Median time to first token of the requests since the last poll. If there were none: of all
-    requests since the server started.
+    """Median time to first token, in seconds, of the requests since the last poll. If there were no
+    such requests, the median of all requests since the server started.
     """
     recent = {
         edge: count - before.first_tokens.get(edge, 0.0) for edge, count in now.first_tokens.items()
@@ -249,7 +250,9 @@ def _first_token_p50(before: ScrapedMetrics, now: ScrapedMetrics) -> float | Non
 
 
 def quantile(buckets: Iterable[tuple[float, float]], share: float) -> float | None:
-    """A quantile of a histogram with cumulative counts, interpolated linearly within a bucket."""
+    """A quantile of a histogram with cumulative counts, interpolated linearly within a bucket. None
+    if the histogram is empty. `share` is 0.5 for the median.
+    """
     ordered = sorted(buckets)
     total = ordered[-1][1] if ordered else 0.0
     if total <= 0:

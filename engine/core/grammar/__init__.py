@@ -1,3 +1,3 @@
-"""Structured output: converts JSON Schema, regex and GBNF to grammars, and test-compiles them in a
-limited child process.
+"""Structured output: converts JSON schemas, regular expressions and GBNF to llguidance grammars,
+and test-compiles the grammars in a child process with limits.
 """

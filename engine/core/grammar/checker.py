@@ -1,9 +1,10 @@
-"""Test-compiles grammars in a limited child process.
+"""Checks in a child process with limits that clients' grammars compile.
 
-One child process compiles one grammar after the other. A grammar that exceeds the time or memory
-limit is refused, and a new child is started for the next grammar. If the child was killed for
-another reason, for example by the OOM killer, the grammar is tried once more. A check continues
-when its caller is cancelled, so its result is kept even if the client disconnects.
+One child process compiles one grammar after the other. A grammar that exceeds the limit of CPU time
+or memory is refused, and a new child is started for the next grammar. If the child does not answer
+in time, or was killed for another reason, for example by the OOM killer, the grammar is tried once
+more. A check continues when its caller is cancelled, so its result is kept even if the client
+disconnects.
 """
 
 import asyncio
@@ -19,8 +20,8 @@ import msgspec
 from engine.core.errors import InvalidRequestError, RateLimitError, UnavailableError
 from engine.core.grammar.wire import LENGTH, Compile, Verdict, frame
 
-COMPILE_TIMEOUT_S = 1.0  # wall-clock limit; the child's CPU limit is lower
-START_TIMEOUT_S = 30.0  # for starting Python and importing llguidance on a busy machine
+COMPILE_TIMEOUT_S = 1.0  # wall-clock limit for one grammar; the child's CPU limit is lower
+START_TIMEOUT_S = 30.0  # limit for starting Python and importing llguidance on a busy machine
 MAX_VERDICTS = 1024
 MAX_WAITING = 64
 MAX_ANSWER_BYTES = 1 << 16
@@ -30,12 +31,12 @@ TOO_LARGE = "needs too much memory or nesting to compile; simplify it"
 
 
 class _Stopped(Exception):
-    """The child ended without an answer. The grammar may not be the cause."""
+    """The child was killed before it answered. The grammar may not be the cause."""
 
 
 class GrammarChecker:
-    """Checks whether grammars compile. It keeps the last results. For other grammars it asks the
-    child process, which is started on first use.
+    """Checks whether grammars compile. Results of recent checks are kept. Other grammars are sent
+    to the child process, which is started on first use.
     """
 
     def __init__(self) -> None:
@@ -76,7 +77,7 @@ class GrammarChecker:
         return None if self._child is None else self._child.pid
 
     def _check_for(self, key: bytes, grammar: str) -> asyncio.Task[str | None]:
-        """The running check of this grammar, or a new one."""
+        """The running check of this grammar. If there is none, a new check is started."""
         check = self._checks.get(key)
         if check is None:
             if len(self._checks) >= MAX_WAITING:
@@ -120,9 +121,8 @@ class GrammarChecker:
             await self._end_child()
             raise _Stopped from None
         except (asyncio.IncompleteReadError, ConnectionError):
-            with contextlib.suppress(
-                TimeoutError
-            ):  # the exit status tells which limit the child exceeded
+            # The exit status tells which limit the child exceeded.
+            with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(child.wait(), COMPILE_TIMEOUT_S)
             await self._end_child()
             if child.returncode == -signal.SIGKILL:
@@ -136,7 +136,7 @@ class GrammarChecker:
     async def _get_ready(self) -> None:
         """Start a child for the next check, so that the check does not wait for the start."""
         async with self._turn:
-            with contextlib.suppress(UnavailableError):  # the next check reports it
+            with contextlib.suppress(UnavailableError):  # the next check reports the failure
                 await self._running_child()
 
     async def _running_child(self) -> asyncio.subprocess.Process:

@@ -1,8 +1,8 @@
-"""The child process that compiles clients' grammars, isolated from the server.
+"""The child process that test-compiles clients' grammars, isolated from the server.
 
-It keeps no state between grammars. Its memory, stack and CPU time are limited. A grammar that
-exceeds a limit ends the process, and `GrammarChecker` starts another one. The module is run with
-the parent's process id as its argument.
+The process keeps no state between grammars. Its memory, stack and CPU time are limited. A grammar
+that exceeds a limit ends the process, and `GrammarChecker` starts another one. The module is run
+with the parent's process id as its argument.
 """
 
 import os
@@ -21,11 +21,11 @@ if TYPE_CHECKING:
     from llguidance import LLTokenizer
 
 MAX_MEMORY_BYTES = 1 << 30
-# Smaller than the stack of any engine thread. So a grammar that compiles here can't overflow the
-# stack in the engine.
+# This stack is smaller than that of any engine thread. So a grammar that compiles here can't
+# overflow the stack in the engine.
 MAX_STACK_BYTES = 2 << 20
-# CPU time for one grammar. The engine compiles the grammar again; both together should take less
-# than 1 s.
+# CPU time for one grammar, in seconds. The engine compiles the grammar a second time. Both
+# compilations together should take less than 1 s.
 MAX_CPU_S = 0.3
 MAX_PROBLEM_CHARS = 300
 END_OF_TEXT = 256
@@ -35,7 +35,7 @@ EMPTY = "it admits no text at all"
 
 class _Bytes:
     """A tokenizer with one token per byte, in the form that llguidance takes. It is sufficient for
-    compiling grammars.
+    checking whether grammars compile.
     """
 
     eos_token_id = END_OF_TEXT
@@ -54,7 +54,9 @@ def byte_tokenizer() -> "LLTokenizer":
 
 
 def problem_of(grammar: str, tokenizer: "LLTokenizer") -> str | None:
-    """What is wrong with a grammar, in one line. None if it compiles and some text matches it."""
+    """Describe in one line what is wrong with a grammar. Returns None if it compiles and some text
+    matches it.
+    """
     from llguidance import LLMatcher
 
     limits = parser_limits()

@@ -2,8 +2,8 @@
 
 Each rule that is not recursive becomes one terminal, and so does each non-recursive part of a
 recursive rule. The lexer matches terminals, which makes token masks cheap to compute. In
-llguidance, a terminal matches as much text as it can. So a recursive rule should not start with
-text that could continue the terminal before it.
+llguidance, a terminal matches as much text as it can. So in a client's grammar, a recursive rule
+should not start with text that could continue the terminal before it.
 """
 
 from collections.abc import Iterator
@@ -25,7 +25,7 @@ class GbnfError(ValueError):
 
 
 def is_gbnf(source: str) -> bool:
-    """Whether a grammar is GBNF and not Lark: some line starts with `root ::=`."""
+    """Whether a grammar is GBNF and not Lark. In GBNF, some line starts with `root ::=`."""
     lines = (line.lstrip() for line in source.splitlines())
     return any(
         line.startswith(ROOT) and line[len(ROOT) :].lstrip().startswith("::=") for line in lines
@@ -70,7 +70,9 @@ _Expression = _Text | _Name | _Repeat | _Sequence | _Choice
 
 
 class _Parser:
-    """Recursive descent parser. Only groups in parentheses recurse, and their depth is limited."""
+    """A recursive descent parser for GBNF. Only groups in parentheses recurse, to a limited
+    depth.
+    """
 
     def __init__(self, source: str) -> None:
         self._source = source
@@ -198,7 +200,7 @@ class _Parser:
         return self._source[start : self._at]
 
     def _skip(self, newlines: bool) -> None:
-        """Skip blanks and comments, and line ends too if `newlines`."""
+        """Skip blanks and comments. If `newlines` is true, line ends are skipped too."""
         while char := self._peek():
             if char == "#":
                 end = self._source.find("\n", self._at)
@@ -223,7 +225,7 @@ class _Parser:
 
 
 class _Writer:
-    """Writes rules as Lark. Recursive rules are named `t0`, `t1` and so on. The others are
+    """Writes rules as Lark. Recursive rules are named `t0`, `t1` and so on. Other rules are
     terminals, named `T0`, `T1` and so on.
     """
 
@@ -298,8 +300,8 @@ class _Writer:
                 return "(" + " | ".join(map(self._terminal, nodes)) + ")"
 
     def _rule(self, node: _Expression) -> str:
-        """Lark text of an expression in a recursive rule. Its non-recursive parts become
-        terminals.
+        """The Lark text of an expression in a recursive rule. Parts of the expression that are not
+        recursive become terminals.
         """
         if self._is_terminal[id(node)]:
             return self._part([node])

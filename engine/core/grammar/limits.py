@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from llguidance import LLParserLimits
 
-MAX_LEXER_STATES = 50_000  # lexer states; 1 to 2 KiB each
-MAX_GRAMMAR_SIZE = 200_000  # grammar symbols
+MAX_LEXER_STATES = 50_000  # max lexer states; each takes 1 to 2 KiB
+MAX_GRAMMAR_SIZE = 200_000  # max number of symbols in a grammar
 
 
 def parser_limits() -> "LLParserLimits":

@@ -1,18 +1,18 @@
-r"""Translates clients' regular expressions to the syntax of llguidance, whose automaton matches
-them.
+r"""Translates clients' regular expressions to the syntax of llguidance.
 
 A pattern is parsed in linear time, without Python's `re`. ECMAScript and Python disagree on some
-sets, such as `\w`, `\s` and `.`. Such a set is replaced by the characters that are in it in both
-dialects, so the output matches the pattern in both. Lookaround, backreferences and flags are
-refused.
+character sets, such as `\w`, `\s` and `.`. Such a set is replaced by the characters that belong to
+it in both dialects, so that the output matches the client's pattern in both. Lookaround,
+backreferences and flags are refused.
 """
 
 MAX_NESTING = 100
 MAX_REPEAT = 100_000
-MAX_BOUNDS_CHARS = 64  # length of {n,m}, braces included
+MAX_BOUNDS_CHARS = 64  # max length of {n,m}, counting the braces
 
-# Set -> two bodies of a character class: characters that are in the set in all dialects, and
-# characters that are in it in some dialect. The second is used in negated classes.
+# Name of a set, such as d for \d -> two bodies of a character class. The first body has the
+# characters that belong to the set in all dialects. The second has those that belong to it in at
+# least one dialect; it is used in negated classes.
 _WORDS = r"\p{L}\p{N}\p{M}\p{Pc}"
 _SPACES = r" \t\n\r\f\x0B\p{Zs}"
 _MAYBE_SPACES = r"\s\x1C-\x1F\x{85}\x{FEFF}\x{2028}\x{2029}"
@@ -26,7 +26,7 @@ _SETS = {
 }
 _CONTROLS = {"n": "\n", "r": "\r", "t": "\t", "f": "\f", "v": "\v"}
 _NOT_LINE_ENDS = r"\n\r\x{2028}\x{2029}"
-# Characters that JSON can only write as \uXXXX, and DEL. Our grammars admit none of them.
+# Characters that JSON can only write as \uXXXX, and DEL. The output grammars admit none of them.
 UNWRITABLE = r"\x00-\x07\x0B\x0E-\x1F\x7F"
 _HEX = frozenset("0123456789abcdefABCDEF")
 _DIGITS = frozenset("0123456789")
@@ -37,29 +37,32 @@ class RegexError(ValueError):
 
 
 def literal(char: str) -> str:
-    """An expression that matches only `char`."""
+    """A regular expression that matches only the character `char`."""
     if char.isascii() and (char.isalnum() or char in " _"):
         return char
     return f"\\x{{{ord(char):X}}}"
 
 
 def translate(pattern: str, *, in_json: bool) -> str:
-    """Translate `pattern` to llguidance's syntax. With `in_json`, the pattern is for the value of a
-    JSON string.
+    """Translate `pattern` to llguidance's syntax. If `in_json` is true, the pattern is for the
+    value of a JSON string: it then never matches the characters in `UNWRITABLE`.
     """
     return _Translation(pattern, in_json).run()
 
 
 def admits_long_text(expression: str) -> bool:
-    """Whether a translated expression certainly matches texts longer than any limit."""
-    # After this, each "^" is an anchor. Literal signs are hexadecimal escapes.
+    """Whether a translated expression is known to match arbitrarily long texts. False if that is
+    not certain.
+    """
+    # After this replacement, each "^" is an anchor. Literal characters such as "^" and "*" don't
+    # occur, because they are written as hexadecimal escapes.
     bare = expression.replace("[^", "[")
     is_repeating = any(sign in bare for sign in ("*", "+", ",}"))
     return is_repeating or "^" not in bare or "$" not in bare
 
 
 class _Translation:
-    """One pass over a pattern from left to right."""
+    """Translates a pattern in one pass from left to right."""
 
     def __init__(self, pattern: str, in_json: bool) -> None:
         self._pattern = pattern
@@ -137,8 +140,8 @@ class _Translation:
             raise RegexError("a repetition cannot be repeated; put a group around it")
 
     def _at_bounds(self) -> bool:
-        """Whether the brace at the current position starts {n}, {n,} or {n,m}. Otherwise it is a
-        literal character.
+        """Whether the brace at the current position starts {n}, {n,} or {n,m}. If not, the brace is
+        a literal character.
         """
         end = self._pattern.find("}", self._at, self._at + MAX_BOUNDS_CHARS)
         parts = self._pattern[self._at + 1 : end].split(",") if end > 0 else []
@@ -176,7 +179,9 @@ class _Translation:
         return self._class(negated=negated, body="".join(body))
 
     def _member(self, char: str, negated: bool) -> str:
-        """A member of a character class: one character, or the class body of a set like `\\d`."""
+        """A member of a character class: one character, or the class body of a set such as
+        `\\d`.
+        """
         if char != "\\":
             return char
         name = self._take()

@@ -1,7 +1,7 @@
 """Detects the JSON Schema draft of a document and resolves its references.
 
-References must point into the same document; nothing is ever fetched. An `$id` below the root would
-change the base of references, and validators differ in how they treat that. So it is refused.
+References must point into the same document; nothing is ever fetched. An `$id` below the root is
+refused: it would change the base of references, and validators differ in how they treat that.
 """
 
 from collections.abc import Callable
@@ -9,7 +9,8 @@ from enum import Enum, auto
 from typing import NoReturn, TypeAlias
 from urllib.parse import unquote
 
-# Raises an error. Its arguments are the path of a schema and what is wrong with that schema.
+# Type of a function that raises an error. Its arguments are the path of a schema and what is wrong
+# with that schema.
 Fail: TypeAlias = Callable[[str, str], NoReturn]
 
 
@@ -31,7 +32,7 @@ _DRAFTS = {
 
 
 def draft_of(document: object, param: str, fail: Fail) -> Draft:
-    """The draft that `$schema` names; 2020-12 by default."""
+    """The JSON Schema draft that `$schema` names; draft 2020-12 if there is no `$schema`."""
     if not isinstance(document, dict) or "$schema" not in document:
         return Draft.D2020
     name = document["$schema"]
@@ -44,7 +45,7 @@ def draft_of(document: object, param: str, fail: Fail) -> Draft:
 
 
 class Resolver:
-    """Resolves the references of one document."""
+    """Resolves the `$ref` references of one schema document."""
 
     def __init__(self, document: object, draft: Draft, fail: Fail) -> None:
         self._document = document
@@ -58,7 +59,7 @@ class Resolver:
             self._fail(path, f"keyword '{self._id_keyword}' is only supported at the root")
 
     def resolve(self, reference: object, path: str) -> tuple[tuple[str, ...], object]:
-        """The path and content that a `$ref` points to."""
+        """The path in the document that a `$ref` points to, and the schema at this path."""
         if not isinstance(reference, str):
             self._fail(path, "'$ref' must be a string")
         address, _, fragment = reference.partition("#")

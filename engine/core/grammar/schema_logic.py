@@ -1,5 +1,5 @@
-"""Proofs about rewritten schemas: whether some value matches a schema, and whether no value matches
-two schemas at once.
+"""Proves facts about schemas: that some value matches a schema, or that no value matches two
+schemas at once. The schemas have the form to which `schema_rules` rewrites them.
 
 `Satisfiable` ignores some constraints, so it may accept a schema that no value matches. `Disjoint`
 says true only if it found a proof, so it may say false about schemas that are disjoint.
@@ -13,12 +13,13 @@ Schema = dict[str, Any] | bool
 Definitions = dict[str, Schema]
 
 REF_PREFIX = "#/$defs/"
-# Limits the steps of all proofs about a document together. Without it they could take exponential
-# time.
+# Max steps of all proofs about one document together. Without this limit, the proofs could take
+# exponential time.
 MAX_PROOF_STEPS = 50_000
 MAX_PROOF_DEPTH = 50
 
-# Keywords whose value is an object of schemas, a list of schemas, or one schema.
+# Keywords that contain schemas. Their values are objects of schemas (MAP), lists of schemas (LIST)
+# or single schemas (PART).
 MAP_KEYWORDS = ("properties", "patternProperties")
 LIST_KEYWORDS = ("allOf", "anyOf", "oneOf", "prefixItems")
 PART_KEYWORDS = ("items", "additionalProperties")
@@ -27,12 +28,12 @@ ALL_TYPES = frozenset({"null", "boolean", "integer", "number", "string", "array"
 
 
 def target(reference: str) -> str:
-    """Key of the definition that a rewritten `$ref` points to."""
+    """The key in `$defs` of the definition that a rewritten `$ref` points to."""
     return reference.removeprefix(REF_PREFIX)
 
 
 def with_parts(schema: Schema, change: Callable[[Schema], Schema]) -> Schema:
-    """The schema with `change` applied to each direct subschema."""
+    """A copy of the schema with `change` applied to each direct subschema."""
     if isinstance(schema, bool):
         return schema
     changed = dict(schema)
@@ -46,7 +47,7 @@ def with_parts(schema: Schema, change: Callable[[Schema], Schema]) -> Schema:
 
 
 def references(schema: Schema) -> set[str]:
-    """Keys of all definitions that a rewritten schema references."""
+    """The keys in `$defs` of all definitions that a rewritten schema references."""
     found: set[str] = set()
 
     def collect(part: Schema) -> Schema:
@@ -59,8 +60,8 @@ def references(schema: Schema) -> set[str]:
 
 
 def has_loop(definitions: Definitions) -> bool:
-    """Whether a definition applies itself to the same value, directly or through others. Validators
-    would not terminate on it.
+    """Whether a definition applies itself to the same value, directly or through other definitions.
+    Validators would not terminate on such a schema.
     """
     waits_for = {key: _applied(schema) for key, schema in definitions.items()}
     users: dict[str, list[str]] = {key: [] for key in definitions}
@@ -80,7 +81,7 @@ def has_loop(definitions: Definitions) -> bool:
 
 
 def _applied(schema: Schema) -> set[str]:
-    """Definitions that a schema applies to the value itself, not to a part of it."""
+    """The definitions that a schema applies to the value itself, not to a part of the value."""
     if isinstance(schema, bool):
         return set()
     found = {target(schema["$ref"])} if "$ref" in schema else set()
@@ -103,8 +104,8 @@ def same_value_key(value: Any) -> str:
 
 
 class Satisfiable:
-    """Finds the definitions that some finite value matches. Constraints on numbers and strings are
-    ignored.
+    """Finds the definitions that some finite value matches. A definition that requires itself in a
+    part matches none. Constraints on numbers and strings are ignored.
     """
 
     def __init__(self, definitions: Definitions) -> None:
@@ -135,7 +136,9 @@ class Satisfiable:
         return not types <= {"array"} or self._admits_array(schema)
 
     def prune(self, schema: Schema) -> Schema:
-        """The same schema, with `false` for every reference to an unsatisfiable definition."""
+        """A copy of the schema with `false` in place of every reference to an unsatisfiable
+        definition.
+        """
         reference = schema.get("$ref") if isinstance(schema, dict) else None
         if reference is not None and target(reference) not in self._matched:
             return False
@@ -153,7 +156,9 @@ class Satisfiable:
 
 
 def types_of(schema: dict[str, Any]) -> frozenset[str]:
-    """Types that a schema's own keywords allow; "number" includes integers."""
+    """The JSON types that a schema's own keywords allow. If "number" is allowed, so is
+    "integer".
+    """
     named = schema.get("type", ALL_TYPES)
     types = frozenset([named] if isinstance(named, str) else named)
     if "number" in types:
@@ -222,8 +227,8 @@ class Disjoint:
         )
 
     def _by_properties(self, one: dict[str, Any], other: dict[str, Any], depth: int) -> bool:
-        """Whether a property is required by one of the schemas, and no value of this property
-        matches both.
+        """Whether at least one of the schemas requires a property, and it is proved that no value
+        of this property matches both schemas.
         """
         if not types_of(one) & types_of(other) <= {"object"}:
             return False

@@ -1,5 +1,5 @@
-"""Rewrites JSON schemas for llguidance. Every keyword is either enforced or has no effect. A schema
-with another keyword is refused, and the error names the keyword.
+"""Rewrites JSON schemas for llguidance. Every keyword of a schema is either enforced or known to
+have no effect. A schema with any other keyword is refused, and the error names the keyword.
 
 A schema of any draft from 4 on is rewritten to the subset of draft 2020-12 that llguidance enforces
 exactly. Targets of references become definitions. Formats and patterns become regular expressions
@@ -41,8 +41,8 @@ from engine.core.grammar.schema_values import (
 MAX_NESTING = 100
 MAX_DEFINITIONS = 1_000
 
-# If a pattern matches only a few names and all of them are used, the grammar would still ask for
-# another name, and the output could not go on.
+# This error is for `patternProperties` that match only a few names. When all these names are used,
+# the grammar would still demand another name, and the output could not go on.
 SHORT_NAMES = (
     "keyword 'patternProperties' is not supported with a pattern that limits the length of names, "
     "where other properties are declared; list the names in 'properties'"
@@ -50,15 +50,16 @@ SHORT_NAMES = (
 
 
 def compile_schema(schema: object, param: str) -> dict[str, Any]:
-    """Rewrite a schema for llguidance. The result can also follow `%json` in a Lark grammar.
+    """Rewrite a schema for llguidance. The result can also be used after `%json` in a Lark grammar.
 
-    Errors start with `param`, the request parameter that has the schema, and a path in the schema.
+    Error messages start with `param`, the request parameter that contains the schema, and a path in
+    the schema.
     """
     return _Rewriting(schema, param).run()
 
 
 class _Rewriting:
-    """Rewrites one document to its normal form."""
+    """Rewrites one schema document for llguidance."""
 
     def __init__(self, document: object, param: str) -> None:
         self._param = param
@@ -70,8 +71,10 @@ class _Rewriting:
         self._disjoint = Disjoint(self._definitions)
         self._keys: dict[tuple[str, ...], str] = {}  # path in the document -> definition key
         self._intersects = False  # whether two schemas apply to the same value, as in `allOf`
-        self._short_names: str | None = None  # path of a patternProperties that matches few names
-        # Nodes with `oneOf`, and their paths. Their branches are not yet proved disjoint.
+        # Path of a `patternProperties` whose pattern matches only names of limited length.
+        self._short_names: str | None = None
+        # Nodes with `oneOf`, and their paths. It is not yet proved that their branches are
+        # disjoint.
         self._exclusive: list[tuple[dict[str, Any], str]] = []
 
     def run(self) -> dict[str, Any]:
@@ -147,7 +150,7 @@ class _Rewriting:
         if json.dumps(value) not in WITHOUT_EFFECT.get(keyword, ()):
             self._fail(path, f"keyword '{keyword}' is not supported; {REFUSED[keyword]}")
 
-    # Structure.
+    # Handlers of keywords that contain or reference schemas.
 
     def _reference(self, node: "_Node", keyword: str) -> None:
         place, schema = self._resolver.resolve(node.source[keyword], node.path)
@@ -204,7 +207,7 @@ class _Rewriting:
         node.output[keyword] = self._schema(node.source[keyword], f"{node.path}.{keyword}")
 
     def _items(self, node: "_Node", keyword: str) -> None:
-        """`items` and `additionalItems` of older drafts become `prefixItems` and `items`."""
+        """Rewrite `items` and `additionalItems` of older drafts to `prefixItems` and `items`."""
         items = node.source.get("items")
         if keyword == "items" and not isinstance(items, list):
             self._part(node, "items")
@@ -225,7 +228,7 @@ class _Rewriting:
             self._fail(node.path, "'prefixItems' needs \"$schema\" to name draft 2020-12")
         self._list(node, keyword)
 
-    # Values.
+    # Handlers of keywords that constrain values directly.
 
     def _type(self, node: "_Node", keyword: str) -> None:
         named = node.source["type"]
@@ -304,8 +307,8 @@ class _Rewriting:
         count = values.count(node.source[keyword], node.path, keyword, self._fail)
         declared = values.declared_properties(node.source)
         if keyword == "minProperties":
-            # The grammar does not prevent that an undeclared name is repeated. So undeclared names
-            # count as at most one property.
+            # The grammar allows that an undeclared name is repeated. So all undeclared names
+            # together count as at most one property.
             implied = count <= declared.num_required
             enforced = count == 1 and (not declared.has_optional or declared.is_closed)
             advice = f"name {count} properties in 'required'"
@@ -323,8 +326,8 @@ class _Rewriting:
 
 
 class _Node:
-    """A schema while it is rewritten: `source` is the client's, `output` is the one for
-    llguidance.
+    """A schema while it is rewritten. `source` has the keywords of the client's schema, `output`
+    those of the schema for llguidance.
     """
 
     def __init__(self, source: dict[str, Any], path: str) -> None:
@@ -336,7 +339,9 @@ class _Node:
         self.output.setdefault("allOf", []).extend(schemas)
 
     def narrow(self, keyword: str, bound: float) -> None:
-        """Set `minimum` or `maximum`, unless it already has a tighter bound."""
+        """Set the keyword `minimum` or `maximum` to `bound`, unless its bound is already
+        tighter.
+        """
         tighter = max if keyword == "minimum" else min
         self.output[keyword] = tighter(bound, self.output.get(keyword, bound))
 

@@ -13,19 +13,21 @@ from engine.core.grammar.schema_drafts import Fail
 
 MAX_MAGNITUDE = 2**53
 MIN_MAGNITUDE = 1e-30
-EXCLUSIVE_STEP = 1e-15  # replaces an exclusive bound of 0
-# Max digits of a number that is no integer. With more digits, llguidance may read the neighbouring
-# double.
+EXCLUSIVE_STEP = 1e-15  # the inclusive bound that replaces an exclusive bound of 0
+# Max digits of a number that is not an integer. With more digits, llguidance may read the number as
+# the neighbouring double.
 MAX_DIGITS = 15
 MAX_COUNT = 2**31 - 1
 MAX_MULTIPLE = 1_000_000
 
-# Characters that JSON can only write as \uXXXX, and DEL. Our grammars admit none of them.
+# Characters that JSON can only write as \uXXXX, and DEL. The output grammars admit none of them.
 _UNWRITABLE = frozenset(map(chr, (*range(8), 11, *range(14, 32), 127)))
 
 
 def check_text(document: object, param: str, max_nesting: int, fail: Fail) -> None:
-    """Refuse what no schema may contain: deep nesting, NaN or infinity, lone surrogates."""
+    """Refuse documents that can't be schemas: those with deep nesting, with NaN or infinity, or
+    with lone surrogates.
+    """
     pending: list[tuple[object, int]] = [(document, 0)]
     while pending:
         value, depth = pending.pop()
@@ -42,7 +44,9 @@ def check_text(document: object, param: str, max_nesting: int, fail: Fail) -> No
 
 
 def exact(value: Any, path: str, fail: Fail) -> Any:
-    """Check a value of `const` or `enum`. Floats with an integer value become integers."""
+    """Check a value of `const` or `enum`. Returns it with floats such as 2.0 converted to
+    integers.
+    """
     if isinstance(value, list):
         return [exact(item, path, fail) for item in value]
     if isinstance(value, dict):
@@ -56,7 +60,7 @@ def exact(value: Any, path: str, fail: Fail) -> Any:
 
 
 def is_writable(value: Any) -> bool:
-    """Whether the grammar admits the strings in a value."""
+    """Whether the output grammars admit all strings in a value."""
     if isinstance(value, list):
         return all(is_writable(item) for item in value)
     if isinstance(value, dict):
@@ -65,7 +69,9 @@ def is_writable(value: Any) -> bool:
 
 
 def count(value: Any, path: str, keyword: str, fail: Fail) -> int:
-    """The value of a keyword that counts, such as `minItems`."""
+    """Check the value of a keyword that is a count, such as `minItems`. Returns it as an
+    integer.
+    """
     if isinstance(value, float) and value.is_integer():
         value = int(value)
     if not isinstance(value, int) or isinstance(value, bool) or not 0 <= value <= MAX_COUNT:
@@ -94,10 +100,11 @@ def bound(
     path: str,
     fail: Fail,
 ) -> tuple[str, float] | None:
-    """Convert one of the four bound keywords to `minimum` or `maximum` with its number.
+    """Convert one of the four bound keywords to an inclusive bound: `minimum` or `maximum`, and its
+    number.
 
-    None if the keyword only modifies another one. In draft 4, `exclusiveMinimum` is a boolean that
-    modifies `minimum`.
+    Returns None if the keyword only modifies another one. In draft 4, `exclusiveMinimum` is a
+    boolean that modifies `minimum`.
     """
     value = source[keyword]
     exclusive = keyword.startswith("exclusive")
@@ -116,7 +123,9 @@ def bound(
 
 
 def _inward(number: float, is_minimum: bool, exclusive: bool) -> float:
-    """The bound itself, or the nearest number with `MAX_DIGITS` digits inside the allowed range."""
+    """The inclusive bound for `number`. If `number` is exclusive or has too many digits, this is
+    the next number inside the allowed range that has `MAX_DIGITS` digits.
+    """
     if not exclusive and isinstance(number, int):
         return number
     if number == 0:
@@ -129,7 +138,7 @@ def _inward(number: float, is_minimum: bool, exclusive: bool) -> float:
 
 
 def shorter_forms(keyword: str, number: float) -> list[float]:
-    """Allowed numbers whose digits are a prefix of the bound's digits.
+    """The allowed numbers whose digits are a prefix of the bound's digits.
 
     llguidance's ranges omit these numbers: for a maximum of 0.95 it admits 0.90 and 0.8, but not
     0.9.
@@ -155,7 +164,7 @@ class DeclaredProperties(NamedTuple):
     num_declared: int
     num_required: int
     has_optional: bool
-    is_closed: bool  # whether the object may have no undeclared properties
+    is_closed: bool  # whether undeclared properties are forbidden
 
 
 def declared_properties(source: dict[str, Any]) -> DeclaredProperties:
@@ -171,10 +180,11 @@ def declared_properties(source: dict[str, Any]) -> DeclaredProperties:
     )
 
 
-# How the grammar lets the model write JSON. One space is allowed after "," and ":", where Python
-# puts it. If any whitespace were allowed, small models might emit it forever. If none were allowed,
-# the text would differ from most training data. Escapes of the form \\uXXXX are not allowed.
-# Otherwise a name could be spelled in several ways and evade its property's rules.
+# How the grammar lets the model write JSON. One space is allowed after "," and ":", where Python's
+# `json.dumps` puts it. If any whitespace were allowed, small models might emit it forever. If none
+# were allowed, the text would differ from most training data. Escapes of the form \uXXXX are not
+# allowed. Otherwise a property name could be spelled in several ways and evade the rules for this
+# property.
 JSON_STYLE = {
     "whitespace_flexible": False,
     "item_separator": ", ?",
@@ -182,7 +192,7 @@ JSON_STYLE = {
     "json_allowed_escapes": 'nrbtf\\"',
 }
 
-# Keywords that don't constrain values.
+# Schema keywords that don't constrain values. They are ignored.
 ANNOTATIONS = frozenset(
     {"$anchor", "$comment", "$defs", "$dynamicAnchor", "$id", "$recursiveAnchor", "$schema"}
     | {"$vocabulary", "contentEncoding", "contentMediaType", "contentSchema", "default"}
@@ -194,7 +204,7 @@ ANNOTATIONS = frozenset(
     | {"markdownEnumDescriptions", "meta:enum", "propertyOrdering", "tsType"}
 )
 ANNOTATION_PREFIXES = ("x-", "x_", "_")
-# Keywords that we can't enforce -> advice for the client.
+# Schema keywords that we can't enforce -> advice for the client.
 REFUSED = {
     "not": "describe what is allowed",
     "if": "use anyOf with one branch for each case",
@@ -217,8 +227,8 @@ REFUSED = {
     "divisibleBy": "use multipleOf",
     "nullable": 'use a list of types, as in "type": ["string", "null"]',
 }
-# Refused keywords -> values (as JSON) with which they don't constrain anything. With these values
-# they are accepted.
+# Keyword in `REFUSED` -> its values, as JSON, that don't constrain anything. With these values the
+# keyword is accepted.
 WITHOUT_EFFECT = {
     "uniqueItems": ("false",),
     "dependencies": ("{}",),
@@ -232,8 +242,8 @@ WITHOUT_EFFECT = {
 
 
 _LABEL = "[A-Za-z0-9](?:[A-Za-z0-9-]{0,61}[A-Za-z0-9])?"
-# Host names have at most 253 characters. Four labels of up to 63 characters can have 255, so the
-# limit is nearly kept.
+# A host name has at most 253 characters. Four labels of up to 63 characters and three dots can have
+# 255, so this pattern nearly keeps the limit.
 _HOST = rf"{_LABEL}(?:\.{_LABEL}){{0,3}}"
 
 _BYTE = "(?:25[0-5]|2[0-4][0-9]|1[0-9][0-9]|[1-9]?[0-9])"
@@ -305,10 +315,10 @@ STRING_FORMATS = {
     "iri-reference": f"{_URI}|{_RELATIVE}",
     "json-pointer": "(?:/(?:[A-Za-z0-9_. -]|~[01])*)*",
 }
-# Formats that only say how a value is shown or stored. They don't constrain values.
+# Values of `format` that only say how a value is shown or stored. They don't constrain values.
 FREE_FORMATS = frozenset({"password", "float", "double"})
-# Integer formats -> smallest and largest value. Bounds are at most 2**53, because most JSON readers
-# round larger integers.
+# Value of `format` for integers -> smallest and largest value. Bounds are at most 2**53, because
+# most JSON readers round larger integers.
 INTEGER_FORMATS = {
     "int8": (-(2**7), 2**7 - 1),
     "int16": (-(2**15), 2**15 - 1),

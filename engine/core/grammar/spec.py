@@ -1,7 +1,8 @@
-"""Converts a client's output constraint to an llguidance grammar.
+"""Converts the output constraint of a request (JSON schema, regular expression, choices or grammar)
+to an llguidance grammar.
 
 The conversion takes linear time. It does not compile the grammar: `GrammarChecker` does that in a
-child process with limits. llguidance is only imported when a request has a grammar.
+child process with limits. llguidance is only imported when a request has a constraint.
 """
 
 import json

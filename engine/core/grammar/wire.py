@@ -14,8 +14,8 @@ class Compile(msgspec.Struct, frozen=True):
 
 
 class Verdict(msgspec.Struct, frozen=True):
-    """The child's answer to `Compile`. The child also sends one after its start, to say that it is
-    ready.
+    """The child's answer to `Compile`. The child also sends a `Verdict` when it has started, to say
+    that it is ready.
     """
 
     problem: str | None = None  # what is wrong with the grammar; None if it compiles

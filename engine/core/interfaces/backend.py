@@ -1,4 +1,4 @@
-"""Requests that an `InferenceBackend` takes, and events that it yields.
+"""The requests that an `InferenceBackend` takes, and the events that it yields.
 
 The HTTP server converts events to JSON or SSE. Backends for external servers parse those servers'
 streams into the same events. A successful stream has any number of text, reasoning and tool call
@@ -24,38 +24,38 @@ class TopLogprob(msgspec.Struct, frozen=True):
 
 
 class TokenText(msgspec.Struct, frozen=True):
-    """One generated token with its log-probability, as shown to clients."""
+    """One token with its log-probability, as shown to clients."""
 
     token: str
     token_bytes: bytes
-    logprob: float  # NaN for a prompt's first token, which has none
+    logprob: float  # NaN for the first token of a prompt, which has no probability
     top: tuple[TopLogprob, ...] = ()
 
 
 class TextEvent(msgspec.Struct, frozen=True):
-    """Text of an answer that will not change any more.
+    """A piece of an answer's text. It is final: later events don't change it.
 
-    `num_tokens` counts all tokens of the generation step. It may be positive while `text` is empty:
-    the tokens may be part of a character, of reasoning or of a tool call.
+    `num_tokens` counts all tokens of the generation step. It may be positive while `text` is empty,
+    because the tokens may be part of a character, of reasoning or of a tool call.
     """
 
     choice: int
     text: str
     num_tokens: int
     logprobs: tuple[TokenText, ...] | None = None
-    token_ids: tuple[int, ...] = ()  # if the backend knows them
+    token_ids: tuple[int, ...] = ()  # empty if the backend does not know them
 
 
 class ReasoningEvent(msgspec.Struct, frozen=True):
-    """Text of the model's reasoning."""
+    """A piece of the model's reasoning text."""
 
     choice: int
     text: str
 
 
 class ToolCallEvent(msgspec.Struct, frozen=True):
-    """Part of a tool call. All parts of a call have the same `index`. Only its first part has
-    `call_id` and `name`. The `arguments` of all its parts, joined, are a JSON object.
+    """Part of a tool call. All parts of one call have the same `index`. Only the first part has
+    `call_id` and `name`. The concatenated `arguments` of all parts are a JSON object.
     """
 
     choice: int
@@ -79,20 +79,20 @@ class UsageEvent(msgspec.Struct, frozen=True):
     prompt_tokens: int
     completion_tokens: int
     cached_tokens: int
-    # Seconds: in the queue until the first step; in prefill; from the first token to the end.
-    queue_s: float = 0.0
-    prefill_s: float = 0.0
-    decode_s: float = 0.0
-    reasoning_tokens: int = 0  # included in completion_tokens
+    queue_s: float = 0.0  # seconds from submission to the first step
+    prefill_s: float = 0.0  # seconds from the first step to the first token
+    decode_s: float = 0.0  # seconds from the first token to the end
+    reasoning_tokens: int = 0  # included in `completion_tokens`
 
 
 Event = TextEvent | ReasoningEvent | ToolCallEvent | FinishEvent | UsageEvent
 
 
 class GrammarSpec(msgspec.Struct, frozen=True, kw_only=True):
-    """What the text of an answer must match. `source` depends on `kind`: a JSON schema or a list of
-    choices (both as JSON text), a regular expression, or a Lark grammar. `param` is the request
-    parameter that set it; error messages name it.
+    """A constraint that the text of an answer must match. The content of `source` depends on
+    `kind`: a JSON schema or a list of choices (both as JSON text), a regular expression, or a
+    grammar in Lark or GBNF. `param` is the request parameter that set the constraint; error
+    messages name it.
     """
 
     kind: Literal["json_object", "json_schema", "regex", "choice", "grammar"]
@@ -101,11 +101,11 @@ class GrammarSpec(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class GenerationContext(msgspec.Struct, frozen=True, kw_only=True):
-    """Everything in a request besides its text."""
+    """Everything in a generation request except its messages or prompt."""
 
     request_id: str
     params: SamplingParams
-    model: str = ""  # a model card's id; backends with one model may ignore it
+    model: str = ""  # the requested model card's id; backends with one model may ignore it
     session: str = ""  # the client's name for a conversation; empty if it sent none
     priority: int = 0
     salt: str = ""  # only requests with the same salt share cached prefixes
@@ -113,7 +113,8 @@ class GenerationContext(msgspec.Struct, frozen=True, kw_only=True):
     timeout_s: float | None = None
     queue_timeout_s: float | None = None  # None: same as `timeout_s`
     grammar: GrammarSpec | None = None
-    # Keep only this many tokens from the end of the prompt. -1 keeps as many as fit.
+    # Keep only this many tokens from the end of the prompt. -1 keeps as many as fit into the
+    # context. None keeps the whole prompt.
     truncate_prompt_tokens: int | None = None
 
 
@@ -123,7 +124,7 @@ class ToolChoice(msgspec.Struct, frozen=True):
 
 
 class ChatRequest(msgspec.Struct, frozen=True, kw_only=True):
-    """A validated conversation.
+    """A chat request after validation.
 
     Messages are plain dicts with `role` (system, user, assistant or tool) and `content`, a string.
     An assistant message may have `reasoning_content` and `tool_calls`, each `{"id", "type":
@@ -144,18 +145,18 @@ class ChatRequest(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class CompletionRequest(msgspec.Struct, frozen=True, kw_only=True):
-    """One prompt, as text or as token ids."""
+    """A completion request: one prompt, as text or as token ids."""
 
     context: GenerationContext
     prompt: str | tuple[int, ...]
     suffix: str | None = None  # text after the gap to fill; needs a fill-in-the-middle model
-    # Send the prompt's text as the first event, with logprobs if `score_prompt` is set. The usage
-    # does not count its tokens as generated.
+    # Send the prompt's text as the first event, with logprobs if `score_prompt` is set. The
+    # prompt's tokens still don't count as generated in the usage.
     echo: bool = False
 
 
 class EmbedRequest(msgspec.Struct, frozen=True, kw_only=True):
-    """Inputs to embed. Each input, a text or its token ids, becomes one vector."""
+    """An embedding request. Each input, a text or its token ids, becomes one vector."""
 
     request_id: str
     model: str = ""  # see `GenerationContext`
@@ -186,28 +187,31 @@ class ModelCard(msgspec.Struct, frozen=True, kw_only=True):
     quantization: str | None = None
     num_params: int | None = None
     size_bytes: int | None = None
-    # Any of: completions chat embeddings score tools json_schema reasoning suffix
+    # Any of: completions, chat, embeddings, score, tools, json_schema, reasoning, suffix.
     capabilities: tuple[str, ...] = ()
-    # Capabilities that the model was not trained for, such as tools described in a message, and
-    # request parameters that its backend emulates.
+    # Capabilities that the model was not trained for, for example tools that a message describes to
+    # it. Also request parameters that the backend emulates.
     emulated: tuple[str, ...] = ()
-    # Request parameters that the backend does not support. Includes `priority` if it has no
-    # priorities.
+    # Request parameters that the backend does not support. Includes `priority` if the backend has
+    # no priorities.
     lacks: tuple[str, ...] = ()
     template_options: tuple[str, ...] = ()  # accepted keys of `ChatRequest.template_options`
-    trained_context: int | None = None  # tokens; may exceed `max_model_len`
+    # Context length of the training, in tokens; may exceed `max_model_len`.
+    trained_context: int | None = None
     num_dimensions: int | None = None  # length of the model's embedding vectors
     root: str | None = None  # id of the model that this card is an alias of
 
 
 class Health(msgspec.Struct, frozen=True, kw_only=True):
-    """A backend's own status. `ready` decides whether requests are admitted."""
+    """A backend's report on its state. If `ready` is false, the server admits no requests for
+    it.
+    """
 
     ready: bool
     detail: str
-    # seconds since the last step while work is pending; None when idle
+    # Seconds since the last engine step, while work is pending. None when the engine is idle.
     step_age_s: float | None = None
     num_restarts: int = 0  # restarts of the engine so far
-    # False if the model is not in memory. The backend may still be ready: the next request loads
-    # the model.
+    # False if the model is not in memory. The backend may still be ready; then the next request
+    # loads the model.
     loaded: bool = True

@@ -1,7 +1,8 @@
-"""The plugin interface: the hooks of a plugin, and the types of requests and answers for them.
+"""The plugin interface: the base class with the hooks, and the types of requests and answers that
+the hooks get.
 
-A plugin gets copies of requests and answers. It never sees API keys or HTTP headers. It can tell
-requests of different keys apart by the tenant's name, but does not learn the keys. Hooks run in the
+A plugin gets copies of requests and answers. It never sees API keys or HTTP headers. A request's
+`tenant` names the owner of the API key, but the plugin does not learn the key. Hooks run in the
 plugin's own thread, under a time limit (docs/plugins.md).
 """
 
@@ -18,14 +19,16 @@ OnFailure = Literal["pass", "refuse"]
 
 
 class RefusedError(ForbiddenError):
-    """A plugin refuses a request or an answer: HTTP 403. The client sees the message."""
+    """Raised by a plugin to refuse a request or an answer: HTTP 403. The client sees the
+    message.
+    """
 
     code = "REFUSED_BY_PLUGIN"
 
 
 class PluginRequest(msgspec.Struct, frozen=True, kw_only=True):
-    """A request, with the changes that earlier plugins made. To change it, return a copy made with
-    `msgspec.structs.replace`. The first four fields must stay as they are.
+    """A request, with the changes that earlier plugins made. To change the request, a hook returns
+    a copy made with `msgspec.structs.replace`. The first four fields must stay as they are.
     """
 
     request_id: str
@@ -50,7 +53,7 @@ class PluginChoice(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class PluginResponse(msgspec.Struct, frozen=True, kw_only=True):
-    """A complete or partial answer. `request` is the request after all plugins changed it."""
+    """An answer, complete or partial. `request` is the request after all plugins changed it."""
 
     request: PluginRequest
     choices: tuple[PluginChoice, ...] = ()  # none for an embedding
@@ -60,7 +63,7 @@ class PluginResponse(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Edit(NamedTuple):
-    """Replaces characters `start` to `end` by `text`."""
+    """Replaces the characters from `start` up to, but not including, `end` by `text`."""
 
     start: int
     end: int
@@ -68,8 +71,8 @@ class Edit(NamedTuple):
 
 
 class Filtered(NamedTuple):
-    """Result of a `TextFilter`. The first `settled` characters of the pending text become final,
-    with `edits` applied. The edits are sorted and lie within these characters.
+    """The result of a `TextFilter`. The first `settled` characters of the pending text become
+    final, after `edits` are applied to them. The edits are sorted and lie within these characters.
     """
 
     settled: int
@@ -85,7 +88,8 @@ class TextFilter(Protocol):
 
 
 class InferencePlugin:
-    """Base class of plugins. Override the hooks that you need; hooks not overridden cost nothing.
+    """Base class of plugins. Override the hooks that you need. Hooks that are not overridden cost
+    nothing.
 
     `on_failure` decides what happens when a hook raises or times out: the request continues without
     the plugin ("pass"), or is refused ("refuse"). A plugin that withholds content must choose

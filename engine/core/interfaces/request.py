@@ -1,4 +1,4 @@
-"""Sampling parameters, and the messages between a frontend and an engine.
+"""Sampling parameters, and the messages between the frontend and an engine process.
 
 All of them are msgspec structs, so a message is encoded by its schema and never pickled. The
 frontend tokenizes and detokenizes; the engine only sees token ids.
@@ -15,10 +15,10 @@ FinishReason = Literal["stop", "length", "abort", "error"]
 class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
     """How tokens are sampled. The HTTP APIs validate the ranges; this class does not."""
 
-    max_tokens: int | None = 16  # None: up to the context length
+    max_tokens: int | None = 16  # None: generate up to the end of the context
     min_tokens: int = 0
     temperature: float = 1.0
-    top_k: int = 0  # 0: no limit
+    top_k: int = 0  # 0: top-k is off
     top_p: float = 1.0
     min_p: float = 0.0
     repetition_penalty: float = 1.0
@@ -30,8 +30,9 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
     stop: tuple[str, ...] = ()  # stop strings, matched by the frontend
     stop_token_ids: tuple[int, ...] = ()
     ignore_eos: bool = False
-    logprobs: int | None = None  # number of alternatives per token; None: no logprobs
-    score_prompt: bool = False  # also return logprobs of the prompt's tokens; needs `logprobs`
+    logprobs: int | None = None  # number of alternatives to return per token; None: no logprobs
+    # Whether to return logprobs of the prompt's tokens too; needs `logprobs`.
+    score_prompt: bool = False
 
     @property
     def has_penalties(self) -> bool:
@@ -49,15 +50,15 @@ class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True, tag="submit"):
     prompt: tuple[int, ...]
     params: SamplingParams
     eos_ids: tuple[int, ...] = ()
-    priority: int = 0  # lower runs first
+    priority: int = 0  # requests with a lower value run first
     salt: str = ""  # only requests with the same salt share prefix-cache blocks
-    tenant: str = ""  # owner; tenants get equal shares of a busy engine
+    tenant: str = ""  # owner of the request; tenants get equal shares of a busy engine
     # After this many seconds from submission, the request ends with error code TIMEOUT.
     timeout_s: float | None = None
     # The request is refused if it has not started this many seconds after submission.
     queue_timeout_s: float | None = None
-    grammar: str | None = None  # llguidance grammar of the output
-    pools: bool = False  # embed: return one vector for the prompt and generate nothing
+    grammar: str | None = None  # llguidance grammar that the output must match
+    pools: bool = False  # if true, return one embedding vector for the prompt and generate nothing
 
 
 class Abort(msgspec.Struct, frozen=True, tag="abort"):
@@ -80,8 +81,8 @@ class Stop(msgspec.Struct, frozen=True, tag="stop"):
 
 
 class Examine(msgspec.Struct, frozen=True, tag="examine"):
-    """Frontend to an engine process that has not been configured yet: inspect a model file in a
-    forked child.
+    """Frontend to an engine process that has no options yet: parse a model file in a forked child
+    process, before the model is loaded from it.
     """
 
     examiner: str
@@ -90,14 +91,14 @@ class Examine(msgspec.Struct, frozen=True, tag="examine"):
 
 
 class Examined(msgspec.Struct, frozen=True, tag="examined"):
-    """Engine to frontend: exit status and output of an inspection that `Examine` asked for."""
+    """Engine to frontend: the exit status and output of the child that `Examine` started."""
 
     status: int
     output: bytes
 
 
 class TokenLogprobs(msgspec.Struct, frozen=True, array_like=True):
-    """Log-probability of a chosen token, with the most likely alternatives, best first."""
+    """The log-probability of a chosen token, and the likeliest alternatives, best first."""
 
     logprob: float
     top_ids: tuple[int, ...] = ()
@@ -105,14 +106,17 @@ class TokenLogprobs(msgspec.Struct, frozen=True, array_like=True):
 
 
 class TokenDelta(msgspec.Struct, frozen=True, array_like=True, gc=False):
-    """Tokens that one engine step added to one choice. Its last delta has a `finish_reason`."""
+    """The tokens that one engine step added to one choice. The last delta of a choice has a
+    `finish_reason`.
+    """
 
     request_id: str
     choice: int
     token_ids: tuple[int, ...] = ()
     logprobs: tuple[TokenLogprobs, ...] | None = None
     finish_reason: FinishReason | None = None
-    stop_token_id: int | None = None  # the token id that ended the choice; also in token_ids
+    # The stop token that ended the choice; it is also in `token_ids`.
+    stop_token_id: int | None = None
     num_cached: int = 0  # prompt tokens taken from the cache; set on a choice's first delta
     # Seconds from submission to the first scheduling. Set on a choice's first delta.
     queue_s: float = 0.0
@@ -130,9 +134,9 @@ STEP_TOKENS = tuple(2**power for power in range(15))
 
 
 class StepCounts(msgspec.Struct, frozen=True, array_like=True):
-    """Histograms of an engine's steps, by duration and by number of tokens, with the sums of both.
-    The last bucket has no upper edge. The engine counts them, because a frontend does not see every
-    step.
+    """Two histograms of an engine's steps: by duration and by number of tokens. `seconds` and
+    `tokens` are the sums over all steps. The last bucket of a histogram has no upper edge. The
+    engine keeps these counts, because a frontend does not see every step.
     """
 
     by_seconds: tuple[int, ...] = (0,) * (len(STEP_SECONDS) + 1)
@@ -159,14 +163,14 @@ class StepCounts(msgspec.Struct, frozen=True, array_like=True):
 
 
 class EngineStats(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
-    """Gauges and cumulative counters of one engine."""
+    """Statistics of one engine: current values and cumulative counters."""
 
     num_running: int = 0
     num_waiting: int = 0
     num_blocks: int = 0
     num_free_blocks: int = 0
     num_cached_blocks: int = 0
-    num_referenced_blocks: int = 0  # held by at least one sequence
+    num_referenced_blocks: int = 0  # blocks that at least one sequence holds
     block_size: int = 0
     num_steps: int = 0
     prompt_tokens: int = 0  # includes prompt tokens taken from the cache
@@ -182,7 +186,7 @@ class EngineStats(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
 
 
 class Ready(msgspec.Struct, frozen=True, tag="ready"):
-    """Engine to frontend, once: the model is loaded and warmed up."""
+    """Engine to frontend, sent once: the model is loaded and warmed up."""
 
     max_seq_len: int
     num_blocks: int

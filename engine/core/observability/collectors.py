@@ -1,8 +1,9 @@
-"""Collectors that are read at each scrape: the process tree, and histograms of frequent events.
+"""Prometheus collectors whose values are computed at each scrape: the resource use of our
+processes, and histograms of frequent events.
 
 The engine runs in a child process, so the server and its child processes are reported separately. A
 `BulkHistogram` is for events that occur thousands of times a second. Values are first appended to a
-list. They are sorted into buckets when there are a thousand, or when metrics are read.
+list. They are sorted into buckets when the list has `MAX_NOTED` values, or when metrics are read.
 """
 
 from collections.abc import Iterable
@@ -24,8 +25,8 @@ from prometheus_client.utils import floatToGoString
 
 
 class ProcessTreeCollector(Collector):
-    """Resource use of our processes. The label `process` is "server" for this process and "worker"
-    for its children.
+    """Collects the resource use of our processes. The label `process` is "server" for this process
+    and "worker" for its child processes.
     """
 
     @cached_property
@@ -79,7 +80,9 @@ class ProcessTreeCollector(Collector):
 
 
 def _usage(process: "psutil.Process") -> tuple[float, int, int, int, int] | None:
-    """CPU seconds, resident bytes, threads, bytes read and written; None if the process is gone."""
+    """The CPU seconds, resident bytes, threads, bytes read and bytes written of a process. None if
+    the process has ended.
+    """
     import psutil
 
     try:
@@ -91,7 +94,7 @@ def _usage(process: "psutil.Process") -> tuple[float, int, int, int, int] | None
         return None
     try:
         disk = process.io_counters()
-    except (psutil.Error, OSError):  # some containers hide it
+    except (psutil.Error, OSError):  # some containers hide the disk counters
         return times.user + times.system, resident, threads, 0, 0
     return times.user + times.system, resident, threads, disk.read_bytes, disk.write_bytes
 
@@ -100,8 +103,8 @@ MAX_NOTED = 4096
 
 
 class BulkHistogram(Collector):
-    """A histogram for frequent events. It is published under one or several names, each with a help
-    text.
+    """A histogram for frequent events. It is published under one or several names. `names` maps
+    each name to its help text.
     """
 
     def __init__(
@@ -113,7 +116,7 @@ class BulkHistogram(Collector):
         self._noted: list[float] = []
         self._counts = [0] * (len(edges) + 1)  # the last bucket has no upper edge
         self._sum = 0.0
-        self._sorting = threading.Lock()  # needed because metrics are rendered in a thread
+        self._sorting = threading.Lock()  # needed, because metrics are rendered in another thread
 
     def observe(self, value: float) -> None:
         self._noted.append(value)

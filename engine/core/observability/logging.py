@@ -17,14 +17,15 @@ from typing import Any, TextIO
 # Id of the HTTP request that a task or thread serves. Every record logged there carries it.
 REQUEST_ID: ContextVar[str | None] = ContextVar("request_id", default=None)
 
-# Attributes that every record has; all others came from `extra`.
+# Attributes that every log record has. All other attributes came from `extra`.
 _RECORD_FIELDS = frozenset(vars(logging.makeLogRecord({}))) | {
     "message",
     "asctime",
     "color_message",  # uvicorn's message again, with terminal colours
     "taskName",
 }
-# Control characters, Unicode line separators, bidirectional marks, lone surrogates.
+# Characters that are escaped: control characters, Unicode line separators, bidirectional marks and
+# lone surrogates.
 _UNSAFE = re.compile(
     "[\x00-\x1f\x7f-\x9f\u2028\u2029\u200e\u200f\u202a-\u202e\u2066-\u2069\ud800-\udfff]"
 )
@@ -33,13 +34,13 @@ _HANDLER_NAME = "engine"
 
 
 def current_request_id() -> str | None:
-    """The request id that records logged here carry."""
+    """The id of the HTTP request that the current task or thread serves, or None."""
     return REQUEST_ID.get()
 
 
 def setup_logging(level: str, format: str, stream: TextIO | None = None) -> None:
-    """Make the root logger write "pretty" or "json" records. A later call replaces an earlier
-    one.
+    """Make the root logger write records to `stream` in the format "pretty" or "json". A later call
+    replaces the setup of an earlier one.
     """
     target = stream or sys.stderr
     handler = logging.StreamHandler(target)
@@ -57,7 +58,8 @@ def setup_logging(level: str, format: str, stream: TextIO | None = None) -> None
         logger = logging.getLogger(name)
         logger.handlers.clear()
         logger.propagate = True
-    # The server logs each request with its id and times. These loggers would log it again.
+    # The server logs each request itself, with its id and times. These loggers would log the
+    # request again.
     for name in ("uvicorn.access", "httpx", "httpcore"):
         logging.getLogger(name).setLevel(logging.WARNING)
 
@@ -85,7 +87,9 @@ def _request_id_of(record: logging.LogRecord) -> str | None:
 
 
 def _plain(value: Any) -> Any:
-    """Return values that JSON can represent as they are. Convert all others, also NaN, to text."""
+    """Convert a value for JSON. Values that JSON can represent are returned as they are. All
+    others, such as NaN, become text.
+    """
     if value is None or isinstance(value, bool | int | str):
         return value
     if isinstance(value, float) and math.isfinite(value):
@@ -94,7 +98,9 @@ def _plain(value: Any) -> Any:
 
 
 class JsonFormatter(logging.Formatter):
-    """One JSON object per line: ts, level, logger, message, request_id, then the extras."""
+    """Formats a record as one line with a JSON object. The object has the keys ts, level, logger,
+    message and request_id, then the values of `extra`.
+    """
 
     def format(self, record: logging.LogRecord) -> str:
         fields = {
@@ -112,7 +118,9 @@ class JsonFormatter(logging.Formatter):
 
 
 class PrettyFormatter(logging.Formatter):
-    """`time level logger: message key=value [request id]`; a traceback follows, indented."""
+    """Formats a record as the line `time level logger: message key=value [request id]`. A traceback
+    follows on indented lines.
+    """
 
     def __init__(self, color: bool) -> None:
         super().__init__()

@@ -46,7 +46,8 @@ _REQUEST_S = (
 _TOKENS = tuple(digit * 10**power for power in range(6) for digit in (1, 2, 5))
 _CHOICES = (1, 2, 5, 10, 20)
 
-# Cumulative fields of `EngineStats`, and the counters that follow them.
+# A cumulative field of `EngineStats`, the name of the counter that shows it, and the help text of
+# the counter.
 _TOTALS = (
     ("prompt_tokens", "vllm:prompt_tokens", "Prompt tokens of admitted sequences"),
     ("prompt_tokens", "engine_prompt_tokens", "Prompt tokens of admitted sequences"),
@@ -76,13 +77,14 @@ _TOTALS = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FinishedRequest:
-    """Statistics of one ended request. Times are in seconds. `ttft_s` is None if there was no
-    token. `usage` is None if the request did not finish: its sizes and times are unknown, not zero.
+    """Statistics of one ended request. Times are in seconds. `ttft_s` is None if no token was
+    generated. `usage` is None if the request did not finish: its sizes and times are unknown, not
+    zero.
     """
 
-    finish_reasons: tuple[FinishReason, ...]  # one for each choice
+    finish_reasons: tuple[FinishReason, ...]  # the finish reason of each choice
     choice_tokens: tuple[int, ...]  # generated tokens of each choice
-    max_tokens: int | None  # as the client requested
+    max_tokens: int | None  # the client's `max_tokens`, or None
     ttft_s: float | None
     e2e_s: float
     usage: UsageEvent | None
@@ -95,10 +97,13 @@ class FinishedRequest:
 
 
 class Metrics:
-    """All metrics of one server, in their own registry."""
+    """All metrics of one server. They are in a registry of their own, not in the library's default
+    registry.
+    """
 
     def __init__(self, model_name: str, engine: str = "0") -> None:
-        # Otherwise the library adds a second series with the creation time to each series.
+        # Without this call, the library adds a second time series with the creation time to each
+        # counter and histogram.
         disable_created_metrics()  # type: ignore[no-untyped-call]
         self.registry = CollectorRegistry()
         self.registry.register(ProcessTreeCollector())
@@ -110,15 +115,19 @@ class Metrics:
         self._define_server_series()
 
     def watch_in_flight(self, count: Callable[[], int]) -> None:
-        """`count` returns the number of requests in progress; it is called at each scrape."""
+        """Set the function that returns the number of requests in progress. The function is called
+        at each scrape.
+        """
         self._in_flight.set_function(count)
 
     def request_refused(self) -> None:
-        """Call instead of `request_finished` if the backend refused the request."""
+        """Count a request that the backend refused. Call this instead of `request_finished`."""
         self._requests["refused"].inc()
 
     def request_finished(self, request: FinishedRequest) -> None:
-        """Call once for every request that was started and not refused, however it ended."""
+        """Record an ended request. Call this once for every request that was started and not
+        refused, however the request ended.
+        """
         self._requests[request.outcome].inc()
         for reason in request.finish_reasons:
             self._finish_reasons[reason].inc()
@@ -137,18 +146,18 @@ class Metrics:
             self._observe_usage(request.usage)
 
     def inter_token(self, seconds: float, num_tokens: int = 1) -> None:
-        """Record that a chunk of a stream arrived `seconds` after the previous one. Call it at most
-        once per chunk.
+        """Record that a chunk with `num_tokens` tokens of a stream arrived `seconds` after the
+        previous chunk. Call this at most once per chunk.
         """
         self._inter_token.observe(seconds / max(num_tokens, 1))
 
     def slow_request(self) -> None:
-        """A request took longer than `logging.slow_request_s`."""
+        """Count a request that took longer than `logging.slow_request_s`."""
         self._slow_requests.inc()
 
     def http_request(self, route: str | None, method: str, status: int, seconds: float) -> None:
         """Record an HTTP request. `route` is the pattern of the route, not the path that the client
-        sent. None if no route matched.
+        sent. It is None if no route matched.
         """
         name = route or "unmatched"
         known_method = method if method in _METHODS else "OTHER"
@@ -156,7 +165,9 @@ class Metrics:
         self._http_seconds.labels(name).observe(seconds)
 
     def engine_ready(self, startup_s: float) -> None:
-        """The engine is ready. `startup_s` is the time that loading and warm-up took."""
+        """Record that the engine is ready. `startup_s` is the time that loading and warm-up
+        took.
+        """
         self._ready.set(1)
         self._startup.set(startup_s)
 
@@ -169,7 +180,9 @@ class Metrics:
             self._observe_gauges(EngineStats())
 
     def engine_restarted(self, totals_survive: bool = False) -> None:
-        """A new engine took over. Its counters start at zero unless `totals_survive`."""
+        """Record that a new engine replaced the old one. Its counters start at zero unless
+        `totals_survive` is true.
+        """
         self._restarts.inc()
         if not totals_survive:
             self._last_stats = EngineStats()
@@ -178,7 +191,8 @@ class Metrics:
         """Update the metrics from the engine's statistics. Gauges are set to the new values.
         Counters grow by the difference to the last call.
         """
-        # Counters only grow. So if there are fewer steps than before, this is a new engine.
+        # The counters of an engine only grow. So if there are fewer steps than before, this is a
+        # new engine.
         last = self._last_stats if stats.num_steps >= self._last_stats.num_steps else EngineStats()
         for stat, counter in self._totals:
             grown = getattr(stats, stat) - getattr(last, stat)
@@ -191,7 +205,7 @@ class Metrics:
         self._last_stats = stats
 
     def render(self) -> tuple[bytes, str]:
-        """The metrics text and its content type."""
+        """The metrics in Prometheus's text format, and the content type of this text."""
         return generate_latest(self.registry), CONTENT_TYPE_PLAIN_0_0_4
 
     def _observe_usage(self, usage: UsageEvent) -> None:

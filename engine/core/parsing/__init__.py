@@ -1,1 +1,1 @@
-"""Parses model output into reasoning, tool calls and text as it arrives."""
+"""Parses model output into reasoning, tool calls and text while the output is generated."""

@@ -1,9 +1,10 @@
 """Parses tool calls written as JSON objects, and streams their arguments.
 
 A call is announced to the client when the name of a tool was read and its arguments object opens.
-Until then it may still turn out to be plain text. After that it can't be taken back, and its
-arguments are streamed as long as they are valid JSON. If the output ends or has an invalid
-character, the call stays incomplete and the rest becomes text. Calls without arguments get "{}".
+Until then, the text may still turn out not to be a call. After that, the call can't be taken back,
+and its arguments are streamed as long as they are valid JSON. If the output ends or has an invalid
+character, the call stays incomplete and the rest of the output becomes text. Calls without
+arguments get "{}".
 """
 
 import json
@@ -29,12 +30,12 @@ _NO_SCHEMAS: Mapping[str, Mapping[str, Any]] = {}
 @dataclass(slots=True)
 class _Call:
     name: str | None = None
-    arguments: str | None = None  # arguments that came before the name
+    arguments: str | None = None  # arguments, if they came before the name
     complete: bool = False
 
 
 class CallReader:
-    """Parses calls of the tools in `names` and numbers them."""
+    """Parses calls of the tools in `names`, and numbers the calls from 0."""
 
     def __init__(
         self,
@@ -52,7 +53,7 @@ class CallReader:
         self._new_id = new_id
 
     def read(self) -> Steps[None]:
-        """Parse one object with a name and arguments.
+        """Parse one JSON object with a tool's name and arguments.
 
         Raises `NotACall` if the object turns out not to be a call. If invalid text follows complete
         arguments, the call is kept and that text becomes plain text.
@@ -88,8 +89,8 @@ class CallReader:
         self._source.discard()
 
     def give_up(self) -> None:
-        """Emit held text as plain text. But if the output has ended after at least one call, drop
-        the held text: it is the start of another call.
+        """Emit the held text as plain text. But if the output has ended after at least one call,
+        drop the held text, because it is the start of another call.
         """
         if self.num_calls and self._source.is_over:
             self._source.discard()
@@ -103,7 +104,7 @@ class CallReader:
         self.num_calls += 1
 
     def stream(self) -> Steps[None]:
-        """Stream an arguments object while it arrives."""
+        """Stream an arguments object to the client while it arrives."""
         scanner = JsonScanner()
         while scanner.open:
             self.add((yield from self._source.scan(scanner)))
@@ -167,14 +168,16 @@ class CallReader:
         call.complete = True
 
     def _string(self, max_chars: int) -> Steps[str]:
-        """Parse a string of up to `max_chars` characters. Any of them may be escaped."""
+        """Parse a JSON string of up to `max_chars` characters. Any character may be written as an
+        escape.
+        """
         if (yield from self._source.skip_space()) != '"':
             raise NotACall
         text: str = json.loads((yield from self._value(6 * max_chars + 2)))
         return text
 
     def _value(self, max_chars: int | None = None) -> Steps[str]:
-        """Parse any JSON value and hold it. Returns its raw text."""
+        """Parse any JSON value and hold its text. Returns the raw text."""
         scanner = JsonScanner()
         parts: list[str] = []
         left = max_chars

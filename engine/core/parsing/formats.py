@@ -51,7 +51,9 @@ class ToolFormat:
         return hashlib.sha256(call_id.encode("utf-8", "replace")).hexdigest()[:9]
 
     def write(self, calls: Sequence[tuple[str, str]]) -> str:
-        """Render calls as the model would write them, from names and JSON arguments."""
+        """Render calls as the model would write them. A call is a pair of name and JSON
+        arguments.
+        """
         row = self.row
         written = [_written(row, index, *call) for index, call in enumerate(calls)]
         if row is JSON and len(written) > 1:
@@ -139,7 +141,7 @@ def _written_arguments(row: CallRow, arguments: str) -> str:
 _KINDS: dict[type, str] = {str: "string", bool: "boolean", list: "array", dict: "object"}
 _CODE = re.compile(r"\{[{%].*?[%}]\}", re.DOTALL)
 _TOOLS = re.compile(r"\btools\b")
-# A JSON call with a name and arguments in the template's text, as an example for the model. Its
+# A JSON call with a name and arguments that the template shows as an example to the model. Its
 # quotes may be escaped.
 _SHOWN_CALL = re.compile(r"name[\\\"']+ ?:.{0,200}?arguments[\\\"']+ ?:", re.DOTALL)
 _SHOWN_LIST = re.compile(r"\[\{\\?[\"']name\\?[\"']:")

@@ -1,8 +1,8 @@
-"""Grammars that force well-formed tool calls, in llguidance's syntax.
+"""Builds grammars in llguidance's syntax that force a model to write well-formed tool calls.
 
 Each tool's arguments are a separate `%json` rule with the tool's own schema, so that its `$ref`s
-resolve. The object around the arguments has the spacing that chat templates use. A marker that is
-a control token can't be part of text and is matched by its id. Other markers are plain text, so a
+resolve. The object around the arguments has the spacing that chat templates use. If a marker is a
+control token, it can't be part of text and is matched by its id. Other markers are plain text, so a
 lazy rule matches text up to the first marker.
 """
 
@@ -24,7 +24,8 @@ _OPEN_ENDED = frozenset(
         *("$ref", "$dynamicRef", "allOf", "anyOf", "oneOf", "if", "dependentSchemas"),
     }
 )
-_SHARED = ("$schema", "$defs", "definitions")  # keys that the schema of a property may need
+# Schema keys that the schema of a property may depend on.
+_SHARED = ("$schema", "$defs", "definitions")
 _OBJECT = {"type": "object"}
 _MAX_CACHED_CHARS = 16 * 1024
 # Max total size of the schemas that are compiled to find out which properties can be enforced. Each
@@ -36,11 +37,11 @@ _LINE_END = re.compile(r"(\s*\n\s*)")
 
 @dataclass(frozen=True)
 class CallSyntax:
-    """Grammar rules for the tool calls of one model family. Calls are written as the texts of
-    `opening`, `first` and `more` in a row: the marker, the first call, any further calls.
+    """Grammar rules for the tool calls of one model family. The calls of an answer match `opening`
+    (the marker), then `first` (the first call), then `more` (any further calls).
 
     Some families may call without a marker. They have `bare_text`, a pattern of text that is not a
-    call. Their `opening` is None if the family has no marker; else the model may leave it out.
+    call. If such a family has a marker, the model may leave it out; otherwise `opening` is None.
     """
 
     rules: str
@@ -79,7 +80,7 @@ def sequence(text: str, control: Mapping[str, int]) -> str:
 
 
 def arguments_rule(tool: Mapping[str, Any]) -> str:
-    """Grammar rule for a tool's arguments: an object that matches the schema of its parameters.
+    """The grammar rule for a tool's arguments: an object that matches the schema of its parameters.
 
     For a strict tool the whole schema is enforced, or the request is refused. For other tools,
     parts of the schema that can't be enforced are ignored.
@@ -90,7 +91,7 @@ def arguments_rule(tool: Mapping[str, Any]) -> str:
     return rule(parameters, f"tools.{function['name']}.parameters", function.get("strict") is True)
 
 
-@lru_cache(maxsize=256)  # agents send the same tools in every turn
+@lru_cache(maxsize=256)  # cached, because agents send the same tools in every turn
 def _arguments_rule(parameters: str, where: str, strict: bool) -> str:
     schema = {**json.loads(parameters), "type": "object"}
     if "properties" in schema and not schema.keys() & _OPEN_ENDED:
@@ -208,7 +209,9 @@ def channel_grammar(
 
 
 def answer_grammar(syntax: CallSyntax, answer: str) -> str:
-    """Grammar for either calls, after their marker, or an answer that matches `answer`."""
+    """A grammar for either calls with their marker, or an answer that matches the grammar
+    `answer`.
+    """
     lines = [
         "%llguidance {}",
         r"SPACE: /[ \n]{0,2}/",
@@ -219,7 +222,9 @@ def answer_grammar(syntax: CallSyntax, answer: str) -> str:
 
 
 def with_inner(outer: str, inner: str, name: str) -> str:
-    """Embed a whole grammar (Lark or llguidance JSON) as `@name` in another."""
+    """Combine two grammars. `outer` refers to `inner` (a Lark grammar or llguidance JSON) as
+    `@name`.
+    """
     if inner.lstrip().startswith("{"):
         first, *others = json.loads(inner)["grammars"]
     else:

@@ -1,13 +1,13 @@
-"""Incremental JSON validator for text that arrives in parts.
+"""An incremental JSON validator, for text that arrives in parts.
 
 The scanner does not build values. It only says how far the text is valid, so that the arguments of
-a tool call can be streamed. It visits every character once. It keeps one character per open
-bracket in memory.
+a tool call can be streamed. It visits every character once. In memory, it keeps one character per
+open bracket.
 """
 
 import re
 
-# Deeper values are refused: such output is noise, or an attack on the client.
+# Values that are nested deeper are refused: such output is noise, or an attack on the client.
 MAX_DEPTH = 64
 
 _SPACES = re.compile(r"[ \t\n\r]*")
@@ -34,7 +34,9 @@ _RUNS = frozenset({"whole", "fraction", "exponent"})
 
 
 class JsonScanner:
-    """Validates one value. `feed` stops after its last character, or at the first invalid one."""
+    """Validates one JSON value. `feed` stops after the last character of the value, or at the first
+    invalid character.
+    """
 
     def __init__(self, depth: int = 0) -> None:
         """`depth` is the number of objects and arrays around the value."""
@@ -42,8 +44,9 @@ class JsonScanner:
         self._depth = depth
         self.bad = False
         self._closers: list[str] = []  # closing brackets of the open objects and arrays
-        # What comes next: value; item (a value or "]"); key (a key or "}"); next_key (a key);
-        # colon; next ("," or a closing bracket); or more of a string, number or literal.
+        # What comes next. "value": a value. "item": a value or "]". "key": a key or "}".
+        # "next_key": a key. "colon": ":". "next": "," or a closing bracket. "string", "number",
+        # "literal": more of such a value.
         self._expects = "value"
         self._is_key = False
         self._escape = ""  # unfinished escape sequence of a string
@@ -55,7 +58,9 @@ class JsonScanner:
         return not (self.done or self.bad)
 
     def feed(self, text: str, start: int, end: int) -> int:
-        """Index, at most `end`, of the first character that is not part of the value."""
+        """Validate `text[start:end]` as the next part of the value. Returns the index of the first
+        character that is not part of the value, or `end`.
+        """
         position = start
         while position < end and self.open:
             if self._expects == "string":
@@ -145,7 +150,7 @@ class JsonScanner:
         if follows is None:
             if self._number not in _NUMBER_ENDS:
                 return self._fail(position)
-            self._end_value()  # this character follows the number
+            self._end_value()  # the number ended before this character
             return position
         self._number = follows
         return _run_end(_DIGITS, text, position + 1, end) if follows in _RUNS else position + 1

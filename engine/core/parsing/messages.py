@@ -29,7 +29,8 @@ def prepare_messages(
     tool_format: ToolFormat,
     habits: TemplateHabits = _USUAL,
 ) -> tuple[list[Message], list[Message] | None]:
-    """The messages and tools to pass to the chat template. A missing `content` becomes "". The
+    """Prepare messages and tools for the chat template. If the template can't render tools, they
+    become text in the messages, and no tools are returned. A missing `content` becomes "". The
     arguments are not modified.
     """
     copies = [{**message, "content": message.get("content") or ""} for message in messages]
@@ -44,7 +45,9 @@ def prepare_messages(
 
 
 def _name_results(messages: Sequence[Message]) -> None:
-    """Add the function name to tool messages that lack it, from the call that they answer."""
+    """Add the function's name to each tool message that lacks it. The call with the same id has the
+    name.
+    """
     names: dict[str, str] = {}
     for message in messages:
         for call in message.get("tool_calls") or ():
@@ -117,7 +120,7 @@ def _one_call_each(messages: Sequence[Message]) -> list[Message]:
 
 def _as_text(messages: Sequence[Message], tool_format: ToolFormat) -> list[Message]:
     """Rewrite tool calls as assistant text and tool results as user text. Adjacent results and the
-    user text after them become one message, because many templates require alternating roles.
+    user text after them become one message, because many templates require that roles alternate.
     """
     plain: list[Message] = []
     follows_result = False

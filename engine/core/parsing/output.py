@@ -1,8 +1,9 @@
-"""The output format of a model, and the parser of an answer. Backends use only this module.
+"""The output format of a model, and the parser of its answers. Backends use only this module of the
+package.
 
 There is one `OutputFormat` per chat template, made when the tokenizer is loaded. There is one
-`OutputParser` per choice. It gets detokenized text; the detokenizer must keep the control tokens in
-`OutputFormat.shown_ids` as text.
+`OutputParser` per choice. The parser gets detokenized text, in which the control tokens of
+`OutputFormat.shown_ids` must be kept as text.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -32,8 +33,8 @@ _NO_SCHEMAS: Mapping[str, Mapping[str, Any]] = {}
 
 
 class OutputParser:
-    """Parses the text of one choice into pieces, which are final and in order. Joined pieces don't
-    depend on how the text was split.
+    """Parses the text of one choice into pieces, which are final and in order. All pieces of one
+    kind, joined, don't depend on how the text was split.
     """
 
     def __init__(
@@ -64,7 +65,9 @@ class OutputParser:
         return self._source.take_pieces()
 
     def flush(self) -> list[Piece]:
-        """Call it at the end of generation. Returns the pieces of the text still held back."""
+        """End the input. Call this at the end of generation. Returns the pieces of the text still
+        held back.
+        """
         self._source.end()
         next(self._steps, None)
         return self._source.take_pieces()
@@ -170,7 +173,9 @@ class OutputFormat:
         return bool(self.tools.row.frame)
 
     def shown_ids(self, with_tools: bool) -> frozenset[int]:
-        """Control tokens that the parser must see as text; all others are skipped."""
+        """The control tokens that the parser must see as text. All other control tokens are
+        skipped.
+        """
         texts: list[str] = [*self.tools.row.frame]
         if self.reasoning is not None:
             texts += [self.reasoning.open, self.reasoning.close, *self.reasoning.frame]
@@ -183,7 +188,7 @@ class OutputFormat:
     def prepare(
         self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Tool]
     ) -> tuple[list[Message], list[Message] | None]:
-        """Messages and tools for the chat template."""
+        """Prepare messages and tools for the chat template; see `prepare_messages`."""
         has_calls = any(message.get("tool_calls") for message in messages)
         habits = self.habits if tools or has_calls else TemplateHabits()
         return prepare_messages(messages, tools, self.tools, habits)
@@ -207,8 +212,8 @@ class OutputFormat:
         answer: str | None,
         opened: bool,
     ) -> str | None:
-        """The grammar of the whole output: reasoning, then calls or what `answer` (a llguidance
-        grammar) demands. None if any text is allowed.
+        """The grammar of the whole output: reasoning, then tool calls or text that matches `answer`
+        (an llguidance grammar). None if any text is allowed.
         """
         reasoning = self.reasoning
         thought = "" if reasoning is None or opened else reasoning.open.rstrip()

@@ -1,5 +1,5 @@
-"""Parser output. Pieces are final and in order. Joined pieces of one kind don't depend on how the
-input was split.
+"""The output of the parsers: pieces of text, reasoning and tool calls. Pieces are final and in
+order. All pieces of one kind, joined, don't depend on how the parser's input was split.
 """
 
 import msgspec
@@ -14,8 +14,9 @@ class ReasoningPiece(msgspec.Struct, frozen=True):
 
 
 class ToolCallPiece(msgspec.Struct, frozen=True):
-    """Part of a tool call. The first piece of an `index` has `call_id` and `name` and no arguments.
-    The joined arguments are a JSON object, or a prefix of one if the call broke off.
+    """Part of a tool call. All pieces of one call have the same `index`. The first piece has
+    `call_id` and `name` and no arguments. The joined arguments of a call are a JSON object, or a
+    prefix of one if the call broke off.
     """
 
     index: int

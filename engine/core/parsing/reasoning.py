@@ -59,8 +59,8 @@ def _drop(source: Source, marker: str) -> Steps[None]:
 def with_reasoning(
     row: ReasoningRow, grammar: str, opened: bool, control: Mapping[str, int]
 ) -> str:
-    """Grammar for free reasoning followed by `grammar`. If the prompt did not open the block,
-    reasoning is optional.
+    """A grammar for free reasoning followed by text that matches `grammar`. If the prompt did not
+    open the reasoning block, reasoning is optional.
     """
     if row.channels:
         return channel_grammar(row, None, control, forced=False, answer=grammar)

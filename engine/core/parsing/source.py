@@ -1,4 +1,4 @@
-"""Buffered input and output of the parsers.
+"""The input buffer and output list of a parser.
 
 Parsers are generators. They read from a `Source` and yield when they need more text. Text that was
 read is held until it is clear what it is. Then `release` emits it as text, or `discard` drops it as
@@ -21,8 +21,8 @@ _WORD = re.compile(r"[A-Za-z0-9_.\-]*")
 
 
 class NotACall(Exception):
-    """The text is not a tool call, or stops being a valid one here. Not raised to callers of this
-    package.
+    """The text is not a tool call, or is no valid call from here on. The exception is always caught
+    inside this package.
     """
 
 
@@ -34,7 +34,7 @@ class Source:
         self._held: list[str] = []
         self._pieces: list[Piece] = []
         self._spoken: list[str] = []  # text or reasoning not yet emitted as a piece
-        self.in_reasoning = False  # whether emitted text is reasoning
+        self.in_reasoning = False  # whether text that is emitted now is reasoning
 
     def push(self, text: str) -> None:
         self._text = self._text[self._position :] + text
@@ -57,7 +57,7 @@ class Source:
         """Whether all input has arrived and been read."""
         return self._ended and not self.num_unread
 
-    # Reading, and what happens to the text that was read.
+    # Methods that hold text which was read, and methods that emit or drop held text.
 
     def take(self, count: int) -> None:
         """Read and hold `count` characters that `peek` or `starts_with` has seen."""
@@ -81,14 +81,14 @@ class Source:
         self._pieces.append(piece)
 
     def reason(self, inside: bool) -> None:
-        """Mark the following text as reasoning, or as text again."""
+        """Mark the text that follows as reasoning if `inside` is true, else as normal text."""
         self._finish_spoken()
         self.in_reasoning = inside
 
-    # The following methods are generators. They yield until they have as much text as they need.
+    # The following methods are generators. They yield until enough text has arrived.
 
     def peek(self) -> Steps[str]:
-        """The next character; an empty string at the end."""
+        """The next character, which stays unread; an empty string at the end of the input."""
         while not self.num_unread and not self._ended:
             yield
         return self._text[self._position : self._position + 1]
@@ -102,7 +102,9 @@ class Source:
         return self._text.startswith(literal, self._position)
 
     def skip_space(self) -> Steps[str]:
-        """Hold all whitespace. Returns the next character."""
+        """Read and hold whitespace. Returns the next character, which stays unread; an empty string
+        at the end of the input.
+        """
         while True:
             self._hold_run(_SPACE, len(self._text))
             if self.num_unread or self._ended:
@@ -122,7 +124,9 @@ class Source:
             yield
 
     def scan(self, scanner: JsonScanner, max_chars: int | None = None) -> Steps[str]:
-        """Read, without holding, up to `max_chars` that continue the scanner's JSON value."""
+        """Read up to `max_chars` characters that continue the scanner's JSON value. Returns these
+        characters; they are not held.
+        """
         if not (yield from self.peek()):
             raise NotACall
         end = len(self._text)

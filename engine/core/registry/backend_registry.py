@@ -1,7 +1,7 @@
-"""Backends by name: the values of `--backend NAME`.
+"""The registry of backends. Their names are the values of `--backend NAME`.
 
-A package adds one with an entry point in the group `engine.backends` whose value is its
-`InferenceBackend` class, as "module:ClassName".
+A package adds a backend with an entry point in the group `engine.backends`. The value of the entry
+point is the package's `InferenceBackend` class, as "module:ClassName".
 """
 
 from typing import Any
@@ -29,5 +29,7 @@ def backend_names() -> tuple[str, ...]:
 
 
 def backend_class(name: str) -> Any:
-    """The backend's class. Importing it may load its framework."""
+    """Import and return the class of a backend. The import may load a machine learning
+    framework.
+    """
     return _BACKENDS.load(name)

@@ -1,7 +1,7 @@
-"""Plugins by name: the values of `[plugins.NAME]`.
+"""The registry of plugins. Their names are those of the tables `[plugins.NAME]`.
 
-A package adds one with an entry point in the group `engine.plugins` whose value is its
-`InferencePlugin` class, as "module:ClassName".
+A package adds a plugin with an entry point in the group `engine.plugins`. The value of the entry
+point is the package's `InferencePlugin` class, as "module:ClassName".
 """
 
 from typing import Any

@@ -1,7 +1,7 @@
-"""Maps names to objects that are imported only when requested.
+"""Maps names to objects that are imported when they are requested.
 
-Built-in entries are "module" or "module:attr" strings. Packages add entries through an entry point
-group. A package can't replace a built-in name.
+Built-in entries are "module" or "module:attr" strings. Other packages add entries through a group
+of entry points. A package can't replace a built-in name.
 """
 
 from collections.abc import Iterator, Mapping
@@ -15,8 +15,8 @@ if TYPE_CHECKING:
 
 
 class Registry:
-    """Objects of one kind, for example "backend", by name. An object is imported when it is
-    requested.
+    """A registry of objects of one kind, for example "backend". An object is imported when it is
+    requested by its name.
     """
 
     def __init__(self, kind: str, builtin: Mapping[str, str], group: str) -> None:
@@ -50,7 +50,7 @@ class Registry:
             ) from error
 
     def load_all(self) -> Iterator[tuple[str, Any]]:
-        """Yield all names with their objects, built-in ones first. Each object is imported when it
+        """Yield all names with their objects, built-in names first. Each object is imported when it
         is yielded.
         """
         for name in self._builtin:

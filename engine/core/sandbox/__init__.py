@@ -1,3 +1,3 @@
-"""Protection against damaged or hostile model files: they are first parsed in a child process with
+"""Protection against damaged or hostile model files, which are first parsed in a child process with
 limits. Also has helpers for private files and child processes.
 """

@@ -1,8 +1,9 @@
-"""Parses model files in a limited process before the server does.
+"""Examines model files: parses them in a process with limits before the server parses them.
 
 Our parsers check every length and are tested with damaged files. The examination protects against
-remaining bugs in them and in the libraries that they use. A file that was accepted is not examined
-again while it is unchanged, so only the first start takes longer. This module imports no parser.
+remaining bugs in them and in the libraries that they use. When a model was accepted, a small file
+(its mark) is written. The model is not examined again while its files are unchanged, so only the
+first start takes longer. This module imports no parser.
 """
 
 import hashlib
@@ -36,7 +37,9 @@ class Reading(Protocol):
     """A process with limits that parses a model file."""
 
     def wait(self, max_seconds: float) -> tuple[int, bytes]:
-        """Wait for the process. Returns its exit status and output. Raises `TimeoutError`."""
+        """Wait until the process ends. Returns its exit status and output. Raises `TimeoutError`
+        after `max_seconds`.
+        """
         ...
 
     def end(self) -> None:
@@ -44,13 +47,14 @@ class Reading(Protocol):
         ...
 
 
-# Starts an examiner on a path with a CPU time limit. An examiner is a "module:function" that takes
-# the path and returns bytes worth caching, or None.
+# Type of a function that starts an examiner. Its arguments are the examiner, the path and the limit
+# of CPU seconds. An examiner is the "module:function" of a function that takes the path and returns
+# bytes worth caching, or None.
 StartReading: TypeAlias = Callable[[str, Path, int], Reading]
 
 
 class Spawned:
-    """Runs the examiner in a new limited process."""
+    """Runs an examiner in a new process with limits."""
 
     def __init__(self, examiner: str, path: Path, max_cpu_s: int) -> None:
         arguments = (examiner, str(path), str(max_cpu_s), str(os.getpid()))
@@ -75,7 +79,7 @@ class Spawned:
 
 
 class Examination:
-    """The examination of one model. It is running, or was done earlier."""
+    """The examination of one model. It is under way, or the model was examined earlier."""
 
     def __init__(
         self,
@@ -99,9 +103,9 @@ class Examination:
         return self._reading is not None
 
     def finish(self) -> bytes:
-        """Wait for the end of the examination. Returns the examiner's output, if the files have not
-        changed meanwhile. Returns b"" if they were examined before. Raises an error if the model is
-        invalid or exceeded the limits.
+        """Wait for the end of the examination. Returns the examiner's output, or b"" if the model
+        was examined earlier or its files changed meanwhile. Raises an error if the model is invalid
+        or exceeded the limits.
         """
         if self._reading is None:
             return b""
@@ -136,7 +140,9 @@ def examine(
     max_seconds: float = MAX_SECONDS,
     max_cpu_s: int = MAX_CPU_S,
 ) -> bytes:
-    """Run `examiner` on a model in a limited process, unless that was done before."""
+    """Run `examiner` on a model in a process with limits, unless this was done before and the
+    model's files are unchanged. Returns the result of `Examination.finish`.
+    """
     begun = Examination(path, examiner, start, max_seconds=max_seconds, max_cpu_s=max_cpu_s)
     return begun.finish()
 
@@ -146,14 +152,18 @@ def _marks_directory() -> Path:
 
 
 def files_of(path: Path) -> list[Path]:
-    """The files of a model: a folder's files, a single file, or the parts of a split one."""
+    """The files of a model. For a folder: everything in it. For one part of a split GGUF: all GGUF
+    files beside it. Otherwise: the file itself.
+    """
     if path.is_dir():
         return sorted(path.rglob("*"))
     return sorted(path.parent.glob("*.gguf")) if "-of-" in path.name else [path]
 
 
 def _identity(path: Path) -> bytes | None:
-    """Identity of a file, or of all files in a folder; None if there is nothing to read."""
+    """A hash of the paths, inodes, sizes and times of a model's files and of our version. None if
+    the files can't be read.
+    """
     try:
         files = files_of(path)
         facts: list[object] = [__version__]

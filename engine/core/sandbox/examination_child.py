@@ -1,5 +1,6 @@
-"""The limited process that parses a model file first (see `examination`). It runs as a module with
-the examiner, the path, CPU seconds and the parent's process id, or forked by `read_in_fork`.
+"""The process with limits in which a model file is parsed first (see `examination`). `read_in_fork`
+forks it, or it is started as a module. The arguments of the module are the examiner, the path, the
+CPU seconds and the parent's process id.
 
 Its memory, CPU time and open files are limited. It can't write files, start programs or use the
 network. It outputs what the examiner returns. If the model is invalid, it outputs one line about
@@ -19,13 +20,13 @@ from engine.core.errors import EngineError, ModelFormatError
 from engine.core.sandbox.examination import MAX_OUTPUT_BYTES, files_of
 from engine.core.sandbox.processes import die_with_parent
 
-# Memory limit in addition to the size of the mapped files. It is for the interpreter, numpy and a
-# large vocabulary.
+# Memory that the process may use in addition to twice the size of the model's files. The
+# interpreter, numpy and a large vocabulary need it.
 HEADROOM_BYTES = 4 << 30
 MAX_OPEN_FILES = 512
 MAX_REPORT_CHARS = 1000
 _CLONE_NEWUSER, _CLONE_NEWNET = 0x10000000, 0x40000000
-# Python audit events that a parser never needs.
+# Prefixes of Python audit events that a parser never causes. The process refuses them.
 _REFUSED_EVENTS = (
     *("socket.", "subprocess.", "os.system", "os.exec", "os.posix_spawn", "os.spawn", "os.fork"),
     *("os.remove", "os.rename", "os.mkdir", "os.rmdir", "os.link", "os.symlink", "os.chmod"),
@@ -35,7 +36,9 @@ _WRITES = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_APPEND
 
 
 class ForbiddenEventError(OSError):
-    """An examiner tried a forbidden operation."""
+    """An examiner tried an operation that is forbidden in this process, such as opening a
+    socket.
+    """
 
 
 def main() -> int:
@@ -45,8 +48,8 @@ def main() -> int:
 
 def read_in_fork(examiner: str, path: Path, max_cpu_s: int) -> tuple[int, bytes]:
     """Run the examiner in a fork of this process. Returns its exit status and output. This process
-    must have only one thread. A fork is faster than a new process, because it need not start an
-    interpreter and import modules.
+    must have only one thread. A fork starts faster than a new process, because the interpreter and
+    the modules are already loaded.
     """
     ours, theirs = os.pipe()
     parent = os.getpid()
@@ -70,17 +73,20 @@ def read_in_fork(examiner: str, path: Path, max_cpu_s: int) -> tuple[int, bytes]
 
 
 def _close_files() -> None:
-    """Close all files except standard input, output and error. A parser must not use the socket to
-    the frontend.
+    """Close all files except standard input, output and error. A parser must not be able to use the
+    socket to the frontend.
     """
     for number in map(int, os.listdir("/dev/fd")):
         if number > 2:
-            with contextlib.suppress(OSError):  # the listing's own descriptor
+            # The descriptor of the listing itself is already closed.
+            with contextlib.suppress(OSError):
                 os.close(number)
 
 
 def read_limited(examiner: str, path: Path, max_cpu_s: int) -> int:
-    """Run the examiner and return the exit status. This process is limited from now on."""
+    """Limit this process for the rest of its life, then run the examiner. Returns the exit
+    status.
+    """
     _leave_network()
     sys.dont_write_bytecode = True
     module, _, name = examiner.partition(":")
@@ -88,7 +94,7 @@ def read_limited(examiner: str, path: Path, max_cpu_s: int) -> int:
     _limit(path, max_cpu_s)
     try:
         output = examine(path) or b""
-        # Larger output is dropped. Then the server parses the file again.
+        # Larger output is dropped. In that case, the server parses the file again.
         if len(output) <= MAX_OUTPUT_BYTES:
             sys.stdout.buffer.write(output)
     except EngineError as error:
@@ -109,8 +115,8 @@ def _report(code: str, message: str) -> int:
 
 def _leave_network() -> None:
     """Enter a network namespace without interfaces. If the system forbids that, only the audit hook
-    prevents network access. For root, no user namespace is made, because in one it could not read
-    the files of other users.
+    prevents network access. For root, no user namespace is created, because root could not read the
+    files of other users in it.
     """
     if sys.platform == "linux":
         spaces = _CLONE_NEWNET if os.geteuid() == 0 else _CLONE_NEWUSER | _CLONE_NEWNET

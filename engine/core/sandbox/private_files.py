@@ -1,5 +1,5 @@
-"""Files that a process caches for its next start. Writes are atomic, and a file is trusted only if
-no other user can have written it.
+"""Reads and writes private files, such as the keys file and caches for the next start. Writes are
+atomic, and a file is trusted only if no other user can have written it.
 """
 
 import errno
@@ -20,7 +20,9 @@ class ForeignFileError(OSError):
 
 
 def open_private(path: Path) -> BinaryIO:
-    """Open a regular file that we own and no other user may write to."""
+    """Open a regular file for reading. Raises `ForeignFileError` unless we own the file and no
+    other user may write to it.
+    """
     handle = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
     file = os.fdopen(handle, "rb")
     status = os.fstat(handle)
@@ -34,8 +36,8 @@ def open_private(path: Path) -> BinaryIO:
 
 
 def append_whole(handle: int, line: bytes) -> None:
-    """Append the whole line. If the disk is full, append nothing and raise. So the file never has
-    an incomplete line.
+    """Append the whole line. If the disk is full, append nothing and raise `OSError`. So the file
+    never has an incomplete line.
     """
     size = os.fstat(handle).st_size
     if os.write(handle, line) < len(line):
@@ -56,8 +58,8 @@ def write_all(file: io.FileIO, chunk: memoryview) -> None:
 
 @contextmanager
 def new_version(path: Path) -> Iterator[io.FileIO]:
-    """A file beside `path` that is renamed to it at the end of the block, or removed if that
-    fails.
+    """Yields a new file beside `path`. At the end of the block, the file is renamed to `path`. If
+    the block raises, the file is removed.
     """
     handle, name = _open_part(path)
     try:

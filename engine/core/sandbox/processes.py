@@ -1,4 +1,4 @@
-"""Starts child processes, and makes sure that they end with their parent."""
+"""Starts child processes, and makes sure that they end when their parent does."""
 
 import contextlib
 import ctypes
@@ -20,8 +20,8 @@ def start_child(
     env: Mapping[str, str] | None = None,
     output: int | None = None,
 ) -> subprocess.Popen[bytes]:
-    """Start a child in a new session, so that Ctrl-C only reaches the parent. `output` receives
-    stdout and stderr; None means ours.
+    """Start a child process in a new session, so that Ctrl-C only reaches the parent. `output` is
+    the file descriptor for its stdout and stderr; None means that it uses ours.
     """
     return subprocess.Popen(
         argv,
@@ -35,8 +35,8 @@ def start_child(
 
 
 def die_with_parent(parent_pid: int) -> None:
-    """Call it first in a child process. The kernel then kills the child when the thread that
-    started it ends.
+    """Make the kernel kill this process when the thread that started it ends. A child process calls
+    this first.
     """
     _prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent_pid:
@@ -44,8 +44,8 @@ def die_with_parent(parent_pid: int) -> None:
 
 
 def offer_to_be_killed() -> None:
-    """Raise this process's OOM score, so that the kernel kills it before its parent, which can
-    restart it.
+    """Raise this process's OOM score, so that the kernel kills this process before its parent. The
+    parent can restart this process.
     """
     with contextlib.suppress(OSError):  # the file does not exist on every system
         Path("/proc/self/oom_score_adj").write_text("500")

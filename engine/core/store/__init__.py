@@ -1,1 +1,1 @@
-"""Models on disk: the catalogue, downloads, and the model store."""
+"""Models on disk: the catalogue of known models, downloads, and the model store."""

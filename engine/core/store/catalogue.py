@@ -1,7 +1,7 @@
 """The built-in catalogue: short names of models that are known to work, with their sources.
 
-Sources are specs for `pull`, in order of preference. If one fails, the next is tried. If an entry
-has a SHA-256, all its sources must have exactly the same file.
+Each source is a spec for `pull`. Sources are in order of preference: if one fails, the next is
+tried. If an entry has a SHA-256, all its sources must have exactly the same weight file.
 """
 
 from dataclasses import dataclass
@@ -14,8 +14,9 @@ class CatalogueEntry:
     description: str
     license: str
     sources: tuple[str, ...]
-    sha256: str | None = None  # hash of the only weight file; None: whatever the source serves now
-    size: int | None = None  # bytes of the only weight file
+    # Hash of the only weight file. None: any content that the source has now is accepted.
+    sha256: str | None = None
+    size: int | None = None  # size of the only weight file, in bytes
 
 
 DEFAULT_MODEL = "smollm2-135m-instruct"

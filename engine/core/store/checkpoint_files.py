@@ -1,6 +1,7 @@
-"""Which files of a folder or repository belong to a checkpoint: weights, configuration, tokenizer.
+"""Decides which files of a folder or repository belong to a checkpoint: weights, configuration and
+tokenizer.
 
-Sentence encoders keep module settings in folders such as `1_Pooling`.
+Sentence encoders also have module settings in folders such as `1_Pooling`.
 """
 
 import re
@@ -29,8 +30,8 @@ _WEIGHTS = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*\.safetensors")
 
 
 def is_companion(name: str) -> bool:
-    """Whether a file belongs to a checkpoint besides weights. `name` is relative to the
-    checkpoint.
+    """Whether a file belongs to a checkpoint, but is not a weight file. `name` is relative to the
+    checkpoint's folder.
     """
     return name in _COMPANIONS or _STEP.fullmatch(name) is not None
 

@@ -1,10 +1,10 @@
 """Downloads one file over HTTP. Interrupted downloads are resumed. The file is hashed while it is
 written, and gets its final name when it is verified.
 
-`.NAME.part` has the bytes so far, and `.NAME.state` describes their source. A download is only
-resumed if the server confirms that the content is the same (If-Range with a strong ETag), or if the
-SHA-256 is known and checked at the end. A bearer token is only sent to its own origin, not after a
-redirect to another one.
+During a download, `.NAME.part` has the bytes so far, and `.NAME.state` describes their source. A
+download is only resumed if the server confirms that the content is the same (If-Range with a strong
+ETag), or if the SHA-256 is known and checked at the end. A bearer token is only sent to its own
+origin, not after a redirect to another origin.
 """
 
 import base64
@@ -33,8 +33,8 @@ from engine.core.store.file_formats import HEAD_BYTES, check_head
 from engine.core.store.model_store import StoredModelFile
 
 MAX_REDIRECTS = 10
-MAX_FAILURES = 4  # consecutive attempts without progress
-RETRY_SECONDS = 1.0  # doubled after each failure
+MAX_FAILURES = 4  # max consecutive attempts without progress
+RETRY_SECONDS = 1.0  # wait before the first retry; doubled after each failure
 _REDIRECTS = (301, 302, 303, 307, 308)
 _RETRIED = (408, 425, 429, 500, 502, 503, 504)
 _SHA256 = re.compile(r"[0-9a-f]{64}")
@@ -58,9 +58,9 @@ class Silent:
 
 @dataclass(frozen=True, slots=True)
 class BearerToken:
-    """A secret for one origin (scheme, host and port)."""
+    """A bearer token, which is only sent to one origin (scheme, host and port)."""
 
-    origin: str  # any URL with that scheme, host and port
+    origin: str  # any URL that has this scheme, host and port
     value: str = field(repr=False)
 
     def headers(self, url: str) -> dict[str, str]:
@@ -77,7 +77,7 @@ class RemoteFile:
 class _State(msgspec.Struct, frozen=True):
     url: str
     sha256: str | None
-    etag: str | None  # strong ETags only
+    etag: str | None  # the server's ETag if it is a strong one, else None
     total: int | None
 
     @property
@@ -86,7 +86,7 @@ class _State(msgspec.Struct, frozen=True):
 
 
 class TryAgain(ModelError):
-    """This attempt failed, but a retry may succeed."""
+    """This attempt to download failed, but a retry may succeed."""
 
 
 def new_client() -> httpx.Client:
@@ -101,7 +101,7 @@ def same_origin(one: str, other: str) -> bool:
 
 
 def public_url(url: str) -> str:
-    """The URL without possible secrets: user, password, query and fragment."""
+    """The URL without parts that may be secret: user, password, query and fragment."""
     return str(httpx.URL(url).copy_with(userinfo=b"", query=None, fragment=None))
 
 
@@ -139,7 +139,7 @@ def _redirected(url: str, location: str) -> str:
 
 
 def check_status(response: httpx.Response, url: str) -> None:
-    """Convert an HTTP failure to an error that says what to do."""
+    """Raise an error that says what to do, if the response has a failure status."""
     status, shown = response.status_code, public_url(url)
     if status in _RETRIED:
         raise TryAgain(f"{shown} answered {status}")
@@ -175,10 +175,12 @@ class Download:
         self._token = token
 
     def run(self) -> StoredModelFile:
-        """Download and verify the file. After an interruption the next run resumes the part."""
+        """Download and verify the file. If this is interrupted, the next run resumes the partial
+        file.
+        """
         self._final.parent.mkdir(mode=0o700, exist_ok=True)
         state = self._load_state()
-        # An earlier pull has completed this file, but was interrupted later.
+        # This file was completed by an earlier pull, which was interrupted later.
         if state is not None and self._final.is_file():
             digest = _hash_file(self._final)
             self._verify(digest, state)
@@ -233,7 +235,7 @@ class Download:
         return self._stored(digest)
 
     def _describe(self, response: httpx.Response, hops: list[httpx.Headers]) -> _State:
-        """What the response headers say about the content, before the body is read."""
+        """Describe the content from the response headers, before the body is read."""
         if response.headers.get("content-encoding", "identity") != "identity":
             raise ModelError(f"{self._url} is sent compressed although it was not asked to be")
         total = _total_size(response)
@@ -258,7 +260,8 @@ class Download:
             head = part.read(HEAD_BYTES)
             part.seek(0, os.SEEK_END)
             self._progress.update(name, done, total)
-            # Bytes are written without a buffer, so that none is lost if the connection breaks.
+            # `iter_raw` yields bytes as they arrive. If the connection breaks, leaving the `with`
+            # block still writes them to the file.
             for chunk in response.iter_raw():
                 if len(head) < HEAD_BYTES:
                     head = (head + chunk)[:HEAD_BYTES]
@@ -337,7 +340,7 @@ def _hash_file(path: Path) -> str:
 
 
 def _continues(response: httpx.Response, offset: int, state: _State, found: _State) -> bool:
-    """Whether the 206 response starts at our offset and is of the same file."""
+    """Whether the 206 response continues the same file at our offset."""
     range_start = re.match(r"bytes (\d+)-", response.headers.get("content-range", ""))
     return (
         range_start is not None
@@ -355,8 +358,8 @@ def _total_size(response: httpx.Response) -> int | None:
 
 
 def _announced_sha256(headers: httpx.Headers) -> str | None:
-    """SHA-256 from the hub's header for large files, or from the standard digest field (RFC
-    9530).
+    """The SHA-256 of the file, from the Hugging Face Hub's header for large files or from the
+    standard digest header (RFC 9530). None if neither is there.
     """
     linked = headers.get("x-linked-etag", "").strip('"')
     if _SHA256.fullmatch(linked):

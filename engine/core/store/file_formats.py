@@ -1,4 +1,4 @@
-"""Which files may enter the model store, by name and by their first bytes.
+"""Decides which files may enter the model store, by their names and their first bytes.
 
 Pickle checkpoints run code when opened, so they are refused before download. A pickle or an archive
 under another name is refused by its first bytes.
@@ -6,7 +6,7 @@ under another name is refused by its first bytes.
 
 from engine.core.errors import ModelFormatError
 
-HEAD_BYTES = 16  # length of a file's start for `check_head`
+HEAD_BYTES = 16  # number of bytes at a file's start that `check_head` needs
 
 _WEIGHTS = (".gguf", ".safetensors")
 _TEXT = (".json", ".jinja", ".txt", ".model")  # configuration and tokenizer files
@@ -16,7 +16,9 @@ _PICKLE_PROTOCOLS = range(2, 6)
 
 
 def check_name(name: str) -> None:
-    """Refuse a file name that is not GGUF, safetensors or one of their companion files."""
+    """Raise `ModelFormatError` unless the name is that of a GGUF file, a safetensors file or a
+    configuration or tokenizer file.
+    """
     lowered = name.lower()
     if lowered.endswith(_PICKLE_NAMES):
         raise ModelFormatError(
@@ -28,7 +30,9 @@ def check_name(name: str) -> None:
 
 
 def check_head(name: str, head: bytes) -> None:
-    """Refuse content whose first `HEAD_BYTES` (or all, if shorter) contradict the file's name."""
+    """Raise `ModelFormatError` if the start of a file contradicts the file's name. `head` has the
+    first `HEAD_BYTES` bytes, or all bytes of a shorter file.
+    """
     if _is_archive(head) and not _is_safetensors(head):
         raise ModelFormatError(
             f"'{name}' holds a pickle or an archive, whatever its name says; it was not kept"
@@ -50,8 +54,8 @@ def _is_archive(head: bytes) -> bool:
 
 
 def _is_safetensors(head: bytes) -> bool:
-    """Whether the file starts with a plausible header length and a JSON object. This is checked
-    because the bytes of the length may look like a pickle.
+    """Whether the file starts with a plausible header length and a JSON object. This check is
+    needed because the bytes of the length may look like a pickle.
     """
     return (
         len(head) > 8

@@ -1,9 +1,10 @@
-"""The model store has the pulled models on disk, and finds the path of a model by its name.
+"""The model store: the pulled models on disk. It also finds the path of a model by its name.
 
-Each model has one folder with its files and a record, `model.json`, inside one private directory. A
-folder is renamed to its place when everything in it is verified, so a model with a record is
-complete. Downloads in progress are in `.partial/NAME`. `.locks` has one lock file per name. A given
-name is compared with the names in the records. It is not used as part of a path.
+The store is one private directory with a folder per model. The folder has the model's files and a
+record, `model.json`. Downloads in progress are in `.partial/NAME`. Their folder is renamed to its
+place when everything in it is verified, so a model with a record is complete. `.locks` has one lock
+file per name. A given name is compared with the names in the records. It is not used as part of a
+path.
 """
 
 import difflib
@@ -33,7 +34,9 @@ class StoredModelFile(msgspec.Struct, frozen=True):
 
 
 class StoredModel(msgspec.Struct, frozen=True):
-    """The record in `model.json`. `entry` is the file to open; None means the folder itself."""
+    """The record of a model, in `model.json`. `entry` is the name of the file to open; None means
+    that the folder itself is opened.
+    """
 
     name: str
     source: str
@@ -47,7 +50,7 @@ class StoredModel(msgspec.Struct, frozen=True):
 
     @property
     def sha256(self) -> str | None:
-        """Hash of the weights, if they are one file."""
+        """The SHA-256 of the weight file; None if there are several."""
         weights = [file for file in self.files if file.name.lower().endswith(_WEIGHTS)]
         return weights[0].sha256 if len(weights) == 1 else None
 
@@ -84,8 +87,8 @@ class ModelStore:
         self.root = root or store_directory()
 
     def models(self) -> dict[str, StoredModel]:
-        """Every complete model by name. Folders with a damaged record or damaged files are left
-        out.
+        """All complete models by name. Folders are left out if their record is damaged, or if a
+        file is missing or has the wrong size.
         """
         found = {}
         for folder in sorted(self.root.glob("[!.]*")):
@@ -116,7 +119,9 @@ class ModelStore:
 
     @contextmanager
     def lock(self, name: str, on_wait: Callable[[], None]) -> Iterator[None]:
-        """Lock a name, so that only one process pulls it at a time. A crash releases the lock."""
+        """Lock a model name, so that only one process pulls it at a time. If another process has
+        the lock, `on_wait` is called before waiting. A crash releases the lock.
+        """
         locks = self._private_folder(".locks")
         with open(locks / f"{check_model_name(name)}.lock", "w") as handle:
             try:
@@ -127,12 +132,12 @@ class ModelStore:
             yield
 
     def staging(self, name: str) -> Path:
-        """The folder for a download in progress. Call it with the name's lock held."""
+        """The folder for a download in progress. The caller must hold the lock of the name."""
         return self._private_folder(f".partial/{check_model_name(name)}")
 
     def publish(self, staging: Path, model: StoredModel) -> Path:
-        """Rename a verified staging folder to the model's folder. Call it with the name's lock
-        held.
+        """Rename a verified staging folder to the model's folder. The caller must hold the lock of
+        the name.
 
         Replaces the folder of a damaged model with the same name.
         """
@@ -156,9 +161,11 @@ class ModelStore:
 
 
 def resolve_model(name_or_path: str, store: ModelStore | None = None) -> Path:
-    """The path of a model that the operator named: an existing path, else a pulled model's name.
+    """The path of a model that the operator named: an existing path, or else the name of a pulled
+    model.
 
-    Only for the command line and settings. Names from clients are keys of the served models.
+    This is only for the command line and settings. A model name from a client is never resolved
+    here: it must be the name of a served model.
     """
     store = store or ModelStore()
     if "\0" in name_or_path or not name_or_path:
@@ -182,7 +189,7 @@ def resolve_model(name_or_path: str, store: ModelStore | None = None) -> Path:
 
 
 def sync(path: Path) -> None:
-    """Flush a file, or a folder's entries, to disk."""
+    """Flush a file's content, or the list of a folder's entries, to disk."""
     handle = os.open(path, os.O_RDONLY)
     try:
         os.fsync(handle)
@@ -201,8 +208,8 @@ def _is_whole(folder: Path, file: StoredModelFile) -> bool:
 
 
 def _keep_only(folder: Path, wanted: set[str]) -> None:
-    """Delete everything except `wanted` (names relative to `folder`), and flush the rest to
-    disk.
+    """Delete everything in a folder except the files in `wanted` (names relative to `folder`), and
+    flush the folder's entries to disk.
     """
     for entry in folder.iterdir():
         inner = {name.partition("/")[2] for name in wanted if name.startswith(f"{entry.name}/")}

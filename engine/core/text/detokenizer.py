@@ -12,8 +12,8 @@ from engine.core.text.tokenizer import Tokenizer
 
 
 class StopStrings:
-    """Cuts text at the first stop string. The results of all `push` calls and of `flush`, joined,
-    are the text before the stop string.
+    """Cuts a text that arrives in parts at the first stop string. The results of all `push` calls
+    and of `flush`, joined, are the text before the stop string.
     """
 
     def __init__(self, stop: tuple[str, ...]) -> None:
@@ -42,12 +42,12 @@ class StopStrings:
         return text[:keep]
 
     def flush(self) -> str:
-        """Call it after the last `push`. Returns the text still held back."""
+        """End the text. Call this after the last `push`. Returns the text still held back."""
         held, self._held = self._held, ""
         return held
 
     def _possible_start(self, text: str) -> int:
-        """Length of the longest suffix of `text` that is a prefix of a stop string."""
+        """The length of the longest suffix of `text` that is a prefix of a stop string."""
         if text[-1] not in self._held_ends:
             return 0
         longest = 0
@@ -63,8 +63,8 @@ _Utf8Decoder = codecs.getincrementaldecoder("utf-8")
 
 
 class Detokenizer:
-    """Detokenizes one choice. The results of all `push` calls and of `flush`, joined, equal
-    `Tokenizer.decode` of all ids, cut at the first stop string.
+    """Detokenizes one choice. The results of all `push` calls and of `flush`, joined, equal the
+    result of `Tokenizer.decode` for all ids, cut at the first stop string.
     """
 
     def __init__(
@@ -86,8 +86,8 @@ class Detokenizer:
         return None if self._stops is None else self._stops.stopped
 
     def push(self, token_ids: Iterable[int], may_stop: bool = True) -> str:
-        """Add tokens. Returns the text that became final. If `may_stop` is false, the text of these
-        tokens is not searched for stop strings.
+        """Add tokens, and return the text that became final. If `may_stop` is false, the text of
+        these tokens is not searched for stop strings.
         """
         if self.stopped is not None:
             return ""
@@ -95,7 +95,7 @@ class Detokenizer:
         return self._advance(self._utf8.decode(b"".join([table[i] for i in token_ids])), may_stop)
 
     def flush(self) -> str:
-        """Call it at the end of generation. Returns the text still held back."""
+        """End the text. Call this at the end of generation. Returns the text still held back."""
         if self.stopped is not None:
             return ""
         text = self._advance(self._utf8.decode(b"", final=True), may_stop=True)

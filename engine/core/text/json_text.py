@@ -1,4 +1,4 @@
-"""Checks for lone surrogates, which JSON can express by an escape but UTF-8 can't encode."""
+"""Checks JSON for lone surrogates, which an escape in JSON can express but UTF-8 can't encode."""
 
 import json
 import re

@@ -1,8 +1,8 @@
 """One thread for all work on long texts.
 
-Tokenizing a megabyte repeatedly holds the GIL for some milliseconds. Several long texts in parallel
-would starve the event loop. So all long texts share one thread and wait for each other. Short texts
-don't use this thread and never wait for long ones.
+While a text of a megabyte is tokenized, the GIL is held again and again, for some milliseconds each
+time. Several long texts in parallel would starve the event loop. So all long texts share one thread
+and wait for each other. Short texts don't use this thread and never wait for long ones.
 """
 
 import asyncio

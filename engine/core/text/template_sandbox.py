@@ -1,9 +1,10 @@
-"""The only place where Jinja runs. Chat templates come from model files and are untrusted.
+"""Runs Jinja chat templates, which come from model files and are untrusted. Jinja is used nowhere
+else.
 
-There are three defences besides Jinja's own sandbox. Templates only reach an allow-list of names.
-Every loop iteration, call, filter and test checks the CPU time, through hooks written into the
-syntax tree before compilation (`template_syntax`). A time check can't interrupt a single C
-operation, such as repeating a string or comparing nested lists. So operations whose result can grow
+There are three defences besides Jinja's own sandbox. First, templates only reach an allow-list of
+names. Second, every loop iteration, call, filter and test checks the CPU time, through hooks that
+`template_syntax` adds before compilation. But a time check can't interrupt a single C operation,
+such as repeating a string or comparing nested lists. So, third, operations whose result can grow
 are replaced by functions that check sizes first.
 """
 
@@ -28,12 +29,12 @@ from engine.core.errors import InvalidRequestError, ModelFormatError
 from engine.core.text.template_syntax import GenerationTag, Meter
 
 MAX_CPU_SECONDS = 0.25
-# Equals the default limit of a request body (`server.body_limit_mb`). This does not enforce the
-# context length; the engine does that later.
+# Max length of a rendered prompt. It equals the default limit of a request body
+# (`server.body_limit_mb`). The context length is checked later, by the engine.
 MAX_OUTPUT_CHARS = 1 << 23
 _MAX_STRING_CHARS = 1 << 23
-# Characters that the template writes in total. Text that passes through a macro or a block counts
-# each time.
+# Max characters that the template writes in total. Text that passes through a macro or a block
+# counts each time.
 _MAX_EMITTED_CHARS = 1 << 25
 _MAX_WEIGHT = 200_000  # max values in one list or mapping, including nested values
 _MAX_RANGE = 100_000
@@ -68,8 +69,8 @@ class LimitExceeded(InvalidRequestError):
 
 
 class Budget:
-    """Limits one rendering in CPU time and written characters. CPU time is used instead of wall
-    time, so that a rendering does not fail because the machine is busy.
+    """Limits the CPU time and the written characters of one rendering. CPU time is used instead of
+    wall time, so that a rendering does not fail because the machine is busy.
     """
 
     def __init__(self) -> None:
@@ -99,8 +100,8 @@ def check_length(length: int) -> None:
 
 
 def weight(value: Any) -> int:
-    """Cost of comparing or printing `value`: one for each nested value, plus one per 64 characters
-    of text.
+    """The cost of comparing or printing `value`: one for each nested value, plus one per 64
+    characters of text. Raises `LimitExceeded` if the cost is too high.
     """
     total, pending = 0, [value]
     while pending:
@@ -259,7 +260,9 @@ def strftime_now(layout: str) -> str:
 
 
 def _text(value: Any) -> str:
-    """`str(value)` for types whose text length is bounded by their weight."""
+    """`str(value)`, for types whose text can't be much longer than their size suggests. Other types
+    are refused.
+    """
     if isinstance(value, str):
         return value
     if isinstance(value, (list, tuple, dict)):
@@ -288,7 +291,8 @@ class _TemplateEnvironment(ImmutableSandboxedEnvironment):
         super().__init__(
             trim_blocks=True,
             lstrip_blocks=True,
-            # Constant folding would run when the template is compiled, when no budget limits it.
+            # Constant folding would run while the template is compiled. At that time no budget
+            # limits it.
             optimized=False,
             finalize=_emit,
             extensions=[GenerationTag, "jinja2.ext.loopcontrols"],
@@ -399,7 +403,7 @@ _ENVIRONMENT = _TemplateEnvironment()
 
 
 class TemplateProgram:
-    """A compiled template. Rendering is safe from any thread."""
+    """A compiled template. Any thread may render it."""
 
     def __init__(self, source: str) -> None:
         if len(source) > _MAX_SOURCE_CHARS:

@@ -1,4 +1,6 @@
-"""Rewrites a parsed chat template before compilation: adds hooks that check CPU time and sizes."""
+"""Adds hooks to the syntax tree of a chat template, before it is compiled. The hooks check CPU time
+and sizes.
+"""
 
 from typing import NoReturn
 
@@ -10,8 +12,8 @@ from jinja2.visitor import NodeTransformer
 
 
 class GenerationTag(Extension):
-    """The tag `{% generation %}` marks assistant text for training. Here it only renders its
-    body.
+    """The tag `{% generation %}`. In training, it marks the text of the assistant. Here, it only
+    renders its body.
     """
 
     tags = {"generation"}
@@ -22,7 +24,7 @@ class GenerationTag(Extension):
 
 
 class Meter(NodeTransformer):
-    """Inserts the sandbox's hooks into a parsed template."""
+    """Inserts the hooks of the sandbox into the syntax tree of a template."""
 
     @staticmethod
     def _hook(name: str, arguments: list[nodes.Expr], at: nodes.Node) -> nodes.Call:

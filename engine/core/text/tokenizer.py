@@ -18,14 +18,16 @@ from engine.core.text.tokenizer_json import parts_from_directory
 from engine.core.text.tokenizer_parts import TokenizerParts, piece_bytes, sentinel
 from engine.core.text.tokenizer_tables import TokenizerTables, parts_from_tables
 
-# The `tokenizers` library reads this variable for each batch. Our batches have one text, so more
+# The `tokenizers` library reads this variable at each batch. Our batches have one text, so more
 # threads would not help.
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
 
 @dataclass(frozen=True)
 class SpecialTokens:
-    """Control token text -> id, with a pattern that finds the longest match at each position."""
+    """The control tokens of a model: their texts, and their ids. `pattern` matches the longest
+    control token at each position.
+    """
 
     ids: Mapping[str, int]
 
@@ -36,21 +38,21 @@ class SpecialTokens:
 
     @cached_property
     def edges(self) -> frozenset[str]:
-        """Punctuation characters that control tokens start or end with."""
+        """The punctuation characters with which control tokens start or end."""
         ends = {char for text in self.ids for char in (text[0], text[-1])}
         return frozenset(char for char in ends if not char.isalnum())
 
 
 @dataclass(frozen=True, slots=True)
 class RenderedPrompt:
-    """A chat prompt as a sequence of plain text and the template's control token ids."""
+    """A chat prompt: a sequence of plain texts and of ids of the template's control tokens."""
 
     segments: tuple[str | int, ...]
 
 
 class TokenBytes(dict[int, bytes]):
-    """Token id -> bytes. Entries are computed on first use, because most tokens of a vocabulary are
-    rarely used.
+    """Maps a token id to the bytes of its text. An entry is computed on first use, because most
+    tokens of a vocabulary are rarely used.
     """
 
     def __init__(self, parts: TokenizerParts, skipped: frozenset[int]) -> None:
@@ -61,7 +63,7 @@ class TokenBytes(dict[int, bytes]):
     def __missing__(self, token_id: int) -> bytes:
         parts = self._parts
         if not 0 <= token_id < len(parts.pieces) or token_id in self._skipped:
-            value = b""  # ids of padding rows in the embedding table have no text
+            value = b""  # padding rows of the embedding table have ids, but no text
         elif token_id in parts.special_ids or token_id in parts.literal_ids:
             value = parts.pieces[token_id].encode("utf-8", "replace")
         else:
@@ -85,7 +87,7 @@ class Tokenizer:
 
     @classmethod
     def from_gguf(cls, metadata: Mapping[str, Any]) -> "Tokenizer":
-        # imported late: it needs numpy
+        # imported late, because it imports numpy
         from engine.core.text.tokenizer_gguf import tables_from_gguf
 
         return cls.from_tables(tables_from_gguf(metadata))
@@ -142,7 +144,9 @@ class Tokenizer:
         return token_id in self._parts.special_ids
 
     def encode(self, text: str) -> list[int]:
-        """Encode the text without BOS or EOS. Names of control tokens in it are plain text."""
+        """Encode text without adding BOS or EOS. Names of control tokens in the text are encoded as
+        plain text.
+        """
         try:
             # The batch call releases the GIL; the library's call for a single text does not.
             return self._engine.encode_batch_fast([text], add_special_tokens=False)[0].ids
@@ -153,7 +157,7 @@ class Tokenizer:
             ) from error
 
     def encode_prompt(self, text: str, add_bos: bool = True) -> list[int]:
-        """Encode a raw completion prompt, with BOS and EOS as the model expects."""
+        """Encode the prompt of a completion. Adds BOS and EOS if the model expects them."""
         ids = self.encode(text)
         if add_bos and self._parts.add_bos and self.bos_id is not None:
             ids.insert(0, self.bos_id)
@@ -162,7 +166,7 @@ class Tokenizer:
         return ids
 
     def encode_rendered(self, rendered: RenderedPrompt) -> list[int]:
-        """Encode a chat prompt. Only the template adds BOS, so there are never two."""
+        """Encode a chat prompt. BOS is not added here, because the template adds it."""
         return self.encode(
             "".join(s if isinstance(s, str) else sentinel(s) for s in rendered.segments)
         )
@@ -170,8 +174,8 @@ class Tokenizer:
     def decode(
         self, ids: Iterable[int], skip_special: bool = True, continuation: bool = False
     ) -> str:
-        """The text of `ids`. If `continuation` is true, the ids follow other text, so a leading
-        space is kept.
+        """The text of the tokens `ids`. If `continuation` is true, the ids follow other text, so a
+        leading space is kept.
         """
         table = self.bytes_table(skip_special)
         text = b"".join([table[i] for i in ids]).decode("utf-8", "replace")
@@ -180,17 +184,21 @@ class Tokenizer:
         return text
 
     def token_bytes(self, token_id: int) -> bytes:
-        """The bytes that a token adds to the output; empty for a control token."""
+        """The bytes that a token adds to the output. A control token adds none."""
         return self._visible[token_id]
 
     def token_literal(self, token_id: int) -> bytes:
-        """Like `token_bytes`, but a control token gives its name. Used to display logprobs."""
+        """Like `token_bytes`, but for a control token its name. Used to show tokens with
+        logprobs.
+        """
         return self._literal[token_id]
 
     def bytes_table(
         self, skip_special: bool, shown: frozenset[int] = frozenset()
     ) -> Mapping[int, bytes]:
-        """Token id -> bytes. With `skip_special`, control tokens not in `shown` have no bytes."""
+        """Token id -> bytes of its text. If `skip_special` is true, control tokens have no bytes,
+        except for those in `shown`.
+        """
         if not skip_special:
             return self._literal
         if not shown:
@@ -200,7 +208,7 @@ class Tokenizer:
         return self._showing[shown]
 
     def token_id(self, text: str) -> int | None:
-        """Id of the control token or added token with this text, or None."""
+        """The id of the control token or added token with exactly this text, or None."""
         return self._marker_ids.get(text)
 
     @cached_property

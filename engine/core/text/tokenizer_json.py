@@ -15,11 +15,12 @@ from engine.core.text.json_text import check_characters
 from engine.core.text.tokenizer_parts import TokenizerParts, end_ids, sentinel
 
 _MAX_BYTES = 256 << 20
-_CONTINUES = "##"  # In WordPiece, pieces that continue a word have this prefix.
+_CONTINUES = "##"  # prefix of WordPiece pieces that continue a word
 _MAX_WORD = 1000
-_MAX_GAP = 1 << 16  # max unused ids; real vocabularies reserve some thousands
-_MAX_IDS = 1 << 21  # ten times a large vocabulary; limits tables that have one row per id
-# Texts that are encoded once at load. A file that makes the library fail is refused then.
+_MAX_GAP = 1 << 16  # max unused ids in a vocabulary; real vocabularies reserve some thousands
+_MAX_IDS = 1 << 21  # limit for token ids, ten times a large vocabulary; tables have one row per id
+# Texts that are encoded once when a tokenizer is loaded. If the library fails on one of them, the
+# file is refused.
 _PROBES = ("", "a", " a  b\n", "it's 1234", "é ü", "你好", "🙂", "\x00\ufffd", "<a|b>")
 
 
@@ -91,7 +92,7 @@ def _flag(settings: dict[str, Any], name: str, default: bool) -> bool:
 
 
 def _text_form(spec: dict[str, Any], path: Path) -> tuple[bool, bool]:
-    """Whether pieces are byte-level, and whether encoding adds a leading space."""
+    """Returns whether pieces are byte-level, and whether encoding adds a leading space."""
     decoder = spec.get("decoder") or {}
     steps = decoder.get("decoders", [decoder]) if isinstance(decoder, dict) else []
     kinds = {str(step.get("type")): step for step in steps if isinstance(step, dict)}
@@ -148,7 +149,9 @@ def _added_tokens(spec: dict[str, Any], path: Path) -> list[dict[str, Any]]:
 
 
 def _check_word_piece(model: dict[str, Any], path: Path) -> None:
-    """Limit word lengths: WordPiece takes quadratic time in the length of a word."""
+    """Raise `ModelFormatError` if a WordPiece model allows very long words, or uses another prefix
+    than "##". WordPiece takes quadratic time in the length of a word.
+    """
     longest = model.get("max_input_chars_per_word", 100)
     if model.get("continuing_subword_prefix", _CONTINUES) != _CONTINUES or not (
         isinstance(longest, int) and 1 <= longest <= _MAX_WORD
@@ -167,8 +170,8 @@ def _model_vocab(spec: dict[str, Any], path: Path) -> dict[str, int]:
     elif isinstance(model, dict) and any(
         model.get(key) for key in ("continuing_subword_prefix", "end_of_word_suffix")
     ):
-        # With an affix, the library slices pieces by its byte length, which may cut a character in
-        # two.
+        # With such an affix, the library slices pieces by the affix's length in bytes, which may
+        # cut a character in two.
         raise ModelFormatError(f"{path / 'tokenizer.json'}: affixes in model are not supported.")
     if isinstance(vocab, list):  # Unigram: the list position is the id
         if not all(map(_is_scored_piece, vocab)):
@@ -219,8 +222,8 @@ def _pieces(spec: dict[str, Any], added: list[dict[str, Any]], path: Path) -> tu
 def _hide_specials(
     spec: dict[str, Any], added: list[dict[str, Any]], specials: frozenset[int], path: Path
 ) -> tokenizers.Tokenizer:
-    """Build the library's tokenizer with each special token's text replaced by a sentinel string.
-    So client text that looks like a special token stays text.
+    """Build the `tokenizers` object, with the text of each special token replaced by a sentinel
+    (see `tokenizer_parts`). So client text that looks like a special token stays text.
     """
     model = spec["model"]
     hidden = {token["content"]: sentinel(token["id"]) for token in added if token["special"]}
@@ -270,7 +273,7 @@ def _build(spec: str, path: Path) -> tokenizers.Tokenizer:
 def _ends_of_prompt(
     engine: tokenizers.Tokenizer, vocab_size: int, path: Path
 ) -> tuple[int | None, int | None]:
-    """The ids that the post-processor adds before and after a text, if any."""
+    """The ids that the post-processor adds before and after a text; None if it adds none there."""
     bare = engine.encode("a", add_special_tokens=False).ids
     full = engine.encode("a", add_special_tokens=True).ids
     if max(full, default=0) >= vocab_size:

@@ -1,9 +1,9 @@
 """`TokenizerParts`, the result of all tokenizer loaders, and functions that the loaders share.
 
-Control tokens never enter the `tokenizers` vocabulary under their own text. Each is stored as a
-sentinel: a text with a random part, chosen at import. Only a sentinel is encoded to a control id,
-and only `Tokenizer.encode_rendered` writes sentinels. So neither client text nor a merge in a model
-file can produce a control id.
+Control tokens never enter the vocabulary of the `tokenizers` library under their own text. Each is
+stored as a sentinel: a text with a random part, which is chosen when this module is imported. Only
+a sentinel is encoded to a control token's id, and only `Tokenizer.encode_rendered` writes
+sentinels. So neither client text nor a merge in a model file can produce such an id.
 """
 
 import functools
@@ -15,7 +15,8 @@ import tokenizers
 
 _NONCE = "".join(chr(0xF0000 + secrets.randbelow(0xFFFD)) for _ in range(8))
 
-# Control tokens that end an assistant's turn, even if the metadata names another token as EOS.
+# Control tokens that end an assistant's turn. They end generation even if the metadata names
+# another token as EOS.
 _END_OF_TURN = frozenset(
     {
         "<|eot_id|>",
@@ -38,17 +39,21 @@ _END_OF_TURN = frozenset(
 
 @dataclass(frozen=True, slots=True)
 class TokenizerParts:
-    """A loaded tokenizer. `pieces[id]` is the vocabulary entry, special tokens included."""
+    """A loaded tokenizer. `pieces[id]` is the vocabulary entry of a token, also of control
+    tokens.
+    """
 
     engine: tokenizers.Tokenizer
     pieces: Sequence[str]
     special_ids: frozenset[int]
-    literal_ids: frozenset[int]  # added tokens; their pieces are plain text
-    # True: pieces are written in GPT-2's byte alphabet. False: they use "▁" and "<0xNN>".
+    # Added tokens that are not control tokens; their pieces are plain text.
+    literal_ids: frozenset[int]
+    # True: pieces are written in GPT-2's byte alphabet. False: pieces are written as in
+    # SentencePiece, with "▁" for a space and "<0xNN>" for a byte.
     byte_level: bool
-    space_prefix: bool  # encoding adds a leading space, so detokenizing drops it
+    space_prefix: bool  # whether encoding adds a leading space, which detokenizing drops
     bos_id: int | None
-    eos_id: int | None  # `eos_token` in chat templates
+    eos_id: int | None  # id of `eos_token` in chat templates
     eos_ids: tuple[int, ...]  # all ids that end generation
     add_bos: bool
     add_eos: bool
@@ -74,7 +79,7 @@ def looks_special(piece: str) -> bool:
 def end_ids(
     pieces: Sequence[str], specials: Collection[int], named: Sequence[int]
 ) -> tuple[int, ...]:
-    """Ids that end generation: first those that the model names, then well-known ones."""
+    """The ids that end generation: first those that the model names, then other well-known ones."""
     texts = {pieces[i]: i for i in sorted(specials)}
     known = [i for text, i in texts.items() if text in _END_OF_TURN]
     if "<|return|>" in texts and "<|end|>" in texts:
@@ -84,8 +89,8 @@ def end_ids(
 
 
 def _gpt2_alphabet() -> dict[int, int]:
-    """Code point of GPT-2's byte alphabet -> byte. Printable Latin-1 characters stand for
-    themselves.
+    """Code point in GPT-2's byte alphabet -> the byte that it stands for. Printable Latin-1
+    characters stand for themselves.
     """
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     shifted = [byte for byte in range(256) if byte not in set(printable)]
@@ -101,11 +106,11 @@ def is_byte_piece(piece: str) -> bool:
 
 
 def piece_bytes(piece: str, byte_level: bool) -> bytes:
-    """The bytes that an ordinary piece stands for."""
+    """The bytes that a piece stands for, if it is neither a control token nor an added token."""
     if byte_level:
         try:
             return bytes([_ALPHABET[ord(char)] for char in piece])
-        except KeyError:  # not in the alphabet: plain text
+        except KeyError:  # a character is not in the alphabet, so the piece is plain text
             return piece.encode("utf-8", "replace")
     if is_byte_piece(piece):
         return bytes.fromhex(piece[3:5])

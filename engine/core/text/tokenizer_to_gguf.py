@@ -1,8 +1,8 @@
 """Converts a Hugging Face tokenizer to GGUF metadata.
 
-The pieces and merges of byte-level BPE are copied. GGUF also needs a name for its pre-tokenizer:
-this is the known one that splits a test text in the same way. For SentencePiece BPE, merges are
-converted to scores.
+The pieces and merges of byte-level BPE are copied. GGUF also needs the name of the pre-tokenizer.
+It is found by trying which known pre-tokenizer splits a test text in the same way. For
+SentencePiece BPE, merges are converted to scores.
 """
 
 import json
@@ -27,7 +27,7 @@ from engine.core.text.tokenizer_parts import TokenizerParts, is_byte_piece
 from engine.core.text.tokenizer_pre import KNOWN_SPLITS, byte_level_words
 
 PREFIX = "tokenizer.ggml."
-# A text that every known pre-tokenizer splits differently.
+# A text that pre-tokenizers with different patterns split differently.
 _TELLING = (
     "Hello  World's we'LL they're 'S 12345678 x=3.14;foo_bar(camelCase HTTPServer)\n\n \t end...\r"
     "\n  ünïcödé Ⅷ ½ 你好世界。ひらがな カタカナ 한국어 ¿Qué?! <|x|> $5^2~`a` #tag @me "
@@ -37,7 +37,7 @@ _TELLING = (
 
 
 def gguf_tokenizer(directory: Path, vocab_size: int) -> dict[str, Any]:
-    """`tokenizer.*` keys for a model whose embedding table has `vocab_size` rows."""
+    """The GGUF keys `tokenizer.*`, for a model whose embedding table has `vocab_size` rows."""
     parts = parts_from_directory(directory)
     spec: dict[str, Any] = json.loads((directory / "tokenizer.json").read_text(encoding="utf-8"))
     model = spec["model"]
@@ -79,7 +79,7 @@ def gguf_tokenizer(directory: Path, vocab_size: int) -> dict[str, Any]:
 
 
 def split_name(spec: dict[str, Any]) -> str:
-    """GGUF's name of a byte-level tokenizer's pre-tokenizer."""
+    """The name that GGUF has for the pre-tokenizer of a byte-level tokenizer."""
     stage = {**spec, "normalizer": None, "post_processor": None, "added_tokens": []}
     ours = tokenizers.Tokenizer.from_str(json.dumps(stage)).pre_tokenizer
     ignores = bool(spec["model"].get("ignore_merges"))
@@ -95,7 +95,9 @@ def split_name(spec: dict[str, Any]) -> str:
 
 
 def _padded(pieces: Sequence[str], vocab_size: int) -> list[str]:
-    """Pad to `vocab_size` with names that no text maps to."""
+    """The pieces, padded to `vocab_size` entries. Padding and unused ids get names that no text is
+    encoded to.
+    """
     names = [piece or f"[PAD{i}]" for i, piece in enumerate(pieces)]
     return names + [f"[PAD{i}]" for i in range(len(pieces), vocab_size)]
 
@@ -119,8 +121,8 @@ def _types(parts: TokenizerParts, unknown: str | None, vocab_size: int) -> np.nd
 def _scores(
     pieces: Sequence[str], merges: Sequence[tuple[str, ...]], vocab_size: int
 ) -> np.ndarray:
-    """Scores from merges: an earlier merge scores higher, and pieces without a merge score
-    lowest.
+    """The scores of the pieces. The result of an earlier merge has a higher score. Pieces that no
+    merge produces have the lowest scores.
     """
     rank: dict[str, int] = {}
     for order, merge in enumerate(merges):

@@ -8,11 +8,11 @@ import tokenizers
 from tokenizers import AddedToken, decoders, processors
 
 from engine.core.text.tokenizer_gguf import tables_from_gguf, unused_ids
-from engine.core.text.tokenizer_tables import TokenizerTables, build_bpe, vocab_of
+from engine.core.text.tokenizer_tables import TokenizerTables, build_engine, vocab_of
 
 
 def tokenizer_files(metadata: Mapping[str, Any]) -> dict[str, str]:
-    """File name -> content, from a GGUF file's metadata."""
+    """The tokenizer files for the metadata of a GGUF file, as file name -> content."""
     tables = tables_from_gguf(metadata)
     engine = _engine(tables, unused_ids(metadata))
     pieces = tables.pieces
@@ -46,9 +46,11 @@ def _engine(tables: TokenizerTables, unused: frozenset[int]) -> tokenizers.Token
     pieces = tables.pieces
     vocab = {piece: i for piece, i in vocab_of(pieces).items() if i not in unused}
     unknown = None if tables.unknown_id is None else pieces[tables.unknown_id]
-    engine = build_bpe(tables, vocab, unknown)
+    engine = build_engine(tables, vocab, unknown)
     if tables.kind == "gpt2":
         engine.decoder = decoders.ByteLevel()
+    elif tables.kind == "bert":
+        engine.decoder = decoders.WordPiece(cleanup=False)
     else:
         steps = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()]
         if tables.space_prefix:
@@ -65,7 +67,7 @@ def _engine(tables: TokenizerTables, unused: frozenset[int]) -> tokenizers.Token
 
 
 def _put_ends(engine: tokenizers.Tokenizer, tables: TokenizerTables) -> None:
-    """Add BOS and EOS as the model expects."""
+    """Make the tokenizer add BOS and EOS to each text, if the model expects them."""
     first = tables.bos_id if tables.add_bos else None
     last = tables.eos_id if tables.add_eos else None
     named = [(tables.pieces[i], i) for i in (first, last) if i is not None]

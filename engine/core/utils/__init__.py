@@ -1,1 +1,1 @@
-"""Small helpers that fit no other folder."""
+"""Helpers that fit no other folder: binding sockets, and suggestions for misspelt names."""

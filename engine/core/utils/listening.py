@@ -1,5 +1,5 @@
-"""Binds the server's socket before a model is loaded. This module imports little, so that binding
-is fast.
+"""Binds the server's socket before a model is loaded, so that a used port is reported at once. This
+module imports little, so that binding is fast.
 """
 
 import errno
@@ -12,13 +12,15 @@ from engine.core.errors import ConfigError
 
 
 def bind_socket(settings: Settings) -> socket.socket:
-    """Bind the server's port without listening yet. Raises `ConfigError` if that is impossible."""
+    """Bind the server's port, without listening yet. Raises `ConfigError` if the port can't be
+    bound.
+    """
     check_exposure(settings)
     return _bind(settings.server.host, settings.server.port, "server.port", "--port")
 
 
 def bind_probes(settings: Settings) -> socket.socket | None:
-    """Bind the probes' own port, if there is one."""
+    """Bind the separate port for the probes. Returns None if the settings have no such port."""
     port = settings.server.probe_port
     if port is None:
         return None
@@ -28,8 +30,9 @@ def bind_probes(settings: Settings) -> socket.socket | None:
 def _bind(host: str, port: int, param: str, option: str) -> socket.socket:
     try:
         family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][0]
-        # IPPROTO_TCP is explicit: asyncio sets TCP_NODELAY only on such sockets. Without it a
-        # response body waits 40 ms for the client's ACK of its head.
+        # IPPROTO_TCP is given explicitly, because asyncio sets TCP_NODELAY only on such sockets.
+        # Without TCP_NODELAY, a response body waits 40 ms for the client's ACK of the response's
+        # head.
         sock = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         sock.bind((host, port))

@@ -1,9 +1,9 @@
-"""Authentication. All routes except `PUBLIC_ROUTES` need an API key, if one is set. Admin routes
-need an admin key.
+"""Authentication by API keys. If keys are configured, all routes except `PUBLIC_ROUTES` need one.
+Admin routes need an admin key.
 
-The check is a FastAPI dependency of all routes. It runs after routing, so it sees the route that
-will answer. Only SHA-256 digests of keys are stored. They are compared in constant time, and a
-presented key is always compared with all of them.
+The check is a FastAPI dependency of all routes. It runs after routing, so it knows which route will
+answer. The server keeps only SHA-256 digests of keys. Digests are compared in constant time, and
+each key in a request is compared with all of them.
 """
 
 import hashlib
@@ -23,11 +23,12 @@ from engine.core.key_file import NO_LIMITS, KeyEntry, KeyLimits, read_keys
 if TYPE_CHECKING:
     from engine.servers.access.quotas import AuthThrottle
 
-# Routes that need no key. `/health` shows its status to anyone, but details only with a key (see
-# `probes.py`).
+# Routes that need no key. `/health` shows only its status to clients without a key, and details to
+# the others (see `probes.py`).
 PUBLIC_ROUTES = frozenset({"/livez", "/readyz", "/health"})
 ADMIN_PATH = "/v1/admin/"
-# Admin routes with routing reports. If no admin key is set, all clients may read them.
+# Admin routes that report how requests were routed. If no admin key is set, all clients that may
+# send requests may read them.
 CLIENT_ROUTES = frozenset(
     {f"{ADMIN_PATH}routes", f"{ADMIN_PATH}routes/{{request_id}}", f"{ADMIN_PATH}shadow"}
 )
@@ -36,7 +37,7 @@ CLIENT_ROUTES = frozenset(
 @dataclass(frozen=True, slots=True)
 class Principal:
     """An authenticated tenant, who owns requests and cached prefixes. Only `name` identifies the
-    tenant. The other fields describe the key that the request came with.
+    tenant, and only `name` is compared. The other fields describe the API key of the request.
     """
 
     name: str
@@ -49,14 +50,16 @@ class Principal:
 ANYONE = Principal("")
 ADMIN = Principal("admin", key="admin", is_admin=True)
 
-# Key in the ASGI scope of requests that the server sends to itself, such as those of a batch. Its
-# value is the tenant. A client can't set it: what a client sends is stored under other keys of the
-# scope, and never as a `Principal`.
+# Entry of the ASGI scope that marks requests which the server sends to itself, such as those of a
+# batch. Its value is the `Principal` for whom the server acts. A client can't set this entry: what
+# a client sends is stored in other entries of the scope, and never as a `Principal`.
 _ACTING_FOR = "engine.acting_for"
 
 
 class Authenticator:
-    """FastAPI dependency that stores the `Principal` in the request's state."""
+    """FastAPI dependency that checks the API key of a request and stores its `Principal` in the
+    request's state.
+    """
 
     def __init__(self, settings: Settings, keys: "KeyRing", throttle: "AuthThrottle") -> None:
         token = settings.metrics.token
@@ -80,7 +83,9 @@ class Authenticator:
         request.state.principal = principal
 
     def identify(self, request: Request) -> Principal | None:
-        """The principal whose key the request has. None if no key is valid for this route."""
+        """The principal of the key in the request. None if the route needs a key and the request
+        has no valid one. If no key is needed, returns `ANYONE`.
+        """
         accepted = [(each.digest, each.principal) for each in self._keys.credentials]
         is_open = not self._keys.has_users
         if request.scope["route"].path == self._metrics_route and self._metrics_token is not None:
@@ -88,7 +93,8 @@ class Authenticator:
             is_open = False
         acting_for = request.scope.get(_ACTING_FOR)
         if isinstance(acting_for, Principal):
-            # If the tenant's key has been revoked since, its remaining work is refused too.
+            # If the tenant's key was revoked after the work was submitted, the remaining requests
+            # are refused.
             current = [principal for _, principal in accepted] + [ANYONE] * is_open
             return next((each for each in current if each == acting_for), None)
         matched = ANYONE if is_open else None
@@ -117,12 +123,16 @@ class Authenticator:
 
 
 def act_for(scope: MutableMapping[str, Any], principal: Principal) -> None:
-    """Mark `scope`, one of the server's own requests, as sent for `principal`."""
+    """Mark a request that the server sends to itself as sent for `principal`. `scope` is its ASGI
+    scope.
+    """
     scope[_ACTING_FOR] = principal
 
 
 def is_acting(scope: MutableMapping[str, Any]) -> bool:
-    """Whether the server sent this request to itself, for deferred work of a tenant."""
+    """Whether the server sent this request to itself, for example as one line of a tenant's
+    batch.
+    """
     return isinstance(scope.get(_ACTING_FOR), Principal)
 
 
@@ -141,7 +151,9 @@ def digest_of(key: str) -> bytes:
 
 
 def _presented(request: Request) -> list[bytes]:
-    """Digests of all keys in the request's headers."""
+    """Digests of the API keys in the request's headers. Reads at most 8 keys and skips overlong
+    ones.
+    """
     keys = request.headers.getlist("x-api-key") + request.headers.getlist("api-key")
     for value in request.headers.getlist("authorization"):
         scheme, _, key = value.partition(" ")
@@ -157,7 +169,7 @@ class Credential:
 
 
 class KeyRing:
-    """All accepted keys: the one in the settings, those of the keys file, and the admin key."""
+    """All accepted API keys: `server.api_key`, the keys of the keys file, and the admin key."""
 
     def __init__(self, server: ServerSettings) -> None:
         self.entries: tuple[KeyEntry, ...] = ()
@@ -166,7 +178,7 @@ class KeyRing:
 
     @property
     def has_users(self) -> bool:
-        """Whether ordinary requests need a key."""
+        """Whether ordinary requests need a key: true if there is any key besides admin keys."""
         return any(not each.principal.is_admin for each in self.credentials)
 
     @property
@@ -174,14 +186,16 @@ class KeyRing:
         return any(each.principal.is_admin for each in self.credentials)
 
     def label(self, principal: Principal) -> str:
-        """The tenant's name in the keys file."""
+        """The tenant's name in the keys file. Empty for tenants that are not in the file."""
         for entry in self.entries:
             if _principal(entry) == principal:
                 return entry.tenant_name
         return ""
 
     def load(self, server: ServerSettings) -> None:
-        """Load all keys. If this raises a `ConfigError`, the previous keys stay valid."""
+        """Load all keys from `server` and the keys file. If this raises a `ConfigError`, the
+        previous keys stay valid.
+        """
         entries = read_keys(server.keys_file) if server.keys_file is not None else ()
         found = _of_settings(server.api_key, server.admin_key)
         found += [Credential(bytes.fromhex(each.sha256), _principal(each)) for each in entries]
@@ -212,8 +226,8 @@ def _of_settings(api_key: SecretStr | None, admin_key: SecretStr | None) -> list
 
 
 def _principal(entry: KeyEntry) -> Principal:
-    """The principal of a key. All keys of a tenant have the same principal name, so a key can be
-    replaced without losing access to stored data.
+    """The principal of a key in the keys file. All keys of a tenant have the same principal name,
+    so a key can be replaced without losing access to stored data.
     """
     tenant = hashlib.sha256(f"tenant\n{entry.tenant_name}".encode()).hexdigest()[:32]
     is_admin = entry.role == "admin"

@@ -1,8 +1,8 @@
 """Quotas of API keys. They limit requests per minute, tokens per minute and concurrent requests.
-They also limit requests that wait for their first token, by their number and by the total length of
+They also limit the requests that wait for their first token: their number, and the total length of
 their prompts.
 
-A request is counted before its body is read. Its number of tokens is not known then and is
+A request is counted before its body is read. Its number of tokens is not known then, so it is
 estimated: prompt tokens from the length of the body, output tokens from the requested maximum. When
 the request ends, the charge is corrected to the real number.
 """
@@ -19,18 +19,20 @@ from engine.servers.access.auth import Principal
 from engine.servers.access.rate_windows import Window, Windows
 from engine.servers.serving.event_pump import EventPump
 
-# Retry delay in seconds suggested to a client with too many running requests. It is unknown when
-# one of them will end, but usually it is soon.
+# Retry delay in seconds that is suggested to a client whose key has too many running requests. When
+# one of them will end is unknown, but usually it is soon.
 BUSY_RETRY_S = 1.0
-# Estimate for request bodies with English text, including their JSON syntax.
+# Estimated number of bytes of a request body per prompt token, for English text in JSON.
 BYTES_PER_TOKEN = 4
-# Output tokens charged for a request without a length limit. The charge is corrected at its end.
+# Output tokens charged at first for a request without `max_tokens`. The charge is corrected when
+# the request ends.
 UNSTATED_TOKENS = 256
 
 
 class AuthThrottle:
     """Slows down key guessing. After too many wrong keys per minute from one address, further wrong
-    keys get 429. A valid key always passes, because clients may share an address.
+    keys from that address get 429. A valid key always passes, because several clients may share an
+    address.
     """
 
     def __init__(self, max_per_minute: int) -> None:
@@ -47,16 +49,18 @@ class AuthThrottle:
 
 
 class Lease:
-    """What one request currently uses of its key's limits. `close` is idempotent."""
+    """What one request uses of its key's limits: a place among the concurrent requests, and the
+    tokens charged so far. `close` gives both back and is idempotent.
+    """
 
     def __init__(self, quotas: "Quotas", key: str, name: str, limits: KeyLimits) -> None:
         self.pump: EventPump | None = None
-        self.name = name  # the key's name, for messages
+        self.name = name  # the key's name, for error messages
         self.limits = limits
         self.headers: dict[str, str] = {}
         self._quotas = quotas
         self._key = key
-        self._charges: list[tuple[int, int]] = []  # (minute, tokens)
+        self._charges: list[tuple[int, int]] = []  # (minute, charged tokens)
         self.num_prompt = 0  # prompt tokens, estimated from the body's length
 
     @property
@@ -79,7 +83,10 @@ class Lease:
         self._tell("requests", limit, window)
 
     async def charge(self, tokens: int, param: str | None = None) -> None:
-        """Charge `tokens` to the key's current minute, or raise."""
+        """Charge `tokens` to the key's current minute. Raises `RateLimitError` if the key's limit
+        is reached, and `InvalidRequestError` if this request alone would exceed it. `param` is the
+        request field that the error names.
+        """
         limit = self.limits.tokens_per_minute
         if limit is None:
             return
@@ -91,8 +98,8 @@ class Lease:
                 param=param,
             )
         window = await self._windows.add(self._tokens, tokens)
-        # Also refuse if the limit is already used up, even if `tokens` is 0: no output token would
-        # fit.
+        # If the limit is already used up, refuse even a charge of 0 tokens, because no output token
+        # would fit.
         if window.used > limit or window.used - tokens > limit - 1:
             window = await self._windows.add(self._tokens, -tokens, window.minute)
             self._tell("tokens", limit, window)
@@ -101,7 +108,9 @@ class Lease:
         self._tell("tokens", limit, window)
 
     async def grow(self, num_bytes: int) -> None:
-        """Charge more if the body is longer than announced. A chunked body announces no length."""
+        """Charge for a body that is longer than its `Content-Length` said. A chunked body has no
+        `Content-Length`, so this charges all of it.
+        """
         more = num_bytes // BYTES_PER_TOKEN - self.num_prompt
         if more <= 0:
             return
@@ -110,7 +119,9 @@ class Lease:
         await self.charge(more)
 
     async def close(self, num_tokens: int) -> None:
-        """Release the lease and correct its charge to `num_tokens`."""
+        """Release the lease and correct its charge to `num_tokens`, the tokens that were really
+        used.
+        """
         if not self._quotas.leave(self._key, self):
             return
         difference = num_tokens - self.num_charged
@@ -166,8 +177,9 @@ class Quotas:
         self.limits_all = not NO_LIMITS.over(defaults).is_empty
 
     async def start(self) -> None:
-        """Import the library that counts. If Redis is configured, wait for it, and raise
-        `ConfigError` if Redis can't be used. Otherwise import it in the background.
+        """Import the `limits` library, which stores the counters. With Redis, wait for the import,
+        and raise `ConfigError` if the Redis settings can't be used. Without Redis, import in the
+        background.
         """
         if self.defaults.redis_url is not None:
             await self.windows.prepare()
@@ -188,10 +200,10 @@ class Quotas:
     async def enter(
         self, principal: Principal, num_bytes: int, headers: dict[str, str]
     ) -> Lease | None:
-        """Take a lease for one request. Returns None if the key has no limits. Raises
-        `RateLimitError` if a limit is reached.
+        """Check the limits of the principal's key and take a lease for one request. Returns None if
+        the key has no limits. Raises `RateLimitError` if a limit is reached.
 
-        Writes the remaining quota to `headers`, also if it raises.
+        The remaining quota is written to `headers`, even if an error is raised.
         """
         limits = principal.limits.over(self.defaults)
         if principal.is_admin or limits.is_empty:
@@ -211,7 +223,7 @@ class Quotas:
         return lease
 
     def leave(self, key: str, lease: Lease) -> bool:
-        """Remove the lease. False if it was not there."""
+        """Remove the lease of a request that has ended. Returns False if it was already removed."""
         leases = self._leases.get(key)
         if leases is None or lease not in leases:
             return False
@@ -236,7 +248,9 @@ class Quotas:
         self._check_prompt(queued, lease)
 
     def check_prompt(self, key: str, lease: Lease) -> None:
-        """Check the prompt limits again for a lease whose prompt has grown."""
+        """Check the limit on waiting prompt tokens again, after the estimated prompt of `lease` has
+        grown.
+        """
         others = self._leases.get(key, set()) - {lease}
         self._check_prompt([each for each in others if each.is_queued], lease)
 
@@ -260,7 +274,7 @@ class Quotas:
 
 
 def answer_tokens(max_tokens: int | None, num_choices: int) -> int:
-    """Output tokens to charge for a request. `max_tokens` is per choice."""
+    """Output tokens to charge when a request starts. `max_tokens` is the limit per choice."""
     return (UNSTATED_TOKENS if max_tokens is None else max_tokens) * num_choices
 
 
@@ -275,8 +289,8 @@ def limits_shown(limits: KeyLimits) -> Mapping[str, int | None]:
 
 
 def _network(address: str) -> str:
-    """The /64 network of an IPv6 address, because one client may own all its addresses. An IPv4
-    address is returned as it is.
+    """The unit by which wrong keys are counted. For IPv6 this is the /64 network, because one
+    client may own all addresses of it. Other addresses are returned unchanged.
     """
     try:
         parsed = ipaddress.ip_address(address)

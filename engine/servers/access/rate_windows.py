@@ -1,10 +1,12 @@
-"""Sliding one-minute counters by name, in memory or in Redis for several servers.
+"""Named counters over a sliding window of one minute. They are in memory, or in Redis if several
+servers share them.
 
-A counter has a value for the current and for the previous minute. The previous one counts only in
-proportion to its part that is less than 60 s old. With Redis, minutes follow the wall clock,
-because several servers share them. If that clock jumps, a new minute starts. Without Redis, the
-monotonic clock is used. Unlike in the `limits` library, counts can be corrected later. If Redis
-fails or is slow, it is not used for some seconds and this process counts alone.
+A counter has one value for the current minute and one for the previous minute. The previous value
+is scaled by the fraction of that minute that is less than 60 s ago. With Redis, minutes follow the
+wall clock, because several servers share them. If that clock jumps, a new minute starts. Without
+Redis, the monotonic clock is used. Unlike the windows of the `limits` library, these counters can
+be corrected later. If Redis fails or is slow, it is not used for some seconds, and this process
+counts alone.
 """
 
 import asyncio
@@ -26,13 +28,15 @@ WINDOW_S = 60
 REDIS_TIMEOUT_S = 0.1
 REDIS_PAUSE_S = 5.0
 KEY_PREFIX = "engine-limits"
-# Max counters in memory. If there are more, all of them are reset at once.
+# Max number of counters in memory. If there are more, all of them are reset at once.
 MAX_NAMES = 20_000
 
 
 @dataclass(frozen=True, slots=True)
 class Window:
-    """Counts of the previous and the current minute, `position` seconds into the current one."""
+    """The values of one counter. `minute` is the number of the current minute, and `position` is
+    how many seconds of it have passed.
+    """
 
     minute: int
     position: float
@@ -45,13 +49,15 @@ class Window:
 
     @property
     def reset_s(self) -> float:
-        """Seconds until all counts have expired."""
+        """Seconds until the counter is 0 again, if nothing more is counted."""
         if self.current > 0:
             return 2 * WINDOW_S - self.position
         return WINDOW_S - self.position if self.previous > 0 else 0.0
 
     def wait_s(self, limit: int, amount: int) -> float:
-        """Seconds until `amount` more fits under `limit`, if nothing else is counted meanwhile."""
+        """Seconds until `amount` can be added without exceeding `limit`, if nothing else is added
+        before.
+        """
         free = limit - amount
         if free < 0:
             return math.inf
@@ -86,7 +92,9 @@ class Windows:
                 self._memory = storage_from_string("async+memory://")
 
     async def add(self, name: str, amount: int, minute: int | None = None) -> Window:
-        """Add `amount`, which may be negative, to this minute or to an earlier one."""
+        """Add `amount`, which may be negative, to the counter `name` for `minute`, by default the
+        current minute. Returns the counter's values. If `minute` has expired, adds nothing.
+        """
         now = self._now()
         this = int(now // WINDOW_S)
         at = this if minute is None else minute
@@ -105,8 +113,8 @@ class Windows:
 
     async def _count(self, changed: str, amount: int, read: str) -> tuple[int, int]:
         """Add `amount` to the counter `changed`. Returns its new value and the value of the counter
-        `read`. This process counts even if Redis is used, so that its counts survive if Redis fails
-        or loses its data.
+        `read`. The counters in memory are updated even if Redis is used, so that counts survive if
+        Redis fails or loses its data. The larger count is returned.
         """
         own = await _change(self._memory, changed, amount, read)
         if self._redis is not None and time.monotonic() >= self._redis_again_at:
@@ -131,8 +139,8 @@ async def _change(storage: Any, changed: str, amount: int, read: str) -> tuple[i
 
 
 def _count(value: Any) -> int:
-    """Convert a counter's value. Redis counts with 64 bits; a larger value is no count, and this
-    raises `ValueError`.
+    """Convert a stored counter to an integer. Redis counters have 64 bits. A value outside this
+    range is not a counter, so it raises `ValueError`.
     """
     count = int(value)
     if not -(2**63) <= count < 2**63:
@@ -164,7 +172,7 @@ def _redis(url: SecretStr) -> Any:
 
 
 def _warn_if_open(url: str) -> None:
-    """Warn about a remote Redis without a password or without TLS."""
+    """Log a warning if Redis is on another machine and has no password or no TLS."""
     parts = urlsplit(url)
     if not parts.hostname or is_loopback(parts.hostname):
         return

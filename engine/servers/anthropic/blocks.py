@@ -2,7 +2,7 @@
 `ChatRequest`.
 
 The parser is hand-written, so that it stops at the first mistake. If a chat template can't express
-something, it is added to the text (`is_error` of a tool result) or listed in `warnings`.
+a feature, it is added to the text (`is_error` of a tool result) or reported in `warnings`.
 `cache_control` is accepted, because prefixes are always cached. Its lifetime and scope are not
 supported.
 """
@@ -24,10 +24,11 @@ from engine.servers.schema.messages import (
 MAX_BLOCKS = 1_024
 MAX_ID = 512
 
-# Claude Code's first system block is a billing note that differs in every request. It is dropped,
-# because the model does not need it and it would prevent all hits in the prefix cache.
+# Claude Code's first system block is a billing note that differs in every request. It is removed.
+# The model does not need it, and at the start of the prompt it would prevent all prefix cache hits.
 _BILLING_NOTE = re.compile(r"\s*x-anthropic-billing-header:[^\n]*\n?")
-# Fields of blocks and tools -> values that are accepted without any action.
+# Maps fields of blocks and tools to the values that are accepted because they have no effect. Other
+# values are refused.
 _HARMLESS: dict[str, tuple[Any, ...]] = {
     "allowed_callers": (None, ["direct"]),
     "caller": (None, {"type": "direct"}),
@@ -60,15 +61,17 @@ _TOOL_FIELDS = (
 
 @dataclass
 class BlockReader:
-    """Parses messages, system prompt and tools of one request. `warnings` maps fields to features
-    that are ignored.
+    """Parses the messages, the system prompt and the tools of one request. `warnings` maps fields
+    that are ignored to a message for the client.
     """
 
     warnings: dict[str, str] = field(default_factory=dict)
     _called: dict[str, str] = field(default_factory=dict)  # tool call id -> tool name
 
     def messages(self, value: Any) -> list[dict[str, Any]]:
-        """Messages in order. Consecutive ones of the same role are merged, as at Anthropic."""
+        """Parse the messages. Consecutive messages of the same role are merged, as Anthropic
+        does.
+        """
         check_number(value)
         read: list[dict[str, Any]] = []
         for position, item in enumerate(value):
@@ -126,7 +129,9 @@ class BlockReader:
         return self._user(blocks, where)
 
     def _blocks(self, value: Any, role: str, where: str) -> list[dict[str, Any]]:
-        """Parse blocks that `role` may send; unknown fields are refused."""
+        """Check a list of content blocks. Only block types that `role` may send are accepted, and
+        unknown fields are refused.
+        """
         if not isinstance(value, list):
             raise problem(where, f"should be a string or a list of blocks, got {describe(value)}")
         if len(value) > MAX_BLOCKS:
@@ -182,8 +187,8 @@ class BlockReader:
         }
 
     def _user(self, blocks: list[dict[str, Any]], where: str) -> list[dict[str, Any]]:
-        """The messages for a user message. Each tool result becomes a separate message. Texts and
-        results keep their order.
+        """Convert the blocks of a user message. Each tool result becomes a separate message. Texts
+        and results keep their order.
         """
         made: list[dict[str, Any]] = []
         texts: list[str] = []
@@ -240,7 +245,9 @@ class BlockReader:
 
 
 def with_system(messages: list[dict[str, Any]], system: str) -> list[dict[str, Any]]:
-    """Add the system prompt as the first message, merged with following system messages."""
+    """Add the system prompt as the first message. If the first message is a system message already,
+    the two are merged.
+    """
     if not system:
         return messages
     first: dict[str, Any] = {"role": "system", "content": system}

@@ -1,8 +1,9 @@
-"""Formats events as Anthropic's JSON: a whole message, or the named events of a stream.
+"""Formats the backend's events as Anthropic's JSON: a whole message, or the named events of a
+stream.
 
-An answer is a list of blocks (thinking, text, tool use). Each block is complete before the next one
-starts. In a stream, events mark the start and end of each block. `input_tokens` does not include
-cached prompt tokens, which are counted separately.
+An answer is a list of blocks (thinking, text, tool use). Each block is complete before the next
+block starts. In a stream, events mark the start and end of each block. `input_tokens` does not
+include cached prompt tokens, which are counted separately.
 """
 
 from collections.abc import Iterable
@@ -19,7 +20,7 @@ from engine.servers.serving.event_pump import OutputEvent
 _encode = msgspec.json.Encoder().encode
 
 Kind = Literal["text", "thinking", "tool_use"]
-# Block kind -> delta type, and the delta's field with the text.
+# Maps the kind of a block to the type of its deltas, and to the field of a delta with the text.
 _DELTAS: dict[Kind, tuple[bytes, bytes]] = {
     "text": (b"text_delta", b"text"),
     "thinking": (b"thinking_delta", b"thinking"),
@@ -29,7 +30,7 @@ _DELTAS: dict[Kind, tuple[bytes, bytes]] = {
 
 @dataclass(frozen=True, slots=True)
 class MessageEnvelope:
-    """Fields of a message that are known before its first token."""
+    """Fields of an answer that are known before its first token."""
 
     id: str
     model: str
@@ -49,7 +50,7 @@ class MessageEnvelope:
 
 
 def usage_body(usage: UsageEvent) -> dict[str, Any]:
-    """The usage object. Cache writes are free, so their count is 0."""
+    """Anthropic's usage object. Cache writes cost the client nothing, so their count is 0."""
     return {
         "input_tokens": usage.prompt_tokens - usage.cached_tokens,
         "cache_creation_input_tokens": 0,
@@ -60,8 +61,8 @@ def usage_body(usage: UsageEvent) -> dict[str, Any]:
 
 
 def ending(finish: FinishEvent | None, has_calls: bool) -> dict[str, Any]:
-    """The stop reason. It is `max_tokens` if the length limit was reached, else `tool_use` if there
-    is a tool call.
+    """The fields about the end of an answer. `stop_reason` is `max_tokens` if the length limit was
+    reached, else `tool_use` if there is a tool call.
     """
     if finish is None:
         return {"stop_reason": None, "stop_sequence": None}
@@ -76,7 +77,7 @@ def ending(finish: FinishEvent | None, has_calls: bool) -> dict[str, Any]:
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """Text of one block. Pieces with equal kind and number belong to the same block."""
+    """A piece of text of one block. Pieces with equal kind and number belong to the same block."""
 
     kind: Kind
     number: int
@@ -85,7 +86,7 @@ class Piece:
     name: str = ""
 
     def block(self) -> dict[str, Any]:
-        """The block that starts with this piece, without its text."""
+        """The block that starts with this piece, with empty text."""
         if self.kind == "text":
             return {"type": "text", "text": "", "citations": None}
         if self.kind == "thinking":
@@ -94,8 +95,8 @@ class Piece:
 
 
 def _piece(event: OutputEvent, shows_thinking: bool) -> Piece | None:
-    """The text of an event. None for events that are not sent: the end of a choice, and tokens
-    without text.
+    """The piece of a block that an event adds. None for events that the client does not get: the
+    end of a choice, and tokens without text.
     """
     if isinstance(event, FinishEvent):
         return None
@@ -119,8 +120,8 @@ class _Block:
 
 
 def _input(arguments: str) -> dict[str, Any]:
-    """Parse the arguments of a tool call. Returns {} if they are not valid JSON, because
-    `max_tokens` cut them off. The stop reason tells this to the client.
+    """Parse the arguments of a tool call. Returns {} if they are invalid JSON, because `max_tokens`
+    cut them off. The stop reason shows this to the client.
     """
     try:
         decoded = msgspec.json.decode(arguments or "{}")
@@ -130,7 +131,7 @@ def _input(arguments: str) -> dict[str, Any]:
 
 
 class MessageAnswer:
-    """A non-streaming message."""
+    """Collects the events of an answer that is not streamed, and formats it as one message."""
 
     def __init__(self, envelope: MessageEnvelope) -> None:
         self._envelope = envelope
@@ -158,7 +159,7 @@ class MessageAnswer:
 
 
 class MessageStream:
-    """The events of a streamed message; a `sse.StreamFormat`."""
+    """Formats a streamed message; implements `sse.StreamFormat`."""
 
     def __init__(self, envelope: MessageEnvelope) -> None:
         self._envelope = envelope
@@ -169,7 +170,9 @@ class MessageStream:
         self._before_delta = b""
 
     def opening(self) -> bytes:
-        """The first event. Usage follows at the end, in `message_delta`."""
+        """The event `message_start`. Its token counts are 0; the real counts follow in
+        `message_delta`.
+        """
         nothing = UsageEvent(prompt_tokens=0, completion_tokens=0, cached_tokens=0)
         usage = usage_body(nothing) | {"service_tier": "standard"}
         message = self._envelope.message() | {"usage": usage}
@@ -206,7 +209,7 @@ class MessageStream:
         self._open = (piece.kind, piece.number)
         self._has_calls = self._has_calls or piece.kind == "tool_use"
         kind, name = _DELTAS[piece.kind]
-        # The bytes of each delta of this block before its text.
+        # The bytes of each delta event of this block, up to its text.
         self._before_delta = (
             b'event: content_block_delta\ndata: {"type":"content_block_delta","index":%d,'
             b'"delta":{"type":"%b","%b":' % (index, kind, name)

@@ -2,7 +2,7 @@
 
 The header `anthropic-beta` is not checked: a beta adds fields to the body, and unknown fields are
 refused anyway. Errors have Anthropic's format (`servers/http/errors.py`). Responses have the
-request id in the header that Anthropic's SDK reads.
+request id in `request-id`, the header that Anthropic's SDK reads.
 """
 
 import secrets
@@ -96,7 +96,9 @@ async def _read(
 def _ask(
     services: Services, request: Request, body: PromptBody, prompt: AnthropicPrompt, card: ModelCard
 ) -> ChatAsk:
-    """The parsed conversation. Warns about unsupported features."""
+    """The conversation in the form that all chat APIs share. Warns the client about features that
+    are not supported.
+    """
     for param, message in prompt.warnings.items():
         services.warn(request, param, message)
     return prompt.ask(card, template_options(services, request, body, card))

@@ -1,8 +1,8 @@
 """Request bodies of `/v1/messages` and `/v1/messages/count_tokens`, with the bounds of all fields,
 and their conversion to the server's own types.
 
-Types are strict. null means the same as a missing field. The `BlockReader` in the validation
-context parses messages, system and tools (see `blocks.py`).
+Types are strict. null means the same as a missing field. Messages, system prompt and tools are
+parsed by the `BlockReader` that is pydantic's validation context (see `blocks.py`).
 """
 
 from dataclasses import dataclass
@@ -39,9 +39,11 @@ from engine.servers.schema.structured import schema_spec
 from engine.servers.serving.chat import ChatAsk, effort_options, thinking_switch
 from engine.servers.serving.services import Services
 
-# Claude Code asks to keep all thinking, which always happens.
+# The value of `context_management` by which Claude Code asks to keep all thinking. The server
+# always does this.
 KEEP_ALL_THINKING = {"edits": [{"type": "clear_thinking_20251015", "keep": "all"}]}
-# Unsupported parameters -> their accepted no-op values, besides null.
+# Maps unsupported parameters to values that are accepted, besides null, because they have no
+# effect.
 NO_EFFECT: dict[str, tuple[Any, ...]] = {
     "compaction": (),
     "container": (),
@@ -110,7 +112,7 @@ class JsonFormat(BaseModel):
     model_config = _STRICT
 
     type: Literal["json_schema"]
-    json_schema: Any = Field(alias="schema")  # named `schema` in JSON
+    json_schema: Any = Field(alias="schema")  # the field `schema` in JSON
 
 
 class OutputConfig(BaseModel):
@@ -129,7 +131,7 @@ class ToolChoiceBody(BaseModel):
 
 
 class PromptBody(BaseModel):
-    """Fields that determine the prompt: the whole body of `count_tokens`."""
+    """Fields that determine the prompt. They are the whole body of `count_tokens`."""
 
     model_config = _STRICT
 
@@ -140,7 +142,7 @@ class PromptBody(BaseModel):
     tool_choice: ToolChoiceBody | None = None
     thinking: Thinking | None = None
     output_config: OutputConfig | None = None
-    output_format: JsonFormat | None = None  # older name of output_config.format
+    output_format: JsonFormat | None = None  # the older name of output_config.format
     cache_control: dict[str, Any] | None = None
     speed: Literal["standard"] | None = None
 
@@ -152,7 +154,9 @@ class PromptBody(BaseModel):
 
     @property
     def json_format(self) -> tuple[str, JsonFormat] | None:
-        """The field name and the required output format, or None."""
+        """The required output format, with the name of the field that the client used. None without
+        one.
+        """
         if self.output_config is not None and self.output_config.format is not None:
             return "output_config.format", self.output_config.format
         return None if self.output_format is None else ("output_format", self.output_format)
@@ -172,24 +176,22 @@ class MessagesBody(PromptBody):
     top_k: Annotated[int, Field(ge=0, le=2**24)] | None = None
     stream: bool | None = None
     metadata: Metadata | None = None
-    # accepted without effect, because this server has only one tier
+    # This field has no effect, because the server has only one service tier.
     service_tier: Literal["auto", "standard_only"] | None = None
 
-
-# Template option names that enable thinking.
 
 Kind = TypeVar("Kind", bound=PromptBody)
 
 
 @dataclass(frozen=True)
 class AnthropicPrompt:
-    """The parts of a body that determine the prompt. They don't depend on the model."""
+    """The parts of a body that determine the prompt, parsed. They don't depend on the model."""
 
     messages: tuple[dict[str, Any], ...]
     tools: tuple[dict[str, Any], ...]
     tool_choice: ToolChoice
     parallel_tool_calls: bool
-    continues_answer: bool  # the last message is the start of the answer
+    continues_answer: bool  # whether the last message is the start of the answer
     grammar: GrammarSpec | None
     warnings: dict[str, str]
 
@@ -208,8 +210,8 @@ class AnthropicPrompt:
 
 
 def parse(kind: type[Kind], raw: dict[str, Any]) -> tuple[Kind, AnthropicPrompt]:
-    """Validate a body. If it is invalid, raises an `InvalidRequestError` that names the field, the
-    rule and the given value.
+    """Validate a body. Returns the body and its parsed prompt. If the body is invalid, raises an
+    `InvalidRequestError` that names the field, the rule and the given value.
     """
     reader = BlockReader()
     try:
@@ -238,7 +240,9 @@ def parse(kind: type[Kind], raw: dict[str, Any]) -> tuple[Kind, AnthropicPrompt]
 
 
 def sampling_body(body: MessagesBody) -> SamplingBody:
-    """The sampling parameters under the names that the other APIs use."""
+    """Convert the sampling parameters to the body class that all APIs share, with its field
+    names.
+    """
     given = {
         "max_tokens": body.max_tokens,
         "temperature": body.temperature,
@@ -254,7 +258,9 @@ def sampling_body(body: MessagesBody) -> SamplingBody:
 def template_options(
     services: Services, request: Request, body: PromptBody, card: ModelCard
 ) -> dict[str, Any]:
-    """Template options for the body. Warns about those that the model's template lacks."""
+    """Chat template options for `thinking` and `effort`. Warns the client about what the model's
+    template does not support.
+    """
     options: dict[str, Any] = {}
     wants_thinking = body.thinking is not None and body.thinking.type != "disabled"
     switch = thinking_switch(card, wants_thinking)
@@ -268,7 +274,7 @@ def template_options(
         what = "only max_tokens is enforced, for thinking and answer"
         services.warn(request, "thinking.budget_tokens", what)
     effort = body.output_config.effort if body.output_config is not None else None
-    # "high" is the default behaviour of models without effort levels.
+    # For models without effort levels, "high" has no effect and needs no warning.
     if effort == "high" and "reasoning_effort" not in card.template_options:
         return options
     return effort_options(services, request, card, effort, "output_config.effort") | options

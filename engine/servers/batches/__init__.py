@@ -1,1 +1,1 @@
-"""The Batch API: JSONL files of requests, run in the background."""
+"""The Batch API: runs the requests of a JSONL file in the background."""

@@ -1,7 +1,7 @@
 """Sends requests from the server to its own application, in the same process.
 
-So the lines of a batch are validated, admitted, measured and logged like other requests. The tenant
-of such a request is an object in the ASGI scope, which clients can't set.
+So the lines of a batch are validated, admitted, measured and logged like requests of clients. The
+tenant of such a request is an object in the ASGI scope, which clients can't set.
 """
 
 import asyncio
@@ -14,7 +14,7 @@ from starlette.types import ASGIApp, Message
 
 from engine.servers.access.auth import Principal, act_for
 
-# Status of a request whose caller aborted it.
+# HTTP status of a request that its caller aborted.
 ABANDONED = 499
 
 
@@ -32,8 +32,8 @@ class Caller:
     async def post(
         self, path: str, body: bytes, principal: Principal, gone: asyncio.Event
     ) -> LineAnswer:
-        """Post a JSON body and return the answer. Setting `gone` has the same effect as a client
-        that disconnects.
+        """Post a JSON body to the application and return its answer. When the event `gone` is set,
+        the application sees a client that disconnects.
         """
         status, headers = ABANDONED, Headers()
         parts: list[bytes] = []

@@ -1,7 +1,7 @@
-"""Finds and checks the lines of a batch's input file.
+"""Reads and checks the lines of a batch's input file. Each line is one request.
 
-Errors found here stop the whole batch before any line is run. The body of each line is validated by
-its endpoint when the line is run. An error there affects only that line.
+Errors found here stop the whole batch before any line is run. The body of each request is validated
+by its endpoint when the line is run. An error there affects only that line.
 """
 
 import os
@@ -25,7 +25,7 @@ _KEYS = ("custom_id", "method", "url", "body")
 
 @dataclass(frozen=True, slots=True)
 class Line:
-    """One request, and its position in the file."""
+    """One line of an input file, which is one request, and its position in the file in bytes."""
 
     number: int  # line number, from 1
     custom_id: str
@@ -50,8 +50,8 @@ class _LineMistake(Exception):
 def scan(
     path: Path, endpoint: str, max_line_bytes: int, find_model: Callable[[str], object]
 ) -> Scan:
-    """Read all lines and find their errors. `find_model` raises for an unknown model. This is slow,
-    so call it in a thread.
+    """Read all lines and find their errors. `find_model` must raise `NotFoundError` for an unknown
+    model. This function is slow, so call it in a thread.
     """
     found = Scan()
     custom_ids: set[str] = set()
@@ -78,7 +78,7 @@ def scan(
                         param=mistake.param,
                     )
                 )
-                # After one of these errors, the rest of the file is not read.
+                # After these two errors, the rest of the file is not read.
                 if mistake.code in ("line_too_long", "too_many_lines"):
                     break
                 if len(found.errors) == MAX_ERRORS:
@@ -90,7 +90,9 @@ def scan(
 
 
 def read_body(path: Path, line: Line) -> dict[str, Any]:
-    """The request body of a checked line. Raises `OSError` if the file is gone."""
+    """Read the request body of a line that was checked before. Raises `OSError` if the file is
+    gone.
+    """
     fd = os.open(path, os.O_RDONLY)
     try:
         raw = os.pread(fd, line.num_bytes, line.start)

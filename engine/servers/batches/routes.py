@@ -1,4 +1,6 @@
-"""/v1/batches: many requests in one file, answered when there is capacity. Also adds /v1/files."""
+"""/v1/batches: many requests in one file, which are answered when there is capacity. This module
+also adds the routes of /v1/files.
+"""
 
 import secrets
 

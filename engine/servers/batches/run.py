@@ -1,8 +1,9 @@
-"""Runs one batch to its end. If an earlier process has begun it, continues from there.
+"""Runs one batch to its end. If an earlier process has begun the batch, continues from there.
 
-Lines run concurrently, as requests of the batch's owner. All batches share a limited number of
-slots for lines. If a line is refused for lack of capacity, it is retried. Any other answer is the
-line's result. If the storage is full or fails, this run ends, and the runner tries again later.
+A line of the input file is one request. Lines run concurrently, on behalf of the batch's owner. All
+batches share a limited number of slots for lines. If a line is refused for lack of capacity, it is
+retried. Any other answer is the line's result. If the storage is full, the batch fails. If the
+storage has another error, this run ends, and the runner tries again later.
 """
 
 import asyncio
@@ -27,7 +28,8 @@ from engine.servers.serving.services import Services
 
 _encode = msgspec.json.encode
 
-# Error of lines that were never answered, by their batch's final status.
+# Maps the final status of a batch to the error code and message of its lines that were not
+# answered.
 _UNANSWERED = {
     "expired": ("batch_expired", "The batch expired before this request was answered."),
     "cancelled": ("batch_cancelled", "The batch was cancelled before this request was answered."),
@@ -36,7 +38,9 @@ _UNANSWERED = {
 
 
 def answered_line(custom_id: str, answer: LineAnswer) -> tuple[bytes, LineUsage]:
-    """The output line of an answer, whatever its status, and its token usage."""
+    """Format the answer to a line as a line of the result file. Also returns the answer's token
+    usage.
+    """
     body = msgspec.json.decode(answer.body)
     response = {
         "status_code": answer.status,
@@ -48,7 +52,7 @@ def answered_line(custom_id: str, answer: LineAnswer) -> tuple[bytes, LineUsage]
 
 async def compose(store: BatchStore, files: FileStore, batch: Batch, num_unfinished: int) -> None:
     """End the batch: write the results of its lines to an output file, an error file, or both.
-    Idempotent.
+    `num_unfinished` is the number of lines without a result. Idempotent.
     """
     status = batch.ending(num_unfinished)
     output_path, error_id = files.path_of(batch.results_id), new_file_id()
@@ -68,7 +72,7 @@ async def compose(store: BatchStore, files: FileStore, batch: Batch, num_unfinis
 
 
 async def _publish(draft: Draft, batch: Batch, file_id: str, kind: str) -> StoredFile | None:
-    """Publish a result file. None if it has no lines."""
+    """Publish a result file under its final name. Returns None if the file has no lines."""
     if draft.num_bytes == 0:
         return None
     await draft.publish()
@@ -108,8 +112,8 @@ class _Details(msgspec.Struct):
 
 
 class _Counts(msgspec.Struct):
-    """The usage object of any endpoint. Chats and completions have `prompt_tokens`, responses have
-    `input_tokens`.
+    """The usage object of any endpoint. Chats and completions have `prompt_tokens`; the Responses
+    API has `input_tokens`.
     """
 
     prompt_tokens: int = 0
@@ -134,10 +138,11 @@ def _usage(body: dict[str, Any]) -> LineUsage:
     )
 
 
-# The largest value, which means that lines of batches run after all interactive requests.
+# The lowest priority (the largest number), so that lines of batches run after all requests of
+# clients.
 LINE_PRIORITY = 100
-# If the engine failed this many times during a line, the line is assumed to be the cause and is not
-# retried.
+# If the engine was lost this many times during a line (status 503), the line is assumed to be the
+# cause and is not retried.
 MAX_LOST = 3
 CHECK_S = 1.0
 READY_CHECK_S = 0.2
@@ -148,7 +153,7 @@ _PAGE = 64
 
 @dataclass(frozen=True)
 class Bench:
-    """State that all runs share."""
+    """The objects that all batch runs share. `slots` limits how many lines run at a time."""
 
     services: Services
     store: BatchStore
@@ -162,15 +167,17 @@ class BatchRun:
         self._bench = bench
         self._batch_id = batch_id
         self._changed = asyncio.Event()
-        self._over = asyncio.Event()  # set when no more lines start and running ones are aborted
+        self._over = asyncio.Event()  # when set, no line starts and running lines are aborted
         self._failure: EngineError | None = None
 
     def notice(self) -> None:
-        """Signal that the batch changed in the store."""
+        """Tell this run that the batch has changed in the store, for example that it was
+        cancelled.
+        """
         self._changed.set()
 
     async def run(self) -> None:
-        """Run the batch to its end. Raises storage errors."""
+        """Run the batch to its end. Raises an `EngineError` if the storage fails."""
         batch = await self._bench.store.find(self._batch_id)
         if batch.has_ended:
             return
@@ -225,7 +232,9 @@ class BatchRun:
             self._fail(error)
 
     async def _watch(self, batch: Batch) -> None:
-        """Return when the batch must stop early: it was cancelled, expired or failed."""
+        """Watch the batch. Returns, and stops all lines, when the batch must end early because it
+        was cancelled, expired or failed.
+        """
         try:
             current = batch
             while self._failure is None and current.status == "in_progress":
@@ -241,7 +250,9 @@ class BatchRun:
         self._over.set()
 
     async def _take_slot(self, watching: asyncio.Task[None]) -> bool:
-        """Wait for a slot. Returns False, and takes no slot, if the batch must stop first."""
+        """Wait for a free slot for a line. If the batch must stop before, takes no slot and returns
+        False.
+        """
         taking = asyncio.create_task(self._bench.slots.acquire())
         try:
             await asyncio.wait({taking, watching}, return_when=asyncio.FIRST_COMPLETED)
@@ -279,13 +290,15 @@ class BatchRun:
             self._fail(failure)
 
     def _fail(self, error: EngineError) -> None:
-        """End this run with `error`. The runner will run the batch again later."""
+        """End this run with `error`. The runner runs the batch again later."""
         self._failure = error
         self._over.set()
         self.notice()
 
     async def _answer(self, batch: Batch, body: dict[str, Any]) -> LineAnswer | None:
-        """The endpoint's answer to a line. None if the batch must stop before there is one."""
+        """Send a line's request to its endpoint until there is a final answer. Returns None if the
+        batch must stop before.
+        """
         if body.get("priority") is None:
             body["priority"] = LINE_PRIORITY
         content = msgspec.json.encode(body)
@@ -298,14 +311,15 @@ class BatchRun:
                 num_lost += 1
             if answer.status not in (429, 503, ABANDONED) or num_lost == MAX_LOST:
                 return answer
-            # The random factor prevents that lines that were refused together also retry together.
+            # Lines that were refused together should not retry together, so the pause has a random
+            # factor.
             asked_s = float(answer.headers.get("retry-after", 0))
             await self._pause(max(asked_s, pause_s) * random.uniform(1.0, 1.5))
             pause_s = min(pause_s * 2, MAX_PAUSE_S)
         return None
 
     async def _is_ready(self) -> bool:
-        """Wait until the server admits requests. Returns False if the batch must stop first."""
+        """Wait until the server admits requests. Returns False if the batch must stop before."""
         services = self._bench.services
         while services.lifecycle.is_draining or not services.backend.health().ready:
             if self._over.is_set():

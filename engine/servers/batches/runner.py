@@ -1,9 +1,9 @@
 """Runs batches, if this server holds a file lock.
 
-Servers with the same storage directory share its batches. Servers with the same models form a pool.
-Only the server of a pool that holds the pool's lock runs batches. The others accept and show
-batches, and one of them takes over when the lock is free. The kernel releases the lock when a
-process ends for any reason.
+Servers with the same storage directory share its batches. Those of them that have the same models
+form a pool. In each pool, only the server that holds the pool's lock runs batches. The other
+servers accept and show batches, and one of them takes over when the lock is free. The kernel
+releases the lock when a process ends for any reason.
 """
 
 import asyncio
@@ -33,24 +33,28 @@ RETRY_S = 10.0
 
 
 def pool_of(cards: Sequence[ModelCard]) -> str:
-    """An id that is equal for servers with the same models."""
+    """The id of a server's pool. It is equal for servers with the same models."""
     names = "\n".join(sorted(card.id for card in cards))
     return hashlib.sha256(names.encode()).hexdigest()[:16]
 
 
 def line_slots(services: Services) -> asyncio.Semaphore:
-    """Slots for concurrent lines: at most half of the requests that the server admits."""
+    """A semaphore with one slot for each batch line that may run at a time. There are at most half
+    as many as the server admits requests.
+    """
     half = services.settings.server.max_concurrent_requests // 2
     return asyncio.Semaphore(max(1, min(MAX_RUNNING_LINES, half)))
 
 
 class PoolLock:
+    """A file lock. In each pool, only the server that holds the lock runs batches."""
+
     def __init__(self, directory: Path, pool: str) -> None:
         self._path = directory / f"batches-{pool}.lock"
         self._fd: int | None = None
 
     def acquire(self) -> bool:
-        """Try to take the lock. True if this process holds it now."""
+        """Try to take the lock. Returns whether this process holds the lock now."""
         if self._fd is not None:
             return True
         fd = os.open(self._path, os.O_CREAT | os.O_RDWR, 0o600)
@@ -69,7 +73,7 @@ class PoolLock:
 
 
 class BatchRunner:
-    """A server component that runs batches. It does not touch the disk until the database file
+    """A background component that runs batches. It does not touch the disk until the database file
     exists.
     """
 
@@ -98,7 +102,7 @@ class BatchRunner:
         await self._database.close()
 
     def notice(self, batch_id: str) -> None:
-        """Signal that a batch was created or cancelled on this server."""
+        """Tell the runner that a batch was created or cancelled on this server."""
         self._awake.set()
         if batch_id in self._runs:
             self._runs[batch_id].notice()
@@ -144,7 +148,7 @@ class BatchRunner:
             logger.warning("batch %s goes on later: %s", batch_id, error)
             await asyncio.sleep(RETRY_S)
         except Exception:
-            # This is a bug. End the batch, so that it is not retried forever.
+            # The exception is a bug. The batch is ended, so that it is not retried forever.
             logger.exception("batch %s failed unexpectedly", batch_id)
             await self._abandon(batch_id)
         finally:
@@ -159,8 +163,8 @@ class BatchRunner:
             await store.end(batch, "failed", None, None)
 
     async def _sweep(self) -> None:
-        """Delete expired batches and files. Also end expired batches of pools that have no server
-        any more.
+        """Delete expired batches and files. Also end expired batches of pools in which no server
+        runs any more.
         """
         settings = self._bench.services.settings.storage
         for batch in await self._bench.store.open_batches():

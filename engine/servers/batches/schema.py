@@ -1,4 +1,4 @@
-"""The request bodies of /v1/batches, and the batch object."""
+"""The request bodies of /v1/batches, and the batch as stored and as sent to clients."""
 
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal
@@ -10,7 +10,7 @@ from engine.servers.files.expiry import ExpiresAfter
 from engine.servers.http.listing import Cursor, Query
 
 Endpoint = Literal["/v1/chat/completions", "/v1/completions", "/v1/embeddings", "/v1/responses"]
-WINDOW_S = 86_400  # seconds in "24h", the only completion_window
+WINDOW_S = 86_400  # seconds of "24h", the only accepted completion_window
 ENDED = ("completed", "failed", "expired", "cancelled")
 
 
@@ -36,7 +36,9 @@ class BatchQuery(Query):
 
 
 class LineError(msgspec.Struct, frozen=True, kw_only=True):
-    """Why a batch was not run. `line` counts from 1; None for the whole batch."""
+    """An error that makes a whole batch fail. `line` is the number of the faulty input line, from
+    1. It is None if the error is not about one line.
+    """
 
     code: str
     message: str
@@ -46,16 +48,16 @@ class LineError(msgspec.Struct, frozen=True, kw_only=True):
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """A batch. The columns of the table have the same names as these fields. Times are Unix
-    seconds.
+    """A batch. The columns of its database table have the same names as these fields. Times are in
+    seconds since 1970.
     """
 
     id: str
     owner: str
-    pool: str  # id of the servers that can run it: those with the same models
+    pool: str  # id of the servers that can run the batch (see `runner.py`)
     endpoint: str
     input_file_id: str
-    results_id: str  # the file that results are charged to; finally the output file's id
+    results_id: str  # id of the reserved file, later of the output file
     output_life_s: int
     metadata: str | None  # JSON text
     model: str | None
@@ -85,7 +87,9 @@ class Batch:
         return self.status in ENDED
 
     def ending(self, num_unfinished: int) -> str:
-        """The final status that the batch would have if it ended now."""
+        """The final status that the batch has if it ends now, with `num_unfinished` lines not
+        answered.
+        """
         if self.errors is not None:
             return "failed"
         if self.status == "cancelling":
@@ -93,7 +97,7 @@ class Batch:
         return "expired" if num_unfinished or self.model is None else "completed"
 
     def body(self) -> dict[str, Any]:
-        """The OpenAI batch object."""
+        """The batch object of OpenAI's API."""
         errors = None if self.errors is None else msgspec.json.decode(self.errors)
         return {
             "id": self.id,

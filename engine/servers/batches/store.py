@@ -1,9 +1,9 @@
-"""Stores batches and their lines in SQLite. Every change of state is one transaction. So a process
-may be killed at any time, and the next one can continue.
+"""Stores batches and the lines of their input files in SQLite. Every change of state is one
+transaction. So the server may be killed at any time, and the next process can continue.
 
-The result of a line is written only once. Results are first kept in the table. Their size is
-charged to a reserved file. When all results are there, they are written to that file and deleted
-from the table.
+The result of a line is stored only once. While a batch runs, results are in the database. Their
+size counts for a reserved file, so that the storage limit holds. When all results are there, they
+are written to that file and deleted from the database.
 """
 
 import sqlite3
@@ -97,7 +97,7 @@ class NewBatch:
 
 @dataclass(frozen=True, slots=True)
 class LineUsage:
-    """Token usage in a line's answer."""
+    """Token usage in the answer to one line."""
 
     input_tokens: int = 0
     cached_tokens: int = 0
@@ -107,9 +107,7 @@ class LineUsage:
 
 @dataclass(frozen=True, slots=True)
 class LineOutcome:
-    """The result of a line at the end of its batch. `result` is None if the line was not
-    answered.
-    """
+    """The result of a line when its batch ends. `result` is None if the line was not answered."""
 
     number: int
     custom_id: str
@@ -151,11 +149,13 @@ class BatchStore:
         return await self._database.run(work)
 
     async def find(self, batch_id: str, owner: str | None = None) -> Batch:
-        """Find a batch; `owner` None matches any owner."""
+        """Find a batch by its id. If `owner` is given, only a batch of this owner is found."""
         return await self._database.run(lambda db: _find(db, batch_id, owner))
 
     async def page(self, owner: str, after: str | None, limit: int) -> list[Batch]:
-        """Up to `limit` batches older than `after`, newest first."""
+        """A page of the owner's batches: up to `limit` that are older than the batch `after`,
+        newest first.
+        """
 
         def work(db: sqlite3.Connection) -> list[Batch]:
             query = f"SELECT {_COLUMNS} FROM batches WHERE owner = ?"
@@ -170,7 +170,7 @@ class BatchStore:
         return await self._database.run(work)
 
     async def open_batches(self) -> list[Batch]:
-        """All batches that have not ended, in creation order."""
+        """All batches that have not ended, oldest first."""
 
         def work(db: sqlite3.Connection) -> list[Batch]:
             rows = db.execute(f"SELECT {_COLUMNS} FROM batches WHERE {_OPEN} ORDER BY seq")
@@ -179,8 +179,8 @@ class BatchStore:
         return await self._database.run(work)
 
     async def start(self, batch: Batch, model: str, lines: Sequence[Line]) -> None:
-        """Change the status from validating to in_progress, unless the batch was cancelled
-        meanwhile.
+        """Store the lines and change the batch's status from validating to in_progress. Does
+        nothing if the batch was cancelled meanwhile.
         """
 
         def work(db: sqlite3.Connection) -> None:
@@ -202,7 +202,7 @@ class BatchStore:
         await self._database.run(work)
 
     async def pending(self, batch_id: str, after: int, limit: int) -> list[Line]:
-        """Lines without a result after number `after`."""
+        """Up to `limit` lines that have no result and follow line number `after`."""
 
         def work(db: sqlite3.Connection) -> list[Line]:
             rows = db.execute(
@@ -217,8 +217,8 @@ class BatchStore:
     async def record(
         self, batch: Batch, number: int, succeeded: bool, result: bytes, usage: LineUsage
     ) -> None:
-        """Store the result of a line, unless it has one. If there is no room, stores nothing and
-        raises `StorageFullError`.
+        """Store the result of a line, unless it has one already. If there is no room, stores
+        nothing and raises `StorageFullError`.
         """
 
         def work(db: sqlite3.Connection) -> None:
@@ -265,7 +265,7 @@ class BatchStore:
         return await self._database.run(work)
 
     async def note_errors(self, batch: Batch, errors: Sequence[LineError]) -> None:
-        """Record errors; the batch will end as failed."""
+        """Store the errors that make the batch fail. The batch ends as failed."""
         encoded = msgspec.json.encode(errors).decode()
         await self._database.run(
             lambda db: db.execute("UPDATE batches SET errors = ? WHERE id = ?", (encoded, batch.id))
@@ -283,8 +283,8 @@ class BatchStore:
         return await self._database.run(work)
 
     async def outcomes(self, batch_id: str, after: int) -> list[LineOutcome]:
-        """Results of the lines after number `after`. Their total size is limited, because a result
-        can be large.
+        """A page of results, for lines after number `after`. The total size of a page is limited,
+        because a result can be large.
         """
 
         def work(db: sqlite3.Connection) -> list[LineOutcome]:
@@ -311,8 +311,8 @@ class BatchStore:
     async def end(
         self, batch: Batch, status: str, output: StoredFile | None, errors: StoredFile | None
     ) -> None:
-        """End the batch in one transaction: add the result files, delete the lines, and release the
-        input file.
+        """End the batch in one transaction: set its final status, add the result files, delete the
+        lines, and release the input file.
         """
         assert status in ENDED
 
@@ -333,7 +333,7 @@ class BatchStore:
         await self._database.run(work)
 
     async def sweep(self, ttl_s: float) -> None:
-        """Delete ended batches that are older than `ttl_s`."""
+        """Delete batches that have ended and were created more than `ttl_s` seconds ago."""
         oldest = unix_now() - int(ttl_s)
         await self._database.run(
             lambda db: db.execute(
@@ -351,8 +351,8 @@ def _find(db: sqlite3.Connection, batch_id: str, owner: str | None = None) -> Ba
 
 
 def _check_not_full(db: sqlite3.Connection) -> None:
-    """Raise if too many batches have not ended. Delete the oldest ended batches if there are too
-    many.
+    """Raise if too many batches have not ended. If too many ended batches are kept, delete the
+    oldest of them.
     """
     num_open = db.execute(f"SELECT COUNT(*) FROM batches WHERE {_OPEN}").fetchone()[0]
     if num_open >= MAX_OPEN_BATCHES:

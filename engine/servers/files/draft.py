@@ -1,7 +1,7 @@
-"""A file being written: it has a temporary name until it is complete.
+"""A file that is being written. It has a temporary name until it is complete.
 
 If writing fails, for example because the disk is full, the file is deleted. If the process is
-killed, the sweep of the file store deletes the file later.
+killed, `FileStore.sweep` deletes the file later.
 """
 
 import asyncio
@@ -16,15 +16,18 @@ from engine.core.errors import ResourceError, UnavailableError
 
 logger = logging.getLogger(__name__)
 
-# Bytes are collected until there are this many. Waking a thread for smaller writes would be slow.
+# Bytes are collected in memory until there are this many, and then written in a thread. Waking a
+# thread for smaller writes would be slow.
 _BUFFER_BYTES = 1 << 20
-# EFBIG: the process may not write files of this size.
+# EFBIG means that the process may not write files of this size.
 _NO_SPACE = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
 
 
 @contextlib.contextmanager
 def storage_errors() -> Iterator[None]:
-    """Convert disk errors to errors for the client. Paths are only logged."""
+    """Convert disk errors to errors for the client, without file paths. The log has the full
+    error.
+    """
     try:
         yield
     except OSError as error:
@@ -37,8 +40,8 @@ def storage_errors() -> Iterator[None]:
 
 
 class Draft:
-    """A file being written. Use it with `async with`. At the end of the block, the file is deleted
-    unless `publish` and `keep` were called.
+    """A file that is being written. Use it with `async with`. At the end of the block, the file is
+    deleted unless `publish` and `keep` were called.
     """
 
     def __init__(self, path: Path) -> None:
@@ -67,14 +70,16 @@ class Draft:
         await asyncio.to_thread(self._publish)
 
     def keep(self) -> None:
-        """Keep the published file at the end of the block, because a table row refers to it now."""
+        """Keep the published file when the block ends. Call this when a database row refers to the
+        file.
+        """
         assert self._is_unclaimed
         self._is_unclaimed = False
 
     def _open(self) -> None:
         with storage_errors():
             self._path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-            # A file with this name was left by a killed process and is incomplete.
+            # If there is a file with this temporary name, a killed process left it incomplete.
             self._draft_path.unlink(missing_ok=True)
             flags = os.O_CREAT | os.O_EXCL | os.O_WRONLY
             self._fd = os.open(self._draft_path, flags, 0o600)

@@ -1,5 +1,5 @@
-"""Expiry times of stored objects. They are wall-clock times, in whole seconds since 1970, because
-clients see them and they stay valid after a restart.
+"""Expiry times of stored files and batches. They are wall-clock times in whole seconds since 1970,
+because clients see them and they must stay valid after a restart.
 """
 
 import time

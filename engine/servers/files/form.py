@@ -1,8 +1,8 @@
-"""Parses the multipart form of an upload: a few small fields, and one file.
+"""Parses the multipart form of an upload, which has a few small fields and one file.
 
-There are limits on the time and on the sizes of the body, its parts, their headers and fields. They
-are checked while the form is read. The bytes of the file are passed on as they arrive, so the whole
-file is never in memory.
+The upload time and the sizes of the body, the file, the headers and the fields are limited. The
+limits are checked while the form is read. The bytes of the file are passed on as they arrive, so
+the whole file is never in memory.
 """
 
 import asyncio
@@ -24,7 +24,7 @@ MAX_FILE_BYTES = 200 * 2**20
 UPLOAD_TIMEOUT_S = 600.0
 IDLE_TIMEOUT_S = 30.0
 
-# Room for fields, part headers and boundaries around the file.
+# Max bytes of the form besides the file: fields, part headers and boundaries.
 _OVERHEAD_BYTES = 65_536
 _MAX_HEADERS = 8
 _MAX_HEADER_BYTES = 4_096
@@ -34,11 +34,13 @@ FIELDS = frozenset({"purpose", "expires_after[anchor]", "expires_after[seconds]"
 
 
 class UploadForm:
-    """The fields of the form and the name of the file. The parser's callbacks set them."""
+    """The fields of an upload form and the name of its file. Callbacks of the multipart parser set
+    them.
+    """
 
     def __init__(self) -> None:
         self.fields: dict[str, str] = {}
-        self.file_name: str | None = None  # file name as the client wrote it
+        self.file_name: str | None = None  # as the client wrote it; None if there is no file
         self.is_complete = False
         self._file_bytes: list[bytes] = []
         self._num_file_bytes = 0
@@ -66,7 +68,7 @@ class UploadForm:
         )
 
     def take_file_bytes(self) -> bytes:
-        """The file's bytes that arrived since the last call."""
+        """The bytes of the file that have arrived since the last call."""
         taken, self._file_bytes = b"".join(self._file_bytes), []
         return taken
 
@@ -124,8 +126,8 @@ class UploadForm:
 
 
 async def read_form(request: Request, write: Callable[[bytes], Awaitable[None]]) -> UploadForm:
-    """Read the form, passing the file's bytes to `write` as they arrive. Raises an
-    `EngineError`.
+    """Read the form and pass the file's bytes to `write` as they arrive. Raises an `EngineError` if
+    the form is invalid, too large or too slow.
     """
     form = UploadForm()
     try:

@@ -1,6 +1,6 @@
-"""/v1/files: inputs and results of batches. Only the key that stored a file can see it.
+"""/v1/files: input and result files of batches. Only the tenant who stored a file can see it.
 
-Of OpenAI's purposes only `batch` is supported; others are refused by name.
+Of OpenAI's purposes, only `batch` is supported. Other purposes are refused.
 """
 
 import asyncio
@@ -30,7 +30,9 @@ _UNNAMED = "upload.jsonl"
 
 
 def safe_name(given: str) -> str:
-    """The last part of a path, without control characters or bidirectional marks."""
+    """A file name that is safe to store: the last part of the client's path, without control
+    characters and bidirectional marks.
+    """
     last = given.replace("\\", "/").rsplit("/", 1)[-1]
     kept = "".join(
         each for each in last if unicodedata.category(each)[0] not in "CZ" or each == " "
@@ -40,13 +42,15 @@ def safe_name(given: str) -> str:
 
 
 def content_disposition(name: str) -> str:
-    """A header value that makes a browser save the file as `name` and never display it."""
+    """The value of a `Content-Disposition` header that makes a browser save the file as `name` and
+    never display it.
+    """
     plain = "".join(each if each.isalnum() or each in "._- " else "_" for each in name)
     ascii_name = plain.encode("ascii", "replace").decode().replace("?", "_")
     return f"attachment; filename=\"{ascii_name}\"; filename*=UTF-8''{quote(name, safe='')}"
 
 
-# A client that reads nothing for this long is disconnected.
+# A client that reads nothing for this many seconds is disconnected.
 STALL_S = 60.0
 _CHUNK_BYTES = 1 << 18
 
@@ -106,7 +110,9 @@ def add_files_routes(app: FastAPI, services: Services, files: FileStore) -> None
 
 
 class FileContent(Response):
-    """Sends a file in chunks, which are read in a thread. Closes the file at the end."""
+    """A response that sends a file in chunks, which are read in a thread. Closes the file at the
+    end.
+    """
 
     media_type = "application/octet-stream"
 
@@ -145,7 +151,7 @@ def _fields(form: UploadForm) -> UploadFields:
     for name, value in form.fields.items():
         outer, _, inner = name.partition("[")
         if inner:
-            # Form values are text, so a number is recognized by its digits.
+            # Form values are text. So a value of digits is converted to a number.
             is_number = inner == "seconds]" and value.isdecimal()
             given.setdefault(outer, {})[inner.removesuffix("]")] = (
                 int(value) if is_number else value
@@ -161,7 +167,9 @@ def _fields(form: UploadForm) -> UploadFields:
 def bounded_life_s(
     request: Request, services: Services, param: str, wanted: ExpiresAfter | None
 ) -> int:
-    """How long a file is kept: the requested time, up to the server's limit."""
+    """How many seconds a file is kept: the requested time, up to the server's limit. Warns the
+    client if the time was lowered.
+    """
     longest = math.ceil(services.settings.storage.file_ttl_s)
     if wanted is None:
         return longest

@@ -1,9 +1,9 @@
 """Stored files: bytes in a private directory, metadata in SQLite.
 
-The name of a file on disk is its id, which the server makes. A table row is added when the bytes
+A file on disk is named by its id, which the server makes. Its database row is added when the bytes
 are complete, and deleted before the bytes are deleted. So a file without a row was left by a killed
-process, and the sweep deletes it when it is old. Functions that take a connection are for callers
-that make more changes in the same transaction.
+process, and `sweep` deletes it when it is old. Functions that take a database connection are for
+callers that make more changes in the same transaction.
 """
 
 import asyncio
@@ -22,13 +22,15 @@ from engine.servers.files.draft import Draft, storage_errors
 from engine.servers.files.expiry import unix_now
 from engine.servers.serving.storage import Database
 
-# A file is charged with at least this many bytes, because it uses at least this much disk space.
+# Min size at which a file counts towards the storage limit, because every file uses at least this
+# much disk space.
 MIN_CHARGE_BYTES = 4_096
-# No upload takes this long. So an older file without a row is not an upload in progress.
+# No upload takes this many seconds. So an older file without a database row is not an upload in
+# progress.
 ORPHAN_AGE_S = 3_600.0
 
-# `is_ready` is 0 if the file is only reserved, for results that are still being produced.
-# `num_holds` is the number of batches that read the file.
+# `is_ready` is 0 if the file is only reserved, for results of a batch that still runs. `num_holds`
+# is the number of batches that read the file.
 SCHEMA = """
 CREATE TABLE IF NOT EXISTS files (
     seq INTEGER PRIMARY KEY AUTOINCREMENT,
@@ -58,7 +60,7 @@ class StoredFile:
     expires_at: int
 
     def body(self) -> dict[str, Any]:
-        """The OpenAI file object."""
+        """The file object of OpenAI's API."""
         return {
             "id": self.id,
             "object": "file",
@@ -73,7 +75,7 @@ class StoredFile:
 
 
 class StorageFullError(PayloadTooLargeError):
-    """The operator's storage limit is reached; the disk itself may have room."""
+    """The configured storage limit is reached. The disk itself may still have room."""
 
     code = "STORAGE_FULL"
 
@@ -94,8 +96,8 @@ def find_file(connection: sqlite3.Connection, owner: str, file_id: str) -> Store
 
 
 def hold_file(connection: sqlite3.Connection, file_id: str, change: Literal[1, -1]) -> None:
-    """Add `change` to the number of batches that use the file. A file in use is not deleted, even
-    if it has expired.
+    """Add `change` to the number of batches that read the file. A file that a batch reads is not
+    deleted, even if it has expired.
     """
     connection.execute("UPDATE files SET num_holds = num_holds + ? WHERE id = ?", (change, file_id))
 
@@ -125,15 +127,19 @@ class FileStore:
         self._directory = directory
         self._database = database
         self._max_bytes = max_bytes
-        self.num_arriving = 0  # bytes of uploads without a row
+        self.num_arriving = 0  # bytes of unfinished uploads, which have no row yet
 
     def path_of(self, file_id: str) -> Path:
-        """The path of a file. `file_id` comes from `new_file_id`, never from a client."""
+        """The path of a file on disk. `file_id` must come from `new_file_id`, never from a
+        client.
+        """
         return self._directory / file_id
 
     @asynccontextmanager
     async def upload(self) -> AsyncIterator["Upload"]:
-        """Begin an upload. At the end of the block, the file is deleted unless it was kept."""
+        """Begin an upload. At the end of the block, the file is deleted unless `Upload.keep` was
+        called.
+        """
         num_used = await self._database.run(_num_used)
         file_id = new_file_id()
         async with Draft(self.path_of(file_id)) as draft:
@@ -157,7 +163,9 @@ class FileStore:
     async def page(
         self, owner: str, purpose: str | None, after: str | None, order: str, limit: int
     ) -> list[StoredFile]:
-        """Up to `limit` files after the file `after`, in creation order."""
+        """A page of the owner's files: up to `limit` files that follow the file `after`. `order` is
+        by creation time.
+        """
 
         def work(db: sqlite3.Connection) -> list[StoredFile]:
             compare, direction = (">", "ASC") if order == "asc" else ("<", "DESC")
@@ -190,7 +198,7 @@ class FileStore:
         await self._remove([await self._database.run(work)])
 
     async def sweep(self) -> None:
-        """Delete expired files, and old bytes without a row."""
+        """Delete expired files, and old files on disk that have no database row."""
 
         def work(db: sqlite3.Connection) -> list[str]:
             rows = db.execute(
@@ -205,7 +213,9 @@ class FileStore:
         await asyncio.to_thread(self._remove_orphans, known)
 
     def grow(self, connection: sqlite3.Connection, file_id: str, num_bytes: int) -> None:
-        """Charge `num_bytes` more to a reserved file. Raises `StorageFullError`."""
+        """Count `num_bytes` more for a reserved file. Raises `StorageFullError` if the limit is
+        exceeded.
+        """
         self.check_room(_num_used(connection), num_bytes)
         connection.execute(
             "UPDATE files SET num_bytes = num_bytes + ? WHERE id = ?", (num_bytes, file_id)
@@ -237,8 +247,8 @@ class FileStore:
 
 
 class Upload:
-    """A file that a client uploads. Its bytes are counted as used storage as soon as they are
-    written.
+    """A file that a client is uploading. Its bytes count towards the storage limit as soon as they
+    arrive.
     """
 
     def __init__(

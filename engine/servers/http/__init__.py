@@ -1,3 +1,3 @@
-"""The HTTP layer: connection limits, request log, protection against web pages, request bodies,
-errors, and server-sent events.
+"""The HTTP layer: connection limits, request log, protection against DNS rebinding and CSRF,
+request bodies, errors, and server-sent events.
 """

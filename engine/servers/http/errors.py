@@ -1,9 +1,9 @@
-"""Converts exceptions to HTTP errors. Their bodies have Anthropic's format on Anthropic's routes,
-else OpenAI's. They contain no internal details.
+"""Converts exceptions to HTTP errors. Error bodies have Anthropic's format on Anthropic's routes
+and OpenAI's format on all others. They contain no internal details.
 
 `x-should-retry: false` stops OpenAI's client library from repeating a request that would fail
 again. `retry-after` says when a retry makes sense. An exception that is not an `EngineError` is a
-bug; the client does not get its text.
+bug in the server, and the client does not get its text.
 """
 
 import math
@@ -33,7 +33,8 @@ from engine.servers.http.request_log import record_of
 MAX_ERRORS = 10
 MAX_MESSAGE = 2_000
 _MAX_SHOWN = 40
-# Errors at paths that start with this use Anthropic's format, even if there is no such route.
+# Errors at paths that start with this prefix use Anthropic's format, even if there is no such
+# route.
 ANTHROPIC_PATH = "/v1/messages/"
 _ANTHROPIC_TYPES = {
     401: "authentication_error",
@@ -48,20 +49,24 @@ _encode = msgspec.json.encode
 
 
 class AbortedError(EngineError):
-    """The client aborted its own request before there was an answer. Not a server error."""
+    """The client ended its own request before the answer was complete. This is not a server
+    error.
+    """
 
     category = "abort"
     status = 499
 
 
 class ClientDisconnectedError(AbortedError):
-    """The client disconnected. This error is only logged; nobody can receive it."""
+    """The client disconnected. This error is only logged, because no client is left to receive
+    it.
+    """
 
     code = "CLIENT_DISCONNECTED"
 
 
 def error_fields(error: EngineError) -> dict[str, Any]:
-    """OpenAI's error object, with a message of bounded length."""
+    """OpenAI's error object. A long message is cut to a maximum length."""
     fields: dict[str, Any] = error.body()["error"]
     return fields | {"message": short_message(error)}
 
@@ -112,12 +117,14 @@ def error_response(error: EngineError, scope: Scope) -> Response:
 
 
 def opaque_error() -> EngineError:
-    """The error that a client gets for a bug. The log has the details under the same request id."""
+    """The error that a client gets if a bug made its request fail. It has no details. The log has
+    them, under the same request id.
+    """
     return EngineError("The server failed to answer this request. Its log says why.")
 
 
 def describe(value: Any) -> str:
-    """Shorten a value for an error message."""
+    """Describe a value from the client for an error message. Long values are not quoted."""
     if isinstance(value, list | tuple):
         return f"a list of {len(value)}"
     if isinstance(value, dict):
@@ -130,13 +137,15 @@ def describe(value: Any) -> str:
 
 
 def problem(param: str, rule: str) -> InvalidRequestError:
-    """An error about the field `param` of the request body, which may be a path."""
+    """An error about a field of the request body. `param` is the field's name, or its path such as
+    `messages[0].role`.
+    """
     return InvalidRequestError(f"{param}: {rule}.", param=param)
 
 
 def short_text(value: Any, where: str, max_length: int) -> str:
-    """Check that `value` is a string of 1 to `max_length` characters, and return it. For names and
-    ids.
+    """Return `value` if it is a string of 1 to `max_length` characters, such as a name or an id.
+    Otherwise raise an error about the field `where`.
     """
     if not isinstance(value, str) or not 1 <= len(value) <= max_length:
         rule = f"should be a string of 1 to {max_length} characters"
@@ -151,7 +160,7 @@ def check_keys(item: Mapping[str, Any], known: tuple[str, ...], where: str) -> N
 
 
 def invalid_request(error: ValidationError) -> InvalidRequestError:
-    """Merge all of pydantic's errors into one, whose `param` is the first field."""
+    """Merge all of pydantic's errors into one. Its `param` is the field of the first error."""
     found = error.errors(include_url=False)
     sentences = [_sentence(item) for item in found[:MAX_ERRORS]]
     if len(found) > MAX_ERRORS:
@@ -160,7 +169,7 @@ def invalid_request(error: ValidationError) -> InvalidRequestError:
 
 
 def _param(item: Mapping[str, Any]) -> str:
-    # The key of an object in the body is client text and may be long.
+    # Keys of objects in the body are text from the client and may be long, so they are cut.
     return ".".join(str(part)[:64] for part in item["loc"]) or "body"
 
 

@@ -1,7 +1,8 @@
-"""Reads a request body as a JSON object. Limits are checked before it is decoded.
+"""Reads a request body as a JSON object. Size and nesting are checked before the body is decoded.
 
-Bytes are counted as they arrive, because a chunked body announces no length. Nesting is measured
-without recursion. Large bodies are parsed in a thread, so that they don't block the event loop.
+Bytes are counted as they arrive, because a chunked body announces no length. The nesting depth is
+measured without recursion. Large bodies are parsed in a thread, so that they don't block the event
+loop.
 """
 
 import asyncio
@@ -23,7 +24,8 @@ from engine.servers.http.request_log import record_of
 
 MAX_DEPTH = 64
 BODY_TIMEOUT_S = 60.0
-# Bodies up to this size are parsed on the event loop. Starting a thread for them would take longer.
+# Bodies up to this size are parsed on the event loop, because handing them to a thread would take
+# longer than parsing.
 INLINE_BYTES = 32_768
 
 _OPENING = frozenset(b"[{")
@@ -33,7 +35,9 @@ T = TypeVar("T")
 
 
 async def read_parsed(request: Request, max_bytes: int, parse: Callable[[dict[str, Any]], T]) -> T:
-    """Read and parse the body, then pass the JSON object to `parse`. Raises an `EngineError`."""
+    """Read the body, decode it as a JSON object, and return `parse(object)`. Raises an
+    `EngineError` if the body is invalid, too large or too slow.
+    """
     _check_headers(request)
     try:
         async with asyncio.timeout(BODY_TIMEOUT_S):
@@ -63,7 +67,8 @@ def decode_object(raw: bytes) -> dict[str, Any]:
             f"The request body is not UTF-8: {error.reason} (0x{byte:02x})."
         ) from None
     except (msgspec.MsgspecError, ValueError) as error:
-        # Causes are syntax errors, lone surrogates, NaN, and numbers out of range.
+        # The causes of these exceptions are syntax errors, lone surrogates, NaN, and numbers out of
+        # range.
         raise InvalidRequestError(f"The request body is not valid JSON: {error}.") from None
     if not isinstance(decoded, dict):
         raise InvalidRequestError("The request body must be a JSON object.")
@@ -73,7 +78,8 @@ def decode_object(raw: bytes) -> dict[str, Any]:
 def check_depth(raw: bytes) -> None:
     if raw.count(b"[") + raw.count(b"{") <= MAX_DEPTH:
         return
-    # Remove escaped backslashes and quotes first, so that each quote left opens or closes a string.
+    # Remove escaped backslashes and escaped quotes, so that each remaining quote opens or closes a
+    # string. Then brackets outside of strings are in every second part.
     parts = raw.replace(b"\\\\", b"").replace(b'\\"', b"").split(b'"')
     depth = 0
     for bracket in b"".join(parts[::2]).translate(None, _NOT_BRACKETS):

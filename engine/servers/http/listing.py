@@ -1,4 +1,4 @@
-"""Query parameters, and list pages in OpenAI's format."""
+"""Parses the query parameters of URLs, and builds list pages in OpenAI's format."""
 
 from typing import Annotated, Any, Literal, TypeVar
 
@@ -8,13 +8,13 @@ from starlette.requests import Request
 from engine.servers.http.errors import invalid_request
 
 Order = Literal["asc", "desc"]
-# Id of the last item of the page before.
+# The id of the last item of the previous page. The requested page starts after this item.
 Cursor = Annotated[str, Field(max_length=512)]
 
 
 class Query(BaseModel):
-    """Base class of query parameters. Values arrive as text, so pydantic may convert their
-    types.
+    """Base class for the query parameters of a route. Values arrive as text, so pydantic converts
+    them to the types of the fields.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True, defer_build=True)
@@ -24,8 +24,8 @@ Kind = TypeVar("Kind", bound=Query)
 
 
 def parse_query(kind: type[Kind], request: Request) -> Kind:
-    """Parse the query of a URL. A parameter becomes a list if its name is repeated or ends in `[]`,
-    as SDKs write it.
+    """Parse the query of a URL. A parameter becomes a list if its name is repeated or ends in `[]`.
+    SDKs write lists in both ways.
     """
     collected: dict[str, list[str]] = {}
     given: dict[str, Any] = {}
@@ -41,8 +41,8 @@ def parse_query(kind: type[Kind], request: Request) -> Kind:
 
 
 def list_body(items: list[dict[str, Any]], limit: int) -> dict[str, Any]:
-    """A page with the first `limit` items. If `items` has more than `limit`, there are further
-    pages.
+    """A page with the first `limit` of `items`. `has_more` is true if `items` is longer than that,
+    so pass one item more than `limit`.
     """
     page = items[:limit]
     return {

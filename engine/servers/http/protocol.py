@@ -1,9 +1,9 @@
 """uvicorn's HTTP protocol, with limits that uvicorn lacks.
 
-Without them, a client could send headers forever, and there could be any number of idle
+Without these limits, a client could send headers forever, and there could be any number of idle
 connections. The time limit for request bodies is in `limits.py`. The number of connections is
-limited so that some file descriptors always stay free. Without a free one, the server could not
-even import a module.
+limited so that some file descriptors always stay free. Without a free descriptor, the server could
+not even import a module.
 """
 
 import asyncio
@@ -26,7 +26,7 @@ RESERVED_FILES = 512
 
 
 def raise_file_limit() -> None:
-    """Raise the soft limit on open files, which is 1,024 on most systems."""
+    """Raise this process's soft limit on open files, which is 1,024 on most systems."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = MAX_CONNECTIONS + RESERVED_FILES
     if hard != resource.RLIM_INFINITY:
@@ -38,8 +38,8 @@ def raise_file_limit() -> None:
 
 
 def max_connections() -> int:
-    """Max connections: the limit on open files without `RESERVED_FILES`, but at least a quarter of
-    the limit.
+    """The max number of connections. It is the limit on open files minus `RESERVED_FILES`, but at
+    least a quarter of that limit, and at most `MAX_CONNECTIONS`.
     """
     soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft == resource.RLIM_INFINITY:
@@ -48,10 +48,16 @@ def max_connections() -> int:
 
 
 class HeadTooLargeError(Exception):
-    """Raised in a callback of the HTTP parser, which then answers 400."""
+    """The URL or the headers of a request are too large. It is raised in a callback of the HTTP
+    parser; uvicorn then answers 400.
+    """
 
 
 class LimitedProtocol(HttpToolsProtocol):
+    """One connection, with limits on the time and size of each request's headers. If there are too
+    many connections, the oldest idle one is closed.
+    """
+
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self._opened = self.loop.time()
@@ -102,14 +108,16 @@ class LimitedProtocol(HttpToolsProtocol):
 
     @property
     def _is_idle(self) -> bool:
-        """Whether no response is in progress. A connection that is closing is idle too, even if its
-        client has not read all data.
+        """Whether no response is in progress on this connection. A connection that is closing is
+        idle too, even if its client has not read all data.
         """
         finished = self.cycle is None or self.cycle.response_complete
         return finished or self.transport.is_closing()
 
     def _oldest_idle(self) -> "LimitedProtocol":
-        """The idle connection that was opened first. This is `self` if all others are busy."""
+        """The idle connection that was opened first. This is `self` if all other connections are
+        busy.
+        """
         idle = [each for each in self.connections if isinstance(each, LimitedProtocol)]
         return min((each for each in idle if each._is_idle), key=lambda each: each._opened)
 
@@ -123,7 +131,7 @@ class _Uvicorn(uvicorn.Server):
 
 
 def http_server(app: ASGIApp, close_timeout_s: int) -> uvicorn.Server:
-    """A uvicorn server for HTTP only, with the limits of this module."""
+    """A uvicorn server for HTTP without WebSockets, with the limits of this module."""
     return _Uvicorn(
         uvicorn.Config(
             app,

@@ -24,8 +24,8 @@ from engine.core.observability.metrics import Metrics
 
 logger = logging.getLogger("engine.request")
 
-# Routes that are not logged. Machines poll them every few seconds, and other log lines would be
-# hard to find. Requests for metrics are not logged either.
+# Routes that are not logged, because machines poll them every few seconds. Their lines would hide
+# the other log lines. Requests for metrics are not logged either.
 _PROBES = frozenset({"/livez", "/readyz", "/health"})
 
 
@@ -52,7 +52,7 @@ class RequestRecord:
     send: Send | None = None  # sends directly to the HTTP server, bypassing all layers
 
     def work_fields(self) -> dict[str, Any]:
-        """Log fields about the generation, as far as they are known."""
+        """Log fields about the generation. Fields that are not known are left out."""
         fields: dict[str, Any] = {
             "completion_id": self.completion_id,
             "backend": ", ".join(self.backends) or None,
@@ -75,7 +75,9 @@ class RequestRecord:
 
 
 def new_request_id(supplied: str | None) -> str:
-    """The id that the client supplied, if it is safe in a log and a header. Else a new one."""
+    """The id that the client supplied, if it is safe in a log and in a header. Otherwise a new
+    id.
+    """
     if supplied is not None and _SAFE_ID.fullmatch(supplied):
         return supplied
     return f"req-{secrets.token_hex(16)}"

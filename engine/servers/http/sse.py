@@ -1,10 +1,11 @@
 """Server-sent events: writes a stream of events to the socket.
 
 If the backend refuses a request, the client should get an HTTP error. But headers should not wait
-for a long prefill. So the server waits up to `ACCEPT_WAIT_S` for the first event or a refusal, and
-then sends the headers. During silence, SSE comments keep the connection alive. Each token is sent
-as one chunk. Only if a write blocks because the client is slow, the events that arrive meanwhile
-are merged. A stream ends either with the closing bytes of its format or with an error event.
+for a long prefill. So the server waits up to `ACCEPT_WAIT_S` seconds for the first event or a
+refusal, and then sends the headers. If nothing is sent for a while, SSE comments keep the
+connection alive. Each token is sent in its own SSE event. Only if a write blocks because the client
+is slow, the events that arrive meanwhile are merged. A stream ends either with the closing bytes of
+its format or with an error event.
 """
 
 import asyncio
@@ -25,7 +26,7 @@ logger = logging.getLogger(__name__)
 
 ACCEPT_WAIT_S = 1.0
 KEEP_ALIVE_S = 15.0
-# A client that reads nothing for this long is disconnected.
+# A client that reads nothing for this many seconds is disconnected.
 STALL_S = 60.0
 
 KEEP_ALIVE = b": keep-alive\n\n"
@@ -33,29 +34,33 @@ DONE = b"data: [DONE]\n\n"
 
 
 class StreamFormat(Protocol):
-    """Encodes events as one API's complete SSE events."""
+    """Encodes the events of a generation as server-sent events of one API. Each method returns
+    whole SSE events.
+    """
 
     def opening(self) -> bytes: ...
 
     def chunk(self, event: OutputEvent) -> bytes: ...
 
     def closing(self, usage: UsageEvent) -> bytes:
-        """The last bytes of a successful stream, with its terminator."""
+        """The last bytes of a successful stream, including the API's end marker if it has one."""
         ...
 
     def failure(self, error: EngineError) -> bytes:
-        """The last bytes of a failed stream."""
+        """The last bytes of a failed stream: an error event."""
         ...
 
 
 class StalledClientError(ClientDisconnectedError):
-    """The client stopped reading. This error is only logged; the client can't receive it."""
+    """The client stopped reading. This error is only logged, because the client can't receive
+    it.
+    """
 
     code = "CLIENT_STALLED"
 
 
 class _SilenceTimer:
-    """Calls back whenever nothing has been written for `seconds`."""
+    """Calls `callback` whenever `writer` has written nothing for `seconds`."""
 
     def __init__(self, writer: "_Writer", seconds: float, callback: Callable[[], object]) -> None:
         self._loop = asyncio.get_running_loop()
@@ -79,7 +84,7 @@ class _SilenceTimer:
 
 
 class EventStream(Response):
-    """A streaming response. It closes the `EventPump` that it was given."""
+    """A response that streams the events of an `EventPump`, and closes this pump at the end."""
 
     media_type = "text/event-stream"
 
@@ -100,15 +105,15 @@ class EventStream(Response):
         try:
             await self._respond(writer)
         except EngineError as error:
-            self._pump.fail(error)  # no effect if the pump itself failed
+            self._pump.fail(error)  # this has no effect if the pump itself failed
             record_of(scope).error_code = error.error_code
         finally:
             writer.close()
             await self._pump.close()
 
     async def _respond(self, writer: "_Writer") -> None:
-        """Write the whole stream. If it fails, send an error event, unless the client has
-        disconnected, and raise.
+        """Write the whole stream. If the stream fails, send an error event and raise the error. If
+        the client has disconnected, only raise.
         """
         await writer.start(self.raw_headers)
         try:
@@ -147,11 +152,11 @@ class EventStream(Response):
 
 
 class _Writer:
-    """Writes chunks to the client. After silence it asks the pump to wake up the stream, which then
-    writes a comment. It also detects a client that stopped reading.
+    """Writes chunks to the client. After `KEEP_ALIVE_S` without a write, it makes the stream write
+    a comment, by waking the pump. It also detects a client that stopped reading.
 
-    `send_chunk` sends everything after the response head. It bypasses the application's layers,
-    which only use the head.
+    `send_chunk` sends everything after the response headers. It bypasses the application's ASGI
+    layers, which only need the headers.
     """
 
     def __init__(self, send: Send, send_chunk: Send, pump: EventPump) -> None:
@@ -159,11 +164,11 @@ class _Writer:
         self._send_chunk = send_chunk
         self._task = asyncio.current_task()
         self._is_stuck = False
-        self.written_at = 0.0  # start of the last write, event-loop clock
+        self.written_at = 0.0  # start of the last write, in event-loop time
         self._time = asyncio.get_running_loop().time
         self._silence = _SilenceTimer(self, KEEP_ALIVE_S, pump.nudge)
-        # Comments are written regularly. So if no write has started for STALL_S, the last one is
-        # blocked.
+        # A comment is written at least every KEEP_ALIVE_S. So if no write has started for STALL_S,
+        # the last write is blocked.
         self._stall = _SilenceTimer(self, STALL_S, self._give_up)
 
     async def start(self, headers: list[tuple[bytes, bytes]]) -> None:

@@ -75,8 +75,8 @@ def chat_ask(services: Services, request: Request, body: ChatBody, card: ModelCa
 def check_structure(
     services: Services, request: Request, body: OpenAIBody, card: ModelCard
 ) -> None:
-    """Check, for chats and completions, that the model supports the output grammar. Warn about
-    parameters that have no effect.
+    """Check that the model supports the requested output grammar, and warn the client about
+    parameters that have no effect. For chats and completions.
     """
     require_grammar(services, card, body.grammar)
     if body.has_format_description:

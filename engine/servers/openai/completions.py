@@ -1,8 +1,8 @@
 """POST /v1/completions. Each prompt becomes a separate backend request. Choice `p * n + i` of the
 answer is choice `i` of prompt `p`.
 
-`best_of` generates that many candidates per prompt. The `n` candidates with the highest mean
-log-probability per token are returned. Usage counts the tokens of all candidates.
+With `best_of`, that many candidates are generated per prompt. The `n` candidates with the highest
+mean log-probability per token are returned. Usage counts the tokens of all candidates.
 """
 
 from collections.abc import AsyncIterator, Sequence
@@ -88,7 +88,8 @@ def completion_requests(
             context=msgspec.structs.replace(
                 context,
                 request_id=f"{context.request_id}-{index}",
-                # Only the first prompt has a queue timeout. The others may have to wait for it.
+                # Only the first prompt has a queue timeout, because the other prompts may have to
+                # wait for it.
                 queue_timeout_s=context.queue_timeout_s if index == 0 else None,
             ),
             prompt=prompt,
@@ -100,15 +101,15 @@ def completion_requests(
 
 
 def backend_params(body: CompletionBody, card: ModelCard) -> SamplingParams:
-    """Sampling parameters for the backend. With `best_of`, they ask for more choices than are
-    returned.
+    """Sampling parameters for the backend. With `best_of`, they request more choices than the
+    client gets.
     """
     params = body.params(card)
     if body.echo and body.logprobs is not None:
         params = msgspec.structs.replace(params, score_prompt=True)
     num_candidates = body.best_of or params.n
     if num_candidates > params.n:
-        logprobs = params.logprobs or 0  # needed to rank the candidates
+        logprobs = params.logprobs or 0  # the candidates are ranked by their logprobs
         params = msgspec.structs.replace(params, n=num_candidates, logprobs=logprobs)
     return params
 
@@ -127,7 +128,9 @@ def best_choices(collected: Collected, num_candidates: int, num_wanted: int) -> 
 
 
 async def _prompt_only(source: AsyncIterator[Event]) -> AsyncIterator[Event]:
-    """Pass on only the echoed prompt. Backends generate at least one token, which is dropped."""
+    """Pass on only the echoed prompt, for `max_tokens` 0. Backends generate at least one token,
+    which is dropped.
+    """
     echoed: set[int] = set()
     async for event in source:
         if isinstance(event, TextEvent):

@@ -1,6 +1,6 @@
-"""POST /v1/embeddings, and the function that computes embeddings for rerank and score too.
+"""POST /v1/embeddings, and the function that computes embeddings, which rerank and score use too.
 
-Embeddings go through an `EventPump` like generated text. So admission, deadlines, drains,
+Requests for embeddings use an `EventPump`, like requests for text. So admission, deadlines, drains,
 disconnects and metrics work as for all other requests.
 """
 
@@ -85,7 +85,7 @@ _INPUTS_SCHEMA = {
 
 
 class VectorsBody(BaseModel):
-    """Fields that every embedding request shares."""
+    """Fields that all requests for embeddings have."""
 
     model_config = ConfigDict(strict=True, extra="forbid", frozen=True, defer_build=True)
 
@@ -134,7 +134,7 @@ async def embed(
     kind: str,
     inputs: Sequence[fields.Prompt],
 ) -> Embeddings:
-    """The vectors of `inputs`, in order. Raises if the backend refuses."""
+    """Compute the embeddings of `inputs`, in order. Raises if the backend refuses the request."""
     record = record_of(request.scope)
     record.completion_id = new_completion_id(kind)
     services.note_end_user(request, body.user)
@@ -194,7 +194,7 @@ def _check_dimensions(
 def _with_advice(
     error: InvalidRequestError, inputs: Sequence[fields.Prompt]
 ) -> InvalidRequestError:
-    """Add advice to an error about token ids. Such ids usually come from another model's
+    """Add advice to an error about token ids. Invalid token ids usually come from another model's
     tokenizer.
     """
     are_ids = any(not isinstance(each, str) for each in inputs)

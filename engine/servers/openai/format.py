@@ -1,4 +1,4 @@
-"""Formats events as OpenAI's JSON: complete answers, and the chunks of a stream.
+"""Formats the backend's events as OpenAI's JSON: complete answers, and the chunks of a stream.
 
 A stream has about one chunk per token. The parts that are the same in all chunks (such as id and
 model) are encoded only once and joined with the text of each chunk.
@@ -28,7 +28,8 @@ from engine.servers.http.sse import DONE, error_event
 from engine.servers.serving.event_pump import EventPump, OutputEvent
 
 _encode = msgspec.json.Encoder().encode
-# JSON has no infinity. OpenAI clients take this number as a probability of 0.
+# The lowest logprob that is sent, because JSON has no infinity. OpenAI's clients take this number
+# as a probability of 0.
 _MIN_LOGPROB = -9999.0
 
 
@@ -93,7 +94,9 @@ def chat_logprobs(tokens: Sequence[TokenText]) -> dict[str, Any]:
 
 
 def legacy_logprobs(tokens: Sequence[TokenText], offset: int) -> dict[str, Any]:
-    """The parallel lists of `/v1/completions`. `offset` is the text position of the first token."""
+    """The logprobs object of `/v1/completions`, which has parallel lists. `offset` is the position
+    of the first token in the text.
+    """
     offsets: list[int] = []
     for token in tokens:
         offsets.append(offset)
@@ -109,8 +112,8 @@ def legacy_logprobs(tokens: Sequence[TokenText], offset: int) -> dict[str, Any]:
 
 
 def _ranked(token: TokenText) -> dict[str, float] | None:
-    """Token text -> log-probability, of the most likely tokens and of the chosen token. None for
-    the first token of a prompt, which has no probability.
+    """Maps token texts to log-probabilities, for the most likely tokens and the sampled token. None
+    for the first token of a prompt, which has no probability.
     """
     if math.isnan(token.logprob):
         return None
@@ -128,13 +131,13 @@ class Call:
     arguments: list[str]
 
     def body(self) -> dict[str, Any]:
-        # Clients parse the arguments as JSON. So if there are none, send an empty object.
+        # Clients parse the arguments as JSON. So a call without arguments gets an empty object.
         function = {"name": self.name, "arguments": "".join(self.arguments) or "{}"}
         return {"id": self.call_id, "type": "function", "function": function}
 
 
 class Choice:
-    """One choice of a non-streaming answer."""
+    """One choice of an answer that is not streamed."""
 
     def __init__(self) -> None:
         self.texts: list[str] = []
@@ -149,7 +152,7 @@ class Choice:
             self.texts.append(event.text)
             if event.logprobs is not None:
                 self.tokens.extend(event.logprobs)
-                if event.num_tokens:  # it is 0 for an echoed prompt, which is not scored
+                if event.num_tokens:  # it is 0 for an echoed prompt, which has no score
                     self._scores.extend(token.logprob for token in event.logprobs)
         elif isinstance(event, ReasoningEvent):
             self.reasoning.append(event.text)
@@ -173,7 +176,7 @@ class Choice:
 
 
 class Collected:
-    """The choices of a non-streaming answer."""
+    """All choices of an answer that is not streamed."""
 
     def __init__(self, num_choices: int) -> None:
         self.choices = [Choice() for _ in range(num_choices)]
@@ -184,7 +187,7 @@ class Collected:
 
 
 async def collect(pump: EventPump, num_choices: int) -> Collected:
-    """Collect the complete answer. Raises if the stream failed."""
+    """Wait for the complete answer and collect its choices. Raises if the stream failed."""
     collected = Collected(num_choices)
     await pump.wait_whole(collected.add)
     return collected
@@ -194,7 +197,8 @@ def _ending(
     finish: FinishEvent | None, has_calls: bool = False, named_tool: bool = False
 ) -> dict[str, Any]:
     """The fields about the end of a choice. If the choice has tool calls, its finish reason is
-    `tool_calls`. But if the client forced the call of a named tool, it is `stop`, as at OpenAI.
+    `tool_calls`. But if the client forced the call of a named tool, the reason is `stop`, as at
+    OpenAI.
     """
     if finish is None:
         return {"finish_reason": None}
@@ -225,7 +229,7 @@ def chat_body(
 
 def chat_message(choice: Choice) -> dict[str, Any]:
     """The message object of a choice. Tool calls and reasoning are omitted if there are none.
-    Reasoning is sent under both names that clients use.
+    Reasoning is sent as `reasoning_content` and as `reasoning`, because clients use both names.
     """
     message: dict[str, Any] = {"role": "assistant", "content": choice.text, "refusal": None}
     if choice.calls:
@@ -265,8 +269,8 @@ def _whole(
 
 
 class _ChunkStream:
-    """Base class of streams. `head` and `tail` are the encoded bytes before and after the choice in
-    each chunk.
+    """Base class of chunk streams. In each chunk, `head` is the encoded bytes before the choice,
+    and `tail` those after it.
     """
 
     def __init__(self, envelope: Envelope, kind: str, include_usage: bool) -> None:
@@ -295,7 +299,7 @@ class ChatStream(_ChunkStream):
         ]
         self._after = b'},"logprobs":null,"finish_reason":null}' + self.tail
         self._named_tool = named_tool
-        # For each choice: tool call index -> whether the call has arguments yet.
+        # For each choice, maps the index of each tool call to whether the call has arguments yet.
         self._calls: list[dict[int, bool]] = [{} for _ in range(num_choices)]
 
     def opening(self) -> bytes:
@@ -341,7 +345,9 @@ class ChatStream(_ChunkStream):
         return ended + self._call_delta(event.choice, delta)
 
     def _end_call(self, choice: int) -> bytes:
-        """A chunk with `{}` as arguments of the previous call, if that call had none."""
+        """A chunk that sends `{}` as the arguments of the previous tool call, if that call had
+        none. Otherwise returns no bytes.
+        """
         calls = self._calls[choice]
         last = next(reversed(calls), None)
         if last is None or calls[last]:
@@ -370,7 +376,7 @@ class CompletionStream(_ChunkStream):
         if isinstance(event, FinishEvent):
             return before + b'"","logprobs":null,' + _encode(_ending(event))[1:] + self.tail
         if not isinstance(event, TextEvent):
-            return b""  # completions only have text
+            return b""  # completions have no reasoning and no tool calls
         if event.logprobs:
             return before + _encode(event.text) + self._logprobs(event)
         if not event.text:

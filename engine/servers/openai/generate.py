@@ -1,9 +1,9 @@
 """/generate: a client submits a prompt and can read its stream later, on any connection and
 repeatedly.
 
-A submission runs until it ends or is deleted, even if no client reads it. Its result is kept for
-`KEEP_S` seconds. Only its tenant can see it. `stream: true` submits and streams in one call. In
-this case, a disconnect ends the generation.
+A submission runs until it ends or is deleted, even if no client reads its stream. Its result is
+kept for `KEEP_S` seconds after the end. Only its tenant can see it. With `stream: true`, one call
+submits the prompt and streams the answer. In this case, a disconnect ends the generation.
 """
 
 import asyncio
@@ -42,7 +42,7 @@ from engine.servers.serving.services import (
 
 MAX_SUBMISSIONS = 512
 KEEP_S = 300.0
-# How long a submission waits for a refusal by the backend. A later refusal is reported in the
+# Seconds that a submission waits for a refusal by the backend. A later refusal is reported in the
 # stream. The wait is short, so that the client gets its request id soon.
 SUBMIT_WAIT_S = 0.1
 
@@ -50,7 +50,7 @@ _encode = msgspec.json.Encoder().encode
 
 
 class CancelledSubmissionError(AbortedError):
-    """The owner deleted the submission."""
+    """The tenant deleted its submission."""
 
     status = 409
     type = "invalid_request_error"
@@ -58,7 +58,9 @@ class CancelledSubmissionError(AbortedError):
 
 
 class GenerateStream:
-    """Sends `{"request_id", "index", "text", "finish_reason"}` for each token, then the usage."""
+    """Formats a stream: `{"request_id", "index", "text", "finish_reason"}` for each token, then
+    usage.
+    """
 
     def __init__(self, request_id: str) -> None:
         self._head = b'data: {"request_id":' + _encode(request_id) + b","
@@ -85,7 +87,7 @@ class GenerateStream:
 
 
 class Submission:
-    """A submitted prompt. Keeps all events of its answer."""
+    """A submitted prompt. It keeps all events of the answer for later readers."""
 
     def __init__(
         self, request_id: str, owner: str, num_choices: int, pump: EventPump, ticket: Ticket
@@ -102,14 +104,16 @@ class Submission:
         self._task = asyncio.create_task(self._run())
 
     async def cancel(self) -> None:
-        """Abort the submission if it is still running, and wait until the backend has released
-        it.
+        """Abort the submission if it is still running. Waits until the backend has released the
+        request.
         """
         self._pump.fail(CancelledSubmissionError("The request was deleted."))
         await asyncio.shield(self._task)
 
     def state(self) -> dict[str, Any]:
-        """The body for GET /generate/ID: the text so far, the status, and the usage or error."""
+        """The body for GET /generate/ID: the status, the text so far, and at the end the usage or
+        the error.
+        """
         collected = Collected(self.num_choices)
         collected.add(self._events)
         choices = [
@@ -128,7 +132,7 @@ class Submission:
         return body
 
     async def follow(self) -> AsyncIterator[Event]:
-        """Yield all earlier events, then new events as they arrive."""
+        """Yield all earlier events of the answer, then new events as they arrive."""
         position = 0
         self._num_readers += 1
         try:
@@ -151,7 +155,7 @@ class Submission:
                 self._events.extend(events)
                 self._announce()
         except EngineError:
-            pass  # the pump keeps it in `failure`, for later readers
+            pass  # `pump.failure` keeps the error for later readers
         finally:
             await self._ticket.close()
             if self._num_readers == 0:
@@ -173,16 +177,16 @@ class Submission:
 
 
 class Submissions:
-    """Submissions that clients can still read. Their number is limited. Those that have ended are
-    kept for `KEEP_S` seconds.
+    """All submissions that clients can still read. Their number is limited. Submissions that have
+    ended are kept for `KEEP_S` seconds.
     """
 
     def __init__(self) -> None:
         self._by_id: dict[str, Submission] = {}
 
     def make_room(self) -> None:
-        """Drop expired submissions. If there is still no room, drop one that has ended. Raises if
-        all are running.
+        """Drop expired submissions. If there is still no room, drop a submission that has ended.
+        Raises if all submissions are running.
         """
         now = time.monotonic()
         ended = [each for each in self._by_id.values() if each.ended_at is not None]
@@ -195,8 +199,8 @@ class Submissions:
         remaining = [each for each in ended if each.request_id in self._by_id]
         if not remaining:
             raise RateLimitError("Too many submissions are running; retry later.", retry_after=1)
-        # Drop a result of the tenant who has the most results. So one tenant can't displace the
-        # results of the others.
+        # Drop a result of the tenant who has the most results. So a tenant can't displace the
+        # results of other tenants.
         owner = Counter(each.owner for each in remaining).most_common(1)[0][0]
         del self._by_id[next(each.request_id for each in remaining if each.owner == owner)]
 
@@ -269,6 +273,6 @@ def add_generate_routes(app: FastAPI, services: Services) -> None:
 
 
 def _uncounted(seconds: float, num_tokens: int) -> None:
-    """Does nothing: the tokens of a submission are timed when they are generated, not when they are
-    read.
+    """Does nothing, because the tokens of a submission are timed when they are generated, not when
+    they are read.
     """

@@ -38,7 +38,7 @@ def model_body(card: ModelCard, health: Health) -> dict[str, Any]:
 
 def _state(health: Health) -> str:
     if not health.loaded:
-        return "unloaded"  # loaded on the first request
+        return "unloaded"  # the first request loads the model
     return "loaded" if health.ready else "loading"
 
 

@@ -1,8 +1,8 @@
-"""GET /openapi.json and the list of capabilities, built from the routes and the body models.
+"""GET /openapi.json and /v1/capabilities, built from the routes and the classes of request bodies.
 
-FastAPI knows the routes and their responses. It does not know the bodies, because routes read them
-without FastAPI, to enforce limits and to parse large ones in a thread. The tables below list the
-bodies.
+FastAPI knows the routes and their responses. It does not know the request bodies, because routes
+read bodies without FastAPI, to enforce limits and to parse large bodies in a thread. The tables
+below list the bodies.
 """
 
 from collections.abc import Iterable
@@ -39,7 +39,7 @@ from engine.servers.schema import body, fields, messages, structured
 from engine.servers.schema.body import NO_EFFECT, off_values
 from engine.servers.serving.services import Services
 
-# JSON body of a POST to each path.
+# Maps paths to the JSON body of a POST.
 BODIES: dict[str, type[BaseModel]] = {
     "/detokenize": DetokenizeBody,
     "/generate": GenerateBody,
@@ -69,9 +69,9 @@ BODIES: dict[str, type[BaseModel]] = {
     "/v1/responses/input_tokens": TokenCountBody,
     "/v1/score": ScoreBody,
 }
-# Form fields of a POST that uploads a file, by path.
+# Maps paths to the form fields of a POST that uploads a file.
 FORMS: dict[str, type[BaseModel]] = {"/v1/files": UploadFields}
-# Query parameters of a GET, by path.
+# Maps paths to the query parameters of a GET.
 QUERIES: dict[str, type[BaseModel]] = {
     "/v1/batches": BatchQuery,
     "/v1/files": FileQuery,
@@ -109,7 +109,7 @@ _ANTHROPIC_ERROR_SCHEMA = {
         "request_id": {"type": "string"},
     },
 }
-# Event streams have no JSON schema.
+# Maps media types to the description of a response. Event streams have no JSON schema.
 _ANSWERS: dict[str, dict[str, Any]] = {
     "application/json": {"schema": {"type": "object"}},
     EventStream.media_type: {},
@@ -178,7 +178,7 @@ def _body(media_type: str, schema: dict[str, Any]) -> dict[str, Any]:
 
 
 def _form_schema(model: type[BaseModel]) -> dict[str, Any]:
-    """The schema of `model` with the uploaded file as another field."""
+    """The JSON schema of the form `model`, with the uploaded file as another field."""
     schema = model.model_json_schema(ref_template=_REFS)
     schema.pop("$defs", None)
     file = {"file": {"type": "string", "format": "binary"}}
@@ -192,7 +192,7 @@ def _query_parameters(model: type[BaseModel]) -> list[dict[str, Any]]:
 
 
 def api_routes(app: FastAPI) -> list[tuple[str, str]]:
-    """Method and path of every route."""
+    """The method and path of every public API route, sorted."""
     return sorted(
         (method, route.path_format)
         for route in app.routes
@@ -260,8 +260,8 @@ def add_capabilities_routes(app: FastAPI, services: Services) -> None:
 
 
 def _parameters(kind: type[BaseModel]) -> dict[str, Any]:
-    """The parameters of a body. `refused_unless` has the unsupported ones, with the values that
-    switch them off. Only these values are accepted.
+    """The parameters of the body `kind`. `refused_unless` maps each unsupported parameter to the
+    values that switch it off. The server accepts only these values.
     """
     refused = off_values(kind)
     others = NO_EFFECT

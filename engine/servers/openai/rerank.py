@@ -1,7 +1,7 @@
-"""POST /v1/rerank (also /rerank) and /v1/score: similarity of texts.
+"""POST /v1/rerank (also /rerank) and /v1/score, which compare texts.
 
-A score is the cosine of two embedding vectors, from -1 to 1. Only models trained for embeddings are
-accepted. With the hidden states of other models, scores would be meaningless.
+A score is the cosine of the embeddings of two texts, from -1 to 1. Only models that were trained
+for embeddings are accepted. With the hidden states of other models, scores would be meaningless.
 """
 
 import asyncio
@@ -113,9 +113,10 @@ def add_rerank_routes(app: FastAPI, services: Services) -> None:
         card = _comparing_model(services, request, body)
         texts = (body.query, *body.documents)
         made = await embed(services, request, ticket, card, body, "rerank", texts)
-        # This runs in a thread, because thousands of vectors would block the event loop.
+        # The scores are computed in a thread, because thousands of vectors would block the event
+        # loop.
         scores = await asyncio.to_thread(_similarities, made.vectors, 1)
-        # The sort is stable: equal scores keep their order.
+        # The sort is stable, so documents with equal scores keep their order.
         order = sorted(range(len(scores)), key=lambda index: -scores[index])
         results: list[dict[str, Any]] = [
             {"index": index, "relevance_score": scores[index]}
@@ -154,8 +155,8 @@ def add_rerank_routes(app: FastAPI, services: Services) -> None:
 
 
 def _similarities(vectors: NDArray[np.float32], num_left: int) -> list[float]:
-    """Cosines of the first `num_left` vectors with the other vectors, in pairs. If `num_left` is 1,
-    the first vector is compared with all others.
+    """The cosines of pairs: vector `i` of the first `num_left` with vector `i` of the rest. If
+    `num_left` is 1, the first vector is compared with each other vector.
     """
     left, right = np.split(unit_rows(vectors), [num_left])
     scores: list[float] = (left * right).sum(axis=1).tolist()

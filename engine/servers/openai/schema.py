@@ -40,7 +40,7 @@ class OpenAIBody(SamplingBody):
     guided_choice: fields.GuidedChoice = None
     guided_grammar: fields.GuidedGrammar = None
     structured_outputs: fields.StructuredOutputs = None
-    # OpenAI replaced `user` by these two fields.
+    # OpenAI replaced the field `user` by these two fields.
     safety_identifier: fields.EndUser | None = None
     prompt_cache_key: Annotated[str, Field(max_length=512)] | None = None
 
@@ -87,7 +87,9 @@ class OpenAIBody(SamplingBody):
 
 
 class EndOfPrompt(BaseModel):
-    """How a rendered conversation ends: with a generation prompt, or inside the last message."""
+    """How the prompt of a conversation ends: with the template's generation prompt, or inside the
+    last message, which the model then continues.
+    """
 
     model_config = ConfigDict(strict=True, extra="forbid", frozen=True, defer_build=True)
 
@@ -97,7 +99,9 @@ class EndOfPrompt(BaseModel):
 
     @property
     def adds_generation_prompt(self) -> bool:
-        """True by default, unless the last message is to be continued."""
+        """Whether a generation prompt is added. The default is yes, unless the last message is
+        continued.
+        """
         if self.add_generation_prompt is None:
             return not self.continue_final_message
         return self.add_generation_prompt
@@ -173,8 +177,8 @@ class CompletionBody(OpenAIBody):
         return self
 
     def params(self, card: ModelCard) -> SamplingParams:
-        """Sampling parameters. If `max_tokens` is 0, they ask for one token, which is left out of
-        the answer.
+        """Sampling parameters for the backend. If `max_tokens` is 0, they request one token, which
+        is left out of the answer.
         """
         limit = 1 if self.only_echoes else self.max_tokens or DEFAULT_COMPLETION_TOKENS
         return self.sampling(card, limit, self.logprobs)

@@ -1,7 +1,7 @@
 """POST /tokenize and /detokenize, in vLLM's format.
 
-A conversation is rendered exactly as for `/v1/chat/completions`. The name of a control token in a
-prompt is tokenized as plain text.
+A conversation is rendered exactly as for `/v1/chat/completions`. If a prompt contains the name of a
+control token, such as `<|im_end|>`, this name is tokenized as plain text.
 """
 
 from typing import Annotated, Any
@@ -22,7 +22,8 @@ from engine.servers.serving.chat import check_tools, known_options
 from engine.servers.serving.services import Services, json_response
 
 MAX_IDS = 2**20
-# Max different tokens to return as text. Each of them takes one call of the backend.
+# Max number of different tokens that are returned as text. Each of them takes one call of the
+# backend.
 MAX_TOKEN_STRS = 65_536
 
 
@@ -45,7 +46,7 @@ _IDS_SCHEMA = {
 
 
 class TokenizeBody(EndOfPrompt):
-    """A `prompt`, or `messages` with their options."""
+    """The body has either a `prompt`, or `messages` with their options."""
 
     model: fields.ModelName | None = None
     prompt: str | None = None

@@ -1,5 +1,6 @@
-"""GET /v1/admin/routes: the backends of each model, their state, and why recent requests were sent
-to their backend.
+"""Reports on routing. /v1/admin/routes shows the backends of each model, their state, and why
+recent requests were sent to which backend. /v1/admin/shadow shows how answers of shadow backends
+differ.
 """
 
 from typing import Any
@@ -43,14 +44,18 @@ def add_admin_routes(app: FastAPI, services: Services) -> None:
 
 
 def who_is(request: Request) -> str:
-    """The key's name and the client's address, for the audit log; never the key itself."""
+    """Who sent the request, for the audit log: the name of the API key and the client's address. It
+    never contains the key itself.
+    """
     principal = principal_of(request)
     address = request.client.host if request.client else "this process"
     return f"{principal.key or principal.name or 'anyone'}@{address}"
 
 
 def _only_backend(services: Services) -> list[dict[str, Any]]:
-    """The report about models for a server without a router, in the router's format."""
+    """The list of models and their backends for a server without a router, in the router's
+    format.
+    """
     health = services.backend.health()
     stats = services.backend.stats()
     hit_rate = None

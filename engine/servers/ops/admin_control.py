@@ -1,4 +1,4 @@
-"""/v1/admin: draining, the log level, limits, keys, and the audit log."""
+"""Routes below /v1/admin: draining, the log level, limits, API keys, plugins, and the audit log."""
 
 import asyncio
 import logging
@@ -36,7 +36,7 @@ class LevelBody(AdminBody):
 
 
 class LimitsBody(AdminBody):
-    """Limits that are not given stay; null removes a limit."""
+    """New limits. A limit that is missing in the body stays unchanged; null removes a limit."""
 
     requests_per_minute: Rate = None
     tokens_per_minute: Tokens = None
@@ -114,8 +114,8 @@ def _add_keys_routes(app: FastAPI, services: Services, audit: AuditLog) -> None:
     lock = asyncio.Lock()
 
     async def changed(change: Callable[[Path], T]) -> T:
-        """Apply `change` to the keys file, then reload the keys from it. So the change is still
-        there after a restart.
+        """Apply `change` to the keys file, then load the keys from that file. So the change takes
+        effect at once and is still there after a restart.
         """
         path = services.settings.server.keys_file
         if path is None:
@@ -160,8 +160,8 @@ def _add_keys_routes(app: FastAPI, services: Services, audit: AuditLog) -> None:
 
 
 def _remove(services: Services, path: Path, name: str) -> KeyEntry:
-    """Remove a key. The last client key can't be removed, because without any key all clients would
-    be accepted.
+    """Remove a key from the keys file. The last key for clients can't be removed, because without
+    any key all clients would be accepted.
     """
     users = [key for key in key_file.read_keys(path) if key.role == "user"]
     is_last = [key.name for key in users] == [name]

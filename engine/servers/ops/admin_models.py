@@ -26,7 +26,9 @@ class AdminBody(BaseModel):
 
 
 class LoadBody(AdminBody):
-    """A `model` from `engine list`, optionally under its own `id`."""
+    """A model to load. `model` is a name from `engine list`; with an admin key, other models are
+    possible too. Clients use the model under the name `id`, by default `model`.
+    """
 
     model: Annotated[str, Field(min_length=1, max_length=4096)]
     id: ModelId | None = None
@@ -36,7 +38,7 @@ class LoadBody(AdminBody):
 
 class NamedBody(AdminBody):
     id: ModelId
-    # time for running requests to finish
+    # Max seconds to wait for running requests. The default is `server.drain_timeout_s`.
     wait_s: Annotated[float, Field(ge=0, le=3600)] | None = None
 
 
@@ -109,8 +111,8 @@ def _patience(services: Services, body: NamedBody) -> float:
 
 
 def _check_origin(request: Request, body: LoadBody) -> None:
-    """If the request has no admin key, only allow models that `engine list` shows, on our own
-    backends and without options.
+    """Refuse options that contain secrets. If the request has no admin key, also refuse all
+    options, external backends, and models that `engine list` does not show.
     """
     try:
         refuse_secrets(body.options)

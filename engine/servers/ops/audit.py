@@ -1,8 +1,8 @@
 """The audit log: one JSON line for every administrative change, with its author and time.
 
-The file is in the storage directory and only this user can read it. Lines are only appended. When
-the file reaches a size limit, it is renamed to `audit.jsonl.1`, which replaces the previous one.
-The file has no secrets: it has the names of keys, not the keys.
+The file is in the storage directory, and only the user that runs the server can read it. Lines are
+only appended. When the file reaches a size limit, it is renamed to `audit.jsonl.1`, which replaces
+an older file of that name. The file has no secrets: it has the names of keys, not the keys.
 """
 
 import asyncio
@@ -34,8 +34,8 @@ class AuditLog:
     async def change(
         self, who: str, action: str, target: str = "", **detail: Any
     ) -> AsyncIterator[dict[str, Any]]:
-        """A context for a change. At its end, the change is logged, also if it failed. Entries that
-        are added to the yielded dictionary become part of the log line.
+        """A context in which a change is made. When the context ends, the change is logged, even if
+        it failed. Entries that are added to the yielded dictionary become part of the log line.
         """
         result = "ok"
         try:
@@ -52,7 +52,9 @@ class AuditLog:
     async def write(
         self, who: str, action: str, target: str, result: str, detail: dict[str, Any]
     ) -> None:
-        """Append a line. A disk error is only logged, because the change has already been made."""
+        """Append a line to the file. A disk error is only logged, because the change has already
+        been made.
+        """
         entry = {
             "ts": datetime.now(UTC).isoformat(timespec="milliseconds"),
             "who": who,
@@ -70,7 +72,7 @@ class AuditLog:
                 logger.error("the audit log %s can't be written: %s", self.path, error)
 
     async def newest(self, count: int) -> list[dict[str, Any]]:
-        """The newest entries of the current file, newest first."""
+        """The newest `count` entries of the current file, newest first."""
         return await asyncio.to_thread(self._read, count)
 
     def _append(self, line: bytes) -> None:
@@ -94,7 +96,7 @@ class AuditLog:
 
 
 def _decoded(line: bytes) -> dict[str, Any] | None:
-    """The parsed line; None for a line cut off by a crash."""
+    """The parsed log line. None if it is invalid JSON, because a crash cut it off."""
     try:
         return msgspec.json.decode(line, type=dict[str, Any])
     except msgspec.DecodeError:

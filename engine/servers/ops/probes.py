@@ -1,9 +1,10 @@
-"""Serves probes on a separate port, in a thread with its own event loop. So probes are answered
-even if the server is busy, and an orchestrator does not restart it.
+"""Health probes: `/livez`, `/readyz` and `/health`, and the metrics route.
 
-The main event loop writes its state a few times a second, and the thread only reads this state. So
-threads share no other objects. If the main event loop is stuck, its updates stop, and the probe
-fails.
+`ProbeServer` serves the probes on a separate port, in a thread with its own event loop. So probes
+are answered even if the server is busy, and an orchestrator does not restart it. The main event
+loop writes the server's state a few times a second, and the thread only reads this state. The
+threads share no other objects. If the main event loop is stuck, its updates stop, and the probes
+fail.
 """
 
 import asyncio
@@ -86,21 +87,23 @@ def status_response(status: str, *, ok: bool, figures: dict[str, Any] | None = N
 
 
 NOTE_EVERY_S = 0.25
-# If the event loop has not updated its state for this many seconds, it is stuck. No request blocks
-# it for nearly that long.
+# If the main event loop has not updated the state for this many seconds, it is stuck. No request
+# blocks the event loop for nearly that long.
 STUCK_AFTER_S = 30.0
 CLOSE_TIMEOUT_S = 1
 
 
 @dataclass(frozen=True, slots=True)
 class Noted:
+    """The server's state at the time `at` (`time.monotonic()`), for the probe thread."""
+
     at: float
     is_accepting: bool
     is_healthy: bool
 
 
 class ProbeServer:
-    """A server component that runs the probe thread."""
+    """A background component of the server that answers probes in its own thread."""
 
     def __init__(self, services: Services, sock: socket.socket) -> None:
         self._services = services

@@ -1,7 +1,7 @@
-"""Reloads settings while the server runs: keys, limits and the log level.
+"""Reloads settings while the server runs: API keys, limits and the log level.
 
-Settings are read from their original sources. If one is invalid, nothing changes. Other settings
-that have changed take effect at the next start.
+Settings are read again from where they came at startup. If a setting is invalid, nothing changes.
+Changes of other settings take effect at the next start.
 """
 
 import asyncio
@@ -16,6 +16,7 @@ from engine.servers.serving.services import Services
 
 logger = logging.getLogger(__name__)
 
+# Settings that a reload applies at once. The section `limits` is applied at once too.
 LIVE_KEYS = frozenset(
     {
         *("server.api_key", "server.api_key_file", "server.admin_key", "server.admin_key_file"),
@@ -29,8 +30,8 @@ def audit_of(services: Services) -> AuditLog:
 
 
 async def set_log_level(services: Services, level: str) -> dict[str, Any]:
-    """Set the level in this process and its engines. Returns the previous level, and the engines
-    that could not be changed.
+    """Set the log level in this process and in its engine processes. Returns the previous level as
+    `before`. If some engines could not be changed, `untold` lists them.
     """
     before = set_level(level)
     untold = await services.backend.set_log_level(level)
@@ -38,7 +39,7 @@ async def set_log_level(services: Services, level: str) -> dict[str, Any]:
 
 
 async def reload_settings(services: Services, who: str) -> None:
-    """Reload the settings because of a signal. Errors are only logged."""
+    """Reload the settings after a signal. Errors are only logged."""
     try:
         await reread(services, who)
     except EngineError as error:
@@ -46,7 +47,9 @@ async def reload_settings(services: Services, who: str) -> None:
 
 
 async def reread(services: Services, who: str) -> dict[str, Any]:
-    """Reload the settings and return what is now used. Raises `ConfigError` if one is invalid."""
+    """Reload the settings. Returns what is in use now: the number of keys, the log level, and the
+    changed settings that need a restart. Raises `ConfigError` if a setting is invalid.
+    """
     async with audit_of(services).change(who, "reload") as detail:
         new = await _settings(services)
         await asyncio.to_thread(services.keys.load, new.server)

@@ -1,8 +1,9 @@
 """Prefills prompts in advance, so that later requests with the same prefix hit the prefix cache.
 
-The file has one prompt per line. A line is plain text or JSON: a string, or an object with
-`messages` or `prompt`. Tenants don't share cached prefixes. So each prompt is computed for every
-tenant that has a key, or only for one given tenant.
+The prompts come from an admin request, or at startup from the file `cache.warm_file`. That file has
+one prompt per line. A line is plain text or JSON: a string, or an object with `messages` or
+`prompt`. Tenants don't share cached prefixes. So each prompt is computed for every tenant that has
+a key, or only for one given tenant.
 """
 
 import asyncio
@@ -31,7 +32,7 @@ logger = logging.getLogger(__name__)
 MAX_PROMPTS = 1_000
 MAX_FILE_BYTES = 64 * 2**20
 AT_ONCE = 4
-# The lowest priority: these requests run after all interactive requests.
+# The lowest priority, so that these requests run after all requests of clients.
 PRIORITY = 100
 READY_POLL_S = 0.05
 
@@ -39,7 +40,9 @@ Prompt = str | dict[str, Any]
 
 
 def read_prompts(path: Path) -> list[Prompt]:
-    """Read the file. For an invalid line, raises a `ConfigError` with its number."""
+    """Read the prompts in a file, one per line. Empty lines are skipped. For an invalid line,
+    raises a `ConfigError` with the number of the prompt.
+    """
     try:
         with path.expanduser().open("rb") as file:
             text = file.read(MAX_FILE_BYTES).decode()
@@ -52,8 +55,8 @@ def read_prompts(path: Path) -> list[Prompt]:
 
 
 def tenants_of(services: Services, name: str | None = None) -> list[str]:
-    """Tenants whose prefixes can be cached in advance. If there are no keys, this is one tenant
-    with an empty name.
+    """The ids of all tenants that have a key, or the id of the tenant called `name`. If there are
+    no keys, all clients are one tenant, whose id is empty.
     """
     known = {
         each.principal.name: services.keys.label(each.principal)
@@ -71,7 +74,9 @@ def tenants_of(services: Services, name: str | None = None) -> list[str]:
 async def warm(
     services: Services, prompts: Sequence[Prompt], tenants: Sequence[str], model: str | None = None
 ) -> dict[str, Any]:
-    """Prefill the prompts and return the counts. A refused prompt does not stop the others."""
+    """Prefill each prompt for each tenant. Returns the number of prompts and tokens, the time, and
+    the first errors. If the backend refuses a prompt, the other prompts are still computed.
+    """
     resolved = services.find_model(model)
     requests = [_request(prompt, resolved.id) for prompt in prompts]
     began, places = time.monotonic(), asyncio.Semaphore(AT_ONCE)
@@ -106,8 +111,8 @@ async def warm(
 
 
 class WarmStart:
-    """A server component that warms the cache from a file, in the background, once the model is
-    ready.
+    """A background component that warms the prefix cache with the prompts of a file, once the model
+    is ready.
     """
 
     def __init__(self, services: Services, path: Path) -> None:

@@ -1,10 +1,10 @@
 """Creates a response: builds the conversation, reads the backend's events, stores the result.
 
-A response is stored when it has ended, either complete or cut off by the length limit. It is stored
-before the client gets the end, so the client can continue from it at once. A response is not stored
-if it failed or if the client disconnected. Responses are stored by default, but few clients need
-this. So if the storage fails, only requests with `store: true` fail. Other requests get their
-answer with `store` set to false, and a warning.
+A response is stored when it has ended, whether it is complete or cut off by the length limit. It is
+stored before the client gets the end of the answer, so the client can continue from it at once. A
+response is not stored if it failed or if the client disconnected. Responses are stored by default,
+but few clients need this. So if the storage fails, only requests with `store: true` fail. Other
+requests get their answer with `store` set to false, and a warning.
 """
 
 import asyncio
@@ -40,8 +40,8 @@ from engine.servers.serving.chat import (
 from engine.servers.serving.event_pump import EventPump
 from engine.servers.serving.services import Services
 
-# Up to this many items are converted on the event loop. Starting a thread for them would take
-# longer.
+# Conversations of up to this many items are converted to messages on the event loop. Starting a
+# thread for them would take longer.
 INLINE_ITEMS = 64
 
 Messages = tuple[dict[str, Any], ...]
@@ -50,13 +50,13 @@ Messages = tuple[dict[str, Any], ...]
 @dataclass(frozen=True, slots=True)
 class ResponsePrompt:
     messages: Messages
-    input: Sequence[Item]  # this request's own items, with references resolved
-    ancestors: Sequence[str]  # earlier responses of the conversation, oldest first
+    input: Sequence[Item]  # items of this request, without references
+    ancestors: Sequence[str]  # ids of the earlier responses, oldest first
 
 
 class Recorder:
-    """Passes on the events of a backend and builds the response from them. `save` stores the
-    response, and returns the response to send to the client.
+    """Passes on the events of a backend and builds the response from them. At the end, `save`
+    stores the response and returns the response to send to the client.
     """
 
     def __init__(self, begun: Item, save: Callable[[Item], Awaitable[Item]] | None) -> None:
@@ -121,7 +121,9 @@ class ResponseMaker:
         return begun, recorder, pump
 
     async def prompt(self, body: PromptBody, owner: str) -> ResponsePrompt:
-        """The whole conversation, without the instructions of earlier turns."""
+        """The whole conversation: earlier turns from the store, then the items of this request.
+        Instructions of earlier turns are left out.
+        """
         turns = []
         if body.previous_response_id is not None:
             turns = await self._store.conversation(body.previous_response_id, owner)
@@ -153,8 +155,8 @@ class ResponseMaker:
     def _template_options(
         self, request: Request, body: PromptBody, card: ModelCard
     ) -> dict[str, Any]:
-        """Options of the model's chat template for `reasoning`. Warns about what the template does
-        not support.
+        """Chat template options for `reasoning`. Warns the client about what the model's template
+        does not support.
         """
         services, reasoning = self._services, body.reasoning
         if body.text is not None and body.text.verbosity is not None:
@@ -168,7 +170,9 @@ class ResponseMaker:
         return effort_options(services, request, card, reasoning.effort, "reasoning.effort")
 
     async def _resolved(self, items: Sequence[Item], owner: str) -> list[Item]:
-        """Replace item references by the stored items."""
+        """Replace references to stored items by these items. Raises if a stored item does not
+        exist.
+        """
         wanted = {response_of(item["id"]) for item in items if item["type"] == "item_reference"}
         if not wanted:
             return list(items)
@@ -197,7 +201,9 @@ class ResponseMaker:
         return True
 
     def _not_stored(self, request: Request, body: ResponseBody, error: EngineError) -> None:
-        """Warn that the response was not stored. Raises if the client set `store: true`."""
+        """Warn the client that its response is not stored. Raises `error` instead if the client set
+        `store: true` or the server is strict.
+        """
         if body.store or self._services.settings.server.strict:
             raise error
         record_of(request.scope).warnings.append("store: the response could not be stored")

@@ -1,8 +1,8 @@
 """Formats a response as a `response` object, and its stream as SSE events.
 
 Each event has a `type`, which is also the name of the SSE event, and an increasing
-`sequence_number`. A failed stream ends with two events: on `error`, OpenAI's SDKs raise an
-exception; `response.failed` is for clients that wait for a final state. This API has no `[DONE]`.
+`sequence_number`. A failed stream ends with two events. OpenAI's SDKs raise an exception on
+`error`; other clients wait for the final state in `response.failed`. This API has no `[DONE]`.
 """
 
 import time
@@ -23,7 +23,9 @@ from engine.servers.serving.event_pump import OutputEvent
 
 
 def outline(body: ResponseBody, response_id: str, card: ModelCard, is_stored: bool) -> Item:
-    """A response that has just started: the request's parameters, and no output yet."""
+    """A `response` object that has just started: it has the request's parameters and no output
+    yet.
+    """
     reasoning = body.reasoning or ReasoningConfig()
     return {
         "id": response_id,
@@ -63,7 +65,9 @@ def outline(body: ResponseBody, response_id: str, card: ModelCard, is_stored: bo
 
 
 def finished(begun: Item, output: Output, usage: UsageEvent) -> Item:
-    """`begun` with its output. It is incomplete if the length limit was reached."""
+    """The response `begun` with its output and usage. Its status is `incomplete` if the length
+    limit was reached.
+    """
     ending: Item
     if output.finish is not None and output.finish.reason == "length":
         ending = {"status": "incomplete", "incomplete_details": {"reason": "max_output_tokens"}}
@@ -73,7 +77,7 @@ def finished(begun: Item, output: Output, usage: UsageEvent) -> Item:
 
 
 def failed(begun: Item, output: Output, error: EngineError) -> Item:
-    """`begun` with the partial output and the error."""
+    """The response `begun` with its partial output and the error."""
     code = "server_error"
     if isinstance(error, RateLimitError):
         code = "rate_limit_exceeded"
@@ -95,7 +99,7 @@ def usage_body(usage: UsageEvent) -> dict[str, Any]:
 
 
 _encode = msgspec.json.Encoder().encode
-# Event names for the text of each kind of item.
+# Maps the type of an item to the event name for its text, without `.delta` or `.done`.
 _TEXTS = {
     "message": "response.output_text",
     "reasoning": "response.reasoning_text",
@@ -104,8 +108,8 @@ _TEXTS = {
 
 
 class ResponseStream:
-    """The SSE events of a response. `finished` returns the complete response after a successful
-    generation.
+    """Formats a streamed response as SSE events. After a successful generation, `finished` returns
+    the complete response.
     """
 
     def __init__(self, begun: Item, finished: Callable[[], Item]) -> None:
@@ -129,8 +133,8 @@ class ResponseStream:
 
     def failure(self, error: EngineError) -> bytes:
         detail = error_fields(error)
-        # OpenAI documents an error with its fields at the top level. But it sends them in a nested
-        # object, and its SDKs only raise for that. So send both.
+        # OpenAI documents error events with their fields at the top level. But OpenAI sends them in
+        # a nested object, and its SDKs raise only for the nested form. So both forms are sent.
         flat = {key: detail[key] for key in ("code", "message", "param")}
         return self._event("error", **flat, error=detail) + self._event(
             "response.failed", response=failed(self._begun, self._output, error)

@@ -1,6 +1,6 @@
-"""Parses input items into one normalized form, which is also stored.
+"""Parses the items of a request's `input` into one normalized form, which is also the stored form.
 
-Clients often send complete output items back as input. So all fields of output items are accepted;
+Clients often send complete output items back as input. So all fields of output items are accepted,
 some of them only if they are empty. Only text is supported. Parsing stops at the first error, which
 names its place in the input.
 """
@@ -19,11 +19,11 @@ Item = dict[str, Any]
 
 _ROLES = ("user", "assistant", "system", "developer")
 _STATUSES = ("in_progress", "completed", "incomplete")
-# Each kind of text part, and its field with the text.
+# Maps the types of text parts to the field that has the text.
 _PARTS = {"input_text": "text", "output_text": "text", "refusal": "refusal"}
 # Fields of output text that are ignored, because a prompt can't use them.
 _PART_NOTES = ("annotations", "logprobs", "parsed")
-# Fields that OpenAI's built-in tools set; accepted only if empty.
+# Fields that OpenAI's built-in tools set. They are accepted only if they are empty.
 _EMPTY_ONLY = ("phase", "caller", "namespace", "created_by", "encrypted_content")
 
 
@@ -38,7 +38,9 @@ def parse_input(value: Any) -> tuple[Item, ...]:
 
 
 def with_ids(items: Sequence[Item], response_id: str) -> list[Item]:
-    """Give every item an id. It is the client's id, or else made from the item's index."""
+    """Give every item an id: the client's id if there is one, otherwise an id made from the item's
+    index.
+    """
     return [
         {"id": item_id(item["type"], response_id, index, is_input=True)} | item
         for index, item in enumerate(items)
@@ -57,13 +59,17 @@ _INDEX_DIGITS = 4
 
 
 def item_id(kind: str, response_id: str, index: int, *, is_input: bool = False) -> str:
-    """An id made of the response's id and the item's index, so the item can be found by it."""
+    """An id made of the response's id and the item's index. So the stored response can be found
+    from the item's id.
+    """
     place = index | _INPUT_MARK if is_input else index
     return f"{_PREFIXES[kind]}{response_id.removeprefix(_RESPONSE)}{place:0{_INDEX_DIGITS}x}"
 
 
 def response_of(item_id: str) -> str:
-    """The id of the response that an item id belongs to, if the id is one of ours."""
+    """The id of the response to which an item belongs. This is only valid if `item_id` made the
+    id.
+    """
     return _RESPONSE + item_id.partition("_")[2][:-_INDEX_DIGITS]
 
 
@@ -192,7 +198,7 @@ def _reference(item: Item, where: str) -> Item:
     return {"id": short_text(item.get("id"), f"{where}.id", MAX_ID)}
 
 
-# Item type -> parser and allowed fields.
+# Maps the type of an item to its parser and its allowed fields.
 _PARSERS: dict[str, tuple[Callable[[Item, str], Item], tuple[str, ...]]] = {
     "message": (_message, ("role", "content")),
     "function_call": (_function_call, ("call_id", "name", "arguments")),

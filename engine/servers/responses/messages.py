@@ -1,4 +1,4 @@
-"""Converts items to chat messages.
+"""Converts items of the Responses API to chat messages.
 
 The items of one answer (reasoning, text, calls) become one assistant message. So the prompt starts
 with exactly the tokens of the previous turn and can reuse its cached blocks.
@@ -17,8 +17,9 @@ Item = dict[str, Any]
 def to_messages(
     instructions: str | None, earlier: Iterable[Item], own: Sequence[Item]
 ) -> tuple[dict[str, Any], ...]:
-    """Convert items to chat messages. Errors name `previous_response_id` for an `earlier` (stored)
-    item, and `input` for one of `own`.
+    """Convert items to chat messages. An error in an `earlier` (stored) item names
+    `previous_response_id`. An error in one of `own`, the request's items, names its place in
+    `input`.
     """
     conversation = _Conversation()
     if instructions:
@@ -57,7 +58,7 @@ class _Conversation:
 
     def _add_answer(self, text: str) -> None:
         last = self._last_of_assistant()
-        # If the last message has only reasoning so far, this text belongs to it.
+        # If the last message has only reasoning so far, this text belongs to the same answer.
         if last is not None and not last["content"] and "tool_calls" not in last:
             last["content"] = text
         else:

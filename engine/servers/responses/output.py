@@ -1,8 +1,9 @@
-"""Converts events to output items: reasoning, a message, function calls, in order.
+"""Converts the backend's events to output items, in order: reasoning, a message, function calls.
 
 One item is open at a time. An event of another kind closes it. A stream uses two `Output` objects:
-one builds the finished response as events arrive, the other gives the changes to send to the
-client. Ids of items are derived from the response id and the index, so both have the same items.
+one builds the finished response as events arrive, the other provides the changes to send to the
+client. Ids of items are derived from the response id and the index, so both objects have the same
+items.
 """
 
 from collections.abc import Sequence
@@ -23,7 +24,7 @@ Kind = Literal["reasoning", "message", "function_call"]
 
 
 class Change(NamedTuple):
-    """One change of an item, with the item's state after it."""
+    """One change of an output item. `item` is the item's state after the change."""
 
     step: Literal["added", "delta", "done"]
     output_index: int
@@ -33,7 +34,9 @@ class Change(NamedTuple):
 
 
 class _OpenItem:
-    """The item being written. `key` is different for each tool call of a turn."""
+    """The item that is being written. `key` is the index of a tool call, so that each call is a
+    separate item. It is 0 for other items.
+    """
 
     def __init__(self, kind: Kind, key: int, item: Item) -> None:
         self.kind = kind
@@ -56,7 +59,7 @@ class Output:
         self.finish: FinishEvent | None = None
         self._response_id = response_id
         self._open: _OpenItem | None = None
-        # logprobs of tokens whose text has not arrived yet
+        # Logprobs of tokens whose text has not arrived yet.
         self._early_logprobs: list[TokenText] = []
 
     def push(self, event: OutputEvent) -> list[Change]:
@@ -78,7 +81,7 @@ class Output:
             self._early_logprobs.clear()
             return self._write("message", event.text, logprobs=logprobs)
         # The event has no text: its tokens are an incomplete character, or part of reasoning or of
-        # a call.
+        # a tool call.
         if self._open is None or self._open.kind == "message":
             self._early_logprobs += logprobs
         return []
@@ -131,13 +134,14 @@ class Output:
 
     def _end(self, event: FinishEvent) -> list[Change]:
         self.finish = event
-        # An answer without any item gets an empty message, because the next turn needs one.
+        # An answer without any item gets an empty message, because the next turn needs an answer to
+        # follow.
         changes = [] if self._open or self.items else self._write("message", "")
         return changes + self._close(is_complete=event.reason != "length")
 
 
 def part_of(kind: Kind, text: str, logprobs: Sequence[TokenText]) -> Item:
-    """The single content part of a message or of reasoning."""
+    """The only content part of a message item or a reasoning item."""
     if kind == "reasoning":
         return {"type": "reasoning_text", "text": text}
     return {

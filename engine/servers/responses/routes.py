@@ -1,4 +1,6 @@
-"""/v1/responses: create (whole or streamed), read, list inputs, delete, count tokens."""
+"""/v1/responses: create a response (whole or streamed), read it, list its input items, delete it,
+and count the tokens of a prompt.
+"""
 
 from typing import Annotated
 

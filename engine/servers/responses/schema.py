@@ -1,8 +1,8 @@
 """Request bodies of `/v1/responses`: OpenAI's fields, and the sampling fields that all endpoints
 share.
 
-Built-in tools, conversations, prompt templates and background work don't exist here. Parameters for
-them are refused with an error that names the parameter.
+OpenAI's built-in tools, conversations, prompt templates and background responses are not supported.
+Their parameters are refused with an error that names the parameter.
 """
 
 from typing import Annotated, Any, Literal
@@ -40,7 +40,8 @@ from engine.servers.schema.messages import check_format_and_choice
 MAX_INCLUDES = 32
 LOGPROBS = "message.output_text.logprobs"
 ENCRYPTED_REASONING = "reasoning.encrypted_content"
-# Other values concern OpenAI's built-in tools, which don't exist here.
+# Values of `include`. All but the first two concern OpenAI's built-in tools and images, which this
+# server lacks. They have no effect.
 Includable = Literal[
     "message.output_text.logprobs",
     "reasoning.encrypted_content",
@@ -56,7 +57,9 @@ _STRICT = ConfigDict(strict=True, extra="forbid", frozen=True, defer_build=True)
 
 
 def refused(instead: str, *no_effect: Any) -> tuple[PlainValidator, WithJsonSchema, OffValues]:
-    """Annotations of a parameter that is refused unless it is null or in `no_effect`."""
+    """Pydantic annotations for a parameter that is refused unless it is null or in `no_effect`.
+    `instead` says in the error what the client should do.
+    """
 
     def check(value: Any, info: ValidationInfo) -> None:
         if asks_for_nothing(value, no_effect):
@@ -71,7 +74,8 @@ def refused(instead: str, *no_effect: Any) -> tuple[PlainValidator, WithJsonSche
     return PlainValidator(check), schema, OffValues(no_effect)
 
 
-# Logprobs of stored responses are always included. One query value arrives as a string.
+# Values of `include` when a stored response is read. Logprobs are always included, so they are
+# accepted. A single value in a query arrives as a string.
 AlwaysThere = Annotated[
     list[Literal["message.output_text.logprobs"]],
     Field(max_length=MAX_INCLUDES),
@@ -142,7 +146,7 @@ class ItemsQuery(Query):
 
 
 class PromptBody(BaseModel):
-    """Fields that determine the prompt."""
+    """Fields of `/v1/responses` that determine the prompt."""
 
     model_config = _STRICT
 
@@ -184,8 +188,8 @@ class TokenCountBody(PromptBody):
 
 
 class OutputLimit(BaseModel):
-    """A base class before the sampling fields, so that its errors are reported first, as for
-    `max_tokens`.
+    """The length limit. It is in a base class of its own, so that its errors are reported before
+    those of other fields, as for `max_tokens`.
     """
 
     model_config = _STRICT
@@ -201,7 +205,7 @@ class ResponseBody(PromptBody, SamplingBody, OutputLimit):
     stream_options: StreamOptions | None = None
     safety_identifier: fields.EndUser | None = None
     prompt_cache_key: ShortText | None = None
-    # Limits calls of built-in tools, which don't exist here.
+    # This limits calls of OpenAI's built-in tools. It has no effect, because this server has none.
     max_tool_calls: Annotated[int, Field(ge=1, le=2**31 - 1)] | None = None
     max_tokens: Annotated[None, *refused("send max_output_tokens")] = None
     n: Annotated[None, *refused("a response has one answer", 1)] = None

@@ -1,4 +1,5 @@
-"""Stored responses, from which `previous_response_id` continues, even after a restart.
+"""Stores responses, so that a request can continue one with `previous_response_id`, even after a
+restart.
 
 A table row is one turn: its input, its response and the id of the previous turn. Only the tenant
 who made a turn can see it. A turn expires some time after it was made or last continued, so all
@@ -52,7 +53,7 @@ Item = dict[str, Any]
 
 
 class Turn(msgspec.Struct, frozen=True):
-    """One stored response with its input."""
+    """One stored response with the input items of its request."""
 
     id: str
     previous_id: str | None
@@ -79,7 +80,7 @@ class ResponseStore:
         self._now = now
 
     async def start(self) -> None:
-        """Does nothing, because the file is opened on first use."""
+        """Does nothing, because the database file is opened on first use."""
 
     async def stop(self) -> None:
         await self._database.close()
@@ -91,7 +92,9 @@ class ResponseStore:
     async def save(
         self, body: dict[str, Any], owner: str, input: Sequence[Item], ancestors: Sequence[str]
     ) -> None:
-        """Store a finished response. `ancestors`, the earlier turns, get the same expiry."""
+        """Store a finished response. `ancestors` are the ids of the earlier turns, whose expiry is
+        extended to that of this response.
+        """
         end = self._now() + self._ttl_s
 
         def work(connection: sqlite3.Connection) -> None:
@@ -114,11 +117,13 @@ class ResponseStore:
         await self._database.run(work)
 
     async def body(self, response_id: str, owner: str) -> bytes:
-        """The response as it was sent, as JSON bytes."""
+        """The JSON bytes of a response, as it was sent to the client."""
         return bytes((await self._row(response_id, owner))["body"])
 
     async def input_items(self, response_id: str, owner: str) -> list[Item]:
-        """The input items of this response's own request, without earlier turns."""
+        """The input items of the request that made this response, without those of earlier
+        turns.
+        """
         row = await self._row(response_id, owner)
         return await asyncio.to_thread(msgspec.json.decode, row["input"], type=list[Item])
 
@@ -131,7 +136,7 @@ class ResponseStore:
         await self._database.run(work)
 
     async def conversation(self, response_id: str, owner: str) -> list[Turn]:
-        """The turn with that id and all earlier ones, oldest first."""
+        """The turn `response_id` and all earlier turns of its conversation, oldest first."""
 
         def work(connection: sqlite3.Connection) -> list[Turn]:
             turns: list[Turn] = []
@@ -150,7 +155,7 @@ class ResponseStore:
         return await self._database.run(work)
 
     async def turns(self, ids: Iterable[str], owner: str) -> dict[str, Turn]:
-        """Id -> turn, for those of the given ids that exist."""
+        """Maps each of `ids` to its turn. Ids that don't exist are left out."""
 
         def work(connection: sqlite3.Connection) -> dict[str, Turn]:
             found: dict[str, Turn] = {}
@@ -205,8 +210,8 @@ def _turn(row: sqlite3.Row) -> Turn:
 
 
 def _check_size(num_turns: int, num_bytes: int, param: str) -> None:
-    """Raise if the conversation is too long. Otherwise a short request could cause any amount of
-    reading.
+    """Raise if a conversation has too many turns or bytes. Without this limit, a short request
+    could make the server read any amount of data.
     """
     if num_turns > MAX_TURNS or num_bytes > MAX_CONVERSATION_BYTES:
         raise InvalidRequestError(

@@ -1,8 +1,8 @@
-"""Parses tools, tool choice and `text.format`. In this API they are nested less deeply than in chat
-completions.
+"""Parses tools, tool choice and `text.format` of the Responses API. They are less deeply nested
+than in chat completions.
 
 They are converted to the form of chat completions and parsed by the same functions. Field paths in
-errors are converted back.
+error messages are converted back.
 """
 
 from collections.abc import Callable
@@ -18,13 +18,16 @@ from engine.servers.schema.structured import ResponseFormat, read_response_forma
 Tools = tuple[dict[str, Any], ...]
 T = TypeVar("T")
 
-# Options of function tools; only null or false is accepted.
+# Options of function tools that are not supported. They are accepted only if they are null or
+# false.
 _OFF_ONLY = ("defer_loading", "allowed_callers", "output_schema")
 
 
 @dataclass(frozen=True, slots=True)
 class TextFormat:
-    """The output grammar, and the format as the client wrote it."""
+    """The parsed output format, and the format as the client wrote it, which the response
+    repeats.
+    """
 
     parsed: ResponseFormat
     echo: dict[str, Any]
@@ -103,7 +106,9 @@ def _fold(flat: Any) -> Any:
 
 
 def _unfolding(level: str, parse: Callable[[], T]) -> T:
-    """Call `parse()`. Removes `level` from the field paths of its errors."""
+    """Call `parse()`. Removes `level`, which the conversion added, from the field paths in its
+    errors.
+    """
     try:
         return parse()
     except InvalidRequestError as error:

@@ -1,1 +1,1 @@
-"""Request body parts that all APIs share: fields, messages, tools, output formats."""
+"""Parts of request bodies that all APIs share: fields, messages, tools, output formats."""

@@ -1,9 +1,9 @@
-"""Sampling fields shared by all APIs, and validation of JSON bodies.
+"""Sampling fields that all APIs share, and validation of JSON bodies.
 
 Types are strict: `"1"` and `true` are not numbers. Every number has a minimum and a maximum, and
 NaN is refused. null means the same as a missing field. An unsupported parameter is refused with an
-error that names it. But values that have no effect (`functions: []`, `store: false`) are accepted,
-because SDKs often send them.
+error that names it. But if its value has no effect (`functions: []`, `store: false`), it is
+accepted, because SDKs often send such values.
 """
 
 from collections.abc import Iterable, Mapping
@@ -20,9 +20,9 @@ from engine.servers.schema import fields
 
 MAX_N = 16
 
-# Parameter -> values that have no effect. Endpoints that don't support the parameter accept these
-# values and null. Other endpoints don't use this entry: for example, completions support `best_of`,
-# chats do not.
+# Maps parameters to values that have no effect. Endpoints that don't support a parameter accept it
+# with one of these values or null. Endpoints that support the parameter don't use its entry. For
+# example, completions support `best_of`, chats do not.
 NO_EFFECT: dict[str, tuple[Any, ...]] = {
     "add_generation_prompt": (True,),
     "allowed_token_ids": (),
@@ -69,7 +69,7 @@ NO_EFFECT: dict[str, tuple[Any, ...]] = {
     "verbosity": (),
     "web_search_options": (),
 }
-# Hints: what to send instead of an unsupported parameter.
+# Maps unsupported parameters to a hint in the error message: what to send instead.
 _INSTEAD = {"functions": "send tools", "function_call": "send tool_choice"}
 
 _MAX_NAMED = 10
@@ -80,8 +80,8 @@ def drop_no_effect(
     known: Iterable[str],
     no_effect: Mapping[str, tuple[Any, ...]] = NO_EFFECT,
 ) -> dict[str, Any]:
-    """Keep only the `known` parameters. Raises `InvalidRequestError` if another parameter has an
-    effect.
+    """Keep only the `known` parameters. Raises `InvalidRequestError` if there is another parameter,
+    unless its value has no effect according to `no_effect`.
     """
     known = frozenset(known)
     unknown: list[str] = []
@@ -110,15 +110,17 @@ def drop_no_effect(
 
 @dataclass(frozen=True, slots=True)
 class OffValues:
-    """Marks a field that is not supported. A body defines it only to refuse it with a special
-    message. `values` are accepted.
+    """Marks a field of a body that is not supported. The body defines the field only to refuse it
+    with a special message. The `values` have no effect and are accepted.
     """
 
     values: tuple[Any, ...]
 
 
 def off_values(kind: type[BaseModel]) -> dict[str, tuple[Any, ...]]:
-    """Refused fields of `kind`, each with its accepted no-op values besides null."""
+    """The unsupported fields of the body `kind`, each with the values that are accepted besides
+    null because they have no effect.
+    """
     return {
         name: each.values
         for name, field in kind.model_fields.items()
@@ -128,13 +130,13 @@ def off_values(kind: type[BaseModel]) -> dict[str, tuple[Any, ...]]:
 
 
 def asks_for_nothing(value: Any, off_values: Iterable[Any]) -> bool:
-    """Whether `value` is null or one of the no-op `off_values`."""
-    # `1 == True` in Python, but not in JSON.
+    """Whether a parameter has no effect: `value` is null or one of `off_values`."""
+    # Types are compared too, because `1 == True` in Python but not in JSON.
     return value is None or any(type(value) is type(each) and value == each for each in off_values)
 
 
 class SamplingBody(BaseModel):
-    """Fields that every text generation request shares."""
+    """Fields that all requests for text generation have."""
 
     model_config = ConfigDict(strict=True, extra="forbid", frozen=True, defer_build=True)
 
@@ -159,7 +161,7 @@ class SamplingBody(BaseModel):
     priority: fields.Priority | None = None
     user: fields.EndUser | None = None
     metadata: fields.Metadata = {}
-    # Cached prefixes are shared only between requests with the same key and the same salt.
+    # Requests share cached prefixes only if they come from the same tenant and have the same salt.
     cache_salt: Annotated[str, Field(min_length=1, max_length=256)] | None = None
     truncate_prompt_tokens: fields.Truncation = None
 
@@ -169,7 +171,7 @@ class SamplingBody(BaseModel):
 
     @property
     def conversation_key(self) -> str | None:
-        """The key that a client sends with all requests of one conversation."""
+        """A string that the client sends with all requests of one conversation, if it sends one."""
         return self.end_user
 
     @property
@@ -183,8 +185,8 @@ class SamplingBody(BaseModel):
         logprobs: int | None,
         limit_name: str = "max_tokens",
     ) -> SamplingParams:
-        """The sampling parameters. If `max_tokens` is None, the limit is the context length.
-        `limit_name` is the client's name for `max_tokens`, for errors.
+        """The sampling parameters for the backend. If `max_tokens` is None, only the context length
+        limits the answer. `limit_name` is the client's name for `max_tokens`; errors use it.
         """
         if max_tokens is not None and max_tokens > card.max_model_len:
             raise InvalidRequestError(
@@ -226,8 +228,8 @@ Body = TypeVar("Body", bound=BaseModel)
 
 
 def parse_body(kind: type[Body], raw: dict[str, Any]) -> Body:
-    """Validate `raw` as a `kind`. If it is invalid, raises an `InvalidRequestError` that names the
-    field, the rule and the given value.
+    """Validate the JSON object `raw` as a body of class `kind`. If it is invalid, raises an
+    `InvalidRequestError` that names the field, the rule and the given value.
     """
     try:
         return kind.model_validate(drop_no_effect(raw, kind.model_fields))

@@ -1,7 +1,7 @@
-"""Fields of request bodies that accept several forms. Each has a parser, and a JSON schema of the
-accepted values.
+"""Fields of request bodies that accept several forms, such as a string or a list. Each field has a
+parser, and a JSON schema of the accepted values.
 
-The parsers stop at the first mistake. Their errors show at most a few characters of the value.
+The parsers stop at the first mistake. Their errors quote at most a few characters of the value.
 """
 
 from typing import Annotated, Any
@@ -42,7 +42,7 @@ Prompt = str | tuple[int, ...]
 
 
 def _off_if_negative(value: Any) -> Any:
-    """Replace -1 by 0. Both mean "off": vLLM uses -1, other servers use 0."""
+    """Replace `top_k` -1 by 0. Both mean "off": vLLM uses -1, other servers use 0."""
     return 0 if type(value) is int and value == -1 else value
 
 
@@ -113,8 +113,8 @@ def _parse_truncation(value: Any) -> int | None:
 
 
 def _is_token_list(value: Any) -> bool:
-    """Whether all items are token ids. They are checked in parts, because checking a long list in
-    one call would block the event loop for too long.
+    """Whether `value` is a list of token ids. A long list is checked in parts. In one call, the
+    check would hold the GIL and block the event loop for too long.
     """
     return isinstance(value, list) and all(
         _are_token_ids(value[start : start + IDS_AT_ONCE])
@@ -220,7 +220,7 @@ SignedPenalty = Annotated[float, Field(ge=-2, le=2)]
 TokenCount = Annotated[int, Field(ge=1, le=MAX_TOKENS)]
 TokenId = Annotated[int, Field(ge=0, le=MAX_TOKEN_ID)]
 ModelName = Annotated[str, Field(min_length=1, max_length=256)]
-Priority = Annotated[int, Field(ge=-100, le=100)]  # lower runs first
+Priority = Annotated[int, Field(ge=-100, le=100)]  # requests with lower numbers run first
 EndUser = Annotated[str, Field(max_length=512)]
 TopK = Annotated[
     int,
@@ -261,7 +261,7 @@ Prompts = Annotated[
 OnePrompt = Annotated[Prompt, *_parsed(_parse_one_prompt, {"anyOf": [_TEXT, _TOKEN_IDS]})]
 Messages = Annotated[tuple[dict[str, Any], ...], *_parsed(parse_messages, _MESSAGES_SCHEMA)]
 Tools = Annotated[tuple[dict[str, Any], ...], *_parsed(parse_tools, _or_null(_TOOLS_SCHEMA))]
-# The choice of a tool. It is parsed later, when the tools are known.
+# The choice of a tool as the client sent it. It is parsed later, when the tools are known.
 RawToolChoice = Annotated[
     Any,
     WithJsonSchema(_or_null({"enum": ["none", "auto", "required"]}, _OBJECT)),

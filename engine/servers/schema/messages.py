@@ -1,9 +1,9 @@
 """Parses chat messages, tools and tool choice into the form of `ChatRequest`.
 
 The parser is hand-written, so that it stops at the first mistake. A list of a million wrong items
-causes only one error. Arguments of earlier tool calls arrive as JSON text and become objects.
-Missing parts of a tool get defaults, such as an empty object schema for missing parameters. So
-templates and grammars always get the same form.
+causes only one error. Arguments of earlier tool calls arrive as JSON text and are parsed to
+objects. Missing parts of a tool get defaults, such as an empty object schema for missing
+parameters. So chat templates and grammars always get tools in the same form.
 """
 
 import re
@@ -24,12 +24,13 @@ MAX_CALL_ID = 512
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
 _FIELDS = ("role", "content", "name")
-# Fields that only some roles accept.
+# Fields that only messages of some roles accept.
 _ROLE_FIELDS = {
     "assistant": ("tool_calls", "reasoning_content", "reasoning"),
     "tool": ("tool_call_id",),
 }
-# Fields that SDKs add when they send an earlier answer back. Accepted only when empty.
+# Fields that SDKs add when they send an earlier answer back. A message may have them only if they
+# are empty, unless `_ROLE_FIELDS` allows them for its role.
 _EMPTY_ONLY = (
     "annotations",
     "audio",
@@ -118,7 +119,7 @@ def _call(call: Any, where: str) -> dict[str, Any]:
     if call.get("type", "function") != "function":
         raise problem(f"{where}.type", f"should be function, got {describe(call['type'])}")
     for key in call:
-        # Streamed calls have an index; clients that collect chunks send it back.
+        # The chunks of a streamed call have an `index`. Clients that collect chunks send it back.
         if key not in ("id", "type", "function", "index"):
             raise problem(f"{where}.{key[:64]}", "is not a field of a tool call")
     function = call.get("function")
@@ -148,7 +149,7 @@ def parse_arguments(value: Any, where: str) -> dict[str, Any]:
 
 
 def decode_text(text: str, where: str) -> Any:
-    """Parse JSON inside a JSON string, with the limits of a body."""
+    """Parse JSON text inside a JSON string. It has the same nesting limit as a request body."""
     raw = text.encode()
     try:
         check_depth(raw)
@@ -209,7 +210,7 @@ _MODES = {"none": ToolChoice("none"), "auto": ToolChoice(), "required": ToolChoi
 
 
 def parse_tools(value: Any, where: str = "tools") -> tuple[dict[str, Any], ...]:
-    """Parse function tools with distinct names. null means no tools."""
+    """Parse a list of function tools, whose names must differ. null means no tools."""
     check_tool_list(value, where)
     tools = tuple(_tool(item, f"{where}[{i}]") for i, item in enumerate(value or ()))
     check_distinct(tools, where + "[{}].function.name")
@@ -226,8 +227,8 @@ def check_tool_list(value: Any, where: str) -> None:
 
 
 def check_distinct(tools: tuple[dict[str, Any], ...], place: str) -> None:
-    """Refuse tools with the same name. `place` is the path of the field for errors, with `{}` for
-    the tool's index.
+    """Refuse tools with the same name. `place` is the path of the name's field for errors, with
+    `{}` for the tool's index.
     """
     seen: set[str] = set()
     for position, tool in enumerate(tools):
@@ -248,8 +249,8 @@ def check_format_and_choice(grammar: GrammarSpec | None, choice: ToolChoice) -> 
 def parse_tool_choice(
     value: Any, tools: tuple[dict[str, Any], ...], where: str = "tool_choice"
 ) -> tuple[ToolChoice, tuple[dict[str, Any], ...]]:
-    """The choice of a tool, and the tools that may be called. If there are no tools, only "none"
-    and "auto" are accepted.
+    """Parse the choice of a tool. Returns the choice and the tools that may be called. If there are
+    no tools, only "none" and "auto" are accepted.
     """
     if value is None:
         return ToolChoice("auto" if tools else "none"), tools
@@ -289,7 +290,9 @@ def _tool(item: Any, where: str) -> dict[str, Any]:
 
 
 def function_tool(given: dict[str, Any], where: str, schema: str = "parameters") -> dict[str, Any]:
-    """Normalize the tool `given`. `schema` is the API's field name for the arguments' schema."""
+    """Convert a tool to the form of chat completions. `schema` is the API's field for the
+    parameters.
+    """
     strict = given.get("strict")
     if strict is not None and not isinstance(strict, bool):
         raise problem(f"{where}.strict", f"should be a boolean, got {describe(strict)}")
@@ -330,8 +333,8 @@ def _parameters(value: Any, where: str) -> dict[str, Any]:
 
 
 def _chosen_name(value: Any, tools: tuple[dict[str, Any], ...], where: str) -> str:
-    """The name in `{"type": "function", "function": {"name": ...}}`, which must be one of the
-    tools.
+    """Get the name from `{"type": "function", "function": {"name": ...}}`, and check that there is
+    a tool with this name.
     """
     if not isinstance(value, dict) or value.get("type") != "function":
         raise problem(where, "should be an object of type function")

@@ -1,5 +1,5 @@
-"""Parses output constraints to a `GrammarSpec`: `response_format`, and vLLM's `guided_*` and
-`structured_outputs`.
+"""Parses output constraints to a `GrammarSpec`. They are OpenAI's `response_format`, and vLLM's
+`guided_*` and `structured_outputs`.
 
 Only types and sizes are checked here. Whether a schema, regex or grammar is valid is found out when
 the backend compiles it.
@@ -60,7 +60,7 @@ def _json_schema(value: Any, param: str) -> ResponseFormat:
         raise problem(f"{where}.description", f"should be a string, got {describe(description)}")
     if strict is not None and not isinstance(strict, bool):
         raise problem(f"{where}.strict", f"should be a boolean, got {describe(strict)}")
-    # The schema is enforced even without `strict`.
+    # The schema is enforced even if `strict` is not set.
     grammar = schema_spec(value.get("schema"), f"{where}.schema", param)
     return ResponseFormat(grammar, has_description=bool(description))
 
@@ -85,7 +85,7 @@ def _text(value: Any, where: str) -> str:
 
 
 def _json(value: Any, where: str) -> GrammarSpec:
-    """A JSON schema, as an object or as JSON text."""
+    """Parse a JSON schema that is given as an object or as JSON text."""
     if isinstance(value, str):
         value = decode_text(_sized(value, where), where)
     return schema_spec(value, where, where)
@@ -128,13 +128,15 @@ GUIDED = ("json", "regex", "choice", "grammar")
 
 
 def guided_parser(kind: str) -> Callable[[Any], GrammarSpec | None]:
-    """A validator for `guided_<kind>`; null equals a missing field."""
+    """A validator for the field `guided_<kind>`. null means the same as a missing field."""
     parse, where = _PARSERS[kind], f"guided_{kind}"
     return lambda value: None if value is None else parse(value, where)
 
 
 def parse_structured_outputs(value: Any, where: str = "structured_outputs") -> GrammarSpec | None:
-    """vLLM's successor of `guided_*`: an object with one kind and its value."""
+    """Parse `structured_outputs`, which replaces `guided_*` in vLLM. It is an object with one of
+    `KINDS` as its key.
+    """
     if value is None:
         return None
     if not isinstance(value, dict):

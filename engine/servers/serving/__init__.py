@@ -1,1 +1,1 @@
-"""Code shared by all APIs: admission, choice of a model, events of a generation, storage."""
+"""Code that all APIs share: admission, choice of a model, reading the backend's events, storage."""

@@ -1,7 +1,8 @@
 """Admission control: limits how many requests the server handles at a time.
 
-A request is counted before any work is done for it. A `Ticket` holds its place in this count, its
-quota and its event pump. `Ticket.close` releases all of them, however the request ended.
+A request is counted before any work is done for it. A `Ticket` stands for one admitted request. It
+holds the request's place in this count, its quota and its event pump. `Ticket.close` releases all
+of them, however the request ended.
 """
 
 import asyncio
@@ -21,17 +22,21 @@ from engine.servers.serving.event_pump import EventPump
 logger = logging.getLogger(__name__)
 
 RETRY_AFTER_S = 1.0
-# When a drain has aborted the remaining requests, it waits this long for their responses to be
-# sent.
+# Seconds that a drain waits, after it has aborted the remaining requests, until their error
+# responses are sent.
 FLUSH_S = 2.0
 
 
 class Lifecycle:
+    """Counts the admitted requests of the server, refuses more than `max_concurrent`, and drains
+    the server.
+    """
+
     def __init__(self, max_concurrent: int, slow_request_s: float) -> None:
         self.started = time.monotonic()
         self.total_requests = 0
         self.num_admitted = 0
-        self.is_draining = False  # new requests are refused
+        self.is_draining = False  # whether new requests are refused
         self.is_ending = False  # set on shutdown; never cleared again
         self.pumps: set[EventPump] = set()
         self.slow_request_s = slow_request_s
@@ -40,7 +45,9 @@ class Lifecycle:
         self._idle.set()
 
     def reserve(self, count: int) -> None:
-        """Admit `count` more requests. Raises if the server is full or drained; never waits."""
+        """Admit `count` more requests. Raises if the server is full or being drained. Never
+        waits.
+        """
         if self.is_draining:
             raise UnavailableError(
                 "The server is being drained and takes no new requests.", retry_after=RETRY_AFTER_S
@@ -61,8 +68,8 @@ class Lifecycle:
             self._idle.set()
 
     async def drain(self, timeout_s: float) -> None:
-        """Refuse new requests and let running ones finish; abort those still running after
-        `timeout_s`.
+        """Shut down: refuse new requests and let running requests finish. Requests that still run
+        after `timeout_s` are aborted.
         """
         self.is_draining = self.is_ending = True
         if await self._idle_within(timeout_s):
@@ -95,7 +102,9 @@ class Lifecycle:
 
 
 class Ticket:
-    """One admitted request and the work started for it. `close` is idempotent."""
+    """One admitted request and what it holds: its place, its quota and its event pump. `close`
+    releases them and is idempotent.
+    """
 
     def __init__(self, lifecycle: Lifecycle, metrics: Metrics, record: RequestRecord) -> None:
         self._lifecycle = lifecycle
@@ -109,7 +118,9 @@ class Ticket:
         self._num_reserved = 1
 
     def hold(self, lease: Lease | None) -> None:
-        """Keep a lease on the key's rate limits until this ticket is closed."""
+        """Attach the request's share of its key's rate limits. It is released when this ticket is
+        closed.
+        """
         self._lease = lease
 
     async def begin(
@@ -121,10 +132,10 @@ class Ticket:
         timeout_s: float,
         writes: bool = True,
     ) -> EventPump:
-        """Create the event pump of this request. Each prompt counts as one request.
+        """Create the `EventPump` of this request. Each prompt counts as one admitted request.
 
         `num_choices` is per prompt. If `writes` is true, the request generates tokens, and these
-        are charged in addition to the prompt's tokens.
+        are charged to the key's quota in addition to the prompt's tokens.
         """
         assert self._pump is None
         if num_prompts > self._lifecycle.max_concurrent:
@@ -154,8 +165,8 @@ class Ticket:
         return self._pump
 
     def detach(self) -> "Ticket":
-        """Move everything that this ticket holds to a new one, for work that outlives its HTTP
-        request.
+        """Move everything that this ticket holds to a new ticket, for work that continues after its
+        HTTP request. Closing the old ticket then has no effect.
         """
         heir = copy.copy(self)
         self._num_reserved = 0
@@ -175,7 +186,9 @@ class Ticket:
                 await self._lease.close(self._num_used())
 
     def _num_used(self) -> int:
-        """Prompt and output tokens used so far. An estimate if the request did not complete."""
+        """Prompt and output tokens that the request has used. This is an estimate if the request
+        did not complete, and 0 if an error of the server ended it before its first token.
+        """
         pump = self._pump
         if pump is None:
             return 0
@@ -189,7 +202,9 @@ class Ticket:
 
     @staticmethod
     def _was_left(pump: EventPump) -> bool:
-        """Whether the client ended the request. Its prompt tokens are charged then."""
+        """Whether the client ended the request early. In this case, the prompt tokens are charged
+        even if there is no output.
+        """
         return pump.failure is None or isinstance(pump.failure, AbortedError)
 
     def _account(self, pump: EventPump) -> None:

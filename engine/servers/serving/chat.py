@@ -1,7 +1,8 @@
 """Submits conversations to the backend, for all chat APIs.
 
-Each API parses its body into a `ChatAsk`. If the model does not support something in it, the
-request is refused or gets a warning here. So all APIs make the same checks with the same messages.
+Each API parses its request body into a `ChatAsk`. If the model does not support a feature that the
+`ChatAsk` uses, the request is refused or the client gets a warning. So all APIs make the same
+checks with the same messages.
 """
 
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
@@ -25,8 +26,8 @@ from engine.servers.serving.event_pump import EventPump
 from engine.servers.serving.services import Services
 
 NO_TEXT = "writes no text; use /v1/embeddings"
-# Reasoning efforts that are passed on as "high". If a template has higher levels, clients can set
-# them by `chat_template_kwargs`.
+# Reasoning efforts above "high". They are passed to the chat template as "high". If a template has
+# higher levels, clients can set them by `chat_template_kwargs`.
 _ABOVE_HIGH = ("xhigh", "max")
 # Template options that turn thinking on and off, with their values. None: there is no such value.
 _SWITCHES: tuple[tuple[str, Any, Any], ...] = (
@@ -37,12 +38,15 @@ _SWITCHES: tuple[tuple[str, Any, Any], ...] = (
 )
 
 
+# A function that wraps a stream of events, for example to store the answer at its end.
 Follow = Callable[[AsyncIterator[Event]], AsyncIterator[Event]]
 
 
 @dataclass(frozen=True, slots=True)
 class ChatAsk:
-    """A parsed conversation, ready for the model that will answer."""
+    """A conversation in the form that all chat APIs share. `card` describes the model that will
+    answer.
+    """
 
     card: ModelCard
     messages: tuple[dict[str, Any], ...]
@@ -56,8 +60,8 @@ class ChatAsk:
 
 
 def chat_model(services: Services, request: Request, name: str | None, param: str) -> ModelCard:
-    """Resolve `name` to the model that will answer. `param` is the API's parameter for the
-    conversation; errors name it.
+    """Find the model `name` and check that it can answer conversations. `param` is the request
+    field with the conversation; errors name it.
     """
     card = services.choose_model(request, name)
     services.require(card, "completions", param, NO_TEXT)
@@ -68,7 +72,7 @@ def chat_model(services: Services, request: Request, name: str | None, param: st
 def chat_request(
     services: Services, request: Request, ask: ChatAsk, context: GenerationContext
 ) -> ChatRequest:
-    """Build the backend's request. Raises if the model lacks a feature that `ask` needs."""
+    """Build the request for the backend. Raises if the model lacks a feature that `ask` needs."""
     require_grammar(services, ask.card, ask.grammar)
     check_tools(services, request, ask.card, ask.tools)
     return ChatRequest(
@@ -93,8 +97,8 @@ async def open_chat(
     completion_id: str,
     follow: Follow | None = None,
 ) -> EventPump:
-    """Submit a conversation to the backend. Returns the pump that reads its events, when the
-    backend has accepted the request. If `follow` is given, it wraps the stream of events.
+    """Submit a conversation to the backend and wait until the backend accepts it. Returns the
+    `EventPump` that reads the answer's events. If `follow` is given, it wraps the stream of events.
     """
     context = services.context(request, ask.card, sampling, params, completion_id, ask.grammar)
     chat = chat_request(services, request, ask, context)
@@ -132,7 +136,9 @@ def warn_of_cache_key(services: Services, request: Request, key: str | None) -> 
 def known_options(
     services: Services, request: Request, card: ModelCard, given: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """Keep the options that the model's chat template reads; warn about all others."""
+    """Keep the options that the model's chat template reads. Warn the client about all other
+    options.
+    """
     options: dict[str, Any] = {}
     for name, value in given.items():
         if name in card.template_options:
@@ -146,8 +152,8 @@ def known_options(
 def effort_options(
     services: Services, request: Request, card: ModelCard, effort: str | None, param: str
 ) -> dict[str, Any]:
-    """Template options for a reasoning effort: the template's own option, and its switch for
-    thinking. Warns if the model's template has no levels.
+    """Chat template options for a reasoning effort: the template's own option, and its switch for
+    thinking. Warns the client if the model's template has no levels.
     """
     if effort is None:
         return {}

@@ -2,9 +2,9 @@
 
 `open` submits the requests to the backend. `read` starts one task per prompt, which reads the
 backend's events even if the client reads slowly. Events are buffered until the client takes them.
-There are at most about as many as requested tokens. If a request ends early (client disconnect,
-drain timeout, deadline or backend failure), `fail` is called and cancels the tasks. Closing the
-backend's iterators releases what the request held there.
+The buffer has at most about as many events as the request asked for tokens. If a request ends early
+(client disconnect, drain timeout, deadline or backend failure), `fail` is called and cancels the
+tasks. Closing the backend's iterators releases what the request held in the backend.
 """
 
 import asyncio
@@ -35,7 +35,7 @@ from engine.servers.http.errors import ClientDisconnectedError, opaque_error
 logger = logging.getLogger(__name__)
 
 # The backend enforces a request's deadline. If it does not, the server ends the request this many
-# seconds later.
+# seconds after the deadline.
 DEADLINE_MARGIN_S = 5.0
 
 OutputEvent = TextEvent | ReasoningEvent | ToolCallEvent | FinishEvent
@@ -45,8 +45,8 @@ OnTokens = Callable[[float, int], None]
 
 
 class EventPump:
-    """Reads and buffers events. Call `take` until it returns an empty list, then read `usage`.
-    Always call `close`.
+    """Reads and buffers the events of one HTTP request. Call `take` until it returns an empty list,
+    then read `usage`. Always call `close`.
     """
 
     def __init__(
@@ -69,11 +69,11 @@ class EventPump:
         self._open = num_sources
         self._choices_per_source = choices_per_source
         self._loop = asyncio.get_running_loop()
-        # The future that `take` waits for.
+        # The future that `take` or `accepted` waits for; None if neither waits.
         self._reader: asyncio.Future[None] | None = None
         self._nudged = False
         self._tasks: list[asyncio.Task[Any]] = []
-        self._sources: list[AsyncIterator[Event]] = []  # accepted by the backend; must be closed
+        self._sources: list[AsyncIterator[Event]] = []  # sources that `close` must close
         self._deadline: asyncio.TimerHandle | None = None
         if timeout_s is not None:
             due_s = timeout_s + DEADLINE_MARGIN_S
@@ -81,7 +81,7 @@ class EventPump:
 
     @property
     def is_complete(self) -> bool:
-        """Whether every source ended without error. Only then is `usage` complete."""
+        """Whether the stream of every prompt ended without error. Only then is `usage` complete."""
         return self._open == 0
 
     @property
@@ -89,16 +89,16 @@ class EventPump:
         return bool(self._pending)
 
     def watch(self, receive: Receive) -> None:
-        """Abort the work when the client disconnects. Call it only after the request body has been
-        read.
+        """Abort the request when the client disconnects. Call this only after the request body has
+        been read, because it receives all further messages of the client.
         """
         self._tasks.append(asyncio.create_task(self._watch(receive)))
 
     async def open(
         self, backend: InferenceBackend, requests: Sequence[ChatRequest | CompletionRequest]
     ) -> list[AsyncIterator[Event]]:
-        """Submit all requests to the backend. Raises if the backend refuses one of them, or if the
-        work was aborted meanwhile.
+        """Submit all requests to the backend and return their streams of events. Raises if the
+        backend refuses one of them, or if the work was aborted meanwhile.
         """
         openings = [asyncio.create_task(self._accepted(backend, each)) for each in requests]
         self._tasks += openings
@@ -125,14 +125,14 @@ class EventPump:
         return source
 
     def read(self, sources: Sequence[AsyncIterator[Event]]) -> None:
-        """Start reading the events of all sources. A source may also push its events."""
+        """Start a task for each source, which reads the source's events until its end."""
         for position, source in enumerate(sources):
             pumping = self._pump(source, position * self._choices_per_source)
             self._tasks.append(asyncio.create_task(pumping))
 
     async def accepted(self, patience_s: float) -> None:
-        """Wait up to `patience_s` for the first event. Raises if the backend refused the
-        request.
+        """Wait up to `patience_s` seconds for the first event. Raises if the backend has refused
+        the request by then.
         """
         timer = self._loop.call_later(patience_s, self.nudge)
         await self._wait()
@@ -142,7 +142,7 @@ class EventPump:
 
     async def take(self) -> list[OutputEvent] | None:
         """Wait for events and return all that have arrived, in order. Returns an empty list at the
-        end of the stream, and None if `nudge` was called and there are no events.
+        end of the stream. Returns None if `nudge` was called while there were no events.
 
         If the stream failed, raises the error after all earlier events have been taken.
         """
@@ -156,20 +156,20 @@ class EventPump:
         return []
 
     async def wait_whole(self, add: Callable[[list[OutputEvent]], None] | None = None) -> None:
-        """Wait for the end of the stream and pass all events to `add`. Raises if the stream
-        failed.
+        """Wait for the end of the stream and pass all events to `add`, as they arrive. Raises if
+        the stream failed.
         """
         while events := await self.take():
             if add is not None:
                 add(events)
 
     def nudge(self) -> None:
-        """Make `take` return None if it waits for events."""
+        """Wake up a waiting `take`, which then returns None."""
         self._nudged = True
         self._wake()
 
     def fail(self, error: EngineError) -> None:
-        """Abort all streams with `error`. Only the first failure is kept."""
+        """Abort all streams with `error`. Only the first error is kept."""
         if self.failure is None and self._open:
             self.failure = error
             for task in self._tasks:
@@ -194,7 +194,7 @@ class EventPump:
         return not self._pending and self.failure is None and self._open > 0
 
     async def _wait(self) -> bool:
-        """Wait for events or the end of the stream. False if `nudge` was called first."""
+        """Wait for events or the end of the stream. Returns False if `nudge` was called before."""
         self._nudged = False
         while self._is_waiting:
             if self._nudged:
@@ -227,7 +227,7 @@ class EventPump:
             self.usage = add_usage(self.usage, event)
             return
         if self.failure is not None:
-            return  # the backend pushes until this task is cancelled
+            return  # events still arrive until this task is cancelled
         if first_choice:
             event = msgspec.structs.replace(event, choice=event.choice + first_choice)
         if isinstance(event, TextEvent):
@@ -254,7 +254,9 @@ class EventPump:
 
 
 def add_usage(total: UsageEvent, part: UsageEvent) -> UsageEvent:
-    """Add the token counts. Prompts run in parallel, so each time is the longest of all prompts."""
+    """Add up the token counts of several prompts. Prompts run in parallel, so each time is the
+    longest of all prompts.
+    """
     return UsageEvent(
         prompt_tokens=total.prompt_tokens + part.prompt_tokens,
         completion_tokens=total.completion_tokens + part.completion_tokens,
@@ -268,8 +270,8 @@ def add_usage(total: UsageEvent, part: UsageEvent) -> UsageEvent:
 
 def coalesce(events: Sequence[OutputEvent]) -> list[OutputEvent]:
     """Merge consecutive events of the same text, for a client that reads slower than tokens arrive.
-    Events that have only a token count are dropped. They are counted already, and other events
-    could not be merged across them.
+    Events that have only a token count are dropped: their tokens are counted already, and they
+    would prevent the events around them from being merged.
     """
     joined: list[OutputEvent] = []
     shown = [each for each in events if not _is_silent(each)]

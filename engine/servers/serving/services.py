@@ -33,12 +33,13 @@ from engine.servers.serving.admission import Lifecycle, Ticket
 from engine.servers.serving.event_pump import EventPump
 from engine.servers.serving.watcher import EngineWatcher
 
-# Retry delay while the model loads or the engine restarts, which takes seconds.
+# Seconds after which clients should retry while the model loads or the engine restarts.
 NOT_READY_RETRY_S = 5.0
 _MAX_NAMED_MODELS = 20
 _DEFAULT_PARAMS = SamplingParams()
 SESSION_HEADER = "x-session-id"
-# Warnings are sent in a header and may quote a client's text. So these characters are replaced.
+# Characters that are replaced in warnings. Warnings may quote a client's text and are sent in a
+# header, which allows only printable ASCII.
 _UNPRINTABLE = re.compile(r"[^ -~]")
 
 
@@ -52,6 +53,10 @@ class Component(Protocol):
 
 @dataclass(frozen=True)
 class Services:
+    """What all routes share: the settings, the backend, admission, keys and quotas, with helpers
+    for handling a request.
+    """
+
     settings: Settings
     holder: BackendHolder
     metrics: Metrics
@@ -59,8 +64,8 @@ class Services:
     watcher: EngineWatcher
     keys: KeyRing
     quotas: Quotas
-    rebuild: Callable[[], InferenceBackend] | None = None  # builds the initial backend again
-    reread: Callable[[], Settings] | None = None  # reads the settings again, with later changes
+    rebuild: Callable[[], InferenceBackend] | None = None  # builds the first backend again
+    reread: Callable[[], Settings] | None = None  # reads the current settings again
     components: list[Component] = field(default_factory=list)  # started in this order
 
     @property
@@ -68,7 +73,9 @@ class Services:
         return self.holder.current
 
     async def admit(self, request: Request) -> Ticket:
-        """Admit the request, or raise without waiting. The caller must close the ticket."""
+        """Admit the request, or raise without waiting. The caller must close the returned
+        ticket.
+        """
         if not self.backend.is_ready:
             why = self.backend.health().detail.rstrip(".")
             raise UnavailableError(f"The model is not ready: {why}.", retry_after=NOT_READY_RETRY_S)
@@ -86,8 +93,8 @@ class Services:
         return ticket
 
     async def admitted(self, request: Request) -> AsyncIterator[Ticket]:
-        """FastAPI dependency that holds a ticket until the last byte of the response has been
-        sent.
+        """FastAPI dependency that admits a request. It releases the request's place when the last
+        byte of the response has been sent.
         """
         ticket = await self.admit(request)
         try:
@@ -103,7 +110,7 @@ class Services:
         return self._resolve(name).card
 
     def choose_model(self, request: Request, name: str | None) -> ModelCard:
-        """The model that will answer. Warns the client if it differs from the requested one."""
+        """The model that will answer. Warns the client if it is not the requested model."""
         resolved = self._resolve(name)
         if resolved.warning is not None:
             self.warn(request, "model", resolved.warning)
@@ -121,8 +128,8 @@ class Services:
         )
 
     def warn(self, request: Request, param: str, message: str) -> None:
-        """Warn the client that a parameter had no full effect. In `strict` mode, refuse the
-        request.
+        """Warn the client that a parameter had no effect, or not its full effect. In `strict` mode,
+        refuse the request instead.
         """
         if self.settings.server.strict:
             raise InvalidRequestError(
@@ -134,7 +141,9 @@ class Services:
         record_of(request.scope).warnings.append(warning)
 
     def require(self, card: ModelCard, capability: str, param: str, what: str) -> None:
-        """Refuse `param` if the model lacks `capability`. `what` completes the error message."""
+        """Refuse a request with `param` if the model lacks `capability`. `what` completes the error
+        message.
+        """
         if capability not in card.capabilities:
             raise InvalidRequestError(
                 f"{param} can't be used here: {card.id} {what}.",
@@ -151,8 +160,8 @@ class Services:
         completion_id: str,
         grammar: GrammarSpec | None = None,
     ) -> GenerationContext:
-        """Everything that the backend needs besides the text. Also sets some fields of the request
-        log.
+        """Everything that the backend needs besides the prompt: sampling parameters, model, tenant,
+        salt and time limits. Also sets fields of the request's log line.
         """
         self._check_params(request, card, params)
         self.check_priority(request, card, body.priority)
@@ -179,8 +188,8 @@ class Services:
         )
 
     def queue_timeout_s(self, request: Request) -> float | None:
-        """Max seconds that the request may wait for its first step. None for batches and other
-        offline work, for which no client waits.
+        """Max seconds that the request may wait in the queue for its first step. None for batches
+        and other offline work, for which no client waits.
         """
         is_own = is_acting(request.scope)
         return None if is_own else self.settings.server.queue_timeout_s
@@ -208,7 +217,9 @@ class Services:
             self.warn(request, "priority", f"has no effect, its backend ({card.backend}) has none")
 
     def note_end_user(self, request: Request, user: str | None) -> None:
-        """Log a hash of the end user, so that abuse can be traced without storing the name."""
+        """Write a hash of the end user's name to the request log, so that abuse can be traced
+        without storing the name.
+        """
         if user:
             digest = _digest(principal_of(request).name, user)
             record_of(request.scope).user_hash = digest[:16]
@@ -230,7 +241,9 @@ def _digest(principal: str, text: str) -> str:
 
 
 def _session(request: Request, body: SamplingBody) -> str:
-    """A hash of the client's name for the conversation. Empty if the client sent none."""
+    """A hash of the name that the client gave to the conversation. Empty if the client sent
+    none.
+    """
     named = request.headers.get(SESSION_HEADER) or body.conversation_key
     return _digest(principal_of(request).name, named) if named else ""
 
@@ -240,15 +253,15 @@ def new_completion_id(prefix: str) -> str:
 
 
 async def answer_streaming(pump: EventPump, format: sse.StreamFormat) -> Response:
-    """Start a streaming response. If the backend refuses the request soon, this raises before any
-    header is sent.
+    """Start a streaming response. If the backend refuses the request within `sse.ACCEPT_WAIT_S`,
+    this raises before any header is sent, so the client gets an HTTP error.
     """
     await pump.accepted(sse.ACCEPT_WAIT_S)
     return sse.EventStream(pump, format)
 
 
 def json_bytes(body: bytes) -> Response:
-    """A response from already encoded JSON."""
+    """A response whose body is JSON that is already encoded."""
     return Response(body, media_type="application/json")
 
 

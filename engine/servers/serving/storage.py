@@ -1,10 +1,10 @@
 """Asynchronous access to a SQLite file, with one connection in one thread.
 
-The file is created on first use, so a server that stores nothing does not create it. Every call is
-one atomic transaction. A corrupt file is renamed, so that it can be inspected, and a new one is
-created: the stored data are lost, but the server keeps running. If the file was deleted or
-replaced, it is opened again. Otherwise writes would go to the old file and be lost at the next
-start.
+The file is created on first use, so a server that stores nothing does not create it. Every call of
+`run` is one atomic transaction. A corrupt file is renamed, so that it can be inspected, and a new
+file is created. The stored data are lost then, but the server keeps running. If the file was
+deleted or replaced while it was open, it is opened again. Otherwise writes would go to the old file
+and be lost at the next start.
 """
 
 import asyncio
@@ -29,8 +29,8 @@ T = TypeVar("T")
 
 
 class Database:
-    """A SQLite file. `schema` is SQL that creates the tables. It runs at every opening, so it must
-    use `IF NOT EXISTS`.
+    """A SQLite file. `schema` is SQL that creates the tables. It runs whenever the file is opened,
+    so it must use `IF NOT EXISTS`.
     """
 
     def __init__(self, path: Path, schema: str) -> None:
@@ -46,7 +46,9 @@ class Database:
         return await loop.run_in_executor(self._thread, self._run, work)
 
     async def close(self) -> None:
-        """Flush to disk and close. Idempotent; a later `run` opens the file again."""
+        """Flush the data to disk and close the file. Idempotent. A later `run` opens the file
+        again.
+        """
         loop = asyncio.get_running_loop()
         await loop.run_in_executor(self._thread, self._close)
 
@@ -58,7 +60,8 @@ class Database:
             # logged.
             is_sql = isinstance(error, sqlite3.Error)
             logger.error("the storage in %s failed: %r", self._path.parent, error, exc_info=is_sql)
-            # This connection may be in any state, so the next call opens a new one.
+            # After an error, the connection may be in any state. So the next call opens a new
+            # connection.
             self._close()
             if _is_damage(error):
                 self._set_aside()
@@ -98,7 +101,7 @@ class Database:
         return connection
 
     def _set_aside(self) -> None:
-        """Rename the corrupt file. An earlier corrupt file is overwritten."""
+        """Rename the corrupt file, overwriting a corrupt file that was renamed earlier."""
         aside = self._path.with_name(self._path.name + DAMAGED_SUFFIX)
         for companion in ("", *_COMPANIONS):
             damaged = self._path.with_name(self._path.name + companion)

@@ -1,4 +1,6 @@
-"""Copies the engine's counters into the metrics, periodically and at every scrape."""
+"""Copies the engine's counters into the server's metrics, periodically and whenever the metrics are
+read.
+"""
 
 import asyncio
 
@@ -9,7 +11,9 @@ INTERVAL_S = 0.5
 
 
 class EngineWatcher:
-    """Reads statistics that the backend already has. It sends no request to the engine."""
+    """Updates the metrics from statistics that the backend already has. It sends no request to the
+    engine.
+    """
 
     def __init__(self, backend: BackendHolder, metrics: Metrics) -> None:
         self._backend = backend
@@ -17,7 +21,7 @@ class EngineWatcher:
         self._num_restarts = 0
 
     async def run(self) -> None:
-        """Observe periodically until cancelled."""
+        """Call `observe` periodically until cancelled."""
         while True:
             self.observe()
             await asyncio.sleep(INTERVAL_S)

@@ -23,10 +23,17 @@ MUTATIONS = [
         f"{MODEL_TESTS}::test_a_tensor_of_any_other_shape_is_refused_by_name",
     ),
     Mutation(
+        "weights: a part of a fused matrix starts at its first row",
+        "engine.backends.custom.weights.weight",
+        "            return stored[transform.before : transform.before + rows].reshape(-1)\n",
+        "            return stored[:rows].reshape(-1)\n",
+        f"{MODEL_TESTS}::test_rows_of_a_fused_matrix_are_views_of_the_file",
+    ),
+    Mutation(
         "weights: rows of Llama's heads stay as they were stored",
-        "engine.backends.custom.weights.model",
-        "    return stored.swapaxes(1, 2).reshape(-1)\n",
-        "    return stored.reshape(-1)\n",
+        "engine.backends.custom.weights.weight",
+        "    halves = pairs.swapaxes(1, 2).reshape(len(heads), -1)\n",
+        "    halves = pairs.reshape(len(heads), -1)\n",
         f"{MODEL_TESTS}::test_config_and_weights_come_back",
     ),
     Mutation(
@@ -77,6 +84,20 @@ MUTATIONS = [
         "    out[:, :half] = packed & 0x0F\n    out[:, half:] = packed >> 4\n",
         "    out[:, half:] = packed & 0x0F\n    out[:, :half] = packed >> 4\n",
         "tests/parity/test_quants.py::test_random_blocks_decode_to_the_same_bits",
+    ),
+    Mutation(
+        "weights: an even number of signs is odd",
+        "engine.backends.custom.weights.iquants",
+        "(np.bitwise_count(seven) & np.uint8(1))",
+        "(~np.bitwise_count(seven) & np.uint8(1))",
+        "tests/parity/test_quants.py::test_random_blocks_decode_to_the_same_bits",
+    ),
+    Mutation(
+        "weights: the minimum of recoded 4-bit groups is left out",
+        "engine.backends.custom.weights.grouped",
+        "halves(scales * np.float32(lowest))",
+        "halves(scales * np.float32(0))",
+        "tests/parity/test_quants.py::test_what_kernels_read_has_the_same_values",
     ),
     Mutation(
         "weights: safetensors may leave gaps",

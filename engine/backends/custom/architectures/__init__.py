@@ -1,31 +1,46 @@
-"""Model families as data, without tensors. A module has the families of one lineage, such as Llama
-and its descendants. `core.registry.model_registry` finds them.
+"""Model families as data, without tensors. Each module describes the families of one lineage, such
+as Llama and its descendants. `core.registry.model_registry` finds the families in these modules.
 
 All families use the same weight names, which are listed here. Matrices are (out, in), and {i} is
 the layer number. Sizes: D hidden, F feed-forward, V vocabulary, N heads, K KV heads, H head dim,
-P positions. The last column names the config field that decides whether a weight or bias exists.
+R rotated dimensions of a head, P positions. The last column names the config field that decides
+whether a weight or bias exists.
 
     embed.weight                         (V, D)
-    position.weight                      (P, D)      learned positions: config.rope is None
+    position.weight                      (P, D)      config.learned_positions
     token_type.weight                    (Y, D)      config.encoder: Y token types
     embed_norm.weight            .bias   (D,)        config.encoder: on the sum of the tables
-    rope.factors                         (H / 2,)    config.rope.kind == "factors": frequencies
+    rope.factors                         (R / 2,)    config.rope.kind == "factors": frequencies
                                                      are divided by it
-    layers.{i}.attn_norm.weight  .bias   (D,)        bias: config.norm == "layer"
+    layers.{i}.attn_norm.weight  .bias   (D,)        bias: config.norm_bias
     layers.{i}.attn.q.weight     .bias   (N * H, D)  bias: config.qkv_bias
     layers.{i}.attn.k.weight     .bias   (K * H, D)
     layers.{i}.attn.v.weight     .bias   (K * H, D)
-    layers.{i}.attn.qkv.weight   .bias   (3 * D, D)  config.fused_qkv: rows of q, then k, then v
     layers.{i}.attn.o.weight     .bias   (D, N * H)  bias: config.out_bias
     layers.{i}.attn.q_norm.weight        (H,)        config.qk_norm == "head";
     layers.{i}.attn.k_norm.weight        (H,)        "whole": (N * H,) and (K * H,)
-    layers.{i}.mlp_norm.weight   .bias   (D,)        bias: config.norm == "layer"
+    layers.{i}.attn.sinks                (N,)        config.attention_sinks
+    layers.{i}.attn_out_norm.weight      (D,)        config.norm_placement == "both": the norm of
+                                                     the output; attn_norm is that of the input
+    layers.{i}.mlp_norm.weight   .bias   (D,)        absent with config.parallel == "shared"
+    layers.{i}.mlp_out_norm.weight       (D,)        config.norm_placement == "both"
     layers.{i}.mlp.gate.weight   .bias   (F, D)      config.gated_mlp; bias: config.mlp_bias
     layers.{i}.mlp.up.weight     .bias   (F, D)
     layers.{i}.mlp.down.weight   .bias   (D, F)
-    norm.weight                  .bias   (D,)        bias: config.norm == "layer"; no encoder has it
+    layers.{i}.experts.router.weight .bias (E, D)    instead of mlp, if config.layer(i).experts;
+                                                     E experts of intermediate size X
+    layers.{i}.experts.correction        (E,)        config.experts.correction
+    layers.{i}.experts.gate.weight .bias (E, X, D)   bias (E, X): config.experts.bias
+    layers.{i}.experts.up.weight   .bias (E, X, D)
+    layers.{i}.experts.down.weight .bias (E, D, X)   bias (E, D)
+    layers.{i}.shared.gate.weight        (S, D)      config.experts.shared_size
+    layers.{i}.shared.up.weight          (S, D)
+    layers.{i}.shared.down.weight        (D, S)
+    layers.{i}.shared.router.weight      (1, D)      config.experts.shared_gate
+    norm.weight                  .bias   (D,)        bias: config.norm_bias; no encoder has it
     head.weight                          (V, D)      absent with config.tie_embeddings
 
-`config.norm_placement` says what attn_norm and mlp_norm normalize: the input of attention and MLP,
-their output, or the sum of their output and the residual stream.
+`config.norm_placement` says what attn_norm and mlp_norm normalize. "input": the input of attention
+and MLP (pre-norm). "output": the output of attention and MLP. "sum": the sum of that output and the
+residual stream (post-norm).
 """

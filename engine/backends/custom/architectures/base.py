@@ -1,8 +1,8 @@
 """A model family as data: its hyperparameters, and each weight's name and shape in a checkpoint.
 
 A family builds a `ModelConfig` from a Hugging Face `config.json` or from GGUF metadata and lists
-its weights (`family.py` defines what a family consists of). Frameworks need nothing else to know
-about a model. This module reads no tensors.
+its weights (`family.py` defines what a family consists of). The config and the list of weights are
+all that a framework needs to know about a model. This module reads no tensors.
 """
 
 import sys
@@ -12,11 +12,36 @@ from typing import Any, Literal, Protocol, TypeVar
 
 from engine.core.errors import ModelFormatError
 
-# How to convert a stored matrix to our form: (out, in), row-major, and in each head RoPE rotates
-# row i together with row i + dim / 2 ("neox" order).
-#   transpose    the file stores the matrix as (in, out)
-#   unpermute_*  the file stores the two rows of each rotary pair next to each other
-Transform = Literal["none", "transpose", "unpermute_q", "unpermute_k"]
+
+@dataclass(frozen=True, slots=True)
+class Transform:
+    """How a file stores a weight, if not in our form. In our form, a matrix is (out, in), and in
+    each head RoPE rotates row i together with row i + dim / 2 ("neox" order).
+    """
+
+    transposed: bool = False  # the file stores the matrix as (in, out)
+    # The stored matrix may have rows of other weights too. It consists of `groups` groups of equal
+    # size. In each group, the rows of this weight follow `before` other rows, and `after` other
+    # rows follow them.
+    groups: int = 1
+    before: int = 0
+    after: int = 0
+    # In each head of `head_dim` rows, the file stores the two rows of each rotary pair next to each
+    # other. This holds for the first `paired` rows of the head.
+    head_dim: int = 1
+    paired: int = 0
+    added: float = 0.0  # our values are the stored values plus this number
+
+    @property
+    def is_part(self) -> bool:
+        """Whether the stored matrix also has rows of other weights."""
+        return self.before + self.after > 0
+
+    def stored_shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
+        """The shape of the stored matrix or vector, for a weight of this shape."""
+        rows = shape[0] + self.groups * (self.before + self.after)
+        stored = (rows, *shape[1:])
+        return stored[::-1] if self.transposed else stored
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,29 +50,72 @@ class RopeConfig:
 
     theta: float
     dim: int  # RoPE rotates this many dimensions of each head
-    kind: Literal["default", "linear", "dynamic", "llama3", "yarn", "factors"] = "default"
+    kind: Literal["default", "linear", "dynamic", "llama3", "yarn", "longrope", "factors"] = (
+        "default"
+    )
     factor: float = 1.0
     original_max_position: int | None = None
     low_freq_factor: float | None = None  # only for kind "llama3"
     high_freq_factor: float | None = None  # only for kind "llama3"
     beta_fast: float | None = None  # only for kind "yarn"
     beta_slow: float | None = None  # only for kind "yarn"
-    # Only for kind "yarn": multiplies cosines and sines. None: 0.1 ln(factor) + 1
+    truncate: bool = True  # only for kind "yarn": rounds the bounds of the blended dimensions
+    # Only for kind "longrope": the frequencies are divided by the short factors if the runner
+    # serves at most `original_max_position` tokens, else by the long ones. dim / 2 numbers each
+    short_factors: tuple[float, ...] = ()
+    long_factors: tuple[float, ...] = ()
+    # Only for kinds "yarn" and "longrope": multiplies cosines and sines. None: the default of
+    # "yarn", which is 0.1 ln(factor) + 1
     attention_factor: float | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class EncoderConfig:
-    """Settings of a text encoder. Each token attends to all tokens of the text, and pooling makes
-    one vector of them.
+    """Settings of a text encoder. Each token attends to all tokens of the text. Pooling combines
+    the final states of the tokens into one vector.
 
-    The defaults apply if a checkpoint does not state how to pool: mean pooling, unit length.
+    If a checkpoint does not state how to pool, the defaults apply: mean pooling, and vectors of
+    unit length.
     """
 
     num_token_types: int
-    max_tokens: int  # max tokens of one text; the position table may be longer
+    max_tokens: int  # max tokens of one text; at most the length of the position table
     pooling: Literal["mean", "cls", "last"] = "mean"
-    normalizes: bool = True  # scales the resulting vectors to unit length
+    normalizes: bool = True  # whether the resulting vectors are scaled to unit length
+
+
+@dataclass(frozen=True, slots=True)
+class ExpertsConfig:
+    """Settings of a mixture of experts, which takes the place of the MLP in some or all layers."""
+
+    count: int
+    per_token: int  # each token runs through this many experts
+    size: int  # intermediate size of one expert
+    # How the router's logits become weights: by softmax over all experts, by softmax over the
+    # chosen experts only, or by a sigmoid for each expert.
+    scoring: Literal["softmax", "softmax_chosen", "sigmoid"] = "softmax"
+    renormalizes: bool = False  # the weights of the chosen experts are divided by their sum
+    scale: float = 1.0  # multiplies the weights of the chosen experts
+    # Experts form this many groups of equal size. A token chooses among the experts of its best
+    # `groups_per_token` groups.
+    groups: int = 1
+    groups_per_token: int = 1
+    # What ranks a group: its best expert's score, or the sum of the best two.
+    group_score: Literal["best", "best_two"] = "best"
+    correction: bool = False  # a learned vector is added to the scores that choose experts
+    router_bias: bool = False
+    bias: bool = False  # the matrices of the experts have biases
+    shared_size: int = 0  # intermediate size of the shared expert; 0: there is none
+    shared_gate: bool = False  # a sigmoid per token multiplies the shared expert's output
+
+
+@dataclass(frozen=True, slots=True)
+class LayerConfig:
+    """What may differ between the layers of a model."""
+
+    window: int | None  # a token attends to this many positions, itself included; None: to all
+    rope: RopeConfig | None  # None: this layer does not rotate queries and keys
+    experts: bool  # the MLP is a mixture of experts
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,25 +133,36 @@ class ModelConfig:
     max_position: int
     norm_eps: float
     tie_embeddings: bool
-    rope: RopeConfig | None  # None: learned absolute positions
+    rope: RopeConfig | None  # None: learned absolute positions, or ALiBi
     norm: Literal["rms", "layer"] = "rms"
-    # What a layer's norms normalize: the input of attention and MLP (pre-norm), their output before
-    # it is added to the residual stream, or the sum of both (post-norm).
-    norm_placement: Literal["input", "output", "sum"] = "input"
-    activation: Literal["silu", "gelu", "gelu_tanh"] = "silu"
+    norm_bias: bool = False
+    # What a layer's norms normalize. "input": the input of attention and MLP (pre-norm). "output":
+    # the output of attention and MLP, before it is added to the residual stream. "both": the input
+    # and the output. "sum": the residual stream after this addition (post-norm).
+    norm_placement: Literal["input", "output", "both", "sum"] = "input"
+    # Attention and MLP both read the residual stream before the layer, and both are added to it.
+    # They read the same normalized input ("shared"), or each has a norm of its own ("own").
+    parallel: Literal["shared", "own"] | None = None
+    activation: Literal["silu", "gelu", "gelu_tanh", "relu2", "swiglu_oai"] = "silu"
     qkv_bias: bool = False
     out_bias: bool = False
     mlp_bias: bool = False
     gated_mlp: bool = True
-    fused_qkv: bool = False  # the checkpoint stores the weights of q, k and v as one matrix
-    # q and k have an RMS norm per head ("head") or one over all heads together ("whole").
+    # How queries and keys are normalized: an RMS norm for each head ("head"), one RMS norm over all
+    # heads together ("whole"), or not at all (None).
     qk_norm: Literal["head", "whole"] | None = None
     sliding_window: int | None = None
+    layers: tuple[LayerConfig, ...] = ()  # one per layer; empty: all layers are alike
+    experts: ExpertsConfig | None = None
+    attention_softcap: float | None = None  # bounds scores: cap * tanh(score / cap)
+    logits_softcap: float | None = None
+    attention_sinks: bool = False  # each head has a learned logit that only adds to softmax's sum
+    alibi_bias: float | None = None  # the largest slope exponent of ALiBi; None: no ALiBi
     bos_id: int | None = None
     eos_ids: tuple[int, ...] = ()
     embedding_multiplier: float = 1.0  # multiplies the embeddings
     residual_multiplier: float = 1.0  # multiplies the outputs of attention and MLP
-    # Multiplies attention scores. None: 1 / sqrt(head_dim)
+    # Attention scores are multiplied by this number. None means 1 / sqrt(head_dim).
     attention_multiplier: float | None = None
     logits_scaling: float = 1.0  # the logits are divided by this number
     encoder: EncoderConfig | None = None  # None: the model is a decoder
@@ -94,7 +173,13 @@ class ModelConfig:
         attention = self.hidden_size * self.head_dim * 2 * (self.num_heads + self.num_kv_heads)
         mlp = self.hidden_size * self.intermediate_size * (3 if self.gated_mlp else 2)
         tables = self.vocab_size * self.hidden_size * (1 if self.tie_embeddings else 2)
-        return self.num_layers * (attention + mlp) + tables
+        experts, sparse = 0, 0
+        if self.experts is not None:
+            width = self.experts.count * self.experts.size + self.experts.shared_size
+            experts = self.hidden_size * (3 * width + self.experts.count + self.experts.shared_gate)
+            sparse = sum(self.layer(index).experts for index in range(self.num_layers))
+        dense = self.num_layers - sparse
+        return self.num_layers * attention + dense * mlp + sparse * experts + tables
 
     @property
     def attention_scale(self) -> float:
@@ -102,9 +187,20 @@ class ModelConfig:
         stated = self.attention_multiplier
         return self.head_dim**-0.5 if stated is None else stated
 
+    def layer(self, index: int) -> LayerConfig:
+        if self.layers:
+            return self.layers[index]
+        return LayerConfig(self.sliding_window, self.rope, self.experts is not None)
+
     @property
-    def norm_bias(self) -> bool:
-        return self.norm == "layer"
+    def ropes(self) -> tuple[RopeConfig, ...]:
+        """The different RoPE settings of all layers, in the order of the layers."""
+        each = (self.layer(index).rope for index in range(self.num_layers))
+        return tuple(dict.fromkeys(rope for rope in each if rope is not None))
+
+    @property
+    def learned_positions(self) -> bool:
+        return self.rope is None and self.alibi_bias is None
 
     @property
     def has_head(self) -> bool:
@@ -119,19 +215,22 @@ class ModelConfig:
 
 @dataclass(frozen=True, slots=True)
 class TensorSpec:
-    """One weight: our name and shape, and how each checkpoint format names and stores it.
+    """One weight: the engine's name and shape for it, and how each file format names and stores it.
 
     `hf` and `gguf` are its names in the two formats, or None if the format never has this weight.
-    Files may lack a weight that is `optional`.
+    Several weights may be parts of the same stored tensor. Files may lack a weight that is
+    `optional`. If `of_experts`, the first dimension of `shape` counts experts, and the transforms
+    describe the matrix of one expert. If the name has "{e}", the file has one tensor per expert.
     """
 
     name: str
     shape: tuple[int, ...]
     hf: str | None
     gguf: str | None
-    hf_transform: Transform = "none"
-    gguf_transform: Transform = "none"
+    hf_transform: Transform = Transform()
+    gguf_transform: Transform = Transform()
     optional: bool = False
+    of_experts: bool = False
 
 
 class Architecture(Protocol):
@@ -167,6 +266,10 @@ class Reader:
         self._source = source
         self._where = where
 
+    @property
+    def source(self) -> Mapping[str, Any]:
+        return self._source
+
     def has(self, key: str) -> bool:
         """Whether the key exists. A key whose value is null also counts."""
         return key in self._source
@@ -194,8 +297,8 @@ class Reader:
 
 
 def check_config(config: ModelConfig) -> ModelConfig:
-    """Returns the config, or raises `ModelFormatError` if hyperparameters are out of range or
-    contradict each other. Callers check before they allocate memory by these numbers.
+    """Returns the config. Raises `ModelFormatError` if hyperparameters are out of range or
+    contradict each other. This check comes before memory of these sizes is allocated.
     """
     rules = {
         "vocab_size >= 1": config.vocab_size >= 1,
@@ -222,7 +325,20 @@ def check_config(config: ModelConfig) -> ModelConfig:
                 config.logits_scaling,
             )
         ),
-        "sliding_window >= 1": config.sliding_window is None or config.sliding_window >= 1,
+        "sliding_window >= 1": all(
+            each is None or each >= 1
+            for each in (config.sliding_window, *(layer.window for layer in config.layers))
+        ),
+        "as many layer settings as layers": len(config.layers) in (0, config.num_layers),
+        "softcaps > 0": all(
+            each is None or each > 0 for each in (config.attention_softcap, config.logits_softcap)
+        ),
+        "alibi_bias > 0": config.alibi_bias is None or config.alibi_bias > 0,
+        "1 <= experts per token <= experts <= 4096": config.experts is None
+        or 1 <= config.experts.per_token <= config.experts.count <= 4096,
+        "expert size >= 1": config.experts is None or config.experts.size >= 1,
+        "shared expert size >= 0": config.experts is None or config.experts.shared_size >= 0,
+        "expert weight scale > 0": config.experts is None or config.experts.scale > 0,
         "token types >= 1": config.encoder is None or config.encoder.num_token_types >= 1,
         "1 <= encoder tokens <= max_position": config.encoder is None
         or 1 <= config.encoder.max_tokens <= config.max_position,

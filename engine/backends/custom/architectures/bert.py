@@ -1,7 +1,7 @@
 """BERT: a post-norm text encoder with learned positions and token types.
 
-A checkpoint may have the weights of a pooler, which sentence encoders do not use. Instead, files
-next to the weights say how token states are pooled (`weights/pooling.py`).
+A checkpoint may have the weights of a pooler. Sentence encoders do not use these weights. Instead,
+settings files next to the weights say how token states are pooled (`weights/pooling.py`).
 """
 
 from engine.backends.custom.architectures.base import EncoderConfig, Reader
@@ -59,6 +59,7 @@ BERT = Family(
         "tie_embeddings": True,  # a checkpoint has no weights of an LM head
         "rope": None,
         "norm": "layer",
+        "norm_bias": True,
         "norm_placement": "sum",
         "gated_mlp": False,
         "qkv_bias": True,

@@ -1,17 +1,20 @@
 """Defines `Family`: the description of a model family by its names, config keys and weights.
 
 A field of `ModelConfig` is read from a key of the file, has the family's default, or is fixed for
-the whole family. Functions of the family read fields that are more complex than one key, such as
-RoPE scaling rules and sliding windows. In GGUF, the tensors that a file has imply some fields: tied
-LM head, biases, frequency factors. `weights.model` sets these once the file is open.
+the whole family. Functions read the fields that need more than one key, such as RoPE scaling rules
+and sliding windows. In GGUF, some fields have no key: whether the LM head is tied, which biases
+exist, and whether there are RoPE frequency factors. `weights.model` derives these fields from the
+tensors of the file.
 """
 
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import groupby
+from operator import attrgetter
 from typing import Any
 
 from engine.backends.custom.architectures.base import (
+    ExpertsConfig,
     ModelConfig,
     Reader,
     TensorSpec,
@@ -32,20 +35,23 @@ from engine.backends.custom.architectures.foreign import (
     refuse_values,
 )
 from engine.backends.custom.architectures.rope import (
+    DEFAULT_THETA,
     rope_from_gguf,
     rope_from_hf,
     stretched_position,
 )
 from engine.core.errors import ModelFormatError
 
-Keys = dict[str, str | tuple[str, ...]]  # a key of the file -> the config fields that it sets
+# A key of the file -> the config fields that it sets. "experts.count" is a field of
+# `ModelConfig.experts`. "1/logits_scaling": the key has the reciprocal of the field.
+Keys = dict[str, str | tuple[str, ...]]
 Settings = Mapping[str, Any]  # values of `ModelConfig` fields, by field name
-# A function for fields that are more complex than one key. It gets the file's keys and the fields
-# read so far, and returns more fields.
+# A function that reads config fields which need more than one key. It gets a reader of the file's
+# keys and the fields read so far. It returns additional fields.
 More = Callable[[Reader, Settings], Settings]
 
 REQUIRED: Any = object()
-_BOOLS = frozenset({"tie_embeddings", "qkv_bias", "out_bias", "mlp_bias"})
+_BOOLS = frozenset({"tie_embeddings", "qkv_bias", "out_bias", "mlp_bias", "experts.renormalizes"})
 FLOATS = frozenset(
     {
         "norm_eps",
@@ -53,6 +59,9 @@ FLOATS = frozenset(
         "residual_multiplier",
         "attention_multiplier",
         "logits_scaling",
+        "attention_softcap",
+        "logits_softcap",
+        "alibi_bias",
     }
 )
 # Defaults of fields that a file of any family may omit.
@@ -67,17 +76,65 @@ _DEFAULTS: Mapping[str, Any] = {
     "residual_multiplier": 1.0,
     "attention_multiplier": None,
     "logits_scaling": 1.0,
+    "attention_softcap": None,
+    "logits_softcap": None,
+    "experts.count": 0,
+    "experts.per_token": 0,
+    "experts.size": lambda found: found.get("intermediate_size", 0),
+    "experts.shared_size": 0,
+    "experts.renormalizes": False,
 }
+
+
+# Whether a weight exists in a layer of a model. For weights outside of layers, the layer is 0.
+Condition = Callable[[ModelConfig, int], bool]
+
+
+@dataclass(frozen=True, slots=True)
+class Stored:
+    """How a format stores a weight, in letters (see `WeightRow`). `base.Transform` has the numbers.
+
+    `parts` lists the sizes of the weights that share a stored matrix, such as "qkk" for a matrix
+    with the rows of q, then k, then v. This weight is number `index` of them. If `groups` is not
+    "1", the file repeats this sequence so many times, each time with the next rows of each weight.
+    `paired`: the two rows of each rotary pair are next to each other.
+    """
+
+    parts: str = ""
+    index: int = 0
+    groups: str = "1"
+    transposed: bool = False
+    paired: bool = False
+    added: float = 0.0
+
+    def transform(self, config: ModelConfig, sizes: Mapping[str, int]) -> Transform:
+        each = [sizes[letter] for letter in self.parts]
+        paired = self.paired and config.rope is not None
+        return Transform(
+            transposed=self.transposed,
+            groups=sizes[self.groups],
+            before=sum(each[: self.index]),
+            after=sum(each[self.index + 1 :]),
+            head_dim=config.head_dim if paired else 1,
+            paired=config.rope.dim if paired and config.rope is not None else 0,
+            added=self.added,
+        )
+
+
+PLAIN = Stored()
+PAIRED = Stored(paired=True)
 
 
 @dataclass(frozen=True, slots=True)
 class WeightRow:
-    """A weight's name in the engine and in files. "{i}" in a name stands for the layer number.
+    """A weight's name in the engine and in files. "{i}" in a name stands for the layer number, and
+    "{e}" for the number of an expert.
 
     `shape` has one letter per dimension: D hidden, F feed-forward, V vocabulary, P positions,
-    Y token types, H head dim, q all query heads, k all key heads, a all heads of q, k and v, c half
-    a head. `bias` is the config field that says whether the weight has a bias. `when` is the config
-    field that says whether the weight exists; None: always.
+    Y token types, H head dim, N heads, K KV heads, q all query heads, k all key heads, g all query
+    heads of a KV head, c half of the rotated dimensions of a head, E experts, X an expert's
+    feed-forward, S the shared expert's. `bias` is the config field that says whether the weight has
+    a bias. `when` says whether the weight exists; None: always.
     """
 
     name: str
@@ -85,13 +142,13 @@ class WeightRow:
     hf: str | None
     gguf: str | None
     bias: str | None = None
-    when: str | None = None
-    hf_transform: Transform = "none"
-    gguf_transform: Transform = "none"
+    when: Condition | None = None
+    hf_stored: Stored = PLAIN
+    gguf_stored: Stored = PLAIN
     optional: bool = False
 
     def specs(self, config: ModelConfig, layer: int) -> Iterator[TensorSpec]:
-        if self.when is not None and not getattr(config, self.when):
+        if self.when is not None and not self.when(config, layer):
             return
         sizes = _sizes(config)
         shape = tuple(sizes[letter] for letter in self.shape)
@@ -100,31 +157,72 @@ class WeightRow:
             for each in (self.name, self.hf, self.gguf)
         )
         assert name is not None, self
-        yield TensorSpec(
-            name, shape, hf, gguf, self.hf_transform, self.gguf_transform, self.optional
+        of_experts = self.shape[0] == "E" and ".router." not in name
+        in_hf, in_gguf = (
+            each.transform(config, sizes) for each in (self.hf_stored, self.gguf_stored)
         )
-        if self.bias is not None and getattr(config, self.bias):
-            name, hf, gguf = (
-                each and each.removesuffix("weight") + "bias" for each in (name, hf, gguf)
-            )
+        yield TensorSpec(name, shape, hf, gguf, in_hf, in_gguf, self.optional, of_experts)
+        if self.bias is not None and attrgetter(self.bias)(config):
+            name, hf, gguf = (each and _bias_name(each) for each in (name, hf, gguf))
             assert name is not None, self
-            yield TensorSpec(name, shape[:1], hf, gguf, gguf_transform=self.gguf_transform)
+            shape = shape if len(shape) == 1 else shape[:-1]
+            in_hf, in_gguf = (
+                replace(each, transposed=False, added=0.0) for each in (in_hf, in_gguf)
+            )
+            yield TensorSpec(name, shape, hf, gguf, in_hf, in_gguf, self.optional, of_experts)
+
+
+def _bias_name(weight: str) -> str:
+    if weight.endswith("weight"):
+        return weight.removesuffix("weight") + "bias"
+    return f"{weight}_bias"
 
 
 def _sizes(config: ModelConfig) -> dict[str, int]:
     queries, keys = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
+    experts = config.experts
     return {
+        "1": 1,
         "D": config.hidden_size,
         "F": config.intermediate_size,
         "V": config.vocab_size,
         "P": config.max_position,
         "Y": 0 if config.encoder is None else config.encoder.num_token_types,
         "H": config.head_dim,
+        "N": config.num_heads,
+        "K": config.num_kv_heads,
         "q": queries,
         "k": keys,
-        "a": queries + 2 * keys,
-        "c": config.head_dim // 2,
+        "g": queries // config.num_kv_heads,
+        "c": 0 if config.rope is None else config.rope.dim // 2,
+        "E": 0 if experts is None else experts.count,
+        "X": 0 if experts is None else experts.size,
+        "S": 0 if experts is None else experts.shared_size,
     }
+
+
+def has_head(config: ModelConfig, layer: int) -> bool:
+    return config.has_head
+
+
+def is_dense(config: ModelConfig, layer: int) -> bool:
+    return not config.layer(layer).experts
+
+
+def has_experts(config: ModelConfig, layer: int) -> bool:
+    return config.layer(layer).experts
+
+
+def has_shared(config: ModelConfig, layer: int) -> bool:
+    """Whether the layer has a shared expert beside the others."""
+    return (
+        has_experts(config, layer) and config.experts is not None and config.experts.shared_size > 0
+    )
+
+
+def has_mlp_norm(config: ModelConfig, layer: int) -> bool:
+    """Whether the MLP does not use the normalized input of attention."""
+    return config.parallel != "shared"
 
 
 def _nothing_more(reader: Reader, found: Settings) -> Settings:
@@ -133,36 +231,60 @@ def _nothing_more(reader: Reader, found: Settings) -> Settings:
 
 @dataclass(frozen=True, slots=True)
 class Family:
-    """The description of a model family. `engine convert` uses its keys to write files, too."""
+    """The description of a model family. Its keys serve to read files, and to write them in `engine
+    convert`.
+    """
 
     name: str
     hf_names: tuple[str, ...]
     gguf_names: tuple[str, ...]
     weights: tuple[WeightRow, ...]
     hf_keys: Keys
-    # Without the architecture prefix, such as "llama.". None: the engine reads no GGUF files of it.
+    # GGUF keys without the architecture prefix, such as "llama.". None means that the engine cannot
+    # read GGUF files of this family.
     gguf_keys: Keys | None
-    # The key of the activation in config.json, and the activation if the key is missing.
+    # The config.json key that names the activation, and the default if the file lacks this key.
     hf_activation: tuple[str, str] = ("hidden_act", "silu")
     always: Settings = field(default_factory=dict)  # fields fixed for all models of the family
-    # Defaults of fields that a file may omit. REQUIRED: every file must have the key.
+    # Defaults of fields whose key a file may omit. The value REQUIRED removes a default that all
+    # families share, so that every file of this family must have the key.
     defaults: Settings = field(default_factory=dict)
-    # Defaults for config.json only, because Transformers uses other ones than GGUF.
+    # Defaults that apply to config.json but not to GGUF. They are those of Transformers.
     hf_defaults: Settings = field(default_factory=dict)
-    # Values of config.json keys that the engine does not implement, and rejects.
+    # For some config.json keys, a value that the engine does not implement. A config with this
+    # value is rejected.
     hf_refused: Mapping[str, Any] = field(default_factory=dict)
     hf_more: More = _nothing_more
     gguf_more: More = _nothing_more
+    # RoPE's base and the rotated part of each head, if config.json does not state them.
+    theta: float = DEFAULT_THETA
+    rotated: float = 1.0
+    # Whether layers with and without a window may have different RoPE settings.
+    has_local_rope: bool = False
+    # Renames or flattens keys of config.json before they are read.
+    hf_view: Callable[[Mapping[str, Any]], Mapping[str, Any]] = dict
+    # For writing a config.json: the names of the architecture and of the model type of a model.
+    # None: the first of `hf_names`, and the family's name.
+    hf_kind: Callable[[ModelConfig], tuple[str, str]] | None = None
 
     def config_from_hf(self, config: Mapping[str, Any]) -> ModelConfig:
-        refuse_unsupported_hf(config)
+        config = self.hf_view(config)
+        refuse_unsupported_hf(config, self._has_experts)
         refuse_values(config, self.hf_refused)
         reader = Reader(config, "config.json")
         found = self._read(reader, self.hf_keys, dict(self.always), self.hf_defaults)
-        found["activation"] = hf_activation(reader, *self.hf_activation)
+        if "activation" not in found:
+            found["activation"] = hf_activation(reader, *self.hf_activation)
         if "rope" not in found:
             length = found["max_position"]
-            found["rope"] = rope_from_hf(config, found["head_dim"], length)
+            found["rope"] = rope_from_hf(
+                config,
+                found["head_dim"],
+                length,
+                self.theta,
+                self.rotated,
+                "full_attention" if self.has_local_rope else None,
+            )
             found["max_position"] = stretched_position(found["rope"], length)
         found["bos_id"] = hf_bos_id(config, found["vocab_size"])
         found["eos_ids"] = hf_eos_ids(config, found["vocab_size"])
@@ -175,13 +297,13 @@ class Family:
                 f"{self.name} models are read from safetensors only; use the model's Hugging Face "
                 "directory"
             )
-        refuse_unsupported_gguf(metadata)
+        refuse_unsupported_gguf(metadata, self._has_experts)
         reader = Reader(metadata, "GGUF metadata")
         prefix = reader.read(str, "general.architecture")
         keys = {f"{prefix}.{key}": name for key, name in self.gguf_keys.items()}
         known = {**self.always, "vocab_size": gguf_vocab_size(metadata)}
         found = self._read(reader, keys, known, {})
-        found["activation"] = known_activation(self.hf_activation[1])
+        found.setdefault("activation", known_activation(self.hf_activation[1]))
         if "rope" not in found:
             length = found["max_position"]
             found["rope"] = rope_from_gguf(metadata, found["head_dim"], length)
@@ -193,6 +315,10 @@ class Family:
         found["eos_ids"] = gguf_eos_ids(metadata, found["vocab_size"])
         found |= self.gguf_more(reader, found)
         return check_config(ModelConfig(family=self.name, **found))
+
+    @property
+    def _has_experts(self) -> bool:
+        return "experts.count" in (*self.hf_keys.values(), *self.always)
 
     def tensors(self, config: ModelConfig) -> tuple[TensorSpec, ...]:
         """All weights of a model with this config, in layer order."""
@@ -211,22 +337,35 @@ class Family:
         found: dict[str, Any],
         defaults: Settings,
     ) -> dict[str, Any]:
-        """Returns `found` with the values of `keys` added. If several keys set the same field, the
-        first key that the file has counts.
+        """Returns `found`, completed with the values of `keys` and with defaults. If several keys
+        set the same field, the first of them that is in the file counts.
         """
         defaults = {**_DEFAULTS, **self.defaults, **defaults}
         for key, fields in keys.items():
             names = (fields,) if isinstance(fields, str) else fields
-            if names[0] in found:
+            first = names[0].removeprefix("1/")
+            if first in found:
                 continue
-            kind = bool if names[0] in _BOOLS else float if names[0] in FLOATS else int
-            if defaults.get(names[0], REQUIRED) is REQUIRED:
+            kind = bool if first in _BOOLS else float if first in FLOATS else int
+            if defaults.get(first, REQUIRED) is REQUIRED:
                 value: Any = reader.read(kind, key)
             else:
                 value = reader.read(kind, key, default=None)
+            if value is not None and names[0] != first:
+                value = 1 / value if value > 0 else 0.0
             if value is not None:
-                found |= dict.fromkeys(names, value)
+                found |= dict.fromkeys((first, *names[1:]), value)
         for name, default in defaults.items():
             if name not in found:
                 found[name] = default(found) if callable(default) else default
-        return found
+        return _with_experts(found)
+
+
+def _with_experts(found: Mapping[str, Any]) -> dict[str, Any]:
+    """Collects the fields "experts.*" into one `ExpertsConfig`."""
+    prefix = "experts."
+    fields = {key: value for key, value in found.items() if not key.startswith(prefix)}
+    settings = {
+        key.removeprefix(prefix): value for key, value in found.items() if key.startswith(prefix)
+    }
+    return {**fields, "experts": ExpertsConfig(**settings) if settings["count"] else None}

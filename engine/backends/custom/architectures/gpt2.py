@@ -3,7 +3,7 @@
 Hugging Face checkpoints store the projection matrices as (in, out), GGUF files as (out, in).
 """
 
-from engine.backends.custom.architectures.family import Family, WeightRow
+from engine.backends.custom.architectures.family import Family, Stored, WeightRow, has_head
 
 _L, _HF, _B = "layers.{i}", "transformer.h.{i}", "blk.{i}"
 
@@ -19,7 +19,20 @@ def _linear(name: str, shape: str, hf: str, gguf: str, bias: str) -> WeightRow:
         f"{_HF}.{hf}.weight",
         f"{_B}.{gguf}.weight",
         bias=bias,
-        hf_transform="transpose",
+        hf_stored=Stored(transposed=True),
+    )
+
+
+def _of_qkv(index: int) -> WeightRow:
+    """The row of q, k or v, which the file stores as one matrix."""
+    return WeightRow(
+        f"{_L}.attn.{'qkv'[index]}.weight",
+        "DD",
+        f"{_HF}.attn.c_attn.weight",
+        f"{_B}.attn_qkv.weight",
+        bias="qkv_bias",
+        hf_stored=Stored("DDD", index, transposed=True),
+        gguf_stored=Stored("DDD", index),
     )
 
 
@@ -32,12 +45,12 @@ GPT2 = Family(
         WeightRow("position.weight", "PD", "transformer.wpe.weight", "position_embd.weight"),
         _norm(f"{_L}.attn_norm", f"{_HF}.ln_1", f"{_B}.attn_norm"),
         _norm(f"{_L}.mlp_norm", f"{_HF}.ln_2", f"{_B}.ffn_norm"),
-        _linear("attn.qkv", "aD", "attn.c_attn", "attn_qkv", "qkv_bias"),
+        *(_of_qkv(index) for index in range(3)),
         _linear("attn.o", "Dq", "attn.c_proj", "attn_output", "out_bias"),
         _linear("mlp.up", "FD", "mlp.c_fc", "ffn_up", "mlp_bias"),
         _linear("mlp.down", "DF", "mlp.c_proj", "ffn_down", "mlp_bias"),
         _norm("norm", "transformer.ln_f", "output_norm"),
-        WeightRow("head.weight", "VD", "lm_head.weight", "output.weight", when="has_head"),
+        WeightRow("head.weight", "VD", "lm_head.weight", "output.weight", when=has_head),
     ),
     hf_keys={
         "vocab_size": "vocab_size",
@@ -62,8 +75,8 @@ GPT2 = Family(
     always={
         "rope": None,
         "norm": "layer",
+        "norm_bias": True,
         "gated_mlp": False,
-        "fused_qkv": True,
         "qkv_bias": True,
         "out_bias": True,
         "mlp_bias": True,

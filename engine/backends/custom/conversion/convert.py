@@ -35,15 +35,21 @@ from engine.backends.custom.conversion.stored import (
     most_bytes,
     plain_type,
     stored_array,
-    stored_weight,
+    stored_tensors,
 )
 from engine.backends.custom.ir.rotary import inverse_frequencies
 from engine.backends.custom.weights.files import member, read_json
 from engine.backends.custom.weights.lazy_tensor import LazyTensor
-from engine.backends.custom.weights.model import CONFIG_NAME, ModelSource, Weight, open_model
+from engine.backends.custom.weights.model import (
+    CONFIG_NAME,
+    LONG_FACTORS,
+    ModelSource,
+    open_model,
+)
 from engine.backends.custom.weights.quantize import ENCODERS, quantize
 from engine.backends.custom.weights.quants import dequantize, traits_of
 from engine.backends.custom.weights.safetensors import SINGLE_NAME
+from engine.backends.custom.weights.weight import Weight
 from engine.core.errors import ConfigError, ModelError, ModelFormatError
 from engine.core.store.checkpoint_files import is_companion
 from engine.core.text.tokenizer_to_gguf import gguf_tokenizer
@@ -53,7 +59,7 @@ _GGUF_ALIGNMENT = 32
 _UINT32, _INT32, _FLOAT32, _BOOL, _STRING, _ARRAY, _UINT64 = 4, 5, 6, 7, 8, 9, 10
 _ELEMENTS = {"u1": 0, "i1": 1, "u2": 2, "i2": 3, "u4": 4, "i4": 5, "f4": 6, "u8": 10, "i8": 11}
 _ELEMENTS |= {"f8": 12, "b1": _BOOL}
-# GGUF's number for the type of a file, by the storage type that most of its bytes have.
+# Values of the GGUF key general.file_type. The key says which storage type most bytes have.
 _FILE_TYPES = {
     **{"F32": 0, "F16": 1, "BF16": 32, "Q4_0": 2, "Q4_1": 3, "Q8_0": 7, "Q5_0": 8, "Q5_1": 9},
     **{"Q2_K": 10, "Q3_K": 11, "Q4_K": 14, "Q5_K": 16, "Q6_K": 18, "IQ4_NL": 25, "IQ4_XS": 30},
@@ -61,7 +67,7 @@ _FILE_TYPES = {
 
 
 def gguf_bytes(metadata: Mapping[str, Any], tensors: Sequence[StoredTensor]) -> Iterator[Bytes]:
-    """The content of the whole file, in chunks."""
+    """Yields the content of a GGUF file, in chunks."""
     stated = {key: value for key, value in metadata.items() if not _is_of_old_file(key)}
     stated["general.file_type"] = _FILE_TYPES[most_bytes(tensors)]
     stated["general.quantization_version"] = 2
@@ -82,7 +88,7 @@ def gguf_bytes(metadata: Mapping[str, Any], tensors: Sequence[StoredTensor]) -> 
 
 
 def gguf_size(tensors: Iterable[StoredTensor]) -> int:
-    """The approximate size of a GGUF file: only the tensors' bytes, which are nearly all of it."""
+    """The approximate size of a GGUF file in bytes. The header is small, so it is not counted."""
     return sum(_aligned(tensor.nbytes) for tensor in tensors)
 
 
@@ -130,7 +136,7 @@ _SAFETENSORS_ALIGNMENT = 8
 def safetensors_bytes(
     tensors: Sequence[StoredTensor], metadata: Mapping[str, str]
 ) -> Iterator[Bytes]:
-    """The content of the whole file, in chunks. `metadata` goes into the header."""
+    """Yields the content of a safetensors file, in chunks. `metadata` goes into the header."""
     header: dict[str, Any] = {"__metadata__": {"format": "pt", **metadata}}
     position = 0
     for tensor in tensors:
@@ -167,8 +173,9 @@ def convert(
     tokenizer: Path | None = None,
     progress: Progress = lambda done, total: None,
 ) -> Format:
-    """Write the model at `source` to `target`. Without a `dtype`, weights keep their stored
-    precision.
+    """Write the model at `source` to `target`. Returns the format of the target, which is `to` or
+    follows from the target's name. Without a `dtype`, weights keep their storage type if the format
+    has it.
     """
     to = to or format_of(target)
     _check(target, to, dtype)
@@ -197,7 +204,7 @@ def save_trained(
             _view=partial(quantize, "F32", values),
             _decode=partial(dequantize, "F32"),
         )
-        weights[name] = Weight(spec, tensor, "none", model.config.head_dim)
+        weights[name] = Weight(spec, (tensor,))
     trained = replace(model, weights=weights)
     _write_safetensors(trained, target, None, lambda done, total: None)
 
@@ -214,7 +221,7 @@ def format_of(target: Path) -> Format:
 
 def open_source(path: Path, tokenizer: Path | None = None) -> ModelSource:
     """Open a model of any supported format. `tokenizer` is the tokenizer file of a llama2.c model.
-    It is needed only if it is not beside the model.
+    The default is tokenizer.bin beside the model.
     """
     if path.suffix != ".bin":
         if tokenizer is not None:
@@ -273,15 +280,17 @@ _WRITERS = {"gguf": _write_gguf, "safetensors": _write_safetensors, "llama2c": _
 
 def gguf_parts(model: ModelSource, dtype: str | None) -> tuple[dict[str, Any], list[StoredTensor]]:
     """The metadata and tensors for a GGUF file of the model."""
-    tensors = []
-    for weight in model.weights.values():
-        spec = weight.spec
-        assert spec.gguf is not None, spec
-        stored_as = gguf_type(weight, dtype, model.config.tie_embeddings)
-        tensors.append(stored_weight(weight, spec.gguf, spec.gguf_transform, stored_as))
-    rope = model.config.rope
+    tied, rope = model.config.tie_embeddings, model.config.rope
+    tensors = stored_tensors(
+        model.weights.values(), "gguf", lambda weight: gguf_type(weight, dtype, tied)
+    )
     if rope is not None and rope.kind == "llama3":
         tensors.append(stored_array(_factors(rope), _FACTORS))
+    if rope is not None and rope.kind == "longrope":
+        for name, factors in zip(
+            LONG_FACTORS, (rope.short_factors, rope.long_factors), strict=True
+        ):
+            tensors.append(stored_array(np.array(factors, np.float32), name))
     return stated_metadata(model), tensors
 
 
@@ -290,7 +299,7 @@ def stated_metadata(model: ModelSource) -> dict[str, Any]:
     if model.checkpoint.format == "gguf":
         return dict(model.metadata)
     config, rope = model.config, model.config.rope
-    if rope is not None and rope.kind == "llama3":  # GGUF stores this scaling as a tensor
+    if rope is not None and rope.kind == "llama3":  # GGUF has a tensor of factors for this rule
         config = replace(config, rope=RopeConfig(rope.theta, rope.dim))
     name = Path(str(model.metadata.get("_name_or_path") or model.path.resolve())).name
     stated = {"general.type": "model", "general.name": name}
@@ -299,15 +308,13 @@ def stated_metadata(model: ModelSource) -> dict[str, Any]:
 
 
 def _hf_tensors(model: ModelSource, dtype: str | None) -> list[StoredTensor]:
-    return [
-        stored_weight(weight, spec.hf, spec.hf_transform, plain_type(weight, dtype))
-        for weight in model.weights.values()
-        if (spec := weight.spec).hf is not None
-    ]
+    return stored_tensors(
+        model.weights.values(), "safetensors", lambda weight: plain_type(weight, dtype)
+    )
 
 
 def _hf_files(model: ModelSource, dtype: str) -> dict[str, bytes]:
-    """The files that a Hugging Face folder has beside the weights: file name to content."""
+    """The files that a Hugging Face folder has beside the weights, as file name -> content."""
     if model.checkpoint.format == "safetensors":
         files = {
             path.name: member(model.path, path.name).read_bytes()
@@ -330,10 +337,11 @@ def _hf_files(model: ModelSource, dtype: str) -> dict[str, bytes]:
 
 
 def _as_published(model: ModelSource) -> ModelConfig:
-    """The configuration as it was before conversion to GGUF.
+    """The config of a GGUF model as it was before the conversion to GGUF.
 
-    GGUF stores numbers as float32, from which the original short decimals are restored. It stores
-    RoPE scaling as frequency factors. If these match a known scaling rule, the rule is restored.
+    GGUF stores numbers as float32. They are rounded back to the short decimals of config.json. GGUF
+    stores some RoPE scaling rules as frequency factors. If the factors match a published rule, the
+    rule is restored.
     """
     config = model.config
     stored = {name: getattr(config, name) for name in FLOATS}
@@ -360,7 +368,9 @@ def _json(content: dict[str, Any]) -> bytes:
 
 @contextmanager
 def _new_place(target: Path, num_bytes: int) -> Iterator[Path]:
-    """Yields a temporary path beside the target. On success, it is renamed to the target."""
+    """Yields a temporary path beside the target. If no error occurs, what was written there is
+    renamed to the target, else it is removed.
+    """
     free = shutil.disk_usage(target.absolute().parent).free
     if num_bytes > free:
         raise ModelError(

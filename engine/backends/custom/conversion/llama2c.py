@@ -1,10 +1,10 @@
-"""Reads and writes llama2.c models. A file has seven integers, then float32 weights. The tokenizer
-is a separate file.
+"""Reads and writes llama2.c models. A model file has seven integers, then float32 weights. The
+tokenizer is a separate file.
 
-A model is opened as if it were GGUF, because it has the same weight layout: the RoPE pairs are
-adjacent. Some values are not in the file but fixed in llama2.c's code: RoPE theta (10,000), epsilon
-(1e-5), and the token ids for unknown, begin and end. Only the first file version is supported.
-Later versions start with a magic number.
+A model is opened as if it were GGUF, because GGUF has the same weight layout: the two rows of each
+RoPE pair are adjacent. Some values are not in the file but fixed in llama2.c's code: RoPE theta
+(10,000), the epsilon of norms (1e-5), and the token ids for unknown, begin and end. Only the first
+file version is supported. Later versions start with a magic number.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -24,18 +24,19 @@ from engine.backends.custom.conversion.stored import Bytes, StoredTensor, stored
 from engine.backends.custom.ir.rotary import rotary_tables
 from engine.backends.custom.weights.files import FileBytes
 from engine.backends.custom.weights.lazy_tensor import LazyTensor
-from engine.backends.custom.weights.model import ModelSource, Weight
+from engine.backends.custom.weights.model import ModelSource
 from engine.backends.custom.weights.quants import dequantize
+from engine.backends.custom.weights.weight import Weight
 from engine.core.errors import ModelFormatError
 from engine.core.text.tokenizer_gguf import BYTE, CONTROL, NORMAL, UNKNOWN
 from engine.core.text.tokenizer_to_gguf import PREFIX
 
-_HEADER = Struct("<7i")  # D, F, layers, N, K, V (negative: the head is not tied), positions
+_HEADER = Struct("<7i")  # D, F, layers, N, K, V, positions; V is negative if the head is not tied
 _LATER_MAGIC = 0x616B3432
 _THETA, _EPS = 10_000.0, 1e-5
 BOS_ID, EOS_ID = 1, 2
-# The engine's weight names in the order of the file. A layer's weight is stored for all layers
-# before the next weight.
+# The engine's weight names in the order of the file. For each name in `_LAYERS`, the weights of all
+# layers follow each other.
 _TABLES = ("embed.weight",)
 _LAYERS = (
     *("attn_norm.weight", "attn.q.weight", "attn.k.weight", "attn.v.weight", "attn.o.weight"),
@@ -47,7 +48,7 @@ _LAYERS = (
 class Llama2cCheckpoint:
     file: FileBytes
     tensors: dict[str, LazyTensor]
-    format: str = "gguf"  # selects GGUF's tensor names and layout
+    format: str = "gguf"  # the tensors have the names and the layout that they have in GGUF
 
     @property
     def files(self) -> list[FileBytes]:
@@ -80,7 +81,7 @@ def open_llama2c(path: Path, tokenizer: Mapping[str, Any]) -> ModelSource:
             # Skip the file's tables of RoPE cosines and sines.
             position += 4 * config.max_position * config.head_dim
         tensors[spec.gguf] = tensor
-        weights[spec.name] = Weight(spec, tensor, spec.gguf_transform, config.head_dim)
+        weights[spec.name] = Weight(spec, (tensor,), spec.gguf_transform)
     if position != file.size:
         raise ModelFormatError(
             f"{path.name}: {file.size} bytes, but its header describes {position}; it is not a "
@@ -91,7 +92,7 @@ def open_llama2c(path: Path, tokenizer: Mapping[str, Any]) -> ModelSource:
 
 
 def llama2c_bytes(source: ModelSource) -> Iterator[Bytes]:
-    """The content of the whole file, in chunks."""
+    """Yields the content of a llama2.c file, in chunks."""
     config = source.config
     _check_expressible(config)
     vocab = config.vocab_size if config.tie_embeddings else -config.vocab_size
@@ -183,7 +184,7 @@ _NAMES = {0: "<unk>", BOS_ID: "<s>", EOS_ID: "</s>"}
 
 
 def read_tokenizer(path: Path, vocab_size: int) -> dict[str, Any]:
-    """Read a tokenizer.bin. Returns it as `tokenizer.*` keys of GGUF metadata."""
+    """Read a tokenizer.bin. Returns the tokenizer as `tokenizer.*` keys of GGUF metadata."""
     try:
         content = path.read_bytes()
     except OSError as error:
@@ -220,7 +221,7 @@ def read_tokenizer(path: Path, vocab_size: int) -> dict[str, Any]:
 
 
 def tokenizer_bytes(metadata: Mapping[str, Any]) -> bytes:
-    """The content of a tokenizer.bin."""
+    """The content of a tokenizer.bin, made from the `tokenizer.*` keys of GGUF metadata."""
     pieces: Sequence[str] = metadata[f"{PREFIX}tokens"]
     types = metadata.get(f"{PREFIX}token_type")
     expected = [

@@ -1,1 +1,3 @@
-"""Model runners, one folder per framework. The modules next to the folders are shared code."""
+"""The frameworks that compute models. Each framework has a folder with its model runner. The
+modules beside these folders are code that the frameworks share.
+"""

@@ -1,5 +1,5 @@
-"""The backend classes of all frameworks. A frontend process uses these classes and imports no
-tensor library. An engine process imports its framework's `execution/build.py` instead.
+"""The backend classes of all frameworks. The frontend uses these classes and imports no tensor
+library. The engine process imports the framework's `execution/build.py` instead.
 """
 
 from engine.backends.custom.base_custom import CustomBackend

@@ -1,9 +1,9 @@
-"""Imports a framework on demand. Its `execution/build.py` defines these functions:
+"""Imports a framework on demand. The framework's `execution/build.py` defines these functions:
 
 find_device(device, dtype) -> DeviceInfo                        resolves "auto", checks the device
 memory_needs(source, options, device) -> MemoryNeeds            bytes of weights, keys and values
 build_runner(source, config) -> ModelRunner                     loads weights, allocates the cache
-profiler(runner, source, config) -> Profiler                    measures it for `engine profile`
+profiler(runner, source, config) -> Profiler                    measures a runner's kernels
 build_encoder(source, device, dtype, num_threads) -> Encoder    if the framework runs text encoders
 """
 

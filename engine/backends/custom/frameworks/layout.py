@@ -1,5 +1,5 @@
-"""Packs many small arrays into one vector of 32-bit words, so that one copy takes all of them to
-a device.
+"""Packs many small arrays into one vector of 32-bit words. So a single copy moves all of the arrays
+to a device.
 """
 
 from collections.abc import Mapping
@@ -10,14 +10,15 @@ from numpy.typing import NDArray
 
 from engine.backends.custom.runtime.model_runner import I32
 
-ALIGNMENT = 4  # in words; arrays start at multiples of 16 bytes, which kernels load at a time
+ALIGNMENT = 4  # in words; arrays start at multiples of 16 bytes, because kernels load 16 at a time
 
 Arrays = Mapping[str, NDArray[np.generic]]
 
 
 class Layout:
-    """The place of each array in the vector. If an array is shorter than its place, the rest is
-    filled with its value in `pads`. The `last` array, if any, may have any size.
+    """The place of each array in the vector. `sizes` has the length of each place in words. If an
+    array is shorter than its place, the rest is filled with the array's value in `pads`. The array
+    `last`, if there is one, comes after all others and may have any length.
     """
 
     def __init__(

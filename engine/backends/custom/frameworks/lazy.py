@@ -1,5 +1,5 @@
-"""Lets a framework's package export its backend class without importing it. Only a frontend process
-needs the class; an engine process imports the same package but not the class.
+"""Lets the package of a framework export its backend class without importing it. The frontend needs
+the class. The engine process imports the same package, but does not need the class.
 """
 
 from collections.abc import Callable

@@ -1,4 +1,4 @@
-"""Lets the torch, JAX and tinygrad frameworks reject options that only the native one supports."""
+"""Lets the torch, JAX and tinygrad frameworks reject options that they do not support."""
 
 from collections.abc import Iterable
 
@@ -26,7 +26,7 @@ def check_config(framework: str, library: str, model: ModelConfig, config: Runne
         raise ConfigError(
             f"performance.affinity binds the native backend's threads, not {library}'s"
         )
-    if model.rope is None and config.max_seq_len > model.max_position:
+    if model.learned_positions and config.max_seq_len > model.max_position:
         raise ConfigError(
             f"max_seq_len {config.max_seq_len} is beyond the model's {model.max_position} "
             "learned positions; lower it"
@@ -36,8 +36,8 @@ def check_config(framework: str, library: str, model: ModelConfig, config: Runne
 def check_plain(
     framework: str, library: str, dtypes: Iterable[str], model: ModelConfig, config: RunnerConfig
 ) -> None:
-    """As `check_config`, for a framework that cannot quantize weights. Also rejects quantization
-    and dtypes other than `dtypes`.
+    """Does the checks of `check_config`, and also rejects requantization of weights and dtypes
+    other than `dtypes`.
     """
     check_dtype(config.dtype, dtypes)
     check_config(framework, library, model, config)

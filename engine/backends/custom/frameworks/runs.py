@@ -1,4 +1,4 @@
-"""Cuts the tokens of each sequence into runs of limited length, as work items for a kernel."""
+"""Cuts the tokens of each row into runs of limited length, which are the work items of a kernel."""
 
 import numpy as np
 
@@ -6,9 +6,11 @@ from engine.backends.custom.runtime.model_runner import I32
 
 
 def cut(counts: I32, size: int) -> tuple[I32, I32]:
-    """Cuts each row into runs of at most `size` tokens; `counts` are the rows' token counts.
+    """Cuts each row into runs of at most `size` tokens. `counts` has the number of tokens of each
+    row.
 
-    Returns two arrays with a value per run: its row, and the index of its first token in the row.
+    Returns two arrays with a value for each run. The first has the index of the run's row. The
+    second has the index of the run's first token in that row.
     """
     each = -(-counts // size)
     rows = np.repeat(np.arange(len(counts), dtype=np.int32), each)

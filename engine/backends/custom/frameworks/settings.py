@@ -1,8 +1,8 @@
 """Converts the sampling settings of a batch to 32-bit words, for runners that sample on the device.
 
-Arrays have the names of `SamplingInputs` and one value per row, (R,). Exceptions are `keys` (R, 2),
-the keys of the random noise, and the logit biases (N,). Floats are copied as their bit patterns.
-Padding rows and padding biases have no effect.
+The arrays have the names of the fields of `SamplingInputs`. Most have a value for each row, (R,).
+The keys of the random noise, `keys`, are (R, 2), and the logit biases are (N,). Floats are copied
+as bit patterns. Rows and biases that are padding have no effect.
 """
 
 from typing import Any
@@ -14,8 +14,8 @@ from engine.backends.custom.frameworks.layout import Layout
 from engine.backends.custom.runtime.host_sampler import row_keys
 from engine.backends.custom.runtime.model_runner import SAMPLE, SamplingInputs
 
-# The slot that stores a row's sampled token as its last token. If the row's token is forced, it is
-# the spare slot, which no sequence reads.
+# The name of an array with a slot for each row. The device stores the row's sampled token as the
+# last token of this slot. If the token is forced, this is the spare slot, which no sequence reads.
 KEEPS = "keeps"
 _FLOATS = ("temperature", "top_p", "min_p", "repetition", "presence", "frequency", "bias_values")
 _BIASES = ("bias_rows", "bias_ids", "bias_values")
@@ -42,7 +42,9 @@ def settings_sizes(rows: int, biases: int) -> dict[str, int]:
 
 
 def settings_arrays(sampling: SamplingInputs, spare_slot: int) -> dict[str, NDArray[np.generic]]:
-    """The settings as int32 arrays by name. `spare_slot` is a slot that no sequence uses."""
+    """The settings as arrays of 32-bit words, by name. `spare_slot` is a slot that no sequence
+    uses.
+    """
     if sampling.all_greedy:  # no noise keys are needed
         keys = np.zeros((len(sampling.slots), 2), np.int32)
     else:
@@ -60,8 +62,8 @@ def settings_arrays(sampling: SamplingInputs, spare_slot: int) -> dict[str, NDAr
 
 
 def settings_views(layout: Layout, buffer: Any, float32: Any) -> dict[str, Any]:
-    """The settings by name, as slices of the packed vector `buffer`. The vector may belong to any
-    tensor library; `float32` is that library's float32 dtype.
+    """The settings by name, as slices of the packed vector `buffer`. The vector may be a tensor of
+    any library. `float32` is the float32 dtype of that library.
     """
     views = layout.views(buffer, {"keys": 2})
     return views | {name: views[name].view(float32) for name in _FLOATS}

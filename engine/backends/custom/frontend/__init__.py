@@ -1,3 +1,3 @@
-"""The frontend turns prompts into token ids and generated token ids into events, and supervises the
-engine process. At a server's start it imports neither numpy nor an ML framework.
+"""The frontend turns prompts into token ids, turns generated token ids into events, and supervises
+the engine process. When a server starts, the frontend imports neither numpy nor an ML framework.
 """

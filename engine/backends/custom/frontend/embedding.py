@@ -1,8 +1,8 @@
-"""Embeddings. Each prompt becomes a separate request to the engine, which batches it with all other
-requests.
+"""Computes embeddings. Each prompt becomes a separate request to the engine, which batches the
+request with all other requests.
 
-One call has at most `MAX_IN_FLIGHT` open requests at a time, and never more than the engine's queue
-accepts.
+A call of `vectors_of` has at most `MAX_IN_FLIGHT` open requests at a time, and never more than the
+engine's queue accepts.
 """
 
 import asyncio
@@ -40,8 +40,8 @@ class _Awaited:
 async def vectors_of(
     link: EngineLink, requests: Sequence[GenerateRequest], max_queued: int, num_dimensions: int
 ) -> NDArray[np.float32]:
-    """The unit-length embeddings (requests, dimensions), in the order of the requests. If one
-    request fails, the others are cancelled and its error is raised.
+    """The embeddings (requests, dimensions), in the order of the requests. Each has unit length. If
+    a request fails, the other requests are cancelled, and the error of the failed one is raised.
     """
     if not requests:
         return np.zeros((0, num_dimensions), np.float32)

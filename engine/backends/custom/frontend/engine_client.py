@@ -1,8 +1,8 @@
-"""Clients that connect the frontend to an engine. Both kinds use the same messages.
+"""Clients that connect the frontend to an engine. Both kinds of client use the same messages.
 
-`InlineClient` runs the loop in a thread of this process. `ProcessClient` exchanges frames with a
-child process over a private socket. Both call `on_message` for each message from the engine, in
-order, on the frontend's event loop.
+`InlineClient` runs the engine loop in a thread of this process. `ProcessClient` exchanges messages
+with a child process over a private socket. Both call `on_message` for each message from the engine,
+in order, on the frontend's event loop.
 """
 
 import asyncio
@@ -34,8 +34,8 @@ OnExit = Callable[[int], None]
 
 
 class EngineClient(Protocol):
-    """The connection to one engine. `start` returns before the model is loaded; a `Ready` or
-    `Fatal` message later reports whether loading succeeded.
+    """The connection to one engine. `start` returns before the model is loaded. Later, a `Ready` or
+    a `Fatal` message reports whether loading succeeded.
     """
 
     async def start(self) -> None: ...
@@ -45,12 +45,12 @@ class EngineClient(Protocol):
         ...
 
     def vitals(self) -> Vitals | None:
-        """The engine's heartbeat; None before an engine has started."""
+        """A reading of the engine's heartbeat. None before an engine has started."""
         ...
 
     def wake(self) -> None:
-        """Try to revive an unresponsive engine process: continue it, in case a signal stopped it,
-        and make it log its stacks.
+        """Try to revive an unresponsive engine process. Sends SIGCONT, in case a signal stopped the
+        process, and makes the process log its stacks.
         """
         ...
 
@@ -58,8 +58,8 @@ class EngineClient(Protocol):
     def pid(self) -> int: ...
 
     async def kill(self) -> None:
-        """Kill an engine process that makes no progress. An engine in a thread of this process
-        can't be killed.
+        """Kill an engine process that makes no progress. An engine that runs in a thread of this
+        process cannot be killed.
         """
         ...
 
@@ -67,8 +67,8 @@ class EngineClient(Protocol):
 
 
 class QueueChannel:
-    """The engine's end of an `InlineClient`: a queue of messages to the engine, and a callback for
-    its answers.
+    """The channel of an engine that runs in a thread. It has a queue of messages to the engine, and
+    a callback for messages from the engine.
     """
 
     def __init__(self, deliver: OnMessage) -> None:
@@ -106,7 +106,7 @@ class InlineClient:
         loop = asyncio.get_running_loop()
 
         def deliver(message: FromEngine) -> None:
-            # This raises if the event loop is closed. Then nobody waits for the message.
+            # The call raises if the event loop is closed. Then no request waits for the message.
             with contextlib.suppress(RuntimeError):
                 loop.call_soon_threadsafe(self._on_message, message)
 
@@ -154,8 +154,8 @@ class ProcessClient:
     process.
 
     `on_exit` is called once on the event loop if the child ends without being asked to. If
-    `process` is given, that already started child is used instead of a new one. It may have
-    received its options before.
+    `process` is given, this running child is used instead of a new one. It may already have
+    received its options.
     """
 
     def __init__(
@@ -230,7 +230,7 @@ class ProcessClient:
 
 
 class _Connection(asyncio.Protocol):
-    """The frontend's end of the socket to the engine process. It delivers messages directly from
+    """The frontend's end of the socket to the engine process. It calls `on_message` directly from
     the event loop's read callback, without switching to a task.
     """
 
@@ -248,7 +248,7 @@ class _Connection(asyncio.Protocol):
         try:
             for message in self._frames.feed(data):
                 self._on_message(message)
-        except Exception:  # reading stops after any error, so the engine has to be stopped too
+        except Exception:  # the connection is closed after any error, which ends the engine
             log.exception("the connection to the engine broke")
             self.transport.abort()
 

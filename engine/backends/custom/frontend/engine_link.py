@@ -1,11 +1,11 @@
-"""Supervises the engine: tracks its open requests and whether it is ready, and restarts it when it
-dies.
+"""Supervises the engine: tracks the open requests, knows whether the engine is ready, and restarts
+an engine that died.
 
-When the engine dies, every open request fails at once, new ones are refused, and the engine is
-restarted after a growing delay. After too many deaths in a row, restarts pause for a minute and the
-health report says so. An engine process that does not respond is first continued, in case a signal
-stopped it, then killed. If a step hangs, the process first interrupts it by itself. If the step
-still runs after that, the process is killed.
+When the engine dies, every open request fails at once and new requests are refused. The engine is
+restarted after a delay, which grows with each death. After too many deaths in a row, restarts pause
+for a minute, and the health report says so. An engine process that does not respond first gets a
+SIGCONT, in case a signal stopped it. If that does not help, it is killed. A hung step is first
+interrupted by the engine process itself. If the step still runs after that, the process is killed.
 """
 
 import asyncio
@@ -34,9 +34,9 @@ from engine.core.interfaces.request import (
 log = logging.getLogger(__name__)
 
 CONTROL_TIMEOUT_S = 10.0
-# A thread of the engine process ticks twice a second, even while a step computes. Without a tick
-# for this long, the engine is reported as unhealthy. Without a tick for WAKE_AFTER_S, the process
-# is continued, and later it is killed.
+# A thread of the engine process ticks twice a second, even while a step computes. These are seconds
+# without a tick: after FROZEN_AFTER_S, the engine is reported as unhealthy. After WAKE_AFTER_S, its
+# process gets a SIGCONT. After KILL_AFTER_S, the process is killed.
 FROZEN_AFTER_S = 3.0
 WAKE_AFTER_S = 5.0
 KILL_AFTER_S = 8.0
@@ -44,12 +44,12 @@ WATCH_INTERVAL_S = 0.5
 # The patience is the time after which a step counts as hung and is interrupted. If the step still
 # runs after this many times the patience, the process is killed.
 KILL_PATIENCES = 2.0
-# Delay between restarts after too many deaths in a row.
+# The delay between restarts after too many deaths in a row.
 COOL_DOWN_S = 60.0
 
 
 class Receiver(Protocol):
-    """Receives a request's deltas."""
+    """Receives the deltas of a request."""
 
     def deliver(self, item: TokenDelta | EngineError) -> None: ...
 
@@ -58,8 +58,8 @@ ClientFactory = Callable[[OnMessage, OnExit], EngineClient]
 
 
 class EngineLink:
-    """Owns the connection to one engine at a time. When the engine dies, `make_client` creates a
-    new one.
+    """Owns the connection to the engine. When the engine dies, `make_client` creates a client for a
+    new engine.
     """
 
     def __init__(
@@ -77,7 +77,7 @@ class EngineLink:
         self._num_controls = 0
         self._became_ready = asyncio.Event()
         self._fatal: EngineError | None = None
-        self._has_loaded = False  # whether an engine has ever loaded
+        self._has_loaded = False  # whether any engine has ever loaded the model
         self._is_given_up = False
         self._watching: asyncio.Task[None] | None = None
         self._restarting: asyncio.Task[None] | None = None
@@ -88,8 +88,8 @@ class EngineLink:
         self.num_restarts = 0
 
     async def start(self) -> Ready:
-        """Start the engine and wait until it has loaded the model. If loading fails, raises the
-        engine's error.
+        """Start the engine and wait until it has loaded the model. If loading fails, the error of
+        the engine is raised.
         """
         await self._launch()
         await self._became_ready.wait()
@@ -117,7 +117,9 @@ class EngineLink:
         self._receivers[request.request_id] = receiver
 
     def forget(self, request_id: str, choice: int | None) -> None:
-        """Tell the engine to abort a request, or one choice of it. Never raises."""
+        """Tell the engine to abort one choice of a request, or the whole request if `choice` is
+        None. Never raises.
+        """
         if choice is None:
             self._receivers.pop(request_id, None)
         if self.ready is not None and self._client is not None:
@@ -135,7 +137,7 @@ class EngineLink:
         return await self._control("flush_cache")
 
     async def set_log_level(self, level: str) -> ControlReply:
-        """Set the log level of the engine process; the reply contains the previous level."""
+        """Set the log level of the engine process. The reply contains the previous level."""
         return await self._control("log_level", level)
 
     async def _control(
@@ -176,13 +178,13 @@ class EngineLink:
 
     @property
     def step_age_s(self) -> float | None:
-        """Seconds since the current step began; None when no step is running."""
+        """Seconds since the last sign of progress of the engine loop. None if the loop is idle."""
         vitals = self._vitals()
         return None if vitals is None else vitals.step_age_s
 
     @property
     def trouble(self) -> str | None:
-        """Why a loaded engine makes no progress, in words; None if it is fine."""
+        """Why a loaded engine makes no progress, in words. None if it makes progress."""
         return self._trouble_of(self._vitals())
 
     def _trouble_of(self, vitals: Vitals | None) -> str | None:
@@ -208,13 +210,13 @@ class EngineLink:
         self._watching = asyncio.get_running_loop().create_task(self._watch(client))
 
     async def _watch(self, client: EngineClient) -> None:
-        """Watch the heartbeat. An engine process that stops ticking is continued. If that does not
-        help, or if a step hangs, the process is killed. `_on_exit` then handles its death like any
-        other.
+        """Watch the heartbeat. If the engine process stops ticking, it gets a SIGCONT. If that does
+        not help, or if a step hangs, the process is killed. Then `_on_exit` is called, as for any
+        other death.
         """
         num_looks, was_silent = 0, False
-        # Check twice, because the first silence may be our own fault: the engine blocks while we
-        # don't read its messages.
+        # Two checks in a row must fail. A single failure may be the frontend's fault, because the
+        # engine blocks while the frontend does not read its messages.
         while num_looks < 2:
             await asyncio.sleep(WATCH_INTERVAL_S)
             vitals = client.vitals()

@@ -1,11 +1,10 @@
-"""One generation request on the frontend: it receives the engine's token deltas and emits typed
-events.
+"""One generation request on the frontend. It receives token deltas from the engine and turns them
+into typed events.
 
-All handling of text is here. Tokens are detokenized to whole characters, stop strings are found,
-and the engine is told to abort a choice that reached one. Each choice has exactly one ending event.
-After the last ending comes one `UsageEvent`. If the engine fails, an `EngineError` is raised
-instead. A reader either iterates over the events or passes a sink to `feed`, which is called as
-deltas arrive and so avoids a task switch.
+If a choice reaches a stop string, its text is cut, and the engine is told to abort the choice. Each
+choice ends with exactly one `FinishEvent`. After the last choice comes one `UsageEvent`. If the
+engine fails, an `EngineError` is raised instead. The caller either iterates over the events or
+passes a function to `feed`, which is called when deltas arrive. This avoids a task switch.
 """
 
 import asyncio
@@ -38,15 +37,14 @@ from engine.core.interfaces.request import (
 from engine.core.parsing.pieces import Piece, ReasoningPiece, TextPiece
 from engine.core.text.detokenizer import Detokenizer
 
-# If more deltas than this wait for a slow reader, they are merged, so that the reader can catch up.
+# If more deltas than this wait for a slow caller, they are merged, so that the caller can catch up.
 MAX_BACKLOG = 8
 
 
 class Echo:
-    """Returns the prompt before its continuation (`echo`), with prompt logprobs if requested.
-
-    Only a delta of the first choice has the prompt logprobs. Until it arrives, deltas of other
-    choices are held back.
+    """Returns the prompt before its continuation (`echo`), with prompt logprobs if requested. Only
+    the first choice gets these logprobs from the engine. Until they arrive, deltas of other choices
+    are held back.
     """
 
     def __init__(self, text: str, request: GenerateRequest) -> None:
@@ -57,8 +55,8 @@ class Echo:
         self._echoed: set[int] = set()
 
     def ready(self, delta: TokenDelta) -> Iterator[TokenDelta]:
-        """Yields the deltas that can be processed after `delta` has arrived: none while it must be
-        held back, else `delta` and those held back before.
+        """Yields the deltas that can be processed now that `delta` has arrived. These are `delta`
+        and all deltas held back before, or none while `delta` itself must be held back.
         """
         if delta.prompt_logprobs is not None:
             self.scores = delta.prompt_logprobs
@@ -70,8 +68,8 @@ class Echo:
         yield from held
 
     def is_due(self, delta: TokenDelta) -> bool:
-        """Whether the prompt must be emitted before this delta: True for the first delta of each
-        choice.
+        """Whether the prompt must be returned before this delta. This is True for the first delta
+        of each choice.
         """
         if delta.choice in self._echoed:
             return False
@@ -80,7 +78,7 @@ class Echo:
 
 
 class Engine(Protocol):
-    """The engine's methods that a generation calls."""
+    """The methods of `EngineLink` that a generation calls."""
 
     def forget(self, request_id: str, choice: int | None) -> None:
         """Abort one choice of a request, or the whole request if `choice` is None."""
@@ -92,8 +90,8 @@ class Engine(Protocol):
 
 
 class _Reader:
-    """Turns the tokens of one choice into output pieces: it detokenizes them, cuts the text at stop
-    strings, then separates reasoning and tool calls from the answer.
+    """Turns the tokens of one choice into text, which is cut at stop strings. If there is a parser,
+    it separates reasoning and tool calls from the answer.
     """
 
     def __init__(self, text: TextModel, params: SamplingParams, prepared: Prepared) -> None:
@@ -105,7 +103,7 @@ class _Reader:
         self._num_tokens = 0
         self._parser = None if prepared.new_parser is None else prepared.new_parser()
         self._parse = None if self._parser is None else self._parser.push
-        # Whether the output needs no parser: all of it is plain text.
+        # True if there is no parser, because the whole output is plain text.
         self.is_plain = self._parser is None
 
     def text(self, token_ids: tuple[int, ...], ends: bool) -> str:
@@ -134,7 +132,7 @@ class _Reader:
 
 
 class Generation(EventFeed):
-    """A submitted request: collects its deltas and turns them into events."""
+    """A submitted request. It collects the deltas of the request and turns them into events."""
 
     def __init__(
         self, request: GenerateRequest, text: TextModel, prepared: Prepared, engine: Engine
@@ -161,8 +159,8 @@ class Generation(EventFeed):
         self._reading = self._read()
 
     def deliver(self, item: TokenDelta | EngineError) -> None:
-        """Called by the `EngineLink` with each delta of this request, in order, or with the error
-        if the engine fails.
+        """`EngineLink` calls this with each delta of the request, in order. If the engine fails, it
+        calls this with the error.
         """
         self._arrived.append(item)
         if self._sink is None:
@@ -186,9 +184,7 @@ class Generation(EventFeed):
             self._release()
 
     async def feed(self, sink: EventSink) -> None:
-        """Call `sink` with each event, directly from the `deliver` call that brings its delta.
-        Returns when the request has ended.
-        """
+        """Call `sink` with each event, directly from `deliver`. Returns when the request ends."""
         self._sink = sink
         self._wake.clear()  # from here on, `_wake` signals the end of the request
         self._hand_on(sink)
@@ -202,7 +198,7 @@ class Generation(EventFeed):
             self._release()
 
     async def aclose(self) -> None:
-        """End the request: abort it in the engine if it still runs. Works also if no event was
+        """End the request. If it still runs, the engine aborts it. This also works if no event was
         read. Safe to call twice.
         """
         await self._reading.aclose()
@@ -221,19 +217,19 @@ class Generation(EventFeed):
             while self._arrived:
                 for event in self._take(self._arrived.popleft()):
                     sink(event)
-        # An error in one request must not reach the link, which serves all requests. `feed` raises
-        # the error instead.
+        # An error in one request must not reach `EngineLink`, which serves all requests. `feed`
+        # raises the error instead.
         except Exception as error:
             self._failure = error
         if self._failure is not None or not self._open:
             self._wake.set()
 
     def _next_item(self) -> TokenDelta | EngineError:
-        """The oldest queued item. When too many are queued, later deltas of the same choice are
-        merged in.
+        """Removes and returns the oldest queued item. If too many items are queued, the next deltas
+        of the same choice are merged into it.
 
         Deltas are not merged if the request has stop strings, because tokens after a stop string
-        must be neither shown nor counted. They are not merged during reasoning either, because
+        must be neither shown nor counted. They are not merged if the output is parsed, because
         reasoning tokens are counted separately.
         """
         item = self._arrived.popleft()
@@ -265,7 +261,7 @@ class Generation(EventFeed):
         events: list[Event] = []
         for delta in echo.ready(item):
             if delta.choice not in self._open:
-                continue  # the choice ended at a stop string in an earlier delta of this batch
+                continue  # the choice ended at a stop string in an earlier delta
             if echo.is_due(delta):
                 events.append(TextEvent(delta.choice, echo.text, 0, self._echoed_logprobs(echo)))
             events += self._decode(delta)
@@ -275,8 +271,7 @@ class Generation(EventFeed):
         reader = self._reader(delta.choice)
         ids, ends = delta.token_ids, delta.finish_reason is not None
         self._count(delta)
-        # If the client set stop token ids, the one that ended the output is not part of the text.
-        # An end-of-text token has no text anyway.
+        # The stop token that ended the output is not part of the text.
         visible = ids[:-1] if delta.stop_token_id is not None else ids
         events: list[Event]
         if reader.is_plain:
@@ -308,8 +303,8 @@ class Generation(EventFeed):
         self._num_tokens += len(delta.token_ids)
 
     def _events(self, delta: TokenDelta, pieces: list[Piece]) -> list[Event]:
-        """The events of one delta, in order. The delta's token count is attached to exactly one of
-        them.
+        """The events of one delta, in order. Exactly one of these events has the token count and
+        the logprobs of the delta.
         """
         choice, counted = delta.choice, False
         events: list[Event] = []

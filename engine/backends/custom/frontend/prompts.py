@@ -1,7 +1,8 @@
-"""Prepares a request for the engine: prompt tokens, output parser, grammar, and validation.
+"""Prepares a request for the engine: makes the prompt tokens, the output parser and the grammar,
+and validates the request.
 
-The functions run in a tokenizer thread, not on the event loop: rendering templates, tokenizing and
-building grammars take time that grows with the client's input.
+Functions that render templates, tokenize or build grammars run in a tokenizer thread and not on the
+event loop, because their time grows with the client's input.
 """
 
 import functools
@@ -16,7 +17,7 @@ from engine.core.interfaces.request import SamplingParams
 from engine.core.parsing.output import OutputParser
 from engine.core.text.tokenizer import RenderedPrompt
 
-# This many tokens at the end of the prompt are detokenized, to see whether the prompt ends inside a
+# The last tokens of the prompt, this many, are detokenized to see whether the prompt ends inside a
 # reasoning section.
 TAIL_TOKENS = 16
 LONG_TEXT = 32_768  # characters or tokens; tokenizing this many takes a few milliseconds
@@ -24,8 +25,8 @@ LONG_TEXT = 32_768  # characters or tokens; tokenizing this many takes a few mil
 
 @dataclass(frozen=True)
 class Prepared:
-    """A prompt in token ids, with the settings for its output that differ between chat and
-    completion requests.
+    """A prompt as token ids, and how its output must be handled. The latter differs between chat
+    and completion requests.
     """
 
     token_ids: tuple[int, ...]
@@ -34,16 +35,19 @@ class Prepared:
     # The same grammar in a form that can be checked without the model's vocabulary.
     checked_grammar: str | None = None
     grammar_param: str = ""
-    new_parser: Callable[[], OutputParser] | None = None  # None: the output is plain text
-    # Ids of control tokens whose text the parser needs. Other control tokens are left out of the
-    # output.
+    # Makes a parser that finds reasoning and tool calls. None if the output is plain text.
+    new_parser: Callable[[], OutputParser] | None = None
+    # Ids of control tokens whose text the parser needs. All other control tokens are left out of
+    # the text.
     shown: frozenset[int] = frozenset()
-    continuation: bool = False  # the output continues the prompt, so its leading space is kept
-    echo: str | None = None  # the prompt's text, returned before the output
+    continuation: bool = False  # True: the output continues the prompt and keeps a leading space
+    echo: str | None = None  # the text of the prompt, if it is returned before the output
 
 
 def is_long(asked: object) -> bool:
-    """Whether tokenizing this request takes so long that short prompts should not wait for it."""
+    """Whether a request or prompt is so long that short prompts should not wait until it is
+    tokenized.
+    """
     if isinstance(asked, CompletionRequest):
         asked = asked.prompt
     if isinstance(asked, ChatRequest):
@@ -98,8 +102,8 @@ def _unfinished(rendered: RenderedPrompt, content: str) -> RenderedPrompt:
     """Remove what the template writes after the content of the last message, so that the model
     continues this message.
 
-    Some templates strip white space from a message. White space at the end of the content stays
-    only if this template kept it.
+    Some templates strip white space from a message. White space at the end of the content is kept
+    only if the template keeps it.
     """
     written = content.strip()
     if not written:
@@ -156,8 +160,8 @@ def _infilled(text: TextModel, request: CompletionRequest) -> tuple[int, ...]:
 def truncated(
     text: TextModel, prepared: Prepared, context: GenerationContext, max_seq_len: int
 ) -> Prepared:
-    """Cut the prompt to its last tokens, if the request sets `truncate_prompt_tokens`. With `echo`,
-    only these tokens are returned.
+    """If the request sets `truncate_prompt_tokens`, cut the prompt to this many last tokens. With
+    `echo`, only the kept tokens are returned.
     """
     limit = context.truncate_prompt_tokens
     if limit is None:
@@ -174,10 +178,10 @@ def truncated(
 def check_prepared(
     prepared: Prepared, params: SamplingParams, max_seq_len: int, vocab_size: int
 ) -> None:
-    """Refuse requests that the engine can't compute. The errors name the fields as in the client's
-    API. The engine itself repeats only the checks that protect other requests.
+    """Refuse requests that the engine cannot compute. The errors name the fields of the client's
+    API. The engine repeats only the checks that protect other requests.
     """
-    # Check the length first, so that the ids of an oversized prompt are never scanned.
+    # The length is checked first, so that the token ids of an oversized prompt are never scanned.
     check_context(len(prepared.token_ids), params.max_tokens, max_seq_len, prepared.param)
     check_prompt(prepared.token_ids, vocab_size, prepared.param)
     check_params(params, vocab_size)
@@ -214,8 +218,8 @@ def check_context(num_prompt: int, max_tokens: int | None, max_seq_len: int, par
 
 
 def check_input(num_tokens: int, max_seq_len: int) -> None:
-    """Check that an embedding input fits the context. It may fill the context, because no output
-    token is generated.
+    """Check that an embedding input fits the context. The input may fill the whole context, because
+    no output token is generated.
     """
     if num_tokens > max_seq_len:
         raise InvalidRequestError(

@@ -2,8 +2,7 @@
 
 With a cached entry, the frontend starts without parsing the file's vocabulary and tensor table, and
 without importing the modules that parse them. The engine process still reads and checks the file at
-every start. The cache is optional: if the disk is full or read-only, this is logged and nothing is
-cached.
+every start. If the disk is full or read-only, nothing is cached, and the log says so.
 """
 
 import hashlib
@@ -23,10 +22,10 @@ from engine.core.text.tokenizer_tables import TokenizerTables
 log = logging.getLogger(__name__)
 
 SUFFIX = ".text"
-FORMAT_VERSION = 1  # version of `TextFacts` and of the way they are derived from a file
+FORMAT_VERSION = 2  # version of `TextFacts` and of the code that derives them from a file
 _DIGEST_BYTES = 32
-# A model file that changed less than this long ago is not cached. It may change again without a new
-# timestamp, because timestamps have a limited resolution.
+# Nothing is cached for a model file that changed less than this long ago. The file may change again
+# without a new timestamp, because timestamps have a limited resolution.
 _SETTLED_SECONDS = 2.0
 
 
@@ -44,16 +43,16 @@ def cache_directory() -> Path:
 
 @dataclass(frozen=True, slots=True)
 class TextCache:
-    """A folder with one file per model. A file has the model file's key, the SHA-256 of the
-    content, and the content (encoded `TextFacts`).
+    """A folder with a cache file for each model. A cache file has three parts: the key of the model
+    file (`key_of`), the SHA-256 of the content, and the content, which is an encoded `TextFacts`.
     """
 
     directory: Path = field(default_factory=cache_directory)
     max_files: int = 32
 
     def read(self, model: Path, key: bytes) -> TextFacts | None:
-        """The cached facts of a model. None if there are none, if they are damaged, or if the model
-        file has changed.
+        """The cached facts of a model. None if nothing is cached, if the cache file is damaged, or
+        if the model file has changed.
         """
         path = self._path_for(model)
         try:
@@ -71,7 +70,7 @@ class TextCache:
             return None
 
     def write(self, model: Path, key: bytes, content: bytes) -> None:
-        """Store the encoded facts of a model. They are not checked here but in `read`."""
+        """Store the encoded facts of a model. They are not checked until `read` decodes them."""
         path = self._path_for(model)
         try:
             self.directory.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -89,7 +88,9 @@ class TextCache:
         return self.directory / f"{model.stem[:64]}-{digest}{SUFFIX}"
 
     def _make_room(self, path: Path) -> None:
-        """Delete the oldest entries, and temporary files that killed writers left behind."""
+        """Delete the oldest files, so that there is room for `path`. This also deletes temporary
+        files that killed processes left behind.
+        """
         others = [file for file in self.directory.iterdir() if file != path]
         others.sort(key=lambda file: file.stat().st_mtime_ns, reverse=True)
         for file in others[self.max_files - 1 :]:
@@ -97,8 +98,8 @@ class TextCache:
 
 
 def key_of(model: Path) -> bytes | None:
-    """A digest of the file's identity and modification time; None if the model is not a single
-    file.
+    """A digest of a model file's path, inode, size and timestamps. It changes if the file changes.
+    None if the model is not a single file.
     """
     if not model.is_file():
         return None

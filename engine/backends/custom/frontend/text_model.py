@@ -1,4 +1,4 @@
-"""The frontend's part of a model: its tokenizer and chat template, without weights."""
+"""The part of a model that the frontend needs: tokenizer and chat template, without weights."""
 
 from dataclasses import dataclass
 from functools import cached_property
@@ -18,8 +18,8 @@ if TYPE_CHECKING:
     from engine.backends.custom.weights.model import ModelSource
 
 PREFIX, SUFFIX = "prefix", "suffix"
-# Fill-in-the-middle formats. Each is a list of marker tokens, with the part of the text that
-# follows the marker. None: the model writes this part.
+# Fill-in-the-middle formats. A format is a list of marker tokens, each with the part of the text
+# that follows the marker. None stands for the part that the model writes.
 FORMS: tuple[tuple[tuple[str, str | None], ...], ...] = (
     (("<|fim_prefix|>", PREFIX), ("<|fim_suffix|>", SUFFIX), ("<|fim_middle|>", None)),
     (("<fim_prefix>", PREFIX), ("<fim_suffix>", SUFFIX), ("<fim_middle>", None)),
@@ -32,8 +32,8 @@ FORMS: tuple[tuple[tuple[str, str | None], ...], ...] = (
 
 @dataclass(frozen=True)
 class Infill:
-    """A model's fill-in-the-middle format. `parts` are pairs of a marker's token id and the part of
-    the text that follows it.
+    """A model's fill-in-the-middle format. `parts` has pairs of a marker's token id and the part of
+    the text that follows the marker.
     """
 
     parts: tuple[tuple[int, str | None], ...]
@@ -57,8 +57,8 @@ def find_infill(tokenizer: Tokenizer) -> Infill | None:
 
 
 class ModelShape(Protocol):
-    """The properties of a model that the frontend reports to clients and needs to validate
-    requests. `ModelConfig` has them all.
+    """The properties of a model that the frontend reports to clients, or needs to validate
+    requests. `ModelConfig` has all of these properties.
     """
 
     @property
@@ -78,7 +78,7 @@ class ModelShape(Protocol):
 
     @property
     def encoder(self) -> object | None:
-        """Encoder settings; None for a decoder, which generates text."""
+        """The settings of a text encoder. None for a decoder, which generates text."""
         ...
 
 
@@ -157,8 +157,8 @@ class TextModel:
         return tuple(self.tokenizer.encode_prompt(prompt))
 
     def cut_prompt(self, prompt: tuple[int, ...], max_tokens: int) -> tuple[int, ...]:
-        """Truncate a prompt to `max_tokens`: an encoder keeps the first tokens and the end marker,
-        a decoder keeps the last tokens.
+        """Truncate a prompt to `max_tokens`. For an encoder, the first tokens and the end marker
+        are kept. For a decoder, the last tokens are kept.
         """
         if len(prompt) <= max_tokens:
             return prompt
@@ -167,7 +167,7 @@ class TextModel:
         return (*prompt[: max_tokens - 1], prompt[-1])
 
     def vocabulary(self) -> "Vocabulary":
-        """The vocabulary for grammars. Ids that only pad the embedding table get an empty token."""
+        """The vocabulary for grammars. Ids that only pad the embedding table have empty tokens."""
         from engine.backends.custom.runtime.grammar import Vocabulary  # imports numpy
 
         tokenizer = self.tokenizer
@@ -186,7 +186,7 @@ def load_text(path: Path) -> TextModel:
     if facts is not None:
         return _from_facts(facts)
 
-    # This import loads numpy and much of the weights code, so it happens only without cached facts.
+    # This import loads numpy and much of the code for weights. It is not needed with cached facts.
     from engine.backends.custom.weights.model import open_model
 
     source = open_model(path, reads_weights=False)
@@ -200,8 +200,8 @@ def load_text(path: Path) -> TextModel:
 
 
 def parse_text(source: "ModelSource") -> tuple[TextModel, TextFacts | None]:
-    """The text model of an opened checkpoint, and the facts to cache for the next start (None if
-    the format is not cached).
+    """The text model of an opened checkpoint, and the facts to cache for the next start. The facts
+    are None if models of this file format are not cached.
     """
     if source.checkpoint.format == "gguf":
         facts = _facts_of(source)
@@ -219,8 +219,8 @@ def _facts_of(source: "ModelSource") -> TextFacts:
 
 
 def _from_facts(facts: TextFacts) -> TextModel:
-    """A text model from cached facts. The chat template is not checked again: it was checked before
-    it was cached.
+    """A text model from cached facts. The chat template is not checked again, because it was
+    checked before it was cached.
     """
     tokenizer = Tokenizer.from_tables(facts.tables)
     return _assembled(facts.config, tokenizer, facts.quantization, facts.size_bytes)

@@ -1,3 +1,3 @@
-"""The connection between frontend and engine process: message frames, the start of the process, and
-a heartbeat in shared memory.
+"""Connects the frontend and the engine process. Modules start the process, send messages over a
+socket, and share a heartbeat in memory.
 """

@@ -1,8 +1,8 @@
-"""Starts the engine process early and sends it its options later.
+"""Starts the engine process early and sends it the options later.
 
-The engine process takes about as long to start and import its modules as the frontend does. So the
-frontend first starts the engine process, then imports its own modules in parallel, and sends the
-options once they are known. This module imports nothing heavy, so that the start is not delayed.
+The engine process takes about as long as the frontend to start and to import its modules. So the
+frontend starts the engine process first and imports its own modules meanwhile. It sends the options
+once they are known. This module imports nothing heavy, so that it does not delay the start.
 """
 
 import contextlib
@@ -28,7 +28,7 @@ STACKS_SIGNAL = signal.SIGUSR1  # on this signal, the engine process dumps its s
 
 class EngineProcess:
     """The engine as a child process, which waits for its options on `socket`. If the socket is
-    closed before it gets them, the child exits.
+    closed before the options arrive, the child exits.
     """
 
     def __init__(self, module: str = WORKER_MODULE) -> None:
@@ -45,8 +45,8 @@ class EngineProcess:
                 raise
 
     def begin(self, options: "msgspec.Struct") -> None:
-        """Send the options to the child, which then loads the model. Its answer, `Ready` or
-        `Fatal`, arrives over the socket.
+        """Send the options to the child, which then loads the model. The child answers with `Ready`
+        or `Fatal` over the socket.
         """
         self.has_begun = True
         self._send(options)
@@ -75,8 +75,8 @@ class EngineProcess:
 
 
 class ForkedReading:
-    """An examination of a model that runs in a fork of the engine process. When the engine process
-    ends, the fork ends too.
+    """An examination of a model that runs in a fork of the engine process. The fork ends when the
+    engine process ends.
     """
 
     def __init__(self, process: EngineProcess) -> None:
@@ -97,4 +97,4 @@ class ForkedReading:
         raise TimeoutError
 
     def end(self) -> None:
-        """Nothing to do: the fork has answered, or ends with the engine process."""
+        """Does nothing, because the fork has answered or will end with the engine process."""

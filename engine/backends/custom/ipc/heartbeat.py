@@ -2,9 +2,9 @@
 without sending a message.
 
 In each iteration, the engine loop writes a counter, the time, whether there is work, and the
-patience: the time after which a step counts as hung. A separate thread of the engine process writes
-the time twice a second (a tick). The frontend maps the same memory. It can distinguish a frozen
-process, a hung step and a slow step.
+patience, which is the time after which a step counts as hung. A separate thread of the engine
+process writes the time twice a second (a tick). The frontend reads the same memory. So it can
+distinguish a frozen process, a hung step and a slow step.
 """
 
 import faulthandler
@@ -19,18 +19,19 @@ from dataclasses import dataclass
 from types import FrameType
 from typing import IO, Protocol
 
-# Layout of the shared memory: iteration count, CLOCK_MONOTONIC of the last iteration in ns, busy
-# flag, patience in ns. It is followed by TICK, the time of the process's last tick in ns.
+# The shared memory starts with four integers about the last iteration of the loop: its number, its
+# CLOCK_MONOTONIC time in ns, whether there was work, and the patience in ns. The fifth integer,
+# TICK, is the time of the last tick in ns.
 TURN = struct.Struct("<QQQQ")
 TICK = struct.Struct("<Q")
 NUM_BYTES = TURN.size + TICK.size
-# Patience for steps whose duration can't be estimated yet. A full prefill batch on a slow machine
-# takes less.
+# The patience for steps whose duration cannot be estimated yet. Even a full prefill batch on a slow
+# machine takes less time than this.
 UNKNOWN_PATIENCE_S = 120.0
 
 
 class Watched(Protocol):
-    """A loop that a watchdog thread observes."""
+    """An engine loop that a watchdog thread observes."""
 
     @property
     def is_computing(self) -> bool:
@@ -38,7 +39,7 @@ class Watched(Protocol):
         ...
 
     def describe(self) -> str:
-        """The loop's state, as one line for the log."""
+        """The loop's state as a line for the log."""
         ...
 
 
@@ -66,10 +67,10 @@ class NoPulse:
 class Vitals:
     """One reading of an engine's heartbeat."""
 
-    # Seconds since the last iteration of a loop that has work; None if the loop is idle.
+    # Seconds since the last iteration of the loop. None if the loop has no work.
     step_age_s: float | None
-    patience_s: float  # age at which a step counts as hung
-    silent_s: float | None  # seconds since the last tick of the process; None if no thread ticks
+    patience_s: float  # a step counts as hung after this many seconds
+    silent_s: float | None  # seconds since the last tick; None if no thread writes ticks
 
     @property
     def is_stalled(self) -> bool:
@@ -77,8 +78,8 @@ class Vitals:
 
 
 class Heartbeat:
-    """The heartbeat in shared memory. The frontend and the engine each have such an object; both
-    map the same file.
+    """The heartbeat in shared memory. The frontend and the engine process each have such an object,
+    and both objects map the same file.
     """
 
     def __init__(self, fileno: int) -> None:
@@ -108,7 +109,7 @@ class Heartbeat:
 
 
 def heartbeat_file() -> IO[bytes]:
-    """An unnamed file of the right size for a heartbeat, which frontend and engine map."""
+    """An unnamed file of the size of a heartbeat. The frontend and the engine process map it."""
     import tempfile  # not needed in the engine process
 
     file = tempfile.TemporaryFile()  # noqa: SIM115 - the caller closes it
@@ -130,7 +131,8 @@ class Watchdog:
     """A thread of the engine process that writes the ticks, and interrupts a hung step with a
     signal.
 
-    Create it in the main thread, which must also run the loop: Python runs signal handlers there.
+    Python runs signal handlers in the main thread. So the main thread must create the watchdog and
+    also run the loop.
     """
 
     def __init__(self, heartbeat: Heartbeat, tick_s: float = TICK_S) -> None:

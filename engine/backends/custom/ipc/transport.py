@@ -1,7 +1,7 @@
-"""msgpack frames over a private socket, between a frontend and its engine process.
+"""Sends msgpack messages over a private socket, between a frontend and its engine process.
 
-A frame is a length and a message of a known type, encoded by msgspec. Anything else is refused. The
-socket is one end of a pair created before the child starts, so no other process can connect to it.
+A message is preceded by its length. Messages that are not of a known type are refused. The socket
+belongs to a pair that is created before the engine process starts, so no other process can connect.
 """
 
 import select
@@ -30,7 +30,7 @@ def encode_frame(message: msgspec.Struct) -> bytes:
 
 
 class FrameDecoder(Generic[Message]):
-    """Splits a byte stream into messages of one union type."""
+    """Splits a byte stream into messages. `message_type` is the union of all allowed types."""
 
     def __init__(self, message_type: Any) -> None:
         self._decoder: msgspec.msgpack.Decoder[Message] = msgspec.msgpack.Decoder(message_type)
@@ -60,7 +60,7 @@ class SocketChannel(Generic[Message]):
         self._frames: FrameDecoder[Message] = FrameDecoder(message_type)
 
     def poll(self, timeout_s: float) -> list[Message]:
-        """The messages that have arrived. Waits up to `timeout_s` for the first."""
+        """The messages that have arrived. If none has arrived, waits up to `timeout_s` for data."""
         ready, _, _ = select.select([self._sock], [], [], timeout_s)
         if not ready:
             return []

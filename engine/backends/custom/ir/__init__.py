@@ -1,1 +1,3 @@
-"""A model as a graph of operations, and the plan that an executor runs. Needs numpy alone."""
+"""Describes a model as a graph of operations and turns the graph into an execution plan, which an
+executor runs. This package uses only numpy.
+"""

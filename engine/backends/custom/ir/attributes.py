@@ -1,4 +1,6 @@
-"""The attributes of a graph node, as one frozen dataclass per kind of op, and a type check."""
+"""The attributes that graph nodes have in addition to inputs and weights, such as head counts. Each
+kind of op has its own dataclass. `attribute_fault` checks the types of the fields.
+"""
 
 from dataclasses import dataclass
 from functools import cache
@@ -15,7 +17,7 @@ class NoAttributes:
 
 @dataclass(frozen=True, slots=True)
 class Lookup:
-    scale: float = 1.0  # multiplies the looked-up rows
+    scale: float = 1.0  # the rows from the table are multiplied by this number
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,8 +71,8 @@ class AttentionAttributes:
 class Projection:
     """A matmul with the ops that may be fused into it: norm, bias, activation, scale, residual.
 
-    Order of the node's weights: the norm's weight and bias, the matrices (`parts` of them), the
-    matrices' biases. Order of the inputs: the token rows, then the residual stream to add to.
+    The node's weights are, in this order: the norm's weight and bias, `parts` matrices, and their
+    biases. Its inputs are the activations and, if `residual`, the residual stream to add to.
     """
 
     parts: int = 1
@@ -81,7 +83,7 @@ class Projection:
     activation: Activation = "none"
     gated: bool = False
     residual: bool = False
-    scale: float = 1.0  # multiplies the matmul's result before the residual is added
+    scale: float = 1.0  # the result is multiplied by this number before the residual is added
 
     @property
     def norm_weights(self) -> int:
@@ -90,26 +92,27 @@ class Projection:
 
 @dataclass(frozen=True, slots=True)
 class RopeWrite:
-    """Normalizes and rotates q and k, and writes k and v to the cache.
+    """Normalizes and rotates q and k, and writes k and v to the KV cache.
 
-    Order of the node's inputs: qkv, cosines and sines if the model uses RoPE, cache, write slots.
-    Its weights are the norm of q, then the norm of k, if the model has them.
+    The node's inputs are, in this order: qkv, the cosines and sines if the model uses RoPE, the KV
+    cache, and the write slots. Its weights are the norm of q and the norm of k, if the model has
+    them.
     """
 
     layer: int
     heads: int
     kv_heads: int
     head_dim: int
-    rope_dim: int  # 0: no rotation
+    rope_dim: int  # RoPE rotates this many values of each head; 0 if the model has no RoPE
     q_norm: bool
     k_norm: bool
     eps: float
-    whole_norm: bool = False  # one norm over all heads of a token; else one norm per head
+    whole_norm: bool = False  # True: one norm over all heads of a token. False: a norm per head.
 
 
 def attribute_fault(attributes: Any, kind: type) -> str | None:
-    """Checks that a node's attributes are of type `kind`, with fields of the declared types.
-    Returns an error message, or None if all is correct.
+    """Checks that a node's attributes are of type `kind` and that their fields have the declared
+    types. Returns an error message, or None if there is no error.
     """
     hints = _hints(kind)
     if type(attributes) is not kind:

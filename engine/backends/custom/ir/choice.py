@@ -20,8 +20,8 @@ from engine.backends.custom.ir.types import Numerics
 # Claiming work costs a thread about 0.1 us. A claim of this many multiply-adds takes about 2 us, so
 # the overhead is small.
 _CLAIM_WORK = 1 << 16
-# If possible, each thread makes at least this many claims. Threads then finish at about the same
-# time.
+# A matmul is split so that each thread can make at least this many claims, if possible. With many
+# small claims, threads finish at about the same time.
 _CLAIMS = 4
 _HALVES = ("F16", "BF16")
 _TILED_ATTENTION = ("amx",)  # instruction sets that have tiled attention kernels
@@ -30,12 +30,13 @@ _TILED_ATTENTION = ("amx",)  # instruction sets that have tiled attention kernel
 def matmul_kernel(
     layout: str, machine: Machine, precision: Precision, few_rows: bool = False
 ) -> Kernel:
-    """The arithmetic of a matmul with weights of this layout.
+    """The arithmetic of a matmul whose weights have this layout.
 
-    float32 weights are computed in float32. For other weights, prefill uses bfloat16 if the CPU has
-    bfloat16 kernels, because they are fast for many rows. Decode with quantized weights quantizes
-    the activations to int8 in groups and does not dequantize the weights. With `few_rows`, as for
-    logits, prefill tokens use the decode arithmetic.
+    Matmuls with float32 weights compute in float32. For other weights, prefill uses bfloat16 if the
+    CPU has bfloat16 kernels, because these are fast for many tokens. Decode with quantized weights
+    quantizes the activations to int8 in groups and does not dequantize the weights. `few_rows` is
+    set for matmuls after the last attention, which run only for tokens whose logits are needed.
+    They use the decode arithmetic for prefill tokens, too.
     """
     if precision.exact or layout == "F32":
         return Kernel("f32", "f32")
@@ -52,8 +53,8 @@ def attention_kernel(machine: Machine, precision: Precision) -> Kernel:
 
 
 def split(matrix: PackedMatrix, gated: bool, rows: int, machine: Machine) -> Split:
-    """Splits a matmul with up to `rows` tokens. Each claim has enough work to be worth its cost,
-    and there are enough claims for all threads.
+    """Splits a matmul with up to `rows` tokens into claims, the pieces of work that threads take.
+    Each claim has enough work to be worth its cost, and there are enough claims for all threads.
     """
     panels = 2 if gated else 1
     units = math.ceil(matrix.rows / (panels * PANEL_ROWS))

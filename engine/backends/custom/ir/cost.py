@@ -1,4 +1,4 @@
-"""Bytes and FLOPs of each plan step, for an engine step of a given size."""
+"""Estimates the bytes and FLOPs of each plan step, for an engine step of a given size."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -17,7 +17,7 @@ from engine.backends.custom.ir.plan import (
 from engine.backends.custom.ir.types import Counts
 
 _FLOAT = 4
-# A function from a weight's name to its stored size in bytes.
+# A function that returns the stored size of a weight in bytes, by the weight's name.
 StoredBytes = Callable[[str], int]
 
 
@@ -42,7 +42,9 @@ class StepCost:
 
 
 class PlanCost:
-    """Estimates the cost of each plan step. `kv_value_bytes` is the size of one KV cache value."""
+    """Estimates the cost of each plan step. `kv_value_bytes` is the size of one value in the KV
+    cache.
+    """
 
     def __init__(
         self, plan: ExecutionPlan, stored_bytes: StoredBytes, kv_value_bytes: float
@@ -75,11 +77,11 @@ class PlanCost:
                 return StepCost(activation_bytes=2 * _FLOAT * size)
 
     def weights(self, step: Step) -> tuple[str, ...]:
-        """Names of the weights that a step reads."""
+        """Names of the weights that a plan step reads."""
         return weights_of(step, self._matrices)
 
     def _embed(self, step: EmbedStep, counts: Counts) -> StepCost:
-        """The cost of an embedding lookup. Only the rows that are looked up count as read."""
+        """The cost of an embedding lookup. Only the table rows of the step's tokens are read."""
         matrix = self._matrices[step.table]
         row = self._stored_bytes(step.table) / matrix.rows
         size = counts.tokens * matrix.columns

@@ -3,7 +3,6 @@
 from engine.backends.custom.architectures.base import ModelConfig
 from engine.backends.custom.ir.attributes import (
     AttentionAttributes,
-    Columns,
     HeadNorm,
     KvWrite,
     Lookup,
@@ -29,7 +28,9 @@ def cache_name(layer: int) -> str:
 
 
 class DecoderBuilder:
-    """Adds the parts of a decoder to a graph. `architectures/` lists the names of all weights."""
+    """Adds the parts of a decoder to a graph. Methods return the names of the nodes that they add.
+    The docstring of `architectures` lists the names of all weights.
+    """
 
     def __init__(self, config: ModelConfig) -> None:
         self.config = config
@@ -56,7 +57,7 @@ class DecoderBuilder:
         return self.add("embed_sum", tokens, places)
 
     def norm(self, x: str, name: str) -> str:
-        """Adds an RMS norm or a layer norm, as the model has, over the hidden size."""
+        """Adds the model's kind of norm, which is an RMS norm or a layer norm."""
         size, kind = self.config.hidden_size, self.config.norm
         weights = [self.graph.weight(f"{name}.weight", size)]
         if kind == "layer":
@@ -76,8 +77,8 @@ class DecoderBuilder:
     def scale(self, x: str, name: str, factor: float) -> str:
         return self.graph.add("scale", name, [x], (), Scale(factor))
 
-    def split_qkv(self, x: str, name: str) -> tuple[str, ...]:
-        """Computes queries, keys and values with three separate matrices."""
+    def qkv(self, x: str, name: str) -> tuple[str, ...]:
+        """Computes queries, keys and values with three matrices."""
         config = self.config
         return tuple(
             self.linear(
@@ -90,22 +91,13 @@ class DecoderBuilder:
             )
         )
 
-    def fused_qkv(self, x: str, name: str) -> tuple[str, ...]:
-        """Computes queries, keys and values with one matrix, then slices its result."""
-        config = self.config
-        sizes = [config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim]
-        bounds = (0, sizes[0], sum(sizes), sum(sizes) + sizes[1])
-        qkv = self.linear(x, f"{name}.qkv", bounds[-1], config.hidden_size, config.qkv_bias)
-        return tuple(
-            self.graph.add("columns", f"{name}.{part}", [qkv], (), Columns(*bounds[i : i + 2]))
-            for i, part in enumerate("qkv")
-        )
-
     def attention(self, x: str, layer: int) -> str:
-        """Attention of one layer without the output projection: the heads' concatenated outputs."""
+        """Adds the attention of a layer, without the output projection. The result is the
+        concatenated output of all heads.
+        """
         config, name = self.config, f"layers.{layer}.attn"
         kv_heads, size = config.num_kv_heads, config.head_dim
-        q, k, v = self.fused_qkv(x, name) if config.fused_qkv else self.split_qkv(x, name)
+        q, k, v = self.qkv(x, name)
         q = self._heads(q, f"{name}.q", config.num_heads)
         k = self._heads(k, f"{name}.k", kv_heads)
         cache = self.graph.input(cache_name(layer), ("C", "P", 2, kv_heads, size))
@@ -144,7 +136,9 @@ class DecoderBuilder:
         return x
 
     def mlp(self, x: str, layer: int) -> str:
-        """The MLP before the down projection: activation(up), or activation(gate) * up if gated."""
+        """Adds the MLP of a layer, without the down projection. The result is activation(up), or
+        activation(gate) * up in a gated MLP.
+        """
         config, name = self.config, f"layers.{layer}.mlp"
         inner, hidden = config.intermediate_size, config.hidden_size
         first = "gate" if config.gated_mlp else "up"
@@ -156,13 +150,14 @@ class DecoderBuilder:
         return self.graph.add("mul", f"{name}.gated", [y, up])
 
     def read(self, x: str, name: str) -> str:
-        """The input of attention or MLP: the residual stream, which a pre-norm model normalizes."""
+        """The input of attention or MLP. This is the residual stream, normalized if the model is
+        pre-norm.
+        """
         return self.norm(x, name) if self.config.norm_placement == "input" else x
 
     def merge(self, x: str, half: str, name: str) -> str:
-        """Adds the output `half` of attention or MLP to the residual stream `x`.
-
-        `name` is for example "layers.0.attn".
+        """Adds the output `half` of attention or MLP to the residual stream `x`. The names of the
+        new nodes and weights start with `name`, such as "layers.0.attn".
         """
         config = self.config
         if config.norm_placement == "output":
@@ -188,7 +183,7 @@ class DecoderBuilder:
 
 
 def build_graph(config: ModelConfig) -> Graph:
-    """The decoder's graph. A layer is attention, then an MLP; both add to the residual stream.
+    """The decoder's graph. In each layer, attention and then an MLP add to the residual stream.
 
     Everything after the last layer's attention is computed only for tokens whose logits are needed.
     """

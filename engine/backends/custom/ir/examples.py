@@ -1,5 +1,5 @@
-"""Generates test arguments for each op: one row and many rows, odd sizes, sequences of different
-lengths.
+"""Generates test arguments for each op. They cover one token and many tokens, odd sizes, and
+sequences of different lengths.
 """
 
 from collections.abc import Iterator
@@ -123,7 +123,9 @@ def kv_write(rng: np.random.Generator) -> Iterator[Example]:
 
 
 def attention(rng: np.random.Generator) -> Iterator[Example]:
-    """A batch of three sequences: a decode token, a whole prompt, and a later chunk of a prompt."""
+    """Batches of three sequences. The first sequence has a decode token, the second a whole prompt,
+    and the third a later chunk of a prompt.
+    """
     for heads, kv_heads, size in HEADS:
         for window in (None, 7):
             positions = np.concatenate(([40], np.arange(19), np.arange(20, 33))).astype(np.int32)

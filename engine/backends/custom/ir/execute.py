@@ -1,8 +1,9 @@
-"""Runs plans and graphs in numpy over a paged KV cache. Tests compare other executors with it.
+"""Runs plans and graphs in numpy over a paged KV cache. Tests compare other executors with this
+one.
 
-The plan executor uses the memory places that the plan assigned. It first fills all of them with
-NaN, so a buffer that is read before it is written gives NaN in the result. A buffer that another
-one overwrites too early gives a wrong result.
+The plan executor puts buffers where the plan says, so it also tests the plan's memory assignment.
+It first fills the memory with NaN. If a buffer is read before it is written, the result has NaN. If
+a buffer is overwritten while it is still needed, the result is wrong.
 """
 
 from collections.abc import Mapping
@@ -31,7 +32,9 @@ Weights = Mapping[str, F32]
 
 @dataclass(frozen=True, slots=True)
 class ReferenceBatch:
-    """The tokens of one step, in any order. They may be only a chunk of a sequence's prompt."""
+    """The tokens of one step, in any order. Of a sequence, they may be a whole prompt, a chunk of
+    it, or a decode token.
+    """
 
     token_ids: I32  # (T,)
     positions: I32  # (T,)
@@ -55,14 +58,16 @@ class State:
 
 
 def run_graph(graph: Graph, weights: Weights, batch: ReferenceBatch, state: State) -> F32:
-    """Evaluates a graph's nodes in order with the numpy references. Returns the first output."""
+    """Computes the nodes of a graph in order, with the numpy references. Returns the graph's first
+    output.
+    """
     return graph_values(graph, weights, batch, state)[graph.outputs[0]]
 
 
 def graph_values(
     graph: Graph, weights: Weights, batch: ReferenceBatch, state: State
 ) -> dict[str, Array]:
-    """The value of every node, by name."""
+    """The values of all graph inputs and all nodes, by name."""
     values: dict[str, Array] = {
         decoder.TOKEN_IDS: batch.token_ids,
         decoder.POSITIONS: batch.positions,
@@ -105,7 +110,7 @@ def run_plan(plan: ExecutionPlan, weights: Weights, batch: ReferenceBatch, state
 
 
 class _Run:
-    """One execution of a plan. It has the memory arena and one method per kind of plan step."""
+    """One execution of a plan: memory for the buffers, and a method for each kind of plan step."""
 
     def __init__(
         self, plan: ExecutionPlan, weights: Weights, batch: ReferenceBatch, state: State

@@ -1,4 +1,6 @@
-"""Fusion passes: each replaces a pattern of nodes by fewer nodes with the same result."""
+"""Fusion passes over a graph. Each pass replaces a pattern of nodes by fewer nodes that compute the
+same result.
+"""
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -80,7 +82,9 @@ def fuse_norms(graph: Graph) -> Graph:
 
 
 def fuse_qkv(graph: Graph) -> Graph:
-    """Fuses the three matmuls that compute a layer's q, k and v into one, and slices its result."""
+    """Fuses the three matmuls that compute a layer's q, k and v into one matmul, whose result is
+    sliced.
+    """
     edit = Rewrite(graph)
     for node in graph.nodes:
         if node.op != "attention":
@@ -247,7 +251,9 @@ PASSES: tuple[Callable[[Graph], Graph], ...] = (
 
 
 def joined_name(names: Sequence[str]) -> str:
-    """A name for several fused nodes: layers.0.attn.q, layers.0.attn.k -> layers.0.attn.q_k"""
+    """A name for several fused nodes. For layers.0.attn.q and layers.0.attn.k, it is
+    layers.0.attn.q_k.
+    """
     parts = [name.split(".") for name in names]
     common = 0
     while all(len(each) > common + 1 and each[common] == parts[0][common] for each in parts):
@@ -263,7 +269,7 @@ def as_projection(node: Node) -> Projection:
 
 
 def _is_bare(matmul: Node) -> bool:
-    """Whether the matmul has no gate, no residual and no activation yet."""
+    """Whether no gate, no residual and no activation has been fused into the matmul yet."""
     attributes = as_projection(matmul)
     return not (attributes.gated or attributes.residual or attributes.activation != "none")
 
@@ -275,7 +281,10 @@ def _width(matmul: Node) -> int:
 
 
 def _stackable(edit: Rewrite, matmuls: Sequence[Node], like: Node | None = None) -> bool:
-    """Whether the matmuls can become one: they have the same input and norm and one user each."""
+    """Whether the matmuls can become one matmul. For this, they must have the same input and the
+    same norm, and exactly one node must use the result of each. With `like`, they must also have
+    the same attributes as this matmul, apart from the activation.
+    """
     model = like or matmuls[0]
     kind = replace(as_projection(model), parts=1, activation="none")
     norms = kind.norm_weights
@@ -295,7 +304,9 @@ def _stack(
     replaces: Sequence[Node],
     gated: bool = False,
 ) -> Node:
-    """One matmul over the stacked rows of all matrices, with the first matmul's activation."""
+    """One matmul that replaces several: its matrix has the rows of all their matrices. Norm and
+    activation are those of the first matmul.
+    """
     first = matmuls[0]
     norms = as_projection(first).norm_weights
     matrices = tuple(matmul.weights[norms] for matmul in matmuls)
@@ -306,8 +317,9 @@ def _stack(
 
 
 def _chain(edit: Rewrite, name: str) -> list[Node]:
-    """The nodes that compute q, k or v, in reverse order, back to a matmul or a slice of one.
-    Empty if another node also uses one of their values.
+    """The nodes that compute the value `name`, which is q, k or v. The list starts with the last
+    node and goes back to a matmul or to a slice of its result. The list is empty if a node outside
+    the chain uses one of the values.
     """
     chain: list[Node] = []
     ops = ("rope", *_HEAD_NORMS, "columns", *_MATMULS)
@@ -322,7 +334,9 @@ def _chain(edit: Rewrite, name: str) -> list[Node]:
 
 
 def _rope_write(attend: AttentionAttributes, chains: Sequence[list[Node]]) -> RopeWrite | None:
-    """The attributes of the fused node, or None if the nodes in `chains` cannot be fused."""
+    """The attributes of a `rope_write` node that replaces the nodes in `chains`, which compute q, k
+    and v. None if these nodes cannot be fused.
+    """
     q_size, kv_size = attend.heads * attend.head_dim, attend.kv_heads * attend.head_dim
     wanted = (0, q_size, q_size + kv_size, q_size + 2 * kv_size)
     if any(not chain or chain[-1].op != "columns" for chain in chains):

@@ -1,5 +1,5 @@
-"""A model as a graph of nodes in execution order; each node produces one value. This module also
-verifies graphs and replaces nodes (`Rewrite`).
+"""A model as a graph of nodes, listed in execution order. Each node produces one value. This module
+also verifies graphs (`verify`) and replaces nodes (`Rewrite`).
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -29,7 +29,8 @@ class Node:
     weights: tuple[str, ...]
     attributes: Any  # an instance of the op's attributes class
     value: Value
-    # Names of the original nodes that a fusion replaced by this node. None: the node is original.
+    # Names of the original nodes that a fusion replaced by this node. None if the node is itself
+    # original.
     fused: tuple[str, ...] | None = None
 
     @property
@@ -52,7 +53,7 @@ class Graph:
 
 
 class GraphBuilder:
-    """Builds a graph node by node. The op's shape inference computes a node's shape and dtype."""
+    """Builds a graph node by node. The shape and dtype of each node are inferred."""
 
     def __init__(self) -> None:
         self._inputs: dict[str, Value] = {}
@@ -102,7 +103,9 @@ def make_node(
     values: Mapping[str, Value],
     fused: tuple[str, ...] | None = None,
 ) -> Node:
-    """A new node, with shape and dtype inferred. `values` has all inputs and weights by name."""
+    """A new node. Its shape and dtype are inferred from those of its inputs and weights, which are
+    in `values` by name.
+    """
     unknown = [each for each in (*inputs, *weights) if each not in values]
     if op not in OPS or unknown:
         raise GraphError(name, f"unknown op '{op}'" if op not in OPS else f"unknown {unknown}")
@@ -116,7 +119,9 @@ def make_node(
 
 
 def verify(graph: Graph) -> None:
-    """Raises `GraphError` for the first rule that the graph breaks."""
+    """Checks names, attributes, shapes and uses of all nodes. Raises `GraphError` for the first
+    error.
+    """
     values: dict[str, Value] = dict(graph.inputs)
     names = {node.name for node in graph.nodes}
     for node in graph.nodes:
@@ -205,7 +210,9 @@ class Rewrite:
         return len(self.users.get(name, ())) == 1 and name not in self.graph.outputs
 
     def last_user(self, name: str) -> Node | None:
-        """The last node that uses the value `name`; None if the value is unused or an output."""
+        """The last node that uses the value `name`. None if no node uses the value, or if it is a
+        graph output.
+        """
         if name in self.graph.outputs or name not in self.users:
             return None
         return max(self.users[name], key=lambda node: self._order[node.name])
@@ -219,7 +226,9 @@ class Rewrite:
         attributes: object,
         replaces: Iterable[Node],
     ) -> Node:
-        """Makes a node that stands for the nodes in `replaces`. `put` adds it to the graph."""
+        """Makes a node that stands for the nodes in `replaces`. The caller adds the new node to the
+        graph with `put`.
+        """
         ordered = sorted(replaces, key=lambda each: self._order.get(each.name, -1))
         origin = tuple(dict.fromkeys(name for each in ordered for name in each.origin))
         node = make_node(op, name, list(inputs), list(weights), attributes, self._values, origin)

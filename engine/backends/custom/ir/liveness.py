@@ -17,21 +17,25 @@ from engine.backends.custom.ir.plan import (
 
 @dataclass(frozen=True, slots=True)
 class Life:
-    """A buffer's lifetime: the first and the last plan step that read or write it, by index."""
+    """A buffer's lifetime: the indices of the first and the last plan step that read or write the
+    buffer.
+    """
 
     first: int
     last: int
 
     def overlaps(self, other: "Life") -> bool:
-        """Whether any plan step needs both buffers. One step may read the first and write the
-        second, so lifetimes that meet in one step overlap.
+        """Whether there is a time at which both buffers are needed. This includes a single plan
+        step that reads one buffer for the last time and writes the other for the first time.
         """
         return self.first <= other.last and other.first <= self.last
 
 
 @dataclass(frozen=True, slots=True)
 class ArenaPlace:
-    """The space that a buffer needs in the arena."""
+    """The space that a buffer needs in the plan's memory: `width` floats per token, or per token
+    whose logits are needed.
+    """
 
     width: int
     per: RowKind
@@ -64,15 +68,16 @@ def lives(steps: Sequence[Step], num_buffers: int, output: int) -> tuple[Life, .
 def assign_places(
     rooms: Sequence[ArenaPlace], spans: Sequence[Life]
 ) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Returns the index of each buffer's place in the arena, and the width of each place.
+    """Divides the plan's memory into places and assigns a place to each buffer. Returns the index
+    of each buffer's place, and the width of each place.
 
     Buffers are placed in the order of their first use. A buffer takes the free place that has to
-    grow the least; among equals, the place with the least unused width. Buffers with a row per
-    token and buffers with a row per logit never share a place.
+    grow the least. Among such places, it takes the one with the least unused width. A buffer for
+    all tokens never shares a place with a buffer for only the tokens whose logits are needed.
     """
     widths: list[int] = []
     kinds: list[RowKind] = []
-    free_from: list[int] = []  # per place: the first plan step at which it is free
+    free_from: list[int] = []  # for each place: the index of the plan step from which it is free
     chosen = [0] * len(rooms)
     for index in sorted(range(len(rooms)), key=lambda each: spans[each].first):
         room, span = rooms[index], spans[index]

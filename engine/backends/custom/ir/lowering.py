@@ -1,5 +1,5 @@
-"""Lowers a fused graph to plan steps that read and write numbered buffers. `liveness.py` later
-places the buffers in memory.
+"""Lowers a fused graph to plan steps, which read and write numbered buffers. Afterwards,
+`liveness.py` assigns memory to the buffers.
 """
 
 from collections.abc import Callable, Sequence
@@ -27,14 +27,17 @@ from engine.backends.custom.ir.plan import (
     Step,
 )
 
-LayoutOf = Callable[[str], str]  # a weight's name -> the packed layout that kernels read
+# A function that returns the layout in which kernels read a weight, by the weight's name.
+LayoutOf = Callable[[str], str]
 
 _KINDS: dict[str, RowKind] = {"T": "token", "R": "logit"}
 
 
 @dataclass
 class Lowering:
-    """Converts a graph node by node. The results are the plan steps, buffers and weights."""
+    """Lowers a graph node by node. After `run`, `steps` has the plan steps. `names` and `rooms`
+    describe the buffers. `matrices` and `vectors` are the weights that the plan steps read.
+    """
 
     graph: Graph
     capacity: Capacity
@@ -144,7 +147,9 @@ class Lowering:
     def _split_gate(
         self, node: Node, source: int, out: int, norm: Norm | None, attributes: Projection
     ) -> None:
-        """Lowers a gated matmul whose gate and up matrices have different layouts, to two steps."""
+        """Lowers a gated matmul to two plan steps. This is for gate and up matrices of different
+        layouts, which cannot be packed into one matrix.
+        """
         norms = attributes.norm_weights
         for index, activation in enumerate((attributes.activation, "none")):
             bias = norms + 2 + index
@@ -189,7 +194,7 @@ class Lowering:
         )
 
     def _runs(self, parts: Sequence[str]) -> list[range]:
-        """Groups neighbouring weights of the same layout. Each group can form one matrix."""
+        """Groups neighbouring weights of the same layout. Each group can become one matrix."""
         found = []
         for _, group in groupby(range(len(parts)), key=lambda each: self.layout_of(parts[each])):
             indices = list(group)

@@ -1,5 +1,5 @@
-"""The op table. Each entry has an op's shape inference, numpy reference, tolerances, test examples
-and cost.
+"""The table of ops, from which graphs are built. An entry has the op's shape inference, its numpy
+reference, the tolerances of kernels, test examples, and the cost.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -27,7 +27,7 @@ from engine.backends.custom.ir.types import (
 Arrays = Sequence[Array]
 Values = Sequence[Value]
 
-# Tolerances of ops that compute in float32, whatever the storage type of weights and cache.
+# Tolerances of ops that always compute in float32, whatever the storage type of weights and cache.
 _FLOAT: Mapping[Numerics, Tolerance] = {
     "f32": Tolerance(2e-5),
     "int8": Tolerance(2e-5),
@@ -70,7 +70,7 @@ def _per_value(infer: Infer, flops: int) -> Price:
 
 
 def _lookup(infer: Infer) -> Price:
-    """Cost of a table lookup: only the requested rows are read."""
+    """Cost of a table lookup. Only the requested rows of the table are read."""
 
     def cost(attributes: Any, inputs: Values, weights: Values, counts: Counts) -> Cost:
         out = infer(attributes, inputs, weights)

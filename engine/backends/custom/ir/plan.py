@@ -1,9 +1,9 @@
-"""The execution plan: a list of plan steps that read and write numbered buffers. Kernels, memory
-and work split are already chosen.
+"""The execution plan: a list of plan steps that read and write numbered buffers. The plan also
+states the kernel of each step, the memory of each buffer, and how work is split among threads.
 
-A buffer holds one row of `width` floats per token, or per token whose logits are needed. All
-buffers lie in one memory arena. Buffers with disjoint lifetimes and the same row kind may share a
-place in it. A plan step's `nodes` are the graph nodes that it computes.
+A buffer holds `width` floats for each token, or for each token whose logits are needed. All buffers
+lie in one memory arena, which is divided into places. Buffers of the same kind may share a place if
+they are needed at different times. A plan step's `nodes` are the graph nodes that it computes.
 """
 
 import re
@@ -21,7 +21,9 @@ PANEL_ROWS = 16  # a kernel processes this many matrix rows together
 
 @dataclass(frozen=True, slots=True)
 class Capacity:
-    """The max number of tokens and of logits rows in a step that runs under a plan."""
+    """The largest engine step that can run with a plan: the max number of tokens, and of tokens
+    whose logits are needed.
+    """
 
     tokens: int
     logits: int
@@ -33,7 +35,7 @@ class Machine:
 
     threads: int
     instruction_set: str = "generic"  # the CPU's best instruction set for which kernels exist
-    has_bf16: bool = False  # the CPU has bfloat16 matmul kernels
+    has_bf16: bool = False  # whether there are bfloat16 matmul kernels for this CPU
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,7 +59,8 @@ class Split:
     """How a matmul is divided among threads: the number of work units, and how many of them a
     thread claims at once (`grain`).
 
-    A unit is one panel of matrix rows. In a gated matmul, it is a panel of gate and one of up.
+    A unit is a panel of `PANEL_ROWS` matrix rows. In a gated matmul, a unit is a panel of the gate
+    matrix and a panel of the up matrix.
     """
 
     units: int
@@ -66,7 +69,7 @@ class Split:
 
 @dataclass(frozen=True, slots=True)
 class Norm:
-    """A norm that is fused into a matmul, which applies it to its input."""
+    """A norm that is fused into a matmul. The matmul kernel applies the norm to its input."""
 
     kind: Literal["rms", "layer"]
     weight: str
@@ -76,10 +79,12 @@ class Norm:
 
 @dataclass(frozen=True, slots=True)
 class PackedMatrix:
-    """Weights that a kernel reads as one matrix: the rows of all parts, stacked in order.
+    """Weights that a kernel reads as one matrix. It has the rows of all `parts`, one part after the
+    other.
 
-    If `interleaved`, panels of 16 rows alternate between two parts instead (gate, up, gate, ...),
-    and each part's last panel is padded. `biases` has one name per part, or is empty.
+    If `interleaved`, there are two parts, gate and up. The matrix alternates between 16 rows of
+    gate and 16 rows of up. The last 16 rows of each part are padded. `biases` has one name for each
+    part, or is empty.
     """
 
     name: str
@@ -101,7 +106,7 @@ class Buffer:
 
 @dataclass(frozen=True, slots=True)
 class EmbedStep:
-    """out = scale * table[token], plus positions[position] if the model has learned positions."""
+    """out = scale * table[token]. If there are learned positions, positions[position] is added."""
 
     nodes: tuple[str, ...]
     out: int
@@ -112,12 +117,12 @@ class EmbedStep:
 
 @dataclass(frozen=True, slots=True)
 class LinearStep:
-    """out[:, column:] = activation(norm(source) @ matrix.T + bias), or one of its variants.
+    """A matmul: out[:, column:] = activation(norm(source) @ matrix.T + bias). Fields change this:
 
-    gated     the matrix interleaves gate and up: activation(gate) * up
-    residual  the result is added to the contents of `out`
-    scale     multiplies the result before the residual is added
-    multiply  the contents of `out` are multiplied by the result
+    gated     the matrix interleaves gate and up, and the result is activation(gate) * up
+    scale     the result is multiplied by this number
+    residual  the result is added to the contents of `out`, instead of replacing them
+    multiply  the contents of `out` are multiplied by the result, instead of being replaced
     """
 
     nodes: tuple[str, ...]
@@ -140,7 +145,7 @@ class LinearStep:
 class RopeWriteStep:
     """Normalizes and rotates the heads of q and k in place, then writes k and v to the KV cache.
 
-    Columns of `qkv`: `heads` heads of q, `kv_heads` of k, `kv_heads` of v.
+    The columns of `qkv` are `heads` heads of q, then `kv_heads` heads of k, then `kv_heads` of v.
     """
 
     nodes: tuple[str, ...]
@@ -149,11 +154,11 @@ class RopeWriteStep:
     heads: int
     kv_heads: int
     head_dim: int
-    rope_dim: int  # number of values of a head that RoPE rotates; 0: the model has no RoPE
+    rope_dim: int  # RoPE rotates this many values of each head; 0 if the model has no RoPE
     q_norm: str | None
     k_norm: str | None
     eps: float  # epsilon of q_norm and k_norm
-    whole_norm: bool = False  # one norm over all heads of a token; else one norm per head
+    whole_norm: bool = False  # True: one norm over all heads of a token. False: a norm per head.
 
 
 @dataclass(frozen=True, slots=True)
@@ -174,7 +179,7 @@ class AttentionStep:
 
 @dataclass(frozen=True, slots=True)
 class AddNormStep:
-    """out += rms_norm(source)"""
+    """out += rms_norm(source). Models that normalize the output of attention and MLP need this."""
 
     nodes: tuple[str, ...]
     source: int
@@ -196,7 +201,9 @@ Step: TypeAlias = EmbedStep | LinearStep | RopeWriteStep | AttentionStep | AddNo
 
 
 def weights_of(step: Step, matrices: Mapping[str, PackedMatrix]) -> tuple[str, ...]:
-    """Names of the weights that a plan step reads. `matrices` has the plan's matrices by name."""
+    """Names of the weights that a plan step reads. `matrices` are the matrices of the plan, by
+    name.
+    """
     names: list[str | None] = []
     match step:
         case EmbedStep():
@@ -216,7 +223,7 @@ def weights_of(step: Step, matrices: Mapping[str, PackedMatrix]) -> tuple[str, .
 class ExecutionPlan:
     steps: tuple[Step, ...]
     buffers: tuple[Buffer, ...]
-    places: tuple[int, ...]  # width of each arena place, in floats per row
+    places: tuple[int, ...]  # width of each place in the arena, in floats per token
     matrices: tuple[PackedMatrix, ...]
     vectors: tuple[str, ...]  # names of weights kept as floats: norms and the position table
     output: int  # index of the buffer with the logits
@@ -226,7 +233,9 @@ class ExecutionPlan:
     weights: tuple[str, ...]  # names of all weights, in order of first use
 
     def floats_per(self, kind: RowKind) -> int:
-        """The number of arena floats per token ("token") or per logits row ("logit")."""
+        """The number of arena floats for each token (kind "token"), or for each token whose logits
+        are needed (kind "logit").
+        """
         kinds = {buffer.place: buffer.per for buffer in self.buffers}
         return sum(self.places[place] for place, per in kinds.items() if per == kind)
 
@@ -263,6 +272,6 @@ def step_label(step: Step) -> str:
 
 
 def layer_of(name: str) -> int | None:
-    """The layer number in the name of a node or weight; None if it belongs to no layer."""
+    """The layer number in the name of a node or weight. None if the name belongs to no layer."""
     found = _LAYER.match(name)
     return int(found[1]) if found else None

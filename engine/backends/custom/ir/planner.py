@@ -1,6 +1,8 @@
 """Turns a graph into an execution plan: fuses nodes, lowers them to plan steps, assigns memory,
-chooses kernels and splits the work among threads. There is one plan per size class of engine steps.
-A step runs under the plan of the smallest class that is large enough.
+chooses kernels and splits the work among threads.
+
+There are plans for several sizes of engine steps. A step runs with the plan of the smallest size
+that is large enough.
 """
 
 from bisect import bisect_left
@@ -35,17 +37,18 @@ def plan(
     layout_of: LayoutOf = _floats,
     precision: Precision = _AS_STORED,
 ) -> ExecutionPlan:
-    """A plan for steps of up to `capacity` rows.
+    """A plan for engine steps of up to `capacity` tokens and logits.
 
-    `layout_of` returns the layout of a weight. Weights of different layouts never form one matrix.
+    `layout_of` returns the layout of a weight. Weights of different layouts are never packed into
+    one matrix.
     """
     verify(graph)
     return _plan_fused(fuse(graph), capacity, machine, layout_of, precision)
 
 
 def token_buckets(max_tokens: int) -> tuple[int, ...]:
-    """The max tokens of each size class: 1, 8, 64, 512, then four times the size before, and
-    `max_tokens` as the last.
+    """The step sizes for which plans are made, in tokens: 1, 8, 64, 512, then each size four times
+    the previous size. The last size is `max_tokens`.
     """
     if max_tokens < 1:
         raise ValueError(f"a step has at least one token, found {max_tokens}")
@@ -58,7 +61,7 @@ def token_buckets(max_tokens: int) -> tuple[int, ...]:
 
 
 class PlanCache:
-    """The plans of all size classes. Each is created when it is first used."""
+    """The plans for all sizes of engine steps. A plan is created when it is first used."""
 
     def __init__(
         self, make: Callable[[Capacity], ExecutionPlan], max_tokens: int, max_logits: int
@@ -72,7 +75,7 @@ class PlanCache:
         return tuple(Capacity(size, min(size, self._max_logits)) for size in self._buckets)
 
     def get(self, tokens: int, logits: int) -> ExecutionPlan:
-        """The plan of the smallest size class that holds a step of this size."""
+        """The plan of the smallest size that is large enough for a step of this many tokens."""
         most = self._buckets[-1]
         if not 1 <= tokens <= most or not 0 <= logits <= min(tokens, self._max_logits):
             raise ValueError(
@@ -93,7 +96,9 @@ def plan_cache(
     layout_of: LayoutOf = _floats,
     precision: Precision = _AS_STORED,
 ) -> PlanCache:
-    """The plans for all steps of up to `max_tokens` tokens and `max_logits` logits rows."""
+    """The plans for all engine steps of up to `max_tokens` tokens, of which up to `max_logits` need
+    logits.
+    """
     verify(graph)
     fused = fuse(graph)
 

@@ -1,4 +1,4 @@
-"""The numpy float32 reference of each op. All kernels are tested against these functions.
+"""The numpy float32 reference of each op. Tests compare all kernels with these functions.
 
 Letters: T tokens, D hidden size, N heads, K KV heads, H head size, L sequence length,
 C blocks of the cache, P block size.
@@ -21,12 +21,12 @@ def _f32(values: NDArray[Any]) -> F32:
 
 
 def embed(table: F32, token_ids: I32) -> F32:
-    """(V, D), (T,) -> (T, D)"""
+    """Looks up table rows: (V, D), (T,) -> (T, D)."""
     return table[token_ids]
 
 
 def linear(x: F32, weight: F32, bias: F32 | None = None) -> F32:
-    """(T, in), (out, in), (out,) -> (T, out)"""
+    """x @ weight.T + bias: (T, in), (out, in), (out,) -> (T, out)."""
     matmul: F32 = x @ weight.T
     return matmul if bias is None else matmul + bias
 
@@ -44,7 +44,8 @@ def layer_norm(x: F32, weight: F32, bias: F32 | None, eps: float) -> F32:
 
 
 def rope(x: F32, cosines: F32, sines: F32) -> F32:
-    """Rotates values i and i + dim / 2 of each head of x (T, N, H). Copies values from dim on.
+    """Rotates values i and i + dim / 2 of each head of x (T, N, H), for i < dim / 2. Copies the
+    remaining values of the head.
 
     Cosines and sines are (T, dim / 2).
     """
@@ -77,8 +78,8 @@ def attention(
 ) -> F32:
     """Causal attention of one sequence: queries (T, N, H), keys and values (L, K, H) -> (T, N, H).
 
-    `positions` (T,) are the queries' positions. A query attends to the keys at its own position and
-    before it, and only to the last `window` of them if there is a window.
+    `positions` (T,) are the positions of the queries. A query attends to the keys up to its own
+    position. If there is a `window`, it attends only to the last `window` of these keys.
     """
     group = q.shape[1] // k.shape[1]
     keys, values = np.repeat(k, group, axis=1), np.repeat(v, group, axis=1)
@@ -102,7 +103,7 @@ ACTIVATIONS: dict[str, Callable[[F32], F32]] = {
 
 
 def head_norm(x: F32, weight: F32, eps: float, head_dim: int) -> F32:
-    """(T, N * H), (H,) -> (T, N * H): one RMS norm per head."""
+    """Normalizes each head with an RMS norm: (T, N * H), weight (H,) -> (T, N * H)."""
     return rms_norm(x.reshape(-1, head_dim), weight, eps).reshape(x.shape)
 
 
@@ -112,9 +113,9 @@ def rope_rows(x: F32, cosines: F32, sines: F32, head_dim: int) -> F32:
 
 
 def kv_write(cache: F32, keys: F32, values: F32, slots: Integers) -> F32:
-    """Writes (T, K * H) keys and values into the (C, P, 2, K, H) cache, in place.
+    """Writes keys and values (T, K * H) into the cache (C, P, 2, K, H), in place.
 
-    A slot is block * P + offset.
+    `slots` (T,) says where each token goes: block * P + offset in the block.
     """
     kv_heads, head_dim = cache.shape[3:]
     blocks, offsets = np.divmod(slots, cache.shape[1])
@@ -132,7 +133,8 @@ def paged_attention(
     scale: float,
     window: int | None = None,
 ) -> F32:
-    """Attention of several sequences' queries (T, N * H) over the cache -> (T, N * H).
+    """Attention of queries (T, N * H) over the paged KV cache -> (T, N * H). The queries may belong
+    to several sequences.
 
     Token t belongs to sequence row_of[t], whose block table is tables[row_of[t]].
     """
@@ -177,7 +179,8 @@ def rope_write(
 ) -> F32:
     """Normalizes and rotates q and k, writes k and v to the cache, and returns the new qkv.
 
-    `norms` are the weights of q's and k's norm. `rotations` are the tokens' cosines and sines.
+    `norms` are the weights of the norms of q and k. `rotations` are the cosines and sines at the
+    positions of the tokens. None means no norm, or no rotation.
     """
     kv_heads, head_dim = cache.shape[3:]
     middle, last = heads * head_dim, (heads + kv_heads) * head_dim

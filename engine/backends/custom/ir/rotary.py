@@ -1,4 +1,6 @@
-"""Computes RoPE tables: cosines and sines for every position, by the model's scaling rule."""
+"""Computes RoPE tables: the cosines and sines for every position. The frequencies follow the
+model's scaling rule.
+"""
 
 import math
 from typing import Any, TypeVar
@@ -17,9 +19,9 @@ Number = TypeVar("Number", int, float)
 def rotary_tables(
     rope: RopeConfig, max_seq_len: int, factors: F32 | None = None
 ) -> tuple[F32, F32]:
-    """Cosines and sines, (max_seq_len, dim / 2) each.
+    """The cosines and the sines of all positions, (max_seq_len, dim / 2) each.
 
-    `factors` is the weight "rope.factors", if the model has one.
+    `factors` is the weight "rope.factors", if the model has this weight.
     """
     frequencies, scale = rope_frequencies(rope, max_seq_len, factors)
     angles = np.arange(max_seq_len, dtype=np.float32)[:, None] * frequencies
@@ -29,8 +31,8 @@ def rotary_tables(
 def rope_frequencies(
     rope: RopeConfig, max_seq_len: int, factors: F32 | None = None
 ) -> tuple[F32, float]:
-    """The RoPE frequencies, (dim / 2,) in radians per position, and the factor that multiplies
-    cosines and sines.
+    """The RoPE frequencies, (dim / 2,) in radians per position, and the factor by which cosines and
+    sines are multiplied.
     """
     frequencies = inverse_frequencies(rope, max_seq_len)
     if rope.kind == "factors":
@@ -43,10 +45,10 @@ def rope_frequencies(
 
 
 def attention_factor(rope: RopeConfig) -> float:
-    """The factor of cosines and sines. YaRN uses it to preserve the entropy of attention; with
-    other scaling rules it is 1.
+    """The factor by which cosines and sines are multiplied. YaRN and LongRoPE use it to preserve
+    the entropy of attention. For other scaling rules, the factor is 1.
     """
-    if rope.kind != "yarn":
+    if rope.kind not in ("yarn", "longrope"):
         return 1.0
     if rope.attention_factor is not None:
         return rope.attention_factor
@@ -54,8 +56,8 @@ def attention_factor(rope: RopeConfig) -> float:
 
 
 def inverse_frequencies(rope: RopeConfig, max_seq_len: int) -> F32:
-    """The frequencies by the model's scaling rule, (dim / 2,) in radians per position. For the
-    rule "factors", the caller still has to divide them by the factors.
+    """The RoPE frequencies according to the scaling rule, (dim / 2,) in radians per position. For
+    the rule "factors", the caller still has to divide the frequencies by the factors.
     """
     match rope.kind:
         case "linear":
@@ -66,6 +68,11 @@ def inverse_frequencies(rope: RopeConfig, max_seq_len: int) -> F32:
             return _llama3(rope)
         case "yarn":
             return _yarn(rope)
+        case "longrope":
+            original = _required(rope.original_max_position, "original_max_position", rope)
+            factors = rope.long_factors if max_seq_len > original else rope.short_factors
+            divisors: F32 = np.array(factors, np.float32)
+            return _plain(rope.theta, rope.dim) / divisors
         case "default" | "factors":
             return _plain(rope.theta, rope.dim)
 
@@ -83,21 +90,21 @@ def _dynamic(rope: RopeConfig, max_seq_len: int) -> F32:
 
 
 def _llama3(rope: RopeConfig) -> F32:
-    """Keeps the frequencies of short wavelengths, divides those of long wavelengths by the factor,
-    and blends both in between.
+    """Llama 3's rule. It keeps frequencies of short wavelengths and divides frequencies of long
+    wavelengths by the factor. In between, it interpolates.
     """
     original = _required(rope.original_max_position, "original_max_position", rope)
     low = _required(rope.low_freq_factor, "low_freq_factor", rope)
     high = _required(rope.high_freq_factor, "high_freq_factor", rope)
     frequencies = _plain(rope.theta, rope.dim)
-    rotations = original * frequencies / (2 * math.pi)  # full turns within the original context
+    rotations = original * frequencies / (2 * math.pi)  # within the original context length
     keep = np.clip((rotations - low) / (high - low), 0, 1)
     return _blend(frequencies, keep, rope.factor)
 
 
 def _yarn(rope: RopeConfig) -> F32:
-    """Keeps frequencies with many full turns within the original context. Divides those with few
-    turns by the factor, and blends both in between.
+    """YaRN's rule. It keeps frequencies with many rotations within the original context length, and
+    divides frequencies with few rotations by the factor. In between, it interpolates.
     """
     original = _required(rope.original_max_position, "original_max_position", rope)
     beta_fast = YARN_BETA_FAST if rope.beta_fast is None else rope.beta_fast
@@ -108,8 +115,10 @@ def _yarn(rope: RopeConfig) -> F32:
             rope.dim * math.log(original / (rotations * 2 * math.pi)) / (2 * math.log(rope.theta))
         )
 
-    low = max(math.floor(dimension_rotating(beta_fast)), 0)
-    high = min(math.ceil(dimension_rotating(beta_slow)), rope.dim - 1)
+    low, high = dimension_rotating(beta_fast), dimension_rotating(beta_slow)
+    if rope.truncate:
+        low, high = math.floor(low), math.ceil(high)
+    low, high = max(low, 0), min(high, rope.dim - 1)
     ramp = np.arange(rope.dim // 2, dtype=np.float32) - low
     stretched = np.clip(ramp / max(high - low, 0.001), 0, 1)
     return _blend(_plain(rope.theta, rope.dim), 1 - stretched, rope.factor)

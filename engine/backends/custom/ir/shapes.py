@@ -1,5 +1,5 @@
-"""Shape inference: one function per op returns the shape and dtype of the op's result. It raises
-`ShapeError` if the inputs or weights do not fit the op.
+"""Shape inference. For each op, a function returns the shape and dtype of the op's result. It
+raises `ShapeError` if the inputs or weights do not fit the op.
 """
 
 from collections.abc import Sequence
@@ -62,7 +62,9 @@ def linear(_: NoAttributes, inputs: Values, weights: Values) -> Value:
 
 
 def normalize(_: Normalize, inputs: Values, weights: Values) -> Value:
-    """The result of an RMS norm, which has one weight, or a layer norm, which may have a bias."""
+    """The shape after an RMS norm or a layer norm. An RMS norm has one weight. A layer norm may
+    also have a bias.
+    """
     (source,) = _take(inputs, 1)
     if len(weights) not in (1, 2):
         raise ShapeError(f"takes a weight and perhaps a bias, found {len(weights)} weights")
@@ -117,7 +119,9 @@ def kv_write(attributes: KvWrite, inputs: Values, weights: Values) -> Value:
 
 
 def attention(attributes: AttentionAttributes, inputs: Values, weights: Values) -> Value:
-    """The first heads * head_dim columns of the first input are the queries; others are ignored."""
+    """The shape of attention's output. In the first input, the first heads * head_dim columns are
+    the queries, and all further columns are ignored.
+    """
     queries, cache, positions, row_of, tables = _take(inputs, 5)
     _take(weights, 0, "weights")
     rows, width = _rows(queries)
@@ -185,7 +189,9 @@ def _take(values: Values, count: int, what: str = "inputs") -> Values:
 
 
 def _rows(value: Value) -> tuple[Dim, int]:
-    """The number of rows and the width of a float matrix; raises `ShapeError` for other values."""
+    """The number of rows and the width of a float matrix. Raises `ShapeError` if `value` is not a
+    float matrix.
+    """
     if len(value.shape) == 2 and value.dtype == "f32":
         rows, width = value.shape
         if isinstance(width, int):

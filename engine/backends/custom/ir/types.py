@@ -1,4 +1,6 @@
-"""Types that the op table uses: tensor shapes with letters, step sizes, costs and tolerances."""
+"""Types that the op table uses: shapes, step sizes, costs and tolerances. In a shape, a letter
+stands for a size that differs between steps.
+"""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -17,7 +19,7 @@ Array = NDArray[Any]
 
 
 class ShapeError(ValueError):
-    """An op cannot take these inputs. The message says why; the caller adds the node's name."""
+    """An op cannot take these inputs. The message says why. The caller adds the node's name."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,7 +40,7 @@ class Counts:
     tokens: int
     logits: int
     context: int = 0  # mean number of positions that a token attends to
-    sequences: int = 1  # sequences in the step; each one's keys and values are read once
+    sequences: int = 1  # number of sequences; the keys and values of each are read once
 
     def size(self, value: Value) -> int:
         """Number of elements of a tensor in a step of this size."""
@@ -65,16 +67,19 @@ class Cost:
 
 @dataclass(frozen=True, slots=True)
 class Tolerance:
-    """The max allowed error of any element, divided by the expected tensor's root mean square.
+    """The largest error that an element may have, relative to the root mean square of the expected
+    tensor.
 
-    The terms of a dot product may cancel to almost zero, so errors relative to single elements
-    would be meaningless.
+    Errors are not relative to single elements, because the terms of a dot product may cancel to
+    almost zero.
     """
 
     error: float
 
     def worst(self, got: Array, expected: Array) -> float:
-        """The max error, divided by the root mean square; infinite if `got` is not finite."""
+        """The largest error of an element, relative to the root mean square of `expected`. The
+        result is infinite if `got` has values that are not finite.
+        """
         wide = expected.astype(np.float64)
         if not wide.size:
             return 0.0
@@ -103,8 +108,8 @@ Examples = Callable[[np.random.Generator], Iterator[Example]]
 
 @dataclass(frozen=True, slots=True)
 class Op:
-    """An entry of the op table. `reference` computes the op in numpy; `examples` yields arguments
-    for tests.
+    """An entry of the op table. `infer` returns the shape of the result, `reference` computes the
+    op in numpy, `examples` yields arguments for tests, and `cost` estimates bytes and FLOPs.
     """
 
     name: str

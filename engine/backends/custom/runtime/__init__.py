@@ -1,3 +1,3 @@
-"""The shared runtime: scheduler, paged KV bookkeeping and the step loop. It stores no tensors and
-imports no ML framework.
+"""The runtime that all frameworks share: scheduler, block allocation of the paged KV cache, and
+engine loop. It stores no tensors and imports no ML framework.
 """

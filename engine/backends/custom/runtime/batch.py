@@ -1,9 +1,9 @@
-"""Builds a step's input arrays (numpy) from its scheduled rows.
+"""Builds the numpy input arrays of a step from its scheduled rows.
 
-Each running sequence has a slot. Block tables and sampling parameters are kept in arrays indexed by
-slot, which are written only when a slot gets a new sequence or a sequence gets a new block. Each
-step gathers the entries of its rows. A steady decode step therefore costs a few array operations,
-however many rows it has.
+Each running sequence has a slot. Block tables and sampling parameters are kept in arrays that are
+indexed by slot. These arrays are written only when a slot gets a new sequence, or a sequence gets a
+new block. Each step gathers the entries of its slots. So a steady decode step takes only a few
+array operations, however many rows it has.
 """
 
 from dataclasses import replace
@@ -33,7 +33,9 @@ MAX_INT32 = 2**31 - 1
 
 
 class BatchBuilder:
-    """Builds the inputs of each step, from host arrays that are indexed by the runner's slots."""
+    """Builds the inputs of each step. It keeps the block tables and the sampling parameters of all
+    running sequences in host arrays that are indexed by slot.
+    """
 
     def __init__(self, spec: RunnerSpec) -> None:
         self._spec = spec
@@ -41,7 +43,7 @@ class BatchBuilder:
         blocks_per_slot = -(-spec.max_seq_len // spec.block_size)
         self._tables = np.zeros((slots, blocks_per_slot), np.int32)
         self._num_blocks = [0] * slots
-        # For each slot: the admission (`Sequence.life`) whose state the slot's arrays hold.
+        # For each slot: which admission of a sequence (`Sequence.life`) the arrays describe.
         self._lives = [0] * slots
         self._temperature = np.zeros(slots, np.float32)
         self._top_k = np.zeros(slots, np.int32)
@@ -55,11 +57,11 @@ class BatchBuilder:
         self._num_prompt = np.zeros(slots, np.int32)
         self._num_logprobs = np.full(slots, -1, np.int32)
         self._may_bias = np.zeros(slots, bool)
-        # These are set if the last step was pure decode. If the next step has the same rows, its
-        # arrays are derived from these instead of being built from scratch.
+        # The arrays of the last step, if it was pure decode. If the next step has the same rows,
+        # its arrays are derived from them instead of being built from scratch.
         self._continued: tuple[int, ...] | None = None  # `life` of each row of that step
         self._inputs: BatchInputs | None = None
-        # None: the sampling inputs of the next step must be built from scratch.
+        # None means that the sampling inputs of the next step must be built from scratch.
         self._sampling: SamplingInputs | None = None
 
     def inputs(self, batch: ScheduledBatch) -> BatchInputs:
@@ -138,7 +140,7 @@ class BatchBuilder:
         """Sampling parameters of the step's rows. Call this only after the previous step's tokens
         are known.
 
-        `mask` has one row for each row that samples, in the same order.
+        `mask` has the token masks of grammars, one for each row that samples, in the same order.
         """
         last, inputs = self._sampling, self._inputs
         is_known = not any(row.seq.needs_history for row in batch.rows)
@@ -156,10 +158,14 @@ class BatchBuilder:
         slots = np.array([row.slot for row in rows], np.int32)
         biased = np.flatnonzero(self._may_bias[slots]).tolist()
         bias_rows, bias_ids, bias_values = _bias([(index, rows[index]) for index in biased])
-        renewed = [row for row in rows if row.seq.needs_history and row.seq.finish_reason is None]
-        for row in renewed:
-            row.seq.needs_history = False
-        histories = [row for row in renewed if row.seq.params.has_penalties]
+        penalties = self._repetition[slots], self._presence[slots], self._frequency[slots]
+        is_penalized = (penalties[0] != 1) | (penalties[1] != 0) | (penalties[2] != 0)
+        histories = []
+        for row, penalized in zip(rows, is_penalized.tolist(), strict=True):
+            if row.seq.needs_history and row.seq.finish_reason is None:
+                row.seq.needs_history = False
+                if penalized:
+                    histories.append(row)
         lengths = [0] + [len(row.seq.tokens) for row in histories]
         tokens = [token for row in histories for token in row.seq.tokens]
         pooled = [index for index, row in enumerate(rows) if row.seq.pools]
@@ -170,9 +176,9 @@ class BatchBuilder:
             top_k=self._top_k[slots],
             top_p=self._top_p[slots],
             min_p=self._min_p[slots],
-            repetition=self._repetition[slots],
-            presence=self._presence[slots],
-            frequency=self._frequency[slots],
+            repetition=penalties[0],
+            presence=penalties[1],
+            frequency=penalties[2],
             bias_rows=bias_rows,
             bias_ids=bias_ids,
             bias_values=bias_values,
@@ -192,8 +198,8 @@ class BatchBuilder:
         return with_scores(sampling, batch) if has_scores else sampling
 
     def _sync(self, seq: Sequence, slot: int, life: int) -> None:
-        """Bring the slot's arrays up to date: copy the sequence's parameters if the slot is new to
-        it, and append its new blocks to the block table.
+        """Bring the slot's arrays up to date. Appends new blocks of the sequence to the block
+        table. If the sequence was just admitted, this also copies its sampling parameters.
         """
         if self._lives[slot] != life:
             self._set_params(slot, seq)
@@ -206,8 +212,8 @@ class BatchBuilder:
 
     def _set_params(self, slot: int, seq: Sequence) -> None:
         params = seq.params
-        # Samplers divide by the temperature, and top-p needs at least one token: a value near 0
-        # would give infinite logits or an empty nucleus.
+        # Samplers divide by the temperature, so a temperature near 0 would give infinite logits. It
+        # is replaced by 0, which means greedy. A top-p of 0 would keep no token.
         self._temperature[slot] = params.temperature if params.temperature > NEGLIGIBLE else 0.0
         self._top_k[slot] = min(params.top_k, MAX_INT32)
         self._top_p[slot] = max(params.top_p, NEGLIGIBLE)
@@ -245,8 +251,8 @@ def _token_ids(rows: tuple[Row, ...]) -> I32:
 
 
 def _logit_rows(query_start: I32, samples: Bools, num_scored: I32) -> I32:
-    """Indices of the step's tokens that need logits. Each row contributes the positions whose next
-    prompt token gets a logprob, then its last position if it samples.
+    """Indices of the step's tokens whose logits are needed. A row needs logits at each position
+    whose next prompt token gets a logprob, and at its last position if it samples.
     """
     if not num_scored.any():
         return query_start[1:][samples] - 1
@@ -259,8 +265,8 @@ def _logit_rows(query_start: I32, samples: Bools, num_scored: I32) -> I32:
 
 
 def _bias(rows: list[tuple[int, Row]]) -> tuple[I32, I32, F32]:
-    """Logit biases as arrays (row, token id, value). Stop tokens get -inf until the row has
-    generated `min_tokens` tokens.
+    """The logit biases of these rows as three arrays: row index, token id, value. Stop tokens have
+    the bias -inf until the sequence has generated `min_tokens` tokens.
     """
     entries: list[tuple[int, int, float]] = []
     for index, row in rows:
@@ -277,8 +283,8 @@ def _bias(rows: list[tuple[int, Row]]) -> tuple[I32, I32, F32]:
 
 def _prefix_groups(tables: I32, full_blocks: I64) -> tuple[I32, I32]:
     """Group the rows whose block tables begin with the same blocks, so that attention can read
-    these once. Only blocks computed before this step count. Returns `prefix_groups` and
-    `prefix_blocks` of `BatchInputs`.
+    these blocks once. `full_blocks` says how many blocks of each row were full before this step.
+    Only these count. Returns `prefix_groups` and `prefix_blocks` of `BatchInputs`.
     """
     groups = np.full(len(tables), -1, np.int32)
     candidates = np.flatnonzero(full_blocks > 0)
@@ -294,8 +300,8 @@ def _prefix_groups(tables: I32, full_blocks: I64) -> tuple[I32, I32]:
     sizes = sizes[is_group]
     starts = np.cumsum(sizes) - sizes
     groups[members] = np.repeat(np.arange(len(sizes)), sizes)
-    # For each member of a group, find where its shared prefix ends: at the first block that differs
-    # from the group's first row, or at the end of the member's computed blocks.
+    # For each row of a group, find where its shared prefix ends. It ends at the first block that
+    # differs from the group's first row, or at the end of the row's full blocks.
     limits = full_blocks[members]
     width = int(limits.max())
     differs = tables[members, :width] != np.repeat(tables[members[starts], :width], sizes, axis=0)
@@ -304,7 +310,9 @@ def _prefix_groups(tables: I32, full_blocks: I64) -> tuple[I32, I32]:
 
 
 def warm_up(runner: ModelRunner) -> None:
-    """Run one step without a sequence: a single token whose key and value go to the null block."""
+    """Run one step without a sequence. It computes a single token, whose key and value are written
+    to the null block.
+    """
     one, none = np.zeros(1, np.int32), np.zeros(0, np.int32)
     inputs = BatchInputs(
         token_ids=one,

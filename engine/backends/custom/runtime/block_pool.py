@@ -1,8 +1,8 @@
-"""Reference counts of the blocks in the paged KV cache.
+"""Counts the references to the blocks of the paged KV cache.
 
-Each sequence holds a reference to its blocks. The prefix cache holds one to each cached block. A
-block without references is free. A block that only the prefix cache holds can be evicted. Block 0
-is the null block; no sequence owns it.
+A sequence holds a reference to each of its blocks. The prefix cache holds a reference to each
+cached block. A block without references is free. A block to which only the prefix cache holds a
+reference can be evicted. Block 0 is the null block, which is never allocated.
 """
 
 from collections.abc import Iterable, Sequence
@@ -26,8 +26,8 @@ class BlockPool:
         self.num_evictable = 0
         self._refs = [0] * num_blocks
         self._cached = bytearray(num_blocks)
-        # The free list is a stack: the block that was freed last is reused first, while it is still
-        # in the CPU's cache.
+        # The free list is a stack. The block that was freed last is reused first, because it may
+        # still be in the CPU's cache.
         self._free = list(range(num_blocks - 1, NULL_BLOCK, -1))
 
     @property
@@ -49,11 +49,13 @@ class BlockPool:
         return bool(self._cached[block])
 
     def count_evictable(self, blocks: Iterable[int]) -> int:
-        """Counts those of the given blocks that only the prefix cache holds."""
+        """How many of these blocks can be evicted, because only the prefix cache holds them."""
         return sum(1 for b in blocks if self._cached[b] and self._refs[b] == 1)
 
     def take(self, count: int) -> list[int]:
-        """Take free blocks, with one reference each. The caller has checked `num_free`."""
+        """Take `count` free blocks for a sequence. Each gets one reference. The caller has checked
+        `num_free`.
+        """
         assert 0 <= count <= len(self._free), (count, len(self._free))
         if not count:
             return []
@@ -73,7 +75,7 @@ class BlockPool:
             self._refs[block] = refs + 1
 
     def drop(self, blocks: Iterable[int]) -> None:
-        """Drop one sequence's reference to each block."""
+        """Drop a sequence's references to its blocks. Blocks without references become free."""
         for block in blocks:
             refs = self._refs[block] - 1
             assert refs >= 0, f"block {block} dropped more often than it was held"
@@ -101,8 +103,8 @@ class BlockPool:
         self._free.append(block)
 
     def check(self, holders: Iterable[Iterable[int]], cached: Iterable[int]) -> None:
-        """Recount the references: `holders` are the block lists of all sequences, `cached` the
-        blocks in the prefix cache. Raises AssertionError if a count differs from the stored one.
+        """Count the references again, and raise AssertionError if a stored count is wrong.
+        `holders` are the block lists of all sequences. `cached` are the blocks in the prefix cache.
         """
         expected = [0] * self.num_blocks
         for held in holders:

@@ -1,9 +1,9 @@
 """The token budget of a step, which bounds the inter-token latency of running sequences.
 
-The limit is the duration of a step, not a token count. A cost model is fitted to finished steps:
-the time of a pure decode step is linear in the number of sequences, and each prefill token adds a
-constant time. The limit applies only while sequences decode. Otherwise a step may be as large as
-memory allows.
+The budget is the number of tokens that can be computed within a target duration. A cost model,
+fitted to finished steps, predicts the duration. In this model, the time of a pure decode step is
+linear in the number of sequences, and each prefill token adds a constant time. The target applies
+only while sequences decode. Otherwise a step may be as large as memory allows.
 """
 
 from bisect import bisect_left
@@ -12,16 +12,19 @@ from engine.backends.custom.runtime.model_runner import PROMPT_TOKENS
 from engine.core.interfaces.request import STEP_SECONDS, STEP_TOKENS, StepCounts
 
 TARGET_STEP_S = 0.025
-PROMPT_SHARE = 1.0  # max prefill time of a slow step, relative to its decode time
-SMOOTHING = 0.2  # decay of older steps with prefill, when a new one is recorded
-MEMORY = 0.99  # older pure decode steps are multiplied by this when a new one is recorded
-# A measured step counts as at most this many times its expected cost. One interrupted step then
-# hardly moves the model, while a lasting slowdown is learned over a few steps.
+# If decode alone exceeds half of the target duration, prefill may take this much of decode's time.
+PROMPT_SHARE = 1.0
+SMOOTHING = 0.2  # the weight of older steps with prefill shrinks by this part with each new one
+MEMORY = 0.99  # the weight of older pure decode steps is multiplied by this with each new one
+# A measured duration is limited to this many times the expected duration. So a single interrupted
+# step hardly changes the cost model, but a lasting slowdown is learned within a few steps.
 MAX_SURPRISE = 4.0
 
 
 class CostLine:
-    """seconds = base + slope * count: a least-squares fit with exponential decay."""
+    """The line seconds = base + slope * count, fitted to measurements by least squares. Older
+    measurements have exponentially less weight.
+    """
 
     def __init__(self) -> None:
         self._weight = self._counts = self._squares = self._seconds = self._products = 0.0
@@ -34,8 +37,8 @@ class CostLine:
         self._products = MEMORY * self._products + count * seconds
 
     def at(self, count: int) -> float:
-        """The fitted seconds at `count`; 0.0 without data. If all data have the same count, the
-        line goes through zero.
+        """The seconds that the line predicts for `count`, or 0.0 before the first measurement. If
+        all measurements have the same count, the line goes through zero.
         """
         if not self._weight:
             return 0.0
@@ -45,13 +48,15 @@ class CostLine:
             slope = (self._products / self._weight - mean * mean_s) / spread
         else:
             slope = mean_s / mean
-        # A larger count never costs less, and at most proportionally more.
+        # The slope is limited: a larger count never costs less, and at most proportionally more.
         slope = min(max(slope, 0.0), mean_s / mean)
         return mean_s + slope * (count - mean)
 
 
 class StepBudget:
-    """Decides the token budget of each step. It learns only from the steps passed to `record`."""
+    """Decides the token budget of each step. It learns from the finished steps that are passed to
+    `record`.
+    """
 
     def __init__(
         self,
@@ -60,8 +65,8 @@ class StepBudget:
         target_s: float = TARGET_STEP_S,
         min_tokens: int = PROMPT_TOKENS,
     ) -> None:
-        """`min_tokens`: number of prefill tokens that every step may compute, however long they
-        take.
+        """`min_tokens` is the number of prefill tokens that every step may compute, however long
+        they take. `target_s` is the target duration of a step, in seconds.
         """
         self._max_slots = max_slots
         self._min_tokens = min_tokens
@@ -73,10 +78,10 @@ class StepBudget:
         self._prompt_tokens = 0.0
 
     def tokens(self, num_decoding: int, num_running: int) -> int:
-        """The next step's token budget: at least one token for each running sequence.
+        """The token budget of the next step, which is at least one token for each running sequence.
 
-        If decode alone takes more than half of the target time, prefill may still take as long as
-        decode does. Decode may then run at half speed for a while, but waiting requests get their
+        If decode alone takes more than half of the target duration, prefill may still take as long
+        as decode. Decode may then run at half speed for a while, but waiting requests get their
         first token.
         """
         if not num_decoding:
@@ -90,8 +95,8 @@ class StepBudget:
         return min(self._max_tokens, wanted)
 
     def record(self, num_decoding: int, num_prompt_tokens: int, seconds: float) -> None:
-        """Learn from a finished step with `num_decoding` decode rows and `num_prompt_tokens` of
-        prefill.
+        """Learn from a finished step that had `num_decoding` decode rows and `num_prompt_tokens`
+        prefill tokens.
         """
         known = self._continuing.at(num_decoding) if num_decoding else 0.0
         if num_prompt_tokens:
@@ -103,12 +108,14 @@ class StepBudget:
             self._continuing.add(num_decoding, _believable(seconds, known))
 
     def shrink(self) -> None:
-        """Halve the max step size for good, after a step ran out of memory."""
+        """Halve the max number of tokens per step, because a step ran out of memory. The limit is
+        never raised again.
+        """
         self._max_tokens = max(self._max_slots, self._max_tokens // 2)
 
     def step_s(self, num_rows: int, num_tokens: int) -> float | None:
-        """The expected seconds of a step with these numbers of rows and tokens; None before any
-        prefill was measured.
+        """The expected seconds of a step with these numbers of rows and tokens. None before the
+        first prefill was measured.
         """
         if not self._prompt_tokens:
             return None

@@ -1,8 +1,9 @@
 """The order in which leaves of the prefix cache are evicted.
 
-The eviction policy ranks the leaves. With several active tenants, the leaves of a tenant that uses
-no more than an equal share of the cached blocks are evicted last. So a tenant with ever-changing
-prompts evicts its own prefixes first. With a single tenant only the policy decides.
+An eviction policy such as LRU ranks the leaves. If several tenants are active, a tenant that has no
+more than an equal share of the cached blocks is spared: its leaves are evicted last. So a tenant
+whose prompts keep changing evicts its own prefixes first. With a single tenant, only the policy
+decides.
 """
 
 import heapq
@@ -17,7 +18,7 @@ Key = tuple[int, int]
 
 
 class BlockUsage(Protocol):
-    """The node attributes that an eviction policy may rank by."""
+    """The attributes of a tree node by which an eviction policy may rank it."""
 
     created: int
     last_used: int
@@ -31,8 +32,8 @@ POLICIES: dict[EvictionPolicy, Callable[[BlockUsage], Key]] = {
 }
 
 
-# A tenant without requests for this long counts as inactive. Its leaves are then evicted like all
-# others.
+# A tenant that has sent no request for this long counts as inactive. Its leaves are no longer
+# spared.
 ABSENT_AFTER_S = 300.0
 # How often the set of active tenants is recomputed.
 REVIEW_INTERVAL_S = 10.0
@@ -41,8 +42,9 @@ Entry = tuple[Key, int, "Node"]
 
 
 class Leaves:
-    """Heaps of the evictable leaves, ordered by the eviction policy. Outdated entries stay in the
-    heaps until `pop` finds them: it drops an entry if `is_current(key, node)` is False.
+    """The leaves of the prefix cache in the order of eviction, as heaps. An entry becomes outdated
+    when its leaf is used, extended or removed. `pop` skips it, because `is_current(key, node)` is
+    then False.
     """
 
     def __init__(
@@ -58,7 +60,7 @@ class Leaves:
 
     def clear(self) -> None:
         self._heap: list[Entry] = []
-        self._spared: list[Entry] = []  # leaves of tenants within their share; evicted last
+        self._spared: list[Entry] = []  # leaves of spared tenants, which are evicted last
         self.by_tenant: dict[str, int] = {}  # number of cached blocks of each tenant
         self._total = 0
         self._seen: dict[str, float] = {}
@@ -69,7 +71,7 @@ class Leaves:
         return len(self._heap) + len(self._spared)
 
     def count(self, tenant: str, change: int) -> None:
-        """Add `change` (which may be negative) to the tenant's cached blocks."""
+        """Add `change`, which may be negative, to the number of the tenant's cached blocks."""
         self._total += change
         left = self.by_tenant.get(tenant, 0) + change
         if left:

@@ -1,9 +1,9 @@
-"""Constrained output: compiled grammars, and the token masks of a step.
+"""Constrained output: compiles grammars, and computes which tokens they allow in each step (masks).
 
 A dedicated thread compiles grammars, so that a large grammar does not block the engine loop. Masks
-are computed in a thread too, while the forward pass runs, for each row whose last token the host
-already knows. With overlapped steps that token may still be on the device. Such a row's mask is
-computed when the token arrives; meanwhile the device runs the next forward pass.
+are computed in a thread, too, while the forward pass runs. This needs the last token of a row. With
+overlapped steps, that token may still be on the device. Then the mask is computed when the token
+arrives, while the device already runs the next forward pass.
 """
 
 import logging
@@ -25,22 +25,19 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-MaskRow: TypeAlias = "tuple[LLMatcher, int]"  # a matcher and its row in the mask
-# Max compiled grammars that are kept. Each one also keeps its lexer states, so this bounds the
-# memory.
+MaskRow: TypeAlias = "tuple[LLMatcher, int]"  # a matcher, and the index of its row in the mask
+# Max number of compiled grammars that are kept. The limit bounds memory, because a compiled grammar
+# also keeps the lexer states that it has visited.
 MAX_COMPILED = 128
 MAX_MASK_THREADS = 4
 ALL_ALLOWED = 0xFFFFFFFF
-# llguidance marks a special token by this byte before its text, because no UTF-8 text contains the
-# byte.
+# For llguidance, the text of a special token starts with this byte, which no UTF-8 text contains.
 SPECIAL_MARK = b"\xff"
 
 
 @dataclass(frozen=True)
 class Vocabulary:
-    """What grammars need from a tokenizer. `tokens` has the bytes of every id in the model's
-    vocabulary.
-    """
+    """What grammars need from a tokenizer. `tokens` has the bytes of every token, by token id."""
 
     tokens: Sequence[bytes]
     special_ids: frozenset[int]
@@ -55,10 +52,12 @@ class Constraint:
         self.matcher = matcher
 
     def accept(self, token: int, is_stop: bool) -> bool:
-        """Advance past a sampled token. A stop token is not part of the output.
+        """Advance past a sampled token. A stop token does not advance, because it is not part of
+        the output.
 
-        Returns False when the sequence can't continue; `error` then says why. If a row's mask could
-        not be computed, only the end-of-text token is allowed, and the matcher reports an error.
+        Returns False if the sequence cannot continue. Then `error` says why. One reason is that the
+        mask could not be computed. Then only the end-of-text token was allowed, and the matcher
+        reports an error.
         """
         if self.matcher.is_error():
             return False
@@ -89,8 +88,8 @@ class Grammars:
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="grammar")
 
     def compile(self, grammar: str) -> "Future[LLMatcher]":
-        """The compiled grammar as a matcher in its start state. It is shared, so copy it before
-        use. If compiling fails, the future raises an `EngineError`.
+        """Starts to compile a grammar. The result is a matcher in its start state. Requests share
+        it, so copy it before use. If compiling fails, the future raises an `EngineError`.
         """
         known = self._compiled.get(grammar)
         if known is None or _may_succeed_next_time(known):
@@ -104,8 +103,8 @@ class Grammars:
         self._thread.shutdown(wait=False, cancel_futures=True)
 
     def _compile(self, grammar: str) -> "LLMatcher":
-        """Compile a grammar. If it fails for a reason other than the grammar, try once more,
-        because many requests may wait for the same grammar.
+        """Compile a grammar. If compiling fails for a reason other than the grammar itself, it is
+        tried once more, because many requests may wait for the same grammar.
         """
         try:
             return self._compile_once(grammar)
@@ -178,8 +177,8 @@ class MaskWriter:
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="masks")
 
     def begin(self, num_rows: int, known: list[MaskRow]) -> "MaskJob":
-        """Allocate masks for `num_rows` rows, and start to compute those of the rows in `known` in
-        a thread.
+        """Allocate masks for `num_rows` rows. Starts a thread that computes the masks of the rows
+        in `known`.
         """
         mask = np.full((num_rows, self._num_words), ALL_ALLOWED, np.uint32)
         done = frozenset(index for _, index in known)
@@ -197,7 +196,7 @@ class MaskWriter:
 
 @dataclass(frozen=True)
 class MaskJob:
-    """The token masks of one step. Some of them may still be being computed."""
+    """The token masks of one step, while they are computed."""
 
     mask: U32
     done: frozenset[int]  # rows whose computation was started in `begin`
@@ -205,8 +204,8 @@ class MaskJob:
     writer: MaskWriter
 
     def finish(self, rows: list[MaskRow]) -> U32:
-        """Wait for the started computation, then compute the masks of those `rows` that it did not
-        include. Returns the masks of all rows.
+        """Wait for the masks that `begin` started to compute. Then compute the masks of the other
+        rows in `rows`. Returns the masks of all rows.
         """
         if self.computing is not None:
             self.computing.result()

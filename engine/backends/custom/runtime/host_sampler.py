@@ -1,10 +1,10 @@
-"""Sampling on the CPU with numpy, for runners whose device has no sampler of its own.
+"""Samples tokens on the CPU with numpy, for runners whose device has no sampler of its own.
 
-The order is: penalties, bias, mask, temperature, top-k, top-p, min-p, sample. Logprobs come from
-the model's logits, before any of these steps. Top-k, top-p and min-p each keep the tokens at or
-above a minimum probability. If several tokens tie at the minimum, all are kept, so the result does
-not depend on the order of tokens. Sampling adds keyed Gumbel noise and takes the argmax;
-temperature 0 takes the argmax without noise.
+The order is: penalties, bias, mask, temperature, top-k, top-p, min-p, sample. Logprobs are computed
+from the unmodified logits. Top-k, top-p and min-p each keep the tokens at or above a minimum
+probability. All tokens that tie at the minimum are kept, so the result does not depend on the order
+of tokens. Sampling adds Gumbel noise to the logits and takes the argmax. The noise is a hash of
+seed, choice, position and token. With temperature 0, the argmax is taken without noise.
 """
 
 from collections.abc import Iterator
@@ -30,13 +30,13 @@ MASK_31 = 0x7FFFFFFF
 
 
 def token_words(vocab_size: int) -> I32:
-    """A 32-bit hash of each token id, (V,). It is the same for every step of a model."""
+    """A 32-bit hash of each token id, (V,). These hashes are the same in every step."""
     return _mix64(np.arange(vocab_size, dtype=np.uint64)).astype(np.uint32).view(np.int32)
 
 
 def row_keys(seed: I64, choice: I32, position: I32) -> I32:
-    """Two 32-bit hash words per row, (R, 2). The second word is odd, so multiplying by it maps no
-    two values to the same one.
+    """Two 32-bit hash words for each row, (R, 2). The second word is odd, so that multiplying by it
+    is a bijection.
     """
     key = _mix64(seed.astype(np.uint64))
     key = _mix64(key ^ choice.astype(np.uint64))
@@ -53,7 +53,8 @@ def gumbel(np_like: Any, keys: Any, words: Any) -> Any:
     bits = (words ^ keys[:, :1]) * keys[:, 1:]  # int32 multiplication wraps around
     bits = (bits ^ ((bits >> 15) & 0x1FFFF)) * MIX_1
     bits = ((bits ^ ((bits >> 16) & 0xFFFF)) * MIX_2) & MASK_31
-    # Uniform in (0, 1), with the finest resolution near 0, where the winning exponentials lie.
+    # The numbers are uniform in (0, 1). Their resolution is finest near 0, where the noise is
+    # largest and decides which token wins.
     uniform = np_like.clip(bits.astype(np.float32), 0.5, 2.0**31 - 128) * 2.0**-31
     return -np_like.log(-np_like.log1p(-uniform))
 
@@ -86,7 +87,7 @@ class HostSampler:
         self._counts: dict[int, Counts] = {}
 
     def sample(self, logits: F32, sampling: SamplingInputs) -> Sampled:
-        """Sample from logits (R, V), which are not modified."""
+        """Sample a token for each row of logits (R, V). The logits are not modified."""
         self._begin(sampling)
         adjusted = logits
         if sampling.has_penalties or len(sampling.bias_rows) or sampling.mask is not None:
@@ -110,9 +111,9 @@ class HostSampler:
             self._counts[slot] = Counts(in_prompt, in_output)
 
     def _penalize(self, logits: F32, sampling: SamplingInputs) -> None:
-        """Apply the penalties to `logits` in place. The repetition penalty divides positive logits
-        and multiplies negative ones, for tokens of prompt and output. Presence and frequency
-        penalties are subtracted, for tokens of the output only.
+        """Apply the penalties to `logits` in place. The repetition penalty applies to tokens of the
+        prompt and of the output: positive logits are divided by it, negative logits are multiplied
+        by it. Presence and frequency penalties are subtracted from the logits of output tokens.
         """
         for row in np.flatnonzero(_penalized(sampling)):
             counts = self._counts[int(sampling.slots[row])]
@@ -130,8 +131,8 @@ class HostSampler:
 
 
 def histories(sampling: SamplingInputs, vocab_size: int) -> Iterator[tuple[int, Bools, I32]]:
-    """Yields, for each slot whose token history came with this step: the slot, whether each token
-    is in the prompt (V,), and how often it is in the output (V,).
+    """Yields a tuple for each slot whose token history came with this step. It has the slot,
+    whether each token is in the prompt (V,), and how often each token is in the output (V,).
     """
     for index, slot in enumerate(sampling.history_slots.tolist()):
         start, end = sampling.history_start[index : index + 2]
@@ -154,8 +155,8 @@ def allowed(mask: U32, vocab_size: int) -> Bools:
 
 
 def sample_tokens(logits: F32, sampling: SamplingInputs, rows: Rows, words: I32) -> Rows:
-    """Sample one token for each of `rows`, which index `sampling`. All of them have a temperature
-    above 0. `logits` (len(rows), V) has only these rows.
+    """Sample one token for each of `rows`, which are indices into the arrays of `sampling`. All of
+    these rows have a temperature above 0. `logits` (len(rows), V) has only these rows.
     """
     logits = logits / sampling.temperature[rows, None]
     top_k, top_p, min_p = sampling.top_k[rows], sampling.top_p[rows], sampling.min_p[rows]
@@ -175,8 +176,8 @@ def keep_top_k(logits: F32, top_k: I32) -> None:
 
 
 def keep_likely(logits: F32, top_p: F32, min_p: F32) -> None:
-    """Apply top-p and min-p: set the logits of all other tokens to -inf. Min-p is relative to the
-    probability of the most likely token, which is always kept.
+    """Apply top-p and min-p in place: the logits of tokens that are not kept become -inf. Min-p is
+    relative to the probability of the most likely token. That token is always kept.
     """
     probs = np.exp(logits - logits.max(axis=1, keepdims=True))
     probs /= probs.sum(axis=1, keepdims=True)
@@ -188,15 +189,14 @@ def keep_likely(logits: F32, top_p: F32, min_p: F32) -> None:
 
 
 def nucleus_floor(probs: F32, target: F32) -> F32:
-    """The minimum probability for top-p, (R,): the largest value such that the tokens at or above
-    it have a total probability of at least `target`.
+    """The minimum probability that top-p keeps, (R,). It is the largest value such that the tokens
+    at or above this value have a total probability of at least `target`.
 
-    Bisects over the bits of a float32, which sort like the values. The last 7 bits stay 0, so
-    tokens whose probabilities agree to one part in 65,536 count as ties.
+    This bisects over the bit patterns of float32, which sort like the values. The last 7 bits stay
+    0, so tokens whose probabilities agree to one part in 65,536 count as ties.
     """
     floor = np.full(len(probs), 2.0**-63, np.float32).view(np.int32)
-    # These are the bits that differ between the float32 values 2 ** -63 and 1, except the highest
-    # of them.
+    # Float32 values from 2 ** -63 to 1 differ only in bits 0 to 28. Bits 0 to 6 are not searched.
     for bit in reversed(range(7, 29)):
         higher = floor | np.int32(1 << bit)
         mass = np.where(probs >= higher.view(np.float32)[:, None], probs, 0).sum(axis=1)

@@ -1,7 +1,7 @@
-"""Takes in requests: turns each one into sequences for the scheduler, or refuses it. Also ends
-requests whose deadline has passed.
+"""Takes in requests in the engine process. Each request becomes sequences for the scheduler, or is
+refused. This module also ends requests whose deadline has passed.
 
-The frontend has already validated the requests. Only the checks that protect other requests are
+The frontend has already validated the requests. Only checks that protect other requests are
 repeated here.
 """
 
@@ -66,8 +66,8 @@ class Intake:
         self._max_queued = max_queued
         self._scheduler = scheduler
         self._arrivals = itertools.count()
-        # A heap of deadlines. An entry holds all choices of a request. Entries of ended requests
-        # are removed together once they are the majority.
+        # A heap of deadlines. An entry has the deadline and all choices of a request. Entries of
+        # ended requests stay in the heap for a while. They are removed when they are the majority.
         self._deadlines: list[tuple[float, int, list[Sequence]]] = []
 
     @property
@@ -76,8 +76,8 @@ class Intake:
         return len(self._compiling)
 
     def submit(self, request: GenerateRequest, now: float) -> list[TokenDelta]:
-        """Queue every choice of a request. If the request is refused, returns one final delta with
-        the error for each choice; otherwise an empty list.
+        """Queue every choice of a request. Returns an empty list or, if the request is refused, a
+        final delta with the error for each choice.
         """
         prompt = self._packed(request.prompt)
         error = self._find_fault(request, prompt)
@@ -121,8 +121,8 @@ class Intake:
     def fail(
         self, request: GenerateRequest, choices: Iterable[int], now: float
     ) -> list[TokenDelta]:
-        """Remove a request that could not be queued because of an unexpected error. Returns the
-        final delta of each choice.
+        """Remove a request that could not be queued because of an unexpected error. Returns a final
+        delta with an error for each choice.
         """
         self._compiling.pop(request.request_id, None)
         self._scheduler.abort(request.request_id, None, now)
@@ -130,7 +130,9 @@ class Intake:
         return [refusal(request.request_id, choice, error) for choice in choices]
 
     def abort(self, request_id: str, choice: int | None, now: float) -> list[TokenDelta]:
-        """Abort a request, or one choice of it, in any state. Unknown ids are ignored."""
+        """Abort one choice of a request, or all choices if `choice` is None, in any state. Unknown
+        ids are ignored.
+        """
         compiling = self._compiling.get(request_id)
         if compiling is None:
             return self._scheduler.abort(request_id, choice, now)
@@ -192,8 +194,8 @@ class Intake:
         self._drop_ended()
 
     def expire(self, now: float) -> list[TokenDelta]:
-        """End requests whose deadline has passed, and those that waited too long to be admitted. A
-        request counts as admitted once one of its choices is admitted. Its other choices may then
+        """End requests whose deadline has passed, and requests that waited too long for admission.
+        A request counts as admitted once one of its choices is admitted. Its other choices may then
         wait longer.
         """
         ended = []
@@ -216,7 +218,7 @@ class Intake:
             heapq.heapify(self._deadlines)
 
     def _packed(self, prompt: tuple[int, ...]) -> Tokens | None:
-        """The prompt as an int32 array; None if a token id is outside the vocabulary."""
+        """The prompt as an int32 array. None if a token id is outside the vocabulary."""
         try:
             tokens = packed(prompt)
         except OverflowError:
@@ -240,7 +242,7 @@ class Intake:
         biased = [*request.params.logit_bias, *request.params.stop_token_ids, *request.eos_ids]
         if biased and not 0 <= min(biased) <= max(biased) < spec.vocab_size:
             return InvalidRequestError(f"Token ids must be within 0..{spec.vocab_size - 1}.")
-        # A pooled prompt (an embedding) generates no token, so it may fill the context.
+        # An embedding request generates no token, so its prompt may fill the whole context.
         if len(prompt) + (not request.pools) > spec.max_seq_len:
             return InvalidRequestError(
                 f"This model's maximum context length is {spec.max_seq_len} tokens, "

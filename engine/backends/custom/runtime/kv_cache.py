@@ -1,7 +1,7 @@
-"""KV memory for the scheduler: it allocates blocks to sequences and shares cached prefixes.
+"""Allocates KV blocks to sequences and shares cached prefixes among sequences.
 
-Only this module changes the `BlockPool` and the `RadixCache` while sequences run. It handles block
-ids. The keys and values themselves are in the runner's memory.
+Only this module changes the `BlockPool` and the `RadixCache` while sequences run. It handles only
+block ids. The keys and values themselves are in the memory of the runner.
 """
 
 import logging
@@ -17,8 +17,8 @@ log = logging.getLogger(__name__)
 class KVCache:
     """Allocates blocks to sequences and shares cached prefixes among them.
 
-    `max_cached_blocks` bounds the blocks kept for finished sequences; `max_cached_sequences` bounds
-    the number of distinct prefixes.
+    `max_cached_blocks` limits how many blocks stay cached that no sequence uses.
+    `max_cached_sequences` limits how many distinct prefixes stay cached.
     """
 
     def __init__(
@@ -45,17 +45,17 @@ class KVCache:
         return self._blocks_for(num_tokens) <= self.pool.num_usable
 
     def match(self, seq: Sequence) -> list[int]:
-        """The cached blocks of the sequence's prefix. The last token is never included, because it
-        must be computed to get logits.
+        """The cached blocks that the sequence's tokens begin with. The block of the last token is
+        never included, because this token must be computed to get logits.
         """
         if not self.sharing:
             return []
         return self.radix.match(seq.namespace, seq.tokens[:-1])
 
     def admit(self, seq: Sequence, matched: list[int], spare: int, reserve: int) -> bool:
-        """Give a sequence the `matched` cached blocks, and allocate further blocks for a total of
-        `reserve` tokens. Returns False and allocates nothing if fewer than `spare` blocks would
-        then be free or evictable.
+        """Give a sequence the `matched` cached blocks, and allocate more blocks so that it has room
+        for `reserve` tokens. If fewer than `spare` blocks would then remain free or evictable, this
+        allocates nothing and returns False.
         """
         assert not seq.blocks and reserve >= len(seq.tokens), (seq.blocks, reserve)
         needed = self._blocks_for(reserve) - len(matched)
@@ -63,8 +63,8 @@ class KVCache:
         if needed + spare > self.pool.num_free + evictable:
             return False
         self.pool.share(matched)
-        # The matched blocks are set before the allocation, so that `release` gives them back if the
-        # allocation fails.
+        # The sequence gets the matched blocks before the allocation. If the allocation fails,
+        # `release` then gives them back.
         seq.blocks = list(matched)
         self._make_room(needed)
         seq.blocks += self.pool.take(needed)
@@ -74,8 +74,8 @@ class KVCache:
         return True
 
     def extend(self, seq: Sequence, num_tokens: int) -> bool:
-        """Extend the sequence's block table to hold `num_tokens` tokens. Returns False if too few
-        blocks are free or evictable.
+        """Extend the sequence's block table so that it has room for `num_tokens` tokens. Returns
+        False if too few blocks are free or evictable.
         """
         needed = self._blocks_for(num_tokens) - len(seq.blocks)
         if needed <= 0:
@@ -87,17 +87,17 @@ class KVCache:
         return True
 
     def commit(self, seq: Sequence) -> None:
-        """Publish prompt blocks to the prefix cache while the sequence keeps running: those that
-        are full and that finished steps have computed.
+        """Publish the full prompt blocks that finished steps have computed to the prefix cache. The
+        sequence keeps running.
 
-        Generated tokens are published only at release. Other requests can hardly use them earlier,
-        and steady decode then never modifies the tree.
+        Generated tokens are published only at release. Other requests can hardly use them earlier.
+        So steady decode never modifies the prefix cache.
         """
         self._publish(seq, min(seq.num_confirmed, seq.num_prompt), only_own=True)
 
     def release(self, seq: Sequence) -> None:
-        """Publish every full block that finished steps have computed, then drop all references of
-        the sequence. Safe to call twice.
+        """Publish every full block that finished steps have computed, then drop the sequence's
+        references to all its blocks. Safe to call twice.
         """
         self._publish(seq, seq.num_confirmed, only_own=False)
         self.pool.drop(seq.blocks)
@@ -106,11 +106,13 @@ class KVCache:
         self._enforce_bounds()
 
     def flush(self) -> int:
-        """Drop every cached prefix that no running sequence uses."""
+        """Drop every cached block that no sequence uses. Returns the number of freed blocks."""
         return self.radix.evict(self.pool.num_evictable)
 
     def rebuild(self) -> None:
-        """Reset to an empty pool and tree. Allowed only when no sequence holds a block."""
+        """Reset the block pool and the prefix cache to empty. Allowed only while no sequence holds
+        a block.
+        """
         self.pool.reset()
         self.radix.reset()
 
@@ -135,8 +137,8 @@ class KVCache:
             assert evicted == short, (evicted, short)
 
     def _publish(self, seq: Sequence, num_tokens: int, only_own: bool) -> None:
-        """Publish the blocks of the first `num_tokens` tokens to the prefix cache. A failure is
-        only counted and logged, because later requests can recompute the blocks.
+        """Publish the full blocks of the first `num_tokens` tokens to the prefix cache. A failure
+        is only counted and logged, because later requests can compute the blocks again.
         """
         if not self.sharing:
             return

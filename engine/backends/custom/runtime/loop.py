@@ -1,9 +1,9 @@
-"""The engine loop: read messages, schedule a step, run it, send out its tokens.
+"""The engine loop. An iteration reads messages, schedules a step, runs it, and sends its tokens.
 
-With an asynchronous runner (depth 1), a step's forward pass is launched before the previous step's
-tokens are awaited. With depth 0, each step finishes in its own iteration. When a step raises, its
-rows are bisected (`recovery.py`) to find the row that raises even alone. Only that row's request
-fails. An error in any other stage fails only the request that the stage was working on.
+With an asynchronous runner (depth 1), the forward pass of a step is launched before the tokens of
+the previous step are awaited. With depth 0, each step finishes in its own iteration. If a step
+raises, its rows are bisected (`recovery.py`) to find the row that raises even alone. Only the
+request of that row fails. An error outside a step fails only the request that it concerns.
 """
 
 import logging
@@ -49,10 +49,10 @@ T = TypeVar("T")
 IDLE_POLL_S = 1.0
 COMPILE_POLL_S = 0.002
 STATS_INTERVAL_S = 0.5
-# Minimum time before a running step counts as hung.
+# A step counts as hung after PATIENCE times its expected duration, but not before MIN_PATIENCE_S.
 MIN_PATIENCE_S = 10.0
-PATIENCE = 20.0  # a step counts as hung after this many times its expected duration
-MAX_SCHEDULE_FAILURES = 2  # consecutive
+PATIENCE = 20.0
+MAX_SCHEDULE_FAILURES = 2  # the engine ends after more consecutive failures than this
 
 
 class Channel(Protocol):
@@ -102,7 +102,7 @@ class EngineLoop:
         self._pulse = pulse or NoPulse()
         self._builder = BatchBuilder(runner.spec)
         self._grammars = grammars
-        # Created when the first row with a grammar is sampled.
+        # The mask writer is created for the first step that has a row with a grammar.
         self._masks: MaskWriter | None = None
         self._intake = Intake(runner.spec, scheduler, max_queued, grammars)
         self._launched: Launch | None = None
@@ -113,7 +113,7 @@ class EngineLoop:
         self._checked_step = 0
         self._num_invariant_failures = 0
         self._stats_sent_at = 0.0
-        self._reported = (0, 0, 0)  # the `_state` of the last stats message
+        self._reported = (0, 0, 0)  # the value of `_state` at the last stats message
         self._num_schedule_failures = 0  # consecutive
         self._patience_s = UNKNOWN_PATIENCE_S
         # Whether the loop is inside a runner call, which the watchdog may interrupt.
@@ -127,7 +127,7 @@ class EngineLoop:
         self._end_all()
 
     def turn(self, idle_timeout_s: float) -> None:
-        """Run one iteration. Blocks for up to `idle_timeout_s` when there is no work."""
+        """Run one iteration. If there is no work, it waits up to `idle_timeout_s` for messages."""
         is_idle = self._launched is None and not self.scheduler.has_work
         is_compiling = self._intake.num_compiling > 0
         self._pulse.beat(not is_idle, self._patience_s)
@@ -165,9 +165,7 @@ class EngineLoop:
             self._recover(batch, error)
 
     def _begin(self, batch: ScheduledBatch) -> None:
-        """Report the start of a step to the heartbeat, with the time after which the step counts as
-        hung.
-        """
+        """Report to the heartbeat that a step starts, and after which time it counts as hung."""
         expected_s = self._budget.step_s(len(batch.rows), batch.num_tokens)
         self._patience_s = UNKNOWN_PATIENCE_S
         if expected_s is not None:
@@ -216,7 +214,7 @@ class EngineLoop:
         return self._masks.begin(num_rows, constrained_rows(batch, only_known=True))
 
     def _finish_launched(self) -> None:
-        """Wait for the launched step, if there is one, and apply its output. If this raises, the
+        """Wait for the launched step, if there is one, and apply its output. If waiting raises, the
         step remains registered as launched.
         """
         launch = self._launched
@@ -226,7 +224,7 @@ class EngineLoop:
         self._launched = None
         now = time.monotonic()
         self._num_steps += 1
-        # If this step was queued on the device behind another one, it started when the other one
+        # If this step was queued on the device behind another step, it started when that step
         # ended.
         began_at = max(launch.started_at, self._finished_at)
         seconds = now - began_at
@@ -238,8 +236,9 @@ class EngineLoop:
         self._send(self.scheduler.update(launch.batch, output, now))
 
     def _recover(self, batch: ScheduledBatch | None, error: Exception) -> None:
-        """Rerun the rows of the steps in flight, bisecting them. If a row raises even alone, its
-        request fails. If a warm-up step without any request raises as well, the engine ends.
+        """Bisect the rows of the steps in flight: run them again in smaller groups. If a row raises
+        even alone, its request fails. At the end, a warm-up step without any request runs. If it
+        raises as well, no request is at fault, and the engine ends.
         """
         log.error("a step failed; bisecting it", exc_info=error)
         if is_out_of_memory(error):
@@ -250,12 +249,11 @@ class EngineLoop:
         bisection = Bisection(self.scheduler, self._run_whole, self._send)
         for failed in batches:
             bisection.run(failed.rows)
-        # If even a warm-up step raises, no request is at fault: the engine ends.
         warm_up(self._runner)
 
     def _recover_schedule(self, error: Exception) -> None:
-        """Recover from an error in `schedule`, before the new step was launched. If one sequence
-        caused the error, only that sequence fails. Otherwise scheduling is retried a few times.
+        """Recover from an error in `Scheduler.schedule`. If one sequence caused the error, only
+        that sequence fails. Otherwise the next iteration tries again, a limited number of times.
         """
         if not isinstance(error, SequenceFaultError):
             self._num_schedule_failures += 1
@@ -320,9 +318,9 @@ class EngineLoop:
             self._masks.close()
 
     def _tidy_up(self) -> None:
-        """Work for when the engine is idle: expire old prefixes, and check the invariants once
-        after each busy period. If an invariant is broken, count the failure, rebuild the cache and
-        continue.
+        """Does the work that is left for idle times: expires old prefixes, and checks the
+        scheduler's invariants once after each busy period. If an invariant is broken, the failure
+        is counted and the KV cache is rebuilt.
         """
         self.scheduler.kv.radix.expire()
         if self._checked_step == self._num_steps:
@@ -385,7 +383,7 @@ class EngineLoop:
 def constrained_rows(batch: ScheduledBatch, only_known: bool) -> list[MaskRow]:
     """The grammar matchers of the batch, each with the index of its row among the rows that sample.
 
-    `only_known` leaves out rows whose last token is still on the device.
+    With `only_known`, rows whose last token is still on the device are left out.
     """
     sampling = (row for row in batch.rows if row.samples)
     return [

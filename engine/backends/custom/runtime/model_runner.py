@@ -1,9 +1,9 @@
-"""The model runner: the interface between the shared runtime and a framework. All arrays that cross
-it are numpy arrays.
+"""The interface between the shared runtime and a framework: a framework implements `ModelRunner`.
+All arrays that the two exchange are numpy arrays.
 
-A step is two calls. `forward` runs the model over a mixed batch and returns a handle; `sample`
-turns the handle's logits into tokens. Between the two calls the host can do work that needs the
-previous step's tokens. `PendingTokens.wait` is the only place where the host waits for the device.
+A step is two calls. `forward` runs the model over a batch of prefill and decode rows, and returns a
+handle. `sample` turns the handle's logits into tokens. Between the two calls, the host can do work
+that needs the previous step's tokens. Only `PendingTokens.wait` waits for the device.
 
 Letters: T tokens of the step, S rows (sequences), R rows that sample, B blocks per table, V
 vocabulary.
@@ -17,17 +17,18 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-# In token_ids: use the slot's last sampled token, which may still be on the device.
+# As a token id, this means: use the slot's last sampled token, which may still be on the device.
 FROM_DEVICE = -1
 SAMPLE = -1  # in `SamplingInputs.forced`: sample a token for this row
-NULL_BLOCK = 0  # block that no sequence owns; keys and values of padding tokens are written there
-# `target_step_s` on a GPU. Large steps have the highest throughput, so waiting prompts are soon
-# computed.
+NULL_BLOCK = 0  # no sequence owns this block; keys and values of padding tokens are written to it
+# The target duration of a step on a GPU. It is long, because large steps have the highest
+# throughput. So waiting prompts are computed soon.
 GPU_STEP_S = 0.2
-# Max prompt tokens per step whose logprobs are computed. Each needs a row of logits over the whole
-# vocabulary.
+# The max number of prompt tokens per step whose logprobs are computed. Each of them needs logits
+# over the whole vocabulary.
 MAX_SCORED = 128
-# Min prefill tokens per step. With fewer tokens, dequantizing the weights dominates the cost.
+# Every step may compute this many prefill tokens, however long they take. With fewer tokens,
+# dequantizing the weights would dominate the cost.
 PROMPT_TOKENS = 64
 
 I32 = NDArray[np.int32]
@@ -39,7 +40,9 @@ Bools = NDArray[np.bool_]
 
 @dataclass(frozen=True, slots=True)
 class RunnerConfig:
-    """Settings with which a framework loads a model. The caller has already planned the memory."""
+    """Settings with which a framework loads a model. The caller has already decided how many blocks
+    fit the memory.
+    """
 
     device: str  # "cpu", "cuda", "cuda:1"
     dtype: str  # "float32", "bfloat16", "float16"
@@ -47,19 +50,19 @@ class RunnerConfig:
     num_blocks: int  # including the null block
     max_slots: int
     max_seq_len: int
-    num_threads: int | None  # None: the framework's choice
+    num_threads: int | None  # None: the framework chooses
     attention: str = "auto"  # name in the framework's attention registry
-    max_batch_tokens: int = 2048  # per step
-    kv_dtype: str = "auto"  # "float32", "bfloat16", "int8"; "auto": the framework's choice
-    numerics: str = "invariant"  # "fast": rounding may depend on the other rows of the step
-    affinity: str = "auto"  # "auto", "off", or CPU numbers such as "0-3,8"
-    # Requantize weights to "fp8" or "int8"; "auto": keep the stored type.
+    max_batch_tokens: int = 2048  # max tokens per step
+    kv_dtype: str = "auto"  # "float32", "bfloat16", "int8", or "auto": the framework chooses
+    numerics: str = "invariant"  # with "fast", rounding may depend on the other rows of the step
+    affinity: str = "auto"  # CPUs to run on: "auto", "off", or numbers such as "0-3,8"
+    # "fp8" or "int8": weights are requantized to this type. "auto": they keep the stored type.
     quantization: str = "auto"
 
 
 @dataclass(frozen=True, slots=True)
 class DeviceInfo:
-    """The device a framework would use for a model, with "auto" resolved."""
+    """The device and dtype that a framework would use for a model, with "auto" resolved."""
 
     name: str
     dtype: str
@@ -76,12 +79,13 @@ class RunnerSpec:
     max_slots: int
     max_seq_len: int
     vocab_size: int
-    depth: int  # 1: `sample` returns before the device has finished; 0: it blocks
-    # Larger steps do not increase the throughput. None: no limit.
+    depth: int  # 1: `sample` returns before the device has finished. 0: `sample` waits for it.
+    # Steps with more tokens than this would not increase the throughput. None means no limit.
     max_step_tokens: int | None = None
-    # Target duration of a step while sequences decode; None: the default.
+    # Target duration of a step while sequences decode, in seconds. None means the default.
     target_step_s: float | None = None
-    min_prompt_tokens: int = PROMPT_TOKENS  # min prefill tokens of a step that has any prefill
+    # Every step may compute this many prefill tokens, however long they take.
+    min_prompt_tokens: int = PROMPT_TOKENS
 
     @classmethod
     def of(
@@ -93,7 +97,7 @@ class RunnerSpec:
         target_step_s: float | None = None,
         min_prompt_tokens: int = PROMPT_TOKENS,
     ) -> "RunnerSpec":
-        """The spec of a runner that has exactly the capacity in its configuration."""
+        """The spec of a runner whose capacity is exactly that of `config`."""
         return cls(
             config.block_size,
             config.num_blocks,
@@ -109,38 +113,38 @@ class RunnerSpec:
 
 @dataclass(frozen=True, slots=True)
 class BatchInputs:
-    """Inputs of one step over S rows. Row s owns tokens query_start[s] : query_start[s + 1].
+    """Inputs of one step over S rows. Row s has the tokens query_start[s] : query_start[s + 1].
 
-    A row's tokens are at consecutive positions that end at seq_lens[s] - 1. Its keys and values for
-    positions 0 .. seq_lens[s] - 1 are in block_tables[s]; position p is in block p // block_size.
-    Tables are padded on the right with NULL_BLOCK. The arrays are new in every step and are not
-    modified afterwards.
+    The tokens of row s are at consecutive positions. The last one is at position seq_lens[s] - 1.
+    The key and value of position p are in block block_tables[s, p // block_size]. Block tables are
+    padded on the right with NULL_BLOCK. The arrays of a step are never modified later.
     """
 
     token_ids: I32  # (T,)
     positions: I32  # (T,)
-    # (T,) block * block_size + offset: where the token's key and value are written
+    # (T,) where the token's key and value are written: block * block_size + offset in the block
     write_slots: I64
     query_start: I32  # (S + 1,)
     seq_lens: I32  # (S,)
-    num_prompt: I32  # (S,) prompt length; prefill positions may use different kernels
+    num_prompt: I32  # (S,) prompt length; prompt positions may use other kernels than decode
     block_tables: I32  # (S, B)
-    slots: I32  # (S,) the sequence's index into per-slot state, fixed while it runs
+    slots: I32  # (S,) the sequence's index into per-sequence state, fixed while it runs
     logit_rows: I32  # (R,) indices into T of the tokens whose logits `sample` needs
-    adapter_ids: I32  # (S,) 0: the base model
-    prefix_groups: I32  # (S,) rows with the same number >= 0 share their first blocks; -1: no group
-    # (G,) how many first blocks the rows of each group share. All positions in these blocks precede
-    # the step's queries.
+    adapter_ids: I32  # (S,) always 0, the base model; adapters are not implemented yet
+    # (S,) rows with the same group number share their first blocks; -1 means no group
+    prefix_groups: I32
+    # (G,) how many first blocks the rows of each group share. All positions in these blocks were
+    # computed before this step.
     prefix_blocks: I32
 
 
 @dataclass(frozen=True, slots=True)
 class SamplingInputs:
-    """Sampling parameters of the R sampling rows.
+    """Sampling parameters of the R rows that sample. For most parameters, one value means "off".
 
     Samplers apply them in this order: penalties, bias, mask, temperature, top-k, top-p, min-p,
-    sample. Temperature 0 is greedy. The random choice is a pure function of (seed, choice,
-    position), so a row's token never depends on the other rows.
+    sample. Temperature 0 is greedy. The random numbers depend only on (seed, choice, position), so
+    the token of a row never depends on the other rows.
     """
 
     sample_rows: I32  # (R,) index into S
@@ -159,15 +163,15 @@ class SamplingInputs:
     choice: I32  # (R,)
     position: I32  # (R,) position of the token being sampled
     mask: U32 | None  # (R, ceil(V / 32)); token v is allowed if bit v of row r is set
-    forced: I32  # (R,) -1: sample; otherwise return this token with its logprobs
+    forced: I32  # (R,) the token to return with its logprobs, or -1 to sample a token
     hidden_rows: I32  # (E,) index into R: rows whose final hidden state is returned
-    # (R,) logprobs to return. -1: none; 0: that of the sampled token; k: also those of the k most
-    # likely tokens.
+    # (R,) which logprobs to return. -1: none. 0: only that of the sampled token. k > 0: also those
+    # of the k most likely tokens.
     num_logprobs: I32
-    # Token histories for penalties. A slot's history is sent once, in the first step in which its
-    # sequence samples after admission. From then on, the runner appends each sampled token. All
-    # histories are concatenated: history h is history_tokens[history_start[h] : history_start[h +
-    # 1]].
+    # Token histories for penalties. The history of a sequence is sent once, in the first step in
+    # which it samples after admission. From then on, the runner appends each sampled token. All
+    # histories are concatenated. History h starts at history_start[h] and ends before
+    # history_start[h + 1].
     history_slots: I32  # (H,)
     history_start: I32  # (H + 1,)
     history_tokens: I32
@@ -188,7 +192,7 @@ class StepOutput:
     """The results of a step, on the host. K is the largest num_logprobs of the step."""
 
     tokens: I32  # (R,)
-    finite: Bools  # (S,) whether the row's residual stream is finite after the last layer
+    finite: Bools  # (S,) whether the residual stream after the last layer is finite
     # (R,) logprob of the sampled token, from the logits before penalties and temperature.
     logprobs: F32 | None = None
     top_ids: I32 | None = None  # (R, K) most likely first
@@ -203,20 +207,20 @@ class PendingTokens(Protocol):
 
 
 class ModelRunner(Protocol):
-    """A loaded model with its paged KV cache. Each call sees the cache writes of earlier calls."""
+    """A loaded model with its paged KV cache. A call sees what earlier calls wrote to the cache."""
 
     @property
     def spec(self) -> RunnerSpec: ...
 
     def forward(self, inputs: BatchInputs) -> Any:
-        """Run the model: write keys and values to the cache, and compute what `sample` needs.
-        Returns a handle that only `sample` understands.
+        """Run the model over a batch. Writes keys and values to the KV cache. Returns a handle,
+        which the caller passes to `sample`.
         """
         ...
 
     def sample(self, handle: Any, sampling: SamplingInputs) -> PendingTokens:
-        """Sample a token for each of the R rows. It is also called with R = 0 when no row
-        samples.
+        """Sample a token for each of the R rows. `sample` is also called in steps in which no row
+        samples (R = 0).
         """
         ...
 
@@ -225,8 +229,8 @@ class ModelRunner(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class KernelTime:
-    """Total time of all calls of one kernel. On a CPU: of one op or plan step, summed over all
-    layers.
+    """The total time of all calls of one kernel. On a CPU, this is the time of one op or plan step,
+    summed over all layers.
     """
 
     name: str
@@ -238,7 +242,7 @@ class Profiler(Protocol):
     """A framework's own profiler. It records while it is entered as a context manager."""
 
     def barrier(self, name: str) -> AbstractContextManager[None]:
-        """Wraps a runner call; on exit, waits until the device has finished the call's work."""
+        """Wraps a runner call. On exit, it waits until the device has finished the call's work."""
         ...
 
     def span(self, name: str) -> AbstractContextManager[None]:

@@ -1,5 +1,5 @@
-"""Builds the `TokenDelta` messages that leave the engine, and builds a `StepOutput` from a runner's
-arrays.
+"""Builds the `TokenDelta` messages that the engine sends to the frontend. Also builds a
+`StepOutput` from the arrays of a runner.
 """
 
 from typing import Any, NamedTuple
@@ -19,11 +19,11 @@ def token_delta(
     now: float,
     error: EngineError | None = None,
 ) -> TokenDelta:
-    """The message for newly sampled tokens. If `tokens` is empty, it only says how the sequence
-    ended.
+    """The message for newly sampled tokens. If `tokens` is empty, the message only says how the
+    sequence ended.
 
-    `sampled` is the step's output and the token's row in it. The sequence's first delta also has
-    the number of cached prompt tokens and the times in queue and prefill.
+    `sampled` is the output of the step and the index of the sequence's row in it. The first message
+    of a sequence also has the number of cached prompt tokens, and the time in queue and in prefill.
     """
     is_first = bool(tokens) and seq.first_token_at is None
     if not is_first and seq.finish_reason is None and seq.params.logprobs is None:
@@ -49,7 +49,7 @@ def token_delta(
 
 
 def vector_delta(seq: Sequence, hidden: F32, now: float) -> TokenDelta:
-    """The only message for a sequence that returns an embedding instead of tokens."""
+    """The message with the embedding `hidden`. It is the only message of an embedding request."""
     started_at = seq.started_at if seq.started_at is not None else now
     return TokenDelta(
         seq.request_id,
@@ -89,7 +89,9 @@ def _row_logprobs(output: StepOutput, row: int, num_top: int) -> TokenLogprobs:
 
 
 def refusal(request_id: str, choice: int, error: EngineError) -> TokenDelta:
-    """The only message for a choice that was refused before it was queued."""
+    """The message for a choice that fails without a sequence, because it was refused or because its
+    result could not be applied. It is the last message of the choice.
+    """
     return TokenDelta(
         request_id,
         choice,
@@ -100,8 +102,8 @@ def refusal(request_id: str, choice: int, error: EngineError) -> TokenDelta:
 
 
 class Sampled(NamedTuple):
-    """A sampler's results, as arrays of any array library. Logprob fields are None if no row
-    requested logprobs.
+    """The results of a sampler, as arrays of any array library. The last three fields are None if
+    no row requested logprobs.
     """
 
     tokens: Any  # (R,) integers
@@ -117,11 +119,11 @@ def step_output(
     query_start: I32,
     sampling: SamplingInputs,
 ) -> StepOutput:
-    """Build a `StepOutput` from numpy arrays, cutting off padding.
+    """Build a `StepOutput` from numpy arrays that may be padded, and cut off the padding.
 
-    Sampled arrays may have more than R rows and more than K alternatives; `finite` may have more
-    entries than the step has tokens. `hidden` (R, D) holds every sampling row, not only the
-    requested ones. `sampled` is None when no row samples.
+    The arrays in `sampled` may have more than R rows and more than K alternatives. `sampled` is
+    None if no row samples. `finite` has an entry for each token, and maybe more entries. `hidden`
+    (R, D) has all rows that sample, of which only the requested rows are returned.
     """
     of_rows = np.logical_and.reduceat(finite[: query_start[-1]], query_start[:-1])
     count = len(sampling.slots)

@@ -1,8 +1,7 @@
-"""Logprobs of prompt tokens. They need rows of logits whose next token is already known (forced
-rows).
+"""Computes the logprobs of prompt tokens. At a prompt position, the next token is already known, so
+the sampler must return that token with its logprob (a forced row).
 
-A forced row goes through the sampler like any other row. The sampler returns the known token, and
-penalties and temperature are off.
+A forced row goes through the sampler like any other row. Its penalties and its temperature are off.
 """
 
 from dataclasses import replace
@@ -19,15 +18,16 @@ _PER_ROW = ("top_k", "top_p", "min_p", "seed", "choice", "position", "num_logpro
 
 
 def with_scores(sampling: SamplingInputs, batch: ScheduledBatch) -> SamplingInputs:
-    """Extend the sampling inputs with the forced rows.
+    """Add the forced rows to the sampling inputs.
 
-    `sampling` has only the rows that sample. The result has one row for each entry of `logit_rows`,
-    in that order.
+    `sampling` has only the rows that sample. The result has a row for each entry of
+    `BatchInputs.logit_rows`, in that order.
     """
     forced, owner, place = _layout(batch)
     is_forced = forced != SAMPLE
-    # A sequence in mid-prefill has scored rows but no sampling row to copy from. The values of any
-    # row are good enough, because slots and num_logprobs are set below.
+    # A forced row copies the parameters of its sequence's sampling row. A sequence in mid-prefill
+    # has no sampling row. Then any other row will do, because the parameters that matter are set
+    # below.
     source = np.maximum(place, 0)
     fields = {name: getattr(sampling, name) for name in (*_NEUTRAL, *_PER_ROW)}
     if not len(sampling.slots):
@@ -57,8 +57,9 @@ def with_scores(sampling: SamplingInputs, batch: ScheduledBatch) -> SamplingInpu
 
 
 def _layout(batch: ScheduledBatch) -> tuple[I32, I32, I32]:
-    """For each row of logits: the forced token or SAMPLE, its row in the batch, and its index among
-    the sampling rows (-1 if its sequence does not sample).
+    """Three arrays with an entry for each row of logits. The first has the forced token, or SAMPLE.
+    The second has the index of the row in the batch. The third has the index of its sequence among
+    the rows that sample, or -1 if the sequence does not sample.
     """
     forced: list[int] = []
     owner: list[int] = []

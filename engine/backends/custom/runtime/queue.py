@@ -1,7 +1,7 @@
-"""The waiting queue: which sequence is admitted next.
+"""The waiting queue. It decides which sequence is admitted next.
 
-Priorities age: a waiting sequence gains one level every AGING_STEPS steps, so urgent requests delay
-the others only for a bounded time. Within a priority, the tenant that has received the fewest
+Priorities age: a waiting sequence gains one level every AGING_STEPS steps. So urgent requests delay
+other requests only for a bounded time. Within a priority, the tenant that has received the fewest
 tokens is next (`FairShare`). Sequences of the same tenant are admitted in order of arrival.
 """
 
@@ -12,22 +12,22 @@ from collections.abc import Sequence as Listed
 
 from engine.backends.custom.runtime.sequence import Sequence, packed
 
-# Output tokens that a tenant is charged when its sequence is admitted. At the sequence's end, the
-# charge is corrected to the real count. So a high max_tokens alone does not make a request wait
-# longer.
+# When a sequence is admitted, its tenant is charged at most this many output tokens. When the
+# sequence ends, the charge is corrected to the real count. So requests with a high max_tokens do
+# not have to wait longer.
 GUESSED_TOKENS = 256
-# Prefill tokens per step that are reserved for tenants with nothing running. This is enough for a
-# short question about a cached text.
+# The number of prefill tokens per step that are reserved for tenants without running sequences. It
+# is enough for a short question about a cached text.
 NEWCOMER_TOKENS = 64
-# Token counts of tenants without waiting sequences are remembered. If there are more such tenants
-# than this, all their counts are dropped, and they count as new tenants.
+# Charges of tenants without waiting sequences are remembered. If there are more such tenants than
+# this, all their charges are dropped, and they count as new tenants.
 MAX_REMEMBERED = 1024
 
 
 class FairShare:
     def __init__(self) -> None:
         self._given: dict[str, int] = {}
-        self._clock = 0  # the token count of the last admitted tenant
+        self._clock = 0  # the charge of the last admitted tenant; new tenants start with it
 
     def given(self, tenant: str) -> int:
         return self._given.get(tenant, self._clock)
@@ -57,11 +57,11 @@ class FairShare:
 
 
 class Newcomers:
-    """Reserves part of each step for tenants that have nothing running.
+    """Reserves part of each step for newcomers, which are tenants without running sequences.
 
-    Without it, such tenants would wait until all prefill in progress is done. While they wait,
-    every second step computes no other prefill, so that it is short. Prefill in progress continues
-    in the steps between.
+    Without this, newcomers would wait until all prefill in progress is done. While a newcomer
+    waits, every second step computes no prefill of running sequences, so that the step is short.
+    Prefill in progress continues in the steps between.
     """
 
     def __init__(self) -> None:
@@ -70,8 +70,8 @@ class Newcomers:
     def room(
         self, budget: int, waiting: Collection[str], running: Listed[Sequence]
     ) -> tuple[int, int]:
-        """Returns the step's token budget, and how many of these tokens are reserved: running
-        sequences must not use them for prefill.
+        """Returns the token budget of the step, and how many of these tokens are reserved for
+        newcomers. Running sequences must not use the reserved tokens for prefill.
 
         `waiting` are the tenants that have a sequence to admit.
         """
@@ -102,7 +102,7 @@ AGING_STEPS = 1024
 
 
 class WaitingLine:
-    """The waiting sequences, in one queue per priority and tenant.
+    """The waiting sequences. There is a queue for each priority and tenant.
 
     Queues are sorted by arrival, so a preempted sequence keeps its seniority.
     """
@@ -145,15 +145,17 @@ class WaitingLine:
             self._share.end(self._num_waiting)
 
     def charge(self, seq: Sequence) -> None:
-        """Charge the tenant for a sequence that is admitted for the first time."""
+        """Charge the tenant for a sequence that is admitted for the first time. The charge is an
+        estimate of its tokens.
+        """
         self._share.charge(seq)
 
     def settle(self, seq: Sequence) -> None:
-        """Replace the tenant's estimated charge by the actual tokens of an ended sequence."""
+        """Replace the estimated charge of an ended sequence by its actual number of tokens."""
         self._share.settle(seq)
 
     def in_order(self, step: int) -> Iterator[Sequence]:
-        """All waiting sequences in order of admission at this step.
+        """Yields all waiting sequences, in the order in which this step should admit them.
 
         The caller may remove each yielded sequence. An admission is charged to its tenant at once,
         which affects the order of the sequences that follow.
@@ -195,7 +197,7 @@ class _Turns:
         return self._left[self._by_share[0][-1]][-1]
 
     def advance(self) -> bool:
-        """Move past the sequence that `next` returned; False at the end."""
+        """Move past the sequence that `next` returned. Returns False if it was the last one."""
         tenant = self._by_share[0][-1]
         line = self._left[tenant]
         line.pop()
@@ -208,18 +210,19 @@ class _Turns:
         return bool(self._left)
 
     def _place(self, tenant: str) -> tuple[bool, int, int, str]:
-        """Heap key of a tenant. A tenant whose next sequence was preempted goes first: that
-        sequence was charged at its first admission.
+        """The heap key of a tenant. A tenant whose next sequence was preempted goes first, because
+        that sequence was already charged at its first admission.
         """
         first = self._left[tenant][-1]
         return (first.started_at is None, self._share.given(tenant), first.arrival, tenant)
 
 
 class InflightPrefixes:
-    """Prompt prefixes that running sequences are computing and will publish to the prefix cache. A
-    waiting sequence with the same prefix can wait for them instead of computing them again.
+    """Knows which prompt blocks running sequences are computing and will publish to the prefix
+    cache. A waiting sequence with the same prefix can wait for these blocks instead of computing
+    them again.
 
-    It maps the hash of each prompt block, chained with the hashes of all blocks before it, to the
+    The hash of a prompt block covers all blocks before it, too. A dictionary maps the hash to the
     running sequence that computes the block.
     """
 
@@ -229,8 +232,8 @@ class InflightPrefixes:
         self._owners: dict[int, Sequence] = {}
         self._owned: dict[Sequence, list[int]] = {}
         self._chains: dict[Sequence, list[int]] = {}
-        # Namespace, prompt and hashes of the sequence added last. The next one often has the same
-        # prefix, whose hashes are then reused.
+        # Namespace, prompt and hashes of the sequence that was added last. The next sequence often
+        # has the same prefix. Then the hashes of this prefix are reused.
         self._latest: tuple[str, bytes, list[int]] = ("", b"", [])
 
     def add(self, seq: Sequence) -> None:
@@ -254,7 +257,7 @@ class InflightPrefixes:
         self._chains.pop(seq, None)
 
     def own(self, seq: Sequence, first_block: int) -> None:
-        """Register the sequence as the one that computes its prompt from `first_block` on."""
+        """Register that the sequence computes its prompt blocks from `first_block` on."""
         new = self._chains[seq][first_block:]
         self._owned[seq] = [key for key in new if self._owners.setdefault(key, seq) is seq]
 
@@ -264,8 +267,8 @@ class InflightPrefixes:
             del self._owners[key]
 
     def hold(self, seq: Sequence, num_matched: int) -> bool:
-        """Whether a running sequence is computing the first prompt block of `seq` that is not
-        cached (block `num_matched`). If so, mark `seq` to wait for that sequence.
+        """Whether a running sequence is computing the first uncached prompt block of `seq`, which
+        is block `num_matched`. If so, this marks `seq` to wait for that sequence.
         """
         chain = self._chains[seq]
         # The last prompt token is always computed, so its block can't come from the cache.
@@ -280,7 +283,7 @@ class InflightPrefixes:
 
     def check(self, running: Iterable[Sequence], waiting: Iterable[Sequence]) -> None:
         """Assert that hashes are kept exactly for the sequences that run or wait, and that only
-        running ones own blocks.
+        running sequences own blocks.
         """
         running = set(running)
         assert self._chains.keys() == running | set(waiting), (

@@ -1,10 +1,10 @@
-"""The prefix cache: a radix tree from token prefixes to KV blocks.
+"""The prefix cache: a radix tree that maps token prefixes to KV blocks.
 
-Edges are path-compressed runs of whole blocks. The tree holds one reference on each of its blocks.
-`match` does not modify the tree. `insert` may split nodes, and `evict` removes blocks from the ends
-of leaves. A sequence that holds a cached block also holds all its ancestors. So if only the tree
-holds a block, only the tree holds the blocks below it. Such a block can therefore always be freed,
-by evicting leaf by leaf.
+An edge of the tree stands for one or more whole blocks. The tree holds a reference to each of its
+blocks. `match` does not modify the tree. `insert` may split nodes, and `evict` removes blocks from
+the ends of leaves. A sequence that holds a cached block also holds all blocks above it in the tree.
+So if no sequence holds a block, no sequence holds the blocks below it. Such a block can therefore
+always be freed, by evicting leaf after leaf.
 """
 
 import time
@@ -17,7 +17,7 @@ from engine.backends.custom.runtime.sequence import Tokens, packed
 
 
 class Node:
-    """A node of the tree, with the blocks along the edge that leads to it."""
+    """A node of the tree, with the tokens and blocks of the edge that leads to it."""
 
     __slots__ = (
         "blocks",
@@ -56,10 +56,11 @@ class Root(Node):
 
 
 class RadixCache:
-    """Maps token prefixes to blocks, with one tree per namespace.
+    """Maps token prefixes to blocks. There is a tree for each namespace. Sequences share prefixes
+    only within a namespace. A tenant may have several namespaces, but a namespace has one tenant.
 
-    An eviction policy and a time to live limit what is kept. A tenant may have several namespaces;
-    a namespace belongs to one tenant.
+    The eviction policy decides which blocks are evicted first. With `ttl_s`, prefixes that were not
+    used for this many seconds expire.
     """
 
     def __init__(
@@ -89,7 +90,7 @@ class RadixCache:
         self.num_leaves = 0
 
     def match(self, namespace: str, tokens: Tokens) -> list[int]:
-        """Blocks of the longest cached prefix of `tokens`, in whole blocks."""
+        """The blocks of the longest prefix of `tokens` that is cached. Only whole blocks match."""
         found: list[int] = []
         for node, count in self._walk(namespace, tokens):
             found.extend(node.blocks[:count])
@@ -103,12 +104,12 @@ class RadixCache:
         only_own: bool,
         tenant: str = "",
     ) -> None:
-        """Store a prefix whose blocks the caller holds. Where the prefix is already cached, the
-        tree keeps its own blocks.
+        """Store a prefix whose blocks a sequence holds. If a part of the prefix is already cached,
+        the tree keeps the blocks that it has.
 
-        `only_own` is for a caller that keeps running: it stops where the tree has a different block
-        for the same tokens. Anything stored below that block would have an ancestor that the caller
-        does not hold.
+        `only_own` is for a sequence that keeps running. Then storing stops at the first block for
+        which the tree has another block with the same tokens. Any block stored below it would have
+        an ancestor that the sequence does not hold.
         """
         if not blocks:
             return
@@ -136,8 +137,8 @@ class RadixCache:
             self._push(node)
 
     def evict(self, count: int) -> int:
-        """Free up to `count` blocks that only the tree holds. Blocks are taken from the ends of the
-        leaves that the eviction policy ranks lowest. Returns the number of freed blocks.
+        """Free up to `count` blocks that no sequence holds. Blocks are taken from the ends of
+        leaves, in the order of eviction. Returns the number of freed blocks.
         """
         freed = 0
         while freed < count and (node := self._leaves.pop()) is not None:
@@ -145,8 +146,8 @@ class RadixCache:
         return freed
 
     def evict_leaf(self) -> int:
-        """Free as many blocks as possible of the leaf that the eviction policy ranks lowest.
-        Returns their number; 0 if every leaf is in use.
+        """Free as many blocks as possible of the leaf that is next in the order of eviction.
+        Returns the number of freed blocks, or 0 if every leaf is in use.
         """
         while (node := self._leaves.pop()) is not None:
             if freed := self._trim(node, len(node.blocks)):
@@ -169,10 +170,10 @@ class RadixCache:
         return freed
 
     def find_leaves(self) -> None:
-        """Rebuild the list of leaves from the whole tree.
+        """Rebuild the heaps of leaves from the whole tree.
 
-        Eviction drops leaves that are in use from the list. Such a leaf returns to the list when
-        its sequence is published. If publishing failed, the leaf is found here.
+        Eviction drops leaves that are in use from the heaps. Such a leaf returns when the blocks of
+        its sequence are published. If publishing failed, this method finds the leaf.
         """
         self._leaves.replace(each for each in self._nodes() if not each.children)
 
@@ -181,8 +182,8 @@ class RadixCache:
             yield from node.blocks
 
     def check(self) -> None:
-        """Assert that every node has whole blocks, that children are filed under the tokens of
-        their first block, and that the counts of leaves and of blocks per tenant are right.
+        """Assert that every node has whole blocks, that each child has the tokens of its first
+        block as key, and that the numbers of leaves and of blocks per tenant are correct.
         """
         size, leaves = self._block_size, 0
         for namespace, root in self._roots.items():
@@ -216,8 +217,8 @@ class RadixCache:
             done += common
 
     def _common_blocks(self, node: Node, tokens: Tokens, done: int) -> int:
-        """How many first blocks of the node's edge equal `tokens` from block `done` on. The first
-        block is known to match, so the result is at least 1.
+        """How many leading blocks of the node's edge have the same tokens as `tokens` from block
+        `done` on. The first block is known to match, so the result is at least 1.
         """
         size, start = self._block_size, done * self._block_size
         max_blocks = min(len(node.blocks), len(tokens) // size - done)
@@ -244,7 +245,7 @@ class RadixCache:
 
     def _attach(self, parent: Node, tokens: Tokens, blocks: list[int]) -> Node:
         if parent.children or isinstance(parent, Root):
-            # In the other case, the parent was a leaf and the new node replaces it as a leaf.
+            # Otherwise the parent was a leaf, and the new node takes its place as a leaf.
             self.num_leaves += 1
         node = Node(tokens, blocks, parent, parent.tenant)
         self._leaves.count(node.tenant, len(blocks))
@@ -276,14 +277,16 @@ class RadixCache:
             self.find_leaves()
 
     def _is_evictable(self, key: Key, node: Node) -> bool:
-        """Whether the node is a leaf that still has the rank `key`, and whose last block only the
-        tree holds.
+        """Whether the node is a leaf, its rank is still `key`, and no sequence holds its last
+        block.
         """
         is_current = not node.children and node.blocks and key == self._key(node)
         return bool(is_current) and self._pool.refs(node.blocks[-1]) == 1
 
     def _trim(self, node: Node, count: int) -> int:
-        """Drop up to `count` blocks from the node's tail, as long as only the tree holds them."""
+        """Free up to `count` blocks from the end of the node's edge, but none that a sequence
+        holds. Returns the number of freed blocks.
+        """
         freed = 0
         while freed < count and node.blocks and self._pool.refs(node.blocks[-1]) == 1:
             self._pool.uncache(node.blocks.pop())

@@ -1,5 +1,5 @@
-"""Recovery from a step that raised: bisection finds the faulty row, so that only the request of
-that row fails.
+"""Recovers from a step that raised. Bisection finds the faulty row, so that only the request of
+this row fails.
 """
 
 import logging
@@ -16,8 +16,8 @@ log = logging.getLogger(__name__)
 
 
 class Bisection:
-    """Reruns the rows of a failed step. Before that, the caller rolls the scheduler back to the
-    tokens of finished steps.
+    """Runs the rows of a failed step again. Before that, the caller must roll the scheduler back to
+    the last finished step.
 
     `run_step` runs a batch and returns its output. `emit` sends the resulting deltas to the
     frontend.
@@ -62,6 +62,6 @@ class Bisection:
 
 
 def is_out_of_memory(error: Exception) -> bool:
-    # The exception type is compared by name: each device library has its own type, and this module
-    # imports none of these libraries.
+    # The type of the exception is compared by name. Each device library has its own type, and this
+    # module imports none of these libraries.
     return isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError"

@@ -1,10 +1,10 @@
 """Decides what each step computes, by continuous batching under one token budget.
 
 Prefill and decode are not separate phases: a row is a slice of any sequence's uncomputed tokens.
-Rows are granted in order of seniority. The most junior sequence is preempted first, so a sequence
-that is preempted while a step is planned has no row in that step yet. Only `update` appends tokens,
-decides stops and removes finished sequences. An error that concerns one sequence fails only that
-sequence.
+Senior sequences get their rows first, and the most junior sequence is preempted first. So a
+sequence that is preempted while a step is planned has no row in that step yet. Only `update`
+appends tokens, decides stops and removes finished sequences. An error that concerns one sequence
+fails only that sequence.
 """
 
 import logging
@@ -21,7 +21,7 @@ from engine.core.interfaces.request import FinishReason, TokenDelta
 
 log = logging.getLogger(__name__)
 
-# After this many preemptions, a sequence is readmitted only with all the blocks it can ever need.
+# After this many preemptions, a sequence is admitted only with all blocks that it can ever need.
 MAX_PREEMPTIONS = 4
 
 
@@ -39,7 +39,7 @@ class Scheduler:
     def __init__(self, kv: KVCache, max_slots: int) -> None:
         self.kv = kv
         self._max_slots = max_slots
-        # Request id to the choices of the request that have not ended.
+        # For each request id, the choices of the request that have not ended.
         self._requests: dict[str, list[Sequence]] = {}
         self._waiting = WaitingLine()
         self._newcomers = Newcomers()
@@ -68,8 +68,8 @@ class Scheduler:
 
     @property
     def num_decoding(self) -> int:
-        """Number of running sequences that decode and need more tokens. A long step increases their
-        inter-token latency.
+        """The number of running sequences that decode and need more tokens. A long step increases
+        the inter-token latency of these sequences.
         """
         return sum(
             seq.num_prompt <= seq.num_computed < seq.num_prompt + seq.max_tokens - 1
@@ -81,9 +81,7 @@ class Scheduler:
         yield from self._waiting
 
     def add(self, seq: Sequence) -> None:
-        """Queue a sequence. The caller must have refused requests that do not fit even an empty KV
-        pool.
-        """
+        """Queue a sequence. The caller has checked that the sequence fits an empty KV pool."""
         assert self.kv.can_ever_fit(seq.max_len), seq.request_id
         seq.submitted_step = self._step
         self._requests.setdefault(seq.request_id, []).append(seq)
@@ -91,7 +89,9 @@ class Scheduler:
         self._waiting.add(seq)
 
     def abort(self, request_id: str, choice: int | None, now: float) -> list[TokenDelta]:
-        """Abort a request, or one choice of it, in any state. Unknown ids are ignored."""
+        """Abort one choice of a request, or all choices if `choice` is None, in any state. Unknown
+        ids are ignored.
+        """
         return [
             self.finish(seq, "abort", now)
             for seq in list(self._requests.get(request_id, ()))
@@ -109,7 +109,7 @@ class Scheduler:
         return token_delta(seq, (), None, now, error)
 
     def schedule(self, budget: int, now: float) -> ScheduledBatch | None:
-        """The rows of the next step, with at most `budget` tokens in total; None when nothing can
+        """The rows of the next step, with at most `budget` tokens in total. None if no sequence can
         run.
         """
         self._step += 1
@@ -121,8 +121,9 @@ class Scheduler:
         return ScheduledBatch(tuple(rows)) if rows else None
 
     def update(self, batch: ScheduledBatch, output: StepOutput, now: float) -> list[TokenDelta]:
-        """Apply the output of a finished step. Rows of sequences that have ended meanwhile are
-        skipped. If the output of one row can't be applied, only the sequence of that row fails.
+        """Apply the output of a finished step, and return the new deltas. Rows of sequences that
+        have ended meanwhile are skipped. If the output of a row cannot be applied, only the
+        sequence of that row fails.
         """
         deltas, next_row, pooled = [], 0, 0
         tokens = output.tokens.tolist()
@@ -167,8 +168,8 @@ class Scheduler:
         return refusal(seq.request_id, seq.choice, error)
 
     def rollback(self) -> None:
-        """Return to the state after the last finished step. The outputs of steps in flight will not
-        be applied. Tokens that finished steps have computed are kept.
+        """Return to the state after the last finished step. Steps in flight are forgotten, and
+        their output must not be applied. Tokens that finished steps have computed are kept.
         """
         for seq in self.sequences():
             seq.num_sampling = 0
@@ -176,8 +177,8 @@ class Scheduler:
             seq.needs_history = True
 
     def retry_row(self, row: Row) -> Row | None:
-        """Schedule the same row again after a rollback. None if the sequence was preempted, has
-        ended or has advanced.
+        """Schedule the same row again after a rollback. Returns None if the sequence has ended, has
+        advanced or was preempted meanwhile.
         """
         seq = row.seq
         if seq.life != row.life:
@@ -324,8 +325,8 @@ class Scheduler:
     def _take(
         self, seq: Sequence, output: StepOutput, sample_row: int, pool: int, token: int, now: float
     ) -> TokenDelta:
-        """Apply the result of a row that sampled: a token or, for an embedding request, a pooled
-        vector.
+        """Apply the result of a row that sampled. The result is a token or, for an embedding
+        request, a vector.
         """
         if seq.pools:
             assert output.hidden is not None
@@ -377,7 +378,7 @@ class Scheduler:
 
 
 def _scorable(rows: list[Row]) -> int:
-    """How many prompt tokens one more row of this step may score. It is at least one, so that every
-    sequence makes progress.
+    """For how many prompt tokens one more row of this step may compute logprobs. The result is at
+    least 1, so that every sequence makes progress.
     """
     return max(1, MAX_SCORED - sum(row.num_scored for row in rows))

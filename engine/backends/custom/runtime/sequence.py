@@ -1,7 +1,7 @@
-"""A sequence: one choice of a request, with its scheduling state.
+"""A sequence is one choice of a request, with its scheduling state.
 
-No field says whether a sequence waits or runs: that depends on which of the scheduler's queues
-holds it. Only `Scheduler` and `KVCache` modify sequences.
+Whether a sequence waits or runs is not a field of it. The scheduler has a queue of waiting
+sequences and a list of running sequences.
 """
 
 from array import array
@@ -25,7 +25,7 @@ def packed(token_ids: Iterable[int] = ()) -> Tokens:
 
 @dataclass(slots=True, eq=False)
 class Sequence:
-    """The tokens of one choice, and for how many of them the KV cache has been computed.
+    """The tokens of one choice, and for how many of them keys and values have been computed.
 
     num_confirmed <= num_computed <= len(tokens) + num_sampling, and num_confirmed <= len(tokens).
     """
@@ -34,36 +34,36 @@ class Sequence:
     choice: int
     tokens: Tokens  # the prompt, then every sampled token that the host knows
     num_prompt: int
-    max_tokens: int  # at least 1, limited to the context length
+    max_tokens: int  # max number of generated tokens; at least 1
     params: SamplingParams
     stop_ids: frozenset[int]
     seed: int
     namespace: str  # sequences share cached prefixes only within a namespace
-    tenant: str  # the client that fair scheduling charges for the tokens
+    tenant: str  # the owner of the API key; fair scheduling charges the tokens to this tenant
     priority: int
-    arrival: int  # order of arrival: lower is more senior; unchanged by preemption
+    arrival: int  # order of arrival, unchanged by preemption; a lower number is more senior
     submitted_at: float
     deadline: float | None
-    constraint: Constraint | None = None  # the position in the grammar that the output follows
-    pools: bool = False  # returns an embedding instead of tokens
+    constraint: Constraint | None = None  # the grammar that the output follows, if any
+    pools: bool = False  # True: the result is an embedding instead of tokens
     scores_prompt: bool = False
-    # Logprobs of the prompt tokens from the second on, as far as they are computed.
+    # The logprobs of prompt tokens that are computed so far. They start with the second token.
     prompt_scores: list[TokenLogprobs] = field(default_factory=list)
     # The scheduler's step number at submission. Priority aging counts from this step.
     submitted_step: int = 0
-    slot: int = -1  # index into the runner's per-slot state, fixed while running; -1 while waiting
-    life: int = 0  # number of the current admission, unique for every admission; 0 while waiting
+    slot: int = -1  # index into the runner's per-sequence state, fixed while running; -1: waiting
+    life: int = 0  # a number that identifies the current admission; 0 while waiting
     blocks: list[int] = field(default_factory=list)  # block table; append-only while running
-    num_computed: int = 0  # tokens whose KV is written once all launched steps have run
+    num_computed: int = 0  # tokens whose KV finished or launched steps write
     num_confirmed: int = 0  # tokens whose KV finished steps have written, with finite values
-    num_sampling: int = 0  # tokens sampled on the device that the host does not know yet
+    num_sampling: int = 0  # tokens that launched steps sample and that the host does not know yet
     num_preemptions: int = 0
     num_cached: int = 0  # prompt tokens found in the cache at first admission
-    # The running sequence that will soon publish this sequence's next block to the prefix cache.
-    # This sequence waits for it.
+    # The running sequence that this sequence waits for, because it will soon publish a block that
+    # this sequence needs.
     held_by: "Sequence | None" = None
     held_until: int = 0  # the wait ends when `held_by` has confirmed this many tokens
-    needs_history: bool = True  # the runner has no valid token history for the slot
+    needs_history: bool = True  # True: the runner has no valid token history for the slot
     started_at: float | None = None
     first_token_at: float | None = None
     finish_reason: FinishReason | None = None
@@ -78,24 +78,24 @@ class Sequence:
 
     @property
     def is_scoring(self) -> bool:
-        """Whether prompt logprobs are still missing. Then every prompt position must be computed,
-        so the prefix cache can't be used.
+        """Whether prompt logprobs are still missing. If so, every prompt position must be computed,
+        and the prefix cache cannot be used.
         """
         return self.scores_prompt and len(self.prompt_scores) < self.num_prompt - 1
 
     @property
     def max_len(self) -> int:
-        """Max number of tokens whose keys and values are stored. Those of the last generated token
-        are never needed.
+        """The max number of tokens whose keys and values are stored. The key and value of the last
+        generated token are never needed.
         """
         return self.num_prompt + self.max_tokens - 1
 
 
 class Row(NamedTuple):
-    """Tokens start .. start + length - 1 of a sequence, to be computed in one step.
+    """The tokens start .. start + length - 1 of a sequence, to be computed in one step.
 
-    `life` identifies the sequence's admission, so that a row from before a preemption can be
-    recognized. The class is a tuple for speed: a step creates hundreds of rows.
+    `life` is the sequence's `life` when the row was made. It differs later if the sequence was
+    preempted meanwhile. The class is a tuple for speed, because a step creates hundreds of rows.
     """
 
     seq: Sequence
@@ -104,7 +104,7 @@ class Row(NamedTuple):
     samples: bool
     slot: int
     life: int
-    num_scored: int = 0  # number of positions whose next prompt token gets a logprob
+    num_scored: int = 0  # number of prompt tokens whose logprob this row computes
 
 
 @dataclass(frozen=True, slots=True)

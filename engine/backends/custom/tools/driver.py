@@ -1,4 +1,4 @@
-"""Runs an engine step by step without a frontend. Requests are passed as token ids; the results are
+"""Runs an engine step by step without a frontend. Requests are passed as token ids. The results are
 tokens and times.
 
 Scheduler, cache, loop and runner are the same as in the server. Profiles and benchmarks use this
@@ -34,13 +34,14 @@ from engine.core.interfaces.request import (
     TokenDelta,
 )
 
-# Returns a context manager for a runner call, given the call's name: "forward", "sample" or "wait".
+# A function that returns a context manager to wrap a runner call. Its argument is the name of the
+# call: "forward", "sample" or "wait".
 Observe = Callable[[str], AbstractContextManager[None]]
 
 
 @dataclass(slots=True)
 class StepTimes:
-    """Seconds that the host spends in the three runner calls of a step."""
+    """The seconds that the host spends in each of the three runner calls of a step."""
 
     num_tokens: int
     forward_s: float = 0.0
@@ -103,8 +104,8 @@ class TimedRunner:
 
 @dataclass
 class ListChannel:
-    """The engine's channel in a driven engine. It holds the queued requests, and every answer with
-    its arrival time.
+    """A channel that takes the place of the socket to a frontend. It holds the requests that the
+    engine will read, and every answer with its arrival time.
     """
 
     inbox: list[ToEngine] = field(default_factory=list)
@@ -121,8 +122,8 @@ class ListChannel:
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """The results of one run: requests are submitted at the same time, and the run ends with the
-    last token of the last request.
+    """The results of one run. In a run, all requests are submitted at the same time. The run ends
+    with the last token of the last request.
     """
 
     seconds: float
@@ -145,14 +146,14 @@ class Run:
 
     @property
     def host_s(self) -> float:
-        """Seconds in which the host did not wait for the device: scheduling, building batches,
-        launching work, sending answers.
+        """Seconds in which the host did not wait for the device. In this time, it schedules, builds
+        batches, launches work and sends answers.
         """
         return self.seconds - self.wait_s
 
 
 class DrivenEngine:
-    """A loaded model and its loop."""
+    """A loaded model with its engine loop, which runs in the calling thread."""
 
     def __init__(self, source: ModelSource, options: EngineOptions) -> None:
         self.plan: MemoryPlan

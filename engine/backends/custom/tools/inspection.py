@@ -1,25 +1,28 @@
 """Shows what every layer of a model computes, and how long it takes, in any framework.
 
 There are two ways. `served_outputs` and `served_times` use the model runner interface, so they work
-with every framework, including third-party ones. They truncate the model after each of its layers
-and read the hidden state that its head would get. A framework that can show more has an
-`inspection.py` in its folder, with any of
+with every framework, including third-party frameworks. They truncate the model after each layer
+and read the hidden state that the LM head would get. A framework that can show more has an
+`inspection.py` in its folder, with one or both of these functions:
 
     layer_outputs(source, token_ids) -> {site: float32 array of the tokens' values}
     layer_times(source, num_tokens, repeats) -> {layer: seconds of one call}
 
-The sites are
+A site is a place in the model whose values are shown. `layer_outputs` has these sites:
 
     embed              (T, D)  input of the first layer
     layers.{i}.attn    (T, D)  what attention adds to the residual stream
-    layers.{i}.mlp     (T, D)  what the MLP adds to it
+    layers.{i}.mlp     (T, D)  what the MLP adds to the residual stream
     layers.{i}.out     (T, D)  the residual stream after the layer
     logits             (T, V)
 
-Through the runner interface they are `served.layers.{i}` (T, D), the residual stream after layer i
-and the final norm, and `served.logprobs` (T - 1,), of every next token. The timed layers are embed,
-attn_norm, attn, mlp_norm, mlp, norm and head; through the runner interface, `block` (one layer) and
-`ends` (everything outside the layers).
+`served_outputs` has these sites:
+
+    served.layers.{i}  (T, D)      the residual stream after layer i, with the final norm applied
+    served.logprobs    (T - 1,)    the logprob of each token after the first
+
+`layer_times` has the layers embed, attn_norm, attn, mlp_norm, mlp, norm and head. `served_times`
+has `block`, which is one whole layer, and `ends`, which is everything outside the layers.
 """
 
 import time
@@ -64,8 +67,8 @@ class PartOfCheckpoint:
 
     @property
     def files(self) -> list[FileBytes]:
-        # No files are listed, so that the sizes of the files are not taken for the size of these
-        # tensors.
+        # The files are larger than these tensors. None are listed, so that nothing takes the size
+        # of the files for the size of the tensors.
         return []
 
     def close(self) -> None:
@@ -73,8 +76,8 @@ class PartOfCheckpoint:
 
 
 def frameworks(only: Sequence[str] | None = None) -> tuple[list[str], dict[str, str]]:
-    """The registered frameworks that run on this machine, and the reason for each of the others.
-    `only` restricts both to the given names.
+    """The registered frameworks that run on this machine, and for each framework that does not run,
+    the reason. `only` restricts both to the given names.
     """
     here, missing = [], {}
     known = list(filter(has_engine, backend_names()))
@@ -92,7 +95,7 @@ def frameworks(only: Sequence[str] | None = None) -> tuple[list[str], dict[str, 
 
 
 def layer_outputs(framework: str, source: ModelSource, token_ids: Sequence[int]) -> dict[str, F32]:
-    """All layer outputs that a framework can provide: site name to values."""
+    """All layer outputs that a framework can provide, as site -> values."""
     found = served_outputs(framework, source, token_ids)
     own = _own(framework, "layer_outputs")
     return found if own is None else own(source, token_ids) | found
@@ -123,8 +126,8 @@ def served_outputs(framework: str, source: ModelSource, token_ids: Sequence[int]
 def served_times(
     framework: str, source: ModelSource, num_tokens: int, repeats: int
 ) -> dict[str, float]:
-    """Seconds through the runner interface. The time of a layer is the difference between a model
-    with two layers and one with one layer.
+    """Measures the time of a layer through the runner interface, in seconds. It is the difference
+    between a model truncated to two layers and a model truncated to one layer.
     """
     tokens = np.random.default_rng(0).integers(0, source.config.vocab_size, num_tokens).tolist()
     parts = [first_layers(source, num_layers) for num_layers in (1, 2)]
@@ -137,10 +140,11 @@ def served_times(
 
 
 def timed(calls: Sequence[Callable[[], Any]], repeats: int) -> list[float]:
-    """For each function, the median seconds of the faster half of its calls.
+    """Calls each function `repeats` times. For each function, returns the median seconds of the
+    faster half of its calls.
 
-    The functions are called alternately, so that other load on the machine affects all of them
-    alike. The first round is a warm-up.
+    The functions are called in turn, so that other load on the machine affects all of them equally.
+    A first round is a warm-up, which is not measured.
     """
     taken: list[list[float]] = [[] for _ in calls]
     for turn in range(repeats + 1):
@@ -156,7 +160,7 @@ def first_layers(source: ModelSource, num_layers: int) -> ModelSource:
     """The model truncated after `num_layers` layers, with its final norm and head."""
     later = tuple(f"layers.{i}." for i in range(num_layers, source.config.num_layers))
     weights = {name: w for name, w in source.weights.items() if not name.startswith(later)}
-    tensors = {weight.tensor.name: weight.tensor for weight in weights.values()}
+    tensors = {tensor.name: tensor for weight in weights.values() for tensor in weight.tensors}
     return replace(
         source,
         path=source.path / f"first {num_layers} layers",
@@ -190,8 +194,8 @@ def _runner(framework: str, source: ModelSource, num_tokens: int) -> ModelRunner
 
 
 def _step(runner: ModelRunner, token_ids: Sequence[int], every_token: bool = False) -> StepOutput:
-    """Run all tokens in one step. With `every_token`, returns the hidden states and logprobs of
-    every token, otherwise only the token sampled after the last one.
+    """Run all tokens in one step. With `every_token`, the output has the hidden state and the
+    logprob at every token. Otherwise it has only those of the last token.
     """
     count = len(token_ids)
     positions = np.arange(count, dtype=np.int32)
@@ -201,7 +205,7 @@ def _step(runner: ModelRunner, token_ids: Sequence[int], every_token: bool = Fal
     inputs = BatchInputs(
         token_ids=np.array(token_ids, np.int32),
         positions=positions,
-        # Consecutive, because the block table is 1, 2, 3, ...
+        # The slots are consecutive, because the block table is 1, 2, 3, ...
         write_slots=_BLOCK + positions.astype(np.int64),
         query_start=np.array([0, count], np.int32),
         seq_lens=np.array([count], np.int32),
@@ -218,7 +222,9 @@ def _step(runner: ModelRunner, token_ids: Sequence[int], every_token: bool = Fal
 
 
 def _scoring(forced: NDArray[np.int32], wants_hidden: bool) -> SamplingInputs:
-    """Sampling inputs that force each row's next token and return its logprob."""
+    """Sampling inputs with which the sampler returns the tokens `forced` and their logprobs,
+    instead of sampling.
+    """
     count = len(forced)
     zeros, ones = np.zeros(count, np.float32), np.ones(count, np.float32)
     none, indices = np.zeros(0, np.int32), np.arange(count, dtype=np.int32)

@@ -1,9 +1,10 @@
 """Profiles a model: time per kernel, time to first token by phase, and host overhead.
 
-The same requests run four times. The first run warms up. The second is not disturbed and gives the
-rates. The third syncs the device after every call, which gives the phases of the time to first
-token. The fourth is recorded by the framework's profiler, which gives the time per kernel. Each run
-has its own cache namespace, so no run hits the prefixes of another.
+The same requests run four times. The first run is a warm-up. The second run is not disturbed and
+measures the throughput. The third run syncs the device after every call, which measures the phases
+of the time to first token. The framework's profiler records the fourth run, which measures the time
+per kernel. Each run has its own salt, so that no run finds the prefixes of another run in the
+cache.
 """
 
 from collections.abc import Sequence
@@ -21,7 +22,7 @@ from engine.core.interfaces.request import GenerateRequest, SamplingParams, Toke
 
 @dataclass(frozen=True, slots=True)
 class FirstToken:
-    """Time to first token by phase, in seconds, averaged over the requests."""
+    """The time to first token by phase, in seconds, averaged over the requests."""
 
     tokenize_s: float | None  # None: the prompt was given as token ids
     queue_s: float  # from submission to the first step that computes part of the request
@@ -56,8 +57,8 @@ def profile_model(
     tokenize_s: float | None,
     trace: Path | None = None,
 ) -> Profile:
-    """Load a model and profile it on the prompts, with greedy sampling and `num_new` output tokens
-    each.
+    """Load a model and profile it on the prompts. Each request generates `num_new` tokens with
+    greedy sampling.
     """
     engine = DrivenEngine(source, options)
     framework = framework_entry(options.framework)
@@ -110,8 +111,8 @@ def _first_token(run: Run, tokenize_s: float | None) -> FirstToken:
 
 
 def _sample_s(run: Run, answered_at: float) -> float:
-    """Sampling time of the step that produced an answer: the last step that had ended by
-    `answered_at`.
+    """The sampling time of the step that produced an answer, in seconds. This is the last step that
+    had ended by `answered_at`.
     """
     step = max(
         (step for step in run.steps if step.ended_at <= answered_at), key=lambda step: step.ended_at

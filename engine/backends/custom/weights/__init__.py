@@ -1,3 +1,3 @@
-"""Checkpoints on disk in GGUF and safetensors format, and their quantization types. Tensor data are
-read on first use.
+"""Opens checkpoints in GGUF and safetensors format, and converts between their quantization types
+and floats. The bytes of a tensor are read on first use.
 """

@@ -1,5 +1,5 @@
-"""Checks a model's files before they are used: parses the headers, config, tokenizer and chat
-template.
+"""Checks the files of a model before they are used. For this, it parses the headers, the config,
+the tokenizer and the chat template.
 """
 
 from pathlib import Path
@@ -11,8 +11,8 @@ from engine.backends.custom.weights.model import open_model
 
 
 def examine_model(path: Path) -> bytes:
-    """Check a model. Returns the encoded text facts to cache, or empty bytes if there are none.
-    Raises if the model is invalid.
+    """Check a model. Raises if the model is invalid. Returns the parsed tokenizer and template
+    data, encoded so that they can be cached, or empty bytes if they cannot be cached.
     """
     source = open_model(path)
     try:

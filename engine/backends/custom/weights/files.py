@@ -1,7 +1,7 @@
 """Opens untrusted model files. Decides which files may be read, and maps or reads their bytes.
 
-Only safetensors and GGUF weights are accepted. Formats that can contain code are recognized by file
-name and by their first bytes, and refused. Renaming such a file does not get it loaded.
+Weights must be in safetensors or GGUF format. Formats that can contain code are refused. They are
+recognized by the file name and also by the first bytes, so renaming such a file does not help.
 """
 
 import json
@@ -22,10 +22,9 @@ _MAX_JSON_BYTES = 16 * 1024 * 1024
 
 
 class FileBytes:
-    """The bytes of one file, memory-mapped or, without `use_mmap`, read at once. Views stay valid
-    after `close`.
+    """The bytes of one file. With `use_mmap`, the file is memory-mapped, else it is read at once.
 
-    The mapping is released with its last view.
+    Views stay valid after `close`. The memory is released with the last view.
     """
 
     def __init__(self, path: Path, *, use_mmap: bool) -> None:
@@ -57,7 +56,7 @@ class FileBytes:
 
 
 def refuse_code_formats(path: Path, head: bytes) -> None:
-    """Raise if the name or the first bytes are those of a format that can contain code."""
+    """Raise if the file's name, or its first bytes `head`, show a format that can contain code."""
     if path.suffix.lower() in CODE_SUFFIXES:
         raise ModelFormatError(
             f"{path.name}: {path.suffix} files can carry code and are never loaded; "
@@ -66,8 +65,8 @@ def refuse_code_formats(path: Path, head: bytes) -> None:
     found = None
     if head[:4] in (b"PK\x03\x04", b"PK\x05\x06"):
         found = "a zip archive (as torch.save writes)"
-    # This is the marker of a pickle protocol. A safetensors file starts with its header length,
-    # which may be the same two bytes. Then bytes 3 to 7 are zero.
+    # A pickle starts with these two bytes. A safetensors file starts with the length of its header
+    # as 8 bytes. Its first two bytes may be the same, but then bytes 3 to 7 are zero.
     elif head[:1] == b"\x80" and head[1:2] in (b"\x02", b"\x03", b"\x04", b"\x05"):
         found = "a pickle" if any(head[3:8]) else None
     elif head[:6] == b"\x93NUMPY":
@@ -134,7 +133,9 @@ def read_json(directory: Path, name: str, folder: str | None = None) -> dict[str
 
 
 def read_small(directory: Path, name: str, folder: str | None = None) -> bytes:
-    """Read a small file of a model folder, such as a settings file. Raises if it is too large."""
+    """Read a small file of a model folder, such as a settings file. Raises if the file is larger
+    than 16 MB.
+    """
     path = member(directory, name, folder)
     try:
         size = path.stat().st_size

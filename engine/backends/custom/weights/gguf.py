@@ -19,8 +19,8 @@ _PART_NAME = re.compile(r"(?P<stem>.+)-(?P<number>\d{5})-of-(?P<count>\d{5})\.gg
 
 
 class GgufCheckpoint:
-    """An opened GGUF model. `metadata` comes from the first file. In it, arrays of strings are
-    lists, and arrays of numbers are numpy arrays.
+    """An opened GGUF model. `metadata` is the metadata of the first file. Its arrays of strings are
+    Python lists, and its arrays of numbers are numpy arrays.
     """
 
     format = "gguf"
@@ -69,8 +69,8 @@ def open_gguf(path: Path, use_mmap: bool = True) -> GgufCheckpoint:
 
 
 def part_names(name: str) -> tuple[str, ...]:
-    """The names of all files of the split that `name` belongs to. Only `name` itself if it has no
-    split number.
+    """The names of all files of the split that `name` belongs to. If `name` has no split number,
+    the result is only `name`.
     """
     match = _PART_NAME.fullmatch(name)
     if match is None:

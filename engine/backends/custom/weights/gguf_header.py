@@ -1,7 +1,8 @@
-"""The header of one GGUF file: metadata and tensor offsets. The file is not trusted.
+"""Parses the header of one GGUF file, which has the metadata and the tensor offsets. The file is
+not trusted.
 
-All reads go through a cursor that knows how many bytes are left, so every length given in the file
-is checked before it is used. Sizes are Python ints, which can't overflow.
+All reads go through a cursor that knows how many bytes are left. So every length that the file
+states is checked before it is used. Sizes are Python ints, which cannot overflow.
 """
 
 from dataclasses import dataclass
@@ -21,13 +22,13 @@ MAX_RECORDS = 65_536  # max number of tensors, and of metadata entries
 MAX_KEY_BYTES = 65_535
 MAX_STRING_BYTES = 16 * 1024 * 1024
 # Max number of strings in all arrays of the metadata. Large vocabularies have 800,000 tokens and
-# merges. The limit bounds memory: a short Python string takes six times more memory than space in
-# the file.
+# merges together. The limit bounds memory, because a short string takes six times as many bytes in
+# Python as in the file.
 MAX_STRINGS = 1 << 20
 MAX_NAME_BYTES = 63
 MAX_DIMS = 4
 MAX_DIM = 2**31 - 1
-MAX_TENSOR = 2**48  # max number of elements of a tensor, and of its bytes
+MAX_TENSOR = 2**48  # a tensor has fewer elements than this, and fewer bytes
 _MIN_ENTRY_BYTES = 8 + 1 + 4 + 1
 _MIN_TENSOR_BYTES = 8 + 1 + 4 + 8 + 4 + 8
 _DEFAULT_ALIGNMENT = 32
@@ -46,6 +47,13 @@ _SCALARS = {
     10: _U64,
     11: Struct("<q"),
     12: Struct("<d"),
+}
+# Tensor types that the format has or had, and that no model needs: sums for dot products, integers,
+# and formats that were removed.
+_OTHER_TYPES = {
+    **{4: "Q4_2", 5: "Q4_3", 9: "Q8_1", 15: "Q8_K", 24: "I8", 25: "I16", 26: "I32", 27: "I64"},
+    **{28: "F64", 31: "Q4_0_4_4", 32: "Q4_0_4_8", 33: "Q4_0_8_8", 36: "IQ4_NL_4_4"},
+    **{37: "IQ4_NL_4_8", 38: "IQ4_NL_8_8"},
 }
 _NUMPY_TYPES = {
     0: "<u1",
@@ -82,7 +90,7 @@ class GgufHeader:
 
 
 def read_header(buffer: mmap | bytes, name: str) -> GgufHeader:
-    """Parse and check the whole header. `name` is the file's name in error messages."""
+    """Parse and check the whole header. `name` is the file's name, for error messages."""
     cursor = _Cursor(buffer, name)
     if cursor.take(4, "magic") != b"GGUF":
         cursor.fail("the file does not start with the GGUF magic")
@@ -155,8 +163,8 @@ class _Cursor:
         """Read `count` consecutive strings. The code of `string` is inlined for speed, because
         vocabularies are long.
 
-        Each string is checked against the end of the file. The max length of a string is checked
-        only if the whole array is longer than this max length.
+        Each string must end before the file does. The limit on the length of a string is checked
+        only if the whole array has more bytes than this limit.
         """
         self._num_strings += count
         self.count("strings in arrays", MAX_STRINGS, self._num_strings)
@@ -227,7 +235,7 @@ def _read_value(cursor: _Cursor, type_id: int, key: str) -> Any:
 
 
 def _read_array(cursor: _Cursor, key: str) -> Any:
-    """Read an array: strings as a list, numbers as a numpy array. The numpy array is a copy, so it
+    """Read an array. Strings become a list. Numbers become a numpy array, which is a copy, so it
     stays valid when the file is closed.
     """
     what = f"array '{key}'"
@@ -290,7 +298,8 @@ def _read_tensor_record(
     offset = cursor.u64(f"offset of '{name}'")
     if type_id not in BY_TYPE_ID:
         known = ", ".join(traits.name for traits in BY_TYPE_ID.values())
-        cursor.fail(f"tensor '{name}' has the unsupported type {type_id} (supported: {known})")
+        named = _OTHER_TYPES.get(type_id, f"number {type_id}, which no known version of GGUF has")
+        cursor.fail(f"tensor '{name}' has the unsupported type {named} (supported: {known})")
     traits = BY_TYPE_ID[type_id]
     if dims[0] % traits.block_elems:
         cursor.fail(

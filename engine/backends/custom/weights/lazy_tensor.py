@@ -1,7 +1,7 @@
 """A checkpoint tensor whose bytes are read on first use."""
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 import numpy as np
@@ -30,15 +30,29 @@ class LazyTensor:
         """The stored bytes as a read-only flat view of the mapping, without a copy."""
         return self._view()
 
+    def decode(self, raw: NDArray[np.uint8], shape: tuple[int, ...]) -> NDArray[np.float32]:
+        """The values of some stored bytes, which may be a part of the tensor, as float32."""
+        return self._decode(raw, shape)
+
     def numpy(self) -> NDArray[np.float32]:
         """The values as float32. Reads and dequantizes the whole tensor."""
         return self._decode(self.raw(), self.shape)
+
+    def part(self, index: int) -> "LazyTensor":
+        """One of the tensors that are stacked along the first dimension."""
+        size = self.nbytes // self.shape[0]
+        return replace(
+            self,
+            shape=self.shape[1:],
+            nbytes=size,
+            _view=lambda: self.raw()[index * size : (index + 1) * size],
+        )
 
 
 class Checkpoint(Protocol):
     """An opened set of weight files. `tensors` maps the stored names to lazy tensors.
 
-    `close` unmaps the files. No view of a tensor may be in use by then.
+    After `close`, tensors can no longer be read. Views that were taken before stay valid.
     """
 
     @property
@@ -46,7 +60,9 @@ class Checkpoint(Protocol):
 
     @property
     def format(self) -> str:
-        """ "gguf" or "safetensors": selects an architecture's table of tensor names."""
+        """The file format, "gguf" or "safetensors". It decides under which names the tensors are
+        looked up.
+        """
         ...
 
     @property

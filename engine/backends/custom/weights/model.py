@@ -1,5 +1,5 @@
-"""Opens a model on disk: its config and its weights, each under the engine's own name. Everything
-is validated.
+"""Opens a model on disk: validates the files, reads the config, and finds each weight under the
+engine's name for it.
 
 A size that a file states is checked against the file's tensors before memory of that size is
 allocated. Settings that refer to code in the model directory, such as `auto_map`, are ignored.
@@ -11,35 +11,41 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from engine.backends.custom.architectures.base import (
     Architecture,
     ModelConfig,
     Reader,
     TensorSpec,
-    Transform,
 )
-from engine.backends.custom.architectures.rope import with_factors
+from engine.backends.custom.architectures.rope import with_factors, with_long_factors
 from engine.backends.custom.weights.files import (
     CODE_SUFFIXES,
     member,
     read_json,
     refuse_code_formats,
 )
-from engine.backends.custom.weights.gguf import open_gguf, part_names
+from engine.backends.custom.weights.gguf import GgufCheckpoint, open_gguf, part_names
 from engine.backends.custom.weights.lazy_tensor import Checkpoint, LazyTensor
 from engine.backends.custom.weights.pooling import with_pooling
 from engine.backends.custom.weights.quants import TRAITS, dequantize, traits_of
 from engine.backends.custom.weights.safetensors import INDEX_NAME, SINGLE_NAME, open_safetensors
+from engine.backends.custom.weights.weight import Weight
 from engine.core.errors import ModelError, ModelFormatError
-from engine.core.registry.model_registry import architecture_for_gguf, architecture_for_hf
+from engine.core.registry.model_registry import (
+    architecture_for_gguf,
+    architecture_for_hf,
+    find_gguf,
+    find_hf,
+)
 
 CONFIG_NAME = "config.json"
 GENERATION_CONFIG_NAME = "generation_config.json"
 
-# Tensors that checkpoints contain but no model needs: rotary tables, causal masks, position ids,
-# and an encoder's pretraining head.
+# The factors of "longrope" in a GGUF file. They become a part of the config.
+LONG_FACTORS = ("rope_factors_short.weight", "rope_factors_long.weight")
+# Tensors that checkpoints may contain but the engine does not need: RoPE tables, causal masks,
+# position ids, and the pooler of an encoder.
 _IGNORED_SUFFIXES = (
     ".rotary_emb.inv_freq",
     ".attn.bias",
@@ -47,45 +53,10 @@ _IGNORED_SUFFIXES = (
     "embeddings.position_ids",
     "pooler.dense.weight",
     "pooler.dense.bias",
+    *LONG_FACTORS,
 )
 _SAMPLED_BLOCKS = 8
 _NAMED_IN_ERRORS = 3
-
-
-@dataclass(frozen=True, slots=True)
-class Weight:
-    """One weight of the model: the stored tensor, and the conversion to the engine's layout."""
-
-    spec: TensorSpec
-    tensor: LazyTensor
-    transform: Transform
-    head_dim: int
-
-    def row_order(self) -> NDArray[np.intp] | None:
-        """For each matrix row in the engine's order, the index of the row in the file. None if
-        both orders are the same.
-        """
-        return row_order(self.transform, self.spec.shape[0], self.head_dim)
-
-    def numpy(self) -> NDArray[np.float32]:
-        """The values in the engine's layout, as a new contiguous array."""
-        values = self.tensor.numpy()
-        order = self.row_order()
-        if order is not None:
-            return values[order]
-        return np.ascontiguousarray(values.T) if self.transform == "transpose" else values
-
-
-def row_order(transform: Transform, num_rows: int, head_dim: int) -> NDArray[np.intp] | None:
-    """For each matrix row in the engine's order, the index of the row in the file. None if both
-    orders are the same.
-    """
-    if transform not in ("unpermute_q", "unpermute_k"):
-        return None
-    # In the file, a head's rows interleave the RoPE pairs: 0, H/2, 1, H/2 + 1, ... In the engine's
-    # layout, the two halves of a head follow each other.
-    stored = np.arange(num_rows).reshape(-1, head_dim // 2, 2)
-    return stored.swapaxes(1, 2).reshape(-1)
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,8 +101,42 @@ def open_model(path: Path, *, use_mmap: bool = True, reads_weights: bool = True)
     return _open_gguf(path, use_mmap, reads_weights)
 
 
+@dataclass(frozen=True, slots=True)
+class ModelFiles:
+    """The files of a model. `unsupported` is the name of its architecture if the engine has no
+    family for it, else None.
+    """
+
+    path: Path
+    checkpoint: Checkpoint
+    metadata: Mapping[str, Any]
+    unsupported: str | None
+
+    def close(self) -> None:
+        self.checkpoint.close()
+
+
+def open_files(path: Path) -> ModelFiles:
+    """Open the files of a model without interpreting them."""
+    if path.is_dir() and any((path / name).exists() for name in (SINGLE_NAME, INDEX_NAME)):
+        metadata: Mapping[str, Any] = read_json(path, CONFIG_NAME)
+        names = _hf_architectures(metadata)
+        unsupported = None if find_hf(names) else ", ".join(names)
+        return ModelFiles(path, open_safetensors(path), metadata, unsupported)
+    checkpoint = open_gguf(only_gguf(path) if path.is_dir() else path)
+    name = Reader(checkpoint.metadata, path.name).read(str, "general.architecture")
+    return ModelFiles(path, checkpoint, checkpoint.metadata, None if find_gguf(name) else name)
+
+
+def _hf_architectures(metadata: Mapping[str, Any]) -> list[str]:
+    names: list[str] = Reader(metadata, CONFIG_NAME).read(list, "architectures")
+    if not all(isinstance(name, str) for name in names):
+        raise ModelFormatError(f"{CONFIG_NAME}: key 'architectures' must be a list of names")
+    return names
+
+
 def stored_quantization(checkpoint: Checkpoint) -> str | None:
-    """The storage type that holds the most bytes; None if that is a plain float type."""
+    """The storage type that most bytes of the checkpoint have, or None if this is a float type."""
     sizes: dict[str, int] = {}
     for tensor in checkpoint.tensors.values():
         sizes[tensor.dtype] = sizes.get(tensor.dtype, 0) + tensor.nbytes
@@ -140,7 +145,7 @@ def stored_quantization(checkpoint: Checkpoint) -> str | None:
 
 
 def only_gguf(directory: Path) -> Path:
-    """The GGUF model in a directory without safetensors."""
+    """The first file of the GGUF model in a directory. Raises if there is not exactly one model."""
     names = sorted(entry.name for entry in directory.iterdir() if entry.suffix == ".gguf")
     sets = {part_names(name) for name in names}
     if len(sets) == 1:
@@ -161,12 +166,9 @@ def only_gguf(directory: Path) -> Path:
 
 def _open_hf(directory: Path, use_mmap: bool, reads_weights: bool) -> ModelSource:
     metadata = read_json(directory, CONFIG_NAME)
-    names: list[str] = Reader(metadata, CONFIG_NAME).read(list, "architectures")
-    if not all(isinstance(name, str) for name in names):
-        raise ModelFormatError(f"{CONFIG_NAME}: key 'architectures' must be a list of names")
-    family: Architecture = architecture_for_hf(names)
-    # The generation config, if present, overrides the stop tokens of config.json, because it is
-    # more reliable.
+    family: Architecture = architecture_for_hf(_hf_architectures(metadata))
+    # If there is a generation config, its stop tokens replace those of config.json, because they
+    # are more reliable.
     stated = dict(metadata)
     if (directory / GENERATION_CONFIG_NAME).exists():
         eos = read_json(directory, GENERATION_CONFIG_NAME).get("eos_token_id")
@@ -194,9 +196,9 @@ def _open_gguf(path: Path, use_mmap: bool, reads_weights: bool) -> ModelSource:
     return ModelSource(path, config, checkpoint, weights, metadata)
 
 
-def _settle(config: ModelConfig, family: Architecture, checkpoint: Checkpoint) -> ModelConfig:
+def _settle(config: ModelConfig, family: Architecture, checkpoint: GgufCheckpoint) -> ModelConfig:
     """Complete the config with what GGUF metadata does not state but the tensors show: whether the
-    head is tied, which biases exist, and the RoPE factors.
+    LM head is tied, which biases exist, and whether there are RoPE frequency factors.
     """
     widest = replace(config, tie_embeddings=False, qkv_bias=True, out_bias=True, mlp_bias=True)
     found = {spec.name for spec in family.tensors(widest) if spec.gguf in checkpoint.tensors}
@@ -207,11 +209,23 @@ def _settle(config: ModelConfig, family: Architecture, checkpoint: Checkpoint) -
         out_bias=config.out_bias or "layers.0.attn.o.bias" in found,
         mlp_bias=config.mlp_bias or "layers.0.mlp.up.bias" in found,
     )
+    if all(name in checkpoint.tensors for name in LONG_FACTORS):
+        short, long = (checkpoint.tensors[name].numpy() for name in LONG_FACTORS)
+        factors = tuple(short.tolist()), tuple(long.tolist())
+        settled = with_long_factors(settled, checkpoint.metadata, *factors)
+    elif checkpoint.metadata.get(key := _scaling_key(checkpoint)) == "longrope":
+        raise ModelFormatError(
+            f"GGUF metadata: key '{key}': longrope needs the tensors {' and '.join(LONG_FACTORS)}"
+        )
     return with_factors(settled) if "rope.factors" in found else settled
 
 
+def _scaling_key(checkpoint: GgufCheckpoint) -> str:
+    return f"{checkpoint.metadata.get('general.architecture')}.rope.scaling.type"
+
+
 def _check_vocabulary(where: str, config: ModelConfig, metadata: Mapping[str, Any]) -> None:
-    """Check that each tokenizer table has one entry per row of the embedding matrix."""
+    """Check that each tokenizer table has one entry per token of the vocabulary."""
     for key in ("tokens", "scores", "token_type"):
         column = metadata.get(f"tokenizer.ggml.{key}")
         if column is None:
@@ -233,20 +247,20 @@ def _resolve(
     weights: dict[str, Weight] = {}
     missing: list[str] = []
     for spec in family.tensors(config):
-        tensor = _find(spec, checkpoint)
-        if tensor is None:
+        tensors = _find(spec, checkpoint)
+        if not tensors:
             if not spec.optional:
                 missing.append(spec.name)
             continue
         transform = spec.gguf_transform if checkpoint.format == "gguf" else spec.hf_transform
-        weights[spec.name] = Weight(spec, tensor, transform, config.head_dim)
+        weights[spec.name] = Weight(spec, tensors, transform)
     if missing:
         raise ModelFormatError(f"{where}: weights are missing: {_some(missing)}")
     for weight in weights.values():
         _check_weight(where, weight)
-    # A checkpoint with a tied head may still store the head separately.
+    # A checkpoint whose LM head is tied may still store the head's matrix. This is not an error.
     specs = family.tensors(replace(config, tie_embeddings=False))
-    known = {tensor.name for spec in specs if (tensor := _find(spec, checkpoint)) is not None}
+    known = {tensor.name for spec in specs for tensor in _find(spec, checkpoint)}
     extra = [
         name
         for name in checkpoint.tensors
@@ -260,38 +274,54 @@ def _resolve(
     return weights
 
 
-def _find(spec: TensorSpec, checkpoint: Checkpoint) -> LazyTensor | None:
-    """The stored tensor of a weight, if it is there. In checkpoints of a Hugging Face model without
-    a head, the names lack the first component, so both names are tried.
+def _find(spec: TensorSpec, checkpoint: Checkpoint) -> tuple[LazyTensor, ...]:
+    """The stored tensors of a weight: none if the checkpoint lacks it, and one per expert if they
+    are stored one by one. In checkpoints of a Hugging Face model without a head, the names lack the
+    first component, so both names are tried.
     """
-    if checkpoint.format == "gguf":
-        return None if spec.gguf is None else checkpoint.tensors.get(spec.gguf)
-    if spec.hf is None:
-        return None
-    bare = spec.hf.partition(".")[2]
-    return checkpoint.tensors.get(spec.hf) or checkpoint.tensors.get(bare)
+    stored = checkpoint.tensors
+    name = spec.gguf if checkpoint.format == "gguf" else spec.hf
+    if name is None:
+        return ()
+    names = [name]
+    if "{e}" in name:
+        names = [name.replace("{e}", str(expert)) for expert in range(spec.shape[0])]
+    if checkpoint.format != "gguf" and names[0] not in stored:
+        names = [each.partition(".")[2] for each in names]
+    found = tuple(stored[each] for each in names if each in stored)
+    return found if len(found) == len(names) else ()
 
 
 def _check_weight(where: str, weight: Weight) -> None:
     """Check a weight's shape and storage type."""
-    tensor, spec = weight.tensor, weight.spec
-    expected = spec.shape[::-1] if weight.transform == "transpose" else spec.shape
-    if tensor.shape != expected:
-        raise ModelFormatError(
-            f"{where}: tensor '{tensor.name}' has shape {list(tensor.shape)}, "
-            f"the config asks for {list(expected)}"
-        )
-    if tensor.dtype not in TRAITS:
-        raise ModelFormatError(
-            f"{where}: tensor '{tensor.name}' has dtype {tensor.dtype}, which is not supported "
-            f"(supported: {', '.join(TRAITS)})"
-        )
+    expected = weight.stored_shape
+    for tensor in weight.tensors:
+        if tensor.shape != expected:
+            raise ModelFormatError(
+                f"{where}: tensor '{tensor.name}' has shape {list(tensor.shape)}, "
+                f"the config asks for {list(expected)}"
+            )
+        if tensor.dtype not in TRAITS:
+            raise ModelFormatError(
+                f"{where}: tensor '{tensor.name}' has dtype {tensor.dtype}, which is not supported "
+                f"(supported: {', '.join(TRAITS)})"
+            )
+        if tensor.dtype != weight.tensor.dtype:
+            raise ModelFormatError(
+                f"{where}: tensor '{tensor.name}' has dtype {tensor.dtype}, "
+                f"but '{weight.tensor.name}' has {weight.tensor.dtype}"
+            )
+        if weight.transform.transposed and TRAITS[tensor.dtype].quantized:
+            raise ModelFormatError(
+                f"{where}: tensor '{tensor.name}' is transposed and has dtype {tensor.dtype}; "
+                "only plain floats can be transposed"
+            )
 
 
 def _check_values(where: str, weights: Mapping[str, Weight]) -> None:
     """Check that a sample of blocks from each tensor dequantizes to finite values."""
-    for weight in weights.values():
-        tensor = weight.tensor
+    tensors = {tensor.name: tensor for weight in weights.values() for tensor in weight.tensors}
+    for tensor in tensors.values():
         traits = traits_of(tensor.dtype)
         blocks = tensor.raw().reshape(-1, traits.block_bytes)
         sample = blocks[np.linspace(0, len(blocks) - 1, _SAMPLED_BLOCKS, dtype=np.intp)]

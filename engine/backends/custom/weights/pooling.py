@@ -1,7 +1,7 @@
 """Reads a sentence encoder's pooling settings from the small files beside its weights.
 
-`modules.json` lists the modules, each with a settings folder. Class names in it are only compared,
-never imported. If the model needs a module that the engine can't compute, an error names it.
+`modules.json` lists the modules of the encoder, each with a folder of settings. It names Python
+classes, which are never imported. If the engine does not implement a module, an error names it.
 """
 
 from dataclasses import replace
@@ -74,8 +74,8 @@ def _read_modules(directory: Path, encoder: EncoderConfig, hidden_size: int) -> 
 
 
 def _pooling(settings: dict[str, Any]) -> Pooling:
-    """The pooling method of a settings file. Older files have one flag per method, newer ones the
-    method's name.
+    """The pooling method that a settings file states. Older files have one flag for each method.
+    Newer files have the name of the method.
     """
     flag = "pooling_mode_"
     wanted = [key.removeprefix(flag) for key, on in settings.items() if key.startswith(flag) and on]

@@ -1,9 +1,9 @@
-"""Quantizers for the GGUF storage types: the inverse of `quants`.
+"""Quantizes values to GGUF storage types: the inverse of `quants`.
 
-A quantizer takes (n, block_elems) floats and returns (n, block_bytes) bytes. Plain types round to
-nearest. Block types derive the scale from the value of largest magnitude. Their results are
-bit-identical to the reference implementation of the format. Q4_K searches for the best scales
-instead.
+A quantizer takes (n, block_elems) floats and returns (n, block_bytes) bytes. Float types round to
+nearest. Q4_0, Q5_0 and Q8_0 derive the scale of a block from its value of largest magnitude. Their
+results are bit-identical to those of the reference implementation in ggml. Q4_K searches for the
+scales with the smallest error.
 """
 
 from collections.abc import Callable
@@ -12,20 +12,21 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from engine.backends.custom.weights.quants import Bytes, Floats, traits_of
+from engine.backends.custom.weights.grouped import Bytes, Floats
+from engine.backends.custom.weights.quants import traits_of
 from engine.core.errors import ModelFormatError
 
 _GROUP = 32
 _MAX_LEVEL = 15
 _MAX_SCALE = 63  # scales and minimums are 6-bit multiples of the block's two super-scales
-# The scale search tries to divide the range of a group into each of these numbers of quantization
-# steps. 15 is the default.
+# The scale search divides the range of a group into this many quantization steps. It tries each of
+# these numbers and keeps the best. The plain choice is 15.
 _SPACINGS = np.arange(-1.0, 1.05, 0.1, dtype=np.float32) + np.float32(_MAX_LEVEL)
 
 
 @dataclass(slots=True)
 class _Fit:
-    """The best fit so far for each group; all arrays are (n,)."""
+    """The best scale and minimum found so far for each of n groups. All arrays are (n,)."""
 
     scale: Floats
     low: Floats  # the value of level 0; never above zero
@@ -38,8 +39,8 @@ class _Fit:
 
 
 def encode_q4_k(blocks: Floats) -> Bytes:
-    """Byte 0: super-scale; 2: super-scale of minimums; 4-15: scales and minimums; 16-143: 4-bit
-    values.
+    """Quantize to Q4_K blocks. Bytes 0-1: super-scale of the scales. Bytes 2-3: super-scale of the
+    minimums. Bytes 4-15: 6-bit scales and minimums. Bytes 16-143: 4-bit values.
     """
     num_blocks = len(blocks)
     groups = blocks.reshape(-1, _GROUP)
@@ -61,7 +62,7 @@ def encode_q4_k(blocks: Floats) -> Bytes:
 
 
 def _fit_groups(x: Floats) -> tuple[Floats, Floats]:
-    """The scale and the lowest value of each group of x (n, 32)."""
+    """The scale and the value of level 0 for each group of x (n, 32)."""
     weights = np.sqrt(np.mean(x * x, axis=1, keepdims=True)) + np.abs(x)
     sum_w, sum_x = weights.sum(axis=1), (weights * x).sum(axis=1)
     lowest, highest = np.minimum(x.min(axis=1), 0), x.max(axis=1)
@@ -79,8 +80,8 @@ def _fit_groups(x: Floats) -> tuple[Floats, Floats]:
         divisor = np.where(solvable, determinant, np.float32(1))
         scale = (sum_w * sum_xl - sum_x * sum_l) / divisor
         low = (sum_ll * sum_x - sum_l * sum_xl) / divisor
-        # The format can only subtract a minimum. If the best fit of a group would add one, use a
-        # scale without a minimum.
+        # The format can only subtract a minimum. If the best fit of a group has a positive `low`,
+        # fit a scale without a minimum.
         only_scale = sum_xl / np.where(sum_ll > 0, sum_ll, np.float32(1))
         scale = np.where(low > 0, only_scale, scale)
         low = np.minimum(low, 0)
@@ -109,8 +110,8 @@ def _error(x: Floats, levels: Floats, scale: Floats, low: Floats, weights: Float
 
 
 def _six_bits(values: Floats) -> tuple[Bytes, NDArray[np.float16]]:
-    """Quantize (n, 8) non-negative floats to 6 bits, with one float16 super-scale per block, (n,
-    1).
+    """Quantize (n, 8) non-negative floats to 6 bits. Also returns the float16 super-scale of each
+    block, (n, 1).
     """
     highest = values.max(axis=1, keepdims=True)
     inverse = _MAX_SCALE / np.where(highest > 0, highest, np.float32(1))
@@ -120,8 +121,8 @@ def _six_bits(values: Floats) -> tuple[Bytes, NDArray[np.float16]]:
 
 
 def _pack_six_bits(scales: Bytes, mins: Bytes) -> Bytes:
-    """Pack to the 12-byte layout that `kquants._six_bit_pairs` unpacks. The high 2 bits of the last
-    four scales and minimums are stored in the top bits of the first four.
+    """Pack 6-bit scales and minimums into the 12 bytes that `kquants._six_bit_pairs` unpacks. The
+    high 2 bits of the last four scales and minimums are in the top bits of bytes 0-7.
     """
     packed = np.empty((len(scales), 12), np.uint8)
     packed[:, 0:4] = scales[:, :4] | ((scales[:, 4:] >> 4) << 6)
@@ -136,8 +137,8 @@ _HALF_MAX = np.float32(65504)
 
 
 def quantize(name: str, values: Floats) -> Bytes:
-    """Quantize a tensor, or some of its rows, to flat bytes. The length of a row must be a multiple
-    of the block size.
+    """Quantize a tensor, or some of its rows, to the type `name`. Returns flat bytes. The length of
+    a row must be a multiple of the block size.
     """
     encoder = ENCODERS.get(name)
     if encoder is None:
@@ -184,7 +185,7 @@ def _bf16(blocks: Floats) -> Bytes:
 
 
 def _halves(scales: Floats) -> Bytes:
-    """(n, 1) floats as the two bytes of a float16."""
+    """Convert (n, 1) floats to float16, as (n, 2) bytes."""
     return scales.astype("<f2").view(np.uint8)
 
 
@@ -197,8 +198,8 @@ def _levels(blocks: Floats, half: int) -> tuple[Floats, Bytes]:
     """Returns the scale of each block, and the values as levels 0 .. 2 * half - 1. Level `half` is
     the value zero.
 
-    The value of largest magnitude becomes level 0, whatever its sign: the scale gets the opposite
-    sign. This uses the side of zero that has one level more.
+    The value of largest magnitude always becomes level 0, because the scale has the opposite sign.
+    There are `half` levels below zero but only `half` - 1 above it, so this gives a finer scale.
     """
     farthest = np.abs(blocks).argmax(axis=1, keepdims=True)
     scales = np.take_along_axis(blocks, farthest, axis=1) / np.float32(-half)
@@ -207,8 +208,8 @@ def _levels(blocks: Floats, half: int) -> tuple[Floats, Bytes]:
 
 
 def _nibbles(levels: Bytes) -> Bytes:
-    """Pack 32 levels into 16 bytes: the first 16 in the low nibbles, the others in the high
-    nibbles.
+    """Pack 32 levels into 16 bytes. The first 16 levels are in the low nibbles, the last 16 in the
+    high nibbles.
     """
     fours = levels & np.uint8(0x0F)
     return fours[:, :16] | (fours[:, 16:] << np.uint8(4))
@@ -228,8 +229,8 @@ def _q5_0(blocks: Floats) -> Bytes:
 def _q8_0(blocks: Floats) -> Bytes:
     scales = np.abs(blocks).max(axis=1, keepdims=True) / np.float32(127)
     scaled = blocks * _inverse(scales)
-    # Halves round away from zero, as in the reference implementation. `np.rint` would round them to
-    # even.
+    # Values halfway between two integers are rounded away from zero, as in the reference
+    # implementation. `np.rint` would round them to even.
     whole = np.floor(np.abs(scaled))
     rounded = np.copysign(whole + (np.abs(scaled) - whole >= 0.5), scaled)
     return np.concatenate((_halves(scales), rounded.astype(np.int8).view(np.uint8)), axis=1)

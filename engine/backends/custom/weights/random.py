@@ -1,9 +1,9 @@
-"""A model with random weights, made from a config alone. It allows measuring the speed of a model
-shape without a checkpoint, because speed does not depend on the weights' values.
+"""Makes a model with random weights from a config alone. With it, the speed of a model shape can be
+measured without a checkpoint, because speed does not depend on the values of the weights.
 
 The weights behave like those of a file, but their bytes are sampled on first use. To load large
-models quickly, a framework may sample them on its own device instead, from the distribution in
-`RandomWeight`.
+models quickly, a framework may instead sample the weights on its own device, from the distribution
+`RandomWeight.values`.
 """
 
 from collections.abc import Mapping
@@ -20,21 +20,22 @@ from numpy.typing import NDArray
 from engine.backends.custom.architectures.base import Architecture, Reader, TensorSpec
 from engine.backends.custom.weights.files import FileBytes, read_json
 from engine.backends.custom.weights.lazy_tensor import LazyTensor
-from engine.backends.custom.weights.model import CONFIG_NAME, ModelSource, Weight
+from engine.backends.custom.weights.model import CONFIG_NAME, ModelSource
 from engine.backends.custom.weights.quants import dequantize
+from engine.backends.custom.weights.weight import Weight
 from engine.core.registry.model_registry import architecture_for_hf
 
 STORED = "BF16"
 _STORED_BYTES = 2
-# The default standard deviation of a matrix is such that inputs of unit variance give outputs of
-# unit variance. It is multiplied by these factors. Peaked attention and spread-out logits make a
-# kernel bug visible in the output.
+# By default, the standard deviation of a matrix is such that inputs of unit variance give outputs
+# of unit variance. For these matrices, it is multiplied by a factor. The factors make attention
+# more peaked and logits more spread out, so that a kernel bug shows in the output.
 _GAINS = {"attn.q": 1.3, "attn.k": 1.3, "embed": 1.5, "head": 1.5}
 
 
 @dataclass(frozen=True, slots=True)
 class Normal:
-    """The normal distribution that a weight's values are sampled from."""
+    """The normal distribution and the seed with which the values of a weight are sampled."""
 
     mean: float
     std: float
@@ -50,7 +51,7 @@ class RandomWeight(Weight):
 
 @dataclass(frozen=True, slots=True)
 class RandomCheckpoint:
-    """A checkpoint without files. Its tensors have the names that they would have in a file."""
+    """A checkpoint without files. Its tensors have the engine's names."""
 
     tensors: dict[str, LazyTensor]
     format: str = "safetensors"
@@ -64,13 +65,13 @@ class RandomCheckpoint:
 
 
 def open_random(folder: Path) -> ModelSource:
-    """A random model with the shape in the folder's config.json. No other file is needed."""
+    """A random model with the sizes in the folder's config.json. No other file is needed."""
     return random_model(read_json(folder, CONFIG_NAME), folder)
 
 
 def random_model(metadata: Mapping[str, Any], path: Path) -> ModelSource:
-    """A random model with the shape in `metadata`, the content of a config.json. `path` is only the
-    model's name; nothing is read from it.
+    """A random model with the sizes in `metadata`, which is the content of a config.json. `path` is
+    only a name for the model. Nothing is read from it.
     """
     family: Architecture = architecture_for_hf(
         Reader(metadata, CONFIG_NAME).read(list, "architectures")
@@ -81,17 +82,15 @@ def random_model(metadata: Mapping[str, Any], path: Path) -> ModelSource:
         if spec.hf is None or spec.optional:
             continue
         tensor = LazyTensor(
-            name=spec.hf,
+            name=spec.name,
             shape=spec.shape,
             dtype=STORED,
             nbytes=_STORED_BYTES * prod(spec.shape),
             _view=partial(_sample, spec),
             _decode=partial(dequantize, STORED),
         )
-        weights[spec.name] = RandomWeight(spec, tensor, "none", config.head_dim)
-    checkpoint = RandomCheckpoint(
-        {weight.tensor.name: weight.tensor for weight in weights.values()}
-    )
+        weights[spec.name] = RandomWeight(spec, (tensor,))
+    checkpoint = RandomCheckpoint({name: weight.tensor for name, weight in weights.items()})
     return ModelSource(path, config, checkpoint, weights, metadata)
 
 
@@ -104,11 +103,11 @@ def _values(spec: TensorSpec) -> Normal:
     if len(spec.shape) == 1:
         return Normal(1.0 if kind == "weight" else 0.0, 0.0, seed)
     gain = next((gain for name, gain in _GAINS.items() if path.endswith(name)), 1.0)
-    return Normal(0.0, gain / sqrt(spec.shape[1]), seed)
+    return Normal(0.0, gain / sqrt(spec.shape[-1]), seed)
 
 
 def _sample(spec: TensorSpec) -> NDArray[np.uint8]:
-    """Sample the values as bytes of bfloat16, rounded towards zero."""
+    """Sample the values of a weight. Returns them as bfloat16 bytes, rounded towards zero."""
     normal = _values(spec)
     samples = np.random.default_rng(normal.seed).standard_normal(prod(spec.shape), np.float32)
     values = samples * np.float32(normal.std) + np.float32(normal.mean)

@@ -2,8 +2,8 @@
 
 The header is parsed here and not by the `safetensors` library. The library accepts duplicate keys
 and headers of 100 MB, and does not limit the number of tensors. For numpy, it offers neither views
-of the mapped file nor BF16. Layout: 8 bytes of header length, a JSON header, then the tensors' data
-without gaps.
+of the mapped file nor BF16. A file consists of 8 bytes that state the length of the header, the
+header in JSON, and the data of the tensors without gaps.
 """
 
 from collections.abc import Callable, Mapping
@@ -31,7 +31,7 @@ SINGLE_NAME = "model.safetensors"
 MAX_HEADER_BYTES = 16 * 1024 * 1024
 MAX_TENSORS = 100_000
 MAX_DIMS = 8
-MAX_TENSOR = 2**48  # max number of elements of a tensor
+MAX_TENSOR = 2**48  # a tensor has fewer elements than this
 # Max commas in the header. This limits the memory that parsing the JSON can allocate.
 _MAX_COMMAS = 16 * MAX_TENSORS
 
@@ -49,7 +49,7 @@ _BITS = {
 
 @dataclass(frozen=True, slots=True)
 class _Entry:
-    """A tensor's dtype, shape and byte range; offsets count from the end of the header."""
+    """A tensor's dtype, shape and byte range. `begin` and `end` count from the header's end."""
 
     name: str
     dtype: str
@@ -146,8 +146,8 @@ def _read_header(file: FileBytes) -> tuple[int, dict[str, Any]]:
     text = file.buffer[8 : 8 + length]
     if not text.startswith(b"{"):
         _fail(where, "the header is not a JSON object")
-    # Each tensor is one JSON object. Counting braces and commas before parsing avoids parsing a
-    # malicious header.
+    # Each tensor is one JSON object. Braces and commas are counted before parsing, because parsing
+    # a malicious header could take much memory.
     if text.count(b"{") > MAX_TENSORS + 2 or text.count(b",") > _MAX_COMMAS:
         _fail(where, f"the header lists more than {MAX_TENSORS} tensors")
     header = parse_json(text, f"{where} header")
@@ -183,7 +183,7 @@ def _read_entry(where: str, name: str, entry: Any) -> _Entry:
 
 
 def _check_layout(where: str, entries: list[_Entry], data_size: int) -> None:
-    """Check that the tensors fill the file after the header, without overlap or gap."""
+    """Check that the tensors fill all bytes after the header, without overlaps or gaps."""
     position = 0
     for entry in sorted(entries, key=lambda entry: (entry.begin, entry.end)):
         if entry.end > data_size:

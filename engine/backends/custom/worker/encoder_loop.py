@@ -1,9 +1,9 @@
 """The engine loop for text encoders. It uses the same messages as the loop for decoders, but each
 answer is an embedding vector.
 
-There is no KV cache and no continuous batching: waiting requests are computed in batches, most
-urgent first. If a batch raises, its requests are computed again one by one. Only those that raise
-alone fail.
+There is no KV cache and no continuous batching. Waiting requests are computed in batches, the most
+urgent first. If a batch raises, its requests are computed again one by one. Only requests that
+raise even alone fail.
 """
 
 import heapq
@@ -121,7 +121,7 @@ class EncoderLoop:
         self._steps = StepCounter()
         self._stats_sent_at = 0.0
         self._stats_step = 0  # number of steps at the last stats message
-        # Whether a batch is being computed, which the watchdog may interrupt.
+        # Whether the encoder is computing a batch, which the watchdog may interrupt.
         self.is_computing = False
         self._pulse.watch(self)
 
@@ -136,7 +136,7 @@ class EncoderLoop:
         self._encoder.close()
 
     def turn(self, idle_timeout_s: float) -> None:
-        """Run one iteration. Blocks for up to `idle_timeout_s` when there is no work."""
+        """Run one iteration. If there is no work, it waits up to `idle_timeout_s` for messages."""
         is_idle = not self._queue
         self._beat(not is_idle)
         self._read_inbox(idle_timeout_s if is_idle else 0.0)
@@ -224,7 +224,9 @@ class EncoderLoop:
         )
 
     def _next_batch(self) -> list[Waiting]:
-        """Take requests from the front of the queue, up to a number of tokens."""
+        """Take requests from the front of the queue, up to `max_batch_tokens` tokens, but at least
+        one request.
+        """
         batch: list[Waiting] = []
         num_tokens = 0
         while self._queue:
@@ -244,7 +246,7 @@ class EncoderLoop:
         except Exception as error:
             log.exception("a batch failed; repeating it row by row", exc_info=error)
             self._step_by_row(batch)
-            # If even a warm-up raises, no request is at fault: the engine ends.
+            # If even a warm-up raises, no request is at fault, and the engine ends.
             warm_up(self._encoder)
         else:
             self._answer(batch, vectors, started_at)

@@ -1,8 +1,8 @@
-"""Entry point of the engine process.
+"""The entry point of the engine process.
 
 The process reads its options from the inherited socket, plans memory, loads the model and sends
 `Ready`. It then serves until its frontend stops it or disappears. If the engine is used as a
-library, there is no such process: `run_engine` is called in a thread.
+library, there is no engine process. Then `run_engine` is called in a thread.
 """
 
 import faulthandler
@@ -74,8 +74,8 @@ def load_encoder(source: ModelSource, options: EngineOptions) -> tuple[Encoder, 
 def load_runner(
     source: ModelSource, options: EngineOptions
 ) -> tuple[ModelRunner, RunnerConfig, MemoryPlan]:
-    """Plan the memory, then load the weights. The plan is logged. It says which sizes were reduced
-    to fit the memory.
+    """Plan the memory, then load the weights. The plan is logged. The log says which sizes were
+    reduced to fit the memory.
     """
     framework = framework_entry(options.framework)
     device = framework.find_device(options.device, options.dtype)
@@ -133,10 +133,9 @@ def build_loop(
     pulse: Pulse | None = None,
     vocabulary: Callable[[], Vocabulary] | None = None,
 ) -> EngineLoop:
-    """Builds the engine loop of a loaded model, with its scheduler, cache, step budget and
-    grammars.
+    """Builds the engine loop of a loaded model, with scheduler, cache, step budget and grammars.
 
-    `vocabulary` is called when the first grammar is compiled.
+    When the first grammar is compiled, `vocabulary` is called to get the vocabulary.
     """
     spec = runner.spec
     scheduler = build_scheduler(spec, options, bytes_per_token)
@@ -250,7 +249,7 @@ def main(
     die_with_parent(parent_pid)
     offer_to_be_killed()
     gc.disable()  # off until the model is loaded, because loading creates almost no garbage
-    # Ignore Ctrl-C: it also reaches the frontend, which decides when the engine ends.
+    # Ctrl-C is ignored, because it also reaches the frontend, which decides when the engine ends.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     faulthandler.register(STACKS_SIGNAL, all_threads=True)
     sock = socket.socket(fileno=socket_fd)
@@ -276,9 +275,9 @@ def keep_all() -> None:
     """Exempt all existing objects from garbage collection, and make the garbage collector run less
     often.
 
-    Objects that exist after loading live until the process ends. Scanning them wastes time, above
-    all during a step. The many small objects of a step are freed by reference counting, so they
-    need not trigger collections.
+    Objects that exist after loading live until the process ends, so scanning them for garbage
+    wastes time. The many small objects of a step are freed by reference counting, so they need not
+    trigger collections.
     """
     gc.freeze()
     gc.set_threshold(GARBAGE_OBJECTS)
@@ -286,8 +285,8 @@ def keep_all() -> None:
 
 
 def _read_options(sock: socket.socket) -> EngineOptions:
-    """Read the options from the socket. A request to examine a model may come before them. Until
-    `Ready` is sent, the only message that may follow them is `Stop`.
+    """Read the options from the socket. Requests to examine a model may come before the options,
+    and are answered. `Stop` or a long silence raises `ConnectionClosedError`.
     """
     channel: SocketChannel[EngineOptions | Examine | Stop] = SocketChannel(
         sock, EngineOptions | Examine | Stop

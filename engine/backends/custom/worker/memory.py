@@ -1,8 +1,9 @@
-"""Plans an engine's memory before anything is loaded: weights, KV blocks, batch and context.
+"""Divides the memory between weights and KV pool, before the model is loaded. This also limits the
+batch size and the context length.
 
-If memory is short, the KV cache is reduced first, then the batch, then the context. Each reduction
-is logged. If not even a short context fits, loading is refused with a message that suggests what
-would fit.
+If memory is short, the KV pool is reduced first, then the batch size, then the context length. Each
+reduction is logged. If not even a short context fits, loading is refused with a message that
+suggests what would fit.
 """
 
 from dataclasses import dataclass, replace
@@ -27,8 +28,8 @@ MIN_TOKENS_PER_SLOT = 128
 
 @dataclass(frozen=True, slots=True)
 class MemoryPlan:
-    """How memory is divided between weights and KV pool. `notes` tell the user which sizes were
-    reduced.
+    """How memory is divided between weights and KV pool, and the resulting limits. `notes` tell the
+    user which sizes were reduced.
     """
 
     weight_bytes: int
@@ -54,11 +55,11 @@ class MemoryPlan:
 
 @dataclass(frozen=True, slots=True)
 class MemoryNeeds:
-    """The memory that a framework needs for a model. It does not depend on the batch size."""
+    """The memory that a framework needs for a model."""
 
     weight_bytes: int
     token_bytes: int  # bytes of keys and values per token
-    # Default size of the KV pool. None: it depends on the available memory.
+    # The default size of the KV pool in bytes. None means that it depends on the free memory.
     usual_pool_bytes: int | None = None
     workspace_bytes: int = WORKSPACE_BYTES  # memory besides the weights and the KV pool
     pool_share: float = POOL_SHARE
@@ -76,11 +77,14 @@ def dense_needs(config: ModelConfig, device: DeviceInfo) -> MemoryNeeds:
 def on_gpu(
     needs: MemoryNeeds, config: ModelConfig, options: EngineOptions, device: DeviceInfo
 ) -> MemoryNeeds:
-    """Memory needs on a GPU. The engine may use a share of the GPU's memory. What the weights, the
-    activations of the largest step and the retained logits leave of it is used for the KV cache.
+    """The memory needs of a model on a GPU. The engine may use a share of the GPU's free memory
+    (`gpu_memory_utilization`). Weights, the activations of the largest step and the retained logits
+    take a part of this share. The KV pool gets the rest.
     """
     value_bytes = DTYPE_BYTES[device.dtype]
     inner = 3 * config.intermediate_size + 8 * config.hidden_size
+    if config.experts is not None:  # each token has a row for each of its experts
+        inner += config.experts.per_token * (config.experts.size + config.hidden_size)
     step = options.max_batch_tokens * inner * value_bytes
     logits = 16 * options.max_slots * config.vocab_size * value_bytes
     spared = int((1 - options.gpu_memory_utilization) * device.free_bytes)
@@ -90,8 +94,8 @@ def on_gpu(
 def plan_memory(
     max_position: int, options: EngineOptions, device: DeviceInfo, needs: MemoryNeeds
 ) -> MemoryPlan:
-    """Divide the device's free memory. `max_position` is the model's max context length. Raises
-    `ResourceError` if the memory is too small even for a short context.
+    """Divide the free memory of the device. `max_position` is the max context length of the model.
+    Raises `ResourceError` if the memory is too small even for a short context.
     """
     weight_bytes, token_bytes = needs.weight_bytes, needs.token_bytes
     available_bytes = device.free_bytes

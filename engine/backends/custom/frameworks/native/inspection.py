@@ -28,7 +28,7 @@ from engine.backends.custom.ir.plan import (
 from engine.backends.custom.ir.rotary import rotary_tables
 from engine.backends.custom.weights.model import ModelSource
 
-# The node of a layer -> the name of its value in the inspection's output.
+# The graph nodes of a layer whose outputs are reported -> the name of that output in the report.
 _NODES = {"attn.o": "attn", "mlp.down": "mlp", "mlp_sum": "out"}
 
 
@@ -59,7 +59,8 @@ def layer_outputs(source: ModelSource, token_ids: Sequence[int]) -> dict[str, ND
 
 
 def layer_times(source: ModelSource, num_tokens: int, repeats: int) -> dict[str, float]:
-    """Seconds per layer in a forward pass over `num_tokens` tokens of a prompt.
+    """Seconds of each part of the model in a forward pass over `num_tokens` prefill tokens. The
+    times of "attn" and "mlp" are means over all layers.
 
     Norms are fused into the matmuls that follow them, so they have no times of their own. `repeats`
     is ignored, because `time_steps` decides how often to repeat the forward pass.

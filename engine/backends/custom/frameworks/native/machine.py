@@ -1,4 +1,5 @@
-"""The CPU resources of this process: cores, NUMA nodes, the container's quota, and kernel speed.
+"""The CPU resources of this process: cores, NUMA nodes, the container's CPU quota, and the speed of
+the kernels.
 
 As a program, this module measures the kernels and prints a `Speed` as JSON. `engine doctor` runs it
 in a separate process, because kernels of a broken build may crash.
@@ -21,9 +22,10 @@ from engine.core.errors import ConfigError
 
 _SYS = Path("/sys")
 _CGROUP_OF_SELF = Path("/proc/self/cgroup")
-_INT8, _BF16 = 1, 2  # codes of the kernels' numerics
-_TOKENS, _SIDE = 128, 1024  # sizes of the timed matmul
-# Bytes that the memory bandwidth test reads: more than most machines' caches, but quick to fill.
+_INT8, _BF16 = 1, 2  # codes in csrc/base/kernels.h for the arithmetic of a matmul
+_TOKENS, _SIDE = 128, 1024  # the timed matmul: tokens, and rows and columns of the matrix
+# Bytes that all threads of the memory bandwidth test read together, unless the min per thread makes
+# it more. Most CPU caches hold less than this. Memory of this size is still quick to fill.
 _READ_BYTES = 128 * 2**20
 _READ_BYTES_PER_THREAD = 16 * 2**20
 _PIECE_BYTES = 2 * 2**20
@@ -42,7 +44,7 @@ class Core:
 class Speed:
     """The speed of the kernels, measured with all threads running at the same time."""
 
-    instruction_sets: tuple[str, ...]  # those of this CPU that have kernels, the best one last
+    instruction_sets: tuple[str, ...]  # of this CPU, if kernels exist for them; the best is last
     threads: int
     read_bytes_per_s: float  # bytes of weights per second that a matmul with one token reads
     int8_ops_per_s: float
@@ -136,7 +138,8 @@ def parse_cpus(text: str) -> list[int]:
 def measure(native: Any, threads: int) -> Speed:
     """Measures the kernels of the CPU's best instruction set. Takes well below a second."""
     rng = np.random.default_rng(0)
-    # Test weights. Any two of these bytes, read as float16, are also a small positive scale.
+    # Test weights. The kernels also read some of these bytes as float16 scales. Any two of them are
+    # a small positive number.
     quants = rng.integers(1, 0x30, _PERIOD, np.uint8)
     floats = rng.standard_normal(_PERIOD // 2, np.float32).view(np.uint16)[1::2].copy()
     operations = 2 * _TOKENS * _SIDE * _SIDE
@@ -144,7 +147,9 @@ def measure(native: Any, threads: int) -> Speed:
     with ThreadPoolExecutor(threads) as pool:
 
         def together(time_one: Callable[[int], float]) -> float:
-            """Runs `time_one` on all threads and sums up how often per second each can run it."""
+            """Runs `time_one` on all threads at once. Returns how often per second all threads
+            together can do this work.
+            """
             return max(
                 sum(1 / each for each in pool.map(time_one, range(threads))) for _ in range(2)
             )
@@ -163,17 +168,18 @@ def measure(native: Any, threads: int) -> Speed:
 
 
 def _matmul_time(native: Any, numerics: int, stored: str, period: NDArray[np.uint8]) -> float:
-    """Seconds of a matmul with a small matrix on this thread: the fastest of several runs."""
+    """Seconds of a matmul with a small matrix on this thread. This is the fastest of six runs."""
     layout, isa = native.layout_of(stored), native.instruction_sets()[-1]
     weights = _aligned(_SIDE // 16 * native.panel_bytes(layout, _SIDE), period)
     return native.bench_matmul(isa, numerics, layout, weights, _SIDE, _SIDE, _TOKENS, 6)
 
 
 def _read_time(native: Any, weights: NDArray[np.uint8], panels: int) -> float:
-    """Seconds in which this thread reads `panels` panels of weights that are not in its cache.
+    """Seconds that this thread takes to read `panels` panels of weights that are not in the CPU's
+    cache.
 
-    This is the median over many small pieces of `weights`. Few small pieces are interrupted by
-    other work on the core.
+    `weights` is read in many small pieces, and the result is the median over all pieces. Other work
+    on the core interrupts only a few pieces, so it hardly changes the median.
     """
     layout, isa = native.layout_of("Q8_0"), native.instruction_sets()[-1]
     piece = panels * native.panel_bytes(layout, _SIDE)
@@ -194,8 +200,8 @@ def _aligned(size: int, period: NDArray[np.uint8]) -> NDArray[np.uint8]:
 
 
 def _spread(cores: list[Core], threads: int) -> list[int]:
-    """Chooses a CPU for each thread. NUMA nodes get equally many threads, or the first nodes one
-    more than the others.
+    """Chooses a CPU for each thread. Each NUMA node gets the same number of threads, if it has
+    enough cores. If the number of threads is not divisible, the first nodes get one more.
     """
     nodes: dict[int, list[int]] = {}
     for core in cores:
@@ -218,8 +224,8 @@ def _cpu_nodes(sys_root: Path) -> dict[int, int]:
 
 
 def _with_parents(mount: Path, path: str) -> list[Path]:
-    """The folder of a cgroup and its parents, without those that do not exist. Inside a container,
-    `path` may be the host's path, which does not exist under the container's own mount.
+    """The folders of a cgroup and of its parents, as far as they exist. Inside a container, `path`
+    may be the host's path, which does not exist under the container's own mount.
     """
     folder = mount / path.lstrip("/")
     inside = [each for each in (folder, *folder.parents) if each.is_relative_to(mount)]

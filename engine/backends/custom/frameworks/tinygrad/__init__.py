@@ -1,4 +1,4 @@
-"""The tinygrad framework. The kernels of a step are captured once per shape and then replayed."""
+"""The tinygrad framework. It captures the kernels of a step once per step size and replays them."""
 
 from typing import TYPE_CHECKING
 

@@ -8,8 +8,8 @@ _INSTALL = "apt-get install clang (or brew install llvm), or name a clang in the
 
 
 def missing_clang() -> str | None:
-    """An error message that says why tinygrad cannot compile for a CPU and what to do. None if it
-    can.
+    """An error message that says why tinygrad cannot compile for a CPU and what to do. None if
+    tinygrad can compile for a CPU.
     """
     compiler = os.environ.get("CC", "clang")
     if shutil.which(compiler) is None:

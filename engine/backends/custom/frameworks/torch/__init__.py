@@ -1,8 +1,8 @@
 """The PyTorch framework, for CUDA and for CPUs.
 
-This module sets the wait policy of OpenMP, which reads it when PyTorch is first imported. By
-default idle threads spin. If another process needs their cores, this makes steps tens of times
-slower.
+This module sets OpenMP's wait policy, which OpenMP reads when PyTorch is first imported. By default
+idle OpenMP threads spin. If another process needs their cores, spinning threads make steps tens of
+times slower.
 """
 
 import os

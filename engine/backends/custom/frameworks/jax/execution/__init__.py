@@ -1,1 +1,1 @@
-"""The JAX model runner: shape buckets, the compiled step, sampling, sharding."""
+"""The JAX model runner, with its shape buckets, compiled steps, sampling and sharding."""

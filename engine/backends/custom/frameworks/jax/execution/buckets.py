@@ -1,7 +1,7 @@
 """The shapes of steps. XLA compiles a program per shape, so steps are padded to one of few shapes.
 
-Decode-only steps and steps with prefill use different programs. Sizes are a min size times powers
-of two. Programs below the min size would hardly be faster.
+Decode-only steps and steps with prefill use different programs. The number of tokens is padded to a
+min size times a power of two. A program for fewer tokens than the min size would hardly be faster.
 """
 
 from dataclasses import dataclass
@@ -15,10 +15,11 @@ from engine.backends.custom.frameworks.layout import Layout
 from engine.backends.custom.frameworks.runs import cut
 from engine.backends.custom.runtime.model_runner import I32, BatchInputs
 
-MIN_ROWS = 8  # decode-only steps are padded to at least this many rows, or to FEW_ROWS
-FEW_ROWS = 2  # not 1, because XLA copies the whole KV cache when only one row is written to it
+# Decode-only steps of up to FEW_ROWS rows are padded to FEW_ROWS, larger ones to MIN_ROWS or more.
+MIN_ROWS = 8
+FEW_ROWS = 2  # not 1, because XLA copies the whole KV cache when only one token is written to it
 MIN_PROMPT_TOKENS = 32
-TILE = 32  # max queries per attention item in steps with prefill
+TILE = 32  # max queries per attention item (see `Work`) in steps with prefill
 MIN_TABLE_TOKENS = 2048
 TABLE_GROWTH = 4
 
@@ -35,8 +36,8 @@ class Bucket(NamedTuple):
 
 @cache
 def step_layout(bucket: Bucket) -> Layout:
-    """The layout of a step's int32 arrays in one vector. Padding is 0, so padding tokens write to
-    block 0, which belongs to no sequence.
+    """The layout of a step's int32 arrays in one vector. All padding is 0, so padding tokens write
+    their keys and values to block 0, which belongs to no sequence.
     """
     tokens, items = bucket.num_tokens, bucket.num_items
     sizes = {
@@ -71,7 +72,7 @@ class Buckets:
     max_slots: int
     block_size: int
     max_seq_len: int
-    chunk: int  # attention reads this many positions at once; block tables are padded to it
+    chunk: int  # attention reads this many positions at once; block tables are padded to multiples
 
     def of(self, inputs: BatchInputs) -> Bucket:
         num_tokens, num_rows = len(inputs.token_ids), len(inputs.slots)

@@ -28,7 +28,7 @@ from engine.core.errors import ConfigError
 from engine.core.store.model_store import store_directory
 
 log = logging.getLogger(__name__)
-# At lower levels, this logger reports all kinds of devices that the machine does not have.
+# Below this level, JAX logs a message for each kind of device that the machine does not have.
 logging.getLogger("jax._src.xla_bridge").setLevel(logging.WARNING)
 
 DTYPES = {"float32": jnp.float32, "bfloat16": jnp.bfloat16, "float16": jnp.float16}
@@ -53,7 +53,9 @@ def find_device(device: str, dtype: str) -> DeviceInfo:
 
 
 def memory_needs(source: ModelSource, options: EngineOptions, device: DeviceInfo) -> MemoryNeeds:
-    """The memory that a model needs: bytes of all weights, and of one token's keys and values."""
+    """The memory that a model needs, in bytes: for all weights, and for the keys and values of one
+    token.
+    """
     needs = dense_needs(source.config, device)
     if not device.name.startswith("cuda"):
         return replace(needs, usual_pool_bytes=USUAL_POOL_BYTES)
@@ -76,7 +78,7 @@ def build_runner(source: ModelSource, config: RunnerConfig) -> JAXRunner:
 
 
 def profiler(runner: ModelRunner, source: ModelSource, config: RunnerConfig) -> Profiler:
-    """A profiler for the runner's calls, which uses XLA's profiler."""
+    """A profiler for the calls of this runner. It uses XLA's profiler."""
     assert isinstance(runner, JAXRunner), runner
     return JAXProfiler(runner)
 

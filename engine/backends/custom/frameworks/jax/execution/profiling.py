@@ -1,4 +1,6 @@
-"""Profiles a runner's calls with XLA's profiler: kernels on a GPU, operations on a CPU."""
+"""Profiles the calls of a JAX runner with XLA's profiler. It measures kernels on a GPU, and XLA
+operations on a CPU.
+"""
 
 import gzip
 import json
@@ -40,8 +42,8 @@ class JAXProfiler:
             self._trace = gzip.decompress(written.read_bytes())
 
     def kernels(self) -> list[KernelTime]:
-        """Times of the operations in compiled programs. XLA numbers operations of one kind, as in
-        `dot.17`; here they are summed up under one name.
+        """Times of the operations in compiled programs. XLA numbers operations of the same kind, as
+        in `dot.17`. Their times are summed up under the name without the number.
         """
         seconds: Counter[str] = Counter()
         calls: Counter[str] = Counter()

@@ -1,8 +1,8 @@
-"""`JAXRunner`. Its `forward` and `sample` each call one compiled function with donated state.
+"""The JAX model runner. Its `forward` and `sample` each call one compiled function.
 
-A call returns as soon as its work is queued; only `JAXPendingTokens.wait` waits for the device. The
-KV cache and the state of the slots are donated: the compiled function updates them in place and
-returns them for the next call.
+A call returns as soon as its work is queued. Only `JAXPendingTokens.wait` waits for the device. The
+KV cache and the state of the slots are donated to the compiled function, which updates them in
+place and returns them for the next call.
 """
 
 from dataclasses import dataclass
@@ -36,7 +36,7 @@ from engine.backends.custom.frameworks.jax.kernels.attention import (
     attention_backend,
 )
 from engine.backends.custom.frameworks.jax.kernels.attention_xla import CHUNK
-from engine.backends.custom.frameworks.jax.kernels.work import AttentionShape, Work
+from engine.backends.custom.frameworks.jax.kernels.work import AttentionShape, PerHead, Work
 from engine.backends.custom.frameworks.jax.layers.linear import Params
 from engine.backends.custom.frameworks.jax.models.base import (
     Model,
@@ -44,6 +44,7 @@ from engine.backends.custom.frameworks.jax.models.base import (
     final_norm,
     head_logits,
 )
+from engine.backends.custom.frameworks.scoring import Scoring
 from engine.backends.custom.frameworks.settings import KEEPS, settings_views
 from engine.backends.custom.runtime.host_sampler import histories, token_words
 from engine.backends.custom.runtime.model_runner import (
@@ -57,8 +58,8 @@ from engine.backends.custom.runtime.model_runner import (
 )
 from engine.backends.custom.runtime.outputs import Sampled, step_output
 
-# Max tokens of a step on a CPU. The activations of larger steps do not fit the L2 cache, so they
-# would not be faster per token.
+# Max tokens of a step on a CPU. The activations of larger steps do not fit the L2 cache, so larger
+# steps are not faster per token.
 MOST_CPU_TOKENS = 512
 
 
@@ -114,16 +115,15 @@ class JAXRunner:
             target_step_s=GPU_STEP_S if on_gpu else None,
         )
         self._params, tree = jax.tree.flatten(params)  # flattened once rather than in every step
-        # The parameters that `sample` needs. Others are left out, because each array argument of a
-        # call costs host time.
+        # The parameters that `sample` needs. Those of the layers are left out, because each array
+        # argument of a call costs host time.
         self._ends = {name: part for name, part in params.items() if name != "layers"}
         self._home = home(P(), mesh, device)
         self._buckets = Buckets(config.max_slots, config.block_size, config.max_seq_len, CHUNK)
         num_slots = config.num_blocks * config.block_size
         shape = (num_slots, 2, model.config.num_kv_heads, model.config.head_dim)
         dtype, pages = params["norm"]["weight"].dtype, home(CACHE_SPEC, mesh, device)
-        # Keys and values of each layer. They start as zeros, because attention multiplies masked
-        # values by 0, and 0 * NaN is NaN.
+        # The KV cache of each layer.
         self._caches = [
             jnp.zeros(shape, dtype, device=pages) for _ in range(model.config.num_layers)
         ]
@@ -194,7 +194,9 @@ class JAXRunner:
         return last
 
     def _histories(self, sampling: SamplingInputs) -> Array:
-        """The token counts of all slots, after adding the token histories that this step brings."""
+        """The token counts of all slots, (max_slots, V). If this step brings the token histories of
+        new sequences, their counts are set first.
+        """
         counts, size = self._counts, self._spec.vocab_size
         if counts is None:
             counts = jnp.zeros((self._spec.max_slots, size), jnp.int32, device=self._home)
@@ -213,9 +215,10 @@ def forward(
     last_token: Array,
     packed: Array,
 ) -> tuple[list[Array], Array, Array]:
-    """The forward pass of a step. `leaves` are the parameters. `last_token` (max_slots,) has the
-    last sampled token of each slot. `caches` are the KV caches of the layers, (slots, 2, K, H) each
-    with key before value. They are donated and written in place.
+    """The forward pass of a step. `leaves` are the model's parameters as a flat list. `last_token`
+    (max_slots,) has the last sampled token of each slot. `caches` are the KV caches of the layers.
+    Each has the shape (slots, 2, K, H), with key before value. They are donated and written in
+    place.
 
     Returns the caches, the residual stream (T, D) of the tokens in `logit_rows`, and for each token
     whether its residual stream is finite after the last layer.
@@ -225,18 +228,19 @@ def forward(
     step = step_layout(bucket).views(packed, {"tables": bucket.table_width})
     token_ids, positions = step["token_ids"], step["positions"]
     token_ids = jnp.where(token_ids >= 0, token_ids, last_token[step["slots"]])
-    window, scale = model.config.sliding_window, model.config.attention_scale
-    shape = AttentionShape(bucket.tile, block_size, window, scale)
     items = (step[name] for name in ("token", "length", "row"))
     work = Work(positions, step["tables"], *items, *step["num_items"])
-    write = partial(write_and_attend, attention, shape)
-    if mesh is not None:
-        heads, pages = P(None, AXIS), CACHE_SPEC
-        given, made = (heads, heads, heads, pages, P(), P()), (heads, pages)
-        write = jax.shard_map(write, mesh=mesh, in_specs=given, out_specs=made, check_vma=False)
 
-    def attend(q: Array, k: Array, v: Array, cache: Array) -> tuple[Array, Array]:
-        return write(q, k, v, cache, step["write_slots"], work)
+    def attend(
+        scoring: Scoring, per_head: PerHead, q: Array, k: Array, v: Array, cache: Array
+    ) -> tuple[Array, Array]:
+        shape = AttentionShape(bucket.tile, block_size, scoring)
+        write = partial(write_and_attend, attention, shape)
+        if mesh is not None:
+            heads, pages = P(None, AXIS), CACHE_SPEC
+            given, made = (P(AXIS), heads, heads, heads, pages, P(), P()), (heads, pages)
+            write = jax.shard_map(write, mesh=mesh, in_specs=given, out_specs=made, check_vma=False)
+        return write(per_head, q, k, v, cache, step["write_slots"], work)
 
     states, caches = decode(model, params, token_ids, positions, attend, caches)
     finite = jnp.isfinite(states[-1].sum(axis=-1, dtype=jnp.float32))
@@ -246,6 +250,7 @@ def forward(
 def write_and_attend(
     attention: AttentionBackend,
     shape: AttentionShape,
+    per_head: PerHead,
     q: Array,
     k: Array,
     v: Array,
@@ -253,11 +258,11 @@ def write_and_attend(
     write_slots: Array,
     work: Work,
 ) -> tuple[Array, Array]:
-    """Writes the keys and values of one layer to the cache, then attends. With several devices,
-    each computes only its own heads.
+    """Writes the keys and values of one layer to the cache, then computes attention. If the model
+    is sharded over several devices, each device computes only its own heads.
     """
     cache = cache.at[write_slots].set(jnp.stack((k, v), axis=1), mode="promise_in_bounds")
-    return attention(q, cache, work, shape), cache
+    return attention(q, cache, work, shape, per_head), cache
 
 
 @partial(jax.jit, static_argnums=(0, 1), donate_argnums=(4, 5))
@@ -274,8 +279,8 @@ def sample_step(
 ) -> tuple[Array, Array | None, Sampled, Array | None]:
     """Computes logits from the residual stream `states` and samples a token per row.
 
-    Returns the new `last_token` and `counts`, the sampled tokens, and the hidden states if they
-    are wanted.
+    Returns the new `last_token` and `counts`, the sampled tokens, and the hidden states, or None if
+    `traits.keeps_hidden` is false.
     """
     layout = settings_layout(traits, len(last_token))
     settings = settings_views(layout, packed, jnp.float32)

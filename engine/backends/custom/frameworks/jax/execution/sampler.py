@@ -1,5 +1,5 @@
-"""Samples tokens in pure functions that JAX compiles. `runtime/host_sampler.py` has the same
-semantics.
+"""Samples tokens on the device, in pure functions that JAX compiles. They implement the same
+semantics as `runtime/host_sampler.py`, which samples on the host.
 """
 
 from collections.abc import Mapping
@@ -53,8 +53,9 @@ def sample(
 
 
 def penalize(logits: Array, counts: Array, settings: Settings) -> Array:
-    """Applies the penalties. The repetition penalty makes tokens of prompt and output less likely
-    by a factor. Frequency and presence penalties are subtracted, for tokens of the output only.
+    """Applies the penalties to the logits. The repetition penalty is a factor for tokens of prompt
+    and output. Frequency and presence penalties are subtracted from the logits of tokens that the
+    output already has.
     """
     num_output = (counts // PER_OUTPUT).astype(jnp.float32)
     repetition = settings["repetition"][:, None]
@@ -72,8 +73,8 @@ def apply_mask(logits: Array, mask: Array) -> Array:
 
 
 def random_sample(logits: Array, settings: Settings, traits: Traits, words: Array) -> Array:
-    """Samples one token per row, (R,). Rows with temperature 0 are sampled at temperature 1; the
-    caller ignores their tokens.
+    """Samples one token per row, (R,). Rows with temperature 0 are sampled at temperature 1, and
+    the caller replaces their tokens by the greedy ones.
     """
     temperature = jnp.where(settings["temperature"] > 0, settings["temperature"], 1)
     logits = logits / temperature[:, None]
@@ -92,7 +93,7 @@ def keep_top_k(logits: Array, top_k: Array) -> Array:
     wanted = jnp.where(top_k > 0, top_k, logits.shape[1])[:, None]
     bits = lax.bitcast_convert_type(logits, jnp.uint32)
     sign = jnp.uint32(1 << 31)
-    order = jnp.where(bits >= sign, ~bits, bits | sign)  # uint32 that sorts like the floats
+    order = jnp.where(bits >= sign, ~bits, bits | sign)  # uint32 values that sort like the floats
 
     def try_bit(index: Array, floor: Array) -> Array:
         higher = floor | (sign >> index.astype(jnp.uint32))
@@ -104,8 +105,9 @@ def keep_top_k(logits: Array, top_k: Array) -> Array:
 
 
 def keep_likely(logits: Array, top_p: Array, min_p: Array) -> Array:
-    """Applies top-p and min-p: sets the logits of too unlikely tokens to -inf. Min-p is a fraction
-    of the best token's probability. Top-p always keeps the best token.
+    """Applies top-p and min-p: sets the logits of tokens below either threshold to -inf. The min-p
+    threshold is `min_p` times the probability of the likeliest token. Top-p always keeps the
+    likeliest token.
     """
     probs = jax.nn.softmax(logits, axis=-1)
     floor = probs.max(axis=-1, keepdims=True) * min_p[:, None]
@@ -124,7 +126,8 @@ def nucleus_floor(probs: Array, target: Array) -> Array:
     lowest = jnp.full(len(probs), 2.0**-63, jnp.float32)
 
     def try_bit(index: Array, floor: Array) -> Array:
-        higher = floor | (1 << (28 - index))  # bits that vary in 2 ** -63 .. 1, highest excluded
+        # Floats from 2 ** -63 to 1 have bit 29 set, so the search starts at bit 28.
+        higher = floor | (1 << (28 - index))
         least = lax.bitcast_convert_type(higher, jnp.float32)[:, None]
         mass = jnp.where(probs >= least, probs, 0).sum(axis=1)
         return jnp.where(mass >= target, higher, floor)

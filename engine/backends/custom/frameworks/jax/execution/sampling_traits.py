@@ -1,4 +1,6 @@
-"""The compile-time properties of a step's sampling, and the layout of its settings."""
+"""The properties of a step's sampling that are known at compile time, and the layout of the
+sampling settings in one vector.
+"""
 
 from functools import cache
 from typing import NamedTuple
@@ -16,12 +18,14 @@ NUM_TOPS = (0, 5, 20)
 
 
 class Traits(NamedTuple):
-    """The properties that `sample_step` is compiled for."""
+    """The properties of a step's sampling. A version of `sample_step` is compiled for each
+    combination of these values.
+    """
 
     num_rows: int  # number of rows, with padding
     num_biases: int  # number of logit biases in all rows, with padding
-    samples: bool  # some row's temperature is above 0
-    filters: bool  # some row uses top-k, top-p or min-p
+    samples: bool  # whether some row's temperature is above 0
+    filters: bool  # whether some row uses top-k, top-p or min-p
     num_top: int | None  # number of top log-probabilities; None: no log-probabilities at all
     keeps_hidden: bool
 
@@ -53,8 +57,8 @@ def _num_top(wanted: int, vocab_size: int) -> int | None:
 
 @cache
 def settings_layout(traits: Traits, max_slots: int) -> Layout:
-    """The layout of the arrays of `frameworks/settings.py`. The spare slot, which no sequence uses,
-    is the slot after the last.
+    """The layout of the arrays of `frameworks/settings.py` in one vector. The spare slot, which no
+    sequence uses, has the number `max_slots`.
     """
     sizes = settings.settings_sizes(traits.num_rows, traits.num_biases)
     return Layout(sizes, settings.PADS | {settings.KEEPS: max_slots})

@@ -1,7 +1,7 @@
 """Tensor parallelism: the axis along which each parameter is sharded over the devices.
 
-The matrices for q, k, v, gate and up are sharded by rows, the output and down projections by
-columns. Attention and MLP then each need one all-reduce at the end, which XLA inserts.
+The matrices for q, k, v, gate and up are sharded by rows. The output and down projections are
+sharded by columns. Attention and MLP then each need one all-reduce at the end, which XLA inserts.
 """
 
 import jax
@@ -18,12 +18,15 @@ BY_COLUMNS = frozenset({"o", "down"})
 
 
 def make_mesh(devices: list[jax.Device], config: ModelConfig) -> Mesh | None:
-    """A mesh of the devices, or None for a single device. Raises `ConfigError` if the model's heads
-    or feed-forward values cannot be divided evenly among the devices.
+    """A mesh of the devices, or None for a single device. Raises `ConfigError` if the model's KV
+    heads or its feed-forward width cannot be divided evenly among the devices, or if it has
+    experts.
     """
     count = len(devices)
     if count == 1:
         return None
+    if config.experts is not None:
+        raise ConfigError("a mixture of experts runs on one JAX device; name one device")
     shared = {"key heads": config.num_kv_heads, "feed-forward values": config.intermediate_size}
     for name, size in shared.items():
         if size % count:

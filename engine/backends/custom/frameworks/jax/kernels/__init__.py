@@ -1,1 +1,1 @@
-"""Paged attention for JAX: XLA operations on every device, Pallas on GPUs."""
+"""Paged attention for JAX in two versions: XLA operations for all devices, Pallas for GPUs."""

@@ -1,7 +1,8 @@
-"""Attention backends. The queries of a batch, prefill and decode, attend to the keys and values in
-the paged cache.
+"""The attention backends of JAX. A backend computes paged attention for a batch, which may mix
+prefill and decode.
 
-Backends differ only in speed. All are tested against plain attention over one sequence.
+Backends differ only in speed. Each backend is tested against `causal_attention`, which attends over
+one sequence without a cache.
 """
 
 from typing import Protocol
@@ -11,14 +12,17 @@ from jax import Array
 from engine.backends.custom.architectures.base import ModelConfig
 from engine.backends.custom.frameworks.jax.kernels.attention_pallas import pallas_attention
 from engine.backends.custom.frameworks.jax.kernels.attention_xla import xla_attention
-from engine.backends.custom.frameworks.jax.kernels.work import AttentionShape, Work
+from engine.backends.custom.frameworks.jax.kernels.work import AttentionShape, PerHead, Work
 from engine.core.errors import ConfigError
 
 
 class AttentionBackend(Protocol):
-    def __call__(self, q: Array, cache: Array, work: Work, shape: AttentionShape) -> Array:
-        """Attention of one layer: q (T, N, H) -> (T, N, H). Padding tokens' results are undefined.
-        cache (slots, 2, K, H), key before value, already has the keys and values of this step.
+    def __call__(
+        self, q: Array, cache: Array, work: Work, shape: AttentionShape, per_head: PerHead
+    ) -> Array:
+        """Attention of one layer: queries q (T, N, H) -> outputs (T, N, H). The outputs of padding
+        tokens are undefined. `cache` (slots, 2, K, H) has the key, then the value of each slot. It
+        already contains the keys and values of this step.
         """
         ...
 
@@ -30,8 +34,8 @@ ATTENTION: dict[str, AttentionBackend] = {"xla": xla_attention, "pallas": pallas
 def attention_backend(
     name: str, config: ModelConfig, platform: str, num_slots: int
 ) -> AttentionBackend:
-    """The attention backend `name`. "auto" is Pallas on a GPU if Pallas supports the head size,
-    else XLA.
+    """The attention backend with this name. "auto" chooses Pallas on a GPU if Pallas supports the
+    head size, else XLA.
     """
     if name == "auto":
         can_tile = config.head_dim >= 16 and config.head_dim & (config.head_dim - 1) == 0

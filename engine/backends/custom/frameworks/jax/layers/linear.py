@@ -9,14 +9,14 @@ Params = dict  # a pytree: names to arrays or to nested dictionaries
 
 
 def precision(dtype: jnp.dtype) -> str:
-    """JAX's precision setting for a matmul. It makes float32 matmuls exact on GPUs, which would
-    otherwise use TF32 on tensor cores.
+    """JAX's precision setting for a matmul of this dtype. For float32 it is "highest". With the
+    default, GPUs would round float32 inputs to TF32.
     """
     return "highest" if dtype == jnp.float32 else "default"
 
 
 def einsum(formula: str, a: Array, b: Array) -> Array:
-    """`jnp.einsum` that accumulates in float32 and returns float32, whatever the arrays' dtype."""
+    """As `jnp.einsum`, but accumulates in float32 and returns float32 for inputs of any dtype."""
     exact = precision(a.dtype)
     return jnp.einsum(formula, a, b, precision=exact, preferred_element_type=jnp.float32)
 
@@ -27,5 +27,5 @@ def linear(params: Params, x: Array) -> Array:
 
 
 def embedding(params: Params, ids: Array) -> Array:
-    """Table lookup: (T,) -> (T, D)"""
+    """Looks up the embeddings of token ids or positions: (T,) -> (T, D)"""
     return params["weight"].at[ids].get(mode="clip")

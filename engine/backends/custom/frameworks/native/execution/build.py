@@ -35,23 +35,25 @@ from engine.backends.custom.runtime.model_runner import (
     RunnerConfig,
     RunnerSpec,
 )
-from engine.backends.custom.weights.model import ModelSource, Weight
+from engine.backends.custom.weights.model import ModelSource
+from engine.backends.custom.weights.weight import Weight
 from engine.backends.custom.worker.memory import MIB, MemoryNeeds
 from engine.core.errors import ConfigError
 
 log = logging.getLogger(__name__)
 
 KERNELS = "engine.backends.custom.frameworks.native._native"
-STORED = "stored"  # dtype: weights keep the file's type, which also decides the arithmetic
+STORED = "stored"  # a dtype: weights keep their type in the file, which decides the arithmetic
 KV_TYPES = ("float32", "bfloat16", "int8")
-TOKENS, POSITIONS = "embed.weight", "position.weight"  # lookup tables, not matmul weights
+TOKENS, POSITIONS = "embed.weight", "position.weight"  # tables of token and position embeddings
 TILE_TOKENS = 16  # positions per tile of the paged KV cache
-# Min prefill tokens of a step that has any, on CPUs without bfloat16 kernels. There, computing many
-# tokens together saves nothing.
+# Min prefill tokens of a step that has any prefill, on CPUs without bfloat16 kernels. On these
+# CPUs, computing many tokens together saves nothing.
 ROW_TOKENS = 12
-STEP_TOKENS = 512  # max tokens per step; the activations of more do not fit the L2 cache
+STEP_TOKENS = 512  # max tokens per step; activations of larger steps do not fit the L2 cache
 USUAL_POOL_BYTES = 224 * MIB
-# Smaller models are not cached on disk: packing them takes less time than opening a cache file.
+# Packed weights of models smaller than this are not cached on disk. Packing them takes less time
+# than opening a cache file.
 MIN_CACHED_BYTES = 32 * MIB
 # The index of each name is its code in csrc/base/layout.h or csrc/base/kernels.h.
 LAYOUTS = ("Q4", "Q4G16", "Q8", "Q8M", "Q8G16", "F16", "BF16", "F32")
@@ -67,7 +69,8 @@ class Numbered:
     matrices: Mapping[str, int]
     vectors: Mapping[str, int]
     biases: Mapping[str, int]  # matrix name -> index of its bias
-    # Copies of matrices in int8 with a scale per row, for steps of many tokens. By matrix name.
+    # Matrix name -> number of the matrix's per-channel int8 copy. With `--numerics fast`, steps of
+    # many tokens use these copies.
     per_channel: Mapping[str, int]
 
     def vector(self, name: str | None) -> int:
@@ -126,18 +129,20 @@ def kv_token_bytes(config: ModelConfig, stored_as: str) -> int:
 
 
 def _packed_bytes(weight: Weight) -> int:
-    """Bytes of a weight after packing for the kernels. Some file types take fewer bytes."""
+    """Bytes of a weight after packing for the kernels. This may be more than its bytes in the
+    file.
+    """
     native, shape = kernels(), weight.spec.shape
     if len(shape) == 1:
         return 4 * shape[0]
     panels = -(-shape[0] // PANEL_ROWS)
-    bytes_of_panel: int = native.panel_bytes(native.layout_of(weight.tensor.dtype), shape[1])
+    bytes_of_panel: int = native.panel_bytes(native.layout_of(weight.kernel_dtype), shape[1])
     return panels * bytes_of_panel
 
 
 def _per_channel_bytes(source: ModelSource) -> int:
-    """Bytes of the extra int8 weights of `--numerics fast`, which have one scale per row. 0 if this
-    CPU has no kernels for them.
+    """Bytes of the per-channel int8 copies of weights that `--numerics fast` needs. 0 if this CPU
+    has no kernels for them.
     """
     native = kernels()
     if not native.has_per_channel(native.instruction_sets()[-1]):
@@ -148,14 +153,16 @@ def _per_channel_bytes(source: ModelSource) -> int:
         if len(weight.spec.shape) == 1 or name in tables:
             continue
         rows, columns = weight.spec.shape
-        layout = LAYOUTS[native.layout_of(weight.tensor.dtype)]
+        layout = LAYOUTS[native.layout_of(weight.kernel_dtype)]
         if matmul_kernel(layout, Machine(threads=1), Precision()).decode == "int8":
             total += -(-rows // PANEL_ROWS) * native.per_channel_panel_bytes(columns)
     return total
 
 
 def build_runner(source: ModelSource, config: RunnerConfig) -> NativeRunner:
-    """Loads the weights, passes plans and weights to the C++ executor, allocates the KV cache."""
+    """Loads the weights, passes them and the plans to the C++ executor, and allocates the KV
+    cache.
+    """
     from engine.backends.custom.frameworks.native.machine import choose_cpus, default_threads
     from engine.backends.custom.frameworks.native.weights.cache import PackedCache
     from engine.backends.custom.frameworks.native.weights.loading import load_weights
@@ -208,8 +215,8 @@ def build_runner(source: ModelSource, config: RunnerConfig) -> NativeRunner:
 def _add_per_channel(
     model: Any, plan: ExecutionPlan, matrices: Mapping[str, int]
 ) -> dict[str, int]:
-    """Requantizes weights to int8 with one scale per row, if this CPU has kernels for them. Returns
-    their numbers in the executor by matrix name.
+    """Adds a copy of each int8 matmul's matrix, requantized to per-channel int8, to the executor.
+    Returns the number of each copy by matrix name; empty if this CPU has no kernels for them.
     """
     if not kernels().has_per_channel(plan.machine.instruction_set):
         return {}
@@ -219,7 +226,7 @@ def _add_per_channel(
 
 
 def add_program(model: Any, plan: ExecutionPlan, weights: Numbered) -> None:
-    """Passes a plan to the C++ executor, which knows weights by number and types by code."""
+    """Passes a plan to the C++ executor, which refers to weights by number and to types by code."""
     model.begin_program(plan.capacity.tokens)
     for step in plan.steps:
         if isinstance(step, EmbedStep):
@@ -324,14 +331,16 @@ def profiler(runner: ModelRunner, source: ModelSource, config: RunnerConfig) -> 
 
 
 def machine_with(threads: int) -> Machine:
-    """The capabilities of this CPU with this many threads, for the planner."""
+    """The capabilities of this CPU when `threads` threads compute, for the planner."""
     native = kernels()
     instruction_set = native.instruction_sets()[-1]
     return Machine(threads, instruction_set, native.has_bf16(instruction_set))
 
 
 def plans_for(source: ModelSource, config: RunnerConfig, machine: Machine) -> list[ExecutionPlan]:
-    """One plan per size class of steps. The plans differ only in sizes and in the work split."""
+    """The execution plans of a model, one for each class of step sizes. They differ only in the
+    sizes of buffers and in how work is split among threads.
+    """
     layout_of = kernels().layout_of
     max_tokens = max(config.max_batch_tokens, config.max_slots)
     cache = plan_cache(
@@ -339,7 +348,7 @@ def plans_for(source: ModelSource, config: RunnerConfig, machine: Machine) -> li
         machine,
         max_tokens,
         min(max_tokens, config.max_slots + MAX_SCORED),
-        lambda name: LAYOUTS[layout_of(source.weights[name].tensor.dtype)],
+        lambda name: LAYOUTS[layout_of(source.weights[name].kernel_dtype)],
         Precision(
             config.dtype == "float32", _kv_type(config.kv_dtype, config.dtype, config.numerics)
         ),

@@ -12,7 +12,7 @@ from engine.backends.custom.frameworks.native.execution.runner import NativeRunn
 from engine.backends.custom.runtime.model_runner import KernelTime
 
 _US = 1e6
-_HOST, _KERNELS = 1, 2  # lanes of the trace
+_HOST, _KERNELS = 1, 2  # the two rows of the trace: runner calls, and kernels
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,8 +24,8 @@ class Event:
 
 
 class NativeProfiler:
-    """Profiles the calls of a native runner, which are synchronous. `labels` are the names of the
-    plan steps, in order.
+    """Profiles the calls of a native runner. They are synchronous, so `barrier` has nothing to wait
+    for. `labels` are the names of the plan steps, in the order of the plan.
     """
 
     def __init__(self, runner: NativeRunner, labels: Sequence[str]) -> None:
@@ -83,8 +83,8 @@ class NativeProfiler:
         path.write_text(json.dumps({"traceEvents": lanes + events}))
 
     def _note_steps(self, ended_at: float) -> None:
-        """Adds the plan steps of the last call to the trace. They ran without gaps, and the last
-        step ended with the call, at `ended_at`.
+        """Adds the plan steps of the last `forward` call to the trace. The plan steps ran one after
+        another without gaps. The last plan step ended with the call, at `ended_at`.
         """
         spent = self._model.op_seconds()
         began_at = ended_at - sum(spent)

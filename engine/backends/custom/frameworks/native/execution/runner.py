@@ -1,4 +1,6 @@
-"""`NativeRunner`. Its `forward` and `sample` are one C++ call each, which releases the GIL."""
+"""The native model runner. Its `forward` and `sample` make one C++ call each, which releases the
+GIL while it runs.
+"""
 
 from dataclasses import dataclass
 from typing import Any
@@ -90,8 +92,8 @@ class NativeRunner:
         del self._model
 
     def _token_ids(self, inputs: BatchInputs) -> I32:
-        """The step's token ids. FROM_DEVICE is replaced by the last token that was sampled for the
-        sequence.
+        """The token ids of the step. Each FROM_DEVICE in `inputs.token_ids` is replaced by the last
+        token that was sampled for the sequence.
         """
         if inputs.token_ids.min(initial=0) >= 0:
             return inputs.token_ids

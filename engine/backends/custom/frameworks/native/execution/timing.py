@@ -1,4 +1,6 @@
-"""Measures the time of each plan step on this machine, in forward passes as a server runs them."""
+"""Measures the time of each plan step on this machine. The forward passes that are timed are like
+those of a server.
+"""
 
 import time
 from collections.abc import Sequence
@@ -21,7 +23,7 @@ from engine.core.errors import ConfigError
 
 WARM_UPS = 3
 MIN_FORWARDS, MAX_FORWARDS = 20, 200
-MIN_SECONDS = 1.0  # forward passes are repeated for at least this long, but at most MAX_FORWARDS
+MIN_SECONDS = 1.0  # timed passes are repeated for this long, but at most MAX_FORWARDS times
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,12 +34,12 @@ class Timing:
 
     steps: tuple[float, ...]  # seconds of each plan step, in plan order
     forward: float  # seconds of the whole forward pass
-    forwards: int  # number of passes in the faster half
+    forwards: int  # number of forward passes in the faster half
 
 
 def runner_config(tokens: int, sequences: int, context: int) -> RunnerConfig:
-    """A server's usual settings, with a KV cache for `sequences` sequences of `context` tokens and
-    steps of up to `tokens` tokens.
+    """The default settings of a server. The KV cache has room for `sequences` sequences of
+    `context` tokens each, and a step may have at least `tokens` tokens.
     """
     usual = _usual_options()
     return RunnerConfig(
@@ -56,7 +58,7 @@ def runner_config(tokens: int, sequences: int, context: int) -> RunnerConfig:
 
 def time_steps(source: ModelSource, config: RunnerConfig, tokens: int, is_prompt: bool) -> Timing:
     """Times forward passes. With `is_prompt`, a pass computes the last `tokens` tokens of one
-    prompt; otherwise one decode token for each of `tokens` sequences.
+    prompt. Otherwise it computes one decode token for each of `tokens` sequences.
 
     Each sequence is `config.max_seq_len` tokens long, and its earlier tokens are in the KV cache.
     """
@@ -119,8 +121,8 @@ class _Inputs:
     def make(
         self, rows: Sequence[int], start: int, stop: int, is_prompt: bool, logits: bool
     ) -> BatchInputs:
-        """A batch with the tokens `start` to `stop - 1` of the sequences `rows`. With `logits`, it
-        asks for the logits of the last token of each sequence.
+        """A batch with the tokens `start` to `stop - 1` of the sequences `rows`. With `logits`, the
+        logits of each sequence's last token are computed too.
         """
         slots = np.array(rows, np.int32)
         positions = np.arange(start, stop, dtype=np.int32)

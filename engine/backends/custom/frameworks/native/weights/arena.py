@@ -21,7 +21,11 @@ _ALIGNMENT = 64
 
 
 class MatrixParts(Protocol):
-    """Weights that a kernel reads as one matrix. `biases` has one name per part, or is empty."""
+    """A matrix as a kernel reads it. It consists of one or more weights of the model, for example
+    of q, k and v. `parts` are their names. `biases` has one name per part, or is empty.
+
+    If the matrix is interleaved, panels of 16 rows from each part alternate.
+    """
 
     @property
     def name(self) -> str: ...
@@ -34,8 +38,8 @@ class MatrixParts(Protocol):
 
 
 class Panels(NamedTuple):
-    """A matrix, packed in panels of 16 rows. `rows` includes padding rows between interleaved
-    parts, but not those at the end.
+    """A matrix that is packed in panels of 16 rows. If parts are interleaved, `rows` counts their
+    padding rows; otherwise it does not count the padding rows that fill the last panel.
     """
 
     layout: int
@@ -76,7 +80,9 @@ class ArenaPlan:
     num_bytes: int = 0
 
     def add(self, place: Place) -> Place:
-        """Appends a place and returns it. The next place starts at the next aligned offset."""
+        """Appends a place to the arena and returns this place. The next place may start at the next
+        multiple of 64 bytes.
+        """
         self.num_bytes = _round_up(place.offset + place.num_bytes, _ALIGNMENT)
         return place
 
@@ -91,8 +97,8 @@ class ArenaPlan:
 def plan_arena(
     source: ModelSource, matrices: Sequence[MatrixParts], vectors: Sequence[str]
 ) -> ArenaPlan:
-    """Places all weights: first the vectors, then the matrices in the given order. The bias of a
-    matrix comes before it.
+    """Assigns an offset to each weight: first to the vectors, then to the matrices in the given
+    order. The bias of a matrix is directly before the matrix.
     """
     plan = ArenaPlan()
     for name in vectors:
@@ -107,8 +113,8 @@ def plan_arena(
 
 
 def stacked_bias(source: ModelSource, matrix: MatrixParts) -> NDArray[np.float32]:
-    """The biases of all parts as one vector in the order of the matrix's rows. Padding rows have
-    bias 0.
+    """The biases of all parts of a matrix as one vector, in the order of the matrix's rows. The
+    bias of a padding row is 0.
     """
     parts = [source.weights[name].numpy() for name in matrix.biases]
     stacked = np.zeros(_padded_rows(source, matrix), np.float32)
@@ -139,7 +145,7 @@ def _padded_rows(source: ModelSource, matrix: MatrixParts) -> int:
 
 def _matrix_place(source: ModelSource, matrix: MatrixParts, offset: int) -> MatrixPlace:
     weights = [source.weights[name] for name in matrix.parts]
-    layouts = {_native.layout_of(weight.tensor.dtype) for weight in weights}
+    layouts = {_native.layout_of(weight.kernel_dtype) for weight in weights}
     columns = {weight.spec.shape[1] for weight in weights}
     if len(layouts) != 1 or len(columns) != 1:
         raise ModelFormatError(

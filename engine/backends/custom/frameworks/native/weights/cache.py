@@ -36,8 +36,8 @@ log = logging.getLogger(__name__)
 
 SUFFIX = ".packed"
 _GIB = 1024**3
-# A killed process leaves its temporary file behind. An older file is removed, because no running
-# process takes this long to write.
+# A killed process leaves its temporary file behind. A temporary file is removed once its mtime is
+# this old, because no running process takes this long to write a file.
 _ABANDONED_SECONDS = 3600
 
 
@@ -48,8 +48,8 @@ def cache_directory() -> Path:
 
 @dataclass(frozen=True, slots=True)
 class PackedCache:
-    """A folder of files with packed weights. A new file may take at most the share `free_share` of
-    the free disk space.
+    """A folder of files with packed weights. All files together take at most `max_bytes`. A new
+    file may take at most the fraction `free_share` of the free disk space.
     """
 
     directory: Path = field(default_factory=cache_directory)
@@ -65,7 +65,9 @@ class PackedCache:
         return self.directory / f"{source.path.stem[:64]}-{digest}{SUFFIX}"
 
     def open(self, path: Path, key: bytes, num_bytes: int) -> NDArray[np.uint8] | None:
-        """The packed weights in `path`, memory-mapped; None if the file is missing or invalid."""
+        """Memory-maps the packed weights in `path`. Returns None if the file is missing or invalid,
+        or does not have this key and size.
+        """
         try:
             arena = map_packed(path, key, num_bytes)
             with suppress(OSError):  # the disk may be read-only
@@ -81,7 +83,8 @@ class PackedCache:
 
     def write(self, path: Path, key: bytes, arena: NDArray[np.uint8]) -> bool:
         """Writes packed weights to `path`. If the cache would become too large, first removes the
-        least recently used files.
+        least recently used files. Returns whether the file was written. A failure only logs a
+        warning.
         """
         try:
             self.directory.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -124,20 +127,20 @@ def cache_key(
     """The key of a cache file: a digest of the identity of the model's files, the storage types of
     its weights and the packed layout.
 
-    Reads only the headers of the files. None if a file was replaced since it was opened.
+    Reads only the headers of the model's files. Returns None if a model file was replaced since it
+    was opened.
     """
     files = [_identity(source, file) for file in source.checkpoint.files]
     if None in files:
         return None
     stored = [
-        (weight.spec.name, weight.tensor.name, weight.tensor.dtype, weight.transform)
+        (weight.spec.name, weight.tensor.name, weight.tensor.dtype, astuple(weight.transform))
         for weight in source.weights.values()
     ]
     facts = {
         "version": (__version__, _native.LAYOUT_VERSION),
         "files": files,
         "stored": stored,
-        "head_dim": source.config.head_dim,
         "matrices": [(m.name, m.parts, m.biases, m.interleaved) for m in matrices],
         "places": [
             [(name, astuple(place)) for name, place in places.items()]
@@ -148,8 +151,8 @@ def cache_key(
 
 
 def _identity(source: ModelSource, file: FileBytes) -> tuple[str, int, int, str] | None:
-    """A file's path, size, mtime and a digest of everything before its first tensor. None if the
-    file was replaced since it was opened.
+    """A model file's path, size and mtime, and a digest of its header, which is everything before
+    its first tensor. None if the file was replaced since it was opened.
     """
     status = _status(file.path)
     if status is None or any(

@@ -1,5 +1,5 @@
-"""Loads weights for the kernels. They are mapped from the cache on disk if it has them; else they
-are packed and written to the cache.
+"""Loads packed weights for the kernels. If the cache on disk has the packed weights, they are
+mapped from there. Otherwise the model's weights are packed, and the result is written to the cache.
 """
 
 import mmap
@@ -23,13 +23,14 @@ from engine.backends.custom.frameworks.native.weights.arena import (
     stacked_bias,
 )
 from engine.backends.custom.frameworks.native.weights.cache import PackedCache, cache_key
-from engine.backends.custom.weights.model import ModelSource, Weight
+from engine.backends.custom.weights.model import ModelSource
+from engine.backends.custom.weights.weight import Weight
 from engine.core.errors import ModelFormatError
 
-Progress = Callable[[int, int], None]  # is called with the bytes packed so far, and the total bytes
+Progress = Callable[[int, int], None]  # arguments: bytes packed so far, total bytes
 
-# Weights are packed in batches of about this size. After each batch, progress is reported and the
-# pages of the model file that were read are released.
+# Weights are packed in batches of about this size. After each batch, progress is reported, and the
+# pages of the model's files that the batch read are released.
 _BATCH_BYTES = 32 * 1024 * 1024
 
 
@@ -40,8 +41,8 @@ def pack(
     threads: int,
     progress: Progress | None = None,
 ) -> NDArray[np.uint8]:
-    """Packs all weights. Returns the whole arena, read-only. Afterwards no pages of the model's
-    files are resident.
+    """Packs all weights into one arena, as `plan` says, and returns the arena as a read-only array.
+    Afterwards no pages of the model's files are resident.
     """
     arena = _fresh_memory(plan.num_bytes)
     for name, place in plan.vectors.items():
@@ -68,8 +69,8 @@ def pack(
 
 
 def _fresh_memory(num_bytes: int) -> NDArray[np.uint8]:
-    """Zeroed memory. It uses huge pages if the system has them, for fewer page faults and TLB
-    misses.
+    """Allocates zeroed memory. The memory uses huge pages if the system has them, for fewer page
+    faults and TLB misses.
     """
     memory = mmap.mmap(-1, max(1, num_bytes), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     if hasattr(mmap, "MADV_HUGEPAGE"):
@@ -100,14 +101,13 @@ def _job(
 
 
 def _part(weight: Weight) -> tuple[Any, ...]:
-    tensor = weight.tensor
-    transposed = weight.transform == "transpose"
-    return (tensor.dtype, tensor.raw(), weight.spec.shape[0], weight.row_order(), transposed)
+    raw, order, transposed = weight.kernel_rows()
+    return (weight.kernel_dtype, raw, weight.spec.shape[0], order, transposed)
 
 
 def let_go(source: ModelSource) -> None:
-    """Releases the pages of the model's files that were read. Until then, they count as memory of
-    this process.
+    """Releases the pages of the model's files that were read. Pages that are not released count as
+    memory of this process.
     """
     for file in source.checkpoint.files:
         if isinstance(file.buffer, mmap.mmap):
@@ -119,8 +119,8 @@ _LEAST_URGENT = 19
 
 @dataclass(frozen=True, slots=True)
 class PackedWeights:
-    """The packed weights by name, as read-only views. A bias has the name of its matrix, and is
-    padded like the matrix's rows.
+    """The packed weights by name, as read-only views. A bias has the name of its matrix. Its length
+    is padded to a multiple of 16, as the matrix's rows are.
     """
 
     matrices: dict[str, Panels]
@@ -128,7 +128,7 @@ class PackedWeights:
     vectors: dict[str, NDArray[np.float32]]
     num_bytes: int
     from_cache: bool
-    writer: threading.Thread | None  # the thread that writes the cache file; None: nothing to write
+    writer: threading.Thread | None  # writes the cache file; None: no file is written
 
 
 def load_weights(
@@ -140,8 +140,8 @@ def load_weights(
     cache: PackedCache | None,
     progress: Progress | None = None,
 ) -> PackedWeights:
-    """Maps all weights from the cache, or packs them. Afterwards the pages of the model's files are
-    released, and the source may be closed.
+    """Maps the packed weights from the cache, or packs them if the cache does not have them.
+    Afterwards the pages of the model's files are released, and the source may be closed.
     """
     plan = plan_arena(source, matrices, vectors)
     key = cache_key(source, matrices, plan) if cache is not None else None

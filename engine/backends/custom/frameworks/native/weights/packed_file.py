@@ -1,9 +1,9 @@
 """A file of packed weights: a header page, then the bytes of the arena as in memory.
 
 The header ends with a digest of the header itself. A file is valid only if this digest, the key and
-the file size match. Its mtime must also equal the mtime in the header, because any later write
-changes the mtime. The header also has a digest of the data. Only `verify` checks it, because that
-takes reading the whole file.
+the file size match. The file's mtime must also equal the mtime in the header, because any later
+write changes the mtime. The header also has a digest of the data. Only `verify` checks this digest,
+because the check reads the whole file.
 """
 
 import hashlib
@@ -35,7 +35,8 @@ class Header:
     key: bytes
     num_bytes: int
     data_digest: bytes
-    sealed_s: int  # the file's mtime in seconds, an even number, which all file systems can store
+    # The file's mtime in seconds. It is even, because some file systems store only even seconds.
+    sealed_s: int
 
     def encode(self) -> bytes:
         fields = _FIELDS.pack(_MAGIC, self.key, self.num_bytes, self.data_digest, self.sealed_s)
@@ -44,7 +45,7 @@ class Header:
 
 
 def map_packed(path: Path, key: bytes, num_bytes: int) -> NDArray[np.uint8]:
-    """Maps the arena of the file, read-only and shared. Reads only the header.
+    """Maps the packed weights of the file into memory, read-only and shared. Reads only the header.
 
     Raises `PackedFileError` unless the file is valid and has this key and size.
     """
@@ -70,8 +71,8 @@ def verify(path: Path) -> None:
 
 
 def write_packed(path: Path, key: bytes, arena: NDArray[np.uint8]) -> None:
-    """Writes the file under a temporary name, syncs it, then renames it to `path`. So `path` is
-    never a partial file.
+    """Writes the weights to a file with a temporary name, syncs the file, then renames it to
+    `path`. So `path` is never a partial file.
     """
     with new_version(path) as file:
         digest = hashlib.sha256()

@@ -1,5 +1,5 @@
-"""Reports the progress of packing: as a bar in a terminal if packing takes long, as log lines if
-the output is no terminal.
+"""Reports how far the packing of weights has come. If stderr is a terminal, this is a progress bar,
+which appears only if packing takes longer than a second. Otherwise it is log lines.
 """
 
 import logging

@@ -1,1 +1,1 @@
-"""The tinygrad model runner, which captures steps and replays them."""
+"""The tinygrad model runner. It captures the kernels of steps and replays them."""

@@ -45,7 +45,7 @@ def find_device(device: str, dtype: str) -> DeviceInfo:
 
 
 def open_device(device: str) -> str:
-    """Checks that a device exists and works, and returns tinygrad's name of it."""
+    """Checks that a device exists and works, and returns tinygrad's name for the device."""
     if NAME.fullmatch(device) is None:
         raise ConfigError(f"device '{device}' is unknown; use cpu, cuda, cuda:N or metal")
     problem = missing_clang() if device == "cpu" else None
@@ -58,8 +58,8 @@ def open_device(device: str) -> str:
 
 
 def _is_there(name: str) -> bool:
-    """Whether tinygrad can open the device. There is no other check, and each kind of device raises
-    its own kind of error, so all errors are caught.
+    """Whether tinygrad can open the device. tinygrad has no other way to ask. Each kind of device
+    raises its own kind of error, so all errors are caught.
     """
     try:
         Device[name]
@@ -84,8 +84,8 @@ DTYPES = {
     "bfloat16": dtypes.bfloat16,
     "float16": dtypes.float16,
 }
-# Max tokens per step. Larger steps are hardly faster per token, and each size is another program to
-# compile.
+# Max tokens per step. Larger steps are hardly faster per token, and each step size needs one more
+# program to compile.
 MOST_STEP_TOKENS = 128
 
 
@@ -130,8 +130,8 @@ def build_runner(source: ModelSource, config: RunnerConfig) -> TinygradRunner:
 
 
 def profiler(runner: ModelRunner, source: ModelSource, config: RunnerConfig) -> Profiler:
-    """Raises `ConfigError`: there is no profiler, because tinygrad itself prints kernel times if
-    DEBUG=2 is set when it starts.
+    """Always raises `ConfigError`, because this framework has no profiler. tinygrad itself prints
+    kernel times if it starts with DEBUG=2 in the environment.
     """
     raise ConfigError(
         "the tinygrad backend has no profile; start it with DEBUG=2 in the environment, and "

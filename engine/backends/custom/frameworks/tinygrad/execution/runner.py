@@ -1,4 +1,5 @@
-"""`TinygradRunner` and its captured steps. Logits are copied to the host, which samples tokens.
+"""The tinygrad model runner and its captured steps. Logits are copied to the host, which samples
+the tokens.
 
 tinygrad compiles a program per shape, so steps are padded to one of few sizes. The context length
 of attention is a variable of the program, not a shape.
@@ -12,8 +13,10 @@ from tinygrad import Tensor, TinyJit, UOp, Variable, dtypes
 from tinygrad.device import Buffer
 from tinygrad.dtype import DType
 
+from engine.backends.custom.frameworks.scoring import Scoring
 from engine.backends.custom.frameworks.tinygrad.kernels.attention import (
     Pages,
+    PerHead,
     Work,
     attend,
     write,
@@ -53,7 +56,7 @@ def padded_size(count: int) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Cache:
-    """The KV cache and the limits that steps of all sizes share."""
+    """The KV cache and its limits. Steps of all sizes share it."""
 
     pages: tuple[Pages, ...]  # keys and values of each layer
     block_size: int
@@ -71,9 +74,7 @@ def make_cache(
     dtype: DType,
     device: str,
 ) -> Cache:
-    """Allocates the KV cache. It is filled with zeros, because attention multiplies masked values
-    by 0, and 0 * NaN is NaN.
-    """
+    """Allocates the KV cache, filled with zeros."""
     config = model.config
 
     def room(*shape: int) -> Tensor:
@@ -86,14 +87,16 @@ def make_cache(
         )
         for _ in range(config.num_layers)
     ]
-    # At least two, because tinygrad replaces a variable that has only one possible value by a
-    # constant, and the kernels need it as an argument.
+    # The max is at least 2. The number of blocks is a tinygrad variable, which kernels need as an
+    # argument, and tinygrad replaces a variable that has only one possible value by a constant.
     max_blocks = max(2, -(-max_seq_len // block_size))
     return Cache(tuple(pages), block_size, max_blocks, max_rows, device)
 
 
 class Input:
-    """An input array of a step. It is always at the same device address, as captured steps need."""
+    """An input array of a step. Captured steps read it at a fixed address, so its device memory
+    stays the same.
+    """
 
     def __init__(self, shape: tuple[int, ...], dtype: DType, device: str) -> None:
         self.tensor = Tensor.zeros(*shape, dtype=dtype, device=device).contiguous().realize()
@@ -103,8 +106,8 @@ class Input:
         self._source = Buffer("PYTHON", self._host.size, dtype, opaque=memory)
 
     def put(self, values: NDArray[np.generic]) -> None:
-        """Copies the values to the device and fills the rest with zeros, so that nothing remains of
-        earlier steps.
+        """Copies the values to the device. The rest of the array is filled with zeros, so that no
+        values of earlier steps remain.
         """
         self._host.fill(0)
         self._host[tuple(slice(size) for size in values.shape)] = values
@@ -113,8 +116,8 @@ class Input:
 
 @dataclass(frozen=True, slots=True)
 class Forwarded:
-    """The results of a forward pass, on the device. They are valid until the next step of the same
-    size.
+    """The results of a forward pass, on the device. They are valid until the next forward pass of
+    the same size overwrites them.
     """
 
     states: Tensor  # (T, D) the residual stream; tokens whose logits are needed come first
@@ -122,7 +125,7 @@ class Forwarded:
 
 
 class ForwardStep:
-    """The forward pass for steps of one size. It has the input arrays and the captured program."""
+    """The forward pass for steps of one size, with its input arrays and its captured program."""
 
     def __init__(self, model: Model, cache: Cache, size: int) -> None:
         self._model, self._cache = model, cache
@@ -135,10 +138,13 @@ class ForwardStep:
         # There are at least two block tables. With one, a kernel would not need the row index, and
         # tinygrad would then number the kernel's arguments wrongly.
         self._tables = numbers(max(2, min(size, cache.max_rows)), cache.max_blocks)
-        self._rotation: tuple[Input, ...] = ()
-        if model.rotary is not None:
-            shape = (size, model.rotary[0].shape[1])
-            self._rotation = tuple(Input(shape, dtypes.float32, cache.device) for _ in range(2))
+        # The cosines and the sines of each RoPE setting.
+        self._rotations = {
+            rope: tuple(
+                Input((size, table.shape[1]), dtypes.float32, cache.device) for table in tables
+            )
+            for rope, tables in model.rotary.items()
+        }
         self._program = TinyJit(self._forward)
 
     def __call__(self, inputs: BatchInputs, token_ids: I32) -> Forwarded:
@@ -150,8 +156,9 @@ class ForwardStep:
         self._rows.put(np.repeat(np.arange(len(counts)), counts))
         self._logit_rows.put(inputs.logit_rows)
         self._tables.put(inputs.block_tables[:, : self._cache.max_blocks])
-        for place, table in zip(self._rotation, self._model.rotary or (), strict=True):
-            place.put(table[inputs.positions])
+        for rope, places in self._rotations.items():
+            for place, table in zip(places, self._model.rotary[rope], strict=True):
+                place.put(table[inputs.positions])
         num_blocks = -(-int(inputs.seq_lens.max()) // self._cache.block_size)
         variable = Variable("num_blocks", 1, self._cache.max_blocks)
         return Forwarded(*self._program(variable.bind(num_blocks)))
@@ -163,22 +170,28 @@ class ForwardStep:
             self._rows.tensor,
             self._tables.tensor,
             num_blocks,
-            self._model.config.sliding_window,
-            self._model.config.attention_scale,
         )
 
-        def write_and_attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-            return attend(q, write(self._cache.pages[layer], k, v, work.write_slots), work)
+        def write_and_attend(
+            layer: int, scoring: Scoring, per_head: PerHead, q: Tensor, k: Tensor, v: Tensor
+        ) -> Tensor:
+            pages = write(self._cache.pages[layer], k, v, work.write_slots)
+            return attend(q, pages, work, scoring, per_head)
 
-        rotation = Rotation(*(place.tensor for place in self._rotation)) if self._rotation else None
+        rotations = {
+            rope: Rotation(*(place.tensor for place in places))
+            for rope, places in self._rotations.items()
+        }
         ids, positions = self._token_ids.tensor, self._positions.tensor
-        state = decode(self._model, ids, positions, rotation, write_and_attend)[-1]
+        state = decode(self._model, ids, positions, rotations, write_and_attend)[-1]
         states = take_rows(state, self._logit_rows.tensor)
         return states, state.float().sum(axis=-1)
 
 
 class HeadStep:
-    """Computes logits from the first rows of a step's states, for one number of rows."""
+    """Computes the logits of the first `num_rows` tokens in a step's residual stream. There is one
+    captured program per number of rows.
+    """
 
     def __init__(self, model: Model, num_rows: int) -> None:
         self._model, self._num_rows = model, num_rows

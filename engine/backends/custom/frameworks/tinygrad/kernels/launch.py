@@ -1,5 +1,5 @@
-"""Helpers for custom kernels. A kernel is written as loops over tinygrad's operations, and tinygrad
-compiles it for any device.
+"""Helpers for custom kernels. A kernel is written as loops over tinygrad's operations (`UOp`).
+tinygrad compiles the kernel for any device.
 """
 
 from collections.abc import Callable
@@ -21,8 +21,8 @@ def launch(
     as_written: bool = False,
 ) -> list[Tensor]:
     """Runs a kernel and returns the tensors as they are afterwards. `bound` is a tinygrad variable
-    with a value; loops may end at it. With `as_written`, tinygrad does not optimize the loops;
-    otherwise it vectorizes them and distributes them over threads.
+    with a value, at which loops of the kernel may end. With `as_written`, tinygrad compiles the
+    loops as they are. Otherwise it vectorizes them and distributes them over threads.
     """
     sources = [tensor.uop for tensor in tensors]
     places = [UOp.placeholder_like(source, slot) for slot, source in enumerate(sources)]
@@ -33,7 +33,9 @@ def launch(
 
 
 def inside(bound: UOp) -> UOp:
-    """Converts a variable with a value to one without a value, which a kernel's code uses."""
+    """Converts a tinygrad variable with a value to the same variable without a value. A kernel's
+    code uses the latter.
+    """
     variable, _ = bound.unbind()
     return UOp.variable(variable.expr, variable.vmin, variable.vmax, param=True)
 
@@ -52,8 +54,8 @@ def index(value: UOp) -> UOp:
 
 
 def lanes(size: int, number: int) -> tuple[UOp, tuple[UOp, UOp]]:
-    """Two nested loops over `size` elements. Returns the element's index and both loops. The inner
-    loop runs over vector lanes.
+    """Splits a loop over `size` elements into two nested loops. The inner loop runs over the lanes
+    of a vector. Returns the index of the element and both loops.
     """
     width = next(width for width in range(min(size, MAX_LANES), 0, -1) if size % width == 0)
     outer, inner = UOp.range(size // width, number), UOp.range(width, number + 1, AxisType.UPCAST)

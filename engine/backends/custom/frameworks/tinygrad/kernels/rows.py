@@ -6,7 +6,7 @@ from engine.backends.custom.frameworks.tinygrad.kernels.launch import index, lau
 
 
 def take_rows(table: Tensor, indices: Tensor) -> Tensor:
-    """table (V, D), indices (T,) -> (T, D)"""
+    """Copies the rows of a table at the given indices: table (V, D), indices (T,) -> (T, D)"""
     out = Tensor.empty(*indices.shape, table.shape[1], dtype=table.dtype, device=table.device)
     return launch("take_rows", _copy, out, table, indices)[0]
 

@@ -1,4 +1,6 @@
-"""RoPE. The host looks up the cosines and sines for the positions of a step."""
+"""RoPE. The host looks up the cosines and sines for a step's positions and copies them to the
+device.
+"""
 
 from typing import NamedTuple
 
@@ -6,15 +8,17 @@ from tinygrad import Tensor
 
 
 class Rotation(NamedTuple):
-    """The cosines and sines for the positions of a step's tokens."""
+    """The cosines and sines for the positions of a step's tokens. `dim` is how many values of a
+    head RoPE rotates.
+    """
 
     cos: Tensor  # (T, dim / 2) float32
     sin: Tensor  # (T, dim / 2) float32
 
 
 def rotate(x: Tensor, rotation: Rotation) -> Tensor:
-    """Rotates the first `dim` values of each head of x (T, N, H). Value i is paired with value
-    i + dim / 2.
+    """Applies RoPE: rotates the first `dim` values of each head of x (T, N, H). Value i and value
+    i + dim / 2 form a pair that is rotated in its plane.
     """
     cos, sin = (table.cast(x.dtype).unsqueeze(1) for table in rotation)
     half = cos.shape[-1]

@@ -1,1 +1,3 @@
-"""The PyTorch model runners (CUDA graphs on a GPU, eager on a CPU), sampling, and the encoder."""
+"""The PyTorch model runners, sampling, and the text encoder. On a GPU, steps run as CUDA graphs. On
+a CPU, they run eagerly.
+"""

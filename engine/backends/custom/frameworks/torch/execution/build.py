@@ -36,8 +36,8 @@ def find_device(device: str, dtype: str) -> DeviceInfo:
     """Resolves device "auto" to CUDA if there is a GPU, else to the CPU. Resolves dtype "auto" to
     bfloat16 on CUDA and to float32 on the CPU.
 
-    On a CPU, bfloat16 is about twice as fast for many rows. It is not the default there, because
-    its rounding changes the output of small models.
+    On a CPU, bfloat16 is about twice as fast as float32 for many tokens. It is not the default on
+    CPUs, because its rounding changes the output of small models.
     """
     if device == "auto":
         device = "cuda" if torch.cuda.is_available() else "cpu"
@@ -51,7 +51,9 @@ def find_device(device: str, dtype: str) -> DeviceInfo:
 
 
 def memory_needs(source: ModelSource, options: EngineOptions, device: DeviceInfo) -> MemoryNeeds:
-    """The memory that a model needs: bytes of all weights, and of one token's keys and values."""
+    """The memory that a model needs, in bytes: for all weights, and for the keys and values of one
+    token.
+    """
     needs = dense_needs(source.config, device)
     if not device.name.startswith("cuda"):
         return needs
@@ -60,7 +62,7 @@ def memory_needs(source: ModelSource, options: EngineOptions, device: DeviceInfo
         return needs
     shrinks = options.quantization != "auto"
     weight_bytes = placed_bytes(source.weights, DTYPE_BYTES[device.dtype], shrinks)
-    if shrinks and source.config.tie_embeddings:  # the head is a quantized copy of the table
+    if shrinks and source.config.tie_embeddings:  # the LM head is a quantized copy
         weight_bytes += source.config.vocab_size * source.config.hidden_size
     return replace(needs, weight_bytes=weight_bytes)
 
@@ -71,6 +73,11 @@ def build_runner(source: ModelSource, config: RunnerConfig) -> ModelRunner:
     check_config("torch", "PyTorch", source.config, config)
     if config.quantization != "auto" and device.type != "cuda":
         raise ConfigError(f"quantization {config.quantization} needs a GPU; leave it out on a CPU")
+    if config.quantization != "auto" and source.config.experts is not None:
+        raise ConfigError(
+            f"quantization {config.quantization} does not cover experts; leave it out for "
+            f"'{source.config.family}'"
+        )
     if config.num_threads is not None:
         torch.set_num_threads(config.num_threads)
     model = build_model(
@@ -84,7 +91,7 @@ def build_runner(source: ModelSource, config: RunnerConfig) -> ModelRunner:
 
 
 def profiler(runner: ModelRunner, source: ModelSource, config: RunnerConfig) -> Profiler:
-    """A profiler for the runner's calls, which uses PyTorch's profiler."""
+    """A profiler for the calls of this runner. It uses PyTorch's profiler."""
     return TorchProfiler(torch.device(config.device))
 
 

@@ -1,4 +1,4 @@
-"""The paged KV cache. It is one tensor, which is addressed by block or by slot.
+"""The paged KV cache of all layers. It is one tensor, which is addressed by block or by slot.
 
 A slot is block * block_size + offset. The key and the value of a slot are next to each other, so
 one gather of blocks reads both. Block 0 belongs to no sequence; padding tokens write to it.
@@ -40,7 +40,7 @@ class PagedCache:
         )
         self.slots = self._blocks.flatten(1, 2)  # (layers, num_blocks * block_size, 2, K, H)
         self._null_slot = NULL_BLOCK * block_size
-        # Views of each layer's part. They are made once, because making them takes time.
+        # Views of the cache, one per layer. They are made once, because making a view takes time.
         self._layer_slots = self.slots.unbind(0)
         self.layers = self._blocks.unbind(0)  # (num_blocks, block_size, 2, K, H) each
 
@@ -49,11 +49,11 @@ class PagedCache:
         self._layer_slots[layer].index_copy_(0, slots, torch.stack((k, v), dim=1))
 
     def guard(self, inputs: BatchInputs, x: Tensor, write_slots: Tensor) -> Tensor:
-        """Whether each row of a step is free of NaN and infinity, (S,). Also erases what tokens
-        with NaN or infinity wrote to the cache.
+        """Returns whether each row of a step is free of NaN and infinity, (S,). Also erases the
+        keys and values that tokens with NaN or infinity wrote to the cache.
 
-        x (T, D) is the residual stream after the last block. It carries any NaN or infinity of
-        earlier layers, so its sum reveals them.
+        x (T, D) is the residual stream after the last block. NaN and infinity of earlier layers are
+        still in the stream, so the sum of its values reveals them.
         """
         bad = ~torch.isfinite(x.sum(dim=-1, dtype=torch.float32))  # (T,)
         self.erase(write_slots, bad)
@@ -64,18 +64,18 @@ class PagedCache:
         return num_bad.index_add_(0, to_device(row_of, x.device), bad.float()) == 0
 
     def erase(self, slots: Tensor, where: Tensor) -> None:
-        """Sets the slots (T,) whose flag in `where` (T,) is set to zero, in all layers.
+        """Fills cache slots with zeros in all layers: for each token, slots[t] if where[t] is true.
 
-        Otherwise NaN in a block would reach the next sequence that uses the block, since attention
-        multiplies masked values by 0. The host does not read the flags. For tokens without a flag,
-        a slot of the null block is zeroed instead.
+        Otherwise NaN in a block would reach the next sequence that uses the block, because
+        attention multiplies masked values by 0, and 0 * NaN is NaN. The host does not read `where`,
+        so that it need not wait. If where[t] is false, a slot of the null block is zeroed instead.
         """
         self.slots.index_fill_(1, torch.where(where, slots, self._null_slot), 0)
 
 
 def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Allocates zeros. Uninitialised memory could be NaN, and attention multiplies masked positions
-    past a row's end by 0, but 0 * NaN is NaN.
+    """Allocates a tensor of zeros. Uninitialised memory could contain NaN. Attention multiplies the
+    values of masked positions by 0, but 0 * NaN is NaN.
     """
     if device.type != "cpu":
         return torch.zeros(shape, dtype=dtype, device=device)

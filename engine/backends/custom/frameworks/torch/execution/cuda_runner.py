@@ -1,8 +1,8 @@
 """`CudaRunner` runs steps as CUDA graphs over static buffers, with one copy in and one copy out.
 
-Decode-only steps and small steps with prefill are padded to a size that has a graph. A larger step
-launches its kernels one by one; the host does this faster than the kernels run. All steps read
-their arrays from one device buffer, so a graph serves sequences of any length.
+Decode-only steps and small steps with prefill are padded to a size that has a graph. Larger steps
+launch their kernels one by one, because the host launches these kernels faster than they run. All
+graphs read their arrays from one device buffer. A graph serves sequences of any length.
 """
 
 from dataclasses import dataclass, replace
@@ -66,28 +66,29 @@ class Size:
 
 @dataclass(frozen=True, slots=True)
 class CachedStep:
-    """A forward pass. Each layer first writes its keys and values to the cache, then attends."""
+    """A forward pass over the cache. A layer first writes its keys and values, then attends."""
 
     positions: Tensor  # (T,) int32
     write_slots: Tensor  # (T,) int32
-    angles: Tensor | None  # (max_seq_len, dim): cosines, then sines
+    # For each layer (max_seq_len, dim): dim / 2 cosines, then sines. None: the layer has no RoPE
+    angles: tuple[Tensor | None, ...]
     plan: TritonPlan
     cache: PagedCache
-    rotation: None = None
 
     def attend(self, attention: Attention, qkv: Tensor) -> Tensor:
-        layer = self.cache.layers[attention.layer]
-        q_norm, k_norm = attention.head_norms
-        if self.angles is None:
+        layer, window, sinks = attention.layer, attention.window, attention.sinks
+        cached, angles = self.cache.layers[layer], self.angles[layer]
+        if angles is None:
             q, k, v = attention.heads(qkv, None)
-            self.cache.write(attention.layer, self.write_slots.long(), k, v)
-            return self.plan.attend_cached(q.contiguous(), layer)
+            self.cache.write(layer, self.write_slots.long(), k, v)
+            return self.plan.attend_cached(q.contiguous(), cached, window, sinks)
+        q_norm, k_norm = attention.head_norms
         q = rope_write(
             qkv,
             self.positions,
-            self.angles,
+            angles,
             self.write_slots,
-            layer,
+            cached,
             attention.num_heads,
             attention.num_kv_heads,
             attention.head_dim,
@@ -95,12 +96,12 @@ class CachedStep:
             None if k_norm is None else k_norm.weight,
             0.0 if q_norm is None else q_norm.eps,
         )
-        return self.plan.attend_cached(q, layer)
+        return self.plan.attend_cached(q, cached, window, sinks)
 
 
 class BufferedStep:
-    """The steps of one size: their views of the device buffer, their outputs, and their CUDA graphs
-    once captured.
+    """The data that all steps of one size share: views of the device buffer, output tensors, and
+    the captured CUDA graphs.
     """
 
     def __init__(self, runner: "CudaRunner", size: Size, room: ListLengths) -> None:
@@ -162,12 +163,10 @@ class CudaRunner(TorchRunner):
         assert isinstance(self._attention, TritonAttention), self._attention
         self._lists = self._attention
         if device.type == "cuda":
-            # For the matrices of Llama models on an H200, cuBLASLt is up to a third faster than
-            # cuBLAS, and at most a tenth slower.
+            # For the matrices of Llama models on an H200, cuBLASLt takes up to a third less time
+            # than cuBLAS, and at most a tenth more.
             torch.backends.cuda.preferred_blas_library("cublaslt")
-        self._angles = None
-        if model.rotary is not None:
-            self._angles = model.rotary.table(config.max_seq_len)
+        self._angles = model.rotary_tables(config.max_seq_len)
         self._row_sizes = row_sizes(config.max_slots)
         self._buffer = torch.zeros(self._largest_buffer(config), dtype=torch.int32, device=device)
         self._lists.reserve(config.max_slots, device)
@@ -255,8 +254,8 @@ class CudaRunner(TorchRunner):
         return Size(padded, most, most, False, False)
 
     def _step(self, inputs: BatchInputs, size: Size) -> BufferedStep:
-        """The static buffers for steps of this size. This also queues the copy of the step's arrays
-        to the device.
+        """Returns the shared data for steps of this size, made at the first such step. Also queues
+        the copy of this step's arrays to the device.
         """
         step = self._steps.get(size)
         if step is None:
@@ -344,7 +343,7 @@ class CudaRunner(TorchRunner):
         )
 
     def _compute(self, step: BufferedStep) -> None:
-        """Runs the forward pass: computes the step's logits from its arrays on the device."""
+        """Runs the forward pass: computes a step's logits from the step's arrays on the device."""
         views, size, model = step.views, step.size, self._model
         finite = step.results[size.samples :].fill_(1)
         cached = CachedStep(
@@ -371,8 +370,8 @@ class CudaRunner(TorchRunner):
             step.stream, step.logits = x, model.stream_logits(x)
 
     def _capture(self, step: BufferedStep) -> None:
-        """Captures the forward pass and plain sampling as CUDA graphs. The capture allocates new
-        output tensors. They have no values until the graph is replayed.
+        """Captures the forward pass and plain greedy sampling as CUDA graphs. The capture allocates
+        new output tensors, which have no values until the graph is replayed.
         """
         step.forward = self._capturer.capture(lambda: self._compute(step))
         if step.size.samples:

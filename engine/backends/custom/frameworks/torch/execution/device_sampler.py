@@ -1,8 +1,8 @@
-"""Samples with GPU kernels, which read one value of each setting per row from device memory.
+"""Samples with GPU kernels. The kernels read the sampling settings of each row from device memory.
 
-The semantics are those of `sampler.py`, with which tests compare it. All settings are copied to the
-device at once. The host uses them only to choose which kernels run (`Kind`). So `choose` over
-static buffers can be captured as one CUDA graph per kind.
+The semantics are those of `sampler.py`, and tests compare the two modules. All settings are copied
+to the device at once. The host uses the settings only to choose which kernels run (`Kind`). So
+`choose` over static buffers can be captured as one CUDA graph per kind.
 """
 
 from collections.abc import Mapping
@@ -33,11 +33,11 @@ PADS = settings.PADS | {"position": 0, "num_prompt": 0}
 
 @dataclass(frozen=True, slots=True)
 class Kind:
-    """The features that at least one row of a step uses. They decide which kernels run."""
+    """The sampling features that a step uses. They decide which kernels run."""
 
-    adjusts: bool  # some row has penalties or logit biases
-    masks: bool  # some row has a mask of allowed tokens
-    samples: bool  # some row's temperature is above 0
+    adjusts: bool  # whether some row has penalties or logit biases
+    masks: bool  # whether some row has a mask of allowed tokens
+    samples: bool  # whether some row's temperature is above 0
 
 
 def kind_of(sampling: SamplingInputs) -> Kind:
@@ -73,8 +73,8 @@ def choose(
 ) -> Tensor:
     """Chooses a token per row, (R,) int64, from logits (R, V), which are not modified.
 
-    `given` has the settings on the device; only those of the first R rows are used. `history` has
-    the tokens of all slots. `words` are the vocabulary's `token_words`.
+    `given` has the settings on the device by name. It may have padding rows; only the first R rows
+    are used. `history` has the tokens of all slots. `words` are the vocabulary's `token_words`.
     """
     rows, vocabulary = logits.shape
     of_rows = {name: given[name][:rows] for name in PADS if not name.startswith("bias")}

@@ -1,7 +1,8 @@
-"""`TorchEncoder`, which computes one vector per text from the text's token ids.
+"""The text encoder in PyTorch. It computes one vector per text from the text's token ids.
 
 Texts are sorted by length and computed in groups. The tokens of a group are concatenated, so
-matmuls compute no padding. Only attention pads the texts to the longest of the group, with a mask.
+matmuls compute no padding. Only attention pads all texts to the longest of the group and masks the
+padding.
 """
 
 from collections.abc import Iterator, Sequence
@@ -18,7 +19,8 @@ from engine.backends.custom.frameworks.torch.layers.attention import Attention
 from engine.backends.custom.frameworks.torch.models.bert import Bert
 from engine.backends.custom.worker.encoder_loop import EncoderSpec, Prompt
 
-# Max tokens per group. Every text counts as long as the longest, because attention pads to it.
+# Max tokens per group. Every text counts as long as the longest text of the group, because
+# attention pads it to that length.
 GROUP_TOKENS = 8192
 
 
@@ -28,12 +30,11 @@ class TextsStep:
 
     lengths: Tensor  # (S,) int64
     positions: Tensor  # (T,) int64
-    padded: Tensor  # (T,) int64: a token's index when every text is padded to the longest
+    padded: Tensor  # (T,) int64: the token's index after all texts are padded to the longest
     visible: Tensor  # (S, 1, 1, L) bool: whether a position of a padded text has a token
-    rotation: None = None
 
     def attend(self, attention: Attention, qkv: Tensor) -> Tensor:
-        q, k, v = attention.heads(qkv, self.rotation)
+        q, k, v = attention.heads(qkv, None)
         out = F.scaled_dot_product_attention(
             self._pad(q), self._pad(k), self._pad(v), attn_mask=self.visible, scale=attention.scale
         )  # (S, N, L, H)
@@ -118,7 +119,8 @@ class TorchEncoder:
 
 def groups(lengths: Sequence[int], max_tokens: int) -> Iterator[list[int]]:
     """Yields the indices of texts in groups of similar length. In a group, the number of texts
-    times the max length is at most `max_tokens`. A text that is longer forms its own group.
+    times the length of the longest text is at most `max_tokens`. A text that is longer than
+    `max_tokens` forms a group of its own.
     """
     group: list[int] = []
     for row in sorted(range(len(lengths)), key=lengths.__getitem__):

@@ -2,7 +2,7 @@
 first occurs.
 
 In small steps, the host needs more time to launch the kernels one by one than the kernels need to
-run. Replaying a graph is one launch. Steps are padded to the next size that has a graph.
+run. Replaying a graph is a single launch. Steps are padded to the next size that has a graph.
 """
 
 from bisect import bisect_left
@@ -11,14 +11,14 @@ from collections.abc import Callable
 import torch
 
 _FINE = (1, 2, 4, 8, 16, 24, 32, 48, 64, 80, 96, 112, 128, 160, 192, 224, 256)
-_COARSE = 64  # sizes above those of _FINE are this far apart
+_COARSE = 64  # larger sizes than those in _FINE are this far apart
 # The sizes of steps with prefill, in tokens. Larger steps need no graph, because their kernels run
 # longer than it takes to launch them.
 TOKEN_SIZES = (16, 32, 64, 96, 128, 192, 256, 384, 512, 768, 1024)
 
 
 def row_sizes(max_rows: int) -> tuple[int, ...]:
-    """The batch sizes of decode-only steps that have graphs. The last is `max_rows`."""
+    """The sizes of decode-only steps that have graphs, in rows. The largest is `max_rows`."""
     sizes = [size for size in _FINE if size < max_rows]
     sizes.extend(range(_FINE[-1] + _COARSE, max_rows, _COARSE))
     return (*sizes, max_rows)

@@ -1,4 +1,4 @@
-"""Gumbel noise in PyTorch. On all devices, it has the bits of `runtime/host_sampler.py`."""
+"""Gumbel noise in PyTorch. On all devices, it has the random bits of `runtime/host_sampler.py`."""
 
 import torch
 from torch import Tensor
@@ -15,7 +15,7 @@ def gumbel(keys: Tensor, words: Tensor) -> Tensor:
     bits ^= (bits >> 16) & 0xFFFF
     bits *= MIX_2
     bits &= MASK_31
-    # Uniform numbers in (0, 1). Their spacing is finest near 0, and numbers near 0 give the largest
-    # noise, which decides the sample.
+    # Uniform numbers in (0, 1). Floats are most closely spaced near 0. Numbers near 0 also give the
+    # largest noise, and the largest noise decides which token is sampled.
     uniform = bits.to(torch.float32).clamp_(0.5, 2.0**31 - 128).mul_(2.0**-31)
     return uniform.neg_().log1p_().neg_().log_().neg_()

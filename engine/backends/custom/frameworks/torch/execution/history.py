@@ -1,8 +1,9 @@
-"""The tokens of all sequences, by slot, on the device. Penalties need them.
+"""The token history of each slot, on the device. Penalties need these tokens.
 
-The tokens of a sequence are uploaded once, when it begins to sample. From then on the sampler
-appends its tokens on the device, so penalties also apply to tokens that have not reached the host
-yet. A token is stored at its position, so a row that samples position p has p earlier tokens.
+The tokens of a sequence are uploaded once, in the first step in which the sequence samples. From
+then on the sampler appends each sampled token on the device. So penalties also apply to tokens that
+have not reached the host yet. A token is stored at its position, so a row that samples position p
+has p earlier tokens.
 """
 
 import numpy as np
@@ -15,15 +16,15 @@ from engine.backends.custom.runtime.model_runner import I32, SamplingInputs
 
 class TokenHistory:
     def __init__(self, max_slots: int, max_seq_len: int, device: torch.device) -> None:
-        # One spare column, because a token is still sampled after a sequence of max length.
-        # One spare slot, to which padding rows write their tokens.
+        # There is a spare column, because a token is still sampled after a sequence of max length.
+        # There is also a spare slot, to which padding rows write their tokens.
         size = max_slots + 1, max_seq_len + 1
         self._tokens = torch.zeros(size, dtype=torch.int64, device=device)
         self._num_prompt = np.zeros(max_slots, np.int64)
         self._device = device
 
     def begin(self, sampling: SamplingInputs) -> None:
-        """Uploads the tokens of sequences that begin to sample in this step."""
+        """Uploads the tokens of sequences that sample in this step for the first time."""
         if not len(sampling.history_slots):
             return
         self._num_prompt[sampling.history_slots] = sampling.history_num_prompt
@@ -52,10 +53,11 @@ class TokenHistory:
         self._tokens[slots, positions] = tokens
 
     def read(self, slots: I32, positions: I32) -> tuple[Tensor, Tensor]:
-        """The earlier tokens of each row, (P, L), and whether each token is output, (P, L) float32.
+        """The earlier tokens of each row, (P, L), and 1.0 or 0.0 for each token that does or does
+        not belong to the output, (P, L) float32.
 
-        `positions` are the numbers of earlier tokens. Rows shorter than L are padded with their
-        first token. Padding does not count as output.
+        `positions` are the numbers of earlier tokens of the rows. Rows with fewer than L tokens are
+        padded with their first token. Padding does not count as output.
         """
         length = int(positions.max())
         columns = torch.arange(length, device=self._device)

@@ -1,4 +1,6 @@
-"""Profiles a runner's calls with PyTorch's profiler: kernels on a GPU, operations on a CPU."""
+"""Profiles the calls of a PyTorch runner with PyTorch's profiler. It measures kernels on a GPU, and
+PyTorch operations on a CPU.
+"""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -9,7 +11,7 @@ from torch.profiler import ProfilerActivity, profile, record_function
 
 from engine.backends.custom.runtime.model_runner import KernelTime
 
-SPAN = "engine: "  # in a trace, the names of the runner's calls have this prefix, kernels do not
+SPAN = "engine: "  # in a trace, names of runner calls have this prefix; names of kernels do not
 _US = 1e-6
 
 

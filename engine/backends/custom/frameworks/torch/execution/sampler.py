@@ -1,10 +1,11 @@
 """Samples tokens from logits, in a stateless function.
 
 The order is penalties, bias, mask, temperature, top-k, top-p, min-p, sample. Log-probabilities are
-those of the model, before all of these. Top-k, top-p and min-p are thresholds. They keep all tokens
-that are as likely as the least likely token they have to keep, so the result does not depend on the
-order of tokens. Sampling adds Gumbel noise, which depends on the row's key, and takes the argmax. A
-row with temperature 0 takes the argmax without noise.
+computed from the model's logits, before the first of these. Top-k, top-p and min-p are thresholds:
+they keep all tokens that are at least as likely as the threshold. If tokens tie at the threshold,
+all of them are kept, so the result does not depend on the order of tokens. Sampling adds Gumbel
+noise, which depends on the row's key, and takes the argmax. A row with temperature 0 takes the
+argmax without noise.
 """
 
 import numpy as np
@@ -50,8 +51,9 @@ def sample(
 
 
 def penalize(logits: Tensor, sampling: SamplingInputs, history: TokenHistory) -> Tensor:
-    """Applies the penalties. The repetition penalty makes tokens of prompt and output less likely
-    by a factor. Frequency and presence penalties are subtracted, for tokens of the output only.
+    """Applies the penalties to the logits. The repetition penalty is a factor for tokens of prompt
+    and output. Frequency and presence penalties are subtracted from the logits of tokens that the
+    output already has.
     """
     active = (sampling.repetition != 1) | (sampling.presence != 0) | (sampling.frequency != 0)
     rows = np.flatnonzero(active)
@@ -67,7 +69,8 @@ def penalize(logits: Tensor, sampling: SamplingInputs, history: TokenHistory) ->
     values = torch.where(values > 0, values / repetition, values * repetition)
     values -= column(sampling.frequency) * counts
     values -= column(sampling.presence) * (counts > 0)
-    # A token that occurs several times in a row's history is written each time with the same value.
+    # A token that occurs several times in a row's history is written several times, always with the
+    # same value.
     penalized = some.scatter(1, tokens, values)
     return logits.index_copy(0, to_device(rows, logits.device), penalized)
 
@@ -84,9 +87,9 @@ def apply_mask(logits: Tensor, mask: U32) -> Tensor:
 
 
 def forbidden(mask: U32, vocab_size: int, device: torch.device) -> Tensor:
-    """Whether each token is forbidden, (R, V) bool, from the mask's bits. On a CPU, numpy unpacks
-    the bits, because waking PyTorch's threads takes longer than this work. Other devices get the
-    packed bits and unpack them there.
+    """Unpacks the bits of `mask`. Returns whether each token is forbidden, (R, V) bool. On a CPU,
+    numpy unpacks the bits, because waking PyTorch's threads takes longer than this work. A GPU gets
+    the packed bits and unpacks them itself.
     """
     if device.type == "cpu":
         bits = np.unpackbits((~mask).view(np.uint8), axis=1, count=vocab_size, bitorder="little")
@@ -99,7 +102,9 @@ def forbidden(mask: U32, vocab_size: int, device: torch.device) -> Tensor:
 def random_sample(
     logits: Tensor, sampling: SamplingInputs, rows: NDArray[np.intp], words: Tensor
 ) -> Tensor:
-    """Samples one token for each of `rows`, whose temperature is above 0: (len(rows),)"""
+    """Samples one token for each row in `rows`, (len(rows),). The temperatures of these rows are
+    above 0. `logits` has only these rows.
+    """
     device = logits.device
     logits = logits / to_device(sampling.temperature[rows], device)[:, None]
     top_k, top_p, min_p = sampling.top_k[rows], sampling.top_p[rows], sampling.min_p[rows]
@@ -125,8 +130,9 @@ def keep_top_k(logits: Tensor, top_k: I32) -> Tensor:
 
 
 def keep_likely(logits: Tensor, top_p: NDArray[np.float32], min_p: NDArray[np.float32]) -> Tensor:
-    """Applies top-p and min-p: sets the logits of too unlikely tokens to -inf. Min-p is a fraction
-    of the best token's probability. Top-p always keeps the best token.
+    """Applies top-p and min-p: sets the logits of tokens below either threshold to -inf. The min-p
+    threshold is `min_p` times the probability of the likeliest token. Top-p always keeps the
+    likeliest token.
     """
     probs = logits.softmax(dim=-1)
     floor = probs.amax(dim=-1, keepdim=True) * to_device(min_p, logits.device)[:, None]
@@ -149,7 +155,8 @@ def nucleus_floor(probs: Tensor, target: Tensor) -> Tensor:
     """
     floor = torch.full_like(probs[:, :1], 2.0**-63).view(torch.int32)
     above = torch.empty_like(probs)
-    for bit in reversed(range(7, 29)):  # bits that vary in 2 ** -63 .. 1, highest excluded
+    # Floats from 2 ** -63 to 1 have bit 29 set, so the search starts at bit 28.
+    for bit in reversed(range(7, 29)):
         higher = floor | (1 << bit)
         torch.ge(probs, higher.view(torch.float32), out=above)  # float output: bool is slower
         mass = torch.linalg.vecdot(probs, above)

@@ -1,8 +1,9 @@
-"""Sampling as CUDA graphs. A step takes one copy of its settings to the device and one launch.
+"""Sampling as CUDA graphs. To sample a step, the host copies the step's settings to the device in
+one copy and launches one graph.
 
 The settings of all steps are at the same address, so one graph per step size and `Kind` serves any
-mix of requests. The mask of a grammar is copied with the settings, after the forward pass was
-launched.
+mix of requests. The token mask of a grammar is copied with the settings, after the host has
+launched the forward pass.
 """
 
 from typing import Protocol
@@ -29,12 +30,12 @@ from engine.backends.custom.frameworks.torch.kernels.sampling import greedy
 from engine.backends.custom.runtime.model_runner import SAMPLE, SamplingInputs
 
 PLAIN = Kind(adjusts=False, masks=False, samples=False)
-MAX_BIASES = 1024  # max logit biases of a step; a step with more is sampled without a graph
+MAX_BIASES = 1024  # max logit biases in a step; a step with more biases is sampled without a graph
 
 
 class SampledStep(Protocol):
-    """The logits of a step and the tensors for its sampled tokens. Once the graph `forward` is
-    captured, their addresses stay the same.
+    """The logits of a step and the tensors for its sampled tokens. After the graph `forward` is
+    captured, the addresses of these tensors stay the same.
     """
 
     logits: Tensor | None  # (R, V)
@@ -71,12 +72,13 @@ class GraphSampler:
         self._last: tuple[SamplingInputs, Kind | None] | None = None
 
     def kind_of(self, sampling: SamplingInputs) -> Kind | None:
-        """The kind of a step's sampling. None if the step cannot use a graph: it needs logprobs or
-        hidden states, or its settings do not fit the buffer.
+        """The kind of a step's sampling, or None if no graph can sample the step. This is the case
+        if the step needs logprobs or hidden states, or has settings that do not fit the buffer, or
+        has forced tokens in otherwise plain greedy sampling.
         """
         if self._last is not None and sampling.mask is None:
             last, kind = self._last
-            # Consecutive decode-only steps share the arrays of settings; only positions change.
+            # Consecutive decode-only steps share the arrays of settings. Only positions change.
             if last.temperature is sampling.temperature and last.mask is None:
                 return kind
         kind = self._find_kind(sampling)
@@ -108,7 +110,7 @@ class GraphSampler:
         ):
             return None
         kind = kind_of(sampling)
-        # Plain sampling does not copy the settings, but a forced token is one of them.
+        # Plain sampling does not copy settings to the device, but forced tokens are settings.
         return None if kind == PLAIN and (sampling.forced != SAMPLE).any() else kind
 
     def _send(self, sampling: SamplingInputs) -> None:

@@ -1,7 +1,8 @@
 """The part of a step that all PyTorch runners share: sampling, and the copy of tokens to the host.
 
-Only `TorchPendingTokens.wait` waits for the device. All branches depend on host arrays only. Values
-that the host does not know yet stay in tensors, for example the last sampled tokens.
+Only `TorchPendingTokens.wait` waits for the device. All other code on the host branches on host
+arrays only. Values that the host does not know yet, such as the last sampled tokens, stay on the
+device.
 """
 
 from dataclasses import dataclass
@@ -65,7 +66,7 @@ class SamplingRunner:
         self._spec = spec
         self._device = device
         self._history = TokenHistory(spec.max_slots, spec.max_seq_len, device)
-        # One spare slot, to which padding rows write their tokens.
+        # The last sampled token of each slot, and a spare slot to which padding rows write.
         self._last_token = torch.zeros(spec.max_slots + 1, dtype=torch.int64, device=device)
         self._words = to_device(token_words(spec.vocab_size), device)
 
@@ -91,8 +92,8 @@ class SamplingRunner:
             torch.cuda.empty_cache()
 
     def _token_ids(self, inputs: BatchInputs) -> Tensor:
-        """The step's token ids, (T,). FROM_DEVICE is replaced by the last token that was sampled
-        for the row's slot.
+        """The token ids of the step, (T,). Each FROM_DEVICE in `inputs.token_ids` is replaced by
+        the last token that was sampled for the sequence.
         """
         token_ids = self._put(inputs.token_ids.astype(np.int64))
         if inputs.token_ids.min(initial=0) >= 0:

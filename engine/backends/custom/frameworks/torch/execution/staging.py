@@ -1,7 +1,8 @@
-"""Pinned host buffers. One holds all arrays of a step, another its results, so each takes one copy.
+"""Pinned host buffers. One buffer holds all input arrays of a step, so one copy takes them to the
+device. Another buffer receives all results of the step in one copy.
 
-The host never waits for a copy. It writes only to a buffer that no running copy reads. Buffers are
-reused; if all are in use, a new one is allocated.
+The host never waits for a copy to the device. It writes only to a buffer that no running copy
+reads. Buffers are reused. If all buffers are in use, a new one is allocated.
 """
 
 from dataclasses import dataclass, field
@@ -14,7 +15,9 @@ from engine.backends.custom.runtime.model_runner import I32
 
 @dataclass(slots=True)
 class Pinned:
-    """A page-locked buffer, as a tensor and as an array, and the event after its last copy."""
+    """A page-locked host buffer, as a tensor and as an array of the same memory. The event `copied`
+    occurs when the buffer's last copy is done.
+    """
 
     tensor: Tensor
     array: I32 = field(init=False)
@@ -25,7 +28,9 @@ class Pinned:
 
 
 class PinnedRing:
-    """A pool of reusable buffers. A taken buffer is not in the pool until it is given back."""
+    """A pool of reusable pinned buffers. A buffer that was taken is not in the pool until it is
+    given back.
+    """
 
     def __init__(self) -> None:
         self._free: list[Pinned] = []

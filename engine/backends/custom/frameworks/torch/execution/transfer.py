@@ -1,8 +1,8 @@
-"""Copies host arrays to device tensors and back, without waiting.
+"""Copies host arrays to device tensors and back, without waiting for the device.
 
-On CUDA, an array is first copied to new pinned memory. Its copy to the device is then queued behind
-earlier work, and the host continues. PyTorch's pinned allocator does not reuse the memory before
-the copy is done.
+For CUDA, an array is first copied to new pinned memory. The copy from there to the device is queued
+behind earlier work, and the host continues. PyTorch does not reuse the pinned memory before this
+copy is done.
 """
 
 import numpy as np
@@ -22,8 +22,8 @@ def to_device(array: NDArray[np.generic], device: torch.device) -> Tensor:
 
 
 def to_host(tensor: Tensor) -> Tensor:
-    """Starts a copy to the host. The result is valid once an event that is recorded after this call
-    has occurred.
+    """Starts a copy to the host and returns the host tensor. Its values are valid once the copy is
+    done. The caller records a CUDA event after this call and waits for that event.
     """
     if tensor.device.type == "cpu":
         return tensor

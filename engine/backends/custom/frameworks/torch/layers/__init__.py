@@ -1,1 +1,1 @@
-"""Layers as PyTorch modules. Layers choose the kernels; the models that use them do not."""
+"""Layers as PyTorch modules. A layer chooses the kernels that it runs; models do not know them."""

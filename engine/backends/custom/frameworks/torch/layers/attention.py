@@ -1,5 +1,5 @@
-"""Projections and norms of self-attention. The `Step` computes attention itself: over the paged
-cache in serving, over the plain sequence in training.
+"""The projections and norms of self-attention. The `Step` object computes attention itself. In
+serving, it attends over the paged cache; in training and in parity tests, over the plain sequence.
 
 The fused projection has query and key heads next to each other, so one operation rotates both.
 """
@@ -16,21 +16,18 @@ from engine.backends.custom.frameworks.torch.layers.rotary import Rotation, rota
 
 
 class Step(Protocol):
-    """The inputs of a forward pass besides the token ids, and its way to compute attention."""
+    """The inputs of a forward pass besides the token ids, and the function that computes attention
+    in this pass.
+    """
 
     @property
     def positions(self) -> Tensor:
-        """(T,) int64"""
-        ...
-
-    @property
-    def rotation(self) -> Rotation | None:
-        """The RoPE cosines and sines of the step's positions; None if the model has no RoPE."""
+        """The position of each token in its sequence, (T,)."""
         ...
 
     def attend(self, attention: "Attention", qkv: Tensor) -> Tensor:
-        """Attention of one layer, to this step's and earlier tokens. `qkv` are the projections
-        (T, (N + 2 K) H). Returns (T, N, H).
+        """Computes the attention of one layer, from this step's tokens to these and earlier tokens.
+        `qkv` is the fused projection (T, (N + 2 K) H). Returns (T, N, H).
         """
         ...
 
@@ -42,10 +39,15 @@ class Attention(nn.Module):
         self.num_heads, self.num_kv_heads = config.num_heads, config.num_kv_heads
         self.head_dim = config.head_dim
         queries, keys = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
-        parts = () if config.fused_qkv else (("q", queries), ("k", keys), ("v", keys))
+        parts = (("q", queries), ("k", keys), ("v", keys))
         self.qkv = Linear(config.hidden_size, queries + 2 * keys, config.qkv_bias, parts)
         self.o = Linear(queries, config.hidden_size, config.out_bias)
         self.scale = config.attention_scale
+        self.softcap = config.attention_softcap
+        self.window = config.layer(layer).window
+        self.sinks: nn.Parameter | None = None
+        if config.attention_sinks:
+            self.sinks = nn.Parameter(torch.empty(config.num_heads))
         self.q_norm: RMSNorm | None = None
         self.k_norm: RMSNorm | None = None
         self.norms_whole = config.qk_norm == "whole"  # one norm over all heads of a token
@@ -58,18 +60,20 @@ class Attention(nn.Module):
         return self.o(self.attended(x, step))
 
     def attended(self, x: Tensor, step: Step) -> Tensor:
-        """Attention without the output projection: (T, N H)"""
+        """The output of attention before the output projection, (T, N H)."""
         return step.attend(self, self._normed(self.qkv(x))).flatten(1)
 
     def fused(self, x: Tensor, norm: RMSNorm, step: Step) -> Tensor:
-        """x + attention(norm(x)), with fused kernels for few rows."""
+        """x + attention(norm(x)). It uses fused kernels, which are fast for few tokens."""
         qkv = self._normed(self.qkv.fused(x, norm=norm))
         attended = step.attend(self, qkv).flatten(1)
         return self.o.fused(attended, residual=x)
 
     @property
     def head_norms(self) -> tuple[RMSNorm | None, RMSNorm | None]:
-        """The norms that apply to each query head and to each key head; None if there are none."""
+        """The norm of each query head and the norm of each key head. Both are None if the model has
+        no norms per head.
+        """
         return (None, None) if self.norms_whole else (self.q_norm, self.k_norm)
 
     def _normed(self, qkv: Tensor) -> Tensor:
@@ -81,7 +85,9 @@ class Attention(nn.Module):
         return torch.cat((self.q_norm(q), self.k_norm(k), v), dim=-1)
 
     def heads(self, qkv: Tensor, rotation: Rotation | None) -> tuple[Tensor, Tensor, Tensor]:
-        """Queries (T, N, H), keys and values (T, K, H), after the norms per head and after RoPE."""
+        """Splits the fused projection into queries (T, N, H), keys (T, K, H) and values (T, K, H).
+        Applies norms per head and RoPE to queries and keys, if the model has them.
+        """
         heads, kv_heads = self.num_heads, self.num_kv_heads
         qkv = qkv.unflatten(-1, (heads + 2 * kv_heads, self.head_dim))
         qk, v = qkv.split((heads + kv_heads, kv_heads), dim=1)  # (T, N + K, H), (T, K, H)

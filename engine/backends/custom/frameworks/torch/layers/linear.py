@@ -1,8 +1,8 @@
 """Linear layers. A fused layer has one matrix for q, k and v, or for gate and up. Checkpoints store
-its parts as separate weights, which are loaded into row ranges of the matrix.
+the parts of this matrix as separate weights, which are loaded into row ranges of the matrix.
 
 Parameters are created uninitialised, in their final dtype, and then filled from a checkpoint.
-`pack_linears` changes a finished model, so model code does not depend on it.
+`pack_linears` replaces the linear layers of a finished model by packed ones for CPUs.
 """
 
 from typing import TypeGuard
@@ -18,7 +18,9 @@ from engine.backends.custom.frameworks.torch.layers.norm import RMSNorm
 
 
 class Linear(nn.Module):
-    """y = x W^T + b. `parts` names row ranges that checkpoints store as separate matrices."""
+    """y = x W^T + b. If W is fused, `parts` are the name and the number of rows of each matrix that
+    a checkpoint stores separately.
+    """
 
     def __init__(
         self,
@@ -37,7 +39,7 @@ class Linear(nn.Module):
         return F.linear(x, self.weight, self.bias)
 
     def add_to(self, stream: Tensor, x: Tensor, multiplier: float = 1.0) -> Tensor:
-        """stream += multiplier * W x. The GEMM itself adds to the residual stream, in place."""
+        """stream += multiplier * x W^T. The GEMM itself adds to the residual stream, in place."""
         return torch.addmm(stream, x, self.weight.t(), alpha=multiplier, out=stream)
 
     def fused(
@@ -48,8 +50,8 @@ class Linear(nn.Module):
         gate: str | None = None,
         residual: Tensor | None = None,
     ) -> Tensor:
-        """residual + act(W norm(x) + b), in one kernel launch for few rows. `gate` names the gated
-        activation. None skips a part.
+        """residual + act(norm(x) W^T + b). `gate` names act, a gated activation. A part whose
+        argument is None is skipped. For few tokens, all parts run in one kernel.
         """
         if norm is None:
             return fused_linear(x, self.weight, self.bias, gate=gate, residual=residual)
@@ -65,8 +67,8 @@ class Linear(nn.Module):
 
 
 def can_add(layer: nn.Module, stream: Tensor) -> TypeGuard[Linear]:
-    """Whether `add_to` is possible and faster than a matmul that is followed by a norm which adds
-    the residual.
+    """Whether `add_to` is possible and fast. The alternative is a plain matmul, whose result the
+    next norm adds to the residual stream.
     """
     return (
         isinstance(layer, Linear)
@@ -77,7 +79,8 @@ def can_add(layer: nn.Module, stream: Tensor) -> TypeGuard[Linear]:
 
 
 class PackedLinear(nn.Module):
-    """A `Linear` with its weight in oneDNN's blocked layout, which halves the time in bfloat16.
+    """A `Linear` with its weight in oneDNN's blocked layout. In bfloat16, it takes half the time of
+    a plain `Linear`.
 
     It is only for inference on the CPU. The packed tensor cannot be read back or trained.
     """
@@ -92,13 +95,13 @@ class PackedLinear(nn.Module):
         return y
 
     def fused(self, x: Tensor, *, gate: str) -> Tensor:
-        """act(W x + b). `gate` names the gated activation."""
+        """act(x W^T + b). `gate` names act, a gated activation."""
         return gated(self(x), gate)
 
 
 def can_pack(dtype: torch.dtype, device: torch.device) -> bool:
-    """Whether packing is possible and useful. It is useful in bfloat16; in float32 the unpacked
-    matrix is faster for a single row.
+    """Whether linear layers can be packed and are faster then. In float32 they are not packed,
+    because there the unpacked matrix is faster for a single token.
     """
     return (
         device.type == "cpu"
@@ -109,8 +112,8 @@ def can_pack(dtype: torch.dtype, device: torch.device) -> bool:
 
 
 def pack_linears(module: nn.Module) -> None:
-    """Replaces all `Linear` layers in `module`. Each original weight is freed before the next one
-    is packed.
+    """Replaces all `Linear` layers in `module` by packed ones. Each original weight is freed before
+    the next layer is packed.
     """
     for name, child in module.named_children():
         if isinstance(child, Linear):

@@ -9,9 +9,12 @@ from engine.backends.custom.frameworks.torch.layers.norm import RMSNorm
 
 
 class GatedMLP(nn.Module):
-    def __init__(self, config: ModelConfig) -> None:
+    """`inner` is the intermediate size; None means that of the config."""
+
+    def __init__(self, config: ModelConfig, inner: int | None = None) -> None:
         super().__init__()
-        size, inner, bias = config.hidden_size, config.intermediate_size, config.mlp_bias
+        size, bias = config.hidden_size, config.mlp_bias
+        inner = config.intermediate_size if inner is None else inner
         self.activation = config.activation
         self.gate_up = Linear(size, 2 * inner, bias, parts=(("gate", inner), ("up", inner)))
         self.down = Linear(inner, size, bias)
@@ -20,11 +23,11 @@ class GatedMLP(nn.Module):
         return self.down(self.activated(x))
 
     def activated(self, x: Tensor) -> Tensor:
-        """The MLP without its down projection."""
+        """The input of the down projection, (T, F)."""
         return self.gate_up.fused(x, gate=self.activation)
 
     def fused(self, x: Tensor, norm: RMSNorm) -> Tensor:
-        """x + mlp(norm(x)), with fused kernels for few rows."""
+        """x + mlp(norm(x)). It uses fused kernels, which are fast for few tokens."""
         return self.down.fused(self.gate_up.fused(x, norm=norm, gate=self.activation), residual=x)
 
 
@@ -39,5 +42,5 @@ class MLP(nn.Module):
         return self.down(self.activated(x))
 
     def activated(self, x: Tensor) -> Tensor:
-        """The MLP without its down projection."""
+        """The input of the down projection, (T, F)."""
         return activate(self.up(x), self.activation)

@@ -1,8 +1,8 @@
 """Linear layers and embedding tables with quantized weights, for inference only. They replace
 `Linear` and `Embedding`.
 
-While a model loads, each `Linear` is filled and then converted before the next one. For GGUF
-models, `models/quantized_loading.py` uses the quantized weights of the file instead.
+While a model loads, each `Linear` is filled and quantized before the next one is filled. For GGUF
+models with quantized weights, `models/quantized_loading.py` keeps the weights of the file instead.
 """
 
 from collections.abc import Iterable
@@ -25,8 +25,9 @@ _LARGEST_FP8 = 448.0
 
 
 class GroupedLinear(nn.Module):
-    """A linear layer with quantized weights. The rows of all `stacks` form its matrix. There are
-    several stacks if parts of a fused layer have different layouts; each is multiplied separately.
+    """A linear layer with quantized weights. The rows of all `stacks` together form its matrix. A
+    fused layer has several stacks if its parts have different quantized layouts. Each stack is then
+    multiplied separately.
     """
 
     def __init__(
@@ -51,8 +52,8 @@ class GroupedLinear(nn.Module):
         gate: str | None = None,
         residual: Tensor | None = None,
     ) -> Tensor:
-        """Computes residual + act(W norm(x) + b). `gate` names act, a gated activation. An argument
-        that is None leaves its part out.
+        """Computes residual + act(norm(x) W^T + b). `gate` names act, a gated activation. A part
+        whose argument is None is skipped.
         """
         weight, eps = (None, 0.0) if norm is None else (norm.weight, norm.eps)
         if len(self.stacks) == 1:
@@ -100,8 +101,8 @@ class Fp8Linear(nn.Module):
         gate: str | None = None,
         residual: Tensor | None = None,
     ) -> Tensor:
-        """Computes residual + act(W norm(x) + b). `gate` names act, a gated activation. An argument
-        that is None leaves its part out.
+        """Computes residual + act(norm(x) W^T + b). `gate` names act, a gated activation. A part
+        whose argument is None is skipped.
         """
         weight, eps = (None, 0.0) if norm is None else (norm.weight, norm.eps)
         return fused_linear(
@@ -117,8 +118,8 @@ class Fp8Linear(nn.Module):
 
 
 def int8_weight(weight: Tensor) -> GroupedWeight:
-    """Quantizes a matrix to int8 in groups of 32. The largest absolute value of a group becomes
-    127, and values are rounded to the nearest integer.
+    """Quantizes a matrix to int8, with one scale for each group of 32 values. The scale maps the
+    largest absolute value of the group to 127. Values are rounded to the nearest integer.
     """
     groups = weight.detach().float().unflatten(1, (-1, _INT8_GROUP))  # (F, D / 32, 32)
     scales = (groups.abs().amax(dim=2) / 127).clamp(min=2.0**-24).half()

@@ -1,8 +1,8 @@
-"""RoPE. All scaling rules result in one vector of frequencies.
+"""RoPE. Every scaling rule (linear, YaRN and others) results in one vector of frequencies.
 
-A cached key keeps its rotation, and other sequences may read the key. So a rotation must depend
-only on the position. Dynamic NTK scaling would depend on the sequence's current length; here it
-uses the max length that the runner serves.
+Keys are cached after their rotation, and other sequences may read them. So a rotation must depend
+only on the position. Dynamic NTK scaling depends on a length; here this is always the max length
+that the runner serves, not the current length of the sequence.
 """
 
 from dataclasses import dataclass
@@ -16,8 +16,8 @@ from engine.backends.custom.ir.rotary import rope_frequencies
 
 @dataclass(frozen=True, slots=True)
 class Rotation:
-    """The cosines and sines for the positions of a step's tokens. `sin` already has the signs that
-    the two halves of a head need.
+    """The cosines and sines for the positions of a step's tokens. RoPE rotates the first `dim`
+    values of a head. `sin` already has the signs that the two halves of these values need.
     """
 
     cos: Tensor  # (T, 1, 1, dim / 2)
@@ -25,8 +25,8 @@ class Rotation:
 
 
 class Rotary:
-    """The RoPE frequencies of a model. This is no `nn.Module`, because its only tensor is computed
-    and not loaded.
+    """The RoPE frequencies of a model. This class is no `nn.Module`, because its only tensor is not
+    loaded from a checkpoint, but computed.
     """
 
     def __init__(
@@ -37,7 +37,9 @@ class Rotary:
         self.inv_freq = torch.from_numpy(inv_freq).to(device)  # (dim / 2,)
 
     def table(self, num_positions: int) -> Tensor:
-        """A table for all positions, (num_positions, dim) float32: cosines, then sines."""
+        """A table for all positions, (num_positions, dim) float32. Each line has dim / 2 cosines,
+        then dim / 2 sines.
+        """
         positions = torch.arange(num_positions, device=self.inv_freq.device, dtype=torch.float32)
         angles = positions[:, None] * self.inv_freq
         return torch.cat((angles.cos(), angles.sin()), dim=-1) * self.scale
@@ -51,8 +53,8 @@ class Rotary:
 
 
 def rotate(x: Tensor, rotation: Rotation) -> Tensor:
-    """Rotates the first `dim` values of each head of x (T, N, H). Value i is paired with value
-    i + dim / 2.
+    """Applies RoPE: rotates the first `dim` values of each head of x (T, N, H). Value i and value
+    i + dim / 2 form a pair that is rotated in its plane.
     """
     half = rotation.cos.shape[-1]
     if 2 * half < x.shape[-1]:

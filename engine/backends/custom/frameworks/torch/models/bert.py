@@ -25,8 +25,8 @@ class PostNormBlock(nn.Module):
 
 
 class Bert(nn.Module):
-    """The encoder. The tokens of all texts are concatenated; the step knows where each text begins.
-    All tokens have the token type 0.
+    """The encoder. Its input is the concatenated tokens of several texts. The `Step` knows where
+    each text begins. All tokens have the token type 0.
     """
 
     def __init__(self, config: ModelConfig) -> None:

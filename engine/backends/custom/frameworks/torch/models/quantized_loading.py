@@ -1,8 +1,9 @@
-"""Loads the quantized matrices of a checkpoint into a model, without dequantizing. They are
-repacked on the device.
+"""Loads the quantized matrices of a checkpoint into a model, without dequantizing them. The
+matrices are repacked on the device.
 
 The parts of a fused layer may have different storage types. Neighbouring parts of the same layout
-become one matrix. If any part of a layer is not quantized, the layer stays a plain `Linear`.
+become one matrix. If any part of a layer is not quantized in the checkpoint, the layer stays a
+plain `Linear`.
 """
 
 from collections.abc import Iterator, Mapping
@@ -21,10 +22,10 @@ from engine.backends.custom.frameworks.torch.layers.quantized_linear import (
     GroupedLinear,
 )
 from engine.backends.custom.frameworks.torch.models.base import Decoder
-from engine.backends.custom.weights.model import Weight
+from engine.backends.custom.weights.weight import Weight
 
 EMBED = "embed.weight"
-SHRUNK_BITS = 8.5  # bits per value after quantization: 8, and a 16-bit scale for each 32 values
+SHRUNK_BITS = 8.5  # bits per value of int8 weights: 8, plus a 16-bit scale per 32 values
 
 
 def keeps_quantized(weights: Mapping[str, object], device: torch.device) -> bool:
@@ -36,8 +37,8 @@ def keeps_quantized(weights: Mapping[str, object], device: torch.device) -> bool
 def place_quantized(
     model: Decoder, weights: Mapping[str, object], device: torch.device, dtype: torch.dtype
 ) -> set[str]:
-    """Replaces layers of a model on the meta device by quantized layers. Returns the names of the
-    weights that it used.
+    """Replaces layers of a model, which is on the meta device, by quantized layers on `device`.
+    Returns the names of the weights that these layers contain.
     """
     taken = set()
     if _is_quantized(weights.get(EMBED)):
@@ -58,16 +59,18 @@ def place_quantized(
 
 
 def placed_bytes(weights: Mapping[str, Weight], value_bytes: int, shrinks: bool) -> int:
-    """Bytes of all weights on the device. A value that is not quantized takes `value_bytes`.
+    """Bytes of all weights on the device. A value that is not quantized takes `value_bytes`. The
+    matrices of experts are never quantized.
 
-    `shrinks` says that matrices will be quantized on loading, except the embedding table.
+    With `shrinks`, matrices that are not quantized in the checkpoint will be quantized to 8 bits
+    on loading. The embedding table will not.
     """
     total = 0.0
     for name, weight in weights.items():
         shape = weight.spec.shape
         bits: float = 8 * value_bytes
-        if _is_quantized(weight):
-            bits = packed_bits(weight.tensor.dtype)
+        if _is_quantized(weight) and not weight.spec.of_experts:
+            bits = packed_bits(weight.kernel_dtype)
         elif shrinks and len(shape) == 2 and name != EMBED:
             bits = SHRUNK_BITS
         total += prod(shape) * bits / 8
@@ -75,11 +78,7 @@ def placed_bytes(weights: Mapping[str, Weight], value_bytes: int, shrinks: bool)
 
 
 def _is_quantized(weight: object) -> bool:
-    return (
-        isinstance(weight, Weight)
-        and weight.tensor.dtype in REPACKED
-        and weight.transform != "transpose"
-    )
+    return isinstance(weight, Weight) and weight.kernel_dtype in REPACKED
 
 
 def _linears(model: nn.Module) -> Iterator[tuple[str, Linear]]:
@@ -101,9 +100,9 @@ def _grouped(weight: object, device: torch.device) -> GroupedWeight:
     outputs, size = weight.spec.shape
     # Copied, because the mapped file is read-only, and a transfer to the device directly from it
     # would read its pages twice.
-    raw = torch.from_numpy(weight.tensor.raw().copy()).to(device)
-    grouped = repack(weight.tensor.dtype, raw, (outputs, size))
-    order = weight.row_order()
+    stored, order, _ = weight.kernel_rows()
+    raw = torch.from_numpy(stored.copy()).to(device)
+    grouped = repack(weight.kernel_dtype, raw, (outputs, size))
     if order is None:
         return grouped
     rows = torch.from_numpy(order).to(device)

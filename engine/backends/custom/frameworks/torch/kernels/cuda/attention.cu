@@ -1,20 +1,20 @@
-// Prefill attention (rows with several queries) over the paged cache, on Hopper's tensor cores.
+// Prefill attention over the paged KV cache, on Hopper's tensor cores. It is used for sequences with several
+// queries in a step.
 //
-// Thread blocks are persistent: each processes many work items. An item is a tile of one row's queries,
-// with all query heads that share a KV head. A line of the tile is one token and one query head. One
-// producer warp copies queries, keys and values into shared memory, page by page. Each of WORKERS warp
-// groups computes 64 lines. In registers it holds the scores for a tile of KEYS keys, the softmax weights
-// of the previous key tile, and the output sums. While it computes softmax weights, tensor cores already
-// compute its other matmul, weights by values. The groups take turns at starting matmuls, so that the
-// matmuls of one group run while another group computes its softmax. Key tiles are processed from last to
-// first, so the tiles on the diagonal, which need a mask, come first.
+// Thread blocks are persistent: each processes many work items. An item is a tile of one sequence's queries,
+// for all query heads that share a KV head. A line of the tile is one token and one query head. One producer
+// warp copies queries, keys and values into shared memory, page by page. Each of WORKERS warp groups computes
+// 64 lines. In its registers are the scores for a tile of KEYS keys, the softmax weights of the previous key
+// tile, and the output sums. The softmax of a key tile overlaps the matmul of the previous tile's weights by
+// its values. Warp groups take turns at starting matmuls, so that the matmuls of one group run while another
+// group computes its softmax. Key tiles are processed from last to first, so the tiles on the diagonal, which
+// need a mask, come first.
 //
-// `cuda/sources.py` puts `hopper.cuh` before this file and defines HEAD_DIM, HEADS (query heads per KV
-// head), KV_HEADS, BLOCK_SIZE, WORKERS, STAGES, WINDOW (0: none), and the functions `multiply_keys` and
-// `multiply_values`.
+// `cuda/sources.py` puts `hopper.cuh` before this file. It defines HEAD_DIM, HEADS (query heads per KV head),
+// KV_HEADS, BLOCK_SIZE, WORKERS, STAGES, WINDOW (0: none), `multiply_keys` and `multiply_values`.
 
 constexpr int KEYS = 128;
-constexpr int PARTS = HEAD_DIM / LINE;  // number of 128-byte lines per head
+constexpr int PARTS = HEAD_DIM / LINE;  // 128-byte pieces of a head's vector
 constexpr int LINES = 64 * WORKERS;
 constexpr int TOKENS = LINES / HEADS;
 constexpr int PAGES = KEYS / BLOCK_SIZE;  // pages per key tile
@@ -25,7 +25,7 @@ constexpr int NUM_SCORES = KEYS / 2;  // scores per thread: 128 threads share 64
 constexpr int NUM_SUMS = HEAD_DIM / 2;
 constexpr float NOTHING_SEEN = -1.0e30f, HIDDEN = -3.0e38f;
 
-// Ids of hardware barriers. Each warp group has one for its own threads, and one that it waits at for
+// Ids of hardware barriers. Each warp group has two: one for its own threads, and one at which it waits for
 // its turn to start matmuls.
 constexpr int FIRST_OWN = 1, FIRST_TURN = FIRST_OWN + WORKERS;
 
@@ -53,8 +53,8 @@ struct Item {
     }
 };
 
-// The list of items is sorted from long to short. Thread blocks take items in snake order (forward, then
-// backward), which balances their work.
+// The list of items is sorted from long to short. Thread blocks take items in snake order: forward in one
+// round, backward in the next. This balances their work.
 struct Items {
     int total, round = 0;
 
@@ -77,8 +77,8 @@ struct Producer {
     const TensorMap &q_map, &cache_map;
     int num_slots;
 
-    // Copies a tile of keys or values. Each lane copies one page of one part. Pages past a row's end have
-    // a slot out of bounds, which is copied as zeros.
+    // Copies a tile of keys or values. Each lane copies one page of one part (64 dimensions of the head). For
+    // pages past the end of the sequence, `slot` is out of bounds, and the copy engine writes zeros.
     __device__ __forceinline__ void copy_tile(Tiles& ring, int column, int slot) const {
         int lane = threadIdx.x % 32, page = lane % PAGES, part = lane / PAGES;
         wait_barrier(ring.free(), ring.parity);
@@ -134,7 +134,7 @@ __device__ __forceinline__ float sum_of_four(float x) {
     return x + __shfl_xor_sync(~0u, x, 2);
 }
 
-// The state of the online softmax for one line. A thread has two lines.
+// The state of the online softmax for one line: one token and one query head. A thread has two lines.
 struct Line {
     int number, position;
     float peak, total, fading;
@@ -160,7 +160,7 @@ struct Line {
         }
     }
 
-    // Replaces scores by softmax weights. `fading` is the factor that rescales earlier sums to the new max.
+    // Replaces scores by softmax weights. Sets `fading`, which rescales earlier sums to the new max.
     template <int OFFSET>
     __device__ __forceinline__ void weigh(float (&scores)[NUM_SCORES], float scale) {
         float high = peak;
@@ -190,7 +190,7 @@ struct Worker {
     float scale;
     int group, thread;
     Tiles keys, values;
-    Line upper, lower;  // the thread's two lines, eight apart
+    Line upper, lower;  // the thread's two lines; their numbers differ by eight
     float scores[NUM_SCORES], sums[NUM_SUMS];
     u32 weights[NUM_SCORES / 2];
 
@@ -261,7 +261,7 @@ struct Worker {
         }
     }
 
-    // Sets the values past a row's end, in its last page, to zero. They may be NaN, and their softmax
+    // Zeroes the values past the end of the sequence, in its last page. They may be NaN. Their softmax
     // weight is 0, but 0 * NaN is NaN.
     __device__ __forceinline__ void clear_behind(int tile, int length) {
         int first = length - tile * KEYS, last = (first + BLOCK_SIZE - 1) / BLOCK_SIZE * BLOCK_SIZE;
@@ -309,8 +309,8 @@ struct Worker {
             give_turn_to((group + 1) % WORKERS);
             wait_products<1>();
             weigh(tile, lowest, highest);
-            // The totals are never negative, so this adds 0, but the compiler does not know that. The
-            // dependency keeps the compiler from moving the softmax behind the wait for the running matmul.
+            // The totals are never negative, so the comparison adds 0, which the compiler does not know. This
+            // keeps the compiler from moving the softmax behind the wait for the running matmul.
             release(keys.free() + (upper.total + lower.total < 0.0f));
             keys.advance();
             wait_products<0>();

@@ -1,13 +1,14 @@
-// y (M, N) = silu(x g^T) * (x u^T), in 16-bit floats, on Hopper's tensor cores. x is (M, K). w (2 N, K) has
-// the rows of g, followed by the rows of u.
+// y (M, N) = silu(x g^T) * (x u^T) in 16-bit floats, on Hopper's tensor cores: the gate and up
+// matmuls of an MLP. x is (M, K). w (2 N, K) has the rows of g, followed by the rows of u.
 //
-// Thread blocks have three warp groups and are persistent: each processes many tiles of 128 rows and
-// COLUMNS columns, half of them from g and half from u. One warp group copies tiles of x and w into a ring
-// of STAGES buffers. The other two warp groups multiply 64 rows each and write the result. A cluster of
-// CLUSTER blocks computes consecutive row tiles of the same columns. Each block copies its part of w's tile
-// to all blocks of the cluster (multicast).
+// Thread blocks have three warp groups. They are persistent: each processes many output tiles. A
+// tile has 128 rows and COLUMNS columns of accumulators, half of them from g and half from u. One
+// warp group copies tiles of x and w into a ring of STAGES buffers. The other two warp groups
+// multiply 64 rows each and write the result. A cluster of CLUSTER blocks computes consecutive row
+// tiles of the same columns. Each block of a cluster copies its part of w's tile to all blocks of
+// the cluster (multicast).
 //
-// `cuda/sources.py` puts `hopper.cuh` before this file and defines COLUMNS, STAGES, CLUSTER and the
+// `cuda/sources.py` puts `hopper.cuh` before this file. It defines COLUMNS, STAGES, CLUSTER and the
 // function `multiply`.
 
 constexpr int ROWS = 128, DEPTH = LINE;
@@ -16,7 +17,7 @@ constexpr u32 X_BYTES = ROWS * DEPTH * 2;
 constexpr u32 W_BYTES = COLUMNS * DEPTH * 2;
 constexpr u32 STAGE_BYTES = X_BYTES + W_BYTES;
 constexpr int NUM_SUMS = COLUMNS / 2;  // sums per thread: 128 threads share 64 rows
-constexpr int BAND = 8;                // number of row tiles whose part of x stays in the L2 cache
+constexpr int BAND = 8;                // row tiles per band; the band's rows of x stay in the L2 cache
 
 static_assert(CLUSTER == 1 || CLUSTER == PARTS, "each block copies one part of w");
 
@@ -70,8 +71,9 @@ struct Work {
     __device__ __forceinline__ int step() const { return gridDim.x / CLUSTER; }
     __device__ __forceinline__ int end() const { return m_tiles * n_tiles; }
 
-    // The row and the column tile of a tile number. Within a band, consecutive numbers are below each
-    // other. A row tile here has 128 rows for each block of the cluster.
+    // Finds the first row and the column tile of tile `tile`. Tiles are numbered band by band, and
+    // within a band column by column, so that consecutive tiles use the same part of w. A row
+    // tile here has 128 rows for each block of the cluster.
     __device__ __forceinline__ void place(int tile, int& row, int& n) const {
         int band = tile / (BAND * n_tiles) * BAND, height = min(BAND, m_tiles - band);
         int within = tile - band * n_tiles;

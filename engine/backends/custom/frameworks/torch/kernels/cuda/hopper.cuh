@@ -1,12 +1,12 @@
-// Shared code of the kernels for Hopper: WGMMA matmuls, TMA copies, barriers. `cuda/sources.py` defines
-// IN, the type of the inputs ("bf16" or "f16").
+// Code that the CUDA kernels for Hopper share: WGMMA matmuls, TMA copies, barriers.
+// `cuda/sources.py` defines IN, the type of the inputs ("bf16" or "f16").
 
 using u16 = unsigned short;
 using u32 = unsigned int;
 using u64 = unsigned long long;
 
 constexpr int WARP_GROUP = 128;  // threads per warp group
-constexpr int LINE = 64;         // 16-bit values in a 128-byte swizzle row
+constexpr int LINE = 64;         // number of 16-bit values in a 128-byte swizzle row
 constexpr u32 LINE_BYTES = LINE * 2;
 
 struct alignas(64) TensorMap {
@@ -56,8 +56,8 @@ __device__ __forceinline__ void copy_heads(u32 to, const TensorMap& map, u32 bar
         : "memory");
 }
 
-// A ring of COUNT buffers in shared memory. Consumers wait until a buffer is full; the producer waits until
-// it is free.
+// A ring of COUNT buffers in shared memory. Consumers wait until a buffer is full. The producer
+// waits until a buffer is free.
 template <int COUNT, u32 BYTES>
 struct Ring {
     u32 buffers, full;
@@ -77,15 +77,15 @@ struct Ring {
     }
 };
 
-// A WGMMA descriptor of a swizzled tile in shared memory. It has 128-byte lines; eight lines form a block of
-// 1,024 bytes. `next` is the distance in bytes between tiles of 64 values. It is used only if each line is
-// one step of the matmul's depth, as for the values of attention.
+// Returns the WGMMA descriptor of a swizzled tile in shared memory. The tile has lines of 128
+// bytes; eight lines form a block of 1,024 bytes. `next` is the distance in bytes between tiles of
+// 64 values. It matters only if the lines of the tile run along K, as for the values of attention.
 __device__ __forceinline__ u64 descriptor(u32 address, u32 next = 16) {
     return static_cast<u64>((address & 0x3ffff) >> 4) | (static_cast<u64>(next >> 4) << 16) | (64ull << 32) |
            (1ull << 62);
 }
 
-// Keeps the compiler from moving or reusing registers that a running matmul reads or writes.
+// Keeps the compiler from moving or reusing registers that a running WGMMA matmul reads or writes.
 template <int COUNT>
 __device__ __forceinline__ void hold(float (&values)[COUNT]) {
 #pragma unroll
@@ -117,8 +117,8 @@ __device__ __forceinline__ u32 packed(float low, float high) {
     return both;
 }
 
-// Exchanges values between four lanes. Before, each lane holds two neighbouring values of each of four
-// blocks of eight values. Afterwards, each lane holds one whole block.
+// Exchanges values between four lanes. Before the exchange, each lane holds two neighbouring values
+// of each of four blocks of eight values. After it, each lane holds one whole block.
 __device__ __forceinline__ uint4 transposed(u32 a, u32 b, u32 c, u32 d, int lane) {
     bool odd = lane & 1, upper = lane & 2;
     u32 t0 = __shfl_xor_sync(~0u, odd ? a : b, 1), t1 = __shfl_xor_sync(~0u, odd ? c : d, 1);
