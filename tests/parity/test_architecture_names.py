@@ -10,9 +10,18 @@ import numpy as np
 import pytest
 import torch
 from safetensors.numpy import load_file
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from engine.backends.custom.weights.model import ModelSource, open_model
-from engine.core.registry.model_registry import architecture, architecture_names
+from engine.core.errors import ModelFormatError
+from engine.core.registry.model_registry import (
+    architecture,
+    architecture_for_gguf,
+    architecture_for_hf,
+    architecture_names,
+    find_gguf,
+    find_hf,
+)
 from tests.gguf_files import Arrays, stored_as
 from tests.parity import tiny_models
 
@@ -59,6 +68,23 @@ def _stored(source: ModelSource) -> Arrays:
         else:
             stored[spec.hf] = np.stack([known[spec.hf] for known in experts])
     return stored
+
+
+def test_every_other_architecture_is_refused_by_name() -> None:
+    """In one line that says what would run it."""
+    for name in gguf.MODEL_ARCH_NAMES.values():
+        if find_gguf(name) is None:
+            with pytest.raises(ModelFormatError, match=f"'{name}' is not .*--backend transf") as it:
+                architecture_for_gguf(name)
+            assert "\n" not in str(it.value)
+    theirs = set(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values())
+    assert len(theirs) > 100
+    for name in theirs:
+        if find_hf([name]) is None:
+            with pytest.raises(ModelFormatError, match=f"{name} is .*--backend transformers or"):
+                architecture_for_hf([name])
+    with pytest.raises(ModelFormatError, match="does not know it either; try --backend vllm"):
+        architecture_for_hf(["ParrotForCausalLM"])
 
 
 def test_every_family_has_a_tiny_model() -> None:

@@ -8,7 +8,7 @@ import tokenizers
 from tokenizers import AddedToken, decoders, processors
 
 from engine.core.text.tokenizer_gguf import tables_from_gguf, unused_ids
-from engine.core.text.tokenizer_tables import TokenizerTables, build_bpe, vocab_of
+from engine.core.text.tokenizer_tables import TokenizerTables, build_engine, vocab_of
 
 
 def tokenizer_files(metadata: Mapping[str, Any]) -> dict[str, str]:
@@ -38,9 +38,11 @@ def _engine(tables: TokenizerTables, unused: frozenset[int]) -> tokenizers.Token
     pieces = tables.pieces
     vocab = {piece: i for piece, i in vocab_of(pieces).items() if i not in unused}
     unknown = None if tables.unknown_id is None else pieces[tables.unknown_id]
-    engine = build_bpe(tables, vocab, unknown)
+    engine = build_engine(tables, vocab, unknown)
     if tables.kind == "gpt2":
         engine.decoder = decoders.ByteLevel()
+    elif tables.kind == "bert":
+        engine.decoder = decoders.WordPiece(cleanup=False)
     else:
         steps = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()]
         if tables.space_prefix:

@@ -95,9 +95,9 @@ MUTATIONS = [
     ),
     Mutation(
         "frameworks: JAX sees one position beyond the window",
-        "engine.backends.custom.frameworks.jax.layers.attention",
-        "is_visible(distance, window)",
-        "is_visible(distance, window and window + 1)",
+        "engine.backends.custom.frameworks.jax.kernels.work",
+        "distance < scoring.window",
+        "distance <= scoring.window",
         f"{LAYER_TESTS}::test_a_sequence_attends_to_what_came_before_it",
     ),
     Mutation(
@@ -117,10 +117,8 @@ MUTATIONS = [
     Mutation(
         "frameworks: tinygrad activates the wrong half",
         "engine.backends.custom.frameworks.tinygrad.layers.mlp",
-        '    gate = ACTIVATIONS[activation](linear(params["gate"], x))\n'
-        '    return linear(params["down"], (gate * linear(params["up"], x)).contiguous())\n',
-        '    gate = ACTIVATIONS[activation](linear(params["up"], x))\n'
-        '    return linear(params["down"], (gate * linear(params["gate"], x)).contiguous())\n',
+        "    return ACTIVATIONS[activation](gate) * up\n",
+        "    return ACTIVATIONS[activation](up) * gate\n",
         f"{LAYER_TESTS}::test_feed_forward_halves",
     ),
     Mutation(

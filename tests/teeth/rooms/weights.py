@@ -86,6 +86,20 @@ MUTATIONS = [
         "tests/parity/test_quants.py::test_random_blocks_decode_to_the_same_bits",
     ),
     Mutation(
+        "weights: an even number of signs is odd",
+        "engine.backends.custom.weights.iquants",
+        "(np.bitwise_count(seven) & np.uint8(1))",
+        "(~np.bitwise_count(seven) & np.uint8(1))",
+        "tests/parity/test_quants.py::test_random_blocks_decode_to_the_same_bits",
+    ),
+    Mutation(
+        "weights: the minimum of recoded 4-bit groups is left out",
+        "engine.backends.custom.weights.grouped",
+        "halves(scales * np.float32(lowest))",
+        "halves(scales * np.float32(0))",
+        "tests/parity/test_quants.py::test_what_kernels_read_has_the_same_values",
+    ),
+    Mutation(
         "weights: safetensors may leave gaps",
         "engine.backends.custom.weights.safetensors",
         "        if entry.begin != position:\n",

@@ -32,7 +32,12 @@ from engine.backends.custom.weights.quants import TRAITS, dequantize, traits_of
 from engine.backends.custom.weights.safetensors import INDEX_NAME, SINGLE_NAME, open_safetensors
 from engine.backends.custom.weights.weight import Weight
 from engine.core.errors import ModelError, ModelFormatError
-from engine.core.registry.model_registry import architecture_for_gguf, architecture_for_hf
+from engine.core.registry.model_registry import (
+    architecture_for_gguf,
+    architecture_for_hf,
+    find_gguf,
+    find_hf,
+)
 
 CONFIG_NAME = "config.json"
 GENERATION_CONFIG_NAME = "generation_config.json"
@@ -96,6 +101,40 @@ def open_model(path: Path, *, use_mmap: bool = True, reads_weights: bool = True)
     return _open_gguf(path, use_mmap, reads_weights)
 
 
+@dataclass(frozen=True, slots=True)
+class ModelFiles:
+    """The files of a model. `unsupported` is the name of its architecture if the engine has no
+    family for it, else None.
+    """
+
+    path: Path
+    checkpoint: Checkpoint
+    metadata: Mapping[str, Any]
+    unsupported: str | None
+
+    def close(self) -> None:
+        self.checkpoint.close()
+
+
+def open_files(path: Path) -> ModelFiles:
+    """Open the files of a model without interpreting them."""
+    if path.is_dir() and any((path / name).exists() for name in (SINGLE_NAME, INDEX_NAME)):
+        metadata: Mapping[str, Any] = read_json(path, CONFIG_NAME)
+        names = _hf_architectures(metadata)
+        unsupported = None if find_hf(names) else ", ".join(names)
+        return ModelFiles(path, open_safetensors(path), metadata, unsupported)
+    checkpoint = open_gguf(only_gguf(path) if path.is_dir() else path)
+    name = Reader(checkpoint.metadata, path.name).read(str, "general.architecture")
+    return ModelFiles(path, checkpoint, checkpoint.metadata, None if find_gguf(name) else name)
+
+
+def _hf_architectures(metadata: Mapping[str, Any]) -> list[str]:
+    names: list[str] = Reader(metadata, CONFIG_NAME).read(list, "architectures")
+    if not all(isinstance(name, str) for name in names):
+        raise ModelFormatError(f"{CONFIG_NAME}: key 'architectures' must be a list of names")
+    return names
+
+
 def stored_quantization(checkpoint: Checkpoint) -> str | None:
     """The storage type that most bytes of the checkpoint have, or None if this is a float type."""
     sizes: dict[str, int] = {}
@@ -127,10 +166,7 @@ def only_gguf(directory: Path) -> Path:
 
 def _open_hf(directory: Path, use_mmap: bool, reads_weights: bool) -> ModelSource:
     metadata = read_json(directory, CONFIG_NAME)
-    names: list[str] = Reader(metadata, CONFIG_NAME).read(list, "architectures")
-    if not all(isinstance(name, str) for name in names):
-        raise ModelFormatError(f"{CONFIG_NAME}: key 'architectures' must be a list of names")
-    family: Architecture = architecture_for_hf(names)
+    family: Architecture = architecture_for_hf(_hf_architectures(metadata))
     # If there is a generation config, its stop tokens replace those of config.json, because they
     # are more reliable.
     stated = dict(metadata)

@@ -136,7 +136,7 @@ def _packed_bytes(weight: Weight) -> int:
     if len(shape) == 1:
         return 4 * shape[0]
     panels = -(-shape[0] // PANEL_ROWS)
-    bytes_of_panel: int = native.panel_bytes(native.layout_of(weight.tensor.dtype), shape[1])
+    bytes_of_panel: int = native.panel_bytes(native.layout_of(weight.kernel_dtype), shape[1])
     return panels * bytes_of_panel
 
 
@@ -153,7 +153,7 @@ def _per_channel_bytes(source: ModelSource) -> int:
         if len(weight.spec.shape) == 1 or name in tables:
             continue
         rows, columns = weight.spec.shape
-        layout = LAYOUTS[native.layout_of(weight.tensor.dtype)]
+        layout = LAYOUTS[native.layout_of(weight.kernel_dtype)]
         if matmul_kernel(layout, Machine(threads=1), Precision()).decode == "int8":
             total += -(-rows // PANEL_ROWS) * native.per_channel_panel_bytes(columns)
     return total
@@ -348,7 +348,7 @@ def plans_for(source: ModelSource, config: RunnerConfig, machine: Machine) -> li
         machine,
         max_tokens,
         min(max_tokens, config.max_slots + MAX_SCORED),
-        lambda name: LAYOUTS[layout_of(source.weights[name].tensor.dtype)],
+        lambda name: LAYOUTS[layout_of(source.weights[name].kernel_dtype)],
         Precision(
             config.dtype == "float32", _kv_type(config.kv_dtype, config.dtype, config.numerics)
         ),

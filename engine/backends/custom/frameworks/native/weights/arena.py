@@ -145,7 +145,7 @@ def _padded_rows(source: ModelSource, matrix: MatrixParts) -> int:
 
 def _matrix_place(source: ModelSource, matrix: MatrixParts, offset: int) -> MatrixPlace:
     weights = [source.weights[name] for name in matrix.parts]
-    layouts = {_native.layout_of(weight.tensor.dtype) for weight in weights}
+    layouts = {_native.layout_of(weight.kernel_dtype) for weight in weights}
     columns = {weight.spec.shape[1] for weight in weights}
     if len(layouts) != 1 or len(columns) != 1:
         raise ModelFormatError(

@@ -101,8 +101,8 @@ def _job(
 
 
 def _part(weight: Weight) -> tuple[Any, ...]:
-    raw, order, transposed = weight.rows()
-    return (weight.tensor.dtype, raw, weight.spec.shape[0], order, transposed)
+    raw, order, transposed = weight.kernel_rows()
+    return (weight.kernel_dtype, raw, weight.spec.shape[0], order, transposed)
 
 
 def let_go(source: ModelSource) -> None:

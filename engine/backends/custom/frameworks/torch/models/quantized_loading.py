@@ -70,7 +70,7 @@ def placed_bytes(weights: Mapping[str, Weight], value_bytes: int, shrinks: bool)
         shape = weight.spec.shape
         bits: float = 8 * value_bytes
         if _is_quantized(weight) and not weight.spec.of_experts:
-            bits = packed_bits(weight.tensor.dtype)
+            bits = packed_bits(weight.kernel_dtype)
         elif shrinks and len(shape) == 2 and name != EMBED:
             bits = SHRUNK_BITS
         total += prod(shape) * bits / 8
@@ -78,7 +78,7 @@ def placed_bytes(weights: Mapping[str, Weight], value_bytes: int, shrinks: bool)
 
 
 def _is_quantized(weight: object) -> bool:
-    return isinstance(weight, Weight) and weight.tensor.dtype in REPACKED
+    return isinstance(weight, Weight) and weight.kernel_dtype in REPACKED
 
 
 def _linears(model: nn.Module) -> Iterator[tuple[str, Linear]]:
@@ -100,9 +100,9 @@ def _grouped(weight: object, device: torch.device) -> GroupedWeight:
     outputs, size = weight.spec.shape
     # Copied, because the mapped file is read-only, and a transfer to the device directly from it
     # would read its pages twice.
-    stored, order, _ = weight.rows()
+    stored, order, _ = weight.kernel_rows()
     raw = torch.from_numpy(stored.copy()).to(device)
-    grouped = repack(weight.tensor.dtype, raw, (outputs, size))
+    grouped = repack(weight.kernel_dtype, raw, (outputs, size))
     if order is None:
         return grouped
     rows = torch.from_numpy(order).to(device)
