@@ -1,6 +1,6 @@
 """Writes docs/models.md from the parity tests: which family is proven on which framework.
 
-    python -m tests.parity.models_page
+    python -m tests.parity.test_models_page
 
 A mark in the table means that the tests run a tiny random model of the family. The tests decide
 what is in the table, so a family cannot stay there when its test is gone.
@@ -30,6 +30,7 @@ from tests.parity.tiny_models import ALL
 
 PAGE = Path(__file__).parents[2] / "docs" / "models.md"
 
+ENCODERS = {"bert", "roberta", "modernbert", "nomic_bert"}
 # What people call the models of a family.
 MODELS = {
     "llama": "Llama 1 to 3, Mistral, Mistral Nemo and Small, Ministral 8B, Mixtral, Falcon 3, "
@@ -65,17 +66,18 @@ MODELS = {
     "granitemoe": "Granite 3 MoE",
     "glm4_moe": "GLM-4.5, GLM-4.5-Air, GLM-4.6",
     "gpt_oss": "gpt-oss-20b and 120b",
-    "bert": "BERT, MiniLM and other sentence encoders",
 }
 
 TEXT = """# Models
 
-<!-- Written by `python -m tests.parity.models_page` from the parity tests; do not edit it here. -->
+<!-- Written by `python -m tests.parity.test_models_page` from the tests; do not edit it here. -->
 
 These families run on the engine's own frameworks, from a Hugging Face folder (`config.json` and
 safetensors) or from a GGUF file. Every other architecture is refused by its name, with the backend
 that would run it (`--backend transformers`, `--backend vllm`). `engine inspect FILE` shows such a
 file, too. [adding_a_model.md](adding_a_model.md) tells how to add a family.
+
+Text encoders, such as BERT, are not in the table.
 
 Tests with tiny models and random weights prove the marks below. Of the published weights, only the
 default model's were tested here.
@@ -125,25 +127,28 @@ def page() -> str:
     def cell(framework: str, family: Family) -> str:
         if family.name in test_architecture_names.REMOTE:
             return "renamed"
-        if family.name == "bert":
-            return "layers" if framework == "torch" else ""
         marks = {"layers": layers[framework], "loop": loops[framework]}
         return ", ".join(mark for mark, test in marks.items() if has(test, family))
 
     rows = [
-        "| family | models | `config.json` | GGUF | native | torch | JAX | tinygrad |",
-        "|---|---|---|---|---|---|---|---|",
+        "| family | models | `config.json` | in GGUF | files | native | torch | JAX | tinygrad |",
+        "|---|---|---|---|---|---|---|---|---|",
     ]
     for name in architecture_names():
         family = architecture(name)
-        if not isinstance(family, Family) or name not in MODELS:
+        if name in ENCODERS:
             continue
         stated = ", ".join(f"`{each}`" for each in family.hf_names)
-        files = ", ".join(f"`{each}`" for each in family.gguf_names if family.gguf_keys)
-        proven = " (GGUF)" if has(gguf, family) or name in test_architecture_names.REMOTE else ""
+        files = ", ".join(f"`{each}`" for each in family.gguf_names)
+        converts = name in test_architecture_names.REMOTE or has(gguf, family)
         cells = " | ".join(cell(framework, family) for framework in layers)
-        rows.append(f"| {name} | {MODELS[name]} | {stated} | {files}{proven} | {cells} |")
+        same = "GGUF" if converts else ""
+        rows.append(f"| {name} | {MODELS[name]} | {stated} | {files} | {same} | {cells} |")
     return TEXT + "\n".join(rows) + "\n"
+
+
+def test_the_page_says_what_the_tests_prove() -> None:
+    assert page() == PAGE.read_text(), "run `python -m tests.parity.test_models_page`"
 
 
 if __name__ == "__main__":
