@@ -267,4 +267,4 @@ def test_other_bin_files_are_still_refused(tmp_path: Path) -> None:
     with pytest.raises(ModelFormatError, match="of .bin files, only those are read"):
         convert(tmp_path / "pytorch_model.bin", tmp_path / "x.gguf")
     with pytest.raises(ConfigError):
-        convert(tmp_path / "pytorch_model.bin", tmp_path / "x.gguf", dtype="Q6_K")
+        convert(tmp_path / "pytorch_model.bin", tmp_path / "x.gguf", dtype="Q2_K")
