@@ -172,3 +172,30 @@ def test_what_cannot_be_encoded_is_refused() -> None:
     for value in (1e6, -1e6):
         with pytest.raises(ModelFormatError, match=r"65,504.*BF16"):
             quantize("F16", np.full((1, 4), value, np.float32))
+
+
+@pytest.mark.parametrize("name", ["Q4_K", "Q5_K", "Q6_K", "IQ4_XS", "IQ4_NL"])
+def test_important_columns_have_smaller_errors(name: str) -> None:
+    """The importance of a column is that of its place in the row, also in later chunks of rows."""
+    values = _values("normal")
+    importance = np.random.default_rng(5).gamma(0.3, 1, values.shape[1]).astype(np.float32)
+    errors = []
+    for weights in (None, importance):
+        found = dequantize(name, quantize(name, values, weights), values.shape)
+        errors.append(((found - values) ** 2 * importance).sum())
+    assert errors[1] < errors[0] * (0.99 if name == "Q6_K" else 0.95)
+
+
+# Root mean square errors on normal values, which a worse search would exceed.
+@pytest.mark.parametrize(
+    ("name", "most"),
+    [("Q5_K", 0.0365), ("Q6_K", 0.0179), ("IQ4_XS", 0.0773), ("IQ4_NL", 0.0768)],
+)
+def test_searching_encoders_find_good_scales(name: str, most: float) -> None:
+    values = _values("normal")
+    found = dequantize(name, quantize(name, values), values.shape)
+    assert float(np.sqrt(np.mean((found - values) ** 2))) < most
+    for kind in ("zero", "constant", "sparse"):
+        values = _values(kind)
+        found = dequantize(name, quantize(name, values), values.shape)
+        assert np.abs(found - values).max() <= 0.25 * np.abs(values).max()

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
@@ -18,7 +18,7 @@ from engine.core.errors import ConfigError
 from engine.core.text.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
-    from engine.backends.custom.frameworks.torch.models.base import Decoder
+    from engine.backends.custom.frameworks.torch.execution.evaluation import Evaluated
 
 WINDOW = 512  # tokens that a model sees at once
 Floats = NDArray[np.float32]
@@ -58,12 +58,12 @@ def importance_of(
 ) -> Sums:
     """Sums the squares of the activations that each matrix is multiplied with, by GGUF name."""
     model = _load(source)
-    from engine.backends.custom.frameworks.torch.execution.activations import SquaredInputs
+    from engine.backends.custom.frameworks.torch.execution.evaluation import SquaredInputs
 
     squares = SquaredInputs(model)
     for done, window in enumerate(windows, start=1):
         with squares:
-            _logits(model, window)
+            model.logits(window)
         progress(done, len(windows))
     found: dict[str, tuple[Floats, int]] = {}
     for name, sums in squares.sums().items():
@@ -82,7 +82,7 @@ def compare_models(
     for done, window in enumerate(windows, start=1):
         first = len(window) // 2
         chosen = np.array(window[first + 1 :])
-        expected, found = (_log_probabilities(_logits(model, window)[first:-1]) for model in models)
+        expected, found = (_log_probabilities(model.logits(window)[first:-1]) for model in models)
         rows = np.arange(len(chosen))
         losses.append((-found[rows, chosen], -expected[rows, chosen]))
         divergences.append((np.exp(expected) * (expected - found)).sum(axis=1))
@@ -98,22 +98,11 @@ def compare_models(
     )
 
 
-def _load(source: ModelSource) -> "Decoder":
+def _load(source: ModelSource) -> "Evaluated":
     framework_entry("torch")  # says what to install if PyTorch is missing
-    import torch
+    from engine.backends.custom.frameworks.torch.execution.evaluation import Evaluated
 
-    from engine.backends.custom.frameworks.torch.models.loading import build_model
-
-    cpu = torch.device("cpu")
-    return build_model(source.config, source.weights, WINDOW, cpu, torch.float32).eval()
-
-
-def _logits(model: Any, window: list[int]) -> Floats:
-    import torch
-
-    with torch.no_grad():
-        logits: Floats = model.forward_sequence(torch.tensor(window)).numpy()
-    return logits
+    return Evaluated(source, WINDOW)
 
 
 def _log_probabilities(logits: Floats) -> NDArray[np.float64]:

@@ -1,4 +1,6 @@
-"""Records what the linear layers of a model are multiplied with, for importance matrices."""
+"""Runs a model in float32 on whole sequences, to measure its quality. Can record what its linear
+layers are multiplied with, for importance matrices.
+"""
 
 from typing import Any
 
@@ -10,6 +12,27 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from engine.backends.custom.frameworks.torch.layers.linear import Linear
+from engine.backends.custom.frameworks.torch.models.base import Decoder
+from engine.backends.custom.frameworks.torch.models.loading import build_model
+from engine.backends.custom.weights.model import ModelSource
+
+
+class Evaluated:
+    """A model in float32 on the CPU, with dequantized weights. After loading, the source may be
+    closed.
+    """
+
+    def __init__(self, source: ModelSource, max_tokens: int) -> None:
+        cpu = torch.device("cpu")
+        self.model: Decoder = build_model(
+            source.config, source.weights, max_tokens, cpu, torch.float32
+        )
+
+    @torch.no_grad()
+    def logits(self, window: list[int]) -> NDArray[np.float32]:
+        """The logits after each token, (T, V)."""
+        logits: NDArray[np.float32] = self.model.forward_sequence(torch.tensor(window)).numpy()
+        return logits
 
 
 class SquaredInputs(TorchFunctionMode):
@@ -17,8 +40,9 @@ class SquaredInputs(TorchFunctionMode):
     LM head is left out, because it has more bits in every mix of types.
     """
 
-    def __init__(self, model: nn.Module) -> None:
+    def __init__(self, evaluated: Evaluated) -> None:
         super().__init__()
+        model: nn.Module = evaluated.model
         self._layers: dict[int, tuple[str, Linear]] = {
             id(layer.weight): (path, layer)
             for path, layer in model.named_modules()
