@@ -25,8 +25,8 @@ EventSink: TypeAlias = Callable[[Event], None]
 
 @dataclass(frozen=True)
 class BackendConfig:
-    """Settings that any backend needs to start. `backend_args` has options of one specific
-    backend.
+    """Settings that any backend needs to start. `backend_args` has options that only one kind of
+    backend knows.
     """
 
     model_name: str = "openai-community/gpt2"
@@ -37,7 +37,7 @@ class BackendConfig:
 
 @dataclass(frozen=True, slots=True)
 class Resolved:
-    """The model that will answer, and a note for the client if it is not the requested one."""
+    """The model that will answer, and a note for the client if this is not the requested model."""
 
     card: ModelCard
     warning: str | None = None
@@ -45,14 +45,15 @@ class Resolved:
 
 class EventFeed(AsyncIterator[Event]):
     """A stream of events that can be read with `async for`, or pushed to a function by `feed`.
-    Pushing is faster, because no task is woken for each event. Use only one of the two, and only
-    once.
+    Pushing is faster, because no task is woken for each event. A stream is read or pushed, never
+    both, and only once.
     """
 
     @abstractmethod
     async def feed(self, sink: EventSink) -> None:
         """Call `sink` with each event as it arrives. Returns after the last event. Raises the same
-        errors as reading. Cancelling it releases what the request holds in the backend.
+        errors as `async for`. If the call is cancelled, the backend releases what the request
+        holds.
         """
 
     @abstractmethod
@@ -127,7 +128,7 @@ class InferenceBackend(ABC):
         return self
 
     def rewrapped(self, inner: "InferenceBackend") -> "InferenceBackend":
-        """The wrappers of this backend, put around `inner`."""
+        """Put the wrappers of this backend around `inner`, and return the result."""
         return inner
 
     @abstractmethod
@@ -142,7 +143,7 @@ class InferenceBackend(ABC):
 
     @abstractmethod
     def health(self) -> Health:
-        """The current state; never waits."""
+        """The current state of the backend. Never waits for an answer of its processes."""
 
     @property
     def is_ready(self) -> bool:
@@ -155,11 +156,11 @@ class InferenceBackend(ABC):
 
     @abstractmethod
     def models(self) -> list[ModelCard]:
-        """The available models; the first is the default."""
+        """The available models. The first one is the default model."""
 
     @abstractmethod
     def stats(self) -> EngineStats | None:
-        """Gauges and totals of the engine, if it reports any."""
+        """Gauges and totals of the engine. None if it reports none."""
 
     async def open(self, request: ChatRequest | CompletionRequest) -> AsyncIterator[Event]:
         """Submit a request. Returns its events."""
@@ -169,16 +170,16 @@ class InferenceBackend(ABC):
 
     @abstractmethod
     def chat(self, request: ChatRequest) -> AsyncIterator[Event]:
-        """Answer a conversation."""
+        """The events of the answer to a conversation."""
 
     @abstractmethod
     def complete(self, request: CompletionRequest) -> AsyncIterator[Event]:
-        """Continue a prompt."""
+        """The events of the continuation of a prompt."""
 
     def resolve(self, name: str | None) -> Resolved | None:
         """The model that would now answer a request for `name`. Returns None if there is no such
-        model. If `name` is None, the default model is meant. Raises `EngineError` if the answer is
-        not known yet, because the model is still loading.
+        model. If `name` is None, the default model is meant. Raises `EngineError` if the model is
+        still loading, so that its card is not known yet.
         """
         for card in self.models():
             if name is None or card.id == name:
@@ -190,8 +191,8 @@ class InferenceBackend(ABC):
         return self.health()
 
     def answered_by(self, request_id: str) -> tuple[str, ...]:
-        """Names of the replicas that answered a request. A request with several prompts may have
-        several. Empty if the server has only one replica, or before the first event.
+        """Names of the replicas that answered a request. The prompts of one request may be answered
+        by several replicas. Empty if the server has no router, or before the first event.
         """
         return ()
 
@@ -209,13 +210,13 @@ class InferenceBackend(ABC):
         return ()
 
     async def embed(self, request: EmbedRequest) -> Embeddings:
-        """One vector for each input."""
+        """Returns one embedding vector for each input."""
         raise InvalidRequestError("This model gives no embeddings.", param="model")
 
     async def tokenize(
         self, content: ChatRequest | str, *, model: str = "", add_special_tokens: bool = True
     ) -> tuple[int, ...]:
-        """Token ids of a conversation or a text. `model` is as in a request."""
+        """Token ids of a conversation or a text. `model` is a model id; empty means the default."""
         raise InvalidRequestError("This model's backend does not tell its tokens.", param="model")
 
     async def detokenize(self, token_ids: tuple[int, ...], *, model: str = "") -> str:

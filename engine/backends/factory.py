@@ -1,6 +1,7 @@
 """Makes a backend from its kind, its model and named options, as configuration files have them.
 
-Options are fields of the `BackendConfig` of this kind. Other options go into `backend_args`.
+Each kind has a configuration class, a subclass of `BackendConfig`. An option is a field of this
+class. Options that the class has no field for go into its field `backend_args`.
 """
 
 import dataclasses
@@ -16,7 +17,7 @@ from engine.backends.base import BackendConfig, InferenceBackend
 from engine.core.errors import ConfigError
 from engine.core.registry.backend_registry import backend_class
 
-# Default port of backends that run as child servers: any free port.
+# Default port of backends that run as child servers. 0 means any free port.
 ANY_PORT = 0
 
 

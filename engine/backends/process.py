@@ -1,7 +1,7 @@
 """Child processes, each in its own process group, and when to restart them.
 
-A child ends when its parent ends, because of the kernel's parent-death signal and because the pipe
-to the parent closes. The whole process group of a child is killed. `RestartPolicy` decides when to
+A child ends when its parent ends: the kernel sends it the parent-death signal, and the pipe to the
+parent closes. Killing a child kills its whole process group. `RestartPolicy` decides when to
 restart a child and when to give up.
 """
 
@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 
 
 class ChildProcess:
-    """One run of a child that `start_child` started. A new run is a new object."""
+    """One run of a child process that `start_child` started. A restart makes a new object."""
 
     def __init__(self, process: subprocess.Popen[bytes]) -> None:
         self._process = process
@@ -32,7 +32,7 @@ class ChildProcess:
         return self._process.poll() is None
 
     async def wait(self) -> int:
-        """Wait for its end. Returns the exit status."""
+        """Wait until the child has ended. Returns its exit status."""
         while (status := self._process.poll()) is None:
             await asyncio.sleep(0.02)
         return status
@@ -68,7 +68,9 @@ class RestartPolicy:
     _deaths: deque[float] = field(default_factory=deque)
 
     def delay_after_death(self) -> float | None:
-        """Seconds to wait before the next start. None if the child died too often."""
+        """Record a death. Returns the seconds to wait before the next start, or None if the child
+        died too often.
+        """
         now = self.clock()
         self._deaths.append(now)
         while self._deaths and self._deaths[0] < now - self.window_s:

@@ -33,17 +33,17 @@ class Gap:
 
 @dataclass(frozen=True, slots=True)
 class Divergence:
-    position: int  # number of the reference answer's tokens before the difference
+    position: int  # number of tokens in the reference's answer before the difference
     reference: str
     other: str
-    gap: Gap | None  # None: neither backend returns logprobs
+    gap: Gap | None  # None if neither backend returns logprobs
 
 
 @dataclass(frozen=True, slots=True)
 class Agreement:
     verdict: Verdict
     divergence: Divergence | None
-    # Absolute difference in logprob of each token that both answers share.
+    # For each token before the divergence: absolute difference of the two logprobs.
     distances: tuple[float, ...]
     same_finish: bool
 
@@ -66,7 +66,9 @@ def compare_answers(reference: ComparedAnswer, other: ComparedAnswer, tie_nats: 
 
 
 def find_divergence(reference: ComparedAnswer, other: ComparedAnswer) -> Divergence:
-    """The first difference of two answers: by tokens if both have them, else by characters."""
+    """The first difference of two answers. Tokens are compared if both answers have them, else
+    characters.
+    """
     for index, (a, b) in enumerate(zip(_ended(reference), _ended(other), strict=False)):
         if a is None or b is None or not _same(a, b):
             return Divergence(index, _shown(a), _shown(b), _gap(a, b))
@@ -87,7 +89,7 @@ def _ended(answer: ComparedAnswer) -> list[TokenText | None]:
 
 def _same(a: TokenText, b: TokenText) -> bool:
     # Some servers return a token's bytes. Others return only its text, in which incomplete
-    # characters are lost. So it is enough if either matches.
+    # characters are lost. So two tokens count as the same if their bytes or their texts match.
     return a.token_bytes == b.token_bytes or a.token == b.token
 
 

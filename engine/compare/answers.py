@@ -1,6 +1,4 @@
-"""The answer of one choice, collected from a backend's events: its text, its tokens and its
-ending.
-"""
+"""Collects the events of one choice into an answer: its text, its tokens and its finish reason."""
 
 from bisect import bisect_right
 from dataclasses import dataclass, field
@@ -30,7 +28,7 @@ class ComparedAnswer:
     is_cut: bool = False
     _pieces: list[str] = field(default_factory=list)
     _num_chars: int = 0
-    # The number of characters, and of tokens, that had arrived after each piece of text.
+    # For each piece of text: how many characters, and how many tokens, had arrived after it.
     _char_ends: list[int] = field(default_factory=list)
     _token_ends: list[int] = field(default_factory=list)
 

@@ -26,7 +26,7 @@ _FIELDS = {"id", "prompt", "messages"}
 @dataclass(frozen=True, slots=True)
 class ComparedPrompt:
     id: str
-    content: str | tuple[dict[str, Any], ...]  # a text to continue, or the messages of a chat
+    content: str | tuple[dict[str, Any], ...]  # a text that the model continues, or a chat
 
     @property
     def capability(self) -> str:

@@ -25,8 +25,8 @@ _MAX_ERROR = 100  # max characters of an error in a table
 
 @dataclass(frozen=True, slots=True)
 class ComparedBackend:
-    """One backend's results. For each prompt, the agreement is None if this backend or the
-    reference had an error.
+    """One backend's results. `agreements` has an entry for each prompt. It is None if this backend
+    or the reference had an error.
     """
 
     trial: Trial
@@ -42,7 +42,7 @@ class ComparedBackend:
 
     @property
     def agreement(self) -> float:
-        """Share of prompts with the same answer as the reference, or with a near tie."""
+        """Share of prompts whose answer equals the reference's or differs by a near tie."""
         if not self.agreements:
             return 0.0
         return (self.count("identical") + self.count("tie")) / len(self.agreements)
@@ -98,8 +98,8 @@ def percentile(values: Iterable[float], percent: float) -> float | None:
 
 
 def as_table(rows: Sequence[ComparedBackend]) -> "Table":
-    """The figures as a table with one column per backend, so that a few backends fit any
-    terminal.
+    """The figures as a table. It has one column per backend, so that a comparison of a few backends
+    fits into a narrow terminal.
     """
     from rich.table import Table
     from rich.text import Text

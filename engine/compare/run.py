@@ -30,12 +30,12 @@ Say = Callable[[str], None]
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """The prompts that every backend gets, and the limits of the requests."""
+    """The prompts that every backend gets, and the limits of each request."""
 
     prompts: Sequence[ComparedPrompt]
     max_tokens: int
     concurrency: int
-    timeout_s: float  # per request
+    timeout_s: float  # seconds for one request
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,8 +49,8 @@ class ComparedOutcome:
 
 @dataclass(frozen=True, slots=True)
 class Trial:
-    """One backend's outcomes, in the order of the prompts. If the backend could not run: the
-    reason.
+    """One backend's outcomes, in the order of the prompts. If the backend could not run, `failure`
+    says why.
     """
 
     contender: Contender
@@ -133,8 +133,8 @@ def _params(card: ModelCard, max_tokens: int) -> tuple[SamplingParams, tuple[str
 async def _warm_up(
     backend: InferenceBackend, card: ModelCard, params: SamplingParams, plan: Plan
 ) -> None:
-    """Send as many requests at a time as the measurement will. Their text shares no prefix with the
-    prompts, so that it does not fill the prefix cache for them.
+    """Warm the backend up with as many concurrent requests as the measurement uses. Their text is
+    not the start of a usual prompt, so the prompts find nothing of it in the prefix cache.
     """
     brief = SamplingParams(
         max_tokens=WARM_UP_TOKENS, temperature=params.temperature, logprobs=params.logprobs

@@ -1,4 +1,4 @@
-"""Assertions that the rules use on a server's answers.
+"""Assertions about a server's answers, which the rules use.
 
 A rule is skipped, with the reason, if it can't be judged: the server refuses an optional feature by
 name, or the model's answer lacks what the rule needs. A skipped rule does not count as passed.

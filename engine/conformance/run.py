@@ -17,8 +17,8 @@ _CONTEXT_KEYS = ("max_model_len", "context_length", "context_window")
 
 
 def root_of(url: str) -> str:
-    """The server's root URL. Users may give the URL with or without `/v1`, because SDKs want it
-    with `/v1`.
+    """The server's root URL, without `/v1`. Users may give the URL with `/v1`, as SDKs need it, or
+    without.
     """
     if not url.startswith(("http://", "https://")):
         raise InvalidRequestError(f"{url} is no address: begin it with http:// or https://.")

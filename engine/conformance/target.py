@@ -1,5 +1,5 @@
-"""The server under test. Its methods send requests and return replies. An error status raises no
-exception.
+"""The server under test. The methods of `Target` send requests and return replies. An error status
+raises no exception.
 
 Every request carries the headers that OpenAI's SDK sends. If several rules inspect the same answer,
 it is requested only once.
@@ -135,8 +135,8 @@ class Target:
         return read_stream(reply.headers, reply.content)
 
     async def once(self, key: str, make: Callable[[], Awaitable[Value]]) -> Value:
-        """The result or error of `make()`. It is called only the first time; later calls with the
-        same `key` reuse the result.
+        """The result of `make()`, or its error. `make` is called only for the first call with this
+        `key`. Later calls with the same `key` get the same result or error.
         """
         if key not in self._once:
             try:

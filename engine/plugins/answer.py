@@ -49,12 +49,12 @@ class Inbox:
         self._wake.set()
 
     def close(self) -> None:
-        """Mark the end: no more events will come."""
+        """Tell the reader that no more events will come."""
         self._is_closed = True
         self._wake.set()
 
     async def take(self) -> list[Event]:
-        """Wait for events and return all that have arrived. Returns an empty list at the end."""
+        """Wait for events and return all that have arrived. Returns an empty list after `close`."""
         while not self._events and not self._is_closed:
             self._wake.clear()
             await self._wake.wait()
@@ -66,7 +66,7 @@ TextRequest = ChatRequest | CompletionRequest
 
 
 async def prepared(hosts: Sequence[PluginHost], view: PluginRequest) -> PluginRequest:
-    """The request after all plugins' changes. Raises if a plugin refuses it."""
+    """The request with the changes of all plugins. Raises an error if a plugin refuses it."""
     for host in hosts:
         if host.blocks:
             raise host.refusal()
@@ -198,7 +198,7 @@ class Held:
                 made.append(ReasoningEvent(index, choice.reasoning))
             if choice.text == original.choices[index].text:
                 made += self._tokens[index]
-            else:  # the tokens no longer match the text
+            else:  # a plugin has changed the text, so its tokens are dropped
                 count = sum(each.num_tokens for each in self._tokens[index])
                 made.append(TextEvent(index, choice.text, count))
             for number, call in enumerate(choice.tool_calls):
@@ -245,7 +245,7 @@ async def _filter(stages: Sequence[FilterStage], inbox: Inbox, sink: EventSink) 
 
 
 def _joined(events: Sequence[Event]) -> list[Event]:
-    """Merge consecutive text events of one choice, because a plugin is called for each event."""
+    """Merge consecutive text events of one choice, so that the plugins are called less often."""
     made: list[Event] = []
     for event in events:
         last = made[-1] if made else None
@@ -280,7 +280,7 @@ async def _pump(source: AsyncIterator[Event], sink: EventSink) -> None:
         async for event in source:
             sink(event)
     finally:
-        close = getattr(source, "aclose", None)  # an AsyncIterator may lack it
+        close = getattr(source, "aclose", None)  # not every AsyncIterator has it
         if close is not None:
             await close()
 
@@ -289,8 +289,8 @@ async def _pump(source: AsyncIterator[Event], sink: EventSink) -> None:
 async def _reading(
     read: Callable[[EventSink], Coroutine[Any, Any, None]],
 ) -> AsyncGenerator[Inbox, None]:
-    """An inbox that another task fills. Leaving the block early cancels the task. If the task
-    fails, its error is raised at the end of the block.
+    """A context manager whose `Inbox` is filled by another task, which runs `read`. Leaving the
+    context early cancels the task. If the task fails, leaving the context raises its error.
     """
     inbox = Inbox()
     task = asyncio.create_task(_fill(read, inbox))

@@ -1,8 +1,8 @@
 """Logs requests and answers to a private file, one JSON object per line.
 
-The plugin writes in its own thread, and its queue is limited, so no request waits for it. With
-`record = "digests"` the file has only hashes of texts. Equal texts can be recognized by them, but
-not read.
+The plugin writes in its own thread and its queue is bounded, so no request waits for it. With
+`record = "digests"` the file has hashes instead of texts. Hashes show which texts are equal, but
+not what they say.
 """
 
 import hashlib
@@ -25,7 +25,7 @@ class AuditOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     path: str
     record: Literal["digests", "texts"] = "digests"
     max_size_mb: float = 64.0
-    max_files: int = 5  # including the current one
+    max_files: int = 5  # max number of log files, including the current one
 
 
 class RequestAudit(InferencePlugin):
@@ -56,7 +56,7 @@ class RequestAudit(InferencePlugin):
         assert self._file is not None
         entry = self.entry(response)
         entry["time"] = datetime.now(UTC).isoformat(timespec="milliseconds")
-        # All other characters than ASCII are escaped, so no character of a text can end the line.
+        # Characters outside ASCII are escaped, so no character of a text can end the line.
         self._file.write(json.dumps(entry, ensure_ascii=True).encode() + b"\n")
         return None
 
@@ -108,8 +108,8 @@ def _asked(request: PluginRequest) -> Any:
 
 
 class PrivateLog:
-    """A log file that only this user can read. When it is full, it is renamed and a new one is
-    begun.
+    """A log file that only this user can read. When the file is full, it is renamed and a new file
+    is begun.
     """
 
     def __init__(self, path: Path, max_bytes: int, max_files: int) -> None:
@@ -140,7 +140,9 @@ class PrivateLog:
         return handle
 
     def _rotate(self) -> None:
-        """Rename all files by one number and begin a new one. PATH.1 is the newest full file."""
+        """Add one to the number of each full file, make the current file PATH.1, and begin a new
+        file. The oldest file is deleted.
+        """
         names = [self._path, *(Path(f"{self._path}.{i}") for i in range(1, self._max_files))]
         names[-1].unlink(missing_ok=True)
         for older, newer in zip(names[:0:-1], names[-2::-1], strict=True):

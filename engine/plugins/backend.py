@@ -1,7 +1,7 @@
 """A backend with plugins. For the server it is a normal backend.
 
-If a plugin with `on_failure = "refuse"` is switched off, the whole backend is not ready. So probes
-show it, and requests are refused early.
+If a plugin with `on_failure = "refuse"` is switched off, the backend reports that it is not ready.
+So `/readyz` shows it, and requests are refused before they reach a plugin.
 """
 
 import asyncio
@@ -26,7 +26,7 @@ from engine.plugins.views import ResponseBuilder, applied, view_of
 
 
 class PluggedBackend(InferenceBackend):
-    """A backend with plugins. `hosts` are in the order in which they get a request."""
+    """A backend with plugins. `hosts` are the plugins, in the order in which they get a request."""
 
     def __init__(self, inner: InferenceBackend, hosts: Sequence[PluginHost]) -> None:
         self.inner = inner
@@ -42,7 +42,7 @@ class PluggedBackend(InferenceBackend):
         return self
 
     async def start(self) -> str:
-        """Start plugins and backend in parallel. If one fails, all are stopped."""
+        """Start the plugins while the backend starts. If any of them fails, all are stopped."""
         starting = asyncio.create_task(self.inner.start())
         try:
             for host in self.hosts:

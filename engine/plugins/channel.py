@@ -27,20 +27,22 @@ class PlacedToken:
 
 
 def hidden(token: TokenText, text: str = "") -> TokenText:
-    """A token with its text replaced."""
+    """The token with `text` instead of its own text, and without alternatives."""
     return TokenText(text, text.encode(), token.logprob)
 
 
 class TokenPlacer:
-    """Finds the characters of each token. A token may have only some bytes of a character."""
+    """Finds which characters of the text each token stands for. A token may have only some bytes
+    of a character.
+    """
 
     def __init__(self) -> None:
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
         self._end = 0
 
     def place(self, tokens: Sequence[TokenText] | None, text: str) -> list[PlacedToken]:
-        """Find the positions of `tokens`. `text` arrived with them, but may still lack the text of
-        the last tokens.
+        """Find the positions of `tokens` in the whole text. `text` arrived with them. It may lack
+        characters of the last tokens, which arrive later.
         """
         placed = []
         for token in tokens or ():
@@ -53,14 +55,14 @@ class TokenPlacer:
 
 
 class Channel:
-    """Passes text and tokens through a filter. Holds them back until the filter says that they are
-    final.
+    """Passes text and tokens through a filter. They are held back until the filter says that the
+    text is final.
     """
 
     def __init__(self, text_filter: TextFilter) -> None:
         self.text_filter = text_filter
         self.pending = ""
-        self._base = 0  # position of `pending` in the whole text
+        self._base = 0  # where `pending` starts in the whole text
         self._tokens: deque[PlacedToken] = deque()
         self._trail = Trail()
 
@@ -87,12 +89,14 @@ class Channel:
 
 
 class Trail:
-    """The last part of the final text. It is kept because a token may arrive after its text."""
+    """The last part of the final text, with its edits. It is kept because a token may arrive after
+    its text.
+    """
 
     def __init__(self) -> None:
         self._text = ""
-        self._start = 0  # position of `_text` in the whole text
-        self._written = 0  # the same position, after all edits
+        self._start = 0  # where `_text` starts in the whole text, before edits
+        self._written = 0  # where `_text` starts in the edited text
         self._edits: list[Edit] = []
         self._is_aligned = True
 
@@ -101,7 +105,9 @@ class Trail:
         self._edits += edits
 
     def forget(self, before: int | None) -> None:
-        """Drop everything that a token starting at `before` does not need."""
+        """Drop text and edits that a token which starts at `before` does not need. If `before` is
+        None, no token waits, and all text is dropped.
+        """
         end = self._start + len(self._text)
         cut = end if before is None else max(min(before, end), self._start)
         cut = min([cut, *(edit.start for edit in self._edits if edit.start < cut < edit.end)])
@@ -112,7 +118,7 @@ class Trail:
         self._start = cut
 
     def placed(self, token: PlacedToken) -> PlacedToken:
-        """The token with its position and text after the edits."""
+        """The token as the edited text shows it. If its place is unknown, its text is hidden."""
         unknown = PlacedToken(hidden(token.shown), None, token.end)
         if token.start is None or not self._is_aligned:
             return unknown
@@ -137,8 +143,8 @@ class Trail:
 
 
 def _spells(token: TokenText, raw: str) -> bool:
-    """Whether the token's bytes spell `raw`, its characters in the text. Bytes of an incomplete
-    character are not compared.
+    """Whether the token's bytes spell `raw`, which are its characters in the text. Bytes of
+    characters that the token has only in part are not compared.
     """
     literal = token.token_bytes.decode("utf-8", "replace").lstrip("\ufffd")
     return literal.endswith(raw) or raw.endswith(literal.rstrip("\ufffd"))
@@ -164,7 +170,7 @@ def _mended(raw: str, start: int, edits: Sequence[Edit]) -> str:
 
 
 def mistake_in(filtered: Any, num_pending: int, is_last: bool) -> str | None:
-    """Why a filter's result is invalid, or None."""
+    """Why a filter's result is invalid. None if it is valid."""
     try:
         made = msgspec.convert(filtered, tuple[int, list[tuple[int, int, str]]])
     except msgspec.ValidationError:

@@ -1,9 +1,9 @@
 """Passes an answer's events through one plugin's text filter.
 
 The text, the reasoning and each tool call of a choice are filtered separately. When another kind of
-output starts or the choice ends, the filter must release the text that it holds back. A filter gets
-the decoded strings in the JSON arguments of a tool call. So the arguments are only filtered and
-sent when they are complete.
+output starts or the choice ends, the filter must release the text that it holds back. In the JSON
+arguments of a tool call, each decoded string is filtered as a text. So arguments are filtered and
+sent only when they are complete.
 """
 
 import json
@@ -22,7 +22,7 @@ from engine.core.interfaces.plugin import Filtered, PluginRequest, TextFilter
 from engine.plugins.channel import Channel, PlacedToken, hidden, mistake_in
 from engine.plugins.host import PluginFailedError, PluginHost
 
-Placed = tuple[Event, list[PlacedToken]]  # an event and the tokens that it shows
+Placed = tuple[Event, list[PlacedToken]]  # an event, and the tokens of its text
 MAX_JSON_DEPTH = 64
 
 
@@ -31,14 +31,16 @@ def _unchanged(pending: str, is_last: bool) -> Filtered:
 
 
 class FilterStage:
-    """One plugin's filter stage for one answer."""
+    """Filters one answer with one plugin. `push` takes an event and returns the events that may now
+    be passed on.
+    """
 
     def __init__(self, host: PluginHost, request: PluginRequest) -> None:
         self._host = host
         self._request = request
         self._texts: dict[int, Channel] = {}
         self._reasoning: dict[int, Channel] = {}
-        # choice -> index and arguments of its open tool call
+        # choice -> its incomplete tool call: the index, and the pieces of the arguments
         self._calls: dict[int, tuple[int, list[str]]] = {}
 
     async def push(self, event: Event, tokens: list[PlacedToken]) -> list[Placed]:
@@ -76,7 +78,7 @@ class FilterStage:
         return made
 
     async def _end_others(self, choice: int) -> list[Placed]:
-        """Release held reasoning and an open tool call, because text follows."""
+        """Release held-back reasoning and complete the open tool call, because text follows."""
         return [*await self._end_reasoning(choice), *await self._end_call(choice)]
 
     async def _end(self, choice: int) -> list[Placed]:
@@ -132,7 +134,7 @@ class FilterStage:
             )
         except EngineError as error:
             self._bear(error)
-            # The filter may not have seen all text, so it is not used for the rest of it.
+            # The filter may have missed some text, so the rest of the text is not filtered.
             channel.text_filter = _unchanged
             return channel.release()
         return channel.settle(made, is_last)
@@ -141,15 +143,15 @@ class FilterStage:
         return self._host.plugin.text_filter(self._request)
 
     def _bear(self, error: EngineError) -> None:
-        """Raise an error that must end the answer. This is a refusal, or any failure if
-        `on_failure` is "refuse". Ignore other errors.
+        """Raise `error` if it must end the answer: if the plugin refuses the request, or if it
+        failed and its `on_failure` is "refuse". Otherwise ignore the error.
         """
         if not isinstance(error, PluginFailedError) or self._host.on_failure == "refuse":
             raise error
 
 
 def shown(event: Event, tokens: Sequence[PlacedToken]) -> Event:
-    """The event as the client gets it."""
+    """The event as the client gets it. Tokens whose place in the text is unknown show no text."""
     if not isinstance(event, TextEvent) or not tokens:
         return event
     known = tuple(

@@ -54,28 +54,34 @@ async def _run(function: Callable[..., Any], arguments: tuple[Any, ...]) -> Any:
         return await made if isinstance(made, Awaitable) else made
     except Exception:
         raise
-    # Such an error would end the thread, or look like a cancelled request.
+    # Errors such as SystemExit and CancelledError would end the thread, or look as if the request
+    # had been cancelled.
     except BaseException as error:
         raise RuntimeError(f"it raised {type(error).__name__}") from None
 
 
 log = logging.getLogger(__name__)
 
-MAX_FAILURES = 3  # consecutive failures of one hook
+# After this many failures, the plugin is switched off. Failures of all hooks count together: a hook
+# that hangs blocks the plugin's thread, so the next hook times out too. A success of a hook resets
+# only the count of that hook.
+MAX_FAILURES = 3
 INITIALIZE_S = 30.0
-# Max answers that wait until a plugin observes them. If there are more, they are dropped.
+# Max number of answers that wait until the plugin has observed them. Further answers are dropped.
 MAX_OBSERVING = 1024
 CLOSE_S = 5.0
 
 
 class PluginFailedError(UnavailableError):
-    """A plugin that a request requires has failed."""
+    """A plugin has failed, or is switched off after failures. The caller ignores this error if the
+    plugin's `on_failure` is "pass".
+    """
 
     code = "PLUGIN_FAILED"
 
 
 class PluginHost:
-    """Calls one plugin. `is_active` says whether the plugin currently gets requests."""
+    """Calls the hooks of one plugin. `is_active` is False while the plugin is switched off."""
 
     def __init__(
         self,
@@ -193,7 +199,9 @@ class PluginHost:
         return made
 
     def observe(self, make: Callable[[], Any]) -> None:
-        """Let the plugin observe the answer that `make` returns. This is done in the background."""
+        """Pass the answer that `make` returns to the plugin. Returns at once; the plugin gets the
+        answer in the background.
+        """
         if not self.is_active:
             return
         if len(self._observing) >= MAX_OBSERVING:
@@ -210,7 +218,7 @@ class PluginHost:
         try:
             await self.call("post_inference", look)
         except EngineError:
-            return  # counted and logged; no request waits for it
+            return  # the failure was counted and logged; no request waits for this call
 
     async def _call(
         self, hook: Hook, timeout_s: float, function: Callable[..., Any], *arguments: Any
@@ -232,8 +240,8 @@ class PluginHost:
             self._metrics.called(self.name, hook, outcome, time.monotonic() - began)
 
     def _fail(self, hook: Hook, error: BaseException, why: str | None = None) -> None:
-        """Count and log a failure. The log gets only the type and place of the error, because its
-        text could contain client data.
+        """Count and log a failure. Above level debug, the log gets only the type and place of the
+        error, because the error's text could contain client data.
         """
         self.num_failures += 1
         frames = traceback.extract_tb(error.__traceback__)

@@ -15,8 +15,8 @@ from engine.core.interfaces.plugin import (
 )
 from engine.plugins.pii_patterns import KINDS, Kind, find, open_end
 
-# Patterns look back at this many characters before a match. So they are kept when text has become
-# final.
+# Patterns look at this many characters before a match. So this many characters at the end of final
+# text are kept for the next call.
 _CONTEXT = 2
 
 
@@ -45,7 +45,7 @@ class PiiRedactor(InferencePlugin):
         for name in self._options.kinds:
             if name not in KINDS:
                 raise ConfigError(f"kinds: there is no '{name}'; known are {', '.join(KINDS)}")
-        # The order of KINDS decides which kind is used if two match at the same place.
+        # If two kinds match at the same place, the first in the order of KINDS is used.
         self._kinds = [kind for name, kind in KINDS.items() if name in self._options.kinds]
 
     async def pre_inference(self, request: PluginRequest) -> PluginRequest | None:
@@ -93,8 +93,8 @@ class PiiRedactor(InferencePlugin):
         return call | {"function": function | {"arguments": arguments}}
 
     def _value(self, value: Any) -> Any:
-        """Redact all strings in a value. A number that looks like personal data, such as a card
-        number, is replaced by a text.
+        """Redact all strings in a JSON value. A number that looks like personal data, such as a
+        card number, is replaced by a string.
         """
         if isinstance(value, str):
             return self.redact(value)
@@ -109,7 +109,9 @@ class PiiRedactor(InferencePlugin):
 
 
 class Redaction:
-    """Redacts one text as it arrives. Holds back only text that may be the start of a match."""
+    """A text filter that redacts one text as it is generated. It holds back only text that may be
+    the start of a match.
+    """
 
     def __init__(self, kinds: list[Kind]) -> None:
         self._kinds = kinds

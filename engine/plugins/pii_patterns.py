@@ -46,13 +46,13 @@ _BYTE = r"(?:25[0-5]|2[0-4][0-9]|1[0-9][0-9]|[1-9]?[0-9])"
 
 @dataclass(frozen=True, slots=True)
 class Kind:
-    """A kind of personal data. `length_of` returns how many characters of a match are valid. 0
-    means that it is no match.
+    """A kind of personal data. `length_of` takes a match of the pattern and returns how many of its
+    characters are personal data. 0 means that the check failed.
     """
 
     name: str
     pattern: re.Pattern[str]
-    hint: str  # text or characters that any match contains; a quick pre-check
+    hint: str  # a character that any match contains, or all digits; for a quick pre-check
     length_of: Callable[[str], int]
 
     @property
@@ -74,7 +74,7 @@ def _all_of(text: str) -> int:
 def _card(text: str) -> int:
     """Length of the longest prefix that ends with a group of digits and has a valid check digit."""
     longest = count = 0
-    # Running Luhn sums, with every second digit doubled: those at even, or at odd positions.
+    # Two running Luhn sums. sums[0] doubles digits at even positions, sums[1] at odd positions.
     sums = [0, 0]
     for end, character in enumerate(text, start=1):
         if character in " -":
@@ -175,10 +175,10 @@ KINDS = {
             "phone",
             re.compile(
                 rf"(?<![{_WORD}+(])(?:"
-                r"\+[1-9](?:[ ./()-]{0,2}[0-9]){6,14}"  # international
+                r"\+[1-9](?:[ ./()-]{0,2}[0-9]){6,14}"  # international, with a leading plus sign
                 # North American
                 r"|(?:1[ .-])?(?:\([0-9]{3}\) ?|[0-9]{3}[ .-])[0-9]{3}[ .-][0-9]{4}"
-                r"|\(?0[0-9]{1,4}\)?(?:[ ./-][0-9]{2,8}){1,4}"  # with a trunk zero
+                r"|\(?0[0-9]{1,4}\)?(?:[ ./-][0-9]{2,8}){1,4}"  # national, with a leading zero
                 rf"){_END}"
             ),
             _DIGITS,
@@ -187,8 +187,8 @@ KINDS = {
     )
 }
 
-# Max characters at the end of a text that are held back because they may start a match. One more
-# than the longest match with its look-ahead.
+# Max number of characters at the end of a text that are held back because they may start a match.
+# Each is one more than the longest match with its look-ahead.
 _WORD_REACH, _NUMBER_REACH, _IBAN_REACH = 340, 72, 72
 _REVERSED_WORD = re.compile(rf"[{_WORD}._%+'@:-]*+")
 _REVERSED_NUMBER = re.compile(r"[0-9 ./()+-]*+")

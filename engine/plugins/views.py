@@ -1,4 +1,4 @@
-"""Makes the requests and answers that plugins get, and checks and applies their changes."""
+"""Makes the requests and answers that plugins get, and checks and applies the plugins' changes."""
 
 import copy
 import hashlib
@@ -26,8 +26,8 @@ Request = ChatRequest | CompletionRequest | EmbedRequest
 
 _FIXED = ("request_id", "kind", "model", "tenant")
 _ROLES = ("system", "user", "assistant", "tool")
-# Sampling parameters that a plugin may change, and their bounds. Others can't be changed, because
-# they affect the format of the answer.
+# Sampling parameters that a plugin may change, and their bounds. Plugins can't change other
+# parameters, because those affect the format of the answer.
 _RANGES: dict[str, tuple[float, float]] = {
     "max_tokens": (1, 2**31 - 1),
     "temperature": (0.0, 2.0),
@@ -38,8 +38,8 @@ _RANGES: dict[str, tuple[float, float]] = {
 
 
 def view_of(request: Request) -> PluginRequest:
-    """A request in the form for plugins. It shares the messages with the request, so plugins must
-    get a copy (`copied`).
+    """The request in the form that plugins get. It shares its messages with `request`, so a plugin
+    must get a copy of it (`copied`).
     """
     if isinstance(request, EmbedRequest):
         return PluginRequest(
@@ -142,7 +142,7 @@ def _mistake_in_params(changed: SamplingParams | None, before: SamplingParams | 
 
 
 class ResponseBuilder:
-    """Builds an answer from its events."""
+    """Collects the events of an answer and builds the `PluginResponse` from them."""
 
     def __init__(self, num_choices: int) -> None:
         self._began = time.monotonic()

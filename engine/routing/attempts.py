@@ -39,13 +39,13 @@ RETRY_AFTER_S = 2.0
 
 
 class EventTap(Protocol):
-    """Gets all events of a request. It can't change them."""
+    """Receives every event of a request, for shadow traffic. It can't change the events."""
 
     def primary(self, event: Event) -> None: ...
 
 
 class Observer(Protocol):
-    """The router's interface for the results of attempts."""
+    """The part of the router to which attempts report how they ended."""
 
     def ended(self, route: Route, replica: Replica, error: EngineError | None) -> None: ...
 
@@ -78,9 +78,9 @@ class Attempts:
         self._began = time.monotonic()
 
     async def next(self) -> "Attempt | None":
-        """Begin another attempt. Its replica already counts it as in flight. Returns None if an
-        attempt has succeeded. If no replica is left, raises the error of the last attempt. If there
-        was none, the error says why no replica could be used.
+        """Begin another attempt. The chosen replica counts the request as in flight from now on.
+        Returns None if an earlier attempt has succeeded. If no replica is left, raises the error of
+        the last attempt. If no attempt was made, the error says why no replica could be used.
         """
         if self.is_done:
             return None
@@ -101,7 +101,7 @@ class Attempts:
         return Attempt(self, chosen.member, self._mirror)
 
     def failed(self, attempt: "Attempt", error: EngineError) -> bool:
-        """Record a failed attempt. Returns whether another one may be made."""
+        """Record a failed attempt. Returns whether the request may be sent to another replica."""
         self.last_error = error
         name = attempt.replica.name
         self._failed.append(name)
@@ -114,11 +114,11 @@ class Attempts:
         return may_retry
 
     def forget_mirror(self) -> None:
-        """Drop the event tap, because no more events will come."""
+        """Drop the receiver of events for shadow traffic, because no more events will come."""
         self._mirror = None
 
     def remaining(self) -> Request:
-        """The request, with the time that is left of its timeout."""
+        """The request, with its timeout shortened by the time that has already passed."""
         request = self.request
         spent = time.monotonic() - self._began
         if self.decision.attempts == 1 and spent < 0.1:
@@ -156,8 +156,8 @@ class Attempts:
 
 
 class Attempt:
-    """A context manager for one attempt at one replica. Its exit reports the result. It suppresses
-    an error if the request may be retried.
+    """A context manager for one attempt at one replica. On exit it reports the result to the
+    router. If the request may be retried, it suppresses the error of the attempt.
     """
 
     def __init__(self, attempts: Attempts, member: Member, mirror: EventTap | None) -> None:
@@ -292,12 +292,12 @@ class Routed(EventFeed):
 
 @contextlib.asynccontextmanager
 async def _closing(source: AsyncIterator[Event]) -> AsyncGenerator[None, None]:
-    """Close `source` at the end, also if it was not read completely. Closing releases what the
-    request holds in the backend.
+    """A context manager that closes `source`, also if not all events were read. Closing releases
+    what the request holds in the backend.
     """
     try:
         yield
     finally:
-        close = getattr(source, "aclose", None)  # an AsyncIterator may lack it
+        close = getattr(source, "aclose", None)  # not every AsyncIterator has it
         if close is not None:
             await close()

@@ -20,7 +20,7 @@ from engine.routing.replica import Member, Replica
 from engine.routing.route import Route
 from engine.routing.router import Router, ShadowTraffic
 
-# Engine options that are set by the backend's table and not by the server's settings.
+# Engine options that come from the `[backends.*]` table, not from the server's settings.
 _OF_THE_TABLE = ("model_path", "framework")
 # Default size of an engine's KV pool, used to estimate the engine's memory.
 USUAL_POOL_MB = 224
@@ -114,9 +114,9 @@ class EngineShare:
         return {**options, "backend_args": base | dict(given)}
 
     def _part_of_the_cores(self, told: Mapping[str, Any]) -> dict[str, Any]:
-        """Number of threads and core affinity of one engine, if there are several. If each used all
-        cores, they would wait for each other. If they were pinned, all would be pinned to the same
-        cores.
+        """Number of threads and core affinity of each engine, if there are several. If each engine
+        used all cores, the engines would wait for each other. If engines pinned their threads, all
+        engines would use the same cores.
         """
         from engine.backends.custom.frameworks.native.machine import default_threads
 
@@ -129,8 +129,8 @@ class EngineShare:
 
 
 class _BackendMaker:
-    """Makes backends from tables of the settings. All except `REMOTE` ones can be unloaded and
-    loaded again.
+    """Makes backends from `[backends.*]` tables. Backends of all kinds except `REMOTE` can be
+    unloaded and loaded again.
     """
 
     def __init__(self, settings: Settings, share: EngineShare, residency: Residency) -> None:
@@ -190,7 +190,7 @@ def _shadow(
     if not wanted:
         return None
     from engine.routing.metrics import ShadowMetrics
-    from engine.routing.shadow import Shadow, ShadowRoute  # imported late: few servers have any
+    from engine.routing.shadow import Shadow, ShadowRoute  # late: few servers use it
 
     routes = [
         ShadowRoute(

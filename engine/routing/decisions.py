@@ -1,4 +1,4 @@
-"""Routing decisions: why each recent request was sent to its replica. They can be queried later."""
+"""Keeps recent routing decisions, which say why each request was sent to its replica."""
 
 import time
 from collections import OrderedDict, deque
@@ -7,7 +7,8 @@ from typing import Any
 import msgspec
 
 MAX_DECISIONS = 1024
-# Max prompts of one request; each prompt is a numbered backend request.
+# Max prompts of one HTTP request. Each prompt is a backend request of its own, with a number at the
+# end of its id.
 MAX_PARTS = 128
 
 
@@ -15,12 +16,12 @@ class Candidate(msgspec.Struct, frozen=True):
     name: str
     state: str
     score: float | None
-    why_not: str | None  # None if it was chosen
+    why_not: str | None  # why this replica was not chosen; None if it was chosen
     why: str = ""
 
 
 class Failed(msgspec.Struct, frozen=True):
-    """A failed attempt."""
+    """A failed attempt: the name of the replica, and its error."""
 
     backend: str
     error: str
@@ -38,7 +39,7 @@ class Decision(msgspec.Struct, kw_only=True):
     candidates: tuple[Candidate, ...] = ()
     attempts: int = 0
     failed: tuple[Failed, ...] = ()
-    has_answered: bool = False  # `chosen` has sent at least one event
+    has_answered: bool = False  # whether the replica `chosen` has sent at least one event
     waited_s: float = 0.0  # seconds that the request waited for a free slot
     at: float = msgspec.field(default_factory=time.time)
 

@@ -29,7 +29,7 @@ POLICY = "prefix"
 
 class ModelManager:
     """Adds and removes models. `rebuild` makes the server's initial backend again, after it was
-    unloaded. None if that is impossible.
+    unloaded. `rebuild` is None if that is impossible.
     """
 
     def __init__(
@@ -48,20 +48,24 @@ class ModelManager:
     async def load(
         self, model_id: str, model: str, kind: str | None, options: Mapping[str, Any]
     ) -> None:
-        """Load a model and return when it is ready. If the router already has the model, it is only
-        loaded if it was unloaded. A new model is added to the router after loading.
+        """Load a model and return when it is ready. A new model is added to the router after
+        loading. A model that the router already has is loaded again if it was unloaded.
         """
         async with self._changing:
             await self._load(model_id, model, kind, options)
 
     async def unload(self, model_id: str, wait_s: float) -> bool:
-        """Free the model's memory. The next request for the model loads it again."""
+        """Free the model's memory. Its running requests get `wait_s` seconds to finish. The next
+        request for the model loads it again. Returns False if the model was not loaded.
+        """
         async with self._changing:
             known = self._unloadable(self._known(model_id))
             return any([await each.unload(wait_s) for each in known])
 
     async def remove(self, model_id: str, wait_s: float) -> None:
-        """Remove the model; clients can't request it any more."""
+        """Remove the model, so that clients can't request it any more. Its running requests get
+        `wait_s` seconds to finish.
+        """
         async with self._changing:
             await self._remove(model_id, wait_s)
 
@@ -172,7 +176,7 @@ def router_of_one(
     settings: Settings,
     registry: CollectorRegistry,
 ) -> Router:
-    """A router around one backend, not started yet."""
+    """Makes a router with one backend. Neither of them is started yet."""
     residency = make_residency(settings)
     expected = expected_bytes(kind, settings.model.model_path, settings)
     backend = OnDemand(model_id, make, residency, expected_bytes=expected)

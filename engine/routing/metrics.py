@@ -102,9 +102,9 @@ def _outcome(error: EngineError | None) -> str:
 
 Outcome = Literal[
     "identical",  # both backends answered with the same text
-    "different",
+    "different",  # the texts differ
     "sampled",  # tokens were sampled at random, so the texts can't be compared
-    "error",
+    "error",  # the backend failed, refused the copy or took too long
     "unsupported",  # the backend lacks one of the request's parameters
     "unavailable",  # the backend was not ready
     "dropped",  # too many copies are waiting, because the backend is too slow

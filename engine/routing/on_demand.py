@@ -31,8 +31,8 @@ from engine.core.interfaces.request import EngineStats
 log = logging.getLogger(__name__)
 
 RETRY_AFTER_S = 5.0
-# Time that running requests get before their model is unloaded. 0, because `Residency` only unloads
-# idle models.
+# Seconds that running requests get to finish when `Residency` unloads their model. 0, because
+# `Residency` unloads only idle models.
 MAKE_ROOM_WAIT_S = 0.0
 
 
@@ -75,8 +75,8 @@ class OnDemand(InferenceBackend):
 
     @property
     def is_busy(self) -> bool:
-        """Whether the backend has open requests. These may include requests that were submitted
-        before it was wrapped.
+        """Whether the backend has open requests. Requests that were submitted before this object
+        wrapped the backend count too.
         """
         if self.num_open or self._inner is None:
             return self.num_open > 0
@@ -95,8 +95,8 @@ class OnDemand(InferenceBackend):
 
     @property
     def expected_bytes(self) -> int:
-        """Bytes that the loaded model will need. Measured when it was last loaded; an estimate if
-        it was not loaded before.
+        """Bytes of memory that the model will need when it is loaded. This was measured when the
+        model was last unloaded. Before that, it is an estimate.
         """
         return self._expected_bytes
 
@@ -127,8 +127,8 @@ class OnDemand(InferenceBackend):
         await asyncio.shield(self._loading)
 
     async def unload(self, wait_s: float) -> bool:
-        """Wait up to `wait_s` for running requests, abort the others, and free the memory. Returns
-        False if the model was not loaded.
+        """Wait up to `wait_s` seconds for running requests, abort those that are left, and free the
+        memory. Returns False if the model was not loaded.
         """
         if self._inner is None or self.is_leaving:
             return False
@@ -148,7 +148,7 @@ class OnDemand(InferenceBackend):
         if self._inner is None:
             return 0
         total = self._inner.memory_bytes()
-        # For these backends, the memory includes this process, which is the frontend.
+        # `memory_bytes` of such a backend includes this process, because it is the frontend.
         if isinstance(self._inner, CustomBackend):
             total -= psutil.Process(os.getpid()).memory_info().rss
         return max(0, total)
@@ -206,10 +206,12 @@ class OnDemand(InferenceBackend):
 
     @contextlib.asynccontextmanager
     async def use(self) -> AsyncGenerator[InferenceBackend, None]:
-        """The loaded backend. It can't be unloaded inside this context."""
+        """Yields the backend, and loads it first if needed. `Residency` does not unload it inside
+        this context.
+        """
         if self.is_leaving:
             raise UnavailableError(f"{self.name} is being unloaded. Retry later.", retry_after=1.0)
-        self.num_open += 1  # a backend with open requests is not unloaded to make room
+        self.num_open += 1  # so that `Residency` does not unload it
         self.last_used = time.monotonic()
         try:
             await self.load()
@@ -248,7 +250,8 @@ class OnDemand(InferenceBackend):
         while self.is_busy and (left := deadline - time.monotonic()) > 0:
             self._became_idle.clear()
             with contextlib.suppress(TimeoutError):
-                # Requests submitted before the backend was wrapped don't set this event. So poll.
+                # This event is not set by requests that were submitted before the backend was
+                # wrapped. So check again after half a second at the latest.
                 await asyncio.wait_for(self._became_idle.wait(), min(left, 0.5))
 
 
@@ -321,7 +324,7 @@ class Residency:
 
 
 class _Answer(EventFeed):
-    """The events of a request. Loads the model first, if it is not loaded."""
+    """The events of a request. Reading the first event loads the model if it is not loaded."""
 
     def __init__(
         self, owner: OnDemand, begin: Callable[[InferenceBackend], AsyncIterator[Event]]
@@ -352,7 +355,7 @@ class _Answer(EventFeed):
                 async for event in source:
                     yield event
             finally:
-                close = getattr(source, "aclose", None)  # an AsyncIterator may lack it
+                close = getattr(source, "aclose", None)  # not every AsyncIterator has it
                 if close is not None:
                     await close()
 

@@ -20,14 +20,14 @@ from engine.routing.replica import Member
 # In the score of a replica, one request in flight counts as much as this many characters to
 # prefill.
 CHARS_PER_REQUEST = 512
-# The cached prefixes of a replica are ignored while its load is more than twice the smallest load
-# plus this.
+# The cached prefixes of a replica are ignored while its load is more than twice that of the least
+# loaded replica, plus this many requests.
 MAX_EXTRA_LOAD = 4
 
 
 @dataclass(frozen=True)
 class Asked:
-    """A request, with the facts that policies use."""
+    """A request, with its session and the block keys of its prompt, which policies use."""
 
     request: Request
 
@@ -53,7 +53,9 @@ class Policy(Protocol):
         ...
 
     def went(self, asked: Asked, member: Member, members: Sequence[Member]) -> None:
-        """Note that the request goes to `member`, chosen from `members`."""
+        """Record that the request is sent to `member`. `members` are all replicas that could have
+        taken it.
+        """
         ...
 
 
@@ -81,7 +83,7 @@ class RoundRobin:
 
 
 class Turns:
-    """Uses round robin to choose among members with equal scores."""
+    """Alternates among members with equal scores, by round robin."""
 
     def __init__(self) -> None:
         self._turns = RoundRobin()
@@ -114,8 +116,8 @@ class LeastLoaded:
 
 
 class PowerOfTwo:
-    """Draws two members at random, in proportion to their weights, and prefers the less loaded
-    one.
+    """Takes two members at random, with probabilities in proportion to their weights, and prefers
+    the less loaded one.
     """
 
     def __init__(self, rng: random.Random | None = None) -> None:
@@ -135,9 +137,10 @@ class PowerOfTwo:
 
 
 class LongestPrefix:
-    """Prefers the replica that has the least work to do. The work is the number of prompt
-    characters that it has not seen, plus a cost for each request in flight. Unseen characters
-    cost up to twice as much if the replica's cache is full and must evict blocks.
+    """Prefers the replica that would have the least work to do. The work is the number of prompt
+    characters that the replica has not seen, plus a cost for each of its requests in flight. The
+    fuller the replica's cache is, the more an unseen character costs: twice as much if the cache
+    is full, because it must then evict blocks.
     """
 
     def __init__(self) -> None:
@@ -205,8 +208,9 @@ def make_policy(name: str) -> Policy:
 
 
 def _draw(session: str, member: Member) -> float:
-    """A hash, mapped to an exponential variate whose rate is the weight. So the probability that a
-    member has the smallest value is proportional to its weight.
+    """A hash of session and replica name, mapped to an exponentially distributed number whose rate
+    is the member's weight. So the probability that a member has the smallest number is proportional
+    to its weight.
     """
     digest = hashlib.blake2b(f"{session}\n{member.replica.name}".encode(), digest_size=8).digest()
     share = (int.from_bytes(digest, "big") + 1) / (2**64 + 1)

@@ -18,18 +18,20 @@ from engine.core.interfaces.backend import ChatRequest, CompletionRequest, Embed
 Request = ChatRequest | CompletionRequest | EmbedRequest
 
 BLOCK_CHARS = 64
-BLOCK_IDS = 16  # about as much text as BLOCK_CHARS
+# Token ids per block, if a prompt is given as token ids. They are about as much text as
+# BLOCK_CHARS.
+BLOCK_IDS = 16
 CHARS_PER_TOKEN = 4
-# Only this many blocks of a prompt are compared. Longer common prefixes would not change the
-# choice.
+# Only this many blocks at the start of a prompt are compared. Longer common prefixes would not
+# change the choice of a replica.
 MAX_BLOCKS = 1024
-DEFAULT_CAPACITY = 16_384  # blocks; for a replica that does not report its cache size
+DEFAULT_CAPACITY = 16_384  # in blocks; used for a replica that does not report its cache size
 MAX_CAPACITY = 131_072
 MAX_AGE_S = 1800.0
 
 
 class RoutedPrompt:
-    """Keys of a prompt's blocks, in order."""
+    """A request's prompt as a sequence of block keys."""
 
     def __init__(self, request: Request) -> None:
         self.keys = tuple(_keys(request))
@@ -40,7 +42,7 @@ class RoutedPrompt:
 
 
 class SeenPrefixes:
-    """Prefixes that one replica has seen."""
+    """Estimates which prefixes one replica has in its cache, from the prompts that it was sent."""
 
     def __init__(
         self, capacity: int = DEFAULT_CAPACITY, clock: Callable[[], float] = time.monotonic
@@ -68,7 +70,7 @@ class SeenPrefixes:
 
     def add(self, prompt: RoutedPrompt) -> None:
         now = self._clock()
-        for key in reversed(prompt.keys):  # so that the first block is evicted last
+        for key in reversed(prompt.keys):  # the first block is added last, so it is evicted last
             self._seen[key] = now
             self._seen.move_to_end(key)
         while len(self._seen) > self._capacity:

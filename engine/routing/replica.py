@@ -21,8 +21,8 @@ MAX_FAILURE_SHARE = 0.5
 FIRST_EJECTION_S = 1.0
 MAX_EJECTION_S = 60.0
 MAX_DOUBLINGS = 10
-# If a backend is not ejected again for this long after it returned, its next ejection is short
-# again.
+# Each further ejection of a backend lasts twice as long. If the backend has then worked for this
+# many seconds, its next ejection lasts FIRST_EJECTION_S again.
 FORGIVEN_AFTER_S = 60.0
 
 
@@ -36,9 +36,9 @@ class Outlier:
     num_ejections: int = 0  # ejections in total
     _in_a_row: int = 0  # consecutive ejections
     _consecutive: int = 0  # consecutive failures
-    # results of recent requests; True means failed
+    # one entry per recent request; True means that it failed
     _window: deque[bool] = field(default_factory=lambda: deque(maxlen=WINDOW))
-    _out_until: float | None = None  # end of the ejection; None if not ejected
+    _out_until: float | None = None  # time at which the ejection ends; None if not ejected
     _returned_at: float = float("-inf")
     _is_probed: bool = False
 
@@ -62,12 +62,14 @@ class Outlier:
         return 0.0 if self._out_until is None else max(0.0, self._out_until - self.clock())
 
     def begin(self) -> None:
-        """Note that a request is sent to the backend."""
+        """Record that a request is sent to the backend."""
         if self._out_until is not None:
             self._is_probed = True
 
     def abandon(self) -> None:
-        """Note a request whose end does not show whether the backend works."""
+        """Record the end of a request that does not show whether the backend works, such as an
+        aborted one.
+        """
         self._is_probed = False
 
     def pardon(self) -> None:
@@ -87,7 +89,7 @@ class Outlier:
         self._window.append(False)
 
     def fail(self, may_eject: bool) -> bool:
-        """Note a failure. Returns whether it caused an ejection."""
+        """Record a failed request. Returns whether the backend is now ejected because of it."""
         was_probed, self._is_probed = self._is_probed, False
         self._consecutive += 1
         self._window.append(True)
@@ -118,7 +120,7 @@ State = Literal["ready", "loading", "ejected", "down"]
 NUM_FIRST_TOKENS = 256  # samples for the median time to first token
 RATE_WINDOW_S = 10.0
 
-# Fields of `EngineStats` that only grow while an engine lives.
+# Fields of `EngineStats` that never become smaller while an engine process runs.
 _COUNTS = (
     *("num_steps", "prompt_tokens", "cached_tokens", "generated_tokens", "prefix_queries"),
     *("prefix_hits", "num_preemptions", "num_evictions", "num_nonfinite"),
@@ -163,7 +165,7 @@ class Replica:
         self._card: ModelCard | None = None
         self._num_restarts = 0
         self._was_ready = True
-        self._carried = _no_totals()  # totals of engines that have died
+        self._carried = _no_totals()  # totals of engine processes that have ended
         self._last_stats = EngineStats()
         self._samples: deque[tuple[float, int]] = deque()
 
@@ -250,7 +252,9 @@ class Replica:
         return msgspec.structs.replace(stats, **totals)
 
     def last_totals(self) -> dict[str, Any]:
-        """The last known totals. They are also available while no engine runs."""
+        """The last known totals, over all engine processes of this backend. They are also available
+        while none runs.
+        """
         return {name: getattr(self._last_stats, name) + self._carried[name] for name in _TOTALS}
 
 

@@ -6,7 +6,7 @@ from engine.routing.replica import Member
 from engine.routing.route import Route
 from engine.routing.router import Router
 
-NUM_DECISIONS = 50  # max decisions in the list; older ones can be queried by request id
+NUM_DECISIONS = 50  # max decisions in the list; older decisions can be queried by request id
 
 
 def describe_routes(router: Router) -> dict[str, Any]:

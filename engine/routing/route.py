@@ -14,7 +14,8 @@ from engine.routing.decisions import Candidate
 from engine.routing.policies import Asked, Policy, Ranked
 from engine.routing.replica import Member, State
 
-# Max waiting requests for each request that the replicas may have in flight.
+# Max number of waiting requests, divided by the number of requests that all replicas together may
+# have in flight.
 MAX_WAITING_PER_PLACE = 1
 
 
@@ -24,17 +25,17 @@ class Pick:
 
     chosen: Ranked | None
     candidates: tuple[Candidate, ...]
-    among: tuple[Member, ...] = ()  # all members that could take the request
-    is_full: bool = False  # replicas are available, but all at their limit
+    among: tuple[Member, ...] = ()  # all replicas that could take the request
+    is_full: bool = False  # replicas are available, but all are at their request limit
 
 
 @dataclass(frozen=True, slots=True)
 class _Looked:
-    """A member's state at the moment of a decision."""
+    """The state of a replica at the moment when the router chooses one."""
 
     member: Member
     state: State
-    obstacle: str | None  # None if it can take a request
+    obstacle: str | None  # why the replica can't take a request; None if it can
 
 
 class Route:
@@ -68,13 +69,13 @@ class Route:
         return bool(self._waiting)
 
     def pick(self, asked: Asked, failed: Collection[str] = ()) -> Pick:
-        """Choose a replica. Those in `failed` have already failed this request and are not chosen.
-        The caller must call `went` if it uses the replica.
+        """Choose a replica. Replicas named in `failed` have already failed this request and are not
+        chosen. If the caller sends the request to the chosen replica, it must call `went`.
         """
         looked = [self._look(member, failed) for member in self.members]
         usable = [each.member for each in looked if each.obstacle is None]
         if not usable:
-            # If all other replicas are unusable, ejected replicas are tried.
+            # If no other replica can take the request, an ejected one is tried.
             usable = [
                 each.member
                 for each in looked
@@ -92,21 +93,21 @@ class Route:
         probed = [each for each in usable if each.replica.outlier.wants_probe]
         ranked = self._policy.rank(asked, usable)
         if probed and not failed:
-            # A replica that is due for a probe comes first. Without a request, nobody would notice
-            # that it works again.
+            # A replica whose ejection is over comes first. Only a request can show that it works
+            # again.
             ranked.sort(key=lambda each: each.member not in probed)
             first = ranked[0]
             ranked[0] = Ranked(first.member, first.score, "its ejection is over, so it is probed")
         return Pick(ranked[0], _explained(looked, ranked), tuple(usable))
 
     def went(self, asked: Asked, pick: Pick) -> None:
-        """Note that the request goes to the replica that `pick` chose."""
+        """Tell the policy that the request is sent to the replica that `pick` chose."""
         assert pick.chosen is not None
         self._policy.went(asked, pick.chosen.member, pick.among)
 
     async def wait(self, seconds: float) -> bool:
-        """Wait for a free slot. Returns False after `seconds`, or without waiting if the queue is
-        full.
+        """Wait until a replica may take one more request. Returns False if none can within
+        `seconds`. Returns False at once if too many requests wait already.
         """
         places = sum(member.replica.max_concurrent or 0 for member in self.members)
         if len(self._waiting) >= MAX_WAITING_PER_PLACE * places:
@@ -120,7 +121,7 @@ class Route:
             return False
         except asyncio.CancelledError:
             if not turn.cancelled():
-                self.wake()  # this waiter is gone, so wake the next one
+                self.wake()  # this request no longer waits, so wake the next one
             raise
         finally:
             if turn in self._waiting:
@@ -128,7 +129,7 @@ class Route:
         return True
 
     def wake(self) -> None:
-        """Wake the request that has waited longest, because a slot has become free."""
+        """Wake the request that has waited longest, because a replica can take one more request."""
         while self._waiting:
             turn = self._waiting.popleft()
             if not turn.done():
@@ -136,8 +137,8 @@ class Route:
                 return
 
     def wake_all(self) -> None:
-        """Wake all waiting requests. Slots may have become free without the end of a request, for
-        example because a replica has become ready.
+        """Wake all waiting requests, so that they look for a replica again. A replica may have
+        become available although no request has ended, for example because it has become ready.
         """
         for _ in range(len(self._waiting)):
             self.wake()
@@ -184,8 +185,8 @@ T = TypeVar("T")
 
 
 def combined_card(model_id: str, cards: Sequence[ModelCard]) -> ModelCard:
-    """A model card for several backends. A request that is valid for this card is valid for all of
-    them.
+    """A model card for several backends of one model. A request that is valid for this card is
+    valid for each of the backends.
     """
     lacks = tuple(dict.fromkeys(name for card in cards for name in card.lacks))
     emulated = dict.fromkeys(name for card in cards for name in card.emulated)
@@ -213,5 +214,5 @@ def _in_all(names: Sequence[tuple[str, ...]]) -> tuple[str, ...]:
 
 
 def _same(values: Sequence[T | None]) -> T | None:
-    """The value, if all are equal, else None."""
+    """The common value if all values are equal, else None."""
     return values[0] if all(value == values[0] for value in values) else None

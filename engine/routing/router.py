@@ -2,7 +2,7 @@
 request is sent to one of them.
 
 The router is itself an `InferenceBackend`. It starts and stops its backends and checks their health
-before it sends a request. A backend's pushed events go directly to the receiver, without a queue.
+before it sends a request. Events that a backend pushes reach the server directly, without a queue.
 """
 
 import asyncio
@@ -82,8 +82,8 @@ class Router(InferenceBackend):
 
     async def start(self) -> str:
         """Start all replicas. If there is a memory budget, they are started one after the other,
-        else in parallel. Each gets requests as soon as it is ready. If one fails to start, all are
-        stopped.
+        else in parallel. A replica gets requests as soon as it is ready. If one replica fails to
+        start, all replicas are stopped.
         """
         self.begin()
         if self.residency.budget_bytes is not None:
@@ -100,7 +100,7 @@ class Router(InferenceBackend):
         return self._address
 
     def begin(self) -> None:
-        """Start monitoring replicas that already run."""
+        """Start the task that checks all replicas periodically. This does not start replicas."""
         self._ticking = asyncio.create_task(self._tick())
 
     def find(self, name: str) -> Route | None:
@@ -183,8 +183,8 @@ class Router(InferenceBackend):
         return cards
 
     def resolve(self, name: str | None) -> Resolved | None:
-        """The requested model. If none of its backends is ready, the first of its fallbacks that
-        has a ready one.
+        """Returns the requested model. If none of its backends is ready, returns the first of its
+        fallback models that has a ready backend.
         """
         route = self.routes[0] if name is None else self._by_name.get(name)
         if route is None:
@@ -242,7 +242,7 @@ class Router(InferenceBackend):
         for backend in self._ready_backends(model):
             try:
                 return await backend.tokenize(content, add_special_tokens=add_special_tokens)
-            except InvalidRequestError as error:  # another kind of backend may accept it
+            except InvalidRequestError as error:  # a backend of another kind may accept the content
                 refusal = refusal or error
         assert refusal is not None
         raise refusal
@@ -281,7 +281,7 @@ class Router(InferenceBackend):
             route.wake()
 
     def may_eject(self, replica: Replica) -> bool:
-        """Whether each model of this replica has another replica that is ready."""
+        """Whether each model that this replica serves has another replica that is ready."""
         return all(
             any(
                 member.replica is not replica

@@ -1,9 +1,9 @@
 """Shadow traffic: a share of a model's requests is copied to a second backend, and the two answers
 are compared.
 
-A copy is sent after the original was answered, so that it does not slow down the original. Each
-model has a `Lane`, which limits the number of copies and their characters. If it is full, a copy is
-dropped and counted. Prompts and answers are deleted after the comparison.
+A copy is sent after the original was answered, so that it does not slow down the original. For each
+model, a `Lane` limits the number of copies in memory and their characters. Copies beyond these
+limits are dropped and counted. Prompts and answers are deleted after the comparison.
 """
 
 import asyncio
@@ -34,11 +34,10 @@ from engine.routing.metrics import Difference, Outcome, ShadowMetrics
 logger = logging.getLogger(__name__)
 
 MAX_CONCURRENT = 4
-# Max copies of one model's requests. These are copies whose original still runs, waiting copies,
-# and running copies.
+# Max copies of one model's requests in memory. Copies whose original request still runs count too.
 MAX_HELD = 256
 MAX_HELD_CHARS = 16 * 2**20
-MAX_ANSWER_CHARS = 32 * 2**10  # max characters of a choice that are kept and compared
+MAX_ANSWER_CHARS = 32 * 2**10  # only this many characters of a choice are kept and compared
 MAX_SECONDS = 120.0
 MAX_RECENT = 200
 
@@ -48,14 +47,14 @@ _DEFAULT_PARAMS = SamplingParams()
 
 @dataclass(frozen=True, slots=True)
 class ShadowRoute:
-    """The second backend of a model. Copies of its requests go to the backend's replicas in
-    turn.
+    """The shadow backend of a model. Copies of the model's requests go to the replicas of this
+    backend in turn.
     """
 
     model: str
     backend_name: str
     replicas: Sequence[InferenceBackend]
-    share: float  # share of all requests that are copied, 0 to 1
+    share: float  # share of the model's requests that is copied, 0 to 1
 
 
 class Shadow:
@@ -80,8 +79,8 @@ class Shadow:
         self._chance = chance
 
     def mirror(self, model: str, request: Request) -> "Mirror | None":
-        """Prepare a copy of a request; never waits. Returns None if the request was not drawn to be
-        copied, or if it can't be copied.
+        """Prepare a copy of a request; never waits. Returns None if the request is not in the
+        random share that is copied, or if it can't be copied.
         """
         lane = self._lanes.get(model)
         if lane is None or self._chance() >= lane.route.share:
@@ -89,7 +88,7 @@ class Shadow:
         return lane.mirror(request)
 
     async def stop(self) -> None:
-        """Drop all copies. Idempotent."""
+        """Abort running copies and drop waiting ones. Idempotent."""
         await asyncio.gather(*(lane.stop() for lane in self._lanes.values()))
 
     def report(self) -> dict[str, Any]:
@@ -101,10 +100,11 @@ class Shadow:
 
 
 class Mirror:
-    """A request and its answer. It is kept until the answer to the copy has been compared.
+    """A request that is copied to the shadow backend, with the answer that its client gets.
 
-    The router drops its reference when the request ends. If the request failed, there is nothing to
-    compare, and the object is freed.
+    A lane keeps the object until the shadow's answer has been compared with it. If the request
+    fails, there is nothing to compare: the router drops the only reference, and the object is
+    freed.
     """
 
     def __init__(self, request: Request, on_answered: "Callable[[Mirror], None]") -> None:
@@ -116,7 +116,7 @@ class Mirror:
         self._began = time.monotonic()
 
     def primary(self, event: Event) -> None:
-        """Take an event of the client's answer. The last one is a `UsageEvent`. Never waits."""
+        """Add an event of the client's answer. The last event is a `UsageEvent`. Never waits."""
         if isinstance(event, UsageEvent):
             self.elapsed_s = time.monotonic() - self._began
             self._on_answered(self)
@@ -218,7 +218,7 @@ class Lane:
 
     async def _run(self, mirror: Mirror) -> None:
         began = time.monotonic()
-        # If none is ready, ask the first one: its error says why.
+        # If no replica is ready, ask the first one, because its error says why.
         backend = self._next_ready() or self.route.replicas[0]
         answers, error = await _answer(backend, mirror.request)
         elapsed_s = time.monotonic() - began
@@ -274,7 +274,7 @@ class Lane:
 async def _answer(
     backend: InferenceBackend, request: Request
 ) -> tuple[Mapping[int, ComparedAnswer], str | None]:
-    """The backend's answer to a copy. If an error ended it, also the error's text."""
+    """The shadow backend's answer to a copy, and the text of the error that ended it, if any."""
     answers = _answers(request)
     limit_s = min(request.context.timeout_s or MAX_SECONDS, MAX_SECONDS)
     try:
@@ -294,8 +294,8 @@ async def _answer(
 
 
 def _ask(backend: InferenceBackend, request: Request, timeout_s: float) -> AsyncIterator[Event]:
-    """Send the copy with a new request id. The same backend may also have answered the
-    original.
+    """Send the copy under a new request id, because the same backend may also have answered the
+    original request.
     """
     context = msgspec.structs.replace(
         request.context, request_id=f"shadow-{request.context.request_id}", timeout_s=timeout_s
@@ -313,7 +313,7 @@ def _is_greedy(params: SamplingParams) -> bool:
 
 
 def _size(request: Request) -> int:
-    """Approximate number of characters to keep for a request and its answer."""
+    """Approximate number of characters that a request and its answer take in memory."""
     asked = (
         (request.prompt, request.suffix)
         if isinstance(request, CompletionRequest)

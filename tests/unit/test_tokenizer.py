@@ -86,6 +86,7 @@ def test_rendered_prompt_is_encoded_as_one_text(byte_level: Tokenizer) -> None:
     assert byte_level.encode_rendered(rendered) == expected
 
 
+@pytest.mark.seconds
 def test_other_threads_run_while_a_long_text_is_encoded(byte_level: Tokenizer) -> None:
     encoding = threading.Thread(target=byte_level.encode, args=("ab ba " * 200_000,))
     num_turns = 0
@@ -106,7 +107,7 @@ def test_lone_surrogate_is_the_clients_mistake(byte_level: Tokenizer) -> None:
 @pytest.mark.parametrize(
     ("changes", "reason"),
     [
-        ({"model": "bert"}, "tokenizer.ggml.model is 'bert'"),
+        ({"model": "rwkv"}, "tokenizer.ggml.model is 'rwkv'"),
         ({"pre": "no-such-split"}, "tokenizer.ggml.pre is 'no-such-split'"),
         ({"tokens": []}, "no vocabulary"),
         ({"tokens": ["a", "b", "a"], "token_type": [1, 1, 1], "merges": ["a b"]}, "'a' twice"),

@@ -1,8 +1,7 @@
-"""The output of a child process. It is forwarded to our log under the child's name. The last lines
-are kept to explain a crash.
+"""Forwards the output of a child process to our log, under the child's name.
 
-A child may write very fast. Lines above a rate limit are only counted, not logged. They are still
-kept to explain a crash.
+A child may write very fast. Lines above a rate limit are counted but not logged. The last lines,
+logged or not, are kept to explain a crash.
 """
 
 import asyncio
@@ -31,7 +30,7 @@ _CAUSE = re.compile(r"(?:\b[A-Z]\w*(?:Error|Exception|Exit|Interrupt)|\berror|\b
 
 
 class ChildLog:
-    """The output of all runs of one child. `begin` returns the receiver for another run."""
+    """The output of all runs of one child. `begin` returns the receiver for the next run."""
 
     def __init__(self, name: str, clock: Callable[[], float] = time.monotonic) -> None:
         self._name = name
@@ -42,7 +41,7 @@ class ChildLog:
         self._num_left_out = 0
 
     def begin(self) -> "ChildOutput":
-        """Start another run. Drops the kept output of the last run."""
+        """Returns the receiver for the output of the next run. Drops the lines that were kept."""
         self._kept.clear()
         return ChildOutput(self.take)
 

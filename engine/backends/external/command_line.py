@@ -12,11 +12,14 @@ from typing import Any
 from engine.core.errors import ConfigError
 
 _NAME = re.compile(r"[a-z0-9]+(?:[-_][a-z0-9]+)*")
-# Programs accept abbreviated flags, so this prefix covers all forms of --trust-remote-code.
+# Any option that starts with this is refused. Programs accept abbreviated flags, so it covers all
+# forms of --trust-remote-code.
 _REMOTE_CODE = "trust"
-# The option that names a file with further options, which could include trust-remote-code.
+# This option is refused too. It names a file with further options, which could include
+# trust-remote-code.
 _MORE_OPTIONS = "config"
-# Options that must not be on a command line, because any user of this machine can read it.
+# Options that must not be on a command line, because any user of this machine can read command
+# lines.
 _SECRETS = ("api-key", "hf-token", "admin-api-key")
 
 
@@ -50,8 +53,8 @@ def option_flags(config: Any, names: Iterable[str]) -> list[str]:
 
 
 def free_flags(options: Mapping[str, Any], known: Collection[str]) -> list[str]:
-    """Flags for `backend_args`: options that only the program knows. `known` are options that must
-    not be among them, because they have their own fields or we set them.
+    """Flags for `backend_args`, the options that only the program knows. Options in `known` are
+    refused, because they have their own configuration fields or we set them.
     """
     found: list[str] = []
     taken = {name.replace("_", "-") for name in known}

@@ -1,5 +1,5 @@
-"""One run of an external program: its launcher process, its output, the record of its processes,
-and its end.
+"""Starts and ends one run of an external program, through a launcher process. Meanwhile it forwards
+the program's output and records its processes.
 """
 
 import asyncio
@@ -32,8 +32,8 @@ LAST_WORDS_S = 0.5
 
 
 class ExternalChild:
-    """A running program. Use `start` to create one. `ended` gets the exit status when the program
-    has ended.
+    """A running program. Call `start` to create an instance. `ended` gets the exit status when the
+    program has ended.
     """
 
     def __init__(
@@ -98,7 +98,7 @@ class ExternalChild:
 
     @property
     def pid(self) -> int:
-        """Process id of the launcher, whose session contains all other processes."""
+        """Process id of the launcher, of which all other processes are descendants."""
         return self._launcher.pid
 
     def note_processes(self) -> None:
@@ -121,7 +121,7 @@ class ExternalChild:
         except TimeoutError:
             self._launcher.kill()
         finally:
-            # This also runs if the wait was cancelled. It only blocks if a process can't be killed.
+            # This also runs if the wait was cancelled. It blocks only if a process can't be killed.
             self._launcher.kill()
             kill_marked(self._record.processes)
             self._close()

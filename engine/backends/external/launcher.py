@@ -29,8 +29,9 @@ NOT_STARTED = 127
 KILL_INTERVAL_S = 0.02
 # Max grace period after the parent has ended, even if a longer one is configured.
 ORPHAN_GRACE_S = 1.5
-# Python starts this process for programs that use shared memory. When these have ended, it removes
-# shared memory that they left, and ends. So it is not killed at once.
+# Python starts a process with this module for programs that use shared memory. When the programs
+# have ended, this process removes the shared memory that they left, and ends. So it is killed only
+# if it still runs after TRACKER_GRACE_S.
 TRACKER = "multiprocessing.resource_tracker"
 TRACKER_GRACE_S = 1.0
 
@@ -39,7 +40,7 @@ class Launcher:
     def __init__(self, parent: socket.socket, grace_s: float) -> None:
         self._parent = parent
         self._grace_s = grace_s
-        self._deadline: float | None = None  # when a terminated program is killed
+        self._deadline: float | None = None  # after SIGTERM: when to kill the program
         self._status: int | None = None
         self._pid = 0
         self.is_orphaned = False
@@ -52,7 +53,7 @@ class Launcher:
         signal.set_wakeup_fd(theirs.fileno(), warn_on_full_buffer=False)
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, lambda *_: self._ask_to_end(self._grace_s))
-        signal.signal(signal.SIGCHLD, lambda *_: None)  # wakes the loop below
+        signal.signal(signal.SIGCHLD, lambda *_: None)  # the handler makes the signal wake `select`
         try:
             self._pid = subprocess.Popen(argv, env=env, preexec_fn=_dies_with(os.getpid())).pid
         except OSError as error:
@@ -97,7 +98,9 @@ class Launcher:
 
 
 def kill_all(reap: Callable[[], None]) -> None:
-    """Kill all descendants. Repeat this until none is left, because they may start new ones."""
+    """Kill all descendants of this process, until none is left. A descendant may start new ones
+    meanwhile.
+    """
     deadline = time.monotonic() + TRACKER_GRACE_S
     while children := psutil.Process().children(recursive=True):
         for child in children:

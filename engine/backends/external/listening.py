@@ -21,7 +21,7 @@ from engine.core.errors import ConfigError
 
 _COMPILED = "TORCHINDUCTOR_CACHE_DIR"
 SOCKET_NAME = "http.sock"
-# Shown as the socket's path while the folder does not exist yet.
+# A placeholder for the socket's path, shown while the folder does not exist yet.
 SOME_SOCKET = f"/tmp/engine-XXXXXXXX/{SOCKET_NAME}"
 
 
@@ -38,7 +38,7 @@ class _PrivateFolder:
         return {"TMPDIR": self.folder, _COMPILED: os.environ.get(_COMPILED, str(compiled))}
 
     def prepare(self) -> None:
-        """Call it before each run. Deletes files that the last run left."""
+        """Delete files that the last run left. Called before each run."""
         shutil.rmtree(self.folder, ignore_errors=True)
         Path(self.folder).mkdir(mode=0o700)
 
@@ -47,8 +47,8 @@ class _PrivateFolder:
 
 
 class HeldPort(_PrivateFolder):
-    """A TCP port. `host` and `port` are arguments for the child. `url` is the child's address for
-    clients on this machine.
+    """A reserved TCP port. `host` and `port` are arguments for the child. `url` is the child's
+    address for clients on this machine.
     """
 
     def __init__(self, host: str, port: int) -> None:

@@ -1,4 +1,4 @@
-"""Finds and kills processes of children whose server has crashed. Processes are identified by pid
+"""Finds and kills child processes that a crashed server has left. Processes are identified by pid
 and start time, so that a later process with the same pid is not killed.
 
 While a child runs, a file in a private folder lists its processes. The server that started the
@@ -31,7 +31,7 @@ _SUFFIX = ".json"
 
 
 class ProcessMark(msgspec.Struct, frozen=True):
-    """Identifies a process. A later process with the same pid has another mark."""
+    """Identifies a process by pid and start time, because a pid may be used again later."""
 
     pid: int
     started: str
@@ -52,7 +52,7 @@ def mark_of(pid: int) -> ProcessMark | None:
 
 
 def family_of(mark: ProcessMark) -> list[ProcessMark]:
-    """The process and its descendants that still run."""
+    """Marks of the process and of its descendants. Empty if the process has ended."""
     if mark_of(mark.pid) != mark:
         return []
     try:
@@ -131,7 +131,9 @@ class RecordFile:
 
 
 def run_directory() -> Path:
-    """$XDG_RUNTIME_DIR/engine, or ~/.cache/engine/run; created with mode 0700."""
+    """The folder for record files: $XDG_RUNTIME_DIR/engine, or else ~/.cache/engine/run. It is
+    created with mode 0700.
+    """
     base = os.environ.get("XDG_RUNTIME_DIR", "")
     path = Path(base) / "engine" if os.path.isabs(base) else Path.home() / ".cache/engine/run"
     path.mkdir(parents=True, exist_ok=True, mode=0o700)
@@ -188,7 +190,7 @@ def _started(pid: int) -> str | None:
     try:
         if sys.platform != "linux":
             return repr(psutil.Process(pid).create_time())
-        # The start time in clock ticks since boot. Changes of the clock don't affect it.
+        # The start time is in clock ticks since boot, so changes of the clock don't affect it.
         fields = Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2].split()
         return f"{_boot_id()}:{int(fields[19])}"
     except (OSError, psutil.NoSuchProcess, psutil.AccessDenied):

@@ -85,8 +85,8 @@ class ServedBackend(InferenceBackend):
     """
 
     config_type: ClassVar[type[BackendConfig]]
-    dialect: ClassVar[DialectName]  # dialect of the engine's API
-    module: ClassVar[str]  # Python module of the engine; must be installed
+    dialect: ClassVar[DialectName]  # which variant of the OpenAI API the engine has
+    module: ClassVar[str]  # Python module of the engine, which must be installed
 
     def __init__(self, config: ServedConfig) -> None:
         assert isinstance(config, self.config_type)
@@ -172,8 +172,8 @@ class ServedBackend(InferenceBackend):
         return child.memory_bytes() if isinstance(child, ExternalChild) else 0
 
     def models(self) -> list[ModelCard]:
-        """The models. They are also listed while the engine restarts; requests are then refused
-        with a retry delay.
+        """The models. They are also listed while the engine restarts. Requests are then refused
+        with an error that says when to retry.
         """
         return self._endpoint.cards if self._endpoint is not None else []
 
@@ -240,7 +240,7 @@ class ServedBackend(InferenceBackend):
 
     async def _refuse(self) -> AsyncIterator[Event]:
         raise self._is_down()
-        yield  # makes it a generator
+        yield  # makes this function a generator
 
 
 class _ServedEndpoint:

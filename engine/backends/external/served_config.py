@@ -21,7 +21,8 @@ from engine.core.store.model_store import resolve_model
 
 OUR_SETTINGS = "LLM_ENGINE_"
 _HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
-# Environment variables that are only valid for our own Python interpreter.
+# Environment variables that the child does not get, because they are only valid for our own Python
+# interpreter.
 _OUR_PYTHON = frozenset({"PYTHONHOME", "PYTHONPATH", "PYTHONSTARTUP", "VIRTUAL_ENV"})
 
 
@@ -35,16 +36,18 @@ class ServedConfig(BackendConfig, ABC):
 
     python: str = ""  # Python interpreter that has the engine installed; "" means our own
     env: dict[str, str] = field(default_factory=dict)  # variables added to our own environment
-    served_model_name: str | None = None  # None: derived from model_name
-    tool_call_parser: str | None = None  # without one the model can't call tools
-    reasoning_parser: str | None = None  # separates reasoning from the answer
+    served_model_name: str | None = None  # id in the child; None: derived from model_name
+    tool_call_parser: str | None = None  # an engine's parser; without it, no tool calls
+    reasoning_parser: str | None = None  # the engine's parser that separates reasoning from answers
     trust_remote_code: bool = False  # run Python code from the model's repository
-    start_timeout_s: float = 600.0  # includes time for downloads and compilation
-    stop_grace_s: float = 10.0  # between SIGTERM and SIGKILL
+    start_timeout_s: float = 600.0  # seconds, including downloads and compilation
+    stop_grace_s: float = 10.0  # seconds between SIGTERM and SIGKILL
 
     @abstractmethod
     def argv(self, model: str | None = None, place: Place | None = None) -> list[str]:
-        """The command line. If `model` or `place` is None, the configured value is used."""
+        """The command line that starts the engine. If `model` or `place` is None, the configured
+        model or address is used.
+        """
 
     @property
     def api_key(self) -> str | None:
@@ -52,7 +55,9 @@ class ServedConfig(BackendConfig, ABC):
         return None
 
     def capabilities(self, known: tuple[str, ...]) -> tuple[str, ...]:
-        """The model's capabilities with this configuration. `known` are those of the dialect."""
+        """The model's capabilities with this configuration. `known` are the capabilities that the
+        engine's API has in general.
+        """
         found = [name for name in known if name != "tools" or self.tool_call_parser is not None]
         return (*found, "reasoning") if self.reasoning_parser is not None else tuple(found)
 

@@ -21,16 +21,17 @@ from engine.core.errors import EngineError, ModelError
 
 log = logging.getLogger(__name__)
 
-# Crashes within this many seconds are counted together. It is long, because a large model takes
-# minutes to load.
+# Crashes within this many seconds are counted together. The time is long, because a large model
+# takes minutes to load before it can crash again.
 DEATHS_WITHIN_S = 900.0
 CIRCUIT_OPEN_S = 300.0
-# A working server answers a probe within this many seconds, even while it loads.
+# If a probe is unanswered for longer than this when the start times out, the error says that the
+# server hangs.
 SILENT_AFTER_S = 1.0
 
 
 class Child(Protocol):
-    """The supervised process; see `ExternalChild`."""
+    """One run of the supervised process, such as an `ExternalChild`."""
 
     ended: asyncio.Future[int]
 
@@ -40,7 +41,7 @@ class Child(Protocol):
 
 
 class ChildEndpoint(Protocol):
-    """The child's service, as the supervisor sees it."""
+    """What the supervisor needs to know and do about the server that runs in the child."""
 
     async def problem(self) -> str | None:
         """Why the child is not ready. None if it is ready. Never raises."""
@@ -67,7 +68,7 @@ class Patience:
 
 
 class Supervisor:
-    """Keeps one child running. `begin` starts a run of it. `name` is used in logs and messages."""
+    """Keeps one child running. `begin` starts a new run. `name` is used in logs and messages."""
 
     def __init__(
         self,
@@ -158,7 +159,7 @@ class Supervisor:
             ) from None
 
     async def _unless_ended(self, child: Child, work: Awaitable[str | None]) -> str | None:
-        """The result of `work`. Raises if the child ends first."""
+        """The result of `work`. Raises `ModelError` if the child ends first."""
         working = asyncio.ensure_future(work)
         racing: list[asyncio.Future[Any]] = [working, child.ended]
         try:

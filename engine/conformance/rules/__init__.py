@@ -1,4 +1,4 @@
-"""All groups of rules, in the order in which they run."""
+"""Lists all groups of conformance rules, in the order in which they run."""
 
 from importlib import import_module
 

@@ -1,4 +1,4 @@
-"""Non-streamed answers of /v1/chat/completions, and the message forms that clients really send."""
+"""Rules for /v1/chat/completions without streaming: answers, and message forms that clients use."""
 
 from typing import Any
 

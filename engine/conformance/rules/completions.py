@@ -1,4 +1,4 @@
-"""/v1/completions, which autocompletion and evaluation harnesses still use."""
+"""Rules for /v1/completions, which autocompletion and evaluation harnesses still use."""
 
 from typing import Any
 

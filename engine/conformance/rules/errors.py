@@ -1,4 +1,4 @@
-"""How a server refuses requests.
+"""Rules for how a server refuses requests.
 
 OpenAI's SDKs read `error.message`, `.type`, `.param` and `.code`, and map the status to an
 exception. They retry every 5xx, so a bad request that is answered with 500 is sent three times.

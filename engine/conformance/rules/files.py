@@ -1,4 +1,4 @@
-"""/v1/files and /v1/batches: upload, read back and delete files; run a batch of one request."""
+"""Rules for /v1/files and /v1/batches. They use files, and run a batch of one request."""
 
 import asyncio
 import json

@@ -1,4 +1,4 @@
-"""/v1/messages, Anthropic's API, which Claude Code and the anthropic SDK use."""
+"""Rules for /v1/messages, Anthropic's API, which Claude Code and the anthropic SDK use."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""The list of models, which most user interfaces request first."""
+"""Rules for /v1/models, the list of models, which most user interfaces request first."""
 
 from typing import Any
 from urllib.parse import quote

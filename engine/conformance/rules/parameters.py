@@ -1,4 +1,4 @@
-"""Chat parameters: those that must have an effect, odd values that SDKs send, and invalid values.
+"""Rules for chat parameters: effects, odd values that SDKs send, and invalid values.
 
 An invalid value must get a 4xx, because SDKs retry a 5xx. If the server accepts it silently, the
 rule fails if the value is meaningless. If the value could be interpreted somehow, the result is
@@ -29,8 +29,8 @@ _OPTIONAL = (
     *("presence_penalty", "frequency_penalty", "user", "tools", "tool_choice"),
     *("response_format", "stream", "stream_options"),
 )
-# Rule id, title, request fields. Meaningless values must be refused. If other invalid values are
-# accepted, this is only reported as advice.
+# Each entry has a rule id, a title and request fields. A server must refuse these meaningless
+# values. If it accepts other invalid values, this is only reported as advice.
 _MEANINGLESS: tuple[tuple[str, str, dict[str, Any]], ...] = (
     ("PAR-31", "temperature below 0 is refused", {"temperature": -1}),
     ("PAR-32", "top_p above 1 is refused", {"top_p": 2}),
@@ -73,7 +73,8 @@ _HARMLESS: tuple[tuple[str, str, dict[str, Any]], ...] = (
     ("PAR-67", "metadata is no server failure", {"metadata": {"run": "1"}}),
     ("PAR-68", "n of 1000 is no server failure", {"n": 1000}),
 )
-# Values without an effect. Clients that fill in every field send them.
+# Values that mean the default. They must be accepted, because clients that fill in every field
+# send them.
 _ACCEPTED: tuple[tuple[str, str, dict[str, Any]], ...] = (
     ("PAR-01", "stop: null is accepted", {"stop": None}),
     ("PAR-04", "parallel_tool_calls: null is accepted", {"parallel_tool_calls": None}),
@@ -82,7 +83,7 @@ _ACCEPTED: tuple[tuple[str, str, dict[str, Any]], ...] = (
     ("PAR-07", "a null in every optional field is accepted", dict.fromkeys(_OPTIONAL)),
     ("PAR-08", "an empty logit_bias is accepted", {"logit_bias": {}}),
 )
-# These values have no effect either, but refusing them is only reported as advice, because OpenAI's
+# These values mean the default too. But refusing them is only reported as advice, because OpenAI's
 # own service refuses some of them.
 _WELCOME: tuple[tuple[str, str, dict[str, Any]], ...] = (
     ("PAR-02", "an empty stop string is accepted", {"stop": ""}),

@@ -1,4 +1,4 @@
-"""/v1/rerank in the shape that Cohere introduced and that Continue and LiteLLM read."""
+"""Rules for /v1/rerank, in the format that Cohere introduced and Continue and LiteLLM read."""
 
 from typing import Any
 

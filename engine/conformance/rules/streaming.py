@@ -18,7 +18,7 @@ SDK = "openai-python"
 
 
 def choices(stream: Stream, index: int = 0) -> list[dict[str, Any]]:
-    """The entries of all chunks that belong to one choice, in order."""
+    """The entries of `choices` in all chunks that belong to choice `index`, in order."""
     found = [each for chunk in stream.chunks for each in field(chunk, "choices")]
     return [each for each in found if field(each, "index") == index]
 

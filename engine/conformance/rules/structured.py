@@ -1,4 +1,4 @@
-"""Structured output: JSON mode must give valid JSON, and a schema must be followed.
+"""Rules for structured output: JSON mode must give valid JSON, and a schema must be followed.
 
 Each schema allows only few texts, so that even a small model completes its answer. If the token
 limit still cuts the answer, the rule is skipped.
@@ -74,7 +74,7 @@ STRUCTURED = Group("structured", _missing)
 
 
 async def _answer(target: Target, prompt: str, response_format: Any, **fields: Any) -> Any:
-    """The parsed answer; None if the token limit cut it."""
+    """The answer, parsed as JSON. None if the token limit cut it off."""
     body = target.chat(prompt, response_format=response_format, max_tokens=200, **fields)
     choice = field((await target.post(CHAT, body)).ok(), "choices", 0)
     raw = field(choice, "message", "content")

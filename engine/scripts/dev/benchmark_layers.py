@@ -28,7 +28,7 @@ _NAMES = {"gpt2": "GPT2LMHeadModel"} | {
 }
 _NUM_LAYERS = 2
 _HEAD_DIM = 64
-Times = dict[tuple[str, int], dict[str, float]]  # framework, tokens -> layer -> seconds
+Times = dict[tuple[str, int], dict[str, float]]  # (framework, number of tokens) -> layer -> seconds
 
 
 def random_source(family: str, hidden: int, vocab: int, positions: int) -> ModelSource:

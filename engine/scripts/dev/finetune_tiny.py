@@ -3,9 +3,9 @@
     python engine/scripts/dev/finetune_tiny.py --model smollm2-135m-instruct --output tuned/
     engine dev finetune_tiny --text lines.txt --steps 40 --output tuned/
 
-The whole-sequence forward of `frameworks/torch` is plain differentiable PyTorch. It uses the same
-modules that serve requests, so training needs no second model. The trained model is written as
-safetensors, with its tokenizer, and can be served like any other: `engine serve tuned/`.
+The forward pass of `frameworks/torch` over a whole sequence is plain differentiable PyTorch. It
+uses the same modules that serve requests, so training needs no second model. The trained model is
+written as safetensors, with its tokenizer, and can be served like any other: `engine serve tuned/`.
 """
 
 import argparse

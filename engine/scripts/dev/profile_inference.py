@@ -42,7 +42,9 @@ td.n { text-align: right; font-variant-numeric: tabular-nums }
 
 @dataclass(frozen=True, slots=True)
 class Memory:
-    """The engine's planned memory, and the growth of the process's memory, in bytes."""
+    """Memory in bytes: what the engine planned for weights and KV cache, and how much the process
+    has grown.
+    """
 
     weights: int
     kv_cache: int

@@ -57,7 +57,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 def pages() -> dict[str, str]:
-    """The pages of docs/reference: file name to text."""
+    """The text of each page of docs/reference, by file name."""
     return {"settings.md": settings_page(), "metrics.md": metrics_page()}
 
 
@@ -126,8 +126,8 @@ def _fields(model: type[BaseModel]) -> Iterator[tuple[str, str, str, str]]:
 
 
 def _sentences(model: type[BaseModel]) -> dict[str, str]:
-    """Descriptions of the settings: field name to the string below the field in the class's
-    source.
+    """The description of each setting, by field name. It is the string below the field in the
+    class's source.
     """
     (tree,) = ast.parse(textwrap.dedent(inspect.getsource(model))).body
     assert isinstance(tree, ast.ClassDef)

@@ -32,12 +32,15 @@ Array = NDArray[np.float32]
 # ---------------------------------------------------------------- tokenizer: byte-level BPE
 
 _CONTRACTION = re.compile("'(?:s|t|re|ve|m|ll|d)")
-# The pattern works on character classes: L letters, N numbers, P others, white space unchanged.
+# This pattern is matched with a copy of the text in which letters are replaced by L, numbers by N
+# and other characters by P. White space is unchanged.
 _WORD = re.compile(r" ?L+| ?N+| ?P+|\s+(?!\S)|\s+")
 
 
 def byte_alphabet() -> dict[int, str]:
-    """Byte -> a printable character. Printable bytes map to themselves."""
+    """Maps each byte to a printable character, as the vocabulary file does. Printable bytes map to
+    themselves.
+    """
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = [byte for byte in range(256) if byte not in set(printable)]
     return {b: chr(b) for b in printable} | {b: chr(256 + n) for n, b in enumerate(others)}
@@ -123,7 +126,7 @@ def softmax(x: Array) -> Array:
 
 
 class GPT2:
-    """Weights under Hugging Face's names, with matrices as (in, out), and each layer's KV cache."""
+    """GPT-2 with its KV cache. Weights have Hugging Face's names, and matrices are (in, out)."""
 
     def __init__(self, config: Config, weights: dict[str, Array]) -> None:
         self.config = config
@@ -136,7 +139,7 @@ class GPT2:
         self.cache = [(empty, empty)] * self.config.n_layer  # keys and values, (N, T, H)
 
     def forward(self, ids: Sequence[int]) -> Array:
-        """Logits after the last of these tokens, which are appended to the cached ones."""
+        """Append the tokens `ids` to the cached tokens. Returns the logits after the last token."""
         past = self.cache[0][0].shape[1]
         x = self.w["wte.weight"][list(ids)] + self.w["wpe.weight"][past : past + len(ids)]  # (T, D)
         for layer in range(self.config.n_layer):

@@ -1,4 +1,4 @@
-"""A complete Llama in one file, twin of `single_file_gpt2.py`, for llama2.c's story models.
+"""A complete Llama in one file, like `single_file_gpt2.py`, for llama2.c's story models.
 
 It reads llama2.c files, such as stories15M.bin and its tokenizer.bin, and needs only numpy.
 Differences from GPT-2: RoPE instead of learned positions, RMSNorm, a gated MLP, grouped-query
@@ -28,7 +28,7 @@ BOS, EOS, FIRST_BYTE = 1, 2, 3
 class Tokenizer:
     def __init__(self, pieces: Sequence[bytes], scores: Sequence[float]) -> None:
         self.pieces, self.scores = list(pieces), list(scores)
-        for byte in range(256):  # some files spell these "<0x0A>"
+        for byte in range(256):  # some files spell byte tokens as "<0x0A>"
             self.pieces[FIRST_BYTE + byte] = bytes([byte])
         text = enumerate(self.pieces[FIRST_BYTE + 256 :], FIRST_BYTE + 256)
         self.ids = {piece: index for index, piece in text}
@@ -46,7 +46,9 @@ class Tokenizer:
         return cls(pieces, scores)
 
     def encode(self, text: str) -> list[int]:
-        """Start from characters and merge neighbours, the best-scoring pair first."""
+        """Split the text into characters. Then merge neighbours that form a token, always the pair
+        whose token has the best score, until no pair is left.
+        """
         ids: list[int] = []
         for char in f" {text}" if text else "":
             raw = char.encode()
@@ -73,8 +75,8 @@ class Tokenizer:
 
 @dataclass(frozen=True)
 class Config:
-    """The seven integers at the start of a file. A negative vocabulary size means that the head is
-    not tied.
+    """The seven integers at the start of a file. A negative vocabulary size means that the output
+    head has weights of its own, instead of those of the embedding.
     """
 
     dim: int = 64
@@ -105,7 +107,7 @@ class Config:
             "down": (layers, dim, hidden),
             "up": (layers, hidden, dim),
             "norm": (dim,),
-            "cos_sin": (2, self.seq_len, self.head_dim // 2),  # skipped: computed here instead
+            "cos_sin": (2, self.seq_len, self.head_dim // 2),  # RoPE tables; not used
         }
         return shapes if self.vocab > 0 else shapes | {"head": (-self.vocab, dim)}
 
@@ -152,7 +154,7 @@ class Llama:
         self.cache = [(empty, empty)] * self.config.n_layers  # keys and values, (K, T, H)
 
     def forward(self, ids: Sequence[int]) -> Array:
-        """Logits after the last of these tokens, which are appended to the cached ones."""
+        """Append the tokens `ids` to the cached tokens. Returns the logits after the last token."""
         w = self.w
         x = w["embed"][list(ids)]  # (T, D)
         for layer in range(self.config.n_layers):
@@ -168,7 +170,7 @@ class Llama:
         q, k, v = (
             (x @ self.w[name][layer].T).reshape(len(x), -1, config.head_dim).swapaxes(0, 1)
             for name in "qkv"
-        )  # (N, T, H), and (K, T, H) twice
+        )  # q is (N, T, H); k and v are (K, T, H)
         q, k = self.rotate(q, past), self.rotate(k, past)
         keys, values = (
             np.concatenate((old, new), axis=1)

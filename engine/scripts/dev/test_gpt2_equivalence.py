@@ -3,11 +3,12 @@
     python engine/scripts/dev/test_gpt2_equivalence.py
     engine dev test_gpt2_equivalence --family llama --model path/to/checkpoint --json
 
-The table has a line per site of the model, in the order of computation. A cell shows the largest
-absolute error, and that error relative to the largest value of the site. For each framework the
-first site beyond the tolerance is named; the exit status says whether there is one.
-`engine/backends/custom/tools/inspection.py` describes the sites, and how a framework can show more
-of them than the model runner interface does.
+The table has a line for each site, in the order of computation. A site is a named place in the
+model, such as `layers.0.attn`, the output of the first attention layer. A cell shows the largest
+absolute error at the site, and that error relative to the site's largest value. For each framework,
+the script names the first site whose error exceeds the tolerance. The exit status is not zero if
+there is such a site. `engine/backends/custom/tools/inspection.py` lists the sites, and says how a
+framework can show more of them than the model runner interface does.
 """
 
 import argparse
@@ -101,7 +102,7 @@ class Difference:
 class Report:
     family: str
     sites: tuple[str, ...]  # in the order of computation
-    found: dict[str, dict[str, Difference]]  # framework -> site
+    found: dict[str, dict[str, Difference]]  # framework -> site -> error
     missing: dict[str, str]  # framework -> why it was not compared
 
     def first_diverging(self, framework: str) -> str | None:

@@ -31,8 +31,8 @@ INTAKE = ("backends/custom/runtime/intake.py", "Intake.submit")
 PATIENCE_S = 60.0
 NUM_WARM, NUM_RECORDED = 2, 5
 
-# Content of a sitecustomize.py, which Python runs first in every interpreter that has its folder on
-# the path.
+# Content of a file sitecustomize.py. Python runs such a file at the start of every interpreter that
+# has the file's folder in PYTHONPATH.
 HOOK = """
 import json, os, sys, threading, time
 package, folder = os.environ["TRACE_PACKAGE"], os.environ["TRACE_FOLDER"]
@@ -62,7 +62,7 @@ Call = tuple[str, str, float]  # file, function, time.monotonic()
 
 @contextmanager
 def served(model: str, folder: Path) -> Iterator[tuple[str, list[int]]]:
-    """Run a server with the hook. Yields its address and its process ids."""
+    """Run a server whose processes record their calls. Yields its address and its process ids."""
     (folder / "sitecustomize.py").write_text(HOOK)
     path = os.pathsep.join([str(folder), str(PACKAGE.parent)])
     env = {"PYTHONPATH": path, "TRACE_PACKAGE": str(PACKAGE), "TRACE_FOLDER": str(folder)}

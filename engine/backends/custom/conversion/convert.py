@@ -42,7 +42,12 @@ from engine.backends.custom.conversion.stored import (
 from engine.backends.custom.ir.rotary import inverse_frequencies
 from engine.backends.custom.weights.files import member, read_json
 from engine.backends.custom.weights.lazy_tensor import LazyTensor
-from engine.backends.custom.weights.model import CONFIG_NAME, ModelSource, open_model
+from engine.backends.custom.weights.model import (
+    CONFIG_NAME,
+    LONG_FACTORS,
+    ModelSource,
+    open_model,
+)
 from engine.backends.custom.weights.quantize import quantize
 from engine.backends.custom.weights.quants import dequantize
 from engine.backends.custom.weights.safetensors import SINGLE_NAME
@@ -224,6 +229,11 @@ def gguf_parts(
     )
     if rope is not None and rope.kind == "llama3":
         tensors.append(stored_array(_factors(rope), _FACTORS))
+    if rope is not None and rope.kind == "longrope":
+        for name, factors in zip(
+            LONG_FACTORS, (rope.short_factors, rope.long_factors), strict=True
+        ):
+            tensors.append(stored_array(np.array(factors, np.float32), name))
     stated = stated_metadata(model)
     stated["general.file_type"] = file_type(dtype, tensors)
     stated["general.quantization_version"] = 2

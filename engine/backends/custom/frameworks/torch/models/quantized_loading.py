@@ -59,7 +59,8 @@ def place_quantized(
 
 
 def placed_bytes(weights: Mapping[str, Weight], value_bytes: int, shrinks: bool) -> int:
-    """Bytes of all weights on the device. A value that is not quantized takes `value_bytes`.
+    """Bytes of all weights on the device. A value that is not quantized takes `value_bytes`. The
+    matrices of experts are never quantized.
 
     With `shrinks`, matrices that are not quantized in the checkpoint will be quantized to 8 bits
     on loading. The embedding table will not.
@@ -68,7 +69,7 @@ def placed_bytes(weights: Mapping[str, Weight], value_bytes: int, shrinks: bool)
     for name, weight in weights.items():
         shape = weight.spec.shape
         bits: float = 8 * value_bytes
-        if _is_quantized(weight):
+        if _is_quantized(weight) and not weight.spec.of_experts:
             bits = packed_bits(weight.kernel_dtype)
         elif shrinks and len(shape) == 2 and name != EMBED:
             bits = SHRUNK_BITS
