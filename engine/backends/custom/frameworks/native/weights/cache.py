@@ -143,7 +143,7 @@ def cache_key(
         "stored": stored,
         # It may change the values of a safetensors checkpoint without changing the weight files.
         "quantization": str(source.metadata.get("quantization_config")),
-        "matrices": [(m.name, m.parts, m.biases, m.interleaved) for m in matrices],
+        "matrices": [(m.name, m.parts, m.biases, m.interleaved, m.experts) for m in matrices],
         "places": [
             [(name, astuple(place)) for name, place in places.items()]
             for places in (plan.matrices, plan.biases, plan.vectors)
