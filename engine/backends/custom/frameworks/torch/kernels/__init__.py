@@ -1,1 +1,1 @@
-"""Ops that have a PyTorch reference and Triton or CUDA kernels. `base.py` chooses between them."""
+"""Ops with a PyTorch reference and a Triton or CUDA kernel. `base.py` chooses which one runs."""

@@ -1,15 +1,16 @@
 """Paged attention by our own kernels. The host plans a step as lists of small work items.
 
-Rows with one query are cut into spans of keys (split-K). Rows with several queries are cut into
-tiles of queries. If many rows share leading blocks, one work item attends to the shared keys for
-many of these rows and reads the keys once. The lists and their lengths are in device memory. A
-captured CUDA graph launches enough programs for the longest possible lists, so it serves sequences
-of any length. The kernels are Triton code, except prefill on Hopper, which is CUDA C++.
+Rows with one query are cut into spans of keys, which are computed in parallel (split-K). Rows with
+several queries are cut into tiles of queries. If many rows share their first blocks, one work item
+attends to the shared keys for many of these rows and reads the keys once. The lists and their
+lengths are in device memory. A captured CUDA graph launches enough programs for the longest
+possible lists, so it serves sequences of any length. The kernels are Triton code, except prefill on
+Hopper, which is CUDA C++.
 """
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -17,39 +18,43 @@ from torch import Tensor
 
 from engine.backends.custom.frameworks.runs import cut
 from engine.backends.custom.frameworks.torch.execution.transfer import to_device
+from engine.backends.custom.frameworks.torch.kernels.attention_heads import AttentionHeads
 from engine.backends.custom.frameworks.torch.kernels.cuda import attention as hopper
 from engine.backends.custom.runtime.model_runner import I32, BatchInputs
 
 if TYPE_CHECKING:
     from engine.backends.custom.frameworks.torch.kernels.triton.attention_decode import Scratch
 
-# Tile sizes as (queries, keys, warps, stages) per program, the fastest found on an H200. The first
-# is for heads of up to 64 values, the second for wider heads.
+# Tile sizes as (queries, keys, warps, stages) per program. They were the fastest on an H200. Where
+# there are two, the first is for heads of up to 64 values and the second for wider heads.
 CHUNK_TILES = (128, 64, 8, 2), (256, 64, 8, 3)
 SPAN_TILE = (1, 128, 4, 3)
-# With more spans than this, the device is busy in any case. Smaller programs then save energy.
+# With more spans than MANY_SPANS, the device is busy with programs of any size. Smaller programs
+# then save energy.
 MANY_SPANS, MANY_SPANS_TILES = 256, ((1, 64, 2, 3), (1, 32, 1, 3))
 SHARED_TILES = (128, 64, 4, 2), (128, 64, 4, 3)
-# Smaller tiles for float32, whose values take twice the shared memory.
+# Tile sizes for heads of more than 128 values. Larger tiles would not fit in shared memory.
+WIDEST_TILE, WIDEST_SPAN_TILE, WIDEST_MANY_TILE = (64, 64, 8, 2), (1, 64, 4, 2), (1, 32, 2, 2)
+# Tile sizes for float32. They are smaller, because float32 values take twice the shared memory.
 FLOAT32_TILE, FLOAT32_SPAN_TILE = (64, 32, 4, 2), (1, 32, 4, 2)
-NARROW_HEAD = 64
+NARROW_HEAD, WIDE_HEAD = 64, 128
 KEY_BLOCK = 64  # the length of a span is a multiple of this many keys
 MIN_SPAN = 128  # min keys of a span
 SPARE_SPANS = 64  # a step may have this many more spans than rows, to split long rows
-LONE_PROGRAMS = 128  # programs for a step of a single row: about one per multiprocessor
-# A prefix of at least this many keys, shared by at least this many rows, is read once for all of
-# them. Any other prefix is read once per row.
+LONE_PROGRAMS = 128  # max programs for a step with a single row; about one per multiprocessor
+# If at least MIN_MEMBERS rows share a prefix of at least MIN_SHARED_KEYS keys, the prefix is read
+# once for many rows. Any other prefix is read once per row.
 MIN_SHARED_KEYS, MIN_MEMBERS = 256, 16
-MAX_SPLITS = 8  # max work items along the keys of a shared prefix
-# Programs for shared prefixes. These keep the device busy; more would only write more partial
-# results.
+MAX_SPLITS = 8  # max number of spans that the keys of a shared prefix are cut into
+# Number of programs to aim for when shared prefixes are cut into spans. This many programs keep the
+# device busy. More programs would only write more partial results.
 SHARED_PROGRAMS = 256
-SPAN_FIELDS, TILE_FIELDS, SHARED_FIELDS = 4, 2, 5
+SPAN_FIELDS, TILE_FIELDS, SHARED_FIELDS = 4, 2, 5  # integers per item of each work list
 
 
 @dataclass(frozen=True, slots=True)
 class ListLengths:
-    """The lengths of the work lists: those of a step, or the max that a captured graph allows."""
+    """The lengths of a step's work lists, or the max lengths that a captured graph allows."""
 
     spans: int
     tiles: int
@@ -71,27 +76,42 @@ class Tiles:
 def tiles_for(head_dim: int, dtype: torch.dtype) -> Tiles:
     if dtype == torch.float32:
         return Tiles(FLOAT32_TILE, FLOAT32_SPAN_TILE, FLOAT32_SPAN_TILE, FLOAT32_TILE)
+    if head_dim > WIDE_HEAD:
+        return Tiles(WIDEST_TILE, WIDEST_SPAN_TILE, WIDEST_MANY_TILE, WIDEST_TILE)
     wide = head_dim > NARROW_HEAD
     return Tiles(CHUNK_TILES[wide], SPAN_TILE, MANY_SPANS_TILES[wide], SHARED_TILES[wide])
 
 
 @dataclass(frozen=True, slots=True)
 class TritonPlan:
-    """The plan of a step's attention: its work lists on the device."""
+    """The plan of a step's attention. It has the step's work lists on the device."""
 
     arrays: Mapping[str, Tensor]
     room: ListLengths
     scratch: "Scratch | None"
-    window: int
-    scale: float
+    heads: AttentionHeads
+    slopes: Tensor | None  # (N,), in units of scores before their scaling
     tiles: Tiles
     on_hopper: bool
 
-    def attend(self, q: Tensor, k: Tensor, v: Tensor, cache: Tensor) -> Tensor:
-        return self.attend_cached(q, cache)
+    def attend(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        cache: Tensor,
+        *,
+        window: int | None,
+        sinks: Tensor | None = None,
+    ) -> Tensor:
+        return self.attend_cached(q, cache, window, sinks)
 
-    def attend_cached(self, q: Tensor, cache: Tensor) -> Tensor:
-        """Attention of one layer: q (T, N, H) -> (T, N, H). All keys and values are cached."""
+    def attend_cached(
+        self, q: Tensor, cache: Tensor, window: int | None, sinks: Tensor | None = None
+    ) -> Tensor:
+        """Attention of one layer: queries q (T, N, H) -> outputs (T, N, H). All keys and values,
+        also those of this step, are in the cache.
+        """
         from engine.backends.custom.frameworks.torch.kernels.triton import attention_decode
         from engine.backends.custom.frameworks.torch.kernels.triton.attention_tile import Tile
 
@@ -106,66 +126,58 @@ class TritonPlan:
                 out,
                 self.arrays,
                 self.scratch,
-                window=self.window,
-                scale=self.scale,
+                self.heads,
+                window=window or 0,
+                slopes=self.slopes,
+                sinks=sinks,
                 shares="shared" in self.arrays and self.room.shared > 0,
                 span_tile=Tile(*(tiles.many_spans if many else tiles.span)),
                 shared_tile=Tile(*tiles.shared),
             )
         if self.room.tiles:
-            self._attend_prompts(q, cache, out)
+            self._attend_prompts(q, cache, out, window or 0, sinks)
         return out
 
-    def _attend_prompts(self, q: Tensor, cache: Tensor, out: Tensor) -> None:
+    def _attend_prompts(
+        self, q: Tensor, cache: Tensor, out: Tensor, window: int, sinks: Tensor | None
+    ) -> None:
         from engine.backends.custom.frameworks.torch.kernels.triton import attention_prefill
         from engine.backends.custom.frameworks.torch.kernels.triton.attention_tile import Tile
 
         if self.on_hopper:
-            hopper.prefill(q, cache, out, self.arrays, window=self.window, scale=self.scale)
+            scale = self.heads.scale
+            hopper.prefill(q, cache, out, self.arrays, window=window, scale=scale)
             return
         attention_prefill.prefill(
             q,
             cache,
             out,
             self.arrays,
-            window=self.window,
-            scale=self.scale,
+            self.heads,
+            window=window,
+            slopes=self.slopes,
+            sinks=sinks,
             tile=Tile(*self.tiles.chunk),
         )
 
 
-class Heads(Protocol):
-    """The fields of a `ModelConfig` that attention needs."""
-
-    @property
-    def num_heads(self) -> int: ...
-
-    @property
-    def num_kv_heads(self) -> int: ...
-
-    @property
-    def head_dim(self) -> int: ...
-
-    @property
-    def sliding_window(self) -> int | None: ...
-
-    @property
-    def attention_scale(self) -> float: ...
-
-
 class TritonAttention:
-    def __init__(self, config: Heads, *, block_size: int, dtype: torch.dtype) -> None:
-        self._config = config
+    def __init__(self, heads: AttentionHeads, *, block_size: int, dtype: torch.dtype) -> None:
+        self._heads = heads
         self._block_size = block_size
-        self._window = config.sliding_window or 0
-        self._scale = config.attention_scale
-        self._group = config.num_heads // config.num_kv_heads
-        self._tiles_of = tiles_for(config.head_dim, dtype)
-        hopper_lines = hopper.lines_of_tile(config.head_dim, self._group, block_size, dtype)
+        # A shared prefix is attended to as a whole, which would be wrong in layers with a window.
+        # ALiBi depends on the positions of queries, which differ between the rows that share.
+        self._can_share = heads.windows == (None,) and heads.alibi_bias is None
+        self._group = heads.num_heads // heads.num_kv_heads
+        self._tiles_of = tiles_for(heads.head_dim, dtype)
+        hopper_lines = None
+        if heads.is_plain:  # the Hopper kernel only scales and masks scores
+            hopper_lines = hopper.lines_of_tile(heads.head_dim, self._group, block_size, dtype)
         self._on_hopper = hopper_lines is not None
         self._tile_tokens = (hopper_lines or self._tiles_of.chunk[0]) // self._group
         self._tile_members = self._tiles_of.shared[0] // self._group
         self._scratch: Scratch | None = None
+        self._slopes: Tensor | None = None
 
     def plan(self, inputs: BatchInputs, positions: Tensor) -> TritonPlan:
         arrays, room = self.lists(inputs)
@@ -180,36 +192,43 @@ class TritonAttention:
         return self.plan_on(on_device, room)
 
     def plan_on(self, arrays: Mapping[str, Tensor], room: ListLengths) -> TritonPlan:
-        """A plan with work lists that are already on the device, or will be when the plan runs."""
+        """Makes a plan from work lists on the device. The lists need not be filled before the plan
+        runs.
+        """
         return TritonPlan(
             arrays,
             room,
             self._scratch,
-            self._window,
-            self._scale,
+            self._heads,
+            self._slopes,
             self._tiles_of,
             self._on_hopper,
         )
 
     def reserve(self, rows: int, device: torch.device) -> None:
-        """Allocates scratch memory for the partial results of up to `rows` rows. Plans made earlier
-        keep the scratch memory that they have.
+        """Allocates scratch memory for the partial results of up to `rows` rows, if the present
+        scratch memory is too small. Plans that were made earlier keep their scratch memory. Also
+        computes the slopes of ALiBi.
         """
         from engine.backends.custom.frameworks.torch.kernels.triton.attention_decode import Scratch
 
+        heads = self._heads
+        if self._slopes is None and (slopes := heads.slopes(device)) is not None:
+            self._slopes = slopes / (heads.softcap or heads.scale)
         if self._scratch is None or len(self._scratch.arrived) < rows:
-            config = self._config
             self._scratch = Scratch(
                 MAX_SPLITS * rows + _span_room(rows),
                 rows,
-                config.num_heads,
-                config.num_kv_heads,
-                config.head_dim,
+                heads.num_heads,
+                heads.num_kv_heads,
+                heads.head_dim,
                 device,
             )
 
     def room_for(self, tokens: int, rows: int, *, only_decodes: bool, shares: bool) -> ListLengths:
-        """The max lengths of the work lists of a step with at most these tokens and rows."""
+        """The max lengths of the work lists of a step with at most `tokens` tokens and `rows` rows.
+        `shares` says whether the step may have work items for shared prefixes.
+        """
         spans = _span_room(rows)
         tiles = 0 if only_decodes else tokens // self._tile_tokens + rows
         if not shares:
@@ -218,15 +237,15 @@ class TritonAttention:
 
     def has_shared(self, inputs: BatchInputs) -> bool:
         """Whether a decode-only step may have work items for shared prefixes."""
-        if self._window or not len(inputs.prefix_blocks):
+        if not self._can_share or not len(inputs.prefix_blocks):
             return False
         return int(inputs.prefix_blocks.max()) * self._block_size >= MIN_SHARED_KEYS
 
     def lists(
         self, inputs: BatchInputs, room: ListLengths | None = None
     ) -> tuple[dict[str, I32], ListLengths]:
-        """The work lists of a step by name, and their lengths. With `room`, no list is longer than
-        `room` allows.
+        """Returns the work lists of a step by name, and their lengths. If `room` is given, no list
+        is longer than `room` allows, and `room` is returned instead of the lengths.
         """
         counts = np.diff(inputs.query_start)
         decodes = np.flatnonzero(counts == 1)
@@ -234,7 +253,7 @@ class TritonAttention:
         shared, members, begins, splits = self._shared(inputs, decodes, len(chunks) > 0)
         most = room.spans if room is not None else _span_room(len(decodes))
         if len(decodes) == 1:
-            most = min(most, 1 + LONE_PROGRAMS // self._config.num_kv_heads)
+            most = min(most, 1 + LONE_PROGRAMS // self._heads.num_kv_heads)
         spans, partials = _spans(inputs, decodes, begins, splits, most)
         tiles = self._tiles(inputs.seq_lens - counts, counts, chunks)
         total = int(partials[:, 1].sum())
@@ -250,8 +269,9 @@ class TritonAttention:
         return lists, room or ListLengths(len(spans), len(tiles), len(shared), total)
 
     def _tiles(self, begins: I32, counts: I32, rows: np.ndarray) -> I32:
-        """The row and the first query of each tile. Tiles with the most keys come first. `begins`
-        are the positions of the rows' first queries.
+        """Cuts rows with several queries into tiles. Returns the row and the first query of each
+        tile. Tiles with the most keys come first. `begins` has the position of each row's first
+        query.
         """
         which, queries = cut(counts[rows], self._tile_tokens)
         tiles = np.stack((rows[which], queries), axis=1).astype(np.int32)
@@ -260,14 +280,14 @@ class TritonAttention:
     def _shared(
         self, inputs: BatchInputs, decodes: np.ndarray, has_chunks: bool
     ) -> tuple[I32, I32, I32, I32]:
-        """The work items for shared prefixes. Returns the items, the rows that belong to them, and
-        two arrays with a value per row of the step: the position at which its own keys begin, and
-        the number of items that cover its prefix.
+        """Plans the work items for shared prefixes. Returns the items, the rows that they compute,
+        and two arrays with a value per row of the step. The first has the number of keys that the
+        row shares. The second has the number of spans that these keys are cut into.
         """
         rows = len(inputs.seq_lens)
         begins, splits = np.zeros(rows, np.int32), np.zeros(rows, np.int32)
         none = np.zeros((0, SHARED_FIELDS), np.int32), np.zeros(0, np.int32), begins, splits
-        if has_chunks or self._window or not len(inputs.prefix_blocks):
+        if has_chunks or not self._can_share or not len(inputs.prefix_blocks):
             return none
         keys = inputs.prefix_blocks * self._block_size
         groups = [
@@ -277,7 +297,7 @@ class TritonAttention:
         ]
         per_tile = self._tile_members
         num_tiles = sum(-(-len(rows_of) // per_tile) for _, rows_of in groups)
-        useful = SHARED_PROGRAMS // (num_tiles * self._config.num_kv_heads or 1)
+        useful = SHARED_PROGRAMS // (num_tiles * self._heads.num_kv_heads or 1)
         most = min(MAX_SPLITS, max(1, useful))
         items: list[tuple[int, ...]] = []
         first_member = 0
@@ -306,11 +326,11 @@ def _span_room(rows: int) -> int:
 def _spans(
     inputs: BatchInputs, decodes: np.ndarray, begins: I32, splits: I32, most: int
 ) -> tuple[I32, I32]:
-    """Cuts rows with one query into at most `most` spans of keys.
+    """Cuts rows with one query into at most `most` spans of keys. A shared prefix is not cut here.
 
     Returns (row, first key, last key + 1, index of the partial result) for each span, and (index of
-    the first partial result, their number) for each row of the step. The partial results of a row's
-    shared prefix come first.
+    the first partial result, number of partial results) for each row of the step. The partial
+    results of a row's shared prefix come first.
     """
     partials = np.zeros((len(begins), 2), np.int32)
     if not len(decodes):
@@ -332,5 +352,5 @@ def _spans(
     spans[:, 1] = np.repeat(begins[decodes], each) + index * width
     spans[:, 2] = spans[:, 1] + width
     spans[:, 3] = np.repeat(partials[decodes, 0] + splits[decodes], each) + index
-    # The longest spans come first, so that no long span starts when all others are nearly done.
+    # The longest spans come first, so that no long span starts when other spans are nearly done.
     return spans[np.argsort(-width, kind="stable")], partials

@@ -1,9 +1,10 @@
 """Defines `KernelSpec`: a kernel, its PyTorch reference, tolerances, examples and min work.
 
-Each op is one function of this package. It runs a kernel on CUDA tensors and the PyTorch reference
-on others. A `KernelSpec` has both, so tests can compare them. Tests and the micro-benchmark use the
-same examples. Kernels never wait for the device, and the memory they allocate depends only on the
-shapes of their inputs. So each kernel can be captured in a CUDA graph.
+Each op is one function of this package. For CUDA tensors the op runs a kernel, for other tensors
+the PyTorch reference. A `KernelSpec` has both, so tests can compare them. Tests and the
+micro-benchmark use the same examples. Launching a kernel never waits for the device, and the memory
+that it allocates depends only on the shapes of its inputs. So each kernel can be captured in a CUDA
+graph.
 """
 
 import importlib
@@ -24,7 +25,7 @@ _PACKAGE = __package__
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """The sizes of a model and of the steps to try. Examples are made from these."""
+    """The sizes of a model and of its steps. Examples for tests and benchmarks have these sizes."""
 
     name: str
     hidden_size: int
@@ -33,9 +34,12 @@ class Shape:
     num_kv_heads: int
     head_dim: int
     vocab_size: int
-    rows: tuple[int, ...]  # numbers of tokens per step to try
+    rows: tuple[int, ...]  # numbers of tokens per step; there are examples for each
     context: int  # context length of each row, for kernels that depend on it
     block_size: int = 16
+    num_experts: int = 16
+    experts_per_token: int = 2
+    expert_size: int = 1024
 
     @property
     def qkv_size(self) -> int:
@@ -44,14 +48,30 @@ class Shape:
 
 # The model sizes of TINY are no powers of two, so that the last block of each kernel is partly
 # filled.
-TINY = Shape("tiny", 96, 160, 6, 2, 24, 130, (1, 3, 17), 37, block_size=4)
+TINY = Shape(
+    "tiny", 96, 160, 6, 2, 24, 130, (1, 3, 17), 37, block_size=4, num_experts=5, expert_size=40
+)
 LLAMA_1B = Shape("llama-1b", 2048, 8192, 32, 8, 64, 128256, (1, 8, 64, 256, 4096), 384)
 LLAMA_8B = Shape("llama-8b", 4096, 14336, 32, 8, 128, 128256, (1, 8, 64, 256, 4096), 384)
+QWEN3_30B = Shape(
+    "qwen3-30b",
+    2048,
+    6144,
+    32,
+    4,
+    128,
+    151936,
+    (1, 8, 64, 256, 4096),
+    384,
+    num_experts=128,
+    experts_per_token=8,
+    expert_size=768,
+)
 
 
 @dataclass(frozen=True, slots=True)
 class Example:
-    """The arguments of one call of a kernel. The call may write to tensors among them."""
+    """The arguments of one call of a kernel. The kernel may write to some of these tensors."""
 
     label: str
     args: tuple[Any, ...]
@@ -64,7 +84,8 @@ class Tolerance:
     absolute: float
 
 
-# Tolerances for results that are rounded once from float32: one or two units in the last place.
+# Tolerances for results that are computed in float32 and rounded once. In 16 bits, they allow an
+# error of one or two units in the last place.
 ROUNDED = {
     torch.float32: Tolerance(1e-5, 1e-5),
     torch.float16: Tolerance(2e-3, 2e-3),
@@ -73,7 +94,7 @@ ROUNDED = {
 
 
 class Inputs:
-    """Makes random tensors for examples. They are the same in every run."""
+    """Makes random tensors for examples. A fixed seed makes them the same in every run."""
 
     def __init__(self, device: torch.device, dtype: torch.dtype, seed: int = 0) -> None:
         self.device, self.dtype = device, dtype
@@ -102,9 +123,9 @@ ExampleMaker = Callable[[Shape, torch.device, torch.dtype], Iterator[Example]]
 class KernelSpec:
     """A kernel and how to test and measure it.
 
-    `bytes_of` and `flops_of` take the arguments of a call and return its min work: each input is
-    read once and each output written once. The roofline time is the longer of the times for these
-    bytes and FLOPs.
+    `bytes_of` and `flops_of` take the arguments of a call and return the min work of the call. This
+    assumes that each input is read once and each output is written once. The roofline time is the
+    time for these bytes or the time for these FLOPs, whichever is longer.
     """
 
     name: str
@@ -136,8 +157,8 @@ def load_all() -> Mapping[str, KernelSpec]:
 
 
 def compiled(path: str) -> Callable[..., Any]:
-    """A function that imports Triton code at its first call and then calls it. `path` is
-    "module:function".
+    """Returns a function that calls a Triton function and imports its module at the first call.
+    `path` is "module:function", with a module of `kernels/triton`.
     """
     module, _, name = path.partition(":")
 
@@ -158,8 +179,8 @@ def _has_triton() -> bool:
 
 @cache
 def interpreting() -> bool:
-    """Whether Triton interprets kernels instead of compiling them. Triton decides this when a
-    kernel is defined, so it never changes within a process.
+    """Whether Triton interprets kernels on the CPU instead of compiling them. Triton decides this
+    when a kernel is defined, so it never changes within a process.
     """
     return os.environ.get("TRITON_INTERPRET") == "1"
 
@@ -171,5 +192,5 @@ def use_triton(tensor: Tensor) -> bool:
 
 
 def size_of(*tensors: Tensor | None) -> int:
-    """Bytes of the tensors' elements."""
+    """The number of bytes of all elements of the tensors together. None counts as 0."""
     return sum(t.numel() * t.element_size() for t in tensors if t is not None)

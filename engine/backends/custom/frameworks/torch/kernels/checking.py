@@ -1,5 +1,5 @@
-"""Runs a kernel and its reference on one example and compares their results and all tensors that
-they wrote to.
+"""Runs a kernel and its reference on one example. Compares the results, and also all argument
+tensors, because the calls may write to them.
 """
 
 from collections.abc import Iterator
@@ -12,7 +12,9 @@ from engine.backends.custom.frameworks.torch.kernels.base import Example, Kernel
 
 
 def check(spec: KernelSpec, example: Example) -> None:
-    """Raises AssertionError if results, or tensors that the call writes to, differ."""
+    """Raises AssertionError if kernel and reference differ in their results, or in what they write
+    to their arguments.
+    """
     expected = outcome(spec.reference, example)
     actual = outcome(spec.triton, example)
     tolerance = _tolerance(spec, expected)
@@ -49,7 +51,7 @@ def _tensors(value: Any) -> Iterator[Tensor]:
 
 
 def _tolerance(spec: KernelSpec, tensors: list[Tensor]) -> Tolerance:
-    """The tolerance for the least precise dtype among the tensors."""
+    """The largest tolerance for any dtype among the tensors."""
     found = [spec.tolerance[t.dtype] for t in tensors if t.dtype in spec.tolerance]
     return max(found, key=lambda tolerance: tolerance.relative)
 

@@ -1,8 +1,8 @@
 """A GEMM of many rows with a gated activation as its epilogue.
 
 On Hopper this is CUDA C++ (`cuda/gated_linear.cu`). Its GEMM is as fast as cuBLAS, and the
-activation is almost free. On other devices, and if the rows would leave too much of the tiles
-empty, GEMM and activation run as separate kernels.
+activation takes almost no time. On other devices, GEMM and activation run as separate kernels. So
+they do on Hopper if the number of rows would leave too much of the kernel's tiles empty.
 """
 
 from collections.abc import Iterator
@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from engine.backends.custom.frameworks.torch.kernels.activation import activate, gated
+from engine.backends.custom.frameworks.torch.kernels.activation import gated, gated_halves
 from engine.backends.custom.frameworks.torch.kernels.base import (
     Example,
     Inputs,
@@ -23,18 +23,20 @@ from engine.backends.custom.frameworks.torch.kernels.base import (
 )
 from engine.backends.custom.frameworks.torch.kernels.cuda.library import is_hopper
 
-# Min rows for the fused kernel. With fewer rows, half of a tile is empty, and cuBLAS is as fast.
+# Min rows for the fused kernel. With fewer rows, at least half of a tile is empty, and cuBLAS is as
+# fast.
 MIN_ROWS = 65
-# Rows per tile, rows per pair of tiles, and the max share of padding rows. With more than one tile
-# of rows, two tiles share the weight. Padding rows cost as much as real rows. With more padding
-# than this share, cuBLAS is faster, because it has more tile sizes.
+# A tile has _ONE_TILE rows. If there are more rows, tiles are computed in pairs that share the
+# weight, with _TWO_TILES rows per pair. Padding rows cost as much as real rows. If there are more
+# padding rows than the fraction _MOST_EMPTY of the real rows, cuBLAS is faster, because it has more
+# tile sizes.
 _ONE_TILE, _TWO_TILES, _MOST_EMPTY = 128, 256, 0.2
 _VECTOR = 8  # the kernel copies this many values at once
 
 
 def gated_linear(x: Tensor, weight: Tensor, bias: Tensor | None, gate: str) -> Tensor:
-    """activation(x @ first half of the weight) * (x @ second half): x (T, D), weight (2 F, D) ->
-    (T, F). `gate` names the activation.
+    """activation(x G^T) * (x U^T), for x (T, D) -> (T, F). The weight (2 F, D) has the rows of G,
+    followed by the rows of U. `bias` (2 F,) is added to the products. `gate` names the activation.
     """
     if not fills_tiles(len(x)):
         return _composed(x, weight, bias, gate)
@@ -77,8 +79,7 @@ def _suits(x: Tensor, weight: Tensor, bias: Tensor | None, gate: str) -> bool:
 
 
 def _reference(x: Tensor, weight: Tensor, bias: Tensor | None, gate: str) -> Tensor:
-    one, other = F.linear(x, weight, bias).chunk(2, dim=-1)
-    return activate(one, gate) * other
+    return gated_halves(F.linear(x, weight, bias), gate)
 
 
 def _examples(shape: Shape, device: torch.device, dtype: torch.dtype) -> Iterator[Example]:

@@ -23,7 +23,7 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 
 
 def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    """The norm of x + residual, and the sum itself, which is the new residual stream."""
+    """Returns rms_norm(x + residual), and the sum itself, which is the new residual stream."""
     return _ADD_RMS_NORM(x, residual, weight, eps)
 
 

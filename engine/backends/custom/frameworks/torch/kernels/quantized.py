@@ -1,7 +1,8 @@
-"""Matmul with weights of 4 or 8 bits. Small groups of weights have a scale and maybe a minimum.
+"""Matmul with weights of 4 or 8 bits. Each small group of weights has a scale, and in some layouts
+also a minimum.
 
-For few rows, kernels dequantize the weights in registers. For many rows, a whole matrix is
-dequantized to memory just for the time of its matmul.
+For few input rows, kernels dequantize the weights in registers. For many input rows, a whole matrix
+is dequantized to memory, multiplied and freed again.
 """
 
 from collections.abc import Iterator
@@ -12,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from engine.backends.custom.frameworks.torch.kernels.activation import activate, gated
+from engine.backends.custom.frameworks.torch.kernels.activation import gated, gated_halves
 from engine.backends.custom.frameworks.torch.kernels.base import (
     Example,
     Inputs,
@@ -26,15 +27,15 @@ from engine.backends.custom.frameworks.torch.kernels.base import (
 )
 from engine.backends.custom.frameworks.torch.kernels.norm import rms_norm
 
-# Max rows for the kernels. With more rows a matmul is compute-bound, and cuBLAS with dequantized
-# weights is faster.
+# Max input rows for these kernels. With more rows a matmul is compute-bound, and cuBLAS with
+# dequantized weights is faster.
 MAX_ROWS = 128
 
 
 @dataclass(frozen=True, slots=True)
 class GroupedWeight:
-    """A quantized matrix (F, D). A weight is scale * value + minimum, or without minima
-    scale * (value - 2 ** (bits - 1)).
+    """A quantized matrix (F, D). With minima, a weight is scale * value + minimum. Without minima,
+    it is scale * (value - 2 ** (bits - 1)).
 
     For 4-bit values, byte i of a group has value i in its low nibble and value i + group / 2 in its
     high nibble.
@@ -52,8 +53,8 @@ class GroupedWeight:
 
     @property
     def layout(self) -> tuple[int, int, bool]:
-        """Bits, group size and whether there are minima. Matrices with equal layouts can be stacked
-        by rows.
+        """The bits per value, the group size, and whether there are minima. Matrices with the same
+        layout can be stacked by rows.
         """
         return self.bits, self.group, self.minima is not None
 
@@ -72,8 +73,8 @@ def grouped_linear(
     gate: str | None = None,
     residual: Tensor | None = None,
 ) -> Tensor:
-    """residual + act(rms_norm(x) W^T + bias), as `fused_linear`. `gate` names the gated activation.
-    Parts that are None are skipped.
+    """residual + act(rms_norm(x) W^T + bias), as `fused_linear`, but with quantized W. `gate` names
+    act, a gated activation. A part whose argument is None is skipped.
     """
     parts: dict[str, Any] = {"norm": norm, "eps": eps, "gate": gate, "residual": residual}
     if len(x) <= MAX_ROWS:
@@ -87,8 +88,8 @@ def grouped_linear(
 
 
 def dequantize(weight: GroupedWeight, dtype: torch.dtype, rows: Tensor | None = None) -> Tensor:
-    """Dequantizes the whole matrix, or only the rows with the given indices (R,), as an embedding
-    lookup needs.
+    """Dequantizes the whole matrix, or only the matrix rows with the indices `rows` (R,). An
+    embedding lookup uses the latter.
     """
     run = _DEQUANTIZE.triton if use_triton(weight.values) else _DEQUANTIZE.reference
     return run(weight, dtype, rows)
@@ -126,12 +127,12 @@ def _linear_reference(
         x = F.rms_norm(x, norm.shape, norm, eps)
     y = F.linear(x, _dequantize_reference(weight, x.dtype), bias)
     if gate is not None:
-        one, other = y.chunk(2, dim=-1)
-        y = activate(one, gate) * other
+        y = gated_halves(y, gate)
     return y if residual is None else residual + y
 
 
-# Layouts that GGUF types are repacked to: bits, group size, and whether there are minima.
+# The layouts that GGUF types are repacked to: bits per value, group size, and whether there are
+# minima.
 LAYOUTS = {
     "int4": (4, 32, False),
     "int4 minima": (4, 32, True),

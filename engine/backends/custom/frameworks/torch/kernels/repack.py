@@ -1,8 +1,9 @@
-"""Repacks the quantized blocks of GGUF files into the kernels' groups, without dequantizing.
+"""Repacks the quantized blocks of checkpoints into the groups that our kernels read, without
+dequantizing.
 
-A file's tensors are copied to the GPU as stored and repacked there, by bit operations. Types with
-more than 4 bits, or with levels that are not evenly spaced, become 8-bit values. All others become
-4-bit values.
+A file's tensors are copied to the GPU as stored and repacked there, by bit operations. Types
+with more than 4 bits, or with levels that are not evenly spaced, become 8-bit values. All other
+types become 4-bit values.
 """
 
 from collections.abc import Callable
@@ -12,13 +13,16 @@ import torch
 from torch import Tensor
 
 from engine.backends.custom.frameworks.torch.kernels.quantized import GroupedWeight
+from engine.backends.custom.weights.grouped import FP4_LEVELS
 from engine.backends.custom.weights.kquants import IQ4_LEVELS
 from engine.backends.custom.weights.quants import traits_of
 
 
 @dataclass(frozen=True, slots=True)
 class Groups:
-    """n unpacked blocks: values (n, block_elems) uint8, scales and minima (n, groups) float16."""
+    """Unpacked GGUF blocks. For n blocks: values (n, block_elems) uint8, one value per byte; scales
+    and minima (n, groups per block) float16. `bits` is the size of a value after repacking.
+    """
 
     values: Tensor
     scales: Tensor
@@ -27,7 +31,7 @@ class Groups:
 
 
 def repack(dtype: str, raw: Tensor, shape: tuple[int, int]) -> GroupedWeight:
-    """Repacks the stored bytes of a matrix (F, D). `dtype` is a GGUF type in REPACKED."""
+    """Repacks the stored bytes of a matrix (F, D). `dtype` is a type in REPACKED."""
     traits = traits_of(dtype)
     blocks = raw.view(-1, traits.block_bytes)
     groups = REPACKED[dtype](blocks)
@@ -46,7 +50,7 @@ def repack(dtype: str, raw: Tensor, shape: tuple[int, int]) -> GroupedWeight:
 
 
 def packed_bits(dtype: str) -> float:
-    """Bits per value that a GGUF type takes after repacking, with scales and minima."""
+    """Bits per value that a GGUF type takes after repacking. This counts scales and minima too."""
     traits = traits_of(dtype)
     groups = REPACKED[dtype](torch.zeros((1, traits.block_bytes), dtype=torch.uint8))
     factors = groups.scales.numel() * (1 if groups.minima is None else 2)
@@ -59,8 +63,9 @@ def _half(blocks: Tensor, offset: int) -> Tensor:
 
 
 def _plane(packed: Tensor, width: int, bits: int) -> Tensor:
-    """Unpacks bytes into fields of `bits` bits. In each run of `width` bytes, the lowest fields of
-    all bytes come first, then the next higher fields.
+    """Unpacks bytes into fields of `bits` bits. The bytes are cut into runs of `width` bytes. The
+    fields of a run are ordered: first the lowest field of each byte, then the next higher field of
+    each byte, and so on.
     """
     runs = packed.reshape(len(packed), -1, 1, width)
     shifts = torch.arange(0, 8, bits, dtype=torch.uint8, device=packed.device)
@@ -80,8 +85,8 @@ def _q4_1(blocks: Tensor) -> Groups:
 
 
 def _fifth_bits(packed: Tensor) -> Tensor:
-    """The fifth bits of a block's 32 values, in value order. Each is shifted to bit 4, so that it
-    extends a 4-bit value.
+    """The fifth bits of a block's 32 values, in the order of the values. Each bit is shifted to bit
+    4, so that OR combines it with the low 4 bits of the value.
     """
     shifts = torch.arange(8, dtype=torch.uint8, device=packed.device)
     return ((packed[:, :, None] >> shifts) & 1).flatten(1) << 4
@@ -109,8 +114,8 @@ def _q2_k(blocks: Tensor) -> Groups:
 
 
 def _q3_k(blocks: Tensor) -> Groups:
-    """Q3_K values have 3 bits and stand for value - 4. Our 4-bit groups stand for value - 8, so 4
-    is added.
+    """A 3-bit value v of Q3_K means v - 4. A 4-bit value v of our groups means v - 8. So 4 is added
+    to each value.
     """
     low, high = _plane(blocks[:, 96:104], 8, 4), _plane(blocks[:, 104:108], 4, 2)
     scales = _half(blocks, 108) * ((low | high << 4).float() - 32)
@@ -164,6 +169,25 @@ def _iq4_xs(blocks: Tensor) -> Groups:
     return Groups(_levels(_plane(blocks[:, 8:136], 16, 4)), scales.half(), bits=8)
 
 
+def _mxfp4(blocks: Tensor) -> Groups:
+    levels = torch.from_numpy(FP4_LEVELS).to(blocks.device)
+    values = levels[_plane(blocks[:, 1:], 16, 4).long()].view(torch.uint8) ^ 128
+    return Groups(values, torch.exp2(blocks[:, :1].float() - 128).half(), bits=8)
+
+
+def _halves(blocks: Tensor, offset: int) -> Tensor:
+    """The two float16 numbers at byte `offset` of each block."""
+    return blocks[:, offset : offset + 4].contiguous().view(torch.float16)
+
+
+def _q4_g16(blocks: Tensor) -> Groups:
+    return Groups(_plane(blocks[:, 8:], 16, 4), _halves(blocks, 0), _halves(blocks, 4))
+
+
+def _q8_g16(blocks: Tensor) -> Groups:
+    return Groups(blocks[:, 4:] ^ 128, _halves(blocks, 0), bits=8)
+
+
 REPACKED: dict[str, Callable[[Tensor], Groups]] = {
     "Q4_0": _q4_0,
     "Q4_1": _q4_1,
@@ -177,4 +201,7 @@ REPACKED: dict[str, Callable[[Tensor], Groups]] = {
     "Q6_K": _q6_k,
     "IQ4_NL": _iq4_nl,
     "IQ4_XS": _iq4_xs,
+    "MXFP4": _mxfp4,
+    "Q4_G16": _q4_g16,
+    "Q8_G16": _q8_g16,
 }

@@ -30,11 +30,11 @@ def rope_write(
     k_norm: Tensor | None = None,
     eps: float = 0.0,
 ) -> Tensor:
-    """qkv (T, (N + 2 K) H) -> rotated queries (T, N, H). Rotated keys, and values, are written to
-    the slots `write_slots` (T,) of the cache.
+    """Applies RoPE: qkv (T, (N + 2 K) H) -> rotated queries (T, N, H). Writes the rotated keys, and
+    the values, to the slots `write_slots` (T,) of the cache.
 
-    `cos_sin_table` is float32 (max_positions, dim): cosines, then sines. The first `dim` values of
-    a head are rotated; value i is paired with value i + dim / 2. `cache_layer` is
+    `cos_sin_table` is float32 (max_positions, dim): dim / 2 cosines, then dim / 2 sines. The first
+    `dim` values of a head are rotated. Value i and value i + dim / 2 form a pair. `cache_layer` is
     (num_blocks, block_size, 2, K, H) with stride 1 in the last dimension. `q_norm` and `k_norm` are
     the weights (H,) of RMS norms that apply to each head before the rotation.
     """
@@ -90,7 +90,7 @@ def _examples(shape: Shape, device: torch.device, dtype: torch.dtype) -> Iterato
     inputs = Inputs(device, dtype)
     heads, kv_heads, head_dim = shape.num_heads, shape.num_kv_heads, shape.head_dim
     max_positions = max(shape.context, max(shape.rows))
-    # First a rotation of the whole head, then a rotation of half a head, with norms.
+    # The first examples rotate whole heads. The others rotate half of each head and apply norms.
     for dim, with_norms in ((head_dim, False), (head_dim // 2, True)):
         angles = inputs.uniform(max_positions, dim // 2) * 6.28
         table = torch.cat((angles.cos(), angles.sin()), dim=-1)

@@ -1,8 +1,9 @@
-"""Samples on the device. Nothing is read back by the host, and no shape depends on values.
+"""Samples tokens on the device. The host reads nothing back, and no shape depends on values.
 
 The order is penalties, bias, mask, temperature, top-k, top-p, min-p, sample. Tests compare these
 kernels with `execution/sampler.py`. Settings are tensors with one value per row. A row that does
-not use a setting has a value without effect, so one captured graph serves every mix of requests.
+not use a setting has a value without effect, so one captured CUDA graph serves every mix of
+requests.
 """
 
 from collections.abc import Iterator
@@ -33,8 +34,8 @@ _MAX_ROWS = 256
 
 
 def greedy(logits: Tensor, mask: Tensor | None = None) -> Tensor:
-    """The token with the largest logit of each row: (R, V) float32 -> (R,) int64. Of equal logits,
-    the lowest token id wins.
+    """The token with the largest logit of each row: (R, V) float32 -> (R,) int64. If several tokens
+    have the largest logit, the lowest token id wins.
 
     `mask` is int32 (R, ceil(V / 32)) with one bit per token. Tokens whose bit is 0 are not allowed.
     """
@@ -53,8 +54,8 @@ def random_sample(
 ) -> Tensor:
     """Samples one token per row, (R,) int64. A row with temperature 0 gets its most likely token.
 
-    Settings have one value per row, (R,); `top_k` is int32. `keys` (R, 2) are the rows' `row_keys`
-    and `words` (V,) the vocabulary's `token_words`. Both determine the random noise.
+    Settings have one value per row, (R,); `top_k` is int32. `keys` (R, 2) are the rows' `row_keys`.
+    `words` (V,) are the vocabulary's `token_words`. Keys and words determine the random noise.
     """
     return _RANDOM_SAMPLE(logits, temperature, top_k, top_p, min_p, keys, words, mask)
 
@@ -70,11 +71,11 @@ def penalize(
     frequency: Tensor,
     counts: Tensor,
 ) -> Tensor:
-    """A copy of the logits with each row's penalties applied.
+    """Returns a copy of the logits with each row's penalties applied.
 
-    The tokens of row r are the first `lengths[r]` of history[slots[r]] (int64). The first
-    `num_prompt[r]` of them are the prompt. `counts` (R, V) int32 is scratch memory, which has to be
-    all zeros and is again all zeros afterwards.
+    The tokens of row r are the first `lengths[r]` tokens of history[slots[r]] (int64). The first
+    `num_prompt[r]` of these tokens are the prompt. `counts` (R, V) int32 is scratch memory. It must
+    be all zeros, and it is all zeros again afterwards.
     """
     return _PENALIZE(
         logits, history, slots, lengths, num_prompt, repetition, presence, frequency, counts
@@ -82,8 +83,8 @@ def penalize(
 
 
 def add_bias_(logits: Tensor, rows: Tensor, ids: Tensor, values: Tensor) -> Tensor:
-    """Adds values[i] to the logit of token ids[i] in row rows[i], in place, for all i < N. The
-    indices are int64. Padding has the value 0.
+    """Adds values[i] to the logit of token ids[i] in row rows[i], in place, for each of the N
+    biases. Padding biases have the value 0.
     """
     return _ADD_BIAS(logits, rows, ids, values)
 
@@ -173,7 +174,7 @@ def _random_sample_examples(
     shape: Shape, device: torch.device, _: torch.dtype
 ) -> Iterator[Example]:
     words = torch.from_numpy(token_words(shape.vocab_size)).to(device)
-    # (top_k, top_p, min_p) that all rows of an example have.
+    # The (top_k, top_p, min_p) of all rows in an example.
     uses = {
         "temperature": (0, 1.0, 0.0),
         "top-k": (7, 1.0, 0.0),

@@ -1,8 +1,8 @@
-"""Skinny GEMM: a matmul with few rows, whose time is the time to read the weights.
+"""Skinny GEMM: a matmul with few input rows (tokens). It takes as long as reading the weights.
 
 The norm before the matmul, and the gated activation and residual addition after it, are fused into
-the same kernel. So a layer at batch 1 takes only a few kernel launches. With more rows these parts
-are separate kernels, with cuBLAS for the matmul.
+the same kernel. So a layer at batch 1 takes only a few kernel launches. With more rows, norm,
+matmul, activation and addition are separate kernels. The matmul is then done by cuBLAS.
 """
 
 from collections.abc import Iterator
@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from engine.backends.custom.frameworks.torch.kernels.activation import activate, gated
+from engine.backends.custom.frameworks.torch.kernels.activation import gated, gated_halves
 from engine.backends.custom.frameworks.torch.kernels.base import (
     Example,
     Inputs,
@@ -28,16 +28,19 @@ from engine.backends.custom.frameworks.torch.kernels.gated_linear import gated_l
 from engine.backends.custom.frameworks.torch.kernels.norm import rms_norm
 
 MAX_ROWS = 16
-# A single row always uses the fused kernel. For more rows, measured on an H200: with a hidden size
-# of at least _WIDE, the fused kernel is faster for _FEW rows; with a smaller one, cuBLAS is always
-# faster, although it takes more launches.
+# A single row always uses the fused kernel. For more rows, the choice was measured on an H200. If
+# the input has at least _WIDE columns, the fused kernel is faster for the numbers of rows in _FEW.
+# Otherwise cuBLAS is faster, although it takes more launches.
 _WIDE, _FEW = 4096, range(5, MAX_ROWS + 1)
-# Max rows of the fused kernel for 8-bit weights, which cuBLAS cannot read.
+# Max rows for which float8 weights use the fused kernel. With more rows, the weights are converted
+# for cuBLAS.
 MAX_SCALED_ROWS = 128
 
 
 def is_few(x: Tensor) -> bool:
-    """Whether matmuls with x (T, D) use the fused kernel, which includes norm and epilogue."""
+    """Whether x (T, D) has so few rows that its matmuls use the fused kernel, which includes the
+    norm and the epilogue.
+    """
     rows, size = x.shape
     return use_triton(x) and (rows == 1 or (size >= _WIDE and rows in _FEW))
 
@@ -58,12 +61,12 @@ def fused_linear(
     gate: str | None = None,
     residual: Tensor | None = None,
 ) -> Tensor:
-    """residual + act(rms_norm(x) W^T + bias), for any number of rows. Parts that are None are
-    skipped.
+    """residual + act(rms_norm(x) W^T + bias), for any number of rows. A part whose argument is None
+    is skipped.
 
-    `norm` is the weight of the RMS norm. `gate` names the activation of a gated MLP; W then has the
-    rows of gate, followed by the rows of up. `scale` (F,) float32 has the scales of the rows of a
-    float8 weight.
+    `norm` is the weight of the RMS norm. `gate` names the activation of a gated MLP. With a gate, W
+    has the rows of gate, followed by the rows of up. `scale` (F,) float32 is given only for float8
+    weights. It has one scale per output channel.
     """
     parts: dict[str, Any] = {
         "scale": scale,
@@ -116,8 +119,7 @@ def _reference(
         x = F.rms_norm(x, norm.shape, norm, eps)
     y = F.linear(x, _dense(weight, scale, x.dtype), bias)
     if gate is not None:
-        one, other = y.chunk(2, dim=-1)
-        y = activate(one, gate) * other
+        y = gated_halves(y, gate)
     return y if residual is None else residual + y
 
 

@@ -1,5 +1,5 @@
-"""Two ops: one replaces placeholders in a step's token ids by sampled tokens, at its start. The
-other checks the step's outputs for NaN, at its end.
+"""Two ops that run at the start and at the end of a step. `resolve_tokens` replaces placeholders in
+the step's token ids by sampled tokens. `guard` checks the step's outputs for NaN and infinity.
 """
 
 import torch
@@ -15,7 +15,8 @@ def resolve_tokens(
     token_ids: Tensor, token_rows: Tensor, slots: Tensor, last_token: Tensor
 ) -> Tensor:
     """The token ids of a step, (T,) int64. Ids below 0 are replaced by the last token that was
-    sampled for the slot of the token's row.
+    sampled for the token's sequence. `token_rows` (T,) has the row of each token, `slots` (S,) the
+    slot of each row.
     """
     if use_triton(token_ids):
         resolved: Tensor = _resolve(token_ids, token_rows, slots, last_token)
@@ -28,11 +29,12 @@ def guard(
     x: Tensor, token_rows: Tensor, write_slots: Tensor, cache_slots: Tensor, finite: Tensor
 ) -> None:
     """Sets `finite` (S,) to 0 for each row that has a token with NaN or infinity in x (T, D). Also
-    erases what such a token wrote to the cache.
+    erases the keys and values that such a token wrote to the cache. Otherwise the NaN would reach
+    the next sequence that uses the cache block.
 
-    x is the residual stream after the last layer, or the last layer's attention output. It carries
-    any NaN or infinity of earlier layers, so its sum reveals them. NaN in a cache block would reach
-    the next sequence that uses the block. `cache_slots` is (layers, slots, 2, K, H).
+    x is the residual stream after the last layer, or the last layer's attention output. NaN and
+    infinity of earlier layers are still in x, so the sum of a token's values reveals them.
+    `cache_slots` is (layers, slots, 2, K, H).
     """
     if use_triton(x):
         _guard(x, token_rows, write_slots, cache_slots, finite)

@@ -1,1 +1,1 @@
-"""CUDA C++ kernels for Hopper, compiled on first use."""
+"""CUDA C++ kernels for Hopper GPUs. They are compiled when they are first used."""

@@ -1,4 +1,6 @@
-"""Compiles and launches `attention.cu`: prefill attention over the paged cache, on Hopper."""
+"""Compiles and launches the kernel in `attention.cu`: prefill attention over the paged cache, on
+Hopper GPUs.
+"""
 
 import ctypes
 from collections.abc import Mapping
@@ -24,15 +26,15 @@ from engine.backends.custom.frameworks.torch.kernels.cuda.sources import (
 )
 
 KEYS = 128  # keys per tile
-_LINES, _WARP_GROUP = 64, 128  # query lines of a warp group, and its threads
+_LINES, _WARP_GROUP = 64, 128  # query lines per warp group, threads per warp group
 _BLOCK_SIZES = (8, 16, 32, 64, 128)
 _LOG2_E = 1.4426950408889634
 _LISTS = ("counts", "tiles", "query_start", "seq_lens", "tables")
 
 
 class _Tiling(NamedTuple):
-    """The tiling for one head size: the number of compute warp groups, and of pipeline stages of
-    key tiles.
+    """The tiling for one head size. `workers` is the number of warp groups that compute. `stages`
+    is the number of key tiles (and of value tiles) that shared memory holds at once.
     """
 
     workers: int
@@ -57,7 +59,7 @@ class AttentionConfig(NamedTuple):
 
     @property
     def lines(self) -> int:
-        """Number of lines of a query tile. A line is one token and one query head."""
+        """The number of lines in a query tile. A line is the query of one token and one head."""
         return _LINES * self.tiling.workers
 
     @property
@@ -66,8 +68,8 @@ class AttentionConfig(NamedTuple):
 
 
 def lines_of_tile(head_dim: int, heads: int, block_size: int, dtype: torch.dtype) -> int | None:
-    """Number of lines of a query tile. A line is one token and one query head. None if the kernel
-    does not support this GPU or these sizes.
+    """The number of lines in a query tile. A line is the query of one token and one head. None if
+    the kernel does not support this GPU or these sizes.
     """
     if not torch.cuda.is_available() or not is_hopper(torch.device("cuda")):
         return None
@@ -86,8 +88,8 @@ def prefill(
     window: int,
     scale: float,
 ) -> None:
-    """Attention of all rows with several queries: q (T, N, H). Writes the result to `out`. `arrays`
-    has the work lists of the step.
+    """Computes the attention of all rows with several queries, q (T, N, H), and writes the results
+    to `out`. `arrays` has the work lists of the step.
     """
     blocks, block_size, _, kv_heads, head_dim = cache.shape
     heads = q.shape[1] // kv_heads

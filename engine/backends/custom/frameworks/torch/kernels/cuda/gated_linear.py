@@ -1,4 +1,4 @@
-"""Launches `gated_linear.cu`: chooses tile sizes and compiles the kernel for them."""
+"""Launches the kernel in `gated_linear.cu`. Chooses its tile sizes and compiles it for them."""
 
 import ctypes
 from functools import cache
@@ -21,12 +21,12 @@ from engine.backends.custom.frameworks.torch.kernels.cuda.sources import (
 )
 
 ROWS, THREADS = 128, 384
-_STAGES = {256: 4, 224: 4, 128: 6}  # tile columns -> stages that fit in shared memory
-_TILE_COST = 28  # the fixed time per tile, as the number of columns that take the same time
+_STAGES = {256: 4, 224: 4, 128: 6}  # tile columns -> pipeline stages that fit in shared memory
+_TILE_COST = 28  # the fixed time per tile: as long as computing this many columns takes
 
 
 class GatedLinearConfig(NamedTuple):
-    columns: int  # weight rows per tile, of gate and up together
+    columns: int  # weight rows per tile, counting those of gate and up
     cluster: int  # number of thread blocks that share the tiles of the weight
 
     @property
@@ -35,8 +35,8 @@ class GatedLinearConfig(NamedTuple):
 
 
 def choose(rows: int, outputs: int, num_multiprocessors: int) -> GatedLinearConfig:
-    """Chooses the tile size with the shortest estimated time. All multiprocessors work in waves,
-    so a tile size is bad if the last wave leaves many of them idle.
+    """Chooses the tile size with the shortest estimated time. The multiprocessors compute tiles in
+    waves, so a tile size is bad if many multiprocessors are idle in the last wave.
     """
     cluster = 1 if rows <= ROWS else 2
     at_once = num_multiprocessors // cluster
@@ -49,7 +49,9 @@ def choose(rows: int, outputs: int, num_multiprocessors: int) -> GatedLinearConf
 
 
 def gated_linear(x: Tensor, weight: Tensor, config: GatedLinearConfig | None = None) -> Tensor:
-    """silu(x @ first half of weight) * (x @ second half): x (T, D), weight (2 F, D) -> (T, F)"""
+    """silu(x G^T) * (x U^T), for x (T, D) -> (T, F). The weight (2 F, D) has the rows of G, then
+    the rows of U.
+    """
     rows, depth = x.shape
     outputs = len(weight) // 2
     available = multiprocessors(x.device)
@@ -78,7 +80,7 @@ def _function(config: GatedLinearConfig, dtype: torch.dtype) -> Function:
 
 
 def source(config: GatedLinearConfig, dtype: torch.dtype) -> str:
-    """The kernel's source with its compile-time sizes and the WGMMA instruction for its columns."""
+    """The source of the kernel for these tile sizes, with the matching WGMMA instruction."""
     sizes = {
         "COLUMNS": config.columns,
         "STAGES": _STAGES[config.columns],

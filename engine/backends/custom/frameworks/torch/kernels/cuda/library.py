@@ -1,7 +1,8 @@
 """Compiles CUDA C++ at run time with NVRTC, caches the result on disk and launches kernels.
 
-NVRTC is part of PyTorch, and the driver library is part of the GPU's driver. Both are called
-through `ctypes`. So nothing is compiled at installation, and nothing is loaded without a GPU.
+NVRTC comes with PyTorch, and the driver library comes with the GPU's driver. Both are called
+through `ctypes`. So nothing is compiled at installation, and on a machine without a GPU neither
+library is loaded.
 """
 
 import ctypes
@@ -23,7 +24,7 @@ _HOPPER = (9, 0)
 
 
 class CudaError(RuntimeError):
-    """A call of the driver or the compiler failed."""
+    """A call of the CUDA driver or of the NVRTC compiler failed."""
 
 
 @cache
@@ -44,8 +45,8 @@ def _check(status: int, call: str) -> None:
 
 
 def compiled(source: str, target: str) -> bytes:
-    """The machine code for `target`, such as "sm_90a". It is compiled once and then read from the
-    cache on disk.
+    """The machine code of `source` for the GPU architecture `target`, such as "sm_90a". The source
+    is compiled once. Later calls read the machine code from a cache on disk.
     """
     key = hashlib.sha256(f"{target}\n{source}".encode()).hexdigest()[:32]
     folder = Path(os.environ.get("TRITON_CACHE_DIR", Path.home() / ".triton" / "cache"))
@@ -84,7 +85,9 @@ def _compile(source: str, target: str) -> bytes:
 
 
 class Function:
-    """A kernel that is loaded on the GPU. It has `shared_bytes` bytes of dynamic shared memory."""
+    """A kernel that is loaded on the GPU. Each thread block gets `shared_bytes` bytes of dynamic
+    shared memory.
+    """
 
     def __init__(self, code: bytes, name: str, shared_bytes: int) -> None:
         module, self._function = ctypes.c_void_p(), ctypes.c_void_p()
@@ -107,8 +110,8 @@ class Function:
 
 
 def tensor_map(tensor: Tensor, box: Sequence[int]) -> ctypes.Array[ctypes.c_char]:
-    """A TMA descriptor that copies boxes of a tensor to swizzled shared memory. Elements out of
-    bounds are copied as zeros.
+    """Makes a TMA descriptor, with which kernels copy boxes of a tensor to swizzled shared memory.
+    Elements of a box that are outside the tensor are copied as zeros.
     """
     room = ctypes.create_string_buffer(_MAP_BYTES + _MAP_ALIGNMENT)
     start = -ctypes.addressof(room) % _MAP_ALIGNMENT

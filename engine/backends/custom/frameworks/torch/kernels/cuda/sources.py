@@ -1,5 +1,6 @@
-"""Assembles the source of a kernel from the shared header, the compile-time sizes, WGMMA
-instructions and the kernel's file. The text of WGMMA instructions depends on the sizes.
+"""Assembles the source of a kernel from the compile-time sizes, the shared header, WGMMA
+instructions and the kernel's file. The text of a WGMMA instruction depends on the sizes, so it is
+generated here.
 """
 
 from collections.abc import Mapping
@@ -23,10 +24,11 @@ def source_of(name: str, dtype: torch.dtype, sizes: Mapping[str, int], *instruct
 def wgmma(name: str, columns: int, dtype: torch.dtype, *, from_registers: bool = False) -> str:
     """The source of a device function with one WGMMA instruction of a warp group.
 
-    It multiplies a 64 x 16 matrix by a 16 x columns matrix and adds the product to sums, or
-    overwrites them. Each thread has columns / 2 of the sums in registers. With `from_registers`,
-    the left matrix is in registers too, and the right matrix is contiguous along its columns;
-    otherwise both matrices are in shared memory, contiguous along the dimension of size 16.
+    The instruction multiplies a 64 x 16 matrix by a 16 x columns matrix. It adds the product to
+    sums, or overwrites the sums if `adds` is 0. Each thread has columns / 2 of the sums in
+    registers. Without `from_registers`, both matrices are in shared memory, contiguous along the
+    dimension of size 16. With `from_registers`, the left matrix is in registers, and the right
+    matrix is contiguous along its columns.
     """
     count, kind = columns // 2, NAMES[dtype]
     places = ", ".join(f"%{index}" for index in range(count))

@@ -1,1 +1,1 @@
-"""Triton kernels for the ops of `kernels`. A module is imported when a kernel of it first runs."""
+"""Triton kernels for the ops of `kernels`. A module is imported when its kernels are first used."""

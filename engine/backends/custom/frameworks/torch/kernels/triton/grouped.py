@@ -1,9 +1,10 @@
-"""Matmul with weights of 4 or 8 bits, and their dequantization.
+"""Matmul with weights of 4 or 8 bits, and the dequantization of such weights.
 
 Weight tiles have three dimensions, (rows, groups, bytes of a group), so that scales and minima
 apply by broadcasting. The low and the high nibbles of 4-bit weights are multiplied by different
-parts of the input. They have separate dot products, so no value has to be moved between threads.
-With one input row, the products of a group are summed before they are scaled.
+columns of the input. The kernel computes a dot product for the low nibbles and another for the high
+nibbles, so no value has to be moved between threads. With one input row, the products of a group
+are summed before the sum is scaled.
 """
 
 from dataclasses import dataclass
@@ -28,7 +29,7 @@ class GroupedConfig:
 
 @triton.jit
 def _load_group_values(ptr, rows, group, COUNT: tl.constexpr):
-    """Loads scales or minima (ROWS, GROUPS) as float32. They are 0 past the last group."""
+    """Loads scales or minima (ROWS, GROUPS) as float32. The result is 0 past the last group."""
     places = ptr + rows.to(tl.int64)[:, None] * COUNT + group[None, :]
     return tl.load(places, mask=(group < COUNT)[None, :], other=0.0).to(tl.float32)
 
@@ -43,8 +44,8 @@ def _load_bytes(ptr, rows, group, COUNT: tl.constexpr, BYTES: tl.constexpr):
 
 @triton.jit
 def _load_input(x_ptr, norm_ptr, column, inside, NORMS: tl.constexpr):
-    """Loads a part of the input row. Returns it, multiplied by the norm's weight, and the squares
-    of the original values.
+    """Loads a part of the input row. Returns the values, multiplied by the norm's weight if NORMS,
+    and the squares of the original values.
     """
     x = tl.load(x_ptr + column, mask=inside, other=0.0).to(tl.float32)
     squares = x * x
@@ -125,7 +126,7 @@ def _vector_kernel(
 
 @triton.jit
 def _unfolded(value, scale, minimum, BITS: tl.constexpr, MINIMA: tl.constexpr):
-    """Dequantized weights (ROWS, GROUPS, BYTES), float32."""
+    """Dequantizes values (ROWS, GROUPS, BYTES) to float32 weights."""
     if MINIMA:
         weight = value.to(tl.float32) * scale[:, :, None] + minimum[:, :, None]
     else:
@@ -137,8 +138,8 @@ def _unfolded(value, scale, minimum, BITS: tl.constexpr, MINIMA: tl.constexpr):
 def _load_inputs(
     x_ptr, norm_ptr, token, column, num_tokens, x_stride, SIZE: tl.constexpr, NORMS: tl.constexpr
 ):
-    """Loads inputs (columns, tokens). Returns them, multiplied by the norm's weight, and the sum of
-    squares of each token's original values.
+    """Loads inputs (columns, tokens). Returns the values, multiplied by the norm's weight if NORMS,
+    and for each token the sum of squares of its original values.
     """
     inside = (column < SIZE)[:, None] & (token < num_tokens)[None, :]
     places = x_ptr + token.to(tl.int64)[None, :] * x_stride + column[:, None]

@@ -1,4 +1,4 @@
-"""RMSNorm with one program per row. The program reads its row once and keeps it in registers."""
+"""RMSNorm with one program per input row. It reads the row once and keeps it in registers."""
 
 import torch
 import triton

@@ -1,8 +1,9 @@
-"""Penalties and biases, which change the logits of few tokens. The host may not know all of these
-tokens yet, because the device has just sampled them.
+"""Penalties and logit biases. Penalties depend on a row's earlier tokens, which are read from
+device memory. The host may not know the last of them yet, because the device has just sampled it.
 
-A row's tokens are first counted, with one word per token id. The low bits count how often the
-token was sampled. One high bit says that it occurs in the prompt or the output.
+A first kernel counts a row's tokens. It uses one word per token id. The low bits of the word count
+how often the token occurs in the output. One high bit says whether the token occurs in the prompt
+or the output.
 """
 
 import torch

@@ -1,7 +1,8 @@
-"""RoPE and the cache write. A program handles one token and a few of its heads (q, k or v).
+"""RoPE, and the write of keys and values to the cache. A program handles one token and a few of its
+heads, which may be heads of q, k and v.
 
-A program holds a head in three parts: the two halves that are rotated together, and the rest, which
-is not rotated.
+A program holds a head in three parts. The first two parts have the same size and are rotated
+together. The third part, which may be empty, is not rotated.
 """
 
 import torch
@@ -9,8 +10,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-# Heads per program. With fewer tokens than _MANY_TOKENS there are fewer heads per program, and so
-# enough programs for the GPU.
+# Heads per program: _FEW_HEADS in steps with fewer than _MANY_TOKENS tokens, so that there are
+# enough programs for the GPU; otherwise _MANY_HEADS.
 _FEW_HEADS, _MANY_HEADS, _MANY_TOKENS = 4, 16, 256
 
 
@@ -85,7 +86,9 @@ def _rope_kernel(
 
 @triton.jit
 def _weight(q_norm_ptr, k_norm_ptr, columns, END: tl.constexpr, is_query, is_value):
-    """The norm's weight for each head: of the query norm, of the key norm, or 1 for values."""
+    """The norm weight for each head: that of the query norm for queries, that of the key norm for
+    keys, and 1 for values.
+    """
     for_q = tl.load(q_norm_ptr + columns, mask=columns < END, other=0.0).to(tl.float32)
     for_k = tl.load(k_norm_ptr + columns, mask=columns < END, other=0.0).to(tl.float32)
     return tl.where(is_query, for_q[None, :], tl.where(is_value, 1.0, for_k[None, :]))

@@ -1,9 +1,9 @@
-"""Sampling in three kernel launches. The first finds the thresholds of top-k, top-p and min-p for
-each row. The second finds the best token of each part of the vocabulary. The third finds the best
-of these.
+"""Sampling in three kernel launches. The first kernel finds the thresholds of top-k, top-p and
+min-p for each row. The second kernel finds the best token of each part of the vocabulary. The third
+kernel finds the best of these tokens.
 
-A threshold is found by bisection, two bits of the float at a time, since the bits sort like the
-values. Rows without top-k, top-p and min-p skip this.
+A threshold is found by bisection, which sets two bits of the float at a time. This works because
+the bits of floats sort like their values. Rows without top-k, top-p and min-p skip this search.
 """
 
 import torch
@@ -14,7 +14,7 @@ from torch import Tensor
 _PART = 4096  # vocabulary entries per program
 _FLOOR_BLOCK = 8192
 _LOWEST = tl.constexpr(-(1 << 31))  # int32 with only the sign bit set
-# The bits of the float 2 ** -63. Smaller probabilities are ignored.
+# The bits of the float 2 ** -63, the smallest threshold of top-p.
 _SMALLEST_BITS = tl.constexpr(64 << 23)
 _MIX_1 = tl.constexpr(0x7FEB352D)
 _MIX_2 = tl.constexpr(-0x7B935975)
@@ -22,8 +22,8 @@ _MIX_2 = tl.constexpr(-0x7B935975)
 
 @triton.jit
 def _scaled(logits, mask, columns, temperature, VOCABULARY: tl.constexpr, MASKED: tl.constexpr):
-    """Loads a part of a row's logits and divides them by the temperature. They are -inf for tokens
-    that the mask forbids and past the end of the vocabulary.
+    """Loads a part of a row's logits and divides them by the temperature. The result is -inf for
+    tokens that the mask forbids, and for columns past the end of the vocabulary.
     """
     inside = columns < VOCABULARY
     x = tl.load(logits + columns, mask=inside, other=float("-inf"))
@@ -50,8 +50,8 @@ def _top_k_floor(
     BLOCK: tl.constexpr,
     MASKED: tl.constexpr,
 ):
-    """The top-k threshold: the k-th largest of the logits, divided by the temperature."""
-    floor = tl.zeros((), tl.int32)  # as unsigned number: a value of `_ordered`, plus 2 ** 31
+    """The top-k threshold of a row: its k-th largest logit, divided by the temperature."""
+    floor = tl.zeros((), tl.int32)  # read as unsigned: a value of `_ordered`, plus 2 ** 31
     for step in range(16):
         shift = 30 - 2 * step
         one, two = tl.full((), 1, tl.int32) << shift, tl.full((), 2, tl.int32) << shift
@@ -87,8 +87,8 @@ def _nucleus_floor(
     BLOCK: tl.constexpr,
     MASKED: tl.constexpr,
 ):
-    """The top-p threshold: the largest probability such that the tokens at or above it sum to at
-    least `top_p`.
+    """The top-p threshold of a row: the largest probability such that the probabilities at or above
+    it sum to at least `top_p`.
     """
     bits = tl.full((), _SMALLEST_BITS, tl.int32)
     for step in range(11):
@@ -128,9 +128,9 @@ def _floors_kernel(
     BLOCK: tl.constexpr,
     MASKED: tl.constexpr,
 ):
-    """Writes four numbers per row: the min logit (divided by the temperature) that top-k keeps, the
-    min probability that top-p and min-p keep, and the max and the sum of the softmax that gives
-    these probabilities.
+    """Writes four numbers per row. The first is the min logit (divided by the temperature) that
+    top-k keeps. The second is the min probability that top-p and min-p keep. The third and fourth
+    are the max and the sum of the softmax that defines these probabilities.
     """
     row = tl.program_id(0).to(tl.int64)
     logits, mask = logits_ptr + row * logits_stride, mask_ptr + row * mask_stride
@@ -171,16 +171,16 @@ def _floors_kernel(
 
 @triton.jit
 def _gumbel(words, key, factor):
-    """Standard Gumbel noise for each token. It depends on the token's word and on the two words of
-    the row's key.
+    """Standard Gumbel noise for each token. It depends only on the token's word, and on `key` and
+    `factor`, the two words of the row's key.
     """
     bits = (words ^ key) * factor
     bits = (bits ^ ((bits >> 15) & 0x1FFFF)) * _MIX_1
     bits = (bits ^ ((bits >> 16) & 0xFFFF)) * _MIX_2
     drawn = (bits & 0x7FFFFFFF).to(tl.float32)
     uniform = tl.minimum(tl.maximum(drawn, 0.5), 2147483520.0) * 4.656612873077393e-10
-    # Computes log(1 - u) exactly also for small u. The quotient corrects the rounding error of
-    # 1 - u.
+    # Computes -log(1 - u), also for small u without loss of precision. The quotient corrects the
+    # rounding error of 1 - u.
     rest = 1.0 - uniform
     lost = tl.where(rest == 1.0, 1.0, rest - 1.0)
     exponential = tl.where(rest == 1.0, uniform, uniform * tl.log(rest) / lost)
@@ -205,7 +205,9 @@ def _part_kernel(
     MASKED: tl.constexpr,
     SAMPLES: tl.constexpr,
 ):
-    """Finds the best token of one part of the vocabulary, after noise if the row samples."""
+    """Finds the token with the largest logit in one part of the vocabulary. If the row's
+    temperature is above 0, the logits are first filtered, and noise is added.
+    """
     row, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
     columns = part * PART + tl.arange(0, PART)
     temperature = 1.0

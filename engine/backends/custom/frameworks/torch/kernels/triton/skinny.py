@@ -1,10 +1,10 @@
-"""Skinny GEMM: a matmul with few rows. A program multiplies some rows of the weight by the whole
-input, without split-K.
+"""Skinny GEMM: a matmul with few input rows (tokens). A program multiplies some rows of the weight
+by the whole input, without split-K.
 
 A single input row uses plain float32 arithmetic. More rows use tensor cores, with the weights as
-the left operand. A fused norm needs no extra pass over the input. Its weight multiplies the input
-as it is loaded, the sum of squares is computed in the same loop as the matmul, and the result is
-scaled at the end.
+the left operand. A fused norm needs no extra pass over the input. The norm's weight multiplies the
+input as it is loaded. The sum of squares is computed in the same loop as the matmul. At the end,
+the result is divided by the root of the mean square.
 
 Consecutive matmuls can overlap (programmatic dependent launch). The next kernel starts while the
 last programs of the current kernel still run. It prefetches its first weights, and then waits for
@@ -27,7 +27,7 @@ class SkinnyConfig:
     columns: int  # input columns per iteration
     warps: int
     stages: int = 3
-    # Prefetches weights before the previous kernel ends. Only for a single token.
+    # Whether weights are prefetched before the previous kernel ends. Only for a single token.
     overlaps: bool = False
 
 

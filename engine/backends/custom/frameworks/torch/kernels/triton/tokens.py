@@ -1,5 +1,5 @@
-"""Triton kernels of `kernels/tokens.py`. In `resolve_tokens`, a program handles many tokens. In
-`guard`, a program checks one token.
+"""Triton kernels of `kernels/tokens.py`. In `resolve_tokens`, a program handles up to 256 tokens.
+In `guard`, a program checks one token.
 """
 
 import torch
@@ -55,7 +55,7 @@ def _guard_kernel(
     for start in tl.range(0, SIZE, BLOCK):
         at = start + columns
         total += tl.load(x_ptr + token * SIZE + at, mask=at < SIZE, other=0.0).to(tl.float32)
-    # x - x is zero only if x is finite; otherwise it is NaN, which differs from itself.
+    # value - value is 0 only if the value is finite. Otherwise it is NaN, which is not equal to 0.
     value = tl.sum(total, 0)
     if value - value != 0.0:
         tl.store(finite_ptr + tl.load(rows_ptr + token), 0)
