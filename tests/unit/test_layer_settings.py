@@ -117,6 +117,16 @@ def test_gemmas_largest_models_divide_scores_by_another_root() -> None:
     assert from_hf("gemma", sliding_window=None).embedding_multiplier == 8.0
 
 
+def test_multipliers_and_caps_that_a_file_leaves_out() -> None:
+    caps = {"attn_logit_softcapping": 3.0, "final_logit_softcapping": None}
+    for config in (from_hf("gemma2"), from_gguf("gemma2")):
+        assert (config.attention_softcap, config.logits_softcap) == (50.0, 30.0)
+    stated = from_hf("gemma2", **caps)
+    assert (stated.attention_softcap, stated.logits_softcap) == (3.0, None)
+    with pytest.raises(ModelFormatError, match="lacks the required key 'minicpm.embedding_scale'"):
+        from_gguf("minicpm", **{"attention.sliding_window": 0})
+
+
 def test_a_reciprocal_and_layers_that_predict_further_tokens() -> None:
     assert from_hf("cohere2", logit_scale=0.25).logits_scaling == 4.0
     assert from_gguf("cohere2", logit_scale=0.125).logits_scaling == 8.0

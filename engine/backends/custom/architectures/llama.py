@@ -197,7 +197,18 @@ MINICPM = Family(
         "residual_scale": "residual_multiplier",
         "logit_scale": "logits_scaling",
     },
-    hf_defaults={"tie_embeddings": True},
+    # A GGUF file must state the multipliers.
+    defaults={
+        "embedding_multiplier": REQUIRED,
+        "residual_multiplier": REQUIRED,
+        "logits_scaling": REQUIRED,
+    },
+    hf_defaults={
+        "tie_embeddings": True,
+        "embedding_multiplier": 1.0,
+        "residual_multiplier": 1.0,
+        "logits_scaling": 1.0,
+    },
     hf_refused={"num_experts": ANY, "sparse_config": ANY},
     hf_more=_minicpm,
     gguf_more=_whole_rotation,
