@@ -27,6 +27,9 @@ class FakeLLM:
     def stream_chat(self, messages: list[dict[str, str]], params: Any) -> Iterator[Event]:
         if messages[-1]["content"] == "too long":
             raise InvalidRequestError("The conversation is too long.")
+        if messages[-1]["content"] == "tell me everything":
+            yield TextEvent(0, "It began", 2)
+            raise KeyboardInterrupt
         yield TextEvent(0, f"<{len(messages)} messages>", 1)
         yield UsageEvent(5, 11, 0, decode_s=2.0)
 
@@ -49,6 +52,12 @@ def test_reset_keeps_the_system_message() -> None:
     result = CliRunner().invoke(app, ["chat", "m", "--system", "Be brief."], input=lines)
     assert result.stdout.count("<2 messages>") == 2
     assert result.stdout.count("you>") == 4
+
+
+def test_an_answer_that_was_cut_short_is_part_of_the_conversation() -> None:
+    result = CliRunner().invoke(app, ["chat", "m"], input="tell me everything\nand then?\n")
+    assert result.exit_code == 0, result.output
+    assert "cut short" in result.stdout and "<3 messages>" in result.stdout
 
 
 def test_speed_is_that_of_the_tokens_after_the_first() -> None:

@@ -70,4 +70,18 @@ MUTATIONS = [
         '    for field in ("sha256",):',
         "tests/security/test_keys.py::test_two_keys_of_one_name_are_refused",
     ),
+    Mutation(
+        "compare: a backend that did not run agrees",
+        "engine.cli.compare",
+        "    if worst < fail_below or any(row.trial.failure is not None for row in rows):\n",
+        "    if worst < fail_below:\n",
+        "tests/unit/test_compare.py::test_a_backend_that_fails_is_reported_and_the_others_go_on",
+    ),
+    Mutation(
+        "chat: what was cut short is forgotten",
+        "engine.cli.chat",
+        '        console.print("\\n[dim](cut short)[/]")\n',
+        "        return None\n",
+        "tests/unit/test_cli_chat.py::test_an_answer_that_was_cut_short_is_part_of_the_conversation",
+    ),
 ]

@@ -82,4 +82,32 @@ MUTATIONS = [
         "                pass\n",
         "tests/unit/test_conformance.py::test_reading_events",
     ),
+    Mutation(
+        "compare: a gap of just the limit is a difference",
+        "engine.compare.agreement",
+        "gap.nats <= tie_nats",
+        "gap.nats < tie_nats",
+        "tests/unit/test_compare.py::test_a_gap_of_just_the_limit_is_a_tie",
+    ),
+    Mutation(
+        "compare: who preferred the other's token closes the gap",
+        "engine.compare.agreement",
+        "Gap(max(chosen.logprob - each.logprob, 0.0), is_bound=False)",
+        "Gap(chosen.logprob - each.logprob, is_bound=False)",
+        "tests/unit/test_compare.py::test_preferring_the_others_token_closes_no_gap",
+    ),
+    Mutation(
+        "compare: half a bound is a tie",
+        "engine.compare.agreement",
+        "any(lead.is_bound for lead in known)",
+        "all(lead.is_bound for lead in known)",
+        "tests/unit/test_compare.py::test_a_gap_is_a_bound_if_one_side_of_it_is",
+    ),
+    Mutation(
+        "compare: tokens without bytes are never the same",
+        "engine.compare.agreement",
+        "return a.token_bytes == b.token_bytes or a.token == b.token",
+        "return a.token_bytes == b.token_bytes",
+        "tests/unit/test_compare.py::test_part_of_a_character_is_the_same_token_with_its_bytes_and_without",
+    ),
 ]
