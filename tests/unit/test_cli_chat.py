@@ -24,6 +24,9 @@ class FakeLLM:
     def __exit__(self, *_: object) -> None:
         pass
 
+    def stream(self, prompt: str, params: Any) -> Iterator[Event]:
+        yield TextEvent(0, f"{prompt!r} at {params.temperature:g}", 1)
+
     def stream_chat(self, messages: list[dict[str, str]], params: Any) -> Iterator[Event]:
         if messages[-1]["content"] == "too long":
             raise InvalidRequestError("The conversation is too long.")
@@ -58,6 +61,15 @@ def test_an_answer_that_was_cut_short_is_part_of_the_conversation() -> None:
     result = CliRunner().invoke(app, ["chat", "m"], input="tell me everything\nand then?\n")
     assert result.exit_code == 0, result.output
     assert "cut short" in result.stdout and "<3 messages>" in result.stdout
+
+
+def test_a_prompt_comes_from_the_line_or_from_standard_input() -> None:
+    result = CliRunner().invoke(app, ["generate", "Once"], input="unread")
+    assert result.stdout == "'Once' at 0\n"
+    result = CliRunner().invoke(app, ["generate", "-", "--temperature", "0.5"], input="two\nlines")
+    assert result.stdout == "'two\\nlines' at 0.5\n"
+    result = CliRunner().invoke(app, ["generate", "Once", "--chat"])
+    assert result.stdout == "<1 messages>\n"
 
 
 def test_speed_is_that_of_the_tokens_after_the_first() -> None:

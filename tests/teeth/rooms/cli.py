@@ -84,4 +84,32 @@ MUTATIONS = [
         "        return None\n",
         "tests/unit/test_cli_chat.py::test_an_answer_that_was_cut_short_is_part_of_the_conversation",
     ),
+    Mutation(
+        "keys: a new administrator is a user",
+        "engine.cli.ops.keys",
+        'role="admin" if admin else "user"',
+        'role="user"',
+        "tests/security/test_keys.py::test_a_new_key_has_the_role_and_tenant_it_was_made_for",
+    ),
+    Mutation(
+        "config: a key that is not set is hidden",
+        "engine.cli.config",
+        "        if key in SECRET_KEYS and value is not None:\n",
+        "        if key in SECRET_KEYS:\n",
+        "tests/unit/test_cli_config.py::test_config_show_lists_every_setting_with_its_origin",
+    ),
+    Mutation(
+        "config: a table's defaults come from the file",
+        "engine.cli.config",
+        'origin if field in table.model_fields_set else "default"',
+        "origin",
+        "tests/unit/test_cli_config.py::test_of_a_table_only_what_is_written_comes_from_the_file",
+    ),
+    Mutation(
+        "generate: a dash is a prompt",
+        "engine.cli.chat",
+        'text = sys.stdin.read() if prompt == "-" else prompt',
+        "text = prompt",
+        "tests/unit/test_cli_chat.py::test_a_prompt_comes_from_the_line_or_from_standard_input",
+    ),
 ]
