@@ -18,6 +18,7 @@ from benchmarks.gpu_timing import copies_of, microseconds
 from engine.backends.custom.frameworks.torch.kernels.base import (
     LLAMA_1B,
     LLAMA_8B,
+    QWEN3_30B,
     TINY,
     Example,
     KernelSpec,
@@ -98,7 +99,7 @@ def main() -> None:
     parser.add_argument("--json", type=Path, help="where to write the figures")
     options = parser.parse_args()
     has_gpu = torch.cuda.is_available()
-    shapes = [TINY] if options.tiny or not has_gpu else [TINY, LLAMA_1B, LLAMA_8B]
+    shapes = [TINY] if options.tiny or not has_gpu else [TINY, LLAMA_1B, LLAMA_8B, QWEN3_30B]
     dtype = getattr(torch, options.dtype) if has_gpu else torch.float32
     print(
         f"{'kernel':18} {'shape':9} {'example':28} {'us':>10} {'GB/s':>9} {'TFLOP/s':>9}"

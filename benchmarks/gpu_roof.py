@@ -4,6 +4,8 @@ compute.
 Prefill is bound by arithmetic. Each decode step is bound by memory bandwidth or arithmetic,
 whichever takes longer. The model assumes that all requests run together from the start, that a
 shared prefix is computed once and read once per step, and that only weights, keys and values count.
+In a mixture of experts, a step reads the experts that at least one token has chosen. The model
+assumes that tokens choose independently, each expert with the same probability.
 """
 
 from dataclasses import dataclass
@@ -30,11 +32,13 @@ def roof_seconds(config: ModelConfig, workload: Workload, card: Card = H200) -> 
     return _prompts_s(config, workload, card) + _steps_s(config, workload, card)
 
 
-def weight_bytes(config: ModelConfig) -> int:
-    """Bytes that every step reads: all matrices and the head, but only a few rows of the
-    embeddings.
+def weight_bytes(config: ModelConfig, num_tokens: int = 1) -> float:
+    """Bytes that a step of this many tokens reads: all matrices and the head, but only a few rows
+    of the embeddings.
     """
-    return VALUE_BYTES * (_layer_params(config) + _head_params(config))
+    experts = _expert_params(config)
+    read = _layer_params(config) - experts * (1 - _chosen_share(config)) ** num_tokens
+    return VALUE_BYTES * (read + _head_params(config))
 
 
 def _head_params(config: ModelConfig) -> int:
@@ -43,6 +47,24 @@ def _head_params(config: ModelConfig) -> int:
 
 def _layer_params(config: ModelConfig) -> int:
     return config.num_params - _head_params(config) * (1 if config.tie_embeddings else 2)
+
+
+def _expert_params(config: ModelConfig) -> int:
+    """Number of weights of all routed experts."""
+    if config.experts is None:
+        return 0
+    layers = sum(config.layer(index).experts for index in range(config.num_layers))
+    return layers * 3 * config.hidden_size * config.experts.count * config.experts.size
+
+
+def _chosen_share(config: ModelConfig) -> float:
+    """The share of the experts that a token chooses."""
+    return 1.0 if config.experts is None else config.experts.per_token / config.experts.count
+
+
+def _active_params(config: ModelConfig) -> float:
+    """Number of weights in the layers that a token is multiplied by."""
+    return _layer_params(config) - _expert_params(config) * (1 - _chosen_share(config))
 
 
 def _attention_flops(config: ModelConfig, num_pairs: float) -> float:
@@ -55,22 +77,22 @@ def _prompts_s(config: ModelConfig, workload: Workload, card: Card) -> float:
     own = [len(prompt) - shared for prompt in workload.prompts]
     num_tokens = shared + sum(own)
     pairs = shared**2 / 2 + sum(length * shared + length**2 / 2 for length in own)
-    flops = 2.0 * _layer_params(config) * num_tokens + _attention_flops(config, pairs)
+    flops = 2.0 * _active_params(config) * num_tokens + _attention_flops(config, pairs)
     flops += 2.0 * _head_params(config) * len(own)
-    return max(flops / card.flops_per_s, weight_bytes(config) / card.bytes_per_s)
+    return max(flops / card.flops_per_s, weight_bytes(config, num_tokens) / card.bytes_per_s)
 
 
 def _steps_s(config: ModelConfig, workload: Workload, card: Card) -> float:
     """Time of the decode steps after each request's first token."""
     shared = workload.num_shared
     token_bytes = config.kv_bytes_per_token(VALUE_BYTES)
-    params = _layer_params(config) + _head_params(config)
+    params = _active_params(config) + _head_params(config)
     rows = list(zip(map(len, workload.prompts), workload.num_new, strict=True))
     total = 0.0
     for step in range(1, max(workload.num_new)):
         contexts = [length + step for length, count in rows if count > step]
         kept = shared + sum(length - shared for length in contexts)
-        read = weight_bytes(config) + token_bytes * kept
+        read = weight_bytes(config, len(contexts)) + token_bytes * kept
         flops = 2.0 * params * len(contexts) + _attention_flops(config, sum(contexts))
         total += max(read / card.bytes_per_s, flops / card.flops_per_s)
     return total

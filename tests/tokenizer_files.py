@@ -1,5 +1,6 @@
 """Small vocabularies trained on the spot, as `tokenizer.json` directories and as GGUF metadata."""
 
+import io
 import json
 from functools import cache
 from pathlib import Path
@@ -90,6 +91,92 @@ def sentencepiece_metadata(**changes: Any) -> dict[str, Any]:
         "tokenizer.ggml.bos_token_id": 1,
         "tokenizer.ggml.eos_token_id": 2,
         "tokenizer.ggml.unknown_token_id": 0,
+    }
+    return metadata | {f"tokenizer.ggml.{key}": value for key, value in changes.items()}
+
+
+@cache
+def unigram_model() -> Any:
+    """A `SentencePieceProcessor` with a small Unigram vocabulary and the usual character map."""
+    import sentencepiece  # only a few tests need it
+
+    model = io.BytesIO()
+    sentencepiece.SentencePieceTrainer.train(
+        sentence_iterator=iter(CORPUS),
+        model_writer=model,
+        vocab_size=300,
+        hard_vocab_limit=False,
+        minloglevel=2,
+    )
+    return sentencepiece.SentencePieceProcessor(model_proto=model.getvalue())
+
+
+def unigram_metadata(**changes: Any) -> dict[str, Any]:
+    """The GGUF metadata for `unigram_model`."""
+    model = unigram_model()
+    ids = range(model.vocab_size())
+    normalizer = _proto_field(model.serialized_model_proto(), 3)
+    metadata: dict[str, Any] = {
+        "tokenizer.ggml.model": "t5",
+        "tokenizer.ggml.tokens": [model.id_to_piece(i) for i in ids],
+        "tokenizer.ggml.scores": [model.get_score(i) for i in ids],
+        "tokenizer.ggml.token_type": [
+            2 if model.is_unknown(i) else 3 if model.is_control(i) else 1 for i in ids
+        ],
+        "tokenizer.ggml.precompiled_charsmap": list(_proto_field(normalizer, 2)),
+        "tokenizer.ggml.remove_extra_whitespaces": True,
+        "tokenizer.ggml.eos_token_id": model.eos_id(),
+        "tokenizer.ggml.unknown_token_id": model.unk_id(),
+    }
+    return metadata | {f"tokenizer.ggml.{key}": value for key, value in changes.items()}
+
+
+def _proto_field(message: bytes, wanted: int) -> bytes:
+    """The bytes of one field of a serialized protocol buffer."""
+
+    def number(at: int) -> tuple[int, int]:
+        value = shift = 0
+        while True:
+            value |= (message[at] & 0x7F) << shift
+            at, shift = at + 1, shift + 7
+            if message[at - 1] < 0x80:
+                return value, at
+
+    at = 0
+    while at < len(message):
+        tag, at = number(at)
+        size, after = (4, at) if tag & 7 == 5 else number(at)
+        end = after + size if tag & 7 in (2, 5) else after
+        if tag >> 3 == wanted:
+            return message[after:end]
+        at = end
+    raise KeyError(wanted)
+
+
+@cache  # two trainings do not give the same vocabulary
+def word_piece_engine() -> tokenizers.Tokenizer:
+    engine = tokenizers.Tokenizer(models.WordPiece(unk_token="[UNK]"))
+    engine.normalizer = normalizers.BertNormalizer()
+    engine.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
+    engine.decoder = decoders.WordPiece(cleanup=False)
+    control = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"]
+    trainer = trainers.WordPieceTrainer(vocab_size=300, special_tokens=control, show_progress=False)
+    engine.train_from_iterator(CORPUS, trainer)
+    return engine
+
+
+def word_piece_metadata(**changes: Any) -> dict[str, Any]:
+    """The GGUF metadata for `word_piece_engine`."""
+    vocab = json.loads(word_piece_engine().to_str())["model"]["vocab"]
+    pieces = sorted(vocab, key=vocab.__getitem__)
+    metadata: dict[str, Any] = {
+        "tokenizer.ggml.model": "bert",
+        "tokenizer.ggml.tokens": pieces[:5]
+        + [piece[2:] if piece.startswith("##") else f"▁{piece}" for piece in pieces[5:]],
+        "tokenizer.ggml.token_type": [3] * 5 + [1] * (len(pieces) - 5),
+        "tokenizer.ggml.unknown_token_id": 1,
+        "tokenizer.ggml.cls_token_id": 2,
+        "tokenizer.ggml.seperator_token_id": 3,
     }
     return metadata | {f"tokenizer.ggml.{key}": value for key, value in changes.items()}
 

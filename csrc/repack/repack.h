@@ -27,7 +27,8 @@ struct RowPiece {
     int columns;  // number of values of the whole row
 };
 
-// A tensor type of a checkpoint. `name` is its GGUF name.
+// A tensor type. `name` is its name in `weights/quants.py`. Types that are not listed are first written as one
+// of these.
 struct StoredType {
     const char* name;
     Layout layout;

@@ -3,6 +3,8 @@
 // Each type unpacks its blocks into groups of 32 values. The groups are then placed in the panel as
 // its layout demands: a row owns one 4-byte word of every 64 bytes of values, and one half of every
 // 32 bytes of scales.
+#include <cmath>
+
 #include "repack/repack.h"
 
 namespace engine {
@@ -295,6 +297,39 @@ struct Q6_K {
     }
 };
 
+// Byte 0: exponent of the scale, with an offset of 127; 1-16 4-bit floats, as indices of doubled levels.
+struct MXFP4 {
+    static constexpr Layout kLayout = Layout::Q8;
+    static constexpr int kGroups = 1, kBytes = 17;
+    static void unpack(const uint8_t* block, Group* out) {
+        constexpr int8_t levels[16] = {0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12};
+        out->scales[0] = float_to_half(std::ldexp(1.0f, block[0] - 128));
+        split_nibbles(block + 1, out->values);
+        for (uint8_t& value : out->values) value = uint8_t(levels[value] + 128);
+    }
+};
+
+// A type of our own. Bytes: 0-3 two scales, 4-7 two minima, 8-23 4-bit values.
+struct Q4_G16 {
+    static constexpr Layout kLayout = Layout::Q4G16;
+    static constexpr int kGroups = 1, kBytes = 24;
+    static void unpack(const uint8_t* block, Group* out) {
+        memcpy(out->scales, block, 4);
+        memcpy(out->minima, block + 4, 4);
+        memcpy(out->values, block + 8, 16);
+    }
+};
+
+// A type of our own. Bytes: 0-3 two scales, 4-35 signed values.
+struct Q8_G16 {
+    static constexpr Layout kLayout = Layout::Q8G16;
+    static constexpr int kGroups = 1, kBytes = 36;
+    static void unpack(const uint8_t* block, Group* out) {
+        memcpy(out->scales, block, 4);
+        for (int i = 0; i < 32; i++) out->values[i] = block[4 + i] ^ 128;
+    }
+};
+
 template <class Block>
 constexpr StoredType quantized(const char* name) {
     return {name, Block::kLayout, Block::kGroups * kGroup, Block::kBytes, pack_blocks<Block>};
@@ -316,6 +351,9 @@ const StoredType kTypes[] = {
     quantized<Q6_K>("Q6_K"),
     quantized<IQ4_NL>("IQ4_NL"),
     quantized<IQ4_XS>("IQ4_XS"),
+    quantized<MXFP4>("MXFP4"),
+    quantized<Q4_G16>("Q4_G16"),
+    quantized<Q8_G16>("Q8_G16"),
 };
 
 }  // namespace

@@ -15,7 +15,8 @@ from rich.table import Table
 from rich.text import Text
 
 if TYPE_CHECKING:
-    from engine.backends.custom.weights.model import ModelSource
+    from engine.backends.custom.weights.lazy_tensor import LazyTensor
+    from engine.backends.custom.weights.model import ModelFiles, ModelSource
 
 # Bytes per number; the report estimates the memory for each of these types.
 DTYPES = {"bfloat16": 2, "float32": 4}
@@ -60,16 +61,37 @@ def describe(source: "ModelSource", context: int, batch: int) -> dict[str, Any]:
             },
         },
         "metadata": {key: _plain(value) for key, value in source.metadata.items()},
-        "tensors": [
-            {
-                "name": tensor.name,
-                "shape": list(tensor.shape),
-                "type": tensor.dtype,
-                "bytes": tensor.nbytes,
-            }
-            for tensor in tensors.values()
-        ],
+        "tensors": _tensor_rows(tensors.values()),
     }
+
+
+def describe_stored(stored: "ModelFiles") -> dict[str, Any]:
+    """The report about a model that the engine's own frameworks cannot run."""
+    tensors = stored.checkpoint.tensors
+    num_values = {name: math.prod(tensor.shape) for name, tensor in tensors.items()}
+    return {
+        "path": str(stored.path),
+        "format": stored.checkpoint.format,
+        "size": sum(tensor.nbytes for tensor in tensors.values()),
+        "architecture": stored.unsupported,
+        "supported": False,
+        "parameters": sum(num_values.values()),
+        "types": _type_mix(tensors.values(), num_values),
+        "metadata": {key: _plain(value) for key, value in stored.metadata.items()},
+        "tensors": _tensor_rows(tensors.values()),
+    }
+
+
+def _tensor_rows(tensors: Iterable["LazyTensor"]) -> list[dict[str, Any]]:
+    return [
+        {
+            "name": tensor.name,
+            "shape": list(tensor.shape),
+            "type": tensor.dtype,
+            "bytes": tensor.nbytes,
+        }
+        for tensor in tensors
+    ]
 
 
 def _memory(weights: int, kv_per_token: int, num_tokens: int) -> dict[str, int]:
@@ -122,6 +144,24 @@ def print_report(console: Console, report: dict[str, Any], *, list_tensors: bool
         console.print(_tensor_table(report["tensors"]))
     console.print(_type_table(report["types"]))
     console.print(_memory_table(report["memory"]))
+
+
+def print_stored(console: Console, report: dict[str, Any], *, list_tensors: bool) -> None:
+    table = Table("", title="Model", title_justify="left", show_header=False)
+    table.add_column(overflow="fold")
+    rows = {
+        "file": report["path"],
+        "format": f"{report['format']}, {human_bytes(report['size'])} of weights",
+        "architecture": f"{report['architecture']} (not supported)",
+        "parameters": human_count(report["parameters"]),
+    }
+    for label, value in rows.items():
+        table.add_row(label, _shown(value))
+    console.print(table)
+    console.print(_metadata_table(report["metadata"]))
+    if list_tensors:
+        console.print(_tensor_table(report["tensors"]))
+    console.print(_type_table(report["types"]))
 
 
 def _summary_table(report: dict[str, Any]) -> Table:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import typer
 
 from engine.cli.console import JsonOption, messages, output
-from engine.core.errors import ConfigError
+from engine.core.errors import ConfigError, ModelFormatError
 
 if TYPE_CHECKING:
     from engine.backends.custom.weights.model import ModelSource
@@ -126,7 +126,15 @@ def inspect(
     _check_inspect(graph, [tokens, prompt, timed, form, out], [tensors, batch != 1])
     if as_json and form not in (None, "json"):
         raise ConfigError(f"--json and --format {form} exclude each other")
-    with closing(open_model(resolve_model(model))) as source:
+    path = resolve_model(model)
+    try:
+        source = open_model(path)
+    except ModelFormatError as error:
+        if graph or not _print_unsupported(path, as_json=as_json, list_tensors=tensors):
+            raise
+        messages().print(str(error), style="yellow", markup=False)
+        return
+    with closing(source):
         if not graph:
             _print_model(source, context, batch, as_json=as_json, list_tensors=tensors)
             return
@@ -147,6 +155,26 @@ def _check_inspect(graph: bool, with_graph: list[Any], without: list[bool]) -> N
         )
     if graph and any(without):
         raise ConfigError("--tensors and --batch do not go with --graph; leave them out")
+
+
+def _print_unsupported(path: Path, *, as_json: bool, list_tensors: bool) -> bool:
+    """Print what the files of a model say. Returns False, without printing, if the engine has a
+    family for the model: then something else is wrong with the files.
+    """
+    from engine.backends.custom.weights.model import open_files
+    from engine.cli.model_report import describe_stored, print_stored
+
+    with closing(open_files(path)) as stored:
+        if stored.unsupported is None:
+            return False
+        report = describe_stored(stored)
+    if as_json:
+        import json
+
+        print(json.dumps(report, indent=2))
+    else:
+        print_stored(output(), report, list_tensors=list_tensors)
+    return True
 
 
 def _print_model(

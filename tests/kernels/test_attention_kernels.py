@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 import torch
 
-from engine.backends.custom.architectures.base import ModelConfig
 from engine.backends.custom.frameworks.torch.kernels import attention_triton
+from engine.backends.custom.frameworks.torch.kernels.attention_heads import AttentionHeads
 from engine.backends.custom.frameworks.torch.kernels.attention_reference import ReferenceAttention
 from engine.backends.custom.frameworks.torch.kernels.attention_triton import TritonAttention
 from engine.backends.custom.runtime.model_runner import BatchInputs
@@ -17,22 +17,8 @@ TOLERANCE = 2e-5
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 
-def config(heads: int, kv_heads: int, head_dim: int, window: int | None = None) -> ModelConfig:
-    return ModelConfig(
-        family="llama",
-        vocab_size=16,
-        hidden_size=heads * head_dim,
-        num_layers=1,
-        num_heads=heads,
-        num_kv_heads=kv_heads,
-        head_dim=head_dim,
-        intermediate_size=16,
-        max_position=4096,
-        norm_eps=1e-5,
-        tie_embeddings=True,
-        rope=None,
-        sliding_window=window,
-    )
+def config(heads: int, kv_heads: int, head_dim: int, window: int | None = None) -> AttentionHeads:
+    return AttentionHeads(heads, kv_heads, head_dim, head_dim**-0.5, (window,))
 
 
 def step(rows: list[tuple[int, int]], shared: int = 0) -> BatchInputs:
@@ -67,7 +53,7 @@ def step(rows: list[tuple[int, int]], shared: int = 0) -> BatchInputs:
 
 
 def compare(
-    model: ModelConfig,
+    model: AttentionHeads,
     inputs: BatchInputs,
     dtype: torch.dtype = torch.float32,
     tolerance: float = TOLERANCE,
@@ -81,13 +67,18 @@ def compare(
     # What lies behind a row's end is another's, or NaN: nothing of it may be seen.
     cache[0] = float("nan")
     positions = torch.zeros(len(inputs.token_ids), dtype=torch.int64, device=DEVICE)
-    found, expected = (
-        backend(model, block_size=BLOCK_SIZE, dtype=dtype)
-        .plan(inputs, positions)
-        .attend(q, q, q, cache)
+    sinks = None
+    if model.has_sinks:
+        sinks = 2 * torch.randn(model.num_heads, generator=generator, device=DEVICE)
+    plans = [
+        backend(model, block_size=BLOCK_SIZE, dtype=dtype).plan(inputs, positions)
         for backend in (TritonAttention, ReferenceAttention)
-    )
-    torch.testing.assert_close(found, expected, atol=tolerance, rtol=tolerance)
+    ]
+    for window in model.windows:
+        found, expected = (
+            plan.attend(q, q, q, cache, window=window, sinks=sinks) for plan in plans
+        )
+        torch.testing.assert_close(found, expected, atol=tolerance, rtol=tolerance)
 
 
 HEADS = [(4, 1, 16), (6, 2, 24), (2, 2, 32)]
@@ -105,13 +96,39 @@ def test_rows_of_several_queries(heads: tuple[int, int, int], window: int | None
     compare(config(*heads, window), step([(40, 40), (150, 3), (161, 70), (2, 2)]))
 
 
-@pytest.mark.parametrize("scale", [None, 0.11])
-def test_a_mixed_step(scale: float | None) -> None:
-    model = replace(config(4, 2, 16), attention_multiplier=scale)
-    compare(model, step([(40, 40), (150, 1), (1, 1), (90, 33), (140, 1)]))
+FEATURES = [
+    {"scale": 0.11},
+    {"windows": (None, 20, 60)},
+    {"softcap": 1.5},
+    {"has_sinks": True},
+    {"alibi_bias": 8.0},
+    {"softcap": 1.5, "has_sinks": True, "windows": (20, None)},
+]
 
 
-@pytest.mark.parametrize("head_dim", [64, 80])
+@pytest.mark.parametrize("features", FEATURES, ids=str)
+def test_a_mixed_step(features: dict) -> None:
+    model = replace(config(6, 2, 16), **features)
+    compare(model, step([(40, 40), (400, 1), (1, 1), (90, 33), (140, 1)]))
+
+
+@pytest.mark.parametrize("features", [{"softcap": 1.5}, {"has_sinks": True}], ids=str)
+def test_a_shared_prefix_is_scored_as_any_key(features: dict) -> None:
+    rows = [(300 + 5 * row, 1) for row in range(17)]
+    compare(replace(config(4, 2, 16), **features), step(rows, shared=35))
+
+
+@pytest.mark.parametrize("features", [{"alibi_bias": 8.0}, {"windows": (None, 20)}], ids=str)
+def test_models_that_cannot_share_a_prefix(features: dict) -> None:
+    model = replace(config(4, 2, 16), **features)
+    inputs = step([(300 + 5 * row, 1) for row in range(17)], shared=35)
+    backend = TritonAttention(model, block_size=BLOCK_SIZE, dtype=torch.float32)
+    lists, _ = backend.lists(inputs)
+    assert not len(lists["shared"]) and not backend.has_shared(inputs)
+    compare(model, inputs)
+
+
+@pytest.mark.parametrize("head_dim", [64, 80, 256])
 def test_half_precision_takes_other_tiles(head_dim: int) -> None:
     inputs = step([(40, 40), (150, 1), (1, 1), (190, 70), (140, 1)])
     compare(config(4, 2, head_dim), inputs, torch.float16, 2e-3)
@@ -198,7 +215,9 @@ def test_two_steps_use_the_same_counters() -> None:
     q = torch.randn(2, 4, 16, device=DEVICE)
     positions = torch.zeros(2, dtype=torch.int64, device=DEVICE)
     plan = backend.plan(inputs, positions)
-    first = plan.attend(q, q, q, cache)
-    torch.testing.assert_close(plan.attend(q, q, q, cache), first)
+    first = plan.attend(q, q, q, cache, window=None)
+    torch.testing.assert_close(plan.attend(q, q, q, cache, window=None), first)
     shorter = replace(inputs, seq_lens=np.array([650, 399], np.int32))
-    assert not torch.equal(backend.plan(shorter, positions).attend(q, q, q, cache), first)
+    assert not torch.equal(
+        backend.plan(shorter, positions).attend(q, q, q, cache, window=None), first
+    )

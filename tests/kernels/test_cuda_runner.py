@@ -12,7 +12,7 @@ from engine.backends.custom.frameworks.torch.execution.build import build_runner
 from engine.backends.custom.frameworks.torch.execution.cuda_runner import BufferedStep, CudaRunner
 from engine.backends.custom.frameworks.torch.execution.device_sampler import Kind
 from engine.backends.custom.frameworks.torch.kernels import attention_triton, skinny
-from engine.backends.custom.frameworks.torch.models import base
+from engine.backends.custom.frameworks.torch.models import base, blocks
 from engine.backends.custom.frameworks.torch.models.loading import build_model
 from engine.backends.custom.runtime.model_runner import ModelRunner, RunnerConfig
 from engine.backends.custom.weights.model import open_model
@@ -86,7 +86,7 @@ class DoneEvent:
 def no_cuda(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     if request.node.get_closest_marker("slow") is None:
         # A single row has products of its own, which take ten seconds a step.
-        for module in (base, skinny):
+        for module in (base, blocks, skinny):
             monkeypatch.setattr(module, "is_few", lambda x: False)
         # Two layers: one has the cache of another beside its own.
         monkeypatch.setattr(tiny_models, "NUM_LAYERS", 2)

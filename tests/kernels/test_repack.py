@@ -6,7 +6,7 @@ import torch
 
 from engine.backends.custom.frameworks.torch.kernels.quantized import dequantize
 from engine.backends.custom.frameworks.torch.kernels.repack import REPACKED, packed_bits, repack
-from engine.backends.custom.weights.quants import TRAITS
+from engine.backends.custom.weights.quants import TRAITS, kernel_type
 from engine.backends.custom.weights.quants import dequantize as decode
 
 SHAPE = (6, 512)
@@ -19,7 +19,11 @@ FACTORS = {
     "Q4_K": (0, 2),
     "Q5_K": (0, 2),
     "Q6_K": (208,),
+    "Q4_G16": (0, 2, 4, 6),
+    "Q8_G16": (0, 2),
 }
+# Their levels are not evenly spaced.
+UNEVEN = ("IQ4_NL", "IQ4_XS", "MXFP4")
 
 
 def stored(name: str) -> np.ndarray:
@@ -27,6 +31,9 @@ def stored(name: str) -> np.ndarray:
     traits = TRAITS[name]
     count = SHAPE[0] * SHAPE[1] // traits.block_elems
     blocks = rng.integers(0, 256, (count, traits.block_bytes), dtype=np.uint8)
+    if name == "MXFP4":
+        blocks[:, 0] = rng.integers(110, 130, count)
+        return blocks.reshape(-1)
     for offset in FACTORS.get(name, (0,)):
         factors = rng.uniform(0.001, 0.01, (count, 1)).astype("<f2")
         blocks[:, offset : offset + 2] = factors.view(np.uint8)
@@ -34,7 +41,8 @@ def stored(name: str) -> np.ndarray:
 
 
 def test_every_quantized_type_can_be_repacked() -> None:
-    assert set(REPACKED) == {name for name, traits in TRAITS.items() if traits.quantized}
+    quantized = {name for name, traits in TRAITS.items() if traits.quantized}
+    assert set(REPACKED) == {kernel_type(name) for name in quantized}
 
 
 @pytest.mark.parametrize("name", sorted(REPACKED))
@@ -48,7 +56,7 @@ def test_a_repacked_matrix_decodes_to_its_values(name: str, device: torch.device
     torch.testing.assert_close(
         dequantize(weight, torch.float32), expected, rtol=2**-10, atol=float(largest) * 2**-9
     )
-    if TRAITS[name].block_bytes * 8 < 5.1 * TRAITS[name].block_elems and "IQ" not in name:
+    if TRAITS[name].block_bytes * 8 < 5.1 * TRAITS[name].block_elems and name not in UNEVEN:
         assert weight.bits == 4
 
 

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from engine.backends.custom.weights.quants import TRAITS, dequantize
+from engine.backends.custom.weights.quants import TRAITS, dequantize, kernel_type
 from tests.native import panels
 
 # Where blocks keep their float16 factors; every other byte may be anything.
@@ -24,6 +24,8 @@ FACTORS = {
     "Q6_K": (208,),
     "IQ4_NL": (0,),
     "IQ4_XS": (0,),
+    "Q4_G16": (0, 2, 4, 6),
+    "Q8_G16": (0, 2),
 }
 FLOATS = ("F32", "F16", "BF16")
 # Types whose scales are products, rounded to a half; all others keep their values exactly.
@@ -142,19 +144,33 @@ def test_panels_hold_what_was_stored(
 
 
 def test_every_type_that_loads_has_a_layout(native: ModuleType) -> None:
-    names = {dtype: name_of(native, dtype) for dtype in TRAITS}
+    names = {dtype: name_of(native, kernel_type(dtype)) for dtype in TRAITS}
     assert names == {
         "F32": "F32",
         "F16": "F16",
         "BF16": "BF16",
         **dict.fromkeys(("Q4_0", "Q4_1", "Q4_K"), "Q4"),
-        **dict.fromkeys(("Q2_K", "Q3_K"), "Q4G16"),
-        **dict.fromkeys(("Q5_0", "Q8_0", "IQ4_NL", "IQ4_XS"), "Q8"),
+        **dict.fromkeys(("TQ1_0", "TQ2_0", "Q1_0", "IQ1_S", "IQ3_S"), "Q4"),
+        **dict.fromkeys(("Q2_K", "Q3_K", "Q4_G16", "IQ1_M"), "Q4G16"),
+        **dict.fromkeys(("Q5_0", "Q8_0", "IQ4_NL", "IQ4_XS", "MXFP4"), "Q8"),
+        **dict.fromkeys(("IQ2_XXS", "IQ3_XXS"), "Q8"),
         **dict.fromkeys(("Q5_1", "Q5_K"), "Q8M"),
-        "Q6_K": "Q8G16",
+        **dict.fromkeys(("Q6_K", "Q8_G16", "IQ2_XS", "IQ2_S", "NVFP4"), "Q8G16"),
     }
     with pytest.raises(ValueError, match="IQ2_S"):
-        native.layout_of("IQ2_S")
+        native.layout_of("IQ2_S")  # kernels read it as Q8_G16
+
+
+def test_fp4_scales_are_powers_of_two(native: ModuleType) -> None:
+    """All exponents that a half can have, and smaller ones, which become zero."""
+    raw = np.random.default_rng(12).integers(0, 256, (16, 8, 17), np.uint8)
+    raw[..., 0] = np.arange(128).reshape(16, 8) + 16
+    packed = repack(native, [part("MXFP4", raw.ravel(), 16)], 256)
+    found, _ = decode(packed, "Q8", 256)
+    expected = dequantize("MXFP4", raw.ravel(), (16, 256))
+    expected[np.abs(expected) < 2.0**-24] = 0
+    tiny = np.abs(expected) <= 12 * 2.0**-25
+    np.testing.assert_array_equal(np.where(tiny, 0, found), np.where(tiny, 0, expected))
 
 
 @pytest.mark.parametrize(("dtype", "layout"), [("Q4_1", "Q4"), ("Q8_0", "Q8"), ("Q5_1", "Q8M")])
@@ -271,7 +287,8 @@ def test_scales_that_fit_no_half_are_refused(native: ModuleType, dtype: str, fac
         (layout, 256, False, [part(dtype, data, 20)], np.empty(size, np.uint8))
         for data in (good, raw.ravel(), good)
     ]
-    stored_as_it_is = dtype in ("Q4_1", "Q5_0", "Q5_1", "Q8_0", "IQ4_NL") and factor == 60000.0
+    kept = ("Q4_1", "Q5_0", "Q5_1", "Q8_0", "IQ4_NL", "Q4_G16", "Q8_G16")
+    stored_as_it_is = dtype in kept and factor == 60000.0
     assert native.repack(jobs, 2) == (None if stored_as_it_is else 1)
 
 

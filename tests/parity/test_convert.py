@@ -1,18 +1,23 @@
 """Converted models against their originals: Transformers' logits, greedy tokens, perplexity."""
 
 from contextlib import closing
+from dataclasses import fields, replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from benchmarks.accuracy_ours import FLOAT, perplexity, running
 from benchmarks.accuracy_text import read_text, windows
+from engine.backends.custom.architectures.base import ModelConfig, RopeConfig
+from engine.backends.custom.architectures.family import FLOATS
 from engine.backends.custom.conversion.convert import convert
 from engine.backends.custom.frameworks.native.execution.build import build_runner
 from engine.backends.custom.runtime.model_runner import RunnerConfig
 from engine.backends.custom.weights.model import ModelSource, open_model
+from engine.core.errors import ModelFormatError
 from engine.core.text.tokenizer import Tokenizer
 from tests import tokenizer_files
 from tests.parity import tiny_models
@@ -39,6 +44,32 @@ def vocabulary(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tiny_models, "VOCAB", 700)
 
 
+def said(config: ModelConfig) -> ModelConfig:
+    """The config without what a GGUF file has as a tensor, and with numbers as float32."""
+
+    def rounded(rope: RopeConfig | None) -> RopeConfig | None:
+        if rope is None or rope.kind in ("llama3", "factors"):
+            return rope and replace(RopeConfig(rope.theta, rope.dim))
+        numbers = {
+            field.name: float(np.float32(value))
+            for field in fields(rope)
+            if isinstance(value := getattr(rope, field.name), float)
+        }
+        factors = {
+            name: tuple(float(np.float32(each)) for each in getattr(rope, name))
+            for name in ("short_factors", "long_factors")
+        }
+        return replace(rope, **numbers, **factors)
+
+    numbers = {
+        name: None if (value := getattr(config, name)) is None else float(np.float32(value))
+        for name in FLOATS
+    }
+    layers = tuple(replace(layer, rope=rounded(layer.rope)) for layer in config.layers)
+    ids = {"bos_id": None, "eos_ids": ()}
+    return replace(config, rope=rounded(config.rope), layers=layers, **numbers, **ids)
+
+
 def greedy(source: ModelSource, tokens: list[int]) -> list[int]:
     runner = build_runner(
         source,
@@ -54,6 +85,37 @@ def greedy(source: ModelSource, tokens: list[int]) -> list[int]:
     )
     driver = RunnerDriver(runner)
     return driver.generate([driver.add(tokens)], NUM_NEW)[0]
+
+
+# What a GGUF file cannot say of some of the tiny models.
+UNSAID = {
+    "llama-dynamic": "'dynamic' rotary scaling",
+    "ministral": "sliding_window",
+    "qwen2-window": "sliding_window",
+    "qwen3_moe-dense": "layers",
+}
+
+
+@pytest.mark.parametrize("name", [n for n in tiny_models.ALL if n not in UNSAID])
+def test_gguf_has_the_same_model(name: str, tmp_path: Path, vocabulary: None) -> None:
+    """The same settings and the same weights, bit for bit, whatever the file's layout."""
+    _, path = tiny_models.save(name, tmp_path)
+    tokenizer_files.write_directory(path)
+    convert(path, tmp_path / "model.gguf", dtype="F32")
+    with closing(open_model(path)) as ours, closing(open_model(tmp_path / "model.gguf")) as there:
+        assert said(there.config) == said(ours.config)
+        names = ours.weights.keys() | {name for name in there.weights if name == "rope.factors"}
+        assert there.weights.keys() == names
+        for name, weight in ours.weights.items():
+            assert np.array_equal(weight.numpy(), there.weights[name].numpy()), name
+
+
+@pytest.mark.parametrize("name", UNSAID)
+def test_what_gguf_cannot_say_is_refused(name: str, tmp_path: Path, vocabulary: None) -> None:
+    _, path = tiny_models.save(name, tmp_path)
+    tokenizer_files.write_directory(path)
+    with pytest.raises(ModelFormatError, match=UNSAID[name]):
+        convert(path, tmp_path / "model.gguf", dtype="F32")
 
 
 @pytest.mark.parametrize("name", NAMES)

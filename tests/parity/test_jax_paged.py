@@ -15,7 +15,6 @@ import jax
 import numpy as np
 import pytest
 import torch
-from torch.nn.functional import scaled_dot_product_attention
 
 from engine.backends.custom.frameworks.jax.execution.buckets import (
     attention_items,
@@ -24,15 +23,19 @@ from engine.backends.custom.frameworks.jax.execution.buckets import (
 from engine.backends.custom.frameworks.jax.execution.build import build_runner
 from engine.backends.custom.frameworks.jax.execution.runner import forward
 from engine.backends.custom.frameworks.jax.kernels.attention import ATTENTION
-from engine.backends.custom.frameworks.jax.kernels.work import AttentionShape, Work
+from engine.backends.custom.frameworks.jax.kernels.work import AttentionShape, PerHead, Work
+from engine.backends.custom.frameworks.scoring import Scoring
 from engine.backends.custom.runtime.model_runner import RunnerConfig
 from engine.backends.custom.weights.model import open_model
 from engine.core.errors import ConfigError
 from tests.parity import jax_generation, tiny_models
+from tests.parity.plain_attention import plain_attention
 from tests.parity.runner_driver import RunnerDriver
 
 HEADS, KV_HEADS, HEAD_DIM = 6, 2, 16
 TABLE_BLOCKS = 64
+SLOPES = 2.0 ** -np.arange(1, HEADS + 1, dtype=np.float32)
+SINKS = np.linspace(-1, 2, HEADS, dtype=np.float32)
 LENGTHS = (40, 5, 17, 1, 33)
 NUM_NEW = 12
 CONFIG = RunnerConfig(
@@ -46,16 +49,7 @@ CONFIG = RunnerConfig(
 )
 
 
-def plain_attention(q, k, v, window) -> np.ndarray:
-    """By PyTorch, over a whole sequence: (T, N, H)"""
-    distance = torch.arange(len(q))[:, None] - torch.arange(len(q))
-    visible = (distance >= 0) & (distance < (window or len(q)))
-    heads = (torch.from_numpy(x).transpose(0, 1) for x in (q, k, v))
-    out = scaled_dot_product_attention(*heads, attn_mask=visible, enable_gqa=True)
-    return out.transpose(0, 1).numpy()
-
-
-def paged(lengths, counts, tile, block_size, window):
+def paged(lengths, counts, tile, block_size, scoring, per_head):
     """Queries at the ends of sequences in shuffled blocks, the work, and what must come out."""
     rng = np.random.default_rng(0)
     used = [-(-length // block_size) for length in lengths]
@@ -73,7 +67,7 @@ def paged(lengths, counts, tile, block_size, window):
         cache[slots] = np.stack((k, v), axis=1)
         queries.append(q[-count:])
         positions.append(at[-count:])
-        expected.append(plain_attention(q, k, v, window)[-count:])
+        expected.append(plain_attention(q, k, v, scoring, *per_head)[-count:])
     start = np.concatenate(([0], np.cumsum(counts))).astype(np.int32)
     items = attention_items(start, np.array(counts, np.int32), tile)
     num_singles = np.int32((items[1] == 1).sum())
@@ -90,18 +84,20 @@ def paged(lengths, counts, tile, block_size, window):
 
 @pytest.mark.parametrize("name", ATTENTION)
 @pytest.mark.parametrize(
-    ("counts", "tile", "block_size", "window"),
+    ("counts", "tile", "block_size", "scoring", "per_head"),
     [
-        ((1, 5, 9, 1, 33), 8, 4, None),
-        ((1, 5, 9, 1, 33), 8, 4, 11),
-        ((1, 1, 1, 1, 1), 1, 16, None),
+        ((1, 5, 9, 1, 33), 8, 4, Scoring(0.25), PerHead(slopes=SLOPES)),
+        ((1, 5, 9, 1, 33), 8, 4, Scoring(0.25, window=11, softcap=0.7), PerHead(sinks=SINKS)),
+        ((1, 1, 1, 1, 1), 1, 16, Scoring(0.25), PerHead()),
     ],
 )
-def test_kernels_equal_plain_attention(name, counts, tile, block_size, window) -> None:
+def test_kernels_equal_plain_attention(name, counts, tile, block_size, scoring, per_head) -> None:
     """Later chunks, whole prompts and single queries in one step, with contexts of two chunks."""
-    q, cache, work, expected = paged((40, 5, 17, 1, 200), counts, tile, block_size, window)
-    shape = AttentionShape(tile, block_size, window, q.shape[-1] ** -0.5)
-    found = jax.jit(partial(ATTENTION[name], shape=shape))(q, cache, work)
+    q, cache, work, expected = paged(
+        (40, 5, 17, 1, 200), counts, tile, block_size, scoring, per_head
+    )
+    shape = AttentionShape(tile, block_size, scoring)
+    found = jax.jit(partial(ATTENTION[name], shape=shape))(q, cache, work, per_head=per_head)
     np.testing.assert_allclose(found, expected, atol=1e-5)
 
 
@@ -126,10 +122,7 @@ def prompts() -> list[list[int]]:
 
 @pytest.mark.parametrize(
     "name",
-    [
-        *("gpt2", "granite", "olmo2"),
-        *(pytest.param(name, marks=pytest.mark.slow) for name in ("mistral-window", "qwen3")),
-    ],
+    tiny_models.quick_first(("gpt2", "gpt_oss")),
 )
 def test_mixed_batches_give_what_transformers_gives(name: str, tmp_path: Path) -> None:
     model, path = tiny_models.save(name, tmp_path)

@@ -8,11 +8,20 @@ import pytest
 
 from engine.backends.custom.weights.model import open_model
 from engine.backends.custom.weights.quantize import quantize
-from engine.backends.custom.weights.quants import TRAITS, dequantize
+from engine.backends.custom.weights.quants import (
+    BY_TYPE_ID,
+    TRAITS,
+    dequantize,
+    for_kernels,
+    kernel_type,
+)
 from engine.core.errors import ModelFormatError
 
+# The package knows the size of Q1_0 blocks, but does not dequantize them.
+OF_THE_PACKAGE = [traits.name for traits in BY_TYPE_ID.values() if traits.name != "Q1_0"]
 
-@pytest.mark.parametrize("name", TRAITS)
+
+@pytest.mark.parametrize("name", OF_THE_PACKAGE)
 def test_random_blocks_decode_to_the_same_bits(name: str) -> None:
     """All byte patterns are valid blocks; scales that are NaN must stay NaN on both sides."""
     traits = TRAITS[name]
@@ -29,12 +38,62 @@ def test_random_blocks_decode_to_the_same_bits(name: str) -> None:
     assert same.all()
 
 
-@pytest.mark.parametrize("name", TRAITS)
+def test_every_type_that_the_package_dequantizes_loads() -> None:
+    theirs = {kind.name for kind in gguf.quants._type_traits} | {"F32", "F16"}
+    assert theirs == set(OF_THE_PACKAGE)
+
+
+def test_one_bit_blocks() -> None:
+    raw = np.zeros(18, np.uint8)
+    raw[:2] = np.array([-0.5], np.float16).view(np.uint8)
+    raw[2], raw[17] = 0b00000101, 0b10000000
+    expected = np.full(128, 0.5, np.float32)
+    expected[[0, 2, 127]] = -0.5
+    assert np.array_equal(dequantize("Q1_0", raw, (128,)), expected)
+
+
+@pytest.mark.parametrize("name", [traits.name for traits in BY_TYPE_ID.values()])
 def test_traits_are_those_of_the_format(name: str) -> None:
     kind = gguf.GGMLQuantizationType[name]
     traits = TRAITS[name]
     assert (traits.block_elems, traits.block_bytes) == gguf.GGML_QUANT_SIZES[kind]
     assert traits.type_id == kind.value
+
+
+RECODED = [name for name, traits in TRAITS.items() if traits.recoding is not None]
+# These types have scales that float16 keeps exactly.
+EXACT = ("TQ1_0", "TQ2_0", "Q1_0", "NVFP4")
+
+
+@pytest.mark.parametrize("name", RECODED)
+def test_what_kernels_read_has_the_same_values(name: str) -> None:
+    """Only the scales are rounded, to float16."""
+    traits = TRAITS[name]
+    rng = np.random.default_rng(traits.block_bytes)
+    shape = (40_000 // traits.block_elems, traits.block_elems)
+    raw = random_blocks(name, rng, shape[0])
+    expected = dequantize(name, raw, shape)
+    found = dequantize(kernel_type(name), for_kernels(name, raw), shape)
+    largest = np.abs(expected).max(axis=1, keepdims=True)
+    assert largest.min() > 0
+    assert (np.abs(found - expected) <= largest * (0 if name in EXACT else 2.0**-9)).all()
+
+
+def random_blocks(name: str, rng: np.random.Generator, count: int) -> np.ndarray:
+    """Random bytes with a float16 scale of usual size."""
+    raw = rng.integers(0, 256, (count, TRAITS[name].block_bytes), dtype=np.uint8)
+    scale = rng.uniform(0.01, 0.1, (count, 1)).astype("<f2").view(np.uint8)
+    match name:
+        case "NVFP4":
+            raw[:, :4] = rng.integers(1, 126, (count, 4))
+        case "IQ1_M":
+            nibbles = np.stack((scale & 15, scale >> 4), axis=2).reshape(count, 4)
+            raw[:, 49::2] = (raw[:, 49::2] & 15) | nibbles << 4
+        case "TQ1_0" | "TQ2_0":
+            raw[:, -2:] = scale
+        case _:
+            raw[:, :2] = scale
+    return raw.reshape(-1)
 
 
 def test_default_model_decodes_as_the_package_decodes_it(default_model: Path) -> None:

@@ -8,12 +8,13 @@ import numpy as np
 import pytest
 import torch
 from tinygrad import Tensor, Variable
-from torch.nn.functional import scaled_dot_product_attention
 
+from engine.backends.custom.frameworks.scoring import Scoring
 from engine.backends.custom.frameworks.tinygrad.execution import build as device
 from engine.backends.custom.frameworks.tinygrad.execution.build import build_runner
 from engine.backends.custom.frameworks.tinygrad.kernels.attention import (
     Pages,
+    PerHead,
     Work,
     attend,
     write,
@@ -22,6 +23,7 @@ from engine.backends.custom.runtime.model_runner import RunnerConfig
 from engine.backends.custom.weights.model import open_model
 from engine.core.errors import ConfigError
 from tests.parity import tiny_models
+from tests.parity.plain_attention import plain_attention
 from tests.parity.runner_driver import RunnerDriver
 
 HEADS, KV_HEADS, HEAD_DIM = 6, 2, 16
@@ -38,17 +40,14 @@ SETTINGS = {
 }
 
 
-def plain_attention(q, k, v, window) -> np.ndarray:
-    """By PyTorch, over a whole sequence: (T, N, H)"""
-    distance = torch.arange(len(q))[:, None] - torch.arange(len(q))
-    visible = (distance >= 0) & (distance < (window or len(q)))
-    heads = (torch.from_numpy(x).transpose(0, 1) for x in (q, k, v))
-    out = scaled_dot_product_attention(*heads, attn_mask=visible, enable_gqa=True)
-    return out.transpose(0, 1).numpy()
-
-
-@pytest.mark.parametrize("window", [None, 11])
-def test_paged_attention_equals_plain_attention(window) -> None:
+@pytest.mark.parametrize(
+    ("scoring", "per_head"),
+    [
+        (Scoring(0.25), {"slopes": 2.0 ** -np.arange(1, HEADS + 1, dtype=np.float32)}),
+        (Scoring(0.25, 11, softcap=0.7), {"sinks": np.linspace(-1, 2, HEADS, dtype=np.float32)}),
+    ],
+)
+def test_paged_attention_equals_plain_attention(scoring, per_head) -> None:
     """Queries at the ends of three sequences in shuffled blocks; only their own last keys and
     values are written by the step.
     """
@@ -74,7 +73,7 @@ def test_paged_attention_equals_plain_attention(window) -> None:
         slots = block * BLOCK_SIZE + place
         rows = np.full(length, row, np.int32)
         steps.append([x[-count:] for x in (q, k, v, at, slots, rows)])
-        expected.append(plain_attention(q, k, v, window)[-count:])
+        expected.append(plain_attention(q, k, v, scoring, **per_head)[-count:])
     q, k, v, at, slots, rows = (
         Tensor(np.concatenate(parts), device="CPU").realize() for parts in zip(*steps, strict=True)
     )
@@ -82,15 +81,14 @@ def test_paged_attention_equals_plain_attention(window) -> None:
         Tensor(array, device="CPU").contiguous().realize() for array in (keys, values, tables)
     )
     bound = Variable("num_blocks", 1, TABLE_BLOCKS).bind(max(used))
-    work = Work(at, slots, rows, table, bound, window, q.shape[-1] ** -0.5)
-    found = attend(q, write(Pages(keys, values), k, v, slots), work).numpy()
+    work = Work(at, slots, rows, table, bound)
+    pages = write(Pages(keys, values), k, v, slots)
+    own = PerHead(**{name: Tensor(each, device="CPU").realize() for name, each in per_head.items()})
+    found = attend(q, pages, work, scoring, own).numpy()
     np.testing.assert_allclose(found, np.concatenate(expected), atol=1e-5)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    "name", ["gpt2", "llama", "mistral-window", "qwen2", "qwen3", "granite", "olmo2"]
-)
+@pytest.mark.parametrize("name", tiny_models.quick_first(()))
 def test_mixed_batches_give_what_transformers_gives(name: str, tmp_path: Path) -> None:
     model, path = tiny_models.save(name, tmp_path)
     prompts = [tiny_models.text(length, seed) for seed, length in enumerate((40, 5, 17, 1, 33))]

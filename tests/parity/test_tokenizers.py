@@ -1,12 +1,13 @@
-"""Our tokenizers against Transformers, `tokenizers`, and a literal SentencePiece implementation."""
+"""Our tokenizers against Transformers, `tokenizers`, SentencePiece, and its BPE written out."""
 
 from pathlib import Path
 from typing import Any
 
 import pytest
+import tokenizers
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
-from tokenizers import pre_tokenizers
+from tokenizers import normalizers, pre_tokenizers
 
 from engine.core.text.chat_template import ChatTemplate
 from engine.core.text.tokenizer import Tokenizer
@@ -16,6 +17,10 @@ from tests.tokenizer_files import (
     byte_level_metadata,
     read_gguf,
     sentencepiece_metadata,
+    unigram_metadata,
+    unigram_model,
+    word_piece_engine,
+    word_piece_metadata,
     write_directory,
 )
 
@@ -144,3 +149,27 @@ def test_sentencepiece_matches_its_algorithm() -> None:
         assert tokenizer.decode(expected) == text.replace("▁", " ")
 
     check()
+
+
+def test_unigram_matches_sentencepiece() -> None:
+    tokenizer, reference = Tokenizer.from_gguf(unigram_metadata()), unigram_model()
+    unknown = reference.unk_id()
+    for text in TEXTS:
+        ids = reference.encode(text)
+        assert tokenizer.encode(text) == ids, text
+        assert tokenizer.encode_prompt(text) == [*ids, reference.eos_id()]
+        if unknown not in ids:  # SentencePiece writes an unknown token as "⁇"
+            assert tokenizer.decode(ids) == reference.decode(ids)
+
+
+@pytest.mark.parametrize("lowercase", [True, False])
+def test_word_piece_matches_the_library(lowercase: bool) -> None:
+    reference = tokenizers.Tokenizer.from_str(word_piece_engine().to_str())
+    reference.normalizer = normalizers.BertNormalizer(lowercase=lowercase)
+    metadata = word_piece_metadata(**({} if lowercase else {"normalizer.lowercase": False}))
+    tokenizer = Tokenizer.from_gguf(metadata)
+    for text in TEXTS:
+        ids = reference.encode(text, add_special_tokens=False).ids
+        assert tokenizer.encode(text) == ids, text
+        assert tokenizer.encode_prompt(text) == [2, *ids, 3]
+        assert tokenizer.decode(ids) == reference.decode(ids)

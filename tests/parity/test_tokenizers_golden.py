@@ -18,8 +18,8 @@ CACHE = Path.home() / ".cache" / "engine" / "tests"
 SOURCE = "llama-cpp-python==0.3.36"
 SEPARATOR = "\n__ggml_vocab_test__\n"
 VOCABULARIES = [
-    *("command-r", "deepseek-coder", "falcon", "gemma-4", "gpt-2", "llama-bpe"),
-    *("llama-spm", "mpt", "phi-3", "qwen2", "qwen35", "refact", "starcoder"),
+    *("bert-bge", "command-r", "deepseek-coder", "deepseek-llm", "falcon", "gemma-4", "gpt-2"),
+    *("llama-bpe", "llama-spm", "mpt", "phi-3", "qwen2", "qwen35", "refact", "starcoder"),
 ]
 
 

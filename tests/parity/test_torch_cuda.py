@@ -18,7 +18,26 @@ pytestmark = [
     pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device"),
 ]
 
-NAMES = ("gpt2", "llama", "mistral-window", "qwen3", "granite", "olmo2")
+NAMES = (
+    "gpt2",
+    "llama",
+    "mistral-window",
+    "qwen3",
+    "granite",
+    "olmo2",
+    "smollm3",
+    "gemma2",
+    "gemma3",
+    "cohere2",
+    "stablelm",
+    "nemotron",
+    "gpt_neox",
+    "mpt",
+    "mixtral",
+    "qwen2_moe",
+    "qwen3_moe-dense",
+    "gpt_oss",
+)
 
 
 def runner_on(source: ModelSource, device: str, attention: str = "auto") -> ModelRunner:

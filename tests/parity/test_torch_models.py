@@ -27,7 +27,7 @@ def load(path: Path, max_seq_len: int = tiny_models.MAX_POSITION) -> Decoder:
     return model
 
 
-@pytest.mark.parametrize("name", tiny_models.MODELS)
+@pytest.mark.parametrize("name", tiny_models.ALL)
 def test_every_layer_and_the_logits_equal_hugging_face(name: str, tmp_path: Path) -> None:
     theirs, path = tiny_models.save(name, tmp_path)
     token_ids = torch.tensor(tiny_models.text())
@@ -37,7 +37,7 @@ def test_every_layer_and_the_logits_equal_hugging_face(name: str, tmp_path: Path
         logits, states = model.forward_sequence(token_ids, with_states=True)
     # Their last state has been through the final norm; ours has not.
     states[-1] = model.norm(states[-1])
-    assert len(states) == tiny_models.NUM_LAYERS + 1
+    assert len(states) == len(model.layers) + 1
     for ours, other in zip(states, expected.hidden_states, strict=True):
         torch.testing.assert_close(ours, other[0], atol=TOLERANCE, rtol=0)
     torch.testing.assert_close(logits, expected.logits[0], atol=TOLERANCE, rtol=0)

@@ -4,28 +4,14 @@ Random weights are wide enough for attention to be peaked and norms to matter: a
 lost bias or a window off by one moves logits by far more than the tolerance.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
-from transformers import (
-    GPT2Config,
-    GPT2LMHeadModel,
-    GraniteConfig,
-    GraniteForCausalLM,
-    LlamaConfig,
-    LlamaForCausalLM,
-    MistralConfig,
-    MistralForCausalLM,
-    Olmo2Config,
-    Olmo2ForCausalLM,
-    PreTrainedModel,
-    Qwen2Config,
-    Qwen2ForCausalLM,
-    Qwen3Config,
-    Qwen3ForCausalLM,
-)
+import transformers as hf
+from transformers import PreTrainedModel
 
 VOCAB = 97
 NUM_LAYERS = 3
@@ -48,7 +34,33 @@ COMMON: dict[str, Any] = {
 
 
 def _llama(**changes: Any) -> PreTrainedModel:
-    return LlamaForCausalLM(LlamaConfig(**COMMON | {"tie_word_embeddings": False} | changes))
+    return hf.LlamaForCausalLM(hf.LlamaConfig(**COMMON | {"tie_word_embeddings": False} | changes))
+
+
+# Layer types that are no multiple of a period, so that a default is noticed.
+MIXED = ["sliding_attention", "full_attention", "sliding_attention"]
+YARN: dict[str, Any] = {
+    "rope_type": "yarn",
+    "factor": 4.0,
+    "beta_fast": 4.0,
+    "beta_slow": 1.0,
+    "original_max_position_embeddings": 32,
+}
+EXPERTS: dict[str, Any] = {
+    "num_experts": 6,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 24,
+    "decoder_sparse_step": 1,
+}
+
+
+def _of(family: str, **settings: Any) -> PreTrainedModel:
+    model = getattr(hf, f"{family}ForCausalLM")
+    return model(model.config_class(**COMMON | {"pad_token_id": 0} | settings))
+
+
+def _plain_rope(part: float) -> dict[str, Any]:
+    return {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": part}
 
 
 def _rope(kind: str, **settings: Any) -> PreTrainedModel:
@@ -58,7 +70,7 @@ def _rope(kind: str, **settings: Any) -> PreTrainedModel:
 
 
 def _gpt2(**changes: Any) -> PreTrainedModel:
-    config = GPT2Config(
+    config = hf.GPT2Config(
         vocab_size=VOCAB,
         n_embd=48,
         n_layer=NUM_LAYERS,
@@ -69,7 +81,7 @@ def _gpt2(**changes: Any) -> PreTrainedModel:
         eos_token_id=2,
         **changes,
     )
-    return GPT2LMHeadModel(config)
+    return hf.GPT2LMHeadModel(config)
 
 
 MODELS: dict[str, Callable[..., PreTrainedModel]] = {
@@ -92,35 +104,148 @@ MODELS: dict[str, Callable[..., PreTrainedModel]] = {
     "llama-yarn": lambda: _rope(
         "yarn", factor=4.0, beta_fast=4.0, original_max_position_embeddings=64
     ),
-    "mistral-window": lambda: MistralForCausalLM(
-        MistralConfig(**COMMON, sliding_window=11, tie_word_embeddings=False)
+    "mistral-window": lambda: hf.MistralForCausalLM(
+        hf.MistralConfig(**COMMON, sliding_window=11, tie_word_embeddings=False)
     ),
-    "qwen2": lambda: Qwen2ForCausalLM(Qwen2Config(**COMMON, tie_word_embeddings=True)),
-    "qwen3": lambda: Qwen3ForCausalLM(
-        Qwen3Config(**COMMON, head_dim=12, tie_word_embeddings=False)
+    "qwen2": lambda: _of("Qwen2", tie_word_embeddings=True),
+    "qwen3": lambda: _of("Qwen3", head_dim=12, tie_word_embeddings=False),
+    "granite": lambda: _of(
+        "Granite",
+        tie_word_embeddings=True,
+        embedding_multiplier=12,
+        residual_multiplier=0.22,
+        attention_multiplier=0.21,
+        logits_scaling=5.0,
     ),
-    "granite": lambda: GraniteForCausalLM(
-        GraniteConfig(
-            **COMMON,
-            tie_word_embeddings=True,
-            embedding_multiplier=12,
-            residual_multiplier=0.22,
-            attention_multiplier=0.21,
-            logits_scaling=5.0,
+    "olmo2": lambda: _of("Olmo2", tie_word_embeddings=False),
+}
+# Models with settings that the first ones do not have.
+MORE: dict[str, Callable[..., PreTrainedModel]] = {
+    "ministral": lambda: _of("Ministral", head_dim=8, sliding_window=11, layer_types=MIXED),
+    "qwen2-window": lambda: _of(
+        "Qwen2", use_sliding_window=True, sliding_window=11, max_window_layers=1
+    ),
+    "smollm3": lambda: _of("SmolLM3", num_hidden_layers=4),
+    "olmo3": lambda: _of(
+        "Olmo3",
+        head_dim=32,
+        sliding_window=11,
+        layer_types=MIXED,
+        rope_parameters={
+            "sliding_attention": {"rope_type": "default", "rope_theta": 5000.0},
+            "full_attention": YARN | {"rope_theta": 5000.0},
+        },
+    ),
+    "exaone4": lambda: _of("Exaone4", sliding_window=11, layer_types=MIXED),
+    "seed_oss": lambda: _of("SeedOss", head_dim=12),
+    "ernie4_5": lambda: _of("Ernie4_5", head_dim=12, use_bias=True),
+    "gemma": lambda: _of("Gemma", head_dim=16),
+    "gemma2": lambda: _of(
+        "Gemma2",
+        head_dim=16,
+        sliding_window=11,
+        query_pre_attn_scalar=16,
+        attn_logit_softcapping=3.0,
+        final_logit_softcapping=4.0,
+    ),
+    "gemma3": lambda: _of(
+        "Gemma3",
+        head_dim=16,
+        sliding_window=11,
+        query_pre_attn_scalar=16,
+        layer_types=MIXED,
+        rope_parameters={
+            "sliding_attention": {"rope_type": "default", "rope_theta": 100.0},
+            "full_attention": {"rope_type": "linear", "factor": 2.0, "rope_theta": 10000.0},
+        },
+    ),
+    "phi3": lambda: _of("Phi3", sliding_window=13),
+    "phi3-long": lambda: _of(
+        "Phi3",
+        num_attention_heads=3,
+        num_key_value_heads=1,
+        original_max_position_embeddings=32,
+        rope_parameters={
+            "rope_type": "longrope",
+            "rope_theta": 10000.0,
+            "partial_rotary_factor": 0.5,
+            "short_factor": [1.0, 1.25, 1.5, 1.75],
+            "long_factor": [1.5, 2.0, 4.0, 8.0],
+            "original_max_position_embeddings": 32,
+        },
+    ),
+    "glm": lambda: _of("Glm", head_dim=16),
+    "glm4": lambda: _of("Glm4", head_dim=16, attention_bias=True),
+    "cohere": lambda: _of("Cohere", logit_scale=0.25),
+    "cohere2": lambda: _of("Cohere2", logit_scale=0.25, sliding_window=11, layer_types=MIXED),
+    "starcoder2": lambda: _of("Starcoder2", sliding_window=13),
+    "stablelm": lambda: _of("StableLm", use_qkv_bias=True, rope_parameters=_plain_rope(part=0.5)),
+    "stablelm-parallel": lambda: _of(
+        "StableLm", use_parallel_residual=True, rope_parameters=_plain_rope(part=0.5)
+    ),
+    "nemotron": lambda: _of("Nemotron", head_dim=8, attention_bias=True, initializer_range=0.1),
+    "gpt_neox": lambda: _of("GPTNeoX", rope_parameters=_plain_rope(part=0.5)),
+    "gpt_neox-serial": lambda: _of(
+        "GPTNeoX", use_parallel_residual=False, rope_parameters=_plain_rope(part=0.5)
+    ),
+    "mpt": lambda: hf.MptForCausalLM(
+        hf.MptConfig(
+            vocab_size=VOCAB,
+            d_model=48,
+            n_heads=6,
+            n_layers=NUM_LAYERS,
+            max_seq_len=MAX_POSITION,
+            initializer_range=0.2,
+            bos_token_id=1,
+            eos_token_id=2,
         )
     ),
-    "olmo2": lambda: Olmo2ForCausalLM(Olmo2Config(**COMMON, tie_word_embeddings=False)),
+    "mixtral": lambda: _of("Mixtral", num_local_experts=4, head_dim=8),
+    "qwen2_moe": lambda: _of("Qwen2Moe", **EXPERTS, shared_expert_intermediate_size=40),
+    "qwen3_moe": lambda: _of("Qwen3Moe", **EXPERTS, head_dim=12, norm_topk_prob=True),
+    "qwen3_moe-dense": lambda: _of("Qwen3Moe", **EXPERTS, head_dim=12, mlp_only_layers=[1]),
+    "olmoe": lambda: _of("Olmoe", num_experts=6, num_experts_per_tok=2),
+    "granitemoe": lambda: _of(
+        "GraniteMoe",
+        num_local_experts=6,
+        num_experts_per_tok=3,
+        embedding_multiplier=12,
+        residual_multiplier=0.22,
+        attention_multiplier=0.21,
+        logits_scaling=5.0,
+    ),
+    "gpt_oss": lambda: _of(
+        "GptOss",
+        head_dim=16,
+        num_local_experts=6,
+        num_experts_per_tok=2,
+        sliding_window=11,
+        rope_parameters=YARN | {"rope_theta": 10000.0, "truncate": False},
+    ),
 }
+
+
+ALL = MODELS | MORE
+
+
+def quick_first(names: Sequence[str]) -> list[Any]:
+    """Parameters of a test: the names, then all other models with the mark `slow`."""
+    others = (name for name in ALL if name not in names)
+    return [*names, *(pytest.param(name, marks=pytest.mark.slow) for name in others)]
 
 
 def make(name: str, **changes: Any) -> PreTrainedModel:
     """The model in float32, the same weights every time; norms and biases are random as well."""
     torch.manual_seed(sum(map(ord, name)))
-    model = MODELS[name](**changes).float().eval()
+    model = ALL[name](**changes).float().eval()
     with torch.no_grad():
         for parameter in model.parameters():
             if parameter.dim() == 1:
                 parameter.add_(torch.randn_like(parameter) * 0.3)
+            elif (
+                not parameter.any() or (parameter.std() > 1).any()
+            ):  # Transformers left it as it was
+                parameter.normal_(0, 0.2)
     return model
 
 

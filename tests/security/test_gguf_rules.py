@@ -170,8 +170,12 @@ DAMAGED: dict[str, tuple[bytes, str]] = {
         assemble([], [tensor("t", [2**30, 2**30, 2**4])], DATA),
         "more than any file can hold",
     ),
-    "unsupported type": (assemble([], [tensor("t", [32], 24)], DATA), "unsupported type 24"),
-    "removed type": (assemble([], [tensor("t", [32], 4)], DATA), "unsupported type 4"),
+    "unsupported type": (assemble([], [tensor("t", [32], 24)], DATA), "unsupported type I8 "),
+    "removed type": (assemble([], [tensor("t", [32], 4)], DATA), "unsupported type Q4_2 "),
+    "type of the future": (
+        assemble([], [tensor("t", [32], 999)], DATA),
+        "number 999, which no known version",
+    ),
     "row of half a block": (
         assemble([], [tensor("t", [48], Q8_0)], DATA),
         "whole Q8_0 blocks of 32",

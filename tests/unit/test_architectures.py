@@ -95,14 +95,23 @@ class TestRopeFromHf:
     @pytest.mark.parametrize(
         ("settings", "message"),
         [
-            ({"rope_type": "longrope", "factor": 2.0}, "rope_scaling: rope type 'longrope'"),
+            ({"rope_type": "xpos", "factor": 2.0}, "rope_scaling: rope type 'xpos'"),
+            ({"rope_type": "longrope"}, "lacks the required key 'short_factor'"),
+            (
+                {"rope_type": "su", "short_factor": [1.0] * 8, "long_factor": [1.0] * 7},
+                "longrope needs 8 short and long factors",
+            ),
+            (
+                {"rope_type": "su", "short_factor": [1.0] * 8, "long_factor": [1.0, "2"] * 4},
+                "'long_factor' must be float, found str",
+            ),
             ({"type": "mrope"}, "rope type 'mrope' is not supported"),
             ({"type": "linear"}, "lacks the required key 'factor'"),
             ({"type": "linear", "factor": 0.0}, "factor must be above 0"),
             ({"type": "linear", "factor": math.inf}, "'factor' must be a finite number"),
             ({"type": "llama3", "factor": 8.0}, "lacks the required key 'low_freq_factor'"),
             ({"type": "llama3", **LLAMA3, "low_freq_factor": 4.0}, "must differ"),
-            ({"type": "yarn", "factor": 2.0, "truncate": False}, "'truncate'"),
+            ({"type": "yarn", "factor": 2.0, "truncate": 1}, "'truncate' must be bool"),
             ({"full_attention": {"rope_type": "default"}}, "differ between layers"),
         ],
     )
@@ -298,10 +307,10 @@ def test_ids_beyond_the_vocabulary_are_dropped() -> None:
 @pytest.mark.parametrize(
     ("family", "changes", "message"),
     [
-        ("llama", {"hidden_act": "relu2"}, "'hidden_act': activation 'relu2' is not supported"),
-        ("llama", {"num_local_experts": 8}, "'num_local_experts': mixtures of experts"),
+        ("llama", {"hidden_act": "relu"}, "'hidden_act': activation 'relu' is not supported"),
+        ("qwen2", {"num_local_experts": 8}, "'num_local_experts': mixtures of experts"),
+        ("llama", {"num_local_experts": 8, "num_experts_per_tok": 9}, "per token <= experts"),
         ("qwen3", {"num_experts": 64}, "'num_experts': mixtures of experts"),
-        ("llama", {"quantization_config": {"bits": 4}}, "'quantization_config'"),
         ("llama", {"vocab_size": None}, "lacks the required key 'vocab_size'"),
         ("llama", {"vocab_size": "40"}, "'vocab_size' must be int, found str"),
         ("llama", {"num_hidden_layers": True}, "'num_hidden_layers' must be int, found bool"),
@@ -329,8 +338,8 @@ def test_ids_beyond_the_vocabulary_are_dropped() -> None:
         ("qwen3", {"head_dim": None}, "lacks the required key 'head_dim'"),
         (
             "qwen2",
-            {"use_sliding_window": True, "sliding_window": 16, "max_window_layers": 1},
-            "'max_window_layers': a sliding window in some layers only",
+            {"use_sliding_window": True, "sliding_window": 16, "layer_types": ["chunked"] * 2},
+            "'layer_types' must have 'sliding_attention' or 'full_attention'",
         ),
         ("granite", {"residual_multiplier": 0}, "multipliers > 0"),
         ("granite", {"logits_scaling": "8"}, "'logits_scaling' must be float, found str"),

@@ -59,6 +59,18 @@ def test_a_roof_is_the_weights_read_once_for_each_step() -> None:
     assert flops / H200.flops_per_s < roof_seconds(config, long) < 1.4 * flops / H200.flops_per_s
 
 
+def test_a_roof_counts_the_experts_that_a_step_reads() -> None:
+    config = shape_source("qwen3-30b-a3b").config
+    one, many = weight_bytes(config), weight_bytes(config, 64)
+    assert one == pytest.approx(2 * 3.04e9, rel=0.01)  # without the embeddings
+    assert many == pytest.approx(2 * 29.8e9, rel=0.01)  # nearly all experts
+    long = Workload([[1] * 512] * 16, [1] * 16)
+    read_s = 2 * 30.2e9 / H200.bytes_per_s
+    assert roof_seconds(config, long) == pytest.approx(
+        max(read_s, 2 * 2.73e9 * 512 * 16 / H200.flops_per_s), rel=0.05
+    )
+
+
 def test_a_shared_prefix_lowers_the_roof() -> None:
     config = shape_source("llama-1b").config
     shared = workloads(SHAPES["llama-1b"])["prefix256"]

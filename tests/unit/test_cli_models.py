@@ -18,6 +18,7 @@ from engine.cli.main import app
 from engine.cli.model_report import describe, human_bytes, print_report
 from engine.core.store.catalogue import CATALOGUE, DEFAULT_MODEL
 from engine.core.store.model_store import ModelStore, StoredModel, StoredModelFile
+from tests import gguf_files
 
 CONFIG = ModelConfig(
     family="llama",
@@ -105,6 +106,20 @@ def test_a_broken_file_is_one_line(store: ModelStore, body: bytes) -> None:
     result = run("inspect", "broken.gguf")
     assert result.exit_code == 1 and result.stdout == ""
     assert result.stderr.startswith("error: broken.gguf") and result.stderr.count("\n") == 1
+
+
+def test_a_model_that_cannot_run_is_shown_with_the_reason(store: ModelStore) -> None:
+    header = gguf_files.entry("general.architecture", gguf_files.STRING, gguf_files.text("mamba"))
+    tensors = [gguf_files.tensor("blk.0.ssm_a", [8])]
+    Path("m.gguf").write_bytes(gguf_files.assemble([header], tensors, bytes(32)))
+    result = run("inspect", "m.gguf", "--tensors")
+    assert result.exit_code == 0
+    assert "mamba (not supported)" in result.stdout and "blk.0.ssm_a" in result.stdout
+    assert "'mamba' is not supported" in result.stderr and "--backend" in result.stderr
+    report = json.loads(run("inspect", "m.gguf", "--json").stdout)
+    assert (report["architecture"], report["supported"]) == ("mamba", False)
+    assert report["tensors"][0]["shape"] == [8]
+    assert run("inspect", "m.gguf", "--graph").exit_code == 1
 
 
 def test_inspect_of_an_unknown_name_says_how_to_get_it(store: ModelStore) -> None:

@@ -9,6 +9,9 @@ from typing import Any
 import numpy as np
 import pytest
 
+from engine.backends.custom.architectures.base import ExpertsConfig
+from engine.backends.custom.frameworks.scoring import Scoring
+
 RNG = np.random.default_rng(5)
 EPS = 1e-2  # large, so that a lost one shows
 
@@ -21,18 +24,22 @@ def values(*shape: int) -> np.ndarray:
 def jax_framework() -> SimpleNamespace:
     import jax.numpy as jnp
 
+    from engine.backends.custom.frameworks.jax.kernels.work import PerHead
     from engine.backends.custom.frameworks.jax.layers.rotary import Rotation
 
     def rotation(cos: np.ndarray, sin: np.ndarray) -> Rotation:
         return Rotation(jnp.array(cos)[:, None], jnp.array(sin)[:, None])
 
-    return SimpleNamespace(name="jax", array=jnp.array, numpy=np.asarray, rotation=rotation)
+    return SimpleNamespace(
+        name="jax", array=jnp.array, numpy=np.asarray, rotation=rotation, per_head=PerHead
+    )
 
 
 @cache
 def tinygrad_framework() -> SimpleNamespace:
     from tinygrad import Tensor
 
+    from engine.backends.custom.frameworks.tinygrad.kernels.attention import PerHead
     from engine.backends.custom.frameworks.tinygrad.layers.rotary import Rotation
 
     def array(given: np.ndarray) -> Tensor:
@@ -43,6 +50,7 @@ def tinygrad_framework() -> SimpleNamespace:
         array=array,
         numpy=lambda tensor: tensor.numpy(),
         rotation=lambda cos, sin: Rotation(array(cos), array(sin)),
+        per_head=PerHead,
     )
 
 
@@ -90,6 +98,10 @@ def test_norms(framework):
         part(framework, weight=weight, bias=bias), framework.array(x), EPS
     )
     close(framework, found, normed * weight + bias)
+    found = layer(framework, "norm", "layer_norm")(
+        part(framework, weight=weight), framework.array(x), EPS
+    )
+    close(framework, found, normed * weight)
 
 
 def silu(x: np.ndarray) -> np.ndarray:
@@ -110,6 +122,106 @@ def test_feed_forward_halves(framework):
     close(framework, found, (silu(x @ gate.T) * (x @ up.T)) @ down.T)
     found = layer(framework, "mlp", "mlp")(params, framework.array(x), "gelu_tanh")
     close(framework, found, gelu_tanh(x @ up.T) @ down.T)
+    found = layer(framework, "mlp", "mlp")(params, framework.array(x), "relu2")
+    close(framework, found, np.maximum(x @ up.T, 0) ** 2 @ down.T)
+
+
+def swiglu_oai(gate: np.ndarray, up: np.ndarray) -> np.ndarray:
+    gate, up = np.minimum(gate, 7), np.clip(up, -7, 7)
+    return gate / (1 + np.exp(-1.702 * gate)) * (up + 1)
+
+
+ROUTERS = {
+    "softmax": ExpertsConfig(8, 3, 6),
+    "renormalized": ExpertsConfig(8, 3, 6, renormalizes=True, scale=2.5),
+    "of the chosen": ExpertsConfig(8, 3, 6, "softmax_chosen", router_bias=True),
+    "best groups": ExpertsConfig(8, 2, 6, groups=4, groups_per_token=2),
+    "best pairs": ExpertsConfig(
+        *(8, 2, 6, "sigmoid"),
+        groups=2,
+        group_score="best_two",
+        correction=True,
+    ),
+}
+
+
+def routed(config: ExpertsConfig, logits: np.ndarray, correction: np.ndarray) -> np.ndarray:
+    """The weight of every expert for one token, (E,); 0: the token did not choose the expert."""
+    scores = 1 / (1 + np.exp(-logits)) if config.scoring == "sigmoid" else np.exp(logits)
+    if config.scoring == "softmax":
+        scores /= scores.sum()
+    ranked = scores + correction if config.correction else scores
+    groups = np.sort(ranked.reshape(config.groups, -1))
+    best = groups[:, -1 if config.group_score == "best" else -2 :].sum(axis=1)
+    kept = np.argsort(-best)[: config.groups_per_token]
+    is_kept = np.isin(np.arange(config.count) // (config.count // config.groups), kept)
+    chosen = np.argsort(-np.where(is_kept, ranked, -np.inf))[: config.per_token]
+    weights = np.zeros_like(scores)
+    weights[chosen] = scores[chosen]
+    if config.renormalizes or config.scoring == "softmax_chosen":
+        weights /= weights.sum()
+    return weights * config.scale
+
+
+@pytest.mark.parametrize("name", ROUTERS)
+def test_a_router_chooses_and_weights_experts(framework, name):
+    config, x = ROUTERS[name], values(5, 4)
+    weight, bias, correction = values(8, 4), values(8), values(8)
+    router = {"weight": weight} | ({"bias": bias} if config.router_bias else {})
+    params = {"router": part(framework, **router), "correction": framework.array(correction)}
+    weights, chosen = layer(framework, "experts", "route")(params, config, framework.array(x))
+    found = np.zeros((5, 8), np.float32)
+    np.put_along_axis(found, framework.numpy(chosen), framework.numpy(weights), axis=1)
+    logits = x @ weight.T + (bias if config.router_bias else 0)
+    np.testing.assert_allclose(
+        found, [routed(config, each, correction) for each in logits], rtol=1e-4, atol=1e-6
+    )
+
+
+def test_of_equal_experts_the_first_is_chosen(framework):
+    params = {"router": part(framework, weight=np.zeros((4, 2), np.float32))}
+    config = ExpertsConfig(4, 2, 6)
+    weights, chosen = layer(framework, "experts", "route")(
+        params, config, framework.array(values(3, 2))
+    )
+    assert framework.numpy(chosen).tolist() == [[0, 1]] * 3
+    close(framework, weights, np.full((3, 2), 0.25))
+
+
+@pytest.mark.parametrize("activation", ["silu", "swiglu_oai"])
+def test_a_token_sums_its_experts_and_the_shared_expert(framework, activation):
+    """With biases, with a gate on the shared expert, and with experts that no token chooses."""
+    config = ExpertsConfig(8, 2, 6, bias=True, shared_size=3, shared_gate=True)
+    x, router = values(3, 4) * 4, values(8, 4)
+    sizes = {"gate": (6, 4), "up": (6, 4), "down": (4, 6)}
+    experts = {name: (values(8, *size), values(8, size[0])) for name, size in sizes.items()}
+    shared = {
+        "gate": values(3, 4),
+        "up": values(3, 4),
+        "down": values(4, 3),
+        "router": values(1, 4),
+    }
+    params = {
+        "experts": {"router": part(framework, weight=router)}
+        | {name: part(framework, weight=each[0], bias=each[1]) for name, each in experts.items()},
+        "shared": {name: part(framework, weight=each) for name, each in shared.items()},
+    }
+    found = layer(framework, "experts", "mixture")(params, config, activation, framework.array(x))
+
+    def act(gate: np.ndarray, up: np.ndarray) -> np.ndarray:
+        return silu(gate) * up if activation == "silu" else swiglu_oai(gate, up)
+
+    def projected(name: str, expert: int, token: np.ndarray) -> np.ndarray:
+        weight, bias = experts[name]
+        return weight[expert] @ token + bias[expert]
+
+    for token, own in zip(x, framework.numpy(found), strict=True):
+        expected = act(shared["gate"] @ token, shared["up"] @ token) @ shared["down"].T
+        expected = expected / (1 + np.exp(-shared["router"] @ token))
+        for expert, weight in enumerate(routed(config, router @ token, np.zeros(8))):
+            inner = act(projected("gate", expert, token), projected("up", expert, token))
+            expected = expected + weight * projected("down", expert, inner)
+        np.testing.assert_allclose(own, expected, rtol=1e-3, atol=1e-4)
 
 
 @pytest.mark.parametrize("half", [2, 4], ids=["partly", "wholly"])
@@ -135,7 +247,8 @@ def test_a_sequence_attends_to_what_came_before_it(framework, window):
             weights = np.exp(keys @ q[token, head] * 0.3)
             expected[token, head] = weights / weights.sum() @ read
     attend = layer(framework, "attention", "causal_attention")
-    close(framework, attend(*map(framework.array, (q, k, v)), window, 0.3), expected)
+    found = attend(*map(framework.array, (q, k, v)), Scoring(0.3, window), framework.per_head())
+    close(framework, found, expected)
 
 
 @pytest.mark.parametrize("qk_norm", [None, "head", "whole"])
@@ -185,3 +298,26 @@ def test_attention_items_cover_each_row_and_single_queries_come_first():
     )
     singles = attention_items(np.arange(4, dtype=np.int32), np.ones(3, np.int32), 1)
     assert [each.tolist() for each in singles] == [[0, 1, 2], [1, 1, 1], [0, 1, 2]]
+
+
+@pytest.mark.parametrize("sizes", [(40, 0, 9, 1), (0, 0, 3, 0)])
+def test_both_ways_to_run_experts_in_jax_give_each_token_its_own(sizes):
+    """A run of tokens that ends at an expert's last token reaches into the next expert's tokens."""
+    import jax.numpy as jnp
+
+    from engine.backends.custom.frameworks.jax.kernels.experts import (
+        looped_experts,
+        ragged_experts,
+    )
+
+    x, of_token = values(sum(sizes), 4), np.repeat(np.arange(4), sizes)
+    gate, up, down = values(4, 6, 4), values(4, 6, 4), values(4, 4, 6)
+    params = {
+        name: {"weight": jnp.array(each)}
+        for name, each in (("gate", gate), ("up", up), ("down", down))
+    }
+    inner = [silu(gate[e] @ token) * (up[e] @ token) for e, token in zip(of_token, x, strict=True)]
+    expected = [down[e] @ each for e, each in zip(of_token, inner, strict=True)]
+    for run in (looped_experts, ragged_experts):
+        found = run(params, "silu", jnp.array(x), jnp.array(sizes))
+        np.testing.assert_allclose(found, expected, rtol=1e-4, atol=1e-5)

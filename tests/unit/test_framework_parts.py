@@ -1,15 +1,21 @@
 """What frameworks share on the way to a device and back: settings, weights, runs, results."""
 
-from dataclasses import fields
+from dataclasses import fields, make_dataclass, replace
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
 
+from engine.backends.custom.architectures.base import ExpertsConfig, LayerConfig, ModelConfig
 from engine.backends.custom.frameworks.layout import ALIGNMENT, Layout
-from engine.backends.custom.frameworks.parameters import parameter_tree, rope_factors
+from engine.backends.custom.frameworks.parameters import (
+    check_decoder,
+    parameter_tree,
+    rope_factors,
+)
 from engine.backends.custom.frameworks.refusals import check_config
 from engine.backends.custom.frameworks.runs import cut
+from engine.backends.custom.frameworks.scoring import alibi_slopes
 from engine.backends.custom.frameworks.settings import (
     KEEPS,
     PADS,
@@ -20,7 +26,7 @@ from engine.backends.custom.frameworks.settings import (
 from engine.backends.custom.runtime.host_sampler import row_keys
 from engine.backends.custom.runtime.model_runner import SAMPLE, SamplingInputs
 from engine.backends.custom.runtime.outputs import Sampled, step_output
-from engine.core.errors import ConfigError
+from engine.core.errors import ConfigError, ModelFormatError
 from tests.parity.runner_driver import sampling_inputs
 
 NOBODY = 8
@@ -166,7 +172,7 @@ def test_a_steps_output_is_cut_to_its_rows_and_to_what_was_asked_for():
 
 
 def test_learned_positions_are_a_limit_and_may_all_be_used() -> None:
-    model = SimpleNamespace(rope=None, max_position=8)
+    model = SimpleNamespace(learned_positions=True, max_position=8)
 
     def check(max_seq_len: int) -> None:
         config = SimpleNamespace(
@@ -177,3 +183,36 @@ def test_learned_positions_are_a_limit_and_may_all_be_used() -> None:
     check(8)
     with pytest.raises(ConfigError, match="max_seq_len 9 is beyond the model's 8"):
         check(9)
+
+
+CONFIG = ModelConfig("toy", 9, 8, 2, 6, 2, 4, 8, 16, 1e-5, True, None)
+
+
+@pytest.mark.parametrize("kind", [ModelConfig, LayerConfig, ExpertsConfig])
+def test_a_setting_that_no_decoder_knows_is_refused_by_name(kind):
+    """A field that is added to a config later, without code that reads it, must not be ignored."""
+    parts = {
+        LayerConfig: LayerConfig(None, None, True),
+        ExpertsConfig: ExpertsConfig(4, 2, 8),
+        ModelConfig: CONFIG,
+    }
+    later = make_dataclass("Later", [("twist", int, 0)], bases=(kind,), frozen=True)
+    known = {field.name: getattr(parts[kind], field.name) for field in fields(kind)}
+
+    def check(twist: int) -> None:
+        made = parts | {kind: later(**known, twist=twist)}
+        layers = (made[LayerConfig],) * CONFIG.num_layers
+        check_decoder(replace(made[ModelConfig], layers=layers, experts=made[ExpertsConfig]), "jax")
+
+    check(0)
+    with pytest.raises(ModelFormatError, match="jax .* 'twist'.* 'toy'.*native"):
+        check(1)
+
+
+def test_alibi_slopes_of_six_heads_are_those_between_eight():
+    """By hand: eight heads have 1/2, 1/4, ... 1/256; six take every second, then the others."""
+    assert alibi_slopes(CONFIG) is None
+    eight = alibi_slopes(replace(CONFIG, num_heads=8, alibi_bias=8.0))
+    np.testing.assert_allclose(eight, [0.5**power for power in range(1, 9)])
+    six = alibi_slopes(replace(CONFIG, num_heads=6, alibi_bias=8.0))
+    np.testing.assert_allclose(six, [0.5**power for power in (2, 4, 6, 8, 1, 3)])

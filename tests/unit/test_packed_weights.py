@@ -5,6 +5,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import gguf
 import numpy as np
 import pytest
 from numpy.typing import NDArray
@@ -14,6 +15,7 @@ from engine.backends.custom.weights.model import open_model
 from engine.core.errors import ModelFormatError
 from tests.gguf_files import gguf_layout, random_weights, tiny_config, write_gguf
 from tests.native.conftest import load_native
+from tests.native.test_repack import decode
 from tests.packed_models import in_rows, load, make_model, plan_of
 
 sys.modules.setdefault("engine.backends.custom.frameworks.native._native", load_native())
@@ -118,3 +120,27 @@ def test_a_damaged_scale_is_named(tmp_path: Path) -> None:
     matrix = PackedMatrix("query", ("layers.0.attn.q.weight",), (), False, 64, 64, "Q8")
     with pytest.raises(ModelFormatError, match="'query' has a scale"):
         load_weights(source, [matrix], [], threads=1, cache=None)
+
+
+def test_a_type_without_kernels_is_packed_as_one_that_has_them(
+    tmp_path: Path, store: PackedCache
+) -> None:
+    """In GGUF, the rows of queries are reordered. The cache has what the first load packed."""
+    config = tiny_config("llama", hidden_size=256, num_heads=8, num_kv_heads=4, head_dim=32)
+    stored = gguf_layout(config, random_weights(config))
+    name, kind = "blk.0.attn_q.weight", gguf.GGMLQuantizationType.TQ2_0
+    types = {}
+    for each in ("q", "k", "v"):
+        place = f"blk.0.attn_{each}.weight"
+        stored[place] = gguf.quants.quantize(stored[place], kind)
+        types[place] = kind
+    write_gguf(tmp_path / "model.gguf", config, stored, types=types)
+    source = open_model(tmp_path / "model.gguf")
+    assert source.checkpoint.tensors[name].dtype == "TQ2_0"
+    packed = [load(tmp_path / "model.gguf", store) for _ in range(2)]
+    assert packed[1].from_cache
+    for weights in packed:
+        found = weights.matrices["layers.0.attn.q layers.0.attn.k layers.0.attn.v"]
+        dense, _ = decode(found.data, "Q4", 256)
+        parts = [source.weights[f"layers.0.attn.{each}.weight"].numpy() for each in "qkv"]
+        np.testing.assert_array_equal(dense, np.concatenate(parts))

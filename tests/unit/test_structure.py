@@ -239,7 +239,7 @@ def test_small_frameworks_stay_small(name: str) -> None:
     """What a second framework would need too belongs beside their folders."""
     room = f"{FRAMEWORKS_FOLDER}.{name}"
     found = [source for source in sources() if is_within(source.module, room)]
-    assert 0 < sum(map(num_code_lines, found)) < 1200
+    assert 0 < sum(map(num_code_lines, found)) < 1400
 
 
 def num_code_lines(source: Source) -> int:

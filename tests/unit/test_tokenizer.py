@@ -107,7 +107,7 @@ def test_lone_surrogate_is_the_clients_mistake(byte_level: Tokenizer) -> None:
 @pytest.mark.parametrize(
     ("changes", "reason"),
     [
-        ({"model": "bert"}, "tokenizer.ggml.model is 'bert'"),
+        ({"model": "rwkv"}, "tokenizer.ggml.model is 'rwkv'"),
         ({"pre": "no-such-split"}, "tokenizer.ggml.pre is 'no-such-split'"),
         ({"tokens": []}, "no vocabulary"),
         ({"tokens": ["a", "b", "a"], "token_type": [1, 1, 1], "merges": ["a b"]}, "'a' twice"),

@@ -9,10 +9,18 @@ from typing import Any
 
 import numpy as np
 import pytest
+from tokenizers import normalizers
 
 from engine.core.errors import ModelFormatError
+from engine.core.text.charsmap import check_charsmap
 from engine.core.text.tokenizer import Tokenizer
-from tests.tokenizer_files import byte_level_metadata, sentencepiece_metadata, write_directory
+from tests.tokenizer_files import (
+    byte_level_metadata,
+    sentencepiece_metadata,
+    unigram_metadata,
+    word_piece_metadata,
+    write_directory,
+)
 
 JUNK: list[Any] = [
     *(None, True, 0, -1, 2**40, 1.5, "", "x", "▁", [], {}, [None], {"type": "x"}),
@@ -64,7 +72,11 @@ def survive(load: Callable[[], Tokenizer]) -> bool:
 def test_damaged_gguf_metadata(seed: int) -> None:
     choose = random.Random(seed)
     outcomes = set()
-    for original in [byte_level_metadata(), sentencepiece_metadata()] * 50:
+    originals = [
+        *(byte_level_metadata(), sentencepiece_metadata()),
+        *(unigram_metadata(precompiled_charsmap=[]), word_piece_metadata()),
+    ]
+    for original in originals * 25:
         metadata = copy.deepcopy(original)
         damage(metadata, choose)
         outcomes.add(survive(lambda metadata=metadata: Tokenizer.from_gguf(metadata)))
@@ -93,6 +105,26 @@ def test_affixes_are_refused_before_the_library_sees_them(tmp_path: Path) -> Non
     (directory / "tokenizer.json").write_text(json.dumps(spec))
     with pytest.raises(ModelFormatError, match="affixes"):
         Tokenizer.from_directory(directory)
+
+
+def test_damaged_character_maps() -> None:
+    choose = random.Random(0)
+    original = bytes(unigram_metadata()["tokenizer.ggml.precompiled_charsmap"])
+    every = "".join(map(chr, (*range(0xD800), *range(0xE000, 0x1F000))))
+    outcomes = set()
+    for size in (3, 4, 1000, *[len(original)] * 17):
+        data = bytearray(original[:size])
+        for _ in range(choose.choice((1, 1, 50))):
+            data[choose.randrange(size)] = choose.randrange(256)
+        charsmap = bytes(data)
+        try:
+            check_charsmap(charsmap, "the map")
+        except ModelFormatError:
+            outcomes.add(False)
+        else:
+            normalizers.Precompiled(charsmap).normalize_str(every)  # a panic would fail the test
+            outcomes.add(True)
+    assert outcomes == {True, False}
 
 
 @pytest.mark.parametrize("key", ["model", "add_bos_token", "add_space_prefix"])

@@ -125,7 +125,8 @@ class PackedStep:
         if narrower:
             v = F.pad(v, (0, narrower))
         self.cache.write(layer, self.write_slots, k, v)
-        out = plan.attend(q.contiguous(), k, v, self.cache.layers[layer])
+        cached = self.cache.layers[layer]
+        out = plan.attend(q.contiguous(), k, v, cached, window=scoring.window)
         return out[..., :value_dim]
 
 

@@ -5,7 +5,6 @@ work as with them. The model only gets tokens with their positions, and calls ou
 """
 
 import inspect
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -21,6 +20,7 @@ from engine.backends.custom.frameworks.torch.kernels.attention import (
     AttentionBackend,
     AttentionPlan,
 )
+from engine.backends.custom.frameworks.torch.kernels.attention_heads import AttentionHeads
 from engine.backends.custom.frameworks.torch.kernels.attention_sdpa import SdpaAttention
 from engine.backends.custom.frameworks.torch.kernels.attention_triton import TritonAttention
 from engine.backends.custom.runtime.model_runner import (
@@ -31,15 +31,6 @@ from engine.backends.custom.runtime.model_runner import (
 )
 from engine.backends.transformers.attention import PackedStep, Scoring
 from engine.backends.transformers.states import FinalStates
-
-
-@dataclass(frozen=True, slots=True)
-class Heads:
-    num_heads: int
-    num_kv_heads: int
-    head_dim: int
-    sliding_window: int | None
-    attention_scale: float
 
 
 class Attentions:
@@ -65,14 +56,13 @@ class Attentions:
         return self._made[key]
 
     def _make(self, scoring: Scoring, num_heads: int) -> AttentionBackend:
-        size, shape = self._block_size, self._shape
-        if self._device.type == "cuda":
-            scale = shape.head_dim**-0.5 if scoring.scale is None else scoring.scale
-            heads = Heads(num_heads, shape.num_kv_heads, shape.head_dim, scoring.window, scale)
-            return TritonAttention(heads, block_size=size, dtype=self._dtype)
-        return SdpaAttention(
-            scoring.window, block_size=size, dtype=self._dtype, scale=scoring.scale
+        shape = self._shape
+        scale = shape.head_dim**-0.5 if scoring.scale is None else scoring.scale
+        heads = AttentionHeads(
+            num_heads, shape.num_kv_heads, shape.head_dim, scale, (scoring.window,)
         )
+        kind = TritonAttention if self._device.type == "cuda" else SdpaAttention
+        return kind(heads, block_size=self._block_size, dtype=self._dtype)
 
 
 class PackedRunner(SamplingRunner):

@@ -215,7 +215,7 @@ class _Facts:
             return weight.nbytes
         if len(shape) == 1 or name in self._plan.vectors:
             return _FLOAT * prod(shape)
-        layout = self._native.layout_of(weight.tensor.dtype)
+        layout = self._native.layout_of(weight.kernel_dtype)
         panel = self._native.panel_bytes(layout, shape[1])
         return shape[0] * panel // ir.PANEL_ROWS
 

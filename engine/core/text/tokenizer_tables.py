@@ -19,26 +19,34 @@ from engine.core.text.tokenizer_pre import byte_level_words, word_split
 class TokenizerTables(msgspec.Struct, frozen=True, kw_only=True):
     """The data of a GGUF tokenizer. For fields without a comment, see `TokenizerParts`."""
 
-    kind: Literal["gpt2", "llama", "gemma4"]
+    kind: Literal["gpt2", "llama", "gemma4", "bert", "t5", "whitespace"]
     pieces: tuple[str, ...]
-    merges: list[tuple[str, str]]
-    split: str  # name of the pre-tokenizer; empty unless the kind is "gpt2"
     unknown_id: int | None
     special_ids: frozenset[int]
     literal_ids: frozenset[int]
-    space_prefix: bool
     bos_id: int | None
     eos_id: int | None
     eos_ids: tuple[int, ...]
     add_bos: bool
     add_eos: bool
     chat_template: str | None
+    tool_template: str | None = None
+    merges: list[tuple[str, str]] = []  # the kinds "bert" and "t5" have none
+    split: str = ""  # name of the pre-tokenizer, for the kind "gpt2"
+    space_prefix: bool = False
+    # Only for the kind "t5", which is SentencePiece's Unigram:
+    scores: list[float] = []  # log probability of each piece
+    charsmap: bytes = b""  # SentencePiece's character map; empty if there is none
+    collapse_spaces: bool = False  # also removes spaces at both ends of a text
+    # Only for the kinds "bert" and "whitespace":
+    lowercase: bool = False
+    strip_accents: bool = False
 
 
 def parts_from_tables(tables: TokenizerTables) -> TokenizerParts:
     pieces, specials = tables.pieces, tables.special_ids
     unknown = None if tables.unknown_id is None else sentinel(tables.unknown_id)
-    engine = build_bpe(tables, _hidden_vocab(pieces, specials), unknown)
+    engine = build_engine(tables, _hidden_vocab(pieces, specials), unknown)
     engine.add_tokens(
         [AddedToken(pieces[i], normalized=False) for i in sorted(tables.literal_ids) if pieces[i]]
     )
@@ -56,27 +64,85 @@ def parts_from_tables(tables: TokenizerTables) -> TokenizerParts:
         add_bos=tables.add_bos,
         add_eos=tables.add_eos,
         chat_template=tables.chat_template,
+        tool_template=tables.tool_template,
     )
 
 
-def build_bpe(
+def build_engine(
     tables: TokenizerTables, vocab: dict[str, int], unknown: str | None
 ) -> tokenizers.Tokenizer:
-    """Build a BPE tokenizer from the tables. `vocab` is used instead of `tables.pieces`, so that
-    sentinels can replace control tokens.
+    """Build the tokenizer of the tables. `vocab` and `unknown` are used instead of `tables.pieces`,
+    so that sentinels can replace control tokens.
     """
+    if tables.kind == "bert":
+        return _word_piece(tables, vocab, unknown)
+    if tables.kind == "t5":
+        return _unigram(tables, vocab)
     if tables.kind == "gpt2":
         split = word_split(tables.split)
         engine = _bpe(tables, vocab, ignore_merges=split.ignore_merges)
         engine.pre_tokenizer = byte_level_words(split)
         return engine
+    if tables.kind == "whitespace":
+        engine = _bpe(tables, vocab, unk_token=unknown)
+        engine.normalizer = normalizers.Lowercase() if tables.lowercase else None
+        engine.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+        return engine
     engine = _bpe(tables, vocab, unk_token=unknown, fuse_unk=True, byte_fallback=True)
     if tables.kind == "llama":
-        spaces = [normalizers.Prepend("▁")] if tables.space_prefix else []
-        engine.normalizer = normalizers.Sequence([*spaces, normalizers.Replace(" ", "▁")])
+        engine.normalizer = normalizers.Sequence(_mark_spaces(tables))
     else:
         engine.normalizer = normalizers.Replace(" ", "▁")
         engine.pre_tokenizer = pre_tokenizers.Split(Regex(r"\n+"), behavior="isolated")
+    return engine
+
+
+def _mark_spaces(tables: TokenizerTables) -> list[normalizers.Normalizer]:
+    steps = [normalizers.Prepend("▁")] if tables.space_prefix else []
+    return [*steps, normalizers.Replace(" ", "▁")]
+
+
+def _word_piece(
+    tables: TokenizerTables, vocab: dict[str, int], unknown: str | None
+) -> tokenizers.Tokenizer:
+    """A WordPiece tokenizer. In GGUF, "▁" marks the pieces that begin a word; in the library, "##"
+    marks those that do not.
+    """
+    named = tables.special_ids | tables.literal_ids
+    marked = {
+        piece if i in named else piece[1:] if piece.startswith("▁") else f"##{piece}": i
+        for piece, i in vocab.items()
+    }
+    if len(marked) != len(vocab):
+        raise ModelFormatError("tokenizer.ggml.tokens holds a WordPiece piece twice.")
+    engine = tokenizers.Tokenizer(
+        models.WordPiece(vocab=marked, unk_token=unknown, max_input_chars_per_word=100)
+    )
+    engine.normalizer = normalizers.BertNormalizer(
+        lowercase=tables.lowercase, strip_accents=tables.strip_accents
+    )
+    engine.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
+    return engine
+
+
+def _unigram(tables: TokenizerTables, vocab: dict[str, int]) -> tokenizers.Tokenizer:
+    pieces = sorted(vocab, key=vocab.__getitem__)
+    engine = tokenizers.Tokenizer(
+        models.Unigram(
+            vocab=list(zip(pieces, tables.scores, strict=True)),
+            unk_id=tables.unknown_id,
+            byte_fallback="<0x00>" in vocab,
+        )
+    )
+    steps: list[normalizers.Normalizer] = []
+    if tables.charsmap:
+        steps.append(normalizers.Precompiled(tables.charsmap))
+    if tables.collapse_spaces:
+        steps += [
+            normalizers.Replace(Regex(" {2,}"), " "),
+            normalizers.Replace(Regex(r"\A | \z"), ""),
+        ]
+    engine.normalizer = normalizers.Sequence([*steps, *_mark_spaces(tables)])
     return engine
 
 

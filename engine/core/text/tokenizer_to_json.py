@@ -8,7 +8,7 @@ import tokenizers
 from tokenizers import AddedToken, decoders, processors
 
 from engine.core.text.tokenizer_gguf import tables_from_gguf, unused_ids
-from engine.core.text.tokenizer_tables import TokenizerTables, build_bpe, vocab_of
+from engine.core.text.tokenizer_tables import TokenizerTables, build_engine, vocab_of
 
 
 def tokenizer_files(metadata: Mapping[str, Any]) -> dict[str, str]:
@@ -25,7 +25,7 @@ def tokenizer_files(metadata: Mapping[str, Any]) -> dict[str, str]:
         "add_bos_token": tables.add_bos,
         "add_eos_token": tables.add_eos,
         "clean_up_tokenization_spaces": False,
-        "chat_template": tables.chat_template,
+        "chat_template": _chat_templates(tables),
     }
     stated = {key: value for key, value in settings.items() if value is not None}
     return {
@@ -34,13 +34,23 @@ def tokenizer_files(metadata: Mapping[str, Any]) -> dict[str, str]:
     }
 
 
+def _chat_templates(tables: TokenizerTables) -> Any:
+    """The template, or a list of named templates if there is one for requests with tools."""
+    if tables.tool_template is None or tables.chat_template is None:
+        return tables.chat_template
+    named = {"default": tables.chat_template, "tool_use": tables.tool_template}
+    return [{"name": name, "template": template} for name, template in named.items()]
+
+
 def _engine(tables: TokenizerTables, unused: frozenset[int]) -> tokenizers.Tokenizer:
     pieces = tables.pieces
     vocab = {piece: i for piece, i in vocab_of(pieces).items() if i not in unused}
     unknown = None if tables.unknown_id is None else pieces[tables.unknown_id]
-    engine = build_bpe(tables, vocab, unknown)
+    engine = build_engine(tables, vocab, unknown)
     if tables.kind == "gpt2":
         engine.decoder = decoders.ByteLevel()
+    elif tables.kind == "bert":
+        engine.decoder = decoders.WordPiece(cleanup=False)
     else:
         steps = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()]
         if tables.space_prefix:

@@ -38,17 +38,31 @@ MUTATIONS = [
     ),
     Mutation(
         "frameworks: native reads the norm of keys for queries",
-        "engine.backends.custom.frameworks.native.execution.build",
+        "engine.backends.custom.frameworks.native.execution.program",
         "query_norm=weights.vector(step.q_norm),",
         "query_norm=weights.vector(step.k_norm),",
         "tests/parity/test_native_models.py::test_logits_equal_hugging_face[qwen3]",
     ),
     Mutation(
         "frameworks: native attends without a window",
-        "engine.backends.custom.frameworks.native.execution.build",
-        "                window=step.window or 0,\n",
-        "                window=0,\n",
+        "engine.backends.custom.frameworks.native.execution.program",
+        "        window=step.window or 0,\n",
+        "        window=0,\n",
         "tests/parity/test_native_models.py::test_logits_equal_hugging_face[mistral-window]",
+    ),
+    Mutation(
+        "frameworks: native rotates all layers by the first RoPE table",
+        "engine.backends.custom.frameworks.native.execution.program",
+        "        rope=step.table,\n",
+        "        rope=0,\n",
+        "tests/unit/test_native_graphs.py::test_logits_are_those_of_the_graph[ropes]",
+    ),
+    Mutation(
+        "frameworks: native packs the first expert for all",
+        "engine.backends.custom.frameworks.native.weights.loading",
+        "_part(each.expert(expert) if matrix.experts else each)",
+        "_part(each.expert(0) if matrix.experts else each)",
+        "tests/unit/test_native_graphs.py::test_logits_are_those_of_the_graph[experts]",
     ),
     Mutation(
         "frameworks: torch forgets a slot's history when others join",
@@ -95,9 +109,9 @@ MUTATIONS = [
     ),
     Mutation(
         "frameworks: JAX sees one position beyond the window",
-        "engine.backends.custom.frameworks.jax.layers.attention",
-        "is_visible(distance, window)",
-        "is_visible(distance, window and window + 1)",
+        "engine.backends.custom.frameworks.jax.kernels.work",
+        "distance < scoring.window",
+        "distance <= scoring.window",
         f"{LAYER_TESTS}::test_a_sequence_attends_to_what_came_before_it",
     ),
     Mutation(
@@ -117,10 +131,8 @@ MUTATIONS = [
     Mutation(
         "frameworks: tinygrad activates the wrong half",
         "engine.backends.custom.frameworks.tinygrad.layers.mlp",
-        '    gate = ACTIVATIONS[activation](linear(params["gate"], x))\n'
-        '    return linear(params["down"], (gate * linear(params["up"], x)).contiguous())\n',
-        '    gate = ACTIVATIONS[activation](linear(params["up"], x))\n'
-        '    return linear(params["down"], (gate * linear(params["gate"], x)).contiguous())\n',
+        "    return ACTIVATIONS[activation](gate) * up\n",
+        "    return ACTIVATIONS[activation](up) * gate\n",
         f"{LAYER_TESTS}::test_feed_forward_halves",
     ),
     Mutation(
@@ -129,5 +141,54 @@ MUTATIONS = [
         "keepdim=True) + eps).rsqrt()",
         "keepdim=True)).rsqrt()",
         f"{LAYER_TESTS}::test_norms",
+    ),
+    Mutation(
+        "frameworks: JAX ranks a group by its best expert alone",
+        "engine.backends.custom.frameworks.jax.layers.experts",
+        'considered = 1 if config.group_score == "best" else 2',
+        "considered = 1",
+        f"{LAYER_TESTS}::test_a_router_chooses_and_weights_experts",
+    ),
+    Mutation(
+        "frameworks: JAX starts each run of an expert at its first token",
+        "engine.backends.custom.frameworks.jax.kernels.experts",
+        "start = (ends - sizes)[expert] + earlier * size",
+        "start = (ends - sizes)[expert]",
+        f"{LAYER_TESTS}::test_both_ways_to_run_experts_in_jax_give_each_token_its_own",
+    ),
+    Mutation(
+        "frameworks: JAX weights experts by the corrected scores",
+        "engine.backends.custom.frameworks.jax.layers.experts",
+        "jnp.take_along_axis(scores, chosen, axis=1)",
+        "jnp.take_along_axis(ranked, chosen, axis=1)",
+        f"{LAYER_TESTS}::test_a_router_chooses_and_weights_experts",
+    ),
+    Mutation(
+        "frameworks: tinygrad gives equal experts the same rank",
+        "engine.backends.custom.frameworks.tinygrad.layers.experts",
+        "((other > own) | ((other == own) & is_before))",
+        "(other > own)",
+        f"{LAYER_TESTS}::test_of_equal_experts_the_first_is_chosen",
+    ),
+    Mutation(
+        "frameworks: tinygrad's shared expert has no gate",
+        "engine.backends.custom.frameworks.tinygrad.layers.experts",
+        "    if config.shared_gate:\n",
+        "    if not config.shared_gate:\n",
+        f"{LAYER_TESTS}::test_a_token_sums_its_experts_and_the_shared_expert",
+    ),
+    Mutation(
+        "frameworks: settings of experts that no decoder knows are ignored",
+        "engine.backends.custom.frameworks.parameters",
+        "    if config.experts is not None:\n",
+        "    if config.experts is None:\n",
+        f"{PART_TESTS}::test_a_setting_that_no_decoder_knows_is_refused_by_name",
+    ),
+    Mutation(
+        "frameworks: slopes between powers of two come first",
+        "engine.backends.custom.frameworks.scoring",
+        "(exponents[1::2], exponents[::2])",
+        "(exponents[::2], exponents[1::2])",
+        f"{PART_TESTS}::test_alibi_slopes_of_six_heads_are_those_between_eight",
     ),
 ]

@@ -12,6 +12,8 @@ from typing import Any, Literal, Protocol, TypeVar
 
 from engine.core.errors import ModelFormatError
 
+MAX_LAYERS = 1024
+
 
 @dataclass(frozen=True, slots=True)
 class Transform:
@@ -64,8 +66,8 @@ class RopeConfig:
     # serves at most `original_max_position` tokens, else by the long ones. dim / 2 numbers each
     short_factors: tuple[float, ...] = ()
     long_factors: tuple[float, ...] = ()
-    # Only for kinds "yarn" and "longrope": multiplies cosines and sines. None: the rule's default,
-    # for "yarn" 0.1 ln(factor) + 1, for "longrope" sqrt(1 + ln(factor) / ln(original_max_position))
+    # Only for kinds "yarn" and "longrope": multiplies cosines and sines. None: the default of
+    # "yarn", which is 0.1 ln(factor) + 1
     attention_factor: float | None = None
 
 
@@ -173,7 +175,13 @@ class ModelConfig:
         attention = self.hidden_size * self.head_dim * 2 * (self.num_heads + self.num_kv_heads)
         mlp = self.hidden_size * self.intermediate_size * (3 if self.gated_mlp else 2)
         tables = self.vocab_size * self.hidden_size * (1 if self.tie_embeddings else 2)
-        return self.num_layers * (attention + mlp) + tables
+        experts, sparse = 0, 0
+        if self.experts is not None:
+            width = self.experts.count * self.experts.size + self.experts.shared_size
+            experts = self.hidden_size * (3 * width + self.experts.count + self.experts.shared_gate)
+            sparse = sum(self.layer(index).experts for index in range(self.num_layers))
+        dense = self.num_layers - sparse
+        return self.num_layers * attention + dense * mlp + sparse * experts + tables
 
     @property
     def attention_scale(self) -> float:
@@ -260,6 +268,10 @@ class Reader:
         self._source = source
         self._where = where
 
+    @property
+    def source(self) -> Mapping[str, Any]:
+        return self._source
+
     def has(self, key: str) -> bool:
         """Whether the key exists. A key whose value is null also counts."""
         return key in self._source
@@ -293,7 +305,7 @@ def check_config(config: ModelConfig) -> ModelConfig:
     rules = {
         "vocab_size >= 1": config.vocab_size >= 1,
         "hidden_size >= 1": config.hidden_size >= 1,
-        "1 <= num_layers <= 1024": 1 <= config.num_layers <= 1024,
+        f"1 <= num_layers <= {MAX_LAYERS}": 1 <= config.num_layers <= MAX_LAYERS,
         "num_heads >= 1": config.num_heads >= 1,
         "num_kv_heads >= 1": config.num_kv_heads >= 1,
         "num_kv_heads divides num_heads": config.num_kv_heads >= 1
@@ -315,7 +327,20 @@ def check_config(config: ModelConfig) -> ModelConfig:
                 config.logits_scaling,
             )
         ),
-        "sliding_window >= 1": config.sliding_window is None or config.sliding_window >= 1,
+        "sliding_window >= 1": all(
+            each is None or each >= 1
+            for each in (config.sliding_window, *(layer.window for layer in config.layers))
+        ),
+        "as many layer settings as layers": len(config.layers) in (0, config.num_layers),
+        "softcaps > 0": all(
+            each is None or each > 0 for each in (config.attention_softcap, config.logits_softcap)
+        ),
+        "alibi_bias > 0": config.alibi_bias is None or config.alibi_bias > 0,
+        "1 <= experts per token <= experts <= 4096": config.experts is None
+        or 1 <= config.experts.per_token <= config.experts.count <= 4096,
+        "expert size >= 1": config.experts is None or config.experts.size >= 1,
+        "shared expert size >= 0": config.experts is None or config.experts.shared_size >= 0,
+        "expert weight scale > 0": config.experts is None or config.experts.scale > 0,
         "token types >= 1": config.encoder is None or config.encoder.num_token_types >= 1,
         "1 <= encoder tokens <= max_position": config.encoder is None
         or 1 <= config.encoder.max_tokens <= config.max_position,

@@ -7,15 +7,25 @@ error is raised. So no file is written that would load as a different model.
 """
 
 from dataclasses import fields
+from operator import attrgetter
 from typing import Any
+
+import numpy as np
 
 from engine.backends.custom.architectures.base import ModelConfig, RopeConfig
 from engine.backends.custom.architectures.family import Family, Keys
-from engine.backends.custom.architectures.rope import yarn_magnitude
+from engine.backends.custom.architectures.rope import with_long_factors, yarn_magnitude
 from engine.core.errors import ModelFormatError
 from engine.core.registry.model_registry import architecture
 
-_HF_ACTIVATIONS = {"silu": "silu", "gelu": "gelu", "gelu_tanh": "gelu_new"}
+_HF_ACTIVATIONS = {
+    "silu": "silu",
+    "gelu": "gelu",
+    "gelu_tanh": "gelu_pytorch_tanh",
+    "relu2": "relu2",
+    "swiglu_oai": "silu",
+}
+_SHOWN = 120  # max characters of a setting in an error
 # Config fields that are not compared after writing. Token ids are part of the tokenizer. In GGUF,
 # the remaining fields have no key, because the tensors of the file imply them.
 _UNSTATED_HF = frozenset({"bos_id", "eos_ids"})
@@ -33,10 +43,12 @@ def hf_config(config: ModelConfig, dtype: str) -> dict[str, Any]:
     "bfloat16".
     """
     family = _exporting(config)
-    windowed = config.family == "llama" and config.sliding_window is not None
+    name, kind = family.hf_names[0], config.family
+    if family.hf_kind is not None:
+        name, kind = family.hf_kind(config)
     stated: dict[str, Any] = {
-        "architectures": ["MistralForCausalLM" if windowed else family.hf_names[0]],
-        "model_type": "mistral" if windowed else config.family,
+        "architectures": [name],
+        "model_type": kind,
         **_fields(config, family.hf_keys),
         family.hf_activation[0]: _HF_ACTIVATIONS[config.activation],
         "bos_token_id": config.bos_id,
@@ -46,14 +58,9 @@ def hf_config(config: ModelConfig, dtype: str) -> dict[str, Any]:
     }
     if config.rope is not None:
         stated |= _rope_to_hf(config.rope, config.head_dim)
-    if windowed:
-        stated["sliding_window"] = config.sliding_window
-    elif config.sliding_window is not None:
-        stated |= {
-            "use_sliding_window": True,
-            "max_window_layers": 0,
-            "sliding_window": config.sliding_window,
-        }
+    stated |= _layers_to_hf(config)
+    if family.name == "gemma2" or family.name == "gemma3":
+        stated["query_pre_attn_scalar"] = config.attention_scale**-2
     stated = {key: value for key, value in stated.items() if value is not None}
     _check_same(config, family.config_from_hf(stated), _UNSTATED_HF, "a config.json")
     return stated
@@ -68,9 +75,54 @@ def gguf_metadata(config: ModelConfig) -> dict[str, Any]:
     stated |= _fields(config, keys)
     if config.rope is not None:
         stated |= {f"{prefix}.rope.{key}": v for key, v in _rope_to_gguf(config.rope).items()}
-    if config.sliding_window is not None:
-        stated[f"{prefix}.attention.sliding_window"] = config.sliding_window
-    _check_same(config, family.config_from_gguf(stated), _UNSTATED_GGUF, "a GGUF file")
+    stated |= {f"{prefix}.{key}": value for key, value in _layers_to_gguf(config).items()}
+    if config.norm == "layer" and config.rope is not None:
+        stated[f"{prefix}.use_parallel_residual"] = config.parallel is not None
+    read, rope = family.config_from_gguf(stated), config.rope
+    if rope is not None and rope.kind == "longrope":
+        read = with_long_factors(read, stated, rope.short_factors, rope.long_factors)
+    _check_same(config, read, _UNSTATED_GGUF, "a GGUF file")
+    return stated
+
+
+def _layers_to_hf(config: ModelConfig) -> dict[str, Any]:
+    """The keys for windows, for RoPE settings that differ between layers and for layers without."""
+    layers = [config.layer(index) for index in range(config.num_layers)]
+    window = next((layer.window for layer in layers if layer.window is not None), None)
+    stated: dict[str, Any] = {"sliding_window": window}
+    if window is not None:
+        kinds = {True: "sliding_attention", False: "full_attention"}
+        stated |= {"use_sliding_window": True, "max_window_layers": 0}
+        if config.layers:
+            stated["layer_types"] = [kinds[layer.window is not None] for layer in layers]
+        local = next(layer.rope for layer in layers if layer.window is not None)
+        if local is not None and config.rope is not None and local != config.rope:
+            stated["rope_parameters"] = {
+                name: _rope_parameters(rope, config.head_dim)
+                for name, rope in (("sliding_attention", local), ("full_attention", config.rope))
+            }
+    elif any(layer.rope != config.rope for layer in layers):
+        stated["no_rope_layers"] = [int(layer.rope is not None) for layer in layers]
+    return stated
+
+
+def _rope_parameters(rope: RopeConfig, head_dim: int) -> dict[str, Any]:
+    """RoPE settings in the form of `rope_parameters`, which has all of them in one object."""
+    stated = _rope_to_hf(rope, head_dim)
+    return {**stated.pop("rope_scaling", {"rope_type": "default"}), **stated}
+
+
+def _layers_to_gguf(config: ModelConfig) -> dict[str, Any]:
+    layers = [config.layer(index) for index in range(config.num_layers)]
+    local = next((layer for layer in layers if layer.window is not None), None)
+    if local is None:
+        return {}
+    stated: dict[str, Any] = {"attention.sliding_window": local.window}
+    if config.layers:
+        pattern = np.array([layer.window is not None for layer in layers], np.bool_)
+        stated["attention.sliding_window_pattern"] = pattern
+        if local.rope is not None and config.rope is not None:
+            stated["rope.freq_base_swa"] = local.rope.theta
     return stated
 
 
@@ -81,8 +133,8 @@ def _check_same(
         meant, found = getattr(config, field.name), getattr(read, field.name)
         if field.name not in unstated and meant != found:
             raise ModelFormatError(
-                f"{where} of the family '{config.family}' cannot say that {field.name} is {meant}; "
-                "keep the model in its present format"
+                f"{where} of the family '{config.family}' cannot say that {field.name} is "
+                f"{str(meant)[:_SHOWN]}; keep the model in its present format"
             )
 
 
@@ -99,11 +151,16 @@ def _fields(config: ModelConfig, keys: Keys) -> dict[str, Any]:
     """The keys of a file with their values, taken from the config. If a key stands for several
     fields, its value is the first field's. A key whose field is None is left out.
     """
-    values = {
-        key: getattr(config, name if isinstance(name, str) else name[0])
-        for key, name in keys.items()
-    }
-    return {key: value for key, value in values.items() if value is not None}
+    values: dict[str, Any] = {}
+    for key, names in keys.items():
+        name = names if isinstance(names, str) else names[0]
+        field = name.removeprefix("1/")
+        if field.startswith("experts.") and config.experts is None:
+            continue
+        value = attrgetter(field)(config)
+        if value is not None:
+            values[key] = value if name == field else 1 / value
+    return values
 
 
 def _rope_to_hf(rope: RopeConfig, head_dim: int) -> dict[str, Any]:
@@ -116,6 +173,13 @@ def _rope_to_hf(rope: RopeConfig, head_dim: int) -> dict[str, Any]:
             return stated
         case "linear" | "dynamic":
             pass
+        case "longrope":
+            stated["original_max_position_embeddings"] = rope.original_max_position
+            scaling |= {
+                "short_factor": list(rope.short_factors),
+                "long_factor": list(rope.long_factors),
+                "attention_factor": rope.attention_factor,
+            }
         case "llama3" | "yarn":
             scaling |= {
                 "original_max_position_embeddings": rope.original_max_position,
@@ -125,6 +189,8 @@ def _rope_to_hf(rope: RopeConfig, head_dim: int) -> dict[str, Any]:
                 "beta_slow": rope.beta_slow,
                 "attention_factor": rope.attention_factor,
             }
+            if not rope.truncate:
+                scaling["truncate"] = False
         case "factors":
             raise ModelFormatError(
                 "the model stores rotary frequency factors of no published rule, which a "
@@ -138,13 +204,18 @@ def _rope_to_gguf(rope: RopeConfig) -> dict[str, Any]:
     match rope.kind:
         case "default" | "factors":  # a GGUF file stores frequency factors as a tensor, not a key
             return stated
+        case "longrope":  # these factors are tensors, too
+            stated["scaling.original_context_length"] = rope.original_max_position
+            if rope.attention_factor is not None:
+                stated["scaling.attn_factor"] = rope.attention_factor
+            return stated
         case "linear":
             return stated | {"scaling.type": "linear", "scaling.factor": rope.factor}
         case "yarn":
             stretch = rope.attention_factor
             if stretch is not None:
                 stretch /= yarn_magnitude(rope.factor, 1.0)
-            scaling = {
+            scaling: dict[str, Any] = {
                 "scaling.type": "yarn",
                 "scaling.factor": rope.factor,
                 "scaling.original_context_length": rope.original_max_position,

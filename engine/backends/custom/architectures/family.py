@@ -14,6 +14,7 @@ from operator import attrgetter
 from typing import Any
 
 from engine.backends.custom.architectures.base import (
+    ExpertsConfig,
     ModelConfig,
     Reader,
     TensorSpec,
@@ -21,6 +22,7 @@ from engine.backends.custom.architectures.base import (
     check_config,
 )
 from engine.backends.custom.architectures.foreign import (
+    check_sizes,
     gguf_bos_id,
     gguf_eos_ids,
     gguf_vocab_size,
@@ -34,20 +36,23 @@ from engine.backends.custom.architectures.foreign import (
     refuse_values,
 )
 from engine.backends.custom.architectures.rope import (
+    DEFAULT_THETA,
     rope_from_gguf,
     rope_from_hf,
     stretched_position,
 )
 from engine.core.errors import ModelFormatError
 
-Keys = dict[str, str | tuple[str, ...]]  # a key of the file -> the config fields that it sets
+# A key of the file -> the config fields that it sets. "experts.count" is a field of
+# `ModelConfig.experts`. "1/logits_scaling": the key has the reciprocal of the field.
+Keys = dict[str, str | tuple[str, ...]]
 Settings = Mapping[str, Any]  # values of `ModelConfig` fields, by field name
 # A function that reads config fields which need more than one key. It gets a reader of the file's
 # keys and the fields read so far. It returns additional fields.
 More = Callable[[Reader, Settings], Settings]
 
 REQUIRED: Any = object()
-_BOOLS = frozenset({"tie_embeddings", "qkv_bias", "out_bias", "mlp_bias"})
+_BOOLS = frozenset({"tie_embeddings", "qkv_bias", "out_bias", "mlp_bias", "experts.renormalizes"})
 FLOATS = frozenset(
     {
         "norm_eps",
@@ -55,6 +60,9 @@ FLOATS = frozenset(
         "residual_multiplier",
         "attention_multiplier",
         "logits_scaling",
+        "attention_softcap",
+        "logits_softcap",
+        "alibi_bias",
     }
 )
 # Defaults of fields that a file of any family may omit.
@@ -69,6 +77,13 @@ _DEFAULTS: Mapping[str, Any] = {
     "residual_multiplier": 1.0,
     "attention_multiplier": None,
     "logits_scaling": 1.0,
+    "attention_softcap": None,
+    "logits_softcap": None,
+    "experts.count": 0,
+    "experts.per_token": 0,
+    "experts.size": lambda found: found.get("intermediate_size", 0),
+    "experts.shared_size": 0,
+    "experts.renormalizes": False,
 }
 
 
@@ -191,6 +206,26 @@ def has_head(config: ModelConfig, layer: int) -> bool:
     return config.has_head
 
 
+def is_dense(config: ModelConfig, layer: int) -> bool:
+    return not config.layer(layer).experts
+
+
+def has_experts(config: ModelConfig, layer: int) -> bool:
+    return config.layer(layer).experts
+
+
+def has_shared(config: ModelConfig, layer: int) -> bool:
+    """Whether the layer has a shared expert beside the others."""
+    return (
+        has_experts(config, layer) and config.experts is not None and config.experts.shared_size > 0
+    )
+
+
+def has_mlp_norm(config: ModelConfig, layer: int) -> bool:
+    """Whether the MLP does not use the normalized input of attention."""
+    return config.parallel != "shared"
+
+
 def _nothing_more(reader: Reader, found: Settings) -> Settings:
     return {}
 
@@ -222,19 +257,39 @@ class Family:
     hf_refused: Mapping[str, Any] = field(default_factory=dict)
     hf_more: More = _nothing_more
     gguf_more: More = _nothing_more
+    # RoPE's base and the rotated part of each head, if config.json does not state them.
+    theta: float = DEFAULT_THETA
+    rotated: float = 1.0
+    # Whether layers with and without a window may have different RoPE settings.
+    has_local_rope: bool = False
+    # Renames or flattens keys of config.json before they are read.
+    hf_view: Callable[[Mapping[str, Any]], Mapping[str, Any]] = dict
+    # For writing a config.json: the names of the architecture and of the model type of a model.
+    # None: the first of `hf_names`, and the family's name.
+    hf_kind: Callable[[ModelConfig], tuple[str, str]] | None = None
 
     def config_from_hf(self, config: Mapping[str, Any]) -> ModelConfig:
-        refuse_unsupported_hf(config)
+        config = self.hf_view(config)
+        refuse_unsupported_hf(config, self._has_experts)
         refuse_values(config, self.hf_refused)
         reader = Reader(config, "config.json")
         found = self._read(reader, self.hf_keys, dict(self.always), self.hf_defaults)
-        found["activation"] = hf_activation(reader, *self.hf_activation)
+        if "activation" not in found:
+            found["activation"] = hf_activation(reader, *self.hf_activation)
         if "rope" not in found:
             length = found["max_position"]
-            found["rope"] = rope_from_hf(config, found["head_dim"], length)
+            found["rope"] = rope_from_hf(
+                config,
+                found["head_dim"],
+                length,
+                self.theta,
+                self.rotated,
+                "full_attention" if self.has_local_rope else None,
+            )
             found["max_position"] = stretched_position(found["rope"], length)
         found["bos_id"] = hf_bos_id(config, found["vocab_size"])
         found["eos_ids"] = hf_eos_ids(config, found["vocab_size"])
+        check_sizes(found)
         found |= self.hf_more(reader, found)
         return check_config(ModelConfig(family=self.name, **found))
 
@@ -244,13 +299,13 @@ class Family:
                 f"{self.name} models are read from safetensors only; use the model's Hugging Face "
                 "directory"
             )
-        refuse_unsupported_gguf(metadata)
+        refuse_unsupported_gguf(metadata, self._has_experts)
         reader = Reader(metadata, "GGUF metadata")
         prefix = reader.read(str, "general.architecture")
         keys = {f"{prefix}.{key}": name for key, name in self.gguf_keys.items()}
         known = {**self.always, "vocab_size": gguf_vocab_size(metadata)}
         found = self._read(reader, keys, known, {})
-        found["activation"] = known_activation(self.hf_activation[1])
+        found.setdefault("activation", known_activation(self.hf_activation[1]))
         if "rope" not in found:
             length = found["max_position"]
             found["rope"] = rope_from_gguf(metadata, found["head_dim"], length)
@@ -260,8 +315,13 @@ class Family:
         found["sliding_window"] = window or None
         found["bos_id"] = gguf_bos_id(metadata, found["vocab_size"])
         found["eos_ids"] = gguf_eos_ids(metadata, found["vocab_size"])
+        check_sizes(found)
         found |= self.gguf_more(reader, found)
         return check_config(ModelConfig(family=self.name, **found))
+
+    @property
+    def _has_experts(self) -> bool:
+        return "experts.count" in (*self.hf_keys.values(), *self.always)
 
     def tensors(self, config: ModelConfig) -> tuple[TensorSpec, ...]:
         """All weights of a model with this config, in layer order."""
@@ -286,16 +346,29 @@ class Family:
         defaults = {**_DEFAULTS, **self.defaults, **defaults}
         for key, fields in keys.items():
             names = (fields,) if isinstance(fields, str) else fields
-            if names[0] in found:
+            first = names[0].removeprefix("1/")
+            if first in found:
                 continue
-            kind = bool if names[0] in _BOOLS else float if names[0] in FLOATS else int
-            if defaults.get(names[0], REQUIRED) is REQUIRED:
+            kind = bool if first in _BOOLS else float if first in FLOATS else int
+            if defaults.get(first, REQUIRED) is REQUIRED:
                 value: Any = reader.read(kind, key)
             else:
                 value = reader.read(kind, key, default=None)
+            if value is not None and names[0] != first:
+                value = 1 / value if value > 0 else 0.0
             if value is not None:
-                found |= dict.fromkeys(names, value)
+                found |= dict.fromkeys((first, *names[1:]), value)
         for name, default in defaults.items():
             if name not in found:
                 found[name] = default(found) if callable(default) else default
-        return found
+        return _with_experts(found)
+
+
+def _with_experts(found: Mapping[str, Any]) -> dict[str, Any]:
+    """Collects the fields "experts.*" into one `ExpertsConfig`."""
+    prefix = "experts."
+    fields = {key: value for key, value in found.items() if not key.startswith(prefix)}
+    settings = {
+        key.removeprefix(prefix): value for key, value in found.items() if key.startswith(prefix)
+    }
+    return {**fields, "experts": ExpertsConfig(**settings) if settings["count"] else None}

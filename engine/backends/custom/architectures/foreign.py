@@ -7,10 +7,10 @@ If a config asks for something that the engine does not implement, an error name
 from collections.abc import Iterator, Mapping
 from typing import Any, Literal
 
-from engine.backends.custom.architectures.base import Reader
+from engine.backends.custom.architectures.base import MAX_LAYERS, Reader
 from engine.core.errors import ModelFormatError
 
-Activation = Literal["silu", "gelu", "gelu_tanh"]
+Activation = Literal["silu", "gelu", "gelu_tanh", "relu2"]
 
 _ACTIVATIONS: dict[str, Activation] = {
     "silu": "silu",
@@ -18,7 +18,9 @@ _ACTIVATIONS: dict[str, Activation] = {
     "gelu": "gelu",
     "gelu_new": "gelu_tanh",
     "gelu_pytorch_tanh": "gelu_tanh",
+    "relu2": "relu2",
 }
+ANY: Any = object()
 _EXPERT_KEYS = ("num_experts", "num_local_experts", "n_routed_experts")
 
 
@@ -37,33 +39,55 @@ def hf_activation(reader: Reader, key: str, default: str) -> Activation:
     return _ACTIVATIONS[name]
 
 
-def refuse_unsupported_hf(config: Mapping[str, Any]) -> None:
-    """Rejects Hugging Face checkpoints that are quantized or mixtures of experts. The engine cannot
-    read the weights of either.
+def refuse_unsupported_hf(config: Mapping[str, Any], has_experts: bool) -> None:
+    """Rejects Hugging Face checkpoints that are mixtures of experts, unless the family has them.
+    They store other weights than the engine would look for.
     """
     for key in _EXPERT_KEYS:
-        if config.get(key):
+        if config.get(key) and not has_experts:
             raise ModelFormatError(
-                f"config.json: key '{key}': mixtures of experts are not supported"
+                f"config.json: key '{key}': mixtures of experts are not supported in this family"
             )
-    if config.get("quantization_config"):
+
+
+def refuse_unsupported_gguf(metadata: Mapping[str, Any], has_experts: bool) -> None:
+    key = f"{metadata.get('general.architecture')}.expert_count"
+    if not has_experts and Reader(metadata, "GGUF metadata").read(int, key, default=0):
         raise ModelFormatError(
-            "config.json: key 'quantization_config': quantized Hugging Face checkpoints are not "
-            "supported; use the unquantized checkpoint or a GGUF file"
+            f"GGUF metadata: key '{key}': mixtures of experts are not supported in this family"
         )
 
 
-def refuse_unsupported_gguf(metadata: Mapping[str, Any]) -> None:
-    key = f"{metadata.get('general.architecture')}.expert_count"
-    if Reader(metadata, "GGUF metadata").read(int, key, default=0):
-        raise ModelFormatError(f"GGUF metadata: key '{key}': mixtures of experts are not supported")
-
-
 def refuse_values(config: Mapping[str, Any], refused: Mapping[str, Any]) -> None:
-    """Raises `ModelFormatError` if a key has the value that `refused` lists for it."""
+    """Raises `ModelFormatError` if a key has the value that `refused` lists for it. `ANY` stands
+    for every value but null and false.
+    """
     for key, value in refused.items():
-        if config.get(key) is value:
-            raise ModelFormatError(f"config.json: key '{key}': {value} is not supported")
+        found = config.get(key)
+        if found is value or (value is ANY and found not in (None, False)):
+            raise ModelFormatError(f"config.json: key '{key}': {found} is not supported")
+
+
+def check_sizes(found: Mapping[str, Any]) -> None:
+    """Checks the sizes that functions of a family compute with, before `check_config` checks all
+    fields of the finished config.
+    """
+    for name in ("hidden_size", "num_heads", "head_dim"):
+        if found[name] < 1:
+            raise ModelFormatError(f"model hyperparameters break the rule {name} >= 1")
+    if not 1 <= found["num_layers"] <= MAX_LAYERS:
+        raise ModelFormatError(
+            f"model hyperparameters break the rule 1 <= num_layers <= {MAX_LAYERS}"
+        )
+
+
+def text_config(config: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The settings of the text model of a config.json, which may also describe an image encoder."""
+    text = config.get("text_config")
+    if not isinstance(text, Mapping):
+        return config
+    ids = {key: config[key] for key in ("bos_token_id", "eos_token_id") if key in config}
+    return {**text, **ids}
 
 
 def heads_split(hidden_size: int, num_heads: int) -> int:
@@ -105,31 +129,6 @@ def gguf_vocab_size(metadata: Mapping[str, Any]) -> int:
     tokens = metadata.get("tokenizer.ggml.tokens")
     default = {"default": len(tokens)} if isinstance(tokens, list) else {}
     return Reader(metadata, "GGUF metadata").read(int, key, **default)
-
-
-# The default that Transformers has for max_window_layers. This is the number of layers without a
-# sliding window.
-_QWEN_FULL_LAYERS = 28
-
-
-def uniform_window(reader: Reader, num_layers: int) -> int | None:
-    """Qwen's sliding window, or None if the model has none. A model in which only some layers have
-    a window is rejected.
-    """
-    if not reader.read(bool, "use_sliding_window", default=False):
-        return None
-    num_full = reader.read(int, "max_window_layers", default=_QWEN_FULL_LAYERS)
-    layer_types: list[str] = reader.read(list, "layer_types", default=[])
-    if layer_types:
-        num_full = layer_types.count("full_attention")
-    if num_full >= num_layers:
-        return None
-    if num_full > 0:
-        key = "layer_types" if layer_types else "max_window_layers"
-        raise ModelFormatError(
-            f"config.json: key '{key}': a sliding window in some layers only is not supported"
-        )
-    return reader.read(int, "sliding_window", default=None)
 
 
 def _optional_id(reader: Reader, key: str, vocab_size: int) -> int | None:

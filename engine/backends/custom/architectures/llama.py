@@ -2,113 +2,43 @@
 `Family` below states where it differs from Llama.
 """
 
-from engine.backends.custom.architectures.base import Reader
+from dataclasses import replace
+from math import sqrt
+
+from engine.backends.custom.architectures.base import LayerConfig, ModelConfig, Reader
+from engine.backends.custom.architectures.common import (
+    ATTENTION_BIAS,
+    BOTH_PAIRED,
+    GATED_MLP,
+    GGUF_EXPERT_KEYS,
+    GGUF_KEYS,
+    GGUF_PAIRED,
+    HF_KEYS,
+    MLP_BIAS,
+    OUTPUT_NORMS,
+    attention,
+    decoder,
+    experts,
+    head_norms,
+    input_norms,
+)
 from engine.backends.custom.architectures.family import (
-    PAIRED,
-    PLAIN,
     REQUIRED,
     Family,
     Keys,
     Settings,
     Stored,
     WeightRow,
-    has_head,
 )
-from engine.backends.custom.architectures.foreign import uniform_window
+from engine.backends.custom.architectures.foreign import ANY, text_config
+from engine.backends.custom.architectures.layers import (
+    alternating,
+    layer_settings,
+    local_layers,
+    qwen_window,
+    smollm3_layers,
+)
 from engine.core.errors import ModelFormatError
-
-_HF_KEYS: Keys = {
-    "vocab_size": "vocab_size",
-    "hidden_size": "hidden_size",
-    "num_hidden_layers": "num_layers",
-    "num_attention_heads": "num_heads",
-    "num_key_value_heads": "num_kv_heads",
-    "head_dim": "head_dim",
-    "intermediate_size": "intermediate_size",
-    "max_position_embeddings": "max_position",
-    "rms_norm_eps": "norm_eps",
-    "tie_word_embeddings": "tie_embeddings",
-}
-_ATTENTION_BIAS: Keys = {"attention_bias": ("qkv_bias", "out_bias")}
-_MLP_BIAS: Keys = {"mlp_bias": "mlp_bias"}
-_GGUF_KEYS: Keys = {
-    "vocab_size": "vocab_size",
-    "embedding_length": "hidden_size",
-    "block_count": "num_layers",
-    "attention.head_count": "num_heads",
-    "attention.head_count_kv": "num_kv_heads",
-    "attention.key_length": "head_dim",
-    "attention.value_length": "head_dim",
-    "feed_forward_length": "intermediate_size",
-    "context_length": "max_position",
-    "attention.layer_norm_rms_epsilon": "norm_eps",
-}
-
-
-def _row(
-    name: str,
-    shape: str,
-    hf: str,
-    gguf: str,
-    bias: str | None = None,
-    gguf_stored: Stored = PLAIN,
-) -> WeightRow:
-    """A weight that every layer has. `name`, `hf` and `gguf` lack the layer's prefix and the suffix
-    ".weight", which this function adds.
-    """
-    return WeightRow(
-        f"layers.{{i}}.{name}.weight",
-        shape,
-        f"model.layers.{{i}}.{hf}.weight",
-        f"blk.{{i}}.{gguf}.weight",
-        bias,
-        gguf_stored=gguf_stored,
-    )
-
-
-def _weights(
-    norms: tuple[WeightRow, ...], heads: tuple[WeightRow, ...] = (), interleaved: bool = False
-) -> tuple[WeightRow, ...]:
-    """The weights of a family. `norms` are the two norms of a layer. `heads` are the norms of
-    queries and keys. `interleaved` means that in GGUF files, the two rows of each RoPE pair of q
-    and k are next to each other.
-    """
-    rotated = PAIRED if interleaved else PLAIN
-    rows = (
-        WeightRow("embed.weight", "VD", "model.embed_tokens.weight", "token_embd.weight"),
-        _row("attn.q", "qD", "self_attn.q_proj", "attn_q", "qkv_bias", rotated),
-        _row("attn.k", "kD", "self_attn.k_proj", "attn_k", "qkv_bias", rotated),
-        _row("attn.v", "kD", "self_attn.v_proj", "attn_v", "qkv_bias"),
-        _row("attn.o", "Dq", "self_attn.o_proj", "attn_output", "out_bias"),
-        _row("mlp.gate", "FD", "mlp.gate_proj", "ffn_gate", "mlp_bias"),
-        _row("mlp.up", "FD", "mlp.up_proj", "ffn_up", "mlp_bias"),
-        _row("mlp.down", "DF", "mlp.down_proj", "ffn_down", "mlp_bias"),
-        *norms,
-        *heads,
-        WeightRow("norm.weight", "D", "model.norm.weight", "output_norm.weight"),
-        WeightRow("head.weight", "VD", "lm_head.weight", "output.weight", when=has_head),
-    )
-    if interleaved:  # GGUF converters write frequency factors only for these families
-        rows += (WeightRow("rope.factors", "c", None, "rope_freqs.weight", optional=True),)
-    return rows
-
-
-_INPUT_NORMS = (
-    _row("attn_norm", "D", "input_layernorm", "attn_norm"),
-    _row("mlp_norm", "D", "post_attention_layernorm", "ffn_norm"),
-)
-_OUTPUT_NORMS = (
-    _row("attn_norm", "D", "post_attention_layernorm", "post_attention_norm"),
-    _row("mlp_norm", "D", "post_feedforward_layernorm", "post_ffw_norm"),
-)
-
-
-def _head_norms(q: str, k: str) -> tuple[WeightRow, ...]:
-    return (
-        _row("attn.q_norm", q, "self_attn.q_norm", "attn_q_norm"),
-        _row("attn.k_norm", k, "self_attn.k_norm", "attn_k_norm"),
-    )
-
 
 # The sliding window of a Mistral config that lacks the key "sliding_window". Transformers has the
 # same default. If the key is there with the value null, the model has no window.
@@ -116,15 +46,17 @@ _MISTRAL_WINDOW = 4096
 
 
 def _mistral_window(reader: Reader, found: Settings) -> Settings:
-    if reader.read(str, "model_type", default=None) != "mistral":
+    kind = reader.read(str, "model_type", default=None)
+    if kind not in ("mistral", "mixtral", "ministral"):
         return {}
-    if not reader.has("sliding_window"):
-        return {"sliding_window": _MISTRAL_WINDOW}
-    return {"sliding_window": reader.read(int, "sliding_window", default=None)}
-
-
-def _qwen_window(reader: Reader, found: Settings) -> Settings:
-    return {"sliding_window": uniform_window(reader, found["num_layers"])}
+    window = reader.read(int, "sliding_window", default=None)
+    if not reader.has("sliding_window") and kind != "mixtral":
+        window = _MISTRAL_WINDOW
+    if kind != "ministral" or window is None:
+        return {"sliding_window": window}
+    local = local_layers(reader, found["num_layers"], period=0)
+    kinds = [LayerConfig(window if each else None, found["rope"], False) for each in local]
+    return layer_settings(found, kinds)
 
 
 def _whole_rotation(reader: Reader, found: Settings) -> Settings:
@@ -144,80 +76,290 @@ def _granite_rotation(reader: Reader, found: Settings) -> Settings:
     """Rejects GGUF files whose `rope.scaling.finetuned` is false. In Granite files, this means that
     the model does not use RoPE.
     """
-    if not reader.read(bool, "granite.rope.scaling.finetuned", default=True):
+    key = f"{reader.read(str, 'general.architecture')}.rope.scaling.finetuned"
+    if not reader.read(bool, key, default=True):
         raise ModelFormatError(
-            "GGUF metadata: key 'granite.rope.scaling.finetuned': attention without rotation is "
-            "not supported"
+            f"GGUF metadata: key '{key}': attention without rotation is not supported"
         )
     return _whole_rotation(reader, found)
 
 
-# Llama 1 to 3, Mistral, SmolLM and other models whose files name the Llama architecture.
+def _llama_kind(config: ModelConfig) -> tuple[str, str]:
+    if config.experts is not None:
+        return "MixtralForCausalLM", "mixtral"
+    if config.layers:
+        return "MinistralForCausalLM", "ministral"
+    if config.sliding_window is not None:
+        return "MistralForCausalLM", "mistral"
+    return "LlamaForCausalLM", "llama"
+
+
+# Llama 1 to 3, Mistral, Mixtral, Falcon 3, SmolLM, InternLM 3 and other models whose files name the
+# Llama architecture.
 LLAMA = Family(
     name="llama",
-    hf_names=("LlamaForCausalLM", "LLaMAForCausalLM", "MistralForCausalLM"),
+    hf_names=(
+        "LlamaForCausalLM",
+        "LLaMAForCausalLM",
+        "MistralForCausalLM",
+        "MinistralForCausalLM",
+        "MixtralForCausalLM",
+        "InternLM3ForCausalLM",
+        "Mistral3ForConditionalGeneration",
+    ),
     gguf_names=("llama",),
-    weights=_weights(_INPUT_NORMS, interleaved=True),
-    hf_keys=_HF_KEYS | _ATTENTION_BIAS | _MLP_BIAS,
-    gguf_keys=_GGUF_KEYS,
+    weights=decoder(
+        GGUF_PAIRED,
+        GATED_MLP,
+        experts("block_sparse_moe", "gate", "w1", "w3", "w2"),
+        input_norms(),
+        factors=True,
+    ),
+    hf_keys=HF_KEYS
+    | ATTENTION_BIAS
+    | MLP_BIAS
+    | {"qkv_bias": "qkv_bias", "bias": ("out_bias", "mlp_bias")}  # InternLM 3
+    | {"num_local_experts": "experts.count", "num_experts_per_tok": "experts.per_token"},
+    gguf_keys=GGUF_KEYS | GGUF_EXPERT_KEYS,
+    always={"experts.renormalizes": True},
     hf_more=_mistral_window,
     gguf_more=_whole_rotation,
+    hf_kind=_llama_kind,
+    hf_view=text_config,
 )
 # Qwen2 and Qwen2.5: the projections of queries, keys and values have biases.
 QWEN2 = Family(
     name="qwen2",
     hf_names=("Qwen2ForCausalLM",),
     gguf_names=("qwen2",),
-    weights=_weights(_INPUT_NORMS),
-    hf_keys=_HF_KEYS,
-    gguf_keys=_GGUF_KEYS,
+    weights=decoder(attention(), GATED_MLP, input_norms()),
+    hf_keys=HF_KEYS,
+    gguf_keys=GGUF_KEYS,
     always={"qkv_bias": True},
-    hf_more=_qwen_window,
+    hf_more=qwen_window,
 )
 # Qwen3, dense models: each query and key head has a norm. The config must state the head size.
 QWEN3 = Family(
     name="qwen3",
     hf_names=("Qwen3ForCausalLM",),
     gguf_names=("qwen3",),
-    weights=_weights(_INPUT_NORMS, _head_norms("H", "H")),
-    hf_keys=_HF_KEYS | _ATTENTION_BIAS,
-    gguf_keys=_GGUF_KEYS,
+    weights=decoder(attention(), GATED_MLP, input_norms(), head_norms("H", "H")),
+    hf_keys=HF_KEYS | ATTENTION_BIAS,
+    gguf_keys=GGUF_KEYS,
     always={"qk_norm": "head"},
     defaults={"head_dim": REQUIRED},
-    hf_more=_qwen_window,
+    hf_more=qwen_window,
 )
-# Granite 3, dense models: Llama with multipliers for embeddings, residuals, attention and logits.
+GRANITE_HF_KEYS: Keys = {
+    "embedding_multiplier": "embedding_multiplier",
+    "residual_multiplier": "residual_multiplier",
+    "attention_multiplier": "attention_multiplier",
+    "logits_scaling": "logits_scaling",
+}
+GRANITE_GGUF_KEYS: Keys = {
+    "embedding_scale": "embedding_multiplier",
+    "residual_scale": "residual_multiplier",
+    "attention.scale": "attention_multiplier",
+    "logit_scale": "logits_scaling",
+}
+# Granite 3: Llama with multipliers for embeddings, residuals, attention and logits.
 GRANITE = Family(
     name="granite",
     hf_names=("GraniteForCausalLM",),
     gguf_names=("granite",),
-    weights=_weights(_INPUT_NORMS, interleaved=True),
-    hf_keys=_HF_KEYS
-    | _ATTENTION_BIAS
-    | _MLP_BIAS
-    | {
-        "embedding_multiplier": "embedding_multiplier",
-        "residual_multiplier": "residual_multiplier",
-        "attention_multiplier": "attention_multiplier",
-        "logits_scaling": "logits_scaling",
-    },
-    gguf_keys=_GGUF_KEYS
-    | {
-        "embedding_scale": "embedding_multiplier",
-        "residual_scale": "residual_multiplier",
-        "attention.scale": "attention_multiplier",
-        "logit_scale": "logits_scaling",
-    },
+    weights=decoder(GGUF_PAIRED, GATED_MLP, input_norms(), factors=True),
+    hf_keys=HF_KEYS | ATTENTION_BIAS | MLP_BIAS | GRANITE_HF_KEYS,
+    gguf_keys=GGUF_KEYS | GRANITE_GGUF_KEYS,
     hf_defaults={"attention_multiplier": 1.0},
     gguf_more=_granite_rotation,
 )
-# OLMo 2: norms apply to the outputs of attention and MLP, and to q and k over all heads together.
+
+
+def _minicpm(reader: Reader, found: Settings) -> Settings:
+    hidden, layers = found["hidden_size"], found["num_layers"]
+    base = reader.read(float, "dim_model_base", default=1.0)
+    depth = reader.read(float, "scale_depth", default=1.0)
+    if base <= 0:
+        raise ModelFormatError("config.json: key 'dim_model_base' must be above 0")
+    return {"residual_multiplier": depth / sqrt(layers), "logits_scaling": hidden / base}
+
+
+# MiniCPM 1, 2 and 4: Llama with multipliers that depend on width and depth.
+MINICPM = Family(
+    name="minicpm",
+    hf_names=("MiniCPMForCausalLM",),
+    gguf_names=("minicpm",),
+    weights=decoder(GGUF_PAIRED, GATED_MLP, input_norms(), factors=True),
+    hf_keys=HF_KEYS | ATTENTION_BIAS | {"scale_emb": "embedding_multiplier"},
+    gguf_keys=GGUF_KEYS
+    | {
+        "embedding_scale": "embedding_multiplier",
+        "residual_scale": "residual_multiplier",
+        "logit_scale": "logits_scaling",
+    },
+    hf_defaults={"tie_embeddings": True},
+    hf_refused={"num_experts": ANY, "sparse_config": ANY},
+    hf_more=_minicpm,
+    gguf_more=_whole_rotation,
+)
+# SmolLM3: some layers do not rotate queries and keys.
+SMOLLM3 = Family(
+    name="smollm3",
+    hf_names=("SmolLM3ForCausalLM",),
+    gguf_names=("smollm3",),
+    weights=decoder(GGUF_PAIRED, GATED_MLP, input_norms(), factors=True),
+    hf_keys=HF_KEYS | ATTENTION_BIAS | MLP_BIAS,
+    gguf_keys=GGUF_KEYS,
+    hf_defaults={"tie_embeddings": True},
+    hf_refused={"use_sliding_window": True},
+    hf_more=smollm3_layers,
+    gguf_more=smollm3_layers,
+    theta=2_000_000.0,
+)
+_OLMO3_HF, _OLMO3_GGUF = alternating(4, window=4096, plain_local=True)
+
+
+def _olmo3(reader: Reader, found: Settings) -> Settings:
+    is_olmo3 = reader.read(str, "model_type", default=None) == "olmo3"
+    return _OLMO3_HF(reader, found) if is_olmo3 else {}
+
+
+# OLMo 2 and 3: norms apply to the outputs of attention and MLP, and to q and k over all heads
+# together. In OLMo 3, most layers have a window.
 OLMO2 = Family(
     name="olmo2",
-    hf_names=("Olmo2ForCausalLM",),
+    hf_names=("Olmo2ForCausalLM", "Olmo3ForCausalLM"),
     gguf_names=("olmo2",),
-    weights=_weights(_OUTPUT_NORMS, _head_norms("q", "k")),
-    hf_keys=_HF_KEYS | _ATTENTION_BIAS,
-    gguf_keys=_GGUF_KEYS,
+    weights=decoder(attention(), GATED_MLP, OUTPUT_NORMS, head_norms("q", "k")),
+    hf_keys=HF_KEYS | ATTENTION_BIAS,
+    gguf_keys=GGUF_KEYS,
     always={"norm_placement": "output", "qk_norm": "whole"},
+    hf_more=_olmo3,
+    gguf_more=_OLMO3_GGUF,
+    theta=500_000.0,
+    has_local_rope=True,
+    hf_kind=lambda config: (
+        ("Olmo3ForCausalLM", "olmo3") if config.layers else ("Olmo2ForCausalLM", "olmo2")
+    ),
+)
+_EXAONE4_HF, _EXAONE4_GGUF = alternating(4, window=4096, rotates_global=False)
+# EXAONE 4: output norms, and norms of each query and key head. Layers without window do not rotate.
+EXAONE4 = Family(
+    name="exaone4",
+    hf_names=("Exaone4ForCausalLM",),
+    gguf_names=("exaone4",),
+    weights=decoder(attention(), GATED_MLP, OUTPUT_NORMS, head_norms("H", "H"), factors=True),
+    hf_keys=HF_KEYS,
+    gguf_keys=GGUF_KEYS,
+    always={"norm_placement": "output", "qk_norm": "head"},
+    hf_more=_EXAONE4_HF,
+    gguf_more=_EXAONE4_GGUF,
+)
+
+
+def _renamed(rows: tuple[WeightRow, ...], names: dict[str, str]) -> tuple[WeightRow, ...]:
+    """The rows with other names in Hugging Face's files."""
+
+    def renamed(name: str) -> str:
+        for theirs, ours in names.items():
+            name = name.replace(theirs, ours)
+        return name
+
+    return tuple(replace(each, hf=each.hf and renamed(each.hf)) for each in rows)
+
+
+# EXAONE 3 and 3.5: Llama under other names.
+EXAONE = Family(
+    name="exaone",
+    hf_names=("ExaoneForCausalLM",),
+    gguf_names=("exaone",),
+    weights=_renamed(
+        decoder(attention(), GATED_MLP, input_norms(), factors=True),
+        {
+            "model.embed_tokens": "transformer.wte",
+            "model.layers": "transformer.h",
+            "model.norm": "transformer.ln_f",
+            "self_attn.o_proj": "attn.attention.out_proj",
+            "self_attn": "attn.attention",
+            "gate_proj": "c_fc_0",
+            "up_proj": "c_fc_1",
+            "down_proj": "c_proj",
+            "input_layernorm": "ln_1",
+            "post_attention_layernorm": "ln_2",
+        },
+    ),
+    hf_keys={
+        {"num_hidden_layers": "num_layers", "rms_norm_eps": "layer_norm_epsilon"}.get(
+            key, key
+        ): name
+        for key, name in HF_KEYS.items()
+    },
+    gguf_keys=GGUF_KEYS,
+    hf_activation=("activation_function", "silu"),
+)
+
+
+def _of_wqkv(index: int, size: str) -> WeightRow:
+    """A row of q, k or v. The file has, for each KV head, the rows of its query heads, of the key
+    head and of the value head.
+    """
+    part = "qkv"[index]
+    return WeightRow(
+        f"layers.{{i}}.attn.{part}.weight",
+        f"{size}D",
+        "model.layers.{i}.attention.wqkv.weight",
+        f"blk.{{i}}.attn_{part}.weight",
+        "qkv_bias",
+        hf_stored=Stored("gHH", index, "K"),
+        gguf_stored=Stored(paired=index < 2),
+    )
+
+
+# InternLM 2: Llama under other names, with q, k and v in one matrix.
+INTERNLM2 = Family(
+    name="internlm2",
+    hf_names=("InternLM2ForCausalLM",),
+    gguf_names=("internlm2",),
+    weights=_renamed(
+        decoder(
+            (_of_wqkv(0, "q"), _of_wqkv(1, "k"), _of_wqkv(2, "k")),
+            attention()[3:],
+            GATED_MLP,
+            input_norms(),
+        ),
+        {
+            "embed_tokens": "tok_embeddings",
+            "lm_head": "output",
+            "self_attn.o_proj": "attention.wo",
+            "mlp.gate_proj": "feed_forward.w1",
+            "mlp.up_proj": "feed_forward.w3",
+            "mlp.down_proj": "feed_forward.w2",
+            "input_layernorm": "attention_norm",
+            "post_attention_layernorm": "ffn_norm",
+        },
+    ),
+    hf_keys=HF_KEYS | {"bias": ("qkv_bias", "out_bias")},
+    gguf_keys=GGUF_KEYS,
+    gguf_more=_whole_rotation,
+)
+# Seed-OSS: the file says which projections have biases.
+SEED_OSS = Family(
+    name="seed_oss",
+    hf_names=("SeedOssForCausalLM",),
+    gguf_names=("seed_oss",),
+    weights=decoder(attention(), GATED_MLP, input_norms(mlp="post_attention_norm")),
+    hf_keys=HF_KEYS | MLP_BIAS | {"attention_bias": "qkv_bias", "attention_out_bias": "out_bias"},
+    gguf_keys=GGUF_KEYS,
+    hf_defaults={"qkv_bias": True, "head_dim": 128},
+)
+# ERNIE 4.5, dense models: both formats interleave rotary pairs.
+ERNIE4_5 = Family(
+    name="ernie4_5",
+    hf_names=("Ernie4_5ForCausalLM", "Ernie4_5_ForCausalLM"),
+    gguf_names=("ernie4_5",),
+    weights=decoder(BOTH_PAIRED, GATED_MLP, input_norms()),
+    hf_keys=HF_KEYS | {"use_bias": ("qkv_bias", "out_bias", "mlp_bias")},
+    gguf_keys=GGUF_KEYS,
+    hf_defaults={"tie_embeddings": True, "head_dim": 128},
+    theta=500_000.0,
 )

@@ -20,20 +20,32 @@ YARN_BETA_SLOW = 1.0
 MAX_POSITION = 2**31 - 1  # positions are int32
 
 
-def rope_from_hf(config: Mapping[str, Any], head_dim: int, max_position: int) -> RopeConfig:
+def rope_from_hf(
+    config: Mapping[str, Any],
+    head_dim: int,
+    max_position: int,
+    theta: float = DEFAULT_THETA,
+    part: float = 1.0,
+    layer_type: str | None = None,
+) -> RopeConfig:
+    """The RoPE settings of the layers of one type; None: of all layers. `theta` and `part` are the
+    base and the rotated part of a head if the config does not state them.
+    """
     top = Reader(config, "config.json")
     key = "rope_parameters" if config.get("rope_parameters") else "rope_scaling"
     where = f"config.json {key}"
     settings: dict[str, Any] = top.read(dict, key, default={})
     if any(isinstance(value, Mapping) for value in settings.values()):
-        raise ModelFormatError(f"{where}: settings that differ between layers are not supported")
+        if layer_type is None:
+            raise ModelFormatError(
+                f"{where}: settings that differ between layers are not supported in this family"
+            )
+        settings = Reader(settings, where).read(dict, layer_type, default={})
     reader = Reader(settings, where)
-    theta = reader.read(float, "rope_theta", default=None)
-    if theta is None:
-        theta = top.read(float, "rope_theta", default=DEFAULT_THETA)
-    part = reader.read(float, "partial_rotary_factor", default=None)
-    if part is None:
-        part = top.read(float, "partial_rotary_factor", default=1.0)
+    if reader.read(float, "llama_4_scaling_beta", default=0.0):
+        raise ModelFormatError(f"{where}: key 'llama_4_scaling_beta' is not supported")
+    theta = _stated(reader, top, "rope_theta", theta)
+    part = _stated(reader, top, "partial_rotary_factor", part)
     if not 0 < part <= 1:
         raise ModelFormatError(f"{where}: key 'partial_rotary_factor' must be above 0 and up to 1")
     plain = RopeConfig(theta=theta, dim=int(head_dim * part))
@@ -69,21 +81,60 @@ def rope_from_hf(config: Mapping[str, Any], head_dim: int, max_position: int) ->
             )
         case "yarn":
             rope = _yarn_from_hf(plain, reader, original, max_position)
+        case "longrope" | "su":
+            rope = _longrope(
+                plain,
+                reader.read(float, "factor", default=None) or max_position / max(original, 1),
+                original,
+                reader.read(float, "attention_factor", default=None),
+                _factors(reader, "short_factor"),
+                _factors(reader, "long_factor"),
+            )
         case _:
             raise ModelFormatError(
                 f"{where}: rope type '{kind}' is not supported "
-                "(supported: default, linear, dynamic, llama3, yarn)"
+                "(supported: default, linear, dynamic, llama3, yarn, longrope)"
             )
     return _check_rope(rope, where)
+
+
+def _stated(reader: Reader, top: Reader, key: str, default: float) -> float:
+    """A setting that is among the RoPE settings, or at the top of config.json in older files."""
+    found = reader.read(float, key, default=None)
+    return top.read(float, key, default=default) if found is None else found
+
+
+def _factors(reader: Reader, key: str) -> tuple[float, ...]:
+    listed: list[Any] = reader.read(list, key)
+    return tuple(Reader({key: each}, f"a factor in '{key}'").read(float, key) for each in listed)
+
+
+def _longrope(
+    plain: RopeConfig,
+    factor: float,
+    original: int,
+    attention: float | None,
+    short: tuple[float, ...],
+    long: tuple[float, ...],
+) -> RopeConfig:
+    if attention is None:
+        attention = 1.0
+        if factor > 1 and original > 1:
+            attention = math.sqrt(1 + math.log(factor) / math.log(original))
+    return replace(
+        plain,
+        kind="longrope",
+        factor=factor,
+        original_max_position=original,
+        short_factors=short,
+        long_factors=long,
+        attention_factor=attention,
+    )
 
 
 def _yarn_from_hf(
     plain: RopeConfig, reader: Reader, original: int, max_position: int
 ) -> RopeConfig:
-    if not reader.read(bool, "truncate", default=True):
-        raise ModelFormatError(
-            "config.json rope settings: yarn with 'truncate' off is not supported"
-        )
     factor = reader.read(float, "factor", default=None) or max_position / max(original, 1)
     attention = reader.read(float, "attention_factor", default=None)
     mscale = reader.read(float, "mscale", default=None)
@@ -97,6 +148,7 @@ def _yarn_from_hf(
         original_max_position=original,
         beta_fast=reader.read(float, "beta_fast", default=None) or YARN_BETA_FAST,
         beta_slow=reader.read(float, "beta_slow", default=None) or YARN_BETA_SLOW,
+        truncate=reader.read(bool, "truncate", default=True),
         attention_factor=attention,
     )
 
@@ -140,12 +192,36 @@ def rope_from_gguf(metadata: Mapping[str, Any], head_dim: int, max_position: int
                 # `attention_factor` replaces that default, so it is the product of both.
                 attention_factor=stretch and stretch * yarn_magnitude(factor, 1.0),
             )
+        case "longrope":  # the factors are tensors: see `with_long_factors`
+            rope = plain
         case _:
             raise ModelFormatError(
                 f"{where}: key '{prefix}.scaling.type': '{kind}' is not supported "
-                "(supported: none, linear, yarn)"
+                "(supported: none, linear, yarn, longrope)"
             )
     return _check_rope(rope, where)
+
+
+def with_long_factors(
+    config: ModelConfig,
+    metadata: Mapping[str, Any],
+    short: tuple[float, ...],
+    long: tuple[float, ...],
+) -> ModelConfig:
+    """The config of a model whose GGUF file has the factors of "longrope" as tensors."""
+    where = "GGUF metadata"
+    reader = Reader(metadata, where)
+    prefix = f"{reader.read(str, 'general.architecture')}.rope.scaling"
+    if config.rope is None or config.rope.kind != "default":
+        raise ModelFormatError(
+            "the checkpoint stores the factors of 'longrope' and names another scaling rule; "
+            "only one can hold"
+        )
+    original = reader.read(int, f"{prefix}.original_context_length", default=config.max_position)
+    stretch = config.max_position / max(original, 1)
+    attention = reader.read(float, f"{prefix}.attn_factor", default=None)
+    rope = _longrope(config.rope, stretch, original, attention, short, long)
+    return replace(config, rope=_check_rope(rope, where))
 
 
 def stretched_position(rope: RopeConfig, max_position: int) -> int:
@@ -196,6 +272,14 @@ def _check_rope(rope: RopeConfig, where: str) -> RopeConfig:
         raise ModelFormatError(f"{where}: low_freq_factor and high_freq_factor must differ")
     if rope.dim < 2 or (rope.kind == "dynamic" and rope.dim == 2):
         raise ModelFormatError(f"{where}: {rope.dim} rotated values of a head are too few")
+    if rope.kind == "longrope":
+        for factors in (rope.short_factors, rope.long_factors):
+            if len(factors) != rope.dim // 2 or not all(0 < each < math.inf for each in factors):
+                raise ModelFormatError(
+                    f"{where}: longrope needs {rope.dim // 2} short and long factors above 0"
+                )
+        if rope.original_max_position == 1:
+            raise ModelFormatError(f"{where}: longrope needs an original context of 2 or more")
     if rope.kind == "yarn":
         if rope.theta == 1:
             raise ModelFormatError(f"{where}: yarn needs another rotary theta than 1")

@@ -40,7 +40,12 @@ from engine.backends.custom.conversion.stored import (
 from engine.backends.custom.ir.rotary import inverse_frequencies
 from engine.backends.custom.weights.files import member, read_json
 from engine.backends.custom.weights.lazy_tensor import LazyTensor
-from engine.backends.custom.weights.model import CONFIG_NAME, ModelSource, open_model
+from engine.backends.custom.weights.model import (
+    CONFIG_NAME,
+    LONG_FACTORS,
+    ModelSource,
+    open_model,
+)
 from engine.backends.custom.weights.quantize import ENCODERS, quantize
 from engine.backends.custom.weights.quants import dequantize, traits_of
 from engine.backends.custom.weights.safetensors import SINGLE_NAME
@@ -281,6 +286,11 @@ def gguf_parts(model: ModelSource, dtype: str | None) -> tuple[dict[str, Any], l
     )
     if rope is not None and rope.kind == "llama3":
         tensors.append(stored_array(_factors(rope), _FACTORS))
+    if rope is not None and rope.kind == "longrope":
+        for name, factors in zip(
+            LONG_FACTORS, (rope.short_factors, rope.long_factors), strict=True
+        ):
+            tensors.append(stored_array(np.array(factors, np.float32), name))
     return stated_metadata(model), tensors
 
 
@@ -312,6 +322,7 @@ def _hf_files(model: ModelSource, dtype: str) -> dict[str, bytes]:
             if path.is_file() and is_companion(path.name)
         }
         stated = read_json(model.path, CONFIG_NAME)
+        stated.pop("quantization_config", None)  # the written weights are not quantized
         stated |= {key: dtype for key in ("dtype", "torch_dtype") if key in stated}
         return files | {CONFIG_NAME: _json(stated)}
     texts = tokenizer_files(model.metadata)

@@ -7,15 +7,39 @@ tensor at a time.
 """
 
 from collections.abc import Callable, Mapping
+from dataclasses import fields
 from typing import Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
-from engine.backends.custom.architectures.base import ModelConfig
+from engine.backends.custom.architectures.base import ExpertsConfig, LayerConfig, ModelConfig
 from engine.core.errors import ModelFormatError
 
 ROPE_FACTORS = "rope.factors"
+SWIGLU_LIMIT, SWIGLU_ALPHA = 7.0, 1.702  # of the activation "swiglu_oai"
+# The config fields that the functional decoders implement, by class.
+IMPLEMENTED = {
+    ModelConfig: frozenset(
+        (
+            *("family", "vocab_size", "hidden_size", "num_layers", "num_heads", "num_kv_heads"),
+            *("head_dim", "intermediate_size", "max_position", "norm_eps", "tie_embeddings"),
+            *("rope", "norm", "norm_bias", "norm_placement", "parallel", "activation", "qkv_bias"),
+            *("out_bias", "mlp_bias", "gated_mlp", "qk_norm", "sliding_window", "layers"),
+            *("experts", "attention_softcap", "logits_softcap", "attention_sinks", "alibi_bias"),
+            *("bos_id", "eos_ids", "embedding_multiplier", "residual_multiplier"),
+            *("attention_multiplier", "logits_scaling"),
+        )
+    ),
+    LayerConfig: frozenset(("window", "rope", "experts")),
+    ExpertsConfig: frozenset(
+        (
+            *("count", "per_token", "size", "scoring", "renormalizes", "scale", "groups"),
+            *("groups_per_token", "group_score", "correction", "router_bias", "bias"),
+            *("shared_size", "shared_gate"),
+        )
+    ),
+}
 
 
 class Weight(Protocol):
@@ -25,13 +49,26 @@ class Weight(Protocol):
 
 
 def check_decoder(config: ModelConfig, framework: str) -> None:
-    """Raises `ModelFormatError` if the model is a text encoder, because the framework's decoder
-    cannot run it.
+    """Raises `ModelFormatError` if the model is a text encoder, or if its config has a setting that
+    the functional decoders do not implement.
     """
     if config.encoder is not None or config.norm_placement == "sum":
         raise ModelFormatError(
             f"the {framework} framework has no decoder for family '{config.family}'"
         )
+    for kind, each in ((ModelConfig, config), *((LayerConfig, layer) for layer in config.layers)):
+        _check_fields(kind, each, framework, config.family)
+    if config.experts is not None:
+        _check_fields(ExpertsConfig, config.experts, framework, config.family)
+
+
+def _check_fields(kind: type, config: Any, framework: str, family: str) -> None:
+    for field in fields(config):
+        if field.name not in IMPLEMENTED[kind] and getattr(config, field.name) != field.default:
+            raise ModelFormatError(
+                f"the {framework} framework does not implement '{field.name}', which this model of "
+                f"family '{family}' sets; use --backend native or --backend torch"
+            )
 
 
 def rope_factors(weights: Mapping[str, Weight]) -> NDArray[np.float32] | None:

@@ -26,7 +26,7 @@ def check_config(framework: str, library: str, model: ModelConfig, config: Runne
         raise ConfigError(
             f"performance.affinity binds the native backend's threads, not {library}'s"
         )
-    if model.rope is None and config.max_seq_len > model.max_position:
+    if model.learned_positions and config.max_seq_len > model.max_position:
         raise ConfigError(
             f"max_seq_len {config.max_seq_len} is beyond the model's {model.max_position} "
             "learned positions; lower it"

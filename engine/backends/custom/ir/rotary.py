@@ -45,10 +45,10 @@ def rope_frequencies(
 
 
 def attention_factor(rope: RopeConfig) -> float:
-    """The factor by which cosines and sines are multiplied. YaRN uses it to preserve the entropy of
-    attention. For other scaling rules, the factor is 1.
+    """The factor by which cosines and sines are multiplied. YaRN and LongRoPE use it to preserve
+    the entropy of attention. For other scaling rules, the factor is 1.
     """
-    if rope.kind != "yarn":
+    if rope.kind not in ("yarn", "longrope"):
         return 1.0
     if rope.attention_factor is not None:
         return rope.attention_factor
@@ -68,6 +68,11 @@ def inverse_frequencies(rope: RopeConfig, max_seq_len: int) -> F32:
             return _llama3(rope)
         case "yarn":
             return _yarn(rope)
+        case "longrope":
+            original = _required(rope.original_max_position, "original_max_position", rope)
+            factors = rope.long_factors if max_seq_len > original else rope.short_factors
+            divisors: F32 = np.array(factors, np.float32)
+            return _plain(rope.theta, rope.dim) / divisors
         case "default" | "factors":
             return _plain(rope.theta, rope.dim)
 
@@ -110,8 +115,10 @@ def _yarn(rope: RopeConfig) -> F32:
             rope.dim * math.log(original / (rotations * 2 * math.pi)) / (2 * math.log(rope.theta))
         )
 
-    low = max(math.floor(dimension_rotating(beta_fast)), 0)
-    high = min(math.ceil(dimension_rotating(beta_slow)), rope.dim - 1)
+    low, high = dimension_rotating(beta_fast), dimension_rotating(beta_slow)
+    if rope.truncate:
+        low, high = math.floor(low), math.ceil(high)
+    low, high = max(low, 0), min(high, rope.dim - 1)
     ramp = np.arange(rope.dim // 2, dtype=np.float32) - low
     stretched = np.clip(ramp / max(high - low, 0.001), 0, 1)
     return _blend(_plain(rope.theta, rope.dim), 1 - stretched, rope.factor)

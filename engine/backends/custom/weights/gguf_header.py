@@ -48,6 +48,13 @@ _SCALARS = {
     11: Struct("<q"),
     12: Struct("<d"),
 }
+# Tensor types that the format has or had, and that no model needs: sums for dot products, integers,
+# and formats that were removed.
+_OTHER_TYPES = {
+    **{4: "Q4_2", 5: "Q4_3", 9: "Q8_1", 15: "Q8_K", 24: "I8", 25: "I16", 26: "I32", 27: "I64"},
+    **{28: "F64", 31: "Q4_0_4_4", 32: "Q4_0_4_8", 33: "Q4_0_8_8", 36: "IQ4_NL_4_4"},
+    **{37: "IQ4_NL_4_8", 38: "IQ4_NL_8_8"},
+}
 _NUMPY_TYPES = {
     0: "<u1",
     1: "<i1",
@@ -291,7 +298,8 @@ def _read_tensor_record(
     offset = cursor.u64(f"offset of '{name}'")
     if type_id not in BY_TYPE_ID:
         known = ", ".join(traits.name for traits in BY_TYPE_ID.values())
-        cursor.fail(f"tensor '{name}' has the unsupported type {type_id} (supported: {known})")
+        named = _OTHER_TYPES.get(type_id, f"number {type_id}, which no known version of GGUF has")
+        cursor.fail(f"tensor '{name}' has the unsupported type {named} (supported: {known})")
     traits = BY_TYPE_ID[type_id]
     if dims[0] % traits.block_elems:
         cursor.fail(

@@ -9,29 +9,12 @@ a block.
 import numpy as np
 from numpy.typing import NDArray
 
-Bytes = NDArray[np.uint8]
-Floats = NDArray[np.float32]
+from engine.backends.custom.weights.grouped import Bytes, Floats, half, plane
 
 # The codebook of the IQ4 types. Its levels are closer to each other around zero.
 IQ4_LEVELS = np.array(
     [-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113], np.float32
 )
-
-
-def _half(blocks: Bytes, offset: int) -> Floats:
-    return blocks[:, offset : offset + 2].view("<f2").astype(np.float32)
-
-
-def _plane(packed: Bytes, width: int, bits: int) -> Bytes:
-    """Unpack bytes that hold 8 / bits values each. The bytes come in runs of `width` bytes.
-
-    (n, runs * width) bytes -> (n, runs, 8 / bits, width) values. Within a run, the result has the
-    values in the lowest bits of all bytes first, then the values in the next higher bits, and so
-    on.
-    """
-    runs = packed.reshape(len(packed), -1, 1, width)
-    shifts = np.arange(0, 8, bits, dtype=np.uint8).reshape(-1, 1)
-    return (runs >> shifts) & np.uint8((1 << bits) - 1)
 
 
 def _six_bit_pairs(packed: Bytes) -> tuple[Floats, Floats]:
@@ -67,8 +50,8 @@ def decode_q2_k(blocks: Bytes, out: Floats) -> None:
     Bytes 82-83: super-scale of the minimums.
     """
     packed = blocks[:, 0:16]
-    groups = _scaled(_plane(blocks[:, 16:80], 32, 2), _half(blocks, 80) * (packed & 0x0F), out)
-    groups -= (_half(blocks, 82) * (packed >> 4))[:, :, None]
+    groups = _scaled(plane(blocks[:, 16:80], 32, 2), half(blocks, 80) * (packed & 0x0F), out)
+    groups -= (half(blocks, 82) * (packed >> 4))[:, :, None]
 
 
 def decode_q3_k(blocks: Bytes, out: Floats) -> None:
@@ -78,11 +61,11 @@ def decode_q3_k(blocks: Bytes, out: Floats) -> None:
     4 is subtracted from each 3-bit value. Bytes 96-103 have the low 4 bits of the scales, and bytes
     104-107 have their high 2 bits.
     """
-    low = _plane(blocks[:, 96:104], 8, 4).reshape(-1, 16)
-    high = _plane(blocks[:, 104:108], 4, 2).reshape(-1, 16)
-    scales = _half(blocks, 108) * ((low | (high << 4)).astype(np.float32) - 32)
-    values = _plane(blocks[:, 32:96], 32, 2).reshape(-1, 256).astype(np.int8)
-    values += (_plane(blocks[:, 0:32], 32, 1).reshape(-1, 256) << 2).astype(np.int8)
+    low = plane(blocks[:, 96:104], 8, 4).reshape(-1, 16)
+    high = plane(blocks[:, 104:108], 4, 2).reshape(-1, 16)
+    scales = half(blocks, 108) * ((low | (high << 4)).astype(np.float32) - 32)
+    values = plane(blocks[:, 32:96], 32, 2).reshape(-1, 256).astype(np.int8)
+    values += (plane(blocks[:, 0:32], 32, 1).reshape(-1, 256) << 2).astype(np.int8)
     values -= 4
     _scaled(values, scales, out)
 
@@ -92,8 +75,8 @@ def decode_q4_k(blocks: Bytes, out: Floats) -> None:
     minimums. Bytes 4-15: 6-bit scales and minimums. Bytes 16-143: 4-bit values.
     """
     scales, mins = _six_bit_pairs(blocks[:, 4:16])
-    groups = _scaled(_plane(blocks[:, 16:144], 32, 4), _half(blocks, 0) * scales, out)
-    groups -= (_half(blocks, 2) * mins)[:, :, None]
+    groups = _scaled(plane(blocks[:, 16:144], 32, 4), half(blocks, 0) * scales, out)
+    groups -= (half(blocks, 2) * mins)[:, :, None]
 
 
 def decode_q5_k(blocks: Bytes, out: Floats) -> None:
@@ -101,19 +84,19 @@ def decode_q5_k(blocks: Bytes, out: Floats) -> None:
     Bytes 48-175: the low four bits of each value.
     """
     scales, mins = _six_bit_pairs(blocks[:, 4:16])
-    values = _plane(blocks[:, 48:176], 32, 4).reshape(-1, 256)
-    values |= _plane(blocks[:, 16:48], 32, 1).reshape(-1, 256) << 4
-    groups = _scaled(values, _half(blocks, 0) * scales, out)
-    groups -= (_half(blocks, 2) * mins)[:, :, None]
+    values = plane(blocks[:, 48:176], 32, 4).reshape(-1, 256)
+    values |= plane(blocks[:, 16:48], 32, 1).reshape(-1, 256) << 4
+    groups = _scaled(values, half(blocks, 0) * scales, out)
+    groups -= (half(blocks, 2) * mins)[:, :, None]
 
 
 def decode_q6_k(blocks: Bytes, out: Floats) -> None:
     """Dequantize Q6_K blocks. Bytes 0-127: the low four bits of each value. Bytes 128-191: the high
     two bits. Bytes 192-207: an int8 scale for each 16 values. Bytes 208-209: super-scale.
     """
-    values = _plane(blocks[:, 0:128], 64, 4).reshape(-1, 256)
-    values |= _plane(blocks[:, 128:192], 32, 2).reshape(-1, 256) << 4
-    scales = _half(blocks, 208) * blocks[:, 192:208].view(np.int8)
+    values = plane(blocks[:, 0:128], 64, 4).reshape(-1, 256)
+    values |= plane(blocks[:, 128:192], 32, 2).reshape(-1, 256) << 4
+    scales = half(blocks, 208) * blocks[:, 192:208].view(np.int8)
     _scaled(values.astype(np.int8) - np.int8(32), scales, out)
 
 
@@ -121,8 +104,8 @@ def decode_iq4_nl(blocks: Bytes, out: Floats) -> None:
     """Dequantize IQ4_NL blocks. Bytes 0-1: scale. Bytes 2-17: 4-bit codebook indices. The low
     nibbles belong to values 0-15, the high nibbles to values 16-31.
     """
-    levels = IQ4_LEVELS[_plane(blocks[:, 2:18], 16, 4)]
-    np.multiply(levels.reshape(out.shape), _half(blocks, 0), out=out)
+    levels = IQ4_LEVELS[plane(blocks[:, 2:18], 16, 4)]
+    np.multiply(levels.reshape(out.shape), half(blocks, 0), out=out)
 
 
 def decode_iq4_xs(blocks: Bytes, out: Floats) -> None:
@@ -132,5 +115,5 @@ def decode_iq4_xs(blocks: Bytes, out: Floats) -> None:
     low = (blocks[:, 4:8, None] >> np.array([0, 4], np.uint8)).reshape(-1, 8) & 0x0F
     pairs = blocks[:, 2:4].view("<u2") >> np.arange(0, 16, 2, dtype=np.uint16)
     high = (pairs & 3).astype(np.uint8)
-    scales = _half(blocks, 0) * ((low | (high << 4)).astype(np.float32) - 32)
-    _scaled(IQ4_LEVELS[_plane(blocks[:, 8:136], 16, 4)], scales, out)
+    scales = half(blocks, 0) * ((low | (high << 4)).astype(np.float32) - 32)
+    _scaled(IQ4_LEVELS[plane(blocks[:, 8:136], 16, 4)], scales, out)

@@ -18,25 +18,37 @@ from engine.backends.custom.architectures.base import (
     Reader,
     TensorSpec,
 )
-from engine.backends.custom.architectures.rope import with_factors
+from engine.backends.custom.architectures.rope import with_factors, with_long_factors
 from engine.backends.custom.weights.files import (
     CODE_SUFFIXES,
     member,
     read_json,
     refuse_code_formats,
 )
-from engine.backends.custom.weights.gguf import open_gguf, part_names
+from engine.backends.custom.weights.gguf import GgufCheckpoint, open_gguf, part_names
 from engine.backends.custom.weights.lazy_tensor import Checkpoint, LazyTensor
 from engine.backends.custom.weights.pooling import with_pooling
 from engine.backends.custom.weights.quants import TRAITS, dequantize, traits_of
-from engine.backends.custom.weights.safetensors import INDEX_NAME, SINGLE_NAME, open_safetensors
+from engine.backends.custom.weights.safetensors import (
+    INDEX_NAME,
+    SINGLE_NAME,
+    SafetensorsCheckpoint,
+    open_safetensors,
+)
 from engine.backends.custom.weights.weight import Weight
 from engine.core.errors import ModelError, ModelFormatError
-from engine.core.registry.model_registry import architecture_for_gguf, architecture_for_hf
+from engine.core.registry.model_registry import (
+    architecture_for_gguf,
+    architecture_for_hf,
+    find_gguf,
+    find_hf,
+)
 
 CONFIG_NAME = "config.json"
 GENERATION_CONFIG_NAME = "generation_config.json"
 
+# The factors of "longrope" in a GGUF file. They become a part of the config.
+LONG_FACTORS = ("rope_factors_short.weight", "rope_factors_long.weight")
 # Tensors that checkpoints may contain but the engine does not need: RoPE tables, causal masks,
 # position ids, and the pooler of an encoder.
 _IGNORED_SUFFIXES = (
@@ -46,7 +58,14 @@ _IGNORED_SUFFIXES = (
     "embeddings.position_ids",
     "pooler.dense.weight",
     "pooler.dense.bias",
+    *LONG_FACTORS,
 )
+_TEXT_PREFIXES = {
+    "language_model.model.": "model.",
+    "language_model.lm_head.": "lm_head.",
+    "model.language_model.": "model.",
+}
+_IMAGE_PREFIXES = ("vision_tower.", "multi_modal_projector.")
 _SAMPLED_BLOCKS = 8
 _NAMED_IN_ERRORS = 3
 
@@ -93,6 +112,40 @@ def open_model(path: Path, *, use_mmap: bool = True, reads_weights: bool = True)
     return _open_gguf(path, use_mmap, reads_weights)
 
 
+@dataclass(frozen=True, slots=True)
+class ModelFiles:
+    """The files of a model. `unsupported` is the name of its architecture if the engine has no
+    family for it, else None.
+    """
+
+    path: Path
+    checkpoint: Checkpoint
+    metadata: Mapping[str, Any]
+    unsupported: str | None
+
+    def close(self) -> None:
+        self.checkpoint.close()
+
+
+def open_files(path: Path) -> ModelFiles:
+    """Open the files of a model without interpreting them."""
+    if path.is_dir() and any((path / name).exists() for name in (SINGLE_NAME, INDEX_NAME)):
+        metadata: Mapping[str, Any] = read_json(path, CONFIG_NAME)
+        names = _hf_architectures(metadata)
+        unsupported = None if find_hf(names) else ", ".join(names)
+        return ModelFiles(path, open_safetensors(path), metadata, unsupported)
+    checkpoint = open_gguf(only_gguf(path) if path.is_dir() else path)
+    name = Reader(checkpoint.metadata, path.name).read(str, "general.architecture")
+    return ModelFiles(path, checkpoint, checkpoint.metadata, None if find_gguf(name) else name)
+
+
+def _hf_architectures(metadata: Mapping[str, Any]) -> list[str]:
+    names: list[str] = Reader(metadata, CONFIG_NAME).read(list, "architectures")
+    if not all(isinstance(name, str) for name in names):
+        raise ModelFormatError(f"{CONFIG_NAME}: key 'architectures' must be a list of names")
+    return names
+
+
 def stored_quantization(checkpoint: Checkpoint) -> str | None:
     """The storage type that most bytes of the checkpoint have, or None if this is a float type."""
     sizes: dict[str, int] = {}
@@ -124,10 +177,7 @@ def only_gguf(directory: Path) -> Path:
 
 def _open_hf(directory: Path, use_mmap: bool, reads_weights: bool) -> ModelSource:
     metadata = read_json(directory, CONFIG_NAME)
-    names: list[str] = Reader(metadata, CONFIG_NAME).read(list, "architectures")
-    if not all(isinstance(name, str) for name in names):
-        raise ModelFormatError(f"{CONFIG_NAME}: key 'architectures' must be a list of names")
-    family: Architecture = architecture_for_hf(names)
+    family: Architecture = architecture_for_hf(_hf_architectures(metadata))
     # If there is a generation config, its stop tokens replace those of config.json, because they
     # are more reliable.
     stated = dict(metadata)
@@ -137,11 +187,30 @@ def _open_hf(directory: Path, use_mmap: bool, reads_weights: bool) -> ModelSourc
     config = family.config_from_hf(stated)
     if config.encoder is not None:
         config = with_pooling(config, directory)
-    checkpoint = open_safetensors(directory, use_mmap)
+    checkpoint = open_safetensors(directory, use_mmap, metadata.get("quantization_config"))
+    if "text_config" in metadata:
+        checkpoint = SafetensorsCheckpoint(checkpoint.files, _text_tensors(checkpoint))
+        # Such files state in several places, or not at all, whether the head is tied.
+        config = replace(config, tie_embeddings="lm_head.weight" not in checkpoint.tensors)
     weights = _resolve(directory.name, family, config, checkpoint)
     if reads_weights:
         _check_values(directory.name, weights)
     return ModelSource(directory, config, checkpoint, weights, metadata)
+
+
+def _text_tensors(checkpoint: Checkpoint) -> dict[str, LazyTensor]:
+    """The tensors of the text model of a checkpoint that has an image encoder too, under the names
+    that they have in checkpoints of text models.
+    """
+    tensors: dict[str, LazyTensor] = {}
+    for name, tensor in checkpoint.tensors.items():
+        for theirs, ours in _TEXT_PREFIXES.items():
+            if name.startswith(theirs):
+                name = ours + name.removeprefix(theirs)
+                break
+        if not name.removeprefix("model.").startswith(_IMAGE_PREFIXES):
+            tensors[name] = replace(tensor, name=name)
+    return tensors
 
 
 def _open_gguf(path: Path, use_mmap: bool, reads_weights: bool) -> ModelSource:
@@ -157,7 +226,7 @@ def _open_gguf(path: Path, use_mmap: bool, reads_weights: bool) -> ModelSource:
     return ModelSource(path, config, checkpoint, weights, metadata)
 
 
-def _settle(config: ModelConfig, family: Architecture, checkpoint: Checkpoint) -> ModelConfig:
+def _settle(config: ModelConfig, family: Architecture, checkpoint: GgufCheckpoint) -> ModelConfig:
     """Complete the config with what GGUF metadata does not state but the tensors show: whether the
     LM head is tied, which biases exist, and whether there are RoPE frequency factors.
     """
@@ -170,7 +239,19 @@ def _settle(config: ModelConfig, family: Architecture, checkpoint: Checkpoint) -
         out_bias=config.out_bias or "layers.0.attn.o.bias" in found,
         mlp_bias=config.mlp_bias or "layers.0.mlp.up.bias" in found,
     )
+    if all(name in checkpoint.tensors for name in LONG_FACTORS):
+        short, long = (checkpoint.tensors[name].numpy() for name in LONG_FACTORS)
+        factors = tuple(short.tolist()), tuple(long.tolist())
+        settled = with_long_factors(settled, checkpoint.metadata, *factors)
+    elif checkpoint.metadata.get(key := _scaling_key(checkpoint)) == "longrope":
+        raise ModelFormatError(
+            f"GGUF metadata: key '{key}': longrope needs the tensors {' and '.join(LONG_FACTORS)}"
+        )
     return with_factors(settled) if "rope.factors" in found else settled
+
+
+def _scaling_key(checkpoint: GgufCheckpoint) -> str:
+    return f"{checkpoint.metadata.get('general.architecture')}.rope.scaling.type"
 
 
 def _check_vocabulary(where: str, config: ModelConfig, metadata: Mapping[str, Any]) -> None:
@@ -272,7 +353,7 @@ def _check_values(where: str, weights: Mapping[str, Weight]) -> None:
     tensors = {tensor.name: tensor for weight in weights.values() for tensor in weight.tensors}
     for tensor in tensors.values():
         traits = traits_of(tensor.dtype)
-        blocks = tensor.raw().reshape(-1, traits.block_bytes)
+        blocks = tensor.sample(_SAMPLED_BLOCKS).reshape(-1, traits.block_bytes)
         sample = blocks[np.linspace(0, len(blocks) - 1, _SAMPLED_BLOCKS, dtype=np.intp)]
         values = dequantize(tensor.dtype, sample.reshape(-1), (len(sample), traits.block_elems))
         if not np.isfinite(values).all():

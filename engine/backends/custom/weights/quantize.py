@@ -12,7 +12,8 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from engine.backends.custom.weights.quants import Bytes, Floats, traits_of
+from engine.backends.custom.weights.grouped import Bytes, Floats
+from engine.backends.custom.weights.quants import traits_of
 from engine.core.errors import ModelFormatError
 
 _GROUP = 32

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from engine.backends.custom.architectures.base import TensorSpec, Transform
 from engine.backends.custom.weights.lazy_tensor import LazyTensor
-from engine.backends.custom.weights.quants import traits_of
+from engine.backends.custom.weights.quants import for_kernels, kernel_type, traits_of
 
 
 class StoredRows(NamedTuple):
@@ -74,6 +74,16 @@ class Weight:
             raw = self._own_rows(raw)
         is_transposed = transform.transposed and not transform.is_part
         return StoredRows(raw, _pair_order(transform, shape[0]), is_transposed)
+
+    @property
+    def kernel_dtype(self) -> str:
+        """The storage type that `kernel_rows` has."""
+        return kernel_type(self.tensor.dtype)
+
+    def kernel_rows(self) -> StoredRows:
+        """As `rows`, but a type without kernels of its own is written as one that has kernels."""
+        rows = self.rows()
+        return rows._replace(raw=for_kernels(self.tensor.dtype, rows.raw))
 
     def _own_rows(self, raw: NDArray[np.uint8]) -> NDArray[np.uint8]:
         """Select the bytes of this weight. They are copied unless they are consecutive."""

@@ -83,6 +83,8 @@ def on_gpu(
     """
     value_bytes = DTYPE_BYTES[device.dtype]
     inner = 3 * config.intermediate_size + 8 * config.hidden_size
+    if config.experts is not None:  # each token has a row for each of its experts
+        inner += config.experts.per_token * (config.experts.size + config.hidden_size)
     step = options.max_batch_tokens * inner * value_bytes
     logits = 16 * options.max_slots * config.vocab_size * value_bytes
     spared = int((1 - options.gpu_memory_utilization) * device.free_bytes)

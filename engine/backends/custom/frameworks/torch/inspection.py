@@ -3,13 +3,16 @@ from a forward pass over one whole sequence, without a KV cache.
 """
 
 from collections.abc import Callable, Sequence
+from functools import partial
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from engine.backends.custom.frameworks.torch.models.base import Block, Decoder
+from engine.backends.custom.frameworks.torch.layers.norm import LayerNorm, RMSNorm
+from engine.backends.custom.frameworks.torch.models.base import Decoder
+from engine.backends.custom.frameworks.torch.models.blocks import Block
 from engine.backends.custom.frameworks.torch.models.loading import build_model
 from engine.backends.custom.tools.inspection import timed
 from engine.backends.custom.weights.model import ModelSource
@@ -45,13 +48,14 @@ def layer_times(source: ModelSource, num_tokens: int, repeats: int) -> dict[str,
     assert isinstance(block, Block)
     calls: dict[str, Callable[[], Tensor]] = {
         "embed": lambda: model.embed_tokens(ids, step),
-        "attn_norm": lambda: block.attn_norm(x),
         "attn": lambda: block.attn(x, step),
-        "mlp_norm": lambda: block.mlp_norm(x),
-        "mlp": lambda: block.mlp(x),
+        "mlp": lambda: block.feed(x),
         "norm": lambda: model.norm(last),
         "head": lambda: model.head(last),
     }
+    for name, norm in block.named_children():
+        if isinstance(norm, RMSNorm | LayerNorm):
+            calls[name] = partial(norm, x)
     return dict(zip(calls, timed(list(calls.values()), repeats), strict=True))
 
 

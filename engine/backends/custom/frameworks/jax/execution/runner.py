@@ -36,7 +36,7 @@ from engine.backends.custom.frameworks.jax.kernels.attention import (
     attention_backend,
 )
 from engine.backends.custom.frameworks.jax.kernels.attention_xla import CHUNK
-from engine.backends.custom.frameworks.jax.kernels.work import AttentionShape, Work
+from engine.backends.custom.frameworks.jax.kernels.work import AttentionShape, PerHead, Work
 from engine.backends.custom.frameworks.jax.layers.linear import Params
 from engine.backends.custom.frameworks.jax.models.base import (
     Model,
@@ -44,6 +44,7 @@ from engine.backends.custom.frameworks.jax.models.base import (
     final_norm,
     head_logits,
 )
+from engine.backends.custom.frameworks.scoring import Scoring
 from engine.backends.custom.frameworks.settings import KEEPS, settings_views
 from engine.backends.custom.runtime.host_sampler import histories, token_words
 from engine.backends.custom.runtime.model_runner import (
@@ -227,18 +228,19 @@ def forward(
     step = step_layout(bucket).views(packed, {"tables": bucket.table_width})
     token_ids, positions = step["token_ids"], step["positions"]
     token_ids = jnp.where(token_ids >= 0, token_ids, last_token[step["slots"]])
-    window, scale = model.config.sliding_window, model.config.attention_scale
-    shape = AttentionShape(bucket.tile, block_size, window, scale)
     items = (step[name] for name in ("token", "length", "row"))
     work = Work(positions, step["tables"], *items, *step["num_items"])
-    write = partial(write_and_attend, attention, shape)
-    if mesh is not None:
-        heads, pages = P(None, AXIS), CACHE_SPEC
-        given, made = (heads, heads, heads, pages, P(), P()), (heads, pages)
-        write = jax.shard_map(write, mesh=mesh, in_specs=given, out_specs=made, check_vma=False)
 
-    def attend(q: Array, k: Array, v: Array, cache: Array) -> tuple[Array, Array]:
-        return write(q, k, v, cache, step["write_slots"], work)
+    def attend(
+        scoring: Scoring, per_head: PerHead, q: Array, k: Array, v: Array, cache: Array
+    ) -> tuple[Array, Array]:
+        shape = AttentionShape(bucket.tile, block_size, scoring)
+        write = partial(write_and_attend, attention, shape)
+        if mesh is not None:
+            heads, pages = P(None, AXIS), CACHE_SPEC
+            given, made = (P(AXIS), heads, heads, heads, pages, P(), P()), (heads, pages)
+            write = jax.shard_map(write, mesh=mesh, in_specs=given, out_specs=made, check_vma=False)
+        return write(per_head, q, k, v, cache, step["write_slots"], work)
 
     states, caches = decode(model, params, token_ids, positions, attend, caches)
     finite = jnp.isfinite(states[-1].sum(axis=-1, dtype=jnp.float32))
@@ -248,6 +250,7 @@ def forward(
 def write_and_attend(
     attention: AttentionBackend,
     shape: AttentionShape,
+    per_head: PerHead,
     q: Array,
     k: Array,
     v: Array,
@@ -259,7 +262,7 @@ def write_and_attend(
     is sharded over several devices, each device computes only its own heads.
     """
     cache = cache.at[write_slots].set(jnp.stack((k, v), axis=1), mode="promise_in_bounds")
-    return attention(q, cache, work, shape), cache
+    return attention(q, cache, work, shape, per_head), cache
 
 
 @partial(jax.jit, static_argnums=(0, 1), donate_argnums=(4, 5))

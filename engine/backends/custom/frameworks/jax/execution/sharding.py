@@ -19,11 +19,14 @@ BY_COLUMNS = frozenset({"o", "down"})
 
 def make_mesh(devices: list[jax.Device], config: ModelConfig) -> Mesh | None:
     """A mesh of the devices, or None for a single device. Raises `ConfigError` if the model's KV
-    heads or its feed-forward width cannot be divided evenly among the devices.
+    heads or its feed-forward width cannot be divided evenly among the devices, or if it has
+    experts.
     """
     count = len(devices)
     if count == 1:
         return None
+    if config.experts is not None:
+        raise ConfigError("a mixture of experts runs on one JAX device; name one device")
     shared = {"key heads": config.num_kv_heads, "feed-forward values": config.intermediate_size}
     for name, size in shared.items():
         if size % count:

@@ -12,12 +12,14 @@ from jax import Array
 from engine.backends.custom.architectures.base import ModelConfig
 from engine.backends.custom.frameworks.jax.kernels.attention_pallas import pallas_attention
 from engine.backends.custom.frameworks.jax.kernels.attention_xla import xla_attention
-from engine.backends.custom.frameworks.jax.kernels.work import AttentionShape, Work
+from engine.backends.custom.frameworks.jax.kernels.work import AttentionShape, PerHead, Work
 from engine.core.errors import ConfigError
 
 
 class AttentionBackend(Protocol):
-    def __call__(self, q: Array, cache: Array, work: Work, shape: AttentionShape) -> Array:
+    def __call__(
+        self, q: Array, cache: Array, work: Work, shape: AttentionShape, per_head: PerHead
+    ) -> Array:
         """Attention of one layer: queries q (T, N, H) -> outputs (T, N, H). The outputs of padding
         tokens are undefined. `cache` (slots, 2, K, H) has the key, then the value of each slot. It
         already contains the keys and values of this step.

@@ -15,16 +15,23 @@ from jax import Array, lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton
 
-from engine.backends.custom.frameworks.jax.kernels.work import AttentionShape, Work, is_visible
+from engine.backends.custom.frameworks.jax.kernels.work import (
+    AttentionShape,
+    PerHead,
+    Work,
+    scores,
+)
 from engine.backends.custom.frameworks.jax.layers.linear import precision
+from engine.backends.custom.frameworks.scoring import HIDDEN
 
 CHUNK = 64  # context positions that one loop iteration reads
 MIN_DOT = 16  # tensor core matmuls need at least this many rows
-HIDDEN = -1e30  # score of a masked key; finite, because inf - inf is NaN
 Ref = Any
 
 
-def pallas_attention(q: Array, cache: Array, work: Work, shape: AttentionShape) -> Array:
+def pallas_attention(
+    q: Array, cache: Array, work: Work, shape: AttentionShape, per_head: PerHead
+) -> Array:
     """See `AttentionBackend`."""
     group = q.shape[1] // cache.shape[2]  # query heads per KV head
     num_queries = max(MIN_DOT, pl.next_power_of_2(shape.tile * group))
@@ -36,7 +43,9 @@ def pallas_attention(q: Array, cache: Array, work: Work, shape: AttentionShape) 
         compiler_params=triton.CompilerParams(num_warps=4, num_stages=2),
         name="paged_attention",
     )
-    return call(work.token, work.length, work.row, work.positions, work.tables, q, cache)
+    return call(
+        *(work.token, work.length, work.row, work.positions, work.tables), q, cache, per_head
+    )
 
 
 def _attend(
@@ -47,6 +56,7 @@ def _attend(
     tables_ref: Ref,
     q_ref: Ref,
     cache_ref: Ref,
+    per_head: Ref,  # a `PerHead` of references
     out_ref: Ref,
     *,
     shape: AttentionShape,
@@ -54,7 +64,7 @@ def _attend(
     num_queries: int,
 ) -> None:
     item, kv_head = pl.program_id(0), pl.program_id(1)
-    count = count_ref[item]
+    count, scoring = count_ref[item], shape.scoring
 
     @pl.when(count > 0)
     def _() -> None:
@@ -63,11 +73,13 @@ def _attend(
         head_dim = q_ref.shape[-1]
         index = jnp.arange(num_queries)
         is_own = index < count * group
-        places = (first_token + index // group)[:, None], (kv_head * group + index % group)[:, None]
+        heads = kv_head * group + index % group
+        slopes, sinks = (None if each is None else triton.load(each.at[heads]) for each in per_head)
+        places = (first_token + index // group)[:, None], heads[:, None]
         dims = jnp.arange(head_dim)[None, :]
         query = q_ref.at[(*places, dims)]
         mask = jnp.broadcast_to(is_own[:, None], (num_queries, head_dim))
-        scaled = triton.load(query, mask=mask, other=0.0) * jnp.asarray(shape.scale, q_ref.dtype)
+        scaled = triton.load(query, mask=mask, other=0.0) * jnp.asarray(scoring.scale, q_ref.dtype)
         positions = first + index // group
         end = first + count  # end of the context that the item's queries may attend to
 
@@ -81,21 +93,20 @@ def _attend(
             keys = triton.load(cache_ref.at[slots, 0, kv_head, dims], mask=wide, other=0.0)
             values = triton.load(cache_ref.at[slots, 1, kv_head, dims], mask=wide, other=0.0)
             distance = positions[:, None] - at[None, :]
-            visible = is_visible(distance, shape.window)
-            scores = jnp.where(visible, _dot(scaled, keys.T), HIDDEN)
-            higher = jnp.maximum(best, scores.max(axis=1))
-            fading, weights = jnp.exp(best - higher), jnp.exp(scores - higher[:, None])
+            of_each = None if slopes is None else slopes[:, None]
+            scored = scores(_dot(scaled, keys.T), distance, scoring, of_each)
+            higher = jnp.maximum(best, scored.max(axis=1))
+            fading, weights = jnp.exp(best - higher), jnp.exp(scored - higher[:, None])
             added = _dot(weights.astype(values.dtype), values)
             return higher, total * fading + weights.sum(axis=1), mixed * fading[:, None] + added
 
         start = jnp.int32(0)
-        if shape.window is not None:
-            start = jnp.maximum(first - shape.window + 1, 0) // CHUNK
-        state = (
-            jnp.full(num_queries, HIDDEN, jnp.float32),
-            jnp.zeros(num_queries, jnp.float32),
-            jnp.zeros((num_queries, head_dim), jnp.float32),
-        )
+        if scoring.window is not None:
+            start = jnp.maximum(first - scoring.window + 1, 0) // CHUNK
+        best, total = jnp.full(num_queries, HIDDEN, jnp.float32), jnp.zeros(num_queries)
+        if sinks is not None:  # softmax starts with the sink as its only score
+            best, total = sinks, jnp.ones(num_queries)
+        state = (best, total, jnp.zeros((num_queries, head_dim), jnp.float32))
         _, total, mixed = lax.fori_loop(start, (end + CHUNK - 1) // CHUNK, attend_chunk, state)
         attended = (mixed / total[:, None]).astype(out_ref.dtype)
         triton.store(out_ref.at[(*places, dims)], attended, mask=mask)

@@ -5,25 +5,37 @@ Attention items (see `work.py`) with a single query are computed in groups of 8.
 several queries is computed on its own.
 """
 
+from collections.abc import Callable
+from functools import partial
+
 import jax.numpy as jnp
 from jax import Array, lax
 
-from engine.backends.custom.frameworks.jax.kernels.work import AttentionShape, Work, is_visible
+from engine.backends.custom.frameworks.jax.kernels.work import (
+    AttentionShape,
+    PerHead,
+    Work,
+    scores,
+)
 from engine.backends.custom.frameworks.jax.layers.linear import einsum
+from engine.backends.custom.frameworks.scoring import HIDDEN
 
 CHUNK = 128  # positions gathered at once; if a cache block is larger, one block is gathered
 GROUP = 8  # number of single-query items that are computed together
-HIDDEN = -1e30  # score of a masked key; finite, because inf - inf is NaN
 NO_QUERY = -1  # position of a padding query
+Attend = Callable[[Array, Array, Array, Array], Array]  # `_attend` for one layer
 
 
-def xla_attention(q: Array, cache: Array, work: Work, shape: AttentionShape) -> Array:
+def xla_attention(
+    q: Array, cache: Array, work: Work, shape: AttentionShape, per_head: PerHead
+) -> Array:
     """See `AttentionBackend`."""
-    out = _singles(q, cache, work, shape)
-    return out if shape.tile == 1 else _tiles(q, out, cache, work, shape)
+    attend = partial(_attend, shape=shape, per_head=per_head)
+    out = _singles(attend, q, cache, work)
+    return out if shape.tile == 1 else _tiles(attend, q, out, cache, work, shape.tile)
 
 
-def _singles(q: Array, cache: Array, work: Work, shape: AttentionShape) -> Array:
+def _singles(attend: Attend, q: Array, cache: Array, work: Work) -> Array:
     size = min(GROUP, len(work.token))
 
     def attend_group(index: Array | int, out: Array) -> Array:
@@ -32,7 +44,7 @@ def _singles(q: Array, cache: Array, work: Work, shape: AttentionShape) -> Array
         tokens, rows = _take(work.token, item), _take(work.row, item)
         positions = jnp.where(is_used, _take(work.positions, tokens), NO_QUERY)
         queries, tables = _take(q, tokens)[:, None], _take(work.tables, rows)
-        attended = _attend(queries, positions[:, None], tables, cache, shape)
+        attended = attend(queries, positions[:, None], tables, cache)
         return out.at[jnp.where(is_used, tokens, len(q))].set(attended[:, 0], mode="drop")
 
     if len(work.token) == size:
@@ -41,13 +53,13 @@ def _singles(q: Array, cache: Array, work: Work, shape: AttentionShape) -> Array
     return lax.fori_loop(0, num_groups, attend_group, jnp.zeros_like(q))
 
 
-def _tiles(q: Array, out: Array, cache: Array, work: Work, shape: AttentionShape) -> Array:
+def _tiles(attend: Attend, q: Array, out: Array, cache: Array, work: Work, size: int) -> Array:
     """Computes the items with several queries and writes their results to `out`.
 
     An item is computed as a tile of `shape.tile` tokens. The tile may reach into the tokens of the
     next row or into the padding. The results of these tokens are not changed.
     """
-    size, offsets = shape.tile, jnp.arange(shape.tile)
+    offsets = jnp.arange(size)
     padding = ((0, size), (0, 0), (0, 0))
     q, out = jnp.pad(q, padding), jnp.pad(out, padding)
     positions = jnp.pad(work.positions, (0, size))
@@ -57,7 +69,7 @@ def _tiles(q: Array, out: Array, cache: Array, work: Work, shape: AttentionShape
         queries = lax.dynamic_slice_in_dim(q, start, size)
         where = jnp.where(is_own, lax.dynamic_slice_in_dim(positions, start, size), NO_QUERY)
         table = _take(work.tables, _take(work.row, item))
-        attended = _attend(queries[None], where[None], table[None], cache, shape)[0]
+        attended = attend(queries[None], where[None], table[None], cache)[0]
         others = lax.dynamic_slice_in_dim(out, start, size)
         merged = jnp.where(is_own[:, None, None], attended, others)
         return lax.dynamic_update_slice_in_dim(out, merged, start, 0)
@@ -66,7 +78,12 @@ def _tiles(q: Array, out: Array, cache: Array, work: Work, shape: AttentionShape
 
 
 def _attend(
-    q: Array, positions: Array, tables: Array, cache: Array, shape: AttentionShape
+    q: Array,
+    positions: Array,
+    tables: Array,
+    cache: Array,
+    shape: AttentionShape,
+    per_head: PerHead,
 ) -> Array:
     """Attention of G rows with Q queries each: q (G, Q, N, H) -> (G, Q, N, H).
 
@@ -78,8 +95,11 @@ def _attend(
     blocks = cache.reshape(-1, shape.block_size, *cache.shape[1:])
     width = max(1, CHUNK // shape.block_size)  # blocks per chunk
     chunk = width * shape.block_size
-    grouped = (q.astype(jnp.float32) * shape.scale).astype(q.dtype)
+    grouped = (q.astype(jnp.float32) * shape.scoring.scale).astype(q.dtype)
     grouped = grouped.reshape(rows, queries, num_kv_heads, -1, head_dim).swapaxes(1, 2)
+    slopes, sinks = (
+        None if each is None else each.reshape(num_kv_heads, 1, -1, 1) for each in per_head
+    )
     last = positions.max(axis=1)  # (G,)
 
     def attend_chunk(index: Array, state: tuple[Array, Array, Array]) -> tuple[Array, ...]:
@@ -91,24 +111,22 @@ def _attend(
         # are replaced by zeros.
         values = jnp.where((key_positions <= last[:, None])[..., None, None], taken[:, :, 1], 0)
         distance = positions[..., None] - key_positions  # (G, Q, C)
-        visible = is_visible(distance, shape.window)
-        scores = einsum("gkqnh,gckh->gkqnc", grouped, keys)
-        scores = jnp.where(visible[:, None, :, None], scores, HIDDEN)
-        higher = jnp.maximum(best, scores.max(axis=-1))
-        fading, weights = jnp.exp(best - higher), jnp.exp(scores - higher[..., None])
+        products = einsum("gkqnh,gckh->gkqnc", grouped, keys)
+        scored = scores(products, distance[:, None, :, None], shape.scoring, slopes)
+        higher = jnp.maximum(best, scored.max(axis=-1))
+        fading, weights = jnp.exp(best - higher), jnp.exp(scored - higher[..., None])
         added = einsum("gkqnc,gckh->gkqnh", weights.astype(values.dtype), values)
         return higher, total * fading + weights.sum(axis=-1), mixed * fading[..., None] + added
 
     first = jnp.zeros((), jnp.int32)
-    if shape.window is not None:
+    if (window := shape.scoring.window) is not None:
         seen = jnp.where(positions == NO_QUERY, last.max(), positions).min()
-        first = jnp.maximum(seen - shape.window + 1, 0) // chunk
+        first = jnp.maximum(seen - window + 1, 0) // chunk
     per_query = grouped.shape[:-1]
-    start = (
-        jnp.full(per_query, HIDDEN, jnp.float32),
-        jnp.zeros(per_query, jnp.float32),
-        jnp.zeros(grouped.shape, jnp.float32),
-    )
+    best, total = jnp.full(per_query, HIDDEN, jnp.float32), jnp.zeros(per_query, jnp.float32)
+    if sinks is not None:  # softmax starts with the sink as its only score
+        best, total = jnp.broadcast_to(sinks[..., 0], per_query), jnp.ones_like(total)
+    start = (best, total, jnp.zeros(grouped.shape, jnp.float32))
     _, total, mixed = lax.fori_loop(first, last.max() // chunk + 1, attend_chunk, start)
     attended = (mixed / total[..., None]).astype(q.dtype).swapaxes(1, 2)
     return attended.reshape(rows, queries, num_heads, head_dim)

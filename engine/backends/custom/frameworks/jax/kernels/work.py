@@ -5,7 +5,10 @@ consecutive queries of one row.
 from dataclasses import dataclass
 from typing import NamedTuple
 
+import jax.numpy as jnp
 from jax import Array
+
+from engine.backends.custom.frameworks.scoring import HIDDEN, Scoring
 
 
 class Work(NamedTuple):
@@ -23,12 +26,25 @@ class Work(NamedTuple):
     num_items: Array  # () number of items without padding
 
 
-def is_visible(distance: Array, window: int | None) -> Array:
-    """Whether a query attends to a key that is `distance` positions before the query. `window` is
-    the size of the sliding window; None: the model has no window.
+class PerHead(NamedTuple):
+    """Values of a layer's query heads, (N,) float32 each. None: the model has none."""
+
+    slopes: Array | None = None  # of ALiBi
+    sinks: Array | None = None  # logits that only add to the sum of softmax
+
+
+def scores(scaled: Array, distance: Array, scoring: Scoring, slopes: Array | None) -> Array:
+    """Attention scores from dot products that are already scaled. A key that is `distance`
+    positions before the query gets HIDDEN if the query must not attend to it.
     """
+    if scoring.softcap is not None:
+        scaled = scoring.softcap * jnp.tanh(scaled / scoring.softcap)
+    if slopes is not None:
+        scaled = scaled - slopes * distance
     visible = distance >= 0
-    return visible if window is None else visible & (distance < window)
+    if scoring.window is not None:
+        visible = visible & (distance < scoring.window)
+    return jnp.where(visible, scaled, HIDDEN)
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,5 +53,4 @@ class AttentionShape:
 
     tile: int  # max queries per item
     block_size: int
-    window: int | None
-    scale: float  # multiplies the attention scores
+    scoring: Scoring

@@ -7,10 +7,11 @@ import jax.numpy as jnp
 from jax import Array
 
 from engine.backends.custom.architectures.base import ModelConfig
-from engine.backends.custom.frameworks.jax.kernels.work import is_visible
+from engine.backends.custom.frameworks.jax.kernels.work import PerHead, scores
 from engine.backends.custom.frameworks.jax.layers.linear import Params, einsum, linear
 from engine.backends.custom.frameworks.jax.layers.norm import rms_norm
 from engine.backends.custom.frameworks.jax.layers.rotary import Rotation, rotate
+from engine.backends.custom.frameworks.scoring import Scoring
 
 
 def heads(
@@ -32,14 +33,20 @@ def heads(
     return q, k, v
 
 
-def causal_attention(q: Array, k: Array, v: Array, window: int | None, scale: float) -> Array:
+def causal_attention(q: Array, k: Array, v: Array, scoring: Scoring, per_head: PerHead) -> Array:
     """Causal attention of one whole sequence, without a cache. Returns (T, N, H). The function is
     differentiable.
     """
     length, num_kv_heads = len(q), k.shape[1]
     grouped = q.reshape(length, num_kv_heads, -1, q.shape[-1])  # (T, K, N / K, H)
-    scores = einsum("tkgh,skh->kgts", grouped, k)
+    slopes, sinks = (
+        None if each is None else each.reshape(num_kv_heads, -1, 1, 1) for each in per_head
+    )
+    scaled = einsum("tkgh,skh->kgts", grouped, k) * scoring.scale
     distance = jnp.arange(length)[:, None] - jnp.arange(length)
-    scores = jnp.where(is_visible(distance, window), scores * scale, -jnp.inf)
-    weights = jax.nn.softmax(scores, axis=-1).astype(v.dtype)
+    scored = scores(scaled, distance, scoring, slopes)
+    if sinks is not None:  # the sink is the score of one more key, whose value is zero
+        sink = jnp.broadcast_to(sinks, (*scored.shape[:-1], 1))
+        scored = jnp.concatenate((scored, sink), axis=-1)
+    weights = jax.nn.softmax(scored, axis=-1)[..., :length].astype(v.dtype)
     return einsum("kgts,skh->tkgh", weights, v).astype(v.dtype).reshape(q.shape)

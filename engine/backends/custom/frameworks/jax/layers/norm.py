@@ -16,4 +16,5 @@ def layer_norm(params: Params, x: Array, eps: float) -> Array:
     wide = x.astype(jnp.float32)
     centred = wide - wide.mean(axis=-1, keepdims=True)
     normed = centred * lax.rsqrt(jnp.mean(centred * centred, axis=-1, keepdims=True) + eps)
-    return normed.astype(x.dtype) * params["weight"] + params["bias"]
+    scaled = normed.astype(x.dtype) * params["weight"]
+    return scaled + params["bias"] if "bias" in params else scaled

@@ -7,25 +7,36 @@ call `forward_sequence`, which is differentiable with respect to the parameters.
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import partial
-from typing import Any
+from functools import cache, partial
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import Array
 
-from engine.backends.custom.architectures.base import ModelConfig
+from engine.backends.custom.architectures.base import LayerConfig, ModelConfig, RopeConfig
+from engine.backends.custom.frameworks.jax.kernels.work import PerHead
 from engine.backends.custom.frameworks.jax.layers.attention import causal_attention, heads
+from engine.backends.custom.frameworks.jax.layers.experts import mixture
 from engine.backends.custom.frameworks.jax.layers.linear import Params, embedding, linear
 from engine.backends.custom.frameworks.jax.layers.mlp import gated_mlp, mlp
 from engine.backends.custom.frameworks.jax.layers.norm import layer_norm, rms_norm
 from engine.backends.custom.frameworks.jax.layers.rotary import Rotation, rotation
 from engine.backends.custom.frameworks.jax.models.gpt2 import add_positions
+from engine.backends.custom.frameworks.scoring import Scoring, alibi_slopes, scoring_of
 
 Memory = Any  # the KV state of a layer, for example its cache: a pytree that only `attend` reads
-# A function that attends in one layer. It gets the layer's queries (T, N, H), keys and values
-# (T, K, H) and KV state. It returns the attention output (T, N, H) and the new KV state.
-Attend = Callable[[Array, Array, Array, Memory], tuple[Array, Memory]]
+# A function that attends in one layer. It gets the layer's scoring rules, per-head values, queries
+# (T, N, H), keys and values (T, K, H) and KV state. It returns the attention output (T, N, H) and
+# the new KV state.
+Attend = Callable[[Scoring, PerHead, Array, Array, Array, Memory], tuple[Array, Memory]]
+
+
+class Frequencies(NamedTuple):
+    """One RoPE setting of a model."""
+
+    values: tuple[float, ...]  # radians per position, one per pair of rotated values
+    scale: float  # multiplies cosines and sines
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,20 +46,21 @@ class Model:
     """
 
     config: ModelConfig
-    # The RoPE frequencies in radians per position, one per pair of rotated values. None: no RoPE.
-    frequencies: tuple[float, ...] | None = None
-    rotary_scale: float = 1.0  # factor of the cosines and sines of RoPE
+    frequencies: tuple[Frequencies, ...] = ()  # one per setting in `config.ropes`
 
 
-def rotation_of(model: Model, params: Params, positions: Array) -> Rotation | None:
-    if model.frequencies is None:
-        return None
+def rotations_of(model: Model, params: Params, positions: Array) -> dict[RopeConfig, Rotation]:
+    """The rotation of each RoPE setting. Layers with the same setting share it."""
     dtype = params["norm"]["weight"].dtype
-    return rotation(positions, model.frequencies, model.rotary_scale, dtype)
+    return {
+        rope: rotation(positions, *frequencies, dtype)
+        for rope, frequencies in zip(model.config.ropes, model.frequencies, strict=True)
+    }
 
 
 def block(
-    model: Model,
+    config: ModelConfig,
+    layer: LayerConfig,
     attend: Attend,
     params: Params,
     x: Array,
@@ -60,22 +72,46 @@ def block(
     `params` are the layer's parameters, `memory` is its KV state. Returns the new residual stream
     and the new KV state.
     """
-    config = model.config
-    read = norm(config, params["attn_norm"], x) if config.norm_placement == "input" else x
-    attended, memory = attend(*heads(params["attn"], config, read, rotation), memory)
+    read = entering(config, params, "attn", x)
+    qkv = heads(params["attn"], config, read, rotation)
+    per_head = per_head_of(config, params["attn"])
+    attended, memory = attend(scoring_of(config, layer), per_head, *qkv, memory)
     half = linear(params["attn"]["o"], attended.reshape(len(x), -1))
-    x = merged(config, params["attn_norm"], x, half)
-    read = norm(config, params["mlp_norm"], x) if config.norm_placement == "input" else x
-    half = (gated_mlp if config.gated_mlp else mlp)(params["mlp"], read, config.activation)
-    return merged(config, params["mlp_norm"], x, half), memory
+    after = merged(config, params, "attn", x, half)
+    if config.parallel != "shared":
+        read = entering(config, params, "mlp", after if config.parallel is None else x)
+    return merged(config, params, "mlp", after, feed_forward(config, layer, params, read)), memory
 
 
-def merged(config: ModelConfig, params: Params, x: Array, half: Array) -> Array:
-    """Adds `half`, the output of attention or MLP, to the residual stream `x`. If the model has
-    output norms, `half` is normalized first. `params` are the parameters of this norm.
+def per_head_of(config: ModelConfig, params: Params) -> PerHead:
+    slopes, sinks = alibi_slopes(config), params.get("sinks")
+    return PerHead(
+        None if slopes is None else jnp.array(slopes),
+        None if sinks is None else sinks.astype(jnp.float32),
+    )
+
+
+def feed_forward(config: ModelConfig, layer: LayerConfig, params: Params, x: Array) -> Array:
+    if layer.experts:
+        assert config.experts is not None, config
+        return mixture(params, config.experts, config.activation, x)
+    return (gated_mlp if config.gated_mlp else mlp)(params["mlp"], x, config.activation)
+
+
+def entering(config: ModelConfig, params: Params, part: str, x: Array) -> Array:
+    """What attention ("attn") or MLP ("mlp") reads: x, normalized if the model has input norms."""
+    has_norm = config.norm_placement in ("input", "both")
+    return norm(config, params[f"{part}_norm"], x) if has_norm else x
+
+
+def merged(config: ModelConfig, params: Params, part: str, x: Array, half: Array) -> Array:
+    """Adds `half`, the output of attention ("attn") or MLP ("mlp"), to the residual stream `x`. If
+    the model has output norms, `half` is normalized first.
     """
     if config.norm_placement == "output":
-        half = norm(config, params, half)
+        half = norm(config, params[f"{part}_norm"], half)
+    if config.norm_placement == "both":
+        half = norm(config, params[f"{part}_out_norm"], half)
     if config.residual_multiplier != 1:
         half = half * config.residual_multiplier
     return x + half
@@ -90,7 +126,7 @@ def embed(config: ModelConfig, params: Params, token_ids: Array, positions: Arra
     x = embedding(params["embed"], token_ids)
     if config.embedding_multiplier != 1:
         x = x * config.embedding_multiplier
-    return x if config.rope is not None else add_positions(params, x, positions)
+    return add_positions(params, x, positions) if config.learned_positions else x
 
 
 def decode(
@@ -104,11 +140,18 @@ def decode(
     """Runs all layers. Returns a list of the residual stream (T, D) before the first layer and
     after each layer, and a list of each layer's new KV state.
     """
-    rotation = rotation_of(model, params, positions)
-    one_layer = jax.jit(partial(block, model, attend))  # traced once, not once per layer
-    states, after = [embed(model.config, params, token_ids, positions)], []
-    for own, memory in zip(params["layers"], memories, strict=True):
-        x, remembered = one_layer(own, states[-1], rotation, memory)
+    config = model.config
+    rotations = rotations_of(model, params, positions)
+
+    @cache  # layers of one kind share a jitted function, so that each kind is traced once
+    def of_kind(layer: LayerConfig) -> Callable[..., tuple[Array, Memory]]:
+        return jax.jit(partial(block, config, layer, attend))
+
+    states, after = [embed(config, params, token_ids, positions)], []
+    for index, (own, memory) in enumerate(zip(params["layers"], memories, strict=True)):
+        layer = config.layer(index)
+        rotation = None if layer.rope is None else rotations[layer.rope]
+        x, remembered = of_kind(layer)(own, states[-1], rotation, memory)
         states.append(x)
         after.append(remembered)
     return states, after
@@ -121,8 +164,11 @@ def final_norm(model: Model, params: Params, x: Array) -> Array:
 def head_logits(model: Model, params: Params, hidden: Array) -> Array:
     """Hidden states after the final norm (R, D) -> logits (R, V) float32"""
     head = params["head" if "head" in params else "embed"]
-    logits, scaling = linear(head, hidden).astype(jnp.float32), model.config.logits_scaling
-    return logits if scaling == 1 else logits / scaling
+    logits = linear(head, hidden).astype(jnp.float32)
+    scaling, cap = model.config.logits_scaling, model.config.logits_softcap
+    if scaling != 1:
+        logits = logits / scaling
+    return logits if cap is None else cap * jnp.tanh(logits / cap)
 
 
 def forward_sequence(model: Model, params: Params, token_ids: Array) -> tuple[Array, list[Array]]:
@@ -130,12 +176,12 @@ def forward_sequence(model: Model, params: Params, token_ids: Array) -> tuple[Ar
     returns.
     """
 
-    config = model.config
-
-    def attend(q: Array, k: Array, v: Array, memory: None) -> tuple[Array, None]:
-        return causal_attention(q, k, v, config.sliding_window, config.attention_scale), None
+    def attend(
+        scoring: Scoring, per_head: PerHead, q: Array, k: Array, v: Array, memory: None
+    ) -> tuple[Array, None]:
+        return causal_attention(q, k, v, scoring, per_head), None
 
     positions = jnp.arange(len(token_ids))
-    nothing = [None] * config.num_layers
+    nothing = [None] * model.config.num_layers
     states, _ = decode(model, params, token_ids, positions, attend, nothing)
     return head_logits(model, params, final_norm(model, params, states[-1])), states

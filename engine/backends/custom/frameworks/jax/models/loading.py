@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from engine.backends.custom.architectures.base import ModelConfig
 from engine.backends.custom.frameworks.jax.layers.linear import Params
-from engine.backends.custom.frameworks.jax.models.base import Model
+from engine.backends.custom.frameworks.jax.models.base import Frequencies, Model
 from engine.backends.custom.frameworks.parameters import (
     Weight,
     check_decoder,
@@ -26,10 +26,10 @@ Place = Callable[[str, Array | NDArray[np.generic]], Array]  # puts a named arra
 def build_model(config: ModelConfig, weights: Mapping[str, Weight], max_seq_len: int) -> Model:
     """Builds the compile-time part of a model. The only weight that it reads is "rope.factors"."""
     check_decoder(config, "jax")
-    if config.rope is None:
-        return Model(config)
-    frequencies, scale = rope_frequencies(config.rope, max_seq_len, rope_factors(weights))
-    return Model(config, tuple(map(float, frequencies)), scale)
+    factors = rope_factors(weights)
+    found = [rope_frequencies(rope, max_seq_len, factors) for rope in config.ropes]
+    frequencies = (Frequencies(tuple(map(float, each)), scale) for each, scale in found)
+    return Model(config, tuple(frequencies))
 
 
 def load_params(weights: Mapping[str, Weight], dtype: jnp.dtype, place: Place) -> Params:

@@ -13,8 +13,10 @@ from tinygrad import Tensor, TinyJit, UOp, Variable, dtypes
 from tinygrad.device import Buffer
 from tinygrad.dtype import DType
 
+from engine.backends.custom.frameworks.scoring import Scoring
 from engine.backends.custom.frameworks.tinygrad.kernels.attention import (
     Pages,
+    PerHead,
     Work,
     attend,
     write,
@@ -136,10 +138,13 @@ class ForwardStep:
         # There are at least two block tables. With one, a kernel would not need the row index, and
         # tinygrad would then number the kernel's arguments wrongly.
         self._tables = numbers(max(2, min(size, cache.max_rows)), cache.max_blocks)
-        self._rotation: tuple[Input, ...] = ()
-        if model.rotary is not None:
-            shape = (size, model.rotary[0].shape[1])
-            self._rotation = tuple(Input(shape, dtypes.float32, cache.device) for _ in range(2))
+        # The cosines and the sines of each RoPE setting.
+        self._rotations = {
+            rope: tuple(
+                Input((size, table.shape[1]), dtypes.float32, cache.device) for table in tables
+            )
+            for rope, tables in model.rotary.items()
+        }
         self._program = TinyJit(self._forward)
 
     def __call__(self, inputs: BatchInputs, token_ids: I32) -> Forwarded:
@@ -151,8 +156,9 @@ class ForwardStep:
         self._rows.put(np.repeat(np.arange(len(counts)), counts))
         self._logit_rows.put(inputs.logit_rows)
         self._tables.put(inputs.block_tables[:, : self._cache.max_blocks])
-        for place, table in zip(self._rotation, self._model.rotary or (), strict=True):
-            place.put(table[inputs.positions])
+        for rope, places in self._rotations.items():
+            for place, table in zip(places, self._model.rotary[rope], strict=True):
+                place.put(table[inputs.positions])
         num_blocks = -(-int(inputs.seq_lens.max()) // self._cache.block_size)
         variable = Variable("num_blocks", 1, self._cache.max_blocks)
         return Forwarded(*self._program(variable.bind(num_blocks)))
@@ -164,16 +170,20 @@ class ForwardStep:
             self._rows.tensor,
             self._tables.tensor,
             num_blocks,
-            self._model.config.sliding_window,
-            self._model.config.attention_scale,
         )
 
-        def write_and_attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-            return attend(q, write(self._cache.pages[layer], k, v, work.write_slots), work)
+        def write_and_attend(
+            layer: int, scoring: Scoring, per_head: PerHead, q: Tensor, k: Tensor, v: Tensor
+        ) -> Tensor:
+            pages = write(self._cache.pages[layer], k, v, work.write_slots)
+            return attend(q, pages, work, scoring, per_head)
 
-        rotation = Rotation(*(place.tensor for place in self._rotation)) if self._rotation else None
+        rotations = {
+            rope: Rotation(*(place.tensor for place in places))
+            for rope, places in self._rotations.items()
+        }
         ids, positions = self._token_ids.tensor, self._positions.tensor
-        state = decode(self._model, ids, positions, rotation, write_and_attend)[-1]
+        state = decode(self._model, ids, positions, rotations, write_and_attend)[-1]
         states = take_rows(state, self._logit_rows.tensor)
         return states, state.float().sum(axis=-1)
 

@@ -7,10 +7,12 @@ size, B blocks, P tokens per block.
 """
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from tinygrad import Tensor, UOp, dtypes
 from tinygrad.uop.ops import Ops
 
+from engine.backends.custom.frameworks.scoring import HIDDEN, Scoring
 from engine.backends.custom.frameworks.tinygrad.kernels.launch import (
     index,
     inside,
@@ -19,8 +21,6 @@ from engine.backends.custom.frameworks.tinygrad.kernels.launch import (
     loop,
     reduction,
 )
-
-HIDDEN = -1e30  # score of a masked key; finite, because inf - inf is NaN
 
 Stored = tuple[UOp, tuple[UOp, ...]]
 
@@ -42,8 +42,13 @@ class Work:
     rows: Tensor  # (T,) index into `tables`
     tables: Tensor  # (S, B)
     num_blocks: UOp  # a variable: the number of blocks in the longest table of the step
-    window: int | None
-    scale: float  # multiplies the attention scores
+
+
+class PerHead(NamedTuple):
+    """Values of a layer's query heads, (N,) each. None: the model has none."""
+
+    slopes: Tensor | None = None  # of ALiBi
+    sinks: Tensor | None = None  # logits that only add to the sum of softmax
 
 
 def write(pages: Pages, k: Tensor, v: Tensor, write_slots: Tensor) -> Pages:
@@ -52,7 +57,7 @@ def write(pages: Pages, k: Tensor, v: Tensor, write_slots: Tensor) -> Pages:
     return Pages(keys, values)
 
 
-def attend(q: Tensor, pages: Pages, work: Work) -> Tensor:
+def attend(q: Tensor, pages: Pages, work: Work, scoring: Scoring, per_head: PerHead) -> Tensor:
     """Attention of one layer over the cache: queries q (T, N, H) -> outputs (T, N, H)"""
     num_tokens, num_heads, head_dim = q.shape
     block_size, bound, on_cpu = pages.keys.shape[3], work.num_blocks, q.device == "CPU"
@@ -62,17 +67,18 @@ def attend(q: Tensor, pages: Pages, work: Work) -> Tensor:
         return Tensor.empty(*shape, dtype=dtypes.float32, device=q.device)
 
     where = (work.tables, work.rows, work.positions)
+    slopes, sinks = (() if each is None else (each,) for each in per_head)
     scores, *_ = launch(
         "score",
-        lambda *of: _score(*of, bound=inside(bound), window=work.window, scale=work.scale),
-        *(room(*places), q, pages.keys, *where),
+        lambda *of: _score(*of, bound=inside(bound), scoring=scoring),
+        *(room(*places), q, pages.keys, *where, *slopes),
         bound=bound,
         as_written=on_cpu,
     )
     best, *_ = launch(
         "best",
         lambda *of: _best(*of, bound=inside(bound)),
-        *(room(num_tokens, num_heads), scores),
+        *(room(num_tokens, num_heads), scores, *sinks),
         bound=bound,
     )
     weights, *_ = launch(
@@ -81,10 +87,11 @@ def attend(q: Tensor, pages: Pages, work: Work) -> Tensor:
         *(room(*places), scores, best),
         bound=bound,
     )
+    ending = (best, *sinks) if sinks else ()
     mixed, *_ = launch(
         "mix",
         lambda *of: _mix(*of, bound=inside(bound)),
-        *(room(num_tokens, num_heads, head_dim), weights, pages.values, *where),
+        *(room(num_tokens, num_heads, head_dim), weights, pages.values, *where, *ending),
         bound=bound,
         as_written=on_cpu,
     )
@@ -108,10 +115,10 @@ def _score(
     tables: UOp,
     rows: UOp,
     positions: UOp,
+    slopes: UOp | None = None,
     *,
     bound: UOp,
-    window: int | None,
-    scale: float,
+    scoring: Scoring,
 ) -> Stored:
     """Computes the score of each query with each key in the blocks of the query's sequence. The
     score is HIDDEN for keys that the query must not attend to.
@@ -123,18 +130,25 @@ def _score(
     h = reduction(head_dim, 5)
     block = index(tables[index(rows[t]), b])
     product = q[t, n, h].load() * keys[block, n // group, h, p].load()
-    score = product.cast(dtypes.float32).reduce(h, arg=Ops.ADD) * scale
+    score = product.cast(dtypes.float32).reduce(h, arg=Ops.ADD) * scoring.scale
+    if scoring.softcap is not None:
+        score = (score / scoring.softcap).tanh() * scoring.softcap
     distance = index(positions[t]) - (b * block_size + p)
+    if slopes is not None:
+        score = score - slopes[n].load() * distance.cast(dtypes.float32)
     visible = distance >= 0
-    if window is not None:
-        visible = visible & (distance < window)
+    if scoring.window is not None:
+        visible = visible & (distance < scoring.window)
     return out[t, n, b, p].store(visible.where(score, HIDDEN)), (t, n, b, *places)
 
 
-def _best(out: UOp, scores: UOp, *, bound: UOp) -> Stored:
+def _best(out: UOp, scores: UOp, sinks: UOp | None = None, *, bound: UOp) -> Stored:
     t, n = loop(out.shape[0], 0), loop(out.shape[1], 1)
     b, p = reduction(bound, 2), reduction(scores.shape[3], 3)
-    return out[t, n].store(scores[t, n, b, p].load().reduce(b, p, arg=Ops.MAX)), (t, n)
+    best = scores[t, n, b, p].load().reduce(b, p, arg=Ops.MAX)
+    if sinks is not None:
+        best = best.maximum(sinks[n].load().cast(dtypes.float32))
+    return out[t, n].store(best), (t, n)
 
 
 def _weigh(out: UOp, scores: UOp, best: UOp, *, bound: UOp) -> Stored:
@@ -153,6 +167,8 @@ def _mix(
     tables: UOp,
     rows: UOp,
     positions: UOp,
+    best: UOp | None = None,
+    sinks: UOp | None = None,
     *,
     bound: UOp,
 ) -> Stored:
@@ -170,4 +186,7 @@ def _mix(
     value = values[block, n // group, p, h].load().cast(dtypes.float32)
     visible = b * block_size + p <= index(positions[t])
     total = visible.where(weight * value, 0.0).reduce(b, p, arg=Ops.ADD)
-    return out[t, n, h].store(total / weight.reduce(b, p, arg=Ops.ADD)), (t, n, *places)
+    weights_sum = weight.reduce(b, p, arg=Ops.ADD)
+    if best is not None and sinks is not None:
+        weights_sum += (sinks[n].load().cast(dtypes.float32) - best[t, n].load()).exp()
+    return out[t, n, h].store(total / weights_sum), (t, n, *places)

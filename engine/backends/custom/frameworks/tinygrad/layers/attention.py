@@ -5,6 +5,8 @@ projections and norms with the paged attention in `kernels/`.
 from tinygrad import Tensor
 
 from engine.backends.custom.architectures.base import ModelConfig
+from engine.backends.custom.frameworks.scoring import Scoring
+from engine.backends.custom.frameworks.tinygrad.kernels.attention import PerHead
 from engine.backends.custom.frameworks.tinygrad.layers.linear import Params, linear
 from engine.backends.custom.frameworks.tinygrad.layers.norm import rms_norm
 from engine.backends.custom.frameworks.tinygrad.layers.rotary import Rotation, rotate
@@ -29,15 +31,27 @@ def heads(
     return q, k, v
 
 
-def causal_attention(q: Tensor, k: Tensor, v: Tensor, window: int | None, scale: float) -> Tensor:
+def causal_attention(
+    q: Tensor, k: Tensor, v: Tensor, scoring: Scoring, per_head: PerHead
+) -> Tensor:
     """Causal attention of one whole sequence, without a cache. Returns (T, N, H)."""
     length, num_kv_heads = q.shape[0], k.shape[1]
     grouped = q.reshape(length, num_kv_heads, -1, q.shape[-1]).permute(1, 2, 0, 3)  # (K, G, T, H)
     keys, values = (x.permute(1, 0, 2).unsqueeze(1) for x in (k, v))  # (K, 1, T, H)
-    scores = (grouped @ keys.transpose(-1, -2)).float() * scale
+    slopes, sinks = (
+        None if each is None else each.float().reshape(num_kv_heads, -1, 1, 1) for each in per_head
+    )
+    scores = (grouped @ keys.transpose(-1, -2)).float() * scoring.scale
+    if scoring.softcap is not None:
+        scores = (scores / scoring.softcap).tanh() * scoring.softcap
     distance = Tensor.arange(length).unsqueeze(1) - Tensor.arange(length)
+    if slopes is not None:
+        scores = scores - slopes * distance
     visible = distance >= 0
-    if window is not None:
-        visible = visible & (distance < window)
-    weights = visible.where(scores, -float("inf")).softmax(axis=-1).cast(v.dtype)
+    if scoring.window is not None:
+        visible = visible & (distance < scoring.window)
+    scores = visible.where(scores, -float("inf"))
+    if sinks is not None:  # the sink is the score of one more key, whose value is zero
+        scores = scores.cat(sinks.expand(*scores.shape[:-1], 1), dim=-1)
+    weights = scores.softmax(axis=-1)[..., :length].cast(v.dtype)
     return (weights @ values).permute(2, 0, 1, 3).reshape(q.shape)

@@ -13,4 +13,5 @@ def rms_norm(params: Params, x: Tensor, eps: float) -> Tensor:
 
 def layer_norm(params: Params, x: Tensor, eps: float) -> Tensor:
     normed = x.float().layernorm(eps=eps)
-    return normed.cast(x.dtype) * params["weight"] + params["bias"]
+    scaled = normed.cast(x.dtype) * params["weight"]
+    return scaled + params["bias"] if "bias" in params else scaled

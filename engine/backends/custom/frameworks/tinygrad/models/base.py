@@ -4,15 +4,18 @@ Serving calls `decode` with a function `attend` that reads and writes the paged 
 call `forward_sequence`.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 import numpy as np
 from tinygrad import Tensor
 
-from engine.backends.custom.architectures.base import ModelConfig
+from engine.backends.custom.architectures.base import LayerConfig, ModelConfig, RopeConfig
+from engine.backends.custom.frameworks.scoring import Scoring, scoring_of
+from engine.backends.custom.frameworks.tinygrad.kernels.attention import PerHead
 from engine.backends.custom.frameworks.tinygrad.kernels.rows import take_rows
 from engine.backends.custom.frameworks.tinygrad.layers.attention import causal_attention, heads
+from engine.backends.custom.frameworks.tinygrad.layers.experts import mixture
 from engine.backends.custom.frameworks.tinygrad.layers.linear import Params, linear
 from engine.backends.custom.frameworks.tinygrad.layers.mlp import gated_mlp, mlp
 from engine.backends.custom.frameworks.tinygrad.layers.norm import layer_norm, rms_norm
@@ -20,38 +23,59 @@ from engine.backends.custom.frameworks.tinygrad.layers.rotary import Rotation
 from engine.backends.custom.frameworks.tinygrad.models.gpt2 import add_positions
 from engine.backends.custom.runtime.model_runner import F32
 
-# A function that attends in one layer. It gets the layer's number, queries (T, N, H), keys and
-# values (T, K, H), and returns the attention output (T, N, H).
-Attend = Callable[[int, Tensor, Tensor, Tensor], Tensor]
+# A function that attends in one layer. It gets the layer's number, scoring rules, per-head values,
+# queries (T, N, H), keys and values (T, K, H), and returns the attention output (T, N, H).
+Attend = Callable[[int, Scoring, PerHead, Tensor, Tensor, Tensor], Tensor]
+Rotations = Mapping[RopeConfig, Rotation]  # by the RoPE setting of a layer
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Model:
     config: ModelConfig
     params: Params
-    # The cosines and the sines of RoPE for every position, (max_seq_len, dim / 2) each. None: the
-    # model has learned position embeddings instead of RoPE.
-    rotary: tuple[F32, F32] | None
+    # For each RoPE setting of the layers: the cosines and the sines for every position,
+    # (max_seq_len, dim / 2) each.
+    rotary: Mapping[RopeConfig, tuple[F32, F32]]
+    slopes: Tensor | None  # (N,) float32, the slopes of ALiBi
 
 
-def block(model: Model, layer: int, x: Tensor, rotation: Rotation | None, attend: Attend) -> Tensor:
+def block(model: Model, index: int, x: Tensor, rotations: Rotations, attend: Attend) -> Tensor:
     """One layer: attention, then MLP. Both add to the residual stream x (T, D)."""
-    config, params = model.config, model.params["layers"][layer]
-    read = norm(config, params["attn_norm"], x) if config.norm_placement == "input" else x
-    attended = attend(layer, *heads(params["attn"], config, read, rotation))
+    config, params = model.config, model.params["layers"][index]
+    layer = config.layer(index)
+    rotation = None if layer.rope is None else rotations[layer.rope]
+    read = entering(config, params, "attn", x)
+    qkv = heads(params["attn"], config, read, rotation)
+    per_head = PerHead(model.slopes, params["attn"].get("sinks"))
+    attended = attend(index, scoring_of(config, layer), per_head, *qkv)
     half = linear(params["attn"]["o"], attended.reshape(x.shape[0], -1))
-    x = merged(config, params["attn_norm"], x, half)
-    read = norm(config, params["mlp_norm"], x) if config.norm_placement == "input" else x
-    half = (gated_mlp if config.gated_mlp else mlp)(params["mlp"], read, config.activation)
-    return merged(config, params["mlp_norm"], x, half)
+    after = merged(config, params, "attn", x, half)
+    if config.parallel != "shared":
+        read = entering(config, params, "mlp", after if config.parallel is None else x)
+    return merged(config, params, "mlp", after, feed_forward(config, layer, params, read))
 
 
-def merged(config: ModelConfig, params: Params, x: Tensor, half: Tensor) -> Tensor:
-    """Adds `half`, the output of attention or MLP, to the residual stream `x`. If the model has
-    output norms, `half` is normalized first. `params` are the parameters of this norm.
+def feed_forward(config: ModelConfig, layer: LayerConfig, params: Params, x: Tensor) -> Tensor:
+    if layer.experts:
+        assert config.experts is not None, config
+        return mixture(params, config.experts, config.activation, x)
+    return (gated_mlp if config.gated_mlp else mlp)(params["mlp"], x, config.activation)
+
+
+def entering(config: ModelConfig, params: Params, part: str, x: Tensor) -> Tensor:
+    """What attention ("attn") or MLP ("mlp") reads: x, normalized if the model has input norms."""
+    has_norm = config.norm_placement in ("input", "both")
+    return norm(config, params[f"{part}_norm"], x) if has_norm else x
+
+
+def merged(config: ModelConfig, params: Params, part: str, x: Tensor, half: Tensor) -> Tensor:
+    """Adds `half`, the output of attention ("attn") or MLP ("mlp"), to the residual stream `x`. If
+    the model has output norms, `half` is normalized first.
     """
     if config.norm_placement == "output":
-        half = norm(config, params, half.contiguous())
+        half = norm(config, params[f"{part}_norm"], half.contiguous())
+    if config.norm_placement == "both":
+        half = norm(config, params[f"{part}_out_norm"], half.contiguous())
     if config.residual_multiplier != 1:
         half = half * config.residual_multiplier
     return (x + half).contiguous()
@@ -67,14 +91,14 @@ def embed(model: Model, token_ids: Tensor, positions: Tensor) -> Tensor:
     x = take_rows(params["embed"]["weight"], token_ids)
     if config.embedding_multiplier != 1:
         x = x * config.embedding_multiplier
-    return x if config.rope is not None else add_positions(params, x, positions)
+    return add_positions(params, x, positions) if config.learned_positions else x
 
 
 def decode(
     model: Model,
     token_ids: Tensor,
     positions: Tensor,
-    rotation: Rotation | None,
+    rotations: Rotations,
     attend: Attend,
 ) -> list[Tensor]:
     """Runs all layers. Returns a list of the residual stream (T, D) before the first layer and
@@ -82,7 +106,7 @@ def decode(
     """
     states = [embed(model, token_ids, positions)]
     for layer in range(model.config.num_layers):
-        states.append(block(model, layer, states[-1], rotation, attend))
+        states.append(block(model, layer, states[-1], rotations, attend))
     return states
 
 
@@ -94,7 +118,10 @@ def head_logits(model: Model, hidden: Tensor) -> Tensor:
     """Hidden states after the final norm (R, D) -> logits (R, V) float32"""
     params, scaling = model.params, model.config.logits_scaling
     logits = linear(params["head" if "head" in params else "embed"], hidden).float()
-    return logits if scaling == 1 else logits / scaling
+    if scaling != 1:
+        logits = logits / scaling
+    cap = model.config.logits_softcap
+    return logits if cap is None else (logits / cap).tanh() * cap
 
 
 def forward_sequence(model: Model, token_ids: list[int]) -> tuple[Tensor, list[Tensor]]:
@@ -104,14 +131,15 @@ def forward_sequence(model: Model, token_ids: list[int]) -> tuple[Tensor, list[T
     device = model.params["norm"]["weight"].device
     positions = np.arange(len(token_ids), dtype=np.int32)
     ids, places = (Tensor(x, device=device) for x in (np.array(token_ids, np.int32), positions))
-    rotation = None
-    if model.rotary is not None:
-        rotation = Rotation(*(Tensor(table[positions], device=device) for table in model.rotary))
+    rotations = {
+        rope: Rotation(*(Tensor(table[positions], device=device) for table in tables))
+        for rope, tables in model.rotary.items()
+    }
 
-    config = model.config
+    def attend(
+        layer: int, scoring: Scoring, per_head: PerHead, q: Tensor, k: Tensor, v: Tensor
+    ) -> Tensor:
+        return causal_attention(q, k, v, scoring, per_head)
 
-    def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        return causal_attention(q, k, v, config.sliding_window, config.attention_scale)
-
-    states = decode(model, ids, places, rotation, attend)
+    states = decode(model, ids, places, rotations, attend)
     return head_logits(model, final_norm(model, states[-1])), states

@@ -13,6 +13,7 @@ from engine.backends.custom.frameworks.parameters import (
     parameter_tree,
     rope_factors,
 )
+from engine.backends.custom.frameworks.scoring import alibi_slopes
 from engine.backends.custom.frameworks.tinygrad.models.base import Model
 from engine.backends.custom.ir.rotary import rotary_tables
 
@@ -25,12 +26,13 @@ def load_model(
     device: str,
 ) -> Model:
     check_decoder(config, "tinygrad")
-    rotary = None
-    if config.rope is not None:
-        rotary = rotary_tables(config.rope, max_seq_len, rope_factors(weights))
+    factors = rope_factors(weights)
+    rotary = {rope: rotary_tables(rope, max_seq_len, factors) for rope in config.ropes}
+    slopes = alibi_slopes(config)
+    on_device = None if slopes is None else Tensor(slopes, device=device).realize()
 
     def place(name: str, values: Any) -> Tensor:
         return Tensor(values, device=device).cast(dtype).contiguous().realize()
 
     params = parameter_tree(weights, lambda weight: weight.numpy(), place)
-    return Model(config, params, rotary)
+    return Model(config, params, rotary, on_device)

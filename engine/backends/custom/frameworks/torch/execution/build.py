@@ -73,6 +73,11 @@ def build_runner(source: ModelSource, config: RunnerConfig) -> ModelRunner:
     check_config("torch", "PyTorch", source.config, config)
     if config.quantization != "auto" and device.type != "cuda":
         raise ConfigError(f"quantization {config.quantization} needs a GPU; leave it out on a CPU")
+    if config.quantization != "auto" and source.config.experts is not None:
+        raise ConfigError(
+            f"quantization {config.quantization} does not cover experts; leave it out for "
+            f"'{source.config.family}'"
+        )
     if config.num_threads is not None:
         torch.set_num_threads(config.num_threads)
     model = build_model(

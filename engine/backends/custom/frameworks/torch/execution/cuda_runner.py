@@ -70,24 +70,25 @@ class CachedStep:
 
     positions: Tensor  # (T,) int32
     write_slots: Tensor  # (T,) int32
-    angles: Tensor | None  # (max_seq_len, dim): dim / 2 cosines, then sines; None: no RoPE
+    # For each layer (max_seq_len, dim): dim / 2 cosines, then sines. None: the layer has no RoPE
+    angles: tuple[Tensor | None, ...]
     plan: TritonPlan
     cache: PagedCache
-    rotation: None = None
 
     def attend(self, attention: Attention, qkv: Tensor) -> Tensor:
-        layer = self.cache.layers[attention.layer]
-        q_norm, k_norm = attention.head_norms
-        if self.angles is None:
+        layer, window, sinks = attention.layer, attention.window, attention.sinks
+        cached, angles = self.cache.layers[layer], self.angles[layer]
+        if angles is None:
             q, k, v = attention.heads(qkv, None)
-            self.cache.write(attention.layer, self.write_slots.long(), k, v)
-            return self.plan.attend_cached(q.contiguous(), layer)
+            self.cache.write(layer, self.write_slots.long(), k, v)
+            return self.plan.attend_cached(q.contiguous(), cached, window, sinks)
+        q_norm, k_norm = attention.head_norms
         q = rope_write(
             qkv,
             self.positions,
-            self.angles,
+            angles,
             self.write_slots,
-            layer,
+            cached,
             attention.num_heads,
             attention.num_kv_heads,
             attention.head_dim,
@@ -95,7 +96,7 @@ class CachedStep:
             None if k_norm is None else k_norm.weight,
             0.0 if q_norm is None else q_norm.eps,
         )
-        return self.plan.attend_cached(q, layer)
+        return self.plan.attend_cached(q, cached, window, sinks)
 
 
 class BufferedStep:
@@ -165,9 +166,7 @@ class CudaRunner(TorchRunner):
             # For the matrices of Llama models on an H200, cuBLASLt takes up to a third less time
             # than cuBLAS, and at most a tenth more.
             torch.backends.cuda.preferred_blas_library("cublaslt")
-        self._angles = None
-        if model.rotary is not None:
-            self._angles = model.rotary.table(config.max_seq_len)
+        self._angles = model.rotary_tables(config.max_seq_len)
         self._row_sizes = row_sizes(config.max_slots)
         self._buffer = torch.zeros(self._largest_buffer(config), dtype=torch.int32, device=device)
         self._lists.reserve(config.max_slots, device)

@@ -32,10 +32,9 @@ class TextsStep:
     positions: Tensor  # (T,) int64
     padded: Tensor  # (T,) int64: the token's index after all texts are padded to the longest
     visible: Tensor  # (S, 1, 1, L) bool: whether a position of a padded text has a token
-    rotation: None = None
 
     def attend(self, attention: Attention, qkv: Tensor) -> Tensor:
-        q, k, v = attention.heads(qkv, self.rotation)
+        q, k, v = attention.heads(qkv, None)
         out = F.scaled_dot_product_attention(
             self._pad(q), self._pad(k), self._pad(v), attn_mask=self.visible, scale=attention.scale
         )  # (S, N, L, H)

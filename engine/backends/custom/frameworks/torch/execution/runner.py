@@ -15,6 +15,7 @@ from engine.backends.custom.frameworks.torch.kernels.attention import (
     AttentionPlan,
     attention_backend,
 )
+from engine.backends.custom.frameworks.torch.kernels.attention_heads import AttentionHeads
 from engine.backends.custom.frameworks.torch.layers.attention import Attention
 from engine.backends.custom.frameworks.torch.layers.rotary import Rotation
 from engine.backends.custom.frameworks.torch.models.base import Decoder
@@ -26,15 +27,17 @@ class PagedStep:
     """A forward pass over the paged cache. Each layer writes its keys and values, then attends."""
 
     positions: Tensor  # (T,) int64
-    rotation: Rotation | None
+    rotations: tuple[Rotation | None, ...]  # one per layer
     write_slots: Tensor  # (T,) int64
     plan: AttentionPlan
     cache: PagedCache
 
     def attend(self, attention: Attention, qkv: Tensor) -> Tensor:
-        q, k, v = attention.heads(qkv, self.rotation)
-        self.cache.write(attention.layer, self.write_slots, k, v)
-        return self.plan.attend(q, k, v, self.cache.layers[attention.layer])
+        layer = attention.layer
+        q, k, v = attention.heads(qkv, self.rotations[layer])
+        self.cache.write(layer, self.write_slots, k, v)
+        cached = self.cache.layers[layer]
+        return self.plan.attend(q, k, v, cached, window=attention.window, sinks=attention.sinks)
 
 
 class TorchRunner(SamplingRunner):
@@ -50,7 +53,7 @@ class TorchRunner(SamplingRunner):
         self._model = model
         self._attention = attention_backend(
             config.attention,
-            model.config,
+            AttentionHeads.of(model.config),
             block_size=config.block_size,
             dtype=dtype,
             device=device,
@@ -63,7 +66,7 @@ class TorchRunner(SamplingRunner):
         positions = self._put(inputs.positions.astype(np.int64))
         step = PagedStep(
             positions,
-            self._model.rotation(positions),
+            self._model.rotations(positions),
             self._put(inputs.write_slots),
             self._attention.plan(inputs, positions),
             self._cache,

@@ -10,7 +10,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from engine.backends.custom.architectures.base import ModelConfig
+from engine.backends.custom.frameworks.torch.kernels.attention_heads import AttentionHeads
 from engine.backends.custom.frameworks.torch.kernels.attention_reference import ReferenceAttention
 from engine.backends.custom.frameworks.torch.kernels.attention_sdpa import SdpaAttention
 from engine.backends.custom.frameworks.torch.kernels.attention_triton import TritonAttention
@@ -19,11 +19,22 @@ from engine.core.errors import ConfigError
 
 
 class AttentionPlan(Protocol):
-    def attend(self, q: Tensor, k: Tensor, v: Tensor, cache: Tensor) -> Tensor:
+    def attend(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        cache: Tensor,
+        *,
+        window: int | None,
+        sinks: Tensor | None = None,
+    ) -> Tensor:
         """Attention of one layer: queries q (T, N, H) -> outputs (T, N, H).
 
         k and v (T, K, H) are the keys and values of this step's tokens. They are already in the
         cache, too. `cache` is (num_blocks, block_size, 2, K, H), with key before value.
+        `window` must be one of `AttentionHeads.windows`. `sinks` (N,) are logits that only add to
+        the sum of the softmax.
         """
         ...
 
@@ -36,24 +47,19 @@ class AttentionBackend(Protocol):
 
 class AttentionFactory(Protocol):
     def __call__(
-        self, config: ModelConfig, *, block_size: int, dtype: torch.dtype
+        self, heads: AttentionHeads, *, block_size: int, dtype: torch.dtype
     ) -> AttentionBackend: ...
-
-
-def _sdpa(config: ModelConfig, *, block_size: int, dtype: torch.dtype) -> SdpaAttention:
-    window, scale = config.sliding_window, config.attention_scale
-    return SdpaAttention(window, block_size=block_size, dtype=dtype, scale=scale)
 
 
 ATTENTION: dict[str, AttentionFactory] = {
     "reference": ReferenceAttention,
-    "sdpa": _sdpa,
+    "sdpa": SdpaAttention,
     "triton": TritonAttention,
 }
 
 
 def attention_backend(
-    name: str, config: ModelConfig, *, block_size: int, dtype: torch.dtype, device: torch.device
+    name: str, heads: AttentionHeads, *, block_size: int, dtype: torch.dtype, device: torch.device
 ) -> AttentionBackend:
     chosen = name
     if name == "auto":
@@ -62,4 +68,4 @@ def attention_backend(
         raise ConfigError(
             f"attention backend '{name}' is unknown; use auto or one of {', '.join(ATTENTION)}"
         )
-    return ATTENTION[chosen](config, block_size=block_size, dtype=dtype)
+    return ATTENTION[chosen](heads, block_size=block_size, dtype=dtype)

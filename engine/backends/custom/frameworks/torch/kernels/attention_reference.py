@@ -7,8 +7,12 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from engine.backends.custom.architectures.base import ModelConfig
 from engine.backends.custom.frameworks.torch.execution.transfer import to_device
+from engine.backends.custom.frameworks.torch.kernels.attention_heads import (
+    AttentionHeads,
+    additive_mask,
+    attend_by_definition,
+)
 from engine.backends.custom.runtime.model_runner import BatchInputs
 
 
@@ -17,10 +21,19 @@ class ReferencePlan:
     inputs: BatchInputs
     tables: Tensor  # inputs.block_tables on the device
     block_size: int
-    window: int | None
-    scale: float
+    heads: AttentionHeads
+    slopes: Tensor | None  # (N,)
 
-    def attend(self, q: Tensor, k: Tensor, v: Tensor, cache: Tensor) -> Tensor:
+    def attend(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        cache: Tensor,
+        *,
+        window: int | None,
+        sinks: Tensor | None = None,
+    ) -> Tensor:
         out = torch.empty_like(q)
         starts = self.inputs.query_start
         for row, length in enumerate(self.inputs.seq_lens):
@@ -29,10 +42,19 @@ class ReferencePlan:
             blocks = self.tables[row, position // self.block_size].long()
             offsets = position % self.block_size
             keys, values = cache[blocks, offsets].unbind(1)  # (L, K, H) each
-            out[tokens] = self._row(q[tokens], keys, values, position)
+            distance = position[-(starts[row + 1] - starts[row]) :, None] - position  # (T, L)
+            out[tokens] = self._row(q[tokens], keys, values, distance, window, sinks)
         return out
 
-    def _row(self, q: Tensor, keys: Tensor, values: Tensor, position: Tensor) -> Tensor:
+    def _row(
+        self,
+        q: Tensor,
+        keys: Tensor,
+        values: Tensor,
+        distance: Tensor,
+        window: int | None,
+        sinks: Tensor | None,
+    ) -> Tensor:
         """Attention of one sequence of L positions: q (T, N, H) -> (T, N, H).
 
         q has the queries of the last T positions. Keys and values (L, K, H) are of all L positions.
@@ -40,21 +62,25 @@ class ReferencePlan:
         group = q.shape[1] // keys.shape[1]
         keys = keys.repeat_interleave(group, dim=1)  # (L, N, H)
         values = values.repeat_interleave(group, dim=1)
-        scores = torch.einsum("tnh,lnh->ntl", q.float(), keys.float()) * self.scale
-        distance = position[-q.shape[0] :, None] - position  # (T, L)
-        hidden = distance < 0
-        if self.window is not None:
-            hidden |= distance >= self.window
-        weights = scores.masked_fill(hidden, float("-inf")).softmax(dim=-1)
-        return torch.einsum("ntl,lnh->tnh", weights, values.float()).to(q.dtype)
+        slopes = None if self.slopes is None else self.slopes[:, None, None]
+        out = attend_by_definition(
+            q.transpose(0, 1),  # (N, T, H)
+            keys.transpose(0, 1),
+            values.transpose(0, 1),
+            additive_mask(distance, window, slopes),
+            scale=self.heads.scale,
+            softcap=self.heads.softcap,
+            sinks=None if sinks is None else sinks[:, None, None],
+        )
+        return out.transpose(0, 1)
 
 
 class ReferenceAttention:
-    def __init__(self, config: ModelConfig, *, block_size: int, dtype: torch.dtype) -> None:
+    def __init__(self, heads: AttentionHeads, *, block_size: int, dtype: torch.dtype) -> None:
         self._block_size = block_size
-        self._window = config.sliding_window
-        self._scale = config.attention_scale
+        self._heads = heads
 
     def plan(self, inputs: BatchInputs, positions: Tensor) -> ReferencePlan:
         tables = to_device(inputs.block_tables, positions.device)
-        return ReferencePlan(inputs, tables, self._block_size, self._window, self._scale)
+        slopes = self._heads.slopes(positions.device)
+        return ReferencePlan(inputs, tables, self._block_size, self._heads, slopes)

@@ -4,6 +4,8 @@ Rows with one query are padded to a common length and computed in one call, with
 several queries is computed in a call of its own. If such a row starts at position 0, all its keys
 are those of this step, so it needs no gather and no mask. For rows with one query, the query heads
 that share a KV head are moved to the query axis, so that keys need not be repeated.
+
+PyTorch's function has no soft cap and no sinks. Models with these use a plain computation instead.
 """
 
 from dataclasses import dataclass
@@ -16,6 +18,11 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from engine.backends.custom.frameworks.torch.execution.transfer import to_device
+from engine.backends.custom.frameworks.torch.kernels.attention_heads import (
+    AttentionHeads,
+    additive_mask,
+    attend_by_definition,
+)
 from engine.backends.custom.runtime.model_runner import I32, BatchInputs
 
 # Rows with one query are padded to a common length if their numbers of blocks round up to the same
@@ -33,9 +40,11 @@ class Part(Protocol):
     @property
     def tokens(self) -> Tokens: ...
 
-    def attend(self, q: Tensor, k: Tensor, v: Tensor, cache: Tensor) -> Tensor:
+    def attend(
+        self, q: Tensor, k: Tensor, v: Tensor, cache: Tensor, sinks: Tensor | None
+    ) -> Tensor:
         """Attention of this part's queries: q (Q, N, H) -> (Q, N, H). k and v (T, K, H) are the
-        keys and values of all tokens of the step.
+        keys and values of all tokens of the step. `sinks` is (N,).
         """
         ...
 
@@ -47,15 +56,18 @@ class SingleQueries:
     tokens: Tokens
     blocks: Tensor  # (S * B,)
     seen: slice  # which of the B * block_size gathered positions the queries attend to
-    mask: Tensor | None  # (S, 1, 1, L), added to the scores
-    scale: float | None
+    mask: Tensor | None  # (S, 1, 1, L), with ALiBi (S, K, N / K, L), added to the scores
+    heads: AttentionHeads
 
-    def attend(self, q: Tensor, k: Tensor, v: Tensor, cache: Tensor) -> Tensor:
+    def attend(
+        self, q: Tensor, k: Tensor, v: Tensor, cache: Tensor, sinks: Tensor | None
+    ) -> Tensor:
         rows = q.shape[0]
         keys, values = _gather(cache, self.blocks, rows, self.seen)  # (S, K, L, H)
         q = q.unflatten(1, (keys.shape[1], -1))  # (S, K, N / K, H)
-        out = F.scaled_dot_product_attention(q, keys, values, self.mask, scale=self.scale)
-        return out.flatten(1, 2)
+        if sinks is not None:
+            sinks = sinks.view(keys.shape[1], -1, 1)
+        return _attention(q, keys, values, self.mask, self.heads, sinks).flatten(1, 2)
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,18 +79,21 @@ class LaterChunk:
     tokens: slice
     blocks: Tensor  # (B,)
     seen: slice
-    mask: Tensor  # (T, L)
-    scale: float | None
+    mask: Tensor  # (T, L), with ALiBi (N, T, L)
+    heads: AttentionHeads
 
-    def attend(self, q: Tensor, k: Tensor, v: Tensor, cache: Tensor) -> Tensor:
+    def attend(
+        self, q: Tensor, k: Tensor, v: Tensor, cache: Tensor, sinks: Tensor | None
+    ) -> Tensor:
         keys, values = _gather(cache, self.blocks, 1, self.seen)  # (1, K, L, H)
         group = q.shape[1] // keys.shape[1]
-        out = F.scaled_dot_product_attention(
+        out = _attention(
             q.transpose(0, 1)[None],  # (1, N, T, H)
             keys.repeat_interleave(group, dim=1),
             values.repeat_interleave(group, dim=1),
             self.mask,
-            scale=self.scale,
+            self.heads,
+            None if sinks is None else sinks[:, None, None],
         )
         return out[0].transpose(0, 1)
 
@@ -86,13 +101,15 @@ class LaterChunk:
 @dataclass(frozen=True, slots=True)
 class FirstChunk:
     """One row with several queries that starts at position 0. All its keys are keys of this step,
-    and all are within the sliding window.
+    and all are within the sliding window. The scores are only scaled.
     """
 
     tokens: slice
-    scale: float | None
+    scale: float
 
-    def attend(self, q: Tensor, k: Tensor, v: Tensor, cache: Tensor) -> Tensor:
+    def attend(
+        self, q: Tensor, k: Tensor, v: Tensor, cache: Tensor, sinks: Tensor | None
+    ) -> Tensor:
         q, k, v = (x.transpose(0, 1)[None] for x in (q, k[self.tokens], v[self.tokens]))
         group = q.shape[1] // k.shape[1]
         out = F.scaled_dot_product_attention(
@@ -107,43 +124,59 @@ class FirstChunk:
 
 @dataclass(frozen=True, slots=True)
 class SdpaPlan:
-    parts: tuple[Part, ...]
+    parts: dict[int | None, tuple[Part, ...]]  # by window
 
-    def attend(self, q: Tensor, k: Tensor, v: Tensor, cache: Tensor) -> Tensor:
-        if len(self.parts) == 1:
-            return self.parts[0].attend(q, k, v, cache)
+    def attend(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        cache: Tensor,
+        *,
+        window: int | None,
+        sinks: Tensor | None = None,
+    ) -> Tensor:
+        parts = self.parts[window]
+        if len(parts) == 1:
+            return parts[0].attend(q, k, v, cache, sinks)
         out = torch.empty_like(q)
-        for part in self.parts:
-            out[part.tokens] = part.attend(q[part.tokens], k, v, cache)
+        for part in parts:
+            out[part.tokens] = part.attend(q[part.tokens], k, v, cache, sinks)
         return out
 
 
 class SdpaAttention:
-    """The attention backend "sdpa". `scale` multiplies the scores. If it is None, the scale is
-    1 / sqrt(head_dim).
-    """
+    """The attention backend "sdpa"."""
 
-    def __init__(
-        self,
-        window: int | None,
-        *,
-        block_size: int,
-        dtype: torch.dtype,
-        scale: float | None = None,
-    ) -> None:
-        self._block_size = block_size
-        self._window = window
-        self._dtype = dtype
-        self._scale = scale
+    def __init__(self, heads: AttentionHeads, *, block_size: int, dtype: torch.dtype) -> None:
+        self._planners = [
+            _WindowPlanner(heads, window, block_size, dtype) for window in heads.windows
+        ]
 
     def plan(self, inputs: BatchInputs, positions: Tensor) -> SdpaPlan:
+        planners = self._planners
+        return SdpaPlan({each.window: each.parts(inputs, positions) for each in planners})
+
+
+class _WindowPlanner:
+    """Plans the attention of all layers that have the same window."""
+
+    def __init__(
+        self, heads: AttentionHeads, window: int | None, block_size: int, dtype: torch.dtype
+    ) -> None:
+        self.window = window
+        self._heads = heads
+        self._block_size = block_size
+        self._dtype = dtype
+
+    def parts(self, inputs: BatchInputs, positions: Tensor) -> tuple[Part, ...]:
         counts = np.diff(inputs.query_start)
         parts: list[Part] = [
             self._single_queries(inputs, rows, positions)
             for rows in self._groups(inputs, np.flatnonzero(counts == 1))
         ]
         parts.extend(self._chunk(inputs, row, positions) for row in np.flatnonzero(counts > 1))
-        return SdpaPlan(tuple(parts))
+        return tuple(parts)
 
     def _groups(self, inputs: BatchInputs, rows: Rows) -> list[Rows]:
         """Groups rows with one query by their number of blocks, rounded up to a power of two."""
@@ -158,9 +191,9 @@ class SdpaAttention:
         """The first position that a query at position `query` attends to. It is 0 without a sliding
         window.
         """
-        if self._window is None:
+        if self.window is None:
             return np.zeros_like(query)
-        return np.maximum(query - self._window + 1, 0)
+        return np.maximum(query - self.window + 1, 0)
 
     def _single_queries(self, inputs: BatchInputs, rows: Rows, positions: Tensor) -> SingleQueries:
         device, size = positions.device, self._block_size
@@ -175,38 +208,52 @@ class SdpaAttention:
         )
         blocks = to_device(inputs.block_tables[rows[:, None], columns].reshape(-1), device)
         tokens = _tokens(inputs.query_start[rows], device)
-        if len(rows) == 1:
+        if len(rows) == 1 and self._heads.alibi_bias is None:
             seen = slice(int(first[0]) % size, int(last[0] - first_block[0] * size) + 1)
-            return SingleQueries(tokens, blocks, seen, None, self._scale)
+            return SingleQueries(tokens, blocks, seen, None, self._heads)
         starts = to_device(first_block.astype(np.int64) * size, device)
         key_positions = starts[:, None] + torch.arange(width * size, device=device)  # (S, L)
-        mask = self._mask(positions[tokens][:, None], key_positions)
-        return SingleQueries(tokens, blocks, slice(None), mask[:, None, None], self._scale)
+        distance = positions[tokens][:, None] - key_positions
+        slopes = self._heads.slopes(device)
+        if slopes is not None:
+            slopes = slopes.view(self._heads.num_kv_heads, -1, 1)
+        mask = self._mask(distance[:, None, None], slopes)
+        return SingleQueries(tokens, blocks, slice(None), mask, self._heads)
 
     def _chunk(self, inputs: BatchInputs, row: np.intp, positions: Tensor) -> Part:
         device, size = positions.device, self._block_size
         tokens = slice(int(inputs.query_start[row]), int(inputs.query_start[row + 1]))
         length = int(inputs.seq_lens[row])
         start = length - (tokens.stop - tokens.start)
-        if start == 0 and (self._window is None or length <= self._window):
-            return FirstChunk(tokens, self._scale)
-        first = 0 if self._window is None else max(start - self._window + 1, 0)
+        fits = self.window is None or length <= self.window
+        if start == 0 and fits and self._heads.is_plain:
+            return FirstChunk(tokens, self._heads.scale)
+        first = 0 if self.window is None else max(start - self.window + 1, 0)
         blocks = inputs.block_tables[row, first // size : -(-length // size)]
         seen = slice(first % size, length - first // size * size)
         key_positions = torch.arange(first, length, device=device)
-        mask = self._mask(positions[tokens][:, None], key_positions)  # (T, L)
-        return LaterChunk(tokens, to_device(blocks, device), seen, mask, self._scale)
+        slopes = self._heads.slopes(device)
+        distance = positions[tokens][:, None] - key_positions  # (T, L)
+        mask = self._mask(distance, None if slopes is None else slopes[:, None, None])
+        return LaterChunk(tokens, to_device(blocks, device), seen, mask, self._heads)
 
-    def _mask(self, query: Tensor, key: Tensor) -> Tensor:
-        """A mask that is added to scores: 0 if the query at position `query` may attend to the key
-        at position `key`, else -inf. The two arguments broadcast.
-        """
-        distance = query - key
-        hidden = distance < 0
-        if self._window is not None:
-            hidden |= distance >= self._window
-        mask = torch.zeros(hidden.shape, dtype=self._dtype, device=key.device)
-        return mask.masked_fill_(hidden, float("-inf"))
+    def _mask(self, distance: Tensor, slopes: Tensor | None) -> Tensor:
+        return additive_mask(distance, self.window, slopes).to(self._dtype)
+
+
+def _attention(
+    q: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    mask: Tensor | None,
+    heads: AttentionHeads,
+    sinks: Tensor | None,
+) -> Tensor:
+    if heads.softcap is None and sinks is None:
+        return F.scaled_dot_product_attention(q, keys, values, mask, scale=heads.scale)
+    return attend_by_definition(
+        q, keys, values, mask, scale=heads.scale, softcap=heads.softcap, sinks=sinks
+    )
 
 
 def _tokens(indices: I32, device: torch.device) -> Tokens:

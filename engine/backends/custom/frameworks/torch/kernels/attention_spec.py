@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from engine.backends.custom.architectures.base import ModelConfig
+from engine.backends.custom.frameworks.torch.kernels.attention_heads import AttentionHeads
 from engine.backends.custom.frameworks.torch.kernels.attention_reference import (
     ReferenceAttention,
     ReferencePlan,
@@ -47,11 +47,11 @@ Rows = list[tuple[int, int]]  # (number of keys, number of queries) of each row
 
 
 def _reference(q: Tensor, cache: Tensor, plans: Plans) -> Tensor:
-    return plans.reference.attend(q, q, q, cache)
+    return plans.reference.attend(q, q, q, cache, window=None)
 
 
 def _triton(q: Tensor, cache: Tensor, plans: Plans) -> Tensor:
-    return plans.triton.attend_cached(q, cache)
+    return plans.triton.attend_cached(q, cache, None)
 
 
 def _bytes_of(q: Tensor, cache: Tensor, plans: Plans) -> int:
@@ -65,21 +65,9 @@ def _flops_of(q: Tensor, cache: Tensor, plans: Plans) -> int:
     return 4 * plans.num_pairs * q.shape[1] * q.shape[2]
 
 
-def _config(shape: Shape) -> ModelConfig:
-    return ModelConfig(
-        family="llama",
-        vocab_size=shape.vocab_size,
-        hidden_size=shape.hidden_size,
-        num_layers=1,
-        num_heads=shape.num_heads,
-        num_kv_heads=shape.num_kv_heads,
-        head_dim=shape.head_dim,
-        intermediate_size=shape.inner_size,
-        max_position=1 << 20,
-        norm_eps=1e-5,
-        tie_embeddings=True,
-        rope=None,
-    )
+def _heads(shape: Shape) -> AttentionHeads:
+    scale = shape.head_dim**-0.5
+    return AttentionHeads(shape.num_heads, shape.num_kv_heads, shape.head_dim, scale)
 
 
 def _tables(rows: Rows, shared: int, block_size: int) -> I32:
@@ -122,9 +110,9 @@ def _example(label: str, rows: Rows, shared: int, shape: Shape, inputs: Inputs) 
     size = shape.block_size
     step = _step(rows, shared, size)
     positions = torch.zeros(len(step.token_ids), dtype=torch.int64, device=inputs.device)
-    config = _config(shape)
+    heads = _heads(shape)
     reference, triton = (
-        backend(config, block_size=size, dtype=inputs.dtype).plan(step, positions)
+        backend(heads, block_size=size, dtype=inputs.dtype).plan(step, positions)
         for backend in (ReferenceAttention, TritonAttention)
     )
     assert isinstance(reference, ReferencePlan) and isinstance(triton, TritonPlan)

@@ -10,7 +10,7 @@ Hopper, which is CUDA C++.
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -18,6 +18,7 @@ from torch import Tensor
 
 from engine.backends.custom.frameworks.runs import cut
 from engine.backends.custom.frameworks.torch.execution.transfer import to_device
+from engine.backends.custom.frameworks.torch.kernels.attention_heads import AttentionHeads
 from engine.backends.custom.frameworks.torch.kernels.cuda import attention as hopper
 from engine.backends.custom.runtime.model_runner import I32, BatchInputs
 
@@ -32,9 +33,11 @@ SPAN_TILE = (1, 128, 4, 3)
 # then save energy.
 MANY_SPANS, MANY_SPANS_TILES = 256, ((1, 64, 2, 3), (1, 32, 1, 3))
 SHARED_TILES = (128, 64, 4, 2), (128, 64, 4, 3)
+# Tile sizes for heads of more than 128 values. Larger tiles would not fit in shared memory.
+WIDEST_TILE, WIDEST_SPAN_TILE, WIDEST_MANY_TILE = (64, 64, 8, 2), (1, 64, 4, 2), (1, 32, 2, 2)
 # Tile sizes for float32. They are smaller, because float32 values take twice the shared memory.
 FLOAT32_TILE, FLOAT32_SPAN_TILE = (64, 32, 4, 2), (1, 32, 4, 2)
-NARROW_HEAD = 64
+NARROW_HEAD, WIDE_HEAD = 64, 128
 KEY_BLOCK = 64  # the length of a span is a multiple of this many keys
 MIN_SPAN = 128  # min keys of a span
 SPARE_SPANS = 64  # a step may have this many more spans than rows, to split long rows
@@ -73,6 +76,8 @@ class Tiles:
 def tiles_for(head_dim: int, dtype: torch.dtype) -> Tiles:
     if dtype == torch.float32:
         return Tiles(FLOAT32_TILE, FLOAT32_SPAN_TILE, FLOAT32_SPAN_TILE, FLOAT32_TILE)
+    if head_dim > WIDE_HEAD:
+        return Tiles(WIDEST_TILE, WIDEST_SPAN_TILE, WIDEST_MANY_TILE, WIDEST_TILE)
     wide = head_dim > NARROW_HEAD
     return Tiles(CHUNK_TILES[wide], SPAN_TILE, MANY_SPANS_TILES[wide], SHARED_TILES[wide])
 
@@ -84,15 +89,26 @@ class TritonPlan:
     arrays: Mapping[str, Tensor]
     room: ListLengths
     scratch: "Scratch | None"
-    window: int
-    scale: float
+    heads: AttentionHeads
+    slopes: Tensor | None  # (N,), in units of scores before their scaling
     tiles: Tiles
     on_hopper: bool
 
-    def attend(self, q: Tensor, k: Tensor, v: Tensor, cache: Tensor) -> Tensor:
-        return self.attend_cached(q, cache)
+    def attend(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        cache: Tensor,
+        *,
+        window: int | None,
+        sinks: Tensor | None = None,
+    ) -> Tensor:
+        return self.attend_cached(q, cache, window, sinks)
 
-    def attend_cached(self, q: Tensor, cache: Tensor) -> Tensor:
+    def attend_cached(
+        self, q: Tensor, cache: Tensor, window: int | None, sinks: Tensor | None = None
+    ) -> Tensor:
         """Attention of one layer: queries q (T, N, H) -> outputs (T, N, H). All keys and values,
         also those of this step, are in the cache.
         """
@@ -110,66 +126,58 @@ class TritonPlan:
                 out,
                 self.arrays,
                 self.scratch,
-                window=self.window,
-                scale=self.scale,
+                self.heads,
+                window=window or 0,
+                slopes=self.slopes,
+                sinks=sinks,
                 shares="shared" in self.arrays and self.room.shared > 0,
                 span_tile=Tile(*(tiles.many_spans if many else tiles.span)),
                 shared_tile=Tile(*tiles.shared),
             )
         if self.room.tiles:
-            self._attend_prompts(q, cache, out)
+            self._attend_prompts(q, cache, out, window or 0, sinks)
         return out
 
-    def _attend_prompts(self, q: Tensor, cache: Tensor, out: Tensor) -> None:
+    def _attend_prompts(
+        self, q: Tensor, cache: Tensor, out: Tensor, window: int, sinks: Tensor | None
+    ) -> None:
         from engine.backends.custom.frameworks.torch.kernels.triton import attention_prefill
         from engine.backends.custom.frameworks.torch.kernels.triton.attention_tile import Tile
 
         if self.on_hopper:
-            hopper.prefill(q, cache, out, self.arrays, window=self.window, scale=self.scale)
+            scale = self.heads.scale
+            hopper.prefill(q, cache, out, self.arrays, window=window, scale=scale)
             return
         attention_prefill.prefill(
             q,
             cache,
             out,
             self.arrays,
-            window=self.window,
-            scale=self.scale,
+            self.heads,
+            window=window,
+            slopes=self.slopes,
+            sinks=sinks,
             tile=Tile(*self.tiles.chunk),
         )
 
 
-class Heads(Protocol):
-    """The fields of a `ModelConfig` that attention needs."""
-
-    @property
-    def num_heads(self) -> int: ...
-
-    @property
-    def num_kv_heads(self) -> int: ...
-
-    @property
-    def head_dim(self) -> int: ...
-
-    @property
-    def sliding_window(self) -> int | None: ...
-
-    @property
-    def attention_scale(self) -> float: ...
-
-
 class TritonAttention:
-    def __init__(self, config: Heads, *, block_size: int, dtype: torch.dtype) -> None:
-        self._config = config
+    def __init__(self, heads: AttentionHeads, *, block_size: int, dtype: torch.dtype) -> None:
+        self._heads = heads
         self._block_size = block_size
-        self._window = config.sliding_window or 0
-        self._scale = config.attention_scale
-        self._group = config.num_heads // config.num_kv_heads
-        self._tiles_of = tiles_for(config.head_dim, dtype)
-        hopper_lines = hopper.lines_of_tile(config.head_dim, self._group, block_size, dtype)
+        # A shared prefix is attended to as a whole, which would be wrong in layers with a window.
+        # ALiBi depends on the positions of queries, which differ between the rows that share.
+        self._can_share = heads.windows == (None,) and heads.alibi_bias is None
+        self._group = heads.num_heads // heads.num_kv_heads
+        self._tiles_of = tiles_for(heads.head_dim, dtype)
+        hopper_lines = None
+        if heads.is_plain:  # the Hopper kernel only scales and masks scores
+            hopper_lines = hopper.lines_of_tile(heads.head_dim, self._group, block_size, dtype)
         self._on_hopper = hopper_lines is not None
         self._tile_tokens = (hopper_lines or self._tiles_of.chunk[0]) // self._group
         self._tile_members = self._tiles_of.shared[0] // self._group
         self._scratch: Scratch | None = None
+        self._slopes: Tensor | None = None
 
     def plan(self, inputs: BatchInputs, positions: Tensor) -> TritonPlan:
         arrays, room = self.lists(inputs)
@@ -191,26 +199,29 @@ class TritonAttention:
             arrays,
             room,
             self._scratch,
-            self._window,
-            self._scale,
+            self._heads,
+            self._slopes,
             self._tiles_of,
             self._on_hopper,
         )
 
     def reserve(self, rows: int, device: torch.device) -> None:
         """Allocates scratch memory for the partial results of up to `rows` rows, if the present
-        scratch memory is too small. Plans that were made earlier keep their scratch memory.
+        scratch memory is too small. Plans that were made earlier keep their scratch memory. Also
+        computes the slopes of ALiBi.
         """
         from engine.backends.custom.frameworks.torch.kernels.triton.attention_decode import Scratch
 
+        heads = self._heads
+        if self._slopes is None and (slopes := heads.slopes(device)) is not None:
+            self._slopes = slopes / (heads.softcap or heads.scale)
         if self._scratch is None or len(self._scratch.arrived) < rows:
-            config = self._config
             self._scratch = Scratch(
                 MAX_SPLITS * rows + _span_room(rows),
                 rows,
-                config.num_heads,
-                config.num_kv_heads,
-                config.head_dim,
+                heads.num_heads,
+                heads.num_kv_heads,
+                heads.head_dim,
                 device,
             )
 
@@ -226,7 +237,7 @@ class TritonAttention:
 
     def has_shared(self, inputs: BatchInputs) -> bool:
         """Whether a decode-only step may have work items for shared prefixes."""
-        if self._window or not len(inputs.prefix_blocks):
+        if not self._can_share or not len(inputs.prefix_blocks):
             return False
         return int(inputs.prefix_blocks.max()) * self._block_size >= MIN_SHARED_KEYS
 
@@ -242,7 +253,7 @@ class TritonAttention:
         shared, members, begins, splits = self._shared(inputs, decodes, len(chunks) > 0)
         most = room.spans if room is not None else _span_room(len(decodes))
         if len(decodes) == 1:
-            most = min(most, 1 + LONE_PROGRAMS // self._config.num_kv_heads)
+            most = min(most, 1 + LONE_PROGRAMS // self._heads.num_kv_heads)
         spans, partials = _spans(inputs, decodes, begins, splits, most)
         tiles = self._tiles(inputs.seq_lens - counts, counts, chunks)
         total = int(partials[:, 1].sum())
@@ -276,7 +287,7 @@ class TritonAttention:
         rows = len(inputs.seq_lens)
         begins, splits = np.zeros(rows, np.int32), np.zeros(rows, np.int32)
         none = np.zeros((0, SHARED_FIELDS), np.int32), np.zeros(0, np.int32), begins, splits
-        if has_chunks or self._window or not len(inputs.prefix_blocks):
+        if has_chunks or not self._can_share or not len(inputs.prefix_blocks):
             return none
         keys = inputs.prefix_blocks * self._block_size
         groups = [
@@ -286,7 +297,7 @@ class TritonAttention:
         ]
         per_tile = self._tile_members
         num_tiles = sum(-(-len(rows_of) // per_tile) for _, rows_of in groups)
-        useful = SHARED_PROGRAMS // (num_tiles * self._config.num_kv_heads or 1)
+        useful = SHARED_PROGRAMS // (num_tiles * self._heads.num_kv_heads or 1)
         most = min(MAX_SPLITS, max(1, useful))
         items: list[tuple[int, ...]] = []
         first_member = 0

@@ -37,6 +37,9 @@ class Shape:
     rows: tuple[int, ...]  # numbers of tokens per step; there are examples for each
     context: int  # context length of each row, for kernels that depend on it
     block_size: int = 16
+    num_experts: int = 16
+    experts_per_token: int = 2
+    expert_size: int = 1024
 
     @property
     def qkv_size(self) -> int:
@@ -45,9 +48,25 @@ class Shape:
 
 # The model sizes of TINY are no powers of two, so that the last block of each kernel is partly
 # filled.
-TINY = Shape("tiny", 96, 160, 6, 2, 24, 130, (1, 3, 17), 37, block_size=4)
+TINY = Shape(
+    "tiny", 96, 160, 6, 2, 24, 130, (1, 3, 17), 37, block_size=4, num_experts=5, expert_size=40
+)
 LLAMA_1B = Shape("llama-1b", 2048, 8192, 32, 8, 64, 128256, (1, 8, 64, 256, 4096), 384)
 LLAMA_8B = Shape("llama-8b", 4096, 14336, 32, 8, 128, 128256, (1, 8, 64, 256, 4096), 384)
+QWEN3_30B = Shape(
+    "qwen3-30b",
+    2048,
+    6144,
+    32,
+    4,
+    128,
+    151936,
+    (1, 8, 64, 256, 4096),
+    384,
+    num_experts=128,
+    experts_per_token=8,
+    expert_size=768,
+)
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from engine.backends.custom.frameworks.torch.kernels.activation import activate, gated
+from engine.backends.custom.frameworks.torch.kernels.activation import gated, gated_halves
 from engine.backends.custom.frameworks.torch.kernels.base import (
     Example,
     Inputs,
@@ -79,8 +79,7 @@ def _suits(x: Tensor, weight: Tensor, bias: Tensor | None, gate: str) -> bool:
 
 
 def _reference(x: Tensor, weight: Tensor, bias: Tensor | None, gate: str) -> Tensor:
-    one, other = F.linear(x, weight, bias).chunk(2, dim=-1)
-    return activate(one, gate) * other
+    return gated_halves(F.linear(x, weight, bias), gate)
 
 
 def _examples(shape: Shape, device: torch.device, dtype: torch.dtype) -> Iterator[Example]:

@@ -1,7 +1,7 @@
-"""Repacks the quantized blocks of GGUF files into the groups that our kernels read, without
+"""Repacks the quantized blocks of checkpoints into the groups that our kernels read, without
 dequantizing.
 
-A file's tensors are copied to the GPU as stored and repacked there, by bit operations. GGUF types
+A file's tensors are copied to the GPU as stored and repacked there, by bit operations. Types
 with more than 4 bits, or with levels that are not evenly spaced, become 8-bit values. All other
 types become 4-bit values.
 """
@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from engine.backends.custom.frameworks.torch.kernels.quantized import GroupedWeight
+from engine.backends.custom.weights.grouped import FP4_LEVELS
 from engine.backends.custom.weights.kquants import IQ4_LEVELS
 from engine.backends.custom.weights.quants import traits_of
 
@@ -30,7 +31,7 @@ class Groups:
 
 
 def repack(dtype: str, raw: Tensor, shape: tuple[int, int]) -> GroupedWeight:
-    """Repacks the stored bytes of a matrix (F, D). `dtype` is a GGUF type in REPACKED."""
+    """Repacks the stored bytes of a matrix (F, D). `dtype` is a type in REPACKED."""
     traits = traits_of(dtype)
     blocks = raw.view(-1, traits.block_bytes)
     groups = REPACKED[dtype](blocks)
@@ -168,6 +169,25 @@ def _iq4_xs(blocks: Tensor) -> Groups:
     return Groups(_levels(_plane(blocks[:, 8:136], 16, 4)), scales.half(), bits=8)
 
 
+def _mxfp4(blocks: Tensor) -> Groups:
+    levels = torch.from_numpy(FP4_LEVELS).to(blocks.device)
+    values = levels[_plane(blocks[:, 1:], 16, 4).long()].view(torch.uint8) ^ 128
+    return Groups(values, torch.exp2(blocks[:, :1].float() - 128).half(), bits=8)
+
+
+def _halves(blocks: Tensor, offset: int) -> Tensor:
+    """The two float16 numbers at byte `offset` of each block."""
+    return blocks[:, offset : offset + 4].contiguous().view(torch.float16)
+
+
+def _q4_g16(blocks: Tensor) -> Groups:
+    return Groups(_plane(blocks[:, 8:], 16, 4), _halves(blocks, 0), _halves(blocks, 4))
+
+
+def _q8_g16(blocks: Tensor) -> Groups:
+    return Groups(blocks[:, 4:] ^ 128, _halves(blocks, 0), bits=8)
+
+
 REPACKED: dict[str, Callable[[Tensor], Groups]] = {
     "Q4_0": _q4_0,
     "Q4_1": _q4_1,
@@ -181,4 +201,7 @@ REPACKED: dict[str, Callable[[Tensor], Groups]] = {
     "Q6_K": _q6_k,
     "IQ4_NL": _iq4_nl,
     "IQ4_XS": _iq4_xs,
+    "MXFP4": _mxfp4,
+    "Q4_G16": _q4_g16,
+    "Q8_G16": _q8_g16,
 }

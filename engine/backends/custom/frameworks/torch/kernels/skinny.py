@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from engine.backends.custom.frameworks.torch.kernels.activation import activate, gated
+from engine.backends.custom.frameworks.torch.kernels.activation import gated, gated_halves
 from engine.backends.custom.frameworks.torch.kernels.base import (
     Example,
     Inputs,
@@ -119,8 +119,7 @@ def _reference(
         x = F.rms_norm(x, norm.shape, norm, eps)
     y = F.linear(x, _dense(weight, scale, x.dtype), bias)
     if gate is not None:
-        one, other = y.chunk(2, dim=-1)
-        y = activate(one, gate) * other
+        y = gated_halves(y, gate)
     return y if residual is None else residual + y
 
 

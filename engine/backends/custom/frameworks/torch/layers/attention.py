@@ -25,11 +25,6 @@ class Step(Protocol):
         """The position of each token in its sequence, (T,)."""
         ...
 
-    @property
-    def rotation(self) -> Rotation | None:
-        """The RoPE cosines and sines of the step's positions; None if the model has no RoPE."""
-        ...
-
     def attend(self, attention: "Attention", qkv: Tensor) -> Tensor:
         """Computes the attention of one layer, from this step's tokens to these and earlier tokens.
         `qkv` is the fused projection (T, (N + 2 K) H). Returns (T, N, H).
@@ -48,6 +43,11 @@ class Attention(nn.Module):
         self.qkv = Linear(config.hidden_size, queries + 2 * keys, config.qkv_bias, parts)
         self.o = Linear(queries, config.hidden_size, config.out_bias)
         self.scale = config.attention_scale
+        self.softcap = config.attention_softcap
+        self.window = config.layer(layer).window
+        self.sinks: nn.Parameter | None = None
+        if config.attention_sinks:
+            self.sinks = nn.Parameter(torch.empty(config.num_heads))
         self.q_norm: RMSNorm | None = None
         self.k_norm: RMSNorm | None = None
         self.norms_whole = config.qk_norm == "whole"  # one norm over all heads of a token

@@ -9,9 +9,12 @@ from engine.backends.custom.frameworks.torch.layers.norm import RMSNorm
 
 
 class GatedMLP(nn.Module):
-    def __init__(self, config: ModelConfig) -> None:
+    """`inner` is the intermediate size; None means that of the config."""
+
+    def __init__(self, config: ModelConfig, inner: int | None = None) -> None:
         super().__init__()
-        size, inner, bias = config.hidden_size, config.intermediate_size, config.mlp_bias
+        size, bias = config.hidden_size, config.mlp_bias
+        inner = config.intermediate_size if inner is None else inner
         self.activation = config.activation
         self.gate_up = Linear(size, 2 * inner, bias, parts=(("gate", inner), ("up", inner)))
         self.down = Linear(inner, size, bias)

@@ -4,7 +4,6 @@ Serving calls `forward` with a `Step` that reads and writes the paged cache. Par
 training call `forward_sequence`. It uses the same modules without a cache and is differentiable.
 """
 
-from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from typing import Literal, overload
 
@@ -13,15 +12,18 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from engine.backends.custom.architectures.base import ModelConfig
+from engine.backends.custom.frameworks.torch.kernels.attention_heads import (
+    AttentionHeads,
+    additive_mask,
+    attend_by_definition,
+)
 from engine.backends.custom.frameworks.torch.kernels.skinny import is_few
 from engine.backends.custom.frameworks.torch.layers.attention import Attention, Step
 from engine.backends.custom.frameworks.torch.layers.embeddings import Embedding
-from engine.backends.custom.frameworks.torch.layers.linear import Linear, can_add
-from engine.backends.custom.frameworks.torch.layers.mlp import MLP, GatedMLP
-from engine.backends.custom.frameworks.torch.layers.norm import LayerNorm, RMSNorm
+from engine.backends.custom.frameworks.torch.layers.linear import Linear
+from engine.backends.custom.frameworks.torch.layers.norm import RMSNorm
 from engine.backends.custom.frameworks.torch.layers.rotary import Rotary, Rotation
-
-Norm = RMSNorm | LayerNorm
+from engine.backends.custom.frameworks.torch.models.blocks import Block, make_block, make_norm
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,141 +31,29 @@ class SequenceStep:
     """A forward pass over one whole sequence, without a cache."""
 
     positions: Tensor  # (T,)
-    rotation: Rotation | None
-    visible: Tensor  # (T, T) bool: the keys that each query attends to
+    rotations: tuple[Rotation | None, ...]  # one per layer
+    masks: dict[int | None, Tensor]  # by window: (T, T), with ALiBi (N, T, T), added to scores
 
     def attend(self, attention: Attention, qkv: Tensor) -> Tensor:
-        heads = attention.heads(qkv, self.rotation)
+        heads = attention.heads(qkv, self.rotations[attention.layer])
         q, k, v = (x.transpose(0, 1)[None] for x in heads)  # (1, N or K, T, H)
-        out = F.scaled_dot_product_attention(
-            q, k, v, attn_mask=self.visible, scale=attention.scale, enable_gqa=True
-        )
+        mask, scale = self.masks[attention.window], attention.scale
+        if attention.softcap is None and attention.sinks is None:
+            out = F.scaled_dot_product_attention(
+                q, k, v, attn_mask=mask.to(q.dtype), scale=scale, enable_gqa=True
+            )
+        else:
+            group, sinks = attention.num_heads // attention.num_kv_heads, attention.sinks
+            out = attend_by_definition(
+                q,
+                k.repeat_interleave(group, dim=1),
+                v.repeat_interleave(group, dim=1),
+                mask,
+                scale=scale,
+                softcap=attention.softcap,
+                sinks=None if sinks is None else sinks[:, None, None],
+            )
         return out[0].transpose(0, 1)
-
-
-class Block(nn.Module, ABC):
-    """One layer: attention, then MLP. Both add to the residual stream."""
-
-    def __init__(self, config: ModelConfig, layer: int) -> None:
-        super().__init__()
-        self.attn_norm, self.mlp_norm = make_norm(config), make_norm(config)
-        self.attn = Attention(config, layer)
-        self.mlp = GatedMLP(config) if config.gated_mlp else MLP(config)
-        self.multiplier = config.residual_multiplier
-
-    def forward(self, x: Tensor, step: Step) -> Tensor:
-        return self.halves(x, step)[2]
-
-    @abstractmethod
-    def halves(self, x: Tensor, step: Step) -> tuple[Tensor, Tensor, Tensor]:
-        """Returns the output of attention, the output of the MLP, and the residual stream after the
-        layer.
-        """
-
-    @abstractmethod
-    def parts(self, x: Tensor, delta: Tensor | None, step: Step) -> tuple[Tensor, Tensor | None]:
-        """Runs the layer. Returns a residual stream, and a delta that still has to be added to this
-        stream. The next layer's norm adds the delta in the same kernel. The delta is None if it was
-        already added. In this case x may have been modified in place.
-        """
-
-    @abstractmethod
-    def last(
-        self, x: Tensor, delta: Tensor | None, step: Step, rows: Tensor
-    ) -> tuple[Tensor, Tensor]:
-        """Runs the layer as the last layer of the model. Returns the residual stream after it,
-        (R, D), only for the tokens with the indices `rows`, because only their logits are needed.
-        Also returns the attention output of all tokens, (T, N H). The caller checks this output for
-        NaN, which shows that a token has written NaN to the cache.
-        """
-
-    def _scaled(self, half: Tensor) -> Tensor:
-        return half if self.multiplier == 1 else half * self.multiplier
-
-
-class InputNormBlock(Block):
-    """A pre-norm block: attention and MLP read a normalized copy of the residual stream."""
-
-    def halves(self, x: Tensor, step: Step) -> tuple[Tensor, Tensor, Tensor]:
-        attended = self.attn(self.attn_norm(x), step)
-        normed, x = self.mlp_norm.add(self._scaled(attended), x)
-        fed = self.mlp(normed)
-        return attended, fed, x + self._scaled(fed)
-
-    def parts(self, x: Tensor, delta: Tensor | None, step: Step) -> tuple[Tensor, Tensor | None]:
-        attn, attn_norm, mlp, mlp_norm = self.attn, self.attn_norm, self.mlp, self.mlp_norm
-        if self._is_few(x):
-            assert isinstance(attn_norm, RMSNorm) and isinstance(mlp_norm, RMSNorm)
-            assert delta is None, "all blocks are alike"
-            assert isinstance(mlp, GatedMLP)
-            return mlp.fused(attn.fused(x, attn_norm, step), mlp_norm), None
-        if can_add(attn.o, x) and can_add(mlp.down, x):
-            assert delta is None, "all blocks are alike"
-            x = attn.o.add_to(x, attn.attended(attn_norm(x), step), self.multiplier)
-            return mlp.down.add_to(x, mlp.activated(mlp_norm(x)), self.multiplier), None
-        normed, x = self._normed(x, delta)
-        normed, x = mlp_norm.add(self._scaled(attn(normed, step)), x)
-        return x, self._scaled(mlp(normed))
-
-    def last(
-        self, x: Tensor, delta: Tensor | None, step: Step, rows: Tensor
-    ) -> tuple[Tensor, Tensor]:
-        normed, x = self._normed(x, delta)
-        attended = self.attn.attended(normed, step)
-        x, chosen = x.index_select(0, rows), attended.index_select(0, rows)
-        if not len(rows):
-            return x, attended
-        if self._is_few(x):
-            assert isinstance(self.mlp, GatedMLP) and isinstance(self.mlp_norm, RMSNorm)
-            return self.mlp.fused(self.attn.o.fused(chosen, residual=x), self.mlp_norm), attended
-        normed, x = self.mlp_norm.add(self._scaled(self.attn.o(chosen)), x)
-        return x + self._scaled(self.mlp(normed)), attended
-
-    def _is_few(self, x: Tensor) -> bool:
-        """Whether x has so few tokens that attention and MLP use fused kernels. These kernels also
-        add to the residual stream.
-        """
-        return is_few(x) and isinstance(self.mlp, GatedMLP) and self.multiplier == 1
-
-    def _normed(self, x: Tensor, delta: Tensor | None) -> tuple[Tensor, Tensor]:
-        """Adds the delta of the previous layer, if any, to the residual stream x. Returns the
-        normalized input of attention, and the new residual stream.
-        """
-        return (self.attn_norm(x), x) if delta is None else self.attn_norm.add(delta, x)
-
-
-class OutputNormBlock(Block):
-    """Attention and MLP read the residual stream itself, without a norm. Their outputs are
-    normalized before they are added to the residual stream.
-    """
-
-    def halves(self, x: Tensor, step: Step) -> tuple[Tensor, Tensor, Tensor]:
-        attended = self.attn(x, step)
-        x = x + self._scaled(self.attn_norm(attended))
-        fed = self.mlp(x)
-        return attended, fed, x + self._scaled(self.mlp_norm(fed))
-
-    def parts(self, x: Tensor, delta: Tensor | None, step: Step) -> tuple[Tensor, Tensor | None]:
-        assert delta is None, "all blocks are alike"
-        return self.halves(x, step)[2], None
-
-    def last(
-        self, x: Tensor, delta: Tensor | None, step: Step, rows: Tensor
-    ) -> tuple[Tensor, Tensor]:
-        attended = self.attn.attended(x, step)
-        x, chosen = x.index_select(0, rows), attended.index_select(0, rows)
-        if not len(rows):
-            return x, attended
-        x = x + self._scaled(self.attn_norm(self.attn.o(chosen)))
-        return x + self._scaled(self.mlp_norm(self.mlp(x))), attended
-
-
-BLOCKS: dict[str, type[Block]] = {"input": InputNormBlock, "output": OutputNormBlock}
-
-
-def make_norm(config: ModelConfig) -> Norm:
-    kind = RMSNorm if config.norm == "rms" else LayerNorm
-    return kind(config.hidden_size, config.norm_eps)
 
 
 class Decoder(nn.Module):
@@ -171,13 +61,17 @@ class Decoder(nn.Module):
     parameters combine several weights.
     """
 
-    def __init__(self, config: ModelConfig, rotary: Rotary | None) -> None:
+    def __init__(self, config: ModelConfig, rotaries: tuple[Rotary, ...] = ()) -> None:
+        """`rotaries` has the frequencies of each of `config.ropes`."""
         super().__init__()
         self.config = config
-        self.rotary = rotary
+        self._rotaries = rotaries
+        layers = (config.layer(index) for index in range(config.num_layers))
+        self._rope_of = tuple(
+            None if layer.rope is None else config.ropes.index(layer.rope) for layer in layers
+        )
         self.embed = Embedding(config.vocab_size, config.hidden_size)
-        block = BLOCKS[config.norm_placement]
-        self.layers = nn.ModuleList(block(config, i) for i in range(config.num_layers))
+        self.layers = nn.ModuleList(make_block(config, i) for i in range(config.num_layers))
         self.norm = make_norm(config)
         self.head = Linear(config.hidden_size, config.vocab_size)
         if config.tie_embeddings:
@@ -221,21 +115,33 @@ class Decoder(nn.Module):
     def stream_logits(self, x: Tensor) -> Tensor:
         """Residual stream (R, D) -> logits (R, V) in the model's dtype"""
         if is_few(x) and isinstance(self.norm, RMSNorm):
-            return self._divided(self.head.fused(x, norm=self.norm))
-        return self._divided(self.head(self.norm(x)))
+            return self._finished(self.head.fused(x, norm=self.norm))
+        return self._finished(self.head(self.norm(x)))
 
     def head_logits(self, hidden: Tensor) -> Tensor:
         """Hidden states after the final norm (R, D) -> logits (R, V) float32"""
-        return self._divided(self.head(hidden).to(torch.float32))
+        return self._finished(self.head(hidden).to(torch.float32))
 
-    def _divided(self, logits: Tensor) -> Tensor:
-        scaling = self.config.logits_scaling
-        return logits if scaling == 1 else logits / scaling
+    def _finished(self, logits: Tensor) -> Tensor:
+        scaling, cap = self.config.logits_scaling, self.config.logits_softcap
+        if scaling != 1:
+            logits = logits / scaling
+        if cap is not None:
+            logits = (torch.tanh(logits.float() / cap) * cap).to(logits.dtype)
+        return logits
 
-    def rotation(self, positions: Tensor) -> Rotation | None:
-        if self.rotary is None:
-            return None
-        return self.rotary.rotation(positions, self.norm.weight.dtype)
+    def rotations(self, positions: Tensor) -> tuple[Rotation | None, ...]:
+        """The RoPE cosines and sines of the positions, for each layer."""
+        dtype = self.norm.weight.dtype
+        made = [rotary.rotation(positions, dtype) for rotary in self._rotaries]
+        return tuple(None if index is None else made[index] for index in self._rope_of)
+
+    def rotary_tables(self, num_positions: int) -> tuple[Tensor | None, ...]:
+        """The RoPE table of all positions, for each layer. Layers with the same RoPE settings share
+        one table.
+        """
+        made = [rotary.table(num_positions) for rotary in self._rotaries]
+        return tuple(None if index is None else made[index] for index in self._rope_of)
 
     @overload
     def forward_sequence(self, token_ids: Tensor) -> Tensor: ...
@@ -259,7 +165,9 @@ class Decoder(nn.Module):
     def sequence_step(self, token_ids: Tensor) -> SequenceStep:
         positions = torch.arange(len(token_ids), device=token_ids.device)
         distance = positions[:, None] - positions
-        visible = distance >= 0
-        if self.config.sliding_window is not None:
-            visible &= distance < self.config.sliding_window
-        return SequenceStep(positions, self.rotation(positions), visible)
+        heads = AttentionHeads.of(self.config)
+        slopes = heads.slopes(token_ids.device)
+        if slopes is not None:
+            slopes = slopes[:, None, None]
+        masks = {window: additive_mask(distance, window, slopes) for window in heads.windows}
+        return SequenceStep(positions, self.rotations(positions), masks)

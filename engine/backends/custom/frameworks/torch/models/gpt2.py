@@ -10,8 +10,8 @@ from engine.backends.custom.frameworks.torch.models.base import Decoder
 
 
 class GPT2(Decoder):
-    def __init__(self, config: ModelConfig, rotary: Rotary | None = None) -> None:
-        super().__init__(config, rotary)
+    def __init__(self, config: ModelConfig, rotaries: tuple[Rotary, ...] = ()) -> None:
+        super().__init__(config, rotaries)
         self.position = Embedding(config.max_position, config.hidden_size)
 
     def embed_tokens(self, token_ids: Tensor, step: Step) -> Tensor:

@@ -8,6 +8,7 @@ the next layer is allocated.
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from typing import TypeGuard
 
 import numpy as np
 import torch
@@ -16,6 +17,7 @@ from torch import Tensor, nn
 
 from engine.backends.custom.architectures.base import ModelConfig
 from engine.backends.custom.frameworks.parameters import ROPE_FACTORS, Weight, check_decoder
+from engine.backends.custom.frameworks.torch.layers.experts import ExpertLinear
 from engine.backends.custom.frameworks.torch.layers.linear import Linear
 from engine.backends.custom.frameworks.torch.layers.quantized_linear import (
     GroupedLinear,
@@ -33,6 +35,7 @@ from engine.backends.custom.frameworks.torch.models.quantized_loading import (
     place_quantized,
 )
 from engine.backends.custom.weights.random import RandomWeight
+from engine.backends.custom.weights.weight import Weight as StoredWeight
 from engine.core.errors import ModelFormatError
 
 
@@ -48,16 +51,13 @@ def build_model(
     "int8" quantize all matrices that are not quantized in the checkpoint.
     """
     check_decoder(config, "torch")
-    kind = GPT2 if config.rope is None else Decoder
-    rotary = None
-    if config.rope is not None:
-        factors = weights.get(ROPE_FACTORS)
-        rotary = Rotary(
-            config.rope, max_seq_len, device, None if factors is None else _tensor(factors, device)
-        )
+    kind = GPT2 if config.learned_positions else Decoder
+    stored = weights.get(ROPE_FACTORS)
+    factors = None if stored is None else _tensor(stored, device)
+    rotaries = tuple(Rotary(rope, max_seq_len, device, factors) for rope in config.ropes)
     keeps, shrinks = keeps_quantized(weights, device), quantization != "auto"
     with _factory_defaults(torch.device("meta") if keeps or shrinks else device, dtype):
-        model = kind(config, rotary)
+        model = kind(config, rotaries)
     taken = place_quantized(model, weights, device, dtype) if keeps else set()
     rest = {name: weight for name, weight in weights.items() if name not in taken}
     _check_names(model, rest)
@@ -142,6 +142,10 @@ def _fill(model: Decoder | Bert, weights: Mapping[str, Weight]) -> None:
 
 
 def _put(name: str, place: Tensor, weight: Weight) -> None:
+    if _is_stored_by_expert(weight, place):
+        for index, part in enumerate(place):
+            _put(name, part, weight.expert(index))
+        return
     value = _tensor(weight, place.device)
     if value.shape != place.shape:
         raise ModelFormatError(
@@ -150,6 +154,16 @@ def _put(name: str, place: Tensor, weight: Weight) -> None:
         )
     with torch.no_grad():
         place.copy_(value)
+
+
+def _is_stored_by_expert(weight: Weight, place: Tensor) -> TypeGuard[StoredWeight]:
+    """Whether the experts of a weight can be read one by one, which saves host memory."""
+    return (
+        isinstance(weight, StoredWeight)
+        and not isinstance(weight, RandomWeight)  # is drawn on the device, as a whole
+        and weight.spec.of_experts
+        and weight.spec.shape == place.shape
+    )
 
 
 def _places(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
@@ -164,12 +178,13 @@ def _places(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
 def _parts(
     path: str, kind: str, module: nn.Module, parameter: Tensor
 ) -> Iterator[tuple[str, Tensor]]:
-    if not isinstance(module, Linear | GroupedLinear) or not module.parts:
+    if not isinstance(module, Linear | GroupedLinear | ExpertLinear) or not module.parts:
         yield f"{path}.{kind}", parameter
         return
     start, parent = 0, path.rpartition(".")[0]
+    axis = 1 if isinstance(module, ExpertLinear) else 0
     for part, size in module.parts:
-        yield f"{parent}.{part}.{kind}", parameter.detach()[start : start + size]
+        yield f"{parent}.{part}.{kind}", parameter.detach().narrow(axis, start, size)
         start += size
 
 

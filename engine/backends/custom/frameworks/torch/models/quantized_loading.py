@@ -59,7 +59,8 @@ def place_quantized(
 
 
 def placed_bytes(weights: Mapping[str, Weight], value_bytes: int, shrinks: bool) -> int:
-    """Bytes of all weights on the device. A value that is not quantized takes `value_bytes`.
+    """Bytes of all weights on the device. A value that is not quantized takes `value_bytes`. The
+    matrices of experts are never quantized.
 
     With `shrinks`, matrices that are not quantized in the checkpoint will be quantized to 8 bits
     on loading. The embedding table will not.
@@ -68,8 +69,8 @@ def placed_bytes(weights: Mapping[str, Weight], value_bytes: int, shrinks: bool)
     for name, weight in weights.items():
         shape = weight.spec.shape
         bits: float = 8 * value_bytes
-        if _is_quantized(weight):
-            bits = packed_bits(weight.tensor.dtype)
+        if _is_quantized(weight) and not weight.spec.of_experts:
+            bits = packed_bits(weight.kernel_dtype)
         elif shrinks and len(shape) == 2 and name != EMBED:
             bits = SHRUNK_BITS
         total += prod(shape) * bits / 8
@@ -77,7 +78,7 @@ def placed_bytes(weights: Mapping[str, Weight], value_bytes: int, shrinks: bool)
 
 
 def _is_quantized(weight: object) -> bool:
-    return isinstance(weight, Weight) and weight.tensor.dtype in REPACKED
+    return isinstance(weight, Weight) and weight.kernel_dtype in REPACKED
 
 
 def _linears(model: nn.Module) -> Iterator[tuple[str, Linear]]:
@@ -99,9 +100,9 @@ def _grouped(weight: object, device: torch.device) -> GroupedWeight:
     outputs, size = weight.spec.shape
     # Copied, because the mapped file is read-only, and a transfer to the device directly from it
     # would read its pages twice.
-    stored, order, _ = weight.rows()
+    stored, order, _ = weight.kernel_rows()
     raw = torch.from_numpy(stored.copy()).to(device)
-    grouped = repack(weight.tensor.dtype, raw, (outputs, size))
+    grouped = repack(weight.kernel_dtype, raw, (outputs, size))
     if order is None:
         return grouped
     rows = torch.from_numpy(order).to(device)

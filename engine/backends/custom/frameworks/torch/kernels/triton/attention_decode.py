@@ -13,18 +13,24 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from engine.backends.custom.frameworks.torch.kernels.attention_heads import AttentionHeads
 from engine.backends.custom.frameworks.torch.kernels.triton.attention_tile import (
     NOTHING_SEEN,
     Tile,
     attend_span,
+    load_sinks,
+    load_slopes,
     normalised,
     paging,
+    scales,
     sizes,
 )
 
 _SHARED_ARRAYS = ("counts", "shared", "members", "partials", "query_start", "tables")
 _SPAN_ARRAYS = ("counts", "spans", "partials", "query_start", "seq_lens", "tables")
-_MERGE_SIZES = ("KV_HEADS", "GROUP", "HEAD_DIM", "HEAD_BLOCK")
+_MERGE_SIZES = ("KV_HEADS", "GROUP", "HEAD_DIM", "HEAD_BLOCK", "SINKS")
+# Constants that shared prefixes have no use for. Their partial results are merged with sinks later.
+_NOT_SHARED = ("ALIBI", "SINKS")
 
 
 @triton.jit
@@ -41,7 +47,10 @@ def _decode_kernel(
     query_start_ptr,
     seq_lens_ptr,
     tables_ptr,
+    slopes_ptr,
+    sinks_ptr,
     score_scale,
+    cap_scale,
     block_stride,
     offset_stride,
     value_offset,
@@ -55,6 +64,9 @@ def _decode_kernel(
     BLOCK_N: tl.constexpr,
     WINDOW: tl.constexpr,
     MERGES: tl.constexpr,
+    SOFTCAP: tl.constexpr,
+    ALIBI: tl.constexpr,
+    SINKS: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
     kv_head, item = tl.program_id(0), tl.program_id(1)
@@ -88,7 +100,9 @@ def _decode_kernel(
         first,
         last,
         tl.full((GROUP_BLOCK,), 0, tl.int32) + length - 1,
+        load_slopes(slopes_ptr, kv_head * GROUP + group, group < GROUP, ALIBI),
         score_scale,
+        cap_scale,
         block_stride,
         offset_stride,
         value_offset,
@@ -99,13 +113,19 @@ def _decode_kernel(
         True,
         False,
         WINDOW,
+        SOFTCAP,
+        ALIBI,
         PRECISION,
     )
-    result = normalised(acc, total)
     count = tl.load(partials_ptr + row * 2 + 1)
     if MERGES and count == 1:
+        if SINKS:
+            sink = load_sinks(sinks_ptr, kv_head * GROUP + group, group < GROUP)
+            total += tl.exp2(sink - peak * score_scale)
+        result = normalised(acc, total)
         tl.store(out_ptr + place, result.to(out_ptr.dtype.element_ty), mask=here)
         return
+    result = normalised(acc, total)
     slot = (partial * KV_HEADS + kv_head).to(tl.int64) * GROUP + group
     tl.store(partial_ptr + slot[:, None] * HEAD_DIM + columns[None, :], result, mask=here)
     tl.store(weight_ptr + slot, peak * score_scale + tl.log2(total), mask=group < GROUP)
@@ -118,6 +138,7 @@ def _decode_kernel(
             merged = _merged(
                 partial_ptr,
                 weight_ptr,
+                sinks_ptr,
                 first_partial,
                 count,
                 kv_head,
@@ -126,6 +147,7 @@ def _decode_kernel(
                 GROUP_BLOCK,
                 HEAD_DIM,
                 HEAD_BLOCK,
+                SINKS,
             )
             tl.store(out_ptr + place, merged.to(out_ptr.dtype.element_ty), mask=here)
 
@@ -134,6 +156,7 @@ def _decode_kernel(
 def _merged(
     partial_ptr,
     weight_ptr,
+    sinks_ptr,
     first,
     count,
     kv_head,
@@ -142,15 +165,21 @@ def _merged(
     GROUP_BLOCK: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     HEAD_BLOCK: tl.constexpr,
+    SINKS: tl.constexpr,
 ):
-    """Merges the partial results of a row: computes their weighted mean. Other programs wrote the
-    partial results, so they must be loaded past the L1 cache.
+    """Merges the partial results of a row: computes their weighted mean. A sink counts like a
+    partial result of zeros. Other programs wrote the partial results, so they must be loaded past
+    the L1 cache.
     """
     group, columns = tl.arange(0, GROUP_BLOCK), tl.arange(0, HEAD_BLOCK)
     here = (group < GROUP)[:, None] & (columns < HEAD_DIM)[None, :]
     acc = tl.zeros((GROUP_BLOCK, HEAD_BLOCK), tl.float32)
-    peak = tl.full((GROUP_BLOCK,), NOTHING_SEEN, tl.float32)
-    total = tl.zeros((GROUP_BLOCK,), tl.float32)
+    if SINKS:
+        peak = load_sinks(sinks_ptr, kv_head * GROUP + group, group < GROUP)
+        total = tl.full((GROUP_BLOCK,), 1.0, tl.float32)
+    else:
+        peak = tl.full((GROUP_BLOCK,), NOTHING_SEEN, tl.float32)
+        total = tl.zeros((GROUP_BLOCK,), tl.float32)
     for index in tl.range(0, count):
         slot = ((first + index) * KV_HEADS + kv_head).to(tl.int64) * GROUP + group
         weight = tl.load(weight_ptr + slot, mask=group < GROUP, other=0.0, cache_modifier=".cg")
@@ -173,6 +202,7 @@ def _merge_kernel(
     out_ptr,
     partial_ptr,
     weight_ptr,
+    sinks_ptr,
     partials_ptr,
     query_start_ptr,
     KV_HEADS: tl.constexpr,
@@ -180,6 +210,7 @@ def _merge_kernel(
     GROUP_BLOCK: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     HEAD_BLOCK: tl.constexpr,
+    SINKS: tl.constexpr,
 ):
     kv_head, row = tl.program_id(0), tl.program_id(1)
     count = tl.load(partials_ptr + row * 2 + 1)
@@ -188,6 +219,7 @@ def _merge_kernel(
     merged = _merged(
         partial_ptr,
         weight_ptr,
+        sinks_ptr,
         tl.load(partials_ptr + row * 2),
         count,
         kv_head,
@@ -196,6 +228,7 @@ def _merge_kernel(
         GROUP_BLOCK,
         HEAD_DIM,
         HEAD_BLOCK,
+        SINKS,
     )
     group, columns = tl.arange(0, GROUP_BLOCK), tl.arange(0, HEAD_BLOCK)
     token = tl.load(query_start_ptr + row).to(tl.int64)
@@ -220,6 +253,7 @@ def _shared_kernel(
     query_start_ptr,
     tables_ptr,
     score_scale,
+    cap_scale,
     block_stride,
     offset_stride,
     value_offset,
@@ -231,6 +265,7 @@ def _shared_kernel(
     BLOCK_SIZE: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
+    SOFTCAP: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
     """Computes the attention of many rows to a span of their shared prefix. The keys are read once
@@ -269,7 +304,9 @@ def _shared_kernel(
             whole if masked else first,
             last if masked else whole,
             lane,
+            total,  # no slopes: models with ALiBi do not share
             score_scale,
+            cap_scale,
             block_stride,
             offset_stride,
             value_offset,
@@ -280,6 +317,8 @@ def _shared_kernel(
             masked == 1,
             False,
             0,
+            SOFTCAP,
+            False,
             PRECISION,
         )
     partial = tl.load(partials_ptr + row * 2, mask=there, other=0) + split
@@ -298,18 +337,21 @@ def decode(
     out: Tensor,
     arrays: Mapping[str, Tensor],
     scratch: "Scratch",
+    heads: AttentionHeads,
     *,
     window: int,
-    scale: float,
+    slopes: Tensor | None,
+    sinks: Tensor | None,
     shares: bool,
     span_tile: Tile,
     shared_tile: Tile,
 ) -> None:
     """Computes the attention of all rows with one query and writes the results to `out`. `arrays`
-    has the work lists of the step. `shares` says whether the step has work items for shared
-    prefixes.
+    has the work lists of the step. `slopes` are in units of scores before their scaling. `shares`
+    says whether the step has work items for shared prefixes.
     """
-    kv_heads, compiled_for = cache.shape[3], sizes(q, cache)
+    kv_heads, compiled_for = cache.shape[3], sizes(q, cache, heads)
+    given_sinks = q if sinks is None else sinks
     group_block = max(16, triton.next_power_of_2(compiled_for["GROUP"]))
     if shares:
         _shared_kernel[(kv_heads, len(arrays["shared"]))](
@@ -318,10 +360,11 @@ def decode(
             scratch.partial,
             scratch.weight,
             *map(arrays.__getitem__, _SHARED_ARRAYS),
-            *paging(cache, scale),
+            *scales(heads),
+            *paging(cache),
             BLOCK_M=max(shared_tile.queries, group_block),
             BLOCK_N=shared_tile.keys,
-            **compiled_for,
+            **{name: value for name, value in compiled_for.items() if name not in _NOT_SHARED},
             num_warps=shared_tile.warps,
             num_stages=shared_tile.stages,
         )
@@ -333,7 +376,10 @@ def decode(
         scratch.weight,
         scratch.arrived,
         *map(arrays.__getitem__, _SPAN_ARRAYS),
-        *paging(cache, scale),
+        q if slopes is None else slopes,
+        given_sinks,
+        *scales(heads),
+        *paging(cache),
         GROUP_BLOCK=group_block,
         BLOCK_N=span_tile.keys,
         WINDOW=window,
@@ -348,6 +394,7 @@ def decode(
             out,
             scratch.partial,
             scratch.weight,
+            given_sinks,
             arrays["partials"],
             arrays["query_start"],
             GROUP_BLOCK=group_block,

@@ -13,12 +13,16 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from engine.backends.custom.frameworks.torch.kernels.attention_heads import AttentionHeads
 from engine.backends.custom.frameworks.torch.kernels.triton.attention_tile import (
     NOTHING_SEEN,
     Tile,
     attend_span,
+    load_sinks,
+    load_slopes,
     normalised,
     paging,
+    scales,
     sizes,
 )
 
@@ -33,7 +37,10 @@ def _prefill_kernel(
     query_start_ptr,
     seq_lens_ptr,
     tables_ptr,
+    slopes_ptr,
+    sinks_ptr,
     score_scale,
+    cap_scale,
     block_stride,
     offset_stride,
     value_offset,
@@ -46,6 +53,9 @@ def _prefill_kernel(
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     WINDOW: tl.constexpr,
+    SOFTCAP: tl.constexpr,
+    ALIBI: tl.constexpr,
+    SINKS: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
     TOKENS: tl.constexpr = BLOCK_M // GROUP
@@ -69,8 +79,13 @@ def _prefill_kernel(
     query = length - num_queries + offset
     end = tl.minimum(first_position + TOKENS, length)
     acc = tl.zeros((BLOCK_M, HEAD_BLOCK), tl.float32)
-    peak = tl.full((BLOCK_M,), NOTHING_SEEN, tl.float32)
-    total = tl.zeros((BLOCK_M,), tl.float32)
+    slope = load_slopes(slopes_ptr, kv_head * GROUP + head, there, ALIBI)
+    if SINKS:  # a sink counts like a key that has the value zero
+        peak = load_sinks(sinks_ptr, kv_head * GROUP + head, there) / score_scale
+        total = tl.full((BLOCK_M,), 1.0, tl.float32)
+    else:
+        peak = tl.full((BLOCK_M,), NOTHING_SEEN, tl.float32)
+        total = tl.zeros((BLOCK_M,), tl.float32)
     if WINDOW > 0:
         whole = tl.maximum(first_position - WINDOW + 1, 0) // BLOCK_N * BLOCK_N
     else:
@@ -85,7 +100,9 @@ def _prefill_kernel(
             0,
             whole,
             query,
+            slope,
             score_scale,
+            cap_scale,
             block_stride,
             offset_stride,
             value_offset,
@@ -96,6 +113,8 @@ def _prefill_kernel(
             False,
             True,
             0,
+            SOFTCAP,
+            ALIBI,
             PRECISION,
         )
     acc, peak, total = attend_span(
@@ -108,7 +127,9 @@ def _prefill_kernel(
         whole,
         end,
         query,
+        slope,
         score_scale,
+        cap_scale,
         block_stride,
         offset_stride,
         value_offset,
@@ -119,6 +140,8 @@ def _prefill_kernel(
         True,
         True,
         WINDOW,
+        SOFTCAP,
+        ALIBI,
         PRECISION,
     )
     tl.store(out_ptr + place, normalised(acc, total).to(out_ptr.dtype.element_ty), mask=here)
@@ -129,13 +152,15 @@ def prefill(
     cache: Tensor,
     out: Tensor,
     arrays: Mapping[str, Tensor],
+    heads: AttentionHeads,
     *,
     window: int,
-    scale: float,
+    slopes: Tensor | None,
+    sinks: Tensor | None,
     tile: Tile,
 ) -> None:
     """Computes the attention of all rows with several queries and writes the results to `out`.
-    `arrays` has the work lists of the step.
+    `arrays` has the work lists of the step. `slopes` are in units of scores before their scaling.
     """
     _prefill_kernel[(cache.shape[3], len(arrays["tiles"]))](
         q,
@@ -146,8 +171,11 @@ def prefill(
         arrays["query_start"],
         arrays["seq_lens"],
         arrays["tables"],
-        *paging(cache, scale),
-        **sizes(q, cache),
+        q if slopes is None else slopes,
+        q if sinks is None else sinks,
+        *scales(heads),
+        *paging(cache),
+        **sizes(q, cache, heads),
         BLOCK_M=tile.queries,
         BLOCK_N=tile.keys,
         WINDOW=window,

@@ -12,6 +12,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from engine.backends.custom.frameworks.torch.kernels.attention_heads import AttentionHeads
+
 
 class Tile(NamedTuple):
     """The size of the tile that a program computes at a time, and the program's numbers of warps
@@ -26,20 +28,28 @@ class Tile(NamedTuple):
 
 NOTHING_SEEN = tl.constexpr(-1.0e30)
 _LOG2_E = 1.4426950408889634
+LOG2_E = tl.constexpr(_LOG2_E)
 
 
-def paging(cache: Tensor, scale: float) -> tuple[float, int, int, int, int]:
-    """Returns the score scale for the base-2 softmax and four strides of the cache: between blocks,
-    between positions, between a key and its value, and between heads.
+def paging(cache: Tensor) -> tuple[int, int, int, int]:
+    """The cache's strides: between blocks, between positions, between a key and its value, and
+    between heads.
     """
     block, position, value, head, _ = cache.stride()
-    return scale * _LOG2_E, block, position, value, head
+    return block, position, value, head
 
 
-def sizes(q: Tensor, cache: Tensor) -> dict[str, Any]:
-    """The compile-time sizes that all attention kernels have, for a cache (num_blocks, block_size,
-    2, K, H).
+def scales(heads: AttentionHeads) -> tuple[float, float]:
+    """The factor of scores in the base-2 softmax, and the factor of dot products inside of the soft
+    cap's tanh. With a soft cap, scores are multiples of the cap.
     """
+    if heads.softcap is None:
+        return heads.scale * _LOG2_E, 0.0
+    return heads.softcap * _LOG2_E, heads.scale / heads.softcap
+
+
+def sizes(q: Tensor, cache: Tensor, heads: AttentionHeads) -> dict[str, Any]:
+    """The compile-time constants of all attention kernels, for a cache (B, block size, 2, K, H)."""
     kv_heads, head_dim = cache.shape[3], cache.shape[4]
     return {
         "KV_HEADS": kv_heads,
@@ -47,8 +57,29 @@ def sizes(q: Tensor, cache: Tensor) -> dict[str, Any]:
         "HEAD_DIM": head_dim,
         "HEAD_BLOCK": max(16, triton.next_power_of_2(head_dim)),
         "BLOCK_SIZE": cache.shape[1],
+        "SOFTCAP": heads.softcap is not None,
+        "ALIBI": heads.alibi_bias is not None,
+        "SINKS": heads.has_sinks,
         "PRECISION": "ieee" if q.dtype == torch.float32 else "tf32",
     }
+
+
+@triton.jit
+def load_slopes(slopes_ptr, head, there, ALIBI: tl.constexpr):
+    """The ALiBi slope of each line's head, in units of scores before their scaling; 0 without
+    ALiBi.
+    """
+    if ALIBI:
+        slope = tl.load(slopes_ptr + head, mask=there, other=0.0)
+    else:
+        slope = tl.zeros_like(head).to(tl.float32)
+    return slope
+
+
+@triton.jit
+def load_sinks(sinks_ptr, head, there):
+    """The sink of each line's head, as an exponent of 2."""
+    return tl.load(sinks_ptr + head, mask=there, other=0.0).to(tl.float32) * LOG2_E
 
 
 @triton.jit
@@ -62,7 +93,9 @@ def attend_span(
     first,
     last,
     query,
+    slope,
     score_scale,
+    cap_scale,
     block_stride,
     offset_stride,
     value_offset,
@@ -73,14 +106,16 @@ def attend_span(
     MASKED: tl.constexpr,
     CAUSAL: tl.constexpr,
     WINDOW: tl.constexpr,
+    SOFTCAP: tl.constexpr,
+    ALIBI: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
     """Attention of queries q (M, H) to the keys at positions first .. last - 1. Updates and returns
     the state of the online softmax: (acc, peak, total), which are the output vectors, the max
     scores and the sums of weights.
 
-    `query` (M,) has the positions of the queries. Without MASKED, last - first must be a multiple
-    of BLOCK_N, and all queries attend to all keys.
+    `query` (M,) are the queries' positions, `slope` (M,) the slopes of their heads. Without MASKED,
+    all key tiles must be full, and all queries attend to all keys.
     """
     columns = tl.arange(0, HEAD_BLOCK)
     for start in tl.range(first, last, BLOCK_N):
@@ -102,6 +137,10 @@ def attend_span(
         else:
             keys = tl.load(keys_ptr, mask=(columns < HEAD_DIM)[:, None], other=0.0)
         scores = tl.dot(q, keys, input_precision=PRECISION)
+        if SOFTCAP:
+            scores = 2 * tl.sigmoid(2 * cap_scale * scores) - 1  # tanh
+        if ALIBI:
+            scores += slope[:, None] * (position[None, :] - query[:, None])
         if MASKED:
             visible = exists[None, :]
             if CAUSAL:

@@ -10,7 +10,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from engine.backends.custom.frameworks.torch.kernels.activation import SWIGLU_ALPHA, SWIGLU_LIMIT
+
 _BLOCK = 1024
+_LIMIT, _ALPHA = tl.constexpr(SWIGLU_LIMIT), tl.constexpr(SWIGLU_ALPHA)
 
 
 @triton.jit
@@ -20,10 +23,25 @@ def activate(x, KIND: tl.constexpr):
         factor = tl.sigmoid(x)
     elif KIND == "gelu":
         factor = 0.5 * (1 + tl.erf(x * 0.7071067811865476))
+    elif KIND == "relu2":
+        factor = tl.maximum(x, 0.0)
     else:
+        tl.static_assert(KIND == "gelu_tanh")
         # (1 + tanh(z)) / 2 is sigmoid(2 z).
         factor = tl.sigmoid(1.5957691216057308 * (x + 0.044715 * x * x * x))
     return x * factor
+
+
+@triton.jit
+def gate_times(gate, up, KIND: tl.constexpr):
+    """The gated activation KIND of float32 values."""
+    if KIND == "swiglu_oai":
+        gate = tl.minimum(gate, _LIMIT)
+        up = tl.minimum(tl.maximum(up, -_LIMIT), _LIMIT)
+        value = gate * tl.sigmoid(gate * _ALPHA) * (up + 1)
+    else:
+        value = activate(gate, KIND) * up
+    return value
 
 
 @triton.jit
@@ -35,7 +53,7 @@ def _gated_kernel(
     inside = columns < SIZE
     gate = tl.load(gate_up_ptr + row * stride + columns, mask=inside, other=0.0).to(tl.float32)
     up = tl.load(gate_up_ptr + row * stride + SIZE + columns, mask=inside, other=0.0)
-    value = activate(gate, KIND) * up.to(tl.float32)
+    value = gate_times(gate, up.to(tl.float32), KIND)
     tl.store(out_ptr + row * SIZE + columns, value, mask=inside)
 
 
@@ -97,7 +115,7 @@ def finish(
         first = tl.arange(0, 2)[:, None, None] == 0
         gate = tl.sum(tl.where(first, pairs, 0.0), axis=0)
         up = tl.sum(tl.where(first, 0.0, pairs), axis=0)
-        y = activate(gate, GATE) * up
+        y = gate_times(gate, up, GATE)
         row_pairs = tl.reshape(rows, (2, ROWS // 2))
         rows = tl.min(row_pairs, axis=0)
         width = outputs // 2

@@ -1,0 +1,257 @@
+"""Families with layer norms: GPT-NeoX, MPT, StarCoder2, StableLM and Nemotron."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from engine.backends.custom.architectures.base import Reader
+from engine.backends.custom.architectures.common import (
+    ATTENTION_BIAS,
+    GATED_MLP,
+    GGUF_LAYER_NORM_KEYS,
+    MLP_BIAS,
+    attention,
+    decoder,
+    input_norms,
+    layer_keys,
+    plain_mlp,
+)
+from engine.backends.custom.architectures.family import (
+    Family,
+    More,
+    Settings,
+    Stored,
+    WeightRow,
+    has_head,
+)
+from engine.backends.custom.architectures.foreign import ANY
+from engine.core.errors import ModelFormatError
+
+
+def _parallel(kind: str) -> tuple[More, More]:
+    """Functions that read whether attention and MLP run in parallel. `kind`: see
+    `ModelConfig.parallel`.
+    """
+
+    def from_hf(reader: Reader, found: Settings) -> Settings:
+        default = kind == "own"  # as in Transformers: GPT-NeoX and StableLM differ
+        is_on = reader.read(bool, "use_parallel_residual", default=default)
+        return {"parallel": kind if is_on else None}
+
+    def from_gguf(reader: Reader, found: Settings) -> Settings:
+        key = f"{reader.read(str, 'general.architecture')}.use_parallel_residual"
+        return {"parallel": kind if reader.read(bool, key, default=True) else None}
+
+    return from_hf, from_gguf
+
+
+def _window(reader: Reader, found: Settings) -> Settings:
+    return {"sliding_window": reader.read(int, "sliding_window", default=None)}
+
+
+STARCODER2 = Family(
+    name="starcoder2",
+    hf_names=("Starcoder2ForCausalLM",),
+    gguf_names=("starcoder2",),
+    weights=decoder(attention(), plain_mlp("mlp.c_fc", "mlp.c_proj"), input_norms()),
+    hf_keys=layer_keys("norm_epsilon") | {"use_bias": ("qkv_bias", "out_bias", "mlp_bias")},
+    gguf_keys=GGUF_LAYER_NORM_KEYS,
+    hf_activation=("hidden_act", "gelu_pytorch_tanh"),
+    always={"norm": "layer", "norm_bias": True, "gated_mlp": False},
+    defaults={"qkv_bias": True, "out_bias": True, "mlp_bias": True},
+    hf_defaults={"tie_embeddings": True, "norm_eps": 1e-5},
+    hf_more=_window,
+)
+_STABLELM = _parallel("shared")
+# StableLM 2 and 3B: a quarter of each head is rotated.
+STABLELM = Family(
+    name="stablelm",
+    hf_names=("StableLmForCausalLM", "StableLMEpochForCausalLM"),
+    gguf_names=("stablelm",),
+    weights=decoder(attention(), GATED_MLP, input_norms()),
+    hf_keys=layer_keys("layer_norm_eps") | {"use_qkv_bias": "qkv_bias"},
+    gguf_keys=GGUF_LAYER_NORM_KEYS,
+    always={"norm": "layer", "norm_bias": True},
+    hf_defaults={"norm_eps": 1e-5},
+    hf_refused={"qk_layernorm": ANY},
+    hf_more=_STABLELM[0],
+    gguf_more=_STABLELM[1],
+    rotated=0.25,
+)
+# Nemotron and Minitron: Hugging Face stores norm weights minus one.
+NEMOTRON = Family(
+    name="nemotron",
+    hf_names=("NemotronForCausalLM",),
+    gguf_names=("nemotron",),
+    weights=decoder(
+        attention(), plain_mlp("mlp.up_proj", "mlp.down_proj"), input_norms(1.0), added=1.0
+    ),
+    hf_keys=layer_keys("norm_eps") | ATTENTION_BIAS | MLP_BIAS,
+    gguf_keys=GGUF_LAYER_NORM_KEYS,
+    hf_activation=("hidden_act", "relu2"),
+    always={"norm": "layer", "norm_bias": True, "gated_mlp": False},
+    hf_defaults={"norm_eps": 1e-5},
+    rotated=0.5,
+)
+
+
+def _rows(
+    hf: str, names: Mapping[str, str], qkv: Stored, gguf_qkv: Stored
+) -> tuple[WeightRow, ...]:
+    """The weights of GPT-NeoX and MPT. `hf` is the prefix of a layer; `names` has Hugging Face's
+    name of each part. Both formats store q, k and v as one matrix.
+    """
+
+    def weight(name: str, shape: str, theirs: str, gguf: str, bias: str) -> WeightRow:
+        hf_name = f"{hf}.{theirs}.weight"
+        return WeightRow(
+            f"layers.{{i}}.{name}.weight", shape, hf_name, f"blk.{{i}}.{gguf}.weight", bias
+        )
+
+    fused = [
+        WeightRow(
+            f"layers.{{i}}.attn.{part}.weight",
+            "DD",
+            f"{hf}.{names['qkv']}.weight",
+            "blk.{i}.attn_qkv.weight",
+            "qkv_bias",
+            hf_stored=Stored(qkv.parts, index, qkv.groups),
+            gguf_stored=Stored(gguf_qkv.parts, index),
+        )
+        for index, part in enumerate("qkv")
+    ]
+    return (
+        *fused,
+        weight("attn.o", "DD", names["o"], "attn_output", "out_bias"),
+        weight("mlp.up", "FD", names["up"], "ffn_up", "mlp_bias"),
+        weight("mlp.down", "DF", names["down"], "ffn_down", "mlp_bias"),
+        weight("attn_norm", "D", names["attn_norm"], "attn_norm", "norm_bias"),
+        weight("mlp_norm", "D", names["mlp_norm"], "ffn_norm", "norm_bias"),
+    )
+
+
+def _ends(embed: str, norm: str, head: str) -> tuple[WeightRow, WeightRow, WeightRow]:
+    return (
+        WeightRow("embed.weight", "VD", f"{embed}.weight", "token_embd.weight"),
+        WeightRow("norm.weight", "D", f"{norm}.weight", "output_norm.weight", "norm_bias"),
+        WeightRow("head.weight", "VD", f"{head}.weight", "output.weight", when=has_head),
+    )
+
+
+def _neox_view(config: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Older files name the rotated part and the base of RoPE in their own way."""
+    names = {"rotary_pct": "partial_rotary_factor", "rotary_emb_base": "rope_theta"}
+    return {**{names[key]: config[key] for key in names if key in config}, **config}
+
+
+_NEOX_EMBED, *_NEOX_LAST = _ends("gpt_neox.embed_in", "gpt_neox.final_layer_norm", "embed_out")
+_NEOX = _parallel("own")
+# GPT-NeoX and Pythia. The file has, for each head, its rows of q, k and v.
+GPT_NEOX = Family(
+    name="gpt_neox",
+    hf_names=("GPTNeoXForCausalLM",),
+    gguf_names=("gptneox",),
+    weights=(
+        _NEOX_EMBED,
+        *_rows(
+            "gpt_neox.layers.{i}",
+            {
+                "qkv": "attention.query_key_value",
+                "o": "attention.dense",
+                "up": "mlp.dense_h_to_4h",
+                "down": "mlp.dense_4h_to_h",
+                "attn_norm": "input_layernorm",
+                "mlp_norm": "post_attention_layernorm",
+            },
+            qkv=Stored("HHH", groups="N"),
+            gguf_qkv=Stored("DDD"),
+        ),
+        *_NEOX_LAST,
+    ),
+    hf_keys={
+        key: name
+        for key, name in layer_keys("layer_norm_eps").items()
+        if key not in ("num_key_value_heads", "head_dim")
+    }
+    | ATTENTION_BIAS,
+    gguf_keys=GGUF_LAYER_NORM_KEYS,
+    hf_activation=("hidden_act", "gelu"),
+    always={"norm": "layer", "norm_bias": True, "mlp_bias": True, "gated_mlp": False},
+    hf_defaults={"qkv_bias": True, "out_bias": True, "norm_eps": 1e-5},
+    hf_more=_NEOX[0],
+    gguf_more=_NEOX[1],
+    rotated=0.25,
+    hf_view=_neox_view,
+)
+
+
+def _mpt_view(config: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Puts the keys of `attn_config` beside the others."""
+    attn = config.get("attn_config")
+    return {**(attn if isinstance(attn, dict) else {}), **config}
+
+
+def _mpt_from_hf(reader: Reader, found: Settings) -> Settings:
+    if not reader.read(bool, "alibi", default=True):
+        raise ModelFormatError("config.json: key 'alibi': False is not supported")
+    ratio = reader.read(int, "expansion_ratio", default=4)
+    scale = reader.read(float, "softmax_scale", default=None)
+    return {"intermediate_size": ratio * found["hidden_size"], "attention_multiplier": scale}
+
+
+def _mpt_from_gguf(reader: Reader, found: Settings) -> Settings:
+    if reader.read(float, "mpt.attention.clamp_kqv", default=0.0):
+        raise ModelFormatError("GGUF metadata: key 'mpt.attention.clamp_kqv' is not supported")
+    return {}
+
+
+_MPT_EMBED, *_MPT_LAST = _ends("transformer.wte", "transformer.norm_f", "lm_head")
+# MPT: ALiBi instead of RoPE, and no biases.
+MPT = Family(
+    name="mpt",
+    hf_names=("MptForCausalLM", "MPTForCausalLM"),
+    gguf_names=("mpt",),
+    weights=(
+        _MPT_EMBED,
+        *_rows(
+            "transformer.blocks.{i}",
+            {
+                "qkv": "attn.Wqkv",
+                "o": "attn.out_proj",
+                "up": "ffn.up_proj",
+                "down": "ffn.down_proj",
+                "attn_norm": "norm_1",
+                "mlp_norm": "norm_2",
+            },
+            qkv=Stored("DDD"),
+            gguf_qkv=Stored("DDD"),
+        ),
+        *_MPT_LAST,
+    ),
+    hf_keys={
+        "vocab_size": "vocab_size",
+        "d_model": "hidden_size",
+        "n_layers": "num_layers",
+        "n_heads": "num_heads",
+        "max_seq_len": "max_position",
+        "layer_norm_epsilon": "norm_eps",
+        "tie_word_embeddings": "tie_embeddings",
+        "alibi_bias_max": "alibi_bias",
+    },
+    gguf_keys=GGUF_LAYER_NORM_KEYS | {"attention.max_alibi_bias": "alibi_bias"},
+    hf_activation=("hidden_act", "gelu"),
+    always={"norm": "layer", "rope": None, "gated_mlp": False},
+    defaults={"alibi_bias": 8.0, "norm_eps": 1e-5},
+    hf_defaults={"tie_embeddings": True, "intermediate_size": 0},
+    hf_refused={
+        "clip_qkv": ANY,
+        "qk_ln": ANY,
+        "prefix_lm": ANY,
+        "attn_uses_sequence_id": ANY,
+        "logit_scale": ANY,
+        "no_bias": False,
+        "kv_n_heads": ANY,
+    },
+    hf_view=_mpt_view,
+    hf_more=_mpt_from_hf,
+    gguf_more=_mpt_from_gguf,
+)

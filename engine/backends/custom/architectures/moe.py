@@ -1,0 +1,192 @@
+"""Mixtures of experts: Qwen, OLMoE, Granite and gpt-oss. (Mixtral is in `llama.py`, because GGUF
+files call it "llama".)
+"""
+
+from dataclasses import replace
+
+from engine.backends.custom.architectures.base import Reader
+from engine.backends.custom.architectures.common import (
+    ATTENTION_BIAS,
+    GATED_MLP,
+    GGUF_EXPERT_KEYS,
+    GGUF_KEYS,
+    GGUF_PAIRED,
+    HF_KEYS,
+    attention,
+    decoder,
+    experts,
+    head_norms,
+    input_norms,
+    row,
+    shared_expert,
+)
+from engine.backends.custom.architectures.family import (
+    Family,
+    Keys,
+    Settings,
+    Stored,
+    WeightRow,
+    has_experts,
+    has_shared,
+)
+from engine.backends.custom.architectures.foreign import ANY
+from engine.backends.custom.architectures.layers import alternating, sparse_layers
+from engine.backends.custom.architectures.llama import GRANITE_GGUF_KEYS, GRANITE_HF_KEYS
+
+_BY_EXPERT = experts("mlp", "gate", "gate_proj", "up_proj", "down_proj")
+_QWEN_KEYS: Keys = {
+    "num_experts": "experts.count",
+    "num_local_experts": "experts.count",
+    "num_experts_per_tok": "experts.per_token",
+    "moe_intermediate_size": "experts.size",
+    "norm_topk_prob": "experts.renormalizes",
+}
+# Qwen1.5-MoE and Qwen2-MoE: a shared expert, whose output a sigmoid multiplies.
+QWEN2_MOE = Family(
+    name="qwen2_moe",
+    hf_names=("Qwen2MoeForCausalLM",),
+    gguf_names=("qwen2moe",),
+    weights=decoder(
+        attention(),
+        GATED_MLP,
+        _BY_EXPERT,
+        shared_expert("mlp.shared_expert"),
+        (
+            row(
+                "shared.router",
+                "1D",
+                "mlp.shared_expert_gate",
+                "ffn_gate_inp_shexp",
+                when=has_shared,
+            ),
+        ),
+        input_norms(),
+    ),
+    hf_keys=HF_KEYS
+    | _QWEN_KEYS
+    | {"shared_expert_intermediate_size": "experts.shared_size", "qkv_bias": "qkv_bias"},
+    gguf_keys=GGUF_KEYS | GGUF_EXPERT_KEYS,
+    always={"experts.shared_gate": True},
+    hf_defaults={"qkv_bias": True},
+    hf_more=sparse_layers,
+)
+QWEN3_MOE = Family(
+    name="qwen3_moe",
+    hf_names=("Qwen3MoeForCausalLM",),
+    gguf_names=("qwen3moe",),
+    weights=decoder(attention(), GATED_MLP, _BY_EXPERT, input_norms(), head_norms("H", "H")),
+    hf_keys=HF_KEYS | ATTENTION_BIAS | _QWEN_KEYS,
+    gguf_keys=GGUF_KEYS | GGUF_EXPERT_KEYS,
+    always={"qk_norm": "head"},
+    defaults={"experts.renormalizes": True},
+    hf_defaults={"experts.renormalizes": False},
+    hf_more=sparse_layers,
+)
+OLMOE = Family(
+    name="olmoe",
+    hf_names=("OlmoeForCausalLM",),
+    gguf_names=("olmoe",),
+    weights=decoder(attention(), _BY_EXPERT, input_norms(), head_norms("q", "k")),
+    hf_keys=HF_KEYS
+    | ATTENTION_BIAS
+    | {
+        "num_experts": "experts.count",
+        "num_experts_per_tok": "experts.per_token",
+        "norm_topk_prob": "experts.renormalizes",
+    },
+    gguf_keys=GGUF_KEYS | GGUF_EXPERT_KEYS,
+    always={"qk_norm": "whole"},
+    hf_refused={"clip_qkv": ANY},
+)
+
+
+def _granite_expert(name: str, shape: str, hf: str, stored: Stored) -> WeightRow:
+    moe = "block_sparse_moe"
+    return row(
+        f"experts.{name}", shape, f"{moe}.{hf}", f"ffn_{name}_exps", None, has_experts, stored
+    )
+
+
+# Granite 3 MoE: a stored matrix has gate and up of all experts.
+GRANITE_MOE = Family(
+    name="granitemoe",
+    hf_names=("GraniteMoeForCausalLM",),
+    gguf_names=("granitemoe",),
+    weights=decoder(
+        GGUF_PAIRED,
+        (
+            row("experts.router", "ED", "block_sparse_moe.router.layer", "ffn_gate_inp"),
+            _granite_expert("gate", "EXD", "input_linear", Stored("XX", 0)),
+            _granite_expert("up", "EXD", "input_linear", Stored("XX", 1)),
+            _granite_expert("down", "EDX", "output_linear", Stored()),
+        ),
+        input_norms(),
+    ),
+    hf_keys=HF_KEYS
+    | ATTENTION_BIAS
+    | GRANITE_HF_KEYS
+    | {"num_local_experts": "experts.count", "num_experts_per_tok": "experts.per_token"},
+    gguf_keys=GGUF_KEYS | GRANITE_GGUF_KEYS | GGUF_EXPERT_KEYS,
+    always={"experts.scoring": "softmax_chosen"},
+    hf_defaults={"attention_multiplier": 1.0},
+)
+
+
+def _oai_expert(name: str, shape: str, hf: str, stored: Stored) -> WeightRow:
+    return WeightRow(
+        f"layers.{{i}}.experts.{name}.weight",
+        shape,
+        f"model.layers.{{i}}.mlp.experts.{hf}",
+        f"blk.{{i}}.ffn_{name}_exps.weight",
+        "experts.bias",
+        hf_stored=stored,
+    )
+
+
+_GPT_OSS_LAYERS = alternating(2, window=128)
+
+
+def _gpt_oss_from_gguf(reader: Reader, found: Settings) -> Settings:
+    """YaRN without rounded bounds, which GGUF metadata do not state."""
+    rope = replace(found["rope"], truncate=False)
+    return {"rope": rope, **_GPT_OSS_LAYERS[1](reader, {**found, "rope": rope})}
+
+
+# gpt-oss: attention sinks, and experts with biases. Hugging Face stores the experts' matrices
+# transposed, with the columns of gate and up by turns.
+GPT_OSS = Family(
+    name="gpt_oss",
+    hf_names=("GptOssForCausalLM",),
+    gguf_names=("gpt-oss",),
+    weights=decoder(
+        attention(),
+        (
+            WeightRow(
+                "layers.{i}.attn.sinks",
+                "N",
+                "model.layers.{i}.self_attn.sinks",
+                "blk.{i}.attn_sinks.weight",
+            ),
+            row("experts.router", "ED", "mlp.router", "ffn_gate_inp", "experts.router_bias"),
+            _oai_expert("gate", "EXD", "gate_up_proj", Stored("11", 0, "X", transposed=True)),
+            _oai_expert("up", "EXD", "gate_up_proj", Stored("11", 1, "X", transposed=True)),
+            _oai_expert("down", "EDX", "down_proj", Stored(transposed=True)),
+        ),
+        input_norms(mlp="post_attention_norm"),
+    ),
+    hf_keys=HF_KEYS
+    | ATTENTION_BIAS
+    | {"num_local_experts": "experts.count", "num_experts_per_tok": "experts.per_token"},
+    gguf_keys=GGUF_KEYS | GGUF_EXPERT_KEYS,
+    always={
+        "activation": "swiglu_oai",
+        "attention_sinks": True,
+        "experts.scoring": "softmax_chosen",
+        "experts.router_bias": True,
+        "experts.bias": True,
+    },
+    defaults={"qkv_bias": True, "out_bias": True},
+    hf_more=_GPT_OSS_LAYERS[0],
+    gguf_more=_gpt_oss_from_gguf,
+    theta=150_000.0,
+)

@@ -1,0 +1,70 @@
+"""A mixture of experts, which takes the place of the MLP in a layer. The router chooses a few
+experts for each token. A shared expert, if there is one, computes all tokens.
+"""
+
+import torch
+from torch import Tensor, nn
+
+from engine.backends.custom.architectures.base import ExpertsConfig, ModelConfig
+from engine.backends.custom.frameworks.torch.kernels.experts import experts_mlp, route
+from engine.backends.custom.frameworks.torch.layers.linear import Linear
+from engine.backends.custom.frameworks.torch.layers.mlp import GatedMLP
+
+
+class ExpertLinear(nn.Module):
+    """The matrices of all experts, (E, out, in). `parts` names row ranges that checkpoints store as
+    separate matrices.
+    """
+
+    def __init__(
+        self,
+        count: int,
+        in_features: int,
+        out_features: int,
+        bias: bool,
+        parts: tuple[tuple[str, int], ...] = (),
+    ) -> None:
+        super().__init__()
+        self.parts = parts
+        self.weight = nn.Parameter(torch.empty(count, out_features, in_features))
+        self.bias = nn.Parameter(torch.empty(count, out_features)) if bias else None
+
+
+class Experts(nn.Module):
+    def __init__(self, config: ModelConfig, experts: ExpertsConfig) -> None:
+        super().__init__()
+        size, inner, count = config.hidden_size, experts.size, experts.count
+        self.settings = experts
+        self.activation = config.activation
+        self.router = Linear(size, count, experts.router_bias)
+        self.correction: nn.Parameter | None = None
+        if experts.correction:  # float32, because its differences are small
+            self.correction = nn.Parameter(torch.empty(count, dtype=torch.float32))
+        parts = (("gate", inner), ("up", inner))
+        self.gate_up = ExpertLinear(count, size, 2 * inner, experts.bias, parts)
+        self.down = ExpertLinear(count, inner, size, experts.bias)
+
+    def forward(self, x: Tensor) -> Tensor:
+        shares, ids = route(self.router(x), self.correction, self.settings)
+        return experts_mlp(
+            x,
+            shares,
+            ids,
+            self.gate_up.weight,
+            self.down.weight,
+            self.gate_up.bias,
+            self.down.bias,
+            self.activation,
+        )
+
+
+class SharedExpert(GatedMLP):
+    """The expert that computes all tokens. If it has a router, that is a gate for each token."""
+
+    def __init__(self, config: ModelConfig, experts: ExpertsConfig) -> None:
+        super().__init__(config, experts.shared_size)
+        self.router = Linear(config.hidden_size, 1) if experts.shared_gate else None
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = super().forward(x)
+        return y if self.router is None else torch.sigmoid(self.router(x)) * y
