@@ -145,4 +145,11 @@ MUTATIONS = [
         "json.loads(spec.source)",
         "tests/unit/test_grammar_spec.py::test_numbers_that_json_lacks_are_refused",
     ),
+    Mutation(
+        "grammars: the verdict that came first is forgotten",
+        "engine.core.grammar.checker",
+        "            self._verdicts.move_to_end(key)\n",
+        "",
+        "tests/unit/test_grammar_checker.py::test_the_verdict_that_was_used_longest_ago_is_forgotten",
+    ),
 ]
