@@ -203,6 +203,19 @@ def test_emulated_tools_without_a_system_message() -> None:
     assert render(NO_SYSTEM).startswith("[user]You can use these tools")
 
 
+def test_emulated_tools_stand_first_or_in_the_first_message_of_a_user() -> None:
+    late = {"role": "system", "content": "Be brief."}
+    first, *rest = emulated([TALK[0], late])
+    assert first["role"] == "system" and rest == [TALK[0], late], "a late one stays where it is"
+    said, later = emulated([{"role": "assistant", "content": "Hello."}, TALK[0]], NO_SYSTEM)
+    assert said["content"] == "Hello." and later["content"].endswith("\n\nWell?")
+
+
+def test_a_result_keeps_the_name_that_it_came_with() -> None:
+    named = {**result("call_1", "rain"), "name": "forecast"}
+    assert emulated([*TALK[:2], named])[-1]["content"] == "Result of forecast:\nrain"
+
+
 def test_a_result_without_its_call() -> None:
     assert emulated([result("lost", "42")])[1]["content"] == "Result of the call:\n42"
     assert "tool: 42" in render(QWEN, [result("lost", "42")])

@@ -371,6 +371,7 @@ WALKED: dict[str, Any] = {
 
 
 # Messages before the calls are free text, which a random walk hardly ever ends.
+@pytest.mark.seconds
 @pytest.mark.parametrize("name", [name for name, row in ROWS_BY_NAME.items() if not row.messages])
 def test_whatever_a_forced_grammar_lets_through_is_calls(name: str) -> None:
     row = ROWS_BY_NAME[name]
