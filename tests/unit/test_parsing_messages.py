@@ -34,7 +34,8 @@ QWEN = (
     "{% endfor %}\n{% endfor %}{% if enable_thinking is false %}<think>\n\n</think>\n\n{% endif %}"
 )
 LLAMA = (
-    "{% if tools is not none %}Environment: ipython, system{% endif %}{% for m in messages %}"
+    "{% if tools is not none %}system: {{ tools | map(attribute='function') | "
+    "map(attribute='name') | join }}{% endif %}{% for m in messages %}"
     "<|start_header_id|>{{ m.role }}<|end_header_id|>{% if m.tool_calls is defined %}"
     "{% if m.tool_calls | length != 1 %}{{ raise_exception('one call at a time') }}{% endif %}"
     '{"name": "{{ m.tool_calls[0].function.name }}", "parameters": '
