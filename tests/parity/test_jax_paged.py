@@ -122,10 +122,7 @@ def prompts() -> list[list[int]]:
 
 @pytest.mark.parametrize(
     "name",
-    [
-        *("gpt2", "granite", "olmo2"),
-        *(pytest.param(name, marks=pytest.mark.slow) for name in ("mistral-window", "qwen3")),
-    ],
+    tiny_models.quick_first(("gpt2", "gpt_oss")),
 )
 def test_mixed_batches_give_what_transformers_gives(name: str, tmp_path: Path) -> None:
     model, path = tiny_models.save(name, tmp_path)

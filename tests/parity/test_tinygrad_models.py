@@ -13,14 +13,15 @@ from engine.backends.custom.weights.model import open_model
 from tests.parity import tiny_models
 
 TOLERANCE = 1e-4
+RELATIVE = 1e-5  # of a hidden state, whose values may be large
 # Each way through the code; rotary rules are numbers that all frameworks read from one place.
-NAMES = (
-    *("gpt2", "mistral-window", "qwen3", "granite", "olmo2"),
-    *(pytest.param(name, marks=pytest.mark.slow) for name in ("llama-tied", "qwen2")),
+QUICK = (
+    *("gpt2", "qwen3", "olmo2", "gemma2", "gemma3", "cohere2", "gpt_neox", "mpt"),
+    *("granitemoe", "qwen2_moe", "gpt_oss"),
 )
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", tiny_models.quick_first(QUICK))
 def test_every_layer_and_the_logits_equal_hugging_face(name: str, tmp_path: Path) -> None:
     theirs, path = tiny_models.save(name, tmp_path)
     tokens = tiny_models.text()
@@ -37,6 +38,6 @@ def test_every_layer_and_the_logits_equal_hugging_face(name: str, tmp_path: Path
     Tensor.realize(logits, *states)
     assert len(states) == tiny_models.NUM_LAYERS + 1
     for ours, other in zip(states, expected.hidden_states, strict=True):
-        np.testing.assert_allclose(ours.numpy(), other[0].numpy(), atol=TOLERANCE, rtol=0)
+        np.testing.assert_allclose(ours.numpy(), other[0].numpy(), atol=TOLERANCE, rtol=RELATIVE)
     np.testing.assert_allclose(logits.numpy(), expected.logits[0].numpy(), atol=TOLERANCE, rtol=0)
-    assert logits.abs().max().item() > 1, "logits near zero would agree whatever the model did"
+    assert logits.abs().max().item() > 0.5, "logits near zero would agree whatever the model did"

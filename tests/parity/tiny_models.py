@@ -4,10 +4,11 @@ Random weights are wide enough for attention to be peaked and norms to matter: a
 lost bias or a window off by one moves logits by far more than the tolerance.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 import transformers as hf
 from transformers import PreTrainedModel
@@ -182,7 +183,7 @@ MORE: dict[str, Callable[..., PreTrainedModel]] = {
     "stablelm-parallel": lambda: _of(
         "StableLm", use_parallel_residual=True, rope_parameters=_plain_rope(part=0.5)
     ),
-    "nemotron": lambda: _of("Nemotron", head_dim=8, attention_bias=True),
+    "nemotron": lambda: _of("Nemotron", head_dim=8, attention_bias=True, initializer_range=0.1),
     "gpt_neox": lambda: _of("GPTNeoX", rope_parameters=_plain_rope(part=0.5)),
     "gpt_neox-serial": lambda: _of(
         "GPTNeoX", use_parallel_residual=False, rope_parameters=_plain_rope(part=0.5)
@@ -225,6 +226,12 @@ MORE: dict[str, Callable[..., PreTrainedModel]] = {
 
 
 ALL = MODELS | MORE
+
+
+def quick_first(names: Sequence[str]) -> list[Any]:
+    """Parameters of a test: the names, then all other models with the mark `slow`."""
+    others = (name for name in ALL if name not in names)
+    return [*names, *(pytest.param(name, marks=pytest.mark.slow) for name in others)]
 
 
 def make(name: str, **changes: Any) -> PreTrainedModel:

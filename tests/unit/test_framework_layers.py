@@ -54,6 +54,9 @@ def tinygrad_framework() -> SimpleNamespace:
     )
 
 
+pytestmark = pytest.mark.seconds  # two frameworks are imported, and compile
+
+
 @pytest.fixture(params=[jax_framework, tinygrad_framework], ids=["jax", "tinygrad"])
 def framework(request: pytest.FixtureRequest) -> SimpleNamespace:
     made: SimpleNamespace = request.param()
@@ -173,6 +176,16 @@ def test_a_router_chooses_and_weights_experts(framework, name):
     np.testing.assert_allclose(
         found, [routed(config, each, correction) for each in logits], rtol=1e-4, atol=1e-6
     )
+
+
+def test_of_equal_experts_the_first_is_chosen(framework):
+    params = {"router": part(framework, weight=np.zeros((4, 2), np.float32))}
+    config = ExpertsConfig(4, 2, 6)
+    weights, chosen = layer(framework, "experts", "route")(
+        params, config, framework.array(values(3, 2))
+    )
+    assert framework.numpy(chosen).tolist() == [[0, 1]] * 3
+    close(framework, weights, np.full((3, 2), 0.25))
 
 
 @pytest.mark.parametrize("activation", ["silu", "swiglu_oai"])

@@ -21,6 +21,7 @@ _END_OF_TURN = frozenset(
     {
         "<|eot_id|>",
         "<|eom_id|>",
+        "<|eot|>",
         "<|im_end|>",
         "<|end|>",
         "<|end_of_text|>",
@@ -29,6 +30,13 @@ _END_OF_TURN = frozenset(
         "<|END_OF_TURN_TOKEN|>",
         "<|return|>",
         "<|call|>",
+        "<|calls|>",
+        "<|flush|>",
+        "<|assistant_end|>",
+        "<turn|>",
+        "<|tool_response>",
+        "<seed:eos>",
+        "[e~[",
         "<end_of_turn>",
         "<end_of_utterance>",
         "<EOT>",
@@ -58,6 +66,7 @@ class TokenizerParts:
     add_bos: bool
     add_eos: bool
     chat_template: str | None
+    tool_template: str | None = None  # the chat template for requests with tools, if it differs
 
 
 @functools.cache
@@ -81,10 +90,12 @@ def end_ids(
     """The ids that end generation: first those that the model names, then other well-known ones."""
     texts = {pieces[i]: i for i in sorted(specials)}
     known = [i for text, i in texts.items() if text in _END_OF_TURN]
-    if "<|return|>" in texts and "<|end|>" in texts:
-        # These models end each message of a turn with <|end|> and the whole turn with <|return|>.
-        known.remove(texts["<|end|>"])
-    return tuple(dict.fromkeys([*named, *known]))
+    ends = dict.fromkeys([*named, *known])
+    if texts.keys() & {"<|return|>", "<|flush|>"}:
+        # These models end each message of a turn with <|end|>, and the whole turn with another
+        # token. Some files still name <|end|>.
+        ends.pop(texts.get("<|end|>", -1), None)
+    return tuple(ends)
 
 
 def _gpt2_alphabet() -> dict[int, int]:
