@@ -63,18 +63,20 @@ def run(
     max_slots,
     budget,
     sharing=True,
+    block_size=4,
+    build=build_runner,
 ) -> tuple[list[TokenDelta], int]:
     """Everything that came back, and how often something was preempted."""
     config = RunnerConfig(
         device=device,
         dtype="float32",
-        block_size=4,
+        block_size=block_size,
         num_blocks=num_blocks + 1,
         max_slots=max_slots,
         max_seq_len=tiny_models.MAX_POSITION,
         num_threads=1,
     )
-    runner = build_runner(open_model(path), config)
+    runner = build(open_model(path), config)
     pool = BlockPool(config.num_blocks)
     kv = KVCache(pool, RadixCache(pool, config.block_size), config.block_size, sharing=sharing)
     scheduler = Scheduler(kv, max_slots)

@@ -108,6 +108,12 @@ def _gpt2_alphabet() -> dict[int, int]:
 
 
 _ALPHABET: Mapping[int, int] = _gpt2_alphabet()
+_LETTERS = {byte: chr(char) for char, byte in _ALPHABET.items()}
+
+
+def byte_level_text(token: bytes) -> str:
+    """The bytes of a token, written in GPT-2's byte alphabet."""
+    return "".join([_LETTERS[byte] for byte in token])
 
 
 def is_byte_piece(piece: str) -> bool:
