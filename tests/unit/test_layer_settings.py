@@ -127,6 +127,23 @@ def test_multipliers_and_caps_that_a_file_leaves_out() -> None:
         from_gguf("minicpm", **{"attention.sliding_window": 0})
 
 
+def test_files_of_mistral_small() -> None:
+    stated = {
+        "general.architecture": "mistral3",
+        "mistral3.vocab_size": 40,
+        "mistral3.embedding_length": 64,
+        "mistral3.block_count": 2,
+        "mistral3.attention.head_count": 4,
+        "mistral3.feed_forward_length": 96,
+        "mistral3.context_length": 256,
+        "mistral3.attention.layer_norm_rms_epsilon": 1e-5,
+    }
+    row = architecture("llama")
+    assert "mistral3" in row.gguf_names and row.config_from_gguf(stated).num_layers == 2
+    with pytest.raises(ModelFormatError, match=r"'mistral3\.attention\.temperature_scale'"):
+        row.config_from_gguf(stated | {"mistral3.attention.temperature_scale": 0.1})
+
+
 def test_a_reciprocal_and_layers_that_predict_further_tokens() -> None:
     assert from_hf("cohere2", logit_scale=0.25).logits_scaling == 4.0
     assert from_gguf("cohere2", logit_scale=0.125).logits_scaling == 8.0
