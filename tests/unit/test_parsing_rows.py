@@ -5,7 +5,8 @@
 
 import json
 import random
-from collections.abc import Mapping
+import re
+from collections.abc import Collection, Mapping
 from typing import Any
 
 import jsonschema
@@ -21,7 +22,7 @@ from engine.core.parsing.output import OutputFormat, OutputParser
 from engine.core.parsing.pieces import ReasoningPiece, TextPiece, ToolCallPiece
 from engine.core.parsing.rows import REASONING_ROWS, THINK, CallRow, ReasoningRow
 from engine.core.text.chat_template import ChatTemplate
-from tests.unit.test_parsing_grammars import VOCABULARIES, walk
+from tests.unit.test_parsing_grammars import VOCABULARIES, Vocabulary, walk
 
 PARAMETERS: dict[str, Any] = {
     "type": "object",
@@ -409,6 +410,56 @@ def test_control_tokens_of_a_row_are_shown_and_matched_by_id(name: str) -> None:
         assert "<[300]>" in (output.grammar(TOOLS, REQUIRED, True, None, False) or "")
 
 
+class Controlled:
+    """A vocabulary of bytes and some control tokens."""
+
+    def __init__(self, marks: Collection[str]) -> None:
+        self._vocabulary = Vocabulary(False)
+        self.control = {mark: self._vocabulary.add_control(mark) for mark in sorted(marks)}
+
+    def accepts(self, grammar: str | None, text: str) -> bool:
+        matcher = LLMatcher(self._vocabulary.tokenizer, grammar or "", log_level=0)
+        assert not matcher.is_error(), matcher.get_error()
+        marks = "|".join(map(re.escape, sorted(self.control, key=len, reverse=True)))
+        ids: list[int] = []
+        for part in re.split(f"({marks})", text) if marks else [text]:
+            ids += [self.control[part]] if part in self.control else list(part.encode())
+        return bool(matcher.try_consume_tokens(ids) == len(ids) and matcher.is_accepting())
+
+
+@every_row
+def test_markers_that_are_control_tokens(name: str) -> None:
+    row, text, calls = own_text(name)
+    texts = [*row.literals, *((row.messages.close,) if row.messages else ())]
+    found = [re.findall(r"<[^<>\s=]+>|\[[A-Z_]+\]", each) for each in texts]
+    marks = {mark for each in found for mark in each}
+    vocabulary = Controlled(marks)
+    output = OutputFormat(ToolFormat(row, True), row.messages, vocabulary.control)
+    for choice in (REQUIRED, AUTO):
+        grammar = output.grammar(TOOLS, choice, True, None, False)
+        assert vocabulary.accepts(grammar, text)
+        assert not vocabulary.accepts(grammar, text[: text.index("Paris")])
+        assert not vocabulary.accepts(grammar, text.replace("get_weather", "get"))
+    plain = row.messages.finals[0] if row.messages else "all\n" if row.primed else ""
+    assert vocabulary.accepts(grammar, f"{plain}Hi.")
+    assert len(output.shown_ids(with_tools=True)) == len(marks)
+
+
+def test_control_tokens_within_markers() -> None:
+    """A marker that begins with plain text and goes on with a control token."""
+    vocabulary = Controlled({"｜DSML｜"})
+    row = ROWS_BY_NAME["deepseek_v3_2"]
+    output = OutputFormat(ToolFormat(row, True), THINK, vocabulary.control)
+    text, takes = TEXTS["deepseek_v3_2"], vocabulary.accepts
+    required = output.grammar(TOOLS, REQUIRED, True, None, False)
+    assert takes(required, text) and takes(required, f"<think>Hm</think>{text}")
+    assert not takes(required, "Hi") and not takes(required, text.replace("city", "town"))
+    auto = output.grammar(TOOLS, AUTO, True, None, False)
+    for whole in ("Hi.", "a < b", text, f"a <b> {text}", f"<think>Hm</think>\n{text}"):
+        assert takes(auto, whole), whole
+    assert not takes(auto, f"Hi {text[:60]}")
+
+
 def test_values_take_the_types_of_the_schema() -> None:
     properties: dict[str, Any] = {
         "text": {"type": "string"},
@@ -443,6 +494,16 @@ def test_strings_are_streamed_before_their_element_ends() -> None:
     assert parser.push("Par") == [ToolCallPiece(0, "Par")]
     assert parser.push('is "\n') == [ToolCallPiece(0, 'is \\"')]
     assert parser.push("x\n</para") == [ToolCallPiece(0, "\\nx")]
+
+
+def test_elements_in_elements() -> None:
+    row, mark = ROWS_BY_NAME["minimax_m3"], "]<]minimax[>["
+    items = f"{mark}<item>1{mark}</item>{mark}<item>x{mark}</item>"
+    value = f"{mark}<k>v{mark}</k>{mark}<l>{items}{mark}</l>"
+    text = f'{mark}<tool_call>\n{mark}<invoke name="now">{mark}<deep>{value}{mark}</deep>'
+    text += f"{mark}</invoke>\n{mark}</tool_call>"
+    expected = {"deep": {"k": "v", "l": [1, "x"]}}
+    assert parse(row, list(text)) == ("", [("now", expected)], "")
 
 
 def test_python_and_quoted_literals() -> None:
@@ -628,3 +689,28 @@ def test_a_template_that_cannot_be_told_is_emulated() -> None:
         output = OutputFormat.of(source, {}, ChatTemplate(source, "", "").text)
         assert not output.tools.native and output.tools.name == "json"
     assert THINK in REASONING_ROWS
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        "{name}{args}",
+        "{{ c.function.name }}{{ c.function.arguments | tojson }}",
+        "<x>{{ c.function.name }}" + " " * 5000 + "{{ c.function.arguments | tojson }}",
+        "{% for k, v in c.function.arguments.items() %}{{ k }}{{ v }}{% endfor %}"
+        "{{ c.function.name }}",
+        "<x>{{ c.function.name }}{% for k, v in c.function.arguments.items() %}<{{ k }}{{ v }}>"
+        "{% endfor %}",
+        "<x {{ c.function.name }} {{ c.function.name }}>{{ c.function.arguments }}",
+        "{{ c }}",
+        "<x>{{ c.function.arguments | tojson }}{{ c.function.name }}</x>",
+    ],
+)
+def test_a_template_with_odd_calls_is_emulated(call: str) -> None:
+    source = (
+        "{% for t in tools %}{% endfor %}{% for m in messages %}{{ m.content }}"
+        "{% for c in m.tool_calls or [] %}" + call + "{% endfor %}{% endfor %}"
+    )
+    output = OutputFormat.of(source, {}, ChatTemplate(source, "", "").text)
+    assert output.tools.name == "json" and not output.tools.native
+    assert output.prepare([{"role": "user", "content": "q"}], TOOLS)[1] is None
