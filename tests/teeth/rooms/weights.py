@@ -186,8 +186,8 @@ MUTATIONS = [
     Mutation(
         "weights: a converted matrix that makes logits gets four bits",
         "engine.backends.custom.conversion.mixes",
-        "_LOGITS_TYPE if is_logits and wanted in _FOUR_BITS else wanted",
-        "wanted",
+        "chosen = _LOGITS_TYPE if is_logits and wanted in _FOUR_BITS else wanted",
+        "chosen = wanted",
         f"{CONVERT_TESTS}::test_types_are_chosen_row_by_row",
     ),
     Mutation(
