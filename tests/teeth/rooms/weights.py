@@ -143,6 +143,20 @@ MUTATIONS = [
         "tests/security/test_schemes.py::test_lies_are_refused_for_their_reason",
     ),
     Mutation(
+        "weights: a mix gives the middle layers no more bits",
+        "engine.backends.custom.conversion.mixes",
+        " or (layer - first) % 3 == 2",
+        "",
+        "tests/unit/test_convert.py::test_mixes_have_llama_cpps_types",
+    ),
+    Mutation(
+        "weights: importance follows blocks, not columns",
+        "engine.backends.custom.weights.quantize",
+        "of_row[np.arange(start, start + len(part)) % len(of_row)]",
+        "of_row[np.arange(start, start + len(part)) * 0]",
+        "tests/parity/test_quants.py::test_important_columns_have_smaller_errors",
+    ),
+    Mutation(
         "weights: safetensors may leave gaps",
         "engine.backends.custom.weights.safetensors",
         "        if entry.begin != position:\n",
