@@ -15,6 +15,9 @@ CODE := engine tests benchmarks examples
 CPP := csrc/*/*.cpp csrc/*/*.h engine/backends/custom/frameworks/torch/kernels/cuda/*.cu*
 step = @printf '\n==> %s\n' "$(1)"
 
+# Tests are compiled once and not for each run, whatever the shell says.
+unexport PYTHONDONTWRITEBYTECODE
+
 .DEFAULT_GOAL := help
 .PHONY: help serve clang test test-quick scoreboard test-slow test-gpu test-native test-vllm nightly lint format bench lock sbom clean
 
@@ -134,16 +137,18 @@ $(VENV)/.created:
 # As pip does with what it does not install in place: without it a start takes a fifth longer.
 COMPILE := $(BIN)/python -m compileall -q engine
 
-# The development install holds all that serving needs, so a fresh one of it is enough to serve.
+# A stamp holds the checksum of what was built: a checkout gives files new times, and not always new content. The
+# development install holds all that serving needs, so a fresh one of it is enough to serve.
 SOURCES := pyproject.toml CMakeLists.txt $(wildcard csrc/*/*)
+SUM = $(shell cat $(SOURCES) | cksum)
 $(VENV)/.serve: $(SOURCES) | $(VENV)/.created
-	@newest=$$(ls -t $(SOURCES) | head -1); [ $(VENV)/.dev -nt "$$newest" ] || { \
+	@grep -qsx '$(SUM)' $(VENV)/.dev $@ || { \
 		printf '\n==> Installing the engine and building its kernels\n'; \
 		$(BIN)/python -m pip install --editable . && $(COMPILE); }
-	@touch $@
+	@echo '$(SUM)' >$@
 
 $(VENV)/.dev: $(SOURCES) | $(VENV)/.created
-	$(call step,Installing the engine with its frameworks and the development tools)
-	@$(BIN)/python -m pip install --editable '.[jax,tinygrad,torch,transformers,dev]'
-	@$(COMPILE)
-	@touch $@
+	@grep -qsx '$(SUM)' $@ || { \
+		printf '\n==> Installing the engine with its frameworks and the development tools\n'; \
+		$(BIN)/python -m pip install --editable '.[jax,tinygrad,torch,transformers,dev]' && $(COMPILE); }
+	@echo '$(SUM)' >$@

@@ -8,10 +8,11 @@ from types import SimpleNamespace
 from engine.backends.custom.base_custom import CustomBackend
 from engine.backends.custom.frontend.engine_client import EngineClient, InlineClient, ProcessClient
 from engine.backends.custom.frontend.engine_link import EngineLink
-from engine.backends.custom.frontend.text_model import TextModel
+from engine.backends.custom.frontend.text_model import ChatFormat, TextModel
 from engine.backends.custom.options import EngineOptions
 from engine.backends.process import RestartPolicy
 from engine.core.parsing.output import OutputFormat
+from engine.core.text.chat_template import ChatTemplate
 from tests.toy_runner import VOCAB
 
 WORKER = "tests.toy_worker"
@@ -25,10 +26,9 @@ TOKENIZER = SimpleNamespace(
 TEXT = TextModel(
     SimpleNamespace(eos_ids=(), vocab_size=VOCAB, encoder=None, hidden_size=VOCAB),
     TOKENIZER,
-    None,
+    ChatFormat(ChatTemplate(None, "", ""), OutputFormat.of(None, {})),
     None,
     0,
-    OutputFormat.of(None, {}),
 )
 
 

@@ -213,7 +213,9 @@ void attend_rows(const Queries& queries, int begin, int chunk, const TilePairs& 
     float max_sum[2 * kRows];
     for (int i = 0; i < count; i++) {
         Range seen = visible_in_chunk(*queries.job, queries.token(begin + i), chunk);
-        softmax_pairs(scratch.scores + i * kStride, pairs, seen, max_sum + 2 * i);
+        float* scores = scratch.scores + i * kStride;
+        if (queries.job->shape->adjusts_scores()) adjust_scores(queries, begin + i, chunk, scores);
+        softmax_pairs(scores, pairs, seen, max_sum + 2 * i);
     }
     float* sums = queries.result_buffer(begin, chunk, scratch.sums);
     accumulate_pairs<tiles>(pairs, scratch.scores, dim, sums);

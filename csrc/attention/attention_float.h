@@ -247,6 +247,7 @@ void attend_chunk(const Queries& queries, int chunk, const FloatScratch& scratch
         for (int i = 0; i < count; i++) {
             float* scores = scratch.scores + i * kChunk;
             Range seen = visible_in_chunk(job, queries.token(begin + i), chunk);
+            if (job.shape->adjusts_scores()) adjust_scores(queries, begin + i, chunk, scores);
             softmax(scores, tiles, seen, max_sum + 2 * i);
             if constexpr (type == KvType::INT8) scale_weights(scores, tiles, dim);
         }

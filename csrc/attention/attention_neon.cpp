@@ -267,6 +267,7 @@ void attend_chunk(const Queries& queries, int chunk, const Int8Scratch& scratch)
         }
         for (int i = 0; i < count; i++) {
             Range seen = visible_in_chunk(job, queries.token(begin + i), chunk);
+            if (job.shape->adjusts_scores()) adjust_scores(queries, begin + i, chunk, scores + i * kChunk);
             softmax(scores + i * kChunk, tiles, seen, max_sum + 2 * i);
             quantize_weights(scores + i * kChunk, tiles, dim, scratch.weights.from(i));
         }

@@ -152,8 +152,17 @@ ENGINE_NO_CONTRACTION void merge_into(Part into, Part more, int dim) {
     for (int i = 0; i < dim; i++) values[i] = values[i] * old_weight + added[i] * more_weight;
 }
 
-ENGINE_INLINE void normalize(Part part, int head_dim, float* __restrict out) {
-    float weight = 1.0f / part.max_sum[1];
+// The factor that normalizes an output, if softmax also sums over a sink. `sink` is in base 2.
+ENGINE_NO_CONTRACTION float factor_with_sink(const float* max_sum, float sink) {
+    float max = max_sum[0], top = sink > max ? sink : max;
+    float weight = exp2_scalar(max - top), sink_weight = exp2_scalar(sink - top);
+    return weight / (max_sum[1] * weight + sink_weight);
+}
+
+ENGINE_INLINE void normalize(Part part, const AttentionShape& shape, int head, float* __restrict out) {
+    const float* sinks = shape.sinks;
+    float weight = sinks ? factor_with_sink(part.max_sum, sinks[head] * kLog2E) : 1.0f / part.max_sum[1];
+    int head_dim = shape.head_dim;
     const float* __restrict values = part.values;
     for (int i = 0; i < head_dim; i++) out[i] = values[i] * weight;
 }
@@ -167,7 +176,7 @@ inline void merge(const AttentionJob& job, int index) {
         Part into = part_at(job, parts[0], head);
         for (int i = 1; i < merge.count; i++)
             merge_into(into, part_at(job, parts[i], head), job.cache->dim());
-        normalize(into, shape.head_dim, out + head * shape.head_dim);
+        normalize(into, shape, head, out + head * shape.head_dim);
     }
 }
 
@@ -222,7 +231,7 @@ struct Queries {
     void write_out() const {
         if (item->part >= 0) return;
         for (int query = 0; query < count; query++)
-            normalize(destination(query, 0), job->shape->head_dim, out(query));
+            normalize(destination(query, 0), *job->shape, head(query), out(query));
     }
 };
 

@@ -30,6 +30,31 @@ ENGINE_INLINE ChunkTiles tiles_of(const Queries& queries, int chunk) {
     return tiles;
 }
 
+// x = cap * tanh(x / cap)
+ENGINE_INLINE Floats cap_scores(Floats x, float cap) {
+    Floats power = vexp2((x < 0.0f ? -x : x) * (-2 * kLog2E / cap));
+    Floats capped = (1.0f - power) / (1.0f + power) * cap;
+    return x < 0.0f ? -capped : capped;
+}
+
+// Applies the soft cap and ALiBi to one query's scores, in place. Scores are in base 2, so the cap and the
+// slope are multiplied by log2(e).
+__attribute__((noinline)) void adjust_scores(const Queries& queries, int query, int chunk, float* scores) {
+    const AttentionJob& job = *queries.job;
+    const AttentionShape& shape = *job.shape;
+    int token = queries.token(query);
+    Range seen = visible_in_chunk(job, token, chunk);
+    float slope = shape.slopes ? shape.slopes[queries.head(query)] * kLog2E : 0;
+    Floats lane;
+    for (int i = 0; i < kLanes; i++) lane[i] = float(i);
+    for (int i = seen.begin / 16 * 16; i < seen.end; i += kLanes) {
+        Floats score = load(scores + i);
+        if (shape.softcap > 0) score = cap_scores(score, shape.softcap * kLog2E);
+        int distance = job.batch->positions[token] - chunk * kChunk - i;
+        store(scores + i, score - slope * (float(distance) - lane));
+    }
+}
+
 // Replaces one query's scores over the tiles of a chunk by unnormalized softmax weights. Masked
 // positions get weight 0. `max_sum` gets the max of the scores and the sum of the weights.
 ENGINE_INLINE void softmax(float* scores, const ChunkTiles& tiles, Range seen, float* max_sum) {

@@ -23,7 +23,10 @@ namespace engine {
 enum class Numerics : uint8_t { F32, INT8, BF16, INT8_PER_CHANNEL };
 constexpr int kNumerics = 4;
 
-enum class Activation : uint8_t { None, Silu, Gelu, GeluTanh };
+// SwigluOai is for gated matmuls only: it also clamps the up values and adds 1 to them.
+enum class Activation : uint8_t { None, Silu, Gelu, GeluTanh, Relu2, SwigluOai };
+
+constexpr float kSwigluLimit = 7.0f, kSwigluAlpha = 1.702f;  // of Activation::SwigluOai
 
 // The epilogue of a matmul: what happens to the accumulators before they are stored.
 struct Epilogue {
@@ -79,7 +82,12 @@ struct KvCache {
 struct AttentionShape {
     int heads, kv_heads, head_dim;
     float scale;
-    int window;  // sliding window in tokens, including the query's own token; 0: no window
+    int window;                     // sliding window in tokens, including the query's own token; 0: no window
+    float softcap = 0;              // scores become softcap * tanh(score / softcap); 0: no cap
+    const float* slopes = nullptr;  // (heads) ALiBi: slope * distance is subtracted from scores; or null
+    const float* sinks = nullptr;   // (heads) a logit that only adds to the sum of softmax; or null
+
+    bool adjusts_scores() const { return softcap > 0 || slopes; }
 };
 
 // Attention is split over the KV sequence (split-K) into chunks of 256 positions at fixed boundaries. A part
@@ -142,6 +150,9 @@ struct Kernels {
     // Merges the partial results of one token into `out`. Batch::merges[index] names the token and
     // its partial results. All instruction sets give bit-identical results.
     void (*merge)(const AttentionJob& job, int index);
+
+    // x[i] = cap * tanh(x[i] / cap)
+    void (*softcap)(float* x, int size, float cap);
 
     // The functions below are reductions over one row of logits, used by sampling.
     int (*argmax)(const float* x, int size);  // index of the first maximum; NaN is never the maximum

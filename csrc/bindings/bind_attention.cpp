@@ -1,4 +1,5 @@
 // Binds attention over a KV cache that Python owns, for tests and micro-benchmarks.
+#include <nanobind/stl/optional.h>
 #include <nanobind/stl/tuple.h>
 #include <nanobind/stl/vector.h>
 
@@ -132,11 +133,15 @@ class BoundBatch {
     // further run the next layer, starting again after the last one. Returns the seconds of each
     // run.
     std::vector<double> run(const std::string& isa, const Cache& holder, int layer,
-                            Array<const float, 2> queries, Floats2 out, int threads, int repeats) {
+                            Array<const float, 2> queries, Floats2 out, int threads, int repeats,
+                            float softcap, std::optional<Array<const float, 1>> slopes,
+                            std::optional<Array<const float, 1>> sinks) {
         const KvCache& cache = holder.get();
         const Kernels& kernels = kernels_named(isa);
         schedule(cache.block_size);
-        AttentionShape shape{heads_, cache.kv_heads, cache.head_dim, scale_, window_};
+        AttentionShape shape{heads_, cache.kv_heads, cache.head_dim, scale_, window_, softcap};
+        if (slopes) shape.slopes = slopes->data();
+        if (sinks) shape.sinks = sinks->data();
         Lines parts = lines_for(size_t(schedule_.num_parts()) * part_floats(shape) * sizeof(float));
         std::vector<Lines> scratch(size_t(threads), lines_for(kernels.attend_scratch_bytes(shape)));
         AttentionJob job{&shape,
@@ -203,7 +208,7 @@ void bind_attention(nb::module_& module) {
         .def("schedule", &BoundBatch::schedule, "block_size"_a)
         .def("items", &BoundBatch::items)
         .def("run", &BoundBatch::run, "isa"_a, "cache"_a, "layer"_a, "queries"_a, "out"_a, "threads"_a = 1,
-             "repeats"_a = 1)
+             "repeats"_a = 1, "softcap"_a = 0.0f, "slopes"_a = nb::none(), "sinks"_a = nb::none())
         .def("schedule_seconds", &BoundBatch::schedule_seconds, "block_size"_a, "repeats"_a);
 }
 

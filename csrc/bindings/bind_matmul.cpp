@@ -74,7 +74,7 @@ Result matmul(const std::string& isa, int numerics, int layout, Bytes weights, i
               std::optional<Vector> bias, int activation, bool gated, std::optional<Rows> residual) {
     int tokens = int(x.shape(0)), width = gated ? rows / 2 : rows;
     require(int(x.shape(1)) == columns, "x has the wrong number of columns");
-    require(activation >= 0 && activation <= int(Activation::GeluTanh), "no such activation");
+    require(activation >= 0 && activation <= int(Activation::SwigluOai), "no such activation");
     BoundMatmul bound(isa, numerics, layout, weights, rows, columns, tokens, gated);
     std::vector<float> padded(size_t(bound.panels() * kPanelRows));
     if (bias) {

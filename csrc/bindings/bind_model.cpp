@@ -61,6 +61,19 @@ class BoundModel {
         return added;
     }
 
+    // `numbers`: matrix, bias, decode numerics, prefill numerics. The matrix has the panels of all experts.
+    ExpertMatrices expert_matrices(int num_experts, const std::tuple<int, int, int, int>& numbers) const {
+        auto [index, bias, decode, prefill] = numbers;
+        const Matrix* all = matrix(index);
+        int panels = panels_.at(size_t(index)) / num_experts;
+        return {*all,
+                size_t(panels) * all->stride(),
+                vector(bias),
+                panels * kPanelRows,
+                Numerics(decode),
+                Numerics(prefill)};
+    }
+
     const Matrix* matrix(int index) const { return &matrices_.at(size_t(index)); }
     const float* vector(int index) const { return index < 0 ? nullptr : vectors_.at(size_t(index)); }
 
@@ -87,10 +100,6 @@ class BoundModel {
     Program program_;
 };
 
-AttentionShape shape_of(int heads, int kv_heads, int head_dim, float scale, int window) {
-    return AttentionShape{heads, kv_heads, head_dim, scale, window};
-}
-
 void bind_memory(nb::class_<BoundModel>& model) {
     model.def("add_matrix", &BoundModel::add_matrix);
     model.def("add_per_channel", &BoundModel::add_per_channel);
@@ -113,8 +122,8 @@ void bind_memory(nb::class_<BoundModel>& model) {
             KvCache{KvType(type), layers, kv_heads, head_dim, block_size, blocks, nullptr});
     });
     model.def("set_fast", [](BoundModel& self, bool on) { self.model.executor.set_fast(on); });
-    model.def("set_frequencies", [](BoundModel& self, std::vector<float> frequencies, float scale) {
-        self.model.executor.set_frequencies(std::move(frequencies), scale);
+    model.def("add_rope", [](BoundModel& self, std::vector<float> frequencies, float scale) {
+        self.model.executor.add_rope(std::move(frequencies), scale);
     });
 }
 
@@ -131,18 +140,20 @@ void bind_ops(nb::class_<BoundModel>& model) {
         self.add_op(op);
     });
     model.def(
-        "add_norm",
-        [](BoundModel& self, int source, int out, int weight, float eps, bool over_logits) {
+        "norm",
+        [](BoundModel& self, int source, int out, int kind, int weight, int bias, float eps, bool residual,
+           bool over_logits) {
             Op op;
-            op.kind = Op::Kind::AddNorm;
+            op.kind = Op::Kind::Norm;
             op.source = source;
             op.out = out;
-            op.norm = Norm{Norm::Kind::Rms, self.vector(weight), nullptr, eps};
+            op.norm = Norm{Norm::Kind(kind), self.vector(weight), self.vector(bias), eps};
+            op.residual = residual;
             op.over_logits = over_logits;
             self.add_op(op);
         },
-        nb::kw_only(), nb::arg("source"), nb::arg("out"), nb::arg("weight"), nb::arg("eps"),
-        nb::arg("over_logits"));
+        nb::kw_only(), nb::arg("source"), nb::arg("out"), nb::arg("kind"), nb::arg("weight"), nb::arg("bias"),
+        nb::arg("eps"), nb::arg("residual"), nb::arg("over_logits"));
     model.def("gather", [](BoundModel& self, int source, int out) {
         Op op;
         op.kind = Op::Kind::Gather;
@@ -154,7 +165,7 @@ void bind_ops(nb::class_<BoundModel>& model) {
         "linear",
         [](BoundModel& self, int source, int out, int matrix, int per_channel, int norm, int norm_weight,
            int norm_bias, float eps, int bias, int activation, bool gated, bool residual, bool multiply,
-           bool over_logits, int column, int grain, int decode, int prefill, float scale) {
+           bool over_logits, int column, int grain, int decode, int prefill, float scale, float softcap) {
             Op op;
             op.kind = Op::Kind::Linear;
             op.source = source;
@@ -173,25 +184,27 @@ void bind_ops(nb::class_<BoundModel>& model) {
             op.decode = Numerics(decode);
             op.prefill = Numerics(prefill);
             op.scale = scale;
+            op.softcap = softcap;
             self.add_op(op);
         },
         nb::kw_only(), nb::arg("source"), nb::arg("out"), nb::arg("matrix"), nb::arg("per_channel"),
         nb::arg("norm"), nb::arg("norm_weight"), nb::arg("norm_bias"), nb::arg("eps"), nb::arg("bias"),
         nb::arg("activation"), nb::arg("gated"), nb::arg("residual"), nb::arg("multiply"),
         nb::arg("over_logits"), nb::arg("column"), nb::arg("grain"), nb::arg("decode"), nb::arg("prefill"),
-        nb::arg("scale"));
+        nb::arg("scale"), nb::arg("softcap"));
 }
 
 void bind_attention_ops(nb::class_<BoundModel>& model) {
     model.def(
         "rope_write",
-        [](BoundModel& self, int qkv, int layer, int heads, int kv_heads, int head_dim, int rope_dim,
-           int query_norm, int key_norm, float eps, bool whole_norm) {
+        [](BoundModel& self, int qkv, int layer, int heads, int kv_heads, int head_dim, int rope,
+           int rope_dim, int query_norm, int key_norm, float eps, bool whole_norm) {
             Op op;
             op.kind = Op::Kind::RopeWrite;
             op.source = qkv;
             op.layer = layer;
-            op.shape = shape_of(heads, kv_heads, head_dim, 0, 0);
+            op.shape = AttentionShape{heads, kv_heads, head_dim, 0, 0};
+            op.rope = rope;
             op.rope_dim = rope_dim;
             op.query_norm = self.vector(query_norm);
             op.key_norm = self.vector(key_norm);
@@ -200,22 +213,76 @@ void bind_attention_ops(nb::class_<BoundModel>& model) {
             self.add_op(op);
         },
         nb::kw_only(), nb::arg("qkv"), nb::arg("layer"), nb::arg("heads"), nb::arg("kv_heads"),
-        nb::arg("head_dim"), nb::arg("rope_dim"), nb::arg("query_norm"), nb::arg("key_norm"), nb::arg("eps"),
-        nb::arg("whole_norm"));
+        nb::arg("head_dim"), nb::arg("rope"), nb::arg("rope_dim"), nb::arg("query_norm"), nb::arg("key_norm"),
+        nb::arg("eps"), nb::arg("whole_norm"));
     model.def(
         "attention",
         [](BoundModel& self, int qkv, int out, int layer, int heads, int kv_heads, int head_dim, float scale,
-           int window) {
+           int window, float softcap, int slopes, int sinks) {
             Op op;
             op.kind = Op::Kind::Attention;
             op.source = qkv;
             op.out = out;
             op.layer = layer;
-            op.shape = shape_of(heads, kv_heads, head_dim, scale, window);
+            op.shape = AttentionShape{
+                heads, kv_heads, head_dim, scale, window, softcap, self.vector(slopes), self.vector(sinks)};
             self.add_op(op);
         },
         nb::kw_only(), nb::arg("qkv"), nb::arg("out"), nb::arg("layer"), nb::arg("heads"),
-        nb::arg("kv_heads"), nb::arg("head_dim"), nb::arg("scale"), nb::arg("window"));
+        nb::arg("kv_heads"), nb::arg("head_dim"), nb::arg("scale"), nb::arg("window"), nb::arg("softcap"),
+        nb::arg("slopes"), nb::arg("sinks"));
+}
+
+void bind_expert_ops(nb::class_<BoundModel>& model) {
+    model.def(
+        "route",
+        [](BoundModel& self, int source, int out, int num_experts, int per_token, int scoring,
+           bool renormalizes, float scale, int groups, int groups_per_token, bool best_two, int correction,
+           bool over_logits) {
+            Op op;
+            op.kind = Op::Kind::Route;
+            op.source = source;
+            op.out = out;
+            op.num_experts = num_experts;
+            op.routing = Routing{Routing::Scoring(scoring), per_token, renormalizes,           scale, groups,
+                                 groups_per_token,          best_two,  self.vector(correction)};
+            op.over_logits = over_logits;
+            self.add_op(op);
+        },
+        nb::kw_only(), nb::arg("source"), nb::arg("out"), nb::arg("num_experts"), nb::arg("per_token"),
+        nb::arg("scoring"), nb::arg("renormalizes"), nb::arg("scale"), nb::arg("groups"),
+        nb::arg("groups_per_token"), nb::arg("best_two"), nb::arg("correction"), nb::arg("over_logits"));
+    model.def(
+        "experts",
+        [](BoundModel& self, int source, int weights, int out, int num_experts, int per_token, int activation,
+           const std::tuple<int, int, int, int>& up, const std::tuple<int, int, int, int>& down, float scale,
+           bool residual, bool over_logits) {
+            Op op;
+            op.kind = Op::Kind::Experts;
+            op.source = source;
+            op.weights = weights;
+            op.out = out;
+            op.num_experts = num_experts;
+            op.routing.per_token = per_token;
+            op.activation = Activation(activation);
+            op.up = self.expert_matrices(num_experts, up);
+            op.down = self.expert_matrices(num_experts, down);
+            op.scale = scale;
+            op.residual = residual;
+            op.over_logits = over_logits;
+            self.add_op(op);
+        },
+        nb::kw_only(), nb::arg("source"), nb::arg("weights"), nb::arg("out"), nb::arg("num_experts"),
+        nb::arg("per_token"), nb::arg("activation"), nb::arg("up"), nb::arg("down"), nb::arg("scale"),
+        nb::arg("residual"), nb::arg("over_logits"));
+    model.def("gate_rows", [](BoundModel& self, int source, int out, bool over_logits) {
+        Op op;
+        op.kind = Op::Kind::GateRows;
+        op.source = source;
+        op.out = out;
+        op.over_logits = over_logits;
+        self.add_op(op);
+    });
 }
 
 // Collects the arrays of one step, which Python owns, and checks that their sizes match.
@@ -289,6 +356,7 @@ void bind_model(nb::module_& module) {
     bind_memory(model);
     bind_ops(model);
     bind_attention_ops(model);
+    bind_expert_ops(model);
     bind_halves(model);
 }
 

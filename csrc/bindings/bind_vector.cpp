@@ -1,4 +1,4 @@
-// Binds norms, RoPE, embedding lookup and reductions over logits, for tests and benchmarks. Each
+// Binds norms, RoPE, soft cap, embedding lookup and reductions over logits, for tests and benchmarks. Each
 // call handles one row.
 #include <nanobind/stl/optional.h>
 
@@ -49,6 +49,9 @@ void bind_vector(nb::module_& module) {
     module.def("layer_norm", layer_norm, nb::arg("isa"), nb::arg("x"), nb::arg("weight"),
                nb::arg("bias").none(), nb::arg("eps"), nb::arg("out"));
     module.def("rope", rope);
+    module.def("softcap", [](const std::string& isa, Row x, float cap) {
+        kernels_named(isa).softcap(x.data(), int(x.shape(0)), cap);
+    });
     module.def("argmax", [](const std::string& isa, const ConstRow& x) {
         return kernels_named(isa).argmax(x.data(), size_of(x));
     });

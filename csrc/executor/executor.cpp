@@ -56,13 +56,20 @@ void Executor::set_cache(const KvCache& shape) {
     cache_.data = cache_memory_.data();
 }
 
-void Executor::set_frequencies(std::vector<float> frequencies, float scale) {
-    frequencies_ = std::move(frequencies);
-    angle_scale_ = scale;
-    angles_ = Block(size_t(arena_.max_tokens) * frequencies_.size() * 2 * sizeof(float));
+void Executor::add_rope(std::vector<float> frequencies, float scale) {
+    ropes_.push_back({std::move(frequencies), scale, angles_per_token_});
+    angles_per_token_ += 2 * int(ropes_.back().frequencies.size());
+    angles_ = Block(size_t(arena_.max_tokens) * size_t(angles_per_token_) * sizeof(float));
 }
 
 void Executor::add_program(Program program) {
+    for (Op& op : program.ops) {
+        if (op.kind != Op::Kind::Attention) continue;
+        auto same = [&](const Windowed& each) { return each.window == op.shape.window; };
+        auto found = std::find_if(windows_.begin(), windows_.end(), same);
+        op.schedule = int(found - windows_.begin());
+        if (found == windows_.end()) windows_.push_back({op.shape.window, {}, {}});
+    }
     programs_.push_back(std::move(program));
     reserve_scratch();
 }
@@ -78,7 +85,11 @@ void Executor::reserve_scratch() {
     for (const Op& op : programs_.back().ops) {
         if (op.kind == Op::Kind::Attention)
             scratch = std::max(scratch, kernels_.attend_scratch_bytes(op.shape));
-        if (op.kind == Op::Kind::AddNorm) row = std::max(row, size_t(width(op.source)) * sizeof(float));
+        if (op.kind == Op::Kind::Norm) row = std::max(row, size_t(width(op.source)) * sizeof(float));
+        if (op.kind == Op::Kind::Route) row = std::max(row, 2 * size_t(width(op.source)) * sizeof(float));
+        if (op.kind == Op::Kind::Experts)
+            for (const ExpertMatrices* matrices : {&op.up, &op.down})
+                scratch = std::max(scratch, kernels_.scratch_bytes(matrices->first.columns));
         if (op.kind != Op::Kind::Linear) continue;
         int columns = op.matrix->columns;
         scratch = std::max(scratch, kernels_.scratch_bytes(columns));
@@ -106,19 +117,9 @@ void Executor::reserve_scratch() {
     }
 }
 
-void Executor::run(Batch& batch, std::vector<uint8_t>& finite) {
+void Executor::run(const Batch& batch, std::vector<uint8_t>& finite) {
     const Program& program = this->program(batch.tokens);
-    int window = 0;
-    size_t part = 0;
-    for (const Op& op : program.ops) {
-        if (op.kind != Op::Kind::Attention) continue;
-        window = op.shape.window;
-        part = part_floats(op.shape);
-        break;
-    }
-    schedule_.build(batch, cache_.block_size, window);
-    size_t parts_bytes = size_t(schedule_.num_parts()) * part * sizeof(float);
-    if (parts_bytes > parts_.size()) parts_ = Block(parts_bytes * 2);
+    plan_attention(program, batch);
     finite.assign(size_t(batch.tokens), 1);
     batch_ = &batch;
     finite_ = finite.data();
@@ -156,13 +157,23 @@ void Executor::plan_rounds(const Program& program) {
             case Op::Kind::Linear:
                 rounds_.push_back({op.units(), grain_of(op)});
                 break;
-            case Op::Kind::Attention:
-                rounds_.push_back({batch.num_items * op.shape.kv_heads, kAttentionGrain});
-                if (batch.num_merges > 0) rounds_.push_back({batch.num_merges, kTokenGrain});
+            case Op::Kind::Attention: {
+                const Batch& windowed = windows_[size_t(op.schedule)].batch;
+                rounds_.push_back({windowed.num_items * op.shape.kv_heads, kAttentionGrain});
+                if (windowed.num_merges > 0) rounds_.push_back({windowed.num_merges, kTokenGrain});
                 break;
-            case Op::Kind::AddNorm:
+            }
+            case Op::Kind::Norm:
+            case Op::Kind::Route:
+            case Op::Kind::GateRows:
                 rounds_.push_back({rows_of(op), kTokenGrain});
                 break;
+            case Op::Kind::Experts: {
+                // Sort, pack, up, pack, down, combine. The counts of up and down are known after sorting.
+                int rows = rows_of(op), packed = rows * op.routing.per_token;
+                for (int count : {1, packed, 0, packed, 0, rows}) rounds_.push_back({count, 1});
+                break;
+            }
             case Op::Kind::Gather:
                 rounds_.push_back({batch.tokens + batch.logits, kTokenGrain});
                 break;
@@ -172,21 +183,6 @@ void Executor::plan_rounds(const Program& program) {
     }
     rounds_.push_back({0, 1});
     queues_[0].reset(rounds_[0].count, rounds_[0].grain);
-}
-
-// One round: the thread claims pieces until the queue is empty, then waits at the barrier. Rounds
-// use two queues alternately. While threads work on one queue, thread 0 refills the other for the
-// next round. No thread still uses that queue, because all have passed the barrier of the previous
-// round.
-template <class F>
-void Executor::round(int thread, int& index, const F& piece) {
-    if (thread == 0)
-        queues_[(index + 1) % 2].reset(rounds_[size_t(index) + 1].count, rounds_[size_t(index) + 1].grain);
-    WorkQueue& queue = queues_[index % 2];
-    int begin, end;
-    while (queue.take(thread, begin, end)) piece(begin, end);
-    index++;
-    pool_.barrier();
 }
 
 void Executor::work(const Program& program, int thread) {
@@ -210,9 +206,20 @@ void Executor::work(const Program& program, int thread) {
             case Op::Kind::Attention:
                 attention(op, thread, index);
                 break;
-            case Op::Kind::AddNorm:
+            case Op::Kind::Norm:
                 round(thread, index,
-                      [&](int begin, int end) { add_norm(op, begin, end, rows_[size_t(thread)].floats()); });
+                      [&](int begin, int end) { norm(op, begin, end, rows_[size_t(thread)].floats()); });
+                break;
+            case Op::Kind::Route:
+                round(thread, index, [&](int begin, int end) {
+                    route_rows(op, begin, end, rows_[size_t(thread)].floats());
+                });
+                break;
+            case Op::Kind::GateRows:
+                round(thread, index, [&](int begin, int end) { gate_rows(op, begin, end); });
+                break;
+            case Op::Kind::Experts:
+                experts(op, thread, index);
                 break;
             case Op::Kind::Gather:
                 round(thread, index, [&](int begin, int end) { gather(op, begin, end); });
@@ -222,18 +229,6 @@ void Executor::work(const Program& program, int thread) {
             double ended = now();
             op_seconds_[i] += ended - started;
             started = ended;
-        }
-    }
-}
-
-void Executor::compute_angles(int begin, int end) {
-    int half = int(frequencies_.size());
-    for (int token = begin; token < end; token++) {
-        float* cosines = angles_.floats() + size_t(token) * size_t(2 * half);
-        for (int i = 0; i < half; i++) {
-            float angle = float(batch_->positions[token]) * frequencies_[size_t(i)];
-            cosines[i] = float(std::cos(double(angle))) * angle_scale_;
-            cosines[half + i] = float(std::sin(double(angle))) * angle_scale_;
         }
     }
 }
@@ -259,11 +254,7 @@ void Executor::pack(const Op& op, const Segment& segment, int begin, int end, fl
     if (norm.kind == Norm::Kind::None)
         return pack(source, stride, columns, segment.rows, begin, end, segment.input);
     for (int r = begin; r < end; r++) {
-        const float* x = source + size_t(r) * size_t(stride);
-        if (norm.kind == Norm::Kind::Rms)
-            kernels_.rms_norm(x, norm.weight, norm.eps, columns, row);
-        else
-            kernels_.layer_norm(x, norm.weight, norm.bias, norm.eps, columns, row);
+        normalize(norm, source + size_t(r) * size_t(stride), columns, row);
         // `row` holds only the normalized row r, so the stride is 0.
         pack(row, 0, columns, segment.rows, r, r + 1, segment.input);
     }
@@ -314,7 +305,7 @@ void Executor::multiply(const Op& op, const Segments& segments, int begin, int e
         MatmulJob job{segment.matrix, segment.input, segment.rows, epilogue};
         kernels_.matmul[int(segment.numerics)](job, begin, end, scratch);
     }
-    if (!apart && op.scale == 1) return;
+    if (!apart && op.scale == 1 && op.softcap == 0) return;
     int from = begin * kPanelRows, to = std::min(end * kPanelRows, op.matrix->rows);
     for (int r = 0; r < segments.rows; r++) {
         float* out = at(op.out, r) + op.column;
@@ -325,54 +316,24 @@ void Executor::multiply(const Op& op, const Segments& segments, int begin, int e
             for (int i = from; i < to; i++) out[i] += op.scale * result[i];
         else
             for (int i = from; i < to; i++) out[i] *= op.scale;
+        if (op.softcap > 0) kernels_.softcap(out + from, to - from, op.softcap);
     }
 }
 
-void Executor::norm_heads(const Op& op, float* x, int heads, const float* weight) const {
-    if (!weight) return;
-    int size = op.shape.head_dim, total = heads * size;
-    if (op.whole_norm) size = total;
-    for (int i = 0; i < total; i += size) kernels_.rms_norm(x + i, weight, op.eps, size, x + i);
+void Executor::normalize(const Norm& norm, const float* x, int size, float* out) const {
+    if (norm.kind == Norm::Kind::Rms)
+        kernels_.rms_norm(x, norm.weight, norm.eps, size, out);
+    else
+        kernels_.layer_norm(x, norm.weight, norm.bias, norm.eps, size, out);
 }
 
-void Executor::rope_write(const Op& op, int begin, int end) {
-    const AttentionShape& shape = op.shape;
-    int half = int(frequencies_.size());
-    for (int token = begin; token < end; token++) {
-        float* queries = at(op.source, token);
-        float* keys = queries + shape.heads * shape.head_dim;
-        float* values = keys + shape.kv_heads * shape.head_dim;
-        norm_heads(op, queries, shape.heads, op.query_norm);
-        norm_heads(op, keys, shape.kv_heads, op.key_norm);
-        if (op.rope_dim > 0) {
-            const float* cosines = angles_.floats() + size_t(token) * size_t(2 * half);
-            // The keys follow the queries in memory, so one call rotates both.
-            kernels_.rope(queries, shape.heads + shape.kv_heads, shape.head_dim, op.rope_dim, cosines,
-                          cosines + half);
-        }
-        kernels_.write_kv(cache_, op.layer, batch_->write_slots[token], keys, values);
-    }
-}
-
-void Executor::attention(const Op& op, int thread, int& index) {
-    AttentionJob job{&op.shape,        &cache_,       batch_,        op.layer,       at(op.source, 0),
-                     width(op.source), at(op.out, 0), width(op.out), parts_.floats()};
-    int kv_heads = op.shape.kv_heads;
-    round(thread, index, [&](int begin, int end) {
-        for (int i = begin; i < end; i++) kernels_.attend(job, i / kv_heads, i % kv_heads, scratch(thread));
-    });
-    if (batch_->num_merges == 0) return;
-    round(thread, index, [&](int begin, int end) {
-        for (int i = begin; i < end; i++) kernels_.merge(job, i);
-    });
-}
-
-void Executor::add_norm(const Op& op, int begin, int end, float* row) {
+void Executor::norm(const Op& op, int begin, int end, float* row) {
     int size = width(op.source);
     for (int r = begin; r < end; r++) {
-        kernels_.rms_norm(at(op.source, r), op.norm.weight, op.norm.eps, size, row);
         float* out = at(op.out, r);
-        for (int i = 0; i < size; i++) out[i] += row[i];
+        normalize(op.norm, at(op.source, r), size, op.residual ? row : out);
+        if (op.residual)
+            for (int i = 0; i < size; i++) out[i] += row[i];
     }
 }
 

@@ -10,7 +10,7 @@
 #include "attention/attention.h"
 #include "base/memory.h"
 #include "base/threads.h"
-#include "executor/program.h"
+#include "executor/experts.h"
 
 namespace engine {
 
@@ -37,8 +37,9 @@ class Executor {
 
     void set_arena(ArenaShape shape);
     void set_cache(const KvCache& shape);
-    // Sets the RoPE frequencies, in radians per position. `scale` multiplies cosines and sines.
-    void set_frequencies(std::vector<float> frequencies, float scale);
+    // Adds a RoPE table. `frequencies` are in radians per position; `scale` multiplies cosines and
+    // sines.
+    void add_rope(std::vector<float> frequencies, float scale);
     void add_program(Program program);
     // Turns fast mode (`--numerics fast`) on or off. In fast mode, a matmul with 16 rows or more
     // uses its per-channel int8 weights for all tokens. If it has no such weights, it computes
@@ -46,9 +47,8 @@ class Executor {
     // rows in its step.
     void set_fast(bool on) { fast_ = on; }
 
-    // Computes the batch and fills its attention fields. finite[t] becomes 0 if the activations of token t
-    // contain NaN or infinity.
-    void run(Batch& batch, std::vector<uint8_t>& finite);
+    // Computes the batch. finite[t] becomes 0 if the activations of token t contain NaN or infinity.
+    void run(const Batch& batch, std::vector<uint8_t>& finite);
 
     ThreadPool& pool() { return pool_; }
     const Kernels& kernels() const { return kernels_; }
@@ -61,6 +61,7 @@ class Executor {
     int max_logits() const { return arena_.max_logits; }
     uint8_t* scratch(int thread) { return scratch_[size_t(thread)].data(); }
     const Program& program(int tokens) const;
+    void normalize(const Norm& norm, const float* x, int size, float* out) const;
 
     void set_timing(bool on) { timing_ = on; }
     const std::vector<double>& op_seconds() const { return op_seconds_; }
@@ -70,14 +71,41 @@ class Executor {
         int count;
         int grain;
     };
+    // The attention schedule of all layers with the same window. `batch` is the step's batch with the fields
+    // of this schedule.
+    struct Windowed {
+        int window;
+        AttentionSchedule schedule;
+        Batch batch;
+    };
+    struct Rope {
+        std::vector<float> frequencies;
+        float scale;
+        int start;  // offset in the angles of a token
+    };
     void reserve_scratch();
+    void plan_attention(const Program& program, const Batch& batch);
     void plan_rounds(const Program& program);
     int rows_of(const Op& op) const;            // number of rows (M) that the op computes in this step
     bool uses_per_channel(const Op& op) const;  // whether the op uses per-channel weights in this step
     int grain_of(const Op& op) const;
     void work(const Program& program, int thread);
+    // One round: the thread claims pieces until the queue is empty, then waits at the barrier. Rounds
+    // use two queues alternately. While threads work on one queue, thread 0 refills the other for the
+    // next round. No thread still uses that queue, because all have passed the barrier of the previous
+    // round.
     template <class F>
-    void round(int thread, int& index, const F& piece);
+    void round(int thread, int& index, const F& piece) {
+        if (thread == 0) {
+            const Round& next = rounds_[size_t(index) + 1];
+            queues_[(index + 1) % 2].reset(next.count, next.grain);
+        }
+        WorkQueue& queue = queues_[index % 2];
+        int begin, end;
+        while (queue.take(thread, begin, end)) piece(begin, end);
+        index++;
+        pool_.barrier();
+    }
 
     void embed(const Op& op, int begin, int end);
     // Consecutive rows of a matmul that use the same numerics and the same weights.
@@ -99,7 +127,11 @@ class Executor {
     void norm_heads(const Op& op, float* x, int heads, const float* weight) const;
     void rope_write(const Op& op, int begin, int end);
     void attention(const Op& op, int thread, int& index);
-    void add_norm(const Op& op, int begin, int end, float* row);
+    void norm(const Op& op, int begin, int end, float* row);
+    void route_rows(const Op& op, int begin, int end, float* scratch);
+    void gate_rows(const Op& op, int begin, int end);
+    void experts(const Op& op, int thread, int& index);
+    void multiply_experts(const Op& op, bool is_up, int begin, int end, uint8_t* scratch);
     void gather(const Op& op, int begin, int end);
     void compute_angles(int begin, int end);
 
@@ -111,12 +143,13 @@ class Executor {
     Block cache_memory_, arena_memory_, parts_, shared_input_, angles_, matmul_out_;
     std::vector<Block> scratch_, private_input_, rows_;
     std::vector<float*> buffers_;
-    std::vector<float> frequencies_;
-    float angle_scale_ = 1;
+    std::vector<Rope> ropes_;
+    int angles_per_token_ = 0;
     std::vector<Program> programs_;
     std::vector<Round> rounds_;
-    AttentionSchedule schedule_;
-    Batch* batch_ = nullptr;
+    std::vector<Windowed> windows_;
+    ExpertBatch expert_batch_;
+    const Batch* batch_ = nullptr;
     uint8_t* finite_ = nullptr;
     bool fast_ = false;
     bool timing_ = false;

@@ -136,12 +136,7 @@ void Model::sample(const SamplingArrays& inputs, const SampledArrays& outputs) {
 void Model::hidden(int index, float* out) const {
     const Op& head = executor.program(batch_.tokens).ops.back();
     const float* x = executor.at(head.source, logit_place_[size_t(index)]);
-    const Norm& norm = head.norm;
-    int size = head.matrix->columns;
-    if (norm.kind == Norm::Kind::Rms)
-        executor.kernels().rms_norm(x, norm.weight, norm.eps, size, out);
-    else
-        executor.kernels().layer_norm(x, norm.weight, norm.bias, norm.eps, size, out);
+    executor.normalize(head.norm, x, head.matrix->columns, out);
 }
 
 }  // namespace engine

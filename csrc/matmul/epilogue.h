@@ -28,7 +28,23 @@ ENGINE_INLINE Floats activate(Floats x) {
         Floats twice = 1.59576912f * x * (1.0f + 0.044715f * x * x);
         return x / (1.0f + vexp(-twice));
     }
+    if (activation == Activation::Relu2) {
+        Floats kept = x < 0.0f ? Floats{} : x;
+        return kept * kept;
+    }
+    if (activation == Activation::SwigluOai) {
+        Floats bounded = x > kSwigluLimit ? all(kSwigluLimit) : x;
+        return bounded / (1.0f + vexp(-kSwigluAlpha * bounded));
+    }
     return x;
+}
+
+// The factor that multiplies the activated gate.
+template <Activation activation>
+ENGINE_INLINE Floats gate_factor(Floats up) {
+    if (activation != Activation::SwigluOai) return up;
+    Floats bounded = up > kSwigluLimit ? all(kSwigluLimit) : up;
+    return 1.0f + (bounded < -kSwigluLimit ? all(-kSwigluLimit) : bounded);
 }
 
 // Applies activation and gate to the accumulators of a unit, in place. There are no branches, so
@@ -37,7 +53,7 @@ template <Activation activation, bool gated>
 ENGINE_INLINE void activate_unit(float* sums) {
     for (int i = 0; i < kPanelRows; i += kLanes) {
         Floats value = activate<activation>(load(sums + i));
-        store(sums + i, gated ? value * load(sums + kPanelRows + i) : value);
+        store(sums + i, gated ? value * gate_factor<activation>(load(sums + kPanelRows + i)) : value);
     }
 }
 
@@ -54,6 +70,10 @@ ENGINE_INLINE void activate_unit(Activation activation, bool gated, float* sums)
             return activate_unit<Activation::Gelu>(gated, sums);
         case Activation::GeluTanh:
             return activate_unit<Activation::GeluTanh>(gated, sums);
+        case Activation::Relu2:
+            return activate_unit<Activation::Relu2>(gated, sums);
+        case Activation::SwigluOai:
+            return activate_unit<Activation::SwigluOai>(gated, sums);
         default:
             if (gated) activate_unit<Activation::None, true>(sums);
     }

@@ -44,9 +44,25 @@ static inline __m512 activate(Activation activation, __m512 x) {
             __m512 inner = _mm512_mul_ps(_mm512_mul_ps(x, cubic), _mm512_set1_ps(0.79788456f));
             return _mm512_fmadd_ps(half, vtanh(inner), half);
         }
+        case Activation::Relu2: {
+            __m512 kept = _mm512_max_ps(_mm512_setzero_ps(), x);  // NaN is the second operand and survives
+            return _mm512_mul_ps(kept, kept);
+        }
+        case Activation::SwigluOai: {
+            __m512 bounded = _mm512_min_ps(_mm512_set1_ps(kSwigluLimit), x);
+            __m512 power = vexp(_mm512_mul_ps(_mm512_set1_ps(-kSwigluAlpha), bounded));
+            return _mm512_div_ps(bounded, _mm512_add_ps(power, one));
+        }
         default:
             return x;
     }
+}
+
+// The factor that multiplies the activated gate.
+ENGINE_INLINE __m512 gate_factor(Activation activation, __m512 up) {
+    if (activation != Activation::SwigluOai) return up;
+    const __m512 limit = _mm512_set1_ps(kSwigluLimit), lowest = _mm512_set1_ps(-kSwigluLimit);
+    return _mm512_add_ps(_mm512_max_ps(lowest, _mm512_min_ps(limit, up)), _mm512_set1_ps(1.0f));
 }
 
 ENGINE_INLINE void store_lanes(const Epilogue& to, int unit, int row, __mmask16 lanes, __m512 value) {
@@ -64,7 +80,8 @@ ENGINE_INLINE void store_row(const Epilogue& to, int panel, int row, __mmask16 l
 ENGINE_INLINE void store_gated_row(const Epilogue& to, int pair, int row, __mmask16 lanes, __m512 gate,
                                    __m512 up) {
     gate = activate(to.activation, add_bias(to, 2 * pair, gate));
-    store_lanes(to, pair, row, lanes, _mm512_mul_ps(gate, add_bias(to, 2 * pair + 1, up)));
+    up = gate_factor(to.activation, add_bias(to, 2 * pair + 1, up));
+    store_lanes(to, pair, row, lanes, _mm512_mul_ps(gate, up));
 }
 
 // Where the results of two adjacent panels, or of a single last panel, are stored.

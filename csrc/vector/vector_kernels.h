@@ -1,4 +1,4 @@
-// Norms, RoPE and reductions over logits. Each including file is compiled for one instruction set,
+// Norms, RoPE, soft cap and reductions over logits. Each including file is compiled for one instruction set,
 // which sets the vector width.
 //
 // Sums are accumulated in double, in each lane separately. The lanes are then added in a fixed
@@ -165,10 +165,24 @@ bool all_finite(const float* x, int size) {
     return !any(seen[0] | seen[1] | seen[2] | seen[3]);
 }
 
+void softcap(float* x, int size, float cap) {
+    const float factor = -2 / cap;
+    auto capped = [&](Floats values) {
+        Floats power = vexp((values < 0.0f ? -values : values) * factor);
+        Floats result = (1.0f - power) / (1.0f + power) * cap;
+        return values < 0.0f ? -result : result;
+    };
+    int i = 0;
+    for (; i + kLanes <= size; i += kLanes) store(x + i, capped(load(x + i)));
+    Floats last = capped(load_tail(x + i, size - i, 0));
+    for (int k = 0; i + k < size; k++) x[i + k] = last[k];
+}
+
 ENGINE_INLINE void fill_vector(Kernels& table) {
     table.rms_norm = rms_norm;
     table.layer_norm = layer_norm;
     table.rope = rope;
+    table.softcap = softcap;
     table.argmax = argmax;
     table.max = max;
     table.sum_exp = sum_exp;

@@ -62,8 +62,9 @@ async def _run(function: Callable[..., Any], arguments: tuple[Any, ...]) -> Any:
 
 log = logging.getLogger(__name__)
 
-# After this many failures in a row, the plugin is switched off. A success of a hook resets only
-# the count of that hook.
+# After this many failures, the plugin is switched off. Failures of all hooks count together: a hook
+# that hangs blocks the plugin's thread, so the next hook times out too. A success of a hook resets
+# only the count of that hook.
 MAX_FAILURES = 3
 INITIALIZE_S = 30.0
 # Max number of answers that wait until the plugin has observed them. Further answers are dropped.

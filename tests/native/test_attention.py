@@ -1,7 +1,7 @@
 """Paged attention against its definition, and bit-identical to itself in any batch."""
 
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, cached_property
 from types import ModuleType
 from typing import Any
 
@@ -29,6 +29,15 @@ class Shape:
     head_dim: int
     block_size: int = 16
     window: int = 0
+    rules: bool = False  # scores have a soft cap and ALiBi, and heads have sinks
+
+    @cached_property
+    def score_rules(self) -> reference.ScoreRules:
+        if not self.rules:
+            return reference.PLAIN
+        # Some sinks are above every score, some below, some between.
+        sinks = np.linspace(-4, 12, self.heads, dtype=np.float32)
+        return reference.ScoreRules(1.5, reference.alibi_slopes(self.heads, 8.0), sinks)
 
 
 @dataclass(frozen=True)
@@ -54,6 +63,8 @@ SHAPES = (
     Shape(5, 1, 128),
     Shape(4, 4, 40, window=7),
     Shape(2, 1, 256, block_size=32),
+    Shape(9, 3, 64, window=300, rules=True),
+    Shape(4, 2, 40, block_size=32, rules=True),
 )
 # Lengths at and beside the edges of tiles and chunks; a restored row with several generated tokens;
 # a row with both kinds; rows that share one chunk and a bit.
@@ -141,6 +152,7 @@ class World:
                 np.arange(row.length - row.tokens, row.length, dtype=np.int32),
                 scale,
                 window,
+                self.shape.score_rules,
             )
             for row, q, (k, v) in zip(self.rows, self.queries, self.held, strict=True)
         ]
@@ -161,7 +173,9 @@ class World:
         step = self.step(tokens, share)
         queries = np.stack([self.queries[i][t].ravel() for i, t, _ in tokens])
         out = np.full_like(queries, np.nan)
-        step.run(isa, self.cache, 1, queries, out, threads)
+        rules = self.shape.score_rules
+        adjusted = {"softcap": rules.softcap or 0.0, "slopes": rules.slopes, "sinks": rules.sinks}
+        step.run(isa, self.cache, 1, queries, out, threads, **adjusted)
         found = {
             i: np.empty((len(picked), *self.queries[i].shape[1:]), np.float32)
             for i, picked in pick.items()
@@ -212,7 +226,7 @@ def test_matches_the_definition(native: ModuleType, isa: str, kind: str, shape: 
 
 
 @pytest.mark.parametrize("kind", CACHE_TYPES)
-@pytest.mark.parametrize("shape", SHAPES[:4], ids=str)
+@pytest.mark.parametrize("shape", (*SHAPES[:4], SHAPES[-2]), ids=str)
 def test_company_changes_no_bit(native: ModuleType, isa: str, kind: str, shape: Shape) -> None:
     whole = world(native, kind, shape).attend(isa)
     for i, row in enumerate(ROWS):

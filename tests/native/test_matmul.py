@@ -11,7 +11,8 @@ from engine.backends.custom.ir import reference
 from .panels import LAYOUTS, QUANTIZED, ROWS, aligned, random_panels
 
 F32, INT8, BF16 = range(3)
-ACTIVATIONS = (lambda x: x, reference.silu, reference.gelu, reference.gelu_tanh)
+ACTIVATIONS = tuple(reference.ACTIVATIONS.values())  # in the order of their codes
+SWIGLU_OAI = len(ACTIVATIONS)  # the code after those of one argument
 # Errors relative to the sum of the terms' sizes.
 TOLERANCE = {F32: 1e-6, INT8: 1.2e-2, BF16: 6e-3}
 SHAPES = [(16, 32, 1), (7, 33, 2), (33, 70, 12), (48, 576, 5), (100, 100, 13), (64, 1536, 40)]
@@ -170,7 +171,7 @@ def test_int8_of_nothing_and_of_what_is_not_finite(
 
 @pytest.mark.parametrize("rows", [5, 16, 49])
 @pytest.mark.parametrize("tokens", [1, 14])
-@pytest.mark.parametrize("activation", range(4))
+@pytest.mark.parametrize("activation", range(len(ACTIVATIONS)))
 def test_epilogues(native: ModuleType, isa: str, rows: int, tokens: int, activation: int) -> None:
     rng = np.random.default_rng(rows + tokens)
     x, bias = normal(rng, tokens, 96), normal(rng, rows)
@@ -178,8 +179,11 @@ def test_epilogues(native: ModuleType, isa: str, rows: int, tokens: int, activat
     for layout in ("Q4", "Q8", "F16"):
         weights, dense = random_panels(rng, layout, rows, 96, spread=0.3)
         size = np.abs(x) @ np.abs(dense).T + np.abs(bias) + np.abs(residual) + 1
+        squares = ACTIVATIONS[activation] is reference.relu2
+        size = size * size if squares else size
         want = ACTIVATIONS[activation](reference.linear(x, dense, bias))
-        for numerics in numerics_of(native, isa, layout):
+        # A square doubles the relative error, so only float arithmetic is near enough.
+        for numerics in [F32] if squares else numerics_of(native, isa, layout):
             call = (native, isa, numerics, layout, weights, rows, x, bias, activation)
             assert_close(matmul(*call), want, size, numerics)
             got = matmul(*call, residual=residual)
@@ -206,13 +210,15 @@ def test_gated(native: ModuleType, isa: str, layout: str, width: int, tokens: in
     in_panels = np.ascontiguousarray(bias.reshape(2, panels, ROWS).swapaxes(0, 1)).ravel()
     gates = reference.linear(x, gate_dense, bias[0, :width])
     ups = reference.linear(x, up_dense, bias[1, :width])
-    want = reference.silu(gates) * ups + residual
+    products = {1: reference.silu(gates) * ups, SWIGLU_OAI: reference.swiglu_oai(gates, ups)}
     gate_size = np.abs(x) @ np.abs(gate_dense).T + np.abs(bias[0, :width])
     up_size = np.abs(x) @ np.abs(up_dense).T + np.abs(bias[1, :width])
-    size = gate_size * up_size + gate_size + up_size + np.abs(residual)
+    size = 2 * (gate_size * up_size + gate_size + up_size + np.abs(residual))
     for numerics in numerics_of(native, isa, layout):
         call = (native, isa, numerics, layout, weights, 2 * width, x, in_panels)
-        assert_close(matmul(*call, 1, True, residual), want, size, numerics)
+        for activation, product in products.items():
+            got = matmul(*call, activation, True, residual)
+            assert_close(got, product + residual, size, numerics)
 
 
 def test_wrong_arguments_are_refused(native: ModuleType, isa: str) -> None:

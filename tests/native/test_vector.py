@@ -50,6 +50,21 @@ def test_norms_match_the_reference(native: ModuleType, isa: str, size: int) -> N
         np.testing.assert_allclose(out, want, rtol=1e-6, atol=2e-6)
 
 
+@pytest.mark.parametrize("size", SIZES)
+def test_softcap_matches_the_reference(native: ModuleType, isa: str, size: int) -> None:
+    x = unaligned((np.random.default_rng(size).normal(0, 40, size)).astype(np.float32))
+    want = reference.softcap(x, 30.0)
+    native.softcap(isa, x, 30.0)
+    np.testing.assert_allclose(x, want, rtol=0, atol=1e-5)
+    assert np.isnan(_capped(native, isa, np.nan)) and _capped(native, isa, np.inf) == 30
+
+
+def _capped(native: ModuleType, isa: str, value: float) -> np.float32:
+    row = np.full(5, value, np.float32)
+    native.softcap(isa, row, 30.0)
+    return row[4]
+
+
 def test_norms_work_in_place(native: ModuleType, isa: str) -> None:
     x = np.random.default_rng(0).normal(0, 1, 77).astype(np.float32)
     weight = np.linspace(0.5, 1.5, 77, dtype=np.float32)

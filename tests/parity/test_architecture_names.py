@@ -3,15 +3,21 @@
 Transformers writes Hugging Face files; the `gguf` package has the GGUF name map.
 """
 
+import itertools
+import json
+from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 
 import gguf
 import numpy as np
 import pytest
 import torch
-from safetensors.numpy import load_file
+import transformers as hf
+from safetensors.numpy import load_file, save_file
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
+from engine.backends.custom.architectures.export import gguf_metadata
 from engine.backends.custom.weights.model import ModelSource, open_model
 from engine.core.errors import ModelFormatError
 from engine.core.registry.model_registry import (
@@ -25,9 +31,43 @@ from engine.core.registry.model_registry import (
 from tests.gguf_files import Arrays, stored_as
 from tests.parity import tiny_models
 
-# Families that Transformers does not have: their files come with code of their own. They are
-# tested as renamed Llamas, in test_convert.py.
-REMOTE = {"exaone", "internlm2", "minicpm"}
+# Families that Transformers does not have, because their files come with code of their own: the
+# name that each part of Llama's names has there, and how other keys are called.
+REMOTE: dict[str, tuple[str, dict[str, str], dict[str, str]]] = {
+    "exaone": (
+        "ExaoneForCausalLM",
+        {
+            "model.embed_tokens.": "transformer.wte.",
+            "model.norm.": "transformer.ln_f.",
+            "model.layers.": "transformer.h.",
+            "self_attn.o_proj": "attn.attention.out_proj",
+            "self_attn.": "attn.attention.",
+            "gate_proj": "c_fc_0",
+            "up_proj": "c_fc_1",
+            "down_proj": "c_proj",
+            "input_layernorm": "ln_1",
+            "post_attention_layernorm": "ln_2",
+        },
+        {"num_hidden_layers": "num_layers", "rms_norm_eps": "layer_norm_epsilon"},
+    ),
+    "internlm2": (
+        "InternLM2ForCausalLM",
+        {
+            "embed_tokens": "tok_embeddings",
+            "lm_head": "output",
+            "self_attn.o_proj": "attention.wo",
+            "self_attn.wqkv": "attention.wqkv",
+            "mlp.gate_proj": "feed_forward.w1",
+            "mlp.up_proj": "feed_forward.w3",
+            "mlp.down_proj": "feed_forward.w2",
+            "input_layernorm": "attention_norm",
+            "post_attention_layernorm": "ffn_norm",
+        },
+        {},
+    ),
+    "minicpm": ("MiniCPMForCausalLM", {}, {}),
+}
+TOKENS = {"tokenizer.ggml.bos_token_id": 1, "tokenizer.ggml.eos_token_id": 2}
 # Hugging Face's names that the `gguf` package does not list: its converter renames them first.
 UNLISTED = ("experts.", "block_sparse_moe.", "shared_mlp.")
 
@@ -70,6 +110,30 @@ def _stored(source: ModelSource) -> Arrays:
     return stored
 
 
+@pytest.mark.parametrize("kind", ["Gemma3", "Mistral3"])
+def test_the_text_model_of_one_that_reads_images(kind: str, tmp_path: Path) -> None:
+    """It is the text model, with other names."""
+    name = {"Gemma3": "gemma3", "Mistral3": "mistral-window"}[kind]
+    text = tiny_models.make(name)
+    config = getattr(hf, f"{kind}Config")(
+        text_config=text.config.to_dict(),
+        vision_config={"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1}
+        | {"num_attention_heads": 2, "image_size": 28, "patch_size": 14, "head_dim": 8},
+        eos_token_id=2,
+        tie_word_embeddings=text.config.tie_word_embeddings,
+    )
+    model = getattr(hf, f"{kind}ForConditionalGeneration")(config)
+    model.model.language_model.load_state_dict(text.model.state_dict())
+    model.lm_head.load_state_dict(text.lm_head.state_dict())
+    model.save_pretrained(tmp_path / "both")
+    text.save_pretrained(tmp_path / "text")
+    both, alone = open_model(tmp_path / "both"), open_model(tmp_path / "text")
+    assert both.config == replace(alone.config, bos_id=both.config.bos_id)
+    assert both.weights.keys() == alone.weights.keys()
+    for name, weight in alone.weights.items():
+        assert np.array_equal(both.weights[name].numpy(), weight.numpy()), name
+
+
 def test_every_other_architecture_is_refused_by_name() -> None:
     """In one line that says what would run it."""
     for name in gguf.MODEL_ARCH_NAMES.values():
@@ -92,7 +156,55 @@ def test_every_family_has_a_tiny_model() -> None:
         kinds = {type(model()).__name__ for model in tiny_models.ALL.values()}
     families = {name: architecture(name).hf_names for name in architecture_names()}
     tested = {name for name, theirs in families.items() if kinds & set(theirs)}
-    assert tested | REMOTE | {"bert"} == families.keys()
+    assert tested | REMOTE.keys() | {"bert"} == families.keys()
+
+
+def _with_wqkv(stored: Arrays, config: hf.LlamaConfig) -> Arrays:
+    """InternLM 2 has one matrix: for each KV head, its query heads, its key and its value."""
+    heads, size = config.num_key_value_heads, config.hidden_size
+    rest = {name: values for name, values in stored.items() if ".self_attn.o" in name}
+    rest |= {name: values for name, values in stored.items() if ".self_attn." not in name}
+    for layer in range(config.num_hidden_layers):
+        place = f"model.layers.{layer}.self_attn"
+        parts = [stored[f"{place}.{part}_proj.weight"].reshape(heads, -1, size) for part in "qkv"]
+        rest[f"{place}.wqkv.weight"] = np.concatenate(parts, axis=1).reshape(-1, size)
+    return rest
+
+
+@pytest.mark.parametrize("family", REMOTE)
+def test_families_with_code_of_their_own(family: str, tmp_path: Path) -> None:
+    """They are Llamas under other names, so the same weights must come out."""
+    theirs, path = tiny_models.save("llama", tmp_path)
+    stored = load_file(path / "model.safetensors")
+    architecture_name, names, keys = REMOTE[family]
+    if family == "internlm2":
+        stored = _with_wqkv(stored, theirs.config)
+    renamed = {}
+    for name, values in stored.items():
+        for old, new in names.items():
+            name = name.replace(old, new)
+        renamed[name] = values
+    config = json.loads((path / "config.json").read_text())
+    config = {keys.get(key, key): value for key, value in config.items()}
+    config |= {"architectures": [architecture_name], "model_type": family}
+    config |= {"scale_emb": 12, "scale_depth": 1.4, "dim_model_base": 16}  # MiniCPM
+    other = tmp_path / "other"
+    other.mkdir()
+    (other / "config.json").write_text(json.dumps(config))
+    save_file(renamed, other / "model.safetensors")
+    ours, llama = open_model(other), open_model(path)
+    assert ours.weights.keys() == llama.weights.keys()
+    for name, weight in llama.weights.items():
+        assert np.array_equal(ours.weights[name].numpy(), weight.numpy()), name
+    expected = llama.config
+    if family == "minicpm":
+        scales = {"embedding_multiplier": 12.0, "residual_multiplier": 1.4 / 3**0.5}
+        expected = replace(expected, **scales, logits_scaling=48 / 16)
+    assert ours.config == replace(expected, family=family)
+    metadata = gguf_metadata(ours.config)
+    assert architecture(family).config_from_gguf(metadata | TOKENS) == replace(
+        ours.config, bos_id=1, eos_ids=(2,)
+    )
 
 
 # A GGUF file of this family has experts in every layer.
@@ -117,3 +229,25 @@ def test_gguf_names_are_those_of_the_package(tmp_path: Path, name: str) -> None:
         if not fused and spec.hf.endswith((".weight", ".bias")):
             mapped = names.get_name(spec.hf, try_suffixes=(".weight", ".bias"))
             assert mapped in (spec.gguf, None), spec.name
+
+
+HOSTILE = [None, True, -1, 0, 3, 2**40, 1e308, "x", [{}], {"a": {}}]
+
+
+@pytest.mark.parametrize("name", [name for name in tiny_models.ALL if "-" not in name])
+def test_hostile_settings_are_read_or_refused(name: str) -> None:
+    """One key at a time, in both formats: never another error, and never much memory or time."""
+    with torch.device("meta"):
+        model = tiny_models.ALL[name]()
+    stated = json.loads(model.config.to_json_string(use_diff=False))
+    family = find_hf([type(model).__name__])
+    config = family.config_from_hf(stated)
+    for key, value in itertools.product(stated, HOSTILE):
+        with suppress(ModelFormatError):
+            family.config_from_hf(stated | {key: value})
+    with suppress(ModelFormatError):  # some cannot be GGUF files
+        metadata = gguf_metadata(config)
+        for key, value in itertools.product(metadata, HOSTILE):
+            if key != "general.architecture":
+                with suppress(ModelFormatError):
+                    family.config_from_gguf(metadata | {key: value})

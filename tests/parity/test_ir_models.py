@@ -43,7 +43,7 @@ def one_thread() -> None:
     torch.set_num_threads(1)
 
 
-@pytest.mark.parametrize("name", tiny_models.MODELS)
+@pytest.mark.parametrize("name", tiny_models.ALL)
 def test_graph_and_plan_equal_hugging_face(name: str, tmp_path: Path) -> None:
     theirs, path = tiny_models.save(name, tmp_path)
     tokens = tiny_models.text()

@@ -35,9 +35,14 @@ def runner_for(source: ModelSource, dtype: str = "float32", **changes) -> Native
     return build_runner(source, RunnerConfig(**settings | changes))
 
 
-@pytest.fixture(
-    scope="module", params=["gpt2", "llama", "mistral-window", "qwen2", "qwen3", "granite", "olmo2"]
+# Families that differ in attention or in the order of a layer's parts.
+FAMILIES = (
+    *("gpt2", "llama", "mistral-window", "qwen2", "qwen3", "granite", "olmo2"),
+    *("gemma2", "mpt", "cohere2", "qwen2_moe", "gpt_oss"),
 )
+
+
+@pytest.fixture(scope="module", params=FAMILIES)
 def source(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator:
     _, path = tiny_models.save(request.param, tmp_path_factory.mktemp("tiny"))
     source = open_model(path)
@@ -53,7 +58,7 @@ def last_logits(driver: RunnerDriver, work: list[tuple[Track, int]]) -> np.ndarr
     return logits
 
 
-@pytest.mark.parametrize("name", tiny_models.MODELS)
+@pytest.mark.parametrize("name", tiny_models.ALL)
 def test_logits_equal_hugging_face(name: str, tmp_path: Path) -> None:
     theirs, path = tiny_models.save(name, tmp_path)
     tokens = tiny_models.text()
@@ -123,7 +128,7 @@ def test_a_narrow_cache_stays_near_the_model(source: ModelSource, kv_dtype: str)
     )
     assert not np.array_equal(found, expected)
     error = np.linalg.norm(found - expected) / np.linalg.norm(expected)
-    assert error < {"bfloat16": 0.02, "int8": 0.05}[kv_dtype]
+    assert error < {"bfloat16": 0.03, "int8": 0.05}[kv_dtype]
 
 
 @pytest.mark.parametrize("dtype", ["float32", "stored"])
@@ -163,6 +168,6 @@ def test_what_breaks_after_the_last_attention_is_told(tmp_path: Path) -> None:
 def test_settings_that_it_cannot_serve_are_refused_by_name(source: ModelSource) -> None:
     with pytest.raises(ConfigError, match="block_size 8 must be a multiple"):
         runner_for(source, block_size=8)
-    if source.config.rope is None:
+    if source.config.learned_positions:
         with pytest.raises(ConfigError, match="learned positions"):
             runner_for(source, max_seq_len=tiny_models.MAX_POSITION + 1)

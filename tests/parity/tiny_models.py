@@ -183,7 +183,7 @@ MORE: dict[str, Callable[..., PreTrainedModel]] = {
     "stablelm-parallel": lambda: _of(
         "StableLm", use_parallel_residual=True, rope_parameters=_plain_rope(part=0.5)
     ),
-    "nemotron": lambda: _of("Nemotron", head_dim=8, attention_bias=True),
+    "nemotron": lambda: _of("Nemotron", head_dim=8, attention_bias=True, initializer_range=0.1),
     "gpt_neox": lambda: _of("GPTNeoX", rope_parameters=_plain_rope(part=0.5)),
     "gpt_neox-serial": lambda: _of(
         "GPTNeoX", use_parallel_residual=False, rope_parameters=_plain_rope(part=0.5)

@@ -6,27 +6,22 @@ from collections.abc import Sequence
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from engine.core.parsing.formats import (
-    GenericJsonFormat,
-    HermesFormat,
-    Llama3Format,
-    MistralFormat,
-    ToolFormat,
-)
+from engine.core.parsing.call_rows import JSON, ROWS_BY_NAME
+from engine.core.parsing.formats import ToolFormat
 from engine.core.parsing.json_scanner import JsonScanner, is_object
-from engine.core.parsing.output import OutputParser, ReasoningFormat
+from engine.core.parsing.output import OutputParser
 from engine.core.parsing.pieces import Piece, ReasoningPiece, ToolCallPiece
+from engine.core.parsing.rows import REASONING_ROWS, THINK, ReasoningRow
 
 # On a busy machine, how long an example takes means nothing.
 untimed = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
 
 NAMES = frozenset({"f", "get_weather"})
-formats = st.sampled_from(
-    [
-        *(HermesFormat(True), Llama3Format(True), GenericJsonFormat(False)),
-        *(MistralFormat(True), MistralFormat(True, has_args_marker=True)),
-    ]
-)
+formats = st.sampled_from([ToolFormat(row, row is not JSON) for row in ROWS_BY_NAME.values()])
+json_formats = formats.filter(lambda tools: tools.row.encoding == "json")
+# In other formats, even text without calls has markers that are dropped.
+plain_formats = formats.filter(lambda tools: not tools.row.messages and not tools.row.primed)
+MARKERS = sorted({row.trigger for row in ROWS_BY_NAME.values()} - {""})
 values = st.recursive(
     st.none()
     | st.booleans()
@@ -52,13 +47,17 @@ fragments = st.lists(
             *("</think>", '{"name": "f"', ', "arguments": ', '{"a": 1', '{"a": "b', "}", "{", '"'),
             *("[", "]", ",", ";", " ", "\n", "```", "```json", "f", "<", "null", "1.5e", "\\u00"),
             *('{"name": "f", "arguments": {"a": 1}}', '"name": "get_weather"', "get_weather{}"),
+            *MARKERS,
+            *("<function=f>", "<parameter=a>", "</parameter>", "</function>", "f(", "a=", "'b'"),
+            *('<invoke name="f">', "call:f{", '<|"|>', "<arg_key>", "</arg_key>", "<arg_value>"),
+            *("<|message|>", "<|end|>", "<|start|>assistant", "analysis", " to=functions.f"),
         ]
     ),
     max_size=12,
 ).map("".join)
 outputs = fragments | st.builds(
     lambda tools, before, made, after: before + tools.write(made) + after,
-    formats,
+    json_formats,
     fragments,
     calls,
     fragments,
@@ -96,7 +95,7 @@ def run(parser: OutputParser, parts: Sequence[str]) -> list[Piece]:
 
 
 places = st.lists(st.integers(0, 300), max_size=12)
-reasonings = st.sampled_from([None, ReasoningFormat()])
+reasonings = st.sampled_from([None, *REASONING_ROWS])
 
 
 @untimed
@@ -105,7 +104,7 @@ def test_any_cut_gives_the_same(
     tools: ToolFormat,
     text: str,
     cuts: Sequence[int],
-    reasoning: ReasoningFormat | None,
+    reasoning: ReasoningRow | None,
     opened: bool,
 ) -> None:
     def parser() -> OutputParser:
@@ -131,16 +130,18 @@ def test_calls_are_of_known_tools_and_arguments_begin_an_object(
 
 
 @untimed
-@given(formats, calls, places)
+@given(json_formats, calls, places)
 def test_what_is_written_is_read(
     tools: ToolFormat, made: Sequence[tuple[str, str]], cuts: Sequence[int]
 ) -> None:
-    pieces = normal(run(OutputParser(tools, NAMES), cut(tools.write(made), cuts)))
+    reasoning = tools.row.messages
+    text = tools.write(made).removeprefix(tools.row.primed)
+    pieces = normal(run(OutputParser(tools, NAMES, reasoning), cut(text, cuts)))
     assert pieces == [("call", i, name, text) for i, (name, text) in enumerate(made)]
 
 
 @untimed
-@given(formats, outputs, places)
+@given(plain_formats, outputs, places)
 def test_without_calls_the_text_is_whole(tools: ToolFormat, text: str, cuts: Sequence[int]) -> None:
     """Without a tool's name in the text, nothing can be a call."""
     parser = OutputParser(tools, frozenset({"another"}))
@@ -151,10 +152,10 @@ def test_without_calls_the_text_is_whole(tools: ToolFormat, text: str, cuts: Seq
 @untimed
 @given(formats, outputs, places)
 def test_little_is_read_twice(tools: ToolFormat, text: str, cuts: Sequence[int]) -> None:
-    parser = OutputParser(tools, NAMES, ReasoningFormat())
+    parser = OutputParser(tools, NAMES, THINK)
     for part in cut(text, cuts):
         parser.push(part)
-        assert parser.num_unread < len("<|python_tag|>")
+        assert parser.num_unread < max(map(len, [*tools.row.literals, "<![CDATA[", "</think>"]))
 
 
 def is_json(text: str) -> bool:

@@ -64,7 +64,7 @@ def use_template(backend: Any, source: str) -> str:
         template = ChatTemplate(source, text.tokenizer.bos, text.tokenizer.eos)
     except ModelFormatError:
         return "refused"
-    backend._text = replace(text, template=template)
+    backend._text = replace(text, chat=replace(text.chat, template=template))
     return "used"
 
 

@@ -21,6 +21,6 @@ def read_model(path: Path) -> None:
         assert all(0 <= each < text.tokenizer.vocab_size for each in ids)
         # A template that can't render this conversation.
         with contextlib.suppress(InvalidRequestError):
-            text.template.render(MESSAGES, text.tokenizer.specials)
+            text.chat.template.render(MESSAGES, text.tokenizer.specials)
     finally:
         source.close()

@@ -31,7 +31,15 @@ ESCAPES = (
     "'{0.__class__}'['format'](1)",
     "'{a.__class__}'.format_map({'a': 1})",
     "'%s' % messages",
-    "'%s'|format(1)",
+    "'%c'|format(1)",
+    "'%s %s'|format(1)",
+    "'%99999999s'|format(1)",
+    "'%(a)s'|format({'a': 1})",
+    "'{:>99999999}'.format(1)",
+    "'{!r}'.format(1)",
+    "'{0[0]}'.format([1])",
+    "'{} {}'.format(1)",
+    "'{}'.format.__globals__",
     "cycler.__init__.__globals__",
     "lipsum.__globals__",
     "joiner.__init__",
@@ -44,6 +52,10 @@ ESCAPES = (
     "self._TemplateReference__context",
     "self.__init__.__globals__",
     "messages.append(1)",
+    "messages[:].append(1)",
+    "[1].extend([2])",
+    "[1].append.__self__",
+    "(messages | list).append(1)",
     "messages.__iadd__([1])",
     "messages[0].update({'content': 'x'})",
     "messages[0].pop('content')",
@@ -96,6 +108,13 @@ BOMBS = {
     "{% set ns.x = dict(a=ns.x, b=ns.x) %}{% endfor %}{{ ns.x == ns.x }}",
     "nested namespaces": "{% set ns = namespace(x=1) %}{% for i in range(99) %}"
     "{% set ns.x = namespace(a=ns.x, b=ns.x) %}{% endfor %}{{ ns.x }}",
+    "appended lists": "{% set ns = namespace(x=[1]) %}{% for i in range(99) %}{% set y = [] %}"
+    "{% set _ = y.append(ns.x) %}{% set _ = y.append(ns.x) %}{% set ns.x = y %}{% endfor %}"
+    "{{ ns.x }}",
+    "a list in itself": "{% set x = [] %}{% set _ = x.append(x) %}{{ x }}",
+    "a list that grows under a loop": "{% set x = [1] %}{% for a in x %}{% set _ = x.append(1) %}"
+    "{% endfor %}",
+    "format": "{% set x = 'a' * 1000000 %}{{ '{0}{0}{0}{0}{0}{0}{0}{0}{0}'.format(x) }}",
     "loops": "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}",
     "filtered loops": "{% for a in range(99999) %}{% for b in range(99999) if b < 0 %}"
     "{% endfor %}{% endfor %}",
@@ -136,6 +155,16 @@ def test_whatever_a_body_may_hold_is_rendered_and_left_to_the_model_to_refuse() 
     template = "{% for m in messages %}{{ '<|' + m['content'] | trim }}{% endfor %}"
     messages = [{"role": "user", "content": "word " * 1_500_000}]
     assert len(TemplateProgram(template).render({"messages": messages})) > 7_000_000
+
+
+def test_lists_and_texts_that_a_template_makes() -> None:
+    source = (
+        "{% set seen = [] %}{% for m in messages %}{% set _ = seen.append(m.role) %}{% endfor %}"
+        "{{ seen | join }}"
+    )
+    assert render(source) == "user"
+    assert render("{{ '<{}:{name}:{0}>{{}}'.format('a', name=2) }}") == "<a:2:a>{}"
+    assert render("{{ '%s=%d%%' | format('a', 2) }}") == "a=2%"
 
 
 def test_limits_belong_to_one_rendering() -> None:

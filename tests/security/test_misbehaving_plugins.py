@@ -111,6 +111,22 @@ async def test_requests_pass_a_plugin_that_fails(hook: str, fault: int) -> None:
         assert plugin.num_calls == calls
 
 
+async def test_failures_of_several_hooks_add_up() -> None:
+    """A hook that hangs holds up the thread, so another may fail in its place."""
+
+    class FailsTwice(Faulty):
+        def _do(self, hook: str, value: Any = None) -> Any:
+            if hook in ("pre", "post"):
+                raise ValueError
+
+    async with running([FailsTwice("", None, rewrites=True)]) as made:
+        (host,) = made.hosts
+        await fed(made, a_chat())
+        assert host.is_active and host.num_failures == 2
+        await fed(made, a_chat())
+        assert not host.is_active and host.num_failures == MAX_FAILURES
+
+
 @pytest.mark.parametrize("hook", ["pre", "post", "filter"])
 @pytest.mark.parametrize("fault", range(len(FAULTS)))
 async def test_nothing_passes_a_plugin_that_keeps_things_back(hook: str, fault: int) -> None:

@@ -11,28 +11,34 @@ from typing import Any
 
 import pytest
 
-from engine.core.parsing.formats import (
-    GenericJsonFormat,
-    HermesFormat,
-    Llama3Format,
-    MistralFormat,
-    ToolFormat,
-)
+from engine.core.parsing.call_rows import ROWS_BY_NAME
+from engine.core.parsing.formats import ToolFormat
 from engine.core.parsing.json_scanner import MAX_DEPTH, JsonScanner
-from engine.core.parsing.output import OutputParser, ReasoningFormat
+from engine.core.parsing.output import OutputParser
 from engine.core.parsing.pieces import Piece, ReasoningPiece, TextPiece, ToolCallPiece
+from engine.core.parsing.rows import THINK
 
 NAMES = frozenset({"f", "get_weather"})
+# One format of every kind of arguments, and the JSON formats that differ most.
 FORMATS: dict[str, ToolFormat] = {
-    "hermes": HermesFormat(True),
-    "llama3": Llama3Format(True),
-    "json": GenericJsonFormat(False),
-    "mistral": MistralFormat(True),
+    name: ToolFormat(ROWS_BY_NAME[name], name != "json")
+    for name in ("hermes", "llama3", "json", "mistral", "qwen_xml", "lfm2", "gemma4")
 }
-MAX_UNREAD = len("<|python_tag|>")
+MAX_UNREAD = len("<start_function_call>")
 NUM_HOSTILE = 10_000
 
-MARKERS = ("<tool_call>", "</tool_call>", "[TOOL_CALLS]", "[ARGS]", "<|python_tag|>", "```json")
+MARKERS = (
+    *("<tool_call>", "</tool_call>", "[TOOL_CALLS]", "[ARGS]", "<|python_tag|>", "```json"),
+    *(
+        "<function=f>",
+        "<parameter=a>",
+        "</parameter>",
+        "<|tool_call_start|>[",
+        "f(a=",
+        "<|tool_call>",
+    ),
+    *("call:f{", "a:", '<|"|>', "'b\\x41'"),
+)
 STARTS = ('{"name": "f", "arguments": ', '{"name": "f", "parameters": {"a": ', '{"arguments": ')
 ATOMS = (
     *MARKERS,
@@ -56,7 +62,7 @@ def cuts(text: str, rng: random.Random) -> list[str]:
 
 
 def run(tools: ToolFormat, parts: list[str]) -> list[Piece]:
-    parser = OutputParser(tools, NAMES, ReasoningFormat())
+    parser = OutputParser(tools, NAMES, THINK)
     pieces: list[Piece] = []
     for part in parts:
         pieces += parser.push(part)
@@ -149,8 +155,9 @@ def test_a_megabyte_of_one_character(name: str, opening: str, filler: str) -> No
 @pytest.mark.parametrize("name", FORMATS)
 def test_nesting_is_bounded(name: str) -> None:
     tools = FORMATS[name]
-    for depth, complete in ((MAX_DEPTH, True), (MAX_DEPTH + 1, False), (100_000, False)):
+    deepest = 100_000 if tools.row.encoding == "json" else 300
+    for depth, complete in ((MAX_DEPTH, True), (MAX_DEPTH + 1, False), (deepest, False)):
         arguments = '{"a":' * (depth - 1) + "{}" + "}" * (depth - 1)
         pieces = run(tools, [tools.write([("f", arguments)])])
         made = "".join(p.arguments for p in pieces if isinstance(p, ToolCallPiece))
-        assert (made == arguments) is complete
+        assert (made.replace(" ", "") == arguments) is complete

@@ -311,7 +311,6 @@ def test_ids_beyond_the_vocabulary_are_dropped() -> None:
         ("qwen2", {"num_local_experts": 8}, "'num_local_experts': mixtures of experts"),
         ("llama", {"num_local_experts": 8, "num_experts_per_tok": 9}, "per token <= experts"),
         ("qwen3", {"num_experts": 64}, "'num_experts': mixtures of experts"),
-        ("llama", {"quantization_config": {"bits": 4}}, "'quantization_config'"),
         ("llama", {"vocab_size": None}, "lacks the required key 'vocab_size'"),
         ("llama", {"vocab_size": "40"}, "'vocab_size' must be int, found str"),
         ("llama", {"num_hidden_layers": True}, "'num_hidden_layers' must be int, found bool"),

@@ -28,6 +28,7 @@ http.server.HTTPServer(("127.0.0.1", int(sys.argv[1])), Handler).serve_forever()
 """
 
 
+@pytest.mark.seconds
 async def test_a_server_is_started_until_it_answers_and_stopped_whole(tmp_path: Path) -> None:
     port = free_port()
     command = (sys.executable, "-c", _TINY_SERVER, str(port))
@@ -62,6 +63,7 @@ packed.mkdir(parents=True, exist_ok=True)
 )
 
 
+@pytest.mark.seconds
 async def test_the_engine_is_started_without_packed_weights_and_with_them(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -79,6 +81,7 @@ async def test_the_engine_is_started_without_packed_weights_and_with_them(
     assert all(figures["first_completion_s"] for figures in results["engine"].values())
 
 
+@pytest.mark.seconds
 async def test_a_peer_that_does_not_start_is_left_out_and_the_engine_is_needed(
     tmp_path: Path,
 ) -> None:

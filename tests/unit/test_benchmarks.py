@@ -322,6 +322,7 @@ def test_sweeps_fit_into_what_servers_hold() -> None:
             assert scenario.prompt_words + scenario.output_tokens <= sweep.context
 
 
+@pytest.mark.seconds
 def test_plots_are_drawn_from_the_points_alone(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     from benchmarks.machine import machine

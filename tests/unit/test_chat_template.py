@@ -109,3 +109,39 @@ def test_options_are_an_allow_list(option: str) -> None:
 def test_roles_are_checked_because_templates_build_control_tokens_from_them(role: object) -> None:
     with pytest.raises(InvalidRequestError, match=r"messages\[1\]\.role"):
         text_of("x", [*HELLO, {"role": role, "content": "x"}])
+
+
+def segments_of(source: str, specials: dict[str, int], **given: object) -> tuple[str | int, ...]:
+    given = {"messages": HELLO} | given
+    return (
+        ChatTemplate(source, bos="", eos="")
+        .render(specials=SpecialTokens(specials), **given)
+        .segments
+    )  # type: ignore[arg-type]
+
+
+def test_a_control_token_of_letters_stays_text_beside_an_edge_of_another() -> None:
+    specials = {"<|end|>": 1, "EOT": 2}
+    said = [{"role": "user", "content": "EOT <"}]
+    rendered = segments_of("{{ messages[0].content }}|end|>", specials, messages=said)
+    assert rendered == ("EOT <|end|>",)
+
+
+def test_names_of_fields_are_a_clients_text_too() -> None:
+    tools = [{"<|end|>": "x"}]
+    assert segments_of("{{ tools | tojson }}", {"<|end|>": 1}, tools=tools) == (
+        '[{"<|end|>": "x"}]',
+    )
+
+
+def test_a_control_token_is_built_of_a_role_whatever_the_text_says() -> None:
+    said = [{"role": "user", "content": "a user"}]
+    source = "<|{{ messages[0].role }}|>{{ messages[0].content }}"
+    specials = {"<|user|>": 1, "user": 2}
+    assert segments_of(source, specials, messages=said) == (1, "a user")
+
+
+def test_templates_can_cut_a_text_where_no_control_token_is_at_stake() -> None:
+    said = [{"role": "assistant", "content": "<think>a</think>b"}]
+    source = "{{ messages[0].content.split('</think>')[-1] }}<|end|>"
+    assert segments_of(source, {"<|end|>": 1}, messages=said) == ("b", 1)

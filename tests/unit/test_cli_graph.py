@@ -274,6 +274,7 @@ def test_without_kernels_all_but_times_is_there(
         describe_graph(source, ONE, timed=True)
 
 
+@pytest.mark.seconds
 def test_no_framework_is_loaded(path: Path) -> None:
     code = (
         "import sys; from engine.cli.main import app\n"

@@ -187,5 +187,8 @@ def test_reading_events():
     assert stream.num_done == 1 and not stream.problems
     cut = read_stream(httpx.Headers(), b'data: {"x": 1}')
     assert cut.problems == ("the last event is not ended by an empty line",)
+    empty = read_stream(httpx.Headers(), b"data:\ndata:  spaced \n\n")
+    assert empty.problems == ("an empty data line",)
+    assert [event.data for event in empty.events] == ["\n spaced "], "one space is the field's"
     with pytest.raises(RuleFailed, match="error"):
         read_stream(httpx.Headers(), b'data: {"error": {"message": "no"}}\n\n').chunks  # noqa: B018

@@ -138,6 +138,7 @@ async def test_a_stopped_backend_refuses_and_can_be_stopped_again():
     await backend.stop()
 
 
+@pytest.mark.seconds
 async def test_a_start_that_fails_leaves_no_task_behind(tmp_path, monkeypatch):
     monkeypatch.setattr(ToyBackend, "worker_module", "tests.toy_worker")
     monkeypatch.setattr("engine.backends.custom.frontend.engine_client.STOP_GRACE_S", 0.1)

@@ -102,6 +102,7 @@ def test_reference_pages_follow_the_code(name: str) -> None:
     assert page == reference_pages.pages()[name], "run `engine dev reference_pages`"
 
 
+@pytest.mark.seconds
 def test_a_stale_reference_page_ends_the_check(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

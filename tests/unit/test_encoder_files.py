@@ -139,7 +139,6 @@ def test_prompts_and_case_that_would_change_texts_are_refused(folder: Path) -> N
         ("is_decoder", True),
         ("add_cross_attention", True),
         ("hidden_act", "relu"),
-        ("quantization_config", {"bits": 4}),
         ("hidden_size", None),
     ],
 )

@@ -1,5 +1,6 @@
 """What lies between a frontend and its engine's process: frames on a socket, a pulse in memory."""
 
+import signal
 import socket
 import threading
 
@@ -8,9 +9,11 @@ import pytest
 from engine.backends.custom.frontend.engine_client import QueueChannel
 from engine.backends.custom.ipc import heartbeat as heartbeat_module
 from engine.backends.custom.ipc.heartbeat import (
+    INTERRUPT_SIGNAL,
     UNKNOWN_PATIENCE_S,
     Heartbeat,
     Vitals,
+    Watchdog,
     heartbeat_file,
 )
 from engine.backends.custom.ipc.transport import (
@@ -116,3 +119,50 @@ def test_a_step_has_stalled_when_it_is_older_than_its_patience():
     assert not Vitals(None, 1.0, None).is_stalled
     assert not Vitals(1.0, 1.0, None).is_stalled
     assert Vitals(1.1, 1.0, None).is_stalled
+
+
+class ScriptedHeartbeat(Heartbeat):
+    """Shows at each tick whether a step has stalled, as it was told, and then ends its thread."""
+
+    def __init__(self, *stalls: bool) -> None:
+        self._stalls = iter((False, *stalls))  # the first tick is made by who starts the thread
+        self._is_stalled = False
+
+    def tick(self) -> None:
+        stalled = next(self._stalls, None)
+        if stalled is None:
+            raise SystemExit
+        self._is_stalled = stalled
+
+    def vitals(self) -> Vitals:
+        return Vitals(step_age_s=2.0 if self._is_stalled else 0.0, patience_s=1.0, silent_s=0.0)
+
+
+class StalledLoop:
+    """Counts what is asked of it. Who interrupts it asks first whether it computes."""
+
+    num_described = num_interrupted = 0
+
+    @property
+    def is_computing(self) -> bool:
+        self.num_interrupted += 1
+        return False
+
+    def describe(self) -> str:
+        self.num_described += 1
+        return "a state"
+
+
+# The script ends the thread by SystemExit.
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+def test_a_stall_is_reported_and_interrupted_once():
+    before = signal.getsignal(INTERRUPT_SIGNAL)
+    loop = StalledLoop()
+    try:
+        Watchdog(ScriptedHeartbeat(True, True, True, False, True, True), tick_s=0.01).watch(loop)
+        (thread,) = (each for each in threading.enumerate() if each.name == "watchdog")
+        thread.join(30)
+    finally:
+        signal.signal(INTERRUPT_SIGNAL, before)
+    assert loop.num_described == 2
+    assert 1 <= loop.num_interrupted <= 2, "two signals may arrive as one"

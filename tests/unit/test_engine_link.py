@@ -20,6 +20,8 @@ from engine.core.errors import EngineError, ModelError, ResourceError, Unavailab
 from engine.core.interfaces.request import GenerateRequest, SamplingParams
 from tests.toy_runner import CRASH_TOKEN, generate_alone
 
+pytestmark = pytest.mark.seconds  # each engine is a process
+
 WORKER = "tests.toy_worker"
 
 

@@ -14,6 +14,8 @@ from engine.core.faults import Fault
 from tests.toy_runner import CRASH_TOKEN
 from tests.unit.test_engine_link import Inbox, ask, expected, make_link, request, until
 
+pytestmark = pytest.mark.seconds  # each engine is a process, and has to seem to hang
+
 
 @pytest.fixture
 def hasty(monkeypatch):

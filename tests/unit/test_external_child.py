@@ -19,6 +19,8 @@ from engine.backends.external.listening import HeldPort, PrivateSocket
 from engine.backends.external.reaping import reap_stale, run_directory
 from engine.core.errors import ConfigError
 
+pytestmark = pytest.mark.seconds  # each child is a process, and its launcher another
+
 # Writes the pids of itself and of two children, one in a session of its own, then waits.
 FAMILY = textwrap.dedent("""
     import os, signal, subprocess, sys, time

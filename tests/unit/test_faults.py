@@ -135,6 +135,7 @@ def test_the_environment_arms_nothing_without_its_guard():
     assert sys.meta_path == finders
 
 
+@pytest.mark.seconds
 def test_a_server_with_a_plan_and_no_guard_does_not_start():
     done = subprocess.run(
         [sys.executable, "-m", "engine.cli.main", "serve", "no-model", "--port", "0"],
@@ -296,6 +297,7 @@ def test_a_jump_of_the_clock_changes_nothing(monkeypatch):
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="the score is Linux's")
+@pytest.mark.seconds
 async def test_the_engine_is_offered_to_the_kernel_and_lives_within_a_limit(monkeypatch):
     monkeypatch.setenv("OPENBLAS_NUM_THREADS", "1")
     link = make_link("hungry")

@@ -54,6 +54,9 @@ def tinygrad_framework() -> SimpleNamespace:
     )
 
 
+pytestmark = pytest.mark.seconds  # two frameworks are imported, and compile
+
+
 @pytest.fixture(params=[jax_framework, tinygrad_framework], ids=["jax", "tinygrad"])
 def framework(request: pytest.FixtureRequest) -> SimpleNamespace:
     made: SimpleNamespace = request.param()

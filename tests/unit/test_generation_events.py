@@ -8,7 +8,7 @@ import pytest
 
 from engine.backends.custom.frontend.generation import Generation
 from engine.backends.custom.frontend.prompts import Prepared, _unfinished, truncated
-from engine.backends.custom.frontend.text_model import TextModel
+from engine.backends.custom.frontend.text_model import ChatFormat, TextModel
 from engine.core.errors import InvalidRequestError
 from engine.core.interfaces.backend import (
     FinishEvent,
@@ -39,7 +39,7 @@ TOKENIZER = SimpleNamespace(
 )
 TEMPLATE = "{% if tools %}<tool_call>{{ tools }}{% endif %}<think>"
 OUTPUT = OutputFormat.of(TEMPLATE, {})
-TEXT = TextModel(SimpleNamespace(), TOKENIZER, None, None, 0, OUTPUT)
+TEXT = TextModel(SimpleNamespace(), TOKENIZER, ChatFormat(None, OUTPUT), None, 0)
 WEATHER = {"type": "function", "function": {"name": "weather", "parameters": {}}}
 
 

@@ -14,6 +14,8 @@ from engine.core.grammar.checker import MAX_VERDICTS, GrammarChecker
 from engine.core.grammar.spec import grammar_text
 from engine.core.interfaces.backend import GrammarSpec
 
+pytestmark = pytest.mark.seconds  # each checker has a process
+
 
 @pytest.fixture
 async def checker() -> AsyncIterator[GrammarChecker]:

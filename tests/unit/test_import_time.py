@@ -11,6 +11,8 @@ import pytest
 
 import engine
 
+pytestmark = pytest.mark.seconds  # each start is a process
+
 FRAMEWORKS = {"torch", "jax", "tinygrad", "transformers", "tensorflow", "vllm", "sglang"}
 HEAVY = FRAMEWORKS | {"fastapi", "numpy", "openai", "starlette", "uvicorn"}
 

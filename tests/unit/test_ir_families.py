@@ -6,7 +6,13 @@ from typing import Any
 import numpy as np
 import pytest
 
-from engine.backends.custom.architectures.base import EncoderConfig, ModelConfig
+from engine.backends.custom.architectures.base import (
+    EncoderConfig,
+    ExpertsConfig,
+    LayerConfig,
+    ModelConfig,
+    RopeConfig,
+)
 from engine.backends.custom.ir.decoder import build_graph
 from engine.backends.custom.ir.execute import ReferenceBatch, State, run_graph, run_plan
 from engine.backends.custom.ir.graph import GraphError
@@ -31,6 +37,49 @@ MIXES = {
     "gelu": {"norm": "layer", "activation": "gelu", "qkv_bias": True},
     "scaled": {"norm": "layer", "gated_mlp": False, "residual_multiplier": 0.3},
     "outputs": {"norm_placement": "output", "qk_norm": "head", "logits_scaling": 3.0},
+    "both": {"norm_placement": "both", "activation": "gelu_tanh", "logits_softcap": 2.0},
+    "capped": {"attention_softcap": 1.5, "logits_softcap": 2.0, "logits_scaling": 0.5},
+    "sinks": {"attention_sinks": True, "sliding_window": 5},
+    "alibi": {"rope": None, "alibi_bias": 8.0, "norm": "layer"},
+    "parallel": {"parallel": "shared", "norm": "layer", "logits_scaling": 0.5},
+    "parallel own": {"parallel": "own", "norm": "layer", "norm_bias": True, "mlp_bias": True},
+    "relu2": {"activation": "relu2", "gated_mlp": False},
+    "layers": {
+        "layers": (
+            LayerConfig(5, RopeConfig(10000.0, 12), experts=False),
+            LayerConfig(None, None, experts=False),
+        )
+    },
+    "ropes": {
+        "num_layers": 3,
+        "layers": (
+            LayerConfig(5, RopeConfig(10000.0, 12), experts=False),
+            LayerConfig(None, RopeConfig(500.0, 8), experts=False),
+            LayerConfig(5, RopeConfig(10000.0, 12), experts=False),
+        ),
+    },
+    "experts": {"experts": ExpertsConfig(6, 2, 24, renormalizes=True)},
+    "shared expert": {
+        "experts": ExpertsConfig(6, 2, 24, shared_size=20, shared_gate=True),
+        "residual_multiplier": 0.3,
+    },
+    "gpt-oss experts": {
+        "experts": ExpertsConfig(6, 2, 24, "softmax_chosen", router_bias=True, bias=True),
+        "activation": "swiglu_oai",
+    },
+    "grouped experts": {
+        "experts": ExpertsConfig(
+            8, 3, 24, "sigmoid", True, 2.5, 4, 2, "best_two", correction=True, shared_size=20
+        ),
+        "layers": (
+            LayerConfig(None, RopeConfig(10000.0, 12), experts=False),
+            LayerConfig(None, RopeConfig(10000.0, 12), experts=True),
+        ),
+    },
+    "normed experts": {
+        "experts": ExpertsConfig(6, 2, 24, renormalizes=True),
+        "norm_placement": "both",
+    },
     "positions": {"rope": None, "embedding_multiplier": 2.0, "qk_norm": "whole"},
 }
 
@@ -66,5 +115,5 @@ def test_encoders_have_no_graph() -> None:
 def test_what_no_step_does_is_refused_by_its_node() -> None:
     """A multiplier on a normed output: no family has it."""
     config = replace(CONFIGS["olmo2"], residual_multiplier=0.5)
-    with pytest.raises(GraphError, match="layers.0.attn_norm: rms_norm: is part of no fusion"):
+    with pytest.raises(GraphError, match="layers.0.attn_scaled: scale: is part of no fusion"):
         plan(build_graph(config), Capacity(16, 16), Machine(threads=2))

@@ -14,7 +14,7 @@ KINDS = {"float32": "f32", "int32": "i32", "int64": "i64"}
 PROMISED = {
     *("embed", "position_embed", "add", "linear", "rms_norm", "layer_norm", "head_norm", "rope"),
     *("kv_write", "attention", "silu", "gelu", "gelu_tanh", "mul", "gather_rows"),
-    *("scale", "add_norm"),
+    *("scale", "add_norm", "relu2", "softcap", "route", "experts", "gate_rows"),
 }
 
 
@@ -135,7 +135,11 @@ def test_paged_attention_equals_each_sequence_alone() -> None:
     for example in examples(OPS["attention"]):
         attributes = example.attributes
         queries, cache, positions, row_of, tables = example.inputs
-        together = OPS["attention"].reference(attributes, example.inputs, ())
+        together = OPS["attention"].reference(attributes, example.inputs, example.weights)
+        rules = reference.PLAIN
+        if attributes.sinks:
+            slopes = reference.alibi_slopes(attributes.heads, attributes.alibi_bias)
+            rules = reference.ScoreRules(attributes.softcap, slopes, example.weights[0])
         for row in range(len(tables)):
             mine = row_of == row
             length = positions[mine].max() + 1
@@ -143,7 +147,7 @@ def test_paged_attention_equals_each_sequence_alone() -> None:
             alone = reference.attention(
                 queries[mine].reshape(mine.sum(), attributes.heads, -1),
                 *(known[:, 0], known[:, 1], positions[mine]),
-                *(attributes.scale, attributes.window),
+                *(attributes.scale, attributes.window, rules),
             )
             np.testing.assert_array_equal(together[mine], alone.reshape(mine.sum(), -1))
 

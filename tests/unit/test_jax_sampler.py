@@ -6,6 +6,7 @@ from functools import partial
 
 import jax
 import numpy as np
+import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -25,6 +26,8 @@ from engine.backends.custom.runtime.host_sampler import token_words
 from engine.backends.custom.runtime.model_runner import SamplingInputs
 from engine.backends.custom.runtime.outputs import Sampled
 from tests.parity.runner_driver import sampling_inputs
+
+pytestmark = pytest.mark.seconds  # JAX compiles
 
 VOCAB = 67  # no multiple of 32 or of a vector register
 ROWS = 5

@@ -43,8 +43,9 @@ TEMPLATE = SimpleNamespace(
         message["content"] for message in messages
     ),
 )
+CHAT = replace(toy_backend.TEXT.chat, template=TEMPLATE)
 CONFIG = SimpleNamespace(**vars(toy_backend.TEXT.config), num_params=123, max_position=MAX_SEQ_LEN)
-TEXT = replace(toy_backend.TEXT, config=CONFIG, tokenizer=TOKENIZER, template=TEMPLATE)
+TEXT = replace(toy_backend.TEXT, config=CONFIG, tokenizer=TOKENIZER, chat=CHAT)
 
 
 class ToyBackend(toy_backend.ToyBackend):

@@ -300,6 +300,7 @@ def test_a_model_replaced_while_it_is_packed_is_not_kept(
     assert not store.directory.exists()
 
 
+@pytest.mark.seconds
 def test_processes_that_start_together_do_no_harm(model: Path, store: PackedCache) -> None:
     code = (
         "import sys; from pathlib import Path; from tests.unit import test_packed_cache as tests;"

@@ -6,20 +6,18 @@ from collections.abc import Sequence
 import pytest
 
 from engine.core.interfaces.backend import ToolChoice
-from engine.core.parsing.formats import (
-    GenericJsonFormat,
-    HermesFormat,
-    Llama3Format,
-    MistralFormat,
-    ToolFormat,
-)
+from engine.core.parsing.call_rows import ROWS_BY_NAME
+from engine.core.parsing.formats import ToolFormat
 from engine.core.parsing.json_scanner import JsonScanner
-from engine.core.parsing.output import OutputFormat, OutputParser, ReasoningFormat
+from engine.core.parsing.output import OutputFormat, OutputParser
 from engine.core.parsing.pieces import Piece, ReasoningPiece, TextPiece, ToolCallPiece
+from engine.core.parsing.rows import THINK
 from engine.core.parsing.source import Source
 
-HERMES, LLAMA3, JSON = HermesFormat(True), Llama3Format(True), GenericJsonFormat(False)
-MISTRAL = MistralFormat(True)
+HERMES, LLAMA3, JSON, MISTRAL, MISTRAL_ARGS = (
+    ToolFormat(ROWS_BY_NAME[name], name != "json")
+    for name in ("hermes", "llama3", "json", "mistral", "mistral_v13")
+)
 FORMATS: tuple[ToolFormat, ...] = (HERMES, LLAMA3, MISTRAL, JSON)
 NAMES = frozenset({"get_weather", "now"})
 TOOLS = [{"type": "function", "function": {"name": name}} for name in sorted(NAMES)]
@@ -57,7 +55,7 @@ def parse(tools: ToolFormat, text: str) -> tuple[str, Calls]:
     return result[:2]
 
 
-@pytest.mark.parametrize("tools", [*FORMATS, MistralFormat(True, has_args_marker=True)])
+@pytest.mark.parametrize("tools", [*FORMATS, MISTRAL_ARGS])
 def test_reads_what_it_writes(tools: ToolFormat) -> None:
     calls = [("get_weather", PARIS), ("now", "{}"), ("get_weather", '{"city": "}\\"]"}')]
     for several in (calls[:1], calls):
@@ -211,7 +209,7 @@ def test_only_a_possible_marker_is_held_back() -> None:
 )
 def test_reasoning(opened: bool, text: str, reasoning: str, content: str) -> None:
     for cuts in ([text], list(text)):
-        parser = OutputParser(None, frozenset(), ReasoningFormat(), opened)
+        parser = OutputParser(None, frozenset(), THINK, opened)
         assert parser.in_reasoning == opened
         pieces = [piece for cut in cuts for piece in parser.push(cut)]
         assert joined([*pieces, *parser.flush()]) == (content, [], reasoning)
@@ -255,7 +253,7 @@ def test_arguments_in_a_string_that_spell_half_a_character_are_no_call() -> None
     assert parse(JSON, whole) == ("", [("now", '{"a": "🦜"}')])
 
 
-@pytest.mark.parametrize("tools", [*FORMATS, MistralFormat(True, has_args_marker=True)])
+@pytest.mark.parametrize("tools", [*FORMATS, MISTRAL_ARGS])
 def test_calls_cut_in_two_anywhere_are_the_same_calls(tools: ToolFormat) -> None:
     calls = [("get_weather", '{"city": "\\u00e9\\"}", "n": [-1.5e3, null]}'), ("now", "{}")]
     text = tools.write(calls)

@@ -20,19 +20,18 @@ from engine.core.grammar.child import byte_tokenizer, problem_of
 from engine.core.grammar.schema_rules import compile_schema
 from engine.core.interfaces.backend import ToolChoice
 from engine.core.parsing import grammars
-from engine.core.parsing.formats import (
-    GenericJsonFormat,
-    HermesFormat,
-    Llama3Format,
-    MistralFormat,
-    ToolFormat,
-)
+from engine.core.parsing.call_rows import ROWS_BY_NAME
+from engine.core.parsing.formats import ToolFormat
 from engine.core.parsing.grammars import arguments_rule
-from engine.core.parsing.output import OutputFormat, OutputParser, with_reasoning
+from engine.core.parsing.output import OutputFormat, OutputParser
 from engine.core.parsing.pieces import ToolCallPiece
+from engine.core.parsing.reasoning import with_reasoning
+from engine.core.parsing.rows import THINK
 
-HERMES, LLAMA3, JSON = HermesFormat(True), Llama3Format(True), GenericJsonFormat(False)
-MISTRAL, MISTRAL_ARGS = MistralFormat(True), MistralFormat(True, has_args_marker=True)
+HERMES, LLAMA3, JSON, MISTRAL, MISTRAL_ARGS = (
+    ToolFormat(ROWS_BY_NAME[name], name != "json")
+    for name in ("hermes", "llama3", "json", "mistral", "mistral_v13")
+)
 FORMATS: tuple[ToolFormat, ...] = (HERMES, LLAMA3, JSON, MISTRAL, MISTRAL_ARGS)
 MARKED = (HERMES, MISTRAL, MISTRAL_ARGS)
 
@@ -229,11 +228,11 @@ def test_calls_or_a_formatted_answer(answer: str, control: Mapping[str, int]) ->
 
 @pytest.mark.parametrize("answer", ANSWERS, ids=["lark", "json"])
 def test_reasoning_before_a_formatted_answer(answer: str, control: Mapping[str, int]) -> None:
-    opened = with_reasoning(answer, True, control)
+    opened = with_reasoning(THINK, answer, True, control)
     assert accepts(opened, 'Hm {"ok":\n</think>\n\n{"ok": 1}', control)
     assert not accepts(opened, '{"ok": 1}', control)
     assert not accepts(opened, "Hm </think> Yes", control)
-    optional = with_reasoning(answer, False, control)
+    optional = with_reasoning(THINK, answer, False, control)
     assert accepts(optional, '<think>Hm</think>\n\n{"ok": 1}', control)
     assert accepts(optional, '{"ok": 1}', control)
     assert not accepts(optional, 'Hm</think>{"ok": 1}', control)
@@ -244,7 +243,7 @@ def test_reasoning_before_calls(tools: ToolFormat, control: Mapping[str, int]) -
     """A marker inside the reasoning begins no call; behind it, it does."""
     output = OutputFormat(tools, OutputFormat.of("<think>", {}).reasoning, control)
     call = tools.write([EMPTY])
-    mention = "" if control else tools.markers[0] if tools.markers else "{"
+    mention = "" if control else tools.row.trigger or "{"
     for opened in (True, False):
         thought = f"{'' if opened else '<think>'}Hm, {mention}\n</think>\n\n"
         auto = output.grammar(TOOLS, AUTO, True, None, opened)

@@ -9,8 +9,11 @@ from typing import Any
 
 import pytest
 
-from engine.core.parsing.formats import ToolFormat, tool_format
-from engine.core.parsing.output import ReasoningFormat, prepare_messages, reasoning_format
+from engine.core.parsing.formats import ToolFormat
+from engine.core.parsing.messages import prepare_messages
+from engine.core.parsing.output import OutputFormat
+from engine.core.parsing.reasoning import opens, reasoning_row
+from engine.core.parsing.rows import THINK
 from engine.core.text.chat_template import ChatTemplate
 from engine.core.text.tokenizer import SpecialTokens
 
@@ -42,7 +45,7 @@ MISTRAL = (
     "{% if tools is not none %}[AVAILABLE_TOOLS]{{ tools | tojson }}[/AVAILABLE_TOOLS]{% endif %}"
     "{% for m in messages %}{% for call in m.tool_calls or [] %}"
     "{% if call.id | length != 9 %}{{ raise_exception('nine characters') }}{% endif %}"
-    "[TOOL_CALLS]{{ call.id }}{% endfor %}"
+    "[TOOL_CALLS]{{ call.id }}{{ call.function.arguments | tojson }}{% endfor %}"
     "{% if m.role == 'tool' %}[TOOL_RESULTS]{{ m.tool_call_id }} {{ m.name }}{% endif %}"
     "{{ m.content }}{% endfor %}"
 )
@@ -67,7 +70,7 @@ CODER = "{% for tool in tools %}<tool_call><function=f><parameter=p>{% endfor %}
         (MISTRAL, "mistral", True),
         (GENERIC, "json", True),
         ("{% for tool in tools %}<|tool|>{{ tool }}{% endfor %}", "json", False),
-        (CODER, "json", False),  # its calls are not JSON
+        (CODER, "qwen_xml", True),
     ],
 )
 def test_family_by_template(template: str | None, name: str, native: bool) -> None:
@@ -83,11 +86,21 @@ def test_mistral_by_its_later_marker() -> None:
 
 
 def test_reasoning_by_template() -> None:
-    assert reasoning_format(QWEN) == ReasoningFormat()
-    assert reasoning_format(PLAIN) is None and reasoning_format(None) is None
-    opens = ReasoningFormat().opens
-    assert opens("assistant\n<think>\n") and opens("<think>")
-    assert not opens("<think>\n\n</think>\n\n") and not opens("assistant\n") and not opens("")
+    assert reasoning_row(QWEN) == THINK
+    assert reasoning_row(PLAIN) is None and reasoning_row(None) is None
+    for tail in ("assistant\n<think>\n", "<think>"):
+        assert opens(THINK, tail)
+    for tail in ("<think>\n\n</think>\n\n", "assistant\n", ""):
+        assert not opens(THINK, tail)
+
+
+def output_of(template: str | None) -> OutputFormat:
+    render = None if template is None else ChatTemplate(template, "", "").text
+    return OutputFormat.of(template, {}, render)
+
+
+def tool_format(template: str | None) -> ToolFormat:
+    return output_of(template).tools
 
 
 TOOLS: list[dict[str, Any]] = [
@@ -119,7 +132,7 @@ TALK: list[dict[str, Any]] = [
 
 def render(template: str, talk: list[dict[str, Any]] = TALK) -> str:
     before = copy.deepcopy(talk)
-    messages, tools = prepare_messages(talk, TOOLS, tool_format(template))
+    messages, tools = output_of(template).prepare(talk, TOOLS)
     assert talk == before, "the request is not changed"
     assert all(isinstance(message["content"], str) for message in messages)
     rendered = ChatTemplate(template, "", "").render(messages, SpecialTokens({}), tools=tools)
@@ -135,7 +148,7 @@ def test_a_native_template_gets_tools_and_objects() -> None:
 
 def test_no_tools_are_none_for_the_template() -> None:
     for template in (QWEN, PLAIN):
-        messages, tools = prepare_messages(TALK[:1], [], tool_format(template))
+        messages, tools = output_of(template).prepare(TALK[:1], [])
         assert (messages, tools) == (TALK[:1], None)
 
 
@@ -158,7 +171,7 @@ def test_mistral_gets_its_own_ids_and_the_tools_names() -> None:
 
 
 def emulated(talk: list[dict[str, Any]], template: str = PLAIN) -> list[dict[str, Any]]:
-    messages, tools = prepare_messages(talk, TOOLS, tool_format(template))
+    messages, tools = output_of(template).prepare(talk, TOOLS)
     assert tools is None
     return messages
 

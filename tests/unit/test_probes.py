@@ -9,6 +9,8 @@ from engine.servers.ops import probes
 from tests.fake_backend import FakeBackend
 from tests.live_server import live_server, make_settings, wait_until
 
+pytestmark = pytest.mark.seconds  # each server runs, and a loop has to seem to hang
+
 OWN_PORT = {"server": {"port": 0, "probe_port": 0}}
 
 

@@ -1,6 +1,7 @@
 """Processes of a crashed owner are ended; nobody else's ever are."""
 
 import os
+import socket
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -9,6 +10,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
+from engine.backends.external import launcher
 from engine.backends.external.reaping import (
     ChildRecord,
     ProcessMark,
@@ -113,3 +115,49 @@ def test_the_folder_of_records_is_private(tmp_path: Path, monkeypatch) -> None:
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
     assert run_directory() == tmp_path / "engine"
     assert os.stat(run_directory()).st_mode & 0o777 == 0o700
+
+
+class Descendant:
+    """A process as psutil shows it: it lives until it is killed."""
+
+    def __init__(self, *command: str) -> None:
+        self._command = command
+        self.num_looks_until_killed = 0
+        self.is_killed = False
+
+    def cmdline(self) -> list[str]:
+        self.num_looks_until_killed += 1
+        assert self.num_looks_until_killed < 1000, "it is never killed"
+        return list(self._command)
+
+    def kill(self) -> None:
+        self.is_killed = True
+
+
+def test_a_tracker_gets_its_time_and_is_then_killed_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    family = [Descendant("vllm", "serve"), Descendant("python", "-c", f"import {launcher.TRACKER}")]
+
+    class Tree:
+        def children(self, recursive: bool) -> list[Descendant]:
+            assert recursive
+            return [each for each in family if not each.is_killed]
+
+    monkeypatch.setattr(launcher.psutil, "Process", Tree)
+    monkeypatch.setattr(launcher, "KILL_INTERVAL_S", 0.001)
+    monkeypatch.setattr(launcher, "TRACKER_GRACE_S", 0.05)
+    launcher.kill_all(lambda: None)
+    program, tracker = family
+    assert program.num_looks_until_killed == 1 and program.is_killed
+    assert tracker.num_looks_until_killed > 1 and tracker.is_killed
+
+
+def test_who_is_asked_to_end_twice_gets_no_more_time() -> None:
+    parent, theirs = socket.socketpair()
+    with parent, theirs:
+        asked = launcher.Launcher(parent, grace_s=60.0)
+        asked._ask_to_end(1.0)
+        deadline = asked._deadline
+        asked._ask_to_end(60.0)
+        assert asked._deadline == deadline
+        asked._ask_to_end(0.0)
+        assert asked._deadline is not None and asked._deadline < deadline

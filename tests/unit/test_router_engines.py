@@ -148,6 +148,7 @@ async def recomputed(policy: str) -> int:
     return total
 
 
+@pytest.mark.seconds
 async def test_prefix_routing_recomputes_far_less_than_taking_turns() -> None:
     by_prefix, in_turn = await recomputed("prefix"), await recomputed("round_robin")
     assert by_prefix <= 0.6 * in_turn, (by_prefix, in_turn)

@@ -18,6 +18,8 @@ from tests.fake_backend import FakeBackend
 from tests.live_server import LiveServer, chat, live_server, wait_until
 from tests.stopping_backend import stopping_after
 
+pytestmark = pytest.mark.seconds  # each test starts several servers
+
 CHAT = "/v1/chat/completions"
 NUM_LINES = 30
 HTTP = httpx.Client(timeout=60)  # one for all: a client is slow to make, and states are polled

@@ -198,7 +198,10 @@ async def test_safety_identifier_is_the_user(
 
 
 WARNED_EFFORT = "reasoning_effort"
-EFFORT_ONLY = {"template_options": ("reasoning_effort", "enable_thinking")}
+EFFORT_ONLY = {"template_options": ("reasoning_effort",)}
+BOTH = {"template_options": ("reasoning_effort", "thinking")}
+MODE = {"template_options": ("thinking_mode",)}
+BUDGET = {"template_options": ("thinking_budget",)}
 PLAIN: dict[str, Any] = {"template_options": (), "capabilities": ("chat", "completions")}
 
 
@@ -216,6 +219,21 @@ PLAIN: dict[str, Any] = {"template_options": (), "capabilities": ("chat", "compl
         (EFFORT_ONLY, {"reasoning_effort": "xhigh"}, {"reasoning_effort": "high"}, WARNED_EFFORT),
         (EFFORT_ONLY, {"reasoning_effort": "max"}, {"reasoning_effort": "high"}, WARNED_EFFORT),
         ({}, {"reasoning_effort": "none"}, {"enable_thinking": False}, None),
+        (
+            BOTH,
+            {"reasoning_effort": "low"},
+            {"reasoning_effort": "low", "thinking": True},
+            None,
+        ),
+        (
+            BOTH,
+            {"reasoning_effort": "none"},
+            {"reasoning_effort": "none", "thinking": False},
+            None,
+        ),
+        (MODE, {"reasoning_effort": "none"}, {"thinking_mode": "disabled"}, None),
+        (BUDGET, {"reasoning_effort": "none"}, {"thinking_budget": 0}, None),
+        (BUDGET, {"reasoning_effort": "high"}, {}, WARNED_EFFORT),
         ({}, {"reasoning_effort": "minimal"}, {"enable_thinking": False}, None),
         (
             {},
@@ -223,7 +241,7 @@ PLAIN: dict[str, Any] = {"template_options": (), "capabilities": ("chat", "compl
             {"enable_thinking": True},
             None,
         ),
-        ({}, {"reasoning_effort": "high"}, {}, "reasoning_effort"),
+        ({}, {"reasoning_effort": "high"}, {"enable_thinking": True}, "reasoning_effort"),
         (PLAIN, {"reasoning_effort": "high"}, {}, "reasoning_effort"),
         (PLAIN, {"reasoning_effort": "none"}, {}, None),  # it never reasons
         ({"template_options": ()}, {"reasoning_effort": "none"}, {}, "reasoning_effort"),

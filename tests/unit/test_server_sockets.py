@@ -134,6 +134,7 @@ def test_late_refusal_is_an_error_event(
     assert events_of(response.text)[-1]["error"]["code"] == "INFERENCE_ERROR"
 
 
+@pytest.mark.seconds
 def test_slow_reader_gets_joined_chunks_and_all_of_the_text() -> None:
     # More than the buffers of both sockets hold, so that writing has to wait for the reader.
     words = [f"{i:05d}" + "w" * 16_000 for i in range(2000)]
@@ -204,6 +205,7 @@ def test_streams_that_outlive_the_drain_get_an_error_event(ending: str) -> None:
         assert not server.thread.is_alive()
 
 
+@pytest.mark.seconds
 def test_sigterm_ends_the_process_with_code_0() -> None:
     script = textwrap.dedent(
         """
@@ -240,6 +242,7 @@ def test_sigterm_ends_the_process_with_code_0() -> None:
         process.wait()
 
 
+@pytest.mark.seconds
 async def test_backend_that_cannot_start_ends_the_server() -> None:
     backend = FakeBackend()
     backend.start_error = ModelError("no such file")

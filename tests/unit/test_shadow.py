@@ -4,6 +4,7 @@ import asyncio
 import gc
 from typing import Any
 
+import msgspec
 import pytest
 from prometheus_client import CollectorRegistry
 
@@ -64,8 +65,9 @@ class Shadowed:
         return lane
 
     async def settle(self) -> None:
-        while self.lane["in_flight"] or self.lane["waiting"]:
-            await asyncio.sleep(0)
+        async with asyncio.timeout(10):
+            while self.lane["in_flight"] or self.lane["waiting"]:
+                await asyncio.sleep(0)
 
     def value(self, name: str, **labels: str) -> float | None:
         return self.registry.get_sample_value(
@@ -101,6 +103,15 @@ async def test_where_answers_part_is_counted_in_tokens():
     assert not {"real", "Hello", "hi"} & set(str(record).split())  # nobody's words
 
 
+async def test_the_latest_copies_come_first():
+    each = Shadowed()
+    for reason in ("length", "stop"):
+        each.answer(*DEFAULT_WORDS, reason=reason)
+        await each.settle()
+    recent = each.shadow.report()["recent"]
+    assert [record["finish_reasons"][0] for record in recent] == [["stop"], ["length"]]
+
+
 async def test_sampled_answers_are_not_held_against_each_other():
     each = Shadowed()
     each.answer("something", " else", temperature=1.0)
@@ -109,16 +120,24 @@ async def test_sampled_answers_are_not_held_against_each_other():
     assert each.lane["differences"] == {}
 
 
-async def test_choices_are_compared_one_by_one():
+async def test_the_likeliest_token_alone_is_as_good_as_no_temperature():
+    each = Shadowed()
+    each.answer(*DEFAULT_WORDS, temperature=1.0, top_k=1)
+    await each.settle()
+    assert each.lane["outcomes"] == {"identical": 1}
+
+
+@pytest.mark.parametrize("places", [(5, 6), (5, 2), (3, 4)])
+async def test_choices_are_compared_one_by_one(places):
     each = Shadowed()
     mirror = each.mirror(n=2)
-    for choice, last in ((0, "."), (1, "!")):
-        for word in (*DEFAULT_WORDS[:-1], last):
+    for choice, place in enumerate(places):
+        for word in (*DEFAULT_WORDS[:place], *("!" for _ in DEFAULT_WORDS[place:])):
             mirror.primary(TextEvent(choice, word, 1))
         mirror.primary(FinishEvent(choice, "stop"))
     mirror.primary(USAGE)
     await each.settle()
-    assert each.shadow.report()["recent"][0]["first_divergence_token"] == 5
+    assert each.shadow.report()["recent"][0]["first_divergence_token"] == min(places)
 
 
 async def test_only_the_share_is_copied_and_only_of_its_model():
@@ -176,12 +195,26 @@ async def test_a_hanging_backend_holds_no_more_than_its_bounds(monkeypatch):
     assert each.backend.num_open == 0
 
 
+async def test_a_copy_may_take_as_long_as_its_request_but_not_for_ever(monkeypatch):
+    monkeypatch.setattr(shadow_module, "MAX_SECONDS", 7.0)
+    each = Shadowed()
+    for timeout_s in (None, 5.0, 3600.0):
+        asked = each.request()
+        context = msgspec.structs.replace(asked.context, timeout_s=timeout_s)
+        mirror = each.shadow.mirror("m", msgspec.structs.replace(asked, context=context))
+        mirror.primary(USAGE)
+        await each.settle()
+    assert [sent.context.timeout_s for sent in each.backend.requests] == [7.0, 5.0, 7.0]
+
+
 async def test_large_requests_count_by_their_size(monkeypatch):
     monkeypatch.setattr(shadow_module, "MAX_HELD_CHARS", 3 * shadow_module.MAX_ANSWER_CHARS)
     each = Shadowed()
     held = [each.mirror(), each.mirror()]
     assert None not in held
     assert each.mirror() is None
+    assert Shadowed().mirror(n=2) is not None
+    assert Shadowed().mirror(n=3) is None, "each choice is an answer to keep"
 
 
 async def test_stopping_forgets_what_is_under_way():

@@ -20,6 +20,8 @@ from engine.routing.shadow import MAX_CONCURRENT, Shadow, ShadowRoute
 from tests.fake_backend import FakeBackend
 from tests.live_server import LiveServer, events_of, live_server, wait_until
 
+pytestmark = pytest.mark.seconds  # each test starts several servers
+
 NUM_REQUESTS = 12
 
 

@@ -61,7 +61,7 @@ def facts(text: TextModel) -> tuple[Any, ...]:
     tokenizer = text.tokenizer
     ids = [tokenizer.encode_prompt(each) for each in TEXTS]
     messages = [{"role": "user", "content": "Hi <|im_end|>"}]
-    rendered = text.template.render(messages, tokenizer.specials) if text.can_chat else None
+    rendered = text.chat.template.render(messages, tokenizer.specials) if text.can_chat else None
     return (
         *(text.config, text.quantization, text.size_bytes, text.capabilities, text.emulated),
         *(text.eos_ids, tokenizer.special_ids, tokenizer.bos, tokenizer.eos),

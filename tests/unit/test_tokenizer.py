@@ -86,6 +86,7 @@ def test_rendered_prompt_is_encoded_as_one_text(byte_level: Tokenizer) -> None:
     assert byte_level.encode_rendered(rendered) == expected
 
 
+@pytest.mark.seconds
 def test_other_threads_run_while_a_long_text_is_encoded(byte_level: Tokenizer) -> None:
     encoding = threading.Thread(target=byte_level.encode, args=("ab ba " * 200_000,))
     num_turns = 0

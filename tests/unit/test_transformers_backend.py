@@ -30,6 +30,7 @@ def write(folder: Path, generation: dict | None = None, **changes) -> Path:
     return folder
 
 
+@pytest.mark.seconds
 def test_importing_it_loads_neither_pytorch_nor_transformers():
     code = "import sys, engine.backends.transformers; print(*sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)

@@ -209,7 +209,7 @@ class CustomBackend(InferenceBackend):
             size_bytes=text.size_bytes,
             capabilities=text.capabilities,
             emulated=text.emulated,
-            template_options=text.template.options,
+            template_options=text.template_options,
             trained_context=text.config.max_position,
             num_dimensions=text.config.hidden_size,
         )

@@ -9,19 +9,22 @@ arguments get "{}".
 
 import json
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 from engine.core.parsing.json_scanner import JsonScanner, is_object
 from engine.core.parsing.pieces import ToolCallPiece
 from engine.core.parsing.source import NotACall, Source, Steps
 
 ARGUMENT_KEYS = frozenset({"arguments", "parameters"})
+NAME_KEYS = frozenset({"name", "tool_name"})
 # An object with any other key is not a call. So most JSON answers are recognized at their first
 # key, and streamed as text.
-_KEYS = ARGUMENT_KEYS | {"name", "type", "id"}
+_KEYS = ARGUMENT_KEYS | NAME_KEYS | {"type", "id", "tool_call_id"}
 _SURROGATE = re.compile("[\ud800-\udfff]")
 _MAX_KEY_CHARS = max(len(key) for key in _KEYS)
+_NO_SCHEMAS: Mapping[str, Mapping[str, Any]] = {}
 
 
 @dataclass(slots=True)
@@ -34,9 +37,17 @@ class _Call:
 class CallReader:
     """Parses calls of the tools in `names`, and numbers the calls from 0."""
 
-    def __init__(self, source: Source, names: frozenset[str], new_id: Callable[[], str]) -> None:
+    def __init__(
+        self,
+        source: Source,
+        names: frozenset[str],
+        new_id: Callable[[], str],
+        schemas: Mapping[str, Mapping[str, Any]] = _NO_SCHEMAS,
+    ) -> None:
+        """`schemas` maps names to JSON schemas of their parameters."""
         self.num_calls = 0
         self.names = names
+        self.schemas = schemas
         self.max_name_chars = max((len(name) for name in names), default=0)
         self._source = source
         self._new_id = new_id
@@ -96,11 +107,12 @@ class CallReader:
         """Stream an arguments object to the client while it arrives."""
         scanner = JsonScanner()
         while scanner.open:
-            self._add((yield from self._source.scan(scanner)))
+            self.add((yield from self._source.scan(scanner)))
         if scanner.bad:
             raise NotACall
 
-    def _add(self, arguments: str) -> None:
+    def add(self, arguments: str) -> None:
+        """Emit more of the arguments of the last call."""
         if arguments:
             self._source.emit(ToolCallPiece(self.num_calls - 1, arguments))
 
@@ -120,7 +132,7 @@ class CallReader:
             self._finish(call, call.name, "{}")
 
     def _member(self, call: _Call, key: str) -> Steps[None]:
-        if key == "name" and call.name is None:
+        if key in NAME_KEYS and call.name is None:
             name = yield from self._string(self.max_name_chars)
             if name not in self.names:
                 raise NotACall
@@ -152,7 +164,7 @@ class CallReader:
 
     def _finish(self, call: _Call, name: str, arguments: str) -> None:
         self.begin(name)
-        self._add(arguments.strip())
+        self.add(arguments.strip())
         call.complete = True
 
     def _string(self, max_chars: int) -> Steps[str]:

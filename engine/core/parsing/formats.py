@@ -1,79 +1,66 @@
-"""Tool call formats of model families. The chat template decides which format a model has.
-
-If the format of the template is not one of these, the template's support of tools is not used.
-Instead, a message describes the tools and asks the model to write calls as plain JSON.
-"""
+"""The tool call format of a model: its row, and what the parser, grammar and prompt need of it."""
 
 import hashlib
 import json
 import re
 import secrets
 import string
-from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any
 
 from engine.core.errors import InvalidRequestError
 from engine.core.interfaces.backend import ToolChoice
-from engine.core.parsing.calls import CallReader
-from engine.core.parsing.grammars import (
-    CallSyntax,
-    answer_grammar,
-    arguments_rule,
-    literal,
-    marker,
-    object_calls,
-    tool_grammar,
-)
-from engine.core.parsing.source import NotACall, Source, Steps
+from engine.core.parsing.call_grammars import call_syntax
+from engine.core.parsing.call_rows import CALL_ROWS, JSON, LLAMA3, PYTHONIC
+from engine.core.parsing.grammars import answer_grammar, channel_grammar, tool_grammar
+from engine.core.parsing.rows import CallRow, Slot, parts_of
+from engine.core.parsing.values import element_text, python_literal, quoted_literal
+from engine.core.text.chat_template import takes_functions
 
 Tool = Mapping[str, Any]
 _NO_CONTROL: Mapping[str, int] = {}
+_ID = re.compile(r"[A-Za-z0-9]{9}")
+_ID_CHARS = string.ascii_letters + string.digits
 
 
 @dataclass(frozen=True)
-class ToolFormat(ABC):
-    """The tool call format of one model family.
+class ToolFormat:
+    """The tool call format of one model.
 
-    If `native` is true, the chat template renders tools and calls. If `has_system` is true, the
-    template accepts a system message. The argument `control` of methods maps the text of control
-    tokens to their ids.
+    If `native`, the chat template renders tools. Otherwise the tools are described in a message.
+    The argument `control` of methods maps the text of control tokens to their ids.
     """
 
-    name: ClassVar[str]
-    # Texts that the parser must see. If such a text is a control token, the detokenizer must not
-    # skip it.
-    markers: ClassVar[tuple[str, ...]]
-    # Whether the template refuses messages with more than one call.
-    one_call_per_message: ClassVar[bool] = False
+    row: CallRow
     native: bool
-    has_system: bool = True
 
-    @abstractmethod
-    def parse(self, source: Source, calls: CallReader) -> Steps[None]:
-        """Parse the whole output into calls and text."""
-
-    @abstractmethod
-    def syntax(
-        self, tools: Sequence[Tool], parallel: bool, control: Mapping[str, int]
-    ) -> CallSyntax:
-        """The grammar rules for calls of these tools. If `parallel` is false, only one call is
-        allowed.
-        """
-
-    @abstractmethod
-    def write(self, calls: Sequence[tuple[str, str]]) -> str:
-        """Render calls as the model would write them. A call is a pair of name and JSON
-        arguments.
-        """
+    @property
+    def name(self) -> str:
+        return self.row.name
 
     def new_call_id(self) -> str:
+        if self.row.short_ids:
+            return "".join(secrets.choice(_ID_CHARS) for _ in range(9))
         return f"call_{secrets.token_hex(12)}"
 
     def template_call_id(self, call_id: str) -> str:
         """Convert a client's call id to one that the template accepts."""
-        return call_id
+        if not self.row.short_ids or _ID.fullmatch(call_id):
+            return call_id
+        return hashlib.sha256(call_id.encode("utf-8", "replace")).hexdigest()[:9]
+
+    def write(self, calls: Sequence[tuple[str, str]]) -> str:
+        """Render calls as the model would write them. A call is a pair of name and JSON
+        arguments.
+        """
+        row = self.row
+        written = [_written(row, index, *call) for index, call in enumerate(calls)]
+        if row is JSON and len(written) > 1:
+            return f"[{row.between.join(written)}]"
+        if row.messages is not None:
+            return row.messages.close.join(written)
+        return f"{row.before}{row.between.join(written)}{row.after}"
 
     def grammar(
         self,
@@ -83,14 +70,14 @@ class ToolFormat(ABC):
         control: Mapping[str, int] = _NO_CONTROL,
         *,
         answer: str | None = None,
-        may_think: bool = False,
+        thought: str = "",
     ) -> str | None:
         """The grammar of an answer; None if any text is allowed.
 
-        `answer` is a grammar for an answer without tool calls. `may_think` says that an optional
-        reasoning block precedes the output; free text must then not match such a block. An
-        `InvalidRequestError` is raised if calls are optional, `answer` is given and the format has
-        no call marker, because calls and answers could not be told apart.
+        `answer` is a grammar for an answer without tool calls. `thought` is the marker, as text, of
+        an optional reasoning block before the output; free text must then not begin with it. If
+        calls are optional, `answer` is given and the format has no call marker, calls and answers
+        could not be told apart. This raises an `InvalidRequestError`.
         """
         if choice.mode == "none" or not tools:
             return answer
@@ -101,8 +88,11 @@ class ToolFormat(ABC):
                     f"There is no tool named {choice.name!r} to be called.", param="tool_choice"
                 )
             parallel = False
-        syntax = self.syntax(tools, parallel, control)
-        if choice.mode == "auto" and answer is not None:
+        syntax = call_syntax(self.row, tools, parallel, control)
+        forced = choice.mode != "auto"
+        if self.row.messages is not None:
+            return channel_grammar(self.row.messages, syntax, control, forced=forced, answer=answer)
+        if not forced and answer is not None:
             if syntax.opening is None:
                 raise InvalidRequestError(
                     "This model writes tool calls as plain JSON, so the answer's format and tools "
@@ -111,235 +101,76 @@ class ToolFormat(ABC):
                     param="tool_choice",
                 )
             return answer_grammar(syntax, answer)
-        return tool_grammar(syntax, forced=choice.mode != "auto", may_think=may_think)
+        return tool_grammar(syntax, forced=forced, thought=thought)
 
 
-def call_object(name: str, arguments: str, arguments_key: str) -> str:
-    return f'{{"name": {json.dumps(name)}, "{arguments_key}": {arguments}}}'
+def _written(row: CallRow, index: int, name: str, arguments: str) -> str:
+    pattern = row.call.replace("{object}", row.object)
+    if row.messages is not None:
+        pattern = f"{row.headers[0]}{row.before}{pattern}{row.after}"
+    texts = {"name": name, "index": str(index), "id": f"{index:0>9}"}
+    written = ""
+    for part in parts_of(pattern):
+        if isinstance(part, str):
+            written += part
+        elif part == Slot("args"):
+            written += _written_arguments(row, arguments)
+        else:
+            written += texts[part.name]
+    return written
 
 
-OPEN, CLOSE = "<tool_call>", "</tool_call>"
+def _written_arguments(row: CallRow, arguments: str) -> str:
+    if row.encoding == "json":
+        return arguments
+    values = json.loads(arguments)
+    if row.encoding == "python":
+        return ", ".join(f"{key}={python_literal(value)}" for key, value in values.items())
+    if row.encoding == "quoted":
+        return quoted_literal(values, row.quote)
+    written = ""
+    for key, value in values.items():
+        kind = _KINDS.get(type(value), "number")
+        texts = {"key": key, "value": element_text(value), "type": kind}
+        texts["string"] = "true" if isinstance(value, str) else "false"
+        parts = parts_of(row.param)
+        written += "".join(part if isinstance(part, str) else texts[part.name] for part in parts)
+    return written
 
 
-@dataclass(frozen=True)
-class HermesFormat(ToolFormat):
-    name = "hermes"
-    markers = (OPEN, CLOSE)
-
-    def parse(self, source: Source, calls: CallReader) -> Steps[None]:
-        yield from source.skip_space()
-        while (yield from source.text_until(OPEN)):
-            source.take(len(OPEN))
-            try:
-                yield from calls.read()
-            except NotACall:
-                calls.give_up()
-                continue
-            yield from source.skip_space()
-            if (yield from source.starts_with(CLOSE)):
-                source.take(len(CLOSE))
-                source.discard()
-                yield from source.skip_space()
-
-    def syntax(
-        self, tools: Sequence[Tool], parallel: bool, control: Mapping[str, int]
-    ) -> CallSyntax:
-        opening = marker(OPEN, control)
-        block = f"block: SPACE call SPACE {marker(CLOSE, control)}"
-        return CallSyntax(
-            rules=f"{block}\n{object_calls(tools, 'arguments')}",
-            opening=opening,
-            first="block",
-            more=f"(SPACE {opening} block)*" if parallel else "",
-        )
-
-    def write(self, calls: Sequence[tuple[str, str]]) -> str:
-        return "\n".join(f"{OPEN}\n{call_object(*call, 'arguments')}\n{CLOSE}" for call in calls)
-
-
-TAG = "<|python_tag|>"
-
-
-@dataclass(frozen=True)
-class Llama3Format(ToolFormat):
-    name = "llama3"
-    markers = (TAG,)
-    one_call_per_message = True
-
-    def parse(self, source: Source, calls: CallReader) -> Steps[None]:
-        if (yield from source.skip_space()) == "{":
-            yield from _series(source, calls)
-        while (yield from source.text_until(TAG)):
-            source.take(len(TAG))
-            yield from _series(source, calls)
-
-    def syntax(
-        self, tools: Sequence[Tool], parallel: bool, control: Mapping[str, int]
-    ) -> CallSyntax:
-        return CallSyntax(
-            rules=object_calls(tools, "parameters"),
-            opening=marker(TAG, control),
-            first="call",
-            more="(/; ?/ call)*" if parallel else "",
-            bare_text=r"/([ \n]*[^ \n{](.|\n)*)?/",
-        )
-
-    def write(self, calls: Sequence[tuple[str, str]]) -> str:
-        return "; ".join(call_object(*call, "parameters") for call in calls)
-
-
-def _series(source: Source, calls: CallReader) -> Steps[None]:
-    try:
-        yield from calls.read_series()
-    except NotACall:
-        calls.give_up()
-
-
-CALLS, CALL_ID, ARGS = "[TOOL_CALLS]", "[CALL_ID]", "[ARGS]"
-_ID = re.compile(r"[A-Za-z0-9]{9}")
-_MAX_ID_CHARS = 64
-
-
-@dataclass(frozen=True)
-class MistralFormat(ToolFormat):
-    name = "mistral"
-    markers = (CALLS, CALL_ID, ARGS)
-    has_args_marker: bool = False
-
-    def parse(self, source: Source, calls: CallReader) -> Steps[None]:
-        yield from source.skip_space()
-        while (yield from source.text_until(CALLS)):
-            source.take(len(CALLS))
-            try:
-                if (yield from source.skip_space()) == "[":
-                    yield from calls.read_list()
-                else:
-                    yield from _named_call(source, calls)
-            except NotACall:
-                calls.give_up()
-            else:
-                yield from source.skip_space()
-
-    def syntax(
-        self, tools: Sequence[Tool], parallel: bool, control: Mapping[str, int]
-    ) -> CallSyntax:
-        opening = marker(CALLS, control)
-        if not self.has_args_marker:
-            more = '(", " call)*' if parallel else ""
-            listed = f'listed: SPACE "[" call {more} "]"'
-            rules = f"{listed}\n{object_calls(tools, 'arguments')}"
-            return CallSyntax(rules, opening, "listed", "")
-        args = marker(ARGS, control)
-        lines = ["call: " + " | ".join(f"call_{index}" for index in range(len(tools)))]
-        for index, tool in enumerate(tools):
-            name = literal(tool["function"]["name"])
-            lines.append(f"call_{index}: {name} {args} {arguments_rule(tool)}")
-        more = f"({opening} call)*" if parallel else ""
-        return CallSyntax("\n".join(lines), opening, "call", more)
-
-    def write(self, calls: Sequence[tuple[str, str]]) -> str:
-        if self.has_args_marker:
-            return "".join(f"{CALLS}{name}{ARGS}{arguments}" for name, arguments in calls)
-        objects = [call_object(*call, "arguments") for call in calls]
-        return f"{CALLS}[{', '.join(objects)}]"
-
-    def new_call_id(self) -> str:
-        return "".join(secrets.choice(string.ascii_letters + string.digits) for _ in range(9))
-
-    def template_call_id(self, call_id: str) -> str:
-        if _ID.fullmatch(call_id):
-            return call_id
-        return hashlib.sha256(call_id.encode("utf-8", "replace")).hexdigest()[:9]
-
-
-def _named_call(source: Source, calls: CallReader) -> Steps[None]:
-    name = yield from source.word(calls.max_name_chars)
-    if name not in calls.names:
-        raise NotACall
-    if (yield from source.starts_with(CALL_ID)):
-        source.take(len(CALL_ID))
-        yield from source.word(_MAX_ID_CHARS)
-    if (yield from source.starts_with(ARGS)):
-        source.take(len(ARGS))
-    if (yield from source.skip_space()) != "{":
-        raise NotACall
-    calls.begin(name)
-    yield from calls.stream()
-
-
-FENCE = "```"
-# Pattern for free text that is not a call. It must not start with "{" or "[{".
-_TEXT = r"/([ \n]*([^ \n{\[]|\[[^{])(.|\n)*)?/"
-
-
-@dataclass(frozen=True)
-class GenericJsonFormat(ToolFormat):
-    name = "json"
-    markers = ()
-
-    def parse(self, source: Source, calls: CallReader) -> Steps[None]:
-        try:
-            yield from _answer(source, calls)
-        except NotACall:
-            calls.give_up()
-        yield from source.rest()
-
-    def syntax(
-        self, tools: Sequence[Tool], parallel: bool, control: Mapping[str, int]
-    ) -> CallSyntax:
-        several = '| "[" call (", " call)* "]"' if parallel else ""
-        return CallSyntax(
-            rules=f"calls: call {several}\n{object_calls(tools, 'arguments')}",
-            opening=None,
-            first="calls",
-            more="",
-            bare_text=_TEXT,
-        )
-
-    def write(self, calls: Sequence[tuple[str, str]]) -> str:
-        objects = [call_object(*call, "arguments") for call in calls]
-        return objects[0] if len(objects) == 1 else f"[{', '.join(objects)}]"
-
-
-def _answer(source: Source, calls: CallReader) -> Steps[None]:
-    yield from source.skip_space()
-    is_fenced = yield from source.starts_with(FENCE)
-    if is_fenced:
-        source.take(len(FENCE))
-        yield from source.word(len("json"))
-    opening = yield from source.skip_space()
-    if opening == "[":
-        yield from calls.read_list()
-    elif opening == "{":
-        yield from calls.read_series()
-    else:
-        raise NotACall
-    yield from source.skip_space()
-    if is_fenced and (yield from source.starts_with(FENCE)):
-        source.take(len(FENCE))
-        source.discard()
-        yield from source.skip_space()
-
-
-# Markers in templates of families whose calls are not JSON. Their formats are not supported.
-_FOREIGN = ("<function=", "<arg_key>", "<parameter=")
+_KINDS: dict[type, str] = {str: "string", bool: "boolean", list: "array", dict: "object"}
 _CODE = re.compile(r"\{[{%].*?[%}]\}", re.DOTALL)
 _TOOLS = re.compile(r"\btools\b")
 # A JSON call with a name and arguments that the template shows as an example to the model. Its
 # quotes may be escaped.
 _SHOWN_CALL = re.compile(r"name[\\\"']+ ?:.{0,200}?arguments[\\\"']+ ?:", re.DOTALL)
+_SHOWN_LIST = re.compile(r"\[\{\\?[\"']name\\?[\"']:")
+_SHOWN_PYTHON = re.compile(r"\[func_name1\(")
 
 
-def tool_format(template: str | None) -> ToolFormat:
+def uses_tools(template: str) -> bool:
+    """Whether the template's code reads the list of tools."""
+    return takes_functions(template) or any(map(_TOOLS.search, _CODE.findall(template)))
+
+
+def known_format(template: str | None) -> ToolFormat | None:
+    """The format whose row fits the template's source. None if no row fits."""
     source = template or ""
-    has_system = not source or "system" in source
-    uses_tools = any(_TOOLS.search(code) for code in _CODE.findall(source))
-    if any(mark in source for mark in _FOREIGN):
-        return GenericJsonFormat(False, has_system)
-    if "[TOOL_CALLS]" in source:
-        return MistralFormat(uses_tools, has_system, has_args_marker="[ARGS]" in source)
-    if "<tool_call>" in source:
-        return HermesFormat(uses_tools, has_system)
-    if "<|python_tag|>" in source or ("<|start_header_id|>" in source and uses_tools):
-        return Llama3Format(uses_tools, has_system)
-    return GenericJsonFormat(uses_tools and bool(_SHOWN_CALL.search(source)), has_system)
+    native = uses_tools(source)
+    row = next((row for row in CALL_ROWS if all(sign in source for sign in row.signs)), None)
+    return None if row is None else ToolFormat(row, native)
+
+
+def guessed_format(template: str | None) -> ToolFormat | None:
+    """The format of a template that shows the model an unmarked call. None if it shows none."""
+    source = template or ""
+    native = uses_tools(source)
+    if native and _SHOWN_PYTHON.search(source):
+        return ToolFormat(PYTHONIC, native)
+    if native and _SHOWN_LIST.search(source):
+        return ToolFormat(JSON, native)
+    if native and "<|start_header_id|>" in source:
+        return ToolFormat(LLAMA3, native)
+    if native and _SHOWN_CALL.search(source):
+        return ToolFormat(JSON, native)
+    return None

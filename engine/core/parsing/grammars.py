@@ -7,6 +7,7 @@ lazy rule matches text up to the first marker.
 """
 
 import json
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
@@ -14,6 +15,7 @@ from typing import Any
 
 from engine.core.errors import InvalidRequestError
 from engine.core.grammar.schema_rules import compile_schema
+from engine.core.parsing.rows import ReasoningRow
 
 # Schema keywords that may allow an object to have keys not listed in `properties`.
 _OPEN_ENDED = frozenset(
@@ -29,7 +31,8 @@ _MAX_CACHED_CHARS = 16 * 1024
 # Max total size of the schemas that are compiled to find out which properties can be enforced. Each
 # property is compiled with a copy of all definitions.
 _MAX_TRIED_CHARS = 256 * 1024
-_ANY = r"/(.|\n)*/"
+ANY = r"/(.|\n)*/"
+_LINE_END = re.compile(r"(\s*\n\s*)")
 
 
 @dataclass(frozen=True)
@@ -46,6 +49,7 @@ class CallSyntax:
     first: str
     more: str
     bare_text: str | None = None
+    primed: str = ""  # text before a visible answer whose first marker is in the prompt
 
     @property
     def is_bare(self) -> bool:
@@ -56,11 +60,23 @@ def literal(text: str) -> str:
     return json.dumps(text)
 
 
-def marker(text: str, control: Mapping[str, int]) -> str:
-    """The grammar rule for a marker. A control token is matched by its id, other markers as
-    text.
+def sequence(text: str, control: Mapping[str, int]) -> str:
+    """Rule for a literal text. Control tokens in it are matched by id, line ends by any whitespace
+    of about this length.
     """
-    return f"<[{control[text]}]>" if text in control else literal(text)
+    known = sorted((mark for mark in control if mark in text), key=len, reverse=True)
+    pieces = re.split(f"({'|'.join(map(re.escape, known))})", text) if known else [text]
+    rules: list[str] = []
+    for piece in pieces:
+        if piece in control:
+            rules.append(f"<[{control[piece]}]>")
+            continue
+        for part in _LINE_END.split(piece):
+            if part and part.isspace() and "\n" in part:
+                rules.append(rf"/[ \n]{{0,{max(2, len(part))}}}/")
+            elif part:
+                rules.append(literal(part))
+    return " ".join(rules)
 
 
 def arguments_rule(tool: Mapping[str, Any]) -> str:
@@ -80,17 +96,17 @@ def _arguments_rule(parameters: str, where: str, strict: bool) -> str:
     schema = {**json.loads(parameters), "type": "object"}
     if "properties" in schema and not schema.keys() & _OPEN_ENDED:
         schema["additionalProperties"] = False  # otherwise a model could invent endless parameters
-    return f"%json {json.dumps(_enforceable(schema, where, strict))}"
+    return f"%json {json.dumps(enforceable(schema, where, strict))}"
 
 
-def _enforceable(schema: dict[str, Any], where: str, strict: bool) -> dict[str, Any]:
+def enforceable(schema: dict[str, Any], where: str, strict: bool) -> dict[str, Any]:
     try:
         return compile_schema(schema, where)
     except InvalidRequestError:
         if strict:
             raise
     loose = _loosened(schema)
-    return compile_schema(loose if _is_supported(loose) else _OBJECT, where)
+    return compile_schema(loose if is_supported(loose) else _OBJECT, where)
 
 
 def _loosened(schema: Mapping[str, Any]) -> dict[str, Any]:
@@ -106,7 +122,7 @@ def _loosened(schema: Mapping[str, Any]) -> dict[str, Any]:
         if not is_tried:
             return {}
         alone = {**shared, "type": "object", "properties": {"value": value}}
-        return value if _is_supported(alone) else {}
+        return value if is_supported(alone) else {}
 
     return {
         **shared,
@@ -119,7 +135,7 @@ def _loosened(schema: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def _is_supported(schema: Mapping[str, Any]) -> bool:
+def is_supported(schema: Mapping[str, Any]) -> bool:
     try:
         compile_schema(schema, "")
     except InvalidRequestError:
@@ -127,26 +143,16 @@ def _is_supported(schema: Mapping[str, Any]) -> bool:
     return True
 
 
-def object_calls(tools: Sequence[Mapping[str, Any]], arguments_key: str) -> str:
-    """The grammar rule `call`: a JSON object with a tool's name and its arguments, in this
-    order.
-    """
-    lines = ["call: " + " | ".join(f"call_{index}" for index in range(len(tools)))]
-    for index, tool in enumerate(tools):
-        name = json.dumps(tool["function"]["name"])
-        opening = f'{{"name": {name}, "{arguments_key}": '
-        lines.append(f'call_{index}: {literal(opening)} {arguments_rule(tool)} "}}"')
-    return "\n".join(lines)
-
-
-def tool_grammar(syntax: CallSyntax, *, forced: bool, may_think: bool) -> str:
-    """A grammar for an answer that may or must call tools. If `forced` is true, the answer consists
-    of calls only. Otherwise it is text that may contain calls, and each call in it is well-formed.
+def tool_grammar(syntax: CallSyntax, *, forced: bool, thought: str) -> str:
+    """If `forced`, a grammar for calls only. Otherwise a grammar for text that may contain calls;
+    each call that it contains is well-formed. `thought` is the marker of reasoning that may precede
+    the output, or "".
     """
     calls = f"{syntax.first} {syntax.more}"
     lines = ["%llguidance {}", r"SPACE: /[ \n]{0,2}/", syntax.rules]
     if forced:
         opening = f"({syntax.opening})?" if syntax.is_bare and syntax.opening else syntax.opening
+        opening = "" if syntax.primed else opening
         lines.append(f"start: SPACE {opening or ''} {calls}")
         return _joined(lines)
     if syntax.is_bare:
@@ -155,12 +161,51 @@ def tool_grammar(syntax: CallSyntax, *, forced: bool, may_think: bool) -> str:
         return _joined(lines)
     # If the reasoning marker is plain text, its lazy rule competes with the rule for calls. So text
     # must not start with this marker.
-    lines.append(f"TEXT: {_ANY} & ~/<think>(.|\\n)*/" if may_think else f"TEXT: {_ANY}")
-    if syntax.opening is not None and syntax.opening.startswith("<["):
+    excluded = f" & ~/{_regex(thought)}(.|\\n)*/" if thought else ""
+    lines.append(f"TEXT: {ANY}{excluded}")
+    if syntax.primed:
+        shown = f"{literal(syntax.primed)} {ANY}"
+        lines += [f"start: SHOWN | opened {calls} | {calls}", f"SHOWN: {shown}"]
+        lines.append(f"opened[lazy]: {shown} {syntax.opening}")
+    elif syntax.opening is not None and syntax.opening.startswith("<["):
         lines.append(f"start: TEXT ({syntax.opening} {calls})?")
     else:
         lines += [f"start: TEXT | opened {calls}", f"opened[lazy]: TEXT {syntax.opening}"]
     return _joined(lines)
+
+
+def _regex(text: str) -> str:
+    return re.escape(text).replace("/", "\\/").replace("\n", "n")
+
+
+def channel_grammar(
+    row: ReasoningRow,
+    syntax: CallSyntax | None,
+    control: Mapping[str, int],
+    *,
+    forced: bool,
+    answer: str | None,
+) -> str:
+    """Grammar for an answer that is a series of messages: reasoning and remarks, then calls or the
+    final message, which matches `answer` if it is given.
+    """
+    close = sequence(row.close, control)
+    lazy = "" if close.startswith("<[") else "[lazy]"
+    asides = " | ".join(f"({sequence(text, control)})" for text in (row.open, *row.remarks))
+    lines = [
+        "%llguidance {}",
+        r"SPACE: /[ \n]{0,2}/",
+        f"aside{lazy}: ({asides}) {ANY} {close}",
+    ]
+    final = " | ".join(f"({sequence(text, control)})" for text in row.finals)
+    final = f"({final}) " + ("@answer" if answer is not None else ANY)
+    choices = [] if forced else [final]
+    if syntax is not None:
+        lines.append(syntax.rules)
+        choices.append(f"{syntax.opening} {syntax.first} {syntax.more}")
+    lines.append(f"start: aside* ({' | '.join(choices)})")
+    grammar = _joined(lines)
+    return grammar if answer is None or forced else with_inner(grammar, answer, "answer")
 
 
 def answer_grammar(syntax: CallSyntax, answer: str) -> str:

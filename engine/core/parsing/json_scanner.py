@@ -38,8 +38,10 @@ class JsonScanner:
     invalid character.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, depth: int = 0) -> None:
+        """`depth` is the number of objects and arrays around the value."""
         self.done = False
+        self._depth = depth
         self.bad = False
         self._closers: list[str] = []  # closing brackets of the open objects and arrays
         # What comes next. "value": a value. "item": a value or "]". "key": a key or "}".
@@ -94,7 +96,7 @@ class JsonScanner:
 
     def _begin(self, char: str, position: int) -> int:
         if char in "{[":
-            if len(self._closers) == MAX_DEPTH:
+            if self._depth + len(self._closers) == MAX_DEPTH:
                 return self._fail(position)
             self._closers.append("}" if char == "{" else "]")
             self._expects = "key" if char == "{" else "item"

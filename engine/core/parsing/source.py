@@ -7,7 +7,7 @@ total time is linear in the length of the text.
 """
 
 import re
-from collections.abc import Generator
+from collections.abc import Generator, Sequence
 from typing import TypeVar
 
 from engine.core.parsing.json_scanner import JsonScanner
@@ -111,13 +111,13 @@ class Source:
                 return self._text[self._position : self._position + 1]
             yield
 
-    def word(self, max_chars: int) -> Steps[str]:
+    def word(self, max_chars: int, pattern: re.Pattern[str] = _WORD) -> Steps[str]:
         """Read and hold a name of up to `max_chars` characters."""
         first = len(self._held)
         left = max_chars
         while True:
             num_before = self.num_unread
-            self._hold_run(_WORD, self._position + left)
+            self._hold_run(pattern, self._position + left)
             left -= num_before - self.num_unread
             if not left or self.num_unread or self._ended:
                 return "".join(self._held[first:])
@@ -135,20 +135,55 @@ class Source:
         start, self._position = self._position, scanner.feed(self._text, self._position, end)
         return self._text[start : self._position]
 
-    def text_until(self, marker: str) -> Steps[bool]:
-        """Emit text up to `marker`, which stays unread. Returns False if the input ends before a
-        marker.
+    def text_until(self, *markers: str) -> Steps[str]:
+        """Emit text up to the first of `markers`, which stays unread. Returns the marker, or "" if
+        the text ends first. If two markers begin at one place, the longer one is found.
         """
         while True:
-            found = self._text.find(marker, self._position)
-            end = found if found >= 0 else len(self._text) - self._possible_start(marker)
+            end, found = self._first(markers)
             self._speak_to(end)
-            if found >= 0:
-                return True
-            if self._ended:
-                self._speak_to(len(self._text))
-                return False
+            if found or self._ended:
+                return found
             yield
+
+    def raw_until(self, *markers: str) -> Steps[tuple[str, str]]:
+        """Read, without holding, text up to the first of `markers`, which stays unread. Returns
+        the text that is available and the marker that follows it, or "" if more text comes first.
+        Raises `NotACall` if the text ends.
+        """
+        while True:
+            end, found = self._first(markers)
+            if found or end > self._position:
+                text, self._position = self._text[self._position : end], end
+                return text, found
+            if self._ended:
+                raise NotACall
+            yield
+
+    def expect(self, text: str) -> Steps[bool]:
+        """Read and hold the words of `text`, with any whitespace around them. Stops and returns
+        False at the first word that does not come next.
+        """
+        for word in text.split():
+            yield from self.skip_space()
+            if not (yield from self.starts_with(word)):
+                return False
+            self.take(len(word))
+        return True
+
+    def available(self) -> Steps[str]:
+        """Read and hold all text that has arrived. Returns "" when the text has ended."""
+        if not (yield from self.peek()):
+            return ""
+        self._hold_to(len(self._text))
+        return self._held[-1]
+
+    def unread(self, num_chars: int) -> None:
+        """Emit the first `num_chars` of the held text. The rest is read again."""
+        held = "".join(self._held)
+        self._held = [held[:num_chars]]
+        self.release()
+        self._text, self._position = held[num_chars:] + self._text[self._position :], 0
 
     def rest(self) -> Steps[None]:
         """Emit all remaining text."""
@@ -173,11 +208,28 @@ class Source:
             self._spoken.append(self._text[self._position : end])
             self._position = end
 
-    def _possible_start(self, marker: str) -> int:
-        """The length of the longest suffix of the unread text that is a prefix of `marker`."""
-        longest = min(len(marker) - 1, self.num_unread)
-        sizes = range(longest, 0, -1)
-        return next((size for size in sizes if self._text.endswith(marker[:size])), 0)
+    def _first(self, markers: Sequence[str]) -> tuple[int, str]:
+        """The place and text of the first marker. If more input must decide what begins at a
+        place, this place and "".
+        """
+        undecided = len(self._text)
+        if not self._ended:
+            undecided -= self._possible_start(markers)
+        found = [(self._text.find(marker, self._position), marker) for marker in markers]
+        found = [each for each in found if 0 <= each[0] < undecided]
+        if not found:
+            return undecided, ""
+        start = min(place for place, _ in found)
+        return start, max((each for place, each in found if place == start), key=len)
+
+    def _possible_start(self, markers: Sequence[str]) -> int:
+        """Length of the longest unread suffix that a marker begins with and goes beyond."""
+        longest = min(max(map(len, markers), default=1) - 1, self.num_unread)
+        for size in range(longest, 0, -1):
+            tail = self._text[len(self._text) - size :]
+            if any(len(marker) > size and marker.startswith(tail) for marker in markers):
+                return size
+        return 0
 
     def _finish_spoken(self) -> None:
         text = "".join(self._spoken)

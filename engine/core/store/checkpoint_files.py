@@ -19,6 +19,7 @@ _COMPANIONS = frozenset(
         "merges.txt",
         "chat_template.jinja",
         "chat_template.json",
+        "additional_chat_templates/tool_use.jinja",
         "modules.json",
         "sentence_bert_config.json",
         "config_sentence_transformers.json",

@@ -6,8 +6,10 @@ control token in the rendered text comes from the template, and is converted to 
 client's texts are put back as plain text.
 """
 
+import json
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from datetime import datetime
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
@@ -23,15 +25,24 @@ OPTIONS = frozenset(
     {
         *("enable_thinking", "thinking", "reasoning_effort", "preserve_thinking", "documents"),
         *("date_string", "builtin_tools", "custom_tools", "tools_in_user_message"),
+        *("thinking_mode", "thinking_budget", "thinking_effort", "reasoning_strength"),
+        *("clear_thinking", "preserved_thinking", "keep_past_thinking", "model_identity"),
     }
 )
 
 _MAX_DEPTH = 64
+_FUNCTIONS = re.compile(r"\{[{%][^{}%]*\bfunctions\b[^{}%]*[%}]\}")
+_TOOLS = re.compile(r"\{[{%][^{}%]*\btools\b[^{}%]*[%}]\}")
 
 
 def template_options(source: str) -> tuple[str, ...]:
     """The names in `OPTIONS` that occur in the source of a template."""
     return tuple(sorted(OPTIONS & set(re.findall(r"\w+", source))))
+
+
+def takes_functions(source: str) -> bool:
+    """Whether the template reads tools from the variable `functions` instead of `tools`."""
+    return _FUNCTIONS.search(source) is not None and _TOOLS.search(source) is None
 
 
 class ChatTemplate:
@@ -41,6 +52,8 @@ class ChatTemplate:
         self._has_source = source is not None
         self._source = source or ""
         self._tokens = {"bos_token": bos, "eos_token": eos}
+        # Older templates read the tools as JSON text, from a variable of another name.
+        self._takes_functions = takes_functions(self._source)
         self.options = template_options(self._source)
 
     def check(self) -> None:
@@ -55,6 +68,27 @@ class ChatTemplate:
         from engine.core.text.template_sandbox import TemplateProgram
 
         return TemplateProgram(self._source)
+
+    def text(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        tools: Sequence[Mapping[str, Any]] | None = None,
+    ) -> str:
+        """Render trusted messages to text, without a generation prompt. Control tokens in the
+        messages are not hidden.
+        """
+        assert self._program is not None, "the model has no chat template"
+        given = {"messages": messages, "tools": tools, "add_generation_prompt": False}
+        return self._program.render({**given, **self._variables(tools)})
+
+    def _variables(self, tools: Sequence[Mapping[str, Any]] | None) -> dict[str, Any]:
+        """Variables that every rendering has."""
+        variables: dict[str, Any] = dict(self._tokens)
+        if self._takes_functions:
+            functions = [tool["function"] for tool in tools or ()]
+            variables["functions"] = json.dumps(functions, indent=4, ensure_ascii=False)
+            variables["datetime"] = datetime.now().strftime("%b %d %Y %H:%M:%S")
+        return variables
 
     def render(
         self,
@@ -74,7 +108,7 @@ class ChatTemplate:
         given = {"messages": messages, "tools": tools, **options}
         strings = list(_strings(given))
         smuggled = {found for text in strings for found in specials.pattern.findall(text)}
-        fixed = {**self._tokens, "add_generation_prompt": add_generation_prompt}
+        fixed = {**self._variables(tools), "add_generation_prompt": add_generation_prompt}
         segments = self._segments(self._program, given, fixed, specials, smuggled)
         if any(edge in text for text in strings for edge in specials.edges):
             # The client's text may contain only a part of a control token, and text of the template

@@ -8,12 +8,14 @@ such as repeating a string or comparing nested lists. So, third, operations whos
 are replaced by functions that check sizes first.
 """
 
+import itertools
 import json
 import re
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from datetime import datetime
+from string import Formatter
 from typing import Any, NoReturn
 
 import jinja2
@@ -44,7 +46,7 @@ _FILTERS = (
     *("float", "groupby", "indent", "int", "items", "join", "last", "length", "list", "lower"),
     *("map", "max", "min", "reject", "rejectattr", "replace", "reverse", "round", "safe", "select"),
     *("selectattr", "sort", "string", "sum", "title", "tojson", "trim", "truncate", "unique"),
-    "upper",
+    *("upper", "format"),
 )
 _STRING_METHODS = frozenset(
     (
@@ -57,6 +59,8 @@ _STRING_METHODS = frozenset(
 )
 
 
+_FIELD = re.compile(r"[0-9]{0,3}|[A-Za-z][A-Za-z0-9_]{0,63}")
+_PERCENT = re.compile(r"(%[sd%])")
 _PLAIN_DATE = re.compile(r"(?:[^%]|%-?[A-Za-z%]){0,64}")
 
 
@@ -200,10 +204,53 @@ def to_json(
 ) -> str:
     if indent is not None and not 0 <= indent <= 16:
         raise LimitExceeded("The chat template indents JSON by more than 16 spaces.")
+    if isinstance(value, Iterator):
+        value = list(itertools.islice(value, _MAX_WEIGHT))
     weight(value)
     return json.dumps(
         value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
     )
+
+
+def format_text(text: str, args: Sequence[Any], named: Mapping[str, Any]) -> str:
+    """`str.format` for fields without attributes, items, conversions and layouts."""
+    parts: list[str] = []
+    num_taken = 0
+    for before, field, layout, conversion in Formatter().parse(text):
+        parts.append(before)
+        if field is None:
+            continue
+        if layout or conversion or not _FIELD.fullmatch(field):
+            raise LimitExceeded(
+                f"The chat template formats with {{{field[:64]}}}, which it cannot."
+            )
+        if field and not field.isdigit():
+            parts.append(_text(named[field]))
+        else:
+            parts.append(_text(args[int(field or num_taken)]))
+            num_taken += not field
+    return join("", parts)
+
+
+def percent_format(text: str, *args: Any) -> str:
+    """The filter `format`, for `%s` and `%d`."""
+    pieces = _PERCENT.split(text)
+    if any("%" in piece for piece in pieces[::2]) or pieces.count("%s") + pieces.count("%d") != len(
+        args
+    ):
+        raise LimitExceeded("The chat template formats with a layout that it cannot use here.")
+    values = iter(args)
+    texts = ["%" if piece == "%%" else _text(next(values)) for piece in pieces[1::2]]
+    return join("", [part for pair in zip(pieces[::2], [*texts, ""], strict=True) for part in pair])
+
+
+class OwnList(list[Any]):
+    """A list that the template has made. Only these lists may grow."""
+
+
+def append(values: OwnList, value: Any) -> None:
+    values.append(value)
+    weight(values)
 
 
 def strftime_now(layout: str) -> str:
@@ -259,6 +306,7 @@ class _TemplateEnvironment(ImmutableSandboxedEnvironment):
             "indent": lambda text, *args, **named: indent(_text(text), *args, **named),
             "center": lambda text, width=80: center(_text(text), width),
             "round": _round,
+            "format": percent_format,
             "sum": lambda items, attribute=None: FILTERS["sum"](self, items, attribute),
         }
         self.globals = {
@@ -300,12 +348,18 @@ class _TemplateEnvironment(ImmutableSandboxedEnvironment):
     def checked(self, value: Any) -> Any:
         return checked(value)
 
+    def own_list(self, value: list[Any]) -> OwnList:
+        weight(value)
+        return OwnList(value)
+
     def join_text(self, *values: Any) -> str:
         return join("", [_text(value) for value in values])
 
     def is_safe_attribute(self, obj: Any, attr: str, value: Any) -> bool:
         if isinstance(obj, str):
             return attr in _STRING_METHODS
+        if isinstance(obj, OwnList) and attr == "append":
+            return True
         if isinstance(obj, (int, float)):
             return False
         return super().is_safe_attribute(obj, attr, value)
@@ -315,8 +369,12 @@ class _TemplateEnvironment(ImmutableSandboxedEnvironment):
             f"{attribute!r} of a {type(obj).__name__} is out of bounds"
         )
 
-    def wrap_str_format(self, value: Any) -> None:
-        """Disable Jinja's `str.format`. It is not in our list of allowed string methods."""
+    def wrap_str_format(self, value: Any) -> Callable[..., str] | None:
+        """Replaces `str.format` by our own function."""
+        owner = getattr(value, "__self__", None)
+        if not isinstance(owner, str) or value.__name__ != "format":
+            return None
+        return lambda *args, **named: format_text(owner, args, named)
 
     def call(__self, __context: Context, __obj: Any, *args: Any, **kwargs: Any) -> Any:  # noqa: B902
         __self.tick()
@@ -325,6 +383,8 @@ class _TemplateEnvironment(ImmutableSandboxedEnvironment):
             return replace(owner, *args)
         if isinstance(owner, str) and __obj.__name__ == "join":
             return join(owner, [_text(item) for item in args[0]])
+        if isinstance(owner, OwnList) and __obj.__name__ == "append":
+            return append(owner, *args)
         return checked(super().call(__context, __obj, *args, **kwargs))
 
 

@@ -49,16 +49,18 @@ class Meter(NodeTransformer):
         self.generic_visit(node)
         return self._hook("join_text", node.nodes, node)
 
-    def visit_List(self, node: nodes.List | nodes.Dict | nodes.Tuple) -> nodes.Node:
+    def visit_List(self, node: nodes.List) -> nodes.Node:
+        self.generic_visit(node)
+        return self._hook("own_list", [node], node)
+
+    def visit_Dict(self, node: nodes.Dict | nodes.Tuple) -> nodes.Node:
         self.generic_visit(node)
         if all(isinstance(item, nodes.Const) for item in node.items):
             return node
         return self._hook("checked", [node], node)
 
-    visit_Dict = visit_List
-
     def visit_Tuple(self, node: nodes.Tuple) -> nodes.Node:
-        return self.visit_List(node) if node.ctx == "load" else node
+        return self.visit_Dict(node) if node.ctx == "load" else node
 
     def visit_Getitem(self, node: nodes.Getitem) -> nodes.Node:
         self.generic_visit(node)

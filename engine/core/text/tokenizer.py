@@ -127,6 +127,11 @@ class Tokenizer:
         return self._parts.chat_template
 
     @property
+    def tool_template(self) -> str | None:
+        """The source of a separate chat template for requests with tools."""
+        return self._parts.tool_template
+
+    @property
     def bos(self) -> str:
         return "" if self.bos_id is None else self._parts.pieces[self.bos_id]
 

@@ -51,6 +51,7 @@ def tables_from_gguf(metadata: Mapping[str, Any]) -> TokenizerTables:
     fields = _READERS[kind](_Vocabulary(metadata, pieces, types, specials, unknown_id))
     adds_bos, adds_eos = fields.pop("adds", (True, False))
     template = metadata.get("tokenizer.chat_template")
+    for_tools = metadata.get("tokenizer.chat_template.tool_use")
     return TokenizerTables(
         kind=kind,  # type: ignore[arg-type]  # `_kind` returns a key of `_READERS`
         pieces=tuple(pieces),
@@ -64,6 +65,7 @@ def tables_from_gguf(metadata: Mapping[str, Any]) -> TokenizerTables:
         add_bos=_flag(metadata, "add_bos_token", adds_bos) and bos_id is not None,
         add_eos=_flag(metadata, "add_eos_token", adds_eos) and ends[0] is not None,
         chat_template=template if isinstance(template, str) else None,
+        tool_template=for_tools if isinstance(for_tools, str) else None,
         **fields,
     )
 

@@ -59,6 +59,7 @@ def parts_from_directory(path: Path) -> TokenizerParts:
         add_bos=_flag(settings, "add_bos_token", first is not None) and bos_id is not None,
         add_eos=_flag(settings, "add_eos_token", last is not None) and eos_id is not None,
         chat_template=_chat_template(path, settings),
+        tool_template=_tool_template(path, settings),
     )
 
 
@@ -314,8 +315,20 @@ def _chat_template(path: Path, settings: dict[str, Any]) -> str | None:
     separate = path / "chat_template.jinja"
     if separate.is_file():
         return _read_text(separate)
-    value = settings.get("chat_template")
-    if isinstance(value, list):  # the file has several named templates
-        named = {item.get("name"): item.get("template") for item in value if isinstance(item, dict)}
-        value = named.get("default")
+    value = _named_templates(settings).get("default", settings.get("chat_template"))
     return value if isinstance(value, str) else None
+
+
+def _tool_template(path: Path, settings: dict[str, Any]) -> str | None:
+    separate = path / "additional_chat_templates" / "tool_use.jinja"
+    if separate.is_file():
+        return _read_text(separate)
+    value = _named_templates(settings).get("tool_use")
+    return value if isinstance(value, str) else None
+
+
+def _named_templates(settings: dict[str, Any]) -> dict[Any, Any]:
+    """Templates by name, if the settings have a list of them."""
+    value = settings.get("chat_template")
+    items = value if isinstance(value, list) else []
+    return {item.get("name"): item.get("template") for item in items if isinstance(item, dict)}

@@ -58,6 +58,7 @@ class TokenizerParts:
     add_bos: bool
     add_eos: bool
     chat_template: str | None
+    tool_template: str | None = None  # the chat template for requests with tools, if it differs
 
 
 @functools.cache

@@ -30,6 +30,7 @@ class TokenizerTables(msgspec.Struct, frozen=True, kw_only=True):
     add_bos: bool
     add_eos: bool
     chat_template: str | None
+    tool_template: str | None = None
     merges: list[tuple[str, str]] = []  # the kinds "bert" and "t5" have none
     split: str = ""  # name of the pre-tokenizer, for the kind "gpt2"
     space_prefix: bool = False
@@ -63,6 +64,7 @@ def parts_from_tables(tables: TokenizerTables) -> TokenizerParts:
         add_bos=tables.add_bos,
         add_eos=tables.add_eos,
         chat_template=tables.chat_template,
+        tool_template=tables.tool_template,
     )
 
 

@@ -73,6 +73,8 @@ def gguf_tokenizer(directory: Path, vocab_size: int) -> dict[str, Any]:
     stated = {PREFIX + key: value for key, value in keys.items() if value is not None}
     if parts.chat_template is not None:
         stated["tokenizer.chat_template"] = parts.chat_template
+    if parts.tool_template is not None:
+        stated["tokenizer.chat_template.tool_use"] = parts.tool_template
     return stated
 
 

@@ -25,13 +25,21 @@ def tokenizer_files(metadata: Mapping[str, Any]) -> dict[str, str]:
         "add_bos_token": tables.add_bos,
         "add_eos_token": tables.add_eos,
         "clean_up_tokenization_spaces": False,
-        "chat_template": tables.chat_template,
+        "chat_template": _chat_templates(tables),
     }
     stated = {key: value for key, value in settings.items() if value is not None}
     return {
         "tokenizer.json": engine.to_str(),
         "tokenizer_config.json": json.dumps(stated, indent=2, ensure_ascii=False),
     }
+
+
+def _chat_templates(tables: TokenizerTables) -> Any:
+    """The template, or a list of named templates if there is one for requests with tools."""
+    if tables.tool_template is None or tables.chat_template is None:
+        return tables.chat_template
+    named = {"default": tables.chat_template, "tool_use": tables.tool_template}
+    return [{"name": name, "template": template} for name, template in named.items()]
 
 
 def _engine(tables: TokenizerTables, unused: frozenset[int]) -> tokenizers.Tokenizer:

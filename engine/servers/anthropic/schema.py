@@ -36,7 +36,7 @@ from engine.servers.schema.messages import (
     known_name,
 )
 from engine.servers.schema.structured import schema_spec
-from engine.servers.serving.chat import ChatAsk, effort_options
+from engine.servers.serving.chat import ChatAsk, effort_options, thinking_switch
 from engine.servers.serving.services import Services
 
 # The value of `context_management` by which Claude Code asks to keep all thinking. The server
@@ -180,9 +180,6 @@ class MessagesBody(PromptBody):
     service_tier: Literal["auto", "standard_only"] | None = None
 
 
-# Names of chat template options that enable thinking.
-_THINKING_OPTIONS = ("enable_thinking", "thinking")
-
 Kind = TypeVar("Kind", bound=PromptBody)
 
 
@@ -266,9 +263,9 @@ def template_options(
     """
     options: dict[str, Any] = {}
     wants_thinking = body.thinking is not None and body.thinking.type != "disabled"
-    switches = [name for name in _THINKING_OPTIONS if name in card.template_options]
-    if switches:
-        options[switches[0]] = wants_thinking
+    switch = thinking_switch(card, wants_thinking)
+    if switch:
+        options |= switch
     elif wants_thinking and "reasoning" not in card.capabilities:
         services.warn(request, "thinking", "this model does not think before it answers")
     elif body.thinking is not None and not wants_thinking and "reasoning" in card.capabilities:
@@ -280,7 +277,7 @@ def template_options(
     # For models without effort levels, "high" has no effect and needs no warning.
     if effort == "high" and "reasoning_effort" not in card.template_options:
         return options
-    return options | effort_options(services, request, card, effort, "output_config.effort")
+    return effort_options(services, request, card, effort, "output_config.effort") | options
 
 
 def _tool_choice(value: ToolChoiceBody | None, tools: tuple[dict[str, Any], ...]) -> ToolChoice:

@@ -29,6 +29,13 @@ NO_TEXT = "writes no text; use /v1/embeddings"
 # Reasoning efforts above "high". They are passed to the chat template as "high". If a template has
 # higher levels, clients can set them by `chat_template_kwargs`.
 _ABOVE_HIGH = ("xhigh", "max")
+# Template options that turn thinking on and off, with their values. None: there is no such value.
+_SWITCHES: tuple[tuple[str, Any, Any], ...] = (
+    ("enable_thinking", True, False),
+    ("thinking", True, False),
+    ("thinking_mode", "enabled", "disabled"),
+    ("thinking_budget", None, 0),
+)
 
 
 # A function that wraps a stream of events, for example to store the answer at its end.
@@ -145,18 +152,27 @@ def known_options(
 def effort_options(
     services: Services, request: Request, card: ModelCard, effort: str | None, param: str
 ) -> dict[str, Any]:
-    """Chat template options for a reasoning effort. Warns the client if the model's template has no
-    such option.
+    """Chat template options for a reasoning effort: the template's own option, and its switch for
+    thinking. Warns the client if the model's template has no levels.
     """
     if effort is None:
         return {}
+    is_off = effort in ("none", "minimal")
+    switch = thinking_switch(card, not is_off)
     if "reasoning_effort" in card.template_options:
         if effort in _ABOVE_HIGH:
             services.warn(request, param, f"{effort} was lowered to high")
             effort = "high"
-        return {"reasoning_effort": effort}
-    if effort in ("none", "minimal") and "enable_thinking" in card.template_options:
-        return {"enable_thinking": False}
-    if effort != "none" or "reasoning" in card.capabilities:
+        return {"reasoning_effort": effort} | switch
+    if not (is_off and switch) and (effort != "none" or "reasoning" in card.capabilities):
         services.warn(request, param, f"{effort} can't be set for this model")
+    return switch
+
+
+def thinking_switch(card: ModelCard, on: bool) -> dict[str, Any]:
+    """The template option that turns thinking on or off; empty if the template has none."""
+    for name, if_on, if_off in _SWITCHES:
+        value = if_on if on else if_off
+        if name in card.template_options and value is not None:
+            return {name: value}
     return {}

@@ -68,4 +68,18 @@ MUTATIONS = [
         '"max_queued": max_concurrent,',
         "tests/security/test_keys.py::test_every_limit_of_a_new_key_is_its_own",
     ),
+    Mutation(
+        "conformance: all spaces of a data line are dropped",
+        "engine.conformance.sse",
+        'value = value.removeprefix(" ")',
+        "value = value.strip()",
+        "tests/unit/test_conformance.py::test_reading_events",
+    ),
+    Mutation(
+        "conformance: an empty data line is fine",
+        "engine.conformance.sse",
+        '                problems.append("an empty data line")\n',
+        "                pass\n",
+        "tests/unit/test_conformance.py::test_reading_events",
+    ),
 ]

@@ -105,4 +105,25 @@ MUTATIONS = [
         "",
         "tests/unit/test_supervisor.py::test_a_death_is_followed_by_another_start",
     ),
+    Mutation(
+        "launcher: a second SIGTERM gives more time",
+        "engine.backends.external.launcher",
+        "self._deadline = min(deadline, self._deadline or deadline)",
+        "self._deadline = deadline",
+        "tests/unit/test_reaping.py::test_who_is_asked_to_end_twice_gets_no_more_time",
+    ),
+    Mutation(
+        "launcher: a tracker that does not end is waited for",
+        "engine.backends.external.launcher",
+        "is_spared = time.monotonic() < deadline and TRACKER in",
+        "is_spared = TRACKER in",
+        "tests/unit/test_reaping.py::test_a_tracker_gets_its_time_and_is_then_killed_too",
+    ),
+    Mutation(
+        "launcher: a tracker is killed at once",
+        "engine.backends.external.launcher",
+        "is_spared = time.monotonic() < deadline and TRACKER in",
+        "is_spared = False and TRACKER in",
+        "tests/unit/test_reaping.py::test_a_tracker_gets_its_time_and_is_then_killed_too",
+    ),
 ]

@@ -87,4 +87,11 @@ MUTATIONS = [
         "self._num_used, len(data)",
         "tests/unit/test_storage.py::test_uploads_that_arrive_together_share_the_room",
     ),
+    Mutation(
+        "batches: a batch that is cancelled while it waits keeps a slot",
+        "engine.servers.batches.run",
+        "        if watching.done() and taking.done():\n            self._bench.slots.release()\n",
+        "",
+        "tests/unit/test_server_batches.py::test_a_batch_that_must_stop_takes_no_slot",
+    ),
 ]

@@ -184,4 +184,11 @@ MUTATIONS = [
         "            num_blocks=spec.num_blocks,\n",
         f"{OPTION_TESTS}::test_an_engine_says_what_it_holds_once_it_is_warm",
     ),
+    Mutation(
+        "ipc: a stall is reported at every tick",
+        "engine.backends.custom.ipc.heartbeat",
+        "if is_stalled and not self._was_stalled:",
+        "if is_stalled:",
+        f"{FRAME_TESTS}::test_a_stall_is_reported_and_interrupted_once",
+    ),
 ]

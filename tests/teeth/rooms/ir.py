@@ -8,6 +8,22 @@ PLAN_TESTS = "tests/unit/test_ir_plan.py"
 
 MUTATIONS = [
     Mutation(
+        "ir: a token chooses experts of all groups",
+        "engine.backends.custom.ir.reference",
+        "    if routing.groups == 1:\n        return ranks\n",
+        "    return ranks\n",
+        "tests/unit/test_native_graphs.py::test_logits_are_those_of_the_graph[grouped experts]",
+    ),
+    Mutation(
+        "ir: the MLP of a parallel layer reads what attention wrote",
+        "engine.backends.custom.ir.decoder",
+        '    inner = builder.mlp(builder.read(x, f"{name}.mlp_norm", weight), layer)\n'
+        '    x = builder.merge(x, builder.out_projection(heads, layer), f"{name}.attn")\n',
+        '    x = builder.merge(x, builder.out_projection(heads, layer), f"{name}.attn")\n'
+        '    inner = builder.mlp(builder.read(x, f"{name}.mlp_norm", weight), layer)\n',
+        "tests/parity/test_ir_models.py::test_graph_and_plan_equal_hugging_face[cohere2]",
+    ),
+    Mutation(
         "ir: a value may be used before it is made",
         "engine.backends.custom.ir.graph",
         "        if name in values:\n            continue\n",

@@ -22,23 +22,23 @@ MUTATIONS = [
     Mutation(
         "calls: arguments come with the space around them",
         "engine.core.parsing.calls",
-        "self._add(arguments.strip())",
-        "self._add(arguments)",
+        "self.add(arguments.strip())",
+        "self.add(arguments)",
         "tests/unit/test_parsing.py"
         "::test_arguments_before_the_name_come_without_the_space_around_them",
     ),
     Mutation(
         "calls: the last name counts",
         "engine.core.parsing.calls",
-        'key == "name" and call.name is None',
-        'key == "name"',
+        "key in NAME_KEYS and call.name is None",
+        "key in NAME_KEYS",
         "tests/unit/test_parsing.py::test_the_first_name_is_the_calls",
     ),
     Mutation(
         "markers: one cut before its last character is text",
         "engine.core.parsing.source",
-        "longest = min(len(marker) - 1, self.num_unread)",
-        "longest = min(len(marker) - 2, self.num_unread)",
+        "longest = min(max(map(len, markers), default=1) - 1, self.num_unread)",
+        "longest = min(max(map(len, markers), default=1) - 2, self.num_unread)",
         "tests/unit/test_parsing.py::test_calls_cut_in_two_anywhere_are_the_same_calls",
     ),
     Mutation(
@@ -64,16 +64,61 @@ MUTATIONS = [
     ),
     Mutation(
         "calls: a fence that nobody opened is swallowed",
-        "engine.core.parsing.formats",
+        "engine.core.parsing.row_reader",
         "    if is_fenced and (yield",
         "    if (yield",
         "tests/unit/test_parsing.py::test_a_fence_that_was_not_opened_is_text",
     ),
     Mutation(
         "messages: what was said is said before every call",
-        "engine.core.parsing.output",
+        "engine.core.parsing.messages",
         'content = message["content"] if number == 0 else ""',
         'content = message["content"]',
         "tests/unit/test_parsing_messages.py::test_llama_gets_one_call_per_message",
+    ),
+    Mutation(
+        "rows: a string of an element is streamed with the line end behind it",
+        "engine.core.parsing.values",
+        'pending = "\\n" if self._is_padded and chunk.endswith("\\n") else ""',
+        'pending = ""',
+        "tests/unit/test_parsing_rows.py"
+        "::test_the_models_own_text_is_read_wherever_it_is_cut[qwen_xml]",
+    ),
+    Mutation(
+        "rows: a value of an element is JSON whatever the schema says",
+        "engine.core.parsing.values",
+        'if is_text if is_text is not None else types == {"string"}:',
+        "if is_text:",
+        "tests/unit/test_parsing_rows.py::test_strings_are_streamed_before_their_element_ends",
+    ),
+    Mutation(
+        "fences: a call is read although text follows",
+        "engine.core.parsing.row_reader",
+        "                if not isinstance(piece, ToolCallPiece):\n"
+        "                    self._source.unread(len(FENCE))\n"
+        "                    return\n",
+        "                if not isinstance(piece, ToolCallPiece):\n                    continue\n",
+        "tests/unit/test_parsing_rows.py::test_a_call_in_a_fence_is_read_if_nothing_follows",
+    ),
+    Mutation(
+        "probe: a row is believed without reading the call by it",
+        "engine.core.parsing.probe",
+        'return found == re.sub(r"\\s", "", str(_call(0, True)["function"]["arguments"])) * number',
+        "return True",
+        "tests/unit/test_parsing_rows.py::test_a_template_that_cannot_be_told_is_emulated",
+    ),
+    Mutation(
+        "templates: the tool template is used without tools",
+        "engine.backends.custom.frontend.text_model",
+        "return self.tool_chat if has_tools and self.tool_chat is not None else self.chat",
+        "return self.tool_chat if self.tool_chat is not None else self.chat",
+        "tests/unit/test_chat_formats.py::test_the_tool_template_is_used_by_need",
+    ),
+    Mutation(
+        "grammar: a call may leave out a required argument",
+        "engine.core.parsing.call_grammars",
+        'rules.append(name if key in required else f"{name}?")',
+        'rules.append(f"{name}?")',
+        "tests/unit/test_parsing_rows.py::test_required_forces_the_models_own_text",
     ),
 ]

@@ -31,4 +31,11 @@ MUTATIONS = [
         "            changed",
         "tests/unit/test_plugins.py::test_prompts_are_redacted_wherever_text_is",
     ),
+    Mutation(
+        "plugins: each hook may fail three times",
+        "engine.plugins.host",
+        "if self._in_a_row.total() >= MAX_FAILURES",
+        "if self._in_a_row[hook] >= MAX_FAILURES",
+        "tests/security/test_misbehaving_plugins.py::test_failures_of_several_hooks_add_up",
+    ),
 ]

@@ -152,4 +152,46 @@ MUTATIONS = [
         "tests/unit/test_on_demand.py"
         "::test_unloading_waits_for_running_requests_and_refuses_new_ones",
     ),
+    Mutation(
+        "shadow: the likeliest token alone counts as sampled",
+        "engine.routing.shadow",
+        "return params.temperature == 0 or params.top_k == 1",
+        "return params.temperature == 0",
+        "tests/unit/test_shadow.py::test_the_likeliest_token_alone_is_as_good_as_no_temperature",
+    ),
+    Mutation(
+        "shadow: a copy may take hours",
+        "engine.routing.shadow",
+        "limit_s = min(request.context.timeout_s or MAX_SECONDS, MAX_SECONDS)",
+        "limit_s = request.context.timeout_s or MAX_SECONDS",
+        "tests/unit/test_shadow.py::test_a_copy_may_take_as_long_as_its_request_but_not_for_ever",
+    ),
+    Mutation(
+        "shadow: the last choice that differs is told",
+        "engine.routing.shadow",
+        '("different", min(positions)) if positions',
+        '("different", max(positions)) if positions',
+        "tests/unit/test_shadow.py::test_choices_are_compared_one_by_one",
+    ),
+    Mutation(
+        "shadow: choices take no room",
+        "engine.routing.shadow",
+        "request.context.params.n * MAX_ANSWER_CHARS",
+        "MAX_ANSWER_CHARS",
+        "tests/unit/test_shadow.py::test_large_requests_count_by_their_size",
+    ),
+    Mutation(
+        "shadow: the oldest copies come first",
+        "engine.routing.shadow",
+        '"recent": list(reversed(self._recent))',
+        '"recent": list(self._recent)',
+        "tests/unit/test_shadow.py::test_the_latest_copies_come_first",
+    ),
+    Mutation(
+        "shadow: stopping leaves who waits",
+        "engine.routing.shadow",
+        "        self._waiting.clear()\n",
+        "",
+        "tests/unit/test_shadow.py::test_stopping_forgets_what_is_under_way",
+    ),
 ]

@@ -38,4 +38,32 @@ MUTATIONS = [
         "drops_leading_space",
         "tests/property/test_detokenizer.py::test_only_the_first_space_of_a_text_is_dropped",
     ),
+    Mutation(
+        "templates: letters make a control token beside an edge",
+        "engine.core.text.chat_template",
+        "            hidden = smuggled | specials.edges\n",
+        "            hidden = specials.edges\n",
+        "tests/unit/test_chat_template.py::test_a_control_token_of_letters_stays_text_beside_an_edge_of_another",
+    ),
+    Mutation(
+        "templates: a field's name makes a control token",
+        "engine.core.text.chat_template",
+        "            yield from _strings(key, depth + 1)\n",
+        "",
+        "tests/unit/test_chat_template.py::test_names_of_fields_are_a_clients_text_too",
+    ),
+    Mutation(
+        "templates: a role is hidden from its template",
+        "engine.core.text.chat_template",
+        'item if key == "role" else self.put_on(item)',
+        "self.put_on(item)",
+        "tests/unit/test_chat_template.py::test_a_control_token_is_built_of_a_role_whatever_the_text_says",
+    ),
+    Mutation(
+        "templates: edges are hidden where nothing is at stake",
+        "engine.core.text.chat_template",
+        "            if _controls(apart) != _controls(segments):\n    ",
+        "            if True:\n    ",
+        "tests/unit/test_chat_template.py::test_templates_can_cut_a_text_where_no_control_token_is_at_stake",
+    ),
 ]

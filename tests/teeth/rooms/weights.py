@@ -100,6 +100,20 @@ MUTATIONS = [
         "tests/parity/test_quants.py::test_what_kernels_read_has_the_same_values",
     ),
     Mutation(
+        "weights: zero points of GPTQ's first version are taken as they are",
+        "engine.backends.custom.weights.schemes.integers",
+        'np.uint8(1 if form == "gptq" else 0)',
+        "np.uint8(0)",
+        "tests/parity/test_schemes.py::test_matrices_dequantize_as_their_library_does",
+    ),
+    Mutation(
+        "weights: groups of GPTQ's columns may be anywhere",
+        "engine.backends.custom.weights.schemes.integers",
+        "    if order.min() < 0 or order.max() >= groups:\n",
+        "    if order.min() < 0:\n",
+        "tests/security/test_schemes.py::test_lies_are_refused_for_their_reason",
+    ),
+    Mutation(
         "weights: safetensors may leave gaps",
         "engine.backends.custom.weights.safetensors",
         "        if entry.begin != position:\n",

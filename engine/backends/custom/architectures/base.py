@@ -12,6 +12,8 @@ from typing import Any, Literal, Protocol, TypeVar
 
 from engine.core.errors import ModelFormatError
 
+MAX_LAYERS = 1024
+
 
 @dataclass(frozen=True, slots=True)
 class Transform:
@@ -303,7 +305,7 @@ def check_config(config: ModelConfig) -> ModelConfig:
     rules = {
         "vocab_size >= 1": config.vocab_size >= 1,
         "hidden_size >= 1": config.hidden_size >= 1,
-        "1 <= num_layers <= 1024": 1 <= config.num_layers <= 1024,
+        f"1 <= num_layers <= {MAX_LAYERS}": 1 <= config.num_layers <= MAX_LAYERS,
         "num_heads >= 1": config.num_heads >= 1,
         "num_kv_heads >= 1": config.num_kv_heads >= 1,
         "num_kv_heads divides num_heads": config.num_kv_heads >= 1

@@ -22,6 +22,7 @@ from engine.backends.custom.architectures.base import (
     check_config,
 )
 from engine.backends.custom.architectures.foreign import (
+    check_sizes,
     gguf_bos_id,
     gguf_eos_ids,
     gguf_vocab_size,
@@ -288,6 +289,7 @@ class Family:
             found["max_position"] = stretched_position(found["rope"], length)
         found["bos_id"] = hf_bos_id(config, found["vocab_size"])
         found["eos_ids"] = hf_eos_ids(config, found["vocab_size"])
+        check_sizes(found)
         found |= self.hf_more(reader, found)
         return check_config(ModelConfig(family=self.name, **found))
 
@@ -313,6 +315,7 @@ class Family:
         found["sliding_window"] = window or None
         found["bos_id"] = gguf_bos_id(metadata, found["vocab_size"])
         found["eos_ids"] = gguf_eos_ids(metadata, found["vocab_size"])
+        check_sizes(found)
         found |= self.gguf_more(reader, found)
         return check_config(ModelConfig(family=self.name, **found))
 

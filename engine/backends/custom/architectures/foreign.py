@@ -7,7 +7,7 @@ If a config asks for something that the engine does not implement, an error name
 from collections.abc import Iterator, Mapping
 from typing import Any, Literal
 
-from engine.backends.custom.architectures.base import Reader
+from engine.backends.custom.architectures.base import MAX_LAYERS, Reader
 from engine.core.errors import ModelFormatError
 
 Activation = Literal["silu", "gelu", "gelu_tanh", "relu2"]
@@ -40,19 +40,14 @@ def hf_activation(reader: Reader, key: str, default: str) -> Activation:
 
 
 def refuse_unsupported_hf(config: Mapping[str, Any], has_experts: bool) -> None:
-    """Rejects quantized Hugging Face checkpoints, and mixtures of experts unless the family has
-    them. Both store other weights than the engine would look for.
+    """Rejects Hugging Face checkpoints that are mixtures of experts, unless the family has them.
+    They store other weights than the engine would look for.
     """
     for key in _EXPERT_KEYS:
         if config.get(key) and not has_experts:
             raise ModelFormatError(
                 f"config.json: key '{key}': mixtures of experts are not supported in this family"
             )
-    if config.get("quantization_config"):
-        raise ModelFormatError(
-            "config.json: key 'quantization_config': quantized Hugging Face checkpoints are not "
-            "supported; use the unquantized checkpoint or a GGUF file"
-        )
 
 
 def refuse_unsupported_gguf(metadata: Mapping[str, Any], has_experts: bool) -> None:
@@ -71,6 +66,28 @@ def refuse_values(config: Mapping[str, Any], refused: Mapping[str, Any]) -> None
         found = config.get(key)
         if found is value or (value is ANY and found not in (None, False)):
             raise ModelFormatError(f"config.json: key '{key}': {found} is not supported")
+
+
+def check_sizes(found: Mapping[str, Any]) -> None:
+    """Checks the sizes that functions of a family compute with, before `check_config` checks all
+    fields of the finished config.
+    """
+    for name in ("hidden_size", "num_heads", "head_dim"):
+        if found[name] < 1:
+            raise ModelFormatError(f"model hyperparameters break the rule {name} >= 1")
+    if not 1 <= found["num_layers"] <= MAX_LAYERS:
+        raise ModelFormatError(
+            f"model hyperparameters break the rule 1 <= num_layers <= {MAX_LAYERS}"
+        )
+
+
+def text_config(config: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The settings of the text model of a config.json, which may also describe an image encoder."""
+    text = config.get("text_config")
+    if not isinstance(text, Mapping):
+        return config
+    ids = {key: config[key] for key in ("bos_token_id", "eos_token_id") if key in config}
+    return {**text, **ids}
 
 
 def heads_split(hidden_size: int, num_heads: int) -> int:

@@ -19,8 +19,9 @@ from engine.backends.custom.architectures.common import (
     norm,
 )
 from engine.backends.custom.architectures.family import Family, More, Settings
-from engine.backends.custom.architectures.foreign import ANY
+from engine.backends.custom.architectures.foreign import ANY, text_config
 from engine.backends.custom.architectures.layers import alternating
+from engine.core.errors import ModelFormatError
 
 _ADDED = 1.0
 _NORMS: Rows = (
@@ -44,6 +45,8 @@ def _attention_scale(found: Settings, scalar: float) -> Settings:
 def _from_hf(layers: More) -> More:
     def read(reader: Reader, found: Settings) -> Settings:
         scalar = reader.read(float, "query_pre_attn_scalar", default=256.0)
+        if scalar <= 0:
+            raise ModelFormatError("config.json: key 'query_pre_attn_scalar' must be above 0")
         scale = _attention_scale(found, scalar)
         return {**_scaled(reader, found), **scale, **layers(reader, found)}
 
@@ -105,18 +108,28 @@ GEMMA2 = Family(
 _GEMMA3_LAYERS = alternating(6, window=4096, local_theta=10_000.0, plain_local=True)
 GEMMA3 = Family(
     name="gemma3",
-    hf_names=("Gemma3ForCausalLM",),
+    hf_names=("Gemma3ForCausalLM", "Gemma3ForConditionalGeneration"),
     gguf_names=("gemma3",),
     weights=decoder(attention(), GATED_MLP, _NORMS, head_norms("H", "H", _ADDED), added=_ADDED),
     hf_keys=HF_KEYS | ATTENTION_BIAS | {"final_logit_softcapping": "logits_softcap"},
     gguf_keys=GGUF_KEYS | {"final_logit_softcapping": "logits_softcap"},
     hf_activation=_ACTIVATION,
     always={"norm_placement": "both", "qk_norm": "head"},
-    hf_defaults={"tie_embeddings": True, "head_dim": 256, "norm_eps": 1e-6},
+    # Files of models with image encoders omit the settings that equal Transformers' defaults.
+    hf_defaults={
+        "tie_embeddings": True,
+        "vocab_size": 262_208,
+        "num_heads": 8,
+        "num_kv_heads": 4,
+        "head_dim": 256,
+        "max_position": 131_072,
+        "norm_eps": 1e-6,
+    },
     hf_refused={"use_bidirectional_attention": ANY, "attn_logit_softcapping": ANY},
     hf_more=_from_hf(_GEMMA3_LAYERS[0]),
     gguf_more=_from_gguf(_GEMMA3_LAYERS[1], num_layers_27b=62),
     theta=1_000_000.0,
     has_local_rope=True,
+    hf_view=text_config,
     hf_kind=lambda config: ("Gemma3ForCausalLM", "gemma3_text"),
 )

@@ -34,7 +34,7 @@ def local_layers(reader: Reader, num_layers: int, period: int) -> list[bool]:
     """
     listed: list[Any] | None = reader.read(list, "layer_types", default=None)
     if listed is not None:
-        if len(listed) < num_layers or not set(listed) <= {_LOCAL, _GLOBAL}:
+        if len(listed) < num_layers or not all(kind in (_LOCAL, _GLOBAL) for kind in listed):
             raise ModelFormatError(
                 f"config.json: key 'layer_types' must have '{_LOCAL}' or '{_GLOBAL}' "
                 f"for each of the {num_layers} layers"

@@ -30,7 +30,7 @@ from engine.backends.custom.architectures.family import (
     Stored,
     WeightRow,
 )
-from engine.backends.custom.architectures.foreign import ANY
+from engine.backends.custom.architectures.foreign import ANY, text_config
 from engine.backends.custom.architectures.layers import (
     alternating,
     layer_settings,
@@ -105,6 +105,7 @@ LLAMA = Family(
         "MinistralForCausalLM",
         "MixtralForCausalLM",
         "InternLM3ForCausalLM",
+        "Mistral3ForConditionalGeneration",
     ),
     gguf_names=("llama",),
     weights=decoder(
@@ -124,6 +125,7 @@ LLAMA = Family(
     hf_more=_mistral_window,
     gguf_more=_whole_rotation,
     hf_kind=_llama_kind,
+    hf_view=text_config,
 )
 # Qwen2 and Qwen2.5: the projections of queries, keys and values have biases.
 QWEN2 = Family(

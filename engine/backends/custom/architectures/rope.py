@@ -42,6 +42,8 @@ def rope_from_hf(
             )
         settings = Reader(settings, where).read(dict, layer_type, default={})
     reader = Reader(settings, where)
+    if reader.read(float, "llama_4_scaling_beta", default=0.0):
+        raise ModelFormatError(f"{where}: key 'llama_4_scaling_beta' is not supported")
     theta = _stated(reader, top, "rope_theta", theta)
     part = _stated(reader, top, "partial_rotary_factor", part)
     if not 0 < part <= 1:

@@ -322,6 +322,7 @@ def _hf_files(model: ModelSource, dtype: str) -> dict[str, bytes]:
             if path.is_file() and is_companion(path.name)
         }
         stated = read_json(model.path, CONFIG_NAME)
+        stated.pop("quantization_config", None)  # the written weights are not quantized
         stated |= {key: dtype for key in ("dtype", "torch_dtype") if key in stated}
         return files | {CONFIG_NAME: _json(stated)}
     texts = tokenizer_files(model.metadata)

@@ -117,7 +117,8 @@ def gguf_type(weight: Weight, wanted: str | None, tied: bool) -> str:
     if is_vector or spec.name == "position.weight" or spec.name.endswith(".router.weight"):
         return "F32"
     if wanted is None:
-        return weight.tensor.dtype
+        now = weight.tensor.dtype
+        return now if traits_of(now).type_id is not None else "F16"
     if wanted in _FOUR_BITS and spec.name == ("embed.weight" if tied else "head.weight"):
         wanted = _LOGITS_TYPE
     while not fits_rows(wanted, spec.shape[-1]):

@@ -59,12 +59,12 @@ def prepare_chat(text: TextModel, request: ChatRequest) -> Prepared:
     choice, spec = request.tool_choice, request.context.grammar
     tools = () if choice.mode == "none" else request.tools
     token_ids = encode_chat(text, request)
-    output = text.output
+    output = text.chat_for(bool(tools)).output
     tail = text.tokenizer.decode(token_ids[-TAIL_TOKENS:], skip_special=False)
     opened = output.opens_reasoning(tail)
     answer = None if spec is None else grammar_text(spec)
     asked = (tools, choice, request.parallel_tool_calls, answer, opened)
-    has_structure = bool(tools) or output.reasoning is not None
+    has_structure = bool(tools) or output.reasoning is not None or output.is_framed
     return Prepared(
         token_ids,
         "messages",
@@ -84,8 +84,9 @@ def prepare_chat(text: TextModel, request: ChatRequest) -> Prepared:
 def encode_chat(text: TextModel, request: ChatRequest) -> tuple[int, ...]:
     """The token ids of a conversation, rendered by the model's chat template."""
     tools = () if request.tool_choice.mode == "none" else request.tools
-    messages, template_tools = text.output.prepare(request.messages, tools)
-    rendered = text.template.render(
+    chat = text.chat_for(bool(tools))
+    messages, template_tools = chat.output.prepare(request.messages, tools)
+    rendered = chat.template.render(
         messages,
         text.tokenizer.specials,
         request.add_generation_prompt and not request.continue_final_message,

@@ -83,6 +83,20 @@ class ModelShape(Protocol):
 
 
 @dataclass(frozen=True)
+class ChatFormat:
+    """A chat template, and how the model answers to its prompts."""
+
+    template: ChatTemplate
+    output: OutputFormat
+
+    @classmethod
+    def of(cls, source: str | None, tokenizer: Tokenizer) -> "ChatFormat":
+        template = ChatTemplate(source, tokenizer.bos, tokenizer.eos)
+        render = None if source is None else template.text
+        return cls(template, OutputFormat.of(source, tokenizer.specials.ids, render))
+
+
+@dataclass(frozen=True)
 class TextModel:
     """Turns messages and prompts into token ids, and interprets the ids that the model
     generates.
@@ -90,11 +104,15 @@ class TextModel:
 
     config: ModelShape
     tokenizer: Tokenizer
-    template: ChatTemplate
+    chat: "ChatFormat"
     quantization: str | None
     size_bytes: int
-    output: OutputFormat
     infill: Infill | None = None
+    tool_chat: "ChatFormat | None" = None  # the format of requests with tools, if it differs
+
+    def chat_for(self, has_tools: bool) -> "ChatFormat":
+        """The template and output format for a conversation with or without tools."""
+        return self.tool_chat if has_tools and self.tool_chat is not None else self.chat
 
     @property
     def can_chat(self) -> bool:
@@ -111,7 +129,7 @@ class TextModel:
         found = ["completions", "embeddings", "json_schema"]
         if self.can_chat:
             found += ["chat", "tools"]
-        if self.output.reasoning is not None:
+        if self.chat.output.reasoning is not None:
             found.append("reasoning")
         if self.infill is not None:
             found.append("suffix")
@@ -124,8 +142,14 @@ class TextModel:
         """
         if self.config.encoder is not None:
             return ()
-        needs_prompt = self.can_chat and not self.output.tools.native
+        needs_prompt = self.can_chat and not self.chat_for(True).output.tools.native
         return ("embeddings", "tools") if needs_prompt else ("embeddings",)
+
+    @property
+    def template_options(self) -> tuple[str, ...]:
+        """Options that a chat template of the model reads."""
+        options = {*self.chat.template.options, *self.chat_for(True).template.options}
+        return tuple(sorted(options))
 
     def encode_prompt(self, prompt: str | tuple[int, ...]) -> tuple[int, ...]:
         if not isinstance(prompt, str):
@@ -209,7 +233,9 @@ def text_model(
     does not fit the model or the template is invalid.
     """
     text = _assembled(config, tokenizer, quantization, size_bytes)
-    text.template.check()
+    text.chat.template.check()
+    if text.tool_chat is not None:
+        text.tool_chat.template.check()
     return text
 
 
@@ -220,11 +246,13 @@ def _assembled(
     return TextModel(
         config=config,
         tokenizer=tokenizer,
-        template=ChatTemplate(tokenizer.chat_template, tokenizer.bos, tokenizer.eos),
+        chat=ChatFormat.of(tokenizer.chat_template, tokenizer),
         quantization=quantization,
         size_bytes=size_bytes,
-        output=OutputFormat.of(tokenizer.chat_template, tokenizer.specials.ids),
         infill=find_infill(tokenizer),
+        tool_chat=None
+        if tokenizer.tool_template is None
+        else ChatFormat.of(tokenizer.tool_template, tokenizer),
     )
 
 

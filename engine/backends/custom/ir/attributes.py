@@ -26,6 +26,11 @@ class Scale:
 
 
 @dataclass(frozen=True, slots=True)
+class Softcap:
+    cap: float
+
+
+@dataclass(frozen=True, slots=True)
 class Normalize:
     eps: float
 
@@ -42,6 +47,7 @@ class Rope:
     heads: int
     head_dim: int
     dim: int  # the first `dim` values of a head are rotated
+    table: int = 0  # index of the RoPE table in `ModelConfig.ropes`
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,6 +71,9 @@ class AttentionAttributes:
     head_dim: int
     scale: float
     window: int | None  # sliding window: a token attends to this many positions, itself included
+    softcap: float | None = None
+    alibi_bias: float | None = None  # the largest slope exponent of ALiBi
+    sinks: bool = False  # the node's weight has one logit per head
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,6 +93,7 @@ class Projection:
     gated: bool = False
     residual: bool = False
     scale: float = 1.0  # the result is multiplied by this number before the residual is added
+    softcap: float | None = None  # bounds the result: softcap * tanh(result / softcap)
 
     @property
     def norm_weights(self) -> int:
@@ -108,6 +118,23 @@ class RopeWrite:
     k_norm: bool
     eps: float
     whole_norm: bool = False  # True: one norm over all heads of a token. False: a norm per head.
+    table: int = 0  # index of the RoPE table in `ModelConfig.ropes`
+
+
+@dataclass(frozen=True, slots=True)
+class Experts:
+    """A mixture of experts without its router.
+
+    Order of the node's weights: gate, up, down, then their biases. The first dimension of each
+    counts experts. Order of the inputs: the token rows, the routing weights (one per expert, 0 for
+    those not chosen), then the residual stream to add to.
+    """
+
+    per_token: int
+    activation: Activation
+    has_bias: bool = False
+    residual: bool = False
+    scale: float = 1.0  # multiplies the result before the residual is added
 
 
 def attribute_fault(attributes: Any, kind: type) -> str | None:

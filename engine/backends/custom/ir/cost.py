@@ -4,13 +4,16 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from engine.backends.custom.ir.plan import (
-    AddNormStep,
     AttentionStep,
     EmbedStep,
     ExecutionPlan,
+    ExpertsStep,
+    GateRowsStep,
     GatherStep,
     LinearStep,
+    NormStep,
     RopeWriteStep,
+    RouteStep,
     Step,
     weights_of,
 )
@@ -70,8 +73,10 @@ class PlanCost:
                 return self._rope_write(step, counts)
             case AttentionStep():
                 return self._attention(step, counts)
-            case AddNormStep():
-                return self._add_norm(step, counts)
+            case NormStep() | RouteStep() | GateRowsStep():
+                return self._elementwise(step, counts)
+            case ExpertsStep():
+                return self._experts(step, counts)
             case GatherStep():
                 size = counts.logits * self._plan.buffers[step.out].width
                 return StepCost(activation_bytes=2 * _FLOAT * size)
@@ -94,8 +99,7 @@ class PlanCost:
 
     def _linear(self, step: LinearStep, counts: Counts) -> StepCost:
         matrix = self._matrices[step.matrix]
-        per = self._plan.buffers[step.source].per
-        rows = counts.tokens if per == "token" else counts.logits
+        rows = self._num_rows(step.source, counts)
         written = matrix.rows // 2 if step.gated else matrix.rows
         touched = matrix.columns + written * (2 if step.residual or step.multiply else 1)
         return StepCost(
@@ -104,13 +108,27 @@ class PlanCost:
             activation_bytes=_FLOAT * rows * touched,
         )
 
-    def _add_norm(self, step: AddNormStep, counts: Counts) -> StepCost:
-        out = self._plan.buffers[step.out]
-        size = (counts.tokens if out.per == "token" else counts.logits) * out.width
+    def _num_rows(self, buffer: int, counts: Counts) -> int:
+        return counts.tokens if self._plan.buffers[buffer].per == "token" else counts.logits
+
+    def _elementwise(self, step: NormStep | RouteStep | GateRowsStep, counts: Counts) -> StepCost:
+        size = self._num_rows(step.out, counts) * self._plan.buffers[step.out].width
         return StepCost(
             flops=5 * size,
-            weight_bytes=self._stored_bytes(step.weight) if size else 0,
+            weight_bytes=sum(map(self._stored_bytes, self.weights(step))) if size else 0,
             activation_bytes=3 * _FLOAT * size,
+        )
+
+    def _experts(self, step: ExpertsStep, counts: Counts) -> StepCost:
+        """The cost of experts. If tokens choose at random, this share of the experts is read."""
+        rows = self._num_rows(step.source, counts)
+        read = 1 - (1 - step.per_token / step.num_experts) ** rows
+        up, down = self._matrices[step.up], self._matrices[step.down]
+        chosen = rows * step.per_token
+        return StepCost(
+            flops=2 * chosen * (up.rows * up.columns + down.rows * down.columns),
+            weight_bytes=round(read * sum(map(self._stored_bytes, self.weights(step)))),
+            activation_bytes=_FLOAT * chosen * 2 * (up.columns + down.columns),
         )
 
     def _rope_write(self, step: RopeWriteStep, counts: Counts) -> StepCost:

@@ -1,16 +1,19 @@
 """Builds a decoder's graph from its `ModelConfig`. All model families use this one builder."""
 
-from engine.backends.custom.architectures.base import ModelConfig
+from engine.backends.custom.architectures.base import ExpertsConfig, ModelConfig
 from engine.backends.custom.ir.attributes import (
     AttentionAttributes,
+    Experts,
     HeadNorm,
     KvWrite,
     Lookup,
     Normalize,
     Rope,
     Scale,
+    Softcap,
 )
 from engine.backends.custom.ir.graph import Graph, GraphBuilder
+from engine.backends.custom.ir.plan import Routing
 from engine.core.errors import ModelFormatError
 
 TOKEN_IDS = "token_ids"
@@ -19,8 +22,11 @@ WRITE_SLOTS = "write_slots"  # each token's place in the KV cache: block * block
 ROW_OF = "row_of"  # index of the sequence that each token belongs to
 TABLES = "tables"  # block table of each sequence
 LOGIT_TOKENS = "logit_tokens"
-COSINES = "cosines"
-SINES = "sines"
+
+
+def rotation_names(table: int) -> tuple[str, str]:
+    """The graph inputs with the cosines and the sines of a RoPE table of `ModelConfig.ropes`."""
+    return f"cosines.{table}", f"sines.{table}"
 
 
 def cache_name(layer: int) -> str:
@@ -41,27 +47,29 @@ class DecoderBuilder:
         self.graph.input(ROW_OF, ("T",), "i32")
         self.graph.input(TABLES, ("S", "B"), "i32")
         self.graph.input(LOGIT_TOKENS, ("R",), "i32")
-        if config.rope is not None:
-            self.graph.input(COSINES, ("T", config.rope.dim // 2))
-            self.graph.input(SINES, ("T", config.rope.dim // 2))
+        for table, rope in enumerate(config.ropes):
+            for name in rotation_names(table):
+                self.graph.input(name, ("T", rope.dim // 2))
 
     def embed(self) -> str:
         config = self.config
         table = self.graph.weight("embed.weight", config.vocab_size, config.hidden_size)
         lookup = Lookup(config.embedding_multiplier)
         tokens = self.graph.add("embed", "embed", [TOKEN_IDS], [table], lookup)
-        if config.rope is not None:
+        if not config.learned_positions:
             return tokens
         table = self.graph.weight("position.weight", config.max_position, config.hidden_size)
         places = self.graph.add("position_embed", "position", [POSITIONS], [table])
         return self.add("embed_sum", tokens, places)
 
-    def norm(self, x: str, name: str) -> str:
-        """Adds the model's kind of norm, which is an RMS norm or a layer norm."""
-        size, kind = self.config.hidden_size, self.config.norm
-        weights = [self.graph.weight(f"{name}.weight", size)]
-        if kind == "layer":
-            weights.append(self.graph.weight(f"{name}.bias", size))
+    def norm(self, x: str, name: str, weight: str | None = None) -> str:
+        """Adds the model's kind of norm, which is an RMS norm or a layer norm. `weight` is the name
+        of its weights, if it is not `name`.
+        """
+        size, kind, weight = self.config.hidden_size, self.config.norm, weight or name
+        weights = [self.graph.weight(f"{weight}.weight", size)]
+        if self.config.norm_bias:
+            weights.append(self.graph.weight(f"{weight}.bias", size))
         attributes = Normalize(self.config.norm_eps)
         return self.graph.add(f"{kind}_norm", name, [x], weights, attributes)
 
@@ -98,30 +106,34 @@ class DecoderBuilder:
         config, name = self.config, f"layers.{layer}.attn"
         kv_heads, size = config.num_kv_heads, config.head_dim
         q, k, v = self.qkv(x, name)
-        q = self._heads(q, f"{name}.q", config.num_heads)
-        k = self._heads(k, f"{name}.k", kv_heads)
+        q = self._heads(q, f"{name}.q", config.num_heads, layer)
+        k = self._heads(k, f"{name}.k", kv_heads, layer)
         cache = self.graph.input(cache_name(layer), ("C", "P", 2, kv_heads, size))
         written = self.graph.add(
             "kv_write", f"{name}.kv", [cache, k, v, WRITE_SLOTS], (), KvWrite(layer, kv_heads, size)
         )
+        sinks = config.attention_sinks
         return self.graph.add(
             "attention",
             f"{name}.heads",
             [q, written, POSITIONS, ROW_OF, TABLES],
-            (),
+            [self.graph.weight(f"{name}.sinks", config.num_heads)] if sinks else (),
             AttentionAttributes(
                 layer,
                 config.num_heads,
                 kv_heads,
                 size,
                 config.attention_scale,
-                config.sliding_window,
+                config.layer(layer).window,
+                config.attention_softcap,
+                config.alibi_bias,
+                sinks,
             ),
         )
 
-    def _heads(self, x: str, name: str, heads: int) -> str:
-        """Applies the norm of queries or keys and RoPE to `x`, if the model has them."""
-        config = self.config
+    def _heads(self, x: str, name: str, heads: int, layer: int) -> str:
+        """Applies the norm of queries or keys and RoPE to `x`, if the layer has them."""
+        config, rope = self.config, self.config.layer(layer).rope
         if config.qk_norm == "whole":
             weight = self.graph.weight(f"{name}_norm.weight", heads * config.head_dim)
             whole = Normalize(config.norm_eps)
@@ -130,38 +142,115 @@ class DecoderBuilder:
             weight = self.graph.weight(f"{name}_norm.weight", config.head_dim)
             attributes = HeadNorm(heads, config.head_dim, config.norm_eps)
             x = self.graph.add("head_norm", f"{name}_norm", [x], [weight], attributes)
-        if config.rope is not None:
-            rotation = Rope(heads, config.head_dim, config.rope.dim)
-            x = self.graph.add("rope", f"{name}_rope", [x, COSINES, SINES], (), rotation)
+        if rope is not None:
+            table = config.ropes.index(rope)
+            rotation = Rope(heads, config.head_dim, rope.dim, table)
+            x = self.graph.add("rope", f"{name}_rope", [x, *rotation_names(table)], (), rotation)
         return x
+
+    def out_projection(self, heads: str, layer: int) -> str:
+        config = self.config
+        width = config.num_heads * config.head_dim
+        name = f"layers.{layer}.attn.o"
+        return self.linear(heads, name, config.hidden_size, width, config.out_bias)
 
     def mlp(self, x: str, layer: int) -> str:
         """Adds the MLP of a layer, without the down projection. The result is activation(up), or
         activation(gate) * up in a gated MLP.
         """
-        config, name = self.config, f"layers.{layer}.mlp"
-        inner, hidden = config.intermediate_size, config.hidden_size
-        first = "gate" if config.gated_mlp else "up"
-        y = self.linear(x, f"{name}.{first}", inner, hidden, config.mlp_bias)
-        y = self.graph.add(config.activation, f"{name}.activation", [y])
-        if not config.gated_mlp:
+        config = self.config
+        size, has_bias = config.intermediate_size, config.mlp_bias
+        return self._inner(x, f"layers.{layer}.mlp", size, config.gated_mlp, has_bias)
+
+    def _inner(self, x: str, name: str, size: int, gated: bool, has_bias: bool) -> str:
+        hidden, activation = self.config.hidden_size, self.config.activation
+        if activation == "swiglu_oai":
+            raise ModelFormatError(f"{name}: the activation 'swiglu_oai' is only for experts")
+        y = self.linear(x, f"{name}.{'gate' if gated else 'up'}", size, hidden, has_bias)
+        y = self.graph.add(activation, f"{name}.activation", [y])
+        if not gated:
             return y
-        up = self.linear(x, f"{name}.up", inner, hidden, config.mlp_bias)
+        up = self.linear(x, f"{name}.up", size, hidden, has_bias)
         return self.graph.add("mul", f"{name}.gated", [y, up])
 
-    def read(self, x: str, name: str) -> str:
-        """The input of attention or MLP. This is the residual stream, normalized if the model is
-        pre-norm.
+    def down_projection(self, inner: str, layer: int) -> str:
+        config, name = self.config, f"layers.{layer}.mlp.down"
+        size = config.intermediate_size
+        return self.linear(inner, name, config.hidden_size, size, config.mlp_bias)
+
+    def experts(self, x: str, experts: ExpertsConfig, layer: int) -> str:
+        """The router and the routed experts of a layer: the weighted sum of their results."""
+        config, name = self.config, f"layers.{layer}.experts"
+        hidden, count, size = config.hidden_size, experts.count, experts.size
+        logits = self.linear(x, f"{name}.router", count, hidden, experts.router_bias)
+        routing = Routing(
+            experts.per_token,
+            experts.scoring,
+            experts.renormalizes,
+            experts.scale,
+            experts.groups,
+            experts.groups_per_token,
+            experts.group_score,
+        )
+        correction = [self.graph.weight(f"{name}.correction", count)] if experts.correction else []
+        chosen = self.graph.add("route", f"{name}.chosen", [logits], correction, routing)
+        shapes = {"gate": (size, hidden), "up": (size, hidden), "down": (hidden, size)}
+        weights = [
+            self.graph.weight(f"{name}.{part}.weight", count, *shape)
+            for part, shape in shapes.items()
+        ]
+        if experts.bias:
+            weights += [
+                self.graph.weight(f"{name}.{part}.bias", count, rows)
+                for part, (rows, _) in shapes.items()
+            ]
+        attributes = Experts(experts.per_token, config.activation, experts.bias)
+        return self.graph.add("experts", name, [x, chosen], weights, attributes)
+
+    def shared_expert(self, x: str, experts: ExpertsConfig, layer: int) -> str:
+        """The expert that all tokens run through."""
+        name, hidden = f"layers.{layer}.shared", self.config.hidden_size
+        inner = self._inner(x, name, experts.shared_size, gated=True, has_bias=False)
+        if experts.shared_gate:
+            # Scaling the input of the down projection scales its result, because it has no bias.
+            gate = self.linear(x, f"{name}.router", 1, hidden, has_bias=False)
+            inner = self.graph.add("gate_rows", f"{name}.scaled", [inner, gate])
+        return self.linear(inner, f"{name}.down", hidden, experts.shared_size, has_bias=False)
+
+    def feed_forward(self, x: str, source: str, layer: int) -> str:
+        """Adds the result of a layer's MLP or experts to the residual stream `x`. `source` is the
+        MLP's input.
         """
-        return self.norm(x, name) if self.config.norm_placement == "input" else x
+        config, name = self.config, f"layers.{layer}"
+        if not config.layer(layer).experts:
+            half = self.down_projection(self.mlp(source, layer), layer)
+            return self.merge(x, half, f"{name}.mlp")
+        experts = config.experts
+        if experts is None or (experts.shared_size and config.norm_placement != "input"):
+            raise ModelFormatError(
+                f"there is no graph for experts with norm placement '{config.norm_placement}'"
+            )
+        half = self.experts(source, experts, layer)
+        if not experts.shared_size:
+            return self.merge(x, half, f"{name}.mlp")
+        x = self.merge(x, half, f"{name}.experts")
+        return self.merge(x, self.shared_expert(source, experts, layer), f"{name}.mlp")
+
+    def read(self, x: str, name: str, weight: str | None = None) -> str:
+        """The input of attention or MLP. This is the residual stream, normalized if the model is
+        pre-norm. `weight` is the name of the norm's weights, if it is not `name`.
+        """
+        is_normed = self.config.norm_placement in ("input", "both")
+        return self.norm(x, name, weight) if is_normed else x
 
     def merge(self, x: str, half: str, name: str) -> str:
         """Adds the output `half` of attention or MLP to the residual stream `x`. The names of the
         new nodes and weights start with `name`, such as "layers.0.attn".
         """
         config = self.config
-        if config.norm_placement == "output":
-            half = self.norm(half, f"{name}_norm")
+        if config.norm_placement in ("output", "both"):
+            norm = "norm" if config.norm_placement == "output" else "out_norm"
+            half = self.norm(half, f"{name}_{norm}")
         if config.residual_multiplier != 1:
             half = self.scale(half, f"{name}_scaled", config.residual_multiplier)
         return self.add(f"{name}_sum", x, half)
@@ -176,20 +265,24 @@ class DecoderBuilder:
         x = self.norm(x, "norm")
         name = "embed.weight" if config.tie_embeddings else "head.weight"
         head = self.graph.weight(name, config.vocab_size, config.hidden_size)
-        if config.logits_scaling == 1:
-            return self.graph.build(self.graph.add("linear", "logits", [x], [head]))
-        x = self.graph.add("linear", "head", [x], [head])
-        return self.graph.build(self.scale(x, "logits", 1 / config.logits_scaling))
+        scaled, cap = config.logits_scaling != 1, config.logits_softcap
+        x = self.graph.add("linear", "head" if scaled or cap else "logits", [x], [head])
+        if scaled:
+            x = self.scale(x, "scaled" if cap else "logits", 1 / config.logits_scaling)
+        if cap:
+            x = self.graph.add("softcap", "logits", [x], (), Softcap(cap))
+        return self.graph.build(x)
 
 
 def build_graph(config: ModelConfig) -> Graph:
     """The decoder's graph. In each layer, attention and then an MLP add to the residual stream.
+    With `config.parallel`, both read the residual stream before the layer.
 
     Everything after the last layer's attention is computed only for tokens whose logits are needed.
     """
     if config.encoder is not None or config.norm_placement == "sum":
         raise ModelFormatError(f"there is no graph for models of the family '{config.family}'")
-    builder, hidden = DecoderBuilder(config), config.hidden_size
+    builder = DecoderBuilder(config)
     x = builder.embed()
     for layer in range(config.num_layers):
         name = f"layers.{layer}"
@@ -197,11 +290,22 @@ def build_graph(config: ModelConfig) -> Graph:
         if layer == config.num_layers - 1:
             heads = builder.wanted(heads, f"{name}.attn.wanted")
             x = builder.wanted(x, f"{name}.wanted")
-        width = config.num_heads * config.head_dim
-        half = builder.linear(heads, f"{name}.attn.o", hidden, width, config.out_bias)
-        x = builder.merge(x, half, f"{name}.attn")
-        inner = builder.mlp(builder.read(x, f"{name}.mlp_norm"), layer)
-        width = config.intermediate_size
-        half = builder.linear(inner, f"{name}.mlp.down", hidden, width, config.mlp_bias)
-        x = builder.merge(x, half, f"{name}.mlp")
+        if config.parallel is not None:
+            x = _parallel_halves(builder, x, heads, layer)
+            continue
+        x = builder.merge(x, builder.out_projection(heads, layer), f"{name}.attn")
+        x = builder.feed_forward(x, builder.read(x, f"{name}.mlp_norm"), layer)
     return builder.logits(x)
+
+
+def _parallel_halves(builder: DecoderBuilder, x: str, heads: str, layer: int) -> str:
+    """The rest of a layer whose MLP reads the same residual stream as its attention. The MLP comes
+    first, so that the residual stream can be added to in place.
+    """
+    if builder.config.layer(layer).experts:
+        raise ModelFormatError("there is no graph for experts beside attention")
+    name = f"layers.{layer}"
+    weight = f"{name}.attn_norm" if builder.config.parallel == "shared" else None
+    inner = builder.mlp(builder.read(x, f"{name}.mlp_norm", weight), layer)
+    x = builder.merge(x, builder.out_projection(heads, layer), f"{name}.attn")
+    return builder.merge(x, builder.down_projection(inner, layer), f"{name}.mlp")

@@ -9,6 +9,7 @@ import numpy as np
 from engine.backends.custom.ir.attributes import (
     AttentionAttributes,
     Columns,
+    Experts,
     HeadNorm,
     KvWrite,
     Lookup,
@@ -18,7 +19,9 @@ from engine.backends.custom.ir.attributes import (
     Rope,
     RopeWrite,
     Scale,
+    Softcap,
 )
+from engine.backends.custom.ir.plan import Activation, Routing
 from engine.backends.custom.ir.reference import F32
 from engine.backends.custom.ir.types import Array, Example, Examples
 
@@ -62,6 +65,11 @@ def elementwise(inputs: int) -> Examples:
 def scale(rng: np.random.Generator) -> Iterator[Example]:
     for rows, width in zip(ROWS, WIDTHS, strict=True):
         yield Example(Scale(0.22), (_normal(rng, rows, width),))
+
+
+def softcap(rng: np.random.Generator) -> Iterator[Example]:
+    for rows, width in zip(ROWS, WIDTHS, strict=True):
+        yield Example(Softcap(2.5), (_normal(rng, rows, width, spread=3.0),))
 
 
 def linear(rng: np.random.Generator) -> Iterator[Example]:
@@ -137,6 +145,12 @@ def attention(rng: np.random.Generator) -> Iterator[Example]:
                 AttentionAttributes(0, heads, kv_heads, size, size**-0.5, window),
                 (queries, cache, positions, row_of, tables),
             )
+            # What only some families have: a soft cap, ALiBi, sinks.
+            rules = AttentionAttributes(
+                0, heads, kv_heads, size, size**-0.5, window, 1.5, alibi_bias=8.0, sinks=True
+            )
+            arrays = (queries, cache, positions, row_of, tables)
+            yield Example(rules, arrays, (_normal(rng, heads),))
 
 
 def projection(rng: np.random.Generator) -> Iterator[Example]:
@@ -147,7 +161,9 @@ def projection(rng: np.random.Generator) -> Iterator[Example]:
         (gate, (24, 24)),
         (everything, (16, 8, 8)),
         (Projection(scale=0.22, residual=True), (40,)),
-        (Projection(scale=0.22), (40,)),
+        (Projection(scale=0.22, softcap=1.5), (40,)),
+        (Projection(activation="relu2"), (40,)),
+        (Projection(parts=2, activation="swiglu_oai", gated=True), (24, 24)),
         (Projection(norm="rms", eps=1e-6, activation="gelu_tanh"), (40,)),
     ):
         for rows in ROWS:
@@ -176,6 +192,46 @@ def rope_write(rng: np.random.Generator) -> Iterator[Example]:
             norms = tuple(_normal(rng, each) for each in sizes if normed)
             attributes = RopeWrite(0, heads, kv_heads, size, dim, normed, normed, 1e-6, whole)
             yield Example(attributes, (qkv, *rotations, cache, _slots(rng, rows)), norms)
+
+
+# (experts, routing)
+ROUTINGS = (
+    (8, Routing(2, "softmax", False, 1.0, 1, 1, "best")),
+    (6, Routing(3, "softmax_chosen", False, 1.0, 1, 1, "best")),
+    (16, Routing(4, "sigmoid", True, 2.5, 4, 2, "best_two")),
+    (8, Routing(2, "softmax", True, 1.0, 4, 2, "best")),
+)
+
+
+def route(rng: np.random.Generator) -> Iterator[Example]:
+    for rows in ROWS:
+        for count, routing in ROUTINGS:
+            logits = _normal(rng, rows, count)
+            yield Example(routing, (logits,))
+            yield Example(routing, (logits,), (_normal(rng, count, spread=0.1),))
+
+
+def experts(rng: np.random.Generator) -> Iterator[Example]:
+    for rows in ROWS:
+        for (count, routing), has_bias in zip(ROUTINGS, (False, True, False, True), strict=True):
+            width, inner = 48, 40
+            activation: Activation = "swiglu_oai" if has_bias else "silu"
+            x, stream = _normal(rng, rows, width), _normal(rng, rows, width)
+            weights = np.zeros((rows, count), np.float32)
+            for row in weights:
+                row[rng.permutation(count)[: routing.per_token]] = rng.uniform(0.1, 1)
+            shapes = ((count, inner, width), (count, inner, width), (count, width, inner))
+            matrices = tuple(_normal(rng, *shape, spread=0.2) for shape in shapes)
+            biases = tuple(_normal(rng, *shape[:2]) for shape in shapes if has_bias)
+            plain = Experts(routing.per_token, activation, has_bias)
+            added = Experts(routing.per_token, activation, has_bias, residual=True, scale=0.3)
+            yield Example(plain, (x, weights), matrices + biases)
+            yield Example(added, (x, weights, stream), matrices + biases)
+
+
+def gate_rows(rng: np.random.Generator) -> Iterator[Example]:
+    for rows, width in zip(ROWS, WIDTHS, strict=True):
+        yield Example(NoAttributes(), (_normal(rng, rows, width), _normal(rng, rows, 1)))
 
 
 def _normal(rng: np.random.Generator, *shape: int, spread: float = 1.0) -> F32:

@@ -15,14 +15,17 @@ from engine.backends.custom.ir import decoder, reference
 from engine.backends.custom.ir.graph import Graph
 from engine.backends.custom.ir.ops import OPS
 from engine.backends.custom.ir.plan import (
-    AddNormStep,
     AttentionStep,
     EmbedStep,
     ExecutionPlan,
+    ExpertsStep,
+    GateRowsStep,
     GatherStep,
     LinearStep,
     Norm,
+    NormStep,
     RopeWriteStep,
+    RouteStep,
 )
 from engine.backends.custom.ir.reference import F32, I32, Integers
 from engine.backends.custom.ir.types import Array
@@ -49,12 +52,11 @@ class State:
     """State that is kept between steps: the KV cache and the RoPE tables."""
 
     caches: tuple[F32, ...]  # by layer: (C, P, 2, K, H)
-    rotations: tuple[F32, F32] | None  # cosines and sines, (positions, dim / 2) each
+    # By index in `ModelConfig.ropes`: cosines and sines, (positions, dim / 2) each
+    rotations: tuple[tuple[F32, F32], ...] = ()
 
-    def rotations_at(self, positions: I32) -> tuple[F32, F32] | None:
-        if self.rotations is None:
-            return None
-        return self.rotations[0][positions], self.rotations[1][positions]
+    def rotations_at(self, positions: I32) -> tuple[tuple[F32, F32], ...]:
+        return tuple((cosines[positions], sines[positions]) for cosines, sines in self.rotations)
 
 
 def run_graph(graph: Graph, weights: Weights, batch: ReferenceBatch, state: State) -> F32:
@@ -76,9 +78,8 @@ def graph_values(
         decoder.TABLES: batch.tables,
         decoder.LOGIT_TOKENS: batch.logit_tokens,
     }
-    rotations = state.rotations_at(batch.positions)
-    if rotations is not None:
-        values[decoder.COSINES], values[decoder.SINES] = rotations
+    for table, rotations in enumerate(state.rotations_at(batch.positions)):
+        values.update(zip(decoder.rotation_names(table), rotations, strict=True))
     values.update((decoder.cache_name(i), cache) for i, cache in enumerate(state.caches))
     for node in graph.nodes:
         values[node.name] = OPS[node.op].reference(
@@ -102,8 +103,14 @@ def run_plan(plan: ExecutionPlan, weights: Weights, batch: ReferenceBatch, state
                 run.rope_write(step)
             case AttentionStep():
                 run.attention(step)
-            case AddNormStep():
-                run.add_norm(step)
+            case NormStep():
+                run.norm(step)
+            case RouteStep():
+                run.route(step)
+            case ExpertsStep():
+                run.experts(step)
+            case GateRowsStep():
+                run.buffers[step.out][:] *= reference.sigmoid(run.buffers[step.source])
             case GatherStep():
                 run.buffers[step.out][:] = run.buffers[step.source][batch.logit_tokens]
     return run.buffers[plan.output].copy()
@@ -144,6 +151,7 @@ class _Run:
         biases = [self._weights[name] for name in matrix.biases] if step.has_bias else []
         matmul = reference.projection(x, parts, biases, step.activation, step.gated)
         matmul = matmul * np.float32(step.scale)
+        matmul = matmul if step.softcap is None else reference.softcap(matmul, step.softcap)
         out = self.buffers[step.out][:, step.column : step.column + matmul.shape[1]]
         if step.residual:
             out += matmul
@@ -152,10 +160,25 @@ class _Run:
         else:
             out[:] = matmul
 
-    def add_norm(self, step: AddNormStep) -> None:
-        weight = self._weights[step.weight]
-        out, source = self.buffers[step.out], self.buffers[step.source]
-        out += reference.rms_norm(source, weight, step.eps)
+    def norm(self, step: NormStep) -> None:
+        normed = self._normed(self.buffers[step.source], step.norm)
+        out = self.buffers[step.out]
+        out[:] = out + normed if step.residual else normed
+
+    def route(self, step: RouteStep) -> None:
+        correction = None if step.correction is None else self._weights[step.correction]
+        logits = self.buffers[step.source]
+        self.buffers[step.out][:] = reference.route(logits, step.routing, correction)
+
+    def experts(self, step: ExpertsStep) -> None:
+        both = (self._matrices[step.up], self._matrices[step.down])
+        matrices = [self._weights[name] for matrix in both for name in matrix.parts]
+        biases = [self._weights[name] for matrix in both for name in matrix.biases]
+        x, weights = self.buffers[step.source], self.buffers[step.weights]
+        total = reference.experts(x, weights, matrices, biases, step.activation)
+        total = total * np.float32(step.scale)
+        out = self.buffers[step.out]
+        out[:] = out + total if step.residual else total
 
     def rope_write(self, step: RopeWriteStep) -> None:
         norms = [
@@ -167,12 +190,16 @@ class _Run:
             step.heads,
             self._state.caches[step.layer],
             self._batch.write_slots,
-            self._rotations if step.rope_dim else None,
+            self._rotations[step.table] if step.rope_dim else None,
             (norms[0], norms[1]),
             step.eps,
         )
 
     def attention(self, step: AttentionStep) -> None:
+        slopes = None
+        if step.alibi_bias is not None:
+            slopes = reference.alibi_slopes(step.heads, step.alibi_bias)
+        sinks = None if step.sinks is None else self._weights[step.sinks]
         self.buffers[step.out][:] = reference.paged_attention(
             self.buffers[step.qkv][:, : step.heads * step.head_dim],
             self._state.caches[step.layer],
@@ -181,6 +208,7 @@ class _Run:
             self._batch.tables,
             step.scale,
             step.window,
+            reference.ScoreRules(step.softcap, slopes, sinks),
         )
 
     def _normed(self, x: F32, norm: Norm | None) -> F32:

@@ -8,6 +8,7 @@ from dataclasses import replace
 from engine.backends.custom.ir.attributes import (
     AttentionAttributes,
     Columns,
+    Experts,
     Normalize,
     Projection,
     RopeWrite,
@@ -22,7 +23,9 @@ _ACTIVATIONS: dict[str, Activation] = {
     "silu": "silu",
     "gelu": "gelu",
     "gelu_tanh": "gelu_tanh",
+    "relu2": "relu2",
 }
+_SUMS = (*_MATMULS, "experts")  # ops that can scale their result and add it to a residual stream
 
 
 def fuse(graph: Graph) -> Graph:
@@ -147,15 +150,33 @@ def fuse_gates(graph: Graph) -> Graph:
 
 
 def fuse_scales(graph: Graph) -> Graph:
-    """Fuses matmul * factor into a matmul with a scale epilogue."""
+    """Fuses matmul * factor into a matmul with a scale epilogue, and likewise for experts."""
     edit = Rewrite(graph)
     for node in graph.nodes:
         if node.op != "scale":
             continue
+        maker = edit.maker(node.inputs[0], *_SUMS)
+        if maker is None or not edit.private(maker.name) or not _is_bare(maker):
+            continue
+        attributes = replace(_sum_attributes(maker), scale=node.attributes.factor)
+        fused = edit.node(
+            _fused_op(maker), node.name, maker.inputs, maker.weights, attributes, (maker, node)
+        )
+        edit.drop([maker])
+        edit.put(node, fused)
+    return edit.done()
+
+
+def fuse_softcaps(graph: Graph) -> Graph:
+    """Fuses softcap(matmul) into a matmul with a soft cap epilogue."""
+    edit = Rewrite(graph)
+    for node in graph.nodes:
+        if node.op != "softcap":
+            continue
         matmul = edit.maker(node.inputs[0], *_MATMULS)
         if matmul is None or not edit.private(matmul.name) or not _is_bare(matmul):
             continue
-        attributes = replace(as_projection(matmul), scale=node.attributes.factor)
+        attributes = replace(as_projection(matmul), softcap=node.attributes.cap)
         fused = edit.node(
             "projection", node.name, matmul.inputs, matmul.weights, attributes, (matmul, node)
         )
@@ -185,7 +206,7 @@ def fuse_rope_writes(graph: Graph) -> Graph:
         name = f"{write.name}_rope"
         fused = edit.node("rope_write", name, inputs, norms, attributes, (*replaced, write))
         reads = (name, write.inputs[0], *node.inputs[2:])
-        attend = edit.node("attention", node.name, reads, (), node.attributes, (node,))
+        attend = edit.node("attention", node.name, reads, node.weights, node.attributes, (node,))
         edit.drop(replaced)
         edit.put(write, fused)
         edit.put(node, attend)
@@ -193,23 +214,25 @@ def fuse_rope_writes(graph: Graph) -> Graph:
 
 
 def fuse_residuals(graph: Graph) -> Graph:
-    """Fuses x + matmul into a matmul that adds to x in place, if nothing reads x afterwards."""
+    """Fuses x + matmul into a matmul that adds to x in place, if nothing reads x afterwards, and
+    likewise for experts.
+    """
     edit = Rewrite(graph)
     for node in graph.nodes:
         if node.op != "add":
             continue
         for kept, name in (node.inputs, node.inputs[::-1]):
-            matmul = edit.maker(name, *_MATMULS)
-            if matmul is None or not edit.private(name) or not _is_bare(matmul):
+            maker = edit.maker(name, *_SUMS)
+            if maker is None or not edit.private(name) or not _is_bare(maker):
                 continue
             if kept in graph.inputs or edit.last_user(kept) is not node:
                 continue
-            attributes = replace(as_projection(matmul), residual=True)
-            inputs = (*matmul.inputs, kept)
+            attributes = replace(_sum_attributes(maker), residual=True)
+            inputs = (*maker.inputs, kept)
             fused = edit.node(
-                "projection", node.name, inputs, matmul.weights, attributes, (matmul, node)
+                _fused_op(maker), node.name, inputs, maker.weights, attributes, (maker, node)
             )
-            edit.drop([matmul])
+            edit.drop([maker])
             edit.put(node, fused)
             break
     return edit.done()
@@ -244,6 +267,7 @@ PASSES: tuple[Callable[[Graph], Graph], ...] = (
     fuse_activations,
     fuse_gates,
     fuse_scales,
+    fuse_softcaps,
     fuse_rope_writes,
     fuse_residuals,
     fuse_output_norms,
@@ -268,9 +292,19 @@ def as_projection(node: Node) -> Projection:
     return Projection(has_bias=len(node.weights) > 1)
 
 
-def _is_bare(matmul: Node) -> bool:
-    """Whether no gate, no residual and no activation has been fused into the matmul yet."""
-    attributes = as_projection(matmul)
+def _sum_attributes(node: Node) -> Projection | Experts:
+    return node.attributes if isinstance(node.attributes, Experts) else as_projection(node)
+
+
+def _fused_op(node: Node) -> str:
+    return "experts" if node.op == "experts" else "projection"
+
+
+def _is_bare(node: Node) -> bool:
+    """Whether no gate, no residual and no activation has been fused into the node yet."""
+    attributes = _sum_attributes(node)
+    if isinstance(attributes, Experts):
+        return not attributes.residual
     return not (attributes.gated or attributes.residual or attributes.activation != "none")
 
 
@@ -368,4 +402,5 @@ def _rope_write(attend: AttentionAttributes, chains: Sequence[list[Node]]) -> Ro
         k_norm="norm" in orders[1],
         eps=norms[0].attributes.eps if norms else 0.0,
         whole_norm=bool(norms) and norms[0].op == "rms_norm",
+        table=next((each.attributes.table for each in chains[0] if each.op == "rope"), 0),
     )

@@ -4,12 +4,15 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from engine.backends.custom.ir.plan import (
-    AddNormStep,
     AttentionStep,
     EmbedStep,
+    ExpertsStep,
+    GateRowsStep,
     GatherStep,
     LinearStep,
+    NormStep,
     RopeWriteStep,
+    RouteStep,
     RowKind,
     Step,
 )
@@ -46,8 +49,10 @@ def touched(step: Step) -> tuple[int, ...]:
     match step:
         case EmbedStep():
             return (step.out,)
-        case LinearStep() | AddNormStep() | GatherStep():
+        case LinearStep() | NormStep() | RouteStep() | GateRowsStep() | GatherStep():
             return (step.source, step.out)
+        case ExpertsStep():
+            return (step.source, step.weights, step.out)
         case RopeWriteStep():
             return (step.qkv,)
         case AttentionStep():

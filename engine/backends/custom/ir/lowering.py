@@ -5,27 +5,37 @@
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from itertools import groupby
+from typing import Literal
 
-from engine.backends.custom.ir.attributes import AttentionAttributes, Projection, RopeWrite
+from engine.backends.custom.ir.attributes import (
+    AttentionAttributes,
+    Experts,
+    Projection,
+    RopeWrite,
+)
 from engine.backends.custom.ir.choice import attention_kernel, matmul_kernel, split
 from engine.backends.custom.ir.fusion import as_projection, joined_name
 from engine.backends.custom.ir.graph import Graph, GraphError, Node
 from engine.backends.custom.ir.liveness import ArenaPlace
 from engine.backends.custom.ir.plan import (
-    AddNormStep,
     AttentionStep,
     Capacity,
     EmbedStep,
+    ExpertsStep,
+    GateRowsStep,
     GatherStep,
     LinearStep,
     Machine,
     Norm,
+    NormStep,
     PackedMatrix,
     Precision,
     RopeWriteStep,
+    RouteStep,
     RowKind,
     Step,
 )
+from engine.core.errors import ModelFormatError
 
 # A function that returns the layout in which kernels read a weight, by the weight's name.
 LayoutOf = Callable[[str], str]
@@ -59,7 +69,12 @@ class Lowering:
             "projection": self._matmul,
             "rope_write": self._rope_write,
             "attention": self._attention,
-            "add_norm": self._add_norm,
+            "rms_norm": self._standalone_norm,
+            "layer_norm": self._standalone_norm,
+            "add_norm": self._standalone_norm,
+            "route": self._route,
+            "experts": self._experts,
+            "gate_rows": self._gate_rows,
             "gather_rows": self._gather,
         }
         for node in self.graph.nodes:
@@ -78,11 +93,72 @@ class Lowering:
         source = self._buffer(node, 0)
         self.steps.append(GatherStep(node.origin, source, self._new_buffer(node)))
 
-    def _add_norm(self, node: Node) -> None:
-        source, out = self._buffer(node, 0), self._buffer(node, 1)
-        self.buffer_of[node.name] = out
-        weight = self._vector(node.weights[0])
-        self.steps.append(AddNormStep(node.origin, source, out, weight, node.attributes.eps))
+    def _standalone_norm(self, node: Node) -> None:
+        """Lowers a norm that is not fused into a matmul. `add_norm` adds to its second input."""
+        source, residual = self._buffer(node, 0), node.op == "add_norm"
+        if residual:
+            out = self.buffer_of[node.name] = self._buffer(node, 1)
+        else:
+            out = self._new_buffer(node)
+        names = [self._vector(name) for name in node.weights]
+        bias = names[1] if len(names) > 1 else None
+        kind: Literal["rms", "layer"] = "layer" if node.op == "layer_norm" else "rms"
+        norm = Norm(kind, names[0], bias, node.attributes.eps)
+        self.steps.append(NormStep(node.origin, source, out, norm, residual))
+
+    def _route(self, node: Node) -> None:
+        source = self._buffer(node, 0)
+        correction = self._vector(node.weights[0]) if node.weights else None
+        out = self._new_buffer(node)
+        experts, routing = self.rooms[out].width, node.attributes
+        self.steps.append(RouteStep(node.origin, source, out, experts, routing, correction))
+
+    def _gate_rows(self, node: Node) -> None:
+        name = node.inputs[0]
+        if sum(name in each.inputs for each in self.graph.nodes) > 1:
+            raise GraphError(node.name, f"gate_rows: changes '{name}', which other nodes read too")
+        out = self.buffer_of[node.name] = self._buffer(node, 0)
+        self.steps.append(GateRowsStep(node.origin, self._buffer(node, 1), out))
+
+    def _experts(self, node: Node) -> None:
+        attributes: Experts = node.attributes
+        source, weights = self._buffer(node, 0), self._buffer(node, 1)
+        if attributes.residual:
+            out = self.buffer_of[node.name] = self._buffer(node, 2)
+        else:
+            out = self._new_buffer(node)
+        parts, biases = node.weights[:3], node.weights[3:]
+        layouts = [self.layout_of(part) for part in parts[:2]]
+        if layouts[0] != layouts[1]:
+            raise ModelFormatError(
+                f"'{parts[0]}' is stored as {layouts[0]} and '{parts[1]}' as {layouts[1]}, but the "
+                "native kernels need one type for both; convert the model: engine convert --type"
+            )
+        up = self._matrix(parts[:2], biases[:2], interleaved=True)
+        down = self._matrix(parts[2:], biases[2:], interleaved=False)
+        few_rows = self.rooms[source].per == "logit"
+        kernels = [
+            matmul_kernel(matrix.layout, self.machine, self.precision, few_rows)
+            for matrix in (up, down)
+        ]
+        self.steps.append(
+            ExpertsStep(
+                node.origin,
+                source,
+                weights,
+                out,
+                up.experts,
+                attributes.per_token,
+                up.name,
+                down.name,
+                attributes.activation,
+                attributes.has_bias,
+                attributes.residual,
+                attributes.scale,
+                up_kernel=kernels[0],
+                down_kernel=kernels[1],
+            )
+        )
 
     def _rope_write(self, node: Node) -> None:
         attributes: RopeWrite = node.attributes
@@ -101,6 +177,7 @@ class Lowering:
                 k_norm=norms[-1] if attributes.k_norm else None,
                 eps=attributes.eps,
                 whole_norm=attributes.whole_norm,
+                table=attributes.table,
             )
         )
 
@@ -118,6 +195,9 @@ class Lowering:
                 attributes.scale,
                 attributes.window,
                 attention_kernel(self.machine, self.precision),
+                attributes.softcap,
+                attributes.alibi_bias,
+                self._vector(node.weights[0]) if attributes.sinks else None,
             )
         )
 
@@ -190,6 +270,7 @@ class Lowering:
                 column,
                 multiply,
                 attributes.scale,
+                attributes.softcap,
             )
         )
 
@@ -212,7 +293,8 @@ class Lowering:
         self, parts: Sequence[str], biases: Sequence[str], interleaved: bool
     ) -> PackedMatrix:
         values = [self.graph.weights[part] for part in parts]
-        shapes = [(int(value.shape[0]), int(value.shape[1])) for value in values]
+        shapes = [(int(value.shape[-2]), int(value.shape[-1])) for value in values]
+        experts = int(values[0].shape[0]) if len(values[0].shape) == 3 else 0
         name = parts[0]
         if len(parts) > 1:
             name = joined_name([part.removesuffix(".weight") for part in parts]) + ".weight"
@@ -224,6 +306,7 @@ class Lowering:
             rows=sum(rows for rows, _ in shapes),
             columns=shapes[0][1],
             layout=self.layout_of(parts[0]),
+            experts=experts,
         )
         known = self.matrices.setdefault(name, matrix)
         if (known.parts, known.interleaved) != (matrix.parts, matrix.interleaved):

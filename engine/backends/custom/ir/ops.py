@@ -10,6 +10,7 @@ import numpy as np
 
 from engine.backends.custom.ir import attributes as attrs
 from engine.backends.custom.ir import examples, reference, shapes
+from engine.backends.custom.ir.plan import Routing
 from engine.backends.custom.ir.types import (
     Array,
     Cost,
@@ -121,6 +122,7 @@ def _projected(attributes: attrs.Projection, inputs: Arrays, weights: Arrays) ->
     matrices, biases = weights[norms : norms + parts], weights[norms + parts :]
     out = reference.projection(x, matrices, biases, attributes.activation, attributes.gated)
     out = out if attributes.scale == 1 else out * np.float32(attributes.scale)
+    out = out if attributes.softcap is None else reference.softcap(out, attributes.softcap)
     return out + inputs[1] if attributes.residual else out
 
 
@@ -140,11 +142,33 @@ def _rope_wrote(attributes: attrs.RopeWrite, inputs: Arrays, weights: Arrays) ->
     )
 
 
-def _attend(attributes: attrs.AttentionAttributes, inputs: Arrays, _: Arrays) -> Array:
+def _attend(attributes: attrs.AttentionAttributes, inputs: Arrays, weights: Arrays) -> Array:
     queries = inputs[0][:, : attributes.heads * attributes.head_dim]
     cache, positions, row_of, tables = inputs[1:]
-    scale, window = attributes.scale, attributes.window
-    return reference.paged_attention(queries, cache, positions, row_of, tables, scale, window)
+    scale, window, exponent = attributes.scale, attributes.window, attributes.alibi_bias
+    slopes = None if exponent is None else reference.alibi_slopes(attributes.heads, exponent)
+    rules = reference.ScoreRules(attributes.softcap, slopes, weights[0] if weights else None)
+    return reference.paged_attention(
+        queries, cache, positions, row_of, tables, scale, window, rules
+    )
+
+
+def _expert_sum(attributes: attrs.Experts, inputs: Arrays, weights: Arrays) -> Array:
+    x, chosen = inputs[:2]
+    out = reference.experts(x, chosen, weights[:3], weights[3:], attributes.activation)
+    out = out * np.float32(attributes.scale)
+    return out + inputs[2] if attributes.residual else out
+
+
+def _expert_cost(
+    attributes: attrs.Experts, inputs: Values, weights: Values, counts: Counts
+) -> Cost:
+    """The cost of a mixture of experts. It reads the experts that at least one token chooses."""
+    matrices, experts = sum(map(counts.size, weights[:3])), counts.size(Value(weights[0].shape[:1]))
+    chosen = counts.size(Value(inputs[0].shape[:1])) * attributes.per_token
+    read = matrices * min(chosen, experts) // experts
+    moved = _moved(inputs, (), inputs[0], counts)
+    return Cost(2 * chosen * matrices // experts, moved + 4 * read)
 
 
 def _activation(name: str, flops: int) -> Op:
@@ -188,6 +212,9 @@ _ROWS = (
     _activation("silu", 4),
     _activation("gelu", 4),
     _activation("gelu_tanh", 8),
+    _activation("relu2", 2),
+    _plain("softcap", shapes.same, lambda a, x, w: reference.softcap(x[0], a.cap),
+           examples.softcap, 8, attrs.Softcap),
     _row("linear", shapes.linear, lambda _, x, w: reference.linear(x[0], *w),
          examples.linear, _matmul(shapes.linear), _MATMUL),
     _plain("rms_norm", shapes.rms_norm, lambda a, x, w: reference.rms_norm(x[0], w[0], a.eps),
@@ -206,6 +233,12 @@ _ROWS = (
          examples.kv_write, _written, _STORED, attrs.KvWrite),
     _row("attention", shapes.attention, _attend, examples.attention, _attended, _ATTENDED,
          attrs.AttentionAttributes),
+    _plain("route", shapes.route, lambda a, x, w: reference.route(x[0], a, *w), examples.route, 8,
+           Routing),
+    _row("experts", shapes.experts, _expert_sum, examples.experts, _expert_cost, _MATMUL,
+         attrs.Experts),
+    _plain("gate_rows", shapes.gate_rows, lambda _, x, w: x[0] * reference.sigmoid(x[1]),
+           examples.gate_rows, 1),
     _row("gather_rows", shapes.gather_rows, lambda _, x, w: x[0][x[1]],
          examples.gather_rows, _lookup(shapes.gather_rows)),
     # The ops below are not in a model's own graph. Only the passes of fusion.py create them.

@@ -13,7 +13,7 @@ from typing import Literal, TypeAlias
 
 from engine.backends.custom.ir.types import Numerics
 
-Activation = Literal["none", "silu", "gelu", "gelu_tanh"]
+Activation = Literal["none", "silu", "gelu", "gelu_tanh", "relu2", "swiglu_oai"]
 RowKind = Literal["token", "logit"]
 
 PANEL_ROWS = 16  # a kernel processes this many matrix rows together
@@ -68,8 +68,21 @@ class Split:
 
 
 @dataclass(frozen=True, slots=True)
+class Routing:
+    """How a router chooses the experts of a token. `ExpertsConfig` describes the fields."""
+
+    per_token: int
+    scoring: Literal["softmax", "softmax_chosen", "sigmoid"]
+    renormalizes: bool
+    scale: float
+    groups: int
+    groups_per_token: int
+    group_score: Literal["best", "best_two"]
+
+
+@dataclass(frozen=True, slots=True)
 class Norm:
-    """A norm that is fused into a matmul. The matmul kernel applies the norm to its input."""
+    """A norm that a plan step applies to its input."""
 
     kind: Literal["rms", "layer"]
     weight: str
@@ -94,6 +107,7 @@ class PackedMatrix:
     rows: int  # rows of all parts together, without padding
     columns: int
     layout: str  # packed layout, the same for all parts
+    experts: int = 0  # above 0: there is one such matrix per expert, one after the other
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,6 +135,7 @@ class LinearStep:
 
     gated     the matrix interleaves gate and up, and the result is activation(gate) * up
     scale     the result is multiplied by this number
+    softcap   bounds the result: softcap * tanh(result / softcap)
     residual  the result is added to the contents of `out`, instead of replacing them
     multiply  the contents of `out` are multiplied by the result, instead of being replaced
     """
@@ -139,6 +154,7 @@ class LinearStep:
     column: int = 0
     multiply: bool = False
     scale: float = 1.0
+    softcap: float | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -154,11 +170,12 @@ class RopeWriteStep:
     heads: int
     kv_heads: int
     head_dim: int
-    rope_dim: int  # RoPE rotates this many values of each head; 0 if the model has no RoPE
+    rope_dim: int  # RoPE rotates this many values of each head; 0 if the layer has no RoPE
     q_norm: str | None
     k_norm: str | None
     eps: float  # epsilon of q_norm and k_norm
     whole_norm: bool = False  # True: one norm over all heads of a token. False: a norm per head.
+    table: int = 0  # index of the RoPE table in `ModelConfig.ropes`
 
 
 @dataclass(frozen=True, slots=True)
@@ -175,17 +192,64 @@ class AttentionStep:
     scale: float
     window: int | None  # sliding window: a token attends to this many positions, itself included
     kernel: Kernel
+    softcap: float | None = None  # bounds scores: softcap * tanh(score / softcap)
+    alibi_bias: float | None = None  # the largest slope exponent of ALiBi
+    sinks: str | None = None  # name in `ExecutionPlan.vectors`: one logit per head
 
 
 @dataclass(frozen=True, slots=True)
-class AddNormStep:
-    """out += rms_norm(source). Models that normalize the output of attention and MLP need this."""
+class NormStep:
+    """out = norm(source), or out += norm(source) if `residual`."""
 
     nodes: tuple[str, ...]
     source: int
     out: int
-    weight: str
-    eps: float
+    norm: Norm
+    residual: bool
+
+
+@dataclass(frozen=True, slots=True)
+class RouteStep:
+    """out = each token's weight for each expert, 0 for those not chosen; `source` has logits."""
+
+    nodes: tuple[str, ...]
+    source: int
+    out: int
+    num_experts: int
+    routing: Routing
+    correction: str | None  # name in `ExecutionPlan.vectors`: added to the scores that choose
+
+
+@dataclass(frozen=True, slots=True)
+class ExpertsStep:
+    """out = sum of the chosen experts' results, each multiplied by its weight and by `scale`.
+
+    An expert computes down(activation(gate) * up). `weights` is the buffer of a `RouteStep`.
+    """
+
+    nodes: tuple[str, ...]
+    source: int
+    weights: int
+    out: int
+    num_experts: int
+    per_token: int
+    up: str  # name in `ExecutionPlan.matrices`: interleaves gate and up
+    down: str
+    activation: Activation
+    has_bias: bool
+    residual: bool  # the result is added to the contents of `out`
+    scale: float
+    up_kernel: Kernel
+    down_kernel: Kernel
+
+
+@dataclass(frozen=True, slots=True)
+class GateRowsStep:
+    """out *= sigmoid(source), where `source` has one value per row."""
+
+    nodes: tuple[str, ...]
+    source: int
+    out: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -197,7 +261,17 @@ class GatherStep:
     out: int
 
 
-Step: TypeAlias = EmbedStep | LinearStep | RopeWriteStep | AttentionStep | AddNormStep | GatherStep
+Step: TypeAlias = (
+    EmbedStep
+    | LinearStep
+    | RopeWriteStep
+    | AttentionStep
+    | NormStep
+    | RouteStep
+    | ExpertsStep
+    | GateRowsStep
+    | GatherStep
+)
 
 
 def weights_of(step: Step, matrices: Mapping[str, PackedMatrix]) -> tuple[str, ...]:
@@ -214,8 +288,15 @@ def weights_of(step: Step, matrices: Mapping[str, PackedMatrix]) -> tuple[str, .
             names = [*norm, *matrix.parts, *matrix.biases]
         case RopeWriteStep():
             names = [step.q_norm, step.k_norm]
-        case AddNormStep():
-            names = [step.weight]
+        case AttentionStep():
+            names = [step.sinks]
+        case NormStep():
+            names = [step.norm.weight, step.norm.bias]
+        case RouteStep():
+            names = [step.correction]
+        case ExpertsStep():
+            both = (matrices[step.up], matrices[step.down])
+            names = [name for matrix in both for name in (*matrix.parts, *matrix.biases)]
     return tuple(name for name in names if name is not None)
 
 
@@ -252,7 +333,10 @@ _KINDS: Mapping[type, str] = {
     LinearStep: "linear",
     RopeWriteStep: "rope + write",
     AttentionStep: "attention",
-    AddNormStep: "norm + add",
+    NormStep: "norm",
+    RouteStep: "route",
+    ExpertsStep: "experts",
+    GateRowsStep: "gate",
     GatherStep: "gather",
 }
 

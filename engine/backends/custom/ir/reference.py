@@ -6,10 +6,13 @@ C blocks of the cache, P block size.
 
 import math
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
+
+from engine.backends.custom.ir.plan import Routing
 
 F32 = NDArray[np.float32]
 I32 = NDArray[np.int32]
@@ -73,8 +76,55 @@ def gelu_tanh(x: F32) -> F32:
     return _f32(0.5 * wide * (1 + np.tanh(inner)))
 
 
+def relu2(x: F32) -> F32:
+    return np.square(np.maximum(x, 0))
+
+
+def softcap(x: F32, cap: float) -> F32:
+    return _f32(cap * np.tanh(x.astype(np.float64) / cap))
+
+
+def sigmoid(x: F32) -> F32:
+    with np.errstate(over="ignore"):
+        return _f32(1 / (1 + np.exp(-x.astype(np.float64))))
+
+
+def swiglu_oai(gate: F32, up: F32) -> F32:
+    """The gate of gpt-oss: both factors are clamped, and 1 is added to the second."""
+    gate, up = np.minimum(gate, np.float32(7)), np.clip(up, np.float32(-7), np.float32(7))
+    return gate * sigmoid(np.float32(1.702) * gate) * (up + 1)
+
+
+def alibi_slopes(heads: int, largest_exponent: float) -> F32:
+    """The slope of each head, as MPT has them. Heads beyond a power of two take every second slope
+    of the next power of two.
+    """
+    count = 2 ** math.ceil(math.log2(heads))
+    exponents = np.arange(1, count + 1, dtype=np.float32) * np.float32(largest_exponent / count)
+    slopes: F32 = np.float32(1) / np.float32(2) ** exponents
+    return slopes if count == heads else np.concatenate((slopes[1::2], slopes[::2]))[:heads]
+
+
+@dataclass(frozen=True, slots=True)
+class ScoreRules:
+    """What attention does to scores besides scaling and masking them."""
+
+    softcap: float | None = None
+    slopes: F32 | None = None  # (N,) ALiBi: slope * distance is subtracted
+    sinks: F32 | None = None  # (N,) a logit that only adds to softmax's sum
+
+
+PLAIN = ScoreRules()
+
+
 def attention(
-    q: F32, k: F32, v: F32, positions: I32, scale: float, window: int | None = None
+    q: F32,
+    k: F32,
+    v: F32,
+    positions: I32,
+    scale: float,
+    window: int | None = None,
+    rules: ScoreRules = PLAIN,
 ) -> F32:
     """Causal attention of one sequence: queries (T, N, H), keys and values (L, K, H) -> (T, N, H).
 
@@ -84,13 +134,20 @@ def attention(
     group = q.shape[1] // k.shape[1]
     keys, values = np.repeat(k, group, axis=1), np.repeat(v, group, axis=1)
     scores = np.einsum("tnh,lnh->ntl", q, keys, dtype=np.float64) * scale
+    if rules.softcap is not None:
+        scores = rules.softcap * np.tanh(scores / rules.softcap)
     at = np.arange(len(k))
+    if rules.slopes is not None:
+        scores = scores - rules.slopes[:, None, None] * (positions[:, None] - at)
     seen = at <= positions[:, None]
     if window is not None:
         seen &= at > positions[:, None] - window
     scores = np.where(seen, scores, -np.inf)
-    weights = np.exp(scores - scores.max(axis=-1, keepdims=True))
-    weights /= weights.sum(axis=-1, keepdims=True)
+    top = scores.max(axis=-1, keepdims=True)
+    sinks = np.full((1, 1, 1), -np.inf) if rules.sinks is None else rules.sinks[:, None, None]
+    top = np.maximum(top, sinks)
+    weights = np.exp(scores - top)
+    weights /= weights.sum(axis=-1, keepdims=True) + np.exp(sinks - top)
     return _f32(np.einsum("ntl,lnh->tnh", weights, values))
 
 
@@ -99,6 +156,7 @@ ACTIVATIONS: dict[str, Callable[[F32], F32]] = {
     "silu": silu,
     "gelu": gelu,
     "gelu_tanh": gelu_tanh,
+    "relu2": relu2,
 }
 
 
@@ -132,6 +190,7 @@ def paged_attention(
     tables: I32,
     scale: float,
     window: int | None = None,
+    rules: ScoreRules = PLAIN,
 ) -> F32:
     """Attention of queries (T, N * H) over the paged KV cache -> (T, N * H). The queries may belong
     to several sequences.
@@ -147,9 +206,15 @@ def paged_attention(
         blocks = tables[row, : -(-length // cache.shape[1])]
         known = cache[blocks].reshape(-1, 2, kv_heads, head_dim)[:length]
         out[tokens] = attention(
-            heads[tokens], known[:, 0], known[:, 1], positions[tokens], scale, window
+            heads[tokens], known[:, 0], known[:, 1], positions[tokens], scale, window, rules
         )
     return out.reshape(q.shape)
+
+
+def gated_product(activation: str, gate: F32, up: F32) -> F32:
+    return (
+        swiglu_oai(gate, up) if activation == "swiglu_oai" else ACTIVATIONS[activation](gate) * up
+    )
 
 
 def projection(
@@ -163,8 +228,7 @@ def projection(
         linear(x, part, biases[index] if biases else None) for index, part in enumerate(parts)
     ]
     if gated:
-        gate, up = matmuls
-        return ACTIVATIONS[activation](gate) * up
+        return gated_product(activation, *matmuls)
     return ACTIVATIONS[activation](np.concatenate(matmuls, axis=1))
 
 
@@ -191,3 +255,57 @@ def rope_write(
         turned.append(x if rotations is None else rope_rows(x, *rotations, head_dim))
     kv_write(cache, turned[1], qkv[:, last:], slots)
     return np.concatenate((*turned, qkv[:, last:]), axis=1)
+
+
+def route(logits: F32, routing: Routing, correction: F32 | None = None) -> F32:
+    """Logits (T, E) -> the weight of each expert for each token (T, E), 0 for those not chosen."""
+    wide = logits.astype(np.float64)
+    if routing.scoring == "sigmoid":
+        scores = 1 / (1 + np.exp(-wide))
+    else:
+        powers = np.exp(wide - wide.max(axis=1, keepdims=True))
+        scores = powers if routing.scoring == "softmax_chosen" else _share(powers)
+    ranks = wide if routing.scoring == "softmax_chosen" else scores
+    ranks = ranks if correction is None else ranks + correction
+    chosen = np.zeros(logits.shape, bool)
+    places = np.argsort(-_within_groups(ranks, routing), axis=1, kind="stable")
+    np.put_along_axis(chosen, places[:, : routing.per_token], True, axis=1)
+    weights = np.where(chosen, scores, 0)
+    if routing.renormalizes or routing.scoring == "softmax_chosen":
+        weights = _share(weights)
+    return _f32(weights * routing.scale)
+
+
+def _share(values: NDArray[np.float64]) -> NDArray[np.float64]:
+    shares: NDArray[np.float64] = values / values.sum(axis=1, keepdims=True)
+    return shares
+
+
+def _within_groups(ranks: NDArray[np.float64], routing: Routing) -> NDArray[np.float64]:
+    """The ranks, with minus infinity for the experts outside a token's best groups."""
+    if routing.groups == 1:
+        return ranks
+    groups = ranks.reshape(len(ranks), routing.groups, -1)
+    best = np.sort(groups, axis=2)[..., -1 if routing.group_score == "best" else -2 :]
+    places = np.argsort(-best.sum(axis=2), axis=1, kind="stable")[:, : routing.groups_per_token]
+    kept = np.zeros(groups.shape[:2], bool)
+    np.put_along_axis(kept, places, True, axis=1)
+    return np.where(kept[..., None], groups, -np.inf).reshape(ranks.shape)
+
+
+def experts(
+    x: F32, weights: F32, matrices: Sequence[F32], biases: Sequence[F32], activation: str
+) -> F32:
+    """Rows (T, D) and routing weights (T, E) -> the weighted sum of the experts' results (T, D).
+
+    `matrices` are gate and up (E, X, D) and down (E, D, X). `biases` has theirs, or is empty.
+    """
+    out = np.zeros_like(x)
+    for expert in range(weights.shape[1]):
+        tokens = np.flatnonzero(weights[:, expert])
+        gate, up, down = (matrix[expert] for matrix in matrices)
+        of_gate, of_up, of_down = (bias[expert] for bias in biases) if biases else (None,) * 3
+        rows = x[tokens]
+        inner = gated_product(activation, linear(rows, gate, of_gate), linear(rows, up, of_up))
+        out[tokens] += weights[tokens, expert, None] * linear(inner, down, of_down)
+    return out

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from engine.backends.custom.ir.attributes import (
     AttentionAttributes,
     Columns,
+    Experts,
     HeadNorm,
     KvWrite,
     Lookup,
@@ -16,7 +17,9 @@ from engine.backends.custom.ir.attributes import (
     Rope,
     RopeWrite,
     Scale,
+    Softcap,
 )
+from engine.backends.custom.ir.plan import Routing
 from engine.backends.custom.ir.types import Dim, ShapeError, Value
 
 Values = Sequence[Value]
@@ -35,7 +38,7 @@ def embed_positions(_: Lookup, inputs: Values, weights: Values) -> Value:
     return out
 
 
-def same(_: NoAttributes | Scale, inputs: Values, weights: Values) -> Value:
+def same(_: NoAttributes | Scale | Softcap, inputs: Values, weights: Values) -> Value:
     (value,) = _take(inputs, 1)
     _take(weights, 0, "weights")
     _rows(value)
@@ -123,7 +126,8 @@ def attention(attributes: AttentionAttributes, inputs: Values, weights: Values) 
     the queries, and all further columns are ignored.
     """
     queries, cache, positions, row_of, tables = _take(inputs, 5)
-    _take(weights, 0, "weights")
+    for sinks in _take(weights, int(attributes.sinks), "weights"):
+        _need_vector(sinks, attributes.heads, "sinks")
     rows, width = _rows(queries)
     needed = attributes.heads * attributes.head_dim
     if width < needed:
@@ -180,6 +184,46 @@ def rope_write(attributes: RopeWrite, inputs: Values, weights: Values) -> Value:
         together = heads if attributes.whole_norm else 1
         _need_vector(weight, together * attributes.head_dim, "norm")
     return qkv
+
+
+def route(attributes: Routing, inputs: Values, weights: Values) -> Value:
+    (logits,) = _take(inputs, 1)
+    experts = _rows(logits)[1]
+    if len(weights) > 1:
+        raise ShapeError(f"takes at most a correction, found {len(weights)} weights")
+    for correction in weights:
+        _need_vector(correction, experts, "correction")
+    size = experts // attributes.groups
+    if experts % attributes.groups or attributes.groups_per_token > attributes.groups:
+        raise ShapeError(f"{experts} experts do not form the groups of {attributes}")
+    if not 1 <= attributes.per_token <= size * attributes.groups_per_token:
+        raise ShapeError(f"a token can't choose {attributes.per_token} of {experts} experts")
+    return logits
+
+
+def experts(attributes: Experts, inputs: Values, weights: Values) -> Value:
+    source, routing, *rest = _take(inputs, 2 + attributes.residual)
+    gate, up, down, *biases = _take(weights, 6 if attributes.has_bias else 3, "weights")
+    (rows, hidden), (_, count) = _rows(source), _rows(routing)
+    if len(gate.shape) != 3 or gate.shape != (count, gate.shape[1], hidden):
+        raise ShapeError(f"the gate {gate} does not fit {source} and {count} experts")
+    inner = gate.shape[1]
+    wanted: list[tuple[Dim, ...]] = [(count, inner, hidden), (count, hidden, inner)]
+    wanted += [(count, inner), (count, inner), (count, hidden)] if biases else []
+    for weight, shape in zip((up, down, *biases), wanted, strict=True):
+        if weight != Value(shape):
+            raise ShapeError(f"an expert weight must be {Value(shape)}, found {weight}")
+    for stream in rest:
+        _need_same(source, stream)
+    return Value((rows, hidden))
+
+
+def gate_rows(_: NoAttributes, inputs: Values, weights: Values) -> Value:
+    source, gate = _take(inputs, 2)
+    _take(weights, 0, "weights")
+    if gate != Value((source.shape[0], 1)):
+        raise ShapeError(f"the gate {gate} is not one value for each row of {source}")
+    return source
 
 
 def _take(values: Values, count: int, what: str = "inputs") -> Values:

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from math import prod
 from typing import Protocol
 
 import numpy as np
@@ -25,10 +26,22 @@ class LazyTensor:
     nbytes: int
     _view: Callable[[], NDArray[np.uint8]]
     _decode: Callable[[NDArray[np.uint8], tuple[int, ...]], NDArray[np.float32]]
+    # The bytes of rows [begin, end). Only tensors have it that are gathered from several stored
+    # tensors when they are read.
+    _rows: Callable[[int, int], NDArray[np.uint8]] | None = None
 
     def raw(self) -> NDArray[np.uint8]:
-        """The stored bytes as a read-only flat view of the mapping, without a copy."""
+        """The stored bytes as a read-only flat view of the mapping, without a copy. A tensor that
+        is gathered from several stored tensors returns new memory.
+        """
         return self._view()
+
+    def sample(self, count: int) -> NDArray[np.uint8]:
+        """Some of the stored bytes. For a gathered tensor: `count` rows, which may repeat."""
+        if self._rows is None:
+            return self.raw()
+        rows = np.linspace(0, prod(self.shape[:-1]) - 1, count, dtype=np.intp)
+        return np.concatenate([self._rows(row, row + 1) for row in rows])
 
     def decode(self, raw: NDArray[np.uint8], shape: tuple[int, ...]) -> NDArray[np.float32]:
         """The values of some stored bytes, which may be a part of the tensor, as float32."""
@@ -41,6 +54,16 @@ class LazyTensor:
     def part(self, index: int) -> "LazyTensor":
         """One of the tensors that are stacked along the first dimension."""
         size = self.nbytes // self.shape[0]
+        if (gathered := self._rows) is not None:
+            first = index * prod(self.shape[1:-1])
+            last = first + prod(self.shape[1:-1])
+            return replace(
+                self,
+                shape=self.shape[1:],
+                nbytes=size,
+                _view=lambda: gathered(first, last),
+                _rows=lambda begin, end: gathered(first + begin, first + end),
+            )
         return replace(
             self,
             shape=self.shape[1:],

@@ -29,7 +29,12 @@ from engine.backends.custom.weights.gguf import GgufCheckpoint, open_gguf, part_
 from engine.backends.custom.weights.lazy_tensor import Checkpoint, LazyTensor
 from engine.backends.custom.weights.pooling import with_pooling
 from engine.backends.custom.weights.quants import TRAITS, dequantize, traits_of
-from engine.backends.custom.weights.safetensors import INDEX_NAME, SINGLE_NAME, open_safetensors
+from engine.backends.custom.weights.safetensors import (
+    INDEX_NAME,
+    SINGLE_NAME,
+    SafetensorsCheckpoint,
+    open_safetensors,
+)
 from engine.backends.custom.weights.weight import Weight
 from engine.core.errors import ModelError, ModelFormatError
 from engine.core.registry.model_registry import (
@@ -55,6 +60,12 @@ _IGNORED_SUFFIXES = (
     "pooler.dense.bias",
     *LONG_FACTORS,
 )
+_TEXT_PREFIXES = {
+    "language_model.model.": "model.",
+    "language_model.lm_head.": "lm_head.",
+    "model.language_model.": "model.",
+}
+_IMAGE_PREFIXES = ("vision_tower.", "multi_modal_projector.")
 _SAMPLED_BLOCKS = 8
 _NAMED_IN_ERRORS = 3
 
@@ -176,11 +187,30 @@ def _open_hf(directory: Path, use_mmap: bool, reads_weights: bool) -> ModelSourc
     config = family.config_from_hf(stated)
     if config.encoder is not None:
         config = with_pooling(config, directory)
-    checkpoint = open_safetensors(directory, use_mmap)
+    checkpoint = open_safetensors(directory, use_mmap, metadata.get("quantization_config"))
+    if "text_config" in metadata:
+        checkpoint = SafetensorsCheckpoint(checkpoint.files, _text_tensors(checkpoint))
+        # Such files state in several places, or not at all, whether the head is tied.
+        config = replace(config, tie_embeddings="lm_head.weight" not in checkpoint.tensors)
     weights = _resolve(directory.name, family, config, checkpoint)
     if reads_weights:
         _check_values(directory.name, weights)
     return ModelSource(directory, config, checkpoint, weights, metadata)
+
+
+def _text_tensors(checkpoint: Checkpoint) -> dict[str, LazyTensor]:
+    """The tensors of the text model of a checkpoint that has an image encoder too, under the names
+    that they have in checkpoints of text models.
+    """
+    tensors: dict[str, LazyTensor] = {}
+    for name, tensor in checkpoint.tensors.items():
+        for theirs, ours in _TEXT_PREFIXES.items():
+            if name.startswith(theirs):
+                name = ours + name.removeprefix(theirs)
+                break
+        if not name.removeprefix("model.").startswith(_IMAGE_PREFIXES):
+            tensors[name] = replace(tensor, name=name)
+    return tensors
 
 
 def _open_gguf(path: Path, use_mmap: bool, reads_weights: bool) -> ModelSource:
@@ -323,7 +353,7 @@ def _check_values(where: str, weights: Mapping[str, Weight]) -> None:
     tensors = {tensor.name: tensor for weight in weights.values() for tensor in weight.tensors}
     for tensor in tensors.values():
         traits = traits_of(tensor.dtype)
-        blocks = tensor.raw().reshape(-1, traits.block_bytes)
+        blocks = tensor.sample(_SAMPLED_BLOCKS).reshape(-1, traits.block_bytes)
         sample = blocks[np.linspace(0, len(blocks) - 1, _SAMPLED_BLOCKS, dtype=np.intp)]
         values = dequantize(tensor.dtype, sample.reshape(-1), (len(sample), traits.block_elems))
         if not np.isfinite(values).all():

@@ -21,6 +21,7 @@ from engine.backends.custom.weights.grouped import (
     decode_groups,
     half,
 )
+from engine.backends.custom.weights.schemes import types as schemes
 from engine.core.errors import ModelFormatError
 
 # This many values are dequantized at a time. Their float32 output takes half a megabyte, which fits
@@ -197,6 +198,16 @@ def _in_4_bits(
     return QuantTraits(name, type_id, *sizes, partial(decode_groups, unpack), Recoding(to, convert))
 
 
+def _from_scheme(
+    name: str,
+    block_bytes: int,
+    decode: Callable[[Bytes, Floats], None],
+    convert: Callable[[Bytes], Bytes],
+    to: str = "Q8_0",
+) -> QuantTraits:
+    return QuantTraits(name, None, schemes.BLOCK, block_bytes, decode, Recoding(to, convert))
+
+
 TRAITS: dict[str, QuantTraits] = {
     traits.name: traits
     for traits in (
@@ -227,6 +238,31 @@ TRAITS: dict[str, QuantTraits] = {
         _in_4_bits("Q1_0", 41, (128, 18), grouped.unpack_q1_0, "Q4_1", range(-1, 2)),
         QuantTraits("MXFP4", 39, 32, 17, partial(decode_groups, grouped.unpack_mxfp4)),
         _in_8_bits("NVFP4", 40, (64, 36), grouped.unpack_nvfp4, "Q8_G16"),
+        # Safetensors checkpoints store these types, as several tensors.
+        _from_scheme("FP8_E4M3", 36, schemes.decode_e4m3, schemes.e4m3_as_q8_0),
+        _from_scheme("FP8_E5M2", 36, schemes.decode_e5m2, schemes.e5m2_as_q8_0),
+        _in_8_bits("INT8", None, (32, 36), schemes.unpack_int8, "Q8_0"),
+        _from_scheme(
+            "INT4",
+            21,
+            partial(decode_groups, schemes.unpack_int4),
+            schemes.int4_as_q4_1,
+            "Q4_1",
+        ),
+        _from_scheme("INT4_ORDERED", 128, schemes.decode_floats, schemes.floats_as_q8_0),
+        _in_8_bits("FP4_G16", None, (32, 24), schemes.unpack_fp4_g16, "Q8_G16"),
+        _from_scheme(
+            "NF4",
+            20,
+            schemes.decode_nf4,
+            partial(grouped.as_8_bit, schemes.unpack_rounded_nf4),
+        ),
+        _from_scheme(
+            "BNB_FP4",
+            20,
+            schemes.decode_bnb_fp4,
+            partial(grouped.as_8_bit, schemes.unpack_rounded_bnb_fp4),
+        ),
         # Types of our own, with a scale for each 16 values. Others are written as these types.
         QuantTraits("Q4_G16", None, 32, 24, _q4_g16),
         QuantTraits("Q8_G16", None, 32, 36, _q8_g16),

@@ -72,8 +72,23 @@ class SafetensorsCheckpoint:
             file.close()
 
 
-def open_safetensors(path: Path, use_mmap: bool = True) -> SafetensorsCheckpoint:
-    """Open a .safetensors file, or a directory that holds `model.safetensors` or an index."""
+def open_safetensors(
+    path: Path, use_mmap: bool = True, quantization: Any = None
+) -> SafetensorsCheckpoint:
+    """Open a .safetensors file, or a directory that holds `model.safetensors` or an index.
+    `quantization` is the content of `quantization_config` in config.json, if it has this key.
+    """
+    checkpoint = _open(path, use_mmap)
+    if quantization is None:
+        return checkpoint
+    if not isinstance(quantization, dict):
+        raise ModelFormatError("config.json: key 'quantization_config' must be an object")
+    from engine.backends.custom.weights.schemes.gather import gather
+
+    return SafetensorsCheckpoint(checkpoint.files, gather(checkpoint.tensors, quantization))
+
+
+def _open(path: Path, use_mmap: bool) -> SafetensorsCheckpoint:
     if path.is_file():
         file, tensors = _open_file(path, use_mmap)
         return SafetensorsCheckpoint([file], tensors)

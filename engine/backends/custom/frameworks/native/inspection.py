@@ -17,19 +17,27 @@ from engine.backends.custom.frameworks.native.machine import default_threads
 from engine.backends.custom.ir.decoder import build_graph
 from engine.backends.custom.ir.execute import ReferenceBatch, State, graph_values
 from engine.backends.custom.ir.plan import (
-    AddNormStep,
     AttentionStep,
     EmbedStep,
+    ExpertsStep,
+    GateRowsStep,
     LinearStep,
+    NormStep,
     RopeWriteStep,
+    RouteStep,
     Step,
     layer_of,
 )
 from engine.backends.custom.ir.rotary import rotary_tables
 from engine.backends.custom.weights.model import ModelSource
 
-# The graph nodes of a layer whose outputs are reported -> the name of that output in the report.
-_NODES = {"attn.o": "attn", "mlp.down": "mlp", "mlp_sum": "out"}
+# The name of an output in the report -> the graph nodes of a layer whose sum it is. A layer has
+# either an MLP, or experts and perhaps a shared expert.
+_NODES = {
+    "attn": ("attn.o",),
+    "mlp": ("mlp.down", "experts", "shared.down"),
+    "out": ("mlp_sum",),
+}
 
 
 def layer_outputs(source: ModelSource, token_ids: Sequence[int]) -> dict[str, NDArray[np.float32]]:
@@ -37,9 +45,8 @@ def layer_outputs(source: ModelSource, token_ids: Sequence[int]) -> dict[str, ND
     weights = {name: weight.numpy() for name, weight in source.weights.items()}
     positions = np.arange(count, dtype=np.int32)
     cache = (1, count, 2, config.num_kv_heads, config.head_dim)
-    rotations = None
-    if config.rope is not None:
-        rotations = rotary_tables(config.rope, config.max_position, weights.get("rope.factors"))
+    factors = weights.get("rope.factors")
+    rotations = tuple(rotary_tables(rope, config.max_position, factors) for rope in config.ropes)
     state = State(tuple(np.zeros(cache, np.float32) for _ in range(config.num_layers)), rotations)
     zeros = np.zeros(count, np.int32)
     batch = ReferenceBatch(
@@ -51,10 +58,12 @@ def layer_outputs(source: ModelSource, token_ids: Sequence[int]) -> dict[str, ND
         logit_tokens=positions,
     )
     values = graph_values(build_graph(config), weights, batch, state)
-    found = {"embed": values["embed" if config.rope is not None else "embed_sum"]}
+    found = {"embed": values["embed_sum" if config.learned_positions else "embed"]}
     for layer in range(config.num_layers):
-        for node, site in _NODES.items():
-            found[f"layers.{layer}.{site}"] = values[f"layers.{layer}.{node}"]
+        for site, nodes in _NODES.items():
+            names = [f"layers.{layer}.{node}" for node in nodes]
+            parts = [values[name] for name in names if name in values]
+            found[f"layers.{layer}.{site}"] = np.sum(parts, axis=0)
     return found | {"logits": values["logits"]}
 
 
@@ -85,8 +94,10 @@ def _layer(step: Step) -> str:
         case RopeWriteStep() | AttentionStep():
             return "attn"
         case LinearStep() if layer_of(step.matrix) is not None:
-            return "mlp" if ".mlp." in step.matrix else "attn"
-        case AddNormStep():
-            return "mlp" if ".mlp" in step.weight else "attn"
+            return "attn" if ".attn." in step.matrix else "mlp"
+        case NormStep():
+            return "attn" if ".attn" in step.norm.weight else "mlp"
+        case RouteStep() | ExpertsStep() | GateRowsStep():
+            return "mlp"
         case _:
             return "head"

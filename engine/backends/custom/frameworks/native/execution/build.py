@@ -2,28 +2,25 @@
 
 import logging
 from collections.abc import Mapping
-from dataclasses import dataclass
 from importlib import import_module
+from math import prod
 from typing import Any
 
 from engine.backends.custom.architectures.base import ModelConfig
+from engine.backends.custom.frameworks.native.execution.program import Numbered, add_program
 from engine.backends.custom.frameworks.native.execution.runner import NativeRunner
 from engine.backends.custom.ir.choice import matmul_kernel
 from engine.backends.custom.ir.decoder import build_graph
 from engine.backends.custom.ir.plan import (
     PANEL_ROWS,
-    AddNormStep,
-    AttentionStep,
-    EmbedStep,
     ExecutionPlan,
-    GatherStep,
     LinearStep,
     Machine,
     Precision,
-    RopeWriteStep,
     step_label,
 )
 from engine.backends.custom.ir.planner import plan_cache
+from engine.backends.custom.ir.reference import alibi_slopes
 from engine.backends.custom.ir.rotary import rope_frequencies
 from engine.backends.custom.options import EngineOptions
 from engine.backends.custom.runtime.model_runner import (
@@ -55,26 +52,8 @@ USUAL_POOL_BYTES = 224 * MIB
 # Packed weights of models smaller than this are not cached on disk. Packing them takes less time
 # than opening a cache file.
 MIN_CACHED_BYTES = 32 * MIB
-# The index of each name is its code in csrc/base/layout.h or csrc/base/kernels.h.
+# The index of each name is its code in csrc/base/layout.h.
 LAYOUTS = ("Q4", "Q4G16", "Q8", "Q8M", "Q8G16", "F16", "BF16", "F32")
-NUMERICS = ("f32", "int8", "bf16")
-ACTIVATIONS = ("none", "silu", "gelu", "gelu_tanh")
-NORMS = ("none", "rms", "layer")
-
-
-@dataclass(frozen=True, slots=True)
-class Numbered:
-    """The numbers that the C++ executor assigned to the weights, by the weights' names."""
-
-    matrices: Mapping[str, int]
-    vectors: Mapping[str, int]
-    biases: Mapping[str, int]  # matrix name -> index of its bias
-    # Matrix name -> number of the matrix's per-channel int8 copy. With `--numerics fast`, steps of
-    # many tokens use these copies.
-    per_channel: Mapping[str, int]
-
-    def vector(self, name: str | None) -> int:
-        return -1 if name is None else self.vectors[name]
 
 
 def kernels() -> Any:
@@ -133,10 +112,11 @@ def _packed_bytes(weight: Weight) -> int:
     file.
     """
     native, shape = kernels(), weight.spec.shape
-    if len(shape) == 1:
-        return 4 * shape[0]
-    panels = -(-shape[0] // PANEL_ROWS)
-    bytes_of_panel: int = native.panel_bytes(native.layout_of(weight.kernel_dtype), shape[1])
+    if len(shape) - weight.spec.of_experts == 1:
+        return 4 * prod(shape)
+    *experts, rows, columns = shape
+    panels = prod(experts) * -(-rows // PANEL_ROWS)
+    bytes_of_panel: int = native.panel_bytes(native.layout_of(weight.kernel_dtype), columns)
     return panels * bytes_of_panel
 
 
@@ -150,7 +130,7 @@ def _per_channel_bytes(source: ModelSource) -> int:
     tables = (POSITIONS,) if source.config.tie_embeddings else (POSITIONS, TOKENS)
     total = 0
     for name, weight in source.weights.items():
-        if len(weight.spec.shape) == 1 or name in tables:
+        if len(weight.spec.shape) != 2 or weight.spec.of_experts or name in tables:
             continue
         rows, columns = weight.spec.shape
         layout = LAYOUTS[native.layout_of(weight.kernel_dtype)]
@@ -191,6 +171,7 @@ def build_runner(source: ModelSource, config: RunnerConfig) -> NativeRunner:
         matrices=matrices,
         vectors={name: model.add_vector(each.reshape(-1)) for name, each in packed.vectors.items()},
         biases={name: model.add_vector(each) for name, each in packed.biases.items()},
+        slopes=_add_slopes(model, model_config),
         per_channel=_add_per_channel(model, plans[0], matrices)
         if config.numerics == "fast"
         else {},
@@ -212,6 +193,13 @@ def build_runner(source: ModelSource, config: RunnerConfig) -> NativeRunner:
     return NativeRunner(model, spec, model_config.hidden_size)
 
 
+def _add_slopes(model: Any, config: ModelConfig) -> int:
+    if config.alibi_bias is None:
+        return -1
+    number: int = model.add_vector(alibi_slopes(config.num_heads, config.alibi_bias))
+    return number
+
+
 def _add_per_channel(
     model: Any, plan: ExecutionPlan, matrices: Mapping[str, int]
 ) -> dict[str, int]:
@@ -223,78 +211,6 @@ def _add_per_channel(
     matmuls = (step for step in plan.steps if isinstance(step, LinearStep))
     names = dict.fromkeys(step.matrix for step in matmuls if step.kernel.decode == "int8")
     return dict(zip(names, model.add_per_channel([matrices[name] for name in names]), strict=True))
-
-
-def add_program(model: Any, plan: ExecutionPlan, weights: Numbered) -> None:
-    """Passes a plan to the C++ executor, which refers to weights by number and to types by code."""
-    model.begin_program(plan.capacity.tokens)
-    for step in plan.steps:
-        if isinstance(step, EmbedStep):
-            table, positions = weights.matrices[step.table], weights.vector(step.positions)
-            model.embed(step.out, table, positions, step.scale)
-        elif isinstance(step, LinearStep):
-            _add_linear(model, plan, step, weights)
-        elif isinstance(step, RopeWriteStep):
-            model.rope_write(
-                qkv=step.qkv,
-                layer=step.layer,
-                heads=step.heads,
-                kv_heads=step.kv_heads,
-                head_dim=step.head_dim,
-                rope_dim=step.rope_dim,
-                query_norm=weights.vector(step.q_norm),
-                key_norm=weights.vector(step.k_norm),
-                eps=step.eps,
-                whole_norm=step.whole_norm,
-            )
-        elif isinstance(step, AttentionStep):
-            model.attention(
-                qkv=step.qkv,
-                out=step.out,
-                layer=step.layer,
-                heads=step.heads,
-                kv_heads=step.kv_heads,
-                head_dim=step.head_dim,
-                scale=step.scale,
-                window=step.window or 0,
-            )
-        elif isinstance(step, AddNormStep):
-            model.add_norm(
-                source=step.source,
-                out=step.out,
-                weight=weights.vector(step.weight),
-                eps=step.eps,
-                over_logits=plan.buffers[step.out].per == "logit",
-            )
-        else:
-            assert isinstance(step, GatherStep)
-            model.gather(step.source, step.out)
-    model.end_program()
-
-
-def _add_linear(model: Any, plan: ExecutionPlan, step: LinearStep, weights: Numbered) -> None:
-    norm = step.norm
-    model.linear(
-        source=step.source,
-        out=step.out,
-        matrix=weights.matrices[step.matrix],
-        per_channel=weights.per_channel.get(step.matrix, -1),
-        norm=0 if norm is None else NORMS.index(norm.kind),
-        norm_weight=-1 if norm is None else weights.vector(norm.weight),
-        norm_bias=-1 if norm is None else weights.vector(norm.bias),
-        eps=0.0 if norm is None else norm.eps,
-        bias=weights.biases[step.matrix] if step.has_bias else -1,
-        activation=ACTIVATIONS.index(step.activation),
-        gated=step.gated,
-        residual=step.residual,
-        multiply=step.multiply,
-        over_logits=plan.buffers[step.out].per == "logit",
-        column=step.column,
-        grain=step.split.grain,
-        decode=NUMERICS.index(step.kernel.decode),
-        prefill=NUMERICS.index(step.kernel.prefill),
-        scale=step.scale,
-    )
 
 
 def _check(model: ModelConfig, config: RunnerConfig) -> None:
@@ -313,7 +229,7 @@ def _check(model: ModelConfig, config: RunnerConfig) -> None:
             f"the native backend keeps tokens in tiles of {TILE_TOKENS}: cache.block_size "
             f"{config.block_size} must be a multiple of it"
         )
-    if model.rope is None and config.max_seq_len > model.max_position:
+    if model.learned_positions and config.max_seq_len > model.max_position:
         raise ConfigError(
             f"max_seq_len {config.max_seq_len} is beyond the model's {model.max_position} "
             "learned positions; lower it"
@@ -374,12 +290,12 @@ def _set_memory(model: Any, source: ModelSource, config: RunnerConfig, plan: Exe
         config.block_size,
         config.num_blocks,
     )
-    if model_config.rope is not None:
-        factors = source.weights.get("rope.factors")
+    factors = source.weights.get("rope.factors")
+    for rope in model_config.ropes:
         frequencies, scale = rope_frequencies(
-            model_config.rope, config.max_seq_len, None if factors is None else factors.numpy()
+            rope, config.max_seq_len, None if factors is None else factors.numpy()
         )
-        model.set_frequencies(list(map(float, frequencies)), scale)
+        model.add_rope(list(map(float, frequencies)), scale)
     model.set_sampler(model_config.vocab_size, config.max_slots, config.max_seq_len)
 
 

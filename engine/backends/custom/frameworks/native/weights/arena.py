@@ -24,7 +24,8 @@ class MatrixParts(Protocol):
     """A matrix as a kernel reads it. It consists of one or more weights of the model, for example
     of q, k and v. `parts` are their names. `biases` has one name per part, or is empty.
 
-    If the matrix is interleaved, panels of 16 rows from each part alternate.
+    If the matrix is interleaved, panels of 16 rows from each part alternate. If `experts` is above
+    0, there are that many such matrices, one after the other.
     """
 
     @property
@@ -35,6 +36,8 @@ class MatrixParts(Protocol):
     def biases(self) -> tuple[str, ...]: ...
     @property
     def interleaved(self) -> bool: ...
+    @property
+    def experts(self) -> int: ...
 
 
 class Panels(NamedTuple):
@@ -105,7 +108,7 @@ def plan_arena(
         plan.vectors[name] = plan.add(VectorPlace(plan.num_bytes, source.weights[name].spec.shape))
     for matrix in matrices:
         if matrix.biases:
-            rows = _padded_rows(source, matrix)
+            rows = max(1, matrix.experts) * _padded_rows(source, matrix)
             plan.biases[matrix.name] = plan.add(VectorPlace(plan.num_bytes, (rows,)))
         place = _matrix_place(source, matrix, plan.num_bytes)
         plan.matrices[matrix.name] = plan.add(place)
@@ -114,11 +117,21 @@ def plan_arena(
 
 def stacked_bias(source: ModelSource, matrix: MatrixParts) -> NDArray[np.float32]:
     """The biases of all parts of a matrix as one vector, in the order of the matrix's rows. The
-    bias of a padding row is 0.
+    bias of a padding row is 0. The vectors of experts follow each other.
     """
     parts = [source.weights[name].numpy() for name in matrix.biases]
-    stacked = np.zeros(_padded_rows(source, matrix), np.float32)
-    if matrix.interleaved:
+    rows = _padded_rows(source, matrix)
+    if not matrix.experts:
+        return _stack(parts, rows, matrix.interleaved)
+    each = [[part[expert] for part in parts] for expert in range(matrix.experts)]
+    return np.concatenate([_stack(biases, rows, matrix.interleaved) for biases in each])
+
+
+def _stack(
+    parts: Sequence[NDArray[np.float32]], num_rows: int, interleaved: bool
+) -> NDArray[np.float32]:
+    stacked = np.zeros(num_rows, np.float32)
+    if interleaved:
         panels = stacked.reshape(-1, len(parts), PANEL_ROWS)
         for index, part in enumerate(parts):
             rows = np.zeros(panels.shape[0] * PANEL_ROWS, np.float32)
@@ -135,7 +148,7 @@ def _round_up(value: int, step: int) -> int:
 
 
 def _rows(source: ModelSource, matrix: MatrixParts) -> int:
-    rows = [source.weights[name].spec.shape[0] for name in matrix.parts]
+    rows = [source.weights[name].spec.shape[-2] for name in matrix.parts]
     return sum(_round_up(count, PANEL_ROWS) for count in rows) if matrix.interleaved else sum(rows)
 
 
@@ -146,13 +159,13 @@ def _padded_rows(source: ModelSource, matrix: MatrixParts) -> int:
 def _matrix_place(source: ModelSource, matrix: MatrixParts, offset: int) -> MatrixPlace:
     weights = [source.weights[name] for name in matrix.parts]
     layouts = {_native.layout_of(weight.kernel_dtype) for weight in weights}
-    columns = {weight.spec.shape[1] for weight in weights}
+    columns = {weight.spec.shape[-1] for weight in weights}
     if len(layouts) != 1 or len(columns) != 1:
         raise ModelFormatError(
             f"{source.path.name}: the parts of '{matrix.name}' differ in layout or columns: "
             + ", ".join(f"{weight.tensor.dtype} {weight.spec.shape}" for weight in weights)
         )
     (layout,), (width,) = layouts, columns
-    panels = _padded_rows(source, matrix) // PANEL_ROWS
+    panels = max(1, matrix.experts) * _padded_rows(source, matrix) // PANEL_ROWS
     num_bytes = panels * _native.panel_bytes(layout, width)
     return MatrixPlace(offset, num_bytes, layout, _rows(source, matrix), width)

@@ -141,7 +141,9 @@ def cache_key(
         "version": (__version__, _native.LAYOUT_VERSION),
         "files": files,
         "stored": stored,
-        "matrices": [(m.name, m.parts, m.biases, m.interleaved) for m in matrices],
+        # It may change the values of a safetensors checkpoint without changing the weight files.
+        "quantization": str(source.metadata.get("quantization_config")),
+        "matrices": [(m.name, m.parts, m.biases, m.interleaved, m.experts) for m in matrices],
         "places": [
             [(name, astuple(place)) for name, place in places.items()]
             for places in (plan.matrices, plan.biases, plan.vectors)

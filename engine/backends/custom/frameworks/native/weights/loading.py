@@ -49,15 +49,15 @@ def pack(
         plan.floats(arena, place)[...] = source.weights[name].numpy()
     done = 0
     for batch in _batches(matrices, plan):
-        jobs = []
+        jobs: list[tuple[str, tuple[Any, ...]]] = []
         for matrix in batch:
             if matrix.biases:
                 plan.floats(arena, plan.biases[matrix.name])[...] = stacked_bias(source, matrix)
-            jobs.append(_job(source, matrix, plan, arena))
-        refused = _native.repack(jobs, threads)
+            jobs += [(matrix.name, job) for job in _jobs(source, matrix, plan, arena)]
+        refused = _native.repack([job for _, job in jobs], threads)
         if refused is not None:
             raise ModelFormatError(
-                f"{source.path.name}: '{batch[refused].name}' has a scale that is not finite or "
+                f"{source.path.name}: '{jobs[refused][0]}' has a scale that is not finite or "
                 "too large for half precision; the file is damaged"
             )
         let_go(source)
@@ -91,13 +91,16 @@ def _batches(matrices: Sequence[MatrixParts], plan: ArenaPlan) -> Iterator[list[
         yield batch
 
 
-def _job(
+def _jobs(
     source: ModelSource, matrix: MatrixParts, plan: ArenaPlan, arena: NDArray[np.uint8]
-) -> tuple[Any, ...]:
+) -> Iterator[tuple[Any, ...]]:
+    """The packing jobs of a matrix: one, or one per expert."""
     place = plan.matrices[matrix.name]
-    parts = [_part(source.weights[name]) for name in matrix.parts]
-    out = plan.bytes_of(arena, place)
-    return (place.layout, place.columns, matrix.interleaved, parts, out)
+    weights = [source.weights[name] for name in matrix.parts]
+    outs = plan.bytes_of(arena, place).reshape(max(1, matrix.experts), -1)
+    for expert, out in enumerate(outs):
+        parts = [_part(each.expert(expert) if matrix.experts else each) for each in weights]
+        yield (place.layout, place.columns, matrix.interleaved, parts, out)
 
 
 def _part(weight: Weight) -> tuple[Any, ...]:

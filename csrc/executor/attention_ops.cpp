@@ -1,0 +1,76 @@
+// The executor's ops for attention: RoPE, cache writes, and attention itself.
+#include <algorithm>
+#include <cmath>
+
+#include "executor/executor.h"
+
+namespace engine {
+
+void Executor::plan_attention(const Program& program, const Batch& batch) {
+    for (Windowed& each : windows_) {
+        each.batch = batch;
+        each.schedule.build(each.batch, cache_.block_size, each.window);
+    }
+    size_t parts_bytes = 0;
+    for (const Op& op : program.ops) {
+        if (op.kind != Op::Kind::Attention) continue;
+        int parts = windows_[size_t(op.schedule)].schedule.num_parts();
+        parts_bytes = std::max(parts_bytes, size_t(parts) * part_floats(op.shape) * sizeof(float));
+    }
+    if (parts_bytes > parts_.size()) parts_ = Block(parts_bytes * 2);
+}
+
+void Executor::compute_angles(int begin, int end) {
+    for (int token = begin; token < end; token++)
+        for (const Rope& rope : ropes_) {
+            int half = int(rope.frequencies.size());
+            float* cosines = angles_.floats() + size_t(token) * size_t(angles_per_token_) + rope.start;
+            for (int i = 0; i < half; i++) {
+                float angle = float(batch_->positions[token]) * rope.frequencies[size_t(i)];
+                cosines[i] = float(std::cos(double(angle))) * rope.scale;
+                cosines[half + i] = float(std::sin(double(angle))) * rope.scale;
+            }
+        }
+}
+
+void Executor::norm_heads(const Op& op, float* x, int heads, const float* weight) const {
+    if (!weight) return;
+    int size = op.shape.head_dim, total = heads * size;
+    if (op.whole_norm) size = total;
+    for (int i = 0; i < total; i += size) kernels_.rms_norm(x + i, weight, op.eps, size, x + i);
+}
+
+void Executor::rope_write(const Op& op, int begin, int end) {
+    const AttentionShape& shape = op.shape;
+    for (int token = begin; token < end; token++) {
+        float* queries = at(op.source, token);
+        float* keys = queries + shape.heads * shape.head_dim;
+        float* values = keys + shape.kv_heads * shape.head_dim;
+        norm_heads(op, queries, shape.heads, op.query_norm);
+        norm_heads(op, keys, shape.kv_heads, op.key_norm);
+        if (op.rope_dim > 0) {
+            const float* cosines =
+                angles_.floats() + size_t(token) * size_t(angles_per_token_) + ropes_[size_t(op.rope)].start;
+            // The keys follow the queries in memory, so one call rotates both.
+            kernels_.rope(queries, shape.heads + shape.kv_heads, shape.head_dim, op.rope_dim, cosines,
+                          cosines + op.rope_dim / 2);
+        }
+        kernels_.write_kv(cache_, op.layer, batch_->write_slots[token], keys, values);
+    }
+}
+
+void Executor::attention(const Op& op, int thread, int& index) {
+    const Batch& batch = windows_[size_t(op.schedule)].batch;
+    AttentionJob job{&op.shape,        &cache_,       &batch,        op.layer,       at(op.source, 0),
+                     width(op.source), at(op.out, 0), width(op.out), parts_.floats()};
+    int kv_heads = op.shape.kv_heads;
+    round(thread, index, [&](int begin, int end) {
+        for (int i = begin; i < end; i++) kernels_.attend(job, i / kv_heads, i % kv_heads, scratch(thread));
+    });
+    if (batch.num_merges == 0) return;
+    round(thread, index, [&](int begin, int end) {
+        for (int i = begin; i < end; i++) kernels_.merge(job, i);
+    });
+}
+
+}  // namespace engine

@@ -1,0 +1,1 @@
+"""Quantized safetensors checkpoints: FP8, compressed-tensors, GPTQ, AWQ, MXFP4, bitsandbytes."""
