@@ -1,5 +1,6 @@
 """Small vocabularies trained on the spot, as `tokenizer.json` directories and as GGUF metadata."""
 
+import base64
 import io
 import json
 from functools import cache
@@ -9,6 +10,8 @@ from typing import Any
 import tokenizers
 from gguf import GGUFReader
 from tokenizers import decoders, models, normalizers, pre_tokenizers, processors, trainers
+
+from engine.core.text.tokenizer_parts import piece_bytes
 
 CONTROL = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
 TEMPLATE = (
@@ -179,6 +182,46 @@ def word_piece_metadata(**changes: Any) -> dict[str, Any]:
         "tokenizer.ggml.seperator_token_id": 3,
     }
     return metadata | {f"tokenizer.ggml.{key}": value for key, value in changes.items()}
+
+
+def ranked_tokens() -> dict[bytes, int]:
+    """The tokens of `byte_level_engine` in the order in which they are merged, with ranks."""
+    merges = json.loads(byte_level_engine().to_str())["model"]["merges"]
+    tokens = [bytes([byte]) for byte in range(256)]
+    tokens += [piece_bytes(left + right, byte_level=True) for left, right in merges]
+    return {token: rank for rank, token in enumerate(tokens)}
+
+
+def write_tekken(path: Path, pattern: str, **changes: Any) -> Path:
+    """A model directory with a `tekken.json` of `ranked_tokens`, and 30 ids for control tokens."""
+    ranks = ranked_tokens()
+    content = {
+        "config": {
+            "pattern": pattern,
+            "num_vocab_tokens": len(ranks),
+            "default_vocab_size": 30 + len(ranks),
+            "default_num_special_tokens": 30,
+            "version": "v3",
+        },
+        "vocab": [
+            {"rank": rank, "token_bytes": base64.b64encode(token).decode(), "token_str": None}
+            for token, rank in ranks.items()
+        ],
+    }
+    path.mkdir(parents=True, exist_ok=True)
+    (path / "tekken.json").write_text(json.dumps(content | changes))
+    return path
+
+
+def write_tiktoken(path: Path, name: str, **config: Any) -> Path:
+    """A model directory with a tiktoken file of `ranked_tokens`."""
+    lines = [
+        f"{base64.b64encode(token).decode()} {rank}\n" for token, rank in ranked_tokens().items()
+    ]
+    path.mkdir(parents=True, exist_ok=True)
+    (path / name).write_text("".join(lines))
+    (path / "config.json").write_text(json.dumps(config))
+    return path
 
 
 def write_directory(path: Path, **settings: Any) -> Path:

@@ -3,9 +3,9 @@
 // Each type unpacks its blocks into groups of 32 values. The groups are then placed in the panel as
 // its layout demands: a row owns one 4-byte word of every 64 bytes of values, and one half of every
 // 32 bytes of scales.
-#include "repack/repack.h"
-
 #include <cmath>
+
+#include "repack/repack.h"
 
 namespace engine {
 

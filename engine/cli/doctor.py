@@ -23,9 +23,9 @@ import typer
 from engine import __version__
 from engine.cli.console import ConfigOption, JsonOption, load_cli_settings, output
 from engine.core.errors import EngineError
+from engine.core.store.fit import container_memory_limit, query_gpus
 
 _GIB = 2**30
-_GPU_QUERY_TIMEOUT_S = 10.0
 _MEASURE_TIMEOUT_S = 30.0
 _NATIVE = "engine.backends.custom.frameworks.native"
 _NATIVE_FIX = (
@@ -108,7 +108,7 @@ def _hardware() -> list[Finding]:
     cores = f"{psutil.cpu_count(logical=False) or '?'} cores, {usable} usable threads"
     memory = psutil.virtual_memory()
     room = f"{memory.available / _GIB:.1f} GiB available of {memory.total / _GIB:.1f} GiB"
-    limit = _container_memory_limit()
+    limit = container_memory_limit()
     if limit is not None and limit < memory.total:
         room += f"; this container may use {limit / _GIB:.1f} GiB"
     return [
@@ -133,27 +133,14 @@ def _cpu() -> tuple[str, list[str]]:
     return fields.get("model name") or platform.machine(), features
 
 
-def _container_memory_limit() -> int | None:
-    try:
-        text = Path("/sys/fs/cgroup/memory.max").read_text(encoding="ascii").strip()
-    except OSError:
-        return None
-    return int(text) if text.isdigit() else None
-
-
 def _gpus() -> list[Finding]:
-    command = shutil.which("nvidia-smi")
-    if command is None:
-        return [Finding("hardware", "GPU", "no NVIDIA driver found; models run on the CPU")]
-    query = [command, "--query-gpu=name,memory.total,driver_version", "--format=csv,noheader"]
     try:
-        answer = subprocess.run(
-            query, capture_output=True, text=True, timeout=_GPU_QUERY_TIMEOUT_S, check=True
-        )
+        rows = query_gpus("name,memory.total,driver_version")
     except (OSError, subprocess.SubprocessError) as error:
         detail = f"nvidia-smi failed: {error}"
         return [Finding("hardware", "GPU", detail, False, "check the NVIDIA driver")]
-    rows = answer.stdout.strip().splitlines()
+    if not rows:
+        return [Finding("hardware", "GPU", "no NVIDIA driver found; models run on the CPU")]
     return [Finding("hardware", f"GPU {index}", row, True) for index, row in enumerate(rows)]
 
 

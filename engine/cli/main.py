@@ -26,6 +26,7 @@ COMMANDS = {
     "list": ("engine.cli.models:list_models", "List downloaded and known models."),
     "inspect": ("engine.cli.models:inspect", "Show what is in a model file."),
     "convert": ("engine.cli.convert:convert", "Convert a model to another file format."),
+    "imatrix": ("engine.cli.convert:imatrix", "Measure which weights matter most."),
     "profile": ("engine.cli.profile:profile", "Show where a model's time goes."),
     "config": ("engine.cli.config:app", "Show the settings in force and where each comes from."),
     "admin": ("engine.cli.ops.admin:app", "Look at and change a running server."),

@@ -12,6 +12,7 @@ from engine.core.errors import ConfigError, ModelFormatError
 if TYPE_CHECKING:
     from engine.backends.custom.weights.model import ModelSource
     from engine.core.store.catalogue import CatalogueEntry
+    from engine.core.store.fit import Machine
     from engine.core.store.model_store import StoredModel
 
 GRAPH_CONTEXT = 128  # default tokens per sequence for `inspect --graph`
@@ -56,13 +57,20 @@ def pull(
     name: Annotated[
         str | None, typer.Option("--name", help="What to call it here. Default: the file's name.")
     ] = None,
+    quant: Annotated[
+        str | None,
+        typer.Option(
+            "--quant",
+            help="Which quant of a catalogue name, such as Q4_K_M. Default: the best that fits.",
+        ),
+    ] = None,
 ) -> None:
     """Download a model, verify it and put it into the store. Prints its path."""
     from engine.cli.pull_progress import TerminalProgress
     from engine.core.store.pull import pull as pull_model
 
     with TerminalProgress(messages()) as progress:
-        path = pull_model(spec, name=name, sha256=sha256, progress=progress)
+        path = pull_model(spec, name=name, sha256=sha256, quant=quant, progress=progress)
     print(path)
 
 
@@ -80,17 +88,29 @@ def list_models(as_json: JsonOption = False) -> None:
     from engine.cli.model_report import human_bytes
 
     table = Table("model", "size", "here", "from", "what", box=None, pad_edge=False)
-    table.columns[0].no_wrap = True
+    table.columns[0].no_wrap = table.columns[2].no_wrap = True
     for row in rows:
         label = Text(row["name"], style="bold" if row["pulled"] else "")
         label.append(" (default)" if row["default"] else "", style="dim")
         size = "-" if row["size"] is None else human_bytes(row["size"])
         origin = _ORIGINS.get(row["source"].partition(":")[0], "?")
-        here = row["date"][:10] if row["pulled"] else "no"
-        table.add_row(label, size, here, origin, Text(row["description"] or row["source"]))
+        here = row["date"][:10] if row["pulled"] else _fit_text(row["fits"])
+        table.add_row(label, size, here, origin, Text(_what(row)))
     output().print(table)
     if not all(row["pulled"] for row in rows):
         messages().print("`engine pull NAME` downloads one that is not here.", style="dim")
+
+
+def _fit_text(fits: bool | str | None) -> str:
+    if isinstance(fits, str):
+        return f"{fits} fits"
+    return {True: "fits", False: "too large", None: "-"}[fits]
+
+
+def _what(row: dict[str, Any]) -> str:
+    names = [quant["name"] for quant in row["quants"]]
+    quants = f" ({', '.join(names)})" if names else ""
+    return (row["description"] or row["source"]) + quants
 
 
 def inspect(
@@ -196,16 +216,48 @@ def model_rows() -> list[dict[str, Any]]:
     are not pulled.
     """
     from engine.core.store.catalogue import CATALOGUE
+    from engine.core.store.fit import this_machine
     from engine.core.store.model_store import ModelStore
 
-    store = ModelStore()
+    store, machine = ModelStore(), this_machine()
     pulled = store.models()
     rows = [
-        _row(name, CATALOGUE.get(name), model, str(store.path(model)))
+        _row(name, CATALOGUE.get(name), model, str(store.path(model))) | _fit(model.size, machine)
         for name, model in pulled.items()
     ]
     known = [entry for name, entry in CATALOGUE.items() if name not in pulled]
-    return rows + [_row(entry.name, entry, None, None) for entry in known]
+    return rows + [
+        _row(entry.name, entry, None, None)
+        | (_quant_fit(entry, machine) if entry.quants else _fit(entry.size, machine))
+        for entry in known
+    ]
+
+
+def _fit(size: int | None, machine: "Machine") -> dict[str, Any]:
+    fits = None if size is None else size <= machine.usable
+    return {"quants": [], "fits": fits}
+
+
+def _quant_fit(entry: "CatalogueEntry", machine: "Machine") -> dict[str, Any]:
+    """The quants of an entry, and the name and the size of the one that `engine pull` chooses."""
+    from engine.core.store.fit import best_quant, needed_bytes
+
+    best = best_quant(entry, machine)
+    quants = [
+        {
+            "name": quant.name,
+            "source": quant.source,
+            "size": quant.size,
+            "fits": needed_bytes(entry, quant) <= machine.usable,
+        }
+        for quant in entry.quants
+    ]
+    return {
+        "quants": quants,
+        "fits": False if best is None else best.name,
+        "size": (best or entry.quants[0]).size,
+        "source": (best or entry.quants[0]).source,
+    }
 
 
 def _row(

@@ -60,7 +60,7 @@ def test_traits_are_those_of_the_format(name: str) -> None:
     assert traits.type_id == kind.value
 
 
-RECODED = [name for name, traits in TRAITS.items() if traits.recoding is not None]
+RECODED = [each.name for each in BY_TYPE_ID.values() if each.recoding is not None]
 # These types have scales that float16 keeps exactly.
 EXACT = ("TQ1_0", "TQ2_0", "Q1_0", "NVFP4")
 
@@ -135,7 +135,7 @@ KINDS = ("normal", "heavy", "positive", "negative", "sparse", "zero", "constant"
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("name", ["F16", "BF16", "Q8_0", "Q5_0", "Q4_0"])
+@pytest.mark.parametrize("name", ["F16", "BF16", "Q8_0", "Q5_0", "Q5_1", "Q4_0"])
 def test_encoders_give_the_packages_bits(name: str, kind: str) -> None:
     values = _values(kind)
     expected = gguf.quants.quantize(values, gguf.GGMLQuantizationType[name])
@@ -167,8 +167,35 @@ def test_q4_k_is_as_near_as_llama_cpps(kind: str) -> None:
 def test_what_cannot_be_encoded_is_refused() -> None:
     with pytest.raises(ModelFormatError, match=r"rows of 33 values.*Q8_0 blocks of 32"):
         quantize("Q8_0", np.zeros((2, 33), np.float32))
-    with pytest.raises(ModelFormatError, match="nothing is written as Q6_K"):
-        quantize("Q6_K", np.zeros((2, 256), np.float32))
+    with pytest.raises(ModelFormatError, match="nothing is written as IQ2_S"):
+        quantize("IQ2_S", np.zeros((2, 256), np.float32))
     for value in (1e6, -1e6):
         with pytest.raises(ModelFormatError, match=r"65,504.*BF16"):
             quantize("F16", np.full((1, 4), value, np.float32))
+
+
+@pytest.mark.parametrize("name", ["Q4_K", "Q5_K", "Q6_K", "IQ4_XS", "IQ4_NL"])
+def test_important_columns_have_smaller_errors(name: str) -> None:
+    """The importance of a column is that of its place in the row, also in later chunks of rows."""
+    values = _values("normal")
+    importance = np.random.default_rng(5).gamma(0.3, 1, values.shape[1]).astype(np.float32)
+    errors = []
+    for weights in (None, importance):
+        found = dequantize(name, quantize(name, values, weights), values.shape)
+        errors.append(((found - values) ** 2 * importance).sum())
+    assert errors[1] < errors[0] * (0.99 if name == "Q6_K" else 0.95)
+
+
+# Root mean square errors on normal values, which a worse search would exceed.
+@pytest.mark.parametrize(
+    ("name", "most"),
+    [("Q5_K", 0.0365), ("Q6_K", 0.0179), ("IQ4_XS", 0.0773), ("IQ4_NL", 0.0768)],
+)
+def test_searching_encoders_find_good_scales(name: str, most: float) -> None:
+    values = _values("normal")
+    found = dequantize(name, quantize(name, values), values.shape)
+    assert float(np.sqrt(np.mean((found - values) ** 2))) < most
+    for kind in ("zero", "constant", "sparse"):
+        values = _values(kind)
+        found = dequantize(name, quantize(name, values), values.shape)
+        assert np.abs(found - values).max() <= 0.25 * np.abs(values).max()

@@ -4,6 +4,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import tiktoken
 import tokenizers
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
@@ -15,6 +16,7 @@ from tests.tokenizer_files import (
     CORPUS,
     byte_level_engine,
     byte_level_metadata,
+    ranked_tokens,
     read_gguf,
     sentencepiece_metadata,
     unigram_metadata,
@@ -22,6 +24,8 @@ from tests.tokenizer_files import (
     word_piece_engine,
     word_piece_metadata,
     write_directory,
+    write_tekken,
+    write_tiktoken,
 )
 
 WORDS = [
@@ -173,3 +177,40 @@ def test_word_piece_matches_the_library(lowercase: bool) -> None:
         assert tokenizer.encode(text) == ids, text
         assert tokenizer.encode_prompt(text) == [2, *ids, 3]
         assert tokenizer.decode(ids) == reference.decode(ids)
+
+
+CASED = (  # Mistral's pattern
+    r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+|[^\r\n\p{L}\p{N}]?"
+    r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n/]*"
+    r"|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+DIGITS = (  # Qwen's pattern
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*"
+    r"|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+
+
+def same_as_tiktoken(tokenizer: Tokenizer, pattern: str, first_id: int) -> None:
+    reference = tiktoken.Encoding(
+        "x", pat_str=pattern, mergeable_ranks=ranked_tokens(), special_tokens={}
+    )
+    for text in TEXTS:
+        ids = [first_id + rank for rank in reference.encode_ordinary(text)]
+        assert tokenizer.encode(text) == ids, text
+        assert tokenizer.decode(ids) == text
+
+
+def test_tekken_matches_tiktoken(tmp_path: Path) -> None:
+    tokenizer = Tokenizer.from_directory(write_tekken(tmp_path, CASED))
+    same_as_tiktoken(tokenizer, CASED, first_id=30)
+    assert tokenizer.encode_prompt("")[:1] == [1] and tokenizer.eos_ids == (2,)
+    assert tokenizer.token_id("[INST]") == 3 and tokenizer.token_id("<SPECIAL_29>") == 29
+    assert tokenizer.encode("[INST]") != [3]
+
+
+def test_tiktoken_file_matches_tiktoken(tmp_path: Path) -> None:
+    tokenizer = Tokenizer.from_directory(write_tiktoken(tmp_path, "qwen.tiktoken"))
+    same_as_tiktoken(tokenizer, DIGITS, first_id=0)
+    count = len(ranked_tokens())
+    assert tokenizer.token_id("<|im_end|>") == count + 2
+    assert tokenizer.vocab_size == count + 208

@@ -78,6 +78,9 @@ def test_list_shows_what_is_here_before_what_could_be(store: ModelStore) -> None
     assert [row["name"] for row in rows] == ["my-model", *CATALOGUE]
     assert rows[0]["pulled"] and rows[0]["path"] == str(path) and rows[0]["size"] == 5
     assert [row["name"] for row in rows if row["default"]] == [DEFAULT_MODEL]
+    assert all(row["fits"] is not None for row in rows)
+    qwen = next(row for row in rows if row["name"] == "qwen3-4b")
+    assert [quant["name"] for quant in qwen["quants"]] == ["Q4_K_M", "Q5_K_M", "Q6_K", "Q8_0"]
     shown = run("list")
     assert shown.exit_code == 0 and "my-model" in shown.stdout and "(default)" in shown.stdout
 

@@ -12,7 +12,8 @@ import pytest
 
 from engine.backends.custom.architectures.base import ModelConfig, RopeConfig
 from engine.backends.custom.architectures.export import gguf_metadata, hf_config
-from engine.backends.custom.conversion.convert import convert, open_source, save_trained
+from engine.backends.custom.conversion.convert import convert, gguf_parts, open_source, save_trained
+from engine.backends.custom.conversion.importance import read_importance, write_importance
 from engine.backends.custom.weights.model import ModelSource, open_model
 from engine.backends.custom.weights.safetensors import open_safetensors
 from engine.core.errors import ConfigError, EngineError, ModelFormatError
@@ -109,6 +110,58 @@ def test_types_are_chosen_row_by_row(tmp_path: Path) -> None:
         types = {name: weight.tensor.dtype for name, weight in model.weights.items()}
     assert types["layers.0.mlp.down.weight"] == "F16"
     assert (types["embed.weight"], types["head.weight"]) == ("Q4_0", "Q8_0")
+
+
+def test_mixes_have_llama_cpps_types(tmp_path: Path) -> None:
+    """Of nine layers, 0, 7 and 8 are the first and last eighth; 3 and 6 are every third between."""
+    sizes = {"hidden_size": 256, "intermediate_size": 256, "num_layers": 9, "head_dim": 32}
+    write_hf(tmp_path / "hf", "llama", **sizes, num_heads=8, num_kv_heads=2)
+    with closing(open_model(tmp_path / "hf")) as model:
+        types = {
+            (mix, bool(columns)): {
+                each.name: each.dtype for each in gguf_parts(model, mix, columns)[1]
+            }
+            for mix in ("Q4_K_M", "Q5_K_M", "Q6_K", "IQ4_XS")
+            for columns in ({}, {"blk.0.ffn_up.weight": np.ones((1, 256), np.float32)})
+        }
+        assert gguf_parts(model, "Q4_K_M")[0]["general.file_type"] == 15
+    for mix, usual in (("Q4_K_M", "Q4_K"), ("Q5_K_M", "Q5_K"), ("Q6_K", "Q6_K")):
+        for place in ("attn_v", "ffn_down"):
+            found = [types[mix, False][f"blk.{layer}.{place}.weight"] for layer in range(9)]
+            more = [layer in (0, 3, 6, 7, 8) for layer in range(9)]
+            assert found == ["Q6_K" if each else usual for each in more]
+        assert types[mix, False]["blk.3.attn_q.weight"] == usual
+        assert types[mix, False]["token_embd.weight"] == usual
+        assert types[mix, False]["output.weight"] == "Q6_K"
+    plain, weighted = types["IQ4_XS", False], types["IQ4_XS", True]
+    assert plain["blk.4.attn_v.weight"] == "Q5_K"  # four query heads share its rows
+    assert (plain["blk.0.ffn_down.weight"], weighted["blk.0.ffn_down.weight"]) == ("Q5_K", "IQ4_XS")
+    assert plain["blk.1.ffn_down.weight"] == "IQ4_XS"
+
+
+def test_importance_matrices_are_checked(tmp_path: Path) -> None:
+    write_hf(tmp_path / "hf", "llama", intermediate_size=256)
+    name, sums = "blk.0.ffn_down.weight", np.ones(256, np.float32)
+    for case, found, message in (
+        ("wide", {name: (np.ones(512, np.float32), 3)}, "it belongs to another model"),
+        ("infinite", {name: (sums * np.inf, 3)}, "negative or infinite"),
+        ("negative", {name: (-sums, 3)}, "negative or infinite"),
+    ):
+        write_importance(tmp_path / f"{case}.gguf", found, "text", 1, 512)
+        with pytest.raises(ModelFormatError, match=message):
+            convert(
+                tmp_path / "hf",
+                tmp_path / "out.gguf",
+                dtype="Q4_K_M",
+                importance=tmp_path / f"{case}.gguf",
+            )
+    convert(tmp_path / "hf", tmp_path / "model.gguf")
+    with pytest.raises(ModelFormatError, match=r"model\.gguf is no importance matrix"):
+        read_importance(tmp_path / "model.gguf")
+    with pytest.raises(ConfigError, match="give --type"):
+        convert(tmp_path / "hf", tmp_path / "out.gguf", importance=tmp_path / "wide.gguf")
+    with pytest.raises(ConfigError, match="is there already"):
+        write_importance(tmp_path / "wide.gguf", {}, "text", 1, 512)
 
 
 def test_without_a_type_stored_bits_are_kept(tmp_path: Path) -> None:
@@ -267,4 +320,4 @@ def test_other_bin_files_are_still_refused(tmp_path: Path) -> None:
     with pytest.raises(ModelFormatError, match="of .bin files, only those are read"):
         convert(tmp_path / "pytorch_model.bin", tmp_path / "x.gguf")
     with pytest.raises(ConfigError):
-        convert(tmp_path / "pytorch_model.bin", tmp_path / "x.gguf", dtype="Q6_K")
+        convert(tmp_path / "pytorch_model.bin", tmp_path / "x.gguf", dtype="Q2_K")

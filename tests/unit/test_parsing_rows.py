@@ -445,6 +445,16 @@ def test_strings_are_streamed_before_their_element_ends() -> None:
     assert parser.push("x\n</para") == [ToolCallPiece(0, "\\nx")]
 
 
+def test_elements_in_elements() -> None:
+    row, mark = ROWS_BY_NAME["minimax_m3"], "]<]minimax[>["
+    items = f"{mark}<item>1{mark}</item>{mark}<item>x{mark}</item>"
+    value = f"{mark}<k>v{mark}</k>{mark}<l>{items}{mark}</l>"
+    text = f'{mark}<tool_call>\n{mark}<invoke name="now">{mark}<deep>{value}{mark}</deep>'
+    text += f"{mark}</invoke>\n{mark}</tool_call>"
+    expected = {"deep": {"k": "v", "l": [1, "x"]}}
+    assert parse(row, list(text)) == ("", [("now", expected)], "")
+
+
 def test_python_and_quoted_literals() -> None:
     row = ROWS_BY_NAME["lfm2"]
     text = (
@@ -628,3 +638,28 @@ def test_a_template_that_cannot_be_told_is_emulated() -> None:
         output = OutputFormat.of(source, {}, ChatTemplate(source, "", "").text)
         assert not output.tools.native and output.tools.name == "json"
     assert THINK in REASONING_ROWS
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        "{name}{args}",
+        "{{ c.function.name }}{{ c.function.arguments | tojson }}",
+        "<x>{{ c.function.name }}" + " " * 5000 + "{{ c.function.arguments | tojson }}",
+        "{% for k, v in c.function.arguments.items() %}{{ k }}{{ v }}{% endfor %}"
+        "{{ c.function.name }}",
+        "<x>{{ c.function.name }}{% for k, v in c.function.arguments.items() %}<{{ k }}{{ v }}>"
+        "{% endfor %}",
+        "<x {{ c.function.name }} {{ c.function.name }}>{{ c.function.arguments }}",
+        "{{ c }}",
+        "<x>{{ c.function.arguments | tojson }}{{ c.function.name }}</x>",
+    ],
+)
+def test_a_template_with_odd_calls_is_emulated(call: str) -> None:
+    source = (
+        "{% for t in tools %}{% endfor %}{% for m in messages %}{{ m.content }}"
+        "{% for c in m.tool_calls or [] %}" + call + "{% endfor %}{% endfor %}"
+    )
+    output = OutputFormat.of(source, {}, ChatTemplate(source, "", "").text)
+    assert output.tools.name == "json" and not output.tools.native
+    assert output.prepare([{"role": "user", "content": "q"}], TOOLS)[1] is None

@@ -21,7 +21,7 @@ from engine.core.errors import (
     NotFoundError,
     ResourceError,
 )
-from engine.core.store import fetch
+from engine.core.store import fetch, fit
 from engine.core.store.catalogue import CATALOGUE
 from engine.core.store.model_store import ModelStore
 from engine.core.store.pull import parse_spec, pull
@@ -397,3 +397,28 @@ def test_every_catalogue_source_parses() -> None:
     for entry in CATALOGUE.values():
         for source in entry.sources:
             assert parse_spec(source).default_name
+
+
+def test_a_catalogue_name_is_pulled_in_one_quant_and_keeps_it(
+    site: Site, store: ModelStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HF_ENDPOINT", site.url)
+    monkeypatch.setattr(fit, "this_machine", lambda: fit.Machine(10**10, is_gpu=False))
+    for quant in ("Q4_K_M", "Q8_0"):
+        site.pages[f"/Qwen/Qwen3-4B-GGUF/resolve/main/Qwen3-4B-{quant}.gguf"] = Page(GGUF)
+    path = pull("qwen3-4b", quant="q4_k_m", store=store)
+    assert path.name == "Qwen3-4B-Q4_K_M.gguf"
+    assert pull("qwen3-4b", store=store) == path  # though another quant would be chosen now
+    with pytest.raises(ConflictError, match="already here"):
+        pull("qwen3-4b", quant="Q8_0", store=store)
+    with pytest.raises(ConfigError, match="--quant belongs to"):
+        pull(f"{site.url}/m.gguf", quant="Q8_0", store=store)
+
+
+def test_a_hub_out_of_reach_names_other_ways(
+    store: ModelStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HF_ENDPOINT", "http://127.0.0.1:9")
+    monkeypatch.setattr(fetch, "RETRY_SECONDS", 0.0)
+    with pytest.raises(ModelError, match="set HF_ENDPOINT to a mirror .* or copy m.gguf here"):
+        pull("hf:org/repo/m.gguf", store=store)

@@ -3,14 +3,24 @@
 import json
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 
 from engine.core.errors import InvalidRequestError, ModelFormatError
+from engine.core.text.detokenizer import Detokenizer
 from engine.core.text.tokenizer import RenderedPrompt, Tokenizer
-from tests.tokenizer_files import byte_level_metadata, sentencepiece_metadata, write_directory
+from engine.core.text.tokenizer_to_json import tokenizer_files
+from tests.tokenizer_files import (
+    byte_level_metadata,
+    sentencepiece_metadata,
+    unigram_metadata,
+    word_piece_metadata,
+    write_directory,
+)
 
 
 @pytest.fixture(scope="module")
@@ -225,3 +235,58 @@ def test_missing_and_mangled_files_are_refused(tmp_path: Path) -> None:
     (tmp_path / "generation_config.json").write_text('{"eos_token_id": [99999]}')
     with pytest.raises(ModelFormatError, match="eos_token_id"):
         Tokenizer.from_directory(tmp_path)
+
+
+MARKS = {"type": "Replace", "pattern": {"String": "▁"}, "content": " "}
+STRIPS = {"type": "Strip", "content": " ", "start": 1, "stop": 0}
+DECODERS: list[dict[str, Any]] = [
+    {"type": "Metaspace", "replacement": "▁", "prepend_scheme": "first", "split": False},
+    {
+        "type": "Sequence",
+        "decoders": [MARKS, {"type": "ByteFallback"}, {"type": "Fuse"}, STRIPS],
+    },
+]
+
+
+@pytest.mark.parametrize("decoder", DECODERS)
+def test_runs_of_spaces_survive_the_decoders_of_a_directory(
+    tmp_path: Path, decoder: dict[str, Any]
+) -> None:
+    for name, content in tokenizer_files(sentencepiece_metadata()).items():
+        (tmp_path / name).write_text(content)
+    file = tmp_path / "tokenizer.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"decoder": decoder}))
+    tokenizer = Tokenizer.from_directory(tmp_path)
+    for text in ("    a", "a    b", "\n\n\t  x  ", " ", "   ", "é  ☃  🙂"):
+        ids = tokenizer.encode(text)
+        assert tokenizer.decode(ids) == text
+        detokenizer = Detokenizer(tokenizer)
+        assert "".join(detokenizer.push([i]) for i in ids) + detokenizer.flush() == text
+
+
+@pytest.mark.parametrize("metadata", [unigram_metadata, word_piece_metadata])
+def test_encoder_vocabularies_become_the_same_directory(
+    tmp_path: Path, metadata: Callable[[], dict[str, Any]]
+) -> None:
+    for name, content in tokenizer_files(metadata()).items():
+        (tmp_path / name).write_text(content)
+    ours, theirs = Tokenizer.from_gguf(metadata()), Tokenizer.from_directory(tmp_path)
+    for text in ("", "The quick  brown fox", "naïve ½ 🙂", "[SEP] </s>", " a "):
+        ids = ours.encode_prompt(text)
+        assert theirs.encode_prompt(text) == ids
+        assert theirs.decode(ids) == ours.decode(ids)
+
+
+@pytest.mark.parametrize("key", ["cls_token_id", "seperator_token_id", "unknown_token_id"])
+def test_word_pieces_without_their_ends_are_refused(key: str) -> None:
+    with pytest.raises(ModelFormatError, match="is missing; this vocabulary needs it"):
+        Tokenizer.from_gguf(word_piece_metadata(**{key: None}))
+
+
+def test_space_marked_pieces_may_be_named_by_their_split() -> None:
+    metadata = byte_level_metadata(tokens=["a", "▁", "▁a"], token_type=[1] * 3, pre="sarvam-moe")
+    metadata |= {"tokenizer.ggml.merges": ["▁ a"], "tokenizer.ggml.eos_token_id": None}
+    metadata["tokenizer.ggml.bos_token_id"] = None
+    tokenizer = Tokenizer.from_gguf(metadata)
+    assert tokenizer.encode("a  a") == [0, 1, 2]
+    assert tokenizer.decode([0, 1, 2]) == "a  a"

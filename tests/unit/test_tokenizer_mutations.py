@@ -20,6 +20,8 @@ from tests.tokenizer_files import (
     unigram_metadata,
     word_piece_metadata,
     write_directory,
+    write_tekken,
+    write_tiktoken,
 )
 
 JUNK: list[Any] = [
@@ -35,6 +37,12 @@ JUNK: list[Any] = [
     },
     {"type": "RobertaProcessing", "sep": ["a", 7], "cls": ["b", 9999], "trim_offsets": True},
 ]
+
+SPECIALS = [
+    {"rank": 1, "token_str": "<s>", "is_control": True},
+    {"rank": 2, "token_str": "</s>", "is_control": True},
+]
+MARKS = {"type": "Replace", "pattern": {"String": "▁"}, "content": " "}
 
 
 def places(value: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
@@ -95,6 +103,87 @@ def test_damaged_tokenizer_json(seed: int, tmp_path: Path) -> None:
         (directory / "tokenizer.json").write_text(json.dumps(spec))
         outcomes.add(survive(lambda: Tokenizer.from_directory(directory)))
     assert outcomes == {True, False}
+
+
+def test_damaged_tekken_json(tmp_path: Path) -> None:
+    choose = random.Random(0)
+    file = write_tekken(tmp_path, r"\s+|\S+", special_tokens=SPECIALS) / "tekken.json"
+    original = json.loads(file.read_text())
+    outcomes = set()
+    for _ in range(100):
+        content = copy.deepcopy(original)
+        damage(content, choose)
+        file.write_text(json.dumps(content))
+        outcomes.add(survive(lambda: Tokenizer.from_directory(tmp_path)))
+    assert outcomes == {True, False}
+
+
+@pytest.mark.parametrize(
+    ("line", "words"),
+    [
+        ("YQ==", "not a token and its rank"),
+        ("YQ== x", "not a token and its rank"),
+        ("YQ== -1", "not a token and its rank"),
+        ("eHg= 99999999999999999999", "not a token and its rank"),
+        ("eHg= 5", "same rank"),
+        ("YQ== 9000", "malformed or there twice"),
+        ("Y 9000", "malformed or there twice"),
+        (" 9000", "malformed or there twice"),
+    ],
+)
+def test_damaged_tiktoken_lines(tmp_path: Path, line: str, words: str) -> None:
+    file = write_tiktoken(tmp_path, "qwen.tiktoken") / "qwen.tiktoken"
+    file.write_text(file.read_text() + line + "\n")
+    with pytest.raises(ModelFormatError, match=words):
+        Tokenizer.from_directory(tmp_path)
+
+
+def test_ranks_without_their_family_are_refused(tmp_path: Path) -> None:
+    directory = write_tiktoken(tmp_path, "tokenizer.model", model_type="other")
+    with pytest.raises(ModelFormatError, match="how 'other' splits text"):
+        Tokenizer.from_directory(directory)
+    (directory / "config.json").write_text('{"model_type": "chatglm"}')
+    with pytest.raises(ModelFormatError, match="added_tokens_decoder"):
+        Tokenizer.from_directory(directory)
+    named = {"added_tokens_decoder": {"9000": {"content": "<|user|>", "special": True}}}
+    (directory / "tokenizer_config.json").write_text(json.dumps(named))
+    assert Tokenizer.from_directory(directory).token_id("<|user|>") == 9000
+    (directory / "tokenizer.model").write_bytes(b"\n\x0e\n\x05<unk>")
+    with pytest.raises(ModelFormatError, match="SentencePiece model"):
+        Tokenizer.from_directory(directory)
+
+
+@pytest.mark.parametrize(
+    "steps",
+    [
+        [{"type": "Replace", "pattern": {"String": "▁"}, "content": ""}],
+        [{"type": "Metaspace", "replacement": "_"}],
+        [{"type": "ByteLevel"}, {"type": "Replace", "pattern": {"String": "a"}, "content": "b"}],
+        [MARKS, {"type": "Strip", "content": " ", "start": 2, "stop": 0}],
+        [MARKS, {"type": "Strip", "content": "x", "start": 1, "stop": 0}],
+        [{"type": "CTC"}],
+        [],
+    ],
+)
+def test_decoders_that_change_the_text_are_refused(
+    tmp_path: Path, steps: list[dict[str, Any]]
+) -> None:
+    file = write_directory(tmp_path) / "tokenizer.json"
+    spec = json.loads(file.read_text()) | {"decoder": {"type": "Sequence", "decoders": steps}}
+    file.write_text(json.dumps(spec))
+    with pytest.raises(ModelFormatError, match="decodes with"):
+        Tokenizer.from_directory(tmp_path)
+
+
+@pytest.mark.parametrize("charsmap", [None, 5, "?", "AAAA", "BAAAAP////8="])
+def test_damaged_character_map_in_tokenizer_json(tmp_path: Path, charsmap: Any) -> None:
+    file = write_directory(tmp_path) / "tokenizer.json"
+    step = {"type": "Precompiled", "precompiled_charsmap": charsmap}
+    spec = json.loads(file.read_text())
+    spec["normalizer"] = {"type": "Sequence", "normalizers": [step]}
+    file.write_text(json.dumps(spec))
+    with pytest.raises(ModelFormatError, match="precompiled_charsmap is not"):
+        Tokenizer.from_directory(tmp_path)
 
 
 def test_affixes_are_refused_before_the_library_sees_them(tmp_path: Path) -> None:

@@ -201,6 +201,9 @@ class _Facts:
             case ir.LinearStep():
                 layout = self._matrices[step.matrix].layout
                 return layout, step.kernel.decode, step.kernel.prefill
+            case ir.ExpertsStep():
+                layout = self._matrices[step.up].layout
+                return layout, step.up_kernel.decode, step.up_kernel.prefill
             case ir.AttentionStep():
                 return None, step.kernel.decode, step.kernel.prefill
             case ir.EmbedStep():
@@ -213,11 +216,11 @@ class _Facts:
         shape = weight.spec.shape
         if self._native is None:
             return weight.nbytes
-        if len(shape) == 1 or name in self._plan.vectors:
+        if len(shape) - weight.spec.of_experts == 1 or name in self._plan.vectors:
             return _FLOAT * prod(shape)
         layout = self._native.layout_of(weight.kernel_dtype)
-        panel = self._native.panel_bytes(layout, shape[1])
-        return shape[0] * panel // ir.PANEL_ROWS
+        panel = self._native.panel_bytes(layout, shape[-1])
+        return prod(shape[:-1]) * panel // ir.PANEL_ROWS
 
 
 def _kv_value_bytes(source: "ModelSource") -> float:

@@ -109,6 +109,7 @@ CALL_ROWS: tuple[CallRow, ...] = (
         after="]<]minimax[>[</tool_call>",
         encoding="tags",
         param="]<]minimax[>[<{key}>{value}]<]minimax[>[</{key}>",
+        nested=True,
     ),
     _dsml("deepseek_v4", ("｜DSML｜", "tool_calls>"), "tool_calls"),
     _dsml("deepseek_v3_2", ("｜DSML｜",), "function_calls"),

@@ -15,7 +15,7 @@ from engine.core.parsing.formats import ToolFormat
 from engine.core.parsing.messages import TemplateHabits
 from engine.core.parsing.pieces import ToolCallPiece
 from engine.core.parsing.row_reader import RowReader
-from engine.core.parsing.rows import CallRow
+from engine.core.parsing.rows import SLOT, CallRow
 from engine.core.parsing.source import Source, Steps
 
 # Renders messages and tools. Raises an `EngineError` if the template refuses them.
@@ -42,6 +42,7 @@ _TOOLS = [
     for name in _NAMES
 ]
 _MAX_MARKER_CHARS = 96
+_MAX_ANSWER_CHARS = 1024
 # An end-of-turn token behind the calls. The model ends its turn with it; it is no part of the text.
 _END = re.compile(r"(?:<[|｜][^<>]*(?:eos|eot|im_end|end_of|endoftext)[^<>]*[|｜]>|</s>|\s)+$")
 
@@ -95,7 +96,11 @@ def probed_format(render: Render) -> ToolFormat | None:
         one = _rendered(render, [_call(0, json_arguments)])
         if one is None or _TEXT not in one:
             continue
+        if len(one) > _MAX_ANSWER_CHARS or SLOT.search(one):
+            return None
         two = _rendered(render, [_call(0, json_arguments), _call(1, json_arguments)])
+        if two is not None and len(two) > 2 * _MAX_ANSWER_CHARS:
+            return None
         plain = _rendered(render, [], _TEXT)
         row = _row(one, two, plain)
         if (
@@ -225,7 +230,7 @@ def _elements(
     """The pattern of a call with one element per argument: `first` KEY `joint` VALUE `between` KEY
     `second` VALUE `tail`.
     """
-    if joint != second:
+    if joint != second or not joint.strip():
         return None
     # An element begins with the longest text that stands before both keys.
     size = 0

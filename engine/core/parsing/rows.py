@@ -13,7 +13,7 @@ from typing import Literal
 # "python": keyword arguments with Python literals. "quoted": an object with bare keys, whose
 # strings stand between two `quote` markers.
 Encoding = Literal["json", "tags", "python", "quoted"]
-_SLOT = re.compile(r"\{(object|name|args|id|index|key|value|string|type)\}")
+SLOT = re.compile(r"\{(object|name|args|id|index|key|value|string|type)\}")
 _TRIGGER = re.compile(r"(?:(?!\{(?:object|name|args|id|index)\})\S)+")
 
 
@@ -29,7 +29,7 @@ Part = str | Slot
 
 def parts_of(text: str) -> tuple[Part, ...]:
     """Split a pattern into literal texts and slots."""
-    pieces = _SLOT.split(text)
+    pieces = SLOT.split(text)
     return tuple(Slot(piece) if index % 2 else piece for index, piece in enumerate(pieces) if piece)
 
 
@@ -94,6 +94,7 @@ class CallRow:
     object: str = '{"name": "{name}", "arguments": {args}}'
     encoding: Encoding = "json"
     param: str = ""  # one argument: {key} and {value}; {string} is true for strings, {type} a type
+    nested: bool = False  # whether objects and arrays are elements in elements
     cdata: bool = False  # whether an argument may stand between <![CDATA[ and ]]>
     quote: str = ""  # the marker before and after a string of encoding "quoted"
     marker: str = ""  # the marker that begins calls, if it is not the first word of the pattern

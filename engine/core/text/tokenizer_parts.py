@@ -21,6 +21,7 @@ _END_OF_TURN = frozenset(
     {
         "<|eot_id|>",
         "<|eom_id|>",
+        "<|eot|>",
         "<|im_end|>",
         "<|end|>",
         "<|end_of_text|>",
@@ -29,6 +30,13 @@ _END_OF_TURN = frozenset(
         "<|END_OF_TURN_TOKEN|>",
         "<|return|>",
         "<|call|>",
+        "<|calls|>",
+        "<|flush|>",
+        "<|assistant_end|>",
+        "<turn|>",
+        "<|tool_response>",
+        "<seed:eos>",
+        "[e~[",
         "<end_of_turn>",
         "<end_of_utterance>",
         "<EOT>",
@@ -82,10 +90,12 @@ def end_ids(
     """The ids that end generation: first those that the model names, then other well-known ones."""
     texts = {pieces[i]: i for i in sorted(specials)}
     known = [i for text, i in texts.items() if text in _END_OF_TURN]
-    if "<|return|>" in texts and "<|end|>" in texts:
-        # These models end each message of a turn with <|end|> and the whole turn with <|return|>.
-        known.remove(texts["<|end|>"])
-    return tuple(dict.fromkeys([*named, *known]))
+    ends = dict.fromkeys([*named, *known])
+    if texts.keys() & {"<|return|>", "<|flush|>"}:
+        # These models end each message of a turn with <|end|>, and the whole turn with another
+        # token. Some files still name <|end|>.
+        ends.pop(texts.get("<|end|>", -1), None)
+    return tuple(ends)
 
 
 def _gpt2_alphabet() -> dict[int, int]:
@@ -98,6 +108,12 @@ def _gpt2_alphabet() -> dict[int, int]:
 
 
 _ALPHABET: Mapping[int, int] = _gpt2_alphabet()
+_LETTERS = {byte: chr(char) for char, byte in _ALPHABET.items()}
+
+
+def byte_level_text(token: bytes) -> str:
+    """The bytes of a token, written in GPT-2's byte alphabet."""
+    return "".join([_LETTERS[byte] for byte in token])
 
 
 def is_byte_piece(piece: str) -> bool:

@@ -11,7 +11,6 @@ from contextlib import closing, contextmanager
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from struct import pack
 from typing import Any, Literal
 
 import numpy as np
@@ -20,6 +19,8 @@ from numpy.typing import NDArray
 from engine.backends.custom.architectures.base import ModelConfig, RopeConfig
 from engine.backends.custom.architectures.export import gguf_metadata, hf_config, llama3_rules
 from engine.backends.custom.architectures.family import FLOATS
+from engine.backends.custom.conversion.gguf_writer import gguf_bytes, gguf_size
+from engine.backends.custom.conversion.importance import read_importance
 from engine.backends.custom.conversion.llama2c import (
     llama2c_bytes,
     llama2c_size,
@@ -27,11 +28,12 @@ from engine.backends.custom.conversion.llama2c import (
     read_tokenizer,
     tokenizer_bytes,
 )
+from engine.backends.custom.conversion.mixes import GGUF_TYPES, file_type, gguf_type
 from engine.backends.custom.conversion.stored import (
+    EMPTY,
     PLAIN_TYPES,
     Bytes,
     StoredTensor,
-    gguf_type,
     most_bytes,
     plain_type,
     stored_array,
@@ -46,89 +48,14 @@ from engine.backends.custom.weights.model import (
     ModelSource,
     open_model,
 )
-from engine.backends.custom.weights.quantize import ENCODERS, quantize
-from engine.backends.custom.weights.quants import dequantize, traits_of
+from engine.backends.custom.weights.quantize import quantize
+from engine.backends.custom.weights.quants import dequantize
 from engine.backends.custom.weights.safetensors import SINGLE_NAME
 from engine.backends.custom.weights.weight import Weight
 from engine.core.errors import ConfigError, ModelError, ModelFormatError
 from engine.core.store.checkpoint_files import is_companion
 from engine.core.text.tokenizer_to_gguf import gguf_tokenizer
 from engine.core.text.tokenizer_to_json import tokenizer_files
-
-_GGUF_ALIGNMENT = 32
-_UINT32, _INT32, _FLOAT32, _BOOL, _STRING, _ARRAY, _UINT64 = 4, 5, 6, 7, 8, 9, 10
-_ELEMENTS = {"u1": 0, "i1": 1, "u2": 2, "i2": 3, "u4": 4, "i4": 5, "f4": 6, "u8": 10, "i8": 11}
-_ELEMENTS |= {"f8": 12, "b1": _BOOL}
-# Values of the GGUF key general.file_type. The key says which storage type most bytes have.
-_FILE_TYPES = {
-    **{"F32": 0, "F16": 1, "BF16": 32, "Q4_0": 2, "Q4_1": 3, "Q8_0": 7, "Q5_0": 8, "Q5_1": 9},
-    **{"Q2_K": 10, "Q3_K": 11, "Q4_K": 14, "Q5_K": 16, "Q6_K": 18, "IQ4_NL": 25, "IQ4_XS": 30},
-}
-
-
-def gguf_bytes(metadata: Mapping[str, Any], tensors: Sequence[StoredTensor]) -> Iterator[Bytes]:
-    """Yields the content of a GGUF file, in chunks."""
-    stated = {key: value for key, value in metadata.items() if not _is_of_old_file(key)}
-    stated["general.file_type"] = _FILE_TYPES[most_bytes(tensors)]
-    stated["general.quantization_version"] = 2
-    head = bytearray(b"GGUF" + pack("<IQQ", 3, len(tensors), len(stated)))
-    for key, value in stated.items():
-        head += _string(key) + _value(value)
-    offset = 0
-    for tensor in tensors:
-        dims = pack(f"<I{len(tensor.shape)}Q", len(tensor.shape), *reversed(tensor.shape))
-        head += _string(tensor.name) + dims
-        head += pack("<IQ", traits_of(tensor.dtype).type_id, offset)
-        offset += _aligned(tensor.nbytes)
-    head += bytes(_aligned(len(head)) - len(head))
-    yield np.frombuffer(bytes(head), np.uint8)
-    for tensor in tensors:
-        yield from tensor.pieces()
-        yield np.zeros(_aligned(tensor.nbytes) - tensor.nbytes, np.uint8)
-
-
-def gguf_size(tensors: Iterable[StoredTensor]) -> int:
-    """The approximate size of a GGUF file in bytes. The header is small, so it is not counted."""
-    return sum(_aligned(tensor.nbytes) for tensor in tensors)
-
-
-def _is_of_old_file(key: str) -> bool:
-    return key.startswith("split.") or key == "general.alignment"
-
-
-def _aligned(size: int) -> int:
-    return -(-size // _GGUF_ALIGNMENT) * _GGUF_ALIGNMENT
-
-
-def _string(text: str) -> bytes:
-    raw = text.encode()
-    return pack("<Q", len(raw)) + raw
-
-
-def _value(value: Any) -> bytes:
-    if isinstance(value, np.generic):
-        value = value.item()
-    match value:
-        case bool():
-            return pack("<I?", _BOOL, value)
-        case str():
-            return pack("<I", _STRING) + _string(value)
-        case float():
-            return pack("<If", _FLOAT32, value)
-        case int() if value < 0:
-            return pack("<Ii", _INT32, value)
-        case int():
-            return pack("<II", _UINT32, value) if value < 2**32 else pack("<IQ", _UINT64, value)
-        case np.ndarray():
-            flat = np.ascontiguousarray(value)
-            flat = flat.astype(flat.dtype.newbyteorder("<"))
-            return pack("<IIQ", _ARRAY, _ELEMENTS[flat.dtype.str[1:]], flat.size) + flat.tobytes()
-        case list():
-            strings = b"".join(map(_string, value))
-            return pack("<IIQ", _ARRAY, _STRING, len(value)) + strings
-        case _:
-            raise AssertionError(f"{type(value).__name__} is no type of metadata")
-
 
 _SAFETENSORS_ALIGNMENT = 8
 
@@ -155,6 +82,7 @@ def safetensors_bytes(
 
 
 Format = Literal["gguf", "safetensors", "llama2c"]
+Importance = Mapping[str, NDArray[np.float32]]
 Progress = Callable[[int, int], None]  # bytes written so far, total bytes
 
 TOKENIZER_NAME = "tokenizer.bin"
@@ -171,18 +99,24 @@ def convert(
     to: Format | None = None,
     dtype: str | None = None,
     tokenizer: Path | None = None,
+    importance: Path | None = None,
     progress: Progress = lambda done, total: None,
 ) -> Format:
     """Write the model at `source` to `target`. Returns the format of the target, which is `to` or
     follows from the target's name. Without a `dtype`, weights keep their storage type if the format
-    has it.
+    has it. `importance` is the file of an importance matrix.
     """
     to = to or format_of(target)
     _check(target, to, dtype)
+    if importance is not None and (to != "gguf" or dtype is None):
+        raise ConfigError(
+            "an importance matrix is used to quantize; give --type and a .gguf target"
+        )
+    columns = EMPTY if importance is None else read_importance(importance)
     with closing(open_source(source, tokenizer)) as model:
         if model.config.encoder is not None:
             raise ModelFormatError(f"{source.name} is a text encoder; only decoders are converted")
-        _WRITERS[to](model, target, dtype, progress)
+        _WRITERS[to](model, target, dtype, columns, progress)
     return to
 
 
@@ -206,7 +140,7 @@ def save_trained(
         )
         weights[name] = Weight(spec, (tensor,))
     trained = replace(model, weights=weights)
-    _write_safetensors(trained, target, None, lambda done, total: None)
+    _write_safetensors(trained, target, None, EMPTY, lambda done, total: None)
 
 
 def format_of(target: Path) -> Format:
@@ -233,7 +167,7 @@ def open_source(path: Path, tokenizer: Path | None = None) -> ModelSource:
 
 
 def _check(target: Path, to: Format, dtype: str | None) -> None:
-    allowed = {"gguf": tuple(ENCODERS), "safetensors": PLAIN_TYPES, "llama2c": ("F32",)}[to]
+    allowed = {"gguf": GGUF_TYPES, "safetensors": PLAIN_TYPES, "llama2c": ("F32",)}[to]
     if dtype is not None and dtype not in allowed:
         raise ConfigError(f"{to} holds {', '.join(allowed)} here, not {dtype}; choose one of them")
     if target.exists():
@@ -242,15 +176,17 @@ def _check(target: Path, to: Format, dtype: str | None) -> None:
         raise ConfigError(f"there is no folder {target.absolute().parent} to write into")
 
 
-def _write_gguf(model: ModelSource, target: Path, dtype: str | None, progress: Progress) -> None:
-    metadata, tensors = gguf_parts(model, dtype)
+def _write_gguf(
+    model: ModelSource, target: Path, dtype: str | None, columns: Importance, progress: Progress
+) -> None:
+    metadata, tensors = gguf_parts(model, dtype, columns)
     size = gguf_size(tensors)
     with _new_place(target, size) as path:
         _write(path, gguf_bytes(metadata, tensors), size, progress)
 
 
 def _write_safetensors(
-    model: ModelSource, target: Path, dtype: str | None, progress: Progress
+    model: ModelSource, target: Path, dtype: str | None, _: Importance, progress: Progress
 ) -> None:
     tensors = _hf_tensors(model, dtype)
     files = _hf_files(model, _TORCH_NAMES[most_bytes(tensors)])
@@ -262,7 +198,9 @@ def _write_safetensors(
         _write(folder / SINGLE_NAME, safetensors_bytes(tensors, {}), size, progress)
 
 
-def _write_llama2c(model: ModelSource, target: Path, dtype: str | None, progress: Progress) -> None:
+def _write_llama2c(
+    model: ModelSource, target: Path, dtype: str | None, _: Importance, progress: Progress
+) -> None:
     pieces = tokenizer_bytes(stated_metadata(model))
     beside = target.with_name(TOKENIZER_NAME)
     if beside.exists() and beside.read_bytes() != pieces:
@@ -278,11 +216,16 @@ def _write_llama2c(model: ModelSource, target: Path, dtype: str | None, progress
 _WRITERS = {"gguf": _write_gguf, "safetensors": _write_safetensors, "llama2c": _write_llama2c}
 
 
-def gguf_parts(model: ModelSource, dtype: str | None) -> tuple[dict[str, Any], list[StoredTensor]]:
+def gguf_parts(
+    model: ModelSource, dtype: str | None, columns: Importance = EMPTY
+) -> tuple[dict[str, Any], list[StoredTensor]]:
     """The metadata and tensors for a GGUF file of the model."""
-    tied, rope = model.config.tie_embeddings, model.config.rope
+    rope = model.config.rope
     tensors = stored_tensors(
-        model.weights.values(), "gguf", lambda weight: gguf_type(weight, dtype, tied)
+        model.weights.values(),
+        "gguf",
+        lambda weight: gguf_type(weight, dtype, model.config, bool(columns)),
+        columns,
     )
     if rope is not None and rope.kind == "llama3":
         tensors.append(stored_array(_factors(rope), _FACTORS))
@@ -291,7 +234,10 @@ def gguf_parts(model: ModelSource, dtype: str | None) -> tuple[dict[str, Any], l
             LONG_FACTORS, (rope.short_factors, rope.long_factors), strict=True
         ):
             tensors.append(stored_array(np.array(factors, np.float32), name))
-    return stated_metadata(model), tensors
+    stated = stated_metadata(model)
+    stated["general.file_type"] = file_type(dtype, tensors)
+    stated["general.quantization_version"] = 2
+    return stated, tensors
 
 
 def stated_metadata(model: ModelSource) -> dict[str, Any]:

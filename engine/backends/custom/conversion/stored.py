@@ -5,7 +5,7 @@ type, its rows are copied in the target's order, without rounding. Otherwise the
 dequantized, then quantized to the wanted type.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import chain
@@ -16,18 +16,17 @@ import numpy as np
 from numpy.typing import NDArray
 
 from engine.backends.custom.architectures.base import Transform
-from engine.backends.custom.weights.quantize import fits_rows, quantize
+from engine.backends.custom.weights.quantize import quantize
 from engine.backends.custom.weights.quants import TRAITS, dequantize, traits_of
 from engine.backends.custom.weights.weight import Weight, stored_places
+from engine.core.errors import ModelFormatError
 
 Bytes = NDArray[np.uint8]
+Floats = NDArray[np.float32]
+EMPTY: Mapping[str, Floats] = {}
 
 _PIECE_VALUES = 4 * 2**20  # max number of values converted at a time
 PLAIN_TYPES = ("F32", "F16", "BF16")
-_LOGITS_TYPE = "Q8_0"  # storage type of the LM head (or tied embeddings) in 4-bit models
-_FOUR_BITS = ("Q4_0", "Q4_K")
-# For each storage type, the type to try next if the row length is not a multiple of its block size.
-_NARROWER_BLOCKS = {"Q4_K": "Q5_0", "Q5_0": "F16", "Q4_0": "F16", "Q8_0": "F16"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,10 +49,14 @@ Part = tuple[Weight, Transform]  # a weight, and how the target stores it
 
 
 def stored_tensors(
-    weights: Iterable[Weight], to: Literal["gguf", "safetensors"], type_of: Callable[[Weight], str]
+    weights: Iterable[Weight],
+    to: Literal["gguf", "safetensors"],
+    type_of: Callable[[Weight], str],
+    importance: Mapping[str, Floats] = EMPTY,
 ) -> list[StoredTensor]:
     """The tensors to be written. `type_of` gives the storage type of a weight. Weights that the
-    format stores as one tensor become one; they are float32 if their types differ.
+    format stores as one tensor become one; they are float32 if their types differ. `importance` has
+    the weights of columns, (experts or 1, columns), by the name of the tensor.
     """
     parts: dict[str, list[Part]] = {}
     for weight in weights:
@@ -65,7 +68,8 @@ def stored_tensors(
     tensors: list[StoredTensor] = []
     for name, together in parts.items():
         types = {type_of(weight) for weight, _ in together}
-        tensors += _stored(name, together, types.pop() if len(types) == 1 else "F32")
+        dtype = types.pop() if len(types) == 1 else "F32"
+        tensors += _stored(name, together, dtype, importance.get(name))
     return tensors
 
 
@@ -75,26 +79,38 @@ def stored_weight(weight: Weight, name: str, transform: Transform, dtype: str) -
     return tensor
 
 
-def _stored(name: str, parts: Sequence[Part], dtype: str) -> Iterator[StoredTensor]:
+def _stored(
+    name: str, parts: Sequence[Part], dtype: str, importance: Floats | None = None
+) -> Iterator[StoredTensor]:
     weight, transform = parts[0]
     shape = weight.spec.shape
+    count = shape[0] if weight.spec.of_experts else 1
+    columns: list[Floats | None] = [None] * count
+    if importance is not None:
+        if importance.shape[1] != shape[-1] or len(importance) not in (1, count):
+            raise ModelFormatError(
+                f"the importance matrix has shape {list(importance.shape)} for '{name}', "
+                f"which has {shape[-1]} columns; it belongs to another model"
+            )
+        columns = list(np.broadcast_to(importance, (count, shape[-1])))
     if not weight.spec.of_experts:
-        yield StoredTensor(
-            name, transform.stored_shape(shape), dtype, partial(_pieces, parts, dtype)
-        )
+        stored = transform.stored_shape(shape)
+        yield StoredTensor(name, stored, dtype, partial(_pieces, parts, dtype, columns[0]))
         return
     of_one = transform.stored_shape(shape[1:])
     experts = [[(each.expert(e), how) for each, how in parts] for e in range(shape[0])]
     if "{e}" in name:
         for e, own in enumerate(experts):
             numbered = name.replace("{e}", str(e))
-            yield StoredTensor(numbered, of_one, dtype, partial(_pieces, own, dtype))
+            yield StoredTensor(numbered, of_one, dtype, partial(_pieces, own, dtype, columns[e]))
         return
     yield StoredTensor(
         name,
         (shape[0], *of_one),
         dtype,
-        lambda: chain.from_iterable(_pieces(own, dtype) for own in experts),
+        lambda: chain.from_iterable(
+            _pieces(own, dtype, each) for own, each in zip(experts, columns, strict=True)
+        ),
     )
 
 
@@ -103,27 +119,6 @@ def stored_array(values: NDArray[np.float32], name: str) -> StoredTensor:
     model does not have.
     """
     return StoredTensor(name, values.shape, "F32", lambda: iter([quantize("F32", values)]))
-
-
-def gguf_type(weight: Weight, wanted: str | None, tied: bool) -> str:
-    """The storage type of a weight in a GGUF file for which the user requested the type `wanted`.
-    If `wanted` is None, matrices keep the type that they have.
-
-    Vectors, learned position embeddings and the routers of experts are float32, as llama.cpp
-    requires. The output head (or the embeddings tied to it) keeps eight bits.
-    """
-    spec = weight.spec
-    is_vector = len(spec.shape) == (2 if spec.of_experts else 1)
-    if is_vector or spec.name == "position.weight" or spec.name.endswith(".router.weight"):
-        return "F32"
-    if wanted is None:
-        now = weight.tensor.dtype
-        return now if traits_of(now).type_id is not None else "F16"
-    if wanted in _FOUR_BITS and spec.name == ("embed.weight" if tied else "head.weight"):
-        wanted = _LOGITS_TYPE
-    while not fits_rows(wanted, spec.shape[-1]):
-        wanted = _NARROWER_BLOCKS[wanted]
-    return wanted
 
 
 def plain_type(weight: Weight, wanted: str | None) -> str:
@@ -142,16 +137,18 @@ def most_bytes(tensors: Iterable[StoredTensor]) -> str:
     return max(sizes, key=lambda dtype: sizes[dtype])
 
 
-def _pieces(parts: Sequence[Part], dtype: str) -> Iterator[Bytes]:
-    """The bytes of a matrix or vector to be written."""
+def _pieces(parts: Sequence[Part], dtype: str, importance: Floats | None = None) -> Iterator[Bytes]:
+    """The bytes of a matrix or vector to be written. `importance` has a weight for each column."""
     weight, transform = parts[0]
     keeps_rows = len(parts) == 1 and not transform.is_part
     if keeps_rows and not transform.transposed and not weight.transform.transposed:
-        return _by_rows(weight, transform, dtype)
-    return _at_once(parts, dtype)
+        return _by_rows(weight, transform, dtype, importance)
+    return _at_once(parts, dtype, importance)
 
 
-def _by_rows(weight: Weight, transform: Transform, dtype: str) -> Iterator[Bytes]:
+def _by_rows(
+    weight: Weight, transform: Transform, dtype: str, importance: Floats | None
+) -> Iterator[Bytes]:
     rows = weight.spec.shape[0]
     columns = prod(weight.spec.shape[1:])
     raw, order, _ = weight.rows()
@@ -169,10 +166,10 @@ def _by_rows(weight: Weight, transform: Transform, dtype: str) -> Iterator[Bytes
             yield piece.reshape(-1)
         else:
             values = dequantize(weight.tensor.dtype, piece.reshape(-1), (len(piece), columns))
-            yield quantize(dtype, values + difference)
+            yield quantize(dtype, values + difference, importance)
 
 
-def _at_once(parts: Sequence[Part], dtype: str) -> Iterator[Bytes]:
+def _at_once(parts: Sequence[Part], dtype: str, importance: Floats | None) -> Iterator[Bytes]:
     """Convert a matrix that is made of several weights, or that is transposed in one of the
     formats. The whole matrix is converted at once, because its rows come from several places.
     """
@@ -195,7 +192,7 @@ def _at_once(parts: Sequence[Part], dtype: str) -> Iterator[Bytes]:
         values = np.ascontiguousarray(values.T)
     step = max(1, _PIECE_VALUES // values.shape[-1])
     for start in range(0, len(values), step):
-        yield quantize(dtype, values[start : start + step])
+        yield quantize(dtype, values[start : start + step], importance)
 
 
 def _keeps_bits(weight: Weight, transform: Transform, dtype: str) -> bool:
