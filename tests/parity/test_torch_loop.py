@@ -35,6 +35,10 @@ DEVICES = [
         ],
     ),
 ]
+# Each of these has something that no other of them has.
+QUICK = ("gpt2", "llama", "mistral-window", "qwen2", "qwen3", "gemma2", "cohere2", "mpt", "gpt_oss")
+# Transformers rotates by the length of the text at hand, the engine by the longest length served.
+BY_LENGTH = ("llama-dynamic", "phi3-long")
 SCHEDULES = {
     "together": {"num_blocks": 400, "max_slots": 16, "budget": 512},
     "one at a time": {"num_blocks": 400, "max_slots": 1, "budget": 512},
@@ -59,18 +63,20 @@ def run(
     max_slots,
     budget,
     sharing=True,
+    block_size=4,
+    build=build_runner,
 ) -> tuple[list[TokenDelta], int]:
     """Everything that came back, and how often something was preempted."""
     config = RunnerConfig(
         device=device,
         dtype="float32",
-        block_size=4,
+        block_size=block_size,
         num_blocks=num_blocks + 1,
         max_slots=max_slots,
         max_seq_len=tiny_models.MAX_POSITION,
         num_threads=1,
     )
-    runner = build_runner(open_model(path), config)
+    runner = build(open_model(path), config)
     pool = BlockPool(config.num_blocks)
     kv = KVCache(pool, RadixCache(pool, config.block_size), config.block_size, sharing=sharing)
     scheduler = Scheduler(kv, max_slots)
@@ -111,7 +117,14 @@ def transformers_ids(model) -> list[list[int]]:
 
 
 @pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("name", ["gpt2", "llama", "mistral-window", "qwen2", "qwen3"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        name if name in QUICK else pytest.param(name, marks=pytest.mark.slow)
+        for name in tiny_models.ALL
+        if name not in BY_LENGTH
+    ],
+)
 def test_every_schedule_gives_what_transformers_gives(name: str, device: str, tmp_path: Path):
     model, path = tiny_models.save(name, tmp_path)
     expected = transformers_ids(model)

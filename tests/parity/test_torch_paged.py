@@ -14,7 +14,19 @@ from engine.backends.custom.weights.model import ModelSource, open_model
 from tests.parity import tiny_models
 from tests.parity.runner_driver import RunnerDriver, Track
 
-NAMES = ("gpt2", "llama", "llama-yarn", "mistral-window", "qwen2", "qwen3", "granite", "olmo2")
+NAMES = (
+    "gpt2",
+    "llama",
+    "mistral-window",
+    "qwen2",
+    "qwen3",
+    "granite",
+    "olmo2",
+    "gemma2",
+    "cohere2",
+    "mpt",
+    "gpt_oss",
+)
 BLOCK_SIZE = 4
 TOLERANCE = 1e-4
 LENGTHS = (tiny_models.TEXT_LENGTH, 5, 17, 1, 33)

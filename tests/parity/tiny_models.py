@@ -214,6 +214,27 @@ MORE: dict[str, Callable[..., PreTrainedModel]] = {
         attention_multiplier=0.21,
         logits_scaling=5.0,
     ),
+    "glm4_moe": lambda: _of(
+        "Glm4Moe",
+        head_dim=16,
+        attention_bias=True,
+        use_qk_norm=True,
+        moe_intermediate_size=24,
+        n_routed_experts=6,
+        num_experts_per_tok=2,
+        routed_scaling_factor=1.5,
+        first_k_dense_replace=1,
+    ),
+    "glm4_moe-groups": lambda: _of(
+        "Glm4Moe",
+        head_dim=16,
+        moe_intermediate_size=24,
+        n_routed_experts=6,
+        num_experts_per_tok=2,
+        n_group=3,
+        topk_group=2,
+        norm_topk_prob=False,
+    ),
     "gpt_oss": lambda: _of(
         "GptOss",
         head_dim=16,
@@ -246,6 +267,9 @@ def make(name: str, **changes: Any) -> PreTrainedModel:
                 not parameter.any() or (parameter.std() > 1).any()
             ):  # Transformers left it as it was
                 parameter.normal_(0, 0.2)
+        for name, buffer in model.named_buffers():
+            if name.endswith("correction_bias"):
+                buffer.normal_(0, 0.3)
     return model
 
 

@@ -49,6 +49,7 @@ _ARCHITECTURES = Registry(
         "qwen3_moe": f"{_FOLDER}.moe:QWEN3_MOE",
         "olmoe": f"{_FOLDER}.moe:OLMOE",
         "granitemoe": f"{_FOLDER}.moe:GRANITE_MOE",
+        "glm4_moe": f"{_FOLDER}.moe:GLM4_MOE",
         "gpt_oss": f"{_FOLDER}.moe:GPT_OSS",
         "bert": f"{_FOLDER}.bert:BERT",
     },

@@ -13,6 +13,7 @@ from engine.backends.custom.architectures.family import (
     has_experts,
     has_head,
     has_mlp_norm,
+    has_qk_norm,
     has_shared,
     is_dense,
 )
@@ -111,6 +112,7 @@ def head_norms(q: str, k: str, added: float = 0.0) -> Rows:
             shape,
             f"self_attn.{part}_norm",
             f"attn_{part}_norm",
+            when=has_qk_norm,
             hf_stored=Stored(added=added),
         )
         for part, shape in (("q", q), ("k", k))

@@ -29,7 +29,7 @@ _SHOWN = 120  # max characters of a setting in an error
 # Config fields that are not compared after writing. Token ids are part of the tokenizer. In GGUF,
 # the remaining fields have no key, because the tensors of the file imply them.
 _UNSTATED_HF = frozenset({"bos_id", "eos_ids"})
-_UNSTATED_GGUF = _UNSTATED_HF | {"tie_embeddings", "qkv_bias", "out_bias", "mlp_bias"}
+_UNSTATED_GGUF = _UNSTATED_HF | {"tie_embeddings", "qkv_bias", "out_bias", "mlp_bias", "qk_norm"}
 # The RoPE scaling rules of the published Llama 3.1 and 3.2 models. GGUF files of these models do
 # not store the rule, only the frequency factors that result from it.
 KNOWN_LLAMA3_RULES = (
@@ -76,6 +76,8 @@ def gguf_metadata(config: ModelConfig) -> dict[str, Any]:
     if config.rope is not None:
         stated |= {f"{prefix}.rope.{key}": v for key, v in _rope_to_gguf(config.rope).items()}
     stated |= {f"{prefix}.{key}": value for key, value in _layers_to_gguf(config).items()}
+    if config.experts is not None and config.experts.shared_size == config.experts.size:
+        stated[f"{prefix}.expert_shared_count"] = 1
     if config.norm == "layer" and config.rope is not None:
         stated[f"{prefix}.use_parallel_residual"] = config.parallel is not None
     read, rope = family.config_from_gguf(stated), config.rope
@@ -114,10 +116,14 @@ def _rope_parameters(rope: RopeConfig, head_dim: int) -> dict[str, Any]:
 
 def _layers_to_gguf(config: ModelConfig) -> dict[str, Any]:
     layers = [config.layer(index) for index in range(config.num_layers)]
+    stated: dict[str, Any] = {}
+    if not layers[0].experts and config.experts is not None:
+        dense = [layer.experts for layer in layers].index(True)
+        stated["leading_dense_block_count"] = dense
     local = next((layer for layer in layers if layer.window is not None), None)
     if local is None:
-        return {}
-    stated: dict[str, Any] = {"attention.sliding_window": local.window}
+        return stated
+    stated["attention.sliding_window"] = local.window
     if config.layers:
         pattern = np.array([layer.window is not None for layer in layers], np.bool_)
         stated["attention.sliding_window_pattern"] = pattern

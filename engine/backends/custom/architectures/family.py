@@ -84,6 +84,9 @@ _DEFAULTS: Mapping[str, Any] = {
     "experts.size": lambda found: found.get("intermediate_size", 0),
     "experts.shared_size": 0,
     "experts.renormalizes": False,
+    "experts.scale": 1.0,
+    "experts.groups": 1,
+    "experts.groups_per_token": 1,
 }
 
 
@@ -158,7 +161,7 @@ class WeightRow:
             for each in (self.name, self.hf, self.gguf)
         )
         assert name is not None, self
-        of_experts = self.shape[0] == "E" and ".router." not in name
+        of_experts = self.shape[0] == "E" and len(shape) > 1 and ".router." not in name
         in_hf, in_gguf = (
             each.transform(config, sizes) for each in (self.hf_stored, self.gguf_stored)
         )
@@ -219,6 +222,10 @@ def has_shared(config: ModelConfig, layer: int) -> bool:
     return (
         has_experts(config, layer) and config.experts is not None and config.experts.shared_size > 0
     )
+
+
+def has_qk_norm(config: ModelConfig, layer: int) -> bool:
+    return config.qk_norm is not None
 
 
 def has_mlp_norm(config: ModelConfig, layer: int) -> bool:
@@ -349,7 +356,8 @@ class Family:
             first = names[0].removeprefix("1/")
             if first in found:
                 continue
-            kind = bool if first in _BOOLS else float if first in FLOATS else int
+            is_float = first in FLOATS or first == "experts.scale"
+            kind = bool if first in _BOOLS else float if is_float else int
             if defaults.get(first, REQUIRED) is REQUIRED:
                 value: Any = reader.read(kind, key)
             else:

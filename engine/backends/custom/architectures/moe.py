@@ -1,10 +1,10 @@
-"""Mixtures of experts: Qwen, OLMoE, Granite and gpt-oss. (Mixtral is in `llama.py`, because GGUF
-files call it "llama".)
+"""Mixtures of experts: Qwen, OLMoE, Granite, GLM and gpt-oss. Mixtral is in `llama.py`: GGUF files
+call it "llama".
 """
 
 from dataclasses import replace
 
-from engine.backends.custom.architectures.base import Reader
+from engine.backends.custom.architectures.base import LayerConfig, Reader
 from engine.backends.custom.architectures.common import (
     ATTENTION_BIAS,
     GATED_MLP,
@@ -30,8 +30,9 @@ from engine.backends.custom.architectures.family import (
     has_shared,
 )
 from engine.backends.custom.architectures.foreign import ANY
-from engine.backends.custom.architectures.layers import alternating, sparse_layers
+from engine.backends.custom.architectures.layers import alternating, layer_settings, sparse_layers
 from engine.backends.custom.architectures.llama import GRANITE_GGUF_KEYS, GRANITE_HF_KEYS
+from engine.core.errors import ModelFormatError
 
 _BY_EXPERT = experts("mlp", "gate", "gate_proj", "up_proj", "down_proj")
 _QWEN_KEYS: Keys = {
@@ -129,6 +130,89 @@ GRANITE_MOE = Family(
     gguf_keys=GGUF_KEYS | GRANITE_GGUF_KEYS | GGUF_EXPERT_KEYS,
     always={"experts.scoring": "softmax_chosen"},
     hf_defaults={"attention_multiplier": 1.0},
+)
+
+
+def _first_dense(found: Settings, count: int, num_shared: int) -> Settings:
+    """The layers of a model whose first `count` layers have a plain MLP, and its experts."""
+    experts = found["experts"]
+    if experts is None:
+        raise ModelFormatError("a model of this family needs a number of experts")
+    layers = [
+        LayerConfig(None, found["rope"], index >= count) for index in range(found["num_layers"])
+    ]
+    shared = replace(experts, shared_size=num_shared * experts.size)
+    return {"experts": shared, **layer_settings(found, layers)}
+
+
+def _glm_from_hf(reader: Reader, found: Settings) -> Settings:
+    count = reader.read(int, "first_k_dense_replace", default=1)
+    settings = _first_dense(found, count, reader.read(int, "n_shared_experts", default=1))
+    norms = reader.read(bool, "use_qk_norm", default=False)
+    return {**settings, "qk_norm": "head" if norms else None}
+
+
+def _glm_from_gguf(reader: Reader, found: Settings) -> Settings:
+    prefix = reader.read(str, "general.architecture")
+    # The file counts layers that predict further tokens, too. The model does not need them.
+    extra = reader.read(int, f"{prefix}.nextn_predict_layers", default=0)
+    layers = found["num_layers"] - extra
+    if extra < 0 or layers < 1:
+        raise ModelFormatError(
+            f"GGUF metadata: key '{prefix}.nextn_predict_layers' is out of range"
+        )
+    count = reader.read(int, f"{prefix}.leading_dense_block_count", default=0)
+    shared = reader.read(int, f"{prefix}.expert_shared_count", default=0)
+    settings = _first_dense({**found, "num_layers": layers}, count, shared)
+    return {"num_layers": layers, **settings}
+
+
+# GLM-4.5 and 4.6: a sigmoid scores each expert, and a learned vector corrects the choice.
+GLM4_MOE = Family(
+    name="glm4_moe",
+    hf_names=("Glm4MoeForCausalLM",),
+    gguf_names=("glm4moe",),
+    weights=decoder(
+        attention(),
+        GATED_MLP,
+        _BY_EXPERT,
+        (
+            WeightRow(
+                "layers.{i}.experts.correction",
+                "E",
+                "model.layers.{i}.mlp.gate.e_score_correction_bias",
+                "blk.{i}.exp_probs_b.bias",
+                when=has_experts,
+            ),
+        ),
+        shared_expert("mlp.shared_experts"),
+        input_norms(mlp="post_attention_norm"),
+        head_norms("H", "H"),
+    ),
+    hf_keys=HF_KEYS
+    | {
+        "attention_bias": "qkv_bias",
+        "n_routed_experts": "experts.count",
+        "num_local_experts": "experts.count",
+        "num_experts_per_tok": "experts.per_token",
+        "moe_intermediate_size": "experts.size",
+        "norm_topk_prob": "experts.renormalizes",
+        "routed_scaling_factor": "experts.scale",
+        "n_group": "experts.groups",
+        "topk_group": "experts.groups_per_token",
+    },
+    gguf_keys=GGUF_KEYS
+    | {key: name for key, name in GGUF_EXPERT_KEYS.items() if "shared" not in key}
+    | {"expert_weights_scale": "experts.scale", "expert_weights_norm": "experts.renormalizes"},
+    always={
+        "experts.scoring": "sigmoid",
+        "experts.correction": True,
+        "experts.group_score": "best_two",
+    },
+    defaults={"experts.renormalizes": True},
+    hf_more=_glm_from_hf,
+    gguf_more=_glm_from_gguf,
+    rotated=0.5,
 )
 
 

@@ -231,6 +231,8 @@ def _settle(config: ModelConfig, family: Architecture, checkpoint: GgufCheckpoin
     LM head is tied, which biases exist, and whether there are RoPE frequency factors.
     """
     widest = replace(config, tie_embeddings=False, qkv_bias=True, out_bias=True, mlp_bias=True)
+    if config.qk_norm is None:
+        widest = replace(widest, qk_norm="head")
     found = {spec.name for spec in family.tensors(widest) if spec.gguf in checkpoint.tensors}
     settled = replace(
         config,
@@ -238,6 +240,7 @@ def _settle(config: ModelConfig, family: Architecture, checkpoint: GgufCheckpoin
         qkv_bias=config.qkv_bias or "layers.0.attn.q.bias" in found,
         out_bias=config.out_bias or "layers.0.attn.o.bias" in found,
         mlp_bias=config.mlp_bias or "layers.0.mlp.up.bias" in found,
+        qk_norm=widest.qk_norm if "layers.0.attn.q_norm.weight" in found else config.qk_norm,
     )
     if all(name in checkpoint.tensors for name in LONG_FACTORS):
         short, long = (checkpoint.tensors[name].numpy() for name in LONG_FACTORS)
@@ -291,10 +294,13 @@ def _resolve(
     # A checkpoint whose LM head is tied may still store the head's matrix. This is not an error.
     specs = family.tensors(replace(config, tie_embeddings=False))
     known = {tensor.name for spec in specs for tensor in _find(spec, checkpoint)}
+    ignored = _predictors(checkpoint)
     extra = [
         name
         for name in checkpoint.tensors
-        if name not in known and not name.endswith(_IGNORED_SUFFIXES)
+        if name not in known
+        and not name.endswith(_IGNORED_SUFFIXES)
+        and not name.startswith(ignored)
     ]
     if extra:
         raise ModelFormatError(
@@ -302,6 +308,18 @@ def _resolve(
             f"these tensors: {_some(extra)}"
         )
     return weights
+
+
+def _predictors(checkpoint: Checkpoint) -> tuple[str, ...]:
+    """The prefixes of layers that only predict further tokens (multi-token prediction). They follow
+    the layers of the model, which does not need them.
+    """
+    suffix = "eh_proj.weight"
+    return tuple(
+        name.removesuffix(suffix).removesuffix("nextn.")
+        for name in checkpoint.tensors
+        if name.endswith(suffix)
+    )
 
 
 def _find(spec: TensorSpec, checkpoint: Checkpoint) -> tuple[LazyTensor, ...]:
