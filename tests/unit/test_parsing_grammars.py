@@ -89,6 +89,13 @@ class Vocabulary:
         self.longer = {text: first + index for index, text in enumerate(LONGER)}
         self.tokenizer = LLTokenizer(llguidance.TokenizerWrapper(self))
 
+    def add_control(self, text: str) -> int:
+        """Add a control token. Returns its id."""
+        self.tokens.append(text.encode())
+        self.special_token_ids.append(len(self.tokens) - 1)
+        self.tokenizer = LLTokenizer(llguidance.TokenizerWrapper(self))
+        return len(self.tokens) - 1
+
     def __call__(self, text: bytes) -> list[int]:
         return list(text)
 

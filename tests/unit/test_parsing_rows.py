@@ -5,7 +5,8 @@
 
 import json
 import random
-from collections.abc import Mapping
+import re
+from collections.abc import Collection, Mapping
 from typing import Any
 
 import jsonschema
@@ -21,7 +22,7 @@ from engine.core.parsing.output import OutputFormat, OutputParser
 from engine.core.parsing.pieces import ReasoningPiece, TextPiece, ToolCallPiece
 from engine.core.parsing.rows import REASONING_ROWS, THINK, CallRow, ReasoningRow
 from engine.core.text.chat_template import ChatTemplate
-from tests.unit.test_parsing_grammars import VOCABULARIES, walk
+from tests.unit.test_parsing_grammars import VOCABULARIES, Vocabulary, walk
 
 PARAMETERS: dict[str, Any] = {
     "type": "object",
@@ -407,6 +408,56 @@ def test_control_tokens_of_a_row_are_shown_and_matched_by_id(name: str) -> None:
     assert 301 not in output.shown_ids(with_tools=False)
     if row.trigger and not row.bare and row.messages is None and not row.primed:
         assert "<[300]>" in (output.grammar(TOOLS, REQUIRED, True, None, False) or "")
+
+
+class Controlled:
+    """A vocabulary of bytes and some control tokens."""
+
+    def __init__(self, marks: Collection[str]) -> None:
+        self._vocabulary = Vocabulary(False)
+        self.control = {mark: self._vocabulary.add_control(mark) for mark in sorted(marks)}
+
+    def accepts(self, grammar: str | None, text: str) -> bool:
+        matcher = LLMatcher(self._vocabulary.tokenizer, grammar or "", log_level=0)
+        assert not matcher.is_error(), matcher.get_error()
+        marks = "|".join(map(re.escape, sorted(self.control, key=len, reverse=True)))
+        ids: list[int] = []
+        for part in re.split(f"({marks})", text) if marks else [text]:
+            ids += [self.control[part]] if part in self.control else list(part.encode())
+        return bool(matcher.try_consume_tokens(ids) == len(ids) and matcher.is_accepting())
+
+
+@every_row
+def test_markers_that_are_control_tokens(name: str) -> None:
+    row, text, calls = own_text(name)
+    texts = [*row.literals, *((row.messages.close,) if row.messages else ())]
+    found = [re.findall(r"<[^<>\s=]+>|\[[A-Z_]+\]", each) for each in texts]
+    marks = {mark for each in found for mark in each}
+    vocabulary = Controlled(marks)
+    output = OutputFormat(ToolFormat(row, True), row.messages, vocabulary.control)
+    for choice in (REQUIRED, AUTO):
+        grammar = output.grammar(TOOLS, choice, True, None, False)
+        assert vocabulary.accepts(grammar, text)
+        assert not vocabulary.accepts(grammar, text[: text.index("Paris")])
+        assert not vocabulary.accepts(grammar, text.replace("get_weather", "get"))
+    plain = row.messages.finals[0] if row.messages else "all\n" if row.primed else ""
+    assert vocabulary.accepts(grammar, f"{plain}Hi.")
+    assert len(output.shown_ids(with_tools=True)) == len(marks)
+
+
+def test_control_tokens_within_markers() -> None:
+    """A marker that begins with plain text and goes on with a control token."""
+    vocabulary = Controlled({"｜DSML｜"})
+    row = ROWS_BY_NAME["deepseek_v3_2"]
+    output = OutputFormat(ToolFormat(row, True), THINK, vocabulary.control)
+    text, takes = TEXTS["deepseek_v3_2"], vocabulary.accepts
+    required = output.grammar(TOOLS, REQUIRED, True, None, False)
+    assert takes(required, text) and takes(required, f"<think>Hm</think>{text}")
+    assert not takes(required, "Hi") and not takes(required, text.replace("city", "town"))
+    auto = output.grammar(TOOLS, AUTO, True, None, False)
+    for whole in ("Hi.", "a < b", text, f"a <b> {text}", f"<think>Hm</think>\n{text}"):
+        assert takes(auto, whole), whole
+    assert not takes(auto, f"Hi {text[:60]}")
 
 
 def test_values_take_the_types_of_the_schema() -> None:

@@ -8,11 +8,13 @@ from engine.core.errors import InvalidRequestError
 from engine.core.parsing.grammars import (
     ANY,
     CallSyntax,
+    any_text,
     arguments_rule,
     enforceable,
     is_supported,
     literal,
     sequence,
+    text_lead,
 )
 from engine.core.parsing.rows import CallRow, Part, parts_of
 from engine.core.parsing.values import (
@@ -54,6 +56,7 @@ def call_syntax(
     lines += [f"{name}: {rule}" for name, rule in zip(names, calls, strict=True)]
     lines += rules.lines
     opening = _marker(row.trigger, control) if row.trigger else None
+    lead = text_lead(row.trigger, control)
     bare_text = _BARE_TEXT[row.name] if row.bare else None
     primed = row.frame[0].removeprefix(row.primed) if row.primed else ""
     between = sequence(row.between, control)
@@ -62,10 +65,10 @@ def call_syntax(
         more = f"({joint} call)*" if parallel and not row.one_call_per_message else ""
         return CallSyntax("\n".join(lines), "", "call", more)
     if row.before:
-        lead = f"SPACE {sequence(row.before.removeprefix(row.trigger), control)}"
+        first = f"SPACE {sequence(row.before.removeprefix(row.trigger), control)} call"
         more = f"({between} call)*" if parallel else ""
         more += f" {sequence(row.after, control)}"
-        return CallSyntax("\n".join(lines), opening, f"{lead} call", more, bare_text, primed)
+        return CallSyntax("\n".join(lines), opening, first, more, bare_text, primed, lead)
     if row.bare:
         if row.trigger:
             return CallSyntax(
@@ -79,7 +82,7 @@ def call_syntax(
         lines.append(f"calls: call {several}")
         return CallSyntax("\n".join(lines), None, "calls", "", bare_text)
     more = f"({between} {opening} call)*" if parallel else ""
-    return CallSyntax("\n".join(lines), opening, "call", more, primed=primed)
+    return CallSyntax("\n".join(lines), opening, "call", more, primed=primed, lead=lead)
 
 
 def _marker(text: str, control: Control) -> str:
@@ -199,8 +202,10 @@ class Rules:
         before = " ".join(opening)
         after = sequence(closing.lstrip("\n"), self._control)
         if is_text and not (isinstance(schema, Mapping) and {"enum", "const"} & schema.keys()):
-            if after.startswith("<["):
-                self.lines.append(f"{name}: {before} {ANY} {after}")
+            lead = text_lead(closing.lstrip("\n"), self._control)
+            if lead or after.startswith("<["):
+                rest = sequence(closing.lstrip("\n").removeprefix(lead), self._control)
+                self.lines.append(f"{name}: {before} {any_text(lead)} {rest}")
             else:
                 self.lines += [
                     f"{name}: {before} {name}_text {self._rest(closing)}",

@@ -50,6 +50,7 @@ class CallSyntax:
     more: str
     bare_text: str | None = None
     primed: str = ""  # text before a visible answer whose first marker is in the prompt
+    lead: str = ""  # plain text at the beginning of `opening`, if a control token follows it
 
     @property
     def is_bare(self) -> bool:
@@ -77,6 +78,19 @@ def sequence(text: str, control: Mapping[str, int]) -> str:
             elif part:
                 rules.append(literal(part))
     return " ".join(rules)
+
+
+def text_lead(text: str, control: Mapping[str, int]) -> str:
+    """The plain text before the first control token in a literal text; "" if it has no control
+    token. Such text can't be told from free text, so the rule for free text must end with it.
+    """
+    places = [text.find(mark) for mark in control if mark in text]
+    return text[: min(places)] if places else ""
+
+
+def any_text(ending: str) -> str:
+    """Rule for any text that ends with `ending`."""
+    return f"/(.|\\n)*{_regex(ending)}/"
 
 
 def arguments_rule(tool: Mapping[str, Any]) -> str:
@@ -167,6 +181,9 @@ def tool_grammar(syntax: CallSyntax, *, forced: bool, thought: str) -> str:
         shown = f"{literal(syntax.primed)} {ANY}"
         lines += [f"start: SHOWN | opened {calls} | {calls}", f"SHOWN: {shown}"]
         lines.append(f"opened[lazy]: {shown} {syntax.opening}")
+    elif syntax.lead and syntax.opening is not None:
+        rest = syntax.opening.removeprefix(literal(syntax.lead))
+        lines += [f"start: TEXT | LEAD {rest} {calls}", f"LEAD: {any_text(syntax.lead)}{excluded}"]
     elif syntax.opening is not None and syntax.opening.startswith("<["):
         lines.append(f"start: TEXT ({syntax.opening} {calls})?")
     else:

@@ -29,6 +29,8 @@ NO_TEXT = "writes no text; use /v1/embeddings"
 # Reasoning efforts above "high". They are passed to the chat template as "high". If a template has
 # higher levels, clients can set them by `chat_template_kwargs`.
 _ABOVE_HIGH = ("xhigh", "max")
+# Template options that take a reasoning effort. A template has at most one of them.
+_LEVELS = ("reasoning_effort", "thinking_effort", "reasoning_strength")
 # Template options that turn thinking on and off, with their values. None: there is no such value.
 _SWITCHES: tuple[tuple[str, Any, Any], ...] = (
     ("enable_thinking", True, False),
@@ -159,11 +161,12 @@ def effort_options(
         return {}
     is_off = effort in ("none", "minimal")
     switch = thinking_switch(card, not is_off)
-    if "reasoning_effort" in card.template_options:
+    level = next((name for name in _LEVELS if name in card.template_options), None)
+    if level is not None:
         if effort in _ABOVE_HIGH:
             services.warn(request, param, f"{effort} was lowered to high")
             effort = "high"
-        return {"reasoning_effort": effort} | switch
+        return {level: effort} | switch
     if not (is_off and switch) and (effort != "none" or "reasoning" in card.capabilities):
         services.warn(request, param, f"{effort} can't be set for this model")
     return switch

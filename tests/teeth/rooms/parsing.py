@@ -101,13 +101,6 @@ MUTATIONS = [
         "tests/unit/test_parsing_rows.py::test_a_call_in_a_fence_is_read_if_nothing_follows",
     ),
     Mutation(
-        "probe: a row is believed without reading the call by it",
-        "engine.core.parsing.probe",
-        'return found == re.sub(r"\\s", "", str(_call(0, True)["function"]["arguments"])) * number',
-        "return True",
-        "tests/unit/test_parsing_rows.py::test_a_template_that_cannot_be_told_is_emulated",
-    ),
-    Mutation(
         "templates: the tool template is used without tools",
         "engine.backends.custom.frontend.text_model",
         "return self.tool_chat if has_tools and self.tool_chat is not None else self.chat",
