@@ -171,9 +171,9 @@ MUTATIONS = [
     ),
     Mutation(
         "weights: a converted matrix that makes logits gets four bits",
-        "engine.backends.custom.conversion.stored",
-        "        wanted = _LOGITS_TYPE\n",
-        "        pass\n",
+        "engine.backends.custom.conversion.mixes",
+        "chosen = _LOGITS_TYPE if is_logits and wanted in _FOUR_BITS else wanted",
+        "chosen = wanted",
         f"{CONVERT_TESTS}::test_types_are_chosen_row_by_row",
     ),
     Mutation(
