@@ -108,10 +108,21 @@ class ServerProcess:
         os.killpg(process.pid, signal.SIGTERM)
         with contextlib.suppress(subprocess.TimeoutExpired):
             process.wait(STOP_SECONDS)
-        for straggler in psutil.wait_procs(tree, timeout=STOP_SECONDS / 10)[1]:
+        given_up = time.perf_counter() + STOP_SECONDS / 10
+        while (left := list(filter(_runs, tree))) and time.perf_counter() < given_up:
+            time.sleep(0.02)
+        for straggler in left:
             with contextlib.suppress(psutil.NoSuchProcess):
                 straggler.kill()
         process.wait()
+
+
+def _runs(process: psutil.Process) -> bool:
+    """Whether it has not ended. Who reaps what it left may take its time."""
+    try:
+        return bool(process.status() != psutil.STATUS_ZOMBIE)
+    except psutil.NoSuchProcess:
+        return False
 
 
 def exit_on_sigterm() -> None:

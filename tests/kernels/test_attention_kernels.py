@@ -97,25 +97,23 @@ def test_rows_of_several_queries(heads: tuple[int, int, int], window: int | None
 
 
 FEATURES = [
-    {"scale": 0.11},
-    {"windows": (None, 20, 60)},
-    {"softcap": 1.5},
+    {"scale": 0.11, "windows": (None, 20)},
     {"has_sinks": True},
     {"alibi_bias": 8.0},
-    {"softcap": 1.5, "has_sinks": True, "windows": (20, None)},
+    {"softcap": 1.5, "has_sinks": True, "windows": (20,)},
 ]
 
 
 @pytest.mark.parametrize("features", FEATURES, ids=str)
 def test_a_mixed_step(features: dict) -> None:
     model = replace(config(6, 2, 16), **features)
-    compare(model, step([(40, 40), (400, 1), (1, 1), (90, 33), (140, 1)]))
+    compare(model, step([(20, 20), (400, 1), (1, 1), (90, 33)]))
 
 
-@pytest.mark.parametrize("features", [{"softcap": 1.5}, {"has_sinks": True}], ids=str)
-def test_a_shared_prefix_is_scored_as_any_key(features: dict) -> None:
+def test_a_shared_prefix_is_scored_as_any_key() -> None:
     rows = [(300 + 5 * row, 1) for row in range(17)]
-    compare(replace(config(4, 2, 16), **features), step(rows, shared=35))
+    model = replace(config(4, 2, 16), softcap=1.5, has_sinks=True)
+    compare(model, step(rows, shared=35))
 
 
 @pytest.mark.parametrize("features", [{"alibi_bias": 8.0}, {"windows": (None, 20)}], ids=str)
@@ -125,7 +123,6 @@ def test_models_that_cannot_share_a_prefix(features: dict) -> None:
     backend = TritonAttention(model, block_size=BLOCK_SIZE, dtype=torch.float32)
     lists, _ = backend.lists(inputs)
     assert not len(lists["shared"]) and not backend.has_shared(inputs)
-    compare(model, inputs)
 
 
 @pytest.mark.parametrize("head_dim", [64, 80, 256])

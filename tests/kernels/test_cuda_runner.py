@@ -135,6 +135,10 @@ def runners(name: str, folder: Path) -> tuple[CudaRunner, ModelRunner]:
         pytest.param("olmo2", marks=pytest.mark.slow),
         pytest.param("mistral-window", marks=pytest.mark.slow),
         pytest.param("qwen3", marks=pytest.mark.slow),
+        pytest.param("gemma3", marks=pytest.mark.slow),
+        pytest.param("cohere2", marks=pytest.mark.slow),
+        pytest.param("qwen3_moe-dense", marks=pytest.mark.slow),
+        pytest.param("gpt_oss", marks=pytest.mark.slow),
     ],
 )
 def test_generation_equals_the_reference(name: str, tmp_path: Path) -> None:

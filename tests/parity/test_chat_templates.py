@@ -123,6 +123,7 @@ def test_every_template_of_llama_cpp(folder: Path) -> None:
         assert output.tools.native is (name not in WITHOUT_TOOLS), name
         if not output.tools.native:
             continue
+        assert output.habits.tools_in == "variable", name
         for num_calls in (1, 2):
             if num_calls == 2 and output.tools.row.one_call_per_message:
                 continue

@@ -45,7 +45,6 @@ def test_every_layer_and_the_logits_equal_hugging_face(name: str, tmp_path: Path
     logits, states = forward_sequence(model, params, jnp.array(tokens))
     # Their last state has been through the final norm; ours has not.
     states[-1] = final_norm(model, params, states[-1])
-    assert len(states) == tiny_models.NUM_LAYERS + 1
     for ours, other in zip(states, expected.hidden_states, strict=True):
         np.testing.assert_allclose(ours, other[0].numpy(), atol=TOLERANCE, rtol=RELATIVE)
     np.testing.assert_allclose(logits, expected.logits[0].numpy(), atol=TOLERANCE, rtol=0)

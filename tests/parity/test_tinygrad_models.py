@@ -16,8 +16,8 @@ TOLERANCE = 1e-4
 RELATIVE = 1e-5  # of a hidden state, whose values may be large
 # Each way through the code; rotary rules are numbers that all frameworks read from one place.
 QUICK = (
-    *("gpt2", "qwen3", "olmo2", "gemma2", "gemma3", "cohere2", "gpt_neox", "mpt"),
-    *("granitemoe", "qwen2_moe", "gpt_oss"),
+    *("gpt2", "olmo2", "gemma2", "gemma3", "cohere2", "gpt_neox", "mpt"),
+    *("granitemoe", "gpt_oss"),
 )
 
 
@@ -36,7 +36,6 @@ def test_every_layer_and_the_logits_equal_hugging_face(name: str, tmp_path: Path
     # Their last state has been through the final norm; ours has not.
     states[-1] = final_norm(model, states[-1])
     Tensor.realize(logits, *states)
-    assert len(states) == tiny_models.NUM_LAYERS + 1
     for ours, other in zip(states, expected.hidden_states, strict=True):
         np.testing.assert_allclose(ours.numpy(), other[0].numpy(), atol=TOLERANCE, rtol=RELATIVE)
     np.testing.assert_allclose(logits.numpy(), expected.logits[0].numpy(), atol=TOLERANCE, rtol=0)

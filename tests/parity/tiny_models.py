@@ -6,12 +6,14 @@ lost bias or a window off by one moves logits by far more than the tolerance.
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
 import transformers as hf
-from transformers import PreTrainedModel
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel  # slow to import, and both workers collect every test
 
 VOCAB = 97
 NUM_LAYERS = 3
@@ -33,7 +35,7 @@ COMMON: dict[str, Any] = {
 }
 
 
-def _llama(**changes: Any) -> PreTrainedModel:
+def _llama(**changes: Any) -> "PreTrainedModel":
     return hf.LlamaForCausalLM(hf.LlamaConfig(**COMMON | {"tie_word_embeddings": False} | changes))
 
 
@@ -54,7 +56,7 @@ EXPERTS: dict[str, Any] = {
 }
 
 
-def _of(family: str, **settings: Any) -> PreTrainedModel:
+def _of(family: str, **settings: Any) -> "PreTrainedModel":
     model = getattr(hf, f"{family}ForCausalLM")
     return model(model.config_class(**COMMON | {"pad_token_id": 0} | settings))
 
@@ -63,13 +65,13 @@ def _plain_rope(part: float) -> dict[str, Any]:
     return {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": part}
 
 
-def _rope(kind: str, **settings: Any) -> PreTrainedModel:
+def _rope(kind: str, **settings: Any) -> "PreTrainedModel":
     """Heads wide enough for frequencies on both sides of every rule's bounds, and between them."""
     rope = {"rope_type": kind, "rope_theta": 10000.0} | settings
     return _llama(head_dim=32, rope_parameters=rope)
 
 
-def _gpt2(**changes: Any) -> PreTrainedModel:
+def _gpt2(**changes: Any) -> "PreTrainedModel":
     config = hf.GPT2Config(
         vocab_size=VOCAB,
         n_embd=48,
@@ -84,7 +86,7 @@ def _gpt2(**changes: Any) -> PreTrainedModel:
     return hf.GPT2LMHeadModel(config)
 
 
-MODELS: dict[str, Callable[..., PreTrainedModel]] = {
+MODELS: "dict[str, Callable[..., PreTrainedModel]]" = {
     "gpt2": _gpt2,
     "gpt2-untied": lambda: _gpt2(tie_word_embeddings=False),
     "llama": _llama,
@@ -120,7 +122,7 @@ MODELS: dict[str, Callable[..., PreTrainedModel]] = {
     "olmo2": lambda: _of("Olmo2", tie_word_embeddings=False),
 }
 # Models with settings that the first ones do not have.
-MORE: dict[str, Callable[..., PreTrainedModel]] = {
+MORE: "dict[str, Callable[..., PreTrainedModel]]" = {
     "ministral": lambda: _of("Ministral", head_dim=8, sliding_window=11, layer_types=MIXED),
     "qwen2-window": lambda: _of(
         "Qwen2", use_sliding_window=True, sliding_window=11, max_window_layers=1
@@ -255,7 +257,7 @@ def quick_first(names: Sequence[str]) -> list[Any]:
     return [*names, *(pytest.param(name, marks=pytest.mark.slow) for name in others)]
 
 
-def make(name: str, **changes: Any) -> PreTrainedModel:
+def make(name: str, **changes: Any) -> "PreTrainedModel":
     """The model in float32, the same weights every time; norms and biases are random as well."""
     torch.manual_seed(sum(map(ord, name)))
     model = ALL[name](**changes).float().eval()
@@ -273,7 +275,7 @@ def make(name: str, **changes: Any) -> PreTrainedModel:
     return model
 
 
-def save(name: str, folder: Path) -> tuple[PreTrainedModel, Path]:
+def save(name: str, folder: Path) -> "tuple[PreTrainedModel, Path]":
     """The model, and the folder where it lies as a checkpoint."""
     model = make(name)
     path = folder / name

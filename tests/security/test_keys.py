@@ -222,3 +222,17 @@ def test_every_limit_of_a_new_key_is_its_own(tmp_path: Path) -> None:
     assert done.exit_code == 0, done.output
     (entry,) = read_keys(path)
     assert [getattr(entry, name.replace("-", "_")) for name in names] == [3, 4, 5, 6, 7]
+
+
+@pytest.mark.parametrize(
+    ("options", "role", "tenant"),
+    [((), "user", "bob"), (("--admin", "--tenant", "team"), "admin", "team")],
+)
+def test_a_new_key_has_the_role_and_tenant_it_was_made_for(
+    tmp_path: Path, options: tuple[str, ...], role: str, tenant: str
+) -> None:
+    path = tmp_path / "keys.json"
+    done = CliRunner().invoke(cli, ["keys", "new", "bob", "--file", str(path), *options])
+    assert done.exit_code == 0, done.output
+    (entry,) = read_keys(path)
+    assert (entry.role, entry.tenant_name) == (role, tenant)

@@ -22,7 +22,7 @@ NAMES = frozenset({"f", "get_weather"})
 # One format of every kind of arguments, and the JSON formats that differ most.
 FORMATS: dict[str, ToolFormat] = {
     name: ToolFormat(ROWS_BY_NAME[name], name != "json")
-    for name in ("hermes", "llama3", "json", "mistral", "qwen_xml", "lfm2", "gemma4")
+    for name in ("hermes", "llama3", "json", "qwen_xml", "lfm2", "gemma4")
 }
 MAX_UNREAD = len("<start_function_call>")
 NUM_HOSTILE = 10_000

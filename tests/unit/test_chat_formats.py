@@ -151,6 +151,30 @@ def test_arguments_and_content_have_the_form_that_the_template_wants() -> None:
     assert template.text(messages, tools).endswith('<tool_call>{{"city": "Oslo"}}')
 
 
+PHI = (
+    "{% for m in messages %}<|{{ m.role }}|>{{ m.content }}{% if m.role == 'system' and m.tools %}"
+    "<|tool|>{{ m.tools }}<|/tool|>{% endif %}<|end|>{% endfor %}"
+)
+
+
+def test_tools_that_a_template_reads_from_the_system_message() -> None:
+    output, template = output_of(PHI)
+    assert output.tools.name == "phi4" and output.tools.native
+    for talk in ([HELLO], [{"role": "system", "content": "Be brief."}, HELLO]):
+        messages, tools = output.prepare(talk, [TOOL])
+        text = template.text(messages, tools)
+        assert '<|tool|>[{"name": "weather"' in text and text.endswith("hello<|end|>")
+    assert output.prepare([HELLO], [])[0] == [HELLO]
+
+
+def test_tools_that_a_template_leaves_out_are_described() -> None:
+    source = "{# tools #}{% if tools %}{% endif %}<tool_call>" + LOOP
+    output, template = output_of(source)
+    assert output.tools.native, "its code reads the tools"
+    messages, tools = output.prepare([HELLO], [TOOL])
+    assert tools is None and '"name": "weather"' in template.text(messages)
+
+
 def test_reasoning_of_earlier_turns_has_every_name_that_templates_read() -> None:
     source = "{{ tools | tojson }}<tool_call>{% for m in messages %}{{ m.NAME or '-' }}{% endfor %}"
     earlier = {"role": "assistant", "content": "", "reasoning_content": "Hm."}

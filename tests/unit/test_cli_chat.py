@@ -24,9 +24,15 @@ class FakeLLM:
     def __exit__(self, *_: object) -> None:
         pass
 
+    def stream(self, prompt: str, params: Any) -> Iterator[Event]:
+        yield TextEvent(0, f"{prompt!r} at {params.temperature:g}", 1)
+
     def stream_chat(self, messages: list[dict[str, str]], params: Any) -> Iterator[Event]:
         if messages[-1]["content"] == "too long":
             raise InvalidRequestError("The conversation is too long.")
+        if messages[-1]["content"] == "tell me everything":
+            yield TextEvent(0, "It began", 2)
+            raise KeyboardInterrupt
         yield TextEvent(0, f"<{len(messages)} messages>", 1)
         yield UsageEvent(5, 11, 0, decode_s=2.0)
 
@@ -49,6 +55,21 @@ def test_reset_keeps_the_system_message() -> None:
     result = CliRunner().invoke(app, ["chat", "m", "--system", "Be brief."], input=lines)
     assert result.stdout.count("<2 messages>") == 2
     assert result.stdout.count("you>") == 4
+
+
+def test_an_answer_that_was_cut_short_is_part_of_the_conversation() -> None:
+    result = CliRunner().invoke(app, ["chat", "m"], input="tell me everything\nand then?\n")
+    assert result.exit_code == 0, result.output
+    assert "cut short" in result.stdout and "<3 messages>" in result.stdout
+
+
+def test_a_prompt_comes_from_the_line_or_from_standard_input() -> None:
+    result = CliRunner().invoke(app, ["generate", "Once"], input="unread")
+    assert result.stdout == "'Once' at 0\n"
+    result = CliRunner().invoke(app, ["generate", "-", "--temperature", "0.5"], input="two\nlines")
+    assert result.stdout == "'two\\nlines' at 0.5\n"
+    result = CliRunner().invoke(app, ["generate", "Once", "--chat"])
+    assert result.stdout == "<1 messages>\n"
 
 
 def test_speed_is_that_of_the_tokens_after_the_first() -> None:

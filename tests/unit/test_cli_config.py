@@ -49,6 +49,15 @@ def test_config_show_lists_every_setting_with_its_origin(
     assert shown["server.port"] == {"value": 9999, "origin": "LLM_ENGINE_PORT"}
     assert shown["model.dtype"] == {"value": "bfloat16", "origin": "engine.toml"}
     assert shown["server.host"]["origin"] == "default"
+    assert shown["server.api_key"]["value"] is None, "there is nothing to hide"
+
+
+def test_of_a_table_only_what_is_written_comes_from_the_file(tmp_path: Path) -> None:
+    (tmp_path / "engine.toml").write_text("[backends.here]\nkind = 'custom'\n")
+    shown = json.loads(CliRunner().invoke(app, ["config", "show", "--json"]).stdout)
+    origins = {key: each["origin"] for key, each in shown.items() if "backends.here." in key}
+    assert origins.pop("backends.here.kind") == "engine.toml"
+    assert set(origins.values()) == {"default"}
 
 
 @pytest.mark.parametrize("arguments", [[], ["--json"]])

@@ -48,7 +48,7 @@ def test_equal_answers_are_identical_and_their_logprobs_are_compared():
     theirs = answer(token("a", -0.75), token("b", -1.0))  # shows no end token
     found = compare_answers(ours, theirs, 0.5)
     assert found.verdict == "identical" and found.divergence is None
-    assert found.distances == (0.25, 0.0)
+    assert found.distances == compare_answers(theirs, ours, 0.5).distances == (0.25, 0.0)
     assert found.same_finish
     cut = compare_answers(ours, answer(token("a"), token("b"), reason="length"), 0.5)
     assert cut.verdict == "identical" and not cut.same_finish
@@ -75,6 +75,32 @@ def test_a_token_that_is_no_alternative_is_never_a_tie():
     gap = compare_answers(ours, theirs, 0.5).divergence.gap
     assert gap.is_bound and gap.nats == pytest.approx(0.2)
     assert compare_answers(ours, theirs, 0.5).verdict == "different"
+
+
+def test_a_gap_of_just_the_limit_is_a_tie():
+    ours = answer(token("x", -1.0, y=-1.25))
+    theirs = answer(token("y", -1.0, x=-1.25))
+    assert compare_answers(ours, theirs, 0.5).verdict == "tie"
+    assert compare_answers(ours, theirs, 0.499).verdict == "different"
+
+
+def test_preferring_the_others_token_closes_no_gap():
+    ours = answer(token("x", -1.0, y=-0.5))  # a penalty decided, and not the logprob
+    theirs = answer(token("y", -1.0, x=-1.75))
+    assert compare_answers(ours, theirs, 0.5).divergence.gap.nats == 0.75
+
+
+def test_a_gap_is_a_bound_if_one_side_of_it_is():
+    ours = answer(token("x", -1.0, z=-1.125))
+    theirs = answer(token("y", -1.0, x=-1.125))
+    found = compare_answers(ours, theirs, 0.5)
+    assert found.divergence.gap.is_bound and found.verdict == "different"
+
+
+def test_part_of_a_character_is_the_same_token_with_its_bytes_and_without():
+    ours = answer(TokenText("\ufffd", b"\xc3", -0.5), token("a"))
+    theirs = answer(TokenText("\ufffd", "\ufffd".encode(), -0.75), token("a"))
+    assert compare_answers(ours, theirs, 0.5).distances == (0.25, 0.0)
 
 
 def test_ending_early_is_a_divergence_that_can_be_a_tie():
@@ -245,6 +271,7 @@ def test_a_backend_that_fails_is_reported_and_the_others_go_on(tmp_path, fakes):
     assert done.exit_code == 1
     assert "torch did not run: no such file [red]" in done.stdout
     assert "2 of 2" in done.stdout
+    assert run_cli(tmp_path, "native,torch", "--fail-below", "0").exit_code == 1, "one did not run"
     assert all(fake.is_stopped for fake in fakes.values())
     fakes["native"].start_error = UnavailableError("it is gone")
     gone = run_cli(tmp_path, "native,torch")

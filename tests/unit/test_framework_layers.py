@@ -165,12 +165,12 @@ def routed(config: ExpertsConfig, logits: np.ndarray, correction: np.ndarray) ->
 
 @pytest.mark.parametrize("name", ROUTERS)
 def test_a_router_chooses_and_weights_experts(framework, name):
-    config, x = ROUTERS[name], values(5, 4)
-    weight, bias, correction = values(8, 4), values(8), values(8)
+    config, x = ROUTERS[name], values(30, 4)
+    weight, bias, correction = values(8, 4), values(8), values(8) * 0.2
     router = {"weight": weight} | ({"bias": bias} if config.router_bias else {})
     params = {"router": part(framework, **router), "correction": framework.array(correction)}
     weights, chosen = layer(framework, "experts", "route")(params, config, framework.array(x))
-    found = np.zeros((5, 8), np.float32)
+    found = np.zeros((30, 8), np.float32)
     np.put_along_axis(found, framework.numpy(chosen), framework.numpy(weights), axis=1)
     logits = x @ weight.T + (bias if config.router_bias else 0)
     np.testing.assert_allclose(

@@ -135,6 +135,24 @@ async def test_verdicts_are_bounded(
     assert checker.num_verdicts == 3
 
 
+async def test_the_verdict_that_was_used_longest_ago_is_forgotten(
+    checker: GrammarChecker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(checker_module, "MAX_VERDICTS", 2)
+    compiled: list[str] = []
+    ask = checker._ask
+
+    async def note(grammar: str) -> str | None:
+        compiled.append(grammar)
+        return await ask(grammar)
+
+    monkeypatch.setattr(checker, "_ask", note)
+    one, two, three = (lark(f'start: "{n}"') for n in range(3))
+    for grammar in (one, two, one, three, one):
+        await checker.check(grammar, "it")
+    assert compiled == [one, two, three]
+
+
 async def test_close_ends_the_child(checker: GrammarChecker) -> None:
     await checker.check(lark(GOOD), "it")
     pid = checker.child_pid

@@ -148,6 +148,16 @@ def test_size_is_limited_before_anything_is_parsed(kind: str) -> None:
     assert "at most 65536 are taken" in refusal(kind, "(" * (MAX_SOURCE_BYTES + 1))
 
 
+def test_size_is_counted_in_bytes_and_the_limit_is_allowed() -> None:
+    assert refusal("choice", "x" * MAX_SOURCE_BYTES).startswith("it: it is not JSON")
+    assert "at most 65536 are taken" in refusal("choice", "é" * (MAX_SOURCE_BYTES // 2 + 1))
+
+
+@pytest.mark.parametrize("source", ["NaN", "[Infinity]", '{"minimum": -Infinity}'])
+def test_numbers_that_json_lacks_are_refused(source: str) -> None:
+    assert "is not JSON" in refusal("json_schema", source)
+
+
 @pytest.mark.parametrize("kind", ["json_schema", "regex", "choice", "grammar"])
 def test_half_characters_are_refused(kind: str) -> None:
     assert "surrogate" in refusal(kind, '"\ud800"')

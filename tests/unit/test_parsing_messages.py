@@ -34,7 +34,8 @@ QWEN = (
     "{% endfor %}\n{% endfor %}{% if enable_thinking is false %}<think>\n\n</think>\n\n{% endif %}"
 )
 LLAMA = (
-    "{% if tools is not none %}Environment: ipython, system{% endif %}{% for m in messages %}"
+    "{% if tools is not none %}system: {{ tools | map(attribute='function') | "
+    "map(attribute='name') | join }}{% endif %}{% for m in messages %}"
     "<|start_header_id|>{{ m.role }}<|end_header_id|>{% if m.tool_calls is defined %}"
     "{% if m.tool_calls | length != 1 %}{{ raise_exception('one call at a time') }}{% endif %}"
     '{"name": "{{ m.tool_calls[0].function.name }}", "parameters": '
@@ -201,6 +202,19 @@ def test_emulated_tools_without_a_system_message() -> None:
     first = emulated(TALK, NO_SYSTEM)[0]
     assert first["role"] == "user" and first["content"].endswith("\n\nWell?")
     assert render(NO_SYSTEM).startswith("[user]You can use these tools")
+
+
+def test_emulated_tools_stand_first_or_in_the_first_message_of_a_user() -> None:
+    late = {"role": "system", "content": "Be brief."}
+    first, *rest = emulated([TALK[0], late])
+    assert first["role"] == "system" and rest == [TALK[0], late], "a late one stays where it is"
+    said, later = emulated([{"role": "assistant", "content": "Hello."}, TALK[0]], NO_SYSTEM)
+    assert said["content"] == "Hello." and later["content"].endswith("\n\nWell?")
+
+
+def test_a_result_keeps_the_name_that_it_came_with() -> None:
+    named = {**result("call_1", "rain"), "name": "forecast"}
+    assert emulated([*TALK[:2], named])[-1]["content"] == "Result of forecast:\nrain"
 
 
 def test_a_result_without_its_call() -> None:

@@ -3,6 +3,7 @@
 `TEXTS` are calls as the families' chat templates render them.
 """
 
+import functools
 import json
 import random
 import re
@@ -147,6 +148,7 @@ TEXTS: dict[str, str] = {
         "<|tool_call_start|>[get_weather(city='Paris', days=3), now(city='a \"b\"\n<c>')]"
         "<|tool_call_end|>"
     ),
+    "llama4": "[get_weather(city='Paris', days=3), now(city='a \"b\"\\n<c>')]",
     "llama3": _OBJECTS[0].replace("arguments", "parameters"),
     "minicpm5": (
         '<function name="get_weather"><param name="city">Paris</param>'
@@ -306,10 +308,16 @@ def test_a_call_that_breaks_off_loses_no_text_behind_it(name: str) -> None:
     )
 
 
-def accepts(grammar: str | None, text: str) -> bool:
-    assert grammar is not None
+@functools.lru_cache(maxsize=4)
+def compiled(grammar: str) -> LLMatcher:
     matcher = LLMatcher(BYTES, grammar, log_level=0)
     assert not matcher.is_error(), matcher.get_error()
+    return matcher
+
+
+def accepts(grammar: str | None, text: str) -> bool:
+    assert grammar is not None
+    matcher = compiled(grammar).deep_copy()
     ids = list(text.encode())
     return bool(matcher.try_consume_tokens(ids) == len(ids) and matcher.is_accepting())
 
@@ -371,6 +379,7 @@ WALKED: dict[str, Any] = {
 
 
 # Messages before the calls are free text, which a random walk hardly ever ends.
+@pytest.mark.seconds
 @pytest.mark.parametrize("name", [name for name, row in ROWS_BY_NAME.items() if not row.messages])
 def test_whatever_a_forced_grammar_lets_through_is_calls(name: str) -> None:
     row = ROWS_BY_NAME[name]
@@ -518,6 +527,13 @@ def test_python_and_quoted_literals() -> None:
     text = '<|tool_call>call:now{a:{b:[<|"|>x<|"|>,true]},c:null,d:word}<tool_call|>'
     expected = {"a": {"b": ["x", True]}, "c": None, "d": "word"}
     assert parse(row, list(text)) == ("", [("now", expected)], "")
+
+
+def test_llama_4_writes_python_or_json_with_or_without_markers() -> None:
+    row = ROWS_BY_NAME["llama4"]
+    for call in ("[now(city='x')]", '{"name": "now", "parameters": {"city": "x"}}'):
+        for text in (call, f"<|python_start|>{call}<|python_end|>"):
+            assert parse(row, list(text)) == ("", [("now", {"city": "x"})], "")
 
 
 def test_a_python_tag_may_precede_a_call_in_python() -> None:

@@ -3,7 +3,7 @@
 import json
 import sqlite3
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, closing
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +14,7 @@ from engine.core.errors import InferenceError, ResourceError
 from engine.core.interfaces.backend import ChatRequest
 from engine.core.observability.metrics import Metrics
 from engine.servers.app import create_app
-from engine.servers.responses.store import ResponseStore
+from engine.servers.responses.store import FILE_NAME, ResponseStore
 from tests.fake_backend import MODEL, FakeBackend, call_script
 from tests.live_server import make_settings
 
@@ -78,6 +78,18 @@ async def test_each_turn_begins_with_the_messages_of_the_one_before(
         assert body["previous_response_id"] == previous
         before = [*messages, ANSWER]
         previous = body["id"]
+
+
+async def test_every_turn_of_a_conversation_is_kept_as_long_as_its_last(
+    client: httpx.AsyncClient, tmp_path: Path
+) -> None:
+    previous: str | None = None
+    for turn in range(3):
+        body = await create(client, f"turn {turn}", previous_response_id=previous)
+        previous = body["id"]
+    with closing(sqlite3.connect(tmp_path / FILE_NAME)) as database:
+        ends = [row[0] for row in database.execute("SELECT kept_until FROM responses")]
+    assert len(ends) == 3 and len(set(ends)) == 1
 
 
 async def test_instructions_are_not_inherited(

@@ -298,6 +298,7 @@ CALL_ROWS: tuple[CallRow, ...] = (
         other="minimax_m1",
     ),
     _listed("phi4", ("<|tool_call|>", "<|/tool_call|>"), "<|tool_call|>", "<|/tool_call|>"),
+    _listed("phi4", ("<|tool|>", "<|/tool|>"), "<|tool_call|>", "<|/tool_call|>"),
     _listed("granite3", ("<|tool_call|>",), "<|tool_call|>"),
     _listed("functools", ("functools[",), "functools"),
     CallRow(
@@ -315,6 +316,13 @@ CALL_ROWS: tuple[CallRow, ...] = (
     ),
     CallRow("granite_20b", ("<function_call>",), "<function_call> {object}", between="\n"),
     HERMES,
+    replace(
+        PYTHONIC,
+        name="llama4",
+        signs=("<|python_start|>",),
+        marker="<|python_start|>",
+        frame=("<|python_end|>",),
+    ),
     LLAMA3,
 )
 

@@ -3,7 +3,7 @@
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 from engine.core.parsing.formats import Tool, ToolFormat
 
@@ -15,6 +15,8 @@ class TemplateHabits:
     """What a chat template does with parts of a conversation."""
 
     takes_system: bool = True  # whether it renders a system message
+    # Where it reads tools from: its variable `tools`, JSON text in the system message, or nowhere.
+    tools_in: Literal["variable", "system", "nowhere"] = "variable"
     writes_calls: bool = True  # whether it renders the calls of earlier turns
     json_arguments: bool = False  # whether it wants arguments as JSON text, not as an object
     null_content: bool = False  # whether calls are only rendered if the content is None
@@ -35,9 +37,13 @@ def prepare_messages(
     """
     copies = [{**message, "content": message.get("content") or ""} for message in messages]
     _name_results(copies)
-    if tool_format.native:
+    if tool_format.native and habits.tools_in != "nowhere":
         given = [dict(tool) for tool in tools]
-        return _for_family(copies, tool_format, habits), given or None
+        prepared = _for_family(copies, tool_format, habits)
+        if habits.tools_in == "variable" or not tools:
+            return prepared, given or None
+        functions = [tool["function"] for tool in tools]
+        return _with_system_tools(prepared, json.dumps(functions, ensure_ascii=False)), None
     emulated = _as_text(copies, tool_format)
     if tools:
         emulated = _with_description(emulated, tools, tool_format, habits.takes_system)
@@ -80,6 +86,13 @@ def _for_family(
                 message["content"] = None
         rendered.append(message)
     return _one_call_each(rendered) if tool_format.row.one_call_per_message else rendered
+
+
+def _with_system_tools(messages: Sequence[Message], tools: str) -> list[Message]:
+    """Put the tools, as text, into a field of the system message."""
+    if messages and messages[0]["role"] == "system":
+        return [{**messages[0], "tools": tools}, *messages[1:]]
+    return [{"role": "system", "content": "", "tools": tools}, *messages]
 
 
 def _for_template(

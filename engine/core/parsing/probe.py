@@ -6,7 +6,7 @@ are the markers of the format.
 
 import re
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, Literal
 
 from engine.core.errors import EngineError
 from engine.core.parsing.call_rows import CALL_ROWS, JSON, LLAMA3
@@ -82,12 +82,24 @@ def probed_habits(render: Render, tool_format: ToolFormat) -> TemplateHabits:
     takes_system = _SYSTEM in shown
     if not tool_format.native:
         return TemplateHabits(takes_system)
+    place = _place_of_tools(render)
     for json_arguments in (False, True):
         for content in ("", None):
             text = _rendered(render, [_call(0, json_arguments)], content)
             if text is not None and _TEXT in text:
-                return TemplateHabits(takes_system, True, json_arguments, content is None)
-    return TemplateHabits(takes_system, writes_calls=False)
+                return TemplateHabits(takes_system, place, True, json_arguments, content is None)
+    return TemplateHabits(takes_system, place, writes_calls=False)
+
+
+def _place_of_tools(render: Render) -> Literal["variable", "system", "nowhere"]:
+    question = {"role": "user", "content": _QUESTION}
+    system = {"role": "system", "content": _SYSTEM, "tools": _NAMES[0]}
+    try:
+        if _NAMES[0] in render([question], _TOOLS):
+            return "variable"
+        return "system" if _NAMES[0] in render([system, question], None) else "nowhere"
+    except EngineError:
+        return "variable"  # a request will be told what the template refuses
 
 
 def probed_format(render: Render) -> ToolFormat | None:

@@ -95,6 +95,8 @@ class RowReader:
         if self.row.encoding == "python":
             if char == "[":
                 yield from self._series()
+            elif char == "{":
+                yield from self._calls.read_series()
             return
         if self.row.trigger:
             if char == "{":
@@ -142,9 +144,10 @@ class RowReader:
         return char == "{" if first.name == "object" else char.isalnum() or char == "_"
 
     def _tagged(self) -> Steps[None]:
-        """Read what follows `<|python_tag|>`: JSON objects, or a call in Python."""
-        if (yield from self._source.skip_space()) == "{":
-            yield from self._calls.read_series()
+        """Read what follows `<|python_tag|>`: JSON objects, or calls in Python."""
+        char = yield from self._source.skip_space()
+        if char == "{" or (char == "[" and self.row.encoding == "python"):
+            yield from (self._calls.read_series() if char == "{" else self._series())
             return
         word = yield from self._source.word(self._calls.max_name_chars + len(".call"))
         name = word.removesuffix(".call")

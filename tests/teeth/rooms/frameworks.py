@@ -95,10 +95,42 @@ MUTATIONS = [
     ),
     Mutation(
         "frameworks: torch sees one position beyond the window",
-        "engine.backends.custom.frameworks.torch.kernels.attention_reference",
-        "hidden |= distance >= self.window",
-        "hidden |= distance > self.window",
-        "tests/parity/test_torch_paged.py::test_mixed_batch_equals_each_alone",
+        "engine.backends.custom.frameworks.torch.kernels.attention_heads",
+        "hidden |= distance >= window",
+        "hidden |= distance > window",
+        "tests/parity/test_torch_models.py"
+        "::test_every_layer_and_the_logits_equal_hugging_face[mistral-window]",
+    ),
+    Mutation(
+        "frameworks: torch gives all layers the window of the first",
+        "engine.backends.custom.frameworks.torch.layers.attention",
+        "self.window = config.layer(layer).window",
+        "self.window = config.layer(0).window",
+        "tests/parity/test_torch_models.py"
+        "::test_every_layer_and_the_logits_equal_hugging_face[gemma2]",
+    ),
+    Mutation(
+        "frameworks: torch takes all sinks for zero",
+        "engine.backends.custom.frameworks.torch.kernels.attention_heads",
+        "(scores, sinks.float().expand(",
+        "(scores, (0 * sinks).expand(",
+        "tests/parity/test_torch_models.py"
+        "::test_every_layer_and_the_logits_equal_hugging_face[gpt_oss]",
+    ),
+    Mutation(
+        "frameworks: torch renormalizes the shares of experts that keep theirs",
+        "engine.backends.custom.frameworks.torch.kernels.experts",
+        "    if experts.renormalizes:\n",
+        '    if experts.scoring == "softmax":\n',
+        "tests/parity/test_torch_models.py"
+        "::test_every_layer_and_the_logits_equal_hugging_face[olmoe]",
+    ),
+    Mutation(
+        "frameworks: torch's grouped GEMM loses the pairs of an expert's second block",
+        "engine.backends.custom.frameworks.torch.kernels.triton.experts",
+        "        tl.store(fields + 1, first)\n",
+        "        tl.store(fields + 1, start)\n",
+        "tests/kernels/test_experts.py::test_pairs_are_sorted_into_blocks",
     ),
     Mutation(
         "frameworks: JAX penalizes presence by number",

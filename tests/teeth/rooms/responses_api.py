@@ -54,4 +54,11 @@ MUTATIONS = [
         "items[ids.index(after) :]",
         "tests/unit/test_server_responses_store.py::test_input_items_by_pages",
     ),
+    Mutation(
+        "responses: only the last turn is kept longer",
+        "engine.servers.responses.create",
+        "[turn.id for turn in turns]",
+        "[turn.id for turn in turns[-1:]]",
+        "tests/unit/test_server_responses_store.py::test_every_turn_of_a_conversation_is_kept_as_long_as_its_last",
+    ),
 ]

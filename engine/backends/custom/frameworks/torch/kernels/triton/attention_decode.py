@@ -18,19 +18,16 @@ from engine.backends.custom.frameworks.torch.kernels.triton.attention_tile impor
     NOTHING_SEEN,
     Tile,
     attend_span,
-    load_sinks,
+    first_state,
     load_slopes,
     normalised,
-    paging,
     scales,
     sizes,
 )
 
 _SHARED_ARRAYS = ("counts", "shared", "members", "partials", "query_start", "tables")
 _SPAN_ARRAYS = ("counts", "spans", "partials", "query_start", "seq_lens", "tables")
-_MERGE_SIZES = ("KV_HEADS", "GROUP", "HEAD_DIM", "HEAD_BLOCK", "SINKS")
-# Constants that shared prefixes have no use for. Their partial results are merged with sinks later.
-_NOT_SHARED = ("ALIBI", "SINKS")
+_MERGE_SIZES = ("KV_HEADS", "GROUP", "HEAD_DIM", "HEAD_BLOCK")
 
 
 @triton.jit
@@ -51,10 +48,6 @@ def _decode_kernel(
     sinks_ptr,
     score_scale,
     cap_scale,
-    block_stride,
-    offset_stride,
-    value_offset,
-    head_stride,
     KV_HEADS: tl.constexpr,
     GROUP: tl.constexpr,
     GROUP_BLOCK: tl.constexpr,
@@ -64,23 +57,19 @@ def _decode_kernel(
     BLOCK_N: tl.constexpr,
     WINDOW: tl.constexpr,
     MERGES: tl.constexpr,
-    SOFTCAP: tl.constexpr,
-    ALIBI: tl.constexpr,
-    SINKS: tl.constexpr,
+    FEATURES: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
     kv_head, item = tl.program_id(0), tl.program_id(1)
     if item >= tl.load(counts_ptr + 1):
         return
     row = tl.load(spans_ptr + item * 4)
-    first = tl.load(spans_ptr + item * 4 + 1)
-    last = tl.load(spans_ptr + item * 4 + 2)
-    partial = tl.load(spans_ptr + item * 4 + 3)
     length = tl.load(seq_lens_ptr + row)
-    last = tl.minimum(last, length)
+    first = tl.load(spans_ptr + item * 4 + 1)
+    last = tl.minimum(tl.load(spans_ptr + item * 4 + 2), length)
+    partial = tl.load(spans_ptr + item * 4 + 3)
     if WINDOW > 0:
         first = tl.maximum(first, (length - WINDOW) // BLOCK_SIZE * BLOCK_SIZE)
-    table_stride = tl.load(counts_ptr)
     token = tl.load(query_start_ptr + row).to(tl.int64)
     group, columns = tl.arange(0, GROUP_BLOCK), tl.arange(0, HEAD_BLOCK)
     here = (group < GROUP)[:, None] & (columns < HEAD_DIM)[None, :]
@@ -88,24 +77,24 @@ def _decode_kernel(
     place = heads[:, None] * HEAD_DIM + columns[None, :]
     q = tl.load(q_ptr + place, mask=here, other=0.0)
     acc = tl.zeros((GROUP_BLOCK, HEAD_BLOCK), tl.float32)
-    peak = tl.full((GROUP_BLOCK,), NOTHING_SEEN, tl.float32)
-    total = tl.zeros((GROUP_BLOCK,), tl.float32)
+    query = tl.full((GROUP_BLOCK,), 0, tl.int32) + length - 1
+    has_sink = (group < GROUP) & (query < last)  # a sink counts in the last span of a row
+    own_head = kv_head * GROUP + group
+    peak, total = first_state(sinks_ptr, own_head, has_sink, score_scale, FEATURES)
     acc, peak, total = attend_span(
         q,
         acc,
         peak,
         total,
-        cache_ptr + kv_head * head_stride,
-        tables_ptr + row.to(tl.int64) * table_stride,
+        cache_ptr + kv_head * HEAD_DIM,
+        tables_ptr + row.to(tl.int64) * tl.load(counts_ptr),
         first,
         last,
-        tl.full((GROUP_BLOCK,), 0, tl.int32) + length - 1,
-        load_slopes(slopes_ptr, kv_head * GROUP + group, group < GROUP, ALIBI),
+        query,
+        load_slopes(slopes_ptr, own_head, group < GROUP, FEATURES),
         score_scale,
         cap_scale,
-        block_stride,
-        offset_stride,
-        value_offset,
+        KV_HEADS,
         HEAD_DIM,
         HEAD_BLOCK,
         BLOCK_SIZE,
@@ -113,19 +102,14 @@ def _decode_kernel(
         True,
         False,
         WINDOW,
-        SOFTCAP,
-        ALIBI,
+        FEATURES,
         PRECISION,
     )
+    result = normalised(acc, total)
     count = tl.load(partials_ptr + row * 2 + 1)
     if MERGES and count == 1:
-        if SINKS:
-            sink = load_sinks(sinks_ptr, kv_head * GROUP + group, group < GROUP)
-            total += tl.exp2(sink - peak * score_scale)
-        result = normalised(acc, total)
         tl.store(out_ptr + place, result.to(out_ptr.dtype.element_ty), mask=here)
         return
-    result = normalised(acc, total)
     slot = (partial * KV_HEADS + kv_head).to(tl.int64) * GROUP + group
     tl.store(partial_ptr + slot[:, None] * HEAD_DIM + columns[None, :], result, mask=here)
     tl.store(weight_ptr + slot, peak * score_scale + tl.log2(total), mask=group < GROUP)
@@ -134,12 +118,10 @@ def _decode_kernel(
         arrived = arrived_ptr + row * KV_HEADS + kv_head
         if tl.atomic_add(arrived, 1) == count - 1:
             tl.store(arrived, 0)
-            first_partial = tl.load(partials_ptr + row * 2)
             merged = _merged(
                 partial_ptr,
                 weight_ptr,
-                sinks_ptr,
-                first_partial,
+                tl.load(partials_ptr + row * 2),
                 count,
                 kv_head,
                 KV_HEADS,
@@ -147,7 +129,6 @@ def _decode_kernel(
                 GROUP_BLOCK,
                 HEAD_DIM,
                 HEAD_BLOCK,
-                SINKS,
             )
             tl.store(out_ptr + place, merged.to(out_ptr.dtype.element_ty), mask=here)
 
@@ -156,7 +137,6 @@ def _decode_kernel(
 def _merged(
     partial_ptr,
     weight_ptr,
-    sinks_ptr,
     first,
     count,
     kv_head,
@@ -165,21 +145,15 @@ def _merged(
     GROUP_BLOCK: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     HEAD_BLOCK: tl.constexpr,
-    SINKS: tl.constexpr,
 ):
-    """Merges the partial results of a row: computes their weighted mean. A sink counts like a
-    partial result of zeros. Other programs wrote the partial results, so they must be loaded past
-    the L1 cache.
+    """Merges the partial results of a row: computes their weighted mean. Other programs wrote the
+    partial results, so they must be loaded past the L1 cache.
     """
     group, columns = tl.arange(0, GROUP_BLOCK), tl.arange(0, HEAD_BLOCK)
     here = (group < GROUP)[:, None] & (columns < HEAD_DIM)[None, :]
     acc = tl.zeros((GROUP_BLOCK, HEAD_BLOCK), tl.float32)
-    if SINKS:
-        peak = load_sinks(sinks_ptr, kv_head * GROUP + group, group < GROUP)
-        total = tl.full((GROUP_BLOCK,), 1.0, tl.float32)
-    else:
-        peak = tl.full((GROUP_BLOCK,), NOTHING_SEEN, tl.float32)
-        total = tl.zeros((GROUP_BLOCK,), tl.float32)
+    peak = tl.full((GROUP_BLOCK,), NOTHING_SEEN, tl.float32)
+    total = tl.zeros((GROUP_BLOCK,), tl.float32)
     for index in tl.range(0, count):
         slot = ((first + index) * KV_HEADS + kv_head).to(tl.int64) * GROUP + group
         weight = tl.load(weight_ptr + slot, mask=group < GROUP, other=0.0, cache_modifier=".cg")
@@ -202,7 +176,6 @@ def _merge_kernel(
     out_ptr,
     partial_ptr,
     weight_ptr,
-    sinks_ptr,
     partials_ptr,
     query_start_ptr,
     KV_HEADS: tl.constexpr,
@@ -210,7 +183,6 @@ def _merge_kernel(
     GROUP_BLOCK: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     HEAD_BLOCK: tl.constexpr,
-    SINKS: tl.constexpr,
 ):
     kv_head, row = tl.program_id(0), tl.program_id(1)
     count = tl.load(partials_ptr + row * 2 + 1)
@@ -219,7 +191,6 @@ def _merge_kernel(
     merged = _merged(
         partial_ptr,
         weight_ptr,
-        sinks_ptr,
         tl.load(partials_ptr + row * 2),
         count,
         kv_head,
@@ -228,7 +199,6 @@ def _merge_kernel(
         GROUP_BLOCK,
         HEAD_DIM,
         HEAD_BLOCK,
-        SINKS,
     )
     group, columns = tl.arange(0, GROUP_BLOCK), tl.arange(0, HEAD_BLOCK)
     token = tl.load(query_start_ptr + row).to(tl.int64)
@@ -254,10 +224,6 @@ def _shared_kernel(
     tables_ptr,
     score_scale,
     cap_scale,
-    block_stride,
-    offset_stride,
-    value_offset,
-    head_stride,
     KV_HEADS: tl.constexpr,
     GROUP: tl.constexpr,
     HEAD_DIM: tl.constexpr,
@@ -265,7 +231,7 @@ def _shared_kernel(
     BLOCK_SIZE: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
-    SOFTCAP: tl.constexpr,
+    FEATURES: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
     """Computes the attention of many rows to a span of their shared prefix. The keys are read once
@@ -299,17 +265,15 @@ def _shared_kernel(
             acc,
             peak,
             total,
-            cache_ptr + kv_head * head_stride,
+            cache_ptr + kv_head * HEAD_DIM,
             tables_ptr + owner * table_stride,
             whole if masked else first,
             last if masked else whole,
             lane,
-            total,  # no slopes: models with ALiBi do not share
+            total,  # stands for slopes: models with ALiBi do not share
             score_scale,
             cap_scale,
-            block_stride,
-            offset_stride,
-            value_offset,
+            KV_HEADS,
             HEAD_DIM,
             HEAD_BLOCK,
             BLOCK_SIZE,
@@ -317,8 +281,7 @@ def _shared_kernel(
             masked == 1,
             False,
             0,
-            SOFTCAP,
-            False,
+            FEATURES,
             PRECISION,
         )
     partial = tl.load(partials_ptr + row * 2, mask=there, other=0) + split
@@ -351,7 +314,6 @@ def decode(
     says whether the step has work items for shared prefixes.
     """
     kv_heads, compiled_for = cache.shape[3], sizes(q, cache, heads)
-    given_sinks = q if sinks is None else sinks
     group_block = max(16, triton.next_power_of_2(compiled_for["GROUP"]))
     if shares:
         _shared_kernel[(kv_heads, len(arrays["shared"]))](
@@ -361,10 +323,9 @@ def decode(
             scratch.weight,
             *map(arrays.__getitem__, _SHARED_ARRAYS),
             *scales(heads),
-            *paging(cache),
             BLOCK_M=max(shared_tile.queries, group_block),
             BLOCK_N=shared_tile.keys,
-            **{name: value for name, value in compiled_for.items() if name not in _NOT_SHARED},
+            **compiled_for,
             num_warps=shared_tile.warps,
             num_stages=shared_tile.stages,
         )
@@ -377,9 +338,8 @@ def decode(
         scratch.arrived,
         *map(arrays.__getitem__, _SPAN_ARRAYS),
         q if slopes is None else slopes,
-        given_sinks,
+        q if sinks is None else sinks,
         *scales(heads),
-        *paging(cache),
         GROUP_BLOCK=group_block,
         BLOCK_N=span_tile.keys,
         WINDOW=window,
@@ -394,7 +354,6 @@ def decode(
             out,
             scratch.partial,
             scratch.weight,
-            given_sinks,
             arrays["partials"],
             arrays["query_start"],
             GROUP_BLOCK=group_block,

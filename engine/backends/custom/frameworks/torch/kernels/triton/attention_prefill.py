@@ -15,13 +15,11 @@ from torch import Tensor
 
 from engine.backends.custom.frameworks.torch.kernels.attention_heads import AttentionHeads
 from engine.backends.custom.frameworks.torch.kernels.triton.attention_tile import (
-    NOTHING_SEEN,
     Tile,
     attend_span,
-    load_sinks,
+    first_state,
     load_slopes,
     normalised,
-    paging,
     scales,
     sizes,
 )
@@ -41,10 +39,6 @@ def _prefill_kernel(
     sinks_ptr,
     score_scale,
     cap_scale,
-    block_stride,
-    offset_stride,
-    value_offset,
-    head_stride,
     KV_HEADS: tl.constexpr,
     GROUP: tl.constexpr,
     HEAD_DIM: tl.constexpr,
@@ -53,9 +47,7 @@ def _prefill_kernel(
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     WINDOW: tl.constexpr,
-    SOFTCAP: tl.constexpr,
-    ALIBI: tl.constexpr,
-    SINKS: tl.constexpr,
+    FEATURES: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
     TOKENS: tl.constexpr = BLOCK_M // GROUP
@@ -79,71 +71,39 @@ def _prefill_kernel(
     query = length - num_queries + offset
     end = tl.minimum(first_position + TOKENS, length)
     acc = tl.zeros((BLOCK_M, HEAD_BLOCK), tl.float32)
-    slope = load_slopes(slopes_ptr, kv_head * GROUP + head, there, ALIBI)
-    if SINKS:  # a sink counts like a key that has the value zero
-        peak = load_sinks(sinks_ptr, kv_head * GROUP + head, there) / score_scale
-        total = tl.full((BLOCK_M,), 1.0, tl.float32)
-    else:
-        peak = tl.full((BLOCK_M,), NOTHING_SEEN, tl.float32)
-        total = tl.zeros((BLOCK_M,), tl.float32)
+    own_head = kv_head * GROUP + head
+    slope = load_slopes(slopes_ptr, own_head, there, FEATURES)
+    peak, total = first_state(sinks_ptr, own_head, there, score_scale, FEATURES)
     if WINDOW > 0:
         whole = tl.maximum(first_position - WINDOW + 1, 0) // BLOCK_N * BLOCK_N
     else:
         whole = (first_position + 1) // BLOCK_N * BLOCK_N
+    # With a window, all keys are masked. A first pass without a mask has no keys then.
+    for masked in tl.static_range(WINDOW > 0, 2):
         acc, peak, total = attend_span(
             q,
             acc,
             peak,
             total,
-            cache_ptr + kv_head * head_stride,
+            cache_ptr + kv_head * HEAD_DIM,
             table_ptr,
-            0,
-            whole,
+            whole if masked else 0,
+            end if masked else whole,
             query,
             slope,
             score_scale,
             cap_scale,
-            block_stride,
-            offset_stride,
-            value_offset,
+            KV_HEADS,
             HEAD_DIM,
             HEAD_BLOCK,
             BLOCK_SIZE,
             BLOCK_N,
-            False,
+            masked == 1,
             True,
-            0,
-            SOFTCAP,
-            ALIBI,
+            WINDOW,
+            FEATURES,
             PRECISION,
         )
-    acc, peak, total = attend_span(
-        q,
-        acc,
-        peak,
-        total,
-        cache_ptr + kv_head * head_stride,
-        table_ptr,
-        whole,
-        end,
-        query,
-        slope,
-        score_scale,
-        cap_scale,
-        block_stride,
-        offset_stride,
-        value_offset,
-        HEAD_DIM,
-        HEAD_BLOCK,
-        BLOCK_SIZE,
-        BLOCK_N,
-        True,
-        True,
-        WINDOW,
-        SOFTCAP,
-        ALIBI,
-        PRECISION,
-    )
     tl.store(out_ptr + place, normalised(acc, total).to(out_ptr.dtype.element_ty), mask=here)
 
 
@@ -174,7 +134,6 @@ def prefill(
         q if slopes is None else slopes,
         q if sinks is None else sinks,
         *scales(heads),
-        *paging(cache),
         **sizes(q, cache, heads),
         BLOCK_M=tile.queries,
         BLOCK_N=tile.keys,

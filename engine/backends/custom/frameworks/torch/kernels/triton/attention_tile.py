@@ -27,16 +27,10 @@ class Tile(NamedTuple):
 
 
 NOTHING_SEEN = tl.constexpr(-1.0e30)
+# Bits of FEATURES: what a model's attention does besides scaling and masking scores.
+SOFTCAP, ALIBI, SINKS = tl.constexpr(1), tl.constexpr(2), tl.constexpr(4)
 _LOG2_E = 1.4426950408889634
 LOG2_E = tl.constexpr(_LOG2_E)
-
-
-def paging(cache: Tensor) -> tuple[int, int, int, int]:
-    """The cache's strides: between blocks, between positions, between a key and its value, and
-    between heads.
-    """
-    block, position, value, head, _ = cache.stride()
-    return block, position, value, head
 
 
 def scales(heads: AttentionHeads) -> tuple[float, float]:
@@ -50,26 +44,27 @@ def scales(heads: AttentionHeads) -> tuple[float, float]:
 
 def sizes(q: Tensor, cache: Tensor, heads: AttentionHeads) -> dict[str, Any]:
     """The compile-time constants of all attention kernels, for a cache (B, block size, 2, K, H)."""
+    assert cache.is_contiguous(), "kernels know the strides of the cache from its shape"
     kv_heads, head_dim = cache.shape[3], cache.shape[4]
+    features = (heads.softcap is not None) * SOFTCAP.value
+    features += (heads.alibi_bias is not None) * ALIBI.value + heads.has_sinks * SINKS.value
     return {
         "KV_HEADS": kv_heads,
         "GROUP": q.shape[1] // kv_heads,
         "HEAD_DIM": head_dim,
         "HEAD_BLOCK": max(16, triton.next_power_of_2(head_dim)),
         "BLOCK_SIZE": cache.shape[1],
-        "SOFTCAP": heads.softcap is not None,
-        "ALIBI": heads.alibi_bias is not None,
-        "SINKS": heads.has_sinks,
+        "FEATURES": features,
         "PRECISION": "ieee" if q.dtype == torch.float32 else "tf32",
     }
 
 
 @triton.jit
-def load_slopes(slopes_ptr, head, there, ALIBI: tl.constexpr):
+def load_slopes(slopes_ptr, head, there, FEATURES: tl.constexpr):
     """The ALiBi slope of each line's head, in units of scores before their scaling; 0 without
     ALiBi.
     """
-    if ALIBI:
+    if ALIBI & FEATURES:
         slope = tl.load(slopes_ptr + head, mask=there, other=0.0)
     else:
         slope = tl.zeros_like(head).to(tl.float32)
@@ -77,9 +72,17 @@ def load_slopes(slopes_ptr, head, there, ALIBI: tl.constexpr):
 
 
 @triton.jit
-def load_sinks(sinks_ptr, head, there):
-    """The sink of each line's head, as an exponent of 2."""
-    return tl.load(sinks_ptr + head, mask=there, other=0.0).to(tl.float32) * LOG2_E
+def first_state(sinks_ptr, head, has_sink, score_scale, FEATURES: tl.constexpr):
+    """The peak and the total of the online softmax before the first key. A sink counts like a key
+    that has the value zero. `has_sink` says which lines count it.
+    """
+    peak = tl.zeros_like(head).to(tl.float32) + NOTHING_SEEN
+    total = tl.zeros_like(head).to(tl.float32)
+    if SINKS & FEATURES:
+        sink = tl.load(sinks_ptr + head, mask=has_sink, other=0.0).to(tl.float32)
+        peak = tl.where(has_sink, sink * LOG2_E / score_scale, peak)
+        total = tl.where(has_sink, 1.0, total)
+    return peak, total
 
 
 @triton.jit
@@ -96,9 +99,7 @@ def attend_span(
     slope,
     score_scale,
     cap_scale,
-    block_stride,
-    offset_stride,
-    value_offset,
+    KV_HEADS: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     HEAD_BLOCK: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
@@ -106,8 +107,7 @@ def attend_span(
     MASKED: tl.constexpr,
     CAUSAL: tl.constexpr,
     WINDOW: tl.constexpr,
-    SOFTCAP: tl.constexpr,
-    ALIBI: tl.constexpr,
+    FEATURES: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
     """Attention of queries q (M, H) to the keys at positions first .. last - 1. Updates and returns
@@ -125,9 +125,11 @@ def attend_span(
             block = tl.load(table_ptr + position // BLOCK_SIZE, mask=exists, other=0)
         else:
             block = tl.load(table_ptr + position // BLOCK_SIZE)
-        place = block.to(tl.int64) * block_stride + position % BLOCK_SIZE * offset_stride
+        place = (block.to(tl.int64) * BLOCK_SIZE + position % BLOCK_SIZE) * (
+            2 * KV_HEADS * HEAD_DIM
+        )
         keys_ptr = cache_ptr + place[None, :] + columns[:, None]
-        values_ptr = cache_ptr + value_offset + place[:, None] + columns[None, :]
+        values_ptr = cache_ptr + KV_HEADS * HEAD_DIM + place[:, None] + columns[None, :]
         if MASKED:
             keys = tl.load(
                 keys_ptr, mask=exists[None, :] & (columns < HEAD_DIM)[:, None], other=0.0
@@ -137,9 +139,9 @@ def attend_span(
         else:
             keys = tl.load(keys_ptr, mask=(columns < HEAD_DIM)[:, None], other=0.0)
         scores = tl.dot(q, keys, input_precision=PRECISION)
-        if SOFTCAP:
+        if SOFTCAP & FEATURES:
             scores = 2 * tl.sigmoid(2 * cap_scale * scores) - 1  # tanh
-        if ALIBI:
+        if ALIBI & FEATURES:
             scores += slope[:, None] * (position[None, :] - query[:, None])
         if MASKED:
             visible = exists[None, :]

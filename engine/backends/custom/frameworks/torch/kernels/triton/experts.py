@@ -266,7 +266,7 @@ def tiles_for(pairs: int, value_bytes: int) -> tuple[GemmTile, GemmTile]:
         return GemmTile(32, 32, 4, 2), GemmTile(32, 32, 4, 2)
     if pairs <= 32:
         return GemmTile(64, 64, 4, 4), GemmTile(64, 128, 4, 4)
-    return GemmTile(64, 64, 8, 3), GemmTile(128, 64, 8, 3)
+    return GemmTile(128, 64, 8, 4), GemmTile(128, 64, 4, 3)
 
 
 def experts_mlp(
