@@ -30,7 +30,7 @@ def golden() -> Path:
     if folder.is_dir():
         return folder
     CACHE.mkdir(parents=True, exist_ok=True)
-    options = ["--no-deps", "--no-binary", ":all:", "--no-build-isolation"]
+    options = ["--no-deps", "--no-binary", "llama-cpp-python"]
     subprocess.run(
         [sys.executable, "-m", "pip", "download", "-q", *options, "-d", str(CACHE), SOURCE],
         check=True,
