@@ -12,6 +12,8 @@ import pytest
 import torch
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
+from transformers import GptOssConfig, GptOssForCausalLM
+from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 from engine.backends.custom.conversion.convert import convert
 from engine.backends.custom.frameworks.native.execution.build import build_runner
@@ -228,3 +230,32 @@ def test_schemes_that_cannot_be_read_are_named(tmp_path: Path) -> None:
     ):
         with pytest.raises(ModelFormatError, match=f"quantization_config.*{message}"):
             open_safetensors(tmp_path, quantization=config)
+
+
+def test_published_experts_have_the_dequantized_weights(tmp_path: Path) -> None:
+    """gpt-oss: floats are stored transposed, MXFP4 blocks are not. Gate and up alternate."""
+    sizes = {"hidden_size": 64, "intermediate_size": 32, "num_hidden_layers": 1, "head_dim": 16}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "num_local_experts": 4}
+    config = GptOssConfig(**sizes, **heads, vocab_size=97, num_experts_per_tok=2)
+    theirs = GptOssForCausalLM(config).float()
+    theirs.save_pretrained(tmp_path / "plain")
+    state = load_file(tmp_path / "plain" / "model.safetensors")
+    packed_state = dict(state)
+    for name, columns in (("gate_up_proj", 64), ("down_proj", 32)):
+        place = f"model.layers.0.mlp.experts.{name}"
+        rows = state[place].shape[2]
+        blocks = torch.randint(0, 256, (4, rows, columns // 32, 16), dtype=torch.uint8)
+        scales = torch.randint(115, 125, (4, rows, columns // 32), dtype=torch.uint8)
+        state[place] = convert_moe_packed_tensors(blocks, scales, dtype=torch.float32).contiguous()
+        del packed_state[place]
+        packed_state |= {f"{place}_blocks": blocks, f"{place}_scales": scales}
+    save_file(state, tmp_path / "plain" / "model.safetensors")
+    (tmp_path / "packed").mkdir()
+    save_file(packed_state, tmp_path / "packed" / "model.safetensors")
+    stated = json.loads((tmp_path / "plain" / "config.json").read_text())
+    stated["quantization_config"] = {"quant_method": "mxfp4"}
+    (tmp_path / "packed" / "config.json").write_text(json.dumps(stated))
+    plain, found = open_model(tmp_path / "plain"), open_model(tmp_path / "packed")
+    assert found.weights["layers.0.experts.gate.weight"].tensor.dtype == "MXFP4"
+    for name, weight in plain.weights.items():
+        assert np.array_equal(found.weights[name].numpy(), weight.numpy()), name

@@ -71,6 +71,13 @@ def _unigram(folder: Path) -> None:
     safetensors_files.write_model(folder, config, _tensors(config))
 
 
+def _tekken(folder: Path) -> None:
+    tokenizer_files.write_tekken(folder, r"\s+|\S+")
+    size = 30 + len(tokenizer_files.ranked_tokens())
+    config = tiny_config("llama", num_layers=1, vocab_size=size)
+    safetensors_files.write_model(folder, config, _tensors(config))
+
+
 def _encoder(folder: Path) -> None:
     config = test_encoder_files.config_of()
     (folder / "config.json").write_text(json.dumps(test_encoder_files.CONFIG))
@@ -91,7 +98,7 @@ def _vocab_size(folder: Path) -> int:
 @cache
 def _sound() -> tuple[Files, ...]:
     made = []
-    for build in (_byte_level, _in_shards, _unigram, _encoder):
+    for build in (_byte_level, _in_shards, _unigram, _encoder, _tekken):
         with TemporaryDirectory() as place:
             folder = Path(place)
             build(folder)

@@ -100,6 +100,9 @@ def _scalar(kind: int, value: Any) -> bytes:
 @cache
 def _sound() -> tuple[bytes, ...]:
     bpe, pieces = tokenizer_files.byte_level_metadata(), tokenizer_files.sentencepiece_metadata()
+    unigram, words = tokenizer_files.unigram_metadata(), tokenizer_files.word_piece_metadata()
+    # A unit test damages the map, which would make each file a megabyte larger.
+    del unigram["tokenizer.ggml.precompiled_charsmap"]
     made = []
     with TemporaryDirectory() as folder:
         for family, vocabulary in (
@@ -107,6 +110,8 @@ def _sound() -> tuple[bytes, ...]:
             ("qwen2", bpe),
             ("gpt2", bpe),
             ("qwen3", bpe),
+            ("llama", unigram),
+            ("llama", words),
         ):
             path = Path(folder, f"{family}.gguf")
             size = len(vocabulary["tokenizer.ggml.tokens"])

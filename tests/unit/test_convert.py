@@ -10,10 +10,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-from engine.backends.custom.architectures.base import ModelConfig, RopeConfig
+from engine.backends.custom.architectures.base import ExpertsConfig, ModelConfig, RopeConfig
 from engine.backends.custom.architectures.export import gguf_metadata, hf_config
 from engine.backends.custom.conversion.convert import convert, gguf_parts, open_source, save_trained
 from engine.backends.custom.conversion.importance import read_importance, write_importance
+from engine.backends.custom.conversion.mixes import gguf_type
 from engine.backends.custom.weights.model import ModelSource, open_model
 from engine.backends.custom.weights.safetensors import open_safetensors
 from engine.core.errors import ConfigError, EngineError, ModelFormatError
@@ -125,6 +126,10 @@ def test_mixes_have_llama_cpps_types(tmp_path: Path) -> None:
             for columns in ({}, {"blk.0.ffn_up.weight": np.ones((1, 256), np.float32)})
         }
         assert gguf_parts(model, "Q4_K_M")[0]["general.file_type"] == 15
+        eight = replace(model.config, experts=ExpertsConfig(count=8, per_token=2, size=256))
+        for part, expected in (("k", "Q8_0"), ("v", "Q8_0"), ("o", "Q5_K"), ("q", "Q4_K")):
+            weight = model.weights[f"layers.1.attn.{part}.weight"]
+            assert gguf_type(weight, "Q4_K_M", eight, is_weighted=False) == expected
     for mix, usual in (("Q4_K_M", "Q4_K"), ("Q5_K_M", "Q5_K"), ("Q6_K", "Q6_K")):
         for place in ("attn_v", "ffn_down"):
             found = [types[mix, False][f"blk.{layer}.{place}.weight"] for layer in range(9)]

@@ -255,10 +255,18 @@ def test_runs_of_spaces_survive_the_decoders_of_a_directory(
     for name, content in tokenizer_files(sentencepiece_metadata()).items():
         (tmp_path / name).write_text(content)
     file = tmp_path / "tokenizer.json"
-    file.write_text(json.dumps(json.loads(file.read_text()) | {"decoder": decoder}))
+    spec = json.loads(file.read_text()) | {"decoder": decoder}
+    pair = max(spec["model"]["vocab"].values()) + 1
+    spec["model"]["vocab"]["▁▁"] = pair
+    spec["model"]["merges"].insert(0, ["▁", "▁"])
+    flags = {"lstrip": False, "rstrip": False, "single_word": False, "normalized": False}
+    # Gemma's files list runs of spaces like this.
+    spec["added_tokens"].append(flags | {"id": pair, "content": "▁▁", "special": False})
+    file.write_text(json.dumps(spec))
     tokenizer = Tokenizer.from_directory(tmp_path)
     for text in ("    a", "a    b", "\n\n\t  x  ", " ", "   ", "é  ☃  🙂"):
         ids = tokenizer.encode(text)
+        assert pair in ids or "  " not in text
         assert tokenizer.decode(ids) == text
         detokenizer = Detokenizer(tokenizer)
         assert "".join(detokenizer.push([i]) for i in ids) + detokenizer.flush() == text

@@ -24,6 +24,7 @@ _WORDS["null"] = "null"
 _ESCAPES = {"n": "\\n", "t": "\\t", "r": "\\r", "b": "\\b", "f": "\\f", "\\": "\\\\", '"': '\\"'}
 _ESCAPES |= {"'": "'", "/": "/", "\n": ""}
 _HEX_DIGITS = {"x": 2, "u": 4}
+_HEX = re.compile("[0-9A-Fa-f]*")
 _JSON_TYPES = {str: "string", bool: "boolean", int: "integer", float: "number", list: "array"}
 _JSON_TYPES |= {dict: "object", type(None): "null"}
 
@@ -222,7 +223,7 @@ class LiteralReader:
         self._calls.add("{")
         separator = ""
         while (yield from self._source.skip_space()) not in (")", ""):
-            key = yield from self._atom()
+            key = yield from self._source.word(_MAX_KEY_CHARS)
             if not key or not (yield from self._source.expect("=")):
                 raise NotACall
             self._source.discard()
@@ -292,7 +293,7 @@ class LiteralReader:
         elif char in ('"', "'"):
             yield from self._string(char, has_escapes=True)
         else:
-            key = yield from self._atom()
+            key = yield from self._source.word(_MAX_KEY_CHARS)
             if not key or not self._quote:
                 raise NotACall
             self._calls.add(f'"{escaped(key)}"')
@@ -319,7 +320,7 @@ class LiteralReader:
         self._source.take(1)
         if char in _HEX_DIGITS:
             size = _HEX_DIGITS[char]
-            digits = yield from self._source.word(size, re.compile("[0-9A-Fa-f]*"))
+            digits = yield from self._source.word(size, _HEX)
             if len(digits) < size:
                 raise NotACall
             self._calls.add(f"\\u{digits:0>4}")
@@ -340,10 +341,6 @@ class LiteralReader:
         else:
             raise NotACall
         self._source.discard()
-
-    def _atom(self) -> Steps[str]:
-        word = yield from self._source.word(_MAX_KEY_CHARS)
-        return word
 
     def _drop(self, count: int) -> None:
         self._source.take(count)

@@ -64,7 +64,7 @@ class TokenBytes(dict[int, bytes]):
         parts = self._parts
         if not 0 <= token_id < len(parts.pieces) or token_id in self._skipped:
             value = b""  # padding rows of the embedding table have ids, but no text
-        elif token_id in parts.special_ids or token_id in parts.literal_ids:
+        elif token_id in parts.special_ids or (token_id in parts.literal_ids and parts.byte_level):
             value = parts.pieces[token_id].encode("utf-8", "replace")
         else:
             value = piece_bytes(parts.pieces[token_id], parts.byte_level)

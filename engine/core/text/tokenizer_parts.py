@@ -54,7 +54,8 @@ class TokenizerParts:
     engine: tokenizers.Tokenizer
     pieces: Sequence[str]
     special_ids: frozenset[int]
-    # Added tokens that are not control tokens; their pieces are plain text.
+    # Added tokens that are not control tokens. With byte-level pieces, they are plain text.
+    # Otherwise they are written like other pieces, because runs of spaces are such tokens.
     literal_ids: frozenset[int]
     # True: pieces are written in GPT-2's byte alphabet. False: pieces are written as in
     # SentencePiece, with "▁" for a space and "<0xNN>" for a byte.

@@ -101,4 +101,18 @@ MUTATIONS = [
         "stop=0)",
         "tests/unit/test_tokenizer_mutations.py::test_decoders_that_change_the_text_are_refused",
     ),
+    Mutation(
+        "added tokens: marks of spaces are shown",
+        "engine.core.text.tokenizer",
+        "(token_id in parts.literal_ids and parts.byte_level)",
+        "token_id in parts.literal_ids",
+        "tests/unit/test_tokenizer.py::test_runs_of_spaces_survive_the_decoders_of_a_directory",
+    ),
+    Mutation(
+        "fit: the KV cache takes no memory",
+        "engine.core.store.fit",
+        "entry.kv_bytes * tokens + ",
+        "",
+        "tests/unit/test_fit.py::test_the_kv_cache_counts",
+    ),
 ]

@@ -6,8 +6,37 @@ MODEL_TESTS = "tests/unit/test_gguf_model.py"
 RULES = "tests/security/test_gguf_rules.py"
 CONFIG_TESTS = "tests/unit/test_architectures.py"
 CONVERT_TESTS = "tests/unit/test_convert.py"
+LAYER_TESTS = "tests/unit/test_layer_settings.py"
 
 MUTATIONS = [
+    Mutation(
+        "architectures: one layer less of Qwen's has a window",
+        "engine.backends.custom.architectures.layers",
+        "    local = [index >= full for index in range(count)]\n",
+        "    local = [index > full for index in range(count)]\n",
+        f"{LAYER_TESTS}::test_files_may_say_which_layers_have_a_window",
+    ),
+    Mutation(
+        "architectures: windowed layers rotate by the rule of the others",
+        "engine.backends.custom.architectures.layers",
+        "    return RopeConfig(theta, rope.dim) if plain else replace(rope, theta=theta)\n",
+        "    return replace(rope, theta=theta)\n",
+        f"{LAYER_TESTS}::test_windowed_layers_may_rotate_in_their_own_way",
+    ),
+    Mutation(
+        "architectures: layers that predict further tokens count as layers",
+        "engine.backends.custom.architectures.moe",
+        '    layers = found["num_layers"] - extra\n',
+        '    layers = found["num_layers"]\n',
+        f"{LAYER_TESTS}::test_a_reciprocal_and_layers_that_predict_further_tokens",
+    ),
+    Mutation(
+        "architectures: an architecture that cannot run is not shown",
+        "engine.cli.models",
+        "        if graph or not _print_unsupported(",
+        "        if not _print_unsupported(",
+        "tests/unit/test_cli_models.py::test_a_model_that_cannot_run_is_shown_with_the_reason",
+    ),
     Mutation(
         "weights: a tensor may have its shape turned around",
         "engine.backends.custom.weights.model",
@@ -112,6 +141,20 @@ MUTATIONS = [
         "    if order.min() < 0 or order.max() >= groups:\n",
         "    if order.min() < 0:\n",
         "tests/security/test_schemes.py::test_lies_are_refused_for_their_reason",
+    ),
+    Mutation(
+        "weights: a mix gives the middle layers no more bits",
+        "engine.backends.custom.conversion.mixes",
+        " or (layer - first) % 3 == 2",
+        "",
+        "tests/unit/test_convert.py::test_mixes_have_llama_cpps_types",
+    ),
+    Mutation(
+        "weights: importance follows blocks, not columns",
+        "engine.backends.custom.weights.quantize",
+        "of_row[np.arange(start, start + len(part)) % len(of_row)]",
+        "of_row[np.arange(start, start + len(part)) * 0]",
+        "tests/parity/test_quants.py::test_important_columns_have_smaller_errors",
     ),
     Mutation(
         "weights: safetensors may leave gaps",

@@ -82,6 +82,23 @@ GEMMA = Family(
     gguf_more=_scaled,
 )
 _GEMMA2_LAYERS = alternating(2, window=4096)
+# Gemma 2's caps of attention scores and logits, if a file lacks the keys. Null means no cap.
+_CAPS = {
+    "attn_logit_softcapping": ("attention_softcap", 50.0),
+    "final_logit_softcapping": ("logits_softcap", 30.0),
+}
+
+
+def _capped(more: More, prefix: str = "") -> More:
+    def read(reader: Reader, found: Settings) -> Settings:
+        missing = {
+            field: cap for key, (field, cap) in _CAPS.items() if not reader.has(f"{prefix}{key}")
+        }
+        return {**more(reader, found), **missing}
+
+    return read
+
+
 GEMMA2 = Family(
     name="gemma2",
     hf_names=("Gemma2ForCausalLM",),
@@ -102,8 +119,8 @@ GEMMA2 = Family(
     always={"norm_placement": "both"},
     hf_defaults={"tie_embeddings": True, "head_dim": 256},
     hf_refused={"use_bidirectional_attention": ANY},
-    hf_more=_from_hf(_GEMMA2_LAYERS[0]),
-    gguf_more=_from_gguf(_GEMMA2_LAYERS[1], num_layers_27b=46),
+    hf_more=_capped(_from_hf(_GEMMA2_LAYERS[0])),
+    gguf_more=_capped(_from_gguf(_GEMMA2_LAYERS[1], num_layers_27b=46), "gemma2."),
 )
 _GEMMA3_LAYERS = alternating(6, window=4096, local_theta=10_000.0, plain_local=True)
 GEMMA3 = Family(

@@ -72,6 +72,15 @@ def _whole_rotation(reader: Reader, found: Settings) -> Settings:
     return {}
 
 
+def _llama_from_gguf(reader: Reader, found: Settings) -> Settings:
+    """Rejects scores that are scaled by their position, as in Ministral 3."""
+    prefix = reader.read(str, "general.architecture")
+    for key in ("attention.temperature_scale", "rope.scaling.yarn_log_multiplier"):
+        if reader.read(float, f"{prefix}.{key}", default=0.0):
+            raise ModelFormatError(f"GGUF metadata: key '{prefix}.{key}' is not supported")
+    return _whole_rotation(reader, found)
+
+
 def _granite_rotation(reader: Reader, found: Settings) -> Settings:
     """Rejects GGUF files whose `rope.scaling.finetuned` is false. In Granite files, this means that
     the model does not use RoPE.
@@ -107,7 +116,7 @@ LLAMA = Family(
         "InternLM3ForCausalLM",
         "Mistral3ForConditionalGeneration",
     ),
-    gguf_names=("llama",),
+    gguf_names=("llama", "mistral3"),
     weights=decoder(
         GGUF_PAIRED,
         GATED_MLP,
@@ -123,7 +132,7 @@ LLAMA = Family(
     gguf_keys=GGUF_KEYS | GGUF_EXPERT_KEYS,
     always={"experts.renormalizes": True},
     hf_more=_mistral_window,
-    gguf_more=_whole_rotation,
+    gguf_more=_llama_from_gguf,
     hf_kind=_llama_kind,
     hf_view=text_config,
 )
@@ -197,7 +206,18 @@ MINICPM = Family(
         "residual_scale": "residual_multiplier",
         "logit_scale": "logits_scaling",
     },
-    hf_defaults={"tie_embeddings": True},
+    # A GGUF file must state the multipliers.
+    defaults={
+        "embedding_multiplier": REQUIRED,
+        "residual_multiplier": REQUIRED,
+        "logits_scaling": REQUIRED,
+    },
+    hf_defaults={
+        "tie_embeddings": True,
+        "embedding_multiplier": 1.0,
+        "residual_multiplier": 1.0,
+        "logits_scaling": 1.0,
+    },
     hf_refused={"num_experts": ANY, "sparse_config": ANY},
     hf_more=_minicpm,
     gguf_more=_whole_rotation,

@@ -24,6 +24,7 @@ _NARROWER_BLOCKS = {
     **dict.fromkeys(("Q4_0", "Q5_0", "Q5_1", "Q8_0", "IQ4_NL"), "F16"),
 }
 _VALUES = re.compile(r"blk\.(\d+)\.attn_(v|qkv|kv_b)\.weight")
+_KEYS_AND_VALUES = re.compile(r"blk\.\d+\.attn_(k|v|qkv|kv_b)\.weight")
 _DOWN = re.compile(r"blk\.(\d+)\.ffn_down(_exps)?\.weight")
 # Values of the GGUF key general.file_type.
 _FILE_TYPES = {
@@ -69,6 +70,11 @@ def gguf_type(weight: Weight, wanted: str | None, config: ModelConfig, is_weight
 def _mixed(mix: str, name: str, config: ModelConfig, is_weighted: bool) -> str:
     """The type of a matrix inside a layer, or of embeddings. `name` is the GGUF name."""
     layers = config.num_layers
+    if config.experts is not None and config.experts.count == 8:
+        if _KEYS_AND_VALUES.fullmatch(name):
+            return "Q8_0"
+        if name.endswith(".attn_output.weight"):
+            return "Q6_K" if mix == "Q6_K" else "Q5_K"
     if found := _VALUES.fullmatch(name):
         if mix in ("Q4_K_M", "Q5_K_M") and _has_more_bits(int(found[1]), layers):
             return "Q6_K"

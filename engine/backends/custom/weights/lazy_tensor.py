@@ -30,6 +30,11 @@ class LazyTensor:
     # tensors when they are read.
     _rows: Callable[[int, int], NDArray[np.uint8]] | None = None
 
+    @property
+    def is_gathered(self) -> bool:
+        """Whether the bytes come from several stored tensors."""
+        return self._rows is not None
+
     def raw(self) -> NDArray[np.uint8]:
         """The stored bytes as a read-only flat view of the mapping, without a copy. A tensor that
         is gathered from several stored tensors returns new memory.

@@ -286,6 +286,9 @@ def _resolve(
                 missing.append(spec.name)
             continue
         transform = spec.gguf_transform if checkpoint.format == "gguf" else spec.hf_transform
+        if checkpoint.format == "safetensors" and tensors[0].is_gathered:
+            # Quantized matrices have their rows in order, also if floats are stored transposed.
+            transform = replace(transform, transposed=False)
         weights[spec.name] = Weight(spec, tensors, transform)
     if missing:
         raise ModelFormatError(f"{where}: weights are missing: {_some(missing)}")
