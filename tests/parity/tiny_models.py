@@ -251,9 +251,11 @@ MORE: "dict[str, Callable[..., PreTrainedModel]]" = {
 ALL = MODELS | MORE
 
 
-def quick_first(names: Sequence[str]) -> list[Any]:
-    """Parameters of a test: the names, then all other models with the mark `slow`."""
-    others = (name for name in ALL if name not in names)
+def quick_first(names: Sequence[str], without: Sequence[str] = ()) -> list[Any]:
+    """Parameters of a test: the names, then all other models with the mark `slow`, but none of
+    `without`.
+    """
+    others = (name for name in ALL if name not in (*names, *without))
     return [*names, *(pytest.param(name, marks=pytest.mark.slow) for name in others)]
 
 
