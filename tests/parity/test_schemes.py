@@ -29,7 +29,7 @@ from tests.parity.runner_driver import RunnerDriver
 
 MADE_BY_LIBRARIES = Path(__file__).parents[1] / "data" / "quantized.safetensors"
 with safe_open(MADE_BY_LIBRARIES, "pt") as file:
-    CASES = {name: json.loads(text) for name, text in file.metadata().items()}
+    CASES = {name: json.loads(text) for name, text in sorted(file.metadata().items())}
 
 # Types that kernels read as values rounded to 8 bits. Others only have their scales rounded.
 ROUNDED = ("FP8_E4M3", "FP8_E5M2", "NF4", "BNB_FP4", "INT4_ORDERED")
