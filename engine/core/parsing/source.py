@@ -147,9 +147,9 @@ class Source:
             yield
 
     def raw_until(self, *markers: str) -> Steps[tuple[str, str]]:
-        """Read, without holding, text up to the first of `markers`, which stays unread. Returns
-        the text that is available and the marker that follows it, or "" if more text comes first.
-        Raises `NotACall` if the text ends.
+        """Read text up to the first of `markers`, and leave the marker unread. Text is returned as
+        soon as it arrives, so this may return before a marker is reached. Returns (text, marker).
+        The marker is "" if it was not reached yet. Raises `NotACall` if the output ends first.
         """
         while True:
             end, found = self._first(markers)

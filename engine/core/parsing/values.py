@@ -67,7 +67,9 @@ def escaped(text: str) -> str:
 
 
 class ElementReader:
-    """Reads arguments with one element per argument, as the row's `param` says."""
+    """Reads the arguments of a tool call that writes each argument as an XML-like element, such as
+    `<parameter=city>Paris</parameter>`. The `param` of the format's row gives the element's form.
+    """
 
     def __init__(self, source: Source, calls: CallReader, row: CallRow) -> None:
         self._source = source

@@ -196,7 +196,9 @@ class ModelConfig:
 
     @property
     def ropes(self) -> tuple[RopeConfig, ...]:
-        """The different RoPE settings of all layers, in the order of the layers."""
+        """The distinct RoPE settings of the layers, each once, in the order in which layers first
+        use them.
+        """
         each = (self.layer(index).rope for index in range(self.num_layers))
         return tuple(dict.fromkeys(rope for rope in each if rope is not None))
 

@@ -262,7 +262,9 @@ class InflightPrefixes:
         self._owned[seq] = [key for key in new if self._owners.setdefault(key, seq) is seq]
 
     def disown(self, seq: Sequence) -> None:
-        """Unregister a sequence that no longer runs, or that has published its whole prompt."""
+        """Remove a sequence as the owner of prompt blocks. Called when the sequence no longer
+        runs, or when all its full prompt blocks are in the prefix cache.
+        """
         for key in self._owned.pop(seq, ()):
             del self._owners[key]
 

@@ -59,7 +59,9 @@ class Experts(nn.Module):
 
 
 class SharedExpert(GatedMLP):
-    """The expert that computes all tokens. If it has a router, that is a gate for each token."""
+    """The expert that every token goes through. If it has a router, the router gives each token a
+    sigmoid gate, which scales the expert's output.
+    """
 
     def __init__(self, config: ModelConfig, experts: ExpertsConfig) -> None:
         super().__init__(config, experts.shared_size)

@@ -46,7 +46,7 @@ def _route_kernel(
         scores = tl.exp(logits - tl.max(logits, 0))
         if SCORING == "softmax":
             scores /= tl.sum(scores, 0)
-    # The order of the logits is the order of the scores.
+    # Softmax and sigmoid grow with the logit, so the best experts can be chosen by logits.
     shares = tl.zeros((CHOSEN_BLOCK,), tl.float32)
     ids = tl.zeros((CHOSEN_BLOCK,), tl.int32)
     for index in tl.static_range(CHOSEN):
