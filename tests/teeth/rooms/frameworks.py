@@ -218,9 +218,9 @@ MUTATIONS = [
     ),
     Mutation(
         "frameworks: slopes between powers of two come first",
-        "engine.backends.custom.frameworks.scoring",
-        "(exponents[1::2], exponents[::2])",
-        "(exponents[::2], exponents[1::2])",
+        "engine.backends.custom.ir.reference",
+        "(slopes[1::2], slopes[::2])",
+        "(slopes[::2], slopes[1::2])",
         f"{PART_TESTS}::test_alibi_slopes_of_six_heads_are_those_between_eight",
     ),
 ]

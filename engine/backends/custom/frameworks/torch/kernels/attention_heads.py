@@ -2,13 +2,13 @@
 `attend_by_definition` is the arithmetic.
 """
 
-import math
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from engine.backends.custom.architectures.base import ModelConfig
+from engine.backends.custom.ir.reference import alibi_slopes
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,12 +49,7 @@ class AttentionHeads:
         """
         if self.alibi_bias is None:
             return None
-        count = 2 ** math.ceil(math.log2(self.num_heads))
-        exponents = torch.arange(1, count + 1, device=device) * (self.alibi_bias / count)
-        slopes = torch.exp2(-exponents)
-        if count > self.num_heads:  # every second slope comes first
-            slopes = torch.cat((slopes[1::2], slopes[::2]))[: self.num_heads]
-        return slopes
+        return torch.from_numpy(alibi_slopes(self.num_heads, self.alibi_bias)).to(device)
 
 
 def additive_mask(distance: Tensor, window: int | None, slopes: Tensor | None = None) -> Tensor:
