@@ -169,7 +169,7 @@ def test_scripts_run_as_files_and_as_commands(tmp_path: Path) -> None:
 def test_single_files_stay_readable() -> None:
     for name in ("single_file_gpt2", "single_file_llama"):
         lines = (FOLDER / f"{name}.py").read_text(encoding="utf-8").splitlines()
-        assert len(lines) < 250
+        assert len(lines) < 260
         assert not any("import engine" in line or "from engine" in line for line in lines)
 
 

@@ -63,7 +63,6 @@ def test_the_way_to_the_first_token_adds_up(model: Path, backend: str) -> None:
     parts = [first[f"{name}_s"] for name in ("tokenize", "queue", "prefill", "first_sample")]
     assert all(part >= 0 for part in parts)
     assert first["total_s"] == pytest.approx(sum(parts))
-    assert first["prefill_s"] > first["queue_s"]
     assert found["num_steps"] >= 5
 
 

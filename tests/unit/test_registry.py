@@ -59,8 +59,8 @@ def test_nothing_is_imported_until_asked_for() -> None:
 
 
 def test_every_builtin_family_is_found_by_all_its_names() -> None:
-    names = ("llama", "gpt2", "qwen2", "qwen3", "granite", "olmo2", "bert")
-    assert architecture_names()[: len(names)] == names
+    names = architecture_names()
+    assert {"llama", "gpt2", "gemma3", "gpt_oss", "bert"} <= set(names)
     for name in names:
         family = architecture(name)
         assert family.name == name
@@ -91,9 +91,9 @@ def test_a_package_cannot_take_a_builtin_name() -> None:
 def test_errors_say_what_there_is() -> None:
     with pytest.raises(ConfigError, match=r"unknown backend 'troch' \(known: .*torch.*parrot"):
         backend_class("troch")
-    with pytest.raises(ModelFormatError, match="'mamba' is not supported.*llama.*parrot"):
+    with pytest.raises(ModelFormatError, match="'mamba' is not supported.*--backend vllm"):
         architecture_for_gguf("mamba")
-    with pytest.raises(ModelFormatError, match="MambaForCausalLM.*LlamaForCausalLM.*ParrotFor"):
+    with pytest.raises(ModelFormatError, match="MambaForCausalLM.*--backend transformers"):
         architecture_for_hf(["MambaForCausalLM"])
     with pytest.raises(ConfigError, match="'absent' cannot be loaded.*parrot_absent.*Install"):
         backend_class("absent")

@@ -18,6 +18,7 @@ from engine.backends.custom.architectures.base import (
     Reader,
     TensorSpec,
 )
+from engine.backends.custom.architectures.foreign import has_images
 from engine.backends.custom.architectures.rope import with_factors, with_long_factors
 from engine.backends.custom.weights.files import (
     CODE_SUFFIXES,
@@ -188,7 +189,7 @@ def _open_hf(directory: Path, use_mmap: bool, reads_weights: bool) -> ModelSourc
     if config.encoder is not None:
         config = with_pooling(config, directory)
     checkpoint = open_safetensors(directory, use_mmap, metadata.get("quantization_config"))
-    if "text_config" in metadata:
+    if has_images(metadata):
         checkpoint = SafetensorsCheckpoint(checkpoint.files, _text_tensors(checkpoint))
         # Such files state in several places, or not at all, whether the head is tied.
         config = replace(config, tie_embeddings="lm_head.weight" not in checkpoint.tensors)
