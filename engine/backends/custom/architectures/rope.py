@@ -48,30 +48,39 @@ def rope_from_hf(
     part = _stated(reader, top, "partial_rotary_factor", part)
     if not 0 < part <= 1:
         raise ModelFormatError(f"{where}: key 'partial_rotary_factor' must be above 0 and up to 1")
-    plain = RopeConfig(theta=theta, dim=int(head_dim * part))
-    kind = reader.read(str, "rope_type", default=None) or reader.read(
-        str, "type", default="default"
-    )
     original = top.read(int, "original_max_position_embeddings", default=None) or reader.read(
         int, "original_max_position_embeddings", default=max_position
     )
+    plain = RopeConfig(theta=theta, dim=int(head_dim * part))
+    return _check_rope(_scaled_from_hf(plain, reader, where, original, max_position), where)
+
+
+def _scaled_from_hf(
+    plain: RopeConfig, reader: Reader, where: str, original: int, max_position: int
+) -> RopeConfig:
+    """`plain` with the scaling rule that `reader` states. `original` is the context length before
+    the rule extends it.
+    """
+    kind = reader.read(str, "rope_type", default=None) or reader.read(
+        str, "type", default="default"
+    )
     match kind:
         case "default":
-            rope = plain
+            return plain
         case "linear":
-            rope = replace(plain, kind="linear", factor=reader.read(float, "factor"))
+            return replace(plain, kind="linear", factor=reader.read(float, "factor"))
         case "dynamic":
             # The dynamic rule changes the frequencies of sequences that are longer than
             # max_position. The engine serves no such sequences, because cached keys must not depend
             # on how long their sequence becomes later.
-            rope = replace(
+            return replace(
                 plain,
                 kind="dynamic",
                 factor=reader.read(float, "factor"),
                 original_max_position=max_position,
             )
         case "llama3":
-            rope = replace(
+            return replace(
                 plain,
                 kind="llama3",
                 factor=reader.read(float, "factor"),
@@ -80,9 +89,9 @@ def rope_from_hf(
                 high_freq_factor=reader.read(float, "high_freq_factor"),
             )
         case "yarn":
-            rope = _yarn_from_hf(plain, reader, original, max_position)
+            return _yarn_from_hf(plain, reader, original, max_position)
         case "longrope" | "su":
-            rope = _longrope(
+            return _longrope(
                 plain,
                 reader.read(float, "factor", default=None) or max_position / max(original, 1),
                 original,
@@ -95,7 +104,6 @@ def rope_from_hf(
                 f"{where}: rope type '{kind}' is not supported "
                 "(supported: default, linear, dynamic, llama3, yarn, longrope)"
             )
-    return _check_rope(rope, where)
 
 
 def _stated(reader: Reader, top: Reader, key: str, default: float) -> float:

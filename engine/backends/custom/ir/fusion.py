@@ -2,8 +2,9 @@
 same result.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
+from typing import Any
 
 from engine.backends.custom.ir.attributes import (
     AttentionAttributes,
@@ -113,20 +114,9 @@ def fuse_qkv(graph: Graph) -> Graph:
 
 def fuse_activations(graph: Graph) -> Graph:
     """Fuses activation(matmul) into a matmul with an activation epilogue."""
-    edit = Rewrite(graph)
-    for node in graph.nodes:
-        if node.op not in _ACTIVATIONS:
-            continue
-        matmul = edit.maker(node.inputs[0], *_MATMULS)
-        if matmul is None or not edit.private(matmul.name) or not _is_bare(matmul):
-            continue
-        attributes = replace(as_projection(matmul), activation=_ACTIVATIONS[node.op])
-        fused = edit.node(
-            "projection", node.name, matmul.inputs, matmul.weights, attributes, (matmul, node)
-        )
-        edit.drop([matmul])
-        edit.put(node, fused)
-    return edit.done()
+    return _fuse_epilogue(
+        graph, _ACTIVATIONS, _MATMULS, lambda node: {"activation": _ACTIVATIONS[node.op]}
+    )
 
 
 def fuse_gates(graph: Graph) -> Graph:
@@ -151,36 +141,37 @@ def fuse_gates(graph: Graph) -> Graph:
 
 def fuse_scales(graph: Graph) -> Graph:
     """Fuses matmul * factor into a matmul with a scale epilogue, and likewise for experts."""
-    edit = Rewrite(graph)
-    for node in graph.nodes:
-        if node.op != "scale":
-            continue
-        maker = edit.maker(node.inputs[0], *_SUMS)
-        if maker is None or not edit.private(maker.name) or not _is_bare(maker):
-            continue
-        attributes = replace(_sum_attributes(maker), scale=node.attributes.factor)
-        fused = edit.node(
-            _fused_op(maker), node.name, maker.inputs, maker.weights, attributes, (maker, node)
-        )
-        edit.drop([maker])
-        edit.put(node, fused)
-    return edit.done()
+    return _fuse_epilogue(graph, ("scale",), _SUMS, lambda node: {"scale": node.attributes.factor})
 
 
 def fuse_softcaps(graph: Graph) -> Graph:
     """Fuses softcap(matmul) into a matmul with a soft cap epilogue."""
+    return _fuse_epilogue(
+        graph, ("softcap",), _MATMULS, lambda node: {"softcap": node.attributes.cap}
+    )
+
+
+def _fuse_epilogue(
+    graph: Graph,
+    ops: Collection[str],
+    makers: tuple[str, ...],
+    epilogue: Callable[[Node], dict[str, Any]],
+) -> Graph:
+    """Fuses each node whose op is in `ops` into the node that makes its input, if that is one of
+    `makers` and has no epilogue yet. `epilogue` gives the attributes to set.
+    """
     edit = Rewrite(graph)
     for node in graph.nodes:
-        if node.op != "softcap":
+        if node.op not in ops:
             continue
-        matmul = edit.maker(node.inputs[0], *_MATMULS)
-        if matmul is None or not edit.private(matmul.name) or not _is_bare(matmul):
+        maker = edit.maker(node.inputs[0], *makers)
+        if maker is None or not edit.private(maker.name) or not _is_bare(maker):
             continue
-        attributes = replace(as_projection(matmul), softcap=node.attributes.cap)
+        attributes = replace(_sum_attributes(maker), **epilogue(node))
         fused = edit.node(
-            "projection", node.name, matmul.inputs, matmul.weights, attributes, (matmul, node)
+            _fused_op(maker), node.name, maker.inputs, maker.weights, attributes, (maker, node)
         )
-        edit.drop([matmul])
+        edit.drop([maker])
         edit.put(node, fused)
     return edit.done()
 

@@ -130,7 +130,7 @@ class BatchInputs:
     block_tables: I32  # (S, B)
     slots: I32  # (S,) the sequence's index into per-sequence state, fixed while it runs
     logit_rows: I32  # (R,) indices into T of the tokens whose logits `sample` needs
-    adapter_ids: I32  # (S,) always 0, the base model; adapters are not implemented yet
+    adapter_ids: I32  # (S,) always 0, which is the base model
     # (S,) rows with the same group number share their first blocks; -1 means no group
     prefix_groups: I32
     # (G,) how many first blocks the rows of each group share. All positions in these blocks were
