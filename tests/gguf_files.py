@@ -131,7 +131,9 @@ def stored_as(stored: Arrays, name: str, how: Transform, values: NDArray[np.floa
         halves = heads[:, : how.paired].reshape(len(heads), 2, -1, *values.shape[1:])
         turned = halves.swapaxes(1, 2).reshape(len(heads), how.paired, *values.shape[1:])
         values = np.concatenate((turned, heads[:, how.paired :]), axis=1).reshape(values.shape)
-    values = values - np.float32(how.added)
+    values = np.log(-values) if how.is_log else values - np.float32(how.added)
+    if how.reshaped:
+        values = values.reshape(how.reshaped)
     if how.before or how.after:
         shape = replace(how, transposed=False).stored_shape(values.shape)
         whole = stored.get(name, np.zeros(how.stored_shape(values.shape), np.float32))

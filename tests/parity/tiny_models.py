@@ -247,8 +247,15 @@ MORE: "dict[str, Callable[..., PreTrainedModel]]" = {
     ),
 }
 
+# Hybrids: layers that keep a state beside layers with keys and values. JAX and tinygrad refuse them.
+HYBRIDS: "dict[str, Callable[..., PreTrainedModel]]" = {
+    "lfm2": lambda: _of("Lfm2", layer_types=["conv", "full_attention", "conv"]),
+    "lfm2-biases": lambda: _of(
+        "Lfm2", layer_types=["full_attention", "conv", "conv"], conv_bias=True, conv_L_cache=4
+    ),
+}
 
-ALL = MODELS | MORE
+ALL = MODELS | MORE | HYBRIDS
 
 
 def quick_first(names: Sequence[str], without: Sequence[str] = ()) -> list[Any]:

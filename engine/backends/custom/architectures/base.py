@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol, TypeVar
 
+from engine.backends.custom.architectures.states import STATE_MIXERS, Mixer, StateConfig
 from engine.core.errors import ModelFormatError
 
 MAX_LAYERS = 1024
@@ -33,6 +34,10 @@ class Transform:
     head_dim: int = 1
     paired: int = 0
     added: float = 0.0  # our values are the stored values plus this number
+    is_log: bool = False  # our values are -exp(stored value)
+    # The stored shape, if it differs although the values are in the same order. A convolution, for
+    # example, is stored as (channels, 1, window).
+    reshaped: tuple[int, ...] = ()
 
     @property
     def is_part(self) -> bool:
@@ -41,6 +46,8 @@ class Transform:
 
     def stored_shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
         """The shape of the stored matrix or vector, for a weight of this shape."""
+        if self.reshaped:
+            return self.reshaped
         rows = shape[0] + self.groups * (self.before + self.after)
         stored = (rows, *shape[1:])
         return stored[::-1] if self.transposed else stored
@@ -118,6 +125,9 @@ class LayerConfig:
     window: int | None  # a token attends to this many positions, itself included; None: to all
     rope: RopeConfig | None  # None: this layer does not rotate queries and keys
     experts: bool  # the MLP is a mixture of experts
+    # What combines tokens: attention, a short convolution, Mamba-2, Gated DeltaNet, or nothing.
+    mixer: Mixer = "attention"
+    mlp: bool = True  # False: the layer has no MLP
 
 
 @dataclass(frozen=True, slots=True)
@@ -168,11 +178,14 @@ class ModelConfig:
     attention_multiplier: float | None = None
     logits_scaling: float = 1.0  # the logits are divided by this number
     encoder: EncoderConfig | None = None  # None: the model is a decoder
+    state: StateConfig | None = None  # None: no layer keeps a state
+    attention_gate: bool = False  # a sigmoid gate multiplies the output of attention
 
     @property
     def num_params(self) -> int:
         """Number of weights in matrices and embeddings. Norms and biases are not counted."""
-        attention = self.hidden_size * self.head_dim * 2 * (self.num_heads + self.num_kv_heads)
+        heads = (2 + self.attention_gate) * self.num_heads + 2 * self.num_kv_heads
+        attention = self.hidden_size * self.head_dim * heads
         mlp = self.hidden_size * self.intermediate_size * (3 if self.gated_mlp else 2)
         tables = self.vocab_size * self.hidden_size * (1 if self.tie_embeddings else 2)
         experts, sparse = 0, 0
@@ -180,8 +193,12 @@ class ModelConfig:
             width = self.experts.count * self.experts.size + self.experts.shared_size
             experts = self.hidden_size * (3 * width + self.experts.count + self.experts.shared_gate)
             sparse = sum(self.layer(index).experts for index in range(self.num_layers))
-        dense = self.num_layers - sparse
-        return self.num_layers * attention + dense * mlp + sparse * experts + tables
+        layers = [self.layer(index) for index in range(self.num_layers)]
+        dense = sum(each.mlp for each in layers) - sparse
+        mixers = len(self.attention_layers) * attention
+        if self.state is not None:
+            mixers += sum(self.state.num_params(each.mixer, self.hidden_size) for each in layers)
+        return mixers + dense * mlp + sparse * experts + tables
 
     @property
     def attention_scale(self) -> float:
@@ -194,17 +211,35 @@ class ModelConfig:
             return self.layers[index]
         return LayerConfig(self.sliding_window, self.rope, self.experts is not None)
 
+    def _layers_with(self, *mixers: Mixer) -> list[int]:
+        return [i for i in range(self.num_layers) if self.layer(i).mixer in mixers]
+
+    @property
+    def attention_layers(self) -> list[int]:
+        """The numbers of the layers that have attention."""
+        return self._layers_with("attention")
+
+    @property
+    def state_layers(self) -> list[int]:
+        return self._layers_with(*STATE_MIXERS)
+
+    @property
+    def state_floats(self) -> int:
+        """The number of float32 values that the state of a sequence has, in all layers."""
+        state, mixers = self.state, (self.layer(index).mixer for index in self.state_layers)
+        return sum(state.sizes(each, self.hidden_size).state for each in mixers) if state else 0
+
     @property
     def ropes(self) -> tuple[RopeConfig, ...]:
         """The distinct RoPE settings of the layers, each once, in the order in which layers first
         use them.
         """
-        each = (self.layer(index).rope for index in range(self.num_layers))
+        each = (self.layer(index).rope for index in self.attention_layers)
         return tuple(dict.fromkeys(rope for rope in each if rope is not None))
 
     @property
     def learned_positions(self) -> bool:
-        return self.rope is None and self.alibi_bias is None
+        return self.rope is None and self.alibi_bias is None and self.state is None
 
     @property
     def has_head(self) -> bool:
@@ -214,7 +249,8 @@ class ModelConfig:
     def kv_bytes_per_token(self, bytes_per_value: int) -> int:
         if self.encoder is not None:
             return 0  # an encoder has no KV cache
-        return 2 * self.num_layers * self.num_kv_heads * self.head_dim * bytes_per_value
+        layers = len(self.attention_layers)
+        return 2 * layers * self.num_kv_heads * self.head_dim * bytes_per_value
 
 
 @dataclass(frozen=True, slots=True)
@@ -343,6 +379,9 @@ def check_config(config: ModelConfig) -> ModelConfig:
         "expert size >= 1": config.experts is None or config.experts.size >= 1,
         "shared expert size >= 0": config.experts is None or config.experts.shared_size >= 0,
         "expert weight scale > 0": config.experts is None or config.experts.scale > 0,
+        "attention in at least one layer": not config.layers
+        or any(layer.mixer == "attention" for layer in config.layers),
+        "sizes of states in range": config.state is None or config.state.is_sound,
         "token types >= 1": config.encoder is None or config.encoder.num_token_types >= 1,
         "1 <= encoder tokens <= max_position": config.encoder is None
         or 1 <= config.encoder.max_tokens <= config.max_position,

@@ -3,6 +3,7 @@
 Each function returns rows of weights that every layer has.
 """
 
+from engine.backends.custom.architectures.base import ModelConfig
 from engine.backends.custom.architectures.family import (
     PAIRED,
     PLAIN,
@@ -56,6 +57,14 @@ GGUF_EXPERT_KEYS: Keys = {
 }
 
 
+def attends(config: ModelConfig, layer: int) -> bool:
+    return config.layer(layer).mixer == "attention"
+
+
+def has_mixer(config: ModelConfig, layer: int) -> bool:
+    return config.layer(layer).mixer != "none"
+
+
 def layer_keys(norm_eps: str) -> Keys:
     """The usual keys of config.json, with another name for the epsilon of the norms."""
     return {norm_eps if name == "norm_eps" else key: name for key, name in HF_KEYS.items()}
@@ -86,7 +95,7 @@ def row(
 
 def norm(name: str, hf: str, gguf: str, added: float = 0.0) -> WeightRow:
     """A norm over the hidden size. `added`: our values are those of Hugging Face plus this."""
-    when = has_mlp_norm if name == "mlp_norm" else None
+    when = has_mlp_norm if name == "mlp_norm" else has_mixer
     return row(name, "D", hf, gguf, "norm_bias", when, Stored(added=added))
 
 
@@ -121,11 +130,12 @@ def head_norms(q: str, k: str, added: float = 0.0) -> Rows:
 
 def attention(hf_stored: Stored = PLAIN, gguf_stored: Stored = PLAIN) -> Rows:
     """`hf_stored` and `gguf_stored` say how the files store q and k."""
+    how = (hf_stored, gguf_stored)
     return (
-        row("attn.q", "qD", "self_attn.q_proj", "attn_q", "qkv_bias", None, hf_stored, gguf_stored),
-        row("attn.k", "kD", "self_attn.k_proj", "attn_k", "qkv_bias", None, hf_stored, gguf_stored),
-        row("attn.v", "kD", "self_attn.v_proj", "attn_v", "qkv_bias"),
-        row("attn.o", "Dq", "self_attn.o_proj", "attn_output", "out_bias"),
+        row("attn.q", "qD", "self_attn.q_proj", "attn_q", "qkv_bias", attends, *how),
+        row("attn.k", "kD", "self_attn.k_proj", "attn_k", "qkv_bias", attends, *how),
+        row("attn.v", "kD", "self_attn.v_proj", "attn_v", "qkv_bias", attends),
+        row("attn.o", "Dq", "self_attn.o_proj", "attn_output", "out_bias", attends),
     )
 
 
@@ -181,9 +191,18 @@ def shared_expert(hf: str) -> Rows:
 ROPE_FACTORS = WeightRow("rope.factors", "c", None, "rope_freqs.weight", optional=True)
 
 
-def decoder(*layer: Rows, added: float = 0.0, factors: bool = False) -> Rows:
-    """All weights of a decoder with these rows per layer. `added`: see `norm`. `factors`: a GGUF
-    file may have a vector of RoPE frequency factors.
+FINAL_NORM = ("model.norm.weight", "output_norm.weight")
+
+
+def decoder(
+    *layer: Rows,
+    added: float = 0.0,
+    factors: bool = False,
+    norm: tuple[str, str] = FINAL_NORM,
+) -> Rows:
+    """All weights of a decoder with these rows per layer. `added`: see the function `norm`.
+    `factors`: a GGUF file may have a vector of RoPE frequency factors. `norm` has the names of the
+    final norm in Hugging Face's files and in GGUF.
     """
     return (
         WeightRow("embed.weight", "VD", "model.embed_tokens.weight", "token_embd.weight"),
@@ -191,8 +210,7 @@ def decoder(*layer: Rows, added: float = 0.0, factors: bool = False) -> Rows:
         WeightRow(
             "norm.weight",
             "D",
-            "model.norm.weight",
-            "output_norm.weight",
+            *norm,
             "norm_bias",
             hf_stored=Stored(added=added),
         ),

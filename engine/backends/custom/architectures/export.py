@@ -58,7 +58,7 @@ def hf_config(config: ModelConfig, dtype: str) -> dict[str, Any]:
     }
     if config.rope is not None:
         stated |= _rope_to_hf(config.rope, config.head_dim)
-    stated |= _layers_to_hf(config)
+    stated |= {**_layers_to_hf(config), **family.hf_written(config)}
     if family.name == "gemma2" or family.name == "gemma3":
         stated["query_pre_attn_scalar"] = config.attention_scale**-2
     stated = {key: value for key, value in stated.items() if value is not None}
@@ -75,7 +75,8 @@ def gguf_metadata(config: ModelConfig) -> dict[str, Any]:
     stated |= _fields(config, keys)
     if config.rope is not None:
         stated |= {f"{prefix}.rope.{key}": v for key, v in _rope_to_gguf(config.rope).items()}
-    stated |= {f"{prefix}.{key}": value for key, value in _layers_to_gguf(config).items()}
+    layers = {**_layers_to_gguf(config), **family.gguf_written(config)}
+    stated |= {f"{prefix}.{key}": value for key, value in layers.items()}
     if config.experts is not None and config.experts.shared_size == config.experts.size:
         stated[f"{prefix}.expert_shared_count"] = 1
     if config.norm == "layer" and config.rope is not None:
@@ -162,6 +163,8 @@ def _fields(config: ModelConfig, keys: Keys) -> dict[str, Any]:
         name = names if isinstance(names, str) else names[0]
         field = name.removeprefix("1/")
         if field.startswith("experts.") and config.experts is None:
+            continue
+        if field.startswith("state.") and config.state is None:
             continue
         value = attrgetter(field)(config)
         if value is not None:

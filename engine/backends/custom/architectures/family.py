@@ -41,6 +41,7 @@ from engine.backends.custom.architectures.rope import (
     rope_from_hf,
     stretched_position,
 )
+from engine.backends.custom.architectures.states import StateConfig
 from engine.core.errors import ModelFormatError
 
 # A key of the file -> the config fields that it sets. "experts.count" is a field of
@@ -52,7 +53,12 @@ Settings = Mapping[str, Any]  # values of `ModelConfig` fields, by field name
 More = Callable[[Reader, Settings], Settings]
 
 REQUIRED: Any = object()
-_BOOLS = frozenset({"tie_embeddings", "qkv_bias", "out_bias", "mlp_bias", "experts.renormalizes"})
+_BOOLS = frozenset(
+    {
+        *("tie_embeddings", "qkv_bias", "out_bias", "mlp_bias"),
+        *("experts.renormalizes", "state.conv_bias", "state.proj_bias"),
+    }
+)
 FLOATS = frozenset(
     {
         "norm_eps",
@@ -101,7 +107,8 @@ class Stored:
     `parts` lists the sizes of the weights that share a stored matrix, such as "qkk" for a matrix
     with the rows of q, then k, then v. This weight is number `index` of them. If `groups` is not
     "1", the file repeats this sequence so many times, each time with the next rows of each weight.
-    `paired`: the two rows of each rotary pair are next to each other.
+    `paired`: the two rows of each rotary pair are next to each other. `shape` is the stored shape,
+    if it differs from the weight's own. For `added` and `is_log`, see `Transform`.
     """
 
     parts: str = ""
@@ -110,6 +117,8 @@ class Stored:
     transposed: bool = False
     paired: bool = False
     added: float = 0.0
+    is_log: bool = False
+    shape: str = ""
 
     def transform(self, config: ModelConfig, sizes: Mapping[str, int]) -> Transform:
         each = [sizes[letter] for letter in self.parts]
@@ -122,6 +131,8 @@ class Stored:
             head_dim=config.head_dim if paired else 1,
             paired=config.rope.dim if paired and config.rope is not None else 0,
             added=self.added,
+            is_log=self.is_log,
+            reshaped=tuple(sizes[letter] for letter in self.shape),
         )
 
 
@@ -137,8 +148,9 @@ class WeightRow:
     `shape` has one letter per dimension: D hidden, F feed-forward, V vocabulary, P positions,
     Y token types, H head dim, N heads, K KV heads, q all query heads, k all key heads, g all query
     heads of a KV head, c half of the rotated dimensions of a head, E experts, X an expert's
-    feed-forward, S the shared expert's. `bias` is the config field that says whether the weight has
-    a bias. `when` says whether the weight exists; None: always.
+    feed-forward, S the shared expert's. `StateConfig.letters` has those of layers with a state.
+    `bias` is the config field that says whether the weight has a bias. `when` says whether the
+    weight exists; None: always.
     """
 
     name: str
@@ -155,6 +167,8 @@ class WeightRow:
         if self.when is not None and not self.when(config, layer):
             return
         sizes = _sizes(config)
+        if config.state is not None:
+            sizes |= config.state.letters(config.layer(layer).mixer, config.hidden_size)
         shape = tuple(sizes[letter] for letter in self.shape)
         name, hf, gguf = (
             None if each is None else each.replace("{i}", str(layer))
@@ -171,7 +185,8 @@ class WeightRow:
             assert name is not None, self
             shape = shape if len(shape) == 1 else shape[:-1]
             in_hf, in_gguf = (
-                replace(each, transposed=False, added=0.0) for each in (in_hf, in_gguf)
+                replace(each, transposed=False, added=0.0, reshaped=())
+                for each in (in_hf, in_gguf)
             )
             yield TensorSpec(name, shape, hf, gguf, in_hf, in_gguf, self.optional, of_experts)
 
@@ -210,7 +225,7 @@ def has_head(config: ModelConfig, layer: int) -> bool:
 
 
 def is_dense(config: ModelConfig, layer: int) -> bool:
-    return not config.layer(layer).experts
+    return config.layer(layer).mlp and not config.layer(layer).experts
 
 
 def has_experts(config: ModelConfig, layer: int) -> bool:
@@ -225,15 +240,15 @@ def has_shared(config: ModelConfig, layer: int) -> bool:
 
 
 def has_qk_norm(config: ModelConfig, layer: int) -> bool:
-    return config.qk_norm is not None
+    return config.qk_norm is not None and config.layer(layer).mixer == "attention"
 
 
 def has_mlp_norm(config: ModelConfig, layer: int) -> bool:
-    """Whether the MLP does not use the normalized input of attention."""
-    return config.parallel != "shared"
+    """Whether the layer has an MLP that does not use the normalized input of attention."""
+    return config.parallel != "shared" and config.layer(layer).mlp
 
 
-def _nothing_more(reader: Reader, found: Settings) -> Settings:
+def _nothing(*_: Any) -> Settings:
     return {}
 
 
@@ -262,8 +277,8 @@ class Family:
     # For some config.json keys, a value that the engine does not implement. A config with this
     # value is rejected.
     hf_refused: Mapping[str, Any] = field(default_factory=dict)
-    hf_more: More = _nothing_more
-    gguf_more: More = _nothing_more
+    hf_more: More = _nothing
+    gguf_more: More = _nothing
     # RoPE's base and the rotated part of each head, if config.json does not state them.
     theta: float = DEFAULT_THETA
     rotated: float = 1.0
@@ -274,6 +289,9 @@ class Family:
     # For writing a config.json: the names of the architecture and of the model type of a model.
     # None: the first of `hf_names`, and the family's name.
     hf_kind: Callable[[ModelConfig], tuple[str, str]] | None = None
+    # For writing files: the keys of a config that are not plain fields, and their values.
+    hf_written: Callable[[ModelConfig], Settings] = _nothing
+    gguf_written: Callable[[ModelConfig], Settings] = _nothing
 
     def config_from_hf(self, config: Mapping[str, Any]) -> ModelConfig:
         config = self.hf_view(config)
@@ -369,14 +387,17 @@ class Family:
         for name, default in defaults.items():
             if name not in found:
                 found[name] = default(found) if callable(default) else default
-        return _with_experts(found)
+        return _with_parts(found)
 
 
-def _with_experts(found: Mapping[str, Any]) -> dict[str, Any]:
-    """Collects the fields "experts.*" into one `ExpertsConfig`."""
-    prefix = "experts."
-    fields = {key: value for key, value in found.items() if not key.startswith(prefix)}
-    settings = {
-        key.removeprefix(prefix): value for key, value in found.items() if key.startswith(prefix)
-    }
-    return {**fields, "experts": ExpertsConfig(**settings) if settings["count"] else None}
+def _with_parts(found: Mapping[str, Any]) -> dict[str, Any]:
+    """Collects the fields "experts.*" into one `ExpertsConfig`, and "state.*" into one
+    `StateConfig`.
+    """
+    fields = {key: value for key, value in found.items() if "." not in key}
+    experts, state = (
+        {key.removeprefix(part): value for key, value in found.items() if key.startswith(part)}
+        for part in ("experts.", "state.")
+    )
+    fields["experts"] = ExpertsConfig(**experts) if experts["count"] else None
+    return {**fields, "state": StateConfig(**state) if state else None}

@@ -8,12 +8,14 @@ from engine.backends.custom.ir.attributes import (
     KvWrite,
     Lookup,
     Normalize,
+    Projection,
     Rope,
     Scale,
     Softcap,
 )
 from engine.backends.custom.ir.graph import Graph, GraphBuilder
 from engine.backends.custom.ir.plan import Routing
+from engine.backends.custom.ir.recurrent import OP_NAMES, Recurrence
 from engine.core.errors import ModelFormatError
 
 TOKEN_IDS = "token_ids"
@@ -22,6 +24,7 @@ WRITE_SLOTS = "write_slots"  # each token's place in the KV cache: block * block
 ROW_OF = "row_of"  # index of the sequence that each token belongs to
 TABLES = "tables"  # block table of each sequence
 LOGIT_TOKENS = "logit_tokens"
+SLOTS = "slots"  # each sequence's index into the arrays of states
 
 
 def rotation_names(table: int) -> tuple[str, str]:
@@ -31,6 +34,10 @@ def rotation_names(table: int) -> tuple[str, str]:
 
 def cache_name(layer: int) -> str:
     return f"cache.{layer}"
+
+
+def state_name(layer: int) -> str:
+    return f"state.{layer}"
 
 
 class DecoderBuilder:
@@ -50,6 +57,11 @@ class DecoderBuilder:
         for table, rope in enumerate(config.ropes):
             for name in rotation_names(table):
                 self.graph.input(name, ("T", rope.dim // 2))
+        if config.state is not None:
+            self.graph.input(SLOTS, ("S",), "i32")
+        # The number of each layer's KV cache, and of each layer's state.
+        self._caches = {layer: index for index, layer in enumerate(config.attention_layers)}
+        self._states = {layer: index for index, layer in enumerate(config.state_layers)}
 
     def embed(self) -> str:
         config = self.config
@@ -108,18 +120,18 @@ class DecoderBuilder:
         q, k, v = self.qkv(x, name)
         q = self._heads(q, f"{name}.q", config.num_heads, layer)
         k = self._heads(k, f"{name}.k", kv_heads, layer)
-        cache = self.graph.input(cache_name(layer), ("C", "P", 2, kv_heads, size))
-        written = self.graph.add(
-            "kv_write", f"{name}.kv", [cache, k, v, WRITE_SLOTS], (), KvWrite(layer, kv_heads, size)
-        )
+        cache, number = cache_name(layer), self._caches[layer]
+        self.graph.input(cache, ("C", "P", 2, kv_heads, size))
+        write = KvWrite(number, kv_heads, size)
+        written = self.graph.add("kv_write", f"{name}.kv", [cache, k, v, WRITE_SLOTS], (), write)
         sinks = config.attention_sinks
-        return self.graph.add(
+        heads = self.graph.add(
             "attention",
             f"{name}.heads",
             [q, written, POSITIONS, ROW_OF, TABLES],
             [self.graph.weight(f"{name}.sinks", config.num_heads)] if sinks else (),
             AttentionAttributes(
-                layer,
+                number,
                 config.num_heads,
                 kv_heads,
                 size,
@@ -129,6 +141,41 @@ class DecoderBuilder:
                 config.alibi_bias,
                 sinks,
             ),
+        )
+        if not config.attention_gate:
+            return heads
+        width = config.num_heads * size
+        gate = self.linear(x, f"{name}.gate", width, config.hidden_size, config.qkv_bias)
+        return self.graph.add("gate_rows", f"{name}.gated", [heads, gate])
+
+    def mixed(self, x: str, layer: int) -> str:
+        """Adds what combines the tokens of a layer, without the output projection: attention, or a
+        mixer that keeps a state.
+        """
+        config, mixer, state = self.config, self.config.layer(layer).mixer, self.config.state
+        if mixer == "attention":
+            return self.attention(x, layer)
+        assert state is not None and mixer != "none", config
+        name, memory, hidden = f"layers.{layer}.mixer", state_name(layer), config.hidden_size
+        recurrence = Recurrence(mixer, self._states[layer], hidden, state, config.norm_eps)
+        parts = state.parts(mixer, hidden)
+        weights = [
+            self.graph.weight(f"{name}.{part}.weight", rows, hidden) for part, rows in parts.items()
+        ]
+        if state.proj_bias:
+            weights += [
+                self.graph.weight(f"{name}.{part}.bias", rows) for part, rows in parts.items()
+            ]
+        projection = Projection(len(parts), has_bias=state.proj_bias)
+        projected = self.graph.add("projection", f"{name}.in", [x], weights, projection)
+        self.graph.input(memory, ("Z", recurrence.sizes.state))
+        own = recurrence.weight_shapes
+        return self.graph.add(
+            OP_NAMES[mixer],
+            f"{name}.mixed",
+            [projected, memory, POSITIONS, ROW_OF, SLOTS],
+            [self.graph.weight(f"{name}.{each}", *shape) for each, shape in own.items()],
+            recurrence,
         )
 
     def _heads(self, x: str, name: str, heads: int, layer: int) -> str:
@@ -149,7 +196,10 @@ class DecoderBuilder:
         return x
 
     def out_projection(self, heads: str, layer: int) -> str:
-        config = self.config
+        config, mixer, state = self.config, self.config.layer(layer).mixer, self.config.state
+        if mixer != "attention" and state is not None:
+            width, name = state.sizes(mixer, config.hidden_size).out, f"layers.{layer}.mixer.o"
+            return self.linear(heads, name, config.hidden_size, width, state.proj_bias)
         width = config.num_heads * config.head_dim
         name = f"layers.{layer}.attn.o"
         return self.linear(heads, name, config.hidden_size, width, config.out_bias)
@@ -285,16 +335,19 @@ def build_graph(config: ModelConfig) -> Graph:
     builder = DecoderBuilder(config)
     x = builder.embed()
     for layer in range(config.num_layers):
-        name = f"layers.{layer}"
-        heads = builder.attention(builder.read(x, f"{name}.attn_norm"), layer)
+        name, kind, heads = f"layers.{layer}", config.layer(layer), ""
+        if kind.mixer != "none":
+            heads = builder.mixed(builder.read(x, f"{name}.attn_norm"), layer)
         if layer == config.num_layers - 1:
-            heads = builder.wanted(heads, f"{name}.attn.wanted")
+            heads = heads and builder.wanted(heads, f"{name}.attn.wanted")
             x = builder.wanted(x, f"{name}.wanted")
         if config.parallel is not None:
             x = _parallel_halves(builder, x, heads, layer)
             continue
-        x = builder.merge(x, builder.out_projection(heads, layer), f"{name}.attn")
-        x = builder.feed_forward(x, builder.read(x, f"{name}.mlp_norm"), layer)
+        if heads:
+            x = builder.merge(x, builder.out_projection(heads, layer), f"{name}.attn")
+        if kind.mlp:
+            x = builder.feed_forward(x, builder.read(x, f"{name}.mlp_norm"), layer)
     return builder.logits(x)
 
 

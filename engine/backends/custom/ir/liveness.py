@@ -11,6 +11,7 @@ from engine.backends.custom.ir.plan import (
     GatherStep,
     LinearStep,
     NormStep,
+    RecurrentStep,
     RopeWriteStep,
     RouteStep,
     RowKind,
@@ -50,6 +51,8 @@ def touched(step: Step) -> tuple[int, ...]:
         case EmbedStep():
             return (step.out,)
         case LinearStep() | NormStep() | RouteStep() | GateRowsStep() | GatherStep():
+            return (step.source, step.out)
+        case RecurrentStep():
             return (step.source, step.out)
         case ExpertsStep():
             return (step.source, step.weights, step.out)

@@ -1,0 +1,185 @@
+"""Hybrids: models in which most layers keep a state of fixed size instead of keys and values. LFM2
+has short convolutions.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+
+from engine.backends.custom.architectures.base import (
+    MAX_LAYERS,
+    LayerConfig,
+    ModelConfig,
+    Reader,
+)
+from engine.backends.custom.architectures.common import (
+    GGUF_KEYS,
+    attends,
+    attention,
+    decoder,
+    layer_keys,
+    row,
+)
+from engine.backends.custom.architectures.family import (
+    Family,
+    Keys,
+    Settings,
+    Stored,
+    WeightRow,
+    is_dense,
+)
+from engine.backends.custom.architectures.states import STATE_MIXERS, Mixer
+from engine.core.errors import ModelFormatError
+
+_ATTENTION = "full_attention"
+_KV_HEADS = "attention.head_count_kv"
+# In GGUF files of hybrids, the number of KV heads is a list, with 0 for layers without attention.
+_GGUF_KEYS: Keys = {key: name for key, name in GGUF_KEYS.items() if key != _KV_HEADS}
+
+
+def has_state(config: ModelConfig, layer: int) -> bool:
+    return config.layer(layer).mixer in STATE_MIXERS
+
+
+def _layer_types(reader: Reader, count: int, kinds: Mapping[str, Mixer]) -> list[Mixer]:
+    """The mixer of each layer of a config.json. `kinds` has the mixers by their names there."""
+    listed: list[Any] = reader.read(list, "layer_types")
+    known = {**kinds, _ATTENTION: "attention"}
+    if len(listed) < count or not all(isinstance(each, str) and each in known for each in listed):
+        raise ModelFormatError(
+            f"config.json: key 'layer_types' must have one of {', '.join(known)} for each of the "
+            f"{count} layers"
+        )
+    return [known[each] for each in listed[:count]]
+
+
+def _layers(found: Settings, mixers: list[Mixer]) -> Settings:
+    has_experts = found["experts"] is not None
+    return {
+        "layers": tuple(LayerConfig(None, found["rope"], has_experts, each) for each in mixers)
+    }
+
+
+def _gguf_mixers(reader: Reader, found: Settings, mixer: Mixer) -> Settings:
+    """The number of KV heads and the mixers of the layers of a GGUF file. Layers without KV heads
+    have `mixer`.
+    """
+    key = f"{reader.read(str, 'general.architecture')}.{_KV_HEADS}"
+    count, listed = found["num_layers"], reader.source.get(key)
+    heads = listed.tolist() if isinstance(listed, np.ndarray) else listed
+    if not isinstance(heads, list) or len(heads) < count:
+        raise ModelFormatError(f"GGUF metadata: key '{key}' must be a list of {count} numbers")
+    sizes = {each for each in heads[:count] if each}
+    if len(sizes) != 1 or not all(type(each) is int for each in heads):
+        raise ModelFormatError(
+            f"GGUF metadata: key '{key}': all layers with attention must have the same number of "
+            "KV heads"
+        )
+    mixers: list[Mixer] = ["attention" if each else mixer for each in heads[:count]]
+    return {"num_kv_heads": sizes.pop(), **_layers(found, mixers)}
+
+
+def _kv_heads(config: ModelConfig) -> Settings:
+    layers = (config.layer(index) for index in range(config.num_layers))
+    heads = [config.num_kv_heads if each.mixer == "attention" else 0 for each in layers]
+    return {_KV_HEADS: np.array(heads, np.int32)}
+
+
+def _types(names: Mapping[Mixer, str]) -> Any:
+    """A function that returns the key `layer_types` of a config.json."""
+
+    def written(config: ModelConfig) -> Settings:
+        mixers = (config.layer(index).mixer for index in range(config.num_layers))
+        return {"layer_types": [names.get(each, _ATTENTION) for each in mixers]}
+
+    return written
+
+
+def _mixer(name: str, shape: str, hf: str, gguf: str, bias: str | None = None) -> WeightRow:
+    return row(f"mixer.{name}", shape, hf, gguf, bias, has_state)
+
+
+def _conv(hf: str, gguf: str) -> WeightRow:
+    stored = Stored(shape="C1L")
+    return row("mixer.conv", "CL", hf, gguf, "state.conv_bias", has_state, stored)
+
+
+def _lfm2_view(config: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Computes the MLP's size, which a config.json may state before it is rounded, and the types of
+    the layers from the list of those with attention.
+    """
+    reader = Reader(config, "config.json")
+    changes: dict[str, Any] = {}
+    size = reader.read(int, "intermediate_size", default=12288)
+    size = reader.read(int, "block_ff_dim", default=size)
+    if reader.read(bool, "block_auto_adjust_ff_dim", default=True):
+        factor = reader.read(float, "block_ffn_dim_multiplier", default=1.0)
+        multiple = reader.read(int, "block_multiple_of", default=256)
+        if multiple < 1 or not 0 < size < 2**40 or not 0 < factor < 2**20:
+            raise ModelFormatError(
+                "config.json: keys 'intermediate_size', 'block_ffn_dim_multiplier' and "
+                "'block_multiple_of' must be above 0"
+            )
+        size = -(-int(factor * int(2 * size / 3)) // multiple) * multiple
+    if config.get("layer_types") is None:
+        count = reader.read(int, "num_hidden_layers")
+        listed: list[Any] = reader.read(list, "full_attn_idxs", default=[])
+        if 0 < count <= MAX_LAYERS and listed:
+            kinds = (_ATTENTION if i in listed else "conv" for i in range(count))
+            changes["layer_types"] = list(kinds)
+    return {**config, **changes, "intermediate_size": size}
+
+
+def _lfm2_from_hf(reader: Reader, found: Settings) -> Settings:
+    return _layers(found, _layer_types(reader, found["num_layers"], {"conv": "conv"}))
+
+
+def _lfm2_from_gguf(reader: Reader, found: Settings) -> Settings:
+    return _gguf_mixers(reader, found, "conv")
+
+
+def _lfm2_written(config: ModelConfig) -> Settings:
+    types = _types({"conv": "conv"})(config)
+    return {**types, "block_auto_adjust_ff_dim": False}
+
+
+_LFM2_MLP = (
+    row("mlp.gate", "FD", "feed_forward.w1", "ffn_gate", when=is_dense),
+    row("mlp.up", "FD", "feed_forward.w3", "ffn_up", when=is_dense),
+    row("mlp.down", "DF", "feed_forward.w2", "ffn_down", when=is_dense),
+)
+# LFM2: most layers have a short convolution between two gates instead of attention. The final norm
+# is called the norm of the embeddings.
+LFM2 = Family(
+    name="lfm2",
+    hf_names=("Lfm2ForCausalLM",),
+    gguf_names=("lfm2",),
+    weights=decoder(
+        (
+            row("attn_norm", "D", "operator_norm", "attn_norm"),
+            row("mlp_norm", "D", "ffn_norm", "ffn_norm"),
+            *attention()[:3],
+            row("attn.o", "Dq", "self_attn.out_proj", "attn_output", when=attends),
+            row("attn.q_norm", "H", "self_attn.q_layernorm", "attn_q_norm", when=attends),
+            row("attn.k_norm", "H", "self_attn.k_layernorm", "attn_k_norm", when=attends),
+            _conv("conv.conv", "shortconv.conv"),
+            _mixer("in", "JD", "conv.in_proj", "shortconv.in_proj", "state.proj_bias"),
+            _mixer("o", "DI", "conv.out_proj", "shortconv.out_proj", "state.proj_bias"),
+        ),
+        _LFM2_MLP,
+        norm=("model.embedding_norm.weight", "token_embd_norm.weight"),
+    ),
+    hf_keys=layer_keys("norm_eps")
+    | {"tie_embedding": "tie_embeddings", "conv_L_cache": "state.conv_size"}
+    | {"conv_bias": ("state.conv_bias", "state.proj_bias")},
+    gguf_keys=_GGUF_KEYS | {"shortconv.l_cache": "state.conv_size"},
+    always={"qk_norm": "head"},
+    hf_defaults={"tie_embeddings": True, "state.conv_size": 3, "state.conv_bias": False},
+    theta=1_000_000.0,
+    hf_view=_lfm2_view,
+    hf_more=_lfm2_from_hf,
+    gguf_more=_lfm2_from_gguf,
+    hf_written=_lfm2_written,
+    gguf_written=_kv_heads,
+)
