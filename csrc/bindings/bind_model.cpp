@@ -1,4 +1,5 @@
 // Binds `Model`: its weights, its programs, and the two halves of a step, `forward` and `sample`.
+#include <nanobind/stl/optional.h>
 #include <nanobind/stl/tuple.h>
 #include <nanobind/stl/vector.h>
 
@@ -120,6 +121,9 @@ void bind_memory(nb::class_<BoundModel>& model) {
         if (block_size % 16) throw nb::value_error("block_size must be a multiple of 16");
         self.model.executor.set_cache(
             KvCache{KvType(type), layers, kv_heads, head_dim, block_size, blocks, nullptr});
+    });
+    model.def("set_states", [](BoundModel& self, size_t floats, int count) {
+        self.model.executor.set_states(floats, count);
     });
     model.def("set_fast", [](BoundModel& self, bool on) { self.model.executor.set_fast(on); });
     model.def("add_rope", [](BoundModel& self, std::vector<float> frequencies, float scale) {
@@ -275,6 +279,30 @@ void bind_expert_ops(nb::class_<BoundModel>& model) {
         nb::kw_only(), nb::arg("source"), nb::arg("weights"), nb::arg("out"), nb::arg("num_experts"),
         nb::arg("per_token"), nb::arg("activation"), nb::arg("up"), nb::arg("down"), nb::arg("scale"),
         nb::arg("residual"), nb::arg("over_logits"));
+    model.def(
+        "recurrent",
+        [](BoundModel& self, int source, int out, int mixer, const std::vector<int>& sizes, float eps,
+           size_t state_offset, const std::vector<int>& weights) {
+            Op op;
+            op.kind = Op::Kind::Recurrent;
+            op.source = source;
+            op.out = out;
+            op.recurrence = RecurrentShape{RecurrentShape::Mixer(mixer),
+                                           sizes.at(0),
+                                           sizes.at(1),
+                                           sizes.at(2),
+                                           sizes.at(3),
+                                           sizes.at(4),
+                                           sizes.at(5),
+                                           sizes.at(6),
+                                           eps,
+                                           state_offset};
+            auto vector = [&](size_t index) { return self.vector(weights.at(index)); };
+            op.recurrent_weights = {vector(0), vector(1), vector(2), vector(3), vector(4), vector(5)};
+            self.add_op(op);
+        },
+        nb::kw_only(), nb::arg("source"), nb::arg("out"), nb::arg("mixer"), nb::arg("sizes"), nb::arg("eps"),
+        nb::arg("state_offset"), nb::arg("weights"));
     model.def("gate_rows", [](BoundModel& self, int source, int out, bool over_logits) {
         Op op;
         op.kind = Op::Kind::GateRows;
@@ -288,10 +316,11 @@ void bind_expert_ops(nb::class_<BoundModel>& model) {
 // Collects the arrays of one step, which Python owns, and checks that their sizes match.
 StepArrays step_arrays(Ints token_ids, Ints positions, Longs write_slots, Ints query_start, Ints num_prompt,
                        Array<const int32_t, 2> tables, Ints logit_rows, Ints prefix_groups,
-                       Ints prefix_blocks) {
+                       Ints prefix_blocks, Ints slots, std::optional<Ints> load, std::optional<Ints> save) {
     size_t tokens = token_ids.shape(0), rows = num_prompt.shape(0);
     if (positions.shape(0) != tokens || write_slots.shape(0) != tokens || query_start.shape(0) != rows + 1 ||
-        tables.shape(0) != rows || prefix_groups.shape(0) != rows)
+        tables.shape(0) != rows || prefix_groups.shape(0) != rows || slots.shape(0) != rows ||
+        (load && load->shape(0) != rows) || (save && save->shape(0) != rows))
         throw nb::value_error("arrays of a step that disagree in size");
     return StepArrays{int(tokens),
                       int(rows),
@@ -306,16 +335,21 @@ StepArrays step_arrays(Ints token_ids, Ints positions, Longs write_slots, Ints q
                       tables.data(),
                       logit_rows.data(),
                       prefix_groups.data(),
-                      prefix_blocks.data()};
+                      prefix_blocks.data(),
+                      slots.data(),
+                      load ? load->data() : nullptr,
+                      save ? save->data() : nullptr};
 }
 
 void bind_halves(nb::class_<BoundModel>& model) {
     model.def("forward",
               [](BoundModel& self, Ints token_ids, Ints positions, Longs write_slots, Ints query_start,
                  Ints num_prompt, Array<const int32_t, 2> tables, Ints logit_rows, Ints prefix_groups,
-                 Ints prefix_blocks, Array<uint8_t, 1> finite) {
-                  StepArrays step = step_arrays(token_ids, positions, write_slots, query_start, num_prompt,
-                                                tables, logit_rows, prefix_groups, prefix_blocks);
+                 Ints prefix_blocks, Ints slots, std::optional<Ints> load, std::optional<Ints> save,
+                 Array<uint8_t, 1> finite) {
+                  StepArrays step =
+                      step_arrays(token_ids, positions, write_slots, query_start, num_prompt, tables,
+                                  logit_rows, prefix_groups, prefix_blocks, slots, load, save);
                   if (finite.shape(0) != num_prompt.shape(0))
                       throw nb::value_error("finite: another number of rows");
                   uint8_t* flags = finite.data();

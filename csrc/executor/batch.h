@@ -16,6 +16,11 @@ struct Batch {
     const int32_t* row_of = nullptr;       // (tokens) index of the token's sequence
     const int32_t* tables = nullptr;       // (rows, table_width) block tables: KV block ids
     int table_width = 0;
+    // For layers that keep a state: row r has the tokens row_tokens[row_start[r] : row_start[r + 1]], in the
+    // order of positions. slots[r] is the index of its state.
+    const int32_t* row_start = nullptr;
+    const int32_t* row_tokens = nullptr;
+    const int32_t* slots = nullptr;
     // (rows) the prefix group of each sequence. Sequences of one group share their first KV blocks.
     // -1: the sequence is in no group.
     const int32_t* prefix_groups = nullptr;

@@ -38,6 +38,12 @@ void Model::check(const StepArrays& step) const {
     need(std::all_of(step.write_slots, step.write_slots + step.tokens,
                      [slots](int64_t slot) { return slot >= 0 && slot < slots; }),
          "a slot outside the cache");
+    const int states = executor.num_states();
+    for (int row = 0; row < step.rows && states > 0; row++) {
+        need(step.slots[row] >= 0 && step.slots[row] < states, "a state that is not there");
+        need(!step.state_load || step.state_load[row] < states, "a state to load that is not there");
+        need(!step.state_save || step.state_save[row] < states, "a state to save that is not there");
+    }
     for (int row = 0; row < step.rows; row++) {
         int32_t last = step.query_start[row + 1] - 1, group = step.prefix_groups[row];
         bool reaches =
@@ -95,6 +101,9 @@ void Model::reorder(const StepArrays& step) {
     batch_.positions = positions_.data();
     batch_.write_slots = write_slots_.data();
     batch_.row_of = row_of_.data();
+    batch_.row_start = step.query_start;
+    batch_.row_tokens = place_of_.data();
+    batch_.slots = step.slots;
     batch_.tables = step.block_tables;
     batch_.table_width = step.table_width;
     batch_.prefix_groups = step.prefix_groups;
@@ -107,7 +116,11 @@ void Model::reorder(const StepArrays& step) {
 void Model::forward(const StepArrays& step, uint8_t* finite) {
     check(step);
     reorder(step);
+    for (int row = 0; step.state_load && row < step.rows; row++)
+        if (step.state_load[row] >= 0) executor.copy_state(step.state_load[row], step.slots[row]);
     executor.run(batch_, finite_);
+    for (int row = 0; step.state_save && row < step.rows; row++)
+        if (step.state_save[row] >= 0) executor.copy_state(step.slots[row], step.state_save[row]);
     std::fill(finite, finite + step.rows, uint8_t(1));
     for (size_t i = 0; i < finite_.size(); i++)
         if (!finite_[i]) finite[row_of_[i]] = 0;

@@ -19,6 +19,9 @@ struct StepArrays {
     const int32_t* logit_rows;  // (logits) indices into tokens
     const int32_t* prefix_groups;
     const int32_t* prefix_blocks;
+    const int32_t* slots;       // (rows) index of each sequence's state
+    const int32_t* state_load;  // (rows) index of a state to copy to the row's own before the step; -1: none
+    const int32_t* state_save;  // (rows) index of a state to copy the row's own to after the step; -1: none
 };
 
 class Model {

@@ -47,7 +47,7 @@ struct ExpertMatrices {
 };
 
 struct Op {
-    enum class Kind : uint8_t { Embed, Linear, RopeWrite, Attention, Norm, Gather, Route, Experts, GateRows };
+    enum class Kind : uint8_t { Embed, Linear, RopeWrite, Attention, Norm, Gather, Route, Experts, GateRows, Recurrent };
     Kind kind = Kind::Embed;
     int source = -1;  // index of the buffer that the op reads
     int out = -1;     // index of the buffer that the op writes
@@ -87,12 +87,16 @@ struct Op {
     float eps = 0;
 
     // Fields of Route: `out` gets the weight of each expert for each token. Experts reads the weights from
-    // buffer `weights` and adds to `out` if `residual`. `up` is gated. GateRows multiplies each row of `out`
-    // by sigmoid(source).
+    // buffer `weights` and adds to `out` if `residual`. `up` is gated. GateRows multiplies `out` by
+    // sigmoid(source), which has one value per row or as many as `out`.
     int num_experts = 0;
     int weights = -1;
     Routing routing;
     ExpertMatrices up, down;
+
+    // Fields of Recurrent, which overwrites `source`.
+    RecurrentShape recurrence;
+    RecurrentWeights recurrent_weights;
 
     // Units of work of one expert's GEMM. A unit of `up` is a (gate, up) pair of panels.
     int expert_units(bool is_up) const {

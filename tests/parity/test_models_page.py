@@ -66,6 +66,7 @@ MODELS = {
     "granitemoe": "Granite 3 MoE",
     "glm4_moe": "GLM-4.5, GLM-4.5-Air, GLM-4.6",
     "gpt_oss": "gpt-oss-20b and 120b",
+    "lfm2": "LFM2, dense models",
 }
 
 TEXT = """# Models

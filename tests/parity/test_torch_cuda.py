@@ -37,6 +37,7 @@ NAMES = (
     "qwen2_moe",
     "qwen3_moe-dense",
     "gpt_oss",
+    "lfm2",
 )
 
 

@@ -36,7 +36,18 @@ DEVICES = [
     ),
 ]
 # Each of these has something that no other of them has.
-QUICK = ("gpt2", "llama", "mistral-window", "qwen2", "qwen3", "gemma2", "cohere2", "mpt", "gpt_oss")
+QUICK = (
+    "gpt2",
+    "llama",
+    "mistral-window",
+    "qwen2",
+    "qwen3",
+    "gemma2",
+    "cohere2",
+    "mpt",
+    "gpt_oss",
+    "lfm2",
+)
 # Transformers rotates by the length of the text at hand, the engine by the longest length served.
 BY_LENGTH = ("llama-dynamic", "phi3-long")
 SCHEDULES = {

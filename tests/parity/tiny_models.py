@@ -247,9 +247,14 @@ MORE: "dict[str, Callable[..., PreTrainedModel]]" = {
     ),
 }
 
-# Hybrids: layers that keep a state beside layers with keys and values. JAX and tinygrad refuse them.
+
+# Models whose layers keep states, not only keys and values. JAX and tinygrad refuse them.
+def _mixed_with(kind: str) -> dict[str, list[str]]:
+    return {"layer_types": [kind, "full_attention", kind][: COMMON["num_hidden_layers"]]}
+
+
 HYBRIDS: "dict[str, Callable[..., PreTrainedModel]]" = {
-    "lfm2": lambda: _of("Lfm2", layer_types=["conv", "full_attention", "conv"]),
+    "lfm2": lambda: _of("Lfm2", **_mixed_with("conv")),
     "lfm2-biases": lambda: _of(
         "Lfm2", layer_types=["full_attention", "conv", "conv"], conv_bias=True, conv_L_cache=4
     ),

@@ -173,8 +173,8 @@ MUTATIONS = [
     Mutation(
         "weights: a token's values are not counted",
         "engine.backends.custom.architectures.base",
-        "        return 2 * self.num_layers * self.num_kv_heads",
-        "        return self.num_layers * self.num_kv_heads",
+        "        return 2 * layers * self.num_kv_heads",
+        "        return layers * self.num_kv_heads",
         f"{CONFIG_TESTS}::test_a_token_takes_a_key_and_a_value_in_every_layer",
     ),
     Mutation(

@@ -6,7 +6,7 @@ and compared with the original config. If they differ, the format cannot express
 error is raised. So no file is written that would load as a different model.
 """
 
-from dataclasses import fields
+from dataclasses import fields, replace
 from operator import attrgetter
 from typing import Any
 
@@ -84,6 +84,10 @@ def gguf_metadata(config: ModelConfig) -> dict[str, Any]:
     read, rope = family.config_from_gguf(stated), config.rope
     if rope is not None and rope.kind == "longrope":
         read = with_long_factors(read, stated, rope.short_factors, rope.long_factors)
+    if config.state is not None and read.state is not None:  # the tensors imply its biases
+        biases = (config.state.conv_bias, config.state.proj_bias)
+        state = replace(read.state, conv_bias=biases[0], proj_bias=biases[1])
+        read = replace(read, state=state)
     _check_same(config, read, _UNSTATED_GGUF, "a GGUF file")
     return stated
 

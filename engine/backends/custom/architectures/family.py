@@ -185,8 +185,7 @@ class WeightRow:
             assert name is not None, self
             shape = shape if len(shape) == 1 else shape[:-1]
             in_hf, in_gguf = (
-                replace(each, transposed=False, added=0.0, reshaped=())
-                for each in (in_hf, in_gguf)
+                replace(each, transposed=False, added=0.0, reshaped=()) for each in (in_hf, in_gguf)
             )
             yield TensorSpec(name, shape, hf, gguf, in_hf, in_gguf, self.optional, of_experts)
 

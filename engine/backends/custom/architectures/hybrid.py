@@ -56,9 +56,7 @@ def _layer_types(reader: Reader, count: int, kinds: Mapping[str, Mixer]) -> list
 
 def _layers(found: Settings, mixers: list[Mixer]) -> Settings:
     has_experts = found["experts"] is not None
-    return {
-        "layers": tuple(LayerConfig(None, found["rope"], has_experts, each) for each in mixers)
-    }
+    return {"layers": tuple(LayerConfig(None, found["rope"], has_experts, each) for each in mixers)}
 
 
 def _gguf_mixers(reader: Reader, found: Settings, mixer: Mixer) -> Settings:

@@ -108,11 +108,13 @@ def cost(
 
 
 def _silu(x: F64) -> F64:
-    return x / (1 + np.exp(-x))
+    product: F64 = x / (1 + np.exp(-x))
+    return product
 
 
 def _softplus(x: F64) -> F64:
-    return np.logaddexp(0, x)
+    wide: F64 = np.logaddexp(0, x)
+    return wide
 
 
 def _convolved(attributes: Recurrence, x: F32, state: F32, weights: dict[str, F32]) -> F64:
@@ -192,7 +194,8 @@ def _delta(attributes: Recurrence, x: F32, state: F32, weights: dict[str, F32]) 
     memory[:] = held
     normed = out / np.sqrt(np.mean(out**2, axis=-1, keepdims=True) + attributes.eps)
     gated = normed * weights["norm.weight"] * _silu(gate.reshape(out.shape))
-    return gated.reshape(len(x), -1).astype(np.float32)
+    flat: F32 = gated.reshape(len(x), -1).astype(np.float32)
+    return flat
 
 
 def _unit(x: F64) -> F64:

@@ -311,9 +311,10 @@ def _prefix_groups(tables: I32, full_blocks: I64) -> tuple[I32, I32]:
 
 def warm_up(runner: ModelRunner) -> None:
     """Run one step without a sequence. It computes a single token, whose key and value are written
-    to the null block.
+    to the null block, and whose state is that of no sequence.
     """
     one, none = np.zeros(1, np.int32), np.zeros(0, np.int32)
+    spare = one + runner.spec.max_slots if runner.spec.has_state else one
     inputs = BatchInputs(
         token_ids=one,
         positions=one,
@@ -322,7 +323,7 @@ def warm_up(runner: ModelRunner) -> None:
         seq_lens=np.ones(1, np.int32),
         num_prompt=np.ones(1, np.int32),
         block_tables=np.full((1, 1), NULL_BLOCK, np.int32),
-        slots=one,
+        slots=spare,
         logit_rows=one,
         adapter_ids=one,
         prefix_groups=np.full(1, -1, np.int32),

@@ -56,6 +56,9 @@ class RunnerConfig:
     kv_dtype: str = "auto"  # "float32", "bfloat16", "int8", or "auto": the framework chooses
     numerics: str = "invariant"  # with "fast", rounding may depend on the other rows of the step
     affinity: str = "auto"  # CPUs to run on: "auto", "off", or numbers such as "0-3,8"
+    # For models whose layers keep a state of each sequence: how many copies of states the prefix
+    # cache may keep.
+    num_checkpoints: int = 0
     # "fp8" or "int8": weights are requantized to this type. "auto": they keep the stored type.
     quantization: str = "auto"
 
@@ -86,6 +89,10 @@ class RunnerSpec:
     target_step_s: float | None = None
     # Every step may compute this many prefill tokens, however long they take.
     min_prompt_tokens: int = PROMPT_TOKENS
+    # Layers keep a state in each slot, which every step of the sequence changes. The state of slot
+    # `max_slots` belongs to no sequence. The states after it are `num_checkpoints` copies.
+    has_state: bool = False
+    num_checkpoints: int = 0
 
     @classmethod
     def of(
@@ -96,6 +103,7 @@ class RunnerSpec:
         max_step_tokens: int | None = None,
         target_step_s: float | None = None,
         min_prompt_tokens: int = PROMPT_TOKENS,
+        has_state: bool = False,
     ) -> "RunnerSpec":
         """The spec of a runner whose capacity is exactly that of `config`."""
         return cls(
@@ -108,6 +116,8 @@ class RunnerSpec:
             max_step_tokens,
             target_step_s,
             min_prompt_tokens,
+            has_state,
+            config.num_checkpoints,
         )
 
 
@@ -136,6 +146,11 @@ class BatchInputs:
     # (G,) how many first blocks the rows of each group share. All positions in these blocks were
     # computed before this step.
     prefix_blocks: I32
+    # For models whose layers keep a state, else None. (S,) the index of a state that is copied to
+    # the row's slot before the step, or -1. A row that begins at position 0 begins with zeros.
+    state_load: I32 | None = None
+    # (S,) the index that the state of the row's slot is copied to after the step, or -1
+    state_save: I32 | None = None
 
 
 @dataclass(frozen=True, slots=True)

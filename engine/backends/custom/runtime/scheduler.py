@@ -187,6 +187,20 @@ class Scheduler:
             return None
         return self._grant(seq, row.length)
 
+    def replayed_rows(self, row: Row, max_tokens: int) -> Iterator[Row]:
+        """Rows that compute the tokens before `row` again, from the sequence's beginning. The
+        caller runs each of them before it takes the next one. There are none if `retry_row` would
+        return None.
+        """
+        seq, start = row.seq, row.start
+        if seq.life != row.life or seq.num_computed != start:
+            return
+        seq.num_computed = seq.num_confirmed = 0
+        while seq.num_computed < start and seq.life == row.life:
+            begin = seq.num_computed
+            seq.num_computed = min(start, begin + max_tokens)
+            yield Row(seq, begin, seq.num_computed - begin, False, seq.slot, seq.life)
+
     def check(self) -> None:
         """Assert the invariants of queues, slots and memory."""
         slots = [seq.slot for seq in self._running]

@@ -39,15 +39,18 @@ class MemoryPlan:
     max_seq_len: int
     bytes_per_token: int
     notes: tuple[str, ...]
+    state_bytes: int = 0  # memory for the states of sequences, in models whose layers keep one
 
     def lines(self) -> list[str]:
         """The plan as lines of text for the log."""
         block_size = self.pool_bytes // self.num_blocks // self.bytes_per_token
         tokens = (self.num_blocks - 1) * block_size
+        states = f"states of sequences {self.state_bytes / MIB:,.0f} MiB"
         return [
             f"weights {self.weight_bytes / MIB:,.0f} MiB",
             f"KV cache {self.pool_bytes / MIB:,.0f} MiB: {self.num_blocks - 1:,} blocks, "
             f"{tokens:,} tokens at {self.bytes_per_token:,} bytes",
+            *([states] if self.state_bytes else []),
             f"batch {self.max_slots} sequences, context {self.max_seq_len:,} tokens",
             *self.notes,
         ]
@@ -63,6 +66,8 @@ class MemoryNeeds:
     usual_pool_bytes: int | None = None
     workspace_bytes: int = WORKSPACE_BYTES  # memory besides the weights and the KV pool
     pool_share: float = POOL_SHARE
+    # Bytes of the state of one sequence, in models whose layers keep one.
+    slot_bytes: int = 0
 
 
 def dense_needs(config: ModelConfig, device: DeviceInfo) -> MemoryNeeds:
@@ -71,7 +76,11 @@ def dense_needs(config: ModelConfig, device: DeviceInfo) -> MemoryNeeds:
     num_values = config.num_params
     if device.copies_tied_head and config.tie_embeddings:
         num_values += config.vocab_size * config.hidden_size
-    return MemoryNeeds(num_values * value_bytes, config.kv_bytes_per_token(value_bytes))
+    return MemoryNeeds(
+        num_values * value_bytes,
+        config.kv_bytes_per_token(value_bytes),
+        slot_bytes=4 * config.state_floats,
+    )
 
 
 def on_gpu(
@@ -104,6 +113,8 @@ def plan_memory(
     max_seq_len = min(options.max_seq_len or max_position, max_position)
     min_bytes = _pool_bytes(min(MIN_CONTEXT, max_seq_len), options.block_size, block_bytes)
     room = available_bytes - weight_bytes - needs.workspace_bytes
+    most_slots = _affordable_slots(options.max_slots, needs.slot_bytes, room)
+    room -= (most_slots + 1) * needs.slot_bytes
     if room < min_bytes:
         raise ResourceError(_refusal(weight_bytes, min_bytes, available_bytes, device.dtype))
     if options.max_seq_len and options.max_seq_len > max_position:
@@ -121,8 +132,13 @@ def plan_memory(
         pool_bytes = _asked_pool(options.pool_bytes, min_bytes, room, notes)
     num_blocks = pool_bytes // block_bytes
     capacity = (num_blocks - 1) * options.block_size
-    max_slots = max(1, min(options.max_slots, capacity // MIN_TOKENS_PER_SLOT))
-    if max_slots < options.max_slots:
+    max_slots = max(1, min(most_slots, capacity // MIN_TOKENS_PER_SLOT))
+    if max_slots < options.max_slots and max_slots == most_slots:
+        notes.append(
+            f"batch is {max_slots} instead of {options.max_slots} sequences: each has a state of "
+            f"{needs.slot_bytes / MIB:,.1f} MiB"
+        )
+    elif max_slots < options.max_slots:
         notes.append(
             f"batch is {max_slots} instead of {options.max_slots} sequences: the KV cache holds "
             f"{capacity:,} tokens"
@@ -140,7 +156,15 @@ def plan_memory(
         max_seq_len=max_seq_len,
         bytes_per_token=token_bytes,
         notes=tuple(notes),
+        state_bytes=(max_slots + 1) * needs.slot_bytes,
     )
+
+
+def _affordable_slots(wanted: int, slot_bytes: int, room: int) -> int:
+    """The number of sequences whose states take at most half of the room, and at least 1."""
+    if not slot_bytes:
+        return wanted
+    return max(1, min(wanted, room // 2 // slot_bytes - 1))
 
 
 def _pool_bytes(num_tokens: int, block_size: int, block_bytes: int) -> int:

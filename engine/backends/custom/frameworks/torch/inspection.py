@@ -48,7 +48,7 @@ def layer_times(source: ModelSource, num_tokens: int, repeats: int) -> dict[str,
     assert isinstance(block, Block)
     calls: dict[str, Callable[[], Tensor]] = {
         "embed": lambda: model.embed_tokens(ids, step),
-        "attn": lambda: block.attn(x, step),
+        "attn": lambda: block.mix(x, step),
         "mlp": lambda: block.feed(x),
         "norm": lambda: model.norm(last),
         "head": lambda: model.head(last),

@@ -3,8 +3,12 @@
 import logging
 from collections.abc import Mapping
 from importlib import import_module
+from itertools import accumulate
 from math import prod
 from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
 
 from engine.backends.custom.architectures.base import ModelConfig
 from engine.backends.custom.frameworks.native.execution.program import Numbered, add_program
@@ -20,6 +24,7 @@ from engine.backends.custom.ir.plan import (
     step_label,
 )
 from engine.backends.custom.ir.planner import plan_cache
+from engine.backends.custom.ir.recurrent import empty_states
 from engine.backends.custom.ir.reference import alibi_slopes
 from engine.backends.custom.ir.rotary import rope_frequencies
 from engine.backends.custom.options import EngineOptions
@@ -98,14 +103,16 @@ def memory_needs(source: ModelSource, options: EngineOptions, device: DeviceInfo
     token_bytes = kv_token_bytes(
         source.config, _kv_type(options.kv_dtype, device.dtype, options.numerics)
     )
-    return MemoryNeeds(weight_bytes, token_bytes, USUAL_POOL_BYTES)
+    return MemoryNeeds(
+        weight_bytes, token_bytes, USUAL_POOL_BYTES, slot_bytes=4 * source.config.state_floats
+    )
 
 
 def kv_token_bytes(config: ModelConfig, stored_as: str) -> int:
     """Bytes of one token in the KV cache. Heads are padded to multiples of 32 values."""
     dim = -(-config.head_dim // 32) * 32
     head_bytes = {"float32": 4 * dim, "bfloat16": 2 * dim, "int8": dim + 4}[stored_as]
-    return 2 * config.num_layers * config.num_kv_heads * head_bytes
+    return 2 * len(config.attention_layers) * config.num_kv_heads * head_bytes
 
 
 def _packed_bytes(weight: Weight) -> int:
@@ -170,9 +177,12 @@ def build_runner(source: ModelSource, config: RunnerConfig) -> NativeRunner:
     }
     weights = Numbered(
         matrices=matrices,
-        vectors={name: model.add_vector(each.reshape(-1)) for name, each in packed.vectors.items()},
+        vectors={
+            name: model.add_vector(_flat(name, each)) for name, each in packed.vectors.items()
+        },
         biases={name: model.add_vector(each) for name, each in packed.biases.items()},
         slopes=_add_slopes(model, model_config),
+        state_offsets=_state_offsets(model_config),
         per_channel=_add_per_channel(model, plans[0], matrices)
         if config.numerics == "fast"
         else {},
@@ -187,11 +197,25 @@ def build_runner(source: ModelSource, config: RunnerConfig) -> NativeRunner:
         depth=0,
         max_step_tokens=STEP_TOKENS,
         min_prompt_tokens=PROMPT_TOKENS if machine.has_bf16 else ROW_TOKENS,
+        has_state=model_config.state is not None,
     )
     layouts = ", ".join(sorted({matrix.layout for matrix in plans[0].matrices}))
     isa = machine.instruction_set
     log.info("native: %s kernels on %d threads, layouts %s", isa, threads, layouts)
     return NativeRunner(model, spec, model_config.hidden_size)
+
+
+def _flat(name: str, values: NDArray[np.float32]) -> NDArray[np.float32]:
+    """The values of a weight in the order in which kernels read them. Convolutions are read token
+    by token, so their matrix is transposed.
+    """
+    is_conv = name.endswith(".mixer.conv.weight")
+    return np.ascontiguousarray(values.T if is_conv else values).reshape(-1)
+
+
+def _state_offsets(config: ModelConfig) -> tuple[int, ...]:
+    ends = accumulate(each.shape[1] for each in empty_states(config, 0))
+    return (0, *ends)
 
 
 def _add_slopes(model: Any, config: ModelConfig) -> int:
@@ -285,12 +309,14 @@ def _set_memory(model: Any, source: ModelSource, config: RunnerConfig, plan: Exe
     )
     model.set_cache(
         KV_TYPES.index(_kv_type(config.kv_dtype, config.dtype, config.numerics)),
-        model_config.num_layers,
+        len(model_config.attention_layers),
         model_config.num_kv_heads,
         model_config.head_dim,
         config.block_size,
         config.num_blocks,
     )
+    if model_config.state is not None:
+        model.set_states(model_config.state_floats, config.max_slots + 1 + config.num_checkpoints)
     factors = source.weights.get("rope.factors")
     for rope in model_config.ropes:
         frequencies, scale = rope_frequencies(

@@ -65,6 +65,9 @@ class NativeRunner:
             inputs.logit_rows,
             inputs.prefix_groups,
             inputs.prefix_blocks,
+            inputs.slots,
+            inputs.state_load,
+            inputs.state_save,
             finite,
         )
         return StepHandle(finite.view(np.bool_), len(inputs.logit_rows))

@@ -11,8 +11,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from engine.backends.custom.architectures.base import ModelConfig
 from engine.backends.custom.frameworks.torch.execution.transfer import to_device
-from engine.backends.custom.runtime.model_runner import NULL_BLOCK, BatchInputs
+from engine.backends.custom.frameworks.torch.layers.recurrent import LayerState
+from engine.backends.custom.runtime.model_runner import I32, NULL_BLOCK, BatchInputs
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,6 +73,51 @@ class PagedCache:
         so that it need not wait. If where[t] is false, a slot of the null block is zeroed instead.
         """
         self.slots.index_fill_(1, torch.where(where, slots, self._null_slot), 0)
+
+
+class StateCache:
+    """The states of all sequences, for layers that keep one. The slot after those of sequences is
+    that of padding rows. Copies for the prefix cache follow it.
+    """
+
+    def __init__(
+        self, config: ModelConfig, num_states: int, device: torch.device, dtype: torch.dtype
+    ) -> None:
+        self.layers: list[LayerState] = []
+        for index in config.state_layers:
+            state, mixer = config.state, config.layer(index).mixer
+            assert state is not None, config
+            window = (num_states, state.conv_size - 1, state.sizes(mixer, config.hidden_size)[1])
+            conv = _zeros(window, dtype, device)
+            matrix = None
+            if mixer != "conv":
+                shape = (num_states, state.heads, state.state_size, state.head_dim)
+                matrix = _zeros(shape, torch.float32, device)
+            self.layers.append(LayerState(conv, matrix))
+
+    def copy(self, sources: I32, targets: I32) -> None:
+        """Copies states. Both arrays have indices of states."""
+        if not len(sources):
+            return
+        device = self.layers[0].conv.device if self.layers[0].conv is not None else None
+        assert device is not None
+        at, to = (to_device(each.astype(np.int64), device) for each in (sources, targets))
+        for layer in self.layers:
+            for states in (layer.conv, layer.matrix):
+                if states is not None:
+                    states.index_copy_(0, to, states.index_select(0, at))
+
+    def load(self, inputs: BatchInputs) -> None:
+        """Copies states of the prefix cache to the slots of rows that continue them."""
+        if inputs.state_load is not None:
+            rows = np.flatnonzero(inputs.state_load >= 0)
+            self.copy(inputs.state_load[rows], inputs.slots[rows])
+
+    def save(self, inputs: BatchInputs) -> None:
+        """Copies states of slots to the prefix cache."""
+        if inputs.state_save is not None:
+            rows = np.flatnonzero(inputs.state_save >= 0)
+            self.copy(inputs.slots[rows], inputs.state_save[rows])
 
 
 def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:

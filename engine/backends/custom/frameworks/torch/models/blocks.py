@@ -13,6 +13,7 @@ from engine.backends.custom.frameworks.torch.layers.experts import Experts, Shar
 from engine.backends.custom.frameworks.torch.layers.linear import can_add
 from engine.backends.custom.frameworks.torch.layers.mlp import MLP, GatedMLP
 from engine.backends.custom.frameworks.torch.layers.norm import LayerNorm, RMSNorm
+from engine.backends.custom.frameworks.torch.layers.recurrent import Recurrent
 
 Norm = RMSNorm | LayerNorm
 
@@ -24,14 +25,18 @@ def make_norm(config: ModelConfig) -> Norm:
 
 
 class Block(nn.Module, ABC):
-    """One layer: attention and MLP. Both add to the residual stream. The MLP may be a mixture of
-    experts.
+    """One layer: attention and MLP. Both add to the residual stream. In the place of attention,
+    there may be a mixer that keeps a state. The MLP may be a mixture of experts.
     """
 
     def __init__(self, config: ModelConfig, layer: int) -> None:
         super().__init__()
         self.attn_norm = make_norm(config)
-        self.attn = Attention(config, layer)
+        self.attends = config.layer(layer).mixer == "attention"
+        if self.attends:
+            self.attn = Attention(config, layer)
+        else:
+            self.mixer = Recurrent(config, layer)
         self.mlp: GatedMLP | MLP | None = None
         self.experts: Experts | None = None
         self.shared: SharedExpert | None = None
@@ -44,6 +49,10 @@ class Block(nn.Module, ABC):
             self.mlp = GatedMLP(config) if config.gated_mlp else MLP(config)
         self.multiplier = config.residual_multiplier
 
+    @property
+    def mix(self) -> Attention | Recurrent:
+        return self.attn if self.attends else self.mixer
+
     def forward(self, x: Tensor, step: Step) -> Tensor:
         return self.halves(x, step)[2]
 
@@ -52,7 +61,7 @@ class Block(nn.Module, ABC):
         layer.
         """
         read = self._attention_input(x)
-        attended = self.attn(read, step)
+        attended = self.mix(read, step)
         return attended, *self._finish(x, read, attended)
 
     def parts(self, x: Tensor, delta: Tensor | None, step: Step) -> tuple[Tensor, Tensor | None]:
@@ -73,11 +82,11 @@ class Block(nn.Module, ABC):
         """
         assert delta is None, "all blocks are alike"
         read = self._attention_input(x)
-        attended = self.attn.attended(read, step)
+        attended = self.mix.attended(read, step)
         x, read, chosen = (each.index_select(0, rows) for each in (x, read, attended))
         if not len(rows):
             return x, attended
-        return self._finish(x, read, self.attn.o(chosen))[1], attended
+        return self._finish(x, read, self.mix.o(chosen))[1], attended
 
     def feed(self, x: Tensor) -> Tensor:
         """The MLP, or the mixture of experts."""
@@ -116,7 +125,7 @@ class InputNormBlock(Block):
         return fed, x + self._scaled(fed)
 
     def parts(self, x: Tensor, delta: Tensor | None, step: Step) -> tuple[Tensor, Tensor | None]:
-        attn, attn_norm, mlp, mlp_norm = self.attn, self.attn_norm, self.mlp, self.mlp_norm
+        attn, attn_norm, mlp, mlp_norm = self.mix, self.attn_norm, self.mlp, self.mlp_norm
         # After a mixture of experts, there is a delta. Then the fused paths can't be used.
         if delta is None and self._is_few(x):
             assert isinstance(attn_norm, RMSNorm) and isinstance(mlp_norm, RMSNorm)
@@ -133,14 +142,14 @@ class InputNormBlock(Block):
         self, x: Tensor, delta: Tensor | None, step: Step, rows: Tensor
     ) -> tuple[Tensor, Tensor]:
         normed, x = self._normed(x, delta)
-        attended = self.attn.attended(normed, step)
+        attended = self.mix.attended(normed, step)
         x, chosen = x.index_select(0, rows), attended.index_select(0, rows)
         if not len(rows):
             return x, attended
         if self._is_few(x):
             assert isinstance(self.mlp, GatedMLP) and isinstance(self.mlp_norm, RMSNorm)
-            return self.mlp.fused(self.attn.o.fused(chosen, residual=x), self.mlp_norm), attended
-        return self._finish(x, normed, self.attn.o(chosen))[1], attended
+            return self.mlp.fused(self.mix.o.fused(chosen, residual=x), self.mlp_norm), attended
+        return self._finish(x, normed, self.mix.o(chosen))[1], attended
 
     def _is_few(self, x: Tensor) -> bool:
         """Whether there are so few rows that attention and MLP use fused kernels, which also add to
