@@ -65,9 +65,15 @@ class ToyEngine:
         budget: int = 16,
         max_queued: int = 1000,
         grammars: Grammars | None = None,
+        has_state: bool = False,
+        num_checkpoints: int = 0,
         **kv_options,
     ) -> None:
-        self.spec = RunnerSpec(block_size, num_blocks + 1, max_slots, max_seq_len, VOCAB, depth)
+        self.spec = RunnerSpec(
+            *(block_size, num_blocks + 1, max_slots, max_seq_len, VOCAB, depth),
+            has_state=has_state,
+            num_checkpoints=num_checkpoints,
+        )
         self.channel = ListChannel()
         self.violations: list[str] = []  # failed checks from within a step
         self.runner = ToyRunner(self.spec, self._check_writes)
