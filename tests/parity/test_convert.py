@@ -93,6 +93,7 @@ UNSAID = {
     "ministral": "sliding_window",
     "qwen2-window": "sliding_window",
     "qwen3_moe-dense": "layers",
+    "qwen3_next-dense": "layers",
     "glm4_moe-groups": "experts",
 }
 

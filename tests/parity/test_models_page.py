@@ -67,6 +67,9 @@ MODELS = {
     "glm4_moe": "GLM-4.5, GLM-4.5-Air, GLM-4.6",
     "gpt_oss": "gpt-oss-20b and 120b",
     "lfm2": "LFM2, dense models",
+    "granitemoehybrid": "Granite 4",
+    "nemotron_h": "Nemotron-H, Nemotron Nano 2; without experts",
+    "qwen3_next": "Qwen3-Next",
 }
 
 TEXT = """# Models

@@ -40,6 +40,7 @@ def runner_for(source: ModelSource, dtype: str = "float32", **changes) -> Native
 FAMILIES = (
     *("gpt2", "llama", "mistral-window", "qwen2", "qwen3", "granite", "olmo2"),
     *("gemma2", "mpt", "cohere2", "qwen2_moe", "gpt_oss", "lfm2"),
+    *("granitemoehybrid", "qwen3_next"),
 )
 
 

@@ -38,6 +38,9 @@ NAMES = (
     "qwen3_moe-dense",
     "gpt_oss",
     "lfm2",
+    "granitemoehybrid",
+    "nemotron_h",
+    "qwen3_next",
 )
 
 

@@ -47,6 +47,8 @@ QUICK = (
     "mpt",
     "gpt_oss",
     "lfm2",
+    "nemotron_h",
+    "qwen3_next",
 )
 # Transformers rotates by the length of the text at hand, the engine by the longest length served.
 BY_LENGTH = ("llama-dynamic", "phi3-long")

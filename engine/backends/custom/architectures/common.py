@@ -3,6 +3,8 @@
 Each function returns rows of weights that every layer has.
 """
 
+from dataclasses import replace
+
 from engine.backends.custom.architectures.base import ModelConfig
 from engine.backends.custom.architectures.family import (
     PAIRED,
@@ -217,6 +219,17 @@ def decoder(
         WeightRow("head.weight", "VD", "lm_head.weight", "output.weight", when=has_head),
         *((ROPE_FACTORS,) if factors else ()),
     )
+
+
+def renamed(rows: Rows, names: dict[str, str]) -> Rows:
+    """The rows with other names in Hugging Face's files."""
+
+    def new(name: str) -> str:
+        for theirs, ours in names.items():
+            name = name.replace(theirs, ours)
+        return name
+
+    return tuple(replace(each, hf=each.hf and new(each.hf)) for each in rows)
 
 
 # Attention of families whose GGUF files interleave the rotary pairs of q and k.

@@ -1,8 +1,9 @@
-"""Hybrids: models in which most layers keep a state of fixed size instead of keys and values. LFM2
-has short convolutions.
+"""Hybrids: models in which most layers keep a state of fixed size instead of keys and values. This
+module has what hybrids share, and LFM2, which has short convolutions.
 """
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -29,24 +30,34 @@ from engine.backends.custom.architectures.family import (
     WeightRow,
     is_dense,
 )
-from engine.backends.custom.architectures.states import STATE_MIXERS, Mixer
+from engine.backends.custom.architectures.states import STATE_MIXERS, Mixer, StateConfig
 from engine.core.errors import ModelFormatError
 
-_ATTENTION = "full_attention"
+LINEAR, _ATTENTION = "linear_attention", "full_attention"
+_LEGACY = {"mamba": LINEAR, "attention": _ATTENTION}  # what older files call them
 _KV_HEADS = "attention.head_count_kv"
 # In GGUF files of hybrids, the number of KV heads is a list, with 0 for layers without attention.
-_GGUF_KEYS: Keys = {key: name for key, name in GGUF_KEYS.items() if key != _KV_HEADS}
+HYBRID_GGUF_KEYS: Keys = {key: name for key, name in GGUF_KEYS.items() if key != _KV_HEADS}
+
+
+GGUF_STATE: Keys = {
+    "ssm.conv_kernel": "state.conv_size",
+    "ssm.state_size": "state.state_size",
+    "ssm.group_count": "state.groups",
+    "ssm.time_step_rank": "state.heads",
+}
 
 
 def has_state(config: ModelConfig, layer: int) -> bool:
     return config.layer(layer).mixer in STATE_MIXERS
 
 
-def _layer_types(reader: Reader, count: int, kinds: Mapping[str, Mixer]) -> list[Mixer]:
+def layer_mixers(reader: Reader, count: int, kinds: Mapping[str, Mixer]) -> list[Mixer]:
     """The mixer of each layer of a config.json. `kinds` has the mixers by their names there."""
-    listed: list[Any] = reader.read(list, "layer_types")
-    known = {**kinds, _ATTENTION: "attention"}
-    if len(listed) < count or not all(isinstance(each, str) and each in known for each in listed):
+    stated: list[Any] = reader.read(list, "layer_types")
+    listed = [_LEGACY.get(each, each) if isinstance(each, str) else None for each in stated]
+    known: dict[Any, Mixer] = {**kinds, _ATTENTION: "attention"}
+    if len(listed) < count or not all(each in known for each in listed):
         raise ModelFormatError(
             f"config.json: key 'layer_types' must have one of {', '.join(known)} for each of the "
             f"{count} layers"
@@ -54,12 +65,12 @@ def _layer_types(reader: Reader, count: int, kinds: Mapping[str, Mixer]) -> list
     return [known[each] for each in listed[:count]]
 
 
-def _layers(found: Settings, mixers: list[Mixer]) -> Settings:
+def layers_of(found: Settings, mixers: list[Mixer]) -> Settings:
     has_experts = found["experts"] is not None
     return {"layers": tuple(LayerConfig(None, found["rope"], has_experts, each) for each in mixers)}
 
 
-def _gguf_mixers(reader: Reader, found: Settings, mixer: Mixer) -> Settings:
+def gguf_mixers(reader: Reader, found: Settings, mixer: Mixer) -> Settings:
     """The number of KV heads and the mixers of the layers of a GGUF file. Layers without KV heads
     have `mixer`.
     """
@@ -75,32 +86,54 @@ def _gguf_mixers(reader: Reader, found: Settings, mixer: Mixer) -> Settings:
             "KV heads"
         )
     mixers: list[Mixer] = ["attention" if each else mixer for each in heads[:count]]
-    return {"num_kv_heads": sizes.pop(), **_layers(found, mixers)}
+    return {"num_kv_heads": sizes.pop(), **layers_of(found, mixers)}
 
 
-def _kv_heads(config: ModelConfig) -> Settings:
+def kv_heads(config: ModelConfig) -> Settings:
     layers = (config.layer(index) for index in range(config.num_layers))
     heads = [config.num_kv_heads if each.mixer == "attention" else 0 for each in layers]
     return {_KV_HEADS: np.array(heads, np.int32)}
 
 
-def _types(names: Mapping[Mixer, str]) -> Any:
-    """A function that returns the key `layer_types` of a config.json."""
-
-    def written(config: ModelConfig) -> Settings:
-        mixers = (config.layer(index).mixer for index in range(config.num_layers))
-        return {"layer_types": [names.get(each, _ATTENTION) for each in mixers]}
-
-    return written
+def written_types(config: ModelConfig, name: str) -> Settings:
+    """The key `layer_types` of a config.json. `name` is that of layers with a state."""
+    mixers = (config.layer(index).mixer for index in range(config.num_layers))
+    return {"layer_types": [_ATTENTION if each == "attention" else name for each in mixers]}
 
 
-def _mixer(name: str, shape: str, hf: str, gguf: str, bias: str | None = None) -> WeightRow:
+def mixer_row(name: str, shape: str, hf: str, gguf: str, bias: str | None = None) -> WeightRow:
     return row(f"mixer.{name}", shape, hf, gguf, bias, has_state)
 
 
-def _conv(hf: str, gguf: str) -> WeightRow:
+def conv_row(hf: str, gguf: str) -> WeightRow:
     stored = Stored(shape="C1L")
     return row("mixer.conv", "CL", hf, gguf, "state.conv_bias", has_state, stored)
+
+
+def vector_row(
+    name: str, shape: str, hf: str, gguf: str, in_hf: Stored, in_gguf: Stored
+) -> WeightRow:
+    """A vector of a layer with a state. In files, its name lacks the usual ".weight"."""
+    hf, gguf = f"model.layers.{{i}}.{hf}", f"blk.{{i}}.{gguf}"
+    ours = f"layers.{{i}}.mixer.{name}"
+    return WeightRow(ours, shape, hf, gguf, None, has_state, in_hf, in_gguf)
+
+
+def with_head_dim(reader: Reader, state: StateConfig) -> StateConfig:
+    """The state settings of a GGUF file, completed by the size of its heads."""
+    prefix = reader.read(str, "general.architecture")
+    inner = reader.read(int, f"{prefix}.ssm.inner_size")
+    if state.heads < 1 or inner < 1 or inner % state.heads:
+        raise ModelFormatError(
+            f"GGUF metadata: key '{prefix}.ssm.inner_size' must be a multiple of the number of "
+            f"heads ({state.heads})"
+        )
+    return replace(state, head_dim=inner // state.heads)
+
+
+def inner_size(config: ModelConfig) -> Settings:
+    state = config.state
+    return {} if state is None else {"ssm.inner_size": state.heads * state.head_dim}
 
 
 def _lfm2_view(config: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -130,16 +163,15 @@ def _lfm2_view(config: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def _lfm2_from_hf(reader: Reader, found: Settings) -> Settings:
-    return _layers(found, _layer_types(reader, found["num_layers"], {"conv": "conv"}))
+    return layers_of(found, layer_mixers(reader, found["num_layers"], {"conv": "conv"}))
 
 
 def _lfm2_from_gguf(reader: Reader, found: Settings) -> Settings:
-    return _gguf_mixers(reader, found, "conv")
+    return gguf_mixers(reader, found, "conv")
 
 
 def _lfm2_written(config: ModelConfig) -> Settings:
-    types = _types({"conv": "conv"})(config)
-    return {**types, "block_auto_adjust_ff_dim": False}
+    return {**written_types(config, "conv"), "block_auto_adjust_ff_dim": False}
 
 
 _LFM2_MLP = (
@@ -161,9 +193,9 @@ LFM2 = Family(
             row("attn.o", "Dq", "self_attn.out_proj", "attn_output", when=attends),
             row("attn.q_norm", "H", "self_attn.q_layernorm", "attn_q_norm", when=attends),
             row("attn.k_norm", "H", "self_attn.k_layernorm", "attn_k_norm", when=attends),
-            _conv("conv.conv", "shortconv.conv"),
-            _mixer("in", "JD", "conv.in_proj", "shortconv.in_proj", "state.proj_bias"),
-            _mixer("o", "DI", "conv.out_proj", "shortconv.out_proj", "state.proj_bias"),
+            conv_row("conv.conv", "shortconv.conv"),
+            mixer_row("in", "JD", "conv.in_proj", "shortconv.in_proj", "state.proj_bias"),
+            mixer_row("o", "DI", "conv.out_proj", "shortconv.out_proj", "state.proj_bias"),
         ),
         _LFM2_MLP,
         norm=("model.embedding_norm.weight", "token_embd_norm.weight"),
@@ -171,7 +203,7 @@ LFM2 = Family(
     hf_keys=layer_keys("norm_eps")
     | {"tie_embedding": "tie_embeddings", "conv_L_cache": "state.conv_size"}
     | {"conv_bias": ("state.conv_bias", "state.proj_bias")},
-    gguf_keys=_GGUF_KEYS | {"shortconv.l_cache": "state.conv_size"},
+    gguf_keys=HYBRID_GGUF_KEYS | {"shortconv.l_cache": "state.conv_size"},
     always={"qk_norm": "head"},
     hf_defaults={"tie_embeddings": True, "state.conv_size": 3, "state.conv_bias": False},
     theta=1_000_000.0,
@@ -179,5 +211,5 @@ LFM2 = Family(
     hf_more=_lfm2_from_hf,
     gguf_more=_lfm2_from_gguf,
     hf_written=_lfm2_written,
-    gguf_written=_kv_heads,
+    gguf_written=kv_heads,
 )

@@ -26,7 +26,12 @@ from engine.backends.custom.frameworks.torch.layers.norm import RMSNorm
 from engine.backends.custom.frameworks.torch.layers.recurrent import LayerState
 from engine.backends.custom.frameworks.torch.layers.rotary import Rotary, Rotation
 from engine.backends.custom.frameworks.torch.layers.scans import Rows, divide
-from engine.backends.custom.frameworks.torch.models.blocks import Block, make_block, make_norm
+from engine.backends.custom.frameworks.torch.models.blocks import (
+    Block,
+    HalfBlock,
+    make_block,
+    make_norm,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,7 +107,7 @@ class Decoder(nn.Module):
         """
         before = len(self.layers) - 1
         block = self.layers[before]
-        assert isinstance(block, Block)
+        assert isinstance(block, Block | HalfBlock)
         return block.last(*self._through(before, token_ids, step), step, rows)
 
     def _through(self, count: int, ids: Tensor, step: Step) -> tuple[Tensor, Tensor | None]:
@@ -111,7 +116,7 @@ class Decoder(nn.Module):
         """
         x, delta = self.embed_tokens(ids, step), None
         for block in self.layers[:count]:
-            assert isinstance(block, Block)
+            assert isinstance(block, Block | HalfBlock)
             x, delta = block.parts(x, delta, step)
         return x, delta
 

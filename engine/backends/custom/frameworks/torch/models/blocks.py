@@ -4,6 +4,7 @@ MLP follow each other.
 
 from abc import ABC, abstractmethod
 
+import torch
 from torch import Tensor, nn
 
 from engine.backends.custom.architectures.base import ModelConfig
@@ -169,6 +170,50 @@ class InputNormBlock(Block):
         return (self.attn_norm(x), x) if delta is None else self.attn_norm.add(delta, x)
 
 
+class HalfBlock(nn.Module):
+    """A layer that has either a mixer or an MLP, with a norm before it."""
+
+    def __init__(self, config: ModelConfig, layer: int) -> None:
+        super().__init__()
+        kind = config.layer(layer)
+        self.multiplier = config.residual_multiplier
+        self.kind = kind.mixer
+        if kind.mixer == "none":
+            self.mlp_norm = make_norm(config)
+            self.mlp = GatedMLP(config) if config.gated_mlp else MLP(config)
+            return
+        self.attn_norm = make_norm(config)
+        if kind.mixer == "attention":
+            self.attn = Attention(config, layer)
+        else:
+            self.mixer = Recurrent(config, layer)
+
+    def forward(self, x: Tensor, step: Step) -> Tensor:
+        return self.halves(x, step)[2]
+
+    def halves(self, x: Tensor, step: Step) -> tuple[Tensor, Tensor, Tensor]:
+        """See `Block.halves`. The output of the half that the layer lacks is zero."""
+        half = self.mlp(self.mlp_norm(x)) if self.kind == "none" else self._mixed(x, step)
+        total, zero = x + half * self.multiplier, torch.zeros_like(x)
+        return (zero, half, total) if self.kind == "none" else (half, zero, total)
+
+    def parts(self, x: Tensor, delta: Tensor | None, step: Step) -> tuple[Tensor, Tensor | None]:
+        return self.forward(x if delta is None else x + delta, step), None
+
+    def last(
+        self, x: Tensor, delta: Tensor | None, step: Step, rows: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        x = x if delta is None else x + delta
+        if self.kind != "none":
+            x = self.forward(x, step)
+            return x.index_select(0, rows), x
+        return self.forward(x.index_select(0, rows), step), x
+
+    def _mixed(self, x: Tensor, step: Step) -> Tensor:
+        mix = self.attn if self.kind == "attention" else self.mixer
+        return mix(self.attn_norm(x), step)
+
+
 class OutputNormBlock(Block):
     """Attention and MLP read the residual stream itself. Their outputs are normalized before they
     are added to it.
@@ -228,7 +273,11 @@ _BLOCKS: dict[str, type[Block]] = {
 }
 
 
-def make_block(config: ModelConfig, layer: int) -> Block:
+def make_block(config: ModelConfig, layer: int) -> Block | HalfBlock:
+    kind = config.layer(layer)
+    if kind.mixer == "none" or not kind.mlp:
+        assert config.norm_placement == "input", "a layer with one half normalizes its input"
+        return HalfBlock(config, layer)
     if config.parallel is None:
         return _BLOCKS[config.norm_placement](config, layer)
     assert config.norm_placement == "input", "a parallel block normalizes inputs"
