@@ -11,7 +11,8 @@ from engine.core.errors import InvalidRequestError
 from engine.core.interfaces.backend import Event, GrammarSpec, ModelCard
 from engine.core.interfaces.request import EngineStats
 from engine.core.interfaces.request import SamplingParams as WireParams
-from engine.library.arguments import DEFAULT_MODEL, EngineArgs
+from engine.core.store.catalogue import DEFAULT_MODEL
+from engine.library.arguments import EngineArgs
 from engine.library.embedded import (
     Asked,
     EmbeddedEngine,

@@ -11,9 +11,9 @@ from dataclasses import asdict, dataclass, fields
 from typing import Any, get_args
 
 from engine.core.errors import ConfigError
+from engine.core.store.catalogue import DEFAULT_MODEL
 from engine.core.utils.names import suggest
 
-DEFAULT_MODEL = "smollm2-135m-instruct"
 _MIB = 2**20
 # Argument -> the setting that it sets. Values pass unchanged, unless `_VALUES` translates them.
 _SETTINGS = {

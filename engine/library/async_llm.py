@@ -6,7 +6,8 @@ from typing import Any
 
 from engine.core.interfaces.backend import ModelCard
 from engine.core.interfaces.request import SamplingParams as WireParams
-from engine.library.arguments import DEFAULT_MODEL, EngineArgs
+from engine.core.store.catalogue import DEFAULT_MODEL
+from engine.library.arguments import EngineArgs
 from engine.library.embedded import EmbeddedEngine, Messages, Prompt
 from engine.outputs import EmbeddingRequestOutput, RequestOutput, ScoringRequestOutput
 

@@ -16,8 +16,10 @@ import msgspec
 
 from engine.backends.base import InferenceBackend, close_events
 from engine.backends.custom.app import build_backend
+from engine.backends.custom.engine_settings import backend_name, has_engine
 from engine.backends.custom.frontend.generation import Generation
 from engine.core.config import load_settings
+from engine.core.config_schema import Settings
 from engine.core.errors import InvalidRequestError, UnavailableError
 from engine.core.interfaces.backend import (
     ChatRequest,
@@ -29,6 +31,7 @@ from engine.core.interfaces.backend import (
     ModelCard,
 )
 from engine.core.interfaces.request import SamplingParams as WireParams
+from engine.core.store.model_store import needs_pull
 from engine.library.answers import Answer
 from engine.library.arguments import EngineArgs
 from engine.outputs import (
@@ -71,6 +74,7 @@ class EmbeddedEngine:
 
     def __init__(self, arguments: EngineArgs) -> None:
         loaded = load_settings(None, arguments.flags(), {})
+        _fetch_model(loaded.settings)
         self.max_queued = loaded.settings.performance.max_queued_requests
         self.backend: InferenceBackend = build_backend(loaded.settings, in_process=True)
         # Requests without a seed get consecutive seeds, so a program gives the same output again.
@@ -289,6 +293,15 @@ class EmbeddedEngine:
 
 def _cosine(one: EmbeddingRequestOutput, other: EmbeddingRequestOutput) -> float:
     return float(one.outputs.vector @ other.outputs.vector)  # both have unit length
+
+
+def _fetch_model(settings: Settings) -> None:
+    """Download the model if it is missing, with progress bars on a terminal."""
+    model = settings.model.model_path
+    if has_engine(backend_name(settings)) and needs_pull(model):
+        from engine.cli.pull_progress import pull_shown
+
+        pull_shown(model)
 
 
 def default_params() -> SamplingParams:

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from engine.core.interfaces.backend import UsageEvent
-from engine.library.arguments import DEFAULT_MODEL
+from engine.core.store.catalogue import DEFAULT_MODEL
 from engine.llm import LLM
 from engine.sampling_params import make_params
 from engine.servers.http.sse import DONE
