@@ -9,9 +9,9 @@ import sys
 from collections.abc import Iterable
 
 from engine.backends.custom.runtime.block_pool import BlockPool
+from engine.backends.custom.runtime.groups.windows import WindowGroup
 from engine.backends.custom.runtime.radix_cache import Match, RadixCache
 from engine.backends.custom.runtime.sequence import Sequence
-from engine.backends.custom.runtime.windows import WindowGroup
 
 log = logging.getLogger(__name__)
 
@@ -43,7 +43,7 @@ class KVCache:
         self.block_size = block_size
         self.sharing = sharing
         self.windows = windows
-        self.no_match = Match([], () if windows is None else ([],))
+        self.no_match = Match([], tuple([] for _ in radix.columns))
         # The most tokens of a sequence that a step may compute.
         self.max_row = NO_LIMIT if windows is None else windows.max_row
         self._max_cached_blocks = max_cached_blocks

@@ -14,9 +14,9 @@ from typing import NamedTuple
 
 from engine.backends.custom.runtime.block_pool import BlockPool
 from engine.backends.custom.runtime.eviction_order import POLICIES, EvictionPolicy, Key, Leaves
+from engine.backends.custom.runtime.groups.side_column import SideColumn, resumable
 from engine.backends.custom.runtime.model_runner import NULL_BLOCK
 from engine.backends.custom.runtime.sequence import Tokens, packed
-from engine.backends.custom.runtime.side_column import SideColumn, resumable
 
 
 class Match(NamedTuple):
@@ -89,7 +89,7 @@ class RadixCache:
         columns: Sequence[SideColumn] = (),
     ) -> None:
         self._pool = pool
-        self._columns = tuple(columns)
+        self.columns = tuple(columns)
         self._block_size = block_size
         self._key = POLICIES[policy]
         self._leaves = Leaves(self._key, self._is_evictable, clock)
@@ -103,7 +103,7 @@ class RadixCache:
         """Empty the tree without returning its blocks to the pools. The caller resets the pools as
         well.
         """
-        for column in self._columns:
+        for column in self.columns:
             column.clear()
         self._roots: dict[str, Root] = {}
         self._leaves.clear()
@@ -114,14 +114,14 @@ class RadixCache:
         blocks match.
         """
         found: list[int] = []
-        sides: list[list[int]] = [[] for _ in self._columns]
+        sides: list[list[int]] = [[] for _ in self.columns]
         for node, count in self._walk(namespace, tokens):
             found.extend(node.blocks[:count])
             for side, entries in zip(sides, node.sides, strict=True):
                 side.extend(entries[:count])
         if not sides:
             return Match(found)
-        reaches = [column.reach for column in self._columns]
+        reaches = [column.reach for column in self.columns]
         length = resumable(len(found), list(zip(reaches, sides, strict=True)))
         last = (
             side[max(0, length - reach) : length]
@@ -233,7 +233,7 @@ class RadixCache:
             assert node.parent.children[node.tokens[:size].tobytes()] is node
             assert all(len(side) == len(node.blocks) for side in node.sides), "a side column"
         assert leaves == self.num_leaves, (leaves, self.num_leaves)
-        for index, column in enumerate(self._columns):
+        for index, column in enumerate(self.columns):
             column.check(node.sides[index] for node in self._nodes())
         cached = Counter[str]()
         for node in self._nodes():
@@ -289,7 +289,7 @@ class RadixCache:
             # Otherwise the parent was a leaf, and the new node takes its place as a leaf.
             self.num_leaves += 1
         node = Node(tokens, blocks, parent, parent.tenant)
-        node.sides = tuple([NULL_BLOCK] * len(blocks) for _ in self._columns)
+        node.sides = tuple([NULL_BLOCK] * len(blocks) for _ in self.columns)
         self._leaves.count(node.tenant, len(blocks))
         node.created = self._tick
         parent.children[tokens[: self._block_size].tobytes()] = node
@@ -301,7 +301,7 @@ class RadixCache:
         """Store the side entries that the first `count` blocks of a node lack. In `sides`, these
         blocks start at `done`.
         """
-        for column, entries, side in zip(self._columns, node.sides, sides, strict=False):
+        for column, entries, side in zip(self.columns, node.sides, sides, strict=False):
             for index, entry in enumerate(side[done : done + count]):
                 if entry != NULL_BLOCK and entries[index] == NULL_BLOCK:
                     column.add(entries, index, entry)
@@ -315,7 +315,7 @@ class RadixCache:
         upper.num_uses, upper.expires_at = node.num_uses, node.expires_at
         upper.sides = tuple(side[:count] for side in node.sides)
         node.sides = tuple(side[count:] for side in node.sides)
-        for column, above, below in zip(self._columns, upper.sides, node.sides, strict=True):
+        for column, above, below in zip(self.columns, upper.sides, node.sides, strict=True):
             column.move(above)
             column.move(below)
         parent.children[upper.tokens[:size].tobytes()] = upper
@@ -347,7 +347,7 @@ class RadixCache:
         while freed < count and node.blocks and self._pool.refs(node.blocks[-1]) == 1:
             self._pool.uncache(node.blocks.pop())
             freed += 1
-            for column, side in zip(self._columns, node.sides, strict=True):
+            for column, side in zip(self.columns, node.sides, strict=True):
                 if (entry := side.pop()) != NULL_BLOCK:
                     column.remove(entry)
         self._leaves.count(node.tenant, -freed)

@@ -27,6 +27,7 @@ from engine.backends.custom.runtime.batch import warm_up
 from engine.backends.custom.runtime.block_pool import BlockPool
 from engine.backends.custom.runtime.budget import TARGET_STEP_S, StepBudget
 from engine.backends.custom.runtime.grammar import Grammars, Vocabulary
+from engine.backends.custom.runtime.groups.windows import window_group
 from engine.backends.custom.runtime.kv_cache import KVCache
 from engine.backends.custom.runtime.loop import Channel, EngineLoop
 from engine.backends.custom.runtime.model_runner import (
@@ -37,7 +38,6 @@ from engine.backends.custom.runtime.model_runner import (
 )
 from engine.backends.custom.runtime.radix_cache import RadixCache
 from engine.backends.custom.runtime.scheduler import Scheduler
-from engine.backends.custom.runtime.windows import window_group
 from engine.backends.custom.weights.model import ModelSource, open_model
 from engine.backends.custom.worker.encoder_loop import Encoder, EncoderLoop, is_encoder
 from engine.backends.custom.worker.encoder_loop import warm_up as warm_up_encoder

@@ -9,9 +9,9 @@ sequence, however long the sequence is.
 from collections.abc import Iterable
 
 from engine.backends.custom.runtime.block_pool import BlockPool
+from engine.backends.custom.runtime.groups.side_column import SideColumn
 from engine.backends.custom.runtime.model_runner import NULL_BLOCK, RunnerSpec
 from engine.backends.custom.runtime.sequence import Sequence
-from engine.backends.custom.runtime.side_column import SideColumn
 
 
 class WindowGroup:
