@@ -255,7 +255,7 @@ def test_a_row_that_is_not_finite_is_told_and_erased(tmp_path: Path) -> None:
         embedded[spared] = float("nan")
     output = driver.step([(good, 5), (bad, 6)])
     assert output.finite.tolist() == [True, False]
-    assert bool(torch.isfinite(runner._cache.slots[:, 4:]).all())
+    assert bool(torch.isfinite(runner._cache.caches[0].slots[:, 4:]).all())
 
 
 def test_what_breaks_after_the_last_attention_is_told(tmp_path: Path) -> None:

@@ -151,6 +151,12 @@ class BatchInputs:
     window_tables: I32 | None = None  # (S, B)
     window_slots: I64 | None = None  # (T,)
 
+    def tables_for(self, window: int | None) -> I32:
+        """The block tables of layers with this sliding window."""
+        if window is None or self.window_tables is None:
+            return self.block_tables
+        return self.window_tables
+
 
 @dataclass(frozen=True, slots=True)
 class SamplingInputs:

@@ -98,6 +98,7 @@ def runner_config(options: EngineOptions, device: DeviceInfo, plan: MemoryPlan) 
         dtype=device.dtype,
         block_size=options.block_size,
         num_blocks=plan.num_blocks,
+        num_window_blocks=plan.num_window_blocks,
         max_slots=plan.max_slots,
         max_seq_len=plan.max_seq_len,
         num_threads=options.threads,
