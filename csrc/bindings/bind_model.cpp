@@ -231,9 +231,9 @@ void bind_attention_ops(nb::class_<BoundModel>& model) {
                 heads, kv_heads, head_dim, scale, window, softcap, self.vector(slopes), self.vector(sinks)};
             self.add_op(op);
         },
-        nb::kw_only(), nb::arg("qkv"), nb::arg("out"), nb::arg("cache"), nb::arg("layer"),
-        nb::arg("heads"), nb::arg("kv_heads"), nb::arg("head_dim"), nb::arg("scale"), nb::arg("window"),
-        nb::arg("softcap"), nb::arg("slopes"), nb::arg("sinks"));
+        nb::kw_only(), nb::arg("qkv"), nb::arg("out"), nb::arg("cache"), nb::arg("layer"), nb::arg("heads"),
+        nb::arg("kv_heads"), nb::arg("head_dim"), nb::arg("scale"), nb::arg("window"), nb::arg("softcap"),
+        nb::arg("slopes"), nb::arg("sinks"));
 }
 
 void bind_expert_ops(nb::class_<BoundModel>& model) {
@@ -316,20 +316,17 @@ StepArrays step_arrays(Ints token_ids, Ints positions, Longs write_slots, Ints q
 }
 
 void bind_halves(nb::class_<BoundModel>& model) {
-    model.def("forward",
-              [](BoundModel& self, Ints token_ids, Ints positions, Longs write_slots, Ints query_start,
-                 Ints num_prompt, Array<const int32_t, 2> tables, Ints logit_rows, Ints prefix_groups,
-                 Ints prefix_blocks, Longs window_slots, Array<const int32_t, 2> window_tables,
-                 Array<uint8_t, 1> finite) {
-                  StepArrays step =
-                      step_arrays(token_ids, positions, write_slots, query_start, num_prompt, tables,
-                                  logit_rows, prefix_groups, prefix_blocks, window_slots, window_tables);
-                  if (finite.shape(0) != num_prompt.shape(0))
-                      throw nb::value_error("finite: another number of rows");
-                  uint8_t* flags = finite.data();
-                  nb::gil_scoped_release release;
-                  self.model.forward(step, flags);
-              });
+    model.def("forward", [](BoundModel& self, Ints token_ids, Ints positions, Longs write_slots,
+                            Ints query_start, Ints num_prompt, Array<const int32_t, 2> tables,
+                            Ints logit_rows, Ints prefix_groups, Ints prefix_blocks, Longs window_slots,
+                            Array<const int32_t, 2> window_tables, Array<uint8_t, 1> finite) {
+        StepArrays step = step_arrays(token_ids, positions, write_slots, query_start, num_prompt, tables,
+                                      logit_rows, prefix_groups, prefix_blocks, window_slots, window_tables);
+        if (finite.shape(0) != num_prompt.shape(0)) throw nb::value_error("finite: another number of rows");
+        uint8_t* flags = finite.data();
+        nb::gil_scoped_release release;
+        self.model.forward(step, flags);
+    });
     model.def("set_sampler", [](BoundModel& self, int vocab, int max_slots, int max_seq_len) {
         self.model.set_sampler(vocab, max_slots, max_seq_len);
         self.model.max_positions = max_seq_len;

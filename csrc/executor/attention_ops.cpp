@@ -91,9 +91,8 @@ void Executor::rope_write(const Op& op, int begin, int end) {
 
 void Executor::attention(const Op& op, int thread, int& index) {
     const Batch& batch = windows_[size_t(op.schedule)].batch;
-    AttentionJob job{
-        &op.shape,        &caches_[op.cache], &batch,        op.layer,       at(op.source, 0),
-        width(op.source), at(op.out, 0),      width(op.out), parts_.floats()};
+    AttentionJob job{&op.shape,        &caches_[op.cache], &batch,        op.layer,       at(op.source, 0),
+                     width(op.source), at(op.out, 0),      width(op.out), parts_.floats()};
     int kv_heads = op.shape.kv_heads;
     round(thread, index, [&](int begin, int end) {
         for (int i = begin; i < end; i++) kernels_.attend(job, i / kv_heads, i % kv_heads, scratch(thread));

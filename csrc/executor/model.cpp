@@ -49,8 +49,7 @@ void Model::check_cache(const StepArrays& step, const KvCache& cache, const int3
                         const int64_t* slots) const {
     need(all_within(tables, step.rows * step.table_width, int(cache.blocks)), "a block that is not there");
     int64_t count = cache.blocks * cache.block_size;
-    need(std::all_of(slots, slots + step.tokens,
-                     [count](int64_t slot) { return slot >= 0 && slot < count; }),
+    need(std::all_of(slots, slots + step.tokens, [count](int64_t slot) { return slot >= 0 && slot < count; }),
          "a slot outside the cache");
 }
 

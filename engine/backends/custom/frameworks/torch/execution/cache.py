@@ -133,9 +133,9 @@ def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> 
     """Allocates a tensor of zeros. Uninitialised memory could contain NaN. Attention multiplies the
     values of masked positions by 0, but 0 * NaN is NaN.
     """
-    if device.type != "cpu":
+    size = math.prod(shape) * dtype.itemsize
+    if device.type != "cpu" or not size:
         return torch.zeros(shape, dtype=dtype, device=device)
     # np.zeros gets zero-filled pages from the system, which use no memory until they are written.
     # torch.zeros would write every page at once.
-    size = math.prod(shape) * dtype.itemsize
     return torch.from_numpy(np.zeros(size, np.uint8)).view(dtype).view(shape)
