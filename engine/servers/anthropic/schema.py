@@ -32,7 +32,6 @@ from engine.servers.schema.body import SamplingBody, drop_no_effect
 from engine.servers.schema.messages import (
     MAX_MESSAGES,
     MAX_TOOLS,
-    check_format_and_choice,
     known_name,
 )
 from engine.servers.schema.structured import schema_spec
@@ -223,17 +222,15 @@ def parse(kind: type[Kind], raw: dict[str, Any]) -> tuple[Kind, AnthropicPrompt]
     reader.cache_control(body.cache_control, "cache_control")
     tools = body.tools
     messages = with_system(body.messages, reader.system(body.system or ""))
-    choice, grammar = _tool_choice(body.tool_choice, tools), _grammar(body)
-    check_format_and_choice(grammar, choice)
     prompt = AnthropicPrompt(
         messages=_without_empty_start(messages),
         tools=tools,
-        tool_choice=choice,
+        tool_choice=_tool_choice(body.tool_choice, tools),
         parallel_tool_calls=not (
             body.tool_choice is not None and body.tool_choice.disable_parallel_tool_use
         ),
         continues_answer=_continues(messages),
-        grammar=grammar,
+        grammar=_grammar(body),
         warnings=reader.warnings,
     )
     return body, prompt

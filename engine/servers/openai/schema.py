@@ -14,7 +14,7 @@ from engine.core.interfaces.request import SamplingParams
 from engine.servers.http.errors import problem
 from engine.servers.schema import fields
 from engine.servers.schema.body import SamplingBody
-from engine.servers.schema.messages import check_format_and_choice, parse_tool_choice
+from engine.servers.schema.messages import parse_tool_choice
 
 MAX_BEST_OF = 20
 MAX_LOGPROBS = 20
@@ -140,8 +140,7 @@ class ChatBody(EndOfPrompt, OpenAIBody):
         limits = (self.max_tokens, self.max_completion_tokens)
         if None not in limits and limits[0] != limits[1]:
             raise problem("max_completion_tokens", "differs from max_tokens; send one of them")
-        choice, _ = self.choice_of_tools
-        check_format_and_choice(self.grammar, choice)
+        _ = self.choice_of_tools  # raises if it is invalid
         return self
 
     def params(self, card: ModelCard) -> SamplingParams:
