@@ -100,6 +100,8 @@ class FakeBackend(InferenceBackend):
         self.script: Script | Callable[[ChatRequest | CompletionRequest], Script] | None = None
         self.reasoning_tokens = 0  # reported in the usage
         self.cards = [CARD]
+        self.check_s = 0.0  # time until a refusal
+        self.tells_prompt = True  # whether it tells the prompt's length before the answer
         self.prefill_s = 0.0
         self.token_s: float | None = 0.0  # None: all tokens at once
         self.refusal: EngineError | None = None  # raised before the first event
@@ -181,6 +183,8 @@ class FakeBackend(InferenceBackend):
         self, request: ChatRequest | CompletionRequest, num_prompt: int
     ) -> AsyncIterator[Event]:
         context = request.context
+        if self.check_s:
+            await asyncio.sleep(self.check_s)
         if self.refusal is not None:
             raise self.refusal
         if num_prompt >= CONTEXT_LENGTH:
@@ -190,6 +194,8 @@ class FakeBackend(InferenceBackend):
                 param="messages",
                 code="context_length_exceeded",
             )
+        if context.on_prompt is not None:
+            context.on_prompt(num_prompt if self.tells_prompt else None)
         self.num_open += 1
         finished = False
         try:

@@ -248,6 +248,8 @@ class CustomBackend(InferenceBackend):
         )
         generation = Generation(submitted, text, prepared, self._link)
         self._link.submit(submitted, generation)
+        if context.on_prompt is not None:
+            context.on_prompt(len(prepared.token_ids))
         return generation
 
     async def embed(self, request: EmbedRequest) -> Embeddings:

@@ -207,6 +207,8 @@ class ServerLink:
         """Push all events of the answer except the usage, and return the usage. Raises
         `EngineError` on failure.
         """
+        if request.context.on_prompt is not None:
+            request.context.on_prompt(None)
         if request.context.params.n > 1 and "n" in self._dialect.emulated:
             runs = [functools.partial(self._answer_one, each) for each in _one_by_one(request)]
             return await run_side_by_side(runs, sink)

@@ -6,6 +6,7 @@ events, one `FinishEvent` per choice, and last one `UsageEvent`. A failed stream
 `EngineError`.
 """
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Literal
 
 import msgspec
@@ -116,6 +117,9 @@ class GenerationContext(msgspec.Struct, frozen=True, kw_only=True):
     # Keep only this many tokens from the end of the prompt. -1 keeps as many as fit into the
     # context. None keeps the whole prompt.
     truncate_prompt_tokens: int | None = None
+    # Called once the backend has checked the prompt and sent it to its engine, with the prompt's
+    # number of tokens. None: only the remote server knows the number.
+    on_prompt: Callable[[int | None], None] | None = None
 
 
 class ToolChoice(msgspec.Struct, frozen=True):

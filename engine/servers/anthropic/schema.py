@@ -20,6 +20,7 @@ from pydantic import (
 )
 from starlette.requests import Request
 
+from engine.core.errors import InvalidRequestError
 from engine.core.interfaces.backend import (
     GrammarSpec,
     ModelCard,
@@ -212,6 +213,14 @@ def parse(kind: type[Kind], raw: dict[str, Any]) -> tuple[Kind, AnthropicPrompt]
     """Validate a body. Returns the body and its parsed prompt. If the body is invalid, raises an
     `InvalidRequestError` that names the field, the rule and the given value.
     """
+    if raw.get("thread") is not None:
+        # By `details`, Anthropic's SDK knows that it must send the whole conversation instead.
+        raise InvalidRequestError(
+            "thread is not supported by this server; send the whole conversation in messages.",
+            param="thread",
+            code="unsupported_parameter",
+            details={"error_code": "thread_unsupported_request"},
+        )
     reader = BlockReader()
     try:
         body = kind.model_validate(

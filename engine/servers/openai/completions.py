@@ -23,7 +23,7 @@ from engine.core.interfaces.backend import (
     UsageEvent,
 )
 from engine.core.interfaces.request import SamplingParams
-from engine.servers.openai.chat import check_structure
+from engine.servers.openai.chat import check_structure, stream_chunks
 from engine.servers.openai.format import (
     Choice,
     Collected,
@@ -37,7 +37,6 @@ from engine.servers.serving.admission import Ticket
 from engine.servers.serving.chat import NO_TEXT
 from engine.servers.serving.services import (
     Services,
-    answer_streaming,
     json_bytes,
     new_completion_id,
 )
@@ -66,7 +65,7 @@ def add_completions_routes(app: FastAPI, services: Services) -> None:
         num_candidates = len(sources) * params.n
         if body.stream:
             stream = CompletionStream(envelope, num_candidates, body.include_usage)
-            return await answer_streaming(pump, stream)
+            return await stream_chunks(services, pump, stream, body)
         collected = await collect(pump, num_candidates)
         return json_bytes(
             completion_body(

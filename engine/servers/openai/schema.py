@@ -28,6 +28,7 @@ class StreamOptions(BaseModel):
     model_config = ConfigDict(strict=True, extra="forbid", frozen=True, defer_build=True)
 
     include_usage: bool | None = None
+    continuous_usage_stats: bool | None = None  # vLLM's: usage in every chunk, with include_usage
     include_obfuscation: Literal[False] | None = None  # padding of chunks is not supported
 
 
@@ -55,6 +56,10 @@ class OpenAIBody(SamplingBody):
     @property
     def include_usage(self) -> bool:
         return self.stream_options is not None and bool(self.stream_options.include_usage)
+
+    @property
+    def continuous_usage(self) -> bool:
+        return self.stream_options is not None and bool(self.stream_options.continuous_usage_stats)
 
     @property
     def grammar(self) -> GrammarSpec | None:

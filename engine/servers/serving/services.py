@@ -6,7 +6,7 @@ import re
 import secrets
 from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 import msgspec
 from starlette.requests import Request
@@ -14,7 +14,12 @@ from starlette.responses import Response
 
 from engine.backends.base import BackendHolder, InferenceBackend, Resolved
 from engine.core.config_schema import Settings
-from engine.core.errors import InvalidRequestError, NotFoundError, UnavailableError
+from engine.core.errors import (
+    InvalidRequestError,
+    NotFoundError,
+    PayloadTooLargeError,
+    UnavailableError,
+)
 from engine.core.interfaces.backend import (
     GenerationContext,
     GrammarSpec,
@@ -26,6 +31,7 @@ from engine.core.observability.metrics import Metrics
 from engine.servers.access.auth import KeyRing, is_acting, principal_of
 from engine.servers.access.quotas import Quotas
 from engine.servers.http import sse
+from engine.servers.http.errors import PromptTooLargeError
 from engine.servers.http.limits import read_parsed
 from engine.servers.http.request_log import record_of
 from engine.servers.schema.body import Body, SamplingBody, parse_body
@@ -35,7 +41,10 @@ from engine.servers.serving.watcher import EngineWatcher
 
 # Seconds after which clients should retry while the model loads or the engine restarts.
 NOT_READY_RETRY_S = 5.0
+# No text of a prompt has more bytes per token than this, except for long runs of one character.
+MAX_BYTES_PER_TOKEN = 16
 _MAX_NAMED_MODELS = 20
+T = TypeVar("T")
 _DEFAULT_PARAMS = SamplingParams()
 SESSION_HEADER = "x-session-id"
 # Characters that are replaced in warnings. Warnings may quote a client's text and are sent in a
@@ -103,8 +112,20 @@ class Services:
             await ticket.close()
 
     async def read(self, request: Request, kind: type[Body]) -> Body:
+        return await self.read_as(request, functools.partial(parse_body, kind))
+
+    async def read_as(self, request: Request, parse: Callable[[dict[str, Any]], T]) -> T:
+        """Read the request body and return `parse(body)`."""
         max_bytes = self.settings.server.body_limit_mb * 2**20
-        return await read_parsed(request, max_bytes, functools.partial(parse_body, kind))
+        try:
+            return await read_parsed(request, max_bytes, parse)
+        except PayloadTooLargeError as error:
+            longest = max((card.max_model_len for card in self.backend.models()), default=0)
+            if not 0 < longest * MAX_BYTES_PER_TOKEN < max_bytes:
+                raise
+            raise PromptTooLargeError(
+                f"{error.message} This model's maximum context length is {longest} tokens."
+            ) from None
 
     def find_model(self, name: str | None) -> ModelCard:
         return self._resolve(name).card
@@ -253,11 +274,21 @@ def new_completion_id(prefix: str) -> str:
 
 
 async def answer_streaming(pump: EventPump, format: sse.StreamFormat) -> Response:
-    """Start a streaming response. If the backend refuses the request within `sse.ACCEPT_WAIT_S`,
-    this raises before any header is sent, so the client gets an HTTP error.
+    """Start a streaming response. If the backend refuses the prompt, or the request within
+    `sse.ACCEPT_WAIT_S`, this raises before any header is sent, so the client gets an HTTP error.
     """
-    await pump.accepted(sse.ACCEPT_WAIT_S)
+    await pump.accepted(sse.CHECK_WAIT_S, sse.ACCEPT_WAIT_S)
     return sse.EventStream(pump, format)
+
+
+async def answer_counted(
+    pump: EventPump,
+    backend: InferenceBackend,
+    make_format: Callable[[list[int]], sse.StreamFormat],
+) -> Response:
+    """Like `answer_streaming`, for a format that needs the number of tokens of each prompt."""
+    await pump.accepted(sse.CHECK_WAIT_S, sse.ACCEPT_WAIT_S)
+    return sse.EventStream(pump, make_format(await pump.prompt_lengths(backend)))
 
 
 def json_bytes(body: bytes) -> Response:
