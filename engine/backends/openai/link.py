@@ -220,12 +220,16 @@ class ServerLink:
         made = await self._within(request.timeout_s, self._post(path, body))
         return read_vectors(made, len(request.inputs))
 
-    async def tokenize(self, content: ChatRequest | str, special: bool) -> tuple[int, ...]:
+    async def tokenize(
+        self, content: ChatRequest | str, special: bool, parse_special: bool = False
+    ) -> tuple[int, ...]:
         api, model = self._dialect.tokens, self.card.id
         if api is None or (not isinstance(content, str) and api.chats is None):
             raise InvalidRequestError(_NO_TOKENS, param="model")
         if isinstance(content, str):
             body = text_body(api, model, content, special)
+            if parse_special and api.chats == "template":
+                body["parse_special"] = True  # the other servers always parse control tokens
         else:
             body = self._bodies.tokenized_chat(content)
             if api.chats == "template":

@@ -135,7 +135,7 @@ class PromptBody(BaseModel):
 
     model_config = _STRICT
 
-    model: fields.ModelName
+    model: fields.ModelName | None = None
     messages: Messages
     system: str | list[Any] | None = None
     tools: Tools = ()

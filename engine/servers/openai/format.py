@@ -31,6 +31,9 @@ _encode = msgspec.json.Encoder().encode
 # The lowest logprob that is sent, because JSON has no infinity. OpenAI's clients take this number
 # as a probability of 0.
 _MIN_LOGPROB = -9999.0
+# The bytes that continue a character of several bytes in UTF-8.
+_CONTINUATIONS = bytes(range(0x80, 0xC0))
+_CONTINUATION_BYTES = frozenset(bytes([each]) for each in _CONTINUATIONS)
 # The end of a chunk, if the stream has a usage. Text can't contain it, because JSON escapes line
 # breaks.
 _END_OF_CHUNK = b'"usage":null}\n\n'
@@ -102,8 +105,10 @@ def legacy_logprobs(tokens: Sequence[TokenText], offset: int) -> dict[str, Any]:
     """
     offsets: list[int] = []
     for token in tokens:
-        offsets.append(offset)
-        offset += len(token.token)
+        # A token may start inside of a character.
+        is_inside = token.in_text and token.token_bytes[:1] in _CONTINUATION_BYTES
+        offsets.append(offset - 1 if is_inside and offset else offset)
+        offset += _num_characters(token)
     return {
         "tokens": [token.token for token in tokens],
         "token_logprobs": [
@@ -112,6 +117,15 @@ def legacy_logprobs(tokens: Sequence[TokenText], offset: int) -> dict[str, Any]:
         "top_logprobs": [_ranked(token) for token in tokens],
         "text_offset": offsets,
     }
+
+
+def _num_characters(token: TokenText) -> int:
+    """The number of characters that start in this token and are part of the text."""
+    if not token.in_text:
+        return 0
+    if not token.token_bytes:
+        return len(token.token)  # a remote server that tells no bytes
+    return len(token.token_bytes.translate(None, _CONTINUATIONS))
 
 
 def _ranked(token: TokenText) -> dict[str, float] | None:
@@ -430,5 +444,5 @@ class CompletionStream(_ChunkStream):
     def _logprobs(self, event: TextEvent) -> bytes:
         assert event.logprobs is not None
         body = legacy_logprobs(event.logprobs, self._offsets[event.choice])
-        self._offsets[event.choice] += sum(len(token.token) for token in event.logprobs)
+        self._offsets[event.choice] += sum(map(_num_characters, event.logprobs))
         return b',"logprobs":' + _encode(body) + b',"finish_reason":null}' + self.tail

@@ -220,13 +220,19 @@ def add_generate_routes(app: FastAPI, services: Services) -> None:
     async def start(request: Request, body: GenerateBody, ticket: Ticket) -> tuple[str, EventPump]:
         card = services.choose_model(request, body.model)
         services.require(card, "completions", "prompt", NO_TEXT)
+        parses = await services.parses_special(request, card, body.parse_special, [body.prompt])
         request_id = new_completion_id("gen")
         params = body.params(card)
         context = services.context(request, card, body, params, request_id)
         pump = await services.begin(ticket, params)
         if body.stream:
             pump.watch(request.receive)
-        asked = CompletionRequest(context=context, prompt=body.prompt)
+        asked = CompletionRequest(
+            context=context,
+            prompt=body.prompt,
+            parse_special=parses,
+            add_special_tokens=body.add_special_tokens is not False,
+        )
         pump.read(await pump.open(services.backend, [asked]))
         return request_id, pump
 

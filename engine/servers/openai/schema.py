@@ -7,6 +7,7 @@ OpenAI does not have are named as in vLLM.
 
 from typing import Annotated, Any, Literal
 
+import msgspec
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from engine.core.interfaces.backend import GrammarSpec, ModelCard, ToolChoice
@@ -33,7 +34,7 @@ class StreamOptions(BaseModel):
 
 
 class OpenAIBody(SamplingBody):
-    model: fields.ModelName
+    model: fields.ModelName | None = None
     stream_options: StreamOptions | None = None
     response_format: fields.Format = None
     guided_json: fields.GuidedJson = None
@@ -155,7 +156,17 @@ class ChatBody(EndOfPrompt, OpenAIBody):
         return self.sampling(card, limit, logprobs, name)
 
 
-class CompletionBody(OpenAIBody):
+class PromptText(BaseModel):
+    """How the text of a prompt is tokenized."""
+
+    model_config = ConfigDict(strict=True, extra="forbid", frozen=True, defer_build=True)
+
+    # llama.cpp's: names of control tokens in a text become these tokens. The default is the key's.
+    parse_special: bool | None = None
+    add_special_tokens: bool | None = None  # vLLM's: BOS and EOS, if the model expects them
+
+
+class CompletionBody(PromptText, OpenAIBody):
     prompt: fields.Prompts
     max_tokens: Annotated[int, Field(ge=0, le=fields.MAX_TOKENS)] | None = None
     logprobs: NumLogprobs | None = None
@@ -188,7 +199,27 @@ class CompletionBody(OpenAIBody):
         return self.sampling(card, limit, self.logprobs)
 
 
-class GenerateBody(SamplingBody):
+class FimBody(PromptText, OpenAIBody):
+    """Body of Mistral's `/v1/fim/completions`."""
+
+    prompt: str
+    suffix: str | None = None
+    random_seed: Annotated[int, Field(ge=0, le=2**64 - 1)] | None = None  # Mistral's name of seed
+
+    @model_validator(mode="after")
+    def _one_seed(self) -> "FimBody":
+        if self.random_seed is not None and self.seed not in (None, self.random_seed):
+            raise problem("random_seed", "differs from seed; send one of them")
+        return self
+
+    def params(self, card: ModelCard) -> SamplingParams:
+        params = self.sampling(card, self.max_tokens, None)
+        if self.random_seed is None:
+            return params
+        return msgspec.structs.replace(params, seed=self.random_seed % 2**63)
+
+
+class GenerateBody(PromptText, SamplingBody):
     prompt: fields.OnePrompt
     model: fields.ModelName | None = None
     logprobs: NumLogprobs | None = None

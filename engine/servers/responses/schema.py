@@ -203,7 +203,7 @@ class OutputLimit(BaseModel):
 
 
 class ResponseBody(PromptBody, SamplingBody, OutputLimit):
-    model: fields.ModelName
+    model: fields.ModelName | None = None
     top_logprobs: NumLogprobs | None = None
     include: Annotated[list[Includable], Field(max_length=MAX_INCLUDES)] | None = None
     store: bool | None = None

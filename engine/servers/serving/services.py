@@ -4,7 +4,7 @@ import functools
 import hashlib
 import re
 import secrets
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol, TypeVar
 
@@ -24,10 +24,12 @@ from engine.core.interfaces.backend import (
     GenerationContext,
     GrammarSpec,
     ModelCard,
+    TokenizerInfo,
 )
 from engine.core.interfaces.request import SamplingParams
 from engine.core.key_file import NO_LIMITS
 from engine.core.observability.metrics import Metrics
+from engine.core.text.long_texts import after_other_long_texts
 from engine.servers.access.auth import KeyRing, is_acting, principal_of
 from engine.servers.access.quotas import Quotas
 from engine.servers.http import sse
@@ -41,6 +43,8 @@ from engine.servers.serving.watcher import EngineWatcher
 
 # Seconds after which clients should retry while the model loads or the engine restarts.
 NOT_READY_RETRY_S = 5.0
+# Prompts up to this size are searched on the event loop.
+INLINE_CHARACTERS = 8_192
 # No text of a prompt has more bytes per token than this, except for long runs of one character.
 MAX_BYTES_PER_TOKEN = 16
 _MAX_NAMED_MODELS = 20
@@ -131,11 +135,23 @@ class Services:
         return self._resolve(name).card
 
     def choose_model(self, request: Request, name: str | None) -> ModelCard:
-        """The model that will answer. Warns the client if it is not the requested model."""
+        """The model that will answer. Warns the client if it is not the requested model. The name
+        may be left out if only one model is served.
+        """
+        if name is None:
+            self._check_one_model()
         resolved = self._resolve(name)
         if resolved.warning is not None:
             self.warn(request, "model", resolved.warning)
         return resolved.card
+
+    def _check_one_model(self) -> None:
+        served = {card.root or card.id: None for card in self.backend.models()}
+        if len(served) > 1:
+            known = ", ".join(list(served)[:_MAX_NAMED_MODELS])
+            raise InvalidRequestError(
+                f"model is needed, because several models are served: {known}.", param="model"
+            )
 
     def _resolve(self, name: str | None) -> Resolved:
         resolved = self.backend.resolve(name)
@@ -171,6 +187,26 @@ class Services:
                 param=param,
                 code="unsupported_parameter",
             )
+
+    async def parses_special(
+        self, request: Request, card: ModelCard, asked: bool | None, texts: Sequence[object]
+    ) -> bool:
+        """Whether names of control tokens in the prompts `texts` become these tokens. If not, and a
+        text has such a name, the client is warned. `asked` is the request's `parse_special`; the
+        key's setting is its default.
+        """
+        parses = principal_of(request).parse_special if asked is None else asked
+        if parses or asked is not None:
+            return parses
+        info = await self.backend.tokenizer_info(model=card.id)
+        if info is None:
+            return False
+        for text in texts:
+            if isinstance(text, str) and (found := await _control_token(text, info)) is not None:
+                what = f"{found} in the prompt is read as text; set it to true for a control token"
+                self.warn(request, "parse_special", what)
+                break
+        return False
 
     def context(
         self,
@@ -254,6 +290,23 @@ class Services:
             max_tokens=params.max_tokens,
             timeout_s=self.settings.server.request_timeout_s,
         )
+
+
+async def _control_token(text: str, info: TokenizerInfo) -> str | None:
+    """The first name of a control token in `text`."""
+
+    def search() -> str | None:
+        found = _control_tokens(tuple(info.special_tokens)).search(text)
+        return None if found is None else found.group()
+
+    if len(text) <= INLINE_CHARACTERS:
+        return search()
+    return await after_other_long_texts(search)
+
+
+@functools.lru_cache(maxsize=16)
+def _control_tokens(names: tuple[str, ...]) -> re.Pattern[str]:
+    return re.compile("|".join(map(re.escape, names)) or r"(?!)")
 
 
 def _digest(principal: str, text: str) -> str:
