@@ -22,6 +22,7 @@ TOKENIZER = SimpleNamespace(
     drops_leading_space=False,
     bytes_table=lambda skip_special, shown: LETTERS,
     token_literal=lambda token: LETTERS[token],
+    is_special=lambda token: False,
 )
 TEXT = TextModel(
     SimpleNamespace(eos_ids=(), vocab_size=VOCAB, encoder=None, hidden_size=VOCAB),
