@@ -23,10 +23,12 @@ TOKENIZER = SimpleNamespace(
     bytes_table=lambda skip_special, shown: LETTERS,
     token_literal=lambda token: LETTERS[token],
 )
+CHAT = ChatFormat(ChatTemplate(None, "", ""), OutputFormat.of(None, {}))
 TEXT = TextModel(
     SimpleNamespace(eos_ids=(), vocab_size=VOCAB, encoder=None, hidden_size=VOCAB),
     TOKENIZER,
-    ChatFormat(ChatTemplate(None, "", ""), OutputFormat.of(None, {})),
+    CHAT,
+    CHAT,
     None,
     0,
 )

@@ -19,7 +19,8 @@ from engine.core.grammar.child import byte_tokenizer, problem_of
 from engine.core.interfaces.backend import ToolChoice
 from engine.core.parsing.call_rows import ROWS_BY_NAME
 from engine.core.parsing.formats import ToolFormat, known_format
-from engine.core.parsing.output import OutputFormat, OutputParser
+from engine.core.parsing.output import OutputFormat
+from engine.core.parsing.parser import OutputParser
 from engine.core.parsing.pieces import ReasoningPiece, TextPiece, ToolCallPiece
 from engine.core.parsing.rows import REASONING_ROWS, THINK, CallRow, ReasoningRow
 from engine.core.text.chat_template import ChatTemplate

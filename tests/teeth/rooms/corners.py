@@ -112,14 +112,14 @@ MUTATIONS = [
     ),
     Mutation(
         "tools: a late system message describes them",
-        "engine.core.parsing.messages",
+        "engine.core.parsing.output",
         'if first is None or (home == "system" and first != 0):',
         "if first is None:",
         "tests/unit/test_parsing_messages.py::test_emulated_tools_stand_first_or_in_the_first_message_of_a_user",
     ),
     Mutation(
         "tools: a result's own name is lost",
-        "engine.core.parsing.messages",
+        "engine.core.parsing.output",
         'if message["role"] == "tool" and not message.get("name"):',
         'if message["role"] == "tool":',
         "tests/unit/test_parsing_messages.py::test_a_result_keeps_the_name_that_it_came_with",
