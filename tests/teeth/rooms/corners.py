@@ -152,4 +152,18 @@ MUTATIONS = [
         "",
         "tests/unit/test_grammar_checker.py::test_the_verdict_that_was_used_longest_ago_is_forgotten",
     ),
+    Mutation(
+        "compare: percentiles are one rank too high",
+        "engine.compare.report",
+        "ordered[max(0, math.ceil(len(ordered) * percent / 100) - 1)]",
+        "ordered[min(len(ordered) - 1, math.ceil(len(ordered) * percent / 100))]",
+        "tests/unit/test_compare.py::test_percentiles_are_the_nearest_rank",
+    ),
+    Mutation(
+        "SEC-21 a keys file that the group writes is read",
+        "engine.core.sandbox.private_files",
+        "status.st_mode & 0o022:",
+        "status.st_mode & 0o002:",
+        "tests/security/test_keys.py::test_a_file_that_others_can_write_is_refused",
+    ),
 ]
