@@ -112,6 +112,6 @@ MUTATIONS = [
         "engine.core.parsing.call_grammars",
         'rules.append(name if key in required else f"{name}?")',
         'rules.append(f"{name}?")',
-        "tests/unit/test_parsing_rows.py::test_required_forces_the_models_own_text",
+        "tests/unit/test_parsing_row_grammars.py::test_required_forces_the_models_own_text",
     ),
 ]
