@@ -37,7 +37,7 @@ from engine.core.interfaces.request import (
     TokenLogprobs,
 )
 from engine.core.parsing.pieces import Piece, ReasoningPiece, TextPiece
-from engine.core.text.detokenizer import Detokenizer
+from engine.core.text.tokenizer import Detokenizer
 
 # If more deltas than this wait for a slow caller, they are merged, so that the caller can catch up.
 MAX_BACKLOG = 8

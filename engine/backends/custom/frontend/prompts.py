@@ -14,7 +14,7 @@ from engine.core.errors import InvalidRequestError
 from engine.core.grammar.spec import grammar_text
 from engine.core.interfaces.backend import ChatRequest, CompletionRequest, GenerationContext
 from engine.core.interfaces.request import SamplingParams
-from engine.core.parsing.output import OutputParser
+from engine.core.parsing.parser import OutputParser
 from engine.core.text.tokenizer import RenderedPrompt
 
 # The last tokens of the prompt, this many, are detokenized to see whether the prompt ends inside a
@@ -59,7 +59,7 @@ def prepare_chat(text: TextModel, request: ChatRequest) -> Prepared:
     choice, spec = request.tool_choice, request.context.grammar
     tools = () if choice.mode == "none" else request.tools
     token_ids = encode_chat(text, request)
-    output = text.chat_for(bool(tools)).output
+    output = (text.tool_chat if tools else text.chat).output
     tail = text.tokenizer.decode(token_ids[-TAIL_TOKENS:], skip_special=False)
     opened = output.opens_reasoning(tail)
     answer = None if spec is None else grammar_text(spec)
@@ -84,7 +84,7 @@ def prepare_chat(text: TextModel, request: ChatRequest) -> Prepared:
 def encode_chat(text: TextModel, request: ChatRequest) -> tuple[int, ...]:
     """The token ids of a conversation, rendered by the model's chat template."""
     tools = () if request.tool_choice.mode == "none" else request.tools
-    chat = text.chat_for(bool(tools))
+    chat = text.tool_chat if tools else text.chat
     messages, template_tools = chat.output.prepare(request.messages, tools)
     rendered = chat.template.render(
         messages,
