@@ -78,7 +78,7 @@ def new_state(config: ModelConfig, factors: F32 | None = None) -> State:
     """Empty caches filled with NaN, so that reading an unwritten position shows."""
     shape = (NUM_BLOCKS, BLOCK, 2, config.num_kv_heads, config.head_dim)
     rotations = tuple(rotary_tables(rope, config.max_position, factors) for rope in config.ropes)
-    caches = tuple(np.full(shape, np.nan, np.float32) for _ in config.attention_layers)
+    caches = tuple(np.full(shape, np.nan, np.float32) for _ in range(config.num_layers))
     states = empty_states(config, NUM_BLOCKS)
     for each in states:
         each[:] = np.nan

@@ -16,6 +16,9 @@ struct Batch {
     const int32_t* row_of = nullptr;       // (tokens) index of the token's sequence
     const int32_t* tables = nullptr;       // (rows, table_width) block tables: KV block ids
     int table_width = 0;
+    // The same for the layers with a sliding window, if these have a KV cache of their own.
+    const int64_t* window_slots = nullptr;   // (tokens)
+    const int32_t* window_tables = nullptr;  // (rows, table_width)
     // For layers that keep a state: row r has the tokens row_tokens[row_start[r] : row_start[r + 1]], in the
     // order of positions. slots[r] is the index of its state.
     const int32_t* row_start = nullptr;

@@ -10,9 +10,9 @@ from engine.backends.custom.architectures.base import (
     EncoderConfig,
     ModelConfig,
     RopeConfig,
-    check_config,
 )
 from engine.backends.custom.architectures.export import gguf_metadata
+from engine.backends.custom.architectures.rules import check_config
 from engine.core.errors import ModelFormatError
 from engine.core.registry.model_registry import architecture
 from tests.gguf_files import MULTIPLIERS, tiny_config

@@ -144,7 +144,7 @@ MUTATIONS = [
     ),
     Mutation(
         "weights: a mix gives the middle layers no more bits",
-        "engine.backends.custom.conversion.mixes",
+        "engine.backends.custom.conversion.gguf_writer",
         " or (layer - first) % 3 == 2",
         "",
         "tests/unit/test_convert.py::test_mixes_have_llama_cpps_types",
@@ -179,7 +179,7 @@ MUTATIONS = [
     ),
     Mutation(
         "weights: heads need not be whole groups",
-        "engine.backends.custom.architectures.base",
+        "engine.backends.custom.architectures.rules",
         "        and config.num_heads % config.num_kv_heads == 0,\n",
         "        and config.num_heads >= config.num_kv_heads,\n",
         f"{CONFIG_TESTS}::test_the_last_value_that_makes_sense_and_the_first_that_does_not",
@@ -214,7 +214,7 @@ MUTATIONS = [
     ),
     Mutation(
         "weights: a converted matrix that makes logits gets four bits",
-        "engine.backends.custom.conversion.mixes",
+        "engine.backends.custom.conversion.gguf_writer",
         "chosen = _LOGITS_TYPE if is_logits and wanted in _FOUR_BITS else wanted",
         "chosen = wanted",
         f"{CONVERT_TESTS}::test_types_are_chosen_row_by_row",

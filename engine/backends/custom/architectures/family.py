@@ -19,7 +19,6 @@ from engine.backends.custom.architectures.base import (
     Reader,
     TensorSpec,
     Transform,
-    check_config,
 )
 from engine.backends.custom.architectures.foreign import (
     check_sizes,
@@ -35,13 +34,14 @@ from engine.backends.custom.architectures.foreign import (
     refuse_unsupported_hf,
     refuse_values,
 )
+from engine.backends.custom.architectures.hybrids.states import StateConfig
 from engine.backends.custom.architectures.rope import (
     DEFAULT_THETA,
     rope_from_gguf,
     rope_from_hf,
     stretched_position,
 )
-from engine.backends.custom.architectures.states import StateConfig
+from engine.backends.custom.architectures.rules import check_config
 from engine.core.errors import ModelFormatError
 
 # A key of the file -> the config fields that it sets. "experts.count" is a field of
@@ -271,10 +271,8 @@ class Family:
     # Defaults of fields whose key a file may omit. The value REQUIRED removes a default that all
     # families share, so that every file of this family must have the key.
     defaults: Settings = field(default_factory=dict)
-    # Defaults that apply to config.json but not to GGUF. They are those of Transformers.
-    hf_defaults: Settings = field(default_factory=dict)
-    # For some config.json keys, a value that the engine does not implement. A config with this
-    # value is rejected.
+    hf_defaults: Settings = field(default_factory=dict)  # those that apply to config.json only
+    # For some config.json keys, a value that is not implemented. A config with it is rejected.
     hf_refused: Mapping[str, Any] = field(default_factory=dict)
     hf_more: More = _nothing
     gguf_more: More = _nothing
@@ -288,7 +286,7 @@ class Family:
     # For writing a config.json: the names of the architecture and of the model type of a model.
     # None: the first of `hf_names`, and the family's name.
     hf_kind: Callable[[ModelConfig], tuple[str, str]] | None = None
-    # For writing files: the keys of a config that are not plain fields, and their values.
+    # For writing files: keys that are not plain fields, and their values.
     hf_written: Callable[[ModelConfig], Settings] = _nothing
     gguf_written: Callable[[ModelConfig], Settings] = _nothing
 

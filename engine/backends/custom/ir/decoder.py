@@ -36,7 +36,7 @@ def cache_name(layer: int) -> str:
     return f"cache.{layer}"
 
 
-def state_name(layer: int) -> str:
+def state_name(layer: int | str) -> str:
     return f"state.{layer}"
 
 
@@ -59,8 +59,7 @@ class DecoderBuilder:
                 self.graph.input(name, ("T", rope.dim // 2))
         if config.state is not None:
             self.graph.input(SLOTS, ("S",), "i32")
-        # The number of each layer's KV cache, and of each layer's state.
-        self._caches = {layer: index for index, layer in enumerate(config.attention_layers)}
+        # The number of each layer's state.
         self._states = {layer: index for index, layer in enumerate(config.state_layers)}
 
     def embed(self) -> str:
@@ -120,9 +119,8 @@ class DecoderBuilder:
         q, k, v = self.qkv(x, name)
         q = self._heads(q, f"{name}.q", config.num_heads, layer)
         k = self._heads(k, f"{name}.k", kv_heads, layer)
-        cache, number = cache_name(layer), self._caches[layer]
-        self.graph.input(cache, ("C", "P", 2, kv_heads, size))
-        write = KvWrite(number, kv_heads, size)
+        cache = self.graph.input(cache_name(layer), ("C", "P", 2, kv_heads, size))
+        write = KvWrite(layer, kv_heads, size)
         written = self.graph.add("kv_write", f"{name}.kv", [cache, k, v, WRITE_SLOTS], (), write)
         sinks = config.attention_sinks
         heads = self.graph.add(
@@ -131,7 +129,7 @@ class DecoderBuilder:
             [q, written, POSITIONS, ROW_OF, TABLES],
             [self.graph.weight(f"{name}.sinks", config.num_heads)] if sinks else (),
             AttentionAttributes(
-                number,
+                layer,
                 config.num_heads,
                 kv_heads,
                 size,

@@ -54,7 +54,7 @@ class ReferenceBatch:
 class State:
     """What is kept between steps: the KV cache, states of sequences, and the RoPE tables."""
 
-    caches: tuple[F32, ...]  # by layer with attention: (C, P, 2, K, H)
+    caches: tuple[F32, ...]  # by layer: (C, P, 2, K, H)
     # By index in `ModelConfig.ropes`: cosines and sines, (positions, dim / 2) each
     rotations: tuple[tuple[F32, F32], ...] = ()
     states: tuple[F32, ...] = ()  # by layer with a state: (slots, floats)
@@ -86,9 +86,9 @@ def graph_values(
         values.update(zip(decoder.rotation_names(table), rotations, strict=True))
     if batch.slots is not None:
         values[decoder.SLOTS] = batch.slots
-    for prefix, arrays in (("cache.", state.caches), ("state.", state.states)):
-        names = [name for name in graph.inputs if name.startswith(prefix)]
-        values.update(zip(names, arrays, strict=True))
+    values.update((decoder.cache_name(i), cache) for i, cache in enumerate(state.caches))
+    names = [name for name in graph.inputs if name.startswith(decoder.state_name(""))]
+    values.update(zip(names, state.states, strict=True))
     for node in graph.nodes:
         values[node.name] = OPS[node.op].reference(
             node.attributes,

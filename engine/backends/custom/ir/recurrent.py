@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from engine.backends.custom.architectures.base import ModelConfig
-from engine.backends.custom.architectures.states import MixerSizes, StateConfig
+from engine.backends.custom.architectures.hybrids.states import MixerSizes, StateConfig
 from engine.backends.custom.ir.types import Array, Cost, Counts, Example, ShapeError, Value
 
 F32 = NDArray[np.float32]

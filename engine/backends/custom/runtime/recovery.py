@@ -4,7 +4,7 @@ this row fails.
 
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 from engine.backends.custom.runtime.model_runner import StepOutput
 from engine.backends.custom.runtime.scheduler import Scheduler
@@ -65,7 +65,7 @@ class Bisection:
         """Compute the sequence's tokens before the row again. Returns False if that raises. Then
         the request has failed.
         """
-        for part in self._scheduler.replayed_rows(row, self._replayed):
+        for part in self._earlier_rows(row):
             batch = ScheduledBatch((part,))
             try:
                 self._emit(self._scheduler.update(batch, self._run_step(batch), time.monotonic()))
@@ -74,6 +74,19 @@ class Bisection:
                 self._fail(part, error)
                 return False
         return True
+
+    def _earlier_rows(self, row: Row) -> Iterator[Row]:
+        """Rows with the tokens before `row`, from the sequence's beginning. Each must be run before
+        the next one is taken. There are none if the row cannot be retried.
+        """
+        seq, start = row.seq, row.start
+        if seq.life != row.life or seq.num_computed != start:
+            return
+        seq.num_computed = seq.num_confirmed = 0
+        while seq.num_computed < start and seq.life == row.life:
+            begin = seq.num_computed
+            seq.num_computed = min(start, begin + self._replayed)
+            yield Row(seq, begin, seq.num_computed - begin, False, seq.slot, seq.life)
 
     def _fail(self, row: Row, error: Exception) -> None:
         log.error("request %s failed alone", row.seq.request_id, exc_info=error)

@@ -12,8 +12,8 @@ from engine.backends.custom.architectures.base import (
     EncoderConfig,
     ModelConfig,
     Reader,
-    check_config,
 )
+from engine.backends.custom.architectures.rules import check_config
 from engine.backends.custom.weights.files import parse_json, read_json, read_small
 from engine.core.errors import ModelFormatError
 

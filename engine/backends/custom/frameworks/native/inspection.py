@@ -50,7 +50,7 @@ def layer_outputs(source: ModelSource, token_ids: Sequence[int]) -> dict[str, ND
     factors = weights.get("rope.factors")
     rotations = tuple(rotary_tables(rope, config.max_position, factors) for rope in config.ropes)
     state = State(
-        tuple(np.zeros(cache, np.float32) for _ in config.attention_layers),
+        tuple(np.zeros(cache, np.float32) for _ in range(config.num_layers)),
         rotations,
         empty_states(config, 1),
     )

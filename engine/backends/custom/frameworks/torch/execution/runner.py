@@ -7,9 +7,9 @@ import torch
 from torch import Tensor
 
 from engine.backends.custom.frameworks.torch.execution.cache import (
-    KVShape,
-    PagedCache,
+    CacheGroups,
     StateCache,
+    slots_by_cache,
 )
 from engine.backends.custom.frameworks.torch.execution.sampling_runner import (
     SamplingRunner,
@@ -36,17 +36,17 @@ class PagedStep:
 
     positions: Tensor  # (T,) int64
     rotations: tuple[Rotation | None, ...]  # one per layer
-    write_slots: Tensor  # (T,) int64
+    slots: tuple[Tensor, ...]  # (T,) int64 for each cache
     plan: AttentionPlan
-    cache: PagedCache
+    cache: CacheGroups
     states: StateCache
     rows: Rows | None
 
     def attend(self, attention: Attention, qkv: Tensor) -> Tensor:
         layer = attention.layer
         q, k, v = attention.heads(qkv, self.rotations[layer])
-        self.cache.write(attention.cache_layer, self.write_slots, k, v)
-        cached = self.cache.layers[attention.cache_layer]
+        self.cache.write(layer, self.slots, k, v)
+        cached = self.cache.layers[layer]
         return self.plan.attend(q, k, v, cached, window=attention.window, sinks=attention.sinks)
 
     def state(self, layer: int) -> LayerState:
@@ -58,27 +58,27 @@ class CachedStep:
     """A forward pass over the cache. A layer first writes its keys and values, then attends."""
 
     positions: Tensor  # (T,) int32
-    write_slots: Tensor  # (T,) int32
+    slots: tuple[Tensor, ...]  # (T,) int32 for each cache
     # For each layer (max_seq_len, dim): dim / 2 cosines, then sines. None: the layer has no RoPE
     angles: tuple[Tensor | None, ...]
     plan: TritonPlan
-    cache: PagedCache
+    cache: CacheGroups
     states: StateCache
     rows: Rows | None
 
     def attend(self, attention: Attention, qkv: Tensor) -> Tensor:
-        layer, window, sinks = attention.cache_layer, attention.window, attention.sinks
-        cached, angles = self.cache.layers[layer], self.angles[attention.layer]
+        layer, window, sinks = attention.layer, attention.window, attention.sinks
+        cached, angles = self.cache.layers[layer], self.angles[layer]
         if angles is None:
             q, k, v = attention.heads(qkv, None)
-            self.cache.write(layer, self.write_slots.long(), k, v)
+            self.cache.write(layer, tuple(each.long() for each in self.slots), k, v)
             return self.plan.attend_cached(q.contiguous(), cached, window, sinks)
         q_norm, k_norm = attention.head_norms
         q = rope_write(
             qkv,
             self.positions,
             angles,
-            self.write_slots,
+            self.cache.slots_of(layer, self.slots),
             cached,
             attention.num_heads,
             attention.num_kv_heads,
@@ -102,6 +102,7 @@ class TorchRunner(SamplingRunner):
             model.config.vocab_size,
             depth=0 if device.type == "cpu" else 1,
             has_state=model.config.state is not None,
+            window=model.config.window,
         )
         super().__init__(spec, device)
         self._model = model
@@ -112,9 +113,7 @@ class TorchRunner(SamplingRunner):
             dtype=dtype,
             device=device,
         )
-        layers = len(model.config.attention_layers)
-        shape = KVShape(layers, model.config.num_kv_heads, model.config.head_dim)
-        self._cache = PagedCache(shape, config.num_blocks, config.block_size, device, dtype)
+        self._cache = CacheGroups(model.config, config, device, dtype)
         count = config.max_slots + 1 + config.num_checkpoints
         self._states = StateCache(model.config, count, device, dtype)
 
@@ -124,7 +123,7 @@ class TorchRunner(SamplingRunner):
         step = PagedStep(
             positions,
             self._model.rotations(positions),
-            self._put(inputs.write_slots),
+            tuple(self._put(slots) for slots in slots_by_cache(inputs)),
             self._attention.plan(inputs, positions),
             self._cache,
             self._states,
@@ -133,7 +132,7 @@ class TorchRunner(SamplingRunner):
         self._states.load(inputs)
         x = self._model(self._token_ids(inputs), step)  # (T, D)
         self._states.save(inputs)
-        finite = self._cache.guard(inputs, x, step.write_slots)
+        finite = self._cache.guard(inputs, x, step.slots)
         if not len(inputs.logit_rows):
             return StepHandle(None, None, finite)
         rows = self._put(inputs.logit_rows.astype(np.int64))

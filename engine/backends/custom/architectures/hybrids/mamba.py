@@ -31,7 +31,7 @@ from engine.backends.custom.architectures.family import (
     has_shared,
     is_dense,
 )
-from engine.backends.custom.architectures.hybrid import (
+from engine.backends.custom.architectures.hybrids.lfm2 import (
     GGUF_STATE,
     HYBRID_GGUF_KEYS,
     LINEAR,
@@ -47,8 +47,8 @@ from engine.backends.custom.architectures.hybrid import (
     with_head_dim,
     written_types,
 )
+from engine.backends.custom.architectures.hybrids.states import Mixer
 from engine.backends.custom.architectures.llama import GRANITE_GGUF_KEYS, GRANITE_HF_KEYS
-from engine.backends.custom.architectures.states import Mixer
 from engine.core.errors import ModelFormatError
 
 

@@ -27,7 +27,7 @@ from engine.backends.custom.architectures.family import (
     WeightRow,
     has_shared,
 )
-from engine.backends.custom.architectures.hybrid import (
+from engine.backends.custom.architectures.hybrids.lfm2 import (
     GGUF_STATE,
     HYBRID_GGUF_KEYS,
     LINEAR,
@@ -41,8 +41,8 @@ from engine.backends.custom.architectures.hybrid import (
     with_head_dim,
     written_types,
 )
+from engine.backends.custom.architectures.hybrids.states import Mixer
 from engine.backends.custom.architectures.layers import sparse_layers
-from engine.backends.custom.architectures.states import Mixer
 
 
 def _qwen_view(config: Mapping[str, Any]) -> Mapping[str, Any]:

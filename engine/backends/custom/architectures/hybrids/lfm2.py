@@ -30,7 +30,7 @@ from engine.backends.custom.architectures.family import (
     WeightRow,
     is_dense,
 )
-from engine.backends.custom.architectures.states import STATE_MIXERS, Mixer, StateConfig
+from engine.backends.custom.architectures.hybrids.states import STATE_MIXERS, Mixer, StateConfig
 from engine.core.errors import ModelFormatError
 
 LINEAR, _ATTENTION = "linear_attention", "full_attention"
