@@ -39,3 +39,5 @@ def test_every_schedule_gives_what_transformers_gives(name: str, tmp_path: Path)
         for delta in deltas:
             ids[int(delta.request_id)].extend(delta.token_ids)
         assert ids == expected, schedule
+        if schedule == "one at a time":
+            assert sum(delta.num_cached for delta in deltas) > 0, "no prefix was reused"

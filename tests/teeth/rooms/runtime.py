@@ -255,4 +255,25 @@ MUTATIONS = [
         "    return -(-num_tokens // block_size) * block_bytes\n",
         "tests/unit/test_memory_plan.py::test_whatever_is_planned_fits_and_serves_its_context",
     ),
+    Mutation(
+        "runtime: a warm-up step changes the state of a sequence",
+        "engine.backends.custom.runtime.batch",
+        "    spare = one + runner.spec.max_slots if runner.spec.has_state else one\n",
+        "    spare = one\n",
+        "tests/unit/test_states.py::test_a_warm_up_step_leaves_all_states_alone",
+    ),
+    Mutation(
+        "runtime: states of a failed step are trusted",
+        "engine.backends.custom.runtime.recovery",
+        "            rows = [row for row in rows if self._replay(row)]\n",
+        "            pass\n",
+        "tests/unit/test_states.py::test_rows_of_a_failed_step_compute_their_states_again",
+    ),
+    Mutation(
+        "runtime: rows pass the place of a checkpoint",
+        "engine.backends.custom.runtime.kv_cache",
+        "        return count if self.states is None else self.states.cut(seq, start, count)\n",
+        "        return count\n",
+        "tests/unit/test_states.py::test_a_second_request_starts_from_a_checkpoint",
+    ),
 ]

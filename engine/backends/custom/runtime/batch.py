@@ -10,6 +10,7 @@ from dataclasses import replace
 
 import numpy as np
 
+from engine.backends.custom.runtime.groups.states import checkpoint_arrays
 from engine.backends.custom.runtime.model_runner import (
     F32,
     FROM_DEVICE,
@@ -114,6 +115,8 @@ class BatchBuilder:
             prefix_blocks=shared,
             window_tables=window_tables,
             window_slots=window_slots,
+            state_load=None,
+            state_save=None,
         )
 
     def _from_scratch(self, rows: tuple[Row, ...]) -> BatchInputs:
@@ -135,6 +138,7 @@ class BatchBuilder:
             window_tables = self._window_tables[slots, :width]
             window_slots = self._window_tables[places].astype(np.int64) * size + offsets
         groups, group_blocks = _prefix_groups(tables, starts // size)
+        load, save = checkpoint_arrays(rows, self._spec)
         return BatchInputs(
             token_ids=_token_ids(rows),
             positions=positions.astype(np.int32),
@@ -150,6 +154,8 @@ class BatchBuilder:
             prefix_blocks=group_blocks,
             window_tables=window_tables,
             window_slots=window_slots,
+            state_load=load,
+            state_save=save,
         )
 
     def sampling(self, batch: ScheduledBatch, mask: U32 | None = None) -> SamplingInputs:

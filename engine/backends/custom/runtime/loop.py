@@ -119,7 +119,7 @@ class EngineLoop:
         # Whether the loop is inside a runner call, which the watchdog may interrupt.
         self.is_computing = False
         self._pulse.watch(self)
-        if runner.spec.has_state:
+        if runner.spec.has_state and scheduler.kv.states is None:
             # Cached keys and values are of no use without the states that belong to them.
             scheduler.kv.sharing = False
 

@@ -127,7 +127,7 @@ class RunnerSpec:
             window if config.num_window_blocks else None,
             config.num_window_blocks,
             has_state,
-            config.num_checkpoints,
+            config.num_checkpoints if has_state else 0,
         )
 
 

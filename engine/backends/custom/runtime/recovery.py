@@ -76,13 +76,17 @@ class Bisection:
         return True
 
     def _earlier_rows(self, row: Row) -> Iterator[Row]:
-        """Rows with the tokens before `row`, from the sequence's beginning. Each must be run before
-        the next one is taken. There are none if the row cannot be retried.
+        """Rows with the tokens before `row`, from the sequence's beginning or from the checkpoint
+        with which it started. Each must be run before the next one is taken. There are none if the
+        row cannot be retried.
         """
         seq, start = row.seq, row.start
         if seq.life != row.life or seq.num_computed != start:
             return
-        seq.num_computed = seq.num_confirmed = 0
+        kv = self._scheduler.kv
+        if kv.states is not None:
+            kv.states.drop_taken(seq)
+        seq.num_computed = seq.num_confirmed = seq.num_matched * kv.block_size
         while seq.num_computed < start and seq.life == row.life:
             begin = seq.num_computed
             seq.num_computed = min(start, begin + self._replayed)

@@ -25,6 +25,10 @@ WORKSPACE_BYTES = 256 * MIB
 USUAL_POOL_BYTES = 512 * MIB
 MIN_CONTEXT = 128
 MIN_TOKENS_PER_SLOT = 128
+# Checkpoints of states: how many there are per sequence of the batch, if they take at most this
+# share of the memory that weights and states leave free.
+CHECKPOINTS_PER_SLOT = 4
+CHECKPOINT_SHARE = 0.25
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,7 +48,8 @@ class MemoryPlan:
     # same blocks as all others.
     num_window_blocks: int = 0
     block_size: int = 16
-    state_bytes: int = 0  # memory for the states of sequences, in models whose layers keep one
+    state_bytes: int = 0  # memory for states and checkpoints, in models whose layers keep states
+    num_checkpoints: int = 0  # copies of states that the prefix cache may keep
 
     def lines(self) -> list[str]:
         """The plan as lines of text for the log."""
@@ -208,7 +213,12 @@ def plan_memory(
     min_bytes = _Pools(needs, options.block_size, shortest).bytes_for(1)
     room = available_bytes - weight_bytes - needs.workspace_bytes
     most_slots = _affordable_slots(options.max_slots, needs.slot_bytes, room)
-    room -= (most_slots + 1) * needs.slot_bytes
+    num_checkpoints = 0
+    if needs.slot_bytes:
+        room -= (most_slots + 1) * needs.slot_bytes
+        affordable = int(room * CHECKPOINT_SHARE) // needs.slot_bytes
+        num_checkpoints = max(0, min(CHECKPOINTS_PER_SLOT * most_slots, affordable))
+        room -= num_checkpoints * needs.slot_bytes
     if room < min_bytes:
         raise ResourceError(_refusal(weight_bytes, min_bytes, available_bytes, device.dtype))
     if options.max_seq_len and options.max_seq_len > max_position:
@@ -252,7 +262,8 @@ def plan_memory(
         notes=tuple(notes),
         num_window_blocks=num_window_blocks,
         block_size=options.block_size,
-        state_bytes=(max_slots + 1) * needs.slot_bytes,
+        state_bytes=(max_slots + 1 + num_checkpoints) * needs.slot_bytes,
+        num_checkpoints=num_checkpoints,
     )
 
 
