@@ -9,7 +9,7 @@ namespace engine {
 void Executor::plan_attention(const Program& program, const Batch& batch) {
     for (Windowed& each : windows_) {
         each.batch = batch;
-        each.schedule.build(each.batch, cache_.block_size, each.window);
+        each.schedule.build(each.batch, cache_.block_size, each.window, each.centered);
     }
     size_t parts_bytes = 0;
     for (const Op& op : program.ops) {

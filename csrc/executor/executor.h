@@ -75,6 +75,7 @@ class Executor {
     // of this schedule.
     struct Windowed {
         int window;
+        bool centered;
         AttentionSchedule schedule;
         Batch batch;
     };
@@ -133,6 +134,7 @@ class Executor {
     void experts(const Op& op, int thread, int& index);
     void multiply_experts(const Op& op, bool is_up, int begin, int end, uint8_t* scratch);
     void gather(const Op& op, int begin, int end);
+    void mean(const Op& op, int begin, int end);
     void compute_angles(int begin, int end);
 
     const Kernels& kernels_;

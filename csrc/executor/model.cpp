@@ -31,6 +31,12 @@ void Model::check(const StepArrays& step) const {
     need(all_within(step.token_ids, step.tokens, program.ops[0].matrix->rows),
          "a token outside the vocabulary");
     need(all_within(step.positions, step.tokens, max_positions), "a position outside the context");
+    need(!step.token_types || all_within(step.token_types, step.tokens, program.ops[0].num_types),
+         "a token type that is not there");
+    for (int token = 0; step.visible_end && token < step.tokens; token++)
+        need(step.visible_end[token] > step.positions[token] &&
+                 step.visible_end[token] <= step.table_width * cache.block_size,
+             "a visible position outside the blocks of the rows");
     need(all_within(step.block_tables, step.rows * step.table_width, int(cache.blocks)),
          "a block that is not there");
     need(all_within(step.logit_rows, step.logits, step.tokens), "logits of a token that is not there");
@@ -87,7 +93,16 @@ void Model::reorder(const StepArrays& step) {
     }
     auto first_prefill = std::lower_bound(logit_tokens_.begin(), logit_tokens_.end(), decode_tokens);
 
+    auto copy = [&](const int32_t* from, std::vector<int32_t>& to) -> const int32_t* {
+        if (!from) return nullptr;
+        to.resize(tokens);
+        for (size_t i = 0; i < tokens; i++) to[i] = from[order_[i]];
+        return to.data();
+    };
+
     batch_ = Batch{};
+    batch_.visible_end = copy(step.visible_end, visible_end_);
+    batch_.token_types = copy(step.token_types, token_types_);
     batch_.tokens = step.tokens;
     batch_.decode_tokens = decode_tokens;
     batch_.rows = step.rows;

@@ -37,6 +37,15 @@ def fuse(graph: Graph) -> Graph:
 
 def fuse_positions(graph: Graph) -> Graph:
     """Fuses embed(tokens) + position_embed(positions) into one `embed_positions` node."""
+    return _fuse_tables(graph, "position_embed", types=False)
+
+
+def fuse_types(graph: Graph) -> Graph:
+    """Fuses the sum with type_embed(token types) into the same `embed_positions` node."""
+    return _fuse_tables(graph, "type_embed", types=True)
+
+
+def _fuse_tables(graph: Graph, op: str, types: bool) -> Graph:
     edit = Rewrite(graph)
     for node in graph.nodes:
         if node.op != "add":
@@ -44,15 +53,16 @@ def fuse_positions(graph: Graph) -> Graph:
         tokens, places = (edit.made_by.get(name) for name in node.inputs)
         if tokens is None or places is None:
             continue
-        if tokens.op == "position_embed":
+        if tokens.op == op:
             tokens, places = places, tokens
-        pair = (tokens.op, places.op) == ("embed", "position_embed")
+        pair = tokens.op in ("embed", "embed_positions") and places.op == op
         if pair and edit.private(tokens.name) and edit.private(places.name):
             parts = (tokens, places)
             inputs = tokens.inputs + places.inputs
             weights = tokens.weights + places.weights
+            attributes = replace(tokens.attributes, types=types)
             fused = edit.node(
-                "embed_positions", node.name, inputs, weights, tokens.attributes, (*parts, node)
+                "embed_positions", node.name, inputs, weights, attributes, (*parts, node)
             )
             edit.drop(parts)
             edit.put(node, fused)
@@ -253,6 +263,7 @@ def fuse_output_norms(graph: Graph) -> Graph:
 
 PASSES: tuple[Callable[[Graph], Graph], ...] = (
     fuse_positions,
+    fuse_types,
     fuse_norms,
     fuse_qkv,
     fuse_activations,
