@@ -132,18 +132,18 @@ void bind_memory(nb::class_<BoundModel>& model) {
 void bind_ops(nb::class_<BoundModel>& model) {
     model.def("begin_program", &BoundModel::begin_program);
     model.def("end_program", &BoundModel::end_program);
-    model.def("embed", [](BoundModel& self, int out, int table, int positions, float scale, int types,
-                          int num_types) {
-        Op op;
-        op.kind = Op::Kind::Embed;
-        op.out = out;
-        op.matrix = self.matrix(table);
-        op.positions = self.vector(positions);
-        op.types = self.vector(types);
-        op.num_types = num_types;
-        op.scale = scale;
-        self.add_op(op);
-    });
+    model.def("embed",
+              [](BoundModel& self, int out, int table, int positions, float scale, int types, int num_types) {
+                  Op op;
+                  op.kind = Op::Kind::Embed;
+                  op.out = out;
+                  op.matrix = self.matrix(table);
+                  op.positions = self.vector(positions);
+                  op.types = self.vector(types);
+                  op.num_types = num_types;
+                  op.scale = scale;
+                  self.add_op(op);
+              });
     model.def(
         "norm",
         [](BoundModel& self, int source, int out, int kind, int weight, int bias, float eps, bool residual,
@@ -233,11 +233,9 @@ void bind_attention_ops(nb::class_<BoundModel>& model) {
             op.source = qkv;
             op.out = out;
             op.layer = layer;
-            op.shape = AttentionShape{heads,   kv_heads,
-                                      head_dim, scale,
-                                      window,  softcap,
-                                      self.vector(slopes), self.vector(sinks),
-                                      centered};
+            op.shape = AttentionShape{
+                heads,   kv_heads, head_dim, scale, window, softcap, self.vector(slopes), self.vector(sinks),
+                centered};
             self.add_op(op);
         },
         nb::kw_only(), nb::arg("qkv"), nb::arg("out"), nb::arg("layer"), nb::arg("heads"),
@@ -332,9 +330,8 @@ void bind_halves(nb::class_<BoundModel>& model) {
            Ints num_prompt, Array<const int32_t, 2> tables, Ints logit_rows, Ints prefix_groups,
            Ints prefix_blocks, Array<uint8_t, 1> finite, std::optional<Ints> visible_end,
            std::optional<Ints> token_types) {
-            StepArrays step =
-                step_arrays(token_ids, positions, write_slots, query_start, num_prompt, tables, logit_rows,
-                            prefix_groups, prefix_blocks, visible_end, token_types);
+            StepArrays step = step_arrays(token_ids, positions, write_slots, query_start, num_prompt, tables,
+                                          logit_rows, prefix_groups, prefix_blocks, visible_end, token_types);
             if (finite.shape(0) != num_prompt.shape(0))
                 throw nb::value_error("finite: another number of rows");
             uint8_t* flags = finite.data();

@@ -47,7 +47,18 @@ struct ExpertMatrices {
 };
 
 struct Op {
-    enum class Kind : uint8_t { Embed, Linear, RopeWrite, Attention, Norm, Gather, Mean, Route, Experts, GateRows };
+    enum class Kind : uint8_t {
+        Embed,
+        Linear,
+        RopeWrite,
+        Attention,
+        Norm,
+        Gather,
+        Mean,
+        Route,
+        Experts,
+        GateRows
+    };
     Kind kind = Kind::Embed;
     int source = -1;  // index of the buffer that the op reads
     int out = -1;     // index of the buffer that the op writes

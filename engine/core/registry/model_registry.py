@@ -54,7 +54,7 @@ _ARCHITECTURES = Registry(
         "bert": f"{_FOLDER}.bert:BERT",
         "roberta": f"{_FOLDER}.bert:ROBERTA",
         "nomic_bert": f"{_FOLDER}.bert:NOMIC_BERT",
-        "modernbert": f"{_FOLDER}.bert:MODERN_BERT",
+        "modernbert": f"{_FOLDER}.modernbert:MODERN_BERT",
     },
     group="engine.architectures",
 )

@@ -1,9 +1,8 @@
 """BERT and its descendants: text encoders, in which each token attends to the whole text.
 
-BERT, RoBERTa and nomic-bert are post-norm. ModernBERT is pre-norm, without a norm before the first
-layer's attention, since the embeddings are normalized already. A checkpoint may have the head of a
-cross-encoder, which scores a pair of texts. Sentence encoders have no head. Settings files next to
-their weights say how token states are pooled (`weights/pooling.py`).
+BERT, RoBERTa and nomic-bert are post-norm. A checkpoint may have the head of a cross-encoder, which
+scores a pair of texts. Sentence encoders have no head. Settings files next to their weights say how
+token states are pooled (`weights/pooling.py`).
 """
 
 from collections.abc import Mapping
@@ -20,21 +19,21 @@ from engine.backends.custom.architectures.family import (
     PLAIN,
     Condition,
     Family,
+    Keys,
     More,
     Settings,
     Stored,
     WeightRow,
 )
-from engine.backends.custom.architectures.foreign import ANY, hf_activation
-from engine.backends.custom.architectures.layers import alternating
+from engine.backends.custom.architectures.foreign import ANY
 from engine.core.errors import ModelFormatError
 
-_CLASSIFIER = "ForSequenceClassification"
+CLASSIFIER = "ForSequenceClassification"
 _POOLINGS: Mapping[int, Literal["mean", "cls", "last"]] = {1: "mean", 2: "cls", 3: "last"}
 _ACTIVATION_KEYS = ("activation_fn", "sbert_ce_default_activation_function")
 
 
-def _row(
+def row(
     name: str,
     shape: str,
     hf: str,
@@ -62,26 +61,22 @@ def _has_score_norm(config: ModelConfig, layer: int) -> bool:
     return encoder is not None and encoder.head is not None and encoder.head.norm
 
 
-def _after_first(config: ModelConfig, layer: int) -> bool:
-    return layer > 0
-
-
-def _score_rows(dense: str, out: str) -> tuple[WeightRow, ...]:
+def score_rows(dense: str, out: str) -> tuple[WeightRow, ...]:
     """The head of a cross-encoder, by its names in safetensors files."""
     has_bias = "encoder.head.bias"
     return (
-        _row("score.dense", "DD", dense, "cls", has_bias, _has_score),
-        _row("score.norm", "D", "head.norm", "cls.norm", None, _has_score_norm),
-        _row("score.out", "1D", out, "cls.output", "encoder.head", _has_score),
+        row("score.dense", "DD", dense, "cls", has_bias, _has_score),
+        row("score.norm", "D", "head.norm", "cls.norm", None, _has_score_norm),
+        row("score.out", "1D", out, "cls.output", "encoder.head", _has_score),
     )
 
 
-def _is_classifier(config: Mapping[str, Any]) -> bool:
+def is_classifier(config: Mapping[str, Any]) -> bool:
     names = config.get("architectures")
-    return isinstance(names, list) and any(str(name).endswith(_CLASSIFIER) for name in names)
+    return isinstance(names, list) and any(str(name).endswith(CLASSIFIER) for name in names)
 
 
-def _check_labels(config: Mapping[str, Any]) -> None:
+def check_labels(config: Mapping[str, Any]) -> None:
     labels = config.get("id2label")
     count = len(labels) if isinstance(labels, Mapping) else config.get("num_labels", 2)
     if count != 1:
@@ -91,7 +86,7 @@ def _check_labels(config: Mapping[str, Any]) -> None:
         )
 
 
-def _squashes(config: Mapping[str, Any]) -> bool:
+def squashes(config: Mapping[str, Any]) -> bool:
     """Whether a sigmoid maps the logit of a cross-encoder to a score. Files of
     sentence-transformers may state another activation.
     """
@@ -108,10 +103,10 @@ def _squashes(config: Mapping[str, Any]) -> bool:
 
 
 def _tanh_head(config: Mapping[str, Any]) -> ScoreHead | None:
-    if not _is_classifier(config):
+    if not is_classifier(config):
         return None
-    _check_labels(config)
-    return ScoreHead("tanh", bias=True, norm=False, squashes=_squashes(config))
+    check_labels(config)
+    return ScoreHead("tanh", bias=True, norm=False, squashes=squashes(config))
 
 
 def _learned(offset_key: str | None) -> More:
@@ -163,7 +158,7 @@ def _from_gguf(reader: Reader, found: Settings) -> Settings:
     return {"encoder": encoder, "bos_id": None, "eos_ids": ()}
 
 
-_HF_KEYS = {
+HF_KEYS: Keys = {
     "vocab_size": "vocab_size",
     "hidden_size": "hidden_size",
     "num_hidden_layers": "num_layers",
@@ -193,27 +188,27 @@ def _bert_rows(prefix: str) -> tuple[WeightRow, ...]:
     own, out = f"{hf}.attention.self", f"{hf}.attention.output"
     places = Stored(parts="OP", index=1)
     return (
-        _row("embed", "VD", f"{tables}.word_embeddings", "token_embd"),
-        _row("position", "PD", f"{tables}.position_embeddings", "position_embd", hf_stored=places),
-        _row("token_type", "YD", f"{tables}.token_type_embeddings", "token_types", when=_has_types),
-        _row("embed_norm", "D", f"{tables}.LayerNorm", "token_embd_norm", norm),
-        _row(f"{layer}.attn.q", "qD", f"{own}.query", f"{blk}.attn_q", "qkv_bias"),
-        _row(f"{layer}.attn.k", "kD", f"{own}.key", f"{blk}.attn_k", "qkv_bias"),
-        _row(f"{layer}.attn.v", "kD", f"{own}.value", f"{blk}.attn_v", "qkv_bias"),
-        _row(f"{layer}.attn.o", "Dq", f"{out}.dense", f"{blk}.attn_output", "out_bias"),
-        _row(f"{layer}.mlp.up", "FD", f"{hf}.intermediate.dense", f"{blk}.ffn_up", "mlp_bias"),
-        _row(f"{layer}.mlp.down", "DF", f"{hf}.output.dense", f"{blk}.ffn_down", "mlp_bias"),
-        _row(f"{layer}.attn_norm", "D", f"{out}.LayerNorm", f"{blk}.attn_output_norm", norm),
-        _row(f"{layer}.mlp_norm", "D", f"{hf}.output.LayerNorm", f"{blk}.layer_output_norm", norm),
+        row("embed", "VD", f"{tables}.word_embeddings", "token_embd"),
+        row("position", "PD", f"{tables}.position_embeddings", "position_embd", hf_stored=places),
+        row("token_type", "YD", f"{tables}.token_type_embeddings", "token_types", when=_has_types),
+        row("embed_norm", "D", f"{tables}.LayerNorm", "token_embd_norm", norm),
+        row(f"{layer}.attn.q", "qD", f"{own}.query", f"{blk}.attn_q", "qkv_bias"),
+        row(f"{layer}.attn.k", "kD", f"{own}.key", f"{blk}.attn_k", "qkv_bias"),
+        row(f"{layer}.attn.v", "kD", f"{own}.value", f"{blk}.attn_v", "qkv_bias"),
+        row(f"{layer}.attn.o", "Dq", f"{out}.dense", f"{blk}.attn_output", "out_bias"),
+        row(f"{layer}.mlp.up", "FD", f"{hf}.intermediate.dense", f"{blk}.ffn_up", "mlp_bias"),
+        row(f"{layer}.mlp.down", "DF", f"{hf}.output.dense", f"{blk}.ffn_down", "mlp_bias"),
+        row(f"{layer}.attn_norm", "D", f"{out}.LayerNorm", f"{blk}.attn_output_norm", norm),
+        row(f"{layer}.mlp_norm", "D", f"{hf}.output.LayerNorm", f"{blk}.layer_output_norm", norm),
     )
 
 
 BERT = Family(
     name="bert",
-    hf_names=("BertModel", f"Bert{_CLASSIFIER}"),
+    hf_names=("BertModel", f"Bert{CLASSIFIER}"),
     gguf_names=("bert",),
-    weights=(*_bert_rows("bert"), *_score_rows("bert.pooler.dense", "classifier")),
-    hf_keys=_HF_KEYS,
+    weights=(*_bert_rows("bert"), *score_rows("bert.pooler.dense", "classifier")),
+    hf_keys=HF_KEYS,
     gguf_keys=GGUF_LAYER_NORM_KEYS,
     hf_activation=("hidden_act", "gelu"),
     always=_POST_NORM | _BIASED,
@@ -228,15 +223,15 @@ ROBERTA = Family(
     hf_names=(
         "RobertaModel",
         "XLMRobertaModel",
-        f"Roberta{_CLASSIFIER}",
-        f"XLMRoberta{_CLASSIFIER}",
+        f"Roberta{CLASSIFIER}",
+        f"XLMRoberta{CLASSIFIER}",
     ),
     gguf_names=(),  # GGUF files of these models state the architecture "bert"
     weights=(
         *_bert_rows("roberta"),
-        *_score_rows("classifier.dense", "classifier.out_proj"),
+        *score_rows("classifier.dense", "classifier.out_proj"),
     ),
-    hf_keys=_HF_KEYS,
+    hf_keys=HF_KEYS,
     gguf_keys=None,
     hf_activation=("hidden_act", "gelu"),
     always=_POST_NORM | _BIASED,
@@ -283,7 +278,7 @@ def _nomic_qkv(part: str, shape: str, index: int) -> WeightRow:
     stored = Stored(parts=_NOMIC_QKV, index=index)
     hf, gguf = f"{_NOMIC_HF}.attn.Wqkv", "blk.{i}.attn_qkv"
     name = f"layers.{{i}}.attn.{part}"
-    return _row(name, shape, hf, gguf, "qkv_bias", None, stored, stored)
+    return row(name, shape, hf, gguf, "qkv_bias", None, stored, stored)
 
 
 NOMIC_BERT = Family(
@@ -291,36 +286,36 @@ NOMIC_BERT = Family(
     hf_names=("NomicBertModel",),
     gguf_names=("nomic-bert",),
     weights=(
-        _row("embed", "VD", "nomic_bert.embeddings.word_embeddings", "token_embd"),
-        _row(
+        row("embed", "VD", "nomic_bert.embeddings.word_embeddings", "token_embd"),
+        row(
             "token_type",
             "YD",
             "nomic_bert.embeddings.token_type_embeddings",
             "token_types",
             when=_has_types,
         ),
-        _row("embed_norm", "D", "nomic_bert.emb_ln", "token_embd_norm", "norm_bias"),
+        row("embed_norm", "D", "nomic_bert.emb_ln", "token_embd_norm", "norm_bias"),
         _nomic_qkv("q", "qD", 0),
         _nomic_qkv("k", "kD", 1),
         _nomic_qkv("v", "kD", 2),
-        _row(
+        row(
             "layers.{i}.attn.o",
             "Dq",
             f"{_NOMIC_HF}.attn.out_proj",
             "blk.{i}.attn_output",
             "out_bias",
         ),
-        _row(
+        row(
             "layers.{i}.attn_norm",
             "D",
             f"{_NOMIC_HF}.norm1",
             "blk.{i}.attn_output_norm",
             "norm_bias",
         ),
-        _row("layers.{i}.mlp.gate", "FD", f"{_NOMIC_HF}.mlp.fc12", "blk.{i}.ffn_gate"),
-        _row("layers.{i}.mlp.up", "FD", f"{_NOMIC_HF}.mlp.fc11", "blk.{i}.ffn_up"),
-        _row("layers.{i}.mlp.down", "DF", f"{_NOMIC_HF}.mlp.fc2", "blk.{i}.ffn_down"),
-        _row(
+        row("layers.{i}.mlp.gate", "FD", f"{_NOMIC_HF}.mlp.fc12", "blk.{i}.ffn_gate"),
+        row("layers.{i}.mlp.up", "FD", f"{_NOMIC_HF}.mlp.fc11", "blk.{i}.ffn_up"),
+        row("layers.{i}.mlp.down", "DF", f"{_NOMIC_HF}.mlp.fc2", "blk.{i}.ffn_down"),
+        row(
             "layers.{i}.mlp_norm",
             "D",
             f"{_NOMIC_HF}.norm2",
@@ -328,7 +323,7 @@ NOMIC_BERT = Family(
             "norm_bias",
         ),
     ),
-    hf_keys=_HF_KEYS | {"head_dim": "head_dim", "qkv_proj_bias": ("qkv_bias", "out_bias")},
+    hf_keys=HF_KEYS | {"head_dim": "head_dim", "qkv_proj_bias": ("qkv_bias", "out_bias")},
     gguf_keys=GGUF_LAYER_NORM_KEYS,
     hf_activation=("hidden_act", "silu"),
     always=_POST_NORM,
@@ -348,107 +343,4 @@ NOMIC_BERT = Family(
     hf_view=_nomic_view,
     hf_more=_nomic,
     gguf_more=_from_gguf,
-)
-
-_LOCAL, _GLOBAL = "sliding_attention", "full_attention"
-_MODERN_THETA = {_GLOBAL: ("global_rope_theta", 160_000.0), _LOCAL: ("local_rope_theta", 10_000.0)}
-_MODERN_LAYERS = alternating(3, local_theta=_MODERN_THETA[_LOCAL][1])
-
-
-def _modern_view(config: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Older files state the period of global layers and one key per RoPE base."""
-    reader = Reader(config, "config.json")
-    view = dict(config)
-    # A token attends to half of the window before it, to itself, and to half of it after it.
-    view["sliding_window"] = reader.read(int, "local_attention", default=128) // 2 + 1
-    if config.get("layer_types") is None:
-        period = max(1, reader.read(int, "global_attn_every_n_layers", default=3))
-        count = min(reader.read(int, "num_hidden_layers"), 1024)
-        view["layer_types"] = [_LOCAL if index % period else _GLOBAL for index in range(count)]
-    if config.get("rope_parameters") is None:
-        view["rope_parameters"] = {
-            kind: {"rope_type": "default", "rope_theta": reader.read(float, key, default=theta)}
-            for kind, (key, theta) in _MODERN_THETA.items()
-        }
-    return view
-
-
-def _modern(reader: Reader, found: Settings) -> Settings:
-    head, pooling = None, "mean"
-    if _is_classifier(reader.source):
-        _check_labels(reader.source)
-        head = ScoreHead(
-            hf_activation(reader, "classifier_activation", "gelu"),
-            bias=reader.read(bool, "classifier_bias", default=False),
-            norm=True,
-            squashes=_squashes(reader.source),
-        )
-        pooling = reader.read(str, "classifier_pooling", default="cls")
-        if pooling not in ("cls", "mean"):
-            raise ModelFormatError(
-                f"config.json: key 'classifier_pooling': '{pooling}' is not supported"
-            )
-    encoder = EncoderConfig(
-        num_token_types=0,
-        max_tokens=found["max_position"],
-        pooling="mean" if pooling == "mean" else "cls",
-        normalizes=head is None,
-        head=head,
-    )
-    layers = _MODERN_LAYERS[0](reader, found)
-    return {**layers, "encoder": encoder, "bos_id": None, "eos_ids": ()}
-
-
-_MODERN_HF = "model.layers.{i}"
-
-
-def _modern_part(name: str, shape: str, hf: str, parts: str, index: int) -> WeightRow:
-    """A weight that shares a stored matrix with others."""
-    stored = Stored(parts=parts, index=index)
-    gguf = "attn_qkv" if parts == "qkk" else "ffn_up"
-    bias = "qkv_bias" if parts == "qkk" else "mlp_bias"
-    names = (f"layers.{{i}}.{name}", shape, f"{_MODERN_HF}.{hf}", f"blk.{{i}}.{gguf}")
-    return _row(*names, bias, None, stored, stored)
-
-
-MODERN_BERT = Family(
-    name="modernbert",
-    hf_names=("ModernBertModel", f"ModernBert{_CLASSIFIER}"),
-    gguf_names=(),
-    weights=(
-        _row("embed", "VD", "model.embeddings.tok_embeddings", "token_embd"),
-        _row("embed_norm", "D", "model.embeddings.norm", "token_embd_norm"),
-        _row(
-            "layers.{i}.attn_norm",
-            "D",
-            f"{_MODERN_HF}.attn_norm",
-            "blk.{i}.attn_norm",
-            when=_after_first,
-        ),
-        _modern_part("attn.q", "qD", "attn.Wqkv", "qkk", 0),
-        _modern_part("attn.k", "kD", "attn.Wqkv", "qkk", 1),
-        _modern_part("attn.v", "kD", "attn.Wqkv", "qkk", 2),
-        _row("layers.{i}.attn.o", "Dq", f"{_MODERN_HF}.attn.Wo", "blk.{i}.attn_output", "out_bias"),
-        _row("layers.{i}.mlp_norm", "D", f"{_MODERN_HF}.mlp_norm", "blk.{i}.ffn_norm"),
-        _modern_part("mlp.gate", "FD", "mlp.Wi", "FF", 0),
-        _modern_part("mlp.up", "FD", "mlp.Wi", "FF", 1),
-        _row("layers.{i}.mlp.down", "DF", f"{_MODERN_HF}.mlp.Wo", "blk.{i}.ffn_down", "mlp_bias"),
-        _row("norm", "D", "model.final_norm", "output_norm"),
-        *_score_rows("head.dense", "classifier"),
-    ),
-    hf_keys=_HF_KEYS
-    | {
-        "norm_eps": "norm_eps",
-        "attention_bias": ("qkv_bias", "out_bias"),
-        "mlp_bias": "mlp_bias",
-    },
-    gguf_keys=None,
-    hf_activation=("hidden_activation", "gelu"),
-    always={"tie_embeddings": True, "norm": "layer", "norm_placement": "input"},
-    defaults={"norm_eps": 1e-5},
-    theta=_MODERN_THETA[_GLOBAL][1],
-    has_local_rope=True,
-    hf_refused={"norm_bias": True},
-    hf_view=_modern_view,
-    hf_more=_modern,
 )

@@ -36,16 +36,15 @@ def fuse(graph: Graph) -> Graph:
 
 
 def fuse_positions(graph: Graph) -> Graph:
-    """Fuses embed(tokens) + position_embed(positions) into one `embed_positions` node."""
-    return _fuse_tables(graph, "position_embed", types=False)
+    """Fuses the sum of embed(tokens), position_embed(positions) and type_embed(token types) into
+    one `embed_positions` node.
+    """
+    for op in ("position_embed", "type_embed"):
+        graph = _fuse_table(graph, op)
+    return graph
 
 
-def fuse_types(graph: Graph) -> Graph:
-    """Fuses the sum with type_embed(token types) into the same `embed_positions` node."""
-    return _fuse_tables(graph, "type_embed", types=True)
-
-
-def _fuse_tables(graph: Graph, op: str, types: bool) -> Graph:
+def _fuse_table(graph: Graph, op: str) -> Graph:
     edit = Rewrite(graph)
     for node in graph.nodes:
         if node.op != "add":
@@ -60,7 +59,7 @@ def _fuse_tables(graph: Graph, op: str, types: bool) -> Graph:
             parts = (tokens, places)
             inputs = tokens.inputs + places.inputs
             weights = tokens.weights + places.weights
-            attributes = replace(tokens.attributes, types=types)
+            attributes = replace(tokens.attributes, types=op == "type_embed")
             fused = edit.node(
                 "embed_positions", node.name, inputs, weights, attributes, (*parts, node)
             )
@@ -263,7 +262,6 @@ def fuse_output_norms(graph: Graph) -> Graph:
 
 PASSES: tuple[Callable[[Graph], Graph], ...] = (
     fuse_positions,
-    fuse_types,
     fuse_norms,
     fuse_qkv,
     fuse_activations,

@@ -143,7 +143,11 @@ def attention(attributes: AttentionAttributes, inputs: Values, weights: Values) 
     if attributes.heads % attributes.kv_heads:
         raise ShapeError(f"{attributes.kv_heads} kv heads do not divide {attributes.heads} heads")
     _need_cache(cache, attributes.kv_heads, attributes.head_dim)
-    for each, what in ((positions, "positions"), (row_of, "sequences"), *((e, "ends") for e in ends)):
+    for each, what in (
+        (positions, "positions"),
+        (row_of, "sequences"),
+        *((e, "ends") for e in ends),
+    ):
         _need_integers(each, 1, what)
         if each.shape[0] != rows:
             raise ShapeError(f"{what} {each} are not one for each row of {queries}")
