@@ -3,6 +3,7 @@ real sentence encoder.
 """
 
 import json
+import shutil
 from dataclasses import replace
 from importlib import import_module
 from pathlib import Path
@@ -15,6 +16,7 @@ import transformers as hf
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
+from engine.backends.custom.frameworks.backends import NativeBackend
 from engine.backends.custom.frameworks.torch.execution import encoder as encoder_module
 from engine.backends.custom.frameworks.torch.execution.encoder import (
     TorchEncoder,
@@ -29,7 +31,8 @@ from engine.backends.custom.ir.rotary import rotary_tables
 from engine.backends.custom.options import EngineOptions
 from engine.backends.custom.weights.model import ModelSource, open_model
 from engine.backends.custom.worker.encoder_loop import Encoder
-from engine.core.errors import ModelFormatError
+from engine.core.errors import InvalidRequestError, ModelFormatError
+from engine.core.interfaces.backend import EmbedRequest, TextPair
 from engine.core.store.pull import pull
 from engine.core.text.tokenizer import Tokenizer
 from tests.parity.test_tokenizers import TEXTS
@@ -389,3 +392,51 @@ def test_control_tokens_in_a_text_are_text(tokenizers: Any) -> None:
     ids = ours.encode_prompt("[CLS] hello [SEP]")
     assert (ids[0], ids[-1]) == (101, 102) and not {101, 102} & set(ids[1:-1])
     assert ours.decode(ids) == "[ cls ] hello [ sep ]"
+
+
+def test_pairs_are_joined_as_hugging_face_joins_them(tokenizers: Any) -> None:
+    ours, theirs = tokenizers
+    for first, second in zip(TEXTS[::9], TEXTS[5::9], strict=False):
+        expected = theirs(first, second, split_special_tokens=True)
+        ids, start = ours.encode_pair(first, second)
+        assert ids == expected["input_ids"]
+        types = [int(index >= start) for index in range(len(ids))]
+        assert types == expected["token_type_ids"]
+    ids, start = ours.encode_pair("a cat", "a dog and a bird", max_tokens=8)
+    assert len(ids) == 8 and ours.decode(ids[start:]) == "a dog and"
+
+
+@pytest.fixture(scope="module")
+def cross_encoder(minilm: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, Path]:
+    """A tiny cross-encoder with the tokenizer of the sentence encoder."""
+    path = tmp_path_factory.mktemp("cross") / "model"
+    sizes = {**ONE, "vocab_size": 30522, "max_position_embeddings": 64}
+    model = saved(lambda: hf.BertForSequenceClassification(hf.BertConfig(**sizes)), path)
+    for name in ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "vocab.txt"):
+        if (minilm / name).exists():
+            shutil.copy(minilm / name, path)
+    return model, path
+
+
+async def test_a_cross_encoder_scores_pairs_of_texts(cross_encoder: Any, tokenizers: Any) -> None:
+    model, path = cross_encoder
+    backend = NativeBackend(str(path))
+    await backend.start()
+    try:
+        (card,) = backend.models()
+        assert card.capabilities == ("rerank", "score") and card.num_dimensions is None
+        pairs = (TextPair("a cat", "the kitten"), TextPair("a cat", "stocks fell on Monday"))
+        made = await backend.embed(EmbedRequest(request_id="r", inputs=pairs))
+        expected = []
+        for pair in pairs:
+            inputs = tokenizers[1](pair.first, pair.second, return_tensors="pt")
+            with torch.no_grad():
+                expected.append(model(**inputs).logits.sigmoid().item())
+        np.testing.assert_allclose(made.vectors[:, 0], expected, atol=1e-4)
+        long = TextPair("a cat", "word " * 100)
+        with pytest.raises(InvalidRequestError, match=r"input\[1\] has 105 tokens"):
+            await backend.embed(EmbedRequest(request_id="s", inputs=(pairs[0], long)))
+        cut = EmbedRequest(request_id="t", inputs=(long,), truncate_prompt_tokens=-1)
+        assert (await backend.embed(cut)).prompt_tokens == 64
+    finally:
+        await backend.stop()
