@@ -438,6 +438,14 @@ def test_openai_shapes_have_the_same_numbers(engine):
     assert engine.generate(["abc"], **given) == texts[:1]
 
 
+def test_openai_shapes_fill_the_context_unless_told(engine):
+    prompt = "a" * 200  # leaves room for more than the 16 tokens of `SamplingParams`
+    (text,) = engine.generate([prompt], ignore_eos=True)
+    messages = [{"role": "user", "content": prompt}]
+    whole = engine.chat_completion(messages, ignore_eos=True)
+    assert len(text) == whole["usage"]["completion_tokens"] == 256 - 200
+
+
 @pytest.mark.parametrize(
     ("name", "good", "bad"),
     [

@@ -7,7 +7,7 @@ import secrets
 import string
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 from engine.core.errors import InvalidRequestError
 from engine.core.interfaces.backend import ToolChoice
@@ -16,12 +16,24 @@ from engine.core.parsing.call_rows import CALL_ROWS, JSON, LLAMA3, PYTHONIC
 from engine.core.parsing.grammars import answer_grammar, channel_grammar, tool_grammar
 from engine.core.parsing.rows import CallRow, Slot, parts_of
 from engine.core.parsing.values import element_text, python_literal, quoted_literal
-from engine.core.text.chat_template import takes_functions
+from engine.core.text.chat_template import code_words
 
 Tool = Mapping[str, Any]
 _NO_CONTROL: Mapping[str, int] = {}
 _ID = re.compile(r"[A-Za-z0-9]{9}")
 _ID_CHARS = string.ascii_letters + string.digits
+
+
+@dataclass(frozen=True)
+class TemplateHabits:
+    """What a chat template does with parts of a conversation."""
+
+    takes_system: bool = True  # whether it renders a system message
+    # Where it reads tools from: its variable `tools`, JSON text in the system message, or nowhere.
+    tools_in: Literal["variable", "system", "nowhere"] = "variable"
+    writes_calls: bool = True  # whether it renders the calls of earlier turns
+    json_arguments: bool = False  # whether it wants arguments as JSON text, not as an object
+    null_content: bool = False  # whether calls are only rendered if the content is None
 
 
 @dataclass(frozen=True)
@@ -139,8 +151,6 @@ def _written_arguments(row: CallRow, arguments: str) -> str:
 
 
 _KINDS: dict[type, str] = {str: "string", bool: "boolean", list: "array", dict: "object"}
-_CODE = re.compile(r"\{[{%].*?[%}]\}", re.DOTALL)
-_TOOLS = re.compile(r"\btools\b")
 # A JSON call with a name and arguments that the template shows as an example to the model. Its
 # quotes may be escaped.
 _SHOWN_CALL = re.compile(r"name[\\\"']+ ?:.{0,200}?arguments[\\\"']+ ?:", re.DOTALL)
@@ -150,7 +160,7 @@ _SHOWN_PYTHON = re.compile(r"\[func_name1\(")
 
 def uses_tools(template: str) -> bool:
     """Whether the template's code reads the list of tools."""
-    return takes_functions(template) or any(map(_TOOLS.search, _CODE.findall(template)))
+    return not code_words(template).isdisjoint({"tools", "functions"})
 
 
 def known_format(template: str | None) -> ToolFormat | None:
