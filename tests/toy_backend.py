@@ -22,6 +22,7 @@ TOKENIZER = SimpleNamespace(
     drops_leading_space=False,
     bytes_table=lambda skip_special, shown: LETTERS,
     token_literal=lambda token: LETTERS[token],
+    is_special=lambda token: False,
 )
 CHAT = ChatFormat(ChatTemplate(None, "", ""), OutputFormat.of(None, {}))
 TEXT = TextModel(

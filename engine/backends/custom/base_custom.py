@@ -53,6 +53,7 @@ from engine.core.interfaces.backend import (
     Event,
     Health,
     ModelCard,
+    TokenizerInfo,
 )
 from engine.core.interfaces.request import (
     ControlReply,
@@ -248,6 +249,8 @@ class CustomBackend(InferenceBackend):
         )
         generation = Generation(submitted, text, prepared, self._link)
         self._link.submit(submitted, generation)
+        if context.on_prompt is not None:
+            context.on_prompt(len(prepared.token_ids))
         return generation
 
     async def embed(self, request: EmbedRequest) -> Embeddings:
@@ -286,20 +289,27 @@ class CustomBackend(InferenceBackend):
         return Embeddings(vectors, sum(map(len, prompts)))
 
     async def tokenize(
-        self, content: ChatRequest | str, *, model: str = "", add_special_tokens: bool = True
+        self,
+        content: ChatRequest | str,
+        *,
+        model: str = "",
+        add_special_tokens: bool = True,
+        parse_special: bool = False,
     ) -> tuple[int, ...]:
         text, _ = self._loaded()
         if isinstance(content, ChatRequest):
             return await self._encode(encode_chat, text, content)
-        if not add_special_tokens:
-            return tuple(await self._encode(text.tokenizer.encode, content))
-        return await self._encode(text.encode_prompt, content)
+        return await self._encode(text.encode_prompt, content, add_special_tokens, parse_special)
 
     async def detokenize(self, token_ids: tuple[int, ...], *, model: str = "") -> str:
         text, _ = self._loaded()
         check_prompt(token_ids, text.config.vocab_size, "tokens")
         decode = functools.partial(text.tokenizer.decode, skip_special=False)
         return await self._encode(decode, token_ids)
+
+    async def tokenizer_info(self, *, model: str = "") -> TokenizerInfo:
+        text, _ = self._loaded()
+        return text.tokenizer_info
 
     def _loaded(self) -> tuple[TextModel, Ready]:
         text, ready = self._text, self._link.ready

@@ -1,8 +1,9 @@
 """Converts text to token ids and back, for one model.
 
-Client text can never become a control token: control tokens have no textual form in the underlying
+Client text does not become a control token: control tokens have no textual form in the underlying
 vocabulary (see `tokenizer_parts`). Only a `RenderedPrompt`, in which the template's own control
-tokens are already ids, can contain them. A `Tokenizer` is immutable, so threads may share it.
+tokens are already ids, can contain them, and text whose client asked for it (`parse_special`). A
+`Tokenizer` is immutable, so threads may share it.
 """
 
 import codecs
@@ -112,6 +113,10 @@ class Tokenizer:
         return self._parts.bos_id
 
     @property
+    def eos_id(self) -> int | None:
+        return self._parts.eos_id
+
+    @property
     def eos_ids(self) -> tuple[int, ...]:
         return self._parts.eos_ids
 
@@ -146,10 +151,13 @@ class Tokenizer:
     def is_special(self, token_id: int) -> bool:
         return token_id in self._parts.special_ids
 
-    def encode(self, text: str) -> list[int]:
-        """Encode text without adding BOS or EOS. Names of control tokens in the text are encoded as
-        plain text.
+    def encode(self, text: str, parse_special: bool = False) -> list[int]:
+        """Encode text without adding BOS or EOS. With `parse_special`, names of control tokens in
+        the text become these tokens. Otherwise they are encoded as plain text.
         """
+        if parse_special:
+            ids = self.specials.ids
+            text = self.specials.pattern.sub(lambda found: sentinel(ids[found.group()]), text)
         try:
             # The batch call releases the GIL; the library's call for a single text does not.
             return self._engine.encode_batch_fast([text], add_special_tokens=False)[0].ids
@@ -159,11 +167,16 @@ class Tokenizer:
                 "characters."
             ) from error
 
-    def encode_prompt(self, text: str, add_bos: bool = True) -> list[int]:
-        """Encode the prompt of a completion. Adds BOS and EOS if the model expects them."""
-        ids = self.encode(text)
-        if add_bos and self._parts.add_bos and self.bos_id is not None:
-            ids.insert(0, self.bos_id)
+    def encode_prompt(
+        self, text: str, add_bos: bool = True, parse_special: bool = False
+    ) -> list[int]:
+        """Encode the prompt of a completion. Adds BOS and EOS if the model expects them. A parsed
+        prompt that starts with BOS gets no second one.
+        """
+        ids = self.encode(text, parse_special)
+        bos_id = self.bos_id if add_bos and self._parts.add_bos else None
+        if bos_id is not None and not (parse_special and ids[:1] == [bos_id]):
+            ids.insert(0, bos_id)
         if self._parts.add_eos and self._parts.eos_id is not None:
             ids.append(self._parts.eos_id)
         return ids

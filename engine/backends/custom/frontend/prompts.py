@@ -131,10 +131,10 @@ def prepare_completion(text: TextModel, request: CompletionRequest) -> Prepared:
     if request.suffix is not None:
         token_ids = _infilled(text, request)
     else:
-        token_ids = text.encode_prompt(prompt)
+        token_ids = text.encode_prompt(prompt, request.add_special_tokens, request.parse_special)
     echo = None
     if request.echo:
-        echo = prompt if isinstance(prompt, str) else text.tokenizer.decode(prompt)
+        echo = prompt if isinstance(prompt, str) else _echoed(text, prompt)
     grammar = None if spec is None else grammar_text(spec)
     return Prepared(
         token_ids,
@@ -145,6 +145,13 @@ def prepare_completion(text: TextModel, request: CompletionRequest) -> Prepared:
         continuation=True,
         echo=echo,
     )
+
+
+def _echoed(text: TextModel, token_ids: tuple[int, ...]) -> str:
+    """The text of a prompt that was sent as token ids. It has the names of control tokens, because
+    the prompt's logprobs have them too.
+    """
+    return text.tokenizer.decode(token_ids, skip_special=False)
 
 
 def _infilled(text: TextModel, request: CompletionRequest) -> tuple[int, ...]:
@@ -171,7 +178,7 @@ def truncated(
     if len(prepared.token_ids) <= limit:
         return prepared
     kept = prepared.token_ids[-limit:]
-    echo = None if prepared.echo is None else text.tokenizer.decode(kept)
+    echo = None if prepared.echo is None else _echoed(text, kept)
     return replace(prepared, token_ids=kept, echo=echo)
 
 

@@ -9,6 +9,7 @@ import msgspec
 
 from engine.backends.custom.frontend.text_cache import TextCache, TextFacts, key_of
 from engine.core.errors import ModelFormatError
+from engine.core.interfaces.backend import TokenizerInfo
 from engine.core.parsing.output import OutputFormat
 from engine.core.text.chat_template import ChatTemplate
 from engine.core.text.tokenizer import Tokenizer
@@ -147,10 +148,30 @@ class TextModel:
         options = {*self.chat.template.options, *self.tool_chat.template.options}
         return tuple(sorted(options))
 
-    def encode_prompt(self, prompt: str | tuple[int, ...]) -> tuple[int, ...]:
+    @cached_property
+    def tokenizer_info(self) -> TokenizerInfo:
+        tokenizer = self.tokenizer
+        return TokenizerInfo(
+            vocab_size=self.config.vocab_size,
+            bos_token=tokenizer.bos or None,
+            bos_token_id=tokenizer.bos_id,
+            eos_token=tokenizer.eos or None,
+            eos_token_id=tokenizer.eos_id,
+            chat_template=tokenizer.chat_template,
+            special_tokens=dict(tokenizer.specials.ids),
+        )
+
+    def encode_prompt(
+        self,
+        prompt: str | tuple[int, ...],
+        add_special_tokens: bool = True,
+        parse_special: bool = False,
+    ) -> tuple[int, ...]:
         if not isinstance(prompt, str):
             return prompt
-        return tuple(self.tokenizer.encode_prompt(prompt))
+        if not add_special_tokens:
+            return tuple(self.tokenizer.encode(prompt, parse_special))
+        return tuple(self.tokenizer.encode_prompt(prompt, parse_special=parse_special))
 
     def cut_prompt(self, prompt: tuple[int, ...], max_tokens: int) -> tuple[int, ...]:
         """Truncate a prompt to `max_tokens`. For an encoder, the first tokens and the end marker

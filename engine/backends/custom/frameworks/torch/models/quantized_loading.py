@@ -65,7 +65,7 @@ def place_quantized(
 
 
 def _place_experts(model: Decoder, weights: Mapping[str, object], device: torch.device) -> set[str]:
-    taken = set()
+    taken: set[str] = set()
     modules = [each for each in model.named_modules() if isinstance(each[1], Experts)]
     for path, experts in modules:
         if not _experts_are_kept(weights, path):
