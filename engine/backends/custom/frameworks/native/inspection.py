@@ -21,6 +21,8 @@ from engine.backends.custom.ir.plan import (
     EmbedStep,
     ExpertsStep,
     GateRowsStep,
+    HeadLinearStep,
+    LatentWriteStep,
     LinearStep,
     NormStep,
     RopeWriteStep,
@@ -91,7 +93,7 @@ def _layer(step: Step) -> str:
     match step:
         case EmbedStep():
             return "embed"
-        case RopeWriteStep() | AttentionStep():
+        case RopeWriteStep() | LatentWriteStep() | HeadLinearStep() | AttentionStep():
             return "attn"
         case LinearStep() if layer_of(step.matrix) is not None:
             return "attn" if ".attn." in step.matrix else "mlp"
