@@ -273,14 +273,15 @@ class ModelConfig:
     def kv_bytes_per_token(self, bytes_per_value: int) -> int:
         if self.encoder is not None:
             return 0  # an encoder has no KV cache
-        return self.cached_values * self.num_layers * bytes_per_value
+        values = self.kv_parts * self.num_kv_heads * self.head_dim
+        return values * self.num_layers * bytes_per_value
 
     @property
-    def cached_values(self) -> int:
-        """Number of values that the KV cache has per token and layer."""
-        if self.latent is not None:
-            return self.head_dim  # the latent is part of the key, so there are no values
-        return 2 * self.num_kv_heads * self.head_dim
+    def kv_parts(self) -> int:
+        """How many vectors the KV cache has per token and KV head: two, key and value, or only the
+        key, if the value is a part of the key.
+        """
+        return 2 if self.latent is None else 1
 
 
 @dataclass(frozen=True, slots=True)

@@ -232,7 +232,7 @@ class Lowering:
                 attributes.head_dim,
                 attributes.scale,
                 attributes.window,
-                attention_kernel(self.machine, self.precision),
+                attention_kernel(self.machine, self.precision, attributes.latent > 0),
                 attributes.softcap,
                 attributes.alibi_bias,
                 self._vector(node.weights[0]) if attributes.sinks else None,

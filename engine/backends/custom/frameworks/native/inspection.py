@@ -46,7 +46,7 @@ def layer_outputs(source: ModelSource, token_ids: Sequence[int]) -> dict[str, ND
     config, count = source.config, len(token_ids)
     weights = {name: weight.numpy() for name, weight in source.weights.items()}
     positions = np.arange(count, dtype=np.int32)
-    cache = (1, count, 2, config.num_kv_heads, config.head_dim)
+    cache = (1, count, config.kv_parts, config.num_kv_heads, config.head_dim)
     factors = weights.get("rope.factors")
     rotations = tuple(rotary_tables(rope, config.max_position, factors) for rope in config.ropes)
     state = State(tuple(np.zeros(cache, np.float32) for _ in range(config.num_layers)), rotations)

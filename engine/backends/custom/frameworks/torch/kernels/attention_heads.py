@@ -23,6 +23,7 @@ class AttentionHeads:
     softcap: float | None = None  # bounds scores: softcap * tanh(score / softcap)
     has_sinks: bool = False
     alibi_bias: float | None = None
+    latent: int = 0  # above 0: the cache has keys only, and the first values of a key are its value
 
     @classmethod
     def of(cls, config: ModelConfig) -> "AttentionHeads":
@@ -36,7 +37,13 @@ class AttentionHeads:
             config.attention_softcap,
             config.attention_sinks,
             config.alibi_bias,
+            0 if config.latent is None else config.latent.kv_rank,
         )
+
+    @property
+    def value_dim(self) -> int:
+        """Number of values that a head puts out."""
+        return self.latent or self.head_dim
 
     @property
     def is_plain(self) -> bool:
@@ -77,9 +84,9 @@ def attend_by_definition(
     softcap: float | None = None,
     sinks: Tensor | None = None,
 ) -> Tensor:
-    """q (..., Q, H), keys and values (..., L, H) -> (..., Q, H), in float32. `mask` (..., Q, L) is
-    added to the scores; None: all keys are visible. `sinks` (..., Q, 1) are logits that only add to
-    the sum of the softmax.
+    """q (..., Q, H), keys (..., L, H), values (..., L, U) -> (..., Q, U), in float32. `mask`
+    (..., Q, L) is added to the scores; None: all keys are visible. `sinks` (..., Q, 1) are logits
+    that only add to the sum of the softmax.
     """
     scores = q.float() @ keys.float().mT * scale
     if softcap is not None:
