@@ -37,6 +37,10 @@ SHARED_TILES = (128, 64, 4, 2), (128, 64, 4, 3)
 WIDEST_TILE, WIDEST_SPAN_TILE, WIDEST_MANY_TILE = (64, 64, 8, 2), (1, 64, 4, 2), (1, 32, 2, 2)
 # Tile sizes for float32. They are smaller, because float32 values take twice the shared memory.
 FLOAT32_TILE, FLOAT32_SPAN_TILE = (64, 32, 4, 2), (1, 32, 4, 2)
+# Tile sizes for latent attention, whose keys have some 576 values: those of chunks and of spans, in
+# half precision and in float32.
+LATENT_TILES, LATENT_FLOAT32_TILES = ((64, 32, 8, 2), (1, 32, 4, 2)), ((16, 16, 4, 1),) * 2
+LATENT_GROUP = 16  # max heads of a program in latent attention
 NARROW_HEAD, WIDE_HEAD = 64, 128
 KEY_BLOCK = 64  # the length of a span is a multiple of this many keys
 MIN_SPAN = 128  # min keys of a span
@@ -73,7 +77,11 @@ class Tiles:
     shared: TileSize
 
 
-def tiles_for(head_dim: int, dtype: torch.dtype) -> Tiles:
+def tiles_for(head_dim: int, dtype: torch.dtype, has_latent: bool = False) -> Tiles:
+    if has_latent:
+        is_wide = dtype == torch.float32
+        chunk, span = LATENT_FLOAT32_TILES if is_wide else LATENT_TILES
+        return Tiles(chunk, span, span, chunk)
     if dtype == torch.float32:
         return Tiles(FLOAT32_TILE, FLOAT32_SPAN_TILE, FLOAT32_SPAN_TILE, FLOAT32_TILE)
     if head_dim > WIDE_HEAD:
@@ -93,6 +101,7 @@ class TritonPlan:
     slopes: Tensor | None  # (N,), in units of scores before their scaling
     tiles: Tiles
     on_hopper: bool
+    group: int  # heads of a program
 
     def attend(
         self,
@@ -109,9 +118,11 @@ class TritonPlan:
     def attend_cached(
         self, q: Tensor, cache: Tensor, window: int | None, sinks: Tensor | None = None
     ) -> Tensor:
-        """Attention of one layer: queries q (T, N, H) -> outputs (T, N, H). All keys and values,
+        """Attention of one layer: queries q (T, N, H) -> outputs (T, N, U). All keys and values,
         also those of this step, are in the cache.
         """
+        if self.heads.latent:
+            return self._attend_latents(q, cache)
         from engine.backends.custom.frameworks.torch.kernels.triton import attention_decode
         from engine.backends.custom.frameworks.torch.kernels.triton.attention_tile import Tile
 
@@ -136,6 +147,21 @@ class TritonPlan:
             )
         if self.room.tiles:
             self._attend_prompts(q, cache, out, window or 0, sinks)
+        return out
+
+    def _attend_latents(self, q: Tensor, cache: Tensor) -> Tensor:
+        from engine.backends.custom.frameworks.torch.kernels.triton import attention_latent
+        from engine.backends.custom.frameworks.torch.kernels.triton.attention_tile import Tile
+
+        out = q.new_empty((*q.shape[:2], self.heads.latent))
+        arrays, heads, tiles = self.arrays, self.heads, self.tiles
+        if self.room.spans:
+            assert self.scratch is not None
+            span, scratch = Tile(*tiles.span), self.scratch
+            attention_latent.decode(q, cache, out, arrays, scratch, heads, self.group, span)
+        if self.room.tiles:
+            chunk = Tile(*tiles.chunk)
+            attention_latent.prefill(q, cache, out, arrays, heads, self.group, chunk)
         return out
 
     def _attend_prompts(
@@ -167,11 +193,19 @@ class TritonAttention:
         self._block_size = block_size
         # A shared prefix is attended to as a whole, which would be wrong in layers with a window.
         # ALiBi depends on the positions of queries, which differ between the rows that share.
-        self._can_share = heads.windows == (None,) and heads.alibi_bias is None
+        # Latent attention has no kernel for shared prefixes.
+        plain = heads.windows == (None,) and heads.alibi_bias is None
+        self._can_share = plain and not heads.latent
+        # A program handles the heads that share a KV head. In latent attention, all heads do, and
+        # they are cut into groups.
         self._group = heads.num_heads // heads.num_kv_heads
-        self._tiles_of = tiles_for(heads.head_dim, dtype)
+        if heads.latent:
+            sizes = range(min(LATENT_GROUP, heads.num_heads), 0, -1)
+            self._group = next(size for size in sizes if heads.num_heads % size == 0)
+        self._num_groups = heads.num_heads // self._group
+        self._tiles_of = tiles_for(heads.head_dim, dtype, heads.latent > 0)
         hopper_lines = None
-        if heads.is_plain:  # the Hopper kernel only scales and masks scores
+        if heads.is_plain and not heads.latent:  # the Hopper kernel only scales and masks scores
             hopper_lines = hopper.lines_of_tile(heads.head_dim, self._group, block_size, dtype)
         self._on_hopper = hopper_lines is not None
         self._tile_tokens = (hopper_lines or self._tiles_of.chunk[0]) // self._group
@@ -203,6 +237,7 @@ class TritonAttention:
             self._slopes,
             self._tiles_of,
             self._on_hopper,
+            self._group,
         )
 
     def reserve(self, rows: int, device: torch.device) -> None:
@@ -220,8 +255,8 @@ class TritonAttention:
                 MAX_SPLITS * rows + _span_room(rows),
                 rows,
                 heads.num_heads,
-                heads.num_kv_heads,
-                heads.head_dim,
+                self._num_groups,
+                heads.value_dim,
                 device,
             )
 
@@ -253,7 +288,7 @@ class TritonAttention:
         shared, members, begins, splits = self._shared(inputs, decodes, len(chunks) > 0)
         most = room.spans if room is not None else _span_room(len(decodes))
         if len(decodes) == 1:
-            most = min(most, 1 + LONE_PROGRAMS // self._heads.num_kv_heads)
+            most = min(most, 1 + LONE_PROGRAMS // self._num_groups)
         spans, partials = _spans(inputs, decodes, begins, splits, most)
         tiles = self._tiles(inputs.seq_lens - counts, counts, chunks)
         total = int(partials[:, 1].sum())
