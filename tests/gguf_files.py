@@ -145,6 +145,17 @@ def stored_as(stored: Arrays, name: str, how: Transform, values: NDArray[np.floa
     stored[name] = np.ascontiguousarray(values.T) if how.transposed else values
 
 
+def joined_as(stored: Arrays, name: str, how: Transform, values: NDArray[np.float32]) -> None:
+    """Put a weight with a matrix per head into the tensor that has them one below the other."""
+    known = np.split(stored[name], len(values)) if name in stored else [None] * len(values)
+    made = []
+    for part, matrix in zip(known, values, strict=True):
+        one = {} if part is None else {name: part}
+        stored_as(one, name, how, matrix)
+        made.append(one[name])
+    stored[name] = np.concatenate(made)
+
+
 def write_gguf(
     path: Path,
     config: ModelConfig,
@@ -188,6 +199,8 @@ def write_gguf(
     for key, value in (keys | dict(extra or {})).items():
         if isinstance(value, str):
             writer.add_string(key, value)
+        elif isinstance(value, bool):
+            writer.add_bool(key, value)
         elif isinstance(value, float):
             writer.add_float32(key, value)
         elif isinstance(value, list):

@@ -66,11 +66,11 @@ class Cache {
             for (int head = 0; head < cache_.kv_heads; head++) {
                 uint8_t* key_tile = cache_.key_tile(layer, place.block, head, place.tile);
                 uint8_t* value_tile = cache_.value_tile(layer, place.block, head, place.tile);
-                for (int d = 0; d < cache_.head_dim; d++) {
+                for (int d = 0; d < cache_.head_dim; d++)
                     *to_keys++ = value_at(key_tile, key_offset(cache_.type, place.lane, d), place.lane);
+                for (int d = 0; d < cache_.head_dim && cache_.latent == 0; d++)
                     *to_values++ = value_at(
                         value_tile, value_offset(cache_.type, cache_.dim(), place.lane, d), place.lane);
-                }
             }
         }
     }

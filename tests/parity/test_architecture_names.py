@@ -28,7 +28,7 @@ from engine.core.registry.model_registry import (
     find_gguf,
     find_hf,
 )
-from tests.gguf_files import Arrays, stored_as
+from tests.gguf_files import Arrays, joined_as, stored_as
 from tests.parity import tiny_models
 
 # Families that Transformers does not have, because their files come with code of their own: the
@@ -97,20 +97,19 @@ def _stored(source: ModelSource) -> Arrays:
         if not spec.of_experts:
             stored_as(stored, spec.hf, weight.transform, values)
             continue
+        if weight.transform.joined:
+            joined_as(stored, spec.hf, weight.transform, values)
+            continue
         experts: list[Arrays] = []
-        whole = stored.get(spec.hf)
-        if whole is not None and weight.transform.joined:
-            whole = whole.reshape(len(values), -1, *whole.shape[1:])
         for index, each in enumerate(values):
             name = spec.hf.replace("{e}", str(index))
-            known = {} if whole is None else {name: whole[index]}
+            known = {name: stored[name][index]} if name in stored else {}
             stored_as(known, name, weight.transform, each)
             experts.append(known)
         if "{e}" in spec.hf:
             stored |= {name: part for known in experts for name, part in known.items()}
         else:
-            join = np.concatenate if weight.transform.joined else np.stack
-            stored[spec.hf] = join([known[spec.hf] for known in experts])
+            stored[spec.hf] = np.stack([known[spec.hf] for known in experts])
     return stored
 
 

@@ -53,8 +53,8 @@ MUTATIONS = [
     Mutation(
         "frameworks: native rotates all layers by the first RoPE table",
         "engine.backends.custom.frameworks.native.execution.program",
-        "        rope=step.table,\n",
-        "        rope=0,\n",
+        "        rope=step.table,\n        rope_dim=step.rope_dim,\n        query_norm",
+        "        rope=0,\n        rope_dim=step.rope_dim,\n        query_norm",
         "tests/unit/test_native_graphs.py::test_logits_are_those_of_the_graph[ropes]",
     ),
     Mutation(

@@ -173,13 +173,13 @@ MUTATIONS = [
     Mutation(
         "weights: a token's values are not counted",
         "engine.backends.custom.architectures.base",
-        "        return 2 * self.num_layers * self.num_kv_heads",
-        "        return self.num_layers * self.num_kv_heads",
+        "        values = self.kv_parts * self.num_kv_heads",
+        "        values = self.num_kv_heads",
         f"{CONFIG_TESTS}::test_a_token_takes_a_key_and_a_value_in_every_layer",
     ),
     Mutation(
         "weights: heads need not be whole groups",
-        "engine.backends.custom.architectures.base",
+        "engine.backends.custom.architectures.checks",
         "        and config.num_heads % config.num_kv_heads == 0,\n",
         "        and config.num_heads >= config.num_kv_heads,\n",
         f"{CONFIG_TESTS}::test_the_last_value_that_makes_sense_and_the_first_that_does_not",
