@@ -269,7 +269,7 @@ MORE: "dict[str, Callable[..., PreTrainedModel]]" = {
         first_k_dense_replace=1,
         rope_parameters=YARN | MSCALE,
     ),
-    "glm4_moe_lite": lambda: _of("Glm4MoeLite", **LATENT | {"q_lora_rank": 28}, rms_norm_eps=1e-5),
+    "glm4_moe_lite": lambda: _of("Glm4MoeLite", **LATENT | {"q_lora_rank": 28}, rms_norm_eps=0.05),
     "youtu": lambda: _of(
         "Youtu",
         **{key: value for key, value in LATENT.items() if "exper" not in key and "_g" not in key},

@@ -243,10 +243,10 @@ class ModelConfig:
             return self.attention_multiplier
         latent, rope = self.latent, self.rope
         if latent is None:
-            return self.head_dim**-0.5
+            return float(self.head_dim**-0.5)
         stretch = math.log(rope.factor) if rope is not None and rope.factor > 1 else 0.0
         magnitude = 1 + 0.1 * latent.mscale * stretch
-        return float(magnitude**2 * (latent.nope_dim + latent.rope_dim) ** -0.5)
+        return magnitude * magnitude / math.sqrt(latent.nope_dim + latent.rope_dim)
 
     def layer(self, index: int) -> LayerConfig:
         if self.layers:

@@ -136,12 +136,13 @@ def _hf_experts(reader: Reader, experts: ExpertsConfig, is_v2: bool) -> ExpertsC
         if value not in known:
             raise ModelFormatError(f"config.json: key '{key}': {value} is not supported")
     shared = reader.read(int, "n_shared_experts", default=0) * experts.size
+    experts = replace(experts, shared_size=shared)
+    if method == "greedy":
+        return replace(experts, groups=1, groups_per_token=1)
     if is_v2:
-        groups = {} if method == "group_limited_greedy" else {"groups": 1, "groups_per_token": 1}
-        return replace(experts, shared_size=shared, **groups)
+        return experts
     return replace(
         experts,
-        shared_size=shared,
         scoring="sigmoid",
         correction=True,
         group_score="best_two",

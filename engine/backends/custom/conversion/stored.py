@@ -187,9 +187,9 @@ def _at_once(parts: Sequence[Part], dtype: str, importance: Floats | None) -> It
         return
     values = np.empty(shape, np.float32)
     for each, how in parts:
-        own = each.numpy() - np.float32(how.added)
-        own = own.T if how.turned else own
-        values[stored_places(how, len(own))] = own
+        ours = each.numpy() - np.float32(how.added)
+        ours = ours.T if how.turned else ours
+        values[stored_places(how, len(ours))] = ours
     if transform.transposed:
         values = np.ascontiguousarray(values.T)
     step = max(1, _PIECE_VALUES // values.shape[-1])
