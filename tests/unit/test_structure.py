@@ -36,7 +36,10 @@ RANKS = {
     "engine.servers": 3,
     "engine.backends.custom.app": 4,
     "engine.cli": 4,
+    "engine.library": 4,
     "engine.llm": 4,
+    "engine.outputs": 4,
+    "engine.sampling_params": 4,
     "engine.scripts": 4,
 }
 # Where a tensor library, or a library that loads one, may be imported.

@@ -62,7 +62,7 @@ from engine.core.interfaces.request import (
     SamplingParams,
 )
 from engine.core.sandbox.examination import examine
-from engine.core.store.model_store import resolve_model
+from engine.core.store.model_store import default_name, resolve_model
 from engine.core.text.long_texts import after_other_long_texts
 
 T = TypeVar("T")
@@ -96,7 +96,7 @@ class CustomBackend(InferenceBackend):
     ) -> None:
         config = model if isinstance(model, BackendConfig) else BackendConfig(model_name=model)
         self._options = options or _options(self.framework, config)
-        self._served_name = served_name or Path(config.model_name).stem
+        self._served_name = served_name or default_name(config.model_name)
         self._in_process = in_process
         self._process = process
         self._link = EngineLink(self._make_client, RestartPolicy())

@@ -21,6 +21,7 @@ class TopLogprob(msgspec.Struct, frozen=True):
     token: str
     token_bytes: bytes
     logprob: float
+    token_id: int = -1  # -1: the backend does not know it
 
 
 class TokenText(msgspec.Struct, frozen=True):
@@ -30,6 +31,7 @@ class TokenText(msgspec.Struct, frozen=True):
     token_bytes: bytes
     logprob: float  # NaN for the first token of a prompt, which has no probability
     top: tuple[TopLogprob, ...] = ()
+    token_id: int = -1  # -1: the backend does not know it
 
 
 class TextEvent(msgspec.Struct, frozen=True):

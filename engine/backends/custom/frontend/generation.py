@@ -350,16 +350,15 @@ class Generation(EventFeed):
             return None
         first, *others = self.request.prompt
         return (
-            TokenText(*self._literal(first), math.nan),
+            TokenText(*self._literal(first), math.nan, token_id=first),
             *self._logprobs(others, echo.scores),
         )
 
     def _token_text(self, token_id: int, logprobs: TokenLogprobs) -> TokenText:
         text, raw = self._literal(token_id)
-        top = zip(logprobs.top_ids, logprobs.top_logprobs, strict=True)
-        return TokenText(
-            text, raw, logprobs.logprob, tuple(TopLogprob(*self._literal(i), lp) for i, lp in top)
-        )
+        ranked = zip(logprobs.top_ids, logprobs.top_logprobs, strict=True)
+        top = tuple(TopLogprob(*self._literal(i), logprob, i) for i, logprob in ranked)
+        return TokenText(text, raw, logprobs.logprob, top, token_id)
 
     def _literal(self, token_id: int) -> tuple[str, bytes]:
         raw = self._text.tokenizer.token_literal(token_id)

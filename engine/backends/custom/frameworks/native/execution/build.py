@@ -34,7 +34,7 @@ from engine.backends.custom.runtime.model_runner import (
 )
 from engine.backends.custom.weights.model import ModelSource
 from engine.backends.custom.weights.weight import Weight
-from engine.backends.custom.worker.memory import MIB, MemoryNeeds
+from engine.backends.custom.worker.memory import MIB, MemoryNeeds, with_windows
 from engine.core.errors import ConfigError
 
 log = logging.getLogger(__name__)
@@ -96,8 +96,8 @@ def memory_needs(source: ModelSource, options: EngineOptions, device: DeviceInfo
     if options.numerics == "fast" and device.dtype == STORED:
         weight_bytes += _per_channel_bytes(source)
     kv_type = _kv_type(source.config, options.kv_dtype, device.dtype, options.numerics)
-    token_bytes = kv_token_bytes(source.config, kv_type)
-    return MemoryNeeds(weight_bytes, token_bytes, USUAL_POOL_BYTES)
+    needs = MemoryNeeds(weight_bytes, kv_token_bytes(source.config, kv_type), USUAL_POOL_BYTES)
+    return with_windows(needs, source.config, min(options.max_batch_tokens, STEP_TOKENS))
 
 
 def kv_token_bytes(config: ModelConfig, stored_as: str) -> int:
@@ -171,6 +171,7 @@ def build_runner(source: ModelSource, config: RunnerConfig) -> NativeRunner:
         matrices=matrices,
         vectors={name: model.add_vector(each.reshape(-1)) for name, each in packed.vectors.items()},
         biases={name: model.add_vector(each) for name, each in packed.biases.items()},
+        caches=model_config.cache_places(config.num_window_blocks > 0),
         slopes=_add_slopes(model, model_config),
         per_channel=_add_per_channel(model, plans[0], matrices)
         if config.numerics == "fast"
@@ -186,6 +187,7 @@ def build_runner(source: ModelSource, config: RunnerConfig) -> NativeRunner:
         depth=0,
         max_step_tokens=STEP_TOKENS,
         min_prompt_tokens=PROMPT_TOKENS if machine.has_bf16 else ROW_TOKENS,
+        window=model_config.window,
     )
     layouts = ", ".join(sorted({matrix.layout for matrix in plans[0].matrices}))
     isa = machine.instruction_set
@@ -283,15 +285,20 @@ def _set_memory(model: Any, source: ModelSource, config: RunnerConfig, plan: Exe
         plan.capacity.logits,
         plan.output,
     )
-    model.set_cache(
-        KV_TYPES.index(_kv_type(model_config, config.kv_dtype, config.dtype, config.numerics)),
-        model_config.num_layers,
-        model_config.num_kv_heads,
-        model_config.head_dim,
-        config.block_size,
-        config.num_blocks,
-        0 if model_config.latent is None else model_config.latent.kv_rank,
-    )
+    places = model_config.cache_places(config.num_window_blocks > 0)
+    kv_type = _kv_type(model_config, config.kv_dtype, config.dtype, config.numerics)
+    for index, num_blocks in enumerate((config.num_blocks, config.num_window_blocks)):
+        if num_blocks:
+            model.set_cache(
+                index,
+                KV_TYPES.index(kv_type),
+                sum(cache == index for cache, _ in places),
+                model_config.num_kv_heads,
+                model_config.head_dim,
+                config.block_size,
+                num_blocks,
+                0 if model_config.latent is None else model_config.latent.kv_rank,
+            )
     factors = source.weights.get("rope.factors")
     for rope in model_config.ropes:
         frequencies, scale = rope_frequencies(

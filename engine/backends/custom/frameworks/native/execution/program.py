@@ -36,6 +36,8 @@ class Numbered:
     biases: Mapping[str, int]  # matrix name -> index of its bias
     # Copies of matrices in int8 with a scale per row, for steps of many tokens. By matrix name.
     per_channel: Mapping[str, int]
+    # For each layer: the number of its KV cache, and its index among the layers of that cache.
+    caches: tuple[tuple[int, int], ...]
     slopes: int = -1  # index of the ALiBi slopes; -1: the model has none
 
     def vector(self, name: str | None) -> int:
@@ -78,9 +80,11 @@ def _over_logits(plan: ExecutionPlan, buffer: int) -> bool:
 
 
 def _add_rope_write(model: Any, step: RopeWriteStep, weights: Numbered) -> None:
+    cache, layer = weights.caches[step.layer]
     model.rope_write(
         qkv=step.qkv,
-        layer=step.layer,
+        cache=cache,
+        layer=layer,
         heads=step.heads,
         kv_heads=step.kv_heads,
         head_dim=step.head_dim,
@@ -94,10 +98,12 @@ def _add_rope_write(model: Any, step: RopeWriteStep, weights: Numbered) -> None:
 
 
 def _add_attention(model: Any, step: AttentionStep, weights: Numbered) -> None:
+    cache, layer = weights.caches[step.layer]
     model.attention(
         qkv=step.qkv,
         out=step.out,
-        layer=step.layer,
+        cache=cache,
+        layer=layer,
         heads=step.heads,
         kv_heads=step.kv_heads,
         head_dim=step.head_dim,
@@ -111,14 +117,8 @@ def _add_attention(model: Any, step: AttentionStep, weights: Numbered) -> None:
 
 
 def _add_latent_write(model: Any, step: LatentWriteStep, weights: Numbered) -> None:
-    model.latent_write(
-        source=step.source,
-        layer=step.layer,
-        rope=step.table,
-        rope_dim=step.rope_dim,
-        norm=weights.vector(step.norm),
-        eps=step.eps,
-    )
+    rope = (step.table, step.rope_dim)
+    model.latent_write(step.source, step.layer, rope, weights.vector(step.norm), step.eps)
 
 
 def _add_head_linear(
@@ -130,8 +130,7 @@ def _add_head_linear(
         out=step.out,
         heads=step.heads,
         matrices=(weights.matrices[step.matrix], -1, decode, prefill),
-        rope=step.table,
-        rope_dim=step.rope_dim,
+        rope=(step.table, step.rope_dim),
         over_logits=_over_logits(plan, step.out),
     )
 

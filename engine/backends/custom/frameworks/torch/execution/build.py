@@ -22,7 +22,13 @@ from engine.backends.custom.runtime.model_runner import (
 )
 from engine.backends.custom.weights.model import ModelSource
 from engine.backends.custom.worker.encoder_loop import Encoder
-from engine.backends.custom.worker.memory import DTYPE_BYTES, MemoryNeeds, dense_needs, on_gpu
+from engine.backends.custom.worker.memory import (
+    DTYPE_BYTES,
+    MemoryNeeds,
+    dense_needs,
+    on_gpu,
+    with_windows,
+)
 from engine.core.errors import ConfigError
 
 DTYPES = {
@@ -55,6 +61,7 @@ def memory_needs(source: ModelSource, options: EngineOptions, device: DeviceInfo
     token.
     """
     needs = dense_needs(source.config, device)
+    needs = with_windows(needs, source.config, options.max_batch_tokens)
     if not device.name.startswith("cuda"):
         return needs
     needs = on_gpu(needs, source.config, options, device)
