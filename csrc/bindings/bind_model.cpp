@@ -14,6 +14,7 @@ namespace {
 
 using Ints = Array<const int32_t, 1>;
 using Longs = Array<const int64_t, 1>;
+using Tables = Array<const int32_t, 2>;
 
 // A model whose weights are Python arrays. The object holds references to these arrays.
 class BoundModel {
@@ -116,11 +117,12 @@ void bind_memory(nb::class_<BoundModel>& model) {
         self.model.executor.set_arena(std::move(shape));
         self.model.output = output;
     });
-    model.def("set_cache", [](BoundModel& self, int type, int layers, int kv_heads, int head_dim,
+    model.def("set_cache", [](BoundModel& self, int index, int type, int layers, int kv_heads, int head_dim,
                               int block_size, int64_t blocks) {
         if (block_size % 16) throw nb::value_error("block_size must be a multiple of 16");
+        if (index < 0 || index > 1) throw nb::value_error("a model has at most two KV caches");
         self.model.executor.set_cache(
-            KvCache{KvType(type), layers, kv_heads, head_dim, block_size, blocks, nullptr});
+            index, KvCache{KvType(type), layers, kv_heads, head_dim, block_size, blocks, nullptr});
     });
     model.def("set_max_positions", [](BoundModel& self, int count) { self.model.max_positions = count; });
     model.def("set_fast", [](BoundModel& self, bool on) { self.model.executor.set_fast(on); });
@@ -206,11 +208,12 @@ void bind_ops(nb::class_<BoundModel>& model) {
 void bind_attention_ops(nb::class_<BoundModel>& model) {
     model.def(
         "rope_write",
-        [](BoundModel& self, int qkv, int layer, int heads, int kv_heads, int head_dim, int rope,
+        [](BoundModel& self, int qkv, int cache, int layer, int heads, int kv_heads, int head_dim, int rope,
            int rope_dim, int query_norm, int key_norm, float eps, bool whole_norm) {
             Op op;
             op.kind = Op::Kind::RopeWrite;
             op.source = qkv;
+            op.cache = cache;
             op.layer = layer;
             op.shape = AttentionShape{heads, kv_heads, head_dim, 0, 0};
             op.rope = rope;
@@ -221,24 +224,25 @@ void bind_attention_ops(nb::class_<BoundModel>& model) {
             op.whole_norm = whole_norm;
             self.add_op(op);
         },
-        nb::kw_only(), nb::arg("qkv"), nb::arg("layer"), nb::arg("heads"), nb::arg("kv_heads"),
-        nb::arg("head_dim"), nb::arg("rope"), nb::arg("rope_dim"), nb::arg("query_norm"), nb::arg("key_norm"),
-        nb::arg("eps"), nb::arg("whole_norm"));
+        nb::kw_only(), nb::arg("qkv"), nb::arg("cache"), nb::arg("layer"), nb::arg("heads"),
+        nb::arg("kv_heads"), nb::arg("head_dim"), nb::arg("rope"), nb::arg("rope_dim"), nb::arg("query_norm"),
+        nb::arg("key_norm"), nb::arg("eps"), nb::arg("whole_norm"));
     model.def(
         "attention",
-        [](BoundModel& self, int qkv, int out, int layer, int heads, int kv_heads, int head_dim, float scale,
-           int window, float softcap, int slopes, int sinks, bool centered) {
+        [](BoundModel& self, int qkv, int out, int cache, int layer, int heads, int kv_heads, int head_dim,
+           float scale, int window, float softcap, int slopes, int sinks, bool centered) {
             Op op;
             op.kind = Op::Kind::Attention;
             op.source = qkv;
             op.out = out;
+            op.cache = cache;
             op.layer = layer;
             op.shape = AttentionShape{
                 heads,   kv_heads, head_dim, scale, window, softcap, self.vector(slopes), self.vector(sinks),
                 centered};
             self.add_op(op);
         },
-        nb::kw_only(), nb::arg("qkv"), nb::arg("out"), nb::arg("layer"), nb::arg("heads"),
+        nb::kw_only(), nb::arg("qkv"), nb::arg("out"), nb::arg("cache"), nb::arg("layer"), nb::arg("heads"),
         nb::arg("kv_heads"), nb::arg("head_dim"), nb::arg("scale"), nb::arg("window"), nb::arg("softcap"),
         nb::arg("slopes"), nb::arg("sinks"), nb::arg("centered"));
 }
@@ -297,12 +301,14 @@ void bind_expert_ops(nb::class_<BoundModel>& model) {
 
 // Collects the arrays of one step, which Python owns, and checks that their sizes match.
 StepArrays step_arrays(Ints token_ids, Ints positions, Longs write_slots, Ints query_start, Ints num_prompt,
-                       Array<const int32_t, 2> tables, Ints logit_rows, Ints prefix_groups,
-                       Ints prefix_blocks, const std::optional<Ints>& visible_end,
-                       const std::optional<Ints>& token_types) {
+                       Tables tables, Ints logit_rows, Ints prefix_groups, Ints prefix_blocks,
+                       const std::optional<Longs>& window_slots, const std::optional<Tables>& window_tables,
+                       const std::optional<Ints>& visible_end, const std::optional<Ints>& token_types) {
     size_t tokens = token_ids.shape(0), rows = num_prompt.shape(0);
     if (positions.shape(0) != tokens || write_slots.shape(0) != tokens || query_start.shape(0) != rows + 1 ||
         tables.shape(0) != rows || prefix_groups.shape(0) != rows ||
+        (window_slots && window_slots->shape(0) != tokens) ||
+        (window_tables && (window_tables->shape(0) != rows || window_tables->shape(1) != tables.shape(1))) ||
         (visible_end && visible_end->shape(0) != tokens) || (token_types && token_types->shape(0) != tokens))
         throw nb::value_error("arrays of a step that disagree in size");
     return StepArrays{int(tokens),
@@ -319,6 +325,8 @@ StepArrays step_arrays(Ints token_ids, Ints positions, Longs write_slots, Ints q
                       logit_rows.data(),
                       prefix_groups.data(),
                       prefix_blocks.data(),
+                      window_slots ? window_slots->data() : nullptr,
+                      window_tables ? window_tables->data() : nullptr,
                       visible_end ? visible_end->data() : nullptr,
                       token_types ? token_types->data() : nullptr};
 }
@@ -327,11 +335,12 @@ void bind_halves(nb::class_<BoundModel>& model) {
     model.def(
         "forward",
         [](BoundModel& self, Ints token_ids, Ints positions, Longs write_slots, Ints query_start,
-           Ints num_prompt, Array<const int32_t, 2> tables, Ints logit_rows, Ints prefix_groups,
-           Ints prefix_blocks, Array<uint8_t, 1> finite, std::optional<Ints> visible_end,
-           std::optional<Ints> token_types) {
+           Ints num_prompt, Tables tables, Ints logit_rows, Ints prefix_groups, Ints prefix_blocks,
+           Array<uint8_t, 1> finite, std::optional<Longs> window_slots, std::optional<Tables> window_tables,
+           std::optional<Ints> visible_end, std::optional<Ints> token_types) {
             StepArrays step = step_arrays(token_ids, positions, write_slots, query_start, num_prompt, tables,
-                                          logit_rows, prefix_groups, prefix_blocks, visible_end, token_types);
+                                          logit_rows, prefix_groups, prefix_blocks, window_slots,
+                                          window_tables, visible_end, token_types);
             if (finite.shape(0) != num_prompt.shape(0))
                 throw nb::value_error("finite: another number of rows");
             uint8_t* flags = finite.data();
@@ -340,7 +349,8 @@ void bind_halves(nb::class_<BoundModel>& model) {
         },
         nb::arg("token_ids"), nb::arg("positions"), nb::arg("write_slots"), nb::arg("query_start"),
         nb::arg("num_prompt"), nb::arg("block_tables"), nb::arg("logit_rows"), nb::arg("prefix_groups"),
-        nb::arg("prefix_blocks"), nb::arg("finite"), nb::arg("visible_end") = nb::none(),
+        nb::arg("prefix_blocks"), nb::arg("finite"), nb::arg("window_slots") = nb::none(),
+        nb::arg("window_tables") = nb::none(), nb::arg("visible_end") = nb::none(),
         nb::arg("token_types") = nb::none());
     model.def("set_sampler", [](BoundModel& self, int vocab, int max_slots, int max_seq_len) {
         self.model.set_sampler(vocab, max_slots, max_seq_len);

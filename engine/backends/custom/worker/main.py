@@ -26,6 +26,7 @@ from engine.backends.custom.runtime.batch import warm_up
 from engine.backends.custom.runtime.block_pool import BlockPool
 from engine.backends.custom.runtime.budget import TARGET_STEP_S, StepBudget
 from engine.backends.custom.runtime.grammar import Grammars, Vocabulary
+from engine.backends.custom.runtime.groups.windows import window_group
 from engine.backends.custom.runtime.kv_cache import KVCache
 from engine.backends.custom.runtime.loop import Channel, EngineLoop
 from engine.backends.custom.runtime.model_runner import (
@@ -93,6 +94,7 @@ def runner_config(options: EngineOptions, device: DeviceInfo, plan: MemoryPlan) 
         dtype=device.dtype,
         block_size=options.block_size,
         num_blocks=plan.num_blocks,
+        num_window_blocks=plan.num_window_blocks,
         max_slots=plan.max_slots,
         max_seq_len=plan.max_seq_len,
         num_threads=options.threads,
@@ -107,7 +109,14 @@ def runner_config(options: EngineOptions, device: DeviceInfo, plan: MemoryPlan) 
 
 def build_scheduler(spec: RunnerSpec, options: EngineOptions, bytes_per_token: int) -> Scheduler:
     pool = BlockPool(spec.num_blocks)
-    radix = RadixCache(pool, spec.block_size, options.eviction_policy, options.cache_ttl_s)
+    windows = window_group(spec, max_step_tokens(spec, options))
+    radix = RadixCache(
+        pool,
+        spec.block_size,
+        options.eviction_policy,
+        options.cache_ttl_s,
+        columns=() if windows is None else (windows.column,),
+    )
     limit = options.cache_bytes
     block_bytes = bytes_per_token * spec.block_size
     kv = KVCache(
@@ -117,8 +126,13 @@ def build_scheduler(spec: RunnerSpec, options: EngineOptions, bytes_per_token: i
         sharing=options.cache_enabled,
         max_cached_blocks=limit // block_bytes if limit is not None else None,
         max_cached_sequences=options.cache_max_sequences,
+        windows=windows,
     )
     return Scheduler(kv, spec.max_slots)
+
+
+def max_step_tokens(spec: RunnerSpec, options: EngineOptions) -> int:
+    return min(options.max_batch_tokens, spec.max_step_tokens or options.max_batch_tokens)
 
 
 def build_loop(
@@ -135,7 +149,7 @@ def build_loop(
     """
     spec = runner.spec
     scheduler = build_scheduler(spec, options, bytes_per_token)
-    max_tokens = min(options.max_batch_tokens, spec.max_step_tokens or options.max_batch_tokens)
+    max_tokens = max_step_tokens(spec, options)
     target_s = spec.target_step_s or TARGET_STEP_S
     budget = StepBudget(max_tokens, spec.max_slots, target_s, spec.min_prompt_tokens)
     grammars = Grammars(vocabulary or functools.partial(_vocabulary, options))

@@ -38,7 +38,7 @@ from engine.backends.custom.runtime.model_runner import (
 from engine.backends.custom.weights.model import ModelSource
 from engine.backends.custom.weights.weight import Weight
 from engine.backends.custom.worker.encoder_loop import Encoder
-from engine.backends.custom.worker.memory import MIB, MemoryNeeds
+from engine.backends.custom.worker.memory import MIB, MemoryNeeds, with_windows
 from engine.core.errors import ConfigError
 
 log = logging.getLogger(__name__)
@@ -102,7 +102,8 @@ def memory_needs(source: ModelSource, options: EngineOptions, device: DeviceInfo
     token_bytes = kv_token_bytes(
         source.config, _kv_type(options.kv_dtype, device.dtype, options.numerics)
     )
-    return MemoryNeeds(weight_bytes, token_bytes, USUAL_POOL_BYTES)
+    needs = MemoryNeeds(weight_bytes, token_bytes, USUAL_POOL_BYTES)
+    return with_windows(needs, source.config, min(options.max_batch_tokens, STEP_TOKENS))
 
 
 def kv_token_bytes(config: ModelConfig, stored_as: str) -> int:
@@ -153,7 +154,8 @@ def build_runner(source: ModelSource, config: RunnerConfig) -> NativeRunner:
     _check(source.config, config)
     machine = machine_with(config.num_threads or default_threads())
     plans = plans_for(source, config, machine)
-    model = load_model(source, plans, config.numerics, config.affinity)
+    caches = source.config.cache_places(config.num_window_blocks > 0)
+    model = load_model(source, plans, caches, config.numerics, config.affinity)
     _set_memory(model.native, source, config, plans[-1])
     for plan in plans:
         add_program(model.native, plan, model.weights)
@@ -163,8 +165,20 @@ def build_runner(source: ModelSource, config: RunnerConfig) -> NativeRunner:
         depth=0,
         max_step_tokens=STEP_TOKENS,
         min_prompt_tokens=PROMPT_TOKENS if machine.has_bf16 else ROW_TOKENS,
+        window=source.config.window,
     )
     return NativeRunner(model.native, spec, source.config.hidden_size)
+
+
+# For each layer: the number of its KV cache, and its index among the layers of that cache.
+CachePlaces = tuple[tuple[int, int], ...]
+
+
+@dataclass(frozen=True, slots=True)
+class CacheShape:
+    kv_type: str
+    block_size: int
+    sizes: Sequence[tuple[int, int]]  # for each KV cache: its number of layers and of blocks
 
 
 @dataclass(frozen=True, slots=True)
@@ -176,7 +190,11 @@ class LoadedModel:
 
 
 def load_model(
-    source: ModelSource, plans: Sequence[ExecutionPlan], numerics: str, affinity: str
+    source: ModelSource,
+    plans: Sequence[ExecutionPlan],
+    caches: CachePlaces,
+    numerics: str,
+    affinity: str,
 ) -> LoadedModel:
     """Loads the weights that the plans need and passes them to the C++ executor."""
     from engine.backends.custom.frameworks.native.machine import choose_cpus
@@ -204,6 +222,7 @@ def load_model(
         matrices=matrices,
         vectors={name: model.add_vector(each.reshape(-1)) for name, each in packed.vectors.items()},
         biases={name: model.add_vector(each) for name, each in packed.biases.items()},
+        caches=caches,
         slopes=_add_slopes(model, source.config),
         per_channel=_add_per_channel(model, plan, matrices) if numerics == "fast" else {},
     )
@@ -215,29 +234,9 @@ def load_model(
 
 
 def build_encoder(source: ModelSource, options: EngineOptions, device: DeviceInfo) -> Encoder:
-    """Loads a text encoder. Its keys and values stay float32, since they are never kept."""
-    from engine.backends.custom.frameworks.native.execution.encoder import NativeEncoder
-    from engine.backends.custom.frameworks.native.machine import default_threads
-    from engine.backends.custom.ir.encoder import build_encoder_graph
+    from engine.backends.custom.frameworks.native.execution.encoder import load_encoder
 
-    config = source.config
-    assert config.encoder is not None, config
-    _check_settings(options.attention, options.quantization)
-    max_tokens = max(config.encoder.max_tokens, STEP_TOKENS)
-    plans = _plans(
-        build_encoder_graph(config),
-        source,
-        machine_with(options.threads or default_threads()),
-        Capacity(max_tokens, STEP_TOKENS),
-        Precision(device.dtype == "float32", "float32"),
-    )
-    model = load_model(source, plans, options.numerics, options.affinity)
-    num_blocks = max_tokens // TILE_TOKENS + STEP_TOKENS  # each text may have a partial block
-    cache = ("float32", 1, TILE_TOKENS, num_blocks)
-    _allocate(model.native, source, plans[-1], cache, max_tokens)
-    for plan in plans:
-        add_program(model.native, plan, model.weights)
-    return NativeEncoder(model.native, config, STEP_TOKENS, TILE_TOKENS)
+    return load_encoder(source, options, device)
 
 
 def _add_slopes(model: Any, config: ModelConfig) -> int:
@@ -260,7 +259,7 @@ def _add_per_channel(
     return dict(zip(names, model.add_per_channel([matrices[name] for name in names]), strict=True))
 
 
-def _check_settings(attention: str, quantization: str) -> None:
+def check_settings(attention: str, quantization: str) -> None:
     if attention != "auto":
         raise ConfigError(
             f"the native backend has one kind of attention; performance.attention "
@@ -274,7 +273,7 @@ def _check_settings(attention: str, quantization: str) -> None:
 
 
 def _check(model: ModelConfig, config: RunnerConfig) -> None:
-    _check_settings(config.attention, config.quantization)
+    check_settings(config.attention, config.quantization)
     if config.block_size % TILE_TOKENS:
         raise ConfigError(
             f"the native backend keeps tokens in tiles of {TILE_TOKENS}: cache.block_size "
@@ -309,7 +308,7 @@ def plans_for(source: ModelSource, config: RunnerConfig, machine: Machine) -> li
     sizes of buffers and in how work is split among threads.
     """
     max_tokens = max(config.max_batch_tokens, config.max_slots)
-    return _plans(
+    return make_plans(
         build_graph(source.config),
         source,
         machine,
@@ -320,7 +319,7 @@ def plans_for(source: ModelSource, config: RunnerConfig, machine: Machine) -> li
     )
 
 
-def _plans(
+def make_plans(
     graph: Graph, source: ModelSource, machine: Machine, largest: Capacity, precision: Precision
 ) -> list[ExecutionPlan]:
     layout_of = kernels().layout_of
@@ -336,22 +335,22 @@ def _plans(
 
 
 def _set_memory(model: Any, source: ModelSource, config: RunnerConfig, plan: ExecutionPlan) -> None:
+    places = source.config.cache_places(config.num_window_blocks > 0)
+    sizes = [
+        (sum(cache == index for cache, _ in places), num_blocks)
+        for index, num_blocks in enumerate((config.num_blocks, config.num_window_blocks))
+        if num_blocks
+    ]
     kv_type = _kv_type(config.kv_dtype, config.dtype, config.numerics)
-    cache = (kv_type, source.config.num_layers, config.block_size, config.num_blocks)
-    _allocate(model, source, plan, cache, config.max_seq_len)
+    shape = CacheShape(kv_type, config.block_size, sizes)
+    allocate(model, source, plan, shape, config.max_seq_len)
     model.set_sampler(source.config.vocab_size, config.max_slots, config.max_seq_len)
 
 
-def _allocate(
-    model: Any,
-    source: ModelSource,
-    plan: ExecutionPlan,
-    cache: tuple[str, int, int, int],
-    max_seq_len: int,
+def allocate(
+    model: Any, source: ModelSource, plan: ExecutionPlan, cache: CacheShape, max_seq_len: int
 ) -> None:
-    """Allocates the arena and the KV cache, and adds the RoPE tables. `cache` is the storage type,
-    the number of layers, the block size and the number of blocks.
-    """
+    """Allocates the arena and the KV caches, and adds the RoPE tables."""
     model_config = source.config
     kinds = {buffer.place: buffer.per for buffer in plan.buffers}
     model.set_arena(
@@ -361,15 +360,16 @@ def _allocate(
         plan.capacity.logits,
         plan.output,
     )
-    kv_type, num_layers, block_size, num_blocks = cache
-    model.set_cache(
-        KV_TYPES.index(kv_type),
-        num_layers,
-        model_config.num_kv_heads,
-        model_config.head_dim,
-        block_size,
-        num_blocks,
-    )
+    for index, (num_layers, num_blocks) in enumerate(cache.sizes):
+        model.set_cache(
+            index,
+            KV_TYPES.index(cache.kv_type),
+            num_layers,
+            model_config.num_kv_heads,
+            model_config.head_dim,
+            cache.block_size,
+            num_blocks,
+        )
     model.set_max_positions(max_seq_len)
     factors = source.weights.get("rope.factors")
     for rope in model_config.ropes:
