@@ -29,7 +29,13 @@ from engine.backends.custom.weights.files import (
 )
 from engine.backends.custom.weights.gguf import GgufCheckpoint, open_gguf, part_names
 from engine.backends.custom.weights.lazy_tensor import Checkpoint, LazyTensor
-from engine.backends.custom.weights.pooling import with_pooling
+from engine.backends.custom.weights.pooling import (
+    DecoderTask,
+    Prompts,
+    decoder_task,
+    read_prompts,
+    with_pooling,
+)
 from engine.backends.custom.weights.quants import TRAITS, dequantize, traits_of
 from engine.backends.custom.weights.safetensors import (
     INDEX_NAME,
@@ -91,6 +97,17 @@ class ModelSource:
     @property
     def size_bytes(self) -> int:
         return sum(tensor.nbytes for tensor in self.checkpoint.tensors.values())
+
+    @property
+    def prompts(self) -> Prompts:
+        """The texts to put before embedding inputs. GGUF files have none."""
+        return read_prompts(self.path) if self.path.is_dir() else Prompts()
+
+    @property
+    def task(self) -> DecoderTask | None:
+        """What a decoder was trained for, if not for generating text. GGUF files do not say it."""
+        is_decoder = self.config.encoder is None and self.path.is_dir()
+        return decoder_task(self.path, self.config) if is_decoder else None
 
     def close(self) -> None:
         self.checkpoint.close()
