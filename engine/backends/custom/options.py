@@ -7,6 +7,9 @@ from typing import Literal
 import msgspec
 
 
+IMAGE_FRAMEWORKS = ("torch",)  # frameworks that run image encoders
+
+
 class EngineOptions(msgspec.Struct, frozen=True, kw_only=True, tag="options"):
     """Which model to load, and how much of the machine to use. If `pool_bytes` or `max_seq_len` is
     None, the engine chooses the size by the free memory and by the model.

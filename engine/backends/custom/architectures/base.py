@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol, TypeVar
 
+from engine.backends.custom.architectures.vision import VisionConfig
 from engine.core.errors import ModelFormatError
 
 MAX_LAYERS = 1024
@@ -168,6 +169,7 @@ class ModelConfig:
     attention_multiplier: float | None = None
     logits_scaling: float = 1.0  # the logits are divided by this number
     encoder: EncoderConfig | None = None  # None: the model is a decoder
+    vision: VisionConfig | None = None  # the image encoder; None: the model reads only text
 
     @property
     def num_params(self) -> int:

@@ -115,6 +115,8 @@ LLAMA = Family(
         "MixtralForCausalLM",
         "InternLM3ForCausalLM",
         "Mistral3ForConditionalGeneration",
+        "Idefics3ForConditionalGeneration",
+        "SmolVLMForConditionalGeneration",
     ),
     gguf_names=("llama", "mistral3"),
     weights=decoder(

@@ -121,7 +121,7 @@ class BatchBuilder:
         width = max(1, -(-int(seq_lens.max(initial=1)) // size))
         tables = self._tables[slots, :width]
         groups, group_blocks = _prefix_groups(tables, starts // size)
-        return BatchInputs(
+        inputs = BatchInputs(
             token_ids=_token_ids(rows),
             positions=positions.astype(np.int32),
             write_slots=write_slots + positions % size,
@@ -134,6 +134,33 @@ class BatchBuilder:
             adapter_ids=np.zeros(len(rows), np.int32),
             prefix_groups=groups,
             prefix_blocks=group_blocks,
+        )
+        if not any(row.seq.images for row in rows):
+            return inputs
+        return self._with_images(inputs, rows)
+
+    def _with_images(self, inputs: BatchInputs, rows: tuple[Row, ...]) -> BatchInputs:
+        """Add the embeddings of the images that the rows contain."""
+        embeds: list[F32] = []
+        places: list[I32] = []
+        ends = inputs.positions + 1
+        for row, first in zip(rows, inputs.query_start.tolist(), strict=False):
+            for image in row.seq.images:
+                start, end = max(row.start, image.start), min(row.start + row.length, image.end)
+                if start < end:
+                    place = np.arange(start, end, dtype=np.int32) + (first - row.start)
+                    places.append(place)
+                    embeds.append(image.embeds[start - image.start : end - image.start])
+                    if image.two_way:
+                        ends[place] = image.end
+        if not embeds:
+            return inputs
+        return replace(
+            inputs,
+            token_ids=np.where(inputs.token_ids < FROM_DEVICE, 0, inputs.token_ids),
+            embeds=np.concatenate(embeds),
+            embed_rows=np.concatenate(places),
+            visible_end=None if np.array_equal(ends, inputs.positions + 1) else ends,
         )
 
     def sampling(self, batch: ScheduledBatch, mask: U32 | None = None) -> SamplingInputs:
@@ -167,7 +194,7 @@ class BatchBuilder:
                 if penalized:
                     histories.append(row)
         lengths = [0] + [len(row.seq.tokens) for row in histories]
-        tokens = [token for row in histories for token in row.seq.tokens]
+        tokens = [token for row in histories for token in row.seq.token_ids]
         pooled = [index for index, row in enumerate(rows) if row.seq.pools]
         sampling = SamplingInputs(
             sample_rows=np.array(sample_rows, np.int32),

@@ -11,6 +11,7 @@ import logging
 from bisect import insort
 from collections.abc import Iterator
 
+from engine.backends.custom.runtime.images import whole_images
 from engine.backends.custom.runtime.kv_cache import KVCache
 from engine.backends.custom.runtime.model_runner import MAX_SCORED, StepOutput
 from engine.backends.custom.runtime.outputs import refusal, scores, token_delta, vector_delta
@@ -36,9 +37,10 @@ class SequenceFaultError(Exception):
 class Scheduler:
     """Continuous batching over a `KVCache`."""
 
-    def __init__(self, kv: KVCache, max_slots: int) -> None:
+    def __init__(self, kv: KVCache, max_slots: int, max_step_tokens: int = 2**31 - 1) -> None:
         self.kv = kv
         self._max_slots = max_slots
+        self._max_step_tokens = max_step_tokens
         # For each request id, the choices of the request that have not ended.
         self._requests: dict[str, list[Sequence]] = {}
         self._waiting = WaitingLine()
@@ -234,6 +236,11 @@ class Scheduler:
             count = min(ahead - start, budget - (len(running) - index))
             if seq.is_scoring:
                 count = min(count, _scorable(rows))
+            if seq.images:
+                later = len(running) - index
+                count = whole_images(seq.images, start, count, self._room(rows) - later)
+                if not count:
+                    continue
             end = start + count
             if end > len(seq.blocks) * block_size:
                 while seq.slot >= 0 and not self._extend(seq, end):
@@ -258,8 +265,17 @@ class Scheduler:
             if not self._admit(seq, matched, now):
                 return
             max_tokens = min(budget, _scorable(rows)) if seq.is_scoring else budget
-            rows.append(self._grant(seq, min(seq.num_uncomputed, max_tokens)))
+            count = min(seq.num_uncomputed, max_tokens)
+            if seq.images:
+                count = whole_images(seq.images, seq.num_computed, count, self._room(rows))
+                if not count:
+                    return  # the sequence gets its first row in the next step
+            rows.append(self._grant(seq, count))
             budget -= rows[-1].length
+
+    def _room(self, rows: list[Row]) -> int:
+        """How many more tokens this step can have at most, whatever the budget is."""
+        return self._max_step_tokens - sum(row.length for row in rows)
 
     def _extend(self, seq: Sequence, num_tokens: int) -> bool:
         try:

@@ -22,11 +22,12 @@ from engine.backends.custom.frameworks.entry import framework_entry
 from engine.backends.custom.ipc.engine_process import STACKS_SIGNAL
 from engine.backends.custom.ipc.heartbeat import Heartbeat, Pulse, Watchdog
 from engine.backends.custom.ipc.transport import ConnectionClosedError, SocketChannel
-from engine.backends.custom.options import EngineOptions
+from engine.backends.custom.options import IMAGE_FRAMEWORKS, EngineOptions
 from engine.backends.custom.runtime.batch import warm_up
 from engine.backends.custom.runtime.block_pool import BlockPool
 from engine.backends.custom.runtime.budget import TARGET_STEP_S, StepBudget
 from engine.backends.custom.runtime.grammar import Grammars, Vocabulary
+from engine.backends.custom.runtime.images import ImageStore
 from engine.backends.custom.runtime.kv_cache import KVCache
 from engine.backends.custom.runtime.loop import Channel, EngineLoop
 from engine.backends.custom.runtime.model_runner import (
@@ -86,6 +87,28 @@ def load_runner(
     return framework.build_runner(source, config), config, plan
 
 
+def load_images(
+    source: ModelSource,
+    options: EngineOptions,
+    loaded: tuple[ModelRunner, RunnerConfig, MemoryPlan],
+) -> ImageStore | None:
+    """Load the image encoder of a model that reads images. None if the model has none, or if the
+    framework can't run it; then the model reads only text.
+    """
+    vision = source.config.vision
+    if vision is None or options.framework not in IMAGE_FRAMEWORKS:
+        return None
+    runner, config, _ = loaded
+    needed = vision.tokens_per_side**2 + runner.spec.max_slots
+    if vision.attends_both_ways and max_step_tokens(runner.spec, options) < needed:
+        raise ConfigError(
+            f"{source.path.name} computes an image in one step, so max_batch_tokens must be at "
+            f"least {needed}: the tokens of an image, and one of each other sequence"
+        )
+    encoder = framework_entry(options.framework).build_image_encoder(source, config)
+    return ImageStore(encoder, two_way=vision.attends_both_ways)
+
+
 def log_plan(device: DeviceInfo, plan: MemoryPlan) -> None:
     for line in (f"{device.name}, {device.dtype}", *plan.lines()):
         log.info("memory plan: %s", line)
@@ -122,7 +145,11 @@ def build_scheduler(spec: RunnerSpec, options: EngineOptions, bytes_per_token: i
         max_cached_blocks=limit // block_bytes if limit is not None else None,
         max_cached_sequences=options.cache_max_sequences,
     )
-    return Scheduler(kv, spec.max_slots)
+    return Scheduler(kv, spec.max_slots, max_step_tokens(spec, options))
+
+
+def max_step_tokens(spec: RunnerSpec, options: EngineOptions) -> int:
+    return min(options.max_batch_tokens, spec.max_step_tokens or options.max_batch_tokens)
 
 
 def build_loop(
@@ -132,6 +159,7 @@ def build_loop(
     channel: Channel,
     pulse: Pulse | None = None,
     vocabulary: Callable[[], Vocabulary] | None = None,
+    images: ImageStore | None = None,
 ) -> EngineLoop:
     """Builds the engine loop of a loaded model, with scheduler, cache, step budget and grammars.
 
@@ -139,11 +167,13 @@ def build_loop(
     """
     spec = runner.spec
     scheduler = build_scheduler(spec, options, bytes_per_token)
-    max_tokens = min(options.max_batch_tokens, spec.max_step_tokens or options.max_batch_tokens)
     target_s = spec.target_step_s or TARGET_STEP_S
+    max_tokens = max_step_tokens(spec, options)
     budget = StepBudget(max_tokens, spec.max_slots, target_s, spec.min_prompt_tokens)
     grammars = Grammars(vocabulary or functools.partial(_vocabulary, options))
-    return EngineLoop(scheduler, runner, channel, budget, options.max_queued, pulse, grammars)
+    return EngineLoop(
+        scheduler, runner, channel, budget, options.max_queued, pulse, grammars, images
+    )
 
 
 def _vocabulary(options: EngineOptions) -> Vocabulary:
@@ -171,7 +201,8 @@ def run_engine(
         _run_encoder(encoder, device, options, channel, pulse, started_at)
         return
     loaded = load_runner(source, options)
-    serve_runner(loaded, options, channel, pulse, on_loaded, started_at)
+    images = load_images(source, options, loaded)
+    serve_runner(loaded, options, channel, pulse, on_loaded, started_at, images=images)
 
 
 def serve_runner(
@@ -182,12 +213,13 @@ def serve_runner(
     on_loaded: Callable[[], None],
     started_at: float,
     vocabulary: Callable[[], Vocabulary] | None = None,
+    images: ImageStore | None = None,
 ) -> None:
     """Warm up the loaded runner, send `Ready`, and run its loop until a `Stop` message arrives."""
     runner, config, plan = loaded
     warm_up(runner)
     on_loaded()
-    loop = build_loop(runner, options, plan.bytes_per_token, channel, pulse, vocabulary)
+    loop = build_loop(runner, options, plan.bytes_per_token, channel, pulse, vocabulary, images)
     spec = runner.spec
     channel.send(
         Ready(

@@ -74,6 +74,7 @@ class CachedStep:
     angles: tuple[Tensor | None, ...]
     plan: TritonPlan
     cache: PagedCache
+    images: None = None
 
     def attend(self, attention: Attention, qkv: Tensor) -> Tensor:
         layer, window, sinks = attention.layer, attention.window, attention.sinks
@@ -186,7 +187,9 @@ class CudaRunner(TorchRunner):
         )
 
     @torch.inference_mode()
-    def forward(self, inputs: BatchInputs) -> CudaHandle:  # type: ignore[override]
+    def forward(self, inputs: BatchInputs) -> CudaHandle | StepHandle:  # type: ignore[override]
+        if inputs.embeds is not None:  # steps with images are rare, so they have no graphs
+            return super().forward(inputs)
         size = self._size(inputs)
         step = self._step(inputs, size) if size is not None else self._exact_step(inputs)
         step.num_uses += 1
@@ -200,8 +203,10 @@ class CudaRunner(TorchRunner):
 
     @torch.inference_mode()
     def sample(  # type: ignore[override]
-        self, handle: CudaHandle, sampling: SamplingInputs
+        self, handle: CudaHandle | StepHandle, sampling: SamplingInputs
     ) -> "CudaPendingTokens | TorchPendingTokens":
+        if isinstance(handle, StepHandle):
+            return super().sample(handle, sampling)
         if handle.num_samples:
             kind = self._sampler.kind_of(sampling)
             if kind is None:

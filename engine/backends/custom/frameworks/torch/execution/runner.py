@@ -12,11 +12,14 @@ from engine.backends.custom.frameworks.torch.execution.sampling_runner import (
     StepHandle,
 )
 from engine.backends.custom.frameworks.torch.kernels.attention import (
+    AttentionBackend,
     AttentionPlan,
     attention_backend,
 )
 from engine.backends.custom.frameworks.torch.kernels.attention_heads import AttentionHeads
-from engine.backends.custom.frameworks.torch.layers.attention import Attention
+from engine.backends.custom.frameworks.torch.kernels.attention_reference import ReferenceAttention
+from engine.backends.custom.frameworks.torch.kernels.attention_sdpa import SdpaAttention
+from engine.backends.custom.frameworks.torch.layers.attention import Attention, ImageRows
 from engine.backends.custom.frameworks.torch.layers.rotary import Rotation
 from engine.backends.custom.frameworks.torch.models.base import Decoder
 from engine.backends.custom.runtime.model_runner import BatchInputs, RunnerConfig, RunnerSpec
@@ -31,6 +34,7 @@ class PagedStep:
     write_slots: Tensor  # (T,) int64
     plan: AttentionPlan
     cache: PagedCache
+    images: ImageRows | None
 
     def attend(self, attention: Attention, qkv: Tensor) -> Tensor:
         layer = attention.layer
@@ -58,6 +62,11 @@ class TorchRunner(SamplingRunner):
             dtype=dtype,
             device=device,
         )
+        self._two_way: AttentionBackend = self._attention
+        if not isinstance(self._attention, ReferenceAttention):
+            self._two_way = SdpaAttention(
+                AttentionHeads.of(model.config), block_size=config.block_size, dtype=dtype
+            )
         shape = KVShape(model.config.num_layers, model.config.num_kv_heads, model.config.head_dim)
         self._cache = PagedCache(shape, config.num_blocks, config.block_size, device, dtype)
 
@@ -68,8 +77,9 @@ class TorchRunner(SamplingRunner):
             positions,
             self._model.rotations(positions),
             self._put(inputs.write_slots),
-            self._attention.plan(inputs, positions),
+            self._attention_of(inputs).plan(inputs, positions),
             self._cache,
+            self._images(inputs),
         )
         x = self._model(self._token_ids(inputs), step)  # (T, D)
         finite = self._cache.guard(inputs, x, step.write_slots)
@@ -78,6 +88,16 @@ class TorchRunner(SamplingRunner):
         rows = self._put(inputs.logit_rows.astype(np.int64))
         hidden = self._model.norm(x.index_select(0, rows))
         return StepHandle(self._model.head_logits(hidden), hidden, finite)
+
+    def _images(self, inputs: BatchInputs) -> ImageRows | None:
+        if inputs.embeds is None or inputs.embed_rows is None:
+            return None
+        rows = self._put(inputs.embed_rows.astype(np.int64))
+        return ImageRows(rows, self._put(inputs.embeds))
+
+    def _attention_of(self, inputs: BatchInputs) -> AttentionBackend:
+        """The attention backend for a step. Only some backends can attend to later positions."""
+        return self._attention if inputs.visible_end is None else self._two_way
 
     def close(self) -> None:
         """Frees the model and the KV cache. The runner cannot be used afterwards."""

@@ -1,0 +1,150 @@
+"""Models that read images against Transformers: the encoder, the logits, and whole generations under
+schedules that batch, chunk, share and preempt.
+"""
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from engine.backends.custom.frameworks.torch.execution import build as torch_build
+from engine.backends.custom.runtime.block_pool import BlockPool
+from engine.backends.custom.runtime.budget import StepBudget
+from engine.backends.custom.runtime.images import ImageStore
+from engine.backends.custom.runtime.kv_cache import KVCache
+from engine.backends.custom.runtime.loop import EngineLoop
+from engine.backends.custom.runtime.model_runner import RunnerConfig
+from engine.backends.custom.runtime.radix_cache import RadixCache
+from engine.backends.custom.runtime.scheduler import Scheduler
+from engine.backends.custom.weights.model import open_model
+from engine.core.interfaces.request import Deltas, GenerateRequest, ImageInput, SamplingParams
+from tests.parity import tiny_models, tiny_vision
+from tests.toy_engine import ListChannel
+
+NUM_NEW = 8
+FRAMEWORKS = {"torch": torch_build}
+SCHEDULES = {
+    "together": {"num_blocks": 400, "max_slots": 16, "budget": 512},
+    "in small chunks": {"num_blocks": 400, "max_slots": 4, "budget": 7},
+    "without sharing": {"num_blocks": 400, "max_slots": 16, "budget": 64, "sharing": False},
+    "in a pool too small": {"num_blocks": 15, "max_slots": 8, "budget": 64},
+}
+
+
+@pytest.fixture(scope="module", params=tiny_vision.MODELS)
+def tiny(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Any:
+    return tiny_vision.save(request.param, tmp_path_factory.mktemp("vision"))
+
+
+def prompts() -> list[tuple[list[int], list[ImageInput]]]:
+    """Shared texts and shared pictures, a picture twice, and no picture at all."""
+    cat, dog = tiny_vision.picture(1), tiny_vision.picture(2)
+    begin, ask, more = (tiny_models.text(length, seed) for seed, length in enumerate((9, 5, 3)))
+    parts: list[list[Any]] = [
+        [begin, cat, ask],
+        [begin, cat, more],
+        [begin, dog, ask],
+        [cat, ask, dog, more, cat, ask],
+        [begin, ask],
+        [begin, cat, dog, ask],
+    ]
+    return [tiny_vision.prompt(*each) for each in parts]
+
+
+class Run:
+    """All prompts at once, or one after the other, through the real runtime."""
+
+    def __init__(
+        self,
+        path: Path,
+        *,
+        num_blocks: int,
+        max_slots: int,
+        budget: int,
+        sharing: bool = True,
+        framework: str = "torch",
+    ) -> None:
+        config = RunnerConfig("cpu", "float32", 4, num_blocks + 1, max_slots, 128, 1)
+        source, build = open_model(path), FRAMEWORKS[framework]
+        vision = source.config.vision
+        assert vision is not None
+        pool = BlockPool(config.num_blocks)
+        self.kv = KVCache(pool, RadixCache(pool, 4), 4, sharing=sharing)
+        self.scheduler = Scheduler(self.kv, max_slots, max(budget, 4 + max_slots))
+        self.channel = ListChannel()
+        self.images = ImageStore(
+            build.build_image_encoder(source, config), two_way=vision.attends_both_ways
+        )
+        runner = build.build_runner(source, config)
+        steps = StepBudget(budget, max_slots)
+        self.loop = EngineLoop(
+            self.scheduler, runner, self.channel, steps, 1000, images=self.images
+        )
+
+    def answers(self, *asked: tuple[list[int], list[ImageInput]], **fields: Any) -> list[list[int]]:
+        params = SamplingParams(temperature=0.0, max_tokens=NUM_NEW, ignore_eos=True, **fields)
+        self.channel.inbox.extend(
+            GenerateRequest(
+                request_id=str(number), prompt=tuple(ids), params=params, images=tuple(images)
+            )
+            for number, (ids, images) in enumerate(asked)
+        )
+        self.channel.outbox.clear()
+        self.loop.turn(0.0)
+        while self.scheduler.has_work or self.loop._intake.num_pending:
+            self.loop.turn(0.0)
+            self.scheduler.check()
+        deltas = [d for m in self.channel.outbox if isinstance(m, Deltas) for d in m.deltas]
+        assert all(delta.finish_reason in (None, "length") for delta in deltas), deltas
+        return [
+            [token for d in deltas if d.request_id == str(number) for token in d.token_ids]
+            for number in range(len(asked))
+        ]
+
+
+def test_the_encoder_computes_what_transformers_does(tiny: Any) -> None:
+    model, path = tiny
+    source, pixels = open_model(path), tiny_vision.picture(3)
+    config = RunnerConfig("cpu", "float32", 4, 8, 1, 128, 1)
+    given = tiny_vision.arguments(model, *tiny_vision.prompt(pixels, [5]))
+    with torch.no_grad():
+        theirs = model.get_image_features(given["pixel_values"]).pooler_output
+    expected = torch.cat(list(theirs)).reshape(-1, 48).numpy()
+    for build in FRAMEWORKS.values():
+        embeds = build.build_image_encoder(source, config).encode(pixels)
+        assert embeds.dtype == np.float32
+        np.testing.assert_allclose(embeds, expected, atol=1e-4)
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_generations_equal_those_of_transformers(tiny: Any, schedule: str) -> None:
+    model, path = tiny
+    asked = prompts()
+    for framework in FRAMEWORKS:
+        run = Run(path, framework=framework, **SCHEDULES[schedule])
+        for (ids, images), answer in zip(asked, run.answers(*asked), strict=True):
+            given = tiny_vision.arguments(model, ids, images)
+            with torch.no_grad():
+                theirs = model.generate(**given, max_new_tokens=NUM_NEW, do_sample=False)
+            assert answer == theirs[0, len(ids) :].tolist(), (framework, ids)
+        assert run.images.num_encoded == 2
+        if schedule == "in a pool too small":
+            assert run.scheduler.num_preemptions > 0
+
+
+def test_a_cached_image_is_found_by_its_content(tiny: Any) -> None:
+    """The tokens of all images are the same, so only their content can tell them apart."""
+    _, path = tiny
+    run = Run(path, num_blocks=400, max_slots=4, budget=64)
+    text = tiny_models.text(6, 1)
+    cat, dog = (tiny_vision.prompt(text, tiny_vision.picture(n), text) for n in (1, 2))
+    first = run.answers(cat)
+    hits = run.kv.num_hit
+    assert run.answers(cat) == first
+    assert run.kv.num_hit - hits == 16  # all full blocks of its 18 tokens
+    hits = run.kv.num_hit
+    assert run.answers(dog) != first
+    assert run.kv.num_hit - hits == 4  # the text before the image
+    assert run.images.num_encoded == 2
