@@ -24,7 +24,7 @@ TOKENIZER = SimpleNamespace(
     token_literal=lambda token: LETTERS[token],
 )
 TEXT = TextModel(
-    SimpleNamespace(eos_ids=(), vocab_size=VOCAB, encoder=None, hidden_size=VOCAB),
+    SimpleNamespace(eos_ids=(), vocab_size=VOCAB, encoder=None, vision=None, hidden_size=VOCAB),
     TOKENIZER,
     ChatFormat(ChatTemplate(None, "", ""), OutputFormat.of(None, {})),
     None,

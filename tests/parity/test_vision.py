@@ -1,4 +1,4 @@
-"""Models that read images against Transformers: the encoder, the logits, and whole generations under
+"""Models that read images against Transformers: the image encoder, and whole generations under
 schedules that batch, chunk, share and preempt.
 """
 

@@ -1,16 +1,20 @@
 """Tiny Hugging Face models that read images, with random weights."""
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+import tokenizers
 import torch
 import transformers as hf
 from numpy.typing import NDArray
+from tokenizers import processors
 
 from engine.core.interfaces.request import ImageInput
-from tests.parity.tiny_models import COMMON
+from tests.parity import tiny_models
+from tests.tokenizer_files import write_directory
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -18,6 +22,7 @@ if TYPE_CHECKING:
 IMAGE, BEGIN, END = 90, 91, 92  # tokens
 SIDE = 32  # pixels per side of an image
 NUM_TOKENS = 4  # tokens of an image
+COMMON = tiny_models.COMMON | {"max_position_embeddings": 1024}
 VISION: dict[str, Any] = {
     "hidden_size": 24,
     "intermediate_size": 40,
@@ -30,43 +35,91 @@ VISION: dict[str, Any] = {
 Pixels = NDArray[np.uint8]
 
 
-def _idefics3(kind: str) -> "PreTrainedModel":
-    text = COMMON | {"model_type": "llama", "rms_norm_eps": 1e-5}
+@dataclass(frozen=True)
+class Ids:
+    """The tokens of images, and the number of all tokens."""
+
+    image: int = IMAGE
+    begin: int = BEGIN
+    end: int = END
+    vocab: int = COMMON["vocab_size"]
+
+
+def _idefics3(kind: str, ids: Ids) -> "PreTrainedModel":
+    text = COMMON | {"model_type": "llama", "rms_norm_eps": 1e-5, "vocab_size": ids.vocab}
     config = getattr(hf, f"{kind}Config")(
         text_config=text,
         vision_config=VISION,
         scale_factor=2,
-        image_token_id=IMAGE,
+        image_token_id=ids.image,
         tie_word_embeddings=False,
     )
     return getattr(hf, f"{kind}ForConditionalGeneration")(config)
 
 
-def _gemma3() -> "PreTrainedModel":
+def _gemma3(ids: Ids) -> "PreTrainedModel":
     config = hf.Gemma3Config(
         text_config=COMMON
-        | {"head_dim": 8, "sliding_window": 6, "query_pre_attn_scalar": 8, "tie_word_embeddings": False}
-        | {"layer_types": ["sliding_attention", "full_attention", "sliding_attention"]},
+        | {"head_dim": 8, "sliding_window": 6, "query_pre_attn_scalar": 8, "vocab_size": ids.vocab}
+        | {"layer_types": ["sliding_attention", "full_attention", "sliding_attention"]}
+        | {"tie_word_embeddings": False},
         vision_config=VISION,
         mm_tokens_per_image=NUM_TOKENS,
-        image_token_index=IMAGE,
-        boi_token_index=BEGIN,
-        eoi_token_index=END,
+        image_token_index=ids.image,
+        boi_token_index=ids.begin,
+        eoi_token_index=ids.end,
         tie_word_embeddings=False,
     )
     return hf.Gemma3ForConditionalGeneration(config)
 
 
-MODELS: "dict[str, Callable[[], PreTrainedModel]]" = {
-    "smolvlm": lambda: _idefics3("SmolVLM"),
-    "idefics3": lambda: _idefics3("Idefics3"),
+MODELS: "dict[str, Callable[[Ids], PreTrainedModel]]" = {
+    "smolvlm": lambda ids: _idefics3("SmolVLM", ids),
+    "idefics3": lambda ids: _idefics3("Idefics3", ids),
     "gemma3": _gemma3,
+}
+# Chat templates in the manner of the families' own. SmolVLM's takes only lists of parts.
+_PARTS = (
+    "{% for part in message['content'] %}{% if part['type'] == 'image' %}{{ 'PLACE' }}"
+    "{% else %}{{ part['text'] }}{% endif %}{% endfor %}"
+)
+_TEXT_OR_PARTS = (
+    "{% if message['content'] is string %}{{ message['content'] }}{% else %}"
+    + _PARTS
+    + "{% endif %}"
+)
+_TEMPLATE = (
+    "{% for message in messages %}{{ '<|im_start|>' + message['role'] + ': ' }}CONTENT"
+    "{{ '<|im_end|>\n' }}{% endfor %}{% if add_generation_prompt %}{{ 'Assistant:' }}{% endif %}"
+)
+TEMPLATES = {
+    "smolvlm": _TEMPLATE.replace("CONTENT", _PARTS).replace("PLACE", "<image>"),
+    "gemma3": _TEMPLATE.replace("CONTENT", _TEXT_OR_PARTS).replace("PLACE", "<start_of_image>"),
+}
+# Control tokens of each family: that of an image, then others.
+CONTROL = {
+    "smolvlm": (
+        *("<image>", "<fake_token_around_image>", "<end_of_utterance>", "<global-img>"),
+        *(f"<row_{row}_col_{column}>" for row in range(1, 7) for column in range(1, 7)),
+    ),
+    "gemma3": ("<image_soft_token>", "<start_of_image>", "<end_of_image>"),
 }
 
 
-def save(name: str, folder: Path) -> "tuple[PreTrainedModel, Path]":
+def servable(name: str, folder: Path) -> "tuple[PreTrainedModel, Path]":
+    """A model with a tokenizer and a chat template."""
+    path = write_directory(folder / name, chat_template=TEMPLATES[name])
+    engine = tokenizers.Tokenizer.from_file(str(path / "tokenizer.json"))
+    engine.add_special_tokens([tokenizers.AddedToken(text, special=True) for text in CONTROL[name]])
+    engine.post_processor = processors.TemplateProcessing(single="$A", special_tokens=[])
+    engine.save(str(path / "tokenizer.json"))
+    own = [engine.token_to_id(text) for text in CONTROL[name][:3]]
+    return save(name, folder, Ids(*own, engine.get_vocab_size()))
+
+
+def save(name: str, folder: Path, ids: Ids | None = None) -> "tuple[PreTrainedModel, Path]":
     torch.manual_seed(0)
-    model = MODELS[name]().eval()
+    model = MODELS[name](ids or Ids()).eval()
     with torch.no_grad():
         for _, parameter in sorted(model.named_parameters()):
             if parameter.dim() == 1:  # norms and biases, which start as ones and zeros

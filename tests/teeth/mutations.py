@@ -156,8 +156,8 @@ INVARIANTS = [
     runtime(
         "INV-19 over the budget",
         "scheduler",
-        "            rows.append(self._grant(seq, min(seq.num_uncomputed, max_tokens)))\n",
-        "            rows.append(self._grant(seq, seq.num_uncomputed))\n",
+        "            count = min(seq.num_uncomputed, max_tokens)\n",
+        "            count = seq.num_uncomputed\n",
     ),
     runtime(
         "INV-20 last come, first served",

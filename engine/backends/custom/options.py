@@ -6,7 +6,6 @@ from typing import Literal
 
 import msgspec
 
-
 IMAGE_FRAMEWORKS = ("torch",)  # frameworks that run image encoders
 
 

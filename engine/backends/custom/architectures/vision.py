@@ -72,7 +72,7 @@ def check_vision(config: VisionConfig, vocab_size: int) -> VisionConfig:
         "1 <= patch_size <= image_size": 1 <= config.patch_size <= config.image_size,
         "merge divides the patches per side": 1 <= merge <= per_side and per_side % merge == 0,
         "hidden_size >= 1": config.hidden_size >= 1,
-        "num_heads divides hidden_size": 1 <= config.num_heads
+        "num_heads divides hidden_size": config.num_heads >= 1
         and config.hidden_size % config.num_heads == 0,
         f"1 <= num_layers <= {MAX_VISION_LAYERS}": 1 <= config.num_layers <= MAX_VISION_LAYERS,
         "intermediate_size >= 1": config.intermediate_size >= 1,

@@ -19,14 +19,13 @@ from engine.backends.custom.architectures.base import (
     TensorSpec,
 )
 from engine.backends.custom.architectures.foreign import has_images
+from engine.backends.custom.architectures.rope import with_factors, with_long_factors
 from engine.backends.custom.architectures.vision import VisionConfig
 from engine.backends.custom.architectures.vision_files import (
-    PREFIXES,
     UNUSED_PREFIX,
     vision_from_hf,
     vision_tensors,
 )
-from engine.backends.custom.architectures.rope import with_factors, with_long_factors
 from engine.backends.custom.weights.files import (
     CODE_SUFFIXES,
     member,
@@ -43,6 +42,7 @@ from engine.backends.custom.weights.safetensors import (
     SafetensorsCheckpoint,
     open_safetensors,
 )
+from engine.backends.custom.weights.vision import parted, processor_config
 from engine.backends.custom.weights.weight import Weight
 from engine.core.errors import ModelError, ModelFormatError
 from engine.core.registry.model_registry import (
@@ -54,8 +54,6 @@ from engine.core.registry.model_registry import (
 
 CONFIG_NAME = "config.json"
 GENERATION_CONFIG_NAME = "generation_config.json"
-PREPROCESSOR_NAME = "preprocessor_config.json"
-PROCESSOR_NAME = "processor_config.json"
 
 # The factors of "longrope" in a GGUF file. They become a part of the config.
 LONG_FACTORS = ("rope_factors_short.weight", "rope_factors_long.weight")
@@ -70,12 +68,6 @@ _IGNORED_SUFFIXES = (
     "pooler.dense.bias",
     *LONG_FACTORS,
 )
-_TEXT_PREFIXES = {
-    "language_model.model.": "model.",
-    "language_model.lm_head.": "lm_head.",
-    "model.language_model.": "model.",
-    "model.text_model.": "model.",
-}
 _SAMPLED_BLOCKS = 8
 _NAMED_IN_ERRORS = 3
 
@@ -201,9 +193,9 @@ def _open_hf(directory: Path, use_mmap: bool, reads_weights: bool) -> ModelSourc
     checkpoint = open_safetensors(directory, use_mmap, metadata.get("quantization_config"))
     vision_weights: dict[str, Weight] = {}
     if has_images(metadata):
-        text, image = _parted(checkpoint)
+        text, image = parted(checkpoint)
         vision = vision_from_hf(
-            metadata, _processor_config(directory), config.hidden_size, config.vocab_size
+            metadata, processor_config(directory), config.hidden_size, config.vocab_size
         )
         # Such files state in several places, or not at all, whether the head is tied.
         config = replace(config, tie_embeddings="lm_head.weight" not in text, vision=vision)
@@ -215,40 +207,6 @@ def _open_hf(directory: Path, use_mmap: bool, reads_weights: bool) -> ModelSourc
     if reads_weights:
         _check_values(directory.name, {**weights, **vision_weights})
     return ModelSource(directory, config, checkpoint, weights, metadata, vision_weights)
-
-
-def _processor_config(directory: Path) -> Mapping[str, Any]:
-    """The settings of the image preprocessing. Newer checkpoints have them in a part of the
-    processor's config. Empty if the checkpoint has no such file, so defaults apply.
-    """
-    if (directory / PREPROCESSOR_NAME).exists():
-        return read_json(directory, PREPROCESSOR_NAME)
-    if (directory / PROCESSOR_NAME).exists():
-        part = read_json(directory, PROCESSOR_NAME).get("image_processor", {})
-        return Reader({"image_processor": part}, PROCESSOR_NAME).read(dict, "image_processor")
-    return {}
-
-
-def _parted(checkpoint: Checkpoint) -> tuple[dict[str, LazyTensor], dict[str, LazyTensor]]:
-    """The tensors of the text model and of the image encoder. Those of the text model get the names
-    that they have in checkpoints of text models, and those of the encoder the names of
-    `vision_tensors`.
-    """
-    text: dict[str, LazyTensor] = {}
-    image: dict[str, LazyTensor] = {}
-    for name, tensor in checkpoint.tensors.items():
-        bare = name.removeprefix("model.")
-        theirs = next((each for each in PREFIXES if bare.startswith(each)), None)
-        if theirs is not None:
-            name = PREFIXES[theirs] + bare.removeprefix(theirs)
-            image[name] = replace(tensor, name=name)
-            continue
-        for prefix, ours in _TEXT_PREFIXES.items():
-            if name.startswith(prefix):
-                name = ours + name.removeprefix(prefix)
-                break
-        text[name] = replace(tensor, name=name)
-    return text, image
 
 
 def _open_gguf(path: Path, use_mmap: bool, reads_weights: bool) -> ModelSource:
@@ -335,9 +293,7 @@ def _resolve(
     return weights
 
 
-def _found(
-    where: str, specs: Iterable[TensorSpec], checkpoint: Checkpoint
-) -> dict[str, Weight]:
+def _found(where: str, specs: Iterable[TensorSpec], checkpoint: Checkpoint) -> dict[str, Weight]:
     """Find and check the stored tensors of the weights `specs`. Raises if some are missing."""
     weights: dict[str, Weight] = {}
     missing: list[str] = []
@@ -362,14 +318,14 @@ def _found(
 def _resolve_vision(where: str, vision: VisionConfig, checkpoint: Checkpoint) -> dict[str, Weight]:
     weights = _found(where, vision_tensors(vision), checkpoint)
     known = {tensor.name for weight in weights.values() for tensor in weight.tensors}
-    extra = [
+    unknown = [
         name
         for name in checkpoint.tensors
         if name not in known and not name.startswith(UNUSED_PREFIX)
     ]
-    if extra:
+    if unknown:
         raise ModelFormatError(
-            f"{where}: the image encoder has no place for these tensors: {_some(extra)}"
+            f"{where}: the image encoder has no place for these tensors: {_some(unknown)}"
         )
     return weights
 

@@ -97,8 +97,10 @@ class Vision(nn.Module):
 
     def _normalized(self, pixels: Tensor) -> Tensor:
         processing = self.config.processing
-        mean, std = (pixels.new_tensor(each, dtype=torch.float32) for each in
-                     (processing.mean, processing.std))
+        mean, std = (
+            pixels.new_tensor(each, dtype=torch.float32)
+            for each in (processing.mean, processing.std)
+        )
         scaled = (pixels.to(torch.float32) * processing.rescale - mean) / std
         return scaled.permute(2, 0, 1).to(self.patch.weight.dtype)
 
