@@ -156,8 +156,8 @@ def write_gguf(
     `extra` adds or replaces unsigned, float, string or list keys, including a whole vocabulary.
     Bytes are blocks of the tensor's type in `types`, by default Q8_0.
     """
-    writer = gguf.GGUFWriter(path, config.family, **writer_options)
-    prefix = config.family
+    prefix = architecture(config.family).gguf_names[0]
+    writer = gguf.GGUFWriter(path, prefix, **writer_options)
     keys: dict[str, Any] = {
         f"{prefix}.block_count": config.num_layers,
         f"{prefix}.context_length": config.max_position,

@@ -51,7 +51,13 @@ def hf_layout(config: ModelConfig, weights: Arrays) -> Arrays:
     """The weights in Hugging Face's layout and under its names."""
     stored: Arrays = {}
     for spec in architecture(config.family).tensors(config):
-        if spec.name in weights:
+        if spec.name not in weights:
+            continue
+        if spec.of_experts and "{e}" in spec.hf:
+            for expert, values in enumerate(weights[spec.name]):
+                name = spec.hf.replace("{e}", str(expert))
+                stored_as(stored, name, spec.hf_transform, values)
+        else:
             stored_as(stored, spec.hf, spec.hf_transform, weights[spec.name])
     return stored
 

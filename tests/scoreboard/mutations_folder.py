@@ -8,7 +8,7 @@ import json
 import random
 import struct
 from collections.abc import Callable, Iterator
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -16,13 +16,16 @@ from typing import Any
 import tokenizers
 from tokenizers import decoders, models, pre_tokenizers, trainers
 
+from engine.backends.custom.architectures import export
 from engine.backends.custom.architectures.base import ModelConfig
 from tests import checkpoint_folders, safetensors_files, tokenizer_files
 from tests.gguf_files import random_weights, tiny_config
 from tests.safetensors_files import assemble, file_bytes, hf_layout
 from tests.scoreboard.mutations_bytes import EDGES, damaged
 from tests.scoreboard.mutations_json import JUNK, damage
+from tests.scoreboard.mutations_models import FAMILIES
 from tests.scoreboard.mutations_reading import read_model as read
+from tests.security import test_schemes
 from tests.security.test_jinja import BOMBS
 from tests.unit import test_encoder_files, test_encoder_tokenizer
 from tests.unit.test_tokenizer_mutations import JUNK as TOKENIZER_JUNK
@@ -87,6 +90,48 @@ def _encoder(folder: Path) -> None:
     (folder / "sentence_bert_config.json").write_text('{"max_seq_length": 9}')
 
 
+def _family(folder: Path, name: str) -> None:
+    tokenizer_files.write_directory(folder)
+    config = FAMILIES[name]
+    (folder / "config.json").write_text(json.dumps(export.hf_config(config, "float32")))
+    (folder / WEIGHTS).write_bytes(file_bytes(_tensors(config)))
+
+
+def _quantized(folder: Path, case: str) -> None:
+    """Store the keys and values of the first layer as this scheme's own library stores them."""
+    checkpoint_folders.write_hf(folder, "llama", num_layers=1)
+    config = json.loads((folder / "config.json").read_text())
+    scheme = {"quantization_config": test_schemes.CASES[case]["quantization_config"]}
+    (folder / "config.json").write_text(json.dumps(config | scheme))
+    content = (folder / WEIGHTS).read_bytes()
+    (length,) = struct.unpack("<Q", content[:8])
+    header, data = json.loads(content[8 : 8 + length]), b""
+    header.pop("__metadata__", None)
+    for name, entry in list(header.items()):
+        matrix = name.removesuffix(".weight")
+        parts = {name: (entry["dtype"], entry["shape"], _stored(content, length, entry))}
+        if matrix.endswith(("k_proj", "v_proj")):
+            sound = test_schemes.sound(case)
+            parts = {part.replace("m.", f"{matrix}.", 1): each for part, each in sound.items()}
+        del header[name]
+        for part, (dtype, shape, raw) in parts.items():
+            offsets = [len(data), len(data) + len(raw)]
+            header[part] = {"dtype": dtype, "shape": shape, "data_offsets": offsets}
+            data += raw
+    (folder / WEIGHTS).write_bytes(assemble(header, data))
+
+
+def _stored(content: bytes, length: int, entry: dict[str, Any]) -> bytes:
+    start, end = (8 + length + offset for offset in entry["data_offsets"])
+    return content[start:end]
+
+
+_SCHEMES = (
+    *("gptq-act-order", "awq", "ct-int4-asym", "ct-nvfp4"),
+    *("ct-fp8-channel", "fp8-block", "bnb-nf4-nested", "bnb-int8"),
+)
+
+
 def _tensors(config: ModelConfig) -> safetensors_files.Arrays:
     return hf_layout(config, random_weights(config))
 
@@ -98,7 +143,10 @@ def _vocab_size(folder: Path) -> int:
 @cache
 def _sound() -> tuple[Files, ...]:
     made = []
-    for build in (_byte_level, _in_shards, _unigram, _encoder, _tekken):
+    schemes = [partial(_quantized, case=case) for case in _SCHEMES]
+    families = [partial(_family, name=name) for name in FAMILIES]
+    plain = [_byte_level, _in_shards, _unigram, _encoder, _tekken]
+    for build in (*plain, *schemes, *families):
         with TemporaryDirectory() as place:
             folder = Path(place)
             build(folder)

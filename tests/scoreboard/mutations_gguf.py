@@ -2,6 +2,7 @@
 written again, or their raw bytes are mutated.
 """
 
+import itertools
 import random
 import struct
 from collections.abc import Callable, Iterator
@@ -12,11 +13,14 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 import numpy as np
-from gguf import GGUFReader, GGUFValueType
+from gguf import GGML_QUANT_SIZES, GGMLQuantizationType, GGUFReader, GGUFValueType
 
+from engine.backends.custom.architectures import export
+from engine.backends.custom.architectures.base import ModelConfig
 from tests import gguf_files, tokenizer_files
 from tests.gguf_files import ARRAY, STRING, text, u32, u64
 from tests.scoreboard.mutations_bytes import EDGES, damaged
+from tests.scoreboard.mutations_models import FAMILIES
 from tests.scoreboard.mutations_reading import read_model as read
 from tests.security.test_jinja import BOMBS
 
@@ -31,6 +35,13 @@ _TEXTS = (
     *(bomb.encode() for bomb in BOMBS.values() if len(bomb) < 1000),
 )
 _ALIGNMENT = 32
+_END_OF_TURN = {"tokenizer.ggml.eot_token_id": 2}
+# llama.cpp stores only activations as these two.
+_BLOCK_TYPES = [
+    kind
+    for kind, (length, _) in GGML_QUANT_SIZES.items()
+    if length > 1 and kind not in (GGMLQuantizationType.Q8_1, GGMLQuantizationType.Q8_K)
+]
 
 
 @dataclass
@@ -117,10 +128,32 @@ def _sound() -> tuple[bytes, ...]:
             size = len(vocabulary["tokenizer.ggml.tokens"])
             config = gguf_files.tiny_config(family, vocab_size=size, num_layers=1)
             stored = gguf_files.gguf_layout(config, gguf_files.random_weights(config))
-            extra = vocabulary | {"tokenizer.ggml.eot_token_id": 2}
-            gguf_files.write_gguf(path, config, stored, extra)
+            gguf_files.write_gguf(path, config, stored, vocabulary | _END_OF_TURN)
             made.append(path.read_bytes())
+        for config in FAMILIES.values():
+            made.append(_quantized(Path(folder, "quantized.gguf"), config, bpe | _END_OF_TURN))
     return tuple(made)
+
+
+def _quantized(path: Path, config: ModelConfig, vocabulary: dict[str, Any]) -> bytes:
+    """A file of this family, whose matrices have different block types."""
+    types = itertools.cycle(_BLOCK_TYPES)
+    stored: dict[str, Any] = gguf_files.gguf_layout(config, gguf_files.random_weights(config))
+    chosen = {}
+    for name, values in stored.items():
+        if values.ndim > 1 and values.shape[-1] % 256 == 0:
+            chosen[name] = next(types)
+            length, size = GGML_QUANT_SIZES[chosen[name]]
+            shape = (*values.shape[:-1], values.shape[-1] // length * size)
+            stored[name] = np.zeros(shape, np.uint8)
+    path.unlink(missing_ok=True)
+    extra = {
+        key: value.tolist() if isinstance(value, np.ndarray) else value
+        for key, value in (export.gguf_metadata(config) | vocabulary).items()
+        if key != "general.architecture"  # the writer adds it
+    }
+    gguf_files.write_gguf(path, config, stored, extra, types=chosen)
+    return path.read_bytes()
 
 
 def sound_files(folder: Path) -> Iterator[Path]:

@@ -16,7 +16,7 @@ from engine.core.parsing.call_rows import CALL_ROWS, JSON, LLAMA3, PYTHONIC
 from engine.core.parsing.grammars import answer_grammar, channel_grammar, tool_grammar
 from engine.core.parsing.rows import CallRow, Slot, parts_of
 from engine.core.parsing.values import element_text, python_literal, quoted_literal
-from engine.core.text.chat_template import takes_functions
+from engine.core.text.chat_template import code_words
 
 Tool = Mapping[str, Any]
 _NO_CONTROL: Mapping[str, int] = {}
@@ -139,8 +139,6 @@ def _written_arguments(row: CallRow, arguments: str) -> str:
 
 
 _KINDS: dict[type, str] = {str: "string", bool: "boolean", list: "array", dict: "object"}
-_CODE = re.compile(r"\{[{%].*?[%}]\}", re.DOTALL)
-_TOOLS = re.compile(r"\btools\b")
 # A JSON call with a name and arguments that the template shows as an example to the model. Its
 # quotes may be escaped.
 _SHOWN_CALL = re.compile(r"name[\\\"']+ ?:.{0,200}?arguments[\\\"']+ ?:", re.DOTALL)
@@ -150,7 +148,7 @@ _SHOWN_PYTHON = re.compile(r"\[func_name1\(")
 
 def uses_tools(template: str) -> bool:
     """Whether the template's code reads the list of tools."""
-    return takes_functions(template) or any(map(_TOOLS.search, _CODE.findall(template)))
+    return not code_words(template).isdisjoint({"tools", "functions"})
 
 
 def known_format(template: str | None) -> ToolFormat | None:

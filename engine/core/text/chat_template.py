@@ -31,8 +31,8 @@ OPTIONS = frozenset(
 )
 
 _MAX_DEPTH = 64
-_FUNCTIONS = re.compile(r"\{[{%][^{}%]*\bfunctions\b[^{}%]*[%}]\}")
-_TOOLS = re.compile(r"\{[{%][^{}%]*\btools\b[^{}%]*[%}]\}")
+_CODE_START = re.compile(r"\{[{%]")
+_CODE_END = re.compile(r"[%}]\}")
 
 
 def template_options(source: str) -> tuple[str, ...]:
@@ -40,9 +40,23 @@ def template_options(source: str) -> tuple[str, ...]:
     return tuple(sorted(OPTIONS & set(re.findall(r"\w+", source))))
 
 
+def code_words(source: str) -> set[str]:
+    """The words in the code of a template. The time is linear in the length of the source."""
+    words: set[str] = set()
+    end = 0
+    while start := _CODE_START.search(source, end):
+        closing = _CODE_END.search(source, start.end())
+        if closing is None:
+            break
+        end = closing.end()
+        words.update(re.findall(r"\w+", source[start.end() : closing.start()]))
+    return words
+
+
 def takes_functions(source: str) -> bool:
     """Whether the template reads tools from the variable `functions` instead of `tools`."""
-    return _FUNCTIONS.search(source) is not None and _TOOLS.search(source) is None
+    words = code_words(source)
+    return "functions" in words and "tools" not in words
 
 
 class ChatTemplate:
