@@ -107,13 +107,12 @@ def decode(data: bytes, param: str) -> "Image":
     def refused(rule: str) -> InvalidRequestError:
         return InvalidRequestError(f"{param}: {rule}.", param=param, code="invalid_image")
 
+    too_large = f"the image has more than {MAX_PIXELS} pixels"
     try:
         image = Image.open(BytesIO(data), formats=FORMATS)
         width, height = image.size
         if width * height > MAX_PIXELS:
-            raise refused(
-                f"the image has {width} x {height} pixels; at most {MAX_PIXELS} are accepted"
-            )
+            raise refused(too_large)
         # A photo of the format MPO has several versions of the same picture. The first is used.
         if image.format != "MPO" and getattr(image, "is_animated", False):
             raise refused("the image is animated; send a single frame")
@@ -121,6 +120,8 @@ def decode(data: bytes, param: str) -> "Image":
         return _on_white(ImageOps.exif_transpose(image))
     except InvalidRequestError:
         raise
+    except Image.DecompressionBombError:  # raised if there are even many more
+        raise refused(too_large) from None
     except UnidentifiedImageError:
         raise refused(f"the data is not an image of type {', '.join(FORMATS)}") from None
     except Exception:  # Pillow raises many kinds of errors for damaged files

@@ -46,8 +46,9 @@ def key_of(digest: bytes, count: int) -> I32:
     """Numbers that are derived from the image's digest, one for each of its `count` tokens. They
     are from -2**31 to -2.
     """
-    drawn = np.frombuffer(hashlib.shake_256(digest).digest(4 * count), np.int32)
-    return np.minimum(drawn | np.int32(-(2**31)), FROM_DEVICE - 1)
+    drawn: I32 = np.frombuffer(hashlib.shake_256(digest).digest(4 * count), np.int32)
+    negative: I32 = np.minimum(drawn | np.int32(-(2**31)), FROM_DEVICE - 1)
+    return negative
 
 
 def fault_in(images: Iterable[ImageInput], num_prompt: int) -> str | None:

@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from engine.backends.custom.architectures.vision import VisionConfig
-from engine.backends.custom.frameworks.torch.execution.transfer import to_device
+from engine.backends.custom.frameworks.torch.execution.transfer import to_device, to_host
 from engine.backends.custom.frameworks.torch.layers.linear import Linear
 from engine.backends.custom.frameworks.torch.layers.norm import LayerNorm, RMSNorm
 from engine.backends.custom.runtime.model_runner import F32
@@ -123,5 +123,8 @@ class TorchImageEncoder:
     @torch.inference_mode()
     def encode(self, pixels: NDArray[np.uint8]) -> F32:
         """Pixels (height, width, 3) -> embeddings (E, D)"""
-        embeds: F32 = self._model(to_device(pixels, self._device)).float().cpu().numpy()
-        return embeds
+        embeds = to_host(self._model(to_device(pixels, self._device)).float())
+        if self._device.type == "cuda":
+            torch.cuda.current_stream(self._device).synchronize()
+        on_host: F32 = embeds.numpy()
+        return on_host
