@@ -8,7 +8,9 @@ import numpy as np
 import pytest
 import transformers as hf
 from PIL import Image
+from transformers.image_utils import OPENAI_CLIP_MEAN, OPENAI_CLIP_STD
 from transformers.models.gemma3.image_processing_pil_gemma3 import Gemma3ImageProcessorPil
+from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 from transformers.models.smolvlm.image_processing_pil_smolvlm import SmolVLMImageProcessorPil
 
 from engine.backends.custom.frontend.prompts import prepare_chat
@@ -19,7 +21,7 @@ from tests.parity import tiny_vision
 
 SIDE = tiny_vision.SIDE
 # Width and height: wide and tall ones, one that needs no tiles, and one that is a line.
-SIZES = [(70, 50), (33, 90), (32, 32), (200, 1), (20, 11)]
+SIZES = [(70, 50), (33, 90), (32, 32), (160, 1), (20, 11)]
 
 
 def picture(width: int, height: int, mode: str = "RGB", kind: str = "PNG") -> bytes:
@@ -33,6 +35,23 @@ def picture(width: int, height: int, mode: str = "RGB", kind: str = "PNG") -> by
     return file.getvalue()
 
 
+class QwenProcessor:
+    """Qwen2_5_VLProcessor without its part for videos, which needs torchvision."""
+
+    image_token = "<|image_pad|>"
+
+    def __init__(self, image_processor: Any, tokenizer: Any) -> None:
+        self.image_processor, self.tokenizer = image_processor, tokenizer
+
+    def __call__(self, text: str, images: list[list[Any]], return_tensors: str) -> dict[str, Any]:
+        values = self.image_processor(images[0], return_tensors=return_tensors)
+        first, *others = text.split(self.image_token)
+        for index, after in enumerate(others):
+            shown = hf.Qwen2_5_VLProcessor.replace_image_token(self, values, index)
+            first += shown + after
+        return {**values, **self.tokenizer([first], return_tensors=return_tensors)}
+
+
 def processor(name: str, path: Path) -> Any:
     names = ("image_token", "boi_token", "eoi_token")
     tokens = dict(zip(names, tiny_vision.CONTROL[name][:3], strict=True))
@@ -43,6 +62,9 @@ def processor(name: str, path: Path) -> Any:
     if name == "gemma3":
         own = Gemma3ImageProcessorPil(size={"height": SIDE, "width": SIDE})
         return hf.Gemma3Processor(own, tokenizer, image_seq_length=tiny_vision.NUM_TOKENS)
+    if name == "qwen2_5_vl":
+        own = Qwen2VLImageProcessorPil(patch_size=4, min_pixels=40 * 40, max_pixels=56 * 56)
+        return QwenProcessor(own, tokenizer)
     size = {"longest_edge": SIDE}
     own = SmolVLMImageProcessorPil(size={"longest_edge": 2 * SIDE}, max_image_size=size)
     return hf.Idefics3Processor(own, tokenizer, image_seq_len=tiny_vision.NUM_TOKENS)
@@ -63,16 +85,38 @@ def prepared(text: TextModel, *messages: dict[str, Any]) -> Any:
     return prepare_chat(text, ChatRequest(context=context, messages=messages))
 
 
-def pixels_of(images: Any) -> np.ndarray:
-    return np.stack(
-        [np.frombuffer(e.pixels, np.uint8).reshape(e.height, e.width, 3) for e in images]
-    )
+def pixels_of(images: Any) -> list[list[Any]]:
+    """Height, width and pixels of each image."""
+    return [[each.height, each.width, each.pixels] for each in images]
 
 
-def bytes_of(values: np.ndarray) -> np.ndarray:
-    """The pixels before they were normalized."""
-    pixels = (values.reshape(-1, 3, SIDE, SIDE) * 0.5 + 0.5) * 255
-    return np.round(pixels).astype(np.uint8).transpose(0, 2, 3, 1)
+def their_pixels(values: Any) -> list[list[Any]]:
+    """The pixels before the processor normalized them and cut them into patches."""
+    if "image_grid_thw" in values:
+        return _unpatched(values)
+    images = (values["pixel_values"].reshape(-1, 3, SIDE, SIDE) * 0.5 + 0.5) * 255
+    return [[SIDE, SIDE, _bytes(each)] for each in images]
+
+
+def _unpatched(values: Any) -> list[list[Any]]:
+    mean, std = np.array(OPENAI_CLIP_MEAN), np.array(OPENAI_CLIP_STD)
+    found, start = [], 0
+    for _, rows, columns in values["image_grid_thw"].tolist():
+        patches = values["pixel_values"][start : start + rows * columns]
+        start += rows * columns
+        # Squares of 2 x 2 patches of 4 x 4 pixels, each patch twice
+        patches = patches.reshape(rows // 2, columns // 2, 2, 2, 3, 2, 4, 4)
+        assert np.array_equal(patches[..., 0, :, :], patches[..., 1, :, :])
+        image = patches[..., 0, :, :].transpose(4, 0, 2, 5, 1, 3, 6)
+        image = image.reshape(3, rows * 4, columns * 4)
+        image = (image * std[:, None, None] + mean[:, None, None]) * 255
+        found.append([rows * 4, columns * 4, _bytes(image)])
+    return found
+
+
+def _bytes(image: np.ndarray) -> bytes:
+    """(3, height, width), 0 to 255"""
+    return np.round(image).astype(np.uint8).transpose(1, 2, 0).tobytes()
 
 
 @pytest.mark.parametrize("size", SIZES)
@@ -104,7 +148,7 @@ def test_tiles_and_tokens_equal_those_of_the_processor(both: Any, size: tuple[in
     images = [Image.open(io.BytesIO(each)) for each in (one, two)]
     theirs = processor(text=rendered, images=[images], return_tensors="np")
     assert list(ours.token_ids) == theirs["input_ids"][0].tolist()
-    assert np.array_equal(pixels_of(ours.images), bytes_of(theirs["pixel_values"]))
+    assert pixels_of(ours.images) == their_pixels(theirs)
     # Each tile is at a run of its tokens.
     for image in ours.images:
         run = ours.token_ids[image.start : image.start + image.count]
@@ -119,4 +163,4 @@ def test_other_modes_are_converted_as_the_processor_does(both: Any, mode: str, k
     data = picture(SIDE, SIDE, mode, kind)
     ours = prepared(text, {"role": "user", "content": IMAGE_MARK, "images": [data]})
     theirs = processor.image_processor([Image.open(io.BytesIO(data))], return_tensors="np")
-    assert np.array_equal(pixels_of(ours.images), bytes_of(theirs["pixel_values"]))
+    assert pixels_of(ours.images) == their_pixels(theirs)

@@ -36,7 +36,7 @@ MODELS = {
     "llama": "Llama 1 to 3, Mistral, Mistral Nemo and Small, Ministral 8B, Mixtral, Falcon 3, "
     "SmolLM 1 and 2, SmolVLM, Idefics3, InternLM 3, Yi and others with Llama's architecture",
     "gpt2": "GPT-2, DistilGPT-2",
-    "qwen2": "Qwen1.5, Qwen2, Qwen2.5, QwQ",
+    "qwen2": "Qwen1.5, Qwen2, Qwen2.5, Qwen2.5-VL, QwQ",
     "qwen3": "Qwen3, dense models",
     "granite": "Granite 3, dense models",
     "minicpm": "MiniCPM 1, 2 and 4 without sparse attention",

@@ -2,6 +2,7 @@
 schedules that batch, chunk, share and preempt.
 """
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -38,9 +39,12 @@ def tiny(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
     return tiny_vision.save(request.param, tmp_path_factory.mktemp("vision"))
 
 
-def prompts() -> list[tuple[list[int], list[ImageInput]]]:
-    """Shared texts and shared pictures, a picture twice, and no picture at all."""
-    cat, dog = tiny_vision.picture(1), tiny_vision.picture(2)
+def prompts(unit: int | None) -> list[tuple[list[int], list[ImageInput]]]:
+    """Shared texts and shared pictures, a picture twice, and no picture at all. If `unit` is given,
+    the pictures have different sizes.
+    """
+    cat = tiny_vision.picture(1)
+    dog = tiny_vision.picture(2) if unit is None else tiny_vision.picture(2, 24, 8)
     begin, ask, more = (tiny_models.text(length, seed) for seed, length in enumerate((9, 5, 3)))
     parts: list[list[Any]] = [
         [begin, cat, ask],
@@ -50,7 +54,11 @@ def prompts() -> list[tuple[list[int], list[ImageInput]]]:
         [begin, ask],
         [begin, cat, dog, ask],
     ]
-    return [tiny_vision.prompt(*each) for each in parts]
+    return [tiny_vision.prompt(*each, unit=unit) for each in parts]
+
+
+def unit_of(model: Any) -> int | None:
+    return 8 if model.config.model_type == "qwen2_5_vl" else None
 
 
 class Run:
@@ -75,7 +83,9 @@ class Run:
         self.scheduler = Scheduler(self.kv, max_slots, max(budget, 4 + max_slots))
         self.channel = ListChannel()
         self.images = ImageStore(
-            build.build_image_encoder(source, config), two_way=vision.attends_both_ways
+            build.build_image_encoder(source, config),
+            two_way=vision.attends_both_ways,
+            grid_unit=vision.grid_unit,
         )
         runner = build.build_runner(source, config)
         steps = StepBudget(budget, max_slots)
@@ -108,9 +118,10 @@ def test_the_encoder_computes_what_transformers_does(tiny: Any) -> None:
     model, path = tiny
     source, pixels = open_model(path), tiny_vision.picture(3)
     config = RunnerConfig("cpu", "float32", 4, 8, 1, 128, 1)
-    given = tiny_vision.arguments(model, *tiny_vision.prompt(pixels, [5]))
+    given = tiny_vision.arguments(model, *tiny_vision.prompt(pixels, [5], unit=unit_of(model)))
+    more = {name: value for name, value in given.items() if name == "image_grid_thw"}
     with torch.no_grad():
-        theirs = model.get_image_features(given["pixel_values"]).pooler_output
+        theirs = model.get_image_features(given["pixel_values"], **more).pooler_output
     expected = torch.cat(list(theirs)).reshape(-1, 48).numpy()
     for build in FRAMEWORKS.values():
         embeds = build.build_image_encoder(source, config).encode(pixels)
@@ -121,9 +132,12 @@ def test_the_encoder_computes_what_transformers_does(tiny: Any) -> None:
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_generations_equal_those_of_transformers(tiny: Any, schedule: str) -> None:
     model, path = tiny
-    asked = prompts()
+    asked = prompts(unit_of(model))
+    settings = dict(SCHEDULES[schedule])
+    if schedule == "in a pool too small" and unit_of(model) is not None:
+        settings["num_blocks"] = 26  # its pictures have more tokens
     for framework in FRAMEWORKS:
-        run = Run(path, framework=framework, **SCHEDULES[schedule])
+        run = Run(path, framework=framework, **settings)
         for (ids, images), answer in zip(asked, run.answers(*asked), strict=True):
             given = tiny_vision.arguments(model, ids, images)
             with torch.no_grad():
@@ -136,10 +150,13 @@ def test_generations_equal_those_of_transformers(tiny: Any, schedule: str) -> No
 
 def test_a_cached_image_is_found_by_its_content(tiny: Any) -> None:
     """The tokens of all images are the same, so only their content can tell them apart."""
-    _, path = tiny
+    model, path = tiny
     run = Run(path, num_blocks=400, max_slots=4, budget=64)
     text = tiny_models.text(6, 1)
-    cat, dog = (tiny_vision.prompt(text, tiny_vision.picture(n), text) for n in (1, 2))
+    pictures = [tiny_vision.picture(seed, 16, 16) for seed in (1, 2)]
+    if unit_of(model) is None:
+        pictures = [tiny_vision.picture(seed) for seed in (1, 2)]
+    cat, dog = (tiny_vision.prompt(text, each, text, unit=unit_of(model)) for each in pictures)
     first = run.answers(cat)
     hits = run.kv.num_hit
     assert run.answers(cat) == first
@@ -148,3 +165,16 @@ def test_a_cached_image_is_found_by_its_content(tiny: Any) -> None:
     assert run.answers(dog) != first
     assert run.kv.num_hit - hits == 4  # the text before the image
     assert run.images.num_encoded == 2
+
+
+def test_a_config_without_a_part_for_the_text_model(tmp_path: Path) -> None:
+    """The files that Qwen published have all settings of the text model at the top."""
+    _, path = tiny_vision.save("qwen2_5_vl", tmp_path)
+    before = open_model(path)
+    config = json.loads((path / "config.json").read_text())
+    text = config.pop("text_config")
+    rope = text.pop("rope_parameters")
+    text |= {"rope_theta": rope["rope_theta"], "model_type": "qwen2_5_vl"}
+    text["rope_scaling"] = {"type": "mrope", "mrope_section": rope["mrope_section"]}
+    (path / "config.json").write_text(json.dumps({**text, **config}))
+    assert open_model(path).config == before.config

@@ -11,6 +11,7 @@ import torch
 import transformers as hf
 from numpy.typing import NDArray
 from tokenizers import processors
+from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
 from engine.core.interfaces.request import ImageInput
 from tests.parity import tiny_models
@@ -73,10 +74,36 @@ def _gemma3(ids: Ids) -> "PreTrainedModel":
     return hf.Gemma3ForConditionalGeneration(config)
 
 
+def _qwen(ids: Ids) -> "PreTrainedModel":
+    config = hf.Qwen2_5_VLConfig(
+        text_config=COMMON
+        | {"num_attention_heads": 3, "num_key_value_heads": 1, "vocab_size": ids.vocab}
+        | {"rope_parameters": {"rope_type": "default", "mrope_section": [2, 3, 3]}}
+        | {"max_window_layers": 3, "tie_word_embeddings": False},
+        vision_config={
+            "depth": 3,
+            "hidden_size": 32,
+            "intermediate_size": 40,
+            "num_heads": 2,
+            "patch_size": 4,
+            "spatial_merge_size": 2,
+            "temporal_patch_size": 2,
+            "window_size": 16,
+            "fullatt_block_indexes": [1],
+            "out_hidden_size": COMMON["hidden_size"],
+            "initializer_range": 0.2,
+        },
+        image_token_id=ids.image,
+        tie_word_embeddings=False,
+    )
+    return hf.Qwen2_5_VLForConditionalGeneration(config)
+
+
 MODELS: "dict[str, Callable[[Ids], PreTrainedModel]]" = {
     "smolvlm": lambda ids: _idefics3("SmolVLM", ids),
     "idefics3": lambda ids: _idefics3("Idefics3", ids),
     "gemma3": _gemma3,
+    "qwen2_5_vl": _qwen,
 }
 # Chat templates in the manner of the families' own. SmolVLM's takes only lists of parts.
 _PARTS = (
@@ -95,6 +122,9 @@ _TEMPLATE = (
 TEMPLATES = {
     "smolvlm": _TEMPLATE.replace("CONTENT", _PARTS).replace("PLACE", "<image>"),
     "gemma3": _TEMPLATE.replace("CONTENT", _TEXT_OR_PARTS).replace("PLACE", "<start_of_image>"),
+    "qwen2_5_vl": _TEMPLATE.replace("CONTENT", _TEXT_OR_PARTS).replace(
+        "PLACE", "<|vision_start|><|image_pad|><|vision_end|>"
+    ),
 }
 # Control tokens of each family: that of an image, then others.
 CONTROL = {
@@ -103,6 +133,7 @@ CONTROL = {
         *(f"<row_{row}_col_{column}>" for row in range(1, 7) for column in range(1, 7)),
     ),
     "gemma3": ("<image_soft_token>", "<start_of_image>", "<end_of_image>"),
+    "qwen2_5_vl": ("<|image_pad|>", "<|vision_start|>", "<|vision_end|>", "<|video_pad|>"),
 }
 
 
@@ -132,12 +163,16 @@ def save(name: str, folder: Path, ids: Ids | None = None) -> "tuple[PreTrainedMo
     return model, path
 
 
-def picture(seed: int) -> Pixels:
-    return np.random.default_rng(seed).integers(0, 256, (SIDE, SIDE, 3), np.uint8)
+def picture(seed: int, height: int = SIDE, width: int = SIDE) -> Pixels:
+    return np.random.default_rng(seed).integers(0, 256, (height, width, 3), np.uint8)
 
 
-def prompt(*parts: "list[int] | Pixels") -> tuple[list[int], list[ImageInput]]:
-    """The token ids of texts and pictures, and where the pictures are."""
+def prompt(
+    *parts: "list[int] | Pixels", unit: int | None = None
+) -> tuple[list[int], list[ImageInput]]:
+    """The token ids of texts and pictures, and where the pictures are. If `unit` is given, a
+    picture has one token for each square of this many pixels.
+    """
     ids: list[int] = []
     images: list[ImageInput] = []
     for part in parts:
@@ -145,8 +180,10 @@ def prompt(*parts: "list[int] | Pixels") -> tuple[list[int], list[ImageInput]]:
             ids += part
             continue
         ids.append(BEGIN)
-        images.append(ImageInput(len(ids), NUM_TOKENS, SIDE, SIDE, part.tobytes()))
-        ids += [IMAGE] * NUM_TOKENS + [END]
+        height, width, _ = part.shape
+        count = NUM_TOKENS if unit is None else (height // unit) * (width // unit)
+        images.append(ImageInput(len(ids), count, height, width, part.tobytes()))
+        ids += [IMAGE] * count + [END]
     return ids, images
 
 
@@ -155,10 +192,15 @@ def arguments(model: "PreTrainedModel", ids: list[int], images: Sequence[ImageIn
     given = {"input_ids": torch.tensor([ids]), "attention_mask": torch.ones(1, len(ids)).long()}
     if not images:
         return given
-    pixels = np.stack([np.frombuffer(each.pixels, np.uint8) for each in images])
-    pixels = pixels.reshape(-1, SIDE, SIDE, 3).transpose(0, 3, 1, 2)
-    values = torch.tensor((pixels / 255 - 0.5) / 0.5, dtype=torch.float32)
+    is_image = (given["input_ids"] == IMAGE).long()
+    pixels = [np.frombuffer(e.pixels, np.uint8).reshape(e.height, e.width, 3) for e in images]
+    if model.config.model_type == "qwen2_5_vl":
+        own = Qwen2VLImageProcessorPil(
+            patch_size=4, size={"shortest_edge": 64, "longest_edge": 10**6}
+        )
+        return given | own(pixels, return_tensors="pt") | {"mm_token_type_ids": is_image}
+    stacked = np.stack(pixels).transpose(0, 3, 1, 2)
+    values = torch.tensor((stacked / 255 - 0.5) / 0.5, dtype=torch.float32)
     if model.config.model_type == "gemma3":
-        is_image = given["input_ids"] == IMAGE
-        return given | {"pixel_values": values, "token_type_ids": is_image.long()}
+        return given | {"pixel_values": values, "token_type_ids": is_image}
     return given | {"pixel_values": values[None]}

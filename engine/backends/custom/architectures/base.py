@@ -67,6 +67,9 @@ class RopeConfig:
     # serves at most `original_max_position` tokens, else by the long ones. dim / 2 numbers each
     short_factors: tuple[float, ...] = ()
     long_factors: tuple[float, ...] = ()
+    # If these are given, the tokens of an image have three positions: in time, and the row and the
+    # column in the image. They are the numbers of frequencies that rotate by each, in turn.
+    sections: tuple[int, ...] = ()
     # Only for kinds "yarn" and "longrope": multiplies cosines and sines. None: the default of
     # "yarn", which is 0.1 ln(factor) + 1
     attention_factor: float | None = None

@@ -9,9 +9,10 @@ from typing import Literal
 
 from engine.core.errors import ModelFormatError
 
-VisionKind = Literal["idefics3", "gemma3"]
+VisionKind = Literal["idefics3", "gemma3", "qwen2_5_vl"]
 MAX_IMAGE_SIZE = 4096
 MAX_VISION_LAYERS = 1024
+VISION_THETA = 10_000.0  # the base of RoPE in image encoders
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,6 +27,9 @@ class ImageProcessing:
     # image is split into tiles of `VisionConfig.image_size` pixels.
     longest_edge: int = 0
     splits: bool = False
+    # Only for "qwen2_5_vl": images are scaled to a number of pixels between these two.
+    min_pixels: int = 0
+    max_pixels: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,7 +42,9 @@ class VisionConfig:
     # tokens.
     placeholder_id: int
     end_id: int | None  # the token after the image tokens, if the kind has one
-    image_size: int  # width and height of the encoder's input, in pixels
+    # Width and height of the encoder's input, in pixels. Only for "qwen2_5_vl": the encoder takes
+    # inputs whose width and height are multiples of this.
+    image_size: int
     patch_size: int  # width and height of a patch, in pixels
     hidden_size: int
     num_layers: int
@@ -48,11 +54,23 @@ class VisionConfig:
     merge: int  # the connector makes one embedding of merge * merge patches
     output_size: int  # the size of the text model's embeddings
     processing: ImageProcessing
+    # Only for "qwen2_5_vl": a patch attends to the patches of its square of this many pixels. In
+    # the layers `full_layers`, it attends to all patches.
+    window_size: int = 0
+    full_layers: tuple[int, ...] = ()
+    frames_per_patch: int = 1  # a patch is this many copies of a part of the image
 
     @property
     def tokens_per_side(self) -> int:
         """The number of image tokens per row and per column of an image of `image_size`."""
         return self.image_size // self.patch_size // self.merge
+
+    @property
+    def grid_unit(self) -> int | None:
+        """How many pixels wide and high the part of an image is that one token stands for, if RoPE
+        rotates by the token's row and column in the image. None: it rotates by the position only.
+        """
+        return self.image_size if self.kind == "qwen2_5_vl" else None
 
     @property
     def attends_both_ways(self) -> bool:
@@ -80,6 +98,12 @@ def check_vision(config: VisionConfig, vocab_size: int) -> VisionConfig:
         "image tokens within the vocabulary": all(0 <= each < vocab_size for each in ids),
         "std > 0": all(each > 0 for each in processing.std),
         "resample is a Pillow filter": 0 <= processing.resample <= 5,
+        "window_size >= image_size": config.kind != "qwen2_5_vl"
+        or config.window_size >= config.image_size,
+        "1 <= frames per patch <= 16": 1 <= config.frames_per_patch <= 16,
+        "min_pixels <= max_pixels": 0 <= processing.min_pixels <= processing.max_pixels,
+        "head size is a multiple of 4": config.kind != "qwen2_5_vl"
+        or config.hidden_size % (4 * max(1, config.num_heads)) == 0,
         f"0 <= longest_edge <= {MAX_IMAGE_SIZE}": 0 <= processing.longest_edge <= MAX_IMAGE_SIZE,
     }
     for rule, holds in rules.items():

@@ -27,6 +27,7 @@ if TYPE_CHECKING:
 
 FORMATS = ("PNG", "JPEG", "WEBP", "GIF")
 MAX_PIXELS = 16_000_000
+MAX_ASPECT = 200  # of images for Qwen2.5-VL
 MAX_RGB_BYTES = 48 * 2**20  # all images of a request, after scaling
 
 
@@ -97,6 +98,8 @@ def prepare_image(
     image = decode(data, param)
     if vision.kind == "idefics3":
         return _idefics3(image, vision, tokenizer)
+    if vision.kind == "qwen2_5_vl":
+        return _qwen(image, vision, param)
     return _gemma3(image, vision)
 
 
@@ -149,6 +152,36 @@ def _gemma3(image: "Image", vision: "VisionConfig") -> PreparedImage:
     assert vision.end_id is not None
     tokens = (vision.placeholder_id, *([vision.image_token_id] * count), vision.end_id)
     return PreparedImage((_tile(scaled, count),), ("\n\n", *tokens, "\n\n"))
+
+
+def _qwen(image: "Image", vision: "VisionConfig", param: str) -> PreparedImage:
+    unit = vision.image_size
+    if max(image.size) > MAX_ASPECT * min(image.size):
+        raise InvalidRequestError(
+            f"{param}: the longer side of an image may be at most {MAX_ASPECT} times the other.",
+            param=param,
+            code="invalid_image",
+        )
+    width, height = _near(*image.size, vision)
+    scaled = image.resize((width, height), vision.processing.resample)
+    count = (width // unit) * (height // unit)
+    return PreparedImage((_tile(scaled, count),), (vision.image_token_id,) * count)
+
+
+def _near(width: int, height: int, vision: "VisionConfig") -> tuple[int, int]:
+    """The multiples of the unit that are nearest to this size. If the image would have too few or
+    too many pixels, it is scaled first, so that its aspect stays about the same.
+    """
+    unit, processing = vision.image_size, vision.processing
+    sides = (width, height)
+    near = [round(side / unit) * unit for side in sides]
+    if near[0] * near[1] > processing.max_pixels:
+        shrink = math.sqrt(width * height / processing.max_pixels)
+        near = [max(unit, math.floor(side / shrink / unit) * unit) for side in sides]
+    elif near[0] * near[1] < processing.min_pixels:
+        grow = math.sqrt(processing.min_pixels / (width * height))
+        near = [math.ceil(side * grow / unit) * unit for side in sides]
+    return max(near[0], unit), max(near[1], unit)
 
 
 def _idefics3(image: "Image", vision: "VisionConfig", tokenizer: Tokenizer) -> PreparedImage:

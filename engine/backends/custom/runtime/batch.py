@@ -10,6 +10,7 @@ from dataclasses import replace
 
 import numpy as np
 
+from engine.backends.custom.runtime.images import rope_positions
 from engine.backends.custom.runtime.model_runner import (
     F32,
     FROM_DEVICE,
@@ -105,6 +106,7 @@ class BatchBuilder:
             block_tables=tables,
             prefix_groups=groups,
             prefix_blocks=shared,
+            rope_positions=None if last.rope_positions is None else last.rope_positions + 1,
         )
 
     def _from_scratch(self, rows: tuple[Row, ...]) -> BatchInputs:
@@ -153,6 +155,7 @@ class BatchBuilder:
                     embeds.append(image.embeds[start - image.start : end - image.start])
                     if image.two_way:
                         ends[place] = image.end
+        inputs = replace(inputs, rope_positions=self._rope_positions(inputs, rows))
         if not embeds:
             return inputs
         return replace(
@@ -162,6 +165,12 @@ class BatchBuilder:
             embed_rows=np.concatenate(places),
             visible_end=None if np.array_equal(ends, inputs.positions + 1) else ends,
         )
+
+    def _rope_positions(self, inputs: BatchInputs, rows: tuple[Row, ...]) -> I32 | None:
+        if all(image.columns is None for row in rows for image in row.seq.images):
+            return None
+        rotated = [rope_positions(row.seq.images, row.start, row.length) for row in rows]
+        return np.concatenate(rotated, axis=1)
 
     def sampling(self, batch: ScheduledBatch, mask: U32 | None = None) -> SamplingInputs:
         """Sampling parameters of the step's rows. Call this only after the previous step's tokens

@@ -29,10 +29,38 @@ class PlacedImage:
     key: I32  # (E,) numbers that stand for the image's tokens in the key of the prefix cache
     token_id: int  # the token that each of its tokens is in the prompt
     two_way: bool  # its tokens attend to all of its tokens, so one step must compute all of them
+    # The image has this many tokens per row, and RoPE rotates by rows and columns. None: RoPE
+    # rotates by the position.
+    columns: int | None = None
 
     @property
     def end(self) -> int:
         return self.start + len(self.embeds)
+
+    @property
+    def rope_delta(self) -> int:
+        """RoPE rotates the tokens after the image as if they were this much later. The image counts
+        only as many positions as its longer side has tokens.
+        """
+        if self.columns is None:
+            return 0
+        return max(self.columns, len(self.embeds) // self.columns) - len(self.embeds)
+
+
+def rope_positions(images: Iterable[PlacedImage], start: int, length: int) -> I32:
+    """The positions by which RoPE rotates `length` tokens from `start` on, (3, length)."""
+    rotated = np.arange(start, start + length, dtype=np.int32)[None].repeat(3, axis=0)
+    for image in images:
+        rotated[:, max(image.end - start, 0) :] += image.rope_delta
+        first, last = max(start, image.start), min(start + length, image.end)
+        if image.columns is not None and first < last:
+            inside = np.arange(first, last, dtype=np.int32) - image.start
+            # All tokens of the image follow the text before the image. `rotated` already has what
+            # earlier images add.
+            base = rotated[0, first - start] - inside[0]
+            offsets = (np.zeros_like(inside), inside // image.columns, inside % image.columns)
+            rotated[:, first - start : last - start] = base + np.stack(offsets)
+    return rotated
 
 
 def image_digest(image: ImageInput) -> bytes:
@@ -90,10 +118,17 @@ class ImageStore:
     """Encodes images, and keeps the embeddings of the images that were used last."""
 
     def __init__(
-        self, encoder: ImageEncoder, *, two_way: bool, max_bytes: int = MAX_CACHED_BYTES
+        self,
+        encoder: ImageEncoder,
+        *,
+        two_way: bool,
+        grid_unit: int | None = None,
+        max_bytes: int = MAX_CACHED_BYTES,
     ) -> None:
+        """`two_way` and `grid_unit` are `attends_both_ways` and `grid_unit` of `VisionConfig`."""
         self._encoder = encoder
-        self.two_way = two_way
+        self._two_way = two_way
+        self._grid_unit = grid_unit
         self._max_bytes = max_bytes
         self._embeds: OrderedDict[bytes, F32] = OrderedDict()  # by digest; oldest use first
         self._num_bytes = 0
@@ -113,7 +148,8 @@ class ImageStore:
             self._keep(digest, embeds)
         self._embeds.move_to_end(digest)
         key = key_of(digest, image.count)
-        return PlacedImage(image.start, embeds, key, token_id, self.two_way)
+        columns = None if self._grid_unit is None else image.width // self._grid_unit
+        return PlacedImage(image.start, embeds, key, token_id, self._two_way, columns)
 
     def _keep(self, digest: bytes, embeds: F32) -> None:
         """Keep embeddings. The ones that were not used for the longest time make room for them."""

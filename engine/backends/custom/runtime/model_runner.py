@@ -143,6 +143,9 @@ class BatchInputs:
     # (T,) a token attends to the positions before this one. None: each token attends to the
     # positions up to its own.
     visible_end: I32 | None = None
+    # (3, T) the positions by which RoPE rotates, in a model whose images have rows and columns (see
+    # `RopeConfig.sections`). None: RoPE rotates by `positions`.
+    rope_positions: I32 | None = None
 
 
 @dataclass(frozen=True, slots=True)

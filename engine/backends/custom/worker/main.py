@@ -106,7 +106,7 @@ def load_images(
             f"least {needed}: the tokens of an image, and one of each other sequence"
         )
     encoder = framework_entry(options.framework).build_image_encoder(source, config)
-    return ImageStore(encoder, two_way=vision.attends_both_ways)
+    return ImageStore(encoder, two_way=vision.attends_both_ways, grid_unit=vision.grid_unit)
 
 
 def log_plan(device: DeviceInfo, plan: MemoryPlan) -> None:

@@ -188,7 +188,8 @@ class CudaRunner(TorchRunner):
 
     @torch.inference_mode()
     def forward(self, inputs: BatchInputs) -> CudaHandle | StepHandle:  # type: ignore[override]
-        if inputs.embeds is not None:  # steps with images are rare, so they have no graphs
+        # Steps with images have no graphs, and neither has decode if RoPE depends on the images.
+        if inputs.embeds is not None or inputs.rope_positions is not None:
             return super().forward(inputs)
         size = self._size(inputs)
         step = self._step(inputs, size) if size is not None else self._exact_step(inputs)

@@ -75,7 +75,7 @@ class TorchRunner(SamplingRunner):
         positions = self._put(inputs.positions.astype(np.int64))
         step = PagedStep(
             positions,
-            self._model.rotations(positions),
+            self._model.rotations(self._rope_positions(inputs, positions)),
             self._put(inputs.write_slots),
             self._attention_of(inputs).plan(inputs, positions),
             self._cache,
@@ -94,6 +94,10 @@ class TorchRunner(SamplingRunner):
             return None
         rows = self._put(inputs.embed_rows.astype(np.int64))
         return ImageRows(rows, self._put(inputs.embeds))
+
+    def _rope_positions(self, inputs: BatchInputs, positions: Tensor) -> Tensor:
+        rope = inputs.rope_positions
+        return positions if rope is None else self._put(rope.astype(np.int64))
 
     def _attention_of(self, inputs: BatchInputs) -> AttentionBackend:
         """The attention backend for a step. Only some backends can attend to later positions."""

@@ -35,7 +35,12 @@ from engine.backends.custom.frameworks.torch.models.quantized_loading import (
     keeps_quantized,
     place_quantized,
 )
-from engine.backends.custom.frameworks.torch.models.vision import Vision
+from engine.backends.custom.frameworks.torch.models.vision import (
+    QwenVision,
+    Siglip,
+    Vision,
+    vision_model,
+)
 from engine.backends.custom.weights.random import RandomWeight
 from engine.backends.custom.weights.weight import Weight as StoredWeight
 from engine.core.errors import ModelFormatError
@@ -111,10 +116,10 @@ def build_encoder_model(
 
 def build_vision_model(
     config: VisionConfig, weights: Mapping[str, Weight], device: torch.device, dtype: torch.dtype
-) -> Vision:
+) -> Siglip | QwenVision:
     """Builds an image encoder with loaded weights."""
     with _factory_defaults(device, dtype):
-        model = Vision(config)
+        model = vision_model(config)
     _check_names(model, weights)
     _fill(model, weights)
     return model
