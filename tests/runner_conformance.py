@@ -24,6 +24,7 @@ import numpy as np
 
 from engine.backends.custom.runtime.block_pool import BlockPool
 from engine.backends.custom.runtime.budget import StepBudget
+from engine.backends.custom.runtime.groups.windows import window_group
 from engine.backends.custom.runtime.host_sampler import HostSampler
 from engine.backends.custom.runtime.kv_cache import KVCache
 from engine.backends.custom.runtime.loop import EngineLoop
@@ -124,8 +125,10 @@ class Bench:
     def __init__(self, runner: ModelRunner, schedule: Schedule) -> None:
         spec = runner.spec
         self.pool = BlockPool(schedule.num_blocks or spec.num_blocks)
-        radix = RadixCache(self.pool, spec.block_size)
-        kv = KVCache(self.pool, radix, spec.block_size, sharing=schedule.shares)
+        windows = window_group(spec, schedule.budget)
+        columns = () if windows is None else (windows.column,)
+        radix = RadixCache(self.pool, spec.block_size, columns=columns)
+        kv = KVCache(self.pool, radix, spec.block_size, sharing=schedule.shares, windows=windows)
         slots = schedule.max_slots or spec.max_slots
         self.scheduler = Scheduler(kv, slots)
         self.channel = ListChannel()

@@ -115,11 +115,12 @@ void bind_memory(nb::class_<BoundModel>& model) {
         self.model.executor.set_arena(std::move(shape));
         self.model.output = output;
     });
-    model.def("set_cache", [](BoundModel& self, int type, int layers, int kv_heads, int head_dim,
+    model.def("set_cache", [](BoundModel& self, int index, int type, int layers, int kv_heads, int head_dim,
                               int block_size, int64_t blocks) {
         if (block_size % 16) throw nb::value_error("block_size must be a multiple of 16");
+        if (index < 0 || index > 1) throw nb::value_error("a model has at most two KV caches");
         self.model.executor.set_cache(
-            KvCache{KvType(type), layers, kv_heads, head_dim, block_size, blocks, nullptr});
+            index, KvCache{KvType(type), layers, kv_heads, head_dim, block_size, blocks, nullptr});
     });
     model.def("set_fast", [](BoundModel& self, bool on) { self.model.executor.set_fast(on); });
     model.def("add_rope", [](BoundModel& self, std::vector<float> frequencies, float scale) {
@@ -197,11 +198,12 @@ void bind_ops(nb::class_<BoundModel>& model) {
 void bind_attention_ops(nb::class_<BoundModel>& model) {
     model.def(
         "rope_write",
-        [](BoundModel& self, int qkv, int layer, int heads, int kv_heads, int head_dim, int rope,
+        [](BoundModel& self, int qkv, int cache, int layer, int heads, int kv_heads, int head_dim, int rope,
            int rope_dim, int query_norm, int key_norm, float eps, bool whole_norm) {
             Op op;
             op.kind = Op::Kind::RopeWrite;
             op.source = qkv;
+            op.cache = cache;
             op.layer = layer;
             op.shape = AttentionShape{heads, kv_heads, head_dim, 0, 0};
             op.rope = rope;
@@ -212,23 +214,24 @@ void bind_attention_ops(nb::class_<BoundModel>& model) {
             op.whole_norm = whole_norm;
             self.add_op(op);
         },
-        nb::kw_only(), nb::arg("qkv"), nb::arg("layer"), nb::arg("heads"), nb::arg("kv_heads"),
-        nb::arg("head_dim"), nb::arg("rope"), nb::arg("rope_dim"), nb::arg("query_norm"), nb::arg("key_norm"),
-        nb::arg("eps"), nb::arg("whole_norm"));
+        nb::kw_only(), nb::arg("qkv"), nb::arg("cache"), nb::arg("layer"), nb::arg("heads"),
+        nb::arg("kv_heads"), nb::arg("head_dim"), nb::arg("rope"), nb::arg("rope_dim"), nb::arg("query_norm"),
+        nb::arg("key_norm"), nb::arg("eps"), nb::arg("whole_norm"));
     model.def(
         "attention",
-        [](BoundModel& self, int qkv, int out, int layer, int heads, int kv_heads, int head_dim, float scale,
-           int window, float softcap, int slopes, int sinks) {
+        [](BoundModel& self, int qkv, int out, int cache, int layer, int heads, int kv_heads, int head_dim,
+           float scale, int window, float softcap, int slopes, int sinks) {
             Op op;
             op.kind = Op::Kind::Attention;
             op.source = qkv;
             op.out = out;
+            op.cache = cache;
             op.layer = layer;
             op.shape = AttentionShape{
                 heads, kv_heads, head_dim, scale, window, softcap, self.vector(slopes), self.vector(sinks)};
             self.add_op(op);
         },
-        nb::kw_only(), nb::arg("qkv"), nb::arg("out"), nb::arg("layer"), nb::arg("heads"),
+        nb::kw_only(), nb::arg("qkv"), nb::arg("out"), nb::arg("cache"), nb::arg("layer"), nb::arg("heads"),
         nb::arg("kv_heads"), nb::arg("head_dim"), nb::arg("scale"), nb::arg("window"), nb::arg("softcap"),
         nb::arg("slopes"), nb::arg("sinks"));
 }
@@ -288,10 +291,11 @@ void bind_expert_ops(nb::class_<BoundModel>& model) {
 // Collects the arrays of one step, which Python owns, and checks that their sizes match.
 StepArrays step_arrays(Ints token_ids, Ints positions, Longs write_slots, Ints query_start, Ints num_prompt,
                        Array<const int32_t, 2> tables, Ints logit_rows, Ints prefix_groups,
-                       Ints prefix_blocks) {
+                       Ints prefix_blocks, Longs window_slots, Array<const int32_t, 2> window_tables) {
     size_t tokens = token_ids.shape(0), rows = num_prompt.shape(0);
     if (positions.shape(0) != tokens || write_slots.shape(0) != tokens || query_start.shape(0) != rows + 1 ||
-        tables.shape(0) != rows || prefix_groups.shape(0) != rows)
+        tables.shape(0) != rows || prefix_groups.shape(0) != rows || window_slots.shape(0) != tokens ||
+        window_tables.shape(0) != rows || window_tables.shape(1) != tables.shape(1))
         throw nb::value_error("arrays of a step that disagree in size");
     return StepArrays{int(tokens),
                       int(rows),
@@ -306,22 +310,23 @@ StepArrays step_arrays(Ints token_ids, Ints positions, Longs write_slots, Ints q
                       tables.data(),
                       logit_rows.data(),
                       prefix_groups.data(),
-                      prefix_blocks.data()};
+                      prefix_blocks.data(),
+                      window_slots.data(),
+                      window_tables.data()};
 }
 
 void bind_halves(nb::class_<BoundModel>& model) {
-    model.def("forward",
-              [](BoundModel& self, Ints token_ids, Ints positions, Longs write_slots, Ints query_start,
-                 Ints num_prompt, Array<const int32_t, 2> tables, Ints logit_rows, Ints prefix_groups,
-                 Ints prefix_blocks, Array<uint8_t, 1> finite) {
-                  StepArrays step = step_arrays(token_ids, positions, write_slots, query_start, num_prompt,
-                                                tables, logit_rows, prefix_groups, prefix_blocks);
-                  if (finite.shape(0) != num_prompt.shape(0))
-                      throw nb::value_error("finite: another number of rows");
-                  uint8_t* flags = finite.data();
-                  nb::gil_scoped_release release;
-                  self.model.forward(step, flags);
-              });
+    model.def("forward", [](BoundModel& self, Ints token_ids, Ints positions, Longs write_slots,
+                            Ints query_start, Ints num_prompt, Array<const int32_t, 2> tables,
+                            Ints logit_rows, Ints prefix_groups, Ints prefix_blocks, Longs window_slots,
+                            Array<const int32_t, 2> window_tables, Array<uint8_t, 1> finite) {
+        StepArrays step = step_arrays(token_ids, positions, write_slots, query_start, num_prompt, tables,
+                                      logit_rows, prefix_groups, prefix_blocks, window_slots, window_tables);
+        if (finite.shape(0) != num_prompt.shape(0)) throw nb::value_error("finite: another number of rows");
+        uint8_t* flags = finite.data();
+        nb::gil_scoped_release release;
+        self.model.forward(step, flags);
+    });
     model.def("set_sampler", [](BoundModel& self, int vocab, int max_slots, int max_seq_len) {
         self.model.set_sampler(vocab, max_slots, max_seq_len);
         self.model.max_positions = max_seq_len;

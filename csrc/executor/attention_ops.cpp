@@ -9,7 +9,8 @@ namespace engine {
 void Executor::plan_attention(const Program& program, const Batch& batch) {
     for (Windowed& each : windows_) {
         each.batch = batch;
-        each.schedule.build(each.batch, cache_.block_size, each.window);
+        if (each.window > 0 && has_window_cache()) use_window_cache(each);
+        each.schedule.build(each.batch, caches_[0].block_size, each.window);
     }
     size_t parts_bytes = 0;
     for (const Op& op : program.ops) {
@@ -18,6 +19,34 @@ void Executor::plan_attention(const Program& program, const Batch& batch) {
         parts_bytes = std::max(parts_bytes, size_t(parts) * part_floats(op.shape) * sizeof(float));
     }
     if (parts_bytes > parts_.size()) parts_ = Block(parts_bytes * 2);
+}
+
+// Sequences of a prefix group share their first blocks in cache 0. In cache 1, some of them may have other
+// blocks at these places, or none. So a group shares only the leading blocks that are the same for all.
+void Executor::use_window_cache(Windowed& windowed) const {
+    Batch& batch = windowed.batch;
+    batch.tables = batch.window_tables;
+    if (!batch.prefix_groups) return;
+    std::vector<int32_t>& shared = windowed.prefix_blocks;
+    std::vector<int> first_row;  // of each group
+    shared.clear();
+    for (int row = 0; row < batch.rows; row++) {
+        int group = batch.prefix_groups[row];
+        if (group < 0) continue;
+        if (size_t(group) >= shared.size()) {
+            shared.resize(size_t(group) + 1, -1);
+            first_row.resize(size_t(group) + 1, 0);
+        }
+        int32_t& count = shared[size_t(group)];
+        if (count < 0) {
+            count = batch.prefix_blocks[group];
+            first_row[size_t(group)] = row;
+            continue;
+        }
+        const int32_t *table = batch.table(row), *first = batch.table(first_row[size_t(group)]);
+        count = int32_t(std::mismatch(table, table + count, first).first - table);
+    }
+    batch.prefix_blocks = shared.data();
 }
 
 void Executor::compute_angles(int begin, int end) {
@@ -55,14 +84,15 @@ void Executor::rope_write(const Op& op, int begin, int end) {
             kernels_.rope(queries, shape.heads + shape.kv_heads, shape.head_dim, op.rope_dim, cosines,
                           cosines + op.rope_dim / 2);
         }
-        kernels_.write_kv(cache_, op.layer, batch_->write_slots[token], keys, values);
+        const int64_t* slots = op.cache == 0 ? batch_->write_slots : batch_->window_slots;
+        kernels_.write_kv(caches_[op.cache], op.layer, slots[token], keys, values);
     }
 }
 
 void Executor::attention(const Op& op, int thread, int& index) {
     const Batch& batch = windows_[size_t(op.schedule)].batch;
-    AttentionJob job{&op.shape,        &cache_,       &batch,        op.layer,       at(op.source, 0),
-                     width(op.source), at(op.out, 0), width(op.out), parts_.floats()};
+    AttentionJob job{&op.shape,        &caches_[op.cache], &batch,        op.layer,       at(op.source, 0),
+                     width(op.source), at(op.out, 0),      width(op.out), parts_.floats()};
     int kv_heads = op.shape.kv_heads;
     round(thread, index, [&](int begin, int end) {
         for (int i = begin; i < end; i++) kernels_.attend(job, i / kv_heads, i % kv_heads, scratch(thread));

@@ -16,6 +16,9 @@ struct Batch {
     const int32_t* row_of = nullptr;       // (tokens) index of the token's sequence
     const int32_t* tables = nullptr;       // (rows, table_width) block tables: KV block ids
     int table_width = 0;
+    // The same for the layers with a sliding window, if these have a KV cache of their own.
+    const int64_t* window_slots = nullptr;   // (tokens)
+    const int32_t* window_tables = nullptr;  // (rows, table_width)
     // (rows) the prefix group of each sequence. Sequences of one group share their first KV blocks.
     // -1: the sequence is in no group.
     const int32_t* prefix_groups = nullptr;

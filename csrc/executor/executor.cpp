@@ -50,10 +50,10 @@ void Executor::set_arena(ArenaShape shape) {
         buffers_.push_back(arena_memory_.floats() + starts[size_t(buffer.place)]);
 }
 
-void Executor::set_cache(const KvCache& shape) {
-    cache_ = shape;
-    cache_memory_ = Block(cache_.bytes());
-    cache_.data = cache_memory_.data();
+void Executor::set_cache(int index, const KvCache& shape) {
+    caches_[index] = shape;
+    cache_memory_[index] = Block(shape.bytes());
+    caches_[index].data = cache_memory_[index].data();
 }
 
 void Executor::add_rope(std::vector<float> frequencies, float scale) {
@@ -68,7 +68,7 @@ void Executor::add_program(Program program) {
         auto same = [&](const Windowed& each) { return each.window == op.shape.window; };
         auto found = std::find_if(windows_.begin(), windows_.end(), same);
         op.schedule = int(found - windows_.begin());
-        if (found == windows_.end()) windows_.push_back({op.shape.window, {}, {}});
+        if (found == windows_.end()) windows_.push_back({op.shape.window, {}, {}, {}});
     }
     programs_.push_back(std::move(program));
     reserve_scratch();
@@ -129,8 +129,11 @@ void Executor::run(const Batch& batch, std::vector<uint8_t>& finite) {
     const int stream = program.ops.back().source;
     for (int i = 0; i < batch.logits; i++)
         finite[size_t(batch.logit_tokens[i])] &= kernels_.all_finite(at(stream, i), width(stream));
-    for (int token = 0; token < batch.tokens; token++)
-        if (!finite[size_t(token)]) erase_kv(cache_, batch.write_slots[token]);
+    for (int token = 0; token < batch.tokens; token++) {
+        if (finite[size_t(token)]) continue;
+        erase_kv(caches_[0], batch.write_slots[token]);
+        if (has_window_cache()) erase_kv(caches_[1], batch.window_slots[token]);
+    }
 }
 
 // The AMX kernels take two panels at a time and overlap the epilogue with the next two, so larger claims are

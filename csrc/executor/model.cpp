@@ -21,7 +21,6 @@ bool all_within(const int32_t* values, int count, int limit) {
 // Checks every index of the step that is used to address memory later.
 void Model::check(const StepArrays& step) const {
     const Program& program = executor.program(step.tokens);
-    const KvCache& cache = executor.cache();
     need(step.tokens > 0 && step.tokens <= program.capacity,
          "a step of more tokens than the model has room for");
     need(step.logits <= executor.max_logits(), "a step of more logits than the model has room for");
@@ -31,13 +30,11 @@ void Model::check(const StepArrays& step) const {
     need(all_within(step.token_ids, step.tokens, program.ops[0].matrix->rows),
          "a token outside the vocabulary");
     need(all_within(step.positions, step.tokens, max_positions), "a position outside the context");
-    need(all_within(step.block_tables, step.rows * step.table_width, int(cache.blocks)),
-         "a block that is not there");
     need(all_within(step.logit_rows, step.logits, step.tokens), "logits of a token that is not there");
-    int64_t slots = cache.blocks * cache.block_size;
-    need(std::all_of(step.write_slots, step.write_slots + step.tokens,
-                     [slots](int64_t slot) { return slot >= 0 && slot < slots; }),
-         "a slot outside the cache");
+    const KvCache& cache = executor.cache(0);
+    check_cache(step, cache, step.block_tables, step.write_slots);
+    if (executor.has_window_cache())
+        check_cache(step, executor.cache(1), step.window_tables, step.window_slots);
     for (int row = 0; row < step.rows; row++) {
         int32_t last = step.query_start[row + 1] - 1, group = step.prefix_groups[row];
         bool reaches =
@@ -46,6 +43,14 @@ void Model::check(const StepArrays& step) const {
         need(group < step.groups, "a prefix group that is not there");
         need(group < 0 || step.prefix_blocks[group] <= step.table_width, "a prefix longer than its rows");
     }
+}
+
+void Model::check_cache(const StepArrays& step, const KvCache& cache, const int32_t* tables,
+                        const int64_t* slots) const {
+    need(all_within(tables, step.rows * step.table_width, int(cache.blocks)), "a block that is not there");
+    int64_t count = cache.blocks * cache.block_size;
+    need(std::all_of(slots, slots + step.tokens, [count](int64_t slot) { return slot >= 0 && slot < count; }),
+         "a slot outside the cache");
 }
 
 // Puts decode tokens before prefill tokens. The two kinds may use different numerics, so each must be one
@@ -67,12 +72,14 @@ void Model::reorder(const StepArrays& step) {
     token_ids_.resize(tokens);
     positions_.resize(tokens);
     write_slots_.resize(tokens);
+    window_slots_.resize(tokens);
     place_of_.resize(tokens);
     for (size_t i = 0; i < tokens; i++) {
         size_t token = size_t(order_[i]);
         token_ids_[i] = step.token_ids[token];
         positions_[i] = step.positions[token];
         write_slots_[i] = step.write_slots[token];
+        window_slots_[i] = step.window_slots[token];
         place_of_[token] = int32_t(i);
     }
     std::vector<int32_t> by_place(size_t(step.logits));
@@ -97,6 +104,8 @@ void Model::reorder(const StepArrays& step) {
     batch_.row_of = row_of_.data();
     batch_.tables = step.block_tables;
     batch_.table_width = step.table_width;
+    batch_.window_slots = window_slots_.data();
+    batch_.window_tables = step.window_tables;
     batch_.prefix_groups = step.prefix_groups;
     batch_.prefix_blocks = step.prefix_blocks;
     batch_.logit_tokens = logit_tokens_.data();

@@ -78,6 +78,7 @@ struct Op {
 
     // Fields of RopeWrite and Attention.
     AttentionShape shape{};
+    int cache = 0;     // which KV cache of the executor; `layer` counts the layers of this cache
     int schedule = 0;  // index of the attention schedule for the op's window
     int rope = 0;      // index of the RoPE table
     int rope_dim = 0;

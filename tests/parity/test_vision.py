@@ -84,7 +84,7 @@ class Run:
         self.channel = ListChannel()
         self.images = ImageStore(
             build.build_image_encoder(source, config),
-            two_way=vision.attends_both_ways,
+            two_way_tokens=vision.two_way_tokens,
             grid_unit=vision.grid_unit,
         )
         runner = build.build_runner(source, config)

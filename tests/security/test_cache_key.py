@@ -59,13 +59,13 @@ def test_any_change_is_a_miss_from_there_on(
     cache = RadixCache(pool, SIZE)
     blocks = pool.take(len(tokens) // SIZE)
     cache.insert(namespace, packed(tokens), blocks, only_own=False)
-    assert cache.match(namespace, packed(tokens)) == blocks
+    assert cache.match(namespace, packed(tokens)).blocks == blocks
     if other != namespace:
-        assert cache.match(other, packed(tokens)) == []
+        assert cache.match(other, packed(tokens)).blocks == []
     where %= len(tokens)
     changed = tokens[:]
     changed[where] = (changed[where] + change) % 2**31
-    assert cache.match(namespace, packed(changed)) == blocks[: where // SIZE]
+    assert cache.match(namespace, packed(changed)).blocks == blocks[: where // SIZE]
 
 
 def hits(**changes: Any) -> int:

@@ -216,6 +216,23 @@ class ModelConfig:
         """Whether the LM head has its own matrix, instead of using the token embeddings."""
         return not self.tie_embeddings
 
+    @property
+    def window(self) -> int | None:
+        """The largest sliding window of all layers. None: no layer has one."""
+        windows = (self.layer(index).window for index in range(self.num_layers))
+        return max((window for window in windows if window is not None), default=None)
+
+    def cache_places(self, has_window_group: bool) -> tuple[tuple[int, int], ...]:
+        """For each layer, which KV cache it uses, and its index among the layers of that cache. If
+        there is a window group, the layers with a sliding window use cache 1. All others use 0.
+        """
+        places, counts = [], [0, 0]
+        for index in range(self.num_layers):
+            cache = int(has_window_group and self.layer(index).window is not None)
+            places.append((cache, counts[cache]))
+            counts[cache] += 1
+        return tuple(places)
+
     def kv_bytes_per_token(self, bytes_per_value: int) -> int:
         if self.encoder is not None:
             return 0  # an encoder has no KV cache

@@ -73,9 +73,11 @@ class VisionConfig:
         return self.image_size if self.kind == "qwen2_5_vl" else None
 
     @property
-    def attends_both_ways(self) -> bool:
-        """Whether the tokens of an image attend to all tokens of the image, also to later ones."""
-        return self.kind == "gemma3"
+    def two_way_tokens(self) -> int:
+        """The number of an image's tokens, if they attend to all tokens of the image, also to later
+        ones. 0 if they attend only to earlier ones, like text.
+        """
+        return self.tokens_per_side**2 if self.kind == "gemma3" else 0
 
 
 def check_vision(config: VisionConfig, vocab_size: int) -> VisionConfig:

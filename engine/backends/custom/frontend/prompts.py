@@ -20,7 +20,7 @@ from engine.core.interfaces.backend import (
     GenerationContext,
 )
 from engine.core.interfaces.request import ImageInput, SamplingParams
-from engine.core.parsing.output import OutputParser
+from engine.core.parsing.parser import OutputParser
 from engine.core.text.tokenizer import RenderedPrompt
 
 # The last tokens of the prompt, this many, are detokenized to see whether the prompt ends inside a
@@ -68,7 +68,7 @@ def prepare_chat(text: TextModel, request: ChatRequest) -> Prepared:
     choice, spec = request.tool_choice, request.context.grammar
     tools = () if choice.mode == "none" else request.tools
     token_ids, images = _encoded(text, request)
-    output = text.chat_for(bool(tools)).output
+    output = (text.tool_chat if tools else text.chat).output
     tail = text.tokenizer.decode(token_ids[-TAIL_TOKENS:], skip_special=False)
     opened = output.opens_reasoning(tail)
     answer = None if spec is None else grammar_text(spec)
@@ -121,7 +121,7 @@ def _rendered(
 ) -> RenderedPrompt:
     """The prompt of a conversation. `as_parts` splits contents that have images."""
     tools = () if request.tool_choice.mode == "none" else request.tools
-    chat = text.chat_for(bool(tools))
+    chat = text.tool_chat if tools else text.chat
     messages, template_tools = chat.output.prepare(conversation, tools)
     rendered = chat.template.render(
         [_shaped(message, chat, as_parts) for message in messages],
@@ -182,10 +182,10 @@ def prepare_completion(text: TextModel, request: CompletionRequest) -> Prepared:
     if request.suffix is not None:
         token_ids = _infilled(text, request)
     else:
-        token_ids = text.encode_prompt(prompt)
+        token_ids = text.encode_prompt(prompt, request.add_special_tokens, request.parse_special)
     echo = None
     if request.echo:
-        echo = prompt if isinstance(prompt, str) else text.tokenizer.decode(prompt)
+        echo = prompt if isinstance(prompt, str) else _echoed(text, prompt)
     grammar = None if spec is None else grammar_text(spec)
     return Prepared(
         token_ids,
@@ -196,6 +196,13 @@ def prepare_completion(text: TextModel, request: CompletionRequest) -> Prepared:
         continuation=True,
         echo=echo,
     )
+
+
+def _echoed(text: TextModel, token_ids: tuple[int, ...]) -> str:
+    """The text of a prompt that was sent as token ids. It has the names of control tokens, because
+    the prompt's logprobs have them too.
+    """
+    return text.tokenizer.decode(token_ids, skip_special=False)
 
 
 def _infilled(text: TextModel, request: CompletionRequest) -> tuple[int, ...]:
@@ -226,7 +233,7 @@ def truncated(
             "A prompt with images can't be cut; shorten it.", param="truncate_prompt_tokens"
         )
     kept = prepared.token_ids[-limit:]
-    echo = None if prepared.echo is None else text.tokenizer.decode(kept)
+    echo = None if prepared.echo is None else _echoed(text, kept)
     return replace(prepared, token_ids=kept, echo=echo)
 
 

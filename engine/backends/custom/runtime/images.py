@@ -121,13 +121,13 @@ class ImageStore:
         self,
         encoder: ImageEncoder,
         *,
-        two_way: bool,
+        two_way_tokens: int = 0,
         grid_unit: int | None = None,
         max_bytes: int = MAX_CACHED_BYTES,
     ) -> None:
-        """`two_way` and `grid_unit` are `attends_both_ways` and `grid_unit` of `VisionConfig`."""
+        """For `two_way_tokens` and `grid_unit`, see `VisionConfig`."""
         self._encoder = encoder
-        self._two_way = two_way
+        self.two_way_tokens = two_way_tokens
         self._grid_unit = grid_unit
         self._max_bytes = max_bytes
         self._embeds: OrderedDict[bytes, F32] = OrderedDict()  # by digest; oldest use first
@@ -149,7 +149,7 @@ class ImageStore:
         self._embeds.move_to_end(digest)
         key = key_of(digest, image.count)
         columns = None if self._grid_unit is None else image.width // self._grid_unit
-        return PlacedImage(image.start, embeds, key, token_id, self._two_way, columns)
+        return PlacedImage(image.start, embeds, key, token_id, self.two_way_tokens > 0, columns)
 
     def _keep(self, digest: bytes, embeds: F32) -> None:
         """Keep embeddings. The ones that were not used for the longest time make room for them."""

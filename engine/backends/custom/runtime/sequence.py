@@ -58,6 +58,13 @@ class Sequence:
     slot: int = -1  # index into the runner's per-sequence state, fixed while running; -1: waiting
     life: int = 0  # a number that identifies the current admission; 0 while waiting
     blocks: list[int] = field(default_factory=list)  # block table; append-only while running
+    # The block table of the layers with a sliding window, if they have their own block pool. It is
+    # also append-only. Blocks that the window has left are freed, and replaced by NULL_BLOCK.
+    window_blocks: list[int] = field(default_factory=list)
+    num_window_freed: int = 0  # number of leading places of `window_blocks` that are NULL_BLOCK
+    num_matched: int = 0  # number of blocks that came from the prefix cache at admission
+    reserved: int = 0  # tokens for which admission guaranteed room
+    room: int = 0  # tokens for which every block table has blocks
     num_computed: int = 0  # tokens whose KV finished or launched steps write
     num_confirmed: int = 0  # tokens whose KV finished steps have written, with finite values
     num_sampling: int = 0  # tokens that launched steps sample and that the host does not know yet

@@ -27,6 +27,7 @@ from engine.backends.custom.runtime.batch import warm_up
 from engine.backends.custom.runtime.block_pool import BlockPool
 from engine.backends.custom.runtime.budget import TARGET_STEP_S, StepBudget
 from engine.backends.custom.runtime.grammar import Grammars, Vocabulary
+from engine.backends.custom.runtime.groups.windows import window_group
 from engine.backends.custom.runtime.images import ImageStore
 from engine.backends.custom.runtime.kv_cache import KVCache
 from engine.backends.custom.runtime.loop import Channel, EngineLoop
@@ -98,15 +99,8 @@ def load_images(
     vision = source.config.vision
     if vision is None or options.framework not in IMAGE_FRAMEWORKS:
         return None
-    runner, config, _ = loaded
-    needed = vision.tokens_per_side**2 + runner.spec.max_slots
-    if vision.attends_both_ways and max_step_tokens(runner.spec, options) < needed:
-        raise ConfigError(
-            f"{source.path.name} computes an image in one step, so max_batch_tokens must be at "
-            f"least {needed}: the tokens of an image, and one of each other sequence"
-        )
-    encoder = framework_entry(options.framework).build_image_encoder(source, config)
-    return ImageStore(encoder, two_way=vision.attends_both_ways, grid_unit=vision.grid_unit)
+    encoder = framework_entry(options.framework).build_image_encoder(source, loaded[1])
+    return ImageStore(encoder, two_way_tokens=vision.two_way_tokens, grid_unit=vision.grid_unit)
 
 
 def log_plan(device: DeviceInfo, plan: MemoryPlan) -> None:
@@ -120,6 +114,7 @@ def runner_config(options: EngineOptions, device: DeviceInfo, plan: MemoryPlan) 
         dtype=device.dtype,
         block_size=options.block_size,
         num_blocks=plan.num_blocks,
+        num_window_blocks=plan.num_window_blocks,
         max_slots=plan.max_slots,
         max_seq_len=plan.max_seq_len,
         num_threads=options.threads,
@@ -134,7 +129,14 @@ def runner_config(options: EngineOptions, device: DeviceInfo, plan: MemoryPlan) 
 
 def build_scheduler(spec: RunnerSpec, options: EngineOptions, bytes_per_token: int) -> Scheduler:
     pool = BlockPool(spec.num_blocks)
-    radix = RadixCache(pool, spec.block_size, options.eviction_policy, options.cache_ttl_s)
+    windows = window_group(spec, max_step_tokens(spec, options))
+    radix = RadixCache(
+        pool,
+        spec.block_size,
+        options.eviction_policy,
+        options.cache_ttl_s,
+        columns=() if windows is None else (windows.column,),
+    )
     limit = options.cache_bytes
     block_bytes = bytes_per_token * spec.block_size
     kv = KVCache(
@@ -144,6 +146,7 @@ def build_scheduler(spec: RunnerSpec, options: EngineOptions, bytes_per_token: i
         sharing=options.cache_enabled,
         max_cached_blocks=limit // block_bytes if limit is not None else None,
         max_cached_sequences=options.cache_max_sequences,
+        windows=windows,
     )
     return Scheduler(kv, spec.max_slots, max_step_tokens(spec, options))
 
@@ -167,6 +170,8 @@ def build_loop(
     """
     spec = runner.spec
     scheduler = build_scheduler(spec, options, bytes_per_token)
+    if images is not None:
+        check_image_rows(scheduler, max_step_tokens(spec, options) - spec.max_slots, images)
     target_s = spec.target_step_s or TARGET_STEP_S
     max_tokens = max_step_tokens(spec, options)
     budget = StepBudget(max_tokens, spec.max_slots, target_s, spec.min_prompt_tokens)
@@ -174,6 +179,19 @@ def build_loop(
     return EngineLoop(
         scheduler, runner, channel, budget, options.max_queued, pulse, grammars, images
     )
+
+
+def check_image_rows(scheduler: Scheduler, room: int, images: ImageStore) -> None:
+    """Raise if one step can't compute a whole image, although the model needs it. `room` is the max
+    number of tokens of a step in which all other sequences decode.
+    """
+    largest = min(room, scheduler.kv.max_row)
+    if images.two_way_tokens > largest:
+        raise ConfigError(
+            f"this model computes the {images.two_way_tokens} tokens of an image in one step, "
+            f"which has room for {largest}; raise max_batch_tokens, lower batch_size, or raise "
+            "memory_pool_size_mb"
+        )
 
 
 def _vocabulary(options: EngineOptions) -> Vocabulary:

@@ -34,7 +34,7 @@ from engine.backends.custom.runtime.model_runner import (
 )
 from engine.backends.custom.weights.model import ModelSource
 from engine.backends.custom.weights.weight import Weight
-from engine.backends.custom.worker.memory import MIB, MemoryNeeds
+from engine.backends.custom.worker.memory import MIB, MemoryNeeds, with_windows
 from engine.core.errors import ConfigError
 
 log = logging.getLogger(__name__)
@@ -98,7 +98,8 @@ def memory_needs(source: ModelSource, options: EngineOptions, device: DeviceInfo
     token_bytes = kv_token_bytes(
         source.config, _kv_type(options.kv_dtype, device.dtype, options.numerics)
     )
-    return MemoryNeeds(weight_bytes, token_bytes, USUAL_POOL_BYTES)
+    needs = MemoryNeeds(weight_bytes, token_bytes, USUAL_POOL_BYTES)
+    return with_windows(needs, source.config, min(options.max_batch_tokens, STEP_TOKENS))
 
 
 def kv_token_bytes(config: ModelConfig, stored_as: str) -> int:
@@ -172,6 +173,7 @@ def build_runner(source: ModelSource, config: RunnerConfig) -> NativeRunner:
         matrices=matrices,
         vectors={name: model.add_vector(each.reshape(-1)) for name, each in packed.vectors.items()},
         biases={name: model.add_vector(each) for name, each in packed.biases.items()},
+        caches=model_config.cache_places(config.num_window_blocks > 0),
         slopes=_add_slopes(model, model_config),
         per_channel=_add_per_channel(model, plans[0], matrices)
         if config.numerics == "fast"
@@ -187,6 +189,7 @@ def build_runner(source: ModelSource, config: RunnerConfig) -> NativeRunner:
         depth=0,
         max_step_tokens=STEP_TOKENS,
         min_prompt_tokens=PROMPT_TOKENS if machine.has_bf16 else ROW_TOKENS,
+        window=model_config.window,
     )
     layouts = ", ".join(sorted({matrix.layout for matrix in plans[0].matrices}))
     isa = machine.instruction_set
@@ -283,14 +286,18 @@ def _set_memory(model: Any, source: ModelSource, config: RunnerConfig, plan: Exe
         plan.capacity.logits,
         plan.output,
     )
-    model.set_cache(
-        KV_TYPES.index(_kv_type(config.kv_dtype, config.dtype, config.numerics)),
-        model_config.num_layers,
-        model_config.num_kv_heads,
-        model_config.head_dim,
-        config.block_size,
-        config.num_blocks,
-    )
+    places = model_config.cache_places(config.num_window_blocks > 0)
+    for index, num_blocks in enumerate((config.num_blocks, config.num_window_blocks)):
+        if num_blocks:
+            model.set_cache(
+                index,
+                KV_TYPES.index(_kv_type(config.kv_dtype, config.dtype, config.numerics)),
+                sum(cache == index for cache, _ in places),
+                model_config.num_kv_heads,
+                model_config.head_dim,
+                config.block_size,
+                num_blocks,
+            )
     factors = source.weights.get("rope.factors")
     for rope in model_config.ropes:
         frequencies, scale = rope_frequencies(

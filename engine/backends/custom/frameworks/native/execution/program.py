@@ -34,6 +34,8 @@ class Numbered:
     biases: Mapping[str, int]  # matrix name -> index of its bias
     # Copies of matrices in int8 with a scale per row, for steps of many tokens. By matrix name.
     per_channel: Mapping[str, int]
+    # For each layer: the number of its KV cache, and its index among the layers of that cache.
+    caches: tuple[tuple[int, int], ...]
     slopes: int = -1  # index of the ALiBi slopes; -1: the model has none
 
     def vector(self, name: str | None) -> int:
@@ -72,9 +74,11 @@ def _over_logits(plan: ExecutionPlan, buffer: int) -> bool:
 
 
 def _add_rope_write(model: Any, step: RopeWriteStep, weights: Numbered) -> None:
+    cache, layer = weights.caches[step.layer]
     model.rope_write(
         qkv=step.qkv,
-        layer=step.layer,
+        cache=cache,
+        layer=layer,
         heads=step.heads,
         kv_heads=step.kv_heads,
         head_dim=step.head_dim,
@@ -88,10 +92,12 @@ def _add_rope_write(model: Any, step: RopeWriteStep, weights: Numbered) -> None:
 
 
 def _add_attention(model: Any, step: AttentionStep, weights: Numbered) -> None:
+    cache, layer = weights.caches[step.layer]
     model.attention(
         qkv=step.qkv,
         out=step.out,
-        layer=step.layer,
+        cache=cache,
+        layer=layer,
         heads=step.heads,
         kv_heads=step.kv_heads,
         head_dim=step.head_dim,

@@ -6,7 +6,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from engine.backends.custom.frameworks.torch.execution.cache import KVShape, PagedCache
+from engine.backends.custom.frameworks.torch.execution.cache import CacheGroups, slots_by_cache
 from engine.backends.custom.frameworks.torch.execution.sampling_runner import (
     SamplingRunner,
     StepHandle,
@@ -31,15 +31,15 @@ class PagedStep:
 
     positions: Tensor  # (T,) int64
     rotations: tuple[Rotation | None, ...]  # one per layer
-    write_slots: Tensor  # (T,) int64
+    slots: tuple[Tensor, ...]  # (T,) int64 for each cache
     plan: AttentionPlan
-    cache: PagedCache
+    cache: CacheGroups
     images: ImageRows | None
 
     def attend(self, attention: Attention, qkv: Tensor) -> Tensor:
         layer = attention.layer
         q, k, v = attention.heads(qkv, self.rotations[layer])
-        self.cache.write(layer, self.write_slots, k, v)
+        self.cache.write(layer, self.slots, k, v)
         cached = self.cache.layers[layer]
         return self.plan.attend(q, k, v, cached, window=attention.window, sinks=attention.sinks)
 
@@ -52,6 +52,7 @@ class TorchRunner(SamplingRunner):
             config,
             model.config.vocab_size,
             depth=0 if device.type == "cpu" else 1,
+            window=model.config.window,
         )
         super().__init__(spec, device)
         self._model = model
@@ -67,8 +68,7 @@ class TorchRunner(SamplingRunner):
             self._two_way = SdpaAttention(
                 AttentionHeads.of(model.config), block_size=config.block_size, dtype=dtype
             )
-        shape = KVShape(model.config.num_layers, model.config.num_kv_heads, model.config.head_dim)
-        self._cache = PagedCache(shape, config.num_blocks, config.block_size, device, dtype)
+        self._cache = CacheGroups(model.config, config, device, dtype)
 
     @torch.inference_mode()
     def forward(self, inputs: BatchInputs) -> StepHandle:
@@ -76,13 +76,13 @@ class TorchRunner(SamplingRunner):
         step = PagedStep(
             positions,
             self._model.rotations(self._rope_positions(inputs, positions)),
-            self._put(inputs.write_slots),
+            tuple(self._put(slots) for slots in slots_by_cache(inputs)),
             self._attention_of(inputs).plan(inputs, positions),
             self._cache,
             self._images(inputs),
         )
         x = self._model(self._token_ids(inputs), step)  # (T, D)
-        finite = self._cache.guard(inputs, x, step.write_slots)
+        finite = self._cache.guard(inputs, x, step.slots)
         if not len(inputs.logit_rows):
             return StepHandle(None, None, finite)
         rows = self._put(inputs.logit_rows.astype(np.int64))

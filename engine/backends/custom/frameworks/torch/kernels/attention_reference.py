@@ -20,7 +20,7 @@ from engine.backends.custom.runtime.model_runner import BatchInputs
 @dataclass(frozen=True, slots=True)
 class ReferencePlan:
     inputs: BatchInputs
-    tables: Tensor  # inputs.block_tables on the device
+    device: torch.device
     block_size: int
     heads: AttentionHeads
     slopes: Tensor | None  # (N,)
@@ -37,10 +37,11 @@ class ReferencePlan:
     ) -> Tensor:
         out = torch.empty_like(q)
         starts = self.inputs.query_start
+        tables = to_device(self.inputs.tables_for(window), self.device)
         for row, length in enumerate(self.inputs.seq_lens):
             tokens = slice(starts[row], starts[row + 1])
             position = torch.arange(length, device=q.device)
-            blocks = self.tables[row, position // self.block_size].long()
+            blocks = tables[row, position // self.block_size].long()
             offsets = position % self.block_size
             keys, values = cache[blocks, offsets].unbind(1)  # (L, K, H) each
             distance = position[-(starts[row + 1] - starts[row]) :, None] - position  # (T, L)
@@ -85,6 +86,6 @@ class ReferenceAttention:
         self._heads = heads
 
     def plan(self, inputs: BatchInputs, positions: Tensor) -> ReferencePlan:
-        tables = to_device(inputs.block_tables, positions.device)
-        slopes = self._heads.slopes(positions.device)
-        return ReferencePlan(inputs, tables, self._block_size, self._heads, slopes)
+        device = positions.device
+        slopes = self._heads.slopes(device)
+        return ReferencePlan(inputs, device, self._block_size, self._heads, slopes)

@@ -204,10 +204,9 @@ class _WindowPlanner:
         width = int((last // size - first_block).max()) + 1
         # If a block table is shorter than the padded width, its last entry is repeated. The mask
         # hides the repeated blocks.
-        columns = np.minimum(
-            first_block[:, None] + np.arange(width), inputs.block_tables.shape[1] - 1
-        )
-        blocks = to_device(inputs.block_tables[rows[:, None], columns].reshape(-1), device)
+        tables = inputs.tables_for(self.window)
+        columns = np.minimum(first_block[:, None] + np.arange(width), tables.shape[1] - 1)
+        blocks = to_device(tables[rows[:, None], columns].reshape(-1), device)
         tokens = _tokens(inputs.query_start[rows], device)
         if len(rows) == 1 and self._heads.alibi_bias is None:
             seen = slice(int(first[0]) % size, int(last[0] - first_block[0] * size) + 1)
@@ -234,7 +233,7 @@ class _WindowPlanner:
         if start == 0 and fits and self._heads.is_plain and not looks_ahead:
             return FirstChunk(tokens, self._heads.scale)
         first = 0 if self.window is None else max(start - self.window + 1, 0)
-        blocks = inputs.block_tables[row, first // size : -(-length // size)]
+        blocks = inputs.tables_for(self.window)[row, first // size : -(-length // size)]
         seen = slice(first % size, length - first // size * size)
         key_positions = torch.arange(first, length, device=device)
         slopes = self._heads.slopes(device)

@@ -50,6 +50,7 @@ MAX_SPLITS = 8  # max number of spans that the keys of a shared prefix are cut i
 # device busy. More programs would only write more partial results.
 SHARED_PROGRAMS = 256
 SPAN_FIELDS, TILE_FIELDS, SHARED_FIELDS = 4, 2, 5  # integers per item of each work list
+NUM_COUNTS = 5  # table width, lengths of the lists, where the block tables start
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,7 +117,7 @@ class TritonPlan:
         from engine.backends.custom.frameworks.torch.kernels.triton.attention_tile import Tile
 
         out = torch.empty_like(q)
-        tiles = self.tiles
+        tiles, arrays = self.tiles, self._arrays(window)
         if self.room.spans:
             many = self.room.spans > MANY_SPANS
             assert self.scratch is not None
@@ -124,35 +125,49 @@ class TritonPlan:
                 q,
                 cache,
                 out,
-                self.arrays,
+                arrays,
                 self.scratch,
                 self.heads,
                 window=window or 0,
                 slopes=self.slopes,
                 sinks=sinks,
-                shares="shared" in self.arrays and self.room.shared > 0,
+                shares="shared" in arrays and self.room.shared > 0,
                 span_tile=Tile(*(tiles.many_spans if many else tiles.span)),
                 shared_tile=Tile(*tiles.shared),
             )
         if self.room.tiles:
-            self._attend_prompts(q, cache, out, window or 0, sinks)
+            self._attend_prompts(q, cache, out, arrays, window or 0, sinks)
         return out
 
+    def _arrays(self, window: int | None) -> Mapping[str, Tensor]:
+        """The arrays for layers with this window. The first four counts are the same for all
+        layers. The fifth is where the layers' block tables start.
+        """
+        if window is None or "window_counts" not in self.arrays:
+            return self.arrays
+        return {**self.arrays, "counts": self.arrays["window_counts"]}
+
     def _attend_prompts(
-        self, q: Tensor, cache: Tensor, out: Tensor, window: int, sinks: Tensor | None
+        self,
+        q: Tensor,
+        cache: Tensor,
+        out: Tensor,
+        arrays: Mapping[str, Tensor],
+        window: int,
+        sinks: Tensor | None,
     ) -> None:
         from engine.backends.custom.frameworks.torch.kernels.triton import attention_prefill
         from engine.backends.custom.frameworks.torch.kernels.triton.attention_tile import Tile
 
         if self.on_hopper:
             scale = self.heads.scale
-            hopper.prefill(q, cache, out, self.arrays, window=window, scale=scale)
+            hopper.prefill(q, cache, out, arrays, window=window, scale=scale)
             return
         attention_prefill.prefill(
             q,
             cache,
             out,
-            self.arrays,
+            arrays,
             self.heads,
             window=window,
             slopes=self.slopes,
@@ -185,7 +200,7 @@ class TritonAttention:
             **arrays,
             "query_start": inputs.query_start,
             "seq_lens": inputs.seq_lens,
-            "tables": np.ascontiguousarray(inputs.block_tables),
+            "tables": all_tables(inputs),
         }
         on_device = {name: to_device(array, positions.device) for name, array in given.items()}
         self.reserve(len(inputs.seq_lens), positions.device)
@@ -259,13 +274,15 @@ class TritonAttention:
         total = int(partials[:, 1].sum())
         lengths = (inputs.block_tables.shape[1], len(spans), len(tiles), len(shared))
         lists = {
-            "counts": np.array(lengths, np.int32),
+            "counts": np.array((*lengths, 0), np.int32),
             "spans": spans,
             "partials": partials,
             "tiles": tiles,
             "shared": shared,
             "members": members if len(members) else np.zeros(0, np.int32),
         }
+        if inputs.window_tables is not None:
+            lists["window_counts"] = np.array((*lengths, inputs.block_tables.size), np.int32)
         return lists, room or ListLengths(len(spans), len(tiles), len(shared), total)
 
     def _tiles(self, begins: I32, counts: I32, rows: np.ndarray) -> I32:
@@ -317,6 +334,15 @@ class TritonAttention:
             return none
         members = np.concatenate([rows_of for _, rows_of in groups]).astype(np.int32)
         return np.array(items, np.int32), members, begins, splits
+
+
+def all_tables(inputs: BatchInputs) -> I32:
+    """The block tables of all rows and, after them, those of layers with a sliding window, if these
+    have blocks of their own.
+    """
+    if inputs.window_tables is None:
+        return np.ascontiguousarray(inputs.block_tables)
+    return np.concatenate((inputs.block_tables, inputs.window_tables))
 
 
 def _span_room(rows: int) -> int:

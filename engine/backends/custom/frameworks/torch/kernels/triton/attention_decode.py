@@ -87,7 +87,7 @@ def _decode_kernel(
         peak,
         total,
         cache_ptr + kv_head * HEAD_DIM,
-        tables_ptr + row.to(tl.int64) * tl.load(counts_ptr),
+        tables_ptr + tl.load(counts_ptr + 4) + row.to(tl.int64) * tl.load(counts_ptr),
         first,
         last,
         query,
