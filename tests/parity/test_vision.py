@@ -13,6 +13,7 @@ import torch
 from engine.backends.custom.frameworks.torch.execution import build as torch_build
 from engine.backends.custom.runtime.block_pool import BlockPool
 from engine.backends.custom.runtime.budget import StepBudget
+from engine.backends.custom.runtime.groups.windows import window_group
 from engine.backends.custom.runtime.images import ImageStore
 from engine.backends.custom.runtime.kv_cache import KVCache
 from engine.backends.custom.runtime.loop import EngineLoop
@@ -74,12 +75,26 @@ class Run:
         sharing: bool = True,
         framework: str = "torch",
     ) -> None:
-        config = RunnerConfig("cpu", "float32", 4, num_blocks + 1, max_slots, 128, 1)
         source, build = open_model(path), FRAMEWORKS[framework]
+        has_windows = any(layer.window for layer in source.config.layers)
+        config = RunnerConfig(
+            device="cpu",
+            dtype="float32",
+            block_size=4,
+            num_blocks=num_blocks + 1,
+            num_window_blocks=num_blocks + 1 if has_windows else 0,
+            max_slots=max_slots,
+            max_seq_len=128,
+            num_threads=1,
+        )
+        runner = build.build_runner(source, config)
         vision = source.config.vision
         assert vision is not None
         pool = BlockPool(config.num_blocks)
-        self.kv = KVCache(pool, RadixCache(pool, 4), 4, sharing=sharing)
+        windows = window_group(runner.spec, max(budget, 4 + max_slots))
+        columns = () if windows is None else (windows.column,)
+        radix = RadixCache(pool, 4, columns=columns)
+        self.kv = KVCache(pool, radix, 4, sharing=sharing, windows=windows)
         self.scheduler = Scheduler(self.kv, max_slots, max(budget, 4 + max_slots))
         self.channel = ListChannel()
         self.images = ImageStore(
@@ -87,7 +102,6 @@ class Run:
             two_way_tokens=vision.two_way_tokens,
             grid_unit=vision.grid_unit,
         )
-        runner = build.build_runner(source, config)
         steps = StepBudget(budget, max_slots)
         self.loop = EngineLoop(
             self.scheduler, runner, self.channel, steps, 1000, images=self.images
