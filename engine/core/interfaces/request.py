@@ -70,6 +70,9 @@ class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True, tag="submit"):
     grammar: str | None = None  # llguidance grammar that the output must match
     pools: bool = False  # if true, return one embedding vector for the prompt and generate nothing
     images: tuple[ImageInput, ...] = ()  # in the order of the prompt
+    # Only for encoders: in a pair of texts, the index of the first token with token type 1. 0: all
+    # tokens have type 0
+    second_start: int = 0
 
 
 class Abort(msgspec.Struct, frozen=True, tag="abort"):
