@@ -35,6 +35,7 @@ NOT_KEYED: dict[str, Any] = {
     "queue_timeout_s": 60.0,
     "grammar": None,
     "pools": True,
+    "second_start": 1,  # only encoders read it, and they have no cache
 }
 
 

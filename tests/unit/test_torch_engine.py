@@ -167,7 +167,8 @@ def test_the_host_waits_for_the_device_in_one_place():
         for line in path.read_text().splitlines()
         if syncs.search(line)
     ]
-    assert found == [  # both of them in a `wait`
-        "cuda_runner.py: self.pinned.copied.synchronize()",
+    assert found == [  # of the profiler, and two in a `wait`
+        "build.py: torch.cuda.synchronize(self._device)",
         "sampling_runner.py: self.done.synchronize()",
+        "staging.py: self.pinned.copied.synchronize()",
     ]
