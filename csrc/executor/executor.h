@@ -35,6 +35,7 @@ struct StateShape {
     size_t floats;  // values of one state
     int count;
 };
+constexpr int kHeadRows = 32;  // max rows that a thread multiplies at a time in HeadLinear
 
 class Executor {
   public:
@@ -87,6 +88,7 @@ class Executor {
     // of this schedule.
     struct Windowed {
         int window;
+        bool centered;
         AttentionSchedule schedule;
         Batch batch;
         std::vector<int32_t> prefix_blocks;
@@ -140,6 +142,10 @@ class Executor {
     void pack(const Op& op, const Segment& segment, int begin, int end, float* row);
     void norm_heads(const Op& op, float* x, int heads, const float* weight) const;
     void rope_write(const Op& op, int begin, int end);
+    const float* angles_of(const Op& op, int token) const;
+    void latent_write(const Op& op, int begin, int end);
+    int head_pieces(const Op& op) const;
+    void head_linear(const Op& op, int piece, int thread);
     void attention(const Op& op, int thread, int& index);
     void norm(const Op& op, int begin, int end, float* row);
     void route_rows(const Op& op, int begin, int end, float* scratch);
@@ -152,6 +158,7 @@ class Executor {
     void recurrent(const Op& op, int thread, int& index);
     void finish_recurrent(const RecurrentJob& job, int token) const;
     void gather(const Op& op, int begin, int end);
+    void mean(const Op& op, int begin, int end);
     void compute_angles(int begin, int end);
 
     const Kernels& kernels_;

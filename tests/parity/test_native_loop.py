@@ -19,7 +19,10 @@ from tests.parity.test_torch_loop import (
 )
 
 # Each of these has something that no other of them has.
-QUICK = ("gpt2", "llama", "gemma2", "cohere2", "mpt", "gpt_oss", "lfm2", "nemotron_h", "qwen3_next")
+QUICK = (
+    *("gpt2", "llama", "gemma2", "cohere2", "mpt", "gpt_oss", "deepseek_v3"),
+    *("lfm2", "nemotron_h", "qwen3_next"),
+)
 
 
 @pytest.mark.parametrize(

@@ -21,7 +21,10 @@ from engine.backends.custom.ir.plan import (
     ExpertsStep,
     GateRowsStep,
     GatherStep,
+    HeadLinearStep,
+    LatentWriteStep,
     LinearStep,
+    MeanStep,
     Norm,
     NormStep,
     RecurrentStep,
@@ -48,13 +51,16 @@ class ReferenceBatch:
     logit_tokens: I32  # (R,) indices of the tokens whose logits are needed
     # (S,) each sequence's index into the arrays of states; None if no layer keeps a state
     slots: I32 | None = None
+    # Only for encoders: (T,) the token attends to positions below this; (T,) its type
+    visible_end: I32 | None = None
+    token_types: I32 | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class State:
     """What is kept between steps: the KV cache, states of sequences, and the RoPE tables."""
 
-    caches: tuple[F32, ...]  # by layer: (C, P, 2, K, H)
+    caches: tuple[F32, ...]  # by layer: (C, P, 2, K, H), or (C, P, 1, 1, H) without values
     # By index in `ModelConfig.ropes`: cosines and sines, (positions, dim / 2) each
     rotations: tuple[tuple[F32, F32], ...] = ()
     states: tuple[F32, ...] = ()  # by layer with a state: (slots, floats)
@@ -81,7 +87,10 @@ def graph_values(
         decoder.ROW_OF: batch.row_of,
         decoder.TABLES: batch.tables,
         decoder.LOGIT_TOKENS: batch.logit_tokens,
+        decoder.TOKEN_TYPES: _types(batch),
     }
+    if batch.visible_end is not None:
+        values[decoder.VISIBLE_END] = batch.visible_end
     for table, rotations in enumerate(state.rotations_at(batch.positions)):
         values.update(zip(decoder.rotation_names(table), rotations, strict=True))
     if batch.slots is not None:
@@ -109,6 +118,10 @@ def run_plan(plan: ExecutionPlan, weights: Weights, batch: ReferenceBatch, state
                 run.linear(step)
             case RopeWriteStep():
                 run.rope_write(step)
+            case LatentWriteStep():
+                run.latent_write(step)
+            case HeadLinearStep():
+                run.head_linear(step)
             case AttentionStep():
                 run.attention(step)
             case NormStep():
@@ -123,7 +136,14 @@ def run_plan(plan: ExecutionPlan, weights: Weights, batch: ReferenceBatch, state
                 run.buffers[step.out][:] *= reference.sigmoid(run.buffers[step.source])
             case GatherStep():
                 run.buffers[step.out][:] = run.buffers[step.source][batch.logit_tokens]
+            case MeanStep():
+                states = run.buffers[step.source]
+                run.buffers[step.out][:] = reference.mean_rows(states, batch.logit_tokens)
     return run.buffers[plan.output].copy()
+
+
+def _types(batch: ReferenceBatch) -> I32:
+    return np.zeros_like(batch.token_ids) if batch.token_types is None else batch.token_types
 
 
 class _Run:
@@ -152,6 +172,8 @@ class _Run:
         rows = rows * np.float32(step.scale)
         if step.positions is not None:
             rows = rows + reference.embed(self._weights[step.positions], self._batch.positions)
+        if step.types is not None:
+            rows = rows + reference.embed(self._weights[step.types], _types(self._batch))
         self.buffers[step.out][:] = rows
 
     def linear(self, step: LinearStep) -> None:
@@ -213,6 +235,18 @@ class _Run:
             step.eps,
         )
 
+    def latent_write(self, step: LatentWriteStep) -> None:
+        cache, slots = self._state.caches[step.layer], self._batch.write_slots
+        x, norm = self.buffers[step.source], self._weights[step.norm]
+        reference.latent_write(x, norm, step.eps, self._rotations[step.table], cache, slots)
+
+    def head_linear(self, step: HeadLinearStep) -> None:
+        (name,) = self._matrices[step.matrix].parts
+        rotations = self._rotations[step.table] if step.rope_dim else None
+        self.buffers[step.out][:] = reference.head_linear(
+            self.buffers[step.source], self._weights[name], rotations
+        )
+
     def attention(self, step: AttentionStep) -> None:
         slopes = None
         if step.alibi_bias is not None:
@@ -226,7 +260,9 @@ class _Run:
             self._batch.tables,
             step.scale,
             step.window,
-            reference.ScoreRules(step.softcap, slopes, sinks),
+            reference.ScoreRules(step.softcap, slopes, sinks, step.centered),
+            self._batch.visible_end,
+            step.latent,
         )
 
     def _normed(self, x: F32, norm: Norm | None) -> F32:

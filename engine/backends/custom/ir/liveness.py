@@ -9,7 +9,10 @@ from engine.backends.custom.ir.plan import (
     ExpertsStep,
     GateRowsStep,
     GatherStep,
+    HeadLinearStep,
+    LatentWriteStep,
     LinearStep,
+    MeanStep,
     NormStep,
     RecurrentStep,
     RopeWriteStep,
@@ -50,10 +53,14 @@ def touched(step: Step) -> tuple[int, ...]:
     match step:
         case EmbedStep():
             return (step.out,)
-        case LinearStep() | NormStep() | RouteStep() | GateRowsStep() | GatherStep():
+        case LinearStep() | NormStep() | RouteStep() | GateRowsStep() | GatherStep() | MeanStep():
             return (step.source, step.out)
         case RecurrentStep():
             return (step.source, step.out)
+        case HeadLinearStep():
+            return (step.source, step.out)
+        case LatentWriteStep():
+            return (step.source,)
         case ExpertsStep():
             return (step.source, step.weights, step.out)
         case RopeWriteStep():

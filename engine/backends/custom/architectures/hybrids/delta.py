@@ -15,6 +15,7 @@ from engine.backends.custom.architectures.common import (
     attention,
     decoder,
     experts,
+    has_shared,
     head_norms,
     input_norms,
     row,
@@ -25,7 +26,6 @@ from engine.backends.custom.architectures.family import (
     Settings,
     Stored,
     WeightRow,
-    has_shared,
 )
 from engine.backends.custom.architectures.hybrids.lfm2 import (
     GGUF_STATE,

@@ -19,6 +19,7 @@ from engine.backends.custom.architectures.common import (
     attends,
     attention,
     decoder,
+    is_dense,
     layer_keys,
     row,
 )
@@ -28,7 +29,6 @@ from engine.backends.custom.architectures.family import (
     Settings,
     Stored,
     WeightRow,
-    is_dense,
 )
 from engine.backends.custom.architectures.hybrids.states import STATE_MIXERS, Mixer, StateConfig
 from engine.core.errors import ModelFormatError

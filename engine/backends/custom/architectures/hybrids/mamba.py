@@ -16,8 +16,11 @@ from engine.backends.custom.architectures.common import (
     Rows,
     attention,
     decoder,
+    has_experts,
     has_mixer,
+    has_shared,
     input_norms,
+    is_dense,
     layer_keys,
     renamed,
     row,
@@ -27,9 +30,6 @@ from engine.backends.custom.architectures.family import (
     Settings,
     Stored,
     WeightRow,
-    has_experts,
-    has_shared,
-    is_dense,
 )
 from engine.backends.custom.architectures.hybrids.lfm2 import (
     GGUF_STATE,

@@ -11,8 +11,11 @@ from engine.backends.custom.ir.plan import (
     ExpertsStep,
     GateRowsStep,
     GatherStep,
+    HeadLinearStep,
     Kernel,
+    LatentWriteStep,
     LinearStep,
+    MeanStep,
     NormStep,
     RecurrentStep,
     RopeWriteStep,
@@ -55,11 +58,16 @@ def add_program(model: Any, plan: ExecutionPlan, weights: Numbered) -> None:
         match step:
             case EmbedStep():
                 table, positions = weights.matrices[step.table], weights.vector(step.positions)
-                model.embed(step.out, table, positions, step.scale)
+                types = weights.vector(step.types)
+                model.embed(step.out, table, positions, step.scale, types, step.num_types)
             case LinearStep():
                 _add_linear(model, plan, step, weights)
             case RopeWriteStep():
                 _add_rope_write(model, step, weights)
+            case LatentWriteStep():
+                _add_latent_write(model, step, weights)
+            case HeadLinearStep():
+                _add_head_linear(model, plan, step, weights)
             case AttentionStep():
                 _add_attention(model, step, weights)
             case NormStep():
@@ -74,6 +82,8 @@ def add_program(model: Any, plan: ExecutionPlan, weights: Numbered) -> None:
                 model.gate_rows(step.source, step.out, _over_logits(plan, step.out))
             case GatherStep():
                 model.gather(step.source, step.out)
+            case MeanStep():
+                model.mean(step.source, step.out)
     model.end_program()
 
 
@@ -136,6 +146,27 @@ def _add_attention(model: Any, step: AttentionStep, weights: Numbered) -> None:
         softcap=step.softcap or 0.0,
         slopes=-1 if step.alibi_bias is None else weights.slopes,
         sinks=weights.vector(step.sinks),
+        centered=step.centered,
+        latent=step.latent,
+    )
+
+
+def _add_latent_write(model: Any, step: LatentWriteStep, weights: Numbered) -> None:
+    rope = (step.table, step.rope_dim)
+    model.latent_write(step.source, step.layer, rope, weights.vector(step.norm), step.eps)
+
+
+def _add_head_linear(
+    model: Any, plan: ExecutionPlan, step: HeadLinearStep, weights: Numbered
+) -> None:
+    decode, prefill = NUMERICS.index(step.kernel.decode), NUMERICS.index(step.kernel.prefill)
+    model.head_linear(
+        source=step.source,
+        out=step.out,
+        heads=step.heads,
+        matrices=(weights.matrices[step.matrix], -1, decode, prefill),
+        rope=(step.table, step.rope_dim),
+        over_logits=_over_logits(plan, step.out),
     )
 
 

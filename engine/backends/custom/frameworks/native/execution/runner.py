@@ -65,12 +65,12 @@ class NativeRunner:
             inputs.logit_rows,
             inputs.prefix_groups,
             inputs.prefix_blocks,
-            inputs.write_slots if inputs.window_slots is None else inputs.window_slots,
-            inputs.block_tables if inputs.window_tables is None else inputs.window_tables,
-            inputs.slots,
-            inputs.state_load,
-            inputs.state_save,
             finite,
+            inputs.window_slots,
+            inputs.window_tables,
+            slots=inputs.slots,
+            state_load=inputs.state_load,
+            state_save=inputs.state_save,
         )
         return StepHandle(finite.view(np.bool_), len(inputs.logit_rows))
 

@@ -131,7 +131,10 @@ class CudaRunner(TorchRunner):
         )
 
     @torch.inference_mode()
-    def forward(self, inputs: BatchInputs) -> CudaHandle:  # type: ignore[override]
+    def forward(self, inputs: BatchInputs) -> CudaHandle | StepHandle:  # type: ignore[override]
+        # Steps with images have no graphs, and neither has decode if RoPE depends on the images.
+        if inputs.embeds is not None or inputs.rope_positions is not None:
+            return super().forward(inputs)
         size = self._size(inputs)
         step = self._step(inputs, size) if size is not None else self._exact_step(inputs)
         step.num_uses += 1
@@ -151,8 +154,10 @@ class CudaRunner(TorchRunner):
 
     @torch.inference_mode()
     def sample(  # type: ignore[override]
-        self, handle: CudaHandle, sampling: SamplingInputs
+        self, handle: CudaHandle | StepHandle, sampling: SamplingInputs
     ) -> "CudaPendingTokens | TorchPendingTokens":
+        if isinstance(handle, StepHandle):
+            return super().sample(handle, sampling)
         if handle.num_samples:
             kind = self._sampler.kind_of(sampling)
             if kind is None:
@@ -310,6 +315,7 @@ class CudaRunner(TorchRunner):
             self._cache,
             self._states,
             self._decode_rows(views) if size.only_decodes else step.rows,
+            model.rotations(views["positions"]) if model.config.latent else (),
         )
         token_ids = resolve_tokens(
             views["token_ids"], views["token_rows"], views["slots"], self._last_token

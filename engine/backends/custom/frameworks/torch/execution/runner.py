@@ -16,13 +16,20 @@ from engine.backends.custom.frameworks.torch.execution.sampling_runner import (
     StepHandle,
 )
 from engine.backends.custom.frameworks.torch.kernels.attention import (
+    AttentionBackend,
     AttentionPlan,
     attention_backend,
 )
 from engine.backends.custom.frameworks.torch.kernels.attention_heads import AttentionHeads
+from engine.backends.custom.frameworks.torch.kernels.attention_reference import ReferenceAttention
+from engine.backends.custom.frameworks.torch.kernels.attention_sdpa import SdpaAttention
 from engine.backends.custom.frameworks.torch.kernels.attention_triton import TritonPlan
 from engine.backends.custom.frameworks.torch.kernels.rope import rope_write
-from engine.backends.custom.frameworks.torch.layers.attention import Attention
+from engine.backends.custom.frameworks.torch.layers.attention import (
+    AnyAttention,
+    Attention,
+    ImageRows,
+)
 from engine.backends.custom.frameworks.torch.layers.recurrent import LayerState
 from engine.backends.custom.frameworks.torch.layers.rotary import Rotation
 from engine.backends.custom.frameworks.torch.layers.scans import Rows, divide
@@ -41,8 +48,9 @@ class PagedStep:
     cache: CacheGroups
     states: StateCache
     rows: Rows | None
+    images: ImageRows | None
 
-    def attend(self, attention: Attention, qkv: Tensor) -> Tensor:
+    def attend(self, attention: AnyAttention, qkv: Tensor) -> Tensor:
         layer = attention.layer
         q, k, v = attention.heads(qkv, self.rotations[layer])
         self.cache.write(layer, self.slots, k, v)
@@ -65,12 +73,14 @@ class CachedStep:
     cache: CacheGroups
     states: StateCache
     rows: Rows | None
+    rotations: tuple[Rotation | None, ...]  # one per layer, or empty without latent attention
+    images: None = None
 
-    def attend(self, attention: Attention, qkv: Tensor) -> Tensor:
+    def attend(self, attention: AnyAttention, qkv: Tensor) -> Tensor:
         layer, window, sinks = attention.layer, attention.window, attention.sinks
         cached, angles = self.cache.layers[layer], self.angles[layer]
-        if angles is None:
-            q, k, v = attention.heads(qkv, None)
+        if angles is None or not isinstance(attention, Attention):
+            q, k, v = attention.heads(qkv, self.rotations[layer] if self.rotations else None)
             self.cache.write(layer, tuple(each.long() for each in self.slots), k, v)
             return self.plan.attend_cached(q.contiguous(), cached, window, sinks)
         q_norm, k_norm = attention.head_norms
@@ -113,6 +123,11 @@ class TorchRunner(SamplingRunner):
             dtype=dtype,
             device=device,
         )
+        self._two_way: AttentionBackend = self._attention
+        if not isinstance(self._attention, ReferenceAttention):
+            self._two_way = SdpaAttention(
+                AttentionHeads.of(model.config), block_size=config.block_size, dtype=dtype
+            )
         self._cache = CacheGroups(model.config, config, device, dtype)
         count = config.max_slots + 1 + config.num_checkpoints
         self._states = StateCache(model.config, count, device, dtype)
@@ -122,12 +137,13 @@ class TorchRunner(SamplingRunner):
         positions = self._put(inputs.positions.astype(np.int64))
         step = PagedStep(
             positions,
-            self._model.rotations(positions),
+            self._model.rotations(self._rope_positions(inputs, positions)),
             tuple(self._put(slots) for slots in slots_by_cache(inputs)),
-            self._attention.plan(inputs, positions),
+            self._attention_of(inputs).plan(inputs, positions),
             self._cache,
             self._states,
             self._rows(inputs),
+            self._images(inputs),
         )
         self._states.load(inputs)
         x = self._model(self._token_ids(inputs), step)  # (T, D)
@@ -144,6 +160,20 @@ class TorchRunner(SamplingRunner):
         if not self._spec.has_state:
             return None
         return divide(inputs.query_start, inputs.positions, inputs.slots, self._device)
+
+    def _images(self, inputs: BatchInputs) -> ImageRows | None:
+        if inputs.embeds is None or inputs.embed_rows is None:
+            return None
+        rows = self._put(inputs.embed_rows.astype(np.int64))
+        return ImageRows(rows, self._put(inputs.embeds))
+
+    def _rope_positions(self, inputs: BatchInputs, positions: Tensor) -> Tensor:
+        rope = inputs.rope_positions
+        return positions if rope is None else self._put(rope.astype(np.int64))
+
+    def _attention_of(self, inputs: BatchInputs) -> AttentionBackend:
+        """The attention backend for a step. Only some backends can attend to later positions."""
+        return self._attention if inputs.visible_end is None else self._two_way
 
     def close(self) -> None:
         """Frees the model and the KV cache. The runner cannot be used afterwards."""

@@ -9,7 +9,11 @@ from torch import Tensor, nn
 
 from engine.backends.custom.architectures.base import ModelConfig
 from engine.backends.custom.frameworks.torch.kernels.skinny import is_few
-from engine.backends.custom.frameworks.torch.layers.attention import Attention, Step
+from engine.backends.custom.frameworks.torch.layers.attention import (
+    AnyAttention,
+    Step,
+    make_attention,
+)
 from engine.backends.custom.frameworks.torch.layers.experts import Experts, SharedExpert
 from engine.backends.custom.frameworks.torch.layers.linear import can_add
 from engine.backends.custom.frameworks.torch.layers.mlp import MLP, GatedMLP
@@ -35,7 +39,7 @@ class Block(nn.Module, ABC):
         self.attn_norm = make_norm(config)
         self.attends = config.layer(layer).mixer == "attention"
         if self.attends:
-            self.attn = Attention(config, layer)
+            self.attn: AnyAttention = make_attention(config, layer)
         else:
             self.mixer = Recurrent(config, layer)
         self.mlp: GatedMLP | MLP | None = None
@@ -51,7 +55,7 @@ class Block(nn.Module, ABC):
         self.multiplier = config.residual_multiplier
 
     @property
-    def mix(self) -> Attention | Recurrent:
+    def mix(self) -> AnyAttention | Recurrent:
         return self.attn if self.attends else self.mixer
 
     def forward(self, x: Tensor, step: Step) -> Tensor:
@@ -184,7 +188,7 @@ class HalfBlock(nn.Module):
             return
         self.attn_norm = make_norm(config)
         if kind.mixer == "attention":
-            self.attn = Attention(config, layer)
+            self.attn = make_attention(config, layer)
         else:
             self.mixer = Recurrent(config, layer)
 

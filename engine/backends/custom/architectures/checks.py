@@ -1,4 +1,4 @@
-"""The rules that the hyperparameters of every model must follow."""
+"""Checks the hyperparameters of a model before memory of these sizes is allocated."""
 
 from engine.backends.custom.architectures.base import MAX_LAYERS, ModelConfig
 from engine.core.errors import ModelFormatError
@@ -47,10 +47,11 @@ def check_config(config: ModelConfig) -> ModelConfig:
         "expert size >= 1": config.experts is None or config.experts.size >= 1,
         "shared expert size >= 0": config.experts is None or config.experts.shared_size >= 0,
         "expert weight scale > 0": config.experts is None or config.experts.scale > 0,
+        **_latent_rules(config),
         "attention in at least one layer": not config.layers
         or any(layer.mixer == "attention" for layer in config.layers),
         "sizes of states in range": config.state is None or config.state.is_sound,
-        "token types >= 1": config.encoder is None or config.encoder.num_token_types >= 1,
+        "token types >= 0": config.encoder is None or config.encoder.num_token_types >= 0,
         "1 <= encoder tokens <= max_position": config.encoder is None
         or 1 <= config.encoder.max_tokens <= config.max_position,
     }
@@ -58,3 +59,31 @@ def check_config(config: ModelConfig) -> ModelConfig:
         if not holds:
             raise ModelFormatError(f"model hyperparameters break the rule {rule}: {config}")
     return config
+
+
+def _latent_rules(config: ModelConfig) -> dict[str, bool]:
+    latent = config.latent
+    if latent is None:
+        return {}
+    return {
+        "kv_rank >= 1": latent.kv_rank >= 1,
+        "1 <= q_rank": latent.q_rank is None or latent.q_rank >= 1,
+        "1 <= nope_dim <= 1024": 1 <= latent.nope_dim <= 1024,
+        "1 <= value_dim <= 1024": 1 <= latent.value_dim <= 1024,
+        "one KV head of the latent and the rotated key": config.num_kv_heads == 1
+        and config.head_dim == latent.kv_rank + latent.rope_dim,
+        "every layer rotates rope_dim values and has no window": all(
+            layer.rope is not None and layer.rope.dim == latent.rope_dim and layer.window is None
+            for layer in map(config.layer, range(config.num_layers))
+        ),
+        "latent attention without biases, norms of heads, sinks and soft caps": not (
+            config.qkv_bias
+            or config.out_bias
+            or config.qk_norm
+            or config.attention_sinks
+            or config.attention_softcap
+            or config.alibi_bias
+            or config.norm_placement != "input"
+            or config.parallel
+        ),
+    }
