@@ -174,6 +174,7 @@ def build_runner(source: ModelSource, config: RunnerConfig) -> NativeRunner:
         depth=0,
         max_step_tokens=STEP_TOKENS,
         min_prompt_tokens=PROMPT_TOKENS if machine.has_bf16 else ROW_TOKENS,
+        has_state=source.config.state is not None,
         window=source.config.window,
     )
     return NativeRunner(model.native, spec, source.config.hidden_size)
