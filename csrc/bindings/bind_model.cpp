@@ -331,8 +331,16 @@ void bind_expert_ops(nb::class_<BoundModel>& model) {
             op.source = source;
             op.out = out;
             auto size = [&](size_t index) { return sizes.at(index); };
-            op.recurrence = {RecurrentShape::Mixer(mixer), size(0), size(1), size(2), size(3), size(4),
-                             size(5),                      size(6), eps,     state_offset};
+            op.recurrence = {RecurrentShape::Mixer(mixer),
+                             size(0),
+                             size(1),
+                             size(2),
+                             size(3),
+                             size(4),
+                             size(5),
+                             size(6),
+                             eps,
+                             state_offset};
             auto vector = [&](size_t index) { return self.vector(weights.at(index)); };
             op.recurrent_weights = {vector(0), vector(1), vector(2), vector(3), vector(4), vector(5)};
             self.add_op(op);
@@ -362,8 +370,8 @@ StepArrays step_arrays(Ints token_ids, Ints positions, Longs write_slots, Ints q
         tables.shape(0) != rows || prefix_groups.shape(0) != rows ||
         (window_slots && window_slots->shape(0) != tokens) ||
         (window_tables && (window_tables->shape(0) != rows || window_tables->shape(1) != tables.shape(1))) ||
-        (visible_end && visible_end->shape(0) != tokens) || (token_types && token_types->shape(0) != tokens) ||
-        !fits(slots) || !fits(load) || !fits(save))
+        (visible_end && visible_end->shape(0) != tokens) ||
+        (token_types && token_types->shape(0) != tokens) || !fits(slots) || !fits(load) || !fits(save))
         throw nb::value_error("arrays of a step that disagree in size");
     return StepArrays{int(tokens),
                       int(rows),
@@ -396,10 +404,10 @@ void bind_halves(nb::class_<BoundModel>& model) {
            Array<uint8_t, 1> finite, std::optional<Longs> window_slots, std::optional<Tables> window_tables,
            std::optional<Ints> visible_end, std::optional<Ints> token_types, std::optional<Ints> slots,
            std::optional<Ints> state_load, std::optional<Ints> state_save) {
-            StepArrays step = step_arrays(token_ids, positions, write_slots, query_start, num_prompt, tables,
-                                          logit_rows, prefix_groups, prefix_blocks, window_slots,
-                                          window_tables, visible_end, token_types, slots, state_load,
-                                          state_save);
+            StepArrays step =
+                step_arrays(token_ids, positions, write_slots, query_start, num_prompt, tables, logit_rows,
+                            prefix_groups, prefix_blocks, window_slots, window_tables, visible_end,
+                            token_types, slots, state_load, state_save);
             if (finite.shape(0) != num_prompt.shape(0))
                 throw nb::value_error("finite: another number of rows");
             uint8_t* flags = finite.data();

@@ -37,8 +37,8 @@ RecurrentRow Executor::recurrent_row(const RecurrentShape& shape, int row) const
 
 void Executor::recurrent(const Op& op, int thread, int& index) {
     const RecurrentShape& shape = op.recurrence;
-    const RecurrentJob job{&shape,        &op.recurrent_weights, at(op.source, 0), width(op.source),
-                           at(op.out, 0), width(op.out)};
+    const RecurrentJob job{&shape,           &op.recurrent_weights, at(op.source, 0),
+                           width(op.source), at(op.out, 0),         width(op.out)};
     const int blocks = div_up(shape.channels, kChannels);
     round(thread, index, [&](int begin, int end) {
         for (int i = begin; i < end; i++) {

@@ -25,8 +25,7 @@ struct RecurrentShape {
     int shared() const { return groups * state_size; }
     // Floats from the beginning of the layer's state to the matrix of a head.
     size_t matrix_offset(int head) const {
-        return size_t(window - 1) * size_t(channels) +
-               size_t(head) * size_t(state_size) * size_t(head_dim);
+        return size_t(window - 1) * size_t(channels) + size_t(head) * size_t(state_size) * size_t(head_dim);
     }
 };
 

@@ -48,7 +48,8 @@ ENGINE_INLINE void convolve_lanes(const RecurrentJob& job, const RecurrentRow& r
     Floats window[kMaxWindow], factors[kMaxWindow];
     for (int i = 0; i <= last; i++) factors[i] = load_some(weights + size_t(i) * size_t(channels), count);
     for (int i = 0; i < last; i++)
-        window[i] = row.is_new ? Floats{} : load_some(row.state + size_t(i) * size_t(channels) + channel, count);
+        window[i] =
+            row.is_new ? Floats{} : load_some(row.state + size_t(i) * size_t(channels) + channel, count);
     const float* bias = job.weights->conv_bias;
     const Floats first = bias ? load_some(bias + channel, count) : Floats{};
     for (int t = 0; t < row.count; t++) {
