@@ -18,9 +18,10 @@ class NotingModel:
         self.steps: list[tuple[np.ndarray, ...]] = []
         self.tokens = np.zeros(0, np.int32)
 
-    def forward(self, *arrays: np.ndarray) -> None:
+    def forward(self, *arrays: np.ndarray, **named: np.ndarray) -> None:
         *before, finite = arrays[:10]
         self.steps.append((*before, *arrays[10:]))
+        self.states = named
         finite[:] = [1, 0, 1, 1][: len(finite)]
 
     def sample(self, sampling) -> tuple:
@@ -42,7 +43,8 @@ def step(token_ids, query_start, slots, logit_rows) -> SimpleNamespace:
         "logit_rows": logit_rows,
     }
     arrays = {name: np.array(each, np.int32) for name, each in given.items()}
-    others = {name: name for name in (*names, "prefix_blocks", "window_slots", "window_tables")}
+    names += ("prefix_blocks", "window_slots", "window_tables", "state_load", "state_save")
+    others = {name: name for name in names}
     return SimpleNamespace(**arrays, **others)
 
 
@@ -71,6 +73,8 @@ def test_arrays_reach_the_model_in_their_order():
         *("prefix_groups", "prefix_blocks"),
     )
     assert logit_rows.tolist() == [1]
+    assert model.states.pop("slots").tolist() == [0]
+    assert model.states == {"state_load": "state_load", "state_save": "state_save"}
 
 
 def test_states_and_logits_are_those_of_the_rows_asked_for():
