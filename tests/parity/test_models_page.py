@@ -35,9 +35,9 @@ ENCODERS = {"bert", "roberta", "modernbert", "nomic_bert"}
 # What people call the models of a family.
 MODELS = {
     "llama": "Llama 1 to 3, Mistral, Mistral Nemo and Small, Ministral 8B, Mixtral, Falcon 3, "
-    "SmolLM 1 and 2, InternLM 3, Yi and others with Llama's architecture",
+    "SmolLM 1 and 2, SmolVLM, Idefics3, InternLM 3, Yi and others with Llama's architecture",
     "gpt2": "GPT-2, DistilGPT-2",
-    "qwen2": "Qwen1.5, Qwen2, Qwen2.5, QwQ",
+    "qwen2": "Qwen1.5, Qwen2, Qwen2.5, Qwen2.5-VL, QwQ",
     "qwen3": "Qwen3, dense models",
     "granite": "Granite 3, dense models",
     "minicpm": "MiniCPM 1, 2 and 4 without sparse attention",
@@ -50,7 +50,7 @@ MODELS = {
     "ernie4_5": "ERNIE 4.5, dense models",
     "gemma": "Gemma 1, CodeGemma",
     "gemma2": "Gemma 2",
-    "gemma3": "Gemma 3, text; images are not read",
+    "gemma3": "Gemma 3",
     "phi3": "Phi-3, Phi-3.5, Phi-4, Phi-4-mini",
     "glm": "GLM-4 9B",
     "glm4": "GLM-4-0414, GLM-Z1",
@@ -80,7 +80,8 @@ safetensors) or from a GGUF file. Every other architecture is refused by its nam
 that would run it (`--backend transformers`, `--backend vllm`). `engine inspect FILE` shows such a
 file, too. [adding_a_model.md](adding_a_model.md) tells how to add a family.
 
-Text encoders are in a table of their own, below.
+Text encoders are in a table of their own, below. [images.md](images.md) tells which models read
+images. Image input is unverified on real weights.
 
 Tests with tiny models and random weights prove the marks below. Of the published weights, only the
 default model's were tested here.

@@ -41,7 +41,7 @@ from engine.backends.custom.frontend.prompts import (
 from engine.backends.custom.frontend.text_cache import keep_text
 from engine.backends.custom.frontend.text_model import TextModel, load_text
 from engine.backends.custom.ipc.engine_process import WORKER_MODULE, EngineProcess
-from engine.backends.custom.options import EngineOptions
+from engine.backends.custom.options import IMAGE_FRAMEWORKS, EngineOptions
 from engine.backends.process import RestartPolicy
 from engine.core.errors import ConfigError, UnavailableError
 from engine.core.grammar.checker import GrammarChecker
@@ -209,12 +209,19 @@ class CustomBackend(InferenceBackend):
             quantization=text.quantization,
             num_params=text.config.num_params,
             size_bytes=text.size_bytes,
-            capabilities=text.capabilities,
+            capabilities=text.capabilities + (("images",) if self._reads_images(text) else ()),
             emulated=text.emulated,
             template_options=text.template_options,
             trained_context=text.config.max_position,
             num_dimensions=None if text.reranks else text.config.hidden_size,
             prompt_names=tuple(sorted(name for name in text.prompts if name is not None)),
+        )
+
+    def _reads_images(self, text: TextModel) -> bool:
+        return (
+            text.config.vision is not None
+            and text.can_chat
+            and self._options.framework in IMAGE_FRAMEWORKS
         )
 
     def stats(self) -> EngineStats | None:
@@ -248,6 +255,7 @@ class CustomBackend(InferenceBackend):
             timeout_s=context.timeout_s,
             queue_timeout_s=context.queue_timeout_s,
             grammar=prepared.grammar,
+            images=prepared.images,
         )
         generation = Generation(submitted, text, prepared, self._link)
         self._link.submit(submitted, generation)

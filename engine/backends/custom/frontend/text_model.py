@@ -10,13 +10,14 @@ import msgspec
 
 from engine.backends.custom.architectures.base import EncoderConfig
 from engine.backends.custom.frontend.text_cache import TextCache, TextFacts, key_of
-from engine.core.errors import ModelFormatError
+from engine.core.errors import EngineError, ModelFormatError
 from engine.core.interfaces.backend import TokenizerInfo
 from engine.core.parsing.output import OutputFormat
 from engine.core.text.chat_template import ChatTemplate
 from engine.core.text.tokenizer import RenderedPrompt, Tokenizer
 
 if TYPE_CHECKING:
+    from engine.backends.custom.architectures.vision import VisionConfig
     from engine.backends.custom.runtime.grammar import Vocabulary
     from engine.backends.custom.weights.model import ModelSource
 
@@ -116,6 +117,11 @@ class ModelShape(Protocol):
         """The settings of a text encoder. None for a decoder, which generates text."""
         ...
 
+    @property
+    def vision(self) -> "VisionConfig | None":
+        """The settings of the image encoder. None for a model that reads only text."""
+        ...
+
 
 @dataclass(frozen=True)
 class ChatFormat:
@@ -129,6 +135,19 @@ class ChatFormat:
         template = ChatTemplate(source, tokenizer.bos, tokenizer.eos)
         render = None if source is None else template.text
         return cls(template, OutputFormat.of(source, tokenizer.specials.ids, render))
+
+    @cached_property
+    def takes_only_parts(self) -> bool:
+        """Whether the template renders a message only if its content is a list of parts. Templates
+        of some models that read images do.
+        """
+        return self.template.mentions("image") and not self._renders("content")
+
+    def _renders(self, content: str) -> bool:
+        try:
+            return content in self.template.text([{"role": "user", "content": content}])
+        except EngineError:
+            return False
 
 
 @dataclass(frozen=True)
