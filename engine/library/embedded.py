@@ -29,6 +29,7 @@ from engine.core.interfaces.backend import (
     GenerationContext,
     GrammarSpec,
     ModelCard,
+    TextPair,
 )
 from engine.core.interfaces.request import SamplingParams as WireParams
 from engine.core.store.model_store import needs_pull
@@ -274,12 +275,31 @@ class EmbeddedEngine:
                 " as many as in data_2",
                 param="data_1",
             )
+        if "rerank" in self.card.capabilities:
+            ones = [left[0]] * len(right) if len(left) == 1 else left
+            return await self._ranked(ones, right)
         made = await self.embed([*left, *right])
         ones = made[: len(left)] * (len(right) if len(left) == 1 else 1)
         pairs = zip(ones, made[len(left) :], strict=True)
         return [
             ScoringRequestOutput(other.request_id, ScoringOutput(_cosine(one, other)))
             for one, other in pairs
+        ]
+
+    async def _ranked(
+        self, left: Sequence[Prompt], right: Sequence[Prompt]
+    ) -> list[ScoringRequestOutput]:
+        """The scores that a reranker gives to pairs of texts."""
+        pairs = []
+        for one, other in zip(map(_prompt, left), map(_prompt, right), strict=True):
+            if not isinstance(one, str) or not isinstance(other, str):
+                raise InvalidRequestError("A reranker scores texts, not token ids.")
+            pairs.append(TextPair(one, other))
+        request = EmbedRequest(request_id=self._new_id(), inputs=tuple(pairs))
+        made = await self.backend.embed(request)
+        return [
+            ScoringRequestOutput(f"{request.request_id}-{index}", ScoringOutput(float(score)))
+            for index, (score,) in enumerate(made.vectors)
         ]
 
     @property

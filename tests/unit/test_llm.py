@@ -13,7 +13,13 @@ import pytest
 
 from engine.core.errors import InvalidRequestError
 from engine.core.interfaces import request
-from engine.core.interfaces.backend import FinishEvent, TextEvent, UsageEvent
+from engine.core.interfaces.backend import (
+    Embeddings,
+    FinishEvent,
+    TextEvent,
+    TextPair,
+    UsageEvent,
+)
 from engine.library import embedded, openai_format
 from engine.library.async_llm import AsyncLLM
 from engine.library.openai_format import InferenceEngine
@@ -295,6 +301,24 @@ def test_texts_are_scored_in_pairs_by_models_that_compare(llm, monkeypatch):
     assert scores == pytest.approx([one @ three, two @ three], abs=1e-5)
     with pytest.raises(InvalidRequestError, match="data_1"):
         llm.score(["ab", "cd"], ["ab"])
+
+
+def test_a_reranker_gets_both_texts_of_a_pair(llm, monkeypatch):
+    asked = []
+
+    async def embed(request):
+        asked.append(request.inputs)
+        return Embeddings(np.array([[0.25], [0.75]], np.float32), 4)
+
+    card = msgspec.structs.replace(llm.card, capabilities=("rerank", "score"))
+    monkeypatch.setattr(llm.engine.backend, "models", lambda: [card])
+    monkeypatch.setattr(llm.engine.backend, "embed", embed)
+    assert [each.outputs.score for each in llm.score("ab", ["cd", "ef"])] == [0.25, 0.75]
+    llm.score(["ab", "gh"], ["cd", "ef"])
+    pairs = [TextPair("ab", "cd"), TextPair("ab", "ef"), TextPair("gh", "ef")]
+    assert asked == [(pairs[0], pairs[1]), (pairs[0], pairs[2])]
+    with pytest.raises(InvalidRequestError, match="texts, not token ids"):
+        llm.score("ab", [1, 2])
 
 
 def test_each_prompt_can_have_its_own_parameters(llm):
