@@ -98,8 +98,8 @@ void Executor::reserve_scratch() {
             int columns = op.by_head.first.columns;
             scratch = std::max(scratch, kernels_.scratch_bytes(columns));
             for (Numerics numerics : {op.by_head.decode, op.by_head.prefill})
-                private_input = std::max(
-                    private_input, kernels_.packed_bytes[int(numerics)](kHeadRows, columns));
+                private_input =
+                    std::max(private_input, kernels_.packed_bytes[int(numerics)](kHeadRows, columns));
         }
         if (op.kind != Op::Kind::Linear) continue;
         int columns = op.matrix->columns;

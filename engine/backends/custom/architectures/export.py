@@ -65,6 +65,8 @@ def hf_config(config: ModelConfig, dtype: str) -> dict[str, Any]:
     if family.name == "gemma2" or family.name == "gemma3":
         stated["query_pre_attn_scalar"] = config.attention_scale**-2
     stated = {key: value for key, value in stated.items() if value is not None}
+    if config.latent is not None:
+        stated.setdefault("q_lora_rank", None)  # Transformers has another default
     _check_same(config, family.config_from_hf(stated), _UNSTATED_HF, "a config.json")
     return stated
 
