@@ -66,7 +66,7 @@ def generated(model, prompt: list[int], count: int = LONG) -> list[int]:
         do_sample=False,
         eos_token_id=None,
         pad_token_id=0,
-        use_cache=False,  # so that nothing depends on how Transformers frees its windows
+        attention_mask=torch.ones(1, len(prompt)),  # a 0 in the prompt is no padding
     )
     return out[0, len(prompt) :].tolist()
 
