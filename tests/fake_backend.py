@@ -6,6 +6,7 @@ requests, how many streams are open, and how many were cancelled.
 
 import asyncio
 import hashlib
+import re
 from collections.abc import AsyncIterator, Callable, Sequence
 from typing import Any
 
@@ -25,6 +26,7 @@ from engine.core.interfaces.backend import (
     ModelCard,
     ReasoningEvent,
     TextEvent,
+    TokenizerInfo,
     TokenText,
     ToolCallEvent,
     TopLogprob,
@@ -100,6 +102,8 @@ class FakeBackend(InferenceBackend):
         self.script: Script | Callable[[ChatRequest | CompletionRequest], Script] | None = None
         self.reasoning_tokens = 0  # reported in the usage
         self.cards = [CARD]
+        self.check_s = 0.0  # time until a refusal
+        self.tells_prompt = True  # whether it tells the prompt's length before the answer
         self.prefill_s = 0.0
         self.token_s: float | None = 0.0  # None: all tokens at once
         self.refusal: EngineError | None = None  # raised before the first event
@@ -164,11 +168,30 @@ class FakeBackend(InferenceBackend):
         return Embeddings(vectors, sum(_count(each) for each in request.inputs))
 
     async def tokenize(
-        self, content: ChatRequest | str, *, model: str = "", add_special_tokens: bool = True
+        self,
+        content: ChatRequest | str,
+        *,
+        model: str = "",
+        add_special_tokens: bool = True,
+        parse_special: bool = False,
     ) -> tuple[int, ...]:
         """One token per byte; the special token is 256."""
         text = content if isinstance(content, str) else _chat_text(content)
-        return ((256,) if add_special_tokens else ()) + tuple(text.encode())
+        ids: list[int] = [256] if add_special_tokens else []
+        for part in re.split("(<s>)", text) if parse_special else [text]:
+            ids += [256] if parse_special and part == "<s>" else part.encode()
+        return tuple(ids)
+
+    async def tokenizer_info(self, *, model: str = "") -> TokenizerInfo:
+        return TokenizerInfo(
+            vocab_size=257,
+            bos_token="<s>",
+            bos_token_id=256,
+            eos_token=None,
+            eos_token_id=None,
+            chat_template="{{ messages }}",
+            special_tokens={"<s>": 256},
+        )
 
     async def detokenize(self, token_ids: tuple[int, ...], *, model: str = "") -> str:
         for token_id in token_ids:
@@ -181,6 +204,8 @@ class FakeBackend(InferenceBackend):
         self, request: ChatRequest | CompletionRequest, num_prompt: int
     ) -> AsyncIterator[Event]:
         context = request.context
+        if self.check_s:
+            await asyncio.sleep(self.check_s)
         if self.refusal is not None:
             raise self.refusal
         if num_prompt >= CONTEXT_LENGTH:
@@ -190,6 +215,8 @@ class FakeBackend(InferenceBackend):
                 param="messages",
                 code="context_length_exceeded",
             )
+        if context.on_prompt is not None:
+            context.on_prompt(num_prompt if self.tells_prompt else None)
         self.num_open += 1
         finished = False
         try:

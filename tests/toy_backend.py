@@ -22,11 +22,14 @@ TOKENIZER = SimpleNamespace(
     drops_leading_space=False,
     bytes_table=lambda skip_special, shown: LETTERS,
     token_literal=lambda token: LETTERS[token],
+    is_special=lambda token: False,
 )
+CHAT = ChatFormat(ChatTemplate(None, "", ""), OutputFormat.of(None, {}))
 TEXT = TextModel(
     SimpleNamespace(eos_ids=(), vocab_size=VOCAB, encoder=None, hidden_size=VOCAB),
     TOKENIZER,
-    ChatFormat(ChatTemplate(None, "", ""), OutputFormat.of(None, {})),
+    CHAT,
+    CHAT,
     None,
     0,
 )

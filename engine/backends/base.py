@@ -17,6 +17,7 @@ from engine.core.interfaces.backend import (
     Event,
     Health,
     ModelCard,
+    TokenizerInfo,
 )
 from engine.core.interfaces.request import EngineStats
 
@@ -214,14 +215,25 @@ class InferenceBackend(ABC):
         raise InvalidRequestError("This model gives no embeddings.", param="model")
 
     async def tokenize(
-        self, content: ChatRequest | str, *, model: str = "", add_special_tokens: bool = True
+        self,
+        content: ChatRequest | str,
+        *,
+        model: str = "",
+        add_special_tokens: bool = True,
+        parse_special: bool = False,
     ) -> tuple[int, ...]:
-        """Token ids of a conversation or a text. `model` is a model id; empty means the default."""
+        """Token ids of a conversation or a text. `model` is a model id; empty means the default.
+        With `parse_special`, names of control tokens in a text become these tokens.
+        """
         raise InvalidRequestError("This model's backend does not tell its tokens.", param="model")
 
     async def detokenize(self, token_ids: tuple[int, ...], *, model: str = "") -> str:
         """The text of token ids. Control tokens are shown by their names."""
         raise InvalidRequestError("This model's backend does not tell its tokens.", param="model")
+
+    async def tokenizer_info(self, *, model: str = "") -> TokenizerInfo | None:
+        """A description of the model's tokenizer. None if the backend does not know it."""
+        return None
 
 
 class BackendHolder:

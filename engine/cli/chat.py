@@ -46,7 +46,8 @@ def chat(
 ) -> None:
     """Talk with a model in the terminal."""
     from engine.core.interfaces.request import SamplingParams
-    from engine.llm import DEFAULT_MODEL, LLM
+    from engine.core.store.catalogue import DEFAULT_MODEL
+    from engine.llm import LLM
 
     params = SamplingParams(max_tokens=max_tokens, temperature=temperature, top_p=top_p, seed=seed)
     overrides = {"model.device": device, "model.dtype": dtype}
@@ -130,7 +131,8 @@ def generate(
     """Continue a prompt and print the result."""
     from engine.core.interfaces.backend import TextEvent
     from engine.core.interfaces.request import SamplingParams
-    from engine.llm import DEFAULT_MODEL, LLM
+    from engine.core.store.catalogue import DEFAULT_MODEL
+    from engine.llm import LLM
 
     text = sys.stdin.read() if prompt == "-" else prompt
     overrides = {"model.device": device, "model.dtype": dtype}

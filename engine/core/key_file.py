@@ -66,6 +66,9 @@ class KeyEntry(
     tenant: Name | None = None  # None: the tenant has the key's name
     role: Role = "user"
     created: str = ""
+    # Whether names of control tokens in the key's prompts become these tokens, if a request does
+    # not say.
+    parse_special: bool = False
 
     @property
     def tenant_name(self) -> str:
@@ -111,6 +114,7 @@ def add_key(
     *,
     tenant: str | None = None,
     role: Role = "user",
+    parse_special: bool = False,
     limits: Mapping[str, int | None] | None = None,
 ) -> tuple[str, KeyEntry]:
     """Create an API key and write its entry to the file. Returns the key and its entry. The file
@@ -126,6 +130,7 @@ def add_key(
         "sha256": hashlib.sha256(key.encode()).hexdigest(),
         "tenant": tenant,
         "role": role,
+        "parse_special": parse_special,
         "created": datetime.now(UTC).isoformat(timespec="seconds"),
         **(limits or {}),
     }

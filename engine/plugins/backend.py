@@ -17,6 +17,7 @@ from engine.core.interfaces.backend import (
     Event,
     Health,
     ModelCard,
+    TokenizerInfo,
     UsageEvent,
 )
 from engine.core.interfaces.request import EngineStats
@@ -120,14 +121,25 @@ class PluggedBackend(InferenceBackend):
                     host.observe(lambda: builder.response(seen, ended_by))
 
     async def tokenize(
-        self, content: ChatRequest | str, *, model: str = "", add_special_tokens: bool = True
+        self,
+        content: ChatRequest | str,
+        *,
+        model: str = "",
+        add_special_tokens: bool = True,
+        parse_special: bool = False,
     ) -> tuple[int, ...]:
         return await self.inner.tokenize(
-            content, model=model, add_special_tokens=add_special_tokens
+            content,
+            model=model,
+            add_special_tokens=add_special_tokens,
+            parse_special=parse_special,
         )
 
     async def detokenize(self, token_ids: tuple[int, ...], *, model: str = "") -> str:
         return await self.inner.detokenize(token_ids, model=model)
+
+    async def tokenizer_info(self, *, model: str = "") -> TokenizerInfo | None:
+        return await self.inner.tokenizer_info(model=model)
 
     def find(self, name: str) -> PluginHost | None:
         return next((host for host in self.hosts if host.name == name), None)

@@ -25,6 +25,7 @@ from engine.core.interfaces.backend import (
     Event,
     Health,
     ModelCard,
+    TokenizerInfo,
 )
 from engine.core.interfaces.request import EngineStats
 
@@ -186,16 +187,28 @@ class OnDemand(InferenceBackend):
             return await backend.embed(request)
 
     async def tokenize(
-        self, content: ChatRequest | str, *, model: str = "", add_special_tokens: bool = True
+        self,
+        content: ChatRequest | str,
+        *,
+        model: str = "",
+        add_special_tokens: bool = True,
+        parse_special: bool = False,
     ) -> tuple[int, ...]:
         async with self.use() as backend:
             return await backend.tokenize(
-                content, model=model, add_special_tokens=add_special_tokens
+                content,
+                model=model,
+                add_special_tokens=add_special_tokens,
+                parse_special=parse_special,
             )
 
     async def detokenize(self, token_ids: tuple[int, ...], *, model: str = "") -> str:
         async with self.use() as backend:
             return await backend.detokenize(token_ids, model=model)
+
+    async def tokenizer_info(self, *, model: str = "") -> TokenizerInfo | None:
+        async with self.use() as backend:
+            return await backend.tokenizer_info(model=model)
 
     async def flush_prefixes(self, *, model: str = "") -> tuple[str, ...]:
         return () if self._inner is None else await self._inner.flush_prefixes(model=model)

@@ -26,6 +26,7 @@ from engine.core.interfaces.backend import (
     Event,
     Health,
     ModelCard,
+    TokenizerInfo,
     UsageEvent,
 )
 from engine.core.interfaces.request import EngineStats
@@ -236,12 +237,19 @@ class Router(InferenceBackend):
         return made
 
     async def tokenize(
-        self, content: ChatRequest | str, *, model: str = "", add_special_tokens: bool = True
+        self,
+        content: ChatRequest | str,
+        *,
+        model: str = "",
+        add_special_tokens: bool = True,
+        parse_special: bool = False,
     ) -> tuple[int, ...]:
         refusal: InvalidRequestError | None = None
         for backend in self._ready_backends(model):
             try:
-                return await backend.tokenize(content, add_special_tokens=add_special_tokens)
+                return await backend.tokenize(
+                    content, add_special_tokens=add_special_tokens, parse_special=parse_special
+                )
             except InvalidRequestError as error:  # a backend of another kind may accept the content
                 refusal = refusal or error
         assert refusal is not None
@@ -256,6 +264,12 @@ class Router(InferenceBackend):
                 refusal = refusal or error
         assert refusal is not None
         raise refusal
+
+    async def tokenizer_info(self, *, model: str = "") -> TokenizerInfo | None:
+        for backend in self._ready_backends(model):
+            if (info := await backend.tokenizer_info()) is not None:
+                return info
+        return None
 
     async def flush_prefixes(self, *, model: str = "") -> tuple[str, ...]:
         found = [self._route(model)] if model else self.routes

@@ -298,7 +298,10 @@ def _ask(backend: InferenceBackend, request: Request, timeout_s: float) -> Async
     original request.
     """
     context = msgspec.structs.replace(
-        request.context, request_id=f"shadow-{request.context.request_id}", timeout_s=timeout_s
+        request.context,
+        request_id=f"shadow-{request.context.request_id}",
+        timeout_s=timeout_s,
+        on_prompt=None,
     )
     copy = msgspec.structs.replace(request, context=context)
     return backend.chat(copy) if isinstance(copy, ChatRequest) else backend.complete(copy)

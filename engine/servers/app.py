@@ -94,6 +94,7 @@ METRICS = "ops.probes:add_metrics_routes"
 LATE = (
     "openai.models:add_model_routes",
     "responses.routes:add_responses_routes",
+    "openai.completions:add_fim_routes",
     "openai.embeddings:add_embeddings_routes",
     "openai.rerank:add_rerank_routes",
     "anthropic.routes:add_anthropic_routes",

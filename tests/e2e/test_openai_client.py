@@ -4,6 +4,7 @@ import json
 import time
 from typing import Literal
 
+import httpx
 import openai
 import pytest
 from pydantic import BaseModel
@@ -49,6 +50,31 @@ def test_chat_answers_in_sensible_english(client, model):
     assert answer.choices[0].finish_reason == "stop"
     assert answer.usage.total_tokens == answer.usage.prompt_tokens + answer.usage.completion_tokens
     assert answer._request_id.startswith("req-")
+
+
+TEMPLATED = "<|im_start|>user\nSay hello.<|im_end|>\n<|im_start|>assistant\n"
+
+
+def test_a_prompt_may_carry_its_own_template(client, model, server):
+    conversation = {"messages": [{"role": "user", "content": "Say hello."}]}
+    system = "<|im_start|>system\nYou are a helpful AI assistant named SmolLM, trained by Hugging"
+    prompt = f"{system} Face<|im_end|>\n{TEMPLATED}"
+    ask = {"model": model, "prompt": prompt, "max_tokens": 1, "logprobs": 0, "echo": True}
+    answer = client.completions.create(**ask, extra_body={"parse_special": True})
+    ids = httpx.post(f"{server.url}/tokenize", json=conversation).json()["tokens"]
+    assert answer.usage.prompt_tokens == len(ids)
+    # The same prompt as ids: its text and the offsets of its tokens agree.
+    for choice in (
+        answer.choices[0],
+        client.completions.create(**ask | {"prompt": ids}).choices[0],
+    ):
+        assert choice.text.startswith(prompt)
+        told = choice.logprobs
+        for token, offset in zip(told.tokens[:-1], told.text_offset[:-1], strict=True):
+            assert choice.text.startswith(token, offset)
+    raw = client.completions.with_raw_response.create(model=model, prompt=TEMPLATED, max_tokens=1)
+    assert "parse_special: <|im_start|>" in raw.headers["x-engine-warnings"]
+    assert raw.parse().usage.prompt_tokens > 20
 
 
 def test_streamed_deltas_concatenate_to_the_whole_answer(client, model):

@@ -166,7 +166,8 @@ def test_depth_is_counted_outside_strings() -> None:
 
 async def test_large_bodies(client: httpx.AsyncClient) -> None:
     announced = await post(client, b" " * (MEGABYTE + 1))
-    assert announced.status_code == 413
+    assert announced.status_code == 400
+    assert announced.json()["error"]["code"] == "context_length_exceeded"
     assert announced.headers["connection"] == "close"
     just_fits = json.dumps(chat(user="x" * 400)).encode()
     just_fits += b" " * (MEGABYTE - len(just_fits))
@@ -183,8 +184,17 @@ async def test_a_chunked_body_is_counted_as_it_arrives(client: httpx.AsyncClient
             yield b" " * 65536
 
     response = await client.post("/v1/chat/completions", content=endless(), headers=JSON)
-    assert response.status_code == 413
+    assert response.status_code == 400
     assert sent < 2 * MEGABYTE
+
+
+async def test_a_large_body_that_may_fit_the_context_is_413() -> None:
+    backend = FakeBackend()
+    backend.set_card(max_model_len=MEGABYTE)
+    app = create_app(make_settings(server={"body_limit_mb": 1}), backend, Metrics(MODEL))
+    transport = httpx.ASGITransport(app=app)
+    async with httpx.AsyncClient(transport=transport, base_url="http://localhost") as client:
+        assert (await post(client, b" " * (MEGABYTE + 1))).status_code == 413
 
 
 @pytest.mark.parametrize(

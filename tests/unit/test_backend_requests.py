@@ -197,13 +197,15 @@ def test_an_input_may_fill_the_context():
         check_input(11, 10)
 
 
-async def test_a_prompt_is_cut_before_its_length_is_judged():
+@pytest.mark.parametrize(("max_tokens", "room"), [(3, 3), (None, 1)])
+async def test_a_prompt_is_cut_before_its_length_is_judged(max_tokens, room):
     backend = await started()
     sent = sent_by(backend)
-    context = msgspec.structs.replace(CONTEXT, truncate_prompt_tokens=-1)
+    params = msgspec.structs.replace(PARAMS, max_tokens=max_tokens)
+    context = msgspec.structs.replace(CONTEXT, params=params, truncate_prompt_tokens=-1)
     prompt = tuple(index % 20 for index in range(400))
     await drain(backend.complete(CompletionRequest(context=context, prompt=prompt)))
-    assert sent[0].prompt == prompt[-(256 - 3) :]
+    assert sent[0].prompt == prompt[-(256 - room) :]
     await backend.stop()
 
 

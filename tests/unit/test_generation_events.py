@@ -31,15 +31,19 @@ from tests.told_engine import ToldEngine
 
 # One character is one token.
 CHARS = [bytes([code]) for code in range(128)]
+SPECIAL = 1
+CHARS[SPECIAL] = b"<s>"
 TOKENIZER = SimpleNamespace(
     drops_leading_space=False,
     bytes_table=lambda skip_special, shown: CHARS,
     token_literal=lambda token: CHARS[token],
-    decode=lambda ids: b"".join(CHARS[token] for token in ids).decode(),
+    decode=lambda ids, skip_special: b"".join(CHARS[token] for token in ids).decode(),
+    is_special=lambda token: token == SPECIAL,
 )
 TEMPLATE = "{% if tools %}<tool_call>{{ tools }}{% endif %}<think>"
 OUTPUT = OutputFormat.of(TEMPLATE, {})
-TEXT = TextModel(SimpleNamespace(), TOKENIZER, ChatFormat(None, OUTPUT), None, 0)
+CHAT = ChatFormat(None, OUTPUT)
+TEXT = TextModel(SimpleNamespace(), TOKENIZER, CHAT, CHAT, None, 0)
 WEATHER = {"type": "function", "function": {"name": "weather", "parameters": {}}}
 
 
@@ -129,6 +133,27 @@ async def test_an_echoed_prompt_comes_first_with_scores_that_only_one_choice_has
         assert math.isnan(echoed[0].logprob) and echoed[1].logprob == -1.5
         assert [token.token for token in echoed] == ["h", "i"]
     assert events[-1].completion_tokens == 2
+
+
+@pytest.mark.parametrize(
+    ("prompt", "text", "shown"),
+    [
+        ((SPECIAL, 104, SPECIAL), "<s>h<s>", ["<s>", "h", "<s>"]),  # sent as ids, or parsed
+        ((SPECIAL, 104, 105), "hi", ["h", "i"]),  # the tokenizer added BOS
+        ((32, 104, 105), "hi", ["", "h", "i"]),  # the tokenizer added a space
+    ],
+)
+async def test_echoed_tokens_are_those_of_the_text(prompt, text, shown):
+    params = SamplingParams(max_tokens=9, logprobs=0, score_prompt=True)
+    request = GenerateRequest(request_id="r", prompt=prompt, params=params)
+    generation = Generation(request, TEXT, Prepared(prompt, "prompt", echo=text), ToldEngine())
+    scores = (TokenLogprobs(-1.5),) * (len(prompt) - 1)
+    ended = (TokenLogprobs(-0.5),)
+    generation.deliver(TokenDelta("r", 0, (SPECIAL,), ended, "length", prompt_logprobs=scores))
+    echoed, answer, *_ = [event async for event in generation]
+    assert [token.token for token in echoed.logprobs if token.in_text] == shown
+    assert "".join(shown) == text == echoed.text
+    assert not answer.logprobs[0].in_text, "a generated control token is no text"
 
 
 @pytest.mark.parametrize(

@@ -126,6 +126,7 @@ print(json.dumps(list(sys.modules)))
 
 
 def test_package_offers_its_names_and_no_others() -> None:
-    assert set(dir(engine)) == {"LLM", "InferenceEngine", "SamplingParams", "__version__"}
+    assert {"LLM", "AsyncLLM", "SamplingParams"} < set(dir(engine)) == set(engine.__all__)
+    assert all(getattr(engine, name) for name in dir(engine))
     with pytest.raises(AttributeError, match="no attribute 'Nothing'"):
         _ = engine.Nothing

@@ -71,6 +71,15 @@ def test_offsets_count_characters_of_each_choice_by_itself() -> None:
     assert offsets == [(0, [0]), (1, [0]), (0, [2]), (1, [1])]
 
 
+def test_offsets_of_tokens_without_text_and_of_parts_of_a_character() -> None:
+    texts = [b"<s>", b"a", *(bytes([byte]) for byte in "—".encode()), b"b"]
+    tokens = [TokenText(each.decode(errors="replace"), each, -1.0) for each in texts]
+    tokens[0] = TokenText("<s>", b"<s>", -1.0, in_text=False)
+    tokens.append(TokenText("remote", b"", -1.0))
+    tokens.append(tokens[1])
+    assert legacy_logprobs(tokens, 0)["text_offset"] == [0, 0, 1, 1, 1, 2, 3, 9]
+
+
 def test_what_stopped_a_choice_is_told() -> None:
     events = [FinishEvent(0, "stop", "END"), FinishEvent(1, "stop", 17), FinishEvent(2, "length")]
     expected = [("stop", "END"), ("stop", 17), ("length", None)]

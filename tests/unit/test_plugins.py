@@ -279,6 +279,7 @@ async def test_prompts_are_redacted_wherever_text_is() -> None:
     request = msgspec.structs.replace(a_chat(), messages=(message,))
     async with running([PiiRedactor()], backend) as made:
         await fed(made, request)
+        await fed(made, msgspec.structs.replace(a_completion("::1"), suffix="bob@example.com"))
         await made.embed(EmbedRequest(request_id="e", inputs=("ssn 123-45-6789",)))
         with pytest.raises(InvalidRequestError, match="token ids"):
             await fed(made, a_completion((1, 2, 3)))
@@ -286,6 +287,8 @@ async def test_prompts_are_redacted_wherever_text_is() -> None:
     assert asked["content"] == "[EMAIL]"
     assert asked["tool_calls"][0]["function"]["arguments"] == {"a": ["[IPV6]"]}
     assert message["content"] == "bob@example.com"
+    completion = backend.requests[1]
+    assert (completion.prompt, completion.suffix) == ("[IPV6]", "[EMAIL]")
     assert backend.embed_requests[0].inputs == ("ssn [SSN]",)
 
 

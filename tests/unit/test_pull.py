@@ -23,7 +23,12 @@ from engine.core.errors import (
 )
 from engine.core.store import fetch, fit
 from engine.core.store.catalogue import CATALOGUE
-from engine.core.store.model_store import ModelStore
+from engine.core.store.model_store import (
+    ModelStore,
+    default_name,
+    needs_pull,
+    resolve_model,
+)
 from engine.core.store.pull import parse_spec, pull
 
 GGUF = b"GGUF" + bytes(range(256)) * 1200
@@ -108,6 +113,8 @@ cdn = site  # a second server
 def store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> ModelStore:
     monkeypatch.setattr(fetch, "RETRY_SECONDS", 0.0)
     monkeypatch.delenv("HF_TOKEN", raising=False)
+    monkeypatch.setenv("HF_HOME", str(tmp_path / "hub"))
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     return ModelStore(tmp_path / "models")
 
 
@@ -330,14 +337,89 @@ def test_a_repository_is_pulled_whole_and_only_what_a_checkpoint_needs(
     assert "model-1.safetensors" not in fetched, "a finished file was fetched again"
 
 
-def test_a_repository_of_ggufs_asks_for_one(
+def _ggufs(site: Site, *names: str) -> None:
+    listing = {"sha": COMMIT, "siblings": [{"rfilename": name} for name in names]}
+    site.pages["/api/models/org/repo/revision/main"] = Page(json.dumps(listing).encode())
+    for name in names:
+        site.pages[f"/org/repo/resolve/{COMMIT}/{name}"] = Page(GGUF + name.encode())
+
+
+@pytest.mark.parametrize(
+    ("spec", "file"),
+    [
+        ("org/repo", "x-Q4_K_M.gguf"),
+        ("org/repo:Q8_0", "x-Q8_0.gguf"),
+        ("hf:org/repo:q4_k_s", "x-Q4_K_S.gguf"),
+        ("org/repo:IQ2_M", "x-iq2_m-00001-of-00002.gguf"),
+    ],
+)
+def test_a_repository_of_ggufs_gives_the_wanted_quant(
+    site: Site, store: ModelStore, monkeypatch: pytest.MonkeyPatch, spec: str, file: str
+) -> None:
+    monkeypatch.setenv("HF_ENDPOINT", site.url)
+    split = [f"parts/x-iq2_m-0000{part}-of-00002.gguf" for part in (1, 2)]
+    _ggufs(site, "x-Q8_0.gguf", "x-Q4_K_S.gguf", "mmproj-Q4_K_M.gguf", "x-Q4_K_M.gguf", *split)
+    path = pull(spec, store=store)
+    assert path.name == file and path.read_bytes().endswith(file.encode())
+    assert len(list(path.parent.glob("*.gguf"))) == (2 if "00001" in file else 1)
+    assert resolve_model(spec, store) == path, "it is found again by its address"
+
+
+def test_a_quant_that_a_repository_lacks_is_answered_with_those_that_it_has(
     site: Site, store: ModelStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("HF_ENDPOINT", site.url)
-    listing = {"sha": COMMIT, "siblings": [{"rfilename": "x-q4.gguf"}]}
-    site.pages["/api/models/org/repo/revision/main"] = Page(json.dumps(listing).encode())
-    with pytest.raises(ModelFormatError, match="hf:org/repo/x-q4.gguf"):
-        pull("hf:org/repo", store=store)
+    _ggufs(site, "x-Q8_0.gguf")
+    with pytest.raises(ModelFormatError, match="Q4_K_M; it has x-Q8_0.gguf"):
+        pull("org/repo:Q4_K_M", store=store)
+
+
+def test_the_saved_login_is_used(
+    site: Site, store: ModelStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HF_ENDPOINT", site.url)
+    (tmp_path / "hub").mkdir()
+    (tmp_path / "hub" / "token").write_text("hf_saved\n")
+    _ggufs(site, "x-Q8_0.gguf")
+    pull("org/repo", store=store)
+    assert {headers["authorization"] for _, headers in site.requests} == {"Bearer hf_saved"}
+
+
+def test_a_model_in_the_hubs_own_cache_is_found(
+    store: ModelStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    repository = tmp_path / "hub" / "hub" / "models--org--repo"
+    snapshot = repository / "snapshots" / COMMIT
+    snapshot.mkdir(parents=True)
+    (repository / "refs").mkdir()
+    (repository / "refs" / "main").write_text(COMMIT)
+    (snapshot / "config.json").write_text("{}")
+    assert needs_pull("org/repo"), "weights are missing"
+    (snapshot / "model.safetensors").symlink_to(repository / "gone")
+    assert needs_pull("org/repo"), "the link leads nowhere"
+    (repository / "gone").write_bytes(b"weights")
+    assert resolve_model("org/repo", store) == snapshot and not needs_pull("org/repo")
+    index = {"weight_map": {"a": "model-1.safetensors"}}
+    (snapshot / "model.safetensors.index.json").write_text(json.dumps(index))
+    assert needs_pull("org/repo"), "a shard is missing"
+    (snapshot / "x-Q8_0.gguf").write_bytes(GGUF)
+    assert resolve_model("org/repo:Q8_0", store) == snapshot / "x-Q8_0.gguf"
+    assert needs_pull("org/repo:Q4_K_M")
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    assert not needs_pull("org/repo:Q4_K_M")
+
+
+def test_ids_of_models_are_whole_names(tmp_path: Path) -> None:
+    (tmp_path / "Model-1.5").mkdir()
+    names = {
+        "qwen2.5-0.5b-instruct": "qwen2.5-0.5b-instruct",
+        "/there/model-1.5.gguf": "model-1.5",
+        str(tmp_path / "Model-1.5"): "Model-1.5",
+        "hf:org/Repo-1.5": "org/Repo-1.5",
+        "org/repo:Q4_K_M": "org/repo:Q4_K_M",
+        "models/missing.gguf": "missing",
+    }
+    assert {name: default_name(name) for name in names} == names
 
 
 def test_every_part_of_a_split_gguf_comes_along(site: Site, store: ModelStore) -> None:

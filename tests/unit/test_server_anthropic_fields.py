@@ -205,7 +205,6 @@ REFUSED = [
     ("thinking.type", {"thinking": {"type": "between_tools"}}),
     ("thinking.budget_tokens", {"thinking": {"type": "enabled"}}),
     ("thinking.budget_tokens", {"thinking": {"type": "adaptive", "budget_tokens": 2000}}),
-    ("output_config.format", tool() | FORMAT | {"tool_choice": {"type": "any"}}),
     ("output_config.format.schema", {"output_config": {"format": {"type": "json_schema"}}}),
     ("output_format", {"output_format": SCHEMA, "output_config": {"format": SCHEMA}}),
     ("cache_control", {"cache_control": {"type": "forever"}}),

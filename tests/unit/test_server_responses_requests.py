@@ -25,6 +25,9 @@ from tests.responses_api import (
     serving,
 )
 
+WEB_SEARCH = {"type": "web_search", "external_web_access": False}
+NAMESPACE = {"type": "namespace", "name": "agents", "description": "", "tools": [TOOL]}
+
 
 @pytest.fixture
 def backend() -> FakeBackend:
@@ -184,6 +187,8 @@ async def test_a_cache_key_does_not_keep_prefixes_apart(
         ({"text": {"verbosity": "low"}}, ["text.verbosity"]),
         ({"include": ["reasoning.encrypted_content"]}, ["include"]),
         ({"prompt_cache_key": "k"}, ["prompt_cache_key"]),
+        ({"client_metadata": {"session_id": "s"}}, ["client_metadata"]),
+        ({"tools": [WEB_SEARCH, NAMESPACE, TOOL]}, ["tools", "web_search, namespace"]),
         ({"reasoning": None, "text": None, "tools": None, "metadata": None, "include": []}, []),
         ({"truncation": "disabled", "service_tier": "auto", "background": False, "n": 1}, []),
         ({"max_tool_calls": 3, "user": "u", "safety_identifier": "s"}, []),
@@ -201,6 +206,16 @@ async def test_what_cannot_be_followed_is_warned_of_and_refused_when_strict(
     async with client_of(app_over(backend, tmp_path, strict=True)) as client:
         response = await client.post("/v1/responses", json=ask(**fields))
         assert response.status_code == (400 if warned else 200), response.text
+
+
+async def test_tools_that_cannot_run_are_left_out(
+    client: httpx.AsyncClient, backend: FakeBackend
+) -> None:
+    body = await create(client, tools=[WEB_SEARCH, TOOL, NAMESPACE])
+    assert [tool["name"] for tool in body["tools"]] == ["get_time"]
+    assert [tool["function"]["name"] for tool in asked(backend).tools] == ["get_time"]
+    await create(client, tools=[WEB_SEARCH])
+    assert asked(backend).tools == () and asked(backend).tool_choice == ToolChoice("none")
 
 
 async def test_no_effort_turns_thinking_off(
@@ -225,19 +240,14 @@ async def test_no_effort_turns_thinking_off(
         ({"stream": True, "stream_options": {"include_obfuscation": True}}, "stream_options"),
         ({"include": ["everything"]}, "include.0"),
         ({"unheard_of": 1}, "unheard_of"),
-        ({"tools": [{"type": "web_search"}]}, "tools[0].type"),
+        ({"tools": [{"type": "web_serch"}]}, "tools[0].type"),
+        ({"tools": [{"type": "web_search"}, TOOL, TOOL]}, "tools[2].name"),
+        ({"tools": [{"type": "web_search"}], "tool_choice": "required"}, "tool_choice"),
+        ({"client_metadata": "x"}, "client_metadata"),
         ({"tools": [{"type": "function", "name": "a b"}]}, "tools[0].name"),
         ({"tools": [TOOL], "tool_choice": {"type": "function", "name": "x"}}, "tool_choice.name"),
         ({"tool_choice": "required"}, "tool_choice"),
         ({"text": {"format": {"type": "json_schema", "schema": 1}}}, "text.format.schema"),
-        (
-            {
-                "tools": [TOOL],
-                "tool_choice": "required",
-                "text": {"format": {"type": "json_object"}},
-            },
-            "text.format",
-        ),
         ({"input": []}, "input"),
         ({"input": None}, "input"),
         ({"input": [{"type": "computer_call"}]}, "input[0].type"),

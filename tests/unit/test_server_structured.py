@@ -1,6 +1,7 @@
 """Everything that binds an answer to a form, as the one `GrammarSpec` that the backend sees."""
 
 import json
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -10,8 +11,9 @@ from engine.core.interfaces.backend import GrammarSpec
 from engine.servers.openai.schema import ChatBody, CompletionBody, OpenAIBody
 from engine.servers.schema.body import parse_body
 from engine.servers.schema.structured import MAX_CHOICES, MAX_SOURCE, read_response_format
-from tests.fake_backend import MODEL
+from tests.fake_backend import MODEL, FakeBackend
 from tests.live_server import chat
+from tests.responses_api import app_over, client_of
 
 SCHEMA = {"type": "object", "properties": {"a": {"$ref": "#/$defs/x"}}, "$defs": {"x": {}}}
 TOOL = {"type": "function", "function": {"name": "f"}}
@@ -126,16 +128,43 @@ def test_wrong_forms_are_refused_by_place(fields: dict[str, Any], param: str) ->
     assert len(caught.value.message) < 500
 
 
-@pytest.mark.parametrize("tool_choice", ["required", TOOL])
-def test_an_answer_is_a_call_or_has_a_format(tool_choice: Any) -> None:
-    asked = {"tools": [TOOL], "response_format": {"type": "json_object"}}
-    with pytest.raises(InvalidRequestError) as caught:
-        parse_body(ChatBody, chat(**asked, tool_choice=tool_choice))
-    assert caught.value.param == "response_format"
-    text = asked | {"response_format": {"type": "text"}}
-    assert parse_body(ChatBody, chat(**text, tool_choice=tool_choice)).grammar is None
-    for free in (None, "auto", "none"):
-        assert parse_body(ChatBody, chat(**asked, tool_choice=free)).grammar is not None
+JSON_FORMAT = {"type": "json_schema", "schema": SCHEMA}
+FORCED = {
+    "/v1/chat/completions": chat(
+        tools=[TOOL], response_format={"type": "json_object"}, tool_choice=TOOL
+    ),
+    "/v1/responses": {
+        "model": MODEL,
+        "input": "hi",
+        "tools": [{"type": "function", "name": "f"}],
+        "tool_choice": {"type": "function", "name": "f"},
+        "text": {"format": JSON_FORMAT | {"name": "answer"}},
+    },
+    "/v1/messages": chat(
+        max_tokens=9,
+        tools=[{"name": "f", "input_schema": {"type": "object"}}],
+        tool_choice={"type": "any"},
+        output_config={"format": JSON_FORMAT},
+    ),
+}
+
+
+@pytest.mark.parametrize("path", FORCED)
+async def test_a_format_has_no_effect_on_an_answer_that_must_be_a_call(
+    path: str, tmp_path: Path
+) -> None:
+    backend = FakeBackend()
+    async with client_of(app_over(backend, tmp_path)) as client:
+        answer = await client.post(path, json=FORCED[path])
+        assert answer.status_code == 200, answer.text
+        assert "format: has no effect" in answer.headers["x-engine-warnings"]
+        assert backend.requests[-1].context.grammar is None
+        free = {name: each for name, each in FORCED[path].items() if name != "tool_choice"}
+        answer = await client.post(path, json=free)
+        assert answer.status_code == 200 and "x-engine-warnings" not in answer.headers
+        assert backend.requests[-1].context.grammar is not None
+    async with client_of(app_over(backend, tmp_path, strict=True)) as client:
+        assert (await client.post(path, json=FORCED[path])).status_code == 400
 
 
 def test_other_apis_name_their_own_field() -> None:

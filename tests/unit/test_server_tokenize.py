@@ -30,10 +30,17 @@ class Recorder(FakeBackend):
         self.tokenized: list[ChatRequest | str] = []
 
     async def tokenize(
-        self, content: ChatRequest | str, *, model: str = "", add_special_tokens: bool = True
+        self,
+        content: ChatRequest | str,
+        *,
+        model: str = "",
+        add_special_tokens: bool = True,
+        parse_special: bool = False,
     ) -> tuple[int, ...]:
         self.tokenized.append(content)
-        return await super().tokenize(content, add_special_tokens=add_special_tokens)
+        return await super().tokenize(
+            content, add_special_tokens=add_special_tokens, parse_special=parse_special
+        )
 
 
 @pytest.fixture
@@ -76,6 +83,28 @@ async def test_strings_of_tokens(
     refused = await client.post("/tokenize", json=body)
     assert refused.status_code == 400
     assert refused.json()["error"]["param"] == "return_token_strs"
+
+
+async def test_control_tokens_in_a_prompt(client: httpx.AsyncClient) -> None:
+    body = {"prompt": "a<s>", "add_special_tokens": False}
+    plain = await client.post("/tokenize", json=body)
+    assert plain.json()["tokens"] == list(b"a<s>")
+    assert "parse_special: <s> in the prompt" in plain.headers["x-engine-warnings"]
+    for parse, tokens in ((True, [97, 256]), (False, list(b"a<s>"))):
+        told = await client.post("/tokenize", json=body | {"parse_special": parse})
+        assert told.json()["tokens"] == tokens
+        assert "x-engine-warnings" not in told.headers
+
+
+async def test_tokenizer_info(client: httpx.AsyncClient, backend: Recorder) -> None:
+    for query in ("", f"?model={MODEL}"):
+        told = (await client.get(f"/tokenizer_info{query}")).json()
+        assert told["model_max_length"] == CONTEXT_LENGTH
+        assert (told["bos_token"], told["bos_token_id"]) == ("<s>", 256)
+        assert (told["eos_token"], told["chat_template"]) == (None, "{{ messages }}")
+        assert told["added_tokens_decoder"] == {"256": {"content": "<s>", "special": True}}
+    assert (await client.get("/tokenizer_info?model=other")).status_code == 404
+    assert (await client.get("/tokenizer_info?name=other")).status_code == 400
 
 
 @pytest.mark.parametrize(
@@ -127,6 +156,7 @@ async def test_text_goes_to_the_backend_as_text(
         ("/tokenize", {"prompt": "a", "add_generation_prompt": True}, "add_generation_prompt"),
         ("/tokenize", {"prompt": "a", "chat_template_kwargs": {"a": 1}}, "chat_template_kwargs"),
         ("/tokenize", {"messages": MESSAGES, "add_special_tokens": True}, "add_special_tokens"),
+        ("/tokenize", {"messages": MESSAGES, "parse_special": True}, "parse_special"),
         ("/tokenize", {"messages": MESSAGES, "chat_template": "x"}, "chat_template"),
         (
             "/tokenize",

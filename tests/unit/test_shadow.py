@@ -207,6 +207,16 @@ async def test_a_copy_may_take_as_long_as_its_request_but_not_for_ever(monkeypat
     assert [sent.context.timeout_s for sent in each.backend.requests] == [7.0, 5.0, 7.0]
 
 
+async def test_a_copy_does_not_tell_its_prompt_length():
+    each = Shadowed()
+    asked, told = each.request(), []
+    context = msgspec.structs.replace(asked.context, on_prompt=told.append)
+    mirror = each.shadow.mirror("m", msgspec.structs.replace(asked, context=context))
+    mirror.primary(USAGE)
+    await each.settle()
+    assert len(each.backend.requests) == 1 and told == []
+
+
 async def test_large_requests_count_by_their_size(monkeypatch):
     monkeypatch.setattr(shadow_module, "MAX_HELD_CHARS", 3 * shadow_module.MAX_ANSWER_CHARS)
     each = Shadowed()

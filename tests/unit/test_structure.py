@@ -36,7 +36,10 @@ RANKS = {
     "engine.servers": 3,
     "engine.backends.custom.app": 4,
     "engine.cli": 4,
+    "engine.library": 4,
     "engine.llm": 4,
+    "engine.outputs": 4,
+    "engine.sampling_params": 4,
     "engine.scripts": 4,
 }
 # Where a tensor library, or a library that loads one, may be imported.
@@ -101,7 +104,7 @@ BANNED_MODULES = frozenset(
 BANNED_BUILTINS = frozenset({"eval", "exec"})
 BANNED_CALLS = frozenset({"torch.load", "yaml.load", "numpy.load", "np.load"})
 # The only template environment is the sandboxed one that these files build.
-JINJA_HOMES = {"engine.core.text.template_sandbox", "engine.core.text.template_syntax"}
+JINJA_HOMES = {"engine.core.text.template_sandbox"}
 # Calls that make the host wait for the device.
 SYNCS = frozenset({"item", "tolist", "cpu", "block_until_ready"})
 # Wall-clock time is for what people read; durations use time.monotonic.

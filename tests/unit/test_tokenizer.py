@@ -11,8 +11,7 @@ import numpy as np
 import pytest
 
 from engine.core.errors import InvalidRequestError, ModelFormatError
-from engine.core.text.detokenizer import Detokenizer
-from engine.core.text.tokenizer import RenderedPrompt, Tokenizer
+from engine.core.text.tokenizer import Detokenizer, RenderedPrompt, Tokenizer
 from engine.core.text.tokenizer_to_json import tokenizer_files
 from tests.tokenizer_files import (
     byte_level_metadata,
@@ -97,6 +96,23 @@ def test_rendered_prompt_is_encoded_as_one_text(byte_level: Tokenizer) -> None:
 
 
 @pytest.mark.seconds
+def test_names_of_control_tokens_are_parsed_only_if_asked(byte_level: Tokenizer) -> None:
+    text = "a<|im_start|>b<|im_end|>"
+    start, end = (byte_level.specials.ids[name] for name in ("<|im_start|>", "<|im_end|>"))
+    rendered = byte_level.encode_rendered(RenderedPrompt(("a", start, "b", end)))
+    assert byte_level.encode(text, parse_special=True) == rendered
+    assert not byte_level.special_ids & set(byte_level.encode(text))
+
+
+def test_a_parsed_bos_is_not_added_again() -> None:
+    tokenizer = Tokenizer.from_gguf(byte_level_metadata() | {"tokenizer.ggml.add_bos_token": True})
+    plain = tokenizer.encode("a")
+    bos = tokenizer.bos_id
+    assert tokenizer.encode_prompt("a", parse_special=True) == [bos, *plain]
+    assert tokenizer.encode_prompt(tokenizer.bos + "a", parse_special=True) == [bos, *plain]
+    assert len(tokenizer.encode_prompt(tokenizer.bos + "a")) > 2
+
+
 def test_other_threads_run_while_a_long_text_is_encoded(byte_level: Tokenizer) -> None:
     encoding = threading.Thread(target=byte_level.encode, args=("ab ba " * 200_000,))
     num_turns = 0

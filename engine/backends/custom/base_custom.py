@@ -53,6 +53,7 @@ from engine.core.interfaces.backend import (
     Event,
     Health,
     ModelCard,
+    TokenizerInfo,
 )
 from engine.core.interfaces.request import (
     ControlReply,
@@ -62,7 +63,7 @@ from engine.core.interfaces.request import (
     SamplingParams,
 )
 from engine.core.sandbox.examination import examine
-from engine.core.store.model_store import resolve_model
+from engine.core.store.model_store import default_name, resolve_model
 from engine.core.text.long_texts import after_other_long_texts
 
 T = TypeVar("T")
@@ -96,7 +97,7 @@ class CustomBackend(InferenceBackend):
     ) -> None:
         config = model if isinstance(model, BackendConfig) else BackendConfig(model_name=model)
         self._options = options or _options(self.framework, config)
-        self._served_name = served_name or Path(config.model_name).stem
+        self._served_name = served_name or default_name(config.model_name)
         self._in_process = in_process
         self._process = process
         self._link = EngineLink(self._make_client, RestartPolicy())
@@ -248,6 +249,8 @@ class CustomBackend(InferenceBackend):
         )
         generation = Generation(submitted, text, prepared, self._link)
         self._link.submit(submitted, generation)
+        if context.on_prompt is not None:
+            context.on_prompt(len(prepared.token_ids))
         return generation
 
     async def embed(self, request: EmbedRequest) -> Embeddings:
@@ -286,20 +289,27 @@ class CustomBackend(InferenceBackend):
         return Embeddings(vectors, sum(map(len, prompts)))
 
     async def tokenize(
-        self, content: ChatRequest | str, *, model: str = "", add_special_tokens: bool = True
+        self,
+        content: ChatRequest | str,
+        *,
+        model: str = "",
+        add_special_tokens: bool = True,
+        parse_special: bool = False,
     ) -> tuple[int, ...]:
         text, _ = self._loaded()
         if isinstance(content, ChatRequest):
             return await self._encode(encode_chat, text, content)
-        if not add_special_tokens:
-            return tuple(await self._encode(text.tokenizer.encode, content))
-        return await self._encode(text.encode_prompt, content)
+        return await self._encode(text.encode_prompt, content, add_special_tokens, parse_special)
 
     async def detokenize(self, token_ids: tuple[int, ...], *, model: str = "") -> str:
         text, _ = self._loaded()
         check_prompt(token_ids, text.config.vocab_size, "tokens")
         decode = functools.partial(text.tokenizer.decode, skip_special=False)
         return await self._encode(decode, token_ids)
+
+    async def tokenizer_info(self, *, model: str = "") -> TokenizerInfo:
+        text, _ = self._loaded()
+        return text.tokenizer_info
 
     def _loaded(self) -> tuple[TextModel, Ready]:
         text, ready = self._text, self._link.ready

@@ -192,10 +192,20 @@ class ServedBackend(InferenceBackend):
         return await self._running().embed(request)
 
     async def tokenize(
-        self, content: ChatRequest | str, *, model: str = "", add_special_tokens: bool = True
+        self,
+        content: ChatRequest | str,
+        *,
+        model: str = "",
+        add_special_tokens: bool = True,
+        parse_special: bool = False,
     ) -> tuple[int, ...]:
         running = self._running()
-        return await running.tokenize(content, model=model, add_special_tokens=add_special_tokens)
+        return await running.tokenize(
+            content,
+            model=model,
+            add_special_tokens=add_special_tokens,
+            parse_special=parse_special,
+        )
 
     async def detokenize(self, token_ids: tuple[int, ...], *, model: str = "") -> str:
         return await self._running().detokenize(token_ids, model=model)

@@ -91,9 +91,14 @@ class OpenAIBackend(InferenceBackend):
         return await self._connected().embed(request)
 
     async def tokenize(
-        self, content: ChatRequest | str, *, model: str = "", add_special_tokens: bool = True
+        self,
+        content: ChatRequest | str,
+        *,
+        model: str = "",
+        add_special_tokens: bool = True,
+        parse_special: bool = False,
     ) -> tuple[int, ...]:
-        return await self._connected().tokenize(content, add_special_tokens)
+        return await self._connected().tokenize(content, add_special_tokens, parse_special)
 
     async def detokenize(self, token_ids: tuple[int, ...], *, model: str = "") -> str:
         return await self._connected().detokenize(token_ids)

@@ -33,6 +33,8 @@ Feature = Literal[
     "token_ids",
     "suffix",
     "completion_logprobs",
+    "add_special_tokens",
+    "parse_special",
     # parameters of chats and completions
     "priority",
     "cache_salt",
@@ -130,6 +132,8 @@ ENGINE = Dialect(
         "token_ids",
         "suffix",
         "completion_logprobs",
+        "add_special_tokens",
+        "parse_special",
         "priority",
         "cache_salt",
         "truncate_prompt_tokens",
@@ -148,6 +152,8 @@ VLLM = Dialect(
     | {
         "token_ids",
         "completion_logprobs",
+        "add_special_tokens",
+        "parse_special",
         "priority",
         "cache_salt",
         "truncate_prompt_tokens",
@@ -164,7 +170,7 @@ SGLANG = Dialect(
     signature=("/get_model_info", "model_path"),
     health_path="/health",
     features=(_CHAT_FEATURES - {"add_generation_prompt"})
-    | {"token_ids", "completion_logprobs", "priority", "cache_salt"},
+    | {"token_ids", "completion_logprobs", "parse_special", "priority", "cache_salt"},
     chat_grammars=_SGLANG_GRAMMARS,
     completion_grammars=_SGLANG_GRAMMARS,
     tokens=TokenApi(text="prompt", special="add_special_tokens", decoded="text"),
@@ -180,7 +186,7 @@ LLAMA_SERVER = Dialect(
     asks_for_stop={"verbose": True},
     max_seed=2**31 - 1,
     min_top_logprobs=1,
-    features=_CHAT_FEATURES | {"token_ids", "completion_logprobs", "base64"},
+    features=_CHAT_FEATURES | {"token_ids", "completion_logprobs", "parse_special", "base64"},
     chat_grammars={**_JSON, "grammar": "gbnf", "choice": "gbnf"},
     completion_grammars={
         "json_object": "json_schema",

@@ -207,6 +207,8 @@ class ServerLink:
         """Push all events of the answer except the usage, and return the usage. Raises
         `EngineError` on failure.
         """
+        if request.context.on_prompt is not None:
+            request.context.on_prompt(None)
         if request.context.params.n > 1 and "n" in self._dialect.emulated:
             runs = [functools.partial(self._answer_one, each) for each in _one_by_one(request)]
             return await run_side_by_side(runs, sink)
@@ -218,12 +220,16 @@ class ServerLink:
         made = await self._within(request.timeout_s, self._post(path, body))
         return read_vectors(made, len(request.inputs))
 
-    async def tokenize(self, content: ChatRequest | str, special: bool) -> tuple[int, ...]:
+    async def tokenize(
+        self, content: ChatRequest | str, special: bool, parse_special: bool = False
+    ) -> tuple[int, ...]:
         api, model = self._dialect.tokens, self.card.id
         if api is None or (not isinstance(content, str) and api.chats is None):
             raise InvalidRequestError(_NO_TOKENS, param="model")
         if isinstance(content, str):
             body = text_body(api, model, content, special)
+            if parse_special and api.chats == "template":
+                body["parse_special"] = True  # the other servers always parse control tokens
         else:
             body = self._bodies.tokenized_chat(content)
             if api.chats == "template":

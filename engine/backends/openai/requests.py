@@ -144,6 +144,13 @@ class BodyBuilder:
         if params.logprobs is not None:
             self._need("completion_logprobs", "logprobs", "gives none of completions")
             body["logprobs"] = max(params.logprobs, dialect.min_top_logprobs)
+        if not request.add_special_tokens:
+            self._need("add_special_tokens", "add_special_tokens", "always adds them")
+            body["add_special_tokens"] = False
+        if request.parse_special:
+            # Servers other than ours parse control tokens in any case, and ignore the field.
+            self._need("parse_special", "parse_special", "reads control tokens as text")
+            body["parse_special"] = True
         if request.suffix is not None:
             self._need("suffix", "suffix", "takes none")
             body["suffix"] = request.suffix

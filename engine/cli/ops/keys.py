@@ -37,6 +37,10 @@ TenantOption = Annotated[
 AdminOption = Annotated[
     bool, typer.Option("--admin", help="An administrator's key, for /v1/admin and engine admin.")
 ]
+SpecialOption = Annotated[
+    bool,
+    typer.Option("--parse-special", help="Control tokens in the text of prompts take effect."),
+]
 RequestsOption = Annotated[int | None, typer.Option(help="Requests in a minute.")]
 TokensOption = Annotated[int | None, typer.Option(help="Tokens in a minute.")]
 ConcurrentOption = Annotated[int | None, typer.Option(help="Requests at once.")]
@@ -49,6 +53,7 @@ def new(
     name: NameArgument,
     tenant: TenantOption = None,
     admin: AdminOption = False,
+    parse_special: SpecialOption = False,
     requests_per_minute: RequestsOption = None,
     tokens_per_minute: TokensOption = None,
     max_concurrent: ConcurrentOption = None,
@@ -69,7 +74,12 @@ def new(
         "max_queued_tokens": max_queued_tokens,
     }
     key, entry = add_key(
-        path, name, tenant=tenant, role="admin" if admin else "user", limits=limits
+        path,
+        name,
+        tenant=tenant,
+        role="admin" if admin else "user",
+        parse_special=parse_special,
+        limits=limits,
     )
     messages().print(
         f"{entry.role} key '{name}' of tenant '{entry.tenant_name}' is in {path}; a running server"

@@ -6,6 +6,7 @@ events, one `FinishEvent` per choice, and last one `UsageEvent`. A failed stream
 `EngineError`.
 """
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Literal
 
 import msgspec
@@ -21,6 +22,7 @@ class TopLogprob(msgspec.Struct, frozen=True):
     token: str
     token_bytes: bytes
     logprob: float
+    token_id: int = -1  # -1: the backend does not know it
 
 
 class TokenText(msgspec.Struct, frozen=True):
@@ -30,6 +32,8 @@ class TokenText(msgspec.Struct, frozen=True):
     token_bytes: bytes
     logprob: float  # NaN for the first token of a prompt, which has no probability
     top: tuple[TopLogprob, ...] = ()
+    token_id: int = -1  # -1: the backend does not know it
+    in_text: bool = True  # False for a control token that is not part of the text
 
 
 class TextEvent(msgspec.Struct, frozen=True):
@@ -116,6 +120,9 @@ class GenerationContext(msgspec.Struct, frozen=True, kw_only=True):
     # Keep only this many tokens from the end of the prompt. -1 keeps as many as fit into the
     # context. None keeps the whole prompt.
     truncate_prompt_tokens: int | None = None
+    # Called once the backend has checked the prompt and sent it to its engine, with the prompt's
+    # number of tokens. None: only the remote server knows the number.
+    on_prompt: Callable[[int | None], None] | None = None
 
 
 class ToolChoice(msgspec.Struct, frozen=True):
@@ -150,9 +157,24 @@ class CompletionRequest(msgspec.Struct, frozen=True, kw_only=True):
     context: GenerationContext
     prompt: str | tuple[int, ...]
     suffix: str | None = None  # text after the gap to fill; needs a fill-in-the-middle model
+    # Names of control tokens in a text become these tokens. Otherwise they stay text.
+    parse_special: bool = False
+    add_special_tokens: bool = True  # BOS and EOS, if the model expects them around a text
     # Send the prompt's text as the first event, with logprobs if `score_prompt` is set. The
     # prompt's tokens still don't count as generated in the usage.
     echo: bool = False
+
+
+class TokenizerInfo(msgspec.Struct, frozen=True, kw_only=True):
+    """What clients need to know of a model's tokenizer. Tokens that a model lacks are None."""
+
+    vocab_size: int
+    bos_token: str | None
+    bos_token_id: int | None
+    eos_token: str | None
+    eos_token_id: int | None
+    chat_template: str | None
+    special_tokens: dict[str, int]  # the control tokens: name -> id
 
 
 class EmbedRequest(msgspec.Struct, frozen=True, kw_only=True):

@@ -1,10 +1,12 @@
 """Converts text to token ids and back, for one model.
 
-Client text can never become a control token: control tokens have no textual form in the underlying
+Client text does not become a control token: control tokens have no textual form in the underlying
 vocabulary (see `tokenizer_parts`). Only a `RenderedPrompt`, in which the template's own control
-tokens are already ids, can contain them. A `Tokenizer` is immutable, so threads may share it.
+tokens are already ids, can contain them, and text whose client asked for it (`parse_special`). A
+`Tokenizer` is immutable, so threads may share it.
 """
 
+import codecs
 import os
 import re
 from collections.abc import Iterable, Mapping
@@ -14,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from engine.core.errors import InvalidRequestError
+from engine.core.text.stop_strings import StopStrings
 from engine.core.text.tokenizer_json import parts_from_directory
 from engine.core.text.tokenizer_parts import TokenizerParts, piece_bytes, sentinel
 from engine.core.text.tokenizer_tables import TokenizerTables, parts_from_tables
@@ -21,6 +24,7 @@ from engine.core.text.tokenizer_tables import TokenizerTables, parts_from_tables
 # The `tokenizers` library reads this variable at each batch. Our batches have one text, so more
 # threads would not help.
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+_Utf8Decoder = codecs.getincrementaldecoder("utf-8")
 
 
 @dataclass(frozen=True)
@@ -109,6 +113,10 @@ class Tokenizer:
         return self._parts.bos_id
 
     @property
+    def eos_id(self) -> int | None:
+        return self._parts.eos_id
+
+    @property
     def eos_ids(self) -> tuple[int, ...]:
         return self._parts.eos_ids
 
@@ -143,10 +151,13 @@ class Tokenizer:
     def is_special(self, token_id: int) -> bool:
         return token_id in self._parts.special_ids
 
-    def encode(self, text: str) -> list[int]:
-        """Encode text without adding BOS or EOS. Names of control tokens in the text are encoded as
-        plain text.
+    def encode(self, text: str, parse_special: bool = False) -> list[int]:
+        """Encode text without adding BOS or EOS. With `parse_special`, names of control tokens in
+        the text become these tokens. Otherwise they are encoded as plain text.
         """
+        if parse_special:
+            ids = self.specials.ids
+            text = self.specials.pattern.sub(lambda found: sentinel(ids[found.group()]), text)
         try:
             # The batch call releases the GIL; the library's call for a single text does not.
             return self._engine.encode_batch_fast([text], add_special_tokens=False)[0].ids
@@ -156,11 +167,16 @@ class Tokenizer:
                 "characters."
             ) from error
 
-    def encode_prompt(self, text: str, add_bos: bool = True) -> list[int]:
-        """Encode the prompt of a completion. Adds BOS and EOS if the model expects them."""
-        ids = self.encode(text)
-        if add_bos and self._parts.add_bos and self.bos_id is not None:
-            ids.insert(0, self.bos_id)
+    def encode_prompt(
+        self, text: str, add_bos: bool = True, parse_special: bool = False
+    ) -> list[int]:
+        """Encode the prompt of a completion. Adds BOS and EOS if the model expects them. A parsed
+        prompt that starts with BOS gets no second one.
+        """
+        ids = self.encode(text, parse_special)
+        bos_id = self.bos_id if add_bos and self._parts.add_bos else None
+        if bos_id is not None and not (parse_special and ids[:1] == [bos_id]):
+            ids.insert(0, bos_id)
         if self._parts.add_eos and self._parts.eos_id is not None:
             ids.append(self._parts.eos_id)
         return ids
@@ -215,3 +231,54 @@ class Tokenizer:
     def _marker_ids(self) -> dict[str, int]:
         marked = self._parts.special_ids | self._parts.literal_ids
         return {self._parts.pieces[i]: i for i in sorted(marked)}
+
+
+class Detokenizer:
+    """Converts the token ids of one choice to text as they arrive.
+
+    The text that `push` returns is final: it has only complete code points, and no text that could
+    be the start of a stop string. The results of all `push` calls and of `flush`, joined, equal the
+    result of `Tokenizer.decode` for all ids, cut at the first stop string.
+    """
+
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        stop: tuple[str, ...] = (),
+        skip_special: bool = True,
+        continuation: bool = False,
+        shown: frozenset[int] = frozenset(),
+    ) -> None:
+        self._stops = StopStrings(stop) if stop else None
+        self._table = tokenizer.bytes_table(skip_special, shown)
+        self._utf8 = _Utf8Decoder("replace")
+        self._drop_space = tokenizer.drops_leading_space and not continuation
+
+    @property
+    def stopped(self) -> str | None:
+        """The stop string that ended the text, or None."""
+        return None if self._stops is None else self._stops.stopped
+
+    def push(self, token_ids: Iterable[int], may_stop: bool = True) -> str:
+        """Add tokens, and return the text that became final. If `may_stop` is false, the text of
+        these tokens is not searched for stop strings.
+        """
+        if self.stopped is not None:
+            return ""
+        table = self._table
+        return self._advance(self._utf8.decode(b"".join([table[i] for i in token_ids])), may_stop)
+
+    def flush(self) -> str:
+        """End the text. Call this at the end of generation. Returns the text still held back."""
+        if self.stopped is not None:
+            return ""
+        text = self._advance(self._utf8.decode(b"", final=True), may_stop=True)
+        return text if self._stops is None else text + self._stops.flush()
+
+    def _advance(self, text: str, may_stop: bool) -> str:
+        if self._drop_space and text:
+            self._drop_space = False
+            text = text.removeprefix(" ")
+        if self._stops is None or not may_stop:
+            return text
+        return self._stops.push(text)

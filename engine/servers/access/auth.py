@@ -44,6 +44,7 @@ class Principal:
     key: str = field(default="", compare=False)  # the key's name; empty for the key in the settings
     limits: KeyLimits = field(default=NO_LIMITS, compare=False)
     is_admin: bool = field(default=False, compare=False)
+    parse_special: bool = field(default=False, compare=False)  # the default of its requests
 
 
 # The tenant of all clients if no key is configured.
@@ -231,4 +232,10 @@ def _principal(entry: KeyEntry) -> Principal:
     """
     tenant = hashlib.sha256(f"tenant\n{entry.tenant_name}".encode()).hexdigest()[:32]
     is_admin = entry.role == "admin"
-    return Principal(tenant, key=entry.name, limits=entry, is_admin=is_admin)
+    return Principal(
+        tenant,
+        key=entry.name,
+        limits=entry,
+        is_admin=is_admin,
+        parse_special=entry.parse_special,
+    )

@@ -92,7 +92,7 @@ class BlockReader:
     def tools(self, value: Any) -> tuple[dict[str, Any], ...]:
         check_tool_list(value, "tools")
         tools = tuple(self._tool(item, f"tools[{i}]") for i, item in enumerate(value or ()))
-        check_distinct(tools, "tools[{}].name")
+        check_distinct(enumerate(tools), "tools[{}].name")
         return tools
 
     def cache_control(self, value: Any, where: str) -> None:

@@ -88,7 +88,7 @@ class Piece:
     def block(self) -> dict[str, Any]:
         """The block that starts with this piece, with empty text."""
         if self.kind == "text":
-            return {"type": "text", "text": "", "citations": None}
+            return {"type": "text", "text": ""}
         if self.kind == "thinking":
             return {"type": "thinking", "thinking": "", "signature": ""}
         return {"type": "tool_use", "id": self.call_id, "name": self.name, "input": {}}
@@ -161,8 +161,9 @@ class MessageAnswer:
 class MessageStream:
     """Formats a streamed message; implements `sse.StreamFormat`."""
 
-    def __init__(self, envelope: MessageEnvelope) -> None:
+    def __init__(self, envelope: MessageEnvelope, num_prompt: int) -> None:
         self._envelope = envelope
+        self._num_prompt = num_prompt
         self._open: tuple[Kind, int] | None = None
         self._num_blocks = 0
         self._has_calls = False
@@ -170,11 +171,11 @@ class MessageStream:
         self._before_delta = b""
 
     def opening(self) -> bytes:
-        """The event `message_start`. Its token counts are 0; the real counts follow in
-        `message_delta`.
+        """The event `message_start`. How many of its input tokens are cached is not known yet;
+        `message_delta` tells it.
         """
-        nothing = UsageEvent(prompt_tokens=0, completion_tokens=0, cached_tokens=0)
-        usage = usage_body(nothing) | {"service_tier": "standard"}
+        begun = UsageEvent(prompt_tokens=self._num_prompt, completion_tokens=0, cached_tokens=0)
+        usage = usage_body(begun) | {"service_tier": "standard"}
         message = self._envelope.message() | {"usage": usage}
         return _event("message_start", {"message": message})
 

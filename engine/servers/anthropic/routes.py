@@ -23,13 +23,12 @@ from engine.servers.anthropic.schema import (
     sampling_body,
     template_options,
 )
-from engine.servers.http.limits import read_parsed
 from engine.servers.http.request_log import record_of
 from engine.servers.serving.admission import Ticket
 from engine.servers.serving.chat import ChatAsk, chat_model, chat_request, open_chat
 from engine.servers.serving.services import (
     Services,
-    answer_streaming,
+    answer_counted,
     json_bytes,
     json_response,
 )
@@ -59,7 +58,9 @@ def add_anthropic_routes(app: FastAPI, services: Services) -> None:
             shows_thinking=body.thinking is None or body.thinking.display != "omitted",
         )
         if body.stream:
-            response = await answer_streaming(pump, MessageStream(envelope))
+            response = await answer_counted(
+                pump, services.backend, lambda lengths: MessageStream(envelope, lengths[0])
+            )
         else:
             answer = MessageAnswer(envelope)
             await pump.wait_whole(answer.add)
@@ -89,8 +90,7 @@ async def _read(
 ) -> tuple[Kind, AnthropicPrompt]:
     if request.headers.get("anthropic-version", VERSION) != VERSION:
         services.warn(request, "anthropic-version", f"answered as {VERSION}")
-    max_bytes = services.settings.server.body_limit_mb * 2**20
-    return await read_parsed(request, max_bytes, lambda raw: parse(kind, raw))
+    return await services.read_as(request, lambda raw: parse(kind, raw))
 
 
 def _ask(

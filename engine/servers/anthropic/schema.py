@@ -20,6 +20,7 @@ from pydantic import (
 )
 from starlette.requests import Request
 
+from engine.core.errors import InvalidRequestError
 from engine.core.interfaces.backend import (
     GrammarSpec,
     ModelCard,
@@ -32,7 +33,6 @@ from engine.servers.schema.body import SamplingBody, drop_no_effect
 from engine.servers.schema.messages import (
     MAX_MESSAGES,
     MAX_TOOLS,
-    check_format_and_choice,
     known_name,
 )
 from engine.servers.schema.structured import schema_spec
@@ -135,7 +135,7 @@ class PromptBody(BaseModel):
 
     model_config = _STRICT
 
-    model: fields.ModelName
+    model: fields.ModelName | None = None
     messages: Messages
     system: str | list[Any] | None = None
     tools: Tools = ()
@@ -213,6 +213,14 @@ def parse(kind: type[Kind], raw: dict[str, Any]) -> tuple[Kind, AnthropicPrompt]
     """Validate a body. Returns the body and its parsed prompt. If the body is invalid, raises an
     `InvalidRequestError` that names the field, the rule and the given value.
     """
+    if raw.get("thread") is not None:
+        # By `details`, Anthropic's SDK knows that it must send the whole conversation instead.
+        raise InvalidRequestError(
+            "thread is not supported by this server; send the whole conversation in messages.",
+            param="thread",
+            code="unsupported_parameter",
+            details={"error_code": "thread_unsupported_request"},
+        )
     reader = BlockReader()
     try:
         body = kind.model_validate(
@@ -223,17 +231,15 @@ def parse(kind: type[Kind], raw: dict[str, Any]) -> tuple[Kind, AnthropicPrompt]
     reader.cache_control(body.cache_control, "cache_control")
     tools = body.tools
     messages = with_system(body.messages, reader.system(body.system or ""))
-    choice, grammar = _tool_choice(body.tool_choice, tools), _grammar(body)
-    check_format_and_choice(grammar, choice)
     prompt = AnthropicPrompt(
         messages=_without_empty_start(messages),
         tools=tools,
-        tool_choice=choice,
+        tool_choice=_tool_choice(body.tool_choice, tools),
         parallel_tool_calls=not (
             body.tool_choice is not None and body.tool_choice.disable_parallel_tool_use
         ),
         continues_answer=_continues(messages),
-        grammar=grammar,
+        grammar=_grammar(body),
         warnings=reader.warnings,
     )
     return body, prompt

@@ -45,6 +45,7 @@ _ANTHROPIC_TYPES = {
     429: "rate_limit_error",
     503: "overloaded_error",
 }
+CONTEXT_EXCEEDED = "context_length_exceeded"
 _encode = msgspec.json.encode
 
 
@@ -55,6 +56,15 @@ class AbortedError(EngineError):
 
     category = "abort"
     status = 499
+
+
+class PromptTooLargeError(PayloadTooLargeError):
+    """The body is so large that its prompt can't fit into the model's context. Clients handle this
+    as they handle any prompt that is too long.
+    """
+
+    status = 400
+    code = CONTEXT_EXCEEDED
 
 
 class ClientDisconnectedError(AbortedError):
@@ -78,7 +88,13 @@ def error_body(error: EngineError) -> bytes:
 def anthropic_error_body(error: EngineError, request_id: str) -> bytes:
     fallback = "api_error" if error.status >= 500 else "invalid_request_error"
     kind = _ANTHROPIC_TYPES.get(error.status, fallback)
-    described = {"type": kind, "message": short_message(error)}
+    message = short_message(error)
+    if error.error_code == CONTEXT_EXCEEDED and error.param != "max_tokens":
+        # Claude Code recognizes Anthropic's words, and then shortens the conversation.
+        message = f"prompt is too long: {message}"
+    described: dict[str, Any] = {"type": kind, "message": message}
+    if error.details is not None:
+        described["details"] = error.details
     return _encode({"type": "error", "error": described, "request_id": request_id})
 
 

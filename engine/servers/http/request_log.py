@@ -29,6 +29,8 @@ logger = logging.getLogger("engine.request")
 _PROBES = frozenset({"/livez", "/readyz", "/health"})
 
 
+MAX_LOGGED_PATH = 200
+_UNPRINTABLE = re.compile(r"[^!-~]")
 _SAFE_ID = re.compile(r"[A-Za-z0-9._-]{1,64}")
 
 
@@ -154,6 +156,10 @@ class RequestLog:
             "status": record.status,
             "seconds": round(seconds, 6),
         }
+        if route is None:
+            # It tells which route a client needs, and may hold any byte.
+            path = scope["path"][:MAX_LOGGED_PATH]
+            fields["path"] = _UNPRINTABLE.sub("?", path)
         if record.error_code is not None:
             fields["error_code"] = record.error_code
         if record.completion_id is not None:

@@ -1,11 +1,11 @@
 """Server-sent events: writes a stream of events to the socket.
 
 If the backend refuses a request, the client should get an HTTP error. But headers should not wait
-for a long prefill. So the server waits up to `ACCEPT_WAIT_S` seconds for the first event or a
-refusal, and then sends the headers. If nothing is sent for a while, SSE comments keep the
-connection alive. Each token is sent in its own SSE event. Only if a write blocks because the client
-is slow, the events that arrive meanwhile are merged. A stream ends either with the closing bytes of
-its format or with an error event.
+for a long prefill. So the server waits until the backend has checked the prompt, then up to
+`ACCEPT_WAIT_S` seconds for the first event or a refusal, and then sends the headers. If nothing is
+sent for a while, SSE comments keep the connection alive. Each token is sent in its own SSE event.
+Only if a write blocks because the client is slow, the events that arrive meanwhile are merged. A
+stream ends either with the closing bytes of its format or with an error event.
 """
 
 import asyncio
@@ -25,6 +25,9 @@ from engine.servers.serving.event_pump import EventPump, OutputEvent, coalesce
 logger = logging.getLogger(__name__)
 
 ACCEPT_WAIT_S = 1.0
+# Max seconds until the backend has checked a prompt. Tokenizing a prompt of megabytes takes
+# seconds.
+CHECK_WAIT_S = 30.0
 KEEP_ALIVE_S = 15.0
 # A client that reads nothing for this many seconds is disconnected.
 STALL_S = 60.0

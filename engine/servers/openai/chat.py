@@ -7,7 +7,14 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from engine.core.interfaces.backend import ModelCard
-from engine.servers.openai.format import ChatStream, chat_body, collect, new_envelope
+from engine.servers.http.sse import StreamFormat
+from engine.servers.openai.format import (
+    ChatStream,
+    RunningUsage,
+    chat_body,
+    collect,
+    new_envelope,
+)
 from engine.servers.openai.schema import ChatBody, OpenAIBody
 from engine.servers.serving.admission import Ticket
 from engine.servers.serving.chat import (
@@ -19,8 +26,10 @@ from engine.servers.serving.chat import (
     require_grammar,
     warn_of_cache_key,
 )
+from engine.servers.serving.event_pump import EventPump
 from engine.servers.serving.services import (
     Services,
+    answer_counted,
     answer_streaming,
     json_bytes,
     new_completion_id,
@@ -42,7 +51,7 @@ def add_chat_routes(app: FastAPI, services: Services) -> None:
         named_tool = ask.tool_choice.mode == "named"
         if body.stream:
             stream = ChatStream(envelope, params.n, body.include_usage, named_tool)
-            return await answer_streaming(pump, stream)
+            return await stream_chunks(services, pump, stream, body)
         collected = await collect(pump, params.n)
         return json_bytes(
             chat_body(
@@ -54,6 +63,19 @@ def add_chat_routes(app: FastAPI, services: Services) -> None:
                 metadata=body.metadata,
             )
         )
+
+
+async def stream_chunks(
+    services: Services, pump: EventPump, stream: StreamFormat, body: OpenAIBody
+) -> Response:
+    """Start a stream of chunks, with the usage so far in each of them if the client wants it. For
+    chats and completions.
+    """
+    if not (body.include_usage and body.continuous_usage):
+        return await answer_streaming(pump, stream)
+    return await answer_counted(
+        pump, services.backend, lambda lengths: RunningUsage(stream, pump, lengths)
+    )
 
 
 def chat_ask(services: Services, request: Request, body: ChatBody, card: ModelCard) -> ChatAsk:
@@ -83,6 +105,9 @@ def check_structure(
         param = "response_format.json_schema.description"
         services.warn(request, param, "is not shown to the model")
     warn_of_cache_key(services, request, body.prompt_cache_key)
+    if body.continuous_usage and not body.include_usage:
+        param = "stream_options.continuous_usage_stats"
+        services.warn(request, param, "has no effect without include_usage")
 
 
 def template_options(

@@ -1,5 +1,5 @@
-"""POST /v1/completions. Each prompt becomes a separate backend request. Choice `p * n + i` of the
-answer is choice `i` of prompt `p`.
+"""POST /v1/completions and /v1/fim/completions. Each prompt becomes a separate backend request.
+Choice `p * n + i` of the answer is choice `i` of prompt `p`.
 
 With `best_of`, that many candidates are generated per prompt. The `n` candidates with the highest
 mean log-probability per token are returned. Usage counts the tokens of all candidates.
@@ -23,24 +23,27 @@ from engine.core.interfaces.backend import (
     UsageEvent,
 )
 from engine.core.interfaces.request import SamplingParams
-from engine.servers.openai.chat import check_structure
+from engine.servers.openai.chat import check_structure, stream_chunks
 from engine.servers.openai.format import (
+    ChatStream,
     Choice,
     Collected,
     CompletionStream,
+    chat_body,
     collect,
     completion_body,
     new_envelope,
 )
-from engine.servers.openai.schema import CompletionBody
+from engine.servers.openai.schema import CompletionBody, FimBody
 from engine.servers.serving.admission import Ticket
 from engine.servers.serving.chat import NO_TEXT
 from engine.servers.serving.services import (
     Services,
-    answer_streaming,
     json_bytes,
     new_completion_id,
 )
+
+NO_SUFFIX = "was not made to fill in the text before a suffix"
 
 
 def add_completions_routes(app: FastAPI, services: Services) -> None:
@@ -52,21 +55,21 @@ def add_completions_routes(app: FastAPI, services: Services) -> None:
         card = services.choose_model(request, body.model)
         services.require(card, "completions", "prompt", NO_TEXT)
         if body.suffix:
-            what = "was not made to fill in the text before a suffix"
-            services.require(card, "suffix", "suffix", what)
+            services.require(card, "suffix", "suffix", NO_SUFFIX)
         check_structure(services, request, body, card)
+        parses = await services.parses_special(request, card, body.parse_special, body.prompt)
         params = backend_params(body, card)
         completion_id = new_completion_id("cmpl")
         context = services.context(request, card, body, params, completion_id, body.grammar)
         pump = await services.begin(ticket, params, len(body.prompt))
         pump.watch(request.receive)
-        sources = await pump.open(services.backend, completion_requests(body, context))
+        sources = await pump.open(services.backend, completion_requests(body, context, parses))
         pump.read([_prompt_only(each) for each in sources] if body.only_echoes else sources)
         envelope = new_envelope(completion_id, card)
         num_candidates = len(sources) * params.n
         if body.stream:
             stream = CompletionStream(envelope, num_candidates, body.include_usage)
-            return await answer_streaming(pump, stream)
+            return await stream_chunks(services, pump, stream, body)
         collected = await collect(pump, num_candidates)
         return json_bytes(
             completion_body(
@@ -79,8 +82,41 @@ def add_completions_routes(app: FastAPI, services: Services) -> None:
         )
 
 
+def add_fim_routes(app: FastAPI, services: Services) -> None:
+    @app.post("/v1/fim/completions")
+    async def fim(
+        request: Request, ticket: Annotated[Ticket, Depends(services.admitted)]
+    ) -> Response:
+        """Mistral's API for filling in the middle. Its answers have the form of chats."""
+        body = await services.read(request, FimBody)
+        card = services.choose_model(request, body.model)
+        services.require(card, "completions", "prompt", NO_TEXT)
+        if body.suffix:
+            services.require(card, "suffix", "suffix", NO_SUFFIX)
+        check_structure(services, request, body, card)
+        parses = await services.parses_special(request, card, body.parse_special, [body.prompt])
+        params = body.params(card)
+        completion_id = new_completion_id("fim")
+        asked = CompletionRequest(
+            context=services.context(request, card, body, params, completion_id, body.grammar),
+            prompt=body.prompt,
+            suffix=body.suffix or None,
+            parse_special=parses,
+            add_special_tokens=body.add_special_tokens is not False,
+        )
+        pump = await services.begin(ticket, params)
+        pump.watch(request.receive)
+        pump.read(await pump.open(services.backend, [asked]))
+        envelope = new_envelope(completion_id, card)
+        if body.stream:
+            stream = ChatStream(envelope, params.n, body.include_usage)
+            return await stream_chunks(services, pump, stream, body)
+        collected = await collect(pump, params.n)
+        return json_bytes(chat_body(envelope, collected, pump.usage, metadata=body.metadata))
+
+
 def completion_requests(
-    body: CompletionBody, context: GenerationContext
+    body: CompletionBody, context: GenerationContext, parse_special: bool
 ) -> list[CompletionRequest]:
     """One backend request for each prompt."""
     return [
@@ -94,6 +130,8 @@ def completion_requests(
             ),
             prompt=prompt,
             suffix=body.suffix or None,
+            parse_special=parse_special,
+            add_special_tokens=body.add_special_tokens is not False,
             echo=bool(body.echo),
         )
         for index, prompt in enumerate(body.prompt)

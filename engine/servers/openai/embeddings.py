@@ -89,7 +89,7 @@ class VectorsBody(BaseModel):
 
     model_config = ConfigDict(strict=True, extra="forbid", frozen=True, defer_build=True)
 
-    model: fields.ModelName
+    model: fields.ModelName | None = None
     priority: fields.Priority | None = None
     truncate_prompt_tokens: fields.Truncation = None
     user: fields.EndUser | None = None

@@ -24,13 +24,19 @@ from engine.core.interfaces.backend import (
     TopLogprob,
     UsageEvent,
 )
-from engine.servers.http.sse import DONE, error_event
+from engine.servers.http.sse import DONE, StreamFormat, error_event
 from engine.servers.serving.event_pump import EventPump, OutputEvent
 
 _encode = msgspec.json.Encoder().encode
 # The lowest logprob that is sent, because JSON has no infinity. OpenAI's clients take this number
 # as a probability of 0.
 _MIN_LOGPROB = -9999.0
+# The bytes that continue a character of several bytes in UTF-8.
+_CONTINUATIONS = bytes(range(0x80, 0xC0))
+_CONTINUATION_BYTES = frozenset(bytes([each]) for each in _CONTINUATIONS)
+# The end of a chunk, if the stream has a usage. Text can't contain it, because JSON escapes line
+# breaks.
+_END_OF_CHUNK = b'"usage":null}\n\n'
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,8 +105,10 @@ def legacy_logprobs(tokens: Sequence[TokenText], offset: int) -> dict[str, Any]:
     """
     offsets: list[int] = []
     for token in tokens:
-        offsets.append(offset)
-        offset += len(token.token)
+        # A token may start inside of a character.
+        is_inside = token.in_text and token.token_bytes[:1] in _CONTINUATION_BYTES
+        offsets.append(offset - 1 if is_inside and offset else offset)
+        offset += _num_characters(token)
     return {
         "tokens": [token.token for token in tokens],
         "token_logprobs": [
@@ -109,6 +117,15 @@ def legacy_logprobs(tokens: Sequence[TokenText], offset: int) -> dict[str, Any]:
         "top_logprobs": [_ranked(token) for token in tokens],
         "text_offset": offsets,
     }
+
+
+def _num_characters(token: TokenText) -> int:
+    """The number of characters that start in this token and are part of the text."""
+    if not token.in_text:
+        return 0
+    if not token.token_bytes:
+        return len(token.token)  # a remote server that tells no bytes
+    return len(token.token_bytes.translate(None, _CONTINUATIONS))
 
 
 def _ranked(token: TokenText) -> dict[str, float] | None:
@@ -275,7 +292,7 @@ class _ChunkStream:
 
     def __init__(self, envelope: Envelope, kind: str, include_usage: bool) -> None:
         self.head = b"data: " + _encode(envelope.fields(kind))[:-1] + b',"choices":['
-        self.tail = b'],"usage":null}\n\n' if include_usage else b"]}\n\n"
+        self.tail = b"]," + _END_OF_CHUNK if include_usage else b"]}\n\n"
         self._include_usage = include_usage
 
     def closing(self, usage: UsageEvent) -> bytes:
@@ -285,6 +302,47 @@ class _ChunkStream:
 
     def failure(self, error: EngineError) -> bytes:
         return error_event(error)
+
+
+class RunningUsage:
+    """A chunk stream in which every chunk has the usage so far (`continuous_usage_stats`). As in
+    vLLM, a chunk counts the tokens of its own choice only.
+    """
+
+    def __init__(self, inner: StreamFormat, pump: EventPump, prompt_lengths: list[int]) -> None:
+        self._inner = inner
+        self._pump = pump
+        self._prompts = prompt_lengths
+        self._num_tokens = [0] * len(pump.choice_tokens)
+
+    def opening(self) -> bytes:
+        chunks = self._inner.opening().split(_END_OF_CHUNK)
+        counted = [each + self._usage(choice) for choice, each in enumerate(chunks[:-1])]
+        return b"".join(counted)
+
+    def chunk(self, event: OutputEvent) -> bytes:
+        choice = event.choice
+        if isinstance(event, TextEvent):
+            self._num_tokens[choice] += event.num_tokens
+        elif isinstance(event, FinishEvent):
+            # Events without text are dropped if the client is slow, so their tokens are missing.
+            self._num_tokens[choice] = self._pump.choice_tokens[choice]
+        return self._inner.chunk(event).replace(_END_OF_CHUNK, self._usage(choice))
+
+    def closing(self, usage: UsageEvent) -> bytes:
+        return self._inner.closing(usage)
+
+    def failure(self, error: EngineError) -> bytes:
+        return self._inner.failure(error)
+
+    def _usage(self, choice: int) -> bytes:
+        num_prompt = self._prompts[choice * len(self._prompts) // len(self._num_tokens)]
+        num_tokens = self._num_tokens[choice]
+        return b'"usage":{"prompt_tokens":%d,"completion_tokens":%d,"total_tokens":%d}}\n\n' % (
+            num_prompt,
+            num_tokens,
+            num_prompt + num_tokens,
+        )
 
 
 class ChatStream(_ChunkStream):
@@ -386,5 +444,5 @@ class CompletionStream(_ChunkStream):
     def _logprobs(self, event: TextEvent) -> bytes:
         assert event.logprobs is not None
         body = legacy_logprobs(event.logprobs, self._offsets[event.choice])
-        self._offsets[event.choice] += sum(len(token.token) for token in event.logprobs)
+        self._offsets[event.choice] += sum(map(_num_characters, event.logprobs))
         return b',"logprobs":' + _encode(body) + b',"finish_reason":null}' + self.tail

@@ -27,7 +27,7 @@ from engine.core.interfaces.backend import (
 )
 from engine.servers.access.auth import principal_of
 from engine.servers.http.errors import AbortedError, error_fields
-from engine.servers.http.sse import DONE, EventStream, error_event
+from engine.servers.http.sse import CHECK_WAIT_S, DONE, EventStream, error_event
 from engine.servers.openai.format import Collected, chat_logprobs, usage_body
 from engine.servers.openai.schema import GenerateBody
 from engine.servers.serving.admission import Ticket
@@ -42,8 +42,8 @@ from engine.servers.serving.services import (
 
 MAX_SUBMISSIONS = 512
 KEEP_S = 300.0
-# Seconds that a submission waits for a refusal by the backend. A later refusal is reported in the
-# stream. The wait is short, so that the client gets its request id soon.
+# Seconds that a submission waits for a refusal by the backend, once its prompt is checked. A later
+# refusal is reported in the stream. The wait is short, so that the client gets its request id soon.
 SUBMIT_WAIT_S = 0.1
 
 _encode = msgspec.json.Encoder().encode
@@ -220,13 +220,19 @@ def add_generate_routes(app: FastAPI, services: Services) -> None:
     async def start(request: Request, body: GenerateBody, ticket: Ticket) -> tuple[str, EventPump]:
         card = services.choose_model(request, body.model)
         services.require(card, "completions", "prompt", NO_TEXT)
+        parses = await services.parses_special(request, card, body.parse_special, [body.prompt])
         request_id = new_completion_id("gen")
         params = body.params(card)
         context = services.context(request, card, body, params, request_id)
         pump = await services.begin(ticket, params)
         if body.stream:
             pump.watch(request.receive)
-        asked = CompletionRequest(context=context, prompt=body.prompt)
+        asked = CompletionRequest(
+            context=context,
+            prompt=body.prompt,
+            parse_special=parses,
+            add_special_tokens=body.add_special_tokens is not False,
+        )
         pump.read(await pump.open(services.backend, [asked]))
         return request_id, pump
 
@@ -238,7 +244,7 @@ def add_generate_routes(app: FastAPI, services: Services) -> None:
         request_id, pump = await start(request, body, ticket)
         if body.stream:
             return await answer_streaming(pump, GenerateStream(request_id))
-        await pump.accepted(SUBMIT_WAIT_S)
+        await pump.accepted(CHECK_WAIT_S, SUBMIT_WAIT_S)
         submissions.make_room()
         owner = principal_of(request).name
         submissions.add(Submission(request_id, owner, body.num_choices, pump, ticket.detach()))

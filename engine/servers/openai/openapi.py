@@ -30,8 +30,8 @@ from engine.servers.http.sse import EventStream
 from engine.servers.openai import embeddings, rerank, schema
 from engine.servers.openai.embeddings import EmbeddingBody
 from engine.servers.openai.rerank import RerankBody, ScoreBody
-from engine.servers.openai.schema import ChatBody, CompletionBody, GenerateBody
-from engine.servers.openai.tokenize import DetokenizeBody, TokenizeBody
+from engine.servers.openai.schema import ChatBody, CompletionBody, FimBody, GenerateBody
+from engine.servers.openai.tokenize import DetokenizeBody, TokenizeBody, TokenizerQuery
 from engine.servers.ops import admin_control, admin_models
 from engine.servers.responses import items
 from engine.servers.responses.schema import ItemsQuery, ResponseBody, ResponseQuery, TokenCountBody
@@ -62,6 +62,7 @@ BODIES: dict[str, type[BaseModel]] = {
     "/v1/chat/completions": ChatBody,
     "/v1/completions": CompletionBody,
     "/v1/embeddings": EmbeddingBody,
+    "/v1/fim/completions": FimBody,
     "/v1/messages": anthropic.MessagesBody,
     "/v1/messages/count_tokens": anthropic.PromptBody,
     "/v1/rerank": RerankBody,
@@ -75,6 +76,7 @@ FORMS: dict[str, type[BaseModel]] = {"/v1/files": UploadFields}
 QUERIES: dict[str, type[BaseModel]] = {
     "/v1/batches": BatchQuery,
     "/v1/files": FileQuery,
+    "/tokenizer_info": TokenizerQuery,
     "/v1/responses/{response_id}": ResponseQuery,
     "/v1/responses/{response_id}/input_items": ItemsQuery,
 }

@@ -7,6 +7,7 @@ OpenAI does not have are named as in vLLM.
 
 from typing import Annotated, Any, Literal
 
+import msgspec
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from engine.core.interfaces.backend import GrammarSpec, ModelCard, ToolChoice
@@ -14,7 +15,7 @@ from engine.core.interfaces.request import SamplingParams
 from engine.servers.http.errors import problem
 from engine.servers.schema import fields
 from engine.servers.schema.body import SamplingBody
-from engine.servers.schema.messages import check_format_and_choice, parse_tool_choice
+from engine.servers.schema.messages import parse_tool_choice
 
 MAX_BEST_OF = 20
 MAX_LOGPROBS = 20
@@ -28,11 +29,12 @@ class StreamOptions(BaseModel):
     model_config = ConfigDict(strict=True, extra="forbid", frozen=True, defer_build=True)
 
     include_usage: bool | None = None
+    continuous_usage_stats: bool | None = None  # vLLM's: usage in every chunk, with include_usage
     include_obfuscation: Literal[False] | None = None  # padding of chunks is not supported
 
 
 class OpenAIBody(SamplingBody):
-    model: fields.ModelName
+    model: fields.ModelName | None = None
     stream_options: StreamOptions | None = None
     response_format: fields.Format = None
     guided_json: fields.GuidedJson = None
@@ -55,6 +57,10 @@ class OpenAIBody(SamplingBody):
     @property
     def include_usage(self) -> bool:
         return self.stream_options is not None and bool(self.stream_options.include_usage)
+
+    @property
+    def continuous_usage(self) -> bool:
+        return self.stream_options is not None and bool(self.stream_options.continuous_usage_stats)
 
     @property
     def grammar(self) -> GrammarSpec | None:
@@ -140,8 +146,7 @@ class ChatBody(EndOfPrompt, OpenAIBody):
         limits = (self.max_tokens, self.max_completion_tokens)
         if None not in limits and limits[0] != limits[1]:
             raise problem("max_completion_tokens", "differs from max_tokens; send one of them")
-        choice, _ = self.choice_of_tools
-        check_format_and_choice(self.grammar, choice)
+        _ = self.choice_of_tools  # raises if it is invalid
         return self
 
     def params(self, card: ModelCard) -> SamplingParams:
@@ -151,7 +156,17 @@ class ChatBody(EndOfPrompt, OpenAIBody):
         return self.sampling(card, limit, logprobs, name)
 
 
-class CompletionBody(OpenAIBody):
+class PromptText(BaseModel):
+    """How the text of a prompt is tokenized."""
+
+    model_config = ConfigDict(strict=True, extra="forbid", frozen=True, defer_build=True)
+
+    # llama.cpp's: names of control tokens in a text become these tokens. The default is the key's.
+    parse_special: bool | None = None
+    add_special_tokens: bool | None = None  # vLLM's: BOS and EOS, if the model expects them
+
+
+class CompletionBody(PromptText, OpenAIBody):
     prompt: fields.Prompts
     max_tokens: Annotated[int, Field(ge=0, le=fields.MAX_TOKENS)] | None = None
     logprobs: NumLogprobs | None = None
@@ -184,7 +199,27 @@ class CompletionBody(OpenAIBody):
         return self.sampling(card, limit, self.logprobs)
 
 
-class GenerateBody(SamplingBody):
+class FimBody(PromptText, OpenAIBody):
+    """Body of Mistral's `/v1/fim/completions`."""
+
+    prompt: str
+    suffix: str | None = None
+    random_seed: Annotated[int, Field(ge=0, le=2**64 - 1)] | None = None  # Mistral's name of seed
+
+    @model_validator(mode="after")
+    def _one_seed(self) -> "FimBody":
+        if self.random_seed is not None and self.seed not in (None, self.random_seed):
+            raise problem("random_seed", "differs from seed; send one of them")
+        return self
+
+    def params(self, card: ModelCard) -> SamplingParams:
+        params = self.sampling(card, self.max_tokens, None)
+        if self.random_seed is None:
+            return params
+        return msgspec.structs.replace(params, seed=self.random_seed % 2**63)
+
+
+class GenerateBody(PromptText, SamplingBody):
     prompt: fields.OnePrompt
     model: fields.ModelName | None = None
     logprobs: NumLogprobs | None = None

@@ -1,7 +1,8 @@
-"""POST /tokenize and /detokenize, in vLLM's format.
+"""POST /tokenize and /detokenize, and GET /tokenizer_info, in vLLM's format.
 
 A conversation is rendered exactly as for `/v1/chat/completions`. If a prompt contains the name of a
-control token, such as `<|im_end|>`, this name is tokenized as plain text.
+control token, such as `<|im_end|>`, this name is tokenized as plain text, unless `parse_special` is
+set.
 """
 
 from typing import Annotated, Any
@@ -11,9 +12,17 @@ from pydantic import BaseModel, ConfigDict, PlainValidator, WithJsonSchema, mode
 from starlette.requests import Request
 from starlette.responses import Response
 
-from engine.core.interfaces.backend import ChatRequest, GenerationContext, ModelCard, ToolChoice
+from engine.core.errors import NotFoundError
+from engine.core.interfaces.backend import (
+    ChatRequest,
+    GenerationContext,
+    ModelCard,
+    TokenizerInfo,
+    ToolChoice,
+)
 from engine.core.interfaces.request import SamplingParams
 from engine.servers.http.errors import describe, problem
+from engine.servers.http.listing import Query, parse_query
 from engine.servers.http.request_log import record_of
 from engine.servers.openai.schema import EndOfPrompt
 from engine.servers.schema import fields
@@ -51,6 +60,7 @@ class TokenizeBody(EndOfPrompt):
     model: fields.ModelName | None = None
     prompt: str | None = None
     add_special_tokens: bool | None = None
+    parse_special: bool | None = None
     tools: fields.Tools = ()
     chat_template_kwargs: fields.TemplateOptions = {}
     return_token_strs: bool | None = None
@@ -72,7 +82,13 @@ class TokenizeBody(EndOfPrompt):
             return self
         if self.add_special_tokens:
             raise problem("add_special_tokens", "goes with a prompt; a template adds its own")
+        if self.parse_special:
+            raise problem("parse_special", "goes with a prompt; a template has its own tokens")
         return self
+
+
+class TokenizerQuery(Query):
+    model: fields.ModelName | None = None
 
 
 class DetokenizeBody(BaseModel):
@@ -91,9 +107,13 @@ def add_tokenize_routes(app: FastAPI, services: Services) -> None:
         body = await services.read(request, TokenizeBody)
         card = services.choose_model(request, body.model)
         if body.prompt is not None:
-            special = body.add_special_tokens is not False
             ids = await services.backend.tokenize(
-                body.prompt, model=card.id, add_special_tokens=special
+                body.prompt,
+                model=card.id,
+                add_special_tokens=body.add_special_tokens is not False,
+                parse_special=await services.parses_special(
+                    request, card, body.parse_special, [body.prompt]
+                ),
             )
         else:
             chat = _chat_request(services, request, body, card)
@@ -117,6 +137,34 @@ def add_tokenize_routes(app: FastAPI, services: Services) -> None:
         card = services.choose_model(request, body.model)
         text = await services.backend.detokenize(body.tokens, model=card.id)
         return json_response({"prompt": text})
+
+    @app.get("/tokenizer_info")
+    async def tokenizer_info(request: Request) -> Response:
+        """Describe the tokenizer of the only model, or of the model in the query."""
+        card = services.choose_model(request, parse_query(TokenizerQuery, request).model)
+        info = await services.backend.tokenizer_info(model=card.id)
+        if info is None:
+            raise NotFoundError(f"The backend of {card.id} does not tell its tokenizer.")
+        return json_response(tokenizer_body(info, card))
+
+
+def tokenizer_body(info: TokenizerInfo, card: ModelCard) -> dict[str, Any]:
+    """The fields of a tokenizer's configuration at Hugging Face that clients read."""
+    return {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "model_max_length": card.max_model_len,
+        "vocab_size": info.vocab_size,
+        "bos_token": info.bos_token,
+        "bos_token_id": info.bos_token_id,
+        "eos_token": info.eos_token,
+        "eos_token_id": info.eos_token_id,
+        "chat_template": info.chat_template,
+        "additional_special_tokens": list(info.special_tokens),
+        "added_tokens_decoder": {
+            str(token_id): {"content": name, "special": True}
+            for name, token_id in info.special_tokens.items()
+        },
+    }
 
 
 def _chat_request(

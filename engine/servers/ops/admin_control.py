@@ -52,6 +52,7 @@ class KeyBody(LimitsBody):
     name: KeyName
     tenant: KeyName | None = None
     role: Literal["user", "admin"] = "user"
+    parse_special: bool = False
 
 
 class EmptyBody(AdminBody):
@@ -140,7 +141,12 @@ def _add_keys_routes(app: FastAPI, services: Services, audit: AuditLog) -> None:
         async with audit.change(who_is(request), "keys.new", body.name, role=body.role):
             key, entry = await changed(
                 lambda path: key_file.add_key(
-                    path, body.name, tenant=body.tenant, role=body.role, limits=body.given()
+                    path,
+                    body.name,
+                    tenant=body.tenant,
+                    role=body.role,
+                    parse_special=body.parse_special,
+                    limits=body.given(),
                 )
             )
         return json_response({"key": key} | entry.public())

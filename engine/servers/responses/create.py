@@ -101,6 +101,8 @@ class ResponseMaker:
         is_stored = body.store is not False and await self._can_store(request, body)
         if ENCRYPTED_REASONING in (body.include or ()):
             services.warn(request, "include", "reasoning is not encrypted; it is sent as text")
+        if body.client_metadata:
+            services.warn(request, "client_metadata", "is neither used nor stored")
         warn_of_cache_key(services, request, body.prompt_cache_key)
         ask = self.chat_ask(request, body, card, prompt.messages)
         begun = outline(body, response_id, card, is_stored)
@@ -138,9 +140,12 @@ class ResponseMaker:
     def chat_ask(
         self, request: Request, body: PromptBody, card: ModelCard, messages: Messages
     ) -> ChatAsk:
+        services = self._services
         if body.text_format.parsed.has_description:
-            services = self._services
             services.warn(request, "text.format.description", "is not shown to the model")
+        if body.offered.left_out:
+            kinds = ", ".join(dict.fromkeys(body.offered.left_out))
+            services.warn(request, "tools", f"left out what this server can't run: {kinds}")
         choice, tools = body.choice_of_tools
         return ChatAsk(
             card,

@@ -55,7 +55,7 @@ def outline(body: ResponseBody, response_id: str, card: ModelCard, is_stored: bo
             "verbosity": None if body.text is None else body.text.verbosity,
         },
         "tool_choice": body.tool_choice or "auto",
-        "tools": echo_tools(body.tools),
+        "tools": echo_tools(body.offered.functions),
         "top_logprobs": body.top_logprobs or 0,
         "top_p": 1.0 if body.top_p is None else body.top_p,
         "truncation": "disabled",

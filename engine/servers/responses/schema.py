@@ -1,8 +1,9 @@
 """Request bodies of `/v1/responses`: OpenAI's fields, and the sampling fields that all endpoints
 share.
 
-OpenAI's built-in tools, conversations, prompt templates and background responses are not supported.
-Their parameters are refused with an error that names the parameter.
+OpenAI's conversations, prompt templates and background responses are not supported. Their
+parameters are refused with an error that names the parameter. Tools that are not functions are left
+out, with a warning.
 """
 
 from typing import Annotated, Any, Literal
@@ -26,7 +27,9 @@ from engine.servers.http.listing import Cursor, Order, Query
 from engine.servers.openai.schema import NumLogprobs, ReasoningEffort
 from engine.servers.responses.items import MAX_ITEMS, parse_input
 from engine.servers.responses.tools import (
+    NO_TOOLS,
     PLAIN_TEXT,
+    OfferedTools,
     TextFormat,
     Tools,
     parse_flat_choice,
@@ -35,7 +38,6 @@ from engine.servers.responses.tools import (
 )
 from engine.servers.schema import fields
 from engine.servers.schema.body import OffValues, SamplingBody, asks_for_nothing
-from engine.servers.schema.messages import check_format_and_choice
 
 MAX_INCLUDES = 32
 LOGPROBS = "message.output_text.logprobs"
@@ -101,7 +103,7 @@ InputItems = Annotated[
     ),
 ]
 FlatTools = Annotated[
-    Tools,
+    OfferedTools,
     PlainValidator(parse_flat_tools),
     WithJsonSchema({"type": "array", "items": {"type": "object"}}),
 ]
@@ -153,13 +155,17 @@ class PromptBody(BaseModel):
     input: InputItems
     instructions: str | None = None
     previous_response_id: ResponseId | None = None
-    tools: FlatTools = ()
+    tools: FlatTools | None = None
     tool_choice: fields.RawToolChoice = None
     parallel_tool_calls: bool | None = None
     text: TextConfig | None = None
     reasoning: ReasoningConfig | None = None
     truncation: Annotated[None, *refused("send items that fit the context", "disabled")] = None
     conversation: Annotated[None, *refused("send previous_response_id")] = None
+
+    @property
+    def offered(self) -> OfferedTools:
+        return self.tools or NO_TOOLS
 
     @property
     def text_format(self) -> TextFormat:
@@ -171,12 +177,11 @@ class PromptBody(BaseModel):
 
     @property
     def choice_of_tools(self) -> tuple[ToolChoice, Tools]:
-        return parse_flat_choice(self.tool_choice, self.tools)
+        return parse_flat_choice(self.tool_choice, self.offered.functions)
 
     @model_validator(mode="after")
-    def _format_and_tools_agree(self) -> "PromptBody":
-        choice, _ = self.choice_of_tools
-        check_format_and_choice(self.grammar, choice)
+    def _choice_fits_tools(self) -> "PromptBody":
+        _ = self.choice_of_tools  # raises if it is invalid
         return self
 
 
@@ -198,13 +203,15 @@ class OutputLimit(BaseModel):
 
 
 class ResponseBody(PromptBody, SamplingBody, OutputLimit):
-    model: fields.ModelName
+    model: fields.ModelName | None = None
     top_logprobs: NumLogprobs | None = None
     include: Annotated[list[Includable], Field(max_length=MAX_INCLUDES)] | None = None
     store: bool | None = None
     stream_options: StreamOptions | None = None
     safety_identifier: fields.EndUser | None = None
     prompt_cache_key: ShortText | None = None
+    # Labels by which Codex tells its sessions apart, like `metadata` but without its limits.
+    client_metadata: dict[str, Any] | None = None
     # This limits calls of OpenAI's built-in tools. It has no effect, because this server has none.
     max_tool_calls: Annotated[int, Field(ge=1, le=2**31 - 1)] | None = None
     max_tokens: Annotated[None, *refused("send max_output_tokens")] = None

@@ -12,12 +12,27 @@ from typing import Any, TypeVar
 from engine.core.errors import InvalidRequestError
 from engine.core.interfaces.backend import ToolChoice
 from engine.servers.http.errors import describe, problem
-from engine.servers.schema.messages import parse_tool_choice, parse_tools
+from engine.servers.schema.messages import (
+    check_distinct,
+    check_tool_list,
+    parse_tool,
+    parse_tool_choice,
+)
 from engine.servers.schema.structured import ResponseFormat, read_response_format
 
 Tools = tuple[dict[str, Any], ...]
 T = TypeVar("T")
 
+# Types of tools that run at OpenAI, or whose calls are not JSON objects. Clients such as Codex
+# offer some of them in every request.
+NOT_RUN = frozenset(
+    {
+        *("apply_patch", "code_interpreter", "computer", "computer_use_preview", "custom"),
+        *("file_search", "image_generation", "local_shell", "mcp", "namespace", "shell"),
+        *("tool_search", "web_search", "web_search_2025_08_26", "web_search_preview"),
+        "web_search_preview_2025_03_11",
+    }
+)
 # Options of function tools that are not supported. They are accepted only if they are null or
 # false.
 _OFF_ONLY = ("defer_loading", "allowed_callers", "output_schema")
@@ -33,14 +48,31 @@ class TextFormat:
     echo: dict[str, Any]
 
 
+@dataclass(frozen=True, slots=True)
+class OfferedTools:
+    """The functions that the model may call, and the types of the other offered tools, which are
+    left out because this server can't run them.
+    """
+
+    functions: Tools
+    left_out: tuple[str, ...] = ()
+
+
+NO_TOOLS = OfferedTools(())
 PLAIN_TEXT = TextFormat(ResponseFormat(None), {"type": "text"})
 
 
-def parse_flat_tools(value: Any) -> Tools:
-    if not isinstance(value, list):
-        return parse_tools(value)
-    folded = [_fold_tool(tool, f"tools[{i}]") for i, tool in enumerate(value)]
-    return _unfolding(".function", lambda: parse_tools(folded))
+def parse_flat_tools(value: Any) -> OfferedTools:
+    check_tool_list(value, "tools")
+    functions: dict[int, dict[str, Any]] = {}
+    left_out: list[str] = []
+    for position, tool in enumerate(value or ()):
+        if isinstance(tool, dict) and isinstance(tool.get("type"), str) and tool["type"] in NOT_RUN:
+            left_out.append(tool["type"])
+        else:
+            functions[position] = _parse_function(tool, f"tools[{position}]")
+    check_distinct(functions.items(), "tools[{}].name")
+    return OfferedTools(tuple(functions.values()), tuple(left_out))
 
 
 def parse_flat_choice(value: Any, tools: Tools) -> tuple[ToolChoice, Tools]:
@@ -80,20 +112,17 @@ def echo_tools(tools: Tools) -> list[dict[str, Any]]:
     ]
 
 
-def _fold_tool(tool: Any, where: str) -> Any:
+def _parse_function(tool: Any, where: str) -> dict[str, Any]:
     if not isinstance(tool, dict):
-        return tool
-    kind = tool.get("type")
-    if kind != "function":
-        raise problem(
-            f"{where}.type",
-            f"this server has no built-in or custom tools, only functions; got {describe(kind)}",
-        )
+        raise problem(where, f"should be an object, got {describe(tool)}")
+    if tool.get("type") != "function":
+        rule = f"should be function, or a tool of OpenAI's API; got {describe(tool.get('type'))}"
+        raise problem(f"{where}.type", rule)
     kept = dict(tool)
     for key in _OFF_ONLY:
         if kept.pop(key, None) not in (None, False):
             raise problem(f"{where}.{key}", "is not supported by this server; leave it out")
-    return _fold(kept)
+    return _unfolding(".function", lambda: parse_tool(_fold(kept), where))
 
 
 def _fold(flat: Any) -> Any:

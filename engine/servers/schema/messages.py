@@ -7,12 +7,13 @@ parameters. So chat templates and grammars always get tools in the same form.
 """
 
 import re
+from collections.abc import Iterable
 from typing import Any
 
 import msgspec
 
 from engine.core.errors import InvalidRequestError
-from engine.core.interfaces.backend import GrammarSpec, ToolChoice
+from engine.core.interfaces.backend import ToolChoice
 from engine.servers.http.errors import check_keys, describe, problem, short_text
 from engine.servers.http.limits import MAX_DEPTH, check_depth
 
@@ -212,8 +213,8 @@ _MODES = {"none": ToolChoice("none"), "auto": ToolChoice(), "required": ToolChoi
 def parse_tools(value: Any, where: str = "tools") -> tuple[dict[str, Any], ...]:
     """Parse a list of function tools, whose names must differ. null means no tools."""
     check_tool_list(value, where)
-    tools = tuple(_tool(item, f"{where}[{i}]") for i, item in enumerate(value or ()))
-    check_distinct(tools, where + "[{}].function.name")
+    tools = tuple(parse_tool(item, f"{where}[{i}]") for i, item in enumerate(value or ()))
+    check_distinct(enumerate(tools), where + "[{}].function.name")
     return tools
 
 
@@ -226,24 +227,16 @@ def check_tool_list(value: Any, where: str) -> None:
         raise problem(where, f"should have at most {MAX_TOOLS} tools, got {len(value)}")
 
 
-def check_distinct(tools: tuple[dict[str, Any], ...], place: str) -> None:
-    """Refuse tools with the same name. `place` is the path of the name's field for errors, with
-    `{}` for the tool's index.
+def check_distinct(tools: Iterable[tuple[int, dict[str, Any]]], place: str) -> None:
+    """Refuse tools with the same name. Each tool comes with its index in the client's list. `place`
+    is the path of the name's field for errors, with `{}` for this index.
     """
     seen: set[str] = set()
-    for position, tool in enumerate(tools):
+    for position, tool in tools:
         name = tool["function"]["name"]
         if name in seen:
             raise problem(place.format(position), f"{name} is there twice")
         seen.add(name)
-
-
-def check_format_and_choice(grammar: GrammarSpec | None, choice: ToolChoice) -> None:
-    if grammar is not None and choice.mode in ("required", "named"):
-        raise problem(
-            grammar.param,
-            "can't be followed by an answer that must be a tool call; send it without tool_choice",
-        )
 
 
 def parse_tool_choice(
@@ -274,7 +267,7 @@ def parse_tool_choice(
     )
 
 
-def _tool(item: Any, where: str) -> dict[str, Any]:
+def parse_tool(item: Any, where: str) -> dict[str, Any]:
     if not isinstance(item, dict):
         raise problem(where, f"should be an object, got {describe(item)}")
     kind = item.get("type")

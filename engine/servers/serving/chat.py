@@ -6,7 +6,7 @@ checks with the same messages.
 """
 
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from starlette.requests import Request
@@ -102,6 +102,7 @@ async def open_chat(
     """Submit a conversation to the backend and wait until the backend accepts it. Returns the
     `EventPump` that reads the answer's events. If `follow` is given, it wraps the stream of events.
     """
+    ask = _without_idle_grammar(services, request, ask)
     context = services.context(request, ask.card, sampling, params, completion_id, ask.grammar)
     chat = chat_request(services, request, ask, context)
     pump = await services.begin(ticket, params)
@@ -125,6 +126,17 @@ def check_tools(
     services.require(card, "tools", "tools", "can't call tools")
     if "tools" in card.emulated:
         services.warn(request, "tools", "emulated with a prompt, the model was not made for them")
+
+
+def _without_idle_grammar(services: Services, request: Request, ask: ChatAsk) -> ChatAsk:
+    """Drop the answer's grammar if the answer must be a tool call. Then only the tool's schema can
+    be followed.
+    """
+    if ask.grammar is None or ask.tool_choice.mode not in ("required", "named"):
+        return ask
+    what = "has no effect: tool_choice makes every answer a tool call"
+    services.warn(request, ask.grammar.param, what)
+    return replace(ask, grammar=None)
 
 
 def warn_of_cache_key(services: Services, request: Request, key: str | None) -> None:

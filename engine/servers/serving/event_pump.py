@@ -19,7 +19,7 @@ import msgspec
 from starlette.types import Receive
 
 from engine.backends.base import InferenceBackend, close_events, push_events
-from engine.core.errors import EngineError, RequestTimeoutError
+from engine.core.errors import EngineError, InvalidRequestError, RequestTimeoutError
 from engine.core.interfaces.backend import (
     ChatRequest,
     CompletionRequest,
@@ -63,6 +63,10 @@ class EventPump:
         self.first_token_at: float | None = None  # arrival of the first token, time.monotonic()
         self.usage = UsageEvent(prompt_tokens=0, completion_tokens=0, cached_tokens=0)
         self.failure: EngineError | None = None
+        # The number of tokens of each prompt. None until the backend tells it.
+        self._prompt_tokens: list[int | None] = [None] * num_sources
+        self._num_unchecked = 0  # submitted prompts that the backend has not checked yet
+        self._requests: Sequence[ChatRequest | CompletionRequest] = ()
         self._last_token_at = [0.0] * num_choices
         self._on_tokens = on_tokens
         self._pending: list[OutputEvent] = []
@@ -100,7 +104,12 @@ class EventPump:
         """Submit all requests to the backend and return their streams of events. Raises if the
         backend refuses one of them, or if the work was aborted meanwhile.
         """
-        openings = [asyncio.create_task(self._accepted(backend, each)) for each in requests]
+        self._requests = requests
+        self._num_unchecked = len(requests)
+        openings = [
+            asyncio.create_task(self._accepted(backend, self._listening(each, index)))
+            for index, each in enumerate(requests)
+        ]
         self._tasks += openings
         try:
             return list(await asyncio.gather(*openings))
@@ -117,6 +126,19 @@ class EventPump:
             self.fail(opaque)
             raise opaque from None
 
+    def _listening(
+        self, request: ChatRequest | CompletionRequest, index: int
+    ) -> ChatRequest | CompletionRequest:
+        """The request, with a callback that takes the length of its prompt."""
+
+        def checked(num_tokens: int | None) -> None:
+            self._prompt_tokens[index] = num_tokens
+            self._num_unchecked -= 1
+            self._wake()
+
+        context = msgspec.structs.replace(request.context, on_prompt=checked)
+        return msgspec.structs.replace(request, context=context)
+
     async def _accepted(
         self, backend: InferenceBackend, request: ChatRequest | CompletionRequest
     ) -> AsyncIterator[Event]:
@@ -130,15 +152,28 @@ class EventPump:
             pumping = self._pump(source, position * self._choices_per_source)
             self._tasks.append(asyncio.create_task(pumping))
 
-    async def accepted(self, patience_s: float) -> None:
-        """Wait up to `patience_s` seconds for the first event. Raises if the backend has refused
-        the request by then.
+    async def accepted(self, check_s: float, patience_s: float) -> None:
+        """Wait up to `check_s` seconds until the backend has checked the prompts, and then up to
+        `patience_s` seconds for the first event. Raises if the backend has refused the request by
+        then.
         """
+        timer = self._loop.call_later(check_s, self.nudge)
+        await self._wait(lambda: self._num_unchecked <= 0)
+        timer.cancel()
         timer = self._loop.call_later(patience_s, self.nudge)
         await self._wait()
         timer.cancel()
         if self.failure is not None and not self._pending:
             raise self.failure
+
+    async def prompt_lengths(self, backend: InferenceBackend) -> list[int]:
+        """The number of tokens of each prompt, for a stream that tells it before the answer. If the
+        backend did not tell the number, its tokenizer counts them. The number is 0 if it has none.
+        """
+        return [
+            await _count(backend, request) if told is None else told
+            for request, told in zip(self._requests, self._prompt_tokens, strict=True)
+        ]
 
     async def take(self) -> list[OutputEvent] | None:
         """Wait for events and return all that have arrived, in order. Returns an empty list at the
@@ -193,10 +228,12 @@ class EventPump:
     def _is_waiting(self) -> bool:
         return not self._pending and self.failure is None and self._open > 0
 
-    async def _wait(self) -> bool:
-        """Wait for events or the end of the stream. Returns False if `nudge` was called before."""
+    async def _wait(self, is_enough: Callable[[], bool] = lambda: False) -> bool:
+        """Wait for events, for the end of the stream, or until `is_enough` returns true. Returns
+        False if `nudge` was called before.
+        """
         self._nudged = False
-        while self._is_waiting:
+        while self._is_waiting and not is_enough():
             if self._nudged:
                 return False
             self._reader = self._loop.create_future()
@@ -251,6 +288,16 @@ class EventPump:
         while (await receive())["type"] != "http.disconnect":
             pass
         self.fail(ClientDisconnectedError("The client left before its answer was complete."))
+
+
+async def _count(backend: InferenceBackend, request: ChatRequest | CompletionRequest) -> int:
+    content = request if isinstance(request, ChatRequest) else request.prompt
+    if isinstance(content, tuple):
+        return len(content)
+    try:
+        return len(await backend.tokenize(content, model=request.context.model))
+    except InvalidRequestError:
+        return 0
 
 
 def add_usage(total: UsageEvent, part: UsageEvent) -> UsageEvent:

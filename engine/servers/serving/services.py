@@ -4,9 +4,9 @@ import functools
 import hashlib
 import re
 import secrets
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 import msgspec
 from starlette.requests import Request
@@ -14,18 +14,26 @@ from starlette.responses import Response
 
 from engine.backends.base import BackendHolder, InferenceBackend, Resolved
 from engine.core.config_schema import Settings
-from engine.core.errors import InvalidRequestError, NotFoundError, UnavailableError
+from engine.core.errors import (
+    InvalidRequestError,
+    NotFoundError,
+    PayloadTooLargeError,
+    UnavailableError,
+)
 from engine.core.interfaces.backend import (
     GenerationContext,
     GrammarSpec,
     ModelCard,
+    TokenizerInfo,
 )
 from engine.core.interfaces.request import SamplingParams
 from engine.core.key_file import NO_LIMITS
 from engine.core.observability.metrics import Metrics
+from engine.core.text.long_texts import after_other_long_texts
 from engine.servers.access.auth import KeyRing, is_acting, principal_of
 from engine.servers.access.quotas import Quotas
 from engine.servers.http import sse
+from engine.servers.http.errors import PromptTooLargeError
 from engine.servers.http.limits import read_parsed
 from engine.servers.http.request_log import record_of
 from engine.servers.schema.body import Body, SamplingBody, parse_body
@@ -35,7 +43,12 @@ from engine.servers.serving.watcher import EngineWatcher
 
 # Seconds after which clients should retry while the model loads or the engine restarts.
 NOT_READY_RETRY_S = 5.0
+# Prompts up to this size are searched on the event loop.
+INLINE_CHARACTERS = 8_192
+# No text of a prompt has more bytes per token than this, except for long runs of one character.
+MAX_BYTES_PER_TOKEN = 16
 _MAX_NAMED_MODELS = 20
+T = TypeVar("T")
 _DEFAULT_PARAMS = SamplingParams()
 SESSION_HEADER = "x-session-id"
 # Characters that are replaced in warnings. Warnings may quote a client's text and are sent in a
@@ -103,18 +116,42 @@ class Services:
             await ticket.close()
 
     async def read(self, request: Request, kind: type[Body]) -> Body:
+        return await self.read_as(request, functools.partial(parse_body, kind))
+
+    async def read_as(self, request: Request, parse: Callable[[dict[str, Any]], T]) -> T:
+        """Read the request body and return `parse(body)`."""
         max_bytes = self.settings.server.body_limit_mb * 2**20
-        return await read_parsed(request, max_bytes, functools.partial(parse_body, kind))
+        try:
+            return await read_parsed(request, max_bytes, parse)
+        except PayloadTooLargeError as error:
+            longest = max((card.max_model_len for card in self.backend.models()), default=0)
+            if not 0 < longest * MAX_BYTES_PER_TOKEN < max_bytes:
+                raise
+            raise PromptTooLargeError(
+                f"{error.message} This model's maximum context length is {longest} tokens."
+            ) from None
 
     def find_model(self, name: str | None) -> ModelCard:
         return self._resolve(name).card
 
     def choose_model(self, request: Request, name: str | None) -> ModelCard:
-        """The model that will answer. Warns the client if it is not the requested model."""
+        """The model that will answer. Warns the client if it is not the requested model. The name
+        may be left out if only one model is served.
+        """
+        if name is None:
+            self._check_one_model()
         resolved = self._resolve(name)
         if resolved.warning is not None:
             self.warn(request, "model", resolved.warning)
         return resolved.card
+
+    def _check_one_model(self) -> None:
+        served = {card.root or card.id: None for card in self.backend.models()}
+        if len(served) > 1:
+            known = ", ".join(list(served)[:_MAX_NAMED_MODELS])
+            raise InvalidRequestError(
+                f"model is needed, because several models are served: {known}.", param="model"
+            )
 
     def _resolve(self, name: str | None) -> Resolved:
         resolved = self.backend.resolve(name)
@@ -150,6 +187,26 @@ class Services:
                 param=param,
                 code="unsupported_parameter",
             )
+
+    async def parses_special(
+        self, request: Request, card: ModelCard, asked: bool | None, texts: Sequence[object]
+    ) -> bool:
+        """Whether names of control tokens in the prompts `texts` become these tokens. If not, and a
+        text has such a name, the client is warned. `asked` is the request's `parse_special`; the
+        key's setting is its default.
+        """
+        parses = principal_of(request).parse_special if asked is None else asked
+        if parses or asked is not None:
+            return parses
+        info = await self.backend.tokenizer_info(model=card.id)
+        if info is None:
+            return False
+        for text in texts:
+            if isinstance(text, str) and (found := await _control_token(text, info)) is not None:
+                what = f"{found} in the prompt is read as text; set it to true for a control token"
+                self.warn(request, "parse_special", what)
+                break
+        return False
 
     def context(
         self,
@@ -235,6 +292,23 @@ class Services:
         )
 
 
+async def _control_token(text: str, info: TokenizerInfo) -> str | None:
+    """The first name of a control token in `text`."""
+
+    def search() -> str | None:
+        found = _control_tokens(tuple(info.special_tokens)).search(text)
+        return None if found is None else found.group()
+
+    if len(text) <= INLINE_CHARACTERS:
+        return search()
+    return await after_other_long_texts(search)
+
+
+@functools.lru_cache(maxsize=16)
+def _control_tokens(names: tuple[str, ...]) -> re.Pattern[str]:
+    return re.compile("|".join(map(re.escape, names)) or r"(?!)")
+
+
 def _digest(principal: str, text: str) -> str:
     # A principal's name has no line break, so no two (principal, text) pairs collide.
     return hashlib.sha256(f"{principal}\n{text}".encode()).hexdigest()
@@ -253,11 +327,21 @@ def new_completion_id(prefix: str) -> str:
 
 
 async def answer_streaming(pump: EventPump, format: sse.StreamFormat) -> Response:
-    """Start a streaming response. If the backend refuses the request within `sse.ACCEPT_WAIT_S`,
-    this raises before any header is sent, so the client gets an HTTP error.
+    """Start a streaming response. If the backend refuses the prompt, or the request within
+    `sse.ACCEPT_WAIT_S`, this raises before any header is sent, so the client gets an HTTP error.
     """
-    await pump.accepted(sse.ACCEPT_WAIT_S)
+    await pump.accepted(sse.CHECK_WAIT_S, sse.ACCEPT_WAIT_S)
     return sse.EventStream(pump, format)
+
+
+async def answer_counted(
+    pump: EventPump,
+    backend: InferenceBackend,
+    make_format: Callable[[list[int]], sse.StreamFormat],
+) -> Response:
+    """Like `answer_streaming`, for a format that needs the number of tokens of each prompt."""
+    await pump.accepted(sse.CHECK_WAIT_S, sse.ACCEPT_WAIT_S)
+    return sse.EventStream(pump, make_format(await pump.prompt_lengths(backend)))
 
 
 def json_bytes(body: bytes) -> Response:

@@ -223,4 +223,12 @@ MUTATIONS = [
         "(slopes[::2], slopes[1::2])",
         f"{PART_TESTS}::test_alibi_slopes_of_six_heads_are_those_between_eight",
     ),
+    Mutation(
+        "native: a short context rotates by the factors for long texts",
+        "engine.backends.custom.frameworks.native.execution.build",
+        "rope, config.max_seq_len, None if factors",
+        "rope, model_config.max_position, None if factors",
+        "tests/parity/test_native_models.py"
+        "::test_a_short_context_rotates_by_the_factors_for_short_texts",
+    ),
 ]

@@ -44,8 +44,8 @@ MUTATIONS = [
     Mutation(
         "offsets count bytes",
         "engine.servers.openai.format",
-        "        offset += len(token.token)\n",
-        "        offset += len(token.token_bytes)\n",
+        "return len(token.token_bytes.translate(None, _CONTINUATIONS))",
+        "return len(token.token_bytes)",
         "tests/unit/test_openai_format.py::test_offsets_count_characters_of_each_choice_by_itself",
     ),
     Mutation(

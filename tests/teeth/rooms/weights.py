@@ -144,7 +144,7 @@ MUTATIONS = [
     ),
     Mutation(
         "weights: a mix gives the middle layers no more bits",
-        "engine.backends.custom.conversion.mixes",
+        "engine.backends.custom.conversion.gguf_writer",
         " or (layer - first) % 3 == 2",
         "",
         "tests/unit/test_convert.py::test_mixes_have_llama_cpps_types",
@@ -214,7 +214,7 @@ MUTATIONS = [
     ),
     Mutation(
         "weights: a converted matrix that makes logits gets four bits",
-        "engine.backends.custom.conversion.mixes",
+        "engine.backends.custom.conversion.gguf_writer",
         "chosen = _LOGITS_TYPE if is_logits and wanted in _FOUR_BITS else wanted",
         "chosen = wanted",
         f"{CONVERT_TESTS}::test_types_are_chosen_row_by_row",

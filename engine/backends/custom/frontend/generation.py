@@ -14,6 +14,8 @@ from collections import deque
 from collections.abc import AsyncGenerator, Iterator, Sequence
 from typing import Protocol
 
+from msgspec.structs import replace
+
 from engine.backends.base import EventFeed, EventSink
 from engine.backends.custom.frontend.prompts import Prepared
 from engine.backends.custom.frontend.text_model import TextModel
@@ -35,7 +37,7 @@ from engine.core.interfaces.request import (
     TokenLogprobs,
 )
 from engine.core.parsing.pieces import Piece, ReasoningPiece, TextPiece
-from engine.core.text.detokenizer import Detokenizer
+from engine.core.text.tokenizer import Detokenizer
 
 # If more deltas than this wait for a slow caller, they are merged, so that the caller can catch up.
 MAX_BACKLOG = 8
@@ -349,17 +351,24 @@ class Generation(EventFeed):
         if echo.scores is None:
             return None
         first, *others = self.request.prompt
-        return (
-            TokenText(*self._literal(first), math.nan),
+        tokens = [
+            TokenText(
+                *self._literal(first), math.nan, token_id=first, in_text=self._is_shown(first)
+            ),
             *self._logprobs(others, echo.scores),
-        )
+        ]
+        return tuple(_as_in(echo.text, tokens))
 
     def _token_text(self, token_id: int, logprobs: TokenLogprobs) -> TokenText:
         text, raw = self._literal(token_id)
-        top = zip(logprobs.top_ids, logprobs.top_logprobs, strict=True)
+        ranked = zip(logprobs.top_ids, logprobs.top_logprobs, strict=True)
+        top = tuple(TopLogprob(*self._literal(i), logprob, i) for i, logprob in ranked)
         return TokenText(
-            text, raw, logprobs.logprob, tuple(TopLogprob(*self._literal(i), lp) for i, lp in top)
+            text, raw, logprobs.logprob, top, token_id, in_text=self._is_shown(token_id)
         )
+
+    def _is_shown(self, token_id: int) -> bool:
+        return not self._text.tokenizer.is_special(token_id) or token_id in self._prepared.shown
 
     def _literal(self, token_id: int) -> tuple[str, bytes]:
         raw = self._text.tokenizer.token_literal(token_id)
@@ -376,6 +385,20 @@ class Generation(EventFeed):
             decode_s=now - self._first_token_at if self._first_token_at is not None else 0.0,
             reasoning_tokens=self._num_reasoning,
         )
+
+
+def _as_in(text: str, tokens: Sequence[TokenText]) -> Iterator[TokenText]:
+    """The tokens of an echoed prompt, with `in_text` as in its text. Control tokens are part of the
+    text if their names are there, which is not so for a BOS that was added. The first token loses a
+    leading space that the text does not have.
+    """
+    whole, end = text.encode(), 0
+    for token in tokens:
+        if end == 0 and token.token.startswith(" ") and not text.startswith(" "):
+            token = replace(token, token=token.token[1:], token_bytes=token.token_bytes[1:])
+        is_there = token.in_text or whole.startswith(token.token_bytes, end)
+        end += len(token.token_bytes) if is_there else 0
+        yield replace(token, in_text=is_there)
 
 
 def _merged(first: TokenDelta, second: TokenDelta) -> TokenDelta:

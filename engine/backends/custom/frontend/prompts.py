@@ -14,7 +14,7 @@ from engine.core.errors import InvalidRequestError
 from engine.core.grammar.spec import grammar_text
 from engine.core.interfaces.backend import ChatRequest, CompletionRequest, GenerationContext
 from engine.core.interfaces.request import SamplingParams
-from engine.core.parsing.output import OutputParser
+from engine.core.parsing.parser import OutputParser
 from engine.core.text.tokenizer import RenderedPrompt
 
 # The last tokens of the prompt, this many, are detokenized to see whether the prompt ends inside a
@@ -59,7 +59,7 @@ def prepare_chat(text: TextModel, request: ChatRequest) -> Prepared:
     choice, spec = request.tool_choice, request.context.grammar
     tools = () if choice.mode == "none" else request.tools
     token_ids = encode_chat(text, request)
-    output = text.chat_for(bool(tools)).output
+    output = (text.tool_chat if tools else text.chat).output
     tail = text.tokenizer.decode(token_ids[-TAIL_TOKENS:], skip_special=False)
     opened = output.opens_reasoning(tail)
     answer = None if spec is None else grammar_text(spec)
@@ -84,7 +84,7 @@ def prepare_chat(text: TextModel, request: ChatRequest) -> Prepared:
 def encode_chat(text: TextModel, request: ChatRequest) -> tuple[int, ...]:
     """The token ids of a conversation, rendered by the model's chat template."""
     tools = () if request.tool_choice.mode == "none" else request.tools
-    chat = text.chat_for(bool(tools))
+    chat = text.tool_chat if tools else text.chat
     messages, template_tools = chat.output.prepare(request.messages, tools)
     rendered = chat.template.render(
         messages,
@@ -131,10 +131,10 @@ def prepare_completion(text: TextModel, request: CompletionRequest) -> Prepared:
     if request.suffix is not None:
         token_ids = _infilled(text, request)
     else:
-        token_ids = text.encode_prompt(prompt)
+        token_ids = text.encode_prompt(prompt, request.add_special_tokens, request.parse_special)
     echo = None
     if request.echo:
-        echo = prompt if isinstance(prompt, str) else text.tokenizer.decode(prompt)
+        echo = prompt if isinstance(prompt, str) else _echoed(text, prompt)
     grammar = None if spec is None else grammar_text(spec)
     return Prepared(
         token_ids,
@@ -145,6 +145,13 @@ def prepare_completion(text: TextModel, request: CompletionRequest) -> Prepared:
         continuation=True,
         echo=echo,
     )
+
+
+def _echoed(text: TextModel, token_ids: tuple[int, ...]) -> str:
+    """The text of a prompt that was sent as token ids. It has the names of control tokens, because
+    the prompt's logprobs have them too.
+    """
+    return text.tokenizer.decode(token_ids, skip_special=False)
 
 
 def _infilled(text: TextModel, request: CompletionRequest) -> tuple[int, ...]:
@@ -171,7 +178,7 @@ def truncated(
     if len(prepared.token_ids) <= limit:
         return prepared
     kept = prepared.token_ids[-limit:]
-    echo = None if prepared.echo is None else text.tokenizer.decode(kept)
+    echo = None if prepared.echo is None else _echoed(text, kept)
     return replace(prepared, token_ids=kept, echo=echo)
 
 

@@ -9,6 +9,7 @@ import msgspec
 
 from engine.backends.custom.frontend.text_cache import TextCache, TextFacts, key_of
 from engine.core.errors import ModelFormatError
+from engine.core.interfaces.backend import TokenizerInfo
 from engine.core.parsing.output import OutputFormat
 from engine.core.text.chat_template import ChatTemplate
 from engine.core.text.tokenizer import Tokenizer
@@ -104,15 +105,11 @@ class TextModel:
 
     config: ModelShape
     tokenizer: Tokenizer
-    chat: "ChatFormat"
+    chat: ChatFormat
+    tool_chat: ChatFormat  # for requests with tools; most models have one format for both
     quantization: str | None
     size_bytes: int
     infill: Infill | None = None
-    tool_chat: "ChatFormat | None" = None  # the format of requests with tools, if it differs
-
-    def chat_for(self, has_tools: bool) -> "ChatFormat":
-        """The template and output format for a conversation with or without tools."""
-        return self.tool_chat if has_tools and self.tool_chat is not None else self.chat
 
     @property
     def can_chat(self) -> bool:
@@ -142,19 +139,39 @@ class TextModel:
         """
         if self.config.encoder is not None:
             return ()
-        needs_prompt = self.can_chat and not self.chat_for(True).output.tools.native
+        needs_prompt = self.can_chat and not self.tool_chat.output.tools.native
         return ("embeddings", "tools") if needs_prompt else ("embeddings",)
 
     @property
     def template_options(self) -> tuple[str, ...]:
         """Options that a chat template of the model reads."""
-        options = {*self.chat.template.options, *self.chat_for(True).template.options}
+        options = {*self.chat.template.options, *self.tool_chat.template.options}
         return tuple(sorted(options))
 
-    def encode_prompt(self, prompt: str | tuple[int, ...]) -> tuple[int, ...]:
+    @cached_property
+    def tokenizer_info(self) -> TokenizerInfo:
+        tokenizer = self.tokenizer
+        return TokenizerInfo(
+            vocab_size=self.config.vocab_size,
+            bos_token=tokenizer.bos or None,
+            bos_token_id=tokenizer.bos_id,
+            eos_token=tokenizer.eos or None,
+            eos_token_id=tokenizer.eos_id,
+            chat_template=tokenizer.chat_template,
+            special_tokens=dict(tokenizer.specials.ids),
+        )
+
+    def encode_prompt(
+        self,
+        prompt: str | tuple[int, ...],
+        add_special_tokens: bool = True,
+        parse_special: bool = False,
+    ) -> tuple[int, ...]:
         if not isinstance(prompt, str):
             return prompt
-        return tuple(self.tokenizer.encode_prompt(prompt))
+        if not add_special_tokens:
+            return tuple(self.tokenizer.encode(prompt, parse_special))
+        return tuple(self.tokenizer.encode_prompt(prompt, parse_special=parse_special))
 
     def cut_prompt(self, prompt: tuple[int, ...], max_tokens: int) -> tuple[int, ...]:
         """Truncate a prompt to `max_tokens`. For an encoder, the first tokens and the end marker
@@ -234,7 +251,7 @@ def text_model(
     """
     text = _assembled(config, tokenizer, quantization, size_bytes)
     text.chat.template.check()
-    if text.tool_chat is not None:
+    if text.tool_chat is not text.chat:
         text.tool_chat.template.check()
     return text
 
@@ -243,16 +260,15 @@ def _assembled(
     config: ModelShape, tokenizer: Tokenizer, quantization: str | None, size_bytes: int
 ) -> TextModel:
     _check_vocabulary(config, tokenizer)
+    chat, tool_template = ChatFormat.of(tokenizer.chat_template, tokenizer), tokenizer.tool_template
     return TextModel(
         config=config,
         tokenizer=tokenizer,
-        chat=ChatFormat.of(tokenizer.chat_template, tokenizer),
+        chat=chat,
+        tool_chat=chat if tool_template is None else ChatFormat.of(tool_template, tokenizer),
         quantization=quantization,
         size_bytes=size_bytes,
         infill=find_infill(tokenizer),
-        tool_chat=None
-        if tokenizer.tool_template is None
-        else ChatFormat.of(tokenizer.tool_template, tokenizer),
     )
 
 

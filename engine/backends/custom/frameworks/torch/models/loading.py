@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from engine.backends.custom.architectures.base import ModelConfig
 from engine.backends.custom.frameworks.parameters import ROPE_FACTORS, Weight, check_decoder
-from engine.backends.custom.frameworks.torch.layers.experts import ExpertLinear
+from engine.backends.custom.frameworks.torch.layers.experts import ExpertLinear, GroupedExpertLinear
 from engine.backends.custom.frameworks.torch.layers.linear import Linear
 from engine.backends.custom.frameworks.torch.layers.quantized_linear import (
     GroupedLinear,
@@ -37,6 +37,8 @@ from engine.backends.custom.frameworks.torch.models.quantized_loading import (
 from engine.backends.custom.weights.random import RandomWeight
 from engine.backends.custom.weights.weight import Weight as StoredWeight
 from engine.core.errors import ModelFormatError
+
+_WITH_PARTS = (Linear, GroupedLinear, ExpertLinear, GroupedExpertLinear)
 
 
 def build_model(
@@ -178,11 +180,11 @@ def _places(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
 def _parts(
     path: str, kind: str, module: nn.Module, parameter: Tensor
 ) -> Iterator[tuple[str, Tensor]]:
-    if not isinstance(module, Linear | GroupedLinear | ExpertLinear) or not module.parts:
+    if not isinstance(module, _WITH_PARTS) or not module.parts:
         yield f"{path}.{kind}", parameter
         return
     start, parent = 0, path.rpartition(".")[0]
-    axis = 1 if isinstance(module, ExpertLinear) else 0
+    axis = 1 if isinstance(module, ExpertLinear | GroupedExpertLinear) else 0
     for part, size in module.parts:
         yield f"{parent}.{part}.{kind}", parameter.detach().narrow(axis, start, size)
         start += size
