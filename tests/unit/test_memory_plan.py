@@ -187,6 +187,16 @@ def test_a_pool_for_one_context_keeps_fewer_windows():
     assert window_blocks < apart.num_window_blocks < 64 * 2 * min_window_blocks(512, 16, 1)
 
 
+def test_the_usual_pool_has_a_context_and_some_windows():
+    config = windowed()
+    options, device = replace_options(max_slots=64), DeviceInfo("cpu", "float32", 10**11)
+    needs = with_windows(dense_needs(config, device), config, max_step_tokens=512)
+    plan = plan_memory(config.max_position, options, device, replace(needs, usual_pool_bytes=1))
+    assert plan.max_seq_len == 32_768 and plan.max_slots == 64
+    assert 8 * 2 * 512 < plan.num_window_blocks * 16 < 12 * 2 * 512
+    assert plan.pool_bytes < 32_768 * config.kv_bytes_per_token(4) // 2
+
+
 def test_layers_that_all_have_windows_serve_any_length():
     together, apart = plans(windowed(full_every=0), pool_bytes=64 * MIB, max_slots=4)
     assert apart.pool_bytes <= 64 * MIB and apart.num_window_blocks > 64
