@@ -184,7 +184,8 @@ class _Pools:
         """
         window = self.needs.window
         assert window is not None
-        longest = min_window_blocks(window, self.block_size, self.needs.max_step_tokens)
+        max_row = min(self.needs.max_step_tokens, self.max_seq_len)
+        longest = min_window_blocks(window, self.block_size, max_row)
         each = min_window_blocks(window, self.block_size, 1)
         return longest + (2 * num_sequences - 1) * each + 1
 
