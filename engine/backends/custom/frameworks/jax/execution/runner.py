@@ -211,7 +211,7 @@ def cache_shapes(model: ModelConfig, config: RunnerConfig) -> list[tuple[int, in
     """The shape of each layer's KV cache. Layers with a sliding window may have fewer blocks."""
     num_blocks = config.num_blocks, config.num_window_blocks
     return [
-        (num_blocks[cache] * config.block_size, 2, model.num_kv_heads, model.head_dim)
+        (num_blocks[cache] * config.block_size, model.kv_parts, model.num_kv_heads, model.head_dim)
         for cache, _ in model.cache_places(config.num_window_blocks > 0)
     ]
 
@@ -227,8 +227,8 @@ def forward(
 ) -> tuple[list[Array], Array, Array]:
     """The forward pass of a step. `leaves` are the model's parameters as a flat list. `last_token`
     (max_slots,) has the last sampled token of each slot. `caches` are the KV caches of the layers.
-    Each has the shape (slots, 2, K, H), with key before value. They are donated and written in
-    place.
+    Each has the shape (slots, 2, K, H), with key before value, or (slots, 1, 1, H) in latent
+    attention. They are donated and written in place.
 
     Returns the caches, the residual stream (T, D) of the tokens in `logit_rows`, and for each token
     whether its residual stream is finite after the last layer.
@@ -245,7 +245,7 @@ def forward(
     def attend(
         scoring: Scoring, per_head: PerHead, q: Array, k: Array, v: Array, cache: Array
     ) -> tuple[Array, Array]:
-        shape = AttentionShape(bucket.tile, block_size, scoring)
+        shape = AttentionShape(bucket.tile, block_size, scoring, v.shape[-1])
         write = partial(write_and_attend, attention, shape)
         if mesh is not None:
             heads, pages = P(None, AXIS), CACHE_SPEC
@@ -275,7 +275,8 @@ def write_and_attend(
     """Writes the keys and values of one layer to the cache, then computes attention. If the model
     is sharded over several devices, each device computes only its own heads.
     """
-    cache = cache.at[write_slots].set(jnp.stack((k, v), axis=1), mode="promise_in_bounds")
+    token = k[:, None] if cache.shape[1] == 1 else jnp.stack((k, v), axis=1)
+    cache = cache.at[write_slots].set(token, mode="promise_in_bounds")
     return attention(q, cache, work, shape, per_head), cache
 
 
