@@ -23,6 +23,13 @@ MUTATIONS = [
         f"{CONFORMANCE}::TestJAXWindows::test_requests_together_are_requests_alone",
     ),
     Mutation(
+        "frameworks: JAX lets NaN of freed blocks into a result",
+        "engine.backends.custom.frameworks.jax.kernels.attention_xla",
+        "            is_own &= key_positions > lowest[:, None] - window\n",
+        "            pass\n",
+        "tests/parity/test_jax_paged.py::test_kernels_equal_plain_attention",
+    ),
+    Mutation(
         "frameworks: NaN in windowed blocks stays for the next sequence",
         "engine.backends.custom.frameworks.torch.execution.cache",
         "zip(self.caches, slots, strict=True)\n",
