@@ -249,10 +249,18 @@ MUTATIONS = [
         f"{ENCODER_TESTS}::test_late_and_aborted_requests_are_not_computed",
     ),
     Mutation(
+        "runtime: windows are planned for a single row at a time",
+        "engine.backends.custom.worker.memory",
+        "        return longest + (2 * num_sequences - 1) * each + 1\n",
+        "        return longest + 1\n",
+        "tests/unit/test_memory_plan.py"
+        "::test_the_same_memory_holds_more_tokens_if_windows_free_their_blocks",
+    ),
+    Mutation(
         "runtime: the null block is not paid for",
         "engine.backends.custom.worker.memory",
-        "num_blocks = num_sequences * self._blocks(self.max_seq_len) + 1\n",
-        "num_blocks = num_sequences * self._blocks(self.max_seq_len)\n",
+        "        num_blocks = num_contexts * self._blocks(self.max_seq_len) + 1\n",
+        "        num_blocks = num_contexts * self._blocks(self.max_seq_len)\n",
         "tests/unit/test_memory_plan.py::test_whatever_is_planned_fits_and_serves_its_context",
     ),
     Mutation(
