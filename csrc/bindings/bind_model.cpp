@@ -15,6 +15,7 @@ namespace {
 using Ints = Array<const int32_t, 1>;
 using Longs = Array<const int64_t, 1>;
 using Tables = Array<const int32_t, 2>;
+using Embeds = Array<const float, 2>;
 
 // A model whose weights are Python arrays. The object holds references to these arrays.
 class BoundModel {
@@ -303,7 +304,12 @@ void bind_expert_ops(nb::class_<BoundModel>& model) {
 StepArrays step_arrays(Ints token_ids, Ints positions, Longs write_slots, Ints query_start, Ints num_prompt,
                        Tables tables, Ints logit_rows, Ints prefix_groups, Ints prefix_blocks,
                        const std::optional<Longs>& window_slots, const std::optional<Tables>& window_tables,
-                       const std::optional<Ints>& visible_end, const std::optional<Ints>& token_types) {
+                       const std::optional<Ints>& visible_end, const std::optional<Ints>& token_types,
+                       const std::optional<Embeds>& embeds, const std::optional<Ints>& embed_rows,
+                       int width) {
+    if (embeds.has_value() != embed_rows.has_value() ||
+        (embeds && (embeds->shape(0) != embed_rows->shape(0) || embeds->shape(1) != size_t(width))))
+        throw nb::value_error("embeddings of a step that disagree in size");
     size_t tokens = token_ids.shape(0), rows = num_prompt.shape(0);
     if (positions.shape(0) != tokens || write_slots.shape(0) != tokens || query_start.shape(0) != rows + 1 ||
         tables.shape(0) != rows || prefix_groups.shape(0) != rows ||
@@ -328,7 +334,10 @@ StepArrays step_arrays(Ints token_ids, Ints positions, Longs write_slots, Ints q
                       window_slots ? window_slots->data() : nullptr,
                       window_tables ? window_tables->data() : nullptr,
                       visible_end ? visible_end->data() : nullptr,
-                      token_types ? token_types->data() : nullptr};
+                      token_types ? token_types->data() : nullptr,
+                      embeds ? int(embeds->shape(0)) : 0,
+                      embeds ? embeds->data() : nullptr,
+                      embed_rows ? embed_rows->data() : nullptr};
 }
 
 void bind_halves(nb::class_<BoundModel>& model) {
@@ -337,10 +346,12 @@ void bind_halves(nb::class_<BoundModel>& model) {
         [](BoundModel& self, Ints token_ids, Ints positions, Longs write_slots, Ints query_start,
            Ints num_prompt, Tables tables, Ints logit_rows, Ints prefix_groups, Ints prefix_blocks,
            Array<uint8_t, 1> finite, std::optional<Longs> window_slots, std::optional<Tables> window_tables,
-           std::optional<Ints> visible_end, std::optional<Ints> token_types) {
+           std::optional<Ints> visible_end, std::optional<Ints> token_types, std::optional<Embeds> embeds,
+           std::optional<Ints> embed_rows) {
+            int width = self.model.executor.program(1).ops[0].matrix->columns;
             StepArrays step = step_arrays(token_ids, positions, write_slots, query_start, num_prompt, tables,
                                           logit_rows, prefix_groups, prefix_blocks, window_slots,
-                                          window_tables, visible_end, token_types);
+                                          window_tables, visible_end, token_types, embeds, embed_rows, width);
             if (finite.shape(0) != num_prompt.shape(0))
                 throw nb::value_error("finite: another number of rows");
             uint8_t* flags = finite.data();
@@ -351,7 +362,8 @@ void bind_halves(nb::class_<BoundModel>& model) {
         nb::arg("num_prompt"), nb::arg("block_tables"), nb::arg("logit_rows"), nb::arg("prefix_groups"),
         nb::arg("prefix_blocks"), nb::arg("finite"), nb::arg("window_slots") = nb::none(),
         nb::arg("window_tables") = nb::none(), nb::arg("visible_end") = nb::none(),
-        nb::arg("token_types") = nb::none());
+        nb::arg("token_types") = nb::none(), nb::arg("embeds") = nb::none(),
+        nb::arg("embed_rows") = nb::none());
     model.def("set_sampler", [](BoundModel& self, int vocab, int max_slots, int max_seq_len) {
         self.model.set_sampler(vocab, max_slots, max_seq_len);
     });

@@ -6,7 +6,7 @@ and compared with the original config. If they differ, the format cannot express
 error is raised. So no file is written that would load as a different model.
 """
 
-from dataclasses import fields
+from dataclasses import fields, replace
 from operator import attrgetter
 from typing import Any
 
@@ -36,6 +36,14 @@ KNOWN_LLAMA3_RULES = (
     {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original": 8192},
     {"factor": 32.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original": 8192},
 )
+
+
+def text_only(config: ModelConfig) -> ModelConfig:
+    """The config of the text model of a model that reads images."""
+    if config.vision is None:
+        return config
+    rope = config.rope if config.rope is None else replace(config.rope, sections=())
+    return replace(config, vision=None, rope=rope)
 
 
 def hf_config(config: ModelConfig, dtype: str) -> dict[str, Any]:

@@ -21,7 +21,7 @@ from engine.backends.custom.frameworks.entry import framework_entry
 from engine.backends.custom.ipc.engine_process import STACKS_SIGNAL
 from engine.backends.custom.ipc.heartbeat import Heartbeat, Pulse, Watchdog
 from engine.backends.custom.ipc.transport import ConnectionClosedError, SocketChannel
-from engine.backends.custom.options import IMAGE_FRAMEWORKS, EngineOptions
+from engine.backends.custom.options import IMAGE_ENCODERS, EngineOptions
 from engine.backends.custom.runtime.batch import warm_up
 from engine.backends.custom.runtime.block_pool import BlockPool
 from engine.backends.custom.runtime.budget import TARGET_STEP_S, StepBudget
@@ -93,7 +93,7 @@ def load_images(
     framework can't run it; then the model reads only text.
     """
     vision = source.config.vision
-    if vision is None or options.framework not in IMAGE_FRAMEWORKS:
+    if vision is None or vision.kind not in IMAGE_ENCODERS.get(options.framework, ()):
         return None
     encoder = framework_entry(options.framework).build_image_encoder(source, loaded[1])
     return ImageStore(encoder, two_way_tokens=vision.two_way_tokens, grid_unit=vision.grid_unit)

@@ -30,6 +30,7 @@ from engine.backends.custom.runtime.model_runner import (
     MAX_SCORED,
     PROMPT_TOKENS,
     DeviceInfo,
+    ImageEncoder,
     ModelRunner,
     Profiler,
     RunnerConfig,
@@ -257,6 +258,14 @@ def build_encoder(source: ModelSource, options: EngineOptions, device: DeviceInf
     for plan in plans:
         add_program(model.native, plan, model.weights)
     return NativeEncoder(model.native, config, STEP_TOKENS, TILE_TOKENS)
+
+
+def build_image_encoder(source: ModelSource, config: RunnerConfig) -> ImageEncoder:
+    """Loads the weights of the image encoder of a model that reads images."""
+    from engine.backends.custom.frameworks.native.execution.vision import NativeImageEncoder
+
+    assert source.config.vision is not None, source.path
+    return NativeImageEncoder(source.config.vision, source.vision_weights)
 
 
 def _add_slopes(model: Any, config: ModelConfig) -> int:

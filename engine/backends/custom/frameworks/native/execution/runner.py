@@ -68,6 +68,9 @@ class NativeRunner:
             finite,
             inputs.window_slots,
             inputs.window_tables,
+            visible_end=inputs.visible_end,
+            embeds=inputs.embeds,
+            embed_rows=inputs.embed_rows,
         )
         return StepHandle(finite.view(np.bool_), len(inputs.logit_rows))
 
