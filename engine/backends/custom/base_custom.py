@@ -214,6 +214,7 @@ class CustomBackend(InferenceBackend):
             template_options=text.template_options,
             trained_context=text.config.max_position,
             num_dimensions=None if text.reranks else text.config.hidden_size,
+            prompt_names=tuple(sorted(name for name in text.prompts if name is not None)),
         )
 
     def _reads_images(self, text: TextModel) -> bool:
@@ -261,13 +262,20 @@ class CustomBackend(InferenceBackend):
 
     async def embed(self, request: EmbedRequest) -> Embeddings:
         from engine.backends.custom.frontend.embedding import (
-            vectors_of,  # imports numpy, which nothing else here needs
+            scores_along,  # imports numpy, which nothing else here needs
+            vectors_of,
         )
 
         text, ready = self._loaded()
         limit = request.truncate_prompt_tokens
         most = ready.max_seq_len if limit is not None and limit < 0 else limit
-        encoded = [await self._encode_input(text, each, most) for each in request.inputs]
+        names = request.prompt_names or (None,) * len(request.inputs)
+        encoded = [
+            await self._encode(text.encode_pair, each.first, each.second, most)
+            if isinstance(each, TextPair)
+            else await self._encode(text.encode_input, each, name, most)
+            for each, name in zip(request.inputs, names, strict=True)
+        ]
         for index, (prompt, _) in enumerate(encoded):
             name = "input" if len(encoded) == 1 else f"input[{index}]"
             check_input(len(prompt), ready.max_seq_len, name)
@@ -292,18 +300,9 @@ class CustomBackend(InferenceBackend):
         size = 1 if text.reranks else text.config.hidden_size
         max_queued = self._options.max_queued
         vectors = await vectors_of(self._link, requests, max_queued, size, text.reranks)
+        if text.ranker is not None:
+            vectors = scores_along(vectors, text.ranker.direction)
         return Embeddings(vectors, sum(len(prompt) for prompt, _ in encoded))
-
-    async def _encode_input(
-        self, text: TextModel, asked: str | tuple[int, ...] | TextPair, most: int | None
-    ) -> tuple[tuple[int, ...], int]:
-        """The tokens of an embedding input, cut to `most` tokens, and the index of the first token
-        with token type 1.
-        """
-        if isinstance(asked, TextPair):
-            return await self._encode(text.encode_pair, asked.first, asked.second, most)
-        prompt = await self._encode(text.encode_prompt, asked)
-        return (prompt if most is None else text.cut_prompt(prompt, most)), 0
 
     async def tokenize(
         self,

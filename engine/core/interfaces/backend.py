@@ -199,6 +199,9 @@ class EmbedRequest(msgspec.Struct, frozen=True, kw_only=True):
     request_id: str
     model: str = ""  # see `GenerationContext`
     inputs: tuple[str | tuple[int, ...] | TextPair, ...]
+    # For each input, the name of the model's prompt to put before it, or None for the default.
+    # Empty: the default for all.
+    prompt_names: tuple[str | None, ...] = ()
     priority: int = 0
     salt: str = ""
     tenant: str = ""  # owner of the request, for fair sharing
@@ -239,6 +242,7 @@ class ModelCard(msgspec.Struct, frozen=True, kw_only=True):
     # Context length of the training, in tokens; may exceed `max_model_len`.
     trained_context: int | None = None
     num_dimensions: int | None = None  # length of the model's embedding vectors
+    prompt_names: tuple[str, ...] = ()  # names of the prompts that embedding inputs may have
     root: str | None = None  # id of the model that this card is an alias of
 
 

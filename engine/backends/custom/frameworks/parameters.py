@@ -30,7 +30,7 @@ IMPLEMENTED = {
             *("bos_id", "eos_ids", "embedding_multiplier", "residual_multiplier"),
             # The image encoder is no part of the decoder. Requests with images are refused if the
             # framework has none.
-            *("attention_multiplier", "logits_scaling", "vision"),
+            *("attention_multiplier", "logits_scaling", "latent", "vision"),
         )
     ),
     LayerConfig: frozenset(("window", "rope", "experts")),

@@ -5,6 +5,7 @@ A size that a file states is checked against the file's tensors before memory of
 allocated. Settings that refer to code in the model directory, such as `auto_map`, are ignored.
 """
 
+import logging
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -34,7 +35,13 @@ from engine.backends.custom.weights.files import (
 )
 from engine.backends.custom.weights.gguf import GgufCheckpoint, open_gguf, part_names
 from engine.backends.custom.weights.lazy_tensor import Checkpoint, LazyTensor
-from engine.backends.custom.weights.pooling import with_pooling
+from engine.backends.custom.weights.pooling import (
+    DecoderTask,
+    Prompts,
+    decoder_task,
+    read_prompts,
+    with_pooling,
+)
 from engine.backends.custom.weights.quants import TRAITS, dequantize, traits_of
 from engine.backends.custom.weights.safetensors import (
     INDEX_NAME,
@@ -52,6 +59,8 @@ from engine.core.registry.model_registry import (
     find_hf,
 )
 from engine.core.store.checkpoint_files import is_mmproj
+
+log = logging.getLogger(__name__)
 
 CONFIG_NAME = "config.json"
 GENERATION_CONFIG_NAME = "generation_config.json"
@@ -91,6 +100,17 @@ class ModelSource:
     @property
     def size_bytes(self) -> int:
         return sum(tensor.nbytes for tensor in self.checkpoint.tensors.values())
+
+    @property
+    def prompts(self) -> Prompts:
+        """The texts to put before embedding inputs. GGUF files have none."""
+        return read_prompts(self.path) if self.path.is_dir() else Prompts()
+
+    @property
+    def task(self) -> DecoderTask | None:
+        """What a decoder was trained for, if not for generating text. GGUF files do not say it."""
+        is_decoder = self.config.encoder is None and self.path.is_dir()
+        return decoder_task(self.path, self.config) if is_decoder else None
 
     def close(self) -> None:
         self.checkpoint.close()
@@ -290,6 +310,8 @@ def _resolve(
     specs = family.tensors(replace(config, tie_embeddings=False))
     known = {tensor.name for spec in specs for tensor in _find(spec, checkpoint)}
     ignored = _predictors(checkpoint)
+    if ignored:
+        log.warning("%s: layers that predict further tokens are not used", where)
     extra = [
         name
         for name in checkpoint.tensors
@@ -315,7 +337,8 @@ def _found(where: str, specs: Iterable[TensorSpec], checkpoint: Checkpoint) -> d
             if not spec.optional:
                 missing.append(spec.name)
             continue
-        transform = spec.gguf_transform if checkpoint.format == "gguf" else spec.hf_transform
+        is_gguf = checkpoint.format == "gguf" and tensors[0].name != spec.older_gguf
+        transform = spec.gguf_transform if is_gguf else spec.hf_transform
         if checkpoint.format == "safetensors" and tensors[0].is_gathered:
             # Quantized matrices have their rows in order, also if floats are stored transposed.
             transform = replace(transform, transposed=False)
@@ -361,6 +384,8 @@ def _find(spec: TensorSpec, checkpoint: Checkpoint) -> tuple[LazyTensor, ...]:
     """
     stored = checkpoint.tensors
     name = spec.gguf if checkpoint.format == "gguf" else spec.hf
+    if checkpoint.format == "gguf" and name not in stored and spec.older_gguf in stored:
+        name = spec.older_gguf
     if name is None:
         return ()
     names = [name]

@@ -19,7 +19,7 @@ from engine.backends.custom.frameworks.torch.kernels.attention import (
 from engine.backends.custom.frameworks.torch.kernels.attention_heads import AttentionHeads
 from engine.backends.custom.frameworks.torch.kernels.attention_reference import ReferenceAttention
 from engine.backends.custom.frameworks.torch.kernels.attention_sdpa import SdpaAttention
-from engine.backends.custom.frameworks.torch.layers.attention import Attention, ImageRows
+from engine.backends.custom.frameworks.torch.layers.attention import AnyAttention, ImageRows
 from engine.backends.custom.frameworks.torch.layers.rotary import Rotation
 from engine.backends.custom.frameworks.torch.models.base import Decoder
 from engine.backends.custom.runtime.model_runner import BatchInputs, RunnerConfig, RunnerSpec
@@ -36,7 +36,7 @@ class PagedStep:
     cache: CacheGroups
     images: ImageRows | None
 
-    def attend(self, attention: Attention, qkv: Tensor) -> Tensor:
+    def attend(self, attention: AnyAttention, qkv: Tensor) -> Tensor:
         layer = attention.layer
         q, k, v = attention.heads(qkv, self.rotations[layer])
         self.cache.write(layer, self.slots, k, v)
