@@ -22,7 +22,7 @@ from engine.backends.custom.architectures.base import (
 from engine.backends.custom.architectures.foreign import has_images
 from engine.backends.custom.architectures.rope import with_factors, with_long_factors
 from engine.backends.custom.architectures.vision import VisionConfig
-from engine.backends.custom.architectures.vision_files import (
+from engine.backends.custom.architectures.vision.files import (
     UNUSED_PREFIX,
     vision_from_hf,
     vision_tensors,

@@ -12,7 +12,7 @@ import numpy as np
 
 from engine.backends.custom.architectures.base import ModelConfig, Reader
 from engine.backends.custom.architectures.vision import VisionConfig
-from engine.backends.custom.architectures.vision_files import (
+from engine.backends.custom.architectures.vision.files import (
     MMPROJ_FAMILIES,
     PREFIXES,
     vision_from_mmproj,

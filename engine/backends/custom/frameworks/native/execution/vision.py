@@ -39,7 +39,7 @@ class NativeImageEncoder:
         """The embeddings of the patches, row by row."""
         processing, patch = self._config.processing, self._config.patch_size
         mean, std = np.array(processing.mean, np.float32), np.array(processing.std, np.float32)
-        scaled = (pixels * np.float32(processing.rescale) - mean) / std  # (height, width, 3)
+        scaled: F32 = (pixels.astype(np.float32) * np.float32(processing.rescale) - mean) / std
         side = self._config.image_size // patch
         kept = scaled[: side * patch, : side * patch]
         squares = kept.reshape(side, patch, side, patch, 3).transpose(0, 2, 4, 1, 3)

@@ -167,7 +167,9 @@ def vision_from_mmproj(
     if projector not in MMPROJ_FAMILIES:
         raise ModelFormatError(f"{where}: projector '{projector}' is not supported")
     kind: VisionKind = "gemma3" if projector == "gemma3" else "idefics3"
-    found = {ours: reader.read(int, f"clip.vision.{key}") for key, ours in _MMPROJ_KEYS.items()}
+    found: dict[str, Any] = {
+        ours: reader.read(int, f"clip.vision.{key}") for key, ours in _MMPROJ_KEYS.items()
+    }
     merge = reader.read(
         int, "clip.vision.projector.scale_factor", default=4 if kind == "gemma3" else 2
     )
