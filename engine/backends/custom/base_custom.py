@@ -41,7 +41,7 @@ from engine.backends.custom.frontend.prompts import (
 from engine.backends.custom.frontend.text_cache import keep_text
 from engine.backends.custom.frontend.text_model import TextModel, load_text
 from engine.backends.custom.ipc.engine_process import WORKER_MODULE, EngineProcess
-from engine.backends.custom.options import IMAGE_FRAMEWORKS, EngineOptions
+from engine.backends.custom.options import IMAGE_ENCODERS, EngineOptions
 from engine.backends.process import RestartPolicy
 from engine.core.errors import ConfigError, UnavailableError
 from engine.core.grammar.checker import GrammarChecker
@@ -218,11 +218,8 @@ class CustomBackend(InferenceBackend):
         )
 
     def _reads_images(self, text: TextModel) -> bool:
-        return (
-            text.config.vision is not None
-            and text.can_chat
-            and self._options.framework in IMAGE_FRAMEWORKS
-        )
+        vision, kinds = text.config.vision, IMAGE_ENCODERS.get(self._options.framework, ())
+        return vision is not None and text.can_chat and vision.kind in kinds
 
     def stats(self) -> EngineStats | None:
         return self._link.stats

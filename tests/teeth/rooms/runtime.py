@@ -284,4 +284,25 @@ MUTATIONS = [
         "        return count\n",
         "tests/unit/test_states.py::test_a_second_request_starts_from_a_checkpoint",
     ),
+    Mutation(
+        "runtime: all images have the same key",
+        "engine.backends.custom.runtime.images",
+        "    digest.update(image.pixels)\n",
+        "",
+        "tests/security/test_cache_key.py::test_any_change_of_an_image_is_another_key",
+    ),
+    Mutation(
+        "runtime: a row may end inside a two-way image",
+        "engine.backends.custom.runtime.images",
+        "        if image.two_way and image.start < end < image.end:\n",
+        "        if False:\n",
+        "tests/parity/test_vision.py::test_generations_equal_those_of_transformers",
+    ),
+    Mutation(
+        "runtime: text after an image is rotated as if the image were text",
+        "engine.backends.custom.runtime.images",
+        "+= image.rope_delta",
+        "+= 0",
+        "tests/parity/test_vision.py::test_generations_equal_those_of_transformers",
+    ),
 ]

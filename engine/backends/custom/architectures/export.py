@@ -38,6 +38,14 @@ KNOWN_LLAMA3_RULES = (
 )
 
 
+def text_only(config: ModelConfig) -> ModelConfig:
+    """The config of the text model of a model that reads images."""
+    if config.vision is None:
+        return config
+    rope = config.rope if config.rope is None else replace(config.rope, sections=())
+    return replace(config, vision=None, rope=rope)
+
+
 def hf_config(config: ModelConfig, dtype: str) -> dict[str, Any]:
     """The contents of config.json. `dtype` is PyTorch's name for the type of the weights, such as
     "bfloat16".
