@@ -7,16 +7,39 @@ framework.
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from engine.core.interfaces.request import SamplingParams
-    from engine.llm import LLM, InferenceEngine
+    from engine.library.arguments import EngineArgs
+    from engine.library.async_llm import AsyncLLM
+    from engine.library.openai_format import InferenceEngine
+    from engine.llm import LLM
+    from engine.outputs import CompletionOutput, EmbeddingRequestOutput, RequestOutput
+    from engine.sampling_params import RequestOutputKind, SamplingParams, StructuredOutputsParams
 
 __version__ = "0.1.0"
-__all__ = ["LLM", "InferenceEngine", "SamplingParams", "__version__"]
+__all__ = [
+    "LLM",
+    "AsyncLLM",
+    "CompletionOutput",
+    "EmbeddingRequestOutput",
+    "EngineArgs",
+    "InferenceEngine",
+    "RequestOutput",
+    "RequestOutputKind",
+    "SamplingParams",
+    "StructuredOutputsParams",
+    "__version__",
+]
 
 _HOMES = {
     "LLM": "engine.llm",
-    "InferenceEngine": "engine.llm",
-    "SamplingParams": "engine.core.interfaces.request",
+    "AsyncLLM": "engine.library.async_llm",
+    "CompletionOutput": "engine.outputs",
+    "EmbeddingRequestOutput": "engine.outputs",
+    "EngineArgs": "engine.library.arguments",
+    "InferenceEngine": "engine.library.openai_format",
+    "RequestOutput": "engine.outputs",
+    "RequestOutputKind": "engine.sampling_params",
+    "SamplingParams": "engine.sampling_params",
+    "StructuredOutputsParams": "engine.sampling_params",
 }
 
 

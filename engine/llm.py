@@ -1,101 +1,49 @@
-"""The engine as a Python library. `LLM` returns texts and events; `InferenceEngine` returns
-responses in OpenAI's format.
+"""`LLM`: the engine as a Python library, with vLLM's names of arguments, methods and outputs.
 
-Both run the engine in a thread of this process. They send it the same requests as the HTTP server
-does, so outputs, batching and prefix caching are the same as on the server. Use them as context
-managers, or call `close`.
+The engine runs in a thread of this process. Use an `LLM` as a context manager, or call `close`.
 """
 
-import asyncio
-import itertools
-import json
-import secrets
-import threading
-from collections.abc import AsyncIterator, Coroutine, Generator, Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, TypeVar
+import sys
+from collections.abc import AsyncIterator, Callable, Generator, Mapping, Sequence
+from typing import Any
 
-import msgspec
-import numpy as np
-from numpy.typing import NDArray
-
-from engine.backends.custom.app import build_backend
-from engine.core.config import load_settings
-from engine.core.errors import InvalidRequestError, UnavailableError
-from engine.core.interfaces.backend import (
-    ChatRequest,
-    CompletionRequest,
-    EmbedRequest,
-    Event,
-    GenerationContext,
-    GrammarSpec,
-    ModelCard,
-    TextEvent,
-    TokenText,
-    UsageEvent,
+from engine.core.errors import InvalidRequestError
+from engine.core.interfaces.backend import Event, GrammarSpec, ModelCard
+from engine.core.interfaces.request import EngineStats
+from engine.core.interfaces.request import SamplingParams as WireParams
+from engine.core.store.catalogue import DEFAULT_MODEL
+from engine.library.arguments import EngineArgs
+from engine.library.embedded import (
+    Asked,
+    EmbeddedEngine,
+    Messages,
+    Prompt,
+    batch_of,
+    default_params,
 )
-from engine.core.interfaces.request import EngineStats, SamplingParams
-from engine.servers.http.sse import DONE
-from engine.servers.openai.format import ChatStream, Collected, Envelope, chat_body, new_envelope
+from engine.outputs import EmbeddingRequestOutput, RequestOutput, ScoringRequestOutput
+from engine.sampling_params import SamplingParams
 
-DEFAULT_MODEL = "smollm2-135m-instruct"
-# Seconds that an interrupted call waits for its coroutine to end.
-CANCEL_GRACE_S = 5.0
-Prompt = str | Sequence[int]
-Messages = Sequence[Mapping[str, Any]]
-Result = TypeVar("Result")
-
-
-@dataclass(frozen=True, slots=True)
-class Completion:
-    """One choice of an answer. `logprobs` is None unless log-probabilities were requested.
-
-    Each tool call has OpenAI's form, `{"id", "type", "function": {"name", "arguments": JSON
-    text}}`.
-    """
-
-    text: str
-    token_ids: tuple[int, ...]
-    finish_reason: str
-    logprobs: tuple[TokenText, ...] | None
-    reasoning: str = ""
-    tool_calls: tuple[dict[str, Any], ...] = ()
-
-
-@dataclass(frozen=True, slots=True)
-class GenerationOutput:
-    """The result for one prompt. `text` is the text of the first choice."""
-
-    choices: tuple[Completion, ...]
-    usage: UsageEvent
-
-    @property
-    def text(self) -> str:
-        return self.choices[0].text
+Params = WireParams | Sequence[WireParams] | None
+# True shows a progress bar if standard error is a terminal. A function such as `tqdm` makes one.
+Progress = bool | Callable[..., Any]
 
 
 class LLM:
-    """A model that runs in this process. `settings` holds settings of the configuration file, with
-    keys of the form `section.key`.
+    """A model that runs in this process. `arguments` are fields of `EngineArgs`, with vLLM's names,
+    for example `max_model_len` and `dtype`.
 
-    Example: `LLM("smollm2-135m-instruct", settings={"model.dtype": "bfloat16"})`
+    Example: `LLM("smollm2-135m-instruct", max_model_len=2048, settings={"logging.level": "debug"})`
     """
 
-    def __init__(
-        self, model: str = DEFAULT_MODEL, *, settings: Mapping[str, Any] | None = None
-    ) -> None:
-        loaded = load_settings(None, {"model.model_path": model, **(settings or {})}, {})
-        self._max_queued = loaded.settings.performance.max_queued_requests
-        self._backend = build_backend(loaded.settings, in_process=True)
-        self._ids = itertools.count()
-        self._loop = asyncio.new_event_loop()
-        self._thread = threading.Thread(target=self._loop.run_forever, daemon=True)
-        self._thread.start()
-        try:
-            self._call(self._backend.start())
-        except BaseException:
-            self.close()
-            raise
+    def __init__(self, model: str = DEFAULT_MODEL, **arguments: Any) -> None:
+        self.engine = EmbeddedEngine(EngineArgs.of(model=model, **arguments))
+
+    @classmethod
+    def from_engine_args(cls, arguments: EngineArgs) -> "LLM":
+        made = cls.__new__(cls)
+        made.engine = EmbeddedEngine(arguments)
+        return made
 
     def __enter__(self) -> "LLM":
         return self
@@ -105,291 +53,154 @@ class LLM:
 
     def close(self) -> None:
         """Stop the engine and free the model. Safe to call twice."""
-        if self._thread.is_alive():
-            try:
-                self._call(self._backend.stop())
-            finally:
-                self._loop.call_soon_threadsafe(self._loop.stop)
-                self._thread.join()
-                self._loop.close()
+        self.engine.close()
 
     def generate(
         self,
         prompts: Prompt | Sequence[Prompt],
-        params: SamplingParams | None = None,
+        sampling_params: Params = None,
         *,
+        use_tqdm: Progress = True,
         grammar: GrammarSpec | None = None,
-    ) -> list[GenerationOutput]:
+    ) -> list[RequestOutput]:
         """Generate a continuation of each prompt (text or token ids). The engine batches the
-        prompts.
+        prompts. `sampling_params` is for all prompts, or a list with an item per prompt.
         """
-        streams = [self._complete(prompt, params, grammar) for prompt in _batch(prompts)]
-        return self._collect(streams, params)
+        batch = batch_of(prompts)
+        pairs = zip(batch, _each(sampling_params, len(batch)), strict=True)
+        asked = [self.engine.completion(prompt, params, grammar) for prompt, params in pairs]
+        return self._run(asked, use_tqdm)
 
     def chat(
         self,
-        conversations: Messages | Sequence[Messages],
-        params: SamplingParams | None = None,
+        messages: Messages | Sequence[Messages],
+        sampling_params: Params = None,
+        use_tqdm: Progress = True,
         **options: Any,
-    ) -> list[GenerationOutput]:
-        """Generate an answer to one conversation, or to each of several. The engine batches them.
+    ) -> list[RequestOutput]:
+        """Generate an answer to one conversation, or to each of several. A text is a conversation
+        with a single user message.
 
         `options` may contain `grammar` and all fields of `ChatRequest` except `context` and
         `messages`, for example `tools` and `tool_choice`.
         """
-        single = len(conversations) > 0 and isinstance(conversations[0], Mapping)
-        batch: Any = [conversations] if single else conversations
-        return self._collect([self._chat(each, params, **options) for each in batch], params)
+        single = isinstance(messages, str) or (messages and isinstance(messages[0], Mapping))
+        batch: Any = [messages] if single else messages
+        pairs = zip(batch, _each(sampling_params, len(batch)), strict=True)
+        asked = [self.engine.conversation(each, params, options) for each, params in pairs]
+        return self._run(asked, use_tqdm)
 
-    def embed(self, inputs: Prompt | Sequence[Prompt]) -> NDArray[np.float32]:
-        """Unit-length embeddings of texts or lists of token ids, as an array (inputs,
-        dimensions).
+    def embed(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        *,
+        truncate_prompt_tokens: int | None = None,
+    ) -> list[EmbeddingRequestOutput]:
+        """A unit-length vector for each prompt (text or token ids)."""
+        return self.engine.call(self.engine.embed(prompts, truncate_prompt_tokens))
+
+    def score(
+        self, data_1: Prompt | Sequence[Prompt], data_2: Prompt | Sequence[Prompt]
+    ) -> list[ScoringRequestOutput]:
+        """The similarity of each text of `data_1` with the text of `data_2` at the same place. A
+        single text of `data_1` is compared with every text of `data_2`.
         """
-        texts = tuple(each if isinstance(each, str) else tuple(each) for each in _batch(inputs))
-        request = EmbedRequest(request_id=f"llm-{next(self._ids)}", inputs=texts)
-        return self._call(self._backend.embed(request)).vectors
+        return self.engine.call(self.engine.score(data_1, data_2))
 
     def stream(
-        self, prompt: Prompt, params: SamplingParams | None = None
+        self,
+        prompt: Prompt,
+        sampling_params: WireParams | None = None,
+        *,
+        grammar: GrammarSpec | None = None,
     ) -> Generator[Event, None, None]:
         """Yields the events of one completion as they arrive. The last event is the token usage."""
-        return self._iterate(self._complete(prompt, params, None))
+        asked = self.engine.completion(prompt, sampling_params, grammar)
+        return self._iterate(self.engine.events(asked))
 
     def stream_chat(
-        self, messages: Messages, params: SamplingParams | None = None, **options: Any
+        self, messages: Messages, sampling_params: WireParams | None = None, **options: Any
     ) -> Generator[Event, None, None]:
         """Yields the events of one chat answer as they arrive. `options` are those of `chat`."""
-        return self._iterate(self._chat(messages, params, **options))
+        asked = self.engine.conversation(messages, sampling_params, options)
+        return self._iterate(self.engine.events(asked))
+
+    def get_default_sampling_params(self) -> SamplingParams:
+        """The parameters of a call that gives none."""
+        return default_params()
+
+    def reset_prefix_cache(self) -> None:
+        """Drop all cached prefixes that no running request uses."""
+        self.engine.call(self.engine.backend.flush_prefixes())
 
     @property
     def card(self) -> ModelCard:
         """The model's description: context length, quantization, size."""
-        return self._backend.models()[0]
+        return self.engine.card
 
     def stats(self) -> EngineStats | None:
         """The gauges and counters that the engine reported last. None before its first report."""
-        return self._backend.stats()
+        return self.engine.backend.stats()
 
-    def _context(
-        self, params: SamplingParams | None, grammar: GrammarSpec | None
-    ) -> GenerationContext:
-        params = params or SamplingParams(max_tokens=None)
-        check_params(params)
-        request_id = f"llm-{next(self._ids)}"
-        return GenerationContext(request_id=request_id, params=params, grammar=grammar)
+    def _run(self, asked: list[Asked], use_tqdm: Progress) -> list[RequestOutput]:
+        bar = _bar(use_tqdm, len(asked))
 
-    def _complete(
-        self, prompt: Prompt, params: SamplingParams | None, grammar: GrammarSpec | None
-    ) -> AsyncIterator[Event]:
-        content = prompt if isinstance(prompt, str) else tuple(prompt)
-        request = CompletionRequest(context=self._context(params, grammar), prompt=content)
-        return self._backend.complete(request)
+        def on_done(_: RequestOutput) -> None:
+            if bar is not None:
+                bar.update(1)
 
-    def _chat(
-        self,
-        messages: Messages,
-        params: SamplingParams | None,
-        grammar: GrammarSpec | None = None,
-        **options: Any,
-    ) -> AsyncIterator[Event]:
-        known = set(ChatRequest.__struct_fields__) - {"context", "messages"}
-        unknown = sorted(options.keys() - known)
-        if unknown:
-            raise InvalidRequestError(
-                f"unknown option {unknown[0]!r}; there are: {', '.join(sorted(known))}, grammar",
-                param=unknown[0],
-            )
-        given = {**options, "messages": [dict(message) for message in messages]}
-        context = self._context(params, grammar)
         try:
-            request = msgspec.convert({**given, "context": context}, ChatRequest)
-        except msgspec.ValidationError as error:
-            raise InvalidRequestError(f"the options of a chat: {error}") from error
-        return self._backend.chat(request)
-
-    def _collect(
-        self, streams: list[AsyncIterator[Event]], params: SamplingParams | None
-    ) -> list[GenerationOutput]:
-        """Run the streams concurrently and collect their outputs. At most as many streams are open
-        at a time as the engine's queue accepts. If one stream fails, the others are cancelled.
-        """
-
-        async def gather() -> list[GenerationOutput]:
-            places = asyncio.Semaphore(max(1, self._max_queued // (params.n if params else 1)))
-
-            async def collect(stream: AsyncIterator[Event]) -> GenerationOutput:
-                async with places:
-                    return await _collect_one(stream)
-
-            tasks = [asyncio.ensure_future(collect(stream)) for stream in streams]
-            try:
-                return await asyncio.gather(*tasks)
-            finally:
-                for task in tasks:
-                    task.cancel()
-
-        return self._call(gather())
+            return self.engine.call(self.engine.gather(asked, on_done))
+        finally:
+            if bar is not None:
+                bar.close()
 
     def _iterate(self, events: AsyncIterator[Event]) -> Generator[Event, None, None]:
         async def next_event() -> Event | None:
             return await anext(events, None)
 
         try:
-            while (event := self._call(next_event())) is not None:
+            while (event := self.engine.call(next_event())) is not None:
                 yield event
         finally:
-            if self._thread.is_alive():
-                self._call(events.aclose())  # type: ignore[attr-defined]
-
-    def _call(self, work: Coroutine[Any, Any, Result]) -> Result:
-        """Run a coroutine on the engine's event loop and wait for it. If this thread is
-        interrupted, for example by Ctrl-C, the coroutine is cancelled.
-        """
-        if not self._thread.is_alive():
-            work.close()
-            raise UnavailableError("This engine has been closed; make a new one.")
-        ended = threading.Event()
-
-        async def tracked() -> Result:
-            try:
-                return await work
-            finally:
-                ended.set()
-
-        future = asyncio.run_coroutine_threadsafe(tracked(), self._loop)
-        try:
-            return future.result()
-        except BaseException:
-            if future.cancel():
-                ended.wait(CANCEL_GRACE_S)
-            raise
+            if self.engine.is_open:
+                self.engine.call(events.aclose())  # type: ignore[attr-defined]
 
 
-class InferenceEngine:
-    """A model that runs in this process, with OpenAI's formats for chat messages and responses."""
+class _TerminalBar:
+    """A progress bar with the two methods of `tqdm` that are used."""
 
-    def __init__(
-        self, model: str = DEFAULT_MODEL, *, settings: Mapping[str, Any] | None = None
-    ) -> None:
-        self._llm = LLM(model, settings=settings)
+    def __init__(self, total: int, desc: str) -> None:
+        from rich.console import Console
+        from rich.progress import BarColumn, MofNCompleteColumn, Progress, TimeRemainingColumn
 
-    def __enter__(self) -> "InferenceEngine":
-        return self
+        columns = ("{task.description}", BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+        self._progress = Progress(*columns, console=Console(stderr=True))
+        self._task = self._progress.add_task(desc, total=total)
+        self._progress.start()
 
-    def __exit__(self, *exc_info: object) -> None:
-        self.close()
+    def update(self, number: int) -> None:
+        self._progress.advance(self._task, number)
 
     def close(self) -> None:
-        self._llm.close()
-
-    def generate(self, prompts: Sequence[str], **params: Any) -> list[str]:
-        """Return a continuation of each prompt. `params` are fields of `SamplingParams`."""
-        return [output.text for output in self._llm.generate(prompts, _params(params))]
-
-    def chat_completion(self, messages: Messages, **params: Any) -> dict[str, Any]:
-        """Answer a conversation. Returns a complete `chat.completion` object."""
-        collected = Collected(_params(params).n)
-        usage: UsageEvent | None = None
-        for event in self._llm.stream_chat(messages, _params(params)):
-            if isinstance(event, UsageEvent):
-                usage = event
-            else:
-                collected.add([event])
-        assert usage is not None, "a stream that ends well ends with its usage"
-        with_logprobs = params.get("logprobs") is not None
-        body = chat_body(self._envelope(), collected, usage, with_logprobs=with_logprobs)
-        return dict(json.loads(body))
-
-    def chat_completion_stream(self, messages: Messages, **params: Any) -> Iterator[dict[str, Any]]:
-        """Answer a conversation. Yields `chat.completion.chunk` objects as they arrive. The last
-        chunk has the token usage.
-        """
-        stream = ChatStream(self._envelope(), _params(params).n, include_usage=True)
-        yield from _parsed(stream.opening())
-        for event in self._llm.stream_chat(messages, _params(params)):
-            if isinstance(event, UsageEvent):
-                yield from _parsed(stream.closing(event))
-            else:
-                yield from _parsed(stream.chunk(event))
-
-    def _envelope(self) -> Envelope:
-        return new_envelope(f"chatcmpl-{secrets.token_hex(16)}", self._llm.card)
+        self._progress.stop()
 
 
-def _batch(prompts: Prompt | Sequence[Prompt]) -> Sequence[Prompt]:
-    """Put a single prompt (text or token ids) into a list. A list of prompts stays as it is."""
-    single = isinstance(prompts, str) or (len(prompts) > 0 and isinstance(prompts[0], int))
-    batch: Any = [prompts] if single else prompts
-    return batch
+def _bar(use_tqdm: Progress, total: int) -> Any:
+    description = "Processed prompts"
+    if callable(use_tqdm):
+        return use_tqdm(total=total, desc=description)
+    return _TerminalBar(total, description) if use_tqdm and sys.stderr.isatty() else None
 
 
-async def _collect_one(events: AsyncIterator[Event]) -> GenerationOutput:
-    seen: list[Any] = [event async for event in events]
-    usage = seen.pop()
-    assert isinstance(usage, UsageEvent), "a stream that ends well ends with its usage"
-    collected = Collected(1 + max(event.choice for event in seen))
-    collected.add(seen)
-    choices = []
-    for index, choice in enumerate(collected.choices):
-        assert choice.finish is not None, "every choice ends"
-        texts = [event for event in seen if isinstance(event, TextEvent) and event.choice == index]
-        choices.append(
-            Completion(
-                text=choice.text,
-                token_ids=tuple(token for event in texts for token in event.token_ids),
-                finish_reason=choice.finish.reason,
-                logprobs=tuple(choice.tokens) or None,
-                reasoning="".join(choice.reasoning),
-                tool_calls=tuple(call.body() for _, call in sorted(choice.calls.items())),
-            )
-        )
-    return GenerationOutput(tuple(choices), usage)
-
-
-def check_params(params: SamplingParams) -> None:
-    """Raise an error if a sampling parameter is invalid. The comparisons are written so that NaN is
-    invalid too.
-    """
-    infinity = float("inf")
-    rules = {
-        "n >= 1": params.n >= 1,
-        "max_tokens >= 1": params.max_tokens is None or params.max_tokens >= 1,
-        "min_tokens >= 0": params.min_tokens >= 0,
-        "0 <= temperature < inf": 0 <= params.temperature < infinity,
-        "top_k >= 0": params.top_k >= 0,
-        "0 < top_p <= 1": 0 < params.top_p <= 1,
-        "0 <= min_p <= 1": 0 <= params.min_p <= 1,
-        "0 < repetition_penalty < inf": 0 < params.repetition_penalty < infinity,
-        "-inf < presence_penalty < inf": -infinity < params.presence_penalty < infinity,
-        "-inf < frequency_penalty < inf": -infinity < params.frequency_penalty < infinity,
-        "-inf <= logit_bias < inf": all(b < infinity for b in params.logit_bias.values()),
-        "0 <= seed < 2**63": params.seed is None or 0 <= params.seed < 2**63,
-        "logprobs >= 0": params.logprobs is None or params.logprobs >= 0,
-        # `GenerationOutput` has no field for prompt logprobs. /v1/completions with `echo` returns
-        # them.
-        "score_prompt is false": not params.score_prompt,
-    }
-    for rule, holds in rules.items():
-        if not holds:
-            raise InvalidRequestError(f"sampling parameters break the rule {rule}")
-
-
-def _params(params: Mapping[str, Any]) -> SamplingParams:
-    """Build `SamplingParams` from keyword arguments. If a name is unknown, the error lists the
-    valid names.
-    """
-    known = set(SamplingParams.__struct_fields__)
-    unknown = sorted(set(params) - known)
-    if unknown:
+def _each(params: Params, count: int) -> Sequence[WireParams | None]:
+    """The parameters of each of `count` prompts."""
+    if params is None or isinstance(params, WireParams):
+        return [params] * count
+    if len(params) != count:
         raise InvalidRequestError(
-            f"unknown sampling parameter {unknown[0]!r}; there are: {', '.join(sorted(known))}",
-            param=unknown[0],
+            f"there are {count} prompts and {len(params)} sampling parameters; give one for all,"
+            " or one per prompt",
+            param="sampling_params",
         )
-    return SamplingParams(**{"max_tokens": None, **params})
-
-
-def _parsed(sse: bytes) -> Iterator[dict[str, Any]]:
-    """Yields the JSON objects of server-sent events, without the final `[DONE]`."""
-    for event in sse.split(b"\n\n"):
-        if event and event + b"\n\n" != DONE:
-            yield json.loads(event.removeprefix(b"data: "))
+    return params

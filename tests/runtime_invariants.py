@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import lru_cache
 
+from engine.backends.custom.runtime.groups.windows import min_window_blocks
 from engine.backends.custom.runtime.model_runner import NULL_BLOCK, BatchInputs
 from engine.backends.custom.runtime.radix_cache import Node
 from engine.backends.custom.runtime.scheduler import MAX_PREEMPTIONS
@@ -38,6 +39,14 @@ class Snapshot:
         # Each node with its namespace, and the tokens and blocks from the root to its end.
         self.paths = list(self._walk())
         self.cached = [block for *_, node in self.paths for block in node.blocks]
+        # The windowed block of each cached block that has one.
+        self.windowed = {
+            block: entry
+            for *_, node in self.paths
+            for side in node.sides
+            for block, entry in zip(node.blocks, side, strict=True)
+            if entry != NULL_BLOCK
+        }
 
     def _walk(self) -> Iterator[tuple[str, tuple[int, ...], list[int], Node]]:
         for namespace, root in self.kv.radix._roots.items():
@@ -99,7 +108,7 @@ def block_tables(now: Snapshot) -> None:
         most = max(len(seq.tokens) + seq.num_sampling, seq.max_len)
         assert -(-seq.num_computed // now.size) <= len(seq.blocks) <= -(-most // now.size)
         if builder._lives[seq.slot] == seq.life:
-            known = builder._num_blocks[seq.slot]
+            known = builder._rooms[seq.slot] // now.size
             assert builder._tables[seq.slot, :known].tolist() == seq.blocks[:known], "a table moved"
 
 
@@ -143,7 +152,16 @@ def longest_match(now: Snapshot) -> None:
             if block is None:
                 break
             expected.append(block)
-        assert now.kv.match(seq) == (expected if now.kv.sharing else [])
+        if not now.kv.sharing:
+            expected = []
+        elif now.engine.windows is not None:
+            entries = [now.windowed.get(block, NULL_BLOCK) for block in expected]
+            expected = expected[: _longest_resume(entries, now.engine.windows.column.reach)]
+        assert now.kv.match(seq).blocks == expected
+
+
+def _longest_resume(entries: list[int], reach: int) -> int:
+    return max(n for n in range(len(entries) + 1) if all(entries[max(0, n - reach) : n]))
 
 
 def ancestors_are_held(now: Snapshot) -> None:
@@ -160,6 +178,59 @@ def evictable_count(now: Snapshot) -> None:
     assert now.pool.num_evictable == len(set(now.cached) - now.held.keys())
 
 
+def windowed_references(now: Snapshot) -> None:
+    """The rules of the block pool hold for the windowed blocks, too: a block's count is the number
+    of its holders, it is free if that is 0, and evictable if only the tree holds it.
+    """
+    if now.engine.windows is None:
+        return
+    pool, holders = now.engine.windows.pool, Counter(now.engine.window_hostages)
+    for seq in now.running:
+        live = [block for block in seq.window_blocks if block != NULL_BLOCK]
+        assert len(live) == len(set(live)), seq.request_id
+        holders.update(live)
+    cached = Counter(now.windowed.values())
+    assert all(count == 1 for count in cached.values()), "a windowed block is in the tree twice"
+    for block in range(pool.num_blocks):
+        assert pool.refs(block) == holders[block] + cached[block], block
+        assert pool.is_cached(block) == bool(cached[block]), block
+    assert sorted(pool._free) == [b for b in range(1, pool.num_blocks) if not pool.refs(b)]
+    assert pool.num_evictable == sum(not holders[block] for block in cached)
+    assert NULL_BLOCK not in holders and NULL_BLOCK not in cached
+
+
+def windows(now: Snapshot) -> None:
+    """A sequence holds the windowed blocks of every position that it can still read, and never more
+    than it needs at a time. The arrays agree.
+    """
+    if now.engine.windows is None:
+        return
+    builder, spec = now.engine.loop._builder, now.engine.spec
+    most = min_window_blocks(spec.window, now.size, now.kv.max_row)
+    for seq in now.running:
+        table = seq.window_blocks
+        live = [index for index, block in enumerate(table) if block != NULL_BLOCK]
+        first = max(0, seq.num_confirmed - spec.window + 1) // now.size
+        needed = range(first, -(-seq.num_computed // now.size))
+        assert set(needed) <= set(live) and len(table) <= len(seq.blocks), seq.request_id
+        assert live == list(range(len(table) - len(live), len(table))), "a hole"
+        # Blocks are freed only when the table grows, which is at the start of a block.
+        assert len(live) <= most + -(-2 * now.kv.max_row // now.size) + 1, "too many are held"
+        if builder._lives[seq.slot] == seq.life and builder._rooms[seq.slot] == seq.room:
+            assert builder._window_tables[seq.slot, : len(table)].tolist() == table
+
+
+def windowed_contents(now: Snapshot) -> None:
+    """The windowed blocks in the tree have exactly the contents of their tokens."""
+    for _, tokens, blocks, node in now.paths:
+        for side in node.sides:
+            first = len(blocks) - len(node.blocks)
+            for index in range(first * now.size, len(tokens)):
+                entry = side[index // now.size - first]
+                cell = now.engine.runner.window_cells[entry * now.size + index % now.size]
+                assert entry == NULL_BLOCK or cell == cell_after(tokens[: index + 1])
+
+
 def queues(now: Snapshot) -> None:
     """INV-18, INV-24: each sequence is in exactly one queue, and nothing of ended ones remains."""
     scheduler, everybody = now.engine.scheduler, now.running + now.waiting
@@ -170,10 +241,11 @@ def queues(now: Snapshot) -> None:
     assert sorted(slots + scheduler._free_slots) == list(range(now.engine.spec.max_slots))
     for seq in now.waiting:
         assert seq.slot < 0 and not seq.blocks and seq.num_computed == 0
+        assert not seq.window_blocks and seq.room == 0
     for seq in everybody:
         assert seq.finish_reason is None
         assert 0 <= seq.num_confirmed <= seq.num_computed <= len(seq.tokens) + seq.num_sampling
-    for each in now.engine.loop._intake._compiling.values():
+    for each in now.engine.loop._intake._pending.values():
         assert each.choices, "a grammar compiles for nobody"
     if not everybody:
         assert not scheduler._inflight._owners and not scheduler._inflight._chains
@@ -197,6 +269,9 @@ CHECKS = (
     longest_match,
     ancestors_are_held,
     evictable_count,
+    windowed_references,
+    windows,
+    windowed_contents,
     queues,
     preemptions,
 )
@@ -227,6 +302,11 @@ def check_writes(engine, inputs: BatchInputs) -> None:
             assert engine.pool.refs(block) == 1, f"block {block} is shared and written"
             assert not engine.pool.is_cached(block), f"block {block} is cached and written"
             assert writers.setdefault(block, row) == row, f"block {block} has two writers"
+    if engine.windows is not None:
+        for block in {int(place) // size for place in inputs.window_slots}:
+            pool = engine.windows.pool
+            assert pool.refs(block) == 1, f"windowed block {block} is shared and written"
+            assert not pool.is_cached(block), f"windowed block {block} is cached and written"
     for row, table in enumerate(inputs.block_tables):
         for block in table[: -(-int(inputs.seq_lens[row]) // size)]:
             assert writers.get(int(block), row) == row, f"row {row} reads what another writes"

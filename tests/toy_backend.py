@@ -24,10 +24,12 @@ TOKENIZER = SimpleNamespace(
     token_literal=lambda token: LETTERS[token],
     is_special=lambda token: False,
 )
+CHAT = ChatFormat(ChatTemplate(None, "", ""), OutputFormat.of(None, {}))
 TEXT = TextModel(
-    SimpleNamespace(eos_ids=(), vocab_size=VOCAB, encoder=None, hidden_size=VOCAB),
+    SimpleNamespace(eos_ids=(), vocab_size=VOCAB, encoder=None, vision=None, hidden_size=VOCAB),
     TOKENIZER,
-    ChatFormat(ChatTemplate(None, "", ""), OutputFormat.of(None, {})),
+    CHAT,
+    CHAT,
     None,
     0,
 )

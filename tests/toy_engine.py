@@ -2,12 +2,13 @@
 checked.
 """
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from types import SimpleNamespace
 
 from engine.backends.custom.runtime.block_pool import BlockPool
 from engine.backends.custom.runtime.budget import StepBudget
 from engine.backends.custom.runtime.grammar import Grammars
+from engine.backends.custom.runtime.groups.windows import min_window_blocks, window_group
 from engine.backends.custom.runtime.kv_cache import KVCache
 from engine.backends.custom.runtime.loop import EngineLoop
 from engine.backends.custom.runtime.model_runner import RunnerSpec
@@ -39,6 +40,10 @@ class ListChannel:
         self.outbox.append(message)
 
 
+def free_blocks(pool: BlockPool) -> list[int]:
+    return [block for block in range(1, pool.num_blocks) if not pool.refs(block)]
+
+
 @dataclass
 class Outcome:
     """The result of one choice so far."""
@@ -65,19 +70,29 @@ class ToyEngine:
         budget: int = 16,
         max_queued: int = 1000,
         grammars: Grammars | None = None,
+        window: int | None = None,
+        num_window_blocks: int | None = None,  # None: as few as possible
         **kv_options,
     ) -> None:
         self.spec = RunnerSpec(block_size, num_blocks + 1, max_slots, max_seq_len, VOCAB, depth)
+        if window is not None:
+            least = min_window_blocks(window, block_size, 1)
+            count = max(num_window_blocks or 0, least) + 1
+            self.spec = replace(self.spec, window=window, num_window_blocks=count)
         self.channel = ListChannel()
         self.violations: list[str] = []  # failed checks from within a step
         self.runner = ToyRunner(self.spec, self._check_writes)
         self.pool = BlockPool(self.spec.num_blocks)
         policy = {k: kv_options.pop(k) for k in ("policy", "ttl_s", "clock") if k in kv_options}
-        radix = RadixCache(self.pool, block_size, **policy)
-        self.kv = KVCache(self.pool, radix, block_size, **kv_options)
+        self.windows = window_group(self.spec, budget)
+        columns = () if self.windows is None else (self.windows.column,)
+        radix = RadixCache(self.pool, block_size, columns=columns, **policy)
+        self.kv = KVCache(self.pool, radix, block_size, windows=self.windows, **kv_options)
         self.scheduler = Scheduler(self.kv, max_slots)
         self.scheduler.schedule = WatchedScheduling(self.scheduler, self.violations)
-        self.hostages: list[int] = []  # blocks removed from the pool by `shrink`
+        # Blocks removed from the pools by `shrink`.
+        self.hostages: list[int] = []
+        self.window_hostages: list[int] = []
         self.num_pardons = 0  # choices that an injected fault may have failed
         self.kv.check = self._check_kv
         budget = StepBudget(budget, max_slots)
@@ -124,7 +139,9 @@ class ToyEngine:
         for _ in range(count):
             self.loop.turn(0.0)
             self._collect()
-            self.runner.poison([b for b in range(1, self.pool.num_blocks) if not self.pool.refs(b)])
+            self.runner.poison(free_blocks(self.pool), self.runner.cells)
+            if self.windows is not None:
+                self.runner.poison(free_blocks(self.windows.pool), self.runner.window_cells)
 
     def run(self, most: int = 2000) -> None:
         """Iterate until every outcome is final."""
@@ -158,11 +175,18 @@ class ToyEngine:
         if short > 0:
             self.kv.radix.evict(short)
         self.hostages += self.pool.take(min(count, self.pool.num_free))
+        if self.windows is not None:
+            pool = self.windows.pool
+            left = min(count, pool.num_free + pool.num_evictable)
+            self.window_hostages += self.windows.column.take(left)
 
     def grow(self) -> None:
-        """Return all removed blocks to the pool."""
+        """Return all removed blocks to the pools."""
         self.pool.drop(self.hostages)
         self.hostages.clear()
+        if self.windows is not None:
+            self.windows.pool.drop(self.window_hostages)
+            self.window_hostages.clear()
 
     def check(self) -> None:
         """Check all invariants, and that all delivered tokens equal the oracle's."""
@@ -208,6 +232,11 @@ class ToyEngine:
 
     def _check_kv(self, sequences) -> None:
         taken = SimpleNamespace(
-            request_id="hostages", blocks=self.hostages, num_computed=0, num_confirmed=0
+            request_id="hostages",
+            blocks=self.hostages,
+            window_blocks=self.window_hostages,
+            num_window_freed=0,
+            num_computed=0,
+            num_confirmed=0,
         )
         KVCache.check(self.kv, [*sequences, taken])

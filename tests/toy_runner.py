@@ -2,8 +2,9 @@
 
 Each KV cell holds a hash of the previous cell and its own token, read through the block table. A
 block that is wrong, stale, freed too early, or written while it is shared changes the output. So
-"equal to generating alone" is an exact check. `ToyRunner` implements the whole model runner
-interface in numpy; `generate_alone` is the oracle.
+"equal to generating alone" is an exact check. If the spec has a window, the cells of the last
+positions are read from a second group of blocks as well. `ToyRunner` implements the whole model
+runner interface in numpy; `generate_alone` is the oracle.
 """
 
 import hashlib
@@ -145,6 +146,7 @@ class ToyRunner:
         self._spec = replace(spec, vocab_size=VOCAB)
         self._on_write = on_write
         self.cells = np.zeros(spec.num_blocks * spec.block_size, np.int64)
+        self.window_cells = np.zeros(spec.num_window_blocks * spec.block_size, np.int64)
         self._last_token = [0] * spec.max_slots
         self._histories: dict[int, History] = {}
         self.num_tokens = 0
@@ -154,11 +156,11 @@ class ToyRunner:
     def spec(self) -> RunnerSpec:
         return self._spec
 
-    def poison(self, blocks: list[int]) -> None:
+    def poison(self, blocks: list[int], cells: np.ndarray) -> None:
         """Overwrite the contents of blocks that have no holder."""
         for block in blocks:
             start = block * self._spec.block_size
-            self.cells[start : start + self._spec.block_size] = 0xDEAD
+            cells[start : start + self._spec.block_size] = 0xDEAD
 
     def forward(self, inputs: BatchInputs):
         size = self._spec.block_size
@@ -183,11 +185,24 @@ class ToyRunner:
                 assert where[position] == inputs.write_slots[index]
                 parent = int(self.cells[where[position - 1]]) if position else 1
                 self.cells[where[position]] = mix(parent, tokens[index])
+                if inputs.window_slots is not None:
+                    self.window_cells[inputs.window_slots[index]] = mix(parent, tokens[index])
             finite.append(NAN_TOKEN not in tokens[first:last])
             for t in set(inputs.logit_rows.tolist()) & set(range(first, last)):
                 seen = where[: int(inputs.positions[t]) + 1]
-                logits[t] = toy_logits([int(self.cells[w]) for w in seen])
+                cells = [int(self.cells[w]) for w in seen]
+                if inputs.window_tables is not None:
+                    self._look_through_window(cells, inputs.window_tables[row])
+                logits[t] = toy_logits(cells)
         return [logits[int(t)] for t in inputs.logit_rows], np.array(finite, bool)
+
+    def _look_through_window(self, cells: list[int], table: np.ndarray) -> None:
+        """Change the cells within the window that differ in the second group of blocks."""
+        size = self._spec.block_size
+        for position in range(max(0, len(cells) - self._spec.window), len(cells)):
+            other = int(self.window_cells[table[position // size] * size + position % size])
+            if other != cells[position]:
+                cells[position] = mix(cells[position], other)
 
     def sample(self, handle, sampling: SamplingInputs) -> Pending:
         logits, finite = handle
@@ -268,12 +283,26 @@ class ToyRunner:
         for row in range(rows):
             used = -(-int(inputs.seq_lens[row]) // self._spec.block_size)
             assert (inputs.block_tables[row, :used] != NULL_BLOCK).all(), "a hole in a table"
+        self._check_windows(inputs)
         for group, shared in enumerate(inputs.prefix_blocks):
             members = np.flatnonzero(inputs.prefix_groups == group)
             tables = inputs.block_tables[members, :shared]
             assert shared >= 1 and len(members) > 1 and (tables == tables[0]).all()
             first = inputs.positions[inputs.query_start[members]]
             assert (first >= shared * self._spec.block_size).all()
+
+    def _check_windows(self, inputs: BatchInputs) -> None:
+        window, size = self._spec.window, self._spec.block_size
+        if window is None:
+            assert inputs.window_tables is None and inputs.window_slots is None
+            return
+        assert inputs.window_tables.shape == inputs.block_tables.shape
+        assert len(set(inputs.window_slots.tolist())) == len(inputs.token_ids)
+        assert (inputs.window_slots >= size).all(), "the null block is written"
+        for row, table in enumerate(inputs.window_tables):
+            first = int(inputs.positions[inputs.query_start[row]])
+            needed = max(0, first - window + 1) // size, -(-int(inputs.seq_lens[row]) // size)
+            assert (table[slice(*needed)] != NULL_BLOCK).all(), "a hole within the window"
 
 
 def generate_alone(

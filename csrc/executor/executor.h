@@ -31,12 +31,16 @@ struct ArenaShape {
     int max_logits = 0;
 };
 
+constexpr int kHeadRows = 32;  // max rows that a thread multiplies at a time in HeadLinear
+
 class Executor {
   public:
     Executor(const Kernels& kernels, int threads, const std::vector<int>& cpus);
 
     void set_arena(ArenaShape shape);
-    void set_cache(const KvCache& shape);
+    // Allocates a KV cache. Cache 0 is that of layers without a sliding window. If windowed layers have a
+    // cache of their own, with their own block tables, it is cache 1. Otherwise all layers use cache 0.
+    void set_cache(int index, const KvCache& shape);
     // Adds a RoPE table. `frequencies` are in radians per position; `scale` multiplies cosines and
     // sines.
     void add_rope(std::vector<float> frequencies, float scale);
@@ -52,7 +56,8 @@ class Executor {
 
     ThreadPool& pool() { return pool_; }
     const Kernels& kernels() const { return kernels_; }
-    const KvCache& cache() const { return cache_; }
+    const KvCache& cache(int index) const { return caches_[index]; }
+    bool has_window_cache() const { return caches_[1].blocks > 0; }
     // Address of row `row` of a buffer.
     float* at(int buffer, int row) const {
         return buffers_[size_t(buffer)] + size_t(row) * size_t(width(buffer));
@@ -75,8 +80,10 @@ class Executor {
     // of this schedule.
     struct Windowed {
         int window;
+        bool centered;
         AttentionSchedule schedule;
         Batch batch;
+        std::vector<int32_t> prefix_blocks;
     };
     struct Rope {
         std::vector<float> frequencies;
@@ -85,6 +92,7 @@ class Executor {
     };
     void reserve_scratch();
     void plan_attention(const Program& program, const Batch& batch);
+    void use_window_cache(Windowed& windowed) const;
     void plan_rounds(const Program& program);
     int rows_of(const Op& op) const;            // number of rows (M) that the op computes in this step
     bool uses_per_channel(const Op& op) const;  // whether the op uses per-channel weights in this step
@@ -126,6 +134,10 @@ class Executor {
     void pack(const Op& op, const Segment& segment, int begin, int end, float* row);
     void norm_heads(const Op& op, float* x, int heads, const float* weight) const;
     void rope_write(const Op& op, int begin, int end);
+    const float* angles_of(const Op& op, int token) const;
+    void latent_write(const Op& op, int begin, int end);
+    int head_pieces(const Op& op) const;
+    void head_linear(const Op& op, int piece, int thread);
     void attention(const Op& op, int thread, int& index);
     void norm(const Op& op, int begin, int end, float* row);
     void route_rows(const Op& op, int begin, int end, float* scratch);
@@ -133,14 +145,15 @@ class Executor {
     void experts(const Op& op, int thread, int& index);
     void multiply_experts(const Op& op, bool is_up, int begin, int end, uint8_t* scratch);
     void gather(const Op& op, int begin, int end);
+    void mean(const Op& op, int begin, int end);
     void compute_angles(int begin, int end);
 
     const Kernels& kernels_;
     ThreadPool pool_;
     WorkQueue queues_[2];
     ArenaShape arena_;
-    KvCache cache_{};
-    Block cache_memory_, arena_memory_, parts_, shared_input_, angles_, matmul_out_;
+    KvCache caches_[2]{};
+    Block cache_memory_[2], arena_memory_, parts_, shared_input_, angles_, matmul_out_;
     std::vector<Block> scratch_, private_input_, rows_;
     std::vector<float*> buffers_;
     std::vector<Rope> ropes_;

@@ -21,7 +21,6 @@ bool all_within(const int32_t* values, int count, int limit) {
 // Checks every index of the step that is used to address memory later.
 void Model::check(const StepArrays& step) const {
     const Program& program = executor.program(step.tokens);
-    const KvCache& cache = executor.cache();
     need(step.tokens > 0 && step.tokens <= program.capacity,
          "a step of more tokens than the model has room for");
     need(step.logits <= executor.max_logits(), "a step of more logits than the model has room for");
@@ -31,13 +30,19 @@ void Model::check(const StepArrays& step) const {
     need(all_within(step.token_ids, step.tokens, program.ops[0].matrix->rows),
          "a token outside the vocabulary");
     need(all_within(step.positions, step.tokens, max_positions), "a position outside the context");
-    need(all_within(step.block_tables, step.rows * step.table_width, int(cache.blocks)),
-         "a block that is not there");
+    need(!step.token_types || all_within(step.token_types, step.tokens, program.ops[0].num_types),
+         "a token type that is not there");
     need(all_within(step.logit_rows, step.logits, step.tokens), "logits of a token that is not there");
-    int64_t slots = cache.blocks * cache.block_size;
-    need(std::all_of(step.write_slots, step.write_slots + step.tokens,
-                     [slots](int64_t slot) { return slot >= 0 && slot < slots; }),
-         "a slot outside the cache");
+    const KvCache& cache = executor.cache(0);
+    for (int token = 0; step.visible_end && token < step.tokens; token++)
+        need(step.visible_end[token] > step.positions[token] &&
+                 step.visible_end[token] <= step.table_width * cache.block_size,
+             "a visible position outside the blocks of the rows");
+    check_cache(step, cache, step.block_tables, step.write_slots);
+    if (executor.has_window_cache()) {
+        need(step.window_tables && step.window_slots, "no blocks for the windowed layers");
+        check_cache(step, executor.cache(1), step.window_tables, step.window_slots);
+    }
     for (int row = 0; row < step.rows; row++) {
         int32_t last = step.query_start[row + 1] - 1, group = step.prefix_groups[row];
         bool reaches =
@@ -46,6 +51,14 @@ void Model::check(const StepArrays& step) const {
         need(group < step.groups, "a prefix group that is not there");
         need(group < 0 || step.prefix_blocks[group] <= step.table_width, "a prefix longer than its rows");
     }
+}
+
+void Model::check_cache(const StepArrays& step, const KvCache& cache, const int32_t* tables,
+                        const int64_t* slots) const {
+    need(all_within(tables, step.rows * step.table_width, int(cache.blocks)), "a block that is not there");
+    int64_t count = cache.blocks * cache.block_size;
+    need(std::all_of(slots, slots + step.tokens, [count](int64_t slot) { return slot >= 0 && slot < count; }),
+         "a slot outside the cache");
 }
 
 // Puts decode tokens before prefill tokens. The two kinds may use different numerics, so each must be one
@@ -87,7 +100,16 @@ void Model::reorder(const StepArrays& step) {
     }
     auto first_prefill = std::lower_bound(logit_tokens_.begin(), logit_tokens_.end(), decode_tokens);
 
+    auto copy = [&]<class T>(const T* from, std::vector<T>& to) -> const T* {
+        if (!from) return nullptr;
+        to.resize(tokens);
+        for (size_t i = 0; i < tokens; i++) to[i] = from[order_[i]];
+        return to.data();
+    };
+
     batch_ = Batch{};
+    batch_.visible_end = copy(step.visible_end, visible_end_);
+    batch_.token_types = copy(step.token_types, token_types_);
     batch_.tokens = step.tokens;
     batch_.decode_tokens = decode_tokens;
     batch_.rows = step.rows;
@@ -97,6 +119,8 @@ void Model::reorder(const StepArrays& step) {
     batch_.row_of = row_of_.data();
     batch_.tables = step.block_tables;
     batch_.table_width = step.table_width;
+    batch_.window_slots = copy(step.window_slots, window_slots_);
+    batch_.window_tables = step.window_tables;
     batch_.prefix_groups = step.prefix_groups;
     batch_.prefix_blocks = step.prefix_blocks;
     batch_.logit_tokens = logit_tokens_.data();

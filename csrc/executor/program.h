@@ -47,7 +47,20 @@ struct ExpertMatrices {
 };
 
 struct Op {
-    enum class Kind : uint8_t { Embed, Linear, RopeWrite, Attention, Norm, Gather, Route, Experts, GateRows };
+    enum class Kind : uint8_t {
+        Embed,
+        Linear,
+        RopeWrite,
+        LatentWrite,
+        HeadLinear,
+        Attention,
+        Norm,
+        Gather,
+        Mean,
+        Route,
+        Experts,
+        GateRows
+    };
     Kind kind = Kind::Embed;
     int source = -1;  // index of the buffer that the op reads
     int out = -1;     // index of the buffer that the op writes
@@ -58,9 +71,12 @@ struct Op {
     float softcap = 0;  // Linear: results become softcap * tanh(result / softcap); 0: no cap
 
     // Fields of Embed. `matrix` is the embedding table; for Linear, it holds the weights.
-    // `positions` are learned position embeddings, which are added; null if the model has none.
+    // `positions` are learned position embeddings, which are added; null if the model has none. `types` are
+    // those of token types.
     const Matrix* matrix = nullptr;
     const float* positions = nullptr;
+    const float* types = nullptr;
+    int num_types = 0;
 
     // Fields of Linear. Norm uses `norm`, `residual` and `over_logits`, and computes out = norm(source), or
     // out += norm(source).
@@ -76,8 +92,10 @@ struct Op {
     int grain = 1;             // number of units that a thread claims at a time
     Numerics decode = Numerics::F32, prefill = Numerics::F32;
 
-    // Fields of RopeWrite and Attention.
+    // Fields of RopeWrite and Attention. LatentWrite uses `key_norm`, `eps` and those of RoPE. It normalizes
+    // the first values of each row, which are the latent, and rotates the other `rope_dim` values, the key.
     AttentionShape shape{};
+    int cache = 0;     // which KV cache of the executor; `layer` counts the layers of this cache
     int schedule = 0;  // index of the attention schedule for the op's window
     int rope = 0;      // index of the RoPE table
     int rope_dim = 0;
@@ -93,6 +111,10 @@ struct Op {
     int weights = -1;
     Routing routing;
     ExpertMatrices up, down;
+
+    // HeadLinear multiplies head h of each row by matrix h of `by_head`. The last `rope_dim` values of a head
+    // are rotated instead and follow the results of the head. `num_experts` is the number of heads.
+    ExpertMatrices by_head;
 
     // Units of work of one expert's GEMM. A unit of `up` is a (gate, up) pair of panels.
     int expert_units(bool is_up) const {

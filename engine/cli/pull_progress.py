@@ -2,8 +2,9 @@
 lines.
 """
 
+from pathlib import Path
 from types import TracebackType
-from typing import Self
+from typing import Any, Self
 
 from rich.console import Console
 from rich.progress import (
@@ -54,3 +55,11 @@ class TerminalProgress:
     def note(self, text: str) -> None:
         printable = "".join(each if each.isprintable() else " " for each in text)
         self._console.print(printable, markup=False, highlight=False, soft_wrap=True)
+
+
+def pull_shown(spec: str, **options: Any) -> Path:
+    """Download a model and show the progress on standard error. `options` are those of `pull`."""
+    from engine.core.store.pull import pull
+
+    with TerminalProgress(Console(stderr=True)) as progress:
+        return pull(spec, progress=progress, **options)

@@ -116,8 +116,8 @@ PLACES = {
     ),
     "nonfinite": (Place(f"{_RUNTIME}.scheduler:Scheduler.update", mark=_mark_rows),),
     "publish": (Place(f"{_RUNTIME}.radix_cache:RadixCache.insert", "tokens"),),
-    "detokenize": (Place("engine.core.text.detokenizer:Detokenizer.push"),),
-    "parse": (Place("engine.core.parsing.output:OutputParser.push"),),
+    "detokenize": (Place("engine.core.text.tokenizer:Detokenizer.push"),),
+    "parse": (Place("engine.core.parsing.parser:OutputParser.push"),),
     "format": (
         Place(f"{_SERVERS}.openai.format:ChatStream.chunk"),
         Place(f"{_SERVERS}.openai.format:CompletionStream.chunk"),

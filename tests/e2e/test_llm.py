@@ -6,7 +6,7 @@ import threading
 
 import pytest
 
-from engine import LLM, InferenceEngine, SamplingParams
+from engine import LLM, InferenceEngine, SamplingParams, StructuredOutputsParams
 from engine.core.errors import InvalidRequestError, UnavailableError
 from engine.core.interfaces.backend import ToolChoice
 
@@ -39,19 +39,19 @@ def first_difference(alone, together) -> int | None:
 
 def test_64_requests_together_equal_each_alone(llm):
     assert len(PROMPTS) == 64
-    alone = [llm.generate(prompt, GREEDY)[0].choices[0] for prompt in PROMPTS]
-    together = [output.choices[0] for output in llm.generate(PROMPTS, GREEDY)]
+    alone = [llm.generate(prompt, GREEDY)[0].outputs[0] for prompt in PROMPTS]
+    together = [output.outputs[0] for output in llm.generate(PROMPTS, GREEDY)]
     for prompt, one, many in zip(PROMPTS, alone, together, strict=True):
         where = first_difference(one, many)
         if where is not None:  # allowed only where the two best tokens are as good as equal
-            best, second = one.logprobs[where].top
+            best, second = one.logprobs[where].values()
             assert best.logprob - second.logprob < TIE, prompt
 
 
 def test_seeded_sampling_does_not_depend_on_the_batch(llm):
     params = SamplingParams(temperature=1.0, top_p=0.9, seed=11, max_tokens=10)
-    alone = [llm.generate(prompt, params)[0].choices[0].token_ids for prompt in PROMPTS[:6]]
-    together = [o.choices[0].token_ids for o in llm.generate(PROMPTS[:6], params)]
+    alone = [llm.generate(prompt, params)[0].outputs[0].token_ids for prompt in PROMPTS[:6]]
+    together = [o.outputs[0].token_ids for o in llm.generate(PROMPTS[:6], params)]
     assert alone == together
 
 
@@ -59,24 +59,29 @@ def test_chat_and_usage(llm):
     question = [{"role": "user", "content": "Name the capital of France."}]
     params = SamplingParams(temperature=0.0, max_tokens=20)
     (answer,) = llm.chat(question, params)
-    assert "Paris" in answer.text and answer.choices[0].finish_reason == "stop"
+    assert "Paris" in answer.text and answer.outputs[0].finish_reason == "stop"
     (again,) = llm.chat(question, params)
     assert again.usage.cached_tokens > 0 and again.text == answer.text
 
 
 def test_one_text_is_embedded_as_one_and_none_as_none(llm):
-    one = llm.embed("hello")
-    assert one.shape == (1, llm.card.num_dimensions)
-    assert llm.embed([1, 2, 3]).shape == one.shape
-    assert llm.embed([]).shape == (0, llm.card.num_dimensions)
-    assert llm.embed(["hello", "bye"])[0] @ one[0] > 1 - 1e-4
+    (one,) = llm.embed("hello")
+    assert one.outputs.hidden_size == llm.card.num_dimensions
+    assert len(llm.embed([1, 2, 3])) == 1 and llm.embed([]) == []
+    assert llm.embed(["hello", "bye"])[0].outputs.vector @ one.outputs.vector > 1 - 1e-4
+
+
+def test_structured_outputs_hold(llm):
+    choice = StructuredOutputsParams(choice=["Positive", "Negative"])
+    (output,) = llm.generate("I like it. Sentiment: ", SamplingParams(structured_outputs=choice))
+    assert output.text in ("Positive", "Negative")
 
 
 def test_options_of_a_chat_are_checked_before_they_are_used(llm):
     question = [{"role": "user", "content": "What time is it?"}]
     tool = {"type": "function", "function": {"name": "now", "parameters": {"properties": {}}}}
     (forced,) = llm.chat(question, tools=[tool], tool_choice=ToolChoice("named", "now"))
-    assert forced.choices[0].tool_calls[0]["function"] == {"name": "now", "arguments": "{}"}
+    assert forced.outputs[0].tool_calls[0]["function"] == {"name": "now", "arguments": "{}"}
     for options in (
         {"tools": [tool], "tool_choice": "required"},
         {"tools": [tool], "tool_choice": ToolChoice("named", "later")},
@@ -121,7 +126,7 @@ def test_an_interrupt_ends_the_work(llm):
             llm.generate("Once upon a time", SamplingParams(max_tokens=4000, ignore_eos=True))
     finally:
         signal.signal(signal.SIGINT, before)
-    assert not llm._backend._link._receivers
+    assert not llm.engine.backend._link._receivers
 
 
 def test_one_bad_prompt_ends_the_others(llm):
@@ -129,7 +134,7 @@ def test_one_bad_prompt_ends_the_others(llm):
     with pytest.raises(InvalidRequestError):
         llm.generate(["Hello", [10**6]], params)
     (after,) = llm.generate("The sky is", SamplingParams(max_tokens=2))
-    assert after.usage.completion_tokens == 2 and not llm._backend._link._receivers
+    assert after.usage.completion_tokens == 2 and not llm.engine.backend._link._receivers
 
 
 def test_a_stream_can_be_left_early(llm):

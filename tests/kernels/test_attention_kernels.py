@@ -60,7 +60,8 @@ def compare(
 ) -> None:
     generator = torch.Generator(DEVICE).manual_seed(1)
     num_blocks = int(inputs.block_tables.max()) + 1
-    pages = (num_blocks, BLOCK_SIZE, 2, model.num_kv_heads, model.head_dim)
+    parts = 1 if model.latent else 2
+    pages = (num_blocks, BLOCK_SIZE, parts, model.num_kv_heads, model.head_dim)
     cache = torch.randn(pages, generator=generator, device=DEVICE).to(dtype)
     queries = (len(inputs.token_ids), model.num_heads, model.head_dim)
     q = torch.randn(queries, generator=generator, device=DEVICE).to(dtype)
@@ -110,6 +111,35 @@ def test_a_mixed_step(features: dict) -> None:
     compare(model, step([(20, 20), (400, 1), (1, 1), (90, 33)]))
 
 
+def test_windowed_layers_read_their_own_tables_and_no_freed_block() -> None:
+    """The blocks that the window has left are freed: their places are null, and they may hold
+    anything.
+    """
+    window, rows = 20, [(20, 20), (400, 1), (1, 1), (90, 33), (210, 1)]
+    model = replace(config(6, 2, 16), windows=(None, window))
+    inputs = step(rows)
+    tables = np.where(inputs.block_tables > 0, inputs.block_tables.max() + 1, 0)
+    tables = (tables - inputs.block_tables).astype(np.int32)
+    freed = tables.copy()
+    for table, (length, count) in zip(freed, rows, strict=True):
+        table[: max(0, length - count - window + 1) // BLOCK_SIZE] = 0
+    assert (freed != tables).any()
+    pages = (int(tables.max()) + 1, BLOCK_SIZE, 2, model.num_kv_heads, model.head_dim)
+    cache = torch.randn(pages, device=DEVICE)
+    q = torch.randn(len(inputs.token_ids), model.num_heads, model.head_dim, device=DEVICE)
+    positions = torch.zeros(len(inputs.token_ids), dtype=torch.int64, device=DEVICE)
+    whole = replace(inputs, window_tables=tables)
+    expected = ReferenceAttention(model, block_size=BLOCK_SIZE, dtype=torch.float32)
+    plan = TritonAttention(model, block_size=BLOCK_SIZE, dtype=torch.float32)
+    for each, given in ((None, inputs.block_tables), (window, freed)):
+        wanted = expected.plan(whole, positions).attend(q, q, q, cache, window=each)
+        poisoned = cache.clone()
+        poisoned[np.setdiff1d(np.arange(pages[0]), given[given > 0])] = float("nan")
+        found = plan.plan(replace(inputs, window_tables=freed), positions)
+        result = found.attend(q, q, q, poisoned, window=each)
+        torch.testing.assert_close(result, wanted, atol=TOLERANCE, rtol=TOLERANCE)
+
+
 def test_a_shared_prefix_is_scored_as_any_key() -> None:
     rows = [(300 + 5 * row, 1) for row in range(17)]
     model = replace(config(4, 2, 16), softcap=1.5, has_sinks=True)
@@ -132,6 +162,19 @@ def test_half_precision_takes_other_tiles(head_dim: int) -> None:
     compare(
         config(4, 2, head_dim), step([(300 + row, 1) for row in range(17)], 35), torch.float16, 2e-3
     )
+
+
+# (heads, size of the latent, rotated values); the last as in DeepSeek-V2-Lite
+LATENTS = [(6, 24, 8), (20, 32, 16), (16, 512, 64)]
+
+
+@pytest.mark.parametrize("sizes", LATENTS)
+def test_latents_are_keys_and_values(sizes: tuple[int, int, int]) -> None:
+    heads, latent, rope_dim = sizes
+    model = replace(config(heads, 1, latent + rope_dim), latent=latent)
+    compare(model, step([(1, 1), (65, 1), (700, 1), (40, 40), (90, 33), (2, 2)]))
+    many = step([(300 + 5 * row, 1) for row in range(17)], shared=35)
+    compare(model, many, torch.float16, 2e-3)
 
 
 def test_a_long_row_is_cut_and_merged() -> None:

@@ -104,12 +104,13 @@ def _fill(pinned: staging.Pinned, tensor: torch.Tensor) -> None:
     pinned.tensor, pinned.copied, pinned.array = tensor, DoneEvent(), tensor.numpy()
 
 
-def config(attention: str) -> RunnerConfig:
+def config(attention: str, num_window_blocks: int = 0) -> RunnerConfig:
     return RunnerConfig(
         device="cpu",
         dtype="float32",
         block_size=4,
         num_blocks=128,
+        num_window_blocks=num_window_blocks,
         max_slots=6,
         max_seq_len=tiny_models.MAX_POSITION,
         num_threads=1,
@@ -117,11 +118,11 @@ def config(attention: str) -> RunnerConfig:
     )
 
 
-def runners(name: str, folder: Path) -> tuple[CudaRunner, ModelRunner]:
+def runners(name: str, folder: Path, num_window_blocks: int = 0) -> tuple[CudaRunner, ModelRunner]:
     _, path = tiny_models.save(name, folder)
     source = open_model(path)
     model = build_model(source.config, source.weights, tiny_models.MAX_POSITION, CPU, torch.float32)
-    ours = CudaRunner(model, config("triton"), CPU, torch.float32)
+    ours = CudaRunner(model, config("triton", num_window_blocks), CPU, torch.float32)
     ours._capturer.runner = ours  # type: ignore[attr-defined]
     return ours, build_runner(source, config("reference"))
 
@@ -139,6 +140,7 @@ def runners(name: str, folder: Path) -> tuple[CudaRunner, ModelRunner]:
         pytest.param("cohere2", marks=pytest.mark.slow),
         pytest.param("qwen3_moe-dense", marks=pytest.mark.slow),
         pytest.param("gpt_oss", marks=pytest.mark.slow),
+        pytest.param("deepseek_v3", marks=pytest.mark.slow),
     ],
 )
 def test_generation_equals_the_reference(name: str, tmp_path: Path) -> None:
@@ -148,6 +150,23 @@ def test_generation_equals_the_reference(name: str, tmp_path: Path) -> None:
         texts = [tiny_models.text(length, seed) for seed, length in enumerate(LENGTHS)]
         generated.append(driver.generate([driver.add(text) for text in texts], 2, chunk=5))
     assert generated[0] == generated[1]
+
+
+def test_windowed_layers_have_a_cache_of_their_own(tmp_path: Path) -> None:
+    """The pool is too small for a whole context. Free blocks are NaN. The reference keeps all
+    blocks and masks.
+    """
+    ours, reference = runners("qwen2-window", tmp_path, num_window_blocks=9)
+    driver, plain = RunnerDriver(ours), RunnerDriver(reference)
+    texts = [tiny_models.text(length, seed) for seed, length in enumerate((17, 2))]
+    tracks = [driver.add(text) for text in texts]
+    expected = plain.generate([plain.add(text) for text in texts], 2, chunk=9)
+    while any(len(track.tokens) - track.num_prompt < 2 for track in tracks):
+        driver.step([(t, min(9, len(t.tokens) - t.num_computed)) for t in tracks])
+        windowed = ours._cache.caches[1].layers[0]
+        windowed[[0, *driver.free_window_blocks]] = float("nan")
+    assert [track.tokens[track.num_prompt :][:2] for track in tracks] == expected
+    assert tracks[0].window_blocks.count(0) >= 1
 
 
 def test_a_token_in_flight_is_taken_from_the_device(tmp_path: Path) -> None:
@@ -255,7 +274,7 @@ def test_a_row_that_is_not_finite_is_told_and_erased(tmp_path: Path) -> None:
         embedded[spared] = float("nan")
     output = driver.step([(good, 5), (bad, 6)])
     assert output.finite.tolist() == [True, False]
-    assert bool(torch.isfinite(runner._cache.slots[:, 4:]).all())
+    assert bool(torch.isfinite(runner._cache.caches[0].slots[:, 4:]).all())
 
 
 def test_what_breaks_after_the_last_attention_is_told(tmp_path: Path) -> None:

@@ -18,7 +18,7 @@ def test_pairs_are_sorted_into_blocks(num_tokens: int, device: torch.device) -> 
     ids = torch.tensor([0, 1, 2, 4])[chosen].int()
     ids[0, 0], ids[0, 1] = 0, 4
     order, blocks, num_blocks = (
-        each.cpu() for each in experts._sorted(ids.to(device), count=5, pairs=16)
+        each.cpu() for each in experts.sorted_pairs(ids.to(device), count=5, pairs=16)
     )
     used = blocks[: int(num_blocks)]
     assert int(num_blocks) <= len(blocks)

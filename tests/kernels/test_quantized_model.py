@@ -9,6 +9,8 @@ import numpy as np
 import pytest
 import torch
 
+from engine.backends.custom.architectures.base import ExpertsConfig
+from engine.backends.custom.frameworks.torch.layers.experts import GroupedExpertLinear
 from engine.backends.custom.frameworks.torch.layers.linear import Linear
 from engine.backends.custom.frameworks.torch.layers.quantized_linear import (
     Fp8Linear,
@@ -17,6 +19,7 @@ from engine.backends.custom.frameworks.torch.layers.quantized_linear import (
 )
 from engine.backends.custom.frameworks.torch.models.base import Decoder
 from engine.backends.custom.frameworks.torch.models.loading import build_model
+from engine.backends.custom.frameworks.torch.models.quantized_loading import placed_bytes
 from engine.backends.custom.weights.model import ModelSource, Weight, open_model
 from tests.gguf_files import gguf_layout, random_weights, tiny_config, write_gguf
 
@@ -70,6 +73,32 @@ def test_a_quantized_model_computes_what_the_decoded_one_does(
         1,
     ]
     ids = torch.arange(TOKENS, device=device)
+    with torch.inference_mode():
+        torch.testing.assert_close(
+            kept.forward_sequence(ids), decoded.forward_sequence(ids), rtol=1e-3, atol=1e-3
+        )
+
+
+def test_experts_stay_quantized(tmp_path: Path, device: torch.device) -> None:
+    experts = ExpertsConfig(count=3, per_token=2, size=32, renormalizes=True)
+    config = tiny_config("qwen3_moe", num_layers=1, qk_norm="head", experts=experts)
+    weights = {name: values * 0.2 for name, values in random_weights(config).items()}
+    stored: dict[str, Any] = gguf_layout(config, weights)
+    types = {}
+    for name in [name for name in stored if "_exps" in name]:
+        types[name] = Q8_0 if "down" in name else Q4_1
+        stored[name] = gguf.quants.quantize(stored[name], types[name])
+    sizes = {"expert_count": 3, "expert_used_count": 2, "expert_feed_forward_length": 32}
+    extra = {f"qwen3moe.{key}": value for key, value in sizes.items()}
+    write_gguf(tmp_path / "model.gguf", config, stored, extra, types=types)
+    source = open_model(tmp_path / "model.gguf")
+    kept, decoded = build(source, False, device), build(source, True, device)
+    layers = [m for m in kept.modules() if isinstance(m, GroupedExpertLinear)]
+    assert [layer.rows.bits for layer in layers] == [4, 8]
+    quantized = sum(layer.rows.nbytes for layer in layers)
+    plain = sum(p.nbytes for p in kept.parameters())
+    assert placed_bytes(source.weights, 4, shrinks=False) == quantized + plain
+    ids = torch.arange(3, device=device)
     with torch.inference_mode():
         torch.testing.assert_close(
             kept.forward_sequence(ids), decoded.forward_sequence(ids), rtol=1e-3, atol=1e-3

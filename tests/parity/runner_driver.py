@@ -24,6 +24,7 @@ class Track:
     tokens: list[int]
     num_prompt: int
     blocks: list[int] = field(default_factory=list)
+    window_blocks: list[int] = field(default_factory=list)  # 0 where a block was freed
     num_computed: int = 0
     # The last token was drawn but the driver pretends not to know it.
     in_flight: bool = False
@@ -82,6 +83,7 @@ class RunnerDriver:
         self.runner = runner
         self._size = runner.spec.block_size
         self._next_block = 1
+        self.free_window_blocks = list(range(1, runner.spec.num_window_blocks))
         self._next_slot = 0
 
     def add(self, tokens: ListOf[int], prefix: Track | None = None, shared: int = 0) -> Track:
@@ -104,6 +106,7 @@ class RunnerDriver:
             while len(track.blocks) * self._size < end:
                 track.blocks.append(self._next_block)
                 self._next_block += 1
+            self._slide(track, end)
             span = range(track.num_computed, end)
             ids += track.tokens[span.start : end]
             if track.in_flight and end == len(track.tokens):
@@ -115,6 +118,10 @@ class RunnerDriver:
             if end == len(track.tokens):
                 logit_rows.append(starts[-1] - 1)
         rows = len(work)
+        tables = ragged([track.blocks for track, _ in work], max(len(t.blocks) for t, _ in work))
+        windowed = None
+        if self.runner.spec.window is not None:
+            windowed = ragged([track.window_blocks for track, _ in work], tables.shape[1])
         return BatchInputs(
             token_ids=np.array(ids, np.int32),
             positions=np.array(positions, np.int32),
@@ -122,15 +129,32 @@ class RunnerDriver:
             query_start=np.array(starts, np.int32),
             seq_lens=np.array(lengths, np.int32),
             num_prompt=np.array([track.num_prompt for track, _ in work], np.int32),
-            block_tables=ragged(
-                [track.blocks for track, _ in work], max(len(t.blocks) for t, _ in work)
-            ),
+            block_tables=tables,
             slots=np.array([track.slot for track, _ in work], np.int32),
             logit_rows=np.array(logit_rows, np.int32),
             adapter_ids=np.zeros(rows, np.int32),
             prefix_groups=np.full(rows, -1, np.int32),
             prefix_blocks=np.zeros(0, np.int32),
+            window_tables=windowed,
+            window_slots=None if windowed is None else self._slots(windowed, starts, positions),
         )
+
+    def _slide(self, track: Track, end: int) -> None:
+        """Free the windowed blocks that the window has left, and allocate those up to `end`."""
+        window = self.runner.spec.window
+        if window is None:
+            return
+        for index in range(max(0, track.num_computed - window + 1) // self._size):
+            if block := track.window_blocks[index]:
+                self.free_window_blocks.append(block)
+                track.window_blocks[index] = 0
+        while len(track.window_blocks) * self._size < end:
+            track.window_blocks.append(self.free_window_blocks.pop())
+
+    def _slots(self, tables: np.ndarray, starts: ListOf[int], positions: ListOf[int]) -> np.ndarray:
+        at = np.array(positions)
+        row_of = np.repeat(np.arange(len(starts) - 1), np.diff(starts))
+        return tables[row_of, at // self._size].astype(np.int64) * self._size + at % self._size
 
     def step(self, work: ListOf[tuple[Track, int]], **sampling: Any) -> StepOutput:
         """One step; a track whose last token was computed gets one more."""

@@ -77,6 +77,17 @@ def test_logits_equal_hugging_face(name: str, tmp_path: Path) -> None:
     )
 
 
+def test_a_short_context_rotates_by_the_factors_for_short_texts(tmp_path: Path) -> None:
+    theirs, path = tiny_models.save("phi3-long", tmp_path)
+    tokens = tiny_models.text(32)  # as long as the context that the model was first trained with
+    with torch.no_grad():
+        expected = theirs(torch.tensor([tokens])).logits[0, -1].numpy()
+    for max_seq_len, agrees in ((len(tokens), True), (tiny_models.MAX_POSITION, False)):
+        driver = RunnerDriver(runner_for(open_model(path), max_seq_len=max_seq_len))
+        ours = last_logits(driver, [(driver.add(tokens), len(tokens))])[0]
+        assert np.allclose(ours, expected, atol=TOLERANCE, rtol=0) == agrees
+
+
 @pytest.mark.parametrize("chunk", [1, 3, 16, 29])
 def test_chunked_is_whole_to_the_last_bit(source: ModelSource, chunk: int) -> None:
     driver = RunnerDriver(runner_for(source))

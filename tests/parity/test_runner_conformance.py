@@ -19,24 +19,27 @@ NAN_TOKEN = 50  # not among the values that opening a model looks at
 
 
 @cache
-def reference() -> PreTrainedModel:
+def reference(name: str) -> PreTrainedModel:
     # Two layers, so that one has the cache of another beside its own.
-    model = tiny_models.make("llama", num_hidden_layers=2)
+    changes = {"num_hidden_layers": 2} if name == "llama" else {}
+    model = tiny_models.make(name, **changes)
     with torch.no_grad():
         model.get_input_embeddings().weight[NAN_TOKEN] = torch.nan
     return model
 
 
 @cache
-def checkpoint() -> Path:
-    path = Path(mkdtemp()) / "llama"
-    reference().save_pretrained(path)
+def checkpoint(name: str) -> Path:
+    path = Path(mkdtemp()) / name
+    reference(name).save_pretrained(path)
     return path
 
 
 class OfFramework(RunnerConformance):
     framework: str
+    model = "llama"
     num_threads: int | None = 1
+    num_window_blocks = 0
     nan_token = NAN_TOKEN
 
     @classmethod
@@ -46,24 +49,45 @@ class OfFramework(RunnerConformance):
             dtype="float32",
             block_size=16,
             num_blocks=64,
+            num_window_blocks=cls.num_window_blocks,
             max_slots=8,
             max_seq_len=tiny_models.MAX_POSITION,
             num_threads=cls.num_threads,
         )
-        return framework_entry(cls.framework).build_runner(open_model(checkpoint()), config)
+        return framework_entry(cls.framework).build_runner(
+            open_model(checkpoint(cls.model)), config
+        )
 
     @classmethod
     def logits(cls, tokens: Sequence[int]) -> F32:
         with torch.no_grad():
-            found: F32 = reference()(torch.tensor([tokens])).logits[0].numpy().astype(np.float32)
+            model = reference(cls.model)
+            found: F32 = model(torch.tensor([tokens])).logits[0].numpy().astype(np.float32)
         return found
+
+
+class Windowed(OfFramework):
+    """Two of three layers have a sliding window, and blocks of their own. Their pool is so small
+    that sequences wait for it.
+    """
+
+    model = "ministral"
+    num_window_blocks = 18
 
 
 class TestNative(OfFramework):
     framework = "native"
 
 
+class TestNativeWindows(Windowed):
+    framework = "native"
+
+
 class TestTorch(OfFramework):
+    framework = "torch"
+
+
+class TestTorchWindows(Windowed):
     framework = "torch"
 
 

@@ -14,6 +14,7 @@ import torch
 from engine.backends.custom.frameworks.torch.execution.build import build_runner
 from engine.backends.custom.runtime.block_pool import BlockPool
 from engine.backends.custom.runtime.budget import StepBudget
+from engine.backends.custom.runtime.groups.windows import window_group
 from engine.backends.custom.runtime.kv_cache import KVCache
 from engine.backends.custom.runtime.loop import EngineLoop
 from engine.backends.custom.runtime.model_runner import RunnerConfig
@@ -64,6 +65,7 @@ def run(
     budget,
     sharing=True,
     block_size=4,
+    num_window_blocks=0,
     build=build_runner,
 ) -> tuple[list[TokenDelta], int]:
     """Everything that came back, and how often something was preempted."""
@@ -72,13 +74,18 @@ def run(
         dtype="float32",
         block_size=block_size,
         num_blocks=num_blocks + 1,
+        num_window_blocks=num_window_blocks,
         max_slots=max_slots,
         max_seq_len=tiny_models.MAX_POSITION,
         num_threads=1,
     )
     runner = build(open_model(path), config)
     pool = BlockPool(config.num_blocks)
-    kv = KVCache(pool, RadixCache(pool, config.block_size), config.block_size, sharing=sharing)
+    windows = window_group(runner.spec, budget)
+    radix = RadixCache(
+        pool, config.block_size, columns=() if windows is None else (windows.column,)
+    )
+    kv = KVCache(pool, radix, config.block_size, sharing=sharing, windows=windows)
     scheduler = Scheduler(kv, max_slots)
     channel = ListChannel()
     loop = EngineLoop(scheduler, runner, channel, StepBudget(budget, max_slots), 1000)

@@ -7,8 +7,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from engine.core.errors import InvalidRequestError
-from engine.core.text.detokenizer import Detokenizer, StopStrings
-from engine.core.text.tokenizer import Tokenizer
+from engine.core.text.stop_strings import StopStrings
+from engine.core.text.tokenizer import Detokenizer, Tokenizer
 from tests.tokenizer_files import CORPUS, byte_level_metadata, sentencepiece_metadata
 
 BYTE_LEVEL = Tokenizer.from_gguf(byte_level_metadata())

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from engine.core.parsing.call_rows import JSON, ROWS_BY_NAME
 from engine.core.parsing.formats import ToolFormat
 from engine.core.parsing.json_scanner import JsonScanner, is_object
-from engine.core.parsing.output import OutputParser
+from engine.core.parsing.parser import OutputParser
 from engine.core.parsing.pieces import Piece, ReasoningPiece, ToolCallPiece
 from engine.core.parsing.rows import REASONING_ROWS, THINK, ReasoningRow
 

@@ -49,6 +49,8 @@ class RuntimeMachine(RuleBasedStateMachine):
         max_cached_blocks=st.sampled_from([None, None, 0, 3]),
         max_cached_sequences=st.sampled_from([None, None, 1, 2]),
         ttl_s=st.sampled_from([None, 10.0]),
+        window=st.sampled_from([None, None, 1, 3, 6, 17]),
+        num_window_blocks=st.integers(1, 40),
     )
     def start(self, **options):
         self.time = 0.0
@@ -128,7 +130,8 @@ class RuntimeMachine(RuleBasedStateMachine):
         committed = self._progress()
         had_work = self.engine.scheduler.has_work
         self.engine.turn(count)
-        if had_work and count >= 4 and not self.engine.hostages:
+        is_whole = not (self.engine.hostages or self.engine.window_hostages)
+        if had_work and count >= 4 and is_whole:
             assert self._progress() > committed, "work is pending and nothing moves"
 
     @precondition(lambda self: self.engine.requests)
@@ -192,6 +195,13 @@ class RuntimeMachine(RuleBasedStateMachine):
         for namespace, tokens, blocks, _ in Snapshot(self.engine).paths:
             self.engine.kv.radix.insert(namespace, packed(tokens), blocks, only_own=True)
 
+    @precondition(lambda self: self.engine.windows is not None)
+    @rule(count=st.integers(1, 10))
+    def evict_windowed(self, count):
+        windows = self.engine.windows
+        before = windows.pool.num_evictable
+        assert windows.column.evict(count) == min(count, before)
+
     @rule(count=st.integers(1, 10))
     def evict(self, count):
         before = self.engine.pool.num_evictable
@@ -205,6 +215,9 @@ class RuntimeMachine(RuleBasedStateMachine):
         if was_idle:
             num_hostages = len(self.engine.hostages)
             assert self.engine.pool.num_free == self.engine.pool.num_usable - num_hostages
+            if self.engine.windows is not None:
+                pool, taken = self.engine.windows.pool, len(self.engine.window_hostages)
+                assert pool.num_free == pool.num_usable - taken
 
     @rule(seconds=st.sampled_from([1.0, 11.0]))
     def time_passes(self, seconds):
@@ -237,6 +250,9 @@ class RuntimeMachine(RuleBasedStateMachine):
         self.grammars.finish()
         engine.run(MAX_STEPS_TO_END)
         assert engine.pool.num_free + engine.pool.num_evictable == engine.pool.num_usable
+        if engine.windows is not None:
+            pool = engine.windows.pool
+            assert pool.num_free + pool.num_evictable == pool.num_usable
         assert not engine.scheduler.has_work
         for (request_id, choice), outcome in engine.outcomes.items():
             self._check_ending(request_id, choice, outcome)

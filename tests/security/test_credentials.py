@@ -13,8 +13,8 @@ from pathlib import Path
 import httpx
 import pytest
 
-from engine.backends.sglang.config import SGLangConfig
-from engine.backends.vllm.config import VLLMConfig
+from engine.backends.sglang import SGLangConfig
+from engine.backends.vllm import VLLMConfig
 from engine.core.config import load_settings
 from engine.core.errors import ConfigError
 from engine.core.key_file import add_key

@@ -192,4 +192,4 @@ def test_jinja_is_imported_in_one_file() -> None:
                 names = [node.module or ""]
             if any(name.split(".")[0] == "jinja2" for name in names):
                 users.add(path.relative_to(root).as_posix())
-    assert users == {"core/text/template_sandbox.py", "core/text/template_syntax.py"}
+    assert users == {"core/text/template_sandbox.py"}

@@ -90,9 +90,10 @@ def test_a_broken_file_is_refused_by_name(keys_file: Path, content: str) -> None
         app_with(server={"keys_file": keys_file})
 
 
-def test_a_file_that_others_can_write_is_refused(keys_file: Path) -> None:
+@pytest.mark.parametrize("mode", [0o620, 0o602])
+def test_a_file_that_others_can_write_is_refused(keys_file: Path, mode: int) -> None:
     add_key(keys_file, "alice")
-    keys_file.chmod(0o666)
+    keys_file.chmod(mode)
     with pytest.raises(ConfigError, match="chmod 600"):
         app_with(server={"keys_file": keys_file})
 

@@ -14,7 +14,7 @@ import pytest
 from engine.core.parsing.call_rows import ROWS_BY_NAME
 from engine.core.parsing.formats import ToolFormat
 from engine.core.parsing.json_scanner import MAX_DEPTH, JsonScanner
-from engine.core.parsing.output import OutputParser
+from engine.core.parsing.parser import OutputParser
 from engine.core.parsing.pieces import Piece, ReasoningPiece, TextPiece, ToolCallPiece
 from engine.core.parsing.rows import THINK
 

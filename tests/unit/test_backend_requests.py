@@ -75,7 +75,7 @@ async def test_every_field_of_a_request_reaches_the_engine():
     )
     assert sent == [expected]
     # What is left at its default above was not forgotten: a new field has to be placed here.
-    forms = {"grammar", "pools", "truncate_prompt_tokens", *NAMED}
+    forms = {"grammar", "pools", "second_start", "truncate_prompt_tokens", *NAMED}
     asked, passed = set(GenerationContext.__struct_fields__), set(expected.__struct_fields__)
     assert asked - forms <= passed and passed - forms - asked == {"prompt", "eos_ids"}
     await backend.stop()
@@ -141,7 +141,12 @@ async def test_every_field_of_an_embedding_reaches_the_engine():
         GenerateRequest(request_id="e-0", prompt=(1, 2), queue_timeout_s=10.25, **common),
         GenerateRequest(request_id="e-1", prompt=(3,), **common),
     ]
-    asked = set(EmbedRequest.__struct_fields__) - {"model", "inputs", "truncate_prompt_tokens"}
+    asked = set(EmbedRequest.__struct_fields__) - {
+        "model",
+        "inputs",
+        "prompt_names",
+        "truncate_prompt_tokens",
+    }
     assert asked <= set(GenerateRequest.__struct_fields__)
     assert found.prompt_tokens == 3 and not backend._link._receivers
     np.testing.assert_allclose(np.linalg.norm(found.vectors, axis=1), 1.0, rtol=1e-5)
@@ -165,10 +170,11 @@ async def test_inputs_are_cut_only_as_far_as_was_asked(limit, length, expected):
 
 async def test_inputs_that_are_too_long_empty_or_unknown_are_refused_by_name():
     backend = await started()
-    for inputs in (((1,) * 257,), ((1, 2), ()), ((VOCAB,),), ((-1,),)):
+    one = (((1,) * 257,), ((VOCAB,),), ((-1,),))
+    for inputs in (*one, ((1, 2), ()), ((1, 2), (1,) * 257)):
         with pytest.raises(InvalidRequestError) as refused:
             await backend.embed(EmbedRequest(request_id="e", inputs=inputs))
-        assert refused.value.param == "input"
+        assert refused.value.param == ("input" if len(inputs) == 1 else "input[1]")
     whole = await backend.embed(EmbedRequest(request_id="e", inputs=((1,) * 256,)))
     assert whole.prompt_tokens == 256
     await backend.stop()
@@ -192,18 +198,20 @@ def test_a_prompt_and_its_answer_fit_the_context(prompt, asked, fits):
 
 
 def test_an_input_may_fill_the_context():
-    check_input(10, 10)
+    check_input(10, 10, "input[2]")
     with pytest.raises(InvalidRequestError, match="11 tokens"):
-        check_input(11, 10)
+        check_input(11, 10, "input[2]")
 
 
-async def test_a_prompt_is_cut_before_its_length_is_judged():
+@pytest.mark.parametrize(("max_tokens", "room"), [(3, 3), (None, 1)])
+async def test_a_prompt_is_cut_before_its_length_is_judged(max_tokens, room):
     backend = await started()
     sent = sent_by(backend)
-    context = msgspec.structs.replace(CONTEXT, truncate_prompt_tokens=-1)
+    params = msgspec.structs.replace(PARAMS, max_tokens=max_tokens)
+    context = msgspec.structs.replace(CONTEXT, params=params, truncate_prompt_tokens=-1)
     prompt = tuple(index % 20 for index in range(400))
     await drain(backend.complete(CompletionRequest(context=context, prompt=prompt)))
-    assert sent[0].prompt == prompt[-(256 - 3) :]
+    assert sent[0].prompt == prompt[-(256 - room) :]
     await backend.stop()
 
 

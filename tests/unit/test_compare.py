@@ -11,6 +11,7 @@ from engine.compare.agreement import END, compare_answers
 from engine.compare.answers import ComparedAnswer
 from engine.compare.contenders import Contender, find_contenders
 from engine.compare.prompts import read_prompts
+from engine.compare.report import percentile
 from engine.compare.run import NUM_ALTERNATIVES, Plan, run_all
 from engine.core.errors import ConfigError, InvalidRequestError, UnavailableError
 from engine.core.interfaces.backend import (
@@ -213,6 +214,15 @@ def scripted(tokens: Sequence[TokenText]) -> FakeBackend:
     events = [TextEvent(0, each.token, 1, (each,)) for each in tokens]
     backend.script = [*events, FinishEvent(0, "stop")]
     return backend
+
+
+@pytest.mark.parametrize(
+    ("values", "percent", "expected"),
+    [([], 50, None), ([3.0], 95, 3.0), ([2.0, 1.0], 50, 1.0), ([2.0, 1.0], 51, 2.0)]
+    + [(range(1, 101), 99, 99), (range(1, 101), 100, 100), (range(1, 101), 0, 1)],
+)
+def test_percentiles_are_the_nearest_rank(values, percent, expected):
+    assert percentile(values, percent) == expected
 
 
 @pytest.fixture

@@ -13,8 +13,8 @@ import pytest
 from engine.backends.custom.architectures.base import ExpertsConfig, ModelConfig, RopeConfig
 from engine.backends.custom.architectures.export import gguf_metadata, hf_config
 from engine.backends.custom.conversion.convert import convert, gguf_parts, open_source, save_trained
+from engine.backends.custom.conversion.gguf_writer import gguf_type
 from engine.backends.custom.conversion.importance import read_importance, write_importance
-from engine.backends.custom.conversion.mixes import gguf_type
 from engine.backends.custom.weights.model import ModelSource, open_model
 from engine.backends.custom.weights.safetensors import open_safetensors
 from engine.core.errors import ConfigError, EngineError, ModelFormatError

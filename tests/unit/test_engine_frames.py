@@ -127,10 +127,12 @@ class ScriptedHeartbeat(Heartbeat):
     def __init__(self, *stalls: bool) -> None:
         self._stalls = iter((False, *stalls))  # the first tick is made by who starts the thread
         self._is_stalled = False
+        self.ended = threading.Event()
 
     def tick(self) -> None:
         stalled = next(self._stalls, None)
         if stalled is None:
+            self.ended.set()
             raise SystemExit
         self._is_stalled = stalled
 
@@ -158,11 +160,13 @@ class StalledLoop:
 def test_a_stall_is_reported_and_interrupted_once():
     before = signal.getsignal(INTERRUPT_SIGNAL)
     loop = StalledLoop()
+    heartbeat = ScriptedHeartbeat(True, True, True, False, True, True)
     try:
-        Watchdog(ScriptedHeartbeat(True, True, True, False, True, True), tick_s=0.01).watch(loop)
-        (thread,) = (each for each in threading.enumerate() if each.name == "watchdog")
-        thread.join(30)
+        Watchdog(heartbeat, tick_s=0.01).watch(loop)
+        assert heartbeat.ended.wait(30)
     finally:
+        signal.signal(INTERRUPT_SIGNAL, signal.SIG_IGN)  # after an error, more signals may come
+        heartbeat.ended.wait(30)
         signal.signal(INTERRUPT_SIGNAL, before)
     assert loop.num_described == 2
     assert 1 <= loop.num_interrupted <= 2, "two signals may arrive as one"

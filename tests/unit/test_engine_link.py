@@ -252,9 +252,11 @@ def test_backoff_grows_is_capped_and_gives_up():
     assert policy.delay_after_death() is not None
 
 
-async def test_a_process_started_ahead_is_the_engine():
+async def test_a_process_started_ahead_is_the_engine(monkeypatch):
     options = EngineOptions(model_path="toy", framework="toy")
     process = EngineProcess(WORKER)
+    send, sent = process._send, []
+    monkeypatch.setattr(process, "_send", lambda message: (sent.append(message), send(message)))
     process.begin(options)
     link = EngineLink(
         lambda on_message, on_exit: ProcessClient(WORKER, options, on_message, on_exit, process),
@@ -262,6 +264,7 @@ async def test_a_process_started_ahead_is_the_engine():
     )
     await asyncio.wait_for(link.start(), 20)
     assert link.pid == process.process.pid
+    assert sent == [options], "an engine that has its options can't read them again"
     assert (await ask(link, 1)).tokens == expected(1)
     await link.stop()
 

@@ -20,7 +20,7 @@ import pytest
 from engine.core import faults
 from engine.core.errors import ConfigError, ResourceError, UnavailableError
 from engine.core.faults import Fault, FaultError
-from engine.core.parsing.output import OutputParser
+from engine.core.parsing.parser import OutputParser
 from engine.core.sandbox.private_files import write_private
 from engine.servers.files.draft import Draft
 from engine.servers.serving.storage import Database

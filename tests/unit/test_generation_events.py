@@ -42,7 +42,8 @@ TOKENIZER = SimpleNamespace(
 )
 TEMPLATE = "{% if tools %}<tool_call>{{ tools }}{% endif %}<think>"
 OUTPUT = OutputFormat.of(TEMPLATE, {})
-TEXT = TextModel(SimpleNamespace(), TOKENIZER, ChatFormat(None, OUTPUT), None, 0)
+CHAT = ChatFormat(None, OUTPUT)
+TEXT = TextModel(SimpleNamespace(), TOKENIZER, CHAT, CHAT, None, 0)
 WEATHER = {"type": "function", "function": {"name": "weather", "parameters": {}}}
 
 

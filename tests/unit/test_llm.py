@@ -1,19 +1,30 @@
 """The Python API over the toy model: every number given acts, every number told is right."""
 
+import asyncio
 import math
 from collections.abc import Iterator
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 
-from engine import llm as llm_module
 from engine.core.errors import InvalidRequestError
+from engine.core.interfaces import request
 from engine.core.interfaces.backend import FinishEvent, TextEvent, UsageEvent
-from engine.core.interfaces.request import SamplingParams
-from engine.llm import LLM, InferenceEngine
+from engine.library import embedded, openai_format
+from engine.library.async_llm import AsyncLLM
+from engine.library.openai_format import InferenceEngine
+from engine.llm import LLM
+from engine.outputs import Logprob
+from engine.sampling_params import (
+    RequestOutputKind,
+    SamplingParams,
+    StructuredOutputsParams,
+    wire_params,
+)
 from tests import toy_backend
 from tests.toy_runner import VOCAB, generate_alone, prompt_logits
 
@@ -21,7 +32,7 @@ EOS = 21
 MAX_SEQ_LEN = 256
 
 
-def encoded(text: str) -> list[int]:
+def encoded(text: str, parse_special: bool = False) -> list[int]:
     return [ord(char) - ord("a") for char in text]
 
 
@@ -67,14 +78,14 @@ def llm(asked) -> Iterator[LLM]:
         return ToyBackend(max_queued=settings.performance.max_queued_requests)
 
     with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(llm_module, "build_backend", build)
+        patched.setattr(embedded, "build_backend", build)
         with LLM("toy", settings={"performance.max_queued_requests": 5}) as opened:
             yield opened
 
 
 @pytest.fixture
 def engine(llm: LLM, monkeypatch) -> InferenceEngine:
-    monkeypatch.setattr(llm_module, "LLM", lambda model, settings: llm)
+    monkeypatch.setattr(openai_format, "LLM", lambda model: llm)
     return InferenceEngine("toy")
 
 
@@ -83,6 +94,7 @@ def params(**changes: Any) -> SamplingParams:
 
 
 def expected(prompt: str, given: SamplingParams, choice: int = 0) -> list[int]:
+    given = wire_params(given)
     stop = set(given.stop_token_ids) | (set() if given.ignore_eos else {EOS})
     return generate_alone(tuple(encoded(prompt)), given, choice, frozenset(stop), MAX_SEQ_LEN)[0]
 
@@ -120,7 +132,7 @@ BESIDE: dict[str, dict[str, Any]] = {
 
 
 def test_every_field_is_tried():
-    assert FIELDS.keys() | TOLD == set(SamplingParams.__struct_fields__)
+    assert FIELDS.keys() | TOLD == set(request.SamplingParams.__struct_fields__)
 
 
 @pytest.mark.parametrize("name", FIELDS)
@@ -128,7 +140,7 @@ def test_each_sampling_parameter_acts(llm, name):
     beside = BESIDE.get(name, {})
     given, without = params(**beside | {name: FIELDS[name]}), params(**beside)
     (output,) = llm.generate("abc", given)
-    found = list(output.choices[0].token_ids)
+    found = list(output.outputs[0].token_ids)
     assert found == expected("abc", given)
     assert found != expected("abc", without), "it would be the same without"
     assert output.usage.completion_tokens == len(found) and output.usage.prompt_tokens == 3
@@ -136,20 +148,20 @@ def test_each_sampling_parameter_acts(llm, name):
 
 def test_without_parameters_the_context_is_filled(llm):
     (output,) = llm.generate([1] * 250)
-    choice = output.choices[0]
+    choice = output.outputs[0]
     assert choice.finish_reason in ("length", "stop")
     assert len(choice.token_ids) == 6 or choice.token_ids[-1] == EOS
     (output,) = llm.generate([1] * 250, SamplingParams(max_tokens=None, ignore_eos=True))
-    assert (len(output.choices[0].token_ids), output.choices[0].finish_reason) == (6, "length")
+    assert (len(output.outputs[0].token_ids), output.outputs[0].finish_reason) == (6, "length")
 
 
 def test_choices_are_numbered_and_counted(llm):
     given = params(n=3, ignore_eos=True)
     (output,) = llm.generate("abc", given)
-    found = [list(choice.token_ids) for choice in output.choices]
+    found = [list(choice.token_ids) for choice in output.outputs]
     assert found == [expected("abc", given, choice) for choice in range(3)]
-    assert [choice.text for choice in output.choices] == list(map(written, found))
-    assert output.text == output.choices[0].text
+    assert [choice.text for choice in output.outputs] == list(map(written, found))
+    assert output.text == output.outputs[0].text
     assert output.usage.completion_tokens == 36
 
 
@@ -158,27 +170,43 @@ def test_a_stop_string_cuts_and_is_not_shown(llm):
     stop = plain[4:6]
     (output,) = llm.generate("abc", params(ignore_eos=True, stop=(stop,)))
     assert output.text == plain[: plain.index(stop)]
-    assert output.choices[0].finish_reason == "stop"
+    assert output.outputs[0].finish_reason == "stop"
 
 
 def test_logprobs_are_the_models_and_only_when_asked_for(llm):
     (output,) = llm.generate("abc", params(logprobs=2, temperature=0.0))
-    choice = output.choices[0]
+    choice = output.outputs[0]
     logits = prompt_logits(encoded("abc") + list(choice.token_ids[:-1]))[2:]
     assert len(choice.logprobs) == len(choice.token_ids)
     for row, told, token in zip(logits, choice.logprobs, choice.token_ids, strict=True):
         scores = row - row.max() - np.log(np.exp(row - row.max()).sum())
-        best = np.argsort(-scores, kind="stable")[:2]
-        assert told.token == written([token])
-        assert told.logprob == pytest.approx(scores[token], abs=1e-5)
-        assert [each.token for each in told.top] == [written([token]) for token in best]
-        assert [each.logprob for each in told.top] == pytest.approx(scores[best], abs=1e-5)
-    assert llm.generate("abc", params())[0].choices[0].logprobs is None
+        best = [int(each) for each in np.argsort(-scores, kind="stable")[:2]]
+        assert list(told) == best and best[0] == token
+        for rank, each in enumerate(best, 1):
+            found = told[each]
+            assert (found.rank, found.decoded_token) == (rank, written([each]))
+            assert found.logprob == pytest.approx(scores[each], abs=1e-5)
+    pairs = zip(choice.logprobs, choice.token_ids, strict=True)
+    total = sum(told[token].logprob for told, token in pairs)
+    assert choice.cumulative_logprob == pytest.approx(total)
+    assert llm.generate("abc", params())[0].outputs[0].logprobs is None
 
 
-def test_scores_of_a_prompt_are_refused_where_nobody_would_see_them(llm):
-    with pytest.raises(InvalidRequestError, match="score_prompt"):
-        llm.generate("abc", params(logprobs=0, score_prompt=True))
+def test_logprobs_of_a_prompt_are_the_models(llm):
+    (output,) = llm.generate("abcd", params(prompt_logprobs=1, max_tokens=2, n=2))
+    logits = prompt_logits(encoded("abcd"))
+    first, *told = output.prompt_logprobs
+    assert first is None and len(told) == 3 and output.prompt_token_ids == (0, 1, 2, 3)
+    for row, token, found in zip(logits, (1, 2, 3), told, strict=False):
+        scores = row - row.max() - np.log(np.exp(row - row.max()).sum())
+        best = int(np.argmax(scores))
+        assert set(found) == {token, best}
+        assert found[token].logprob == pytest.approx(scores[token], abs=1e-5)
+        assert found[best] == Logprob(pytest.approx(scores[best], abs=1e-5), 1, written([best]))
+    assert output.outputs[0].logprobs is None, "only those of the prompt were requested"
+    assert output.text == written(expected("abcd", params(max_tokens=2)))
+    with pytest.raises(InvalidRequestError, match="prompt_logprobs"):
+        llm.chat("abcd", params(prompt_logprobs=1))
 
 
 def test_answers_come_in_the_order_of_their_prompts(llm):
@@ -187,7 +215,7 @@ def test_answers_come_in_the_order_of_their_prompts(llm):
     prompts = [text if index % 2 else encoded(text) for index, text in enumerate(texts)]
     given = params(max_tokens=3, ignore_eos=True)
     outputs = llm.generate(prompts, given)
-    assert [list(o.choices[0].token_ids) for o in outputs] == [expected(t, given) for t in texts]
+    assert [list(o.outputs[0].token_ids) for o in outputs] == [expected(t, given) for t in texts]
     assert llm.generate([], given) == []
 
 
@@ -198,14 +226,14 @@ def test_answers_that_end_sooner_do_not_come_sooner(llm):
     assert [output.usage.prompt_tokens for output in outputs] == [200, 230, 254]
     assert [output.usage.completion_tokens for output in outputs] == [56, 26, 2]
     endless = params(max_tokens=10**6, ignore_eos=True)
-    found = [list(output.choices[0].token_ids) for output in outputs]
+    found = [list(output.outputs[0].token_ids) for output in outputs]
     assert found == [expected(text, endless) for text in texts]
 
 
 @pytest.mark.parametrize(("n", "most"), [(1, 5), (2, 2), (7, 1)])
 def test_no_more_choices_are_asked_for_than_the_queue_takes(llm, monkeypatch, n, most):
-    backend, num_open, seen = llm._backend, 0, []
-    complete = backend.complete
+    backend, num_open, seen = llm.engine.backend, 0, []
+    opened = backend.open
 
     async def watched(events):
         nonlocal num_open
@@ -215,9 +243,12 @@ def test_no_more_choices_are_asked_for_than_the_queue_takes(llm, monkeypatch, n,
             yield event
         num_open -= 1
 
-    monkeypatch.setattr(backend, "complete", lambda request: watched(complete(request)))
+    async def watched_open(request):
+        return watched(await opened(request))
+
+    monkeypatch.setattr(backend, "open", watched_open)
     given = params(max_tokens=2, ignore_eos=True, n=min(n, 5))
-    monkeypatch.setattr(llm, "_max_queued", most * given.n)
+    monkeypatch.setattr(llm.engine, "max_queued", most * given.n)
     llm.generate(["abc"] * 9, given)
     assert len(seen) == 9 and max(seen) <= most
 
@@ -226,19 +257,141 @@ def test_one_conversation_is_a_batch_of_one(llm):
     one = [{"role": "user", "content": "ab"}, {"role": "user", "content": "c"}]
     given = params(ignore_eos=True)
     (output,) = llm.chat(one, given)
-    assert list(output.choices[0].token_ids) == expected("abc", given)
+    assert list(output.outputs[0].token_ids) == expected("abc", given)
     both = llm.chat([one, [{"role": "user", "content": "d"}]], given)
-    assert list(both[1].choices[0].token_ids) == expected("d", given)
+    assert list(both[1].outputs[0].token_ids) == expected("d", given)
     assert [o.usage.prompt_tokens for o in both] == [3, 1]
+
+
+def test_a_text_is_a_conversation_of_one_message(llm):
+    given = params(ignore_eos=True)
+    parts = [{"type": "text", "text": "abc"}]
+    for conversation in ("abc", [{"role": "user", "content": parts}]):
+        (output,) = llm.chat(conversation, given)
+        assert list(output.outputs[0].token_ids) == expected("abc", given)
+    assert [o.usage.prompt_tokens for o in llm.chat(["ab", "c"], given)] == [2, 1]
 
 
 def test_vectors_are_the_models_and_of_unit_length(llm):
     found = llm.embed(["abc", [3, 4]])
-    for row, prompt in zip(found, ("abc", "de"), strict=True):
+    for output, prompt in zip(found, ("abc", "de"), strict=True):
         logits = prompt_logits(encoded(prompt))[-1].astype(np.float32)
-        np.testing.assert_allclose(row, logits / np.linalg.norm(logits), rtol=1e-5)
-    assert llm.embed("abc").shape == llm.embed([1, 2]).shape == (1, VOCAB)
-    assert llm.embed([]).shape == (0, VOCAB)
+        unit = logits / np.linalg.norm(logits)
+        np.testing.assert_allclose(output.outputs.embedding, unit, rtol=1e-5)
+    assert len(llm.embed("abc")) == len(llm.embed([1, 2])) == 1
+    assert found[0].outputs.hidden_size == VOCAB
+    assert llm.embed([]) == []
+
+
+def test_texts_are_scored_in_pairs_by_models_that_compare(llm, monkeypatch):
+    with pytest.raises(InvalidRequestError, match="not trained to compare"):
+        llm.score("ab", "cd")
+    card = msgspec.structs.replace(llm.card, capabilities=("embeddings", "score"))
+    monkeypatch.setattr(llm.engine.backend, "models", lambda: [card])
+    one, two, three = (each.outputs.vector for each in llm.embed(["ab", "cd", "efg"]))
+    scores = [each.outputs.score for each in llm.score("ab", ["cd", "efg"])]
+    assert scores == pytest.approx([one @ two, one @ three], abs=1e-5)
+    scores = [each.outputs.score for each in llm.score(["ab", "cd"], ["efg", "efg"])]
+    assert scores == pytest.approx([one @ three, two @ three], abs=1e-5)
+    with pytest.raises(InvalidRequestError, match="data_1"):
+        llm.score(["ab", "cd"], ["ab"])
+
+
+def test_each_prompt_can_have_its_own_parameters(llm):
+    given = [params(max_tokens=2, ignore_eos=True), params(max_tokens=4, seed=9, ignore_eos=True)]
+    outputs = llm.generate(["abc", "abc"], given)
+    found = [list(output.outputs[0].token_ids) for output in outputs]
+    assert found == [expected("abc", each) for each in given]
+    with pytest.raises(InvalidRequestError, match="2 prompts and 1"):
+        llm.generate(["abc", "abc"], given[:1])
+
+
+def test_progress_is_told_to_any_bar(llm):
+    told: list[Any] = []
+
+    def bar(total: int, desc: str) -> Any:
+        told.append(total)
+        return SimpleNamespace(update=told.append, close=lambda: told.append("closed"))
+
+    llm.generate(["abc", "d"], params(max_tokens=1), use_tqdm=bar)
+    assert told == [2, 1, 1, "closed"]
+
+
+def test_prompts_may_be_vllms_objects(llm):
+    given = params(ignore_eos=True)
+    for prompt in (
+        {"prompt": "abc"},
+        {"prompt_token_ids": np.array([0, 1, 2])},
+        np.array([0, 1, 2]),
+    ):
+        (output,) = llm.generate(prompt, given)
+        assert list(output.outputs[0].token_ids) == expected("abc", given)
+    assert llm.generate("abc", given)[0].prompt == "abc"
+    with pytest.raises(InvalidRequestError, match="multi_modal_data"):
+        llm.generate({"prompt": "abc", "multi_modal_data": {}}, given)
+
+
+def test_a_text_is_one_stop_string_and_can_be_shown(llm):
+    plain = written(expected("abc", params(ignore_eos=True)))
+    stop, cut = plain[4:6], plain[: plain.index(plain[4:6])]
+    (output,) = llm.generate("abc", params(ignore_eos=True, stop=stop))
+    assert (output.text, output.outputs[0].stop_reason) == (cut, stop)
+    shown = params(ignore_eos=True, stop=[stop], include_stop_str_in_output=True)
+    assert llm.generate("abc", shown)[0].text == cut + stop
+
+
+def test_parameters_can_be_changed_and_act_as_they_are_then(llm):
+    given = llm.get_default_sampling_params()
+    given.max_tokens, given.seed, given.temperature, given.ignore_eos = 3, 3, 1.0, True
+    kept = given.clone()
+    kept.max_tokens = 1
+    (output,) = llm.generate("abc", given)
+    assert list(output.outputs[0].token_ids) == expected("abc", params(max_tokens=3))
+
+
+@pytest.mark.parametrize(
+    ("kind", "texts"),
+    [
+        (RequestOutputKind.CUMULATIVE, lambda text: [text[: i + 1] for i in range(4)]),
+        (RequestOutputKind.DELTA, lambda text: list(text)),
+        (RequestOutputKind.FINAL_ONLY, lambda text: []),
+    ],
+)
+async def test_an_async_stream_has_the_asked_kind_of_outputs(llm, kind, texts):
+    streaming = AsyncLLM.__new__(AsyncLLM)
+    streaming.engine = llm.engine
+    given = params(max_tokens=4, ignore_eos=True, output_kind=kind)
+    text = written(expected("abc", given))
+    *outputs, last = [each async for each in streaming.generate("abc", given, "mine")]
+    assert [each.text for each in outputs if not each.outputs[0].finished()] == texts(text)
+    assert not any(each.finished for each in outputs) and last.request_id == "mine"
+    assert last.finished and last.outputs[0].finish_reason == "length"
+    assert last.text == ("" if kind is RequestOutputKind.DELTA else text)
+    (chatted,) = [each async for each in streaming.chat("abc", given) if each.finished]
+    assert chatted.usage.completion_tokens == 4
+    assert len(await streaming.embed(["abc", "d"])) == 2
+
+
+async def test_leaving_an_async_stream_aborts_its_request(llm):
+    streaming = AsyncLLM.__new__(AsyncLLM)
+    streaming.engine = llm.engine
+    outputs = streaming.generate("abc", params(max_tokens=200, ignore_eos=True))
+    await anext(outputs)
+    await outputs.aclose()
+    while llm.engine.backend._link._receivers:
+        await asyncio.sleep(0.01)
+    with pytest.raises(InvalidRequestError):
+        await anext(streaming.generate([10**6]))
+
+
+def test_constraints_are_made_into_one_grammar():
+    made = StructuredOutputsParams(choice=("a", "b")).spec()
+    assert (made.kind, made.source) == ("choice", '["a","b"]')
+    assert StructuredOutputsParams(json={"type": "object"}).spec().kind == "json_schema"
+    assert StructuredOutputsParams(json_object=True).spec().kind == "json_object"
+    for wrong in ({}, {"regex": "a", "grammar": "b"}, {"json_object": False}):
+        with pytest.raises(InvalidRequestError, match="structured_outputs"):
+            StructuredOutputsParams(**wrong).spec()
 
 
 def test_a_stream_has_each_token_one_end_and_the_usage(llm):
@@ -252,9 +405,9 @@ def test_a_stream_has_each_token_one_end_and_the_usage(llm):
 
 def test_requests_have_ids_of_their_own(llm, monkeypatch):
     ids = []
-    submit = llm._backend._link.submit
+    submit = llm.engine.backend._link.submit
     monkeypatch.setattr(
-        llm._backend._link,
+        llm.engine.backend._link,
         "submit",
         lambda request, receiver: (ids.append(request.request_id), submit(request, receiver)),
     )
@@ -285,6 +438,14 @@ def test_openai_shapes_have_the_same_numbers(engine):
     assert engine.generate(["abc"], **given) == texts[:1]
 
 
+def test_openai_shapes_fill_the_context_unless_told(engine):
+    prompt = "a" * 200  # leaves room for more than the 16 tokens of `SamplingParams`
+    (text,) = engine.generate([prompt], ignore_eos=True)
+    messages = [{"role": "user", "content": prompt}]
+    whole = engine.chat_completion(messages, ignore_eos=True)
+    assert len(text) == whole["usage"]["completion_tokens"] == 256 - 200
+
+
 @pytest.mark.parametrize(
     ("name", "good", "bad"),
     [
@@ -292,7 +453,7 @@ def test_openai_shapes_have_the_same_numbers(engine):
         ("max_tokens", [None, 1], [0]),
         ("min_tokens", [0], [-1]),
         ("temperature", [0.0, 1e6], [-0.1, math.inf, math.nan]),
-        ("top_k", [0], [-1]),
+        ("top_k", [0, -1], [-2]),
         ("top_p", [1e-9, 1.0], [0.0, 1.0001, math.nan]),
         ("min_p", [0.0, 1.0], [-0.0001, 1.0001, math.nan]),
         ("repetition_penalty", [1e-9, 9.0], [0.0, math.inf, math.nan]),
@@ -305,7 +466,7 @@ def test_openai_shapes_have_the_same_numbers(engine):
 )
 def test_bounds_are_where_they_are_said_to_be(name, good, bad):
     for value in good:
-        llm_module.check_params(SamplingParams(**{name: value}))
+        wire_params(SamplingParams(**{name: value}))
     for value in bad:
         with pytest.raises(InvalidRequestError, match=name):
-            llm_module.check_params(SamplingParams(**{name: value}))
+            wire_params(SamplingParams(**{name: value}))

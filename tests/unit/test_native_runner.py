@@ -19,8 +19,8 @@ class NotingModel:
         self.tokens = np.zeros(0, np.int32)
 
     def forward(self, *arrays: np.ndarray) -> None:
-        finite = arrays[-1]
-        self.steps.append(tuple(arrays[:-1]))
+        *before, finite = arrays[:10]
+        self.steps.append((*before, *arrays[10:]))
         finite[:] = [1, 0, 1, 1][: len(finite)]
 
     def sample(self, sampling) -> tuple:
@@ -42,7 +42,7 @@ def step(token_ids, query_start, slots, logit_rows) -> SimpleNamespace:
         "logit_rows": logit_rows,
     }
     arrays = {name: np.array(each, np.int32) for name, each in given.items()}
-    others = {name: name for name in (*names, "prefix_blocks")}
+    others = {name: name for name in (*names, "prefix_blocks", "window_slots", "window_tables")}
     return SimpleNamespace(**arrays, **others)
 
 
@@ -64,7 +64,8 @@ def test_arrays_reach_the_model_in_their_order():
     NativeRunner(model, SPEC, hidden_size=3).forward(step([1, 2], [0, 2], [0], [1]))
     _, positions, slots, query_start, *rest = model.steps[0]
     assert (positions, slots, query_start.tolist()) == ("positions", "write_slots", [0, 2])
-    prompt, tables, logit_rows, groups, blocks = rest
+    prompt, tables, logit_rows, groups, blocks, *windowed = rest
+    assert windowed == ["window_slots", "window_tables"]
     assert (prompt, tables, groups, blocks) == (
         *("num_prompt", "block_tables"),
         *("prefix_groups", "prefix_blocks"),

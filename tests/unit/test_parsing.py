@@ -9,7 +9,8 @@ from engine.core.interfaces.backend import ToolChoice
 from engine.core.parsing.call_rows import ROWS_BY_NAME
 from engine.core.parsing.formats import ToolFormat
 from engine.core.parsing.json_scanner import JsonScanner
-from engine.core.parsing.output import OutputFormat, OutputParser
+from engine.core.parsing.output import OutputFormat
+from engine.core.parsing.parser import OutputParser
 from engine.core.parsing.pieces import Piece, ReasoningPiece, TextPiece, ToolCallPiece
 from engine.core.parsing.rows import THINK
 from engine.core.parsing.source import Source

@@ -22,10 +22,10 @@ from engine.core.interfaces.backend import ToolChoice
 from engine.core.parsing import grammars
 from engine.core.parsing.call_rows import ROWS_BY_NAME
 from engine.core.parsing.formats import ToolFormat
-from engine.core.parsing.grammars import arguments_rule
-from engine.core.parsing.output import OutputFormat, OutputParser
+from engine.core.parsing.grammars import arguments_rule, with_reasoning
+from engine.core.parsing.output import OutputFormat
+from engine.core.parsing.parser import OutputParser
 from engine.core.parsing.pieces import ToolCallPiece
-from engine.core.parsing.reasoning import with_reasoning
 from engine.core.parsing.rows import THINK
 
 HERMES, LLAMA3, JSON, MISTRAL, MISTRAL_ARGS = (

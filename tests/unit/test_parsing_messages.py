@@ -10,10 +10,8 @@ from typing import Any
 import pytest
 
 from engine.core.parsing.formats import ToolFormat
-from engine.core.parsing.messages import prepare_messages
-from engine.core.parsing.output import OutputFormat
-from engine.core.parsing.reasoning import opens, reasoning_row
-from engine.core.parsing.rows import THINK
+from engine.core.parsing.output import OutputFormat, prepare_messages
+from engine.core.parsing.rows import THINK, reasoning_row
 from engine.core.text.chat_template import ChatTemplate
 from engine.core.text.tokenizer import SpecialTokens
 
@@ -90,9 +88,10 @@ def test_reasoning_by_template() -> None:
     assert reasoning_row(QWEN) == THINK
     assert reasoning_row(PLAIN) is None and reasoning_row(None) is None
     for tail in ("assistant\n<think>\n", "<think>"):
-        assert opens(THINK, tail)
+        assert output_of(QWEN).opens_reasoning(tail)
     for tail in ("<think>\n\n</think>\n\n", "assistant\n", ""):
-        assert not opens(THINK, tail)
+        assert not output_of(QWEN).opens_reasoning(tail)
+    assert not output_of(PLAIN).opens_reasoning("<think>")
 
 
 def output_of(template: str | None) -> OutputFormat:

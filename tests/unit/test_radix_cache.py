@@ -19,7 +19,7 @@ class Tree:
         self.cache = RadixCache(self.pool, SIZE, **options)
 
     def store(self, *tokens: int, namespace: str = "", tenant: str = "") -> list[int]:
-        matched = self.cache.match(namespace, packed(tokens))
+        matched = self.cache.match(namespace, packed(tokens)).blocks
         self.pool.share(matched)
         blocks = matched + self.pool.take(len(tokens) // SIZE - len(matched))
         self.cache.insert(namespace, packed(tokens), blocks, only_own=False, tenant=tenant)
@@ -28,7 +28,7 @@ class Tree:
         return blocks
 
     def has(self, *tokens: int, namespace: str = "") -> bool:
-        return len(self.cache.match(namespace, packed(tokens))) * SIZE == len(tokens)
+        return len(self.cache.match(namespace, packed(tokens)).blocks) * SIZE == len(tokens)
 
     def check(self) -> None:
         self.cache.check()
@@ -38,9 +38,9 @@ class Tree:
 def test_match_is_the_longest_prefix_in_whole_blocks():
     tree = Tree()
     blocks = tree.store(1, 2, 3, 4, 5, 6)
-    assert tree.cache.match("", packed([1, 2, 3, 4, 9, 9])) == blocks[:2]
-    assert tree.cache.match("", packed([1, 2, 3])) == blocks[:1]
-    assert tree.cache.match("", packed([2, 1])) == []
+    assert tree.cache.match("", packed([1, 2, 3, 4, 9, 9])).blocks == blocks[:2]
+    assert tree.cache.match("", packed([1, 2, 3])).blocks == blocks[:1]
+    assert tree.cache.match("", packed([2, 1])).blocks == []
 
 
 def test_a_branch_splits_and_both_sides_stay():
@@ -67,7 +67,7 @@ def test_match_agrees_with_brute_force_over_random_trees():
                 for n in range(len(tokens) // SIZE + 1)
                 if tokens[: n * SIZE] == wanted[: n * SIZE] and n * SIZE <= len(wanted)
             )
-            assert len(tree.cache.match("", packed(wanted))) == best
+            assert len(tree.cache.match("", packed(wanted)).blocks) == best
 
 
 def test_a_running_sequence_stores_nothing_below_anothers_block():
@@ -149,7 +149,7 @@ class Flooded(Tree):
 
     def visit(self, tenant: str, *tokens: int, salt: str = "") -> None:
         namespace = tenant + salt
-        matched = len(self.cache.match(namespace, packed(tokens)))
+        matched = len(self.cache.match(namespace, packed(tokens)).blocks)
         self.cache.evict(len(tokens) // SIZE - matched - self.pool.num_free)
         self.store(*tokens, namespace=namespace, tenant=tenant)
 
@@ -186,7 +186,7 @@ def test_whoever_has_left_keeps_nothing():
     tree.flood("a", 50)
     tree.now += 1000
     tree.flood("a", 50)
-    assert not tree.cache.match("gone", packed(WARM))
+    assert not tree.cache.match("gone", packed(WARM)).blocks
     assert list(tree.cache._leaves.by_tenant) == ["a"]
 
 

@@ -155,6 +155,15 @@ async def test_who_says_it_is_well_and_fails_is_left_out_tried_and_taken_back() 
     assert describe_routes(made)["models"][0]["backends"][0]["state"] == "ready"
 
 
+async def test_who_is_only_busy_is_never_left_out() -> None:
+    one, two = replica("one"), replica("two")
+    made = router(one, two)
+    fake(one).refusal = RateLimitError("busy")
+    for number in range(4 * CONSECUTIVE_FAILURES):
+        await answer(made, asking(f"a{number}"))
+    assert not one.outlier.is_out and one.num_failures == 0
+
+
 async def test_the_last_one_is_never_left_out() -> None:
     one, two = replica("one"), replica("two")
     made = router(one, two)

@@ -11,8 +11,7 @@ import numpy as np
 import pytest
 
 from engine.core.errors import InvalidRequestError, ModelFormatError
-from engine.core.text.detokenizer import Detokenizer
-from engine.core.text.tokenizer import RenderedPrompt, Tokenizer
+from engine.core.text.tokenizer import Detokenizer, RenderedPrompt, Tokenizer
 from engine.core.text.tokenizer_to_json import tokenizer_files
 from tests.tokenizer_files import (
     byte_level_metadata,

@@ -2,7 +2,6 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass, fields
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 from engine.backends.base import InferenceBackend
@@ -14,6 +13,7 @@ from engine.core.config_schema import Settings
 from engine.core.errors import ConfigError
 from engine.core.observability.metrics import Metrics
 from engine.core.registry.backend_registry import backend_class
+from engine.core.store.model_store import default_name
 from engine.servers.app import create_app
 
 Reread: TypeAlias = Callable[[], Settings]
@@ -31,7 +31,7 @@ def build_backend(
     name = backend_name(settings)
     kind = backend_class(name)
     model = settings.model.model_path
-    served_name = settings.model.name or Path(model).stem
+    served_name = settings.model.name or default_name(model)
     if issubclass(kind, CustomBackend):
         if settings.model.options:
             raise ConfigError(
@@ -95,7 +95,7 @@ def build_server(
     backend = build_backend(settings, process=process)
     model = settings.model.model_path
     is_ours = isinstance(backend, CustomBackend)
-    model_id = settings.model.name or (Path(model).stem if is_ours else model)
+    model_id = settings.model.name or (default_name(model) if is_ours else model)
     metrics = Metrics(model_id)
     app = create_app(
         settings,

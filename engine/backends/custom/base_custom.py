@@ -41,7 +41,7 @@ from engine.backends.custom.frontend.prompts import (
 from engine.backends.custom.frontend.text_cache import keep_text
 from engine.backends.custom.frontend.text_model import TextModel, load_text
 from engine.backends.custom.ipc.engine_process import WORKER_MODULE, EngineProcess
-from engine.backends.custom.options import EngineOptions
+from engine.backends.custom.options import IMAGE_FRAMEWORKS, EngineOptions
 from engine.backends.process import RestartPolicy
 from engine.core.errors import ConfigError, UnavailableError
 from engine.core.grammar.checker import GrammarChecker
@@ -53,6 +53,7 @@ from engine.core.interfaces.backend import (
     Event,
     Health,
     ModelCard,
+    TextPair,
     TokenizerInfo,
 )
 from engine.core.interfaces.request import (
@@ -63,7 +64,7 @@ from engine.core.interfaces.request import (
     SamplingParams,
 )
 from engine.core.sandbox.examination import examine
-from engine.core.store.model_store import resolve_model
+from engine.core.store.model_store import default_name, resolve_model
 from engine.core.text.long_texts import after_other_long_texts
 
 T = TypeVar("T")
@@ -97,7 +98,7 @@ class CustomBackend(InferenceBackend):
     ) -> None:
         config = model if isinstance(model, BackendConfig) else BackendConfig(model_name=model)
         self._options = options or _options(self.framework, config)
-        self._served_name = served_name or Path(config.model_name).stem
+        self._served_name = served_name or default_name(config.model_name)
         self._in_process = in_process
         self._process = process
         self._link = EngineLink(self._make_client, RestartPolicy())
@@ -208,11 +209,19 @@ class CustomBackend(InferenceBackend):
             quantization=text.quantization,
             num_params=text.config.num_params,
             size_bytes=text.size_bytes,
-            capabilities=text.capabilities,
+            capabilities=text.capabilities + (("images",) if self._reads_images(text) else ()),
             emulated=text.emulated,
             template_options=text.template_options,
             trained_context=text.config.max_position,
-            num_dimensions=text.config.hidden_size,
+            num_dimensions=None if text.reranks else text.config.hidden_size,
+            prompt_names=tuple(sorted(name for name in text.prompts if name is not None)),
+        )
+
+    def _reads_images(self, text: TextModel) -> bool:
+        return (
+            text.config.vision is not None
+            and text.can_chat
+            and self._options.framework in IMAGE_FRAMEWORKS
         )
 
     def stats(self) -> EngineStats | None:
@@ -246,6 +255,7 @@ class CustomBackend(InferenceBackend):
             timeout_s=context.timeout_s,
             queue_timeout_s=context.queue_timeout_s,
             grammar=prepared.grammar,
+            images=prepared.images,
         )
         generation = Generation(submitted, text, prepared, self._link)
         self._link.submit(submitted, generation)
@@ -255,18 +265,24 @@ class CustomBackend(InferenceBackend):
 
     async def embed(self, request: EmbedRequest) -> Embeddings:
         from engine.backends.custom.frontend.embedding import (
-            vectors_of,  # imports numpy, which nothing else here needs
+            scores_along,  # imports numpy, which nothing else here needs
+            vectors_of,
         )
 
         text, ready = self._loaded()
-        prompts = [await self._encode(text.encode_prompt, each) for each in request.inputs]
         limit = request.truncate_prompt_tokens
-        if limit is not None:
-            most = ready.max_seq_len if limit < 0 else limit
-            prompts = [text.cut_prompt(prompt, most) for prompt in prompts]
-        for prompt in prompts:
-            check_input(len(prompt), ready.max_seq_len)
-            check_prompt(prompt, text.config.vocab_size, "input")
+        most = ready.max_seq_len if limit is not None and limit < 0 else limit
+        names = request.prompt_names or (None,) * len(request.inputs)
+        encoded = [
+            await self._encode(text.encode_pair, each.first, each.second, most)
+            if isinstance(each, TextPair)
+            else await self._encode(text.encode_input, each, name, most)
+            for each, name in zip(request.inputs, names, strict=True)
+        ]
+        for index, (prompt, _) in enumerate(encoded):
+            name = "input" if len(encoded) == 1 else f"input[{index}]"
+            check_input(len(prompt), ready.max_seq_len, name)
+            check_prompt(prompt, text.config.vocab_size, name)
         requests = [
             GenerateRequest(
                 request_id=f"{request.request_id}-{index}",
@@ -280,13 +296,16 @@ class CustomBackend(InferenceBackend):
                 # longer. The limit on the waiting time therefore holds only for the first.
                 queue_timeout_s=request.queue_timeout_s if index == 0 else None,
                 pools=True,
+                second_start=second_start,
             )
-            for index, prompt in enumerate(prompts)
+            for index, (prompt, second_start) in enumerate(encoded)
         ]
-        vectors = await vectors_of(
-            self._link, requests, self._options.max_queued, text.config.hidden_size
-        )
-        return Embeddings(vectors, sum(map(len, prompts)))
+        size = 1 if text.reranks else text.config.hidden_size
+        max_queued = self._options.max_queued
+        vectors = await vectors_of(self._link, requests, max_queued, size, text.reranks)
+        if text.ranker is not None:
+            vectors = scores_along(vectors, text.ranker.direction)
+        return Embeddings(vectors, sum(len(prompt) for prompt, _ in encoded))
 
     async def tokenize(
         self,

@@ -34,7 +34,7 @@ from engine.core.interfaces.backend import (
     UsageEvent,
 )
 from engine.core.interfaces.request import SamplingParams
-from engine.core.text.detokenizer import StopStrings
+from engine.core.text.stop_strings import StopStrings
 
 # Finish reasons that mean failure.
 _FAILED = frozenset({"abort", "error", "cancelled"})

@@ -22,6 +22,7 @@ class TopLogprob(msgspec.Struct, frozen=True):
     token: str
     token_bytes: bytes
     logprob: float
+    token_id: int = -1  # -1: the backend does not know it
 
 
 class TokenText(msgspec.Struct, frozen=True):
@@ -31,6 +32,7 @@ class TokenText(msgspec.Struct, frozen=True):
     token_bytes: bytes
     logprob: float  # NaN for the first token of a prompt, which has no probability
     top: tuple[TopLogprob, ...] = ()
+    token_id: int = -1  # -1: the backend does not know it
     in_text: bool = True  # False for a control token that is not part of the text
 
 
@@ -128,10 +130,16 @@ class ToolChoice(msgspec.Struct, frozen=True):
     name: str | None = None  # the tool's name, in mode "named"
 
 
+# In the content of a message with images, this character (U+FFFC) marks the place of each image.
+IMAGE_MARK = "\ufffc"
+
+
 class ChatRequest(msgspec.Struct, frozen=True, kw_only=True):
     """A chat request after validation.
 
     Messages are plain dicts with `role` (system, user, assistant or tool) and `content`, a string.
+    A user message may have `images`, a list of image files (bytes), one for each `IMAGE_MARK` in
+    the content. Other messages may have this character as plain text.
     An assistant message may have `reasoning_content` and `tool_calls`, each `{"id", "type":
     "function", "function": {"name", "arguments": object}}`. A tool message has `tool_call_id` and
     maybe `name`. Tools are `{"type": "function", "function": {"name", "description",
@@ -175,12 +183,25 @@ class TokenizerInfo(msgspec.Struct, frozen=True, kw_only=True):
     special_tokens: dict[str, int]  # the control tokens: name -> id
 
 
+class TextPair(msgspec.Struct, frozen=True):
+    """A query and a document, which a reranker compares."""
+
+    first: str
+    second: str
+
+
 class EmbedRequest(msgspec.Struct, frozen=True, kw_only=True):
-    """An embedding request. Each input, a text or its token ids, becomes one vector."""
+    """An embedding request. Each input, a text or its token ids, becomes one vector. If the model
+    has the capability `rerank`, inputs are pairs, and each becomes a vector of one number: the
+    pair's score.
+    """
 
     request_id: str
     model: str = ""  # see `GenerationContext`
-    inputs: tuple[str | tuple[int, ...], ...]
+    inputs: tuple[str | tuple[int, ...] | TextPair, ...]
+    # For each input, the name of the model's prompt to put before it, or None for the default.
+    # Empty: the default for all.
+    prompt_names: tuple[str | None, ...] = ()
     priority: int = 0
     salt: str = ""
     tenant: str = ""  # owner of the request, for fair sharing
@@ -207,7 +228,9 @@ class ModelCard(msgspec.Struct, frozen=True, kw_only=True):
     quantization: str | None = None
     num_params: int | None = None
     size_bytes: int | None = None
-    # Any of: completions, chat, embeddings, score, tools, json_schema, reasoning, suffix.
+    # Any of: completions, chat, embeddings, score, rerank, tools, json_schema, reasoning, suffix,
+    # images.
+    # score: the model compares texts. rerank: it does so by computing pairs, not by embeddings.
     capabilities: tuple[str, ...] = ()
     # Capabilities that the model was not trained for, for example tools that a message describes to
     # it. Also request parameters that the backend emulates.
@@ -219,6 +242,7 @@ class ModelCard(msgspec.Struct, frozen=True, kw_only=True):
     # Context length of the training, in tokens; may exceed `max_model_len`.
     trained_context: int | None = None
     num_dimensions: int | None = None  # length of the model's embedding vectors
+    prompt_names: tuple[str, ...] = ()  # names of the prompts that embedding inputs may have
     root: str | None = None  # id of the model that this card is an alias of
 
 

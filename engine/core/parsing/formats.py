@@ -7,7 +7,7 @@ import secrets
 import string
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 from engine.core.errors import InvalidRequestError
 from engine.core.interfaces.backend import ToolChoice
@@ -22,6 +22,18 @@ Tool = Mapping[str, Any]
 _NO_CONTROL: Mapping[str, int] = {}
 _ID = re.compile(r"[A-Za-z0-9]{9}")
 _ID_CHARS = string.ascii_letters + string.digits
+
+
+@dataclass(frozen=True)
+class TemplateHabits:
+    """What a chat template does with parts of a conversation."""
+
+    takes_system: bool = True  # whether it renders a system message
+    # Where it reads tools from: its variable `tools`, JSON text in the system message, or nowhere.
+    tools_in: Literal["variable", "system", "nowhere"] = "variable"
+    writes_calls: bool = True  # whether it renders the calls of earlier turns
+    json_arguments: bool = False  # whether it wants arguments as JSON text, not as an object
+    null_content: bool = False  # whether calls are only rendered if the content is None
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,5 @@
-"""Builds grammars in llguidance's syntax that force a model to write well-formed tool calls.
+"""Builds grammars in llguidance's syntax that force a model to write well-formed tool calls, after
+its reasoning.
 
 Each tool's arguments are a separate `%json` rule with the tool's own schema, so that its `$ref`s
 resolve. The object around the arguments has the spacing that chat templates use. If a marker is a
@@ -251,3 +252,24 @@ def with_inner(outer: str, inner: str, name: str) -> str:
 
 def _joined(lines: Sequence[str]) -> str:
     return "\n".join(lines) + "\n"
+
+
+def with_reasoning(
+    row: ReasoningRow, grammar: str, opened: bool, control: Mapping[str, int]
+) -> str:
+    """A grammar for free reasoning followed by text that matches `grammar`. If the prompt did not
+    open the reasoning block, reasoning is optional.
+    """
+    if row.channels:
+        return channel_grammar(row, None, control, forced=False, answer=grammar)
+    opening = "" if opened else sequence(row.open.rstrip(), control)
+    closing = sequence(row.close, control)
+    lines = ["%llguidance {}", r"SPACE: /[ \n]{0,2}/"]
+    lines.append("start: thought SPACE @visible" if opened else "start: (thought SPACE)? @visible")
+    if closing.startswith("<["):
+        lines.append(f"thought: {opening} {ANY} {closing}")
+    elif opening.startswith("<["):
+        lines += [f"thought: {opening} rest", f"rest[lazy]: {ANY} {closing}"]
+    else:
+        lines.append(f"thought[lazy]: {opening} {ANY} {closing}")
+    return with_inner("\n".join(lines) + "\n", grammar, "visible")

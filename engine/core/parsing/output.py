@@ -1,134 +1,32 @@
-"""The output format of a model, and the parser of its answers. Backends use only this module of the
-package.
+"""How one model takes conversations with tools, and how it writes reasoning and calls. Outside of
+this package, only this module and `parser` are used.
 
-There is one `OutputFormat` per chat template, made when the tokenizer is loaded. There is one
-`OutputParser` per choice. The parser gets detokenized text, in which the control tokens of
-`OutputFormat.shown_ids` must be kept as text.
+There is one `OutputFormat` per chat template, made when the tokenizer is loaded.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+import json
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
 from engine.core.interfaces.backend import ToolChoice
 from engine.core.parsing.call_rows import JSON
-from engine.core.parsing.calls import CallReader
-from engine.core.parsing.formats import Tool, ToolFormat, guessed_format, known_format, uses_tools
-from engine.core.parsing.messages import Message, TemplateHabits, prepare_messages
-from engine.core.parsing.pieces import Piece
-from engine.core.parsing.probe import Render, probed_format, probed_habits
-from engine.core.parsing.reasoning import (
-    ChannelReader,
-    opens,
-    read_reasoning,
-    reasoning_row,
-    with_reasoning,
+from engine.core.parsing.formats import (
+    TemplateHabits,
+    Tool,
+    ToolFormat,
+    guessed_format,
+    known_format,
+    uses_tools,
 )
-from engine.core.parsing.row_reader import FENCE, RowReader
-from engine.core.parsing.rows import ReasoningRow
-from engine.core.parsing.source import Source, Steps
+from engine.core.parsing.grammars import with_reasoning
+from engine.core.parsing.parser import OutputParser
+from engine.core.parsing.probe import Render, probed_format, probed_habits
+from engine.core.parsing.rows import ReasoningRow, reasoning_row
 
-_NO_SCHEMAS: Mapping[str, Mapping[str, Any]] = {}
-
-
-class OutputParser:
-    """Parses the text of one choice into pieces, which are final and in order. All pieces of one
-    kind, joined, don't depend on how the text was split.
-    """
-
-    def __init__(
-        self,
-        tools: ToolFormat | None,
-        names: frozenset[str],
-        reasoning: ReasoningRow | None = None,
-        opened: bool = False,
-        schemas: Mapping[str, Mapping[str, Any]] = _NO_SCHEMAS,
-    ) -> None:
-        """`names` are the tools that may be called, and `schemas` describe their parameters. If
-        there are none, no calls are parsed.
-        """
-        self._source = Source()
-        self._row = None if tools is None else tools.row
-        new_id = tools.new_call_id if tools else str
-        self._calls = CallReader(self._source, names, new_id, schemas)
-        self._reasoning = reasoning
-        self._steps = self._run(opened)
-        if self._row is not None and self._row.primed:
-            self._source.push(self._row.primed)
-        next(self._steps, None)
-
-    def push(self, text: str) -> list[Piece]:
-        if text:
-            self._source.push(text)
-            next(self._steps, None)
-        return self._source.take_pieces()
-
-    def flush(self) -> list[Piece]:
-        """End the input. Call this at the end of generation. Returns the pieces of the text still
-        held back.
-        """
-        self._source.end()
-        next(self._steps, None)
-        return self._source.take_pieces()
-
-    @property
-    def num_calls(self) -> int:
-        """Number of announced calls, complete or not."""
-        return self._calls.num_calls
-
-    @property
-    def in_reasoning(self) -> bool:
-        """Whether the text so far ends inside reasoning."""
-        return self._source.in_reasoning
-
-    @property
-    def num_unread(self) -> int:
-        """Number of characters not parsed yet; never more than the length of a marker."""
-        return self._source.num_unread
-
-    def _run(self, opened: bool) -> Steps[None]:
-        source = self._source
-        reader = None
-        if self._row is not None and self._calls.names:
-            reader = RowReader(self._row, source, self._calls)
-        if self._reasoning is not None and self._reasoning.channels:
-            yield from ChannelReader(source, self._calls, reader).read()
-        else:
-            if self._reasoning is not None:
-                yield from read_reasoning(self._reasoning, source, opened)
-            yield from self._answer(reader)
-        # If only whitespace follows the last call, it belongs to the call's syntax.
-        if self.num_calls:
-            source.discard()
-        else:
-            source.release()
-
-    def _answer(self, reader: RowReader | None) -> Steps[None]:
-        source, reasoning = self._source, self._reasoning
-        handlers: dict[str, Callable[[], Steps[None]]] = {}
-        frame = (*(reasoning.frame if reasoning else ()), *(self._row.frame if self._row else ()))
-        for marker in frame:
-            handlers[marker] = self._dropper(marker)
-        if reasoning is not None and reasoning.repeats:
-            handlers[reasoning.open.rstrip()] = lambda: read_reasoning(reasoning, source, False)
-        if reader is not None:
-            yield from source.skip_space()
-            yield from reader.begin()
-            if reader.row.trigger:
-                handlers[reader.row.trigger] = reader.section
-            if not reader.row.bare:
-                handlers.setdefault(FENCE, reader.fenced)
-        while marker := (yield from source.text_until(*handlers)):
-            yield from handlers[marker]()
-
-    def _dropper(self, marker: str) -> Callable[[], Steps[None]]:
-        def drop() -> Steps[None]:
-            self._source.take(len(marker))
-            self._source.discard()
-            yield from ()
-
-        return drop
+Message = dict[str, Any]
+_USUAL = TemplateHabits()
 
 
 @dataclass(frozen=True)
@@ -195,7 +93,8 @@ class OutputFormat:
 
     def opens_reasoning(self, prompt_tail: str) -> bool:
         """Whether the prompt, given the text of its last tokens, ends inside reasoning."""
-        return self.reasoning is not None and opens(self.reasoning, prompt_tail)
+        row = self.reasoning
+        return row is not None and prompt_tail.rstrip().endswith(row.open.rstrip())
 
     def parser(self, tools: Sequence[Tool], choice: ToolChoice, opened: bool) -> OutputParser:
         """A parser for one choice. `opened` is the result of `opens_reasoning`."""
@@ -232,3 +131,170 @@ class OutputFormat:
 def _names(tools: Sequence[Tool], choice: ToolChoice) -> frozenset[str]:
     names: frozenset[str] = frozenset(tool["function"]["name"] for tool in tools)
     return names & {choice.name} if choice.mode == "named" else names
+
+
+def prepare_messages(
+    messages: Sequence[Mapping[str, Any]],
+    tools: Sequence[Tool],
+    tool_format: ToolFormat,
+    habits: TemplateHabits = _USUAL,
+) -> tuple[list[Message], list[Message] | None]:
+    """Prepare messages and tools for the chat template. If the template can't render tools, they
+    become text in the messages, and no tools are returned. A missing `content` becomes "". The
+    arguments are not modified.
+    """
+    copies = [{**message, "content": message.get("content") or ""} for message in messages]
+    _name_results(copies)
+    if tool_format.native and habits.tools_in != "nowhere":
+        given = [dict(tool) for tool in tools]
+        prepared = _for_family(copies, tool_format, habits)
+        if habits.tools_in == "variable" or not tools:
+            return prepared, given or None
+        functions = [tool["function"] for tool in tools]
+        return _with_system_tools(prepared, json.dumps(functions, ensure_ascii=False)), None
+    emulated = _as_text(copies, tool_format)
+    if tools:
+        emulated = _with_description(emulated, tools, tool_format, habits.takes_system)
+    return emulated, None
+
+
+def _name_results(messages: Sequence[Message]) -> None:
+    """Add the function's name to each tool message that lacks it. The call with the same id has the
+    name.
+    """
+    names: dict[str, str] = {}
+    for message in messages:
+        for call in message.get("tool_calls") or ():
+            names[call["id"]] = call["function"]["name"]
+        if message["role"] == "tool" and not message.get("name"):
+            name = names.get(message["tool_call_id"])
+            if name is not None:
+                message["name"] = name
+
+
+def _for_family(
+    messages: Sequence[Message], tool_format: ToolFormat, habits: TemplateHabits
+) -> list[Message]:
+    rendered: list[Message] = []
+    for message in messages:
+        if "tool_call_id" in message:
+            message["tool_call_id"] = tool_format.template_call_id(message["tool_call_id"])
+        calls = message.pop("tool_calls", None)
+        thoughts = message.get("reasoning_content")
+        if thoughts:
+            # Templates disagree on the name. One refuses "thinking" beside content and calls.
+            message.setdefault("reasoning", thoughts)
+            if not calls or not message["content"]:
+                message.setdefault("thinking", thoughts)
+        if calls and not habits.writes_calls:
+            message["content"] = _with_calls(message["content"], calls, tool_format)
+        elif calls:
+            message["tool_calls"] = [_for_template(call, tool_format, habits) for call in calls]
+            if habits.null_content and not message["content"]:
+                message["content"] = None
+        rendered.append(message)
+    return _one_call_each(rendered) if tool_format.row.one_call_per_message else rendered
+
+
+def _with_system_tools(messages: Sequence[Message], tools: str) -> list[Message]:
+    """Put the tools, as text, into a field of the system message."""
+    if messages and messages[0]["role"] == "system":
+        return [{**messages[0], "tools": tools}, *messages[1:]]
+    return [{"role": "system", "content": "", "tools": tools}, *messages]
+
+
+def _for_template(
+    call: Mapping[str, Any], tool_format: ToolFormat, habits: TemplateHabits
+) -> Message:
+    function = dict(call["function"])
+    if habits.json_arguments:
+        function["arguments"] = _arguments(call)
+    return {**call, "id": tool_format.template_call_id(call["id"]), "function": function}
+
+
+def _with_calls(content: str, calls: Sequence[Message], tool_format: ToolFormat) -> str:
+    """A message's content with its calls in the model's own format."""
+    pairs = [(call["function"]["name"], _arguments(call)) for call in calls]
+    return "\n".join(filter(None, [content, tool_format.write(pairs)]))
+
+
+def _one_call_each(messages: Sequence[Message]) -> list[Message]:
+    """Split a message with several calls into one message per call, each before its result."""
+    results = {each["tool_call_id"]: each for each in messages if each["role"] == "tool"}
+    split: list[Message] = []
+    moved: set[str] = set()
+    for message in messages:
+        calls = message.get("tool_calls") or ()
+        if message["role"] == "tool" and message["tool_call_id"] in moved:
+            continue
+        if len(calls) < 2:
+            split.append(message)
+            continue
+        for number, call in enumerate(calls):
+            content = message["content"] if number == 0 else ""
+            split.append({**message, "content": content, "tool_calls": [call]})
+            if call["id"] in results:
+                split.append(results[call["id"]])
+                moved.add(call["id"])
+    return split
+
+
+def _as_text(messages: Sequence[Message], tool_format: ToolFormat) -> list[Message]:
+    """Rewrite tool calls as assistant text and tool results as user text. Adjacent results and the
+    user text after them become one message, because many templates require that roles alternate.
+    """
+    plain: list[Message] = []
+    follows_result = False
+    for message in messages:
+        role, content = message["role"], message["content"]
+        calls = message.get("tool_calls") or ()
+        if calls:
+            content = _with_calls(content, calls, tool_format)
+        elif role == "tool":
+            content = f"Result of {message.get('name') or 'the call'}:\n{content}"
+        if follows_result and role in ("tool", "user"):
+            plain[-1]["content"] += f"\n\n{content}"
+        elif role == "tool":
+            plain.append({"role": "user", "content": content})
+        else:
+            kept = {key: value for key, value in message.items() if key != "tool_calls"}
+            plain.append({**kept, "content": content})
+        follows_result = role == "tool"
+    return plain
+
+
+def _arguments(call: Mapping[str, Any]) -> str:
+    return json.dumps(call["function"]["arguments"], ensure_ascii=False)
+
+
+def _with_description(
+    messages: Sequence[Message],
+    tools: Sequence[Tool],
+    tool_format: ToolFormat,
+    takes_system: bool,
+) -> list[Message]:
+    """Describe the tools in the system message. If the template accepts no system message, describe
+    them before the first user text.
+    """
+    text = _description(tools, tool_format)
+    home = "system" if takes_system else "user"
+    first = next((index for index, each in enumerate(messages) if each["role"] == home), None)
+    if first is None or (home == "system" and first != 0):
+        return [{"role": home, "content": text}, *messages]
+    content = messages[first]["content"]
+    parts = [content, text] if home == "system" else [text, content]
+    merged = {**messages[first], "content": "\n\n".join(filter(None, parts))}
+    return [*messages[:first], merged, *messages[first + 1 :]]
+
+
+def _description(tools: Sequence[Tool], tool_format: ToolFormat) -> str:
+    listed = "\n".join(json.dumps(tool["function"], ensure_ascii=False) for tool in tools)
+    form = tool_format.write([("<name of the tool>", "{<its arguments>}")])
+    several = tool_format.write([("<first>", "{...}"), ("<second>", "{...}")])
+    return (
+        "You can use these tools. Each line describes one, with a JSON schema of its parameters:\n"
+        f"{listed}\n\n"
+        f"To use a tool, answer with nothing but the call, in this form:\n{form}\n"
+        f"To use several at once:\n{several}\n"
+        "The results come in the next message. If no tool helps, answer in plain text."
+    )

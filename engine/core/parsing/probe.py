@@ -11,8 +11,7 @@ from typing import Any, Literal
 from engine.core.errors import EngineError
 from engine.core.parsing.call_rows import CALL_ROWS, JSON, LLAMA3
 from engine.core.parsing.calls import CallReader
-from engine.core.parsing.formats import ToolFormat
-from engine.core.parsing.messages import TemplateHabits
+from engine.core.parsing.formats import TemplateHabits, ToolFormat
 from engine.core.parsing.pieces import ToolCallPiece
 from engine.core.parsing.row_reader import RowReader
 from engine.core.parsing.rows import SLOT, CallRow

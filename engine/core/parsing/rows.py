@@ -171,3 +171,14 @@ REASONING_ROWS: tuple[ReasoningRow, ...] = (
     ReasoningRow(frame=("<answer>", "</answer>"), signs=("<think>", "<answer>")),
     THINK,
 )
+
+
+def reasoning_row(template: str | None) -> ReasoningRow | None:
+    """The reasoning format that the template shows, or None."""
+    source = template or ""
+    for row in REASONING_ROWS:
+        if row.signs and all(sign in source for sign in row.signs):
+            return row
+        if not row.signs and (row.open.strip() in source or row.close in source):
+            return row
+    return None

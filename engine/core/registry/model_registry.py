@@ -51,7 +51,11 @@ _ARCHITECTURES = Registry(
         "granitemoe": f"{_FOLDER}.moe:GRANITE_MOE",
         "glm4_moe": f"{_FOLDER}.moe:GLM4_MOE",
         "gpt_oss": f"{_FOLDER}.moe:GPT_OSS",
+        "deepseek": f"{_FOLDER}.deepseek:DEEPSEEK",
         "bert": f"{_FOLDER}.bert:BERT",
+        "roberta": f"{_FOLDER}.bert:ROBERTA",
+        "nomic_bert": f"{_FOLDER}.bert:NOMIC_BERT",
+        "modernbert": f"{_FOLDER}.modernbert:MODERN_BERT",
     },
     group="engine.architectures",
 )

@@ -25,6 +25,8 @@ _RECORD = "model.json"
 _NAME = re.compile(r"[a-z0-9][a-z0-9._-]{0,99}")
 _FILE_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._+-]{0,199}")
 _WEIGHTS = (".gguf", ".safetensors")
+_ADDRESS = re.compile(r"(hf|pypi|https?):.+")
+_REPOSITORY = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*(@[\w.-]+)?(:\w+)?", re.ASCII)
 
 
 class StoredModelFile(msgspec.Struct, frozen=True):
@@ -152,6 +154,14 @@ class ModelStore:
         sync(self.root)
         return self.path(model)
 
+    def remove(self, name: str) -> None:
+        """Delete a model. If this is interrupted, the model does not count as complete."""
+        with self.lock(name, lambda: None):
+            folder = self.root / check_model_name(name)
+            (folder / _RECORD).unlink(missing_ok=True)
+            _remove(folder)
+            sync(self.root)
+
     def _private_folder(self, relative: str) -> Path:
         self.root.mkdir(parents=True, exist_ok=True, mode=0o700)
         self.root.chmod(0o700)
@@ -176,7 +186,9 @@ def resolve_model(name_or_path: str, store: ModelStore | None = None) -> Path:
     pulled = store.models()
     if name_or_path in pulled:
         return store.path(pulled[name_or_path])
-    if name_or_path in CATALOGUE:
+    if is_spec(name_or_path) and (found := _find_spec(full_spec(name_or_path), store)):
+        return found
+    if name_or_path in CATALOGUE or is_spec(name_or_path):
         raise NotFoundError(
             f"model '{name_or_path}' is not on this machine yet: run `engine pull {name_or_path}`"
         )
@@ -186,6 +198,59 @@ def resolve_model(name_or_path: str, store: ModelStore | None = None) -> Path:
         f"no file and no pulled model is called {name_or_path!r}: {hint}`engine list` shows the "
         "names, `engine pull NAME` fetches one"
     )
+
+
+def is_spec(text: str) -> bool:
+    """Whether a text is the address of a model: a URL, `hf:...`, `pypi:...` or `ORG/REPO[:QUANT]`.
+    The name of a weight file is a path, and not an address.
+    """
+    if _ADDRESS.fullmatch(text):
+        return True
+    return _REPOSITORY.fullmatch(text) is not None and not text.lower().endswith(_WEIGHTS)
+
+
+def needs_pull(model: str) -> bool:
+    """Whether a model is not on this machine, but `pull` could download it. Always false if
+    $HF_HUB_OFFLINE is set.
+    """
+    if os.environ.get("HF_HUB_OFFLINE", "").lower() in ("1", "true", "yes", "on"):
+        return False
+    if model not in CATALOGUE and not is_spec(model):
+        return False
+    try:
+        resolve_model(model)
+    except NotFoundError:
+        return True
+    return False
+
+
+def full_spec(spec: str) -> str:
+    """The address with its kind: `ORG/REPO` is `hf:ORG/REPO`."""
+    return f"hf:{spec}" if _REPOSITORY.fullmatch(spec) and is_spec(spec) else spec
+
+
+def default_name(model: str) -> str:
+    """The id of a model for clients, if no other is set: the name without the folder and the ending
+    of a weight file. An address of the hub is kept, without `hf:`.
+    """
+    if is_spec(model) and not Path(model).exists():
+        return model.removeprefix("hf:")
+    name = Path(model).name
+    return name.removesuffix(Path(model).suffix) if name.lower().endswith(_WEIGHTS) else name
+
+
+def _find_spec(spec: str, store: ModelStore) -> Path | None:
+    """The path of a model by its address: a model that was pulled from there, or one in the hub's
+    own cache.
+    """
+    for model in store.models().values():
+        if model.source == spec:
+            return store.path(model)
+    if not spec.startswith("hf:"):
+        return None
+    from engine.core.store.hub import HubSpec, cached_snapshot  # imports the HTTP client
+
+    return cached_snapshot(HubSpec.parse(spec.removeprefix("hf:")))
 
 
 def sync(path: Path) -> None:

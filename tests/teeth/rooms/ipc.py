@@ -191,4 +191,18 @@ MUTATIONS = [
         "if is_stalled:",
         f"{FRAME_TESTS}::test_a_stall_is_reported_and_interrupted_once",
     ),
+    Mutation(
+        "ipc: a signal interrupts whatever the engine does",
+        "engine.backends.custom.ipc.heartbeat",
+        "if self._loop is not None and self._loop.is_computing:",
+        "if self._loop is not None:",
+        "tests/unit/test_engine_frames.py::test_a_stall_is_reported_and_interrupted_once",
+    ),
+    Mutation(
+        "ipc: an engine started ahead gets its options twice",
+        "engine.backends.custom.ipc.engine_process",
+        "        self.has_begun = True\n",
+        "",
+        "tests/unit/test_engine_link.py::test_a_process_started_ahead_is_the_engine",
+    ),
 ]

@@ -71,7 +71,7 @@ MUTATIONS = [
     ),
     Mutation(
         "messages: what was said is said before every call",
-        "engine.core.parsing.messages",
+        "engine.core.parsing.output",
         'content = message["content"] if number == 0 else ""',
         'content = message["content"]',
         "tests/unit/test_parsing_messages.py::test_llama_gets_one_call_per_message",
@@ -102,9 +102,9 @@ MUTATIONS = [
     ),
     Mutation(
         "templates: the tool template is used without tools",
-        "engine.backends.custom.frontend.text_model",
-        "return self.tool_chat if has_tools and self.tool_chat is not None else self.chat",
-        "return self.tool_chat if self.tool_chat is not None else self.chat",
+        "engine.backends.custom.frontend.prompts",
+        "    chat = text.tool_chat if tools else text.chat\n",
+        "    chat = text.tool_chat\n",
         "tests/unit/test_chat_formats.py::test_the_tool_template_is_used_by_need",
     ),
     Mutation(
@@ -112,6 +112,6 @@ MUTATIONS = [
         "engine.core.parsing.call_grammars",
         'rules.append(name if key in required else f"{name}?")',
         'rules.append(f"{name}?")',
-        "tests/unit/test_parsing_rows.py::test_required_forces_the_models_own_text",
+        "tests/unit/test_parsing_row_grammars.py::test_required_forces_the_models_own_text",
     ),
 ]

@@ -38,4 +38,11 @@ MUTATIONS = [
         "if self._in_a_row[hook] >= MAX_FAILURES",
         "tests/security/test_misbehaving_plugins.py::test_failures_of_several_hooks_add_up",
     ),
+    Mutation(
+        "plugins: personal data after a gap is not redacted",
+        "engine.plugins.pii",
+        "suffix=self._value(request.suffix),",
+        "suffix=request.suffix,",
+        "tests/unit/test_plugins.py::test_prompts_are_redacted_wherever_text_is",
+    ),
 ]

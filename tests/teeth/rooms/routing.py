@@ -194,4 +194,11 @@ MUTATIONS = [
         "",
         "tests/unit/test_shadow.py::test_stopping_forgets_what_is_under_way",
     ),
+    Mutation(
+        "routing: replicas that are only busy are ejected",
+        "engine.routing.attempts",
+        "if isinstance(error, InvalidRequestError | RateLimitError) or is_late:",
+        "if isinstance(error, InvalidRequestError) or is_late:",
+        "tests/unit/test_router.py::test_who_is_only_busy_is_never_left_out",
+    ),
 ]

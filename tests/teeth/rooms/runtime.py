@@ -3,6 +3,7 @@
 from tests.teeth.mutation import Mutation
 
 INTAKE_TESTS = "tests/unit/test_intake.py"
+WINDOW_TESTS = "tests/unit/test_windows.py"
 SCORE_TESTS = "tests/unit/test_prompt_scores.py"
 BUDGET_TESTS = "tests/unit/test_step_budget.py"
 PART_TESTS = "tests/unit/test_framework_parts.py"
@@ -26,8 +27,8 @@ MUTATIONS = [
     Mutation(
         "runtime: a grammar's time begins when it has been compiled",
         "engine.backends.custom.runtime.intake",
-        "each.choices, matcher, each.submitted_at)",
-        "each.choices, matcher, now)",
+        "each.choices, matcher, each.submitted_at, tuple",
+        "each.choices, matcher, now, tuple",
         f"{INTAKE_TESTS}::test_a_compiled_grammar_is_copied_for_each_choice",
     ),
     Mutation(
@@ -68,7 +69,7 @@ MUTATIONS = [
     Mutation(
         "runtime: requests that compile do not count in the queue",
         "engine.backends.custom.runtime.intake",
-        "if self._scheduler.num_waiting + self.num_compiling >= self._max_queued:",
+        "if self._scheduler.num_waiting + self.num_pending >= self._max_queued:",
         "if self._scheduler.num_waiting >= self._max_queued:",
         f"{INTAKE_TESTS}::test_the_queue_is_bounded_and_counts_those_whose_grammar_compiles",
     ),
@@ -89,9 +90,51 @@ MUTATIONS = [
     Mutation(
         "runtime: a scored prompt is taken from the cache",
         "engine.backends.custom.runtime.scheduler",
-        "matched = [] if seq.is_scoring else self.kv.match(seq)",
-        "matched = self.kv.match(seq)",
+        "        return seq.is_scoring or (self.kv.windows is not None and self._is_pinned(seq))\n",
+        "        return self.kv.windows is not None and self._is_pinned(seq)\n",
         f"{SCORE_TESTS}::test_one_choice_is_scored_and_takes_nothing_from_the_cache",
+    ),
+    Mutation(
+        "runtime: a windowed block is freed while it can still be read",
+        "engine.backends.custom.runtime.groups.windows",
+        "max(0, num_confirmed - self._window + 1) // self._block_size",
+        "max(0, num_confirmed - self._window + 2) // self._block_size",
+        f"{WINDOW_TESTS}::test_a_long_answer_needs_only_the_blocks_of_its_window",
+    ),
+    Mutation(
+        "runtime: blocks are freed before their step has finished",
+        "engine.backends.custom.runtime.groups.windows",
+        "first = min(self._first(seq.num_confirmed), len(table))",
+        "first = min(self._first(seq.num_computed), len(table))",
+        f"{WINDOW_TESTS}::test_a_failed_step_is_repeated_with_its_window",
+    ),
+    Mutation(
+        "runtime: a prefix matches without the blocks of its window",
+        "engine.backends.custom.runtime.groups.side_column",
+        "length, shortened = at, True",
+        "length, shortened = length, False",
+        f"{WINDOW_TESTS}::test_a_prefix_without_its_last_window_is_matched_shorter",
+    ),
+    Mutation(
+        "runtime: ends of prefixes are evicted before what lies between",
+        "engine.backends.custom.runtime.groups.side_column",
+        "queue := self._passed or self._resumed",
+        "queue := self._resumed or self._passed",
+        f"{WINDOW_TESTS}::test_passed_blocks_are_evicted_before_ends",
+    ),
+    Mutation(
+        "runtime: a split forgets where side entries are",
+        "engine.backends.custom.runtime.radix_cache",
+        "            column.move(above)\n",
+        "",
+        f"{WINDOW_TESTS}::test_entries_stay_with_their_blocks_when_a_node_splits",
+    ),
+    Mutation(
+        "runtime: a pinned sequence shares windowed blocks",
+        "engine.backends.custom.runtime.scheduler",
+        "        return seq.is_scoring or (self.kv.windows is not None and self._is_pinned(seq))\n",
+        "        return seq.is_scoring\n",
+        f"{WINDOW_TESTS}::test_a_pinned_sequence_takes_its_own_window",
     ),
     Mutation(
         "runtime: any number of tokens is scored in a step",
@@ -208,8 +251,8 @@ MUTATIONS = [
     Mutation(
         "runtime: the null block is not paid for",
         "engine.backends.custom.worker.memory",
-        "    return (-(-num_tokens // block_size) + 1) * block_bytes\n",
-        "    return -(-num_tokens // block_size) * block_bytes\n",
+        "num_blocks = num_sequences * self._blocks(self.max_seq_len) + 1\n",
+        "num_blocks = num_sequences * self._blocks(self.max_seq_len)\n",
         "tests/unit/test_memory_plan.py::test_whatever_is_planned_fits_and_serves_its_context",
     ),
 ]

@@ -4,38 +4,45 @@ from tests.teeth.mutation import Mutation
 
 MUTATIONS = [
     Mutation(
+        "INV-26 a stop string is shown",
+        "engine.core.text.stop_strings",
+        "        keep = len(text) - self._possible_start(text)\n",
+        "        keep = len(text)\n",
+        "tests/property/test_detokenizer.py::test_a_stop_string_in_two_pieces_is_never_shown",
+    ),
+    Mutation(
         "stop strings: the last character of a beginning is let go",
-        "engine.core.text.detokenizer",
+        "engine.core.text.stop_strings",
         "for char in text[:-1])",
         "for char in text[:-2])",
         "tests/property/test_detokenizer.py::test_a_stop_string_in_two_pieces_is_never_shown",
     ),
     Mutation(
         "stop strings: the first of the list wins",
-        "engine.core.text.detokenizer",
+        "engine.core.text.stop_strings",
         "_, start, self.stopped = min(found)",
         "_, start, self.stopped = found[0]",
         "tests/property/test_detokenizer.py::test_stop_strings_wherever_the_text_is_cut",
     ),
     Mutation(
         "stop strings: a beginning is shown but for its last character",
-        "engine.core.text.detokenizer",
+        "engine.core.text.stop_strings",
         "range(min(len(stop) - 1, len(text)), longest, -1)",
         "range(min(len(stop) - 2, len(text)), longest, -1)",
         "tests/property/test_detokenizer.py::test_stop_strings_wherever_the_text_is_cut",
     ),
     Mutation(
         "detokenizer: every space is the first",
-        "engine.core.text.detokenizer",
+        "engine.core.text.tokenizer",
         "            self._drop_space = False\n",
         "",
         "tests/property/test_detokenizer.py::test_only_the_first_space_of_a_text_is_dropped",
     ),
     Mutation(
         "detokenizer: a text that goes on loses its space",
-        "engine.core.text.detokenizer",
-        "drops_leading_space and not continuation",
-        "drops_leading_space",
+        "engine.core.text.tokenizer",
+        "tokenizer.drops_leading_space and not continuation",
+        "tokenizer.drops_leading_space",
         "tests/property/test_detokenizer.py::test_only_the_first_space_of_a_text_is_dropped",
     ),
     Mutation(

@@ -8,7 +8,7 @@ whether a weight or bias exists.
 
     embed.weight                         (V, D)
     position.weight                      (P, D)      config.learned_positions
-    token_type.weight                    (Y, D)      config.encoder: Y token types
+    token_type.weight                    (Y, D)      config.encoder.num_token_types: Y token types
     embed_norm.weight            .bias   (D,)        config.encoder: on the sum of the tables
     rope.factors                         (R / 2,)    config.rope.kind == "factors": frequencies
                                                      are divided by it
@@ -20,6 +20,14 @@ whether a weight or bias exists.
     layers.{i}.attn.q_norm.weight        (H,)        config.qk_norm == "head";
     layers.{i}.attn.k_norm.weight        (H,)        "whole": (N * H,) and (K * H,)
     layers.{i}.attn.sinks                (N,)        config.attention_sinks
+    layers.{i}.attn.q_a.weight           (Q, D)      config.latent.q_rank: instead of q, a vector of
+    layers.{i}.attn.q_a_norm.weight      (Q,)        size Q, its norm, and the matrix that makes
+    layers.{i}.attn.q_b.weight           (q, Q)      queries of it; q is N * (M + R)
+    layers.{i}.attn.kv_a.weight          (L + R, D)  config.latent: instead of k and v, the latent
+    layers.{i}.attn.kv_norm.weight       (L,)        of size L and the rotated key; the norm of the
+    layers.{i}.attn.k_up.weight          (N, L, M)   latent; the matrices that turn queries of M
+    layers.{i}.attn.v_up.weight          (N, U, L)   values to latents, and latents to values; o is
+                                                     (D, N * U)
     layers.{i}.attn_out_norm.weight      (D,)        config.norm_placement == "both": the norm of
                                                      the output; attn_norm is that of the input
     layers.{i}.mlp_norm.weight   .bias   (D,)        absent with config.parallel == "shared"
@@ -37,7 +45,11 @@ whether a weight or bias exists.
     layers.{i}.shared.up.weight          (S, D)
     layers.{i}.shared.down.weight        (D, S)
     layers.{i}.shared.router.weight      (1, D)      config.experts.shared_gate
-    norm.weight                  .bias   (D,)        bias: config.norm_bias; no encoder has it
+    norm.weight                  .bias   (D,)        bias: config.norm_bias; no post-norm encoder
+                                                     has it
+    score.dense.weight           .bias   (D, D)      config.encoder.head; bias: head.bias
+    score.norm.weight                    (D,)        config.encoder.head.norm
+    score.out.weight             .bias   (1, D)      config.encoder.head
     head.weight                          (V, D)      absent with config.tie_embeddings
 
 `config.norm_placement` says what attn_norm and mlp_norm normalize. "input": the input of attention

@@ -19,7 +19,13 @@ from numpy.typing import NDArray
 from engine.backends.custom.architectures.base import ModelConfig, RopeConfig
 from engine.backends.custom.architectures.export import gguf_metadata, hf_config, llama3_rules
 from engine.backends.custom.architectures.family import FLOATS
-from engine.backends.custom.conversion.gguf_writer import gguf_bytes, gguf_size
+from engine.backends.custom.conversion.gguf_writer import (
+    GGUF_TYPES,
+    file_type,
+    gguf_bytes,
+    gguf_size,
+    gguf_type,
+)
 from engine.backends.custom.conversion.importance import read_importance
 from engine.backends.custom.conversion.llama2c import (
     llama2c_bytes,
@@ -28,7 +34,6 @@ from engine.backends.custom.conversion.llama2c import (
     read_tokenizer,
     tokenizer_bytes,
 )
-from engine.backends.custom.conversion.mixes import GGUF_TYPES, file_type, gguf_type
 from engine.backends.custom.conversion.stored import (
     EMPTY,
     PLAIN_TYPES,

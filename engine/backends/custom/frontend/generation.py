@@ -37,7 +37,7 @@ from engine.core.interfaces.request import (
     TokenLogprobs,
 )
 from engine.core.parsing.pieces import Piece, ReasoningPiece, TextPiece
-from engine.core.text.detokenizer import Detokenizer
+from engine.core.text.tokenizer import Detokenizer
 
 # If more deltas than this wait for a slow caller, they are merged, so that the caller can catch up.
 MAX_BACKLOG = 8
@@ -352,20 +352,19 @@ class Generation(EventFeed):
             return None
         first, *others = self.request.prompt
         tokens = [
-            TokenText(*self._literal(first), math.nan, in_text=self._is_shown(first)),
+            TokenText(
+                *self._literal(first), math.nan, token_id=first, in_text=self._is_shown(first)
+            ),
             *self._logprobs(others, echo.scores),
         ]
         return tuple(_as_in(echo.text, tokens))
 
     def _token_text(self, token_id: int, logprobs: TokenLogprobs) -> TokenText:
         text, raw = self._literal(token_id)
-        top = zip(logprobs.top_ids, logprobs.top_logprobs, strict=True)
+        ranked = zip(logprobs.top_ids, logprobs.top_logprobs, strict=True)
+        top = tuple(TopLogprob(*self._literal(i), logprob, i) for i, logprob in ranked)
         return TokenText(
-            text,
-            raw,
-            logprobs.logprob,
-            tuple(TopLogprob(*self._literal(i), lp) for i, lp in top),
-            in_text=self._is_shown(token_id),
+            text, raw, logprobs.logprob, top, token_id, in_text=self._is_shown(token_id)
         )
 
     def _is_shown(self, token_id: int) -> bool:

@@ -10,7 +10,10 @@ from engine.backends.custom.ir.plan import (
     ExpertsStep,
     GateRowsStep,
     GatherStep,
+    HeadLinearStep,
+    LatentWriteStep,
     LinearStep,
+    MeanStep,
     NormStep,
     RopeWriteStep,
     RouteStep,
@@ -73,6 +76,12 @@ class PlanCost:
                 return self._rope_write(step, counts)
             case AttentionStep():
                 return self._attention(step, counts)
+            case LatentWriteStep():
+                size = counts.tokens * self._plan.buffers[step.source].width
+                stored = round(size * self._kv_value_bytes)
+                return StepCost(5 * size, activation_bytes=2 * _FLOAT * size, kv_bytes=stored)
+            case HeadLinearStep():
+                return self._head_linear(step, counts)
             case NormStep() | RouteStep() | GateRowsStep():
                 return self._elementwise(step, counts)
             case ExpertsStep():
@@ -80,6 +89,9 @@ class PlanCost:
             case GatherStep():
                 size = counts.logits * self._plan.buffers[step.out].width
                 return StepCost(activation_bytes=2 * _FLOAT * size)
+            case MeanStep():
+                size = counts.tokens * self._plan.buffers[step.out].width
+                return StepCost(flops=size, activation_bytes=_FLOAT * size)
 
     def weights(self, step: Step) -> tuple[str, ...]:
         """Names of the weights that a plan step reads."""
@@ -90,10 +102,10 @@ class PlanCost:
         matrix = self._matrices[step.table]
         row = self._stored_bytes(step.table) / matrix.rows
         size = counts.tokens * matrix.columns
-        positions = step.positions is not None
+        added = size * ((step.positions is not None) + (step.types is not None))
         return StepCost(
-            flops=size if positions else 0,
-            weight_bytes=round(row * counts.tokens) + (_FLOAT * size if positions else 0),
+            flops=added,
+            weight_bytes=round(row * counts.tokens) + _FLOAT * added,
             activation_bytes=_FLOAT * size,
         )
 
@@ -104,6 +116,16 @@ class PlanCost:
         touched = matrix.columns + written * (2 if step.residual or step.multiply else 1)
         return StepCost(
             flops=2 * rows * matrix.rows * matrix.columns,
+            weight_bytes=sum(map(self._stored_bytes, self.weights(step))) if rows else 0,
+            activation_bytes=_FLOAT * rows * touched,
+        )
+
+    def _head_linear(self, step: HeadLinearStep, counts: Counts) -> StepCost:
+        matrix = self._matrices[step.matrix]
+        rows = self._num_rows(step.source, counts)
+        touched = self._plan.buffers[step.source].width + self._plan.buffers[step.out].width
+        return StepCost(
+            flops=2 * rows * step.heads * matrix.rows * matrix.columns,
             weight_bytes=sum(map(self._stored_bytes, self.weights(step))) if rows else 0,
             activation_bytes=_FLOAT * rows * touched,
         )
@@ -141,10 +163,11 @@ class PlanCost:
 
     def _attention(self, step: AttentionStep, counts: Counts) -> StepCost:
         seen = min(counts.context, step.window or counts.context)
-        known = 2 * counts.sequences * seen * step.kv_heads * step.head_dim
-        width = step.heads * step.head_dim
+        parts = 1 if step.latent else 2
+        known = parts * counts.sequences * seen * step.kv_heads * step.head_dim
+        width = step.heads * (step.head_dim + (step.latent or step.head_dim))
         return StepCost(
-            flops=4 * counts.tokens * seen * width,
-            activation_bytes=2 * _FLOAT * counts.tokens * width,
+            flops=2 * counts.tokens * seen * width,
+            activation_bytes=_FLOAT * counts.tokens * width,
             kv_bytes=round(known * self._kv_value_bytes),
         )

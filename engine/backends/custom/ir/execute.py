@@ -21,7 +21,10 @@ from engine.backends.custom.ir.plan import (
     ExpertsStep,
     GateRowsStep,
     GatherStep,
+    HeadLinearStep,
+    LatentWriteStep,
     LinearStep,
+    MeanStep,
     Norm,
     NormStep,
     RopeWriteStep,
@@ -45,13 +48,16 @@ class ReferenceBatch:
     row_of: I32  # (T,) index of the token's sequence
     tables: I32  # (S, B) block table of each sequence
     logit_tokens: I32  # (R,) indices of the tokens whose logits are needed
+    # Only for encoders: (T,) the token attends to positions below this; (T,) its type
+    visible_end: I32 | None = None
+    token_types: I32 | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class State:
     """State that is kept between steps: the KV cache and the RoPE tables."""
 
-    caches: tuple[F32, ...]  # by layer: (C, P, 2, K, H)
+    caches: tuple[F32, ...]  # by layer: (C, P, 2, K, H), or (C, P, 1, 1, H) without values
     # By index in `ModelConfig.ropes`: cosines and sines, (positions, dim / 2) each
     rotations: tuple[tuple[F32, F32], ...] = ()
 
@@ -77,7 +83,10 @@ def graph_values(
         decoder.ROW_OF: batch.row_of,
         decoder.TABLES: batch.tables,
         decoder.LOGIT_TOKENS: batch.logit_tokens,
+        decoder.TOKEN_TYPES: _types(batch),
     }
+    if batch.visible_end is not None:
+        values[decoder.VISIBLE_END] = batch.visible_end
     for table, rotations in enumerate(state.rotations_at(batch.positions)):
         values.update(zip(decoder.rotation_names(table), rotations, strict=True))
     values.update((decoder.cache_name(i), cache) for i, cache in enumerate(state.caches))
@@ -101,6 +110,10 @@ def run_plan(plan: ExecutionPlan, weights: Weights, batch: ReferenceBatch, state
                 run.linear(step)
             case RopeWriteStep():
                 run.rope_write(step)
+            case LatentWriteStep():
+                run.latent_write(step)
+            case HeadLinearStep():
+                run.head_linear(step)
             case AttentionStep():
                 run.attention(step)
             case NormStep():
@@ -113,7 +126,14 @@ def run_plan(plan: ExecutionPlan, weights: Weights, batch: ReferenceBatch, state
                 run.buffers[step.out][:] *= reference.sigmoid(run.buffers[step.source])
             case GatherStep():
                 run.buffers[step.out][:] = run.buffers[step.source][batch.logit_tokens]
+            case MeanStep():
+                states = run.buffers[step.source]
+                run.buffers[step.out][:] = reference.mean_rows(states, batch.logit_tokens)
     return run.buffers[plan.output].copy()
+
+
+def _types(batch: ReferenceBatch) -> I32:
+    return np.zeros_like(batch.token_ids) if batch.token_types is None else batch.token_types
 
 
 class _Run:
@@ -142,6 +162,8 @@ class _Run:
         rows = rows * np.float32(step.scale)
         if step.positions is not None:
             rows = rows + reference.embed(self._weights[step.positions], self._batch.positions)
+        if step.types is not None:
+            rows = rows + reference.embed(self._weights[step.types], _types(self._batch))
         self.buffers[step.out][:] = rows
 
     def linear(self, step: LinearStep) -> None:
@@ -195,6 +217,18 @@ class _Run:
             step.eps,
         )
 
+    def latent_write(self, step: LatentWriteStep) -> None:
+        cache, slots = self._state.caches[step.layer], self._batch.write_slots
+        x, norm = self.buffers[step.source], self._weights[step.norm]
+        reference.latent_write(x, norm, step.eps, self._rotations[step.table], cache, slots)
+
+    def head_linear(self, step: HeadLinearStep) -> None:
+        (name,) = self._matrices[step.matrix].parts
+        rotations = self._rotations[step.table] if step.rope_dim else None
+        self.buffers[step.out][:] = reference.head_linear(
+            self.buffers[step.source], self._weights[name], rotations
+        )
+
     def attention(self, step: AttentionStep) -> None:
         slopes = None
         if step.alibi_bias is not None:
@@ -208,7 +242,9 @@ class _Run:
             self._batch.tables,
             step.scale,
             step.window,
-            reference.ScoreRules(step.softcap, slopes, sinks),
+            reference.ScoreRules(step.softcap, slopes, sinks, step.centered),
+            self._batch.visible_end,
+            step.latent,
         )
 
     def _normed(self, x: F32, norm: Norm | None) -> F32:

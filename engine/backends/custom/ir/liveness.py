@@ -9,7 +9,10 @@ from engine.backends.custom.ir.plan import (
     ExpertsStep,
     GateRowsStep,
     GatherStep,
+    HeadLinearStep,
+    LatentWriteStep,
     LinearStep,
+    MeanStep,
     NormStep,
     RopeWriteStep,
     RouteStep,
@@ -49,8 +52,12 @@ def touched(step: Step) -> tuple[int, ...]:
     match step:
         case EmbedStep():
             return (step.out,)
-        case LinearStep() | NormStep() | RouteStep() | GateRowsStep() | GatherStep():
+        case LinearStep() | NormStep() | RouteStep() | GateRowsStep() | GatherStep() | MeanStep():
             return (step.source, step.out)
+        case HeadLinearStep():
+            return (step.source, step.out)
+        case LatentWriteStep():
+            return (step.source,)
         case ExpertsStep():
             return (step.source, step.weights, step.out)
         case RopeWriteStep():

@@ -10,6 +10,8 @@ from typing import Literal
 from engine.backends.custom.ir.attributes import (
     AttentionAttributes,
     Experts,
+    HeadLinear,
+    LatentWrite,
     Projection,
     RopeWrite,
 )
@@ -24,8 +26,11 @@ from engine.backends.custom.ir.plan import (
     ExpertsStep,
     GateRowsStep,
     GatherStep,
+    HeadLinearStep,
+    LatentWriteStep,
     LinearStep,
     Machine,
+    MeanStep,
     Norm,
     NormStep,
     PackedMatrix,
@@ -68,6 +73,8 @@ class Lowering:
             "linear": self._matmul,
             "projection": self._matmul,
             "rope_write": self._rope_write,
+            "latent_write": self._latent_write,
+            "head_linear": self._head_linear,
             "attention": self._attention,
             "rms_norm": self._standalone_norm,
             "layer_norm": self._standalone_norm,
@@ -76,6 +83,7 @@ class Lowering:
             "experts": self._experts,
             "gate_rows": self._gate_rows,
             "gather_rows": self._gather,
+            "mean_rows": self._mean,
         }
         for node in self.graph.nodes:
             if node.op not in lower:
@@ -84,14 +92,23 @@ class Lowering:
 
     def _embed(self, node: Node) -> None:
         table = self._matrix(node.weights[:1], (), interleaved=False)
-        positions = self._vector(node.weights[1]) if len(node.weights) > 1 else None
+        more = [self._vector(name) for name in node.weights[1:]]
+        types = more.pop() if node.attributes.types else None
+        num_types = 0 if types is None else int(self.graph.weights[types].shape[0])
+        positions = more[0] if more else None
         scale: float = node.attributes.scale
         out = self._new_buffer(node)
-        self.steps.append(EmbedStep(node.origin, out, table.name, positions, scale))
+        self.steps.append(
+            EmbedStep(node.origin, out, table.name, positions, scale, types, num_types)
+        )
 
     def _gather(self, node: Node) -> None:
         source = self._buffer(node, 0)
         self.steps.append(GatherStep(node.origin, source, self._new_buffer(node)))
+
+    def _mean(self, node: Node) -> None:
+        source = self._buffer(node, 0)
+        self.steps.append(MeanStep(node.origin, source, self._new_buffer(node)))
 
     def _standalone_norm(self, node: Node) -> None:
         """Lowers a norm that is not fused into a matmul. `add_norm` adds to its second input."""
@@ -181,6 +198,38 @@ class Lowering:
             )
         )
 
+    def _latent_write(self, node: Node) -> None:
+        attributes: LatentWrite = node.attributes
+        self.steps.append(
+            LatentWriteStep(
+                node.origin,
+                self._buffer(node, 0),
+                attributes.layer,
+                attributes.rope_dim,
+                self._vector(node.weights[0]),
+                attributes.eps,
+                attributes.table,
+            )
+        )
+
+    def _head_linear(self, node: Node) -> None:
+        attributes: HeadLinear = node.attributes
+        source = self._buffer(node, 0)
+        matrix = self._matrix(node.weights, (), interleaved=False)
+        few_rows = self.rooms[source].per == "logit"
+        self.steps.append(
+            HeadLinearStep(
+                node.origin,
+                source,
+                self._new_buffer(node),
+                matrix.name,
+                attributes.heads,
+                matmul_kernel(matrix.layout, self.machine, self.precision, few_rows),
+                attributes.rope_dim,
+                attributes.table,
+            )
+        )
+
     def _attention(self, node: Node) -> None:
         attributes: AttentionAttributes = node.attributes
         self.steps.append(
@@ -194,10 +243,12 @@ class Lowering:
                 attributes.head_dim,
                 attributes.scale,
                 attributes.window,
-                attention_kernel(self.machine, self.precision),
+                attention_kernel(self.machine, self.precision, attributes.latent > 0),
                 attributes.softcap,
                 attributes.alibi_bias,
                 self._vector(node.weights[0]) if attributes.sinks else None,
+                attributes.centered,
+                attributes.latent,
             )
         )
 

@@ -93,6 +93,20 @@ def _matmul(infer: Infer) -> Price:
     return cost
 
 
+def _by_heads(
+    attributes: attrs.HeadLinear, inputs: Values, weights: Values, counts: Counts
+) -> Cost:
+    out = shapes.head_linear(attributes, inputs, weights)
+    flops = 2 * counts.size(Value(inputs[0].shape[:1])) * counts.size(weights[0])
+    return Cost(flops, _moved((inputs[0],), weights, out, counts))
+
+
+def _latent_written(attributes: attrs.LatentWrite, _: Values, __: Values, counts: Counts) -> Cost:
+    width = attributes.rank + attributes.rope_dim
+    flops = 4 * attributes.rank + 3 * attributes.rope_dim
+    return Cost(counts.tokens * flops, 8 * counts.tokens * width)
+
+
 def _written(attributes: attrs.KvWrite, _: Values, __: Values, counts: Counts) -> Cost:
     return Cost(0, 16 * counts.tokens * attributes.kv_heads * attributes.head_dim)
 
@@ -105,10 +119,11 @@ def _rope_written(attributes: attrs.RopeWrite, _: Values, __: Values, counts: Co
 
 
 def _attended(attributes: attrs.AttentionAttributes, _: Values, __: Values, counts: Counts) -> Cost:
-    width = attributes.heads * attributes.head_dim
+    width = attributes.heads * (attributes.head_dim + attributes.value_dim)
     seen = min(counts.context, attributes.window or counts.context)
-    known = 2 * counts.sequences * seen * attributes.kv_heads * attributes.head_dim
-    return Cost(4 * counts.tokens * seen * width, 4 * (2 * counts.tokens * width + known))
+    parts = 1 if attributes.latent else 2
+    known = parts * counts.sequences * seen * attributes.kv_heads * attributes.head_dim
+    return Cost(2 * counts.tokens * seen * width, 4 * (counts.tokens * width + known))
 
 
 def _projected(attributes: attrs.Projection, inputs: Arrays, weights: Arrays) -> Array:
@@ -128,7 +143,9 @@ def _projected(attributes: attrs.Projection, inputs: Arrays, weights: Arrays) ->
 
 def _embedded(attributes: attrs.Lookup, inputs: Arrays, weights: Arrays) -> Array:
     rows = reference.embed(weights[0], inputs[0]) * np.float32(attributes.scale)
-    return rows if len(weights) == 1 else rows + reference.embed(weights[1], inputs[1])
+    for ids, table in zip(inputs[1:], weights[1:], strict=True):
+        rows = rows + reference.embed(table, ids)
+    return rows
 
 
 def _rope_wrote(attributes: attrs.RopeWrite, inputs: Arrays, weights: Arrays) -> Array:
@@ -144,13 +161,34 @@ def _rope_wrote(attributes: attrs.RopeWrite, inputs: Arrays, weights: Arrays) ->
 
 def _attend(attributes: attrs.AttentionAttributes, inputs: Arrays, weights: Arrays) -> Array:
     queries = inputs[0][:, : attributes.heads * attributes.head_dim]
-    cache, positions, row_of, tables = inputs[1:]
+    cache, positions, row_of, tables, *ends = inputs[1:]
     scale, window, exponent = attributes.scale, attributes.window, attributes.alibi_bias
     slopes = None if exponent is None else reference.alibi_slopes(attributes.heads, exponent)
-    rules = reference.ScoreRules(attributes.softcap, slopes, weights[0] if weights else None)
+    sinks = weights[0] if weights else None
+    rules = reference.ScoreRules(attributes.softcap, slopes, sinks, attributes.centered)
     return reference.paged_attention(
-        queries, cache, positions, row_of, tables, scale, window, rules
+        queries,
+        cache,
+        positions,
+        row_of,
+        tables,
+        scale,
+        window,
+        rules,
+        ends[0] if ends else None,
+        attributes.latent,
     )
+
+
+def _head_results(attributes: attrs.HeadLinear, inputs: Arrays, weights: Arrays) -> Array:
+    rotations = (inputs[1], inputs[2]) if attributes.rope_dim else None
+    return reference.head_linear(inputs[0], weights[0], rotations)
+
+
+def _latent_wrote(attributes: attrs.LatentWrite, inputs: Arrays, weights: Arrays) -> Array:
+    x, cosines, sines, cache, slots = inputs
+    eps = attributes.eps
+    return reference.latent_write(x, weights[0], eps, (cosines, sines), cache, slots)
 
 
 def _expert_sum(attributes: attrs.Experts, inputs: Arrays, weights: Arrays) -> Array:
@@ -205,6 +243,8 @@ _ROWS = (
          kind=attrs.Lookup),
     _row("position_embed", shapes.embed, lambda _, x, w: reference.embed(w[0], x[0]),
          examples.position_embed, _lookup(shapes.embed)),
+    _row("type_embed", shapes.embed, lambda _, x, w: reference.embed(w[0], x[0]),
+         examples.position_embed, _lookup(shapes.embed)),
     _plain("add", shapes.pair, lambda _, x, w: x[0] + x[1], examples.elementwise(2), 1),
     _plain("mul", shapes.pair, lambda _, x, w: x[0] * x[1], examples.elementwise(2), 1),
     _plain("scale", shapes.same, lambda a, x, w: x[0] * np.float32(a.factor), examples.scale, 1,
@@ -233,6 +273,10 @@ _ROWS = (
          examples.kv_write, _written, _STORED, attrs.KvWrite),
     _row("attention", shapes.attention, _attend, examples.attention, _attended, _ATTENDED,
          attrs.AttentionAttributes),
+    _row("head_linear", shapes.head_linear, _head_results, examples.head_linear, _by_heads, _MATMUL,
+         attrs.HeadLinear),
+    _row("latent_write", shapes.latent_write, _latent_wrote, examples.latent_write,
+         _latent_written, kind=attrs.LatentWrite),
     _plain("route", shapes.route, lambda a, x, w: reference.route(x[0], a, *w), examples.route, 8,
            Routing),
     _row("experts", shapes.experts, _expert_sum, examples.experts, _expert_cost, _MATMUL,
@@ -241,6 +285,8 @@ _ROWS = (
            examples.gate_rows, 1),
     _row("gather_rows", shapes.gather_rows, lambda _, x, w: x[0][x[1]],
          examples.gather_rows, _lookup(shapes.gather_rows)),
+    _plain("mean_rows", shapes.gather_rows, lambda _, x, w: reference.mean_rows(x[0], x[1]),
+           examples.mean_rows, 1),
     # The ops below are not in a model's own graph. Only the passes of fusion.py create them.
     _row("embed_positions", shapes.embed_positions, _embedded, examples.embed_positions,
          _lookup(shapes.embed_positions), kind=attrs.Lookup),

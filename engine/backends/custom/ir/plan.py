@@ -107,7 +107,7 @@ class PackedMatrix:
     rows: int  # rows of all parts together, without padding
     columns: int
     layout: str  # packed layout, the same for all parts
-    experts: int = 0  # above 0: there is one such matrix per expert, one after the other
+    experts: int = 0  # above 0: there is one such matrix per expert or head, one after the other
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,13 +120,17 @@ class Buffer:
 
 @dataclass(frozen=True, slots=True)
 class EmbedStep:
-    """out = scale * table[token]. If there are learned positions, positions[position] is added."""
+    """out = scale * table[token]. If there are learned positions, positions[position] is added. If
+    there are token types, types[type] is added.
+    """
 
     nodes: tuple[str, ...]
     out: int
     table: str  # name in `ExecutionPlan.matrices`
     positions: str | None  # name in `ExecutionPlan.vectors`: (max positions, width) floats
     scale: float = 1.0
+    types: str | None = None  # name in `ExecutionPlan.vectors`: (token types, width) floats
+    num_types: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -179,6 +183,37 @@ class RopeWriteStep:
 
 
 @dataclass(frozen=True, slots=True)
+class HeadLinearStep:
+    """Multiplies each head of `source` by a matrix of its own. The last `rope_dim` values of each
+    head are rotated instead and follow the results of the head.
+    """
+
+    nodes: tuple[str, ...]
+    source: int
+    out: int
+    matrix: str  # name in `ExecutionPlan.matrices`: there is one matrix per head
+    heads: int
+    kernel: Kernel
+    rope_dim: int = 0
+    table: int = 0  # index of the RoPE table in `ModelConfig.ropes`
+
+
+@dataclass(frozen=True, slots=True)
+class LatentWriteStep:
+    """Normalizes the latents in the first columns of `source`, rotates the keys in its last
+    `rope_dim` columns, and writes both to the KV cache. `source` is modified.
+    """
+
+    nodes: tuple[str, ...]
+    source: int
+    layer: int
+    rope_dim: int
+    norm: str  # name in `ExecutionPlan.vectors`
+    eps: float
+    table: int = 0  # index of the RoPE table in `ModelConfig.ropes`
+
+
+@dataclass(frozen=True, slots=True)
 class AttentionStep:
     """out = attention of the queries in `qkv` over the keys and values in the KV cache."""
 
@@ -195,6 +230,8 @@ class AttentionStep:
     softcap: float | None = None  # bounds scores: softcap * tanh(score / softcap)
     alibi_bias: float | None = None  # the largest slope exponent of ALiBi
     sinks: str | None = None  # name in `ExecutionPlan.vectors`: one logit per head
+    centered: bool = False  # the window reaches as far after the token as before it
+    latent: int = 0  # above 0: the first values of a key are its value; the cache has no others
 
 
 @dataclass(frozen=True, slots=True)
@@ -261,16 +298,30 @@ class GatherStep:
     out: int
 
 
+@dataclass(frozen=True, slots=True)
+class MeanStep:
+    """Row i of `out` is the mean of the rows of `source` after logit token i - 1, up to logit
+    token i. An encoder's logit tokens are the last tokens of its texts.
+    """
+
+    nodes: tuple[str, ...]
+    source: int
+    out: int
+
+
 Step: TypeAlias = (
     EmbedStep
     | LinearStep
     | RopeWriteStep
+    | LatentWriteStep
+    | HeadLinearStep
     | AttentionStep
     | NormStep
     | RouteStep
     | ExpertsStep
     | GateRowsStep
     | GatherStep
+    | MeanStep
 )
 
 
@@ -281,13 +332,17 @@ def weights_of(step: Step, matrices: Mapping[str, PackedMatrix]) -> tuple[str, .
     names: list[str | None] = []
     match step:
         case EmbedStep():
-            names = [*matrices[step.table].parts, step.positions]
+            names = [*matrices[step.table].parts, step.positions, step.types]
         case LinearStep():
             matrix = matrices[step.matrix]
             norm = [step.norm.weight, step.norm.bias] if step.norm else []
             names = [*norm, *matrix.parts, *matrix.biases]
         case RopeWriteStep():
             names = [step.q_norm, step.k_norm]
+        case LatentWriteStep():
+            names = [step.norm]
+        case HeadLinearStep():
+            names = list(matrices[step.matrix].parts)
         case AttentionStep():
             names = [step.sinks]
         case NormStep():
@@ -332,12 +387,15 @@ _KINDS: Mapping[type, str] = {
     EmbedStep: "embed",
     LinearStep: "linear",
     RopeWriteStep: "rope + write",
+    LatentWriteStep: "rope + write",
+    HeadLinearStep: "linear",
     AttentionStep: "attention",
     NormStep: "norm",
     RouteStep: "route",
     ExpertsStep: "experts",
     GateRowsStep: "gate",
     GatherStep: "gather",
+    MeanStep: "mean",
 }
 
 
@@ -347,12 +405,11 @@ def step_kind(step: Step) -> str:
 
 def step_label(step: Step) -> str:
     """A label for timing tables, such as "linear attn.q_k_v". It is the same in every layer."""
-    kind = step_kind(step)
-    if not isinstance(step, LinearStep):
-        return kind
+    if not isinstance(step, LinearStep | HeadLinearStep):
+        return step_kind(step)
     inside = _LAYER.match(step.matrix)
     name = step.matrix[inside.end() :].removesuffix(".weight") if inside else step.nodes[-1]
-    return f"{kind} {name}"
+    return f"{step_kind(step)} {name}"
 
 
 def layer_of(name: str) -> int | None:

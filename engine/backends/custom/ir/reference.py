@@ -107,11 +107,12 @@ def alibi_slopes(heads: int, largest_exponent: float) -> F32:
 
 @dataclass(frozen=True, slots=True)
 class ScoreRules:
-    """What attention does to scores besides scaling and masking them."""
+    """What attention does to scores, besides scaling them and masking later positions."""
 
     softcap: float | None = None
     slopes: F32 | None = None  # (N,) ALiBi: slope * distance is subtracted
     sinks: F32 | None = None  # (N,) a logit that only adds to softmax's sum
+    centered: bool = False  # a window reaches as far after the token as before it
 
 
 PLAIN = ScoreRules()
@@ -125,11 +126,14 @@ def attention(
     scale: float,
     window: int | None = None,
     rules: ScoreRules = PLAIN,
+    visible_end: I32 | None = None,
 ) -> F32:
-    """Causal attention of one sequence: queries (T, N, H), keys and values (L, K, H) -> (T, N, H).
+    """Attention of one sequence: queries (T, N, H), keys (L, K, H), values (L, K, U) -> (T, N, U).
+    U is H unless the values are a part of the keys.
 
     `positions` (T,) are the positions of the queries. A query attends to the keys up to its own
-    position. If there is a `window`, it attends only to the last `window` of these keys.
+    position, or to those before `visible_end` (T,). If there is a `window`, it attends only to the
+    last `window` keys up to its own position, and if the window is centered, to as many after it.
     """
     group = q.shape[1] // k.shape[1]
     keys, values = np.repeat(k, group, axis=1), np.repeat(v, group, axis=1)
@@ -139,7 +143,10 @@ def attention(
     at = np.arange(len(k))
     if rules.slopes is not None:
         scores = scores - rules.slopes[:, None, None] * (positions[:, None] - at)
-    seen = at <= positions[:, None]
+    end = positions + 1 if visible_end is None else visible_end
+    if window is not None and rules.centered:
+        end = np.minimum(end, positions + window)
+    seen = at < end[:, None]
     if window is not None:
         seen &= at > positions[:, None] - window
     scores = np.where(seen, scores, -np.inf)
@@ -191,24 +198,69 @@ def paged_attention(
     scale: float,
     window: int | None = None,
     rules: ScoreRules = PLAIN,
+    visible_end: I32 | None = None,
+    latent: int = 0,
 ) -> F32:
     """Attention of queries (T, N * H) over the paged KV cache -> (T, N * H). The queries may belong
     to several sequences.
 
-    Token t belongs to sequence row_of[t], whose block table is tables[row_of[t]].
+    Token t belongs to sequence row_of[t], whose block table is tables[row_of[t]]. It attends to
+    the positions below visible_end[t]; None: to those up to its own. If `latent` is above 0, the
+    cache has keys only, and the first `latent` values of a key are its value.
     """
-    kv_heads, head_dim = cache.shape[3:]
+    parts, kv_heads, head_dim = cache.shape[2:]
     heads = q.reshape(len(q), -1, head_dim)
-    out = np.empty_like(heads)
+    out = np.empty((*heads.shape[:2], latent or head_dim), np.float32)
+    ends = positions + 1 if visible_end is None else visible_end
     for row in np.unique(row_of):
         tokens = np.flatnonzero(row_of == row)
-        length = int(positions[tokens].max()) + 1
+        length = int(ends[tokens].max())
         blocks = tables[row, : -(-length // cache.shape[1])]
-        known = cache[blocks].reshape(-1, 2, kv_heads, head_dim)[:length]
+        known = cache[blocks].reshape(-1, parts, kv_heads, head_dim)[:length]
+        values = known[:, -1, :, : out.shape[2]]
         out[tokens] = attention(
-            heads[tokens], known[:, 0], known[:, 1], positions[tokens], scale, window, rules
+            heads[tokens],
+            known[:, 0],
+            values,
+            positions[tokens],
+            scale,
+            window,
+            rules,
+            ends[tokens],
         )
-    return out.reshape(q.shape)
+    return out.reshape(len(q), -1)
+
+
+def head_linear(x: F32, matrices: F32, rotations: tuple[F32, F32] | None = None) -> F32:
+    """Multiplies each head of x (T, N * I) by its own matrix of (N, O, I) -> (T, N * O). With
+    rotations, the last values of each head are rotated instead and follow the results.
+    """
+    heads = x.reshape(len(x), len(matrices), -1)
+    size = matrices.shape[2]
+    results: F32 = np.einsum("tni,noi->tno", heads[..., :size], matrices)
+    if rotations is not None:
+        results = np.concatenate((results, rope(heads[..., size:], *rotations)), axis=-1)
+    return results.reshape(len(x), -1)
+
+
+def latent_write(
+    x: F32, norm: F32, eps: float, rotations: tuple[F32, F32], cache: F32, slots: Integers
+) -> F32:
+    """Normalizes the latents in the first columns of x, rotates the keys in the other columns, and
+    writes both into the cache (C, P, 1, 1, H), in place.
+    """
+    rank = len(norm)
+    keys = rope(x[:, None, rank:], *rotations)[:, 0]
+    blocks, offsets = np.divmod(slots, cache.shape[1])
+    cache[blocks, offsets, 0, 0] = np.concatenate((rms_norm(x[:, :rank], norm, eps), keys), axis=1)
+    return cache
+
+
+def mean_rows(x: F32, last: Integers) -> F32:
+    """Row i is the mean of the rows of x (T, D) after last[i - 1], up to last[i]: -> (R, D)."""
+    starts = np.concatenate(([0], last[:-1] + 1))
+    sums = np.add.reduceat(x.astype(np.float64), starts, axis=0)
+    return _f32(sums / (last - starts + 1)[:, None])
 
 
 def gated_product(activation: str, gate: F32, up: F32) -> F32:

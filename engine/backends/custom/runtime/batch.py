@@ -10,6 +10,7 @@ from dataclasses import replace
 
 import numpy as np
 
+from engine.backends.custom.runtime.images import rope_positions
 from engine.backends.custom.runtime.model_runner import (
     F32,
     FROM_DEVICE,
@@ -42,7 +43,9 @@ class BatchBuilder:
         slots = spec.max_slots
         blocks_per_slot = -(-spec.max_seq_len // spec.block_size)
         self._tables = np.zeros((slots, blocks_per_slot), np.int32)
-        self._num_blocks = [0] * slots
+        # The block tables of layers with a sliding window, if they have a block pool of their own.
+        self._window_tables = None if spec.window is None else np.zeros_like(self._tables)
+        self._rooms = [0] * slots  # `Sequence.room` of the sequence when its tables were copied
         # For each slot: which admission of a sequence (`Sequence.life`) the arrays describe.
         self._lives = [0] * slots
         self._temperature = np.zeros(slots, np.float32)
@@ -67,9 +70,9 @@ class BatchBuilder:
     def inputs(self, batch: ScheduledBatch) -> BatchInputs:
         rows = batch.rows
         has_grown, only_continues = False, True
-        lives, num_blocks = self._lives, self._num_blocks
+        lives, rooms = self._lives, self._rooms
         for seq, _, length, samples, slot, life, num_scored in rows:
-            if lives[slot] != life or num_blocks[slot] != len(seq.blocks):
+            if lives[slot] != life or rooms[slot] != seq.room:
                 self._sync(seq, slot, life)
                 has_grown = True
             if length != 1 or not samples or num_scored:
@@ -96,6 +99,11 @@ class BatchBuilder:
             tables = self._tables[last.slots, :width]
         if has_grown or not offsets.all():  # some row starts a new block
             groups, shared = _prefix_groups(tables, blocks.astype(np.int64))
+        window_tables, window_slots = last.window_tables, last.window_slots
+        if self._window_tables is not None:
+            window_slots = self._window_tables[last.slots, blocks].astype(np.int64) * size + offsets
+            if tables is not last.block_tables:
+                window_tables = self._window_tables[last.slots, :width]
         return replace(
             last,
             token_ids=_token_ids(rows),
@@ -105,6 +113,9 @@ class BatchBuilder:
             block_tables=tables,
             prefix_groups=groups,
             prefix_blocks=shared,
+            rope_positions=None if last.rope_positions is None else last.rope_positions + 1,
+            window_tables=window_tables,
+            window_slots=window_slots,
         )
 
     def _from_scratch(self, rows: tuple[Row, ...]) -> BatchInputs:
@@ -116,15 +127,20 @@ class BatchBuilder:
         np.cumsum(counts, out=query_start[1:])
         row_of = np.repeat(np.arange(len(rows)), counts)
         positions = np.arange(query_start[-1]) - (query_start[:-1] - starts)[row_of]
-        write_slots = self._tables[slots[row_of], positions // size].astype(np.int64) * size
+        places = slots[row_of], positions // size
+        offsets = positions % size
         seq_lens = starts + counts
         width = max(1, -(-int(seq_lens.max(initial=1)) // size))
         tables = self._tables[slots, :width]
+        window_tables = window_slots = None
+        if self._window_tables is not None:
+            window_tables = self._window_tables[slots, :width]
+            window_slots = self._window_tables[places].astype(np.int64) * size + offsets
         groups, group_blocks = _prefix_groups(tables, starts // size)
-        return BatchInputs(
+        inputs = BatchInputs(
             token_ids=_token_ids(rows),
             positions=positions.astype(np.int32),
-            write_slots=write_slots + positions % size,
+            write_slots=self._tables[places].astype(np.int64) * size + offsets,
             query_start=query_start,
             seq_lens=seq_lens.astype(np.int32),
             num_prompt=self._num_prompt[slots],
@@ -134,7 +150,43 @@ class BatchBuilder:
             adapter_ids=np.zeros(len(rows), np.int32),
             prefix_groups=groups,
             prefix_blocks=group_blocks,
+            window_tables=window_tables,
+            window_slots=window_slots,
         )
+        if not any(row.seq.images for row in rows):
+            return inputs
+        return self._with_images(inputs, rows)
+
+    def _with_images(self, inputs: BatchInputs, rows: tuple[Row, ...]) -> BatchInputs:
+        """Add the embeddings of the images that the rows contain."""
+        embeds: list[F32] = []
+        places: list[I32] = []
+        ends = inputs.positions + 1
+        for row, first in zip(rows, inputs.query_start.tolist(), strict=False):
+            for image in row.seq.images:
+                start, end = max(row.start, image.start), min(row.start + row.length, image.end)
+                if start < end:
+                    place = np.arange(start, end, dtype=np.int32) + (first - row.start)
+                    places.append(place)
+                    embeds.append(image.embeds[start - image.start : end - image.start])
+                    if image.two_way:
+                        ends[place] = image.end
+        inputs = replace(inputs, rope_positions=self._rope_positions(inputs, rows))
+        if not embeds:
+            return inputs
+        return replace(
+            inputs,
+            token_ids=np.where(inputs.token_ids < FROM_DEVICE, 0, inputs.token_ids),
+            embeds=np.concatenate(embeds),
+            embed_rows=np.concatenate(places),
+            visible_end=None if np.array_equal(ends, inputs.positions + 1) else ends,
+        )
+
+    def _rope_positions(self, inputs: BatchInputs, rows: tuple[Row, ...]) -> I32 | None:
+        if all(image.columns is None for row in rows for image in row.seq.images):
+            return None
+        rotated = [rope_positions(row.seq.images, row.start, row.length) for row in rows]
+        return np.concatenate(rotated, axis=1)
 
     def sampling(self, batch: ScheduledBatch, mask: U32 | None = None) -> SamplingInputs:
         """Sampling parameters of the step's rows. Call this only after the previous step's tokens
@@ -167,7 +219,7 @@ class BatchBuilder:
                 if penalized:
                     histories.append(row)
         lengths = [0] + [len(row.seq.tokens) for row in histories]
-        tokens = [token for row in histories for token in row.seq.tokens]
+        tokens = [token for row in histories for token in row.seq.token_ids]
         pooled = [index for index, row in enumerate(rows) if row.seq.pools]
         sampling = SamplingInputs(
             sample_rows=np.array(sample_rows, np.int32),
@@ -198,17 +250,23 @@ class BatchBuilder:
         return with_scores(sampling, batch) if has_scores else sampling
 
     def _sync(self, seq: Sequence, slot: int, life: int) -> None:
-        """Bring the slot's arrays up to date. Appends new blocks of the sequence to the block
-        table. If the sequence was just admitted, this also copies its sampling parameters.
+        """Bring the slot's arrays up to date: copy the sequence's block tables and, if the sequence
+        was just admitted, its sampling parameters.
         """
         if self._lives[slot] != life:
             self._set_params(slot, seq)
             self._tables[slot] = NULL_BLOCK
-            self._num_blocks[slot] = 0
+            if self._window_tables is not None:
+                self._window_tables[slot] = NULL_BLOCK
             self._lives[slot] = life
-        known, held = self._num_blocks[slot], len(seq.blocks)
-        self._tables[slot, known:held] = seq.blocks[known:]
-        self._num_blocks[slot] = held
+            self._rooms[slot] = 0
+        known = self._rooms[slot] // self._spec.block_size
+        self._tables[slot, known : len(seq.blocks)] = seq.blocks[known:]
+        if self._window_tables is not None:
+            table = self._window_tables[slot]
+            table[known : len(seq.window_blocks)] = seq.window_blocks[known:]
+            table[: seq.num_window_freed] = NULL_BLOCK
+        self._rooms[slot] = seq.room
 
     def _set_params(self, slot: int, seq: Sequence) -> None:
         params = seq.params
@@ -314,6 +372,7 @@ def warm_up(runner: ModelRunner) -> None:
     to the null block.
     """
     one, none = np.zeros(1, np.int32), np.zeros(0, np.int32)
+    has_windows = runner.spec.window is not None
     inputs = BatchInputs(
         token_ids=one,
         positions=one,
@@ -327,6 +386,8 @@ def warm_up(runner: ModelRunner) -> None:
         adapter_ids=one,
         prefix_groups=np.full(1, -1, np.int32),
         prefix_blocks=none,
+        window_tables=np.full((1, 1), NULL_BLOCK, np.int32) if has_windows else None,
+        window_slots=np.zeros(1, np.int64) if has_windows else None,
     )
     off, on = np.zeros(1, np.float32), np.ones(1, np.float32)
     sampling = SamplingInputs(

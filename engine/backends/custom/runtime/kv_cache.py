@@ -5,20 +5,26 @@ block ids. The keys and values themselves are in the memory of the runner.
 """
 
 import logging
+import sys
 from collections.abc import Iterable
 
 from engine.backends.custom.runtime.block_pool import BlockPool
-from engine.backends.custom.runtime.radix_cache import RadixCache
+from engine.backends.custom.runtime.groups.windows import WindowGroup
+from engine.backends.custom.runtime.radix_cache import Match, RadixCache
 from engine.backends.custom.runtime.sequence import Sequence
 
 log = logging.getLogger(__name__)
+
+NO_LIMIT = sys.maxsize
 
 
 class KVCache:
     """Allocates blocks to sequences and shares cached prefixes among them.
 
     `max_cached_blocks` limits how many blocks stay cached that no sequence uses.
-    `max_cached_sequences` limits how many distinct prefixes stay cached.
+    `max_cached_sequences` limits how many distinct prefixes stay cached. `windows` is given if the
+    layers with a sliding window have a block pool of their own. Its column is the first side column
+    of `radix`.
     """
 
     def __init__(
@@ -30,11 +36,16 @@ class KVCache:
         sharing: bool = True,
         max_cached_blocks: int | None = None,
         max_cached_sequences: int | None = None,
+        windows: WindowGroup | None = None,
     ) -> None:
         self.pool = pool
         self.radix = radix
         self.block_size = block_size
         self.sharing = sharing
+        self.windows = windows
+        self.no_match = Match([], tuple([] for _ in radix.columns))
+        # The most tokens of a sequence that a step may compute.
+        self.max_row = NO_LIMIT if windows is None else windows.max_row
         self._max_cached_blocks = max_cached_blocks
         self._max_cached_sequences = max_cached_sequences
         self.num_queried = 0  # prompt tokens looked up in the prefix cache
@@ -44,46 +55,57 @@ class KVCache:
     def can_ever_fit(self, num_tokens: int) -> bool:
         return self._blocks_for(num_tokens) <= self.pool.num_usable
 
-    def match(self, seq: Sequence) -> list[int]:
-        """The cached blocks that the sequence's tokens begin with. The block of the last token is
+    def match(self, seq: Sequence) -> Match:
+        """The cached prefix with which the sequence can start. The block of the last token is
         never included, because this token must be computed to get logits.
         """
         if not self.sharing:
-            return []
+            return self.no_match
         return self.radix.match(seq.namespace, seq.tokens[:-1])
 
-    def admit(self, seq: Sequence, matched: list[int], spare: int, reserve: int) -> bool:
-        """Give a sequence the `matched` cached blocks, and allocate more blocks so that it has room
-        for `reserve` tokens. If fewer than `spare` blocks would then remain free or evictable, this
-        allocates nothing and returns False.
+    def admit(self, seq: Sequence, match: Match, spare: int, reserve: int, num_tokens: int) -> bool:
+        """Give a sequence the cached blocks of `match`, and allocate more blocks, so that it has
+        room for `num_tokens` tokens now and never lacks room for `reserve` tokens. If fewer than
+        `spare` blocks would then remain free or evictable, this allocates nothing and returns
+        False.
         """
+        matched = match.blocks
         assert not seq.blocks and reserve >= len(seq.tokens), (seq.blocks, reserve)
         needed = self._blocks_for(reserve) - len(matched)
         evictable = self.pool.num_evictable - self.pool.count_evictable(matched)
         if needed + spare > self.pool.num_free + evictable:
             return False
+        seq.reserved, seq.num_matched = reserve, len(matched)
         self.pool.share(matched)
         # The sequence gets the matched blocks before the allocation. If the allocation fails,
         # `release` then gives them back.
         seq.blocks = list(matched)
+        seq.num_computed = seq.num_confirmed = len(matched) * self.block_size
+        if self.windows is not None:
+            self.windows.resume(seq, match.sides[0], len(matched))
+            if not self._extend_windows(seq, num_tokens, spare):
+                self._drop_all(seq)
+                return False
         self._make_room(needed)
         seq.blocks += self.pool.take(needed)
-        seq.num_computed = seq.num_confirmed = len(matched) * self.block_size
+        self._set_room(seq)
         self.num_queried += len(seq.tokens)
         self.num_hit += seq.num_computed
         return True
 
     def extend(self, seq: Sequence, num_tokens: int) -> bool:
-        """Extend the sequence's block table so that it has room for `num_tokens` tokens. Returns
+        """Extend the sequence's block tables so that it has room for `num_tokens` tokens. Returns
         False if too few blocks are free or evictable.
         """
         needed = self._blocks_for(num_tokens) - len(seq.blocks)
-        if needed <= 0:
-            return True
         if needed > self.pool.num_free + self.pool.num_evictable:
             return False
-        self._make_room(needed)
-        seq.blocks.extend(self.pool.take(needed))
+        if self.windows is not None and not self._extend_windows(seq, num_tokens):
+            return False
+        if needed > 0:
+            self._make_room(needed)
+            seq.blocks.extend(self.pool.take(needed))
+        self._set_room(seq)
         return True
 
     def commit(self, seq: Sequence) -> None:
@@ -100,20 +122,23 @@ class KVCache:
         references to all its blocks. Safe to call twice.
         """
         self._publish(seq, seq.num_confirmed, only_own=False)
-        self.pool.drop(seq.blocks)
-        seq.blocks = []
-        seq.num_computed = seq.num_confirmed = 0
+        self._drop_all(seq)
         self._enforce_bounds()
 
     def flush(self) -> int:
         """Drop every cached block that no sequence uses. Returns the number of freed blocks."""
-        return self.radix.evict(self.pool.num_evictable)
+        freed = 0
+        if self.windows is not None:
+            freed = self.windows.column.evict(self.windows.pool.num_evictable)
+        return freed + self.radix.evict(self.pool.num_evictable)
 
     def rebuild(self) -> None:
         """Reset the block pool and the prefix cache to empty. Allowed only while no sequence holds
         a block.
         """
         self.pool.reset()
+        if self.windows is not None:
+            self.windows.pool.reset()
         self.radix.reset()
 
     def check(self, sequences: Iterable[Sequence]) -> None:
@@ -126,9 +151,28 @@ class KVCache:
         for seq in sequences:
             assert len(seq.blocks) * self.block_size >= seq.num_computed, seq.request_id
             assert seq.num_confirmed <= seq.num_computed, seq.request_id
+        if self.windows is not None:
+            self.windows.check(sequences)
 
     def _blocks_for(self, num_tokens: int) -> int:
         return -(-num_tokens // self.block_size)
+
+    def _extend_windows(self, seq: Sequence, num_tokens: int, spare: int = 0) -> bool:
+        assert self.windows is not None
+        self.windows.free_passed(seq)
+        return self.windows.extend(seq, num_tokens, spare)
+
+    def _set_room(self, seq: Sequence) -> None:
+        # A windowed table is never longer than the other one.
+        table = seq.blocks if self.windows is None else seq.window_blocks
+        seq.room = len(table) * self.block_size
+
+    def _drop_all(self, seq: Sequence) -> None:
+        self.pool.drop(seq.blocks)
+        seq.blocks = []
+        if self.windows is not None:
+            self.windows.release(seq)
+        seq.num_computed = seq.num_confirmed = seq.num_matched = seq.reserved = seq.room = 0
 
     def _make_room(self, needed: int) -> None:
         short = needed - self.pool.num_free
@@ -144,8 +188,10 @@ class KVCache:
             return
         count = num_tokens // self.block_size
         tokens = seq.tokens[: count * self.block_size]
+        sides = () if self.windows is None else (seq.window_blocks[:count],)
+        blocks = seq.blocks[:count]
         try:
-            self.radix.insert(seq.namespace, tokens, seq.blocks[:count], only_own, seq.tenant)
+            self.radix.insert(seq.namespace, tokens, blocks, only_own, seq.tenant, sides)
         except Exception:
             self.num_unpublished += 1
             self.radix.find_leaves()

@@ -6,7 +6,7 @@ handle. `sample` turns the handle's logits into tokens. Between the two calls, t
 that needs the previous step's tokens. Only `PendingTokens.wait` waits for the device.
 
 Letters: T tokens of the step, S rows (sequences), R rows that sample, B blocks per table, V
-vocabulary.
+vocabulary, D size of an embedding, E tokens of images.
 """
 
 from contextlib import AbstractContextManager
@@ -58,6 +58,9 @@ class RunnerConfig:
     affinity: str = "auto"  # CPUs to run on: "auto", "off", or numbers such as "0-3,8"
     # "fp8" or "int8": weights are requantized to this type. "auto": they keep the stored type.
     quantization: str = "auto"
+    # The number of blocks in the pool of the layers with a sliding window, including the null
+    # block. 0: all layers use the same pool.
+    num_window_blocks: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,6 +89,10 @@ class RunnerSpec:
     target_step_s: float | None = None
     # Every step may compute this many prefill tokens, however long they take.
     min_prompt_tokens: int = PROMPT_TOKENS
+    # The largest sliding window, if the layers with windows have a block pool of their own. None:
+    # all layers use the same pool and block tables.
+    window: int | None = None
+    num_window_blocks: int = 0  # blocks of that pool, including its null block
 
     @classmethod
     def of(
@@ -96,6 +103,7 @@ class RunnerSpec:
         max_step_tokens: int | None = None,
         target_step_s: float | None = None,
         min_prompt_tokens: int = PROMPT_TOKENS,
+        window: int | None = None,
     ) -> "RunnerSpec":
         """The spec of a runner whose capacity is exactly that of `config`."""
         return cls(
@@ -108,6 +116,8 @@ class RunnerSpec:
             max_step_tokens,
             target_step_s,
             min_prompt_tokens,
+            window if config.num_window_blocks else None,
+            config.num_window_blocks,
         )
 
 
@@ -136,6 +146,26 @@ class BatchInputs:
     # (G,) how many first blocks the rows of each group share. All positions in these blocks were
     # computed before this step.
     prefix_blocks: I32
+    # Embeddings of images, and the indices into T of the tokens that they replace. None if no token
+    # of the step belongs to an image.
+    embeds: F32 | None = None  # (E, D)
+    embed_rows: I32 | None = None  # (E,)
+    # (T,) a token attends to the positions before this one. None: each token attends to the
+    # positions up to its own.
+    visible_end: I32 | None = None
+    # (3, T) the positions by which RoPE rotates, in a model whose images have rows and columns (see
+    # `RopeConfig.sections`). None: RoPE rotates by `positions`.
+    rope_positions: I32 | None = None
+    # The block tables and write slots of layers with a sliding window, if these layers have a block
+    # pool of their own. A block that the window has left is freed, and its place is NULL_BLOCK.
+    window_tables: I32 | None = None  # (S, B)
+    window_slots: I64 | None = None  # (T,)
+
+    def tables_for(self, window: int | None) -> I32:
+        """The block tables of layers with this sliding window."""
+        if window is None or self.window_tables is None:
+            return self.block_tables
+        return self.window_tables
 
 
 @dataclass(frozen=True, slots=True)
@@ -225,6 +255,16 @@ class ModelRunner(Protocol):
         ...
 
     def close(self) -> None: ...
+
+
+class ImageEncoder(Protocol):
+    """The loaded image encoder of a model that reads images."""
+
+    def encode(self, pixels: NDArray[np.uint8]) -> F32:
+        """Compute the embeddings (E, D) of an image's tokens from its pixels (height, width, 3). It
+        waits for the device.
+        """
+        ...
 
 
 @dataclass(frozen=True, slots=True)

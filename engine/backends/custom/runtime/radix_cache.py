@@ -10,10 +10,22 @@ always be freed, by evicting leaf after leaf.
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
+from typing import NamedTuple
 
 from engine.backends.custom.runtime.block_pool import BlockPool
 from engine.backends.custom.runtime.eviction_order import POLICIES, EvictionPolicy, Key, Leaves
+from engine.backends.custom.runtime.groups.side_column import SideColumn, resumable
+from engine.backends.custom.runtime.model_runner import NULL_BLOCK
 from engine.backends.custom.runtime.sequence import Tokens, packed
+
+
+class Match(NamedTuple):
+    """A cached prefix after which a sequence can resume. `sides` has, for each side column, the
+    entries of the last blocks, as many as the column's reach.
+    """
+
+    blocks: list[int]
+    sides: tuple[list[int], ...] = ()
 
 
 class Node:
@@ -27,6 +39,7 @@ class Node:
         "last_used",
         "num_uses",
         "parent",
+        "sides",
         "tenant",
         "tokens",
     )
@@ -37,6 +50,8 @@ class Node:
         self.tokens = tokens
         self.tenant = tenant
         self.blocks = blocks
+        # For each side column, one entry per block. NULL_BLOCK where the entry is missing.
+        self.sides: tuple[list[int], ...] = ()
         self.parent = parent
         self.children: dict[bytes, Node] = {}  # keyed by the token ids of their first block
         self.created = 0
@@ -60,7 +75,8 @@ class RadixCache:
     only within a namespace. A tenant may have several namespaces, but a namespace has one tenant.
 
     The eviction policy decides which blocks are evicted first. With `ttl_s`, prefixes that were not
-    used for this many seconds expire.
+    used for this many seconds expire. With side columns, only the prefixes after which a sequence
+    can resume match.
     """
 
     def __init__(
@@ -70,8 +86,10 @@ class RadixCache:
         policy: EvictionPolicy = "lru",
         ttl_s: float | None = None,
         clock: Callable[[], float] = time.monotonic,
+        columns: Sequence[SideColumn] = (),
     ) -> None:
         self._pool = pool
+        self.columns = tuple(columns)
         self._block_size = block_size
         self._key = POLICIES[policy]
         self._leaves = Leaves(self._key, self._is_evictable, clock)
@@ -82,19 +100,34 @@ class RadixCache:
         self.reset()
 
     def reset(self) -> None:
-        """Empty the tree without returning its blocks to the pool. The caller resets the pool as
+        """Empty the tree without returning its blocks to the pools. The caller resets the pools as
         well.
         """
+        for column in self.columns:
+            column.clear()
         self._roots: dict[str, Root] = {}
         self._leaves.clear()
         self.num_leaves = 0
 
-    def match(self, namespace: str, tokens: Tokens) -> list[int]:
-        """The blocks of the longest prefix of `tokens` that is cached. Only whole blocks match."""
+    def match(self, namespace: str, tokens: Tokens) -> Match:
+        """The longest cached prefix of `tokens` after which a sequence can resume. Only whole
+        blocks match.
+        """
         found: list[int] = []
+        sides: list[list[int]] = [[] for _ in self.columns]
         for node, count in self._walk(namespace, tokens):
             found.extend(node.blocks[:count])
-        return found
+            for side, entries in zip(sides, node.sides, strict=True):
+                side.extend(entries[:count])
+        if not sides:
+            return Match(found)
+        reaches = [column.reach for column in self.columns]
+        length = resumable(len(found), list(zip(reaches, sides, strict=True)))
+        last = (
+            side[max(0, length - reach) : length]
+            for reach, side in zip(reaches, sides, strict=True)
+        )
+        return Match(found[:length], tuple(last))
 
     def insert(
         self,
@@ -103,9 +136,11 @@ class RadixCache:
         blocks: Sequence[int],
         only_own: bool,
         tenant: str = "",
+        sides: Sequence[Sequence[int]] = (),
     ) -> None:
         """Store a prefix whose blocks a sequence holds. If a part of the prefix is already cached,
-        the tree keeps the blocks that it has.
+        the tree keeps the blocks that it has. `sides` has an entry per block for each side column,
+        or NULL_BLOCK. The tree takes the entries that it lacks.
 
         `only_own` is for a sequence that keeps running. Then storing stops at the first block for
         which the tree has another block with the same tokens. Any block stored below it would have
@@ -125,6 +160,8 @@ class RadixCache:
             common = self._common_blocks(child, tokens, done)
             if only_own and child.blocks[:common] != list(blocks[done : done + common]):
                 return
+            if not only_own:  # a running sequence has added its entries with its blocks
+                self._fill(child, sides, done, common)
             done += common
             if common < len(child.blocks) and done < len(blocks):
                 child = self._split(child, common)
@@ -132,6 +169,7 @@ class RadixCache:
             self._touch(node, is_use=not only_own)
         if done < len(blocks):
             node = self._attach(node, tokens[done * size :], list(blocks[done:]))
+            self._fill(node, sides, done, len(node.blocks))
         self._leaves.note(node.tenant)
         if not node.children:
             self._push(node)
@@ -193,7 +231,10 @@ class RadixCache:
             leaves += not node.children
             assert node.parent is not None
             assert node.parent.children[node.tokens[:size].tobytes()] is node
+            assert all(len(side) == len(node.blocks) for side in node.sides), "a side column"
         assert leaves == self.num_leaves, (leaves, self.num_leaves)
+        for index, column in enumerate(self.columns):
+            column.check(node.sides[index] for node in self._nodes())
         cached = Counter[str]()
         for node in self._nodes():
             cached[node.tenant] += len(node.blocks)
@@ -248,12 +289,22 @@ class RadixCache:
             # Otherwise the parent was a leaf, and the new node takes its place as a leaf.
             self.num_leaves += 1
         node = Node(tokens, blocks, parent, parent.tenant)
+        node.sides = tuple([NULL_BLOCK] * len(blocks) for _ in self.columns)
         self._leaves.count(node.tenant, len(blocks))
         node.created = self._tick
         parent.children[tokens[: self._block_size].tobytes()] = node
         self._pool.cache(blocks)
         self._touch(node, is_use=False)
         return node
+
+    def _fill(self, node: Node, sides: Sequence[Sequence[int]], done: int, count: int) -> None:
+        """Store the side entries that the first `count` blocks of a node lack. In `sides`, these
+        blocks start at `done`.
+        """
+        for column, entries, side in zip(self.columns, node.sides, sides, strict=False):
+            for index, entry in enumerate(side[done : done + count]):
+                if entry != NULL_BLOCK and entries[index] == NULL_BLOCK:
+                    column.add(entries, index, entry)
 
     def _split(self, node: Node, count: int) -> Node:
         """Move the first `count` blocks of the node's edge to a new parent node."""
@@ -262,6 +313,11 @@ class RadixCache:
         upper = Node(node.tokens[: count * size], node.blocks[:count], parent, node.tenant)
         upper.created, upper.last_used = node.created, node.last_used
         upper.num_uses, upper.expires_at = node.num_uses, node.expires_at
+        upper.sides = tuple(side[:count] for side in node.sides)
+        node.sides = tuple(side[count:] for side in node.sides)
+        for column, above, below in zip(self.columns, upper.sides, node.sides, strict=True):
+            column.move(above)
+            column.move(below)
         parent.children[upper.tokens[:size].tobytes()] = upper
         node.tokens, node.blocks, node.parent = (
             node.tokens[count * size :],
@@ -291,6 +347,9 @@ class RadixCache:
         while freed < count and node.blocks and self._pool.refs(node.blocks[-1]) == 1:
             self._pool.uncache(node.blocks.pop())
             freed += 1
+            for column, side in zip(self.columns, node.sides, strict=True):
+                if (entry := side.pop()) != NULL_BLOCK:
+                    column.remove(entry)
         self._leaves.count(node.tenant, -freed)
         self.num_evicted += freed
         if node.blocks:

@@ -11,10 +11,12 @@ import logging
 from bisect import insort
 from collections.abc import Iterator
 
+from engine.backends.custom.runtime.images import whole_images
 from engine.backends.custom.runtime.kv_cache import KVCache
 from engine.backends.custom.runtime.model_runner import MAX_SCORED, StepOutput
 from engine.backends.custom.runtime.outputs import refusal, scores, token_delta, vector_delta
 from engine.backends.custom.runtime.queue import InflightPrefixes, Newcomers, WaitingLine
+from engine.backends.custom.runtime.radix_cache import Match
 from engine.backends.custom.runtime.sequence import Row, ScheduledBatch, Sequence
 from engine.core.errors import EngineError, InferenceError
 from engine.core.interfaces.request import FinishReason, TokenDelta
@@ -36,9 +38,10 @@ class SequenceFaultError(Exception):
 class Scheduler:
     """Continuous batching over a `KVCache`."""
 
-    def __init__(self, kv: KVCache, max_slots: int) -> None:
+    def __init__(self, kv: KVCache, max_slots: int, max_step_tokens: int = 2**31 - 1) -> None:
         self.kv = kv
         self._max_slots = max_slots
+        self._max_step_tokens = max_step_tokens
         # For each request id, the choices of the request that have not ended.
         self._requests: dict[str, list[Sequence]] = {}
         self._waiting = WaitingLine()
@@ -212,7 +215,7 @@ class Scheduler:
 
     def _schedule_running(self, budget: int) -> list[Row]:
         rows: list[Row] = []
-        running, block_size, index = self._running, self.kv.block_size, 0
+        running, max_row, index = self._running, self.kv.max_row, 0
         new_row = tuple.__new__  # the fastest way to build a named tuple
         while index < len(running):
             seq = running[index]
@@ -220,7 +223,7 @@ class Scheduler:
             ahead = len(seq.tokens) + seq.num_sampling
             start = seq.num_computed
             end = seq.num_prompt + seq.max_tokens
-            if ahead == start + 1 and ahead < end and start < len(seq.blocks) * block_size:
+            if ahead == start + 1 and ahead < end and start < seq.room:
                 # The fast path for most rows of most steps: decode one token whose block has room.
                 seq.num_computed = ahead
                 seq.num_sampling += 1
@@ -231,11 +234,16 @@ class Scheduler:
                 continue  # the sequence's last token is already being sampled
             # Leave one token of the budget to each later row, so that every running sequence gets a
             # row.
-            count = min(ahead - start, budget - (len(running) - index))
+            count = min(ahead - start, budget - (len(running) - index), max_row)
             if seq.is_scoring:
                 count = min(count, _scorable(rows))
+            if seq.images:
+                later = len(running) - index
+                count = whole_images(seq.images, start, count, self._room(rows) - later)
+                if not count:
+                    continue
             end = start + count
-            if end > len(seq.blocks) * block_size:
+            if end > seq.room:
                 while seq.slot >= 0 and not self._extend(seq, end):
                     self._preempt(running[-1])
                 if seq.slot < 0:
@@ -252,14 +260,26 @@ class Scheduler:
                 return
             if seq.num_sampling > 0 or self._is_held(seq):
                 continue
-            matched = [] if seq.is_scoring else self.kv.match(seq)
-            if self.kv.sharing and not seq.is_scoring and self._inflight.hold(seq, len(matched)):
+            match = self.kv.no_match if self._starts_over(seq) else self.kv.match(seq)
+            num_matched = len(match.blocks)
+            if self.kv.sharing and not seq.is_scoring and self._inflight.hold(seq, num_matched):
                 continue
-            if not self._admit(seq, matched, now):
-                return
             max_tokens = min(budget, _scorable(rows)) if seq.is_scoring else budget
-            rows.append(self._grant(seq, min(seq.num_uncomputed, max_tokens)))
-            budget -= rows[-1].length
+            start = num_matched * self.kv.block_size
+            count = min(len(seq.tokens) - start, max_tokens, self.kv.max_row)
+            if seq.images:
+                count = whole_images(seq.images, start, count, self._room(rows))
+                if not count:
+                    return
+            if not self._admit(seq, match, start + count, now):
+                return
+            rows.append(self._grant(seq, count))
+            budget -= count
+
+    def _room(self, rows: list[Row]) -> int:
+        """How many tokens one more row can have at most, whatever the budget is."""
+        left = self._max_step_tokens - sum(row.length for row in rows)
+        return min(left, self.kv.max_row)
 
     def _extend(self, seq: Sequence, num_tokens: int) -> bool:
         try:
@@ -274,12 +294,18 @@ class Scheduler:
         seq.held_by = None
         return False
 
-    def _admit(self, seq: Sequence, matched: list[int], now: float) -> bool:
+    def _starts_over(self, seq: Sequence) -> bool:
+        """Whether a sequence must not use cached blocks. A pinned sequence must not share windowed
+        blocks: if others hold them too, it can't count on the blocks that its window leaves.
+        """
+        return seq.is_scoring or (self.kv.windows is not None and self._is_pinned(seq))
+
+    def _admit(self, seq: Sequence, match: Match, num_tokens: int, now: float) -> bool:
         reserve = len(seq.tokens)
         if self._is_pinned(seq):
             reserve = max(reserve, seq.max_len)
         try:
-            is_admitted = self.kv.admit(seq, matched, len(self._running), reserve)
+            is_admitted = self.kv.admit(seq, match, len(self._running), reserve, num_tokens)
         except Exception as error:
             self.kv.release(seq)
             raise SequenceFaultError(seq) from error
@@ -292,7 +318,7 @@ class Scheduler:
         if seq.is_scoring:
             seq.prompt_scores.clear()  # a preemption discarded that work, so scoring starts over
         insort(self._running, seq, key=self._seniority)
-        self._inflight.own(seq, len(matched))
+        self._inflight.own(seq, len(match.blocks))
         if seq.started_at is None:
             seq.started_at = now
             seq.num_cached = min(seq.num_computed, seq.num_prompt)

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, NamedTuple
 
 from engine.backends.custom.runtime.grammar import Constraint
+from engine.backends.custom.runtime.images import PlacedImage
 from engine.core.interfaces.request import FinishReason, SamplingParams, TokenLogprobs
 
 if TYPE_CHECKING:
@@ -32,7 +33,9 @@ class Sequence:
 
     request_id: str
     choice: int
-    tokens: Tokens  # the prompt, then every sampled token that the host knows
+    # The prompt, then every sampled token that the host knows. Tokens of images are negative (see
+    # images.py).
+    tokens: Tokens
     num_prompt: int
     max_tokens: int  # max number of generated tokens; at least 1
     params: SamplingParams
@@ -46,6 +49,7 @@ class Sequence:
     deadline: float | None
     constraint: Constraint | None = None  # the grammar that the output follows, if any
     pools: bool = False  # True: the result is an embedding instead of tokens
+    images: tuple[PlacedImage, ...] = ()
     scores_prompt: bool = False
     # The logprobs of prompt tokens that are computed so far. They start with the second token.
     prompt_scores: list[TokenLogprobs] = field(default_factory=list)
@@ -54,6 +58,13 @@ class Sequence:
     slot: int = -1  # index into the runner's per-sequence state, fixed while running; -1: waiting
     life: int = 0  # a number that identifies the current admission; 0 while waiting
     blocks: list[int] = field(default_factory=list)  # block table; append-only while running
+    # The block table of the layers with a sliding window, if they have their own block pool. It is
+    # also append-only. Blocks that the window has left are freed, and replaced by NULL_BLOCK.
+    window_blocks: list[int] = field(default_factory=list)
+    num_window_freed: int = 0  # number of leading places of `window_blocks` that are NULL_BLOCK
+    num_matched: int = 0  # number of blocks that came from the prefix cache at admission
+    reserved: int = 0  # tokens for which admission guaranteed room
+    room: int = 0  # tokens for which every block table has blocks
     num_computed: int = 0  # tokens whose KV finished or launched steps write
     num_confirmed: int = 0  # tokens whose KV finished steps have written, with finite values
     num_sampling: int = 0  # tokens that launched steps sample and that the host does not know yet
@@ -67,6 +78,14 @@ class Sequence:
     started_at: float | None = None
     first_token_at: float | None = None
     finish_reason: FinishReason | None = None
+
+    @property
+    def token_ids(self) -> list[int]:
+        """The tokens, with the tokens of images as they are in the prompt."""
+        if not self.images:
+            return self.tokens.tolist()
+        image_token = self.images[0].token_id
+        return [image_token if token < 0 else token for token in self.tokens]
 
     @property
     def num_uncomputed(self) -> int:

@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 
 from engine.backends.custom.architectures.base import ModelConfig
 from engine.backends.custom.options import EngineOptions
+from engine.backends.custom.runtime.groups.windows import min_window_blocks
 from engine.backends.custom.runtime.model_runner import DeviceInfo
 from engine.core.errors import ResourceError
 
@@ -37,17 +38,24 @@ class MemoryPlan:
     num_blocks: int  # including the null block
     max_slots: int
     max_seq_len: int
-    bytes_per_token: int
+    bytes_per_token: int  # in all layers
     notes: tuple[str, ...]
+    # Blocks of the layers with a sliding window, including the null block. 0: these layers use the
+    # same blocks as all others.
+    num_window_blocks: int = 0
+    block_size: int = 16
 
     def lines(self) -> list[str]:
         """The plan as lines of text for the log."""
-        block_size = self.pool_bytes // self.num_blocks // self.bytes_per_token
-        tokens = (self.num_blocks - 1) * block_size
+        tokens = (self.num_blocks - 1) * self.block_size
+        windowed = ""
+        if self.num_window_blocks:
+            windowed_tokens = (self.num_window_blocks - 1) * self.block_size
+            windowed = f", of which {windowed_tokens:,} at a time in layers with a sliding window"
         return [
             f"weights {self.weight_bytes / MIB:,.0f} MiB",
             f"KV cache {self.pool_bytes / MIB:,.0f} MiB: {self.num_blocks - 1:,} blocks, "
-            f"{tokens:,} tokens at {self.bytes_per_token:,} bytes",
+            f"{tokens:,} tokens at {self.bytes_per_token:,} bytes{windowed}",
             f"batch {self.max_slots} sequences, context {self.max_seq_len:,} tokens",
             *self.notes,
         ]
@@ -63,6 +71,11 @@ class MemoryNeeds:
     usual_pool_bytes: int | None = None
     workspace_bytes: int = WORKSPACE_BYTES  # memory besides the weights and the KV pool
     pool_share: float = POOL_SHARE
+    # The largest sliding window, if the framework keeps the layers with windows in a block pool of
+    # their own. None: all layers share one pool.
+    window: int | None = None
+    window_token_bytes: int = 0  # the part of `token_bytes` in layers with a sliding window
+    max_step_tokens: int = 0  # max tokens of a sequence per step; 0 without a window
 
 
 def dense_needs(config: ModelConfig, device: DeviceInfo) -> MemoryNeeds:
@@ -91,18 +104,99 @@ def on_gpu(
     return replace(needs, workspace_bytes=spared + WORKSPACE_BYTES + step + logits, pool_share=1.0)
 
 
+def with_windows(needs: MemoryNeeds, config: ModelConfig, max_step_tokens: int) -> MemoryNeeds:
+    """The memory needs of a framework that frees the blocks of layers with a sliding window."""
+    if config.window is None:
+        return needs
+    num_windowed = sum(cache for cache, _ in config.cache_places(has_window_group=True))
+    return replace(
+        needs,
+        window=config.window,
+        window_token_bytes=needs.token_bytes * num_windowed // config.num_layers,
+        max_step_tokens=max_step_tokens,
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class _Pools:
+    """How the bytes of the KV cache are divided between two block pools: that of layers with a
+    sliding window, and that of all others.
+    """
+
+    needs: MemoryNeeds
+    block_size: int
+    max_seq_len: int
+
+    @property
+    def has_windows(self) -> bool:
+        return self.needs.window is not None and self.needs.window < self.max_seq_len
+
+    @property
+    def block_bytes(self) -> int:
+        """Bytes of a block in all layers."""
+        return self.needs.token_bytes * self.block_size
+
+    @property
+    def window_bytes(self) -> int:
+        """Bytes of a block in the layers with a sliding window."""
+        return self.needs.window_token_bytes * self.block_size
+
+    def bytes_for(self, num_sequences: int) -> int:
+        """Bytes of the pools for this many sequences of the max length, with the null blocks."""
+        num_blocks = num_sequences * self._blocks(self.max_seq_len) + 1
+        num_windowed = self._windowed(num_sequences) if self.has_windows else 0
+        return self.bytes_of(num_blocks, min(num_blocks, num_windowed))
+
+    def bytes_of(self, num_blocks: int, num_windowed: int) -> int:
+        if not num_windowed:
+            return num_blocks * self.block_bytes
+        full_bytes = self.block_bytes - self.window_bytes
+        return num_blocks * full_bytes + num_windowed * self.window_bytes
+
+    def split(self, pool_bytes: int, max_slots: int) -> tuple[int, int]:
+        """The numbers of blocks of both pools. The second is 0 if a pool for windows would save no
+        memory. Then all layers share the first pool.
+        """
+        together = pool_bytes // self.block_bytes
+        if not self.has_windows or together < self._windowed(1):
+            return together, 0
+        full_bytes = self.block_bytes - self.window_bytes
+        if not full_bytes:  # the ids of the other blocks are mere bookkeeping
+            return max(together, max_slots * self._blocks(self.max_seq_len) + 1), together
+        num_windowed = min(together, self._windowed(max_slots))
+        # If not even one context fits, fewer windows are kept.
+        one_context = (self._blocks(self.max_seq_len) + 1) * full_bytes
+        spared = (pool_bytes - one_context) // self.window_bytes
+        num_windowed = max(self._windowed(1), min(num_windowed, spared))
+        num_blocks = (pool_bytes - num_windowed * self.window_bytes) // full_bytes
+        return (num_blocks, num_windowed) if num_blocks > together else (together, 0)
+
+    def _blocks(self, num_tokens: int) -> int:
+        return -(-num_tokens // self.block_size)
+
+    def _windowed(self, num_sequences: int) -> int:
+        """Windowed blocks for this many sequences: a window for each, and one more for a cached
+        prefix. Only one sequence at a time has rows of the max length.
+        """
+        window = self.needs.window
+        assert window is not None
+        longest = min_window_blocks(window, self.block_size, self.needs.max_step_tokens)
+        each = min_window_blocks(window, self.block_size, 1)
+        return longest + (2 * num_sequences - 1) * each + 1
+
+
 def plan_memory(
     max_position: int, options: EngineOptions, device: DeviceInfo, needs: MemoryNeeds
 ) -> MemoryPlan:
     """Divide the free memory of the device. `max_position` is the max context length of the model.
     Raises `ResourceError` if the memory is too small even for a short context.
     """
-    weight_bytes, token_bytes = needs.weight_bytes, needs.token_bytes
-    available_bytes = device.free_bytes
-    block_bytes = token_bytes * options.block_size
+    weight_bytes, available_bytes = needs.weight_bytes, device.free_bytes
     notes: list[str] = []
     max_seq_len = min(options.max_seq_len or max_position, max_position)
-    min_bytes = _pool_bytes(min(MIN_CONTEXT, max_seq_len), options.block_size, block_bytes)
+    pools = _Pools(needs, options.block_size, max_seq_len)
+    shortest = min(MIN_CONTEXT, max_seq_len)
+    min_bytes = _Pools(needs, options.block_size, shortest).bytes_for(1)
     room = available_bytes - weight_bytes - needs.workspace_bytes
     if room < min_bytes:
         raise ResourceError(_refusal(weight_bytes, min_bytes, available_bytes, device.dtype))
@@ -112,20 +206,20 @@ def plan_memory(
             f"{options.max_seq_len:,} asked for is more than it was made for"
         )
     if options.pool_bytes is None:
-        wanted = _pool_bytes(options.max_slots * max_seq_len, options.block_size, block_bytes)
+        wanted = pools.bytes_for(options.max_slots)
         if needs.usual_pool_bytes is not None:
-            one = _pool_bytes(max_seq_len, options.block_size, block_bytes)
-            wanted = min(wanted, max(one, needs.usual_pool_bytes))
+            wanted = min(wanted, max(pools.bytes_for(1), needs.usual_pool_bytes))
         pool_bytes = max(min_bytes, min(wanted, int(room * needs.pool_share)))
     else:
         pool_bytes = _asked_pool(options.pool_bytes, min_bytes, room, notes)
-    num_blocks = pool_bytes // block_bytes
+    num_blocks, num_window_blocks = pools.split(pool_bytes, options.max_slots)
     capacity = (num_blocks - 1) * options.block_size
-    max_slots = max(1, min(options.max_slots, capacity // MIN_TOKENS_PER_SLOT))
+    at_a_time = ((num_window_blocks or num_blocks) - 1) * options.block_size
+    max_slots = max(1, min(options.max_slots, at_a_time // MIN_TOKENS_PER_SLOT))
     if max_slots < options.max_slots:
         notes.append(
             f"batch is {max_slots} instead of {options.max_slots} sequences: the KV cache holds "
-            f"{capacity:,} tokens"
+            f"{at_a_time:,} tokens"
         )
     if capacity < max_seq_len:
         notes.append(
@@ -134,18 +228,15 @@ def plan_memory(
         max_seq_len = capacity
     return MemoryPlan(
         weight_bytes=weight_bytes,
-        pool_bytes=num_blocks * block_bytes,
+        pool_bytes=pools.bytes_of(num_blocks, num_window_blocks),
         num_blocks=num_blocks,
         max_slots=max_slots,
         max_seq_len=max_seq_len,
-        bytes_per_token=token_bytes,
+        bytes_per_token=needs.token_bytes,
         notes=tuple(notes),
+        num_window_blocks=num_window_blocks,
+        block_size=options.block_size,
     )
-
-
-def _pool_bytes(num_tokens: int, block_size: int, block_bytes: int) -> int:
-    """Bytes of a KV pool for `num_tokens` tokens, including the null block."""
-    return (-(-num_tokens // block_size) + 1) * block_bytes
 
 
 def _asked_pool(asked: int, min_bytes: int, room: int, notes: list[str]) -> int:

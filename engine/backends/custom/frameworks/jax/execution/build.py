@@ -1,16 +1,21 @@
-"""Finds JAX devices and builds a model runner with loaded weights."""
+"""Finds JAX devices, builds a model runner with loaded weights, and profiles it."""
 
+import gzip
+import json
 import logging
 import re
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import jax
 import jax.numpy as jnp
 import psutil
 from jax.typing import ArrayLike
 
-from engine.backends.custom.frameworks.jax.execution.profiling import JAXProfiler
 from engine.backends.custom.frameworks.jax.execution.runner import JAXRunner
 from engine.backends.custom.frameworks.jax.execution.sharding import home, make_mesh, param_spec
 from engine.backends.custom.frameworks.jax.models.loading import build_model, load_params
@@ -18,6 +23,7 @@ from engine.backends.custom.frameworks.refusals import check_plain
 from engine.backends.custom.options import EngineOptions
 from engine.backends.custom.runtime.model_runner import (
     DeviceInfo,
+    KernelTime,
     ModelRunner,
     Profiler,
     RunnerConfig,
@@ -78,7 +84,7 @@ def build_runner(source: ModelSource, config: RunnerConfig) -> JAXRunner:
 
 
 def profiler(runner: ModelRunner, source: ModelSource, config: RunnerConfig) -> Profiler:
-    """A profiler for the calls of this runner. It uses XLA's profiler."""
+    """A profiler for the calls of this runner."""
     assert isinstance(runner, JAXRunner), runner
     return JAXProfiler(runner)
 
@@ -124,3 +130,49 @@ def _devices(name: str) -> list[jax.Device]:
             f"device '{name}' is not there: JAX sees {len(found)} devices of that kind; use cpu"
         )
     return found[first : last + 1]
+
+
+class JAXProfiler:
+    """Profiles the calls of a runner with XLA's profiler. It measures kernels on a GPU, and XLA
+    operations on a CPU.
+    """
+
+    def __init__(self, runner: JAXRunner) -> None:
+        self._runner = runner
+        self._trace = b""  # JSON in Chrome's trace format
+
+    @contextmanager
+    def barrier(self, name: str) -> Iterator[None]:
+        yield
+        self._runner.wait()
+
+    def span(self, name: str) -> AbstractContextManager[None]:
+        return jax.profiler.TraceAnnotation(name)
+
+    def __enter__(self) -> "JAXProfiler":
+        self._folder = TemporaryDirectory(prefix="engine-profile-")
+        jax.profiler.start_trace(self._folder.name)
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._runner.wait()
+        jax.profiler.stop_trace()
+        with self._folder as folder:
+            (written,) = Path(folder).rglob("*.trace.json.gz")
+            self._trace = gzip.decompress(written.read_bytes())
+
+    def kernels(self) -> list[KernelTime]:
+        """Times of the operations in compiled programs. XLA numbers operations of the same kind, as
+        in `dot.17`. Their times are summed up under the name without the number.
+        """
+        seconds: Counter[str] = Counter()
+        calls: Counter[str] = Counter()
+        for event in json.loads(self._trace)["traceEvents"]:
+            if "hlo_op" in event.get("args", {}) and "dur" in event:
+                name = event["name"].rstrip("0123456789").rstrip(".")
+                seconds[name] += event["dur"] * 1e-6
+                calls[name] += 1
+        return [KernelTime(name, calls[name], spent) for name, spent in seconds.most_common()]
+
+    def write_trace(self, path: Path) -> None:
+        path.write_bytes(self._trace)

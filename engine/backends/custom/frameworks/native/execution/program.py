@@ -11,8 +11,11 @@ from engine.backends.custom.ir.plan import (
     ExpertsStep,
     GateRowsStep,
     GatherStep,
+    HeadLinearStep,
     Kernel,
+    LatentWriteStep,
     LinearStep,
+    MeanStep,
     NormStep,
     RopeWriteStep,
     RouteStep,
@@ -34,6 +37,8 @@ class Numbered:
     biases: Mapping[str, int]  # matrix name -> index of its bias
     # Copies of matrices in int8 with a scale per row, for steps of many tokens. By matrix name.
     per_channel: Mapping[str, int]
+    # For each layer: the number of its KV cache, and its index among the layers of that cache.
+    caches: tuple[tuple[int, int], ...]
     slopes: int = -1  # index of the ALiBi slopes; -1: the model has none
 
     def vector(self, name: str | None) -> int:
@@ -47,11 +52,16 @@ def add_program(model: Any, plan: ExecutionPlan, weights: Numbered) -> None:
         match step:
             case EmbedStep():
                 table, positions = weights.matrices[step.table], weights.vector(step.positions)
-                model.embed(step.out, table, positions, step.scale)
+                types = weights.vector(step.types)
+                model.embed(step.out, table, positions, step.scale, types, step.num_types)
             case LinearStep():
                 _add_linear(model, plan, step, weights)
             case RopeWriteStep():
                 _add_rope_write(model, step, weights)
+            case LatentWriteStep():
+                _add_latent_write(model, step, weights)
+            case HeadLinearStep():
+                _add_head_linear(model, plan, step, weights)
             case AttentionStep():
                 _add_attention(model, step, weights)
             case NormStep():
@@ -64,6 +74,8 @@ def add_program(model: Any, plan: ExecutionPlan, weights: Numbered) -> None:
                 model.gate_rows(step.source, step.out, _over_logits(plan, step.out))
             case GatherStep():
                 model.gather(step.source, step.out)
+            case MeanStep():
+                model.mean(step.source, step.out)
     model.end_program()
 
 
@@ -72,9 +84,11 @@ def _over_logits(plan: ExecutionPlan, buffer: int) -> bool:
 
 
 def _add_rope_write(model: Any, step: RopeWriteStep, weights: Numbered) -> None:
+    cache, layer = weights.caches[step.layer]
     model.rope_write(
         qkv=step.qkv,
-        layer=step.layer,
+        cache=cache,
+        layer=layer,
         heads=step.heads,
         kv_heads=step.kv_heads,
         head_dim=step.head_dim,
@@ -88,10 +102,12 @@ def _add_rope_write(model: Any, step: RopeWriteStep, weights: Numbered) -> None:
 
 
 def _add_attention(model: Any, step: AttentionStep, weights: Numbered) -> None:
+    cache, layer = weights.caches[step.layer]
     model.attention(
         qkv=step.qkv,
         out=step.out,
-        layer=step.layer,
+        cache=cache,
+        layer=layer,
         heads=step.heads,
         kv_heads=step.kv_heads,
         head_dim=step.head_dim,
@@ -100,6 +116,27 @@ def _add_attention(model: Any, step: AttentionStep, weights: Numbered) -> None:
         softcap=step.softcap or 0.0,
         slopes=-1 if step.alibi_bias is None else weights.slopes,
         sinks=weights.vector(step.sinks),
+        centered=step.centered,
+        latent=step.latent,
+    )
+
+
+def _add_latent_write(model: Any, step: LatentWriteStep, weights: Numbered) -> None:
+    rope = (step.table, step.rope_dim)
+    model.latent_write(step.source, step.layer, rope, weights.vector(step.norm), step.eps)
+
+
+def _add_head_linear(
+    model: Any, plan: ExecutionPlan, step: HeadLinearStep, weights: Numbered
+) -> None:
+    decode, prefill = NUMERICS.index(step.kernel.decode), NUMERICS.index(step.kernel.prefill)
+    model.head_linear(
+        source=step.source,
+        out=step.out,
+        heads=step.heads,
+        matrices=(weights.matrices[step.matrix], -1, decode, prefill),
+        rope=(step.table, step.rope_dim),
+        over_logits=_over_logits(plan, step.out),
     )
 
 

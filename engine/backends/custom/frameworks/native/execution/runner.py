@@ -66,6 +66,8 @@ class NativeRunner:
             inputs.prefix_groups,
             inputs.prefix_blocks,
             finite,
+            inputs.window_slots,
+            inputs.window_tables,
         )
         return StepHandle(finite.view(np.bool_), len(inputs.logit_rows))
 

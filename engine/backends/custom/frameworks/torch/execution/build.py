@@ -1,28 +1,46 @@
-"""Finds PyTorch devices and builds model runners and text encoders with loaded weights."""
+"""Finds PyTorch devices, builds model runners and text encoders with loaded weights, and profiles
+runners.
+"""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
+from pathlib import Path
 
 import psutil
 import torch
+from torch.profiler import ProfilerActivity, profile, record_function
 
 from engine.backends.custom.frameworks.refusals import check_config, check_dtype
 from engine.backends.custom.frameworks.torch.execution.cuda_runner import CudaRunner
 from engine.backends.custom.frameworks.torch.execution.encoder import TorchEncoder
-from engine.backends.custom.frameworks.torch.execution.profiling import TorchProfiler
 from engine.backends.custom.frameworks.torch.execution.runner import TorchRunner
 from engine.backends.custom.frameworks.torch.layers.linear import can_pack, pack_linears
-from engine.backends.custom.frameworks.torch.models.loading import build_encoder_model, build_model
+from engine.backends.custom.frameworks.torch.models.loading import (
+    build_encoder_model,
+    build_model,
+    build_vision_model,
+)
 from engine.backends.custom.frameworks.torch.models.quantized_loading import placed_bytes
+from engine.backends.custom.frameworks.torch.models.vision import TorchImageEncoder
 from engine.backends.custom.options import EngineOptions
 from engine.backends.custom.runtime.model_runner import (
     DeviceInfo,
+    ImageEncoder,
+    KernelTime,
     ModelRunner,
     Profiler,
     RunnerConfig,
 )
 from engine.backends.custom.weights.model import ModelSource
 from engine.backends.custom.worker.encoder_loop import Encoder
-from engine.backends.custom.worker.memory import DTYPE_BYTES, MemoryNeeds, dense_needs, on_gpu
+from engine.backends.custom.worker.memory import (
+    DTYPE_BYTES,
+    MemoryNeeds,
+    dense_needs,
+    on_gpu,
+    with_windows,
+)
 from engine.core.errors import ConfigError
 
 DTYPES = {
@@ -30,6 +48,8 @@ DTYPES = {
     "bfloat16": torch.bfloat16,
     "float16": torch.float16,
 }
+SPAN = "engine: "  # in a trace, names of runner calls have this prefix; names of kernels do not
+_US = 1e-6
 
 
 def find_device(device: str, dtype: str) -> DeviceInfo:
@@ -55,6 +75,7 @@ def memory_needs(source: ModelSource, options: EngineOptions, device: DeviceInfo
     token.
     """
     needs = dense_needs(source.config, device)
+    needs = with_windows(needs, source.config, options.max_batch_tokens)
     if not device.name.startswith("cuda"):
         return needs
     needs = on_gpu(needs, source.config, options, device)
@@ -91,11 +112,15 @@ def build_runner(source: ModelSource, config: RunnerConfig) -> ModelRunner:
 
 
 def profiler(runner: ModelRunner, source: ModelSource, config: RunnerConfig) -> Profiler:
-    """A profiler for the calls of this runner. It uses PyTorch's profiler."""
+    """A profiler for the calls of this runner."""
     return TorchProfiler(torch.device(config.device))
 
 
-def build_encoder(
+def build_encoder(source: ModelSource, options: EngineOptions, device: DeviceInfo) -> Encoder:
+    return load_encoder(source, device.name, device.dtype, options.threads)
+
+
+def load_encoder(
     source: ModelSource, device: str, dtype: str, num_threads: int | None = None
 ) -> Encoder:
     """Loads the weights of a text encoder. Returns an encoder that is ready to use."""
@@ -107,6 +132,16 @@ def build_encoder(
     if can_pack(kind, place):
         pack_linears(model)
     return TorchEncoder(model, place)
+
+
+def build_image_encoder(source: ModelSource, config: RunnerConfig) -> ImageEncoder:
+    """Loads the weights of the image encoder of a model that reads images."""
+    assert source.config.vision is not None, source.path
+    device, dtype = torch_device(config.device), torch_dtype(config.dtype)
+    model = build_vision_model(source.config.vision, source.vision_weights, device, dtype)
+    if can_pack(dtype, device):
+        pack_linears(model)
+    return TorchImageEncoder(model, device)
 
 
 def torch_dtype(name: str) -> torch.dtype:
@@ -128,3 +163,55 @@ def torch_device(name: str) -> torch.device:
                 f"device '{name}' is not there: PyTorch sees {count} CUDA devices; use cpu"
             )
     return device
+
+
+class TorchProfiler:
+    """Profiles the calls of a runner with PyTorch's profiler. It measures kernels on a GPU, and
+    PyTorch operations on a CPU.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        activities = [ProfilerActivity.CPU]
+        if device.type == "cuda":
+            activities.append(ProfilerActivity.CUDA)
+        self._profile = profile(activities=activities)
+
+    @contextmanager
+    def barrier(self, name: str) -> Iterator[None]:
+        yield
+        self._synchronize()
+
+    @contextmanager
+    def span(self, name: str) -> Iterator[None]:
+        with record_function(SPAN + name):
+            yield
+
+    def __enter__(self) -> "TorchProfiler":
+        self._profile.start()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._synchronize()
+        self._profile.stop()
+
+    def kernels(self) -> list[KernelTime]:
+        on_gpu = self._device.type == "cuda"
+        wanted = "CUDA" if on_gpu else "CPU"
+        found = [
+            KernelTime(
+                event.key,
+                event.count,
+                _US * (event.self_device_time_total if on_gpu else event.self_cpu_time_total),
+            )
+            for event in self._profile.key_averages()
+            if event.device_type.name == wanted and not event.key.startswith(SPAN)
+        ]
+        return sorted((each for each in found if each.seconds), key=lambda each: -each.seconds)
+
+    def write_trace(self, path: Path) -> None:
+        self._profile.export_chrome_trace(str(path))
+
+    def _synchronize(self) -> None:
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)

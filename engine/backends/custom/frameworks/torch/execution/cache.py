@@ -11,8 +11,14 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from engine.backends.custom.architectures.base import ModelConfig
 from engine.backends.custom.frameworks.torch.execution.transfer import to_device
-from engine.backends.custom.runtime.model_runner import NULL_BLOCK, BatchInputs
+from engine.backends.custom.runtime.model_runner import (
+    I64,
+    NULL_BLOCK,
+    BatchInputs,
+    RunnerConfig,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,6 +28,7 @@ class KVShape:
     num_layers: int
     num_kv_heads: int
     head_dim: int
+    parts: int = 2  # key and value; 1: the key alone, of which the value is a part
 
 
 class PagedCache:
@@ -34,19 +41,27 @@ class PagedCache:
         dtype: torch.dtype,
     ) -> None:
         self._blocks = _zeros(
-            (shape.num_layers, num_blocks, block_size, 2, shape.num_kv_heads, shape.head_dim),
+            (
+                *(shape.num_layers, num_blocks, block_size),
+                *(shape.parts, shape.num_kv_heads, shape.head_dim),
+            ),
             dtype,
             device,
         )
-        self.slots = self._blocks.flatten(1, 2)  # (layers, num_blocks * block_size, 2, K, H)
+        # Each slot has (P, K, H) values, where P is the number of parts.
+        self.slots = self._blocks.flatten(1, 2)  # (layers, num_blocks * block_size, P, K, H)
         self._null_slot = NULL_BLOCK * block_size
         # Views of the cache, one per layer. They are made once, because making a view takes time.
         self._layer_slots = self.slots.unbind(0)
-        self.layers = self._blocks.unbind(0)  # (num_blocks, block_size, 2, K, H) each
+        self.layers = self._blocks.unbind(0)  # (num_blocks, block_size, P, K, H) each
 
     def write(self, layer: int, slots: Tensor, k: Tensor, v: Tensor) -> None:
-        """Writes keys and values (T, K, H) to the slots (T,) of one layer."""
-        self._layer_slots[layer].index_copy_(0, slots, torch.stack((k, v), dim=1))
+        """Writes keys and values (T, K, H) to the slots (T,) of one layer. If the cache has keys
+        only, v is ignored.
+        """
+        cached = self._layer_slots[layer]
+        token = k[:, None] if cached.shape[1] == 1 else torch.stack((k, v), dim=1)
+        cached.index_copy_(0, slots, token)
 
     def guard(self, inputs: BatchInputs, x: Tensor, write_slots: Tensor) -> Tensor:
         """Returns whether each row of a step is free of NaN and infinity, (S,). Also erases the
@@ -73,13 +88,64 @@ class PagedCache:
         self.slots.index_fill_(1, torch.where(where, slots, self._null_slot), 0)
 
 
+class CacheGroups:
+    """The KV caches of a model. Cache 0 is that of layers without a sliding window. If layers with
+    windows have blocks of their own, they use cache 1.
+
+    Slots are given as a tuple of tensors (T,), with the slots of each token in each cache.
+    """
+
+    def __init__(
+        self, model: ModelConfig, config: RunnerConfig, device: torch.device, dtype: torch.dtype
+    ) -> None:
+        self._places = model.cache_places(config.num_window_blocks > 0)
+        self.caches = tuple(
+            PagedCache(
+                KVShape(
+                    sum(cache == index for cache, _ in self._places),
+                    model.num_kv_heads,
+                    model.head_dim,
+                    model.kv_parts,
+                ),
+                num_blocks,
+                config.block_size,
+                device,
+                dtype,
+            )
+            for index, num_blocks in enumerate((config.num_blocks, config.num_window_blocks))
+            if num_blocks
+        )
+        self.layers = [self.caches[cache].layers[layer] for cache, layer in self._places]
+
+    def slots_of(self, layer: int, slots: tuple[Tensor, ...]) -> Tensor:
+        """The slots in the cache that the layer uses."""
+        return slots[self._places[layer][0]]
+
+    def write(self, layer: int, slots: tuple[Tensor, ...], k: Tensor, v: Tensor) -> None:
+        cache, index = self._places[layer]
+        self.caches[cache].write(index, slots[cache], k, v)
+
+    def guard(self, inputs: BatchInputs, x: Tensor, slots: tuple[Tensor, ...]) -> Tensor:
+        """See `PagedCache.guard`."""
+        finite = [
+            cache.guard(inputs, x, own) for cache, own in zip(self.caches, slots, strict=True)
+        ]
+        return finite[0]
+
+
+def slots_by_cache(inputs: BatchInputs) -> list[I64]:
+    """The write slots of a step in each cache of `CacheGroups`."""
+    windowed = inputs.window_slots
+    return [inputs.write_slots] if windowed is None else [inputs.write_slots, windowed]
+
+
 def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
     """Allocates a tensor of zeros. Uninitialised memory could contain NaN. Attention multiplies the
     values of masked positions by 0, but 0 * NaN is NaN.
     """
-    if device.type != "cpu":
+    size = math.prod(shape) * dtype.itemsize
+    if device.type != "cpu" or not size:
         return torch.zeros(shape, dtype=dtype, device=device)
     # np.zeros gets zero-filled pages from the system, which use no memory until they are written.
     # torch.zeros would write every page at once.
-    size = math.prod(shape) * dtype.itemsize
     return torch.from_numpy(np.zeros(size, np.uint8)).view(dtype).view(shape)

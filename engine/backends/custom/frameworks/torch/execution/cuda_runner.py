@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from engine.backends.custom.frameworks.layout import Layout
-from engine.backends.custom.frameworks.torch.execution.cache import PagedCache
+from engine.backends.custom.frameworks.torch.execution.cache import CacheGroups, slots_by_cache
 from engine.backends.custom.frameworks.torch.execution.device_sampler import Kind
 from engine.backends.custom.frameworks.torch.execution.graphs import (
     TOKEN_SIZES,
@@ -27,18 +27,21 @@ from engine.backends.custom.frameworks.torch.execution.sampling_runner import (
     StepHandle,
     TorchPendingTokens,
 )
-from engine.backends.custom.frameworks.torch.execution.staging import Pinned, PinnedRing
+from engine.backends.custom.frameworks.torch.execution.staging import CudaPendingTokens, PinnedRing
 from engine.backends.custom.frameworks.torch.kernels.attention_triton import (
+    NUM_COUNTS,
     SHARED_FIELDS,
     SPAN_FIELDS,
     TILE_FIELDS,
     ListLengths,
     TritonAttention,
     TritonPlan,
+    all_tables,
 )
 from engine.backends.custom.frameworks.torch.kernels.rope import rope_write
 from engine.backends.custom.frameworks.torch.kernels.tokens import guard, resolve_tokens
-from engine.backends.custom.frameworks.torch.layers.attention import Attention
+from engine.backends.custom.frameworks.torch.layers.attention import AnyAttention, Attention
+from engine.backends.custom.frameworks.torch.layers.rotary import Rotation
 from engine.backends.custom.frameworks.torch.models.base import Decoder
 from engine.backends.custom.runtime.model_runner import (
     GPU_STEP_S,
@@ -46,7 +49,6 @@ from engine.backends.custom.runtime.model_runner import (
     BatchInputs,
     RunnerConfig,
     SamplingInputs,
-    StepOutput,
 )
 
 FIELDS = {"spans": SPAN_FIELDS, "partials": 2, "tiles": TILE_FIELDS, "shared": SHARED_FIELDS}
@@ -69,25 +71,27 @@ class CachedStep:
     """A forward pass over the cache. A layer first writes its keys and values, then attends."""
 
     positions: Tensor  # (T,) int32
-    write_slots: Tensor  # (T,) int32
+    slots: tuple[Tensor, ...]  # (T,) int32 for each cache
     # For each layer (max_seq_len, dim): dim / 2 cosines, then sines. None: the layer has no RoPE
     angles: tuple[Tensor | None, ...]
     plan: TritonPlan
-    cache: PagedCache
+    cache: CacheGroups
+    rotations: tuple[Rotation | None, ...]  # one per layer, or empty without latent attention
+    images: None = None
 
-    def attend(self, attention: Attention, qkv: Tensor) -> Tensor:
+    def attend(self, attention: AnyAttention, qkv: Tensor) -> Tensor:
         layer, window, sinks = attention.layer, attention.window, attention.sinks
         cached, angles = self.cache.layers[layer], self.angles[layer]
-        if angles is None:
-            q, k, v = attention.heads(qkv, None)
-            self.cache.write(layer, self.write_slots.long(), k, v)
+        if angles is None or not isinstance(attention, Attention):
+            q, k, v = attention.heads(qkv, self.rotations[layer] if self.rotations else None)
+            self.cache.write(layer, tuple(each.long() for each in self.slots), k, v)
             return self.plan.attend_cached(q.contiguous(), cached, window, sinks)
         q_norm, k_norm = attention.head_norms
         q = rope_write(
             qkv,
             self.positions,
             angles,
-            self.write_slots,
+            self.cache.slots_of(layer, self.slots),
             cached,
             attention.num_heads,
             attention.num_kv_heads,
@@ -131,29 +135,6 @@ class CudaHandle:
     num_samples: int
 
 
-@dataclass(frozen=True, slots=True)
-class CudaPendingTokens:
-    """The sampled tokens of a step, which may still be on their way to the host. The step has no
-    logprobs and no hidden states.
-    """
-
-    pinned: Pinned
-    ring: PinnedRing
-    num_samples: int
-    finite_at: int
-    num_rows: int
-
-    def wait(self) -> StepOutput:
-        self.pinned.copied.synchronize()
-        array, start = self.pinned.array, self.finite_at
-        output = StepOutput(
-            tokens=array[: self.num_samples].copy(),
-            finite=array[start : start + self.num_rows] != 0,
-        )
-        self.ring.give_back(self.pinned)
-        return output
-
-
 class CudaRunner(TorchRunner):
     def __init__(
         self, model: Decoder, config: RunnerConfig, device: torch.device, dtype: torch.dtype
@@ -167,6 +148,9 @@ class CudaRunner(TorchRunner):
             # than cuBLAS, and at most a tenth more.
             torch.backends.cuda.preferred_blas_library("cublaslt")
         self._angles = model.rotary_tables(config.max_seq_len)
+        # The arrays that each cache has for itself, by name.
+        self._slots_names = ("write_slots", "window_slots")[: len(self._cache.caches)]
+        self._counts_names = ("counts", "window_counts")[: len(self._cache.caches)]
         self._row_sizes = row_sizes(config.max_slots)
         self._buffer = torch.zeros(self._largest_buffer(config), dtype=torch.int32, device=device)
         self._lists.reserve(config.max_slots, device)
@@ -186,7 +170,10 @@ class CudaRunner(TorchRunner):
         )
 
     @torch.inference_mode()
-    def forward(self, inputs: BatchInputs) -> CudaHandle:  # type: ignore[override]
+    def forward(self, inputs: BatchInputs) -> CudaHandle | StepHandle:  # type: ignore[override]
+        # Steps with images have no graphs, and neither has decode if RoPE depends on the images.
+        if inputs.embeds is not None or inputs.rope_positions is not None:
+            return super().forward(inputs)
         size = self._size(inputs)
         step = self._step(inputs, size) if size is not None else self._exact_step(inputs)
         step.num_uses += 1
@@ -200,8 +187,10 @@ class CudaRunner(TorchRunner):
 
     @torch.inference_mode()
     def sample(  # type: ignore[override]
-        self, handle: CudaHandle, sampling: SamplingInputs
+        self, handle: CudaHandle | StepHandle, sampling: SamplingInputs
     ) -> "CudaPendingTokens | TorchPendingTokens":
+        if isinstance(handle, StepHandle):
+            return super().sample(handle, sampling)
         if handle.num_samples:
             kind = self._sampler.kind_of(sampling)
             if kind is None:
@@ -217,10 +206,10 @@ class CudaRunner(TorchRunner):
     def layout(self, size: Size, room: ListLengths) -> Layout:
         rows, spare_slot = size.rows, self._spec.max_slots
         sizes = {
-            "counts": 4,
             "token_ids": size.tokens,
             "positions": size.tokens,
-            "write_slots": size.tokens,
+            **dict.fromkeys(self._counts_names, NUM_COUNTS),
+            **dict.fromkeys(self._slots_names, size.tokens),
             "seq_lens": rows,
             "slots": rows,
             "spans": SPAN_FIELDS * room.spans,
@@ -236,7 +225,8 @@ class CudaRunner(TorchRunner):
                 "logit_rows": size.samples,
                 "sample_slots": size.samples,
             }
-        pads = dict.fromkeys(("token_ids", "positions", "write_slots", "partials", "logit_rows"), 0)
+        padded = ("token_ids", "positions", "partials", "logit_rows", *self._slots_names)
+        pads = dict.fromkeys(padded, 0)
         pads |= {"slots": spare_slot, "sample_slots": spare_slot, "token_rows": rows}
         return Layout(sizes, pads, last="tables")
 
@@ -282,10 +272,10 @@ class CudaRunner(TorchRunner):
         arrays: Arrays = {
             "token_ids": inputs.token_ids,
             "positions": inputs.positions,
-            "write_slots": inputs.write_slots,
+            **dict(zip(self._slots_names, slots_by_cache(inputs), strict=True)),
             "seq_lens": inputs.seq_lens,
             "slots": inputs.slots,
-            "tables": inputs.block_tables,
+            "tables": all_tables(inputs),
             **lists,
         }
         if size.only_decodes:
@@ -315,7 +305,8 @@ class CudaRunner(TorchRunner):
         once with this size, because captured graphs contain its address.
         """
         slots, tokens = config.max_slots, TOKEN_SIZES[-1]
-        tables = np.empty(slots * -(-config.max_seq_len // config.block_size), np.bool_)
+        table = -(-config.max_seq_len // config.block_size)
+        tables = np.empty(len(self._slots_names) * slots * table, np.bool_)
         sizes = (
             Size(slots, slots, slots, only_decodes=True, shares=True),
             Size(tokens, slots, slots, only_decodes=False, shares=False),
@@ -346,28 +337,36 @@ class CudaRunner(TorchRunner):
         """Runs the forward pass: computes a step's logits from the step's arrays on the device."""
         views, size, model = step.views, step.size, self._model
         finite = step.results[size.samples :].fill_(1)
+        slots = tuple(views[name] for name in self._slots_names)
         cached = CachedStep(
             views["positions"],
-            views["write_slots"],
+            slots,
             self._angles,
             self._lists.plan_on(views, step.room),
             self._cache,
+            model.rotations(views["positions"]) if model.config.latent else (),
         )
         token_ids = resolve_tokens(
             views["token_ids"], views["token_rows"], views["slots"], self._last_token
         )
-        token_rows, write_slots = views["token_rows"], views["write_slots"]
+        token_rows = views["token_rows"]
         if size.tokens < 2 * size.samples:
             x = model(token_ids, cached)  # (T, D)
-            guard(x, token_rows, write_slots, self._cache.slots, finite)
+            self._guard(x, token_rows, slots, finite)
             x = x if size.only_decodes else x.index_select(0, views["logit_rows"])
         else:  # most tokens need no logits, so the last MLP and the LM head run for few tokens only
             rows = views["logit_rows"]
             x, attended = model.forward_rows(token_ids, cached, rows)
-            guard(attended, token_rows, write_slots, self._cache.slots, finite)
-            guard(x, token_rows[rows], write_slots[rows], self._cache.slots, finite)
+            self._guard(attended, token_rows, slots, finite)
+            self._guard(x, token_rows[rows], tuple(each[rows] for each in slots), finite)
         if size.samples:
             step.stream, step.logits = x, model.stream_logits(x)
+
+    def _guard(
+        self, x: Tensor, token_rows: Tensor, slots: tuple[Tensor, ...], finite: Tensor
+    ) -> None:
+        for cache, own in zip(self._cache.caches, slots, strict=True):
+            guard(x, token_rows, own, cache.slots, finite)
 
     def _capture(self, step: BufferedStep) -> None:
         """Captures the forward pass and plain greedy sampling as CUDA graphs. The capture allocates

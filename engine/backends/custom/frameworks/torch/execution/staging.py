@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from engine.backends.custom.runtime.model_runner import I32
+from engine.backends.custom.runtime.model_runner import I32, StepOutput
 
 
 @dataclass(slots=True)
@@ -49,3 +49,26 @@ class PinnedRing:
 
 def _page_locked(size: int) -> Tensor:
     return torch.empty(size, dtype=torch.int32, pin_memory=True)
+
+
+@dataclass(frozen=True, slots=True)
+class CudaPendingTokens:
+    """The sampled tokens of a step, which may still be on their way to the host. The step has no
+    logprobs and no hidden states.
+    """
+
+    pinned: Pinned
+    ring: PinnedRing
+    num_samples: int
+    finite_at: int
+    num_rows: int
+
+    def wait(self) -> StepOutput:
+        self.pinned.copied.synchronize()
+        array, start = self.pinned.array, self.finite_at
+        output = StepOutput(
+            tokens=array[: self.num_samples].copy(),
+            finite=array[start : start + self.num_rows] != 0,
+        )
+        self.ring.give_back(self.pinned)
+        return output

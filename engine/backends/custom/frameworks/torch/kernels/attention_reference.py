@@ -12,6 +12,7 @@ from engine.backends.custom.frameworks.torch.kernels.attention_heads import (
     AttentionHeads,
     additive_mask,
     attend_by_definition,
+    two_way,
 )
 from engine.backends.custom.runtime.model_runner import BatchInputs
 
@@ -19,7 +20,7 @@ from engine.backends.custom.runtime.model_runner import BatchInputs
 @dataclass(frozen=True, slots=True)
 class ReferencePlan:
     inputs: BatchInputs
-    tables: Tensor  # inputs.block_tables on the device
+    device: torch.device
     block_size: int
     heads: AttentionHeads
     slopes: Tensor | None  # (N,)
@@ -34,15 +35,20 @@ class ReferencePlan:
         window: int | None,
         sinks: Tensor | None = None,
     ) -> Tensor:
-        out = torch.empty_like(q)
+        out = q.new_empty((*q.shape[:2], self.heads.value_dim))
         starts = self.inputs.query_start
+        tables = to_device(self.inputs.tables_for(window), self.device)
         for row, length in enumerate(self.inputs.seq_lens):
             tokens = slice(starts[row], starts[row + 1])
             position = torch.arange(length, device=q.device)
-            blocks = self.tables[row, position // self.block_size].long()
+            blocks = tables[row, position // self.block_size].long()
             offsets = position % self.block_size
-            keys, values = cache[blocks, offsets].unbind(1)  # (L, K, H) each
+            known = cache[blocks, offsets].unbind(1)  # (L, K, H) each
+            keys, values = known[0], known[-1][..., : self.heads.value_dim]
             distance = position[-(starts[row + 1] - starts[row]) :, None] - position  # (T, L)
+            if self.inputs.visible_end is not None:
+                ends = to_device(self.inputs.visible_end[tokens], q.device)
+                distance = two_way(distance, position, ends)
             out[tokens] = self._row(q[tokens], keys, values, distance, window, sinks)
         return out
 
@@ -55,9 +61,10 @@ class ReferencePlan:
         window: int | None,
         sinks: Tensor | None,
     ) -> Tensor:
-        """Attention of one sequence of L positions: q (T, N, H) -> (T, N, H).
+        """Attention of one sequence of L positions: q (T, N, H) -> (T, N, U).
 
-        q has the queries of the last T positions. Keys and values (L, K, H) are of all L positions.
+        q has the queries of the last T positions. Keys (L, K, H) and values (L, K, U) are of all L
+        positions.
         """
         group = q.shape[1] // keys.shape[1]
         keys = keys.repeat_interleave(group, dim=1)  # (L, N, H)
@@ -81,6 +88,6 @@ class ReferenceAttention:
         self._heads = heads
 
     def plan(self, inputs: BatchInputs, positions: Tensor) -> ReferencePlan:
-        tables = to_device(inputs.block_tables, positions.device)
-        slopes = self._heads.slopes(positions.device)
-        return ReferencePlan(inputs, tables, self._block_size, self._heads, slopes)
+        device = positions.device
+        slopes = self._heads.slopes(device)
+        return ReferencePlan(inputs, device, self._block_size, self._heads, slopes)

@@ -6,6 +6,7 @@ expert has: it launches enough programs for the worst case, and superfluous prog
 """
 
 from collections.abc import Iterator
+from math import prod
 from typing import Any
 
 import torch
@@ -23,6 +24,12 @@ from engine.backends.custom.frameworks.torch.kernels.base import (
     compiled,
     register,
     size_of,
+)
+from engine.backends.custom.frameworks.torch.kernels.quantized import (
+    LAYOUTS,
+    GroupedWeight,
+    dequantize,
+    random_weight,
 )
 
 _TINIEST_SUM = 1e-20  # is added to a sum of shares before the division
@@ -116,6 +123,40 @@ def _mlp_reference(
     return total.to(x.dtype)
 
 
+def grouped_experts_mlp(
+    x: Tensor,
+    shares: Tensor,
+    ids: Tensor,
+    gate_up: GroupedWeight,
+    down: GroupedWeight,
+    gate_up_bias: Tensor | None,
+    down_bias: Tensor | None,
+    kind: str,
+    count: int,
+) -> Tensor:
+    """As `experts_mlp`, with quantized matrices. The rows of all `count` experts form one matrix:
+    `gate_up` is (E * 2 X, D) and `down` is (E * D, X).
+    """
+    return _GROUPED_MLP(x, shares, ids, gate_up, down, gate_up_bias, down_bias, kind, count)
+
+
+def _grouped_reference(
+    x: Tensor,
+    shares: Tensor,
+    ids: Tensor,
+    gate_up: GroupedWeight,
+    down: GroupedWeight,
+    gate_up_bias: Tensor | None,
+    down_bias: Tensor | None,
+    kind: str,
+    count: int,
+) -> Tensor:
+    first, second = (
+        dequantize(each, x.dtype).unflatten(0, (count, -1)) for each in (gate_up, down)
+    )
+    return _mlp_reference(x, shares, ids, first, second, gate_up_bias, down_bias, kind)
+
+
 def _settings(shape: Shape) -> ExpertsConfig:
     return ExpertsConfig(shape.num_experts, shape.experts_per_token, shape.expert_size)
 
@@ -153,6 +194,35 @@ def _mlp_examples(shape: Shape, device: torch.device, dtype: torch.dtype) -> Ite
             yield Example(f"{label}, biases", args)
 
 
+def _grouped_examples(shape: Shape, device: torch.device, dtype: torch.dtype) -> Iterator[Example]:
+    inputs = Inputs(device, dtype)
+    count, size = shape.num_experts, shape.hidden_size
+    inner = -(-shape.expert_size // 32) * 32  # whole groups
+    biases = inputs.normal(count, 2 * inner), inputs.normal(count, size)
+    for name, rows in (("int4 minima", 1), ("int8", 3), ("int4/16", 2), *_many(shape)):
+        gate_up = random_weight(inputs, count * 2 * inner, size, *LAYOUTS[name])
+        down = random_weight(inputs, count * size, inner, *LAYOUTS[name])
+        x, logits = inputs.normal(rows, size), inputs.normal(rows, count)
+        routed = _route_reference(logits, None, _settings(shape))
+        label = f"{name} {rows}x{size}x{inner}, {shape.experts_per_token} of {count}"
+        if name == "int8":
+            args = (x, *routed, gate_up, down, *biases, "swiglu_oai", count)
+            yield Example(f"{label}, biases", args)
+        else:
+            yield Example(label, (x, *routed, gate_up, down, None, None, "silu", count))
+
+
+def _many(shape: Shape) -> Iterator[tuple[str, int]]:
+    return (("int4 minima", rows) for rows in shape.rows if rows >= 64)
+
+
+def _grouped_bytes(
+    x: Tensor, shares: Tensor, ids: Tensor, gate_up: GroupedWeight, down: GroupedWeight, *rest: Any
+) -> int:
+    used = len(torch.unique(ids))
+    return size_of(x, x) + (gate_up.nbytes + down.nbytes) * used // int(rest[-1])
+
+
 def _mlp_bytes(x: Tensor, shares: Tensor, ids: Tensor, gate_up: Tensor, *rest: Any) -> int:
     """Each expert that a token has chosen is read once."""
     weights = size_of(gate_up, *(each for each in rest if isinstance(each, Tensor)))
@@ -160,6 +230,11 @@ def _mlp_bytes(x: Tensor, shares: Tensor, ids: Tensor, gate_up: Tensor, *rest: A
     return size_of(x, x) + weights * used // len(gate_up)
 
 
+_TOLERANCE = {
+    torch.float32: Tolerance(1e-4, 1e-4),
+    torch.float16: Tolerance(1e-2, 1e-2),
+    torch.bfloat16: Tolerance(4e-2, 4e-2),
+}
 _ROUTE = register(
     KernelSpec(
         name="route",
@@ -181,10 +256,19 @@ _EXPERTS_MLP = register(
         flops_of=lambda x, shares, ids, gate_up, down, *_: (
             2 * ids.numel() * (gate_up[0].numel() + down[0].numel())
         ),
-        tolerance={
-            torch.float32: Tolerance(1e-4, 1e-4),
-            torch.float16: Tolerance(1e-2, 1e-2),
-            torch.bfloat16: Tolerance(4e-2, 4e-2),
-        },
+        tolerance=_TOLERANCE,
+    )
+)
+_GROUPED_MLP = register(
+    KernelSpec(
+        name="grouped_experts_mlp",
+        reference=_grouped_reference,
+        triton=compiled("grouped_experts:grouped_experts_mlp"),
+        examples=_grouped_examples,
+        bytes_of=_grouped_bytes,
+        flops_of=lambda x, shares, ids, gate_up, down, *rest: (
+            2 * ids.numel() * (prod(gate_up.shape) + prod(down.shape)) // rest[-1]
+        ),
+        tolerance=_TOLERANCE,
     )
 )

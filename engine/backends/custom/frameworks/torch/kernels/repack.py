@@ -49,12 +49,17 @@ def repack(dtype: str, raw: Tensor, shape: tuple[int, int]) -> GroupedWeight:
     )
 
 
-def packed_bits(dtype: str) -> float:
-    """Bits per value that a GGUF type takes after repacking. This counts scales and minima too."""
+def layout_of(dtype: str) -> tuple[int, int, bool]:
+    """The layout that a stored type has after repacking, as `GroupedWeight.layout`."""
     traits = traits_of(dtype)
-    groups = REPACKED[dtype](torch.zeros((1, traits.block_bytes), dtype=torch.uint8))
-    factors = groups.scales.numel() * (1 if groups.minima is None else 2)
-    return groups.bits + 16 * factors / traits.block_elems
+    raw = torch.zeros(traits.block_bytes, dtype=torch.uint8)
+    return repack(dtype, raw, (1, traits.block_elems)).layout
+
+
+def packed_bits(dtype: str) -> float:
+    """Bits per value that a stored type takes after repacking. This counts scales and minima."""
+    bits, group, has_minima = layout_of(dtype)
+    return bits + 16 * (1 + has_minima) / group
 
 
 def _half(blocks: Tensor, offset: int) -> Tensor:

@@ -6,7 +6,12 @@ import torch
 from torch import Tensor, nn
 
 from engine.backends.custom.architectures.base import ExpertsConfig, ModelConfig
-from engine.backends.custom.frameworks.torch.kernels.experts import experts_mlp, route
+from engine.backends.custom.frameworks.torch.kernels.experts import (
+    experts_mlp,
+    grouped_experts_mlp,
+    route,
+)
+from engine.backends.custom.frameworks.torch.kernels.quantized import GroupedWeight
 from engine.backends.custom.frameworks.torch.layers.linear import Linear
 from engine.backends.custom.frameworks.torch.layers.mlp import GatedMLP
 
@@ -30,6 +35,18 @@ class ExpertLinear(nn.Module):
         self.bias = nn.Parameter(torch.empty(count, out_features)) if bias else None
 
 
+class GroupedExpertLinear(nn.Module):
+    """As `ExpertLinear`, with a quantized matrix that has the rows of all experts."""
+
+    def __init__(
+        self, rows: GroupedWeight, bias: nn.Parameter | None, parts: tuple[tuple[str, int], ...]
+    ) -> None:
+        super().__init__()
+        self.parts = parts
+        self.rows = rows
+        self.bias = bias
+
+
 class Experts(nn.Module):
     def __init__(self, config: ModelConfig, experts: ExpertsConfig) -> None:
         super().__init__()
@@ -41,21 +58,22 @@ class Experts(nn.Module):
         if experts.correction:  # float32, because its differences are small
             self.correction = nn.Parameter(torch.empty(count, dtype=torch.float32))
         parts = (("gate", inner), ("up", inner))
+        # Loading replaces both if the checkpoint has them quantized.
+        self.gate_up: ExpertLinear | GroupedExpertLinear
         self.gate_up = ExpertLinear(count, size, 2 * inner, experts.bias, parts)
+        self.down: ExpertLinear | GroupedExpertLinear
         self.down = ExpertLinear(count, inner, size, experts.bias)
 
     def forward(self, x: Tensor) -> Tensor:
-        shares, ids = route(self.router(x), self.correction, self.settings)
-        return experts_mlp(
-            x,
-            shares,
-            ids,
-            self.gate_up.weight,
-            self.down.weight,
-            self.gate_up.bias,
-            self.down.bias,
-            self.activation,
-        )
+        routed = route(self.router(x), self.correction, self.settings)
+        gate_up, down, kind = self.gate_up, self.down, self.activation
+        biases = (gate_up.bias, down.bias)
+        if isinstance(gate_up, GroupedExpertLinear):
+            assert isinstance(down, GroupedExpertLinear)
+            count = self.settings.count
+            return grouped_experts_mlp(x, *routed, gate_up.rows, down.rows, *biases, kind, count)
+        assert isinstance(down, ExpertLinear)
+        return experts_mlp(x, *routed, gate_up.weight, down.weight, *biases, kind)
 
 
 class SharedExpert(GatedMLP):

@@ -16,8 +16,9 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from engine.backends.custom.architectures.base import ModelConfig
+from engine.backends.custom.architectures.vision import VisionConfig
 from engine.backends.custom.frameworks.parameters import ROPE_FACTORS, Weight, check_decoder
-from engine.backends.custom.frameworks.torch.layers.experts import ExpertLinear
+from engine.backends.custom.frameworks.torch.layers.experts import ExpertLinear, GroupedExpertLinear
 from engine.backends.custom.frameworks.torch.layers.linear import Linear
 from engine.backends.custom.frameworks.torch.layers.quantized_linear import (
     GroupedLinear,
@@ -27,16 +28,24 @@ from engine.backends.custom.frameworks.torch.layers.quantized_linear import (
 )
 from engine.backends.custom.frameworks.torch.layers.rotary import Rotary
 from engine.backends.custom.frameworks.torch.models.base import Decoder
-from engine.backends.custom.frameworks.torch.models.bert import Bert
+from engine.backends.custom.frameworks.torch.models.encoder import TextEncoder
 from engine.backends.custom.frameworks.torch.models.gpt2 import GPT2
 from engine.backends.custom.frameworks.torch.models.quantized_loading import (
     EMBED,
     keeps_quantized,
     place_quantized,
 )
+from engine.backends.custom.frameworks.torch.models.vision import (
+    QwenVision,
+    Siglip,
+    Vision,
+    vision_model,
+)
 from engine.backends.custom.weights.random import RandomWeight
 from engine.backends.custom.weights.weight import Weight as StoredWeight
 from engine.core.errors import ModelFormatError
+
+_WITH_PARTS = (Linear, GroupedLinear, ExpertLinear, GroupedExpertLinear)
 
 
 def build_model(
@@ -97,17 +106,28 @@ def _shrink(
 
 def build_encoder_model(
     config: ModelConfig, weights: Mapping[str, Weight], device: torch.device, dtype: torch.dtype
-) -> Bert:
-    if config.encoder is None or config.norm_placement != "sum":
+) -> TextEncoder:
+    if config.encoder is None or config.norm_placement not in ("input", "sum"):
         raise ModelFormatError(f"the torch framework has no encoder for family '{config.family}'")
     with _factory_defaults(device, dtype):
-        model = Bert(config)
+        model = TextEncoder(config)
     _check_names(model, weights)
     _fill(model, weights)
     return model
 
 
-def weights_of(model: Decoder | Bert) -> dict[str, NDArray[np.float32]]:
+def build_vision_model(
+    config: VisionConfig, weights: Mapping[str, Weight], device: torch.device, dtype: torch.dtype
+) -> Siglip | QwenVision:
+    """Builds an image encoder with loaded weights."""
+    with _factory_defaults(device, dtype):
+        model = vision_model(config)
+    _check_names(model, weights)
+    _fill(model, weights)
+    return model
+
+
+def weights_of(model: Decoder | TextEncoder) -> dict[str, NDArray[np.float32]]:
     """The current weights of a model, as copies, by the names under which they were loaded."""
     return {
         name: place.detach().to(torch.float32, copy=True).numpy() for name, place in _places(model)
@@ -125,18 +145,20 @@ def _factory_defaults(device: torch.device, dtype: torch.dtype) -> Iterator[None
         torch.set_default_dtype(before)
 
 
-def _check_names(model: Decoder | Bert, weights: Mapping[str, Weight]) -> None:
+def _check_names(model: Decoder | TextEncoder | Vision, weights: Mapping[str, Weight]) -> None:
     places = dict(_places(model))
     unknown = sorted(weights.keys() - places.keys() - {ROPE_FACTORS})
     missing = sorted(places.keys() - weights.keys())
     if unknown or missing:
+        config = model.config
+        family = config.kind if isinstance(config, VisionConfig) else config.family
         raise ModelFormatError(
-            f"the checkpoint does not fit family '{model.config.family}': "
+            f"the checkpoint does not fit family '{family}': "
             f"missing weights {missing[:4]}, unexpected weights {unknown[:4]}"
         )
 
 
-def _fill(model: Decoder | Bert, weights: Mapping[str, Weight]) -> None:
+def _fill(model: nn.Module, weights: Mapping[str, Weight]) -> None:
     for name, place in _places(model):
         _put(name, place, weights[name])
 
@@ -178,11 +200,11 @@ def _places(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
 def _parts(
     path: str, kind: str, module: nn.Module, parameter: Tensor
 ) -> Iterator[tuple[str, Tensor]]:
-    if not isinstance(module, Linear | GroupedLinear | ExpertLinear) or not module.parts:
+    if not isinstance(module, _WITH_PARTS) or not module.parts:
         yield f"{path}.{kind}", parameter
         return
     start, parent = 0, path.rpartition(".")[0]
-    axis = 1 if isinstance(module, ExpertLinear) else 0
+    axis = 1 if isinstance(module, ExpertLinear | GroupedExpertLinear) else 0
     for part, size in module.parts:
         yield f"{parent}.{part}.{kind}", parameter.detach().narrow(axis, start, size)
         start += size

@@ -15,7 +15,13 @@ from torch import nn
 
 from engine.backends.custom.frameworks.torch.kernels.base import interpreting
 from engine.backends.custom.frameworks.torch.kernels.quantized import GroupedWeight
-from engine.backends.custom.frameworks.torch.kernels.repack import REPACKED, packed_bits, repack
+from engine.backends.custom.frameworks.torch.kernels.repack import (
+    REPACKED,
+    layout_of,
+    packed_bits,
+    repack,
+)
+from engine.backends.custom.frameworks.torch.layers.experts import Experts, GroupedExpertLinear
 from engine.backends.custom.frameworks.torch.layers.linear import Linear
 from engine.backends.custom.frameworks.torch.layers.quantized_linear import (
     GroupedEmbedding,
@@ -55,12 +61,50 @@ def place_quantized(
         layer = GroupedLinear(_stacked(parts), module.bias, module.parts)
         model.set_submodule(path, layer)
         taken.update(names)
+    return taken | _place_experts(model, weights, device)
+
+
+def _place_experts(model: Decoder, weights: Mapping[str, object], device: torch.device) -> set[str]:
+    taken: set[str] = set()
+    modules = [each for each in model.named_modules() if isinstance(each[1], Experts)]
+    for path, experts in modules:
+        if not _experts_are_kept(weights, path):
+            continue
+        for layer, names in (("gate_up", ("gate", "up")), ("down", ("down",))):
+            stored = [weights[f"{path}.{name}.weight"] for name in names]
+            plain = getattr(experts, layer)
+            rows = _expert_rows(stored, device)
+            setattr(experts, layer, GroupedExpertLinear(rows, plain.bias, plain.parts))
+            taken.update(f"{path}.{name}.weight" for name in names)
     return taken
 
 
+def _experts_are_kept(weights: Mapping[str, object], path: str) -> bool:
+    """Whether the experts of a layer stay quantized. Gate and up must have the same layout, because
+    they become one matrix.
+    """
+    stored = [weights.get(f"{path}.{name}.weight") for name in ("gate", "up", "down")]
+    dtypes = [each.kernel_dtype for each in stored if isinstance(each, Weight)]
+    if len(dtypes) < 3 or not all(dtype in REPACKED for dtype in dtypes):
+        return False
+    return layout_of(dtypes[0]) == layout_of(dtypes[1])
+
+
+def _expert_rows(parts: list[object], device: torch.device) -> GroupedWeight:
+    """One matrix with the rows of all experts. Each expert has the rows of all parts."""
+    count = parts[0].spec.shape[0] if isinstance(parts[0], Weight) else 0
+    experts = [
+        _grouped(part.expert(index), device)
+        for index in range(count)
+        for part in parts
+        if isinstance(part, Weight)
+    ]
+    (rows,) = _stacked(experts)
+    return rows
+
+
 def placed_bytes(weights: Mapping[str, Weight], value_bytes: int, shrinks: bool) -> int:
-    """Bytes of all weights on the device. A value that is not quantized takes `value_bytes`. The
-    matrices of experts are never quantized.
+    """Bytes of all weights on the device. A value that is not quantized takes `value_bytes`.
 
     With `shrinks`, matrices that are not quantized in the checkpoint will be quantized to 8 bits
     on loading. The embedding table will not.
@@ -69,7 +113,8 @@ def placed_bytes(weights: Mapping[str, Weight], value_bytes: int, shrinks: bool)
     for name, weight in weights.items():
         shape = weight.spec.shape
         bits: float = 8 * value_bytes
-        if _is_quantized(weight) and not weight.spec.of_experts:
+        is_kept = not weight.spec.of_experts or _experts_are_kept(weights, name.rsplit(".", 2)[0])
+        if _is_quantized(weight) and is_kept:
             bits = packed_bits(weight.kernel_dtype)
         elif shrinks and len(shape) == 2 and name != EMBED:
             bits = SHRUNK_BITS

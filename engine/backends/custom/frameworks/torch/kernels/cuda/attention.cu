@@ -44,7 +44,7 @@ struct Item {
         int row = tile[0], first_query = tile[1], row_start = lists.query_start[row];
         kv_head = index % KV_HEADS;
         length = lists.seq_lens[row];
-        table = lists.tables + static_cast<u64>(row) * lists.counts[0];
+        table = lists.tables + lists.counts[4] + static_cast<u64>(row) * lists.counts[0];
         first_token = row_start + first_query;
         num_queries = min(TOKENS, lists.query_start[row + 1] - first_token);
         first_position = length - (lists.query_start[row + 1] - first_token);
@@ -109,8 +109,11 @@ struct Producer {
             }
             for (int tile = item.last_tile; tile >= item.first_tile; --tile) {
                 int position = tile * KEYS + lane % PAGES * BLOCK_SIZE;
-                int slot =
-                    position < item.length ? item.table[position / BLOCK_SIZE] * BLOCK_SIZE : num_slots;
+                // Blocks that the window has left may be freed, so they are not read.
+                bool is_seen =
+                    position < item.length &&
+                    (WINDOW == 0 || position + BLOCK_SIZE > item.first_position - WINDOW + 1);
+                int slot = is_seen ? item.table[position / BLOCK_SIZE] * BLOCK_SIZE : num_slots;
                 copy_tile(keys, item.kv_head * HEAD_DIM, slot);
                 copy_tile(values, (KV_HEADS + item.kv_head) * HEAD_DIM, slot);
             }

@@ -59,7 +59,7 @@ def _prefill_kernel(
     row_start = tl.load(query_start_ptr + row)
     num_queries = tl.load(query_start_ptr + row + 1) - row_start
     length = tl.load(seq_lens_ptr + row)
-    table_ptr = tables_ptr + row.to(tl.int64) * tl.load(counts_ptr)
+    table_ptr = tables_ptr + tl.load(counts_ptr + 4) + row.to(tl.int64) * tl.load(counts_ptr)
     lane, columns = tl.arange(0, BLOCK_M), tl.arange(0, HEAD_BLOCK)
     offset, head = first_query + lane // GROUP, lane % GROUP
     there = (lane < TOKENS * GROUP) & (offset < num_queries)

@@ -122,6 +122,8 @@ def attend_span(
         position = start + tl.arange(0, BLOCK_N)
         if MASKED:
             exists = position < last
+            if WINDOW > 0:  # blocks that the window has left may be freed
+                exists = exists & (position + WINDOW > tl.min(query, 0))
             block = tl.load(table_ptr + position // BLOCK_SIZE, mask=exists, other=0)
         else:
             block = tl.load(table_ptr + position // BLOCK_SIZE)

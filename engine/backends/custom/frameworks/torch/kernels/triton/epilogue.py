@@ -83,6 +83,16 @@ def weight_rows(program, outputs, ROWS: tl.constexpr, GATE: tl.constexpr):
 
 
 @triton.jit
+def gate_halves(y, rows, ROWS: tl.constexpr, TOKENS: tl.constexpr, GATE: tl.constexpr):
+    """The gated activation of y (ROWS, TOKENS), whose rows `weight_rows` chose, and its rows."""
+    pairs = tl.reshape(y, (2, ROWS // 2, TOKENS))
+    first = tl.arange(0, 2)[:, None, None] == 0
+    gate = tl.sum(tl.where(first, pairs, 0.0), axis=0)
+    up = tl.sum(tl.where(first, 0.0, pairs), axis=0)
+    return gate_times(gate, up, GATE), tl.min(tl.reshape(rows, (2, ROWS // 2)), axis=0)
+
+
+@triton.jit
 def finish(
     y,
     rows,
@@ -111,13 +121,7 @@ def finish(
     if BIAS:
         y += tl.load(bias_ptr + rows).to(tl.float32)[:, None]
     if GATE != "":
-        pairs = tl.reshape(y, (2, ROWS // 2, TOKENS))
-        first = tl.arange(0, 2)[:, None, None] == 0
-        gate = tl.sum(tl.where(first, pairs, 0.0), axis=0)
-        up = tl.sum(tl.where(first, 0.0, pairs), axis=0)
-        y = gate_times(gate, up, GATE)
-        row_pairs = tl.reshape(rows, (2, ROWS // 2))
-        rows = tl.min(row_pairs, axis=0)
+        y, rows = gate_halves(y, rows, ROWS, TOKENS, GATE)
         width = outputs // 2
     else:
         width = outputs

@@ -133,7 +133,7 @@ def _sort_kernel(
 
 
 @triton.jit
-def _pairs_of(order_ptr, blocks_ptr, block, PAIRS: tl.constexpr):
+def pairs_of(order_ptr, blocks_ptr, block, PAIRS: tl.constexpr):
     """The expert of a block, its pairs (PAIRS,), and which of them exist."""
     expert = tl.load(blocks_ptr + block * 3).to(tl.int64)
     place = tl.load(blocks_ptr + block * 3 + 1) + tl.arange(0, PAIRS)
@@ -163,7 +163,7 @@ def _gate_up_kernel(
     block = tl.program_id(1)
     if block >= tl.load(num_blocks_ptr):
         return
-    expert, pair, known = _pairs_of(order_ptr, blocks_ptr, block, PAIRS)
+    expert, pair, known = pairs_of(order_ptr, blocks_ptr, block, PAIRS)
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     rows = tl.minimum(row, INNER - 1)
     gate_ptr = weight_ptr + expert * 2 * INNER * SIZE + rows[:, None] * SIZE
@@ -216,7 +216,7 @@ def _down_kernel(
     block = tl.program_id(1)
     if block >= tl.load(num_blocks_ptr):
         return
-    expert, pair, known = _pairs_of(order_ptr, blocks_ptr, block, PAIRS)
+    expert, pair, known = pairs_of(order_ptr, blocks_ptr, block, PAIRS)
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     rows = tl.minimum(row, SIZE - 1)
     rows_ptr = weight_ptr + expert * SIZE * INNER + rows[:, None] * INNER
@@ -285,7 +285,7 @@ def experts_mlp(
     num_pairs = num_tokens * chosen
     pairs = pairs_per_block(num_pairs, count)
     first, second = tiles or tiles_for(pairs, x.element_size())
-    order, blocks, num_blocks = _sorted(ids, count, pairs)
+    order, blocks, num_blocks = sorted_pairs(ids, count, pairs)
     lists = (order, blocks, num_blocks)
     hidden = torch.empty((num_pairs, inner), dtype=x.dtype, device=x.device)
     _gate_up_kernel[(triton.cdiv(inner, first.rows), len(blocks))](
@@ -326,7 +326,7 @@ def experts_mlp(
     return parts.sum(dim=1)
 
 
-def _sorted(ids: Tensor, count: int, pairs: int) -> tuple[Tensor, Tensor, Tensor]:
+def sorted_pairs(ids: Tensor, count: int, pairs: int) -> tuple[Tensor, Tensor, Tensor]:
     """All pairs sorted by expert, the blocks of `pairs` pairs, and the number of blocks. The list
     of blocks has room for the worst case.
     """

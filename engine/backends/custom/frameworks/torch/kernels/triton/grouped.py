@@ -28,14 +28,14 @@ class GroupedConfig:
 
 
 @triton.jit
-def _load_group_values(ptr, rows, group, COUNT: tl.constexpr):
+def load_group_values(ptr, rows, group, COUNT: tl.constexpr):
     """Loads scales or minima (ROWS, GROUPS) as float32. The result is 0 past the last group."""
     places = ptr + rows.to(tl.int64)[:, None] * COUNT + group[None, :]
     return tl.load(places, mask=(group < COUNT)[None, :], other=0.0).to(tl.float32)
 
 
 @triton.jit
-def _load_bytes(ptr, rows, group, COUNT: tl.constexpr, BYTES: tl.constexpr):
+def load_bytes(ptr, rows, group, COUNT: tl.constexpr, BYTES: tl.constexpr):
     """Loads the bytes of quantized weights: (ROWS, GROUPS, BYTES)"""
     byte = group[:, None] * BYTES + tl.arange(0, BYTES)[None, :]
     places = ptr + rows.to(tl.int64)[:, None, None] * (COUNT * BYTES) + byte[None, :, :]
@@ -83,8 +83,8 @@ def _vector_kernel(
     squares = tl.zeros((GROUPS, BYTES), tl.float32)
     for start in range(0, COUNT, GROUPS):
         group = start + tl.arange(0, GROUPS)
-        packed = _load_bytes(values_ptr, rows, group, COUNT, BYTES)
-        scale = _load_group_values(scales_ptr, rows, group, COUNT)
+        packed = load_bytes(values_ptr, rows, group, COUNT, BYTES)
+        scale = load_group_values(scales_ptr, rows, group, COUNT)
         column = group[:, None] * GROUP + tl.arange(0, BYTES)[None, :]
         inside = (group < COUNT)[:, None]
         x, squared = _load_input(x_ptr, norm_ptr, column, inside, NORMS)
@@ -99,7 +99,7 @@ def _vector_kernel(
             terms = packed.to(tl.float32) * x[None, :, :]
         dots, sums = tl.sum(terms, axis=2), tl.sum(x, axis=1)[None, :]
         if MINIMA:
-            products += scale * dots + _load_group_values(minima_ptr, rows, group, COUNT) * sums
+            products += scale * dots + load_group_values(minima_ptr, rows, group, COUNT) * sums
         else:
             products += scale * (dots - 2.0 ** (BITS - 1) * sums)
     y = tl.sum(products, axis=1)
@@ -125,7 +125,7 @@ def _vector_kernel(
 
 
 @triton.jit
-def _unfolded(value, scale, minimum, BITS: tl.constexpr, MINIMA: tl.constexpr):
+def dequantized(value, scale, minimum, BITS: tl.constexpr, MINIMA: tl.constexpr):
     """Dequantizes values (ROWS, GROUPS, BYTES) to float32 weights."""
     if MINIMA:
         weight = value.to(tl.float32) * scale[:, :, None] + minimum[:, :, None]
@@ -188,18 +188,18 @@ def _tile_kernel(
     squares = tl.zeros((TOKENS,), tl.float32)
     for start in range(0, COUNT, GROUPS):
         group = start + tl.arange(0, GROUPS)
-        packed = _load_bytes(values_ptr, rows, group, COUNT, BYTES)
-        scale = _load_group_values(scales_ptr, rows, group, COUNT)
+        packed = load_bytes(values_ptr, rows, group, COUNT, BYTES)
+        scale = load_group_values(scales_ptr, rows, group, COUNT)
         minimum = scale
         if MINIMA:
-            minimum = _load_group_values(minima_ptr, rows, group, COUNT)
+            minimum = load_group_values(minima_ptr, rows, group, COUNT)
         column = (start + place // BYTES) * GROUP + place % BYTES
         x, squared = _load_inputs(x_ptr, norm_ptr, token, column, num_tokens, x_stride, SIZE, NORMS)
         squares += squared
         low = packed
         if BITS == 4:
             low = packed & 15
-        weight = tl.reshape(_unfolded(low, scale, minimum, BITS, MINIMA), (ROWS, GROUPS * BYTES))
+        weight = tl.reshape(dequantized(low, scale, minimum, BITS, MINIMA), (ROWS, GROUPS * BYTES))
         y = tl.dot(weight.to(x.dtype), x, y, input_precision="ieee")
         if BITS == 4:
             x, squared = _load_inputs(
@@ -207,7 +207,7 @@ def _tile_kernel(
             )
             squares += squared
             weight = tl.reshape(
-                _unfolded(packed >> 4, scale, minimum, BITS, MINIMA), (ROWS, GROUPS * BYTES)
+                dequantized(packed >> 4, scale, minimum, BITS, MINIMA), (ROWS, GROUPS * BYTES)
             )
             y = tl.dot(weight.to(x.dtype), x, y, input_precision="ieee")
     if NORMS:
@@ -251,20 +251,20 @@ def _dequantize_kernel(
     if CHOSEN:
         row = tl.load(rows_ptr + out_row)
     group = tl.program_id(1) * GROUPS + tl.arange(0, GROUPS)
-    packed = _load_bytes(values_ptr, row, group, COUNT, BYTES)
-    scale = _load_group_values(scales_ptr, row, group, COUNT)
+    packed = load_bytes(values_ptr, row, group, COUNT, BYTES)
+    scale = load_group_values(scales_ptr, row, group, COUNT)
     minimum = scale
     if MINIMA:
-        minimum = _load_group_values(minima_ptr, row, group, COUNT)
+        minimum = load_group_values(minima_ptr, row, group, COUNT)
     column = group[:, None] * GROUP + tl.arange(0, BYTES)[None, :]
     places = out_ptr + out_row[:, None, None] * (COUNT * GROUP) + column[None, :, :]
     inside = (group < COUNT)[None, :, None]
     if BITS == 4:
-        tl.store(places, _unfolded(packed & 15, scale, minimum, BITS, MINIMA), mask=inside)
-        high = _unfolded(packed >> 4, scale, minimum, BITS, MINIMA)
+        tl.store(places, dequantized(packed & 15, scale, minimum, BITS, MINIMA), mask=inside)
+        high = dequantized(packed >> 4, scale, minimum, BITS, MINIMA)
         tl.store(places + BYTES, high, mask=inside)
     else:
-        tl.store(places, _unfolded(packed, scale, minimum, BITS, MINIMA), mask=inside)
+        tl.store(places, dequantized(packed, scale, minimum, BITS, MINIMA), mask=inside)
 
 
 def choose(num_tokens: int, outputs: int, group: int) -> GroupedConfig:
@@ -274,7 +274,8 @@ def choose(num_tokens: int, outputs: int, group: int) -> GroupedConfig:
     return GroupedConfig(rows=32, groups=128 // group, warps=4, tokens=tokens)
 
 
-def _described(weight: GroupedWeight) -> dict[str, int | bool]:
+def described(weight: GroupedWeight) -> dict[str, int | bool]:
+    """The layout of a weight as arguments of a kernel."""
     count = weight.scales.shape[1]
     return {
         "COUNT": count,
@@ -304,7 +305,7 @@ def grouped_linear(
     minima = weight.scales if weight.minima is None else weight.minima
     args = (x, weight.values, weight.scales, minima, *tensors, out, rows, eps)
     parts = {
-        **_described(weight),
+        **described(weight),
         "ROWS": chosen.rows,
         "GROUPS": chosen.groups,
         "BIAS": bias is not None,
@@ -334,7 +335,7 @@ def dequantize(weight: GroupedWeight, dtype: torch.dtype, rows: Tensor | None = 
         weight.scales if weight.minima is None else weight.minima,
         weight.scales if rows is None else rows,
         out,
-        **_described(weight),
+        **described(weight),
         GROUPS=groups,
         CHOSEN=rows is not None,
         num_warps=2,

@@ -1,0 +1,1 @@
+"""Memory of sequences that is not in the block tables of all tokens, such as windowed blocks."""

@@ -1,0 +1,167 @@
+"""Sampling parameters of the Python API. The names and defaults are those of vLLM.
+
+An `LLM` converts them with `wire_params` to the parameters that an engine takes.
+"""
+
+import enum
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import msgspec
+
+from engine.core.errors import InvalidRequestError
+from engine.core.interfaces import request
+from engine.core.interfaces.backend import GrammarSpec
+
+
+class RequestOutputKind(enum.Enum):
+    """What each `RequestOutput` of a stream contains."""
+
+    CUMULATIVE = 0  # everything since the start of the answer
+    DELTA = 1  # what is new since the last output
+    FINAL_ONLY = 2  # the whole answer, in a single output at the end
+
+
+class StructuredOutputsParams(msgspec.Struct, kw_only=True):
+    """A constraint on the output. Exactly one of the fields must be set. `json` is a JSON schema,
+    as an object or as JSON text. `grammar` is in Lark or GBNF.
+    """
+
+    json: Mapping[str, Any] | str | None = None
+    regex: str | None = None
+    choice: Sequence[str] | None = None
+    grammar: str | None = None
+    json_object: bool | None = None
+
+    def spec(self) -> GrammarSpec | None:
+        from engine.servers.schema.structured import parse_structured_outputs
+
+        given = msgspec.structs.asdict(self)
+        if given["choice"] is not None:
+            given["choice"] = list(given["choice"])
+        if given["json"] is not None and not isinstance(given["json"], str):
+            given["json"] = dict(given["json"])
+        if all(value in (None, False) for value in given.values()):
+            raise InvalidRequestError(
+                f"structured_outputs needs one of {', '.join(given)}", param="structured_outputs"
+            )
+        return parse_structured_outputs(given)
+
+
+class SamplingParams(request.SamplingParams, frozen=False, kw_only=True):  # type: ignore[misc]
+    """How tokens are sampled, and what an output contains. Fields may be changed after
+    construction; a request uses the values at the time of the call.
+    """
+
+    top_k: int = 0  # 0 or -1: top-k is off
+    stop: str | Sequence[str] | None = None  # type: ignore[assignment]
+    stop_token_ids: Sequence[int] | None = None  # type: ignore[assignment]
+    logit_bias: Mapping[int, float] | None = None  # type: ignore[assignment]
+    # Number of alternatives to return per prompt token. None: no log-probabilities of the prompt.
+    prompt_logprobs: int | None = None
+    structured_outputs: StructuredOutputsParams | None = None
+    include_stop_str_in_output: bool = False
+    output_kind: RequestOutputKind = RequestOutputKind.CUMULATIVE
+    # The fields below accept only their defaults. Other values are refused by name.
+    skip_special_tokens: bool = True
+    spaces_between_special_tokens: bool = True
+    detokenize: bool = True
+    allowed_token_ids: Sequence[int] | None = None
+    bad_words: Sequence[str] | None = None
+
+    def clone(self) -> "SamplingParams":
+        """A copy, so that changes to one object do not affect the other."""
+        return msgspec.structs.replace(self)
+
+
+_ONLY_DEFAULTS = (
+    "skip_special_tokens",
+    "spaces_between_special_tokens",
+    "detokenize",
+    "allowed_token_ids",
+    "bad_words",
+)
+_WIRE_FIELDS = request.SamplingParams.__struct_fields__
+
+
+def wire_params(params: request.SamplingParams) -> request.SamplingParams:
+    """The parameters that the engine takes. Raises `InvalidRequestError` for values that are
+    invalid or not supported.
+    """
+    given = {name: getattr(params, name) for name in _WIRE_FIELDS}
+    stop = given["stop"]
+    # A text is one stop string. Without this line it would be taken as a sequence of letters.
+    given["stop"] = (stop,) if isinstance(stop, str) else tuple(stop or ())
+    given["stop_token_ids"] = tuple(given["stop_token_ids"] or ())
+    given["logit_bias"] = dict(given["logit_bias"] or {})
+    given["top_k"] = 0 if given["top_k"] == -1 else given["top_k"]
+    if isinstance(params, SamplingParams):
+        _check_defaults(params)
+        if params.prompt_logprobs is not None:
+            given["score_prompt"] = True
+            given["logprobs"] = max(params.prompt_logprobs, given["logprobs"] or 0)
+    elif given["score_prompt"]:
+        raise InvalidRequestError(
+            "score_prompt is a field of the engine; set prompt_logprobs of engine.SamplingParams",
+            param="score_prompt",
+        )
+    try:
+        wire = msgspec.convert(given, request.SamplingParams)
+    except msgspec.ValidationError as error:
+        raise InvalidRequestError(f"sampling parameters: {error}") from None
+    check_params(wire)
+    return wire
+
+
+def make_params(fields: Mapping[str, Any]) -> SamplingParams:
+    """Build `SamplingParams` from keyword arguments. If a name is unknown, the error lists the
+    valid names. Without `max_tokens`, an answer may fill the context.
+    """
+    known = set(SamplingParams.__struct_fields__)
+    unknown = sorted(set(fields) - known)
+    if unknown:
+        raise InvalidRequestError(
+            f"unknown sampling parameter {unknown[0]!r}; there are: {', '.join(sorted(known))}",
+            param=unknown[0],
+        )
+    return SamplingParams(**{"max_tokens": None, **fields})
+
+
+def _check_defaults(params: SamplingParams) -> None:
+    if params.score_prompt:
+        raise InvalidRequestError(
+            "score_prompt is a field of the engine; set prompt_logprobs", param="score_prompt"
+        )
+    usual = SamplingParams()
+    for name in _ONLY_DEFAULTS:
+        value = getattr(params, name)
+        if value != getattr(usual, name) and value not in ([], ()):
+            raise InvalidRequestError(
+                f"{name}={value!r} is not supported; leave {name} out", param=name
+            )
+
+
+def check_params(params: request.SamplingParams) -> None:
+    """Raise an error if a sampling parameter is invalid. The comparisons are written so that NaN is
+    invalid too.
+    """
+    infinity = float("inf")
+    rules = {
+        "n >= 1": params.n >= 1,
+        "max_tokens >= 1": params.max_tokens is None or params.max_tokens >= 1,
+        "min_tokens >= 0": params.min_tokens >= 0,
+        "0 <= temperature < inf": 0 <= params.temperature < infinity,
+        "top_k >= 0": params.top_k >= 0,
+        "0 < top_p <= 1": 0 < params.top_p <= 1,
+        "0 <= min_p <= 1": 0 <= params.min_p <= 1,
+        "0 < repetition_penalty < inf": 0 < params.repetition_penalty < infinity,
+        "-inf < presence_penalty < inf": -infinity < params.presence_penalty < infinity,
+        "-inf < frequency_penalty < inf": -infinity < params.frequency_penalty < infinity,
+        "-inf <= logit_bias < inf": all(b < infinity for b in params.logit_bias.values()),
+        "0 <= seed < 2**63": params.seed is None or 0 <= params.seed < 2**63,
+        "logprobs >= 0": params.logprobs is None or params.logprobs >= 0,
+        "no stop string is empty": all(params.stop),
+    }
+    for rule, holds in rules.items():
+        if not holds:
+            raise InvalidRequestError(f"sampling parameters break the rule {rule}")
