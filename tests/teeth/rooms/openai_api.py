@@ -119,4 +119,25 @@ MUTATIONS = [
         "limit = self.max_tokens\n",
         "tests/unit/test_server_validation.py::test_numeric_edges",
     ),
+    Mutation(
+        "usage so far: tokens without text are not counted",
+        "engine.servers.openai.format",
+        "self._num_tokens[choice] += event.num_tokens",
+        "self._num_tokens[choice] += bool(event.text)",
+        "tests/unit/test_server_prompt_lengths.py::test_tokens_without_text_count_too",
+    ),
+    Mutation(
+        "usage so far: every choice has the first prompt",
+        "engine.servers.openai.format",
+        "self._prompts[choice * len(self._prompts) // len(self._num_tokens)]",
+        "self._prompts[0]",
+        "tests/unit/test_server_prompt_lengths.py::test_every_chunk_has_the_usage_so_far",
+    ),
+    Mutation(
+        "fim: the suffix is dropped",
+        "engine.servers.openai.completions",
+        "            prompt=body.prompt,\n            suffix=body.suffix or None,",
+        "            prompt=body.prompt,\n            suffix=None,",
+        "tests/unit/test_server_prompt_texts.py::test_a_gap_is_filled_in_the_form_of_a_chat",
+    ),
 ]
