@@ -16,7 +16,7 @@ import msgspec
 
 from engine.backends.base import InferenceBackend, close_events
 from engine.backends.custom.app import build_backend
-from engine.backends.custom.engine_settings import backend_name, has_engine
+from engine.backends.custom.engine_settings import backend_name, has_engine, preset_of
 from engine.backends.custom.frontend.generation import Generation
 from engine.core.config import load_settings
 from engine.core.config_schema import Settings
@@ -41,7 +41,7 @@ from engine.outputs import (
     ScoringOutput,
     ScoringRequestOutput,
 )
-from engine.sampling_params import SamplingParams, wire_params
+from engine.sampling_params import SamplingParams, make_params, wire_params
 from engine.servers.schema.messages import parse_messages
 
 # Seconds that an interrupted call waits for its coroutine to end.
@@ -79,6 +79,7 @@ class EmbeddedEngine:
         self.backend: InferenceBackend = build_backend(loaded.settings, in_process=True)
         # Requests without a seed get consecutive seeds, so a program gives the same output again.
         self._seeds = None if arguments.seed is None else itertools.count(arguments.seed)
+        self._preset = preset_of(loaded.settings)
         self._ids = itertools.count()
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, daemon=True)
@@ -134,6 +135,16 @@ class EmbeddedEngine:
                 ended.wait(CANCEL_GRACE_S)
             raise
 
+    def default_params(self) -> SamplingParams:
+        """The parameters of a request that gives none: those of the model's preset. Without them,
+        an answer may fill the context.
+        """
+        return make_params(self.preset_parameters)
+
+    @property
+    def preset_parameters(self) -> dict[str, Any]:
+        return {} if self._preset is None else self._preset.defaults
+
     def completion(
         self,
         prompt: Prompt,
@@ -141,7 +152,7 @@ class EmbeddedEngine:
         grammar: GrammarSpec | None = None,
         request_id: str | None = None,
     ) -> Asked:
-        given = params or default_params()
+        given = params or self.default_params()
         content = _prompt(prompt)
         context = self._context(given, grammar, request_id)
         request = CompletionRequest(
@@ -157,7 +168,7 @@ class EmbeddedEngine:
         request_id: str | None = None,
     ) -> Asked:
         """A chat request. `options` has `grammar` and fields of `ChatRequest`."""
-        given = params or default_params()
+        given = params or self.default_params()
         fields = {_CHAT_ALIASES.get(name, name): value for name, value in options.items()}
         grammar = fields.pop("grammar", None)
         unknown = sorted(fields.keys() - _CHAT_OPTIONS)
@@ -168,6 +179,9 @@ class EmbeddedEngine:
             )
         if isinstance(messages, str):
             messages = [{"role": "user", "content": messages}]
+        system = None if self._preset is None else self._preset.system
+        if system is not None and all(each.get("role") != "system" for each in messages):
+            messages = [{"role": "system", "content": system}, *messages]
         context = self._context(given, grammar, request_id)
         if context.params.score_prompt:
             raise InvalidRequestError(
@@ -302,11 +316,6 @@ def _fetch_model(settings: Settings) -> None:
         from engine.cli.pull_progress import pull_shown
 
         pull_shown(model)
-
-
-def default_params() -> SamplingParams:
-    """The parameters of a request that gives none: an answer may fill the context."""
-    return SamplingParams(max_tokens=None)
 
 
 def batch_of(prompts: Prompt | Sequence[Prompt]) -> Sequence[Any]:
