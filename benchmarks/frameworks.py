@@ -21,7 +21,7 @@ from typing import Any
 from benchmarks.gpu_engine import shape_source
 from benchmarks.gpu_workloads import SHAPES
 from engine.backends.custom.options import EngineOptions
-from engine.backends.custom.tools.driver import DrivenEngine, Run
+from engine.backends.custom.tools.profiling import DrivenEngine, Run
 from engine.backends.custom.weights.model import ModelSource, open_model
 from engine.core.interfaces.request import GenerateRequest, SamplingParams
 

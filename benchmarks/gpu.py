@@ -24,7 +24,7 @@ from benchmarks.gpu_start import measure_starts
 from benchmarks.gpu_workloads import FIGURES, SHAPES, START_FIGURES, workloads
 from benchmarks.machine import machine, machine_line
 from engine.backends.custom.options import EngineOptions
-from engine.backends.custom.tools.driver import Run
+from engine.backends.custom.tools.profiling import Run
 from engine.backends.custom.worker.main import keep_all
 
 START = "start"

@@ -7,7 +7,7 @@ from typing import Any
 
 from benchmarks.gpu_workloads import SHAPES, Workload
 from engine.backends.custom.options import EngineOptions
-from engine.backends.custom.tools.driver import DrivenEngine, Run
+from engine.backends.custom.tools.profiling import DrivenEngine, Run
 from engine.backends.custom.weights.model import ModelSource
 from engine.backends.custom.weights.random import random_model
 from engine.core.interfaces.request import GenerateRequest, SamplingParams

@@ -20,11 +20,6 @@ constexpr int kMaxPrefillParts = 2048;
 
 }  // namespace
 
-int AttentionSchedule::first_chunk(int token) const {
-    int position = batch_->positions[token];
-    return window_ > 0 && position >= window_ ? (position - window_ + 1) / kChunk : 0;
-}
-
 // Returns how many leading chunks lie in KV blocks that the token's sequence shares with other
 // sequences. Returns 0 if these chunks extend past the token's position, or if all of them are
 // before its sliding window.
@@ -33,7 +28,7 @@ int AttentionSchedule::shared_chunks(int token) const {
     int group = batch_->prefix_groups[batch_->row_of[token]];
     if (group < 0) return 0;
     int chunks = int(int64_t(batch_->prefix_blocks[group]) * block_size_ / kChunk);
-    bool sees_all = batch_->positions[token] + 1 >= chunks * kChunk;
+    bool sees_all = seen(token).end >= chunks * kChunk;
     return sees_all && first_chunk(token) < chunks ? chunks : 0;
 }
 
@@ -79,7 +74,7 @@ void AttentionSchedule::add_row_spans(int begin, int end, int max_tokens, bool i
         Span span{int(item_tokens_.size()), 0, INT32_MAX, 0, shared == 0, shared == 0, is_prefill};
         for (; token < end && span.count < max_tokens; token++) {
             if (batch_->row_of[token] != row || shared_[size_t(token)] != shared) break;
-            int first = std::max(first_chunk(token), shared), last = batch_->positions[token] / kChunk;
+            int first = std::max(first_chunk(token), shared), last = last_chunk(token);
             if (first > last) {
                 if (span.count > 0) break;
                 continue;
@@ -110,7 +105,7 @@ void AttentionSchedule::add_items(const Span& span, int64_t target) {
             for (int i = 0; i < span.count; i++) {
                 int token = item_tokens_[size_t(span.first + i)];
                 int first = std::max(begin, first_chunk(token));
-                int last = std::min(end - 1, batch_->positions[token] / kChunk);
+                int last = std::min(end - 1, last_chunk(token));
                 int part = item.part + i * item.parts_per_token();
                 if (merges_chunks && first <= last) token_parts_.push_back({token, part});
                 for (int chunk = first; !merges_chunks && chunk <= last; chunk++)
@@ -139,10 +134,11 @@ void AttentionSchedule::add_merges() {
     }
 }
 
-void AttentionSchedule::build(Batch& batch, int block_size, int window) {
+void AttentionSchedule::build(Batch& batch, int block_size, int window, bool centered) {
     batch_ = &batch;
     block_size_ = block_size;
     window_ = window;
+    centered_ = centered;
     num_parts_ = 0;
     items_.clear();
     merges_.clear();

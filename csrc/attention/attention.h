@@ -18,6 +18,19 @@ constexpr int kMaxPrefillTokens = 32;  // max prefill tokens in an item
 constexpr int kMaxDecodeTokens = 16;   // max decode tokens in an item
 constexpr int kMaxItemTokens = kMaxPrefillTokens;
 
+struct Range {
+    int begin, end;
+    bool empty() const { return begin >= end; }
+};
+
+// Positions that a token attends to. With a `centered` window, they are on both sides of the token.
+inline Range visible_positions(const Batch& batch, int token, int window, bool centered) {
+    int position = batch.positions[token];
+    int end = batch.visible_end ? batch.visible_end[token] : position + 1;
+    if (centered && window > 0 && end > position + window) end = position + window;
+    return {window > 0 && position >= window ? position - window + 1 : 0, end};
+}
+
 struct AttentionItem {
     int32_t first;       // index into Batch::item_tokens
     int32_t count;       // number of tokens; the block table of the first token is used for all of them
@@ -42,7 +55,7 @@ struct AttentionMerge {
 class AttentionSchedule {
   public:
     // Fills the attention fields of `batch`. They point into this object and are valid until the next call.
-    void build(Batch& batch, int block_size, int window);
+    void build(Batch& batch, int block_size, int window, bool centered = false);
     int num_parts() const { return num_parts_; }
 
   private:
@@ -58,7 +71,9 @@ class AttentionSchedule {
         int32_t token, part;
     };
 
-    int first_chunk(int token) const;
+    Range seen(int token) const { return visible_positions(*batch_, token, window_, centered_); }
+    int first_chunk(int token) const { return seen(token).begin / kChunk; }
+    int last_chunk(int token) const { return (seen(token).end - 1) / kChunk; }
     int shared_chunks(int token) const;
     void add_shared_spans();
     void add_row_spans(int begin, int end, int max_tokens, bool is_prefill);
@@ -67,6 +82,7 @@ class AttentionSchedule {
 
     const Batch* batch_ = nullptr;
     int block_size_ = 0, window_ = 0;
+    bool centered_ = false;
     int num_parts_ = 0;
     std::vector<AttentionItem> items_;
     std::vector<AttentionMerge> merges_;

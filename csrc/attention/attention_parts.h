@@ -21,15 +21,8 @@ constexpr int kChunkTiles = kChunk / 16;
 constexpr int kPrefetchTiles = 3;
 constexpr float kLog2E = 1.44269504f;
 
-struct Range {
-    int begin, end;
-    bool empty() const { return begin >= end; }
-};
-
-// Positions that a token attends to, under the causal mask and the sliding window.
 ENGINE_INLINE Range visible(const AttentionJob& job, int token) {
-    int position = job.batch->positions[token], window = job.shape->window;
-    return {window > 0 && position >= window ? position - window + 1 : 0, position + 1};
+    return visible_positions(*job.batch, token, job.shape->window, job.shape->centered);
 }
 
 // The positions of a chunk that a token attends to, relative to the start of the chunk.

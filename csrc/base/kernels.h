@@ -86,6 +86,7 @@ struct AttentionShape {
     float softcap = 0;              // scores become softcap * tanh(score / softcap); 0: no cap
     const float* slopes = nullptr;  // (heads) ALiBi: slope * distance is subtracted from scores; or null
     const float* sinks = nullptr;   // (heads) a logit that only adds to the sum of softmax; or null
+    bool centered = false;          // the window reaches as far after the token as before it
 
     bool adjusts_scores() const { return softcap > 0 || slopes; }
 };

@@ -95,15 +95,18 @@ class BoundBatch {
   public:
     BoundBatch(int heads, double scale, int window, int decode_tokens, Array<const int32_t, 1> positions,
                Array<const int32_t, 1> row_of, Array<const int32_t, 2> tables,
-               Array<const int32_t, 1> prefix_groups, Array<const int32_t, 1> prefix_blocks)
+               Array<const int32_t, 1> prefix_groups, Array<const int32_t, 1> prefix_blocks,
+               std::optional<Array<const int32_t, 1>> visible_end, bool centered)
         : positions_(positions),
           row_of_(row_of),
           tables_(tables),
           groups_(prefix_groups),
           shared_(prefix_blocks),
+          visible_end_(visible_end),
           heads_(heads),
           scale_(float(scale)),
-          window_(window) {
+          window_(window),
+          centered_(centered) {
         batch_.tokens = int(positions.shape(0));
         batch_.decode_tokens = decode_tokens;
         batch_.rows = int(tables.shape(0));
@@ -113,9 +116,10 @@ class BoundBatch {
         batch_.table_width = int(tables.shape(1));
         batch_.prefix_groups = prefix_groups.data();
         batch_.prefix_blocks = prefix_blocks.data();
+        if (visible_end) batch_.visible_end = visible_end->data();
     }
 
-    void schedule(int block_size) { schedule_.build(batch_, block_size, window_); }
+    void schedule(int block_size) { schedule_.build(batch_, block_size, window_, centered_); }
 
     // Returns (tokens, first chunk, number of chunks, first part) for each item of the schedule.
     std::vector<std::tuple<std::vector<int>, int, int, int>> items() const {
@@ -142,6 +146,7 @@ class BoundBatch {
         AttentionShape shape{heads_, cache.kv_heads, cache.head_dim, scale_, window_, softcap};
         if (slopes) shape.slopes = slopes->data();
         if (sinks) shape.sinks = sinks->data();
+        shape.centered = centered_;
         Lines parts = lines_for(size_t(schedule_.num_parts()) * part_floats(shape) * sizeof(float));
         std::vector<Lines> scratch(size_t(threads), lines_for(kernels.attend_scratch_bytes(shape)));
         AttentionJob job{&shape,
@@ -182,9 +187,11 @@ class BoundBatch {
     Array<const int32_t, 1> positions_, row_of_;
     Array<const int32_t, 2> tables_;
     Array<const int32_t, 1> groups_, shared_;
+    std::optional<Array<const int32_t, 1>> visible_end_;
     int heads_;
     float scale_;
     int window_;
+    bool centered_;
     Batch batch_;
     AttentionSchedule schedule_;
 };
@@ -202,9 +209,10 @@ void bind_attention(nb::module_& module) {
         .def("read", &Cache::read, "layer"_a, "slots"_a, "keys"_a, "values"_a);
     nb::class_<BoundBatch>(module, "AttentionBatch")
         .def(nb::init<int, double, int, int, Array<const int32_t, 1>, Array<const int32_t, 1>,
-                      Array<const int32_t, 2>, Array<const int32_t, 1>, Array<const int32_t, 1>>(),
+                      Array<const int32_t, 2>, Array<const int32_t, 1>, Array<const int32_t, 1>,
+                      std::optional<Array<const int32_t, 1>>, bool>(),
              "heads"_a, "scale"_a, "window"_a, "decode_tokens"_a, "positions"_a, "row_of"_a, "tables"_a,
-             "prefix_groups"_a, "prefix_blocks"_a)
+             "prefix_groups"_a, "prefix_blocks"_a, "visible_end"_a = nb::none(), "centered"_a = false)
         .def("schedule", &BoundBatch::schedule, "block_size"_a)
         .def("items", &BoundBatch::items)
         .def("run", &BoundBatch::run, "isa"_a, "cache"_a, "layer"_a, "queries"_a, "out"_a, "threads"_a = 1,

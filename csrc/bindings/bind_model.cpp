@@ -1,4 +1,5 @@
 // Binds `Model`: its weights, its programs, and the two halves of a step, `forward` and `sample`.
+#include <nanobind/stl/optional.h>
 #include <nanobind/stl/tuple.h>
 #include <nanobind/stl/vector.h>
 
@@ -13,6 +14,7 @@ namespace {
 
 using Ints = Array<const int32_t, 1>;
 using Longs = Array<const int64_t, 1>;
+using Tables = Array<const int32_t, 2>;
 
 // A model whose weights are Python arrays. The object holds references to these arrays.
 class BoundModel {
@@ -122,6 +124,7 @@ void bind_memory(nb::class_<BoundModel>& model) {
         self.model.executor.set_cache(
             index, KvCache{KvType(type), layers, kv_heads, head_dim, block_size, blocks, nullptr});
     });
+    model.def("set_max_positions", [](BoundModel& self, int count) { self.model.max_positions = count; });
     model.def("set_fast", [](BoundModel& self, bool on) { self.model.executor.set_fast(on); });
     model.def("add_rope", [](BoundModel& self, std::vector<float> frequencies, float scale) {
         self.model.executor.add_rope(std::move(frequencies), scale);
@@ -131,15 +134,18 @@ void bind_memory(nb::class_<BoundModel>& model) {
 void bind_ops(nb::class_<BoundModel>& model) {
     model.def("begin_program", &BoundModel::begin_program);
     model.def("end_program", &BoundModel::end_program);
-    model.def("embed", [](BoundModel& self, int out, int table, int positions, float scale) {
-        Op op;
-        op.kind = Op::Kind::Embed;
-        op.out = out;
-        op.matrix = self.matrix(table);
-        op.positions = self.vector(positions);
-        op.scale = scale;
-        self.add_op(op);
-    });
+    model.def("embed",
+              [](BoundModel& self, int out, int table, int positions, float scale, int types, int num_types) {
+                  Op op;
+                  op.kind = Op::Kind::Embed;
+                  op.out = out;
+                  op.matrix = self.matrix(table);
+                  op.positions = self.vector(positions);
+                  op.types = self.vector(types);
+                  op.num_types = num_types;
+                  op.scale = scale;
+                  self.add_op(op);
+              });
     model.def(
         "norm",
         [](BoundModel& self, int source, int out, int kind, int weight, int bias, float eps, bool residual,
@@ -155,13 +161,17 @@ void bind_ops(nb::class_<BoundModel>& model) {
         },
         nb::kw_only(), nb::arg("source"), nb::arg("out"), nb::arg("kind"), nb::arg("weight"), nb::arg("bias"),
         nb::arg("eps"), nb::arg("residual"), nb::arg("over_logits"));
-    model.def("gather", [](BoundModel& self, int source, int out) {
-        Op op;
-        op.kind = Op::Kind::Gather;
-        op.source = source;
-        op.out = out;
-        self.add_op(op);
-    });
+    auto add_pooling = [&](const char* name, Op::Kind kind) {
+        model.def(name, [kind](BoundModel& self, int source, int out) {
+            Op op;
+            op.kind = kind;
+            op.source = source;
+            op.out = out;
+            self.add_op(op);
+        });
+    };
+    add_pooling("gather", Op::Kind::Gather);
+    add_pooling("mean", Op::Kind::Mean);
     model.def(
         "linear",
         [](BoundModel& self, int source, int out, int matrix, int per_channel, int norm, int norm_weight,
@@ -220,7 +230,7 @@ void bind_attention_ops(nb::class_<BoundModel>& model) {
     model.def(
         "attention",
         [](BoundModel& self, int qkv, int out, int cache, int layer, int heads, int kv_heads, int head_dim,
-           float scale, int window, float softcap, int slopes, int sinks) {
+           float scale, int window, float softcap, int slopes, int sinks, bool centered) {
             Op op;
             op.kind = Op::Kind::Attention;
             op.source = qkv;
@@ -228,12 +238,13 @@ void bind_attention_ops(nb::class_<BoundModel>& model) {
             op.cache = cache;
             op.layer = layer;
             op.shape = AttentionShape{
-                heads, kv_heads, head_dim, scale, window, softcap, self.vector(slopes), self.vector(sinks)};
+                heads,   kv_heads, head_dim, scale, window, softcap, self.vector(slopes), self.vector(sinks),
+                centered};
             self.add_op(op);
         },
         nb::kw_only(), nb::arg("qkv"), nb::arg("out"), nb::arg("cache"), nb::arg("layer"), nb::arg("heads"),
         nb::arg("kv_heads"), nb::arg("head_dim"), nb::arg("scale"), nb::arg("window"), nb::arg("softcap"),
-        nb::arg("slopes"), nb::arg("sinks"));
+        nb::arg("slopes"), nb::arg("sinks"), nb::arg("centered"));
 }
 
 void bind_expert_ops(nb::class_<BoundModel>& model) {
@@ -290,12 +301,15 @@ void bind_expert_ops(nb::class_<BoundModel>& model) {
 
 // Collects the arrays of one step, which Python owns, and checks that their sizes match.
 StepArrays step_arrays(Ints token_ids, Ints positions, Longs write_slots, Ints query_start, Ints num_prompt,
-                       Array<const int32_t, 2> tables, Ints logit_rows, Ints prefix_groups,
-                       Ints prefix_blocks, Longs window_slots, Array<const int32_t, 2> window_tables) {
+                       Tables tables, Ints logit_rows, Ints prefix_groups, Ints prefix_blocks,
+                       const std::optional<Longs>& window_slots, const std::optional<Tables>& window_tables,
+                       const std::optional<Ints>& visible_end, const std::optional<Ints>& token_types) {
     size_t tokens = token_ids.shape(0), rows = num_prompt.shape(0);
     if (positions.shape(0) != tokens || write_slots.shape(0) != tokens || query_start.shape(0) != rows + 1 ||
-        tables.shape(0) != rows || prefix_groups.shape(0) != rows || window_slots.shape(0) != tokens ||
-        window_tables.shape(0) != rows || window_tables.shape(1) != tables.shape(1))
+        tables.shape(0) != rows || prefix_groups.shape(0) != rows ||
+        (window_slots && window_slots->shape(0) != tokens) ||
+        (window_tables && (window_tables->shape(0) != rows || window_tables->shape(1) != tables.shape(1))) ||
+        (visible_end && visible_end->shape(0) != tokens) || (token_types && token_types->shape(0) != tokens))
         throw nb::value_error("arrays of a step that disagree in size");
     return StepArrays{int(tokens),
                       int(rows),
@@ -311,25 +325,35 @@ StepArrays step_arrays(Ints token_ids, Ints positions, Longs write_slots, Ints q
                       logit_rows.data(),
                       prefix_groups.data(),
                       prefix_blocks.data(),
-                      window_slots.data(),
-                      window_tables.data()};
+                      window_slots ? window_slots->data() : nullptr,
+                      window_tables ? window_tables->data() : nullptr,
+                      visible_end ? visible_end->data() : nullptr,
+                      token_types ? token_types->data() : nullptr};
 }
 
 void bind_halves(nb::class_<BoundModel>& model) {
-    model.def("forward", [](BoundModel& self, Ints token_ids, Ints positions, Longs write_slots,
-                            Ints query_start, Ints num_prompt, Array<const int32_t, 2> tables,
-                            Ints logit_rows, Ints prefix_groups, Ints prefix_blocks, Longs window_slots,
-                            Array<const int32_t, 2> window_tables, Array<uint8_t, 1> finite) {
-        StepArrays step = step_arrays(token_ids, positions, write_slots, query_start, num_prompt, tables,
-                                      logit_rows, prefix_groups, prefix_blocks, window_slots, window_tables);
-        if (finite.shape(0) != num_prompt.shape(0)) throw nb::value_error("finite: another number of rows");
-        uint8_t* flags = finite.data();
-        nb::gil_scoped_release release;
-        self.model.forward(step, flags);
-    });
+    model.def(
+        "forward",
+        [](BoundModel& self, Ints token_ids, Ints positions, Longs write_slots, Ints query_start,
+           Ints num_prompt, Tables tables, Ints logit_rows, Ints prefix_groups, Ints prefix_blocks,
+           Array<uint8_t, 1> finite, std::optional<Longs> window_slots, std::optional<Tables> window_tables,
+           std::optional<Ints> visible_end, std::optional<Ints> token_types) {
+            StepArrays step = step_arrays(token_ids, positions, write_slots, query_start, num_prompt, tables,
+                                          logit_rows, prefix_groups, prefix_blocks, window_slots,
+                                          window_tables, visible_end, token_types);
+            if (finite.shape(0) != num_prompt.shape(0))
+                throw nb::value_error("finite: another number of rows");
+            uint8_t* flags = finite.data();
+            nb::gil_scoped_release release;
+            self.model.forward(step, flags);
+        },
+        nb::arg("token_ids"), nb::arg("positions"), nb::arg("write_slots"), nb::arg("query_start"),
+        nb::arg("num_prompt"), nb::arg("block_tables"), nb::arg("logit_rows"), nb::arg("prefix_groups"),
+        nb::arg("prefix_blocks"), nb::arg("finite"), nb::arg("window_slots") = nb::none(),
+        nb::arg("window_tables") = nb::none(), nb::arg("visible_end") = nb::none(),
+        nb::arg("token_types") = nb::none());
     model.def("set_sampler", [](BoundModel& self, int vocab, int max_slots, int max_seq_len) {
         self.model.set_sampler(vocab, max_slots, max_seq_len);
-        self.model.max_positions = max_seq_len;
     });
     model.def("sample", [](BoundModel& self, nb::handle sampling) {
         SamplingCall call(sampling);

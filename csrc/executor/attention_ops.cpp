@@ -10,7 +10,7 @@ void Executor::plan_attention(const Program& program, const Batch& batch) {
     for (Windowed& each : windows_) {
         each.batch = batch;
         if (each.window > 0 && has_window_cache()) use_window_cache(each);
-        each.schedule.build(each.batch, caches_[0].block_size, each.window);
+        each.schedule.build(each.batch, caches_[0].block_size, each.window, each.centered);
     }
     size_t parts_bytes = 0;
     for (const Op& op : program.ops) {

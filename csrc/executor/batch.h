@@ -8,10 +8,13 @@ namespace engine {
 // sequences. The batch does not own its arrays; they are valid during the step.
 struct Batch {
     int tokens = 0;
-    int decode_tokens = 0;                 // tokens [0, decode_tokens) are decode, the others are prefill
-    int rows = 0;                          // sequences in the step
-    const int32_t* token_ids = nullptr;    // (tokens)
-    const int32_t* positions = nullptr;    // (tokens)
+    int decode_tokens = 0;               // tokens [0, decode_tokens) are decode, the others are prefill
+    int rows = 0;                        // sequences in the step
+    const int32_t* token_ids = nullptr;  // (tokens)
+    const int32_t* positions = nullptr;  // (tokens)
+    // (tokens) a token attends to the positions below this one. null: below the one after its own.
+    const int32_t* visible_end = nullptr;
+    const int32_t* token_types = nullptr;  // (tokens) rows of an encoder's table of token types; null: all 0
     const int64_t* write_slots = nullptr;  // (tokens) cache slot to write: block * block_size + offset
     const int32_t* row_of = nullptr;       // (tokens) index of the token's sequence
     const int32_t* tables = nullptr;       // (rows, table_width) block tables: KV block ids

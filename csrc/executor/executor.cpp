@@ -65,10 +65,12 @@ void Executor::add_rope(std::vector<float> frequencies, float scale) {
 void Executor::add_program(Program program) {
     for (Op& op : program.ops) {
         if (op.kind != Op::Kind::Attention) continue;
-        auto same = [&](const Windowed& each) { return each.window == op.shape.window; };
+        auto same = [&](const Windowed& each) {
+            return each.window == op.shape.window && each.centered == op.shape.centered;
+        };
         auto found = std::find_if(windows_.begin(), windows_.end(), same);
         op.schedule = int(found - windows_.begin());
-        if (found == windows_.end()) windows_.push_back({op.shape.window, {}, {}, {}});
+        if (found == windows_.end()) windows_.push_back({op.shape.window, op.shape.centered, {}, {}, {}});
     }
     programs_.push_back(std::move(program));
     reserve_scratch();
@@ -127,7 +129,8 @@ void Executor::run(const Batch& batch, std::vector<uint8_t>& finite) {
     if (timing_) op_seconds_.assign(program.ops.size(), 0.0);
     pool_.run([this, &program](int thread) { work(program, thread); });
     const int stream = program.ops.back().source;
-    for (int i = 0; i < batch.logits; i++)
+    const bool is_checked = program.ops.back().kind == Op::Kind::Mean;
+    for (int i = 0; i < batch.logits && !is_checked; i++)
         finite[size_t(batch.logit_tokens[i])] &= kernels_.all_finite(at(stream, i), width(stream));
     for (int token = 0; token < batch.tokens; token++) {
         if (finite[size_t(token)]) continue;
@@ -180,6 +183,9 @@ void Executor::plan_rounds(const Program& program) {
             case Op::Kind::Gather:
                 rounds_.push_back({batch.tokens + batch.logits, kTokenGrain});
                 break;
+            case Op::Kind::Mean:
+                rounds_.push_back({batch.logits, 1});
+                break;
             default:
                 rounds_.push_back({batch.tokens, kTokenGrain});
         }
@@ -227,6 +233,9 @@ void Executor::work(const Program& program, int thread) {
             case Op::Kind::Gather:
                 round(thread, index, [&](int begin, int end) { gather(op, begin, end); });
                 break;
+            case Op::Kind::Mean:
+                round(thread, index, [&](int begin, int end) { mean(op, begin, end); });
+                break;
         }
         if (timing_ && thread == 0) {
             double ended = now();
@@ -243,9 +252,15 @@ void Executor::embed(const Op& op, int begin, int end) {
         kernels_.embed(*op.matrix, batch_->token_ids[token], out);
         if (op.scale != 1)
             for (int i = 0; i < size; i++) out[i] *= op.scale;
-        if (!op.positions) continue;
-        const float* learned = op.positions + size_t(batch_->positions[token]) * size_t(size);
-        for (int i = 0; i < size; i++) out[i] += learned[i];
+        if (op.positions) {
+            const float* learned = op.positions + size_t(batch_->positions[token]) * size_t(size);
+            for (int i = 0; i < size; i++) out[i] += learned[i];
+        }
+        if (op.types) {
+            int type = batch_->token_types ? batch_->token_types[token] : 0;
+            const float* of_type = op.types + size_t(type) * size_t(size);
+            for (int i = 0; i < size; i++) out[i] += of_type[i];
+        }
     }
 }
 
@@ -349,6 +364,23 @@ void Executor::gather(const Op& op, int begin, int end) {
         }
         const float* x = at(op.source, batch_->logit_tokens[i - tokens]);
         std::copy(x, x + size, at(op.out, i - tokens));
+    }
+}
+
+// Row i of the result is the mean of the tokens after logit token i - 1, up to logit token i.
+void Executor::mean(const Op& op, int begin, int end) {
+    int size = width(op.source);
+    for (int i = begin; i < end; i++) {
+        int first = i > 0 ? batch_->logit_tokens[i - 1] + 1 : 0, last = batch_->logit_tokens[i];
+        float* out = at(op.out, i);
+        std::fill(out, out + size, 0.0f);
+        for (int token = first; token <= last; token++) {
+            const float* x = at(op.source, token);
+            finite_[token] &= kernels_.all_finite(x, size);
+            for (int column = 0; column < size; column++) out[column] += x[column];
+        }
+        float factor = 1.0f / float(last - first + 1);
+        for (int column = 0; column < size; column++) out[column] *= factor;
     }
 }
 

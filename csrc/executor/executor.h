@@ -78,6 +78,7 @@ class Executor {
     // of this schedule.
     struct Windowed {
         int window;
+        bool centered;
         AttentionSchedule schedule;
         Batch batch;
         std::vector<int32_t> prefix_blocks;
@@ -138,6 +139,7 @@ class Executor {
     void experts(const Op& op, int thread, int& index);
     void multiply_experts(const Op& op, bool is_up, int begin, int end, uint8_t* scratch);
     void gather(const Op& op, int begin, int end);
+    void mean(const Op& op, int begin, int end);
     void compute_angles(int begin, int end);
 
     const Kernels& kernels_;

@@ -30,11 +30,19 @@ void Model::check(const StepArrays& step) const {
     need(all_within(step.token_ids, step.tokens, program.ops[0].matrix->rows),
          "a token outside the vocabulary");
     need(all_within(step.positions, step.tokens, max_positions), "a position outside the context");
+    need(!step.token_types || all_within(step.token_types, step.tokens, program.ops[0].num_types),
+         "a token type that is not there");
     need(all_within(step.logit_rows, step.logits, step.tokens), "logits of a token that is not there");
     const KvCache& cache = executor.cache(0);
+    for (int token = 0; step.visible_end && token < step.tokens; token++)
+        need(step.visible_end[token] > step.positions[token] &&
+                 step.visible_end[token] <= step.table_width * cache.block_size,
+             "a visible position outside the blocks of the rows");
     check_cache(step, cache, step.block_tables, step.write_slots);
-    if (executor.has_window_cache())
+    if (executor.has_window_cache()) {
+        need(step.window_tables && step.window_slots, "no blocks for the windowed layers");
         check_cache(step, executor.cache(1), step.window_tables, step.window_slots);
+    }
     for (int row = 0; row < step.rows; row++) {
         int32_t last = step.query_start[row + 1] - 1, group = step.prefix_groups[row];
         bool reaches =
@@ -72,14 +80,12 @@ void Model::reorder(const StepArrays& step) {
     token_ids_.resize(tokens);
     positions_.resize(tokens);
     write_slots_.resize(tokens);
-    window_slots_.resize(tokens);
     place_of_.resize(tokens);
     for (size_t i = 0; i < tokens; i++) {
         size_t token = size_t(order_[i]);
         token_ids_[i] = step.token_ids[token];
         positions_[i] = step.positions[token];
         write_slots_[i] = step.write_slots[token];
-        window_slots_[i] = step.window_slots[token];
         place_of_[token] = int32_t(i);
     }
     std::vector<int32_t> by_place(size_t(step.logits));
@@ -94,7 +100,16 @@ void Model::reorder(const StepArrays& step) {
     }
     auto first_prefill = std::lower_bound(logit_tokens_.begin(), logit_tokens_.end(), decode_tokens);
 
+    auto copy = [&]<class T>(const T* from, std::vector<T>& to) -> const T* {
+        if (!from) return nullptr;
+        to.resize(tokens);
+        for (size_t i = 0; i < tokens; i++) to[i] = from[order_[i]];
+        return to.data();
+    };
+
     batch_ = Batch{};
+    batch_.visible_end = copy(step.visible_end, visible_end_);
+    batch_.token_types = copy(step.token_types, token_types_);
     batch_.tokens = step.tokens;
     batch_.decode_tokens = decode_tokens;
     batch_.rows = step.rows;
@@ -104,7 +119,7 @@ void Model::reorder(const StepArrays& step) {
     batch_.row_of = row_of_.data();
     batch_.tables = step.block_tables;
     batch_.table_width = step.table_width;
-    batch_.window_slots = window_slots_.data();
+    batch_.window_slots = copy(step.window_slots, window_slots_);
     batch_.window_tables = step.window_tables;
     batch_.prefix_groups = step.prefix_groups;
     batch_.prefix_blocks = step.prefix_blocks;

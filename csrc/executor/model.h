@@ -22,6 +22,8 @@ struct StepArrays {
     // Slots and block tables of the windowed layers' KV cache. They are not read if the model has none.
     const int64_t* window_slots;
     const int32_t* window_tables;
+    const int32_t* visible_end;  // see Batch; null: attention is causal
+    const int32_t* token_types;  // see Batch; null: all are 0
 };
 
 class Model {
@@ -56,7 +58,8 @@ class Model {
 
     Batch batch_;
     std::vector<int32_t> order_;  // index in the batch -> index in the step
-    std::vector<int32_t> token_ids_, positions_, row_of_, logit_tokens_, logit_place_, place_of_;
+    std::vector<int32_t> token_ids_, positions_, visible_end_, token_types_;
+    std::vector<int32_t> row_of_, logit_tokens_, logit_place_, place_of_;
     std::vector<int64_t> write_slots_, window_slots_;
     std::vector<uint8_t> finite_;
     std::unique_ptr<Sampler> sampler_;

@@ -47,7 +47,18 @@ struct ExpertMatrices {
 };
 
 struct Op {
-    enum class Kind : uint8_t { Embed, Linear, RopeWrite, Attention, Norm, Gather, Route, Experts, GateRows };
+    enum class Kind : uint8_t {
+        Embed,
+        Linear,
+        RopeWrite,
+        Attention,
+        Norm,
+        Gather,
+        Mean,
+        Route,
+        Experts,
+        GateRows
+    };
     Kind kind = Kind::Embed;
     int source = -1;  // index of the buffer that the op reads
     int out = -1;     // index of the buffer that the op writes
@@ -58,9 +69,12 @@ struct Op {
     float softcap = 0;  // Linear: results become softcap * tanh(result / softcap); 0: no cap
 
     // Fields of Embed. `matrix` is the embedding table; for Linear, it holds the weights.
-    // `positions` are learned position embeddings, which are added; null if the model has none.
+    // `positions` are learned position embeddings, which are added; null if the model has none. `types` are
+    // those of token types.
     const Matrix* matrix = nullptr;
     const float* positions = nullptr;
+    const float* types = nullptr;
+    int num_types = 0;
 
     // Fields of Linear. Norm uses `norm`, `residual` and `over_logits`, and computes out = norm(source), or
     // out += norm(source).

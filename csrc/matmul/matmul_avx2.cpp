@@ -130,23 +130,25 @@ void multiply_quantized(const MatmulJob& job, int begin, int end) {
 // sums of row r start at sums + 32 r. The group has accumulators of its own, so that the CPU can
 // overlap groups.
 template <int rows>
-void add_group_f32(const float* weights, const float* input, int stride, float* sums) {
-    __m256 total[rows][2];
-    unroll<rows>([&](auto r) ALWAYS { total[r][0] = total[r][1] = _mm256_setzero_ps(); });
-    for (int k = 0; k < kGroup; k++) {
-        __m256 low = _mm256_loadu_ps(weights + k * kPanelRows);
-        __m256 high = _mm256_loadu_ps(weights + k * kPanelRows + 8);
+void add_groups_f32(const float* weights, int groups, const float* input, int stride, float* sums) {
+    for (int g = 0; g < groups; g++, weights += kGroup * kPanelRows, input += kGroup) {
+        __m256 total[rows][2];
+        unroll<rows>([&](auto r) ALWAYS { total[r][0] = total[r][1] = _mm256_setzero_ps(); });
+        for (int k = 0; k < kGroup; k++) {
+            __m256 low = _mm256_loadu_ps(weights + k * kPanelRows);
+            __m256 high = _mm256_loadu_ps(weights + k * kPanelRows + 8);
+            unroll<rows>([&](auto r) ALWAYS {
+                __m256 x = _mm256_broadcast_ss(input + size_t(r) * size_t(stride) + k);
+                total[r][0] = _mm256_fmadd_ps(low, x, total[r][0]);
+                total[r][1] = _mm256_fmadd_ps(high, x, total[r][1]);
+            });
+        }
         unroll<rows>([&](auto r) ALWAYS {
-            __m256 x = _mm256_broadcast_ss(input + size_t(r) * size_t(stride) + k);
-            total[r][0] = _mm256_fmadd_ps(low, x, total[r][0]);
-            total[r][1] = _mm256_fmadd_ps(high, x, total[r][1]);
+            float* out = sums + r * 2 * kPanelRows;
+            _mm256_storeu_ps(out, _mm256_add_ps(_mm256_loadu_ps(out), total[r][0]));
+            _mm256_storeu_ps(out + 8, _mm256_add_ps(_mm256_loadu_ps(out + 8), total[r][1]));
         });
     }
-    unroll<rows>([&](auto r) ALWAYS {
-        float* out = sums + r * 2 * kPanelRows;
-        _mm256_storeu_ps(out, _mm256_add_ps(_mm256_loadu_ps(out), total[r][0]));
-        _mm256_storeu_ps(out + 8, _mm256_add_ps(_mm256_loadu_ps(out + 8), total[r][1]));
-    });
 }
 
 void matmul_int8(const MatmulJob& job, int begin, int end, uint8_t*) {
@@ -156,7 +158,8 @@ void matmul_int8(const MatmulJob& job, int begin, int end, uint8_t*) {
 }
 
 void matmul_f32(const MatmulJob& job, int begin, int end, uint8_t* scratch) {
-    constexpr AddGroup add[kBlock] = {add_group_f32<1>, add_group_f32<2>, add_group_f32<3>, add_group_f32<4>};
+    constexpr AddGroups add[kBlock] = {add_groups_f32<1>, add_groups_f32<2>, add_groups_f32<3>,
+                                       add_groups_f32<4>};
     with_layout(job.weights->layout,
                 [&](auto layout) { multiply_units_f32<layout>(job, begin, end, scratch, add); });
 }

@@ -10,9 +10,10 @@ namespace {
 
 constexpr int kBlock = 4;  // rows of activations that share each load of the weights
 
-// A function that multiplies one dequantized group of weights by a fixed number of rows and adds
-// the products to `sums`. Row r of the input starts at input + r * stride, its sums at sums + 32 r.
-using AddGroup = void (*)(const float* weights, const float* input, int stride, float* sums);
+// A function that multiplies consecutive dequantized groups of weights by a fixed number of rows
+// and adds the products of each group to `sums`. Row r of the input starts at input + r * stride,
+// its sums at sums + 32 r.
+using AddGroups = void (*)(const float* weights, int groups, const float* input, int stride, float* sums);
 
 // The weights of a unit (one panel, or a gate and an up panel) as groups of floats. Layout F32 is
 // read in place. For other layouts, `once` says whether each group is read only once. If so, a
@@ -33,18 +34,21 @@ struct FloatUnit {
                                          scratch + size_t(i * groups + g) * kGroupFloats);
     }
 
-    const float* group(int i, int g) {
-        const float* stored = reinterpret_cast<const float*>(panels[i]) + size_t(g) * kGroupFloats;
-        if (layout == Layout::F32) return stored;
-        if (!once) return scratch + size_t(i * groups + g) * kGroupFloats;
-        dequantize_group<layout>(panels[i], groups, g, scratch);
-        return scratch;
+    void multiply(int i, AddGroups add, const float* input, float* sums) {
+        const int stride = groups * kGroup;
+        if (layout == Layout::F32)
+            return add(reinterpret_cast<const float*>(panels[i]), groups, input, stride, sums);
+        if (!once) return add(scratch + size_t(i * groups) * kGroupFloats, groups, input, stride, sums);
+        for (int g = 0; g < groups; g++) {
+            dequantize_group<layout>(panels[i], groups, g, scratch);
+            add(scratch, 1, input + g * kGroup, stride, sums);
+        }
     }
 };
 
 template <Layout layout>
 void multiply_units_f32(const MatmulJob& job, int begin, int end, uint8_t* scratch,
-                        const AddGroup (&add)[kBlock]) {
+                        const AddGroups (&add)[kBlock]) {
     const Matrix& weights = *job.weights;
     int groups = weights.groups(), panels = job.epilogue.gated ? 2 : 1, stride = groups * kGroup;
     auto input = reinterpret_cast<const float*>(job.input);
@@ -58,8 +62,7 @@ void multiply_units_f32(const MatmulJob& job, int begin, int end, uint8_t* scrat
             const float* x = input + size_t(row) * size_t(stride);
             float sums[kBlock][2 * kPanelRows] = {};
             for (int i = 0; i < panels; i++)
-                for (int g = 0; g < groups; g++)
-                    add[rows - 1](dequantized.group(i, g), x + g * kGroup, stride, sums[0] + i * kPanelRows);
+                dequantized.multiply(i, add[rows - 1], x, sums[0] + i * kPanelRows);
             for (int r = 0; r < rows; r++) apply_epilogue(job, unit, row + r, sums[r]);
         }
     }

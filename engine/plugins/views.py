@@ -16,6 +16,7 @@ from engine.core.interfaces.backend import (
     FinishEvent,
     ReasoningEvent,
     TextEvent,
+    TextPair,
     ToolCallEvent,
     UsageEvent,
 )
@@ -47,7 +48,7 @@ def view_of(request: Request) -> PluginRequest:
             kind="embedding",
             model=request.model,
             tenant=_pseudonym(request.salt),
-            inputs=request.inputs,
+            inputs=tuple(text for each in request.inputs for text in _texts(each)),
         )
     context = request.context
     is_chat = isinstance(request, ChatRequest)
@@ -64,6 +65,10 @@ def view_of(request: Request) -> PluginRequest:
     )
 
 
+def _texts(asked: str | tuple[int, ...] | TextPair) -> tuple[str | tuple[int, ...], ...]:
+    return (asked.first, asked.second) if isinstance(asked, TextPair) else (asked,)
+
+
 def copied(view: PluginRequest) -> PluginRequest:
     """A deep copy that a plugin may keep or modify."""
     return copy.deepcopy(view)
@@ -72,7 +77,14 @@ def copied(view: PluginRequest) -> PluginRequest:
 def applied(request: Request, view: PluginRequest) -> Request:
     """The request with the plugins' changes."""
     if isinstance(request, EmbedRequest):
-        return msgspec.structs.replace(request, inputs=view.inputs)
+        texts = iter(view.inputs)
+        inputs = tuple(
+            TextPair(str(next(texts)), str(next(texts)))
+            if isinstance(each, TextPair)
+            else next(texts)
+            for each in request.inputs
+        )
+        return msgspec.structs.replace(request, inputs=inputs)
     assert view.params is not None
     context = msgspec.structs.replace(request.context, params=view.params)
     if isinstance(request, ChatRequest):

@@ -85,7 +85,7 @@ class LateGate:
 # Functions that add routes, as "module:function" with modules below `engine.servers`. If
 # `create_app` is called with `starts_soon`, those in LATE run only after startup.
 EARLY = (
-    "openai.chat:add_chat_routes",
+    "openai.completions:add_chat_routes",
     "openai.completions:add_completions_routes",
     "openai.models:add_models_routes",
     "ops.probes:add_health_routes",

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 import httpx
 import numpy as np
 import openai
+import psutil
 import pytest
 from langchain_openai import OpenAIEmbeddings
 
@@ -148,3 +149,10 @@ def test_the_model_tells_what_it_can(client: openai.OpenAI) -> None:
     assert {"embeddings", "score"} <= set(entry.capabilities)
     assert not {"chat", "completions"} & set(entry.capabilities)
     assert entry.max_model_len == 256
+
+
+def test_no_process_loads_pytorch(encoder_server: ServedEngine) -> None:
+    post(encoder_server, "/v1/embeddings", input=QUERY)
+    server = psutil.Process(encoder_server.process.pid)
+    for each in (server, *server.children(recursive=True)):
+        assert not [entry.path for entry in each.memory_maps() if "torch" in entry.path]

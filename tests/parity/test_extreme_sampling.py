@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from engine.backends.custom.options import EngineOptions
-from engine.backends.custom.tools.driver import DrivenEngine
+from engine.backends.custom.tools.profiling import DrivenEngine
 from engine.backends.custom.weights.model import open_model
 from engine.core.interfaces.request import GenerateRequest, SamplingParams
 from tests.parity import tiny_models

@@ -15,6 +15,7 @@ from engine.backends.custom.weights.model import open_model
 from engine.core import faults
 from engine.core.faults import Fault
 from engine.core.interfaces.request import GenerateRequest, SamplingParams
+from tests.conformance_bench import Bench, Schedule
 from tests.parity import tiny_models
 from tests.parity.test_torch_loop import (
     DEVICES,
@@ -24,7 +25,6 @@ from tests.parity.test_torch_loop import (
     run,
     transformers_ids,
 )
-from tests.runner_conformance import Bench, Schedule
 
 LONG = 70
 BLOCK_SIZE = 16

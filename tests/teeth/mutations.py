@@ -229,13 +229,6 @@ INVARIANTS = [
         "        sampling = self._builder.sampling(batch, mask)\n",
         "        sampling = self._builder.sampling(batch, None)\n",
     ),
-    Mutation(
-        "INV-26 a stop string is shown",
-        "engine.core.text.stop_strings",
-        "        keep = len(text) - self._possible_start(text)\n",
-        "        keep = len(text)\n",
-        "tests/property/test_detokenizer.py::test_a_stop_string_in_two_pieces_is_never_shown",
-    ),
 ]
 
 GUARDS = [

@@ -75,7 +75,7 @@ async def test_every_field_of_a_request_reaches_the_engine():
     )
     assert sent == [expected]
     # What is left at its default above was not forgotten: a new field has to be placed here.
-    forms = {"grammar", "pools", "truncate_prompt_tokens", *NAMED}
+    forms = {"grammar", "pools", "second_start", "truncate_prompt_tokens", *NAMED}
     asked, passed = set(GenerationContext.__struct_fields__), set(expected.__struct_fields__)
     assert asked - forms <= passed and passed - forms - asked == {"prompt", "eos_ids"}
     await backend.stop()
@@ -165,10 +165,11 @@ async def test_inputs_are_cut_only_as_far_as_was_asked(limit, length, expected):
 
 async def test_inputs_that_are_too_long_empty_or_unknown_are_refused_by_name():
     backend = await started()
-    for inputs in (((1,) * 257,), ((1, 2), ()), ((VOCAB,),), ((-1,),)):
+    one = (((1,) * 257,), ((VOCAB,),), ((-1,),))
+    for inputs in (*one, ((1, 2), ()), ((1, 2), (1,) * 257)):
         with pytest.raises(InvalidRequestError) as refused:
             await backend.embed(EmbedRequest(request_id="e", inputs=inputs))
-        assert refused.value.param == "input"
+        assert refused.value.param == ("input" if len(inputs) == 1 else "input[1]")
     whole = await backend.embed(EmbedRequest(request_id="e", inputs=((1,) * 256,)))
     assert whole.prompt_tokens == 256
     await backend.stop()
@@ -192,9 +193,9 @@ def test_a_prompt_and_its_answer_fit_the_context(prompt, asked, fits):
 
 
 def test_an_input_may_fill_the_context():
-    check_input(10, 10)
+    check_input(10, 10, "input[2]")
     with pytest.raises(InvalidRequestError, match="11 tokens"):
-        check_input(11, 10)
+        check_input(11, 10, "input[2]")
 
 
 @pytest.mark.parametrize(("max_tokens", "room"), [(3, 3), (None, 1)])

@@ -10,7 +10,7 @@ from typer.testing import CliRunner
 
 from benchmarks.gpu_workloads import SHAPES
 from engine.backends.custom.options import EngineOptions
-from engine.backends.custom.tools.driver import DrivenEngine
+from engine.backends.custom.tools.profiling import DrivenEngine
 from engine.backends.custom.weights.random import open_random
 from engine.cli.main import app
 from engine.core.interfaces.request import GenerateRequest, SamplingParams

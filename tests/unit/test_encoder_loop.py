@@ -31,7 +31,7 @@ class ToyEncoder:
         self.is_lost = False
         self.is_closed = False
 
-    def encode(self, prompts):
+    def encode(self, prompts, starts=None):
         self.batches.append(list(prompts))
         if self.is_lost or any(BAD in prompt for prompt in prompts):
             raise RuntimeError("out of luck")
@@ -187,7 +187,7 @@ def test_control_and_stop(loop, encoder, channel):
 def test_the_pulse_tells_of_work_before_it_begins(encoder, channel):
     beats = []
     encode = encoder.encode
-    encoder.encode = lambda prompts: beats.append("encode") or encode(prompts)
+    encoder.encode = lambda prompts, starts=None: beats.append("encode") or encode(prompts)
     beat = SimpleNamespace(
         beat=lambda busy, patience_s: beats.append(busy), watch=lambda loop: None
     )
@@ -201,7 +201,7 @@ def test_the_pulse_tells_of_work_before_it_begins(encoder, channel):
 @pytest.mark.parametrize("token", [1, BAD])
 def test_only_a_batch_that_is_computed_may_be_interrupted(loop, encoder, channel, token):
     seen, encode = [], encoder.encode
-    encoder.encode = lambda prompts: seen.append(loop.is_computing) or encode(prompts)
+    encoder.encode = lambda prompts, starts=None: seen.append(loop.is_computing) or encode(prompts)
     channel.inbox = [asking("a", token), asking("b", 2)]
     loop.turn(0)
     assert seen[:1] == [True] and not loop.is_computing

@@ -120,7 +120,7 @@ build_server(load_cli_settings(None, {"model.model_path": "m"}).settings)
 print(json.dumps(list(sys.modules)))
 """
     loaded = run(code)
-    assert "engine.servers.openai.chat" in loaded
+    assert "engine.servers.openai.completions" in loaded
     unwanted = ("engine.plugins", "engine.routing", "engine.core.config_tables")
     assert not [name for name in loaded if name.startswith((*unwanted, "psutil", "pydantic.v1"))]
 

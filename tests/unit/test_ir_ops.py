@@ -134,9 +134,9 @@ def test_attention_by_hand() -> None:
 def test_paged_attention_equals_each_sequence_alone() -> None:
     for example in examples(OPS["attention"]):
         attributes = example.attributes
-        queries, cache, positions, row_of, tables = example.inputs
+        queries, cache, positions, row_of, tables, *ends = example.inputs
         together = OPS["attention"].reference(attributes, example.inputs, example.weights)
-        rules = reference.PLAIN
+        rules = reference.ScoreRules(centered=attributes.centered)
         if attributes.sinks:
             slopes = reference.alibi_slopes(attributes.heads, attributes.alibi_bias)
             rules = reference.ScoreRules(attributes.softcap, slopes, example.weights[0])
@@ -148,6 +148,7 @@ def test_paged_attention_equals_each_sequence_alone() -> None:
                 queries[mine].reshape(mine.sum(), attributes.heads, -1),
                 *(known[:, 0], known[:, 1], positions[mine]),
                 *(attributes.scale, attributes.window, rules),
+                *(each[mine] for each in ends),
             )
             np.testing.assert_array_equal(together[mine], alone.reshape(mine.sum(), -1))
 

@@ -1,13 +1,8 @@
 """Pulls from a loopback server that cuts, redirects, lies and changes its mind."""
 
-import hashlib
 import json
-import re
-import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import pytest
@@ -15,7 +10,6 @@ import pytest
 from engine.core.errors import (
     ConfigError,
     ConflictError,
-    EngineError,
     ModelError,
     ModelFormatError,
     NotFoundError,
@@ -25,82 +19,16 @@ from engine.core.store import fetch, fit
 from engine.core.store.catalogue import CATALOGUE
 from engine.core.store.model_store import (
     ModelStore,
-    default_name,
     needs_pull,
     resolve_model,
 )
-from engine.core.store.pull import parse_spec, pull
-
-GGUF = b"GGUF" + bytes(range(256)) * 1200
-OTHER = b"GGUF" + bytes(reversed(range(256))) * 1200
-COMMIT = "0123456789abcdef0123456789abcdef01234567"
-
-
-@dataclass
-class Page:
-    body: bytes = b""
-    status: int = 200
-    headers: dict[str, str] = field(default_factory=dict)
-    etag: str | None = '"v1"'
-    ranges: bool = True
-    length: bool = True
-    cuts: list[int] = field(default_factory=list)  # bytes to send before hanging up, per answer
-
-
-@dataclass
-class Site:
-    url: str = ""
-    pages: dict[str, Page] = field(default_factory=dict)
-    requests: list[tuple[str, dict[str, str]]] = field(default_factory=list)
-
-    def ranges(self) -> list[str | None]:
-        return [headers.get("range") for _, headers in self.requests]
-
-
-class _Handler(BaseHTTPRequestHandler):
-    site: Site
-
-    def do_GET(self) -> None:
-        seen = {key.lower(): value for key, value in self.headers.items()}
-        self.site.requests.append((self.path, seen))
-        page = self.site.pages.get(self.path.split("?")[0], Page(status=404))
-        body, status, extra = page.body, page.status, dict(page.headers)
-        wanted = re.fullmatch(r"bytes=(\d+)-", seen.get("range", ""))
-        if (
-            wanted
-            and page.ranges
-            and status == 200
-            and seen.get("if-range", page.etag) == page.etag
-        ):
-            start = int(wanted[1])
-            extra["Content-Range"] = f"bytes {start}-{len(body) - 1}/{len(body)}"
-            body, status = body[start:], 206
-        self.send_response(status)
-        if page.etag:
-            extra["ETag"] = page.etag
-        if page.length:
-            extra["Content-Length"] = str(len(body))
-        for key, value in extra.items():
-            self.send_header(key, value)
-        self.end_headers()
-        self.wfile.write(body[: page.cuts.pop(0)] if page.cuts else body)
-
-    def log_message(self, format: str, *args: object) -> None:
-        pass
-
-
-def _serve() -> tuple[Site, ThreadingHTTPServer]:
-    site = Site()
-    handler = type("Handler", (_Handler,), {"site": site})
-    server = ThreadingHTTPServer(("127.0.0.1", 0), handler)
-    site.url = f"http://127.0.0.1:{server.server_port}"
-    threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
-    return site, server
+from engine.core.store.pull import pull
+from tests.model_site import COMMIT, GGUF, OTHER, Page, Site, digest, parts, serve_site
 
 
 @pytest.fixture
 def site() -> Iterator[Site]:
-    site, server = _serve()
+    site, server = serve_site()
     yield site
     server.shutdown()
     server.server_close()
@@ -116,14 +44,6 @@ def store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> ModelStore:
     monkeypatch.setenv("HF_HOME", str(tmp_path / "hub"))
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     return ModelStore(tmp_path / "models")
-
-
-def digest(body: bytes) -> str:
-    return hashlib.sha256(body).hexdigest()
-
-
-def parts(store: ModelStore) -> list[Path]:
-    return list(store.root.glob(".partial/*/.*.part"))
 
 
 def test_whole_pull_is_recorded_and_private(site: Site, store: ModelStore) -> None:
@@ -409,19 +329,6 @@ def test_a_model_in_the_hubs_own_cache_is_found(
     assert not needs_pull("org/repo:Q4_K_M")
 
 
-def test_ids_of_models_are_whole_names(tmp_path: Path) -> None:
-    (tmp_path / "Model-1.5").mkdir()
-    names = {
-        "qwen2.5-0.5b-instruct": "qwen2.5-0.5b-instruct",
-        "/there/model-1.5.gguf": "model-1.5",
-        str(tmp_path / "Model-1.5"): "Model-1.5",
-        "hf:org/Repo-1.5": "org/Repo-1.5",
-        "org/repo:Q4_K_M": "org/repo:Q4_K_M",
-        "models/missing.gguf": "missing",
-    }
-    assert {name: default_name(name) for name in names} == names
-
-
 def test_every_part_of_a_split_gguf_comes_along(site: Site, store: ModelStore) -> None:
     for part in ("1", "2"):
         site.pages[f"/m-0000{part}-of-00002.gguf"] = Page(GGUF)
@@ -441,44 +348,11 @@ def test_names_do_not_change_hands(site: Site, store: ModelStore) -> None:
         pull(f"{site.url}/b/m.gguf", name=next(iter(CATALOGUE)), store=store)
 
 
-@pytest.mark.parametrize(
-    "spec",
-    [
-        "",
-        "unknown-name",
-        "ftp://host/m.gguf",
-        "file:///etc/m.gguf",
-        "http:///m.gguf",
-        "http://host/",
-        "hf:org",
-        "hf:../repo/m.gguf",
-        "hf:org/repo/../../m.gguf",
-        "hf:org/repo/a\0.gguf",
-        "hf:org/repo/tokenizer.json",
-        "hf:org/repo/model.safetensors",
-        "pypi:package",
-        "pypi:--index-url/m.gguf",
-        "pypi:package/../m.gguf",
-        "pypi:package; evil/m.gguf",
-    ],
-)
-def test_malformed_specs_are_refused_with_advice(spec: str, store: ModelStore) -> None:
-    with pytest.raises(EngineError):
-        pull(spec, store=store)
-    assert not store.root.exists()
-
-
 @pytest.mark.parametrize("name", ["../x", "/etc", "a/b", "a\0b", ".hidden", "UPPER", "x" * 101])
 def test_names_that_could_be_paths_are_refused(name: str, site: Site, store: ModelStore) -> None:
     with pytest.raises(ConfigError):
         pull(f"{site.url}/m.gguf", name=name, store=store)
     assert not store.root.exists()
-
-
-def test_every_catalogue_source_parses() -> None:
-    for entry in CATALOGUE.values():
-        for source in entry.sources:
-            assert parse_spec(source).default_name
 
 
 def test_a_catalogue_name_is_pulled_in_one_quant_and_keeps_it(

@@ -6,7 +6,6 @@ import sqlite3
 from collections.abc import Iterator, Sequence
 from itertools import islice
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import httpx
@@ -395,17 +394,3 @@ def test_answers_are_read_away_from_the_event_loop(
     monkeypatch.setattr(run, "answered_line", noted)
     ended(client, create(client, [line("a")]))
     assert on_loop == [False]
-
-
-@pytest.mark.parametrize("num_free", [0, 1])
-async def test_a_batch_that_must_stop_takes_no_slot(num_free: int) -> None:
-    """Also when a slot comes free at the moment in which the batch is cancelled."""
-    slots = asyncio.Semaphore(num_free)
-    bench: Any = SimpleNamespace(slots=slots)
-    watching = asyncio.create_task(asyncio.sleep(0))
-    await watching
-    assert not await run.BatchRun(bench, "batch")._take_slot(watching)
-    if not num_free:
-        slots.release()
-    async with asyncio.timeout(1):
-        await slots.acquire()

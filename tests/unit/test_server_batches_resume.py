@@ -2,10 +2,12 @@
 answered twice.
 """
 
+import asyncio
 import json
 import sqlite3
 from contextlib import AbstractContextManager
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import httpx
@@ -199,3 +201,17 @@ def test_large_results_are_written_piece_by_piece(
         wait_for(server, batch_id, "completed", 3)
         assert output_ids(server, batch_id) == ["0", "1", "2"]
     assert pages == [1, 1, 1, 0]
+
+
+@pytest.mark.parametrize("num_free", [0, 1])
+async def test_a_batch_that_must_stop_takes_no_slot(num_free: int) -> None:
+    """Also when a slot comes free at the moment in which the batch is cancelled."""
+    slots = asyncio.Semaphore(num_free)
+    bench: Any = SimpleNamespace(slots=slots)
+    watching = asyncio.create_task(asyncio.sleep(0))
+    await watching
+    assert not await run.BatchRun(bench, "batch")._take_slot(watching)
+    if not num_free:
+        slots.release()
+    async with asyncio.timeout(1):
+        await slots.acquire()

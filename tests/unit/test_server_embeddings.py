@@ -5,11 +5,12 @@ import base64
 from collections.abc import Iterator
 
 import httpx
+import msgspec
 import numpy as np
 import pytest
 
 from engine.core.errors import InvalidRequestError
-from engine.core.interfaces.backend import Embeddings, EmbedRequest
+from engine.core.interfaces.backend import Embeddings, EmbedRequest, ModelCard, TextPair
 from tests.fake_backend import MODEL, NUM_DIMENSIONS, FakeBackend
 from tests.live_server import LiveServer, live_server, wait_until
 
@@ -244,3 +245,52 @@ def test_only_a_model_trained_to_compare_is_asked(
     assert refused.status_code == 400
     assert "not trained to compare" in refused.json()["error"]["message"]
     assert not server.backend.embed_requests
+
+
+class PairBackend(FakeBackend):
+    """A reranker. The score of a pair is the share of the query's letters in the document."""
+
+    def models(self) -> list[ModelCard]:
+        (card,) = super().models()
+        return [msgspec.structs.replace(card, capabilities=("rerank", "score"))]
+
+    async def embed(self, request: EmbedRequest) -> Embeddings:
+        self.embed_requests.append(request)
+        rows = []
+        for index, pair in enumerate(request.inputs):
+            assert isinstance(pair, TextPair)
+            if pair.second == "long":
+                name = "input" if len(request.inputs) == 1 else f"input[{index}]"
+                raise InvalidRequestError(f"However, {name} has 9 tokens.", param=name)
+            letters = set(pair.first)
+            rows.append([len(letters & set(pair.second)) / len(letters)])
+        return Embeddings(np.array(rows, np.float32), 3 * len(rows))
+
+
+@pytest.fixture(scope="module")
+def reranker() -> Iterator[LiveServer]:
+    with live_server(PairBackend()) as server:
+        yield server
+
+
+def test_a_reranker_scores_pairs(reranker: LiveServer) -> None:
+    asked = {"query": "cat", "documents": ["dog", "cart", "act up", "tea"]}
+    body = post(reranker, "/v1/rerank", **asked, top_n=3).json()
+    assert [result["index"] for result in body["results"]] == [1, 2, 3]
+    assert body["results"][0]["relevance_score"] == 1
+    assert body["usage"]["prompt_tokens"] == 12
+    scores = post(reranker, "/v1/score", text_1="cat", text_2=["dog", "tea"]).json()["data"]
+    assert [each["score"] for each in scores] == pytest.approx([0, 2 / 3])
+    paired = post(reranker, "/v1/score", text_1=["ab", "cd"], text_2=["b", "cd"]).json()["data"]
+    assert [each["score"] for each in paired] == [0.5, 1]
+    assert post(reranker, input="cat").status_code == 400
+
+
+def test_the_error_of_a_pair_names_its_document(reranker: LiveServer) -> None:
+    for documents, name in ((["a", "long"], "documents[1]"), (["long"], "documents[0]")):
+        refused = post(reranker, "/v1/rerank", query="cat", documents=documents)
+        error = refused.json()["error"]
+        assert refused.status_code == 400 and error["param"] == name
+        assert error["message"] == f"However, {name} has 9 tokens."
+    error = post(reranker, "/v1/score", text_1="cat", text_2="long").json()["error"]
+    assert error["param"] == "text_2[0]"

@@ -53,6 +53,7 @@ from engine.core.interfaces.backend import (
     Event,
     Health,
     ModelCard,
+    TextPair,
     TokenizerInfo,
 )
 from engine.core.interfaces.request import (
@@ -218,7 +219,7 @@ class CustomBackend(InferenceBackend):
             emulated=text.emulated,
             template_options=text.template_options,
             trained_context=text.config.max_position,
-            num_dimensions=text.config.hidden_size,
+            num_dimensions=None if text.reranks else text.config.hidden_size,
         )
 
     def stats(self) -> EngineStats | None:
@@ -265,14 +266,13 @@ class CustomBackend(InferenceBackend):
         )
 
         text, ready = self._loaded()
-        prompts = [await self._encode(text.encode_prompt, each) for each in request.inputs]
         limit = request.truncate_prompt_tokens
-        if limit is not None:
-            most = ready.max_seq_len if limit < 0 else limit
-            prompts = [text.cut_prompt(prompt, most) for prompt in prompts]
-        for prompt in prompts:
-            check_input(len(prompt), ready.max_seq_len)
-            check_prompt(prompt, text.config.vocab_size, "input")
+        most = ready.max_seq_len if limit is not None and limit < 0 else limit
+        encoded = [await self._encode_input(text, each, most) for each in request.inputs]
+        for index, (prompt, _) in enumerate(encoded):
+            name = "input" if len(encoded) == 1 else f"input[{index}]"
+            check_input(len(prompt), ready.max_seq_len, name)
+            check_prompt(prompt, text.config.vocab_size, name)
         requests = [
             GenerateRequest(
                 request_id=f"{request.request_id}-{index}",
@@ -286,13 +286,25 @@ class CustomBackend(InferenceBackend):
                 # longer. The limit on the waiting time therefore holds only for the first.
                 queue_timeout_s=request.queue_timeout_s if index == 0 else None,
                 pools=True,
+                second_start=second_start,
             )
-            for index, prompt in enumerate(prompts)
+            for index, (prompt, second_start) in enumerate(encoded)
         ]
-        vectors = await vectors_of(
-            self._link, requests, self._options.max_queued, text.config.hidden_size
-        )
-        return Embeddings(vectors, sum(map(len, prompts)))
+        size = 1 if text.reranks else text.config.hidden_size
+        max_queued = self._options.max_queued
+        vectors = await vectors_of(self._link, requests, max_queued, size, text.reranks)
+        return Embeddings(vectors, sum(len(prompt) for prompt, _ in encoded))
+
+    async def _encode_input(
+        self, text: TextModel, asked: str | tuple[int, ...] | TextPair, most: int | None
+    ) -> tuple[tuple[int, ...], int]:
+        """The tokens of an embedding input, cut to `most` tokens, and the index of the first token
+        with token type 1.
+        """
+        if isinstance(asked, TextPair):
+            return await self._encode(text.encode_pair, asked.first, asked.second, most)
+        prompt = await self._encode(text.encode_prompt, asked)
+        return (prompt if most is None else text.cut_prompt(prompt, most)), 0
 
     async def tokenize(
         self,

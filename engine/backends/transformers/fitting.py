@@ -26,8 +26,7 @@ from engine.backends.custom.worker.memory import DTYPE_BYTES, MemoryNeeds, Memor
 from engine.backends.transformers.attention import NAME, record
 from engine.backends.transformers.checkpoint import HfShape
 from engine.backends.transformers.loading import one_line
-from engine.backends.transformers.packed_runner import PackedRunner
-from engine.backends.transformers.slot_runner import SlotRunner, find_cache
+from engine.backends.transformers.runners import PackedRunner, SlotRunner, find_cache
 from engine.backends.transformers.states import FinalStates
 from engine.core.errors import ConfigError, ModelError
 

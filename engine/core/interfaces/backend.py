@@ -177,12 +177,22 @@ class TokenizerInfo(msgspec.Struct, frozen=True, kw_only=True):
     special_tokens: dict[str, int]  # the control tokens: name -> id
 
 
+class TextPair(msgspec.Struct, frozen=True):
+    """A query and a document, which a reranker compares."""
+
+    first: str
+    second: str
+
+
 class EmbedRequest(msgspec.Struct, frozen=True, kw_only=True):
-    """An embedding request. Each input, a text or its token ids, becomes one vector."""
+    """An embedding request. Each input, a text or its token ids, becomes one vector. If the model
+    has the capability `rerank`, inputs are pairs, and each becomes a vector of one number: the
+    pair's score.
+    """
 
     request_id: str
     model: str = ""  # see `GenerationContext`
-    inputs: tuple[str | tuple[int, ...], ...]
+    inputs: tuple[str | tuple[int, ...] | TextPair, ...]
     priority: int = 0
     salt: str = ""
     tenant: str = ""  # owner of the request, for fair sharing
@@ -218,7 +228,8 @@ class ModelCard(msgspec.Struct, frozen=True, kw_only=True):
     quantization: str | None = None
     num_params: int | None = None
     size_bytes: int | None = None
-    # Any of: completions, chat, embeddings, score, tools, json_schema, reasoning, suffix.
+    # Any of: completions, chat, embeddings, score, rerank, tools, json_schema, reasoning, suffix.
+    # score: the model compares texts. rerank: it does so by computing pairs, not by embeddings.
     capabilities: tuple[str, ...] = ()
     # Capabilities that the model was not trained for, for example tools that a message describes to
     # it. Also request parameters that the backend emulates.

@@ -39,7 +39,8 @@ class PluginRequest(msgspec.Struct, frozen=True, kw_only=True):
     tools: tuple[dict[str, Any], ...] = ()  # chat tools
     prompt: str | tuple[int, ...] | None = None  # completion prompt: text or token ids
     suffix: str | None = None  # completion suffix
-    inputs: tuple[str | tuple[int, ...], ...] = ()  # embedding inputs: texts or token ids
+    # Embedding inputs: texts or token ids. Of a reranker: the texts of all pairs, in order.
+    inputs: tuple[str | tuple[int, ...], ...] = ()
     params: SamplingParams | None = None  # None for an embedding
 
 

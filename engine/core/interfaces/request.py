@@ -59,6 +59,9 @@ class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True, tag="submit"):
     queue_timeout_s: float | None = None
     grammar: str | None = None  # llguidance grammar that the output must match
     pools: bool = False  # if true, return one embedding vector for the prompt and generate nothing
+    # Only for encoders: in a pair of texts, the index of the first token with token type 1. 0: all
+    # tokens have type 0
+    second_start: int = 0
 
 
 class Abort(msgspec.Struct, frozen=True, tag="abort"):

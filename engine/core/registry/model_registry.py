@@ -52,6 +52,9 @@ _ARCHITECTURES = Registry(
         "glm4_moe": f"{_FOLDER}.moe:GLM4_MOE",
         "gpt_oss": f"{_FOLDER}.moe:GPT_OSS",
         "bert": f"{_FOLDER}.bert:BERT",
+        "roberta": f"{_FOLDER}.bert:ROBERTA",
+        "nomic_bert": f"{_FOLDER}.bert:NOMIC_BERT",
+        "modernbert": f"{_FOLDER}.modernbert:MODERN_BERT",
     },
     group="engine.architectures",
 )

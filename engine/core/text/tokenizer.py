@@ -177,13 +177,30 @@ class Tokenizer:
         """Encode the prompt of a completion. Adds BOS and EOS if the model expects them. A parsed
         prompt that starts with BOS gets no second one.
         """
-        ids = self.encode(text, parse_special)
-        bos_id = self.bos_id if add_bos and self._parts.add_bos else None
+        ids, parts = self.encode(text, parse_special), self._parts
+        bos_id = self.bos_id if add_bos and parts.add_bos else None
         if bos_id is not None and not (parse_special and ids[:1] == [bos_id]):
             ids.insert(0, bos_id)
-        if self._parts.add_eos and self._parts.eos_id is not None:
-            ids.append(self._parts.eos_id)
+        end_id = parts.eos_id if parts.prompt_end_id is None else parts.prompt_end_id
+        if parts.add_eos and end_id is not None:
+            ids.append(end_id)
         return ids
+
+    def encode_pair(
+        self, first: str, second: str, max_tokens: int | None = None
+    ) -> tuple[list[int], int]:
+        """Encode two texts as one prompt, for a cross-encoder. Returns the ids, and the index of
+        the first token with token type 1; 0 if there is none. To stay within `max_tokens`, the end
+        of the second text is cut.
+        """
+        pair = self._parts.pair
+        if pair is None:
+            raise InvalidRequestError("This model's tokenizer does not join two texts.")
+        ids = [*pair.before, *self.encode(first), *pair.between]
+        start, rest = len(ids), self.encode(second)
+        if max_tokens is not None:
+            rest = rest[: max(0, max_tokens - start - len(pair.after))]
+        return [*ids, *rest, *pair.after], start if pair.has_types else 0
 
     def encode_rendered(self, rendered: RenderedPrompt) -> list[int]:
         """Encode a chat prompt. BOS is not added here, because the template adds it."""

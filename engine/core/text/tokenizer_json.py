@@ -15,7 +15,7 @@ import tokenizers
 from engine.core.errors import ModelFormatError
 from engine.core.text.charsmap import check_charsmap
 from engine.core.text.json_text import read_json, read_text
-from engine.core.text.tokenizer_parts import TokenizerParts, end_ids, sentinel
+from engine.core.text.tokenizer_parts import PairFormat, TokenizerParts, end_ids, sentinel
 
 _CONTINUES = "##"  # prefix of WordPiece pieces that continue a word
 _MAX_WORD = 1000
@@ -39,6 +39,7 @@ def parts_from_directory(path: Path) -> TokenizerParts:
     bos_id = _find(settings, "bos_token", pieces, specials)
     eos_id = _find(settings, "eos_token", pieces, specials)
     first, last = _ends_of_prompt(engine, len(pieces), path)
+    pair = _pair_format(engine, len(pieces))
     engine.post_processor = None
     bos_id = first if bos_id is None else bos_id
     eos_id = last if eos_id is None else eos_id
@@ -58,6 +59,8 @@ def parts_from_directory(path: Path) -> TokenizerParts:
         add_eos=_flag(settings, "add_eos_token", last is not None) and eos_id is not None,
         chat_template=_chat_template(path, settings),
         tool_template=_tool_template(path, settings),
+        prompt_end_id=last,
+        pair=pair,
     )
 
 
@@ -308,6 +311,28 @@ def _ends_of_prompt(
     starts = full[0] if full[: len(bare)] != bare else None
     ends = full[-1] if full[-len(bare) :] != bare else None
     return starts, ends
+
+
+def _pair_format(engine: tokenizers.Tokenizer, vocab_size: int) -> PairFormat | None:
+    """What the post-processor puts around two texts; None if it does not join them in order."""
+    first, second = (engine.encode(text, add_special_tokens=False).ids for text in ("a", "b"))
+    joined = engine.encode("a", "b", add_special_tokens=True)
+    ids, types = joined.ids, joined.type_ids
+    places = [
+        (start, begin)
+        for start in range(len(ids))
+        if ids[start : start + len(first)] == first
+        for begin in range(start + len(first), len(ids))
+        if ids[begin : begin + len(second)] == second
+    ]
+    if len(places) != 1 or not first or not second or max(ids) >= vocab_size:
+        return None
+    start, begin = places[0]
+    has_types = types == [0] * begin + [1] * (len(ids) - begin)
+    between, after = ids[start + len(first) : begin], ids[begin + len(second) :]
+    if not between or not (has_types or set(types) == {0}):
+        return None
+    return PairFormat(tuple(ids[:start]), tuple(between), tuple(after), has_types)
 
 
 def _find(

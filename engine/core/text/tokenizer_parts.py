@@ -68,6 +68,19 @@ class TokenizerParts:
     add_eos: bool
     chat_template: str | None
     tool_template: str | None = None  # the chat template for requests with tools, if it differs
+    # The id after a prompt, if `add_eos` and it is not `eos_id`.
+    prompt_end_id: int | None = None
+    pair: "PairFormat | None" = None  # None: the tokenizer does not say how to join two texts
+
+
+@dataclass(frozen=True, slots=True)
+class PairFormat:
+    """The token ids around the two texts of a pair, such as [CLS] a [SEP] b [SEP]."""
+
+    before: tuple[int, ...]
+    between: tuple[int, ...]
+    after: tuple[int, ...]
+    has_types: bool  # the tokens from the second text on have token type 1
 
 
 @functools.cache

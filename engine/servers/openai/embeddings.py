@@ -24,6 +24,7 @@ from engine.core.interfaces.backend import (
     Event,
     FinishEvent,
     ModelCard,
+    TextPair,
     UsageEvent,
 )
 from engine.servers.access.auth import principal_of
@@ -132,7 +133,7 @@ async def embed(
     card: ModelCard,
     body: VectorsBody,
     kind: str,
-    inputs: Sequence[fields.Prompt],
+    inputs: Sequence[fields.Prompt] | Sequence[TextPair],
 ) -> Embeddings:
     """Compute the embeddings of `inputs`, in order. Raises if the backend refuses the request."""
     record = record_of(request.scope)

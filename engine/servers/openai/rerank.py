@@ -1,10 +1,13 @@
 """POST /v1/rerank (also /rerank) and /v1/score, which compare texts.
 
-A score is the cosine of the embeddings of two texts, from -1 to 1. Only models that were trained
-for embeddings are accepted. With the hidden states of other models, scores would be meaningless.
+Rerankers compute a score from both texts of a pair. With sentence encoders, a score is the cosine
+of the embeddings of two texts, from -1 to 1. Other models are refused, because the scores of their
+hidden states would be meaningless.
 """
 
 import asyncio
+import re
+from dataclasses import dataclass
 from typing import Annotated, Any
 
 import msgspec
@@ -15,7 +18,8 @@ from pydantic import Field, PlainValidator, WithJsonSchema, model_validator
 from starlette.requests import Request
 from starlette.responses import Response
 
-from engine.core.interfaces.backend import ModelCard
+from engine.core.errors import InvalidRequestError
+from engine.core.interfaces.backend import Embeddings, ModelCard, TextPair
 from engine.servers.http.errors import describe, problem
 from engine.servers.http.request_log import record_of
 from engine.servers.openai.embeddings import (
@@ -111,11 +115,12 @@ def add_rerank_routes(app: FastAPI, services: Services) -> None:
     ) -> Response:
         body = await services.read(request, RerankBody)
         card = _comparing_model(services, request, body)
-        texts = (body.query, *body.documents)
-        made = await embed(services, request, ticket, card, body, "rerank", texts)
-        # The scores are computed in a thread, because thousands of vectors would block the event
-        # loop.
-        scores = await asyncio.to_thread(_similarities, made.vectors, 1)
+        compared = _Compared((body.query,), body.documents, "rerank" in card.capabilities)
+        try:
+            made = await embed(services, request, ticket, card, body, "rerank", compared.inputs)
+        except InvalidRequestError as error:
+            raise _named(error, compared, "query", "documents") from None
+        scores = await compared.scores(made)
         # The sort is stable, so documents with equal scores keep their order.
         order = sorted(range(len(scores)), key=lambda index: -scores[index])
         results: list[dict[str, Any]] = [
@@ -139,10 +144,12 @@ def add_rerank_routes(app: FastAPI, services: Services) -> None:
     ) -> Response:
         body = await services.read(request, ScoreBody)
         card = _comparing_model(services, request, body)
-        made = await embed(
-            services, request, ticket, card, body, "score", body.text_1 + body.text_2
-        )
-        scores = await asyncio.to_thread(_similarities, made.vectors, len(body.text_1))
+        compared = _Compared(body.text_1, body.text_2, "rerank" in card.capabilities)
+        try:
+            made = await embed(services, request, ticket, card, body, "score", compared.inputs)
+        except InvalidRequestError as error:
+            raise _named(error, compared, "text_1", "text_2") from None
+        scores = await compared.scores(made)
         answer = new_envelope(record_of(request.scope).completion_id or "", card).fields("list")
         answer |= {
             "data": [
@@ -152,6 +159,52 @@ def add_rerank_routes(app: FastAPI, services: Services) -> None:
             "usage": usage_body(made),
         }
         return Response(msgspec.json.encode(answer), media_type="application/json")
+
+
+@dataclass(frozen=True, slots=True)
+class _Compared:
+    """The inputs of the model for comparing each text of `left` with the text of `right` at the
+    same place. A single text of `left` is compared with each of `right`.
+    """
+
+    left: tuple[str, ...]
+    right: tuple[str, ...]
+    by_pairs: bool  # the model computes a score for each pair
+
+    @property
+    def inputs(self) -> tuple[str, ...] | tuple[TextPair, ...]:
+        if not self.by_pairs:
+            return (*self.left, *self.right)
+        left = self.left * len(self.right) if len(self.left) == 1 else self.left
+        return tuple(map(TextPair, left, self.right))
+
+    async def scores(self, made: Embeddings) -> list[float]:
+        if self.by_pairs:
+            found: list[float] = made.vectors[:, 0].tolist()
+            return found
+        # Thousands of vectors would block the event loop.
+        return await asyncio.to_thread(_similarities, made.vectors, len(self.left))
+
+    def name(self, index: int, left: str, right: str) -> str:
+        """The request field of an input. `left` and `right` are the fields of the texts."""
+        if self.by_pairs:
+            return f"{right}[{index}]"
+        is_left = index < len(self.left)
+        if is_left and len(self.left) == 1:
+            return left
+        return f"{left}[{index}]" if is_left else f"{right}[{index - len(self.left)}]"
+
+
+def _named(
+    error: InvalidRequestError, compared: _Compared, left: str, right: str
+) -> InvalidRequestError:
+    """The error of an input, with the name of the request field instead of "input[index]"."""
+    found = re.fullmatch(r"input(?:\[(\d+)\])?", error.param or "")
+    if found is None or error.param is None:
+        return error
+    name = compared.name(int(found[1] or 0), left, right)
+    message = error.message.replace(error.param, name, 1)
+    return InvalidRequestError(message, param=name, code=error.error_code)
 
 
 def _similarities(vectors: NDArray[np.float32], num_left: int) -> list[float]:
@@ -165,6 +218,9 @@ def _similarities(vectors: NDArray[np.float32], num_left: int) -> list[float]:
 
 def _comparing_model(services: Services, request: Request, body: VectorsBody) -> ModelCard:
     card = services.choose_model(request, body.model)
-    what = "was not trained to compare texts; serve a sentence encoder, such as all-minilm-l6-v2"
+    what = (
+        "was not trained to compare texts; serve a reranker or a sentence encoder, such as "
+        "all-minilm-l6-v2"
+    )
     services.require(card, "score", "model", what)
     return card

@@ -92,6 +92,6 @@ MUTATIONS = [
         "engine.servers.batches.run",
         "        if watching.done() and taking.done():\n            self._bench.slots.release()\n",
         "",
-        "tests/unit/test_server_batches.py::test_a_batch_that_must_stop_takes_no_slot",
+        "tests/unit/test_server_batches_resume.py::test_a_batch_that_must_stop_takes_no_slot",
     ),
 ]

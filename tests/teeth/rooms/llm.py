@@ -124,4 +124,11 @@ MUTATIONS = [
         "            if False:\n",
         "tests/unit/test_llm_params.py::test_an_argument_sets_a_setting_or_is_refused",
     ),
+    Mutation(
+        "llm: answers in OpenAI's shapes end after 16 tokens",
+        "engine.sampling_params",
+        'return SamplingParams(**{"max_tokens": None, **fields})',
+        "return SamplingParams(**fields)",
+        "tests/unit/test_llm.py::test_openai_shapes_fill_the_context_unless_told",
+    ),
 ]

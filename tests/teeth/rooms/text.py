@@ -4,6 +4,13 @@ from tests.teeth.mutation import Mutation
 
 MUTATIONS = [
     Mutation(
+        "INV-26 a stop string is shown",
+        "engine.core.text.stop_strings",
+        "        keep = len(text) - self._possible_start(text)\n",
+        "        keep = len(text)\n",
+        "tests/property/test_detokenizer.py::test_a_stop_string_in_two_pieces_is_never_shown",
+    ),
+    Mutation(
         "stop strings: the last character of a beginning is let go",
         "engine.core.text.stop_strings",
         "for char in text[:-1])",

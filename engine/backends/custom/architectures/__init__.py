@@ -8,7 +8,7 @@ whether a weight or bias exists.
 
     embed.weight                         (V, D)
     position.weight                      (P, D)      config.learned_positions
-    token_type.weight                    (Y, D)      config.encoder: Y token types
+    token_type.weight                    (Y, D)      config.encoder.num_token_types: Y token types
     embed_norm.weight            .bias   (D,)        config.encoder: on the sum of the tables
     rope.factors                         (R / 2,)    config.rope.kind == "factors": frequencies
                                                      are divided by it
@@ -37,7 +37,11 @@ whether a weight or bias exists.
     layers.{i}.shared.up.weight          (S, D)
     layers.{i}.shared.down.weight        (D, S)
     layers.{i}.shared.router.weight      (1, D)      config.experts.shared_gate
-    norm.weight                  .bias   (D,)        bias: config.norm_bias; no encoder has it
+    norm.weight                  .bias   (D,)        bias: config.norm_bias; no post-norm encoder
+                                                     has it
+    score.dense.weight           .bias   (D, D)      config.encoder.head; bias: head.bias
+    score.norm.weight                    (D,)        config.encoder.head.norm
+    score.out.weight             .bias   (1, D)      config.encoder.head
     head.weight                          (V, D)      absent with config.tie_embeddings
 
 `config.norm_placement` says what attn_norm and mlp_norm normalize. "input": the input of attention

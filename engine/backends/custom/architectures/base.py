@@ -72,18 +72,34 @@ class RopeConfig:
 
 
 @dataclass(frozen=True, slots=True)
+class ScoreHead:
+    """The head of a cross-encoder. It computes the score of a pair of texts from the pooled vector:
+    a dense layer, an activation, an optional layer norm, and a second layer with one output.
+    """
+
+    activation: Literal["tanh", "silu", "gelu", "gelu_tanh", "relu2"]
+    bias: bool  # the dense layer has a bias
+    norm: bool
+    squashes: bool  # the score is the sigmoid of the output
+
+
+@dataclass(frozen=True, slots=True)
 class EncoderConfig:
-    """Settings of a text encoder. Each token attends to all tokens of the text. Pooling combines
-    the final states of the tokens into one vector.
+    """Settings of a text encoder. Each token attends to all tokens of the text; in layers with a
+    window, it attends to window - 1 tokens before it and as many after it. Pooling combines the
+    final states of the tokens into one vector.
 
     If a checkpoint does not state how to pool, the defaults apply: mean pooling, and vectors of
     unit length.
     """
 
-    num_token_types: int
+    num_token_types: int  # 0: the model has no token types
     max_tokens: int  # max tokens of one text; at most the length of the position table
+    # The stored position table has this many rows before the row of the first token.
+    first_position: int = 0
     pooling: Literal["mean", "cls", "last"] = "mean"
     normalizes: bool = True  # whether the resulting vectors are scaled to unit length
+    head: ScoreHead | None = None  # None: the result is the pooled vector
 
 
 @dataclass(frozen=True, slots=True)
@@ -360,7 +376,7 @@ def check_config(config: ModelConfig) -> ModelConfig:
         "expert size >= 1": config.experts is None or config.experts.size >= 1,
         "shared expert size >= 0": config.experts is None or config.experts.shared_size >= 0,
         "expert weight scale > 0": config.experts is None or config.experts.scale > 0,
-        "token types >= 1": config.encoder is None or config.encoder.num_token_types >= 1,
+        "token types >= 0": config.encoder is None or config.encoder.num_token_types >= 0,
         "1 <= encoder tokens <= max_position": config.encoder is None
         or 1 <= config.encoder.max_tokens <= config.max_position,
     }

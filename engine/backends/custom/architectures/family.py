@@ -135,10 +135,10 @@ class WeightRow:
     "{e}" for the number of an expert.
 
     `shape` has one letter per dimension: D hidden, F feed-forward, V vocabulary, P positions,
-    Y token types, H head dim, N heads, K KV heads, q all query heads, k all key heads, g all query
-    heads of a KV head, c half of the rotated dimensions of a head, E experts, X an expert's
-    feed-forward, S the shared expert's. `bias` is the config field that says whether the weight has
-    a bias. `when` says whether the weight exists; None: always.
+    O rows before the first position, Y token types, H head dim, N heads, K KV heads, q all query
+    heads, k all key heads, g all query heads of a KV head, c half of the rotated dimensions of a
+    head, E experts, X an expert's feed-forward, S the shared expert's. `bias` is the config field
+    that says whether the weight has a bias. `when` says whether the weight exists; None: always.
     """
 
     name: str
@@ -191,6 +191,7 @@ def _sizes(config: ModelConfig) -> dict[str, int]:
         "F": config.intermediate_size,
         "V": config.vocab_size,
         "P": config.max_position,
+        "O": 0 if config.encoder is None else config.encoder.first_position,
         "Y": 0 if config.encoder is None else config.encoder.num_token_types,
         "H": config.head_dim,
         "N": config.num_heads,

@@ -4,7 +4,7 @@ find_device(device, dtype) -> DeviceInfo                        resolves "auto",
 memory_needs(source, options, device) -> MemoryNeeds            bytes of weights, keys and values
 build_runner(source, config) -> ModelRunner                     loads weights, allocates the cache
 profiler(runner, source, config) -> Profiler                    measures a runner's kernels
-build_encoder(source, device, dtype, num_threads) -> Encoder    if the framework runs text encoders
+build_encoder(source, options, device) -> Encoder               if the framework runs text encoders
 """
 
 from importlib import import_module

@@ -38,10 +38,15 @@ class _Awaited:
 
 
 async def vectors_of(
-    link: EngineLink, requests: Sequence[GenerateRequest], max_queued: int, num_dimensions: int
+    link: EngineLink,
+    requests: Sequence[GenerateRequest],
+    max_queued: int,
+    num_dimensions: int,
+    are_scores: bool = False,
 ) -> NDArray[np.float32]:
-    """The embeddings (requests, dimensions), in the order of the requests. Each has unit length. If
-    a request fails, the other requests are cancelled, and the error of the failed one is raised.
+    """The embeddings (requests, dimensions), in the order of the requests. Each has unit length,
+    unless `are_scores`. If a request fails, the other requests are cancelled, and the error of the
+    failed one is raised.
     """
     if not requests:
         return np.zeros((0, num_dimensions), np.float32)
@@ -66,6 +71,8 @@ async def vectors_of(
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
+    if are_scores:
+        return rows
     lengths = np.linalg.norm(rows, axis=1, keepdims=True)
     unit: NDArray[np.float32] = rows / np.maximum(lengths, np.finfo(np.float32).tiny)
     return unit

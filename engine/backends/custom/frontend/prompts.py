@@ -224,15 +224,15 @@ def check_context(num_prompt: int, max_tokens: int | None, max_seq_len: int, par
         )
 
 
-def check_input(num_tokens: int, max_seq_len: int) -> None:
+def check_input(num_tokens: int, max_seq_len: int, name: str) -> None:
     """Check that an embedding input fits the context. The input may fill the whole context, because
-    no output token is generated.
+    no output token is generated. `name` is its name in the request.
     """
     if num_tokens > max_seq_len:
         raise InvalidRequestError(
-            f"This model's maximum context length is {max_seq_len} tokens. However, an input has "
+            f"This model's maximum context length is {max_seq_len} tokens. However, {name} has "
             f"{num_tokens} tokens. Shorten it, or set truncate_prompt_tokens.",
-            param="input",
+            param=name,
             code="context_length_exceeded",
         )
 

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Protocol
 
 import msgspec
 
+from engine.backends.custom.architectures.base import EncoderConfig
 from engine.backends.custom.frontend.text_cache import TextCache, TextFacts, key_of
 from engine.core.errors import ModelFormatError
 from engine.core.interfaces.backend import TokenizerInfo
@@ -78,7 +79,7 @@ class ModelShape(Protocol):
     def eos_ids(self) -> tuple[int, ...]: ...
 
     @property
-    def encoder(self) -> object | None:
+    def encoder(self) -> EncoderConfig | None:
         """The settings of a text encoder. None for a decoder, which generates text."""
         ...
 
@@ -122,7 +123,7 @@ class TextModel:
     @property
     def capabilities(self) -> tuple[str, ...]:
         if self.config.encoder is not None:
-            return ("embeddings", "score")
+            return ("rerank" if self.reranks else "embeddings", "score")
         found = ["completions", "embeddings", "json_schema"]
         if self.can_chat:
             found += ["chat", "tools"]
@@ -172,6 +173,18 @@ class TextModel:
         if not add_special_tokens:
             return tuple(self.tokenizer.encode(prompt, parse_special))
         return tuple(self.tokenizer.encode_prompt(prompt, parse_special=parse_special))
+
+    @property
+    def reranks(self) -> bool:
+        """Whether the model scores pairs of texts."""
+        return self.config.encoder is not None and self.config.encoder.head is not None
+
+    def encode_pair(
+        self, first: str, second: str, max_tokens: int | None
+    ) -> tuple[tuple[int, ...], int]:
+        """The tokens of a pair of texts, and the index of the first token with token type 1."""
+        ids, second_start = self.tokenizer.encode_pair(first, second, max_tokens)
+        return tuple(ids), second_start
 
     def cut_prompt(self, prompt: tuple[int, ...], max_tokens: int) -> tuple[int, ...]:
         """Truncate a prompt to `max_tokens`. For an encoder, the first tokens and the end marker

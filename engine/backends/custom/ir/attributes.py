@@ -18,6 +18,7 @@ class NoAttributes:
 @dataclass(frozen=True, slots=True)
 class Lookup:
     scale: float = 1.0  # the rows from the table are multiplied by this number
+    types: bool = False  # only of `embed_positions`: its last table is that of token types
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,6 +75,7 @@ class AttentionAttributes:
     softcap: float | None = None
     alibi_bias: float | None = None  # the largest slope exponent of ALiBi
     sinks: bool = False  # the node's weight has one logit per head
+    centered: bool = False  # the window reaches as far after the token as before it
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,6 +11,7 @@ from engine.backends.custom.ir.plan import (
     GateRowsStep,
     GatherStep,
     LinearStep,
+    MeanStep,
     NormStep,
     RopeWriteStep,
     RouteStep,
@@ -80,6 +81,9 @@ class PlanCost:
             case GatherStep():
                 size = counts.logits * self._plan.buffers[step.out].width
                 return StepCost(activation_bytes=2 * _FLOAT * size)
+            case MeanStep():
+                size = counts.tokens * self._plan.buffers[step.out].width
+                return StepCost(flops=size, activation_bytes=_FLOAT * size)
 
     def weights(self, step: Step) -> tuple[str, ...]:
         """Names of the weights that a plan step reads."""
@@ -90,10 +94,10 @@ class PlanCost:
         matrix = self._matrices[step.table]
         row = self._stored_bytes(step.table) / matrix.rows
         size = counts.tokens * matrix.columns
-        positions = step.positions is not None
+        added = size * ((step.positions is not None) + (step.types is not None))
         return StepCost(
-            flops=size if positions else 0,
-            weight_bytes=round(row * counts.tokens) + (_FLOAT * size if positions else 0),
+            flops=added,
+            weight_bytes=round(row * counts.tokens) + _FLOAT * added,
             activation_bytes=_FLOAT * size,
         )
 

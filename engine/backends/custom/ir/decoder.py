@@ -22,6 +22,9 @@ WRITE_SLOTS = "write_slots"  # each token's place in the KV cache: block * block
 ROW_OF = "row_of"  # index of the sequence that each token belongs to
 TABLES = "tables"  # block table of each sequence
 LOGIT_TOKENS = "logit_tokens"
+# Only in encoders: each token attends to positions below its visible end, and has a token type.
+VISIBLE_END = "visible_end"
+TOKEN_TYPES = "token_types"
 
 
 def rotation_names(table: int) -> tuple[str, str]:
@@ -108,18 +111,21 @@ class DecoderBuilder:
         q, k, v = self.qkv(x, name)
         q = self._heads(q, f"{name}.q", config.num_heads, layer)
         k = self._heads(k, f"{name}.k", kv_heads, layer)
-        cache = self.graph.input(cache_name(layer), ("C", "P", 2, kv_heads, size))
+        encodes = config.encoder is not None
+        # An encoder computes whole texts, so a layer's keys and values are not needed after it.
+        place = 0 if encodes else layer
+        cache = self.graph.input(cache_name(place), ("C", "P", 2, kv_heads, size))
         written = self.graph.add(
-            "kv_write", f"{name}.kv", [cache, k, v, WRITE_SLOTS], (), KvWrite(layer, kv_heads, size)
+            "kv_write", f"{name}.kv", [cache, k, v, WRITE_SLOTS], (), KvWrite(place, kv_heads, size)
         )
         sinks = config.attention_sinks
         return self.graph.add(
             "attention",
             f"{name}.heads",
-            [q, written, POSITIONS, ROW_OF, TABLES],
+            [q, written, POSITIONS, ROW_OF, TABLES, *([VISIBLE_END] if encodes else [])],
             [self.graph.weight(f"{name}.sinks", config.num_heads)] if sinks else (),
             AttentionAttributes(
-                layer,
+                place,
                 config.num_heads,
                 kv_heads,
                 size,
@@ -128,6 +134,7 @@ class DecoderBuilder:
                 config.attention_softcap,
                 config.alibi_bias,
                 sinks,
+                centered=encodes and config.layer(layer).window is not None,
             ),
         )
 

@@ -51,6 +51,7 @@ def embed_positions(rng: np.random.Generator) -> Iterator[Example]:
         tables = (_normal(rng, 50, width), _normal(rng, 60, width))
         for scale in (1.0, 0.3):
             yield Example(Lookup(scale), (ids[0], ids[1]), tables)
+        yield Example(Lookup(types=True), (*ids, ids[0]), (*tables, _normal(rng, 50, width)))
 
 
 def elementwise(inputs: int) -> Examples:
@@ -151,6 +152,18 @@ def attention(rng: np.random.Generator) -> Iterator[Example]:
             )
             arrays = (queries, cache, positions, row_of, tables)
             yield Example(rules, arrays, (_normal(rng, heads),))
+            # Encoders: each token attends to its whole text.
+            ends = np.repeat(np.array([41, 19, 33], np.int32), (1, 19, 13))
+            both_sides = AttentionAttributes(
+                0, heads, kv_heads, size, size**-0.5, window, centered=window is not None
+            )
+            yield Example(both_sides, (*arrays, ends))
+
+
+def mean_rows(rng: np.random.Generator) -> Iterator[Example]:
+    for rows, width in zip(ROWS, WIDTHS, strict=True):
+        last = np.array([0, rows // 2, rows - 1] if rows > 2 else [rows - 1], np.int32)
+        yield Example(NoAttributes(), (_normal(rng, rows, width), last))
 
 
 def projection(rng: np.random.Generator) -> Iterator[Example]:

@@ -22,6 +22,7 @@ from engine.backends.custom.ir.plan import (
     GateRowsStep,
     GatherStep,
     LinearStep,
+    MeanStep,
     Norm,
     NormStep,
     RopeWriteStep,
@@ -45,6 +46,9 @@ class ReferenceBatch:
     row_of: I32  # (T,) index of the token's sequence
     tables: I32  # (S, B) block table of each sequence
     logit_tokens: I32  # (R,) indices of the tokens whose logits are needed
+    # Only for encoders: (T,) the token attends to positions below this; (T,) its type
+    visible_end: I32 | None = None
+    token_types: I32 | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,7 +81,10 @@ def graph_values(
         decoder.ROW_OF: batch.row_of,
         decoder.TABLES: batch.tables,
         decoder.LOGIT_TOKENS: batch.logit_tokens,
+        decoder.TOKEN_TYPES: _types(batch),
     }
+    if batch.visible_end is not None:
+        values[decoder.VISIBLE_END] = batch.visible_end
     for table, rotations in enumerate(state.rotations_at(batch.positions)):
         values.update(zip(decoder.rotation_names(table), rotations, strict=True))
     values.update((decoder.cache_name(i), cache) for i, cache in enumerate(state.caches))
@@ -113,7 +120,14 @@ def run_plan(plan: ExecutionPlan, weights: Weights, batch: ReferenceBatch, state
                 run.buffers[step.out][:] *= reference.sigmoid(run.buffers[step.source])
             case GatherStep():
                 run.buffers[step.out][:] = run.buffers[step.source][batch.logit_tokens]
+            case MeanStep():
+                states = run.buffers[step.source]
+                run.buffers[step.out][:] = reference.mean_rows(states, batch.logit_tokens)
     return run.buffers[plan.output].copy()
+
+
+def _types(batch: ReferenceBatch) -> I32:
+    return np.zeros_like(batch.token_ids) if batch.token_types is None else batch.token_types
 
 
 class _Run:
@@ -142,6 +156,8 @@ class _Run:
         rows = rows * np.float32(step.scale)
         if step.positions is not None:
             rows = rows + reference.embed(self._weights[step.positions], self._batch.positions)
+        if step.types is not None:
+            rows = rows + reference.embed(self._weights[step.types], _types(self._batch))
         self.buffers[step.out][:] = rows
 
     def linear(self, step: LinearStep) -> None:
@@ -208,7 +224,8 @@ class _Run:
             self._batch.tables,
             step.scale,
             step.window,
-            reference.ScoreRules(step.softcap, slopes, sinks),
+            reference.ScoreRules(step.softcap, slopes, sinks, step.centered),
+            self._batch.visible_end,
         )
 
     def _normed(self, x: F32, norm: Norm | None) -> F32:

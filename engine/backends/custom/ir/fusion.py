@@ -36,7 +36,15 @@ def fuse(graph: Graph) -> Graph:
 
 
 def fuse_positions(graph: Graph) -> Graph:
-    """Fuses embed(tokens) + position_embed(positions) into one `embed_positions` node."""
+    """Fuses the sum of embed(tokens), position_embed(positions) and type_embed(token types) into
+    one `embed_positions` node.
+    """
+    for op in ("position_embed", "type_embed"):
+        graph = _fuse_table(graph, op)
+    return graph
+
+
+def _fuse_table(graph: Graph, op: str) -> Graph:
     edit = Rewrite(graph)
     for node in graph.nodes:
         if node.op != "add":
@@ -44,15 +52,16 @@ def fuse_positions(graph: Graph) -> Graph:
         tokens, places = (edit.made_by.get(name) for name in node.inputs)
         if tokens is None or places is None:
             continue
-        if tokens.op == "position_embed":
+        if tokens.op == op:
             tokens, places = places, tokens
-        pair = (tokens.op, places.op) == ("embed", "position_embed")
+        pair = tokens.op in ("embed", "embed_positions") and places.op == op
         if pair and edit.private(tokens.name) and edit.private(places.name):
             parts = (tokens, places)
             inputs = tokens.inputs + places.inputs
             weights = tokens.weights + places.weights
+            attributes = replace(tokens.attributes, types=op == "type_embed")
             fused = edit.node(
-                "embed_positions", node.name, inputs, weights, tokens.attributes, (*parts, node)
+                "embed_positions", node.name, inputs, weights, attributes, (*parts, node)
             )
             edit.drop(parts)
             edit.put(node, fused)

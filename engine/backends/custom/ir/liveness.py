@@ -10,6 +10,7 @@ from engine.backends.custom.ir.plan import (
     GateRowsStep,
     GatherStep,
     LinearStep,
+    MeanStep,
     NormStep,
     RopeWriteStep,
     RouteStep,
@@ -49,7 +50,7 @@ def touched(step: Step) -> tuple[int, ...]:
     match step:
         case EmbedStep():
             return (step.out,)
-        case LinearStep() | NormStep() | RouteStep() | GateRowsStep() | GatherStep():
+        case LinearStep() | NormStep() | RouteStep() | GateRowsStep() | GatherStep() | MeanStep():
             return (step.source, step.out)
         case ExpertsStep():
             return (step.source, step.weights, step.out)

@@ -26,6 +26,7 @@ from engine.backends.custom.ir.plan import (
     GatherStep,
     LinearStep,
     Machine,
+    MeanStep,
     Norm,
     NormStep,
     PackedMatrix,
@@ -76,6 +77,7 @@ class Lowering:
             "experts": self._experts,
             "gate_rows": self._gate_rows,
             "gather_rows": self._gather,
+            "mean_rows": self._mean,
         }
         for node in self.graph.nodes:
             if node.op not in lower:
@@ -84,14 +86,23 @@ class Lowering:
 
     def _embed(self, node: Node) -> None:
         table = self._matrix(node.weights[:1], (), interleaved=False)
-        positions = self._vector(node.weights[1]) if len(node.weights) > 1 else None
+        more = [self._vector(name) for name in node.weights[1:]]
+        types = more.pop() if node.attributes.types else None
+        num_types = 0 if types is None else int(self.graph.weights[types].shape[0])
+        positions = more[0] if more else None
         scale: float = node.attributes.scale
         out = self._new_buffer(node)
-        self.steps.append(EmbedStep(node.origin, out, table.name, positions, scale))
+        self.steps.append(
+            EmbedStep(node.origin, out, table.name, positions, scale, types, num_types)
+        )
 
     def _gather(self, node: Node) -> None:
         source = self._buffer(node, 0)
         self.steps.append(GatherStep(node.origin, source, self._new_buffer(node)))
+
+    def _mean(self, node: Node) -> None:
+        source = self._buffer(node, 0)
+        self.steps.append(MeanStep(node.origin, source, self._new_buffer(node)))
 
     def _standalone_norm(self, node: Node) -> None:
         """Lowers a norm that is not fused into a matmul. `add_norm` adds to its second input."""
@@ -198,6 +209,7 @@ class Lowering:
                 attributes.softcap,
                 attributes.alibi_bias,
                 self._vector(node.weights[0]) if attributes.sinks else None,
+                attributes.centered,
             )
         )
 

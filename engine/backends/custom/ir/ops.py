@@ -128,7 +128,9 @@ def _projected(attributes: attrs.Projection, inputs: Arrays, weights: Arrays) ->
 
 def _embedded(attributes: attrs.Lookup, inputs: Arrays, weights: Arrays) -> Array:
     rows = reference.embed(weights[0], inputs[0]) * np.float32(attributes.scale)
-    return rows if len(weights) == 1 else rows + reference.embed(weights[1], inputs[1])
+    for ids, table in zip(inputs[1:], weights[1:], strict=True):
+        rows = rows + reference.embed(table, ids)
+    return rows
 
 
 def _rope_wrote(attributes: attrs.RopeWrite, inputs: Arrays, weights: Arrays) -> Array:
@@ -144,12 +146,13 @@ def _rope_wrote(attributes: attrs.RopeWrite, inputs: Arrays, weights: Arrays) ->
 
 def _attend(attributes: attrs.AttentionAttributes, inputs: Arrays, weights: Arrays) -> Array:
     queries = inputs[0][:, : attributes.heads * attributes.head_dim]
-    cache, positions, row_of, tables = inputs[1:]
+    cache, positions, row_of, tables, *ends = inputs[1:]
     scale, window, exponent = attributes.scale, attributes.window, attributes.alibi_bias
     slopes = None if exponent is None else reference.alibi_slopes(attributes.heads, exponent)
-    rules = reference.ScoreRules(attributes.softcap, slopes, weights[0] if weights else None)
+    sinks = weights[0] if weights else None
+    rules = reference.ScoreRules(attributes.softcap, slopes, sinks, attributes.centered)
     return reference.paged_attention(
-        queries, cache, positions, row_of, tables, scale, window, rules
+        queries, cache, positions, row_of, tables, scale, window, rules, *ends
     )
 
 
@@ -205,6 +208,8 @@ _ROWS = (
          kind=attrs.Lookup),
     _row("position_embed", shapes.embed, lambda _, x, w: reference.embed(w[0], x[0]),
          examples.position_embed, _lookup(shapes.embed)),
+    _row("type_embed", shapes.embed, lambda _, x, w: reference.embed(w[0], x[0]),
+         examples.position_embed, _lookup(shapes.embed)),
     _plain("add", shapes.pair, lambda _, x, w: x[0] + x[1], examples.elementwise(2), 1),
     _plain("mul", shapes.pair, lambda _, x, w: x[0] * x[1], examples.elementwise(2), 1),
     _plain("scale", shapes.same, lambda a, x, w: x[0] * np.float32(a.factor), examples.scale, 1,
@@ -241,6 +246,8 @@ _ROWS = (
            examples.gate_rows, 1),
     _row("gather_rows", shapes.gather_rows, lambda _, x, w: x[0][x[1]],
          examples.gather_rows, _lookup(shapes.gather_rows)),
+    _plain("mean_rows", shapes.gather_rows, lambda _, x, w: reference.mean_rows(x[0], x[1]),
+           examples.mean_rows, 1),
     # The ops below are not in a model's own graph. Only the passes of fusion.py create them.
     _row("embed_positions", shapes.embed_positions, _embedded, examples.embed_positions,
          _lookup(shapes.embed_positions), kind=attrs.Lookup),

@@ -120,13 +120,17 @@ class Buffer:
 
 @dataclass(frozen=True, slots=True)
 class EmbedStep:
-    """out = scale * table[token]. If there are learned positions, positions[position] is added."""
+    """out = scale * table[token]. If there are learned positions, positions[position] is added. If
+    there are token types, types[type] is added.
+    """
 
     nodes: tuple[str, ...]
     out: int
     table: str  # name in `ExecutionPlan.matrices`
     positions: str | None  # name in `ExecutionPlan.vectors`: (max positions, width) floats
     scale: float = 1.0
+    types: str | None = None  # name in `ExecutionPlan.vectors`: (token types, width) floats
+    num_types: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -195,6 +199,7 @@ class AttentionStep:
     softcap: float | None = None  # bounds scores: softcap * tanh(score / softcap)
     alibi_bias: float | None = None  # the largest slope exponent of ALiBi
     sinks: str | None = None  # name in `ExecutionPlan.vectors`: one logit per head
+    centered: bool = False  # the window reaches as far after the token as before it
 
 
 @dataclass(frozen=True, slots=True)
@@ -261,6 +266,17 @@ class GatherStep:
     out: int
 
 
+@dataclass(frozen=True, slots=True)
+class MeanStep:
+    """Row i of `out` is the mean of the rows of `source` after logit token i - 1, up to logit
+    token i. An encoder's logit tokens are the last tokens of its texts.
+    """
+
+    nodes: tuple[str, ...]
+    source: int
+    out: int
+
+
 Step: TypeAlias = (
     EmbedStep
     | LinearStep
@@ -271,6 +287,7 @@ Step: TypeAlias = (
     | ExpertsStep
     | GateRowsStep
     | GatherStep
+    | MeanStep
 )
 
 
@@ -281,7 +298,7 @@ def weights_of(step: Step, matrices: Mapping[str, PackedMatrix]) -> tuple[str, .
     names: list[str | None] = []
     match step:
         case EmbedStep():
-            names = [*matrices[step.table].parts, step.positions]
+            names = [*matrices[step.table].parts, step.positions, step.types]
         case LinearStep():
             matrix = matrices[step.matrix]
             norm = [step.norm.weight, step.norm.bias] if step.norm else []
@@ -338,6 +355,7 @@ _KINDS: Mapping[type, str] = {
     ExpertsStep: "experts",
     GateRowsStep: "gate",
     GatherStep: "gather",
+    MeanStep: "mean",
 }
 
 

@@ -107,11 +107,12 @@ def alibi_slopes(heads: int, largest_exponent: float) -> F32:
 
 @dataclass(frozen=True, slots=True)
 class ScoreRules:
-    """What attention does to scores besides scaling and masking them."""
+    """What attention does to scores, besides scaling them and masking later positions."""
 
     softcap: float | None = None
     slopes: F32 | None = None  # (N,) ALiBi: slope * distance is subtracted
     sinks: F32 | None = None  # (N,) a logit that only adds to softmax's sum
+    centered: bool = False  # a window reaches as far after the token as before it
 
 
 PLAIN = ScoreRules()
@@ -125,11 +126,13 @@ def attention(
     scale: float,
     window: int | None = None,
     rules: ScoreRules = PLAIN,
+    visible_end: I32 | None = None,
 ) -> F32:
-    """Causal attention of one sequence: queries (T, N, H), keys and values (L, K, H) -> (T, N, H).
+    """Attention of one sequence: queries (T, N, H), keys and values (L, K, H) -> (T, N, H).
 
     `positions` (T,) are the positions of the queries. A query attends to the keys up to its own
-    position. If there is a `window`, it attends only to the last `window` of these keys.
+    position, or to those before `visible_end` (T,). If there is a `window`, it attends only to the
+    last `window` keys up to its own position, and if the window is centered, to as many after it.
     """
     group = q.shape[1] // k.shape[1]
     keys, values = np.repeat(k, group, axis=1), np.repeat(v, group, axis=1)
@@ -139,7 +142,10 @@ def attention(
     at = np.arange(len(k))
     if rules.slopes is not None:
         scores = scores - rules.slopes[:, None, None] * (positions[:, None] - at)
-    seen = at <= positions[:, None]
+    end = positions + 1 if visible_end is None else visible_end
+    if window is not None and rules.centered:
+        end = np.minimum(end, positions + window)
+    seen = at < end[:, None]
     if window is not None:
         seen &= at > positions[:, None] - window
     scores = np.where(seen, scores, -np.inf)
@@ -191,24 +197,41 @@ def paged_attention(
     scale: float,
     window: int | None = None,
     rules: ScoreRules = PLAIN,
+    visible_end: I32 | None = None,
 ) -> F32:
     """Attention of queries (T, N * H) over the paged KV cache -> (T, N * H). The queries may belong
     to several sequences.
 
-    Token t belongs to sequence row_of[t], whose block table is tables[row_of[t]].
+    Token t belongs to sequence row_of[t], whose block table is tables[row_of[t]]. It attends to
+    the positions below visible_end[t]; None: to those up to its own.
     """
     kv_heads, head_dim = cache.shape[3:]
     heads = q.reshape(len(q), -1, head_dim)
     out = np.empty_like(heads)
+    ends = positions + 1 if visible_end is None else visible_end
     for row in np.unique(row_of):
         tokens = np.flatnonzero(row_of == row)
-        length = int(positions[tokens].max()) + 1
+        length = int(ends[tokens].max())
         blocks = tables[row, : -(-length // cache.shape[1])]
         known = cache[blocks].reshape(-1, 2, kv_heads, head_dim)[:length]
         out[tokens] = attention(
-            heads[tokens], known[:, 0], known[:, 1], positions[tokens], scale, window, rules
+            heads[tokens],
+            known[:, 0],
+            known[:, 1],
+            positions[tokens],
+            scale,
+            window,
+            rules,
+            ends[tokens],
         )
     return out.reshape(q.shape)
+
+
+def mean_rows(x: F32, last: Integers) -> F32:
+    """Row i is the mean of the rows of x (T, D) after last[i - 1], up to last[i]: -> (R, D)."""
+    starts = np.concatenate(([0], last[:-1] + 1))
+    sums = np.add.reduceat(x.astype(np.float64), starts, axis=0)
+    return _f32(sums / (last - starts + 1)[:, None])
 
 
 def gated_product(activation: str, gate: F32, up: F32) -> F32:

@@ -32,10 +32,16 @@ def embed(_: Lookup | NoAttributes, inputs: Values, weights: Values) -> Value:
 
 
 def embed_positions(_: Lookup, inputs: Values, weights: Values) -> Value:
-    (ids, positions), (table, places) = _take(inputs, 2), _take(weights, 2, "weights")
-    out = embed(NoAttributes(), (ids,), (table,))
-    _need_same(out, embed(NoAttributes(), (positions,), (places,)))
-    return out
+    """The shape of the sum of rows from two or three tables, by the ids of each."""
+    if len(inputs) not in (2, 3):
+        raise ShapeError(f"takes the ids of 2 or 3 tables, found {len(inputs)}")
+    tables = _take(weights, len(inputs), "weights")
+    first, *more = (
+        embed(NoAttributes(), (ids,), (table,)) for ids, table in zip(inputs, tables, strict=True)
+    )
+    for each in more:
+        _need_same(first, each)
+    return first
 
 
 def same(_: NoAttributes | Scale | Softcap, inputs: Values, weights: Values) -> Value:
@@ -125,7 +131,9 @@ def attention(attributes: AttentionAttributes, inputs: Values, weights: Values) 
     """The shape of attention's output. In the first input, the first heads * head_dim columns are
     the queries, and all further columns are ignored.
     """
-    queries, cache, positions, row_of, tables = _take(inputs, 5)
+    if len(inputs) not in (5, 6):
+        raise ShapeError(f"takes 5 inputs, or 6 with visible ends, found {len(inputs)}")
+    queries, cache, positions, row_of, tables, *ends = inputs
     for sinks in _take(weights, int(attributes.sinks), "weights"):
         _need_vector(sinks, attributes.heads, "sinks")
     rows, width = _rows(queries)
@@ -135,7 +143,11 @@ def attention(attributes: AttentionAttributes, inputs: Values, weights: Values) 
     if attributes.heads % attributes.kv_heads:
         raise ShapeError(f"{attributes.kv_heads} kv heads do not divide {attributes.heads} heads")
     _need_cache(cache, attributes.kv_heads, attributes.head_dim)
-    for each, what in ((positions, "positions"), (row_of, "sequences")):
+    for each, what in (
+        (positions, "positions"),
+        (row_of, "sequences"),
+        *((e, "ends") for e in ends),
+    ):
         _need_integers(each, 1, what)
         if each.shape[0] != rows:
             raise ShapeError(f"{what} {each} are not one for each row of {queries}")

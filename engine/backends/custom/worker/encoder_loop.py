@@ -17,7 +17,7 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from engine.backends.custom.architectures.base import ModelConfig
+from engine.backends.custom.architectures.base import EncoderConfig, ModelConfig
 from engine.backends.custom.ipc.heartbeat import UNKNOWN_PATIENCE_S, NoPulse, Pulse
 from engine.backends.custom.runtime.budget import StepCounter
 from engine.backends.custom.runtime.intake import too_late
@@ -53,7 +53,14 @@ class EncoderSpec:
 
     vocab_size: int
     max_seq_len: int  # max tokens of one text
-    num_dimensions: int
+    num_dimensions: int  # of a result; 1 for cross-encoders, whose results are scores
+
+    @classmethod
+    def of(cls, config: ModelConfig) -> "EncoderSpec":
+        encoder = config.encoder
+        assert encoder is not None, config
+        size = config.hidden_size if encoder.head is None else 1
+        return cls(config.vocab_size, encoder.max_tokens, size)
 
 
 class Encoder(Protocol):
@@ -62,11 +69,31 @@ class Encoder(Protocol):
     @property
     def spec(self) -> EncoderSpec: ...
 
-    def encode(self, prompts: Sequence[Prompt]) -> NDArray[np.float32]:
-        """One vector for each prompt, (S, D), in the same order."""
+    def encode(
+        self, prompts: Sequence[Prompt], starts: Sequence[int] | None = None
+    ) -> NDArray[np.float32]:
+        """One vector for each prompt, (S, D), in the same order. For pairs of texts, `starts` has
+        the index of the first token with token type 1 in each prompt; 0: all have type 0.
+        """
         ...
 
     def close(self) -> None: ...
+
+
+def finished(vectors: NDArray[np.float32], encoder: EncoderConfig) -> NDArray[np.float32]:
+    """The results of an encoder from its pooled vectors (S, D): vectors of unit length if the model
+    has them, or the scores (S, 1) of a cross-encoder.
+    """
+    if encoder.head is not None:
+        if not encoder.head.squashes:
+            return vectors
+        with np.errstate(over="ignore"):
+            return (1 / (1 + np.exp(-vectors.astype(np.float64)))).astype(np.float32)
+    if not encoder.normalizes:
+        return vectors
+    lengths = np.linalg.norm(vectors, axis=1, keepdims=True)
+    unit: NDArray[np.float32] = vectors / np.maximum(lengths, np.finfo(np.float32).tiny)
+    return unit
 
 
 @dataclass(frozen=True, slots=True, order=True)
@@ -242,7 +269,7 @@ class EncoderLoop:
             return
         started_at = time.monotonic()
         try:
-            vectors = self._encode([each.request.prompt for each in batch])
+            vectors = self._encode(batch)
         except Exception as error:
             log.exception("a batch failed; repeating it row by row", exc_info=error)
             self._step_by_row(batch)
@@ -251,10 +278,13 @@ class EncoderLoop:
         else:
             self._answer(batch, vectors, started_at)
 
-    def _encode(self, prompts: Sequence[Prompt]) -> NDArray[np.float32]:
+    def _encode(self, batch: Sequence[Waiting]) -> NDArray[np.float32]:
+        starts = [each.request.second_start for each in batch]
         self.is_computing = True
         try:
-            return self._encoder.encode(prompts)
+            return self._encoder.encode(
+                [each.request.prompt for each in batch], starts if any(starts) else None
+            )
         finally:
             self.is_computing = False
 
@@ -263,7 +293,7 @@ class EncoderLoop:
             self._beat(True)
             started_at = time.monotonic()
             try:
-                vectors = self._encode([each.request.prompt])
+                vectors = self._encode([each])
             except Exception as error:
                 request_id = each.request.request_id
                 log.exception("request %s failed alone", request_id, exc_info=error)

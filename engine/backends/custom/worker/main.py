@@ -14,7 +14,6 @@ import socket
 import sys
 import time
 from collections.abc import Callable
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Protocol
 
@@ -52,24 +51,21 @@ from engine.core.sandbox.processes import die_with_parent, offer_to_be_killed
 # The name is not __name__, because this module runs as __main__.
 log = logging.getLogger("engine.backends.custom.worker.main")
 
-ENCODER_FRAMEWORK = "torch"
+ENCODER_FRAMEWORKS = ("native", "torch")
 OPTIONS_TIMEOUT_S = 30.0
 GARBAGE_OBJECTS = 50_000  # number of new objects after which the garbage collector runs
 
 
 def load_encoder(source: ModelSource, options: EngineOptions) -> tuple[Encoder, DeviceInfo]:
-    """Load a text encoder. Only the PyTorch framework implements encoders, so it is used whatever
-    framework was requested.
-    """
-    if find_spec(ENCODER_FRAMEWORK) is None:
+    """Load a text encoder."""
+    if options.framework not in ENCODER_FRAMEWORKS:
         raise ConfigError(
-            f"{source.path.name} is a text encoder, which runs on PyTorch: "
-            "pip install 'engine[torch]'"
+            f"{source.path.name} is a text encoder, which --backend {options.framework} does not "
+            f"run; use --backend {' or --backend '.join(ENCODER_FRAMEWORKS)}"
         )
-    framework = framework_entry(ENCODER_FRAMEWORK)
+    framework = framework_entry(options.framework)
     device = framework.find_device(options.device, options.dtype)
-    encoder = framework.build_encoder(source, device.name, device.dtype, options.threads)
-    return encoder, device
+    return framework.build_encoder(source, options, device), device
 
 
 def load_runner(

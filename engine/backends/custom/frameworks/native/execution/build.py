@@ -1,7 +1,8 @@
 """Builds the native model runner: loads the weights and passes the plans to the C++ executor."""
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from importlib import import_module
 from math import prod
 from typing import Any
@@ -11,8 +12,10 @@ from engine.backends.custom.frameworks.native.execution.program import Numbered,
 from engine.backends.custom.frameworks.native.execution.runner import NativeRunner
 from engine.backends.custom.ir.choice import matmul_kernel
 from engine.backends.custom.ir.decoder import build_graph
+from engine.backends.custom.ir.graph import Graph
 from engine.backends.custom.ir.plan import (
     PANEL_ROWS,
+    Capacity,
     ExecutionPlan,
     LinearStep,
     Machine,
@@ -34,6 +37,7 @@ from engine.backends.custom.runtime.model_runner import (
 )
 from engine.backends.custom.weights.model import ModelSource
 from engine.backends.custom.weights.weight import Weight
+from engine.backends.custom.worker.encoder_loop import Encoder
 from engine.backends.custom.worker.memory import MIB, MemoryNeeds, with_windows
 from engine.core.errors import ConfigError
 
@@ -145,26 +149,71 @@ def build_runner(source: ModelSource, config: RunnerConfig) -> NativeRunner:
     """Loads the weights, passes them and the plans to the C++ executor, and allocates the KV
     cache.
     """
-    from engine.backends.custom.frameworks.native.machine import choose_cpus, default_threads
+    from engine.backends.custom.frameworks.native.machine import default_threads
+
+    _check(source.config, config)
+    machine = machine_with(config.num_threads or default_threads())
+    plans = plans_for(source, config, machine)
+    caches = source.config.cache_places(config.num_window_blocks > 0)
+    model = load_model(source, plans, caches, config.numerics, config.affinity)
+    _set_memory(model.native, source, config, plans[-1])
+    for plan in plans:
+        add_program(model.native, plan, model.weights)
+    spec = RunnerSpec.of(
+        config,
+        source.config.vocab_size,
+        depth=0,
+        max_step_tokens=STEP_TOKENS,
+        min_prompt_tokens=PROMPT_TOKENS if machine.has_bf16 else ROW_TOKENS,
+        window=source.config.window,
+    )
+    return NativeRunner(model.native, spec, source.config.hidden_size)
+
+
+# For each layer: the number of its KV cache, and its index among the layers of that cache.
+CachePlaces = tuple[tuple[int, int], ...]
+
+
+@dataclass(frozen=True, slots=True)
+class CacheShape:
+    kv_type: str
+    block_size: int
+    sizes: Sequence[tuple[int, int]]  # for each KV cache: its number of layers and of blocks
+
+
+@dataclass(frozen=True, slots=True)
+class LoadedModel:
+    """A model of the compiled module with its weights, but without memory and programs."""
+
+    native: Any
+    weights: Numbered
+
+
+def load_model(
+    source: ModelSource,
+    plans: Sequence[ExecutionPlan],
+    caches: CachePlaces,
+    numerics: str,
+    affinity: str,
+) -> LoadedModel:
+    """Loads the weights that the plans need and passes them to the C++ executor."""
+    from engine.backends.custom.frameworks.native.machine import choose_cpus
     from engine.backends.custom.frameworks.native.weights.cache import PackedCache
     from engine.backends.custom.frameworks.native.weights.loading import load_weights
     from engine.backends.custom.frameworks.native.weights.progress import PackingProgress
 
-    native, model_config = kernels(), source.config
-    _check(model_config, config)
-    threads = config.num_threads or default_threads()
-    machine = machine_with(threads)
-    plans = plans_for(source, config, machine)
+    plan, machine = plans[0], plans[0].machine
     packed = load_weights(
         source,
-        plans[0].matrices,
-        plans[0].vectors,
-        threads=threads,
+        plan.matrices,
+        plan.vectors,
+        threads=machine.threads,
         cache=PackedCache() if source.size_bytes >= MIN_CACHED_BYTES else None,
         progress=PackingProgress(source.path.name),
     )
-    model = native.Model(machine.instruction_set, threads, choose_cpus(config.affinity, threads))
-    names = {matrix.name: matrix for matrix in plans[0].matrices}
+    cpus = choose_cpus(affinity, machine.threads)
+    model = kernels().Model(machine.instruction_set, machine.threads, cpus)
+    names = {matrix.name: matrix for matrix in plan.matrices}
     matrices = {
         name: model.add_matrix(panels.layout, names[name].rows, panels.columns, panels.data)
         for name, panels in packed.matrices.items()
@@ -173,28 +222,41 @@ def build_runner(source: ModelSource, config: RunnerConfig) -> NativeRunner:
         matrices=matrices,
         vectors={name: model.add_vector(each.reshape(-1)) for name, each in packed.vectors.items()},
         biases={name: model.add_vector(each) for name, each in packed.biases.items()},
-        caches=model_config.cache_places(config.num_window_blocks > 0),
-        slopes=_add_slopes(model, model_config),
-        per_channel=_add_per_channel(model, plans[0], matrices)
-        if config.numerics == "fast"
-        else {},
+        caches=caches,
+        slopes=_add_slopes(model, source.config),
+        per_channel=_add_per_channel(model, plan, matrices) if numerics == "fast" else {},
     )
-    _set_memory(model, source, config, plans[-1])
-    model.set_fast(config.numerics == "fast")
-    for plan in plans:
-        add_program(model, plan, weights)
-    spec = RunnerSpec.of(
-        config,
-        model_config.vocab_size,
-        depth=0,
-        max_step_tokens=STEP_TOKENS,
-        min_prompt_tokens=PROMPT_TOKENS if machine.has_bf16 else ROW_TOKENS,
-        window=model_config.window,
-    )
-    layouts = ", ".join(sorted({matrix.layout for matrix in plans[0].matrices}))
+    model.set_fast(numerics == "fast")
+    layouts = ", ".join(sorted({matrix.layout for matrix in plan.matrices}))
     isa = machine.instruction_set
-    log.info("native: %s kernels on %d threads, layouts %s", isa, threads, layouts)
-    return NativeRunner(model, spec, model_config.hidden_size)
+    log.info("native: %s kernels on %d threads, layouts %s", isa, machine.threads, layouts)
+    return LoadedModel(model, weights)
+
+
+def build_encoder(source: ModelSource, options: EngineOptions, device: DeviceInfo) -> Encoder:
+    """Loads a text encoder. Its keys and values stay float32, since they are never kept."""
+    from engine.backends.custom.frameworks.native.execution.encoder import NativeEncoder
+    from engine.backends.custom.frameworks.native.machine import default_threads
+    from engine.backends.custom.ir.encoder import build_encoder_graph
+
+    config = source.config
+    assert config.encoder is not None, config
+    _check_settings(options.attention, options.quantization)
+    max_tokens = max(config.encoder.max_tokens, STEP_TOKENS)
+    plans = _plans(
+        build_encoder_graph(config),
+        source,
+        machine_with(options.threads or default_threads()),
+        Capacity(max_tokens, STEP_TOKENS),
+        Precision(device.dtype == "float32", "float32"),
+    )
+    model = load_model(source, plans, ((0, 0),), options.numerics, options.affinity)
+    num_blocks = max_tokens // TILE_TOKENS + STEP_TOKENS  # each text may have a partial block
+    cache = CacheShape("float32", TILE_TOKENS, ((1, num_blocks),))
+    _allocate(model.native, source, plans[-1], cache, max_tokens)
+    for plan in plans:
+        add_program(model.native, plan, model.weights)
+    return NativeEncoder(model.native, config, STEP_TOKENS, TILE_TOKENS)
 
 
 def _add_slopes(model: Any, config: ModelConfig) -> int:
@@ -217,17 +279,21 @@ def _add_per_channel(
     return dict(zip(names, model.add_per_channel([matrices[name] for name in names]), strict=True))
 
 
-def _check(model: ModelConfig, config: RunnerConfig) -> None:
-    if config.attention != "auto":
+def _check_settings(attention: str, quantization: str) -> None:
+    if attention != "auto":
         raise ConfigError(
             f"the native backend has one kind of attention; performance.attention "
-            f"{config.attention} needs --backend torch"
+            f"{attention} needs --backend torch"
         )
-    if config.quantization != "auto":
+    if quantization != "auto":
         raise ConfigError(
             "the native backend computes with weights as they are stored; "
-            f"quantization {config.quantization} needs --backend torch on a GPU"
+            f"quantization {quantization} needs --backend torch on a GPU"
         )
+
+
+def _check(model: ModelConfig, config: RunnerConfig) -> None:
+    _check_settings(config.attention, config.quantization)
     if config.block_size % TILE_TOKENS:
         raise ConfigError(
             f"the native backend keeps tokens in tiles of {TILE_TOKENS}: cache.block_size "
@@ -261,22 +327,50 @@ def plans_for(source: ModelSource, config: RunnerConfig, machine: Machine) -> li
     """The execution plans of a model, one for each class of step sizes. They differ only in the
     sizes of buffers and in how work is split among threads.
     """
-    layout_of = kernels().layout_of
     max_tokens = max(config.max_batch_tokens, config.max_slots)
-    cache = plan_cache(
+    return _plans(
         build_graph(source.config),
+        source,
         machine,
-        max_tokens,
-        min(max_tokens, config.max_slots + MAX_SCORED),
-        lambda name: LAYOUTS[layout_of(source.weights[name].kernel_dtype)],
+        Capacity(max_tokens, min(max_tokens, config.max_slots + MAX_SCORED)),
         Precision(
             config.dtype == "float32", _kv_type(config.kv_dtype, config.dtype, config.numerics)
         ),
+    )
+
+
+def _plans(
+    graph: Graph, source: ModelSource, machine: Machine, largest: Capacity, precision: Precision
+) -> list[ExecutionPlan]:
+    layout_of = kernels().layout_of
+    cache = plan_cache(
+        graph,
+        machine,
+        largest.tokens,
+        largest.logits,
+        lambda name: LAYOUTS[layout_of(source.weights[name].kernel_dtype)],
+        precision,
     )
     return [cache.get(each.tokens, each.logits) for each in cache.capacities()]
 
 
 def _set_memory(model: Any, source: ModelSource, config: RunnerConfig, plan: ExecutionPlan) -> None:
+    places = source.config.cache_places(config.num_window_blocks > 0)
+    sizes = [
+        (sum(cache == index for cache, _ in places), num_blocks)
+        for index, num_blocks in enumerate((config.num_blocks, config.num_window_blocks))
+        if num_blocks
+    ]
+    kv_type = _kv_type(config.kv_dtype, config.dtype, config.numerics)
+    shape = CacheShape(kv_type, config.block_size, sizes)
+    _allocate(model, source, plan, shape, config.max_seq_len)
+    model.set_sampler(source.config.vocab_size, config.max_slots, config.max_seq_len)
+
+
+def _allocate(
+    model: Any, source: ModelSource, plan: ExecutionPlan, cache: CacheShape, max_seq_len: int
+) -> None:
+    """Allocates the arena and the KV caches, and adds the RoPE tables."""
     model_config = source.config
     kinds = {buffer.place: buffer.per for buffer in plan.buffers}
     model.set_arena(
@@ -286,25 +380,23 @@ def _set_memory(model: Any, source: ModelSource, config: RunnerConfig, plan: Exe
         plan.capacity.logits,
         plan.output,
     )
-    places = model_config.cache_places(config.num_window_blocks > 0)
-    for index, num_blocks in enumerate((config.num_blocks, config.num_window_blocks)):
-        if num_blocks:
-            model.set_cache(
-                index,
-                KV_TYPES.index(_kv_type(config.kv_dtype, config.dtype, config.numerics)),
-                sum(cache == index for cache, _ in places),
-                model_config.num_kv_heads,
-                model_config.head_dim,
-                config.block_size,
-                num_blocks,
-            )
+    for index, (num_layers, num_blocks) in enumerate(cache.sizes):
+        model.set_cache(
+            index,
+            KV_TYPES.index(cache.kv_type),
+            num_layers,
+            model_config.num_kv_heads,
+            model_config.head_dim,
+            cache.block_size,
+            num_blocks,
+        )
+    model.set_max_positions(max_seq_len)
     factors = source.weights.get("rope.factors")
     for rope in model_config.ropes:
         frequencies, scale = rope_frequencies(
-            rope, config.max_seq_len, None if factors is None else factors.numpy()
+            rope, max_seq_len, None if factors is None else factors.numpy()
         )
         model.add_rope(list(map(float, frequencies)), scale)
-    model.set_sampler(model_config.vocab_size, config.max_slots, config.max_seq_len)
 
 
 def _kv_type(asked: str, dtype: str, numerics: str) -> str:

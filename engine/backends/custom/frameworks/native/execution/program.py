@@ -13,6 +13,7 @@ from engine.backends.custom.ir.plan import (
     GatherStep,
     Kernel,
     LinearStep,
+    MeanStep,
     NormStep,
     RopeWriteStep,
     RouteStep,
@@ -49,7 +50,8 @@ def add_program(model: Any, plan: ExecutionPlan, weights: Numbered) -> None:
         match step:
             case EmbedStep():
                 table, positions = weights.matrices[step.table], weights.vector(step.positions)
-                model.embed(step.out, table, positions, step.scale)
+                types = weights.vector(step.types)
+                model.embed(step.out, table, positions, step.scale, types, step.num_types)
             case LinearStep():
                 _add_linear(model, plan, step, weights)
             case RopeWriteStep():
@@ -66,6 +68,8 @@ def add_program(model: Any, plan: ExecutionPlan, weights: Numbered) -> None:
                 model.gate_rows(step.source, step.out, _over_logits(plan, step.out))
             case GatherStep():
                 model.gather(step.source, step.out)
+            case MeanStep():
+                model.mean(step.source, step.out)
     model.end_program()
 
 
@@ -106,6 +110,7 @@ def _add_attention(model: Any, step: AttentionStep, weights: Numbered) -> None:
         softcap=step.softcap or 0.0,
         slopes=-1 if step.alibi_bias is None else weights.slopes,
         sinks=weights.vector(step.sinks),
+        centered=step.centered,
     )
 
 

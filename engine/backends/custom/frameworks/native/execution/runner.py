@@ -65,9 +65,9 @@ class NativeRunner:
             inputs.logit_rows,
             inputs.prefix_groups,
             inputs.prefix_blocks,
-            inputs.write_slots if inputs.window_slots is None else inputs.window_slots,
-            inputs.block_tables if inputs.window_tables is None else inputs.window_tables,
             finite,
+            inputs.window_slots,
+            inputs.window_tables,
         )
         return StepHandle(finite.view(np.bool_), len(inputs.logit_rows))
 

@@ -110,7 +110,11 @@ def profiler(runner: ModelRunner, source: ModelSource, config: RunnerConfig) -> 
     return TorchProfiler(torch.device(config.device))
 
 
-def build_encoder(
+def build_encoder(source: ModelSource, options: EngineOptions, device: DeviceInfo) -> Encoder:
+    return load_encoder(source, device.name, device.dtype, options.threads)
+
+
+def load_encoder(
     source: ModelSource, device: str, dtype: str, num_threads: int | None = None
 ) -> Encoder:
     """Loads the weights of a text encoder. Returns an encoder that is ready to use."""

@@ -16,8 +16,9 @@ from torch import Tensor
 
 from engine.backends.custom.frameworks.torch.execution.transfer import to_device, to_host
 from engine.backends.custom.frameworks.torch.layers.attention import Attention
-from engine.backends.custom.frameworks.torch.models.bert import Bert
-from engine.backends.custom.worker.encoder_loop import EncoderSpec, Prompt
+from engine.backends.custom.frameworks.torch.layers.rotary import Rotary, Rotation
+from engine.backends.custom.frameworks.torch.models.encoder import TextEncoder
+from engine.backends.custom.worker.encoder_loop import EncoderSpec, Prompt, finished
 
 # Max tokens per group. Every text counts as long as the longest text of the group, because
 # attention pads it to that length.
@@ -32,11 +33,16 @@ class TextsStep:
     positions: Tensor  # (T,) int64
     padded: Tensor  # (T,) int64: the token's index after all texts are padded to the longest
     visible: Tensor  # (S, 1, 1, L) bool: whether a position of a padded text has a token
+    rotations: tuple[Rotation | None, ...]  # by layer
 
     def attend(self, attention: Attention, qkv: Tensor) -> Tensor:
-        q, k, v = attention.heads(qkv, None)
+        q, k, v = attention.heads(qkv, self.rotations[attention.layer])
+        visible = self.visible
+        if attention.window is not None:
+            places = torch.arange(visible.shape[-1], device=visible.device)
+            visible = visible & ((places[:, None] - places).abs() < attention.window)
         out = F.scaled_dot_product_attention(
-            self._pad(q), self._pad(k), self._pad(v), attn_mask=self.visible, scale=attention.scale
+            self._pad(q), self._pad(k), self._pad(v), attn_mask=visible, scale=attention.scale
         )  # (S, N, L, H)
         return out.transpose(1, 2).flatten(0, 1).index_select(0, self.padded)
 
@@ -48,29 +54,31 @@ class TextsStep:
 
 
 class TorchEncoder:
-    def __init__(self, model: Bert, device: torch.device) -> None:
+    def __init__(self, model: TextEncoder, device: torch.device) -> None:
         config = model.config
         assert config.encoder is not None, config
         self._model = model
+        self._config = config
         self._encoder = config.encoder
         self._device = device
-        self._spec = EncoderSpec(
-            vocab_size=config.vocab_size,
-            max_seq_len=config.encoder.max_tokens,
-            num_dimensions=config.hidden_size,
-        )
+        self._spec = EncoderSpec.of(config)
+        self._rotaries = {
+            rope: Rotary(rope, config.encoder.max_tokens, device, None) for rope in config.ropes
+        }
 
     @property
     def spec(self) -> EncoderSpec:
         return self._spec
 
     @torch.inference_mode()
-    def encode(self, prompts: Sequence[Prompt]) -> NDArray[np.float32]:
-        """One vector per text, (S, D), in the order of `prompts`."""
+    def encode(
+        self, prompts: Sequence[Prompt], starts: Sequence[int] | None = None
+    ) -> NDArray[np.float32]:
         vectors = np.empty((len(prompts), self._spec.num_dimensions), np.float32)
         for rows in groups([len(prompt) for prompt in prompts], GROUP_TOKENS):
-            vectors[rows] = self._wait(self._vectors([prompts[row] for row in rows]))
-        return vectors
+            begins = None if starts is None else np.array([starts[row] for row in rows])
+            vectors[rows] = self._wait(self._vectors([prompts[row] for row in rows], begins))
+        return finished(vectors, self._encoder)
 
     def close(self) -> None:
         """Frees the model. The encoder cannot be used afterwards."""
@@ -78,22 +86,34 @@ class TorchEncoder:
         if self._device.type == "cuda":
             torch.cuda.empty_cache()
 
-    def _vectors(self, prompts: Sequence[Prompt]) -> Tensor:
+    def _vectors(self, prompts: Sequence[Prompt], begins: NDArray[np.int64] | None) -> Tensor:
         token_ids = np.fromiter((token for prompt in prompts for token in prompt), np.int64)
-        step = self._step(np.array([len(prompt) for prompt in prompts], np.int64))
-        states = self._model(self._put(token_ids), step).to(torch.float32)  # (T, D)
-        pooled = self._pool(states, step)  # (S, D)
-        return F.normalize(pooled, dim=-1) if self._encoder.normalizes else pooled
+        lengths = np.array([len(prompt) for prompt in prompts], np.int64)
+        step = self._step(lengths)
+        types = torch.zeros_like(step.positions)
+        if begins is not None and self._encoder.num_token_types > 1:
+            begin = self._put(np.repeat(begins, lengths))
+            types = ((begin > 0) & (step.positions >= begin)).to(types.dtype)
+        states = self._model(self._put(token_ids), types, step)  # (T, D)
+        score = self._model.score
+        pooled = self._pool(states.to(torch.float32), step)  # (S, D)
+        return pooled if score is None else score(pooled.to(states.dtype)).to(torch.float32)
 
     def _step(self, lengths: NDArray[np.int64]) -> TextsStep:
         places = np.arange(lengths.max())
         visible = places < lengths[:, None]  # (S, L)
-        positions = np.broadcast_to(places, visible.shape)[visible]  # (T,)
+        positions = self._put(np.broadcast_to(places, visible.shape)[visible])  # (T,)
+        dtype = self._model.embed.weight.dtype
+        rotations = {
+            rope: rotary.rotation(positions, dtype) for rope, rotary in self._rotaries.items()
+        }
+        ropes = (self._config.layer(index).rope for index in range(self._config.num_layers))
         return TextsStep(
             lengths=self._put(lengths),
-            positions=self._put(positions),
+            positions=positions,
             padded=self._put(np.flatnonzero(visible)),
             visible=self._put(visible)[:, None, None, :],
+            rotations=tuple(None if rope is None else rotations[rope] for rope in ropes),
         )
 
     def _pool(self, states: Tensor, step: TextsStep) -> Tensor:

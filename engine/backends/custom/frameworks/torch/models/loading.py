@@ -27,7 +27,7 @@ from engine.backends.custom.frameworks.torch.layers.quantized_linear import (
 )
 from engine.backends.custom.frameworks.torch.layers.rotary import Rotary
 from engine.backends.custom.frameworks.torch.models.base import Decoder
-from engine.backends.custom.frameworks.torch.models.bert import Bert
+from engine.backends.custom.frameworks.torch.models.encoder import TextEncoder
 from engine.backends.custom.frameworks.torch.models.gpt2 import GPT2
 from engine.backends.custom.frameworks.torch.models.quantized_loading import (
     EMBED,
@@ -99,17 +99,17 @@ def _shrink(
 
 def build_encoder_model(
     config: ModelConfig, weights: Mapping[str, Weight], device: torch.device, dtype: torch.dtype
-) -> Bert:
-    if config.encoder is None or config.norm_placement != "sum":
+) -> TextEncoder:
+    if config.encoder is None or config.norm_placement not in ("input", "sum"):
         raise ModelFormatError(f"the torch framework has no encoder for family '{config.family}'")
     with _factory_defaults(device, dtype):
-        model = Bert(config)
+        model = TextEncoder(config)
     _check_names(model, weights)
     _fill(model, weights)
     return model
 
 
-def weights_of(model: Decoder | Bert) -> dict[str, NDArray[np.float32]]:
+def weights_of(model: Decoder | TextEncoder) -> dict[str, NDArray[np.float32]]:
     """The current weights of a model, as copies, by the names under which they were loaded."""
     return {
         name: place.detach().to(torch.float32, copy=True).numpy() for name, place in _places(model)
@@ -127,7 +127,7 @@ def _factory_defaults(device: torch.device, dtype: torch.dtype) -> Iterator[None
         torch.set_default_dtype(before)
 
 
-def _check_names(model: Decoder | Bert, weights: Mapping[str, Weight]) -> None:
+def _check_names(model: Decoder | TextEncoder, weights: Mapping[str, Weight]) -> None:
     places = dict(_places(model))
     unknown = sorted(weights.keys() - places.keys() - {ROPE_FACTORS})
     missing = sorted(places.keys() - weights.keys())
@@ -138,7 +138,7 @@ def _check_names(model: Decoder | Bert, weights: Mapping[str, Weight]) -> None:
         )
 
 
-def _fill(model: Decoder | Bert, weights: Mapping[str, Weight]) -> None:
+def _fill(model: Decoder | TextEncoder, weights: Mapping[str, Weight]) -> None:
     for name, place in _places(model):
         _put(name, place, weights[name])
 
