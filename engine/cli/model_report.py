@@ -47,6 +47,7 @@ def describe(source: "ModelSource", context: int, batch: int) -> dict[str, Any]:
         "heads": config.num_heads,
         "kv_heads": config.num_kv_heads,
         "head_dim": config.head_dim,
+        "latent_dim": None if config.latent is None else config.latent.kv_rank,
         "intermediate_size": config.intermediate_size,
         "vocab_size": config.vocab_size,
         "tied_embeddings": config.tie_embeddings,
@@ -202,6 +203,8 @@ def _summary_table(report: dict[str, Any]) -> Table:
     table = Table("", title="Model", title_justify="left", show_header=False)
     table.add_column(overflow="fold")
     heads = f"{report['heads']} of {report['head_dim']}, {report['kv_heads']} for keys and values"
+    if report["latent_dim"] is not None:
+        heads = f"{report['heads']}; the cache has a latent of {report['latent_dim']} for all"
     rows = {
         "file": report["path"],
         "format": f"{report['format']}, {human_bytes(report['size'])} of weights",

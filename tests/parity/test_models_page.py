@@ -66,6 +66,8 @@ MODELS = {
     "granitemoe": "Granite 3 MoE",
     "glm4_moe": "GLM-4.5, GLM-4.5-Air, GLM-4.6",
     "gpt_oss": "gpt-oss-20b and 120b",
+    "deepseek": "DeepSeek-V2, V2-Lite, V2.5, V3, V3.1, R1 and Coder-V2, Kimi K2, GLM-4.7-Flash, "
+    "Youtu-LLM",
 }
 
 TEXT = """# Models

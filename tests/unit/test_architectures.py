@@ -6,12 +6,8 @@ from typing import Any
 
 import pytest
 
-from engine.backends.custom.architectures.base import (
-    EncoderConfig,
-    ModelConfig,
-    RopeConfig,
-    check_config,
-)
+from engine.backends.custom.architectures.base import EncoderConfig, ModelConfig, RopeConfig
+from engine.backends.custom.architectures.checks import check_config
 from engine.backends.custom.architectures.export import gguf_metadata
 from engine.core.errors import ModelFormatError
 from engine.core.registry.model_registry import architecture

@@ -53,9 +53,23 @@ MUTATIONS = [
     Mutation(
         "frameworks: native rotates all layers by the first RoPE table",
         "engine.backends.custom.frameworks.native.execution.program",
-        "        rope=step.table,\n",
-        "        rope=0,\n",
+        "        rope=step.table,\n        rope_dim=step.rope_dim,\n        query_norm",
+        "        rope=0,\n        rope_dim=step.rope_dim,\n        query_norm",
         "tests/unit/test_native_graphs.py::test_logits_are_those_of_the_graph[ropes]",
+    ),
+    Mutation(
+        "frameworks: native lets int8 caches serve latents",
+        "engine.backends.custom.frameworks.native.execution.build",
+        '    if asked == "int8" and config.latent is not None:\n',
+        '    if asked == "int4" and config.latent is not None:\n',
+        "tests/unit/test_deepseek.py::test_int8_keys_are_refused",
+    ),
+    Mutation(
+        "frameworks: native normalizes latents by the epsilon of the model",
+        "engine.backends.custom.ir.decoder",
+        "latent.rope_dim, LATENT_NORM_EPS, table)",
+        "latent.rope_dim, config.norm_eps, table)",
+        "tests/parity/test_ir_models.py::test_graph_and_plan_equal_hugging_face[glm4_moe_lite]",
     ),
     Mutation(
         "frameworks: native packs the first expert for all",

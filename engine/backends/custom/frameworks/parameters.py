@@ -28,7 +28,7 @@ IMPLEMENTED = {
             *("out_bias", "mlp_bias", "gated_mlp", "qk_norm", "sliding_window", "layers"),
             *("experts", "attention_softcap", "logits_softcap", "attention_sinks", "alibi_bias"),
             *("bos_id", "eos_ids", "embedding_multiplier", "residual_multiplier"),
-            *("attention_multiplier", "logits_scaling"),
+            *("attention_multiplier", "logits_scaling", "latent"),
         )
     ),
     LayerConfig: frozenset(("window", "rope", "experts")),

@@ -5,6 +5,7 @@ A size that a file states is checked against the file's tensors before memory of
 allocated. Settings that refer to code in the model directory, such as `auto_map`, are ignored.
 """
 
+import logging
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -44,6 +45,8 @@ from engine.core.registry.model_registry import (
     find_gguf,
     find_hf,
 )
+
+log = logging.getLogger(__name__)
 
 CONFIG_NAME = "config.json"
 GENERATION_CONFIG_NAME = "generation_config.json"
@@ -286,7 +289,8 @@ def _resolve(
             if not spec.optional:
                 missing.append(spec.name)
             continue
-        transform = spec.gguf_transform if checkpoint.format == "gguf" else spec.hf_transform
+        is_gguf = checkpoint.format == "gguf" and tensors[0].name != spec.older_gguf
+        transform = spec.gguf_transform if is_gguf else spec.hf_transform
         if checkpoint.format == "safetensors" and tensors[0].is_gathered:
             # Quantized matrices have their rows in order, also if floats are stored transposed.
             transform = replace(transform, transposed=False)
@@ -299,6 +303,8 @@ def _resolve(
     specs = family.tensors(replace(config, tie_embeddings=False))
     known = {tensor.name for spec in specs for tensor in _find(spec, checkpoint)}
     ignored = _predictors(checkpoint)
+    if ignored:
+        log.warning("%s: layers that predict further tokens are not used", where)
     extra = [
         name
         for name in checkpoint.tensors
@@ -333,6 +339,8 @@ def _find(spec: TensorSpec, checkpoint: Checkpoint) -> tuple[LazyTensor, ...]:
     """
     stored = checkpoint.tensors
     name = spec.gguf if checkpoint.format == "gguf" else spec.hf
+    if checkpoint.format == "gguf" and name not in stored and spec.older_gguf in stored:
+        name = spec.older_gguf
     if name is None:
         return ()
     names = [name]

@@ -8,12 +8,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
 
-from engine.backends.custom.architectures.base import (
-    EncoderConfig,
-    ModelConfig,
-    Reader,
-    check_config,
-)
+from engine.backends.custom.architectures.base import EncoderConfig, ModelConfig, Reader
+from engine.backends.custom.architectures.checks import check_config
 from engine.backends.custom.weights.files import parse_json, read_json, read_small
 from engine.core.errors import ModelFormatError
 

@@ -16,7 +16,7 @@ from engine.backends.custom.frameworks.torch.kernels.attention import (
     attention_backend,
 )
 from engine.backends.custom.frameworks.torch.kernels.attention_heads import AttentionHeads
-from engine.backends.custom.frameworks.torch.layers.attention import Attention
+from engine.backends.custom.frameworks.torch.layers.attention import AnyAttention
 from engine.backends.custom.frameworks.torch.layers.rotary import Rotation
 from engine.backends.custom.frameworks.torch.models.base import Decoder
 from engine.backends.custom.runtime.model_runner import BatchInputs, RunnerConfig, RunnerSpec
@@ -32,7 +32,7 @@ class PagedStep:
     plan: AttentionPlan
     cache: CacheGroups
 
-    def attend(self, attention: Attention, qkv: Tensor) -> Tensor:
+    def attend(self, attention: AnyAttention, qkv: Tensor) -> Tensor:
         layer = attention.layer
         q, k, v = attention.heads(qkv, self.rotations[layer])
         self.cache.write(layer, self.slots, k, v)

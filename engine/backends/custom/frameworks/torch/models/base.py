@@ -18,7 +18,7 @@ from engine.backends.custom.frameworks.torch.kernels.attention_heads import (
     attend_by_definition,
 )
 from engine.backends.custom.frameworks.torch.kernels.skinny import is_few
-from engine.backends.custom.frameworks.torch.layers.attention import Attention, Step
+from engine.backends.custom.frameworks.torch.layers.attention import AnyAttention, Step
 from engine.backends.custom.frameworks.torch.layers.embeddings import Embedding
 from engine.backends.custom.frameworks.torch.layers.linear import Linear
 from engine.backends.custom.frameworks.torch.layers.norm import RMSNorm
@@ -34,7 +34,7 @@ class SequenceStep:
     rotations: tuple[Rotation | None, ...]  # one per layer
     masks: dict[int | None, Tensor]  # by window: (T, T), with ALiBi (N, T, T), added to scores
 
-    def attend(self, attention: Attention, qkv: Tensor) -> Tensor:
+    def attend(self, attention: AnyAttention, qkv: Tensor) -> Tensor:
         heads = attention.heads(qkv, self.rotations[attention.layer])
         q, k, v = (x.transpose(0, 1)[None] for x in heads)  # (1, N or K, T, H)
         mask, scale = self.masks[attention.window], attention.scale
