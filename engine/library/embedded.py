@@ -188,12 +188,24 @@ class EmbeddedEngine:
                 "prompt_logprobs are only for generate, not for chat", param="prompt_logprobs"
             )
         fields = {name: value for name, value in fields.items() if value is not None}
-        fields |= {"context": context, "messages": parse_messages(list(map(dict, messages)))}
+        parsed = parse_messages(list(map(dict, messages)))
+        self._check_images(parsed)
+        fields |= {"context": context, "messages": parsed}
         try:
             request = msgspec.convert(fields, ChatRequest)
         except msgspec.ValidationError as error:
             raise InvalidRequestError(f"the options of a chat: {error}") from error
         return Asked(request, None, given)
+
+    def _check_images(self, messages: tuple[dict[str, Any], ...]) -> None:
+        """Refuse images if the model reads none, and images on the web, which are not fetched."""
+        images = [image for message in messages for image in message.get("images", ())]
+        if images and "images" not in self.card.capabilities:
+            raise InvalidRequestError(f"{self.card.id} does not read images", param="messages")
+        if not all(isinstance(image, bytes) for image in images):
+            raise InvalidRequestError(
+                "the library fetches no images; give them as data: URLs (base64)", param="messages"
+            )
 
     def _context(
         self, params: WireParams, grammar: GrammarSpec | None, request_id: str | None

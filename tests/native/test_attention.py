@@ -30,6 +30,7 @@ class Shape:
     block_size: int = 16
     window: int = 0
     rules: bool = False  # scores have a soft cap and ALiBi, and heads have sinks
+    both_sides: bool = False  # as in encoders: a token attends to the tokens after it, too
     latent: int = 0  # above 0: the first values of a key are its value
 
     @property
@@ -39,7 +40,7 @@ class Shape:
     @cached_property
     def score_rules(self) -> reference.ScoreRules:
         if not self.rules:
-            return reference.PLAIN
+            return reference.ScoreRules(centered=self.both_sides)
         # Some sinks are above every score, some below, some between.
         sinks = np.linspace(-4, 12, self.heads, dtype=np.float32)
         return reference.ScoreRules(1.5, reference.alibi_slopes(self.heads, 8.0), sinks)
@@ -72,6 +73,8 @@ SHAPES = (
     *LATENT_SHAPES,
     Shape(9, 3, 64, window=300, rules=True),
     Shape(4, 2, 40, block_size=32, rules=True),
+    Shape(4, 4, 32, both_sides=True),
+    Shape(6, 3, 64, block_size=32, window=65, both_sides=True),
 )
 # Lengths at and beside the edges of tiles and chunks; a restored row with several generated tokens;
 # a row with both kinds; rows that share one chunk and a bit.
@@ -161,6 +164,7 @@ class World:
                 scale,
                 window,
                 self.shape.score_rules,
+                np.full(row.tokens, row.length, np.int32) if self.shape.both_sides else None,
             )
             for row, q, (k, v) in zip(self.rows, self.queries, self.held, strict=True)
         ]
@@ -195,6 +199,8 @@ class World:
         groups = [0 if share and self.rows[i].shared else -1 for i in numbers]
         shared = [self.rows[i].shared * 16 // self.shape.block_size for i in numbers]
         at = [self.rows[i].length - self.rows[i].tokens + t for i, t, _ in tokens]
+        ends = np.array([self.rows[i].length for i, _, _ in tokens], np.int32)
+        both_sides = self.shape.both_sides
         return self.native.AttentionBatch(
             self.shape.heads,
             self.shape.head_dim**-0.5,
@@ -205,6 +211,8 @@ class World:
             np.ascontiguousarray(self.tables[list(numbers)]),
             np.array(groups, np.int32),
             np.array([min((s for s in shared if s), default=0)], np.int32),
+            visible_end=ends if both_sides else None,
+            centered=both_sides,
         )
 
 

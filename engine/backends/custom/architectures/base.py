@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol, TypeVar
 
+from engine.backends.custom.architectures.vision import VisionConfig
 from engine.core.errors import ModelFormatError
 
 MAX_LAYERS = 1024
@@ -74,6 +75,9 @@ class RopeConfig:
     # serves at most `original_max_position` tokens, else by the long ones. dim / 2 numbers each
     short_factors: tuple[float, ...] = ()
     long_factors: tuple[float, ...] = ()
+    # If these are given, the tokens of an image have three positions: in time, and the row and the
+    # column in the image. They are the numbers of frequencies that rotate by each, in turn.
+    sections: tuple[int, ...] = ()
     # Only for kinds "yarn" and "longrope": multiplies cosines and sines. None: the default of
     # "yarn", which is 0.1 ln(factor) + 1
     attention_factor: float | None = None
@@ -218,6 +222,7 @@ class ModelConfig:
     logits_scaling: float = 1.0  # the logits are divided by this number
     encoder: EncoderConfig | None = None  # None: the model is a decoder
     latent: LatentConfig | None = None  # None: each KV head has keys and values of its own
+    vision: VisionConfig | None = None  # the image encoder; None: the model reads only text
 
     @property
     def num_params(self) -> int:

@@ -116,14 +116,14 @@ class DecoderBuilder:
         config, name = self.config, f"layers.{layer}.attn"
         kv_heads, size, latent = config.num_kv_heads, config.head_dim, config.latent
         encodes = config.encoder is not None
+        # An encoder computes whole texts, so a layer's keys and values are not needed after it.
+        place = 0 if encodes else layer
         if latent is not None:
             q, written = self._latent(x, latent, layer)
         else:
             q, k, v = self.qkv(x, name)
             q = self._heads(q, f"{name}.q", config.num_heads, layer)
             k = self._heads(k, f"{name}.k", kv_heads, layer)
-            # An encoder computes whole texts, so a layer's keys and values are not needed after it.
-            place = 0 if encodes else layer
             cache = self.graph.input(cache_name(place), ("C", "P", 2, kv_heads, size))
             write, inputs = KvWrite(place, kv_heads, size), [cache, k, v, WRITE_SLOTS]
             written = self.graph.add("kv_write", f"{name}.kv", inputs, (), write)

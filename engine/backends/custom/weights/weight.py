@@ -75,6 +75,13 @@ class Weight:
         tensor = self.tensors[index] if self._is_by_expert else whole.part(index)
         return Weight(spec, (tensor,), self.transform)
 
+    def row(self, index: int) -> NDArray[np.float32]:
+        """One row of a matrix that is stored as it is, as float32. Reads only this row."""
+        assert self.transform == Transform() and not self.spec.of_experts, self
+        rows, columns = self.spec.shape
+        raw = self.tensor.raw().reshape(rows, -1)[index]
+        return self.tensor.decode(raw, (columns,))
+
     def rows(self) -> StoredRows:
         """The stored bytes of a matrix, without the rows of other weights."""
         raw, transform, shape = self.tensor.raw(), self.transform, self.spec.shape

@@ -232,29 +232,9 @@ def load_model(
 
 
 def build_encoder(source: ModelSource, options: EngineOptions, device: DeviceInfo) -> Encoder:
-    """Loads a text encoder. Its keys and values stay float32, since they are never kept."""
-    from engine.backends.custom.frameworks.native.execution.encoder import NativeEncoder
-    from engine.backends.custom.frameworks.native.machine import default_threads
-    from engine.backends.custom.ir.encoder import build_encoder_graph
+    from engine.backends.custom.frameworks.native.execution.encoder import load_encoder
 
-    config = source.config
-    assert config.encoder is not None, config
-    _check_settings(options.attention, options.quantization)
-    max_tokens = max(config.encoder.max_tokens, STEP_TOKENS)
-    plans = _plans(
-        build_encoder_graph(config),
-        source,
-        machine_with(options.threads or default_threads()),
-        Capacity(max_tokens, STEP_TOKENS),
-        Precision(device.dtype == "float32", "float32"),
-    )
-    model = load_model(source, plans, ((0, 0),), options.numerics, options.affinity)
-    num_blocks = max_tokens // TILE_TOKENS + STEP_TOKENS  # each text may have a partial block
-    cache = CacheShape("float32", TILE_TOKENS, ((1, num_blocks),))
-    _allocate(model.native, source, plans[-1], cache, max_tokens)
-    for plan in plans:
-        add_program(model.native, plan, model.weights)
-    return NativeEncoder(model.native, config, STEP_TOKENS, TILE_TOKENS)
+    return load_encoder(source, options, device)
 
 
 def _add_slopes(model: Any, config: ModelConfig) -> int:
@@ -277,7 +257,7 @@ def _add_per_channel(
     return dict(zip(names, model.add_per_channel([matrices[name] for name in names]), strict=True))
 
 
-def _check_settings(attention: str, quantization: str) -> None:
+def check_settings(attention: str, quantization: str) -> None:
     if attention != "auto":
         raise ConfigError(
             f"the native backend has one kind of attention; performance.attention "
@@ -291,7 +271,7 @@ def _check_settings(attention: str, quantization: str) -> None:
 
 
 def _check(model: ModelConfig, config: RunnerConfig) -> None:
-    _check_settings(config.attention, config.quantization)
+    check_settings(config.attention, config.quantization)
     if config.block_size % TILE_TOKENS:
         raise ConfigError(
             f"the native backend keeps tokens in tiles of {TILE_TOKENS}: cache.block_size "
@@ -326,7 +306,7 @@ def plans_for(source: ModelSource, config: RunnerConfig, machine: Machine) -> li
     sizes of buffers and in how work is split among threads.
     """
     max_tokens = max(config.max_batch_tokens, config.max_slots)
-    return _plans(
+    return make_plans(
         build_graph(source.config),
         source,
         machine,
@@ -338,7 +318,7 @@ def plans_for(source: ModelSource, config: RunnerConfig, machine: Machine) -> li
     )
 
 
-def _plans(
+def make_plans(
     graph: Graph, source: ModelSource, machine: Machine, largest: Capacity, precision: Precision
 ) -> list[ExecutionPlan]:
     layout_of = kernels().layout_of
@@ -362,11 +342,11 @@ def _set_memory(model: Any, source: ModelSource, config: RunnerConfig, plan: Exe
     ]
     kv_type = _kv_type(source.config, config.kv_dtype, config.dtype, config.numerics)
     shape = CacheShape(kv_type, config.block_size, sizes)
-    _allocate(model, source, plan, shape, config.max_seq_len)
+    allocate(model, source, plan, shape, config.max_seq_len)
     model.set_sampler(source.config.vocab_size, config.max_slots, config.max_seq_len)
 
 
-def _allocate(
+def allocate(
     model: Any, source: ModelSource, plan: ExecutionPlan, cache: CacheShape, max_seq_len: int
 ) -> None:
     """Allocates the arena and the KV caches, and adds the RoPE tables."""

@@ -77,6 +77,7 @@ class CachedStep:
     plan: TritonPlan
     cache: CacheGroups
     rotations: tuple[Rotation | None, ...]  # one per layer, or empty without latent attention
+    images: None = None
 
     def attend(self, attention: AnyAttention, qkv: Tensor) -> Tensor:
         layer, window, sinks = attention.layer, attention.window, attention.sinks
@@ -169,7 +170,10 @@ class CudaRunner(TorchRunner):
         )
 
     @torch.inference_mode()
-    def forward(self, inputs: BatchInputs) -> CudaHandle:  # type: ignore[override]
+    def forward(self, inputs: BatchInputs) -> CudaHandle | StepHandle:  # type: ignore[override]
+        # Steps with images have no graphs, and neither has decode if RoPE depends on the images.
+        if inputs.embeds is not None or inputs.rope_positions is not None:
+            return super().forward(inputs)
         size = self._size(inputs)
         step = self._step(inputs, size) if size is not None else self._exact_step(inputs)
         step.num_uses += 1
@@ -183,8 +187,10 @@ class CudaRunner(TorchRunner):
 
     @torch.inference_mode()
     def sample(  # type: ignore[override]
-        self, handle: CudaHandle, sampling: SamplingInputs
+        self, handle: CudaHandle | StepHandle, sampling: SamplingInputs
     ) -> "CudaPendingTokens | TorchPendingTokens":
+        if isinstance(handle, StepHandle):
+            return super().sample(handle, sampling)
         if handle.num_samples:
             kind = self._sampler.kind_of(sampling)
             if kind is None:

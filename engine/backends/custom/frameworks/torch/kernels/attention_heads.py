@@ -102,6 +102,14 @@ def additive_mask(distance: Tensor, window: int | None, slopes: Tensor | None = 
     return mask.masked_fill(hidden, float("-inf"))
 
 
+def two_way(distance: Tensor, keys: Tensor, visible_end: Tensor) -> Tensor:
+    """The distances (T, L) for `additive_mask`, if queries also attend to later positions: to those
+    before `visible_end` (T,). `keys` (L,) are the positions of the keys.
+    """
+    is_later = (distance < 0) & (keys < visible_end[:, None])
+    return distance.masked_fill(is_later, 0)
+
+
 def attend_by_definition(
     q: Tensor,
     keys: Tensor,

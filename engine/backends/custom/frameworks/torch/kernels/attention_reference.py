@@ -12,6 +12,7 @@ from engine.backends.custom.frameworks.torch.kernels.attention_heads import (
     AttentionHeads,
     additive_mask,
     attend_by_definition,
+    two_way,
 )
 from engine.backends.custom.runtime.model_runner import BatchInputs
 
@@ -45,6 +46,9 @@ class ReferencePlan:
             known = cache[blocks, offsets].unbind(1)  # (L, K, H) each
             keys, values = known[0], known[-1][..., : self.heads.value_dim]
             distance = position[-(starts[row + 1] - starts[row]) :, None] - position  # (T, L)
+            if self.inputs.visible_end is not None:
+                ends = to_device(self.inputs.visible_end[tokens], q.device)
+                distance = two_way(distance, position, ends)
             out[tokens] = self._row(q[tokens], keys, values, distance, window, sinks)
         return out
 

@@ -22,6 +22,7 @@ from engine.backends.custom.frameworks.torch.kernels.attention_heads import (
     AttentionHeads,
     additive_mask,
     attend_by_definition,
+    two_way,
 )
 from engine.backends.custom.runtime.model_runner import I32, BatchInputs
 
@@ -227,7 +228,11 @@ class _WindowPlanner:
         length = int(inputs.seq_lens[row])
         start = length - (tokens.stop - tokens.start)
         fits = self.window is None or length <= self.window
-        if start == 0 and fits and self._heads.is_plain:
+        ends = inputs.positions[tokens] + 1
+        if inputs.visible_end is not None:
+            ends = inputs.visible_end[tokens]
+        looks_ahead = bool((ends > inputs.positions[tokens] + 1).any())
+        if start == 0 and fits and self._heads.is_plain and not looks_ahead:
             return FirstChunk(tokens, self._heads.scale)
         first = 0 if self.window is None else max(start - self.window + 1, 0)
         blocks = inputs.tables_for(self.window)[row, first // size : -(-length // size)]
@@ -235,6 +240,8 @@ class _WindowPlanner:
         key_positions = torch.arange(first, length, device=device)
         slopes = self._heads.slopes(device)
         distance = positions[tokens][:, None] - key_positions  # (T, L)
+        if looks_ahead:
+            distance = two_way(distance, key_positions, to_device(ends, device))
         mask = self._mask(distance, None if slopes is None else slopes[:, None, None])
         return LaterChunk(tokens, to_device(blocks, device), seen, mask, self._heads)
 

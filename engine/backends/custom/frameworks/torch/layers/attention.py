@@ -4,6 +4,7 @@ serving, it attends over the paged cache; in training and in parity tests, over 
 The fused projection has query and key heads next to each other, so one operation rotates both.
 """
 
+from dataclasses import dataclass
 from typing import Protocol
 
 import torch
@@ -19,6 +20,14 @@ from engine.backends.custom.frameworks.torch.layers.norm import RMSNorm
 from engine.backends.custom.frameworks.torch.layers.rotary import Rotation, rotate
 
 
+@dataclass(frozen=True, slots=True)
+class ImageRows:
+    """Embeddings of images, and the indices of the tokens that they belong to."""
+
+    rows: Tensor  # (E,) int64
+    embeds: Tensor  # (E, D)
+
+
 class Step(Protocol):
     """The inputs of a forward pass besides the token ids, and the function that computes attention
     in this pass.
@@ -27,6 +36,11 @@ class Step(Protocol):
     @property
     def positions(self) -> Tensor:
         """The position of each token in its sequence, (T,)."""
+        ...
+
+    @property
+    def images(self) -> "ImageRows | None":
+        """Image embeddings, which replace those of some tokens. None: there are no images."""
         ...
 
     def attend(self, attention: "AnyAttention", qkv: Tensor) -> Tensor:

@@ -33,6 +33,7 @@ class SequenceStep:
     positions: Tensor  # (T,)
     rotations: tuple[Rotation | None, ...]  # one per layer
     masks: dict[int | None, Tensor]  # by window: (T, T), with ALiBi (N, T, T), added to scores
+    images: None = None
 
     def attend(self, attention: AnyAttention, qkv: Tensor) -> Tensor:
         heads = attention.heads(qkv, self.rotations[attention.layer])
@@ -80,7 +81,9 @@ class Decoder(nn.Module):
     def embed_tokens(self, token_ids: Tensor, step: Step) -> Tensor:
         x = self.embed(token_ids)  # (T, D)
         multiplier = self.config.embedding_multiplier
-        return x if multiplier == 1 else x * multiplier
+        x = x if multiplier == 1 else x * multiplier
+        images = step.images
+        return x if images is None else x.index_copy(0, images.rows, images.embeds.to(x.dtype))
 
     def forward(self, token_ids: Tensor, step: Step) -> Tensor:
         """The residual stream after the last block, (T, D). The caller passes the tokens whose
