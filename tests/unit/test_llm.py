@@ -56,6 +56,7 @@ TOKENIZER = SimpleNamespace(
 )
 TEMPLATE = SimpleNamespace(
     options=(),
+    mentions=lambda name: False,
     render=lambda messages, specials, add_generation_prompt, tools=(): "".join(
         message["content"] for message in messages
     ),
@@ -276,6 +277,17 @@ def test_a_text_is_a_conversation_of_one_message(llm):
         (output,) = llm.chat(conversation, given)
         assert list(output.outputs[0].token_ids) == expected("abc", given)
     assert [o.usage.prompt_tokens for o in llm.chat(["ab", "c"], given)] == [2, 1]
+
+
+def test_images_are_refused_by_a_model_that_reads_none(llm, monkeypatch):
+    url = {"url": "http://example.com/cat.png"}
+    asked = [{"role": "user", "content": [{"type": "image_url", "image_url": url}]}]
+    with pytest.raises(InvalidRequestError, match="does not read images"):
+        llm.chat(asked)
+    card = msgspec.structs.replace(llm.card, capabilities=("chat", "images"))
+    monkeypatch.setattr(llm.engine.backend, "models", lambda: [card])
+    with pytest.raises(InvalidRequestError, match="data: URLs"):
+        llm.chat(asked)
 
 
 def test_vectors_are_the_models_and_of_unit_length(llm):

@@ -101,15 +101,15 @@ MUTATIONS = [
     Mutation(
         "negative seeds are mirrored",
         "engine.servers.schema.body",
-        "seed=None if self.seed is None else self.seed % 2**63",
-        "seed=None if self.seed is None else abs(self.seed)",
+        "seed=None if body.seed is None else body.seed % 2**63",
+        "seed=None if body.seed is None else abs(body.seed)",
         "tests/unit/test_server_validation.py::test_fields_reach_the_sampler",
     ),
     Mutation(
         "top_p 0 keeps everything",
         "engine.servers.schema.body",
-        "top_k=1 if only_best else self.top_k or 0",
-        "top_k=self.top_k or 0",
+        "top_k=1 if only_best else body.top_k or 0",
+        "top_k=body.top_k or 0",
         "tests/unit/test_server_validation.py::test_fields_reach_the_sampler",
     ),
     Mutation(
