@@ -226,7 +226,7 @@ MUTATIONS = [
     Mutation(
         "native: a short context rotates by the factors for long texts",
         "engine.backends.custom.frameworks.native.execution.build",
-        "rope, config.max_seq_len, None if factors",
+        "rope, max_seq_len, None if factors",
         "rope, model_config.max_position, None if factors",
         "tests/parity/test_native_models.py"
         "::test_a_short_context_rotates_by_the_factors_for_short_texts",

@@ -251,8 +251,8 @@ MUTATIONS = [
     Mutation(
         "runtime: the null block is not paid for",
         "engine.backends.custom.worker.memory",
-        "num_blocks = num_sequences * self._blocks(self.max_seq_len) + 1\n",
-        "num_blocks = num_sequences * self._blocks(self.max_seq_len)\n",
+        "self._blocks(self.max_seq_len) + 1\n        num_windowed",
+        "self._blocks(self.max_seq_len)\n        num_windowed",
         "tests/unit/test_memory_plan.py::test_whatever_is_planned_fits_and_serves_its_context",
     ),
 ]
