@@ -10,7 +10,7 @@ BIN := $(VENV)/bin
 PYTEST := $(BIN)/python -m pytest
 LEVELS := scoreboard e2e parity security native property unit
 QUICK := tests/unit tests/property $(addprefix tests/parity/test_,native_models.py ir_models.py quants.py)
-SLOW := slow or gpu or network or vllm
+SLOW := slow or gpu or network or vllm or clients
 CODE := engine tests benchmarks examples
 CPP := csrc/*/*.cpp csrc/*/*.h engine/backends/custom/frameworks/torch/kernels/cuda/*.cu*
 step = @printf '\n==> %s\n' "$(1)"
@@ -19,7 +19,7 @@ step = @printf '\n==> %s\n' "$(1)"
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help serve clang test test-quick scoreboard test-slow test-gpu test-native test-vllm nightly lint format bench lock sbom clean
+.PHONY: help serve clang test test-quick scoreboard test-slow test-gpu test-native test-vllm test-clients nightly lint format bench lock sbom clean
 
 help: ## Show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -77,7 +77,13 @@ test-vllm: $(VENV)/.dev ## Test vLLM itself, on a CPU, behind our server (VLLM_P
 	@VLLM_PYTHON=$(abspath $(VLLM_PYTHON)) VLLM_MODEL=$(abspath $(VLLM_MODEL)) \
 		$(BIN)/python -m pytest -m vllm --timeout 1800 tests/e2e
 
-nightly: test-slow test-native test-vllm ## Run all that takes too long for every change
+# Each client has an environment in .clients, which is built on first use: gigabytes, and minutes.
+test-clients: $(VENV)/.dev ## Test other projects' clients against our server (ARGS="-k codex")
+	@$(BIN)/engine pull $(MODEL)
+	$(call step,Other projects' clients)
+	@$(BIN)/python -m pytest -m clients --timeout 3600 -v tests/clients $(ARGS)
+
+nightly: test-slow test-native test-vllm test-clients ## Run all that takes too long for every change
 
 # The sanitizers' runtimes must be there before Python; Python itself leaks at exit by design.
 SANITIZED := build/sanitized
@@ -123,7 +129,7 @@ sbom: $(VENV)/.serve $(TOOLS)/.created ## Write what the environment holds as Cy
 	@$(TOOLS)/bin/cyclonedx-py environment --of JSON -o sbom.json --pyproject pyproject.toml $(BIN)/python
 
 clean: ## Remove the virtual environment and every cache
-	rm -rf $(VENV) $(VLLM) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(VLLM) .clients build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	find engine tests benchmarks -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # A stamp, not the interpreter, which appears before the environment is complete.

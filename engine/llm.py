@@ -108,10 +108,15 @@ class LLM:
         return self.engine.call(self.engine.score(data_1, data_2))
 
     def stream(
-        self, prompt: Prompt, sampling_params: WireParams | None = None
+        self,
+        prompt: Prompt,
+        sampling_params: WireParams | None = None,
+        *,
+        grammar: GrammarSpec | None = None,
     ) -> Generator[Event, None, None]:
         """Yields the events of one completion as they arrive. The last event is the token usage."""
-        return self._iterate(self.engine.events(self.engine.completion(prompt, sampling_params)))
+        asked = self.engine.completion(prompt, sampling_params, grammar)
+        return self._iterate(self.engine.events(asked))
 
     def stream_chat(
         self, messages: Messages, sampling_params: WireParams | None = None, **options: Any

@@ -125,12 +125,15 @@ def gguf_layout(config: ModelConfig, weights: Arrays) -> Arrays:
 
 def stored_as(stored: Arrays, name: str, how: Transform, values: NDArray[np.float32]) -> None:
     """Put a weight into the tensor that a converter would store it in."""
+    if how.turned:
+        values, how = values.T, replace(how, turned=False)
     rows = len(values) // how.groups
     if how.paired:
         heads = values.reshape(-1, how.head_dim, *values.shape[1:])
-        halves = heads[:, : how.paired].reshape(len(heads), 2, -1, *values.shape[1:])
+        before, pairs, after = np.split(heads, (how.unpaired, how.unpaired + how.paired), axis=1)
+        halves = pairs.reshape(len(heads), 2, -1, *values.shape[1:])
         turned = halves.swapaxes(1, 2).reshape(len(heads), how.paired, *values.shape[1:])
-        values = np.concatenate((turned, heads[:, how.paired :]), axis=1).reshape(values.shape)
+        values = np.concatenate((before, turned, after), axis=1).reshape(values.shape)
     values = values - np.float32(how.added)
     if how.before or how.after:
         shape = replace(how, transposed=False).stored_shape(values.shape)
@@ -140,6 +143,17 @@ def stored_as(stored: Arrays, name: str, how: Transform, values: NDArray[np.floa
         groups[:, how.before : how.before + rows] = values.reshape(how.groups, rows, *shape[1:])
         values = groups.reshape(shape)
     stored[name] = np.ascontiguousarray(values.T) if how.transposed else values
+
+
+def joined_as(stored: Arrays, name: str, how: Transform, values: NDArray[np.float32]) -> None:
+    """Put a weight with a matrix per head into the tensor that has them one below the other."""
+    known = np.split(stored[name], len(values)) if name in stored else [None] * len(values)
+    made = []
+    for part, matrix in zip(known, values, strict=True):
+        one = {} if part is None else {name: part}
+        stored_as(one, name, how, matrix)
+        made.append(one[name])
+    stored[name] = np.concatenate(made)
 
 
 def write_gguf(
@@ -156,7 +170,7 @@ def write_gguf(
     `extra` adds or replaces unsigned, float, string or list keys, including a whole vocabulary.
     Bytes are blocks of the tensor's type in `types`, by default Q8_0.
     """
-    prefix = architecture(config.family).gguf_names[0]
+    prefix = {"qwen3_moe": "qwen3moe"}.get(config.family, config.family)
     writer = gguf.GGUFWriter(path, prefix, **writer_options)
     keys: dict[str, Any] = {
         f"{prefix}.block_count": config.num_layers,
@@ -185,6 +199,8 @@ def write_gguf(
     for key, value in (keys | dict(extra or {})).items():
         if isinstance(value, str):
             writer.add_string(key, value)
+        elif isinstance(value, bool):
+            writer.add_bool(key, value)
         elif isinstance(value, float):
             writer.add_float32(key, value)
         elif isinstance(value, list):

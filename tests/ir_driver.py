@@ -75,7 +75,7 @@ def random_weights(graph: Graph, seed: int = 0) -> dict[str, F32]:
 
 def new_state(config: ModelConfig, factors: F32 | None = None) -> State:
     """Empty caches filled with NaN, so that reading an unwritten position shows."""
-    shape = (NUM_BLOCKS, BLOCK, 2, config.num_kv_heads, config.head_dim)
+    shape = (NUM_BLOCKS, BLOCK, config.kv_parts, config.num_kv_heads, config.head_dim)
     rotations = tuple(rotary_tables(rope, config.max_position, factors) for rope in config.ropes)
     caches = tuple(np.full(shape, np.nan, np.float32) for _ in range(config.num_layers))
     return State(caches, rotations)

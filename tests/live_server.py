@@ -109,6 +109,12 @@ def live_server(
         server.stop()
 
 
+def free_port() -> int:
+    with socket.socket() as sock:
+        sock.bind(("127.0.0.1", 0))
+        return int(sock.getsockname()[1])
+
+
 def wait_until(condition: Callable[[], bool], seconds: float = 60.0) -> None:
     """Wait for a condition. The limit is generous, so this fails only if it never becomes true."""
     deadline = time.monotonic() + seconds

@@ -15,7 +15,7 @@ from engine.backends.custom.weights.random import RandomCheckpoint
 from engine.backends.custom.weights.weight import Weight
 
 F32 = NDArray[np.float32]
-_EXPERT_PARTS = ("experts.gate", "experts.up", "experts.down")
+_STACKED = ("experts.gate", "experts.up", "experts.down", "attn.k_up", "attn.v_up")
 
 
 def memory_source(
@@ -28,7 +28,7 @@ def memory_source(
 
 
 def _weight(name: str, values: F32, matrix_type: str) -> Weight:
-    of_experts = any(part in name for part in _EXPERT_PARTS)
+    of_experts = any(part in name for part in _STACKED)
     is_matrix = name.endswith(".weight") and values.ndim - of_experts == 2
     dtype = matrix_type if is_matrix and "router" not in name else "F32"
     kind = gguf.GGMLQuantizationType[dtype]

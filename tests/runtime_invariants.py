@@ -245,7 +245,7 @@ def queues(now: Snapshot) -> None:
     for seq in everybody:
         assert seq.finish_reason is None
         assert 0 <= seq.num_confirmed <= seq.num_computed <= len(seq.tokens) + seq.num_sampling
-    for each in now.engine.loop._intake._compiling.values():
+    for each in now.engine.loop._intake._pending.values():
         assert each.choices, "a grammar compiles for nobody"
     if not everybody:
         assert not scheduler._inflight._owners and not scheduler._inflight._chains

@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from engine.backends.custom.architectures.base import ModelConfig
 from engine.core.registry.model_registry import architecture
-from tests.gguf_files import MULTIPLIERS, stored_as
+from tests.gguf_files import MULTIPLIERS, joined_as, stored_as
 
 Arrays = dict[str, NDArray[np.float32]]
 HF_NAMES = {
@@ -57,6 +57,8 @@ def hf_layout(config: ModelConfig, weights: Arrays) -> Arrays:
             for expert, values in enumerate(weights[spec.name]):
                 name = spec.hf.replace("{e}", str(expert))
                 stored_as(stored, name, spec.hf_transform, values)
+        elif spec.hf_transform.joined:
+            joined_as(stored, spec.hf, spec.hf_transform, weights[spec.name])
         else:
             stored_as(stored, spec.hf, spec.hf_transform, weights[spec.name])
     return stored

@@ -26,7 +26,7 @@ TOKENIZER = SimpleNamespace(
 )
 CHAT = ChatFormat(ChatTemplate(None, "", ""), OutputFormat.of(None, {}))
 TEXT = TextModel(
-    SimpleNamespace(eos_ids=(), vocab_size=VOCAB, encoder=None, hidden_size=VOCAB),
+    SimpleNamespace(eos_ids=(), vocab_size=VOCAB, encoder=None, vision=None, hidden_size=VOCAB),
     TOKENIZER,
     CHAT,
     CHAT,

@@ -81,7 +81,9 @@ def load_runner(source, options: EngineOptions):
     return RUNNERS.get(options.model_path, SlowToyRunner)(spec), config, plan
 
 
-worker.open_model = lambda path, use_mmap: SimpleNamespace(config=SimpleNamespace(encoder=None))
+worker.open_model = lambda path, use_mmap: SimpleNamespace(
+    config=SimpleNamespace(encoder=None, vision=None)
+)
 worker.load_runner = load_runner
 run_engine = worker.run_engine
 

@@ -163,7 +163,7 @@ void AttentionSchedule::build(Batch& batch, int block_size, int window, bool cen
 }
 
 size_t part_floats(const AttentionShape& shape) {
-    return round_up_size(size_t(shape.heads) * size_t(round_up(shape.head_dim, 32) + 2), 16);
+    return round_up_size(size_t(shape.heads) * size_t(shape.padded_value_dim() + 2), 16);
 }
 
 void erase_kv(const KvCache& cache, int64_t slot) {
@@ -174,13 +174,12 @@ void erase_kv(const KvCache& cache, int64_t slot) {
         for (int head = 0; head < cache.kv_heads; head++) {
             uint8_t* keys = cache.key_tile(layer, place.block, head, place.tile);
             uint8_t* values = cache.value_tile(layer, place.block, head, place.tile);
-            for (int i = 0; i < dim; i++) {
-                memset(keys + key_offset(cache.type, place.lane, i), 0, size);
+            for (int i = 0; i < dim; i++) memset(keys + key_offset(cache.type, place.lane, i), 0, size);
+            if (cache.type == KvType::INT8) *scale_at(keys, dim, place.lane) = 0;
+            if (cache.latent > 0) continue;
+            for (int i = 0; i < dim; i++)
                 memset(values + value_offset(cache.type, dim, place.lane, i), 0, size);
-            }
-            if (cache.type != KvType::INT8) continue;
-            *scale_at(keys, dim, place.lane) = 0;
-            *scale_at(values, dim, place.lane) = 0;
+            if (cache.type == KvType::INT8) *scale_at(values, dim, place.lane) = 0;
         }
     }
 }

@@ -224,7 +224,8 @@ void attend_rows(const Queries& queries, int begin, int chunk, const TilePairs& 
 
 void attend_tiles(const AttentionJob& job, int index, int kv_head, uint8_t* base) {
     const AttentionItem& item = job.batch->items[index];
-    if (!item.is_prefill || job.cache->type != KvType::BF16) return attend_float(job, index, kv_head, base);
+    if (!item.is_prefill || job.cache->type != KvType::BF16 || job.cache->latent > 0)
+        return attend_float(job, index, kv_head, base);
     TileScratch scratch = tile_scratch(*job.shape, base);
     Queries queries = item_queries(job, index, kv_head);
     queries.state = scratch.state;

@@ -49,7 +49,8 @@ void (*write_any)(const KvCache&, int, int64_t, const float*, const float*);
 
 void write_bf16_or_any(const KvCache& cache, int layer, int64_t slot, const float* keys,
                        const float* values) {
-    (cache.type == KvType::BF16 ? write_kv : write_any)(cache, layer, slot, keys, values);
+    bool is_fast = cache.type == KvType::BF16 && cache.latent == 0;
+    (is_fast ? write_kv : write_any)(cache, layer, slot, keys, values);
 }
 
 }  // namespace

@@ -174,27 +174,53 @@ void convert_columns(const ChunkTiles& tiles, int dim, int column, float* out) {
     }
 }
 
-// PV: computes sums[query][0 : kColumns * kLanes] of `count` queries, N at a time, over 4 * `fours` positions
-// whose values were converted to float.
-template <int N>
+// PV: computes sums[query][0 : C * kLanes] of `count` queries, N at a time, over 4 * `fours` positions whose
+// values were converted to float.
+template <int N, int C>
 void accumulate_converted(const float* values, int fours, const float* weights, int count, int dim,
                           float* sums) {
-    constexpr int kSums = N * kColumns, kWidth = kColumns * kLanes;
+    constexpr int kSums = N * C, kWidth = C * kLanes;
     for (; count >= N; count -= N, weights += N * kChunk, sums += N * dim) {
         Floats sum[kSums] = {};
         const float* from = values;
         for (int four = 0; four < fours; four++, from += 4 * kWidth)
             unroll<4 * kSums>([&](auto i) __attribute__((always_inline)) {
-                constexpr int position = i / kSums, n = i % kSums / kColumns, c = i % kColumns;
+                constexpr int position = i / kSums, n = i % kSums / C, c = i % C;
                 sum[i % kSums] = vfma_lane<4, position>(load(from + position * kWidth + c * kLanes),
                                                         weights + n * kChunk + four * 4, sum[i % kSums]);
             });
         unroll<kSums>([&](auto i) __attribute__((always_inline)) {
-            store(sums + i / kColumns * dim + i % kColumns * kLanes, sum[i]);
+            store(sums + i / C * dim + i % C * kLanes, sum[i]);
         });
     }
     if constexpr (N > 1)
-        if (count > 0) accumulate_converted<N - 1>(values, fours, weights, count, dim, sums);
+        if (count > 0) accumulate_converted<N - 1, C>(values, fours, weights, count, dim, sums);
+}
+
+// Converts dimensions [column, column + width) of the keys of a chunk to float. The output has one row per
+// position, so the tiles are transposed.
+template <KvType type>
+void convert_latents(const ChunkTiles& tiles, int column, int width, float* out) {
+    for (int tile = tiles.begin; tile < tiles.end; tile++, out += 16 * width)
+        for (int i = 0; i < width; i += 4)
+            for (int lane = 0; lane < 16; lane += kLanes) {
+                Floats keys[4];
+                load_keys<type>(tiles.keys[tile], column + i, lane, keys);
+                for (int token = 0; token < kLanes; token++)
+                    for (int c = 0; c < 4; c++) out[(lane + token) * width + i + c] = keys[c][token];
+            }
+}
+
+// PV of a cache without values: computes sums[query][0:dim] of `count` queries over the tiles of a chunk.
+template <KvType type>
+void accumulate_latents(const ChunkTiles& tiles, const float* weights, int count, int dim, float* sums) {
+    constexpr int kWidth = 2 * kLanes;  // divides 32, and so `dim`
+    float converted[kChunk * kWidth];
+    for (int column = 0; column < dim; column += kWidth) {
+        convert_latents<type>(tiles, column, kWidth, converted);
+        accumulate_converted<kQueriesConverted, 2>(converted, (tiles.end - tiles.begin) * 4,
+                                                   weights + tiles.begin * 16, count, dim, sums + column);
+    }
 }
 
 template <KvType type, int N>
@@ -219,8 +245,8 @@ void accumulate_batch(const ChunkTiles& tiles, const float* weights, int count, 
     float converted[kChunk * kWidth];
     for (int column = 0; column < dim; column += kWidth) {
         convert_columns<type>(tiles, dim, column, converted);
-        accumulate_converted<kQueriesConverted>(converted, (tiles.end - tiles.begin) * 4,
-                                                weights + tiles.begin * 16, count, dim, sums + column);
+        accumulate_converted<kQueriesConverted, kColumns>(
+            converted, (tiles.end - tiles.begin) * 4, weights + tiles.begin * 16, count, dim, sums + column);
     }
 }
 
@@ -235,7 +261,7 @@ ENGINE_INLINE void scale_weights(float* weights, const ChunkTiles& tiles, int di
 template <KvType type>
 void attend_chunk(const Queries& queries, int chunk, const FloatScratch& scratch) {
     const AttentionJob& job = *queries.job;
-    int dim = job.cache->dim();
+    int dim = job.cache->dim(), value_dim = job.shape->padded_value_dim();
     ChunkTiles tiles = tiles_of(queries, chunk);
     for (int begin = 0; begin < queries.count; begin += kBatch) {
         int count = queries.count - begin < kBatch ? queries.count - begin : kBatch;
@@ -252,8 +278,12 @@ void attend_chunk(const Queries& queries, int chunk, const FloatScratch& scratch
             if constexpr (type == KvType::INT8) scale_weights(scores, tiles, dim);
         }
         float* sums = queries.result_buffer(begin, chunk, scratch.sums);
-        accumulate_batch<type>(tiles, scratch.scores, count, dim, sums);
-        for (int i = 0; i < count; i++) queries.add(begin + i, chunk, {sums + i * dim, max_sum + 2 * i});
+        if (job.cache->latent > 0)
+            accumulate_latents<type>(tiles, scratch.scores, count, value_dim, sums);
+        else
+            accumulate_batch<type>(tiles, scratch.scores, count, value_dim, sums);
+        for (int i = 0; i < count; i++)
+            queries.add(begin + i, chunk, {sums + i * value_dim, max_sum + 2 * i});
     }
 }
 

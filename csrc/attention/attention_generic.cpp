@@ -44,20 +44,25 @@ template <KvType type>
 void write_heads(const KvCache& cache, int layer, int64_t slot, const float* keys, const float* values) {
     TokenPlace place = place_of(cache, slot);
     int dim = cache.dim(), size = cache.head_dim;
-    for (int head = 0; head < cache.kv_heads; head++, keys += size, values += size) {
+    for (int head = 0; head < cache.kv_heads; head++) {
         uint8_t* key_tile = cache.key_tile(layer, place.block, head, place.tile);
-        uint8_t* value_tile = cache.value_tile(layer, place.block, head, place.tile);
-        Int8Scale of_keys{}, of_values{};
+        const float* key = keys + head * size;
+        Int8Scale of_key{}, of_value{};
         if (type == KvType::INT8) {
-            of_keys = find_int8_scale(keys, size);
-            of_values = find_int8_scale(values, size);
-            *scale_at(key_tile, dim, place.lane) = of_keys.scale;
-            *scale_at(value_tile, dim, place.lane) = of_values.scale;
+            of_key = find_int8_scale(key, size);
+            *scale_at(key_tile, dim, place.lane) = of_key.scale;
         }
         for (int i = 0; i < size; i++)
-            write_value(type, key_tile + key_offset(type, place.lane, i), keys[i], of_keys);
+            write_value(type, key_tile + key_offset(type, place.lane, i), key[i], of_key);
+        if (cache.latent > 0) continue;
+        uint8_t* value_tile = cache.value_tile(layer, place.block, head, place.tile);
+        const float* value = values + head * size;
+        if (type == KvType::INT8) {
+            of_value = find_int8_scale(value, size);
+            *scale_at(value_tile, dim, place.lane) = of_value.scale;
+        }
         for (int i = 0; i < size; i++)
-            write_value(type, value_tile + value_offset(type, dim, place.lane, i), values[i], of_values);
+            write_value(type, value_tile + value_offset(type, dim, place.lane, i), value[i], of_value);
     }
 }
 

@@ -105,7 +105,7 @@ void write_head(const float* keys, const float* values, int size, int dim, int l
 }
 
 void write_kv(const KvCache& cache, int layer, int64_t slot, const float* keys, const float* values) {
-    if (cache.type != KvType::INT8 || cache.head_dim % 4)
+    if (cache.type != KvType::INT8 || cache.head_dim % 4 || cache.latent > 0)
         return write_other(cache, layer, slot, keys, values);
     TokenPlace place = place_of(cache, slot);
     for (int head = 0; head < cache.kv_heads; head++)
@@ -281,7 +281,8 @@ void attend_chunk(const Queries& queries, int chunk, const Int8Scratch& scratch)
 }
 
 void attend(const AttentionJob& job, int index, int kv_head, uint8_t* base) {
-    if (job.cache->type != KvType::INT8) return attend_other(job, index, kv_head, base);
+    if (job.cache->type != KvType::INT8 || job.cache->latent > 0)
+        return attend_other(job, index, kv_head, base);
     Int8Scratch scratch = int8_scratch(*job.shape, base);
     Queries queries = item_queries(job, index, kv_head);
     queries.state = scratch.floats.state;

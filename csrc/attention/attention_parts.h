@@ -84,7 +84,7 @@ ENGINE_INLINE void find_next(const AttentionJob& job, ChunkPlace place, ChunkTil
         int partner = seen.begin + tile - tiles.begin;
         if (partner >= seen.end) partner = seen.begin;
         tiles.next_keys[tile] = find_keys(job, item, after.head, after.chunk, partner);
-        tiles.next_values[tile] = tiles.next_keys[tile] + job.cache->part_bytes();
+        tiles.next_values[tile] = tiles.next_keys[tile] + job.cache->value_distance();
     }
 }
 
@@ -96,7 +96,7 @@ ENGINE_INLINE ChunkTiles find_tiles(const AttentionJob& job, ChunkPlace place) {
     tiles.end = seen.end;
     for (int tile = seen.begin; tile < seen.end; tile++) {
         tiles.keys[tile] = find_keys(job, item, place.head, place.chunk, tile);
-        tiles.values[tile] = tiles.keys[tile] + job.cache->part_bytes();
+        tiles.values[tile] = tiles.keys[tile] + job.cache->value_distance();
     }
     for (int i = 0; i < kPrefetchTiles; i++) {
         int near = seen.begin + i < seen.end ? seen.begin + i : seen.begin;
@@ -107,13 +107,13 @@ ENGINE_INLINE ChunkTiles find_tiles(const AttentionJob& job, ChunkPlace place) {
 
 // The partial result of one head of one token: unnormalized output, and max and sum of the online softmax.
 struct Part {
-    float* values;   // [dim]
+    float* values;   // [padded_value_dim]
     float* max_sum;  // {max, sum}
 };
 
 ENGINE_INLINE Part part_at(const AttentionJob& job, int index, int head) {
     const AttentionShape& shape = *job.shape;
-    int dim = job.cache->dim();
+    int dim = shape.padded_value_dim();
     float* part = job.parts + size_t(index) * part_floats(shape);
     return {part + head * dim, part + shape.heads * dim + 2 * head};
 }
@@ -155,9 +155,9 @@ ENGINE_NO_CONTRACTION float factor_with_sink(const float* max_sum, float sink) {
 ENGINE_INLINE void normalize(Part part, const AttentionShape& shape, int head, float* __restrict out) {
     const float* sinks = shape.sinks;
     float weight = sinks ? factor_with_sink(part.max_sum, sinks[head] * kLog2E) : 1.0f / part.max_sum[1];
-    int head_dim = shape.head_dim;
+    int size = shape.value_dim();
     const float* __restrict values = part.values;
-    for (int i = 0; i < head_dim; i++) out[i] = values[i] * weight;
+    for (int i = 0; i < size; i++) out[i] = values[i] * weight;
 }
 
 inline void merge(const AttentionJob& job, int index) {
@@ -168,8 +168,8 @@ inline void merge(const AttentionJob& job, int index) {
     for (int head = 0; head < shape.heads; head++) {
         Part into = part_at(job, parts[0], head);
         for (int i = 1; i < merge.count; i++)
-            merge_into(into, part_at(job, parts[i], head), job.cache->dim());
-        normalize(into, shape, head, out + head * shape.head_dim);
+            merge_into(into, part_at(job, parts[i], head), shape.padded_value_dim());
+        normalize(into, shape, head, out + head * shape.value_dim());
     }
 }
 
@@ -180,7 +180,7 @@ struct Queries {
     const AttentionItem* item;
     int index;  // index of the item
     int kv_head, group, count;
-    float* state;  // [count][dim] running results; used only if the item writes to `out`
+    float* state;  // [count][padded_value_dim] running results; used only if the item writes to `out`
     float* state_max_sum;
 
     int token(int query) const { return job->batch->item_tokens[item->first + query / group]; }
@@ -191,11 +191,12 @@ struct Queries {
     }
     float* out(int query) const {
         float* of_token = job->out + size_t(token(query)) * size_t(job->out_stride);
-        return of_token + head(query) * job->shape->head_dim;
+        return of_token + head(query) * job->shape->value_dim();
     }
     // Returns where the results of a query's chunks are accumulated.
     Part destination(int query, int chunk) const {
-        if (item->part < 0) return {state + query * job->cache->dim(), state_max_sum + 2 * query};
+        if (item->part < 0)
+            return {state + query * job->shape->padded_value_dim(), state_max_sum + 2 * query};
         int index = item->part + query / group * item->parts_per_token();
         return part_at(*job, item->merges_chunks ? index : index + chunk - item->chunk, head(query));
     }
@@ -204,19 +205,19 @@ struct Queries {
         bool merges = item->part < 0 || item->merges_chunks;
         return !merges || chunk == item->chunk || visible(*job, token(query)).begin >= chunk * kChunk;
     }
-    // Returns where to compute the results [queries][dim] of a chunk, for `query` and the queries
+    // Returns where to compute the results [queries][padded_value_dim] of a chunk, for `query` and the queries
     // after it. If possible, this is the destination, which saves a copy; otherwise it is
     // `elsewhere`.
     float* result_buffer(int query, int chunk, float* elsewhere) const {
         bool in_place = item->part < 0 && chunk == item->chunk;
-        return in_place ? state + query * job->cache->dim() : elsewhere;
+        return in_place ? state + query * job->shape->padded_value_dim() : elsewhere;
     }
     // Merges a chunk's result into the query's destination. Does nothing if the query attends to no
     // position of the chunk.
     void add(int query, int chunk, Part result) const {
         if (visible_in_chunk(*job, token(query), chunk).empty()) return;
         Part to = destination(query, chunk);
-        int dim = job->cache->dim();
+        int dim = job->shape->padded_value_dim();
         if (!is_empty(query, chunk)) return merge_into(to, result, dim);
         if (to.values != result.values) memcpy(to.values, result.values, size_t(dim) * sizeof(float));
         memcpy(to.max_sum, result.max_sum, 2 * sizeof(float));

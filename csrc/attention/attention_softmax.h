@@ -91,14 +91,15 @@ struct FloatScratch {
 };
 
 ENGINE_INLINE FloatScratch float_scratch(const AttentionShape& shape, uint8_t* base) {
-    size_t dim = size_t(round_up(shape.head_dim, 32)), max_count = size_t(max_queries(shape));
+    size_t dim = size_t(round_up(shape.head_dim, 32)), value_dim = size_t(shape.padded_value_dim());
+    size_t max_count = size_t(max_queries(shape));
     float* at = reinterpret_cast<float*>(base);
     FloatScratch scratch;
     scratch.queries = at;
     scratch.state = scratch.queries + max_count * dim;
-    scratch.state_max_sum = scratch.state + max_count * dim;
+    scratch.state_max_sum = scratch.state + max_count * value_dim;
     scratch.sums = scratch.state_max_sum + 2 * max_count;
-    scratch.scores = scratch.sums + kBatch * dim;
+    scratch.scores = scratch.sums + kBatch * value_dim;
     scratch.floats = size_t(scratch.scores + kBatch * kChunk - at);
     return scratch;
 }

@@ -56,11 +56,14 @@ enum class KvType : uint8_t { F32, BF16, INT8 };
 //   F32   keys [dim][16], values [16][dim]
 //   BF16  keys [dim / 2][16][2], values [8 token pairs][dim][2]
 //   INT8  keys [dim / 4][16][4], values [4 token quads][dim][4], each followed by one float scale per token
+//
+// If `latent` is above 0, no values are stored. The first `latent` dimensions of a key are its value.
 struct KvCache {
     KvType type;
     int layers, kv_heads, head_dim, block_size;
     int64_t blocks;
     uint8_t* data;
+    int latent = 0;
 
     int dim() const { return round_up(head_dim, 32); }
     size_t tile_bytes() const {  // the same for keys and values
@@ -68,14 +71,16 @@ struct KvCache {
         return type == KvType::F32 ? values * 4 : type == KvType::BF16 ? values * 2 : values + 64;
     }
     size_t part_bytes() const { return tile_bytes() * size_t(block_size / 16) * size_t(kv_heads); }
-    size_t block_bytes() const { return 2 * part_bytes(); }
+    // Bytes from a key tile to the value tile of the same tokens.
+    size_t value_distance() const { return latent > 0 ? 0 : part_bytes(); }
+    size_t block_bytes() const { return part_bytes() + value_distance(); }
     size_t bytes() const { return block_bytes() * size_t(blocks) * size_t(layers); }
     uint8_t* key_tile(int layer, int64_t block, int head, int tile) const {
         size_t where = (size_t(layer) * size_t(blocks) + size_t(block)) * block_bytes();
         return data + where + (size_t(head) * size_t(block_size / 16) + size_t(tile)) * tile_bytes();
     }
     uint8_t* value_tile(int layer, int64_t block, int head, int tile) const {
-        return key_tile(layer, block, head, tile) + part_bytes();
+        return key_tile(layer, block, head, tile) + value_distance();
     }
 };
 
@@ -87,8 +92,11 @@ struct AttentionShape {
     const float* slopes = nullptr;  // (heads) ALiBi: slope * distance is subtracted from scores; or null
     const float* sinks = nullptr;   // (heads) a logit that only adds to the sum of softmax; or null
     bool centered = false;          // the window reaches as far after the token as before it
+    int latent = 0;                 // above 0: a key's first `latent` dimensions are its value
 
     bool adjusts_scores() const { return softcap > 0 || slopes; }
+    int value_dim() const { return latent > 0 ? latent : head_dim; }  // dimensions of a head's output
+    int padded_value_dim() const { return round_up(value_dim(), 32); }
 };
 
 // Attention is split over the KV sequence (split-K) into chunks of 256 positions at fixed boundaries. A part
@@ -104,7 +112,7 @@ struct AttentionJob {
     int layer;
     const float* queries;  // head h of token t starts at queries + t * query_stride + h * head_dim
     int query_stride;
-    float* out;  // has the layout of `queries`, with out_stride
+    float* out;  // has the layout of `queries`, with out_stride and heads of value_dim()
     int out_stride;
     float* parts;  // partial results; part_floats in attention.h gives the size of each
 };
@@ -141,7 +149,7 @@ struct Kernels {
     // Dimension i is rotated together with dimension i + dim / 2.
     void (*rope)(float* x, int heads, int head_dim, int dim, const float* cosines, const float* sines);
     // Writes the keys and values of one token (kv_heads * head_dim floats each) to cache slot `slot`, which
-    // is block * block_size + offset.
+    // is block * block_size + offset. If the cache stores no values, `values` is ignored.
     void (*write_kv)(const KvCache& cache, int layer, int64_t slot, const float* keys, const float* values);
 
     // Computes attention for one item of the batch's attention schedule (attention.h) and one kv

@@ -42,8 +42,9 @@ KvType type_named(const std::string& name) {
 
 class Cache {
   public:
-    Cache(const std::string& type, int layers, int kv_heads, int head_dim, int block_size, int64_t blocks)
-        : cache_{type_named(type), layers, kv_heads, head_dim, block_size, blocks, nullptr} {
+    Cache(const std::string& type, int layers, int kv_heads, int head_dim, int block_size, int64_t blocks,
+          int latent)
+        : cache_{type_named(type), layers, kv_heads, head_dim, block_size, blocks, nullptr, latent} {
         memory_ = lines_for(cache_.bytes());
         cache_.data = memory_.data()->bytes;
     }
@@ -65,11 +66,11 @@ class Cache {
             for (int head = 0; head < cache_.kv_heads; head++) {
                 uint8_t* key_tile = cache_.key_tile(layer, place.block, head, place.tile);
                 uint8_t* value_tile = cache_.value_tile(layer, place.block, head, place.tile);
-                for (int d = 0; d < cache_.head_dim; d++) {
+                for (int d = 0; d < cache_.head_dim; d++)
                     *to_keys++ = value_at(key_tile, key_offset(cache_.type, place.lane, d), place.lane);
+                for (int d = 0; d < cache_.head_dim && cache_.latent == 0; d++)
                     *to_values++ = value_at(
                         value_tile, value_offset(cache_.type, cache_.dim(), place.lane, d), place.lane);
-                }
             }
         }
     }
@@ -144,6 +145,7 @@ class BoundBatch {
         const Kernels& kernels = kernels_named(isa);
         schedule(cache.block_size);
         AttentionShape shape{heads_, cache.kv_heads, cache.head_dim, scale_, window_, softcap};
+        shape.latent = cache.latent;
         if (slopes) shape.slopes = slopes->data();
         if (sinks) shape.sinks = sinks->data();
         shape.centered = centered_;
@@ -201,8 +203,8 @@ class BoundBatch {
 void bind_attention(nb::module_& module) {
     using namespace nb::literals;
     nb::class_<Cache>(module, "AttentionCache")
-        .def(nb::init<const std::string&, int, int, int, int, int64_t>(), "type"_a, "layers"_a, "kv_heads"_a,
-             "head_dim"_a, "block_size"_a, "blocks"_a)
+        .def(nb::init<const std::string&, int, int, int, int, int64_t, int>(), "type"_a, "layers"_a,
+             "kv_heads"_a, "head_dim"_a, "block_size"_a, "blocks"_a, "latent"_a = 0)
         .def("fill", &Cache::fill)
         .def("erase", &Cache::erase)
         .def("write", &Cache::write, "isa"_a, "layer"_a, "slots"_a, "keys"_a, "values"_a)

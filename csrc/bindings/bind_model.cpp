@@ -118,11 +118,11 @@ void bind_memory(nb::class_<BoundModel>& model) {
         self.model.output = output;
     });
     model.def("set_cache", [](BoundModel& self, int index, int type, int layers, int kv_heads, int head_dim,
-                              int block_size, int64_t blocks) {
+                              int block_size, int64_t blocks, int latent) {
         if (block_size % 16) throw nb::value_error("block_size must be a multiple of 16");
         if (index < 0 || index > 1) throw nb::value_error("a model has at most two KV caches");
         self.model.executor.set_cache(
-            index, KvCache{KvType(type), layers, kv_heads, head_dim, block_size, blocks, nullptr});
+            index, KvCache{KvType(type), layers, kv_heads, head_dim, block_size, blocks, nullptr, latent});
     });
     model.def("set_max_positions", [](BoundModel& self, int count) { self.model.max_positions = count; });
     model.def("set_fast", [](BoundModel& self, bool on) { self.model.executor.set_fast(on); });
@@ -230,7 +230,7 @@ void bind_attention_ops(nb::class_<BoundModel>& model) {
     model.def(
         "attention",
         [](BoundModel& self, int qkv, int out, int cache, int layer, int heads, int kv_heads, int head_dim,
-           float scale, int window, float softcap, int slopes, int sinks, bool centered) {
+           float scale, int window, float softcap, int slopes, int sinks, bool centered, int latent) {
             Op op;
             op.kind = Op::Kind::Attention;
             op.source = qkv;
@@ -238,13 +238,43 @@ void bind_attention_ops(nb::class_<BoundModel>& model) {
             op.cache = cache;
             op.layer = layer;
             op.shape = AttentionShape{
-                heads,   kv_heads, head_dim, scale, window, softcap, self.vector(slopes), self.vector(sinks),
-                centered};
+                heads,    kv_heads, head_dim, scale, window, softcap, self.vector(slopes), self.vector(sinks),
+                centered, latent};
             self.add_op(op);
         },
         nb::kw_only(), nb::arg("qkv"), nb::arg("out"), nb::arg("cache"), nb::arg("layer"), nb::arg("heads"),
         nb::arg("kv_heads"), nb::arg("head_dim"), nb::arg("scale"), nb::arg("window"), nb::arg("softcap"),
-        nb::arg("slopes"), nb::arg("sinks"), nb::arg("centered"));
+        nb::arg("slopes"), nb::arg("sinks"), nb::arg("centered"), nb::arg("latent"));
+}
+
+void bind_latent_ops(nb::class_<BoundModel>& model) {
+    model.def("latent_write",
+              [](BoundModel& self, int source, int layer, std::tuple<int, int> rope, int norm, float eps) {
+                  Op op;
+                  op.kind = Op::Kind::LatentWrite;
+                  op.source = source;
+                  op.layer = layer;
+                  std::tie(op.rope, op.rope_dim) = rope;
+                  op.key_norm = self.vector(norm);
+                  op.eps = eps;
+                  self.add_op(op);
+              });
+    model.def(
+        "head_linear",
+        [](BoundModel& self, int source, int out, int heads, const std::tuple<int, int, int, int>& matrices,
+           std::tuple<int, int> rope, bool over_logits) {
+            Op op;
+            op.kind = Op::Kind::HeadLinear;
+            op.source = source;
+            op.out = out;
+            op.num_experts = heads;
+            op.by_head = self.expert_matrices(heads, matrices);
+            std::tie(op.rope, op.rope_dim) = rope;
+            op.over_logits = over_logits;
+            self.add_op(op);
+        },
+        nb::kw_only(), nb::arg("source"), nb::arg("out"), nb::arg("heads"), nb::arg("matrices"),
+        nb::arg("rope"), nb::arg("over_logits"));
 }
 
 void bind_expert_ops(nb::class_<BoundModel>& model) {
@@ -385,6 +415,7 @@ void bind_model(nb::module_& module) {
     bind_memory(model);
     bind_ops(model);
     bind_attention_ops(model);
+    bind_latent_ops(model);
     bind_expert_ops(model);
     bind_halves(model);
 }

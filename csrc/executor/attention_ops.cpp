@@ -69,6 +69,11 @@ void Executor::norm_heads(const Op& op, float* x, int heads, const float* weight
     for (int i = 0; i < total; i += size) kernels_.rms_norm(x + i, weight, op.eps, size, x + i);
 }
 
+// The cosines of a token, which its sines follow.
+const float* Executor::angles_of(const Op& op, int token) const {
+    return angles_.floats() + size_t(token) * size_t(angles_per_token_) + ropes_[size_t(op.rope)].start;
+}
+
 void Executor::rope_write(const Op& op, int begin, int end) {
     const AttentionShape& shape = op.shape;
     for (int token = begin; token < end; token++) {
@@ -78,14 +83,56 @@ void Executor::rope_write(const Op& op, int begin, int end) {
         norm_heads(op, queries, shape.heads, op.query_norm);
         norm_heads(op, keys, shape.kv_heads, op.key_norm);
         if (op.rope_dim > 0) {
-            const float* cosines =
-                angles_.floats() + size_t(token) * size_t(angles_per_token_) + ropes_[size_t(op.rope)].start;
+            const float* cosines = angles_of(op, token);
             // The keys follow the queries in memory, so one call rotates both.
             kernels_.rope(queries, shape.heads + shape.kv_heads, shape.head_dim, op.rope_dim, cosines,
                           cosines + op.rope_dim / 2);
         }
         const int64_t* slots = op.cache == 0 ? batch_->write_slots : batch_->window_slots;
         kernels_.write_kv(caches_[op.cache], op.layer, slots[token], keys, values);
+    }
+}
+
+void Executor::latent_write(const Op& op, int begin, int end) {
+    int rank = width(op.source) - op.rope_dim;
+    for (int token = begin; token < end; token++) {
+        float* x = at(op.source, token);
+        const float* cosines = angles_of(op, token);
+        kernels_.rms_norm(x, op.key_norm, op.eps, rank, x);
+        kernels_.rope(x + rank, 1, op.rope_dim, op.rope_dim, cosines, cosines + op.rope_dim / 2);
+        kernels_.write_kv(caches_[0], op.layer, batch_->write_slots[token], x, nullptr);
+    }
+}
+
+// A piece of HeadLinear is one head of up to kHeadRows rows.
+int Executor::head_pieces(const Op& op) const {
+    return op.num_experts * div_up(rows_of(op), kHeadRows);
+}
+
+void Executor::head_linear(const Op& op, int piece, int thread) {
+    const int head = piece % op.num_experts, total = rows_of(op);
+    const int begin = piece / op.num_experts * kHeadRows, end = std::min(begin + kHeadRows, total);
+    const Matrix matrix = op.by_head.matrix(head);
+    const int from_size = matrix.columns + op.rope_dim, to_size = matrix.rows + op.rope_dim;
+    const int decode = op.over_logits ? batch_->decode_logits : batch_->decode_tokens;
+    uint8_t* input = private_input_[size_t(thread)].data();
+    for (bool is_prefill : {false, true}) {
+        const int first = is_prefill ? std::max(begin, decode) : begin;
+        const int last = is_prefill ? end : std::min(end, decode), rows = last - first;
+        if (rows <= 0) continue;
+        const int numerics = int(op.by_head.numerics(is_prefill));
+        const float* x = at(op.source, first) + head * from_size;
+        kernels_.pack[numerics](x, width(op.source), matrix.columns, rows, 0, rows, input);
+        Epilogue epilogue{at(op.out, first) + head * to_size, width(op.out), nullptr, Activation::None, false,
+                          false};
+        kernels_.matmul[numerics]({&matrix, input, rows, epilogue}, 0, matrix.panels(), scratch(thread));
+    }
+    for (int row = begin; op.rope_dim > 0 && row < end; row++) {
+        const float* from = at(op.source, row) + head * from_size + matrix.columns;
+        float* to = at(op.out, row) + head * to_size + matrix.rows;
+        const float* cosines = angles_of(op, row);
+        std::copy(from, from + op.rope_dim, to);
+        kernels_.rope(to, 1, op.rope_dim, op.rope_dim, cosines, cosines + op.rope_dim / 2);
     }
 }
 

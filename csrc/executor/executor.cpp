@@ -92,6 +92,13 @@ void Executor::reserve_scratch() {
         if (op.kind == Op::Kind::Experts)
             for (const ExpertMatrices* matrices : {&op.up, &op.down})
                 scratch = std::max(scratch, kernels_.scratch_bytes(matrices->first.columns));
+        if (op.kind == Op::Kind::HeadLinear) {
+            int columns = op.by_head.first.columns;
+            scratch = std::max(scratch, kernels_.scratch_bytes(columns));
+            for (Numerics numerics : {op.by_head.decode, op.by_head.prefill})
+                private_input = std::max(
+                    private_input, kernels_.packed_bytes[int(numerics)](kHeadRows, columns));
+        }
         if (op.kind != Op::Kind::Linear) continue;
         int columns = op.matrix->columns;
         scratch = std::max(scratch, kernels_.scratch_bytes(columns));
@@ -180,6 +187,9 @@ void Executor::plan_rounds(const Program& program) {
                 for (int count : {1, packed, 0, packed, 0, rows}) rounds_.push_back({count, 1});
                 break;
             }
+            case Op::Kind::HeadLinear:
+                rounds_.push_back({head_pieces(op), 1});
+                break;
             case Op::Kind::Gather:
                 rounds_.push_back({batch.tokens + batch.logits, kTokenGrain});
                 break;
@@ -211,6 +221,14 @@ void Executor::work(const Program& program, int thread) {
                 break;
             case Op::Kind::RopeWrite:
                 round(thread, index, [&](int begin, int end) { rope_write(op, begin, end); });
+                break;
+            case Op::Kind::LatentWrite:
+                round(thread, index, [&](int begin, int end) { latent_write(op, begin, end); });
+                break;
+            case Op::Kind::HeadLinear:
+                round(thread, index, [&](int begin, int end) {
+                    for (int piece = begin; piece < end; piece++) head_linear(op, piece, thread);
+                });
                 break;
             case Op::Kind::Attention:
                 attention(op, thread, index);

@@ -31,6 +31,8 @@ struct ArenaShape {
     int max_logits = 0;
 };
 
+constexpr int kHeadRows = 32;  // max rows that a thread multiplies at a time in HeadLinear
+
 class Executor {
   public:
     Executor(const Kernels& kernels, int threads, const std::vector<int>& cpus);
@@ -132,6 +134,10 @@ class Executor {
     void pack(const Op& op, const Segment& segment, int begin, int end, float* row);
     void norm_heads(const Op& op, float* x, int heads, const float* weight) const;
     void rope_write(const Op& op, int begin, int end);
+    const float* angles_of(const Op& op, int token) const;
+    void latent_write(const Op& op, int begin, int end);
+    int head_pieces(const Op& op) const;
+    void head_linear(const Op& op, int piece, int thread);
     void attention(const Op& op, int thread, int& index);
     void norm(const Op& op, int begin, int end, float* row);
     void route_rows(const Op& op, int begin, int end, float* scratch);

@@ -51,6 +51,8 @@ struct Op {
         Embed,
         Linear,
         RopeWrite,
+        LatentWrite,
+        HeadLinear,
         Attention,
         Norm,
         Gather,
@@ -90,7 +92,8 @@ struct Op {
     int grain = 1;             // number of units that a thread claims at a time
     Numerics decode = Numerics::F32, prefill = Numerics::F32;
 
-    // Fields of RopeWrite and Attention.
+    // Fields of RopeWrite and Attention. LatentWrite uses `key_norm`, `eps` and those of RoPE. It normalizes
+    // the first values of each row, which are the latent, and rotates the other `rope_dim` values, the key.
     AttentionShape shape{};
     int cache = 0;     // which KV cache of the executor; `layer` counts the layers of this cache
     int schedule = 0;  // index of the attention schedule for the op's window
@@ -108,6 +111,10 @@ struct Op {
     int weights = -1;
     Routing routing;
     ExpertMatrices up, down;
+
+    // HeadLinear multiplies head h of each row by matrix h of `by_head`. The last `rope_dim` values of a head
+    // are rotated instead and follow the results of the head. `num_experts` is the number of heads.
+    ExpertMatrices by_head;
 
     // Units of work of one expert's GEMM. A unit of `up` is a (gate, up) pair of panels.
     int expert_units(bool is_up) const {

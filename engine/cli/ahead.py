@@ -16,7 +16,7 @@ def start_engine(arguments: Sequence[str]) -> None:
     """Start an engine process if the command is `serve`. If the command does not use the engine
     process after all, the engine process exits together with this one.
     """
-    if arguments[:1] == ["serve"] and "--help" not in arguments:
+    if arguments[:1] == ["serve"] and not {"--help", "-h"} & set(arguments):
         _waiting.append(_started())
 
 

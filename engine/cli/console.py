@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from engine.core.errors import ConfigError, EngineError, InvalidRequestError
+from engine.core.registry.backend_registry import BUILTIN_BACKENDS
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -26,17 +27,51 @@ ConfigOption = Annotated[
         help="TOML file with settings. Default: $LLM_ENGINE_CONFIG, else ./engine.toml if there.",
     ),
 ]
+
+
+def complete_model(incomplete: str) -> list[str]:
+    """Names of models that begin with `incomplete`, for tab completion: those on this machine
+    first.
+    """
+    from engine.core.store.catalogue import CATALOGUE
+    from engine.core.store.model_store import ModelStore
+
+    names = dict.fromkeys([*ModelStore().models(), *CATALOGUE])
+    return [name for name in names if name.startswith(incomplete)]
+
+
 ModelArgument = Annotated[
     str | None,
-    typer.Argument(metavar="MODEL", help="A name that `engine list` shows, a file or a folder."),
+    typer.Argument(
+        metavar="MODEL",
+        help="A name that `engine list` shows, a file, a folder or ORG/REPO[:QUANT] of the hub.",
+        autocompletion=complete_model,
+    ),
 ]
-BackendOption = Annotated[str | None, typer.Option("--backend", help="What runs the model.")]
-DeviceOption = Annotated[str | None, typer.Option("--device", help="auto, cpu, cuda or cuda:1.")]
+BackendOption = Annotated[
+    str | None,
+    typer.Option(
+        "--backend",
+        rich_help_panel="Model",
+        help=f"What runs the model: auto, {', '.join(BUILTIN_BACKENDS)}.",
+        autocompletion=lambda incomplete: [
+            name for name in ("auto", *BUILTIN_BACKENDS) if name.startswith(incomplete)
+        ],
+    ),
+]
+DeviceOption = Annotated[
+    str | None,
+    typer.Option("--device", rich_help_panel="Model", help="auto, cpu, cuda or cuda:1."),
+]
 DtypeOption = Annotated[
-    str | None, typer.Option("--dtype", help="auto, float32, bfloat16 or float16.")
+    str | None,
+    typer.Option("--dtype", rich_help_panel="Model", help="auto, float32, bfloat16 or float16."),
 ]
 ApiKeyFileOption = Annotated[
-    Path | None, typer.Option(help="File with the API key; or set LLM_ENGINE_API_KEY.")
+    Path | None,
+    typer.Option(
+        rich_help_panel="Server", help="File with the API key; or set LLM_ENGINE_API_KEY."
+    ),
 ]
 JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")]
 
@@ -98,3 +133,13 @@ def load_cli_settings(
 
     given = {key: value for key, value in (flags or {}).items() if value is not None}
     return load_settings(config, given, os.environ)
+
+
+def own_server() -> tuple[str, str | None]:
+    """The address of the server that the settings of this machine describe, and its API key."""
+    from engine.core.config import is_loopback
+
+    server = load_cli_settings(None).settings.server
+    host = server.host if is_loopback(server.host) else "127.0.0.1"
+    key = server.api_key.get_secret_value() if server.api_key else None
+    return f"http://{host}:{server.port}", key

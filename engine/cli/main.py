@@ -4,6 +4,7 @@
 nor an ML framework.
 """
 
+import os
 import sys
 from importlib import import_module
 from typing import Annotated, Any
@@ -14,36 +15,75 @@ from typer.core import TyperCommand, TyperGroup
 from engine import __version__
 from engine.cli.ahead import start_engine
 from engine.cli.console import exit_code, print_error
+from engine.cli.help import COMPLETE_VARIABLE, GroupedCommand, refuse_foreign, write_section
 from engine.core.errors import EngineError
 
-# Command name -> the target that implements it, and its line in `engine --help`. A target is a
-# function with Typer parameters, or a Typer app with subcommands.
-COMMANDS = {
-    "serve": ("engine.cli.serve:serve", "Serve a model over an OpenAI-compatible API."),
-    "chat": ("engine.cli.chat:chat", "Talk with a model in the terminal."),
-    "generate": ("engine.cli.chat:generate", "Continue a prompt and print the result."),
-    "pull": ("engine.cli.models:pull", "Download a model."),
-    "list": ("engine.cli.models:list_models", "List downloaded and known models."),
-    "inspect": ("engine.cli.models:inspect", "Show what is in a model file."),
-    "convert": ("engine.cli.convert:convert", "Convert a model to another file format."),
-    "imatrix": ("engine.cli.convert:imatrix", "Measure which weights matter most."),
-    "profile": ("engine.cli.profile:profile", "Show where a model's time goes."),
-    "config": ("engine.cli.config:app", "Show the settings in force and where each comes from."),
-    "admin": ("engine.cli.ops.admin:app", "Look at and change a running server."),
-    "keys": ("engine.cli.ops.keys:app", "Make, list and remove API keys in the keys file."),
-    "backends": ("engine.cli.backends:app", "Show the programs that backends run."),
-    "plugins": ("engine.cli.plugins:app", "Show the plugins that are installed and in use."),
-    "conformance": (
-        "engine.cli.conformance:conformance",
-        "Check any OpenAI-compatible server against what clients rely on.",
-    ),
-    "compare": (
-        "engine.cli.compare:compare",
-        "Run the same prompts through several backends: agreement and speed.",
-    ),
-    "top": ("engine.cli.ops.top:top", "Watch a server's models and backends in the terminal."),
-    "dev": ("engine.cli.dev:app", "Scripts for working on the engine."),
-    "doctor": ("engine.cli.doctor:doctor", "Tell what this machine can run, and why."),
+# Heading of `engine --help` -> its commands. Command name -> the target that implements it, and its
+# line in the help. A target is a function with Typer parameters, or a Typer app with subcommands.
+GROUPS = {
+    "Use a model": {
+        "run": ("engine.cli.talk.commands:run", "Answer a message, or talk with a model."),
+        "serve": ("engine.cli.serve:serve", "Serve a model over an OpenAI-compatible API."),
+        "chat": ("engine.cli.talk.commands:chat", "Talk with a model in the terminal."),
+        "generate": (
+            "engine.cli.talk.commands:generate",
+            "Continue a prompt and print the result.",
+        ),
+    },
+    "Models": {
+        "pull": ("engine.cli.models:pull", "Download a model."),
+        "list": ("engine.cli.models:list_models", "List downloaded and known models."),
+        "search": ("engine.cli.models:search", "Search the catalogue of models."),
+        "show": ("engine.cli.models:show", "Show what a model is, and whether it fits here."),
+        "rm": ("engine.cli.removal:rm", "Remove downloaded models and their packed copies."),
+        "inspect": ("engine.cli.models:inspect", "Show what is in a model file."),
+        "convert": ("engine.cli.convert:convert", "Convert a model to another file format."),
+        "imatrix": ("engine.cli.convert:imatrix", "Measure which weights matter most."),
+    },
+    "A running server": {
+        "ps": ("engine.cli.ops.running:ps", "List the models of a running server."),
+        "stop": ("engine.cli.ops.running:stop", "Unload a model of a running server."),
+        "top": ("engine.cli.ops.top:top", "Watch a server's models and backends."),
+        "bench": ("engine.cli.ops.bench:bench", "Measure any server under load."),
+        "admin": ("engine.cli.ops.admin:app", "Look at and change a running server."),
+        "conformance": (
+            "engine.cli.conformance:conformance",
+            "Check any server against what clients rely on.",
+        ),
+        "compare": (
+            "engine.cli.compare:compare",
+            "Run the same prompts through several backends.",
+        ),
+    },
+    "Set up": {
+        "config": ("engine.cli.config:app", "Show the settings and where each comes from."),
+        "keys": ("engine.cli.ops.keys:app", "Make, list and remove API keys."),
+        "backends": ("engine.cli.backends:app", "Show the programs that backends run."),
+        "plugins": ("engine.cli.plugins:app", "Show the plugins that are installed and in use."),
+        "completion": ("engine.cli.help:completion", "Print a script for tab completion."),
+        "doctor": ("engine.cli.doctor:doctor", "Tell what this machine can run, and why."),
+    },
+    "Develop": {
+        "profile": ("engine.cli.profile:profile", "Show where a model's time goes."),
+        "dev": ("engine.cli.dev:app", "Scripts for working on the engine."),
+    },
+}
+COMMANDS = {name: each for group in GROUPS.values() for name, each in group.items()}
+# Other programs' names of our commands. They work too, but the help does not list them.
+SYNONYMS = {
+    "ls": "list",
+    "models": "list",
+    "download": "pull",
+    "get": "pull",
+    "remove": "rm",
+    "delete": "rm",
+    "start": "serve",
+    "server": "serve",
+    "info": "show",
+    "benchmark": "bench",
+    "complete": "generate",
+    "quantize": "convert",
+    "unload": "stop",
 }
 
 
@@ -57,6 +97,7 @@ class LazyCommand(TyperCommand):
         self._target = target
 
     def make_context(self, info_name: Any, args: Any, parent: Any = None, **extra: Any) -> Any:
+        refuse_foreign(self.name, args)
         return self.resolve().make_context(info_name, args, parent=parent, **extra)
 
     def resolve(self) -> Any:
@@ -66,7 +107,7 @@ class LazyCommand(TyperCommand):
         if isinstance(target, typer.Typer):
             return typer.main.get_command(target)
         app = typer.Typer(add_completion=False, rich_markup_mode=None)
-        app.command(self.name)(target)
+        app.command(self.name, cls=GroupedCommand)(target)
         return typer.main.get_command(app)
 
 
@@ -79,6 +120,15 @@ class LazyGroup(TyperGroup):
         super().__init__(**attributes)
         for name, (target, help_text) in COMMANDS.items():
             self.add_command(LazyCommand(name, target, help_text))
+
+    def get_command(self, ctx: Any, cmd_name: str) -> Any:
+        return super().get_command(ctx, SYNONYMS.get(cmd_name, cmd_name))
+
+    def format_commands(self, ctx: Any, formatter: Any) -> None:
+        longest = max(map(len, COMMANDS))
+        for heading, commands in GROUPS.items():
+            rows = [(name.ljust(longest), help_text) for name, (_, help_text) in commands.items()]
+            write_section(formatter, heading, rows)
 
     def invoke(self, ctx: Any) -> Any:
         try:
@@ -98,6 +148,7 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
     rich_markup_mode=None,  # help is plain text: brackets are shown, and rich is not imported
+    context_settings={"help_option_names": ["-h", "--help"]},
 )
 
 
@@ -112,7 +163,7 @@ def _options(
     version: Annotated[
         bool,
         typer.Option(
-            "--version", help="Print the version.", callback=_print_version, is_eager=True
+            "--version", "-V", help="Print the version.", callback=_print_version, is_eager=True
         ),
     ] = False,
     debug: Annotated[bool, typer.Option("--debug", help="Show where an error comes from.")] = False,
@@ -122,6 +173,12 @@ def _options(
 
 def main() -> None:
     start_engine(sys.argv[1:])
+    if sys.argv[1:2] in (["help"], ["version"]):
+        sys.argv[1] = f"--{sys.argv[1]}"
+    if COMPLETE_VARIABLE in os.environ:  # a shell asks for completions
+        from typer.completion import completion_init  # type: ignore[attr-defined]
+
+        completion_init()
     app(prog_name="engine")
 
 

@@ -15,6 +15,7 @@ from rich.table import Table
 from rich.text import Text
 
 if TYPE_CHECKING:
+    from engine.backends.custom.architectures.base import ModelConfig
     from engine.backends.custom.weights.lazy_tensor import LazyTensor
     from engine.backends.custom.weights.model import ModelFiles, ModelSource
 
@@ -46,6 +47,7 @@ def describe(source: "ModelSource", context: int, batch: int) -> dict[str, Any]:
         "heads": config.num_heads,
         "kv_heads": config.num_kv_heads,
         "head_dim": config.head_dim,
+        "latent_dim": None if config.latent is None else config.latent.kv_rank,
         "intermediate_size": config.intermediate_size,
         "vocab_size": config.vocab_size,
         "tied_embeddings": config.tie_embeddings,
@@ -60,8 +62,37 @@ def describe(source: "ModelSource", context: int, batch: int) -> dict[str, Any]:
                 for dtype, width in DTYPES.items()
             },
         },
+        "here": _here(
+            sum(tensor.nbytes for tensor in tensors.values()),
+            config.kv_bytes_per_token(DTYPES["bfloat16"]) * context * batch,
+            _active_share(config),
+        ),
         "metadata": {key: _plain(value) for key, value in source.metadata.items()},
         "tensors": _tensor_rows(tensors.values()),
+    }
+
+
+def _active_share(config: "ModelConfig") -> float:
+    """About the part of the weights that a token reads: with experts, the chosen ones."""
+    experts = config.experts
+    return 1.0 if experts is None else experts.per_token / experts.count
+
+
+def _here(weights: int, kv_cache: int, active: float) -> dict[str, Any]:
+    """Whether the model fits this machine, and an estimate of its speed for one sequence. The speed
+    is None on a GPU, whose memory is not measured.
+    """
+    from engine.core.store.fit import memory_rate, this_machine, tokens_per_second
+
+    machine = this_machine()
+    needs, is_gpu = weights + kv_cache, machine.is_gpu
+    speed = None if is_gpu else round(tokens_per_second(weights * active, memory_rate()), 1)
+    return {
+        "fits": needs <= machine.usable,
+        "needs": needs,
+        "usable": machine.usable,
+        "machine": machine.describe(),
+        "tokens_per_s": speed,
     }
 
 
@@ -137,8 +168,12 @@ def _plain(value: Any) -> Any:
     return value if isinstance(value, str | int | float | bool | None) else str(value)
 
 
-def print_report(console: Console, report: dict[str, Any], *, list_tensors: bool) -> None:
+def print_summary(console: Console, report: dict[str, Any]) -> None:
     console.print(_summary_table(report))
+
+
+def print_report(console: Console, report: dict[str, Any], *, list_tensors: bool) -> None:
+    print_summary(console, report)
     console.print(_metadata_table(report["metadata"]))
     if list_tensors:
         console.print(_tensor_table(report["tensors"]))
@@ -168,6 +203,8 @@ def _summary_table(report: dict[str, Any]) -> Table:
     table = Table("", title="Model", title_justify="left", show_header=False)
     table.add_column(overflow="fold")
     heads = f"{report['heads']} of {report['head_dim']}, {report['kv_heads']} for keys and values"
+    if report["latent_dim"] is not None:
+        heads = f"{report['heads']}; the cache has a latent of {report['latent_dim']} for all"
     rows = {
         "file": report["path"],
         "format": f"{report['format']}, {human_bytes(report['size'])} of weights",
@@ -182,9 +219,24 @@ def _summary_table(report: dict[str, Any]) -> Table:
         "vocabulary": f"{report['vocab_size']:,}"
         + (" (embeddings tied)" if report["tied_embeddings"] else ""),
     }
+    rows |= _verdict(report["here"], report["memory"])
     for label, value in rows.items():
         table.add_row(label, _shown(value))
     return table
+
+
+def _verdict(here: dict[str, Any], memory: dict[str, Any]) -> dict[str, str]:
+    """Whether the model fits this machine with its stored weights and a 16-bit KV cache, and how
+    fast it is.
+    """
+    tokens = f"{memory['batch']} x {memory['context']:,} tokens"
+    needs, usable = human_bytes(here["needs"]), human_bytes(here["usable"])
+    fits = "yes" if here["fits"] else "no"
+    speed = here["tokens_per_s"]
+    return {
+        "fits here": f"{fits}: {needs} with {tokens}; {usable} of {here['machine']} are usable",
+        "speed here": "-" if speed is None else f"about {speed:.0f} tok/s for one sequence",
+    }
 
 
 def _metadata_table(metadata: dict[str, Any]) -> Table:

@@ -1,4 +1,4 @@
-"""`engine pull`, `engine list` and `engine inspect`: download, list and inspect model files."""
+"""`engine pull`, `list`, `search`, `show` and `inspect`: download, find and look at models."""
 
 from contextlib import closing
 from pathlib import Path
@@ -6,8 +6,8 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
-from engine.cli.console import JsonOption, messages, output
-from engine.core.errors import ConfigError, ModelFormatError
+from engine.cli.console import JsonOption, complete_model, messages, output
+from engine.core.errors import ConfigError, ModelFormatError, NotFoundError
 
 if TYPE_CHECKING:
     from engine.backends.custom.weights.model import ModelSource
@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from engine.core.store.fit import Machine
     from engine.core.store.model_store import StoredModel
 
+USABLE_CONTEXT = 8192  # tokens for which `show` says whether a model fits
 GRAPH_CONTEXT = 128  # default tokens per sequence for `inspect --graph`
 _ORIGINS = {"pypi": "PyPI", "hf": "hub", "http": "web", "https": "web"}
 
@@ -73,7 +74,35 @@ def pull(
 
 def list_models(as_json: JsonOption = False) -> None:
     """Show the models on this machine and those of the catalogue."""
-    rows = model_rows()
+    _print_models(model_rows(), as_json)
+
+
+def search(
+    words: Annotated[
+        list[str] | None,
+        typer.Argument(metavar="[WORD]...", help="Parts of a name or a description."),
+    ] = None,
+    fits: Annotated[bool, typer.Option("--fits", help="Only what fits this machine.")] = False,
+    as_json: JsonOption = False,
+) -> None:
+    """Search the catalogue of models. Every word must occur in the name or the description."""
+    rows = [
+        row
+        for row in model_rows()
+        if all(
+            word.lower() in f"{row['name']} {row['description'] or ''}".lower()
+            for word in words or ()
+        )
+        and (row["fits"] or not fits)
+    ]
+    if not rows and not as_json:
+        raise NotFoundError(
+            "the catalogue has no such model; `engine pull ORG/REPO[:QUANT]` takes any of the hub"
+        )
+    _print_models(rows, as_json)
+
+
+def _print_models(rows: list[dict[str, Any]], as_json: bool) -> None:
     if as_json:
         import json
 
@@ -84,15 +113,17 @@ def list_models(as_json: JsonOption = False) -> None:
 
     from engine.cli.model_report import human_bytes
 
-    table = Table("model", "size", "here", "from", "what", box=None, pad_edge=False)
-    table.columns[0].no_wrap = table.columns[2].no_wrap = True
+    table = Table("model", "size", "tok/s", "here", "from", "what", box=None, pad_edge=False)
+    for column in table.columns[:4]:
+        column.no_wrap = True
     for row in rows:
         label = Text(row["name"], style="bold" if row["pulled"] else "")
         label.append(" (default)" if row["default"] else "", style="dim")
         size = "-" if row["size"] is None else human_bytes(row["size"])
+        speed = "-" if row["tokens_per_s"] is None else f"{row['tokens_per_s']:.0f}"
         origin = _ORIGINS.get(row["source"].partition(":")[0], "?")
         here = row["date"][:10] if row["pulled"] else _fit_text(row["fits"])
-        table.add_row(label, size, here, origin, Text(_what(row)))
+        table.add_row(label, size, speed, here, origin, Text(_what(row)))
     output().print(table)
     if not all(row["pulled"] for row in rows):
         messages().print("`engine pull NAME` downloads one that is not here.", style="dim")
@@ -108,6 +139,32 @@ def _what(row: dict[str, Any]) -> str:
     names = [quant["name"] for quant in row["quants"]]
     quants = f" ({', '.join(names)})" if names else ""
     return (row["description"] or row["source"]) + quants
+
+
+def show(
+    model: Annotated[
+        str,
+        typer.Argument(
+            metavar="MODEL", help="A file, a folder or a name.", autocompletion=complete_model
+        ),
+    ],
+    as_json: JsonOption = False,
+) -> None:
+    """Show what a model is, and whether it fits this machine. `inspect` shows more."""
+    from engine.backends.custom.weights.model import open_model
+    from engine.cli.model_report import describe, print_summary
+    from engine.core.store.model_store import resolve_model
+
+    with closing(open_model(resolve_model(model))) as source:
+        report = describe(source, min(USABLE_CONTEXT, source.config.max_position), 1)
+    for name in ("metadata", "tensors"):
+        report.pop(name)
+    if as_json:
+        import json
+
+        print(json.dumps(report, indent=2))
+    else:
+        print_summary(output(), report)
 
 
 def inspect(
@@ -213,7 +270,7 @@ def model_rows() -> list[dict[str, Any]]:
     are not pulled.
     """
     from engine.core.store.catalogue import CATALOGUE
-    from engine.core.store.fit import this_machine
+    from engine.core.store.fit import memory_rate, this_machine, tokens_per_second
     from engine.core.store.model_store import ModelStore
 
     store, machine = ModelStore(), this_machine()
@@ -223,11 +280,19 @@ def model_rows() -> list[dict[str, Any]]:
         for name, model in pulled.items()
     ]
     known = [entry for name, entry in CATALOGUE.items() if name not in pulled]
-    return rows + [
+    rows += [
         _row(entry.name, entry, None, None)
         | (_quant_fit(entry, machine) if entry.quants else _fit(entry.size, machine))
         for entry in known
     ]
+    rate = None if machine.is_gpu else memory_rate()
+    for row in rows:
+        row["tokens_per_s"] = None
+        if rate is not None and row["size"] and row["fits"]:
+            found = CATALOGUE.get(row["name"])
+            active = row["size"] * (found.active if found else 1.0)
+            row["tokens_per_s"] = round(tokens_per_second(active, rate), 1)
+    return rows
 
 
 def _fit(size: int | None, machine: "Machine") -> dict[str, Any]:

@@ -22,6 +22,7 @@ from engine.cli.console import (
     DeviceOption,
     DtypeOption,
     ModelArgument,
+    complete_model,
     load_cli_settings,
 )
 from engine.core import faults
@@ -34,60 +35,181 @@ if TYPE_CHECKING:
     from engine.core.config import LoadedSettings
     from engine.core.config_schema import Settings
 
-HostOption = Annotated[str | None, typer.Option(help="Address to listen on.")]
-PortOption = Annotated[int | None, typer.Option(help="Port to listen on; 0: any free one.")]
-NameOption = Annotated[str | None, typer.Option(help="Model id that clients use.")]
+_MODEL, _SERVER, _MEMORY, _LOGS = "Model", "Server", "Memory and speed", "Logs"
+# The flags after the first one of an option are those of vLLM, SGLang or llama.cpp.
+ModelOption = Annotated[
+    str | None,
+    typer.Option(
+        "--model",
+        "-m",
+        "--model-path",
+        rich_help_panel=_MODEL,
+        help="The same as MODEL.",
+        autocompletion=complete_model,
+    ),
+]
+HubOption = Annotated[
+    str | None,
+    typer.Option(
+        "--hf-repo",
+        "-hf",
+        "-hfr",
+        metavar="ORG/REPO[:QUANT]",
+        rich_help_panel=_MODEL,
+        help="MODEL from the hub.",
+    ),
+]
+HostOption = Annotated[
+    str | None, typer.Option(rich_help_panel=_SERVER, help="Address to listen on.")
+]
+PortOption = Annotated[
+    int | None,
+    typer.Option(rich_help_panel=_SERVER, help="Port to listen on; 0: any free one."),
+]
+NameOption = Annotated[
+    str | None,
+    typer.Option(
+        "--name",
+        "--served-model-name",
+        "--alias",
+        "-a",
+        rich_help_panel=_MODEL,
+        help="Model id that clients use.",
+    ),
+]
 OptionsOption = Annotated[
     list[str] | None,
     typer.Option(
         "--option",
         metavar="NAME=VALUE",
+        rich_help_panel=_MODEL,
         help="Option of a backend other than our own, such as python=/opt/vllm/bin/python;"
         " can be repeated.",
     ),
 ]
 MaxSequenceLengthOption = Annotated[
-    int | None, typer.Option(help="Context in tokens; default: the model's.")
+    int | None,
+    typer.Option(
+        "--max-sequence-length",
+        "--max-model-len",
+        "--context-length",
+        "--ctx-size",
+        "-c",
+        rich_help_panel=_MODEL,
+        help="Context in tokens; default: the model's.",
+    ),
 ]
-BatchSizeOption = Annotated[int | None, typer.Option(help="Most sequences computed in one step.")]
+BatchSizeOption = Annotated[
+    int | None,
+    typer.Option(
+        "--batch-size",
+        "--max-num-seqs",
+        "--max-running-requests",
+        "--parallel",
+        "-np",
+        rich_help_panel=_MEMORY,
+        help="Most sequences computed in one step.",
+    ),
+]
+MaxBatchTokensOption = Annotated[
+    int | None,
+    typer.Option(
+        "--max-batch-tokens",
+        "--max-num-batched-tokens",
+        rich_help_panel=_MEMORY,
+        help="Most tokens computed in one step.",
+    ),
+]
 MemoryPoolSizeOption = Annotated[
-    int | None, typer.Option(help="KV cache in MiB; default: planned from free memory.")
+    int | None,
+    typer.Option(
+        rich_help_panel=_MEMORY, help="KV cache in MiB; default: planned from free memory."
+    ),
 ]
 GpuMemoryOption = Annotated[
     float | None,
     typer.Option(
-        "--gpu-memory-utilization", help="Share of the GPU's free memory to use; default: 0.9."
+        "--gpu-memory-utilization",
+        "--mem-fraction-static",
+        rich_help_panel=_MEMORY,
+        help="Share of the GPU's free memory to use; default: 0.9.",
     ),
 ]
 CacheOption = Annotated[
-    bool | None, typer.Option("--cache/--no-cache", help="Share common prefixes.")
+    bool | None,
+    typer.Option(
+        "--cache/--no-cache",
+        "--enable-prefix-caching/--no-enable-prefix-caching",
+        rich_help_panel=_MEMORY,
+        help="Share common prefixes.",
+    ),
 ]
-ThreadsOption = Annotated[int | None, typer.Option(help="CPU threads for the model.")]
+ThreadsOption = Annotated[
+    int | None,
+    typer.Option("--threads", "-t", rich_help_panel=_MEMORY, help="CPU threads for the model."),
+]
 AffinityOption = Annotated[
-    str | None, typer.Option(help="CPUs to bind the native threads to: auto, off or 0-3,8.")
+    str | None,
+    typer.Option(
+        rich_help_panel=_MEMORY,
+        help="CPUs to bind the native threads to: auto, off or 0-3,8.",
+    ),
 ]
 NumericsOption = Annotated[
     str | None,
-    typer.Option(help="invariant: answers never depend on batch mates; fast: they may."),
+    typer.Option(
+        rich_help_panel=_MEMORY,
+        help="invariant: answers never depend on batch mates; fast: they may.",
+    ),
 ]
 QuantizationOption = Annotated[
-    str | None, typer.Option(help="Weights as fp8 or int8, on a GPU; auto: as they are stored.")
+    str | None,
+    typer.Option(
+        "--quantization",
+        "-q",
+        rich_help_panel=_MODEL,
+        help="Weights as fp8 or int8, on a GPU; auto: as they are stored.",
+    ),
 ]
 KvDtypeOption = Annotated[
-    str | None, typer.Option(help="Keys and values as auto, float32, bfloat16 or int8.")
+    str | None,
+    typer.Option(
+        "--kv-dtype",
+        "--kv-cache-dtype",
+        rich_help_panel=_MEMORY,
+        help="Keys and values as auto, float32, bfloat16 or int8.",
+    ),
+]
+ApiKeyOption = Annotated[
+    str | None,
+    typer.Option(
+        "--api-key",
+        rich_help_panel=_SERVER,
+        help="The API key. Other users of this machine can see it; prefer --api-key-file.",
+    ),
 ]
 InsecureNoAuthOption = Annotated[
-    bool | None, typer.Option("--insecure-no-auth", help="Serve other machines without a key.")
+    bool | None,
+    typer.Option(
+        "--insecure-no-auth", rich_help_panel=_SERVER, help="Serve other machines without a key."
+    ),
 ]
 StrictOption = Annotated[
     bool | None,
-    typer.Option("--strict", help="Refuse what would be emulated or clamped, with 400."),
+    typer.Option(
+        "--strict",
+        rich_help_panel=_SERVER,
+        help="Refuse what would be emulated or clamped, with 400.",
+    ),
 ]
 StoragePathOption = Annotated[
-    Path | None, typer.Option(help="Directory of stored responses, files and batches.")
+    Path | None,
+    typer.Option(rich_help_panel=_SERVER, help="Directory of stored responses, files and batches."),
 ]
-LogLevelOption = Annotated[str | None, typer.Option(help="debug, info, warning or error.")]
-LogFormatOption = Annotated[str | None, typer.Option(help="pretty or json.")]
+LogLevelOption = Annotated[
+    str | None, typer.Option(rich_help_panel=_LOGS, help="debug, info, warning or error.")
+]
+LogFormatOption = Annotated[str | None, typer.Option(rich_help_panel=_LOGS, help="pretty or json.")]
 
 
 def parse_options(given: list[str] | None) -> dict[str, Any] | None:
@@ -110,6 +232,8 @@ def parse_options(given: list[str] | None) -> dict[str, Any] | None:
 
 def serve(
     model: ModelArgument = None,
+    model_option: ModelOption = None,
+    hf_repo: HubOption = None,
     backend: BackendOption = None,
     option: OptionsOption = None,
     device: DeviceOption = None,
@@ -119,6 +243,7 @@ def serve(
     name: NameOption = None,
     max_sequence_length: MaxSequenceLengthOption = None,
     batch_size: BatchSizeOption = None,
+    max_batch_tokens: MaxBatchTokensOption = None,
     memory_pool_size_mb: MemoryPoolSizeOption = None,
     gpu_memory_utilization: GpuMemoryOption = None,
     cache: CacheOption = None,
@@ -127,6 +252,7 @@ def serve(
     numerics: NumericsOption = None,
     kv_dtype: KvDtypeOption = None,
     quantization: QuantizationOption = None,
+    api_key: ApiKeyOption = None,
     api_key_file: ApiKeyFileOption = None,
     insecure_no_auth: InsecureNoAuthOption = None,
     strict: StrictOption = None,
@@ -137,7 +263,7 @@ def serve(
 ) -> None:
     """Serve a model over an OpenAI-compatible API."""
     flags = {
-        "model.model_path": model,
+        "model.model_path": _one_model(model, model_option, hf_repo),
         "model.backend": backend,
         "model.options": parse_options(option),
         "model.device": device,
@@ -151,6 +277,7 @@ def serve(
         "server.strict": strict,
         "storage.path": storage_path,
         "performance.batch_size": batch_size,
+        "performance.max_batch_tokens": max_batch_tokens,
         "performance.memory_pool_size_mb": memory_pool_size_mb,
         "performance.gpu_memory_utilization": gpu_memory_utilization,
         "performance.threads": threads,
@@ -162,7 +289,20 @@ def serve(
         "logging.level": log_level,
         "logging.format": log_format,
     }
+    if api_key is not None:
+        # A secret may come from the environment, but not from flags.
+        os.environ["LLM_ENGINE_API_KEY"] = api_key
+        print("--api-key: other users can see it; prefer --api-key-file", file=sys.stderr)
     _serve(config, flags)
+
+
+def _one_model(*given: str | None) -> str | None:
+    named = [each for each in given if each is not None]
+    if len(named) > 1:
+        from engine.core.errors import ConfigError
+
+        raise ConfigError(f"name one model, not {' and '.join(named)}", param="model.model_path")
+    return named[0] if named else None
 
 
 def _serve(config: Path | None, flags: dict[str, Any]) -> None:

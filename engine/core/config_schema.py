@@ -134,6 +134,8 @@ class ServerSettings(Section):
     """Requests admitted at once; the server answers 429 beyond that."""
     body_limit_mb: int = Field(default=8, ge=1, le=1024)
     """Max size of a request body in MiB."""
+    image_hosts: Strings = ()
+    """Hosts from which images of requests may be fetched. `*` allows all public hosts."""
     request_timeout_s: float = Field(default=600.0, gt=0, le=86400)
     """Max duration of a request; it is aborted then."""
     queue_timeout_s: float = Field(default=60.0, gt=0, le=86400)

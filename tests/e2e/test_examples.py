@@ -4,7 +4,6 @@ import importlib.util
 import json
 import os
 import signal
-import socket
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -17,7 +16,7 @@ import pytest
 
 from tests.conftest import DEFAULT_MODEL
 from tests.fake_backend import FakeBackend
-from tests.live_server import live_server, wait_until
+from tests.live_server import free_port, live_server, wait_until
 from tests.stand_in_engine import FaultFile
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
@@ -36,12 +35,6 @@ def run(script: Path, *arguments: str, **options) -> subprocess.CompletedProcess
         timeout=100,
         **options,
     )
-
-
-def free_port() -> int:
-    with socket.socket() as sock:
-        sock.bind(("127.0.0.1", 0))
-        return int(sock.getsockname()[1])
 
 
 def script_at(path: Path, text: str) -> Path:

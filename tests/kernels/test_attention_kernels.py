@@ -60,7 +60,8 @@ def compare(
 ) -> None:
     generator = torch.Generator(DEVICE).manual_seed(1)
     num_blocks = int(inputs.block_tables.max()) + 1
-    pages = (num_blocks, BLOCK_SIZE, 2, model.num_kv_heads, model.head_dim)
+    parts = 1 if model.latent else 2
+    pages = (num_blocks, BLOCK_SIZE, parts, model.num_kv_heads, model.head_dim)
     cache = torch.randn(pages, generator=generator, device=DEVICE).to(dtype)
     queries = (len(inputs.token_ids), model.num_heads, model.head_dim)
     q = torch.randn(queries, generator=generator, device=DEVICE).to(dtype)
@@ -161,6 +162,19 @@ def test_half_precision_takes_other_tiles(head_dim: int) -> None:
     compare(
         config(4, 2, head_dim), step([(300 + row, 1) for row in range(17)], 35), torch.float16, 2e-3
     )
+
+
+# (heads, size of the latent, rotated values); the last as in DeepSeek-V2-Lite
+LATENTS = [(6, 24, 8), (20, 32, 16), (16, 512, 64)]
+
+
+@pytest.mark.parametrize("sizes", LATENTS)
+def test_latents_are_keys_and_values(sizes: tuple[int, int, int]) -> None:
+    heads, latent, rope_dim = sizes
+    model = replace(config(heads, 1, latent + rope_dim), latent=latent)
+    compare(model, step([(1, 1), (65, 1), (700, 1), (40, 40), (90, 33), (2, 2)]))
+    many = step([(300 + 5 * row, 1) for row in range(17)], shared=35)
+    compare(model, many, torch.float16, 2e-3)
 
 
 def test_a_long_row_is_cut_and_merged() -> None:

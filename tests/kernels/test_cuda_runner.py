@@ -140,6 +140,7 @@ def runners(name: str, folder: Path, num_window_blocks: int = 0) -> tuple[CudaRu
         pytest.param("cohere2", marks=pytest.mark.slow),
         pytest.param("qwen3_moe-dense", marks=pytest.mark.slow),
         pytest.param("gpt_oss", marks=pytest.mark.slow),
+        pytest.param("deepseek_v3", marks=pytest.mark.slow),
     ],
 )
 def test_generation_equals_the_reference(name: str, tmp_path: Path) -> None:

@@ -30,11 +30,17 @@ class Shape:
     block_size: int = 16
     window: int = 0
     rules: bool = False  # scores have a soft cap and ALiBi, and heads have sinks
+    both_sides: bool = False  # as in encoders: a token attends to the tokens after it, too
+    latent: int = 0  # above 0: the first values of a key are its value
+
+    @property
+    def value_dim(self) -> int:
+        return self.latent or self.head_dim
 
     @cached_property
     def score_rules(self) -> reference.ScoreRules:
         if not self.rules:
-            return reference.PLAIN
+            return reference.ScoreRules(centered=self.both_sides)
         # Some sinks are above every score, some below, some between.
         sinks = np.linspace(-4, 12, self.heads, dtype=np.float32)
         return reference.ScoreRules(1.5, reference.alibi_slopes(self.heads, 8.0), sinks)
@@ -55,6 +61,7 @@ class Row:
         return self.prompt + self.generated
 
 
+LATENT_SHAPES = (Shape(9, 1, 40, latent=24), Shape(16, 1, 576, block_size=32, latent=512))
 SHAPES = (
     Shape(9, 3, 64),
     Shape(9, 3, 64, block_size=64, window=100),
@@ -63,8 +70,11 @@ SHAPES = (
     Shape(5, 1, 128),
     Shape(4, 4, 40, window=7),
     Shape(2, 1, 256, block_size=32),
+    *LATENT_SHAPES,
     Shape(9, 3, 64, window=300, rules=True),
     Shape(4, 2, 40, block_size=32, rules=True),
+    Shape(4, 4, 32, both_sides=True),
+    Shape(6, 3, 64, block_size=32, window=65, both_sides=True),
 )
 # Lengths at and beside the edges of tiles and chunks; a restored row with several generated tokens;
 # a row with both kinds; rows that share one chunk and a bit.
@@ -100,7 +110,7 @@ class World:
                 common = own[:shared]
             self.tables[i, :count] = np.concatenate((common[:shared], own[shared:]))
         self.cache = native.AttentionCache(
-            kind, 2, shape.kv_heads, shape.head_dim, size, 3 + sum(needed)
+            kind, 2, shape.kv_heads, shape.head_dim, size, 3 + sum(needed), shape.latent
         )
         self.cache.fill(0x41)  # what is past a sequence's end is large, but finite
         self._clear_padding()
@@ -140,7 +150,8 @@ class World:
         self.cache.write("generic", 1, slots, keys, values)
         held = np.empty_like(keys), np.empty_like(values)
         self.cache.read(1, slots, *held)
-        return held[0].reshape(parts[0].shape), held[1].reshape(parts[0].shape)
+        keys, values = (each.reshape(parts[0].shape) for each in held)
+        return keys, keys[..., : self.shape.latent] if self.shape.latent else values
 
     def expected(self) -> list[F32]:
         scale, window = self.shape.head_dim**-0.5, self.shape.window or None
@@ -153,6 +164,7 @@ class World:
                 scale,
                 window,
                 self.shape.score_rules,
+                np.full(row.tokens, row.length, np.int32) if self.shape.both_sides else None,
             )
             for row, q, (k, v) in zip(self.rows, self.queries, self.held, strict=True)
         ]
@@ -172,16 +184,14 @@ class World:
         tokens.sort(key=lambda token: token[2])
         step = self.step(tokens, share)
         queries = np.stack([self.queries[i][t].ravel() for i, t, _ in tokens])
-        out = np.full_like(queries, np.nan)
+        sizes = (self.shape.heads, self.shape.value_dim)
+        out = np.full((len(tokens), np.prod(sizes)), np.nan, np.float32)
         rules = self.shape.score_rules
         adjusted = {"softcap": rules.softcap or 0.0, "slopes": rules.slopes, "sinks": rules.sinks}
         step.run(isa, self.cache, 1, queries, out, threads, **adjusted)
-        found = {
-            i: np.empty((len(picked), *self.queries[i].shape[1:]), np.float32)
-            for i, picked in pick.items()
-        }
+        found = {i: np.empty((len(picked), *sizes), np.float32) for i, picked in pick.items()}
         for (i, t, _), result in zip(tokens, out, strict=True):
-            found[i][t - pick[i].start] = result.reshape(self.queries[i].shape[1:])
+            found[i][t - pick[i].start] = result.reshape(sizes)
         return found
 
     def step(self, tokens: list[tuple[int, int, bool]], share: bool = True) -> Any:
@@ -189,6 +199,8 @@ class World:
         groups = [0 if share and self.rows[i].shared else -1 for i in numbers]
         shared = [self.rows[i].shared * 16 // self.shape.block_size for i in numbers]
         at = [self.rows[i].length - self.rows[i].tokens + t for i, t, _ in tokens]
+        ends = np.array([self.rows[i].length for i, _, _ in tokens], np.int32)
+        both_sides = self.shape.both_sides
         return self.native.AttentionBatch(
             self.shape.heads,
             self.shape.head_dim**-0.5,
@@ -199,6 +211,8 @@ class World:
             np.ascontiguousarray(self.tables[list(numbers)]),
             np.array(groups, np.int32),
             np.array([min((s for s in shared if s), default=0)], np.int32),
+            visible_end=ends if both_sides else None,
+            centered=both_sides,
         )
 
 
@@ -226,7 +240,7 @@ def test_matches_the_definition(native: ModuleType, isa: str, kind: str, shape: 
 
 
 @pytest.mark.parametrize("kind", CACHE_TYPES)
-@pytest.mark.parametrize("shape", (*SHAPES[:4], SHAPES[-2]), ids=str)
+@pytest.mark.parametrize("shape", (*SHAPES[:4], LATENT_SHAPES[0], SHAPES[-2]), ids=str)
 def test_company_changes_no_bit(native: ModuleType, isa: str, kind: str, shape: Shape) -> None:
     whole = world(native, kind, shape).attend(isa)
     for i, row in enumerate(ROWS):

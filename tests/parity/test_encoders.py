@@ -15,6 +15,7 @@ import torch
 import transformers as hf
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
+from tokenizers import processors
 
 from engine.backends.custom.frameworks.backends import NativeBackend
 from engine.backends.custom.frameworks.torch.execution import encoder as encoder_module
@@ -23,6 +24,7 @@ from engine.backends.custom.frameworks.torch.execution.encoder import (
     groups,
 )
 from engine.backends.custom.frameworks.torch.models.loading import build_encoder_model
+from engine.backends.custom.frontend.text_model import load_text
 from engine.backends.custom.ir.encoder import build_encoder_graph
 from engine.backends.custom.ir.execute import ReferenceBatch, State, run_graph, run_plan
 from engine.backends.custom.ir.plan import Capacity, Machine
@@ -33,9 +35,12 @@ from engine.backends.custom.weights.model import ModelSource, open_model
 from engine.backends.custom.worker.encoder_loop import Encoder
 from engine.core.errors import InvalidRequestError, ModelFormatError
 from engine.core.interfaces.backend import EmbedRequest, TextPair
+from engine.core.registry.model_registry import architecture
 from engine.core.store.pull import pull
 from engine.core.text.tokenizer import Tokenizer
+from tests.gguf_files import write_gguf
 from tests.parity.test_tokenizers import TEXTS
+from tests.tokenizer_files import byte_level_engine
 
 CPU = torch.device("cpu")
 VOCAB = 97
@@ -326,6 +331,30 @@ def test_the_hub_names_of_nomic_bert_and_modernbert(tmp_path: Path) -> None:
     assert open_model(tmp_path / "modern").config == expected
 
 
+@pytest.mark.parametrize("name", ["bert", "nomic_bert"])
+def test_gguf_and_safetensors_of_the_same_weights_are_equal(tmp_path: Path, name: str) -> None:
+    saved(ENCODERS[name], tmp_path / "hf")
+    source = open_model(tmp_path / "hf")
+    family, parts = architecture(source.config.family), {}
+    for spec in family.tensors(source.config):
+        parts.setdefault(spec.gguf, []).append(source.weights[spec.name].numpy())
+    stored = {name: np.concatenate(each) for name, each in parts.items()}
+    prefix = family.gguf_names[0]
+    extra = {f"{prefix}.pooling_type": 2, "tokenizer.ggml.token_type_count": 2}
+    write_gguf(tmp_path / "m.gguf", source.config, stored, extra)
+    found = open_model(tmp_path / "m.gguf")
+    rounded = replace(found.config, norm_eps=source.config.norm_eps)  # GGUF has float32
+    assert rounded == pooled(source, pooling="cls").config
+    ours = opened("native", found).encode(texts())
+    np.testing.assert_array_equal(
+        ours, opened("native", pooled(source, pooling="cls")).encode(texts())
+    )
+    for change in ({f"{prefix}.pooling_type": 4}, {f"{prefix}.expert_count": 8}):
+        write_gguf(tmp_path / "other.gguf", source.config, stored, extra | change)
+        with pytest.raises(ModelFormatError, match=next(iter(change))):
+            open_model(tmp_path / "other.gguf")
+
+
 def test_groups_bound_padding_and_lose_nobody() -> None:
     lengths = [9, 1, 400, 30, 30, 2, 31, 1]
     made = list(groups(lengths, max_tokens=100))
@@ -440,3 +469,146 @@ async def test_a_cross_encoder_scores_pairs_of_texts(cross_encoder: Any, tokeniz
         assert (await backend.embed(cut)).prompt_tokens == 64
     finally:
         await backend.stop()
+
+
+def qwen3(path: Path, tied: bool) -> tuple[Any, Any]:
+    """A tiny Qwen3, and a tokenizer that ends each text with another token than an answer, as that
+    of Qwen3-Embedding.
+    """
+    engine = byte_level_engine()
+    engine.add_tokens(["yes", "no", "<think>", "</think>"])
+    engine.post_processor = processors.TemplateProcessing(
+        single="$A <|endoftext|>", special_tokens=[("<|endoftext|>", 0)]
+    )
+    theirs = hf.PreTrainedTokenizerFast(
+        tokenizer_object=engine,
+        eos_token="<|im_end|>",
+        pad_token="<|endoftext|>",
+        additional_special_tokens=["<|im_start|>"],
+    )
+    theirs.save_pretrained(path)
+    config = hf.Qwen3Config(
+        vocab_size=len(theirs),
+        hidden_size=48,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=16,
+        intermediate_size=80,
+        max_position_embeddings=512,
+        initializer_range=0.2,
+        tie_word_embeddings=tied,
+    )
+    return saved(lambda: hf.Qwen3ForCausalLM(config), path), theirs
+
+
+async def started(path: Path) -> NativeBackend:
+    backend = NativeBackend(
+        str(path), options=EngineOptions(model_path=str(path), framework="native", dtype="float32")
+    )
+    await backend.start()
+    return backend
+
+
+SENTENCE = {
+    "modules.json": [
+        {"idx": 0, "path": "", "type": "sentence_transformers.models.Transformer"},
+        {"idx": 1, "path": "1_Pooling", "type": "sentence_transformers.models.Pooling"},
+        {"idx": 2, "path": "2_Normalize", "type": "sentence_transformers.models.Normalize"},
+    ],
+    "1_Pooling/config.json": {"word_embedding_dimension": 48, "pooling_mode_lasttoken": True},
+    "config_sentence_transformers.json": {
+        "prompts": {"query": "Instruct: find it\nQuery:", "document": ""},
+        "default_prompt_name": None,
+    },
+}
+
+
+def write_all(path: Path, files: dict[str, Any]) -> None:
+    for name, content in files.items():
+        (path / name).parent.mkdir(exist_ok=True)
+        (path / name).write_text(json.dumps(content))
+
+
+async def test_a_decoder_that_was_trained_for_embeddings(tmp_path: Path) -> None:
+    model, tokenizer = qwen3(tmp_path, tied=True)
+    write_all(tmp_path, SENTENCE)
+    backend = await started(tmp_path)
+    try:
+        (card,) = backend.models()
+        assert card.capabilities == ("embeddings", "score") and not card.emulated
+        assert card.prompt_names == ("document", "query")
+        text = "the lazy dog"
+        request = EmbedRequest(request_id="e", inputs=(text,) * 3, prompt_names=(None, "query", ""))
+        made = await backend.embed(request)
+        for vector, prompt in zip(made.vectors, ("", "Instruct: find it\nQuery:", ""), strict=True):
+            ids = tokenizer(prompt + text, return_tensors="pt")["input_ids"]
+            assert ids[0, -1] == 0  # <|endoftext|>
+            with torch.no_grad():
+                state = model.model(ids).last_hidden_state[0, -1]
+            np.testing.assert_allclose(vector, (state / state.norm()).numpy(), atol=1e-4)
+        cut = EmbedRequest(request_id="f", inputs=(text,), truncate_prompt_tokens=3)
+        assert (await backend.embed(cut)).prompt_tokens == 3
+    finally:
+        await backend.stop()
+
+
+@pytest.mark.parametrize("tied", [True, False])
+async def test_a_decoder_that_was_trained_to_rank(tmp_path: Path, tied: bool) -> None:
+    """As the model card of Qwen3-Reranker computes the probability of "yes"."""
+    path = tmp_path / "Tiny-Qwen3-Reranker"
+    model, tokenizer = qwen3(path, tied)
+    yes, no = (tokenizer.convert_tokens_to_ids(each) for each in ("yes", "no"))
+    if not tied:  # a file may state the tokens
+        steps = [SENTENCE["modules.json"][0], {"path": "1_LogitScore", "type": "x.LogitScore"}]
+        ids = {"true_token_id": yes, "false_token_id": no}
+        write_all(path, {"modules.json": steps, "1_LogitScore/config.json": ids})
+    before = (
+        "<|im_start|>system\nJudge whether the Document meets the requirements based on the Query "
+        'and the Instruct provided. Note that the answer can only be "yes" or "no".<|im_end|>\n'
+        "<|im_start|>user\n"
+    )
+    asked = (
+        "<Instruct>: Given a web search query, retrieve relevant passages that answer the query\n"
+        "<Query>: {}\n<Document>: {}"
+    )
+    after = "<|im_end|>\n<|im_start|>assistant\n<think>\n\n</think>\n\n"
+    backend = await started(path)
+    try:
+        (card,) = backend.models()
+        assert card.capabilities == ("rerank", "score")
+        pairs = (TextPair("a fox", "the quick brown fox"), TextPair("a fox", "50% of $19.99"))
+        made = await backend.embed(EmbedRequest(request_id="r", inputs=pairs))
+        for pair, (score,) in zip(pairs, made.vectors, strict=True):
+            parts = (before, asked.format(pair.first, pair.second), after)
+            ids = [tokenizer.encode(part, add_special_tokens=False) for part in parts]
+            with torch.no_grad():
+                logits = model(torch.tensor([sum(ids, [])])).logits[0, -1]
+            assert score == pytest.approx(logits[[yes, no]].softmax(0)[0].item(), abs=1e-4)
+        assert len({float(score) for (score,) in made.vectors}) == 2
+    finally:
+        await backend.stop()
+
+
+@pytest.mark.parametrize(
+    ("files", "message"),
+    [
+        ({"1_Pooling/config.json": {"pooling_mode_mean_tokens": True}}, "'mean' is not supported"),
+        ({"config_sentence_transformers.json": {"prompts": {"query": 3}}}, "'prompts'"),
+        (
+            {"config_sentence_transformers.json": {"default_prompt_name": "query"}},
+            "no prompt 'query'",
+        ),
+        (
+            {"modules.json": [*SENTENCE["modules.json"], {"path": "3", "type": "st.Dense"}]},
+            "Dense are not supported",
+        ),
+    ],
+)
+def test_files_of_decoders_that_are_refused(
+    tmp_path: Path, files: dict[str, Any], message: str
+) -> None:
+    qwen3(tmp_path, tied=True)
+    write_all(tmp_path, SENTENCE | files)
+    with pytest.raises(ModelFormatError, match=message):
+        load_text(tmp_path)

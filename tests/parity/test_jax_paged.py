@@ -98,7 +98,7 @@ def test_kernels_equal_plain_attention(name, counts, tile, block_size, scoring, 
     q, cache, work, expected = paged(
         (40, 5, 17, 1, 200), counts, tile, block_size, scoring, per_head
     )
-    shape = AttentionShape(tile, block_size, scoring)
+    shape = AttentionShape(tile, block_size, scoring, HEAD_DIM)
     found = jax.jit(partial(ATTENTION[name], shape=shape))(q, cache, work, per_head=per_head)
     np.testing.assert_allclose(found, expected, atol=1e-5)
 

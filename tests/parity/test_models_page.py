@@ -17,6 +17,7 @@ from engine.core.registry.model_registry import architecture, architecture_names
 from tests.parity import (
     test_architecture_names,
     test_convert,
+    test_encoders,
     test_jax_models,
     test_jax_paged,
     test_native_loop,
@@ -34,9 +35,9 @@ ENCODERS = {"bert", "roberta", "modernbert", "nomic_bert"}
 # What people call the models of a family.
 MODELS = {
     "llama": "Llama 1 to 3, Mistral, Mistral Nemo and Small, Ministral 8B, Mixtral, Falcon 3, "
-    "SmolLM 1 and 2, InternLM 3, Yi and others with Llama's architecture",
+    "SmolLM 1 and 2, SmolVLM, Idefics3, InternLM 3, Yi and others with Llama's architecture",
     "gpt2": "GPT-2, DistilGPT-2",
-    "qwen2": "Qwen1.5, Qwen2, Qwen2.5, QwQ",
+    "qwen2": "Qwen1.5, Qwen2, Qwen2.5, Qwen2.5-VL, QwQ",
     "qwen3": "Qwen3, dense models",
     "granite": "Granite 3, dense models",
     "minicpm": "MiniCPM 1, 2 and 4 without sparse attention",
@@ -49,7 +50,7 @@ MODELS = {
     "ernie4_5": "ERNIE 4.5, dense models",
     "gemma": "Gemma 1, CodeGemma",
     "gemma2": "Gemma 2",
-    "gemma3": "Gemma 3, text; images are not read",
+    "gemma3": "Gemma 3",
     "phi3": "Phi-3, Phi-3.5, Phi-4, Phi-4-mini",
     "glm": "GLM-4 9B",
     "glm4": "GLM-4-0414, GLM-Z1",
@@ -66,6 +67,8 @@ MODELS = {
     "granitemoe": "Granite 3 MoE",
     "glm4_moe": "GLM-4.5, GLM-4.5-Air, GLM-4.6",
     "gpt_oss": "gpt-oss-20b and 120b",
+    "deepseek": "DeepSeek-V2, V2-Lite, V2.5, V3, V3.1, R1 and Coder-V2, Kimi K2, GLM-4.7-Flash, "
+    "Youtu-LLM",
 }
 
 TEXT = """# Models
@@ -77,7 +80,8 @@ safetensors) or from a GGUF file. Every other architecture is refused by its nam
 that would run it (`--backend transformers`, `--backend vllm`). `engine inspect FILE` shows such a
 file, too. [adding_a_model.md](adding_a_model.md) tells how to add a family.
 
-Text encoders, such as BERT, are not in the table.
+Text encoders are in a table of their own, below. [images.md](images.md) tells which models read
+images. Image input is unverified on real weights.
 
 Tests with tiny models and random weights prove the marks below. Of the published weights, only the
 default model's were tested here.
@@ -144,7 +148,48 @@ def page() -> str:
         cells = " | ".join(cell(framework, family) for framework in layers)
         same = "GGUF" if converts else ""
         rows.append(f"| {name} | {MODELS[name]} | {stated} | {files} | {same} | {cells} |")
-    return TEXT + "\n".join(rows) + "\n"
+    return TEXT + "\n".join(rows) + "\n" + encoders()
+
+
+ENCODER_TEXT = """
+## Text encoders
+
+They run on native and torch. Tests with tiny models and random weights prove the marks.
+
+- **vectors**: embeddings are within 1e-4 of those of Transformers, with each way of pooling. On
+  native, they are bit-identical in any batch. For all-MiniLM-L6-v2, this was tested with the
+  published weights.
+- **scores**: the scores of cross-encoders are within 1e-4 of those of Transformers.
+
+Two kinds of decoders serve the same endpoints, on every framework: Qwen3-Embedding, whose folder
+has a `modules.json`, and Qwen3-Reranker, whose folder has "reranker" in its name, or a
+`modules.json` that names its answer tokens.
+
+"""
+ENCODER_MODELS = {
+    "bert": "BERT, MiniLM, BGE, E5, GTE, mxbai and others with BERT's architecture",
+    "roberta": "RoBERTa, XLM-R, multilingual E5, BGE-M3, bge-reranker-v2-m3",
+    "nomic_bert": "nomic-embed-text v1 and v1.5",
+    "modernbert": "ModernBERT, gte-modernbert, modernbert-embed, gte-reranker-modernbert",
+}
+
+
+def encoders() -> str:
+    rows = [
+        "| family | models | `config.json` | in GGUF | native and torch |",
+        "|---|---|---|---|---|",
+    ]
+    with torch.device("meta"):
+        made = [test_encoders.ENCODERS, test_encoders.CROSS_ENCODERS]
+        vectors, scores = ({type(make()).__name__ for make in each.values()} for each in made)
+    for name, models in ENCODER_MODELS.items():
+        family = architecture(name)
+        stated = ", ".join(f"`{each}`" for each in family.hf_names)
+        files = ", ".join(f"`{each}`" for each in family.gguf_names)
+        marks = {"vectors": vectors, "scores": scores}
+        tested = ", ".join(mark for mark, kinds in marks.items() if kinds & set(family.hf_names))
+        rows.append(f"| {name} | {models} | {stated} | {files} | {tested} |")
+    return ENCODER_TEXT + "\n".join(rows) + "\n"
 
 
 def test_the_page_says_what_the_tests_prove() -> None:

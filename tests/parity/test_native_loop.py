@@ -20,7 +20,7 @@ from tests.parity.test_torch_loop import (
 )
 
 # Each of these has something that no other of them has.
-QUICK = ("gpt2", "llama", "gemma2", "cohere2", "mpt", "gpt_oss")
+QUICK = ("gpt2", "llama", "gemma2", "cohere2", "mpt", "gpt_oss", "deepseek_v3")
 
 
 @pytest.mark.parametrize(

@@ -84,7 +84,7 @@ def test_paged_attention_equals_plain_attention(scoring, per_head) -> None:
     work = Work(at, slots, rows, table, bound)
     pages = write(Pages(keys, values), k, v, slots)
     own = PerHead(**{name: Tensor(each, device="CPU").realize() for name, each in per_head.items()})
-    found = attend(q, pages, work, scoring, own).numpy()
+    found = attend(q, pages, work, scoring, own, HEAD_DIM).numpy()
     np.testing.assert_allclose(found, np.concatenate(expected), atol=1e-5)
 
 
@@ -93,7 +93,7 @@ def test_paged_attention_equals_plain_attention(scoring, per_head) -> None:
     "name",
     [
         *("gpt2", "llama", "mistral-window", "qwen2", "qwen3", "granite", "olmo2"),
-        *("gemma2", "gemma3", "mpt", "qwen2_moe", "gpt_oss"),
+        *("gemma2", "gemma3", "mpt", "qwen2_moe", "gpt_oss", "deepseek_v2"),
     ],
 )
 def test_mixed_batches_give_what_transformers_gives(name: str, tmp_path: Path) -> None:

@@ -37,6 +37,8 @@ NAMES = (
     "qwen2_moe",
     "qwen3_moe-dense",
     "gpt_oss",
+    "deepseek_v2",
+    "deepseek_v3",
 )
 
 

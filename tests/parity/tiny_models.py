@@ -61,6 +61,24 @@ def _of(family: str, **settings: Any) -> "PreTrainedModel":
     return model(model.config_class(**COMMON | {"pad_token_id": 0} | settings))
 
 
+LATENT: dict[str, Any] = {
+    "num_key_value_heads": 6,
+    "kv_lora_rank": 20,
+    "q_lora_rank": None,
+    "qk_nope_head_dim": 10,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 14,
+    "moe_intermediate_size": 24,
+    "n_routed_experts": 6,
+    "num_experts_per_tok": 2,
+    "n_shared_experts": 2,
+    "n_group": 1,
+    "topk_group": 1,
+    "routed_scaling_factor": 1.5,
+}
+MSCALE = {"rope_theta": 10000.0, "mscale": 0.707, "mscale_all_dim": 0.707}
+
+
 def _plain_rope(part: float) -> dict[str, Any]:
     return {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": part}
 
@@ -236,6 +254,26 @@ MORE: "dict[str, Callable[..., PreTrainedModel]]" = {
         n_group=3,
         topk_group=2,
         norm_topk_prob=False,
+    ),
+    "deepseek_v2": lambda: _of(
+        "DeepseekV2", **LATENT, first_k_dense_replace=1, rope_parameters=YARN | MSCALE
+    ),
+    "deepseek_v2-groups": lambda: _of(
+        "DeepseekV2",
+        **LATENT
+        | {"q_lora_rank": 28, "n_group": 3, "topk_group": 2, "topk_method": "group_limited_greedy"},
+    ),
+    "deepseek_v3": lambda: _of(
+        "DeepseekV3",
+        **LATENT | {"q_lora_rank": 28, "n_group": 3, "topk_group": 2, "n_shared_experts": 1},
+        first_k_dense_replace=1,
+        rope_parameters=YARN | MSCALE,
+    ),
+    "glm4_moe_lite": lambda: _of("Glm4MoeLite", **LATENT | {"q_lora_rank": 28}, rms_norm_eps=0.05),
+    "youtu": lambda: _of(
+        "Youtu",
+        **{key: value for key, value in LATENT.items() if "exper" not in key and "_g" not in key},
+        tie_word_embeddings=True,
     ),
     "gpt_oss": lambda: _of(
         "GptOss",

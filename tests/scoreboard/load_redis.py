@@ -14,14 +14,10 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
+from tests.live_server import free_port
+
 PROGRAM = shutil.which("redis-server")
 START_S = 10.0
-
-
-def free_port() -> int:
-    with socket.socket() as sock:
-        sock.bind(("127.0.0.1", 0))
-        return int(sock.getsockname()[1])
 
 
 class RedisProcess:

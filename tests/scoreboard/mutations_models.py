@@ -4,6 +4,7 @@ from typing import Any
 
 from engine.backends.custom.architectures.base import (
     ExpertsConfig,
+    LatentConfig,
     LayerConfig,
     ModelConfig,
     RopeConfig,
@@ -37,5 +38,19 @@ FAMILIES = {
         num_layers=1,
         qk_norm="head",
         experts=ExpertsConfig(count=3, per_token=2, size=256, renormalizes=True),
+    ),
+    "deepseek": _model(
+        "deepseek",
+        num_layers=1,
+        num_kv_heads=1,
+        head_dim=256 + 16,
+        rope=_GLOBAL,
+        latent=LatentConfig(kv_rank=256, q_rank=256, nope_dim=32, rope_dim=16, value_dim=40),
+        experts=ExpertsConfig(
+            *(3, 2, 256, "sigmoid", True),
+            group_score="best_two",
+            correction=True,
+            shared_size=256,
+        ),
     ),
 }

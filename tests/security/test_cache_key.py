@@ -1,7 +1,8 @@
 """A cached prefix is found by exactly what it was computed from, and by nobody else (SEC-30; T1).
 
-The tree compares tokens themselves, so there are no hashes that could collide. One engine has one
-model, in one type, without adapters: those are no part of the key, as nothing of another is there.
+The tree compares tokens themselves. Only the tokens of images are replaced, by numbers derived from
+a hash of the image. One engine has one model, in one type, without adapters: those are no part of
+the key, as nothing of another is there.
 """
 
 import hashlib
@@ -13,15 +14,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from engine.backends.custom.runtime.block_pool import BlockPool
+from engine.backends.custom.runtime.images import image_digest, key_of
+from engine.backends.custom.runtime.model_runner import FROM_DEVICE
 from engine.backends.custom.runtime.radix_cache import RadixCache
 from engine.backends.custom.runtime.sequence import packed
-from engine.core.interfaces.request import GenerateRequest, SamplingParams
+from engine.core.interfaces.request import GenerateRequest, ImageInput, SamplingParams
 from engine.servers.serving import services
 from tests.toy_engine import ToyEngine
 
 SIZE = 4
 # What keys and values are computed from; every other field must not change them.
-KEYED = {"prompt", "salt"}
+KEYED = {"prompt", "salt", "images"}
 NOT_KEYED: dict[str, Any] = {
     "request_id": "another",
     "params": SamplingParams(max_tokens=3, temperature=1.0, seed=9),
@@ -32,6 +35,7 @@ NOT_KEYED: dict[str, Any] = {
     "queue_timeout_s": 60.0,
     "grammar": None,
     "pools": True,
+    "second_start": 1,  # only encoders read it, and they have no cache
 }
 
 
@@ -82,6 +86,30 @@ def hits(**changes: Any) -> int:
 @pytest.mark.parametrize("name", sorted(NOT_KEYED.keys() - {"request_id"}))
 def test_what_does_not_change_the_values_does_not_change_the_key(name: str) -> None:
     assert hits(**{name: NOT_KEYED[name]}) == hits() > 0
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    pixels=st.binary(min_size=24, max_size=24),
+    where=st.integers(0, 23),
+    change=st.integers(1, 255),
+)
+def test_any_change_of_an_image_is_another_key(pixels: bytes, where: int, change: int) -> None:
+    """Each part of its content and of its shape. No key could be taken for a token."""
+    changed = bytearray(pixels)
+    changed[where] = (changed[where] + change) % 256
+    images = [
+        ImageInput(3, 5, 2, 4, pixels),
+        ImageInput(3, 5, 4, 2, pixels),
+        ImageInput(3, 6, 2, 4, pixels),
+        ImageInput(3, 5, 2, 4, bytes(changed)),
+    ]
+    keys = [key_of(image_digest(each), each.count)[:5] for each in images]
+    assert all((key < FROM_DEVICE).all() for key in keys)
+    for position, key in enumerate(keys):
+        assert not any(set(key) & set(other) for other in keys[position + 1 :])
+    moved = ImageInput(9, 5, 2, 4, pixels)  # the place is no part of its content
+    assert image_digest(moved) == image_digest(images[0])
 
 
 def test_what_does_change_them_does() -> None:

@@ -1,7 +1,5 @@
-"""Serving fetches nothing: what names an address is refused, and no connection is made (SEC-23,
-SEC-25; T5).
-
-There are no media here, so there is nothing to decode either.
+"""By default, serving fetches nothing: what names an address is refused, and no connection is made
+(SEC-23, SEC-25; T5). The model here reads no images; test_images.py has hosts that are allowed.
 """
 
 import socket

@@ -188,7 +188,7 @@ INVARIANTS = [
     runtime(
         "INV-24 a request is kept while its grammar compiles",
         "intake",
-        "        if not compiling.choices:\n            del self._compiling[request_id]\n",
+        "        if not pending.choices:\n            del self._pending[request_id]\n",
         "",
     ),
     runtime(

@@ -24,6 +24,9 @@ STREAM_HEADERS = {
 }
 
 
+TOKENIZER = {"bos_token": None, "eos_token": "<e> ", "chat_template": "{{ messages }}"}
+
+
 @dataclass
 class Outgoing:
     """An answer on its way out, which a fault may change."""
@@ -79,6 +82,8 @@ class TinyServer:
             Route("/v1/messages", self._post(self._message), methods=["POST"]),
             Route("/v1/messages/count_tokens", self._post(self._count), methods=["POST"]),
             Route("/tokenize", self._post(self._tokenize), methods=["POST"]),
+            Route("/tokenizer_info", self._get(lambda: TOKENIZER)),
+            Route("/v1/fim/completions", self._post(self._fill_in), methods=["POST"]),
             Route("/health", self._get(lambda: {"status": "ok"})),
             Route("/v1/models", self._get(lambda: {"object": "list", "data": [self._model()]})),
             Route("/v1/models/{id:path}", self._one(self._models)),
@@ -103,9 +108,11 @@ class TinyServer:
         return self._send(Outgoing(path, request, status, headers, body))
 
     def _refusal(self, path: str, request: Any, mistake: Mistake) -> HttpResponse:
-        error = {"message": mistake.message, "type": "invalid_request_error"}
+        error: dict[str, Any] = {"message": mistake.message, "type": "invalid_request_error"}
         body: dict[str, Any] = {"error": error | {"param": mistake.param, "code": None}}
         if path.startswith("/v1/messages"):
+            if mistake.param == "thread":
+                error["details"] = {"error_code": "thread_unsupported_request"}
             body = {"type": "error", "error": error}
         return self._json(path, request, mistake.status, body)
 
@@ -181,7 +188,12 @@ class TinyServer:
 
     def _tokenize(self, body: dict[str, Any]) -> Any:
         check_model(body)
+        if "messages" in body:
+            return {"tokens": [token_id(word) for word in ANSWER]}
         return {"tokens": [token_id(word) for word in ANSWER if word == body["prompt"]]}
+
+    def _fill_in(self, body: dict[str, Any]) -> Any:
+        return self._chat(body | {"messages": [{"role": "user", "content": body["prompt"]}]})
 
     def _model(self) -> dict[str, Any]:
         fields = {"object": "model", "created": 1_700_000_000, "owned_by": "tests"}

@@ -37,7 +37,7 @@ def parse(raw: bytes) -> dict[str, Any]:
 
 
 def check_model(body: dict[str, Any]) -> None:
-    if body.get("model") != MODEL:
+    if body.get("model", MODEL) != MODEL:
         raise Mistake(f"there is no model {body.get('model')}", "model", 404)
 
 

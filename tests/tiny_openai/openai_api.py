@@ -4,6 +4,7 @@ import base64
 import itertools
 import json
 import random
+import re
 import struct
 from typing import Any
 
@@ -103,9 +104,18 @@ class Chat:
             found.append([{"index": index, "delta": {}, "finish_reason": answer.finish}])
         head = self.head | {"object": "chat.completion.chunk"}
         chunks: list[Any] = [head | {"choices": choices} for choices in found]
-        if (self.body.get("stream_options") or {}).get("include_usage"):
+        options = self.body.get("stream_options") or {}
+        if options.get("continuous_usage_stats"):
+            self._count_on(chunks)
+        if options.get("include_usage"):
             chunks.append(head | {"choices": [], "usage": self.usage})
         return [*chunks, "[DONE]"]
+
+    def _count_on(self, chunks: list[Any]) -> None:
+        num_output = 0
+        for chunk in chunks:
+            num_output += 1 if chunk["choices"][0]["delta"].get("content") else 0
+            chunk["usage"] = usage(self.num_prompt, num_output)
 
     def _call_deltas(self) -> list[Any]:
         assert self.call is not None
@@ -133,6 +143,8 @@ class Completion:
             raise Mistake("logprobs should be from 0 to 5", "logprobs")
         self.body = body
         self.prompts = read_prompts(body.get("prompt"))
+        for _, count in self.prompts:
+            check_fits(count)
         limit = body.get("max_tokens") or 16
         self.answers = [generate(text, body, limit) for text, _ in self.prompts]
         self.head = {"id": new_id("cmpl"), "object": "text_completion", "created": 1_700_000_000}
@@ -146,7 +158,7 @@ class Completion:
     def _logprobs(self, prompt: str, answer: Answer) -> dict[str, Any] | None:
         if self.body.get("logprobs") is None:
             return None
-        scored = prompt.split() if self.body.get("echo") else []
+        scored = re.findall(r"\s*\S+", prompt) if self.body.get("echo") else []
         tokens = scored + answer.tokens
         ends = list(itertools.accumulate(len(token) for token in tokens))
         return {

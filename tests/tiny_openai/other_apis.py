@@ -2,7 +2,14 @@
 
 from typing import Any
 
-from tests.tiny_openai.checks import MODEL, check_model, check_numbers, read_content, read_messages
+from tests.tiny_openai.checks import (
+    MODEL,
+    check_fits,
+    check_model,
+    check_numbers,
+    read_content,
+    read_messages,
+)
 from tests.tiny_openai.model import Answer, Mistake, called, fixed, generate, num_tokens, structured
 from tests.tiny_openai.openai_api import new_id
 
@@ -29,6 +36,7 @@ class Response:
             else " ".join(read_content(item.get("content")) for item in given)
         )
         prompt = f"{history} {text}".strip()
+        check_fits(num_tokens(prompt))
         answer = generate(prompt, body, body.get("max_output_tokens") or 50)
         decided = structured((body.get("text") or {}).get("format"))
         answer = answer if decided is None else fixed(decided)
@@ -56,8 +64,12 @@ class Response:
         }
 
     def _item(self, body: dict[str, Any], answer: Answer) -> dict[str, Any]:
-        tools = [{"function": tool} for tool in body.get("tools") or []]
-        call = called(tools, body.get("tool_choice"))
+        offered = body.get("tools") or []
+        tools = [{"function": tool} for tool in offered if tool["type"] == "function"]
+        choice = body.get("tool_choice")
+        if isinstance(choice, dict):
+            choice = {"function": choice}
+        call = called(tools, choice)
         if call is not None:
             item = {"type": "function_call", "id": new_id("fc"), "call_id": new_id("call")}
             return item | {"name": call[0], "arguments": call[1]}
@@ -91,6 +103,8 @@ class Message:
         check_model(body)
         if body.get("max_tokens") is None:
             raise Mistake("max_tokens is missing", "max_tokens")
+        if "thread" in body:
+            raise Mistake("there are no threads", "thread")
         text, self.num_input = count(body)
         self.answer = generate(text, body, body["max_tokens"])
         tools = [

@@ -6,12 +6,8 @@ from typing import Any
 
 import pytest
 
-from engine.backends.custom.architectures.base import (
-    EncoderConfig,
-    ModelConfig,
-    RopeConfig,
-    check_config,
-)
+from engine.backends.custom.architectures.base import EncoderConfig, ModelConfig, RopeConfig
+from engine.backends.custom.architectures.checks import check_config
 from engine.backends.custom.architectures.export import gguf_metadata
 from engine.core.errors import ModelFormatError
 from engine.core.registry.model_registry import architecture
@@ -105,7 +101,7 @@ class TestRopeFromHf:
                 {"rope_type": "su", "short_factor": [1.0] * 8, "long_factor": [1.0, "2"] * 4},
                 "'long_factor' must be float, found str",
             ),
-            ({"type": "mrope"}, "rope type 'mrope' is not supported"),
+            ({"type": "xpos"}, "rope type 'xpos' is not supported"),
             ({"type": "linear"}, "lacks the required key 'factor'"),
             ({"type": "linear", "factor": 0.0}, "factor must be above 0"),
             ({"type": "linear", "factor": math.inf}, "'factor' must be a finite number"),

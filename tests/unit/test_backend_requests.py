@@ -141,7 +141,12 @@ async def test_every_field_of_an_embedding_reaches_the_engine():
         GenerateRequest(request_id="e-0", prompt=(1, 2), queue_timeout_s=10.25, **common),
         GenerateRequest(request_id="e-1", prompt=(3,), **common),
     ]
-    asked = set(EmbedRequest.__struct_fields__) - {"model", "inputs", "truncate_prompt_tokens"}
+    asked = set(EmbedRequest.__struct_fields__) - {
+        "model",
+        "inputs",
+        "prompt_names",
+        "truncate_prompt_tokens",
+    }
     assert asked <= set(GenerateRequest.__struct_fields__)
     assert found.prompt_tokens == 3 and not backend._link._receivers
     np.testing.assert_allclose(np.linalg.norm(found.vectors, axis=1), 1.0, rtol=1e-5)

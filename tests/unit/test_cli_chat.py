@@ -1,12 +1,15 @@
 """`engine chat` with a stand-in for the model: what stays in the conversation, and what ends it."""
 
+import itertools
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 from typer.testing import CliRunner
 
 from engine.cli.main import app
+from engine.cli.talk.markdown import MarkdownPrinter
 from engine.core.errors import InvalidRequestError
 from engine.core.interfaces.backend import Event, TextEvent, UsageEvent
 
@@ -24,10 +27,16 @@ class FakeLLM:
     def __exit__(self, *_: object) -> None:
         pass
 
-    def stream(self, prompt: str, params: Any) -> Iterator[Event]:
-        yield TextEvent(0, f"{prompt!r} at {params.temperature:g}", 1)
+    def close(self) -> None:
+        pass
 
-    def stream_chat(self, messages: list[dict[str, str]], params: Any) -> Iterator[Event]:
+    def stream(self, prompt: str, params: Any, *, grammar: Any) -> Iterator[Event]:
+        constraint = "" if grammar is None else f" by {grammar.kind} {grammar.source}"
+        yield TextEvent(0, f"{prompt!r} at {params.temperature:g}{constraint}", 1)
+
+    def stream_chat(
+        self, messages: list[dict[str, str]], params: Any, *, grammar: Any = None
+    ) -> Iterator[Event]:
         if messages[-1]["content"] == "too long":
             raise InvalidRequestError("The conversation is too long.")
         if messages[-1]["content"] == "tell me everything":
@@ -75,3 +84,43 @@ def test_a_prompt_comes_from_the_line_or_from_standard_input() -> None:
 def test_speed_is_that_of_the_tokens_after_the_first() -> None:
     result = CliRunner().invoke(app, ["chat", "m"], input="hello\n")
     assert "11 tokens, 5 tok/s" in result.stdout
+
+
+def test_an_output_can_be_constrained(tmp_path: Path) -> None:
+    grammar = tmp_path / "g.gbnf"
+    grammar.write_text('root ::= "a"')
+    result = CliRunner().invoke(app, ["generate", "x", "--grammar-file", str(grammar)])
+    assert result.stdout == "'x' at 0 by grammar root ::= \"a\"\n"
+    result = CliRunner().invoke(app, ["generate", "x", "-j", "{}"])
+    assert result.stdout == "'x' at 0 by json_schema {}\n"
+    both = ["generate", "x", "-j", "{}", "--grammar-file", str(grammar)]
+    assert CliRunner().invoke(app, both).exit_code == 2
+
+
+def test_run_answers_a_message_and_takes_a_file_from_standard_input() -> None:
+    result = CliRunner().invoke(app, ["run", "m", "Count", "this:"], input="some text\n")
+    assert (result.exit_code, result.stdout) == (0, "<1 messages>\n")
+
+
+def test_no_word_is_broken_and_no_text_is_lost() -> None:
+    """In pieces of any size, at any width."""
+    text = (
+        "Some words\n\n- an item that is long enough to wrap\n  more   spaces\n```\nx   y\n```\n."
+    )
+    for width, size in itertools.product((20, 27, 80), (1, 3, 100)):
+        shown: list[str] = []
+        printer = MarkdownPrinter(shown.append, width, styled=False)
+        for start in range(0, len(text), size):
+            printer.feed(text[start : start + size])
+        printer.close()
+        assert "".join(shown).split() == text.split()
+        assert max(map(len, "".join(shown).splitlines())) <= width
+        assert "x   y" in "".join(shown)
+
+
+def test_control_characters_of_an_answer_do_not_reach_the_terminal() -> None:
+    shown: list[str] = []
+    printer = MarkdownPrinter(shown.append, 80, styled=False)
+    printer.feed("a\x1b]0;title\x07b")
+    printer.close()
+    assert "".join(shown) == "a]0;titleb"

@@ -7,7 +7,7 @@ import pytest
 from typer.testing import CliRunner
 
 from engine import __version__
-from engine.cli.main import app
+from engine.cli.main import COMMANDS, SYNONYMS, app
 from engine.core.config_schema import setting_keys
 from engine.core.errors import ConfigError
 from engine.core.registry.backend_registry import backend_names
@@ -103,7 +103,17 @@ def test_unknown_command_and_flag_name_the_nearest() -> None:
 
 
 def test_version() -> None:
-    assert CliRunner().invoke(app, ["--version"]).stdout.strip() == f"engine {__version__}"
+    for flag in ("--version", "-V"):
+        assert CliRunner().invoke(app, [flag]).stdout.strip() == f"engine {__version__}"
+
+
+def test_names_that_people_type_lead_to_our_commands() -> None:
+    assert set(SYNONYMS.values()) <= set(COMMANDS) and not SYNONYMS.keys() & COMMANDS.keys()
+    for name, command in SYNONYMS.items():
+        shown = CliRunner().invoke(app, [name, "-h"])
+        assert shown.exit_code == 0, shown.output
+        real = CliRunner().invoke(app, [command, "-h"])
+        assert shown.stdout.splitlines()[2:] == real.stdout.splitlines()[2:]
 
 
 def test_doctor_reports_every_topic_and_the_missing_model() -> None:

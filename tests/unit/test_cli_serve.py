@@ -2,7 +2,9 @@
 
 import json
 import logging
+import os
 import re
+import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -136,3 +138,69 @@ def test_settings_of_our_engine_are_not_ignored_in_silence() -> None:
     assert "performance.threads (--threads) is for engines of our own" in told
     assert "server.strict" not in told
     assert "for engines of our own" not in serve("--backend", "native", "--threads", "2").stderr
+
+
+@pytest.mark.parametrize(
+    ("flags", "setting", "value"),
+    [
+        (("--max-model-len", "512"), "model.max_sequence_length", 512),
+        (("-c", "512"), "model.max_sequence_length", 512),
+        (("--served-model-name", "x"), "model.name", "x"),
+        (("--max-num-seqs", "3"), "performance.batch_size", 3),
+        (("-np", "3"), "performance.batch_size", 3),
+        (("--max-num-batched-tokens", "999"), "performance.max_batch_tokens", 999),
+        (("--no-enable-prefix-caching",), "cache.enabled", False),
+        (("--kv-cache-dtype", "int8"), "cache.kv_dtype", "int8"),
+        (("-t", "2"), "performance.threads", 2),
+    ],
+)
+def test_flags_of_other_engines_set_our_settings(
+    monkeypatch: pytest.MonkeyPatch, flags: tuple[str, ...], setting: str, value: Any
+) -> None:
+    section, _, key = setting.partition(".")
+    seen: list[Any] = []
+    build = sys.modules["engine.backends.custom.app"].build_server
+
+    def watched(settings: Any, process: Any, reread: Any) -> Any:
+        seen.append(getattr(getattr(settings, section), key))
+        return build(settings, process, reread)
+
+    monkeypatch.setattr("engine.backends.custom.app.build_server", watched)
+    serve(*flags)
+    assert seen == [value]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "told"),
+    [
+        (("--tensor-parallel-size", "2"), "--device cuda:0-3"),
+        (("-ngl=99",), "--device cuda or --device cpu"),
+        (("--trust-remote-code",), "leave it out"),
+        (("m", "-m", "n"), "name one model, not m and n"),
+        (("m", "-hf", "o/r:Q8_0"), "name one model, not m and o/r:Q8_0"),
+    ],
+)
+def test_flags_that_do_not_exist_here_are_answered_with_advice(
+    arguments: tuple[str, ...], told: str
+) -> None:
+    result = CliRunner().invoke(app, ["serve", *arguments])
+    assert result.exit_code == 2 and told in result.stderr
+    assert len(result.stderr.splitlines()) == 1
+
+
+def test_a_key_on_the_command_line_is_used_and_not_shown(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LLM_ENGINE_API_KEY", "t" * 20)  # restored after the test
+    shown = serve("--api-key", "s" * 20).stderr
+    assert "-H 'Authorization: Bearer KEY'" in shown and "s" * 20 not in shown
+    assert os.environ["LLM_ENGINE_API_KEY"] == "s" * 20 and "prefer --api-key-file" in shown
+
+
+def test_models_that_are_missing_are_fetched(monkeypatch: pytest.MonkeyPatch) -> None:
+    pulled: list[str] = []
+    monkeypatch.setattr(
+        "engine.core.store.model_store.needs_pull", lambda model: model == "o/r:Q8_0"
+    )
+    monkeypatch.setattr("engine.cli.pull_progress.pull_shown", pulled.append)
+    result = CliRunner().invoke(app, ["serve", "-hf", "o/r:Q8_0", "--port", "0"])
+    assert result.exit_code == 0 and pulled == ["o/r:Q8_0"]
+    assert not serve().exit_code and pulled == ["o/r:Q8_0"]

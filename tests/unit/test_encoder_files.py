@@ -9,9 +9,10 @@ import pytest
 
 from engine.backends.custom.architectures.base import EncoderConfig, ModelConfig
 from engine.backends.custom.weights.model import open_model
+from engine.backends.custom.weights.pooling import Prompts
 from engine.backends.custom.worker.encoder_loop import is_encoder
 from engine.core.errors import ModelFormatError
-from engine.core.registry.model_registry import architecture, architecture_for_gguf
+from engine.core.registry.model_registry import architecture
 from tests.gguf_files import random_weights, tiny_config
 from tests.safetensors_files import file_bytes, hf_layout
 
@@ -121,12 +122,20 @@ def test_steps_that_are_not_computed_are_refused(
         encoder_of(folder)
 
 
-def test_prompts_and_case_that_would_change_texts_are_refused(folder: Path) -> None:
+def test_prompts_are_read(folder: Path) -> None:
     prompts = folder / "config_sentence_transformers.json"
+    assert open_model(folder).prompts == Prompts()
     prompts.write_text('{"default_prompt_name": "query", "prompts": {"query": "find: "}}')
-    with pytest.raises(ModelFormatError, match="default_prompt_name"):
-        encoder_of(folder)
+    assert open_model(folder).prompts == Prompts({"query": "find: "}, "find: ")
     prompts.write_text('{"default_prompt_name": null}')
+    assert open_model(folder).prompts == Prompts()
+
+
+def test_settings_that_would_change_texts_are_refused(folder: Path) -> None:
+    write(folder, pooling_mode="mean", include_prompt=False)
+    with pytest.raises(ModelFormatError, match="include_prompt"):
+        encoder_of(folder)
+    write(folder, pooling_mode="mean")
     (folder / "sentence_bert_config.json").write_text('{"do_lower_case": true}')
     with pytest.raises(ModelFormatError, match="do_lower_case"):
         encoder_of(folder)
@@ -150,4 +159,4 @@ def test_settings_that_change_the_arithmetic_are_refused(key: str, value: Any) -
 def test_decoders_are_no_encoders_and_gguf_is_refused_with_advice() -> None:
     assert not is_encoder(tiny_config("llama"))
     with pytest.raises(ModelFormatError, match="safetensors only"):
-        architecture_for_gguf("bert").config_from_gguf({})
+        architecture("modernbert").config_from_gguf({})

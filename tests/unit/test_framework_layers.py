@@ -259,7 +259,7 @@ def test_heads_are_cut_from_their_products_normed_and_turned(framework, qk_norm)
     norms = {name: values(size) for name, size in sizes.items()}
     params = {name: part(framework, weight=each) for name, each in (weights | norms).items()}
     turn = framework.rotation(np.cos(angles), np.sin(angles))
-    config = SimpleNamespace(head_dim=4, qk_norm=qk_norm, norm_eps=EPS)
+    config = SimpleNamespace(latent=None, head_dim=4, qk_norm=qk_norm, norm_eps=EPS)
     found = layer(framework, "attention", "heads")(params, config, framework.array(x), turn)
     cos, sin = np.cos(angles)[:, None], np.sin(angles)[:, None]
     for name, each in zip("qkv", found, strict=True):

@@ -111,8 +111,9 @@ async def test_without_a_token_no_time_was_spent_on_them():
 async def test_logprobs_are_those_of_their_tokens_as_text():
     score = TokenLogprobs(-0.5, (1, 2), (-0.25, -1.5))
     first, *_ = await read(opened(logprobs=2), TokenDelta("r", 0, (0,), (score,), "length"))
-    alternatives = (TopLogprob("b", b"b", -0.25), TopLogprob("c", b"c", -1.5))
-    assert first == TextEvent(0, "a", 1, (TokenText("a", b"a", -0.5, alternatives),), (0,))
+    alternatives = (TopLogprob("b", b"b", -0.25, 1), TopLogprob("c", b"c", -1.5, 2))
+    token = TokenText("a", b"a", -0.5, alternatives, token_id=0)
+    assert first == TextEvent(0, "a", 1, (token,), (0,))
 
 
 @pytest.mark.parametrize(

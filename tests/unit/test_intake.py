@@ -145,12 +145,12 @@ def test_a_compiled_grammar_is_copied_for_each_choice():
     bench = Bench()
     copies = iter(("one", "two"))
     bench.submit(asking(params={"n": 2}, grammar="g", timeout_s=30.0), now=100.0)
-    assert bench.intake.admit_compiled(101.0) == [] and not bench.waiting()
+    assert bench.intake.admit_ready(101.0) == [] and not bench.waiting()
     bench.grammars.futures["g"].set_result(SimpleNamespace(deep_copy=lambda: next(copies)))
-    assert bench.intake.admit_compiled(102.0) == []
+    assert bench.intake.admit_ready(102.0) == []
     assert [seq.constraint.matcher for seq in bench.waiting()] == ["one", "two"]
     assert all((seq.submitted_at, seq.deadline) == (100.0, 130.0) for seq in bench.waiting())
-    assert bench.intake.num_compiling == 0
+    assert bench.intake.num_pending == 0
 
 
 def test_a_grammar_that_fails_or_is_late_ends_its_request_alone():
@@ -160,14 +160,14 @@ def test_a_grammar_that_fails_or_is_late_ends_its_request_alone():
         bench.submit(asking(name, params={"n": 2}, grammar=name, timeout_s=timeout_s))
     bench.grammars.futures["bad"].set_exception(InvalidRequestError("no such rule"))
     bench.grammars.futures["odd"].set_exception(ZeroDivisionError())
-    deltas = bench.intake.admit_compiled(130.0)
+    deltas = bench.intake.admit_ready(130.0)
     assert codes(deltas) == [
         *(("bad", 0, "INVALID_REQUEST"), ("bad", 1, "INVALID_REQUEST")),
         *(("odd", 0, "INFERENCE_ERROR"), ("odd", 1, "INFERENCE_ERROR")),
     ]
     assert deltas[0].error_message == "no such rule"
-    assert codes(bench.intake.admit_compiled(130.1)) == [("late", c, "TIMEOUT") for c in range(2)]
-    assert bench.intake.num_compiling == 1 and not bench.waiting()
+    assert codes(bench.intake.admit_ready(130.1)) == [("late", c, "TIMEOUT") for c in range(2)]
+    assert bench.intake.num_pending == 1 and not bench.waiting()
 
 
 def test_who_is_aborted_while_its_grammar_compiles_never_begins():
@@ -177,13 +177,13 @@ def test_who_is_aborted_while_its_grammar_compiles_never_begins():
     assert (ended.choice, ended.finish_reason) == (1, "abort")
     assert bench.intake.abort("r", 1, 101.0) == []
     bench.grammars.futures["g"].set_result(SimpleNamespace(deep_copy=lambda: None))
-    bench.intake.admit_compiled(102.0)
+    bench.intake.admit_ready(102.0)
     assert [seq.choice for seq in bench.waiting()] == [0, 2]
     assert [delta.choice for delta in bench.intake.abort("r", None, 103.0)] == [0, 2]
     bench.submit(asking("other", params={"n": 2}, grammar="h"))
-    ended = bench.intake.abort_compiling(104.0)
+    ended = bench.intake.abort_pending(104.0)
     assert [(delta.request_id, delta.choice) for delta in ended] == [("other", 0), ("other", 1)]
-    assert bench.intake.num_compiling == 0
+    assert bench.intake.num_pending == 0
 
 
 @pytest.mark.parametrize(

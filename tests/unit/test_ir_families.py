@@ -9,6 +9,7 @@ import pytest
 from engine.backends.custom.architectures.base import (
     EncoderConfig,
     ExpertsConfig,
+    LatentConfig,
     LayerConfig,
     ModelConfig,
     RopeConfig,
@@ -79,6 +80,21 @@ MIXES = {
     "normed experts": {
         "experts": ExpertsConfig(6, 2, 24, renormalizes=True),
         "norm_placement": "both",
+    },
+    "latent": {
+        "num_kv_heads": 1,
+        "head_dim": 30,
+        "qk_norm": None,
+        "rope": RopeConfig(10000.0, 8),
+        "latent": LatentConfig(22, None, 10, 8, 14),
+    },
+    "latent of queries": {
+        "num_kv_heads": 1,
+        "head_dim": 40,
+        "qk_norm": None,
+        "rope": RopeConfig(10000.0, 8),
+        "latent": LatentConfig(32, 20, 10, 8, 14),
+        "experts": ExpertsConfig(6, 2, 24, renormalizes=True),
     },
     "positions": {"rope": None, "embedding_multiplier": 2.0, "qk_norm": "whole"},
 }

@@ -15,6 +15,7 @@ PROMISED = {
     *("embed", "position_embed", "add", "linear", "rms_norm", "layer_norm", "head_norm", "rope"),
     *("kv_write", "attention", "silu", "gelu", "gelu_tanh", "mul", "gather_rows"),
     *("scale", "add_norm", "relu2", "softcap", "route", "experts", "gate_rows"),
+    *("head_linear", "latent_write"),
 }
 
 
@@ -146,7 +147,7 @@ def test_paged_attention_equals_each_sequence_alone() -> None:
             known = cache[tables[row]].reshape(-1, *cache.shape[2:])[:length]
             alone = reference.attention(
                 queries[mine].reshape(mine.sum(), attributes.heads, -1),
-                *(known[:, 0], known[:, 1], positions[mine]),
+                *(known[:, 0], known[:, -1, :, : attributes.value_dim], positions[mine]),
                 *(attributes.scale, attributes.window, rules),
                 *(each[mine] for each in ends),
             )

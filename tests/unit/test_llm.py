@@ -32,7 +32,7 @@ EOS = 21
 MAX_SEQ_LEN = 256
 
 
-def encoded(text: str) -> list[int]:
+def encoded(text: str, parse_special: bool = False) -> list[int]:
     return [ord(char) - ord("a") for char in text]
 
 

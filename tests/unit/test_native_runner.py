@@ -19,8 +19,8 @@ class NotingModel:
         self.tokens = np.zeros(0, np.int32)
 
     def forward(self, *arrays: np.ndarray) -> None:
-        finite = arrays[-1]
-        self.steps.append(tuple(arrays[:-1]))
+        *before, finite = arrays[:10]
+        self.steps.append((*before, *arrays[10:]))
         finite[:] = [1, 0, 1, 1][: len(finite)]
 
     def sample(self, sampling) -> tuple:

@@ -178,7 +178,7 @@ REFUSED = [
     ("messages[0].role", {"messages": [{"role": "tool", "content": "x"}]}),
     ("messages[0].name", {"messages": [{"role": "user", "content": "x", "name": "n"}]}),
     ("messages[0].content", {"messages": [{"role": "user", "content": None}]}),
-    ("messages[0].content[0].type", {"messages": user({"type": "image", "source": {}})}),
+    ("messages[0].content[0].source.type", {"messages": user({"type": "image", "source": {}})}),
     ("messages[0].content[0].type", {"messages": user({"type": "document"})}),
     ("messages[0].content[0].type", {"messages": user(CALL["content"][0])}),
     ("messages[0].content[0].text", {"messages": user({"type": "text", "text": 1})}),

@@ -294,3 +294,27 @@ def test_the_error_of_a_pair_names_its_document(reranker: LiveServer) -> None:
         assert error["message"] == f"However, {name} has 9 tokens."
     error = post(reranker, "/v1/score", text_1="cat", text_2="long").json()["error"]
     assert error["param"] == "text_2[0]"
+
+
+class PromptedBackend(FakeBackend):
+    """A sentence encoder whose files have prompts."""
+
+    def models(self) -> list[ModelCard]:
+        (card,) = super().models()
+        return [msgspec.structs.replace(card, prompt_names=("passage", "query"))]
+
+
+def test_prompts_are_named_or_follow_from_the_field() -> None:
+    backend = PromptedBackend()
+    with live_server(backend) as server:
+        assert post(server, input=["a", "b"], prompt_name="query").status_code == 200
+        assert post(server, input="a").status_code == 200
+        post(server, "/v1/rerank", query="a", documents=["b", "c"])
+        names = [request.prompt_names for request in backend.embed_requests]
+        assert names == [("query", "query"), (), ("query", "passage", "passage")]
+        for asked, message in (
+            ({"input": "a", "prompt_name": "poem"}, "its prompts are: passage, query"),
+            ({"input": [1, 2], "prompt_name": "query"}, "token ids"),
+        ):
+            error = post(server, **asked).json()["error"]
+            assert error["param"] == "prompt_name" and message in error["message"]

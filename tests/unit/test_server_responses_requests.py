@@ -255,7 +255,7 @@ async def test_no_effort_turns_thinking_off(
         ({"input": [{"role": "user", "content": "x", "mood": 1}]}, "input[0].mood"),
         (
             {"input": [{"role": "user", "content": [{"type": "input_image"}]}]},
-            "input[0].content[0].type",
+            "input[0].content[0].image_url",
         ),
         (
             {"input": [{"type": "reasoning", "summary": [], "encrypted_content": "xyz"}]},

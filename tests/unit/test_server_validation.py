@@ -177,7 +177,7 @@ def test_stop_forms(stop: Any, expected: tuple[str, ...]) -> None:
         ({"messages": [{"role": "user", "content": []}]}, "messages[0].content"),
         (
             {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]},
-            "messages[0].content[0].type",
+            "messages[0].content[0].image_url",
         ),
         (
             {"messages": [{"role": "user", "content": "x", "tool_calls": [{}]}]},

@@ -68,6 +68,7 @@ SHARED_ROOMS = {
         "engine.backends.base",
         "engine.backends.process",
         "engine.backends.custom.architectures.base",
+        "engine.backends.custom.architectures.vision",  # settings of the image preprocessing
         "engine.backends.custom.frontend",
         "engine.backends.custom.ipc",
         "engine.backends.custom.runtime.grammar",  # a vocabulary's type, for an engine in a thread

@@ -155,18 +155,20 @@ def test_a_step_without_sampling_rows_and_a_penalty_on_the_token_in_flight():
 
 def test_the_host_waits_for_the_device_in_one_place():
     """`.item()` and its kin stall the queue; `numpy()` on a result is `wait`'s alone. An encoder
-    has no queue: each batch is done when its vectors are there. A profile waits on purpose.
+    has no queue: each batch or image is done when its vectors are there. A profile waits on
+    purpose.
     """
     folder = Path(framework.__file__).parent
     syncs = re.compile(r"\.(item|tolist|cpu|nonzero|synchronize)\(")
     found = [
         f"{path.name}: {line.strip()}"
         for path in sorted(folder.rglob("*.py"))
-        if path.name not in ("encoder.py", "profiling.py")
+        if path.name not in ("encoder.py", "profiling.py", "vision.py")
         for line in path.read_text().splitlines()
         if syncs.search(line)
     ]
-    assert found == [  # both of them in a `wait`
-        "cuda_runner.py: self.pinned.copied.synchronize()",
+    assert found == [  # of the profiler, and two in a `wait`
+        "build.py: torch.cuda.synchronize(self._device)",
         "sampling_runner.py: self.done.synchronize()",
+        "staging.py: self.pinned.copied.synchronize()",
     ]

@@ -41,7 +41,7 @@ from engine.backends.custom.frontend.prompts import (
 from engine.backends.custom.frontend.text_cache import keep_text
 from engine.backends.custom.frontend.text_model import TextModel, load_text
 from engine.backends.custom.ipc.engine_process import WORKER_MODULE, EngineProcess
-from engine.backends.custom.options import EngineOptions
+from engine.backends.custom.options import IMAGE_FRAMEWORKS, EngineOptions
 from engine.backends.process import RestartPolicy
 from engine.core.errors import ConfigError, UnavailableError
 from engine.core.grammar.checker import GrammarChecker
@@ -209,11 +209,19 @@ class CustomBackend(InferenceBackend):
             quantization=text.quantization,
             num_params=text.config.num_params,
             size_bytes=text.size_bytes,
-            capabilities=text.capabilities,
+            capabilities=text.capabilities + (("images",) if self._reads_images(text) else ()),
             emulated=text.emulated,
             template_options=text.template_options,
             trained_context=text.config.max_position,
             num_dimensions=None if text.reranks else text.config.hidden_size,
+            prompt_names=tuple(sorted(name for name in text.prompts if name is not None)),
+        )
+
+    def _reads_images(self, text: TextModel) -> bool:
+        return (
+            text.config.vision is not None
+            and text.can_chat
+            and self._options.framework in IMAGE_FRAMEWORKS
         )
 
     def stats(self) -> EngineStats | None:
@@ -247,6 +255,7 @@ class CustomBackend(InferenceBackend):
             timeout_s=context.timeout_s,
             queue_timeout_s=context.queue_timeout_s,
             grammar=prepared.grammar,
+            images=prepared.images,
         )
         generation = Generation(submitted, text, prepared, self._link)
         self._link.submit(submitted, generation)
@@ -256,13 +265,20 @@ class CustomBackend(InferenceBackend):
 
     async def embed(self, request: EmbedRequest) -> Embeddings:
         from engine.backends.custom.frontend.embedding import (
-            vectors_of,  # imports numpy, which nothing else here needs
+            scores_along,  # imports numpy, which nothing else here needs
+            vectors_of,
         )
 
         text, ready = self._loaded()
         limit = request.truncate_prompt_tokens
         most = ready.max_seq_len if limit is not None and limit < 0 else limit
-        encoded = [await self._encode_input(text, each, most) for each in request.inputs]
+        names = request.prompt_names or (None,) * len(request.inputs)
+        encoded = [
+            await self._encode(text.encode_pair, each.first, each.second, most)
+            if isinstance(each, TextPair)
+            else await self._encode(text.encode_input, each, name, most)
+            for each, name in zip(request.inputs, names, strict=True)
+        ]
         for index, (prompt, _) in enumerate(encoded):
             name = "input" if len(encoded) == 1 else f"input[{index}]"
             check_input(len(prompt), ready.max_seq_len, name)
@@ -287,18 +303,9 @@ class CustomBackend(InferenceBackend):
         size = 1 if text.reranks else text.config.hidden_size
         max_queued = self._options.max_queued
         vectors = await vectors_of(self._link, requests, max_queued, size, text.reranks)
+        if text.ranker is not None:
+            vectors = scores_along(vectors, text.ranker.direction)
         return Embeddings(vectors, sum(len(prompt) for prompt, _ in encoded))
-
-    async def _encode_input(
-        self, text: TextModel, asked: str | tuple[int, ...] | TextPair, most: int | None
-    ) -> tuple[tuple[int, ...], int]:
-        """The tokens of an embedding input, cut to `most` tokens, and the index of the first token
-        with token type 1.
-        """
-        if isinstance(asked, TextPair):
-            return await self._encode(text.encode_pair, asked.first, asked.second, most)
-        prompt = await self._encode(text.encode_prompt, asked)
-        return (prompt if most is None else text.cut_prompt(prompt, most)), 0
 
     async def tokenize(
         self,

@@ -6,6 +6,8 @@ from typing import Literal
 
 import msgspec
 
+IMAGE_FRAMEWORKS = ("torch",)  # frameworks that run image encoders
+
 
 class EngineOptions(msgspec.Struct, frozen=True, kw_only=True, tag="options"):
     """Which model to load, and how much of the machine to use. If `pool_bytes` or `max_seq_len` is

@@ -47,6 +47,7 @@ class HfShape:
     num_params: int
     eos_ids: tuple[int, ...] = ()  # always empty: the tokenizer has the end-of-text ids
     encoder: None = None
+    vision: None = None
 
 
 @dataclass(frozen=True, slots=True)

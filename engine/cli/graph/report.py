@@ -198,7 +198,7 @@ class _Facts:
         if self._native is None:
             return None, None, None
         match step:
-            case ir.LinearStep():
+            case ir.LinearStep() | ir.HeadLinearStep():
                 layout = self._matrices[step.matrix].layout
                 return layout, step.kernel.decode, step.kernel.prefill
             case ir.ExpertsStep():

@@ -1,5 +1,6 @@
 """`engine admin`: inspects and changes a running server."""
 
+import itertools
 import json
 import os
 from collections.abc import Mapping
@@ -8,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 from urllib.parse import quote
 
 import typer
+from typer.core import TyperGroup
 
 from engine.cli.console import output, read_api_key
 from engine.cli.ops.keys import (
@@ -41,15 +43,20 @@ TIMEOUT_S = 900.0
 def call(
     ctx: typer.Context, method: str, path: str, body: Mapping[str, Any] | None = None
 ) -> dict[str, Any]:
+    """Call the admin API of the server that the options of `engine admin` name."""
+    return call_admin(ctx.obj["url"], ctx.obj["key_file"], method, path, body)
+
+
+def call_admin(
+    url: str, key_file: Path | None, method: str, path: str, body: Mapping[str, Any] | None = None
+) -> dict[str, Any]:
     """Call the server's admin API and return its JSON response. If the server answers with an
     error, raises that error. If the server can't be reached, raises an error that tells the user
     what to check.
     """
     import httpx
 
-    given = ctx.obj
-    url = _root(given["url"])
-    key = _key(given["key_file"])
+    url, key = _root(url), _key(key_file)
     headers = {} if key is None else {"authorization": f"Bearer {key}"}
     try:
         reply = httpx.request(
@@ -113,7 +120,25 @@ def _refusal(status: int, found: Any, url: str) -> Exception:
     return InvalidRequestError(message) if status < 500 else UnavailableError(message)
 
 
+class HoistingGroup(TyperGroup):
+    """Accepts the options of `engine admin` after a subcommand too: `admin models --url URL`."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        front: list[str] = []
+        rest: list[str] = []
+        waiting = iter(args)
+        for each in waiting:
+            if each in ("--url", "--admin-key-file"):
+                front += [each, *itertools.islice(waiting, 1)]
+            elif each == "--json" or each.startswith(("--url=", "--admin-key-file=")):
+                front.append(each)
+            else:
+                rest.append(each)
+        return super().parse_args(ctx, front + rest)
+
+
 app = typer.Typer(
+    cls=HoistingGroup,
     help="Look at and change a running server: models, caches, limits, keys.",
     no_args_is_help=True,
     add_completion=False,

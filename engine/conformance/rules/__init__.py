@@ -17,6 +17,7 @@ _GROUPS = (
     "rerank:RERANK",
     "responses:RESPONSES",
     "messages:MESSAGES",
+    "clients:CLIENTS",
     "files:FILES",
     "files:BATCHES",
     "robustness:ROBUSTNESS",

@@ -42,7 +42,7 @@ def _said(message: Any) -> str:
     return "".join(block["text"] for block in blocks if block.get("type") == "text")
 
 
-def _num_input(message: Any) -> int:
+def num_input(message: Any) -> int:
     """The number of all prompt tokens. Anthropic's usage counts cached tokens in separate fields,
     which are added here.
     """
@@ -126,7 +126,7 @@ async def system(target: Target) -> None:
     as_text = (await target.post(PATH, body(target, system=words))).ok()
     blocks = [{"type": "text", "text": words}]
     as_blocks = (await target.post(PATH, body(target, system=blocks))).ok()
-    one, two, few = _num_input(as_text), _num_input(as_blocks), _num_input(terse)
+    one, two, few = num_input(as_text), num_input(as_blocks), num_input(terse)
     expect(one > few + 10, f"{one} input tokens with a long system prompt, {few} with a short one")
     expect(one == two, f"{one} input tokens as a string, {two} as blocks")
 
@@ -140,7 +140,7 @@ async def system(target: Target) -> None:
 async def blocks(target: Target) -> None:
     content = [{"type": "text", "text": QUESTION, "cache_control": {"type": "ephemeral"}}]
     message = (await target.post(PATH, body(target, content))).ok()
-    mine, theirs = _num_input(message), _num_input(await _plain(target))
+    mine, theirs = num_input(message), num_input(await _plain(target))
     expect(mine == theirs, f"{mine} input tokens as blocks, {theirs} as a string")
 
 
@@ -212,7 +212,7 @@ async def no_done(target: Target) -> None:
 async def count_tokens(target: Target) -> None:
     request = {"model": target.model, "messages": body(target)["messages"]}
     count = field((await target.post(f"{PATH}/count_tokens", request)).ok(), "input_tokens")
-    used = _num_input(await _plain(target))
+    used = num_input(await _plain(target))
     expect(count == used, f"{count} counted, {used} used")
 
 

@@ -130,10 +130,16 @@ class ToolChoice(msgspec.Struct, frozen=True):
     name: str | None = None  # the tool's name, in mode "named"
 
 
+# In the content of a message with images, this character (U+FFFC) marks the place of each image.
+IMAGE_MARK = "\ufffc"
+
+
 class ChatRequest(msgspec.Struct, frozen=True, kw_only=True):
     """A chat request after validation.
 
     Messages are plain dicts with `role` (system, user, assistant or tool) and `content`, a string.
+    A user message may have `images`, a list of image files (bytes), one for each `IMAGE_MARK` in
+    the content. Other messages may have this character as plain text.
     An assistant message may have `reasoning_content` and `tool_calls`, each `{"id", "type":
     "function", "function": {"name", "arguments": object}}`. A tool message has `tool_call_id` and
     maybe `name`. Tools are `{"type": "function", "function": {"name", "description",
@@ -193,6 +199,9 @@ class EmbedRequest(msgspec.Struct, frozen=True, kw_only=True):
     request_id: str
     model: str = ""  # see `GenerationContext`
     inputs: tuple[str | tuple[int, ...] | TextPair, ...]
+    # For each input, the name of the model's prompt to put before it, or None for the default.
+    # Empty: the default for all.
+    prompt_names: tuple[str | None, ...] = ()
     priority: int = 0
     salt: str = ""
     tenant: str = ""  # owner of the request, for fair sharing
@@ -219,7 +228,8 @@ class ModelCard(msgspec.Struct, frozen=True, kw_only=True):
     quantization: str | None = None
     num_params: int | None = None
     size_bytes: int | None = None
-    # Any of: completions, chat, embeddings, score, rerank, tools, json_schema, reasoning, suffix.
+    # Any of: completions, chat, embeddings, score, rerank, tools, json_schema, reasoning, suffix,
+    # images.
     # score: the model compares texts. rerank: it does so by computing pairs, not by embeddings.
     capabilities: tuple[str, ...] = ()
     # Capabilities that the model was not trained for, for example tools that a message describes to
@@ -232,6 +242,7 @@ class ModelCard(msgspec.Struct, frozen=True, kw_only=True):
     # Context length of the training, in tokens; may exceed `max_model_len`.
     trained_context: int | None = None
     num_dimensions: int | None = None  # length of the model's embedding vectors
+    prompt_names: tuple[str, ...] = ()  # names of the prompts that embedding inputs may have
     root: str | None = None  # id of the model that this card is an alias of
 
 

@@ -43,6 +43,16 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
         )
 
 
+class ImageInput(msgspec.Struct, frozen=True, array_like=True):
+    """An image, or one tile of it, that was scaled to the size which the model reads."""
+
+    start: int  # position of its first token in the prompt
+    count: int  # number of its tokens
+    height: int
+    width: int
+    pixels: bytes  # rows of red, green and blue bytes
+
+
 class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True, tag="submit"):
     """Frontend to engine: generate `params.n` choices from `prompt`."""
 
@@ -59,6 +69,7 @@ class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True, tag="submit"):
     queue_timeout_s: float | None = None
     grammar: str | None = None  # llguidance grammar that the output must match
     pools: bool = False  # if true, return one embedding vector for the prompt and generate nothing
+    images: tuple[ImageInput, ...] = ()  # in the order of the prompt
     # Only for encoders: in a pair of texts, the index of the first token with token type 1. 0: all
     # tokens have type 0
     second_start: int = 0

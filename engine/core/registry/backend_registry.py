@@ -8,20 +8,19 @@ from typing import Any
 
 from engine.core.registry.registry import Registry
 
-_BACKENDS = Registry(
-    kind="backend",
-    builtin={
-        "native": "engine.backends.custom.frameworks.backends:NativeBackend",
-        "tinygrad": "engine.backends.custom.frameworks.backends:TinygradBackend",
-        "torch": "engine.backends.custom.frameworks.backends:TorchBackend",
-        "jax": "engine.backends.custom.frameworks.backends:JAXBackend",
-        "vllm": "engine.backends.vllm:VLLMBackend",
-        "sglang": "engine.backends.sglang:SGLangBackend",
-        "openai": "engine.backends.openai:OpenAIBackend",
-        "transformers": "engine.backends.transformers:TransformersBackend",
-    },
-    group="engine.backends",
-)
+_BUILTIN = {
+    "native": "engine.backends.custom.frameworks.backends:NativeBackend",
+    "tinygrad": "engine.backends.custom.frameworks.backends:TinygradBackend",
+    "torch": "engine.backends.custom.frameworks.backends:TorchBackend",
+    "jax": "engine.backends.custom.frameworks.backends:JAXBackend",
+    "vllm": "engine.backends.vllm:VLLMBackend",
+    "sglang": "engine.backends.sglang:SGLangBackend",
+    "openai": "engine.backends.openai:OpenAIBackend",
+    "transformers": "engine.backends.transformers:TransformersBackend",
+}
+_BACKENDS = Registry(kind="backend", builtin=_BUILTIN, group="engine.backends")
+# Names without those of other packages, which `backend_names` has to search for.
+BUILTIN_BACKENDS = tuple(_BUILTIN)
 
 
 def backend_names() -> tuple[str, ...]:

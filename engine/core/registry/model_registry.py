@@ -51,6 +51,7 @@ _ARCHITECTURES = Registry(
         "granitemoe": f"{_FOLDER}.moe:GRANITE_MOE",
         "glm4_moe": f"{_FOLDER}.moe:GLM4_MOE",
         "gpt_oss": f"{_FOLDER}.moe:GPT_OSS",
+        "deepseek": f"{_FOLDER}.deepseek:DEEPSEEK",
         "bert": f"{_FOLDER}.bert:BERT",
         "roberta": f"{_FOLDER}.bert:ROBERTA",
         "nomic_bert": f"{_FOLDER}.bert:NOMIC_BERT",

@@ -154,6 +154,14 @@ class ModelStore:
         sync(self.root)
         return self.path(model)
 
+    def remove(self, name: str) -> None:
+        """Delete a model. If this is interrupted, the model does not count as complete."""
+        with self.lock(name, lambda: None):
+            folder = self.root / check_model_name(name)
+            (folder / _RECORD).unlink(missing_ok=True)
+            _remove(folder)
+            sync(self.root)
+
     def _private_folder(self, relative: str) -> Path:
         self.root.mkdir(parents=True, exist_ok=True, mode=0o700)
         self.root.chmod(0o700)

@@ -70,6 +70,9 @@ class ChatTemplate:
         self._takes_functions = takes_functions(self._source)
         self.options = template_options(self._source)
 
+    def mentions(self, word: str) -> bool:
+        return word in self._source
+
     def check(self) -> None:
         """Raise a `ModelFormatError` if the template does not compile."""
         _ = self._program

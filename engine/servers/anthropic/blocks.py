@@ -13,6 +13,13 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from engine.servers.http.errors import describe, problem, short_text
+from engine.servers.schema.images import (
+    Content,
+    Image,
+    image_from_base64,
+    image_from_url,
+    without_marks,
+)
 from engine.servers.schema.messages import (
     MAX_TOOL_NAME,
     check_distinct,
@@ -45,11 +52,12 @@ _BLOCK_FIELDS = {
         *("type", "tool_use_id", "content", "is_error"),
         *("cache_control", "toolset_name"),
     ),
+    "image": ("type", "source", "cache_control"),
     "thinking": ("type", "thinking", "signature"),
     "redacted_thinking": ("type", "data"),
 }
 _BLOCKS_OF = {
-    "user": ("text", "tool_result"),
+    "user": ("text", "image", "tool_result"),
     "assistant": ("text", "tool_use", "thinking", "redacted_thinking"),
     "system": ("text",),
 }
@@ -191,17 +199,22 @@ class BlockReader:
         and results keep their order.
         """
         made: list[dict[str, Any]] = []
-        texts: list[str] = []
+        said: Content | None = None
         for position, block in enumerate(blocks):
-            if block["type"] == "text":
-                texts.append(block["text"])
+            place = f"{where}[{position}]"
+            if block["type"] == "tool_result":
+                if said is not None:
+                    made.append({"role": "user", **said.fields})
+                    said = None
+                made.append(self._result(block, place))
                 continue
-            if texts:
-                made.append({"role": "user", "content": _joined(texts)})
-                texts = []
-            made.append(self._result(block, f"{where}[{position}]"))
-        if texts or not made:
-            made.append({"role": "user", "content": _joined(texts)})
+            said = said or Content()
+            if block["type"] == "image":
+                said.add_image(_image(block, place), place)
+            elif block["text"]:
+                said.add_text(block["text"])
+        if said is not None or not made:
+            made.append({"role": "user", **(said or Content()).fields})
         return made
 
     def _result(self, block: dict[str, Any], where: str) -> dict[str, Any]:
@@ -257,7 +270,24 @@ def with_system(messages: list[dict[str, Any]], system: str) -> list[dict[str, A
     return [first, *messages]
 
 
+def _image(block: dict[str, Any], where: str) -> Image:
+    source, where = block.get("source"), f"{where}.source"
+    kind = source.get("type") if isinstance(source, dict) else None
+    if not isinstance(source, dict) or kind not in ("base64", "url"):
+        raise problem(f"{where}.type", f"should be base64 or url, got {describe(kind)}")
+    if kind == "url":
+        _only_known(source, ("type", "url"), where, "a url source")
+        return image_from_url(source.get("url"), f"{where}.url")
+    _only_known(source, ("type", "media_type", "data"), where, "a base64 source")
+    return image_from_base64(source.get("data"), source.get("media_type"), f"{where}.data")
+
+
 def _merge(turn: dict[str, Any], more: dict[str, Any]) -> None:
+    if "images" in turn or "images" in more:
+        for each in (turn, more):
+            if "images" not in each:
+                each["content"] = without_marks(each.get("content", ""))
+        turn["images"] = turn.get("images", []) + more.get("images", [])
     for key in ("content", "reasoning_content"):
         if text := _joined([turn.get(key, ""), more.get(key, "")]):
             turn[key] = text

@@ -80,7 +80,7 @@ def add_anthropic_routes(app: FastAPI, services: Services) -> None:
         context = GenerationContext(
             request_id=request_id, params=SamplingParams(), grammar=prompt.grammar
         )
-        chat = chat_request(services, request, ask, context)
+        chat = await chat_request(services, request, ask, context)
         token_ids = await services.backend.tokenize(chat, model=card.id)
         return json_response({"input_tokens": len(token_ids)}, {"request-id": request_id})
 

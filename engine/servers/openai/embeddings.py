@@ -102,6 +102,7 @@ class EmbeddingBody(VectorsBody):
     ]
     encoding_format: Literal["float", "base64"] | None = None
     dimensions: Annotated[int, Field(ge=1, le=MAX_DIMENSIONS)] | None = None
+    prompt_name: Annotated[str, Field(max_length=256)] | None = None
 
 
 def add_embeddings_routes(app: FastAPI, services: Services) -> None:
@@ -118,7 +119,8 @@ def add_embeddings_routes(app: FastAPI, services: Services) -> None:
         if body.dimensions is not None:
             _check_dimensions(services, request, card, body.dimensions)
         try:
-            made = await embed(services, request, ticket, card, body, "embd", body.input)
+            names = _prompt_names(card, body)
+            made = await embed(services, request, ticket, card, body, "embd", body.input, names)
         except InvalidRequestError as error:
             raise _with_advice(error, body.input) from None
         # Encoding many vectors is slow, so it runs in a thread.
@@ -134,8 +136,11 @@ async def embed(
     body: VectorsBody,
     kind: str,
     inputs: Sequence[fields.Prompt] | Sequence[TextPair],
+    prompt_names: Sequence[str | None] = (),
 ) -> Embeddings:
-    """Compute the embeddings of `inputs`, in order. Raises if the backend refuses the request."""
+    """Compute the embeddings of `inputs`, in order. Raises if the backend refuses the request.
+    `prompt_names` is as in `EmbedRequest`.
+    """
     record = record_of(request.scope)
     record.completion_id = new_completion_id(kind)
     services.note_end_user(request, body.user)
@@ -145,6 +150,7 @@ async def embed(
         request_id=record.completion_id,
         model=card.id,
         inputs=tuple(inputs),
+        prompt_names=tuple(prompt_names),
         priority=body.priority or 0,
         salt=principal_of(request).name,
         tenant=principal_of(request).name,
@@ -165,6 +171,20 @@ async def embed(
     pump.read([events()])
     await pump.wait_whole()
     return made[0]
+
+
+def _prompt_names(card: ModelCard, body: EmbeddingBody) -> tuple[str | None, ...]:
+    name = body.prompt_name
+    if name is None:
+        return ()
+    if name not in card.prompt_names:
+        known = ", ".join(card.prompt_names) or "none"
+        raise InvalidRequestError(
+            f"This model has no prompt {name!r}; its prompts are: {known}.", param="prompt_name"
+        )
+    if not all(isinstance(each, str) for each in body.input):
+        raise InvalidRequestError("A prompt can't stand before token ids.", param="prompt_name")
+    return (name,) * len(body.input)
 
 
 def usage_body(made: Embeddings) -> dict[str, int]:

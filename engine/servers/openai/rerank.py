@@ -117,7 +117,10 @@ def add_rerank_routes(app: FastAPI, services: Services) -> None:
         card = _comparing_model(services, request, body)
         compared = _Compared((body.query,), body.documents, "rerank" in card.capabilities)
         try:
-            made = await embed(services, request, ticket, card, body, "rerank", compared.inputs)
+            names = _prompt_names(card, compared)
+            made = await embed(
+                services, request, ticket, card, body, "rerank", compared.inputs, names
+            )
         except InvalidRequestError as error:
             raise _named(error, compared, "query", "documents") from None
         scores = await compared.scores(made)
@@ -193,6 +196,17 @@ class _Compared:
         if is_left and len(self.left) == 1:
             return left
         return f"{left}[{index}]" if is_left else f"{right}[{index - len(self.left)}]"
+
+
+def _prompt_names(card: ModelCard, compared: _Compared) -> tuple[str | None, ...]:
+    """The prompts of a query and its documents, as sentence encoders name them."""
+    if compared.by_pairs or not card.prompt_names:
+        return ()
+    query, document = (
+        next((name for name in names if name in card.prompt_names), None)
+        for names in (("query",), ("document", "passage"))
+    )
+    return (query, *(document,) * len(compared.right))
 
 
 def _named(

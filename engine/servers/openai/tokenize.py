@@ -27,7 +27,7 @@ from engine.servers.http.request_log import record_of
 from engine.servers.openai.schema import EndOfPrompt
 from engine.servers.schema import fields
 from engine.servers.serving.admission import Ticket
-from engine.servers.serving.chat import check_tools, known_options
+from engine.servers.serving.chat import check_tools, known_options, loaded_messages
 from engine.servers.serving.services import Services, json_response
 
 MAX_IDS = 2**20
@@ -116,7 +116,7 @@ def add_tokenize_routes(app: FastAPI, services: Services) -> None:
                 ),
             )
         else:
-            chat = _chat_request(services, request, body, card)
+            chat = await _chat_request(services, request, body, card)
             ids = await services.backend.tokenize(chat, model=card.id)
         strings = await _token_strings(services, card, ids) if body.return_token_strs else None
         return json_response(
@@ -167,7 +167,7 @@ def tokenizer_body(info: TokenizerInfo, card: ModelCard) -> dict[str, Any]:
     }
 
 
-def _chat_request(
+async def _chat_request(
     services: Services, request: Request, body: TokenizeBody, card: ModelCard
 ) -> ChatRequest:
     services.require(card, "chat", "messages", "has no chat template; send a prompt")
@@ -176,7 +176,7 @@ def _chat_request(
         context=GenerationContext(
             request_id=record_of(request.scope).request_id, params=SamplingParams()
         ),
-        messages=body.messages or (),
+        messages=await loaded_messages(services, card, body.messages or ()),
         tools=body.tools,
         tool_choice=ToolChoice("auto" if body.tools else "none"),
         template_options=known_options(services, request, card, body.chat_template_kwargs),

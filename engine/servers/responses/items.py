@@ -1,14 +1,15 @@
 """Parses the items of a request's `input` into one normalized form, which is also the stored form.
 
 Clients often send complete output items back as input. So all fields of output items are accepted,
-some of them only if they are empty. Only text is supported. Parsing stops at the first error, which
-names its place in the input.
+some of them only if they are empty. User messages may have images. Parsing stops at the first
+error, which names its place in the input.
 """
 
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from engine.servers.http.errors import describe, problem, short_text
+from engine.servers.http.errors import check_keys, describe, problem, short_text
+from engine.servers.schema.images import check_detail, image_from_url
 
 MAX_ITEMS = 4_096
 MAX_PARTS = 1_024
@@ -16,6 +17,7 @@ MAX_ID = 512
 MAX_NAME = 128
 
 Item = dict[str, Any]
+IMAGE_PART = "input_image"
 
 _ROLES = ("user", "assistant", "system", "developer")
 _STATUSES = ("in_progress", "completed", "incomplete")
@@ -110,25 +112,28 @@ def _message(item: Item, where: str) -> Item:
         content = [{"type": "input_text", "text": content}]
     if content == [] and role == "assistant":
         content = [{"type": "output_text", "text": ""}]
-    parts = _parts(content, f"{where}.content")
+    parts = _parts(content, f"{where}.content", with_images=role == "user")
     if role == "assistant":
         parts = [_output_text(part["text"]) if "text" in part else part for part in parts]
     return {"role": role, "content": parts}
 
 
-def _parts(content: Any, where: str) -> list[Item]:
+def _parts(content: Any, where: str, with_images: bool = False) -> list[Item]:
     if not isinstance(content, list) or not 1 <= len(content) <= MAX_PARTS:
         rule = f"should be a string or a list of 1 to {MAX_PARTS} parts"
         raise problem(where, f"{rule}, got {describe(content)}")
-    return [_part(part, f"{where}[{i}]") for i, part in enumerate(content)]
+    return [_part(part, f"{where}[{i}]", with_images) for i, part in enumerate(content)]
 
 
-def _part(part: Any, where: str) -> Item:
+def _part(part: Any, where: str, with_images: bool) -> Item:
     if not isinstance(part, dict):
         raise problem(where, f"should be an object, got {describe(part)}")
     kind = part.get("type")
+    if kind == IMAGE_PART and with_images:
+        return _image_part(part, where)
     if not isinstance(kind, str) or kind not in _PARTS:
-        rule = f"only text is supported by this server ({', '.join(_PARTS)})"
+        known = (*_PARTS, IMAGE_PART) if with_images else _PARTS
+        rule = f"this server takes {', '.join(known)} here"
         raise problem(f"{where}.type", f"{rule}, got {describe(kind)}")
     field = _PARTS[kind]
     for key in part:
@@ -138,6 +143,15 @@ def _part(part: Any, where: str) -> Item:
     if not isinstance(text, str):
         raise problem(f"{where}.{field}", f"should be a string, got {describe(text)}")
     return {"type": kind, "refusal": text} if field == "refusal" else _input_text(text)
+
+
+def _image_part(part: Item, where: str) -> Item:
+    check_keys(part, ("type", "image_url", "detail", "file_id"), where)
+    if part.get("file_id") is not None:
+        raise problem(f"{where}.file_id", "is not supported; send the image in image_url")
+    check_detail(part.get("detail"), f"{where}.detail")
+    image_from_url(part.get("image_url"), f"{where}.image_url")
+    return {"type": IMAGE_PART, "image_url": part["image_url"], "detail": "auto"}
 
 
 def _input_text(text: str) -> Item:

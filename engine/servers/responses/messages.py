@@ -9,6 +9,8 @@ from typing import Any
 
 from engine.core.errors import InvalidRequestError
 from engine.servers.http.errors import problem
+from engine.servers.responses.items import IMAGE_PART
+from engine.servers.schema.images import Content, image_from_url
 from engine.servers.schema.messages import parse_arguments
 
 Item = dict[str, Any]
@@ -49,7 +51,7 @@ class _Conversation:
         else:
             # `developer` is the newer name of `system`; chat templates only know `system`.
             role = "user" if item["role"] == "user" else "system"
-            self.messages.append({"role": role, "content": "\n".join(_texts(item["content"]))})
+            self.messages.append({"role": role, **_content(item["content"], where)})
 
     def _add_reasoning(self, item: Item) -> None:
         text = "".join(part["text"] for part in item.get("content") or item["summary"])
@@ -99,6 +101,16 @@ class _Conversation:
         if self.messages and self.messages[-1]["role"] == "assistant":
             return self.messages[-1]
         return None
+
+
+def _content(parts: Iterable[Item], where: str) -> dict[str, Any]:
+    content = Content()
+    for part in parts:
+        if part["type"] == IMAGE_PART:
+            content.add_image(image_from_url(part["image_url"], where), where)
+        else:
+            content.add_text(*_texts([part]))
+    return content.fields
 
 
 def _texts(parts: Iterable[Item]) -> list[str]:

@@ -61,7 +61,7 @@ def add_responses_routes(app: FastAPI, services: Services) -> None:
             request_id=new_completion_id("count"), params=SamplingParams(), grammar=body.grammar
         )
         ask = maker.chat_ask(request, body, card, prompt.messages)
-        chat = chat_request(services, request, ask, context)
+        chat = await chat_request(services, request, ask, context)
         token_ids = await services.backend.tokenize(chat, model=card.id)
         return json_response({"object": "response.input_tokens", "input_tokens": len(token_ids)})
 

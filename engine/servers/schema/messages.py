@@ -7,7 +7,7 @@ parameters. So chat templates and grammars always get tools in the same form.
 """
 
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import msgspec
@@ -16,6 +16,7 @@ from engine.core.errors import InvalidRequestError
 from engine.core.interfaces.backend import ToolChoice
 from engine.servers.http.errors import check_keys, describe, problem, short_text
 from engine.servers.http.limits import MAX_DEPTH, check_depth
+from engine.servers.schema.images import Content, Image, check_detail, image_from_url
 
 MAX_MESSAGES = 4_096
 MAX_PARTS = 1_024
@@ -89,6 +90,8 @@ def _message(item: Any, where: str, called: dict[str, str]) -> dict[str, Any]:
         _add_assistant_fields(message, item, where, called)
     elif role == "tool":
         _add_tool_fields(message, item, where, called)
+    if role == "user":
+        return message | _content_of(content, f"{where}.content").fields
     message["content"] = text_of(content, f"{where}.content")
     return message
 
@@ -176,20 +179,54 @@ def text_of(content: Any, where: str) -> str:
     """The text of a message's content. A list of text parts is joined by newlines."""
     if isinstance(content, str):
         return content
+    return "\n".join(_text_part(part, place) for part, place in _parts(content, where))
+
+
+def _content_of(content: Any, where: str) -> Content:
+    """The texts and images of a user message's content."""
+    read = Content()
+    if isinstance(content, str):
+        read.add_text(content)
+        return read
+    for part, place in _parts(content, where):
+        if part.get("type") == "image_url":
+            read.add_image(_image_part(part, place), place)
+        else:
+            read.add_text(_text_part(part, place))
+    return read
+
+
+def _parts(content: Any, where: str) -> Iterator[tuple[dict[str, Any], str]]:
+    """The parts of a content, and the place of each."""
     if not isinstance(content, list):
         raise problem(where, f"should be a string or a list of parts, got {describe(content)}")
     if not 1 <= len(content) <= MAX_PARTS:
         raise problem(where, f"should have 1 to {MAX_PARTS} parts, got {len(content)}")
-    return "\n".join(_part(part, f"{where}[{i}]") for i, part in enumerate(content))
+    for index, part in enumerate(content):
+        place = f"{where}[{index}]"
+        if not isinstance(part, dict):
+            raise problem(place, f"should be an object, got {describe(part)}")
+        yield part, place
 
 
-def _part(part: Any, where: str) -> str:
-    if not isinstance(part, dict):
-        raise problem(where, f"should be an object, got {describe(part)}")
+def _image_part(part: dict[str, Any], where: str) -> Image:
+    check_keys(part, ("type", "image_url", "cache_control"), where)
+    given = part.get("image_url")
+    where = f"{where}.image_url"
+    if not isinstance(given, dict):
+        raise problem(where, f"should be an object with a url, got {describe(given)}")
+    check_keys(given, ("url", "detail"), where)
+    check_detail(given.get("detail"), f"{where}.detail")
+    return image_from_url(given.get("url"), f"{where}.url")
+
+
+def _text_part(part: dict[str, Any], where: str) -> str:
     kind = part.get("type")
     if kind != "text":
         raise problem(
-            f"{where}.type", f"only text parts are supported by this server, got {describe(kind)}"
+            f"{where}.type",
+            "this server takes text parts, and image_url parts in user messages; "
+            f"got {describe(kind)}",
         )
     text = part.get("text")
     if not isinstance(text, str):

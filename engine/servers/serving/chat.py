@@ -71,7 +71,7 @@ def chat_model(services: Services, request: Request, name: str | None, param: st
     return card
 
 
-def chat_request(
+async def chat_request(
     services: Services, request: Request, ask: ChatAsk, context: GenerationContext
 ) -> ChatRequest:
     """Build the request for the backend. Raises if the model lacks a feature that `ask` needs."""
@@ -79,7 +79,7 @@ def chat_request(
     check_tools(services, request, ask.card, ask.tools)
     return ChatRequest(
         context=context,
-        messages=ask.messages,
+        messages=await loaded_messages(services, ask.card, ask.messages),
         tools=ask.tools,
         tool_choice=ask.tool_choice,
         parallel_tool_calls=ask.parallel_tool_calls,
@@ -104,12 +104,27 @@ async def open_chat(
     """
     ask = _without_idle_grammar(services, request, ask)
     context = services.context(request, ask.card, sampling, params, completion_id, ask.grammar)
-    chat = chat_request(services, request, ask, context)
+    chat = await chat_request(services, request, ask, context)
     pump = await services.begin(ticket, params)
     pump.watch(request.receive)
     sources = await pump.open(services.backend, [chat])
     pump.read(sources if follow is None else [follow(source) for source in sources])
     return pump
+
+
+async def loaded_messages(
+    services: Services, card: ModelCard, messages: tuple[dict[str, Any], ...]
+) -> tuple[dict[str, Any], ...]:
+    """Check that the model reads images, if there are any, and fetch those on the web."""
+    index = next((i for i, message in enumerate(messages) if message.get("images")), None)
+    if index is None:
+        return messages
+    what = f"does not read images, or its backend ({card.backend}) can't"
+    services.require(card, "images", f"messages[{index}].content", what)
+    # Imported late, because few requests have images.
+    from engine.servers.serving.remote_images import with_loaded_images
+
+    return await with_loaded_images(messages, services.settings.server.image_hosts)
 
 
 def require_grammar(services: Services, card: ModelCard, grammar: GrammarSpec | None) -> None:

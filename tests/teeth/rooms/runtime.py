@@ -27,8 +27,8 @@ MUTATIONS = [
     Mutation(
         "runtime: a grammar's time begins when it has been compiled",
         "engine.backends.custom.runtime.intake",
-        "each.choices, matcher, each.submitted_at)",
-        "each.choices, matcher, now)",
+        "each.choices, matcher, each.submitted_at, tuple",
+        "each.choices, matcher, now, tuple",
         f"{INTAKE_TESTS}::test_a_compiled_grammar_is_copied_for_each_choice",
     ),
     Mutation(
@@ -69,7 +69,7 @@ MUTATIONS = [
     Mutation(
         "runtime: requests that compile do not count in the queue",
         "engine.backends.custom.runtime.intake",
-        "if self._scheduler.num_waiting + self.num_compiling >= self._max_queued:",
+        "if self._scheduler.num_waiting + self.num_pending >= self._max_queued:",
         "if self._scheduler.num_waiting >= self._max_queued:",
         f"{INTAKE_TESTS}::test_the_queue_is_bounded_and_counts_those_whose_grammar_compiles",
     ),

@@ -20,6 +20,14 @@ whether a weight or bias exists.
     layers.{i}.attn.q_norm.weight        (H,)        config.qk_norm == "head";
     layers.{i}.attn.k_norm.weight        (H,)        "whole": (N * H,) and (K * H,)
     layers.{i}.attn.sinks                (N,)        config.attention_sinks
+    layers.{i}.attn.q_a.weight           (Q, D)      config.latent.q_rank: instead of q, a vector of
+    layers.{i}.attn.q_a_norm.weight      (Q,)        size Q, its norm, and the matrix that makes
+    layers.{i}.attn.q_b.weight           (q, Q)      queries of it; q is N * (M + R)
+    layers.{i}.attn.kv_a.weight          (L + R, D)  config.latent: instead of k and v, the latent
+    layers.{i}.attn.kv_norm.weight       (L,)        of size L and the rotated key; the norm of the
+    layers.{i}.attn.k_up.weight          (N, L, M)   latent; the matrices that turn queries of M
+    layers.{i}.attn.v_up.weight          (N, U, L)   values to latents, and latents to values; o is
+                                                     (D, N * U)
     layers.{i}.attn_out_norm.weight      (D,)        config.norm_placement == "both": the norm of
                                                      the output; attn_norm is that of the input
     layers.{i}.mlp_norm.weight   .bias   (D,)        absent with config.parallel == "shared"

@@ -5,11 +5,13 @@ its weights (`family.py` defines what a family consists of). The config and the 
 all that a framework needs to know about a model. This module reads no tensors.
 """
 
+import math
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol, TypeVar
 
+from engine.backends.custom.architectures.vision import VisionConfig
 from engine.core.errors import ModelFormatError
 
 MAX_LAYERS = 1024
@@ -29,10 +31,16 @@ class Transform:
     before: int = 0
     after: int = 0
     # In each head of `head_dim` rows, the file stores the two rows of each rotary pair next to each
-    # other. This holds for the first `paired` rows of the head.
+    # other. This holds for `paired` rows of the head, which follow `unpaired` other rows.
     head_dim: int = 1
     paired: int = 0
+    unpaired: int = 0
     added: float = 0.0  # our values are the stored values plus this number
+    # The rows of this weight in the stored matrix are the columns of our matrix.
+    turned: bool = False
+    # Only for weights with a matrix per expert or per head: the file stores them as one matrix, one
+    # below the other.
+    joined: bool = False
 
     @property
     def is_part(self) -> bool:
@@ -41,6 +49,7 @@ class Transform:
 
     def stored_shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
         """The shape of the stored matrix or vector, for a weight of this shape."""
+        shape = shape[::-1] if self.turned else shape
         rows = shape[0] + self.groups * (self.before + self.after)
         stored = (rows, *shape[1:])
         return stored[::-1] if self.transposed else stored
@@ -66,6 +75,9 @@ class RopeConfig:
     # serves at most `original_max_position` tokens, else by the long ones. dim / 2 numbers each
     short_factors: tuple[float, ...] = ()
     long_factors: tuple[float, ...] = ()
+    # If these are given, the tokens of an image have three positions: in time, and the row and the
+    # column in the image. They are the numbers of frequencies that rotate by each, in turn.
+    sections: tuple[int, ...] = ()
     # Only for kinds "yarn" and "longrope": multiplies cosines and sines. None: the default of
     # "yarn", which is 0.1 ln(factor) + 1
     attention_factor: float | None = None
@@ -128,6 +140,31 @@ class ExpertsConfig:
 
 
 @dataclass(frozen=True, slots=True)
+class LatentConfig:
+    """Settings of multi-head latent attention (MLA). Keys and values of all heads are computed from
+    one vector per token, the latent. One rotated key is shared by all heads.
+
+    The engine caches, per token and layer, only the latent and the rotated key. Queries are
+    multiplied by the key matrices, so that they score latents. The sum of latents is multiplied by
+    the value matrices. So in `ModelConfig`, there is one KV head, and a head of the queries has
+    `kv_rank + rope_dim` values.
+    """
+
+    kv_rank: int  # size of the latent
+    q_rank: int | None  # queries are computed from a vector of this size; None: from the input
+    nope_dim: int  # values of a head's key that are not rotated
+    rope_dim: int  # values of a head's key that are rotated
+    value_dim: int  # values of a head's output
+    # Only with YaRN: scores are multiplied by the square of 1 + 0.1 * mscale * ln(factor).
+    mscale: float = 0.0
+
+
+# Epsilon of the norms of the latent and of the vector that queries are computed from. No file
+# states it.
+LATENT_NORM_EPS = 1e-6
+
+
+@dataclass(frozen=True, slots=True)
 class LayerConfig:
     """What may differ between the layers of a model."""
 
@@ -184,11 +221,13 @@ class ModelConfig:
     attention_multiplier: float | None = None
     logits_scaling: float = 1.0  # the logits are divided by this number
     encoder: EncoderConfig | None = None  # None: the model is a decoder
+    latent: LatentConfig | None = None  # None: each KV head has keys and values of its own
+    vision: VisionConfig | None = None  # the image encoder; None: the model reads only text
 
     @property
     def num_params(self) -> int:
         """Number of weights in matrices and embeddings. Norms and biases are not counted."""
-        attention = self.hidden_size * self.head_dim * 2 * (self.num_heads + self.num_kv_heads)
+        attention = self._attention_params
         mlp = self.hidden_size * self.intermediate_size * (3 if self.gated_mlp else 2)
         tables = self.vocab_size * self.hidden_size * (1 if self.tie_embeddings else 2)
         experts, sparse = 0, 0
@@ -200,10 +239,35 @@ class ModelConfig:
         return self.num_layers * attention + dense * mlp + sparse * experts + tables
 
     @property
+    def _attention_params(self) -> int:
+        """Number of weights in the matrices of a layer's attention."""
+        latent, hidden, heads = self.latent, self.hidden_size, self.num_heads
+        if latent is None:
+            return hidden * self.head_dim * 2 * (heads + self.num_kv_heads)
+        queries = heads * (latent.nope_dim + latent.rope_dim)
+        q = hidden * queries
+        if latent.q_rank is not None:
+            q = latent.q_rank * (hidden + queries)
+        expanded = heads * latent.kv_rank * (latent.nope_dim + latent.value_dim)
+        return q + hidden * self.head_dim + expanded + hidden * heads * latent.value_dim
+
+    @property
+    def attention_width(self) -> int:
+        """Number of values that the heads of a layer put out together, before the projection."""
+        size = self.head_dim if self.latent is None else self.latent.value_dim
+        return self.num_heads * size
+
+    @property
     def attention_scale(self) -> float:
         """The factor that multiplies attention scores."""
-        stated = self.attention_multiplier
-        return self.head_dim**-0.5 if stated is None else stated
+        if self.attention_multiplier is not None:
+            return self.attention_multiplier
+        latent, rope = self.latent, self.rope
+        if latent is None:
+            return float(self.head_dim**-0.5)
+        stretch = math.log(rope.factor) if rope is not None and rope.factor > 1 else 0.0
+        magnitude = 1 + 0.1 * latent.mscale * stretch
+        return magnitude * magnitude / math.sqrt(latent.nope_dim + latent.rope_dim)
 
     def layer(self, index: int) -> LayerConfig:
         if self.layers:
@@ -247,7 +311,15 @@ class ModelConfig:
     def kv_bytes_per_token(self, bytes_per_value: int) -> int:
         if self.encoder is not None:
             return 0  # an encoder has no KV cache
-        return 2 * self.num_layers * self.num_kv_heads * self.head_dim * bytes_per_value
+        values = self.kv_parts * self.num_kv_heads * self.head_dim
+        return values * self.num_layers * bytes_per_value
+
+    @property
+    def kv_parts(self) -> int:
+        """How many vectors the KV cache has per token and KV head: two, key and value, or only the
+        key, if the value is a part of the key.
+        """
+        return 2 if self.latent is None else 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -256,8 +328,10 @@ class TensorSpec:
 
     `hf` and `gguf` are its names in the two formats, or None if the format never has this weight.
     Several weights may be parts of the same stored tensor. Files may lack a weight that is
-    `optional`. If `of_experts`, the first dimension of `shape` counts experts, and the transforms
-    describe the matrix of one expert. If the name has "{e}", the file has one tensor per expert.
+    `optional`. If `of_experts`, the first dimension of `shape` counts experts or heads, and the
+    transforms describe the matrix of one of them. If the name has "{e}", the file has one tensor
+    per expert. `older_gguf` is a name in older GGUF files, which store the tensor as Hugging Face
+    does.
     """
 
     name: str
@@ -268,6 +342,7 @@ class TensorSpec:
     gguf_transform: Transform = Transform()
     optional: bool = False
     of_experts: bool = False
+    older_gguf: str | None = None
 
 
 class Architecture(Protocol):
@@ -331,56 +406,3 @@ class Reader:
         if not abs(value) <= sys.float_info.max:
             raise ModelFormatError(f"{self._where}: key '{key}' must be a finite number")
         return float(value)
-
-
-def check_config(config: ModelConfig) -> ModelConfig:
-    """Returns the config. Raises `ModelFormatError` if hyperparameters are out of range or
-    contradict each other. This check comes before memory of these sizes is allocated.
-    """
-    rules = {
-        "vocab_size >= 1": config.vocab_size >= 1,
-        "hidden_size >= 1": config.hidden_size >= 1,
-        f"1 <= num_layers <= {MAX_LAYERS}": 1 <= config.num_layers <= MAX_LAYERS,
-        "num_heads >= 1": config.num_heads >= 1,
-        "num_kv_heads >= 1": config.num_kv_heads >= 1,
-        "num_kv_heads divides num_heads": config.num_kv_heads >= 1
-        and config.num_heads % config.num_kv_heads == 0,
-        "1 <= head_dim <= 1024": 1 <= config.head_dim <= 1024,
-        "intermediate_size >= 1": config.intermediate_size >= 1,
-        "1 <= max_position <= 2**31 - 1": 1 <= config.max_position <= 2**31 - 1,
-        "0 < norm_eps < 1": 0 < config.norm_eps < 1,
-        "rope theta > 0": config.rope is None or config.rope.theta > 0,
-        "rope dim even and within head_dim": config.rope is None
-        or (config.rope.dim % 2 == 0 and 0 < config.rope.dim <= config.head_dim),
-        "rope factor > 0": config.rope is None or config.rope.factor > 0,
-        "multipliers > 0": all(
-            each is None or each > 0
-            for each in (
-                config.embedding_multiplier,
-                config.residual_multiplier,
-                config.attention_multiplier,
-                config.logits_scaling,
-            )
-        ),
-        "sliding_window >= 1": all(
-            each is None or each >= 1
-            for each in (config.sliding_window, *(layer.window for layer in config.layers))
-        ),
-        "as many layer settings as layers": len(config.layers) in (0, config.num_layers),
-        "softcaps > 0": all(
-            each is None or each > 0 for each in (config.attention_softcap, config.logits_softcap)
-        ),
-        "alibi_bias > 0": config.alibi_bias is None or config.alibi_bias > 0,
-        "1 <= experts per token <= experts <= 4096": config.experts is None
-        or 1 <= config.experts.per_token <= config.experts.count <= 4096,
-        "expert size >= 1": config.experts is None or config.experts.size >= 1,
-        "shared expert size >= 0": config.experts is None or config.experts.shared_size >= 0,
-        "expert weight scale > 0": config.experts is None or config.experts.scale > 0,
-        "token types >= 0": config.encoder is None or config.encoder.num_token_types >= 0,
-        "1 <= encoder tokens <= max_position": config.encoder is None
-        or 1 <= config.encoder.max_tokens <= config.max_position,
-    }
-    for rule, holds in rules.items():
-        if not holds:
-            raise ModelFormatError(f"model hyperparameters break the rule {rule}: {config}")
-    return config

@@ -3,6 +3,7 @@
 Each function returns rows of weights that every layer has.
 """
 
+from engine.backends.custom.architectures.base import ModelConfig
 from engine.backends.custom.architectures.family import (
     PAIRED,
     PLAIN,
@@ -10,15 +11,35 @@ from engine.backends.custom.architectures.family import (
     Keys,
     Stored,
     WeightRow,
-    has_experts,
     has_head,
-    has_mlp_norm,
-    has_qk_norm,
-    has_shared,
-    is_dense,
 )
 
 Rows = tuple[WeightRow, ...]
+
+
+def is_dense(config: ModelConfig, layer: int) -> bool:
+    return not config.layer(layer).experts
+
+
+def has_experts(config: ModelConfig, layer: int) -> bool:
+    return config.layer(layer).experts
+
+
+def has_shared(config: ModelConfig, layer: int) -> bool:
+    """Whether the layer has a shared expert beside the others."""
+    return (
+        has_experts(config, layer) and config.experts is not None and config.experts.shared_size > 0
+    )
+
+
+def has_qk_norm(config: ModelConfig, layer: int) -> bool:
+    return config.qk_norm is not None
+
+
+def has_mlp_norm(config: ModelConfig, layer: int) -> bool:
+    """Whether the MLP does not use the normalized input of attention."""
+    return config.parallel != "shared"
+
 
 HF_KEYS: Keys = {
     "vocab_size": "vocab_size",
@@ -125,7 +146,7 @@ def attention(hf_stored: Stored = PLAIN, gguf_stored: Stored = PLAIN) -> Rows:
         row("attn.q", "qD", "self_attn.q_proj", "attn_q", "qkv_bias", None, hf_stored, gguf_stored),
         row("attn.k", "kD", "self_attn.k_proj", "attn_k", "qkv_bias", None, hf_stored, gguf_stored),
         row("attn.v", "kD", "self_attn.v_proj", "attn_v", "qkv_bias"),
-        row("attn.o", "Dq", "self_attn.o_proj", "attn_output", "out_bias"),
+        row("attn.o", "Do", "self_attn.o_proj", "attn_output", "out_bias"),
     )
 
 

@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from engine.backends.custom.architectures.base import ModelConfig, RopeConfig
+from engine.backends.custom.architectures.base import LatentConfig, ModelConfig, RopeConfig
 from engine.backends.custom.architectures.family import Family, Keys
 from engine.backends.custom.architectures.rope import with_long_factors, yarn_magnitude
 from engine.core.errors import ModelFormatError
@@ -57,8 +57,11 @@ def hf_config(config: ModelConfig, dtype: str) -> dict[str, Any]:
         "torch_dtype": dtype,
     }
     if config.rope is not None:
-        stated |= _rope_to_hf(config.rope, config.head_dim)
+        head = config.head_dim if config.latent is None else config.latent.rope_dim
+        stated |= _rope_to_hf(config.rope, head)
     stated |= _layers_to_hf(config)
+    if config.latent is not None:
+        stated |= _latent_to_hf(config, config.latent, stated.get("rope_scaling"))
     if family.name == "gemma2" or family.name == "gemma3":
         stated["query_pre_attn_scalar"] = config.attention_scale**-2
     stated = {key: value for key, value in stated.items() if value is not None}
@@ -78,6 +81,9 @@ def gguf_metadata(config: ModelConfig) -> dict[str, Any]:
     stated |= {f"{prefix}.{key}": value for key, value in _layers_to_gguf(config).items()}
     if config.experts is not None and config.experts.shared_size == config.experts.size:
         stated[f"{prefix}.expert_shared_count"] = 1
+    if config.latent is not None:
+        stated |= {f"{prefix}.{k}": v for k, v in _latent_to_gguf(config, config.latent).items()}
+        stated.pop(f"{prefix}.rope.scaling.attn_factor", None)  # no file of this family has it
     if config.norm == "layer" and config.rope is not None:
         stated[f"{prefix}.use_parallel_residual"] = config.parallel is not None
     read, rope = family.config_from_gguf(stated), config.rope
@@ -129,6 +135,42 @@ def _layers_to_gguf(config: ModelConfig) -> dict[str, Any]:
         stated["attention.sliding_window_pattern"] = pattern
         if local.rope is not None and config.rope is not None:
             stated["rope.freq_base_swa"] = local.rope.theta
+    return stated
+
+
+def _latent_to_hf(
+    config: ModelConfig, latent: LatentConfig, scaling: dict[str, Any] | None
+) -> dict[str, Any]:
+    """The keys of latent attention, and those of experts in models that have it."""
+    stated: dict[str, Any] = {}
+    if scaling is not None and latent.mscale:
+        stated["rope_scaling"] = {**scaling, "mscale_all_dim": latent.mscale}
+    experts = config.experts
+    if experts is not None:
+        sparse = [config.layer(index).experts for index in range(config.num_layers)]
+        greedy = "greedy" if experts.groups == 1 else "group_limited_greedy"
+        stated |= {
+            "first_k_dense_replace": sparse.index(True),
+            "n_shared_experts": experts.shared_size // experts.size,
+            "topk_method": "noaux_tc" if experts.correction else greedy,
+        }
+    return stated
+
+
+def _latent_to_gguf(config: ModelConfig, latent: LatentConfig) -> dict[str, Any]:
+    """The keys of latent attention, and those of experts in models that have it."""
+    stated: dict[str, Any] = {
+        "attention.head_count_kv": 1,
+        "attention.key_length": config.head_dim,
+        "attention.value_length": latent.kv_rank,
+        "attention.key_length_mla": latent.nope_dim + latent.rope_dim,
+        "attention.value_length_mla": latent.value_dim,
+    }
+    if latent.mscale:
+        stated["rope.scaling.yarn_log_multiplier"] = 0.1 * latent.mscale
+    if config.experts is not None:
+        stated["expert_shared_count"] = config.experts.shared_size // config.experts.size
+        stated["expert_gating_func"] = 2 if config.experts.scoring == "sigmoid" else 1
     return stated
 
 

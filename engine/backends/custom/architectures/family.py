@@ -15,12 +15,13 @@ from typing import Any
 
 from engine.backends.custom.architectures.base import (
     ExpertsConfig,
+    LatentConfig,
     ModelConfig,
     Reader,
     TensorSpec,
     Transform,
-    check_config,
 )
+from engine.backends.custom.architectures.checks import check_config
 from engine.backends.custom.architectures.foreign import (
     check_sizes,
     gguf_bos_id,
@@ -87,6 +88,7 @@ _DEFAULTS: Mapping[str, Any] = {
     "experts.scale": 1.0,
     "experts.groups": 1,
     "experts.groups_per_token": 1,
+    "latent.q_rank": None,
 }
 
 
@@ -101,7 +103,8 @@ class Stored:
     `parts` lists the sizes of the weights that share a stored matrix, such as "qkk" for a matrix
     with the rows of q, then k, then v. This weight is number `index` of them. If `groups` is not
     "1", the file repeats this sequence so many times, each time with the next rows of each weight.
-    `paired`: the two rows of each rotary pair are next to each other.
+    `paired`: the two rows of each rotary pair are next to each other. `unpaired` has the letter of
+    the rows of a head that precede the rotated rows. `turned` and `joined`: see `Transform`.
     """
 
     parts: str = ""
@@ -110,18 +113,26 @@ class Stored:
     transposed: bool = False
     paired: bool = False
     added: float = 0.0
+    unpaired: str = ""
+    turned: bool = False
+    joined: bool = False
 
     def transform(self, config: ModelConfig, sizes: Mapping[str, int]) -> Transform:
         each = [sizes[letter] for letter in self.parts]
-        paired = self.paired and config.rope is not None
+        rotated = config.rope.dim if self.paired and config.rope is not None else 0
+        head_dim = config.head_dim if rotated else 1
+        unpaired = sizes[self.unpaired] if self.unpaired else 0
         return Transform(
             transposed=self.transposed,
             groups=sizes[self.groups],
             before=sum(each[: self.index]),
             after=sum(each[self.index + 1 :]),
-            head_dim=config.head_dim if paired else 1,
-            paired=config.rope.dim if paired and config.rope is not None else 0,
+            head_dim=unpaired + rotated if self.unpaired else head_dim,
+            paired=rotated,
+            unpaired=unpaired,
             added=self.added,
+            turned=self.turned,
+            joined=self.joined,
         )
 
 
@@ -136,9 +147,12 @@ class WeightRow:
 
     `shape` has one letter per dimension: D hidden, F feed-forward, V vocabulary, P positions,
     O rows before the first position, Y token types, H head dim, N heads, K KV heads, q all query
-    heads, k all key heads, g all query heads of a KV head, c half of the rotated dimensions of a
-    head, E experts, X an expert's feed-forward, S the shared expert's. `bias` is the config field
-    that says whether the weight has a bias. `when` says whether the weight exists; None: always.
+    heads, k all key heads, g all query heads of a KV head, o all outputs of heads, c half of the
+    rotated dimensions of a head, E experts, X an expert's feed-forward, S the shared expert's. For
+    latent attention: L the latent, R the rotated key, a both together, Q the vector that queries
+    are computed from, M the part of a head that is not rotated, U a head's value. `bias` is the
+    config field that says whether the weight has a bias. `when` says whether the weight exists;
+    None: always. `older_gguf` is explained in `TensorSpec`.
     """
 
     name: str
@@ -150,22 +164,24 @@ class WeightRow:
     hf_stored: Stored = PLAIN
     gguf_stored: Stored = PLAIN
     optional: bool = False
+    older_gguf: str | None = None
 
     def specs(self, config: ModelConfig, layer: int) -> Iterator[TensorSpec]:
         if self.when is not None and not self.when(config, layer):
             return
         sizes = _sizes(config)
         shape = tuple(sizes[letter] for letter in self.shape)
-        name, hf, gguf = (
+        name, hf, gguf, older = (
             None if each is None else each.replace("{i}", str(layer))
-            for each in (self.name, self.hf, self.gguf)
+            for each in (self.name, self.hf, self.gguf, self.older_gguf)
         )
         assert name is not None, self
-        of_experts = self.shape[0] == "E" and len(shape) > 1 and ".router." not in name
+        stacks = self.shape[0] == "E" and len(shape) > 1 and ".router." not in name
+        of_experts = stacks or len(shape) == 3
         in_hf, in_gguf = (
             each.transform(config, sizes) for each in (self.hf_stored, self.gguf_stored)
         )
-        yield TensorSpec(name, shape, hf, gguf, in_hf, in_gguf, self.optional, of_experts)
+        yield TensorSpec(name, shape, hf, gguf, in_hf, in_gguf, self.optional, of_experts, older)
         if self.bias is not None and attrgetter(self.bias)(config):
             name, hf, gguf = (each and _bias_name(each) for each in (name, hf, gguf))
             assert name is not None, self
@@ -184,7 +200,9 @@ def _bias_name(weight: str) -> str:
 
 def _sizes(config: ModelConfig) -> dict[str, int]:
     queries, keys = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
-    experts = config.experts
+    experts, latent = config.experts, config.latent
+    if latent is not None:
+        queries = config.num_heads * (latent.nope_dim + latent.rope_dim)
     return {
         "1": 1,
         "D": config.hidden_size,
@@ -199,6 +217,13 @@ def _sizes(config: ModelConfig) -> dict[str, int]:
         "q": queries,
         "k": keys,
         "g": queries // config.num_kv_heads,
+        "o": config.attention_width,
+        "L": 0 if latent is None else latent.kv_rank,
+        "R": 0 if latent is None else latent.rope_dim,
+        "a": config.head_dim,
+        "Q": 0 if latent is None or latent.q_rank is None else latent.q_rank,
+        "M": 0 if latent is None else latent.nope_dim,
+        "U": 0 if latent is None else latent.value_dim,
         "c": 0 if config.rope is None else config.rope.dim // 2,
         "E": 0 if experts is None else experts.count,
         "X": 0 if experts is None else experts.size,
@@ -208,30 +233,6 @@ def _sizes(config: ModelConfig) -> dict[str, int]:
 
 def has_head(config: ModelConfig, layer: int) -> bool:
     return config.has_head
-
-
-def is_dense(config: ModelConfig, layer: int) -> bool:
-    return not config.layer(layer).experts
-
-
-def has_experts(config: ModelConfig, layer: int) -> bool:
-    return config.layer(layer).experts
-
-
-def has_shared(config: ModelConfig, layer: int) -> bool:
-    """Whether the layer has a shared expert beside the others."""
-    return (
-        has_experts(config, layer) and config.experts is not None and config.experts.shared_size > 0
-    )
-
-
-def has_qk_norm(config: ModelConfig, layer: int) -> bool:
-    return config.qk_norm is not None
-
-
-def has_mlp_norm(config: ModelConfig, layer: int) -> bool:
-    """Whether the MLP does not use the normalized input of attention."""
-    return config.parallel != "shared"
 
 
 def _nothing_more(reader: Reader, found: Settings) -> Settings:
@@ -288,7 +289,7 @@ class Family:
             length = found["max_position"]
             found["rope"] = rope_from_hf(
                 config,
-                found["head_dim"],
+                _rotary_head(found),
                 length,
                 self.theta,
                 self.rotated,
@@ -316,7 +317,7 @@ class Family:
         found.setdefault("activation", known_activation(self.hf_activation[1]))
         if "rope" not in found:
             length = found["max_position"]
-            found["rope"] = rope_from_gguf(metadata, found["head_dim"], length)
+            found["rope"] = rope_from_gguf(metadata, _rotary_head(found), length)
             found["max_position"] = stretched_position(found["rope"], length)
         # GGUF files state 0 for models without a sliding window.
         window = reader.read(int, f"{prefix}.attention.sliding_window", default=0)
@@ -370,14 +371,25 @@ class Family:
         for name, default in defaults.items():
             if name not in found:
                 found[name] = default(found) if callable(default) else default
-        return _with_experts(found)
+        return _with_parts(found)
 
 
-def _with_experts(found: Mapping[str, Any]) -> dict[str, Any]:
-    """Collects the fields "experts.*" into one `ExpertsConfig`."""
-    prefix = "experts."
-    fields = {key: value for key, value in found.items() if not key.startswith(prefix)}
-    settings = {
-        key.removeprefix(prefix): value for key, value in found.items() if key.startswith(prefix)
-    }
-    return {**fields, "experts": ExpertsConfig(**settings) if settings["count"] else None}
+def _rotary_head(found: Settings) -> int:
+    """The part of a head that RoPE may rotate."""
+    latent: LatentConfig | None = found["latent"]
+    size: int = found["head_dim"] if latent is None else latent.rope_dim
+    return size
+
+
+def _with_parts(found: Mapping[str, Any]) -> dict[str, Any]:
+    """Collects the fields "experts.*" into one `ExpertsConfig` and "latent.*" into one
+    `LatentConfig`.
+    """
+    fields = {key: value for key, value in found.items() if "." not in key}
+    experts, latent = (
+        {key.removeprefix(prefix): value for key, value in found.items() if key.startswith(prefix)}
+        for prefix in ("experts.", "latent.")
+    )
+    fields["experts"] = ExpertsConfig(**experts) if experts["count"] else None
+    fields["latent"] = LatentConfig(**latent) if "kv_rank" in latent else None
+    return fields

@@ -83,13 +83,13 @@ def check_sizes(found: Mapping[str, Any]) -> None:
 
 def has_images(config: Mapping[str, Any]) -> bool:
     """Whether a config.json describes an image encoder beside the text model."""
-    return "text_config" in config and "vision_config" in config
+    return "vision_config" in config
 
 
 def text_config(config: Mapping[str, Any]) -> Mapping[str, Any]:
     """The settings of the text model of a config.json, which may also describe an image encoder."""
-    if not has_images(config):
-        return config
+    if not has_images(config) or "text_config" not in config:
+        return config  # the settings of the text model may also be at the top
     text = Reader(config, "config.json").read(dict, "text_config")
     ids = {key: config[key] for key in ("bos_token_id", "eos_token_id") if key in config}
     return {**text, **ids}

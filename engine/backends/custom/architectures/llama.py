@@ -115,6 +115,8 @@ LLAMA = Family(
         "MixtralForCausalLM",
         "InternLM3ForCausalLM",
         "Mistral3ForConditionalGeneration",
+        "Idefics3ForConditionalGeneration",
+        "SmolVLMForConditionalGeneration",
     ),
     gguf_names=("llama", "mistral3"),
     weights=decoder(
@@ -139,13 +141,15 @@ LLAMA = Family(
 # Qwen2 and Qwen2.5: the projections of queries, keys and values have biases.
 QWEN2 = Family(
     name="qwen2",
-    hf_names=("Qwen2ForCausalLM",),
+    hf_names=("Qwen2ForCausalLM", "Qwen2_5_VLForConditionalGeneration"),
     gguf_names=("qwen2",),
     weights=decoder(attention(), GATED_MLP, input_norms()),
     hf_keys=HF_KEYS,
     gguf_keys=GGUF_KEYS,
     always={"qkv_bias": True},
     hf_more=qwen_window,
+    hf_view=text_config,
+    hf_kind=lambda config: ("Qwen2ForCausalLM", "qwen2"),
 )
 # Qwen3, dense models: each query and key head has a norm. The config must state the head size.
 QWEN3 = Family(

@@ -4,7 +4,7 @@ call it "llama".
 
 from dataclasses import replace
 
-from engine.backends.custom.architectures.base import LayerConfig, Reader
+from engine.backends.custom.architectures.base import LayerConfig, ModelConfig, Reader
 from engine.backends.custom.architectures.common import (
     ATTENTION_BIAS,
     GATED_MLP,
@@ -15,6 +15,8 @@ from engine.backends.custom.architectures.common import (
     attention,
     decoder,
     experts,
+    has_experts,
+    has_shared,
     head_norms,
     input_norms,
     row,
@@ -26,15 +28,13 @@ from engine.backends.custom.architectures.family import (
     Settings,
     Stored,
     WeightRow,
-    has_experts,
-    has_shared,
 )
 from engine.backends.custom.architectures.foreign import ANY
 from engine.backends.custom.architectures.layers import alternating, layer_settings, sparse_layers
 from engine.backends.custom.architectures.llama import GRANITE_GGUF_KEYS, GRANITE_HF_KEYS
 from engine.core.errors import ModelFormatError
 
-_BY_EXPERT = experts("mlp", "gate", "gate_proj", "up_proj", "down_proj")
+BY_EXPERT = experts("mlp", "gate", "gate_proj", "up_proj", "down_proj")
 _QWEN_KEYS: Keys = {
     "num_experts": "experts.count",
     "num_local_experts": "experts.count",
@@ -50,7 +50,7 @@ QWEN2_MOE = Family(
     weights=decoder(
         attention(),
         GATED_MLP,
-        _BY_EXPERT,
+        BY_EXPERT,
         shared_expert("mlp.shared_expert"),
         (
             row(
@@ -75,7 +75,7 @@ QWEN3_MOE = Family(
     name="qwen3_moe",
     hf_names=("Qwen3MoeForCausalLM",),
     gguf_names=("qwen3moe",),
-    weights=decoder(attention(), GATED_MLP, _BY_EXPERT, input_norms(), head_norms("H", "H")),
+    weights=decoder(attention(), GATED_MLP, BY_EXPERT, input_norms(), head_norms("H", "H")),
     hf_keys=HF_KEYS | ATTENTION_BIAS | _QWEN_KEYS,
     gguf_keys=GGUF_KEYS | GGUF_EXPERT_KEYS,
     always={"qk_norm": "head"},
@@ -87,7 +87,7 @@ OLMOE = Family(
     name="olmoe",
     hf_names=("OlmoeForCausalLM",),
     gguf_names=("olmoe",),
-    weights=decoder(attention(), _BY_EXPERT, input_norms(), head_norms("q", "k")),
+    weights=decoder(attention(), BY_EXPERT, input_norms(), head_norms("q", "k")),
     hf_keys=HF_KEYS
     | ATTENTION_BIAS
     | {
@@ -133,7 +133,7 @@ GRANITE_MOE = Family(
 )
 
 
-def _first_dense(found: Settings, count: int, num_shared: int) -> Settings:
+def first_dense(found: Settings, count: int, num_shared: int) -> Settings:
     """The layers of a model whose first `count` layers have a plain MLP, and its experts."""
     experts = found["experts"]
     if experts is None:
@@ -147,7 +147,7 @@ def _first_dense(found: Settings, count: int, num_shared: int) -> Settings:
 
 def _glm_from_hf(reader: Reader, found: Settings) -> Settings:
     count = reader.read(int, "first_k_dense_replace", default=1)
-    settings = _first_dense(found, count, reader.read(int, "n_shared_experts", default=1))
+    settings = first_dense(found, count, reader.read(int, "n_shared_experts", default=1))
     norms = reader.read(bool, "use_qk_norm", default=False)
     return {**settings, "qk_norm": "head" if norms else None}
 
@@ -163,10 +163,23 @@ def _glm_from_gguf(reader: Reader, found: Settings) -> Settings:
         )
     count = reader.read(int, f"{prefix}.leading_dense_block_count", default=0)
     shared = reader.read(int, f"{prefix}.expert_shared_count", default=0)
-    settings = _first_dense({**found, "num_layers": layers}, count, shared)
+    settings = first_dense({**found, "num_layers": layers}, count, shared)
     return {"num_layers": layers, **settings}
 
 
+def _has_correction(config: ModelConfig, layer: int) -> bool:
+    return has_experts(config, layer) and config.experts is not None and config.experts.correction
+
+
+CORRECTION = (
+    WeightRow(
+        "layers.{i}.experts.correction",
+        "E",
+        "model.layers.{i}.mlp.gate.e_score_correction_bias",
+        "blk.{i}.exp_probs_b.bias",
+        when=_has_correction,
+    ),
+)
 # GLM-4.5 and 4.6: a sigmoid scores each expert, and a learned vector corrects the choice.
 GLM4_MOE = Family(
     name="glm4_moe",
@@ -175,16 +188,8 @@ GLM4_MOE = Family(
     weights=decoder(
         attention(),
         GATED_MLP,
-        _BY_EXPERT,
-        (
-            WeightRow(
-                "layers.{i}.experts.correction",
-                "E",
-                "model.layers.{i}.mlp.gate.e_score_correction_bias",
-                "blk.{i}.exp_probs_b.bias",
-                when=has_experts,
-            ),
-        ),
+        BY_EXPERT,
+        CORRECTION,
         shared_expert("mlp.shared_experts"),
         input_norms(mlp="post_attention_norm"),
         head_norms("H", "H"),

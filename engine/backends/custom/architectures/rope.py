@@ -65,8 +65,8 @@ def _scaled_from_hf(
         str, "type", default="default"
     )
     match kind:
-        case "default":
-            return plain
+        case "default" | "mrope":
+            return replace(plain, sections=_sections(reader, plain.dim))
         case "linear":
             return replace(plain, kind="linear", factor=reader.read(float, "factor"))
         case "dynamic":
@@ -104,6 +104,13 @@ def _scaled_from_hf(
                 f"{where}: rope type '{kind}' is not supported "
                 "(supported: default, linear, dynamic, llama3, yarn, longrope)"
             )
+
+
+def _sections(reader: Reader, dim: int) -> tuple[int, ...]:
+    listed: list[Any] = reader.read(list, "mrope_section", default=[])
+    if listed and (not all(type(each) is int for each in listed) or 2 * sum(listed) != dim):
+        raise ModelFormatError(f"config.json: key 'mrope_section' must add up to {dim // 2}")
+    return tuple(listed)
 
 
 def _stated(reader: Reader, top: Reader, key: str, default: float) -> float:

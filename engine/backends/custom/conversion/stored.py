@@ -106,7 +106,7 @@ def _stored(
         return
     yield StoredTensor(
         name,
-        (shape[0], *of_one),
+        (shape[0] * of_one[0], *of_one[1:]) if transform.joined else (shape[0], *of_one),
         dtype,
         lambda: chain.from_iterable(
             _pieces(own, dtype, each) for own, each in zip(experts, columns, strict=True)
@@ -140,7 +140,7 @@ def most_bytes(tensors: Iterable[StoredTensor]) -> str:
 def _pieces(parts: Sequence[Part], dtype: str, importance: Floats | None = None) -> Iterator[Bytes]:
     """The bytes of a matrix or vector to be written. `importance` has a weight for each column."""
     weight, transform = parts[0]
-    keeps_rows = len(parts) == 1 and not transform.is_part
+    keeps_rows = len(parts) == 1 and not transform.is_part and not weight.transform.turned
     if keeps_rows and not transform.transposed and not weight.transform.transposed:
         return _by_rows(weight, transform, dtype, importance)
     return _at_once(parts, dtype, importance)
@@ -187,7 +187,9 @@ def _at_once(parts: Sequence[Part], dtype: str, importance: Floats | None) -> It
         return
     values = np.empty(shape, np.float32)
     for each, how in parts:
-        values[stored_places(how, each.spec.shape[0])] = each.numpy() - np.float32(how.added)
+        ours = each.numpy() - np.float32(how.added)
+        ours = ours.T if how.turned else ours
+        values[stored_places(how, len(ours))] = ours
     if transform.transposed:
         values = np.ascontiguousarray(values.T)
     step = max(1, _PIECE_VALUES // values.shape[-1])
@@ -200,5 +202,7 @@ def _keeps_bits(weight: Weight, transform: Transform, dtype: str) -> bool:
         weight.tensor.dtype == dtype
         and weight.transform.added == transform.added
         and not transform.transposed
+        and not transform.turned
+        and not weight.transform.turned
         and not (weight.transform.transposed and not weight.transform.is_part)
     )

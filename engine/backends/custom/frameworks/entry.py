@@ -5,6 +5,7 @@ memory_needs(source, options, device) -> MemoryNeeds            bytes of weights
 build_runner(source, config) -> ModelRunner                     loads weights, allocates the cache
 profiler(runner, source, config) -> Profiler                    measures a runner's kernels
 build_encoder(source, options, device) -> Encoder               if the framework runs text encoders
+build_image_encoder(source, config) -> ImageEncoder             if the framework reads images
 """
 
 from importlib import import_module

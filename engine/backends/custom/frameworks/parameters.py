@@ -28,7 +28,9 @@ IMPLEMENTED = {
             *("out_bias", "mlp_bias", "gated_mlp", "qk_norm", "sliding_window", "layers"),
             *("experts", "attention_softcap", "logits_softcap", "attention_sinks", "alibi_bias"),
             *("bos_id", "eos_ids", "embedding_multiplier", "residual_multiplier"),
-            *("attention_multiplier", "logits_scaling"),
+            # The image encoder is no part of the decoder. Requests with images are refused if the
+            # framework has none.
+            *("attention_multiplier", "logits_scaling", "latent", "vision"),
         )
     ),
     LayerConfig: frozenset(("window", "rope", "experts")),

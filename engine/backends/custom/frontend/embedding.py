@@ -76,3 +76,11 @@ async def vectors_of(
     lengths = np.linalg.norm(rows, axis=1, keepdims=True)
     unit: NDArray[np.float32] = rows / np.maximum(lengths, np.finfo(np.float32).tiny)
     return unit
+
+
+def scores_along(states: NDArray[np.float32], direction: Sequence[float]) -> NDArray[np.float32]:
+    """The scores (S, 1) of a decoder's hidden states (S, D): sigmoid(state * direction)."""
+    logits = states.astype(np.float64) @ np.array(direction)
+    with np.errstate(over="ignore"):
+        scores: NDArray[np.float32] = (1 / (1 + np.exp(-logits)))[:, None].astype(np.float32)
+    return scores

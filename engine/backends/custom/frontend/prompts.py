@@ -6,14 +6,20 @@ event loop, because their time grows with the client's input.
 """
 
 import functools
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
-from engine.backends.custom.frontend.text_model import TextModel
+from engine.backends.custom.frontend.text_model import ChatFormat, TextModel
 from engine.core.errors import InvalidRequestError
 from engine.core.grammar.spec import grammar_text
-from engine.core.interfaces.backend import ChatRequest, CompletionRequest, GenerationContext
-from engine.core.interfaces.request import SamplingParams
+from engine.core.interfaces.backend import (
+    IMAGE_MARK,
+    ChatRequest,
+    CompletionRequest,
+    GenerationContext,
+)
+from engine.core.interfaces.request import ImageInput, SamplingParams
 from engine.core.parsing.parser import OutputParser
 from engine.core.text.tokenizer import RenderedPrompt
 
@@ -42,6 +48,7 @@ class Prepared:
     shown: frozenset[int] = frozenset()
     continuation: bool = False  # True: the output continues the prompt and keeps a leading space
     echo: str | None = None  # the text of the prompt, if it is returned before the output
+    images: tuple[ImageInput, ...] = ()
 
 
 def is_long(asked: object) -> bool:
@@ -51,14 +58,16 @@ def is_long(asked: object) -> bool:
     if isinstance(asked, CompletionRequest):
         asked = asked.prompt
     if isinstance(asked, ChatRequest):
-        return sum(len(message["content"] or "") for message in asked.messages) > LONG_TEXT
+        return any("images" in message for message in asked.messages) or (
+            sum(len(message["content"] or "") for message in asked.messages) > LONG_TEXT
+        )
     return isinstance(asked, str | tuple) and len(asked) > LONG_TEXT
 
 
 def prepare_chat(text: TextModel, request: ChatRequest) -> Prepared:
     choice, spec = request.tool_choice, request.context.grammar
     tools = () if choice.mode == "none" else request.tools
-    token_ids = encode_chat(text, request)
+    token_ids, images = _encoded(text, request)
     output = (text.tool_chat if tools else text.chat).output
     tail = text.tokenizer.decode(token_ids[-TAIL_TOKENS:], skip_special=False)
     opened = output.opens_reasoning(tail)
@@ -78,16 +87,44 @@ def prepare_chat(text: TextModel, request: ChatRequest) -> Prepared:
         else None,
         shown=output.shown_ids(with_tools=bool(tools)) if has_structure else frozenset(),
         continuation=request.continue_final_message,
+        images=images,
     )
 
 
 def encode_chat(text: TextModel, request: ChatRequest) -> tuple[int, ...]:
     """The token ids of a conversation, rendered by the model's chat template."""
+    return _encoded(text, request)[0]
+
+
+def _encoded(
+    text: TextModel, request: ChatRequest
+) -> tuple[tuple[int, ...], tuple[ImageInput, ...]]:
+    """The token ids of a conversation, and its images."""
+    if not any("images" in message for message in request.messages):
+        return tuple(text.tokenizer.encode_rendered(_rendered(text, request, request.messages))), ()
+    from engine.backends.custom.frontend import images  # few requests have images
+
+    vision = text.config.vision
+    prepared = images.prepare_images(request.messages, vision, text.tokenizer)
+    assert vision is not None
+    rendered = _rendered(text, request, images.without_marks(request.messages), images.as_parts)
+    rendered = images.with_images(rendered, prepared, vision)
+    token_ids = tuple(text.tokenizer.encode_rendered(rendered))
+    return token_ids, images.placed(token_ids, prepared, vision)
+
+
+def _rendered(
+    text: TextModel,
+    request: ChatRequest,
+    conversation: Sequence[Mapping[str, Any]],
+    as_parts: Callable[[str], Any] | None = None,
+) -> RenderedPrompt:
+    """The prompt of a conversation. `as_parts` splits contents that have images."""
     tools = () if request.tool_choice.mode == "none" else request.tools
     chat = text.tool_chat if tools else text.chat
-    messages, template_tools = chat.output.prepare(request.messages, tools)
+    messages, template_tools = chat.output.prepare(conversation, tools)
     rendered = chat.template.render(
-        messages,
+        [_shaped(message, chat, as_parts) for message in messages],
         text.tokenizer.specials,
         request.add_generation_prompt and not request.continue_final_message,
         tools=template_tools,
@@ -95,7 +132,21 @@ def encode_chat(text: TextModel, request: ChatRequest) -> tuple[int, ...]:
     )
     if request.continue_final_message:
         rendered = _unfinished(rendered, messages[-1]["content"])
-    return tuple(text.tokenizer.encode_rendered(rendered))
+    return rendered
+
+
+def _shaped(
+    message: dict[str, Any], chat: ChatFormat, as_parts: Callable[[str], Any] | None
+) -> dict[str, Any]:
+    """The message with its content as a list of parts, if it has images, or if the template takes
+    only lists.
+    """
+    content = message["content"]
+    if as_parts is not None and IMAGE_MARK in (content or ""):
+        return {**message, "content": as_parts(content)}
+    if chat.takes_only_parts:
+        return {**message, "content": [{"type": "text", "text": content or ""}]}
+    return message
 
 
 def _unfinished(rendered: RenderedPrompt, content: str) -> RenderedPrompt:
@@ -177,6 +228,10 @@ def truncated(
         limit = max(1, max_seq_len - (context.params.max_tokens or 1))
     if len(prepared.token_ids) <= limit:
         return prepared
+    if prepared.images:
+        raise InvalidRequestError(
+            "A prompt with images can't be cut; shorten it.", param="truncate_prompt_tokens"
+        )
     kept = prepared.token_ids[-limit:]
     echo = None if prepared.echo is None else _echoed(text, kept)
     return replace(prepared, token_ids=kept, echo=echo)

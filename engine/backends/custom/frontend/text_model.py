@@ -1,6 +1,7 @@
 """The part of a model that the frontend needs: tokenizer and chat template, without weights."""
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
@@ -9,13 +10,14 @@ import msgspec
 
 from engine.backends.custom.architectures.base import EncoderConfig
 from engine.backends.custom.frontend.text_cache import TextCache, TextFacts, key_of
-from engine.core.errors import ModelFormatError
+from engine.core.errors import EngineError, ModelFormatError
 from engine.core.interfaces.backend import TokenizerInfo
 from engine.core.parsing.output import OutputFormat
 from engine.core.text.chat_template import ChatTemplate
-from engine.core.text.tokenizer import Tokenizer
+from engine.core.text.tokenizer import RenderedPrompt, Tokenizer
 
 if TYPE_CHECKING:
+    from engine.backends.custom.architectures.vision import VisionConfig
     from engine.backends.custom.runtime.grammar import Vocabulary
     from engine.backends.custom.weights.model import ModelSource
 
@@ -47,6 +49,38 @@ class Infill:
             ids.append(marker)
             ids.extend(tokenizer.encode(texts[part]))
         return tuple(ids)
+
+
+RANK_SYSTEM = (
+    "Judge whether the Document meets the requirements based on the Query and the Instruct "
+    'provided. Note that the answer can only be "yes" or "no".'
+)
+RANK_INSTRUCTION = "Given a web search query, retrieve relevant passages that answer the query"
+
+
+@dataclass(frozen=True)
+class Ranker:
+    """A decoder that answers whether a document fits a query, in the format of Qwen3-Reranker. The
+    score is sigmoid(hidden state * direction): the probability of "yes" instead of "no".
+    """
+
+    start_id: int  # id of <|im_start|>
+    end_id: int  # id of <|im_end|>
+    direction: tuple[float, ...]  # the LM head's row of "yes" minus that of "no"
+
+    def encode(
+        self, tokenizer: Tokenizer, query: str, document: str, max_tokens: int | None
+    ) -> tuple[int, ...]:
+        """The prompt of a pair. To stay within `max_tokens`, the end of the document is cut."""
+        before = (self.start_id, f"system\n{RANK_SYSTEM}", self.end_id, "\n", self.start_id)
+        opening = tokenizer.encode_rendered(RenderedPrompt((*before, "user\n")))
+        asked = f"<Instruct>: {RANK_INSTRUCTION}\n<Query>: {query}\n<Document>: {document}"
+        after = (self.end_id, "\n", self.start_id, "assistant\n<think>\n\n</think>\n\n")
+        closing = tokenizer.encode_rendered(RenderedPrompt(after))
+        ids = tokenizer.encode(asked)
+        if max_tokens is not None:
+            ids = ids[: max(0, max_tokens - len(opening) - len(closing))]
+        return (*opening, *ids, *closing)
 
 
 def find_infill(tokenizer: Tokenizer) -> Infill | None:
@@ -83,6 +117,11 @@ class ModelShape(Protocol):
         """The settings of a text encoder. None for a decoder, which generates text."""
         ...
 
+    @property
+    def vision(self) -> "VisionConfig | None":
+        """The settings of the image encoder. None for a model that reads only text."""
+        ...
+
 
 @dataclass(frozen=True)
 class ChatFormat:
@@ -96,6 +135,19 @@ class ChatFormat:
         template = ChatTemplate(source, tokenizer.bos, tokenizer.eos)
         render = None if source is None else template.text
         return cls(template, OutputFormat.of(source, tokenizer.specials.ids, render))
+
+    @cached_property
+    def takes_only_parts(self) -> bool:
+        """Whether the template renders a message only if its content is a list of parts. Templates
+        of some models that read images do.
+        """
+        return self.template.mentions("image") and not self._renders("content")
+
+    def _renders(self, content: str) -> bool:
+        try:
+            return content in self.template.text([{"role": "user", "content": content}])
+        except EngineError:
+            return False
 
 
 @dataclass(frozen=True)
@@ -111,6 +163,10 @@ class TextModel:
     quantization: str | None
     size_bytes: int
     infill: Infill | None = None
+    # Texts that are put before embedding inputs, by name. The name None has the default.
+    prompts: Mapping[str | None, str] = field(default_factory=dict)
+    embeds: bool = False  # a decoder that was trained for embeddings
+    ranker: "Ranker | None" = None  # a decoder that was trained to score pairs of texts
 
     @property
     def can_chat(self) -> bool:
@@ -122,7 +178,7 @@ class TextModel:
 
     @property
     def capabilities(self) -> tuple[str, ...]:
-        if self.config.encoder is not None:
+        if self.config.encoder is not None or self.embeds or self.reranks:
             return ("rerank" if self.reranks else "embeddings", "score")
         found = ["completions", "embeddings", "json_schema"]
         if self.can_chat:
@@ -138,7 +194,7 @@ class TextModel:
         """Names of the capabilities that the server offers although the model was not trained for
         them.
         """
-        if self.config.encoder is not None:
+        if self.config.encoder is not None or self.embeds or self.reranks:
             return ()
         needs_prompt = self.can_chat and not self.tool_chat.output.tools.native
         return ("embeddings", "tools") if needs_prompt else ("embeddings",)
@@ -174,25 +230,39 @@ class TextModel:
             return tuple(self.tokenizer.encode(prompt, parse_special))
         return tuple(self.tokenizer.encode_prompt(prompt, parse_special=parse_special))
 
+    def encode_input(
+        self, text: str | tuple[int, ...], prompt: str | None, max_tokens: int | None
+    ) -> tuple[tuple[int, ...], int]:
+        """The tokens of an embedding input after the prompt of this name, and 0, because none has
+        token type 1.
+        """
+        if isinstance(text, str):
+            text = self.prompts.get(prompt, "") + text
+        ids = self.encode_prompt(text)
+        return (ids if max_tokens is None else self.cut_prompt(ids, max_tokens)), 0
+
     @property
     def reranks(self) -> bool:
         """Whether the model scores pairs of texts."""
-        return self.config.encoder is not None and self.config.encoder.head is not None
+        encoder = self.config.encoder
+        return self.ranker is not None or (encoder is not None and encoder.head is not None)
 
     def encode_pair(
         self, first: str, second: str, max_tokens: int | None
     ) -> tuple[tuple[int, ...], int]:
         """The tokens of a pair of texts, and the index of the first token with token type 1."""
+        if self.ranker is not None:
+            return self.ranker.encode(self.tokenizer, first, second, max_tokens), 0
         ids, second_start = self.tokenizer.encode_pair(first, second, max_tokens)
         return tuple(ids), second_start
 
     def cut_prompt(self, prompt: tuple[int, ...], max_tokens: int) -> tuple[int, ...]:
-        """Truncate a prompt to `max_tokens`. For an encoder, the first tokens and the end marker
-        are kept. For a decoder, the last tokens are kept.
+        """Truncate a prompt to `max_tokens`. For models that were trained for embeddings, the first
+        tokens and the end marker are kept. For others, the last tokens are kept.
         """
         if len(prompt) <= max_tokens:
             return prompt
-        if self.config.encoder is None:
+        if self.config.encoder is None and not self.embeds:
             return prompt[-max_tokens:]
         return (*prompt[: max_tokens - 1], prompt[-1])
 
@@ -238,7 +308,32 @@ def parse_text(source: "ModelSource") -> tuple[TextModel, TextFacts | None]:
         tokenizer = Tokenizer.from_tables(facts.tables)
     else:
         facts, tokenizer = None, Tokenizer.from_directory(source.path)
-    return text_model(source.config, tokenizer, source.quantization, source.size_bytes), facts
+    text = text_model(source.config, tokenizer, source.quantization, source.size_bytes)
+    return _trained(text, source), facts
+
+
+def _trained(text: TextModel, source: "ModelSource") -> TextModel:
+    """Completes a text model with what the files say about embeddings and ranking."""
+    prompts: dict[str | None, str] = {None: source.prompts.default}
+    prompts.update(source.prompts.by_name)
+    text, task = replace(text, prompts=prompts), source.task
+    if task is None or task.kind == "embeddings":
+        return replace(text, embeds=task is not None)
+    tokenizer = text.tokenizer
+    ids = task.answer_ids or (_answer_id(tokenizer, "yes"), _answer_id(tokenizer, "no"))
+    marks = [tokenizer.token_id(name) for name in ("<|im_start|>", "<|im_end|>")]
+    if marks[0] is None or marks[1] is None:
+        raise ModelFormatError("a reranker's tokenizer needs <|im_start|> and <|im_end|>")
+    head = source.weights["embed.weight" if source.config.tie_embeddings else "head.weight"]
+    direction = head.row(ids[0]) - head.row(ids[1])
+    return replace(text, ranker=Ranker(marks[0], marks[1], tuple(direction.tolist())))
+
+
+def _answer_id(tokenizer: Tokenizer, answer: str) -> int:
+    ids = tokenizer.encode(answer)
+    if len(ids) != 1:
+        raise ModelFormatError(f"a reranker's tokenizer needs one token for '{answer}'")
+    return ids[0]
 
 
 def _facts_of(source: "ModelSource") -> TextFacts:

@@ -76,6 +76,42 @@ class AttentionAttributes:
     alibi_bias: float | None = None  # the largest slope exponent of ALiBi
     sinks: bool = False  # the node's weight has one logit per head
     centered: bool = False  # the window reaches as far after the token as before it
+    # Above 0: the cache has no values. The first `latent` values of a key are its value.
+    latent: int = 0
+
+    @property
+    def value_dim(self) -> int:
+        return self.latent or self.head_dim
+
+
+@dataclass(frozen=True, slots=True)
+class HeadLinear:
+    """A matmul with a matrix per head. Its weight is (heads, out, in).
+
+    If `rope_dim` is above 0, the last `rope_dim` values of each head are not multiplied. They are
+    rotated and follow the results of the head. The inputs are then the rows, the cosines and the
+    sines.
+    """
+
+    heads: int
+    rope_dim: int = 0
+    table: int = 0  # index of the RoPE table in `ModelConfig.ropes`
+
+
+@dataclass(frozen=True, slots=True)
+class LatentWrite:
+    """Normalizes the latent of each token, rotates its key, and writes both to the KV cache.
+
+    A row of the first input has `rank` values of the latent, then `rope_dim` values of the key.
+    Order of the inputs: the rows, the cosines, the sines, the KV cache, the write slots. The weight
+    is the latent's norm.
+    """
+
+    layer: int
+    rank: int
+    rope_dim: int
+    eps: float
+    table: int = 0  # index of the RoPE table in `ModelConfig.ropes`
 
 
 @dataclass(frozen=True, slots=True)

@@ -44,11 +44,12 @@ def matmul_kernel(
     return Kernel(decode, "bf16" if machine.has_bf16 and not few_rows else decode)
 
 
-def attention_kernel(machine: Machine, precision: Precision) -> Kernel:
+def attention_kernel(machine: Machine, precision: Precision, has_latent: bool = False) -> Kernel:
     """The arithmetic of attention. Prefill uses tiled bfloat16 kernels if the CPU has them and the
-    KV cache is bfloat16.
+    KV cache is bfloat16. There are none for a cache of latents, which has no values.
     """
     tiled = machine.instruction_set in _TILED_ATTENTION and precision.kv_type == "bfloat16"
+    tiled = tiled and not has_latent
     return Kernel("f32", "bf16" if tiled else "f32")
 
 

@@ -10,6 +10,8 @@ from engine.backends.custom.ir.plan import (
     ExpertsStep,
     GateRowsStep,
     GatherStep,
+    HeadLinearStep,
+    LatentWriteStep,
     LinearStep,
     MeanStep,
     NormStep,
@@ -74,6 +76,12 @@ class PlanCost:
                 return self._rope_write(step, counts)
             case AttentionStep():
                 return self._attention(step, counts)
+            case LatentWriteStep():
+                size = counts.tokens * self._plan.buffers[step.source].width
+                stored = round(size * self._kv_value_bytes)
+                return StepCost(5 * size, activation_bytes=2 * _FLOAT * size, kv_bytes=stored)
+            case HeadLinearStep():
+                return self._head_linear(step, counts)
             case NormStep() | RouteStep() | GateRowsStep():
                 return self._elementwise(step, counts)
             case ExpertsStep():
@@ -112,6 +120,16 @@ class PlanCost:
             activation_bytes=_FLOAT * rows * touched,
         )
 
+    def _head_linear(self, step: HeadLinearStep, counts: Counts) -> StepCost:
+        matrix = self._matrices[step.matrix]
+        rows = self._num_rows(step.source, counts)
+        touched = self._plan.buffers[step.source].width + self._plan.buffers[step.out].width
+        return StepCost(
+            flops=2 * rows * step.heads * matrix.rows * matrix.columns,
+            weight_bytes=sum(map(self._stored_bytes, self.weights(step))) if rows else 0,
+            activation_bytes=_FLOAT * rows * touched,
+        )
+
     def _num_rows(self, buffer: int, counts: Counts) -> int:
         return counts.tokens if self._plan.buffers[buffer].per == "token" else counts.logits
 
@@ -145,10 +163,11 @@ class PlanCost:
 
     def _attention(self, step: AttentionStep, counts: Counts) -> StepCost:
         seen = min(counts.context, step.window or counts.context)
-        known = 2 * counts.sequences * seen * step.kv_heads * step.head_dim
-        width = step.heads * step.head_dim
+        parts = 1 if step.latent else 2
+        known = parts * counts.sequences * seen * step.kv_heads * step.head_dim
+        width = step.heads * (step.head_dim + (step.latent or step.head_dim))
         return StepCost(
-            flops=4 * counts.tokens * seen * width,
-            activation_bytes=2 * _FLOAT * counts.tokens * width,
+            flops=2 * counts.tokens * seen * width,
+            activation_bytes=_FLOAT * counts.tokens * width,
             kv_bytes=round(known * self._kv_value_bytes),
         )

@@ -1,11 +1,18 @@
 """Builds a decoder's graph from its `ModelConfig`. All model families use this one builder."""
 
-from engine.backends.custom.architectures.base import ExpertsConfig, ModelConfig
+from engine.backends.custom.architectures.base import (
+    LATENT_NORM_EPS,
+    ExpertsConfig,
+    LatentConfig,
+    ModelConfig,
+)
 from engine.backends.custom.ir.attributes import (
     AttentionAttributes,
     Experts,
+    HeadLinear,
     HeadNorm,
     KvWrite,
+    LatentWrite,
     Lookup,
     Normalize,
     Rope,
@@ -107,17 +114,19 @@ class DecoderBuilder:
         concatenated output of all heads.
         """
         config, name = self.config, f"layers.{layer}.attn"
-        kv_heads, size = config.num_kv_heads, config.head_dim
-        q, k, v = self.qkv(x, name)
-        q = self._heads(q, f"{name}.q", config.num_heads, layer)
-        k = self._heads(k, f"{name}.k", kv_heads, layer)
+        kv_heads, size, latent = config.num_kv_heads, config.head_dim, config.latent
         encodes = config.encoder is not None
         # An encoder computes whole texts, so a layer's keys and values are not needed after it.
         place = 0 if encodes else layer
-        cache = self.graph.input(cache_name(place), ("C", "P", 2, kv_heads, size))
-        written = self.graph.add(
-            "kv_write", f"{name}.kv", [cache, k, v, WRITE_SLOTS], (), KvWrite(place, kv_heads, size)
-        )
+        if latent is not None:
+            q, written = self._latent(x, latent, layer)
+        else:
+            q, k, v = self.qkv(x, name)
+            q = self._heads(q, f"{name}.q", config.num_heads, layer)
+            k = self._heads(k, f"{name}.k", kv_heads, layer)
+            cache = self.graph.input(cache_name(place), ("C", "P", 2, kv_heads, size))
+            write, inputs = KvWrite(place, kv_heads, size), [cache, k, v, WRITE_SLOTS]
+            written = self.graph.add("kv_write", f"{name}.kv", inputs, (), write)
         sinks = config.attention_sinks
         return self.graph.add(
             "attention",
@@ -134,9 +143,38 @@ class DecoderBuilder:
                 config.attention_softcap,
                 config.alibi_bias,
                 sinks,
-                centered=encodes and config.layer(layer).window is not None,
+                encodes and config.layer(layer).window is not None,
+                0 if latent is None else latent.kv_rank,
             ),
         )
+
+    def _latent(self, x: str, latent: LatentConfig, layer: int) -> tuple[str, str]:
+        """Adds the queries of latent attention, which score latents, and the write of the latents.
+        Returns the names of both.
+        """
+        config, name = self.config, f"layers.{layer}.attn"
+        heads, size = config.num_heads, latent.nope_dim + latent.rope_dim
+        rope = config.layer(layer).rope
+        table = 0 if rope is None else config.ropes.index(rope)
+        rotations = rotation_names(table)
+        if latent.q_rank is None:
+            q = self.linear(x, f"{name}.q", heads * size, config.hidden_size, has_bias=False)
+        else:
+            q = self.linear(x, f"{name}.q_a", latent.q_rank, config.hidden_size, has_bias=False)
+            norm = self.graph.weight(f"{name}.q_a_norm.weight", latent.q_rank)
+            eps = Normalize(LATENT_NORM_EPS)
+            q = self.graph.add("rms_norm", f"{name}.q_a_norm", [q], [norm], eps)
+            q = self.linear(q, f"{name}.q_b", heads * size, latent.q_rank, has_bias=False)
+        matrix = self.graph.weight(f"{name}.k_up.weight", heads, latent.kv_rank, latent.nope_dim)
+        rotated = HeadLinear(heads, latent.rope_dim, table)
+        q = self.graph.add("head_linear", f"{name}.k_up", [q, *rotations], [matrix], rotated)
+        width = config.head_dim
+        kv = self.linear(x, f"{name}.kv_a", width, config.hidden_size, has_bias=False)
+        cache = self.graph.input(cache_name(layer), ("C", "P", 1, 1, width))
+        write = LatentWrite(layer, latent.kv_rank, latent.rope_dim, LATENT_NORM_EPS, table)
+        norm = self.graph.weight(f"{name}.kv_norm.weight", latent.kv_rank)
+        inputs = [kv, *rotations, cache, WRITE_SLOTS]
+        return q, self.graph.add("latent_write", f"{name}.kv", inputs, [norm], write)
 
     def _heads(self, x: str, name: str, heads: int, layer: int) -> str:
         """Applies the norm of queries or keys and RoPE to `x`, if the layer has them."""
@@ -156,10 +194,14 @@ class DecoderBuilder:
         return x
 
     def out_projection(self, heads: str, layer: int) -> str:
-        config = self.config
-        width = config.num_heads * config.head_dim
-        name = f"layers.{layer}.attn.o"
-        return self.linear(heads, name, config.hidden_size, width, config.out_bias)
+        config, latent, name = self.config, self.config.latent, f"layers.{layer}.attn"
+        if latent is not None:
+            sizes = (config.num_heads, latent.value_dim, latent.kv_rank)
+            matrix = self.graph.weight(f"{name}.v_up.weight", *sizes)
+            each = HeadLinear(config.num_heads)
+            heads = self.graph.add("head_linear", f"{name}.v_up", [heads], [matrix], each)
+        width, hidden = config.attention_width, config.hidden_size
+        return self.linear(heads, f"{name}.o", hidden, width, config.out_bias)
 
     def mlp(self, x: str, layer: int) -> str:
         """Adds the MLP of a layer, without the down projection. The result is activation(up), or

@@ -10,8 +10,10 @@ from engine.backends.custom.ir.attributes import (
     AttentionAttributes,
     Columns,
     Experts,
+    HeadLinear,
     HeadNorm,
     KvWrite,
+    LatentWrite,
     Lookup,
     NoAttributes,
     Normalize,
@@ -29,6 +31,8 @@ ROWS = (1, 3, 17)
 WIDTHS = (32, 40, 129)
 # (heads, kv heads, head size)
 HEADS = ((4, 2, 16), (9, 3, 24), (5, 5, 64))
+# (heads, size of the latent, rotated values) of latent attention
+LATENTS = ((4, 24, 8), (9, 40, 16), (5, 64, 32))
 BLOCK = 16
 
 
@@ -158,6 +162,46 @@ def attention(rng: np.random.Generator) -> Iterator[Example]:
                 0, heads, kv_heads, size, size**-0.5, window, centered=window is not None
             )
             yield Example(both_sides, (*arrays, ends))
+    yield from latent_attention(rng)
+
+
+def latent_attention(rng: np.random.Generator) -> Iterator[Example]:
+    """The batches of `attention`, over a cache without values."""
+    for heads, latent, rope_dim in LATENTS:
+        positions = np.concatenate(([40], np.arange(19), np.arange(20, 33))).astype(np.int32)
+        row_of = np.repeat(np.arange(3, dtype=np.int32), (1, 19, 13))
+        size = latent + rope_dim
+        yield Example(
+            AttentionAttributes(0, heads, 1, size, size**-0.5, None, latent=latent),
+            (
+                _normal(rng, len(positions), heads * size),
+                _normal(rng, 9, BLOCK, 1, 1, size),
+                positions,
+                row_of,
+                rng.permutation(9).astype(np.int32).reshape(3, 3),
+            ),
+        )
+
+
+def head_linear(rng: np.random.Generator) -> Iterator[Example]:
+    for rows, (heads, size, rope_dim) in zip(ROWS, LATENTS, strict=True):
+        for out in (8, 33):
+            matrix = _normal(rng, heads, out, size, spread=0.1)
+            x = _normal(rng, rows, heads * size)
+            yield Example(HeadLinear(heads), (x,), (matrix,))
+            x = _normal(rng, rows, heads * (size + rope_dim))
+            rotations = _rotations(rng, rows, rope_dim)
+            yield Example(HeadLinear(heads, rope_dim), (x, *rotations), (matrix,))
+
+
+def latent_write(rng: np.random.Generator) -> Iterator[Example]:
+    for rows, (_, latent, rope_dim) in zip(ROWS, LATENTS, strict=True):
+        size = latent + rope_dim
+        x, cache = _normal(rng, rows, size), np.zeros((4, BLOCK, 1, 1, size), np.float32)
+        rotations = _rotations(rng, rows, rope_dim)
+        attributes = LatentWrite(0, latent, rope_dim, 1e-6)
+        arrays = (x, *rotations, cache, _slots(rng, rows))
+        yield Example(attributes, arrays, (_normal(rng, latent),))
 
 
 def mean_rows(rng: np.random.Generator) -> Iterator[Example]:

@@ -21,6 +21,8 @@ from engine.backends.custom.ir.plan import (
     ExpertsStep,
     GateRowsStep,
     GatherStep,
+    HeadLinearStep,
+    LatentWriteStep,
     LinearStep,
     MeanStep,
     Norm,
@@ -55,7 +57,7 @@ class ReferenceBatch:
 class State:
     """State that is kept between steps: the KV cache and the RoPE tables."""
 
-    caches: tuple[F32, ...]  # by layer: (C, P, 2, K, H)
+    caches: tuple[F32, ...]  # by layer: (C, P, 2, K, H), or (C, P, 1, 1, H) without values
     # By index in `ModelConfig.ropes`: cosines and sines, (positions, dim / 2) each
     rotations: tuple[tuple[F32, F32], ...] = ()
 
@@ -108,6 +110,10 @@ def run_plan(plan: ExecutionPlan, weights: Weights, batch: ReferenceBatch, state
                 run.linear(step)
             case RopeWriteStep():
                 run.rope_write(step)
+            case LatentWriteStep():
+                run.latent_write(step)
+            case HeadLinearStep():
+                run.head_linear(step)
             case AttentionStep():
                 run.attention(step)
             case NormStep():
@@ -211,6 +217,18 @@ class _Run:
             step.eps,
         )
 
+    def latent_write(self, step: LatentWriteStep) -> None:
+        cache, slots = self._state.caches[step.layer], self._batch.write_slots
+        x, norm = self.buffers[step.source], self._weights[step.norm]
+        reference.latent_write(x, norm, step.eps, self._rotations[step.table], cache, slots)
+
+    def head_linear(self, step: HeadLinearStep) -> None:
+        (name,) = self._matrices[step.matrix].parts
+        rotations = self._rotations[step.table] if step.rope_dim else None
+        self.buffers[step.out][:] = reference.head_linear(
+            self.buffers[step.source], self._weights[name], rotations
+        )
+
     def attention(self, step: AttentionStep) -> None:
         slopes = None
         if step.alibi_bias is not None:
@@ -226,6 +244,7 @@ class _Run:
             step.window,
             reference.ScoreRules(step.softcap, slopes, sinks, step.centered),
             self._batch.visible_end,
+            step.latent,
         )
 
     def _normed(self, x: F32, norm: Norm | None) -> F32:

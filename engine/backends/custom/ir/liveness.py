@@ -9,6 +9,8 @@ from engine.backends.custom.ir.plan import (
     ExpertsStep,
     GateRowsStep,
     GatherStep,
+    HeadLinearStep,
+    LatentWriteStep,
     LinearStep,
     MeanStep,
     NormStep,
@@ -52,6 +54,10 @@ def touched(step: Step) -> tuple[int, ...]:
             return (step.out,)
         case LinearStep() | NormStep() | RouteStep() | GateRowsStep() | GatherStep() | MeanStep():
             return (step.source, step.out)
+        case HeadLinearStep():
+            return (step.source, step.out)
+        case LatentWriteStep():
+            return (step.source,)
         case ExpertsStep():
             return (step.source, step.weights, step.out)
         case RopeWriteStep():

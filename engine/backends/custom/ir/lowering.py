@@ -10,6 +10,8 @@ from typing import Literal
 from engine.backends.custom.ir.attributes import (
     AttentionAttributes,
     Experts,
+    HeadLinear,
+    LatentWrite,
     Projection,
     RopeWrite,
 )
@@ -24,6 +26,8 @@ from engine.backends.custom.ir.plan import (
     ExpertsStep,
     GateRowsStep,
     GatherStep,
+    HeadLinearStep,
+    LatentWriteStep,
     LinearStep,
     Machine,
     MeanStep,
@@ -69,6 +73,8 @@ class Lowering:
             "linear": self._matmul,
             "projection": self._matmul,
             "rope_write": self._rope_write,
+            "latent_write": self._latent_write,
+            "head_linear": self._head_linear,
             "attention": self._attention,
             "rms_norm": self._standalone_norm,
             "layer_norm": self._standalone_norm,
@@ -192,6 +198,38 @@ class Lowering:
             )
         )
 
+    def _latent_write(self, node: Node) -> None:
+        attributes: LatentWrite = node.attributes
+        self.steps.append(
+            LatentWriteStep(
+                node.origin,
+                self._buffer(node, 0),
+                attributes.layer,
+                attributes.rope_dim,
+                self._vector(node.weights[0]),
+                attributes.eps,
+                attributes.table,
+            )
+        )
+
+    def _head_linear(self, node: Node) -> None:
+        attributes: HeadLinear = node.attributes
+        source = self._buffer(node, 0)
+        matrix = self._matrix(node.weights, (), interleaved=False)
+        few_rows = self.rooms[source].per == "logit"
+        self.steps.append(
+            HeadLinearStep(
+                node.origin,
+                source,
+                self._new_buffer(node),
+                matrix.name,
+                attributes.heads,
+                matmul_kernel(matrix.layout, self.machine, self.precision, few_rows),
+                attributes.rope_dim,
+                attributes.table,
+            )
+        )
+
     def _attention(self, node: Node) -> None:
         attributes: AttentionAttributes = node.attributes
         self.steps.append(
@@ -205,11 +243,12 @@ class Lowering:
                 attributes.head_dim,
                 attributes.scale,
                 attributes.window,
-                attention_kernel(self.machine, self.precision),
+                attention_kernel(self.machine, self.precision, attributes.latent > 0),
                 attributes.softcap,
                 attributes.alibi_bias,
                 self._vector(node.weights[0]) if attributes.sinks else None,
                 attributes.centered,
+                attributes.latent,
             )
         )
 

@@ -93,6 +93,20 @@ def _matmul(infer: Infer) -> Price:
     return cost
 
 
+def _by_heads(
+    attributes: attrs.HeadLinear, inputs: Values, weights: Values, counts: Counts
+) -> Cost:
+    out = shapes.head_linear(attributes, inputs, weights)
+    flops = 2 * counts.size(Value(inputs[0].shape[:1])) * counts.size(weights[0])
+    return Cost(flops, _moved((inputs[0],), weights, out, counts))
+
+
+def _latent_written(attributes: attrs.LatentWrite, _: Values, __: Values, counts: Counts) -> Cost:
+    width = attributes.rank + attributes.rope_dim
+    flops = 4 * attributes.rank + 3 * attributes.rope_dim
+    return Cost(counts.tokens * flops, 8 * counts.tokens * width)
+
+
 def _written(attributes: attrs.KvWrite, _: Values, __: Values, counts: Counts) -> Cost:
     return Cost(0, 16 * counts.tokens * attributes.kv_heads * attributes.head_dim)
 
@@ -105,10 +119,11 @@ def _rope_written(attributes: attrs.RopeWrite, _: Values, __: Values, counts: Co
 
 
 def _attended(attributes: attrs.AttentionAttributes, _: Values, __: Values, counts: Counts) -> Cost:
-    width = attributes.heads * attributes.head_dim
+    width = attributes.heads * (attributes.head_dim + attributes.value_dim)
     seen = min(counts.context, attributes.window or counts.context)
-    known = 2 * counts.sequences * seen * attributes.kv_heads * attributes.head_dim
-    return Cost(4 * counts.tokens * seen * width, 4 * (2 * counts.tokens * width + known))
+    parts = 1 if attributes.latent else 2
+    known = parts * counts.sequences * seen * attributes.kv_heads * attributes.head_dim
+    return Cost(2 * counts.tokens * seen * width, 4 * (counts.tokens * width + known))
 
 
 def _projected(attributes: attrs.Projection, inputs: Arrays, weights: Arrays) -> Array:
@@ -152,8 +167,28 @@ def _attend(attributes: attrs.AttentionAttributes, inputs: Arrays, weights: Arra
     sinks = weights[0] if weights else None
     rules = reference.ScoreRules(attributes.softcap, slopes, sinks, attributes.centered)
     return reference.paged_attention(
-        queries, cache, positions, row_of, tables, scale, window, rules, *ends
+        queries,
+        cache,
+        positions,
+        row_of,
+        tables,
+        scale,
+        window,
+        rules,
+        ends[0] if ends else None,
+        attributes.latent,
     )
+
+
+def _head_results(attributes: attrs.HeadLinear, inputs: Arrays, weights: Arrays) -> Array:
+    rotations = (inputs[1], inputs[2]) if attributes.rope_dim else None
+    return reference.head_linear(inputs[0], weights[0], rotations)
+
+
+def _latent_wrote(attributes: attrs.LatentWrite, inputs: Arrays, weights: Arrays) -> Array:
+    x, cosines, sines, cache, slots = inputs
+    eps = attributes.eps
+    return reference.latent_write(x, weights[0], eps, (cosines, sines), cache, slots)
 
 
 def _expert_sum(attributes: attrs.Experts, inputs: Arrays, weights: Arrays) -> Array:
@@ -238,6 +273,10 @@ _ROWS = (
          examples.kv_write, _written, _STORED, attrs.KvWrite),
     _row("attention", shapes.attention, _attend, examples.attention, _attended, _ATTENDED,
          attrs.AttentionAttributes),
+    _row("head_linear", shapes.head_linear, _head_results, examples.head_linear, _by_heads, _MATMUL,
+         attrs.HeadLinear),
+    _row("latent_write", shapes.latent_write, _latent_wrote, examples.latent_write,
+         _latent_written, kind=attrs.LatentWrite),
     _plain("route", shapes.route, lambda a, x, w: reference.route(x[0], a, *w), examples.route, 8,
            Routing),
     _row("experts", shapes.experts, _expert_sum, examples.experts, _expert_cost, _MATMUL,

@@ -107,7 +107,7 @@ class PackedMatrix:
     rows: int  # rows of all parts together, without padding
     columns: int
     layout: str  # packed layout, the same for all parts
-    experts: int = 0  # above 0: there is one such matrix per expert, one after the other
+    experts: int = 0  # above 0: there is one such matrix per expert or head, one after the other
 
 
 @dataclass(frozen=True, slots=True)
@@ -183,6 +183,37 @@ class RopeWriteStep:
 
 
 @dataclass(frozen=True, slots=True)
+class HeadLinearStep:
+    """Multiplies each head of `source` by a matrix of its own. The last `rope_dim` values of each
+    head are rotated instead and follow the results of the head.
+    """
+
+    nodes: tuple[str, ...]
+    source: int
+    out: int
+    matrix: str  # name in `ExecutionPlan.matrices`: there is one matrix per head
+    heads: int
+    kernel: Kernel
+    rope_dim: int = 0
+    table: int = 0  # index of the RoPE table in `ModelConfig.ropes`
+
+
+@dataclass(frozen=True, slots=True)
+class LatentWriteStep:
+    """Normalizes the latents in the first columns of `source`, rotates the keys in its last
+    `rope_dim` columns, and writes both to the KV cache. `source` is modified.
+    """
+
+    nodes: tuple[str, ...]
+    source: int
+    layer: int
+    rope_dim: int
+    norm: str  # name in `ExecutionPlan.vectors`
+    eps: float
+    table: int = 0  # index of the RoPE table in `ModelConfig.ropes`
+
+
+@dataclass(frozen=True, slots=True)
 class AttentionStep:
     """out = attention of the queries in `qkv` over the keys and values in the KV cache."""
 
@@ -200,6 +231,7 @@ class AttentionStep:
     alibi_bias: float | None = None  # the largest slope exponent of ALiBi
     sinks: str | None = None  # name in `ExecutionPlan.vectors`: one logit per head
     centered: bool = False  # the window reaches as far after the token as before it
+    latent: int = 0  # above 0: the first values of a key are its value; the cache has no others
 
 
 @dataclass(frozen=True, slots=True)
@@ -281,6 +313,8 @@ Step: TypeAlias = (
     EmbedStep
     | LinearStep
     | RopeWriteStep
+    | LatentWriteStep
+    | HeadLinearStep
     | AttentionStep
     | NormStep
     | RouteStep
@@ -305,6 +339,10 @@ def weights_of(step: Step, matrices: Mapping[str, PackedMatrix]) -> tuple[str, .
             names = [*norm, *matrix.parts, *matrix.biases]
         case RopeWriteStep():
             names = [step.q_norm, step.k_norm]
+        case LatentWriteStep():
+            names = [step.norm]
+        case HeadLinearStep():
+            names = list(matrices[step.matrix].parts)
         case AttentionStep():
             names = [step.sinks]
         case NormStep():
@@ -349,6 +387,8 @@ _KINDS: Mapping[type, str] = {
     EmbedStep: "embed",
     LinearStep: "linear",
     RopeWriteStep: "rope + write",
+    LatentWriteStep: "rope + write",
+    HeadLinearStep: "linear",
     AttentionStep: "attention",
     NormStep: "norm",
     RouteStep: "route",
@@ -365,12 +405,11 @@ def step_kind(step: Step) -> str:
 
 def step_label(step: Step) -> str:
     """A label for timing tables, such as "linear attn.q_k_v". It is the same in every layer."""
-    kind = step_kind(step)
-    if not isinstance(step, LinearStep):
-        return kind
+    if not isinstance(step, LinearStep | HeadLinearStep):
+        return step_kind(step)
     inside = _LAYER.match(step.matrix)
     name = step.matrix[inside.end() :].removesuffix(".weight") if inside else step.nodes[-1]
-    return f"{kind} {name}"
+    return f"{step_kind(step)} {name}"
 
 
 def layer_of(name: str) -> int | None:

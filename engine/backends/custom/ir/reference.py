@@ -128,7 +128,8 @@ def attention(
     rules: ScoreRules = PLAIN,
     visible_end: I32 | None = None,
 ) -> F32:
-    """Attention of one sequence: queries (T, N, H), keys and values (L, K, H) -> (T, N, H).
+    """Attention of one sequence: queries (T, N, H), keys (L, K, H), values (L, K, U) -> (T, N, U).
+    U is H unless the values are a part of the keys.
 
     `positions` (T,) are the positions of the queries. A query attends to the keys up to its own
     position, or to those before `visible_end` (T,). If there is a `window`, it attends only to the
@@ -198,33 +199,61 @@ def paged_attention(
     window: int | None = None,
     rules: ScoreRules = PLAIN,
     visible_end: I32 | None = None,
+    latent: int = 0,
 ) -> F32:
     """Attention of queries (T, N * H) over the paged KV cache -> (T, N * H). The queries may belong
     to several sequences.
 
     Token t belongs to sequence row_of[t], whose block table is tables[row_of[t]]. It attends to
-    the positions below visible_end[t]; None: to those up to its own.
+    the positions below visible_end[t]; None: to those up to its own. If `latent` is above 0, the
+    cache has keys only, and the first `latent` values of a key are its value.
     """
-    kv_heads, head_dim = cache.shape[3:]
+    parts, kv_heads, head_dim = cache.shape[2:]
     heads = q.reshape(len(q), -1, head_dim)
-    out = np.empty_like(heads)
+    out = np.empty((*heads.shape[:2], latent or head_dim), np.float32)
     ends = positions + 1 if visible_end is None else visible_end
     for row in np.unique(row_of):
         tokens = np.flatnonzero(row_of == row)
         length = int(ends[tokens].max())
         blocks = tables[row, : -(-length // cache.shape[1])]
-        known = cache[blocks].reshape(-1, 2, kv_heads, head_dim)[:length]
+        known = cache[blocks].reshape(-1, parts, kv_heads, head_dim)[:length]
+        values = known[:, -1, :, : out.shape[2]]
         out[tokens] = attention(
             heads[tokens],
             known[:, 0],
-            known[:, 1],
+            values,
             positions[tokens],
             scale,
             window,
             rules,
             ends[tokens],
         )
-    return out.reshape(q.shape)
+    return out.reshape(len(q), -1)
+
+
+def head_linear(x: F32, matrices: F32, rotations: tuple[F32, F32] | None = None) -> F32:
+    """Multiplies each head of x (T, N * I) by its own matrix of (N, O, I) -> (T, N * O). With
+    rotations, the last values of each head are rotated instead and follow the results.
+    """
+    heads = x.reshape(len(x), len(matrices), -1)
+    size = matrices.shape[2]
+    results: F32 = np.einsum("tni,noi->tno", heads[..., :size], matrices)
+    if rotations is not None:
+        results = np.concatenate((results, rope(heads[..., size:], *rotations)), axis=-1)
+    return results.reshape(len(x), -1)
+
+
+def latent_write(
+    x: F32, norm: F32, eps: float, rotations: tuple[F32, F32], cache: F32, slots: Integers
+) -> F32:
+    """Normalizes the latents in the first columns of x, rotates the keys in the other columns, and
+    writes both into the cache (C, P, 1, 1, H), in place.
+    """
+    rank = len(norm)
+    keys = rope(x[:, None, rank:], *rotations)[:, 0]
+    blocks, offsets = np.divmod(slots, cache.shape[1])
+    cache[blocks, offsets, 0, 0] = np.concatenate((rms_norm(x[:, :rank], norm, eps), keys), axis=1)
+    return cache
 
 
 def mean_rows(x: F32, last: Integers) -> F32:

@@ -8,8 +8,10 @@ from engine.backends.custom.ir.attributes import (
     AttentionAttributes,
     Columns,
     Experts,
+    HeadLinear,
     HeadNorm,
     KvWrite,
+    LatentWrite,
     Lookup,
     NoAttributes,
     Normalize,
@@ -138,11 +140,13 @@ def attention(attributes: AttentionAttributes, inputs: Values, weights: Values) 
         _need_vector(sinks, attributes.heads, "sinks")
     rows, width = _rows(queries)
     needed = attributes.heads * attributes.head_dim
+    if attributes.latent and (attributes.kv_heads != 1 or attributes.latent > attributes.head_dim):
+        raise ShapeError(f"no latent of {attributes.latent} values is part of the keys")
     if width < needed:
         raise ShapeError(f"{attributes.heads} heads need {needed} columns, found {queries}")
     if attributes.heads % attributes.kv_heads:
         raise ShapeError(f"{attributes.kv_heads} kv heads do not divide {attributes.heads} heads")
-    _need_cache(cache, attributes.kv_heads, attributes.head_dim)
+    _need_cache(cache, attributes.kv_heads, attributes.head_dim, 1 if attributes.latent else 2)
     for each, what in (
         (positions, "positions"),
         (row_of, "sequences"),
@@ -152,7 +156,34 @@ def attention(attributes: AttentionAttributes, inputs: Values, weights: Values) 
         if each.shape[0] != rows:
             raise ShapeError(f"{what} {each} are not one for each row of {queries}")
     _need_integers(tables, 2, "block tables")
-    return Value((rows, needed))
+    return Value((rows, attributes.heads * attributes.value_dim))
+
+
+def head_linear(attributes: HeadLinear, inputs: Values, weights: Values) -> Value:
+    heads, rope_dim = attributes.heads, attributes.rope_dim
+    source, *rotations = _take(inputs, 3 if rope_dim else 1)
+    (matrix,) = _take(weights, 1, "weights")
+    rows, width = _rows(source)
+    if len(matrix.shape) != 3 or matrix.shape[0] != heads or matrix.dtype != "f32":
+        raise ShapeError(f"the matrix {matrix} does not have {heads} heads")
+    out, size = matrix.shape[1:]
+    if not isinstance(out, int) or not isinstance(size, int) or width != heads * (size + rope_dim):
+        raise ShapeError(f"the matrix {matrix} does not take heads of {source}")
+    if rope_dim:
+        _need_rotations(source, rotations[0], rotations[1], rope_dim, size + rope_dim)
+    return Value((rows, heads * (out + rope_dim)))
+
+
+def latent_write(attributes: LatentWrite, inputs: Values, weights: Values) -> Value:
+    source, cosines, sines, cache, slots = _take(inputs, 5)
+    (norm,) = _take(weights, 1, "weights")
+    width = attributes.rank + attributes.rope_dim
+    _need_width(source, width, "latent and key")
+    _need_vector(norm, attributes.rank, "norm")
+    _need_rotations(source, cosines, sines, attributes.rope_dim, width)
+    _need_cache(cache, 1, width, 1)
+    _need_slots(slots, source)
+    return cache
 
 
 def gather_rows(_: NoAttributes, inputs: Values, weights: Values) -> Value:
@@ -292,9 +323,12 @@ def _need_slots(slots: Value, rows: Value) -> None:
         raise ShapeError(f"slots {slots} are not one for each row of {rows}")
 
 
-def _need_cache(cache: Value, kv_heads: int, head_dim: int) -> None:
-    """Checks the cache's shape: (blocks, block size, 2 for key and value, KV heads, head size)."""
-    if len(cache.shape) != 5 or cache.shape[2:] != (2, kv_heads, head_dim) or cache.dtype != "f32":
+def _need_cache(cache: Value, kv_heads: int, head_dim: int, parts: int = 2) -> None:
+    """Checks the cache's shape: (blocks, block size, parts, KV heads, head size). The parts are key
+    and value, or the key alone.
+    """
+    shape = (parts, kv_heads, head_dim)
+    if len(cache.shape) != 5 or cache.shape[2:] != shape or cache.dtype != "f32":
         raise ShapeError(f"the cache {cache} does not hold {kv_heads} kv heads of {head_dim}")
 
 

@@ -10,6 +10,7 @@ from dataclasses import replace
 
 import numpy as np
 
+from engine.backends.custom.runtime.images import rope_positions
 from engine.backends.custom.runtime.model_runner import (
     F32,
     FROM_DEVICE,
@@ -112,6 +113,7 @@ class BatchBuilder:
             block_tables=tables,
             prefix_groups=groups,
             prefix_blocks=shared,
+            rope_positions=None if last.rope_positions is None else last.rope_positions + 1,
             window_tables=window_tables,
             window_slots=window_slots,
         )
@@ -135,7 +137,7 @@ class BatchBuilder:
             window_tables = self._window_tables[slots, :width]
             window_slots = self._window_tables[places].astype(np.int64) * size + offsets
         groups, group_blocks = _prefix_groups(tables, starts // size)
-        return BatchInputs(
+        inputs = BatchInputs(
             token_ids=_token_ids(rows),
             positions=positions.astype(np.int32),
             write_slots=self._tables[places].astype(np.int64) * size + offsets,
@@ -151,6 +153,40 @@ class BatchBuilder:
             window_tables=window_tables,
             window_slots=window_slots,
         )
+        if not any(row.seq.images for row in rows):
+            return inputs
+        return self._with_images(inputs, rows)
+
+    def _with_images(self, inputs: BatchInputs, rows: tuple[Row, ...]) -> BatchInputs:
+        """Add the embeddings of the images that the rows contain."""
+        embeds: list[F32] = []
+        places: list[I32] = []
+        ends = inputs.positions + 1
+        for row, first in zip(rows, inputs.query_start.tolist(), strict=False):
+            for image in row.seq.images:
+                start, end = max(row.start, image.start), min(row.start + row.length, image.end)
+                if start < end:
+                    place = np.arange(start, end, dtype=np.int32) + (first - row.start)
+                    places.append(place)
+                    embeds.append(image.embeds[start - image.start : end - image.start])
+                    if image.two_way:
+                        ends[place] = image.end
+        inputs = replace(inputs, rope_positions=self._rope_positions(inputs, rows))
+        if not embeds:
+            return inputs
+        return replace(
+            inputs,
+            token_ids=np.where(inputs.token_ids < FROM_DEVICE, 0, inputs.token_ids),
+            embeds=np.concatenate(embeds),
+            embed_rows=np.concatenate(places),
+            visible_end=None if np.array_equal(ends, inputs.positions + 1) else ends,
+        )
+
+    def _rope_positions(self, inputs: BatchInputs, rows: tuple[Row, ...]) -> I32 | None:
+        if all(image.columns is None for row in rows for image in row.seq.images):
+            return None
+        rotated = [rope_positions(row.seq.images, row.start, row.length) for row in rows]
+        return np.concatenate(rotated, axis=1)
 
     def sampling(self, batch: ScheduledBatch, mask: U32 | None = None) -> SamplingInputs:
         """Sampling parameters of the step's rows. Call this only after the previous step's tokens
@@ -183,7 +219,7 @@ class BatchBuilder:
                 if penalized:
                     histories.append(row)
         lengths = [0] + [len(row.seq.tokens) for row in histories]
-        tokens = [token for row in histories for token in row.seq.tokens]
+        tokens = [token for row in histories for token in row.seq.token_ids]
         pooled = [index for index, row in enumerate(rows) if row.seq.pools]
         sampling = SamplingInputs(
             sample_rows=np.array(sample_rows, np.int32),

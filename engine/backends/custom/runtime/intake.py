@@ -11,12 +11,18 @@ import logging
 import secrets
 from collections.abc import Iterable
 from concurrent.futures import Future
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 import numpy as np
 
 from engine.backends.custom.runtime.grammar import Constraint, Grammars
+from engine.backends.custom.runtime.images import (
+    ImageStore,
+    PlacedImage,
+    fault_in,
+    placed_tokens,
+)
 from engine.backends.custom.runtime.model_runner import RunnerSpec
 from engine.backends.custom.runtime.outputs import refusal
 from engine.backends.custom.runtime.scheduler import Scheduler
@@ -35,22 +41,36 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
+MAX_PENDING_BYTES = 512 * 2**20  # pixels of images that wait to be encoded
+
 
 @dataclass(frozen=True, slots=True)
-class _Compiling:
+class _Pending:
+    """A request whose grammar is being compiled, or whose images are not all encoded yet."""
+
     request: GenerateRequest
     prompt: Tokens
     choices: list[int]  # indices of the choices that were not aborted
-    matcher: "Future[LLMatcher]"
+    matcher: "Future[LLMatcher] | None"
     submitted_at: float
+    images: list[PlacedImage] = field(default_factory=list)  # those that are encoded
+
+    @property
+    def num_image_bytes(self) -> int:
+        return sum(len(image.pixels) for image in self.request.images)
+
+    @property
+    def is_ready(self) -> bool:
+        is_compiled = self.matcher is None or self.matcher.done()
+        return is_compiled and len(self.images) == len(self.request.images)
 
     def refusals(self, error: EngineError) -> list[TokenDelta]:
         return [refusal(self.request.request_id, choice, error) for choice in self.choices]
 
 
 class Intake:
-    """Checks requests, waits for their grammars to compile, and puts them into the scheduler's
-    queue.
+    """Checks requests, waits for their grammars to compile and their images to be encoded, and puts
+    them into the scheduler's queue.
     """
 
     def __init__(
@@ -59,10 +79,12 @@ class Intake:
         scheduler: Scheduler,
         max_queued: int,
         grammars: Grammars | None = None,
+        images: ImageStore | None = None,
     ) -> None:
         self._spec = spec
         self._grammars = grammars
-        self._compiling: dict[str, _Compiling] = {}
+        self._images = images
+        self._pending: dict[str, _Pending] = {}
         self._max_queued = max_queued
         self._scheduler = scheduler
         self._arrivals = itertools.count()
@@ -71,9 +93,9 @@ class Intake:
         self._deadlines: list[tuple[float, int, list[Sequence]]] = []
 
     @property
-    def num_compiling(self) -> int:
-        """Number of requests that wait for their grammar to be compiled."""
-        return len(self._compiling)
+    def num_pending(self) -> int:
+        """Number of requests that wait for their grammar or their images."""
+        return len(self._pending)
 
     def submit(self, request: GenerateRequest, now: float) -> list[TokenDelta]:
         """Queue every choice of a request. Returns an empty list or, if the request is refused, a
@@ -85,32 +107,36 @@ class Intake:
         if error is not None:
             return [refusal(request.request_id, choice, error) for choice in choices]
         assert prompt is not None
-        if request.grammar is None:
+        if request.grammar is None and not request.images:
             self._enqueue(request, prompt, choices, None, now)
             return []
-        assert self._grammars is not None
-        self._compiling[request.request_id] = _Compiling(
-            request, prompt, choices, self._grammars.compile(request.grammar), now
-        )
-        return self.admit_compiled(now)
+        matcher = None
+        if request.grammar is not None:
+            assert self._grammars is not None
+            matcher = self._grammars.compile(request.grammar)
+        self._pending[request.request_id] = _Pending(request, prompt, choices, matcher, now)
+        return self.admit_ready(now)
 
-    def admit_compiled(self, now: float) -> list[TokenDelta]:
-        """Queue the requests whose grammar is compiled. Refuse a request if its grammar failed to
-        compile or was not ready within the request's time limit.
+    def admit_ready(self, now: float) -> list[TokenDelta]:
+        """Queue the requests whose grammar is compiled and whose images are encoded. Refuse a
+        request if its grammar failed to compile, or if it was not ready within its time limit.
         """
         refused: list[TokenDelta] = []
-        for each in list(self._compiling.values()):
+        for each in list(self._pending.values()):
             request, timeout_s = each.request, each.request.timeout_s
-            if not each.matcher.done():
+            if not each.is_ready:
                 if timeout_s is not None and now > each.submitted_at + timeout_s:
-                    del self._compiling[request.request_id]
+                    del self._pending[request.request_id]
                     late = RequestTimeoutError("The request's time limit passed before it began.")
                     refused += each.refusals(late)
                 continue
-            del self._compiling[request.request_id]
+            del self._pending[request.request_id]
             try:
-                matcher = each.matcher.result()
-                self._enqueue(request, each.prompt, each.choices, matcher, each.submitted_at)
+                matcher = None if each.matcher is None else each.matcher.result()
+                prompt = placed_tokens(each.prompt, each.images)
+                self._enqueue(
+                    request, prompt, each.choices, matcher, each.submitted_at, tuple(each.images)
+                )
             except EngineError as error:
                 refused += each.refusals(error)
             except Exception:
@@ -118,13 +144,37 @@ class Intake:
                 refused += self.fail(request, each.choices, now)
         return refused
 
+    @property
+    def has_images(self) -> bool:
+        """Whether an image waits to be encoded."""
+        return self._next_with_image() is not None
+
+    def encode_image(self, now: float) -> list[TokenDelta]:
+        """Encode the next image of the request that waits longest. Refuse the request if this
+        fails.
+        """
+        pending = self._next_with_image()
+        if pending is None or self._images is None:
+            return []
+        request, image = pending.request, pending.request.images[len(pending.images)]
+        try:
+            pending.images.append(self._images.place(image, request.prompt[image.start]))
+            return []
+        except Exception:
+            log.exception("an image of request %s could not be encoded", request.request_id)
+            return self.fail(request, pending.choices, now)
+
+    def _next_with_image(self) -> _Pending | None:
+        waiting = self._pending.values()
+        return next((each for each in waiting if len(each.images) < len(each.request.images)), None)
+
     def fail(
         self, request: GenerateRequest, choices: Iterable[int], now: float
     ) -> list[TokenDelta]:
         """Remove a request that could not be queued because of an unexpected error. Returns a final
         delta with an error for each choice.
         """
-        self._compiling.pop(request.request_id, None)
+        self._pending.pop(request.request_id, None)
         self._scheduler.abort(request.request_id, None, now)
         error = InferenceError("The engine could not take in this request.")
         return [refusal(request.request_id, choice, error) for choice in choices]
@@ -133,18 +183,18 @@ class Intake:
         """Abort one choice of a request, or all choices if `choice` is None, in any state. Unknown
         ids are ignored.
         """
-        compiling = self._compiling.get(request_id)
-        if compiling is None:
+        pending = self._pending.get(request_id)
+        if pending is None:
             return self._scheduler.abort(request_id, choice, now)
-        ended = [each for each in compiling.choices if choice in (None, each)]
-        compiling.choices[:] = [each for each in compiling.choices if each not in ended]
-        if not compiling.choices:
-            del self._compiling[request_id]
+        ended = [each for each in pending.choices if choice in (None, each)]
+        pending.choices[:] = [each for each in pending.choices if each not in ended]
+        if not pending.choices:
+            del self._pending[request_id]
         return [TokenDelta(request_id, each, finish_reason="abort") for each in ended]
 
-    def abort_compiling(self, now: float) -> list[TokenDelta]:
-        """Abort every request that waits for its grammar."""
-        return [delta for each in list(self._compiling) for delta in self.abort(each, None, now)]
+    def abort_pending(self, now: float) -> list[TokenDelta]:
+        """Abort every request that waits for its grammar or its images."""
+        return [delta for each in list(self._pending) for delta in self.abort(each, None, now)]
 
     def _enqueue(
         self,
@@ -153,6 +203,7 @@ class Intake:
         choices: list[int],
         matcher: "LLMatcher | None",
         now: float,
+        images: tuple[PlacedImage, ...] = (),
     ) -> None:
         params = request.params
         seed = params.seed if params.seed is not None else secrets.randbits(62)
@@ -182,6 +233,7 @@ class Intake:
                 deadline=deadline,
                 constraint=Constraint(matcher.deep_copy()) if matcher is not None else None,
                 pools=request.pools,
+                images=images,
                 # All choices have the same prompt, so only the first choice computes the prompt's
                 # logprobs.
                 scores_prompt=params.score_prompt and choice == 0,
@@ -229,7 +281,7 @@ class Intake:
 
     def _find_fault(self, request: GenerateRequest, prompt: Tokens | None) -> EngineError | None:
         spec = self._spec
-        if self._scheduler.num_waiting + self.num_compiling >= self._max_queued:
+        if self._scheduler.num_waiting + self.num_pending >= self._max_queued:
             return RateLimitError("Too many requests are waiting; try again later.")
         if request.grammar is not None and self._grammars is None:
             return InvalidRequestError("This engine follows no grammars.")
@@ -239,6 +291,13 @@ class Intake:
             return InvalidRequestError(
                 f"Prompt token ids must be within 0..{spec.vocab_size - 1}.", param="prompt"
             )
+        if request.images and self._images is None:
+            return InvalidRequestError("This engine does not read images.")
+        if (fault := fault_in(request.images, len(prompt))) is not None:
+            return InvalidRequestError(fault)
+        held = sum(each.num_image_bytes for each in self._pending.values())
+        if request.images and held > MAX_PENDING_BYTES:
+            return RateLimitError("Too many images are waiting; try again later.")
         biased = [*request.params.logit_bias, *request.params.stop_token_ids, *request.eos_ids]
         if biased and not 0 <= min(biased) <= max(biased) < spec.vocab_size:
             return InvalidRequestError(f"Token ids must be within 0..{spec.vocab_size - 1}.")

@@ -17,6 +17,7 @@ from engine.backends.custom.ipc.transport import ConnectionClosedError
 from engine.backends.custom.runtime.batch import BatchBuilder, warm_up
 from engine.backends.custom.runtime.budget import StepBudget, StepCounter
 from engine.backends.custom.runtime.grammar import Grammars, MaskJob, MaskRow, MaskWriter
+from engine.backends.custom.runtime.images import ImageStore
 from engine.backends.custom.runtime.intake import Intake
 from engine.backends.custom.runtime.model_runner import (
     BatchInputs,
@@ -94,6 +95,7 @@ class EngineLoop:
         max_queued: int,
         pulse: Pulse | None = None,
         grammars: Grammars | None = None,
+        images: ImageStore | None = None,
     ) -> None:
         self.scheduler = scheduler
         self._runner = runner
@@ -104,7 +106,7 @@ class EngineLoop:
         self._grammars = grammars
         # The mask writer is created for the first step that has a row with a grammar.
         self._masks: MaskWriter | None = None
-        self._intake = Intake(runner.spec, scheduler, max_queued, grammars)
+        self._intake = Intake(runner.spec, scheduler, max_queued, grammars, images)
         self._launched: Launch | None = None
         self._stopping = False
         self._num_steps = 0
@@ -129,13 +131,18 @@ class EngineLoop:
     def turn(self, idle_timeout_s: float) -> None:
         """Run one iteration. If there is no work, it waits up to `idle_timeout_s` for messages."""
         is_idle = self._launched is None and not self.scheduler.has_work
-        is_compiling = self._intake.num_compiling > 0
+        is_pending = self._intake.num_pending > 0
+        has_images = is_pending and self._intake.has_images
         self._pulse.beat(not is_idle, self._patience_s)
-        patience_s = min(idle_timeout_s, COMPILE_POLL_S) if is_compiling else idle_timeout_s
-        self._read_inbox(patience_s if is_idle else 0.0)
+        patience_s = min(idle_timeout_s, COMPILE_POLL_S) if is_pending else idle_timeout_s
+        self._read_inbox(patience_s if is_idle and not has_images else 0.0)
         now = time.monotonic()
-        if is_compiling:
-            self._send(self._intake.admit_compiled(now))
+        if has_images:
+            # One image in each iteration: other requests wait at most as long as this takes.
+            self._pulse.beat(True, UNKNOWN_PATIENCE_S)
+            self._send(self._compute(self._intake.encode_image, now))
+        if is_pending:
+            self._send(self._intake.admit_ready(now))
         self._send(self._intake.expire(now))
         self._step()
         self._send_stats(force=not self.scheduler.has_work and self._has_news)
@@ -310,7 +317,7 @@ class EngineLoop:
     def _end_all(self) -> None:
         now = time.monotonic()
         ended = [self.scheduler.finish(s, "abort", now) for s in list(self.scheduler.sequences())]
-        self._send(ended + self._intake.abort_compiling(now))
+        self._send(ended + self._intake.abort_pending(now))
         self._runner.close()
         if self._grammars is not None:
             self._grammars.close()

@@ -6,7 +6,7 @@ handle. `sample` turns the handle's logits into tokens. Between the two calls, t
 that needs the previous step's tokens. Only `PendingTokens.wait` waits for the device.
 
 Letters: T tokens of the step, S rows (sequences), R rows that sample, B blocks per table, V
-vocabulary.
+vocabulary, D size of an embedding, E tokens of images.
 """
 
 from contextlib import AbstractContextManager
@@ -146,6 +146,16 @@ class BatchInputs:
     # (G,) how many first blocks the rows of each group share. All positions in these blocks were
     # computed before this step.
     prefix_blocks: I32
+    # Embeddings of images, and the indices into T of the tokens that they replace. None if no token
+    # of the step belongs to an image.
+    embeds: F32 | None = None  # (E, D)
+    embed_rows: I32 | None = None  # (E,)
+    # (T,) a token attends to the positions before this one. None: each token attends to the
+    # positions up to its own.
+    visible_end: I32 | None = None
+    # (3, T) the positions by which RoPE rotates, in a model whose images have rows and columns (see
+    # `RopeConfig.sections`). None: RoPE rotates by `positions`.
+    rope_positions: I32 | None = None
     # The block tables and write slots of layers with a sliding window, if these layers have a block
     # pool of their own. A block that the window has left is freed, and its place is NULL_BLOCK.
     window_tables: I32 | None = None  # (S, B)
@@ -245,6 +255,16 @@ class ModelRunner(Protocol):
         ...
 
     def close(self) -> None: ...
+
+
+class ImageEncoder(Protocol):
+    """The loaded image encoder of a model that reads images."""
+
+    def encode(self, pixels: NDArray[np.uint8]) -> F32:
+        """Compute the embeddings (E, D) of an image's tokens from its pixels (height, width, 3). It
+        waits for the device.
+        """
+        ...
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,6 +11,7 @@ import logging
 from bisect import insort
 from collections.abc import Iterator
 
+from engine.backends.custom.runtime.images import whole_images
 from engine.backends.custom.runtime.kv_cache import KVCache
 from engine.backends.custom.runtime.model_runner import MAX_SCORED, StepOutput
 from engine.backends.custom.runtime.outputs import refusal, scores, token_delta, vector_delta
@@ -37,9 +38,10 @@ class SequenceFaultError(Exception):
 class Scheduler:
     """Continuous batching over a `KVCache`."""
 
-    def __init__(self, kv: KVCache, max_slots: int) -> None:
+    def __init__(self, kv: KVCache, max_slots: int, max_step_tokens: int = 2**31 - 1) -> None:
         self.kv = kv
         self._max_slots = max_slots
+        self._max_step_tokens = max_step_tokens
         # For each request id, the choices of the request that have not ended.
         self._requests: dict[str, list[Sequence]] = {}
         self._waiting = WaitingLine()
@@ -235,6 +237,11 @@ class Scheduler:
             count = min(ahead - start, budget - (len(running) - index), max_row)
             if seq.is_scoring:
                 count = min(count, _scorable(rows))
+            if seq.images:
+                later = len(running) - index
+                count = whole_images(seq.images, start, count, self._room(rows) - later)
+                if not count:
+                    continue
             end = start + count
             if end > seq.room:
                 while seq.slot >= 0 and not self._extend(seq, end):
@@ -260,10 +267,19 @@ class Scheduler:
             max_tokens = min(budget, _scorable(rows)) if seq.is_scoring else budget
             start = num_matched * self.kv.block_size
             count = min(len(seq.tokens) - start, max_tokens, self.kv.max_row)
+            if seq.images:
+                count = whole_images(seq.images, start, count, self._room(rows))
+                if not count:
+                    return
             if not self._admit(seq, match, start + count, now):
                 return
             rows.append(self._grant(seq, count))
             budget -= count
+
+    def _room(self, rows: list[Row]) -> int:
+        """How many tokens one more row can have at most, whatever the budget is."""
+        left = self._max_step_tokens - sum(row.length for row in rows)
+        return min(left, self.kv.max_row)
 
     def _extend(self, seq: Sequence, num_tokens: int) -> bool:
         try:

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, NamedTuple
 
 from engine.backends.custom.runtime.grammar import Constraint
+from engine.backends.custom.runtime.images import PlacedImage
 from engine.core.interfaces.request import FinishReason, SamplingParams, TokenLogprobs
 
 if TYPE_CHECKING:
@@ -32,7 +33,9 @@ class Sequence:
 
     request_id: str
     choice: int
-    tokens: Tokens  # the prompt, then every sampled token that the host knows
+    # The prompt, then every sampled token that the host knows. Tokens of images are negative (see
+    # images.py).
+    tokens: Tokens
     num_prompt: int
     max_tokens: int  # max number of generated tokens; at least 1
     params: SamplingParams
@@ -46,6 +49,7 @@ class Sequence:
     deadline: float | None
     constraint: Constraint | None = None  # the grammar that the output follows, if any
     pools: bool = False  # True: the result is an embedding instead of tokens
+    images: tuple[PlacedImage, ...] = ()
     scores_prompt: bool = False
     # The logprobs of prompt tokens that are computed so far. They start with the second token.
     prompt_scores: list[TokenLogprobs] = field(default_factory=list)
@@ -74,6 +78,14 @@ class Sequence:
     started_at: float | None = None
     first_token_at: float | None = None
     finish_reason: FinishReason | None = None
+
+    @property
+    def token_ids(self) -> list[int]:
+        """The tokens, with the tokens of images as they are in the prompt."""
+        if not self.images:
+            return self.tokens.tolist()
+        image_token = self.images[0].token_id
+        return [image_token if token < 0 else token for token in self.tokens]
 
     @property
     def num_uncomputed(self) -> int:

@@ -5,8 +5,9 @@ A size that a file states is checked against the file's tensors before memory of
 allocated. Settings that refer to code in the model directory, such as `auto_map`, are ignored.
 """
 
+import logging
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,12 @@ from engine.backends.custom.architectures.base import (
 )
 from engine.backends.custom.architectures.foreign import has_images
 from engine.backends.custom.architectures.rope import with_factors, with_long_factors
+from engine.backends.custom.architectures.vision import VisionConfig
+from engine.backends.custom.architectures.vision_files import (
+    UNUSED_PREFIX,
+    vision_from_hf,
+    vision_tensors,
+)
 from engine.backends.custom.weights.files import (
     CODE_SUFFIXES,
     member,
@@ -28,7 +35,13 @@ from engine.backends.custom.weights.files import (
 )
 from engine.backends.custom.weights.gguf import GgufCheckpoint, open_gguf, part_names
 from engine.backends.custom.weights.lazy_tensor import Checkpoint, LazyTensor
-from engine.backends.custom.weights.pooling import with_pooling
+from engine.backends.custom.weights.pooling import (
+    DecoderTask,
+    Prompts,
+    decoder_task,
+    read_prompts,
+    with_pooling,
+)
 from engine.backends.custom.weights.quants import TRAITS, dequantize, traits_of
 from engine.backends.custom.weights.safetensors import (
     INDEX_NAME,
@@ -36,6 +49,7 @@ from engine.backends.custom.weights.safetensors import (
     SafetensorsCheckpoint,
     open_safetensors,
 )
+from engine.backends.custom.weights.vision import parted, processor_config
 from engine.backends.custom.weights.weight import Weight
 from engine.core.errors import ModelError, ModelFormatError
 from engine.core.registry.model_registry import (
@@ -44,6 +58,8 @@ from engine.core.registry.model_registry import (
     find_gguf,
     find_hf,
 )
+
+log = logging.getLogger(__name__)
 
 CONFIG_NAME = "config.json"
 GENERATION_CONFIG_NAME = "generation_config.json"
@@ -61,12 +77,6 @@ _IGNORED_SUFFIXES = (
     "pooler.dense.bias",
     *LONG_FACTORS,
 )
-_TEXT_PREFIXES = {
-    "language_model.model.": "model.",
-    "language_model.lm_head.": "lm_head.",
-    "model.language_model.": "model.",
-}
-_IMAGE_PREFIXES = ("vision_tower.", "multi_modal_projector.")
 _SAMPLED_BLOCKS = 8
 _NAMED_IN_ERRORS = 3
 
@@ -80,6 +90,7 @@ class ModelSource:
     checkpoint: Checkpoint
     weights: Mapping[str, Weight]
     metadata: Mapping[str, Any]
+    vision_weights: Mapping[str, Weight] = field(default_factory=dict)  # of the image encoder
 
     @property
     def quantization(self) -> str | None:
@@ -88,6 +99,17 @@ class ModelSource:
     @property
     def size_bytes(self) -> int:
         return sum(tensor.nbytes for tensor in self.checkpoint.tensors.values())
+
+    @property
+    def prompts(self) -> Prompts:
+        """The texts to put before embedding inputs. GGUF files have none."""
+        return read_prompts(self.path) if self.path.is_dir() else Prompts()
+
+    @property
+    def task(self) -> DecoderTask | None:
+        """What a decoder was trained for, if not for generating text. GGUF files do not say it."""
+        is_decoder = self.config.encoder is None and self.path.is_dir()
+        return decoder_task(self.path, self.config) if is_decoder else None
 
     def close(self) -> None:
         self.checkpoint.close()
@@ -189,29 +211,22 @@ def _open_hf(directory: Path, use_mmap: bool, reads_weights: bool) -> ModelSourc
     if config.encoder is not None:
         config = with_pooling(config, directory)
     checkpoint = open_safetensors(directory, use_mmap, metadata.get("quantization_config"))
+    vision_weights: dict[str, Weight] = {}
     if has_images(metadata):
-        checkpoint = SafetensorsCheckpoint(checkpoint.files, _text_tensors(checkpoint))
+        text, image = parted(checkpoint)
+        vision = vision_from_hf(
+            metadata, processor_config(directory), config.hidden_size, config.vocab_size
+        )
         # Such files state in several places, or not at all, whether the head is tied.
-        config = replace(config, tie_embeddings="lm_head.weight" not in checkpoint.tensors)
+        config = replace(config, tie_embeddings="lm_head.weight" not in text, vision=vision)
+        if vision is not None:
+            encoder = SafetensorsCheckpoint(checkpoint.files, image)
+            vision_weights = _resolve_vision(directory.name, vision, encoder)
+        checkpoint = SafetensorsCheckpoint(checkpoint.files, text)
     weights = _resolve(directory.name, family, config, checkpoint)
     if reads_weights:
-        _check_values(directory.name, weights)
-    return ModelSource(directory, config, checkpoint, weights, metadata)
-
-
-def _text_tensors(checkpoint: Checkpoint) -> dict[str, LazyTensor]:
-    """The tensors of the text model of a checkpoint that has an image encoder too, under the names
-    that they have in checkpoints of text models.
-    """
-    tensors: dict[str, LazyTensor] = {}
-    for name, tensor in checkpoint.tensors.items():
-        for theirs, ours in _TEXT_PREFIXES.items():
-            if name.startswith(theirs):
-                name = ours + name.removeprefix(theirs)
-                break
-        if not name.removeprefix("model.").startswith(_IMAGE_PREFIXES):
-            tensors[name] = replace(tensor, name=name)
-    return tensors
+        _check_values(directory.name, {**weights, **vision_weights})
+    return ModelSource(directory, config, checkpoint, weights, metadata, vision_weights)
 
 
 def _open_gguf(path: Path, use_mmap: bool, reads_weights: bool) -> ModelSource:
@@ -278,27 +293,13 @@ def _resolve(
     """Find and check the stored tensor of every weight. Returns the weights by the engine's names.
     Raises if tensors are missing or unknown.
     """
-    weights: dict[str, Weight] = {}
-    missing: list[str] = []
-    for spec in family.tensors(config):
-        tensors = _find(spec, checkpoint)
-        if not tensors:
-            if not spec.optional:
-                missing.append(spec.name)
-            continue
-        transform = spec.gguf_transform if checkpoint.format == "gguf" else spec.hf_transform
-        if checkpoint.format == "safetensors" and tensors[0].is_gathered:
-            # Quantized matrices have their rows in order, also if floats are stored transposed.
-            transform = replace(transform, transposed=False)
-        weights[spec.name] = Weight(spec, tensors, transform)
-    if missing:
-        raise ModelFormatError(f"{where}: weights are missing: {_some(missing)}")
-    for weight in weights.values():
-        _check_weight(where, weight)
+    weights = _found(where, family.tensors(config), checkpoint)
     # A checkpoint whose LM head is tied may still store the head's matrix. This is not an error.
     specs = family.tensors(replace(config, tie_embeddings=False))
     known = {tensor.name for spec in specs for tensor in _find(spec, checkpoint)}
     ignored = _predictors(checkpoint)
+    if ignored:
+        log.warning("%s: layers that predict further tokens are not used", where)
     extra = [
         name
         for name in checkpoint.tensors
@@ -310,6 +311,44 @@ def _resolve(
         raise ModelFormatError(
             f"{where}: a {config.family} model of {config.num_layers} layers has no place for "
             f"these tensors: {_some(extra)}"
+        )
+    return weights
+
+
+def _found(where: str, specs: Iterable[TensorSpec], checkpoint: Checkpoint) -> dict[str, Weight]:
+    """Find and check the stored tensors of the weights `specs`. Raises if some are missing."""
+    weights: dict[str, Weight] = {}
+    missing: list[str] = []
+    for spec in specs:
+        tensors = _find(spec, checkpoint)
+        if not tensors:
+            if not spec.optional:
+                missing.append(spec.name)
+            continue
+        is_gguf = checkpoint.format == "gguf" and tensors[0].name != spec.older_gguf
+        transform = spec.gguf_transform if is_gguf else spec.hf_transform
+        if checkpoint.format == "safetensors" and tensors[0].is_gathered:
+            # Quantized matrices have their rows in order, also if floats are stored transposed.
+            transform = replace(transform, transposed=False)
+        weights[spec.name] = Weight(spec, tensors, transform)
+    if missing:
+        raise ModelFormatError(f"{where}: weights are missing: {_some(missing)}")
+    for weight in weights.values():
+        _check_weight(where, weight)
+    return weights
+
+
+def _resolve_vision(where: str, vision: VisionConfig, checkpoint: Checkpoint) -> dict[str, Weight]:
+    weights = _found(where, vision_tensors(vision), checkpoint)
+    known = {tensor.name for weight in weights.values() for tensor in weight.tensors}
+    unknown = [
+        name
+        for name in checkpoint.tensors
+        if name not in known and not name.startswith(UNUSED_PREFIX)
+    ]
+    if unknown:
+        raise ModelFormatError(
+            f"{where}: the image encoder has no place for these tensors: {_some(unknown)}"
         )
     return weights
 
@@ -333,6 +372,8 @@ def _find(spec: TensorSpec, checkpoint: Checkpoint) -> tuple[LazyTensor, ...]:
     """
     stored = checkpoint.tensors
     name = spec.gguf if checkpoint.format == "gguf" else spec.hf
+    if checkpoint.format == "gguf" and name not in stored and spec.older_gguf in stored:
+        name = spec.older_gguf
     if name is None:
         return ()
     names = [name]

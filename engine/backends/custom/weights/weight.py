@@ -29,7 +29,9 @@ class StoredRows(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Weight:
-    """One weight of the model. It has one stored tensor, or one per expert."""
+    """One weight of the model. It has one stored tensor, or one per expert. Where this class speaks
+    of experts, a weight may also have a matrix per head.
+    """
 
     spec: TensorSpec
     tensors: tuple[LazyTensor, ...]
@@ -49,6 +51,8 @@ class Weight:
         if not self.spec.of_experts:
             return self.transform.stored_shape(shape)
         of_one = self.transform.stored_shape(shape[1:])
+        if self.transform.joined:
+            return (shape[0] * of_one[0], *of_one[1:])
         return of_one if self._is_by_expert else (shape[0], *of_one)
 
     @property
@@ -64,30 +68,54 @@ class Weight:
         """The matrix or bias of one expert."""
         assert self.spec.of_experts, self.spec
         spec = replace(self.spec, shape=self.spec.shape[1:], of_experts=False)
-        tensor = self.tensors[index] if self._is_by_expert else self.tensor.part(index)
+        whole, count = self.tensor, self.spec.shape[0]
+        if self.transform.joined:
+            stacked = (count, whole.shape[0] // count, *whole.shape[1:])
+            return Weight(spec, (replace(whole, shape=stacked).part(index),), self.transform)
+        tensor = self.tensors[index] if self._is_by_expert else whole.part(index)
         return Weight(spec, (tensor,), self.transform)
+
+    def row(self, index: int) -> NDArray[np.float32]:
+        """One row of a matrix that is stored as it is, as float32. Reads only this row."""
+        assert self.transform == Transform() and not self.spec.of_experts, self
+        rows, columns = self.spec.shape
+        raw = self.tensor.raw().reshape(rows, -1)[index]
+        return self.tensor.decode(raw, (columns,))
 
     def rows(self) -> StoredRows:
         """The stored bytes of a matrix, without the rows of other weights."""
         raw, transform, shape = self.tensor.raw(), self.transform, self.spec.shape
         if transform.is_part:
             raw = self._own_rows(raw)
-        is_transposed = transform.transposed and not transform.is_part
+        is_transposed = transform.turned or (transform.transposed and not transform.is_part)
         return StoredRows(raw, _pair_order(transform, shape[0]), is_transposed)
 
     @property
     def kernel_dtype(self) -> str:
         """The storage type that `kernel_rows` has."""
-        return kernel_type(self.tensor.dtype)
+        return "F16" if self._is_turned_quantized else kernel_type(self.tensor.dtype)
 
     def kernel_rows(self) -> StoredRows:
-        """As `rows`, but a type without kernels of its own is written as one that has kernels."""
+        """As `rows`, but a type without kernels of its own is written as one that has kernels. So
+        are quantized rows that become columns.
+        """
         rows = self.rows()
+        if self._is_turned_quantized:
+            values = self.tensor.decode(rows.raw, self.spec.shape[::-1])
+            return rows._replace(raw=values.astype(np.float16).reshape(-1).view(np.uint8))
         return rows._replace(raw=for_kernels(self.tensor.dtype, rows.raw))
+
+    @property
+    def _is_turned_quantized(self) -> bool:
+        """Whether this matrix is stored as its transpose in quantized rows. Columns of quantized
+        rows have no scales of their own. Float16 values differ by 2 ** -12 of themselves at most.
+        """
+        return self.transform.turned and traits_of(self.tensor.dtype).quantized
 
     def _own_rows(self, raw: NDArray[np.uint8]) -> NDArray[np.uint8]:
         """Select the bytes of this weight. They are copied unless they are consecutive."""
-        transform, rows = self.transform, self.spec.shape[0]
+        transform = self.transform
+        rows = self.spec.shape[1 if transform.turned else 0]
         if transform.transposed:
             size = traits_of(self.tensor.dtype).block_bytes
             values = raw.reshape(*self.tensor.shape, size)  # (in, out, bytes of a value)
@@ -135,8 +163,10 @@ def _pair_order(transform: Transform, num_rows: int) -> NDArray[np.intp] | None:
     if not transform.paired:
         return None
     # In the file, the rotated rows of a head interleave the RoPE pairs: 0, R/2, 1, R/2 + 1, ... In
-    # the engine's layout, the two halves follow each other. The other rows of the head are last.
+    # the engine's layout, the two halves follow each other. The other rows of the head are before
+    # and after them.
     heads = np.arange(num_rows).reshape(-1, transform.head_dim)
-    pairs = heads[:, : transform.paired].reshape(len(heads), -1, 2)
+    start, end = transform.unpaired, transform.unpaired + transform.paired
+    pairs = heads[:, start:end].reshape(len(heads), -1, 2)
     halves = pairs.swapaxes(1, 2).reshape(len(heads), -1)
-    return np.concatenate((halves, heads[:, transform.paired :]), axis=1).reshape(-1)
+    return np.concatenate((heads[:, :start], halves, heads[:, end:]), axis=1).reshape(-1)

@@ -21,12 +21,13 @@ from engine.backends.custom.frameworks.entry import framework_entry
 from engine.backends.custom.ipc.engine_process import STACKS_SIGNAL
 from engine.backends.custom.ipc.heartbeat import Heartbeat, Pulse, Watchdog
 from engine.backends.custom.ipc.transport import ConnectionClosedError, SocketChannel
-from engine.backends.custom.options import EngineOptions
+from engine.backends.custom.options import IMAGE_FRAMEWORKS, EngineOptions
 from engine.backends.custom.runtime.batch import warm_up
 from engine.backends.custom.runtime.block_pool import BlockPool
 from engine.backends.custom.runtime.budget import TARGET_STEP_S, StepBudget
 from engine.backends.custom.runtime.grammar import Grammars, Vocabulary
 from engine.backends.custom.runtime.groups.windows import window_group
+from engine.backends.custom.runtime.images import ImageStore
 from engine.backends.custom.runtime.kv_cache import KVCache
 from engine.backends.custom.runtime.loop import Channel, EngineLoop
 from engine.backends.custom.runtime.model_runner import (
@@ -83,6 +84,21 @@ def load_runner(
     return framework.build_runner(source, config), config, plan
 
 
+def load_images(
+    source: ModelSource,
+    options: EngineOptions,
+    loaded: tuple[ModelRunner, RunnerConfig, MemoryPlan],
+) -> ImageStore | None:
+    """Load the image encoder of a model that reads images. None if the model has none, or if the
+    framework can't run it; then the model reads only text.
+    """
+    vision = source.config.vision
+    if vision is None or options.framework not in IMAGE_FRAMEWORKS:
+        return None
+    encoder = framework_entry(options.framework).build_image_encoder(source, loaded[1])
+    return ImageStore(encoder, two_way_tokens=vision.two_way_tokens, grid_unit=vision.grid_unit)
+
+
 def log_plan(device: DeviceInfo, plan: MemoryPlan) -> None:
     for line in (f"{device.name}, {device.dtype}", *plan.lines()):
         log.info("memory plan: %s", line)
@@ -128,7 +144,7 @@ def build_scheduler(spec: RunnerSpec, options: EngineOptions, bytes_per_token: i
         max_cached_sequences=options.cache_max_sequences,
         windows=windows,
     )
-    return Scheduler(kv, spec.max_slots)
+    return Scheduler(kv, spec.max_slots, max_step_tokens(spec, options))
 
 
 def max_step_tokens(spec: RunnerSpec, options: EngineOptions) -> int:
@@ -142,6 +158,7 @@ def build_loop(
     channel: Channel,
     pulse: Pulse | None = None,
     vocabulary: Callable[[], Vocabulary] | None = None,
+    images: ImageStore | None = None,
 ) -> EngineLoop:
     """Builds the engine loop of a loaded model, with scheduler, cache, step budget and grammars.
 
@@ -149,11 +166,28 @@ def build_loop(
     """
     spec = runner.spec
     scheduler = build_scheduler(spec, options, bytes_per_token)
-    max_tokens = max_step_tokens(spec, options)
+    if images is not None:
+        check_image_rows(scheduler, max_step_tokens(spec, options) - spec.max_slots, images)
     target_s = spec.target_step_s or TARGET_STEP_S
+    max_tokens = max_step_tokens(spec, options)
     budget = StepBudget(max_tokens, spec.max_slots, target_s, spec.min_prompt_tokens)
     grammars = Grammars(vocabulary or functools.partial(_vocabulary, options))
-    return EngineLoop(scheduler, runner, channel, budget, options.max_queued, pulse, grammars)
+    return EngineLoop(
+        scheduler, runner, channel, budget, options.max_queued, pulse, grammars, images
+    )
+
+
+def check_image_rows(scheduler: Scheduler, room: int, images: ImageStore) -> None:
+    """Raise if one step can't compute a whole image, although the model needs it. `room` is the max
+    number of tokens of a step in which all other sequences decode.
+    """
+    largest = min(room, scheduler.kv.max_row)
+    if images.two_way_tokens > largest:
+        raise ConfigError(
+            f"this model computes the {images.two_way_tokens} tokens of an image in one step, "
+            f"which has room for {largest}; raise max_batch_tokens, lower batch_size, or raise "
+            "memory_pool_size_mb"
+        )
 
 
 def _vocabulary(options: EngineOptions) -> Vocabulary:
@@ -181,7 +215,8 @@ def run_engine(
         _run_encoder(encoder, device, options, channel, pulse, started_at)
         return
     loaded = load_runner(source, options)
-    serve_runner(loaded, options, channel, pulse, on_loaded, started_at)
+    images = load_images(source, options, loaded)
+    serve_runner(loaded, options, channel, pulse, on_loaded, started_at, images=images)
 
 
 def serve_runner(
@@ -192,12 +227,13 @@ def serve_runner(
     on_loaded: Callable[[], None],
     started_at: float,
     vocabulary: Callable[[], Vocabulary] | None = None,
+    images: ImageStore | None = None,
 ) -> None:
     """Warm up the loaded runner, send `Ready`, and run its loop until a `Stop` message arrives."""
     runner, config, plan = loaded
     warm_up(runner)
     on_loaded()
-    loop = build_loop(runner, options, plan.bytes_per_token, channel, pulse, vocabulary)
+    loop = build_loop(runner, options, plan.bytes_per_token, channel, pulse, vocabulary, images)
     spec = runner.spec
     channel.send(
         Ready(

@@ -21,6 +21,8 @@ from engine.backends.custom.ir.plan import (
     EmbedStep,
     ExpertsStep,
     GateRowsStep,
+    HeadLinearStep,
+    LatentWriteStep,
     LinearStep,
     NormStep,
     RopeWriteStep,
@@ -44,7 +46,7 @@ def layer_outputs(source: ModelSource, token_ids: Sequence[int]) -> dict[str, ND
     config, count = source.config, len(token_ids)
     weights = {name: weight.numpy() for name, weight in source.weights.items()}
     positions = np.arange(count, dtype=np.int32)
-    cache = (1, count, 2, config.num_kv_heads, config.head_dim)
+    cache = (1, count, config.kv_parts, config.num_kv_heads, config.head_dim)
     factors = weights.get("rope.factors")
     rotations = tuple(rotary_tables(rope, config.max_position, factors) for rope in config.ropes)
     state = State(tuple(np.zeros(cache, np.float32) for _ in range(config.num_layers)), rotations)
@@ -91,7 +93,7 @@ def _layer(step: Step) -> str:
     match step:
         case EmbedStep():
             return "embed"
-        case RopeWriteStep() | AttentionStep():
+        case RopeWriteStep() | LatentWriteStep() | HeadLinearStep() | AttentionStep():
             return "attn"
         case LinearStep() if layer_of(step.matrix) is not None:
             return "attn" if ".attn." in step.matrix else "mlp"

@@ -121,7 +121,8 @@ class JAXRunner:
         self._home = home(P(), mesh, device)
         self._buckets = Buckets(config.max_slots, config.block_size, config.max_seq_len, CHUNK)
         num_slots = config.num_blocks * config.block_size
-        shape = (num_slots, 2, model.config.num_kv_heads, model.config.head_dim)
+        kv = model.config
+        shape = (num_slots, kv.kv_parts, kv.num_kv_heads, kv.head_dim)
         dtype, pages = params["norm"]["weight"].dtype, home(CACHE_SPEC, mesh, device)
         # The KV cache of each layer.
         self._caches = [
@@ -217,8 +218,8 @@ def forward(
 ) -> tuple[list[Array], Array, Array]:
     """The forward pass of a step. `leaves` are the model's parameters as a flat list. `last_token`
     (max_slots,) has the last sampled token of each slot. `caches` are the KV caches of the layers.
-    Each has the shape (slots, 2, K, H), with key before value. They are donated and written in
-    place.
+    Each has the shape (slots, 2, K, H), with key before value, or (slots, 1, 1, H) in latent
+    attention. They are donated and written in place.
 
     Returns the caches, the residual stream (T, D) of the tokens in `logit_rows`, and for each token
     whether its residual stream is finite after the last layer.
@@ -234,7 +235,7 @@ def forward(
     def attend(
         scoring: Scoring, per_head: PerHead, q: Array, k: Array, v: Array, cache: Array
     ) -> tuple[Array, Array]:
-        shape = AttentionShape(bucket.tile, block_size, scoring)
+        shape = AttentionShape(bucket.tile, block_size, scoring, v.shape[-1])
         write = partial(write_and_attend, attention, shape)
         if mesh is not None:
             heads, pages = P(None, AXIS), CACHE_SPEC
@@ -261,7 +262,8 @@ def write_and_attend(
     """Writes the keys and values of one layer to the cache, then computes attention. If the model
     is sharded over several devices, each device computes only its own heads.
     """
-    cache = cache.at[write_slots].set(jnp.stack((k, v), axis=1), mode="promise_in_bounds")
+    token = k[:, None] if cache.shape[1] == 1 else jnp.stack((k, v), axis=1)
+    cache = cache.at[write_slots].set(token, mode="promise_in_bounds")
     return attention(q, cache, work, shape, per_head), cache
 
 

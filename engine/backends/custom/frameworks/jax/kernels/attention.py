@@ -20,9 +20,10 @@ class AttentionBackend(Protocol):
     def __call__(
         self, q: Array, cache: Array, work: Work, shape: AttentionShape, per_head: PerHead
     ) -> Array:
-        """Attention of one layer: queries q (T, N, H) -> outputs (T, N, H). The outputs of padding
+        """Attention of one layer: queries q (T, N, H) -> outputs (T, N, U). The outputs of padding
         tokens are undefined. `cache` (slots, 2, K, H) has the key, then the value of each slot. It
-        already contains the keys and values of this step.
+        already contains the keys and values of this step. U is H, except in latent attention: there
+        the cache (slots, 1, 1, H) has keys only, and the first U values of a key are its value.
         """
         ...
 
@@ -39,11 +40,14 @@ def attention_backend(
     """
     if name == "auto":
         can_tile = config.head_dim >= 16 and config.head_dim & (config.head_dim - 1) == 0
+        can_tile = can_tile and config.latent is None
         name = "pallas" if platform == "gpu" and can_tile else "xla"
     if name not in ATTENTION:
         raise ConfigError(
             f"attention backend '{name}' is unknown; use auto or one of {', '.join(ATTENTION)}"
         )
+    if name == "pallas" and config.latent is not None:
+        raise ConfigError("attention backend 'pallas' has no latent attention; use xla")
     most = MAX_OFFSET // (2 * config.num_kv_heads * config.head_dim)
     if name == "pallas" and num_slots > most:
         raise ConfigError(

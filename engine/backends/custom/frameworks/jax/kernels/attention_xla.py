@@ -31,11 +31,12 @@ def xla_attention(
 ) -> Array:
     """See `AttentionBackend`."""
     attend = partial(_attend, shape=shape, per_head=per_head)
-    out = _singles(attend, q, cache, work)
+    out = jnp.zeros((*q.shape[:2], shape.value_dim), q.dtype)
+    out = _singles(attend, q, out, cache, work)
     return out if shape.tile == 1 else _tiles(attend, q, out, cache, work, shape.tile)
 
 
-def _singles(attend: Attend, q: Array, cache: Array, work: Work) -> Array:
+def _singles(attend: Attend, q: Array, out: Array, cache: Array, work: Work) -> Array:
     size = min(GROUP, len(work.token))
 
     def attend_group(index: Array | int, out: Array) -> Array:
@@ -48,9 +49,9 @@ def _singles(attend: Attend, q: Array, cache: Array, work: Work) -> Array:
         return out.at[jnp.where(is_used, tokens, len(q))].set(attended[:, 0], mode="drop")
 
     if len(work.token) == size:
-        return attend_group(0, jnp.zeros_like(q))
+        return attend_group(0, out)
     num_groups = (work.num_singles + size - 1) // size
-    return lax.fori_loop(0, num_groups, attend_group, jnp.zeros_like(q))
+    return lax.fori_loop(0, num_groups, attend_group, out)
 
 
 def _tiles(attend: Attend, q: Array, out: Array, cache: Array, work: Work, size: int) -> Array:
@@ -85,13 +86,13 @@ def _attend(
     shape: AttentionShape,
     per_head: PerHead,
 ) -> Array:
-    """Attention of G rows with Q queries each: q (G, Q, N, H) -> (G, Q, N, H).
+    """Attention of G rows with Q queries each: q (G, Q, N, H) -> (G, Q, N, U).
 
     `positions` (G, Q) are the positions of the queries. `tables` (G, B) are the block tables of the
     rows.
     """
     rows, queries, num_heads, head_dim = q.shape
-    num_kv_heads = cache.shape[2]
+    parts, num_kv_heads = cache.shape[1:3]
     blocks = cache.reshape(-1, shape.block_size, *cache.shape[1:])
     width = max(1, CHUNK // shape.block_size)  # blocks per chunk
     chunk = width * shape.block_size
@@ -105,11 +106,12 @@ def _attend(
     def attend_chunk(index: Array, state: tuple[Array, Array, Array]) -> tuple[Array, ...]:
         best, total, mixed = state
         table = lax.dynamic_slice_in_dim(tables, index * width, width, axis=1)
-        taken = _take(blocks, table).reshape(rows, chunk, 2, num_kv_heads, head_dim)
+        taken = _take(blocks, table).reshape(rows, chunk, parts, num_kv_heads, head_dim)
         keys, key_positions = taken[:, :, 0], index * chunk + jnp.arange(chunk)
         # Cache slots past a row's end belong to other sequences. Their values may be NaN, so they
         # are replaced by zeros.
-        values = jnp.where((key_positions <= last[:, None])[..., None, None], taken[:, :, 1], 0)
+        is_own = (key_positions <= last[:, None])[..., None, None]
+        values = jnp.where(is_own, taken[:, :, -1, :, : shape.value_dim], 0)
         distance = positions[..., None] - key_positions  # (G, Q, C)
         products = einsum("gkqnh,gckh->gkqnc", grouped, keys)
         scored = scores(products, distance[:, None, :, None], shape.scoring, slopes)
@@ -126,10 +128,10 @@ def _attend(
     best, total = jnp.full(per_query, HIDDEN, jnp.float32), jnp.zeros(per_query, jnp.float32)
     if sinks is not None:  # softmax starts with the sink as its only score
         best, total = jnp.broadcast_to(sinks[..., 0], per_query), jnp.ones_like(total)
-    start = (best, total, jnp.zeros(grouped.shape, jnp.float32))
+    start = (best, total, jnp.zeros((*per_query, shape.value_dim), jnp.float32))
     _, total, mixed = lax.fori_loop(first, last.max() // chunk + 1, attend_chunk, start)
     attended = (mixed / total[..., None]).astype(q.dtype).swapaxes(1, 2)
-    return attended.reshape(rows, queries, num_heads, head_dim)
+    return attended.reshape(rows, queries, num_heads, shape.value_dim)
 
 
 def _take(array: Array, indices: Array) -> Array:

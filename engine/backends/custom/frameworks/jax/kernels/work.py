@@ -54,3 +54,4 @@ class AttentionShape:
     tile: int  # max queries per item
     block_size: int
     scoring: Scoring
+    value_dim: int  # values that a head puts out

@@ -6,7 +6,11 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
-from engine.backends.custom.architectures.base import ModelConfig
+from engine.backends.custom.architectures.base import (
+    LATENT_NORM_EPS,
+    LatentConfig,
+    ModelConfig,
+)
 from engine.backends.custom.frameworks.jax.kernels.work import PerHead, scores
 from engine.backends.custom.frameworks.jax.layers.linear import Params, einsum, linear
 from engine.backends.custom.frameworks.jax.layers.norm import rms_norm
@@ -20,6 +24,9 @@ def heads(
     """Projects x (T, D) to queries (T, N, H), keys (T, K, H) and values (T, K, H). Applies the
     norms of queries and keys, then RoPE, if the model has them.
     """
+    if config.latent is not None:
+        assert rotation is not None, "latent attention rotates"
+        return _latent_heads(params, config.latent, x, rotation)
     q, k, v = (linear(params[name], x) for name in ("q", "k", "v"))
     if config.qk_norm == "whole":
         q = rms_norm(params["q_norm"], q, config.norm_eps)
@@ -33,9 +40,42 @@ def heads(
     return q, k, v
 
 
+def _latent_heads(
+    params: Params, latent: LatentConfig, x: Array, rotation: Rotation
+) -> tuple[Array, Array, Array]:
+    """The queries (T, N, L + R), the keys (T, 1, L + R) and the latents (T, 1, L), which are the
+    values. `k_up` turns queries into vectors that score latents.
+    """
+    if latent.q_rank is None:
+        q = linear(params["q"], x)
+    else:
+        narrow = rms_norm(params["q_a_norm"], linear(params["q_a"], x), LATENT_NORM_EPS)
+        q = linear(params["q_b"], narrow)
+    q = q.reshape(len(x), -1, latent.nope_dim + latent.rope_dim)
+    plain, turned = jnp.split(q, (latent.nope_dim,), axis=-1)
+    kv, key = jnp.split(linear(params["kv_a"], x)[:, None], (latent.kv_rank,), axis=-1)
+    values = rms_norm(params["kv_norm"], kv, LATENT_NORM_EPS)
+    scoring = einsum("tni,nli->tnl", plain, params["k_up"]["weight"]).astype(x.dtype)
+    return (
+        jnp.concatenate((scoring, rotate(turned, rotation)), axis=-1),
+        jnp.concatenate((values, rotate(key, rotation)), axis=-1),
+        values,
+    )
+
+
+def outputs(params: Params, attended: Array) -> Array:
+    """The output projection: what heads put out (T, N, U) -> (T, D). In latent attention, `v_up`
+    first turns the sum of latents of each head into a value.
+    """
+    if "v_up" in params:
+        values = einsum("tnl,nul->tnu", attended, params["v_up"]["weight"])
+        attended = values.astype(attended.dtype)
+    return linear(params["o"], attended.reshape(len(attended), -1))
+
+
 def causal_attention(q: Array, k: Array, v: Array, scoring: Scoring, per_head: PerHead) -> Array:
-    """Causal attention of one whole sequence, without a cache. Returns (T, N, H). The function is
-    differentiable.
+    """Causal attention of one whole sequence, without a cache. Returns (T, N, U), where U is the
+    size of a value. The function is differentiable.
     """
     length, num_kv_heads = len(q), k.shape[1]
     grouped = q.reshape(length, num_kv_heads, -1, q.shape[-1])  # (T, K, N / K, H)
@@ -49,4 +89,5 @@ def causal_attention(q: Array, k: Array, v: Array, scoring: Scoring, per_head: P
         sink = jnp.broadcast_to(sinks, (*scored.shape[:-1], 1))
         scored = jnp.concatenate((scored, sink), axis=-1)
     weights = jax.nn.softmax(scored, axis=-1)[..., :length].astype(v.dtype)
-    return einsum("kgts,skh->tkgh", weights, v).astype(v.dtype).reshape(q.shape)
+    mixed = einsum("kgts,skh->tkgh", weights, v).astype(v.dtype)
+    return mixed.reshape(length, q.shape[1], -1)

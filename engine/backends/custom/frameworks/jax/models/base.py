@@ -16,7 +16,7 @@ from jax import Array
 
 from engine.backends.custom.architectures.base import LayerConfig, ModelConfig, RopeConfig
 from engine.backends.custom.frameworks.jax.kernels.work import PerHead
-from engine.backends.custom.frameworks.jax.layers.attention import causal_attention, heads
+from engine.backends.custom.frameworks.jax.layers.attention import causal_attention, heads, outputs
 from engine.backends.custom.frameworks.jax.layers.experts import mixture
 from engine.backends.custom.frameworks.jax.layers.linear import Params, embedding, linear
 from engine.backends.custom.frameworks.jax.layers.mlp import gated_mlp, mlp
@@ -27,8 +27,8 @@ from engine.backends.custom.frameworks.scoring import Scoring, alibi_slopes, sco
 
 Memory = Any  # the KV state of a layer, for example its cache: a pytree that only `attend` reads
 # A function that attends in one layer. It gets the layer's scoring rules, per-head values, queries
-# (T, N, H), keys and values (T, K, H) and KV state. It returns the attention output (T, N, H) and
-# the new KV state.
+# (T, N, H), keys (T, K, H), values (T, K, U) and KV state. It returns the attention output
+# (T, N, U) and the new KV state.
 Attend = Callable[[Scoring, PerHead, Array, Array, Array, Memory], tuple[Array, Memory]]
 
 
@@ -76,7 +76,7 @@ def block(
     qkv = heads(params["attn"], config, read, rotation)
     per_head = per_head_of(config, params["attn"])
     attended, memory = attend(scoring_of(config, layer), per_head, *qkv, memory)
-    half = linear(params["attn"]["o"], attended.reshape(len(x), -1))
+    half = outputs(params["attn"], attended)
     after = merged(config, params, "attn", x, half)
     if config.parallel != "shared":
         read = entering(config, params, "mlp", after if config.parallel is None else x)

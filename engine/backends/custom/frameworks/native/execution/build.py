@@ -99,10 +99,8 @@ def memory_needs(source: ModelSource, options: EngineOptions, device: DeviceInfo
     weight_bytes = sum(_packed_bytes(weight) for weight in source.weights.values())
     if options.numerics == "fast" and device.dtype == STORED:
         weight_bytes += _per_channel_bytes(source)
-    token_bytes = kv_token_bytes(
-        source.config, _kv_type(options.kv_dtype, device.dtype, options.numerics)
-    )
-    needs = MemoryNeeds(weight_bytes, token_bytes, USUAL_POOL_BYTES)
+    kv_type = _kv_type(source.config, options.kv_dtype, device.dtype, options.numerics)
+    needs = MemoryNeeds(weight_bytes, kv_token_bytes(source.config, kv_type), USUAL_POOL_BYTES)
     return with_windows(needs, source.config, min(options.max_batch_tokens, STEP_TOKENS))
 
 
@@ -110,7 +108,7 @@ def kv_token_bytes(config: ModelConfig, stored_as: str) -> int:
     """Bytes of one token in the KV cache. Heads are padded to multiples of 32 values."""
     dim = -(-config.head_dim // 32) * 32
     head_bytes = {"float32": 4 * dim, "bfloat16": 2 * dim, "int8": dim + 4}[stored_as]
-    return 2 * config.num_layers * config.num_kv_heads * head_bytes
+    return config.num_layers * config.kv_parts * config.num_kv_heads * head_bytes
 
 
 def _packed_bytes(weight: Weight) -> int:
@@ -234,29 +232,9 @@ def load_model(
 
 
 def build_encoder(source: ModelSource, options: EngineOptions, device: DeviceInfo) -> Encoder:
-    """Loads a text encoder. Its keys and values stay float32, since they are never kept."""
-    from engine.backends.custom.frameworks.native.execution.encoder import NativeEncoder
-    from engine.backends.custom.frameworks.native.machine import default_threads
-    from engine.backends.custom.ir.encoder import build_encoder_graph
+    from engine.backends.custom.frameworks.native.execution.encoder import load_encoder
 
-    config = source.config
-    assert config.encoder is not None, config
-    _check_settings(options.attention, options.quantization)
-    max_tokens = max(config.encoder.max_tokens, STEP_TOKENS)
-    plans = _plans(
-        build_encoder_graph(config),
-        source,
-        machine_with(options.threads or default_threads()),
-        Capacity(max_tokens, STEP_TOKENS),
-        Precision(device.dtype == "float32", "float32"),
-    )
-    model = load_model(source, plans, ((0, 0),), options.numerics, options.affinity)
-    num_blocks = max_tokens // TILE_TOKENS + STEP_TOKENS  # each text may have a partial block
-    cache = CacheShape("float32", TILE_TOKENS, ((1, num_blocks),))
-    _allocate(model.native, source, plans[-1], cache, max_tokens)
-    for plan in plans:
-        add_program(model.native, plan, model.weights)
-    return NativeEncoder(model.native, config, STEP_TOKENS, TILE_TOKENS)
+    return load_encoder(source, options, device)
 
 
 def _add_slopes(model: Any, config: ModelConfig) -> int:
@@ -279,7 +257,7 @@ def _add_per_channel(
     return dict(zip(names, model.add_per_channel([matrices[name] for name in names]), strict=True))
 
 
-def _check_settings(attention: str, quantization: str) -> None:
+def check_settings(attention: str, quantization: str) -> None:
     if attention != "auto":
         raise ConfigError(
             f"the native backend has one kind of attention; performance.attention "
@@ -293,7 +271,7 @@ def _check_settings(attention: str, quantization: str) -> None:
 
 
 def _check(model: ModelConfig, config: RunnerConfig) -> None:
-    _check_settings(config.attention, config.quantization)
+    check_settings(config.attention, config.quantization)
     if config.block_size % TILE_TOKENS:
         raise ConfigError(
             f"the native backend keeps tokens in tiles of {TILE_TOKENS}: cache.block_size "
@@ -328,18 +306,19 @@ def plans_for(source: ModelSource, config: RunnerConfig, machine: Machine) -> li
     sizes of buffers and in how work is split among threads.
     """
     max_tokens = max(config.max_batch_tokens, config.max_slots)
-    return _plans(
+    return make_plans(
         build_graph(source.config),
         source,
         machine,
         Capacity(max_tokens, min(max_tokens, config.max_slots + MAX_SCORED)),
         Precision(
-            config.dtype == "float32", _kv_type(config.kv_dtype, config.dtype, config.numerics)
+            config.dtype == "float32",
+            _kv_type(source.config, config.kv_dtype, config.dtype, config.numerics),
         ),
     )
 
 
-def _plans(
+def make_plans(
     graph: Graph, source: ModelSource, machine: Machine, largest: Capacity, precision: Precision
 ) -> list[ExecutionPlan]:
     layout_of = kernels().layout_of
@@ -361,13 +340,13 @@ def _set_memory(model: Any, source: ModelSource, config: RunnerConfig, plan: Exe
         for index, num_blocks in enumerate((config.num_blocks, config.num_window_blocks))
         if num_blocks
     ]
-    kv_type = _kv_type(config.kv_dtype, config.dtype, config.numerics)
+    kv_type = _kv_type(source.config, config.kv_dtype, config.dtype, config.numerics)
     shape = CacheShape(kv_type, config.block_size, sizes)
-    _allocate(model, source, plan, shape, config.max_seq_len)
+    allocate(model, source, plan, shape, config.max_seq_len)
     model.set_sampler(source.config.vocab_size, config.max_slots, config.max_seq_len)
 
 
-def _allocate(
+def allocate(
     model: Any, source: ModelSource, plan: ExecutionPlan, cache: CacheShape, max_seq_len: int
 ) -> None:
     """Allocates the arena and the KV caches, and adds the RoPE tables."""
@@ -389,6 +368,7 @@ def _allocate(
             model_config.head_dim,
             cache.block_size,
             num_blocks,
+            0 if model_config.latent is None else model_config.latent.kv_rank,
         )
     model.set_max_positions(max_seq_len)
     factors = source.weights.get("rope.factors")
@@ -399,11 +379,17 @@ def _allocate(
         model.add_rope(list(map(float, frequencies)), scale)
 
 
-def _kv_type(asked: str, dtype: str, numerics: str) -> str:
+def _kv_type(config: ModelConfig, asked: str, dtype: str, numerics: str) -> str:
+    if asked == "int8" and config.latent is not None:
+        raise ConfigError(
+            f"cache.kv_dtype int8 does not cover models of the family '{config.family}': one scale "
+            "would serve the latent and the rotated key of a token; use bfloat16"
+        )
     if asked != "auto":
         return asked
     if dtype == "float32":
         return "float32"
     native = kernels()
-    is_int8 = numerics == "fast" and native.has_int8_attention(native.instruction_sets()[-1])
+    is_fast = numerics == "fast" and config.latent is None
+    is_int8 = is_fast and native.has_int8_attention(native.instruction_sets()[-1])
     return "int8" if is_int8 else "bfloat16"

@@ -11,6 +11,23 @@ import numpy as np
 from numpy.typing import NDArray
 
 from engine.backends.custom.architectures.base import ModelConfig
+from engine.backends.custom.frameworks.native.execution.build import (
+    STEP_TOKENS,
+    TILE_TOKENS,
+    CacheShape,
+    allocate,
+    check_settings,
+    load_model,
+    machine_with,
+    make_plans,
+)
+from engine.backends.custom.frameworks.native.execution.program import add_program
+from engine.backends.custom.frameworks.native.machine import default_threads
+from engine.backends.custom.ir.encoder import build_encoder_graph
+from engine.backends.custom.ir.plan import Capacity, Precision
+from engine.backends.custom.options import EngineOptions
+from engine.backends.custom.runtime.model_runner import DeviceInfo
+from engine.backends.custom.weights.model import ModelSource
 from engine.backends.custom.worker.encoder_loop import EncoderSpec, Prompt, finished
 
 
@@ -74,6 +91,28 @@ class NativeEncoder:
             visible_end=lengths[row_of],
             token_types=types,
         )
+
+
+def load_encoder(source: ModelSource, options: EngineOptions, device: DeviceInfo) -> NativeEncoder:
+    """Loads a text encoder. Its keys and values stay float32, since they are never kept."""
+    config = source.config
+    assert config.encoder is not None, config
+    check_settings(options.attention, options.quantization)
+    max_tokens = max(config.encoder.max_tokens, STEP_TOKENS)
+    plans = make_plans(
+        build_encoder_graph(config),
+        source,
+        machine_with(options.threads or default_threads()),
+        Capacity(max_tokens, STEP_TOKENS),
+        Precision(device.dtype == "float32", "float32"),
+    )
+    model = load_model(source, plans, ((0, 0),), options.numerics, options.affinity)
+    num_blocks = max_tokens // TILE_TOKENS + STEP_TOKENS  # each text may have a partial block
+    cache = CacheShape("float32", TILE_TOKENS, ((1, num_blocks),))
+    allocate(model.native, source, plans[-1], cache, max_tokens)
+    for plan in plans:
+        add_program(model.native, plan, model.weights)
+    return NativeEncoder(model.native, config, STEP_TOKENS, TILE_TOKENS)
 
 
 def _steps(lengths: Sequence[int], max_tokens: int) -> Iterator[range]:

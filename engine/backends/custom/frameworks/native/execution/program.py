@@ -11,7 +11,9 @@ from engine.backends.custom.ir.plan import (
     ExpertsStep,
     GateRowsStep,
     GatherStep,
+    HeadLinearStep,
     Kernel,
+    LatentWriteStep,
     LinearStep,
     MeanStep,
     NormStep,
@@ -56,6 +58,10 @@ def add_program(model: Any, plan: ExecutionPlan, weights: Numbered) -> None:
                 _add_linear(model, plan, step, weights)
             case RopeWriteStep():
                 _add_rope_write(model, step, weights)
+            case LatentWriteStep():
+                _add_latent_write(model, step, weights)
+            case HeadLinearStep():
+                _add_head_linear(model, plan, step, weights)
             case AttentionStep():
                 _add_attention(model, step, weights)
             case NormStep():
@@ -111,6 +117,26 @@ def _add_attention(model: Any, step: AttentionStep, weights: Numbered) -> None:
         slopes=-1 if step.alibi_bias is None else weights.slopes,
         sinks=weights.vector(step.sinks),
         centered=step.centered,
+        latent=step.latent,
+    )
+
+
+def _add_latent_write(model: Any, step: LatentWriteStep, weights: Numbered) -> None:
+    rope = (step.table, step.rope_dim)
+    model.latent_write(step.source, step.layer, rope, weights.vector(step.norm), step.eps)
+
+
+def _add_head_linear(
+    model: Any, plan: ExecutionPlan, step: HeadLinearStep, weights: Numbered
+) -> None:
+    decode, prefill = NUMERICS.index(step.kernel.decode), NUMERICS.index(step.kernel.prefill)
+    model.head_linear(
+        source=step.source,
+        out=step.out,
+        heads=step.heads,
+        matrices=(weights.matrices[step.matrix], -1, decode, prefill),
+        rope=(step.table, step.rope_dim),
+        over_logits=_over_logits(plan, step.out),
     )
 
 

@@ -80,10 +80,11 @@ def make_cache(
     def room(*shape: int) -> Tensor:
         return Tensor.zeros(num_blocks, config.num_kv_heads, *shape, dtype=dtype, device=device)
 
+    has_values = config.latent is None
     pages = [
         Pages(
             room(config.head_dim, block_size).contiguous().realize(),
-            room(block_size, config.head_dim).contiguous().realize(),
+            room(block_size, config.head_dim).contiguous().realize() if has_values else None,
         )
         for _ in range(config.num_layers)
     ]
@@ -176,7 +177,7 @@ class ForwardStep:
             layer: int, scoring: Scoring, per_head: PerHead, q: Tensor, k: Tensor, v: Tensor
         ) -> Tensor:
             pages = write(self._cache.pages[layer], k, v, work.write_slots)
-            return attend(q, pages, work, scoring, per_head)
+            return attend(q, pages, work, scoring, per_head, v.shape[-1])
 
         rotations = {
             rope: Rotation(*(place.tensor for place in places))

@@ -30,7 +30,7 @@ class Pages:
     """The KV cache of one layer."""
 
     keys: Tensor  # (B, K, H, P)
-    values: Tensor  # (B, K, P, H)
+    values: Tensor | None  # (B, K, P, H); None: the first values of a key are its value
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,13 +53,17 @@ class PerHead(NamedTuple):
 
 def write(pages: Pages, k: Tensor, v: Tensor, write_slots: Tensor) -> Pages:
     """Writes keys and values (T, K, H) to their slots in the cache."""
+    if pages.values is None:
+        return Pages(launch("write_keys", _write_keys, pages.keys, k, write_slots)[0], None)
     keys, values, *_ = launch("write", _write, pages.keys, pages.values, k, v, write_slots)
     return Pages(keys, values)
 
 
-def attend(q: Tensor, pages: Pages, work: Work, scoring: Scoring, per_head: PerHead) -> Tensor:
-    """Attention of one layer over the cache: queries q (T, N, H) -> outputs (T, N, H)"""
-    num_tokens, num_heads, head_dim = q.shape
+def attend(
+    q: Tensor, pages: Pages, work: Work, scoring: Scoring, per_head: PerHead, value_dim: int
+) -> Tensor:
+    """Attention of one layer over the cache: queries q (T, N, H) -> outputs (T, N, value_dim)"""
+    num_tokens, num_heads, _ = q.shape
     block_size, bound, on_cpu = pages.keys.shape[3], work.num_blocks, q.device == "CPU"
     places = (num_tokens, num_heads, work.tables.shape[1], block_size)
 
@@ -88,10 +92,12 @@ def attend(q: Tensor, pages: Pages, work: Work, scoring: Scoring, per_head: PerH
         bound=bound,
     )
     ending = (best, *sinks) if sinks else ()
+    by_key = pages.values is None
+    values = pages.keys if pages.values is None else pages.values
     mixed, *_ = launch(
         "mix",
-        lambda *of: _mix(*of, bound=inside(bound)),
-        *(room(num_tokens, num_heads, head_dim), weights, pages.values, *where, *ending),
+        lambda *of: _mix(*of, bound=inside(bound), by_key=by_key),
+        *(room(num_tokens, num_heads, value_dim), weights, values, *where, *ending),
         bound=bound,
         as_written=on_cpu,
     )
@@ -106,6 +112,14 @@ def _write(keys: UOp, values: UOp, k: UOp, v: UOp, slots: UOp) -> Stored:
     key = keys[block, head, h, place].store(k[t, head, h].load())
     value = values[block, head, place, h].store(v[t, head, h].load())
     return UOp.group(key, value), (t, head, h)
+
+
+def _write_keys(keys: UOp, k: UOp, slots: UOp) -> Stored:
+    block_size = keys.shape[3]
+    t, head, h = loop(k.shape[0], 0), loop(k.shape[1], 1), loop(k.shape[2], 2)
+    slot = index(slots[t])
+    place = keys[slot // block_size, head, h, slot % block_size]
+    return place.store(k[t, head, h].load()), (t, head, h)
 
 
 def _score(
@@ -171,19 +185,21 @@ def _mix(
     sinks: UOp | None = None,
     *,
     bound: UOp,
+    by_key: bool,
 ) -> Stored:
     """Computes the mean of the values, weighted by the softmax weights. Cache slots past a query's
     position may hold NaN that other sequences left there. So these slots are skipped, rather than
-    multiplied by a weight of 0.
+    multiplied by a weight of 0. With `by_key`, `values` are the keys, whose layout differs.
     """
     num_tokens, num_heads, head_dim = out.shape
-    block_size, group = values.shape[2], num_heads // values.shape[1]
+    block_size, group = values.shape[3 if by_key else 2], num_heads // values.shape[1]
     t, n = loop(num_tokens, 0), loop(num_heads, 1)
     h, places = lanes(head_dim, 2)
     b, p = reduction(bound, 4), reduction(block_size, 5)
     block = index(tables[index(rows[t]), b])
     weight = weights[t, n, b, p].load()
-    value = values[block, n // group, p, h].load().cast(dtypes.float32)
+    at = (h, p) if by_key else (p, h)
+    value = values[block, n // group, *at].load().cast(dtypes.float32)
     visible = b * block_size + p <= index(positions[t])
     total = visible.where(weight * value, 0.0).reduce(b, p, arg=Ops.ADD)
     weights_sum = weight.reduce(b, p, arg=Ops.ADD)

@@ -14,7 +14,11 @@ from engine.backends.custom.architectures.base import LayerConfig, ModelConfig, 
 from engine.backends.custom.frameworks.scoring import Scoring, scoring_of
 from engine.backends.custom.frameworks.tinygrad.kernels.attention import PerHead
 from engine.backends.custom.frameworks.tinygrad.kernels.rows import take_rows
-from engine.backends.custom.frameworks.tinygrad.layers.attention import causal_attention, heads
+from engine.backends.custom.frameworks.tinygrad.layers.attention import (
+    causal_attention,
+    heads,
+    outputs,
+)
 from engine.backends.custom.frameworks.tinygrad.layers.experts import mixture
 from engine.backends.custom.frameworks.tinygrad.layers.linear import Params, linear
 from engine.backends.custom.frameworks.tinygrad.layers.mlp import gated_mlp, mlp
@@ -24,7 +28,7 @@ from engine.backends.custom.frameworks.tinygrad.models.gpt2 import add_positions
 from engine.backends.custom.runtime.model_runner import F32
 
 # A function that attends in one layer. It gets the layer's number, scoring rules, per-head values,
-# queries (T, N, H), keys and values (T, K, H), and returns the attention output (T, N, H).
+# queries (T, N, H), keys (T, K, H) and values (T, K, U). It returns the attention output (T, N, U).
 Attend = Callable[[int, Scoring, PerHead, Tensor, Tensor, Tensor], Tensor]
 Rotations = Mapping[RopeConfig, Rotation]  # by the RoPE setting of a layer
 
@@ -48,7 +52,7 @@ def block(model: Model, index: int, x: Tensor, rotations: Rotations, attend: Att
     qkv = heads(params["attn"], config, read, rotation)
     per_head = PerHead(model.slopes, params["attn"].get("sinks"))
     attended = attend(index, scoring_of(config, layer), per_head, *qkv)
-    half = linear(params["attn"]["o"], attended.reshape(x.shape[0], -1))
+    half = outputs(params["attn"], attended)
     after = merged(config, params, "attn", x, half)
     if config.parallel != "shared":
         read = entering(config, params, "mlp", after if config.parallel is None else x)

@@ -16,11 +16,17 @@ from engine.backends.custom.frameworks.torch.execution.cuda_runner import CudaRu
 from engine.backends.custom.frameworks.torch.execution.encoder import TorchEncoder
 from engine.backends.custom.frameworks.torch.execution.runner import TorchRunner
 from engine.backends.custom.frameworks.torch.layers.linear import can_pack, pack_linears
-from engine.backends.custom.frameworks.torch.models.loading import build_encoder_model, build_model
+from engine.backends.custom.frameworks.torch.models.loading import (
+    build_encoder_model,
+    build_model,
+    build_vision_model,
+)
 from engine.backends.custom.frameworks.torch.models.quantized_loading import placed_bytes
+from engine.backends.custom.frameworks.torch.models.vision import TorchImageEncoder
 from engine.backends.custom.options import EngineOptions
 from engine.backends.custom.runtime.model_runner import (
     DeviceInfo,
+    ImageEncoder,
     KernelTime,
     ModelRunner,
     Profiler,
@@ -126,6 +132,16 @@ def load_encoder(
     if can_pack(kind, place):
         pack_linears(model)
     return TorchEncoder(model, place)
+
+
+def build_image_encoder(source: ModelSource, config: RunnerConfig) -> ImageEncoder:
+    """Loads the weights of the image encoder of a model that reads images."""
+    assert source.config.vision is not None, source.path
+    device, dtype = torch_device(config.device), torch_dtype(config.dtype)
+    model = build_vision_model(source.config.vision, source.vision_weights, device, dtype)
+    if can_pack(dtype, device):
+        pack_linears(model)
+    return TorchImageEncoder(model, device)
 
 
 def torch_dtype(name: str) -> torch.dtype:

@@ -28,6 +28,7 @@ class KVShape:
     num_layers: int
     num_kv_heads: int
     head_dim: int
+    parts: int = 2  # key and value; 1: the key alone, of which the value is a part
 
 
 class PagedCache:
@@ -40,19 +41,27 @@ class PagedCache:
         dtype: torch.dtype,
     ) -> None:
         self._blocks = _zeros(
-            (shape.num_layers, num_blocks, block_size, 2, shape.num_kv_heads, shape.head_dim),
+            (
+                *(shape.num_layers, num_blocks, block_size),
+                *(shape.parts, shape.num_kv_heads, shape.head_dim),
+            ),
             dtype,
             device,
         )
-        self.slots = self._blocks.flatten(1, 2)  # (layers, num_blocks * block_size, 2, K, H)
+        # Each slot has (P, K, H) values, where P is the number of parts.
+        self.slots = self._blocks.flatten(1, 2)  # (layers, num_blocks * block_size, P, K, H)
         self._null_slot = NULL_BLOCK * block_size
         # Views of the cache, one per layer. They are made once, because making a view takes time.
         self._layer_slots = self.slots.unbind(0)
-        self.layers = self._blocks.unbind(0)  # (num_blocks, block_size, 2, K, H) each
+        self.layers = self._blocks.unbind(0)  # (num_blocks, block_size, P, K, H) each
 
     def write(self, layer: int, slots: Tensor, k: Tensor, v: Tensor) -> None:
-        """Writes keys and values (T, K, H) to the slots (T,) of one layer."""
-        self._layer_slots[layer].index_copy_(0, slots, torch.stack((k, v), dim=1))
+        """Writes keys and values (T, K, H) to the slots (T,) of one layer. If the cache has keys
+        only, v is ignored.
+        """
+        cached = self._layer_slots[layer]
+        token = k[:, None] if cached.shape[1] == 1 else torch.stack((k, v), dim=1)
+        cached.index_copy_(0, slots, token)
 
     def guard(self, inputs: BatchInputs, x: Tensor, write_slots: Tensor) -> Tensor:
         """Returns whether each row of a step is free of NaN and infinity, (S,). Also erases the
@@ -96,6 +105,7 @@ class CacheGroups:
                     sum(cache == index for cache, _ in self._places),
                     model.num_kv_heads,
                     model.head_dim,
+                    model.kv_parts,
                 ),
                 num_blocks,
                 config.block_size,

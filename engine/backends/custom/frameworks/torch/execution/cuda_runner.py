@@ -40,7 +40,8 @@ from engine.backends.custom.frameworks.torch.kernels.attention_triton import (
 )
 from engine.backends.custom.frameworks.torch.kernels.rope import rope_write
 from engine.backends.custom.frameworks.torch.kernels.tokens import guard, resolve_tokens
-from engine.backends.custom.frameworks.torch.layers.attention import Attention
+from engine.backends.custom.frameworks.torch.layers.attention import AnyAttention, Attention
+from engine.backends.custom.frameworks.torch.layers.rotary import Rotation
 from engine.backends.custom.frameworks.torch.models.base import Decoder
 from engine.backends.custom.runtime.model_runner import (
     GPU_STEP_S,
@@ -75,12 +76,14 @@ class CachedStep:
     angles: tuple[Tensor | None, ...]
     plan: TritonPlan
     cache: CacheGroups
+    rotations: tuple[Rotation | None, ...]  # one per layer, or empty without latent attention
+    images: None = None
 
-    def attend(self, attention: Attention, qkv: Tensor) -> Tensor:
+    def attend(self, attention: AnyAttention, qkv: Tensor) -> Tensor:
         layer, window, sinks = attention.layer, attention.window, attention.sinks
         cached, angles = self.cache.layers[layer], self.angles[layer]
-        if angles is None:
-            q, k, v = attention.heads(qkv, None)
+        if angles is None or not isinstance(attention, Attention):
+            q, k, v = attention.heads(qkv, self.rotations[layer] if self.rotations else None)
             self.cache.write(layer, tuple(each.long() for each in self.slots), k, v)
             return self.plan.attend_cached(q.contiguous(), cached, window, sinks)
         q_norm, k_norm = attention.head_norms
@@ -167,7 +170,10 @@ class CudaRunner(TorchRunner):
         )
 
     @torch.inference_mode()
-    def forward(self, inputs: BatchInputs) -> CudaHandle:  # type: ignore[override]
+    def forward(self, inputs: BatchInputs) -> CudaHandle | StepHandle:  # type: ignore[override]
+        # Steps with images have no graphs, and neither has decode if RoPE depends on the images.
+        if inputs.embeds is not None or inputs.rope_positions is not None:
+            return super().forward(inputs)
         size = self._size(inputs)
         step = self._step(inputs, size) if size is not None else self._exact_step(inputs)
         step.num_uses += 1
@@ -181,8 +187,10 @@ class CudaRunner(TorchRunner):
 
     @torch.inference_mode()
     def sample(  # type: ignore[override]
-        self, handle: CudaHandle, sampling: SamplingInputs
+        self, handle: CudaHandle | StepHandle, sampling: SamplingInputs
     ) -> "CudaPendingTokens | TorchPendingTokens":
+        if isinstance(handle, StepHandle):
+            return super().sample(handle, sampling)
         if handle.num_samples:
             kind = self._sampler.kind_of(sampling)
             if kind is None:
@@ -336,6 +344,7 @@ class CudaRunner(TorchRunner):
             self._angles,
             self._lists.plan_on(views, step.room),
             self._cache,
+            model.rotations(views["positions"]) if model.config.latent else (),
         )
         token_ids = resolve_tokens(
             views["token_ids"], views["token_rows"], views["slots"], self._last_token

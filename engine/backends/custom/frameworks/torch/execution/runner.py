@@ -12,11 +12,14 @@ from engine.backends.custom.frameworks.torch.execution.sampling_runner import (
     StepHandle,
 )
 from engine.backends.custom.frameworks.torch.kernels.attention import (
+    AttentionBackend,
     AttentionPlan,
     attention_backend,
 )
 from engine.backends.custom.frameworks.torch.kernels.attention_heads import AttentionHeads
-from engine.backends.custom.frameworks.torch.layers.attention import Attention
+from engine.backends.custom.frameworks.torch.kernels.attention_reference import ReferenceAttention
+from engine.backends.custom.frameworks.torch.kernels.attention_sdpa import SdpaAttention
+from engine.backends.custom.frameworks.torch.layers.attention import AnyAttention, ImageRows
 from engine.backends.custom.frameworks.torch.layers.rotary import Rotation
 from engine.backends.custom.frameworks.torch.models.base import Decoder
 from engine.backends.custom.runtime.model_runner import BatchInputs, RunnerConfig, RunnerSpec
@@ -31,8 +34,9 @@ class PagedStep:
     slots: tuple[Tensor, ...]  # (T,) int64 for each cache
     plan: AttentionPlan
     cache: CacheGroups
+    images: ImageRows | None
 
-    def attend(self, attention: Attention, qkv: Tensor) -> Tensor:
+    def attend(self, attention: AnyAttention, qkv: Tensor) -> Tensor:
         layer = attention.layer
         q, k, v = attention.heads(qkv, self.rotations[layer])
         self.cache.write(layer, self.slots, k, v)
@@ -59,6 +63,11 @@ class TorchRunner(SamplingRunner):
             dtype=dtype,
             device=device,
         )
+        self._two_way: AttentionBackend = self._attention
+        if not isinstance(self._attention, ReferenceAttention):
+            self._two_way = SdpaAttention(
+                AttentionHeads.of(model.config), block_size=config.block_size, dtype=dtype
+            )
         self._cache = CacheGroups(model.config, config, device, dtype)
 
     @torch.inference_mode()
@@ -66,10 +75,11 @@ class TorchRunner(SamplingRunner):
         positions = self._put(inputs.positions.astype(np.int64))
         step = PagedStep(
             positions,
-            self._model.rotations(positions),
+            self._model.rotations(self._rope_positions(inputs, positions)),
             tuple(self._put(slots) for slots in slots_by_cache(inputs)),
-            self._attention.plan(inputs, positions),
+            self._attention_of(inputs).plan(inputs, positions),
             self._cache,
+            self._images(inputs),
         )
         x = self._model(self._token_ids(inputs), step)  # (T, D)
         finite = self._cache.guard(inputs, x, step.slots)
@@ -78,6 +88,20 @@ class TorchRunner(SamplingRunner):
         rows = self._put(inputs.logit_rows.astype(np.int64))
         hidden = self._model.norm(x.index_select(0, rows))
         return StepHandle(self._model.head_logits(hidden), hidden, finite)
+
+    def _images(self, inputs: BatchInputs) -> ImageRows | None:
+        if inputs.embeds is None or inputs.embed_rows is None:
+            return None
+        rows = self._put(inputs.embed_rows.astype(np.int64))
+        return ImageRows(rows, self._put(inputs.embeds))
+
+    def _rope_positions(self, inputs: BatchInputs, positions: Tensor) -> Tensor:
+        rope = inputs.rope_positions
+        return positions if rope is None else self._put(rope.astype(np.int64))
+
+    def _attention_of(self, inputs: BatchInputs) -> AttentionBackend:
+        """The attention backend for a step. Only some backends can attend to later positions."""
+        return self._attention if inputs.visible_end is None else self._two_way
 
     def close(self) -> None:
         """Frees the model and the KV cache. The runner cannot be used afterwards."""

@@ -29,10 +29,12 @@ class AttentionPlan(Protocol):
         window: int | None,
         sinks: Tensor | None = None,
     ) -> Tensor:
-        """Attention of one layer: queries q (T, N, H) -> outputs (T, N, H).
+        """Attention of one layer: queries q (T, N, H) -> outputs (T, N, U).
 
-        k and v (T, K, H) are the keys and values of this step's tokens. They are already in the
-        cache, too. `cache` is (num_blocks, block_size, 2, K, H), with key before value.
+        k (T, K, H) and v (T, K, U) are the keys and values of this step's tokens. They are already
+        in the cache, too. `cache` is (num_blocks, block_size, 2, K, H), with key before value. U is
+        H, except in latent attention. There, the cache has keys only: (.., 1, 1, H), and the first
+        U values of a key are its value.
         `window` must be one of `AttentionHeads.windows`. `sinks` (N,) are logits that only add to
         the sum of the softmax.
         """

@@ -1,5 +1,5 @@
 """What attention computes, apart from its keys and values: `AttentionHeads` has the settings, and
-`attend_by_definition` is the arithmetic.
+`attend_by_definition` is the arithmetic. `tiles_for` has the tile sizes of the GPU kernels.
 """
 
 from dataclasses import dataclass
@@ -9,6 +9,24 @@ from torch import Tensor
 
 from engine.backends.custom.architectures.base import ModelConfig
 from engine.backends.custom.ir.reference import alibi_slopes
+
+# Tile sizes as (queries, keys, warps, stages) per program. They were the fastest on an H200. Where
+# there are two, the first is for heads of up to 64 values and the second for wider heads.
+CHUNK_TILES = (128, 64, 8, 2), (256, 64, 8, 3)
+SPAN_TILE = (1, 128, 4, 3)
+# With more spans than MANY_SPANS, the device is busy with programs of any size. Smaller programs
+# then save energy.
+MANY_SPANS, MANY_SPANS_TILES = 256, ((1, 64, 2, 3), (1, 32, 1, 3))
+SHARED_TILES = (128, 64, 4, 2), (128, 64, 4, 3)
+# Tile sizes for heads of more than 128 values. Larger tiles would not fit in shared memory.
+WIDEST_TILE, WIDEST_SPAN_TILE, WIDEST_MANY_TILE = (64, 64, 8, 2), (1, 64, 4, 2), (1, 32, 2, 2)
+# Tile sizes for float32. They are smaller, because float32 values take twice the shared memory.
+FLOAT32_TILE, FLOAT32_SPAN_TILE = (64, 32, 4, 2), (1, 32, 4, 2)
+# Tile sizes for latent attention, whose keys have some 576 values: those of chunks and of spans, in
+# half precision and in float32.
+LATENT_TILES, LATENT_FLOAT32_TILES = ((64, 32, 8, 2), (1, 32, 4, 2)), ((16, 16, 4, 1),) * 2
+LATENT_GROUP = 16  # max heads of a program in latent attention
+NARROW_HEAD, WIDE_HEAD = 64, 128
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,6 +41,7 @@ class AttentionHeads:
     softcap: float | None = None  # bounds scores: softcap * tanh(score / softcap)
     has_sinks: bool = False
     alibi_bias: float | None = None
+    latent: int = 0  # above 0: the cache has keys only, and the first values of a key are its value
 
     @classmethod
     def of(cls, config: ModelConfig) -> "AttentionHeads":
@@ -36,7 +55,23 @@ class AttentionHeads:
             config.attention_softcap,
             config.attention_sinks,
             config.alibi_bias,
+            0 if config.latent is None else config.latent.kv_rank,
         )
+
+    @property
+    def value_dim(self) -> int:
+        """Number of values that a head puts out."""
+        return self.latent or self.head_dim
+
+    @property
+    def heads_per_program(self) -> int:
+        """A program of the GPU kernels handles the heads that share a KV head. In latent attention,
+        all heads do, and they are cut into groups.
+        """
+        if not self.latent:
+            return self.num_heads // self.num_kv_heads
+        sizes = range(min(LATENT_GROUP, self.num_heads), 0, -1)
+        return next(size for size in sizes if self.num_heads % size == 0)
 
     @property
     def is_plain(self) -> bool:
@@ -67,6 +102,14 @@ def additive_mask(distance: Tensor, window: int | None, slopes: Tensor | None = 
     return mask.masked_fill(hidden, float("-inf"))
 
 
+def two_way(distance: Tensor, keys: Tensor, visible_end: Tensor) -> Tensor:
+    """The distances (T, L) for `additive_mask`, if queries also attend to later positions: to those
+    before `visible_end` (T,). `keys` (L,) are the positions of the keys.
+    """
+    is_later = (distance < 0) & (keys < visible_end[:, None])
+    return distance.masked_fill(is_later, 0)
+
+
 def attend_by_definition(
     q: Tensor,
     keys: Tensor,
@@ -77,9 +120,9 @@ def attend_by_definition(
     softcap: float | None = None,
     sinks: Tensor | None = None,
 ) -> Tensor:
-    """q (..., Q, H), keys and values (..., L, H) -> (..., Q, H), in float32. `mask` (..., Q, L) is
-    added to the scores; None: all keys are visible. `sinks` (..., Q, 1) are logits that only add to
-    the sum of the softmax.
+    """q (..., Q, H), keys (..., L, H), values (..., L, U) -> (..., Q, U), in float32. `mask`
+    (..., Q, L) is added to the scores; None: all keys are visible. `sinks` (..., Q, 1) are logits
+    that only add to the sum of the softmax.
     """
     scores = q.float() @ keys.float().mT * scale
     if softcap is not None:
@@ -92,3 +135,26 @@ def attend_by_definition(
     if sinks is not None:
         weights = weights[..., :-1]
     return (weights @ values.float()).to(q.dtype)
+
+
+TileSize = tuple[int, int, int, int]
+
+
+@dataclass(frozen=True, slots=True)
+class Tiles:
+    chunk: TileSize
+    span: TileSize
+    many_spans: TileSize
+    shared: TileSize
+
+
+def tiles_for(heads: AttentionHeads, dtype: torch.dtype) -> Tiles:
+    if heads.latent:
+        chunk, span = LATENT_FLOAT32_TILES if dtype == torch.float32 else LATENT_TILES
+        return Tiles(chunk, span, span, chunk)
+    if dtype == torch.float32:
+        return Tiles(FLOAT32_TILE, FLOAT32_SPAN_TILE, FLOAT32_SPAN_TILE, FLOAT32_TILE)
+    if heads.head_dim > WIDE_HEAD:
+        return Tiles(WIDEST_TILE, WIDEST_SPAN_TILE, WIDEST_MANY_TILE, WIDEST_TILE)
+    wide = heads.head_dim > NARROW_HEAD
+    return Tiles(CHUNK_TILES[wide], SPAN_TILE, MANY_SPANS_TILES[wide], SHARED_TILES[wide])

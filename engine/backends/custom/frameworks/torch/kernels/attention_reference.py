@@ -12,6 +12,7 @@ from engine.backends.custom.frameworks.torch.kernels.attention_heads import (
     AttentionHeads,
     additive_mask,
     attend_by_definition,
+    two_way,
 )
 from engine.backends.custom.runtime.model_runner import BatchInputs
 
@@ -34,7 +35,7 @@ class ReferencePlan:
         window: int | None,
         sinks: Tensor | None = None,
     ) -> Tensor:
-        out = torch.empty_like(q)
+        out = q.new_empty((*q.shape[:2], self.heads.value_dim))
         starts = self.inputs.query_start
         tables = to_device(self.inputs.tables_for(window), self.device)
         for row, length in enumerate(self.inputs.seq_lens):
@@ -42,8 +43,12 @@ class ReferencePlan:
             position = torch.arange(length, device=q.device)
             blocks = tables[row, position // self.block_size].long()
             offsets = position % self.block_size
-            keys, values = cache[blocks, offsets].unbind(1)  # (L, K, H) each
+            known = cache[blocks, offsets].unbind(1)  # (L, K, H) each
+            keys, values = known[0], known[-1][..., : self.heads.value_dim]
             distance = position[-(starts[row + 1] - starts[row]) :, None] - position  # (T, L)
+            if self.inputs.visible_end is not None:
+                ends = to_device(self.inputs.visible_end[tokens], q.device)
+                distance = two_way(distance, position, ends)
             out[tokens] = self._row(q[tokens], keys, values, distance, window, sinks)
         return out
 
@@ -56,9 +61,10 @@ class ReferencePlan:
         window: int | None,
         sinks: Tensor | None,
     ) -> Tensor:
-        """Attention of one sequence of L positions: q (T, N, H) -> (T, N, H).
+        """Attention of one sequence of L positions: q (T, N, H) -> (T, N, U).
 
-        q has the queries of the last T positions. Keys and values (L, K, H) are of all L positions.
+        q has the queries of the last T positions. Keys (L, K, H) and values (L, K, U) are of all L
+        positions.
         """
         group = q.shape[1] // keys.shape[1]
         keys = keys.repeat_interleave(group, dim=1)  # (L, N, H)

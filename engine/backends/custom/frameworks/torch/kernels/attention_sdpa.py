@@ -22,6 +22,7 @@ from engine.backends.custom.frameworks.torch.kernels.attention_heads import (
     AttentionHeads,
     additive_mask,
     attend_by_definition,
+    two_way,
 )
 from engine.backends.custom.runtime.model_runner import I32, BatchInputs
 
@@ -43,8 +44,8 @@ class Part(Protocol):
     def attend(
         self, q: Tensor, k: Tensor, v: Tensor, cache: Tensor, sinks: Tensor | None
     ) -> Tensor:
-        """Attention of this part's queries: q (Q, N, H) -> (Q, N, H). k and v (T, K, H) are the
-        keys and values of all tokens of the step. `sinks` is (N,).
+        """Attention of this part's queries: q (Q, N, H) -> (Q, N, U). k (T, K, H) and v (T, K, U)
+        are the keys and values of all tokens of the step. `sinks` is (N,).
         """
         ...
 
@@ -63,7 +64,8 @@ class SingleQueries:
         self, q: Tensor, k: Tensor, v: Tensor, cache: Tensor, sinks: Tensor | None
     ) -> Tensor:
         rows = q.shape[0]
-        keys, values = _gather(cache, self.blocks, rows, self.seen)  # (S, K, L, H)
+        size = self.heads.value_dim
+        keys, values = _gather(cache, self.blocks, rows, self.seen, size)  # (S, K, L, H or U)
         q = q.unflatten(1, (keys.shape[1], -1))  # (S, K, N / K, H)
         if sinks is not None:
             sinks = sinks.view(keys.shape[1], -1, 1)
@@ -85,7 +87,8 @@ class LaterChunk:
     def attend(
         self, q: Tensor, k: Tensor, v: Tensor, cache: Tensor, sinks: Tensor | None
     ) -> Tensor:
-        keys, values = _gather(cache, self.blocks, 1, self.seen)  # (1, K, L, H)
+        size = self.heads.value_dim
+        keys, values = _gather(cache, self.blocks, 1, self.seen, size)  # (1, K, L, H or U)
         group = q.shape[1] // keys.shape[1]
         out = _attention(
             q.transpose(0, 1)[None],  # (1, N, T, H)
@@ -139,7 +142,7 @@ class SdpaPlan:
         parts = self.parts[window]
         if len(parts) == 1:
             return parts[0].attend(q, k, v, cache, sinks)
-        out = torch.empty_like(q)
+        out = q.new_empty((*q.shape[:2], v.shape[-1]))
         for part in parts:
             out[part.tokens] = part.attend(q[part.tokens], k, v, cache, sinks)
         return out
@@ -225,7 +228,11 @@ class _WindowPlanner:
         length = int(inputs.seq_lens[row])
         start = length - (tokens.stop - tokens.start)
         fits = self.window is None or length <= self.window
-        if start == 0 and fits and self._heads.is_plain:
+        ends = inputs.positions[tokens] + 1
+        if inputs.visible_end is not None:
+            ends = inputs.visible_end[tokens]
+        looks_ahead = bool((ends > inputs.positions[tokens] + 1).any())
+        if start == 0 and fits and self._heads.is_plain and not looks_ahead:
             return FirstChunk(tokens, self._heads.scale)
         first = 0 if self.window is None else max(start - self.window + 1, 0)
         blocks = inputs.tables_for(self.window)[row, first // size : -(-length // size)]
@@ -233,6 +240,8 @@ class _WindowPlanner:
         key_positions = torch.arange(first, length, device=device)
         slopes = self._heads.slopes(device)
         distance = positions[tokens][:, None] - key_positions  # (T, L)
+        if looks_ahead:
+            distance = two_way(distance, key_positions, to_device(ends, device))
         mask = self._mask(distance, None if slopes is None else slopes[:, None, None])
         return LaterChunk(tokens, to_device(blocks, device), seen, mask, self._heads)
 
@@ -265,10 +274,12 @@ def _tokens(indices: I32, device: torch.device) -> Tokens:
     return to_device(indices.astype(np.int64), device)
 
 
-def _gather(cache: Tensor, blocks: Tensor, rows: int, seen: slice) -> tuple[Tensor, Tensor]:
-    """Gathers the keys and the values of `rows` rows from the cache, (S, K, L, H) each. Both
+def _gather(
+    cache: Tensor, blocks: Tensor, rows: int, seen: slice, value_dim: int
+) -> tuple[Tensor, Tensor]:
+    """Gathers the keys (S, K, L, H) and the values (S, K, L, U) of `rows` rows from the cache. Both
     results are views of one copy.
     """
     taken = cache.index_select(0, blocks).flatten(0, 1).unflatten(0, (rows, -1))  # (S, L, 2, K, H)
-    keys, values = taken[:, seen].transpose(1, 3).unbind(2)
-    return keys, values
+    parts = taken[:, seen].transpose(1, 3).unbind(2)
+    return parts[0], parts[-1][..., :value_dim]

@@ -18,26 +18,18 @@ from torch import Tensor
 
 from engine.backends.custom.frameworks.runs import cut
 from engine.backends.custom.frameworks.torch.execution.transfer import to_device
-from engine.backends.custom.frameworks.torch.kernels.attention_heads import AttentionHeads
+from engine.backends.custom.frameworks.torch.kernels.attention_heads import (
+    MANY_SPANS,
+    AttentionHeads,
+    Tiles,
+    tiles_for,
+)
 from engine.backends.custom.frameworks.torch.kernels.cuda import attention as hopper
 from engine.backends.custom.runtime.model_runner import I32, BatchInputs
 
 if TYPE_CHECKING:
     from engine.backends.custom.frameworks.torch.kernels.triton.attention_decode import Scratch
 
-# Tile sizes as (queries, keys, warps, stages) per program. They were the fastest on an H200. Where
-# there are two, the first is for heads of up to 64 values and the second for wider heads.
-CHUNK_TILES = (128, 64, 8, 2), (256, 64, 8, 3)
-SPAN_TILE = (1, 128, 4, 3)
-# With more spans than MANY_SPANS, the device is busy with programs of any size. Smaller programs
-# then save energy.
-MANY_SPANS, MANY_SPANS_TILES = 256, ((1, 64, 2, 3), (1, 32, 1, 3))
-SHARED_TILES = (128, 64, 4, 2), (128, 64, 4, 3)
-# Tile sizes for heads of more than 128 values. Larger tiles would not fit in shared memory.
-WIDEST_TILE, WIDEST_SPAN_TILE, WIDEST_MANY_TILE = (64, 64, 8, 2), (1, 64, 4, 2), (1, 32, 2, 2)
-# Tile sizes for float32. They are smaller, because float32 values take twice the shared memory.
-FLOAT32_TILE, FLOAT32_SPAN_TILE = (64, 32, 4, 2), (1, 32, 4, 2)
-NARROW_HEAD, WIDE_HEAD = 64, 128
 KEY_BLOCK = 64  # the length of a span is a multiple of this many keys
 MIN_SPAN = 128  # min keys of a span
 SPARE_SPANS = 64  # a step may have this many more spans than rows, to split long rows
@@ -63,26 +55,6 @@ class ListLengths:
     partials: int
 
 
-TileSize = tuple[int, int, int, int]
-
-
-@dataclass(frozen=True, slots=True)
-class Tiles:
-    chunk: TileSize
-    span: TileSize
-    many_spans: TileSize
-    shared: TileSize
-
-
-def tiles_for(head_dim: int, dtype: torch.dtype) -> Tiles:
-    if dtype == torch.float32:
-        return Tiles(FLOAT32_TILE, FLOAT32_SPAN_TILE, FLOAT32_SPAN_TILE, FLOAT32_TILE)
-    if head_dim > WIDE_HEAD:
-        return Tiles(WIDEST_TILE, WIDEST_SPAN_TILE, WIDEST_MANY_TILE, WIDEST_TILE)
-    wide = head_dim > NARROW_HEAD
-    return Tiles(CHUNK_TILES[wide], SPAN_TILE, MANY_SPANS_TILES[wide], SHARED_TILES[wide])
-
-
 @dataclass(frozen=True, slots=True)
 class TritonPlan:
     """The plan of a step's attention. It has the step's work lists on the device."""
@@ -94,6 +66,7 @@ class TritonPlan:
     slopes: Tensor | None  # (N,), in units of scores before their scaling
     tiles: Tiles
     on_hopper: bool
+    group: int  # heads of a program
 
     def attend(
         self,
@@ -110,9 +83,11 @@ class TritonPlan:
     def attend_cached(
         self, q: Tensor, cache: Tensor, window: int | None, sinks: Tensor | None = None
     ) -> Tensor:
-        """Attention of one layer: queries q (T, N, H) -> outputs (T, N, H). All keys and values,
+        """Attention of one layer: queries q (T, N, H) -> outputs (T, N, U). All keys and values,
         also those of this step, are in the cache.
         """
+        if self.heads.latent:
+            return self._attend_latents(q, cache)
         from engine.backends.custom.frameworks.torch.kernels.triton import attention_decode
         from engine.backends.custom.frameworks.torch.kernels.triton.attention_tile import Tile
 
@@ -137,6 +112,21 @@ class TritonPlan:
             )
         if self.room.tiles:
             self._attend_prompts(q, cache, out, arrays, window or 0, sinks)
+        return out
+
+    def _attend_latents(self, q: Tensor, cache: Tensor) -> Tensor:
+        from engine.backends.custom.frameworks.torch.kernels.triton import attention_latent
+        from engine.backends.custom.frameworks.torch.kernels.triton.attention_tile import Tile
+
+        out = q.new_empty((*q.shape[:2], self.heads.latent))
+        arrays, heads, tiles = self.arrays, self.heads, self.tiles
+        if self.room.spans:
+            assert self.scratch is not None
+            span, scratch = Tile(*tiles.span), self.scratch
+            attention_latent.decode(q, cache, out, arrays, scratch, heads, self.group, span)
+        if self.room.tiles:
+            chunk = Tile(*tiles.chunk)
+            attention_latent.prefill(q, cache, out, arrays, heads, self.group, chunk)
         return out
 
     def _arrays(self, window: int | None) -> Mapping[str, Tensor]:
@@ -182,11 +172,14 @@ class TritonAttention:
         self._block_size = block_size
         # A shared prefix is attended to as a whole, which would be wrong in layers with a window.
         # ALiBi depends on the positions of queries, which differ between the rows that share.
-        self._can_share = heads.windows == (None,) and heads.alibi_bias is None
-        self._group = heads.num_heads // heads.num_kv_heads
-        self._tiles_of = tiles_for(heads.head_dim, dtype)
+        # Latent attention has no kernel for shared prefixes.
+        plain = heads.windows == (None,) and heads.alibi_bias is None
+        self._can_share = plain and not heads.latent
+        self._group = heads.heads_per_program
+        self._num_groups = heads.num_heads // self._group
+        self._tiles_of = tiles_for(heads, dtype)
         hopper_lines = None
-        if heads.is_plain:  # the Hopper kernel only scales and masks scores
+        if heads.is_plain and not heads.latent:  # the Hopper kernel only scales and masks scores
             hopper_lines = hopper.lines_of_tile(heads.head_dim, self._group, block_size, dtype)
         self._on_hopper = hopper_lines is not None
         self._tile_tokens = (hopper_lines or self._tiles_of.chunk[0]) // self._group
@@ -218,6 +211,7 @@ class TritonAttention:
             self._slopes,
             self._tiles_of,
             self._on_hopper,
+            self._group,
         )
 
     def reserve(self, rows: int, device: torch.device) -> None:
@@ -235,8 +229,8 @@ class TritonAttention:
                 MAX_SPLITS * rows + _span_room(rows),
                 rows,
                 heads.num_heads,
-                heads.num_kv_heads,
-                heads.head_dim,
+                self._num_groups,
+                heads.value_dim,
                 device,
             )
 
@@ -268,7 +262,7 @@ class TritonAttention:
         shared, members, begins, splits = self._shared(inputs, decodes, len(chunks) > 0)
         most = room.spans if room is not None else _span_room(len(decodes))
         if len(decodes) == 1:
-            most = min(most, 1 + LONE_PROGRAMS // self._heads.num_kv_heads)
+            most = min(most, 1 + LONE_PROGRAMS // self._num_groups)
         spans, partials = _spans(inputs, decodes, begins, splits, most)
         tiles = self._tiles(inputs.seq_lens - counts, counts, chunks)
         total = int(partials[:, 1].sum())

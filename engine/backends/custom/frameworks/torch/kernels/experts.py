@@ -151,8 +151,10 @@ def _grouped_reference(
     kind: str,
     count: int,
 ) -> Tensor:
-    matrices = [dequantize(each, x.dtype).unflatten(0, (count, -1)) for each in (gate_up, down)]
-    return _mlp_reference(x, shares, ids, *matrices, gate_up_bias, down_bias, kind)
+    first, second = (
+        dequantize(each, x.dtype).unflatten(0, (count, -1)) for each in (gate_up, down)
+    )
+    return _mlp_reference(x, shares, ids, first, second, gate_up_bias, down_bias, kind)
 
 
 def _settings(shape: Shape) -> ExpertsConfig:

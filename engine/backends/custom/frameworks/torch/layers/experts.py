@@ -66,14 +66,14 @@ class Experts(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         routed = route(self.router(x), self.correction, self.settings)
-        gate_up, down = self.gate_up, self.down
-        rest = (gate_up.bias, down.bias, self.activation)
+        gate_up, down, kind = self.gate_up, self.down, self.activation
+        biases = (gate_up.bias, down.bias)
         if isinstance(gate_up, GroupedExpertLinear):
             assert isinstance(down, GroupedExpertLinear)
             count = self.settings.count
-            return grouped_experts_mlp(x, *routed, gate_up.rows, down.rows, *rest, count)
+            return grouped_experts_mlp(x, *routed, gate_up.rows, down.rows, *biases, kind, count)
         assert isinstance(down, ExpertLinear)
-        return experts_mlp(x, *routed, gate_up.weight, down.weight, *rest)
+        return experts_mlp(x, *routed, gate_up.weight, down.weight, *biases, kind)
 
 
 class SharedExpert(GatedMLP):

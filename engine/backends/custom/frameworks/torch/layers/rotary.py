@@ -34,6 +34,7 @@ class Rotary:
     ) -> None:
         given = None if factors is None else factors.numpy()
         inv_freq, self.scale = rope_frequencies(rope, max_seq_len, given)
+        self.sections = rope.sections or (len(inv_freq),)
         self.inv_freq = torch.from_numpy(inv_freq).to(device)  # (dim / 2,)
 
     def table(self, num_positions: int) -> Tensor:
@@ -45,11 +46,19 @@ class Rotary:
         return torch.cat((angles.cos(), angles.sin()), dim=-1) * self.scale
 
     def rotation(self, positions: Tensor, dtype: torch.dtype) -> Rotation:
-        angles = positions.to(torch.float32)[:, None] * self.inv_freq  # (T, dim / 2)
-        cos, sin = angles.cos() * self.scale, angles.sin() * self.scale
-        return Rotation(
-            cos.to(dtype)[:, None, None, :], torch.stack((-sin, sin), dim=1).to(dtype)[:, None]
-        )
+        """The rotation by the positions (T,), or by three positions of each token (3, T)."""
+        angles = positions.to(torch.float32)[..., None] * self.inv_freq  # (..., T, dim / 2)
+        if angles.dim() == 3:
+            parts = angles.split(self.sections, dim=-1)
+            angles = torch.cat([part[index % 3] for index, part in enumerate(parts)], dim=-1)
+        return rotation_of(angles.cos() * self.scale, angles.sin() * self.scale, dtype)
+
+
+def rotation_of(cos: Tensor, sin: Tensor, dtype: torch.dtype) -> Rotation:
+    """The rotation with these cosines and sines, (T, dim / 2) each."""
+    return Rotation(
+        cos.to(dtype)[:, None, None, :], torch.stack((-sin, sin), dim=1).to(dtype)[:, None]
+    )
 
 
 def rotate(x: Tensor, rotation: Rotation) -> Tensor:

@@ -18,7 +18,7 @@ from engine.backends.custom.frameworks.torch.kernels.attention_heads import (
     attend_by_definition,
 )
 from engine.backends.custom.frameworks.torch.kernels.skinny import is_few
-from engine.backends.custom.frameworks.torch.layers.attention import Attention, Step
+from engine.backends.custom.frameworks.torch.layers.attention import AnyAttention, Step
 from engine.backends.custom.frameworks.torch.layers.embeddings import Embedding
 from engine.backends.custom.frameworks.torch.layers.linear import Linear
 from engine.backends.custom.frameworks.torch.layers.norm import RMSNorm
@@ -33,8 +33,9 @@ class SequenceStep:
     positions: Tensor  # (T,)
     rotations: tuple[Rotation | None, ...]  # one per layer
     masks: dict[int | None, Tensor]  # by window: (T, T), with ALiBi (N, T, T), added to scores
+    images: None = None
 
-    def attend(self, attention: Attention, qkv: Tensor) -> Tensor:
+    def attend(self, attention: AnyAttention, qkv: Tensor) -> Tensor:
         heads = attention.heads(qkv, self.rotations[attention.layer])
         q, k, v = (x.transpose(0, 1)[None] for x in heads)  # (1, N or K, T, H)
         mask, scale = self.masks[attention.window], attention.scale
@@ -80,7 +81,9 @@ class Decoder(nn.Module):
     def embed_tokens(self, token_ids: Tensor, step: Step) -> Tensor:
         x = self.embed(token_ids)  # (T, D)
         multiplier = self.config.embedding_multiplier
-        return x if multiplier == 1 else x * multiplier
+        x = x if multiplier == 1 else x * multiplier
+        images = step.images
+        return x if images is None else x.index_copy(0, images.rows, images.embeds.to(x.dtype))
 
     def forward(self, token_ids: Tensor, step: Step) -> Tensor:
         """The residual stream after the last block, (T, D). The caller passes the tokens whose

@@ -8,7 +8,11 @@ from torch import Tensor, nn
 
 from engine.backends.custom.architectures.base import ModelConfig
 from engine.backends.custom.frameworks.torch.kernels.skinny import is_few
-from engine.backends.custom.frameworks.torch.layers.attention import Attention, Step
+from engine.backends.custom.frameworks.torch.layers.attention import (
+    AnyAttention,
+    Step,
+    make_attention,
+)
 from engine.backends.custom.frameworks.torch.layers.experts import Experts, SharedExpert
 from engine.backends.custom.frameworks.torch.layers.linear import can_add
 from engine.backends.custom.frameworks.torch.layers.mlp import MLP, GatedMLP
@@ -31,7 +35,7 @@ class Block(nn.Module, ABC):
     def __init__(self, config: ModelConfig, layer: int) -> None:
         super().__init__()
         self.attn_norm = make_norm(config)
-        self.attn = Attention(config, layer)
+        self.attn: AnyAttention = make_attention(config, layer)
         self.mlp: GatedMLP | MLP | None = None
         self.experts: Experts | None = None
         self.shared: SharedExpert | None = None

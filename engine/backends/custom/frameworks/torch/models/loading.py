@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from engine.backends.custom.architectures.base import ModelConfig
+from engine.backends.custom.architectures.vision import VisionConfig
 from engine.backends.custom.frameworks.parameters import ROPE_FACTORS, Weight, check_decoder
 from engine.backends.custom.frameworks.torch.layers.experts import ExpertLinear, GroupedExpertLinear
 from engine.backends.custom.frameworks.torch.layers.linear import Linear
@@ -33,6 +34,12 @@ from engine.backends.custom.frameworks.torch.models.quantized_loading import (
     EMBED,
     keeps_quantized,
     place_quantized,
+)
+from engine.backends.custom.frameworks.torch.models.vision import (
+    QwenVision,
+    Siglip,
+    Vision,
+    vision_model,
 )
 from engine.backends.custom.weights.random import RandomWeight
 from engine.backends.custom.weights.weight import Weight as StoredWeight
@@ -109,6 +116,17 @@ def build_encoder_model(
     return model
 
 
+def build_vision_model(
+    config: VisionConfig, weights: Mapping[str, Weight], device: torch.device, dtype: torch.dtype
+) -> Siglip | QwenVision:
+    """Builds an image encoder with loaded weights."""
+    with _factory_defaults(device, dtype):
+        model = vision_model(config)
+    _check_names(model, weights)
+    _fill(model, weights)
+    return model
+
+
 def weights_of(model: Decoder | TextEncoder) -> dict[str, NDArray[np.float32]]:
     """The current weights of a model, as copies, by the names under which they were loaded."""
     return {
@@ -127,18 +145,20 @@ def _factory_defaults(device: torch.device, dtype: torch.dtype) -> Iterator[None
         torch.set_default_dtype(before)
 
 
-def _check_names(model: Decoder | TextEncoder, weights: Mapping[str, Weight]) -> None:
+def _check_names(model: Decoder | TextEncoder | Vision, weights: Mapping[str, Weight]) -> None:
     places = dict(_places(model))
     unknown = sorted(weights.keys() - places.keys() - {ROPE_FACTORS})
     missing = sorted(places.keys() - weights.keys())
     if unknown or missing:
+        config = model.config
+        family = config.kind if isinstance(config, VisionConfig) else config.family
         raise ModelFormatError(
-            f"the checkpoint does not fit family '{model.config.family}': "
+            f"the checkpoint does not fit family '{family}': "
             f"missing weights {missing[:4]}, unexpected weights {unknown[:4]}"
         )
 
 
-def _fill(model: Decoder | TextEncoder, weights: Mapping[str, Weight]) -> None:
+def _fill(model: nn.Module, weights: Mapping[str, Weight]) -> None:
     for name, place in _places(model):
         _put(name, place, weights[name])
 

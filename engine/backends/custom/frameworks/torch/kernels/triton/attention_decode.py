@@ -118,7 +118,7 @@ def _decode_kernel(
         arrived = arrived_ptr + row * KV_HEADS + kv_head
         if tl.atomic_add(arrived, 1) == count - 1:
             tl.store(arrived, 0)
-            merged = _merged(
+            merged = merged_spans(
                 partial_ptr,
                 weight_ptr,
                 tl.load(partials_ptr + row * 2),
@@ -134,7 +134,7 @@ def _decode_kernel(
 
 
 @triton.jit
-def _merged(
+def merged_spans(
     partial_ptr,
     weight_ptr,
     first,
@@ -188,7 +188,7 @@ def _merge_kernel(
     count = tl.load(partials_ptr + row * 2 + 1)
     if count == 0:
         return
-    merged = _merged(
+    merged = merged_spans(
         partial_ptr,
         weight_ptr,
         tl.load(partials_ptr + row * 2),

@@ -98,10 +98,10 @@ def _expert_kernel(
         y += tl.load(bias_ptr + own_rows).to(tl.float32)[:, None]
     if GATE != "":
         y, rows = gate_halves(y, rows, ROWS, PAIRS, GATE)
-        width: tl.constexpr = OUTPUTS // 2
+        width = OUTPUTS // 2
     else:
         y *= tl.load(shares_ptr + pair, mask=known, other=0.0)[None, :]
-        width: tl.constexpr = OUTPUTS
+        width = OUTPUTS
     tl.store(out_ptr + pair[None, :] * width + rows[:, None], y, mask=known[None, :])
 
 

@@ -1,0 +1,1 @@
+"""Conversations in the terminal: `engine run`, `engine chat` and `engine generate`."""

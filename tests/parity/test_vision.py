@@ -1,0 +1,194 @@
+"""Models that read images against Transformers: the image encoder, and whole generations under
+schedules that batch, chunk, share and preempt.
+"""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from engine.backends.custom.frameworks.torch.execution import build as torch_build
+from engine.backends.custom.runtime.block_pool import BlockPool
+from engine.backends.custom.runtime.budget import StepBudget
+from engine.backends.custom.runtime.groups.windows import window_group
+from engine.backends.custom.runtime.images import ImageStore
+from engine.backends.custom.runtime.kv_cache import KVCache
+from engine.backends.custom.runtime.loop import EngineLoop
+from engine.backends.custom.runtime.model_runner import RunnerConfig
+from engine.backends.custom.runtime.radix_cache import RadixCache
+from engine.backends.custom.runtime.scheduler import Scheduler
+from engine.backends.custom.weights.model import open_model
+from engine.core.interfaces.request import Deltas, GenerateRequest, ImageInput, SamplingParams
+from tests.parity import tiny_models, tiny_vision
+from tests.toy_engine import ListChannel
+
+NUM_NEW = 8
+FRAMEWORKS = {"torch": torch_build}
+SCHEDULES = {
+    "together": {"num_blocks": 400, "max_slots": 16, "budget": 512},
+    "in small chunks": {"num_blocks": 400, "max_slots": 4, "budget": 7},
+    "without sharing": {"num_blocks": 400, "max_slots": 16, "budget": 64, "sharing": False},
+    "in a pool too small": {"num_blocks": 15, "max_slots": 8, "budget": 64},
+}
+
+
+@pytest.fixture(scope="module", params=tiny_vision.MODELS)
+def tiny(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Any:
+    return tiny_vision.save(request.param, tmp_path_factory.mktemp("vision"))
+
+
+def prompts(unit: int | None) -> list[tuple[list[int], list[ImageInput]]]:
+    """Shared texts and shared pictures, a picture twice, and no picture at all. If `unit` is given,
+    the pictures have different sizes.
+    """
+    cat = tiny_vision.picture(1)
+    dog = tiny_vision.picture(2) if unit is None else tiny_vision.picture(2, 24, 8)
+    begin, ask, more = (tiny_models.text(length, seed) for seed, length in enumerate((9, 5, 3)))
+    parts: list[list[Any]] = [
+        [begin, cat, ask],
+        [begin, cat, more],
+        [begin, dog, ask],
+        [cat, ask, dog, more, cat, ask],
+        [begin, ask],
+        [begin, cat, dog, ask],
+    ]
+    return [tiny_vision.prompt(*each, unit=unit) for each in parts]
+
+
+def unit_of(model: Any) -> int | None:
+    return 8 if model.config.model_type == "qwen2_5_vl" else None
+
+
+class Run:
+    """All prompts at once, or one after the other, through the real runtime."""
+
+    def __init__(
+        self,
+        path: Path,
+        *,
+        num_blocks: int,
+        max_slots: int,
+        budget: int,
+        sharing: bool = True,
+        framework: str = "torch",
+    ) -> None:
+        source, build = open_model(path), FRAMEWORKS[framework]
+        has_windows = any(layer.window for layer in source.config.layers)
+        config = RunnerConfig(
+            device="cpu",
+            dtype="float32",
+            block_size=4,
+            num_blocks=num_blocks + 1,
+            num_window_blocks=num_blocks + 1 if has_windows else 0,
+            max_slots=max_slots,
+            max_seq_len=128,
+            num_threads=1,
+        )
+        runner = build.build_runner(source, config)
+        vision = source.config.vision
+        assert vision is not None
+        pool = BlockPool(config.num_blocks)
+        windows = window_group(runner.spec, max(budget, 4 + max_slots))
+        columns = () if windows is None else (windows.column,)
+        radix = RadixCache(pool, 4, columns=columns)
+        self.kv = KVCache(pool, radix, 4, sharing=sharing, windows=windows)
+        self.scheduler = Scheduler(self.kv, max_slots, max(budget, 4 + max_slots))
+        self.channel = ListChannel()
+        self.images = ImageStore(
+            build.build_image_encoder(source, config),
+            two_way_tokens=vision.two_way_tokens,
+            grid_unit=vision.grid_unit,
+        )
+        steps = StepBudget(budget, max_slots)
+        self.loop = EngineLoop(
+            self.scheduler, runner, self.channel, steps, 1000, images=self.images
+        )
+
+    def answers(self, *asked: tuple[list[int], list[ImageInput]], **fields: Any) -> list[list[int]]:
+        params = SamplingParams(temperature=0.0, max_tokens=NUM_NEW, ignore_eos=True, **fields)
+        self.channel.inbox.extend(
+            GenerateRequest(
+                request_id=str(number), prompt=tuple(ids), params=params, images=tuple(images)
+            )
+            for number, (ids, images) in enumerate(asked)
+        )
+        self.channel.outbox.clear()
+        self.loop.turn(0.0)
+        while self.scheduler.has_work or self.loop._intake.num_pending:
+            self.loop.turn(0.0)
+            self.scheduler.check()
+        deltas = [d for m in self.channel.outbox if isinstance(m, Deltas) for d in m.deltas]
+        assert all(delta.finish_reason in (None, "length") for delta in deltas), deltas
+        return [
+            [token for d in deltas if d.request_id == str(number) for token in d.token_ids]
+            for number in range(len(asked))
+        ]
+
+
+def test_the_encoder_computes_what_transformers_does(tiny: Any) -> None:
+    model, path = tiny
+    source, pixels = open_model(path), tiny_vision.picture(3)
+    config = RunnerConfig("cpu", "float32", 4, 8, 1, 128, 1)
+    given = tiny_vision.arguments(model, *tiny_vision.prompt(pixels, [5], unit=unit_of(model)))
+    more = {name: value for name, value in given.items() if name == "image_grid_thw"}
+    with torch.no_grad():
+        theirs = model.get_image_features(given["pixel_values"], **more).pooler_output
+    expected = torch.cat(list(theirs)).reshape(-1, 48).numpy()
+    for build in FRAMEWORKS.values():
+        embeds = build.build_image_encoder(source, config).encode(pixels)
+        assert embeds.dtype == np.float32
+        np.testing.assert_allclose(embeds, expected, atol=1e-4)
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_generations_equal_those_of_transformers(tiny: Any, schedule: str) -> None:
+    model, path = tiny
+    asked = prompts(unit_of(model))
+    settings = dict(SCHEDULES[schedule])
+    if schedule == "in a pool too small" and unit_of(model) is not None:
+        settings["num_blocks"] = 26  # its pictures have more tokens
+    for framework in FRAMEWORKS:
+        run = Run(path, framework=framework, **settings)
+        for (ids, images), answer in zip(asked, run.answers(*asked), strict=True):
+            given = tiny_vision.arguments(model, ids, images)
+            with torch.no_grad():
+                theirs = model.generate(**given, max_new_tokens=NUM_NEW, do_sample=False)
+            assert answer == theirs[0, len(ids) :].tolist(), (framework, ids)
+        assert run.images.num_encoded == 2
+        if schedule == "in a pool too small":
+            assert run.scheduler.num_preemptions > 0
+
+
+def test_a_cached_image_is_found_by_its_content(tiny: Any) -> None:
+    """The tokens of all images are the same, so only their content can tell them apart."""
+    model, path = tiny
+    run = Run(path, num_blocks=400, max_slots=4, budget=64)
+    text = tiny_models.text(6, 1)
+    pictures = [tiny_vision.picture(seed, 16, 16) for seed in (1, 2)]
+    if unit_of(model) is None:
+        pictures = [tiny_vision.picture(seed) for seed in (1, 2)]
+    cat, dog = (tiny_vision.prompt(text, each, text, unit=unit_of(model)) for each in pictures)
+    first = run.answers(cat)
+    hits = run.kv.num_hit
+    assert run.answers(cat) == first
+    assert run.kv.num_hit - hits == 16  # all full blocks of its 18 tokens
+    hits = run.kv.num_hit
+    assert run.answers(dog) != first
+    assert run.kv.num_hit - hits == 4  # the text before the image
+    assert run.images.num_encoded == 2
+
+
+def test_a_config_without_a_part_for_the_text_model(tmp_path: Path) -> None:
+    """The files that Qwen published have all settings of the text model at the top."""
+    _, path = tiny_vision.save("qwen2_5_vl", tmp_path)
+    before = open_model(path)
+    config = json.loads((path / "config.json").read_text())
+    text = config.pop("text_config")
+    rope = text.pop("rope_parameters")
+    text |= {"rope_theta": rope["rope_theta"], "model_type": "qwen2_5_vl"}
+    text["rope_scaling"] = {"type": "mrope", "mrope_section": rope["mrope_section"]}
+    (path / "config.json").write_text(json.dumps({**text, **config}))
+    assert open_model(path).config == before.config

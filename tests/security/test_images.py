@@ -1,0 +1,274 @@
+"""Images of requests: hostile files are refused, and hosts on the web are reached only if the
+settings name them and all their addresses are public (SEC-23, SEC-25; T5).
+"""
+
+import asyncio
+import io
+import socket
+import zlib
+from collections.abc import AsyncIterator, Callable
+from ipaddress import ip_address
+from typing import Any
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from engine.backends.custom.frontend.images import decode
+from engine.core.errors import InvalidRequestError
+from engine.servers.schema.images import RemoteImage, image_from_base64, image_from_url
+from engine.servers.serving import remote_images
+from engine.servers.serving.remote_images import fetch_image, is_public
+
+
+def png(width: int = 40, height: int = 30) -> bytes:
+    pixels = np.random.default_rng(0).integers(0, 256, (height, width, 3), np.uint8)
+    file = io.BytesIO()
+    Image.fromarray(pixels).save(file, "PNG")
+    return file.getvalue()
+
+
+def animation(kind: str) -> bytes:
+    frames = [Image.new("RGB", (32, 32), color) for color in ("red", "blue")]
+    file = io.BytesIO()
+    frames[0].save(file, kind, save_all=True, append_images=frames[1:])
+    return file.getvalue()
+
+
+def claiming(width: int, height: int) -> bytes:
+    """A PNG whose header claims a size that its few bytes do not have."""
+    data = bytearray(png())
+    data[16:24] = width.to_bytes(4, "big") + height.to_bytes(4, "big")
+    data[29:33] = zlib.crc32(bytes(data[12:29])).to_bytes(4, "big")
+    return bytes(data)
+
+
+def saved(kind: str) -> bytes:
+    file = io.BytesIO()
+    Image.new("RGB", (8, 8)).save(file, kind)
+    return file.getvalue()
+
+
+HOSTILE = {
+    "empty": b"",
+    "no image": b"%PDF-1.7 no image",
+    "an SVG": b"<svg xmlns='http://www.w3.org/2000/svg'/>",
+    "a format that is not read": saved("TIFF"),
+    "another": saved("ICO"),
+    "cut off": png()[:-200],
+    "only a header": png()[:40],
+    "a GIF of two frames": animation("GIF"),
+    "a PNG of two frames": animation("PNG"),
+    "a WebP of two frames": animation("WEBP"),
+    "huge": claiming(60_000, 60_000),
+    "one pixel too large": claiming(16_000_001, 1),
+    "claims more than it has": claiming(4_000, 3_999),
+    "no pixels": claiming(0, 0),
+}
+
+
+@pytest.mark.parametrize("name", HOSTILE)
+def test_hostile_files_are_refused(name: str) -> None:
+    with pytest.raises(InvalidRequestError) as refused:
+        decode(HOSTILE[name], "messages[0].content")
+    error = refused.value.body()["error"]
+    assert refused.value.status == 400 and error["code"] == "invalid_image"
+
+
+def test_a_huge_image_is_refused_before_it_is_decoded(monkeypatch: pytest.MonkeyPatch) -> None:
+    def load(self: Image.Image) -> None:
+        raise AssertionError("decoded")
+
+    monkeypatch.setattr(Image.Image, "load", load)
+    for name in ("huge", "one pixel too large"):
+        with pytest.raises(InvalidRequestError, match="more than 16000000 pixels"):
+            decode(HOSTILE[name], "messages[0].content")
+
+
+@pytest.mark.parametrize("size", [(1, 1), (1, 5_000), (9_000, 1)])
+def test_odd_sizes_are_decoded(size: tuple[int, int]) -> None:
+    assert decode(png(*size), "messages[0].content").size == size
+
+
+@pytest.mark.parametrize(
+    "url",
+    [
+        *("file:///etc/passwd", "ftp://example.com/a.png", "//example.com/a.png", "data:", 7, None),
+        *("data:text/html;base64,AAAA", "data:image/png,AAAA", "data:image/png;base64,A*A="),
+        *("data:image/svg+xml;base64,AAAA", "http://" + "a" * 3_000),
+    ],
+)
+def test_other_urls_are_refused(url: Any) -> None:
+    with pytest.raises(InvalidRequestError):
+        image_from_url(url, "here")
+
+
+def test_base64_is_strict() -> None:
+    assert image_from_base64("AAEC", "image/png", "here") == b"\x00\x01\x02"
+    for data in ("AAE", "AA EC", "", None):
+        with pytest.raises(InvalidRequestError):
+            image_from_base64(data, "image/png", "here")
+
+
+INSIDE = (
+    *("127.0.0.1", "10.1.2.3", "172.16.0.1", "192.168.1.1", "169.254.169.254", "100.64.0.1"),
+    *("0.0.0.0", "255.255.255.255", "224.0.0.1", "::1", "::", "fe80::1", "fc00::1", "ff02::1"),
+    *("::ffff:127.0.0.1", "::ffff:8.8.8.8", "::7f00:1", "64:ff9b::7f00:1", "2002:7f00:1::"),
+    *("2001:0:7f00:1::", "64:ff9b:1::1", "2001:db8::1", "240.0.0.1", "192.0.2.1"),
+)
+
+
+@pytest.mark.parametrize("address", INSIDE)
+def test_addresses_inside_a_network_are_not_public(address: str) -> None:
+    assert not is_public(ip_address(address))
+
+
+def test_other_addresses_are() -> None:
+    assert all(is_public(ip_address(each)) for each in ("8.8.8.8", "2606:4700::6810:85e5"))
+
+
+class Resolver:
+    """Answers lookups, and counts them. A second lookup gives another address (rebinding)."""
+
+    def __init__(self, *addresses: str) -> None:
+        self.addresses = addresses
+        self.num_lookups = 0
+
+    async def __call__(self, host: str, port: int, **_: Any) -> list[Any]:
+        self.num_lookups += 1
+        found = self.addresses if self.num_lookups == 1 else ("169.254.169.254",)
+        return [(socket.AF_INET, socket.SOCK_STREAM, 6, "", (each, port)) for each in found]
+
+
+@pytest.fixture
+def resolve(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Resolver]:
+    def use(*addresses: str) -> Resolver:
+        resolver = Resolver(*addresses)
+
+        async def look_up(_: Any, *arguments: Any, **options: Any) -> list[Any]:
+            return await resolver(*arguments, **options)
+
+        monkeypatch.setattr(asyncio.BaseEventLoop, "getaddrinfo", look_up)
+        return resolver
+
+    return use
+
+
+@pytest.fixture
+def no_connection(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def download(*_: Any) -> bytes:
+        raise AssertionError("a connection is made")
+
+    monkeypatch.setattr(remote_images, "_download", download)
+
+
+REFUSED = [
+    "http://ok\\@169.254.169.254/",
+    "http://user@example.com/",
+    "http://user:pass@example.com/",
+    "http://example.com#@169.254.169.254/",
+    "http://example.com?@169.254.169.254/",
+    "http://exa mple.com/",
+    "http://example.com:99999999/",
+    "http:///path",
+]
+
+
+@pytest.mark.usefixtures("no_connection")
+@pytest.mark.parametrize("url", REFUSED)
+async def test_urls_that_parsers_read_differently(url: str, resolve: Any) -> None:
+    resolver = resolve("8.8.8.8")
+    with pytest.raises(InvalidRequestError):
+        await fetch_image(RemoteImage(url, "here"), ("*",))
+    assert resolver.num_lookups == 0
+
+
+@pytest.mark.usefixtures("no_connection")
+@pytest.mark.parametrize("addresses", [("10.0.0.1",), ("8.8.8.8", "127.0.0.1"), ()])
+async def test_a_host_with_an_address_inside_is_refused(addresses: Any, resolve: Any) -> None:
+    """Names, and numbers that are names to a parser but addresses to the system."""
+    for url in ("http://example.com/a.png", "http://2852039166/", "http://0177.0.0.1/"):
+        resolve(*addresses)
+        with pytest.raises(InvalidRequestError, match="not public|not valid"):
+            await fetch_image(RemoteImage(url, "here"), ("*",))
+
+
+@pytest.mark.usefixtures("no_connection")
+async def test_only_listed_hosts_are_looked_up(resolve: Any) -> None:
+    resolver = resolve("8.8.8.8")
+    image = RemoteImage("http://example.com/a.png", "here")
+    with pytest.raises(InvalidRequestError, match="fetches no images"):
+        await fetch_image(image, ())
+    with pytest.raises(InvalidRequestError, match="from this host"):
+        await fetch_image(image, ("example.org",))
+    assert resolver.num_lookups == 0
+
+
+class Host:
+    """A web server on this machine, which tests reach as if it were public."""
+
+    def __init__(self) -> None:
+        self.reply = b"HTTP/1.1 200 OK\r\ncontent-length: 3\r\n\r\nabc"
+        self.drips = False
+        self.asked = b""
+        self.num_connections = 0
+
+    async def serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self.num_connections += 1
+        self.asked = await reader.readuntil(b"\r\n\r\n")
+        writer.write(self.reply)
+        while self.drips:
+            writer.write(b"x")
+            await writer.drain()
+            await asyncio.sleep(0.01)
+        writer.close()
+
+
+@pytest.fixture
+async def host(monkeypatch: pytest.MonkeyPatch, resolve: Any) -> AsyncIterator[Host]:
+    monkeypatch.setattr(remote_images, "is_public", lambda _: True)
+    made = Host()
+    server = await asyncio.start_server(made.serve, "127.0.0.1", 0)
+    made.url = f"http://pictures.example:{server.sockets[0].getsockname()[1]}/a.png?size=1"
+    made.resolver = resolve("127.0.0.1")
+    yield made
+    made.drips = False
+    server.close()
+
+
+async def fetched(host: Any) -> bytes:
+    return await fetch_image(RemoteImage(host.url, "here"), ("pictures.example",))
+
+
+async def test_an_image_comes_from_the_address_that_was_checked(host: Any) -> None:
+    assert await fetched(host) == b"abc"
+    assert host.resolver.num_lookups == 1
+    assert host.asked.startswith(b"GET /a.png?size=1 HTTP/1.1\r\n")
+    assert b"\r\nhost: pictures.example:" in host.asked.lower()
+
+
+async def test_redirects_errors_and_compressed_data_are_refused(host: Any) -> None:
+    place = b"location: http://169.254.169.254/\r\n"
+    for head in (
+        b"302 Found\r\n" + place,
+        b"404 Not Found\r\n",
+        b"200 OK\r\ncontent-encoding: gzip\r\n",
+    ):
+        host.reply = b"HTTP/1.1 " + head + b"content-length: 0\r\n\r\n"
+        host.num_connections = 0
+        host.resolver.num_lookups = 0
+        with pytest.raises(InvalidRequestError):
+            await fetched(host)
+        assert host.num_connections == 1
+
+
+async def test_size_and_time_are_limited(host: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(remote_images, "MAX_BYTES", 2)
+    with pytest.raises(InvalidRequestError, match="more than"):
+        await fetched(host)
+    monkeypatch.setattr(remote_images, "MAX_BYTES", 10**9)
+    monkeypatch.setattr(remote_images, "TIMEOUT_S", 0.3)
+    host.reply, host.drips = b"HTTP/1.1 200 OK\r\ncontent-length: 1000000\r\n\r\n", True
+    host.resolver.num_lookups = 0
+    with pytest.raises(InvalidRequestError, match="did not arrive"):
+        await fetched(host)
