@@ -50,6 +50,7 @@ TOKENIZER = SimpleNamespace(
 )
 TEMPLATE = SimpleNamespace(
     options=(),
+    mentions=lambda word: False,
     render=lambda messages, specials, add_generation_prompt, tools=(): "".join(
         message["content"] for message in messages
     ),
