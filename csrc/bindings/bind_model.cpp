@@ -15,6 +15,7 @@ namespace {
 using Ints = Array<const int32_t, 1>;
 using Longs = Array<const int64_t, 1>;
 using Tables = Array<const int32_t, 2>;
+using Embeds = Array<const float, 2>;
 
 // A model whose weights are Python arrays. The object holds references to these arrays.
 class BoundModel {
@@ -363,7 +364,11 @@ StepArrays step_arrays(Ints token_ids, Ints positions, Longs write_slots, Ints q
                        const std::optional<Longs>& window_slots, const std::optional<Tables>& window_tables,
                        const std::optional<Ints>& visible_end, const std::optional<Ints>& token_types,
                        const std::optional<Ints>& slots, const std::optional<Ints>& load,
-                       const std::optional<Ints>& save) {
+                       const std::optional<Ints>& save, const std::optional<Embeds>& embeds,
+                       const std::optional<Ints>& embed_rows, int width) {
+    if (embeds.has_value() != embed_rows.has_value() ||
+        (embeds && (embeds->shape(0) != embed_rows->shape(0) || embeds->shape(1) != size_t(width))))
+        throw nb::value_error("embeddings of a step that disagree in size");
     size_t tokens = token_ids.shape(0), rows = num_prompt.shape(0);
     auto fits = [rows](const std::optional<Ints>& each) { return !each || each->shape(0) == rows; };
     if (positions.shape(0) != tokens || write_slots.shape(0) != tokens || query_start.shape(0) != rows + 1 ||
@@ -393,7 +398,10 @@ StepArrays step_arrays(Ints token_ids, Ints positions, Longs write_slots, Ints q
                       token_types ? token_types->data() : nullptr,
                       slots ? slots->data() : nullptr,
                       load ? load->data() : nullptr,
-                      save ? save->data() : nullptr};
+                      save ? save->data() : nullptr,
+                      embeds ? int(embeds->shape(0)) : 0,
+                      embeds ? embeds->data() : nullptr,
+                      embed_rows ? embed_rows->data() : nullptr};
 }
 
 void bind_halves(nb::class_<BoundModel>& model) {
@@ -403,11 +411,13 @@ void bind_halves(nb::class_<BoundModel>& model) {
            Ints num_prompt, Tables tables, Ints logit_rows, Ints prefix_groups, Ints prefix_blocks,
            Array<uint8_t, 1> finite, std::optional<Longs> window_slots, std::optional<Tables> window_tables,
            std::optional<Ints> visible_end, std::optional<Ints> token_types, std::optional<Ints> slots,
-           std::optional<Ints> state_load, std::optional<Ints> state_save) {
+           std::optional<Ints> state_load, std::optional<Ints> state_save, std::optional<Embeds> embeds,
+           std::optional<Ints> embed_rows) {
+            int width = self.model.executor.program(1).ops[0].matrix->columns;
             StepArrays step =
                 step_arrays(token_ids, positions, write_slots, query_start, num_prompt, tables, logit_rows,
                             prefix_groups, prefix_blocks, window_slots, window_tables, visible_end,
-                            token_types, slots, state_load, state_save);
+                            token_types, slots, state_load, state_save, embeds, embed_rows, width);
             if (finite.shape(0) != num_prompt.shape(0))
                 throw nb::value_error("finite: another number of rows");
             uint8_t* flags = finite.data();
@@ -419,7 +429,8 @@ void bind_halves(nb::class_<BoundModel>& model) {
         nb::arg("prefix_blocks"), nb::arg("finite"), nb::arg("window_slots") = nb::none(),
         nb::arg("window_tables") = nb::none(), nb::arg("visible_end") = nb::none(),
         nb::arg("token_types") = nb::none(), nb::arg("slots") = nb::none(),
-        nb::arg("state_load") = nb::none(), nb::arg("state_save") = nb::none());
+        nb::arg("state_load") = nb::none(), nb::arg("state_save") = nb::none(),
+        nb::arg("embeds") = nb::none(), nb::arg("embed_rows") = nb::none());
     model.def("set_sampler", [](BoundModel& self, int vocab, int max_slots, int max_seq_len) {
         self.model.set_sampler(vocab, max_slots, max_seq_len);
     });

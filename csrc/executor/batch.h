@@ -15,6 +15,9 @@ struct Batch {
     // (tokens) a token attends to the positions below this one. null: below the one after its own.
     const int32_t* visible_end = nullptr;
     const int32_t* token_types = nullptr;  // (tokens) rows of an encoder's table of token types; null: all 0
+    // (tokens) embeddings that replace those of the tokens, or null for a token that keeps its own. null: all
+    // tokens keep theirs.
+    const float* const* embeds = nullptr;
     const int64_t* write_slots = nullptr;  // (tokens) cache slot to write: block * block_size + offset
     const int32_t* row_of = nullptr;       // (tokens) index of the token's sequence
     const int32_t* tables = nullptr;       // (rows, table_width) block tables: KV block ids

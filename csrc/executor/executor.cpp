@@ -275,6 +275,10 @@ void Executor::embed(const Op& op, int begin, int end) {
     int size = op.matrix->columns;
     for (int token = begin; token < end; token++) {
         float* out = at(op.out, token);
+        if (batch_->embeds && batch_->embeds[token]) {
+            memcpy(out, batch_->embeds[token], size_t(size) * sizeof(float));
+            continue;
+        }
         kernels_.embed(*op.matrix, batch_->token_ids[token], out);
         if (op.scale != 1)
             for (int i = 0; i < size; i++) out[i] *= op.scale;

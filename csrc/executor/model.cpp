@@ -39,6 +39,8 @@ void Model::check(const StepArrays& step) const {
         need(!step.state_load || step.state_load[row] < states, "a state to load that is not there");
         need(!step.state_save || step.state_save[row] < states, "a state to save that is not there");
     }
+    need(all_within(step.embed_rows, step.num_embeds, step.tokens),
+         "an embedding of a token that is not there");
     const KvCache& cache = executor.cache(0);
     for (int token = 0; step.visible_end && token < step.tokens; token++)
         need(step.visible_end[token] > step.positions[token] &&
@@ -113,7 +115,13 @@ void Model::reorder(const StepArrays& step) {
         return to.data();
     };
 
+    embeds_.assign(step.num_embeds ? tokens : 0, nullptr);
+    size_t width = size_t(executor.program(step.tokens).ops[0].matrix->columns);
+    for (int i = 0; i < step.num_embeds; i++)
+        embeds_[size_t(place_of_[size_t(step.embed_rows[i])])] = step.embeds + size_t(i) * width;
+
     batch_ = Batch{};
+    batch_.embeds = embeds_.empty() ? nullptr : embeds_.data();
     batch_.visible_end = copy(step.visible_end, visible_end_);
     batch_.token_types = copy(step.token_types, token_types_);
     batch_.tokens = step.tokens;

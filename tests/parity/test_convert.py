@@ -25,7 +25,7 @@ from tests.parity.runner_driver import RunnerDriver
 
 NAMES = (
     *("gpt2", "llama-biases", "llama-yarn", "mistral-window", "qwen2", "qwen3"),
-    *("granite", "olmo2"),
+    *("granite", "olmo2", "deepseek_v2", "deepseek_v3", "youtu"),
 )
 TOLERANCE = 1e-5
 NUM_NEW = 24

@@ -21,7 +21,7 @@ class NotingModel:
     def forward(self, *arrays: np.ndarray, **named: np.ndarray) -> None:
         *before, finite = arrays[:10]
         self.steps.append((*before, *arrays[10:]))
-        self.states = named
+        self.named = named
         finite[:] = [1, 0, 1, 1][: len(finite)]
 
     def sample(self, sampling) -> tuple:
@@ -44,8 +44,8 @@ def step(token_ids, query_start, slots, logit_rows) -> SimpleNamespace:
     }
     arrays = {name: np.array(each, np.int32) for name, each in given.items()}
     names += ("prefix_blocks", "window_slots", "window_tables", "state_load", "state_save")
-    others = {name: name for name in names}
-    return SimpleNamespace(**arrays, **others)
+    names += ("visible_end", "embeds", "embed_rows")
+    return SimpleNamespace(**arrays, **{name: name for name in names})
 
 
 def test_a_token_that_the_host_does_not_know_is_the_slots_last():
@@ -73,8 +73,8 @@ def test_arrays_reach_the_model_in_their_order():
         *("prefix_groups", "prefix_blocks"),
     )
     assert logit_rows.tolist() == [1]
-    assert model.states.pop("slots").tolist() == [0]
-    assert model.states == {"state_load": "state_load", "state_save": "state_save"}
+    assert model.named.pop("slots").tolist() == [0]
+    assert len(model.named) == 5 and all(name == value for name, value in model.named.items())
 
 
 def test_states_and_logits_are_those_of_the_rows_asked_for():

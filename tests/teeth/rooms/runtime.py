@@ -249,10 +249,18 @@ MUTATIONS = [
         f"{ENCODER_TESTS}::test_late_and_aborted_requests_are_not_computed",
     ),
     Mutation(
+        "runtime: windows are planned for a single row at a time",
+        "engine.backends.custom.worker.memory",
+        "        return longest + (2 * num_sequences - 1) * each + 1\n",
+        "        return longest + 1\n",
+        "tests/unit/test_memory_plan.py"
+        "::test_the_same_memory_holds_more_tokens_if_windows_free_their_blocks",
+    ),
+    Mutation(
         "runtime: the null block is not paid for",
         "engine.backends.custom.worker.memory",
-        "num_blocks = num_sequences * self._blocks(self.max_seq_len) + 1\n",
-        "num_blocks = num_sequences * self._blocks(self.max_seq_len)\n",
+        "        num_blocks = num_contexts * self._blocks(self.max_seq_len) + 1\n",
+        "        num_blocks = num_contexts * self._blocks(self.max_seq_len)\n",
         "tests/unit/test_memory_plan.py::test_whatever_is_planned_fits_and_serves_its_context",
     ),
     Mutation(
@@ -275,5 +283,26 @@ MUTATIONS = [
         "        return count if self.states is None else self.states.cut(seq, start, count)\n",
         "        return count\n",
         "tests/unit/test_states.py::test_a_second_request_starts_from_a_checkpoint",
+    ),
+    Mutation(
+        "runtime: all images have the same key",
+        "engine.backends.custom.runtime.images",
+        "    digest.update(image.pixels)\n",
+        "",
+        "tests/security/test_cache_key.py::test_any_change_of_an_image_is_another_key",
+    ),
+    Mutation(
+        "runtime: a row may end inside a two-way image",
+        "engine.backends.custom.runtime.images",
+        "        if image.two_way and image.start < end < image.end:\n",
+        "        if False:\n",
+        "tests/parity/test_vision.py::test_generations_equal_those_of_transformers",
+    ),
+    Mutation(
+        "runtime: text after an image is rotated as if the image were text",
+        "engine.backends.custom.runtime.images",
+        "+= image.rope_delta",
+        "+= 0",
+        "tests/parity/test_vision.py::test_generations_equal_those_of_transformers",
     ),
 ]

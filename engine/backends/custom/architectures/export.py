@@ -38,6 +38,14 @@ KNOWN_LLAMA3_RULES = (
 )
 
 
+def text_only(config: ModelConfig) -> ModelConfig:
+    """The config of the text model of a model that reads images."""
+    if config.vision is None:
+        return config
+    rope = config.rope if config.rope is None else replace(config.rope, sections=())
+    return replace(config, vision=None, rope=rope)
+
+
 def hf_config(config: ModelConfig, dtype: str) -> dict[str, Any]:
     """The contents of config.json. `dtype` is PyTorch's name for the type of the weights, such as
     "bfloat16".
@@ -65,6 +73,8 @@ def hf_config(config: ModelConfig, dtype: str) -> dict[str, Any]:
     if family.name == "gemma2" or family.name == "gemma3":
         stated["query_pre_attn_scalar"] = config.attention_scale**-2
     stated = {key: value for key, value in stated.items() if value is not None}
+    if config.latent is not None:
+        stated.setdefault("q_lora_rank", None)  # Transformers has another default
     _check_same(config, family.config_from_hf(stated), _UNSTATED_HF, "a config.json")
     return stated
 

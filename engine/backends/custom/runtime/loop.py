@@ -368,15 +368,18 @@ class EngineLoop:
 
     def stats(self) -> EngineStats:
         scheduler, kv = self.scheduler, self.scheduler.kv
-        pool = kv.pool
+        pool, windowed = kv.pool, kv.windows and kv.windows.pool
         return EngineStats(
             num_running=scheduler.num_running,
             num_waiting=scheduler.num_waiting,
             num_blocks=pool.num_usable,
             num_free_blocks=pool.num_free,
             num_cached_blocks=pool.num_cached,
-            num_referenced_blocks=pool.num_usable - pool.num_free - pool.num_evictable,
+            num_referenced_blocks=pool.num_referenced,
             block_size=kv.block_size,
+            num_window_blocks=windowed.num_usable if windowed else 0,
+            num_free_window_blocks=windowed.num_free if windowed else 0,
+            num_referenced_window_blocks=windowed.num_referenced if windowed else 0,
             num_steps=self._num_steps,
             prompt_tokens=scheduler.num_prompt_tokens,
             cached_tokens=scheduler.num_cached_tokens,

@@ -14,6 +14,8 @@ import socket
 import sys
 import time
 from collections.abc import Callable
+from dataclasses import replace
+from math import prod
 from pathlib import Path
 from typing import Protocol
 
@@ -21,7 +23,7 @@ from engine.backends.custom.frameworks.entry import framework_entry
 from engine.backends.custom.ipc.engine_process import STACKS_SIGNAL
 from engine.backends.custom.ipc.heartbeat import Heartbeat, Pulse, Watchdog
 from engine.backends.custom.ipc.transport import ConnectionClosedError, SocketChannel
-from engine.backends.custom.options import IMAGE_FRAMEWORKS, EngineOptions
+from engine.backends.custom.options import IMAGE_ENCODERS, EngineOptions
 from engine.backends.custom.runtime.batch import warm_up
 from engine.backends.custom.runtime.block_pool import BlockPool
 from engine.backends.custom.runtime.budget import TARGET_STEP_S, StepBudget
@@ -42,7 +44,7 @@ from engine.backends.custom.runtime.scheduler import Scheduler
 from engine.backends.custom.weights.model import ModelSource, open_model
 from engine.backends.custom.worker.encoder_loop import Encoder, EncoderLoop, is_encoder
 from engine.backends.custom.worker.encoder_loop import warm_up as warm_up_encoder
-from engine.backends.custom.worker.memory import MemoryPlan, plan_memory
+from engine.backends.custom.worker.memory import DTYPE_BYTES, MemoryPlan, plan_memory
 from engine.core import faults
 from engine.core.errors import ConfigError, EngineError
 from engine.core.interfaces.request import Examine, Examined, Fatal, Ready, Stop, ToEngine
@@ -79,6 +81,10 @@ def load_runner(
     framework = framework_entry(options.framework)
     device = framework.find_device(options.device, options.dtype)
     needs = framework.memory_needs(source, options, device)
+    if _reads_images(source, options):
+        value_bytes = 4 if options.framework == "native" else DTYPE_BYTES[device.dtype]
+        num_values = sum(prod(each.spec.shape) for each in source.vision_weights.values())
+        needs = replace(needs, weight_bytes=needs.weight_bytes + num_values * value_bytes)
     plan = plan_memory(source.config.max_position, options, device, needs)
     log_plan(device, plan)
     config = runner_config(options, device, plan)
@@ -94,10 +100,15 @@ def load_images(
     framework can't run it; then the model reads only text.
     """
     vision = source.config.vision
-    if vision is None or options.framework not in IMAGE_FRAMEWORKS:
+    if vision is None or not _reads_images(source, options):
         return None
     encoder = framework_entry(options.framework).build_image_encoder(source, loaded[1])
     return ImageStore(encoder, two_way_tokens=vision.two_way_tokens, grid_unit=vision.grid_unit)
+
+
+def _reads_images(source: ModelSource, options: EngineOptions) -> bool:
+    vision = source.config.vision
+    return vision is not None and vision.kind in IMAGE_ENCODERS.get(options.framework, ())
 
 
 def log_plan(device: DeviceInfo, plan: MemoryPlan) -> None:

@@ -23,6 +23,8 @@ WORKSPACE_BYTES = 256 * MIB
 # Default KV pool size for frameworks that write the whole pool at startup. It is enough for tens of
 # conversations with a small model.
 USUAL_POOL_BYTES = 512 * MIB
+# The usual KV pool has sliding windows for this many sequences, besides one full context.
+USUAL_WINDOWS = 8
 MIN_CONTEXT = 128
 MIN_TOKENS_PER_SLOT = 128
 # Checkpoints of states: how many there are per sequence of the batch, if they take at most this
@@ -155,9 +157,11 @@ class _Pools:
         """Bytes of a block in the layers with a sliding window."""
         return self.needs.window_token_bytes * self.block_size
 
-    def bytes_for(self, num_sequences: int) -> int:
-        """Bytes of the pools for this many sequences of the max length, with the null blocks."""
-        num_blocks = num_sequences * self._blocks(self.max_seq_len) + 1
+    def bytes_for(self, num_contexts: int, num_sequences: int) -> int:
+        """Bytes of the pools for this many contexts of the max length, with the null blocks, and
+        for the windows of `num_sequences` sequences.
+        """
+        num_blocks = num_contexts * self._blocks(self.max_seq_len) + 1
         num_windowed = self._windowed(num_sequences) if self.has_windows else 0
         return self.bytes_of(num_blocks, min(num_blocks, num_windowed))
 
@@ -194,7 +198,8 @@ class _Pools:
         """
         window = self.needs.window
         assert window is not None
-        longest = min_window_blocks(window, self.block_size, self.needs.max_step_tokens)
+        max_row = min(self.needs.max_step_tokens, self.max_seq_len)
+        longest = min_window_blocks(window, self.block_size, max_row)
         each = min_window_blocks(window, self.block_size, 1)
         return longest + (2 * num_sequences - 1) * each + 1
 
@@ -210,7 +215,7 @@ def plan_memory(
     max_seq_len = min(options.max_seq_len or max_position, max_position)
     pools = _Pools(needs, options.block_size, max_seq_len)
     shortest = min(MIN_CONTEXT, max_seq_len)
-    min_bytes = _Pools(needs, options.block_size, shortest).bytes_for(1)
+    min_bytes = _Pools(needs, options.block_size, shortest).bytes_for(1, 1)
     room = available_bytes - weight_bytes - needs.workspace_bytes
     most_slots = _affordable_slots(options.max_slots, needs.slot_bytes, room)
     num_checkpoints = 0
@@ -227,9 +232,10 @@ def plan_memory(
             f"{options.max_seq_len:,} asked for is more than it was made for"
         )
     if options.pool_bytes is None:
-        wanted = pools.bytes_for(options.max_slots)
+        wanted = pools.bytes_for(options.max_slots, options.max_slots)
         if needs.usual_pool_bytes is not None:
-            wanted = min(wanted, max(pools.bytes_for(1), needs.usual_pool_bytes))
+            one = pools.bytes_for(1, min(USUAL_WINDOWS, options.max_slots))
+            wanted = min(wanted, max(one, needs.usual_pool_bytes))
         pool_bytes = max(min_bytes, min(wanted, int(room * needs.pool_share)))
     else:
         pool_bytes = _asked_pool(options.pool_bytes, min_bytes, room, notes)

@@ -35,6 +35,7 @@ from engine.backends.custom.runtime.model_runner import (
     MAX_SCORED,
     PROMPT_TOKENS,
     DeviceInfo,
+    ImageEncoder,
     ModelRunner,
     Profiler,
     RunnerConfig,
@@ -263,6 +264,14 @@ def _flat(name: str, values: NDArray[np.float32]) -> NDArray[np.float32]:
 def _state_offsets(config: ModelConfig) -> tuple[int, ...]:
     ends = accumulate(each.shape[1] for each in empty_states(config, 0))
     return (0, *ends)
+
+
+def build_image_encoder(source: ModelSource, config: RunnerConfig) -> ImageEncoder:
+    """Loads the weights of the image encoder of a model that reads images."""
+    from engine.backends.custom.frameworks.native.execution.vision import NativeImageEncoder
+
+    assert source.config.vision is not None, source.path
+    return NativeImageEncoder(source.config.vision, source.vision_weights)
 
 
 def _add_slopes(model: Any, config: ModelConfig) -> int:
