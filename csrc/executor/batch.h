@@ -15,6 +15,9 @@ struct Batch {
     // (tokens) a token attends to the positions below this one. null: below the one after its own.
     const int32_t* visible_end = nullptr;
     const int32_t* token_types = nullptr;  // (tokens) rows of an encoder's table of token types; null: all 0
+    // (tokens) embeddings that replace those of the tokens, or null for a token that keeps its own. null: all
+    // tokens keep theirs.
+    const float* const* embeds = nullptr;
     const int64_t* write_slots = nullptr;  // (tokens) cache slot to write: block * block_size + offset
     const int32_t* row_of = nullptr;       // (tokens) index of the token's sequence
     const int32_t* tables = nullptr;       // (rows, table_width) block tables: KV block ids
@@ -22,6 +25,11 @@ struct Batch {
     // The same for the layers with a sliding window, if these have a KV cache of their own.
     const int64_t* window_slots = nullptr;   // (tokens)
     const int32_t* window_tables = nullptr;  // (rows, table_width)
+    // For layers that keep a state: row r has the tokens row_tokens[row_start[r] : row_start[r + 1]], in the
+    // order of positions. slots[r] is the index of its state.
+    const int32_t* row_start = nullptr;
+    const int32_t* row_tokens = nullptr;
+    const int32_t* slots = nullptr;
     // (rows) the prefix group of each sequence. Sequences of one group share their first KV blocks.
     // -1: the sequence is in no group.
     const int32_t* prefix_groups = nullptr;

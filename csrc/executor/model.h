@@ -24,6 +24,13 @@ struct StepArrays {
     const int32_t* window_tables;
     const int32_t* visible_end;  // see Batch; null: attention is causal
     const int32_t* token_types;  // see Batch; null: all are 0
+    const int32_t* slots;        // (rows) index of each sequence's state
+    const int32_t* state_load;   // (rows) index of a state to copy to the row's own before the step; -1: none
+    const int32_t* state_save;   // (rows) index of a state to copy the row's own to after the step; -1: none
+    // Embeddings of images, and the tokens whose embeddings they replace. There are none if num_embeds is 0.
+    int num_embeds;
+    const float* embeds;        // (num_embeds, embedding size)
+    const int32_t* embed_rows;  // (num_embeds) indices into tokens
 };
 
 class Model {
@@ -61,6 +68,7 @@ class Model {
     std::vector<int32_t> token_ids_, positions_, visible_end_, token_types_;
     std::vector<int32_t> row_of_, logit_tokens_, logit_place_, place_of_;
     std::vector<int64_t> write_slots_, window_slots_;
+    std::vector<const float*> embeds_;
     std::vector<uint8_t> finite_;
     std::unique_ptr<Sampler> sampler_;
     std::vector<SampleScratch> sample_scratch_;

@@ -1,6 +1,7 @@
 """The CUDA runner's logic, with interpreted kernels and plain calls instead of CUDA graphs."""
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -140,6 +141,7 @@ def runners(name: str, folder: Path, num_window_blocks: int = 0) -> tuple[CudaRu
         pytest.param("cohere2", marks=pytest.mark.slow),
         pytest.param("qwen3_moe-dense", marks=pytest.mark.slow),
         pytest.param("gpt_oss", marks=pytest.mark.slow),
+        "lfm2",
         pytest.param("deepseek_v3", marks=pytest.mark.slow),
     ],
 )
@@ -170,6 +172,29 @@ def test_windowed_layers_have_a_cache_of_their_own(name: str, tmp_path: Path) ->
         windowed[[0, *driver.free_window_blocks]] = float("nan")
     assert [track.tokens[track.num_prompt :][:2] for track in tracks] == expected
     assert tracks[0].window_blocks.count(0) >= 1
+
+
+def test_a_step_with_an_image_runs_without_a_graph(tmp_path: Path) -> None:
+    """Its tokens attend to each other both ways. The steps after it have graphs again."""
+    embeds = np.random.default_rng(0).normal(0, 1, (3, 48)).astype(np.float32)
+    drawn = []
+    for runner in runners("llama", tmp_path):
+        driver = RunnerDriver(runner)
+        track = driver.add(tiny_models.text(9, 0))
+        inputs = driver.inputs([(track, 9)])
+        ends = inputs.positions + 1
+        ends[2:5] = 5
+        places = np.array([2, 3, 4], np.int32)
+        inputs = replace(inputs, embeds=embeds, embed_rows=places, visible_end=ends)
+        sampling = sampling_inputs([0], [track.slot], [9])
+        tokens = runner.sample(runner.forward(inputs), sampling).wait().tokens.tolist()
+        track.num_computed = 9
+        track.tokens += tokens
+        for _ in range(2):
+            driver.step([(track, 1)])
+        drawn.append(track.tokens[9:])
+    assert drawn[0] == drawn[1]
+    assert len(set(drawn[0])) > 1
 
 
 def test_a_token_in_flight_is_taken_from_the_device(tmp_path: Path) -> None:

@@ -18,7 +18,8 @@ class NotingModel:
         self.steps: list[tuple[np.ndarray, ...]] = []
         self.tokens = np.zeros(0, np.int32)
 
-    def forward(self, *arrays: np.ndarray) -> None:
+    def forward(self, *arrays: np.ndarray, **named: np.ndarray) -> None:
+        assert all(name == value for name, value in named.items()) and len(named) == 3
         *before, finite = arrays[:10]
         self.steps.append((*before, *arrays[10:]))
         finite[:] = [1, 0, 1, 1][: len(finite)]
@@ -42,8 +43,9 @@ def step(token_ids, query_start, slots, logit_rows) -> SimpleNamespace:
         "logit_rows": logit_rows,
     }
     arrays = {name: np.array(each, np.int32) for name, each in given.items()}
-    others = {name: name for name in (*names, "prefix_blocks", "window_slots", "window_tables")}
-    return SimpleNamespace(**arrays, **others)
+    names += ("prefix_blocks", "window_slots", "window_tables")
+    names += ("visible_end", "embeds", "embed_rows")
+    return SimpleNamespace(**arrays, **{name: name for name in names})
 
 
 def test_a_token_that_the_host_does_not_know_is_the_slots_last():

@@ -6,7 +6,11 @@ from typing import Literal
 
 import msgspec
 
-IMAGE_FRAMEWORKS = ("torch",)  # frameworks that run image encoders
+# The kinds of image encoders (`VisionConfig.kind`) that each framework runs.
+IMAGE_ENCODERS: dict[str, tuple[str, ...]] = {
+    "native": ("idefics3", "gemma3"),
+    "torch": ("idefics3", "gemma3", "qwen2_5_vl"),
+}
 
 
 class EngineOptions(msgspec.Struct, frozen=True, kw_only=True, tag="options"):

@@ -5,7 +5,9 @@ Sentence encoders also have module settings in folders such as `1_Pooling`.
 """
 
 import re
+from pathlib import Path
 
+MMPROJ_PREFIX = "mmproj"
 _COMPANIONS = frozenset(
     (
         "config.json",
@@ -25,6 +27,8 @@ _COMPANIONS = frozenset(
         "modules.json",
         "sentence_bert_config.json",
         "config_sentence_transformers.json",
+        "preprocessor_config.json",
+        "processor_config.json",
     )
 )
 _RANKS = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]{0,40}\.tiktoken")
@@ -41,3 +45,18 @@ def is_companion(name: str) -> bool:
 
 def is_weights(name: str) -> bool:
     return _WEIGHTS.fullmatch(name) is not None
+
+
+def is_mmproj(name: str) -> bool:
+    """Whether a GGUF file's name says that it has an image encoder, and no text model."""
+    return name.startswith(MMPROJ_PREFIX) and name.endswith(".gguf")
+
+
+def mmproj_beside(model: Path) -> Path | None:
+    """The file with the image encoder of a GGUF model: the only such file in the model's folder. If
+    there are several, it is not clear which belongs to the model, and the result is None.
+    """
+    if model.suffix != ".gguf" or is_mmproj(model.name) or not model.parent.is_dir():
+        return None
+    found = [entry for entry in model.parent.iterdir() if is_mmproj(entry.name)]
+    return found[0] if len(found) == 1 else None

@@ -17,8 +17,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from engine.backends.custom.architectures.base import ModelConfig, RopeConfig
-from engine.backends.custom.architectures.export import gguf_metadata, hf_config, llama3_rules
+from engine.backends.custom.architectures.export import (
+    gguf_metadata,
+    hf_config,
+    llama3_rules,
+    text_only,
+)
 from engine.backends.custom.architectures.family import FLOATS
+from engine.backends.custom.architectures.foreign import has_images
 from engine.backends.custom.conversion.gguf_writer import (
     GGUF_TYPES,
     file_type,
@@ -121,6 +127,7 @@ def convert(
     with closing(open_source(source, tokenizer)) as model:
         if model.config.encoder is not None:
             raise ModelFormatError(f"{source.name} is a text encoder; only decoders are converted")
+        model = replace(model, config=text_only(model.config))
         _WRITERS[to](model, target, dtype, columns, progress)
     return to
 
@@ -273,6 +280,8 @@ def _hf_files(model: ModelSource, dtype: str) -> dict[str, bytes]:
             if path.is_file() and is_companion(path.name)
         }
         stated = read_json(model.path, CONFIG_NAME)
+        if has_images(stated):  # only the text model is written
+            return files | {CONFIG_NAME: _json(hf_config(model.config, dtype))}
         stated.pop("quantization_config", None)  # the written weights are not quantized
         stated |= {key: dtype for key in ("dtype", "torch_dtype") if key in stated}
         return files | {CONFIG_NAME: _json(stated)}

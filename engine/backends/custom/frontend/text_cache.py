@@ -16,6 +16,7 @@ import msgspec
 from engine import __version__
 from engine.backends.custom.architectures.base import ModelConfig
 from engine.core.sandbox.private_files import open_private, write_private
+from engine.core.store.checkpoint_files import mmproj_beside
 from engine.core.store.model_store import store_directory
 from engine.core.text.tokenizer_tables import TokenizerTables
 
@@ -98,14 +99,17 @@ class TextCache:
 
 
 def key_of(model: Path) -> bytes | None:
-    """A digest of a model file's path, inode, size and timestamps. It changes if the file changes.
-    None if the model is not a single file.
+    """A digest of a model file's path, inode, size and timestamps, and those of its image encoder's
+    file. It changes if a file changes. None if the model is not a single file.
     """
     if not model.is_file():
         return None
-    status = model.stat()
-    identity = (status.st_ino, status.st_size, status.st_mtime_ns, status.st_ctime_ns)
-    facts = (__version__, FORMAT_VERSION, str(model.resolve()), *identity)
+    facts: list[object] = [__version__, FORMAT_VERSION]
+    for file in (model, mmproj_beside(model)):
+        if file is not None:
+            status = file.stat()
+            facts += [str(file.resolve()), status.st_ino, status.st_size]
+            facts += [status.st_mtime_ns, status.st_ctime_ns]
     return hashlib.sha256(repr(facts).encode()).digest()
 
 

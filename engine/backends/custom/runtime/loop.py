@@ -121,6 +121,9 @@ class EngineLoop:
         # Whether the loop is inside a runner call, which the watchdog may interrupt.
         self.is_computing = False
         self._pulse.watch(self)
+        if runner.spec.has_state and scheduler.kv.states is None:
+            # Cached keys and values are of no use without the states that belong to them.
+            scheduler.kv.sharing = False
 
     def run(self) -> None:
         """Serve until a `Stop` message arrives, then abort all requests and close the runner."""
@@ -253,7 +256,8 @@ class EngineLoop:
         launch, self._launched = self._launched, None
         batches = ([launch.batch] if launch else []) + ([batch] if batch else [])
         self.scheduler.rollback()
-        bisection = Bisection(self.scheduler, self._run_whole, self._send)
+        replayed = self._budget.tokens(0, 0) if self._runner.spec.has_state else 0
+        bisection = Bisection(self.scheduler, self._run_whole, self._send, replayed)
         for failed in batches:
             bisection.run(failed.rows)
         warm_up(self._runner)

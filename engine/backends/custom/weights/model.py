@@ -22,7 +22,7 @@ from engine.backends.custom.architectures.base import (
 from engine.backends.custom.architectures.foreign import has_images
 from engine.backends.custom.architectures.rope import with_factors, with_long_factors
 from engine.backends.custom.architectures.vision import VisionConfig
-from engine.backends.custom.architectures.vision_files import (
+from engine.backends.custom.architectures.vision.files import (
     UNUSED_PREFIX,
     vision_from_hf,
     vision_tensors,
@@ -49,7 +49,7 @@ from engine.backends.custom.weights.safetensors import (
     SafetensorsCheckpoint,
     open_safetensors,
 )
-from engine.backends.custom.weights.vision import parted, processor_config
+from engine.backends.custom.weights.vision import parted, processor_config, read_mmproj
 from engine.backends.custom.weights.weight import Weight
 from engine.core.errors import ModelError, ModelFormatError
 from engine.core.registry.model_registry import (
@@ -58,6 +58,7 @@ from engine.core.registry.model_registry import (
     find_gguf,
     find_hf,
 )
+from engine.core.store.checkpoint_files import is_mmproj
 
 log = logging.getLogger(__name__)
 
@@ -180,7 +181,11 @@ def stored_quantization(checkpoint: Checkpoint) -> str | None:
 
 def only_gguf(directory: Path) -> Path:
     """The first file of the GGUF model in a directory. Raises if there is not exactly one model."""
-    names = sorted(entry.name for entry in directory.iterdir() if entry.suffix == ".gguf")
+    names = sorted(
+        entry.name
+        for entry in directory.iterdir()
+        if entry.suffix == ".gguf" and not is_mmproj(entry.name)
+    )
     sets = {part_names(name) for name in names}
     if len(sets) == 1:
         return member(directory, names[0])
@@ -217,9 +222,11 @@ def _open_hf(directory: Path, use_mmap: bool, reads_weights: bool) -> ModelSourc
         vision = vision_from_hf(
             metadata, processor_config(directory), config.hidden_size, config.vocab_size
         )
+        if not image:  # some published files have only the text model
+            vision = None
         # Such files state in several places, or not at all, whether the head is tied.
         config = replace(config, tie_embeddings="lm_head.weight" not in text, vision=vision)
-        if vision is not None:
+        if vision is not None and image:
             encoder = SafetensorsCheckpoint(checkpoint.files, image)
             vision_weights = _resolve_vision(directory.name, vision, encoder)
         checkpoint = SafetensorsCheckpoint(checkpoint.files, text)
@@ -237,9 +244,14 @@ def _open_gguf(path: Path, use_mmap: bool, reads_weights: bool) -> ModelSource:
     config = _settle(family.config_from_gguf(metadata), family, checkpoint)
     _check_vocabulary(path.name, config, metadata)
     weights = _resolve(path.name, family, config, checkpoint)
+    vision, encoder = read_mmproj(path, config, metadata, use_mmap)
+    vision_weights: dict[str, Weight] = {}
+    if vision is not None and encoder is not None:
+        config = replace(config, vision=vision)
+        vision_weights = _resolve_vision(path.name, vision, encoder)
     if reads_weights:
-        _check_values(path.name, weights)
-    return ModelSource(path, config, checkpoint, weights, metadata)
+        _check_values(path.name, {**weights, **vision_weights})
+    return ModelSource(path, config, checkpoint, weights, metadata, vision_weights)
 
 
 def _settle(config: ModelConfig, family: Architecture, checkpoint: GgufCheckpoint) -> ModelConfig:
@@ -249,15 +261,22 @@ def _settle(config: ModelConfig, family: Architecture, checkpoint: GgufCheckpoin
     widest = replace(config, tie_embeddings=False, qkv_bias=True, out_bias=True, mlp_bias=True)
     if config.qk_norm is None:
         widest = replace(widest, qk_norm="head")
+    if config.state is not None:
+        widest = replace(widest, state=replace(config.state, conv_bias=True, proj_bias=True))
     found = {spec.name for spec in family.tensors(widest) if spec.gguf in checkpoint.tensors}
+    attn = f"layers.{config.attention_layers[0]}.attn"
     settled = replace(
         config,
         tie_embeddings="head.weight" not in found,
-        qkv_bias=config.qkv_bias or "layers.0.attn.q.bias" in found,
-        out_bias=config.out_bias or "layers.0.attn.o.bias" in found,
+        qkv_bias=config.qkv_bias or f"{attn}.q.bias" in found,
+        out_bias=config.out_bias or f"{attn}.o.bias" in found,
         mlp_bias=config.mlp_bias or "layers.0.mlp.up.bias" in found,
-        qk_norm=widest.qk_norm if "layers.0.attn.q_norm.weight" in found else config.qk_norm,
+        qk_norm=widest.qk_norm if f"{attn}.q_norm.weight" in found else config.qk_norm,
     )
+    if config.state is not None:
+        mixer = f"layers.{config.state_layers[0]}.mixer"
+        conv, proj = (f"{mixer}.{name}.bias" in found for name in ("conv", "o"))
+        settled = replace(settled, state=replace(config.state, conv_bias=conv, proj_bias=proj))
     if all(name in checkpoint.tensors for name in LONG_FACTORS):
         short, long = (checkpoint.tensors[name].numpy() for name in LONG_FACTORS)
         factors = tuple(short.tolist()), tuple(long.tolist())

@@ -1,16 +1,28 @@
-"""Finds the image encoder in the files of a Hugging Face checkpoint. Reads its tensors, and the
-settings of the image preprocessing.
+"""Finds the image encoder of a model: in the files of a Hugging Face checkpoint, or in the file
+beside a GGUF model. Reads its settings and tensors, and the settings of the image preprocessing.
 """
 
+import logging
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from engine.backends.custom.architectures.base import Reader
-from engine.backends.custom.architectures.vision_files import PREFIXES
+import numpy as np
+
+from engine.backends.custom.architectures.base import ModelConfig, Reader
+from engine.backends.custom.architectures.vision import VisionConfig
+from engine.backends.custom.architectures.vision.files import (
+    MMPROJ_FAMILIES,
+    PREFIXES,
+    vision_from_mmproj,
+)
 from engine.backends.custom.weights.files import read_json
+from engine.backends.custom.weights.gguf import GgufCheckpoint, open_gguf
 from engine.backends.custom.weights.lazy_tensor import Checkpoint, LazyTensor
+from engine.core.store.checkpoint_files import mmproj_beside
+
+log = logging.getLogger(__name__)
 
 PREPROCESSOR_NAME = "preprocessor_config.json"
 PROCESSOR_NAME = "processor_config.json"
@@ -54,3 +66,35 @@ def parted(checkpoint: Checkpoint) -> tuple[dict[str, LazyTensor], dict[str, Laz
                 break
         text[name] = replace(tensor, name=name)
     return text, image
+
+
+def read_mmproj(
+    path: Path, config: ModelConfig, metadata: Mapping[str, Any], use_mmap: bool
+) -> tuple[VisionConfig | None, GgufCheckpoint | None]:
+    """The image encoder in the file beside a GGUF model. Two times None if there is no such file,
+    or if the file belongs to another model or has an encoder that is not supported. Then the log
+    says so, and the model reads only text.
+    """
+    file = mmproj_beside(path)
+    if file is None:
+        return None, None
+    encoder = open_gguf(file, use_mmap)
+    reader = Reader(encoder.metadata, file.name)
+    projector = reader.read(str, "clip.projector_type", default="")
+    size = reader.read(int, "clip.vision.projection_dim", default=config.hidden_size)
+    if MMPROJ_FAMILIES.get(projector) != config.family or size != config.hidden_size:
+        log.warning(
+            "%s is not used: its image encoder (%s, for embeddings of %d numbers) does not belong "
+            "to this model, or is not supported",
+            file.name,
+            projector or "of no known type",
+            size,
+        )
+        encoder.close()
+        return None, None
+    tokens: list[str] = Reader(metadata, path.name).read(list, "tokenizer.ggml.tokens")
+    stated = {
+        key: value.tolist() if isinstance(value, np.ndarray) else value
+        for key, value in encoder.metadata.items()
+    }
+    return vision_from_mmproj(stated, tokens, config.hidden_size), encoder

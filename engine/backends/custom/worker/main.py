@@ -14,6 +14,8 @@ import socket
 import sys
 import time
 from collections.abc import Callable
+from dataclasses import replace
+from math import prod
 from pathlib import Path
 from typing import Protocol
 
@@ -21,11 +23,12 @@ from engine.backends.custom.frameworks.entry import framework_entry
 from engine.backends.custom.ipc.engine_process import STACKS_SIGNAL
 from engine.backends.custom.ipc.heartbeat import Heartbeat, Pulse, Watchdog
 from engine.backends.custom.ipc.transport import ConnectionClosedError, SocketChannel
-from engine.backends.custom.options import IMAGE_FRAMEWORKS, EngineOptions
+from engine.backends.custom.options import IMAGE_ENCODERS, EngineOptions
 from engine.backends.custom.runtime.batch import warm_up
 from engine.backends.custom.runtime.block_pool import BlockPool
 from engine.backends.custom.runtime.budget import TARGET_STEP_S, StepBudget
 from engine.backends.custom.runtime.grammar import Grammars, Vocabulary
+from engine.backends.custom.runtime.groups.states import state_group
 from engine.backends.custom.runtime.groups.windows import window_group
 from engine.backends.custom.runtime.images import ImageStore
 from engine.backends.custom.runtime.kv_cache import KVCache
@@ -41,7 +44,7 @@ from engine.backends.custom.runtime.scheduler import Scheduler
 from engine.backends.custom.weights.model import ModelSource, open_model
 from engine.backends.custom.worker.encoder_loop import Encoder, EncoderLoop, is_encoder
 from engine.backends.custom.worker.encoder_loop import warm_up as warm_up_encoder
-from engine.backends.custom.worker.memory import MemoryPlan, plan_memory
+from engine.backends.custom.worker.memory import DTYPE_BYTES, MemoryPlan, plan_memory
 from engine.core import faults
 from engine.core.errors import ConfigError, EngineError
 from engine.core.interfaces.request import Examine, Examined, Fatal, Ready, Stop, ToEngine
@@ -78,6 +81,10 @@ def load_runner(
     framework = framework_entry(options.framework)
     device = framework.find_device(options.device, options.dtype)
     needs = framework.memory_needs(source, options, device)
+    if _reads_images(source, options):
+        value_bytes = 4 if options.framework == "native" else DTYPE_BYTES[device.dtype]
+        num_values = sum(prod(each.spec.shape) for each in source.vision_weights.values())
+        needs = replace(needs, weight_bytes=needs.weight_bytes + num_values * value_bytes)
     plan = plan_memory(source.config.max_position, options, device, needs)
     log_plan(device, plan)
     config = runner_config(options, device, plan)
@@ -93,10 +100,15 @@ def load_images(
     framework can't run it; then the model reads only text.
     """
     vision = source.config.vision
-    if vision is None or options.framework not in IMAGE_FRAMEWORKS:
+    if vision is None or not _reads_images(source, options):
         return None
     encoder = framework_entry(options.framework).build_image_encoder(source, loaded[1])
     return ImageStore(encoder, two_way_tokens=vision.two_way_tokens, grid_unit=vision.grid_unit)
+
+
+def _reads_images(source: ModelSource, options: EngineOptions) -> bool:
+    vision = source.config.vision
+    return vision is not None and vision.kind in IMAGE_ENCODERS.get(options.framework, ())
 
 
 def log_plan(device: DeviceInfo, plan: MemoryPlan) -> None:
@@ -111,6 +123,7 @@ def runner_config(options: EngineOptions, device: DeviceInfo, plan: MemoryPlan) 
         block_size=options.block_size,
         num_blocks=plan.num_blocks,
         num_window_blocks=plan.num_window_blocks,
+        num_checkpoints=plan.num_checkpoints,
         max_slots=plan.max_slots,
         max_seq_len=plan.max_seq_len,
         num_threads=options.threads,
@@ -126,12 +139,13 @@ def runner_config(options: EngineOptions, device: DeviceInfo, plan: MemoryPlan) 
 def build_scheduler(spec: RunnerSpec, options: EngineOptions, bytes_per_token: int) -> Scheduler:
     pool = BlockPool(spec.num_blocks)
     windows = window_group(spec, max_step_tokens(spec, options))
+    states = state_group(spec) if options.cache_enabled else None
     radix = RadixCache(
         pool,
         spec.block_size,
         options.eviction_policy,
         options.cache_ttl_s,
-        columns=() if windows is None else (windows.column,),
+        columns=[group.column for group in (windows, states) if group is not None],
     )
     limit = options.cache_bytes
     block_bytes = bytes_per_token * spec.block_size
@@ -143,6 +157,7 @@ def build_scheduler(spec: RunnerSpec, options: EngineOptions, bytes_per_token: i
         max_cached_blocks=limit // block_bytes if limit is not None else None,
         max_cached_sequences=options.cache_max_sequences,
         windows=windows,
+        states=states,
     )
     return Scheduler(kv, spec.max_slots, max_step_tokens(spec, options))
 

@@ -1,6 +1,6 @@
 """The image encoder in PyTorch: a vision transformer and the connector to the text model.
 
-The parameters have the names that `architectures/vision_files.py` defines.
+The parameters have the names that `architectures/vision/files.py` defines.
 """
 
 from dataclasses import dataclass

@@ -4,7 +4,7 @@ Checkpoints in the Hugging Face format store the encoder beside the text model. 
 in a file of its own, which is called "mmproj".
 """
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from engine.backends.custom.architectures.base import Reader, TensorSpec, Transform
@@ -40,6 +40,32 @@ _ACTIVATIONS: dict[VisionKind, str] = {
     "gemma3": "gelu_pytorch_tanh",
     "qwen2_5_vl": "silu",
 }
+# The architecture of the text model that belongs to each projector in a GGUF file.
+MMPROJ_FAMILIES = {"idefics3": "llama", "gemma3": "gemma3"}
+# GGUF files of Gemma 3 may lack the token of an image. Then another token stands for it, which
+# occurs in no prompt.
+_IMAGE_TOKENS = ("<image_soft_token>", "<pad>")
+_MMPROJ_KEYS = {
+    "image_size": "image_size",
+    "patch_size": "patch_size",
+    "embedding_length": "hidden_size",
+    "feed_forward_length": "intermediate_size",
+    "block_count": "num_layers",
+    "attention.head_count": "num_heads",
+}
+_SIGLIP_KEYS = {
+    "image_size": "image_size",
+    "patch_size": "patch_size",
+    "hidden_size": "hidden_size",
+    "intermediate_size": "intermediate_size",
+    "num_hidden_layers": "num_layers",
+    "num_attention_heads": "num_heads",
+}
+# The values of these keys in Transformers. Published files omit some keys that have these values.
+_SIGLIP_DEFAULTS: dict[VisionKind, tuple[int, ...]] = {
+    "idefics3": (224, 32, 1152, 3072, 12, 16),
+    "gemma3": (224, 16, 768, 3072, 12, 12),
+}
 # Mean and standard deviation of each channel, if the file has none.
 _NORMAL = (0.5, 0.5, 0.5)
 _CLIP_MEAN, _CLIP_STD = (0.48145466, 0.4578275, 0.40821073), (0.26862954, 0.26130258, 0.27577711)
@@ -70,8 +96,6 @@ def vision_from_hf(
     found = read(kind, Reader(config, "config.json"), vision)
     made = VisionConfig(
         kind=kind,
-        hidden_size=vision.read(int, "hidden_size"),
-        intermediate_size=vision.read(int, "intermediate_size"),
         output_size=output_size,
         processing=_processing(
             kind, found["image_size"], Reader(processor, "preprocessor_config.json")
@@ -83,14 +107,13 @@ def vision_from_hf(
 
 def _siglip_from_hf(kind: VisionKind, whole: Reader, vision: Reader) -> dict[str, Any]:
     """Settings of Idefics3 and of Gemma 3, whose encoders are SigLIP."""
-    image_size, patch_size = vision.read(int, "image_size"), vision.read(int, "patch_size")
+    usual = _SIGLIP_DEFAULTS[kind]
     found: dict[str, Any] = {
-        "image_size": image_size,
-        "patch_size": patch_size,
-        "num_layers": vision.read(int, "num_hidden_layers"),
-        "num_heads": vision.read(int, "num_attention_heads"),
-        "norm_eps": vision.read(float, "layer_norm_eps", default=1e-6),
+        ours: vision.read(int, key, default=default)
+        for (key, ours), default in zip(_SIGLIP_KEYS.items(), usual, strict=True)
     }
+    found["norm_eps"] = vision.read(float, "layer_norm_eps", default=1e-6)
+    image_size, patch_size = found["image_size"], found["patch_size"]
     if kind == "idefics3":
         image_token = whole.read(int, "image_token_id")
         tokens = {"image_token_id": image_token, "placeholder_id": image_token, "end_id": None}
@@ -122,12 +145,63 @@ def _qwen_from_hf(kind: VisionKind, whole: Reader, vision: Reader) -> dict[str, 
         "patch_size": patch_size,
         "num_layers": vision.read(int, "depth"),
         "num_heads": vision.read(int, "num_heads"),
+        "hidden_size": vision.read(int, "hidden_size"),
+        "intermediate_size": vision.read(int, "intermediate_size"),
         "norm_eps": 1e-6,
         "merge": merge,
         "window_size": vision.read(int, "window_size"),
         "full_layers": tuple(layers),
         "frames_per_patch": vision.read(int, "temporal_patch_size", default=2),
     }
+
+
+def vision_from_mmproj(
+    metadata: Mapping[str, Any], tokens: Sequence[str], output_size: int
+) -> VisionConfig:
+    """The image encoder that a GGUF file with the architecture "clip" describes. `tokens` is the
+    vocabulary of the text model.
+    """
+    where = "GGUF metadata"
+    reader = Reader(metadata, where)
+    projector = reader.read(str, "clip.projector_type")
+    if projector not in MMPROJ_FAMILIES:
+        raise ModelFormatError(f"{where}: projector '{projector}' is not supported")
+    kind: VisionKind = "gemma3" if projector == "gemma3" else "idefics3"
+    found: dict[str, Any] = {
+        ours: reader.read(int, f"clip.vision.{key}") for key, ours in _MMPROJ_KEYS.items()
+    }
+    merge = reader.read(
+        int, "clip.vision.projector.scale_factor", default=4 if kind == "gemma3" else 2
+    )
+    mean = _channels(reader, "clip.vision.image_mean", _NORMAL)
+    std = _channels(reader, "clip.vision.image_std", _NORMAL)
+    if kind == "gemma3":
+        names = (_IMAGE_TOKENS, ("<start_of_image>",), ("<end_of_image>",))
+        image, begin, end = (_token(tokens, each) for each in names)
+        ids: dict[str, Any] = {"image_token_id": image, "placeholder_id": begin, "end_id": end}
+        processing = ImageProcessing(mean, std, resample=2)
+    else:
+        image = _token(tokens, ("<image>",))
+        ids = {"image_token_id": image, "placeholder_id": image, "end_id": None}
+        edge = reader.read(int, "clip.vision.preproc_image_size", default=4 * found["image_size"])
+        processing = ImageProcessing(mean, std, resample=1, longest_edge=edge, splits=True)
+    made = VisionConfig(
+        kind=kind,
+        norm_eps=reader.read(float, "clip.vision.attention.layer_norm_epsilon", default=1e-6),
+        merge=merge,
+        output_size=output_size,
+        processing=processing,
+        **found,
+        **ids,
+    )
+    return check_vision(made, len(tokens))
+
+
+def _token(tokens: Sequence[str], names: Iterable[str]) -> int:
+    found = next((name for name in names if name in tokens), None)
+    if found is None:
+        raise ModelFormatError(f"the tokenizer lacks the token {next(iter(names))}")
+    return tokens.index(found)
 
 
 def _processing(kind: VisionKind, image_size: int, reader: Reader) -> ImageProcessing:
