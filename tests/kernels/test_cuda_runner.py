@@ -154,11 +154,14 @@ def test_generation_equals_the_reference(name: str, tmp_path: Path) -> None:
     assert generated[0] == generated[1]
 
 
-def test_windowed_layers_have_a_cache_of_their_own(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "name", ["qwen2-window", pytest.param("mistral-window", marks=pytest.mark.slow)]
+)
+def test_windowed_layers_have_a_cache_of_their_own(name: str, tmp_path: Path) -> None:
     """The pool is too small for a whole context. Free blocks are NaN. The reference keeps all
     blocks and masks.
     """
-    ours, reference = runners("qwen2-window", tmp_path, num_window_blocks=9)
+    ours, reference = runners(name, tmp_path, num_window_blocks=9)
     driver, plain = RunnerDriver(ours), RunnerDriver(reference)
     texts = [tiny_models.text(length, seed) for seed, length in enumerate((17, 2))]
     tracks = [driver.add(text) for text in texts]

@@ -344,7 +344,8 @@ class CudaRunner(TorchRunner):
         self, x: Tensor, token_rows: Tensor, slots: tuple[Tensor, ...], finite: Tensor
     ) -> None:
         for cache, own in zip(self._cache.caches, slots, strict=True):
-            guard(x, token_rows, own, cache.slots, finite)
+            if len(cache.slots):  # if all layers have windows, the other cache has no layers
+                guard(x, token_rows, own, cache.slots, finite)
 
     def _capture(self, step: BufferedStep) -> None:
         """Captures the forward pass and plain greedy sampling as CUDA graphs. The capture allocates
