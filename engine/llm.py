@@ -19,7 +19,6 @@ from engine.library.embedded import (
     Messages,
     Prompt,
     batch_of,
-    default_params,
 )
 from engine.outputs import EmbeddingRequestOutput, RequestOutput, ScoringRequestOutput
 from engine.sampling_params import SamplingParams
@@ -127,7 +126,12 @@ class LLM:
 
     def get_default_sampling_params(self) -> SamplingParams:
         """The parameters of a call that gives none."""
-        return default_params()
+        return self.engine.default_params()
+
+    @property
+    def preset_parameters(self) -> dict[str, Any]:
+        """Sampling parameters that `[presets.ID]` of the configuration file sets for this model."""
+        return self.engine.preset_parameters
 
     def reset_prefix_cache(self) -> None:
         """Drop all cached prefixes that no running request uses."""

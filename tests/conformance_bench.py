@@ -21,8 +21,6 @@ from engine.core.interfaces.request import (
 )
 
 NUM_NEW = 12
-
-
 MAX_TURNS = 2000
 
 
@@ -30,7 +28,7 @@ MAX_TURNS = 2000
 class Schedule:
     """How steps are cut, and how much memory there is; None: all that the runner has."""
 
-    budget: int = 64  # tokens per step
+    budget: int = 32  # tokens per step
     max_slots: int | None = None
     num_blocks: int | None = None
     shares: bool = True

@@ -134,7 +134,9 @@ def stored_as(stored: Arrays, name: str, how: Transform, values: NDArray[np.floa
         halves = pairs.reshape(len(heads), 2, -1, *values.shape[1:])
         turned = halves.swapaxes(1, 2).reshape(len(heads), how.paired, *values.shape[1:])
         values = np.concatenate((before, turned, after), axis=1).reshape(values.shape)
-    values = values - np.float32(how.added)
+    values = np.log(-values) if how.is_log else values - np.float32(how.added)
+    if how.reshaped:
+        values = values.reshape(how.reshaped)
     if how.before or how.after:
         shape = replace(how, transposed=False).stored_shape(values.shape)
         whole = stored.get(name, np.zeros(how.stored_shape(values.shape), np.float32))
@@ -170,7 +172,7 @@ def write_gguf(
     `extra` adds or replaces unsigned, float, string or list keys, including a whole vocabulary.
     Bytes are blocks of the tensor's type in `types`, by default Q8_0.
     """
-    prefix = {"qwen3_moe": "qwen3moe"}.get(config.family, config.family)
+    prefix = {"qwen3_moe": "qwen3moe", "nomic_bert": "nomic-bert"}.get(config.family, config.family)
     writer = gguf.GGUFWriter(path, prefix, **writer_options)
     keys: dict[str, Any] = {
         f"{prefix}.block_count": config.num_layers,

@@ -8,6 +8,7 @@ import numpy as np
 from engine.backends.custom.architectures.base import ModelConfig, RopeConfig
 from engine.backends.custom.ir.execute import ReferenceBatch, State
 from engine.backends.custom.ir.graph import Graph
+from engine.backends.custom.ir.recurrent import empty_states
 from engine.backends.custom.ir.reference import F32
 from engine.backends.custom.ir.rotary import rotary_tables
 
@@ -78,7 +79,10 @@ def new_state(config: ModelConfig, factors: F32 | None = None) -> State:
     shape = (NUM_BLOCKS, BLOCK, config.kv_parts, config.num_kv_heads, config.head_dim)
     rotations = tuple(rotary_tables(rope, config.max_position, factors) for rope in config.ropes)
     caches = tuple(np.full(shape, np.nan, np.float32) for _ in range(config.num_layers))
-    return State(caches, rotations)
+    states = empty_states(config, NUM_BLOCKS)
+    for each in states:
+        each[:] = np.nan
+    return State(caches, rotations, states)
 
 
 @dataclass(eq=False)
@@ -125,6 +129,8 @@ class Driver:
             np.array(row_of, np.int32),
             tables,
             np.arange(len(ids), dtype=np.int32) if every_token else np.array(wanted, np.int32),
+            # The first block of a sequence is its alone, so its number serves as its slot.
+            np.array([track.blocks[0] for track, _ in work], np.int32),
         )
         return self.forward(batch, self.state)
 

@@ -295,7 +295,7 @@ class RunnerConformance:
             self.request("scores", prompt, logprobs=1, score_prompt=True, max_tokens=1),
             self.request("vector", prompt, pools=True),
         ]
-        whole, cut = (self.serve(asked, Schedule(budget=budget)) for budget in (64, 8))
+        whole, cut = (self.serve(asked, Schedule(budget=budget)) for budget in (32, 8))
         scores = [[score.logprob for score in each["scores", 0].scores] for each in (whole, cut)]
         assert len(scores[0]) == len(prompt) - 1
         np.testing.assert_allclose(scores[0], scores[1], atol=TOLERANCE)

@@ -39,7 +39,7 @@ class Snapshot:
         # Each node with its namespace, and the tokens and blocks from the root to its end.
         self.paths = list(self._walk())
         self.cached = [block for *_, node in self.paths for block in node.blocks]
-        # The windowed block of each cached block that has one.
+        # The windowed block or the checkpoint of each cached block that has one.
         self.windowed = {
             block: entry
             for *_, node in self.paths
@@ -154,9 +154,9 @@ def longest_match(now: Snapshot) -> None:
             expected.append(block)
         if not now.kv.sharing:
             expected = []
-        elif now.engine.windows is not None:
+        elif (group := now.engine.windows or now.engine.states) is not None:
             entries = [now.windowed.get(block, NULL_BLOCK) for block in expected]
-            expected = expected[: _longest_resume(entries, now.engine.windows.column.reach)]
+            expected = expected[: _longest_resume(entries, group.column.reach)]
         assert now.kv.match(seq).blocks == expected
 
 
@@ -222,6 +222,8 @@ def windows(now: Snapshot) -> None:
 
 def windowed_contents(now: Snapshot) -> None:
     """The windowed blocks in the tree have exactly the contents of their tokens."""
+    if now.engine.windows is None:
+        return
     for _, tokens, blocks, node in now.paths:
         for side in node.sides:
             first = len(blocks) - len(node.blocks)
@@ -229,6 +231,17 @@ def windowed_contents(now: Snapshot) -> None:
                 entry = side[index // now.size - first]
                 cell = now.engine.runner.window_cells[entry * now.size + index % now.size]
                 assert entry == NULL_BLOCK or cell == cell_after(tokens[: index + 1])
+
+
+def checkpoint_contents(now: Snapshot) -> None:
+    """The checkpoints in the tree are the states after their tokens."""
+    if now.engine.states is None:
+        return
+    states = now.engine.runner.states[now.engine.spec.max_slots :]
+    for _, tokens, blocks, node in now.paths:
+        first = len(blocks) - len(node.blocks)
+        for index, entry in enumerate(node.sides[-1], first + 1):
+            assert entry == NULL_BLOCK or states[entry] == cell_after(tokens[: index * now.size])
 
 
 def queues(now: Snapshot) -> None:
@@ -272,6 +285,7 @@ CHECKS = (
     windowed_references,
     windows,
     windowed_contents,
+    checkpoint_contents,
     queues,
     preemptions,
 )
@@ -299,9 +313,11 @@ def check_writes(engine, inputs: BatchInputs) -> None:
     for row in range(len(inputs.slots)):
         for place in inputs.write_slots[inputs.query_start[row] : inputs.query_start[row + 1]]:
             block = int(place) // size
+            assert writers.setdefault(block, row) == row, f"block {block} has two writers"
+            if engine.spec.has_state:
+                continue  # after a fault, a row is computed again, with the same results
             assert engine.pool.refs(block) == 1, f"block {block} is shared and written"
             assert not engine.pool.is_cached(block), f"block {block} is cached and written"
-            assert writers.setdefault(block, row) == row, f"block {block} has two writers"
     if engine.windows is not None:
         for block in {int(place) // size for place in inputs.window_slots}:
             pool = engine.windows.pool

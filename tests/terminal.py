@@ -84,6 +84,8 @@ class Terminal:
         deadline = time.monotonic() + PATIENCE_S
         while self._read(deadline):
             pass
+        if time.monotonic() >= deadline:
+            raise AssertionError(f"it did not end, and has shown:\n{self.text}")
         _, status = os.waitpid(self.pid, 0)
         return os.waitstatus_to_exitcode(status)
 

@@ -8,6 +8,7 @@ from types import SimpleNamespace
 from engine.backends.custom.runtime.block_pool import BlockPool
 from engine.backends.custom.runtime.budget import StepBudget
 from engine.backends.custom.runtime.grammar import Grammars
+from engine.backends.custom.runtime.groups.states import state_group
 from engine.backends.custom.runtime.groups.windows import min_window_blocks, window_group
 from engine.backends.custom.runtime.kv_cache import KVCache
 from engine.backends.custom.runtime.loop import EngineLoop
@@ -70,11 +71,17 @@ class ToyEngine:
         budget: int = 16,
         max_queued: int = 1000,
         grammars: Grammars | None = None,
+        has_state: bool = False,
+        num_checkpoints: int = 0,
         window: int | None = None,
         num_window_blocks: int | None = None,  # None: as few as possible
         **kv_options,
     ) -> None:
-        self.spec = RunnerSpec(block_size, num_blocks + 1, max_slots, max_seq_len, VOCAB, depth)
+        self.spec = RunnerSpec(
+            *(block_size, num_blocks + 1, max_slots, max_seq_len, VOCAB, depth),
+            has_state=has_state,
+            num_checkpoints=num_checkpoints,
+        )
         if window is not None:
             least = min_window_blocks(window, block_size, 1)
             count = max(num_window_blocks or 0, least) + 1
@@ -85,9 +92,13 @@ class ToyEngine:
         self.pool = BlockPool(self.spec.num_blocks)
         policy = {k: kv_options.pop(k) for k in ("policy", "ttl_s", "clock") if k in kv_options}
         self.windows = window_group(self.spec, budget)
-        columns = () if self.windows is None else (self.windows.column,)
+        self.states = state_group(self.spec)
+        groups = (self.windows, self.states)
+        columns = [group.column for group in groups if group is not None]
         radix = RadixCache(self.pool, block_size, columns=columns, **policy)
-        self.kv = KVCache(self.pool, radix, block_size, windows=self.windows, **kv_options)
+        self.kv = KVCache(
+            self.pool, radix, block_size, windows=self.windows, states=self.states, **kv_options
+        )
         self.scheduler = Scheduler(self.kv, max_slots)
         self.scheduler.schedule = WatchedScheduling(self.scheduler, self.violations)
         # Blocks removed from the pools by `shrink`.
@@ -233,6 +244,7 @@ class ToyEngine:
     def _check_kv(self, sequences) -> None:
         taken = SimpleNamespace(
             request_id="hostages",
+            checkpoints={},
             blocks=self.hostages,
             window_blocks=self.window_hostages,
             num_window_freed=0,

@@ -146,6 +146,8 @@ class ToyRunner:
         self._spec = replace(spec, vocab_size=VOCAB)
         self._on_write = on_write
         self.cells = np.zeros(spec.num_blocks * spec.block_size, np.int64)
+        # With `has_state`, a token's hash continues its slot's state instead of the cell before it.
+        self.states = np.zeros(spec.max_slots + 1 + spec.num_checkpoints, np.int64)
         self.window_cells = np.zeros(spec.num_window_blocks * spec.block_size, np.int64)
         self._last_token = [0] * spec.max_slots
         self._histories: dict[int, History] = {}
@@ -172,7 +174,10 @@ class ToyRunner:
             for token in inputs.token_ids[inputs.query_start[row] : inputs.query_start[row + 1]]
         ]
         if CRASH_TOKEN in tokens:
+            if self._spec.has_state:  # a failed step may have changed them
+                self.states[inputs.slots] = 0xDEAD
             raise ToyCrash("a kernel failed")
+        self._copy_states(inputs.state_load, inputs.slots)
         self.num_tokens += len(tokens)
         finite, logits = [], {}
         for row, table in enumerate(inputs.block_tables):
@@ -184,7 +189,10 @@ class ToyRunner:
                 position = int(inputs.positions[index])
                 assert where[position] == inputs.write_slots[index]
                 parent = int(self.cells[where[position - 1]]) if position else 1
-                self.cells[where[position]] = mix(parent, tokens[index])
+                if self._spec.has_state and position:
+                    parent = int(self.states[inputs.slots[row]])
+                self.states[inputs.slots[row]] = mix(parent, tokens[index])
+                self.cells[where[position]] = self.states[inputs.slots[row]]
                 if inputs.window_slots is not None:
                     self.window_cells[inputs.window_slots[index]] = mix(parent, tokens[index])
             finite.append(NAN_TOKEN not in tokens[first:last])
@@ -194,7 +202,14 @@ class ToyRunner:
                 if inputs.window_tables is not None:
                     self._look_through_window(cells, inputs.window_tables[row])
                 logits[t] = toy_logits(cells)
+        self._copy_states(inputs.slots, inputs.state_save)
         return [logits[int(t)] for t in inputs.logit_rows], np.array(finite, bool)
+
+    def _copy_states(self, sources: np.ndarray | None, targets: np.ndarray | None) -> None:
+        if sources is None or targets is None:
+            return
+        rows = np.flatnonzero((sources >= 0) & (targets >= 0))
+        self.states[targets[rows]] = self.states[sources[rows]]
 
     def _look_through_window(self, cells: list[int], table: np.ndarray) -> None:
         """Change the cells within the window that differ in the second group of blocks."""

@@ -96,6 +96,7 @@ KernelSet find_kernels() {
     fill_matmul_generic(generic);
     fill_vector_generic(generic);
     fill_attention_generic(generic);
+    fill_recurrent_generic(generic);
     add(generic, "generic");
 #if defined(__x86_64__)
     static Kernels avx2{}, avx512{}, amx{};
@@ -104,6 +105,7 @@ KernelSet find_kernels() {
     fill_matmul_avx2(avx2);
     fill_vector_avx2(avx2);
     fill_attention_avx2(avx2);
+    fill_recurrent_avx2(avx2);
     add(avx2, "avx2");
     if (!has_avx512()) return set;
     avx512 = avx2;
@@ -111,6 +113,7 @@ KernelSet find_kernels() {
     fill_matmul_bf16_avx512(avx512);
     fill_vector_avx512(avx512);
     fill_attention_avx512(avx512);
+    fill_recurrent_avx512(avx512);
     add(avx512, "avx512");
     if (!has_amx()) return set;
     amx = avx512;

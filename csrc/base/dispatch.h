@@ -9,13 +9,16 @@ namespace engine {
 void fill_matmul_generic(Kernels& table);
 void fill_vector_generic(Kernels& table);
 void fill_attention_generic(Kernels& table);
+void fill_recurrent_generic(Kernels& table);
 void fill_matmul_avx2(Kernels& table);
 void fill_vector_avx2(Kernels& table);
 void fill_attention_avx2(Kernels& table);
+void fill_recurrent_avx2(Kernels& table);
 void fill_matmul_avx512(Kernels& table);
 void fill_matmul_bf16_avx512(Kernels& table);
 void fill_vector_avx512(Kernels& table);
 void fill_attention_avx512(Kernels& table);
+void fill_recurrent_avx512(Kernels& table);
 void fill_matmul_amx(Kernels& table);
 void fill_requantize_avx2(Kernels& table);
 void fill_per_channel_amx(Kernels& table);

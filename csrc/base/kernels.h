@@ -17,6 +17,7 @@
 #pragma once
 #include "base/layout.h"
 #include "executor/batch.h"
+#include "recurrent/recurrent.h"
 
 namespace engine {
 
@@ -159,6 +160,13 @@ struct Kernels {
     // Merges the partial results of one token into `out`. Batch::merges[index] names the token and
     // its partial results. All instruction sets give bit-identical results.
     void (*merge)(const AttentionJob& job, int index);
+
+    // The kernels of layers that keep a state (recurrent.h). `convolve` computes channels [begin, end) of the
+    // convolution for the tokens of one sequence. `scan` computes one head for these tokens; `scratch` has
+    // 2 * state_size floats. gate_values: x[i] *= silu(gate[i]).
+    void (*convolve)(const RecurrentJob& job, const RecurrentRow& row, int begin, int end);
+    void (*scan[3])(const RecurrentJob& job, const RecurrentRow& row, int head, float* scratch);
+    void (*gate_values)(float* x, const float* gate, int size);
 
     // x[i] = cap * tanh(x[i] / cap)
     void (*softcap)(float* x, int size, float cap);

@@ -125,6 +125,9 @@ void bind_memory(nb::class_<BoundModel>& model) {
         self.model.executor.set_cache(
             index, KvCache{KvType(type), layers, kv_heads, head_dim, block_size, blocks, nullptr, latent});
     });
+    model.def("set_states", [](BoundModel& self, size_t floats, int count) {
+        self.model.executor.set_states(floats, count);
+    });
     model.def("set_max_positions", [](BoundModel& self, int count) { self.model.max_positions = count; });
     model.def("set_fast", [](BoundModel& self, bool on) { self.model.executor.set_fast(on); });
     model.def("add_rope", [](BoundModel& self, std::vector<float> frequencies, float scale) {
@@ -320,6 +323,31 @@ void bind_expert_ops(nb::class_<BoundModel>& model) {
         nb::kw_only(), nb::arg("source"), nb::arg("weights"), nb::arg("out"), nb::arg("num_experts"),
         nb::arg("per_token"), nb::arg("activation"), nb::arg("up"), nb::arg("down"), nb::arg("scale"),
         nb::arg("residual"), nb::arg("over_logits"));
+    model.def(
+        "recurrent",
+        [](BoundModel& self, int source, int out, int mixer, const std::vector<int>& sizes, float eps,
+           size_t state_offset, const std::vector<int>& weights) {
+            Op op;
+            op.kind = Op::Kind::Recurrent;
+            op.source = source;
+            op.out = out;
+            auto size = [&](size_t index) { return sizes.at(index); };
+            op.recurrence = {RecurrentShape::Mixer(mixer),
+                             size(0),
+                             size(1),
+                             size(2),
+                             size(3),
+                             size(4),
+                             size(5),
+                             size(6),
+                             eps,
+                             state_offset};
+            auto vector = [&](size_t index) { return self.vector(weights.at(index)); };
+            op.recurrent_weights = {vector(0), vector(1), vector(2), vector(3), vector(4), vector(5)};
+            self.add_op(op);
+        },
+        nb::kw_only(), nb::arg("source"), nb::arg("out"), nb::arg("mixer"), nb::arg("sizes"), nb::arg("eps"),
+        nb::arg("state_offset"), nb::arg("weights"));
     model.def("gate_rows", [](BoundModel& self, int source, int out, bool over_logits) {
         Op op;
         op.kind = Op::Kind::GateRows;
@@ -335,17 +363,20 @@ StepArrays step_arrays(Ints token_ids, Ints positions, Longs write_slots, Ints q
                        Tables tables, Ints logit_rows, Ints prefix_groups, Ints prefix_blocks,
                        const std::optional<Longs>& window_slots, const std::optional<Tables>& window_tables,
                        const std::optional<Ints>& visible_end, const std::optional<Ints>& token_types,
-                       const std::optional<Embeds>& embeds, const std::optional<Ints>& embed_rows,
-                       int width) {
+                       const std::optional<Ints>& slots, const std::optional<Ints>& load,
+                       const std::optional<Ints>& save, const std::optional<Embeds>& embeds,
+                       const std::optional<Ints>& embed_rows, int width) {
     if (embeds.has_value() != embed_rows.has_value() ||
         (embeds && (embeds->shape(0) != embed_rows->shape(0) || embeds->shape(1) != size_t(width))))
         throw nb::value_error("embeddings of a step that disagree in size");
     size_t tokens = token_ids.shape(0), rows = num_prompt.shape(0);
+    auto fits = [rows](const std::optional<Ints>& each) { return !each || each->shape(0) == rows; };
     if (positions.shape(0) != tokens || write_slots.shape(0) != tokens || query_start.shape(0) != rows + 1 ||
         tables.shape(0) != rows || prefix_groups.shape(0) != rows ||
         (window_slots && window_slots->shape(0) != tokens) ||
         (window_tables && (window_tables->shape(0) != rows || window_tables->shape(1) != tables.shape(1))) ||
-        (visible_end && visible_end->shape(0) != tokens) || (token_types && token_types->shape(0) != tokens))
+        (visible_end && visible_end->shape(0) != tokens) ||
+        (token_types && token_types->shape(0) != tokens) || !fits(slots) || !fits(load) || !fits(save))
         throw nb::value_error("arrays of a step that disagree in size");
     return StepArrays{int(tokens),
                       int(rows),
@@ -365,6 +396,9 @@ StepArrays step_arrays(Ints token_ids, Ints positions, Longs write_slots, Ints q
                       window_tables ? window_tables->data() : nullptr,
                       visible_end ? visible_end->data() : nullptr,
                       token_types ? token_types->data() : nullptr,
+                      slots ? slots->data() : nullptr,
+                      load ? load->data() : nullptr,
+                      save ? save->data() : nullptr,
                       embeds ? int(embeds->shape(0)) : 0,
                       embeds ? embeds->data() : nullptr,
                       embed_rows ? embed_rows->data() : nullptr};
@@ -376,12 +410,14 @@ void bind_halves(nb::class_<BoundModel>& model) {
         [](BoundModel& self, Ints token_ids, Ints positions, Longs write_slots, Ints query_start,
            Ints num_prompt, Tables tables, Ints logit_rows, Ints prefix_groups, Ints prefix_blocks,
            Array<uint8_t, 1> finite, std::optional<Longs> window_slots, std::optional<Tables> window_tables,
-           std::optional<Ints> visible_end, std::optional<Ints> token_types, std::optional<Embeds> embeds,
+           std::optional<Ints> visible_end, std::optional<Ints> token_types, std::optional<Ints> slots,
+           std::optional<Ints> state_load, std::optional<Ints> state_save, std::optional<Embeds> embeds,
            std::optional<Ints> embed_rows) {
             int width = self.model.executor.program(1).ops[0].matrix->columns;
-            StepArrays step = step_arrays(token_ids, positions, write_slots, query_start, num_prompt, tables,
-                                          logit_rows, prefix_groups, prefix_blocks, window_slots,
-                                          window_tables, visible_end, token_types, embeds, embed_rows, width);
+            StepArrays step =
+                step_arrays(token_ids, positions, write_slots, query_start, num_prompt, tables, logit_rows,
+                            prefix_groups, prefix_blocks, window_slots, window_tables, visible_end,
+                            token_types, slots, state_load, state_save, embeds, embed_rows, width);
             if (finite.shape(0) != num_prompt.shape(0))
                 throw nb::value_error("finite: another number of rows");
             uint8_t* flags = finite.data();
@@ -392,8 +428,9 @@ void bind_halves(nb::class_<BoundModel>& model) {
         nb::arg("num_prompt"), nb::arg("block_tables"), nb::arg("logit_rows"), nb::arg("prefix_groups"),
         nb::arg("prefix_blocks"), nb::arg("finite"), nb::arg("window_slots") = nb::none(),
         nb::arg("window_tables") = nb::none(), nb::arg("visible_end") = nb::none(),
-        nb::arg("token_types") = nb::none(), nb::arg("embeds") = nb::none(),
-        nb::arg("embed_rows") = nb::none());
+        nb::arg("token_types") = nb::none(), nb::arg("slots") = nb::none(),
+        nb::arg("state_load") = nb::none(), nb::arg("state_save") = nb::none(),
+        nb::arg("embeds") = nb::none(), nb::arg("embed_rows") = nb::none());
     model.def("set_sampler", [](BoundModel& self, int vocab, int max_slots, int max_seq_len) {
         self.model.set_sampler(vocab, max_slots, max_seq_len);
     });

@@ -123,8 +123,8 @@ void Executor::head_linear(const Op& op, int piece, int thread) {
         const int numerics = int(op.by_head.numerics(is_prefill));
         const float* x = at(op.source, first) + head * from_size;
         kernels_.pack[numerics](x, width(op.source), matrix.columns, rows, 0, rows, input);
-        Epilogue epilogue{at(op.out, first) + head * to_size, width(op.out), nullptr, Activation::None, false,
-                          false};
+        Epilogue epilogue{
+            at(op.out, first) + head * to_size, width(op.out), nullptr, Activation::None, false, false};
         kernels_.matmul[numerics]({&matrix, input, rows, epilogue}, 0, matrix.panels(), scratch(thread));
     }
     for (int row = begin; op.rope_dim > 0 && row < end; row++) {

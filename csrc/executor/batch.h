@@ -25,6 +25,11 @@ struct Batch {
     // The same for the layers with a sliding window, if these have a KV cache of their own.
     const int64_t* window_slots = nullptr;   // (tokens)
     const int32_t* window_tables = nullptr;  // (rows, table_width)
+    // For layers that keep a state: row r has the tokens row_tokens[row_start[r] : row_start[r + 1]], in the
+    // order of positions. slots[r] is the index of its state.
+    const int32_t* row_start = nullptr;
+    const int32_t* row_tokens = nullptr;
+    const int32_t* slots = nullptr;
     // (rows) the prefix group of each sequence. Sequences of one group share their first KV blocks.
     // -1: the sequence is in no group.
     const int32_t* prefix_groups = nullptr;

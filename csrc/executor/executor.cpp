@@ -89,6 +89,8 @@ void Executor::reserve_scratch() {
             scratch = std::max(scratch, kernels_.attend_scratch_bytes(op.shape));
         if (op.kind == Op::Kind::Norm) row = std::max(row, size_t(width(op.source)) * sizeof(float));
         if (op.kind == Op::Kind::Route) row = std::max(row, 2 * size_t(width(op.source)) * sizeof(float));
+        if (op.kind == Op::Kind::Recurrent)
+            row = std::max(row, 2 * size_t(op.recurrence.state_size) * sizeof(float));
         if (op.kind == Op::Kind::Experts)
             for (const ExpertMatrices* matrices : {&op.up, &op.down})
                 scratch = std::max(scratch, kernels_.scratch_bytes(matrices->first.columns));
@@ -96,8 +98,8 @@ void Executor::reserve_scratch() {
             int columns = op.by_head.first.columns;
             scratch = std::max(scratch, kernels_.scratch_bytes(columns));
             for (Numerics numerics : {op.by_head.decode, op.by_head.prefill})
-                private_input = std::max(
-                    private_input, kernels_.packed_bytes[int(numerics)](kHeadRows, columns));
+                private_input =
+                    std::max(private_input, kernels_.packed_bytes[int(numerics)](kHeadRows, columns));
         }
         if (op.kind != Op::Kind::Linear) continue;
         int columns = op.matrix->columns;
@@ -187,6 +189,9 @@ void Executor::plan_rounds(const Program& program) {
                 for (int count : {1, packed, 0, packed, 0, rows}) rounds_.push_back({count, 1});
                 break;
             }
+            case Op::Kind::Recurrent:
+                plan_recurrent(op);
+                break;
             case Op::Kind::HeadLinear:
                 rounds_.push_back({head_pieces(op), 1});
                 break;
@@ -247,6 +252,9 @@ void Executor::work(const Program& program, int thread) {
                 break;
             case Op::Kind::Experts:
                 experts(op, thread, index);
+                break;
+            case Op::Kind::Recurrent:
+                recurrent(op, thread, index);
                 break;
             case Op::Kind::Gather:
                 round(thread, index, [&](int begin, int end) { gather(op, begin, end); });

@@ -31,6 +31,10 @@ struct ArenaShape {
     int max_logits = 0;
 };
 
+struct StateShape {
+    size_t floats;  // values of one state
+    int count;
+};
 constexpr int kHeadRows = 32;  // max rows that a thread multiplies at a time in HeadLinear
 
 class Executor {
@@ -44,6 +48,10 @@ class Executor {
     // Adds a RoPE table. `frequencies` are in radians per position; `scale` multiplies cosines and
     // sines.
     void add_rope(std::vector<float> frequencies, float scale);
+    // Allocates the states of sequences: `count` states of `floats` values.
+    void set_states(size_t floats, int count);
+    void copy_state(int from, int to);
+    int num_states() const { return states_.count; }
     void add_program(Program program);
     // Turns fast mode (`--numerics fast`) on or off. In fast mode, a matmul with 16 rows or more
     // uses its per-channel int8 weights for all tokens. If it has no such weights, it computes
@@ -144,6 +152,11 @@ class Executor {
     void gate_rows(const Op& op, int begin, int end);
     void experts(const Op& op, int thread, int& index);
     void multiply_experts(const Op& op, bool is_up, int begin, int end, uint8_t* scratch);
+    float* state(int index) const { return state_memory_.floats() + size_t(index) * states_.floats; }
+    void plan_recurrent(const Op& op);
+    RecurrentRow recurrent_row(const RecurrentShape& shape, int row) const;
+    void recurrent(const Op& op, int thread, int& index);
+    void finish_recurrent(const RecurrentJob& job, int token) const;
     void gather(const Op& op, int begin, int end);
     void mean(const Op& op, int begin, int end);
     void compute_angles(int begin, int end);
@@ -153,6 +166,8 @@ class Executor {
     WorkQueue queues_[2];
     ArenaShape arena_;
     KvCache caches_[2]{};
+    StateShape states_{};
+    Block state_memory_;
     Block cache_memory_[2], arena_memory_, parts_, shared_input_, angles_, matmul_out_;
     std::vector<Block> scratch_, private_input_, rows_;
     std::vector<float*> buffers_;

@@ -18,11 +18,15 @@ void Executor::route_rows(const Op& op, int begin, int end, float* scratch) {
 }
 
 void Executor::gate_rows(const Op& op, int begin, int end) {
-    int size = width(op.out);
+    const int size = width(op.out), step = width(op.source) > 1 ? 1 : 0;
     for (int r = begin; r < end; r++) {
-        float gate = 1 / (1 + std::exp(-*at(op.source, r)));
+        const float* gates = at(op.source, r);
+        float gate = 1 / (1 + std::exp(-gates[0]));
         float* out = at(op.out, r);
-        for (int i = 0; i < size; i++) out[i] *= gate;
+        for (int i = 0; i < size; i++) {
+            if (step) gate = 1 / (1 + std::exp(-gates[i]));
+            out[i] *= gate;
+        }
     }
 }
 

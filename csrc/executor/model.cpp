@@ -33,6 +33,12 @@ void Model::check(const StepArrays& step) const {
     need(!step.token_types || all_within(step.token_types, step.tokens, program.ops[0].num_types),
          "a token type that is not there");
     need(all_within(step.logit_rows, step.logits, step.tokens), "logits of a token that is not there");
+    const int states = executor.num_states();
+    for (int row = 0; row < step.rows && states > 0; row++) {
+        need(step.slots && step.slots[row] >= 0 && step.slots[row] < states, "a state that is not there");
+        need(!step.state_load || step.state_load[row] < states, "a state to load that is not there");
+        need(!step.state_save || step.state_save[row] < states, "a state to save that is not there");
+    }
     need(all_within(step.embed_rows, step.num_embeds, step.tokens),
          "an embedding of a token that is not there");
     const KvCache& cache = executor.cache(0);
@@ -125,6 +131,9 @@ void Model::reorder(const StepArrays& step) {
     batch_.positions = positions_.data();
     batch_.write_slots = write_slots_.data();
     batch_.row_of = row_of_.data();
+    batch_.row_start = step.query_start;
+    batch_.row_tokens = place_of_.data();
+    batch_.slots = step.slots;
     batch_.tables = step.block_tables;
     batch_.table_width = step.table_width;
     batch_.window_slots = copy(step.window_slots, window_slots_);
@@ -139,7 +148,11 @@ void Model::reorder(const StepArrays& step) {
 void Model::forward(const StepArrays& step, uint8_t* finite) {
     check(step);
     reorder(step);
+    for (int row = 0; step.state_load && row < step.rows; row++)
+        if (step.state_load[row] >= 0) executor.copy_state(step.state_load[row], step.slots[row]);
     executor.run(batch_, finite_);
+    for (int row = 0; step.state_save && row < step.rows; row++)
+        if (step.state_save[row] >= 0) executor.copy_state(step.slots[row], step.state_save[row]);
     std::fill(finite, finite + step.rows, uint8_t(1));
     for (size_t i = 0; i < finite_.size(); i++)
         if (!finite_[i]) finite[row_of_[i]] = 0;

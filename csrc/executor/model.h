@@ -24,6 +24,9 @@ struct StepArrays {
     const int32_t* window_tables;
     const int32_t* visible_end;  // see Batch; null: attention is causal
     const int32_t* token_types;  // see Batch; null: all are 0
+    const int32_t* slots;        // (rows) index of each sequence's state
+    const int32_t* state_load;   // (rows) index of a state to copy to the row's own before the step; -1: none
+    const int32_t* state_save;   // (rows) index of a state to copy the row's own to after the step; -1: none
     // Embeddings of images, and the tokens whose embeddings they replace. There are none if num_embeds is 0.
     int num_embeds;
     const float* embeds;        // (num_embeds, embedding size)

@@ -59,7 +59,8 @@ struct Op {
         Mean,
         Route,
         Experts,
-        GateRows
+        GateRows,
+        Recurrent
     };
     Kind kind = Kind::Embed;
     int source = -1;  // index of the buffer that the op reads
@@ -105,13 +106,16 @@ struct Op {
     float eps = 0;
 
     // Fields of Route: `out` gets the weight of each expert for each token. Experts reads the weights from
-    // buffer `weights` and adds to `out` if `residual`. `up` is gated. GateRows multiplies each row of `out`
-    // by sigmoid(source).
+    // buffer `weights` and adds to `out` if `residual`. `up` is gated. GateRows multiplies `out` by
+    // sigmoid(source), which has one value per row or as many as `out`.
     int num_experts = 0;
     int weights = -1;
     Routing routing;
     ExpertMatrices up, down;
 
+    // Fields of Recurrent, which overwrites `source`.
+    RecurrentShape recurrence;
+    RecurrentWeights recurrent_weights;
     // HeadLinear multiplies head h of each row by matrix h of `by_head`. The last `rope_dim` values of a head
     // are rotated instead and follow the results of the head. `num_experts` is the number of heads.
     ExpertMatrices by_head;

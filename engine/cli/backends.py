@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from engine.cli.console import BackendOption, ConfigOption, ModelArgument, load_cli_settings
-from engine.cli.serve import OptionsOption, parse_options
+from engine.cli.serve import parse_options
+from engine.cli.serve_options import OptionsOption
 
 if TYPE_CHECKING:
     from engine.backends.base import InferenceBackend

@@ -59,7 +59,10 @@ GROUPS = {
         "config": ("engine.cli.config:app", "Show the settings and where each comes from."),
         "keys": ("engine.cli.ops.keys:app", "Make, list and remove API keys."),
         "backends": ("engine.cli.backends:app", "Show the programs that backends run."),
-        "plugins": ("engine.cli.plugins:app", "Show the plugins that are installed and in use."),
+        "plugins": (
+            "engine.cli.ops.plugins:app",
+            "Show the plugins that are installed and in use.",
+        ),
         "completion": ("engine.cli.help:completion", "Print a script for tab completion."),
         "doctor": ("engine.cli.doctor:doctor", "Tell what this machine can run, and why."),
     },

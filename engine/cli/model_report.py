@@ -57,7 +57,10 @@ def describe(source: "ModelSource", context: int, batch: int) -> dict[str, Any]:
             "weights_as_stored": sum(tensor.nbytes for tensor in tensors.values()),
             **{
                 dtype: _memory(
-                    num_params * width, config.kv_bytes_per_token(width), context * batch
+                    num_params * width,
+                    config.kv_bytes_per_token(width),
+                    context * batch,
+                    4 * config.state_floats * batch,
                 )
                 for dtype, width in DTYPES.items()
             },
@@ -125,13 +128,14 @@ def _tensor_rows(tensors: Iterable["LazyTensor"]) -> list[dict[str, Any]]:
     ]
 
 
-def _memory(weights: int, kv_per_token: int, num_tokens: int) -> dict[str, int]:
+def _memory(weights: int, kv_per_token: int, num_tokens: int, states: int) -> dict[str, int]:
     kv_cache = kv_per_token * num_tokens
     return {
         "weights": weights,
         "kv_per_token": kv_per_token,
         "kv_cache": kv_cache,
-        "total": weights + kv_cache,
+        "states": states,
+        "total": weights + kv_cache + states,
     }
 
 
@@ -275,8 +279,11 @@ def _memory_table(memory: dict[str, Any]) -> Table:
         "weights": f"weights (as stored: {human_bytes(memory['weights_as_stored'])})",
         "kv_per_token": "keys and values, per token",
         "kv_cache": f"keys and values, {tokens}",
+        "states": f"states of {memory['batch']} sequences",
         "total": "total",
     }
+    if not any(memory[dtype]["states"] for dtype in DTYPES):
+        del labels["states"]
     for key, label in labels.items():
         table.add_row(label, *(human_bytes(memory[dtype][key]) for dtype in DTYPES))
     return table

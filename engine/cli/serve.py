@@ -9,9 +9,7 @@ import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
-
-import typer
+from typing import TYPE_CHECKING, Any
 
 from engine.cli import BEGAN_AT
 from engine.cli.ahead import take_engine
@@ -22,8 +20,32 @@ from engine.cli.console import (
     DeviceOption,
     DtypeOption,
     ModelArgument,
-    complete_model,
     load_cli_settings,
+)
+from engine.cli.serve_options import (
+    AffinityOption,
+    ApiKeyOption,
+    BatchSizeOption,
+    CacheOption,
+    GpuMemoryOption,
+    HostOption,
+    HubOption,
+    InsecureNoAuthOption,
+    KvDtypeOption,
+    LogFormatOption,
+    LogLevelOption,
+    MaxBatchTokensOption,
+    MaxSequenceLengthOption,
+    MemoryPoolSizeOption,
+    ModelOption,
+    NameOption,
+    NumericsOption,
+    OptionsOption,
+    PortOption,
+    QuantizationOption,
+    StoragePathOption,
+    StrictOption,
+    ThreadsOption,
 )
 from engine.core import faults
 
@@ -34,182 +56,6 @@ if TYPE_CHECKING:
     from engine.backends.custom.ipc.engine_process import EngineProcess
     from engine.core.config import LoadedSettings
     from engine.core.config_schema import Settings
-
-_MODEL, _SERVER, _MEMORY, _LOGS = "Model", "Server", "Memory and speed", "Logs"
-# The flags after the first one of an option are those of vLLM, SGLang or llama.cpp.
-ModelOption = Annotated[
-    str | None,
-    typer.Option(
-        "--model",
-        "-m",
-        "--model-path",
-        rich_help_panel=_MODEL,
-        help="The same as MODEL.",
-        autocompletion=complete_model,
-    ),
-]
-HubOption = Annotated[
-    str | None,
-    typer.Option(
-        "--hf-repo",
-        "-hf",
-        "-hfr",
-        metavar="ORG/REPO[:QUANT]",
-        rich_help_panel=_MODEL,
-        help="MODEL from the hub.",
-    ),
-]
-HostOption = Annotated[
-    str | None, typer.Option(rich_help_panel=_SERVER, help="Address to listen on.")
-]
-PortOption = Annotated[
-    int | None,
-    typer.Option(rich_help_panel=_SERVER, help="Port to listen on; 0: any free one."),
-]
-NameOption = Annotated[
-    str | None,
-    typer.Option(
-        "--name",
-        "--served-model-name",
-        "--alias",
-        "-a",
-        rich_help_panel=_MODEL,
-        help="Model id that clients use.",
-    ),
-]
-OptionsOption = Annotated[
-    list[str] | None,
-    typer.Option(
-        "--option",
-        metavar="NAME=VALUE",
-        rich_help_panel=_MODEL,
-        help="Option of a backend other than our own, such as python=/opt/vllm/bin/python;"
-        " can be repeated.",
-    ),
-]
-MaxSequenceLengthOption = Annotated[
-    int | None,
-    typer.Option(
-        "--max-sequence-length",
-        "--max-model-len",
-        "--context-length",
-        "--ctx-size",
-        "-c",
-        rich_help_panel=_MODEL,
-        help="Context in tokens; default: the model's.",
-    ),
-]
-BatchSizeOption = Annotated[
-    int | None,
-    typer.Option(
-        "--batch-size",
-        "--max-num-seqs",
-        "--max-running-requests",
-        "--parallel",
-        "-np",
-        rich_help_panel=_MEMORY,
-        help="Most sequences computed in one step.",
-    ),
-]
-MaxBatchTokensOption = Annotated[
-    int | None,
-    typer.Option(
-        "--max-batch-tokens",
-        "--max-num-batched-tokens",
-        rich_help_panel=_MEMORY,
-        help="Most tokens computed in one step.",
-    ),
-]
-MemoryPoolSizeOption = Annotated[
-    int | None,
-    typer.Option(
-        rich_help_panel=_MEMORY, help="KV cache in MiB; default: planned from free memory."
-    ),
-]
-GpuMemoryOption = Annotated[
-    float | None,
-    typer.Option(
-        "--gpu-memory-utilization",
-        "--mem-fraction-static",
-        rich_help_panel=_MEMORY,
-        help="Share of the GPU's free memory to use; default: 0.9.",
-    ),
-]
-CacheOption = Annotated[
-    bool | None,
-    typer.Option(
-        "--cache/--no-cache",
-        "--enable-prefix-caching/--no-enable-prefix-caching",
-        rich_help_panel=_MEMORY,
-        help="Share common prefixes.",
-    ),
-]
-ThreadsOption = Annotated[
-    int | None,
-    typer.Option("--threads", "-t", rich_help_panel=_MEMORY, help="CPU threads for the model."),
-]
-AffinityOption = Annotated[
-    str | None,
-    typer.Option(
-        rich_help_panel=_MEMORY,
-        help="CPUs to bind the native threads to: auto, off or 0-3,8.",
-    ),
-]
-NumericsOption = Annotated[
-    str | None,
-    typer.Option(
-        rich_help_panel=_MEMORY,
-        help="invariant: answers never depend on batch mates; fast: they may.",
-    ),
-]
-QuantizationOption = Annotated[
-    str | None,
-    typer.Option(
-        "--quantization",
-        "-q",
-        rich_help_panel=_MODEL,
-        help="Weights as fp8 or int8, on a GPU; auto: as they are stored.",
-    ),
-]
-KvDtypeOption = Annotated[
-    str | None,
-    typer.Option(
-        "--kv-dtype",
-        "--kv-cache-dtype",
-        rich_help_panel=_MEMORY,
-        help="Keys and values as auto, float32, bfloat16 or int8.",
-    ),
-]
-ApiKeyOption = Annotated[
-    str | None,
-    typer.Option(
-        "--api-key",
-        rich_help_panel=_SERVER,
-        help="The API key. Other users of this machine can see it; prefer --api-key-file.",
-    ),
-]
-InsecureNoAuthOption = Annotated[
-    bool | None,
-    typer.Option(
-        "--insecure-no-auth", rich_help_panel=_SERVER, help="Serve other machines without a key."
-    ),
-]
-StrictOption = Annotated[
-    bool | None,
-    typer.Option(
-        "--strict",
-        rich_help_panel=_SERVER,
-        help="Refuse what would be emulated or clamped, with 400.",
-    ),
-]
-StoragePathOption = Annotated[
-    Path | None,
-    typer.Option(rich_help_panel=_SERVER, help="Directory of stored responses, files and batches."),
-]
-LogLevelOption = Annotated[
-    str | None, typer.Option(rich_help_panel=_LOGS, help="debug, info, warning or error.")
-]
-LogFormatOption = Annotated[str | None, typer.Option(rich_help_panel=_LOGS, help="pretty or json.")]
 
 
 def parse_options(given: list[str] | None) -> dict[str, Any] | None:
@@ -469,19 +315,26 @@ def _run(
 
 
 def _tell_of_unused(loaded: "LoadedSettings") -> None:
-    """Tell the user about settings that have no effect because they apply only to our own engine,
-    and another backend is used.
+    """Tell the user about settings that have no effect: presets of models that are not served, and
+    settings of our own engine if another backend is used.
     """
     from engine.backends.custom.engine_settings import backend_name, has_engine
+    from engine.core.store.model_store import default_name
 
     settings = loaded.settings
+    log = logging.getLogger(__name__)
+    if not settings.tables.backends:
+        served = settings.model.name or default_name(settings.model.model_path)
+        for name, preset in settings.tables.presets.items():
+            if preset.model is None and name != served:
+                log.warning("presets.%s is not used: the model's id is %s", name, served)
     kinds = [each.kind for each in settings.tables.backends.values()] or [backend_name(settings)]
     if any(has_engine(kind) for kind in kinds):
         return
     of_ours = ("cache.", "performance.", "model.d", "model.quantization", "model.max_")
     for key, origin in loaded.origins.items():
         if origin != "default" and key.startswith(of_ours):
-            logging.getLogger(__name__).warning(
+            log.warning(
                 "%s (%s) is for engines of our own and does nothing for %s", key, origin, kinds[0]
             )
 

@@ -102,6 +102,7 @@ def load_settings(
     for key, item in merged.items():
         section, name = key.split(".")
         sections.setdefault(section, {})[name] = item.value
+    _choose_preset(sections, tables)
     try:
         settings = Settings.model_validate(sections | {"tables": tables})
     except ValidationError as error:
@@ -109,6 +110,15 @@ def load_settings(
     origins = {key: merged[key].origin if key in merged else "default" for key in setting_keys()}
     origins |= dict.fromkeys(table_keys(tables), str(path))
     return LoadedSettings(settings, MappingProxyType(origins))
+
+
+def _choose_preset(sections: dict[str, dict[str, Any]], tables: NamedTables) -> None:
+    """If the model is the name of a preset that says what to load, load that under this name."""
+    model = sections.setdefault("model", {})
+    preset = tables.presets.get(model.get("model_path", ""))
+    if preset is not None and preset.model is not None:
+        model.setdefault("name", model["model_path"])
+        model["model_path"] = preset.model
 
 
 def is_loopback(host: str) -> bool:

@@ -28,7 +28,7 @@ from pydantic import (
 )
 
 if TYPE_CHECKING:
-    from engine.core.config_tables import BackendTable, ModelTable, PluginTable
+    from engine.core.config_tables import BackendTable, ModelTable, PluginTable, PresetTable
 
 MAX_SECRET_LENGTH = 512
 RESERVED_PATHS = ("/v1", "/health", "/livez", "/readyz", "/generate")
@@ -318,12 +318,13 @@ class StorageSettings(Section):
 
 class NamedTables(msgspec.Struct, frozen=True):
     """The named tables of the TOML file, validated by `config_tables`: `[backends.NAME]`,
-    `[models.ID]` and `[plugins.NAME]`.
+    `[models.ID]`, `[plugins.NAME]` and `[presets.ID]`.
     """
 
     backends: "Mapping[str, BackendTable]" = MappingProxyType({})
     models: "Mapping[str, ModelTable]" = MappingProxyType({})
     plugins: "Mapping[str, PluginTable]" = MappingProxyType({})
+    presets: "Mapping[str, PresetTable]" = MappingProxyType({})
 
 
 TABLES = NamedTables.__struct_fields__

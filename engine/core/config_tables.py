@@ -1,5 +1,5 @@
 """Reads the named tables of the TOML file: `[backends.NAME]` defines a backend, `[models.ID]` a
-model id with its backends, and `[plugins.NAME]` a plugin.
+model id with its backends, `[plugins.NAME]` a plugin, and `[presets.ID]` the defaults of a model.
 
 A backend's table has keys for the router, which are defined here, and options for its kind of
 backend. The configuration class of that kind validates the options when the backend is created. A
@@ -8,6 +8,7 @@ plugin validates its own options.
 
 import re
 from collections.abc import Iterator, Mapping
+from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
@@ -146,10 +147,64 @@ class PluginTable(Table):
     """Every other key of the table: an option of the plugin."""
 
 
+class ParametersTable(Table):
+    """A table `[presets.ID.parameters]`: sampling parameters for requests that do not set them."""
+
+    temperature: Annotated[float, Field(ge=0, le=2), BeforeValidator(_refuse_bool)] | None = None
+    """Sampling temperature; 0 is greedy."""
+    top_p: Annotated[float, Field(ge=0, le=1), BeforeValidator(_refuse_bool)] | None = None
+    """Nucleus sampling."""
+    top_k: Annotated[int, Field(ge=0, le=2**31), BeforeValidator(_refuse_bool)] | None = None
+    """Sample from this many of the likeliest tokens; 0 turns it off."""
+    min_p: Annotated[float, Field(ge=0, le=1), BeforeValidator(_refuse_bool)] | None = None
+    """Min probability of a token, relative to the likeliest one."""
+    repetition_penalty: (
+        Annotated[float, Field(ge=0.01, le=10), BeforeValidator(_refuse_bool)] | None
+    ) = None
+    """Divides the logits of tokens that occurred before."""
+    presence_penalty: Annotated[float, Field(ge=-2, le=2), BeforeValidator(_refuse_bool)] | None = (
+        None
+    )
+    """Subtracted from the logits of tokens that were generated before."""
+    frequency_penalty: (
+        Annotated[float, Field(ge=-2, le=2), BeforeValidator(_refuse_bool)] | None
+    ) = None
+    """The same, once per occurrence."""
+    seed: Annotated[int, Field(ge=0, lt=2**63), BeforeValidator(_refuse_bool)] | None = None
+    """Seed of the sampling."""
+    max_tokens: Annotated[int, Field(ge=1, le=2**24), BeforeValidator(_refuse_bool)] | None = None
+    """Max tokens of an answer; not for `/v1/completions`, which has a default of its own."""
+
+
+class PresetTable(Table):
+    """A table `[presets.ID]`: defaults of the model that clients call ID."""
+
+    model: str | None = Field(default=None, min_length=1, max_length=4096)
+    """What to load for ID: a name, a path or an address. Unset, ID itself."""
+    system: str | None = Field(default=None, min_length=1, max_length=10**6)
+    """System message of conversations that have none."""
+    template: str | None = Field(default=None, min_length=1, max_length=10**6)
+    """Chat template in place of the model's own: Jinja text, or the path of a file with it."""
+    stop: tuple[Annotated[str, Field(min_length=1, max_length=1000)], ...] = Field(
+        default=(), max_length=16
+    )
+    """Stop strings of requests that have none."""
+    parameters: ParametersTable | None = None
+    """Sampling parameters of requests that do not set them: a table of its own."""
+
+    @property
+    def defaults(self) -> dict[str, Any]:
+        """The sampling parameters that are set, with the stop strings."""
+        parameters = self.parameters
+        set_here = {} if parameters is None else parameters.model_dump(exclude_none=True)
+        return set_here | ({"stop": self.stop} if self.stop else {})
+
+
 _NAMES = {
     "backends": re.compile(r"[A-Za-z0-9_.-]{1,64}"),
     "models": re.compile(r"[!-~]{1,256}"),
     "plugins": re.compile(r"[A-Za-z0-9_.-]{1,64}"),
+    "presets": re.compile(r"[!-~]{1,256}"),
 }
 
 
@@ -172,11 +227,33 @@ def read_tables(tables: Mapping[str, Any], where: str) -> NamedTables:
         name: _made(PluginTable, f"{where}: plugins.{name}", _split_options(PluginTable, table))
         for name, table in given["plugins"].items()
     }
+    presets = {
+        name: _made(PresetTable, f"{where}: presets.{name}", _with_template(name, table, where))
+        for name, table in given["presets"].items()
+    }
     # If the file has no `[models]` tables, each backend is a model with the backend's name.
     uses = {name: ModelTable(backends=(BackendUse(name=name),)) for name in backends}
-    made = NamedTables(backends, models or uses, plugins)
+    made = NamedTables(backends, models or uses, plugins, presets)
     _check_references(made, where)
     return made
+
+
+def _with_template(name: str, table: Mapping[str, Any], where: str) -> dict[str, Any]:
+    """Copy a preset's table. If its template is a path, which is relative to the configuration
+    file, it is replaced by the text of the file.
+    """
+    template = table.get("template")
+    if not isinstance(template, str) or "{{" in template or "{%" in template:
+        return dict(table)
+    path = Path(where).parent / Path(template).expanduser()
+    try:
+        return {**table, "template": path.read_text(encoding="utf-8")}
+    except (OSError, UnicodeDecodeError, ValueError) as error:
+        reason = error.strerror if isinstance(error, OSError) else str(error)
+        raise ConfigError(
+            f"{where}: presets.{name}.template: {path} can't be read: {reason}",
+            param=f"presets.{name}.template",
+        ) from None
 
 
 def backends_of(table: ModelTable, tables: NamedTables) -> list[BackendUse]:
@@ -225,6 +302,7 @@ def _split_options(kind: type[Table], table: Mapping[str, Any]) -> dict[str, Any
 def _check_references(tables: NamedTables, where: str) -> None:
     if tables.models and not tables.backends:
         raise ConfigError(f"{where}: there are [models.*] and no [backends.*] to answer for them")
+    _check_presets(tables, where)
     for model_id, table in tables.models.items():
         _check_model(f"{where}: models.{model_id}", model_id, table, tables)
     _check_names(tables, where)
@@ -236,6 +314,22 @@ def _check_references(tables: NamedTables, where: str) -> None:
                 f"{where}: backends.{name} is used by no model: name it in models.ID.backends",
                 param=f"backends.{name}",
             )
+
+
+def _check_presets(tables: NamedTables, where: str) -> None:
+    """With several backends, a preset must be of a model, and cannot choose what is loaded."""
+    if not tables.backends:
+        return
+    for name, table in tables.presets.items():
+        if name not in tables.models:
+            known = list(tables.models)
+            raise ConfigError(f"{where}: presets.{name}: no such model{suggest(name, known)}")
+        for field in ("model", "template"):
+            if getattr(table, field) is not None:
+                raise ConfigError(
+                    f"{where}: presets.{name}.{field} is for a server without [backends.*]",
+                    param=f"presets.{name}.{field}",
+                )
 
 
 def _check_model(where: str, model_id: str, table: ModelTable, tables: NamedTables) -> None:

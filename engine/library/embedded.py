@@ -16,7 +16,7 @@ import msgspec
 
 from engine.backends.base import InferenceBackend, close_events
 from engine.backends.custom.app import build_backend
-from engine.backends.custom.engine_settings import backend_name, has_engine
+from engine.backends.custom.engine_settings import backend_name, has_engine, preset_of
 from engine.backends.custom.frontend.generation import Generation
 from engine.core.config import load_settings
 from engine.core.config_schema import Settings
@@ -29,6 +29,7 @@ from engine.core.interfaces.backend import (
     GenerationContext,
     GrammarSpec,
     ModelCard,
+    TextPair,
 )
 from engine.core.interfaces.request import SamplingParams as WireParams
 from engine.core.store.model_store import needs_pull
@@ -41,7 +42,7 @@ from engine.outputs import (
     ScoringOutput,
     ScoringRequestOutput,
 )
-from engine.sampling_params import SamplingParams, wire_params
+from engine.sampling_params import SamplingParams, make_params, wire_params
 from engine.servers.schema.messages import parse_messages
 
 # Seconds that an interrupted call waits for its coroutine to end.
@@ -79,6 +80,7 @@ class EmbeddedEngine:
         self.backend: InferenceBackend = build_backend(loaded.settings, in_process=True)
         # Requests without a seed get consecutive seeds, so a program gives the same output again.
         self._seeds = None if arguments.seed is None else itertools.count(arguments.seed)
+        self._preset = preset_of(loaded.settings)
         self._ids = itertools.count()
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, daemon=True)
@@ -134,6 +136,16 @@ class EmbeddedEngine:
                 ended.wait(CANCEL_GRACE_S)
             raise
 
+    def default_params(self) -> SamplingParams:
+        """The parameters of a request that gives none: those of the model's preset. Without them,
+        an answer may fill the context.
+        """
+        return make_params(self.preset_parameters)
+
+    @property
+    def preset_parameters(self) -> dict[str, Any]:
+        return {} if self._preset is None else self._preset.defaults
+
     def completion(
         self,
         prompt: Prompt,
@@ -141,7 +153,7 @@ class EmbeddedEngine:
         grammar: GrammarSpec | None = None,
         request_id: str | None = None,
     ) -> Asked:
-        given = params or default_params()
+        given = params or self.default_params()
         content = _prompt(prompt)
         context = self._context(given, grammar, request_id)
         request = CompletionRequest(
@@ -157,7 +169,7 @@ class EmbeddedEngine:
         request_id: str | None = None,
     ) -> Asked:
         """A chat request. `options` has `grammar` and fields of `ChatRequest`."""
-        given = params or default_params()
+        given = params or self.default_params()
         fields = {_CHAT_ALIASES.get(name, name): value for name, value in options.items()}
         grammar = fields.pop("grammar", None)
         unknown = sorted(fields.keys() - _CHAT_OPTIONS)
@@ -168,18 +180,33 @@ class EmbeddedEngine:
             )
         if isinstance(messages, str):
             messages = [{"role": "user", "content": messages}]
+        system = None if self._preset is None else self._preset.system
+        if system is not None and all(each.get("role") != "system" for each in messages):
+            messages = [{"role": "system", "content": system}, *messages]
         context = self._context(given, grammar, request_id)
         if context.params.score_prompt:
             raise InvalidRequestError(
                 "prompt_logprobs are only for generate, not for chat", param="prompt_logprobs"
             )
         fields = {name: value for name, value in fields.items() if value is not None}
-        fields |= {"context": context, "messages": parse_messages(list(map(dict, messages)))}
+        parsed = parse_messages(list(map(dict, messages)))
+        self._check_images(parsed)
+        fields |= {"context": context, "messages": parsed}
         try:
             request = msgspec.convert(fields, ChatRequest)
         except msgspec.ValidationError as error:
             raise InvalidRequestError(f"the options of a chat: {error}") from error
         return Asked(request, None, given)
+
+    def _check_images(self, messages: tuple[dict[str, Any], ...]) -> None:
+        """Refuse images if the model reads none, and images on the web, which are not fetched."""
+        images = [image for message in messages for image in message.get("images", ())]
+        if images and "images" not in self.card.capabilities:
+            raise InvalidRequestError(f"{self.card.id} does not read images", param="messages")
+        if not all(isinstance(image, bytes) for image in images):
+            raise InvalidRequestError(
+                "the library fetches no images; give them as data: URLs (base64)", param="messages"
+            )
 
     def _context(
         self, params: WireParams, grammar: GrammarSpec | None, request_id: str | None
@@ -274,12 +301,31 @@ class EmbeddedEngine:
                 " as many as in data_2",
                 param="data_1",
             )
+        if "rerank" in self.card.capabilities:
+            ones = [left[0]] * len(right) if len(left) == 1 else left
+            return await self._ranked(ones, right)
         made = await self.embed([*left, *right])
         ones = made[: len(left)] * (len(right) if len(left) == 1 else 1)
         pairs = zip(ones, made[len(left) :], strict=True)
         return [
             ScoringRequestOutput(other.request_id, ScoringOutput(_cosine(one, other)))
             for one, other in pairs
+        ]
+
+    async def _ranked(
+        self, left: Sequence[Prompt], right: Sequence[Prompt]
+    ) -> list[ScoringRequestOutput]:
+        """The scores that a reranker gives to pairs of texts."""
+        pairs = []
+        for one, other in zip(map(_prompt, left), map(_prompt, right), strict=True):
+            if not isinstance(one, str) or not isinstance(other, str):
+                raise InvalidRequestError("A reranker scores texts, not token ids.")
+            pairs.append(TextPair(one, other))
+        request = EmbedRequest(request_id=self._new_id(), inputs=tuple(pairs))
+        made = await self.backend.embed(request)
+        return [
+            ScoringRequestOutput(f"{request.request_id}-{index}", ScoringOutput(float(score)))
+            for index, (score,) in enumerate(made.vectors)
         ]
 
     @property
@@ -302,11 +348,6 @@ def _fetch_model(settings: Settings) -> None:
         from engine.cli.pull_progress import pull_shown
 
         pull_shown(model)
-
-
-def default_params() -> SamplingParams:
-    """The parameters of a request that gives none: an answer may fill the context."""
-    return SamplingParams(max_tokens=None)
 
 
 def batch_of(prompts: Prompt | Sequence[Prompt]) -> Sequence[Any]:

@@ -129,7 +129,8 @@ _COUNTS = (
 _TOTALS = (*_COUNTS, "steps")
 _GAUGES = (
     *("num_running", "num_waiting", "num_blocks", "num_free_blocks", "num_cached_blocks"),
-    "num_referenced_blocks",
+    *("num_referenced_blocks", "num_window_blocks", "num_free_window_blocks"),
+    "num_referenced_window_blocks",
 )
 
 

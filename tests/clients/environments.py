@@ -63,7 +63,7 @@ class Environment:
 
 CODEX = Environment("codex", "npm", ("@openai/codex@0.166.0",))
 AI_SDK = Environment("ai-sdk", "npm", ("ai@6.0.326", "@ai-sdk/anthropic@3.0.138"))
-PROMPTFOO = Environment("promptfoo", "npm", ("promptfoo@0.123.1",))
+PROMPTFOO = Environment("promptfoo", "npm", ("promptfoo@0.121.20",))
 CONTINUE = Environment("continue", "npm", ("@continuedev/openai-adapters@1.37.0",))
 INSTRUCTOR = Environment("instructor", "pip", ("instructor==1.17.0",))
 LM_EVAL = Environment("lm-eval", "pip", ("lm-eval[api]==0.4.13",))

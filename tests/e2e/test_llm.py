@@ -92,6 +92,17 @@ def test_options_of_a_chat_are_checked_before_they_are_used(llm):
             llm.chat(question, **options)
 
 
+def test_a_preset_replaces_the_template(default_model, tmp_path, monkeypatch):
+    preset = f"[presets.shout]\nmodel = '{default_model}'\n"
+    template = "template = '{{ messages[-1].content }}!'\nsystem = 'unused'\n"
+    (tmp_path / "engine.toml").write_text(preset + template)
+    monkeypatch.chdir(tmp_path)
+    with LLM("shout") as llm:
+        (output,) = llm.chat("Hello", SamplingParams(max_tokens=1))
+        (plain,) = llm.generate("Hello!", SamplingParams(max_tokens=1))
+        assert output.prompt_token_ids == plain.prompt_token_ids and llm.card.id == "shout"
+
+
 def test_openai_shapes(default_model):
     with InferenceEngine(str(default_model)) as engine:
         assert len(engine.generate(["Hello", "Bye"], max_tokens=3, temperature=0.0)) == 2

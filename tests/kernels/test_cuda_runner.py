@@ -141,6 +141,7 @@ def runners(name: str, folder: Path, num_window_blocks: int = 0) -> tuple[CudaRu
         pytest.param("cohere2", marks=pytest.mark.slow),
         pytest.param("qwen3_moe-dense", marks=pytest.mark.slow),
         pytest.param("gpt_oss", marks=pytest.mark.slow),
+        "lfm2",
         pytest.param("deepseek_v3", marks=pytest.mark.slow),
     ],
 )

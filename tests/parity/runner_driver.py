@@ -28,6 +28,9 @@ class Track:
     num_computed: int = 0
     # The last token was drawn but the driver pretends not to know it.
     in_flight: bool = False
+    # The checkpoint that the next step's state comes from, or goes to.
+    load: int = -1
+    save: int = -1
 
 
 def ragged(values: ListOf[ListOf[int]], width: int) -> np.ndarray:
@@ -135,6 +138,8 @@ class RunnerDriver:
             adapter_ids=np.zeros(rows, np.int32),
             prefix_groups=np.full(rows, -1, np.int32),
             prefix_blocks=np.zeros(0, np.int32),
+            state_load=self._checkpoints([track.load for track, _ in work]),
+            state_save=self._checkpoints([track.save for track, _ in work]),
             window_tables=windowed,
             window_slots=None if windowed is None else self._slots(windowed, starts, positions),
         )
@@ -155,6 +160,13 @@ class RunnerDriver:
         at = np.array(positions)
         row_of = np.repeat(np.arange(len(starts) - 1), np.diff(starts))
         return tables[row_of, at // self._size].astype(np.int64) * self._size + at % self._size
+
+    def _checkpoints(self, numbers: list[int]) -> np.ndarray | None:
+        """Indices of states: the checkpoints follow the slots and the spare slot."""
+        spec = self.runner.spec
+        if not spec.has_state or max(numbers) < 0:
+            return None
+        return np.array([n + spec.max_slots + 1 if n >= 0 else -1 for n in numbers], np.int32)
 
     def step(self, work: ListOf[tuple[Track, int]], **sampling: Any) -> StepOutput:
         """One step; a track whose last token was computed gets one more."""

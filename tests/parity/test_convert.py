@@ -25,7 +25,7 @@ from tests.parity.runner_driver import RunnerDriver
 
 NAMES = (
     *("gpt2", "llama-biases", "llama-yarn", "mistral-window", "qwen2", "qwen3"),
-    *("granite", "olmo2"),
+    *("granite", "olmo2", "deepseek_v2", "deepseek_v3", "youtu"),
 )
 TOLERANCE = 1e-5
 NUM_NEW = 24
@@ -93,6 +93,7 @@ UNSAID = {
     "ministral": "sliding_window",
     "qwen2-window": "sliding_window",
     "qwen3_moe-dense": "layers",
+    "qwen3_next-dense": "layers",
     "glm4_moe-groups": "experts",
 }
 

@@ -69,6 +69,10 @@ MODELS = {
     "gpt_oss": "gpt-oss-20b and 120b",
     "deepseek": "DeepSeek-V2, V2-Lite, V2.5, V3, V3.1, R1 and Coder-V2, Kimi K2, GLM-4.7-Flash, "
     "Youtu-LLM",
+    "lfm2": "LFM2, dense models",
+    "granitemoehybrid": "Granite 4",
+    "nemotron_h": "Nemotron-H, Nemotron Nano 2; without experts",
+    "qwen3_next": "Qwen3-Next",
 }
 
 TEXT = """# Models

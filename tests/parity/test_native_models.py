@@ -31,6 +31,7 @@ def runner_for(source: ModelSource, dtype: str = "float32", **changes) -> Native
         "max_slots": 16,
         "max_seq_len": tiny_models.MAX_POSITION,
         "num_threads": 2,
+        "num_checkpoints": 1,
     }
     return build_runner(source, RunnerConfig(**settings | changes))
 
@@ -38,7 +39,8 @@ def runner_for(source: ModelSource, dtype: str = "float32", **changes) -> Native
 # Families that differ in attention or in the order of a layer's parts.
 FAMILIES = (
     *("gpt2", "llama", "mistral-window", "qwen2", "qwen3", "granite", "olmo2"),
-    *("gemma2", "mpt", "cohere2", "qwen2_moe", "gpt_oss"),
+    *("gemma2", "mpt", "cohere2", "qwen2_moe", "gpt_oss", "lfm2"),
+    *("granitemoehybrid", "qwen3_next"),
 )
 
 
@@ -120,9 +122,14 @@ def test_shared_blocks_are_cold_ones_to_the_last_bit(source: ModelSource) -> Non
     driver = RunnerDriver(runner_for(source))
     prefix = tiny_models.text()
     first = driver.add(prefix)
-    driver.step([(first, len(prefix))])
+    first.save = 0
+    driver.step([(first, 32)])
+    first.save = -1
+    driver.step([(first, len(prefix) - 32)])
     texts = [prefix[:32] + tiny_models.text(length, seed=7) for length in (9, 1)]
     tracks = [driver.add(text, prefix=first, shared=2) for text in texts]
+    for track in tracks:
+        track.load = 0
     logits = last_logits(driver, [(tracks[0], 9), (tracks[1], 1)])
     for row, text in zip(logits, texts, strict=True):
         cold = RunnerDriver(runner_for(source))

@@ -96,5 +96,10 @@ class TestJAX(OfFramework):
     num_threads = None  # XLA's own choice
 
 
+class TestJAXWindows(Windowed):
+    framework = "jax"
+    num_threads = None
+
+
 class TestTinygrad(OfFramework):
     framework = "tinygrad"

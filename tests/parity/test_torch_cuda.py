@@ -39,6 +39,10 @@ NAMES = (
     "gpt_oss",
     "deepseek_v2",
     "deepseek_v3",
+    "lfm2",
+    "granitemoehybrid",
+    "nemotron_h",
+    "qwen3_next",
 )
 
 

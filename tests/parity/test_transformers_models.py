@@ -33,7 +33,7 @@ from engine.core.interfaces.request import (
 from tests.parity import tiny_models, tiny_zoo
 from tests.toy_engine import ListChannel
 
-NUM_NEW = 12
+NUM_NEW = 8
 WAYS = {
     **{name: way for name, (way, _) in tiny_zoo.MODELS.items()},
     "llama": "paged",
@@ -49,7 +49,7 @@ NAMES = [name if name in QUICK else pytest.param(name, marks=pytest.mark.slow) f
 SCHEDULES = {
     "together": {"num_blocks": 400, "max_slots": 16, "budget": 512},
     "in small chunks": {"num_blocks": 400, "max_slots": 4, "budget": 7},
-    "in a pool too small": {"num_blocks": 20, "max_slots": 8, "budget": 64},
+    "in a pool too small": {"num_blocks": 16, "max_slots": 8, "budget": 64},
 }
 
 

@@ -9,9 +9,11 @@ import pytest
 import torch
 
 from engine.backends.custom.frameworks.entry import framework_entry
+from engine.backends.custom.options import EngineOptions
 from engine.backends.custom.runtime.groups.windows import min_window_blocks
 from engine.backends.custom.runtime.model_runner import RunnerConfig
 from engine.backends.custom.weights.model import open_model
+from engine.backends.custom.worker.main import build_scheduler, load_runner
 from engine.core import faults
 from engine.core.faults import Fault
 from engine.core.interfaces.request import GenerateRequest, SamplingParams
@@ -66,7 +68,7 @@ def generated(model, prompt: list[int], count: int = LONG) -> list[int]:
         do_sample=False,
         eos_token_id=None,
         pad_token_id=0,
-        use_cache=False,  # so that nothing depends on how Transformers frees its windows
+        attention_mask=torch.ones(1, len(prompt)),  # a 0 in the prompt is no padding
     )
     return out[0, len(prompt) :].tolist()
 
@@ -90,6 +92,19 @@ def test_long_answers_and_hits_after_the_window_moved_on(
     assert again.num_cached >= BLOCK_SIZE * 4
     assert again.tokens == generated(model, longer, 12)
     assert pool.num_free + pool.num_evictable == pool.num_usable
+
+
+@pytest.mark.parametrize("framework", [*FRAMEWORKS, "jax"])
+def test_the_memory_plan_reaches_runner_and_scheduler(framework: str, tmp_path: Path) -> None:
+    _, path = tiny_models.save("gemma3", tmp_path)
+    options = EngineOptions(
+        model_path=str(path), framework=framework, device="cpu", max_slots=4, max_batch_tokens=16
+    )
+    runner, config, plan = load_runner(open_model(path), options)
+    assert 1 < plan.num_window_blocks == config.num_window_blocks < plan.num_blocks
+    windows = build_scheduler(runner.spec, options, plan.bytes_per_token).kv.windows
+    assert windows.pool.num_blocks == plan.num_window_blocks and windows.max_row == 16
+    runner.close()
 
 
 @pytest.mark.parametrize("framework", FRAMEWORKS)

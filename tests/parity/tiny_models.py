@@ -286,7 +286,82 @@ MORE: "dict[str, Callable[..., PreTrainedModel]]" = {
 }
 
 
-ALL = MODELS | MORE
+# Models whose layers keep states, not only keys and values. JAX and tinygrad refuse them.
+def _mixed_with(kind: str) -> dict[str, list[str]]:
+    return {"layer_types": [kind, "full_attention", kind][: COMMON["num_hidden_layers"]]}
+
+
+MAMBA: dict[str, Any] = {
+    "mamba_n_heads": 12,
+    "mamba_d_state": 16,
+    "mamba_n_groups": 1,
+    "mamba_chunk_size": 8,
+}
+
+
+def _nemotron_h(blocks: list[str]) -> "PreTrainedModel":
+    return _of(
+        "NemotronH",
+        layers_block_type=blocks,
+        head_dim=8,
+        mamba_num_heads=12,
+        mamba_head_dim=8,
+        ssm_state_size=16,
+        n_groups=2,
+        chunk_size=8,
+        initializer_range=0.1,
+        time_step_min=1e-9,  # Transformers applies it to prompts, but not to generated tokens
+    )
+
+
+HYBRIDS: "dict[str, Callable[..., PreTrainedModel]]" = {
+    "lfm2": lambda: _of("Lfm2", **_mixed_with("conv")),
+    "lfm2-biases": lambda: _of(
+        "Lfm2", layer_types=["full_attention", "conv", "conv"], conv_bias=True, conv_L_cache=4
+    ),
+    "granitemoehybrid": lambda: _of(
+        "GraniteMoeHybrid",
+        **_mixed_with("linear_attention") | MAMBA,
+        num_local_experts=0,
+        shared_intermediate_size=72,
+        residual_multiplier=0.22,
+        attention_multiplier=0.21,
+    ),
+    "granitemoehybrid-experts": lambda: _of(
+        "GraniteMoeHybrid",
+        **_mixed_with("linear_attention") | MAMBA,
+        num_local_experts=6,
+        num_experts_per_tok=2,
+        shared_intermediate_size=40,
+        position_embedding_type="rope",
+        mamba_conv_bias=False,
+        mamba_proj_bias=True,
+    ),
+    "nemotron_h": lambda: _nemotron_h(["linear_attention", "mlp", "full_attention", "mlp"]),
+    "nemotron_h-last": lambda: _nemotron_h(["full_attention", "mlp", "linear_attention"]),
+    "qwen3_next": lambda: _of(
+        "Qwen3Next",
+        **_mixed_with("linear_attention") | EXPERTS,
+        head_dim=16,
+        linear_key_head_dim=12,
+        linear_value_head_dim=8,
+        linear_num_key_heads=2,
+        linear_num_value_heads=4,
+        shared_expert_intermediate_size=40,
+    ),
+    "qwen3_next-dense": lambda: _of(
+        "Qwen3Next",
+        **_mixed_with("linear_attention") | EXPERTS,
+        head_dim=16,
+        linear_key_head_dim=8,
+        linear_value_head_dim=12,
+        linear_num_key_heads=3,
+        linear_num_value_heads=3,
+        mlp_only_layers=[1],
+    ),
+}
+
+ALL = MODELS | MORE | HYBRIDS
 
 
 def quick_first(names: Sequence[str], without: Sequence[str] = ()) -> list[Any]:

@@ -25,7 +25,7 @@ FORMATS: dict[str, ToolFormat] = {
     for name in ("hermes", "llama3", "json", "qwen_xml", "lfm2", "gemma4")
 }
 MAX_UNREAD = len("<start_function_call>")
-NUM_HOSTILE = 10_000
+NUM_HOSTILE = 3_000
 
 MARKERS = (
     *("<tool_call>", "</tool_call>", "[TOOL_CALLS]", "[ARGS]", "<|python_tag|>", "```json"),
@@ -145,11 +145,11 @@ def test_work_is_linear(name: str, unit: str, whole: bool) -> None:
 @pytest.mark.parametrize("name", FORMATS)
 @pytest.mark.parametrize("opening", ["", "<tool_call>", "[TOOL_CALLS]", *STARTS])
 @pytest.mark.parametrize("filler", ["{", "[", "9", '"', "\\", " ", "a"])
-def test_a_megabyte_of_one_character(name: str, opening: str, filler: str) -> None:
-    body = filler * 1_000_000
+def test_much_of_one_character(name: str, opening: str, filler: str) -> None:
+    body = filler * 200_000
     text = opening + body
     check(run(FORMATS[name], [opening, body]), text)
-    check(run(FORMATS[name], [text[i : i + 50_000] for i in range(0, len(text), 50_000)]), text)
+    check(run(FORMATS[name], [text[i : i + 10_000] for i in range(0, len(text), 10_000)]), text)
 
 
 @pytest.mark.parametrize("name", FORMATS)

@@ -156,8 +156,8 @@ INVARIANTS = [
     runtime(
         "INV-19 over the budget",
         "scheduler",
-        "count = min(len(seq.tokens) - start, max_tokens, self.kv.max_row)",
-        "count = min(len(seq.tokens) - start, self.kv.max_row)",
+        "min(len(seq.tokens) - start, max_tokens))",
+        "len(seq.tokens) - start)",
     ),
     runtime(
         "INV-20 last come, first served",

@@ -75,7 +75,15 @@ async def test_every_field_of_a_request_reaches_the_engine():
     )
     assert sent == [expected]
     # What is left at its default above was not forgotten: a new field has to be placed here.
-    forms = {"grammar", "pools", "second_start", "truncate_prompt_tokens", *NAMED}
+    forms = {
+        "grammar",
+        "images",
+        "on_prompt",
+        "pools",
+        "second_start",
+        "truncate_prompt_tokens",
+        *NAMED,
+    }
     asked, passed = set(GenerationContext.__struct_fields__), set(expected.__struct_fields__)
     assert asked - forms <= passed and passed - forms - asked == {"prompt", "eos_ids"}
     await backend.stop()

@@ -1,8 +1,9 @@
 """`engine chat` with a stand-in for the model: what stays in the conversation, and what ends it."""
 
 import itertools
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import pytest
@@ -16,6 +17,8 @@ from engine.core.interfaces.backend import Event, TextEvent, UsageEvent
 
 class FakeLLM:
     """Answers with the number of messages; refuses a conversation whose last one is "too long"."""
+
+    preset_parameters: Mapping[str, Any] = MappingProxyType({})
 
     def __init__(self, model: str, *, settings: dict[str, Any]) -> None:
         self.card = self

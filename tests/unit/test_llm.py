@@ -13,7 +13,13 @@ import pytest
 
 from engine.core.errors import InvalidRequestError
 from engine.core.interfaces import request
-from engine.core.interfaces.backend import FinishEvent, TextEvent, UsageEvent
+from engine.core.interfaces.backend import (
+    Embeddings,
+    FinishEvent,
+    TextEvent,
+    TextPair,
+    UsageEvent,
+)
 from engine.library import embedded, openai_format
 from engine.library.async_llm import AsyncLLM
 from engine.library.openai_format import InferenceEngine
@@ -50,6 +56,7 @@ TOKENIZER = SimpleNamespace(
 )
 TEMPLATE = SimpleNamespace(
     options=(),
+    mentions=lambda name: False,
     render=lambda messages, specials, add_generation_prompt, tools=(): "".join(
         message["content"] for message in messages
     ),
@@ -272,6 +279,17 @@ def test_a_text_is_a_conversation_of_one_message(llm):
     assert [o.usage.prompt_tokens for o in llm.chat(["ab", "c"], given)] == [2, 1]
 
 
+def test_images_are_refused_by_a_model_that_reads_none(llm, monkeypatch):
+    url = {"url": "http://example.com/cat.png"}
+    asked = [{"role": "user", "content": [{"type": "image_url", "image_url": url}]}]
+    with pytest.raises(InvalidRequestError, match="does not read images"):
+        llm.chat(asked)
+    card = msgspec.structs.replace(llm.card, capabilities=("chat", "images"))
+    monkeypatch.setattr(llm.engine.backend, "models", lambda: [card])
+    with pytest.raises(InvalidRequestError, match="data: URLs"):
+        llm.chat(asked)
+
+
 def test_vectors_are_the_models_and_of_unit_length(llm):
     found = llm.embed(["abc", [3, 4]])
     for output, prompt in zip(found, ("abc", "de"), strict=True):
@@ -295,6 +313,24 @@ def test_texts_are_scored_in_pairs_by_models_that_compare(llm, monkeypatch):
     assert scores == pytest.approx([one @ three, two @ three], abs=1e-5)
     with pytest.raises(InvalidRequestError, match="data_1"):
         llm.score(["ab", "cd"], ["ab"])
+
+
+def test_a_reranker_gets_both_texts_of_a_pair(llm, monkeypatch):
+    asked = []
+
+    async def embed(request):
+        asked.append(request.inputs)
+        return Embeddings(np.array([[0.25], [0.75]], np.float32), 4)
+
+    card = msgspec.structs.replace(llm.card, capabilities=("rerank", "score"))
+    monkeypatch.setattr(llm.engine.backend, "models", lambda: [card])
+    monkeypatch.setattr(llm.engine.backend, "embed", embed)
+    assert [each.outputs.score for each in llm.score("ab", ["cd", "ef"])] == [0.25, 0.75]
+    llm.score(["ab", "gh"], ["cd", "ef"])
+    pairs = [TextPair("ab", "cd"), TextPair("ab", "ef"), TextPair("gh", "ef")]
+    assert asked == [(pairs[0], pairs[1]), (pairs[0], pairs[2])]
+    with pytest.raises(InvalidRequestError, match="texts, not token ids"):
+        llm.score("ab", [1, 2])
 
 
 def test_each_prompt_can_have_its_own_parameters(llm):

@@ -4,16 +4,19 @@ from dataclasses import replace
 
 import pytest
 
-from engine.backends.custom.architectures.base import ModelConfig, RopeConfig
+from engine.backends.custom.architectures.base import LayerConfig, ModelConfig, RopeConfig
 from engine.backends.custom.options import EngineOptions
+from engine.backends.custom.runtime.groups.windows import min_window_blocks
 from engine.backends.custom.runtime.model_runner import DeviceInfo
 from engine.backends.custom.worker.memory import (
     MIB,
     MIN_CONTEXT,
     WORKSPACE_BYTES,
     MemoryNeeds,
+    MemoryPlan,
     dense_needs,
     plan_memory,
+    with_windows,
 )
 from engine.core.errors import ResourceError
 
@@ -141,3 +144,79 @@ def test_a_framework_says_what_it_needs_beside_weights_and_pool():
     greedy = plan_memory(CONFIG.max_position, options, device, shared)
     assert usual.pool_bytes < greedy.pool_bytes
     assert greedy.weight_bytes + greedy.pool_bytes + 300 * MIB <= 10**9
+
+
+def windowed(num_layers: int = 6, window: int = 512, full_every: int = 6) -> ModelConfig:
+    """Gemma 3: five layers with a sliding window, then one without. 0: all have one."""
+    rope = CONFIG.rope
+    layers = tuple(
+        LayerConfig(None if full_every and (i + 1) % full_every == 0 else window, rope, False)
+        for i in range(num_layers)
+    )
+    return replace(CONFIG, num_layers=num_layers, layers=layers, max_position=32_768)
+
+
+def plans(config: ModelConfig, **changes) -> tuple[MemoryPlan, MemoryPlan]:
+    """The plan of a framework that keeps all blocks, and that of one that frees them."""
+    options = replace_options(**changes)
+    device = DeviceInfo("cpu", "float32", 10**11)
+    needs = dense_needs(config, device)
+    freeing = with_windows(needs, config, max_step_tokens=512)
+    return tuple(
+        plan_memory(config.max_position, options, device, each) for each in (needs, freeing)
+    )
+
+
+def test_the_same_memory_holds_more_tokens_if_windows_free_their_blocks():
+    config = windowed()
+    together, apart = plans(config, pool_bytes=200 * MIB, max_slots=4)
+    assert apart.pool_bytes <= 200 * MIB
+    assert together.num_window_blocks == 0
+    assert apart.num_blocks > 4 * together.num_blocks
+    per_block = config.kv_bytes_per_token(4) * 16 // 6
+    assert apart.pool_bytes == per_block * (apart.num_blocks + 5 * apart.num_window_blocks)
+    # Each of the four sequences has a window, a cached prefix has one, and a step has room.
+    assert apart.num_window_blocks * 16 >= 4 * (512 + 512) + 2 * 512
+    assert any("sliding window" in line for line in apart.lines())
+
+
+def test_a_pool_for_one_context_keeps_fewer_windows():
+    together, apart = plans(windowed(), pool_bytes=100 * MIB, max_slots=64)
+    assert together.max_seq_len < apart.max_seq_len == 32_768
+    window_blocks = min_window_blocks(512, 16, 512)
+    assert window_blocks < apart.num_window_blocks < 64 * 2 * min_window_blocks(512, 16, 1)
+
+
+def test_the_usual_pool_has_a_context_and_some_windows():
+    config = windowed()
+    options, device = replace_options(max_slots=64), DeviceInfo("cpu", "float32", 10**11)
+    needs = with_windows(dense_needs(config, device), config, max_step_tokens=512)
+    plan = plan_memory(config.max_position, options, device, replace(needs, usual_pool_bytes=1))
+    assert plan.max_seq_len == 32_768 and plan.max_slots == 64
+    assert 8 * 2 * 512 < plan.num_window_blocks * 16 < 12 * 2 * 512
+    assert plan.pool_bytes < 32_768 * config.kv_bytes_per_token(4) // 2
+
+
+def test_layers_that_all_have_windows_serve_any_length():
+    together, apart = plans(windowed(full_every=0), pool_bytes=64 * MIB, max_slots=4)
+    assert apart.pool_bytes <= 64 * MIB and apart.num_window_blocks > 64
+    assert together.max_seq_len < apart.max_seq_len == 32_768
+    assert (apart.num_blocks - 1) * 16 >= 4 * 32_768
+
+
+@pytest.mark.parametrize("changes", [{"max_seq_len": 512}, {"pool_bytes": 10 * MIB}])
+def test_windows_that_save_nothing_share_the_pool(changes):
+    together, apart = plans(windowed(), **changes)
+    assert apart == together
+
+
+@pytest.mark.parametrize("window", [1, 17, 512, 5000])
+@pytest.mark.parametrize("pool", [20 * MIB, 60 * MIB, 300 * MIB, 2000 * MIB])
+@pytest.mark.parametrize("full_every", [0, 2, 6])
+def test_whatever_is_planned_for_windows_fits_and_runs(window, pool, full_every):
+    config = windowed(window=window, full_every=full_every)
+    _, plan = plans(config, pool_bytes=pool, max_slots=16)
+    assert plan.pool_bytes <= pool
+    if plan.num_window_blocks:
+        assert plan.num_window_blocks > min_window_blocks(window, 16, 512)
+        assert plan.num_window_blocks <= plan.num_blocks

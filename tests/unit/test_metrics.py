@@ -200,6 +200,25 @@ def test_block_states_add_up_and_vanish_with_the_engine(metrics: Metrics) -> Non
     assert value(metrics, "vllm:cache_config_info", block_size="16", num_gpu_blocks="100") is None
 
 
+def test_windowed_blocks_are_counted_apart_and_the_fuller_pool_tells_the_usage(
+    metrics: Metrics,
+) -> None:
+    metrics.observe(
+        EngineStats(
+            num_blocks=100,
+            num_free_blocks=80,
+            num_referenced_blocks=10,
+            num_window_blocks=20,
+            num_free_window_blocks=3,
+            num_referenced_window_blocks=15,
+        )
+    )
+    name = "engine_kv_window_blocks"
+    states = {state: value(metrics, name, state=state) for state in ("free", "used", "cached")}
+    assert states == {"free": 3, "used": 15, "cached": 2}
+    assert value(metrics, "vllm:kv_cache_usage_perc") == pytest.approx(0.75)
+
+
 def test_clients_cannot_add_series(metrics: Metrics) -> None:
     metrics.http_request("/v1/models/{model_id:path}", "GET", 200, 0.1)
     metrics.http_request(None, "GET", 404, 0.1)

@@ -228,6 +228,10 @@ def test_a_pinned_sequence_takes_its_own_window():
 def test_a_flush_frees_both_pools():
     engine = windowed(num_window_blocks=20)
     engine.submit("a", PROMPT, max_tokens=4)
+    engine.turn(2)
+    stats = engine.loop.stats()
+    assert (stats.num_window_blocks, stats.num_free_window_blocks) == (20, 13)
+    assert stats.num_referenced_window_blocks == 3
     engine.run()
     assert engine.windows.pool.num_evictable
     engine.kv.flush()

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 
 from engine.backends.base import InferenceBackend
 from engine.backends.custom.base_custom import CustomBackend
-from engine.backends.custom.engine_settings import backend_name, engine_options
+from engine.backends.custom.engine_settings import backend_name, engine_options, preset_of
 from engine.backends.custom.ipc.engine_process import EngineProcess
 from engine.backends.factory import make_backend
 from engine.core.config_schema import Settings
@@ -38,16 +38,19 @@ def build_backend(
                 f"model.options: '{name}' is set up by other settings; see `engine serve --help`",
                 param="model.options",
             )
-        options = engine_options(settings, name)
+        options, preset = engine_options(settings, name), preset_of(settings)
         return kind(
             model,
             options=options,
             served_name=served_name,
+            chat_template=None if preset is None else preset.template,
             in_process=in_process,
             process=process,
         )
     if process is not None:
         process.discard()
+    if (preset := preset_of(settings)) is not None and preset.template is not None:
+        raise ConfigError(f"presets: '{name}' can't be given another template", param="template")
     return make_backend(name, model, _named(name, kind, settings))
 
 

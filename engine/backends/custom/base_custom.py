@@ -39,7 +39,7 @@ from engine.backends.custom.frontend.prompts import (
     truncated,
 )
 from engine.backends.custom.frontend.text_cache import keep_text
-from engine.backends.custom.frontend.text_model import TextModel, load_text
+from engine.backends.custom.frontend.text_model import TextModel, load_text, with_template
 from engine.backends.custom.ipc.engine_process import WORKER_MODULE, EngineProcess
 from engine.backends.custom.options import IMAGE_ENCODERS, EngineOptions
 from engine.backends.process import RestartPolicy
@@ -77,7 +77,7 @@ class CustomBackend(InferenceBackend):
     If `model` is a `BackendConfig`, its `backend_args` are fields of `EngineOptions`. With
     `in_process`, the engine runs in a thread of this process. Otherwise it runs in a child process,
     which can crash without harm to this process. `process` is such a child, if it was started
-    early.
+    early. `chat_template` replaces the model's own.
     """
 
     framework: ClassVar[str]
@@ -93,12 +93,14 @@ class CustomBackend(InferenceBackend):
         *,
         options: EngineOptions | None = None,
         served_name: str | None = None,
+        chat_template: str | None = None,
         in_process: bool = False,
         process: EngineProcess | None = None,
     ) -> None:
         config = model if isinstance(model, BackendConfig) else BackendConfig(model_name=model)
         self._options = options or _options(self.framework, config)
         self._served_name = served_name or default_name(config.model_name)
+        self._chat_template = chat_template
         self._in_process = in_process
         self._process = process
         self._link = EngineLink(self._make_client, RestartPolicy())
@@ -114,7 +116,7 @@ class CustomBackend(InferenceBackend):
         await asyncio.to_thread(lambda: keep_text(path, examine(path, self.examiner)))
         loop = asyncio.get_running_loop()
         # This process loads the tokenizer while the engine process loads the weights.
-        reading = loop.run_in_executor(self._encoders, self.read_text, path)
+        reading = loop.run_in_executor(self._encoders, self._read_text, path)
         loading = asyncio.ensure_future(self._link.start())
         try:
             self._text, _ = await asyncio.gather(reading, loading)
@@ -128,6 +130,10 @@ class CustomBackend(InferenceBackend):
         await self._link.stop()
         await self._checker.close()
         self._encoders.shutdown(wait=False)
+
+    def _read_text(self, path: Path) -> TextModel:
+        text = self.read_text(path)
+        return text if self._chat_template is None else with_template(text, self._chat_template)
 
     @staticmethod
     def read_text(path: Path) -> TextModel:

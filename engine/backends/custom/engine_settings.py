@@ -6,9 +6,14 @@ frontend is loaded.
 
 from importlib.util import find_spec
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from engine.backends.custom.options import EngineOptions
 from engine.core.config_schema import Settings
+from engine.core.store.model_store import default_name
+
+if TYPE_CHECKING:
+    from engine.core.config_tables import PresetTable
 
 FRAMEWORKS = "engine.backends.custom.frameworks"
 EXAMINER = "engine.backends.custom.weights.examine:examine_model"
@@ -65,6 +70,12 @@ def backend_name(settings: Settings) -> str:
     if name != "auto":
         return name
     return default_backend(settings.model.device, settings.model.dtype)
+
+
+def preset_of(settings: Settings) -> "PresetTable | None":
+    """The `[presets.ID]` table of the model that the settings name, by the id that clients use."""
+    model_id = settings.model.name or default_name(settings.model.model_path)
+    return settings.tables.presets.get(model_id)
 
 
 def has_engine(backend: str) -> bool:

@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass, replace
 from itertools import groupby
 from typing import Any
 
-from engine.backends.custom.ir.decoder import cache_name
+from engine.backends.custom.ir.decoder import cache_name, state_name
 from engine.backends.custom.ir.plan import Capacity, Split
 from engine.backends.custom.ir.types import Counts, Dim
 
@@ -242,7 +242,9 @@ def _weights(weights: Sequence[WeightFacts], layer: int | None) -> tuple[WeightF
 def _inside(name: str, layer: int | None) -> str:
     if layer is None:
         return name
-    return "cache" if name == cache_name(layer) else name.removeprefix(f"layers.{layer}.")
+    if name in (cache_name(layer), state_name(layer)):
+        return name.partition(".")[0]
+    return name.removeprefix(f"layers.{layer}.")
 
 
 def _ranges(numbers: Sequence[int]) -> Iterator[str]:

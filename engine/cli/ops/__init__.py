@@ -1,1 +1,1 @@
-"""Commands that inspect or change a running server: `engine admin`, `engine keys`, `engine top`."""
+"""Commands for a running server and its files: `admin`, `bench`, `keys`, `plugins`, `ps`, `top`."""

@@ -35,7 +35,6 @@ SeedOption = Annotated[
 UrlOption = Annotated[
     str | None, typer.Option(help="An OpenAI-compatible server that answers; with its address.")
 ]
-USUAL = {"temperature": 0.7, "top_p": 0.95}
 
 
 def chat(
@@ -93,7 +92,7 @@ def run(
     asked = [{"role": "system", "content": system}] if system else []
     asked.append({"role": "user", "content": text})
     try:
-        for event in talker.stream(asked, USUAL | params):
+        for event in talker.stream(asked, {**talker.defaults, **params}):
             if isinstance(event, TextEvent):
                 printer.feed(event.text)
             elif isinstance(event, UsageEvent) and verbose:
@@ -122,7 +121,7 @@ def _talk(
     def reopen(name: str | None) -> Talker:
         return open_talker(name, url=url, key=key, settings=settings, uses_server=uses_server)
 
-    session = Session(output(), reopen(model), system=system, params=USUAL | params, reopen=reopen)
+    session = Session(output(), reopen(model), system=system, params=params, reopen=reopen)
     try:
         session.run()
     finally:

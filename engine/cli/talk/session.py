@@ -118,7 +118,8 @@ class Session:
         is kept. Returns False if the generation fails.
         """
         try:
-            pieces = self._print(self._talker.stream(self._messages(), self._params))
+            params = {**self._talker.defaults, **self._params}
+            pieces = self._print(self._talker.stream(self._messages(), params))
         except EngineError as error:
             self._console.print()
             print_error(error)
@@ -173,7 +174,8 @@ class Session:
     def _do_set(self, argument: str) -> None:
         name, _, value = argument.partition(" ")
         if not value:
-            shown = {name: self._params.get(name)} if name else self._params
+            known = {**self._talker.defaults, **self._params}
+            shown = {name: known.get(name)} if name else known
             for key, each in shown.items():
                 self._say(f"{key} = {'default' if each is None else each}")
             return

@@ -4,6 +4,7 @@ import json
 import os
 import time
 from collections.abc import Generator, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any, Protocol
 
 from engine.core.errors import (
@@ -16,6 +17,7 @@ from engine.core.interfaces.backend import Event, ReasoningEvent, TextEvent, Usa
 
 Messages = Sequence[Mapping[str, Any]]
 PROBE_TIMEOUT_S = 0.5
+USUAL = {"temperature": 0.7, "top_p": 0.95}
 
 
 class Talker(Protocol):
@@ -23,6 +25,7 @@ class Talker(Protocol):
 
     name: str
     place: str  # where the model runs, for the user
+    defaults: Mapping[str, Any]  # sampling parameters that are used unless others are given
 
     def stream(self, messages: Messages, params: Mapping[str, Any]) -> Generator[Event]: ...
 
@@ -39,6 +42,7 @@ class LocalTalker:
 
         self._llm = LLM(model, settings=settings)
         self.name: str = self._llm.card.id
+        self.defaults: Mapping[str, Any] = USUAL | self._llm.preset_parameters
 
     def stream(self, messages: Messages, params: Mapping[str, Any]) -> Generator[Event]:
         from engine.sampling_params import make_params
@@ -50,7 +54,11 @@ class LocalTalker:
 
 
 class ServerTalker:
-    """A model of any OpenAI-compatible server. Without a model name, the server's first one."""
+    """A model of any OpenAI-compatible server. Without a model name, the server's first one. The
+    server has defaults of its own.
+    """
+
+    defaults: Mapping[str, Any] = MappingProxyType({})
 
     def __init__(self, url: str, model: str | None, key: str | None) -> None:
         import httpx

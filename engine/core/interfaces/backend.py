@@ -217,6 +217,15 @@ class Embeddings(msgspec.Struct, frozen=True):
     prompt_tokens: int
 
 
+class Preset(msgspec.Struct, frozen=True, kw_only=True):
+    """Defaults of a model: the system message of conversations that have none, and sampling
+    parameters by name for requests that do not set them.
+    """
+
+    system: str | None = None
+    parameters: dict[str, Any] = {}
+
+
 class ModelCard(msgspec.Struct, frozen=True, kw_only=True):
     """A model's description in `/v1/models`."""
 
@@ -241,6 +250,7 @@ class ModelCard(msgspec.Struct, frozen=True, kw_only=True):
     template_options: tuple[str, ...] = ()  # accepted keys of `ChatRequest.template_options`
     # Context length of the training, in tokens; may exceed `max_model_len`.
     trained_context: int | None = None
+    preset: Preset | None = None  # set by the server, from `[presets.ID]`
     num_dimensions: int | None = None  # length of the model's embedding vectors
     prompt_names: tuple[str, ...] = ()  # names of the prompts that embedding inputs may have
     root: str | None = None  # id of the model that this card is an alias of

@@ -186,6 +186,10 @@ class EngineStats(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
     num_cached_blocks: int = 0
     num_referenced_blocks: int = 0  # blocks that at least one sequence holds
     block_size: int = 0
+    # Blocks of layers with a sliding window, if these have a pool of their own; otherwise 0.
+    num_window_blocks: int = 0
+    num_free_window_blocks: int = 0
+    num_referenced_window_blocks: int = 0
     num_steps: int = 0
     prompt_tokens: int = 0  # includes prompt tokens taken from the cache
     cached_tokens: int = 0

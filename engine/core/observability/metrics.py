@@ -221,17 +221,29 @@ class Metrics:
             running.set(stats.num_running)
         for waiting in self._waiting:
             waiting.set(stats.num_waiting)
-        used = stats.num_referenced_blocks / stats.num_blocks if stats.num_blocks else 0.0
+        pools = (
+            (stats.num_blocks, stats.num_free_blocks, stats.num_referenced_blocks),
+            (
+                stats.num_window_blocks,
+                stats.num_free_window_blocks,
+                stats.num_referenced_window_blocks,
+            ),
+        )
+        shares = [used / total for total, _, used in pools if total]
         for usage in self._kv_usage:
-            usage.set(used)
-        self._kv_blocks["free"].set(stats.num_free_blocks)
-        self._kv_blocks["used"].set(stats.num_referenced_blocks)
-        # Blocks that only the prefix cache holds can be evicted at any time.
-        cached_only = stats.num_blocks - stats.num_free_blocks - stats.num_referenced_blocks
-        self._kv_blocks["cached"].set(max(cached_only, 0))
+            usage.set(max(shares, default=0.0))
+        for gauges, (total, free, used) in zip(self._kv_blocks, pools, strict=True):
+            # Blocks that only the prefix cache holds can be evicted at any time.
+            states = {"free": free, "used": used, "cached": max(total - free - used, 0)}
+            for state, count in states.items():
+                gauges[state].set(count)
         self._cache_config.clear()
         if stats.num_blocks:
             self._cache_config.labels(*self._model, stats.block_size, stats.num_blocks).set(1)
+
+    def _block_gauges(self, name: str, text: str) -> dict[str, Gauge]:
+        blocks = Gauge(name, text, (*_MODEL_LABELS, "state"), registry=self.registry)
+        return {state: blocks.labels(*self._model, state) for state in ("free", "used", "cached")}
 
     def _define_engine_gauges(self) -> None:
         self._running = [
@@ -243,18 +255,19 @@ class Metrics:
             self._gauge("engine_sequences_waiting", "Sequences that wait for admission"),
         ]
         self._kv_usage = [
-            self._gauge("vllm:kv_cache_usage_perc", "Share of KV blocks held by sequences, 0 to 1"),
+            self._gauge(
+                "vllm:kv_cache_usage_perc",
+                "Share of KV blocks held by sequences, 0 to 1, in the fuller of the block pools",
+            ),
             self._gauge("vllm:gpu_cache_usage_perc", "Older name of vllm:kv_cache_usage_perc"),
         ]
-        blocks = Gauge(
-            "engine_kv_blocks",
-            "KV blocks by state: used by sequences, cached by the prefix cache alone, free",
-            (*_MODEL_LABELS, "state"),
-            registry=self.registry,
+        states = "by state: used by sequences, cached by the prefix cache alone, free"
+        self._kv_blocks = (
+            self._block_gauges("engine_kv_blocks", f"KV blocks {states}"),
+            self._block_gauges(
+                "engine_kv_window_blocks", f"KV blocks of layers with a sliding window {states}"
+            ),
         )
-        self._kv_blocks = {
-            state: blocks.labels(*self._model, state) for state in ("free", "used", "cached")
-        }
         self._cache_config = Gauge(
             "vllm:cache_config_info",
             "Sizes of the KV cache as labels; the value is always 1",

@@ -10,7 +10,7 @@ import codecs
 import os
 import re
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -103,6 +103,10 @@ class Tokenizer:
     @classmethod
     def from_directory(cls, path: Path) -> "Tokenizer":
         return cls(parts_from_directory(path))
+
+    def with_template(self, source: str) -> "Tokenizer":
+        """The same tokenizer with another chat template."""
+        return Tokenizer(replace(self._parts, chat_template=source, tool_template=None))
 
     @property
     def vocab_size(self) -> int:

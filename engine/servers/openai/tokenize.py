@@ -27,7 +27,7 @@ from engine.servers.http.request_log import record_of
 from engine.servers.openai.schema import EndOfPrompt
 from engine.servers.schema import fields
 from engine.servers.serving.admission import Ticket
-from engine.servers.serving.chat import check_tools, known_options, loaded_messages
+from engine.servers.serving.chat import check_tools, known_options, loaded_messages, with_system
 from engine.servers.serving.services import Services, json_response
 
 MAX_IDS = 2**20
@@ -176,7 +176,7 @@ async def _chat_request(
         context=GenerationContext(
             request_id=record_of(request.scope).request_id, params=SamplingParams()
         ),
-        messages=await loaded_messages(services, card, body.messages or ()),
+        messages=with_system(card, await loaded_messages(services, card, body.messages or ())),
         tools=body.tools,
         tool_choice=ToolChoice("auto" if body.tools else "none"),
         template_options=known_options(services, request, card, body.chat_template_kwargs),

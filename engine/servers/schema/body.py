@@ -188,6 +188,10 @@ class SamplingBody(BaseModel):
         """The sampling parameters for the backend. If `max_tokens` is None, only the context length
         limits the answer. `limit_name` is the client's name for `max_tokens`; errors use it.
         """
+        body = self
+        if card.preset is not None:
+            body = self._with_defaults(card.preset.parameters)
+            max_tokens = max_tokens or card.preset.parameters.get("max_tokens")
         if max_tokens is not None and max_tokens > card.max_model_len:
             raise InvalidRequestError(
                 f"{limit_name} is {max_tokens}. This model's maximum context length is"
@@ -195,7 +199,7 @@ class SamplingBody(BaseModel):
                 param=limit_name,
                 code="context_length_exceeded",
             )
-        min_tokens = self.min_tokens or 0
+        min_tokens = body.min_tokens or 0
         if min_tokens > (max_tokens or card.max_model_len):
             raise InvalidRequestError(
                 f"min_tokens ({min_tokens}) is more than an answer may have"
@@ -203,25 +207,34 @@ class SamplingBody(BaseModel):
                 param="min_tokens",
             )
         # top_p = 0 keeps only the likeliest token.
-        only_best = self.top_p == 0
+        only_best = body.top_p == 0
         return SamplingParams(
             max_tokens=max_tokens,
             min_tokens=min_tokens,
-            temperature=_default(self.temperature, 1.0),
-            top_k=1 if only_best else self.top_k or 0,
-            top_p=1.0 if only_best else _default(self.top_p, 1.0),
-            min_p=self.min_p or 0.0,
-            repetition_penalty=_default(self.repetition_penalty, 1.0),
-            presence_penalty=self.presence_penalty or 0.0,
-            frequency_penalty=self.frequency_penalty or 0.0,
-            logit_bias=self.logit_bias,
-            seed=None if self.seed is None else self.seed % 2**63,
-            n=self.num_choices,
-            stop=self.stop,
-            stop_token_ids=tuple(self.stop_token_ids or ()),
-            ignore_eos=bool(self.ignore_eos),
+            temperature=_default(body.temperature, 1.0),
+            top_k=1 if only_best else body.top_k or 0,
+            top_p=1.0 if only_best else _default(body.top_p, 1.0),
+            min_p=body.min_p or 0.0,
+            repetition_penalty=_default(body.repetition_penalty, 1.0),
+            presence_penalty=body.presence_penalty or 0.0,
+            frequency_penalty=body.frequency_penalty or 0.0,
+            logit_bias=body.logit_bias,
+            seed=None if body.seed is None else body.seed % 2**63,
+            n=body.num_choices,
+            stop=body.stop,
+            stop_token_ids=tuple(body.stop_token_ids or ()),
+            ignore_eos=bool(body.ignore_eos),
             logprobs=logprobs,
         )
+
+    def _with_defaults(self, defaults: Mapping[str, Any]) -> "SamplingBody":
+        """Fill in defaults of parameters that the client did not send, or sent as null."""
+        missing = {
+            name: value
+            for name, value in defaults.items()
+            if name != "max_tokens" and getattr(self, name) in (None, ())
+        }
+        return self.model_copy(update=missing)
 
 
 Body = TypeVar("Body", bound=BaseModel)

@@ -90,7 +90,7 @@ def _message(item: Any, where: str, called: dict[str, str]) -> dict[str, Any]:
         _add_assistant_fields(message, item, where, called)
     elif role == "tool":
         _add_tool_fields(message, item, where, called)
-    if role == "user":
+    if role == "user" and not isinstance(content, str):
         return message | _content_of(content, f"{where}.content").fields
     message["content"] = text_of(content, f"{where}.content")
     return message
@@ -183,11 +183,8 @@ def text_of(content: Any, where: str) -> str:
 
 
 def _content_of(content: Any, where: str) -> Content:
-    """The texts and images of a user message's content."""
+    """The texts and images in the parts of a user message's content."""
     read = Content()
-    if isinstance(content, str):
-        read.add_text(content)
-        return read
     for part, place in _parts(content, where):
         if part.get("type") == "image_url":
             read.add_image(_image_part(part, place), place)

@@ -79,7 +79,7 @@ async def chat_request(
     check_tools(services, request, ask.card, ask.tools)
     return ChatRequest(
         context=context,
-        messages=await loaded_messages(services, ask.card, ask.messages),
+        messages=with_system(ask.card, await loaded_messages(services, ask.card, ask.messages)),
         tools=ask.tools,
         tool_choice=ask.tool_choice,
         parallel_tool_calls=ask.parallel_tool_calls,
@@ -87,6 +87,16 @@ async def chat_request(
         add_generation_prompt=ask.add_generation_prompt,
         continue_final_message=ask.continue_final_message,
     )
+
+
+def with_system(
+    card: ModelCard, messages: tuple[dict[str, Any], ...]
+) -> tuple[dict[str, Any], ...]:
+    """The messages, with the system message of the model's preset if they have none."""
+    system = None if card.preset is None else card.preset.system
+    if system is None or any(message["role"] == "system" for message in messages):
+        return messages
+    return ({"role": "system", "content": system}, *messages)
 
 
 async def open_chat(

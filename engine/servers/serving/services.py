@@ -24,6 +24,7 @@ from engine.core.interfaces.backend import (
     GenerationContext,
     GrammarSpec,
     ModelCard,
+    Preset,
     TokenizerInfo,
 )
 from engine.core.interfaces.request import SamplingParams
@@ -132,7 +133,15 @@ class Services:
             ) from None
 
     def find_model(self, name: str | None) -> ModelCard:
-        return self._resolve(name).card
+        return self._with_preset(self._resolve(name).card)
+
+    def _with_preset(self, card: ModelCard) -> ModelCard:
+        """The card with the defaults of `[presets.ID]`, if the configuration file has some."""
+        presets = self.settings.tables.presets
+        if not presets or (table := presets.get(card.root or card.id)) is None:
+            return card
+        preset = Preset(system=table.system, parameters=table.defaults)
+        return msgspec.structs.replace(card, preset=preset)
 
     def choose_model(self, request: Request, name: str | None) -> ModelCard:
         """The model that will answer. Warns the client if it is not the requested model. The name
@@ -143,7 +152,7 @@ class Services:
         resolved = self._resolve(name)
         if resolved.warning is not None:
             self.warn(request, "model", resolved.warning)
-        return resolved.card
+        return self._with_preset(resolved.card)
 
     def _check_one_model(self) -> None:
         served = {card.root or card.id: None for card in self.backend.models()}

@@ -31,4 +31,11 @@ MUTATIONS = [
         'more["tool_calls"]',
         "tests/unit/test_server_anthropic_fields.py::test_turns_of_one_role_are_one_turn",
     ),
+    Mutation(
+        "messages: a stream starts with no input tokens",
+        "engine.servers.anthropic.format",
+        "prompt_tokens=self._num_prompt",
+        "prompt_tokens=0",
+        "tests/unit/test_server_prompt_lengths.py::test_a_message_starts_with_its_input_tokens",
+    ),
 ]

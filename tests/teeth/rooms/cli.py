@@ -161,4 +161,25 @@ MUTATIONS = [
         "list(samples)",
         "tests/unit/test_cli_bench.py::test_failed_requests_count_only_as_failed",
     ),
+    Mutation(
+        "presets: a default wins over the request",
+        "engine.servers.schema.body",
+        'if name != "max_tokens" and getattr(self, name) in (None, ())',
+        'if name != "max_tokens"',
+        "tests/unit/test_presets.py::test_what_a_request_sets_wins",
+    ),
+    Mutation(
+        "presets: a conversation gets two system messages",
+        "engine.servers.serving.chat",
+        'if system is None or any(message["role"] == "system" for message in messages):',
+        "if system is None:",
+        "tests/unit/test_presets.py::test_what_a_request_sets_wins",
+    ),
+    Mutation(
+        "presets: the stop strings are left out",
+        "engine.core.config_tables",
+        '({"stop": self.stop} if self.stop else {})',
+        "{}",
+        "tests/unit/test_presets.py::test_what_a_request_leaves_out_comes_from_the_preset",
+    ),
 ]

@@ -9,6 +9,34 @@ STEADY = "test_steady_draws_are_the_host_samplers"
 
 MUTATIONS = [
     Mutation(
+        "frameworks: torch reads the blocks of other layers for a chunk",
+        "engine.backends.custom.frameworks.torch.kernels.attention_sdpa",
+        "inputs.tables_for(self.window)[row, first // size",
+        "inputs.block_tables[row, first // size",
+        f"{CONFORMANCE}::TestTorchWindows::test_a_prompt_in_chunks_is_a_whole_prompt",
+    ),
+    Mutation(
+        "frameworks: JAX writes windowed layers to the slots of others",
+        "engine.backends.custom.frameworks.jax.execution.runner",
+        'return write(per_head, q, k, v, cache, step["window_slots"], own)',
+        'return write(per_head, q, k, v, cache, step["write_slots"], own)',
+        f"{CONFORMANCE}::TestJAXWindows::test_requests_together_are_requests_alone",
+    ),
+    Mutation(
+        "frameworks: JAX lets NaN of freed blocks into a result",
+        "engine.backends.custom.frameworks.jax.kernels.attention_xla",
+        "            is_own &= key_positions > lowest[:, None] - window\n",
+        "            pass\n",
+        "tests/parity/test_jax_paged.py::test_kernels_equal_plain_attention",
+    ),
+    Mutation(
+        "frameworks: NaN in windowed blocks stays for the next sequence",
+        "engine.backends.custom.frameworks.torch.execution.cache",
+        "zip(self.caches, slots, strict=True)\n",
+        "zip(self.caches[:1], slots, strict=False)\n",
+        f"{CONFORMANCE}::TestTorchWindows::test_a_row_that_is_not_finite_harms_no_other",
+    ),
+    Mutation(
         "frameworks: a forced token is kept as the slot's last",
         "engine.backends.custom.frameworks.settings",
         "np.where(sampling.forced == SAMPLE, sampling.slots, np.int32(spare_slot))",
@@ -268,21 +296,21 @@ MUTATIONS = [
     ),
     Mutation(
         "encoders: the first row of RoBERTa's positions is that of padding",
-        "engine.backends.custom.architectures.bert",
+        "engine.backends.custom.architectures.encoders.bert",
         "reader.read(int, offset_key, default=1) + 1",
         "reader.read(int, offset_key, default=1)",
         "tests/parity/test_encoders.py::test_vectors_equal_hugging_face",
     ),
     Mutation(
         "encoders: ModernBERT's window is one token short",
-        "engine.backends.custom.architectures.modernbert",
+        "engine.backends.custom.architectures.encoders.modernbert",
         "default=128) // 2 + 1",
         "default=128) // 2",
         "tests/parity/test_encoders.py::test_vectors_equal_hugging_face",
     ),
     Mutation(
         "encoders: a cross-encoder's score is not squashed",
-        "engine.backends.custom.architectures.bert",
+        "engine.backends.custom.architectures.encoders.bert",
         'return kind == "Sigmoid"',
         'return kind == "Identity"',
         "tests/parity/test_encoders.py::test_scores_equal_hugging_face",

@@ -40,8 +40,8 @@ MUTATIONS = [
     Mutation(
         "ir: a norm that others read is dropped",
         "engine.backends.custom.ir.fusion",
-        'if not users or any(user.op != "linear" for user in users):',
-        'if not users or all(user.op != "linear" for user in users):',
+        "if not users or any(user.op not in _MATMULS for user in users):",
+        "if not users or all(user.op not in _MATMULS for user in users):",
         f"{FUSION_TESTS}::test_a_norm_that_others_read_stays",
     ),
     Mutation(

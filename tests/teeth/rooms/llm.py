@@ -14,9 +14,9 @@ MUTATIONS = [
     ),
     Mutation(
         "llm: without parameters an answer has sixteen tokens",
-        "engine.library.embedded",
-        "    return SamplingParams(max_tokens=None)\n",
-        "    return SamplingParams(max_tokens=2)\n",
+        "engine.sampling_params",
+        'SamplingParams(**{"max_tokens": None, **fields})',
+        'SamplingParams(**{"max_tokens": 2, **fields})',
         f"{TESTS}::test_without_parameters_the_context_is_filled",
     ),
     Mutation(

@@ -101,15 +101,15 @@ MUTATIONS = [
     Mutation(
         "negative seeds are mirrored",
         "engine.servers.schema.body",
-        "seed=None if self.seed is None else self.seed % 2**63",
-        "seed=None if self.seed is None else abs(self.seed)",
+        "seed=None if body.seed is None else body.seed % 2**63",
+        "seed=None if body.seed is None else abs(body.seed)",
         "tests/unit/test_server_validation.py::test_fields_reach_the_sampler",
     ),
     Mutation(
         "top_p 0 keeps everything",
         "engine.servers.schema.body",
-        "top_k=1 if only_best else self.top_k or 0",
-        "top_k=self.top_k or 0",
+        "top_k=1 if only_best else body.top_k or 0",
+        "top_k=body.top_k or 0",
         "tests/unit/test_server_validation.py::test_fields_reach_the_sampler",
     ),
     Mutation(
@@ -118,5 +118,26 @@ MUTATIONS = [
         "limit = self.max_completion_tokens or self.max_tokens\n",
         "limit = self.max_tokens\n",
         "tests/unit/test_server_validation.py::test_numeric_edges",
+    ),
+    Mutation(
+        "usage so far: tokens without text are not counted",
+        "engine.servers.openai.format",
+        "self._num_tokens[choice] += event.num_tokens",
+        "self._num_tokens[choice] += bool(event.text)",
+        "tests/unit/test_server_prompt_lengths.py::test_tokens_without_text_count_too",
+    ),
+    Mutation(
+        "usage so far: every choice has the first prompt",
+        "engine.servers.openai.format",
+        "self._prompts[choice * len(self._prompts) // len(self._num_tokens)]",
+        "self._prompts[0]",
+        "tests/unit/test_server_prompt_lengths.py::test_every_chunk_has_the_usage_so_far",
+    ),
+    Mutation(
+        "fim: the suffix is dropped",
+        "engine.servers.openai.completions",
+        "            prompt=body.prompt,\n            suffix=body.suffix or None,",
+        "            prompt=body.prompt,\n            suffix=None,",
+        "tests/unit/test_server_prompt_texts.py::test_a_gap_is_filled_in_the_form_of_a_chat",
     ),
 ]

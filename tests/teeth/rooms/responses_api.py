@@ -61,4 +61,11 @@ MUTATIONS = [
         "[turn.id for turn in turns[-1:]]",
         "tests/unit/test_server_responses_store.py::test_every_turn_of_a_conversation_is_kept_as_long_as_its_last",
     ),
+    Mutation(
+        "responses: tools that can't run are refused",
+        "engine.servers.responses.tools",
+        '*("tool_search", "web_search",',
+        '*("tool_search",',
+        "tests/unit/test_server_responses_requests.py::test_tools_that_cannot_run_are_left_out",
+    ),
 ]

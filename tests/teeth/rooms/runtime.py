@@ -249,11 +249,40 @@ MUTATIONS = [
         f"{ENCODER_TESTS}::test_late_and_aborted_requests_are_not_computed",
     ),
     Mutation(
+        "runtime: windows are planned for a single row at a time",
+        "engine.backends.custom.worker.memory",
+        "        return longest + (2 * num_sequences - 1) * each + 1\n",
+        "        return longest + 1\n",
+        "tests/unit/test_memory_plan.py"
+        "::test_the_same_memory_holds_more_tokens_if_windows_free_their_blocks",
+    ),
+    Mutation(
         "runtime: the null block is not paid for",
         "engine.backends.custom.worker.memory",
-        "num_blocks = num_sequences * self._blocks(self.max_seq_len) + 1\n",
-        "num_blocks = num_sequences * self._blocks(self.max_seq_len)\n",
+        "        num_blocks = num_contexts * self._blocks(self.max_seq_len) + 1\n",
+        "        num_blocks = num_contexts * self._blocks(self.max_seq_len)\n",
         "tests/unit/test_memory_plan.py::test_whatever_is_planned_fits_and_serves_its_context",
+    ),
+    Mutation(
+        "runtime: a warm-up step changes the state of a sequence",
+        "engine.backends.custom.runtime.batch",
+        "    spare = one + runner.spec.max_slots if runner.spec.has_state else one\n",
+        "    spare = one\n",
+        "tests/unit/test_states.py::test_a_warm_up_step_leaves_all_states_alone",
+    ),
+    Mutation(
+        "runtime: states of a failed step are trusted",
+        "engine.backends.custom.runtime.recovery",
+        "            rows = [row for row in rows if self._replay(row)]\n",
+        "            pass\n",
+        "tests/unit/test_states.py::test_rows_of_a_failed_step_compute_their_states_again",
+    ),
+    Mutation(
+        "runtime: rows pass the place of a checkpoint",
+        "engine.backends.custom.runtime.kv_cache",
+        "        return count if self.states is None else self.states.cut(seq, start, count)\n",
+        "        return count\n",
+        "tests/unit/test_states.py::test_a_second_request_starts_from_a_checkpoint",
     ),
     Mutation(
         "runtime: all images have the same key",

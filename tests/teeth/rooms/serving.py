@@ -234,4 +234,32 @@ MUTATIONS = [
         "health.ready",
         "tests/unit/test_admin.py::test_drain_and_undrain",
     ),
+    Mutation(
+        "streams: headers are sent before the prompt is checked",
+        "engine.servers.serving.event_pump",
+        "await self._wait(lambda: self._num_unchecked <= 0)",
+        "await self._wait(lambda: True)",
+        "tests/unit/test_server_prompt_lengths.py::test_a_prompt_that_is_too_long_is_a_400",
+    ),
+    Mutation(
+        "models: one of several answers a request without a name",
+        "engine.servers.serving.services",
+        "        if len(served) > 1:\n",
+        "        if len(served) > 9:\n",
+        "tests/unit/test_server_prompt_texts.py::test_the_model_may_be_left_out_if_there_is_one",
+    ),
+    Mutation(
+        "prompts: the key's setting wins over the request's",
+        "engine.servers.serving.services",
+        "principal_of(request).parse_special if asked is None else asked",
+        "principal_of(request).parse_special or bool(asked)",
+        "tests/unit/test_server_prompt_texts.py::test_a_key_may_allow_control_tokens",
+    ),
+    Mutation(
+        "log: an unknown path is written as it came",
+        "engine.servers.http.request_log",
+        '_UNPRINTABLE.sub("?", path)',
+        "path",
+        "tests/unit/test_server_prompt_texts.py::test_the_log_names_the_path_of_an_unknown_route",
+    ),
 ]

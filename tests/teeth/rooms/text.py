@@ -122,4 +122,11 @@ MUTATIONS = [
         "",
         "tests/unit/test_fit.py::test_the_kv_cache_counts",
     ),
+    Mutation(
+        "tokenizer: a parsed BOS is added again",
+        "engine.core.text.tokenizer",
+        "and not (parse_special and ids[:1] == [bos_id])",
+        "",
+        "tests/unit/test_tokenizer.py::test_a_parsed_bos_is_not_added_again",
+    ),
 ]

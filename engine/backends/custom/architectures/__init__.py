@@ -20,6 +20,17 @@ whether a weight or bias exists.
     layers.{i}.attn.q_norm.weight        (H,)        config.qk_norm == "head";
     layers.{i}.attn.k_norm.weight        (H,)        "whole": (N * H,) and (K * H,)
     layers.{i}.attn.sinks                (N,)        config.attention_sinks
+    layers.{i}.attn.gate.weight  .bias   (N * H, D)  config.attention_gate
+    layers.{i}.mixer.in.weight   .bias   (J, D)      instead of attn, if config.layer(i).mixer keeps
+                                                     a state: the input projection. `states.py` has
+                                                     the sizes; bias: config.state.proj_bias
+    layers.{i}.mixer.conv.weight .bias   (C, L)      C channels; bias: config.state.conv_bias
+    layers.{i}.mixer.dt_bias             (heads,)    mixers "mamba2" and "delta"
+    layers.{i}.mixer.decay               (heads,)    the same; all values are negative
+    layers.{i}.mixer.skip                (heads,)    only "mamba2"
+    layers.{i}.mixer.norm.weight         (I,)        "mamba2": all heads; "delta": (head dim,)
+    layers.{i}.mixer.o.weight    .bias   (D, I)      the output projection
+    layers.{i}.mixer.{q,k,v,gate,beta,alpha}.weight  "delta": instead of mixer.in
     layers.{i}.attn.q_a.weight           (Q, D)      config.latent.q_rank: instead of q, a vector of
     layers.{i}.attn.q_a_norm.weight      (Q,)        size Q, its norm, and the matrix that makes
     layers.{i}.attn.q_b.weight           (q, Q)      queries of it; q is N * (M + R)

@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol, TypeVar
 
+from engine.backends.custom.architectures.hybrids.states import STATE_MIXERS, Mixer, StateConfig
 from engine.backends.custom.architectures.vision import VisionConfig
 from engine.core.errors import ModelFormatError
 
@@ -36,6 +37,10 @@ class Transform:
     paired: int = 0
     unpaired: int = 0
     added: float = 0.0  # our values are the stored values plus this number
+    is_log: bool = False  # our values are -exp(stored value)
+    # The stored shape, if it differs although the values are in the same order. A convolution, for
+    # example, is stored as (channels, 1, window).
+    reshaped: tuple[int, ...] = ()
     # The rows of this weight in the stored matrix are the columns of our matrix.
     turned: bool = False
     # Only for weights with a matrix per expert or per head: the file stores them as one matrix, one
@@ -49,6 +54,8 @@ class Transform:
 
     def stored_shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
         """The shape of the stored matrix or vector, for a weight of this shape."""
+        if self.reshaped:
+            return self.reshaped
         shape = shape[::-1] if self.turned else shape
         rows = shape[0] + self.groups * (self.before + self.after)
         stored = (rows, *shape[1:])
@@ -171,6 +178,9 @@ class LayerConfig:
     window: int | None  # a token attends to this many positions, itself included; None: to all
     rope: RopeConfig | None  # None: this layer does not rotate queries and keys
     experts: bool  # the MLP is a mixture of experts
+    # What combines tokens: attention, a short convolution, Mamba-2, Gated DeltaNet, or nothing.
+    mixer: Mixer = "attention"
+    mlp: bool = True  # False: the layer has no MLP
 
 
 @dataclass(frozen=True, slots=True)
@@ -223,6 +233,8 @@ class ModelConfig:
     encoder: EncoderConfig | None = None  # None: the model is a decoder
     latent: LatentConfig | None = None  # None: each KV head has keys and values of its own
     vision: VisionConfig | None = None  # the image encoder; None: the model reads only text
+    state: StateConfig | None = None  # None: no layer keeps a state
+    attention_gate: bool = False  # a sigmoid gate multiplies the output of attention
 
     @property
     def num_params(self) -> int:
@@ -235,15 +247,20 @@ class ModelConfig:
             width = self.experts.count * self.experts.size + self.experts.shared_size
             experts = self.hidden_size * (3 * width + self.experts.count + self.experts.shared_gate)
             sparse = sum(self.layer(index).experts for index in range(self.num_layers))
-        dense = self.num_layers - sparse
-        return self.num_layers * attention + dense * mlp + sparse * experts + tables
+        layers = [self.layer(index) for index in range(self.num_layers)]
+        dense = sum(each.mlp for each in layers) - sparse
+        mixers = len(self.attention_layers) * attention
+        if self.state is not None:
+            mixers += sum(self.state.num_params(each.mixer, self.hidden_size) for each in layers)
+        return mixers + dense * mlp + sparse * experts + tables
 
     @property
     def _attention_params(self) -> int:
         """Number of weights in the matrices of a layer's attention."""
         latent, hidden, heads = self.latent, self.hidden_size, self.num_heads
         if latent is None:
-            return hidden * self.head_dim * 2 * (heads + self.num_kv_heads)
+            gates = heads if self.attention_gate else 0
+            return hidden * self.head_dim * (2 * (heads + self.num_kv_heads) + gates)
         queries = heads * (latent.nope_dim + latent.rope_dim)
         q = hidden * queries
         if latent.q_rank is not None:
@@ -274,17 +291,35 @@ class ModelConfig:
             return self.layers[index]
         return LayerConfig(self.sliding_window, self.rope, self.experts is not None)
 
+    def _layers_with(self, *mixers: Mixer) -> list[int]:
+        return [i for i in range(self.num_layers) if self.layer(i).mixer in mixers]
+
+    @property
+    def attention_layers(self) -> list[int]:
+        """The numbers of the layers that have attention."""
+        return self._layers_with("attention")
+
+    @property
+    def state_layers(self) -> list[int]:
+        return self._layers_with(*STATE_MIXERS)
+
+    @property
+    def state_floats(self) -> int:
+        """The number of float32 values that the state of a sequence has, in all layers."""
+        state, mixers = self.state, (self.layer(index).mixer for index in self.state_layers)
+        return sum(state.sizes(each, self.hidden_size).state for each in mixers) if state else 0
+
     @property
     def ropes(self) -> tuple[RopeConfig, ...]:
         """The distinct RoPE settings of the layers, each once, in the order in which layers first
         use them.
         """
-        each = (self.layer(index).rope for index in range(self.num_layers))
+        each = (self.layer(index).rope for index in self.attention_layers)
         return tuple(dict.fromkeys(rope for rope in each if rope is not None))
 
     @property
     def learned_positions(self) -> bool:
-        return self.rope is None and self.alibi_bias is None
+        return self.rope is None and self.alibi_bias is None and self.state is None
 
     @property
     def has_head(self) -> bool:
@@ -299,10 +334,14 @@ class ModelConfig:
 
     def cache_places(self, has_window_group: bool) -> tuple[tuple[int, int], ...]:
         """For each layer, which KV cache it uses, and its index among the layers of that cache. If
-        there is a window group, the layers with a sliding window use cache 1. All others use 0.
+        there is a window group, the layers with a sliding window use cache 1. All others use 0. A
+        layer without attention has the place (-1, -1).
         """
         places, counts = [], [0, 0]
         for index in range(self.num_layers):
+            if self.layer(index).mixer != "attention":
+                places.append((-1, -1))
+                continue
             cache = int(has_window_group and self.layer(index).window is not None)
             places.append((cache, counts[cache]))
             counts[cache] += 1
@@ -312,7 +351,7 @@ class ModelConfig:
         if self.encoder is not None:
             return 0  # an encoder has no KV cache
         values = self.kv_parts * self.num_kv_heads * self.head_dim
-        return values * self.num_layers * bytes_per_value
+        return values * len(self.attention_layers) * bytes_per_value
 
     @property
     def kv_parts(self) -> int:

@@ -48,6 +48,9 @@ def check_config(config: ModelConfig) -> ModelConfig:
         "shared expert size >= 0": config.experts is None or config.experts.shared_size >= 0,
         "expert weight scale > 0": config.experts is None or config.experts.scale > 0,
         **_latent_rules(config),
+        "attention in at least one layer": not config.layers
+        or any(layer.mixer == "attention" for layer in config.layers),
+        "sizes of states in range": config.state is None or config.state.is_sound,
         "token types >= 0": config.encoder is None or config.encoder.num_token_types >= 0,
         "1 <= encoder tokens <= max_position": config.encoder is None
         or 1 <= config.encoder.max_tokens <= config.max_position,

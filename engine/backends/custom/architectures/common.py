@@ -3,6 +3,8 @@
 Each function returns rows of weights that every layer has.
 """
 
+from dataclasses import replace
+
 from engine.backends.custom.architectures.base import ModelConfig
 from engine.backends.custom.architectures.family import (
     PAIRED,
@@ -18,7 +20,7 @@ Rows = tuple[WeightRow, ...]
 
 
 def is_dense(config: ModelConfig, layer: int) -> bool:
-    return not config.layer(layer).experts
+    return config.layer(layer).mlp and not config.layer(layer).experts
 
 
 def has_experts(config: ModelConfig, layer: int) -> bool:
@@ -33,12 +35,12 @@ def has_shared(config: ModelConfig, layer: int) -> bool:
 
 
 def has_qk_norm(config: ModelConfig, layer: int) -> bool:
-    return config.qk_norm is not None
+    return config.qk_norm is not None and attends(config, layer)
 
 
 def has_mlp_norm(config: ModelConfig, layer: int) -> bool:
-    """Whether the MLP does not use the normalized input of attention."""
-    return config.parallel != "shared"
+    """Whether the layer has an MLP that does not use the normalized input of attention."""
+    return config.parallel != "shared" and config.layer(layer).mlp
 
 
 HF_KEYS: Keys = {
@@ -77,6 +79,14 @@ GGUF_EXPERT_KEYS: Keys = {
 }
 
 
+def attends(config: ModelConfig, layer: int) -> bool:
+    return config.layer(layer).mixer == "attention"
+
+
+def has_mixer(config: ModelConfig, layer: int) -> bool:
+    return config.layer(layer).mixer != "none"
+
+
 def layer_keys(norm_eps: str) -> Keys:
     """The usual keys of config.json, with another name for the epsilon of the norms."""
     return {norm_eps if name == "norm_eps" else key: name for key, name in HF_KEYS.items()}
@@ -107,7 +117,7 @@ def row(
 
 def norm(name: str, hf: str, gguf: str, added: float = 0.0) -> WeightRow:
     """A norm over the hidden size. `added`: our values are those of Hugging Face plus this."""
-    when = has_mlp_norm if name == "mlp_norm" else None
+    when = has_mlp_norm if name == "mlp_norm" else has_mixer
     return row(name, "D", hf, gguf, "norm_bias", when, Stored(added=added))
 
 
@@ -142,11 +152,12 @@ def head_norms(q: str, k: str, added: float = 0.0) -> Rows:
 
 def attention(hf_stored: Stored = PLAIN, gguf_stored: Stored = PLAIN) -> Rows:
     """`hf_stored` and `gguf_stored` say how the files store q and k."""
+    how = (hf_stored, gguf_stored)
     return (
-        row("attn.q", "qD", "self_attn.q_proj", "attn_q", "qkv_bias", None, hf_stored, gguf_stored),
-        row("attn.k", "kD", "self_attn.k_proj", "attn_k", "qkv_bias", None, hf_stored, gguf_stored),
-        row("attn.v", "kD", "self_attn.v_proj", "attn_v", "qkv_bias"),
-        row("attn.o", "Do", "self_attn.o_proj", "attn_output", "out_bias"),
+        row("attn.q", "qD", "self_attn.q_proj", "attn_q", "qkv_bias", attends, *how),
+        row("attn.k", "kD", "self_attn.k_proj", "attn_k", "qkv_bias", attends, *how),
+        row("attn.v", "kD", "self_attn.v_proj", "attn_v", "qkv_bias", attends),
+        row("attn.o", "Do", "self_attn.o_proj", "attn_output", "out_bias", attends),
     )
 
 
@@ -202,9 +213,18 @@ def shared_expert(hf: str) -> Rows:
 ROPE_FACTORS = WeightRow("rope.factors", "c", None, "rope_freqs.weight", optional=True)
 
 
-def decoder(*layer: Rows, added: float = 0.0, factors: bool = False) -> Rows:
-    """All weights of a decoder with these rows per layer. `added`: see `norm`. `factors`: a GGUF
-    file may have a vector of RoPE frequency factors.
+FINAL_NORM = ("model.norm.weight", "output_norm.weight")
+
+
+def decoder(
+    *layer: Rows,
+    added: float = 0.0,
+    factors: bool = False,
+    norm: tuple[str, str] = FINAL_NORM,
+) -> Rows:
+    """All weights of a decoder with these rows per layer. `added`: see the function `norm`.
+    `factors`: a GGUF file may have a vector of RoPE frequency factors. `norm` has the names of the
+    final norm in Hugging Face's files and in GGUF.
     """
     return (
         WeightRow("embed.weight", "VD", "model.embed_tokens.weight", "token_embd.weight"),
@@ -212,14 +232,24 @@ def decoder(*layer: Rows, added: float = 0.0, factors: bool = False) -> Rows:
         WeightRow(
             "norm.weight",
             "D",
-            "model.norm.weight",
-            "output_norm.weight",
+            *norm,
             "norm_bias",
             hf_stored=Stored(added=added),
         ),
         WeightRow("head.weight", "VD", "lm_head.weight", "output.weight", when=has_head),
         *((ROPE_FACTORS,) if factors else ()),
     )
+
+
+def renamed(rows: Rows, names: dict[str, str]) -> Rows:
+    """The rows with other names in Hugging Face's files."""
+
+    def new(name: str) -> str:
+        for theirs, ours in names.items():
+            name = name.replace(theirs, ours)
+        return name
+
+    return tuple(replace(each, hf=each.hf and new(each.hf)) for each in rows)
 
 
 # Attention of families whose GGUF files interleave the rotary pairs of q and k.

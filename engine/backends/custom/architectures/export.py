@@ -67,12 +67,14 @@ def hf_config(config: ModelConfig, dtype: str) -> dict[str, Any]:
     if config.rope is not None:
         head = config.head_dim if config.latent is None else config.latent.rope_dim
         stated |= _rope_to_hf(config.rope, head)
-    stated |= _layers_to_hf(config)
+    stated |= {**_layers_to_hf(config), **family.hf_written(config)}
     if config.latent is not None:
         stated |= _latent_to_hf(config, config.latent, stated.get("rope_scaling"))
     if family.name == "gemma2" or family.name == "gemma3":
         stated["query_pre_attn_scalar"] = config.attention_scale**-2
     stated = {key: value for key, value in stated.items() if value is not None}
+    if config.latent is not None:
+        stated.setdefault("q_lora_rank", None)  # Transformers has another default
     _check_same(config, family.config_from_hf(stated), _UNSTATED_HF, "a config.json")
     return stated
 
@@ -86,7 +88,8 @@ def gguf_metadata(config: ModelConfig) -> dict[str, Any]:
     stated |= _fields(config, keys)
     if config.rope is not None:
         stated |= {f"{prefix}.rope.{key}": v for key, v in _rope_to_gguf(config.rope).items()}
-    stated |= {f"{prefix}.{key}": value for key, value in _layers_to_gguf(config).items()}
+    layers = {**_layers_to_gguf(config), **family.gguf_written(config)}
+    stated |= {f"{prefix}.{key}": value for key, value in layers.items()}
     if config.experts is not None and config.experts.shared_size == config.experts.size:
         stated[f"{prefix}.expert_shared_count"] = 1
     if config.latent is not None:
@@ -97,6 +100,10 @@ def gguf_metadata(config: ModelConfig) -> dict[str, Any]:
     read, rope = family.config_from_gguf(stated), config.rope
     if rope is not None and rope.kind == "longrope":
         read = with_long_factors(read, stated, rope.short_factors, rope.long_factors)
+    if config.state is not None and read.state is not None:  # the tensors imply its biases
+        biases = (config.state.conv_bias, config.state.proj_bias)
+        state = replace(read.state, conv_bias=biases[0], proj_bias=biases[1])
+        read = replace(read, state=state)
     _check_same(config, read, _UNSTATED_GGUF, "a GGUF file")
     return stated
 
@@ -212,6 +219,8 @@ def _fields(config: ModelConfig, keys: Keys) -> dict[str, Any]:
         name = names if isinstance(names, str) else names[0]
         field = name.removeprefix("1/")
         if field.startswith("experts.") and config.experts is None:
+            continue
+        if field.startswith("state.") and config.state is None:
             continue
         value = attrgetter(field)(config)
         if value is not None:

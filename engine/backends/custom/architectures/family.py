@@ -36,6 +36,7 @@ from engine.backends.custom.architectures.foreign import (
     refuse_unsupported_hf,
     refuse_values,
 )
+from engine.backends.custom.architectures.hybrids.states import StateConfig
 from engine.backends.custom.architectures.rope import (
     DEFAULT_THETA,
     rope_from_gguf,
@@ -53,7 +54,12 @@ Settings = Mapping[str, Any]  # values of `ModelConfig` fields, by field name
 More = Callable[[Reader, Settings], Settings]
 
 REQUIRED: Any = object()
-_BOOLS = frozenset({"tie_embeddings", "qkv_bias", "out_bias", "mlp_bias", "experts.renormalizes"})
+_BOOLS = frozenset(
+    {
+        *("tie_embeddings", "qkv_bias", "out_bias", "mlp_bias"),
+        *("experts.renormalizes", "state.conv_bias", "state.proj_bias"),
+    }
+)
 FLOATS = frozenset(
     {
         "norm_eps",
@@ -104,7 +110,8 @@ class Stored:
     with the rows of q, then k, then v. This weight is number `index` of them. If `groups` is not
     "1", the file repeats this sequence so many times, each time with the next rows of each weight.
     `paired`: the two rows of each rotary pair are next to each other. `unpaired` has the letter of
-    the rows of a head that precede the rotated rows. `turned` and `joined`: see `Transform`.
+    the rows of a head that precede the rotated rows. `shape` is the stored shape, if it differs
+    from the weight's own. For the other fields, see `Transform`.
     """
 
     parts: str = ""
@@ -113,6 +120,8 @@ class Stored:
     transposed: bool = False
     paired: bool = False
     added: float = 0.0
+    is_log: bool = False
+    shape: str = ""
     unpaired: str = ""
     turned: bool = False
     joined: bool = False
@@ -131,6 +140,8 @@ class Stored:
             paired=rotated,
             unpaired=unpaired,
             added=self.added,
+            is_log=self.is_log,
+            reshaped=tuple(sizes[letter] for letter in self.shape),
             turned=self.turned,
             joined=self.joined,
         )
@@ -150,9 +161,10 @@ class WeightRow:
     heads, k all key heads, g all query heads of a KV head, o all outputs of heads, c half of the
     rotated dimensions of a head, E experts, X an expert's feed-forward, S the shared expert's. For
     latent attention: L the latent, R the rotated key, a both together, Q the vector that queries
-    are computed from, M the part of a head that is not rotated, U a head's value. `bias` is the
-    config field that says whether the weight has a bias. `when` says whether the weight exists;
-    None: always. `older_gguf` is explained in `TensorSpec`.
+    are computed from, M the part of a head that is not rotated, U a head's value. For layers with a
+    state, `StateConfig.letters` has other meanings. `bias` is the config field that says whether
+    the weight has a bias. `when` says whether the weight exists; None: always. `older_gguf` is
+    explained in `TensorSpec`.
     """
 
     name: str
@@ -170,6 +182,8 @@ class WeightRow:
         if self.when is not None and not self.when(config, layer):
             return
         sizes = _sizes(config)
+        if config.state is not None:
+            sizes |= config.state.letters(config.layer(layer).mixer, config.hidden_size)
         shape = tuple(sizes[letter] for letter in self.shape)
         name, hf, gguf, older = (
             None if each is None else each.replace("{i}", str(layer))
@@ -187,7 +201,7 @@ class WeightRow:
             assert name is not None, self
             shape = shape if len(shape) == 1 else shape[:-1]
             in_hf, in_gguf = (
-                replace(each, transposed=False, added=0.0) for each in (in_hf, in_gguf)
+                replace(each, transposed=False, added=0.0, reshaped=()) for each in (in_hf, in_gguf)
             )
             yield TensorSpec(name, shape, hf, gguf, in_hf, in_gguf, self.optional, of_experts)
 
@@ -235,7 +249,7 @@ def has_head(config: ModelConfig, layer: int) -> bool:
     return config.has_head
 
 
-def _nothing_more(reader: Reader, found: Settings) -> Settings:
+def _nothing(*_: Any) -> Settings:
     return {}
 
 
@@ -259,13 +273,11 @@ class Family:
     # Defaults of fields whose key a file may omit. The value REQUIRED removes a default that all
     # families share, so that every file of this family must have the key.
     defaults: Settings = field(default_factory=dict)
-    # Defaults that apply to config.json but not to GGUF. They are those of Transformers.
-    hf_defaults: Settings = field(default_factory=dict)
-    # For some config.json keys, a value that the engine does not implement. A config with this
-    # value is rejected.
+    hf_defaults: Settings = field(default_factory=dict)  # those that apply to config.json only
+    # For some config.json keys, a value that is not implemented. A config with it is rejected.
     hf_refused: Mapping[str, Any] = field(default_factory=dict)
-    hf_more: More = _nothing_more
-    gguf_more: More = _nothing_more
+    hf_more: More = _nothing
+    gguf_more: More = _nothing
     # RoPE's base and the rotated part of each head, if config.json does not state them.
     theta: float = DEFAULT_THETA
     rotated: float = 1.0
@@ -276,6 +288,9 @@ class Family:
     # For writing a config.json: the names of the architecture and of the model type of a model.
     # None: the first of `hf_names`, and the family's name.
     hf_kind: Callable[[ModelConfig], tuple[str, str]] | None = None
+    # For writing files: keys that are not plain fields, and their values.
+    hf_written: Callable[[ModelConfig], Settings] = _nothing
+    gguf_written: Callable[[ModelConfig], Settings] = _nothing
 
     def config_from_hf(self, config: Mapping[str, Any]) -> ModelConfig:
         config = self.hf_view(config)
@@ -382,14 +397,14 @@ def _rotary_head(found: Settings) -> int:
 
 
 def _with_parts(found: Mapping[str, Any]) -> dict[str, Any]:
-    """Collects the fields "experts.*" into one `ExpertsConfig` and "latent.*" into one
-    `LatentConfig`.
+    """Collects the fields "experts.*" into one `ExpertsConfig`, "latent.*" into one `LatentConfig`
+    and "state.*" into one `StateConfig`.
     """
     fields = {key: value for key, value in found.items() if "." not in key}
-    experts, latent = (
+    experts, latent, state = (
         {key.removeprefix(prefix): value for key, value in found.items() if key.startswith(prefix)}
-        for prefix in ("experts.", "latent.")
+        for prefix in ("experts.", "latent.", "state.")
     )
     fields["experts"] = ExpertsConfig(**experts) if experts["count"] else None
     fields["latent"] = LatentConfig(**latent) if "kv_rank" in latent else None
-    return fields
+    return {**fields, "state": StateConfig(**state) if state else None}

@@ -1,4 +1,4 @@
-"""Families with layer norms: GPT-NeoX, MPT, StarCoder2, StableLM and Nemotron."""
+"""Families with layer norms: GPT-2, GPT-NeoX, MPT, StarCoder2, StableLM, Nemotron and Cohere."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -6,6 +6,7 @@ from typing import Any
 from engine.backends.custom.architectures.base import Reader
 from engine.backends.custom.architectures.common import (
     ATTENTION_BIAS,
+    BOTH_PAIRED,
     GATED_MLP,
     GGUF_LAYER_NORM_KEYS,
     MLP_BIAS,
@@ -13,6 +14,7 @@ from engine.backends.custom.architectures.common import (
     decoder,
     input_norms,
     layer_keys,
+    norm,
     plain_mlp,
 )
 from engine.backends.custom.architectures.family import (
@@ -24,6 +26,7 @@ from engine.backends.custom.architectures.family import (
     has_head,
 )
 from engine.backends.custom.architectures.foreign import ANY
+from engine.backends.custom.architectures.layers import alternating
 from engine.core.errors import ModelFormatError
 
 
@@ -254,4 +257,130 @@ MPT = Family(
     hf_view=_mpt_view,
     hf_more=_mpt_from_hf,
     gguf_more=_mpt_from_gguf,
+)
+
+# In Cohere's Command models, attention and MLP read the same normalized input, norms have no bias,
+# and both formats interleave rotary pairs.
+_COHERE_WEIGHTS = decoder(
+    BOTH_PAIRED, GATED_MLP, (norm("attn_norm", "input_layernorm", "attn_norm"),)
+)
+_COHERE_HF_KEYS = (
+    layer_keys("layer_norm_eps") | ATTENTION_BIAS | {"logit_scale": "1/logits_scaling"}
+)
+_COHERE_GGUF_KEYS = GGUF_LAYER_NORM_KEYS | {"logit_scale": "1/logits_scaling"}
+# Command-R, Command-R+ and Aya, if they have no norms of queries and keys.
+COHERE = Family(
+    name="cohere",
+    hf_names=("CohereForCausalLM",),
+    gguf_names=("command-r",),
+    weights=_COHERE_WEIGHTS,
+    hf_keys=_COHERE_HF_KEYS,
+    gguf_keys=_COHERE_GGUF_KEYS,
+    always={"norm": "layer", "parallel": "shared"},
+    hf_defaults={"tie_embeddings": True, "logits_scaling": 16.0, "norm_eps": 1e-5},
+    hf_refused={"use_qk_norm": ANY},
+    theta=500_000.0,
+)
+_COHERE2_LAYERS = alternating(4, window=4096, rotates_global=False)
+# Command-R7B and Command-A: most layers have a window, and only these rotate queries and keys.
+COHERE2 = Family(
+    name="cohere2",
+    hf_names=("Cohere2ForCausalLM",),
+    gguf_names=("cohere2",),
+    weights=_COHERE_WEIGHTS,
+    hf_keys=_COHERE_HF_KEYS,
+    gguf_keys=_COHERE_GGUF_KEYS,
+    always={"norm": "layer", "parallel": "shared"},
+    hf_defaults={"tie_embeddings": True, "logits_scaling": 16.0, "norm_eps": 1e-5},
+    hf_refused={"use_qk_norm": ANY},
+    hf_more=_COHERE2_LAYERS[0],
+    gguf_more=_COHERE2_LAYERS[1],
+)
+
+# GPT-2 has learned positions. Hugging Face checkpoints store its projection matrices as (in, out).
+_GPT2_L, _GPT2_HF, _GPT2_B = "layers.{i}", "transformer.h.{i}", "blk.{i}"
+
+
+def _gpt2_norm(name: str, hf: str, gguf: str) -> WeightRow:
+    return WeightRow(f"{name}.weight", "D", f"{hf}.weight", f"{gguf}.weight", bias="norm_bias")
+
+
+def _gpt2_linear(name: str, shape: str, hf: str, gguf: str, bias: str) -> WeightRow:
+    return WeightRow(
+        f"{_GPT2_L}.{name}.weight",
+        shape,
+        f"{_GPT2_HF}.{hf}.weight",
+        f"{_GPT2_B}.{gguf}.weight",
+        bias=bias,
+        hf_stored=Stored(transposed=True),
+    )
+
+
+def _gpt2_qkv(index: int) -> WeightRow:
+    """The row of q, k or v, which the file stores as one matrix."""
+    return WeightRow(
+        f"{_GPT2_L}.attn.{'qkv'[index]}.weight",
+        "DD",
+        f"{_GPT2_HF}.attn.c_attn.weight",
+        f"{_GPT2_B}.attn_qkv.weight",
+        bias="qkv_bias",
+        hf_stored=Stored("DDD", index, transposed=True),
+        gguf_stored=Stored("DDD", index),
+    )
+
+
+GPT2 = Family(
+    name="gpt2",
+    hf_names=("GPT2LMHeadModel",),
+    gguf_names=("gpt2",),
+    weights=(
+        WeightRow("embed.weight", "VD", "transformer.wte.weight", "token_embd.weight"),
+        WeightRow("position.weight", "PD", "transformer.wpe.weight", "position_embd.weight"),
+        _gpt2_norm(f"{_GPT2_L}.attn_norm", f"{_GPT2_HF}.ln_1", f"{_GPT2_B}.attn_norm"),
+        _gpt2_norm(f"{_GPT2_L}.mlp_norm", f"{_GPT2_HF}.ln_2", f"{_GPT2_B}.ffn_norm"),
+        *(_gpt2_qkv(index) for index in range(3)),
+        _gpt2_linear("attn.o", "Dq", "attn.c_proj", "attn_output", "out_bias"),
+        _gpt2_linear("mlp.up", "FD", "mlp.c_fc", "ffn_up", "mlp_bias"),
+        _gpt2_linear("mlp.down", "DF", "mlp.c_proj", "ffn_down", "mlp_bias"),
+        _gpt2_norm("norm", "transformer.ln_f", "output_norm"),
+        WeightRow("head.weight", "VD", "lm_head.weight", "output.weight", when=has_head),
+    ),
+    hf_keys={
+        "vocab_size": "vocab_size",
+        "n_embd": "hidden_size",
+        "n_layer": "num_layers",
+        "n_head": "num_heads",
+        "n_inner": "intermediate_size",
+        "n_positions": "max_position",
+        "layer_norm_epsilon": "norm_eps",
+        "tie_word_embeddings": "tie_embeddings",
+    },
+    gguf_keys={
+        "vocab_size": "vocab_size",
+        "embedding_length": "hidden_size",
+        "block_count": "num_layers",
+        "attention.head_count": "num_heads",
+        "feed_forward_length": "intermediate_size",
+        "context_length": "max_position",
+        "attention.layer_norm_epsilon": "norm_eps",
+    },
+    hf_activation=("activation_function", "gelu_new"),
+    always={
+        "rope": None,
+        "norm": "layer",
+        "norm_bias": True,
+        "gated_mlp": False,
+        "qkv_bias": True,
+        "out_bias": True,
+        "mlp_bias": True,
+    },
+    hf_defaults={
+        "intermediate_size": lambda found: 4 * found["hidden_size"],
+        "tie_embeddings": True,
+    },
+    hf_refused={
+        "scale_attn_weights": False,
+        "scale_attn_by_inverse_layer_idx": True,
+        "add_cross_attention": True,
+    },
 )

@@ -2,7 +2,6 @@
 `Family` below states where it differs from Llama.
 """
 
-from dataclasses import replace
 from math import sqrt
 
 from engine.backends.custom.architectures.base import LayerConfig, ModelConfig, Reader
@@ -21,6 +20,7 @@ from engine.backends.custom.architectures.common import (
     experts,
     head_norms,
     input_norms,
+    renamed,
 )
 from engine.backends.custom.architectures.family import (
     REQUIRED,
@@ -281,23 +281,12 @@ EXAONE4 = Family(
 )
 
 
-def _renamed(rows: tuple[WeightRow, ...], names: dict[str, str]) -> tuple[WeightRow, ...]:
-    """The rows with other names in Hugging Face's files."""
-
-    def renamed(name: str) -> str:
-        for theirs, ours in names.items():
-            name = name.replace(theirs, ours)
-        return name
-
-    return tuple(replace(each, hf=each.hf and renamed(each.hf)) for each in rows)
-
-
 # EXAONE 3 and 3.5: Llama under other names.
 EXAONE = Family(
     name="exaone",
     hf_names=("ExaoneForCausalLM",),
     gguf_names=("exaone",),
-    weights=_renamed(
+    weights=renamed(
         decoder(attention(), GATED_MLP, input_norms(), factors=True),
         {
             "model.embed_tokens": "transformer.wte",
@@ -344,7 +333,7 @@ INTERNLM2 = Family(
     name="internlm2",
     hf_names=("InternLM2ForCausalLM",),
     gguf_names=("internlm2",),
-    weights=_renamed(
+    weights=renamed(
         decoder(
             (_of_wqkv(0, "q"), _of_wqkv(1, "k"), _of_wqkv(2, "k")),
             attention()[3:],

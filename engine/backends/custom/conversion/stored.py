@@ -158,14 +158,17 @@ def _by_rows(
         target = order[target]
     moves = not np.array_equal(target, np.arange(rows))
     difference = np.float32(weight.transform.added - transform.added)
+    keeps_log = weight.transform.is_log == transform.is_log
     step = max(1, _PIECE_VALUES // columns)
     for start in range(0, rows, step):
         part = slice(start, min(start + step, rows))
         piece = source[target[part]] if moves else source[part]
-        if dtype == weight.tensor.dtype and not difference:
+        if dtype == weight.tensor.dtype and not difference and keeps_log:
             yield piece.reshape(-1)
         else:
             values = dequantize(weight.tensor.dtype, piece.reshape(-1), (len(piece), columns))
+            if not keeps_log:
+                values = np.log(-values) if transform.is_log else -np.exp(values)
             yield quantize(dtype, values + difference, importance)
 
 

@@ -6,7 +6,7 @@ copied to its device and freed before the next weight is read. So the host holds
 tensor at a time.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import fields
 from typing import Any, Protocol
 
@@ -50,23 +50,26 @@ class Weight(Protocol):
         ...
 
 
-def check_decoder(config: ModelConfig, framework: str) -> None:
+def check_decoder(config: ModelConfig, framework: str, also: Collection[str] = ()) -> None:
     """Raises `ModelFormatError` if the model is a text encoder, or if its config has a setting that
-    the functional decoders do not implement.
+    the decoders do not implement. `also` are the settings that only this framework implements.
     """
     if config.encoder is not None or config.norm_placement == "sum":
         raise ModelFormatError(
             f"the {framework} framework has no decoder for family '{config.family}'"
         )
     for kind, each in ((ModelConfig, config), *((LayerConfig, layer) for layer in config.layers)):
-        _check_fields(kind, each, framework, config.family)
+        _check_fields(kind, each, framework, config.family, also)
     if config.experts is not None:
-        _check_fields(ExpertsConfig, config.experts, framework, config.family)
+        _check_fields(ExpertsConfig, config.experts, framework, config.family, also)
 
 
-def _check_fields(kind: type, config: Any, framework: str, family: str) -> None:
+def _check_fields(
+    kind: type, config: Any, framework: str, family: str, also: Collection[str]
+) -> None:
+    known = {*IMPLEMENTED[kind], *also}
     for field in fields(config):
-        if field.name not in IMPLEMENTED[kind] and getattr(config, field.name) != field.default:
+        if field.name not in known and getattr(config, field.name) != field.default:
             raise ModelFormatError(
                 f"the {framework} framework does not implement '{field.name}', which this model of "
                 f"family '{family}' sets; use --backend native or --backend torch"

@@ -364,6 +364,12 @@ def text_model(
     return text
 
 
+def with_template(text: TextModel, source: str) -> TextModel:
+    """The text model with another chat template. Raises if the template is invalid."""
+    tokenizer = text.tokenizer.with_template(source)
+    return text_model(text.config, tokenizer, text.quantization, text.size_bytes)
+
+
 def _assembled(
     config: ModelShape, tokenizer: Tokenizer, quantization: str | None, size_bytes: int
 ) -> TextModel:

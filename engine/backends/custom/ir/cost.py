@@ -15,6 +15,7 @@ from engine.backends.custom.ir.plan import (
     LinearStep,
     MeanStep,
     NormStep,
+    RecurrentStep,
     RopeWriteStep,
     RouteStep,
     Step,
@@ -86,6 +87,8 @@ class PlanCost:
                 return self._elementwise(step, counts)
             case ExpertsStep():
                 return self._experts(step, counts)
+            case RecurrentStep():
+                return self._recurrent(step, counts)
             case GatherStep():
                 size = counts.logits * self._plan.buffers[step.out].width
                 return StepCost(activation_bytes=2 * _FLOAT * size)
@@ -151,6 +154,17 @@ class PlanCost:
             flops=2 * chosen * (up.rows * up.columns + down.rows * down.columns),
             weight_bytes=round(read * sum(map(self._stored_bytes, self.weights(step)))),
             activation_bytes=_FLOAT * chosen * 2 * (up.columns + down.columns),
+        )
+
+    def _recurrent(self, step: RecurrentStep, counts: Counts) -> StepCost:
+        """The cost of a layer with a state. States count as keys and values do."""
+        sizes, state = step.recurrence.sizes, step.recurrence.state
+        flops = 2 * sizes.channels * state.conv_size + 6 * sizes.out * state.state_size
+        return StepCost(
+            flops=counts.tokens * flops,
+            weight_bytes=sum(map(self._stored_bytes, self.weights(step))),
+            activation_bytes=_FLOAT * counts.tokens * (sizes.projected + sizes.out),
+            kv_bytes=2 * _FLOAT * counts.sequences * sizes.state,
         )
 
     def _rope_write(self, step: RopeWriteStep, counts: Counts) -> StepCost:

@@ -15,12 +15,14 @@ from engine.backends.custom.ir.attributes import (
     LatentWrite,
     Lookup,
     Normalize,
+    Projection,
     Rope,
     Scale,
     Softcap,
 )
 from engine.backends.custom.ir.graph import Graph, GraphBuilder
 from engine.backends.custom.ir.plan import Routing
+from engine.backends.custom.ir.recurrent import OP_NAMES, Recurrence
 from engine.core.errors import ModelFormatError
 
 TOKEN_IDS = "token_ids"
@@ -29,6 +31,7 @@ WRITE_SLOTS = "write_slots"  # each token's place in the KV cache: block * block
 ROW_OF = "row_of"  # index of the sequence that each token belongs to
 TABLES = "tables"  # block table of each sequence
 LOGIT_TOKENS = "logit_tokens"
+SLOTS = "slots"  # each sequence's index into the arrays of states
 # Only in encoders: each token attends to positions below its visible end, and has a token type.
 VISIBLE_END = "visible_end"
 TOKEN_TYPES = "token_types"
@@ -41,6 +44,10 @@ def rotation_names(table: int) -> tuple[str, str]:
 
 def cache_name(layer: int) -> str:
     return f"cache.{layer}"
+
+
+def state_name(layer: int | str) -> str:
+    return f"state.{layer}"
 
 
 class DecoderBuilder:
@@ -60,6 +67,10 @@ class DecoderBuilder:
         for table, rope in enumerate(config.ropes):
             for name in rotation_names(table):
                 self.graph.input(name, ("T", rope.dim // 2))
+        if config.state is not None:
+            self.graph.input(SLOTS, ("S",), "i32")
+        # The number of each layer's state.
+        self._states = {layer: index for index, layer in enumerate(config.state_layers)}
 
     def embed(self) -> str:
         config = self.config
@@ -128,7 +139,7 @@ class DecoderBuilder:
             write, inputs = KvWrite(place, kv_heads, size), [cache, k, v, WRITE_SLOTS]
             written = self.graph.add("kv_write", f"{name}.kv", inputs, (), write)
         sinks = config.attention_sinks
-        return self.graph.add(
+        heads = self.graph.add(
             "attention",
             f"{name}.heads",
             [q, written, POSITIONS, ROW_OF, TABLES, *([VISIBLE_END] if encodes else [])],
@@ -146,6 +157,41 @@ class DecoderBuilder:
                 encodes and config.layer(layer).window is not None,
                 0 if latent is None else latent.kv_rank,
             ),
+        )
+        if not config.attention_gate:
+            return heads
+        width = config.num_heads * size
+        gate = self.linear(x, f"{name}.gate", width, config.hidden_size, config.qkv_bias)
+        return self.graph.add("gate_rows", f"{name}.gated", [heads, gate])
+
+    def mixed(self, x: str, layer: int) -> str:
+        """Adds what combines the tokens of a layer, without the output projection: attention, or a
+        mixer that keeps a state.
+        """
+        config, mixer, state = self.config, self.config.layer(layer).mixer, self.config.state
+        if mixer == "attention":
+            return self.attention(x, layer)
+        assert state is not None and mixer != "none", config
+        name, memory, hidden = f"layers.{layer}.mixer", state_name(layer), config.hidden_size
+        recurrence = Recurrence(mixer, self._states[layer], hidden, state, config.norm_eps)
+        parts = state.parts(mixer, hidden)
+        weights = [
+            self.graph.weight(f"{name}.{part}.weight", rows, hidden) for part, rows in parts.items()
+        ]
+        if state.proj_bias:
+            weights += [
+                self.graph.weight(f"{name}.{part}.bias", rows) for part, rows in parts.items()
+            ]
+        projection = Projection(len(parts), has_bias=state.proj_bias)
+        projected = self.graph.add("projection", f"{name}.in", [x], weights, projection)
+        self.graph.input(memory, ("Z", recurrence.sizes.state))
+        own = recurrence.weight_shapes
+        return self.graph.add(
+            OP_NAMES[mixer],
+            f"{name}.mixed",
+            [projected, memory, POSITIONS, ROW_OF, SLOTS],
+            [self.graph.weight(f"{name}.{each}", *shape) for each, shape in own.items()],
+            recurrence,
         )
 
     def _latent(self, x: str, latent: LatentConfig, layer: int) -> tuple[str, str]:
@@ -195,13 +241,16 @@ class DecoderBuilder:
 
     def out_projection(self, heads: str, layer: int) -> str:
         config, latent, name = self.config, self.config.latent, f"layers.{layer}.attn"
+        mixer, state, hidden = config.layer(layer).mixer, config.state, config.hidden_size
+        if mixer != "attention" and state is not None:
+            width = state.sizes(mixer, hidden).out
+            return self.linear(heads, f"layers.{layer}.mixer.o", hidden, width, state.proj_bias)
         if latent is not None:
             sizes = (config.num_heads, latent.value_dim, latent.kv_rank)
             matrix = self.graph.weight(f"{name}.v_up.weight", *sizes)
             each = HeadLinear(config.num_heads)
             heads = self.graph.add("head_linear", f"{name}.v_up", [heads], [matrix], each)
-        width, hidden = config.attention_width, config.hidden_size
-        return self.linear(heads, f"{name}.o", hidden, width, config.out_bias)
+        return self.linear(heads, f"{name}.o", hidden, config.attention_width, config.out_bias)
 
     def mlp(self, x: str, layer: int) -> str:
         """Adds the MLP of a layer, without the down projection. The result is activation(up), or
@@ -334,16 +383,19 @@ def build_graph(config: ModelConfig) -> Graph:
     builder = DecoderBuilder(config)
     x = builder.embed()
     for layer in range(config.num_layers):
-        name = f"layers.{layer}"
-        heads = builder.attention(builder.read(x, f"{name}.attn_norm"), layer)
+        name, kind, heads = f"layers.{layer}", config.layer(layer), ""
+        if kind.mixer != "none":
+            heads = builder.mixed(builder.read(x, f"{name}.attn_norm"), layer)
         if layer == config.num_layers - 1:
-            heads = builder.wanted(heads, f"{name}.attn.wanted")
+            heads = heads and builder.wanted(heads, f"{name}.attn.wanted")
             x = builder.wanted(x, f"{name}.wanted")
         if config.parallel is not None:
             x = _parallel_halves(builder, x, heads, layer)
             continue
-        x = builder.merge(x, builder.out_projection(heads, layer), f"{name}.attn")
-        x = builder.feed_forward(x, builder.read(x, f"{name}.mlp_norm"), layer)
+        if heads:
+            x = builder.merge(x, builder.out_projection(heads, layer), f"{name}.attn")
+        if kind.mlp:
+            x = builder.feed_forward(x, builder.read(x, f"{name}.mlp_norm"), layer)
     return builder.logits(x)
 
 

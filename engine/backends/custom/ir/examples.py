@@ -288,7 +288,8 @@ def experts(rng: np.random.Generator) -> Iterator[Example]:
 
 def gate_rows(rng: np.random.Generator) -> Iterator[Example]:
     for rows, width in zip(ROWS, WIDTHS, strict=True):
-        yield Example(NoAttributes(), (_normal(rng, rows, width), _normal(rng, rows, 1)))
+        for gates in (1, width):
+            yield Example(NoAttributes(), (_normal(rng, rows, width), _normal(rng, rows, gates)))
 
 
 def _normal(rng: np.random.Generator, *shape: int, spread: float = 1.0) -> F32:

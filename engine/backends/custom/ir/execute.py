@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from engine.backends.custom.ir import decoder, reference
+from engine.backends.custom.ir import decoder, recurrent, reference
 from engine.backends.custom.ir.graph import Graph
 from engine.backends.custom.ir.ops import OPS
 from engine.backends.custom.ir.plan import (
@@ -27,6 +27,7 @@ from engine.backends.custom.ir.plan import (
     MeanStep,
     Norm,
     NormStep,
+    RecurrentStep,
     RopeWriteStep,
     RouteStep,
 )
@@ -48,6 +49,8 @@ class ReferenceBatch:
     row_of: I32  # (T,) index of the token's sequence
     tables: I32  # (S, B) block table of each sequence
     logit_tokens: I32  # (R,) indices of the tokens whose logits are needed
+    # (S,) each sequence's index into the arrays of states; None if no layer keeps a state
+    slots: I32 | None = None
     # Only for encoders: (T,) the token attends to positions below this; (T,) its type
     visible_end: I32 | None = None
     token_types: I32 | None = None
@@ -55,11 +58,12 @@ class ReferenceBatch:
 
 @dataclass(frozen=True, slots=True)
 class State:
-    """State that is kept between steps: the KV cache and the RoPE tables."""
+    """What is kept between steps: the KV cache, states of sequences, and the RoPE tables."""
 
     caches: tuple[F32, ...]  # by layer: (C, P, 2, K, H), or (C, P, 1, 1, H) without values
     # By index in `ModelConfig.ropes`: cosines and sines, (positions, dim / 2) each
     rotations: tuple[tuple[F32, F32], ...] = ()
+    states: tuple[F32, ...] = ()  # by layer with a state: (slots, floats)
 
     def rotations_at(self, positions: I32) -> tuple[tuple[F32, F32], ...]:
         return tuple((cosines[positions], sines[positions]) for cosines, sines in self.rotations)
@@ -89,7 +93,11 @@ def graph_values(
         values[decoder.VISIBLE_END] = batch.visible_end
     for table, rotations in enumerate(state.rotations_at(batch.positions)):
         values.update(zip(decoder.rotation_names(table), rotations, strict=True))
+    if batch.slots is not None:
+        values[decoder.SLOTS] = batch.slots
     values.update((decoder.cache_name(i), cache) for i, cache in enumerate(state.caches))
+    names = [name for name in graph.inputs if name.startswith(decoder.state_name(""))]
+    values.update(zip(names, state.states, strict=True))
     for node in graph.nodes:
         values[node.name] = OPS[node.op].reference(
             node.attributes,
@@ -122,6 +130,8 @@ def run_plan(plan: ExecutionPlan, weights: Weights, batch: ReferenceBatch, state
                 run.route(step)
             case ExpertsStep():
                 run.experts(step)
+            case RecurrentStep():
+                run.recurrent(step)
             case GateRowsStep():
                 run.buffers[step.out][:] *= reference.sigmoid(run.buffers[step.source])
             case GatherStep():
@@ -201,6 +211,14 @@ class _Run:
         total = total * np.float32(step.scale)
         out = self.buffers[step.out]
         out[:] = out + total if step.residual else total
+
+    def recurrent(self, step: RecurrentStep) -> None:
+        batch, states = self._batch, self._state.states[step.recurrence.layer]
+        assert batch.slots is not None, step
+        source, weights = self.buffers[step.source], [self._weights[name] for name in step.weights]
+        inputs = (source, states, batch.positions, batch.row_of, batch.slots)
+        self.buffers[step.out][:] = recurrent.compute(step.recurrence, inputs, weights)
+        source[:] = np.nan  # a kernel may overwrite it
 
     def rope_write(self, step: RopeWriteStep) -> None:
         norms = [

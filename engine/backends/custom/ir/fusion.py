@@ -75,7 +75,7 @@ def fuse_norms(graph: Graph) -> Graph:
         if norm.op not in _NORMS or norm.name in graph.outputs:
             continue
         users = edit.users.get(norm.name, [])
-        if not users or any(user.op != "linear" for user in users):
+        if not users or any(user.op not in _MATMULS for user in users):
             continue
         assert isinstance(norm.attributes, Normalize)
         for user in users:

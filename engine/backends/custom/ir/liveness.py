@@ -14,6 +14,7 @@ from engine.backends.custom.ir.plan import (
     LinearStep,
     MeanStep,
     NormStep,
+    RecurrentStep,
     RopeWriteStep,
     RouteStep,
     RowKind,
@@ -53,6 +54,8 @@ def touched(step: Step) -> tuple[int, ...]:
         case EmbedStep():
             return (step.out,)
         case LinearStep() | NormStep() | RouteStep() | GateRowsStep() | GatherStep() | MeanStep():
+            return (step.source, step.out)
+        case RecurrentStep():
             return (step.source, step.out)
         case HeadLinearStep():
             return (step.source, step.out)

@@ -35,11 +35,13 @@ from engine.backends.custom.ir.plan import (
     NormStep,
     PackedMatrix,
     Precision,
+    RecurrentStep,
     RopeWriteStep,
     RouteStep,
     RowKind,
     Step,
 )
+from engine.backends.custom.ir.recurrent import OP_NAMES
 from engine.core.errors import ModelFormatError
 
 # A function that returns the layout in which kernels read a weight, by the weight's name.
@@ -82,6 +84,7 @@ class Lowering:
             "route": self._route,
             "experts": self._experts,
             "gate_rows": self._gate_rows,
+            **dict.fromkeys(OP_NAMES.values(), self._recurrent),
             "gather_rows": self._gather,
             "mean_rows": self._mean,
         }
@@ -130,10 +133,20 @@ class Lowering:
         experts, routing = self.rooms[out].width, node.attributes
         self.steps.append(RouteStep(node.origin, source, out, experts, routing, correction))
 
-    def _gate_rows(self, node: Node) -> None:
+    def _recurrent(self, node: Node) -> None:
+        self._check_private(node)
+        source, out = self._buffer(node, 0), self._new_buffer(node)
+        weights = tuple(map(self._vector, node.weights))
+        self.steps.append(RecurrentStep(node.origin, source, out, node.attributes, weights))
+
+    def _check_private(self, node: Node) -> None:
+        """Checks that no other node reads the first input of `node`, which its step changes."""
         name = node.inputs[0]
         if sum(name in each.inputs for each in self.graph.nodes) > 1:
-            raise GraphError(node.name, f"gate_rows: changes '{name}', which other nodes read too")
+            raise GraphError(node.name, f"{node.op}: changes '{name}', which other nodes read too")
+
+    def _gate_rows(self, node: Node) -> None:
+        self._check_private(node)
         out = self.buffer_of[node.name] = self._buffer(node, 0)
         self.steps.append(GateRowsStep(node.origin, self._buffer(node, 1), out))
 

@@ -4,12 +4,12 @@ reference, the tolerances of kernels, test examples, and the cost.
 
 from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 
 from engine.backends.custom.ir import attributes as attrs
-from engine.backends.custom.ir import examples, reference, shapes
+from engine.backends.custom.ir import examples, recurrent, reference, shapes
 from engine.backends.custom.ir.plan import Routing
 from engine.backends.custom.ir.types import (
     Array,
@@ -209,6 +209,12 @@ def _expert_cost(
     return Cost(2 * chosen * matrices // experts, moved + 4 * read)
 
 
+def _recurrent(mixer: Literal["conv", "mamba2", "delta"]) -> Op:
+    name, generate = recurrent.OP_NAMES[mixer], recurrent.examples(mixer)
+    kind = recurrent.Recurrence
+    return Op(name, kind, recurrent.infer, recurrent.compute, _FLOAT, generate, recurrent.cost)
+
+
 def _activation(name: str, flops: int) -> Op:
     apply = reference.ACTIVATIONS[name]
     return _plain(name, shapes.same, lambda _, x, w: apply(x[0]), examples.elementwise(1), flops)
@@ -283,6 +289,9 @@ _ROWS = (
          attrs.Experts),
     _plain("gate_rows", shapes.gate_rows, lambda _, x, w: x[0] * reference.sigmoid(x[1]),
            examples.gate_rows, 1),
+    _recurrent("conv"),
+    _recurrent("mamba2"),
+    _recurrent("delta"),
     _row("gather_rows", shapes.gather_rows, lambda _, x, w: x[0][x[1]],
          examples.gather_rows, _lookup(shapes.gather_rows)),
     _plain("mean_rows", shapes.gather_rows, lambda _, x, w: reference.mean_rows(x[0], x[1]),

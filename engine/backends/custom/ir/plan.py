@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal, TypeAlias
 
+from engine.backends.custom.ir.recurrent import Recurrence
 from engine.backends.custom.ir.types import Numerics
 
 Activation = Literal["none", "silu", "gelu", "gelu_tanh", "relu2", "swiglu_oai"]
@@ -281,8 +282,22 @@ class ExpertsStep:
 
 
 @dataclass(frozen=True, slots=True)
+class RecurrentStep:
+    """Runs a layer that keeps a state. `source` has the input projection's result, which the step
+    may overwrite. `weights` are names in `ExecutionPlan.vectors`, in the order of
+    `Recurrence.weight_shapes`.
+    """
+
+    nodes: tuple[str, ...]
+    source: int
+    out: int
+    recurrence: Recurrence
+    weights: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
 class GateRowsStep:
-    """out *= sigmoid(source), where `source` has one value per row."""
+    """out *= sigmoid(source). `source` has one value per row, or as many as `out`."""
 
     nodes: tuple[str, ...]
     source: int
@@ -319,6 +334,7 @@ Step: TypeAlias = (
     | NormStep
     | RouteStep
     | ExpertsStep
+    | RecurrentStep
     | GateRowsStep
     | GatherStep
     | MeanStep
@@ -345,6 +361,8 @@ def weights_of(step: Step, matrices: Mapping[str, PackedMatrix]) -> tuple[str, .
             names = list(matrices[step.matrix].parts)
         case AttentionStep():
             names = [step.sinks]
+        case RecurrentStep():
+            names = list(step.weights)
         case NormStep():
             names = [step.norm.weight, step.norm.bias]
         case RouteStep():
@@ -393,6 +411,7 @@ _KINDS: Mapping[type, str] = {
     NormStep: "norm",
     RouteStep: "route",
     ExpertsStep: "experts",
+    RecurrentStep: "recurrent",
     GateRowsStep: "gate",
     GatherStep: "gather",
     MeanStep: "mean",

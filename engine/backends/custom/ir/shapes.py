@@ -264,8 +264,8 @@ def experts(attributes: Experts, inputs: Values, weights: Values) -> Value:
 def gate_rows(_: NoAttributes, inputs: Values, weights: Values) -> Value:
     source, gate = _take(inputs, 2)
     _take(weights, 0, "weights")
-    if gate != Value((source.shape[0], 1)):
-        raise ShapeError(f"the gate {gate} is not one value for each row of {source}")
+    if gate not in (Value((source.shape[0], 1)), source):
+        raise ShapeError(f"the gate {gate} has neither one value per row of {source}, nor as many")
     return source
 
 

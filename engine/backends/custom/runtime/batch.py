@@ -10,6 +10,7 @@ from dataclasses import replace
 
 import numpy as np
 
+from engine.backends.custom.runtime.groups.states import checkpoint_arrays
 from engine.backends.custom.runtime.images import rope_positions
 from engine.backends.custom.runtime.model_runner import (
     F32,
@@ -116,6 +117,8 @@ class BatchBuilder:
             rope_positions=None if last.rope_positions is None else last.rope_positions + 1,
             window_tables=window_tables,
             window_slots=window_slots,
+            state_load=None,
+            state_save=None,
         )
 
     def _from_scratch(self, rows: tuple[Row, ...]) -> BatchInputs:
@@ -137,6 +140,7 @@ class BatchBuilder:
             window_tables = self._window_tables[slots, :width]
             window_slots = self._window_tables[places].astype(np.int64) * size + offsets
         groups, group_blocks = _prefix_groups(tables, starts // size)
+        load, save = checkpoint_arrays(rows, self._spec)
         inputs = BatchInputs(
             token_ids=_token_ids(rows),
             positions=positions.astype(np.int32),
@@ -152,6 +156,8 @@ class BatchBuilder:
             prefix_blocks=group_blocks,
             window_tables=window_tables,
             window_slots=window_slots,
+            state_load=load,
+            state_save=save,
         )
         if not any(row.seq.images for row in rows):
             return inputs
@@ -369,9 +375,10 @@ def _prefix_groups(tables: I32, full_blocks: I64) -> tuple[I32, I32]:
 
 def warm_up(runner: ModelRunner) -> None:
     """Run one step without a sequence. It computes a single token, whose key and value are written
-    to the null block.
+    to the null block, and whose state is that of no sequence.
     """
     one, none = np.zeros(1, np.int32), np.zeros(0, np.int32)
+    spare = one + runner.spec.max_slots if runner.spec.has_state else one
     has_windows = runner.spec.window is not None
     inputs = BatchInputs(
         token_ids=one,
@@ -381,7 +388,7 @@ def warm_up(runner: ModelRunner) -> None:
         seq_lens=np.ones(1, np.int32),
         num_prompt=np.ones(1, np.int32),
         block_tables=np.full((1, 1), NULL_BLOCK, np.int32),
-        slots=one,
+        slots=spare,
         logit_rows=one,
         adapter_ids=one,
         prefix_groups=np.full(1, -1, np.int32),

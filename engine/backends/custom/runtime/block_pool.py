@@ -39,6 +39,11 @@ class BlockPool:
         return len(self._free)
 
     @property
+    def num_referenced(self) -> int:
+        """Number of blocks that at least one sequence holds."""
+        return self.num_usable - self.num_free - self.num_evictable
+
+    @property
     def num_cached(self) -> int:
         return self._cached.count(1)
 

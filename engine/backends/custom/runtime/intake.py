@@ -279,6 +279,16 @@ class Intake:
         in_range = not len(ids) or 0 <= ids.min() <= ids.max() < self._spec.vocab_size
         return tokens if in_range else None
 
+    def _find_image_fault(self, request: GenerateRequest, num_prompt: int) -> EngineError | None:
+        if self._images is None:
+            return InvalidRequestError("This engine does not read images.")
+        if (fault := fault_in(request.images, num_prompt)) is not None:
+            return InvalidRequestError(fault)
+        held = sum(each.num_image_bytes for each in self._pending.values())
+        if held > MAX_PENDING_BYTES:
+            return RateLimitError("Too many images are waiting; try again later.")
+        return None
+
     def _find_fault(self, request: GenerateRequest, prompt: Tokens | None) -> EngineError | None:
         spec = self._spec
         if self._scheduler.num_waiting + self.num_pending >= self._max_queued:
@@ -291,13 +301,8 @@ class Intake:
             return InvalidRequestError(
                 f"Prompt token ids must be within 0..{spec.vocab_size - 1}.", param="prompt"
             )
-        if request.images and self._images is None:
-            return InvalidRequestError("This engine does not read images.")
-        if (fault := fault_in(request.images, len(prompt))) is not None:
-            return InvalidRequestError(fault)
-        held = sum(each.num_image_bytes for each in self._pending.values())
-        if request.images and held > MAX_PENDING_BYTES:
-            return RateLimitError("Too many images are waiting; try again later.")
+        if request.images and (error := self._find_image_fault(request, len(prompt))) is not None:
+            return error
         biased = [*request.params.logit_bias, *request.params.stop_token_ids, *request.eos_ids]
         if biased and not 0 <= min(biased) <= max(biased) < spec.vocab_size:
             return InvalidRequestError(f"Token ids must be within 0..{spec.vocab_size - 1}.")

@@ -9,6 +9,7 @@ import sys
 from collections.abc import Iterable
 
 from engine.backends.custom.runtime.block_pool import BlockPool
+from engine.backends.custom.runtime.groups.states import StateGroup
 from engine.backends.custom.runtime.groups.windows import WindowGroup
 from engine.backends.custom.runtime.radix_cache import Match, RadixCache
 from engine.backends.custom.runtime.sequence import Sequence
@@ -24,7 +25,7 @@ class KVCache:
     `max_cached_blocks` limits how many blocks stay cached that no sequence uses.
     `max_cached_sequences` limits how many distinct prefixes stay cached. `windows` is given if the
     layers with a sliding window have a block pool of their own. Its column is the first side column
-    of `radix`.
+    of `radix`. `states` is given if layers keep states. Its column is the last one.
     """
 
     def __init__(
@@ -37,12 +38,14 @@ class KVCache:
         max_cached_blocks: int | None = None,
         max_cached_sequences: int | None = None,
         windows: WindowGroup | None = None,
+        states: StateGroup | None = None,
     ) -> None:
         self.pool = pool
         self.radix = radix
         self.block_size = block_size
         self.sharing = sharing
         self.windows = windows
+        self.states = states
         self.no_match = Match([], tuple([] for _ in radix.columns))
         # The most tokens of a sequence that a step may compute.
         self.max_row = NO_LIMIT if windows is None else windows.max_row
@@ -62,6 +65,11 @@ class KVCache:
         if not self.sharing:
             return self.no_match
         return self.radix.match(seq.namespace, seq.tokens[:-1])
+
+    def row_length(self, seq: Sequence, start: int, count: int) -> int:
+        """How many of the next `count` tokens of a sequence one row may compute."""
+        count = min(count, self.max_row)
+        return count if self.states is None else self.states.cut(seq, start, count)
 
     def admit(self, seq: Sequence, match: Match, spare: int, reserve: int, num_tokens: int) -> bool:
         """Give a sequence the cached blocks of `match`, and allocate more blocks, so that it has
@@ -86,6 +94,8 @@ class KVCache:
             if not self._extend_windows(seq, num_tokens, spare):
                 self._drop_all(seq)
                 return False
+        if self.states is not None:
+            self.states.resume(seq, match.sides[-1], len(matched))
         self._make_room(needed)
         seq.blocks += self.pool.take(needed)
         self._set_room(seq)
@@ -116,6 +126,8 @@ class KVCache:
         So steady decode never modifies the prefix cache.
         """
         self._publish(seq, min(seq.num_confirmed, seq.num_prompt), only_own=True)
+        if self.states is not None:
+            self.states.drop_taken(seq, seq.num_confirmed // self.block_size)
 
     def release(self, seq: Sequence) -> None:
         """Publish every full block that finished steps have computed, then drop the sequence's
@@ -130,6 +142,8 @@ class KVCache:
         freed = 0
         if self.windows is not None:
             freed = self.windows.column.evict(self.windows.pool.num_evictable)
+        if self.states is not None:
+            freed += self.states.column.evict(self.states.pool.num_evictable)
         return freed + self.radix.evict(self.pool.num_evictable)
 
     def rebuild(self) -> None:
@@ -139,6 +153,8 @@ class KVCache:
         self.pool.reset()
         if self.windows is not None:
             self.windows.pool.reset()
+        if self.states is not None:
+            self.states.pool.reset()
         self.radix.reset()
 
     def check(self, sequences: Iterable[Sequence]) -> None:
@@ -153,6 +169,8 @@ class KVCache:
             assert seq.num_confirmed <= seq.num_computed, seq.request_id
         if self.windows is not None:
             self.windows.check(sequences)
+        if self.states is not None:
+            self.states.check(sequences)
 
     def _blocks_for(self, num_tokens: int) -> int:
         return -(-num_tokens // self.block_size)
@@ -172,6 +190,8 @@ class KVCache:
         seq.blocks = []
         if self.windows is not None:
             self.windows.release(seq)
+        if self.states is not None:
+            self.states.release(seq)
         seq.num_computed = seq.num_confirmed = seq.num_matched = seq.reserved = seq.room = 0
 
     def _make_room(self, needed: int) -> None:
@@ -188,7 +208,11 @@ class KVCache:
             return
         count = num_tokens // self.block_size
         tokens = seq.tokens[: count * self.block_size]
-        sides = () if self.windows is None else (seq.window_blocks[:count],)
+        sides: tuple[list[int], ...] = ()
+        if self.windows is not None:
+            sides = (seq.window_blocks[:count],)
+        if self.states is not None:
+            sides += (self.states.entries(seq, count),)
         blocks = seq.blocks[:count]
         try:
             self.radix.insert(seq.namespace, tokens, blocks, only_own, seq.tenant, sides)

@@ -121,6 +121,9 @@ class EngineLoop:
         # Whether the loop is inside a runner call, which the watchdog may interrupt.
         self.is_computing = False
         self._pulse.watch(self)
+        if runner.spec.has_state and scheduler.kv.states is None:
+            # Cached keys and values are of no use without the states that belong to them.
+            scheduler.kv.sharing = False
 
     def run(self) -> None:
         """Serve until a `Stop` message arrives, then abort all requests and close the runner."""
@@ -253,7 +256,8 @@ class EngineLoop:
         launch, self._launched = self._launched, None
         batches = ([launch.batch] if launch else []) + ([batch] if batch else [])
         self.scheduler.rollback()
-        bisection = Bisection(self.scheduler, self._run_whole, self._send)
+        replayed = self._budget.tokens(0, 0) if self._runner.spec.has_state else 0
+        bisection = Bisection(self.scheduler, self._run_whole, self._send, replayed)
         for failed in batches:
             bisection.run(failed.rows)
         warm_up(self._runner)
@@ -364,15 +368,18 @@ class EngineLoop:
 
     def stats(self) -> EngineStats:
         scheduler, kv = self.scheduler, self.scheduler.kv
-        pool = kv.pool
+        pool, windowed = kv.pool, kv.windows and kv.windows.pool
         return EngineStats(
             num_running=scheduler.num_running,
             num_waiting=scheduler.num_waiting,
             num_blocks=pool.num_usable,
             num_free_blocks=pool.num_free,
             num_cached_blocks=pool.num_cached,
-            num_referenced_blocks=pool.num_usable - pool.num_free - pool.num_evictable,
+            num_referenced_blocks=pool.num_referenced,
             block_size=kv.block_size,
+            num_window_blocks=windowed.num_usable if windowed else 0,
+            num_free_window_blocks=windowed.num_free if windowed else 0,
+            num_referenced_window_blocks=windowed.num_referenced if windowed else 0,
             num_steps=self._num_steps,
             prompt_tokens=scheduler.num_prompt_tokens,
             cached_tokens=scheduler.num_cached_tokens,

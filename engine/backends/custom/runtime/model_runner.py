@@ -56,6 +56,9 @@ class RunnerConfig:
     kv_dtype: str = "auto"  # "float32", "bfloat16", "int8", or "auto": the framework chooses
     numerics: str = "invariant"  # with "fast", rounding may depend on the other rows of the step
     affinity: str = "auto"  # CPUs to run on: "auto", "off", or numbers such as "0-3,8"
+    # For models whose layers keep a state of each sequence: how many copies of states the prefix
+    # cache may keep.
+    num_checkpoints: int = 0
     # "fp8" or "int8": weights are requantized to this type. "auto": they keep the stored type.
     quantization: str = "auto"
     # The number of blocks in the pool of the layers with a sliding window, including the null
@@ -93,6 +96,10 @@ class RunnerSpec:
     # all layers use the same pool and block tables.
     window: int | None = None
     num_window_blocks: int = 0  # blocks of that pool, including its null block
+    # Layers keep a state in each slot, which every step of the sequence changes. The state of slot
+    # `max_slots` belongs to no sequence. The states after it are `num_checkpoints` copies.
+    has_state: bool = False
+    num_checkpoints: int = 0
 
     @classmethod
     def of(
@@ -104,6 +111,7 @@ class RunnerSpec:
         target_step_s: float | None = None,
         min_prompt_tokens: int = PROMPT_TOKENS,
         window: int | None = None,
+        has_state: bool = False,
     ) -> "RunnerSpec":
         """The spec of a runner whose capacity is exactly that of `config`."""
         return cls(
@@ -118,6 +126,8 @@ class RunnerSpec:
             min_prompt_tokens,
             window if config.num_window_blocks else None,
             config.num_window_blocks,
+            has_state,
+            config.num_checkpoints if has_state else 0,
         )
 
 
@@ -166,6 +176,12 @@ class BatchInputs:
         if window is None or self.window_tables is None:
             return self.block_tables
         return self.window_tables
+
+    # For models whose layers keep a state, else None. (S,) the index of a state that is copied to
+    # the row's slot before the step, or -1. A row that begins at position 0 begins with zeros.
+    state_load: I32 | None = None
+    # (S,) the index that the state of the row's slot is copied to after the step, or -1
+    state_save: I32 | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -215,7 +215,7 @@ class Scheduler:
 
     def _schedule_running(self, budget: int) -> list[Row]:
         rows: list[Row] = []
-        running, max_row, index = self._running, self.kv.max_row, 0
+        running, index = self._running, 0
         new_row = tuple.__new__  # the fastest way to build a named tuple
         while index < len(running):
             seq = running[index]
@@ -234,7 +234,8 @@ class Scheduler:
                 continue  # the sequence's last token is already being sampled
             # Leave one token of the budget to each later row, so that every running sequence gets a
             # row.
-            count = min(ahead - start, budget - (len(running) - index), max_row)
+            count = min(ahead - start, budget - (len(running) - index))
+            count = self.kv.row_length(seq, start, count)
             if seq.is_scoring:
                 count = min(count, _scorable(rows))
             if seq.images:
@@ -262,11 +263,13 @@ class Scheduler:
                 continue
             match = self.kv.no_match if self._starts_over(seq) else self.kv.match(seq)
             num_matched = len(match.blocks)
-            if self.kv.sharing and not seq.is_scoring and self._inflight.hold(seq, num_matched):
+            # Blocks that a running sequence publishes are of no use without a checkpoint.
+            waits = self.kv.sharing and self.kv.states is None and not seq.is_scoring
+            if waits and self._inflight.hold(seq, num_matched):
                 continue
             max_tokens = min(budget, _scorable(rows)) if seq.is_scoring else budget
             start = num_matched * self.kv.block_size
-            count = min(len(seq.tokens) - start, max_tokens, self.kv.max_row)
+            count = self.kv.row_length(seq, start, min(len(seq.tokens) - start, max_tokens))
             if seq.images:
                 count = whole_images(seq.images, start, count, self._room(rows))
                 if not count:
@@ -330,6 +333,8 @@ class Scheduler:
     def _grant(self, seq: Sequence, count: int) -> Row:
         start = seq.num_computed
         samples = start + count == len(seq.tokens) + seq.num_sampling
+        if self.kv.states is not None:
+            self.kv.states.reserve(seq, start + count)
         seq.num_computed += count
         seq.num_sampling += samples
         num_scored = count - samples if seq.is_scoring else 0

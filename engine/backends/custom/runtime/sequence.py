@@ -62,6 +62,8 @@ class Sequence:
     # also append-only. Blocks that the window has left are freed, and replaced by NULL_BLOCK.
     window_blocks: list[int] = field(default_factory=list)
     num_window_freed: int = 0  # number of leading places of `window_blocks` that are NULL_BLOCK
+    # Checkpoints of states that the sequence holds, by the index of the block at whose end they are
+    checkpoints: dict[int, int] = field(default_factory=dict)
     num_matched: int = 0  # number of blocks that came from the prefix cache at admission
     reserved: int = 0  # tokens for which admission guaranteed room
     room: int = 0  # tokens for which every block table has blocks

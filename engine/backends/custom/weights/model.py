@@ -261,15 +261,22 @@ def _settle(config: ModelConfig, family: Architecture, checkpoint: GgufCheckpoin
     widest = replace(config, tie_embeddings=False, qkv_bias=True, out_bias=True, mlp_bias=True)
     if config.qk_norm is None:
         widest = replace(widest, qk_norm="head")
+    if config.state is not None:
+        widest = replace(widest, state=replace(config.state, conv_bias=True, proj_bias=True))
     found = {spec.name for spec in family.tensors(widest) if spec.gguf in checkpoint.tensors}
+    attn = f"layers.{config.attention_layers[0]}.attn"
     settled = replace(
         config,
         tie_embeddings="head.weight" not in found,
-        qkv_bias=config.qkv_bias or "layers.0.attn.q.bias" in found,
-        out_bias=config.out_bias or "layers.0.attn.o.bias" in found,
+        qkv_bias=config.qkv_bias or f"{attn}.q.bias" in found,
+        out_bias=config.out_bias or f"{attn}.o.bias" in found,
         mlp_bias=config.mlp_bias or "layers.0.mlp.up.bias" in found,
-        qk_norm=widest.qk_norm if "layers.0.attn.q_norm.weight" in found else config.qk_norm,
+        qk_norm=widest.qk_norm if f"{attn}.q_norm.weight" in found else config.qk_norm,
     )
+    if config.state is not None:
+        mixer = f"layers.{config.state_layers[0]}.mixer"
+        conv, proj = (f"{mixer}.{name}.bias" in found for name in ("conv", "o"))
+        settled = replace(settled, state=replace(config.state, conv_bias=conv, proj_bias=proj))
     if all(name in checkpoint.tensors for name in LONG_FACTORS):
         short, long = (checkpoint.tensors[name].numpy() for name in LONG_FACTORS)
         factors = tuple(short.tolist()), tuple(long.tolist())

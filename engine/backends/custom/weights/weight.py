@@ -139,6 +139,8 @@ class Weight:
             values = values[order]
         if self.transform.added:
             values += np.float32(self.transform.added)
+        if self.transform.is_log:
+            values = -np.exp(values)
         return values
 
 

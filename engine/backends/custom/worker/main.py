@@ -28,6 +28,7 @@ from engine.backends.custom.runtime.batch import warm_up
 from engine.backends.custom.runtime.block_pool import BlockPool
 from engine.backends.custom.runtime.budget import TARGET_STEP_S, StepBudget
 from engine.backends.custom.runtime.grammar import Grammars, Vocabulary
+from engine.backends.custom.runtime.groups.states import state_group
 from engine.backends.custom.runtime.groups.windows import window_group
 from engine.backends.custom.runtime.images import ImageStore
 from engine.backends.custom.runtime.kv_cache import KVCache
@@ -122,6 +123,7 @@ def runner_config(options: EngineOptions, device: DeviceInfo, plan: MemoryPlan) 
         block_size=options.block_size,
         num_blocks=plan.num_blocks,
         num_window_blocks=plan.num_window_blocks,
+        num_checkpoints=plan.num_checkpoints,
         max_slots=plan.max_slots,
         max_seq_len=plan.max_seq_len,
         num_threads=options.threads,
@@ -137,12 +139,13 @@ def runner_config(options: EngineOptions, device: DeviceInfo, plan: MemoryPlan) 
 def build_scheduler(spec: RunnerSpec, options: EngineOptions, bytes_per_token: int) -> Scheduler:
     pool = BlockPool(spec.num_blocks)
     windows = window_group(spec, max_step_tokens(spec, options))
+    states = state_group(spec) if options.cache_enabled else None
     radix = RadixCache(
         pool,
         spec.block_size,
         options.eviction_policy,
         options.cache_ttl_s,
-        columns=() if windows is None else (windows.column,),
+        columns=[group.column for group in (windows, states) if group is not None],
     )
     limit = options.cache_bytes
     block_bytes = bytes_per_token * spec.block_size
@@ -154,6 +157,7 @@ def build_scheduler(spec: RunnerSpec, options: EngineOptions, bytes_per_token: i
         max_cached_blocks=limit // block_bytes if limit is not None else None,
         max_cached_sequences=options.cache_max_sequences,
         windows=windows,
+        states=states,
     )
     return Scheduler(kv, spec.max_slots, max_step_tokens(spec, options))
 

@@ -23,8 +23,14 @@ WORKSPACE_BYTES = 256 * MIB
 # Default KV pool size for frameworks that write the whole pool at startup. It is enough for tens of
 # conversations with a small model.
 USUAL_POOL_BYTES = 512 * MIB
+# The usual KV pool has sliding windows for this many sequences, besides one full context.
+USUAL_WINDOWS = 8
 MIN_CONTEXT = 128
 MIN_TOKENS_PER_SLOT = 128
+# Checkpoints of states: how many there are per sequence of the batch, if they take at most this
+# share of the memory that weights and states leave free.
+CHECKPOINTS_PER_SLOT = 4
+CHECKPOINT_SHARE = 0.25
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,6 +50,8 @@ class MemoryPlan:
     # same blocks as all others.
     num_window_blocks: int = 0
     block_size: int = 16
+    state_bytes: int = 0  # memory for states and checkpoints, in models whose layers keep states
+    num_checkpoints: int = 0  # copies of states that the prefix cache may keep
 
     def lines(self) -> list[str]:
         """The plan as lines of text for the log."""
@@ -52,10 +60,12 @@ class MemoryPlan:
         if self.num_window_blocks:
             windowed_tokens = (self.num_window_blocks - 1) * self.block_size
             windowed = f", of which {windowed_tokens:,} at a time in layers with a sliding window"
+        states = f"states of sequences {self.state_bytes / MIB:,.0f} MiB"
         return [
             f"weights {self.weight_bytes / MIB:,.0f} MiB",
             f"KV cache {self.pool_bytes / MIB:,.0f} MiB: {self.num_blocks - 1:,} blocks, "
             f"{tokens:,} tokens at {self.bytes_per_token:,} bytes{windowed}",
+            *([states] if self.state_bytes else []),
             f"batch {self.max_slots} sequences, context {self.max_seq_len:,} tokens",
             *self.notes,
         ]
@@ -76,6 +86,8 @@ class MemoryNeeds:
     window: int | None = None
     window_token_bytes: int = 0  # the part of `token_bytes` in layers with a sliding window
     max_step_tokens: int = 0  # max tokens of a sequence per step; 0 without a window
+    # Bytes of the state of one sequence, in models whose layers keep one.
+    slot_bytes: int = 0
 
 
 def dense_needs(config: ModelConfig, device: DeviceInfo) -> MemoryNeeds:
@@ -84,7 +96,11 @@ def dense_needs(config: ModelConfig, device: DeviceInfo) -> MemoryNeeds:
     num_values = config.num_params
     if device.copies_tied_head and config.tie_embeddings:
         num_values += config.vocab_size * config.hidden_size
-    return MemoryNeeds(num_values * value_bytes, config.kv_bytes_per_token(value_bytes))
+    return MemoryNeeds(
+        num_values * value_bytes,
+        config.kv_bytes_per_token(value_bytes),
+        slot_bytes=4 * config.state_floats,
+    )
 
 
 def on_gpu(
@@ -108,7 +124,7 @@ def with_windows(needs: MemoryNeeds, config: ModelConfig, max_step_tokens: int) 
     """The memory needs of a framework that frees the blocks of layers with a sliding window."""
     if config.window is None:
         return needs
-    num_windowed = sum(cache for cache, _ in config.cache_places(has_window_group=True))
+    num_windowed = sum(cache == 1 for cache, _ in config.cache_places(has_window_group=True))
     return replace(
         needs,
         window=config.window,
@@ -141,9 +157,11 @@ class _Pools:
         """Bytes of a block in the layers with a sliding window."""
         return self.needs.window_token_bytes * self.block_size
 
-    def bytes_for(self, num_sequences: int) -> int:
-        """Bytes of the pools for this many sequences of the max length, with the null blocks."""
-        num_blocks = num_sequences * self._blocks(self.max_seq_len) + 1
+    def bytes_for(self, num_contexts: int, num_sequences: int) -> int:
+        """Bytes of the pools for this many contexts of the max length, with the null blocks, and
+        for the windows of `num_sequences` sequences.
+        """
+        num_blocks = num_contexts * self._blocks(self.max_seq_len) + 1
         num_windowed = self._windowed(num_sequences) if self.has_windows else 0
         return self.bytes_of(num_blocks, min(num_blocks, num_windowed))
 
@@ -180,7 +198,8 @@ class _Pools:
         """
         window = self.needs.window
         assert window is not None
-        longest = min_window_blocks(window, self.block_size, self.needs.max_step_tokens)
+        max_row = min(self.needs.max_step_tokens, self.max_seq_len)
+        longest = min_window_blocks(window, self.block_size, max_row)
         each = min_window_blocks(window, self.block_size, 1)
         return longest + (2 * num_sequences - 1) * each + 1
 
@@ -196,8 +215,15 @@ def plan_memory(
     max_seq_len = min(options.max_seq_len or max_position, max_position)
     pools = _Pools(needs, options.block_size, max_seq_len)
     shortest = min(MIN_CONTEXT, max_seq_len)
-    min_bytes = _Pools(needs, options.block_size, shortest).bytes_for(1)
+    min_bytes = _Pools(needs, options.block_size, shortest).bytes_for(1, 1)
     room = available_bytes - weight_bytes - needs.workspace_bytes
+    most_slots = _affordable_slots(options.max_slots, needs.slot_bytes, room)
+    num_checkpoints = 0
+    if needs.slot_bytes:
+        room -= (most_slots + 1) * needs.slot_bytes
+        affordable = int(room * CHECKPOINT_SHARE) // needs.slot_bytes
+        num_checkpoints = max(0, min(CHECKPOINTS_PER_SLOT * most_slots, affordable))
+        room -= num_checkpoints * needs.slot_bytes
     if room < min_bytes:
         raise ResourceError(_refusal(weight_bytes, min_bytes, available_bytes, device.dtype))
     if options.max_seq_len and options.max_seq_len > max_position:
@@ -206,17 +232,23 @@ def plan_memory(
             f"{options.max_seq_len:,} asked for is more than it was made for"
         )
     if options.pool_bytes is None:
-        wanted = pools.bytes_for(options.max_slots)
+        wanted = pools.bytes_for(options.max_slots, options.max_slots)
         if needs.usual_pool_bytes is not None:
-            wanted = min(wanted, max(pools.bytes_for(1), needs.usual_pool_bytes))
+            one = pools.bytes_for(1, min(USUAL_WINDOWS, options.max_slots))
+            wanted = min(wanted, max(one, needs.usual_pool_bytes))
         pool_bytes = max(min_bytes, min(wanted, int(room * needs.pool_share)))
     else:
         pool_bytes = _asked_pool(options.pool_bytes, min_bytes, room, notes)
     num_blocks, num_window_blocks = pools.split(pool_bytes, options.max_slots)
     capacity = (num_blocks - 1) * options.block_size
     at_a_time = ((num_window_blocks or num_blocks) - 1) * options.block_size
-    max_slots = max(1, min(options.max_slots, at_a_time // MIN_TOKENS_PER_SLOT))
-    if max_slots < options.max_slots:
+    max_slots = max(1, min(most_slots, at_a_time // MIN_TOKENS_PER_SLOT))
+    if max_slots < options.max_slots and max_slots == most_slots:
+        notes.append(
+            f"batch is {max_slots} instead of {options.max_slots} sequences: each has a state of "
+            f"{needs.slot_bytes / MIB:,.1f} MiB"
+        )
+    elif max_slots < options.max_slots:
         notes.append(
             f"batch is {max_slots} instead of {options.max_slots} sequences: the KV cache holds "
             f"{at_a_time:,} tokens"
@@ -236,7 +268,16 @@ def plan_memory(
         notes=tuple(notes),
         num_window_blocks=num_window_blocks,
         block_size=options.block_size,
+        state_bytes=(max_slots + 1 + num_checkpoints) * needs.slot_bytes,
+        num_checkpoints=num_checkpoints,
     )
+
+
+def _affordable_slots(wanted: int, slot_bytes: int, room: int) -> int:
+    """The number of sequences whose states take at most half of the room, and at least 1."""
+    if not slot_bytes:
+        return wanted
+    return max(1, min(wanted, room // 2 // slot_bytes - 1))
 
 
 def _asked_pool(asked: int, min_bytes: int, room: int, notes: list[str]) -> int:

@@ -25,18 +25,20 @@ from engine.backends.custom.ir.plan import (
     LatentWriteStep,
     LinearStep,
     NormStep,
+    RecurrentStep,
     RopeWriteStep,
     RouteStep,
     Step,
     layer_of,
 )
+from engine.backends.custom.ir.recurrent import empty_states
 from engine.backends.custom.ir.rotary import rotary_tables
 from engine.backends.custom.weights.model import ModelSource
 
 # The name of an output in the report -> the graph nodes of a layer whose sum it is. A layer has
 # either an MLP, or experts and perhaps a shared expert.
 _NODES = {
-    "attn": ("attn.o",),
+    "attn": ("attn.o", "mixer.o"),
     "mlp": ("mlp.down", "experts", "shared.down"),
     "out": ("mlp_sum",),
 }
@@ -49,7 +51,11 @@ def layer_outputs(source: ModelSource, token_ids: Sequence[int]) -> dict[str, ND
     cache = (1, count, config.kv_parts, config.num_kv_heads, config.head_dim)
     factors = weights.get("rope.factors")
     rotations = tuple(rotary_tables(rope, config.max_position, factors) for rope in config.ropes)
-    state = State(tuple(np.zeros(cache, np.float32) for _ in range(config.num_layers)), rotations)
+    state = State(
+        tuple(np.zeros(cache, np.float32) for _ in range(config.num_layers)),
+        rotations,
+        empty_states(config, 1),
+    )
     zeros = np.zeros(count, np.int32)
     batch = ReferenceBatch(
         token_ids=np.array(token_ids, np.int32),
@@ -58,6 +64,7 @@ def layer_outputs(source: ModelSource, token_ids: Sequence[int]) -> dict[str, ND
         row_of=zeros,
         tables=np.zeros((1, 1), np.int32),
         logit_tokens=positions,
+        slots=zeros[:1],
     )
     values = graph_values(build_graph(config), weights, batch, state)
     found = {"embed": values["embed_sum" if config.learned_positions else "embed"]}
@@ -65,7 +72,8 @@ def layer_outputs(source: ModelSource, token_ids: Sequence[int]) -> dict[str, ND
         for site, nodes in _NODES.items():
             names = [f"layers.{layer}.{node}" for node in nodes]
             parts = [values[name] for name in names if name in values]
-            found[f"layers.{layer}.{site}"] = np.sum(parts, axis=0)
+            if parts:
+                found[f"layers.{layer}.{site}"] = np.sum(parts, axis=0)
     return found | {"logits": values["logits"]}
 
 
@@ -95,8 +103,10 @@ def _layer(step: Step) -> str:
             return "embed"
         case RopeWriteStep() | LatentWriteStep() | HeadLinearStep() | AttentionStep():
             return "attn"
+        case RecurrentStep():
+            return "attn"
         case LinearStep() if layer_of(step.matrix) is not None:
-            return "attn" if ".attn." in step.matrix else "mlp"
+            return "attn" if ".attn." in step.matrix or ".mixer." in step.matrix else "mlp"
         case NormStep():
             return "attn" if ".attn" in step.norm.weight else "mlp"
         case RouteStep() | ExpertsStep() | GateRowsStep():

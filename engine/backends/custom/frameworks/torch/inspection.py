@@ -12,7 +12,7 @@ from torch import Tensor
 
 from engine.backends.custom.frameworks.torch.layers.norm import LayerNorm, RMSNorm
 from engine.backends.custom.frameworks.torch.models.base import Decoder
-from engine.backends.custom.frameworks.torch.models.blocks import Block
+from engine.backends.custom.frameworks.torch.models.blocks import Block, HalfBlock
 from engine.backends.custom.frameworks.torch.models.loading import build_model
 from engine.backends.custom.tools.inspection import timed
 from engine.backends.custom.weights.model import ModelSource
@@ -27,7 +27,7 @@ def layer_outputs(source: ModelSource, token_ids: Sequence[int]) -> dict[str, ND
     x = model.embed_tokens(ids, step)
     found = {"embed": x}
     for index, block in enumerate(model.layers):
-        assert isinstance(block, Block)
+        assert isinstance(block, Block | HalfBlock)
         attended, fed, x = block.halves(x, step)
         found |= {
             f"layers.{index}.attn": attended,
@@ -48,7 +48,7 @@ def layer_times(source: ModelSource, num_tokens: int, repeats: int) -> dict[str,
     assert isinstance(block, Block)
     calls: dict[str, Callable[[], Tensor]] = {
         "embed": lambda: model.embed_tokens(ids, step),
-        "attn": lambda: block.attn(x, step),
+        "attn": lambda: block.mix(x, step),
         "mlp": lambda: block.feed(x),
         "norm": lambda: model.norm(last),
         "head": lambda: model.head(last),

@@ -32,6 +32,7 @@ class Bucket(NamedTuple):
     table_width: int
     tile: int  # max queries per attention item
     num_items: int
+    has_windows: bool = False  # layers with a sliding window have block tables of their own
 
 
 @cache
@@ -52,6 +53,8 @@ def step_layout(bucket: Bucket) -> Layout:
         "row": items,
         "num_items": 2,  # the number of items with one query, and the number of all items
     }
+    if bucket.has_windows:
+        sizes |= {"window_slots": tokens, "window_tables": sizes["tables"]}
     return Layout(sizes, dict.fromkeys(sizes, 0))
 
 
@@ -77,12 +80,13 @@ class Buckets:
     def of(self, inputs: BatchInputs) -> Bucket:
         num_tokens, num_rows = len(inputs.token_ids), len(inputs.slots)
         width = self._table_width(inputs.block_tables.shape[1])
+        has_windows = inputs.window_tables is not None
         if num_tokens == num_rows:
             size = padded_rows(num_rows)
-            return Bucket(size, size, width, 1, size)
+            return Bucket(size, size, width, 1, size, has_windows)
         size = _doubled(MIN_PROMPT_TOKENS, num_tokens)
         rows = min(size, padded_rows(self.max_slots))
-        return Bucket(size, rows, width, TILE, size // TILE + rows)
+        return Bucket(size, rows, width, TILE, size // TILE + rows, has_windows)
 
     def _table_width(self, num_blocks: int) -> int:
         tokens, longest = MIN_TABLE_TOKENS, num_blocks * self.block_size
@@ -97,21 +101,28 @@ def packed_step(inputs: BatchInputs, bucket: Bucket) -> I32:
     """All arrays of a step, padded to the bucket's sizes and packed into one vector."""
     counts = np.diff(inputs.query_start)
     tokens, lengths, rows = attention_items(inputs.query_start, counts, bucket.tile)
-    tables = np.zeros((bucket.num_rows, bucket.table_width), np.int32)
-    tables[: len(inputs.block_tables), : inputs.block_tables.shape[1]] = inputs.block_tables
     arrays: dict[str, NDArray[np.generic]] = {
         "token_ids": inputs.token_ids,
         "positions": inputs.positions,
         "write_slots": inputs.write_slots,
         "slots": np.repeat(inputs.slots, counts),
         "logit_rows": inputs.logit_rows,
-        "tables": tables,
+        "tables": _padded(inputs.block_tables, bucket),
         "token": tokens,
         "length": lengths,
         "row": rows,
         "num_items": np.array([np.count_nonzero(lengths == 1), len(tokens)]),
     }
+    if inputs.window_tables is not None and inputs.window_slots is not None:
+        arrays["window_slots"] = inputs.window_slots
+        arrays["window_tables"] = _padded(inputs.window_tables, bucket)
     return step_layout(bucket).packed(arrays)
+
+
+def _padded(tables: I32, bucket: Bucket) -> I32:
+    padded = np.zeros((bucket.num_rows, bucket.table_width), np.int32)
+    padded[: len(tables), : tables.shape[1]] = tables
+    return padded
 
 
 def attention_items(query_start: I32, counts: I32, tile: int) -> tuple[I32, I32, I32]:

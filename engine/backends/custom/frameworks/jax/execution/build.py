@@ -29,7 +29,13 @@ from engine.backends.custom.runtime.model_runner import (
     RunnerConfig,
 )
 from engine.backends.custom.weights.model import ModelSource
-from engine.backends.custom.worker.memory import USUAL_POOL_BYTES, MemoryNeeds, dense_needs, on_gpu
+from engine.backends.custom.worker.memory import (
+    USUAL_POOL_BYTES,
+    MemoryNeeds,
+    dense_needs,
+    on_gpu,
+    with_windows,
+)
 from engine.core.errors import ConfigError
 from engine.core.store.model_store import store_directory
 
@@ -63,6 +69,7 @@ def memory_needs(source: ModelSource, options: EngineOptions, device: DeviceInfo
     token.
     """
     needs = dense_needs(source.config, device)
+    needs = with_windows(needs, source.config, options.max_batch_tokens)
     if not device.name.startswith("cuda"):
         return replace(needs, usual_pool_bytes=USUAL_POOL_BYTES)
     return on_gpu(needs, source.config, options, device)

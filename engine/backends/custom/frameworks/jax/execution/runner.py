@@ -16,6 +16,7 @@ from jax import Array
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
+from engine.backends.custom.architectures.base import ModelConfig
 from engine.backends.custom.frameworks.jax.execution.buckets import (
     Bucket,
     Buckets,
@@ -113,6 +114,7 @@ class JAXRunner:
             depth=1,
             max_step_tokens=None if on_gpu else MOST_CPU_TOKENS,
             target_step_s=GPU_STEP_S if on_gpu else None,
+            window=model.config.window,
         )
         self._params, tree = jax.tree.flatten(params)  # flattened once rather than in every step
         # The parameters that `sample` needs. Those of the layers are left out, because each array
@@ -121,12 +123,10 @@ class JAXRunner:
         self._home = home(P(), mesh, device)
         self._buckets = Buckets(config.max_slots, config.block_size, config.max_seq_len, CHUNK)
         num_slots = config.num_blocks * config.block_size
-        kv = model.config
-        shape = (num_slots, kv.kv_parts, kv.num_kv_heads, kv.head_dim)
         dtype, pages = params["norm"]["weight"].dtype, home(CACHE_SPEC, mesh, device)
         # The KV cache of each layer.
         self._caches = [
-            jnp.zeros(shape, dtype, device=pages) for _ in range(model.config.num_layers)
+            jnp.zeros(shape, dtype, device=pages) for shape in cache_shapes(model.config, config)
         ]
         self._last_token = jnp.zeros(config.max_slots, jnp.int32, device=self._home)
         # (max_slots, V) token counts; allocated when a request first uses penalties.
@@ -207,6 +207,15 @@ class JAXRunner:
         return counts
 
 
+def cache_shapes(model: ModelConfig, config: RunnerConfig) -> list[tuple[int, int, int, int]]:
+    """The shape of each layer's KV cache. Layers with a sliding window may have fewer blocks."""
+    num_blocks = config.num_blocks, config.num_window_blocks
+    return [
+        (num_blocks[cache] * config.block_size, model.kv_parts, model.num_kv_heads, model.head_dim)
+        for cache, _ in model.cache_places(config.num_window_blocks > 0)
+    ]
+
+
 @partial(jax.jit, static_argnums=(0, 1), donate_argnums=3)
 def forward(
     program: StepProgram,
@@ -226,7 +235,8 @@ def forward(
     """
     model, tree, attention, block_size, mesh = program
     params = jax.tree.unflatten(tree, leaves)
-    step = step_layout(bucket).views(packed, {"tables": bucket.table_width})
+    tables = ("tables", "window_tables") if bucket.has_windows else ("tables",)
+    step = step_layout(bucket).views(packed, dict.fromkeys(tables, bucket.table_width))
     token_ids, positions = step["token_ids"], step["positions"]
     token_ids = jnp.where(token_ids >= 0, token_ids, last_token[step["slots"]])
     items = (step[name] for name in ("token", "length", "row"))
@@ -241,6 +251,9 @@ def forward(
             heads, pages = P(None, AXIS), CACHE_SPEC
             given, made = (P(AXIS), heads, heads, heads, pages, P(), P()), (heads, pages)
             write = jax.shard_map(write, mesh=mesh, in_specs=given, out_specs=made, check_vma=False)
+        if bucket.has_windows and scoring.window is not None:
+            own = work._replace(tables=step["window_tables"])
+            return write(per_head, q, k, v, cache, step["window_slots"], own)
         return write(per_head, q, k, v, cache, step["write_slots"], work)
 
     states, caches = decode(model, params, token_ids, positions, attend, caches)

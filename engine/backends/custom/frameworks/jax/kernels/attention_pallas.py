@@ -87,6 +87,8 @@ def _attend(
             best, total, mixed = state
             at = chunk * CHUNK + jnp.arange(CHUNK)
             is_there = at < end
+            if scoring.window is not None:  # blocks that the window has left may be freed
+                is_there = is_there & (at > first - scoring.window)
             blocks = triton.load(tables_ref.at[row, at // shape.block_size], mask=is_there, other=0)
             slots = (blocks * shape.block_size + at % shape.block_size)[:, None]
             wide = jnp.broadcast_to(is_there[:, None], (CHUNK, head_dim))

@@ -101,17 +101,21 @@ def _attend(
     slopes, sinks = (
         None if each is None else each.reshape(num_kv_heads, 1, -1, 1) for each in per_head
     )
+    window = shape.scoring.window
     last = positions.max(axis=1)  # (G,)
+    lowest = jnp.where(positions == NO_QUERY, last[:, None], positions).min(axis=1)  # (G,)
 
     def attend_chunk(index: Array, state: tuple[Array, Array, Array]) -> tuple[Array, ...]:
         best, total, mixed = state
         table = lax.dynamic_slice_in_dim(tables, index * width, width, axis=1)
         taken = _take(blocks, table).reshape(rows, chunk, parts, num_kv_heads, head_dim)
         keys, key_positions = taken[:, :, 0], index * chunk + jnp.arange(chunk)
-        # Cache slots past a row's end belong to other sequences. Their values may be NaN, so they
-        # are replaced by zeros.
-        is_own = (key_positions <= last[:, None])[..., None, None]
-        values = jnp.where(is_own, taken[:, :, -1, :, : shape.value_dim], 0)
+        # Cache slots past a row's end belong to other sequences, and blocks that the window has
+        # left may be freed. Their values may be NaN, so they are replaced by zeros.
+        is_own = key_positions <= last[:, None]
+        if window is not None:
+            is_own &= key_positions > lowest[:, None] - window
+        values = jnp.where(is_own[..., None, None], taken[:, :, -1, :, : shape.value_dim], 0)
         distance = positions[..., None] - key_positions  # (G, Q, C)
         products = einsum("gkqnh,gckh->gkqnc", grouped, keys)
         scored = scores(products, distance[:, None, :, None], shape.scoring, slopes)
@@ -121,8 +125,8 @@ def _attend(
         return higher, total * fading + weights.sum(axis=-1), mixed * fading[..., None] + added
 
     first = jnp.zeros((), jnp.int32)
-    if (window := shape.scoring.window) is not None:
-        seen = jnp.where(positions == NO_QUERY, last.max(), positions).min()
+    if window is not None:
+        seen = jnp.where(lowest == NO_QUERY, last.max(), lowest).min()
         first = jnp.maximum(seen - window + 1, 0) // chunk
     per_query = grouped.shape[:-1]
     best, total = jnp.full(per_query, HIDDEN, jnp.float32), jnp.zeros(per_query, jnp.float32)

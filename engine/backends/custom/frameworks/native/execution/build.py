@@ -4,8 +4,12 @@ import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from importlib import import_module
+from itertools import accumulate
 from math import prod
 from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
 
 from engine.backends.custom.architectures.base import ModelConfig
 from engine.backends.custom.frameworks.native.execution.program import Numbered, add_program
@@ -23,6 +27,7 @@ from engine.backends.custom.ir.plan import (
     step_label,
 )
 from engine.backends.custom.ir.planner import plan_cache
+from engine.backends.custom.ir.recurrent import empty_states
 from engine.backends.custom.ir.reference import alibi_slopes
 from engine.backends.custom.ir.rotary import rope_frequencies
 from engine.backends.custom.options import EngineOptions
@@ -101,7 +106,12 @@ def memory_needs(source: ModelSource, options: EngineOptions, device: DeviceInfo
     if options.numerics == "fast" and device.dtype == STORED:
         weight_bytes += _per_channel_bytes(source)
     kv_type = _kv_type(source.config, options.kv_dtype, device.dtype, options.numerics)
-    needs = MemoryNeeds(weight_bytes, kv_token_bytes(source.config, kv_type), USUAL_POOL_BYTES)
+    needs = MemoryNeeds(
+        weight_bytes,
+        kv_token_bytes(source.config, kv_type),
+        USUAL_POOL_BYTES,
+        slot_bytes=4 * source.config.state_floats,
+    )
     return with_windows(needs, source.config, min(options.max_batch_tokens, STEP_TOKENS))
 
 
@@ -109,7 +119,8 @@ def kv_token_bytes(config: ModelConfig, stored_as: str) -> int:
     """Bytes of one token in the KV cache. Heads are padded to multiples of 32 values."""
     dim = -(-config.head_dim // 32) * 32
     head_bytes = {"float32": 4 * dim, "bfloat16": 2 * dim, "int8": dim + 4}[stored_as]
-    return config.num_layers * config.kv_parts * config.num_kv_heads * head_bytes
+    layers = len(config.attention_layers)
+    return layers * config.kv_parts * config.num_kv_heads * head_bytes
 
 
 def _packed_bytes(weight: Weight) -> int:
@@ -164,6 +175,7 @@ def build_runner(source: ModelSource, config: RunnerConfig) -> NativeRunner:
         depth=0,
         max_step_tokens=STEP_TOKENS,
         min_prompt_tokens=PROMPT_TOKENS if machine.has_bf16 else ROW_TOKENS,
+        has_state=source.config.state is not None,
         window=source.config.window,
     )
     return NativeRunner(model.native, spec, source.config.hidden_size)
@@ -219,10 +231,13 @@ def load_model(
     }
     weights = Numbered(
         matrices=matrices,
-        vectors={name: model.add_vector(each.reshape(-1)) for name, each in packed.vectors.items()},
+        vectors={
+            name: model.add_vector(_flat(name, each)) for name, each in packed.vectors.items()
+        },
         biases={name: model.add_vector(each) for name, each in packed.biases.items()},
         caches=caches,
         slopes=_add_slopes(model, source.config),
+        state_offsets=_state_offsets(source.config),
         per_channel=_add_per_channel(model, plan, matrices) if numerics == "fast" else {},
     )
     model.set_fast(numerics == "fast")
@@ -236,6 +251,19 @@ def build_encoder(source: ModelSource, options: EngineOptions, device: DeviceInf
     from engine.backends.custom.frameworks.native.execution.encoder import load_encoder
 
     return load_encoder(source, options, device)
+
+
+def _flat(name: str, values: NDArray[np.float32]) -> NDArray[np.float32]:
+    """The values of a weight in the order in which kernels read them. Convolutions are read token
+    by token, so their matrix is transposed.
+    """
+    is_conv = name.endswith(".mixer.conv.weight")
+    return np.ascontiguousarray(values.T if is_conv else values).reshape(-1)
+
+
+def _state_offsets(config: ModelConfig) -> tuple[int, ...]:
+    ends = accumulate(each.shape[1] for each in empty_states(config, 0))
+    return (0, *ends)
 
 
 def build_image_encoder(source: ModelSource, config: RunnerConfig) -> ImageEncoder:
@@ -352,6 +380,9 @@ def _set_memory(model: Any, source: ModelSource, config: RunnerConfig, plan: Exe
     kv_type = _kv_type(source.config, config.kv_dtype, config.dtype, config.numerics)
     shape = CacheShape(kv_type, config.block_size, sizes)
     allocate(model, source, plan, shape, config.max_seq_len)
+    if source.config.state is not None:
+        count = config.max_slots + 1 + config.num_checkpoints
+        model.set_states(source.config.state_floats, count)
     model.set_sampler(source.config.vocab_size, config.max_slots, config.max_seq_len)
 
 

@@ -17,6 +17,7 @@ from engine.backends.custom.ir.plan import (
     LinearStep,
     MeanStep,
     NormStep,
+    RecurrentStep,
     RopeWriteStep,
     RouteStep,
 )
@@ -26,6 +27,9 @@ NUMERICS = ("f32", "int8", "bf16")
 ACTIVATIONS = ("none", "silu", "gelu", "gelu_tanh", "relu2", "swiglu_oai")
 NORMS = ("none", "rms", "layer")
 SCORINGS = ("softmax", "softmax_chosen", "sigmoid")
+MIXERS = ("conv", "mamba2", "delta")
+# The weights of a layer that keeps a state, in the order of `RecurrentWeights` in recurrent.h.
+RECURRENT_WEIGHTS = ("conv.weight", "conv.bias", "dt_bias", "decay", "skip", "norm.weight")
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,6 +44,8 @@ class Numbered:
     # For each layer: the number of its KV cache, and its index among the layers of that cache.
     caches: tuple[tuple[int, int], ...]
     slopes: int = -1  # index of the ALiBi slopes; -1: the model has none
+    # For each layer that keeps a state: floats before its part in the state of a sequence.
+    state_offsets: tuple[int, ...] = ()
 
     def vector(self, name: str | None) -> int:
         return -1 if name is None else self.vectors[name]
@@ -70,6 +76,8 @@ def add_program(model: Any, plan: ExecutionPlan, weights: Numbered) -> None:
                 _add_route(model, plan, step, weights)
             case ExpertsStep():
                 _add_experts(model, plan, step, weights)
+            case RecurrentStep():
+                _add_recurrent(model, step, weights)
             case GateRowsStep():
                 model.gate_rows(step.source, step.out, _over_logits(plan, step.out))
             case GatherStep():
@@ -77,6 +85,28 @@ def add_program(model: Any, plan: ExecutionPlan, weights: Numbered) -> None:
             case MeanStep():
                 model.mean(step.source, step.out)
     model.end_program()
+
+
+def _add_recurrent(model: Any, step: RecurrentStep, weights: Numbered) -> None:
+    recurrence, state = step.recurrence, step.recurrence.state
+    named = dict(zip(recurrence.weight_shapes, step.weights, strict=True))
+    model.recurrent(
+        source=step.source,
+        out=step.out,
+        mixer=MIXERS.index(recurrence.mixer),
+        sizes=[
+            recurrence.sizes.channels,
+            state.conv_size,
+            state.heads,
+            state.head_dim,
+            state.groups,
+            state.state_size,
+            state.norm_groups,
+        ],
+        eps=recurrence.eps,
+        state_offset=weights.state_offsets[recurrence.layer],
+        weights=[weights.vector(named.get(name)) for name in RECURRENT_WEIGHTS],
+    )
 
 
 def _over_logits(plan: ExecutionPlan, buffer: int) -> bool:

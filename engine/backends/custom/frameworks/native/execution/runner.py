@@ -71,6 +71,9 @@ class NativeRunner:
             visible_end=inputs.visible_end,
             embeds=inputs.embeds,
             embed_rows=inputs.embed_rows,
+            slots=inputs.slots,
+            state_load=inputs.state_load,
+            state_save=inputs.state_save,
         )
         return StepHandle(finite.view(np.bool_), len(inputs.logit_rows))
 

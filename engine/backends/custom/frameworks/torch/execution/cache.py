@@ -13,7 +13,9 @@ from torch import Tensor
 
 from engine.backends.custom.architectures.base import ModelConfig
 from engine.backends.custom.frameworks.torch.execution.transfer import to_device
+from engine.backends.custom.frameworks.torch.layers.recurrent import LayerState
 from engine.backends.custom.runtime.model_runner import (
+    I32,
     I64,
     NULL_BLOCK,
     BatchInputs,
@@ -115,7 +117,12 @@ class CacheGroups:
             for index, num_blocks in enumerate((config.num_blocks, config.num_window_blocks))
             if num_blocks
         )
-        self.layers = [self.caches[cache].layers[layer] for cache, layer in self._places]
+        # The cache of each layer that has attention, by the layer's number.
+        self.layers = {
+            number: self.caches[cache].layers[index]
+            for number, (cache, index) in enumerate(self._places)
+            if cache >= 0
+        }
 
     def slots_of(self, layer: int, slots: tuple[Tensor, ...]) -> Tensor:
         """The slots in the cache that the layer uses."""
@@ -137,6 +144,51 @@ def slots_by_cache(inputs: BatchInputs) -> list[I64]:
     """The write slots of a step in each cache of `CacheGroups`."""
     windowed = inputs.window_slots
     return [inputs.write_slots] if windowed is None else [inputs.write_slots, windowed]
+
+
+class StateCache:
+    """The states of all sequences, for layers that keep one. The slot after those of sequences is
+    that of padding rows. Copies for the prefix cache follow it.
+    """
+
+    def __init__(
+        self, config: ModelConfig, num_states: int, device: torch.device, dtype: torch.dtype
+    ) -> None:
+        self.layers: list[LayerState] = []
+        for index in config.state_layers:
+            state, mixer = config.state, config.layer(index).mixer
+            assert state is not None, config
+            window = (num_states, state.conv_size - 1, state.sizes(mixer, config.hidden_size)[1])
+            conv = _zeros(window, dtype, device)
+            matrix = None
+            if mixer != "conv":
+                shape = (num_states, state.heads, state.state_size, state.head_dim)
+                matrix = _zeros(shape, torch.float32, device)
+            self.layers.append(LayerState(conv, matrix))
+
+    def copy(self, sources: I32, targets: I32) -> None:
+        """Copies states. Both arrays have indices of states."""
+        if not len(sources):
+            return
+        device = self.layers[0].conv.device if self.layers[0].conv is not None else None
+        assert device is not None
+        at, to = (to_device(each.astype(np.int64), device) for each in (sources, targets))
+        for layer in self.layers:
+            for states in (layer.conv, layer.matrix):
+                if states is not None:
+                    states.index_copy_(0, to, states.index_select(0, at))
+
+    def load(self, inputs: BatchInputs) -> None:
+        """Copies states of the prefix cache to the slots of rows that continue them."""
+        if inputs.state_load is not None:
+            rows = np.flatnonzero(inputs.state_load >= 0)
+            self.copy(inputs.state_load[rows], inputs.slots[rows])
+
+    def save(self, inputs: BatchInputs) -> None:
+        """Copies states of slots to the prefix cache."""
+        if inputs.state_save is not None:
+            rows = np.flatnonzero(inputs.state_save >= 0)
+            self.copy(inputs.slots[rows], inputs.state_save[rows])
 
 
 def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:

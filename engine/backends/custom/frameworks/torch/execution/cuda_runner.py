@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from engine.backends.custom.frameworks.layout import Layout
-from engine.backends.custom.frameworks.torch.execution.cache import CacheGroups, slots_by_cache
+from engine.backends.custom.frameworks.torch.execution.cache import slots_by_cache
 from engine.backends.custom.frameworks.torch.execution.device_sampler import Kind
 from engine.backends.custom.frameworks.torch.execution.graphs import (
     TOKEN_SIZES,
@@ -21,7 +21,7 @@ from engine.backends.custom.frameworks.torch.execution.graphs import (
     at_least,
     row_sizes,
 )
-from engine.backends.custom.frameworks.torch.execution.runner import TorchRunner
+from engine.backends.custom.frameworks.torch.execution.runner import CachedStep, TorchRunner
 from engine.backends.custom.frameworks.torch.execution.sampling_graphs import PLAIN, GraphSampler
 from engine.backends.custom.frameworks.torch.execution.sampling_runner import (
     StepHandle,
@@ -35,13 +35,10 @@ from engine.backends.custom.frameworks.torch.kernels.attention_triton import (
     TILE_FIELDS,
     ListLengths,
     TritonAttention,
-    TritonPlan,
     all_tables,
 )
-from engine.backends.custom.frameworks.torch.kernels.rope import rope_write
 from engine.backends.custom.frameworks.torch.kernels.tokens import guard, resolve_tokens
-from engine.backends.custom.frameworks.torch.layers.attention import AnyAttention, Attention
-from engine.backends.custom.frameworks.torch.layers.rotary import Rotation
+from engine.backends.custom.frameworks.torch.layers.scans import Rows
 from engine.backends.custom.frameworks.torch.models.base import Decoder
 from engine.backends.custom.runtime.model_runner import (
     GPU_STEP_S,
@@ -66,43 +63,6 @@ class Size:
     shares: bool
 
 
-@dataclass(frozen=True, slots=True)
-class CachedStep:
-    """A forward pass over the cache. A layer first writes its keys and values, then attends."""
-
-    positions: Tensor  # (T,) int32
-    slots: tuple[Tensor, ...]  # (T,) int32 for each cache
-    # For each layer (max_seq_len, dim): dim / 2 cosines, then sines. None: the layer has no RoPE
-    angles: tuple[Tensor | None, ...]
-    plan: TritonPlan
-    cache: CacheGroups
-    rotations: tuple[Rotation | None, ...]  # one per layer, or empty without latent attention
-    images: None = None
-
-    def attend(self, attention: AnyAttention, qkv: Tensor) -> Tensor:
-        layer, window, sinks = attention.layer, attention.window, attention.sinks
-        cached, angles = self.cache.layers[layer], self.angles[layer]
-        if angles is None or not isinstance(attention, Attention):
-            q, k, v = attention.heads(qkv, self.rotations[layer] if self.rotations else None)
-            self.cache.write(layer, tuple(each.long() for each in self.slots), k, v)
-            return self.plan.attend_cached(q.contiguous(), cached, window, sinks)
-        q_norm, k_norm = attention.head_norms
-        q = rope_write(
-            qkv,
-            self.positions,
-            angles,
-            self.cache.slots_of(layer, self.slots),
-            cached,
-            attention.num_heads,
-            attention.num_kv_heads,
-            attention.head_dim,
-            None if q_norm is None else q_norm.weight,
-            None if k_norm is None else k_norm.weight,
-            0.0 if q_norm is None else q_norm.eps,
-        )
-        return self.plan.attend_cached(q, cached, window, sinks)
-
-
 class BufferedStep:
     """The data that all steps of one size share: views of the device buffer, output tensors, and
     the captured CUDA graphs.
@@ -116,6 +76,7 @@ class BufferedStep:
         self.results = torch.empty(0)  # (samples + rows + 1,) int32: tokens, then finite flags
         self.logits: Tensor | None = None  # (samples, V)
         self.stream: Tensor | None = None  # (samples, D) residual stream before the final norm
+        self.rows: Rows | None = None  # only if layers keep states
         self.forward: torch.cuda.CUDAGraph | None = None
         self.sample_graphs: dict[Kind, torch.cuda.CUDAGraph] = {}
 
@@ -177,12 +138,18 @@ class CudaRunner(TorchRunner):
         size = self._size(inputs)
         step = self._step(inputs, size) if size is not None else self._exact_step(inputs)
         step.num_uses += 1
+        self._states.load(inputs)
         if step.forward is None:
-            self._compute(step)
-            if size is not None and (size.only_decodes or step.num_uses > 1):
+            has_state, is_new = self._spec.has_state, step.num_uses == 1
+            captures = size is not None and not (is_new and (has_state or not size.only_decodes))
+            # A step that changes states must not run twice: the graph is replayed below.
+            if not (captures and has_state):
+                self._compute(step)
+            if captures:
                 self._capture(step)
         if step.forward is not None:
             step.forward.replay()
+        self._states.save(inputs)
         return CudaHandle(step, len(inputs.slots), len(inputs.logit_rows))
 
     @torch.inference_mode()
@@ -237,7 +204,8 @@ class CudaRunner(TorchRunner):
             bucket = at_least(self._row_sizes, rows)
             if bucket is not None:
                 return Size(bucket, bucket, bucket, True, self._lists.has_shared(inputs))
-        padded = at_least(TOKEN_SIZES, tokens)
+        # How rows are divided into chunks is decided on the host, so states rule out a graph here.
+        padded = None if self._spec.has_state else at_least(TOKEN_SIZES, tokens)
         most = min(padded or 0, self._spec.max_slots)
         if padded is None or rows > most or samples > most:
             return None
@@ -265,6 +233,7 @@ class CudaRunner(TorchRunner):
             shares=room.shared > 0,
         )
         step = BufferedStep(self, size, room)
+        step.rows = self._rows(inputs)
         self._send_arrays(step, self._arrays(inputs, lists, size), static=False)
         return step
 
@@ -344,6 +313,8 @@ class CudaRunner(TorchRunner):
             self._angles,
             self._lists.plan_on(views, step.room),
             self._cache,
+            self._states,
+            self._decode_rows(views) if size.only_decodes else step.rows,
             model.rotations(views["positions"]) if model.config.latent else (),
         )
         token_ids = resolve_tokens(
@@ -361,6 +332,13 @@ class CudaRunner(TorchRunner):
             self._guard(x, token_rows[rows], tuple(each[rows] for each in slots), finite)
         if size.samples:
             step.stream, step.logits = x, model.stream_logits(x)
+
+    def _decode_rows(self, views: dict[str, Tensor]) -> Rows | None:
+        """The rows of a decode-only step, from its arrays on the device."""
+        if not self._spec.has_state:
+            return None
+        each = views["token_rows"].long()
+        return Rows(views["slots"].long(), views["positions"] == 0, each, each)
 
     def _guard(
         self, x: Tensor, token_rows: Tensor, slots: tuple[Tensor, ...], finite: Tensor

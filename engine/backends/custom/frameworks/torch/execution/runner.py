@@ -6,7 +6,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from engine.backends.custom.frameworks.torch.execution.cache import CacheGroups, slots_by_cache
+from engine.backends.custom.frameworks.torch.execution.cache import (
+    CacheGroups,
+    StateCache,
+    slots_by_cache,
+)
 from engine.backends.custom.frameworks.torch.execution.sampling_runner import (
     SamplingRunner,
     StepHandle,
@@ -19,8 +23,16 @@ from engine.backends.custom.frameworks.torch.kernels.attention import (
 from engine.backends.custom.frameworks.torch.kernels.attention_heads import AttentionHeads
 from engine.backends.custom.frameworks.torch.kernels.attention_reference import ReferenceAttention
 from engine.backends.custom.frameworks.torch.kernels.attention_sdpa import SdpaAttention
-from engine.backends.custom.frameworks.torch.layers.attention import AnyAttention, ImageRows
+from engine.backends.custom.frameworks.torch.kernels.attention_triton import TritonPlan
+from engine.backends.custom.frameworks.torch.kernels.rope import rope_write
+from engine.backends.custom.frameworks.torch.layers.attention import (
+    AnyAttention,
+    Attention,
+    ImageRows,
+)
+from engine.backends.custom.frameworks.torch.layers.recurrent import LayerState
 from engine.backends.custom.frameworks.torch.layers.rotary import Rotation
+from engine.backends.custom.frameworks.torch.layers.scans import Rows, divide
 from engine.backends.custom.frameworks.torch.models.base import Decoder
 from engine.backends.custom.runtime.model_runner import BatchInputs, RunnerConfig, RunnerSpec
 
@@ -34,6 +46,8 @@ class PagedStep:
     slots: tuple[Tensor, ...]  # (T,) int64 for each cache
     plan: AttentionPlan
     cache: CacheGroups
+    states: StateCache
+    rows: Rows | None
     images: ImageRows | None
 
     def attend(self, attention: AnyAttention, qkv: Tensor) -> Tensor:
@@ -42,6 +56,51 @@ class PagedStep:
         self.cache.write(layer, self.slots, k, v)
         cached = self.cache.layers[layer]
         return self.plan.attend(q, k, v, cached, window=attention.window, sinks=attention.sinks)
+
+    def state(self, layer: int) -> LayerState:
+        return self.states.layers[layer]
+
+
+@dataclass(frozen=True, slots=True)
+class CachedStep:
+    """A forward pass over the cache. A layer first writes its keys and values, then attends."""
+
+    positions: Tensor  # (T,) int32
+    slots: tuple[Tensor, ...]  # (T,) int32 for each cache
+    # For each layer (max_seq_len, dim): dim / 2 cosines, then sines. None: the layer has no RoPE
+    angles: tuple[Tensor | None, ...]
+    plan: TritonPlan
+    cache: CacheGroups
+    states: StateCache
+    rows: Rows | None
+    rotations: tuple[Rotation | None, ...]  # one per layer, or empty without latent attention
+    images: None = None
+
+    def attend(self, attention: AnyAttention, qkv: Tensor) -> Tensor:
+        layer, window, sinks = attention.layer, attention.window, attention.sinks
+        cached, angles = self.cache.layers[layer], self.angles[layer]
+        if angles is None or not isinstance(attention, Attention):
+            q, k, v = attention.heads(qkv, self.rotations[layer] if self.rotations else None)
+            self.cache.write(layer, tuple(each.long() for each in self.slots), k, v)
+            return self.plan.attend_cached(q.contiguous(), cached, window, sinks)
+        q_norm, k_norm = attention.head_norms
+        q = rope_write(
+            qkv,
+            self.positions,
+            angles,
+            self.cache.slots_of(layer, self.slots),
+            cached,
+            attention.num_heads,
+            attention.num_kv_heads,
+            attention.head_dim,
+            None if q_norm is None else q_norm.weight,
+            None if k_norm is None else k_norm.weight,
+            0.0 if q_norm is None else q_norm.eps,
+        )
+        return self.plan.attend_cached(q, cached, window, sinks)
+
+    def state(self, layer: int) -> LayerState:
+        return self.states.layers[layer]
 
 
 class TorchRunner(SamplingRunner):
@@ -52,6 +111,7 @@ class TorchRunner(SamplingRunner):
             config,
             model.config.vocab_size,
             depth=0 if device.type == "cpu" else 1,
+            has_state=model.config.state is not None,
             window=model.config.window,
         )
         super().__init__(spec, device)
@@ -69,6 +129,8 @@ class TorchRunner(SamplingRunner):
                 AttentionHeads.of(model.config), block_size=config.block_size, dtype=dtype
             )
         self._cache = CacheGroups(model.config, config, device, dtype)
+        count = config.max_slots + 1 + config.num_checkpoints
+        self._states = StateCache(model.config, count, device, dtype)
 
     @torch.inference_mode()
     def forward(self, inputs: BatchInputs) -> StepHandle:
@@ -79,15 +141,25 @@ class TorchRunner(SamplingRunner):
             tuple(self._put(slots) for slots in slots_by_cache(inputs)),
             self._attention_of(inputs).plan(inputs, positions),
             self._cache,
+            self._states,
+            self._rows(inputs),
             self._images(inputs),
         )
+        self._states.load(inputs)
         x = self._model(self._token_ids(inputs), step)  # (T, D)
+        self._states.save(inputs)
         finite = self._cache.guard(inputs, x, step.slots)
         if not len(inputs.logit_rows):
             return StepHandle(None, None, finite)
         rows = self._put(inputs.logit_rows.astype(np.int64))
         hidden = self._model.norm(x.index_select(0, rows))
         return StepHandle(self._model.head_logits(hidden), hidden, finite)
+
+    def _rows(self, inputs: BatchInputs) -> Rows | None:
+        """The rows of a step, if layers keep states."""
+        if not self._spec.has_state:
+            return None
+        return divide(inputs.query_start, inputs.positions, inputs.slots, self._device)
 
     def _images(self, inputs: BatchInputs) -> ImageRows | None:
         if inputs.embeds is None or inputs.embed_rows is None:
@@ -105,5 +177,5 @@ class TorchRunner(SamplingRunner):
 
     def close(self) -> None:
         """Frees the model and the KV cache. The runner cannot be used afterwards."""
-        del self._model, self._cache
+        del self._model, self._cache, self._states
         super().close()

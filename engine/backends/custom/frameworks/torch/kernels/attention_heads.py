@@ -24,7 +24,7 @@ WIDEST_TILE, WIDEST_SPAN_TILE, WIDEST_MANY_TILE = (64, 64, 8, 2), (1, 64, 4, 2),
 FLOAT32_TILE, FLOAT32_SPAN_TILE = (64, 32, 4, 2), (1, 32, 4, 2)
 # Tile sizes for latent attention, whose keys have some 576 values: those of chunks and of spans, in
 # half precision and in float32.
-LATENT_TILES, LATENT_FLOAT32_TILES = ((64, 32, 8, 2), (1, 32, 4, 2)), ((16, 16, 4, 1),) * 2
+LATENT_TILES, LATENT_FLOAT32_TILES = ((64, 64, 8, 2), (1, 128, 4, 2)), ((16, 16, 4, 1),) * 2
 LATENT_GROUP = 16  # max heads of a program in latent attention
 NARROW_HEAD, WIDE_HEAD = 64, 128
 

@@ -17,6 +17,7 @@ from engine.backends.custom.architectures.base import (
 )
 from engine.backends.custom.frameworks.torch.layers.linear import Linear
 from engine.backends.custom.frameworks.torch.layers.norm import RMSNorm
+from engine.backends.custom.frameworks.torch.layers.recurrent import RecurrentStep
 from engine.backends.custom.frameworks.torch.layers.rotary import Rotation, rotate
 
 
@@ -28,7 +29,7 @@ class ImageRows:
     embeds: Tensor  # (E, D)
 
 
-class Step(Protocol):
+class Step(RecurrentStep, Protocol):
     """The inputs of a forward pass besides the token ids, and the function that computes attention
     in this pass.
     """
@@ -61,6 +62,9 @@ class Attention(nn.Module):
         parts = (("q", queries), ("k", keys), ("v", keys))
         self.qkv = Linear(config.hidden_size, queries + 2 * keys, config.qkv_bias, parts)
         self.o = Linear(queries, config.hidden_size, config.out_bias)
+        self.gate: Linear | None = None
+        if config.attention_gate:
+            self.gate = Linear(config.hidden_size, queries, config.qkv_bias)
         self.scale = config.attention_scale
         self.softcap = config.attention_softcap
         self.window = config.layer(layer).window
@@ -80,12 +84,15 @@ class Attention(nn.Module):
 
     def attended(self, x: Tensor, step: Step) -> Tensor:
         """The output of attention before the output projection, (T, N H)."""
-        return step.attend(self, self._normed(self.qkv(x))).flatten(1)
+        attended = step.attend(self, self._normed(self.qkv(x))).flatten(1)
+        return attended if self.gate is None else attended * torch.sigmoid(self.gate(x))
 
     def fused(self, x: Tensor, norm: RMSNorm, step: Step) -> Tensor:
         """x + attention(norm(x)). It uses fused kernels, which are fast for few tokens."""
         qkv = self._normed(self.qkv.fused(x, norm=norm))
         attended = step.attend(self, qkv).flatten(1)
+        if self.gate is not None:
+            attended = attended * torch.sigmoid(self.gate.fused(x, norm=norm))
         return self.o.fused(attended, residual=x)
 
     @property

@@ -7,6 +7,7 @@ training call `forward_sequence`. It uses the same modules without a cache and i
 from dataclasses import dataclass
 from typing import Literal, overload
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -22,8 +23,15 @@ from engine.backends.custom.frameworks.torch.layers.attention import AnyAttentio
 from engine.backends.custom.frameworks.torch.layers.embeddings import Embedding
 from engine.backends.custom.frameworks.torch.layers.linear import Linear
 from engine.backends.custom.frameworks.torch.layers.norm import RMSNorm
+from engine.backends.custom.frameworks.torch.layers.recurrent import LayerState
 from engine.backends.custom.frameworks.torch.layers.rotary import Rotary, Rotation
-from engine.backends.custom.frameworks.torch.models.blocks import Block, make_block, make_norm
+from engine.backends.custom.frameworks.torch.layers.scans import Rows, divide
+from engine.backends.custom.frameworks.torch.models.blocks import (
+    Block,
+    HalfBlock,
+    make_block,
+    make_norm,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,7 +41,11 @@ class SequenceStep:
     positions: Tensor  # (T,)
     rotations: tuple[Rotation | None, ...]  # one per layer
     masks: dict[int | None, Tensor]  # by window: (T, T), with ALiBi (N, T, T), added to scores
+    rows: Rows | None
     images: None = None
+
+    def state(self, layer: int) -> LayerState:
+        return LayerState()
 
     def attend(self, attention: AnyAttention, qkv: Tensor) -> Tensor:
         heads = attention.heads(qkv, self.rotations[attention.layer])
@@ -98,7 +110,7 @@ class Decoder(nn.Module):
         """
         before = len(self.layers) - 1
         block = self.layers[before]
-        assert isinstance(block, Block)
+        assert isinstance(block, Block | HalfBlock)
         return block.last(*self._through(before, token_ids, step), step, rows)
 
     def _through(self, count: int, ids: Tensor, step: Step) -> tuple[Tensor, Tensor | None]:
@@ -107,7 +119,7 @@ class Decoder(nn.Module):
         """
         x, delta = self.embed_tokens(ids, step), None
         for block in self.layers[:count]:
-            assert isinstance(block, Block)
+            assert isinstance(block, Block | HalfBlock)
             x, delta = block.parts(x, delta, step)
         return x, delta
 
@@ -173,4 +185,8 @@ class Decoder(nn.Module):
         if slopes is not None:
             slopes = slopes[:, None, None]
         masks = {window: additive_mask(distance, window, slopes) for window in heads.windows}
-        return SequenceStep(positions, self.rotations(positions), masks)
+        rows = None
+        if self.config.state is not None:
+            ends, zero = np.array([0, len(token_ids)], np.int32), np.zeros(1, np.int32)
+            rows = divide(ends, zero, zero, token_ids.device)
+        return SequenceStep(positions, self.rotations(positions), masks, rows)

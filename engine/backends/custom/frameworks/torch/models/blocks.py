@@ -4,6 +4,7 @@ MLP follow each other.
 
 from abc import ABC, abstractmethod
 
+import torch
 from torch import Tensor, nn
 
 from engine.backends.custom.architectures.base import ModelConfig
@@ -17,6 +18,7 @@ from engine.backends.custom.frameworks.torch.layers.experts import Experts, Shar
 from engine.backends.custom.frameworks.torch.layers.linear import can_add
 from engine.backends.custom.frameworks.torch.layers.mlp import MLP, GatedMLP
 from engine.backends.custom.frameworks.torch.layers.norm import LayerNorm, RMSNorm
+from engine.backends.custom.frameworks.torch.layers.recurrent import Recurrent
 
 Norm = RMSNorm | LayerNorm
 
@@ -28,14 +30,18 @@ def make_norm(config: ModelConfig) -> Norm:
 
 
 class Block(nn.Module, ABC):
-    """One layer: attention and MLP. Both add to the residual stream. The MLP may be a mixture of
-    experts.
+    """One layer: attention and MLP. Both add to the residual stream. In the place of attention,
+    there may be a mixer that keeps a state. The MLP may be a mixture of experts.
     """
 
     def __init__(self, config: ModelConfig, layer: int) -> None:
         super().__init__()
         self.attn_norm = make_norm(config)
-        self.attn: AnyAttention = make_attention(config, layer)
+        self.attends = config.layer(layer).mixer == "attention"
+        if self.attends:
+            self.attn: AnyAttention = make_attention(config, layer)
+        else:
+            self.mixer = Recurrent(config, layer)
         self.mlp: GatedMLP | MLP | None = None
         self.experts: Experts | None = None
         self.shared: SharedExpert | None = None
@@ -48,6 +54,10 @@ class Block(nn.Module, ABC):
             self.mlp = GatedMLP(config) if config.gated_mlp else MLP(config)
         self.multiplier = config.residual_multiplier
 
+    @property
+    def mix(self) -> AnyAttention | Recurrent:
+        return self.attn if self.attends else self.mixer
+
     def forward(self, x: Tensor, step: Step) -> Tensor:
         return self.halves(x, step)[2]
 
@@ -56,7 +66,7 @@ class Block(nn.Module, ABC):
         layer.
         """
         read = self._attention_input(x)
-        attended = self.attn(read, step)
+        attended = self.mix(read, step)
         return attended, *self._finish(x, read, attended)
 
     def parts(self, x: Tensor, delta: Tensor | None, step: Step) -> tuple[Tensor, Tensor | None]:
@@ -77,11 +87,11 @@ class Block(nn.Module, ABC):
         """
         assert delta is None, "all blocks are alike"
         read = self._attention_input(x)
-        attended = self.attn.attended(read, step)
+        attended = self.mix.attended(read, step)
         x, read, chosen = (each.index_select(0, rows) for each in (x, read, attended))
         if not len(rows):
             return x, attended
-        return self._finish(x, read, self.attn.o(chosen))[1], attended
+        return self._finish(x, read, self.mix.o(chosen))[1], attended
 
     def feed(self, x: Tensor) -> Tensor:
         """The MLP, or the mixture of experts."""
@@ -120,7 +130,7 @@ class InputNormBlock(Block):
         return fed, x + self._scaled(fed)
 
     def parts(self, x: Tensor, delta: Tensor | None, step: Step) -> tuple[Tensor, Tensor | None]:
-        attn, attn_norm, mlp, mlp_norm = self.attn, self.attn_norm, self.mlp, self.mlp_norm
+        attn, attn_norm, mlp, mlp_norm = self.mix, self.attn_norm, self.mlp, self.mlp_norm
         # After a mixture of experts, there is a delta. Then the fused paths can't be used.
         if delta is None and self._is_few(x):
             assert isinstance(attn_norm, RMSNorm) and isinstance(mlp_norm, RMSNorm)
@@ -137,14 +147,14 @@ class InputNormBlock(Block):
         self, x: Tensor, delta: Tensor | None, step: Step, rows: Tensor
     ) -> tuple[Tensor, Tensor]:
         normed, x = self._normed(x, delta)
-        attended = self.attn.attended(normed, step)
+        attended = self.mix.attended(normed, step)
         x, chosen = x.index_select(0, rows), attended.index_select(0, rows)
         if not len(rows):
             return x, attended
         if self._is_few(x):
             assert isinstance(self.mlp, GatedMLP) and isinstance(self.mlp_norm, RMSNorm)
-            return self.mlp.fused(self.attn.o.fused(chosen, residual=x), self.mlp_norm), attended
-        return self._finish(x, normed, self.attn.o(chosen))[1], attended
+            return self.mlp.fused(self.mix.o.fused(chosen, residual=x), self.mlp_norm), attended
+        return self._finish(x, normed, self.mix.o(chosen))[1], attended
 
     def _is_few(self, x: Tensor) -> bool:
         """Whether there are so few rows that attention and MLP use fused kernels, which also add to
@@ -162,6 +172,50 @@ class InputNormBlock(Block):
         residual stream.
         """
         return (self.attn_norm(x), x) if delta is None else self.attn_norm.add(delta, x)
+
+
+class HalfBlock(nn.Module):
+    """A layer that has either a mixer or an MLP, with a norm before it."""
+
+    def __init__(self, config: ModelConfig, layer: int) -> None:
+        super().__init__()
+        kind = config.layer(layer)
+        self.multiplier = config.residual_multiplier
+        self.kind = kind.mixer
+        if kind.mixer == "none":
+            self.mlp_norm = make_norm(config)
+            self.mlp = GatedMLP(config) if config.gated_mlp else MLP(config)
+            return
+        self.attn_norm = make_norm(config)
+        if kind.mixer == "attention":
+            self.attn = make_attention(config, layer)
+        else:
+            self.mixer = Recurrent(config, layer)
+
+    def forward(self, x: Tensor, step: Step) -> Tensor:
+        return self.halves(x, step)[2]
+
+    def halves(self, x: Tensor, step: Step) -> tuple[Tensor, Tensor, Tensor]:
+        """See `Block.halves`. The output of the half that the layer lacks is zero."""
+        half = self.mlp(self.mlp_norm(x)) if self.kind == "none" else self._mixed(x, step)
+        total, zero = x + half * self.multiplier, torch.zeros_like(x)
+        return (zero, half, total) if self.kind == "none" else (half, zero, total)
+
+    def parts(self, x: Tensor, delta: Tensor | None, step: Step) -> tuple[Tensor, Tensor | None]:
+        return self.forward(x if delta is None else x + delta, step), None
+
+    def last(
+        self, x: Tensor, delta: Tensor | None, step: Step, rows: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        x = x if delta is None else x + delta
+        if self.kind != "none":
+            x = self.forward(x, step)
+            return x.index_select(0, rows), x
+        return self.forward(x.index_select(0, rows), step), x
+
+    def _mixed(self, x: Tensor, step: Step) -> Tensor:
+        mix = self.attn if self.kind == "attention" else self.mixer
+        return mix(self.attn_norm(x), step)
 
 
 class OutputNormBlock(Block):
@@ -223,7 +277,11 @@ _BLOCKS: dict[str, type[Block]] = {
 }
 
 
-def make_block(config: ModelConfig, layer: int) -> Block:
+def make_block(config: ModelConfig, layer: int) -> Block | HalfBlock:
+    kind = config.layer(layer)
+    if kind.mixer == "none" or not kind.mlp:
+        assert config.norm_placement == "input", "a layer with one half normalizes its input"
+        return HalfBlock(config, layer)
     if config.parallel is None:
         return _BLOCKS[config.norm_placement](config, layer)
     assert config.norm_placement == "input", "a parallel block normalizes inputs"

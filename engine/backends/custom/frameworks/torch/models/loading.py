@@ -59,7 +59,7 @@ def build_model(
     """Builds a decoder with loaded weights. `quantization` is "auto", "fp8" or "int8". "fp8" and
     "int8" quantize all matrices that are not quantized in the checkpoint.
     """
-    check_decoder(config, "torch")
+    check_decoder(config, "torch", ("state", "mixer", "mlp", "attention_gate"))
     kind = GPT2 if config.learned_positions else Decoder
     stored = weights.get(ROPE_FACTORS)
     factors = None if stored is None else _tensor(stored, device)

@@ -12,7 +12,7 @@ from engine.backends.custom.architectures.base import (
     Reader,
     ScoreHead,
 )
-from engine.backends.custom.architectures.bert import (
+from engine.backends.custom.architectures.encoders.bert import (
     CLASSIFIER,
     HF_KEYS,
     check_labels,

@@ -1,0 +1,1 @@
+"""Text encoders as data: BERT and its descendants, and ModernBERT."""

@@ -1,0 +1,1 @@
+"""Model families whose layers keep states of fixed size, beside layers with keys and values."""

@@ -1,0 +1,184 @@
+"""The options of `engine serve`, under the headings of its help."""
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from engine.cli.console import complete_model
+
+_MODEL, _SERVER, _MEMORY, _LOGS = "Model", "Server", "Memory and speed", "Logs"
+# The flags after the first one of an option are those of vLLM, SGLang or llama.cpp.
+ModelOption = Annotated[
+    str | None,
+    typer.Option(
+        "--model",
+        "-m",
+        "--model-path",
+        rich_help_panel=_MODEL,
+        help="The same as MODEL.",
+        autocompletion=complete_model,
+    ),
+]
+HubOption = Annotated[
+    str | None,
+    typer.Option(
+        "--hf-repo",
+        "-hf",
+        "-hfr",
+        metavar="ORG/REPO[:QUANT]",
+        rich_help_panel=_MODEL,
+        help="MODEL from the hub.",
+    ),
+]
+HostOption = Annotated[
+    str | None, typer.Option(rich_help_panel=_SERVER, help="Address to listen on.")
+]
+PortOption = Annotated[
+    int | None,
+    typer.Option(rich_help_panel=_SERVER, help="Port to listen on; 0: any free one."),
+]
+NameOption = Annotated[
+    str | None,
+    typer.Option(
+        "--name",
+        "--served-model-name",
+        "--alias",
+        "-a",
+        rich_help_panel=_MODEL,
+        help="Model id that clients use.",
+    ),
+]
+OptionsOption = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--option",
+        metavar="NAME=VALUE",
+        rich_help_panel=_MODEL,
+        help="Option of a backend other than our own, such as python=/opt/vllm/bin/python;"
+        " can be repeated.",
+    ),
+]
+MaxSequenceLengthOption = Annotated[
+    int | None,
+    typer.Option(
+        "--max-sequence-length",
+        "--max-model-len",
+        "--context-length",
+        "--ctx-size",
+        "-c",
+        rich_help_panel=_MODEL,
+        help="Context in tokens; default: the model's.",
+    ),
+]
+BatchSizeOption = Annotated[
+    int | None,
+    typer.Option(
+        "--batch-size",
+        "--max-num-seqs",
+        "--max-running-requests",
+        "--parallel",
+        "-np",
+        rich_help_panel=_MEMORY,
+        help="Most sequences computed in one step.",
+    ),
+]
+MaxBatchTokensOption = Annotated[
+    int | None,
+    typer.Option(
+        "--max-batch-tokens",
+        "--max-num-batched-tokens",
+        rich_help_panel=_MEMORY,
+        help="Most tokens computed in one step.",
+    ),
+]
+MemoryPoolSizeOption = Annotated[
+    int | None,
+    typer.Option(
+        rich_help_panel=_MEMORY, help="KV cache in MiB; default: planned from free memory."
+    ),
+]
+GpuMemoryOption = Annotated[
+    float | None,
+    typer.Option(
+        "--gpu-memory-utilization",
+        "--mem-fraction-static",
+        rich_help_panel=_MEMORY,
+        help="Share of the GPU's free memory to use; default: 0.9.",
+    ),
+]
+CacheOption = Annotated[
+    bool | None,
+    typer.Option(
+        "--cache/--no-cache",
+        "--enable-prefix-caching/--no-enable-prefix-caching",
+        rich_help_panel=_MEMORY,
+        help="Share common prefixes.",
+    ),
+]
+ThreadsOption = Annotated[
+    int | None,
+    typer.Option("--threads", "-t", rich_help_panel=_MEMORY, help="CPU threads for the model."),
+]
+AffinityOption = Annotated[
+    str | None,
+    typer.Option(
+        rich_help_panel=_MEMORY,
+        help="CPUs to bind the native threads to: auto, off or 0-3,8.",
+    ),
+]
+NumericsOption = Annotated[
+    str | None,
+    typer.Option(
+        rich_help_panel=_MEMORY,
+        help="invariant: answers never depend on batch mates; fast: they may.",
+    ),
+]
+QuantizationOption = Annotated[
+    str | None,
+    typer.Option(
+        "--quantization",
+        "-q",
+        rich_help_panel=_MODEL,
+        help="Weights as fp8 or int8, on a GPU; auto: as they are stored.",
+    ),
+]
+KvDtypeOption = Annotated[
+    str | None,
+    typer.Option(
+        "--kv-dtype",
+        "--kv-cache-dtype",
+        rich_help_panel=_MEMORY,
+        help="Keys and values as auto, float32, bfloat16 or int8.",
+    ),
+]
+ApiKeyOption = Annotated[
+    str | None,
+    typer.Option(
+        "--api-key",
+        rich_help_panel=_SERVER,
+        help="The API key. Other users of this machine can see it; prefer --api-key-file.",
+    ),
+]
+InsecureNoAuthOption = Annotated[
+    bool | None,
+    typer.Option(
+        "--insecure-no-auth", rich_help_panel=_SERVER, help="Serve other machines without a key."
+    ),
+]
+StrictOption = Annotated[
+    bool | None,
+    typer.Option(
+        "--strict",
+        rich_help_panel=_SERVER,
+        help="Refuse what would be emulated or clamped, with 400.",
+    ),
+]
+StoragePathOption = Annotated[
+    Path | None,
+    typer.Option(rich_help_panel=_SERVER, help="Directory of stored responses, files and batches."),
+]
+LogLevelOption = Annotated[
+    str | None, typer.Option(rich_help_panel=_LOGS, help="debug, info, warning or error.")
+]
+LogFormatOption = Annotated[str | None, typer.Option(rich_help_panel=_LOGS, help="pretty or json.")]
