@@ -175,7 +175,7 @@ def test_windowed_layers_have_a_cache_of_their_own(name: str, tmp_path: Path) ->
 
 
 def test_a_step_with_an_image_runs_without_a_graph(tmp_path: Path) -> None:
-    """Its tokens attend to each other both ways. The steps after it have graphs again."""
+    """Its tokens attend to each other both ways. The step after it has a graph again."""
     embeds = np.random.default_rng(0).normal(0, 1, (3, 48)).astype(np.float32)
     drawn = []
     for runner in runners("llama", tmp_path):
@@ -190,11 +190,9 @@ def test_a_step_with_an_image_runs_without_a_graph(tmp_path: Path) -> None:
         tokens = runner.sample(runner.forward(inputs), sampling).wait().tokens.tolist()
         track.num_computed = 9
         track.tokens += tokens
-        for _ in range(2):
-            driver.step([(track, 1)])
+        driver.step([(track, 1)])
         drawn.append(track.tokens[9:])
     assert drawn[0] == drawn[1]
-    assert len(set(drawn[0])) > 1
 
 
 def test_a_token_in_flight_is_taken_from_the_device(tmp_path: Path) -> None:

@@ -74,6 +74,19 @@ def frameworks(model: Any) -> list[str]:
     return [name for name, kinds in IMAGE_ENCODERS.items() if kind in kinds]
 
 
+@pytest.fixture(scope="module")
+def expected(tiny: Any) -> list[list[int]]:
+    """What `generate` answers to each of the prompts."""
+    model, _ = tiny
+    answers = []
+    for ids, images in prompts(unit_of(model)):
+        given = tiny_vision.arguments(model, ids, images)
+        with torch.no_grad():
+            theirs = model.generate(**given, max_new_tokens=NUM_NEW, do_sample=False)
+        answers.append(theirs[0, len(ids) :].tolist())
+    return answers
+
+
 class Run:
     """All prompts at once, or one after the other, through the real runtime."""
 
@@ -158,7 +171,9 @@ def test_the_encoder_computes_what_transformers_does(tiny: Any) -> None:
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
-def test_generations_equal_those_of_transformers(tiny: Any, schedule: str) -> None:
+def test_generations_equal_those_of_transformers(
+    tiny: Any, expected: list[list[int]], schedule: str
+) -> None:
     model, path = tiny
     asked = prompts(unit_of(model))
     settings = dict(SCHEDULES[schedule])
@@ -166,11 +181,7 @@ def test_generations_equal_those_of_transformers(tiny: Any, schedule: str) -> No
         settings["num_blocks"] = 26  # its pictures have more tokens
     for framework in frameworks(model):
         run = Run(path, framework=framework, **settings)
-        for (ids, images), answer in zip(asked, run.answers(*asked), strict=True):
-            given = tiny_vision.arguments(model, ids, images)
-            with torch.no_grad():
-                theirs = model.generate(**given, max_new_tokens=NUM_NEW, do_sample=False)
-            assert answer == theirs[0, len(ids) :].tolist(), (framework, ids)
+        assert run.answers(*asked) == expected, framework
         assert run.images.num_encoded == 2
         if schedule == "in a pool too small" and framework == "torch":
             assert run.scheduler.num_preemptions > 0
