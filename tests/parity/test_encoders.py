@@ -25,8 +25,8 @@ from engine.backends.custom.frameworks.torch.execution.encoder import (
 )
 from engine.backends.custom.frameworks.torch.models.loading import build_encoder_model
 from engine.backends.custom.frontend.text_model import load_text
-from engine.backends.custom.ir.encoder import build_encoder_graph
 from engine.backends.custom.ir.execute import ReferenceBatch, State, run_graph, run_plan
+from engine.backends.custom.ir.models.encoder import build_encoder_graph
 from engine.backends.custom.ir.plan import Capacity, Machine
 from engine.backends.custom.ir.planner import plan
 from engine.backends.custom.ir.rotary import rotary_tables

@@ -9,8 +9,8 @@ import torch
 from engine.backends.custom.architectures.base import RopeConfig
 from engine.backends.custom.frameworks.torch.layers import rotary as torch_rotary
 from engine.backends.custom.ir import rotary
-from engine.backends.custom.ir.decoder import build_graph
 from engine.backends.custom.ir.execute import ReferenceBatch, State, run_graph, run_plan
+from engine.backends.custom.ir.models.decoder import build_graph
 from engine.backends.custom.ir.plan import Capacity, Machine
 from engine.backends.custom.ir.planner import plan
 from engine.backends.custom.ir.reference import F32

@@ -15,8 +15,8 @@ import pytest
 
 from engine.backends.custom.frameworks.native.execution.build import STORED, build_runner, kernels
 from engine.backends.custom.frameworks.native.execution.runner import NativeRunner, StepHandle
-from engine.backends.custom.ir.decoder import build_graph
 from engine.backends.custom.ir.execute import run_plan
+from engine.backends.custom.ir.models.decoder import build_graph
 from engine.backends.custom.ir.ops import OPS
 from engine.backends.custom.ir.plan import Capacity, Machine
 from engine.backends.custom.ir.planner import plan

@@ -18,8 +18,8 @@ from engine.backends.custom.architectures.deepseek import DEEPSEEK
 from engine.backends.custom.architectures.family import Stored
 from engine.backends.custom.conversion.convert import convert
 from engine.backends.custom.frameworks.native.execution.build import build_runner, kv_token_bytes
-from engine.backends.custom.ir.decoder import build_graph
 from engine.backends.custom.ir.execute import ReferenceBatch, State, run_graph
+from engine.backends.custom.ir.models.decoder import build_graph
 from engine.backends.custom.ir.reference import F32
 from engine.backends.custom.options import EngineOptions
 from engine.backends.custom.runtime.model_runner import DeviceInfo, RunnerConfig

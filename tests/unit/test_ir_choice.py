@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 
 from engine.backends.custom.ir.choice import attention_kernel, matmul_kernel
-from engine.backends.custom.ir.decoder import build_graph
+from engine.backends.custom.ir.models.decoder import build_graph
 from engine.backends.custom.ir.plan import (
     AttentionStep,
     Capacity,

@@ -14,9 +14,9 @@ from engine.backends.custom.architectures.base import (
     ModelConfig,
     RopeConfig,
 )
-from engine.backends.custom.ir.decoder import build_graph
 from engine.backends.custom.ir.execute import ReferenceBatch, State, run_graph, run_plan
 from engine.backends.custom.ir.graph import GraphError
+from engine.backends.custom.ir.models.decoder import build_graph
 from engine.backends.custom.ir.plan import Capacity, Machine
 from engine.backends.custom.ir.planner import plan
 from engine.backends.custom.ir.reference import F32

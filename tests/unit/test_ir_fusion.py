@@ -9,9 +9,9 @@ import pytest
 from engine.backends.custom.architectures.base import ModelConfig
 from engine.backends.custom.ir import fusion
 from engine.backends.custom.ir.attributes import NoAttributes, Normalize
-from engine.backends.custom.ir.decoder import build_graph
 from engine.backends.custom.ir.execute import ReferenceBatch, State, run_graph
 from engine.backends.custom.ir.graph import Graph, GraphBuilder, verify
+from engine.backends.custom.ir.models.decoder import build_graph
 from engine.backends.custom.ir.ops import OPS
 from engine.backends.custom.ir.reference import F32
 from tests.ir_driver import CONFIGS, Driver, new_state, random_weights, text

@@ -7,8 +7,8 @@ import pytest
 
 from engine.backends.custom.architectures.base import ModelConfig
 from engine.backends.custom.ir.attributes import HeadNorm, NoAttributes, Normalize
-from engine.backends.custom.ir.decoder import build_graph
 from engine.backends.custom.ir.graph import Graph, GraphBuilder, GraphError, Node, verify
+from engine.backends.custom.ir.models.decoder import build_graph
 from engine.backends.custom.ir.types import Value
 from tests.ir_driver import CONFIGS, VOCAB
 

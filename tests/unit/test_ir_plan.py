@@ -9,10 +9,10 @@ import pytest
 
 from engine.backends.custom.architectures.base import ModelConfig
 from engine.backends.custom.ir.cost import PlanCost
-from engine.backends.custom.ir.decoder import build_graph
 from engine.backends.custom.ir.execute import ReferenceBatch, State, run_graph, run_plan
 from engine.backends.custom.ir.graph import Graph, GraphError
 from engine.backends.custom.ir.liveness import ArenaPlace, Life, assign_places, lives, touched
+from engine.backends.custom.ir.models.decoder import build_graph
 from engine.backends.custom.ir.plan import (
     AttentionStep,
     Capacity,

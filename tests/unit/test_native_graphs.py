@@ -9,8 +9,8 @@ import pytest
 from engine.backends.custom.architectures.base import ExpertsConfig, ModelConfig, RopeConfig
 from engine.backends.custom.frameworks.native.execution.build import build_runner
 from engine.backends.custom.frameworks.native.execution.runner import NativeRunner
-from engine.backends.custom.ir.decoder import build_graph
 from engine.backends.custom.ir.execute import ReferenceBatch, State, run_graph
+from engine.backends.custom.ir.models.decoder import build_graph
 from engine.backends.custom.ir.reference import F32
 from engine.backends.custom.runtime.model_runner import RunnerConfig
 from engine.backends.custom.weights.model import ModelSource

@@ -19,9 +19,9 @@ from engine.backends.custom.frameworks.native.execution.timing import (
 from engine.backends.custom.frameworks.native.machine import default_threads
 from engine.backends.custom.ir import plan as ir
 from engine.backends.custom.ir.cost import PlanCost
-from engine.backends.custom.ir.decoder import build_graph
 from engine.backends.custom.ir.graph import Graph, Node
 from engine.backends.custom.ir.liveness import touched
+from engine.backends.custom.ir.models.decoder import build_graph
 from engine.backends.custom.ir.plan import layer_of, step_kind, step_label
 from engine.backends.custom.ir.planner import plan
 from engine.backends.custom.ir.types import Counts

@@ -94,7 +94,7 @@ MUTATIONS = [
     ),
     Mutation(
         "frameworks: native normalizes latents by the epsilon of the model",
-        "engine.backends.custom.ir.decoder",
+        "engine.backends.custom.ir.models.decoder",
         "latent.rope_dim, LATENT_NORM_EPS, table)",
         "latent.rope_dim, config.norm_eps, table)",
         "tests/parity/test_ir_models.py::test_graph_and_plan_equal_hugging_face[glm4_moe_lite]",

@@ -16,7 +16,7 @@ MUTATIONS = [
     ),
     Mutation(
         "ir: the MLP of a parallel layer reads what attention wrote",
-        "engine.backends.custom.ir.decoder",
+        "engine.backends.custom.ir.models.decoder",
         '    inner = builder.mlp(builder.read(x, f"{name}.mlp_norm", weight), layer)\n'
         '    x = builder.merge(x, builder.out_projection(heads, layer), f"{name}.attn")\n',
         '    x = builder.merge(x, builder.out_projection(heads, layer), f"{name}.attn")\n'

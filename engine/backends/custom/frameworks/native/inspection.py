@@ -14,8 +14,8 @@ from numpy.typing import NDArray
 from engine.backends.custom.frameworks.native.execution import build
 from engine.backends.custom.frameworks.native.execution.timing import runner_config, time_steps
 from engine.backends.custom.frameworks.native.machine import default_threads
-from engine.backends.custom.ir.decoder import build_graph
 from engine.backends.custom.ir.execute import ReferenceBatch, State, graph_values
+from engine.backends.custom.ir.models.decoder import build_graph
 from engine.backends.custom.ir.plan import (
     AttentionStep,
     EmbedStep,

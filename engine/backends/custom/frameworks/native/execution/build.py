@@ -15,8 +15,8 @@ from engine.backends.custom.architectures.base import ModelConfig
 from engine.backends.custom.frameworks.native.execution.program import Numbered, add_program
 from engine.backends.custom.frameworks.native.execution.runner import NativeRunner
 from engine.backends.custom.ir.choice import matmul_kernel
-from engine.backends.custom.ir.decoder import build_graph
 from engine.backends.custom.ir.graph import Graph
+from engine.backends.custom.ir.models.decoder import build_graph
 from engine.backends.custom.ir.plan import (
     PANEL_ROWS,
     Capacity,

@@ -23,7 +23,7 @@ from engine.backends.custom.frameworks.native.execution.build import (
 )
 from engine.backends.custom.frameworks.native.execution.program import add_program
 from engine.backends.custom.frameworks.native.machine import default_threads
-from engine.backends.custom.ir.encoder import build_encoder_graph
+from engine.backends.custom.ir.models.encoder import build_encoder_graph
 from engine.backends.custom.ir.plan import Capacity, Precision
 from engine.backends.custom.options import EngineOptions
 from engine.backends.custom.runtime.model_runner import DeviceInfo

@@ -7,13 +7,13 @@ pooling "cls", and the last tokens for pooling "last" and "mean".
 
 from engine.backends.custom.architectures.base import EncoderConfig, ModelConfig, ScoreHead
 from engine.backends.custom.ir.attributes import Softcap
-from engine.backends.custom.ir.decoder import (
+from engine.backends.custom.ir.graph import Graph
+from engine.backends.custom.ir.models.decoder import (
     LOGIT_TOKENS,
     TOKEN_TYPES,
     VISIBLE_END,
     DecoderBuilder,
 )
-from engine.backends.custom.ir.graph import Graph
 from engine.core.errors import ModelFormatError
 
 

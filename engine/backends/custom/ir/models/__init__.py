@@ -1,0 +1,1 @@
+"""Builds the graph of a model: that of decoders and that of text encoders."""
