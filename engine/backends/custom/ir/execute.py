@@ -11,8 +11,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from engine.backends.custom.ir import recurrent, reference
 from engine.backends.custom.ir.graph import Graph
-from engine.backends.custom.ir.models import decoder, recurrent, reference
+from engine.backends.custom.ir.models import decoder
 from engine.backends.custom.ir.ops import OPS
 from engine.backends.custom.ir.plan import (
     AttentionStep,
