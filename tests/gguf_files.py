@@ -172,7 +172,8 @@ def write_gguf(
     `extra` adds or replaces unsigned, float, string or list keys, including a whole vocabulary.
     Bytes are blocks of the tensor's type in `types`, by default Q8_0.
     """
-    prefix = {"qwen3_moe": "qwen3moe", "nomic_bert": "nomic-bert"}.get(config.family, config.family)
+    others = {"qwen3_moe": "qwen3moe", "nomic_bert": "nomic-bert", "deepseek": "deepseek2"}
+    prefix = others.get(config.family, config.family)
     writer = gguf.GGUFWriter(path, prefix, **writer_options)
     keys: dict[str, Any] = {
         f"{prefix}.block_count": config.num_layers,

@@ -33,6 +33,7 @@ def least_bodies(model: str) -> dict[str, dict[str, Any]]:
         "/v1/chat/completions": {"model": model, "messages": MESSAGES, "max_tokens": 1},
         "/v1/completions": {"model": model, "prompt": "a", "max_tokens": 1},
         "/v1/embeddings": {"model": model, "input": "a"},
+        "/v1/fim/completions": {"model": model, "prompt": "a", "max_tokens": 1},
         "/v1/messages": {"model": model, "messages": MESSAGES, "max_tokens": 1},
         "/v1/messages/count_tokens": {"model": model, "messages": MESSAGES},
         "/v1/rerank": texts,

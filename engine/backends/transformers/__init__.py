@@ -58,6 +58,7 @@ class TransformersBackend(CustomBackend):
         *,
         options: EngineOptions | None = None,
         served_name: str | None = None,
+        chat_template: str | None = None,
         in_process: bool = False,
         process: EngineProcess | None = None,
     ) -> None:
@@ -67,7 +68,13 @@ class TransformersBackend(CustomBackend):
         if isinstance(config, TransformersConfig):
             options = options or _options(config)
             in_process = in_process or config.in_process
-        super().__init__(config, options=options, served_name=served_name, in_process=in_process)
+        super().__init__(
+            config,
+            options=options,
+            served_name=served_name,
+            chat_template=chat_template,
+            in_process=in_process,
+        )
 
     @staticmethod
     def read_text(path: Path) -> TextModel:
