@@ -86,9 +86,9 @@ def shells(trees: dict[str, ast.Module]) -> list[str]:
     return [
         f"{where}:{node.lineno}"
         for where, tree in trees.items()
-        for _, node in calls(tree)
+        for name, node in calls(tree)
         for keyword in node.keywords
-        if keyword.arg == "shell"
+        if keyword.arg == "shell" and name != "get_completion_script"  # it only writes text
     ]
 
 

@@ -34,6 +34,7 @@ LEAST: dict[str, dict[str, Any]] = {
     },
     "ChatBody": {"model": MODEL, "messages": MESSAGES},
     "CompletionBody": {"model": MODEL, "prompt": "x"},
+    "FimBody": {"model": MODEL, "prompt": "x"},
     "DetokenizeBody": {"tokens": [1]},
     "EmbeddingBody": {"model": MODEL, "input": "x"},
     "EmptyBody": {},

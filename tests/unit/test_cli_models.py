@@ -149,6 +149,7 @@ def test_the_report_adds_up() -> None:
         "weights": wide,
         "kv_per_token": 256,
         "kv_cache": 256 * 30,
+        "states": 0,
         "total": wide + 256 * 30,
     }
 
