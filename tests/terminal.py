@@ -12,6 +12,7 @@ import termios
 import time
 from collections.abc import Sequence
 from fcntl import ioctl
+from pathlib import Path
 from types import TracebackType
 from typing import Self
 
@@ -78,6 +79,17 @@ class Terminal:
         before = self.text[self._seen : place]
         self._seen = place + len(shown)
         return before
+
+    def interrupt(self) -> None:
+        """Press Ctrl-C as soon as the program waits for a key. Python's `input` notices an
+        interrupt that comes earlier only with the next key.
+        """
+        waits = 0
+        while waits < 3:
+            status = Path(f"/proc/{self.pid}/stat").read_text().rpartition(")")[2].split()
+            waits = waits + 1 if status[0] == "S" else 0
+            time.sleep(0.02)
+        self.type("\x03")
 
     def wait_for_end(self) -> int:
         """Wait until the program ends. Returns its exit status."""
