@@ -265,7 +265,7 @@ MUTATIONS = [
     ),
     Mutation(
         "runtime: a warm-up step changes the state of a sequence",
-        "engine.backends.custom.runtime.batch",
+        "engine.backends.custom.runtime.model_runner",
         "    spare = one + runner.spec.max_slots if runner.spec.has_state else one\n",
         "    spare = one\n",
         "tests/unit/test_states.py::test_a_warm_up_step_leaves_all_states_alone",

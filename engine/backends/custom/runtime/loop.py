@@ -14,7 +14,7 @@ from typing import Any, Protocol, TypeVar
 
 from engine.backends.custom.ipc.heartbeat import UNKNOWN_PATIENCE_S, NoPulse, Pulse
 from engine.backends.custom.ipc.transport import ConnectionClosedError
-from engine.backends.custom.runtime.batch import BatchBuilder, warm_up
+from engine.backends.custom.runtime.batch import BatchBuilder
 from engine.backends.custom.runtime.budget import StepBudget, StepCounter
 from engine.backends.custom.runtime.grammar import Grammars, MaskJob, MaskRow, MaskWriter
 from engine.backends.custom.runtime.images import ImageStore
@@ -24,6 +24,7 @@ from engine.backends.custom.runtime.model_runner import (
     ModelRunner,
     PendingTokens,
     StepOutput,
+    warm_up,
 )
 from engine.backends.custom.runtime.recovery import Bisection, is_out_of_memory
 from engine.backends.custom.runtime.scheduler import Scheduler, SequenceFaultError
