@@ -138,7 +138,7 @@ MUTATIONS = [
     ),
     Mutation(
         "runtime: any number of tokens is scored in a step",
-        "engine.backends.custom.runtime.scheduler",
+        "engine.backends.custom.runtime.prompt_logprobs",
         "    return max(1, MAX_SCORED - sum(row.num_scored for row in rows))\n",
         "    return MAX_SCORED\n",
         f"{SCORE_TESTS}::test_few_tokens_are_scored_in_a_step_and_everybody_gets_on",

@@ -27,8 +27,8 @@ from engine.backends.custom.runtime.model_runner import (
     warm_up,
 )
 from engine.backends.custom.runtime.recovery import Bisection, is_out_of_memory
-from engine.backends.custom.runtime.scheduler import Scheduler, SequenceFaultError
-from engine.backends.custom.runtime.sequence import ScheduledBatch
+from engine.backends.custom.runtime.scheduler import Scheduler
+from engine.backends.custom.runtime.sequence import ScheduledBatch, SequenceFaultError
 from engine.core.errors import InferenceError
 from engine.core.interfaces.request import (
     Abort,
