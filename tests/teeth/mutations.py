@@ -168,7 +168,7 @@ INVARIANTS = [
     ),
     runtime(
         "INV-20 INV-21 held for ever",
-        "scheduler",
+        "queue",
         "        seq.held_by = None\n        return False\n",
         "        return owner is not None\n",
     ),

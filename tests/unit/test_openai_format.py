@@ -25,10 +25,10 @@ from engine.servers.openai.format import (
     CompletionStream,
     chat_body,
     completion_body,
-    legacy_logprobs,
     new_envelope,
     usage_body,
 )
+from engine.servers.openai.logprobs import legacy_logprobs
 from engine.servers.responses.format import usage_body as responses_usage
 from engine.servers.serving.event_pump import OutputEvent
 from tests.fake_backend import CARD

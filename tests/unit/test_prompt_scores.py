@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from engine.backends.custom.runtime import scheduler
+from engine.backends.custom.runtime import prompt_logprobs as prompt_logprobs_module
 from tests.toy_engine import ToyEngine
 from tests.toy_runner import VOCAB, prompt_logits, prompt_logprobs
 
@@ -46,7 +46,7 @@ def test_scores_are_the_oracles_however_the_prompt_is_cut(depth, budget):
 
 
 def test_few_tokens_are_scored_in_a_step_and_everybody_gets_on(depth, monkeypatch):
-    monkeypatch.setattr(scheduler, "MAX_SCORED", 3)
+    monkeypatch.setattr(prompt_logprobs_module, "MAX_SCORED", 3)
     engine = ToyEngine(depth=depth, budget=64, num_blocks=64, max_slots=4)
     for number in range(3):
         engine.submit(f"s{number}", (number, *PROMPT), max_tokens=3, logprobs=1, score_prompt=True)

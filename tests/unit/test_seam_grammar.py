@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from engine.backends.custom.runtime import grammar as grammar_module
-from engine.backends.custom.runtime import scheduler as scheduler_module
+from engine.backends.custom.runtime import prompt_logprobs as prompt_logprobs_module
 from engine.backends.custom.runtime.grammar import Grammars
 from engine.core.errors import InvalidRequestError
 from engine.core.interfaces.request import Abort, Stop
@@ -239,7 +239,7 @@ def test_a_prompt_is_scored_once_when_its_last_part_is_preempted_in_flight():
 
 
 def test_the_rows_that_one_step_scores_are_bounded_for_all_sequences_together(monkeypatch):
-    monkeypatch.setattr(scheduler_module, "MAX_SCORED", 5)
+    monkeypatch.setattr(prompt_logprobs_module, "MAX_SCORED", 5)
     engine = ToyEngine(budget=40, num_blocks=60)
     widest, forward = 0, engine.runner.forward
 

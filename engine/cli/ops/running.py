@@ -6,7 +6,7 @@ from typing import Annotated, Any
 import typer
 
 from engine.cli.console import JsonOption, messages, output, own_server
-from engine.cli.ops.admin import call_admin
+from engine.cli.ops.admin_client import call_admin
 from engine.core.errors import InvalidRequestError
 
 UrlOption = Annotated[

@@ -21,19 +21,13 @@ from engine.core.interfaces.backend import (
     TextEvent,
     TokenText,
     ToolCallEvent,
-    TopLogprob,
     UsageEvent,
 )
 from engine.servers.http.sse import DONE, StreamFormat, error_event
+from engine.servers.openai.logprobs import chat_logprobs, legacy_logprobs, num_characters
 from engine.servers.serving.event_pump import EventPump, OutputEvent
 
 _encode = msgspec.json.Encoder().encode
-# The lowest logprob that is sent, because JSON has no infinity. OpenAI's clients take this number
-# as a probability of 0.
-_MIN_LOGPROB = -9999.0
-# The bytes that continue a character of several bytes in UTF-8.
-_CONTINUATIONS = bytes(range(0x80, 0xC0))
-_CONTINUATION_BYTES = frozenset(bytes([each]) for each in _CONTINUATIONS)
 # The end of a chunk, if the stream has a usage. Text can't contain it, because JSON escapes line
 # breaks.
 _END_OF_CHUNK = b'"usage":null}\n\n'
@@ -77,66 +71,6 @@ def usage_body(usage: UsageEvent) -> dict[str, Any]:
         "prompt_tokens_details": {"cached_tokens": usage.cached_tokens},
         "completion_tokens_details": {"reasoning_tokens": usage.reasoning_tokens},
     }
-
-
-def _clamped(logprob: float) -> float:
-    return max(logprob, _MIN_LOGPROB)
-
-
-def _chat_entry(token: TokenText | TopLogprob) -> dict[str, Any]:
-    return {
-        "token": token.token,
-        "logprob": _clamped(token.logprob),
-        "bytes": list(token.token_bytes),
-    }
-
-
-def chat_logprobs(tokens: Sequence[TokenText]) -> dict[str, Any]:
-    content = [
-        _chat_entry(token) | {"top_logprobs": [_chat_entry(each) for each in token.top]}
-        for token in tokens
-    ]
-    return {"content": content, "refusal": None}
-
-
-def legacy_logprobs(tokens: Sequence[TokenText], offset: int) -> dict[str, Any]:
-    """The logprobs object of `/v1/completions`, which has parallel lists. `offset` is the position
-    of the first token in the text.
-    """
-    offsets: list[int] = []
-    for token in tokens:
-        # A token may start inside of a character.
-        is_inside = token.in_text and token.token_bytes[:1] in _CONTINUATION_BYTES
-        offsets.append(offset - 1 if is_inside and offset else offset)
-        offset += _num_characters(token)
-    return {
-        "tokens": [token.token for token in tokens],
-        "token_logprobs": [
-            None if math.isnan(token.logprob) else _clamped(token.logprob) for token in tokens
-        ],
-        "top_logprobs": [_ranked(token) for token in tokens],
-        "text_offset": offsets,
-    }
-
-
-def _num_characters(token: TokenText) -> int:
-    """The number of characters that start in this token and are part of the text."""
-    if not token.in_text:
-        return 0
-    if not token.token_bytes:
-        return len(token.token)  # a remote server that tells no bytes
-    return len(token.token_bytes.translate(None, _CONTINUATIONS))
-
-
-def _ranked(token: TokenText) -> dict[str, float] | None:
-    """Maps token texts to log-probabilities, for the most likely tokens and the sampled token. None
-    for the first token of a prompt, which has no probability.
-    """
-    if math.isnan(token.logprob):
-        return None
-    ranked = {each.token: _clamped(each.logprob) for each in token.top}
-    ranked.setdefault(token.token, _clamped(token.logprob))
-    return ranked
 
 
 @dataclass(slots=True)
@@ -444,5 +378,5 @@ class CompletionStream(_ChunkStream):
     def _logprobs(self, event: TextEvent) -> bytes:
         assert event.logprobs is not None
         body = legacy_logprobs(event.logprobs, self._offsets[event.choice])
-        self._offsets[event.choice] += sum(map(_num_characters, event.logprobs))
+        self._offsets[event.choice] += sum(map(num_characters, event.logprobs))
         return b',"logprobs":' + _encode(body) + b',"finish_reason":null}' + self.tail

@@ -28,7 +28,8 @@ from engine.core.interfaces.backend import (
 from engine.servers.access.auth import principal_of
 from engine.servers.http.errors import AbortedError, error_fields
 from engine.servers.http.sse import CHECK_WAIT_S, DONE, EventStream, error_event
-from engine.servers.openai.format import Collected, chat_logprobs, usage_body
+from engine.servers.openai.format import Collected, usage_body
+from engine.servers.openai.logprobs import chat_logprobs
 from engine.servers.openai.schema import GenerateBody
 from engine.servers.serving.admission import Ticket
 from engine.servers.serving.chat import NO_TEXT

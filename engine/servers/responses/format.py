@@ -14,7 +14,7 @@ import msgspec
 from engine.core.errors import EngineError, InvalidRequestError, RateLimitError
 from engine.core.interfaces.backend import ModelCard, UsageEvent
 from engine.servers.http.errors import error_fields, short_message
-from engine.servers.openai.format import chat_logprobs
+from engine.servers.openai.logprobs import chat_logprobs
 from engine.servers.responses.items import Item
 from engine.servers.responses.output import Change, Output, part_of
 from engine.servers.responses.schema import ReasoningConfig, ResponseBody

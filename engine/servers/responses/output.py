@@ -16,7 +16,7 @@ from engine.core.interfaces.backend import (
     TokenText,
     ToolCallEvent,
 )
-from engine.servers.openai.format import chat_logprobs
+from engine.servers.openai.logprobs import chat_logprobs
 from engine.servers.responses.items import Item, item_id
 from engine.servers.serving.event_pump import OutputEvent
 

@@ -100,14 +100,14 @@ MUTATIONS = [
     ),
     Mutation(
         "frontend: scores are not waited for before an echo",
-        "engine.backends.custom.frontend.generation",
+        "engine.backends.custom.frontend.echo",
         "        if self._needs_scores and self.scores is None:\n",
         "        if False:\n",
         f"{EVENT_TESTS}::test_an_echoed_prompt_comes_first_with_scores_that_only_one_choice_has",
     ),
     Mutation(
         "frontend: an echo that needs no scores waits for them",
-        "engine.backends.custom.frontend.generation",
+        "engine.backends.custom.frontend.echo",
         "        if self._needs_scores and self.scores is None:\n",
         "        if self.scores is None:\n",
         f"{GENERATION_TESTS}::test_an_echo_without_scores_comes_before_each_choices_text",

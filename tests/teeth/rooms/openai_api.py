@@ -43,7 +43,7 @@ MUTATIONS = [
     ),
     Mutation(
         "offsets count bytes",
-        "engine.servers.openai.format",
+        "engine.servers.openai.logprobs",
         "return len(token.token_bytes.translate(None, _CONTINUATIONS))",
         "return len(token.token_bytes)",
         "tests/unit/test_openai_format.py::test_offsets_count_characters_of_each_choice_by_itself",
@@ -57,7 +57,7 @@ MUTATIONS = [
     ),
     Mutation(
         "half a character has a whole one's bytes",
-        "engine.servers.openai.format",
+        "engine.servers.openai.logprobs",
         '"bytes": list(token.token_bytes)',
         '"bytes": list(token.token.encode())',
         "tests/unit/test_openai_format.py::test_bytes_are_the_tokens_own",

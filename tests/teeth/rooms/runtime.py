@@ -138,7 +138,7 @@ MUTATIONS = [
     ),
     Mutation(
         "runtime: any number of tokens is scored in a step",
-        "engine.backends.custom.runtime.scheduler",
+        "engine.backends.custom.runtime.prompt_logprobs",
         "    return max(1, MAX_SCORED - sum(row.num_scored for row in rows))\n",
         "    return MAX_SCORED\n",
         f"{SCORE_TESTS}::test_few_tokens_are_scored_in_a_step_and_everybody_gets_on",
@@ -265,7 +265,7 @@ MUTATIONS = [
     ),
     Mutation(
         "runtime: a warm-up step changes the state of a sequence",
-        "engine.backends.custom.runtime.batch",
+        "engine.backends.custom.runtime.model_runner",
         "    spare = one + runner.spec.max_slots if runner.spec.has_state else one\n",
         "    spare = one\n",
         "tests/unit/test_states.py::test_a_warm_up_step_leaves_all_states_alone",

@@ -11,12 +11,11 @@ import asyncio
 import math
 import time
 from collections import deque
-from collections.abc import AsyncGenerator, Iterator, Sequence
+from collections.abc import AsyncGenerator, Sequence
 from typing import Protocol
 
-from msgspec.structs import replace
-
 from engine.backends.base import EventFeed, EventSink
+from engine.backends.custom.frontend.echo import Echo, echoed_tokens
 from engine.backends.custom.frontend.prompts import Prepared
 from engine.backends.custom.frontend.text_model import TextModel
 from engine.core.errors import EngineError, InferenceError, error_from_code
@@ -41,42 +40,6 @@ from engine.core.text.tokenizer import Detokenizer
 
 # If more deltas than this wait for a slow caller, they are merged, so that the caller can catch up.
 MAX_BACKLOG = 8
-
-
-class Echo:
-    """Returns the prompt before its continuation (`echo`), with prompt logprobs if requested. Only
-    the first choice gets these logprobs from the engine. Until they arrive, deltas of other choices
-    are held back.
-    """
-
-    def __init__(self, text: str, request: GenerateRequest) -> None:
-        self.text = text
-        self.scores: tuple[TokenLogprobs, ...] | None = None
-        self._needs_scores = request.params.score_prompt
-        self._held: list[TokenDelta] = []
-        self._echoed: set[int] = set()
-
-    def ready(self, delta: TokenDelta) -> Iterator[TokenDelta]:
-        """Yields the deltas that can be processed now that `delta` has arrived. These are `delta`
-        and all deltas held back before, or none while `delta` itself must be held back.
-        """
-        if delta.prompt_logprobs is not None:
-            self.scores = delta.prompt_logprobs
-        if self._needs_scores and self.scores is None:
-            self._held.append(delta)
-            return
-        held, self._held = self._held, []
-        yield delta
-        yield from held
-
-    def is_due(self, delta: TokenDelta) -> bool:
-        """Whether the prompt must be returned before this delta. This is True for the first delta
-        of each choice.
-        """
-        if delta.choice in self._echoed:
-            return False
-        self._echoed.add(delta.choice)
-        return True
 
 
 class Engine(Protocol):
@@ -357,7 +320,7 @@ class Generation(EventFeed):
             ),
             *self._logprobs(others, echo.scores),
         ]
-        return tuple(_as_in(echo.text, tokens))
+        return tuple(echoed_tokens(echo.text, tokens))
 
     def _token_text(self, token_id: int, logprobs: TokenLogprobs) -> TokenText:
         text, raw = self._literal(token_id)
@@ -385,20 +348,6 @@ class Generation(EventFeed):
             decode_s=now - self._first_token_at if self._first_token_at is not None else 0.0,
             reasoning_tokens=self._num_reasoning,
         )
-
-
-def _as_in(text: str, tokens: Sequence[TokenText]) -> Iterator[TokenText]:
-    """The tokens of an echoed prompt, with `in_text` as in its text. Control tokens are part of the
-    text if their names are there, which is not so for a BOS that was added. The first token loses a
-    leading space that the text does not have.
-    """
-    whole, end = text.encode(), 0
-    for token in tokens:
-        if end == 0 and token.token.startswith(" ") and not text.startswith(" "):
-            token = replace(token, token=token.token[1:], token_bytes=token.token_bytes[1:])
-        is_there = token.in_text or whole.startswith(token.token_bytes, end)
-        end += len(token.token_bytes) if is_there else 0
-        yield replace(token, in_text=is_there)
 
 
 def _merged(first: TokenDelta, second: TokenDelta) -> TokenDelta:

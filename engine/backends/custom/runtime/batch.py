@@ -22,7 +22,6 @@ from engine.backends.custom.runtime.model_runner import (
     U32,
     BatchInputs,
     Bools,
-    ModelRunner,
     RunnerSpec,
     SamplingInputs,
 )
@@ -371,55 +370,3 @@ def _prefix_groups(tables: I32, full_blocks: I64) -> tuple[I32, I32]:
     differs = tables[members, :width] != np.repeat(tables[members[starts], :width], sizes, axis=0)
     ends = np.where(differs.any(axis=1), differs.argmax(axis=1), width)
     return groups, np.minimum.reduceat(np.minimum(ends, limits), starts).astype(np.int32)
-
-
-def warm_up(runner: ModelRunner) -> None:
-    """Run one step without a sequence. It computes a single token, whose key and value are written
-    to the null block, and whose state is that of no sequence.
-    """
-    one, none = np.zeros(1, np.int32), np.zeros(0, np.int32)
-    spare = one + runner.spec.max_slots if runner.spec.has_state else one
-    has_windows = runner.spec.window is not None
-    inputs = BatchInputs(
-        token_ids=one,
-        positions=one,
-        write_slots=np.zeros(1, np.int64),
-        query_start=np.array([0, 1], np.int32),
-        seq_lens=np.ones(1, np.int32),
-        num_prompt=np.ones(1, np.int32),
-        block_tables=np.full((1, 1), NULL_BLOCK, np.int32),
-        slots=spare,
-        logit_rows=one,
-        adapter_ids=one,
-        prefix_groups=np.full(1, -1, np.int32),
-        prefix_blocks=none,
-        window_tables=np.full((1, 1), NULL_BLOCK, np.int32) if has_windows else None,
-        window_slots=np.zeros(1, np.int64) if has_windows else None,
-    )
-    off, on = np.zeros(1, np.float32), np.ones(1, np.float32)
-    sampling = SamplingInputs(
-        sample_rows=one,
-        slots=one,
-        temperature=off,
-        top_k=one,
-        top_p=on,
-        min_p=off,
-        repetition=on,
-        presence=off,
-        frequency=off,
-        bias_rows=none,
-        bias_ids=none,
-        bias_values=np.zeros(0, np.float32),
-        seed=np.zeros(1, np.int64),
-        choice=one,
-        position=np.ones(1, np.int32),
-        mask=None,
-        forced=np.full(1, SAMPLE, np.int32),
-        hidden_rows=none,
-        num_logprobs=np.full(1, -1, np.int32),
-        history_slots=none,
-        history_start=one,
-        history_tokens=none,
-        history_num_prompt=none,
-    )
-    runner.sample(runner.forward(inputs), sampling).wait()

@@ -23,6 +23,8 @@ from engine.core.grammar.limits import parser_limits
 if TYPE_CHECKING:
     from llguidance import LLMatcher, LLTokenizer
 
+    from engine.backends.custom.runtime.sequence import ScheduledBatch
+
 log = logging.getLogger(__name__)
 
 MaskRow: TypeAlias = "tuple[LLMatcher, int]"  # a matcher, and the index of its row in the mask
@@ -213,3 +215,18 @@ class MaskJob:
         if late:
             self.writer.fill(self.mask, late)
         return self.mask
+
+
+def constrained_rows(batch: "ScheduledBatch", only_known: bool) -> list[MaskRow]:
+    """The grammar matchers of the batch, each with the index of its row among the rows that sample.
+
+    With `only_known`, rows whose last token is still on the device are left out.
+    """
+    sampling = (row for row in batch.rows if row.samples)
+    return [
+        (constraint.matcher, index)
+        for index, row in enumerate(sampling)
+        if (constraint := row.seq.constraint) is not None
+        and row.seq.finish_reason is None
+        and not (only_known and row.start + row.length > len(row.seq.tokens))
+    ]

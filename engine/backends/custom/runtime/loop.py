@@ -14,9 +14,9 @@ from typing import Any, Protocol, TypeVar
 
 from engine.backends.custom.ipc.heartbeat import UNKNOWN_PATIENCE_S, NoPulse, Pulse
 from engine.backends.custom.ipc.transport import ConnectionClosedError
-from engine.backends.custom.runtime.batch import BatchBuilder, warm_up
+from engine.backends.custom.runtime.batch import BatchBuilder
 from engine.backends.custom.runtime.budget import StepBudget, StepCounter
-from engine.backends.custom.runtime.grammar import Grammars, MaskJob, MaskRow, MaskWriter
+from engine.backends.custom.runtime.grammar import Grammars, MaskJob, MaskWriter, constrained_rows
 from engine.backends.custom.runtime.images import ImageStore
 from engine.backends.custom.runtime.intake import Intake
 from engine.backends.custom.runtime.model_runner import (
@@ -24,10 +24,11 @@ from engine.backends.custom.runtime.model_runner import (
     ModelRunner,
     PendingTokens,
     StepOutput,
+    warm_up,
 )
 from engine.backends.custom.runtime.recovery import Bisection, is_out_of_memory
-from engine.backends.custom.runtime.scheduler import Scheduler, SequenceFaultError
-from engine.backends.custom.runtime.sequence import ScheduledBatch
+from engine.backends.custom.runtime.scheduler import Scheduler
+from engine.backends.custom.runtime.sequence import ScheduledBatch, SequenceFaultError
 from engine.core.errors import InferenceError
 from engine.core.interfaces.request import (
     Abort,
@@ -392,18 +393,3 @@ class EngineLoop:
             num_invariant_failures=self._num_invariant_failures,
             steps=self._steps.counts(),
         )
-
-
-def constrained_rows(batch: ScheduledBatch, only_known: bool) -> list[MaskRow]:
-    """The grammar matchers of the batch, each with the index of its row among the rows that sample.
-
-    With `only_known`, rows whose last token is still on the device are left out.
-    """
-    sampling = (row for row in batch.rows if row.samples)
-    return [
-        (constraint.matcher, index)
-        for index, row in enumerate(sampling)
-        if (constraint := row.seq.constraint) is not None
-        and row.seq.finish_reason is None
-        and not (only_known and row.start + row.length > len(row.seq.tokens))
-    ]

@@ -8,8 +8,8 @@ from dataclasses import replace
 
 import numpy as np
 
-from engine.backends.custom.runtime.model_runner import I32, SAMPLE, SamplingInputs
-from engine.backends.custom.runtime.sequence import ScheduledBatch
+from engine.backends.custom.runtime.model_runner import I32, MAX_SCORED, SAMPLE, SamplingInputs
+from engine.backends.custom.runtime.sequence import Row, ScheduledBatch
 
 # Sampling parameters of a forced row. Parameters that are not listed here keep the value of the
 # row's request.
@@ -75,3 +75,10 @@ def _layout(batch: ScheduledBatch) -> tuple[I32, I32, I32]:
         place += [num_sampling if row.samples else -1] * count
         num_sampling += row.samples
     return (np.array(forced, np.int32), np.array(owner, np.int32), np.array(place, np.int32))
+
+
+def num_scorable(rows: list[Row]) -> int:
+    """For how many prompt tokens one more row of this step may compute logprobs. The result is at
+    least 1, so that every sequence makes progress.
+    """
+    return max(1, MAX_SCORED - sum(row.num_scored for row in rows))

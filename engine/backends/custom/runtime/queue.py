@@ -283,6 +283,14 @@ class InflightPrefixes:
         seq.held_by, seq.held_until = owner, until
         return True
 
+    def is_held(self, seq: Sequence) -> bool:
+        """Whether `seq` still waits for the sequence that `hold` found."""
+        owner = seq.held_by
+        if owner is not None and owner.slot >= 0 and owner.num_confirmed < seq.held_until:
+            return True
+        seq.held_by = None
+        return False
+
     def check(self, running: Iterable[Sequence], waiting: Iterable[Sequence]) -> None:
         """Assert that hashes are kept exactly for the sequences that run or wait, and that only
         running sequences own blocks.

@@ -13,11 +13,17 @@ from collections.abc import Iterator
 
 from engine.backends.custom.runtime.images import whole_images
 from engine.backends.custom.runtime.kv_cache import KVCache
-from engine.backends.custom.runtime.model_runner import MAX_SCORED, StepOutput
+from engine.backends.custom.runtime.model_runner import StepOutput
 from engine.backends.custom.runtime.outputs import refusal, scores, token_delta, vector_delta
+from engine.backends.custom.runtime.prompt_logprobs import num_scorable
 from engine.backends.custom.runtime.queue import InflightPrefixes, Newcomers, WaitingLine
 from engine.backends.custom.runtime.radix_cache import Match
-from engine.backends.custom.runtime.sequence import Row, ScheduledBatch, Sequence
+from engine.backends.custom.runtime.sequence import (
+    Row,
+    ScheduledBatch,
+    Sequence,
+    SequenceFaultError,
+)
 from engine.core.errors import EngineError, InferenceError
 from engine.core.interfaces.request import FinishReason, TokenDelta
 
@@ -25,14 +31,6 @@ log = logging.getLogger(__name__)
 
 # After this many preemptions, a sequence is admitted only with all blocks that it can ever need.
 MAX_PREEMPTIONS = 4
-
-
-class SequenceFaultError(Exception):
-    """Planning a step failed because of the sequence `seq`. `__cause__` is the original error."""
-
-    def __init__(self, seq: Sequence) -> None:
-        super().__init__(seq.request_id)
-        self.seq = seq
 
 
 class Scheduler:
@@ -237,7 +235,7 @@ class Scheduler:
             count = min(ahead - start, budget - (len(running) - index))
             count = self.kv.row_length(seq, start, count)
             if seq.is_scoring:
-                count = min(count, _scorable(rows))
+                count = min(count, num_scorable(rows))
             if seq.images:
                 later = len(running) - index
                 count = whole_images(seq.images, start, count, self._room(rows) - later)
@@ -259,7 +257,7 @@ class Scheduler:
         for seq in self._waiting.in_order(self._step):
             if budget <= 0 or not self._free_slots:
                 return
-            if seq.num_sampling > 0 or self._is_held(seq):
+            if seq.num_sampling > 0 or self._inflight.is_held(seq):
                 continue
             match = self.kv.no_match if self._starts_over(seq) else self.kv.match(seq)
             num_matched = len(match.blocks)
@@ -267,7 +265,7 @@ class Scheduler:
             waits = self.kv.sharing and self.kv.states is None and not seq.is_scoring
             if waits and self._inflight.hold(seq, num_matched):
                 continue
-            max_tokens = min(budget, _scorable(rows)) if seq.is_scoring else budget
+            max_tokens = min(budget, num_scorable(rows)) if seq.is_scoring else budget
             start = num_matched * self.kv.block_size
             count = self.kv.row_length(seq, start, min(len(seq.tokens) - start, max_tokens))
             if seq.images:
@@ -289,13 +287,6 @@ class Scheduler:
             return self.kv.extend(seq, num_tokens)
         except Exception as error:
             raise SequenceFaultError(seq) from error
-
-    def _is_held(self, seq: Sequence) -> bool:
-        owner = seq.held_by
-        if owner is not None and owner.slot >= 0 and owner.num_confirmed < seq.held_until:
-            return True
-        seq.held_by = None
-        return False
 
     def _starts_over(self, seq: Sequence) -> bool:
         """Whether a sequence must not use cached blocks. A pinned sequence must not share windowed
@@ -406,10 +397,3 @@ class Scheduler:
 
     def _seniority(self, seq: Sequence) -> tuple[bool, int, int]:
         return (not self._is_pinned(seq), seq.priority, seq.arrival)
-
-
-def _scorable(rows: list[Row]) -> int:
-    """For how many prompt tokens one more row of this step may compute logprobs. The result is at
-    least 1, so that every sequence makes progress.
-    """
-    return max(1, MAX_SCORED - sum(row.num_scored for row in rows))

@@ -135,3 +135,11 @@ class ScheduledBatch:
     @property
     def num_tokens(self) -> int:
         return sum(row.length for row in self.rows)
+
+
+class SequenceFaultError(Exception):
+    """Planning a step failed because of the sequence `seq`. `__cause__` is the original error."""
+
+    def __init__(self, seq: Sequence) -> None:
+        super().__init__(seq.request_id)
+        self.seq = seq

@@ -21,7 +21,6 @@ from typing import Any
 
 from engine.backends.custom.frameworks.entry import framework_entry
 from engine.backends.custom.options import EngineOptions
-from engine.backends.custom.runtime.batch import warm_up
 from engine.backends.custom.runtime.model_runner import (
     BatchInputs,
     KernelTime,
@@ -32,6 +31,7 @@ from engine.backends.custom.runtime.model_runner import (
     RunnerSpec,
     SamplingInputs,
     StepOutput,
+    warm_up,
 )
 from engine.backends.custom.weights.model import ModelSource
 from engine.backends.custom.worker.main import build_loop, load_runner

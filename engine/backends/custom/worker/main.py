@@ -24,7 +24,6 @@ from engine.backends.custom.ipc.engine_process import STACKS_SIGNAL
 from engine.backends.custom.ipc.heartbeat import Heartbeat, Pulse, Watchdog
 from engine.backends.custom.ipc.transport import ConnectionClosedError, SocketChannel
 from engine.backends.custom.options import IMAGE_ENCODERS, EngineOptions
-from engine.backends.custom.runtime.batch import warm_up
 from engine.backends.custom.runtime.block_pool import BlockPool
 from engine.backends.custom.runtime.budget import TARGET_STEP_S, StepBudget
 from engine.backends.custom.runtime.grammar import Grammars, Vocabulary
@@ -38,6 +37,7 @@ from engine.backends.custom.runtime.model_runner import (
     ModelRunner,
     RunnerConfig,
     RunnerSpec,
+    warm_up,
 )
 from engine.backends.custom.runtime.radix_cache import RadixCache
 from engine.backends.custom.runtime.scheduler import Scheduler
