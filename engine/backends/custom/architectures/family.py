@@ -18,8 +18,6 @@ from engine.backends.custom.architectures.base import (
     LatentConfig,
     ModelConfig,
     Reader,
-    TensorSpec,
-    Transform,
 )
 from engine.backends.custom.architectures.checks import check_config
 from engine.backends.custom.architectures.foreign import (
@@ -43,6 +41,7 @@ from engine.backends.custom.architectures.rope import (
     rope_from_hf,
     stretched_position,
 )
+from engine.backends.custom.architectures.tensors import TensorSpec, Transform
 from engine.core.errors import ModelFormatError
 
 # A key of the file -> the config fields that it sets. "experts.count" is a field of
@@ -104,7 +103,7 @@ Condition = Callable[[ModelConfig, int], bool]
 
 @dataclass(frozen=True, slots=True)
 class Stored:
-    """How a format stores a weight, in letters (see `WeightRow`). `base.Transform` has the numbers.
+    """How a format stores a weight, in letters (see `WeightRow`). `Transform` has the numbers.
 
     `parts` lists the sizes of the weights that share a stored matrix, such as "qkk" for a matrix
     with the rows of q, then k, then v. This weight is number `index` of them. If `groups` is not

@@ -8,8 +8,9 @@ from dataclasses import replace
 
 import numpy as np
 
-from engine.backends.custom.architectures.base import Architecture, ModelConfig, TensorSpec
+from engine.backends.custom.architectures.base import Architecture, ModelConfig
 from engine.backends.custom.architectures.rope import LONG_FACTORS
+from engine.backends.custom.architectures.tensors import TensorSpec
 from engine.backends.custom.architectures.vision import VisionConfig
 from engine.backends.custom.architectures.vision.files import UNUSED_PREFIX, vision_tensors
 from engine.backends.custom.weights.lazy_tensor import Checkpoint, LazyTensor
