@@ -25,11 +25,11 @@ from engine.backends.custom.ir.plan import (
     LinearStep,
     Machine,
     Precision,
-    step_label,
 )
 from engine.backends.custom.ir.planner import plan_cache
 from engine.backends.custom.ir.recurrent import empty_states
 from engine.backends.custom.ir.reference import alibi_slopes
+from engine.backends.custom.ir.steps import step_label
 from engine.backends.custom.options import EngineOptions
 from engine.backends.custom.runtime.model_runner import (
     MAX_SCORED,
