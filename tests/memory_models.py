@@ -7,7 +7,8 @@ import gguf
 import numpy as np
 from numpy.typing import NDArray
 
-from engine.backends.custom.architectures.base import ModelConfig, TensorSpec
+from engine.backends.custom.architectures.base import ModelConfig
+from engine.backends.custom.architectures.tensors import TensorSpec
 from engine.backends.custom.weights.lazy_tensor import LazyTensor
 from engine.backends.custom.weights.model import ModelSource
 from engine.backends.custom.weights.quants import dequantize

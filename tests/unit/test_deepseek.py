@@ -15,7 +15,7 @@ from safetensors.numpy import save_file
 from engine.backends.custom.architectures import deepseek, export
 from engine.backends.custom.architectures.base import ExpertsConfig, ModelConfig
 from engine.backends.custom.architectures.deepseek import DEEPSEEK
-from engine.backends.custom.architectures.family import Stored
+from engine.backends.custom.architectures.weight_rows import Stored
 from engine.backends.custom.conversion.convert import convert
 from engine.backends.custom.frameworks.native.execution.build import build_runner, kv_token_bytes
 from engine.backends.custom.ir.execute import ReferenceBatch, State, run_graph

@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass, replace
 from itertools import groupby
 from typing import Any
 
-from engine.backends.custom.ir.models.decoder import cache_name, state_name
+from engine.backends.custom.ir.models.inputs import cache_name, state_name
 from engine.backends.custom.ir.plan import Capacity, Split
 from engine.backends.custom.ir.types import Counts, Dim
 

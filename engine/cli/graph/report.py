@@ -22,8 +22,8 @@ from engine.backends.custom.ir.cost import PlanCost
 from engine.backends.custom.ir.graph import Graph, Node
 from engine.backends.custom.ir.liveness import touched
 from engine.backends.custom.ir.models.decoder import build_graph
-from engine.backends.custom.ir.plan import layer_of, step_kind, step_label
 from engine.backends.custom.ir.planner import plan
+from engine.backends.custom.ir.steps import layer_of, step_kind, step_label
 from engine.backends.custom.ir.types import Counts
 from engine.cli.graph.facts import (
     KindFacts,

@@ -267,7 +267,7 @@ MUTATIONS = [
     ),
     Mutation(
         "native: a short context rotates by the factors for long texts",
-        "engine.backends.custom.frameworks.native.execution.build",
+        "engine.backends.custom.frameworks.native.execution.allocation",
         "rope, max_seq_len, None if factors",
         "rope, model_config.max_position, None if factors",
         "tests/parity/test_native_models.py"

@@ -39,14 +39,14 @@ MUTATIONS = [
     ),
     Mutation(
         "weights: a tensor may have its shape turned around",
-        "engine.backends.custom.weights.model",
+        "engine.backends.custom.weights.resolve",
         "    if tensor.shape != expected:\n",
         "    if sorted(tensor.shape) != sorted(expected):\n",
         f"{MODEL_TESTS}::test_a_tensor_of_any_other_shape_is_refused_by_name",
     ),
     Mutation(
         "weights: a tensor may have another shape of the same size",
-        "engine.backends.custom.weights.model",
+        "engine.backends.custom.weights.resolve",
         "    if tensor.shape != expected:\n",
         "    if np.prod(tensor.shape) != np.prod(expected):\n",
         f"{MODEL_TESTS}::test_a_tensor_of_any_other_shape_is_refused_by_name",
@@ -67,7 +67,7 @@ MUTATIONS = [
     ),
     Mutation(
         "weights: tensors that nobody uses are overlooked",
-        "engine.backends.custom.weights.model",
+        "engine.backends.custom.weights.resolve",
         "    if extra:\n",
         "    if False:\n",
         f"{MODEL_TESTS}::test_tensors_nobody_uses_are_named",
@@ -193,7 +193,7 @@ MUTATIONS = [
     ),
     Mutation(
         "weights: older files are read as newer ones",
-        "engine.backends.custom.weights.model",
+        "engine.backends.custom.weights.resolve",
         'checkpoint.format == "gguf" and tensors[0].name != spec.older_gguf',
         'checkpoint.format == "gguf"',
         "tests/unit/test_deepseek.py::test_one_matrix_of_keys_and_values_is_split[F32]",

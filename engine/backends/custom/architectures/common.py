@@ -6,11 +6,11 @@ Each function returns rows of weights that every layer has.
 from dataclasses import replace
 
 from engine.backends.custom.architectures.base import ModelConfig
-from engine.backends.custom.architectures.family import (
+from engine.backends.custom.architectures.family import Keys
+from engine.backends.custom.architectures.weight_rows import (
     PAIRED,
     PLAIN,
     Condition,
-    Keys,
     Stored,
     WeightRow,
     has_head,

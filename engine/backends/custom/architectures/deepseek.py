@@ -25,10 +25,11 @@ from engine.backends.custom.architectures.common import (
     row,
     shared_expert,
 )
-from engine.backends.custom.architectures.family import REQUIRED, Family, Keys, Settings, Stored
+from engine.backends.custom.architectures.family import REQUIRED, Family, Keys, Settings
 from engine.backends.custom.architectures.foreign import ANY
 from engine.backends.custom.architectures.layers import layer_settings
 from engine.backends.custom.architectures.moe import BY_EXPERT, CORRECTION
+from engine.backends.custom.architectures.weight_rows import Stored
 from engine.core.errors import ModelFormatError
 
 _V2, _LITE = "deepseek_v2", "glm4_moe_lite"  # values of the key "model_type"

@@ -13,7 +13,8 @@ from engine.backends.custom.architectures.common import (
     norm,
     row,
 )
-from engine.backends.custom.architectures.family import Family, Settings, Stored
+from engine.backends.custom.architectures.family import Family, Settings
+from engine.backends.custom.architectures.weight_rows import Stored
 
 
 def _of_qkv(index: int, size: str) -> Rows:

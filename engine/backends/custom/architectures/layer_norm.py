@@ -17,16 +17,10 @@ from engine.backends.custom.architectures.common import (
     norm,
     plain_mlp,
 )
-from engine.backends.custom.architectures.family import (
-    Family,
-    More,
-    Settings,
-    Stored,
-    WeightRow,
-    has_head,
-)
+from engine.backends.custom.architectures.family import Family, More, Settings
 from engine.backends.custom.architectures.foreign import ANY
 from engine.backends.custom.architectures.layers import alternating
+from engine.backends.custom.architectures.weight_rows import Stored, WeightRow, has_head
 from engine.core.errors import ModelFormatError
 
 

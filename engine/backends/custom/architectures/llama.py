@@ -22,14 +22,7 @@ from engine.backends.custom.architectures.common import (
     input_norms,
     renamed,
 )
-from engine.backends.custom.architectures.family import (
-    REQUIRED,
-    Family,
-    Keys,
-    Settings,
-    Stored,
-    WeightRow,
-)
+from engine.backends.custom.architectures.family import REQUIRED, Family, Keys, Settings
 from engine.backends.custom.architectures.foreign import ANY, text_config
 from engine.backends.custom.architectures.layers import (
     alternating,
@@ -38,6 +31,7 @@ from engine.backends.custom.architectures.layers import (
     qwen_window,
     smollm3_layers,
 )
+from engine.backends.custom.architectures.weight_rows import Stored, WeightRow
 from engine.core.errors import ModelFormatError
 
 # The sliding window of a Mistral config that lacks the key "sliding_window". Transformers has the

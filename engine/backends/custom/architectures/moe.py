@@ -22,16 +22,11 @@ from engine.backends.custom.architectures.common import (
     row,
     shared_expert,
 )
-from engine.backends.custom.architectures.family import (
-    Family,
-    Keys,
-    Settings,
-    Stored,
-    WeightRow,
-)
+from engine.backends.custom.architectures.family import Family, Keys, Settings
 from engine.backends.custom.architectures.foreign import ANY
 from engine.backends.custom.architectures.layers import alternating, layer_settings, sparse_layers
 from engine.backends.custom.architectures.llama import GRANITE_GGUF_KEYS, GRANITE_HF_KEYS
+from engine.backends.custom.architectures.weight_rows import Stored, WeightRow
 from engine.core.errors import ModelFormatError
 
 BY_EXPERT = experts("mlp", "gate", "gate_proj", "up_proj", "down_proj")

@@ -19,6 +19,9 @@ YARN_BETA_SLOW = 1.0
 
 MAX_POSITION = 2**31 - 1  # positions are int32
 
+# The factors of "longrope" in a GGUF file. They become a part of the config.
+LONG_FACTORS = ("rope_factors_short.weight", "rope_factors_long.weight")
+
 
 def rope_from_hf(
     config: Mapping[str, Any],

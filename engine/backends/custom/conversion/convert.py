@@ -25,6 +25,7 @@ from engine.backends.custom.architectures.export import (
 )
 from engine.backends.custom.architectures.family import FLOATS
 from engine.backends.custom.architectures.foreign import has_images
+from engine.backends.custom.architectures.rope import LONG_FACTORS
 from engine.backends.custom.conversion.gguf_writer import (
     GGUF_TYPES,
     file_type,
@@ -53,12 +54,7 @@ from engine.backends.custom.conversion.stored import (
 from engine.backends.custom.ir.rotary import inverse_frequencies
 from engine.backends.custom.weights.files import member, read_json
 from engine.backends.custom.weights.lazy_tensor import LazyTensor
-from engine.backends.custom.weights.model import (
-    CONFIG_NAME,
-    LONG_FACTORS,
-    ModelSource,
-    open_model,
-)
+from engine.backends.custom.weights.model import CONFIG_NAME, ModelSource, open_model
 from engine.backends.custom.weights.quantize import quantize
 from engine.backends.custom.weights.quants import dequantize
 from engine.backends.custom.weights.safetensors import SINGLE_NAME

@@ -17,9 +17,10 @@ from typing import Any
 
 import numpy as np
 
-from engine.backends.custom.architectures.base import ModelConfig, RopeConfig, TensorSpec
+from engine.backends.custom.architectures.base import ModelConfig, RopeConfig
 from engine.backends.custom.architectures.export import gguf_metadata
 from engine.backends.custom.architectures.llama import LLAMA
+from engine.backends.custom.architectures.tensors import TensorSpec
 from engine.backends.custom.conversion.stored import Bytes, StoredTensor, stored_weight
 from engine.backends.custom.ir.rotary import rotary_tables
 from engine.backends.custom.weights.files import FileBytes

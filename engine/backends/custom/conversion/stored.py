@@ -15,7 +15,7 @@ from typing import Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from engine.backends.custom.architectures.base import Transform
+from engine.backends.custom.architectures.tensors import Transform
 from engine.backends.custom.weights.quantize import quantize
 from engine.backends.custom.weights.quants import TRAITS, dequantize, traits_of
 from engine.backends.custom.weights.weight import Weight, stored_places

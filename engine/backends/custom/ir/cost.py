@@ -19,8 +19,8 @@ from engine.backends.custom.ir.plan import (
     RopeWriteStep,
     RouteStep,
     Step,
-    weights_of,
 )
+from engine.backends.custom.ir.steps import weights_of
 from engine.backends.custom.ir.types import Counts
 
 _FLOAT = 4

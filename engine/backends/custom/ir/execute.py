@@ -13,7 +13,7 @@ import numpy as np
 
 from engine.backends.custom.ir import recurrent, reference
 from engine.backends.custom.ir.graph import Graph
-from engine.backends.custom.ir.models import decoder
+from engine.backends.custom.ir.models import inputs as graph_inputs
 from engine.backends.custom.ir.ops import OPS
 from engine.backends.custom.ir.plan import (
     AttentionStep,
@@ -82,22 +82,22 @@ def graph_values(
 ) -> dict[str, Array]:
     """The values of all graph inputs and all nodes, by name."""
     values: dict[str, Array] = {
-        decoder.TOKEN_IDS: batch.token_ids,
-        decoder.POSITIONS: batch.positions,
-        decoder.WRITE_SLOTS: batch.write_slots,
-        decoder.ROW_OF: batch.row_of,
-        decoder.TABLES: batch.tables,
-        decoder.LOGIT_TOKENS: batch.logit_tokens,
-        decoder.TOKEN_TYPES: _types(batch),
+        graph_inputs.TOKEN_IDS: batch.token_ids,
+        graph_inputs.POSITIONS: batch.positions,
+        graph_inputs.WRITE_SLOTS: batch.write_slots,
+        graph_inputs.ROW_OF: batch.row_of,
+        graph_inputs.TABLES: batch.tables,
+        graph_inputs.LOGIT_TOKENS: batch.logit_tokens,
+        graph_inputs.TOKEN_TYPES: _types(batch),
     }
     if batch.visible_end is not None:
-        values[decoder.VISIBLE_END] = batch.visible_end
+        values[graph_inputs.VISIBLE_END] = batch.visible_end
     for table, rotations in enumerate(state.rotations_at(batch.positions)):
-        values.update(zip(decoder.rotation_names(table), rotations, strict=True))
+        values.update(zip(graph_inputs.rotation_names(table), rotations, strict=True))
     if batch.slots is not None:
-        values[decoder.SLOTS] = batch.slots
-    values.update((decoder.cache_name(i), cache) for i, cache in enumerate(state.caches))
-    names = [name for name in graph.inputs if name.startswith(decoder.state_name(""))]
+        values[graph_inputs.SLOTS] = batch.slots
+    values.update((graph_inputs.cache_name(i), cache) for i, cache in enumerate(state.caches))
+    names = [name for name in graph.inputs if name.startswith(graph_inputs.state_name(""))]
     values.update(zip(names, state.states, strict=True))
     for node in graph.nodes:
         values[node.name] = OPS[node.op].reference(

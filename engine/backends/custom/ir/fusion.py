@@ -14,7 +14,7 @@ from engine.backends.custom.ir.attributes import (
     Projection,
     RopeWrite,
 )
-from engine.backends.custom.ir.graph import Graph, Node, Rewrite
+from engine.backends.custom.ir.graph import Graph, Node, Rewrite, joined_name
 from engine.backends.custom.ir.plan import Activation
 
 _MATMULS = ("linear", "projection")
@@ -272,17 +272,6 @@ PASSES: tuple[Callable[[Graph], Graph], ...] = (
     fuse_residuals,
     fuse_output_norms,
 )
-
-
-def joined_name(names: Sequence[str]) -> str:
-    """A name for several fused nodes. For layers.0.attn.q and layers.0.attn.k, it is
-    layers.0.attn.q_k.
-    """
-    parts = [name.split(".") for name in names]
-    common = 0
-    while all(len(each) > common + 1 and each[common] == parts[0][common] for each in parts):
-        common += 1
-    return ".".join((*parts[0][:common], "_".join(".".join(each[common:]) for each in parts)))
 
 
 def as_projection(node: Node) -> Projection:

@@ -255,3 +255,14 @@ class Rewrite:
         used = {name for node in kept for name in node.inputs}
         kept_inputs = {name: value for name, value in self.graph.inputs.items() if name in used}
         return Graph(kept_inputs, self.graph.weights, tuple(kept), self.graph.outputs)
+
+
+def joined_name(names: Sequence[str]) -> str:
+    """A name for several fused nodes. For layers.0.attn.q and layers.0.attn.k, it is
+    layers.0.attn.q_k.
+    """
+    parts = [name.split(".") for name in names]
+    common = 0
+    while all(len(each) > common + 1 and each[common] == parts[0][common] for each in parts):
+        common += 1
+    return ".".join((*parts[0][:common], "_".join(".".join(each[common:]) for each in parts)))

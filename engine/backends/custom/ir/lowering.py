@@ -16,8 +16,8 @@ from engine.backends.custom.ir.attributes import (
     RopeWrite,
 )
 from engine.backends.custom.ir.choice import attention_kernel, matmul_kernel, split
-from engine.backends.custom.ir.fusion import as_projection, joined_name
-from engine.backends.custom.ir.graph import Graph, GraphError, Node
+from engine.backends.custom.ir.fusion import as_projection
+from engine.backends.custom.ir.graph import Graph, GraphError, Node, joined_name
 from engine.backends.custom.ir.liveness import ArenaPlace
 from engine.backends.custom.ir.plan import (
     AttentionStep,

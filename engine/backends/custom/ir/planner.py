@@ -12,14 +12,8 @@ from engine.backends.custom.ir.fusion import fuse
 from engine.backends.custom.ir.graph import Graph, GraphError, verify
 from engine.backends.custom.ir.liveness import assign_places, lives
 from engine.backends.custom.ir.lowering import LayoutOf, Lowering
-from engine.backends.custom.ir.plan import (
-    Buffer,
-    Capacity,
-    ExecutionPlan,
-    Machine,
-    Precision,
-    weights_of,
-)
+from engine.backends.custom.ir.plan import Buffer, Capacity, ExecutionPlan, Machine, Precision
+from engine.backends.custom.ir.steps import weights_of
 
 _AS_STORED = Precision()
 _SMALL = (1, 8, 64, 512)

@@ -1,12 +1,10 @@
-"""Opens a model on disk: validates the files, reads the config, and finds each weight under the
-engine's name for it.
+"""Opens a model on disk: validates the files, reads the config, and finds the weights.
 
 A size that a file states is checked against the file's tensors before memory of that size is
 allocated. Settings that refer to code in the model directory, such as `auto_map`, are ignored.
 """
 
-import logging
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -17,16 +15,14 @@ from engine.backends.custom.architectures.base import (
     Architecture,
     ModelConfig,
     Reader,
-    TensorSpec,
 )
 from engine.backends.custom.architectures.foreign import has_images
-from engine.backends.custom.architectures.rope import with_factors, with_long_factors
-from engine.backends.custom.architectures.vision import VisionConfig
-from engine.backends.custom.architectures.vision.files import (
-    UNUSED_PREFIX,
-    vision_from_hf,
-    vision_tensors,
+from engine.backends.custom.architectures.rope import (
+    LONG_FACTORS,
+    with_factors,
+    with_long_factors,
 )
+from engine.backends.custom.architectures.vision.files import vision_from_hf
 from engine.backends.custom.weights.files import (
     CODE_SUFFIXES,
     member,
@@ -34,7 +30,7 @@ from engine.backends.custom.weights.files import (
     refuse_code_formats,
 )
 from engine.backends.custom.weights.gguf import GgufCheckpoint, open_gguf, part_names
-from engine.backends.custom.weights.lazy_tensor import Checkpoint, LazyTensor
+from engine.backends.custom.weights.lazy_tensor import Checkpoint
 from engine.backends.custom.weights.pooling import (
     DecoderTask,
     Prompts,
@@ -42,7 +38,13 @@ from engine.backends.custom.weights.pooling import (
     read_prompts,
     with_pooling,
 )
-from engine.backends.custom.weights.quants import TRAITS, dequantize, traits_of
+from engine.backends.custom.weights.quants import TRAITS
+from engine.backends.custom.weights.resolve import (
+    NAMED_IN_ERRORS,
+    check_values,
+    resolve_vision,
+    resolve_weights,
+)
 from engine.backends.custom.weights.safetensors import (
     INDEX_NAME,
     SINGLE_NAME,
@@ -60,26 +62,8 @@ from engine.core.registry.model_registry import (
 )
 from engine.core.store.checkpoint_files import is_mmproj
 
-log = logging.getLogger(__name__)
-
 CONFIG_NAME = "config.json"
 GENERATION_CONFIG_NAME = "generation_config.json"
-
-# The factors of "longrope" in a GGUF file. They become a part of the config.
-LONG_FACTORS = ("rope_factors_short.weight", "rope_factors_long.weight")
-# Tensors that checkpoints may contain but the engine does not need: RoPE tables, causal masks,
-# position ids, and the pooler of an encoder.
-_IGNORED_SUFFIXES = (
-    ".rotary_emb.inv_freq",
-    ".attn.bias",
-    ".attn.masked_bias",
-    "embeddings.position_ids",
-    "pooler.dense.weight",
-    "pooler.dense.bias",
-    *LONG_FACTORS,
-)
-_SAMPLED_BLOCKS = 8
-_NAMED_IN_ERRORS = 3
 
 
 @dataclass(frozen=True, slots=True)
@@ -190,7 +174,7 @@ def only_gguf(directory: Path) -> Path:
     if len(sets) == 1:
         return member(directory, names[0])
     if sets:
-        shown = ", ".join(sorted(parts[0] for parts in sets)[:_NAMED_IN_ERRORS])
+        shown = ", ".join(sorted(parts[0] for parts in sets)[:NAMED_IN_ERRORS])
         raise ModelFormatError(
             f"{directory.name} holds {len(sets)} GGUF models ({shown}, ...); name the file to load"
         )
@@ -228,11 +212,11 @@ def _open_hf(directory: Path, use_mmap: bool, reads_weights: bool) -> ModelSourc
         config = replace(config, tie_embeddings="lm_head.weight" not in text, vision=vision)
         if vision is not None and image:
             encoder = SafetensorsCheckpoint(checkpoint.files, image)
-            vision_weights = _resolve_vision(directory.name, vision, encoder)
+            vision_weights = resolve_vision(directory.name, vision, encoder)
         checkpoint = SafetensorsCheckpoint(checkpoint.files, text)
-    weights = _resolve(directory.name, family, config, checkpoint)
+    weights = resolve_weights(directory.name, family, config, checkpoint)
     if reads_weights:
-        _check_values(directory.name, {**weights, **vision_weights})
+        check_values(directory.name, {**weights, **vision_weights})
     return ModelSource(directory, config, checkpoint, weights, metadata, vision_weights)
 
 
@@ -243,14 +227,14 @@ def _open_gguf(path: Path, use_mmap: bool, reads_weights: bool) -> ModelSource:
     family: Architecture = architecture_for_gguf(name)
     config = _settle(family.config_from_gguf(metadata), family, checkpoint)
     _check_vocabulary(path.name, config, metadata)
-    weights = _resolve(path.name, family, config, checkpoint)
+    weights = resolve_weights(path.name, family, config, checkpoint)
     vision, encoder = read_mmproj(path, config, metadata, use_mmap)
     vision_weights: dict[str, Weight] = {}
     if vision is not None and encoder is not None:
         config = replace(config, vision=vision)
-        vision_weights = _resolve_vision(path.name, vision, encoder)
+        vision_weights = resolve_vision(path.name, vision, encoder)
     if reads_weights:
-        _check_values(path.name, {**weights, **vision_weights})
+        check_values(path.name, {**weights, **vision_weights})
     return ModelSource(path, config, checkpoint, weights, metadata, vision_weights)
 
 
@@ -304,147 +288,3 @@ def _check_vocabulary(where: str, config: ModelConfig, metadata: Mapping[str, An
                 f"{where}: tokenizer.ggml.{key} has {count} entries for a vocabulary of "
                 f"{config.vocab_size}"
             )
-
-
-def _resolve(
-    where: str, family: Architecture, config: ModelConfig, checkpoint: Checkpoint
-) -> dict[str, Weight]:
-    """Find and check the stored tensor of every weight. Returns the weights by the engine's names.
-    Raises if tensors are missing or unknown.
-    """
-    weights = _found(where, family.tensors(config), checkpoint)
-    # A checkpoint whose LM head is tied may still store the head's matrix. This is not an error.
-    specs = family.tensors(replace(config, tie_embeddings=False))
-    known = {tensor.name for spec in specs for tensor in _find(spec, checkpoint)}
-    ignored = _predictors(checkpoint)
-    if ignored:
-        log.warning("%s: layers that predict further tokens are not used", where)
-    extra = [
-        name
-        for name in checkpoint.tensors
-        if name not in known
-        and not name.endswith(_IGNORED_SUFFIXES)
-        and not name.startswith(ignored)
-    ]
-    if extra:
-        raise ModelFormatError(
-            f"{where}: a {config.family} model of {config.num_layers} layers has no place for "
-            f"these tensors: {_some(extra)}"
-        )
-    return weights
-
-
-def _found(where: str, specs: Iterable[TensorSpec], checkpoint: Checkpoint) -> dict[str, Weight]:
-    """Find and check the stored tensors of the weights `specs`. Raises if some are missing."""
-    weights: dict[str, Weight] = {}
-    missing: list[str] = []
-    for spec in specs:
-        tensors = _find(spec, checkpoint)
-        if not tensors:
-            if not spec.optional:
-                missing.append(spec.name)
-            continue
-        is_gguf = checkpoint.format == "gguf" and tensors[0].name != spec.older_gguf
-        transform = spec.gguf_transform if is_gguf else spec.hf_transform
-        if checkpoint.format == "safetensors" and tensors[0].is_gathered:
-            # Quantized matrices have their rows in order, also if floats are stored transposed.
-            transform = replace(transform, transposed=False)
-        weights[spec.name] = Weight(spec, tensors, transform)
-    if missing:
-        raise ModelFormatError(f"{where}: weights are missing: {_some(missing)}")
-    for weight in weights.values():
-        _check_weight(where, weight)
-    return weights
-
-
-def _resolve_vision(where: str, vision: VisionConfig, checkpoint: Checkpoint) -> dict[str, Weight]:
-    weights = _found(where, vision_tensors(vision), checkpoint)
-    known = {tensor.name for weight in weights.values() for tensor in weight.tensors}
-    unknown = [
-        name
-        for name in checkpoint.tensors
-        if name not in known and not name.startswith(UNUSED_PREFIX)
-    ]
-    if unknown:
-        raise ModelFormatError(
-            f"{where}: the image encoder has no place for these tensors: {_some(unknown)}"
-        )
-    return weights
-
-
-def _predictors(checkpoint: Checkpoint) -> tuple[str, ...]:
-    """The prefixes of layers that only predict further tokens (multi-token prediction). They follow
-    the layers of the model, which does not need them.
-    """
-    suffix = "eh_proj.weight"
-    return tuple(
-        name.removesuffix(suffix).removesuffix("nextn.")
-        for name in checkpoint.tensors
-        if name.endswith(suffix)
-    )
-
-
-def _find(spec: TensorSpec, checkpoint: Checkpoint) -> tuple[LazyTensor, ...]:
-    """The stored tensors of a weight: none if the checkpoint lacks it, and one per expert if they
-    are stored one by one. In checkpoints of a Hugging Face model without a head, the names lack the
-    first component, so both names are tried.
-    """
-    stored = checkpoint.tensors
-    name = spec.gguf if checkpoint.format == "gguf" else spec.hf
-    if checkpoint.format == "gguf" and name not in stored and spec.older_gguf in stored:
-        name = spec.older_gguf
-    if name is None:
-        return ()
-    names = [name]
-    if "{e}" in name:
-        names = [name.replace("{e}", str(expert)) for expert in range(spec.shape[0])]
-    if checkpoint.format != "gguf" and names[0] not in stored:
-        names = [each.partition(".")[2] for each in names]
-    found = tuple(stored[each] for each in names if each in stored)
-    return found if len(found) == len(names) else ()
-
-
-def _check_weight(where: str, weight: Weight) -> None:
-    """Check a weight's shape and storage type."""
-    expected = weight.stored_shape
-    for tensor in weight.tensors:
-        if tensor.shape != expected:
-            raise ModelFormatError(
-                f"{where}: tensor '{tensor.name}' has shape {list(tensor.shape)}, "
-                f"the config asks for {list(expected)}"
-            )
-        if tensor.dtype not in TRAITS:
-            raise ModelFormatError(
-                f"{where}: tensor '{tensor.name}' has dtype {tensor.dtype}, which is not supported "
-                f"(supported: {', '.join(TRAITS)})"
-            )
-        if tensor.dtype != weight.tensor.dtype:
-            raise ModelFormatError(
-                f"{where}: tensor '{tensor.name}' has dtype {tensor.dtype}, "
-                f"but '{weight.tensor.name}' has {weight.tensor.dtype}"
-            )
-        if weight.transform.transposed and TRAITS[tensor.dtype].quantized:
-            raise ModelFormatError(
-                f"{where}: tensor '{tensor.name}' is transposed and has dtype {tensor.dtype}; "
-                "only plain floats can be transposed"
-            )
-
-
-def _check_values(where: str, weights: Mapping[str, Weight]) -> None:
-    """Check that a sample of blocks from each tensor dequantizes to finite values."""
-    tensors = {tensor.name: tensor for weight in weights.values() for tensor in weight.tensors}
-    for tensor in tensors.values():
-        traits = traits_of(tensor.dtype)
-        blocks = tensor.sample(_SAMPLED_BLOCKS).reshape(-1, traits.block_bytes)
-        sample = blocks[np.linspace(0, len(blocks) - 1, _SAMPLED_BLOCKS, dtype=np.intp)]
-        values = dequantize(tensor.dtype, sample.reshape(-1), (len(sample), traits.block_elems))
-        if not np.isfinite(values).all():
-            raise ModelFormatError(
-                f"{where}: tensor '{tensor.name}' holds NaN or infinite values; the file is damaged"
-            )
-
-
-def _some(names: Iterable[str]) -> str:
-    listed = list(names)
-    rest = len(listed) - _NAMED_IN_ERRORS
-    return ", ".join(listed[:_NAMED_IN_ERRORS]) + (f" and {rest} more" if rest > 0 else "")

@@ -17,7 +17,8 @@ from zlib import crc32
 import numpy as np
 from numpy.typing import NDArray
 
-from engine.backends.custom.architectures.base import Architecture, Reader, TensorSpec
+from engine.backends.custom.architectures.base import Architecture, Reader
+from engine.backends.custom.architectures.tensors import TensorSpec
 from engine.backends.custom.weights.files import FileBytes, read_json
 from engine.backends.custom.weights.lazy_tensor import LazyTensor
 from engine.backends.custom.weights.model import CONFIG_NAME, ModelSource

@@ -11,7 +11,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from engine.backends.custom.architectures.base import TensorSpec, Transform
+from engine.backends.custom.architectures.tensors import TensorSpec, Transform
 from engine.backends.custom.weights.lazy_tensor import LazyTensor
 from engine.backends.custom.weights.quants import for_kernels, kernel_type, traits_of
 

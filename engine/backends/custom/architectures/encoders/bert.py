@@ -15,17 +15,9 @@ from engine.backends.custom.architectures.base import (
     ScoreHead,
 )
 from engine.backends.custom.architectures.common import GGUF_LAYER_NORM_KEYS
-from engine.backends.custom.architectures.family import (
-    PLAIN,
-    Condition,
-    Family,
-    Keys,
-    More,
-    Settings,
-    Stored,
-    WeightRow,
-)
+from engine.backends.custom.architectures.family import Family, Keys, More, Settings
 from engine.backends.custom.architectures.foreign import ANY
+from engine.backends.custom.architectures.weight_rows import PLAIN, Condition, Stored, WeightRow
 from engine.core.errors import ModelFormatError
 
 CLASSIFIER = "ForSequenceClassification"

@@ -21,9 +21,10 @@ from engine.backends.custom.architectures.encoders.bert import (
     score_rows,
     squashes,
 )
-from engine.backends.custom.architectures.family import Family, Settings, Stored, WeightRow
+from engine.backends.custom.architectures.family import Family, Settings
 from engine.backends.custom.architectures.foreign import hf_activation
 from engine.backends.custom.architectures.layers import alternating
+from engine.backends.custom.architectures.weight_rows import Stored, WeightRow
 from engine.core.errors import ModelFormatError
 
 

@@ -21,12 +21,7 @@ from engine.backends.custom.architectures.common import (
     row,
     shared_expert,
 )
-from engine.backends.custom.architectures.family import (
-    Family,
-    Settings,
-    Stored,
-    WeightRow,
-)
+from engine.backends.custom.architectures.family import Family, Settings
 from engine.backends.custom.architectures.hybrids.lfm2 import (
     GGUF_STATE,
     HYBRID_GGUF_KEYS,
@@ -43,6 +38,7 @@ from engine.backends.custom.architectures.hybrids.lfm2 import (
 )
 from engine.backends.custom.architectures.hybrids.states import Mixer
 from engine.backends.custom.architectures.layers import sparse_layers
+from engine.backends.custom.architectures.weight_rows import Stored, WeightRow
 
 
 def _qwen_view(config: Mapping[str, Any]) -> Mapping[str, Any]:

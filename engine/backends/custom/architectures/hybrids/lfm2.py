@@ -23,14 +23,9 @@ from engine.backends.custom.architectures.common import (
     layer_keys,
     row,
 )
-from engine.backends.custom.architectures.family import (
-    Family,
-    Keys,
-    Settings,
-    Stored,
-    WeightRow,
-)
+from engine.backends.custom.architectures.family import Family, Keys, Settings
 from engine.backends.custom.architectures.hybrids.states import STATE_MIXERS, Mixer, StateConfig
+from engine.backends.custom.architectures.weight_rows import Stored, WeightRow
 from engine.core.errors import ModelFormatError
 
 LINEAR, _ATTENTION = "linear_attention", "full_attention"

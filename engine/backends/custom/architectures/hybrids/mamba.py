@@ -25,12 +25,7 @@ from engine.backends.custom.architectures.common import (
     renamed,
     row,
 )
-from engine.backends.custom.architectures.family import (
-    Family,
-    Settings,
-    Stored,
-    WeightRow,
-)
+from engine.backends.custom.architectures.family import Family, Settings
 from engine.backends.custom.architectures.hybrids.lfm2 import (
     GGUF_STATE,
     HYBRID_GGUF_KEYS,
@@ -49,6 +44,7 @@ from engine.backends.custom.architectures.hybrids.lfm2 import (
 )
 from engine.backends.custom.architectures.hybrids.states import Mixer
 from engine.backends.custom.architectures.llama import GRANITE_GGUF_KEYS, GRANITE_HF_KEYS
+from engine.backends.custom.architectures.weight_rows import Stored, WeightRow
 from engine.core.errors import ModelFormatError
 
 

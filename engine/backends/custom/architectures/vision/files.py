@@ -7,7 +7,8 @@ in a file of its own, which is called "mmproj".
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
-from engine.backends.custom.architectures.base import Reader, TensorSpec, Transform
+from engine.backends.custom.architectures.base import Reader
+from engine.backends.custom.architectures.tensors import TensorSpec, Transform
 from engine.backends.custom.architectures.vision import (
     VISION_THETA,
     ImageProcessing,

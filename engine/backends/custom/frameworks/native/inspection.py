@@ -29,10 +29,10 @@ from engine.backends.custom.ir.plan import (
     RopeWriteStep,
     RouteStep,
     Step,
-    layer_of,
 )
 from engine.backends.custom.ir.recurrent import empty_states
 from engine.backends.custom.ir.rotary import rotary_tables
+from engine.backends.custom.ir.steps import layer_of
 from engine.backends.custom.weights.model import ModelSource
 
 # The name of an output in the report -> the graph nodes of a layer whose sum it is. A layer has

@@ -21,33 +21,23 @@ from engine.backends.custom.ir.attributes import (
     Softcap,
 )
 from engine.backends.custom.ir.graph import Graph, GraphBuilder
+from engine.backends.custom.ir.models.inputs import (
+    LOGIT_TOKENS,
+    POSITIONS,
+    ROW_OF,
+    SLOTS,
+    TABLES,
+    TOKEN_IDS,
+    VISIBLE_END,
+    WRITE_SLOTS,
+    declare_cache,
+    declare_inputs,
+    rotation_names,
+    state_name,
+)
 from engine.backends.custom.ir.plan import Routing
 from engine.backends.custom.ir.recurrent import OP_NAMES, Recurrence
 from engine.core.errors import ModelFormatError
-
-TOKEN_IDS = "token_ids"
-POSITIONS = "positions"
-WRITE_SLOTS = "write_slots"  # each token's place in the KV cache: block * block_size + offset
-ROW_OF = "row_of"  # index of the sequence that each token belongs to
-TABLES = "tables"  # block table of each sequence
-LOGIT_TOKENS = "logit_tokens"
-SLOTS = "slots"  # each sequence's index into the arrays of states
-# Only in encoders: each token attends to positions below its visible end, and has a token type.
-VISIBLE_END = "visible_end"
-TOKEN_TYPES = "token_types"
-
-
-def rotation_names(table: int) -> tuple[str, str]:
-    """The graph inputs with the cosines and the sines of a RoPE table of `ModelConfig.ropes`."""
-    return f"cosines.{table}", f"sines.{table}"
-
-
-def cache_name(layer: int) -> str:
-    return f"cache.{layer}"
-
-
-def state_name(layer: int | str) -> str:
-    return f"state.{layer}"
 
 
 class DecoderBuilder:
@@ -58,17 +48,7 @@ class DecoderBuilder:
     def __init__(self, config: ModelConfig) -> None:
         self.config = config
         self.graph = GraphBuilder()
-        self.graph.input(TOKEN_IDS, ("T",), "i32")
-        self.graph.input(POSITIONS, ("T",), "i32")
-        self.graph.input(WRITE_SLOTS, ("T",), "i64")
-        self.graph.input(ROW_OF, ("T",), "i32")
-        self.graph.input(TABLES, ("S", "B"), "i32")
-        self.graph.input(LOGIT_TOKENS, ("R",), "i32")
-        for table, rope in enumerate(config.ropes):
-            for name in rotation_names(table):
-                self.graph.input(name, ("T", rope.dim // 2))
-        if config.state is not None:
-            self.graph.input(SLOTS, ("S",), "i32")
+        declare_inputs(self.graph, config)
         # The number of each layer's state.
         self._states = {layer: index for index, layer in enumerate(config.state_layers)}
 
@@ -135,7 +115,7 @@ class DecoderBuilder:
             q, k, v = self.qkv(x, name)
             q = self._heads(q, f"{name}.q", config.num_heads, layer)
             k = self._heads(k, f"{name}.k", kv_heads, layer)
-            cache = self.graph.input(cache_name(place), ("C", "P", 2, kv_heads, size))
+            cache = declare_cache(self.graph, config, place)
             write, inputs = KvWrite(place, kv_heads, size), [cache, k, v, WRITE_SLOTS]
             written = self.graph.add("kv_write", f"{name}.kv", inputs, (), write)
         sinks = config.attention_sinks
@@ -216,7 +196,7 @@ class DecoderBuilder:
         q = self.graph.add("head_linear", f"{name}.k_up", [q, *rotations], [matrix], rotated)
         width = config.head_dim
         kv = self.linear(x, f"{name}.kv_a", width, config.hidden_size, has_bias=False)
-        cache = self.graph.input(cache_name(layer), ("C", "P", 1, 1, width))
+        cache = declare_cache(self.graph, config, layer)
         write = LatentWrite(layer, latent.kv_rank, latent.rope_dim, LATENT_NORM_EPS, table)
         norm = self.graph.weight(f"{name}.kv_norm.weight", latent.kv_rank)
         inputs = [kv, *rotations, cache, WRITE_SLOTS]

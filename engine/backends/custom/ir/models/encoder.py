@@ -8,12 +8,8 @@ pooling "cls", and the last tokens for pooling "last" and "mean".
 from engine.backends.custom.architectures.base import EncoderConfig, ModelConfig, ScoreHead
 from engine.backends.custom.ir.attributes import Softcap
 from engine.backends.custom.ir.graph import Graph
-from engine.backends.custom.ir.models.decoder import (
-    LOGIT_TOKENS,
-    TOKEN_TYPES,
-    VISIBLE_END,
-    DecoderBuilder,
-)
+from engine.backends.custom.ir.models.decoder import DecoderBuilder
+from engine.backends.custom.ir.models.inputs import LOGIT_TOKENS, TOKEN_TYPES
 from engine.core.errors import ModelFormatError
 
 
@@ -23,9 +19,6 @@ class EncoderBuilder(DecoderBuilder):
     def __init__(self, config: ModelConfig, encoder: EncoderConfig) -> None:
         super().__init__(config)
         self.encoder = encoder
-        self.graph.input(VISIBLE_END, ("T",), "i32")
-        if encoder.num_token_types:
-            self.graph.input(TOKEN_TYPES, ("T",), "i32")
 
     def embed(self) -> str:
         x, count = super().embed(), self.encoder.num_token_types

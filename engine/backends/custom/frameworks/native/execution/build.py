@@ -12,6 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from engine.backends.custom.architectures.base import ModelConfig
+from engine.backends.custom.frameworks.native.execution.allocation import set_memory
 from engine.backends.custom.frameworks.native.execution.program import Numbered, add_program
 from engine.backends.custom.frameworks.native.execution.runner import NativeRunner
 from engine.backends.custom.ir.choice import matmul_kernel
@@ -24,12 +25,11 @@ from engine.backends.custom.ir.plan import (
     LinearStep,
     Machine,
     Precision,
-    step_label,
 )
 from engine.backends.custom.ir.planner import plan_cache
 from engine.backends.custom.ir.recurrent import empty_states
 from engine.backends.custom.ir.reference import alibi_slopes
-from engine.backends.custom.ir.rotary import rope_frequencies
+from engine.backends.custom.ir.steps import step_label
 from engine.backends.custom.options import EngineOptions
 from engine.backends.custom.runtime.model_runner import (
     MAX_SCORED,
@@ -51,7 +51,6 @@ log = logging.getLogger(__name__)
 
 KERNELS = "engine.backends.custom.frameworks.native._native"
 STORED = "stored"  # a dtype: weights keep their type in the file, which decides the arithmetic
-KV_TYPES = ("float32", "bfloat16", "int8")
 TOKENS, POSITIONS = "embed.weight", "position.weight"  # tables of token and position embeddings
 TILE_TOKENS = 16  # positions per tile of the paged KV cache
 # Min prefill tokens of a step that has any prefill, on CPUs without bfloat16 kernels. On these
@@ -166,7 +165,7 @@ def build_runner(source: ModelSource, config: RunnerConfig) -> NativeRunner:
     plans = plans_for(source, config, machine)
     caches = source.config.cache_places(config.num_window_blocks > 0)
     model = load_model(source, plans, caches, config.numerics, config.affinity)
-    _set_memory(model.native, source, config, plans[-1])
+    set_memory(model.native, source, config, plans[-1])
     for plan in plans:
         add_program(model.native, plan, model.weights)
     spec = RunnerSpec.of(
@@ -183,13 +182,6 @@ def build_runner(source: ModelSource, config: RunnerConfig) -> NativeRunner:
 
 # For each layer: the number of its KV cache, and its index among the layers of that cache.
 CachePlaces = tuple[tuple[int, int], ...]
-
-
-@dataclass(frozen=True, slots=True)
-class CacheShape:
-    kv_type: str
-    block_size: int
-    sizes: Sequence[tuple[int, int]]  # for each KV cache: its number of layers and of blocks
 
 
 @dataclass(frozen=True, slots=True)
@@ -368,55 +360,6 @@ def make_plans(
         precision,
     )
     return [cache.get(each.tokens, each.logits) for each in cache.capacities()]
-
-
-def _set_memory(model: Any, source: ModelSource, config: RunnerConfig, plan: ExecutionPlan) -> None:
-    places = source.config.cache_places(config.num_window_blocks > 0)
-    sizes = [
-        (sum(cache == index for cache, _ in places), num_blocks)
-        for index, num_blocks in enumerate((config.num_blocks, config.num_window_blocks))
-        if num_blocks
-    ]
-    kv_type = _kv_type(source.config, config.kv_dtype, config.dtype, config.numerics)
-    shape = CacheShape(kv_type, config.block_size, sizes)
-    allocate(model, source, plan, shape, config.max_seq_len)
-    if source.config.state is not None:
-        count = config.max_slots + 1 + config.num_checkpoints
-        model.set_states(source.config.state_floats, count)
-    model.set_sampler(source.config.vocab_size, config.max_slots, config.max_seq_len)
-
-
-def allocate(
-    model: Any, source: ModelSource, plan: ExecutionPlan, cache: CacheShape, max_seq_len: int
-) -> None:
-    """Allocates the arena and the KV caches, and adds the RoPE tables."""
-    model_config = source.config
-    kinds = {buffer.place: buffer.per for buffer in plan.buffers}
-    model.set_arena(
-        [(width, kinds[place] == "logit") for place, width in enumerate(plan.places)],
-        [(buffer.place, buffer.width) for buffer in plan.buffers],
-        plan.capacity.tokens,
-        plan.capacity.logits,
-        plan.output,
-    )
-    for index, (num_layers, num_blocks) in enumerate(cache.sizes):
-        model.set_cache(
-            index,
-            KV_TYPES.index(cache.kv_type),
-            num_layers,
-            model_config.num_kv_heads,
-            model_config.head_dim,
-            cache.block_size,
-            num_blocks,
-            0 if model_config.latent is None else model_config.latent.kv_rank,
-        )
-    model.set_max_positions(max_seq_len)
-    factors = source.weights.get("rope.factors")
-    for rope in model_config.ropes:
-        frequencies, scale = rope_frequencies(
-            rope, max_seq_len, None if factors is None else factors.numpy()
-        )
-        model.add_rope(list(map(float, frequencies)), scale)
 
 
 def _kv_type(config: ModelConfig, asked: str, dtype: str, numerics: str) -> str:

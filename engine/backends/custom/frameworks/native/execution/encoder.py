@@ -11,11 +11,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from engine.backends.custom.architectures.base import ModelConfig
+from engine.backends.custom.frameworks.native.execution.allocation import CacheShape, allocate
 from engine.backends.custom.frameworks.native.execution.build import (
     STEP_TOKENS,
     TILE_TOKENS,
-    CacheShape,
-    allocate,
     check_settings,
     load_model,
     machine_with,

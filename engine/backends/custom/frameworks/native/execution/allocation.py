@@ -1,0 +1,71 @@
+"""Allocates the memory of a native model: the arena, the KV caches, the states and the sampler. It
+also adds the RoPE tables.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from engine.backends.custom.ir.plan import ExecutionPlan
+from engine.backends.custom.ir.rotary import rope_frequencies
+from engine.backends.custom.runtime.model_runner import RunnerConfig
+from engine.backends.custom.weights.model import ModelSource
+
+# The index of each name is its code in csrc/base/kernels.h.
+KV_TYPES = ("float32", "bfloat16", "int8")
+
+
+@dataclass(frozen=True, slots=True)
+class CacheShape:
+    kv_type: str
+    block_size: int
+    sizes: Sequence[tuple[int, int]]  # for each KV cache: its number of layers and of blocks
+
+
+def set_memory(model: Any, source: ModelSource, config: RunnerConfig, plan: ExecutionPlan) -> None:
+    """Allocates all memory that a decoder needs besides its weights."""
+    places = source.config.cache_places(config.num_window_blocks > 0)
+    sizes = [
+        (sum(cache == index for cache, _ in places), num_blocks)
+        for index, num_blocks in enumerate((config.num_blocks, config.num_window_blocks))
+        if num_blocks
+    ]
+    shape = CacheShape(plan.precision.kv_type, config.block_size, sizes)
+    allocate(model, source, plan, shape, config.max_seq_len)
+    if source.config.state is not None:
+        count = config.max_slots + 1 + config.num_checkpoints
+        model.set_states(source.config.state_floats, count)
+    model.set_sampler(source.config.vocab_size, config.max_slots, config.max_seq_len)
+
+
+def allocate(
+    model: Any, source: ModelSource, plan: ExecutionPlan, cache: CacheShape, max_seq_len: int
+) -> None:
+    """Allocates the arena and the KV caches, and adds the RoPE tables."""
+    model_config = source.config
+    kinds = {buffer.place: buffer.per for buffer in plan.buffers}
+    model.set_arena(
+        [(width, kinds[place] == "logit") for place, width in enumerate(plan.places)],
+        [(buffer.place, buffer.width) for buffer in plan.buffers],
+        plan.capacity.tokens,
+        plan.capacity.logits,
+        plan.output,
+    )
+    for index, (num_layers, num_blocks) in enumerate(cache.sizes):
+        model.set_cache(
+            index,
+            KV_TYPES.index(cache.kv_type),
+            num_layers,
+            model_config.num_kv_heads,
+            model_config.head_dim,
+            cache.block_size,
+            num_blocks,
+            0 if model_config.latent is None else model_config.latent.kv_rank,
+        )
+    model.set_max_positions(max_seq_len)
+    factors = source.weights.get("rope.factors")
+    for rope in model_config.ropes:
+        frequencies, scale = rope_frequencies(
+            rope, max_seq_len, None if factors is None else factors.numpy()
+        )
+        model.add_rope(list(map(float, frequencies)), scale)
