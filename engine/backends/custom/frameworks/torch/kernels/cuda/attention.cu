@@ -110,9 +110,8 @@ struct Producer {
             for (int tile = item.last_tile; tile >= item.first_tile; --tile) {
                 int position = tile * KEYS + lane % PAGES * BLOCK_SIZE;
                 // Blocks that the window has left may be freed, so they are not read.
-                bool is_seen =
-                    position < item.length &&
-                    (WINDOW == 0 || position + BLOCK_SIZE > item.first_position - WINDOW + 1);
+                bool is_seen = position < item.length &&
+                               (WINDOW == 0 || position + BLOCK_SIZE > item.first_position - WINDOW + 1);
                 int slot = is_seen ? item.table[position / BLOCK_SIZE] * BLOCK_SIZE : num_slots;
                 copy_tile(keys, item.kv_head * HEAD_DIM, slot);
                 copy_tile(values, (KV_HEADS + item.kv_head) * HEAD_DIM, slot);
