@@ -108,7 +108,7 @@ void Model::reorder(const StepArrays& step) {
     }
     auto first_prefill = std::lower_bound(logit_tokens_.begin(), logit_tokens_.end(), decode_tokens);
 
-    auto copy = [&]<class T>(const T* from, std::vector<T>& to) -> const T* {
+    auto copy = [&](const auto* from, auto& to) -> decltype(from) {
         if (!from) return nullptr;
         to.resize(tokens);
         for (size_t i = 0; i < tokens; i++) to[i] = from[order_[i]];
