@@ -320,20 +320,20 @@ MUTATIONS = [
         "engine.backends.custom.frontend.text_model",
         "head.row(ids[0]) - head.row(ids[1])",
         "head.row(ids[1]) - head.row(ids[0])",
-        "tests/parity/test_encoders.py::test_a_decoder_that_was_trained_to_rank",
+        "tests/parity/test_sentence_models.py::test_a_decoder_that_was_trained_to_rank",
     ),
     Mutation(
         "frontend: an embedding's prompt is lost",
         "engine.backends.custom.frontend.text_model",
         'self.prompts.get(prompt, "") + text',
         "text",
-        "tests/parity/test_encoders.py::test_a_decoder_that_was_trained_for_embeddings",
+        "tests/parity/test_sentence_models.py::test_a_decoder_that_was_trained_for_embeddings",
     ),
     Mutation(
         "tokenizer: an embedding ends with the end of an answer",
         "engine.core.text.tokenizer",
         "parts.eos_id if parts.prompt_end_id is None else parts.prompt_end_id",
         "parts.eos_id",
-        "tests/parity/test_encoders.py::test_a_decoder_that_was_trained_for_embeddings",
+        "tests/parity/test_sentence_models.py::test_a_decoder_that_was_trained_for_embeddings",
     ),
 ]
