@@ -1,0 +1,109 @@
+// A model as Python holds it, for the files that bind its methods.
+#pragma once
+#include <nanobind/stl/optional.h>
+#include <nanobind/stl/tuple.h>
+#include <nanobind/stl/vector.h>
+
+#include <deque>
+
+#include "bindings/bind_sampler.h"
+#include "executor/model.h"
+#include "per_channel/requantized.h"
+
+namespace engine {
+
+using Ints = Array<const int32_t, 1>;
+using Longs = Array<const int64_t, 1>;
+using Tables = Array<const int32_t, 2>;
+using Embeds = Array<const float, 2>;
+
+// A model whose weights are Python arrays. The object holds references to these arrays.
+class BoundModel {
+  public:
+    BoundModel(const std::string& isa, int threads, const std::vector<int>& cpus)
+        : model(kernels_named(isa), threads, cpus) {}
+
+    int add_matrix(int layout, int rows, int columns, Array<const uint8_t, 1> data) {
+        Matrix matrix{Layout(layout), rows, columns, data.data()};
+        if (layout < 0 || layout > int(Layout::F32) || rows < 1 || columns < 1 ||
+            data.shape(0) < matrix.bytes())
+            throw nb::value_error("a matrix that its bytes do not hold");
+        if (reinterpret_cast<uintptr_t>(data.data()) % 64)
+            throw nb::value_error("a matrix must be 64-byte aligned");
+        matrices_.push_back(matrix);
+        panels_.push_back(int(data.shape(0) / matrix.stride()));
+        keep_.push_back(nb::cast(data));
+        return int(matrices_.size()) - 1;
+    }
+
+    int add_vector(Array<const float, 1> data) {
+        vectors_.push_back(data.data());
+        keep_.push_back(nb::cast(data));
+        return int(vectors_.size()) - 1;
+    }
+
+    // Requantizes the matrices with the indices `numbers` to per-channel int8. Returns the indices
+    // of the new matrices.
+    std::vector<int> add_per_channel(const std::vector<int>& numbers) {
+        if (!model.executor.kernels().requantize_panel)
+            throw nb::value_error("this instruction set has no per-channel int8 matmul");
+        std::vector<StoredPanels> from;
+        for (int number : numbers) {
+            from.push_back({matrix(number), panels_.at(size_t(number))});
+            if (from.back().matrix->columns > kMaxPerChannelColumns)
+                throw nb::value_error("a matrix of too many columns for per-channel int8");
+        }
+        RequantizedMatrices per_channel =
+            requantize_matrices(model.executor.kernels(), model.executor.pool(), from);
+        std::vector<int> added;
+        for (const Matrix& matrix : per_channel.matrices) {
+            added.push_back(int(matrices_.size()));
+            matrices_.push_back(matrix);
+        }
+        per_channel_.push_back(std::move(per_channel.memory));
+        return added;
+    }
+
+    // `numbers`: matrix, bias, decode numerics, prefill numerics. The matrix has the panels of all experts.
+    ExpertMatrices expert_matrices(int num_experts, const std::tuple<int, int, int, int>& numbers) const {
+        auto [index, bias, decode, prefill] = numbers;
+        const Matrix* all = matrix(index);
+        int panels = panels_.at(size_t(index)) / num_experts;
+        return {*all,
+                size_t(panels) * all->stride(),
+                vector(bias),
+                panels * kPanelRows,
+                Numerics(decode),
+                Numerics(prefill)};
+    }
+
+    const Matrix* matrix(int index) const { return &matrices_.at(size_t(index)); }
+    const float* vector(int index) const { return index < 0 ? nullptr : vectors_.at(size_t(index)); }
+
+    void check_row(int index, size_t size, int expected) const {
+        if (index < 0 || index >= model.num_logits() || size != size_t(expected))
+            throw nb::value_error("no such row of logits, or one of another size");
+    }
+
+    void begin_program(int capacity) {
+        program_ = Program{};
+        program_.capacity = capacity;
+    }
+    void add_op(const Op& op) { program_.ops.push_back(op); }
+    void end_program() { model.executor.add_program(std::move(program_)); }
+
+    Model model;
+
+  private:
+    std::deque<Matrix> matrices_;  // the matrices that Python added, then the requantized ones
+    std::vector<int> panels_;      // number of panels of each matrix that Python added
+    std::vector<const float*> vectors_;
+    std::vector<nb::object> keep_;
+    std::vector<Block> per_channel_;
+    Program program_;
+};
+
+// Binds the methods that append an op to the program.
+void bind_ops(nb::class_<BoundModel>& model);
+
+}  // namespace engine
