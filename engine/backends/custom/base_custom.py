@@ -37,6 +37,7 @@ from engine.backends.custom.frontend.prompts import (
     prepare_chat,
     prepare_completion,
     truncated,
+    with_text_bias,
 )
 from engine.backends.custom.frontend.text_cache import keep_text
 from engine.backends.custom.frontend.text_model import TextModel, load_text, with_template
@@ -247,10 +248,13 @@ class CustomBackend(InferenceBackend):
         check_prepared(prepared, context.params, ready.max_seq_len, text.config.vocab_size)
         if prepared.checked_grammar is not None:
             await self._checker.check(prepared.checked_grammar, prepared.grammar_param)
+        params = context.params
+        if params.text_bias:
+            params = await self._encode(with_text_bias, text, params)
         submitted = GenerateRequest(
             request_id=context.request_id,
             prompt=prepared.token_ids,
-            params=context.params,
+            params=params,
             eos_ids=text.eos_ids,
             priority=context.priority,
             salt=context.salt,
@@ -259,8 +263,9 @@ class CustomBackend(InferenceBackend):
             queue_timeout_s=context.queue_timeout_s,
             grammar=prepared.grammar,
             images=prepared.images,
+            reports_progress=context.on_progress is not None,
         )
-        generation = Generation(submitted, text, prepared, self._link)
+        generation = Generation(submitted, text, prepared, self._link, context.on_progress)
         self._link.submit(submitted, generation)
         if context.on_prompt is not None:
             context.on_prompt(len(prepared.token_ids))

@@ -241,6 +241,8 @@ class Services:
         salt = principal.name
         if body.cache_salt is not None:
             salt = _digest(principal.name, body.cache_salt)
+        if body.cache_prompt is False:
+            salt = secrets.token_hex(16)  # no other request has it
         return GenerationContext(
             request_id=completion_id,
             params=params,

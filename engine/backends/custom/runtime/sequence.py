@@ -51,6 +51,7 @@ class Sequence:
     pools: bool = False  # True: the result is an embedding instead of tokens
     images: tuple[PlacedImage, ...] = ()
     scores_prompt: bool = False
+    reports_progress: bool = False  # a delta tells how much of the prompt each step computed
     # The logprobs of prompt tokens that are computed so far. They start with the second token.
     prompt_scores: list[TokenLogprobs] = field(default_factory=list)
     # The scheduler's step number at submission. Priority aging counts from this step.
