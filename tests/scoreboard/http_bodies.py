@@ -35,6 +35,14 @@ def least_bodies(model: str) -> dict[str, dict[str, Any]]:
         "/v1/embeddings": {"model": model, "input": "a"},
         "/v1/fim/completions": {"model": model, "prompt": "a", "max_tokens": 1},
         "/v1/messages": {"model": model, "messages": MESSAGES, "max_tokens": 1},
+        "/v1/messages/batches": {
+            "requests": [
+                {
+                    "custom_id": "a",
+                    "params": {"model": model, "messages": MESSAGES, "max_tokens": 1},
+                }
+            ]
+        },
         "/v1/messages/count_tokens": {"model": model, "messages": MESSAGES},
         "/v1/rerank": texts,
         "/v1/responses": {"model": model, "input": "a", "max_output_tokens": 1},

@@ -44,6 +44,7 @@ LEAST: dict[str, dict[str, Any]] = {
     "LevelBody": {"level": "info"},
     "LimitsBody": {},
     "LoadBody": {"model": "x"},
+    "MessageBatchBody": {"requests": [{"custom_id": "a", "params": {}}]},
     "MessagesBody": {"model": MODEL, "max_tokens": 5, "messages": MESSAGES},
     "NamedBody": {"id": "x"},
     "PromptBody": {"model": MODEL, "messages": MESSAGES},

@@ -11,7 +11,7 @@ import contextlib
 import os
 import secrets
 import sqlite3
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -269,7 +269,15 @@ class Upload:
     def num_bytes(self) -> int:
         return self._draft.num_bytes
 
-    async def keep(self, owner: str, purpose: str, filename: str, expires_at: int) -> StoredFile:
+    async def keep(
+        self,
+        owner: str,
+        purpose: str,
+        filename: str,
+        expires_at: int,
+        also: Callable[[sqlite3.Connection, StoredFile], None] | None = None,
+    ) -> StoredFile:
+        """Keep the file. `also` makes more changes in the transaction that adds its row."""
         file = StoredFile(
             self._file_id, owner, purpose, filename, self.num_bytes, unix_now(), expires_at
         )
@@ -277,6 +285,8 @@ class Upload:
         def work(db: sqlite3.Connection) -> None:
             self._store.check_room(_num_used(db), max(file.num_bytes, MIN_CHARGE_BYTES))
             insert_file(db, file, is_ready=True)
+            if also is not None:
+                also(db, file)
 
         await self._draft.publish()
         await self._database.run(work)

@@ -21,6 +21,7 @@ from engine import __version__
 from engine.core.interfaces.backend import ModelCard
 from engine.servers.access.auth import PUBLIC_ROUTES
 from engine.servers.anthropic import schema as anthropic
+from engine.servers.anthropic.batches import MessageBatchBody, MessageBatchQuery
 from engine.servers.batches import lines
 from engine.servers.batches.schema import BatchBody, BatchQuery
 from engine.servers.files import form
@@ -66,6 +67,7 @@ BODIES: dict[str, type[BaseModel]] = {
     "/v1/embeddings": EmbeddingBody,
     "/v1/fim/completions": FimBody,
     "/v1/messages": anthropic.MessagesBody,
+    "/v1/messages/batches": MessageBatchBody,
     "/v1/messages/count_tokens": anthropic.PromptBody,
     "/v1/rerank": RerankBody,
     "/v1/responses": ResponseBody,
@@ -78,6 +80,7 @@ FORMS: dict[str, type[BaseModel]] = {"/v1/files": UploadFields}
 QUERIES: dict[str, type[BaseModel]] = {
     "/v1/batches": BatchQuery,
     "/v1/files": FileQuery,
+    "/v1/messages/batches": MessageBatchQuery,
     "/tokenizer_info": TokenizerQuery,
     "/v1/responses/{response_id}": ResponseQuery,
     "/v1/responses/{response_id}/input_items": ItemsQuery,
@@ -277,7 +280,7 @@ def _parameters(kind: type[BaseModel]) -> dict[str, Any]:
     others: Mapping[str, tuple[Any, ...]] = {}
     if issubclass(kind, anthropic.PromptBody):
         others = anthropic.NO_EFFECT
-    elif not issubclass(kind, BatchBody):
+    elif not issubclass(kind, BatchBody | MessageBatchBody):
         others = {
             word.name: word.off
             for word in WORDS.values()

@@ -13,8 +13,8 @@ MUTATIONS = [
     Mutation(
         "batches: a page begins with the last one's end",
         "engine.servers.batches.store",
-        'query += " AND seq < (',
-        'query += " AND seq <= (',
+        '((after, "<"), (before, ">"))',
+        '((after, "<="), (before, ">"))',
         "tests/unit/test_server_batches.py::test_pages_and_unknown_batches",
     ),
     Mutation(
@@ -25,31 +25,54 @@ MUTATIONS = [
         "tests/unit/test_server_tenants.py::test_a_batch_and_its_file_are_nothing_to_another",
     ),
     Mutation(
+        "message batches: a page before a batch begins with the newest",
+        "engine.servers.batches.store",
+        'direction = "DESC" if before is None else "ASC"',
+        'direction = "DESC"',
+        "tests/unit/test_server_message_batches.py::test_pages_go_both_ways",
+    ),
+    Mutation(
+        "message batches: the input stays among its owner's files",
+        "engine.servers.batches.store",
+        'f"{new.id}.jsonl", new.created_at, begin',
+        'f"{new.id}.jsonl", new.expires_at, begin',
+        "tests/unit/test_server_message_batches.py"
+        "::test_the_files_of_a_batch_are_not_its_owners_input",
+    ),
+    Mutation(
+        "message batches: what was cancelled is an error",
+        "engine.servers.batches.results",
+        '{"type": "canceled" if status == "cancelled" else status}',
+        '{"type": "errored"}',
+        "tests/unit/test_server_message_batches.py"
+        "::test_a_cancelled_batch_says_what_was_not_answered",
+    ),
+    Mutation(
         "batches: cached tokens are not summed",
-        "engine.servers.batches.run",
+        "engine.servers.batches.results",
         "cached_tokens=read.cached_tokens or 0,",
         "cached_tokens=0,",
         "tests/unit/test_openai_format.py::test_a_line_costs_what_its_answer_says_in_either_words",
     ),
     Mutation(
         "batches: tokens of responses are not summed",
-        "engine.servers.batches.run",
+        "engine.servers.batches.results",
         "counts.completion_tokens or counts.output_tokens",
         "counts.completion_tokens",
         "tests/unit/test_openai_format.py::test_a_line_costs_what_its_answer_says_in_either_words",
     ),
     Mutation(
         "batches: tokens of reasoning are not summed",
-        "engine.servers.batches.run",
+        "engine.servers.batches.results",
         "written.reasoning_tokens or 0",
         "0",
         "tests/unit/test_openai_format.py::test_a_line_costs_what_its_answer_says_in_either_words",
     ),
     Mutation(
         "batches: lines come before people",
-        "engine.servers.batches.run",
-        '            body["priority"] = LINE_PRIORITY\n',
-        "            pass\n",
+        "engine.servers.serving.services",
+        "return OFFLINE_PRIORITY if is_acting(request.scope) else 0",
+        "return 0",
         "tests/unit/test_server_batches.py::test_every_line_is_answered_in_order",
     ),
     Mutation(
