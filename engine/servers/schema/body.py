@@ -241,11 +241,18 @@ Body = TypeVar("Body", bound=BaseModel)
 
 
 def parse_body(kind: type[Body], raw: dict[str, Any]) -> Body:
+    """Validate the body `raw` of a request for an answer. Unsupported parameters are accepted if
+    their values have no effect.
+    """
+    return validated(kind, drop_no_effect(raw, kind.model_fields))
+
+
+def validated(kind: type[Body], raw: dict[str, Any]) -> Body:
     """Validate the JSON object `raw` as a body of class `kind`. If it is invalid, raises an
     `InvalidRequestError` that names the field, the rule and the given value.
     """
     try:
-        return kind.model_validate(drop_no_effect(raw, kind.model_fields))
+        return kind.model_validate(raw)
     except ValidationError as error:
         raise invalid_request(error) from None
 
