@@ -92,6 +92,8 @@ Strings = Annotated[
 Origins = Annotated[
     tuple[Annotated[str, AfterValidator(_check_origin)], ...], BeforeValidator(_split_commas)
 ]
+Dialect = Literal["llamacpp", "vllm", "sglang", "ollama", "azure"]
+Dialects = Annotated[tuple[Dialect, ...], BeforeValidator(_split_commas)]
 
 
 class Section(BaseModel):
@@ -152,6 +154,8 @@ class ServerSettings(Section):
     """Memory of all models in MiB; beyond it the least recently used model is unloaded."""
     idle_unload_s: float | None = Field(default=None, gt=0, le=10**9)
     """Unload a model after this time without a request; the next request loads it again."""
+    dialects: Dialects = ("llamacpp", "vllm", "sglang", "ollama", "azure")
+    """APIs of other servers that are served besides our own; an empty list serves none of them."""
     strict: bool = False
     """Refuse a parameter that would be emulated or clamped, instead of warning."""
 

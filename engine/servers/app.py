@@ -9,6 +9,7 @@ disconnected.
 import asyncio
 from collections.abc import Callable, Sequence
 from importlib import import_module
+from itertools import chain
 
 from fastapi import Depends, FastAPI
 from starlette.middleware import Middleware
@@ -17,7 +18,7 @@ from starlette.routing import Match
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from engine.backends.base import BackendHolder, InferenceBackend
-from engine.core.config_schema import Settings
+from engine.core.config_schema import Dialect, Settings
 from engine.core.key_file import NO_LIMITS
 from engine.core.observability.metrics import Metrics
 from engine.servers.access.auth import Authenticator, KeyRing
@@ -108,6 +109,14 @@ LATE = (
     "ops.admin_control:add_plugins_routes",
     "openai.openapi:add_openapi_routes",
 )
+# Like LATE, for the APIs of other servers. Each is added only if `server.dialects` has its name.
+DIALECTS: dict[Dialect, tuple[str, ...]] = {
+    "llamacpp": (),
+    "vllm": (),
+    "sglang": (),
+    "ollama": (),
+    "azure": (),
+}
 
 # Response headers that SDKs read. Browsers hide them from web pages of other origins, unless CORS
 # exposes them.
@@ -160,10 +169,11 @@ def create_app(
     )
     app.state.services = services
     install_error_handlers(app)
-    early = EARLY if starts_soon else EARLY + LATE
+    others = [*LATE, *chain.from_iterable(DIALECTS[each] for each in settings.server.dialects)]
+    early = [*EARLY, *(() if starts_soon else others)]
     for target in (*early, METRICS) if settings.metrics.enabled else early:
         add_routes(app, services, target)
-    app.state.late_routes = late = LateRoutes(app, services, LATE if starts_soon else ())
+    app.state.late_routes = late = LateRoutes(app, services, others if starts_soon else ())
     if starts_soon:
         app.add_middleware(LateGate, late=late)
     return app

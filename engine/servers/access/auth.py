@@ -27,6 +27,8 @@ if TYPE_CHECKING:
 # the others (see `probes.py`).
 PUBLIC_ROUTES = frozenset({"/livez", "/readyz", "/health"})
 ADMIN_PATH = "/v1/admin/"
+# Routes of other servers' APIs that need the same rights as those below `ADMIN_PATH`.
+ADMIN_ROUTES: frozenset[str] = frozenset()
 # Admin routes that report how requests were routed. If no admin key is set, all clients that may
 # send requests may read them.
 CLIENT_ROUTES = frozenset(
@@ -79,7 +81,8 @@ class Authenticator:
             raise AuthenticationError(
                 "A valid API key is needed: send it as 'Authorization: Bearer KEY'."
             )
-        if principal is not None and route.startswith(ADMIN_PATH):
+        is_administrative = route.startswith(ADMIN_PATH) or route in ADMIN_ROUTES
+        if principal is not None and is_administrative:
             self._check_admin(request, principal)
         request.state.principal = principal
 
