@@ -48,4 +48,11 @@ def least_bodies(model: str) -> dict[str, dict[str, Any]]:
         "/v1/responses": {"model": model, "input": "a", "max_output_tokens": 1},
         "/v1/responses/input_tokens": {"model": model, "input": "a"},
         "/v1/score": {"model": model, "text_1": "a", "text_2": "b"},
+        "/v1/uploads": {
+            "filename": "a.jsonl",
+            "purpose": "batch",
+            "bytes": 1,
+            "mime_type": "application/jsonl",
+        },
+        "/v1/uploads/{upload_id}/complete": {"part_ids": ["part_absent"]},
     }

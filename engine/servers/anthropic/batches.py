@@ -11,7 +11,7 @@ from typing import Annotated, Any
 
 import msgspec
 from fastapi import FastAPI
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field
 from starlette.requests import Request
 from starlette.responses import Response
 
@@ -24,10 +24,11 @@ from engine.servers.batches.schema import MESSAGES, WINDOW_S, Batch, NewBatch
 from engine.servers.files.expiry import unix_now
 from engine.servers.files.routes import FileContent, bounded_life_s
 from engine.servers.files.store import new_file_id
-from engine.servers.http.errors import invalid_request, problem
+from engine.servers.http.errors import problem
 from engine.servers.http.limits import read_parsed
 from engine.servers.http.listing import Cursor, Query, list_body, parse_query
 from engine.servers.http.request_log import record_of
+from engine.servers.schema.body import validated
 from engine.servers.serving.services import NOT_READY_RETRY_S, Services, json_response
 
 PREFIX = "msgbatch_"
@@ -118,10 +119,7 @@ class _RequestLine(msgspec.Struct):
 
 
 def _parse(raw: dict[str, Any]) -> list[_RequestLine]:
-    try:
-        body = MessageBatchBody.model_validate(raw)
-    except ValidationError as error:
-        raise invalid_request(error) from None
+    body = validated(MessageBatchBody, raw)
     lines: list[_RequestLine] = []
     start, seen = 0, set[str]()
     for index, each in enumerate(body.requests):

@@ -150,19 +150,28 @@ Body = TypeVar("Body", bound=BaseModel)
 def parse_body(
     kind: type[Body], raw: dict[str, Any], warn: Callable[[str, str], None] | None = None
 ) -> Body:
-    """Validate the JSON object `raw` as a body of class `kind`. If it is invalid, raises an
-    `InvalidRequestError` that names the field, the rule and the given value. `warn` is called with
-    each parameter that has no effect, and the reason.
+    """Validate the body `raw` of a request for an answer. Parameters of other servers are converted
+    first. `warn` is called with each parameter that has no effect, and the reason.
     """
     reading = read_words(raw, kind.model_fields, warns=issubclass(kind, SamplingBody))
-    try:
-        body = kind.model_validate(reading.values)
-    except ValidationError as error:
-        raise invalid_request(error, reading.sent_as) from None
+    body = validated(kind, reading.values, reading.sent_as)
     if warn is not None:
         for param, message in reading.warnings:
             warn(param, message)
     return body
+
+
+def validated(
+    kind: type[Body], raw: dict[str, Any], sent_as: Mapping[str, str] | None = None
+) -> Body:
+    """Validate the JSON object `raw` as a body of class `kind`. If it is invalid, raises an
+    `InvalidRequestError` that names the field, the rule and the given value. `sent_as` maps fields
+    to the names that the client used.
+    """
+    try:
+        return kind.model_validate(raw)
+    except ValidationError as error:
+        raise invalid_request(error, sent_as or {}) from None
 
 
 def _default(value: float | None, default: float) -> float:

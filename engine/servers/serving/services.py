@@ -6,7 +6,7 @@ import re
 import secrets
 from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 import msgspec
 from starlette.requests import Request
@@ -41,6 +41,9 @@ from engine.servers.schema.body import Body, SamplingBody, parse_body
 from engine.servers.serving.admission import Lifecycle, Ticket
 from engine.servers.serving.event_pump import EventPump
 from engine.servers.serving.watcher import EngineWatcher
+
+if TYPE_CHECKING:
+    from engine.servers.serving.objects import ObjectStore
 
 # Seconds after which clients should retry while the model loads or the engine restarts.
 NOT_READY_RETRY_S = 5.0
@@ -84,6 +87,15 @@ class Services:
     rebuild: Callable[[], InferenceBackend] | None = None  # builds the first backend again
     reread: Callable[[], Settings] | None = None  # reads the current settings again
     components: list[Component] = field(default_factory=list)  # started in this order
+
+    @functools.cached_property
+    def objects(self) -> "ObjectStore":
+        """The store of responses, conversations and chat completions. Most servers store none."""
+        from engine.servers.serving.objects import ObjectStore
+
+        made = ObjectStore(self.settings.storage)
+        self.components.append(made)
+        return made
 
     @property
     def backend(self) -> InferenceBackend:
