@@ -5,7 +5,7 @@ NaN is refused. null means the same as a missing field. Parameters of other serv
 or cause a warning, or are refused with an error that names them; see `dialects`.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Annotated, Any, TypeVar
 
