@@ -57,7 +57,8 @@ ENGINE_INLINE Scales load_scales(const uint8_t* panel, int groups, int index, in
 // a broadcast and a dot product.
 template <int R>
 ENGINE_INLINE void multiply(__m512i (&dots)[R], __m512i bytes, const InputRows<R>& rows, int word) {
-    unroll<R>([&](auto i) ENGINE_UNROLLED {
+    // Captured by name: Clang overlooks variables that only assembly uses.
+    unroll<R>([&dots, &bytes, &rows, &word](auto i) ENGINE_UNROLLED {
         __asm__("vpdpbusd %2%{1to16%}, %1, %0"
                 : "+v"(dots[i])
                 : "v"(bytes), "m"(rows.template at<InputGroup>(i).values[word]));
