@@ -306,15 +306,11 @@ class StorageSettings(Section):
     path: Path | None = None
     """Storage directory; unset, `engine` in the user's data directory."""
     response_ttl_s: float = Field(default=30 * 86400.0, gt=0, le=10**9)
-    """Time since its last use after which a response, conversation or chat completion is deleted."""
+    """Seconds after its last use when a response, conversation or chat completion is deleted."""
     max_responses: int = Field(default=10_000, ge=1, le=10**7)
-    """Max stored responses, conversations and chat completions in all. Beyond that, the least
-    recently used is deleted.
-    """
+    """Max responses, conversations and chat completions; the least recently used is deleted."""
     max_size_mb: Megabytes = 1024
-    """Max MiB of uploaded files and batch results, and also of stored responses, conversations and
-    chat completions.
-    """
+    """Max MiB of uploaded files and batch results, and again of responses and the like."""
     file_ttl_s: float = Field(default=30 * 86400.0, gt=0, le=10**9)
     """Age at which an uploaded file or a batch result is deleted."""
 
