@@ -299,16 +299,18 @@ class LimitsSettings(Section):
 
 
 class StorageSettings(Section):
-    """Storage of data that outlives a request and the server: responses, files, batches."""
+    """Storage of data that outlives a request and the server: responses, conversations, stored
+    chat completions, files, batches.
+    """
 
     path: Path | None = None
     """Storage directory; unset, `engine` in the user's data directory."""
     response_ttl_s: float = Field(default=30 * 86400.0, gt=0, le=10**9)
-    """Age at which a stored response is deleted."""
+    """Seconds after its last use when a response, conversation or chat completion is deleted."""
     max_responses: int = Field(default=10_000, ge=1, le=10**7)
-    """Max stored responses; the oldest is deleted beyond that."""
+    """Max responses, conversations and chat completions; the least recently used is deleted."""
     max_size_mb: Megabytes = 1024
-    """Max MiB of uploaded files and batch results."""
+    """Max MiB of uploaded files and batch results, and again of responses and the like."""
     file_ttl_s: float = Field(default=30 * 86400.0, gt=0, le=10**9)
     """Age at which an uploaded file or a batch result is deleted."""
 
