@@ -276,6 +276,7 @@ class Intake:
                 # All choices have the same prompt, so only the first choice computes the prompt's
                 # logprobs.
                 scores_prompt=params.score_prompt and choice == 0,
+                reports_progress=request.reports_progress and choice == 0,
             )
             self._scheduler.add(seq)
             group.append(seq)

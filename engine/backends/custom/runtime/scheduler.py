@@ -14,7 +14,13 @@ from collections.abc import Iterator
 from engine.backends.custom.runtime.images import whole_images
 from engine.backends.custom.runtime.kv_cache import KVCache
 from engine.backends.custom.runtime.model_runner import StepOutput
-from engine.backends.custom.runtime.outputs import refusal, scores, token_delta, vector_delta
+from engine.backends.custom.runtime.outputs import (
+    progress_delta,
+    refusal,
+    scores,
+    token_delta,
+    vector_delta,
+)
 from engine.backends.custom.runtime.prompt_logprobs import num_scorable
 from engine.backends.custom.runtime.queue import InflightPrefixes, Newcomers, WaitingLine
 from engine.backends.custom.runtime.radix_cache import Match
@@ -150,6 +156,8 @@ class Scheduler:
                 if life == seq.life:
                     if seq.num_confirmed < seq.num_prompt:
                         self._confirm_prompt(seq, start + length)
+                        if seq.reports_progress and not samples:
+                            deltas.append(progress_delta(seq, now))
                     else:
                         seq.num_confirmed = start + length
                 if samples:
