@@ -196,6 +196,10 @@ def test_a_batch_samples_what_the_reference_samples_alone(chains, logits_seed):
         for seq, reference, row, token in zip(seqs, references, logits, tokens, strict=True):
             assert token == reference.next_token(row), seq.params
             seq.tokens.append(token)
+            if reference.mu is not None:
+                assert seq.surprise_limits[seq.num_generated - 1 :] == [
+                    pytest.approx(reference.mu, abs=1e-3)
+                ]
 
 
 @settings(max_examples=40, deadline=None, derandomize=True)
