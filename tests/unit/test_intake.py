@@ -224,3 +224,22 @@ def test_a_refusal_says_how_long_it_waited():
     bench.submit(asking(queue_timeout_s=10.0), now=100.0)
     (delta,) = bench.intake.expire(112.0)
     assert "waited 12 s" in delta.error_message
+
+
+def test_a_request_that_would_wait_too_long_is_refused_at_once():
+    bench = Bench()
+    for index in range(40):
+        assert bench.submit(asking(f"r{index}", queue_timeout_s=10.0)) == []
+    # In three seconds, one sequence started. 36 others wait, so the last waits 108 seconds.
+    assert bench.submit(asking("a", queue_timeout_s=10.0)) == []
+    bench.scheduler.num_started += 1
+    ((name, _, code),) = codes(bench.submit(asking("b", queue_timeout_s=10.0), now=103.0))
+    assert (name, code) == ("b", "RATE_LIMIT_EXCEEDED")
+    assert bench.submit(asking("patient"), now=103.0) == []
+    assert bench.submit(asking("c", queue_timeout_s=600.0), now=103.0) == []
+
+
+def test_a_burst_is_not_refused_before_there_is_a_rate():
+    bench = Bench()
+    for index in range(500):
+        assert bench.submit(asking(f"r{index}", queue_timeout_s=1.0), now=100.0 + index / 500) == []
