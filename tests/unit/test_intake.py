@@ -49,6 +49,7 @@ def codes(deltas: list) -> list[tuple]:
 def test_every_field_of_a_request_is_a_sequences():
     bench = Bench()
     params = {"n": 2, "stop_token_ids": (9,), "score_prompt": True, "logprobs": 0, "max_tokens": 6}
+    params["allowed_token_ids"] = (1, 3)
     request = asking(
         params=params,
         eos_ids=(4, 5),
@@ -56,6 +57,8 @@ def test_every_field_of_a_request_is_a_sequences():
         salt="salt",
         tenant="tenant",
         timeout_s=30.0,
+        bad_words=((1, 2),),
+        dry_breakers=((3,), (4, 5), (4, 6)),
     )
     assert bench.submit(request) == []
     first, second = bench.waiting()
@@ -67,6 +70,8 @@ def test_every_field_of_a_request_is_a_sequences():
         assert (seq.priority, seq.submitted_at, seq.deadline) == (-2, 100.0, 130.0)
         assert (seq.constraint, seq.pools) == (None, False)
         assert seq.scores_prompt == (choice == 0)
+        assert seq.bad_words == ((1, 2),) and seq.dry_breakers == {3: [()], 4: [(5,), (6,)]}
+        assert seq.allowed is not None and seq.allowed.tolist() == [0b1010]
     assert first.arrival < second.arrival and first.tokens is not second.tokens
 
 
