@@ -53,10 +53,10 @@ class Scheduler:
         self._running: list[Sequence] = []  # most senior first
         self._inflight = InflightPrefixes(kv.block_size)
         self._free_slots = list(range(max_slots - 1, -1, -1))
-        self._step = 0
-        self._num_admissions = 0
+        self._step = self._num_admissions = 0
         self.num_preemptions = 0
         self.num_nonfinite = 0
+        self.num_started = 0
         self.num_prompt_tokens = 0
         self.num_cached_tokens = 0
         self.num_generated_tokens = 0
@@ -323,6 +323,7 @@ class Scheduler:
         self._inflight.own(seq, len(match.blocks))
         if seq.started_at is None:
             seq.started_at = now
+            self.num_started += 1
             seq.num_cached = min(seq.num_computed, seq.num_prompt)
             self.num_prompt_tokens += seq.num_prompt
             self.num_cached_tokens += seq.num_cached
