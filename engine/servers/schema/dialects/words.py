@@ -31,7 +31,7 @@ class Word:
 
     name: str
     dialects: tuple[str, ...]  # keys of `DIALECTS`
-    note: str
+    note: str  # what it does, if that needs to be said
     # Values that ask for nothing, besides null. They are accepted even if the parameter is not
     # supported, because SDKs often send such values.
     off: tuple[Any, ...] = ()
@@ -42,11 +42,9 @@ class Word:
 
 
 def _rows(names: str, dialects: str, note: str, *off: Any, **rule: Any) -> list[Word]:
-    """A row for each of `names`. If there is no note, the row's warning or error is its note."""
+    """A row for each of `names`. Parameters that act have a note."""
     if "target" in rule:
         rule.setdefault("convert", by.renamed(rule["target"]))
-    else:
-        note = note or rule.get("warning") or rule.get("instead") or "leave it out"
     used_by = tuple(dialects.split())
     return [Word(name=each, dialects=used_by, note=note, off=off, **rule) for each in names.split()]
 
