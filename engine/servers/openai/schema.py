@@ -133,6 +133,7 @@ class ChatBody(EndOfPrompt, OpenAIBody):
     chat_template_kwargs: fields.TemplateOptions = {}
     reasoning_effort: ReasoningEffort | None = None
     verbosity: Literal["low", "medium", "high"] | None = None
+    store: bool | None = None
 
     @property
     def choice_of_tools(self) -> tuple[ToolChoice, tuple[dict[str, Any], ...]]:

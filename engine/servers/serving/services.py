@@ -136,6 +136,14 @@ class Services:
             request, functools.partial(parse_body, kind, warn=functools.partial(self.warn, request))
         )
 
+    async def read_with(self, request: Request, kind: type[Body], field: str) -> tuple[Body, Any]:
+        """Like `read`. Also returns the value of `field` as the client sent it."""
+
+        def parse(raw: dict[str, Any]) -> tuple[Body, Any]:
+            return parse_body(kind, raw, functools.partial(self.warn, request)), raw.get(field)
+
+        return await self.read_as(request, parse)
+
     async def read_as(self, request: Request, parse: Callable[[dict[str, Any]], T]) -> T:
         """Read the request body and return `parse(body)`."""
         max_bytes = self.settings.server.body_limit_mb * 2**20
