@@ -132,7 +132,7 @@ class ServerSettings(Section):
     """File that holds the administrator's key."""
     insecure_no_auth: bool = False
     """Allow other machines to reach the server without a key."""
-    max_concurrent_requests: int = Field(default=256, ge=1, le=65536)
+    max_concurrent_requests: int = Field(default=8192, ge=1, le=65536)
     """Requests admitted at once; the server answers 429 beyond that."""
     body_limit_mb: int = Field(default=8, ge=1, le=1024)
     """Max size of a request body in MiB."""
@@ -212,11 +212,11 @@ class CacheSettings(Section):
 
 
 class PerformanceSettings(Section):
-    batch_size: int = Field(default=64, ge=1, le=4096)
-    """Max sequences in one step."""
-    max_batch_tokens: int = Field(default=2048, ge=1, le=2**20)
-    """Max tokens in one step; at least `performance.batch_size`."""
-    max_queued_requests: int = Field(default=1024, ge=1, le=10**6)
+    batch_size: int | None = Field(default=None, ge=1, le=4096)
+    """Max sequences in one step; unset, it is chosen for the device."""
+    max_batch_tokens: int | None = Field(default=None, ge=1, le=2**20)
+    """Max tokens in one step; at least `performance.batch_size`; unset, chosen for the device."""
+    max_queued_requests: int = Field(default=8192, ge=1, le=10**6)
     """Max sequences that wait in an engine; requests beyond are refused."""
     memory_pool_size_mb: Megabytes | None = None
     """Size of the KV pool in MiB; unset, it is planned from free memory."""
@@ -237,7 +237,7 @@ class PerformanceSettings(Section):
 
     @model_validator(mode="after")
     def _every_sequence_gets_a_token(self) -> "PerformanceSettings":
-        if self.max_batch_tokens < self.batch_size:
+        if (self.max_batch_tokens or 2**20) < (self.batch_size or 1):
             raise ValueError(
                 f"max_batch_tokens ({self.max_batch_tokens}) must be at least"
                 f" batch_size ({self.batch_size}): each sequence needs a token in every step"

@@ -134,17 +134,18 @@ async def storing(
     messages: Sequence[dict[str, Any]],
     envelope: Envelope,
     named_tool: bool,
+    inner: Follow | None,
 ) -> Follow:
     """A wrapper of the stream of events that stores the answer at its end, before the client gets
-    the end. `messages` are those of the request, as the client sent them. Raises if the storage
-    can't be used.
+    the end. `messages` are those of the request, as the client sent them. `inner` is another
+    wrapper that the events pass first. Raises if the storage can't be used.
     """
     store, owner = ChatStore(services.objects), principal_of(request).name
     await services.objects.check()
 
     async def follow(source: AsyncIterator[Event]) -> AsyncIterator[Event]:
         collected = Collected(body.num_choices)
-        async for event in source:
+        async for event in source if inner is None else inner(source):
             if isinstance(event, UsageEvent):
                 answer = chat_body(
                     envelope,
