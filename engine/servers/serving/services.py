@@ -143,6 +143,15 @@ class Services:
         for param, message in reading.warnings:
             self.warn(request, param, message)
 
+    async def read_with(self, request: Request, kind: type[Body], field: str) -> tuple[Body, Any]:
+        """Like `read`. Also returns the value of `field` as the client sent it."""
+
+        def parse(raw: dict[str, Any]) -> tuple[Body, Any]:
+            on_read = functools.partial(self._note_words, request)
+            return parse_body(kind, raw, on_read), raw.get(field)
+
+        return await self.read_as(request, parse)
+
     async def read_as(self, request: Request, parse: Callable[[dict[str, Any]], T]) -> T:
         """Read the request body and return `parse(body)`."""
         max_bytes = self.settings.server.body_limit_mb * 2**20
