@@ -317,16 +317,21 @@ def _parameters(kind: type[BaseModel]) -> dict[str, Any]:
             if word.name not in kind.model_fields and verdict_in(word, kind) == "refused"
         }
     return {
-        "supported": sorted(kind.model_fields.keys() - refused),
+        "supported": sorted(_followed(kind)),
         "refused_unless": refused | dict(others),
     }
 
 
 def verdict_in(word: Word, kind: type[BaseModel]) -> Verdict:
     """What the endpoints with the body `kind` do with a parameter."""
-    known = kind.model_fields.keys() - off_values(kind).keys()
-    found = verdict(word, known)
+    found = verdict(word, _followed(kind))
     return "refused" if found == "warned" and not issubclass(kind, SamplingBody) else found
+
+
+@cache
+def _followed(kind: type[BaseModel]) -> frozenset[str]:
+    """The fields of the body `kind` that do not exist only to be refused."""
+    return frozenset(kind.model_fields.keys() - off_values(kind).keys())
 
 
 def _dialect(name: str) -> dict[str, Any]:
