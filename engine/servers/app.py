@@ -114,7 +114,7 @@ DIALECTS: dict[Dialect, tuple[str, ...]] = {
     "llamacpp": (),
     "vllm": (),
     "sglang": (),
-    "ollama": (),
+    "ollama": ("ollama.routes:add_ollama_routes",),
     "azure": (),
 }
 
@@ -151,6 +151,7 @@ def create_app(
     services = Services(
         settings, holder, metrics, lifecycle, watcher, keys, quotas, rebuild, reread
     )
+    services.presets.update(settings.tables.presets)
     if keys.entries or not NO_LIMITS.over(settings.limits).is_empty:
         services.components.append(quotas)
     if settings.cache.warm_file is not None:

@@ -25,8 +25,9 @@ from engine.servers.batches import lines
 from engine.servers.batches.schema import BatchBody, BatchQuery
 from engine.servers.files import form
 from engine.servers.files.routes import FileQuery, UploadFields
-from engine.servers.http.errors import is_anthropic
-from engine.servers.http.sse import EventStream
+from engine.servers.http.errors import is_anthropic, is_ollama
+from engine.servers.http.sse import EventStream, LineStream
+from engine.servers.ollama import schema as ollama
 from engine.servers.openai import embeddings, rerank, schema
 from engine.servers.openai.embeddings import EmbeddingBody
 from engine.servers.openai.rerank import RerankBody, ScoreBody
@@ -41,6 +42,14 @@ from engine.servers.serving.services import Services
 
 # Maps paths to the JSON body of a POST.
 BODIES: dict[str, type[BaseModel]] = {
+    "/api/chat": ollama.OllamaChatBody,
+    "/api/copy": ollama.OllamaCopyBody,
+    "/api/create": ollama.OllamaCreateBody,
+    "/api/embed": ollama.OllamaEmbedBody,
+    "/api/embeddings": ollama.OllamaEmbeddingsBody,
+    "/api/generate": ollama.OllamaGenerateBody,
+    "/api/pull": ollama.OllamaPullBody,
+    "/api/show": ollama.OllamaShowBody,
     "/detokenize": DetokenizeBody,
     "/generate": GenerateBody,
     "/rerank": RerankBody,
@@ -111,10 +120,16 @@ _ANTHROPIC_ERROR_SCHEMA = {
         "request_id": {"type": "string"},
     },
 }
+_OLLAMA_ERROR_SCHEMA = {
+    "type": "object",
+    "required": ["error"],
+    "properties": {"error": {"type": "string"}},
+}
 # Maps media types to the description of a response. Event streams have no JSON schema.
 _ANSWERS: dict[str, dict[str, Any]] = {
     "application/json": {"schema": {"type": "object"}},
     EventStream.media_type: {},
+    LineStream.media_type: {},
 }
 _HEADERS = {
     "x-request-id": {"schema": {"type": "string"}, "description": "Also in the server's log."},
@@ -148,7 +163,11 @@ def document(app: FastAPI) -> dict[str, Any]:
         [(model, "validation") for model in models], ref_template=_REFS
     )
     made["components"] = {
-        "schemas": {"Error": _ERROR_SCHEMA, "AnthropicError": _ANTHROPIC_ERROR_SCHEMA}
+        "schemas": {
+            "Error": _ERROR_SCHEMA,
+            "AnthropicError": _ANTHROPIC_ERROR_SCHEMA,
+            "OllamaError": _OLLAMA_ERROR_SCHEMA,
+        }
         | definitions["$defs"],
         "securitySchemes": {"key": {"type": "http", "scheme": "bearer"}},
     }
@@ -167,7 +186,8 @@ def document(app: FastAPI) -> dict[str, Any]:
                     "application/json", references[model, "validation"]
                 )
                 if "stream" in model.model_fields:
-                    media_types.append(EventStream.media_type)
+                    kind = LineStream if is_ollama(path) else EventStream
+                    media_types.append(kind.media_type)
             if method == "post" and path in FORMS:
                 form = _form_schema(FORMS[path])
                 operation["requestBody"] = _body("multipart/form-data", form)
@@ -205,7 +225,8 @@ def api_routes(app: FastAPI) -> list[tuple[str, str]]:
 
 def _responses(path: str, media_types: Iterable[str]) -> dict[str, Any]:
     content = {each: _ANSWERS.get(each, {"schema": {"type": "string"}}) for each in media_types}
-    model = "AnthropicError" if is_anthropic(path) else "Error"
+    model = "OllamaError" if is_ollama(path) else "Error"
+    model = "AnthropicError" if is_anthropic(path) else model
     error = {"application/json": {"schema": {"$ref": _REFS.format(model=model)}}}
     return {
         "200": {"description": "The answer.", "headers": _HEADERS, "content": content},

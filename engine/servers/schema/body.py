@@ -10,12 +10,20 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Annotated, Any, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    PlainValidator,
+    ValidationError,
+    ValidationInfo,
+    WithJsonSchema,
+)
 
 from engine.core.errors import InvalidRequestError
 from engine.core.interfaces.backend import ModelCard
 from engine.core.interfaces.request import SamplingParams
-from engine.servers.http.errors import invalid_request
+from engine.servers.http.errors import describe, invalid_request
 from engine.servers.schema import fields
 
 MAX_N = 16
@@ -115,6 +123,24 @@ class OffValues:
     """
 
     values: tuple[Any, ...]
+
+
+def refused(instead: str, *no_effect: Any) -> tuple[PlainValidator, WithJsonSchema, OffValues]:
+    """Pydantic annotations for a parameter that is refused unless it is null or in `no_effect`.
+    `instead` says in the error what the client should do.
+    """
+
+    def check(value: Any, info: ValidationInfo) -> None:
+        if asks_for_nothing(value, no_effect):
+            return
+        raise InvalidRequestError(
+            f"{info.field_name}: {describe(value)} is not supported by this server; {instead}.",
+            param=info.field_name,
+            code="unsupported_parameter",
+        )
+
+    schema = WithJsonSchema({"enum": [None, *no_effect]})
+    return PlainValidator(check), schema, OffValues(no_effect)
 
 
 def off_values(kind: type[BaseModel]) -> dict[str, tuple[Any, ...]]:
@@ -245,7 +271,8 @@ def parse_body(kind: type[Body], raw: dict[str, Any]) -> Body:
     `InvalidRequestError` that names the field, the rule and the given value.
     """
     try:
-        return kind.model_validate(drop_no_effect(raw, kind.model_fields))
+        known = [field.alias or name for name, field in kind.model_fields.items()]
+        return kind.model_validate(drop_no_effect(raw, known))
     except ValidationError as error:
         raise invalid_request(error) from None
 

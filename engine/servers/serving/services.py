@@ -6,7 +6,7 @@ import re
 import secrets
 from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 import msgspec
 from starlette.requests import Request
@@ -41,6 +41,10 @@ from engine.servers.schema.body import Body, SamplingBody, parse_body
 from engine.servers.serving.admission import Lifecycle, Ticket
 from engine.servers.serving.event_pump import EventPump
 from engine.servers.serving.watcher import EngineWatcher
+
+if TYPE_CHECKING:
+    from engine.core.config_tables import PresetTable
+    from engine.routing.manage import ModelManager
 
 # Seconds after which clients should retry while the model loads or the engine restarts.
 NOT_READY_RETRY_S = 5.0
@@ -81,10 +85,18 @@ class Services:
     rebuild: Callable[[], InferenceBackend] | None = None  # builds the first backend again
     reread: Callable[[], Settings] | None = None  # reads the current settings again
     components: list[Component] = field(default_factory=list)  # started in this order
+    # Defaults of models by id: those of the configuration file, and those that clients have made.
+    presets: dict[str, "PresetTable"] = field(default_factory=dict)
 
     @property
     def backend(self) -> InferenceBackend:
         return self.holder.current
+
+    @functools.cached_property
+    def models(self) -> "ModelManager":
+        from engine.routing.manage import ModelManager  # imported late: few servers change models
+
+        return ModelManager(self.holder, self.settings, self.metrics.registry, self.rebuild)
 
     async def admit(self, request: Request) -> Ticket:
         """Admit the request, or raise without waiting. The caller must close the returned
@@ -119,11 +131,15 @@ class Services:
     async def read(self, request: Request, kind: type[Body]) -> Body:
         return await self.read_as(request, functools.partial(parse_body, kind))
 
-    async def read_as(self, request: Request, parse: Callable[[dict[str, Any]], T]) -> T:
-        """Read the request body and return `parse(body)`."""
+    async def read_as(
+        self, request: Request, parse: Callable[[dict[str, Any]], T], any_type: bool = False
+    ) -> T:
+        """Read the request body and return `parse(body)`. If `any_type`, the body is read as JSON
+        whatever its Content-Type is, unless a browser sent it.
+        """
         max_bytes = self.settings.server.body_limit_mb * 2**20
         try:
-            return await read_parsed(request, max_bytes, parse)
+            return await read_parsed(request, max_bytes, parse, any_type)
         except PayloadTooLargeError as error:
             longest = max((card.max_model_len for card in self.backend.models()), default=0)
             if not 0 < longest * MAX_BYTES_PER_TOKEN < max_bytes:
@@ -136,9 +152,8 @@ class Services:
         return self._with_preset(self._resolve(name).card)
 
     def _with_preset(self, card: ModelCard) -> ModelCard:
-        """The card with the defaults of `[presets.ID]`, if the configuration file has some."""
-        presets = self.settings.tables.presets
-        if not presets or (table := presets.get(card.root or card.id)) is None:
+        """The card with the defaults of the model's preset, if there is one."""
+        if not self.presets or (table := self.presets.get(card.root or card.id)) is None:
             return card
         preset = Preset(system=table.system, parameters=table.defaults)
         return msgspec.structs.replace(card, preset=preset)
@@ -335,12 +350,14 @@ def new_completion_id(prefix: str) -> str:
     return f"{prefix}-{secrets.token_hex(16)}"
 
 
-async def answer_streaming(pump: EventPump, format: sse.StreamFormat) -> Response:
+async def answer_streaming(
+    pump: EventPump, format: sse.StreamFormat, kind: type[sse.EventStream] = sse.EventStream
+) -> Response:
     """Start a streaming response. If the backend refuses the prompt, or the request within
     `sse.ACCEPT_WAIT_S`, this raises before any header is sent, so the client gets an HTTP error.
     """
     await pump.accepted(sse.CHECK_WAIT_S, sse.ACCEPT_WAIT_S)
-    return sse.EventStream(pump, format)
+    return kind(pump, format)
 
 
 async def answer_counted(
