@@ -30,9 +30,7 @@ from engine.servers.http.errors import (
 )
 from engine.servers.http.sse import LineStream
 from engine.servers.ollama.format import line
-from engine.servers.ollama.generation import read_any_type
 from engine.servers.ollama.names import LATEST, OllamaModels, best_match
-from engine.servers.ollama.options import check_options, sampling_of
 from engine.servers.ollama.schema import (
     OllamaCopyBody,
     OllamaCreateBody,
@@ -41,6 +39,7 @@ from engine.servers.ollama.schema import (
 )
 from engine.servers.ops.admin import who_is
 from engine.servers.ops.reload import audit_of
+from engine.servers.schema.dialects.reading import read_words
 from engine.servers.serving.services import Services, json_response
 
 REPORT_EVERY_S = 0.2
@@ -52,7 +51,7 @@ def add_change_routes(app: FastAPI, services: Services, models: OllamaModels) ->
 
     @app.post("/api/pull", response_class=LineStream, status_code=200)
     async def pull_model(request: Request) -> Response:
-        body = await read_any_type(services, request, OllamaPullBody)
+        body = await services.read(request, OllamaPullBody, any_type=True)
         spec = _spec(request, body.model_name)
 
         async def progress() -> AsyncIterator[dict[str, Any]]:
@@ -64,14 +63,14 @@ def add_change_routes(app: FastAPI, services: Services, models: OllamaModels) ->
 
     @app.delete("/api/delete")
     async def delete(request: Request) -> Response:
-        body = await read_any_type(services, request, OllamaNamedBody)
+        body = await services.read(request, OllamaNamedBody, any_type=True)
         async with audit.change(who_is(request), "models.delete", body.model_name):
             await _delete(services, models, body.model_name)
         return Response()
 
     @app.post("/api/copy")
     async def copy(request: Request) -> Response:
-        body = await read_any_type(services, request, OllamaCopyBody)
+        body = await services.read(request, OllamaCopyBody, any_type=True)
         new_id = _new_id(body.destination, "destination")
         source = await models.find(request, body.source)
         async with audit.change(who_is(request), "models.copy", new_id, source=source.id):
@@ -80,15 +79,17 @@ def add_change_routes(app: FastAPI, services: Services, models: OllamaModels) ->
 
     @app.post("/api/create", response_class=LineStream, status_code=200)
     async def create(request: Request) -> Response:
-        body = await read_any_type(services, request, OllamaCreateBody)
+        body = await services.read(request, OllamaCreateBody, any_type=True)
         if body.base is None:
             raise problem("from", "is needed: the model that the new one is made of")
         new_id = _new_id(body.model_name, "model")
         base = await models.find(request, body.base)
-        check_options(services, request, base, body.parameters or {})
         if body.license:
             services.warn(request, "license", "is not kept")
-        preset = _preset(services.presets.get(base.root or base.id), body)
+        given = read_words(body.parameters or {}, {*ParametersTable.model_fields, "stop"})
+        for param, message in given.warnings:
+            services.warn(request, f"parameters.{param}", message)
+        preset = _preset(services.presets.get(base.root or base.id), body.system, given.values)
         async with audit.change(who_is(request), "models.create", new_id, base=base.id):
             await _add(services, models, base.root or base.id, new_id)
             services.presets[new_id] = preset
@@ -211,14 +212,12 @@ def _new_id(name: str, param: str) -> str:
     return new_id
 
 
-def _preset(base: PresetTable | None, body: OllamaCreateBody) -> PresetTable:
+def _preset(base: PresetTable | None, system: str | None, given: dict[str, Any]) -> PresetTable:
     """The defaults of a created model: those of its base, with the changes of the request."""
-    known = {*ParametersTable.model_fields, "stop"}
-    given = sampling_of(body.parameters, known, "parameters")
     inherited = {} if base is None else base.model_dump(exclude_none=True)
     stop = given.pop("stop", inherited.get("stop", ()))
     made = {
-        "system": body.system or inherited.get("system"),
+        "system": system or inherited.get("system"),
         "stop": (stop,) if isinstance(stop, str) else tuple(stop),
         "parameters": inherited.get("parameters", {}) | given,
     }

@@ -1,7 +1,10 @@
-"""POST /api/chat, /api/generate, /api/embed and /api/embeddings."""
+"""POST /api/chat, /api/generate, /api/embed and /api/embeddings.
+
+Ollama does not look at the Content-Type. In its manual, `curl -d` sends JSON with the Content-Type
+of a form. So bodies of any type are read.
+"""
 
 import asyncio
-import functools
 import time
 from typing import Annotated, Any
 
@@ -16,7 +19,6 @@ from engine.servers.http.request_log import record_of
 from engine.servers.http.sse import LineStream
 from engine.servers.ollama.format import Answer
 from engine.servers.ollama.names import OllamaModels
-from engine.servers.ollama.options import NO_EFFECT, check_options
 from engine.servers.ollama.schema import (
     OllamaChatBody,
     OllamaEmbedBody,
@@ -27,7 +29,6 @@ from engine.servers.ollama.schema import (
 from engine.servers.openai.completions import NO_SUFFIX
 from engine.servers.openai.embeddings import check_embeddings, embed, shortened
 from engine.servers.openai.format import collect
-from engine.servers.schema.body import Body, parse_body
 from engine.servers.serving.admission import Ticket
 from engine.servers.serving.chat import (
     NO_TEXT,
@@ -47,19 +48,12 @@ from engine.servers.serving.services import (
 )
 
 
-async def read_any_type(services: Services, request: Request, kind: type[Body]) -> Body:
-    """Read a body. Ollama does not look at the Content-Type. In its manual, `curl -d` sends JSON
-    with the Content-Type of a form.
-    """
-    return await services.read_as(request, functools.partial(parse_body, kind), any_type=True)
-
-
 def add_generation_routes(app: FastAPI, services: Services, models: OllamaModels) -> None:
     @app.post("/api/chat")
     async def chat(
         request: Request, ticket: Annotated[Ticket, Depends(services.admitted)]
     ) -> Response:
-        body = await read_any_type(services, request, OllamaChatBody)
+        body = await services.read(request, OllamaChatBody, any_type=True)
         card = await models.find(request, body.model)
         answer = _answer(request, body, card, is_chat=True)
         if not body.messages:
@@ -75,7 +69,7 @@ def add_generation_routes(app: FastAPI, services: Services, models: OllamaModels
     async def generate(
         request: Request, ticket: Annotated[Ticket, Depends(services.admitted)]
     ) -> Response:
-        body = await read_any_type(services, request, OllamaGenerateBody)
+        body = await services.read(request, OllamaGenerateBody, any_type=True)
         card = await models.find(request, body.model)
         answer = _answer(request, body, card, is_chat=False)
         if not body.prompt and not body.images:
@@ -104,7 +98,6 @@ def _check(
     """Check what all requests for text have in common, and warn of parameters without an effect."""
     services.require(card, "completions", "model", NO_TEXT)
     require_grammar(services, card, body.format)
-    check_options(services, request, card, body.options or {})
     models.keep(request, card, body.keep_alive)
     if body.shift:
         what = "has no effect: an answer ends at the end of the context"
@@ -204,7 +197,7 @@ def add_embedding_routes(app: FastAPI, services: Services, models: OllamaModels)
     async def embed_texts(
         request: Request, ticket: Annotated[Ticket, Depends(services.admitted)]
     ) -> Response:
-        body = await read_any_type(services, request, OllamaEmbedBody)
+        body = await services.read(request, OllamaEmbedBody, any_type=True)
         card = await models.find(request, body.model)
         _check_embedding(services, request, models, card, body, body.dimensions)
         vectors, num_tokens = [], 0
@@ -228,7 +221,7 @@ def add_embedding_routes(app: FastAPI, services: Services, models: OllamaModels)
     async def embed_prompt(
         request: Request, ticket: Annotated[Ticket, Depends(services.admitted)]
     ) -> Response:
-        body = await read_any_type(services, request, OllamaEmbeddingsBody)
+        body = await services.read(request, OllamaEmbeddingsBody, any_type=True)
         card = await models.find(request, body.model)
         _check_embedding(services, request, models, card, body, None)
         if not body.prompt:
@@ -246,10 +239,8 @@ def _check_embedding(
     dimensions: int | None,
 ) -> None:
     check_embeddings(services, request, card, dimensions)
-    options = body.options or {}
-    check_options(services, request, card, options)
-    for name, value in options.items():
-        if value is not None and name != "num_ctx" and name not in NO_EFFECT:
+    for name, value in (body.options or {}).items():
+        if value is not None:
             services.warn(request, f"options.{name[:64]}", "has no effect on embeddings")
     models.keep(request, card, body.keep_alive)
 

@@ -20,7 +20,6 @@ from engine.servers.ollama.format import timestamp
 from engine.servers.ollama.generation import (
     add_embedding_routes,
     add_generation_routes,
-    read_any_type,
 )
 from engine.servers.ollama.names import OllamaModels, best_match, tagged
 from engine.servers.ollama.schema import OllamaShowBody
@@ -71,7 +70,7 @@ def _add_model_routes(app: FastAPI, services: Services, models: OllamaModels) ->
 
     @app.post("/api/show")
     async def show(request: Request) -> Response:
-        body = await read_any_type(services, request, OllamaShowBody)
+        body = await services.read(request, OllamaShowBody, any_type=True)
         found = models.served(body.model_name)
         if found is not None:
             return json_response(await _shown(services, services.find_model(found)))

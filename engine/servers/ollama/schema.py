@@ -1,7 +1,9 @@
-"""Ollama's request bodies. `options` are converted to our sampling parameters, which are fields of
-the body, so that they have the same bounds as in all other APIs.
+"""Ollama's request bodies. The parameters in `options` are fields of a body, because the table of
+dialects converts them to parameters of this server. So they have the same bounds as in all APIs.
 """
 
+import math
+import re
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, PlainValidator, WithJsonSchema, model_validator
@@ -10,7 +12,6 @@ from engine.core.interfaces.backend import GrammarSpec, ModelCard
 from engine.core.interfaces.request import SamplingParams
 from engine.servers.http.errors import describe, problem
 from engine.servers.ollama.messages import parse_messages, with_images
-from engine.servers.ollama.options import DEFAULTS, MAX_SECONDS, parse_keep_alive, sampling_of
 from engine.servers.openai.embeddings import MAX_DIMENSIONS, MAX_INPUTS, VectorsBody
 from engine.servers.openai.schema import NumLogprobs
 from engine.servers.schema import fields
@@ -18,6 +19,11 @@ from engine.servers.schema.body import SamplingBody, refused
 from engine.servers.schema.structured import schema_spec
 
 THINKING_LEVELS = ("low", "medium", "high", "max")
+# What Ollama uses if neither the request nor the model's preset sets these.
+DEFAULTS: dict[str, Any] = {"temperature": 0.8, "top_k": 40, "top_p": 0.9}
+MAX_SECONDS = 10**9
+_UNIT_SECONDS = {"ns": 1e-9, "us": 1e-6, "µs": 1e-6, "ms": 1e-3, "s": 1, "m": 60, "h": 3600}
+_DURATION = re.compile(r"(\d{1,12}(?:\.\d{1,9})?)(ns|us|µs|ms|s|m|h)")
 _STRICT = ConfigDict(strict=True, extra="forbid", frozen=True, defer_build=True)
 
 
@@ -36,6 +42,32 @@ def _parse_think(value: Any) -> bool | str | None:
         return value
     rule = f"should be true, false or one of {', '.join(THINKING_LEVELS)}"
     raise problem("think", f"{rule}; got {describe(value)}")
+
+
+def _parse_keep_alive(value: Any) -> float | None:
+    """Seconds that a model stays loaded after a request. Negative values mean forever."""
+    if value is None:
+        return None
+    seconds: float | None = None
+    if isinstance(value, str):
+        seconds = _seconds(value.strip())
+    elif isinstance(value, int | float) and not isinstance(value, bool):
+        seconds = value
+    if seconds is None or seconds > MAX_SECONDS:
+        rule = 'should be seconds, or a duration such as "5m"'
+        raise problem("keep_alive", f"{rule}, got {describe(value)}")
+    return math.inf if seconds < 0 else seconds
+
+
+def _seconds(text: str) -> float | None:
+    sign = -1 if text.startswith("-") else 1
+    digits = text.lstrip("+-")
+    if re.fullmatch(r"\d{1,12}", digits):
+        return sign * float(digits)
+    parts = _DURATION.findall(digits)
+    if not parts or "".join(map("".join, parts)) != digits:
+        return None
+    return sign * sum(float(number) * _UNIT_SECONDS[unit] for number, unit in parts)
 
 
 def _parse_texts(value: Any) -> tuple[str, ...]:
@@ -57,7 +89,7 @@ _TEXT, _OBJECT, _BOOLEAN = {"type": "string"}, {"type": "object"}, {"type": "boo
 _OBJECTS = {"type": "array", "items": _OBJECT}
 KeepAlive = Annotated[
     float | None,
-    PlainValidator(parse_keep_alive),
+    PlainValidator(_parse_keep_alive),
     _schema(_TEXT, {"type": "number", "minimum": -MAX_SECONDS, "maximum": MAX_SECONDS}),
 ]
 Format = Annotated[GrammarSpec | None, PlainValidator(_parse_format), _schema(_TEXT, _OBJECT)]
@@ -75,11 +107,20 @@ Texts = Annotated[
 ]
 
 
+def _describe_options(schema: dict[str, Any]) -> None:
+    """Add `options` to the JSON schema of a body, which has the options as fields."""
+    schema["properties"]["options"] = _OBJECT
+
+
 class OllamaGenerationBody(SamplingBody):
-    """Fields of all requests for text. The answer is streamed unless `stream` is false."""
+    """Fields of all requests for text. The answer is streamed unless `stream` is false. If
+    `max_tokens` is not positive, only the context limits the answer.
+    """
+
+    model_config = ConfigDict(json_schema_extra=_describe_options)
 
     model: fields.ModelName | None = None
-    options: Options | None = None
+    max_tokens: Annotated[int, Field(ge=-2, le=fields.MAX_TOKENS)] | None = None
     format: Format = None
     think: Think = None
     keep_alive: KeepAlive = None
@@ -93,11 +134,8 @@ class OllamaGenerationBody(SamplingBody):
 
     @model_validator(mode="before")
     @classmethod
-    def _unpack_options(cls, raw: dict[str, Any]) -> dict[str, Any]:
-        given = sampling_of(raw.get("options"), cls.model_fields)
-        if raw.get("truncate"):
-            given.setdefault("truncate_prompt_tokens", -1)
-        return raw | given
+    def _truncates(cls, raw: dict[str, Any]) -> dict[str, Any]:
+        return {"truncate_prompt_tokens": -1} | raw if raw.get("truncate") else raw
 
     @model_validator(mode="after")
     def _can_be_followed(self) -> "OllamaGenerationBody":
@@ -114,14 +152,17 @@ class OllamaGenerationBody(SamplingBody):
         preset sets have Ollama's defaults.
         """
         preset = {} if card.preset is None else card.preset.parameters
-        missing = {
+        changed = {
             name: value
             for name, value in DEFAULTS.items()
             if getattr(self, name) is None and name not in preset
         }
+        if self.seed is not None and self.seed < 0:
+            changed["seed"] = None  # a random one
         logprobs = (self.top_logprobs or 0) if self.logprobs else None
-        body = self.model_copy(update=missing)
-        return body.sampling(card, self.max_tokens, logprobs, "options.num_predict")
+        limit = self.max_tokens if self.max_tokens is not None and self.max_tokens > 0 else None
+        body = self.model_copy(update=changed)
+        return body.sampling(card, limit, logprobs, "options.num_predict")
 
 
 class OllamaChatBody(OllamaGenerationBody):

@@ -128,8 +128,11 @@ class Services:
         finally:
             await ticket.close()
 
-    async def read(self, request: Request, kind: type[Body]) -> Body:
-        return await self.read_as(request, functools.partial(parse_body, kind))
+    async def read(self, request: Request, kind: type[Body], any_type: bool = False) -> Body:
+        """Read the request body. Warns the client about parameters that have no effect."""
+        warn = functools.partial(self.warn, request)
+        parse = functools.partial(parse_body, kind, warn=warn)
+        return await self.read_as(request, parse, any_type)
 
     async def read_as(
         self, request: Request, parse: Callable[[dict[str, Any]], T], any_type: bool = False
