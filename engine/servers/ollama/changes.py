@@ -53,6 +53,8 @@ def add_change_routes(app: FastAPI, services: Services, models: OllamaModels) ->
     async def pull_model(request: Request) -> Response:
         body = await services.read(request, OllamaPullBody, any_type=True)
         spec = _spec(request, body.model_name)
+        if body.insecure:
+            services.warn(request, "insecure", "connections are verified in any case")
 
         async def progress() -> AsyncIterator[dict[str, Any]]:
             async with audit.change(who_is(request), "models.pull", spec):

@@ -96,7 +96,7 @@ def _calls(value: Any, index: int, unanswered: dict[str, str]) -> list[dict[str,
 def _call(call: Any, where: str, default_id: str) -> dict[str, Any]:
     if not isinstance(call, dict):
         raise problem(where, f"should be an object, got {describe(call)}")
-    check_keys(call, ("id", "type", "function"), where)
+    check_keys(call, ("id", "type", "index", "function"), where)
     function = call.get("function")
     if not isinstance(function, dict):
         raise problem(f"{where}.function", f"should be an object, got {describe(function)}")

@@ -4,7 +4,7 @@ dialects converts them to parameters of this server. So they have the same bound
 
 import math
 import re
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any
 
 from pydantic import BaseModel, ConfigDict, Field, PlainValidator, WithJsonSchema, model_validator
 
@@ -234,7 +234,7 @@ class OllamaShowBody(OllamaNamedBody):
 
 class OllamaPullBody(OllamaNamedBody):
     stream: bool | None = None
-    insecure: Literal[False] | None = None  # connections are always verified
+    insecure: bool | None = None
 
 
 class OllamaCopyBody(BaseModel):
