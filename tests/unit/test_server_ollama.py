@@ -18,6 +18,7 @@ from engine.core.interfaces.backend import (
     TextEvent,
     ToolCallEvent,
 )
+from engine.core.interfaces.request import SamplingParams
 from engine.core.observability.metrics import Metrics
 from engine.servers.app import create_app
 from tests.fake_backend import CARD, MODEL, FakeBackend, call_script, reasoning_script
@@ -102,10 +103,13 @@ async def test_options_are_sampling_parameters(
     options = {
         "num_predict": 3,
         "repeat_penalty": 1.5,
+        "repeat_last_n": 33,
         "temperature": 0.3,
         "top_k": 5,
         "top_p": 0.6,
         "min_p": 0.1,
+        "typical_p": 0.7,
+        "mirostat": 2,
         "seed": 9,
         "stop": ["END"],
         "presence_penalty": 0.5,
@@ -114,7 +118,8 @@ async def test_options_are_sampling_parameters(
     assert answer["done_reason"] == "length"
     params = backend.requests[0].context.params
     assert (params.max_tokens, params.repetition_penalty, params.stop) == (3, 1.5, ("END",))
-    for name in ("temperature", "top_k", "top_p", "min_p", "seed", "presence_penalty"):
+    names = ("repeat_last_n", "temperature", "top_k", "top_p", "min_p", "typical_p", "mirostat")
+    for name in (*names, "seed", "presence_penalty"):
         assert getattr(params, name) == options[name], name
 
 
@@ -122,11 +127,13 @@ async def test_options_without_a_value_are_ollamas(
     client: httpx.AsyncClient, backend: FakeBackend
 ) -> None:
     await whole(client, "/api/chat", messages=HELLO, options={"num_predict": -1, "seed": -1})
-    await whole(client, "/api/generate", prompt="a", options={"num_predict": -2, "temperature": 0})
+    options = {"num_predict": -2, "temperature": 0, "repeat_penalty": 1.1}
+    await whole(client, "/api/generate", prompt="a", options=options)
     first, second = (request.context.params for request in backend.requests)
     assert (first.temperature, first.top_k, first.top_p) == (0.8, 40, 0.9)
     assert (first.max_tokens, first.seed) == (None, None)
     assert (second.temperature, second.max_tokens) == (0.0, None)
+    assert (first.repeat_last_n, second.repeat_last_n) == (SamplingParams().repeat_last_n, 64)
 
 
 @pytest.mark.parametrize(

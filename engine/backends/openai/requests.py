@@ -3,6 +3,7 @@ emulated, or refused with an error that names it.
 """
 
 import hashlib
+import math
 from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Any
@@ -10,7 +11,13 @@ from typing import Any
 import msgspec
 
 from engine.backends.custom.frontend.prompts import check_params, check_prompt
-from engine.backends.openai.dialects import Dialect, Feature, GrammarForm, Grammars
+from engine.backends.openai.dialects import (
+    LIST_FIELDS,
+    Dialect,
+    Feature,
+    GrammarForm,
+    Grammars,
+)
 from engine.core.errors import InvalidRequestError
 from engine.core.interfaces.backend import (
     ChatRequest,
@@ -19,7 +26,7 @@ from engine.core.interfaces.backend import (
     GenerationContext,
     GrammarSpec,
 )
-from engine.core.interfaces.request import SamplingParams
+from engine.core.interfaces.request import SAMPLER_FIELDS, SamplingParams
 
 # Characters with a special meaning in the regular expressions of some server.
 _SPECIAL = frozenset("\\.^$*+?{}[]|()-/")
@@ -81,6 +88,7 @@ def _gbnf_choice(spec: GrammarSpec) -> str:
 
 
 _DEFAULTS = SamplingParams()
+_MIN_BIAS = -100.0
 # Fields that are sent unchanged, under the dialect's name for them.
 _PLAIN = (
     "temperature",
@@ -92,6 +100,7 @@ _PLAIN = (
     "frequency_penalty",
     "min_tokens",
     "ignore_eos",
+    *(name for name in SAMPLER_FIELDS if name not in LIST_FIELDS),
 )
 
 
@@ -195,14 +204,19 @@ class BodyBuilder:
             is_said = dialect.says_defaults and name not in dialect.lacks | dialect.emulated
             if is_said or value != getattr(_DEFAULTS, name):
                 body[dialect.names.get(name, name)] = value
-        if params.has_penalties and dialect.penalty_window is not None:
-            body[dialect.penalty_window] = self._max_model_len
+        for name in LIST_FIELDS:
+            if getattr(params, name) != getattr(_DEFAULTS, name):
+                body[name] = list(getattr(params, name))
+        if params.samplers:
+            body["samplers"] = [dialect.sampler_names.get(each, each) for each in params.samplers]
+        if params.has_penalties and params.repeat_last_n < 0 and dialect.limits_penalties:
+            body["repeat_last_n"] = self._max_model_len
         if params.n > 1:
             body["n"] = params.n
         if params.seed is not None:
             body["seed"] = params.seed % (dialect.max_seed + 1)
-        if params.logit_bias:
-            body["logit_bias"] = {str(key): bias for key, bias in params.logit_bias.items()}
+        if params.logit_bias or params.text_bias:
+            body["logit_bias"] = _biases(params, dialect)
         if params.stop:
             body["stop"] = list(params.stop[: dialect.max_stops])
             body |= dialect.asks_for_stop
@@ -328,6 +342,17 @@ def _strict(tool: dict[str, Any]) -> dict[str, Any]:
     if takes_nothing and not (schema.get("properties") or schema.get("patternProperties")):
         function["parameters"] = schema | {"const": {}}
     return tool | {"function": function}
+
+
+def _biases(params: SamplingParams, dialect: Dialect) -> Any:
+    """The field `logit_bias`. If a bias is about a text or excludes a token, it is a list of pairs,
+    for servers that know texts. Others exclude a token by the lowest bias of OpenAI's API.
+    """
+    biases = [*params.logit_bias.items(), *params.text_bias.items()]
+    is_plain = not params.text_bias and all(map(math.isfinite, params.logit_bias.values()))
+    if is_plain or "text_bias" in dialect.lacks:
+        return {str(key): max(bias, _MIN_BIAS) for key, bias in biases}
+    return [[key, bias if math.isfinite(bias) else False] for key, bias in biases]
 
 
 def _call(call: dict[str, Any]) -> dict[str, Any]:

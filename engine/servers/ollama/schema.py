@@ -21,6 +21,7 @@ from engine.servers.schema.structured import schema_spec
 THINKING_LEVELS = ("low", "medium", "high", "max")
 # What Ollama uses if neither the request nor the model's preset sets these.
 DEFAULTS: dict[str, Any] = {"temperature": 0.8, "top_k": 40, "top_p": 0.9}
+DEFAULT_WINDOW = 64  # the penalties of a request see this many tokens
 MAX_SECONDS = 10**9
 _UNIT_SECONDS = {"ns": 1e-9, "us": 1e-6, "µs": 1e-6, "ms": 1e-3, "s": 1, "m": 60, "h": 3600}
 _DURATION = re.compile(r"(\d{1,12}(?:\.\d{1,9})?)(ns|us|µs|ms|s|m|h)")
@@ -152,11 +153,16 @@ class OllamaGenerationBody(SamplingBody):
         preset sets have Ollama's defaults.
         """
         preset = {} if card.preset is None else card.preset.parameters
+        kept = {*preset, *card.lacks, *card.emulated}
         changed = {
             name: value
             for name, value in DEFAULTS.items()
-            if getattr(self, name) is None and name not in preset
+            if getattr(self, name) is None and name not in kept
         }
+        repetition = self.repetition_penalty or 1.0
+        has_penalties = repetition != 1.0 or self.presence_penalty or self.frequency_penalty
+        if has_penalties and self.repeat_last_n is None:
+            changed["repeat_last_n"] = DEFAULT_WINDOW
         if self.seed is not None and self.seed < 0:
             changed["seed"] = None  # a random one
         logprobs = (self.top_logprobs or 0) if self.logprobs else None

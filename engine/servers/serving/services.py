@@ -45,6 +45,7 @@ from engine.servers.serving.watcher import EngineWatcher
 if TYPE_CHECKING:
     from engine.core.config_tables import PresetTable
     from engine.routing.manage import ModelManager
+    from engine.servers.serving.objects import ObjectStore
 
 # Seconds after which clients should retry while the model loads or the engine restarts.
 NOT_READY_RETRY_S = 5.0
@@ -55,6 +56,11 @@ MAX_BYTES_PER_TOKEN = 16
 _MAX_NAMED_MODELS = 20
 T = TypeVar("T")
 _DEFAULT_PARAMS = SamplingParams()
+# The lowest priority (the largest number), so that lines of batches and other offline work run
+# after all requests of clients.
+OFFLINE_PRIORITY = 100
+# Names that clients use for sampling parameters, if they have other names here.
+_SENT_AS = {"text_bias": "logit_bias"}
 SESSION_HEADER = "x-session-id"
 # Characters that are replaced in warnings. Warnings may quote a client's text and are sent in a
 # header, which allows only printable ASCII.
@@ -87,6 +93,15 @@ class Services:
     components: list[Component] = field(default_factory=list)  # started in this order
     # Defaults of models by id: those of the configuration file, and those that clients have made.
     presets: dict[str, "PresetTable"] = field(default_factory=dict)
+
+    @functools.cached_property
+    def objects(self) -> "ObjectStore":
+        """The store of responses, conversations and chat completions. Most servers store none."""
+        from engine.servers.serving.objects import ObjectStore
+
+        made = ObjectStore(self.settings.storage)
+        self.components.append(made)
+        return made
 
     @property
     def backend(self) -> InferenceBackend:
@@ -248,7 +263,6 @@ class Services:
         salt and time limits. Also sets fields of the request's log line.
         """
         self._check_params(request, card, params)
-        self.check_priority(request, card, body.priority)
         principal = principal_of(request)
         record = record_of(request.scope)
         record.completion_id = completion_id
@@ -257,12 +271,14 @@ class Services:
         salt = principal.name
         if body.cache_salt is not None:
             salt = _digest(principal.name, body.cache_salt)
+        if body.cache_prompt is False:
+            salt = secrets.token_hex(16)  # no other request has it
         return GenerationContext(
             request_id=completion_id,
             params=params,
             model=card.id,
             session=_session(request, body),
-            priority=body.priority or 0,
+            priority=self.priority(request, card, body.priority),
             salt=salt,
             tenant=principal.name,
             timeout_s=self.settings.server.request_timeout_s,
@@ -289,16 +305,19 @@ class Services:
                 continue
             if name in card.lacks:
                 what = f"is answered by a backend ({card.backend}) that has no such parameter"
-                self.require(card, name, name, what)
+                self.require(card, name, _SENT_AS.get(name, name), what)
             elif name in card.emulated:
                 self.warn(request, name, f"emulated, for its backend ({card.backend}) lacks it")
 
-    def check_priority(self, request: Request, card: ModelCard, priority: int | None) -> None:
-        """Warn the client if the backend ignores priorities. This is no error, because a priority
-        is only a hint.
+    def priority(self, request: Request, card: ModelCard, asked: int | None) -> int:
+        """The request's priority. Warns the client if the backend ignores priorities. This is no
+        error, because a priority is only a hint.
         """
-        if priority and "priority" in card.lacks:
+        if asked and "priority" in card.lacks:
             self.warn(request, "priority", f"has no effect, its backend ({card.backend}) has none")
+        if asked is not None:
+            return asked
+        return OFFLINE_PRIORITY if is_acting(request.scope) else 0
 
     def note_end_user(self, request: Request, user: str | None) -> None:
         """Write a hash of the end user's name to the request log, so that abuse can be traced

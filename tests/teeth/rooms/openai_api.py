@@ -22,7 +22,7 @@ MUTATIONS = [
     Mutation(
         "embeddings have no priority",
         "engine.servers.openai.embeddings",
-        "        priority=body.priority or 0,\n",
+        "        priority=services.priority(request, card, body.priority),\n",
         "",
         "tests/unit/test_server_embeddings.py::test_what_travels_with_a_request",
     ),
@@ -65,8 +65,8 @@ MUTATIONS = [
     Mutation(
         "the stop string is not told",
         "engine.servers.openai.format",
-        'return {"finish_reason": reason, "stop_reason": finish.stop_reason}',
-        'return {"finish_reason": reason, "stop_reason": None}',
+        "stop = finish.stop_reason",
+        "stop = None",
         "tests/unit/test_openai_format.py::test_what_stopped_a_choice_is_told",
     ),
     Mutation(
