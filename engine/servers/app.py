@@ -115,7 +115,7 @@ DIALECTS: dict[Dialect, tuple[str, ...]] = {
     "vllm": (),
     "sglang": (),
     "ollama": ("ollama.routes:add_ollama_routes",),
-    "azure": (),
+    "azure": ("azure:add_azure_routes",),
 }
 
 # Response headers that SDKs read. Browsers hide them from web pages of other origins, unless CORS

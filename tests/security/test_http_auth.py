@@ -20,7 +20,7 @@ from tests.live_server import LiveServer, chat, live_server, make_settings
 KEY = "correct-horse-battery-staple-0123"
 TOKEN = "scrape-token-0123456789abcdef"
 BEARER = {"authorization": f"Bearer {KEY}"}
-OPEN_WITHOUT_KEY = {"/livez", "/readyz", "/health"}
+OPEN_WITHOUT_KEY = {"/livez", "/readyz", "/health", "/healthz"}
 METHODS = ("GET", "POST", "PUT", "PATCH", "DELETE", "HEAD", "OPTIONS")
 
 

@@ -23,9 +23,9 @@ from engine.core.key_file import NO_LIMITS, KeyEntry, KeyLimits, read_keys
 if TYPE_CHECKING:
     from engine.servers.access.quotas import AuthThrottle
 
-# Routes that need no key. `/health` shows only its status to clients without a key, and details to
-# the others (see `probes.py`).
-PUBLIC_ROUTES = frozenset({"/livez", "/readyz", "/health"})
+# Routes that need no key. `/health` and `/healthz` show only their status to clients without a key,
+# and details to the others (see `probes.py`).
+PUBLIC_ROUTES = frozenset({"/livez", "/readyz", "/health", "/healthz"})
 ADMIN_PATH = "/v1/admin/"
 # Routes of other servers' APIs that need the same rights as those below `ADMIN_PATH`.
 ADMIN_ROUTES = frozenset({"/api/copy", "/api/create", "/api/delete", "/api/pull"})

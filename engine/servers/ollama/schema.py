@@ -265,3 +265,16 @@ class OllamaCreateBody(OllamaNamedBody):
     files: Annotated[None, *refused("pull a model, and name it in from", {})] = None
     adapters: Annotated[None, *refused("merge the adapter into the model", {})] = None
     quantize: Annotated[None, *refused("pull a quantized model", "")] = None
+
+
+# Maps paths to the JSON body of a POST.
+BODIES: dict[str, type[BaseModel]] = {
+    "/api/chat": OllamaChatBody,
+    "/api/copy": OllamaCopyBody,
+    "/api/create": OllamaCreateBody,
+    "/api/embed": OllamaEmbedBody,
+    "/api/embeddings": OllamaEmbeddingsBody,
+    "/api/generate": OllamaGenerateBody,
+    "/api/pull": OllamaPullBody,
+    "/api/show": OllamaShowBody,
+}

@@ -19,6 +19,7 @@ from starlette.responses import Response
 
 from engine import __version__
 from engine.core.interfaces.backend import ModelCard
+from engine.servers import azure
 from engine.servers.access.auth import PUBLIC_ROUTES
 from engine.servers.anthropic import schema as anthropic
 from engine.servers.anthropic.batches import MessageBatchBody, MessageBatchQuery
@@ -52,14 +53,6 @@ from engine.servers.serving.services import Services
 
 # Maps paths to the JSON body of a POST.
 BODIES: dict[str, type[BaseModel]] = {
-    "/api/chat": ollama.OllamaChatBody,
-    "/api/copy": ollama.OllamaCopyBody,
-    "/api/create": ollama.OllamaCreateBody,
-    "/api/embed": ollama.OllamaEmbedBody,
-    "/api/embeddings": ollama.OllamaEmbeddingsBody,
-    "/api/generate": ollama.OllamaGenerateBody,
-    "/api/pull": ollama.OllamaPullBody,
-    "/api/show": ollama.OllamaShowBody,
     "/detokenize": DetokenizeBody,
     "/generate": GenerateBody,
     "/rerank": RerankBody,
@@ -95,6 +88,9 @@ BODIES: dict[str, type[BaseModel]] = {
     "/v1/uploads": UploadBody,
     "/v1/uploads/{upload_id}/complete": CompleteBody,
 }
+BODIES |= ollama.BODIES
+# Azure's paths have the bodies of OpenAI's.
+BODIES |= {azure.path_of(each): BODIES[f"/v1/{each}"] for each in azure.OPERATIONS}
 # Bodies that refuse every parameter besides their own, whatever its value.
 EXACT = (
     *(BatchBody, CompleteBody, ConversationBody, ConversationUpdate, MessageBatchBody),

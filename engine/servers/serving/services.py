@@ -62,6 +62,9 @@ OFFLINE_PRIORITY = 100
 # Names that clients use for sampling parameters, if they have other names here.
 _SENT_AS = {"text_bias": "logit_bias"}
 SESSION_HEADER = "x-session-id"
+# Entry of the ASGI scope with the model that the path of a request names. It replaces the model in
+# the body.
+DEPLOYMENT = "engine.deployment"
 # Characters that are replaced in warnings. Warnings may quote a client's text and are sent in a
 # header, which allows only printable ASCII.
 _UNPRINTABLE = re.compile(r"[^ -~]")
@@ -180,6 +183,7 @@ class Services:
         """The model that will answer. Warns the client if it is not the requested model. The name
         may be left out if only one model is served.
         """
+        name = request.scope.get(DEPLOYMENT, name)
         if name is None:
             self._check_one_model()
         resolved = self._resolve(name)

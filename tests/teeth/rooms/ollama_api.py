@@ -1,4 +1,4 @@
-"""Mutations of Ollama's API."""
+"""Mutations of the APIs of Ollama and Azure."""
 
 from tests.teeth.mutation import Mutation
 
@@ -75,5 +75,12 @@ MUTATIONS = [
         "        self.is_leaving = True\n        self.keep_s = None\n",
         "        self.is_leaving = True\n",
         f"{MODELS}::test_keep_alive_unloads",
+    ),
+    Mutation(
+        "azure: the body names the model, not the path",
+        "engine.servers.serving.services",
+        "        name = request.scope.get(DEPLOYMENT, name)\n",
+        "",
+        "tests/unit/test_server_azure.py::test_the_deployment_is_the_model",
     ),
 ]
