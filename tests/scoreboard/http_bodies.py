@@ -42,6 +42,7 @@ def least_bodies(model: str) -> dict[str, dict[str, Any]]:
             "completion_window": "24h",
         },
         "/v1/chat/completions": {"model": model, "messages": MESSAGES, "max_tokens": 1},
+        "/v1/chat/completions/{completion_id}": {"metadata": {}},
         "/v1/completions": {"model": model, "prompt": "a", "max_tokens": 1},
         "/v1/conversations": {},
         "/v1/conversations/{conversation_id}": {"metadata": {}},

@@ -24,7 +24,7 @@ from engine.core.interfaces.backend import ModelCard
 from engine.core.interfaces.request import SAMPLER_FIELDS, SamplingParams
 from engine.servers.http.errors import describe, invalid_request
 from engine.servers.schema import fields
-from engine.servers.schema.dialects.reading import asks_for_nothing, read_words
+from engine.servers.schema.dialects.reading import Reading, asks_for_nothing, read_words
 
 MAX_N = 16
 
@@ -215,17 +215,16 @@ Body = TypeVar("Body", bound=BaseModel)
 
 
 def parse_body(
-    kind: type[Body], raw: dict[str, Any], warn: Callable[[str, str], None] | None = None
+    kind: type[Body], raw: dict[str, Any], on_read: Callable[[Reading], None] | None = None
 ) -> Body:
     """Validate the body `raw` of a request for an answer. Parameters of other servers are converted
-    first. `warn` is called with each parameter that has no effect, and the reason.
+    first. `on_read` gets those that were converted, and those that have no effect.
     """
     known = [field.alias or name for name, field in kind.model_fields.items()]
     reading = read_words(raw, known, warns=issubclass(kind, SamplingBody))
     body = validated(kind, reading.values, reading.sent_as)
-    if warn is not None:
-        for param, message in reading.warnings:
-            warn(param, message)
+    if on_read is not None:
+        on_read(reading)
     return body
 
 
