@@ -121,9 +121,10 @@ _LENGTHS = [
         "t_max_predict_ms", "llamacpp", "", 0, -1, instead="set max_tokens, or close the stream"
     ),
     *_rows("n_indent", "llamacpp", "", 0, instead="set stop"),
+    *_rows("num_keep", "ollama", "", warning="a full context is never shifted"),
     *_rows(
-        "n_keep num_keep n_discard",
-        "llamacpp ollama",
+        "n_keep n_discard",
+        "llamacpp",
         "",
         0,
         -1,
@@ -176,7 +177,10 @@ _SAMPLING = [
     *_rows("top_a", "openrouter", "", 0, 0.0, instead="use min_p"),
     *_rows("tfs_z", "llamacpp ollama", "", 1, 1.0, instead="use min_p or typical_p"),
     *_rows("adaptive_target adaptive_decay", "llamacpp", "", instead="use mirostat"),
-    *_rows("penalize_nl penalize_newline", "llamacpp ollama", "", False, instead="use logit_bias"),
+    *_rows("penalize_nl", "llamacpp", "", False, instead="use logit_bias"),
+    *_rows(
+        "penalize_newline", "ollama", "", True, warning="line breaks are penalized like all tokens"
+    ),
     *_rows("logits_processors", "vllm", "", [], instead="use logit_bias"),
     *_rows("custom_logit_processor", "sglang", "", instead="use logit_bias"),
     *_rows("custom_params", "sglang", "", {}),
@@ -338,9 +342,17 @@ _SERVING = [
     ),
     *_rows("kv_transfer_params ec_transfer_params", "vllm", "", {}),
     *_rows(
-        "num_thread num_batch num_gpu main_gpu use_mmap draft_num_predict",
+        "num_thread num_batch num_gpu main_gpu draft_num_predict",
         "ollama",
         "",
+        warning="is set when the server starts",
+    ),
+    *_rows("use_mmap f16_kv", "ollama", "", True, warning="is set when the server starts"),
+    *_rows(
+        "numa low_vram use_mlock logits_all vocab_only embedding_only",
+        "ollama",
+        "",
+        False,
         warning="is set when the server starts",
     ),
 ]
