@@ -57,13 +57,13 @@ class SamplingParams(request.SamplingParams, frozen=False, kw_only=True):  # typ
     stop: str | Sequence[str] | None = None  # type: ignore[assignment]
     stop_token_ids: Sequence[int] | None = None  # type: ignore[assignment]
     logit_bias: Mapping[int, float] | None = None  # type: ignore[assignment]
+    logprob_token_ids: Sequence[int] | None = None  # type: ignore[assignment]
     # Number of alternatives to return per prompt token. None: no log-probabilities of the prompt.
     prompt_logprobs: int | None = None
     structured_outputs: StructuredOutputsParams | None = None
     include_stop_str_in_output: bool = False
     output_kind: RequestOutputKind = RequestOutputKind.CUMULATIVE
     # The fields below accept only their defaults. Other values are refused by name.
-    skip_special_tokens: bool = True
     spaces_between_special_tokens: bool = True
     detokenize: bool = True
     allowed_token_ids: Sequence[int] | None = None
@@ -75,7 +75,6 @@ class SamplingParams(request.SamplingParams, frozen=False, kw_only=True):  # typ
 
 
 _ONLY_DEFAULTS = (
-    "skip_special_tokens",
     "spaces_between_special_tokens",
     "detokenize",
     "allowed_token_ids",
@@ -93,6 +92,7 @@ def wire_params(params: request.SamplingParams) -> request.SamplingParams:
     # A text is one stop string. Without this line it would be taken as a sequence of letters.
     given["stop"] = (stop,) if isinstance(stop, str) else tuple(stop or ())
     given["stop_token_ids"] = tuple(given["stop_token_ids"] or ())
+    given["logprob_token_ids"] = tuple(given["logprob_token_ids"] or ())
     given["logit_bias"] = dict(given["logit_bias"] or {})
     given["top_k"] = 0 if given["top_k"] == -1 else given["top_k"]
     if isinstance(params, SamplingParams):

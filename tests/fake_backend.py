@@ -216,7 +216,7 @@ class FakeBackend(InferenceBackend):
                 code="context_length_exceeded",
             )
         if context.on_prompt is not None:
-            context.on_prompt(num_prompt if self.tells_prompt else None)
+            context.on_prompt((0,) * num_prompt if self.tells_prompt else None)
         self.num_open += 1
         finished = False
         try:

@@ -82,6 +82,7 @@ async def test_every_field_of_a_request_reaches_the_engine():
         "pools",
         "second_start",
         "truncate_prompt_tokens",
+        "truncation_side",
         *NAMED,
     }
     asked, passed = set(GenerationContext.__struct_fields__), set(expected.__struct_fields__)

@@ -130,7 +130,7 @@ FIELDS: dict[str, Any] = {
     "ignore_eos": True,
     "stop_token_ids": (13,),
 }
-TOLD = {"n", "stop", "logprobs", "score_prompt"}  # by tests of their own
+TOLD = {"n", "stop", "logprobs", "score_prompt", "logprob_token_ids", "skip_special_tokens"}  # by tests of their own
 # Fields that show only beside another.
 BESIDE: dict[str, dict[str, Any]] = {
     "min_tokens": {"stop_token_ids": tuple(range(0, 20, 2))},

@@ -65,7 +65,6 @@ def test_lists_and_names_of_other_engines_become_the_engines_own():
         ("stop", [""]),
         ("max_tokens", "ten"),
         ("score_prompt", True),
-        ("skip_special_tokens", False),
         ("detokenize", False),
         ("bad_words", ["word"]),
         ("allowed_token_ids", [1]),

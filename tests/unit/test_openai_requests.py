@@ -46,6 +46,8 @@ OTHER_VALUES: dict[str, Any] = {
     "ignore_eos": True,
     "logprobs": 2,
     "score_prompt": True,
+    "logprob_token_ids": (4,),
+    "skip_special_tokens": False,
 }
 TOOL = {"type": "function", "function": {"name": "f", "description": "", "parameters": {}}}
 SCHEMA = GrammarSpec(kind="json_schema", source='{"type":"object"}', param="guided_json")
@@ -235,10 +237,10 @@ def test_tenants_stay_apart_where_the_server_can() -> None:
 def test_ids_that_a_server_would_skip_in_silence() -> None:
     builder = BodyBuilder(LLAMA_SERVER, "m", max_model_len=2048, vocab_size=100)
     request = CompletionRequest(context=context(params={"logit_bias": {100: 1.0}}), prompt="a")
-    with pytest.raises(InvalidRequestError, match="100 is not a token id") as caught:
+    with pytest.raises(InvalidRequestError, match="100 is out of vocabulary") as caught:
         builder.completion(request)
     assert caught.value.param == "logit_bias"
-    with pytest.raises(InvalidRequestError, match="100 is not a token id"):
+    with pytest.raises(InvalidRequestError, match="100 is out of vocabulary"):
         builder.completion(CompletionRequest(context=context(), prompt=(5, 100)))
 
 

@@ -247,10 +247,13 @@ class CustomBackend(InferenceBackend):
         check_prepared(prepared, context.params, ready.max_seq_len, text.config.vocab_size)
         if prepared.checked_grammar is not None:
             await self._checker.check(prepared.checked_grammar, prepared.grammar_param)
+        params = context.params
+        if params.logprob_token_ids:  # the engine takes them from the logprobs of all tokens
+            params = msgspec.structs.replace(params, logprobs=text.config.vocab_size)
         submitted = GenerateRequest(
             request_id=context.request_id,
             prompt=prepared.token_ids,
-            params=context.params,
+            params=params,
             eos_ids=text.eos_ids,
             priority=context.priority,
             salt=context.salt,
@@ -263,7 +266,7 @@ class CustomBackend(InferenceBackend):
         generation = Generation(submitted, text, prepared, self._link)
         self._link.submit(submitted, generation)
         if context.on_prompt is not None:
-            context.on_prompt(len(prepared.token_ids))
+            context.on_prompt(prepared.token_ids)
         return generation
 
     async def embed(self, request: EmbedRequest) -> Embeddings:

@@ -105,6 +105,8 @@ _ADDITIONS = frozenset(
         "stop_token_ids",
         "ignore_eos",
         "score_prompt",
+        "skip_special_tokens",
+        "logprob_token_ids",
     }
 )
 _CHAT_FEATURES: frozenset[Feature] = frozenset(
@@ -169,6 +171,7 @@ SGLANG = Dialect(
     name="sglang",
     signature=("/get_model_info", "model_path"),
     health_path="/health",
+    lacks=frozenset({"logprob_token_ids"}),
     features=(_CHAT_FEATURES - {"add_generation_prompt"})
     | {"token_ids", "completion_logprobs", "parse_special", "priority", "cache_salt"},
     chat_grammars=_SGLANG_GRAMMARS,
@@ -180,7 +183,8 @@ LLAMA_SERVER = Dialect(
     name="llama-server",
     signature=("/props", "default_generation_settings"),
     health_path="/health",
-    lacks=frozenset({"min_tokens", "stop_token_ids", "score_prompt"}),
+    lacks=frozenset({"min_tokens", "stop_token_ids", "score_prompt"})
+    | {"skip_special_tokens", "logprob_token_ids"},
     emulated=frozenset({"n"}),
     names={"repetition_penalty": "repeat_penalty"},
     asks_for_stop={"verbose": True},

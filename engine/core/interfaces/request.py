@@ -33,6 +33,9 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
     logprobs: int | None = None  # number of alternatives to return per token; None: no logprobs
     # Whether to return logprobs of the prompt's tokens too; needs `logprobs`.
     score_prompt: bool = False
+    # If not empty, the alternatives are these tokens and the sampled one, instead of the likeliest.
+    logprob_token_ids: tuple[int, ...] = ()
+    skip_special_tokens: bool = True  # False: names of control tokens are part of the text
 
     @property
     def has_penalties(self) -> bool:

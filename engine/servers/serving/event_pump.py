@@ -63,8 +63,8 @@ class EventPump:
         self.first_token_at: float | None = None  # arrival of the first token, time.monotonic()
         self.usage = UsageEvent(prompt_tokens=0, completion_tokens=0, cached_tokens=0)
         self.failure: EngineError | None = None
-        # The number of tokens of each prompt. None until the backend tells it.
-        self._prompt_tokens: list[int | None] = [None] * num_sources
+        # The token ids of each prompt. None until the backend tells them.
+        self.prompts: list[tuple[int, ...] | None] = [None] * num_sources
         self._num_unchecked = 0  # submitted prompts that the backend has not checked yet
         self._requests: Sequence[ChatRequest | CompletionRequest] = ()
         self._last_token_at = [0.0] * num_choices
@@ -129,10 +129,10 @@ class EventPump:
     def _listening(
         self, request: ChatRequest | CompletionRequest, index: int
     ) -> ChatRequest | CompletionRequest:
-        """The request, with a callback that takes the length of its prompt."""
+        """The request, with a callback that takes the tokens of its prompt."""
 
-        def checked(num_tokens: int | None) -> None:
-            self._prompt_tokens[index] = num_tokens
+        def checked(token_ids: tuple[int, ...] | None) -> None:
+            self.prompts[index] = token_ids
             self._num_unchecked -= 1
             self._wake()
 
@@ -171,8 +171,8 @@ class EventPump:
         backend did not tell the number, its tokenizer counts them. The number is 0 if it has none.
         """
         return [
-            await _count(backend, request) if told is None else told
-            for request, told in zip(self._requests, self._prompt_tokens, strict=True)
+            await _count(backend, request) if told is None else len(told)
+            for request, told in zip(self._requests, self.prompts, strict=True)
         ]
 
     async def take(self) -> list[OutputEvent] | None:

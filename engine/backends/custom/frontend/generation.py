@@ -61,7 +61,11 @@ class _Reader:
 
     def __init__(self, text: TextModel, params: SamplingParams, prepared: Prepared) -> None:
         self._detokenizer = Detokenizer(
-            text.tokenizer, params.stop, continuation=prepared.continuation, shown=prepared.shown
+            text.tokenizer,
+            params.stop,
+            skip_special=params.skip_special_tokens,
+            continuation=prepared.continuation,
+            shown=prepared.shown,
         )
         self._decode = self._detokenizer.push
         self._min_tokens = params.min_tokens
@@ -331,7 +335,9 @@ class Generation(EventFeed):
         )
 
     def _is_shown(self, token_id: int) -> bool:
-        return not self._text.tokenizer.is_special(token_id) or token_id in self._prepared.shown
+        if not self.request.params.skip_special_tokens or token_id in self._prepared.shown:
+            return True
+        return not self._text.tokenizer.is_special(token_id)
 
     def _literal(self, token_id: int) -> tuple[str, bytes]:
         raw = self._text.tokenizer.token_literal(token_id)
