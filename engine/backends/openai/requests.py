@@ -161,6 +161,8 @@ class BodyBuilder:
             spec = request.context.grammar
             body |= grammar_fields(spec, dialect.completion_grammars, dialect.name)
         if params.score_prompt:
+            if params.prompt_logprobs is not None:
+                body["logprobs"] = max(params.prompt_logprobs, body.get("logprobs", 0))
             body |= {"echo": True, "stream": False}
             del body["stream_options"]
         return body

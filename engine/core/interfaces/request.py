@@ -31,11 +31,16 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
     stop_token_ids: tuple[int, ...] = ()
     ignore_eos: bool = False
     logprobs: int | None = None  # number of alternatives to return per token; None: no logprobs
-    # Whether to return logprobs of the prompt's tokens too; needs `logprobs`.
-    score_prompt: bool = False
+    score_prompt: bool = False  # whether to return logprobs of the prompt's tokens too
+    # Number of alternatives to return per prompt token, with `score_prompt`. None: `logprobs`
+    prompt_logprobs: int | None = None
     # If not empty, the alternatives are these tokens and the sampled one, instead of the likeliest.
     logprob_token_ids: tuple[int, ...] = ()
     skip_special_tokens: bool = True  # False: names of control tokens are part of the text
+
+    @property
+    def num_prompt_logprobs(self) -> int:
+        return self.logprobs or 0 if self.prompt_logprobs is None else self.prompt_logprobs
 
     @property
     def has_penalties(self) -> bool:

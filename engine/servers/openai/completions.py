@@ -14,6 +14,7 @@ from fastapi import Depends, FastAPI
 from starlette.requests import Request
 from starlette.responses import Response
 
+from engine.core.errors import InvalidRequestError
 from engine.core.interfaces.backend import (
     CompletionRequest,
     Event,
@@ -25,22 +26,24 @@ from engine.core.interfaces.backend import (
 )
 from engine.core.interfaces.request import SamplingParams
 from engine.servers.http.sse import StreamFormat
+from engine.servers.openai.beam_fields import beam_search
 from engine.servers.openai.format import (
     ChatStream,
     Choice,
     Collected,
     CompletionStream,
-    RunningUsage,
     chat_body,
     collect,
     completion_body,
     new_envelope,
 )
 from engine.servers.openai.schema import ChatBody, CompletionBody, FimBody, OpenAIBody
+from engine.servers.openai.token_fields import adapted, with_token_params
 from engine.servers.serving.admission import Ticket
 from engine.servers.serving.chat import (
     NO_TEXT,
     ChatAsk,
+    Follow,
     chat_model,
     effort_options,
     known_options,
@@ -65,14 +68,24 @@ def add_chat_routes(app: FastAPI, services: Services) -> None:
     ) -> Response:
         body = await services.read(request, ChatBody)
         card = chat_model(services, request, body.model, "messages")
-        params = body.params(card)
+        params = await with_token_params(services, card, body, body.params(card))
         ask = chat_ask(services, request, body, card)
         completion_id = new_completion_id("chatcmpl")
-        pump = await open_chat(services, request, ticket, ask, body, params, completion_id)
+        pump = await open_chat(
+            *(services, request, ticket, ask, body, params, completion_id),
+            chat_follow(services, request, body),
+            beam_search(services, request, body, params),
+        )
         envelope = new_envelope(completion_id, card)
         named_tool = ask.tool_choice.mode == "named"
         if body.stream:
-            stream = ChatStream(envelope, params.n, body.include_usage, named_tool)
+            if tells_tokens(body, pump):
+                from engine.servers.openai.token_streams import TokenChatStream
+
+                options = (params.n, body.include_usage, named_tool)
+                stream: ChatStream = TokenChatStream(envelope, *options, body.tokens, pump)
+            else:
+                stream = ChatStream(envelope, params.n, body.include_usage, named_tool)
             return await stream_chunks(services, pump, stream, body)
         collected = await collect(pump, params.n)
         return json_bytes(
@@ -80,11 +93,33 @@ def add_chat_routes(app: FastAPI, services: Services) -> None:
                 envelope,
                 collected,
                 pump.usage,
-                with_logprobs=bool(body.logprobs),
+                tokens=body.tokens,
                 named_tool=named_tool,
                 metadata=body.metadata,
+                prompt_ids=pump.prompts[0],
             )
         )
+
+
+def chat_follow(services: Services, request: Request, body: ChatBody) -> Follow | None:
+    """What changes the events of a chat for vLLM's parameters. None if nothing does."""
+    echo = ""
+    if body.echo:
+        last = body.messages[-1]
+        if last["role"] == "assistant":
+            echo = last["content"] or ""
+        else:
+            services.warn(request, "echo", "has no effect, the last message is not an answer")
+    tokens = body.tokens
+    if not (echo or tokens.shows_stop):
+        return None
+    return lambda source: adapted(source, tokens, echo, body.num_choices)
+
+
+def tells_tokens(body: ChatBody | CompletionBody, pump: EventPump) -> bool:
+    """Whether the client wants vLLM's chunks, which few do. If so, tells the pump."""
+    pump.joins_ends = bool(body.tokens.is_told or (body.include_usage and body.continuous_usage))
+    return pump.joins_ends
 
 
 async def stream_chunks(
@@ -95,6 +130,8 @@ async def stream_chunks(
     """
     if not (body.include_usage and body.continuous_usage):
         return await answer_streaming(pump, stream)
+    from engine.servers.openai.token_streams import RunningUsage
+
     return await answer_counted(
         pump, services.backend, lambda lengths: RunningUsage(stream, pump, lengths)
     )
@@ -140,6 +177,14 @@ def template_options(
     if body.verbosity is not None:
         services.warn(request, "verbosity", "can't be set for this model")
     effort = body.reasoning_effort
+    if body.documents:
+        if "documents" not in card.template_options:
+            raise InvalidRequestError(
+                f"documents can't be used here: the template of {card.id} does not read them.",
+                param="documents",
+                code="unsupported_parameter",
+            )
+        given["documents"] = body.documents
     return effort_options(services, request, card, effort, "reasoning_effort") | given
 
 
@@ -158,17 +203,30 @@ def add_completions_routes(app: FastAPI, services: Services) -> None:
             services.require(card, "suffix", "suffix", NO_SUFFIX)
         check_structure(services, request, body, card)
         parses = await services.parses_special(request, card, body.parse_special, body.prompt)
-        params = backend_params(body, card)
+        params = await with_token_params(services, card, body, backend_params(body, card))
         completion_id = new_completion_id("cmpl")
         context = services.context(request, card, body, params, completion_id, body.grammar)
         pump = await services.begin(ticket, params, len(body.prompt))
         pump.watch(request.receive)
-        sources = await pump.open(services.backend, completion_requests(body, context, parses))
-        pump.read([_prompt_only(each) for each in sources] if body.only_echoes else sources)
+        opener = beam_search(services, request, body, params) or services.backend
+        sources = await pump.open(opener, completion_requests(body, context, parses))
+        if body.only_echoes:
+            sources = [_prompt_only(each) for each in sources]
+        if body.tokens.shows_stop or body.prompt_logprobs is not None:
+            sources = [adapted(each, body.tokens) for each in sources]
+        pump.read(sources)
         envelope = new_envelope(completion_id, card)
         num_candidates = len(sources) * params.n
         if body.stream:
-            stream = CompletionStream(envelope, num_candidates, body.include_usage)
+            options = (num_candidates, body.include_usage)
+            if tells_tokens(body, pump):
+                from engine.servers.openai.token_streams import TokenCompletionStream
+
+                stream: CompletionStream = TokenCompletionStream(
+                    envelope, *options, body.tokens, pump
+                )
+            else:
+                stream = CompletionStream(envelope, *options)
             return await stream_chunks(services, pump, stream, body)
         collected = await collect(pump, num_candidates)
         return json_bytes(
@@ -176,8 +234,9 @@ def add_completions_routes(app: FastAPI, services: Services) -> None:
                 envelope,
                 best_choices(collected, params.n, body.num_choices),
                 pump.usage,
-                with_logprobs=body.logprobs is not None,
+                tokens=body.tokens,
                 metadata=body.metadata,
+                prompts=pump.prompts,
             )
         )
 
@@ -232,7 +291,7 @@ def completion_requests(
             suffix=body.suffix or None,
             parse_special=parse_special,
             add_special_tokens=body.add_special_tokens is not False,
-            echo=bool(body.echo),
+            echo=bool(body.echo) or context.params.score_prompt,
         )
         for index, prompt in enumerate(body.prompt)
     ]
@@ -245,7 +304,7 @@ def backend_params(body: CompletionBody, card: ModelCard) -> SamplingParams:
     params = body.params(card)
     if body.echo and body.logprobs is not None:
         params = msgspec.structs.replace(params, score_prompt=True)
-    num_candidates = body.best_of or params.n
+    num_candidates = params.n if body.use_beam_search else body.best_of or params.n
     if num_candidates > params.n:
         logprobs = params.logprobs or 0  # the candidates are ranked by their logprobs
         params = msgspec.structs.replace(params, n=num_candidates, logprobs=logprobs)

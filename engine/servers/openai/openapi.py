@@ -28,6 +28,7 @@ from engine.servers.files.routes import FileQuery, UploadFields
 from engine.servers.http.errors import is_anthropic
 from engine.servers.http.sse import EventStream
 from engine.servers.openai import embeddings, rerank, schema
+from engine.servers.openai.beam_fields import MAX_WIDTH
 from engine.servers.openai.embeddings import EmbeddingBody
 from engine.servers.openai.rerank import RerankBody, ScoreBody
 from engine.servers.openai.schema import ChatBody, CompletionBody, FimBody, GenerateBody
@@ -222,7 +223,7 @@ def _responses(path: str, media_types: Iterable[str]) -> dict[str, Any]:
 
 LIMITS = {
     "max_n": body.MAX_N,
-    "max_best_of": schema.MAX_BEST_OF,
+    "max_best_of": MAX_WIDTH,
     "max_logprobs": schema.MAX_LOGPROBS,
     "max_stop_strings": fields.MAX_STOPS,
     "max_stop_length": fields.MAX_STOP_LENGTH,

@@ -7,7 +7,7 @@ or cause a warning, or are refused with an error that names them; see `dialects`
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
@@ -71,6 +71,7 @@ class SamplingBody(BaseModel):
     # Requests share cached prefixes only if they come from the same tenant and have the same salt.
     cache_salt: Annotated[str, Field(min_length=1, max_length=256)] | None = None
     truncate_prompt_tokens: fields.Truncation = None
+    truncation_side: Literal["left", "right"] | None = None  # the side that is cut off
 
     @property
     def end_user(self) -> str | None:

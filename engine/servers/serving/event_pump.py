@@ -13,7 +13,7 @@ import itertools
 import logging
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
-from typing import Any, Literal
+from typing import Any, Literal, Protocol
 
 import msgspec
 from starlette.types import Receive
@@ -37,6 +37,19 @@ logger = logging.getLogger(__name__)
 # The backend enforces a request's deadline. If it does not, the server ends the request this many
 # seconds after the deadline.
 DEADLINE_MARGIN_S = 5.0
+
+
+class Opener(Protocol):
+    """A backend, or what takes requests in its place."""
+
+    async def open(self, request: ChatRequest | CompletionRequest) -> AsyncIterator[Event]: ...
+
+
+class LastTokens(FinishEvent, frozen=True, kw_only=True):
+    """The end of a choice and its last tokens, for streams that send both in one chunk."""
+
+    text: TextEvent
+
 
 OutputEvent = TextEvent | ReasoningEvent | ToolCallEvent | FinishEvent
 # Called when tokens arrive, with the seconds since the previous tokens of the same choice and the
@@ -63,6 +76,7 @@ class EventPump:
         self.first_token_at: float | None = None  # arrival of the first token, time.monotonic()
         self.usage = UsageEvent(prompt_tokens=0, completion_tokens=0, cached_tokens=0)
         self.failure: EngineError | None = None
+        self.joins_ends = False  # whether a choice's last tokens and its end become one event
         # The token ids of each prompt. None until the backend tells them.
         self.prompts: list[tuple[int, ...] | None] = [None] * num_sources
         self._num_unchecked = 0  # submitted prompts that the backend has not checked yet
@@ -99,7 +113,7 @@ class EventPump:
         self._tasks.append(asyncio.create_task(self._watch(receive)))
 
     async def open(
-        self, backend: InferenceBackend, requests: Sequence[ChatRequest | CompletionRequest]
+        self, backend: Opener, requests: Sequence[ChatRequest | CompletionRequest]
     ) -> list[AsyncIterator[Event]]:
         """Submit all requests to the backend and return their streams of events. Raises if the
         backend refuses one of them, or if the work was aborted meanwhile.
@@ -140,7 +154,7 @@ class EventPump:
         return msgspec.structs.replace(request, context=context)
 
     async def _accepted(
-        self, backend: InferenceBackend, request: ChatRequest | CompletionRequest
+        self, backend: Opener, request: ChatRequest | CompletionRequest
     ) -> AsyncIterator[Event]:
         source = await backend.open(request)
         self._sources.append(source)
@@ -272,8 +286,18 @@ class EventPump:
                 self._time_tokens(event.choice, event.num_tokens)
         elif isinstance(event, FinishEvent):
             self.finish_reasons[event.choice] = "length" if event.reason == "length" else "stop"
+            if self.joins_ends:
+                event = self._joined(event)
         self._pending.append(event)
         self._wake()
+
+    def _joined(self, finish: FinishEvent) -> FinishEvent:
+        """Remove the text that arrived with the end of its choice, and join the two."""
+        last = self._pending[-1] if self._pending else None
+        if not isinstance(last, TextEvent) or last.choice != finish.choice:
+            return finish
+        self._pending.pop()
+        return LastTokens(finish.choice, finish.reason, finish.stop_reason, text=last)
 
     def _time_tokens(self, choice: int, num_tokens: int) -> None:
         now = time.monotonic()

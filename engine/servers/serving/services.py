@@ -253,6 +253,7 @@ class Services:
             queue_timeout_s=self.queue_timeout_s(request),
             grammar=grammar,
             truncate_prompt_tokens=body.truncate_prompt_tokens,
+            truncation_side=body.truncation_side or "left",
         )
 
     def queue_timeout_s(self, request: Request) -> float | None:

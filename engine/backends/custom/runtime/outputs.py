@@ -64,7 +64,8 @@ def vector_delta(seq: Sequence, hidden: F32, now: float) -> TokenDelta:
 
 def scores(seq: Sequence, output: StepOutput, start: int, end: int) -> list[TokenLogprobs]:
     """Prompt logprobs from rows `start` to `end` of a step's output."""
-    return [_row_logprobs(output, row, seq.params.logprobs or 0) for row in range(start, end)]
+    num_top = seq.params.num_prompt_logprobs
+    return [_row_logprobs(output, row, num_top) for row in range(start, end)]
 
 
 def _logprobs(
@@ -91,9 +92,7 @@ def _row_logprobs(output: StepOutput, row: int, num_top: int) -> TokenLogprobs:
     )
 
 
-def _named_logprobs(
-    output: StepOutput, row: int, token_ids: tuple[int, ...]
-) -> TokenLogprobs:
+def _named_logprobs(output: StepOutput, row: int, token_ids: tuple[int, ...]) -> TokenLogprobs:
     """The logprobs of given tokens and of the sampled one. The output has those of all tokens."""
     assert output.logprobs is not None
     assert output.top_ids is not None and output.top_logprobs is not None
