@@ -35,6 +35,7 @@ LEAST: dict[str, dict[str, Any]] = {
     "ChatBody": {"model": MODEL, "messages": MESSAGES},
     "CompletionBody": {"model": MODEL, "prompt": "x"},
     "FimBody": {"model": MODEL, "prompt": "x"},
+    "CompleteBody": {"part_ids": ["part_0"]},
     "DetokenizeBody": {"tokens": [1]},
     "EmbeddingBody": {"model": MODEL, "input": "x"},
     "EmptyBody": {},
@@ -44,6 +45,7 @@ LEAST: dict[str, dict[str, Any]] = {
     "LevelBody": {"level": "info"},
     "LimitsBody": {},
     "LoadBody": {"model": "x"},
+    "MessageBatchBody": {"requests": [{"custom_id": "a", "params": {}}]},
     "MessagesBody": {"model": MODEL, "max_tokens": 5, "messages": MESSAGES},
     "NamedBody": {"id": "x"},
     "PromptBody": {"model": MODEL, "messages": MESSAGES},
@@ -52,6 +54,12 @@ LEAST: dict[str, dict[str, Any]] = {
     "ScoreBody": {"model": MODEL, "text_1": "x", "text_2": "y"},
     "TokenCountBody": {"input": "x"},
     "TokenizeBody": {"prompt": "x"},
+    "UploadBody": {
+        "filename": "a.jsonl",
+        "purpose": "batch",
+        "bytes": 1,
+        "mime_type": "application/jsonl",
+    },
     "WarmBody": {"prompts": ["x"]},
 }
 # As JSON has them, and as text that is no JSON.

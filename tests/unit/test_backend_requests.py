@@ -76,6 +76,8 @@ async def test_every_field_of_a_request_reaches_the_engine():
     assert sent == [expected]
     # What is left at its default above was not forgotten: a new field has to be placed here.
     forms = {
+        "bad_words",
+        "dry_breakers",
         "grammar",
         "images",
         "on_prompt",
