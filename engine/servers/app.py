@@ -112,7 +112,11 @@ LATE = (
 # Like LATE, for the APIs of other servers. Each is added only if `server.dialects` has its name.
 DIALECTS: dict[Dialect, tuple[str, ...]] = {
     "llamacpp": (),
-    "vllm": (),
+    "vllm": (
+        "vllm_api.routes:add_vllm_routes",
+        "vllm_api.sleeping:add_sleep_routes",
+        "vllm_api.batch_chat:add_batch_chat_routes",
+    ),
     "sglang": (),
     "ollama": (),
     "azure": (),

@@ -9,9 +9,13 @@ def least_bodies(model: str) -> dict[str, dict[str, Any]]:
     """A minimal body for each path. None takes long to answer."""
     texts = {"model": model, "query": "a", "documents": ["b", "c"]}
     return {
+        "/classify": {"model": model, "input": "a"},
         "/detokenize": {"tokens": [1, 2]},
         "/generate": {"prompt": "a", "max_tokens": 1},
+        "/invocations": {"model": model, "prompt": "a", "max_tokens": 1},
+        "/pooling": {"model": model, "input": "a"},
         "/rerank": texts,
+        "/score": {"model": model, "text_1": "a", "text_2": "b"},
         "/tokenize": {"prompt": "a"},
         "/v1/admin/cache/flush": {},
         "/v1/admin/cache/warm": {"prompts": ["a"]},
@@ -31,6 +35,7 @@ def least_bodies(model: str) -> dict[str, dict[str, Any]]:
             "completion_window": "24h",
         },
         "/v1/chat/completions": {"model": model, "messages": MESSAGES, "max_tokens": 1},
+        "/v1/chat/completions/batch": {"model": model, "messages": [MESSAGES], "max_tokens": 1},
         "/v1/completions": {"model": model, "prompt": "a", "max_tokens": 1},
         "/v1/embeddings": {"model": model, "input": "a"},
         "/v1/fim/completions": {"model": model, "prompt": "a", "max_tokens": 1},
@@ -48,6 +53,7 @@ def least_bodies(model: str) -> dict[str, dict[str, Any]]:
         "/v1/responses": {"model": model, "input": "a", "max_output_tokens": 1},
         "/v1/responses/input_tokens": {"model": model, "input": "a"},
         "/v1/score": {"model": model, "text_1": "a", "text_2": "b"},
+        "/v2/rerank": texts,
         "/v1/uploads": {
             "filename": "a.jsonl",
             "purpose": "batch",

@@ -19,7 +19,7 @@ from starlette.responses import Response
 
 from engine import __version__
 from engine.core.interfaces.backend import ModelCard
-from engine.servers.access.auth import PUBLIC_ROUTES
+from engine.servers.access.auth import ADMIN_ROUTES, PUBLIC_ROUTES
 from engine.servers.anthropic import schema as anthropic
 from engine.servers.anthropic.batches import MessageBatchBody, MessageBatchQuery
 from engine.servers.batches import lines
@@ -43,12 +43,18 @@ from engine.servers.schema.body import SamplingBody, off_values
 from engine.servers.schema.dialects.reading import Verdict, verdict
 from engine.servers.schema.dialects.words import DIALECTS, WORDS, Word
 from engine.servers.serving.services import Services
+from engine.servers.vllm_api import routes as vllm
+from engine.servers.vllm_api.batch_chat import BatchChatBody
 
 # Maps paths to the JSON body of a POST.
 BODIES: dict[str, type[BaseModel]] = {
     "/detokenize": DetokenizeBody,
     "/generate": GenerateBody,
     "/rerank": RerankBody,
+    "/classify": vllm.ClassifyBody,
+    "/invocations": vllm.InvocationBody,
+    "/pooling": vllm.PoolingBody,
+    "/score": ScoreBody,
     "/tokenize": TokenizeBody,
     "/v1/admin/cache/flush": admin_models.FlushBody,
     "/v1/admin/cache/warm": admin_models.WarmBody,
@@ -65,6 +71,7 @@ BODIES: dict[str, type[BaseModel]] = {
     "/v1/admin/undrain": admin_control.EmptyBody,
     "/v1/batches": BatchBody,
     "/v1/chat/completions": ChatBody,
+    "/v1/chat/completions/batch": BatchChatBody,
     "/v1/completions": CompletionBody,
     "/v1/embeddings": EmbeddingBody,
     "/v1/fim/completions": FimBody,
@@ -76,8 +83,11 @@ BODIES: dict[str, type[BaseModel]] = {
     "/v1/responses/input_tokens": TokenCountBody,
     "/v1/score": ScoreBody,
     "/v1/uploads": UploadBody,
+    "/v2/rerank": RerankBody,
     "/v1/uploads/{upload_id}/complete": CompleteBody,
 }
+# Paths of a POST without a body.
+BODILESS = ADMIN_ROUTES | {"/ping"}
 # Bodies that refuse every parameter besides their own, whatever its value.
 EXACT = (BatchBody, CompleteBody, MessageBatchBody, UploadBody)
 # Maps paths to the form of a POST that uploads a file: its fields, and the part with the file.
