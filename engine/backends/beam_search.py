@@ -153,6 +153,9 @@ class BeamSearch:
         rules = self._rules
         info = await self._backend.tokenizer_info(model=context.model)
         end = None if info is None or rules.ignore_eos else info.eos_token_id
+        num_top = 2 * rules.width if info is None else min(2 * rules.width, info.vocab_size)
+        params = SamplingParams(max_tokens=1, temperature=0.0, logprobs=num_top, ignore_eos=True)
+        context = msgspec.structs.replace(context, params=params, on_prompt=None)
         live, ended, cached = [Beam()], list[Beam](), 0
         for step in range(rules.max_tokens):
             answers = await asyncio.gather(
@@ -180,12 +183,7 @@ class BeamSearch:
         self, prompt: tuple[int, ...], beam: Beam, context: GenerationContext, name: str
     ) -> tuple[TokenText, int]:
         """The next token of a beam with its alternatives, and the number of cached tokens."""
-        params = SamplingParams(
-            max_tokens=1, temperature=0.0, logprobs=2 * self._rules.width, ignore_eos=True
-        )
-        step = msgspec.structs.replace(
-            context, request_id=f"{context.request_id}-{name}", params=params, on_prompt=None
-        )
+        step = msgspec.structs.replace(context, request_id=f"{context.request_id}-{name}")
         request = CompletionRequest(context=step, prompt=(*prompt, *beam.token_ids))
         source = await self._backend.open(request)
         token, cached = None, 0

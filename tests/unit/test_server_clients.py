@@ -105,7 +105,7 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     (CHAT, {"web_search_options": {}}, "web_search_options"),
     (CHAT, {"service_tier": "flex"}, "service_tier"),
     (CHAT, {"store": True}, "store"),
-    (CHAT, {"skip_special_tokens": False}, "skip_special_tokens"),
+    (CHAT, {"detokenize": False}, "detokenize"),
     (CHAT, {"best_of": 2}, "best_of"),
     (CHAT, {"n": 17}, "n"),
     (COMPLETIONS, {"tools": [TOOL]}, "tools"),
