@@ -39,6 +39,7 @@ from engine.backends.custom.frontend.prompts import (
     prepare_chat,
     prepare_completion,
     truncated,
+    with_text_bias,
 )
 from engine.backends.custom.frontend.text_cache import keep_text
 from engine.backends.custom.frontend.text_model import TextModel, load_text, with_template
@@ -257,6 +258,8 @@ class CustomBackend(InferenceBackend):
         params = context.params
         if params.logprob_token_ids:  # the engine takes them from the logprobs of all tokens
             params = msgspec.structs.replace(params, logprobs=text.config.vocab_size)
+        if params.text_bias:
+            params = await self._encode(with_text_bias, text, params)
         submitted = GenerateRequest(
             request_id=context.request_id,
             prompt=prepared.token_ids,
@@ -271,8 +274,9 @@ class CustomBackend(InferenceBackend):
             images=prepared.images,
             bad_words=prepared.bad_words,
             dry_breakers=prepared.dry_breakers,
+            reports_progress=context.on_progress is not None,
         )
-        generation = Generation(submitted, text, prepared, self._link)
+        generation = Generation(submitted, text, prepared, self._link, context.on_progress)
         self._link.submit(submitted, generation)
         if context.on_prompt is not None:
             context.on_prompt(prepared.token_ids)

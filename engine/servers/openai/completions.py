@@ -21,6 +21,7 @@ from engine.core.interfaces.backend import (
     FinishEvent,
     GenerationContext,
     ModelCard,
+    ReasoningEvent,
     TextEvent,
     UsageEvent,
 )
@@ -49,6 +50,7 @@ from engine.servers.serving.chat import (
     known_options,
     open_chat,
     require_grammar,
+    thinking_options,
     warn_of_cache_key,
 )
 from engine.servers.serving.event_pump import EventPump
@@ -96,13 +98,14 @@ def add_chat_routes(app: FastAPI, services: Services) -> None:
                 tokens=body.tokens,
                 named_tool=named_tool,
                 metadata=body.metadata,
+                timings=whole_timings(body, pump),
                 prompt_ids=pump.prompts[0],
             )
         )
 
 
 def chat_follow(services: Services, request: Request, body: ChatBody) -> Follow | None:
-    """What changes the events of a chat for vLLM's parameters. None if nothing does."""
+    """Changes the events of a chat as its parameters say. None if there is nothing to change."""
     echo = ""
     if body.echo:
         last = body.messages[-1]
@@ -111,9 +114,11 @@ def chat_follow(services: Services, request: Request, body: ChatBody) -> Follow 
         else:
             services.warn(request, "echo", "has no effect, the last message is not an answer")
     tokens = body.tokens
-    if not (echo or tokens.shows_stop):
-        return None
-    return lambda source: adapted(source, tokens, echo, body.num_choices)
+    if body.include_reasoning is False:
+        return lambda source: adapted(_without_reasoning(source), tokens, echo, body.num_choices)
+    if echo or tokens.shows_stop:
+        return lambda source: adapted(source, tokens, echo, body.num_choices)
+    return None
 
 
 def tells_tokens(body: ChatBody | CompletionBody, pump: EventPump) -> bool:
@@ -122,18 +127,41 @@ def tells_tokens(body: ChatBody | CompletionBody, pump: EventPump) -> bool:
     return pump.joins_ends
 
 
+def whole_timings(body: OpenAIBody, pump: EventPump) -> dict[str, Any] | None:
+    """The timings of a whole answer, if the client wants them."""
+    if not body.timings_per_token:
+        return None
+    from engine.servers.openai.reports import timings  # few requests want reports
+
+    return timings(pump.usage)
+
+
 async def stream_chunks(
-    services: Services, pump: EventPump, stream: StreamFormat, body: OpenAIBody
+    services: Services, pump: EventPump, stream: ChatStream | CompletionStream, body: OpenAIBody
 ) -> Response:
-    """Start a stream of chunks, with the usage so far in each of them if the client wants it. For
-    chats and completions.
+    """Start a stream of chunks, with the usage so far in each of them if the client wants it, and
+    with llama.cpp's reports. For chats and completions.
     """
+
+    def reporting(inner: StreamFormat) -> StreamFormat:
+        if not body.reports_progress:
+            return inner
+        from engine.servers.openai.reports import ReportingStream  # few requests want reports
+
+        return ReportingStream(
+            inner,
+            stream,
+            pump,
+            with_progress=bool(body.return_progress),
+            with_timings=bool(body.timings_per_token),
+        )
+
     if not (body.include_usage and body.continuous_usage):
-        return await answer_streaming(pump, stream)
+        return await answer_streaming(pump, reporting(stream))
     from engine.servers.openai.token_streams import RunningUsage
 
     return await answer_counted(
-        pump, services.backend, lambda lengths: RunningUsage(stream, pump, lengths)
+        pump, services.backend, lambda lengths: reporting(RunningUsage(stream, pump, lengths))
     )
 
 
@@ -164,6 +192,10 @@ def check_structure(
         param = "response_format.json_schema.description"
         services.warn(request, param, "is not shown to the model")
     warn_of_cache_key(services, request, body.prompt_cache_key)
+    if body.return_progress and not body.stream:
+        services.warn(request, "return_progress", "has no effect on an answer that is not streamed")
+    if body.reports_progress and "return_progress" in card.lacks:
+        services.warn(request, "return_progress", f"its backend ({card.backend}) does not tell it")
     if body.continuous_usage and not body.include_usage:
         param = "stream_options.continuous_usage_stats"
         services.warn(request, param, "has no effect without include_usage")
@@ -172,11 +204,12 @@ def check_structure(
 def template_options(
     services: Services, request: Request, body: ChatBody, card: ModelCard
 ) -> dict[str, Any]:
-    """Options for the chat template. `chat_template_kwargs` overrides `reasoning_effort`."""
+    """Options for the chat template. `chat_template_kwargs` overrides `reasoning_effort`, which
+    overrides `enable_thinking`.
+    """
     given = known_options(services, request, card, body.chat_template_kwargs)
     if body.verbosity is not None:
         services.warn(request, "verbosity", "can't be set for this model")
-    effort = body.reasoning_effort
     if body.documents:
         if "documents" not in card.template_options:
             raise InvalidRequestError(
@@ -185,7 +218,14 @@ def template_options(
                 code="unsupported_parameter",
             )
         given["documents"] = body.documents
-    return effort_options(services, request, card, effort, "reasoning_effort") | given
+    effort = effort_options(services, request, card, body.reasoning_effort, "reasoning_effort")
+    return thinking_options(services, request, card, body.enable_thinking) | effort | given
+
+
+async def _without_reasoning(source: AsyncIterator[Event]) -> AsyncIterator[Event]:
+    async for event in source:
+        if not isinstance(event, ReasoningEvent):
+            yield event
 
 
 NO_SUFFIX = "was not made to fill in the text before a suffix"
@@ -207,6 +247,7 @@ def add_completions_routes(app: FastAPI, services: Services) -> None:
         completion_id = new_completion_id("cmpl")
         context = services.context(request, card, body, params, completion_id, body.grammar)
         pump = await services.begin(ticket, params, len(body.prompt))
+        pump.reports_progress = body.reports_progress
         pump.watch(request.receive)
         opener = beam_search(services, request, body, params) or services.backend
         sources = await pump.open(opener, completion_requests(body, context, parses))
@@ -236,6 +277,7 @@ def add_completions_routes(app: FastAPI, services: Services) -> None:
                 pump.usage,
                 tokens=body.tokens,
                 metadata=body.metadata,
+                timings=whole_timings(body, pump),
                 prompts=pump.prompts,
             )
         )
@@ -264,6 +306,7 @@ def add_fim_routes(app: FastAPI, services: Services) -> None:
             add_special_tokens=body.add_special_tokens is not False,
         )
         pump = await services.begin(ticket, params)
+        pump.reports_progress = body.reports_progress
         pump.watch(request.receive)
         pump.read(await pump.open(services.backend, [asked]))
         envelope = new_envelope(completion_id, card)
@@ -271,7 +314,10 @@ def add_fim_routes(app: FastAPI, services: Services) -> None:
             stream = ChatStream(envelope, params.n, body.include_usage)
             return await stream_chunks(services, pump, stream, body)
         collected = await collect(pump, params.n)
-        return json_bytes(chat_body(envelope, collected, pump.usage, metadata=body.metadata))
+        timings = whole_timings(body, pump)
+        return json_bytes(
+            chat_body(envelope, collected, pump.usage, metadata=body.metadata, timings=timings)
+        )
 
 
 def completion_requests(

@@ -160,7 +160,9 @@ def ending_body(
     reason = finish.reason
     if reason != "length":
         reason = "tool_calls" if has_calls and not named_tool else "stop"
-    return {"finish_reason": reason, "stop_reason": finish.stop_reason}
+    # vLLM and SGLang have different names for what ended the choice.
+    stop = finish.stop_reason
+    return {"finish_reason": reason, "stop_reason": stop, "matched_stop": stop}
 
 
 def chat_body(
@@ -171,6 +173,7 @@ def chat_body(
     tokens: TokenFields = NO_FIELDS,
     named_tool: bool = False,
     metadata: dict[str, str] | None = None,
+    timings: dict[str, Any] | None = None,
     prompt_ids: Sequence[int] | None = None,
 ) -> bytes:
     choices = []
@@ -186,7 +189,7 @@ def chat_body(
         "prompt_logprobs": tokens.prompt_logprobs(collected.choices[0].prompt),
         "prompt_token_ids": prompt_ids if tokens.has_ids else None,
     }
-    return _whole(envelope, "chat.completion", choices, usage, metadata, of_prompt)
+    return _whole(envelope, "chat.completion", choices, usage, metadata, timings, of_prompt)
 
 
 def chat_message(choice: Choice) -> dict[str, Any]:
@@ -209,6 +212,7 @@ def completion_body(
     *,
     tokens: TokenFields = NO_FIELDS,
     metadata: dict[str, str] | None = None,
+    timings: dict[str, Any] | None = None,
     prompts: Sequence[Sequence[int] | None] = (None,),
 ) -> bytes:
     """The answer of `/v1/completions`. `prompts` has the token ids of each prompt."""
@@ -229,7 +233,7 @@ def completion_body(
                 "prompt_token_ids": prompt if tokens.has_ids else None,
             }
         )
-    return _whole(envelope, "text_completion", bodies, usage, metadata)
+    return _whole(envelope, "text_completion", bodies, usage, metadata, timings)
 
 
 def _whole(
@@ -238,11 +242,14 @@ def _whole(
     choices: list[dict[str, Any]],
     usage: UsageEvent,
     metadata: dict[str, str] | None,
+    timings: dict[str, Any] | None,
     of_prompt: Mapping[str, Any] = MappingProxyType({}),
 ) -> bytes:
     body = envelope.fields(kind) | {"choices": choices, "usage": usage_body(usage), **of_prompt}
     if metadata:
         body["metadata"] = metadata
+    if timings:
+        body["timings"] = timings
     return _encode(body)
 
 
@@ -279,6 +286,10 @@ class ChatStream(_ChunkStream):
         self._named_tool = named_tool
         # For each choice, maps the index of each tool call to whether the call has arguments yet.
         self._calls: list[dict[int, bool]] = [{} for _ in range(num_choices)]
+
+    def blank(self, choice: int) -> bytes:
+        """A chunk without text, to which fields can be added."""
+        return self._before[choice] + self._after
 
     def opening(self) -> bytes:
         role = b'"role":"assistant","content":""'
@@ -347,6 +358,9 @@ class CompletionStream(_ChunkStream):
         self._before = [self.head + b'{"index":%d,"text":' % index for index in range(num_choices)]
         self._after = b',"logprobs":null,"finish_reason":null}' + self.tail
         self.offsets = [0] * num_choices
+
+    def blank(self, choice: int) -> bytes:
+        return self._before[choice] + b'""' + self._after
 
     def opening(self) -> bytes:
         return b""

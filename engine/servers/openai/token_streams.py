@@ -58,7 +58,9 @@ class TokenChatStream(ChatStream):
         logprobs = None
         if event.logprobs:
             logprobs = chat_logprobs(self._tokens.answer(event.logprobs))
-        elif not (event.text or ending["finish_reason"] or _ids(event, self._tokens)):
+        elif not (
+            event.text or ending["finish_reason"] or self._tokens.has_ids and event.token_ids
+        ):
             return b""
         choice = {"index": event.choice, "delta": {"content": event.text}, "logprobs": logprobs}
         return self.head + _encode(choice | ending | _ids(event, self._tokens)) + self.tail
@@ -96,7 +98,9 @@ class TokenCompletionStream(CompletionStream):
             shown = self._tokens.answer(event.logprobs)
             logprobs = legacy_logprobs(shown, self.offsets[event.choice])
             self.offsets[event.choice] += sum(map(num_characters, event.logprobs))
-        elif not (event.text or ending["finish_reason"] or _ids(event, self._tokens)):
+        elif not (
+            event.text or ending["finish_reason"] or self._tokens.has_ids and event.token_ids
+        ):
             return b""
         choice: dict[str, Any] = {"index": event.choice, "text": event.text, "logprobs": logprobs}
         choice |= ending | _ids(event, self._tokens)
@@ -147,6 +151,10 @@ class RunningUsage:
             num_tokens,
             num_prompt + num_tokens,
         )
+
+
+def _shown_ids(event: TextEvent, tokens: TokenFields) -> tuple[int, ...]:
+    return event.token_ids if tokens.has_ids else ()
 
 
 def _ids(event: TextEvent, tokens: TokenFields) -> dict[str, Any]:
