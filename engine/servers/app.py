@@ -62,12 +62,12 @@ class LateRoutes:
                 self._targets.pop(0)
 
     def may_want(self, scope: Scope) -> bool:
-        """Whether the request may be for a late route: late routes are missing and no other route
-        matches.
+        """Whether the request may be for a late route: late routes are missing, and no other route
+        has its path and its method.
         """
         if not self._targets or scope["type"] != "http":
             return False
-        return all(route.matches(scope)[0] is Match.NONE for route in self._app.router.routes)
+        return all(route.matches(scope)[0] is not Match.FULL for route in self._app.router.routes)
 
 
 class LateGate:
@@ -94,6 +94,7 @@ EARLY = (
 METRICS = "ops.probes:add_metrics_routes"
 LATE = (
     "openai.models:add_model_routes",
+    "openai.stored_chats:add_stored_chats_routes",
     "responses.routes:add_responses_routes",
     "openai.completions:add_fim_routes",
     "openai.embeddings:add_embeddings_routes",

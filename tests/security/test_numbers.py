@@ -59,6 +59,7 @@ LEAST: dict[str, dict[str, Any]] = {
     "RerankBody": {"model": MODEL, "query": "x", "documents": ["y"]},
     "ResponseBody": {"model": MODEL, "input": "x"},
     "ScoreBody": {"model": MODEL, "text_1": "x", "text_2": "y"},
+    "StoredChatUpdate": {"metadata": {}},
     "TokenCountBody": {"input": "x"},
     "TokenizeBody": {"prompt": "x"},
     "UploadBody": {

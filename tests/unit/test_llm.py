@@ -165,6 +165,7 @@ TOLD = {
     "prompt_logprobs",
     "logprob_token_ids",
     "skip_special_tokens",
+    "text_bias",
 }  # by tests of their own
 REPEATING = {"temperature": 0.3, "allowed_token_ids": (1, 2, 3)}
 # Fields that show only beside another.

@@ -352,6 +352,7 @@ async def test_the_engine_reports_progress_and_can_skip_its_cache() -> None:
             assert all(each["total"] == 180 for each in reports)
             last = chunks[-1].get("timings")
             if fields.get("timings_per_token"):
+                assert chunks[0]["timings"]["predicted_ms"] == 0
                 assert (last["prompt_n"] + last["cache_n"], last["predicted_n"]) == (180, 3)
                 assert last["prompt_ms"] > 0 and last["predicted_ms"] > 0
             return [(each["cache"], each["processed"]) for each in reports]
@@ -369,6 +370,17 @@ async def test_texts_can_be_biased() -> None:
     body = parse_body(ChatBody, BASE[CHAT] | {"logit_bias": [["ab", False], [7, 2]]})
     params = with_text_bias(text, body.params(CARD))
     assert params.logit_bias == {7: 2.0, 97: -math.inf, 98: -math.inf}
+
+
+async def test_later_errors_and_warnings_name_what_the_client_sent() -> None:
+    transport = httpx.ASGITransport(app=APP)
+    async with httpx.AsyncClient(transport=transport, base_url="http://localhost") as client:
+        long = await client.post(COMPLETIONS, json=BASE[COMPLETIONS] | {"n_predict": 10**6})
+        BACKEND.set_card(template_options=())
+        thinking = await client.post(CHAT, json=BASE[CHAT] | {"think": True})
+        BACKEND.reset()
+    assert long.json()["error"]["param"] == "n_predict"
+    assert thinking.headers["x-engine-warnings"].startswith("think: ")
 
 
 def test_earlier_reasoning_is_read_in_its_other_form() -> None:

@@ -204,7 +204,10 @@ def _sentence(item: Mapping[str, Any], sent_as: Mapping[str, str]) -> str:
 def install_error_handlers(app: FastAPI) -> None:
     async def engine_error(request: Request, error: Exception) -> Response:
         assert isinstance(error, EngineError)
-        record_of(request.scope).error_code = error.error_code
+        record = record_of(request.scope)
+        record.error_code = error.error_code
+        if error.param is not None:
+            error.param = record.sent_as.get(error.param, error.param)
         return error_response(error, request.scope)
 
     async def http_error(request: Request, error: Exception) -> Response:

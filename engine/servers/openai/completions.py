@@ -68,18 +68,28 @@ def add_chat_routes(app: FastAPI, services: Services) -> None:
     async def chat(
         request: Request, ticket: Annotated[Ticket, Depends(services.admitted)]
     ) -> Response:
-        body = await services.read(request, ChatBody)
+        body, sent = await services.read_with(request, ChatBody, "messages")
         card = chat_model(services, request, body.model, "messages")
         params = await with_token_params(services, card, body, body.params(card))
         ask = chat_ask(services, request, body, card)
         completion_id = new_completion_id("chatcmpl")
+<<<<<<< HEAD
         pump = await open_chat(
             *(services, request, ticket, ask, body, params, completion_id),
             chat_follow(services, request, body),
             beam_search(services, request, body, params),
         )
+=======
+>>>>>>> main
         envelope = new_envelope(completion_id, card)
         named_tool = ask.tool_choice.mode == "named"
+        follow = _without_reasoning if body.include_reasoning is False else None
+        if body.store:
+            # Imported late, because few clients store their chats.
+            from engine.servers.openai.stored_chats import storing
+
+            follow = await storing(services, request, body, sent, envelope, named_tool, follow)
+        pump = await open_chat(services, request, ticket, ask, body, params, completion_id, follow)
         if body.stream:
             if tells_tokens(body, pump):
                 from engine.servers.openai.token_streams import TokenChatStream

@@ -34,6 +34,11 @@ from engine.servers.openai.beam_fields import MAX_WIDTH
 from engine.servers.openai.embeddings import EmbeddingBody
 from engine.servers.openai.rerank import RerankBody, ScoreBody
 from engine.servers.openai.schema import ChatBody, CompletionBody, FimBody, GenerateBody
+from engine.servers.openai.stored_chats import (
+    StoredChatsQuery,
+    StoredChatUpdate,
+    StoredMessagesQuery,
+)
 from engine.servers.openai.tokenize import DetokenizeBody, TokenizeBody, TokenizerQuery
 from engine.servers.ops import admin_control, admin_models
 from engine.servers.responses import items
@@ -77,7 +82,11 @@ BODIES: dict[str, type[BaseModel]] = {
     "/v1/admin/undrain": admin_control.EmptyBody,
     "/v1/batches": BatchBody,
     "/v1/chat/completions": ChatBody,
+<<<<<<< HEAD
     "/v1/chat/completions/batch": BatchChatBody,
+=======
+    "/v1/chat/completions/{completion_id}": StoredChatUpdate,
+>>>>>>> main
     "/v1/completions": CompletionBody,
     "/v1/conversations": ConversationBody,
     "/v1/conversations/{conversation_id}": ConversationUpdate,
@@ -100,7 +109,7 @@ BODILESS = ADMIN_ROUTES | {"/ping"}
 # Bodies that refuse every parameter besides their own, whatever its value.
 EXACT = (
     *(BatchBody, CompleteBody, ConversationBody, ConversationUpdate, MessageBatchBody),
-    *(NewItemsBody, UploadBody),
+    *(NewItemsBody, StoredChatUpdate, UploadBody),
 )
 # Maps paths to the form of a POST that uploads a file: its fields, and the part with the file.
 FORMS: dict[str, tuple[type[BaseModel], str]] = {
@@ -110,6 +119,8 @@ FORMS: dict[str, tuple[type[BaseModel], str]] = {
 # Maps paths to the query parameters of a GET.
 QUERIES: dict[str, type[BaseModel]] = {
     "/v1/batches": BatchQuery,
+    "/v1/chat/completions": StoredChatsQuery,
+    "/v1/chat/completions/{completion_id}/messages": StoredMessagesQuery,
     "/v1/conversations/{conversation_id}/items": ItemsQuery,
     "/v1/conversations/{conversation_id}/items/{item_id}": NewItemsQuery,
     "/v1/files": FileQuery,
@@ -320,16 +331,21 @@ def _parameters(kind: type[BaseModel]) -> dict[str, Any]:
             if word.name not in kind.model_fields and verdict_in(word, kind) == "refused"
         }
     return {
-        "supported": sorted(kind.model_fields.keys() - refused),
+        "supported": sorted(_followed(kind)),
         "refused_unless": refused | dict(others),
     }
 
 
 def verdict_in(word: Word, kind: type[BaseModel]) -> Verdict:
     """What the endpoints with the body `kind` do with a parameter."""
-    known = kind.model_fields.keys() - off_values(kind).keys()
-    found = verdict(word, known)
+    found = verdict(word, _followed(kind))
     return "refused" if found == "warned" and not issubclass(kind, SamplingBody) else found
+
+
+@cache
+def _followed(kind: type[BaseModel]) -> frozenset[str]:
+    """The fields of the body `kind` that do not exist only to be refused."""
+    return frozenset(kind.model_fields.keys() - off_values(kind).keys())
 
 
 def _dialect(name: str) -> dict[str, Any]:

@@ -16,7 +16,7 @@ from engine.core.interfaces.backend import ModelCard
 from engine.core.interfaces.request import SAMPLER_FIELDS, SamplingParams
 from engine.servers.http.errors import invalid_request
 from engine.servers.schema import fields
-from engine.servers.schema.dialects.reading import read_words
+from engine.servers.schema.dialects.reading import Reading, read_words
 
 MAX_N = 16
 
@@ -190,16 +190,15 @@ Body = TypeVar("Body", bound=BaseModel)
 
 
 def parse_body(
-    kind: type[Body], raw: dict[str, Any], warn: Callable[[str, str], None] | None = None
+    kind: type[Body], raw: dict[str, Any], on_read: Callable[[Reading], None] | None = None
 ) -> Body:
     """Validate the body `raw` of a request for an answer. Parameters of other servers are converted
-    first. `warn` is called with each parameter that has no effect, and the reason.
+    first. `on_read` gets those that were converted, and those that have no effect.
     """
     reading = read_words(raw, kind.model_fields, warns=issubclass(kind, SamplingBody))
     body = validated(kind, reading.values, reading.sent_as)
-    if warn is not None:
-        for param, message in reading.warnings:
-            warn(param, message)
+    if on_read is not None:
+        on_read(reading)
     return body
 
 

@@ -38,6 +38,7 @@ from engine.servers.http.errors import PromptTooLargeError
 from engine.servers.http.limits import read_parsed
 from engine.servers.http.request_log import record_of
 from engine.servers.schema.body import Body, SamplingBody, parse_body
+from engine.servers.schema.dialects.reading import Reading
 from engine.servers.serving.admission import Lifecycle, Ticket
 from engine.servers.serving.event_pump import EventPump
 from engine.servers.serving.watcher import EngineWatcher
@@ -141,9 +142,21 @@ class Services:
             await ticket.close()
 
     async def read(self, request: Request, kind: type[Body]) -> Body:
-        return await self.read_as(
-            request, functools.partial(parse_body, kind, warn=functools.partial(self.warn, request))
-        )
+        on_read = functools.partial(self._note_words, request)
+        return await self.read_as(request, functools.partial(parse_body, kind, on_read=on_read))
+
+    def _note_words(self, request: Request, reading: Reading) -> None:
+        record_of(request.scope).sent_as = reading.sent_as
+        for param, message in reading.warnings:
+            self.warn(request, param, message)
+
+    async def read_with(self, request: Request, kind: type[Body], field: str) -> tuple[Body, Any]:
+        """Like `read`. Also returns the value of `field` as the client sent it."""
+
+        def parse(raw: dict[str, Any]) -> tuple[Body, Any]:
+            return parse_body(kind, raw, functools.partial(self.warn, request)), raw.get(field)
+
+        return await self.read_as(request, parse)
 
     async def read_as(self, request: Request, parse: Callable[[dict[str, Any]], T]) -> T:
         """Read the request body and return `parse(body)`."""
@@ -203,6 +216,8 @@ class Services:
         """Warn the client that a parameter had no effect, or not its full effect. In `strict` mode,
         refuse the request instead.
         """
+        record = record_of(request.scope)
+        param = record.sent_as.get(param, param)
         if self.settings.server.strict:
             raise InvalidRequestError(
                 f"{param}: {message}, and this server is strict.",
@@ -210,7 +225,7 @@ class Services:
                 code="unsupported_parameter",
             )
         warning = _UNPRINTABLE.sub("?", f"{param}: {message}")
-        record_of(request.scope).warnings.append(warning)
+        record.warnings.append(warning)
 
     def require(self, card: ModelCard, capability: str, param: str, what: str) -> None:
         """Refuse a request with `param` if the model lacks `capability`. `what` completes the error

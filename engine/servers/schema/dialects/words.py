@@ -31,7 +31,7 @@ class Word:
 
     name: str
     dialects: tuple[str, ...]  # keys of `DIALECTS`
-    note: str
+    note: str  # what it does, if that needs to be said
     # Values that ask for nothing, besides null. They are accepted even if the parameter is not
     # supported, because SDKs often send such values.
     off: tuple[Any, ...] = ()
@@ -42,11 +42,9 @@ class Word:
 
 
 def _rows(names: str, dialects: str, note: str, *off: Any, **rule: Any) -> list[Word]:
-    """A row for each of `names`. If there is no note, the row's warning or error is its note."""
+    """A row for each of `names`. Parameters that act have a note."""
     if "target" in rule:
         rule.setdefault("convert", by.renamed(rule["target"]))
-    else:
-        note = note or rule.get("warning") or rule.get("instead") or "leave it out"
     used_by = tuple(dialects.split())
     return [Word(name=each, dialects=used_by, note=note, off=off, **rule) for each in names.split()]
 
@@ -77,6 +75,20 @@ _PROMPTS = [
     *_rows("image_data", "llamacpp", "", [], instead="send images in messages"),
     *_rows("mm_processor_kwargs media_io_kwargs", "vllm", "", {}),
     *_rows("web_search_options", "openai", "", instead="offer a tool that searches"),
+    *_rows("system", "ollama", "", "", instead="send a system message"),
+    *_rows("template", "ollama", "", "", instead="set it in the server's configuration"),
+    *_rows("raw", "ollama", "", False, instead="send the prompt to /v1/completions"),
+    *_rows("context", "ollama", "", [], instead="send the whole conversation"),
+    *_rows("images", "ollama", "", [], instead="send images in messages"),
+    *_rows("generation_prompt", "llamacpp", "", "", instead="send continue_final_message"),
+    *_rows("truncate", "ollama", "", False, instead="send truncate_prompt_tokens"),
+    *_rows("transforms plugins models", "openrouter", "", []),
+    *_rows("provider route", "openrouter", "", {}, instead="choose a model by its name"),
+    *_rows("task", "sglang", ""),
+    *_rows("images_config video_config", "sglang", "", {}),
+    *_rows("max_dynamic_patch min_dynamic_patch", "sglang", ""),
+    *_rows("use_audio_in_video", "sglang", "", False),
+    *_rows("prompt_mode", "mistral", "", instead="send reasoning_effort"),
     *_rows("safe_prompt", "mistral", "", False, instead="write it in a system message"),
 ]
 _LENGTHS = [
@@ -118,6 +130,7 @@ _LENGTHS = [
         -1,
         instead="set truncate_prompt_tokens; a full context is never shifted",
     ),
+    *_rows("shift", "ollama", "", False, instead="set max_tokens; a full context is never shifted"),
     *_rows("num_ctx", "ollama", "", warning="the context length is set when the model is loaded"),
 ]
 _SAMPLING = [
@@ -154,6 +167,7 @@ _SAMPLING = [
     *_rows("dynatemp_exponent", "llamacpp", "an option of dynatemp_range"),
     *_rows("min_keep", "llamacpp", "samplers keep at least this many tokens", 0),
     *_rows("samplers", "llamacpp", "the order of samplers; one that is not listed is off"),
+    *_rows("top_a", "openrouter", "", 0, 0.0, instead="use min_p"),
     *_rows("tfs_z", "llamacpp ollama", "", 1, 1.0, instead="use min_p or typical_p"),
     *_rows("adaptive_target adaptive_decay", "llamacpp", "", instead="use mirostat"),
     *_rows("penalize_nl penalize_newline", "llamacpp ollama", "", False, instead="use logit_bias"),
@@ -221,11 +235,15 @@ _ANSWERS = [
     *_rows("response_fields", "llamacpp", "", [], instead="pick fields from the whole answer"),
     *_rows("verbose", "llamacpp", "", False, instead="set the server's log level"),
     *_rows(
-        "return_hidden_states return_routed_experts return_cached_tokens_details",
+        "return_hidden_states return_routed_experts return_cached_tokens_details"
+        " return_spec_tokens_details return_sampling_mask return_meta_info",
         "sglang",
         "",
         False,
     ),
+    *_rows("return_prompt_token_ids", "sglang", "", False, instead="send return_token_ids"),
+    *_rows("routed_experts_prompt_start routed_experts_start_len", "vllm sglang", "", 0),
+    *_rows("usage", "openrouter", "", warning="every answer has its usage"),
     *_rows("modalities", "openai", "", ["text"], instead="ask for text"),
     *_rows("audio", "openai", "", instead="ask for text"),
 ]
@@ -253,6 +271,16 @@ _REASONING = [
         -1,
         instead="send reasoning_effort, or max_tokens for the whole answer",
     ),
+    *_rows("thinking_forced_open", "llamacpp", "", False, instead="send enable_thinking"),
+    *_rows("reasoning_control", "llamacpp", "", False, instead="send reasoning_effort"),
+    *_rows(
+        "reasoning_budget_message reasoning_budget_start_tag reasoning_budget_end_tags",
+        "llamacpp",
+        "",
+        *("", []),
+        instead="send reasoning_effort",
+    ),
+    *_rows("chat_format chat_parser", "llamacpp", "", warning="the model's own format is used"),
     *_rows("reasoning_summary", "openai", "", warning="the whole reasoning is sent"),
     *_rows("verbosity", "openai", "", warning="can't be set for this model"),
 ]
@@ -284,6 +312,20 @@ _SERVING = [
     *_rows("service_tier", "openai", "", "auto", "default", instead="send priority"),
     *_rows("moderation", "openai", ""),
     *_rows("lora lora_path", "llamacpp sglang", "", [], instead="load a merged model"),
+    *_rows(
+        "bootstrap_host bootstrap_port bootstrap_room routed_dp_rank disagg_prefill_dp_rank"
+        " data_parallel_rank",
+        "sglang",
+        "",
+        instead="leave it out; this server routes requests itself",
+    ),
+    *_rows("custom_labels", "sglang", "", {}, instead="send metadata"),
+    *_rows(
+        "speculative.n_max speculative.n_min speculative.p_min speculative.type",
+        "llamacpp",
+        "",
+        warning="the server sets it; it does not change the answer",
+    ),
     *_rows("kv_transfer_params ec_transfer_params", "vllm", "", {}),
     *_rows(
         "num_thread num_batch num_gpu main_gpu use_mmap draft_num_predict",
