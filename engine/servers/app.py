@@ -174,7 +174,8 @@ def create_app(
     )
     app.state.services = services
     install_error_handlers(app)
-    others = [*LATE, *chain.from_iterable(DIALECTS[each] for each in settings.server.dialects)]
+    # Other servers' routes are matched first, because some of our paths match theirs too.
+    others = [*chain.from_iterable(DIALECTS[each] for each in settings.server.dialects), *LATE]
     early = [*EARLY, *(() if starts_soon else others)]
     for target in (*early, METRICS) if settings.metrics.enabled else early:
         add_routes(app, services, target)

@@ -35,11 +35,8 @@ def least_bodies(model: str) -> dict[str, dict[str, Any]]:
             "completion_window": "24h",
         },
         "/v1/chat/completions": {"model": model, "messages": MESSAGES, "max_tokens": 1},
-<<<<<<< HEAD
         "/v1/chat/completions/batch": {"model": model, "messages": [MESSAGES], "max_tokens": 1},
-=======
         "/v1/chat/completions/{completion_id}": {"metadata": {}},
->>>>>>> main
         "/v1/completions": {"model": model, "prompt": "a", "max_tokens": 1},
         "/v1/conversations": {},
         "/v1/conversations/{conversation_id}": {"metadata": {}},

@@ -73,23 +73,18 @@ def add_chat_routes(app: FastAPI, services: Services) -> None:
         params = await with_token_params(services, card, body, body.params(card))
         ask = chat_ask(services, request, body, card)
         completion_id = new_completion_id("chatcmpl")
-<<<<<<< HEAD
-        pump = await open_chat(
-            *(services, request, ticket, ask, body, params, completion_id),
-            chat_follow(services, request, body),
-            beam_search(services, request, body, params),
-        )
-=======
->>>>>>> main
         envelope = new_envelope(completion_id, card)
         named_tool = ask.tool_choice.mode == "named"
-        follow = _without_reasoning if body.include_reasoning is False else None
+        follow = chat_follow(services, request, body)
         if body.store:
             # Imported late, because few clients store their chats.
             from engine.servers.openai.stored_chats import storing
 
             follow = await storing(services, request, body, sent, envelope, named_tool, follow)
-        pump = await open_chat(services, request, ticket, ask, body, params, completion_id, follow)
+        opener = beam_search(services, request, body, params)
+        pump = await open_chat(
+            services, request, ticket, ask, body, params, completion_id, follow, opener
+        )
         if body.stream:
             if tells_tokens(body, pump):
                 from engine.servers.openai.token_streams import TokenChatStream

@@ -82,11 +82,8 @@ BODIES: dict[str, type[BaseModel]] = {
     "/v1/admin/undrain": admin_control.EmptyBody,
     "/v1/batches": BatchBody,
     "/v1/chat/completions": ChatBody,
-<<<<<<< HEAD
     "/v1/chat/completions/batch": BatchChatBody,
-=======
     "/v1/chat/completions/{completion_id}": StoredChatUpdate,
->>>>>>> main
     "/v1/completions": CompletionBody,
     "/v1/conversations": ConversationBody,
     "/v1/conversations/{conversation_id}": ConversationUpdate,

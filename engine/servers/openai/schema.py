@@ -148,12 +148,9 @@ class ChatBody(EndOfPrompt, TokenBody, BeamBody, OpenAIBody):
     enable_thinking: bool | None = None
     include_reasoning: bool | None = None
     verbosity: Literal["low", "medium", "high"] | None = None
-<<<<<<< HEAD
     echo: bool | None = None
     documents: Annotated[list[dict[str, Any]], Field(max_length=MAX_DOCUMENTS)] | None = None
-=======
     store: bool | None = None
->>>>>>> main
 
     @property
     def choice_of_tools(self) -> tuple[ToolChoice, tuple[dict[str, Any], ...]]:

@@ -142,10 +142,10 @@ class Services:
             await ticket.close()
 
     async def read(self, request: Request, kind: type[Body]) -> Body:
-        on_read = functools.partial(self._note_words, request)
+        on_read = functools.partial(self.note_words, request)
         return await self.read_as(request, functools.partial(parse_body, kind, on_read=on_read))
 
-    def _note_words(self, request: Request, reading: Reading) -> None:
+    def note_words(self, request: Request, reading: Reading) -> None:
         record_of(request.scope).sent_as = reading.sent_as
         for param, message in reading.warnings:
             self.warn(request, param, message)
@@ -154,7 +154,8 @@ class Services:
         """Like `read`. Also returns the value of `field` as the client sent it."""
 
         def parse(raw: dict[str, Any]) -> tuple[Body, Any]:
-            return parse_body(kind, raw, functools.partial(self.warn, request)), raw.get(field)
+            on_read = functools.partial(self.note_words, request)
+            return parse_body(kind, raw, on_read), raw.get(field)
 
         return await self.read_as(request, parse)
 

@@ -18,7 +18,7 @@ from engine.servers.openai.format import chat_body, collect, new_envelope
 from engine.servers.openai.schema import ChatBody
 from engine.servers.openai.token_fields import with_token_params
 from engine.servers.schema.body import parse_body
-from engine.servers.schema.dialects.reading import asks_for_nothing
+from engine.servers.schema.dialects.reading import Reading, asks_for_nothing
 from engine.servers.serving.admission import Ticket
 from engine.servers.serving.chat import chat_model, chat_request
 from engine.servers.serving.services import Services, json_bytes, new_completion_id
@@ -44,14 +44,17 @@ class BatchChatBody(ChatBody):
     ]
 
 
-def parse_bodies(raw: dict[str, Any], warn: Callable[[str, str], None]) -> list[ChatBody]:
-    """One chat body for each conversation. `warn` is as in `parse_body`."""
+def parse_bodies(raw: dict[str, Any], on_read: Callable[[Reading], None]) -> list[ChatBody]:
+    """One chat body for each conversation. `on_read` is as in `parse_body`."""
     conversations = raw.get("messages")
     if not isinstance(conversations, list) or not 1 <= len(conversations) <= MAX_CONVERSATIONS:
         rule = f"should be a list of 1 to {MAX_CONVERSATIONS} conversations"
         raise problem("messages", f"{rule}, got {describe(conversations)}")
     first, *others = ({**raw, "messages": each} for each in conversations)
-    bodies = [parse_body(ChatBody, first, warn), *(parse_body(ChatBody, each) for each in others)]
+    bodies = [
+        parse_body(ChatBody, first, on_read),
+        *(parse_body(ChatBody, each) for each in others),
+    ]
     for name, off in _EXCLUDED.items():
         if not asks_for_nothing(getattr(bodies[0], name), off):
             raise problem(name, "is not supported by this endpoint; use /v1/chat/completions")
@@ -63,8 +66,8 @@ def add_batch_chat_routes(app: FastAPI, services: Services) -> None:
     async def batch_chat(
         request: Request, ticket: Annotated[Ticket, Depends(services.admitted)]
     ) -> Response:
-        warn = functools.partial(services.warn, request)
-        bodies = await services.read_as(request, functools.partial(parse_bodies, warn=warn))
+        on_read = functools.partial(services.note_words, request)
+        bodies = await services.read_as(request, functools.partial(parse_bodies, on_read=on_read))
         body = bodies[0]
         card = chat_model(services, request, body.model, "messages")
         params = await with_token_params(services, card, body, body.params(card))
