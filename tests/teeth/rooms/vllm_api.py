@@ -50,8 +50,8 @@ MUTATIONS = [
     Mutation(
         "anyone may send a server to sleep",
         "engine.servers.access.auth",
-        '{"/sleep", "/wake_up",',
-        '{"/wake_up",',
+        '*("/sleep", "/wake_up",',
+        '*("/wake_up",',
         f"{TESTS}::test_administration_needs_the_key_or_this_machine",
     ),
     Mutation(
