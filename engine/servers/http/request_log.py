@@ -26,7 +26,7 @@ logger = logging.getLogger("engine.request")
 
 # Routes that are not logged, because machines poll them every few seconds. Their lines would hide
 # the other log lines. Requests for metrics are not logged either.
-_PROBES = frozenset({"/livez", "/readyz", "/health"})
+_PROBES = frozenset({"/livez", "/readyz", "/health", "/healthz"})
 
 
 MAX_LOGGED_PATH = 200

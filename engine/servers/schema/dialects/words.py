@@ -121,9 +121,10 @@ _LENGTHS = [
         "t_max_predict_ms", "llamacpp", "", 0, -1, instead="set max_tokens, or close the stream"
     ),
     *_rows("n_indent", "llamacpp", "", 0, instead="set stop"),
+    *_rows("num_keep", "ollama", "", warning="a full context is never shifted"),
     *_rows(
-        "n_keep num_keep n_discard",
-        "llamacpp ollama",
+        "n_keep n_discard",
+        "llamacpp",
         "",
         0,
         -1,
@@ -135,7 +136,7 @@ _LENGTHS = [
 _SAMPLING = [
     *_rows("temperature top_p", _ALL, "how a token is sampled"),
     *_rows("top_k min_p", "vllm llamacpp sglang ollama openrouter", "how a token is sampled"),
-    *_rows("presence_penalty frequency_penalty", _ALL, "penalties for repeated tokens"),
+    *_rows("presence_penalty frequency_penalty", _ALL, "a penalty for repeated tokens"),
     *_rows("repetition_penalty", "vllm sglang openrouter", "a penalty for repeated tokens"),
     *_rows("repeat_penalty", "llamacpp ollama", "", target="repetition_penalty"),
     *_rows("repeat_last_n", "llamacpp ollama", "the penalties see this many tokens"),
@@ -151,16 +152,24 @@ _SAMPLING = [
     *_rows("bad_words", "vllm", "texts that are never written", []),
     *_rows("typical_p", "llamacpp ollama", "locally typical sampling", 1, 1.0),
     *_rows("typical", "ollama", "", 1, 1.0, target="typical_p"),
-    *_rows("top_n_sigma", "llamacpp", "keeps logits near the highest", -1, -1.0, 0, 0.0),
-    *_rows("xtc_probability xtc_threshold", "llamacpp", "excludes the likeliest tokens", 0, 0.0),
+    *_rows(
+        "top_n_sigma", "llamacpp", "keeps tokens with a logit near the highest", -1, -1.0, 0, 0.0
+    ),
+    *_rows(
+        "xtc_probability xtc_threshold",
+        "llamacpp",
+        "XTC: leaves out the likeliest tokens at times",
+        0,
+        0.0,
+    ),
     *_rows("dry_multiplier", "llamacpp", "a penalty for repeated sequences", 0, 0.0),
     *_rows(
         "dry_base dry_allowed_length dry_penalty_last_n dry_sequence_breakers",
         "llamacpp",
-        "options of dry_multiplier",
+        "an option of dry_multiplier",
     ),
-    *_rows("mirostat", "llamacpp ollama", "a target for the text's surprise", 0),
-    *_rows("mirostat_tau mirostat_eta", "llamacpp ollama", "options of mirostat"),
+    *_rows("mirostat", "llamacpp ollama", "keeps the perplexity of the text near a target", 0),
+    *_rows("mirostat_tau mirostat_eta", "llamacpp ollama", "an option of mirostat"),
     *_rows("dynatemp_range", "llamacpp", "a temperature that follows the entropy", 0, 0.0),
     *_rows("dynatemp_exponent", "llamacpp", "an option of dynatemp_range"),
     *_rows("min_keep", "llamacpp", "samplers keep at least this many tokens", 0),
@@ -168,7 +177,10 @@ _SAMPLING = [
     *_rows("top_a", "openrouter", "", 0, 0.0, instead="use min_p"),
     *_rows("tfs_z", "llamacpp ollama", "", 1, 1.0, instead="use min_p or typical_p"),
     *_rows("adaptive_target adaptive_decay", "llamacpp", "", instead="use mirostat"),
-    *_rows("penalize_nl penalize_newline", "llamacpp ollama", "", False, instead="use logit_bias"),
+    *_rows("penalize_nl", "llamacpp", "", False, instead="use logit_bias"),
+    *_rows(
+        "penalize_newline", "ollama", "", True, warning="line breaks are penalized like all tokens"
+    ),
     *_rows("logits_processors", "vllm", "", [], instead="use logit_bias"),
     *_rows("custom_logit_processor", "sglang", "", instead="use logit_bias"),
     *_rows("custom_params", "sglang", "", {}),
@@ -180,7 +192,11 @@ _SAMPLING = [
 _GRAMMARS = [
     *_rows("response_format", _ALL, "the form of the answer", {"type": "text"}),
     *_rows("structured_outputs", "vllm", "a schema, regex, grammar or list of choices", {}),
-    *_rows("guided_json guided_regex guided_choice guided_grammar", "vllm", "the older names"),
+    *_rows(
+        "guided_json guided_regex guided_choice guided_grammar",
+        "vllm",
+        "older names of structured_outputs",
+    ),
     *_rows(
         "guided_decoding_backend",
         "vllm",
@@ -253,7 +269,7 @@ _REASONING = [
     *_rows(
         "reasoning",
         "openai openrouter",
-        "effort, enabled and exclude",
+        "its keys effort, enabled and exclude are followed",
         {},
         target="reasoning_effort",
         convert=by.reasoning,
@@ -285,7 +301,7 @@ _REASONING = [
 _SERVING = [
     *_rows("priority", "vllm sglang", "requests with a lower number run first"),
     *_rows("user safety_identifier", "openai", "a hash of it is in the request log"),
-    *_rows("metadata", "openai", "is logged, and returned with the answer"),
+    *_rows("metadata", "openai", "labels that are logged and returned"),
     *_rows("store", "openai", "whether the answer is stored", False),
     *_rows("background", "openai", "", False, instead="send it to /v1/responses"),
     *_rows("cache_salt", "vllm sglang", "only requests with the same salt share cached prefixes"),
@@ -301,7 +317,7 @@ _SERVING = [
     ),
     *_rows("prompt_cache_options", "openai", "", {"mode": "implicit"}),
     *_rows("n_cache_reuse", "llamacpp", "", 0, instead="send prompts with the same beginning"),
-    *_rows("id_slot", "llamacpp", "a router sends the same slot to the same backend", -1),
+    *_rows("id_slot", "llamacpp", "a router sends requests of one slot to one backend", -1),
     *_rows("session_id", "vllm sglang", "", target="prompt_cache_key"),
     *_rows("session_params", "sglang", "", {}, instead="send the whole conversation"),
     *_rows("keep_alive", "ollama", "", warning="a model stays loaded until it is unloaded"),
@@ -326,9 +342,17 @@ _SERVING = [
     ),
     *_rows("kv_transfer_params ec_transfer_params", "vllm", "", {}),
     *_rows(
-        "num_thread num_batch num_gpu main_gpu use_mmap draft_num_predict",
+        "num_thread num_batch num_gpu main_gpu draft_num_predict",
         "ollama",
         "",
+        warning="is set when the server starts",
+    ),
+    *_rows("use_mmap f16_kv", "ollama", "", True, warning="is set when the server starts"),
+    *_rows(
+        "numa low_vram use_mlock logits_all vocab_only embedding_only",
+        "ollama",
+        "",
+        False,
         warning="is set when the server starts",
     ),
 ]
