@@ -114,7 +114,7 @@ LATE = (
 DIALECTS: dict[Dialect, tuple[str, ...]] = {
     "llamacpp": (),
     "vllm": (),
-    "sglang": (),
+    "sglang": ("sglang_api.routes:add_sglang_routes",),
     "ollama": ("ollama.routes:add_ollama_routes",),
     "azure": ("azure:add_azure_routes",),
 }

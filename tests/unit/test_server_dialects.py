@@ -136,6 +136,7 @@ SAME: dict[str, tuple[Any, dict[str, Any]]] = {
         {"repetition_penalty": 1.5, "max_tokens": 2, "seed": 1},
     ),
     "random_seed": (5, {"seed": 5}),
+    "sampling_params": ({"max_new_tokens": 2, "seed": 1}, {"max_tokens": 2, "seed": 1}),
     "reasoning": ({"effort": "none", "enabled": False}, {"reasoning_effort": "none"}),
     "regex": ("a+", {"structured_outputs": {"regex": "a+"}}),
     "repeat_penalty": (1.5, {"repetition_penalty": 1.5}),

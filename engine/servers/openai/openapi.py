@@ -55,6 +55,7 @@ from engine.servers.schema.body import SamplingBody, off_values
 from engine.servers.schema.dialects.reading import Verdict, verdict
 from engine.servers.schema.dialects.words import DIALECTS, WORDS, Word
 from engine.servers.serving.services import Services
+from engine.servers.sglang_api.schema import SglangGenerateBody
 
 # Maps paths to the JSON body of a POST.
 BODIES: dict[str, type[BaseModel]] = {
@@ -97,6 +98,9 @@ BODIES: dict[str, type[BaseModel]] = {
 BODIES |= ollama.BODIES
 # Azure's paths have the bodies of OpenAI's.
 BODIES |= {azure.path_of(each): BODIES[f"/v1/{each}"] for each in azure.OPERATIONS}
+# Maps paths to the other form of the JSON body that a POST accepts.
+OTHER_BODIES: dict[str, type[BaseModel]] = {"/generate": SglangGenerateBody}
+BODILESS = frozenset({"/flush_cache"})  # paths of a POST without a body
 # Bodies that refuse every parameter besides their own, whatever its value.
 EXACT = (
     *(BatchBody, CompleteBody, ConversationBody, ConversationUpdate, MessageBatchBody),
@@ -194,7 +198,8 @@ def document(app: FastAPI) -> dict[str, Any]:
         description="An OpenAI-compatible server of language models.",
         routes=app.routes,
     )
-    models = dict.fromkeys([*BODIES.values(), *(fields for fields, _ in FORMS.values())])
+    forms = [form_fields for form_fields, _ in FORMS.values()]
+    models = dict.fromkeys([*BODIES.values(), *OTHER_BODIES.values(), *forms])
     references, definitions = models_json_schema(
         [(model, "validation") for model in models], ref_template=_REFS
     )
@@ -218,9 +223,10 @@ def document(app: FastAPI) -> dict[str, Any]:
                 operation["parameters"] = in_path + _query_parameters(QUERIES[path])
             if method == "post" and path in BODIES:
                 model = BODIES[path]
-                operation["requestBody"] = _body(
-                    "application/json", references[model, "validation"]
-                )
+                schema = references[model, "validation"]
+                if (other := OTHER_BODIES.get(path)) is not None:
+                    schema = {"anyOf": [schema, references[other, "validation"]]}
+                operation["requestBody"] = _body("application/json", schema)
                 if "stream" in model.model_fields:
                     kind = LineStream if is_ollama(path) else EventStream
                     media_types.append(kind.media_type)
