@@ -56,6 +56,16 @@ INLINE_CHARACTERS = 8_192
 MAX_BYTES_PER_TOKEN = 16
 _MAX_NAMED_MODELS = 20
 T = TypeVar("T")
+REPLACED_BY_MIROSTAT = (
+    "top_k",
+    "top_p",
+    "min_p",
+    "typical_p",
+    "top_n_sigma",
+    "xtc_probability",
+    "min_keep",
+    "samplers",
+)
 _DEFAULT_PARAMS = SamplingParams()
 # The lowest priority (the largest number), so that lines of batches and other offline work run
 # after all requests of clients.
@@ -322,9 +332,12 @@ class Services:
         return None if is_own else self.settings.server.queue_timeout_s
 
     def _check_params(self, request: Request, card: ModelCard, params: SamplingParams) -> None:
-        """Refuse sampling parameters that the model's backend lacks, and warn about those that it
-        emulates.
+        """Refuse sampling parameters that the model's backend lacks. Warn about those that it
+        emulates, and about samplers that Mirostat replaces.
         """
+        for name in REPLACED_BY_MIROSTAT if params.mirostat else ():
+            if getattr(params, name) != getattr(_DEFAULT_PARAMS, name):
+                self.warn(request, name, "has no effect, mirostat replaces it")
         if not (card.lacks or card.emulated):
             return
         for name in SamplingParams.__struct_fields__:

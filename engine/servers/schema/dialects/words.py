@@ -136,7 +136,7 @@ _LENGTHS = [
 _SAMPLING = [
     *_rows("temperature top_p", _ALL, "how a token is sampled"),
     *_rows("top_k min_p", "vllm llamacpp sglang ollama openrouter", "how a token is sampled"),
-    *_rows("presence_penalty frequency_penalty", _ALL, "penalties for repeated tokens"),
+    *_rows("presence_penalty frequency_penalty", _ALL, "a penalty for repeated tokens"),
     *_rows("repetition_penalty", "vllm sglang openrouter", "a penalty for repeated tokens"),
     *_rows("repeat_penalty", "llamacpp ollama", "", target="repetition_penalty"),
     *_rows("repeat_last_n", "llamacpp ollama", "the penalties see this many tokens"),
@@ -152,16 +152,24 @@ _SAMPLING = [
     *_rows("bad_words", "vllm", "texts that are never written", []),
     *_rows("typical_p", "llamacpp ollama", "locally typical sampling", 1, 1.0),
     *_rows("typical", "ollama", "", 1, 1.0, target="typical_p"),
-    *_rows("top_n_sigma", "llamacpp", "keeps logits near the highest", -1, -1.0, 0, 0.0),
-    *_rows("xtc_probability xtc_threshold", "llamacpp", "excludes the likeliest tokens", 0, 0.0),
+    *_rows(
+        "top_n_sigma", "llamacpp", "keeps tokens with a logit near the highest", -1, -1.0, 0, 0.0
+    ),
+    *_rows(
+        "xtc_probability xtc_threshold",
+        "llamacpp",
+        "XTC: leaves out the likeliest tokens at times",
+        0,
+        0.0,
+    ),
     *_rows("dry_multiplier", "llamacpp", "a penalty for repeated sequences", 0, 0.0),
     *_rows(
         "dry_base dry_allowed_length dry_penalty_last_n dry_sequence_breakers",
         "llamacpp",
-        "options of dry_multiplier",
+        "an option of dry_multiplier",
     ),
-    *_rows("mirostat", "llamacpp ollama", "a target for the text's surprise", 0),
-    *_rows("mirostat_tau mirostat_eta", "llamacpp ollama", "options of mirostat"),
+    *_rows("mirostat", "llamacpp ollama", "keeps the perplexity of the text near a target", 0),
+    *_rows("mirostat_tau mirostat_eta", "llamacpp ollama", "an option of mirostat"),
     *_rows("dynatemp_range", "llamacpp", "a temperature that follows the entropy", 0, 0.0),
     *_rows("dynatemp_exponent", "llamacpp", "an option of dynatemp_range"),
     *_rows("min_keep", "llamacpp", "samplers keep at least this many tokens", 0),
@@ -184,7 +192,11 @@ _SAMPLING = [
 _GRAMMARS = [
     *_rows("response_format", _ALL, "the form of the answer", {"type": "text"}),
     *_rows("structured_outputs", "vllm", "a schema, regex, grammar or list of choices", {}),
-    *_rows("guided_json guided_regex guided_choice guided_grammar", "vllm", "the older names"),
+    *_rows(
+        "guided_json guided_regex guided_choice guided_grammar",
+        "vllm",
+        "older names of structured_outputs",
+    ),
     *_rows(
         "guided_decoding_backend",
         "vllm",
@@ -257,7 +269,7 @@ _REASONING = [
     *_rows(
         "reasoning",
         "openai openrouter",
-        "effort, enabled and exclude",
+        "its keys effort, enabled and exclude are followed",
         {},
         target="reasoning_effort",
         convert=by.reasoning,
@@ -289,7 +301,7 @@ _REASONING = [
 _SERVING = [
     *_rows("priority", "vllm sglang", "requests with a lower number run first"),
     *_rows("user safety_identifier", "openai", "a hash of it is in the request log"),
-    *_rows("metadata", "openai", "is logged, and returned with the answer"),
+    *_rows("metadata", "openai", "labels that are logged and returned"),
     *_rows("store", "openai", "whether the answer is stored", False),
     *_rows("background", "openai", "", False, instead="send it to /v1/responses"),
     *_rows("cache_salt", "vllm sglang", "only requests with the same salt share cached prefixes"),
@@ -305,7 +317,7 @@ _SERVING = [
     ),
     *_rows("prompt_cache_options", "openai", "", {"mode": "implicit"}),
     *_rows("n_cache_reuse", "llamacpp", "", 0, instead="send prompts with the same beginning"),
-    *_rows("id_slot", "llamacpp", "a router sends the same slot to the same backend", -1),
+    *_rows("id_slot", "llamacpp", "a router sends requests of one slot to one backend", -1),
     *_rows("session_id", "vllm sglang", "", target="prompt_cache_key"),
     *_rows("session_params", "sglang", "", {}, instead="send the whole conversation"),
     *_rows("keep_alive", "ollama", "", warning="a model stays loaded until it is unloaded"),
