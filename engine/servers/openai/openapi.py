@@ -32,6 +32,7 @@ from engine.servers.http.errors import is_anthropic, is_ollama
 from engine.servers.http.sse import EventStream, LineStream
 from engine.servers.ollama import schema as ollama
 from engine.servers.openai import embeddings, rerank, schema
+from engine.servers.openai.beam_fields import MAX_WIDTH
 from engine.servers.openai.embeddings import EmbeddingBody
 from engine.servers.openai.rerank import RerankBody, ScoreBody
 from engine.servers.openai.schema import ChatBody, CompletionBody, FimBody, GenerateBody
@@ -56,12 +57,18 @@ from engine.servers.schema.dialects.reading import Verdict, verdict
 from engine.servers.schema.dialects.words import DIALECTS, WORDS, Word
 from engine.servers.serving.services import Services
 from engine.servers.sglang_api.schema import SglangGenerateBody
+from engine.servers.vllm_api import routes as vllm
+from engine.servers.vllm_api.batch_chat import BatchChatBody
 
 # Maps paths to the JSON body of a POST.
 BODIES: dict[str, type[BaseModel]] = {
     "/detokenize": DetokenizeBody,
     "/generate": GenerateBody,
     "/rerank": RerankBody,
+    "/classify": vllm.ClassifyBody,
+    "/invocations": vllm.InvocationBody,
+    "/pooling": vllm.PoolingBody,
+    "/score": ScoreBody,
     "/tokenize": TokenizeBody,
     "/v1/admin/cache/flush": admin_models.FlushBody,
     "/v1/admin/cache/warm": admin_models.WarmBody,
@@ -78,6 +85,7 @@ BODIES: dict[str, type[BaseModel]] = {
     "/v1/admin/undrain": admin_control.EmptyBody,
     "/v1/batches": BatchBody,
     "/v1/chat/completions": ChatBody,
+    "/v1/chat/completions/batch": BatchChatBody,
     "/v1/chat/completions/{completion_id}": StoredChatUpdate,
     "/v1/completions": CompletionBody,
     "/v1/conversations": ConversationBody,
@@ -93,6 +101,7 @@ BODIES: dict[str, type[BaseModel]] = {
     "/v1/responses/input_tokens": TokenCountBody,
     "/v1/score": ScoreBody,
     "/v1/uploads": UploadBody,
+    "/v2/rerank": RerankBody,
     "/v1/uploads/{upload_id}/complete": CompleteBody,
 }
 BODIES |= ollama.BODIES
@@ -100,7 +109,11 @@ BODIES |= ollama.BODIES
 BODIES |= {azure.path_of(each): BODIES[f"/v1/{each}"] for each in azure.OPERATIONS}
 # Maps paths to the other form of the JSON body that a POST accepts.
 OTHER_BODIES: dict[str, type[BaseModel]] = {"/generate": SglangGenerateBody}
-BODILESS = frozenset({"/flush_cache"})  # paths of a POST without a body
+# Paths of a POST without a body.
+BODILESS = (
+    *("/flush_cache", "/ping", "/reset_prefix_cache", "/sleep", "/start_profile"),
+    *("/stop_profile", "/wake_up"),
+)
 # Bodies that refuse every parameter besides their own, whatever its value.
 EXACT = (
     *(BatchBody, CompleteBody, ConversationBody, ConversationUpdate, MessageBatchBody),
@@ -278,7 +291,7 @@ def _responses(path: str, media_types: Iterable[str]) -> dict[str, Any]:
 
 LIMITS = {
     "max_n": body.MAX_N,
-    "max_best_of": schema.MAX_BEST_OF,
+    "max_best_of": MAX_WIDTH,
     "max_logprobs": schema.MAX_LOGPROBS,
     "max_stop_strings": fields.MAX_STOPS,
     "max_stop_length": fields.MAX_STOP_LENGTH,
