@@ -25,6 +25,7 @@ VLLM_PATH = os.getcwd()
 # 1 for a flag without a value.
 SETTINGS = {
     "--max-logprobs": "LLM_ENGINE_SERVER__MAX_LOGPROBS",
+    "--shutdown-timeout": "LLM_ENGINE_SERVER__DRAIN_TIMEOUT_S",
 }
 
 

@@ -13,6 +13,11 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+import pytest
+from excluded import reason
+
+FOLDER = "tests/entrypoints/openai/"
+RESULTS = os.environ.get("VLLM_SUITE_RESULTS")
 MODEL = Path(os.environ["VLLM_SUITE_MODEL"])  # the GGUF file of the served model
 
 
@@ -88,3 +93,27 @@ class Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
 
 
 sys.meta_path.insert(0, Finder())
+
+
+def _name(path: str) -> str:
+    """The name of a test, or of its file, below the folder of vLLM's tests."""
+    return path.partition(FOLDER)[2]
+
+
+def pytest_ignore_collect(collection_path: Path) -> bool | None:
+    name = _name(str(collection_path))
+    return True if name and reason(name) is not None else None
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    kept = [item for item in items if reason(_name(item.nodeid)) is None]
+    config.hook.pytest_deselected(items=[item for item in items if item not in kept])
+    items[:] = kept
+
+
+def pytest_runtest_logreport(report: pytest.TestReport) -> None:
+    """Write each result to a file at once, so that a run can be followed."""
+    if RESULTS is None or (report.when != "call" and report.passed):
+        return
+    with open(RESULTS, "a", encoding="utf-8") as file:
+        file.write(f"{report.outcome} {_name(report.nodeid)}\n")
