@@ -365,7 +365,7 @@ def test_the_examples_are_about_rows() -> None:
         ({"json_schema": SCHEMA, "response_format": {"type": "json_object"}}, "json_schema"),
         ({"format": "yaml"}, "format"),
         ({"thinking": {"type": "maybe"}}, "thinking.type"),
-        ({"reasoning": {"max_tokens": 5}}, "reasoning"),
+        ({"reasoning": {"max_tokens": 5}}, "reasoning.max_tokens"),
         ({"reasoning": {"exclude": 1}}, "reasoning.exclude"),
         ({"reasoning": {"effort": "much"}}, "reasoning"),
         ({"logit_bias": [["a", True]]}, "logit_bias.a"),
