@@ -42,6 +42,7 @@ from engine.servers.serving.admission import Ticket
 from engine.servers.serving.chat import (
     NO_TEXT,
     ChatAsk,
+    Follow,
     chat_model,
     effort_options,
     known_options,
@@ -72,7 +73,7 @@ def add_chat_routes(app: FastAPI, services: Services) -> None:
         completion_id = new_completion_id("chatcmpl")
         envelope = new_envelope(completion_id, card)
         named_tool = ask.tool_choice.mode == "named"
-        follow = _without_reasoning if body.include_reasoning is False else None
+        follow: Follow | None = _without_reasoning if body.include_reasoning is False else None
         if body.store:
             # Imported late, because few clients store their chats.
             from engine.servers.openai.stored_chats import storing

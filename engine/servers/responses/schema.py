@@ -1,8 +1,8 @@
 """Request bodies of `/v1/responses`: OpenAI's fields, and the sampling fields that all endpoints
 share.
 
-OpenAI's prompt templates and background responses are not supported. Their parameters are refused
-with an error that names the parameter. Tools that are not functions are left out, with a warning.
+OpenAI's prompt templates are not supported. Their parameter is refused with an error that names it.
+Tools that are not functions are left out, with a warning.
 """
 
 from typing import Annotated, Any, Literal
@@ -150,9 +150,15 @@ class StreamOptions(BaseModel):
 
 class ResponseQuery(Query):
     include: AlwaysThere | None = None
-    stream: Annotated[None, *refused("read it whole", "false")] = None
-    starting_after: Annotated[None, *refused("read it whole")] = None
-    include_obfuscation: Annotated[None, *refused("read it whole", "false")] = None
+    stream: bool = False
+    starting_after: Annotated[int, Field(ge=0, le=2**31 - 1)] | None = None
+    include_obfuscation: Annotated[None, *refused("leave it out", "false")] = None
+
+    @model_validator(mode="after")
+    def _only_a_stream_has_a_start(self) -> "ResponseQuery":
+        if self.starting_after is not None and not self.stream:
+            raise problem("starting_after", "is only allowed when stream is true")
+        return self
 
 
 class ItemsQuery(Query):
@@ -237,7 +243,7 @@ class ResponseBody(PromptBody, SamplingBody, OutputLimit):
     max_tool_calls: Annotated[int, Field(ge=1, le=2**31 - 1)] | None = None
     max_tokens: Annotated[None, *refused("send max_output_tokens")] = None
     n: Annotated[None, *refused("a response has one answer", 1)] = None
-    background: Annotated[None, *refused("wait for the answer, or stream it", False)] = None
+    background: bool | None = None
     prompt: Annotated[None, *refused("send instructions and input")] = None
     context_management: Annotated[None, *refused("send items that fit the context", [])] = None
     moderation: Annotated[None, *refused("leave it out")] = None
@@ -262,6 +268,12 @@ class ResponseBody(PromptBody, SamplingBody, OutputLimit):
     @property
     def with_logprobs(self) -> bool:
         return LOGPROBS in (self.include or ()) or bool(self.top_logprobs)
+
+    @model_validator(mode="after")
+    def _background_needs_the_store(self) -> "ResponseBody":
+        if self.background and self.store is False:
+            raise problem("background", "needs the stored response; leave out store")
+        return self
 
     @model_validator(mode="after")
     def _stream_options_need_a_stream(self) -> "ResponseBody":
