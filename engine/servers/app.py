@@ -115,8 +115,8 @@ DIALECTS: dict[Dialect, tuple[str, ...]] = {
     "llamacpp": (),
     "vllm": (),
     "sglang": (),
-    "ollama": (),
-    "azure": (),
+    "ollama": ("ollama.routes:add_ollama_routes",),
+    "azure": ("azure:add_azure_routes",),
 }
 
 # Response headers that SDKs read. Browsers hide them from web pages of other origins, unless CORS
@@ -152,6 +152,7 @@ def create_app(
     services = Services(
         settings, holder, metrics, lifecycle, watcher, keys, quotas, rebuild, reread
     )
+    services.presets.update(settings.tables.presets)
     if keys.entries or not NO_LIMITS.over(settings.limits).is_empty:
         services.components.append(quotas)
     if settings.cache.warm_file is not None:

@@ -9,7 +9,18 @@ def least_bodies(model: str) -> dict[str, dict[str, Any]]:
     """A minimal body for each path. None takes long to answer."""
     texts = {"model": model, "query": "a", "documents": ["b", "c"]}
     return {
+        "/api/chat": {"model": model, "messages": MESSAGES, "options": {"num_predict": 1}},
+        "/api/copy": {"source": "absent", "destination": "other"},
+        "/api/create": {"model": "other", "from": "absent"},
+        "/api/embed": {"model": model, "input": "a"},
+        "/api/embeddings": {"model": model, "prompt": "a"},
+        "/api/generate": {"model": model, "prompt": "a", "options": {"num_predict": 1}},
+        "/api/pull": {"model": "absent"},
+        "/api/show": {"model": model},
         "/detokenize": {"tokens": [1, 2]},
+        "/openai/deployments/{deployment}/chat/completions": {"messages": MESSAGES},
+        "/openai/deployments/{deployment}/completions": {"prompt": "a", "max_tokens": 1},
+        "/openai/deployments/{deployment}/embeddings": {"input": "a"},
         "/generate": {"prompt": "a", "max_tokens": 1},
         "/rerank": texts,
         "/tokenize": {"prompt": "a"},
