@@ -35,6 +35,7 @@ LEAST: dict[str, dict[str, Any]] = {
     "ChatBody": {"model": MODEL, "messages": MESSAGES},
     "CompletionBody": {"model": MODEL, "prompt": "x"},
     "FimBody": {"model": MODEL, "prompt": "x"},
+    "CompactBody": {"model": MODEL, "input": "x"},
     "CompleteBody": {"part_ids": ["part_0"]},
     "ConversationBody": {},
     "ConversationUpdate": {"metadata": {}},

@@ -30,7 +30,12 @@ from engine.servers.responses.format import finished, outline
 from engine.servers.responses.items import Item, response_of, with_ids
 from engine.servers.responses.messages import to_messages
 from engine.servers.responses.output import Output
-from engine.servers.responses.schema import ENCRYPTED_REASONING, PromptBody, ResponseBody
+from engine.servers.responses.schema import (
+    ENCRYPTED_REASONING,
+    HistoryBody,
+    PromptBody,
+    ResponseBody,
+)
 from engine.servers.responses.store import PREFIX, ResponseStore, Turn
 from engine.servers.serving.admission import Ticket
 from engine.servers.serving.chat import (
@@ -161,7 +166,7 @@ class ResponseMaker:
 
         return save
 
-    async def prompt(self, body: PromptBody, owner: str) -> ResponsePrompt:
+    async def prompt(self, body: HistoryBody, owner: str) -> ResponsePrompt:
         """The whole conversation: earlier items from the store, then the items of this request.
         Instructions of earlier turns are left out.
         """

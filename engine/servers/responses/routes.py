@@ -1,5 +1,5 @@
 """/v1/responses: create a response (whole, streamed or in the background), read it, cancel it, list
-its input items, delete it, and count the tokens of a prompt.
+its input items, delete it, summarize a conversation, and count the tokens of a prompt.
 """
 
 from typing import Annotated
@@ -13,10 +13,12 @@ from engine.core.interfaces.request import SamplingParams
 from engine.servers.access.auth import principal_of
 from engine.servers.http.listing import following, list_body, parse_query
 from engine.servers.responses.background import Background, follow_job
+from engine.servers.responses.compact import compact
 from engine.servers.responses.conversations import ConversationStore, add_conversations_routes
 from engine.servers.responses.create import ResponseMaker
 from engine.servers.responses.format import ResponseStream
 from engine.servers.responses.schema import (
+    CompactBody,
     ItemsQuery,
     ResponseBody,
     ResponseQuery,
@@ -73,6 +75,13 @@ def add_responses_routes(app: FastAPI, services: Services) -> None:
         chat = await chat_request(services, request, ask, context)
         token_ids = await services.backend.tokenize(chat, model=card.id)
         return json_response({"object": "response.input_tokens", "input_tokens": len(token_ids)})
+
+    @app.post("/v1/responses/compact")
+    async def compact_conversation(
+        request: Request, ticket: Annotated[Ticket, Depends(services.admitted)]
+    ) -> Response:
+        body = await services.read(request, CompactBody)
+        return json_response(await compact(services, maker, request, body, ticket))
 
     @app.get("/v1/responses/{response_id}")
     async def retrieve(request: Request, response_id: str) -> Response:

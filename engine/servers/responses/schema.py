@@ -62,6 +62,9 @@ AlwaysThere = Annotated[
     Field(max_length=MAX_INCLUDES),
     BeforeValidator(lambda value: [value] if isinstance(value, str) else value),
 ]
+ImplicitCache = Annotated[None, *refused("leave it out", {"mode": "implicit"})]
+InMemory = Annotated[None, *refused("leave it out", "in_memory", "in-memory")]
+DefaultTier = Annotated[None, *refused("leave it out", "auto", "default")]
 ShortText = Annotated[str, Field(max_length=512)]
 ResponseId = Annotated[str, Field(min_length=1, max_length=128)]
 InputItems = Annotated[
@@ -147,21 +150,43 @@ class ItemsQuery(Query):
     order: Order = "desc"
 
 
-class PromptBody(BaseModel):
-    """Fields of `/v1/responses` that determine the prompt."""
+class HistoryBody(BaseModel):
+    """Fields of `/v1/responses` that name the conversation."""
 
     model_config = _STRICT
 
     input: InputItems
     instructions: str | None = None
     previous_response_id: ResponseId | None = None
+    conversation: ConversationId | None = None
+
+    @model_validator(mode="after")
+    def _one_history(self) -> "HistoryBody":
+        if self.conversation is not None and self.previous_response_id is not None:
+            raise problem("conversation", "excludes previous_response_id")
+        return self
+
+
+class CompactBody(HistoryBody):
+    """Body of `/v1/responses/compact`."""
+
+    model: fields.ModelName | None = None
+    input: InputItems = ()
+    prompt_cache_key: ShortText | None = None
+    prompt_cache_options: ImplicitCache = None
+    prompt_cache_retention: InMemory = None
+    service_tier: DefaultTier = None
+
+
+class PromptBody(HistoryBody):
+    """Fields of `/v1/responses` that determine the prompt."""
+
     tools: FlatTools | None = None
     tool_choice: fields.RawToolChoice = None
     parallel_tool_calls: bool | None = None
     text: TextConfig | None = None
     reasoning: ReasoningConfig | None = None
     truncation: Annotated[None, *refused("send items that fit the context", "disabled")] = None
-    conversation: ConversationId | None = None
 
     @property
     def offered(self) -> OfferedTools:
@@ -178,12 +203,6 @@ class PromptBody(BaseModel):
     @property
     def choice_of_tools(self) -> tuple[ToolChoice, Tools]:
         return parse_flat_choice(self.tool_choice, self.offered.functions)
-
-    @model_validator(mode="after")
-    def _one_history(self) -> "PromptBody":
-        if self.conversation is not None and self.previous_response_id is not None:
-            raise problem("conversation", "excludes previous_response_id")
-        return self
 
     @model_validator(mode="after")
     def _choice_fits_tools(self) -> "PromptBody":
@@ -226,11 +245,9 @@ class ResponseBody(PromptBody, SamplingBody, OutputLimit):
     prompt: Annotated[None, *refused("send instructions and input")] = None
     context_management: Annotated[None, *refused("send items that fit the context", [])] = None
     moderation: Annotated[None, *refused("leave it out")] = None
-    prompt_cache_options: Annotated[None, *refused("leave it out", {"mode": "implicit"})] = None
-    prompt_cache_retention: Annotated[None, *refused("leave it out", "in_memory", "in-memory")] = (
-        None
-    )
-    service_tier: Annotated[None, *refused("leave it out", "auto", "default")] = None
+    prompt_cache_options: ImplicitCache = None
+    prompt_cache_retention: InMemory = None
+    service_tier: DefaultTier = None
 
     @property
     def end_user(self) -> str | None:

@@ -90,6 +90,20 @@ MUTATIONS = [
         "tests/unit/test_server_background.py::test_a_response_is_polled_and_continued",
     ),
     Mutation(
+        "compaction: a summary replaces the instructions",
+        "engine.servers.responses.messages",
+        'first | {"content": f"{first[\'content\']}\\n\\n{summary}"}',
+        'first | {"content": summary}',
+        "tests/unit/test_server_responses_sdk.py::test_a_conversation_is_compacted_and_goes_on",
+    ),
+    Mutation(
+        "compaction: a question is followed by another user message",
+        "engine.servers.responses.compact",
+        'if last["role"] != "user":',
+        "if True:",
+        "tests/unit/test_server_responses_sdk.py::test_a_last_question_is_compacted_with_the_rest",
+    ),
+    Mutation(
         "conversations: an answer is not added",
         "engine.servers.responses.create",
         'new = items + response["output"]',
