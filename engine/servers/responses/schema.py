@@ -171,7 +171,7 @@ class CompactBody(HistoryBody):
     """Body of `/v1/responses/compact`."""
 
     model: fields.ModelName | None = None
-    input: InputItems = ()
+    input: InputItems = Field(default_factory=tuple)
     prompt_cache_key: ShortText | None = None
     prompt_cache_options: ImplicitCache = None
     prompt_cache_retention: InMemory = None
