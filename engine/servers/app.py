@@ -9,6 +9,7 @@ disconnected.
 import asyncio
 from collections.abc import Callable, Sequence
 from importlib import import_module
+from itertools import chain
 
 from fastapi import Depends, FastAPI
 from starlette.middleware import Middleware
@@ -17,7 +18,7 @@ from starlette.routing import Match
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from engine.backends.base import BackendHolder, InferenceBackend
-from engine.core.config_schema import Settings
+from engine.core.config_schema import Dialect, Settings
 from engine.core.key_file import NO_LIMITS
 from engine.core.observability.metrics import Metrics
 from engine.servers.access.auth import Authenticator, KeyRing
@@ -61,12 +62,12 @@ class LateRoutes:
                 self._targets.pop(0)
 
     def may_want(self, scope: Scope) -> bool:
-        """Whether the request may be for a late route: late routes are missing and no other route
-        matches.
+        """Whether the request may be for a late route: late routes are missing, and no other route
+        has its path and its method.
         """
         if not self._targets or scope["type"] != "http":
             return False
-        return all(route.matches(scope)[0] is Match.NONE for route in self._app.router.routes)
+        return all(route.matches(scope)[0] is not Match.FULL for route in self._app.router.routes)
 
 
 class LateGate:
@@ -93,6 +94,7 @@ EARLY = (
 METRICS = "ops.probes:add_metrics_routes"
 LATE = (
     "openai.models:add_model_routes",
+    "openai.stored_chats:add_stored_chats_routes",
     "responses.routes:add_responses_routes",
     "openai.completions:add_fim_routes",
     "openai.embeddings:add_embeddings_routes",
@@ -108,6 +110,18 @@ LATE = (
     "ops.admin_control:add_plugins_routes",
     "openai.openapi:add_openapi_routes",
 )
+# Like LATE, for the APIs of other servers. Each is added only if `server.dialects` has its name.
+DIALECTS: dict[Dialect, tuple[str, ...]] = {
+    "llamacpp": (),
+    "vllm": (
+        "vllm_api.routes:add_vllm_routes",
+        "vllm_api.sleeping:add_sleep_routes",
+        "vllm_api.batch_chat:add_batch_chat_routes",
+    ),
+    "sglang": ("sglang_api.routes:add_sglang_routes",),
+    "ollama": ("ollama.routes:add_ollama_routes",),
+    "azure": ("azure:add_azure_routes",),
+}
 
 # Response headers that SDKs read. Browsers hide them from web pages of other origins, unless CORS
 # exposes them.
@@ -142,6 +156,7 @@ def create_app(
     services = Services(
         settings, holder, metrics, lifecycle, watcher, keys, quotas, rebuild, reread
     )
+    services.presets.update(settings.tables.presets)
     if keys.entries or not NO_LIMITS.over(settings.limits).is_empty:
         services.components.append(quotas)
     if settings.cache.warm_file is not None:
@@ -160,10 +175,12 @@ def create_app(
     )
     app.state.services = services
     install_error_handlers(app)
-    early = EARLY if starts_soon else EARLY + LATE
+    # Other servers' routes are matched first, because some of our paths match theirs too.
+    others = [*chain.from_iterable(DIALECTS[each] for each in settings.server.dialects), *LATE]
+    early = [*EARLY, *(() if starts_soon else others)]
     for target in (*early, METRICS) if settings.metrics.enabled else early:
         add_routes(app, services, target)
-    app.state.late_routes = late = LateRoutes(app, services, LATE if starts_soon else ())
+    app.state.late_routes = late = LateRoutes(app, services, others if starts_soon else ())
     if starts_soon:
         app.add_middleware(LateGate, late=late)
     return app

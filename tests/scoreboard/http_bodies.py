@@ -9,9 +9,24 @@ def least_bodies(model: str) -> dict[str, dict[str, Any]]:
     """A minimal body for each path. None takes long to answer."""
     texts = {"model": model, "query": "a", "documents": ["b", "c"]}
     return {
+        "/api/chat": {"model": model, "messages": MESSAGES, "options": {"num_predict": 1}},
+        "/api/copy": {"source": "absent", "destination": "other"},
+        "/api/create": {"model": "other", "from": "absent"},
+        "/api/embed": {"model": model, "input": "a"},
+        "/api/embeddings": {"model": model, "prompt": "a"},
+        "/api/generate": {"model": model, "prompt": "a", "options": {"num_predict": 1}},
+        "/api/pull": {"model": "absent"},
+        "/api/show": {"model": model},
+        "/classify": {"model": model, "input": "a"},
         "/detokenize": {"tokens": [1, 2]},
+        "/openai/deployments/{deployment}/chat/completions": {"messages": MESSAGES},
+        "/openai/deployments/{deployment}/completions": {"prompt": "a", "max_tokens": 1},
+        "/openai/deployments/{deployment}/embeddings": {"input": "a"},
         "/generate": {"prompt": "a", "max_tokens": 1},
+        "/invocations": {"model": model, "prompt": "a", "max_tokens": 1},
+        "/pooling": {"model": model, "input": "a"},
         "/rerank": texts,
+        "/score": {"model": model, "text_1": "a", "text_2": "b"},
         "/tokenize": {"prompt": "a"},
         "/v1/admin/cache/flush": {},
         "/v1/admin/cache/warm": {"prompts": ["a"]},
@@ -31,13 +46,35 @@ def least_bodies(model: str) -> dict[str, dict[str, Any]]:
             "completion_window": "24h",
         },
         "/v1/chat/completions": {"model": model, "messages": MESSAGES, "max_tokens": 1},
+        "/v1/chat/completions/batch": {"model": model, "messages": [MESSAGES], "max_tokens": 1},
+        "/v1/chat/completions/{completion_id}": {"metadata": {}},
         "/v1/completions": {"model": model, "prompt": "a", "max_tokens": 1},
+        "/v1/conversations": {},
+        "/v1/conversations/{conversation_id}": {"metadata": {}},
+        "/v1/conversations/{conversation_id}/items": {"items": [{"role": "user", "content": "a"}]},
         "/v1/embeddings": {"model": model, "input": "a"},
         "/v1/fim/completions": {"model": model, "prompt": "a", "max_tokens": 1},
         "/v1/messages": {"model": model, "messages": MESSAGES, "max_tokens": 1},
+        "/v1/messages/batches": {
+            "requests": [
+                {
+                    "custom_id": "a",
+                    "params": {"model": model, "messages": MESSAGES, "max_tokens": 1},
+                }
+            ]
+        },
         "/v1/messages/count_tokens": {"model": model, "messages": MESSAGES},
         "/v1/rerank": texts,
         "/v1/responses": {"model": model, "input": "a", "max_output_tokens": 1},
+        "/v1/responses/compact": {"model": model, "input": "a"},
         "/v1/responses/input_tokens": {"model": model, "input": "a"},
         "/v1/score": {"model": model, "text_1": "a", "text_2": "b"},
+        "/v2/rerank": texts,
+        "/v1/uploads": {
+            "filename": "a.jsonl",
+            "purpose": "batch",
+            "bytes": 1,
+            "mime_type": "application/jsonl",
+        },
+        "/v1/uploads/{upload_id}/complete": {"part_ids": ["part_absent"]},
     }

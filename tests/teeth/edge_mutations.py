@@ -30,7 +30,7 @@ KEYS = [
     Mutation(
         "SEC-22 any key administers",
         AUTH,
-        "        if principal is not None and route.startswith(ADMIN_PATH):\n",
+        "        if principal is not None and is_administrative:\n",
         "        if False:\n",
         f"{KEY_TESTS}::test_administration_needs_its_own_key",
     ),

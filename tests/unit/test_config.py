@@ -169,6 +169,7 @@ def test_unknown_names_are_refused_with_the_nearest(given: dict, names: tuple[st
         ("server.request_timeout_s", math.nan),
         ("server.request_timeout_s", math.inf),
         ("server.request_timeout_s", 0),
+        ("server.dialects", "ollama,lmstudio"),
         ("server.cors_origins", "example.com/path"),
         ("model.dtype", "int3"),
         ("model.device", "../x"),

@@ -1,8 +1,10 @@
 """Routes that come after the server is ready: there when asked for, and never in the way before."""
 
 import asyncio
+import sys
 from collections.abc import AsyncIterator
 from pathlib import Path
+from types import ModuleType
 
 import httpx
 import pytest
@@ -10,7 +12,7 @@ from fastapi import FastAPI
 
 from engine.core.observability.metrics import Metrics
 from engine.core.utils.listening import bind_socket
-from engine.servers.app import create_app
+from engine.servers.app import DIALECTS, create_app
 from engine.servers.run import HttpServer
 from tests.fake_backend import MODEL, FakeBackend
 from tests.live_server import make_settings
@@ -41,9 +43,11 @@ def paths(app: FastAPI) -> set[str]:
 async def test_a_chat_waits_for_no_other_route(app: FastAPI, client: httpx.AsyncClient) -> None:
     before = paths(app)
     assert (await client.post("/v1/chat/completions", json=HELLO)).status_code == 200
-    assert (await client.get("/v1/chat/completions")).status_code == 405
     assert paths(app) == before
     assert "/v1/responses" not in before
+    # This route has the same path and comes late.
+    assert (await client.get("/v1/chat/completions")).status_code == 200
+    assert "/v1/responses" in paths(app)
 
 
 async def test_the_first_request_for_a_late_route_is_answered(
@@ -57,6 +61,24 @@ async def test_the_first_request_for_a_late_route_is_answered(
     whole = create_app(app.state.services.settings, FakeBackend(), Metrics(MODEL))
     assert paths(app) == paths(whole)
     assert (await client.get("/nowhere")).status_code == 404
+
+
+@pytest.mark.parametrize("starts_soon", [False, True])
+async def test_only_listed_dialects_are_added(
+    monkeypatch: pytest.MonkeyPatch, starts_soon: bool
+) -> None:
+    def add(app: FastAPI, services: object) -> None:
+        app.get("/azure-room")(lambda: None)
+
+    room = ModuleType("engine.servers.azure_room")
+    vars(room)["add"] = add
+    monkeypatch.setitem(sys.modules, room.__name__, room)
+    monkeypatch.setitem(DIALECTS, "azure", ("azure_room:add",))
+    for listed in (["azure"], []):
+        settings = make_settings(server={"dialects": listed})
+        app = create_app(settings, FakeBackend(), Metrics(MODEL), starts_soon=starts_soon)
+        await app.state.late_routes.add()
+        assert ("/azure-room" in paths(app)) is bool(listed)
 
 
 async def test_adding_twice_adds_once(app: FastAPI) -> None:

@@ -33,10 +33,13 @@ from engine.backends.custom.frontend.prompts import (
     check_prepared,
     check_prompt,
     encode_chat,
+    encode_words,
     is_long,
+    needs_words,
     prepare_chat,
     prepare_completion,
     truncated,
+    with_text_bias,
 )
 from engine.backends.custom.frontend.text_cache import keep_text
 from engine.backends.custom.frontend.text_model import TextModel, load_text, with_template
@@ -45,6 +48,7 @@ from engine.backends.custom.options import IMAGE_ENCODERS, EngineOptions
 from engine.backends.process import RestartPolicy
 from engine.core.errors import ConfigError, UnavailableError
 from engine.core.grammar.checker import GrammarChecker
+from engine.core.grammar.spec import stop_grammar
 from engine.core.interfaces.backend import (
     ChatRequest,
     CompletionRequest,
@@ -247,10 +251,19 @@ class CustomBackend(InferenceBackend):
         check_prepared(prepared, context.params, ready.max_seq_len, text.config.vocab_size)
         if prepared.checked_grammar is not None:
             await self._checker.check(prepared.checked_grammar, prepared.grammar_param)
+        if needs_words(context.params):
+            for pattern in context.params.stop_regex:
+                await self._checker.check(stop_grammar(pattern), "stop_regex")
+            prepared = await self._encode(encode_words, text, prepared, context.params)
+        params = context.params
+        if params.logprob_token_ids:  # the engine takes them from the logprobs of all tokens
+            params = msgspec.structs.replace(params, logprobs=text.config.vocab_size)
+        if params.text_bias:
+            params = await self._encode(with_text_bias, text, params)
         submitted = GenerateRequest(
             request_id=context.request_id,
             prompt=prepared.token_ids,
-            params=context.params,
+            params=params,
             eos_ids=text.eos_ids,
             priority=context.priority,
             salt=context.salt,
@@ -259,11 +272,14 @@ class CustomBackend(InferenceBackend):
             queue_timeout_s=context.queue_timeout_s,
             grammar=prepared.grammar,
             images=prepared.images,
+            bad_words=prepared.bad_words,
+            dry_breakers=prepared.dry_breakers,
+            reports_progress=context.on_progress is not None,
         )
-        generation = Generation(submitted, text, prepared, self._link)
+        generation = Generation(submitted, text, prepared, self._link, context.on_progress)
         self._link.submit(submitted, generation)
         if context.on_prompt is not None:
-            context.on_prompt(len(prepared.token_ids))
+            context.on_prompt(prepared.token_ids)
         return generation
 
     async def embed(self, request: EmbedRequest) -> Embeddings:

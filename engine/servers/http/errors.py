@@ -1,5 +1,6 @@
-"""Converts exceptions to HTTP errors. Error bodies have Anthropic's format on Anthropic's routes
-and OpenAI's format on all others. They contain no internal details.
+"""Converts exceptions to HTTP errors. Error bodies have Anthropic's format on Anthropic's routes,
+Ollama's format on Ollama's routes, and OpenAI's format on all others. They contain no internal
+details.
 
 `x-should-retry: false` stops OpenAI's client library from repeating a request that would fail
 again. `retry-after` says when a retry makes sense. An exception that is not an `EngineError` is a
@@ -9,6 +10,7 @@ bug in the server, and the client does not get its text.
 import math
 import re
 from collections.abc import Mapping
+from types import MappingProxyType
 from typing import Any
 
 import msgspec
@@ -36,6 +38,7 @@ _MAX_SHOWN = 40
 # Errors at paths that start with this prefix use Anthropic's format, even if there is no such
 # route.
 ANTHROPIC_PATH = "/v1/messages/"
+OLLAMA_PATH = "/api/"  # as above, for Ollama's format
 _ANTHROPIC_TYPES = {
     401: "authentication_error",
     403: "permission_error",
@@ -98,6 +101,10 @@ def anthropic_error_body(error: EngineError, request_id: str) -> bytes:
     return _encode({"type": "error", "error": described, "request_id": request_id})
 
 
+def ollama_error_body(error: EngineError) -> bytes:
+    return _encode({"error": short_message(error)})
+
+
 def short_message(error: EngineError) -> str:
     message = error.message
     return message if len(message) <= MAX_MESSAGE else message[:MAX_MESSAGE] + " ..."
@@ -122,9 +129,16 @@ def is_anthropic(path: str) -> bool:
     return f"{path}/".startswith(ANTHROPIC_PATH)
 
 
+def is_ollama(path: str) -> bool:
+    """Whether errors at `path` use Ollama's format."""
+    return path.startswith(OLLAMA_PATH)
+
+
 def error_response(error: EngineError, scope: Scope) -> Response:
     headers = error_headers(error)
-    if is_anthropic(scope["path"]):
+    if is_ollama(scope["path"]):
+        body = ollama_error_body(error)
+    elif is_anthropic(scope["path"]):
         headers["request-id"] = record_of(scope).request_id
         body = anthropic_error_body(error, headers["request-id"])
     else:
@@ -175,30 +189,38 @@ def check_keys(item: Mapping[str, Any], known: tuple[str, ...], where: str) -> N
             raise problem(f"{where}.{key[:64]}", f"is unknown; there are {', '.join(known)}")
 
 
-def invalid_request(error: ValidationError) -> InvalidRequestError:
-    """Merge all of pydantic's errors into one. Its `param` is the field of the first error."""
+def invalid_request(
+    error: ValidationError, sent_as: Mapping[str, str] = MappingProxyType({})
+) -> InvalidRequestError:
+    """Merge all of pydantic's errors into one. Its `param` is the field of the first error.
+    `sent_as` has the client's names of fields that have other names here.
+    """
     found = error.errors(include_url=False)
-    sentences = [_sentence(item) for item in found[:MAX_ERRORS]]
+    sentences = [_sentence(item, sent_as) for item in found[:MAX_ERRORS]]
     if len(found) > MAX_ERRORS:
         sentences.append(f"and {len(found) - MAX_ERRORS} more.")
-    return InvalidRequestError(" ".join(sentences), param=_param(found[0]))
+    return InvalidRequestError(" ".join(sentences), param=_param(found[0], sent_as))
 
 
-def _param(item: Mapping[str, Any]) -> str:
+def _param(item: Mapping[str, Any], sent_as: Mapping[str, str]) -> str:
     # Keys of objects in the body are text from the client and may be long, so they are cut.
-    return ".".join(str(part)[:64] for part in item["loc"]) or "body"
+    parts = [str(part)[:64] for part in item["loc"]] or ["body"]
+    return ".".join([sent_as.get(parts[0], parts[0]), *parts[1:]])
 
 
-def _sentence(item: Mapping[str, Any]) -> str:
+def _sentence(item: Mapping[str, Any], sent_as: Mapping[str, str]) -> str:
     rule = re.sub(r"^(Input|String|List) ", "", item["msg"])
     got = "" if item["type"] == "missing" else f", got {describe(item['input'])}"
-    return f"{_param(item)}: {rule}{got}."
+    return f"{_param(item, sent_as)}: {rule}{got}."
 
 
 def install_error_handlers(app: FastAPI) -> None:
     async def engine_error(request: Request, error: Exception) -> Response:
         assert isinstance(error, EngineError)
-        record_of(request.scope).error_code = error.error_code
+        record = record_of(request.scope)
+        record.error_code = error.error_code
+        if error.param is not None:
+            error.param = record.sent_as.get(error.param, error.param)
         return error_response(error, request.scope)
 
     async def http_error(request: Request, error: Exception) -> Response:
