@@ -12,14 +12,14 @@ LEVELS := scoreboard e2e parity security native property unit
 QUICK := tests/unit tests/property $(addprefix tests/parity/test_,native_models.py ir_models.py quants.py)
 SLOW := slow or gpu or network or vllm or clients
 CODE := engine tests benchmarks examples
-CPP := csrc/*/*.cpp csrc/*/*.h engine/backends/custom/frameworks/torch/kernels/cuda/*.cu*
+CPP := csrc/*/*.cpp csrc/*/*.h tests/native/emulated/*.cpp engine/backends/custom/frameworks/torch/kernels/cuda/*.cu*
 step = @printf '\n==> %s\n' "$(1)"
 
 # Tests are compiled once and not for each run, whatever the shell says.
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help serve clang test test-quick scoreboard test-slow test-gpu test-native test-vllm test-vllm-suite test-clients nightly lint format bench wheel lock sbom clean
+.PHONY: help serve clang test test-quick scoreboard test-slow test-gpu test-native test-emulated test-vllm test-vllm-suite test-clients nightly lint format bench wheel lock sbom clean
 
 help: ## Show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -102,6 +102,16 @@ test-native: $(VENV)/.dev ## Test the kernels under AddressSanitizer and UBSan
 	@ENGINE_NATIVE_DIR=$(SANITIZED) LD_PRELOAD=$(PRELOAD) ASAN_OPTIONS=detect_leaks=0 \
 		UBSAN_OPTIONS=halt_on_error=1:print_stacktrace=1 \
 		$(BIN)/python -m pytest --timeout 1200 tests/native
+
+# An emulator runs the matmul kernels of another CPU. QEMU 7.2 has AVX2 and no AVX-512, which is only compiled.
+CHECK := build/check-x86_64
+test-emulated: ## Compare the AVX2 kernels with the portable ones in an emulator (needs qemu-user)
+	@for tool in x86_64-linux-gnu-g++ qemu-x86_64; do command -v $$tool >/dev/null || { \
+		echo "$$tool is missing: apt-get install g++-x86-64-linux-gnu qemu-user" >&2; exit 1; }; done
+	@cmake -S tests/native/emulated -B $(CHECK) -DCMAKE_BUILD_TYPE=Release -DCMAKE_SYSTEM_NAME=Linux \
+		-DCMAKE_SYSTEM_PROCESSOR=x86_64 -DCMAKE_CXX_COMPILER=x86_64-linux-gnu-g++
+	@cmake --build $(CHECK) --parallel 2
+	@qemu-x86_64 -L /usr/x86_64-linux-gnu -cpu max $(CHECK)/check_kernels avx2
 
 lint: $(VENV)/.dev ## Check style, format and types
 	$(call step,ruff check)

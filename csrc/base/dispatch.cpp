@@ -44,11 +44,15 @@ bool has_avx2() {
     return (enabled_states() & 0x6) == 0x6 && fma && f16c && has(seven.ebx, 5);
 }
 
+// The AVX-512 kernels need the int8 dot products of VNNI, which Cascade Lake, Ice Lake, Zen 4 and later have.
 bool has_avx512() {
-    Registers seven = cpuid(7, 0), more = cpuid(7, 1);
+    Registers seven = cpuid(7, 0);
     bool base = has(seven.ebx, 16) && has(seven.ebx, 17) && has(seven.ebx, 30) && has(seven.ebx, 31);
-    bool vnni = has(seven.ecx, 11), bf16 = has(more.eax, 5);
-    return has_avx2() && (enabled_states() & 0xe6) == 0xe6 && base && vnni && bf16;
+    return has_avx2() && (enabled_states() & 0xe6) == 0xe6 && base && has(seven.ecx, 11);
+}
+
+bool has_avx512_bf16() {
+    return has_avx512() && has(cpuid(7, 1).eax, 5);
 }
 
 // The CPU must have AMX tiles with bfloat16 arithmetic. On Linux, a process must also ask for permission to
@@ -56,7 +60,7 @@ bool has_avx512() {
 bool has_amx() {
     Registers seven = cpuid(7, 0);
     bool tiles_of_bf16 = has(seven.edx, 22) && has(seven.edx, 24);
-    if (!has_avx512() || !tiles_of_bf16 || (enabled_states() & 0x60000) != 0x60000) return false;
+    if (!has_avx512_bf16() || !tiles_of_bf16 || (enabled_states() & 0x60000) != 0x60000) return false;
 #if defined(__linux__)
     constexpr int kRequestPermission = 0x1023, kTileData = 18;
     return syscall(SYS_arch_prctl, kRequestPermission, kTileData) == 0;
@@ -99,7 +103,7 @@ KernelSet find_kernels() {
     fill_recurrent_generic(generic);
     add(generic, "generic");
 #if defined(__x86_64__)
-    static Kernels avx2{}, avx512{}, amx{};
+    static Kernels avx2{}, avx512{}, avx512_bf16{}, amx{};
     if (!has_avx2()) return set;
     avx2 = generic;
     fill_matmul_avx2(avx2);
@@ -110,13 +114,17 @@ KernelSet find_kernels() {
     if (!has_avx512()) return set;
     avx512 = avx2;
     fill_matmul_avx512(avx512);
-    fill_matmul_bf16_avx512(avx512);
     fill_vector_avx512(avx512);
     fill_attention_avx512(avx512);
     fill_recurrent_avx512(avx512);
     add(avx512, "avx512");
+    if (!has_avx512_bf16()) return set;
+    avx512_bf16 = avx512;
+    fill_matmul_avx512bf16(avx512_bf16);
+    fill_attention_avx512bf16(avx512_bf16);
+    add(avx512_bf16, "avx512_bf16");
     if (!has_amx()) return set;
-    amx = avx512;
+    amx = avx512_bf16;
     fill_matmul_amx(amx);
     fill_attention_amx(amx);
     if (has_int8_tiles()) {

@@ -129,7 +129,7 @@ struct AttentionJob {
 };
 
 struct Kernels {
-    const char* name;         // "generic", "avx2", "avx512", "amx", "neon"
+    const char* name;         // "generic", "avx2", "avx512", "avx512_bf16", "amx", "neon"
     bool has_bf16;            // whether matmuls support BF16 numerics
     bool has_int8_attention;  // whether attention over an INT8 KV cache uses fast integer arithmetic
 
@@ -191,7 +191,7 @@ struct Kernels {
 
 // The kernel tables that this CPU can run, fastest last.
 struct KernelSet {
-    const Kernels* tables[4];
+    const Kernels* tables[5];
     int count;
 };
 const KernelSet& kernel_set();

@@ -8,7 +8,7 @@
 #endif
 
 #include "base/layout.h"
-#include "vector/vector_math.h"
+#include "vector/vectors.h"
 
 namespace engine {
 namespace {
@@ -22,8 +22,15 @@ ENGINE_INLINE const uint16_t* scales_of(const uint8_t* panel, int groups, int gr
     return reinterpret_cast<const uint16_t*>(panel + where);
 }
 
-#if defined(__F16C__)
-static_assert(kLanes == 8, "for AVX2");
+#if defined(__AVX512F__)
+ENGINE_INLINE Floats load_halves(const uint16_t* from) {
+    return _mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(from)));
+}
+
+ENGINE_INLINE Floats halves_to_floats(Ints halves) {
+    return _mm512_cvtph_ps(_mm512_cvtepi32_epi16((__m512i)halves));
+}
+#elif defined(__F16C__)
 
 ENGINE_INLINE Floats load_halves(const uint16_t* from) {
     return _mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(from)));

@@ -1,5 +1,5 @@
 // BF16 GEMM with AMX tiles. It computes two panels at a time. Activations are packed as for vdpbf16ps
-// (matmul_bf16_avx512.cpp).
+// (matmul_avx512bf16.cpp).
 //
 // The tile unit and the vector units of a core run in parallel, so vector work is interleaved with
 // the tile multiplies of each group. During the first block of 32 rows, the vector units dequantize

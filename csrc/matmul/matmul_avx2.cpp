@@ -115,9 +115,9 @@ void multiply_quantized(const MatmulJob& job, int begin, int end, uint8_t* scrat
     const Matrix& weights = *job.weights;
     int groups = weights.groups(), panels = job.epilogue.gated ? 2 : 1;
     auto input = reinterpret_cast<const PackedGroup*>(job.input);
-    OutlierUnit<layout> outliers(job, scratch);
     for (int unit = begin; unit < end; unit++) {
-        outliers.start(unit);
+        OutlierUnit<layout> outliers(job, unit, scratch);
+        outliers.clear();
         for (int row = 0; row < job.rows; row += kBlock) {
             int rows = job.rows - row < kBlock ? job.rows - row : kBlock;
             float sums[kBlock][2 * kPanelRows];

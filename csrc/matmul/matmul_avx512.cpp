@@ -15,6 +15,7 @@
 
 #include "base/dispatch.h"
 #include "base/with_layout.h"
+#include "matmul/outliers.h"
 
 namespace engine {
 namespace {
@@ -196,6 +197,22 @@ void pack_int8(const float* x, int stride, int columns, int, int begin, int end,
     }
 }
 
+void pack_int8_outliers(const float* x, int stride, int columns, int rows, int begin, int end,
+                        uint8_t* input) {
+    const int groups = div_up(columns, kGroup);
+    Outlier* lists = outliers_after(input, packed_bytes_int8(rows, columns));
+    for (int row = begin; row < end; row++) {
+        InputGroup* out = reinterpret_cast<InputGroup*>(input + size_t(row) * row_bytes_int8(columns));
+        float rest[16 * kGroup];
+        without_outliers(x + size_t(row) * size_t(stride), columns, lists + outliers_begin(row, groups),
+                         [&](const float* group, int g) ALWAYS {
+                             memcpy(rest + g % 16 * kGroup, group, kGroup * sizeof(float));
+                             if (g % 16 < 15 && g + 1 < groups) return;
+                             pack_groups(rest, (g % 16 + 1) * kGroup, out + g / 16 * 16);
+                         });
+    }
+}
+
 void pack_f32(const float* x, int stride, int columns, int, int begin, int end, uint8_t* input) {
     const size_t used = size_t(columns) * sizeof(float), size = row_bytes_f32(columns);
     for (int row = begin; row < end; row++) {
@@ -309,20 +326,41 @@ const Dot* f32_dots(std::integer_sequence<int, I...>) {
     return dots;
 }
 
+template <Layout L>
+void add_outliers(const MatmulJob& job, int unit, bool is_new, int first, int size, float* sums,
+                  uint8_t* scratch) {
+    OutlierUnit<L> outliers(job, unit, scratch);
+    if (is_new) outliers.clear();
+    for (int row = 0; row < size; row++)
+        outliers.add(first + row, sums + row * kPanelRows, kBlockRows * kPanelRows);
+}
+
 using BlockSizes = std::make_integer_sequence<int, kBlockRows>;
 
 void matmul_int8(const MatmulJob& job, int begin, int end, uint8_t* scratch) {
-    GemmKernel kernel{nullptr, row_bytes_int8(job.weights->columns), nullptr};
+    GemmKernel kernel{nullptr, row_bytes_int8(job.weights->columns), nullptr, nullptr};
     with_layout(job.weights->layout, [&](auto layout) {
-        if constexpr (layout < Layout::F16) kernel.dots = int8_dots<layout>(BlockSizes{});
+        if constexpr (layout < Layout::F16) {
+            kernel.dots = int8_dots<layout>(BlockSizes{});
+            if (job.outliers) kernel.add_outliers = add_outliers<layout>;
+        }
     });
     run_units(job, kernel, begin, end, scratch);
+}
+
+size_t packed_bytes_int8_outliers(int rows, int columns) {
+    return bytes_with_outliers(packed_bytes_int8(rows, columns), rows, columns);
+}
+
+void matmul_int8_outliers(const MatmulJob& job, int begin, int end, uint8_t* scratch) {
+    matmul_int8(with_outliers(job, packed_bytes_int8(job.rows, job.weights->columns)), begin, end, scratch);
 }
 
 template <Layout L>
 void matmul_f32_for(const MatmulJob& job, int begin, int end, uint8_t* scratch) {
     static constexpr Dot one_row = dot_f32_row<L>;
-    GemmKernel kernel{f32_dots(BlockSizes{}), row_bytes_f32(job.weights->columns), dequantize_panel<L>};
+    GemmKernel kernel{f32_dots(BlockSizes{}), row_bytes_f32(job.weights->columns), dequantize_panel<L>,
+                      nullptr};
     if (job.rows == 1) kernel.dots = &one_row;
     if (job.rows == 1 || L == Layout::F32) kernel.dequantize = nullptr;
     run_units(job, kernel, begin, end, scratch);
@@ -332,9 +370,9 @@ void matmul_f32(const MatmulJob& job, int begin, int end, uint8_t* scratch) {
     with_layout(job.weights->layout, [&](auto layout) { matmul_f32_for<layout>(job, begin, end, scratch); });
 }
 
-// The scratch memory holds two panels that are dequantized to float.
+// The scratch memory holds two panels that are dequantized to float, or the columns of outliers.
 size_t scratch_bytes(int columns) {
-    return 2 * panel_bytes(Layout::F32, columns);
+    return round_up_size(outlier_scratch_bytes(columns), 64);
 }
 
 }  // namespace
@@ -346,6 +384,9 @@ void fill_matmul_avx512(Kernels& table) {
     table.packed_bytes[int(Numerics::INT8)] = packed_bytes_int8;
     table.pack[int(Numerics::INT8)] = pack_int8;
     table.matmul[int(Numerics::INT8)] = matmul_int8;
+    table.packed_bytes[int(Numerics::INT8_OUTLIERS)] = packed_bytes_int8_outliers;
+    table.pack[int(Numerics::INT8_OUTLIERS)] = pack_int8_outliers;
+    table.matmul[int(Numerics::INT8_OUTLIERS)] = matmul_int8_outliers;
     table.scratch_bytes = scratch_bytes;
 }
 

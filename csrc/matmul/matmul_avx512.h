@@ -46,6 +46,10 @@ struct GemmKernel {
     // Dequantizes a panel to the form that `dots` read. Null if `dots` read panels as they are
     // stored.
     void (*dequantize)(const uint8_t* panel, int groups, float* out);
+    // Adds the products of outliers to the sums of rows [first, first + size). Null if there are none.
+    // `is_new` is set for the first rows that are multiplied by this unit.
+    void (*add_outliers)(const MatmulJob& job, int unit, bool is_new, int first, int size, float* sums,
+                         uint8_t* scratch);
 };
 
 ENGINE_INLINE void store_block(const MatmulJob& job, int unit, int first, int size, const float* sums) {
@@ -82,6 +86,7 @@ static void run_unit(const MatmulJob& job, const GemmKernel& kernel, int unit, i
         for (int i = 0; i < panels; i++)
             kernel.dots[size - 1](sources[i], input, kernel.row_bytes, groups,
                                   block == 0 && !kernel.dequantize, sums + i * kBlockRows * kPanelRows);
+        if (kernel.add_outliers) kernel.add_outliers(job, unit, block == 0, row, size, sums, scratch);
         store_block(job, unit, row, size, sums);
         row += size;
     }

@@ -30,6 +30,9 @@ struct FloatInput {
     float values[kGroup];
 };
 
+static_assert(2 * sizeof(QuantizedGroup) >= 2 * (kGroup * kPanelRows + 1) * sizeof(float),
+              "the outliers of the faster kernels fit, too");
+
 size_t scratch_bytes(int columns) {  // a gated unit needs memory for two panels
     return 2 * size_t(div_up(columns, kGroup)) * sizeof(QuantizedGroup);
 }

@@ -196,9 +196,9 @@ void multiply_units(const MatmulJob& job, int begin, int end, uint8_t* scratch) 
     const Matrix& weights = *job.weights;
     const int groups = weights.groups(), panels = job.epilogue.gated ? 2 : 1, block = block_rows(job.rows);
     auto input = reinterpret_cast<const InputGroup*>(job.input);
-    OutlierUnit<layout> outliers(job, scratch);
     for (int unit = begin; unit < end; unit++) {
-        outliers.start(unit);
+        OutlierUnit<layout> outliers(job, unit, scratch);
+        outliers.clear();
         for (int row = 0; row < job.rows; row += block) {
             int rows = job.rows - row < block ? job.rows - row : block;
             Multiply multiply = multiply_for<layout>(rows, std::make_integer_sequence<int, kBlockRows>());

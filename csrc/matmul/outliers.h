@@ -36,6 +36,11 @@ ENGINE_INLINE const float* take_outlier(const float* group, int column, float* r
     return rest;
 }
 
+// Size of the scratch memory that outliers need.
+ENGINE_INLINE size_t outlier_scratch_bytes(int columns) {
+    return 2 * size_t(div_up(columns, kGroup)) * (kGroup * kPanelRows * sizeof(float) + sizeof(uint32_t));
+}
+
 // Index of the first outlier of a row. A list has at most one outlier per group and ends with a column of -1.
 ENGINE_INLINE size_t outliers_begin(int row, int groups) {
     return size_t(row) * size_t(groups + 1);
@@ -76,30 +81,31 @@ ENGINE_INLINE void without_outliers(const float* x, int columns, Outlier* list, 
 template <Layout layout>
 class OutlierUnit {
   public:
-    OutlierUnit(const MatmulJob& job, uint8_t* scratch)
+    OutlierUnit(const MatmulJob& job, int unit, uint8_t* scratch)
         : lists_(job.outliers), weights_(*job.weights), groups_(weights_.groups()) {
         panels_ = job.epilogue.gated ? 2 : 1;
+        first_ = weights_.panel(unit * panels_);
         columns_ = reinterpret_cast<float*>(scratch);
         kept_ = reinterpret_cast<uint32_t*>(columns_ + panels_ * groups_ * kGroup * kPanelRows);
     }
 
-    void start(int unit) {
-        if (!lists_) return;
-        first_ = weights_.panel(unit * panels_);
-        memset(kept_, 0, size_t(panels_ * groups_) * sizeof(uint32_t));
+    // Forgets the columns of the unit before. It must be called before the first `add` of a unit.
+    void clear() {
+        if (lists_) memset(kept_, 0, size_t(panels_ * groups_) * sizeof(uint32_t));
     }
 
-    // Adds the products of a row's outliers to the accumulators of the unit, in the order of the columns.
-    ALWAYS void add(int row, float* sums) {
+    // Adds the products of a row's outliers to the accumulators of the unit, in the order of the columns. The
+    // accumulators of a second panel are `distance` floats after those of the first.
+    ALWAYS void add(int row, float* sums, int distance = kPanelRows) {
         if (!lists_) return;
-        for (int i = 0; i < panels_; i++) {
+        for (int i = 0; i < panels_; i++, sums += distance) {
             Floats totals[kVectors];
-            for (int v = 0; v < kVectors; v++) totals[v] = load(sums + i * kPanelRows + v * kLanes);
+            for (int v = 0; v < kVectors; v++) totals[v] = load(sums + v * kLanes);
             for (const Outlier* at = lists_ + outliers_begin(row, groups_); at->column >= 0; at++) {
                 const float* weights = column(i, at->column / kGroup, at->column % kGroup);
                 for (int v = 0; v < kVectors; v++) totals[v] += load(weights + v * kLanes) * at->value;
             }
-            for (int v = 0; v < kVectors; v++) store(sums + i * kPanelRows + v * kLanes, totals[v]);
+            for (int v = 0; v < kVectors; v++) store(sums + v * kLanes, totals[v]);
         }
     }
 
@@ -128,9 +134,9 @@ class OutlierUnit {
     const Outlier* lists_;  // null: there are no outliers
     const Matrix& weights_;
     int groups_, panels_;
-    const uint8_t* first_ = nullptr;  // the first panel of the unit
-    float* columns_;                  // [panel][group][column][16 channels]
-    uint32_t* kept_;                  // [panel][group]: bit k says whether column k is kept
+    const uint8_t* first_;  // the first panel of the unit
+    float* columns_;        // [panel][group][column][16 channels]
+    uint32_t* kept_;        // [panel][group]: bit k says whether column k is kept
 };
 
 // The job with the outliers of its input. `bytes` is the size of the packed groups.

@@ -10,7 +10,7 @@ import platform
 import shutil
 import subprocess
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
@@ -56,6 +56,12 @@ _CPU_FEATURES = {
     **{"avx512_bf16": "AVX-512 BF16", "amx_tile": "AMX", "amx_int8": "AMX INT8"},
     **{"amx_bf16": "AMX BF16", "asimd": "NEON", "asimddp": "dot product", "asimdhp": "FP16"},
     **{"sve": "SVE", "i8mm": "I8MM", "bf16": "BF16"},
+}
+# Kernel set -> the next faster one, and the flags in /proc/cpuinfo that it needs.
+_FASTER = {
+    "avx2": ("avx512", ("avx512f", "avx512bw", "avx512dq", "avx512vl", "avx512_vnni")),
+    "avx512": ("avx512_bf16", ("avx512_bf16",)),
+    "avx512_bf16": ("amx", ("amx_tile", "amx_bf16")),
 }
 
 
@@ -120,17 +126,27 @@ def _hardware() -> list[Finding]:
 
 def _cpu() -> tuple[str, list[str]]:
     """The CPU's name, and those of its instruction sets that the native kernels can use."""
+    flags = _cpu_flags()
+    features = [name for flag, name in _CPU_FEATURES.items() if flag in flags]
+    return _cpu_fields().get("model name") or platform.processor() or platform.machine(), features
+
+
+def _cpu_flags() -> list[str]:
+    fields = _cpu_fields()
+    return (fields.get("flags") or fields.get("Features") or "").split()
+
+
+def _cpu_fields() -> dict[str, str]:
+    """The fields of the first processor in /proc/cpuinfo. Empty on systems without this file."""
     try:
         lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
     except OSError:
-        return platform.processor() or platform.machine(), []
+        return {}
     fields: dict[str, str] = {}
     for line in lines:
         key, _, value = line.partition(":")
         fields.setdefault(key.strip(), value.strip())
-    flags = (fields.get("flags") or fields.get("Features") or "").split()
-    features = [name for flag, name in _CPU_FEATURES.items() if flag in flags]
-    return fields.get("model name") or platform.machine(), features
+    return fields
 
 
 def _gpus() -> list[Finding]:
@@ -158,11 +174,23 @@ def _kernels() -> list[Finding]:
     return _speeds(speed)
 
 
+def _why_not_faster(kernel_set: str, flags: Sequence[str]) -> str:
+    """Which flags the next faster kernel set needs. Empty if there is none."""
+    if kernel_set not in _FASTER:
+        return ""
+    faster, needed = _FASTER[kernel_set]
+    missing = [flag for flag in needed if flag not in flags]
+    if not missing:
+        return f"; {faster} is off because the operating system does not enable its registers"
+    return f"; {faster} needs {', '.join(missing)}, which this CPU does not have"
+
+
 def _speeds(speed: Mapping[str, Any]) -> list[Finding]:
     from engine.core.store.catalogue import CATALOGUE, DEFAULT_MODEL
 
     *lesser, best = speed["instruction_sets"]
     versions = f"{best}; also here: {', '.join(lesser)}" if lesser else best
+    versions += _why_not_faster(best, _cpu_flags())
     threads = f"{speed['threads']}, unless performance.threads says otherwise"
     rates = [f"{speed['int8_ops_per_s'] / 1e12:.2f} TOPS int8"]
     if speed["bf16_ops_per_s"] is not None:

@@ -122,7 +122,7 @@ void matmul(const MatmulJob& job, int begin, int end, uint8_t* scratch) {
 
 }  // namespace
 
-void fill_matmul_bf16_avx512(Kernels& table) {
+void fill_matmul_avx512bf16(Kernels& table) {
     constexpr int kBf16 = int(Numerics::BF16);
     table.has_bf16 = true;
     table.packed_bytes[kBf16] = packed_bytes;

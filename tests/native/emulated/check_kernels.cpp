@@ -1,0 +1,143 @@
+// Compares the matmul kernels of each instruction set that the CPU has with the generic ones. It has no
+// dependencies, so an emulator of another CPU can run it. Prints one line per instruction set. Exits with 1 if
+// a result is off, or if an instruction set that is named on the command line is missing.
+#include <cmath>
+#include <cstdio>
+#include <cstdlib>
+#include <random>
+#include <string>
+#include <vector>
+
+#include "base/kernels.h"
+
+namespace {
+
+using namespace engine;
+
+struct Memory {
+    explicit Memory(size_t size) : bytes(size + 128) {}
+    uint8_t* at() { return bytes.data() + (64 - reinterpret_cast<uintptr_t>(bytes.data()) % 64) % 64; }
+    std::vector<uint8_t> bytes;
+};
+
+std::mt19937 generator(1);
+
+float normal() {
+    static std::normal_distribution<float> draw;
+    return draw(generator);
+}
+
+// Random panels. Every 16-bit part is a finite half or bfloat16 near 1 if it is read as one, which keeps
+// scales valid in all layouts. Quantized values are any bytes.
+void fill_weights(const Matrix& matrix, uint8_t* out) {
+    for (size_t i = 0; i < matrix.bytes(); i++) out[i] = uint8_t(generator());
+    const bool is_quantized = matrix.layout < Layout::F16;
+    const size_t group = group_bytes(matrix.layout), values = is_4_bit(matrix.layout) ? 256 : 512;
+    for (int p = 0; p < matrix.panels(); p++) {
+        uint8_t* panel = out + size_t(p) * matrix.stride();
+        auto write = [&](size_t begin, size_t end) {
+            for (size_t i = begin; i + 1 < end; i += 2) {
+                uint16_t half = float_to_half(normal() * 0.01f);
+                if (matrix.layout == Layout::BF16) half = float_to_bf16(normal());
+                memcpy(panel + i, &half, 2);
+            }
+        };
+        if (matrix.layout == Layout::F32)
+            for (size_t i = 0; i < matrix.stride(); i += 4) {
+                float value = normal();
+                memcpy(panel + i, &value, 4);
+            }
+        else if (!is_quantized)
+            write(0, matrix.stride());
+        else if (matrix.layout == Layout::Q8)
+            write(size_t(matrix.groups()) * 512, matrix.stride());
+        else
+            for (int g = 0; g < matrix.groups(); g++)
+                write(size_t(g) * group + values, size_t(g + 1) * group);
+    }
+}
+
+std::vector<float> multiply(const Kernels& kernels, Numerics numerics, const Matrix& matrix,
+                            const std::vector<float>& x, int rows, bool gated) {
+    const int mode = int(numerics), width = gated ? matrix.rows / 2 : matrix.rows;
+    const int units = gated ? matrix.panels() / 2 : matrix.panels();
+    Memory input(kernels.packed_bytes[mode](rows, matrix.columns));
+    Memory scratch(kernels.scratch_bytes(matrix.columns));
+    std::vector<float> out(size_t(rows) * size_t(width), 1.0f);
+    kernels.pack[mode](x.data(), matrix.columns, matrix.columns, rows, 0, rows, input.at());
+    Epilogue epilogue{out.data(), width, nullptr, gated ? Activation::Silu : Activation::None, gated, true};
+    kernels.matmul[mode]({&matrix, input.at(), rows, epilogue}, 0, units, scratch.at());
+    return out;
+}
+
+// Activations of which some are large, so that there are outliers.
+std::vector<float> activations(int count) {
+    std::vector<float> x(static_cast<size_t>(count));
+    for (float& value : x) value = normal() * (generator() % 50 == 0 ? 30.0f : 1.0f);
+    return x;
+}
+
+double root_mean_square(const std::vector<float>& a, const std::vector<float>* b) {
+    double sum = 0;
+    for (size_t i = 0; i < a.size(); i++) sum += std::pow(double(a[i]) - (b ? double((*b)[i]) : 0.0), 2);
+    return std::sqrt(sum / double(a.size()));
+}
+
+struct Mode {
+    Numerics numerics, reference;  // `reference` is that of the generic kernels
+    double tolerance;
+};
+
+// Returns the largest error of a mode, relative to its tolerance.
+double check(const Kernels& generic, const Kernels& kernels, const Mode& mode, Layout layout) {
+    double worst = 0;
+    const int shapes[][3] = {{16, 32, 1}, {48, 576, 5}, {33, 100, 14}, {64, 192, 40}};
+    for (const auto& [rows, columns, tokens] : shapes)
+        for (bool gated : {false, true}) {
+            if (gated && rows % 32 != 0) continue;
+            Matrix matrix{layout, rows, columns, nullptr};
+            Memory weights(matrix.bytes());
+            fill_weights(matrix, weights.at());
+            matrix.data = weights.at();
+            const std::vector<float> x = activations(tokens * columns);
+            auto want = multiply(generic, mode.reference, matrix, x, tokens, gated);
+            auto got = multiply(kernels, mode.numerics, matrix, x, tokens, gated);
+            const double error = root_mean_square(got, &want) / root_mean_square(want, nullptr);
+            worst = std::max(worst, std::isfinite(error) ? error / mode.tolerance : 1e9);
+        }
+    return worst;
+}
+
+bool check_all(const Kernels& generic, const Kernels& kernels) {
+    std::vector<Mode> modes = {{Numerics::F32, Numerics::F32, 1e-5},
+                               {Numerics::INT8, Numerics::INT8, 1e-5},
+                               {Numerics::INT8_OUTLIERS, Numerics::INT8_OUTLIERS, 1e-5}};
+    if (kernels.has_bf16) modes.push_back({Numerics::BF16, Numerics::F32, 1e-2});
+    bool passed = true;
+    for (const Mode& mode : modes)
+        for (int layout = 0; layout < int(Layout::I8); layout++) {
+            const bool is_int8 = mode.numerics == Numerics::INT8 || mode.numerics == Numerics::INT8_OUTLIERS;
+            if (is_int8 && layout >= int(Layout::F16)) continue;
+            const double worst = check(generic, kernels, mode, Layout(layout));
+            if (worst <= 1) continue;
+            passed = false;
+            printf("  numerics %d, layout %d: %.3g times the tolerance\n", int(mode.numerics), layout, worst);
+        }
+    printf("%s: %s\n", kernels.name, passed ? "agrees with generic" : "FAILED");
+    return passed;
+}
+
+}  // namespace
+
+int main(int count, char** names) {
+    const KernelSet& set = kernel_set();
+    bool passed = true;
+    for (int i = 1; i < set.count; i++) passed &= check_all(*set.tables[0], *set.tables[i]);
+    for (int wanted = 1; wanted < count; wanted++) {
+        bool found = false;
+        for (int i = 0; i < set.count; i++) found |= std::string(names[wanted]) == set.tables[i]->name;
+        if (!found) printf("%s: this CPU does not have it\n", names[wanted]);
+        passed &= found;
+    }
+    return passed ? 0 : 1;
+}
