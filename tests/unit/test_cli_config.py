@@ -132,6 +132,26 @@ def test_doctor_reports_every_topic_and_the_missing_model() -> None:
     assert "engine pull" in model["fix"]
 
 
+@pytest.mark.parametrize(
+    ("best", "flags", "detail"),
+    [
+        ("avx2", "avx2 avx512f avx512bw avx512dq avx512vl", "avx512 needs avx512_vnni, which"),
+        ("avx512", "avx512_vnni", "avx512_bf16 needs avx512_bf16, which"),
+        ("avx512_bf16", "amx_tile amx_bf16", "amx is off because the operating system"),
+        ("amx", "", None),
+    ],
+)
+def test_doctor_says_why_no_faster_kernels_are_used(
+    monkeypatch: pytest.MonkeyPatch, best: str, flags: str, detail: str | None
+) -> None:
+    speed = SPEED | {"instruction_sets": ["generic", best]}
+    monkeypatch.setattr("engine.cli.doctor._measured_speed", lambda: speed)
+    monkeypatch.setattr("engine.cli.doctor._cpu_flags", flags.split)
+    (said,) = (each["detail"] for each in findings() if each["name"] == "native kernels")
+    assert said.startswith(f"{best}; also here: generic")
+    assert (detail in said) if detail else said.endswith("generic")
+
+
 def test_doctor_names_the_extra_that_a_backend_lacks(monkeypatch: pytest.MonkeyPatch) -> None:
     absent = {name: (("absent-package",), name) for name in backend_names() if name != "native"}
     monkeypatch.setattr("engine.cli.doctor._BACKEND_NEEDS", absent)
@@ -148,11 +168,13 @@ def test_doctor_names_the_extra_that_a_backend_lacks(monkeypatch: pytest.MonkeyP
     assert "engine[torch]" in backend["fix"]
 
 
-def test_doctor_tells_what_the_kernels_reach() -> None:
+def test_doctor_tells_what_the_kernels_reach(monkeypatch: pytest.MonkeyPatch) -> None:
     """The default model is 98,362,432 bytes, read once for each token."""
+    monkeypatch.setattr("engine.cli.doctor._cpu_flags", "avx2 avx512f avx512bw avx512dq".split)
     kernels = {each["name"]: each["detail"] for each in findings() if each["topic"] == "kernels"}
     assert kernels == {
-        "native kernels": "avx2; also here: generic",
+        "native kernels": "avx2; also here: generic; avx512 needs avx512vl, avx512_vnni, which "
+        "this CPU does not have",
         "threads": "6, unless performance.threads says otherwise",
         "weights read": "19.7 GB/s",
         "matrix products": "1.25 TOPS int8",
