@@ -50,7 +50,13 @@ from engine.servers.responses.conversations import (
     NewItemsBody,
     NewItemsQuery,
 )
-from engine.servers.responses.schema import ItemsQuery, ResponseBody, ResponseQuery, TokenCountBody
+from engine.servers.responses.schema import (
+    CompactBody,
+    ItemsQuery,
+    ResponseBody,
+    ResponseQuery,
+    TokenCountBody,
+)
 from engine.servers.schema import body, fields, messages, structured
 from engine.servers.schema.body import SamplingBody, off_values
 from engine.servers.schema.dialects.reading import Verdict, verdict
@@ -98,6 +104,7 @@ BODIES: dict[str, type[BaseModel]] = {
     "/v1/messages/count_tokens": anthropic.PromptBody,
     "/v1/rerank": RerankBody,
     "/v1/responses": ResponseBody,
+    "/v1/responses/compact": CompactBody,
     "/v1/responses/input_tokens": TokenCountBody,
     "/v1/score": ScoreBody,
     "/v1/uploads": UploadBody,

@@ -44,7 +44,7 @@ from engine.servers.serving.event_pump import EventPump
 from engine.servers.serving.watcher import EngineWatcher
 
 if TYPE_CHECKING:
-    from engine.core.config_tables import PresetTable
+    from engine.core.config_presets import PresetTable
     from engine.routing.manage import ModelManager
     from engine.servers.serving.objects import ObjectStore
 
