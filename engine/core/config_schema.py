@@ -157,6 +157,8 @@ class ServerSettings(Section):
     """Unload a model after this time without a request; the next request loads it again."""
     dialects: Dialects = ("llamacpp", "vllm", "sglang", "ollama", "azure")
     """APIs of other servers that are served besides our own; an empty list serves none of them."""
+    max_logprobs: int = Field(default=20, ge=-1, le=2**20)
+    """Max number of alternatives per token that a request may ask for; -1: the vocabulary."""
     strict: bool = False
     """Refuse a parameter that would be emulated or clamped, instead of warning."""
 
