@@ -170,6 +170,7 @@ def create_app(
         redoc_url=None,
         openapi_url=None,
         redirect_slashes=False,
+        root_path=settings.server.root_path,
         dependencies=[Depends(Authenticator(settings, keys, throttle))],
         middleware=_layers(settings, holder, metrics),
     )
