@@ -83,6 +83,19 @@ class LateGate:
         await self._app(scope, receive, send)
 
 
+class RootPath:
+    """ASGI layer that serves all paths also below `prefix`, which a proxy leaves in them."""
+
+    def __init__(self, app: ASGIApp, prefix: str) -> None:
+        self._app = app
+        self._prefix = prefix
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "http" and scope["path"].startswith(f"{self._prefix}/"):
+            scope = {**scope, "root_path": self._prefix}
+        await self._app(scope, receive, send)
+
+
 # Functions that add routes, as "module:function" with modules below `engine.servers`. If
 # `create_app` is called with `starts_soon`, those in LATE run only after startup.
 EARLY = (
@@ -170,7 +183,6 @@ def create_app(
         redoc_url=None,
         openapi_url=None,
         redirect_slashes=False,
-        root_path=settings.server.root_path,
         dependencies=[Depends(Authenticator(settings, keys, throttle))],
         middleware=_layers(settings, holder, metrics),
     )
@@ -184,6 +196,8 @@ def create_app(
     app.state.late_routes = late = LateRoutes(app, services, others if starts_soon else ())
     if starts_soon:
         app.add_middleware(LateGate, late=late)
+    if settings.server.root_path:
+        app.add_middleware(RootPath, prefix=settings.server.root_path)
     return app
 
 
