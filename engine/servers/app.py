@@ -1,9 +1,9 @@
 """The FastAPI application: its routes, and the ASGI layers that every request passes.
 
 From the outside in, a request passes: request id and log, browser guard, CORS if enabled, routing,
-authentication, the route. If routes are added late, `LateGate` is the outermost layer. All layers
-are plain ASGI. With Starlette's `BaseHTTPMiddleware`, a route would not learn that its client has
-disconnected.
+authentication, the route. If routes are added late, `LateGate` is outside of these. `RootPath`, if
+configured, is the outermost layer. All layers are plain ASGI. With Starlette's
+`BaseHTTPMiddleware`, a route would not learn that its client has disconnected.
 """
 
 import asyncio
