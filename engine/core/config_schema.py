@@ -28,7 +28,8 @@ from pydantic import (
 )
 
 if TYPE_CHECKING:
-    from engine.core.config_tables import BackendTable, ModelTable, PluginTable, PresetTable
+    from engine.core.config_presets import PresetTable
+    from engine.core.config_tables import BackendTable, ModelTable, PluginTable
 
 MAX_SECRET_LENGTH = 512
 RESERVED_PATHS = ("/v1", "/health", "/livez", "/readyz", "/generate", "/api", "/openai")

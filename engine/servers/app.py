@@ -131,7 +131,7 @@ DIALECTS: dict[Dialect, tuple[str, ...]] = {
         "vllm_api.sleeping:add_sleep_routes",
         "vllm_api.batch_chat:add_batch_chat_routes",
     ),
-    "sglang": (),
+    "sglang": ("sglang_api.routes:add_sglang_routes",),
     "ollama": ("ollama.routes:add_ollama_routes",),
     "azure": ("azure:add_azure_routes",),
 }

@@ -15,7 +15,7 @@ from pydantic import ValidationError
 from starlette.requests import Request
 from starlette.responses import Response, StreamingResponse
 
-from engine.core.config_tables import ParametersTable, PresetTable
+from engine.core.config_presets import ParametersTable, PresetTable
 from engine.core.errors import ConfigError, ConflictError, EngineError, ForbiddenError
 from engine.core.store.catalogue import CATALOGUE
 from engine.core.store.model_store import ModelStore

@@ -191,18 +191,18 @@ def _are_token_ids(values: list[Any]) -> bool:
     return not set(map(type, values)) - {int} and 0 <= min(values) <= max(values) <= MAX_TOKEN_ID
 
 
-def _parse_prompts(value: Any) -> tuple[Prompt, ...]:
+def parse_prompts(value: Any, where: str = "prompt") -> tuple[Prompt, ...]:
     if isinstance(value, str):
         return (value,)
     shape = f"should be text, token ids, or a list of 1 to {MAX_PROMPTS} of either"
     if not isinstance(value, list) or not value:
-        raise problem("prompt", f"{shape}; got {describe(value)}")
+        raise problem(where, f"{shape}; got {describe(value)}")
     if type(value[0]) is int:
         if not _is_token_list(value):
-            raise problem("prompt", f"token ids should be integers from 0 to {MAX_TOKEN_ID}")
+            raise problem(where, f"token ids should be integers from 0 to {MAX_TOKEN_ID}")
         return (tuple(value),)
     if len(value) > MAX_PROMPTS:
-        raise problem("prompt", f"{shape}; got {len(value)}")
+        raise problem(where, f"{shape}; got {len(value)}")
     prompts: list[Prompt] = []
     for position, item in enumerate(value):
         if isinstance(item, str):
@@ -211,7 +211,7 @@ def _parse_prompts(value: Any) -> tuple[Prompt, ...]:
             prompts.append(tuple(item))
         else:
             raise problem(
-                f"prompt[{position}]", f"should be text or token ids; got {describe(item)}"
+                f"{where}[{position}]", f"should be text or token ids; got {describe(item)}"
             )
     return tuple(prompts)
 
@@ -358,7 +358,7 @@ TemplateOptions = Annotated[dict[str, Any], *_parsed(_parse_template_options, _o
 Prompts = Annotated[
     tuple[Prompt, ...],
     *_parsed(
-        _parse_prompts,
+        parse_prompts,
         {
             "anyOf": [
                 _TEXT,
