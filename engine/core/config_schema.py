@@ -159,6 +159,8 @@ class ServerSettings(Section):
     """APIs of other servers that are served besides our own; an empty list serves none of them."""
     max_logprobs: int = Field(default=20, ge=-1, le=2**20)
     """Max number of alternatives per token that a request may ask for; -1: the vocabulary."""
+    root_path: str = Field(default="", pattern=r"^(/[A-Za-z0-9._~-]{1,64}){0,8}$")
+    """Prefix of all paths behind a proxy, such as `/llm`; paths without it are served too."""
     strict: bool = False
     """Refuse a parameter that would be emulated or clamped, instead of warning."""
 
