@@ -321,13 +321,15 @@ def add_capabilities_routes(app: FastAPI, services: Services) -> None:
     @app.get("/v1/capabilities")
     async def capabilities() -> Response:
         """List the features of this server and its models."""
-        server = services.settings.server
+        server, served = services.settings.server, api_routes(app)
         body = {
             "object": "capabilities",
             "engine": {"name": "engine", "version": __version__},
             "strict": server.strict,
-            "endpoints": [f"{method} {path}" for method, path in api_routes(app)],
-            "parameters": {path: _parameters(kind) for path, kind in BODIES.items()},
+            "endpoints": [f"{method} {path}" for method, path in served],
+            "parameters": {
+                path: _parameters(kind) for path, kind in BODIES.items() if ("POST", path) in served
+            },
             "dialects": {name: _dialect(name) for name in DIALECTS},
             "structured_outputs": {
                 "response_format": structured.FORMATS,
