@@ -50,6 +50,7 @@ LEAST: dict[str, dict[str, Any]] = {
     "LoadBody": {"model": "x"},
     "MessageBatchBody": {"requests": [{"custom_id": "a", "params": {}}]},
     "MessagesBody": {"model": MODEL, "max_tokens": 5, "messages": MESSAGES},
+    "ModerationBody": {"input": "x"},
     "NamedBody": {"id": "x"},
     "NewItemsBody": {"items": []},
     "PromptBody": {"model": MODEL, "messages": MESSAGES},
