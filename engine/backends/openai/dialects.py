@@ -94,9 +94,9 @@ class Dialect:
     capabilities: tuple[str, ...] = ("completions", "chat", "tools", "json_schema")
     probes_embeddings: bool = False  # send a test request at start to see if it has embeddings
     sampler_names: Mapping[str, str] = field(default_factory=dict)  # in `samplers`
-    # Whether penalties look back at few tokens, unless `repeat_last_n` says otherwise. Other
-    # servers use the whole text.
-    limits_penalties: bool = False
+    # Whether the server must be told how many tokens penalties and DRY look at. By default it takes
+    # few of them, and it does not know -1 for all.
+    needs_windows: bool = False
 
 
 # Those of `SAMPLER_FIELDS` that are lists.
@@ -117,6 +117,9 @@ _ADDITIONS = _SAMPLER_FIELDS | {
     "stop_token_ids",
     "ignore_eos",
     "score_prompt",
+    "prompt_logprobs",
+    "skip_special_tokens",
+    "logprob_token_ids",
 }
 _CHAT_FEATURES: frozenset[Feature] = frozenset(
     {
@@ -181,7 +184,7 @@ SGLANG = Dialect(
     name="sglang",
     signature=("/get_model_info", "model_path"),
     health_path="/health",
-    lacks=_SAMPLER_FIELDS - {"stop_regex"} | {"text_bias"},
+    lacks=(_SAMPLER_FIELDS - {"stop_regex"}) | {"text_bias", "logprob_token_ids"},
     features=(_CHAT_FEATURES - {"add_generation_prompt"})
     | {"token_ids", "completion_logprobs", "parse_special", "priority", "cache_salt"},
     chat_grammars=_SGLANG_GRAMMARS,
@@ -201,6 +204,8 @@ LLAMA_SERVER = Dialect(
             "allowed_token_ids",
             "bad_words",
             "stop_regex",
+            "skip_special_tokens",
+            "logprob_token_ids",
         }
     ),
     emulated=frozenset({"n"}),
@@ -218,7 +223,7 @@ LLAMA_SERVER = Dialect(
     },
     tokens=TokenApi(text="content", special="add_special", decoded="content", chats="template"),
     probes_embeddings=True,
-    limits_penalties=True,
+    needs_windows=True,
     sampler_names={"typical_p": "typ_p"},
 )
 OLLAMA = Dialect(

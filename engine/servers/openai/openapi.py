@@ -32,6 +32,7 @@ from engine.servers.http.errors import is_anthropic, is_ollama
 from engine.servers.http.sse import EventStream, LineStream
 from engine.servers.ollama import schema as ollama
 from engine.servers.openai import embeddings, rerank, schema
+from engine.servers.openai.beam_fields import MAX_WIDTH
 from engine.servers.openai.embeddings import EmbeddingBody
 from engine.servers.openai.moderations import ModerationBody
 from engine.servers.openai.rerank import RerankBody, ScoreBody
@@ -62,12 +63,19 @@ from engine.servers.schema.body import SamplingBody, off_values
 from engine.servers.schema.dialects.reading import Verdict, verdict
 from engine.servers.schema.dialects.words import DIALECTS, WORDS, Word
 from engine.servers.serving.services import Services
+from engine.servers.sglang_api.schema import SglangGenerateBody
+from engine.servers.vllm_api import routes as vllm
+from engine.servers.vllm_api.batch_chat import BatchChatBody
 
 # Maps paths to the JSON body of a POST.
 BODIES: dict[str, type[BaseModel]] = {
     "/detokenize": DetokenizeBody,
     "/generate": GenerateBody,
     "/rerank": RerankBody,
+    "/classify": vllm.ClassifyBody,
+    "/invocations": vllm.InvocationBody,
+    "/pooling": vllm.PoolingBody,
+    "/score": ScoreBody,
     "/tokenize": TokenizeBody,
     "/v1/admin/cache/flush": admin_models.FlushBody,
     "/v1/admin/cache/warm": admin_models.WarmBody,
@@ -84,6 +92,7 @@ BODIES: dict[str, type[BaseModel]] = {
     "/v1/admin/undrain": admin_control.EmptyBody,
     "/v1/batches": BatchBody,
     "/v1/chat/completions": ChatBody,
+    "/v1/chat/completions/batch": BatchChatBody,
     "/v1/chat/completions/{completion_id}": StoredChatUpdate,
     "/v1/completions": CompletionBody,
     "/v1/conversations": ConversationBody,
@@ -101,11 +110,19 @@ BODIES: dict[str, type[BaseModel]] = {
     "/v1/responses/input_tokens": TokenCountBody,
     "/v1/score": ScoreBody,
     "/v1/uploads": UploadBody,
+    "/v2/rerank": RerankBody,
     "/v1/uploads/{upload_id}/complete": CompleteBody,
 }
 BODIES |= ollama.BODIES
 # Azure's paths have the bodies of OpenAI's.
 BODIES |= {azure.path_of(each): BODIES[f"/v1/{each}"] for each in azure.OPERATIONS}
+# Maps paths to the other form of the JSON body that a POST accepts.
+OTHER_BODIES: dict[str, type[BaseModel]] = {"/generate": SglangGenerateBody}
+# Paths of a POST without a body.
+BODILESS = (
+    *("/flush_cache", "/ping", "/reset_prefix_cache", "/sleep", "/start_profile"),
+    *("/stop_profile", "/wake_up"),
+)
 # Bodies that refuse every parameter besides their own, whatever its value.
 EXACT = (
     *(BatchBody, CompleteBody, ConversationBody, ConversationUpdate, MessageBatchBody),
@@ -203,7 +220,8 @@ def document(app: FastAPI) -> dict[str, Any]:
         description="An OpenAI-compatible server of language models.",
         routes=app.routes,
     )
-    models = dict.fromkeys([*BODIES.values(), *(fields for fields, _ in FORMS.values())])
+    forms = [form_fields for form_fields, _ in FORMS.values()]
+    models = dict.fromkeys([*BODIES.values(), *OTHER_BODIES.values(), *forms])
     references, definitions = models_json_schema(
         [(model, "validation") for model in models], ref_template=_REFS
     )
@@ -227,9 +245,10 @@ def document(app: FastAPI) -> dict[str, Any]:
                 operation["parameters"] = in_path + _query_parameters(QUERIES[path])
             if method == "post" and path in BODIES:
                 model = BODIES[path]
-                operation["requestBody"] = _body(
-                    "application/json", references[model, "validation"]
-                )
+                schema = references[model, "validation"]
+                if (other := OTHER_BODIES.get(path)) is not None:
+                    schema = {"anyOf": [schema, references[other, "validation"]]}
+                operation["requestBody"] = _body("application/json", schema)
                 if "stream" in model.model_fields:
                     kind = LineStream if is_ollama(path) else EventStream
                     media_types.append(kind.media_type)
@@ -281,7 +300,7 @@ def _responses(path: str, media_types: Iterable[str]) -> dict[str, Any]:
 
 LIMITS = {
     "max_n": body.MAX_N,
-    "max_best_of": schema.MAX_BEST_OF,
+    "max_best_of": MAX_WIDTH,
     "max_logprobs": schema.MAX_LOGPROBS,
     "max_stop_strings": fields.MAX_STOPS,
     "max_stop_length": fields.MAX_STOP_LENGTH,
@@ -304,13 +323,15 @@ def add_capabilities_routes(app: FastAPI, services: Services) -> None:
     @app.get("/v1/capabilities")
     async def capabilities() -> Response:
         """List the features of this server and its models."""
-        server = services.settings.server
+        server, served = services.settings.server, api_routes(app)
         body = {
             "object": "capabilities",
             "engine": {"name": "engine", "version": __version__},
             "strict": server.strict,
-            "endpoints": [f"{method} {path}" for method, path in api_routes(app)],
-            "parameters": {path: _parameters(kind) for path, kind in BODIES.items()},
+            "endpoints": [f"{method} {path}" for method, path in served],
+            "parameters": {
+                path: _parameters(kind) for path, kind in BODIES.items() if ("POST", path) in served
+            },
             "dialects": {name: _dialect(name) for name in DIALECTS},
             "structured_outputs": {
                 "response_format": structured.FORMATS,

@@ -23,7 +23,7 @@ from engine.core.interfaces.backend import (
 from engine.core.interfaces.request import SamplingParams
 from engine.servers.schema.body import SamplingBody
 from engine.servers.serving.admission import Ticket
-from engine.servers.serving.event_pump import EventPump
+from engine.servers.serving.event_pump import EventPump, Opener
 from engine.servers.serving.services import Services
 
 NO_TEXT = "writes no text; use /v1/embeddings"
@@ -109,13 +109,14 @@ async def open_chat(
     params: SamplingParams,
     completion_id: str,
     follow: Follow | None = None,
+    opener: Opener | None = None,
     *,
     is_awaited: bool = True,
 ) -> EventPump:
     """Submit a conversation to the backend and wait until the backend accepts it. Returns the
     `EventPump` that reads the answer's events. If `follow` is given, it wraps the stream of events.
-    If not `is_awaited`, no client waits: the request has no queue timeout, and continues when the
-    client disconnects.
+    If `opener` is given, it takes the conversation in the backend's place. If not `is_awaited`, no
+    client waits: the request has no queue timeout, and continues when the client disconnects.
     """
     ask = _without_idle_grammar(services, request, ask)
     context = services.context(request, ask.card, sampling, params, completion_id, ask.grammar)
@@ -126,7 +127,7 @@ async def open_chat(
     pump.reports_progress = sampling.reports_progress
     if is_awaited:
         pump.watch(request.receive)
-    sources = await pump.open(services.backend, [chat])
+    sources = await pump.open(opener or services.backend, [chat])
     pump.read(sources if follow is None else [follow(source) for source in sources])
     return pump
 

@@ -44,7 +44,7 @@ from engine.servers.serving.event_pump import EventPump
 from engine.servers.serving.watcher import EngineWatcher
 
 if TYPE_CHECKING:
-    from engine.core.config_tables import PresetTable
+    from engine.core.config_presets import PresetTable
     from engine.routing.manage import ModelManager
     from engine.servers.serving.objects import ObjectStore
 
@@ -158,18 +158,25 @@ class Services:
             await ticket.close()
 
     async def read(self, request: Request, kind: type[Body], any_type: bool = False) -> Body:
-        on_read = functools.partial(self._note_words, request)
+        on_read = functools.partial(self.note_words, request)
         parse = functools.partial(parse_body, kind, on_read=on_read)
         return await self.read_as(request, parse, any_type)
 
-    def _note_words(self, request: Request, reading: Reading) -> None:
+    async def read_chosen(
+        self, request: Request, choose: Callable[[dict[str, Any]], type[Body]]
+    ) -> Body:
+        """Like `read`, for a route whose bodies have several forms. `choose` finds the form."""
+        on_read = functools.partial(self.note_words, request)
+        return await self.read_as(request, lambda raw: parse_body(choose(raw), raw, on_read))
+
+    def note_words(self, request: Request, reading: Reading) -> None:
         record_of(request.scope).sent_as = reading.sent_as
         for param, message in reading.warnings:
             self.warn(request, param, message)
 
     async def read_with(self, request: Request, kind: type[Body], field: str) -> tuple[Body, Any]:
         """Like `read`. Also returns the value of `field` as the client sent it."""
-        on_read = functools.partial(self._note_words, request)
+        on_read = functools.partial(self.note_words, request)
 
         def parse(raw: dict[str, Any]) -> tuple[Body, Any]:
             return parse_body(kind, raw, on_read), raw.get(field)
@@ -315,6 +322,7 @@ class Services:
             queue_timeout_s=self.queue_timeout_s(request),
             grammar=grammar,
             truncate_prompt_tokens=body.truncate_prompt_tokens,
+            truncation_side=body.truncation_side or "left",
         )
 
     def queue_timeout_s(self, request: Request) -> float | None:
