@@ -53,6 +53,7 @@ LEAST: dict[str, dict[str, Any]] = {
     "LoadBody": {"model": "x"},
     "MessageBatchBody": {"requests": [{"custom_id": "a", "params": {}}]},
     "MessagesBody": {"model": MODEL, "max_tokens": 5, "messages": MESSAGES},
+    "ModerationBody": {"input": "x"},
     "NamedBody": {"id": "x"},
     "NewItemsBody": {"items": []},
     "PoolingBody": {"model": MODEL, "input": "x"},
