@@ -111,7 +111,13 @@ LATE = (
 )
 # Like LATE, for the APIs of other servers. Each is added only if `server.dialects` has its name.
 DIALECTS: dict[Dialect, tuple[str, ...]] = {
-    "llamacpp": (),
+    "llamacpp": (
+        "llamacpp.completion:add_completion_routes",
+        "llamacpp.state:add_state_routes",
+        "llamacpp.text:add_text_routes",
+        "llamacpp.vectors:add_vectors_routes",
+        "llamacpp.state:add_alias_routes",
+    ),
     "vllm": (),
     "sglang": (),
     "ollama": (),

@@ -36,6 +36,7 @@ from engine.servers.serving.services import Services, new_completion_id
 
 MAX_INPUTS = 2_048
 MAX_DIMENSIONS = 2**20
+NO_VECTORS = "gives no embeddings"
 
 
 def _parse_inputs(value: Any) -> tuple[fields.Prompt, ...]:
@@ -112,7 +113,7 @@ def add_embeddings_routes(app: FastAPI, services: Services) -> None:
     ) -> Response:
         body = await services.read(request, EmbeddingBody)
         card = services.choose_model(request, body.model)
-        services.require(card, "embeddings", "model", "gives no embeddings")
+        services.require(card, "embeddings", "model", NO_VECTORS)
         if "embeddings" in card.emulated:
             text = "was made to write text; its vectors are pooled from its last layer"
             services.warn(request, "model", text)

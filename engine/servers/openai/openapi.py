@@ -27,6 +27,8 @@ from engine.servers.files import form
 from engine.servers.files.routes import FileQuery, UploadFields
 from engine.servers.http.errors import is_anthropic
 from engine.servers.http.sse import EventStream
+from engine.servers.llamacpp import schema as llamacpp
+from engine.servers.llamacpp.state import PropsQuery, SlotsQuery
 from engine.servers.openai import embeddings, rerank, schema
 from engine.servers.openai.embeddings import EmbeddingBody
 from engine.servers.openai.rerank import RerankBody, ScoreBody
@@ -41,9 +43,20 @@ from engine.servers.serving.services import Services
 
 # Maps paths to the JSON body of a POST.
 BODIES: dict[str, type[BaseModel]] = {
+    "/apply-template": llamacpp.TemplateBody,
+    "/chat/completions": ChatBody,
+    "/chat/completions/input_tokens": llamacpp.TemplateBody,
+    "/completion": llamacpp.NativeBody,
+    "/completions": llamacpp.NativeBody,
     "/detokenize": DetokenizeBody,
+    "/embedding": llamacpp.EmbeddingsBody,
+    "/embeddings": llamacpp.EmbeddingsBody,
     "/generate": GenerateBody,
+    "/infill": llamacpp.InfillBody,
     "/rerank": RerankBody,
+    "/reranking": RerankBody,
+    "/responses": ResponseBody,
+    "/responses/input_tokens": TokenCountBody,
     "/tokenize": TokenizeBody,
     "/v1/admin/cache/flush": admin_models.FlushBody,
     "/v1/admin/cache/warm": admin_models.WarmBody,
@@ -60,12 +73,14 @@ BODIES: dict[str, type[BaseModel]] = {
     "/v1/admin/undrain": admin_control.EmptyBody,
     "/v1/batches": BatchBody,
     "/v1/chat/completions": ChatBody,
+    "/v1/chat/completions/input_tokens": llamacpp.TemplateBody,
     "/v1/completions": CompletionBody,
     "/v1/embeddings": EmbeddingBody,
     "/v1/fim/completions": FimBody,
     "/v1/messages": anthropic.MessagesBody,
     "/v1/messages/count_tokens": anthropic.PromptBody,
     "/v1/rerank": RerankBody,
+    "/v1/reranking": RerankBody,
     "/v1/responses": ResponseBody,
     "/v1/responses/input_tokens": TokenCountBody,
     "/v1/score": ScoreBody,
@@ -76,6 +91,8 @@ FORMS: dict[str, type[BaseModel]] = {"/v1/files": UploadFields}
 QUERIES: dict[str, type[BaseModel]] = {
     "/v1/batches": BatchQuery,
     "/v1/files": FileQuery,
+    "/props": PropsQuery,
+    "/slots": SlotsQuery,
     "/tokenizer_info": TokenizerQuery,
     "/v1/responses/{response_id}": ResponseQuery,
     "/v1/responses/{response_id}/input_items": ItemsQuery,

@@ -123,6 +123,14 @@ class EndOfPrompt(BaseModel):
         return self
 
 
+class ConversationBody(EndOfPrompt):
+    """A conversation that is only tokenized."""
+
+    model: fields.ModelName | None = None
+    tools: fields.Tools = ()
+    chat_template_kwargs: fields.TemplateOptions = {}
+
+
 class ChatBody(EndOfPrompt, OpenAIBody):
     messages: fields.Messages
     max_completion_tokens: fields.TokenCount | None = None
