@@ -15,7 +15,7 @@ from engine.core.observability.metrics import Metrics
 from engine.servers.app import create_app
 from engine.servers.openai.openapi import BODIES, FORMS, QUERIES, api_routes
 from engine.servers.openai.schema import ChatBody, CompletionBody
-from engine.servers.schema.body import NO_EFFECT
+from engine.servers.schema.dialects.words import WORDS
 from tests.fake_backend import MODEL, FakeBackend
 from tests.live_server import chat, make_settings
 
@@ -70,7 +70,7 @@ def test_the_tables_have_no_route_that_is_gone() -> None:
 )
 def test_every_parameter_of_the_official_client_is_known(kind: Any, names: Any) -> None:
     """One that is neither followed nor refused by name would be called a typing error."""
-    assert set(names) <= kind.model_fields.keys() | NO_EFFECT.keys()
+    assert set(names) <= kind.model_fields.keys() | WORDS.keys()
 
 
 def test_the_manual_names_every_parameter() -> None:
@@ -149,7 +149,15 @@ async def test_capabilities_follow_the_tables() -> None:
     assert "POST /v1/chat/completions" in body["endpoints"]
     parameters = body["parameters"]["/v1/chat/completions"]
     assert set(parameters["supported"]) == ChatBody.model_fields.keys()
-    assert parameters["refused_unless"].keys() == NO_EFFECT.keys() - ChatBody.model_fields.keys()
+    assert parameters["refused_unless"]["functions"] == [[]]
+    assert parameters["refused_unless"].keys().isdisjoint(ChatBody.model_fields)
+    llamacpp = body["dialects"]["llamacpp"]
+    assert llamacpp["repeat_penalty"] == {
+        "/v1/chat/completions": "translated",
+        "/v1/completions": "translated",
+        "/generate": "translated",
+        "translated_to": "repetition_penalty",
+    }
     assert body["limits"]["max_n"] == 16
     (model,) = body["models"]
     assert model["id"] == MODEL

@@ -12,7 +12,7 @@ from engine.core.interfaces.request import SamplingParams
 from engine.core.observability.metrics import Metrics
 from engine.servers.app import create_app
 from engine.servers.openai.schema import ChatBody, CompletionBody
-from engine.servers.schema.body import NO_EFFECT, SamplingBody, parse_body
+from engine.servers.schema.body import SamplingBody, parse_body
 from tests.fake_backend import CONTEXT_LENGTH, MODEL, FakeBackend
 from tests.live_server import chat, make_settings
 
@@ -248,21 +248,6 @@ def test_prompt_forms(prompt: Any, expected: Any) -> None:
 def test_wrong_prompts(prompt: Any) -> None:
     error = refusal_of(CompletionBody, {"model": MODEL, "prompt": prompt})
     assert error.param is not None and error.param.startswith("prompt")
-
-
-@pytest.mark.parametrize("name", sorted(NO_EFFECT.keys() - ChatBody.model_fields.keys()))
-def test_unsupported_parameters_are_refused_unless_off(name: str) -> None:
-    for off in (None, *NO_EFFECT[name]):
-        parse_body(ChatBody, chat(**{name: off}))
-    error = refusal_of(ChatBody, chat(**{name: {"some": "wish"}}))
-    assert error.param == name
-    assert name in error.message
-
-
-def test_off_values_are_compared_by_type() -> None:
-    assert refusal_of(ChatBody, chat(best_of=True)).param == "best_of"
-    assert refusal_of(ChatBody, chat(include_reasoning=1)).param == "include_reasoning"
-    assert "send tools" in refusal_of(ChatBody, chat(functions=[{}])).message
 
 
 def test_unknown_keys_are_named_but_not_all_of_them() -> None:

@@ -1,4 +1,5 @@
-"""Generates docs/reference: every setting and every metric, as the code defines them.
+"""Generates docs/reference: every setting and every metric, as the code defines them. Also writes
+the tables of other servers' parameters into docs/compatibility.md.
 
     engine dev reference_pages            # write the pages
     engine dev reference_pages --check    # exit status 1 if a page is stale
@@ -36,8 +37,10 @@ from engine.core.config_tables import (
 from engine.core.observability.metrics import Metrics
 from engine.plugins.metrics import PluginMetrics
 from engine.routing.metrics import RouterMetrics, ShadowMetrics
+from engine.servers.openai.openapi import TRANSLATING, verdict_in
+from engine.servers.schema.dialects.words import DIALECTS, WORDS, Word
 
-FOLDER = Path(__file__).parents[3] / "docs" / "reference"
+FOLDER = Path(__file__).parents[3] / "docs"
 _BOUNDS = (
     (("minimum", "maximum"), "{} to {}"),
     (("exclusiveMinimum", "maximum"), "above {}, at most {}"),
@@ -49,6 +52,11 @@ _KINDS = {"boolean": "true, false", "array": "list", "object": "table"}
 _NOTICE = "<!-- Written by `engine dev reference_pages` from the code; do not edit it here. -->"
 
 
+# docs/compatibility.md is written by hand, except for the part between these marks.
+_BEGIN = "<!-- Tables, written by `engine dev reference_pages`; do not edit them here. -->"
+_END = "<!-- End of the tables. -->"
+
+
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--check", action="store_true", help="only tell whether a page is stale")
@@ -57,15 +65,43 @@ def main(arguments: Sequence[str] | None = None) -> None:
     if check and stale:
         print(f"stale: {', '.join(stale)}; run `engine dev reference_pages`", file=sys.stderr)
         raise SystemExit(1)
-    FOLDER.mkdir(exist_ok=True)
     for name in stale:
         (FOLDER / name).write_text(pages()[name], encoding="utf-8")
         print(FOLDER / name)
 
 
 def pages() -> dict[str, str]:
-    """The text of each page of docs/reference, by file name."""
-    return {"settings.md": settings_page(), "metrics.md": metrics_page()}
+    """The text of each page, by its path below docs."""
+    return {
+        "reference/settings.md": settings_page(),
+        "reference/metrics.md": metrics_page(),
+        "compatibility.md": compatibility_page(_read(FOLDER / "compatibility.md") or ""),
+    }
+
+
+def compatibility_page(text: str) -> str:
+    """The page `text` with the current tables between its two marks."""
+    before, _, rest = text.partition(_BEGIN)
+    _, _, after = rest.partition(_END)
+    lines = [_BEGIN, ""]
+    for dialect, shown in DIALECTS.items():
+        lines += [
+            f"### {shown}",
+            "",
+            *_table("parameter", "chats", "completions", "`/generate`", "what happens"),
+        ]
+        words = sorted((word for word in WORDS.values() if dialect in word.dialects), key=_name)
+        for word in words:
+            verdicts = [verdict_in(word, kind) for kind in TRANSLATING.values()]
+            target = f"`{word.target}`" if word.target and "translated" in verdicts else ""
+            notes = "; ".join(each for each in (target, word.note) if each)
+            lines.append(_row(f"`{word.name}`", *verdicts, notes))
+        lines.append("")
+    return before + "\n".join([*lines, _END]) + after
+
+
+def _name(word: Word) -> str:
+    return word.name
 
 
 def settings_page() -> str:

@@ -10,6 +10,7 @@ bug in the server, and the client does not get its text.
 import math
 import re
 from collections.abc import Mapping
+from types import MappingProxyType
 from typing import Any
 
 import msgspec
@@ -215,24 +216,29 @@ def check_keys(item: Mapping[str, Any], known: tuple[str, ...], where: str) -> N
             raise problem(f"{where}.{key[:64]}", f"is unknown; there are {', '.join(known)}")
 
 
-def invalid_request(error: ValidationError) -> InvalidRequestError:
-    """Merge all of pydantic's errors into one. Its `param` is the field of the first error."""
+def invalid_request(
+    error: ValidationError, sent_as: Mapping[str, str] = MappingProxyType({})
+) -> InvalidRequestError:
+    """Merge all of pydantic's errors into one. Its `param` is the field of the first error.
+    `sent_as` has the client's names of fields that have other names here.
+    """
     found = error.errors(include_url=False)
-    sentences = [_sentence(item) for item in found[:MAX_ERRORS]]
+    sentences = [_sentence(item, sent_as) for item in found[:MAX_ERRORS]]
     if len(found) > MAX_ERRORS:
         sentences.append(f"and {len(found) - MAX_ERRORS} more.")
-    return InvalidRequestError(" ".join(sentences), param=_param(found[0]))
+    return InvalidRequestError(" ".join(sentences), param=_param(found[0], sent_as))
 
 
-def _param(item: Mapping[str, Any]) -> str:
+def _param(item: Mapping[str, Any], sent_as: Mapping[str, str]) -> str:
     # Keys of objects in the body are text from the client and may be long, so they are cut.
-    return ".".join(str(part)[:64] for part in item["loc"]) or "body"
+    parts = [str(part)[:64] for part in item["loc"]] or ["body"]
+    return ".".join([sent_as.get(parts[0], parts[0]), *parts[1:]])
 
 
-def _sentence(item: Mapping[str, Any]) -> str:
+def _sentence(item: Mapping[str, Any], sent_as: Mapping[str, str]) -> str:
     rule = re.sub(r"^(Input|String|List) ", "", item["msg"])
     got = "" if item["type"] == "missing" else f", got {describe(item['input'])}"
-    return f"{_param(item)}: {rule}{got}."
+    return f"{_param(item, sent_as)}: {rule}{got}."
 
 
 def install_error_handlers(app: FastAPI) -> None:

@@ -5,7 +5,7 @@ read bodies without FastAPI, to enforce limits and to parse large bodies in a th
 below list the bodies.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from functools import cache
 from typing import Any
 
@@ -38,7 +38,9 @@ from engine.servers.ops import admin_control, admin_models
 from engine.servers.responses import items
 from engine.servers.responses.schema import ItemsQuery, ResponseBody, ResponseQuery, TokenCountBody
 from engine.servers.schema import body, fields, messages, structured
-from engine.servers.schema.body import NO_EFFECT, off_values
+from engine.servers.schema.body import SamplingBody, off_values
+from engine.servers.schema.dialects.reading import Verdict, verdict
+from engine.servers.schema.dialects.words import DIALECTS, WORDS, Word
 from engine.servers.serving.services import Services
 
 # Maps paths to the JSON body of a POST.
@@ -96,6 +98,11 @@ QUERIES: dict[str, type[BaseModel]] = {
     "/tokenizer_info": TokenizerQuery,
     "/v1/responses/{response_id}": ResponseQuery,
     "/v1/responses/{response_id}/input_items": ItemsQuery,
+}
+
+# The endpoints that take the parameters of other servers.
+TRANSLATING = {
+    path: BODIES[path] for path in ("/v1/chat/completions", "/v1/completions", "/generate")
 }
 
 _REFS = "#/components/schemas/{model}"
@@ -262,6 +269,7 @@ def add_capabilities_routes(app: FastAPI, services: Services) -> None:
             "strict": server.strict,
             "endpoints": [f"{method} {path}" for method, path in api_routes(app)],
             "parameters": {path: _parameters(kind) for path, kind in BODIES.items()},
+            "dialects": {name: _dialect(name) for name in DIALECTS},
             "structured_outputs": {
                 "response_format": structured.FORMATS,
                 "guided": structured.GUIDED,
@@ -283,15 +291,35 @@ def _parameters(kind: type[BaseModel]) -> dict[str, Any]:
     values that switch it off. The server accepts only these values.
     """
     refused = off_values(kind)
-    others = NO_EFFECT
+    others: Mapping[str, tuple[Any, ...]] = {}
     if issubclass(kind, anthropic.PromptBody):
         others = anthropic.NO_EFFECT
-    elif issubclass(kind, BatchBody):
-        others = {}
+    elif not issubclass(kind, BatchBody):
+        others = {
+            word.name: word.off
+            for word in WORDS.values()
+            if word.name not in kind.model_fields and verdict_in(word, kind) == "refused"
+        }
     return {
         "supported": sorted(kind.model_fields.keys() - refused),
-        "refused_unless": refused
-        | {name: off for name, off in others.items() if name not in kind.model_fields},
+        "refused_unless": refused | dict(others),
+    }
+
+
+def verdict_in(word: Word, kind: type[BaseModel]) -> Verdict:
+    """What the endpoints with the body `kind` do with a parameter."""
+    known = kind.model_fields.keys() - off_values(kind).keys()
+    found = verdict(word, known)
+    return "refused" if found == "warned" and not issubclass(kind, SamplingBody) else found
+
+
+def _dialect(name: str) -> dict[str, Any]:
+    """What happens to each parameter of another server, for each endpoint with its parameters."""
+    return {
+        word.name: {path: verdict_in(word, kind) for path, kind in TRANSLATING.items()}
+        | ({"translated_to": word.target} if word.target else {})
+        for word in WORDS.values()
+        if name in word.dialects
     }
 
 

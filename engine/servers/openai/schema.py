@@ -7,7 +7,6 @@ OpenAI does not have are named as in vLLM.
 
 from typing import Annotated, Any, Literal
 
-import msgspec
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from engine.core.interfaces.backend import GrammarSpec, ModelCard, ToolChoice
@@ -212,19 +211,9 @@ class FimBody(PromptText, OpenAIBody):
 
     prompt: str
     suffix: str | None = None
-    random_seed: Annotated[int, Field(ge=0, le=2**64 - 1)] | None = None  # Mistral's name of seed
-
-    @model_validator(mode="after")
-    def _one_seed(self) -> "FimBody":
-        if self.random_seed is not None and self.seed not in (None, self.random_seed):
-            raise problem("random_seed", "differs from seed; send one of them")
-        return self
 
     def params(self, card: ModelCard) -> SamplingParams:
-        params = self.sampling(card, self.max_tokens, None)
-        if self.random_seed is None:
-            return params
-        return msgspec.structs.replace(params, seed=self.random_seed % 2**63)
+        return self.sampling(card, self.max_tokens, None)
 
 
 class GenerateBody(PromptText, SamplingBody):

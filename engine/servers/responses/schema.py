@@ -37,7 +37,8 @@ from engine.servers.responses.tools import (
     parse_format,
 )
 from engine.servers.schema import fields
-from engine.servers.schema.body import OffValues, SamplingBody, asks_for_nothing
+from engine.servers.schema.body import OffValues, SamplingBody
+from engine.servers.schema.dialects.reading import asks_for_nothing
 
 MAX_INCLUDES = 32
 LOGPROBS = "message.output_text.logprobs"

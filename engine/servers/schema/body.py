@@ -1,12 +1,11 @@
 """Sampling fields that all APIs share, and validation of JSON bodies.
 
 Types are strict: `"1"` and `true` are not numbers. Every number has a minimum and a maximum, and
-NaN is refused. null means the same as a missing field. An unsupported parameter is refused with an
-error that names it. But if its value has no effect (`functions: []`, `store: false`), it is
-accepted, because SDKs often send such values.
+NaN is refused. null means the same as a missing field. Parameters of other servers are converted,
+or cause a warning, or are refused with an error that names them; see `dialects`.
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Annotated, Any, TypeVar
 
@@ -17,95 +16,9 @@ from engine.core.interfaces.backend import ModelCard
 from engine.core.interfaces.request import SamplingParams
 from engine.servers.http.errors import invalid_request
 from engine.servers.schema import fields
+from engine.servers.schema.dialects.reading import read_words
 
 MAX_N = 16
-
-# Maps parameters to values that have no effect. Endpoints that don't support a parameter accept it
-# with one of these values or null. Endpoints that support the parameter don't use its entry. For
-# example, completions support `best_of`, chats do not.
-NO_EFFECT: dict[str, tuple[Any, ...]] = {
-    "add_generation_prompt": (True,),
-    "allowed_token_ids": (),
-    "audio": (),
-    "bad_words": ([],),
-    "best_of": (1,),
-    "chat_template": (),
-    "chat_template_kwargs": ({},),
-    "continue_final_message": (False,),
-    "detokenize": (True,),
-    "documents": ([],),
-    "echo": (False,),
-    "function_call": ("none",),
-    "functions": ([],),
-    "guided_choice": (),
-    "guided_decoding_backend": (),
-    "guided_grammar": (),
-    "guided_json": (),
-    "guided_regex": (),
-    "guided_whitespace_pattern": (),
-    "include_reasoning": (True,),
-    "include_stop_str_in_output": (False,),
-    "length_penalty": (1, 1.0),
-    "logits_processors": ([],),
-    "modalities": (["text"],),
-    "moderation": (),
-    "parallel_tool_calls": (True, False),  # no-op without tools
-    "prediction": (),
-    "prompt_cache_options": ({"mode": "implicit"},),
-    "prompt_cache_retention": ("in-memory", "in_memory"),
-    "prompt_logprobs": (),
-    "reasoning_effort": (),
-    "response_format": ({"type": "text"},),
-    "return_token_ids": (False,),
-    "service_tier": ("auto", "default"),
-    "skip_special_tokens": (True,),
-    "spaces_between_special_tokens": (True,),
-    "store": (False,),
-    "structured_outputs": ({},),
-    "suffix": ("",),
-    "tool_choice": ("none", "auto"),  # no-op without tools
-    "tools": ([],),
-    "use_beam_search": (False,),
-    "verbosity": (),
-    "web_search_options": (),
-}
-# Maps unsupported parameters to a hint in the error message: what to send instead.
-_INSTEAD = {"functions": "send tools", "function_call": "send tool_choice"}
-
-_MAX_NAMED = 10
-
-
-def drop_no_effect(
-    body: dict[str, Any],
-    known: Iterable[str],
-    no_effect: Mapping[str, tuple[Any, ...]] = NO_EFFECT,
-) -> dict[str, Any]:
-    """Keep only the `known` parameters. Raises `InvalidRequestError` if there is another parameter,
-    unless its value has no effect according to `no_effect`.
-    """
-    known = frozenset(known)
-    unknown: list[str] = []
-    kept: dict[str, Any] = {}
-    for name, value in body.items():
-        if name in known:
-            kept[name] = value
-        elif name not in no_effect:
-            unknown.append(name)
-        elif not asks_for_nothing(value, no_effect[name]):
-            raise InvalidRequestError(
-                f"{name} is not supported by this endpoint; {_INSTEAD.get(name, 'leave it out')}.",
-                param=name,
-                code="unsupported_parameter",
-            )
-    if unknown:
-        names = ", ".join(name[:64] for name in unknown[:_MAX_NAMED])
-        more = f" and {len(unknown) - _MAX_NAMED} more" if len(unknown) > _MAX_NAMED else ""
-        raise InvalidRequestError(
-            f"Unknown parameter: {names}{more}.",
-            param=unknown[0][:64],
-            code="unknown_parameter",
-        )
-    return kept
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,12 +40,6 @@ def off_values(kind: type[BaseModel]) -> dict[str, tuple[Any, ...]]:
         for each in field.metadata
         if isinstance(each, OffValues)
     }
-
-
-def asks_for_nothing(value: Any, off_values: Iterable[Any]) -> bool:
-    """Whether a parameter has no effect: `value` is null or one of `off_values`."""
-    # Types are compared too, because `1 == True` in Python but not in JSON.
-    return value is None or any(type(value) is type(each) and value == each for each in off_values)
 
 
 class SamplingBody(BaseModel):
@@ -240,14 +147,22 @@ class SamplingBody(BaseModel):
 Body = TypeVar("Body", bound=BaseModel)
 
 
-def parse_body(kind: type[Body], raw: dict[str, Any]) -> Body:
+def parse_body(
+    kind: type[Body], raw: dict[str, Any], warn: Callable[[str, str], None] | None = None
+) -> Body:
     """Validate the JSON object `raw` as a body of class `kind`. If it is invalid, raises an
-    `InvalidRequestError` that names the field, the rule and the given value.
+    `InvalidRequestError` that names the field, the rule and the given value. `warn` is called with
+    each parameter that has no effect, and the reason.
     """
+    reading = read_words(raw, kind.model_fields, warns=issubclass(kind, SamplingBody))
     try:
-        return kind.model_validate(drop_no_effect(raw, kind.model_fields))
+        body = kind.model_validate(reading.values)
     except ValidationError as error:
-        raise invalid_request(error) from None
+        raise invalid_request(error, reading.sent_as) from None
+    if warn is not None:
+        for param, message in reading.warnings:
+            warn(param, message)
+    return body
 
 
 def _default(value: float | None, default: float) -> float:

@@ -127,18 +127,22 @@ KINDS = tuple(_PARSERS)
 GUIDED = ("json", "regex", "choice", "grammar")
 
 
+def parse_constraint(kind: str, value: Any, where: str) -> GrammarSpec | None:
+    """Parse a constraint of one of `KINDS`. `where` is the request parameter that has it."""
+    return _PARSERS[kind](value, where)
+
+
 def guided_parser(kind: str) -> Callable[[Any], GrammarSpec | None]:
     """A validator for the field `guided_<kind>`. null means the same as a missing field."""
-    parse, where = _PARSERS[kind], f"guided_{kind}"
-    return lambda value: None if value is None else parse(value, where)
+    return lambda value: None if value is None else parse_constraint(kind, value, f"guided_{kind}")
 
 
 def parse_structured_outputs(value: Any, where: str = "structured_outputs") -> GrammarSpec | None:
     """Parse `structured_outputs`, which replaces `guided_*` in vLLM. It is an object with one of
-    `KINDS` as its key.
+    `KINDS` as its key. A constraint that another parameter was converted to is already parsed.
     """
-    if value is None:
-        return None
+    if value is None or isinstance(value, GrammarSpec):
+        return value
     if not isinstance(value, dict):
         raise problem(where, f"should be an object, got {describe(value)}")
     given = {key: each for key, each in value.items() if each is not None}

@@ -117,7 +117,9 @@ class Services:
             await ticket.close()
 
     async def read(self, request: Request, kind: type[Body]) -> Body:
-        return await self.read_as(request, functools.partial(parse_body, kind))
+        return await self.read_as(
+            request, functools.partial(parse_body, kind, warn=functools.partial(self.warn, request))
+        )
 
     async def read_as(self, request: Request, parse: Callable[[dict[str, Any]], T]) -> T:
         """Read the request body and return `parse(body)`."""
