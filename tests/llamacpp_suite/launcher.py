@@ -1,7 +1,8 @@
 """Starts our server from the command line of llama.cpp's server.
 
 Flags without an effect on an answer, such as batch sizes, are dropped. In llama.cpp, all slots
-share the context. Here each sequence has its own, so the context is divided by the number of slots.
+share the context. Here each sequence has its own, so the context is divided by the number of slots,
+unless the flags say that a slot may use all of it.
 """
 
 import argparse
@@ -36,7 +37,8 @@ def arguments(given: Sequence[str]) -> argparse.Namespace:
     for name in ("seed", "ctx-size", "parallel", "n-predict"):
         parser.add_argument(f"--{name}", type=int)
     parser.add_argument("--temp", type=float)
-    parser.add_argument("--metrics", action="store_true")
+    for name in ("metrics", "kv-unified"):
+        parser.add_argument(f"--{name}", action="store_true")
     known, _ = parser.parse_known_args(given)
     return known
 
@@ -85,7 +87,8 @@ def main() -> None:
     command = [str(Path(sys.executable).with_name("engine")), "serve", "--config", file.name]
     slots = flags.parallel or 4
     if flags.ctx_size is not None:
-        command += ["--ctx-size", str(flags.ctx_size // slots)]
+        parts = 1 if flags.kv_unified else slots
+        command += ["--ctx-size", str(flags.ctx_size // parts)]
     command += ["--parallel", str(slots)]
     if flags.api_key is not None:
         os.environ["LLM_ENGINE_API_KEY"] = flags.api_key

@@ -329,6 +329,12 @@ class CustomBackend(InferenceBackend):
         decode = functools.partial(text.tokenizer.decode, skip_special=False)
         return await self._encode(decode, token_ids)
 
+    async def token_bytes(self, token_ids: tuple[int, ...], *, model: str = "") -> list[bytes]:
+        text, _ = self._loaded()
+        if token_ids:
+            check_prompt(token_ids, text.config.vocab_size, "tokens")
+        return list(map(text.tokenizer.token_literal, token_ids))
+
     async def tokenizer_info(self, *, model: str = "") -> TokenizerInfo:
         text, _ = self._loaded()
         return text.tokenizer_info

@@ -3,7 +3,7 @@ converted by the table of dialects, so only the others are defined here.
 """
 
 from collections.abc import Mapping
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any
 
 from pydantic import (
     BaseModel,
@@ -141,6 +141,8 @@ class NativeSampling(SamplingBody):
     ] = {}
     structured_outputs: fields.StructuredOutputs = None
     cache_prompt: bool | None = None
+    # A router sends requests with the same slot to the same backend. -1: no slot
+    id_slot: Annotated[int, Field(ge=-1, le=2**31 - 1)] | None = None
     return_tokens: bool | None = None
     timings_per_token: bool | None = None
     response_fields: (
@@ -149,6 +151,10 @@ class NativeSampling(SamplingBody):
         ]
         | None
     ) = None
+
+    @property
+    def conversation_key(self) -> str | None:
+        return self.end_user if self.id_slot in (None, -1) else f"slot {self.id_slot}"
 
     @property
     def grammar(self) -> GrammarSpec | None:
@@ -225,7 +231,8 @@ class EmbeddingsBody(VectorsBody):
     input: (
         Annotated[tuple[Parts, ...], _parse_inputs("input"), WithJsonSchema(_PROMPTS_SCHEMA)] | None
     ) = None
-    embd_normalize: Literal[2] | None = None  # vectors always have unit length
+    # 2 is the Euclidean norm. Vectors always have unit length in it.
+    embd_normalize: Annotated[int, Field(ge=2, le=2)] | None = None
 
     @property
     def inputs(self) -> tuple[Parts, ...]:

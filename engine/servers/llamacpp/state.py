@@ -67,7 +67,7 @@ def add_state_routes(app: FastAPI, services: Services) -> None:
         info = await services.backend.tokenizer_info(model=card.id)
         return json_response(_props(services, card, info))
 
-    @app.post("/props")
+    @app.post("/props", include_in_schema=False)
     async def change_props() -> Response:
         raise NotSupportedError("The properties can't be changed; set them in the configuration.")
 

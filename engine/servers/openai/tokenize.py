@@ -135,9 +135,7 @@ def add_tokenize_routes(app: FastAPI, services: Services) -> None:
         else:
             chat = await chat_of(services, request, body, card)
             ids = await services.backend.tokenize(chat, model=card.id)
-        strings = None
-        if body.return_token_strs:
-            strings = await _token_strings(services, card, ids, "return_token_strs")
+        strings = await _token_strings(services, card, ids) if body.return_token_strs else None
         return json_response(
             {
                 "count": len(ids),
@@ -196,10 +194,20 @@ async def content_body(services: Services, card: ModelCard, body: ContentBody) -
     )
     if not body.with_pieces:
         return {"tokens": ids}
-    pieces = await _token_strings(services, card, ids, "with_pieces")
+    pieces = await services.backend.token_bytes(ids, model=card.id)
     return {
-        "tokens": [{"id": token, "piece": piece} for token, piece in zip(ids, pieces, strict=True)]
+        "tokens": [
+            {"id": token, "piece": _piece(piece)} for token, piece in zip(ids, pieces, strict=True)
+        ]
     }
+
+
+def _piece(piece: bytes) -> str | list[int]:
+    """A token's text. If the token is part of a character, its bytes."""
+    try:
+        return piece.decode()
+    except UnicodeDecodeError:
+        return list(piece)
 
 
 async def chat_of(
@@ -221,12 +229,10 @@ async def chat_of(
     )
 
 
-async def _token_strings(
-    services: Services, card: ModelCard, ids: tuple[int, ...], param: str
-) -> list[str]:
+async def _token_strings(services: Services, card: ModelCard, ids: tuple[int, ...]) -> list[str]:
     distinct = set(ids)
     if len(distinct) > MAX_TOKEN_STRS:
         rule = f"is for at most {MAX_TOKEN_STRS} different tokens, and these are {len(distinct)}"
-        raise problem(param, rule)
+        raise problem("return_token_strs", rule)
     strings = {each: await services.backend.detokenize((each,), model=card.id) for each in distinct}
     return [strings[each] for each in ids]
