@@ -126,7 +126,8 @@ ENGINE_INLINE void add_piece(const uint8_t* weights, const int8_t* x, int32x4_t 
     int8x16_t words[4], values[rows];
     unroll<4>([&](auto i) ALWAYS { words[i] = vld1q_s8(reinterpret_cast<const int8_t*>(weights) + 64 * i); });
     unroll<rows>([&](auto r) ALWAYS { values[r] = vld1q_s8(x + r * kPiece); });
-    unroll<4 * rows>([&](auto i) ALWAYS {
+    // Captured by name: Clang overlooks variables that only assembly uses.
+    unroll<4 * rows>([&sums, &words, &values](auto i) ALWAYS {
         __asm__ volatile("sdot %0.4s, %1.16b, %2.4b[%3]"
                          : "+w"(sums[i % rows])
                          : "w"(words[i / rows]), "w"(values[i % rows]), "i"(i / rows));

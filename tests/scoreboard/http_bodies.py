@@ -47,10 +47,25 @@ def least_bodies(model: str) -> dict[str, dict[str, Any]]:
         "/v1/embeddings": {"model": model, "input": "a"},
         "/v1/fim/completions": {"model": model, "prompt": "a", "max_tokens": 1},
         "/v1/messages": {"model": model, "messages": MESSAGES, "max_tokens": 1},
+        "/v1/messages/batches": {
+            "requests": [
+                {
+                    "custom_id": "a",
+                    "params": {"model": model, "messages": MESSAGES, "max_tokens": 1},
+                }
+            ]
+        },
         "/v1/messages/count_tokens": {"model": model, "messages": MESSAGES},
         "/v1/rerank": texts,
         "/v1/reranking": texts,
         "/v1/responses": {"model": model, "input": "a", "max_output_tokens": 1},
         "/v1/responses/input_tokens": {"model": model, "input": "a"},
         "/v1/score": {"model": model, "text_1": "a", "text_2": "b"},
+        "/v1/uploads": {
+            "filename": "a.jsonl",
+            "purpose": "batch",
+            "bytes": 1,
+            "mime_type": "application/jsonl",
+        },
+        "/v1/uploads/{upload_id}/complete": {"part_ids": ["part_absent"]},
     }

@@ -35,6 +35,7 @@ LEAST: dict[str, dict[str, Any]] = {
     "ChatBody": {"model": MODEL, "messages": MESSAGES},
     "CompletionBody": {"model": MODEL, "prompt": "x"},
     "FimBody": {"model": MODEL, "prompt": "x"},
+    "CompleteBody": {"part_ids": ["part_0"]},
     "DetokenizeBody": {"tokens": [1]},
     "EmbeddingsBody": {"content": "x"},
     "EmbeddingBody": {"model": MODEL, "input": "x"},
@@ -46,6 +47,7 @@ LEAST: dict[str, dict[str, Any]] = {
     "LevelBody": {"level": "info"},
     "LimitsBody": {},
     "LoadBody": {"model": "x"},
+    "MessageBatchBody": {"requests": [{"custom_id": "a", "params": {}}]},
     "MessagesBody": {"model": MODEL, "max_tokens": 5, "messages": MESSAGES},
     "NamedBody": {"id": "x"},
     "NativeBody": {"prompt": "x"},
@@ -56,6 +58,12 @@ LEAST: dict[str, dict[str, Any]] = {
     "TemplateBody": {"messages": MESSAGES},
     "TokenCountBody": {"input": "x"},
     "TokenizeBody": {"prompt": "x"},
+    "UploadBody": {
+        "filename": "a.jsonl",
+        "purpose": "batch",
+        "bytes": 1,
+        "mime_type": "application/jsonl",
+    },
     "WarmBody": {"prompts": ["x"]},
 }
 # As JSON has them, and as text that is no JSON.

@@ -67,8 +67,12 @@ def test_lists_and_names_of_other_engines_become_the_engines_own():
         ("score_prompt", True),
         ("skip_special_tokens", False),
         ("detokenize", False),
-        ("bad_words", ["word"]),
-        ("allowed_token_ids", [1]),
+        ("bad_words", "word"),
+        ("bad_words", [""]),
+        ("samplers", ["top_k", "dry"]),
+        ("samplers", ["top_z"]),
+        ("mirostat", 3),
+        ("dry_base", 0.5),
     ],
 )
 def test_what_does_not_act_is_refused_by_name(name, value):

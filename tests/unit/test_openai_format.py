@@ -16,8 +16,8 @@ from engine.core.interfaces.backend import (
     UsageEvent,
 )
 from engine.servers.batches.caller import LineAnswer
-from engine.servers.batches.run import answered_line
-from engine.servers.batches.store import LineUsage
+from engine.servers.batches.results import answered_line
+from engine.servers.batches.schema import LineUsage
 from engine.servers.http.listing import list_body
 from engine.servers.openai.format import (
     ChatStream,
@@ -121,7 +121,9 @@ def test_a_line_costs_what_its_answer_says_in_either_words() -> None:
     expected = LineUsage(input_tokens=7, cached_tokens=3, output_tokens=5, reasoning_tokens=2)
     for usage in (usage_body(USAGE), responses_usage(USAGE)):
         body = msgspec.json.encode({"usage": usage})
-        _, cost = answered_line("x", LineAnswer(200, {"x-request-id": "r"}, body))
+        _, cost = answered_line("/v1/responses", "x", LineAnswer(200, {"x-request-id": "r"}, body))
         assert cost == expected
-    _, cost = answered_line("x", LineAnswer(400, {"x-request-id": "r"}, b'{"error": {}}'))
+    _, cost = answered_line(
+        "/v1/responses", "x", LineAnswer(400, {"x-request-id": "r"}, b'{"error": {}}')
+    )
     assert cost == LineUsage()

@@ -46,6 +46,26 @@ OTHER_VALUES: dict[str, Any] = {
     "ignore_eos": True,
     "logprobs": 2,
     "score_prompt": True,
+    "allowed_token_ids": (1, 2),
+    "bad_words": ("x",),
+    "stop_regex": ("x+",),
+    "repeat_last_n": 64,
+    "dry_multiplier": 0.8,
+    "dry_base": 2.0,
+    "dry_allowed_length": 3,
+    "dry_penalty_last_n": 100,
+    "dry_sequence_breakers": ("x",),
+    "top_n_sigma": 1.0,
+    "typical_p": 0.9,
+    "xtc_probability": 0.5,
+    "xtc_threshold": 0.2,
+    "min_keep": 2,
+    "dynatemp_range": 0.5,
+    "dynatemp_exponent": 2.0,
+    "mirostat": 2,
+    "mirostat_tau": 4.0,
+    "mirostat_eta": 0.2,
+    "samplers": ("top_k", "typical_p"),
 }
 TOOL = {"type": "function", "function": {"name": "f", "description": "", "parameters": {}}}
 SCHEMA = GrammarSpec(kind="json_schema", source='{"type":"object"}', param="guided_json")
@@ -100,6 +120,11 @@ def test_the_names_that_dialects_use() -> None:
     llama = chat(LLAMA_SERVER, params=params)
     assert (llama["repeat_penalty"], llama["repeat_last_n"]) == (1.2, 2048)
     assert "repetition_penalty" not in llama
+    window = {"repetition_penalty": 1.2, "repeat_last_n": 64}
+    assert chat(LLAMA_SERVER, params=window)["repeat_last_n"] == 64
+    order = {"samplers": ("top_k", "typical_p")}
+    assert chat(LLAMA_SERVER, params=order)["samplers"] == ["top_k", "typ_p"]
+    assert chat(ENGINE, params=order)["samplers"] == ["top_k", "typical_p"]
     assert llama["seed"] == 2**40 % 2**31
     largest = {"seed": 2**31 - 1}
     assert chat(LLAMA_SERVER, params=largest)["seed"] == 2**31 - 1

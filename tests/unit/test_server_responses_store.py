@@ -14,7 +14,8 @@ from engine.core.errors import InferenceError, ResourceError
 from engine.core.interfaces.backend import ChatRequest
 from engine.core.observability.metrics import Metrics
 from engine.servers.app import create_app
-from engine.servers.responses.store import FILE_NAME, ResponseStore
+from engine.servers.responses.store import ResponseStore
+from engine.servers.serving.objects import FILE_NAME
 from tests.fake_backend import MODEL, FakeBackend, call_script
 from tests.live_server import make_settings
 

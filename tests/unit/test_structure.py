@@ -116,7 +116,7 @@ TIMESTAMP_MODULES = frozenset(
         "engine.servers.files.expiry",
         "engine.servers.openai.format",
         "engine.servers.responses.format",
-        "engine.servers.responses.store",
+        "engine.servers.serving.objects",
         "engine.servers.access.rate_windows",
     }
 )

@@ -33,7 +33,9 @@ from engine.backends.custom.frontend.prompts import (
     check_prepared,
     check_prompt,
     encode_chat,
+    encode_words,
     is_long,
+    needs_words,
     prepare_chat,
     prepare_completion,
     truncated,
@@ -45,6 +47,7 @@ from engine.backends.custom.options import IMAGE_ENCODERS, EngineOptions
 from engine.backends.process import RestartPolicy
 from engine.core.errors import ConfigError, UnavailableError
 from engine.core.grammar.checker import GrammarChecker
+from engine.core.grammar.spec import stop_grammar
 from engine.core.interfaces.backend import (
     ChatRequest,
     CompletionRequest,
@@ -247,6 +250,10 @@ class CustomBackend(InferenceBackend):
         check_prepared(prepared, context.params, ready.max_seq_len, text.config.vocab_size)
         if prepared.checked_grammar is not None:
             await self._checker.check(prepared.checked_grammar, prepared.grammar_param)
+        if needs_words(context.params):
+            for pattern in context.params.stop_regex:
+                await self._checker.check(stop_grammar(pattern), "stop_regex")
+            prepared = await self._encode(encode_words, text, prepared, context.params)
         submitted = GenerateRequest(
             request_id=context.request_id,
             prompt=prepared.token_ids,
@@ -259,6 +266,8 @@ class CustomBackend(InferenceBackend):
             queue_timeout_s=context.queue_timeout_s,
             grammar=prepared.grammar,
             images=prepared.images,
+            bad_words=prepared.bad_words,
+            dry_breakers=prepared.dry_breakers,
         )
         generation = Generation(submitted, text, prepared, self._link)
         self._link.submit(submitted, generation)

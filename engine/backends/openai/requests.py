@@ -10,7 +10,13 @@ from typing import Any
 import msgspec
 
 from engine.backends.custom.frontend.prompts import check_params, check_prompt
-from engine.backends.openai.dialects import Dialect, Feature, GrammarForm, Grammars
+from engine.backends.openai.dialects import (
+    LIST_FIELDS,
+    Dialect,
+    Feature,
+    GrammarForm,
+    Grammars,
+)
 from engine.core.errors import InvalidRequestError
 from engine.core.interfaces.backend import (
     ChatRequest,
@@ -19,7 +25,7 @@ from engine.core.interfaces.backend import (
     GenerationContext,
     GrammarSpec,
 )
-from engine.core.interfaces.request import SamplingParams
+from engine.core.interfaces.request import SAMPLER_FIELDS, SamplingParams
 
 # Characters with a special meaning in the regular expressions of some server.
 _SPECIAL = frozenset("\\.^$*+?{}[]|()-/")
@@ -92,6 +98,7 @@ _PLAIN = (
     "frequency_penalty",
     "min_tokens",
     "ignore_eos",
+    *(name for name in SAMPLER_FIELDS if name not in LIST_FIELDS),
 )
 
 
@@ -195,8 +202,13 @@ class BodyBuilder:
             is_said = dialect.says_defaults and name not in dialect.lacks | dialect.emulated
             if is_said or value != getattr(_DEFAULTS, name):
                 body[dialect.names.get(name, name)] = value
-        if params.has_penalties and dialect.penalty_window is not None:
-            body[dialect.penalty_window] = self._max_model_len
+        for name in LIST_FIELDS:
+            if getattr(params, name) != getattr(_DEFAULTS, name):
+                body[name] = list(getattr(params, name))
+        if params.samplers:
+            body["samplers"] = [dialect.sampler_names.get(each, each) for each in params.samplers]
+        if params.has_penalties and params.repeat_last_n < 0 and dialect.limits_penalties:
+            body["repeat_last_n"] = self._max_model_len
         if params.n > 1:
             body["n"] = params.n
         if params.seed is not None:

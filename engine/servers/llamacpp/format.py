@@ -16,15 +16,23 @@ from engine.core.interfaces.backend import (
     TopLogprob,
     UsageEvent,
 )
-from engine.core.interfaces.request import SamplingParams
+from engine.core.interfaces.request import SAMPLERS, SamplingParams
 from engine.servers.http.errors import llamacpp_error_body
 from engine.servers.openai.format import Choice
 from engine.servers.serving.event_pump import EventPump, OutputEvent
 
 _encode = msgspec.json.Encoder().encode
 RANDOM_SEED = 2**32 - 1  # llama.cpp's number for a seed that is chosen at random
-# The order in which llama.cpp names the samplers that it applies.
-_SAMPLERS = ("penalties", "top_k", "top_p", "min_p", "temperature")
+# Samplers that a request runs in this order, unless it needs others or sets the order itself.
+_SAMPLERS = ("penalties", "temperature", "top_k", "top_p", "min_p")
+# Parameters that have the same names in llama.cpp.
+_SAME_NAMES = (
+    *("temperature", "dynatemp_range", "dynatemp_exponent", "top_k", "top_p", "min_p"),
+    *("top_n_sigma", "xtc_probability", "xtc_threshold", "typical_p", "repeat_last_n"),
+    *("presence_penalty", "frequency_penalty", "dry_multiplier", "dry_base"),
+    *("dry_allowed_length", "dry_penalty_last_n", "dry_sequence_breakers", "mirostat"),
+    *("mirostat_tau", "mirostat_eta", "min_keep", "stop", "ignore_eos"),
+)
 
 
 def timings(usage: UsageEvent) -> dict[str, float]:
@@ -62,24 +70,17 @@ def settings_body(
     num_tokens = -1 if limit is None else limit
     return {
         "seed": RANDOM_SEED if params.seed is None else params.seed,
-        "temperature": params.temperature,
-        "top_k": params.top_k,
-        "top_p": params.top_p,
-        "min_p": params.min_p,
+        **{name: getattr(params, name) for name in _SAME_NAMES},
         "repeat_penalty": params.repetition_penalty,
-        "presence_penalty": params.presence_penalty,
-        "frequency_penalty": params.frequency_penalty,
-        "stop": list(params.stop),
         "max_tokens": num_tokens,
         "n_predict": num_tokens,
-        "ignore_eos": params.ignore_eos,
         # JSON has no infinity; llama.cpp sends null for it.
         "logit_bias": [
             {"token": token, "bias": None if math.isinf(bias) else bias}
             for token, bias in biases.items()
         ],
         "n_probs": params.logprobs or 0,
-        "samplers": list(_SAMPLERS),
+        "samplers": params.samplers or (SAMPLERS if params.has_chain else _SAMPLERS),
         "lora": [],
     }
 

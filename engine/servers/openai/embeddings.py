@@ -145,14 +145,13 @@ async def embed(
     record = record_of(request.scope)
     record.completion_id = new_completion_id(kind)
     services.note_end_user(request, body.user)
-    services.check_priority(request, card, body.priority)
     timeout_s = services.settings.server.request_timeout_s
     asked = EmbedRequest(
         request_id=record.completion_id,
         model=card.id,
         inputs=tuple(inputs),
         prompt_names=tuple(prompt_names),
-        priority=body.priority or 0,
+        priority=services.priority(request, card, body.priority),
         salt=principal_of(request).name,
         tenant=principal_of(request).name,
         timeout_s=timeout_s,

@@ -21,10 +21,12 @@ from engine import __version__
 from engine.core.interfaces.backend import ModelCard
 from engine.servers.access.auth import PUBLIC_ROUTES
 from engine.servers.anthropic import schema as anthropic
+from engine.servers.anthropic.batches import MessageBatchBody, MessageBatchQuery
 from engine.servers.batches import lines
 from engine.servers.batches.schema import BatchBody, BatchQuery
 from engine.servers.files import form
 from engine.servers.files.routes import FileQuery, UploadFields
+from engine.servers.files.uploads import CompleteBody, PartFields, UploadBody
 from engine.servers.http.errors import is_anthropic
 from engine.servers.http.sse import EventStream
 from engine.servers.llamacpp import schema as llamacpp
@@ -80,19 +82,28 @@ BODIES: dict[str, type[BaseModel]] = {
     "/v1/embeddings": EmbeddingBody,
     "/v1/fim/completions": FimBody,
     "/v1/messages": anthropic.MessagesBody,
+    "/v1/messages/batches": MessageBatchBody,
     "/v1/messages/count_tokens": anthropic.PromptBody,
     "/v1/rerank": RerankBody,
     "/v1/reranking": RerankBody,
     "/v1/responses": ResponseBody,
     "/v1/responses/input_tokens": TokenCountBody,
     "/v1/score": ScoreBody,
+    "/v1/uploads": UploadBody,
+    "/v1/uploads/{upload_id}/complete": CompleteBody,
 }
-# Maps paths to the form fields of a POST that uploads a file.
-FORMS: dict[str, type[BaseModel]] = {"/v1/files": UploadFields}
+# Bodies that refuse every parameter besides their own, whatever its value.
+EXACT = (BatchBody, CompleteBody, MessageBatchBody, UploadBody)
+# Maps paths to the form of a POST that uploads a file: its fields, and the part with the file.
+FORMS: dict[str, tuple[type[BaseModel], str]] = {
+    "/v1/files": (UploadFields, form.FILE),
+    "/v1/uploads/{upload_id}/parts": (PartFields, "data"),
+}
 # Maps paths to the query parameters of a GET.
 QUERIES: dict[str, type[BaseModel]] = {
     "/v1/batches": BatchQuery,
     "/v1/files": FileQuery,
+    "/v1/messages/batches": MessageBatchQuery,
     "/props": PropsQuery,
     "/slots": SlotsQuery,
     "/tokenizer_info": TokenizerQuery,
@@ -167,7 +178,7 @@ def document(app: FastAPI) -> dict[str, Any]:
         description="An OpenAI-compatible server of language models.",
         routes=app.routes,
     )
-    models = dict.fromkeys([*BODIES.values(), *FORMS.values()])
+    models = dict.fromkeys([*BODIES.values(), *(fields for fields, _ in FORMS.values())])
     references, definitions = models_json_schema(
         [(model, "validation") for model in models], ref_template=_REFS
     )
@@ -193,8 +204,8 @@ def document(app: FastAPI) -> dict[str, Any]:
                 if "stream" in model.model_fields:
                     media_types.append(EventStream.media_type)
             if method == "post" and path in FORMS:
-                form = _form_schema(FORMS[path])
-                operation["requestBody"] = _body("multipart/form-data", form)
+                uploaded = _form_schema(*FORMS[path])
+                operation["requestBody"] = _body("multipart/form-data", uploaded)
             operation["responses"] = _responses(path, media_types)
     return made
 
@@ -203,13 +214,13 @@ def _body(media_type: str, schema: dict[str, Any]) -> dict[str, Any]:
     return {"required": True, "content": {media_type: {"schema": schema}}}
 
 
-def _form_schema(model: type[BaseModel]) -> dict[str, Any]:
+def _form_schema(model: type[BaseModel], file_part: str) -> dict[str, Any]:
     """The JSON schema of the form `model`, with the uploaded file as another field."""
     schema = model.model_json_schema(ref_template=_REFS)
     schema.pop("$defs", None)
-    file = {"file": {"type": "string", "format": "binary"}}
-    required = [*schema.get("required", ()), "file"]
-    return schema | {"properties": schema["properties"] | file, "required": required}
+    file = {file_part: {"type": "string", "format": "binary"}}
+    required = [*schema.get("required", ()), file_part]
+    return schema | {"properties": schema.get("properties", {}) | file, "required": required}
 
 
 def _query_parameters(model: type[BaseModel]) -> list[dict[str, Any]]:
@@ -294,7 +305,7 @@ def _parameters(kind: type[BaseModel]) -> dict[str, Any]:
     others: Mapping[str, tuple[Any, ...]] = {}
     if issubclass(kind, anthropic.PromptBody):
         others = anthropic.NO_EFFECT
-    elif not issubclass(kind, BatchBody):
+    elif kind not in EXACT:
         others = {
             word.name: word.off
             for word in WORDS.values()

@@ -28,7 +28,7 @@ from engine.servers.responses.items import Item, response_of, with_ids
 from engine.servers.responses.messages import to_messages
 from engine.servers.responses.output import Output
 from engine.servers.responses.schema import ENCRYPTED_REASONING, PromptBody, ResponseBody
-from engine.servers.responses.store import ResponseStore
+from engine.servers.responses.store import PREFIX, ResponseStore
 from engine.servers.serving.admission import Ticket
 from engine.servers.serving.chat import (
     ChatAsk,
@@ -95,7 +95,7 @@ class ResponseMaker:
         services = self._services
         card = chat_model(services, request, body.model, "input")
         params = body.params(card)
-        response_id = f"resp_{secrets.token_hex(16)}"
+        response_id = PREFIX + secrets.token_hex(16)
         owner = principal_of(request).name
         prompt = await self.prompt(body, owner)
         is_stored = body.store is not False and await self._can_store(request, body)

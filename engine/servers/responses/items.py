@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from engine.servers.http.errors import check_keys, describe, problem, short_text
+from engine.servers.responses.store import PREFIX
 from engine.servers.schema.images import check_detail, image_from_url
 
 MAX_ITEMS = 4_096
@@ -55,7 +56,6 @@ _PREFIXES = {
     "function_call_output": "fco_",
     "reasoning": "rs_",
 }
-_RESPONSE = "resp_"
 _INPUT_MARK = 0x8000
 _INDEX_DIGITS = 4
 
@@ -65,14 +65,14 @@ def item_id(kind: str, response_id: str, index: int, *, is_input: bool = False) 
     from the item's id.
     """
     place = index | _INPUT_MARK if is_input else index
-    return f"{_PREFIXES[kind]}{response_id.removeprefix(_RESPONSE)}{place:0{_INDEX_DIGITS}x}"
+    return f"{_PREFIXES[kind]}{response_id.removeprefix(PREFIX)}{place:0{_INDEX_DIGITS}x}"
 
 
 def response_of(item_id: str) -> str:
     """The id of the response to which an item belongs. This is only valid if `item_id` made the
     id.
     """
-    return _RESPONSE + item_id.partition("_")[2][:-_INDEX_DIGITS]
+    return PREFIX + item_id.partition("_")[2][:-_INDEX_DIGITS]
 
 
 def _item(item: Any, where: str) -> Item:

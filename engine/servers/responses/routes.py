@@ -35,8 +35,7 @@ from engine.servers.serving.services import (
 
 
 def add_responses_routes(app: FastAPI, services: Services) -> None:
-    store = ResponseStore(services.settings.storage)
-    services.components.append(store)
+    store = ResponseStore(services.objects)
     maker = ResponseMaker(services, store)
 
     @app.post("/v1/responses")

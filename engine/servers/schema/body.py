@@ -5,7 +5,7 @@ NaN is refused. null means the same as a missing field. Parameters of other serv
 or cause a warning, or are refused with an error that names them; see `dialects`.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Annotated, Any, TypeVar
 
@@ -13,7 +13,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from engine.core.errors import InvalidRequestError
 from engine.core.interfaces.backend import ModelCard
-from engine.core.interfaces.request import SamplingParams
+from engine.core.interfaces.request import SAMPLER_FIELDS, SamplingParams
 from engine.servers.http.errors import invalid_request
 from engine.servers.schema import fields
 from engine.servers.schema.dialects.reading import read_words
@@ -63,6 +63,26 @@ class SamplingBody(BaseModel):
         Annotated[list[fields.TokenId], Field(max_length=fields.MAX_STOP_IDS)] | None
     ) = None
     ignore_eos: bool | None = None
+    allowed_token_ids: fields.AllowedIds | None = None
+    bad_words: fields.BadWords | None = None
+    stop_regex: fields.StopRegexes | None = None
+    repeat_last_n: fields.LastTokens | None = None
+    dry_multiplier: Annotated[float, Field(ge=0, le=100)] | None = None
+    dry_base: Annotated[float, Field(ge=1, le=100)] | None = None
+    dry_allowed_length: Annotated[int, Field(ge=0, le=fields.MAX_TOKENS)] | None = None
+    dry_penalty_last_n: fields.LastTokens | None = None
+    dry_sequence_breakers: fields.Breakers | None = None
+    top_n_sigma: Annotated[float, Field(ge=-1, le=100)] | None = None
+    typical_p: fields.Fraction | None = None
+    xtc_probability: fields.Fraction | None = None
+    xtc_threshold: fields.Fraction | None = None
+    min_keep: Annotated[int, Field(ge=0, le=fields.MAX_TOKENS)] | None = None
+    dynatemp_range: Annotated[float, Field(ge=0, le=10)] | None = None
+    dynatemp_exponent: Annotated[float, Field(ge=0, le=100)] | None = None
+    mirostat: Annotated[int, Field(ge=0, le=2)] | None = None
+    mirostat_tau: Annotated[float, Field(ge=0, le=100)] | None = None
+    mirostat_eta: Annotated[float, Field(ge=0, le=10)] | None = None
+    samplers: fields.Samplers = ()
     n: Annotated[int, Field(ge=1, le=MAX_N)] | None = None
     stream: bool | None = None
     priority: fields.Priority | None = None
@@ -114,7 +134,7 @@ class SamplingBody(BaseModel):
                 param="min_tokens",
             )
         # top_p = 0 keeps only the likeliest token.
-        only_best = body.top_p == 0
+        only_best = body.top_p == 0 and not body.samplers
         return SamplingParams(
             max_tokens=max_tokens,
             min_tokens=min_tokens,
@@ -132,7 +152,17 @@ class SamplingBody(BaseModel):
             stop_token_ids=tuple(body.stop_token_ids or ()),
             ignore_eos=bool(body.ignore_eos),
             logprobs=logprobs,
-        )
+            **body._set_of(SAMPLER_FIELDS),
+        ).named_samplers_only()
+
+    def _set_of(self, names: Iterable[str]) -> dict[str, Any]:
+        """The fields of these names that are not null. Lists become tuples."""
+        values = ((name, getattr(self, name)) for name in names)
+        return {
+            name: tuple(value) if isinstance(value, list) else value
+            for name, value in values
+            if value is not None
+        }
 
     def _with_defaults(self, defaults: Mapping[str, Any]) -> "SamplingBody":
         """Fill in defaults of parameters that the client did not send, or sent as null."""
@@ -150,19 +180,28 @@ Body = TypeVar("Body", bound=BaseModel)
 def parse_body(
     kind: type[Body], raw: dict[str, Any], warn: Callable[[str, str], None] | None = None
 ) -> Body:
-    """Validate the JSON object `raw` as a body of class `kind`. If it is invalid, raises an
-    `InvalidRequestError` that names the field, the rule and the given value. `warn` is called with
-    each parameter that has no effect, and the reason.
+    """Validate the body `raw` of a request for an answer. Parameters of other servers are converted
+    first. `warn` is called with each parameter that has no effect, and the reason.
     """
     reading = read_words(raw, kind.model_fields, warns=issubclass(kind, SamplingBody))
-    try:
-        body = kind.model_validate(reading.values)
-    except ValidationError as error:
-        raise invalid_request(error, reading.sent_as) from None
+    body = validated(kind, reading.values, reading.sent_as)
     if warn is not None:
         for param, message in reading.warnings:
             warn(param, message)
     return body
+
+
+def validated(
+    kind: type[Body], raw: dict[str, Any], sent_as: Mapping[str, str] | None = None
+) -> Body:
+    """Validate the JSON object `raw` as a body of class `kind`. If it is invalid, raises an
+    `InvalidRequestError` that names the field, the rule and the given value. `sent_as` maps fields
+    to the names that the client used.
+    """
+    try:
+        return kind.model_validate(raw)
+    except ValidationError as error:
+        raise invalid_request(error, sent_as or {}) from None
 
 
 def _default(value: float | None, default: float) -> float:

@@ -9,6 +9,7 @@ from typing import Annotated, Any
 from pydantic import BeforeValidator, Field, PlainValidator, WithJsonSchema
 
 from engine.core.interfaces.backend import GrammarSpec
+from engine.core.interfaces.request import SAMPLERS
 from engine.servers.http.errors import describe, problem
 from engine.servers.schema.messages import (
     MAX_MESSAGES,
@@ -29,6 +30,11 @@ MAX_STOPS = 16
 MAX_STOP_LENGTH = 256
 MAX_STOP_IDS = 64
 MAX_BIASES = 1_024
+MAX_ALLOWED_IDS = 2**18
+MAX_BAD_WORDS = 128
+MAX_BREAKERS = 16
+MAX_STOP_REGEXES = 8
+MAX_SAMPLERS = 16
 MAX_PROMPTS = 128
 IDS_AT_ONCE = 8192
 MAX_TOKEN_ID = 2**31 - 1
@@ -61,6 +67,24 @@ def _parse_stop(value: Any) -> tuple[str, ...]:
                 f"should be a string of at most {MAX_STOP_LENGTH} characters, got {describe(stop)}",
             )
     return tuple(stop for stop in stops if stop)
+
+
+def _parse_samplers(value: Any) -> tuple[str, ...]:
+    if value is None:
+        return ()
+    names = ", ".join(SAMPLERS)
+    if not isinstance(value, list) or len(value) > MAX_SAMPLERS:
+        rule = f"should be a list of at most {MAX_SAMPLERS} of these names: {names}"
+        raise problem("samplers", f"{rule}; got {describe(value)}")
+    found = [_SAMPLER_ALIASES.get(each, each) if isinstance(each, str) else each for each in value]
+    for position, name in enumerate(found):
+        if name not in SAMPLERS or name in found[:position]:
+            rule = f"should be one of {names}, and each only once"
+            raise problem(f"samplers[{position}]", f"{rule}; got {describe(value[position])}")
+    is_late = [name not in ("penalties", "dry") for name in found]
+    if is_late != sorted(is_late):
+        raise problem("samplers", "should have penalties and dry before all others")
+    return tuple(found)
 
 
 def _parse_bias(value: Any) -> dict[int, float]:
@@ -215,6 +239,9 @@ _CHOICES_SCHEMA = {"type": "array", "minItems": 1, "maxItems": MAX_CHOICES, "ite
 _TRUNCATION_SCHEMA = {"type": "integer", "minimum": -1, "maximum": MAX_TOKENS, "not": {"const": 0}}
 _TOOLS_SCHEMA = {"type": "array", "maxItems": MAX_TOOLS, "items": _OBJECT}
 
+# llama.cpp's other names of samplers.
+_SAMPLER_ALIASES = {"typ_p": "typical_p", "typ": "typical_p", "temp": "temperature"}
+
 Fraction = Annotated[float, Field(ge=0, le=1)]
 SignedPenalty = Annotated[float, Field(ge=-2, le=2)]
 TokenCount = Annotated[int, Field(ge=1, le=MAX_TOKENS)]
@@ -237,6 +264,27 @@ StopStrings = Annotated[
         _or_null(_STOP_TEXT, {"type": "array", "maxItems": MAX_STOPS, "items": _STOP_TEXT}),
     ),
 ]
+Samplers = Annotated[
+    tuple[str, ...],
+    *_parsed(
+        _parse_samplers,
+        _or_null({"type": "array", "maxItems": MAX_SAMPLERS, "items": {"enum": list(SAMPLERS)}}),
+    ),
+]
+BadWords = Annotated[
+    list[Annotated[str, Field(min_length=1, max_length=MAX_STOP_LENGTH)]],
+    Field(max_length=MAX_BAD_WORDS),
+]
+Breakers = Annotated[
+    list[Annotated[str, Field(min_length=1, max_length=64)]], Field(max_length=MAX_BREAKERS)
+]
+StopRegexes = Annotated[
+    list[Annotated[str, Field(min_length=1, max_length=1024)]],
+    Field(max_length=MAX_STOP_REGEXES),
+    BeforeValidator(lambda value: [value] if isinstance(value, str) else value),
+]
+AllowedIds = Annotated[list[TokenId], Field(min_length=1, max_length=MAX_ALLOWED_IDS)]
+LastTokens = Annotated[int, Field(ge=-1, le=MAX_TOKENS)]  # -1: all tokens
 Metadata = Annotated[dict[str, str], *_parsed(_parse_metadata, _or_null(_METADATA_SCHEMA))]
 Truncation = Annotated[int | None, *_parsed(_parse_truncation, _or_null(_TRUNCATION_SCHEMA))]
 TemplateOptions = Annotated[dict[str, Any], *_parsed(_parse_template_options, _or_null(_OBJECT))]

@@ -6,7 +6,7 @@ import re
 import secrets
 from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 import msgspec
 from starlette.requests import Request
@@ -42,6 +42,9 @@ from engine.servers.serving.admission import Lifecycle, Ticket
 from engine.servers.serving.event_pump import EventPump
 from engine.servers.serving.watcher import EngineWatcher
 
+if TYPE_CHECKING:
+    from engine.servers.serving.objects import ObjectStore
+
 # Seconds after which clients should retry while the model loads or the engine restarts.
 NOT_READY_RETRY_S = 5.0
 # Prompts up to this size are searched on the event loop.
@@ -51,6 +54,9 @@ MAX_BYTES_PER_TOKEN = 16
 _MAX_NAMED_MODELS = 20
 T = TypeVar("T")
 _DEFAULT_PARAMS = SamplingParams()
+# The lowest priority (the largest number), so that lines of batches and other offline work run
+# after all requests of clients.
+OFFLINE_PRIORITY = 100
 SESSION_HEADER = "x-session-id"
 # Characters that are replaced in warnings. Warnings may quote a client's text and are sent in a
 # header, which allows only printable ASCII.
@@ -81,6 +87,15 @@ class Services:
     rebuild: Callable[[], InferenceBackend] | None = None  # builds the first backend again
     reread: Callable[[], Settings] | None = None  # reads the current settings again
     components: list[Component] = field(default_factory=list)  # started in this order
+
+    @functools.cached_property
+    def objects(self) -> "ObjectStore":
+        """The store of responses, conversations and chat completions. Most servers store none."""
+        from engine.servers.serving.objects import ObjectStore
+
+        made = ObjectStore(self.settings.storage)
+        self.components.append(made)
+        return made
 
     @property
     def backend(self) -> InferenceBackend:
@@ -232,7 +247,6 @@ class Services:
         salt and time limits. Also sets fields of the request's log line.
         """
         self._check_params(request, card, params)
-        self.check_priority(request, card, body.priority)
         principal = principal_of(request)
         record = record_of(request.scope)
         record.completion_id = completion_id
@@ -246,7 +260,7 @@ class Services:
             params=params,
             model=card.id,
             session=_session(request, body),
-            priority=body.priority or 0,
+            priority=self.priority(request, card, body.priority),
             salt=salt,
             tenant=principal.name,
             timeout_s=self.settings.server.request_timeout_s,
@@ -277,12 +291,15 @@ class Services:
             elif name in card.emulated:
                 self.warn(request, name, f"emulated, for its backend ({card.backend}) lacks it")
 
-    def check_priority(self, request: Request, card: ModelCard, priority: int | None) -> None:
-        """Warn the client if the backend ignores priorities. This is no error, because a priority
-        is only a hint.
+    def priority(self, request: Request, card: ModelCard, asked: int | None) -> int:
+        """The request's priority. Warns the client if the backend ignores priorities. This is no
+        error, because a priority is only a hint.
         """
-        if priority and "priority" in card.lacks:
+        if asked and "priority" in card.lacks:
             self.warn(request, "priority", f"has no effect, its backend ({card.backend}) has none")
+        if asked is not None:
+            return asked
+        return OFFLINE_PRIORITY if is_acting(request.scope) else 0
 
     def note_end_user(self, request: Request, user: str | None) -> None:
         """Write a hash of the end user's name to the request log, so that abuse can be traced

@@ -92,8 +92,8 @@ MUTATIONS = [
     Mutation(
         "llm: a stop text is read as letters",
         "engine.sampling_params",
-        "(stop,) if isinstance(stop, str) else tuple(stop or ())",
-        "tuple(stop or ())",
+        "(value,) if isinstance(value, str) else tuple(value or ())",
+        "tuple(value or ())",
         f"{TESTS}::test_a_text_is_one_stop_string_and_can_be_shown",
     ),
     Mutation(

@@ -22,7 +22,7 @@ MUTATIONS = [
     Mutation(
         "embeddings have no priority",
         "engine.servers.openai.embeddings",
-        "        priority=body.priority or 0,\n",
+        "        priority=services.priority(request, card, body.priority),\n",
         "",
         "tests/unit/test_server_embeddings.py::test_what_travels_with_a_request",
     ),

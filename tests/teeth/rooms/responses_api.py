@@ -40,11 +40,11 @@ MUTATIONS = [
     ),
     Mutation(
         "responses: anybody reads anybody's",
-        "engine.servers.responses.store",
+        "engine.servers.serving.objects",
         'WHERE id = ? AND owner = ? AND kept_until > ?",\n'
-        "            (response_id, owner, self._now())",
+        "            (object_id, owner, self.now())",
         'WHERE id = ? AND ? = ? AND kept_until > ?",\n'
-        "            (response_id, owner, owner, self._now())",
+        "            (object_id, owner, owner, self.now())",
         "tests/unit/test_server_responses_store.py::test_only_the_owner_sees_a_response",
     ),
     Mutation(

@@ -61,7 +61,11 @@ class _Reader:
 
     def __init__(self, text: TextModel, params: SamplingParams, prepared: Prepared) -> None:
         self._detokenizer = Detokenizer(
-            text.tokenizer, params.stop, continuation=prepared.continuation, shown=prepared.shown
+            text.tokenizer,
+            params.stop,
+            continuation=prepared.continuation,
+            shown=prepared.shown,
+            patterns=prepared.stop_patterns,
         )
         self._decode = self._detokenizer.push
         self._min_tokens = params.min_tokens
@@ -110,7 +114,8 @@ class Generation(EventFeed):
         # The reader of each choice, created when the choice's first tokens arrive.
         self._readers: dict[int, _Reader] = {}
         self._echo = None if prepared.echo is None else Echo(prepared.echo, request)
-        self._may_merge = not request.params.stop and prepared.new_parser is None
+        can_stop = bool(request.params.stop or prepared.stop_patterns)
+        self._may_merge = not can_stop and prepared.new_parser is None
         self._arrived: deque[TokenDelta | EngineError] = deque()
         self._wake = asyncio.Event()
         self._sink: EventSink | None = None

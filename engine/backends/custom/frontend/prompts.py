@@ -21,6 +21,7 @@ from engine.core.interfaces.backend import (
 )
 from engine.core.interfaces.request import ImageInput, SamplingParams
 from engine.core.parsing.parser import OutputParser
+from engine.core.text.stop_strings import StopPattern
 from engine.core.text.tokenizer import RenderedPrompt
 
 # The last tokens of the prompt, this many, are detokenized to see whether the prompt ends inside a
@@ -49,6 +50,10 @@ class Prepared:
     continuation: bool = False  # True: the output continues the prompt and keeps a leading space
     echo: str | None = None  # the text of the prompt, if it is returned before the output
     images: tuple[ImageInput, ...] = ()
+    # Texts of the sampling parameters, as token ids and as compiled expressions
+    bad_words: tuple[tuple[int, ...], ...] = ()
+    dry_breakers: tuple[tuple[int, ...], ...] = ()
+    stop_patterns: tuple[StopPattern, ...] = ()
 
 
 def is_long(asked: object) -> bool:
@@ -237,6 +242,30 @@ def truncated(
     return replace(prepared, token_ids=kept, echo=echo)
 
 
+def needs_words(params: SamplingParams) -> bool:
+    return bool(params.bad_words or params.dry_multiplier or params.stop_regex)
+
+
+def encode_words(text: TextModel, prepared: Prepared, params: SamplingParams) -> Prepared:
+    """Encode bad words and DRY's sequence breakers, and compile the regular expressions. A bad word
+    is encoded both as it is and after a space, because the two have different tokens.
+    """
+    tokenizer = text.tokenizer
+    spellings = {
+        tuple(tokenizer.encode(spelling)): None
+        for word in params.bad_words
+        for spelling in (word, " " + word.lstrip())
+    }
+    breakers = params.dry_sequence_breakers if params.dry_multiplier else ()
+    sequences = {ids: None for each in breakers for ids in tokenizer.sequences_with(each)}
+    return replace(
+        prepared,
+        bad_words=tuple(ids for ids in spellings if ids),
+        dry_breakers=tuple(sequences),
+        stop_patterns=tuple(map(StopPattern, params.stop_regex)),
+    )
+
+
 def check_prepared(
     prepared: Prepared, params: SamplingParams, max_seq_len: int, vocab_size: int
 ) -> None:
@@ -258,6 +287,7 @@ def check_prompt(prompt: tuple[int, ...], vocab_size: int, param: str) -> None:
 def check_params(params: SamplingParams, vocab_size: int) -> None:
     _check_ids(params.logit_bias, vocab_size, "logit_bias")
     _check_ids(params.stop_token_ids, vocab_size, "stop_token_ids")
+    _check_ids(params.allowed_token_ids, vocab_size, "allowed_token_ids")
     if params.logprobs is not None and params.logprobs > vocab_size:
         raise InvalidRequestError(
             f"logprobs must be at most {vocab_size}, the model's tokens.", param="logprobs"

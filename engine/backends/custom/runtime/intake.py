@@ -25,6 +25,7 @@ from engine.backends.custom.runtime.images import (
 )
 from engine.backends.custom.runtime.model_runner import RunnerSpec
 from engine.backends.custom.runtime.outputs import refusal
+from engine.backends.custom.runtime.samplers.repetition import allowed_mask, by_first_token
 from engine.backends.custom.runtime.scheduler import Scheduler
 from engine.backends.custom.runtime.sequence import Sequence, Tokens, packed
 from engine.core.errors import (
@@ -214,6 +215,10 @@ class Intake:
         begin_by = None if request.queue_timeout_s is None else now + request.queue_timeout_s
         if begin_by is not None and deadline is not None and begin_by >= deadline:
             begin_by = None
+        allowed = None
+        if params.allowed_token_ids:
+            allowed = allowed_mask(params.allowed_token_ids, self._spec.vocab_size)
+        breakers = by_first_token(request.dry_breakers)
         group: list[Sequence] = []
         for choice in choices:
             seq = Sequence(
@@ -234,6 +239,9 @@ class Intake:
                 constraint=Constraint(matcher.deep_copy()) if matcher is not None else None,
                 pools=request.pools,
                 images=images,
+                allowed=allowed,
+                bad_words=request.bad_words,
+                dry_breakers=breakers,
                 # All choices have the same prompt, so only the first choice computes the prompt's
                 # logprobs.
                 scores_prompt=params.score_prompt and choice == 0,
@@ -304,6 +312,8 @@ class Intake:
         if request.images and (error := self._find_image_fault(request, len(prompt))) is not None:
             return error
         biased = [*request.params.logit_bias, *request.params.stop_token_ids, *request.eos_ids]
+        biased += request.params.allowed_token_ids
+        biased += [token for word in request.bad_words for token in word]
         if biased and not 0 <= min(biased) <= max(biased) < spec.vocab_size:
             return InvalidRequestError(f"Token ids must be within 0..{spec.vocab_size - 1}.")
         # An embedding request generates no token, so its prompt may fill the whole context.

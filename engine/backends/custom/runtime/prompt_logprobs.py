@@ -53,6 +53,7 @@ def with_scores(sampling: SamplingInputs, batch: ScheduledBatch) -> SamplingInpu
         mask=mask,
         bias_rows=where[sampling.bias_rows],
         hidden_rows=where[sampling.hidden_rows],
+        host_rows=where[sampling.host_rows],
     )
 
 

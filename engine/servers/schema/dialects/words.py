@@ -151,7 +151,7 @@ _SAMPLING = [
     *_rows("dynatemp_range", "llamacpp", "a temperature that follows the entropy", 0, 0.0),
     *_rows("dynatemp_exponent", "llamacpp", "an option of dynatemp_range"),
     *_rows("min_keep", "llamacpp", "samplers keep at least this many tokens", 0),
-    *_rows("samplers", "llamacpp", "samplers that are not listed are off; the order is fixed"),
+    *_rows("samplers", "llamacpp", "the order of samplers; one that is not listed is off"),
     *_rows("tfs_z", "llamacpp ollama", "", 1, 1.0, instead="use min_p or typical_p"),
     *_rows("adaptive_target adaptive_decay", "llamacpp", "", instead="use mirostat"),
     *_rows("penalize_nl penalize_newline", "llamacpp ollama", "", False, instead="use logit_bias"),

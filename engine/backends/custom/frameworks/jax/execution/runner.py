@@ -49,6 +49,7 @@ from engine.backends.custom.frameworks.scoring import Scoring
 from engine.backends.custom.frameworks.settings import KEEPS, settings_views
 from engine.backends.custom.runtime.host_sampler import histories, token_words
 from engine.backends.custom.runtime.model_runner import (
+    F32,
     GPU_STEP_S,
     I32,
     BatchInputs,
@@ -147,6 +148,13 @@ class JAXRunner:
             self._program, bucket, self._params, self._caches, self._last_token, packed
         )
         return StepHandle(states, finite, inputs.query_start)
+
+    def logits(self, handle: StepHandle, rows: I32) -> F32:
+        # The number of rows is padded to a power of two, because each number is compiled.
+        padded = np.zeros(1 << (len(rows) - 1).bit_length(), np.int32)
+        padded[: len(rows)] = rows
+        logits = step_logits(self._program.model, self._ends, handle.states, padded)
+        return np.asarray(logits)[: len(rows)]
 
     def sample(self, handle: StepHandle, sampling: SamplingInputs) -> JAXPendingTokens:
         sampled, hidden = None, None
@@ -308,6 +316,13 @@ def sample_step(
         counts = counts.at[settings[KEEPS], sampled.tokens].add(PER_OUTPUT, mode="drop")
     kept = hidden.astype(jnp.float32) if traits.keeps_hidden else None
     return last_token, counts, sampled, kept
+
+
+@partial(jax.jit, static_argnums=0)
+def step_logits(model: Model, params: Params, states: Array, rows: Array) -> Array:
+    """The logits of some rows of the residual stream, (len(rows), V) float32."""
+    hidden = final_norm(model, params, states[rows])
+    return head_logits(model, params, hidden).astype(jnp.float32)
 
 
 @partial(jax.jit, donate_argnums=0)
