@@ -117,6 +117,7 @@ DIALECTS: dict[Dialect, tuple[str, ...]] = {
         "llamacpp.text:add_text_routes",
         "llamacpp.vectors:add_vectors_routes",
         "llamacpp.state:add_alias_routes",
+        "llamacpp.metrics:add_llamacpp_metrics",
     ),
     "vllm": (),
     "sglang": (),

@@ -32,9 +32,9 @@ def arguments(given: Sequence[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(allow_abbrev=False)
     for name in ("port", "host", "hf-repo", "hf-file", "model", "alias", "api-key"):
         parser.add_argument(f"--{name}")
-    for name in ("chat-template", "chat-template-file", "cors-origins"):
+    for name in ("chat-template", "chat-template-file", "reasoning"):
         parser.add_argument(f"--{name}")
-    for name in ("seed", "ctx-size", "parallel", "n-predict"):
+    for name in ("seed", "ctx-size", "parallel", "n-predict", "sleep-idle-seconds"):
         parser.add_argument(f"--{name}", type=int)
     parser.add_argument("--temp", type=float)
     for name in ("metrics", "kv-unified"):
@@ -61,13 +61,19 @@ def configuration(flags: argparse.Namespace) -> str:
         f'host = "{flags.host}"',
         f"port = {flags.port}",
         f"enable_cors = {str(flags.api_key is not None).lower()}",
+        *([f"idle_unload_s = {idle_s}"] if (idle_s := flags.sleep_idle_seconds) else []),
         "[model]",
         f'model_path = "{path}"',
         f"name = {json.dumps(name)}",
         f"[presets.{json.dumps(name)}]",
     ]
     if path.suffix == ".gguf":
-        lines += [f"template = {json.dumps(chat_template(flags))}"]
+        # llama.cpp sets this option for every template, unless reasoning is turned off.
+        thinks = str(flags.reasoning != "off").lower()
+        lines += [
+            f"template = {json.dumps(chat_template(flags))}",
+            f"template_options = {{ enable_thinking = {thinks} }}",
+        ]
     lines += [f"[presets.{json.dumps(name)}.parameters]"]
     lines += [f"{key} = {value}" for key, value in parameters.items()]
     lines += ["[metrics]", f"enabled = {str(flags.metrics).lower()}"]

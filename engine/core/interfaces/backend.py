@@ -219,10 +219,11 @@ class Embeddings(msgspec.Struct, frozen=True):
 
 class Preset(msgspec.Struct, frozen=True, kw_only=True):
     """Defaults of a model: the system message of conversations that have none, and sampling
-    parameters by name for requests that do not set them.
+    parameters and options of the chat template by name, for requests that do not set them.
     """
 
     system: str | None = None
+    template_options: dict[str, Any] = {}
     parameters: dict[str, Any] = {}
 
 

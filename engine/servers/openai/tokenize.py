@@ -28,7 +28,13 @@ from engine.servers.openai.schema import ConversationBody
 from engine.servers.schema import fields
 from engine.servers.schema.body import parse_body
 from engine.servers.serving.admission import Ticket
-from engine.servers.serving.chat import check_tools, known_options, loaded_messages, with_system
+from engine.servers.serving.chat import (
+    check_tools,
+    known_options,
+    loaded_messages,
+    with_preset_options,
+    with_system,
+)
 from engine.servers.serving.services import Services, json_response
 
 MAX_IDS = 2**20
@@ -223,7 +229,9 @@ async def chat_of(
         messages=with_system(card, await loaded_messages(services, card, body.messages or ())),
         tools=body.tools,
         tool_choice=ToolChoice("auto" if body.tools else "none"),
-        template_options=known_options(services, request, card, body.chat_template_kwargs),
+        template_options=with_preset_options(
+            card, known_options(services, request, card, body.chat_template_kwargs)
+        ),
         add_generation_prompt=body.adds_generation_prompt,
         continue_final_message=bool(body.continue_final_message),
     )

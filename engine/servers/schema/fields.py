@@ -233,6 +233,7 @@ _FORMAT_SCHEMA = {
     "properties": {
         "type": {"enum": ["text", "json_object", "json_schema"]},
         "json_schema": _OBJECT,
+        "schema": _OBJECT,
     },
 }
 _CHOICES_SCHEMA = {"type": "array", "minItems": 1, "maxItems": MAX_CHOICES, "items": _TEXT}

@@ -21,6 +21,12 @@ MAX_CHOICES = 1_024
 
 _NAME = re.compile(r"[A-Za-z0-9_-]{1,64}")
 FORMATS = ("text", "json_object", "json_schema")
+# llama.cpp takes the schema of a JSON object beside its type.
+_FORMAT_KEYS = {
+    "text": ("type",),
+    "json_object": ("type", "schema"),
+    "json_schema": ("type", "json_schema"),
+}
 _SCHEMA_FIELDS = ("name", "description", "schema", "strict")
 
 
@@ -39,9 +45,11 @@ def read_response_format(value: Any, where: str = "response_format") -> Response
     if kind not in FORMATS:
         rule = f"should be one of {', '.join(FORMATS)}"
         raise problem(f"{where}.type", f"{rule}; got {describe(kind)}")
-    check_keys(value, ("type", "json_schema") if kind == "json_schema" else ("type",), where)
+    check_keys(value, _FORMAT_KEYS[kind], where)
     if kind == "text":
         return ResponseFormat(None)
+    if value.get("schema") is not None:
+        return ResponseFormat(schema_spec(value["schema"], f"{where}.schema", where))
     if kind == "json_object":
         return ResponseFormat(GrammarSpec(kind="json_object", param=where))
     return _json_schema(value.get("json_schema"), where)

@@ -157,7 +157,11 @@ class Services:
         presets = self.settings.tables.presets
         if not presets or (table := presets.get(card.root or card.id)) is None:
             return card
-        preset = Preset(system=table.system, parameters=table.defaults)
+        preset = Preset(
+            system=table.system,
+            template_options=table.template_options,
+            parameters=table.defaults,
+        )
         return msgspec.structs.replace(card, preset=preset)
 
     def choose_model(self, request: Request, name: str | None) -> ModelCard:
