@@ -9,7 +9,7 @@ import httpx
 import pytest
 
 from engine.core.errors import ContextLengthError
-from engine.core.interfaces.backend import CompletionRequest, FinishEvent, TextEvent
+from engine.core.interfaces.backend import CompletionRequest, Event, FinishEvent, TextEvent
 from engine.core.observability.metrics import Metrics
 from engine.servers.app import create_app
 from tests.fake_backend import CONTEXT_LENGTH, DEFAULT_WORDS, MODEL, FakeBackend
@@ -223,18 +223,27 @@ async def test_props_and_slots(client: httpx.AsyncClient) -> None:
     assert (await client.get("/lora-adapters")).json() == []
 
 
-async def test_a_running_request_has_a_slot(
-    client: httpx.AsyncClient, backend: FakeBackend
+async def test_a_running_sequence_has_a_slot(
+    client: httpx.AsyncClient, backend: FakeBackend, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    backend.token_s = 0.05
-    sent = {"prompt": "a", "n_predict": 5, "stream": True}
-    async with asyncio.TaskGroup() as tasks:
-        tasks.create_task(client.post("/completion", json=sent))
-        while not backend.num_open:
-            await asyncio.sleep(0.001)
-        seen = (await client.get("/slots")).json()
-    assert [slot["is_processing"] for slot in seen[:2]] == [True, False]
-    assert seen[0]["next_token"][0]["n_remain"] <= 5
+    """One of two answers has ended, and the other one waits for its second token."""
+    released = asyncio.Event()
+
+    async def held(request: CompletionRequest) -> AsyncIterator[Event]:
+        yield TextEvent(1, "a", 1)
+        yield FinishEvent(0, "stop")
+        await released.wait()
+
+    monkeypatch.setattr(backend, "complete", held)
+    sent = {"prompt": "a", "n_predict": 5, "n_cmpl": 2}
+    asking = asyncio.create_task(client.post("/completion", json=sent))
+    busy: list[dict[str, Any]] = []
+    while not busy or len(busy) > 1:
+        await asyncio.sleep(0.01)
+        busy = [each for each in (await client.get("/slots")).json() if each["is_processing"]]
+    assert busy[0]["next_token"][0] == {"has_next_token": True, "n_remain": 4, "n_decoded": 1}
+    released.set()
+    await asking
 
 
 async def test_no_route_is_there_if_the_dialect_is_off() -> None:
