@@ -238,9 +238,11 @@ async def test_a_running_sequence_has_a_slot(
     sent = {"prompt": "a", "n_predict": 5, "n_cmpl": 2}
     asking = asyncio.create_task(client.post("/completion", json=sent))
     busy: list[dict[str, Any]] = []
-    while not busy or len(busy) > 1:
-        await asyncio.sleep(0.01)
-        busy = [each for each in (await client.get("/slots")).json() if each["is_processing"]]
+    async with asyncio.timeout(20):
+        while len(busy) != 1:
+            await asyncio.sleep(0.01)
+            slots = (await client.get("/slots")).json()
+            busy = [each for each in slots if each["is_processing"]]
     assert busy[0]["next_token"][0] == {"has_next_token": True, "n_remain": 4, "n_decoded": 1}
     released.set()
     await asking
