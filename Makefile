@@ -1,4 +1,4 @@
-# Every target creates and updates .venv itself. Variables: MODEL, ARGS (for serve, bench, test-gpu), PYTHON,
+# Every target creates and updates .venv itself. Variables: MODEL, ARGS (for serve, bench, test-gpu, wheel), PYTHON,
 # VLLM_PYTHON and VLLM_MODEL (for test-vllm: an interpreter that has vLLM, and a checkpoint for it).
 
 PYTHON ?= $(shell command -v python3.11 || command -v python3)
@@ -19,7 +19,7 @@ step = @printf '\n==> %s\n' "$(1)"
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help serve clang test test-quick scoreboard test-slow test-gpu test-native test-vllm test-clients test-llamacpp-suite nightly lint format bench lock sbom clean
+.PHONY: help serve clang test test-quick scoreboard test-slow test-gpu test-native test-vllm test-clients test-llamacpp-suite nightly lint format bench wheel lock sbom clean
 
 help: ## Show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -120,6 +120,9 @@ format: $(VENV)/.dev ## Rewrite the code in house format
 bench: $(VENV)/.dev ## Measure this engine beside llama.cpp and vLLM (ARGS=--quick)
 	@$(BIN)/engine pull $(MODEL)
 	@$(BIN)/python -m benchmarks.run --model $(MODEL) $(ARGS)
+
+wheel: ## Build wheels for x86-64 and aarch64 and the sdist into dist/ (ARGS="--machine aarch64")
+	@$(PYTHON) deploy/wheels/build.py $(ARGS)
 
 # Tools for these two have an environment of their own.
 TOOLS := build/tools

@@ -45,7 +45,7 @@ def main() -> None:
 
 
 def stable_tag(python: str) -> str:
-    """"cp311" or "abi3": whether extensions for this interpreter are for its version alone."""
+    """ "cp311" or "abi3": whether extensions for this interpreter are for its version alone."""
     code = "import sys; print('abi3' if sys.version_info >= (3, 12) else 'cp311')"
     return subprocess.check_output([python, "-c", code], text=True).strip()
 
@@ -82,7 +82,9 @@ def build_wheel(tools: Path, machine: str, tag: str, out: Path) -> None:
     run(tools / "python", *command, **variables)
     platform = f"manylinux_{GLIBC.replace('.', '_')}_{machine}"
     (wheel,) = raw.iterdir()
-    run(tools / "auditwheel", "repair", "--plat", platform, "-w", out, wheel, PATH=variables["PATH"])
+    run(
+        tools / "auditwheel", "repair", "--plat", platform, "-w", out, wheel, PATH=variables["PATH"]
+    )
 
 
 def build_sdist(tools: Path, out: Path) -> None:

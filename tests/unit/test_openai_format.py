@@ -89,6 +89,7 @@ def test_what_stopped_a_choice_is_told() -> None:
     for body in (whole(events, 3), completion):
         told = [(each["finish_reason"], each["stop_reason"]) for each in body["choices"]]
         assert told == expected
+        assert [each["matched_stop"] for each in body["choices"]] == ["END", 17, None]
     for stream in (ChatStream(ENVELOPE, 3, False), CompletionStream(ENVELOPE, 3, False)):
         told = [
             (each["finish_reason"], each["stop_reason"])

@@ -39,6 +39,7 @@ OTHER_VALUES: dict[str, Any] = {
     "presence_penalty": 0.5,
     "frequency_penalty": 0.5,
     "logit_bias": {5: 1.5},
+    "text_bias": {"x": 1.5},
     "seed": 9,
     "n": 2,
     "stop": ("x",),
@@ -137,6 +138,13 @@ def test_the_names_that_dialects_use() -> None:
     assert plain.keys() == {
         *("model", "messages", "stream", "stream_options", "max_completion_tokens")
     }
+
+
+def test_biases_in_the_form_that_a_server_knows() -> None:
+    never = {"logit_bias": {5: float("-inf")}}
+    assert chat(VLLM, params=never)["logit_bias"] == {"5": -100.0}
+    told = chat(LLAMA_SERVER, params=never | {"text_bias": {"x": 1.5}})["logit_bias"]
+    assert told == [[5, False], ["x", 1.5]]
 
 
 def test_of_top_k_only_the_greedy_one_can_be_emulated() -> None:

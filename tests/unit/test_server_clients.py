@@ -101,7 +101,6 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     (CHAT, {"extra_body": {"top_k": 5}}, "extra_body"),
     (CHAT, {"functions": [{"name": "f"}]}, "functions"),
     (CHAT, {"modalities": ["text", "audio"]}, "modalities"),
-    (CHAT, {"prediction": {"type": "content"}}, "prediction"),
     (CHAT, {"web_search_options": {}}, "web_search_options"),
     (CHAT, {"service_tier": "flex"}, "service_tier"),
     (CHAT, {"store": True}, "store"),

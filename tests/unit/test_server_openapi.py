@@ -168,8 +168,8 @@ async def test_capabilities_of_every_body_are_what_it_takes() -> None:
     """What is called supported is never a field that exists to be refused."""
     parameters = (await get("/v1/capabilities")).json()["parameters"]
     responses = parameters["/v1/responses"]
-    assert {"background", "conversation", "max_tokens"}.isdisjoint(responses["supported"])
-    assert responses["refused_unless"]["background"] == [False]
+    assert {"prompt", "max_tokens"}.isdisjoint(responses["supported"])
+    assert responses["refused_unless"]["truncation"] == ["disabled"]
     assert parameters["/v1/messages"]["refused_unless"]["mcp_servers"] == [[]]
     assert parameters["/v1/embeddings"]["refused_unless"]["store"] == [False]
     assert parameters["/v1/batches"]["refused_unless"] == {}

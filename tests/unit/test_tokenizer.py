@@ -89,6 +89,17 @@ def test_ids_beyond_the_vocabulary_have_no_text(byte_level: Tokenizer) -> None:
     assert byte_level.decode([byte_level.vocab_size, -1]) == ""
 
 
+def test_sequences_with_a_text_are_found(byte_level: Tokenizer) -> None:
+    found = byte_level.sequences_with("the")
+    assert tuple(byte_level.encode("the")) in found and tuple(byte_level.encode(" the")) in found
+    for ids in found:
+        whole, start = (byte_level.decode(part, skip_special=False) for part in (ids, ids[:-1]))
+        assert "the" in whole and "the" not in start, ids
+    assert any(len(ids) > 1 for ids in found)
+    assert byte_level.sequences_with("the") is found, "kept for the next request"
+    assert byte_level.sequences_with("\ud800") == ()
+
+
 def test_rendered_prompt_is_encoded_as_one_text(byte_level: Tokenizer) -> None:
     rendered = RenderedPrompt((1, "user\nhi", 2, "\n"))
     expected = [1, *byte_level.encode("user\nhi"), 2, *byte_level.encode("\n")]

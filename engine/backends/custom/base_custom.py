@@ -39,6 +39,7 @@ from engine.backends.custom.frontend.prompts import (
     prepare_chat,
     prepare_completion,
     truncated,
+    with_text_bias,
 )
 from engine.backends.custom.frontend.text_cache import keep_text
 from engine.backends.custom.frontend.text_model import TextModel, load_text, with_template
@@ -254,10 +255,13 @@ class CustomBackend(InferenceBackend):
             for pattern in context.params.stop_regex:
                 await self._checker.check(stop_grammar(pattern), "stop_regex")
             prepared = await self._encode(encode_words, text, prepared, context.params)
+        params = context.params
+        if params.text_bias:
+            params = await self._encode(with_text_bias, text, params)
         submitted = GenerateRequest(
             request_id=context.request_id,
             prompt=prepared.token_ids,
-            params=context.params,
+            params=params,
             eos_ids=text.eos_ids,
             priority=context.priority,
             salt=context.salt,
@@ -268,8 +272,9 @@ class CustomBackend(InferenceBackend):
             images=prepared.images,
             bad_words=prepared.bad_words,
             dry_breakers=prepared.dry_breakers,
+            reports_progress=context.on_progress is not None,
         )
-        generation = Generation(submitted, text, prepared, self._link)
+        generation = Generation(submitted, text, prepared, self._link, context.on_progress)
         self._link.submit(submitted, generation)
         if context.on_prompt is not None:
             context.on_prompt(len(prepared.token_ids))

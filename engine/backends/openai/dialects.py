@@ -110,6 +110,7 @@ LIST_FIELDS = (
 _SAMPLER_FIELDS = frozenset(SAMPLER_FIELDS)
 # Parameters that OpenAI's own API does not have. Most of them are vLLM's.
 _ADDITIONS = _SAMPLER_FIELDS | {
+    "text_bias",
     "min_p",
     "repetition_penalty",
     "min_tokens",
@@ -157,7 +158,7 @@ VLLM = Dialect(
     name="vllm",
     signature=("/version", "version"),
     health_path="/health",
-    lacks=_SAMPLER_FIELDS - {"allowed_token_ids", "bad_words"},
+    lacks=_SAMPLER_FIELDS - {"allowed_token_ids", "bad_words"} | {"text_bias"},
     strict_tools=True,
     features=_CHAT_FEATURES
     | {
@@ -180,7 +181,7 @@ SGLANG = Dialect(
     name="sglang",
     signature=("/get_model_info", "model_path"),
     health_path="/health",
-    lacks=_SAMPLER_FIELDS - {"stop_regex"},
+    lacks=_SAMPLER_FIELDS - {"stop_regex"} | {"text_bias"},
     features=(_CHAT_FEATURES - {"add_generation_prompt"})
     | {"token_ids", "completion_logprobs", "parse_special", "priority", "cache_salt"},
     chat_grammars=_SGLANG_GRAMMARS,

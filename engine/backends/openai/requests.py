@@ -3,6 +3,7 @@ emulated, or refused with an error that names it.
 """
 
 import hashlib
+import math
 from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Any
@@ -87,6 +88,7 @@ def _gbnf_choice(spec: GrammarSpec) -> str:
 
 
 _DEFAULTS = SamplingParams()
+_MIN_BIAS = -100.0
 # Fields that are sent unchanged, under the dialect's name for them.
 _PLAIN = (
     "temperature",
@@ -213,8 +215,8 @@ class BodyBuilder:
             body["n"] = params.n
         if params.seed is not None:
             body["seed"] = params.seed % (dialect.max_seed + 1)
-        if params.logit_bias:
-            body["logit_bias"] = {str(key): bias for key, bias in params.logit_bias.items()}
+        if params.logit_bias or params.text_bias:
+            body["logit_bias"] = _biases(params, dialect)
         if params.stop:
             body["stop"] = list(params.stop[: dialect.max_stops])
             body |= dialect.asks_for_stop
@@ -340,6 +342,17 @@ def _strict(tool: dict[str, Any]) -> dict[str, Any]:
     if takes_nothing and not (schema.get("properties") or schema.get("patternProperties")):
         function["parameters"] = schema | {"const": {}}
     return tool | {"function": function}
+
+
+def _biases(params: SamplingParams, dialect: Dialect) -> Any:
+    """The field `logit_bias`. If a bias is about a text or excludes a token, it is a list of pairs,
+    for servers that know texts. Others exclude a token by the lowest bias of OpenAI's API.
+    """
+    biases = [*params.logit_bias.items(), *params.text_bias.items()]
+    is_plain = not params.text_bias and all(map(math.isfinite, params.logit_bias.values()))
+    if is_plain or "text_bias" in dialect.lacks:
+        return {str(key): max(bias, _MIN_BIAS) for key, bias in biases}
+    return [[key, bias if math.isfinite(bias) else False] for key, bias in biases]
 
 
 def _call(call: dict[str, Any]) -> dict[str, Any]:

@@ -36,6 +36,15 @@ class TokenText(msgspec.Struct, frozen=True):
     in_text: bool = True  # False for a control token that is not part of the text
 
 
+class PromptProgress(msgspec.Struct, frozen=True):
+    """How much of a prompt is computed."""
+
+    total: int  # tokens of the prompt
+    cached: int  # tokens that were in the prefix cache
+    processed: int  # tokens that are computed or were cached
+    seconds: float  # since the first step of the request
+
+
 class TextEvent(msgspec.Struct, frozen=True):
     """A piece of an answer's text. It is final: later events don't change it.
 
@@ -48,6 +57,7 @@ class TextEvent(msgspec.Struct, frozen=True):
     num_tokens: int
     logprobs: tuple[TokenText, ...] | None = None
     token_ids: tuple[int, ...] = ()  # empty if the backend does not know them
+    progress: PromptProgress | None = None  # only in events before the first token, without text
 
 
 class ReasoningEvent(msgspec.Struct, frozen=True):
@@ -123,6 +133,8 @@ class GenerationContext(msgspec.Struct, frozen=True, kw_only=True):
     # Called once the backend has checked the prompt and sent it to its engine, with the prompt's
     # number of tokens. None: only the remote server knows the number.
     on_prompt: Callable[[int | None], None] | None = None
+    # Called whenever more of the prompt is computed. Backends of other servers never call it.
+    on_progress: Callable[[PromptProgress], None] | None = None
 
 
 class ToolChoice(msgspec.Struct, frozen=True):

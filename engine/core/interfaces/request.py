@@ -54,6 +54,8 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
     presence_penalty: float = 0.0
     frequency_penalty: float = 0.0
     logit_bias: dict[int, float] = {}
+    # Biases of all tokens of a text. The frontend adds them to `logit_bias`.
+    text_bias: dict[str, float] = {}
     seed: int | None = None  # None: a random seed is chosen when the request is submitted
     n: int = 1
     stop: tuple[str, ...] = ()  # stop strings, matched by the frontend
@@ -156,6 +158,8 @@ class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True, tag="submit"):
     bad_words: tuple[tuple[int, ...], ...] = ()  # token ids of `params.bad_words`
     # Token sequences with which a text of `params.dry_sequence_breakers` ends
     dry_breakers: tuple[tuple[int, ...], ...] = ()
+    # Send a delta after each step that computes a part of the prompt.
+    reports_progress: bool = False
     # Only for encoders: in a pair of texts, the index of the first token with token type 1. 0: all
     # tokens have type 0
     second_start: int = 0
@@ -227,6 +231,8 @@ class TokenDelta(msgspec.Struct, frozen=True, array_like=True, gc=False):
     # Logprobs of all prompt tokens except the first. Set on a choice's first delta, if requested.
     prompt_logprobs: tuple[TokenLogprobs, ...] | None = None
     vector: bytes | None = None  # float32 embedding; set on the only delta of a pooling request
+    # Number of computed prompt tokens, the cached ones included. Such a delta has no tokens.
+    num_processed: int = 0
 
 
 STEP_SECONDS = (0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10)

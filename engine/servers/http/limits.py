@@ -19,7 +19,7 @@ from engine.core.errors import (
     UnsupportedMediaTypeError,
 )
 from engine.core.text.long_texts import after_other_long_texts
-from engine.servers.http.errors import ClientDisconnectedError
+from engine.servers.http.errors import ClientDisconnectedError, problem
 from engine.servers.http.request_log import record_of
 
 MAX_DEPTH = 64
@@ -73,6 +73,18 @@ def decode_object(raw: bytes) -> dict[str, Any]:
     if not isinstance(decoded, dict):
         raise InvalidRequestError("The request body must be a JSON object.")
     return decoded
+
+
+def decode_text(text: str, where: str) -> Any:
+    """Parse JSON text inside a JSON string. It has the same nesting limit as a request body."""
+    raw = text.encode()
+    try:
+        check_depth(raw)
+        return msgspec.json.decode(raw)
+    except InvalidRequestError:
+        raise problem(where, f"is nested more than {MAX_DEPTH} levels deep") from None
+    except (msgspec.MsgspecError, ValueError) as error:
+        raise problem(where, f"is not valid JSON: {error}") from None
 
 
 def check_depth(raw: bytes) -> None:

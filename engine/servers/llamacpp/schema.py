@@ -18,7 +18,7 @@ from engine.core.interfaces.backend import GrammarSpec, ModelCard
 from engine.core.interfaces.request import SamplingParams
 from engine.servers.http.errors import check_keys, describe, problem
 from engine.servers.openai.embeddings import MAX_INPUTS, VectorsBody
-from engine.servers.openai.schema import ConversationBody
+from engine.servers.openai.schema import ChatPromptBody
 from engine.servers.schema import fields
 from engine.servers.schema.body import SamplingBody
 
@@ -211,7 +211,7 @@ class InfillBody(NativeSampling):
     prompt: str | None = None  # the beginning of the text to fill in
 
 
-class TemplateBody(ConversationBody):
+class TemplateBody(ChatPromptBody):
     """A conversation whose prompt is rendered or counted, and not answered."""
 
     messages: fields.Messages

@@ -20,6 +20,7 @@ from engine.core.interfaces.backend import (
     FinishEvent,
     GenerationContext,
     ModelCard,
+    ReasoningEvent,
     TextEvent,
     UsageEvent,
 )
@@ -46,6 +47,7 @@ from engine.servers.serving.chat import (
     known_options,
     open_chat,
     require_grammar,
+    thinking_options,
     warn_of_cache_key,
 )
 from engine.servers.serving.event_pump import EventPump
@@ -68,7 +70,8 @@ def add_chat_routes(app: FastAPI, services: Services) -> None:
         params = body.params(card)
         ask = chat_ask(services, request, body, card)
         completion_id = new_completion_id("chatcmpl")
-        pump = await open_chat(services, request, ticket, ask, body, params, completion_id)
+        follow = _without_reasoning if body.include_reasoning is False else None
+        pump = await open_chat(services, request, ticket, ask, body, params, completion_id, follow)
         envelope = new_envelope(completion_id, card)
         named_tool = ask.tool_choice.mode == "named"
         if body.stream:
@@ -83,20 +86,44 @@ def add_chat_routes(app: FastAPI, services: Services) -> None:
                 with_logprobs=bool(body.logprobs),
                 named_tool=named_tool,
                 metadata=body.metadata,
+                timings=whole_timings(body, pump),
             )
         )
 
 
+def whole_timings(body: OpenAIBody, pump: EventPump) -> dict[str, Any] | None:
+    """The timings of a whole answer, if the client wants them."""
+    if not body.timings_per_token:
+        return None
+    from engine.servers.openai.reports import timings  # few requests want reports
+
+    return timings(pump.usage)
+
+
 async def stream_chunks(
-    services: Services, pump: EventPump, stream: StreamFormat, body: OpenAIBody
+    services: Services, pump: EventPump, stream: ChatStream | CompletionStream, body: OpenAIBody
 ) -> Response:
-    """Start a stream of chunks, with the usage so far in each of them if the client wants it. For
-    chats and completions.
+    """Start a stream of chunks, with the usage so far in each of them if the client wants it, and
+    with llama.cpp's reports. For chats and completions.
     """
+
+    def reporting(inner: StreamFormat) -> StreamFormat:
+        if not body.reports_progress:
+            return inner
+        from engine.servers.openai.reports import ReportingStream  # few requests want reports
+
+        return ReportingStream(
+            inner,
+            stream,
+            pump,
+            with_progress=bool(body.return_progress),
+            with_timings=bool(body.timings_per_token),
+        )
+
     if not (body.include_usage and body.continuous_usage):
-        return await answer_streaming(pump, stream)
+        return await answer_streaming(pump, reporting(stream))
     return await answer_counted(
-        pump, services.backend, lambda lengths: RunningUsage(stream, pump, lengths)
+        pump, services.backend, lambda lengths: reporting(RunningUsage(stream, pump, lengths))
     )
 
 
@@ -127,6 +154,10 @@ def check_structure(
         param = "response_format.json_schema.description"
         services.warn(request, param, "is not shown to the model")
     warn_of_cache_key(services, request, body.prompt_cache_key)
+    if body.return_progress and not body.stream:
+        services.warn(request, "return_progress", "has no effect on an answer that is not streamed")
+    if body.reports_progress and "return_progress" in card.lacks:
+        services.warn(request, "return_progress", f"its backend ({card.backend}) does not tell it")
     if body.continuous_usage and not body.include_usage:
         param = "stream_options.continuous_usage_stats"
         services.warn(request, param, "has no effect without include_usage")
@@ -135,12 +166,20 @@ def check_structure(
 def template_options(
     services: Services, request: Request, body: ChatBody, card: ModelCard
 ) -> dict[str, Any]:
-    """Options for the chat template. `chat_template_kwargs` overrides `reasoning_effort`."""
+    """Options for the chat template. `chat_template_kwargs` overrides `reasoning_effort`, which
+    overrides `enable_thinking`.
+    """
     given = known_options(services, request, card, body.chat_template_kwargs)
     if body.verbosity is not None:
         services.warn(request, "verbosity", "can't be set for this model")
-    effort = body.reasoning_effort
-    return effort_options(services, request, card, effort, "reasoning_effort") | given
+    effort = effort_options(services, request, card, body.reasoning_effort, "reasoning_effort")
+    return thinking_options(services, request, card, body.enable_thinking) | effort | given
+
+
+async def _without_reasoning(source: AsyncIterator[Event]) -> AsyncIterator[Event]:
+    async for event in source:
+        if not isinstance(event, ReasoningEvent):
+            yield event
 
 
 NO_SUFFIX = "was not made to fill in the text before a suffix"
@@ -162,6 +201,7 @@ def add_completions_routes(app: FastAPI, services: Services) -> None:
         completion_id = new_completion_id("cmpl")
         context = services.context(request, card, body, params, completion_id, body.grammar)
         pump = await services.begin(ticket, params, len(body.prompt))
+        pump.reports_progress = body.reports_progress
         pump.watch(request.receive)
         sources = await pump.open(services.backend, completion_requests(body, context, parses))
         pump.read([_prompt_only(each) for each in sources] if body.only_echoes else sources)
@@ -178,6 +218,7 @@ def add_completions_routes(app: FastAPI, services: Services) -> None:
                 pump.usage,
                 with_logprobs=body.logprobs is not None,
                 metadata=body.metadata,
+                timings=whole_timings(body, pump),
             )
         )
 
@@ -205,6 +246,7 @@ def add_fim_routes(app: FastAPI, services: Services) -> None:
             add_special_tokens=body.add_special_tokens is not False,
         )
         pump = await services.begin(ticket, params)
+        pump.reports_progress = body.reports_progress
         pump.watch(request.receive)
         pump.read(await pump.open(services.backend, [asked]))
         envelope = new_envelope(completion_id, card)
@@ -212,7 +254,10 @@ def add_fim_routes(app: FastAPI, services: Services) -> None:
             stream = ChatStream(envelope, params.n, body.include_usage)
             return await stream_chunks(services, pump, stream, body)
         collected = await collect(pump, params.n)
-        return json_bytes(chat_body(envelope, collected, pump.usage, metadata=body.metadata))
+        timings = whole_timings(body, pump)
+        return json_bytes(
+            chat_body(envelope, collected, pump.usage, metadata=body.metadata, timings=timings)
+        )
 
 
 def completion_requests(

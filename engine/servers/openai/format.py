@@ -156,7 +156,9 @@ def _ending(
     reason = finish.reason
     if reason != "length":
         reason = "tool_calls" if has_calls and not named_tool else "stop"
-    return {"finish_reason": reason, "stop_reason": finish.stop_reason}
+    # vLLM and SGLang have different names for what ended the choice.
+    stop = finish.stop_reason
+    return {"finish_reason": reason, "stop_reason": stop, "matched_stop": stop}
 
 
 def chat_body(
@@ -167,6 +169,7 @@ def chat_body(
     with_logprobs: bool = False,
     named_tool: bool = False,
     metadata: dict[str, str] | None = None,
+    timings: dict[str, Any] | None = None,
 ) -> bytes:
     choices = []
     for index, choice in enumerate(collected.choices):
@@ -175,7 +178,7 @@ def chat_body(
             {"index": index, "message": chat_message(choice), "logprobs": logprobs}
             | choice.ending(named_tool)
         )
-    return _whole(envelope, "chat.completion", choices, usage, metadata)
+    return _whole(envelope, "chat.completion", choices, usage, metadata, timings)
 
 
 def chat_message(choice: Choice) -> dict[str, Any]:
@@ -198,12 +201,13 @@ def completion_body(
     *,
     with_logprobs: bool = False,
     metadata: dict[str, str] | None = None,
+    timings: dict[str, Any] | None = None,
 ) -> bytes:
     bodies = []
     for index, choice in enumerate(choices):
         logprobs = legacy_logprobs(choice.tokens, 0) if with_logprobs else None
         bodies.append({"index": index, "text": choice.text, "logprobs": logprobs} | choice.ending())
-    return _whole(envelope, "text_completion", bodies, usage, metadata)
+    return _whole(envelope, "text_completion", bodies, usage, metadata, timings)
 
 
 def _whole(
@@ -212,10 +216,13 @@ def _whole(
     choices: list[dict[str, Any]],
     usage: UsageEvent,
     metadata: dict[str, str] | None,
+    timings: dict[str, Any] | None,
 ) -> bytes:
     body = envelope.fields(kind) | {"choices": choices, "usage": usage_body(usage)}
     if metadata:
         body["metadata"] = metadata
+    if timings:
+        body["timings"] = timings
     return _encode(body)
 
 
@@ -294,6 +301,10 @@ class ChatStream(_ChunkStream):
         # For each choice, maps the index of each tool call to whether the call has arguments yet.
         self._calls: list[dict[int, bool]] = [{} for _ in range(num_choices)]
 
+    def blank(self, choice: int) -> bytes:
+        """A chunk without text, to which fields can be added."""
+        return self._before[choice] + self._after
+
     def opening(self) -> bytes:
         role = b'"role":"assistant","content":""'
         return b"".join(before + role + self._after for before in self._before)
@@ -359,6 +370,9 @@ class CompletionStream(_ChunkStream):
         self._before = [self.head + b'{"index":%d,"text":' % index for index in range(num_choices)]
         self._after = b',"logprobs":null,"finish_reason":null}' + self.tail
         self._offsets = [0] * num_choices
+
+    def blank(self, choice: int) -> bytes:
+        return self._before[choice] + b'""' + self._after
 
     def opening(self) -> bytes:
         return b""

@@ -32,7 +32,7 @@ from engine.servers.openai.format import Collected, usage_body
 from engine.servers.openai.logprobs import chat_logprobs
 from engine.servers.openai.schema import GenerateBody
 from engine.servers.serving.admission import Ticket
-from engine.servers.serving.chat import NO_TEXT
+from engine.servers.serving.chat import NO_TEXT, require_grammar
 from engine.servers.serving.event_pump import EventPump, OutputEvent, coalesce
 from engine.servers.serving.services import (
     Services,
@@ -224,7 +224,9 @@ def add_generate_routes(app: FastAPI, services: Services) -> None:
         parses = await services.parses_special(request, card, body.parse_special, [body.prompt])
         request_id = new_completion_id("gen")
         params = body.params(card)
-        context = services.context(request, card, body, params, request_id)
+        require_grammar(services, card, body.structured_outputs)
+        grammar = body.structured_outputs
+        context = services.context(request, card, body, params, request_id, grammar)
         pump = await services.begin(ticket, params)
         if body.stream:
             pump.watch(request.receive)

@@ -38,6 +38,12 @@ from engine.servers.openai.schema import ChatBody, CompletionBody, FimBody, Gene
 from engine.servers.openai.tokenize import DetokenizeBody, TokenizeBody, TokenizerQuery
 from engine.servers.ops import admin_control, admin_models
 from engine.servers.responses import items
+from engine.servers.responses.conversations import (
+    ConversationBody,
+    ConversationUpdate,
+    NewItemsBody,
+    NewItemsQuery,
+)
 from engine.servers.responses.schema import ItemsQuery, ResponseBody, ResponseQuery, TokenCountBody
 from engine.servers.schema import body, fields, messages, structured
 from engine.servers.schema.body import SamplingBody, off_values
@@ -79,6 +85,9 @@ BODIES: dict[str, type[BaseModel]] = {
     "/v1/chat/completions": ChatBody,
     "/v1/chat/completions/input_tokens": llamacpp.TemplateBody,
     "/v1/completions": CompletionBody,
+    "/v1/conversations": ConversationBody,
+    "/v1/conversations/{conversation_id}": ConversationUpdate,
+    "/v1/conversations/{conversation_id}/items": NewItemsBody,
     "/v1/embeddings": EmbeddingBody,
     "/v1/fim/completions": FimBody,
     "/v1/messages": anthropic.MessagesBody,
@@ -93,7 +102,10 @@ BODIES: dict[str, type[BaseModel]] = {
     "/v1/uploads/{upload_id}/complete": CompleteBody,
 }
 # Bodies that refuse every parameter besides their own, whatever its value.
-EXACT = (BatchBody, CompleteBody, MessageBatchBody, UploadBody)
+EXACT = (
+    *(BatchBody, CompleteBody, ConversationBody, ConversationUpdate, MessageBatchBody),
+    *(NewItemsBody, UploadBody),
+)
 # Maps paths to the form of a POST that uploads a file: its fields, and the part with the file.
 FORMS: dict[str, tuple[type[BaseModel], str]] = {
     "/v1/files": (UploadFields, form.FILE),
@@ -102,6 +114,8 @@ FORMS: dict[str, tuple[type[BaseModel], str]] = {
 # Maps paths to the query parameters of a GET.
 QUERIES: dict[str, type[BaseModel]] = {
     "/v1/batches": BatchQuery,
+    "/v1/conversations/{conversation_id}/items": ItemsQuery,
+    "/v1/conversations/{conversation_id}/items/{item_id}": NewItemsQuery,
     "/v1/files": FileQuery,
     "/v1/messages/batches": MessageBatchQuery,
     "/props": PropsQuery,

@@ -44,6 +44,9 @@ class OpenAIBody(SamplingBody):
     # OpenAI replaced the field `user` by these two fields.
     safety_identifier: fields.EndUser | None = None
     prompt_cache_key: Annotated[str, Field(max_length=512)] | None = None
+    id_slot: Annotated[int, Field(ge=-1, le=2**31 - 1)] | None = None
+    timings_per_token: bool | None = None
+    return_progress: bool | None = None
 
     @property
     def end_user(self) -> str | None:
@@ -51,7 +54,9 @@ class OpenAIBody(SamplingBody):
 
     @property
     def conversation_key(self) -> str | None:
-        return self.prompt_cache_key or self.end_user
+        # A slot of llama.cpp keeps the cache of one conversation.
+        slot = f"slot {self.id_slot}" if self.id_slot not in (None, -1) else None
+        return self.prompt_cache_key or slot or self.end_user
 
     @property
     def include_usage(self) -> bool:
@@ -60,6 +65,10 @@ class OpenAIBody(SamplingBody):
     @property
     def continuous_usage(self) -> bool:
         return self.stream_options is not None and bool(self.stream_options.continuous_usage_stats)
+
+    @property
+    def reports_progress(self) -> bool:
+        return bool(self.stream and (self.return_progress or self.timings_per_token))
 
     @property
     def grammar(self) -> GrammarSpec | None:
@@ -122,7 +131,7 @@ class EndOfPrompt(BaseModel):
         return self
 
 
-class ConversationBody(EndOfPrompt):
+class ChatPromptBody(EndOfPrompt):
     """A conversation that is only tokenized."""
 
     model: fields.ModelName | None = None
@@ -140,6 +149,8 @@ class ChatBody(EndOfPrompt, OpenAIBody):
     parallel_tool_calls: bool | None = None
     chat_template_kwargs: fields.TemplateOptions = {}
     reasoning_effort: ReasoningEffort | None = None
+    enable_thinking: bool | None = None
+    include_reasoning: bool | None = None
     verbosity: Literal["low", "medium", "high"] | None = None
 
     @property
@@ -175,7 +186,7 @@ class PromptText(BaseModel):
 
 class CompletionBody(PromptText, OpenAIBody):
     prompt: fields.Prompts
-    max_tokens: Annotated[int, Field(ge=0, le=fields.MAX_TOKENS)] | None = None
+    max_tokens: fields.TokenLimitOrZero | None = None
     logprobs: NumLogprobs | None = None
     echo: bool | None = None
     suffix: str | None = None
@@ -220,6 +231,7 @@ class GenerateBody(PromptText, SamplingBody):
     prompt: fields.OnePrompt
     model: fields.ModelName | None = None
     logprobs: NumLogprobs | None = None
+    structured_outputs: fields.StructuredOutputs = None
 
     def params(self, card: ModelCard) -> SamplingParams:
         return self.sampling(card, self.max_tokens or DEFAULT_COMPLETION_TOKENS, self.logprobs)

@@ -24,7 +24,7 @@ from engine.core.interfaces.request import SamplingParams
 from engine.servers.http.errors import describe, problem
 from engine.servers.http.listing import Query, parse_query
 from engine.servers.http.request_log import record_of
-from engine.servers.openai.schema import ConversationBody
+from engine.servers.openai.schema import ChatPromptBody
 from engine.servers.schema import fields
 from engine.servers.schema.body import parse_body
 from engine.servers.serving.admission import Ticket
@@ -61,7 +61,7 @@ _IDS_SCHEMA = {
 }
 
 
-class TokenizeBody(ConversationBody):
+class TokenizeBody(ChatPromptBody):
     """The body has either a `prompt`, or `messages` with their options."""
 
     prompt: str | None = None
@@ -217,7 +217,7 @@ def _piece(piece: bytes) -> str | list[int]:
 
 
 async def chat_of(
-    services: Services, request: Request, body: ConversationBody, card: ModelCard
+    services: Services, request: Request, body: ChatPromptBody, card: ModelCard
 ) -> ChatRequest:
     """The backend's request for a conversation that is only tokenized."""
     services.require(card, "chat", "messages", "has no chat template; send a prompt")

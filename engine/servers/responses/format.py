@@ -44,6 +44,7 @@ def outline(body: ResponseBody, response_id: str, card: ModelCard, is_stored: bo
         "output": [],
         "parallel_tool_calls": body.parallel_tool_calls is not False,
         "previous_response_id": body.previous_response_id,
+        "conversation": None if body.conversation is None else {"id": body.conversation},
         "prompt_cache_key": body.prompt_cache_key,
         "reasoning": {"effort": reasoning.effort, "summary": None},
         "safety_identifier": body.safety_identifier,

@@ -37,7 +37,11 @@ def parse_input(value: Any) -> tuple[Item, ...]:
         raise problem("input", f"should be text or a list of items, got {describe(value)}")
     if not 1 <= len(value) <= MAX_ITEMS:
         raise problem("input", f"should have 1 to {MAX_ITEMS} items, got {len(value)}")
-    return tuple(_item(item, f"input[{i}]") for i, item in enumerate(value))
+    return parse_items(value, "input")
+
+
+def parse_items(values: Sequence[Any], where: str) -> tuple[Item, ...]:
+    return tuple(_item(item, f"{where}[{i}]") for i, item in enumerate(values))
 
 
 def with_ids(items: Sequence[Item], response_id: str) -> list[Item]:
@@ -50,7 +54,7 @@ def with_ids(items: Sequence[Item], response_id: str) -> list[Item]:
     ]
 
 
-_PREFIXES = {
+ID_PREFIXES = {
     "message": "msg_",
     "function_call": "fc_",
     "function_call_output": "fco_",
@@ -65,7 +69,7 @@ def item_id(kind: str, response_id: str, index: int, *, is_input: bool = False) 
     from the item's id.
     """
     place = index | _INPUT_MARK if is_input else index
-    return f"{_PREFIXES[kind]}{response_id.removeprefix(PREFIX)}{place:0{_INDEX_DIGITS}x}"
+    return f"{ID_PREFIXES[kind]}{response_id.removeprefix(PREFIX)}{place:0{_INDEX_DIGITS}x}"
 
 
 def response_of(item_id: str) -> str:

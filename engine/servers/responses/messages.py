@@ -17,17 +17,17 @@ Item = dict[str, Any]
 
 
 def to_messages(
-    instructions: str | None, earlier: Iterable[Item], own: Sequence[Item]
+    instructions: str | None, earlier: Iterable[Item], own: Sequence[Item], source: str
 ) -> tuple[dict[str, Any], ...]:
-    """Convert items to chat messages. An error in an `earlier` (stored) item names
-    `previous_response_id`. An error in one of `own`, the request's items, names its place in
-    `input`.
+    """Convert items to chat messages. An error in an `earlier` (stored) item names `source`, the
+    parameter by which the client named them. An error in one of `own`, the request's items, names
+    its place in `input`.
     """
     conversation = _Conversation()
     if instructions:
         conversation.messages.append({"role": "system", "content": instructions})
     for item in earlier:
-        conversation.add(item, "previous_response_id")
+        conversation.add(item, source)
     for index, item in enumerate(own):
         conversation.add(item, f"input[{index}]")
     return tuple(conversation.messages)

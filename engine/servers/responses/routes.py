@@ -14,6 +14,7 @@ from engine.core.interfaces.request import SamplingParams
 from engine.servers.access.auth import principal_of
 from engine.servers.http.errors import problem
 from engine.servers.http.listing import list_body, parse_query
+from engine.servers.responses.conversations import ConversationStore, add_conversations_routes
 from engine.servers.responses.create import ResponseMaker
 from engine.servers.responses.format import ResponseStream
 from engine.servers.responses.items import Item
@@ -36,7 +37,9 @@ from engine.servers.serving.services import (
 
 def add_responses_routes(app: FastAPI, services: Services) -> None:
     store = ResponseStore(services.objects)
-    maker = ResponseMaker(services, store)
+    conversations = ConversationStore(services.objects)
+    maker = ResponseMaker(services, store, conversations)
+    add_conversations_routes(app, services, conversations)
 
     @app.post("/v1/responses")
     async def create(

@@ -1,9 +1,8 @@
 """Request bodies of `/v1/responses`: OpenAI's fields, and the sampling fields that all endpoints
 share.
 
-OpenAI's conversations, prompt templates and background responses are not supported. Their
-parameters are refused with an error that names the parameter. Tools that are not functions are left
-out, with a warning.
+OpenAI's prompt templates and background responses are not supported. Their parameters are refused
+with an error that names the parameter. Tools that are not functions are left out, with a warning.
 """
 
 from typing import Annotated, Any, Literal
@@ -22,10 +21,10 @@ from pydantic import (
 from engine.core.errors import InvalidRequestError
 from engine.core.interfaces.backend import GrammarSpec, ModelCard, ToolChoice
 from engine.core.interfaces.request import SamplingParams
-from engine.servers.http.errors import describe, problem
+from engine.servers.http.errors import check_keys, describe, problem, short_text
 from engine.servers.http.listing import Cursor, Order, Query
 from engine.servers.openai.schema import NumLogprobs, ReasoningEffort
-from engine.servers.responses.items import MAX_ITEMS, parse_input
+from engine.servers.responses.items import MAX_ID, MAX_ITEMS, parse_input
 from engine.servers.responses.tools import (
     NO_TOOLS,
     PLAIN_TEXT,
@@ -103,6 +102,21 @@ InputItems = Annotated[
         }
     ),
 ]
+
+
+def _parse_conversation(value: Any) -> str:
+    """The id of a conversation, which is sent as text or in an object."""
+    if isinstance(value, dict):
+        check_keys(value, ("id",), "conversation")
+        value = value.get("id")
+    return short_text(value, "conversation", MAX_ID)
+
+
+ConversationId = Annotated[
+    str,
+    PlainValidator(_parse_conversation),
+    WithJsonSchema({"anyOf": [{"type": "string"}, {"type": "object"}]}),
+]
 FlatTools = Annotated[
     OfferedTools,
     PlainValidator(parse_flat_tools),
@@ -162,7 +176,7 @@ class PromptBody(BaseModel):
     text: TextConfig | None = None
     reasoning: ReasoningConfig | None = None
     truncation: Annotated[None, *refused("send items that fit the context", "disabled")] = None
-    conversation: Annotated[None, *refused("send previous_response_id")] = None
+    conversation: ConversationId | None = None
 
     @property
     def offered(self) -> OfferedTools:
@@ -179,6 +193,12 @@ class PromptBody(BaseModel):
     @property
     def choice_of_tools(self) -> tuple[ToolChoice, Tools]:
         return parse_flat_choice(self.tool_choice, self.offered.functions)
+
+    @model_validator(mode="after")
+    def _one_history(self) -> "PromptBody":
+        if self.conversation is not None and self.previous_response_id is not None:
+            raise problem("conversation", "excludes previous_response_id")
+        return self
 
     @model_validator(mode="after")
     def _choice_fits_tools(self) -> "PromptBody":

@@ -152,11 +152,15 @@ def _check_size(num_turns: int, num_bytes: int, param: str) -> None:
     could make the server read any amount of data.
     """
     if num_turns > MAX_TURNS or num_bytes > MAX_CONVERSATION_BYTES:
-        raise InvalidRequestError(
-            f"The conversation is longer than {MAX_TURNS} turns or {MAX_CONVERSATION_BYTES} bytes."
-            " Begin a new one, with what matters of this one as input.",
-            param=param,
-        )
+        raise too_long(MAX_TURNS, "turns", param)
+
+
+def too_long(max_parts: int, parts: str, param: str) -> InvalidRequestError:
+    return InvalidRequestError(
+        f"The conversation is longer than {max_parts} {parts} or {MAX_CONVERSATION_BYTES} bytes."
+        " Begin a new one, with what matters of this one as input.",
+        param=param,
+    )
 
 
 def _not_found(response_id: str) -> NotFoundError:

@@ -47,7 +47,7 @@ class SamplingBody(BaseModel):
 
     model_config = ConfigDict(strict=True, extra="forbid", frozen=True, defer_build=True)
 
-    max_tokens: fields.TokenCount | None = None
+    max_tokens: fields.TokenLimit | None = None
     min_tokens: Annotated[int, Field(ge=0, le=fields.MAX_TOKENS)] | None = None
     temperature: Annotated[float, Field(ge=0, le=2)] | None = None
     top_p: fields.Fraction | None = None
@@ -90,6 +90,8 @@ class SamplingBody(BaseModel):
     metadata: fields.Metadata = {}
     # Requests share cached prefixes only if they come from the same tenant and have the same salt.
     cache_salt: Annotated[str, Field(min_length=1, max_length=256)] | None = None
+    # If false, the prompt is computed without cached prefixes.
+    cache_prompt: bool | None = None
     truncate_prompt_tokens: fields.Truncation = None
 
     @property
@@ -100,6 +102,11 @@ class SamplingBody(BaseModel):
     def conversation_key(self) -> str | None:
         """A string that the client sends with all requests of one conversation, if it sends one."""
         return self.end_user
+
+    @property
+    def reports_progress(self) -> bool:
+        """Whether the stream of the answer needs to know how much of the prompt is computed."""
+        return False
 
     @property
     def num_choices(self) -> int:
@@ -116,6 +123,8 @@ class SamplingBody(BaseModel):
         limits the answer. `limit_name` is the client's name for `max_tokens`; errors use it.
         """
         body = self
+        if max_tokens is fields.NO_LIMIT:
+            max_tokens = None
         if card.preset is not None:
             body = self._with_defaults(card.preset.parameters)
             max_tokens = max_tokens or card.preset.parameters.get("max_tokens")
@@ -135,6 +144,7 @@ class SamplingBody(BaseModel):
             )
         # top_p = 0 keeps only the likeliest token.
         only_best = body.top_p == 0 and not body.samplers
+        biases = body.logit_bias.items()
         return SamplingParams(
             max_tokens=max_tokens,
             min_tokens=min_tokens,
@@ -145,7 +155,8 @@ class SamplingBody(BaseModel):
             repetition_penalty=_default(body.repetition_penalty, 1.0),
             presence_penalty=body.presence_penalty or 0.0,
             frequency_penalty=body.frequency_penalty or 0.0,
-            logit_bias=body.logit_bias,
+            logit_bias={key: bias for key, bias in biases if isinstance(key, int)},
+            text_bias={key: bias for key, bias in biases if isinstance(key, str)},
             seed=None if body.seed is None else body.seed % 2**63,
             n=body.num_choices,
             stop=body.stop,

@@ -4,9 +4,17 @@ parser, and a JSON schema of the accepted values.
 The parsers stop at the first mistake. Their errors quote at most a few characters of the value.
 """
 
+import math
 from typing import Annotated, Any
 
-from pydantic import BeforeValidator, Field, PlainValidator, WithJsonSchema
+from pydantic import (
+    BeforeValidator,
+    Field,
+    PlainValidator,
+    ValidatorFunctionWrapHandler,
+    WithJsonSchema,
+    WrapValidator,
+)
 
 from engine.core.interfaces.backend import GrammarSpec
 from engine.core.interfaces.request import SAMPLERS
@@ -52,6 +60,17 @@ def _off_if_negative(value: Any) -> Any:
     return 0 if type(value) is int and value == -1 else value
 
 
+class _NoLimit(int):
+    """A length limit that bodies can't have. Parameters of other servers are converted to it."""
+
+
+NO_LIMIT = _NoLimit(-1)
+
+
+def _or_no_limit(value: Any, validate: ValidatorFunctionWrapHandler) -> Any:
+    return value if isinstance(value, _NoLimit) else validate(value)
+
+
 def _parse_stop(value: Any) -> tuple[str, ...]:
     if value is None or value == "":
         return ()
@@ -72,6 +91,8 @@ def _parse_stop(value: Any) -> tuple[str, ...]:
 def _parse_samplers(value: Any) -> tuple[str, ...]:
     if value is None:
         return ()
+    if isinstance(value, str):
+        value = [_SAMPLER_LETTERS.get(each, each) for each in value[: MAX_SAMPLERS + 1]]
     names = ", ".join(SAMPLERS)
     if not isinstance(value, list) or len(value) > MAX_SAMPLERS:
         rule = f"should be a list of at most {MAX_SAMPLERS} of these names: {names}"
@@ -87,21 +108,38 @@ def _parse_samplers(value: Any) -> tuple[str, ...]:
     return tuple(found)
 
 
-def _parse_bias(value: Any) -> dict[int, float]:
+def _parse_bias(value: Any) -> dict[int | str, float]:
+    """Biases of token ids and of texts. Only llama.cpp's form, a list of pairs, has texts. In an
+    object, a key that is no number is a mistake of the client.
+    """
     if value is None:
         return {}
-    if not isinstance(value, dict):
-        raise problem("logit_bias", f"should be an object, got {describe(value)}")
+    is_list = isinstance(value, list) and all(isinstance(e, list) and len(e) == 2 for e in value)
+    if not (is_list or isinstance(value, dict)):
+        rule = "should be an object or a list of pairs"
+        raise problem("logit_bias", f"{rule}, got {describe(value)}")
     if len(value) > MAX_BIASES:
         raise problem("logit_bias", f"should have at most {MAX_BIASES} keys, got {len(value)}")
-    biases: dict[int, float] = {}
-    for key, bias in value.items():
-        if not (key.isascii() and key.isdecimal() and len(key) <= 10 and int(key) <= MAX_TOKEN_ID):
-            raise problem("logit_bias", f"keys should be token ids, got {describe(key)}")
-        if type(bias) not in (int, float) or not -100 <= bias <= 100:
-            raise problem(f"logit_bias.{key}", f"should be from -100 to 100, got {describe(bias)}")
-        biases[int(key)] = float(bias)
+    biases: dict[int | str, float] = {}
+    for key, bias in value if is_list else value.items():
+        if not is_list and not _is_number(key):
+            rule = f"keys should be token ids, got {describe(key)}; send a list of pairs for texts"
+            raise problem("logit_bias", rule)
+        key = key if is_list else int(key)
+        is_text = isinstance(key, str) and 1 <= len(key) <= MAX_STOP_LENGTH
+        if not (is_text or (type(key) is int and 0 <= key <= MAX_TOKEN_ID)):
+            raise problem("logit_bias", f"keys should be token ids or texts, got {describe(key)}")
+        if bias is False and is_list:
+            bias = -math.inf
+        elif type(bias) not in (int, float) or not -100 <= bias <= 100:
+            rule = f"should be from -100 to 100, got {describe(bias)}"
+            raise problem(f"logit_bias.{str(key)[:64]}", rule)
+        biases[key] = float(bias)
     return biases
+
+
+def _is_number(text: str) -> bool:
+    return text.isascii() and text.isdecimal() and len(text) <= 10
 
 
 def _parse_metadata(value: Any) -> dict[str, str]:
@@ -204,6 +242,11 @@ _BIAS_SCHEMA = {
     "maxProperties": MAX_BIASES,
     "additionalProperties": {"type": "number", "minimum": -100, "maximum": 100},
 }
+_BIAS_PAIRS_SCHEMA = {
+    "type": "array",
+    "maxItems": MAX_BIASES,
+    "items": {"type": "array", "minItems": 2, "maxItems": 2},
+}
 _METADATA_SCHEMA = {
     "type": "object",
     "maxProperties": MAX_METADATA,
@@ -240,12 +283,26 @@ _CHOICES_SCHEMA = {"type": "array", "minItems": 1, "maxItems": MAX_CHOICES, "ite
 _TRUNCATION_SCHEMA = {"type": "integer", "minimum": -1, "maximum": MAX_TOKENS, "not": {"const": 0}}
 _TOOLS_SCHEMA = {"type": "array", "maxItems": MAX_TOOLS, "items": _OBJECT}
 
+# The letters of llama.cpp's short form of `samplers`.
+_SAMPLER_LETTERS = {
+    "e": "penalties",
+    "d": "dry",
+    "s": "top_n_sigma",
+    "k": "top_k",
+    "y": "typical_p",
+    "p": "top_p",
+    "m": "min_p",
+    "x": "xtc",
+    "t": "temperature",
+}
 # llama.cpp's other names of samplers.
 _SAMPLER_ALIASES = {"typ_p": "typical_p", "typ": "typical_p", "temp": "temperature"}
 
 Fraction = Annotated[float, Field(ge=0, le=1)]
 SignedPenalty = Annotated[float, Field(ge=-2, le=2)]
 TokenCount = Annotated[int, Field(ge=1, le=MAX_TOKENS)]
+TokenLimit = Annotated[TokenCount, WrapValidator(_or_no_limit)]
+TokenLimitOrZero = Annotated[int, Field(ge=0, le=MAX_TOKENS), WrapValidator(_or_no_limit)]
 TokenId = Annotated[int, Field(ge=0, le=MAX_TOKEN_ID)]
 ModelName = Annotated[str, Field(min_length=1, max_length=256)]
 Priority = Annotated[int, Field(ge=-100, le=100)]  # requests with lower numbers run first
@@ -257,7 +314,10 @@ TopK = Annotated[
     WithJsonSchema({"type": "integer", "minimum": -1, "maximum": MAX_TOKENS}),
 ]
 
-LogitBias = Annotated[dict[int, float], *_parsed(_parse_bias, _or_null(_BIAS_SCHEMA))]
+LogitBias = Annotated[
+    dict[int | str, float],
+    *_parsed(_parse_bias, _or_null(_BIAS_SCHEMA, _BIAS_PAIRS_SCHEMA)),
+]
 StopStrings = Annotated[
     tuple[str, ...],
     *_parsed(
@@ -269,7 +329,10 @@ Samplers = Annotated[
     tuple[str, ...],
     *_parsed(
         _parse_samplers,
-        _or_null({"type": "array", "maxItems": MAX_SAMPLERS, "items": {"enum": list(SAMPLERS)}}),
+        _or_null(
+            {"type": "array", "maxItems": MAX_SAMPLERS, "items": {"enum": list(SAMPLERS)}},
+            _TEXT | {"maxLength": MAX_SAMPLERS},
+        ),
     ),
 ]
 BadWords = Annotated[

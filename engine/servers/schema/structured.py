@@ -14,19 +14,19 @@ import msgspec
 
 from engine.core.interfaces.backend import GrammarSpec
 from engine.servers.http.errors import check_keys, describe, problem
-from engine.servers.schema.messages import decode_text
+from engine.servers.http.limits import decode_text
 
 MAX_SOURCE = 262_144
 MAX_CHOICES = 1_024
 
 _NAME = re.compile(r"[A-Za-z0-9_-]{1,64}")
-FORMATS = ("text", "json_object", "json_schema")
-# llama.cpp takes the schema of a JSON object beside its type.
-_FORMAT_KEYS = {
+# Maps the types of `response_format` to their fields. llama.cpp's `json_object` may have a schema.
+_FORMAT_FIELDS = {
     "text": ("type",),
     "json_object": ("type", "schema"),
     "json_schema": ("type", "json_schema"),
 }
+FORMATS = tuple(_FORMAT_FIELDS)
 _SCHEMA_FIELDS = ("name", "description", "schema", "strict")
 
 
@@ -45,12 +45,12 @@ def read_response_format(value: Any, where: str = "response_format") -> Response
     if kind not in FORMATS:
         rule = f"should be one of {', '.join(FORMATS)}"
         raise problem(f"{where}.type", f"{rule}; got {describe(kind)}")
-    check_keys(value, _FORMAT_KEYS[kind], where)
+    check_keys(value, _FORMAT_FIELDS[kind], where)
     if kind == "text":
         return ResponseFormat(None)
-    if value.get("schema") is not None:
-        return ResponseFormat(schema_spec(value["schema"], f"{where}.schema", where))
     if kind == "json_object":
+        if value.get("schema") is not None:
+            return ResponseFormat(schema_spec(value["schema"], f"{where}.schema", where))
         return ResponseFormat(GrammarSpec(kind="json_object", param=where))
     return _json_schema(value.get("json_schema"), where)
 

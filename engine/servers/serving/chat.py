@@ -123,6 +123,7 @@ async def open_chat(
     context = services.context(request, ask.card, sampling, params, completion_id, ask.grammar)
     chat = await chat_request(services, request, ask, context)
     pump = await services.begin(ticket, params)
+    pump.reports_progress = sampling.reports_progress
     pump.watch(request.receive)
     sources = await pump.open(services.backend, [chat])
     pump.read(sources if follow is None else [follow(source) for source in sources])
@@ -213,6 +214,20 @@ def effort_options(
         return {level: effort} | switch
     if not (is_off and switch) and (effort != "none" or "reasoning" in card.capabilities):
         services.warn(request, param, f"{effort} can't be set for this model")
+    return switch
+
+
+def thinking_options(
+    services: Services, request: Request, card: ModelCard, on: bool | None
+) -> dict[str, Any]:
+    """Chat template options that turn thinking on or off. Warns the client if the template has no
+    such option, unless the model does not think anyway.
+    """
+    if on is None:
+        return {}
+    switch = thinking_switch(card, on)
+    if not switch and (on or "reasoning" in card.capabilities):
+        services.warn(request, "enable_thinking", "this model's template has no such option")
     return switch
 
 

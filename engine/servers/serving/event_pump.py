@@ -25,6 +25,7 @@ from engine.core.interfaces.backend import (
     CompletionRequest,
     Event,
     FinishEvent,
+    PromptProgress,
     ReasoningEvent,
     TextEvent,
     ToolCallEvent,
@@ -65,6 +66,7 @@ class EventPump:
         self.failure: EngineError | None = None
         # The number of tokens of each prompt. None until the backend tells it.
         self._prompt_tokens: list[int | None] = [None] * num_sources
+        self.reports_progress = False  # whether events tell how much of the prompts is computed
         self._num_unchecked = 0  # submitted prompts that the backend has not checked yet
         self._requests: Sequence[ChatRequest | CompletionRequest] = ()
         self._last_token_at = [0.0] * num_choices
@@ -142,7 +144,14 @@ class EventPump:
             self._wake()
 
         context = msgspec.structs.replace(request.context, on_prompt=checked)
+        if self.reports_progress:
+            report = functools.partial(self._report, index * self._choices_per_source)
+            context = msgspec.structs.replace(context, on_progress=report)
         return msgspec.structs.replace(request, context=context)
+
+    def _report(self, choice: int, progress: PromptProgress) -> None:
+        self._pending.append(TextEvent(choice, "", 0, progress=progress))
+        self._wake()
 
     async def _accepted(
         self, backend: InferenceBackend, request: ChatRequest | CompletionRequest
@@ -337,12 +346,12 @@ def coalesce(events: Sequence[OutputEvent]) -> list[OutputEvent]:
 
 
 def _is_silent(event: OutputEvent) -> bool:
-    return isinstance(event, TextEvent) and not event.text and not event.logprobs
+    return isinstance(event, TextEvent) and not (event.text or event.logprobs or event.progress)
 
 
 def _joint(event: OutputEvent) -> tuple[type[OutputEvent], int, int] | None:
     """A key that is equal for events that can be merged. None for events that can't be merged."""
-    if isinstance(event, FinishEvent):
+    if isinstance(event, FinishEvent) or (isinstance(event, TextEvent) and event.progress):
         return None
     call = event.index if isinstance(event, ToolCallEvent) else 0
     return type(event), event.choice, call

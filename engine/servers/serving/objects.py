@@ -111,11 +111,7 @@ class ObjectStore:
     ) -> None:
         """Add an object. The expiry of its `ancestors` is extended to that of this object."""
         num_bytes = len(input) + len(body)
-        if num_bytes > self._max_bytes:
-            raise ResourceError(
-                f"The response has {num_bytes} bytes; in all, {self._max_bytes} are stored.",
-                param="store",
-            )
+        self._check_size(num_bytes)
         connection.execute("DELETE FROM responses WHERE kept_until <= ?", (self.now(),))
         row = (object_id, owner, previous_id, 0.0, num_bytes, input, body)
         connection.execute("INSERT INTO responses VALUES (?, ?, ?, ?, ?, ?, ?)", row)
@@ -131,9 +127,11 @@ class ObjectStore:
 
     def grow(self, connection: sqlite3.Connection, object_id: str, num_bytes: int) -> None:
         """Count `num_bytes` more for an object, for its rows in other tables."""
-        connection.execute(
-            "UPDATE responses SET num_bytes = num_bytes + ? WHERE id = ?", (num_bytes, object_id)
-        )
+        sizes = connection.execute(
+            "UPDATE responses SET num_bytes = num_bytes + ? WHERE id = ? RETURNING num_bytes",
+            (num_bytes, object_id),
+        ).fetchall()
+        self._check_size(*(size["num_bytes"] for size in sizes))
         self.keep(connection, [object_id])
 
     def keep(self, connection: sqlite3.Connection, object_ids: Iterable[str]) -> None:
@@ -146,6 +144,15 @@ class ObjectStore:
 
     def delete(self, connection: sqlite3.Connection, object_id: str) -> None:
         connection.execute("DELETE FROM responses WHERE id = ?", (object_id,))
+
+    def _check_size(self, *sizes: int) -> None:
+        """Raise if an object alone is larger than all objects may be."""
+        for num_bytes in sizes:
+            if num_bytes > self._max_bytes:
+                raise ResourceError(
+                    f"This has {num_bytes} bytes; in all, {self._max_bytes} are stored.",
+                    param="store",
+                )
 
     def _make_room(self, connection: sqlite3.Connection) -> None:
         while True:

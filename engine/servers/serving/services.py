@@ -57,6 +57,8 @@ _DEFAULT_PARAMS = SamplingParams()
 # The lowest priority (the largest number), so that lines of batches and other offline work run
 # after all requests of clients.
 OFFLINE_PRIORITY = 100
+# Names that clients use for sampling parameters, if they have other names here.
+_SENT_AS = {"text_bias": "logit_bias"}
 SESSION_HEADER = "x-session-id"
 # Characters that are replaced in warnings. Warnings may quote a client's text and are sent in a
 # header, which allows only printable ASCII.
@@ -259,6 +261,8 @@ class Services:
         salt = principal.name
         if body.cache_salt is not None:
             salt = _digest(principal.name, body.cache_salt)
+        if body.cache_prompt is False:
+            salt = secrets.token_hex(16)  # no other request has it
         return GenerationContext(
             request_id=completion_id,
             params=params,
@@ -291,7 +295,7 @@ class Services:
                 continue
             if name in card.lacks:
                 what = f"is answered by a backend ({card.backend}) that has no such parameter"
-                self.require(card, name, name, what)
+                self.require(card, name, _SENT_AS.get(name, name), what)
             elif name in card.emulated:
                 self.warn(request, name, f"emulated, for its backend ({card.backend}) lacks it")
 

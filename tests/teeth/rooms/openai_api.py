@@ -65,8 +65,8 @@ MUTATIONS = [
     Mutation(
         "the stop string is not told",
         "engine.servers.openai.format",
-        'return {"finish_reason": reason, "stop_reason": finish.stop_reason}',
-        'return {"finish_reason": reason, "stop_reason": None}',
+        "stop = finish.stop_reason",
+        "stop = None",
         "tests/unit/test_openai_format.py::test_what_stopped_a_choice_is_told",
     ),
     Mutation(

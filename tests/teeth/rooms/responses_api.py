@@ -34,8 +34,8 @@ MUTATIONS = [
     Mutation(
         "responses: what could not be stored says that it is",
         "engine.servers.responses.create",
-        'return response | {"store": False}',
-        "return response",
+        'response = response | {"store": False}',
+        "pass",
         "tests/unit/test_server_responses_store.py::test_a_disk_that_fills_up_during_the_answer",
     ),
     Mutation(
@@ -46,6 +46,30 @@ MUTATIONS = [
         'WHERE id = ? AND ? = ? AND kept_until > ?",\n'
         "            (object_id, owner, owner, self.now())",
         "tests/unit/test_server_responses_store.py::test_only_the_owner_sees_a_response",
+    ),
+    Mutation(
+        "conversations: an answer is not added",
+        "engine.servers.responses.create",
+        'new = items + response["output"]',
+        "new = items",
+        "tests/unit/test_server_conversations.py"
+        "::test_a_response_continues_and_extends_a_conversation",
+    ),
+    Mutation(
+        "conversations: one that was read last is deleted first",
+        "engine.servers.serving.objects",
+        '        self._check_size(*(size["num_bytes"] for size in sizes))\n'
+        "        self.keep(connection, [object_id])\n",
+        '        self._check_size(*(size["num_bytes"] for size in sizes))\n',
+        "tests/unit/test_server_conversations.py"
+        "::test_it_is_its_owners_survives_a_restart_and_makes_room",
+    ),
+    Mutation(
+        "conversations: an item is added again",
+        "engine.servers.responses.create",
+        "            _check_new(body.input, earlier)\n",
+        "",
+        "tests/unit/test_server_conversations.py::test_an_item_is_in_a_conversation_once",
     ),
     Mutation(
         "responses: a page begins with the last one's end",

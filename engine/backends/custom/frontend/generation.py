@@ -11,7 +11,7 @@ import asyncio
 import math
 import time
 from collections import deque
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Callable, Sequence
 from typing import Protocol
 
 from engine.backends.base import EventFeed, EventSink
@@ -22,6 +22,7 @@ from engine.core.errors import EngineError, InferenceError, error_from_code
 from engine.core.interfaces.backend import (
     Event,
     FinishEvent,
+    PromptProgress,
     ReasoningEvent,
     TextEvent,
     TokenText,
@@ -104,7 +105,12 @@ class Generation(EventFeed):
     """A submitted request. It collects the deltas of the request and turns them into events."""
 
     def __init__(
-        self, request: GenerateRequest, text: TextModel, prepared: Prepared, engine: Engine
+        self,
+        request: GenerateRequest,
+        text: TextModel,
+        prepared: Prepared,
+        engine: Engine,
+        on_progress: Callable[[PromptProgress], None] | None = None,
     ) -> None:
         self.request = request
         self._text = text
@@ -126,6 +132,8 @@ class Generation(EventFeed):
         self._queue_s = 0.0
         self._prefill_s = 0.0
         self._first_token_at: float | None = None
+        self._on_progress = on_progress
+        self._num_processed = -1  # of the prompt, as last reported; -1: nothing was reported
         self._reading = self._read()
 
     def deliver(self, item: TokenDelta | EngineError) -> None:
@@ -205,7 +213,7 @@ class Generation(EventFeed):
         item = self._arrived.popleft()
         while self._may_merge and len(self._arrived) > MAX_BACKLOG and isinstance(item, TokenDelta):
             follower = self._arrived[0]
-            if item.finish_reason or not isinstance(follower, TokenDelta):
+            if item.finish_reason or item.num_processed or not isinstance(follower, TokenDelta):
                 break
             if follower.choice != item.choice:
                 break
@@ -223,9 +231,26 @@ class Generation(EventFeed):
             raise error_from_code(code, item.error_message or "The request failed.")
         if item.finish_reason == "abort":
             raise InferenceError("The request was aborted.")
+        if self._on_progress is not None and self._first_token_at is None:
+            self._report(item, self._on_progress)
+        if item.num_processed:
+            return []
         if self._echo is None:
             return self._decode(item)
         return self._echoed(self._echo, item)
+
+    def _report(self, delta: TokenDelta, report: Callable[[PromptProgress], None]) -> None:
+        """Report how much of the prompt is computed. The first report is about the cached tokens
+        alone. With the first token, the whole prompt is computed.
+        """
+        total = len(self.request.prompt)
+        if self._num_processed < 0:
+            report(PromptProgress(total, delta.num_cached, delta.num_cached, 0.0))
+            self._num_processed = delta.num_cached
+        processed = delta.num_processed or total
+        if processed > self._num_processed:
+            report(PromptProgress(total, delta.num_cached, processed, delta.prefill_s))
+            self._num_processed = processed
 
     def _echoed(self, echo: Echo, item: TokenDelta) -> list[Event]:
         events: list[Event] = []

@@ -10,6 +10,8 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+import msgspec
+
 from engine.backends.custom.frontend.text_model import ChatFormat, TextModel
 from engine.core.errors import ContextLengthError, InvalidRequestError
 from engine.core.grammar.spec import grammar_text
@@ -264,6 +266,14 @@ def encode_words(text: TextModel, prepared: Prepared, params: SamplingParams) ->
         dry_breakers=tuple(sequences),
         stop_patterns=tuple(map(StopPattern, params.stop_regex)),
     )
+
+
+def with_text_bias(text: TextModel, params: SamplingParams) -> SamplingParams:
+    """The parameters with the biases of texts as biases of their tokens."""
+    biases = dict(params.logit_bias)
+    for each, bias in params.text_bias.items():
+        biases |= dict.fromkeys(text.tokenizer.encode(each), bias)
+    return msgspec.structs.replace(params, logit_bias=biases, text_bias={})
 
 
 def check_prepared(

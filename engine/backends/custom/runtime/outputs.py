@@ -48,6 +48,18 @@ def token_delta(
     )
 
 
+def progress_delta(seq: Sequence, now: float) -> TokenDelta:
+    """The message that a step has computed a part of the prompt, but not its end."""
+    started_at = seq.started_at if seq.started_at is not None else now
+    return TokenDelta(
+        seq.request_id,
+        seq.choice,
+        num_cached=seq.num_cached,
+        prefill_s=now - started_at,
+        num_processed=seq.num_confirmed,
+    )
+
+
 def vector_delta(seq: Sequence, hidden: F32, now: float) -> TokenDelta:
     """The message with the embedding `hidden`. It is the only message of an embedding request."""
     started_at = seq.started_at if seq.started_at is not None else now

@@ -58,6 +58,7 @@ class Sequence:
     # Mirostat's limit for the surprise of the next token, after each generated token
     surprise_limits: list[float] = field(default_factory=list)
     scores_prompt: bool = False
+    reports_progress: bool = False  # a delta tells how much of the prompt each step computed
     # The logprobs of prompt tokens that are computed so far. They start with the second token.
     prompt_scores: list[TokenLogprobs] = field(default_factory=list)
     # The scheduler's step number at submission. Priority aging counts from this step.

@@ -9,6 +9,7 @@ from collections.abc import Callable, Collection
 from typing import Any
 
 from engine.servers.http.errors import check_keys, describe, problem
+from engine.servers.schema.fields import NO_LIMIT
 from engine.servers.schema.structured import parse_constraint
 
 Convert = Callable[[Any, str, Collection[str]], dict[str, Any]]
@@ -31,10 +32,8 @@ def inverted(to: str) -> Convert:
 
 
 def output_limit(value: Any, where: str, known: Collection[str]) -> dict[str, Any]:
-    """Negative limits mean "no limit", which is the default of conversations."""
-    if type(value) is int and value < 0:
-        return {} if "messages" in known else {"max_tokens": -1}
-    return {"max_tokens": value}
+    """Limits below 0 mean "no limit but the context"."""
+    return {"max_tokens": NO_LIMIT if type(value) is int and value < 0 else value}
 
 
 def grammar(kind: str) -> Convert:

@@ -21,6 +21,7 @@ from engine.backends.custom.frameworks.jax.execution.buckets import (
     Bucket,
     Buckets,
     packed_step,
+    padded_rows,
     step_layout,
 )
 from engine.backends.custom.frameworks.jax.execution.sampler import IN_PROMPT, PER_OUTPUT, sample
@@ -150,10 +151,9 @@ class JAXRunner:
         return StepHandle(states, finite, inputs.query_start)
 
     def logits(self, handle: StepHandle, rows: I32) -> F32:
-        # The number of rows is padded to a power of two, because each number is compiled.
-        padded = np.zeros(1 << (len(rows) - 1).bit_length(), np.int32)
-        padded[: len(rows)] = rows
-        logits = step_logits(self._program.model, self._ends, handle.states, padded)
+        # Rows are padded, because a version of `row_logits` is compiled for each number of rows.
+        padded = np.pad(rows, (0, padded_rows(len(rows)) - len(rows)))
+        logits = row_logits(self._program.model, self._ends, handle.states[padded])
         return np.asarray(logits)[: len(rows)]
 
     def sample(self, handle: StepHandle, sampling: SamplingInputs) -> JAXPendingTokens:
@@ -319,9 +319,9 @@ def sample_step(
 
 
 @partial(jax.jit, static_argnums=0)
-def step_logits(model: Model, params: Params, states: Array, rows: Array) -> Array:
-    """The logits of some rows of the residual stream, (len(rows), V) float32."""
-    hidden = final_norm(model, params, states[rows])
+def row_logits(model: Model, params: Params, states: Array) -> Array:
+    """The logits (R, V) float32 of rows of the residual stream (R, D)."""
+    hidden = final_norm(model, params, states)
     return head_logits(model, params, hidden).astype(jnp.float32)
 
 

@@ -153,7 +153,7 @@ class CudaRunner(TorchRunner):
         self._states.save(inputs)
         return CudaHandle(step, len(inputs.slots), len(inputs.logit_rows))
 
-    def logits(self, handle: CudaHandle | StepHandle, rows: I32) -> F32:  # type: ignore[override]
+    def logits(self, handle: CudaHandle | StepHandle, rows: I32) -> F32:
         if isinstance(handle, StepHandle):
             return super().logits(handle, rows)
         step = handle.step
