@@ -156,6 +156,8 @@ class ServerSettings(Section):
     """Unload a model after this time without a request; the next request loads it again."""
     dialects: Dialects = ("llamacpp", "vllm", "sglang", "ollama", "azure")
     """APIs of other servers that are served besides our own; an empty list serves none of them."""
+    accept_any_model: bool = False
+    """Let the only model answer requests for models that are not served, with a warning."""
     strict: bool = False
     """Refuse a parameter that would be emulated or clamped, instead of warning."""
 

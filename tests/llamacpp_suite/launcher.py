@@ -61,6 +61,7 @@ def configuration(flags: argparse.Namespace) -> str:
         f'host = "{flags.host}"',
         f"port = {flags.port}",
         f"enable_cors = {str(flags.api_key is not None).lower()}",
+        "accept_any_model = true",
         *([f"idle_unload_s = {idle_s}"] if (idle_s := flags.sleep_idle_seconds) else []),
         "[model]",
         f'model_path = "{path}"',

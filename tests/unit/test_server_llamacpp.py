@@ -248,6 +248,17 @@ async def test_a_running_sequence_has_a_slot(
     await asking
 
 
+async def test_the_only_model_answers_for_any_name() -> None:
+    settings = make_settings(server={"accept_any_model": True})
+    app = create_app(settings, FakeBackend(), Metrics(MODEL))
+    transport = httpx.ASGITransport(app=app)
+    async with httpx.AsyncClient(transport=transport, base_url="http://localhost") as client:
+        response = await client.post("/v1/completions", json={"model": "other", "prompt": "a"})
+        assert response.json()["model"] == MODEL
+        assert response.headers["x-engine-warnings"].startswith("model:")
+        assert (await client.get("/v1/models/other")).status_code == 404
+
+
 async def test_no_route_is_there_if_the_dialect_is_off() -> None:
     settings = make_settings(server={"dialects": ()})
     app = create_app(settings, FakeBackend(), Metrics(MODEL))

@@ -98,7 +98,7 @@ def _props(services: Services, card: ModelCard, info: TokenizerInfo | None) -> d
             "params": settings_body(params, defaults.limit(card)),
             "n_ctx": card.max_model_len,
         },
-        "total_slots": services.settings.performance.batch_size,
+        "total_slots": card.max_sequences or 1,
         "model_alias": card.id,
         "model_path": path,
         "modalities": {"vision": "images" in card.capabilities, "audio": False},
@@ -115,7 +115,7 @@ def _slots(services: Services, card: ModelCard) -> list[dict[str, Any]]:
     # Sequences that have no token yet may still wait for a slot, so they come last.
     running.sort(key=lambda slot: -slot["next_token"][0]["n_decoded"])
     idle = {"n_ctx": card.max_model_len, "speculative": False, "is_processing": False}
-    count = services.settings.performance.batch_size
+    count = card.max_sequences or max(len(running), 1)
     return [
         {"id": index} | idle | (running[index] if index < len(running) else {})
         for index in range(count)
