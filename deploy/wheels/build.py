@@ -80,11 +80,8 @@ def build_wheel(tools: Path, machine: str, tag: str, out: Path) -> None:
     folder = f"-Cbuild-dir={ROOT / 'build' / 'wheels' / f'{tag}-{machine}'}"
     command = ("-m", "build", "--wheel", "--no-isolation", folder, *settings, "-o", raw, ROOT)
     run(tools / "python", *command, **variables)
-    platform = f"manylinux_{GLIBC.replace('.', '_')}_{machine}"
     (wheel,) = raw.iterdir()
-    run(
-        tools / "auditwheel", "repair", "--plat", platform, "-w", out, wheel, PATH=variables["PATH"]
-    )
+    run(tools / "auditwheel", "repair", "-w", out, wheel, PATH=variables["PATH"])
 
 
 def build_sdist(tools: Path, out: Path) -> None:

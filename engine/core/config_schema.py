@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from engine.core.config_tables import BackendTable, ModelTable, PluginTable, PresetTable
 
 MAX_SECRET_LENGTH = 512
-RESERVED_PATHS = ("/v1", "/health", "/livez", "/readyz", "/generate")
+RESERVED_PATHS = ("/v1", "/health", "/livez", "/readyz", "/generate", "/api", "/openai")
 
 
 def _split_commas(value: Any) -> Any:

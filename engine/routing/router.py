@@ -108,11 +108,14 @@ class Router(InferenceBackend):
     def find(self, name: str) -> Route | None:
         return self._by_name.get(name)
 
-    def add(self, route: Route, replica: Replica) -> None:
-        """Add a model whose replica already runs. There must be no model with this name yet."""
+    def add(self, route: Route, replica: Replica | None = None) -> None:
+        """Add a model whose replica already runs. There must be no model with this name yet. If
+        `replica` is None, the model only has replicas of other models.
+        """
         assert route.id not in self._by_name, route.id
         self.routes.append(route)
-        self.replicas.append(replica)
+        if replica is not None:
+            self.replicas.append(replica)
         self._index()
 
     def remove(self, route: Route) -> list[Replica]:

@@ -62,12 +62,12 @@ class LateRoutes:
                 self._targets.pop(0)
 
     def may_want(self, scope: Scope) -> bool:
-        """Whether the request may be for a late route: late routes are missing and no other route
-        matches.
+        """Whether the request may be for a late route: late routes are missing, and no other route
+        has its path and its method.
         """
         if not self._targets or scope["type"] != "http":
             return False
-        return all(route.matches(scope)[0] is Match.NONE for route in self._app.router.routes)
+        return all(route.matches(scope)[0] is not Match.FULL for route in self._app.router.routes)
 
 
 class LateGate:
@@ -94,6 +94,7 @@ EARLY = (
 METRICS = "ops.probes:add_metrics_routes"
 LATE = (
     "openai.models:add_model_routes",
+    "openai.stored_chats:add_stored_chats_routes",
     "responses.routes:add_responses_routes",
     "openai.completions:add_fim_routes",
     "openai.embeddings:add_embeddings_routes",
@@ -121,8 +122,8 @@ DIALECTS: dict[Dialect, tuple[str, ...]] = {
     ),
     "vllm": (),
     "sglang": (),
-    "ollama": (),
-    "azure": (),
+    "ollama": ("ollama.routes:add_ollama_routes",),
+    "azure": ("azure:add_azure_routes",),
 }
 
 # Response headers that SDKs read. Browsers hide them from web pages of other origins, unless CORS
@@ -158,6 +159,7 @@ def create_app(
     services = Services(
         settings, holder, metrics, lifecycle, watcher, keys, quotas, rebuild, reread
     )
+    services.presets.update(settings.tables.presets)
     if keys.entries or not NO_LIMITS.over(settings.limits).is_empty:
         services.components.append(quotas)
     if settings.cache.warm_file is not None:

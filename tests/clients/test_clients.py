@@ -203,6 +203,22 @@ def test_guidellm(server: ServedEngine, tmp_path: Path) -> None:
     assert metrics["output_token_count"]["successful"]["mean"] == 6.0
 
 
+def test_ollama(server: ServedEngine, tmp_path: Path) -> None:
+    environments.OLLAMA.build()
+    script = environments.OLLAMA.script("ollama_flow.py")
+    told = (server.url, server.model)
+    said = json.loads(run_in(environments.OLLAMA, "python", script, *told, folder=tmp_path))
+    assert said["whole"] and said["whole"] == said["streamed"]
+    assert said["reason"] == "length" and said["counts"] == [8, 8] and said["text"]
+    assert said["formed"]["colour"] in ("red", "green") and said["scored"] == 8
+    assert {f"{server.model}:latest", "pirate:latest", "sailor:latest"} <= {*said["names"]}
+    assert "You are a pirate." in said["system"] and said["pirate"]
+    assert said["running"] and said["embedded"] == [said["old"]] * 2 and said["old"] > 0
+    assert said["missing"] == 404 and said["pulled"][-1] == "success"
+    assert said["deleted"] == ["success", "success"]
+    assert not {"pirate:latest", "sailor:latest"} & {*said["left"]}
+
+
 def test_k6(server: ServedEngine, tmp_path: Path) -> None:
     environments.K6.build()
     script = environments.K6.script("load.js")

@@ -271,6 +271,25 @@ def test_a_given_token_is_kept_for_nobody(tmp_path: Path) -> None:
     assert runner._last_token[:2].tolist() == [-5, output.tokens[1]]
 
 
+def test_the_host_samples_some_rows_and_the_device_the_others(tmp_path: Path) -> None:
+    """The device keeps the token that the host sampled, by a graph."""
+    found = []
+    for runner in runners("llama", tmp_path):
+        driver = RunnerDriver(runner)
+        tracks = [driver.add(tiny_models.text(3, seed)) for seed in range(2)]
+        driver.step([(track, 3) for track in tracks])
+        handle = runner.forward(driver.inputs([(track, 1) for track in tracks]))
+        logits = runner.logits(handle, np.array([1], np.int32))
+        given = {"forced": [-1, 8], "host_rows": [1]}
+        slots = [track.slot for track in tracks]
+        output = runner.sample(handle, sampling_inputs(range(2), slots, [4, 4], **given)).wait()
+        assert output.tokens[1] == 8
+        assert runner._last_token[slots].tolist() == output.tokens.tolist()
+        found.append((output.tokens[0], logits))
+    assert found[0][0] == found[1][0]
+    np.testing.assert_allclose(found[0][1], found[1][1], atol=1e-4)
+
+
 def test_what_is_asked_for_beside_tokens(tmp_path: Path) -> None:
     outputs = []
     for runner in runners("llama", tmp_path):

@@ -243,7 +243,7 @@ def test_mirostats_formula_has_a_value_everywhere():
 def test_a_long_repetition_takes_little_time_and_stays_finite():
     tokens = np.ones(20_000, np.int32)
     (penalty,) = dry_penalties(tokens, {}, 1.0, 1.75, 2).values()
-    assert 1e30 < penalty < np.finfo(np.float32).max
+    assert 1e20 < penalty < np.finfo(np.float32).max
     assert dry_penalties(tokens, {}, 2.0, 1.0, 2) == {1: 2.0}
     assert dry_penalties(tokens[:0], {}, 2.0, 1.75, 0) == {}
 

@@ -110,6 +110,8 @@ def expected(prompt: str, given: SamplingParams, choice: int = 0) -> list[int]:
         for words in (given.bad_words, given.dry_sequence_breakers)
     )
     ids = tuple(encoded(prompt))
+    texts = {token: bias for text, bias in given.text_bias.items() for token in encoded(text)}
+    given = msgspec.structs.replace(given, logit_bias=given.logit_bias | texts)
     return generate_alone(ids, given, choice, frozenset(stop), MAX_SEQ_LEN, None, *words)[0]
 
 
@@ -133,6 +135,7 @@ FIELDS: dict[str, Any] = {
     "presence_penalty": 4.0,
     "frequency_penalty": 4.0,
     "logit_bias": {4: 100.0},
+    "text_bias": {"ef": 50.0},
     "seed": 4,
     "ignore_eos": True,
     "stop_token_ids": (13,),

@@ -11,6 +11,7 @@ from typing import Any
 import httpx
 import msgspec
 import pytest
+from fastapi import FastAPI
 
 from engine.backends.custom.frontend.prompts import with_text_bias
 from engine.core.errors import InvalidRequestError
@@ -97,6 +98,7 @@ ACTS: dict[str, Any] = {
     "stop": ["from"],
     "stop_regex": ["fr.m"],
     "stop_token_ids": [5],
+    "store": True,
     "stream": {CHAT: True, COMPLETIONS: True, GENERATE: False},
     "stream_options": ({"include_usage": True}, {"stream": True}),
     "structured_outputs": {"regex": "a+"},
@@ -145,7 +147,16 @@ SAME: dict[str, tuple[Any, dict[str, Any]]] = {
 WARNED: dict[str, Any] = {"verbosity": "low", "prompt_cache_key": "k"}
 WISH = {"some": "wish"}
 BACKEND = FakeBackend()
-APP = create_app(make_settings(), BACKEND, Metrics(MODEL))
+
+
+@pytest.fixture(scope="module")
+def app(tmp_path_factory: pytest.TempPathFactory) -> FastAPI:
+    storage = {"path": tmp_path_factory.mktemp("storage")}
+    return create_app(make_settings(storage=storage), BACKEND, Metrics(MODEL))
+
+
+def client_of(app: FastAPI) -> httpx.AsyncClient:
+    return httpx.AsyncClient(transport=httpx.ASGITransport(app=app), base_url="http://localhost")
 
 
 class Sender:
@@ -162,7 +173,9 @@ class Sender:
         return await self.client.post(self.path, json=BASE[self.path] | fields)
 
     async def seen(self, **fields: Any) -> Any:
-        """What a request causes: its answer, the backend's request, and its line in the log."""
+        """What a request causes: its answer, whether that is stored, the backend's request, and the
+        line in the log.
+        """
         BACKEND.requests.clear()
         self.caplog.clear()
         response = await self.post(**fields)
@@ -170,7 +183,11 @@ class Sender:
         assert "unknown" not in response.headers.get("x-engine-warnings", "")
         (line,) = (each for each in self.caplog.records if each.getMessage() == "request")
         logged = {key: line.__dict__.get(key) for key in ("user_hash", "metadata", "status")}
-        return _plain_answer(response), list(map(_plain_request, BACKEND.requests)), logged
+        is_stored = False
+        if name := response.json().get("id") if fields.get("store") else None:
+            is_stored = (await self.client.get(f"{self.path}/{name}")).status_code == 200
+        requests = list(map(_plain_request, BACKEND.requests))
+        return _plain_answer(response), is_stored, requests, logged
 
 
 def _plain_answer(response: httpx.Response) -> Any:
@@ -242,6 +259,7 @@ async def _is_refused(sender: Sender, name: str) -> None:
     ],
 )
 async def test_what_the_table_says_happens(
+    app: FastAPI,
     caplog: pytest.LogCaptureFixture,
     verdict: str,
     check: Callable[[Sender, str], Awaitable[None]],
@@ -249,8 +267,7 @@ async def test_what_the_table_says_happens(
     """One test for hundreds of rows, because a test of each would take half a minute."""
     caplog.set_level(logging.INFO, "engine.request")
     failures: list[str] = []
-    transport = httpx.ASGITransport(app=APP)
-    async with httpx.AsyncClient(transport=transport, base_url="http://localhost") as client:
+    async with client_of(app) as client:
         for path, kind in TRANSLATING.items():
             for word in WORDS.values():
                 if verdict_in(word, kind) == verdict:
@@ -264,14 +281,13 @@ async def test_what_the_table_says_happens(
 
 @pytest.mark.parametrize("path", TRANSLATING)
 async def test_values_that_ask_for_nothing_are_accepted(
-    caplog: pytest.LogCaptureFixture, path: str
+    app: FastAPI, caplog: pytest.LogCaptureFixture, path: str
 ) -> None:
     """Null, and each of the values of each row that is not followed."""
     kind = TRANSLATING[path]
     idle = [word for word in WORDS.values() if verdict_in(word, kind) in ("warned", "refused")]
     values = {word.name: (None, *word.off) for word in idle if word.name not in kind.model_fields}
-    transport = httpx.ASGITransport(app=APP)
-    async with httpx.AsyncClient(transport=transport, base_url="http://localhost") as client:
+    async with client_of(app) as client:
         sender = Sender(client, caplog, path)
         for turn in range(max(map(len, values.values()))):
             response = await sender.post(
@@ -339,9 +355,8 @@ async def test_the_engine_reports_progress_and_can_skip_its_cache() -> None:
     backend.models = lambda: [CARD]  # type: ignore[method-assign]
     await backend.start()
     app = create_app(make_settings(), backend, Metrics("toy"))
-    transport = httpx.ASGITransport(app=app)
     body = {"prompt": [1, 2, 3] * 60, "stream": True, "max_tokens": 3, "parse_special": False}
-    async with httpx.AsyncClient(transport=transport, base_url="http://localhost") as client:
+    async with client_of(app) as client:
 
         async def progress(**fields: Any) -> list[tuple[int, int]]:
             response = await client.post(
@@ -352,6 +367,7 @@ async def test_the_engine_reports_progress_and_can_skip_its_cache() -> None:
             assert all(each["total"] == 180 for each in reports)
             last = chunks[-1].get("timings")
             if fields.get("timings_per_token"):
+                assert chunks[0]["timings"]["predicted_ms"] == 0
                 assert (last["prompt_n"] + last["cache_n"], last["predicted_n"]) == (180, 3)
                 assert last["prompt_ms"] > 0 and last["predicted_ms"] > 0
             return [(each["cache"], each["processed"]) for each in reports]
@@ -369,6 +385,16 @@ async def test_texts_can_be_biased() -> None:
     body = parse_body(ChatBody, BASE[CHAT] | {"logit_bias": [["ab", False], [7, 2]]})
     params = with_text_bias(text, body.params(CARD))
     assert params.logit_bias == {7: 2.0, 97: -math.inf, 98: -math.inf}
+
+
+async def test_later_errors_and_warnings_name_what_the_client_sent(app: FastAPI) -> None:
+    async with client_of(app) as client:
+        long = await client.post(COMPLETIONS, json=BASE[COMPLETIONS] | {"n_predict": 10**6})
+        BACKEND.set_card(template_options=())
+        thinking = await client.post(CHAT, json=BASE[CHAT] | {"think": True})
+        BACKEND.reset()
+    assert long.json()["error"]["param"] == "n_predict"
+    assert thinking.headers["x-engine-warnings"].startswith("think: ")
 
 
 def test_earlier_reasoning_is_read_in_its_other_form() -> None:

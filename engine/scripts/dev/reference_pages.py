@@ -90,18 +90,27 @@ def compatibility_page(text: str) -> str:
             "",
             *_table("parameter", "chats", "completions", "`/generate`", "what happens"),
         ]
-        words = sorted((word for word in WORDS.values() if dialect in word.dialects), key=_name)
-        for word in words:
-            verdicts = [verdict_in(word, kind) for kind in TRANSLATING.values()]
-            target = f"`{word.target}`" if word.target and "translated" in verdicts else ""
-            notes = "; ".join(each for each in (target, word.note) if each)
-            lines.append(_row(f"`{word.name}`", *verdicts, notes))
+        rows: dict[tuple[str, ...], list[str]] = {}
+        for word in sorted(WORDS.values(), key=lambda each: each.name):
+            if dialect in word.dialects:
+                rows.setdefault(_verdicts(word), []).append(f"`{word.name}`")
+        lines += [_row(", ".join(names), *cells) for cells, names in rows.items()]
         lines.append("")
     return before + "\n".join([*lines, _END]) + after
 
 
-def _name(word: Word) -> str:
-    return word.name
+def _verdicts(word: Word) -> tuple[str, ...]:
+    """The verdict of each endpoint, and what else a reader should know."""
+    verdicts = tuple(verdict_in(word, kind) for kind in TRANSLATING.values())
+    told = {
+        "acts": word.note,
+        "translated": "; ".join(each for each in (f"becomes `{word.target}`", word.note) if each),
+        "warned": f"the warning: {word.warning}",
+        "refused": f"instead: {word.instead}",
+    }
+    if not word.target:
+        told["translated"] = word.note
+    return *verdicts, next(text for verdict, text in told.items() if verdict in verdicts)
 
 
 def settings_page() -> str:

@@ -1,6 +1,6 @@
 """Converts exceptions to HTTP errors. Error bodies have Anthropic's format on Anthropic's routes,
-llama.cpp's format on llama.cpp's routes, and OpenAI's format on all others. They contain no
-internal details.
+likewise those of llama.cpp and Ollama, and OpenAI's format on all others. They contain no internal
+details.
 
 `x-should-retry: false` stops OpenAI's client library from repeating a request that would fail
 again. `retry-after` says when a retry makes sense. An exception that is not an `EngineError` is a
@@ -39,6 +39,7 @@ _MAX_SHOWN = 40
 # Errors at paths that start with this prefix use Anthropic's format, even if there is no such
 # route.
 ANTHROPIC_PATH = "/v1/messages/"
+OLLAMA_PATH = "/api/"  # as above, for Ollama's format
 _ANTHROPIC_TYPES = {
     401: "authentication_error",
     403: "permission_error",
@@ -137,6 +138,10 @@ def llamacpp_error_body(error: EngineError) -> bytes:
     return _encode({"error": described})
 
 
+def ollama_error_body(error: EngineError) -> bytes:
+    return _encode({"error": short_message(error)})
+
+
 def short_message(error: EngineError) -> str:
     message = error.message
     return message if len(message) <= MAX_MESSAGE else message[:MAX_MESSAGE] + " ..."
@@ -161,9 +166,16 @@ def is_anthropic(path: str) -> bool:
     return f"{path}/".startswith(ANTHROPIC_PATH)
 
 
+def is_ollama(path: str) -> bool:
+    """Whether errors at `path` use Ollama's format."""
+    return path.startswith(OLLAMA_PATH)
+
+
 def error_response(error: EngineError, scope: Scope) -> Response:
     headers = error_headers(error)
-    if is_anthropic(scope["path"]):
+    if is_ollama(scope["path"]):
+        body = ollama_error_body(error)
+    elif is_anthropic(scope["path"]):
         headers["request-id"] = record_of(scope).request_id
         body = anthropic_error_body(error, headers["request-id"])
     elif scope["path"] in LLAMACPP_PATHS:
@@ -244,7 +256,10 @@ def _sentence(item: Mapping[str, Any], sent_as: Mapping[str, str]) -> str:
 def install_error_handlers(app: FastAPI) -> None:
     async def engine_error(request: Request, error: Exception) -> Response:
         assert isinstance(error, EngineError)
-        record_of(request.scope).error_code = error.error_code
+        record = record_of(request.scope)
+        record.error_code = error.error_code
+        if error.param is not None:
+            error.param = record.sent_as.get(error.param, error.param)
         return error_response(error, request.scope)
 
     async def http_error(request: Request, error: Exception) -> Response:

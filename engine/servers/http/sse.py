@@ -37,8 +37,8 @@ DONE = b"data: [DONE]\n\n"
 
 
 class StreamFormat(Protocol):
-    """Encodes the events of a generation as server-sent events of one API. Each method returns
-    whole SSE events.
+    """Encodes the events of a generation as server-sent events, or as lines, of one API. Each
+    method returns whole SSE events or lines.
     """
 
     def opening(self) -> bytes: ...
@@ -90,6 +90,7 @@ class EventStream(Response):
     """A response that streams the events of an `EventPump`, and closes this pump at the end."""
 
     media_type = "text/event-stream"
+    keep_alive = KEEP_ALIVE
 
     def __init__(self, pump: EventPump, format: StreamFormat) -> None:
         self.status_code = 200
@@ -142,7 +143,7 @@ class EventStream(Response):
         is_slow = False
         while (events := await pump.take()) != []:
             if events is None:
-                await writer.write(KEEP_ALIVE)
+                await writer.write(self.keep_alive)
                 continue
             if is_slow:
                 events = coalesce(events)
@@ -152,6 +153,13 @@ class EventStream(Response):
             # since `take`, the write blocked.
             is_slow = pump.has_pending
         await writer.write(format.closing(pump.usage), more=False)
+
+
+class LineStream(EventStream):
+    """A stream of lines, each of which is a JSON object."""
+
+    media_type = "application/x-ndjson"
+    keep_alive = b" "  # JSON allows spaces before an object; clients parse an empty line as JSON
 
 
 class _Writer:

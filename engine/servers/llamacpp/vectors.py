@@ -11,7 +11,7 @@ from starlette.responses import Response
 from engine.core.interfaces.backend import ModelCard
 from engine.servers.llamacpp.completion import joined
 from engine.servers.llamacpp.schema import EmbeddingsBody, Parts
-from engine.servers.openai.embeddings import NO_VECTORS, embed
+from engine.servers.openai.embeddings import check_embeddings, embed
 from engine.servers.serving.admission import Ticket
 from engine.servers.serving.services import Services, json_bytes
 
@@ -25,7 +25,7 @@ def add_vectors_routes(app: FastAPI, services: Services) -> None:
         """Compute the vectors of texts or token ids."""
         body = await services.read(request, EmbeddingsBody)
         card = services.choose_model(request, body.model)
-        services.require(card, "embeddings", "model", NO_VECTORS)
+        check_embeddings(services, request, card, None)
         inputs = [await _one(services, card, parts) for parts in body.inputs]
         made = await embed(services, request, ticket, card, body, "embd", inputs)
 

@@ -42,6 +42,7 @@ from engine.servers.serving.admission import Ticket
 from engine.servers.serving.chat import (
     NO_TEXT,
     ChatAsk,
+    Follow,
     chat_model,
     effort_options,
     known_options,
@@ -65,15 +66,20 @@ def add_chat_routes(app: FastAPI, services: Services) -> None:
     async def chat(
         request: Request, ticket: Annotated[Ticket, Depends(services.admitted)]
     ) -> Response:
-        body = await services.read(request, ChatBody)
+        body, sent = await services.read_with(request, ChatBody, "messages")
         card = chat_model(services, request, body.model, "messages")
         params = body.params(card)
         ask = chat_ask(services, request, body, card)
         completion_id = new_completion_id("chatcmpl")
-        follow = _without_reasoning if body.include_reasoning is False else None
-        pump = await open_chat(services, request, ticket, ask, body, params, completion_id, follow)
         envelope = new_envelope(completion_id, card)
         named_tool = ask.tool_choice.mode == "named"
+        follow: Follow | None = _without_reasoning if body.include_reasoning is False else None
+        if body.store:
+            # Imported late, because few clients store their chats.
+            from engine.servers.openai.stored_chats import storing
+
+            follow = await storing(services, request, body, sent, envelope, named_tool, follow)
+        pump = await open_chat(services, request, ticket, ask, body, params, completion_id, follow)
         if body.stream:
             stream = ChatStream(envelope, params.n, body.include_usage, named_tool)
             return await stream_chunks(services, pump, stream, body)

@@ -36,7 +36,6 @@ from engine.servers.serving.services import Services, new_completion_id
 
 MAX_INPUTS = 2_048
 MAX_DIMENSIONS = 2**20
-NO_VECTORS = "gives no embeddings"
 
 
 def _parse_inputs(value: Any) -> tuple[fields.Prompt, ...]:
@@ -113,12 +112,7 @@ def add_embeddings_routes(app: FastAPI, services: Services) -> None:
     ) -> Response:
         body = await services.read(request, EmbeddingBody)
         card = services.choose_model(request, body.model)
-        services.require(card, "embeddings", "model", NO_VECTORS)
-        if "embeddings" in card.emulated:
-            text = "was made to write text; its vectors are pooled from its last layer"
-            services.warn(request, "model", text)
-        if body.dimensions is not None:
-            _check_dimensions(services, request, card, body.dimensions)
+        check_embeddings(services, request, card, body.dimensions)
         try:
             names = _prompt_names(card, body)
             made = await embed(services, request, ticket, card, body, "embd", body.input, names)
@@ -127,6 +121,18 @@ def add_embeddings_routes(app: FastAPI, services: Services) -> None:
         # Encoding many vectors is slow, so it runs in a thread.
         content = await asyncio.to_thread(_content, card, made, body)
         return Response(content, media_type="application/json")
+
+
+def check_embeddings(
+    services: Services, request: Request, card: ModelCard, dimensions: int | None
+) -> None:
+    """Check that the model gives embeddings of `dimensions` numbers. None means all of them."""
+    services.require(card, "embeddings", "model", "gives no embeddings")
+    if "embeddings" in card.emulated:
+        text = "was made to write text; its vectors are pooled from its last layer"
+        services.warn(request, "model", text)
+    if dimensions is not None:
+        _check_dimensions(services, request, card, dimensions)
 
 
 async def embed(
@@ -191,6 +197,13 @@ def usage_body(made: Embeddings) -> dict[str, int]:
     return {"prompt_tokens": made.prompt_tokens, "total_tokens": made.prompt_tokens}
 
 
+def shortened(vectors: NDArray[np.float32], dimensions: int | None) -> NDArray[np.float32]:
+    """The first `dimensions` numbers of each vector, scaled to unit length."""
+    if dimensions is None or dimensions >= vectors.shape[1]:
+        return vectors
+    return unit_rows(vectors[:, :dimensions])
+
+
 def unit_rows(vectors: NDArray[np.float32]) -> NDArray[np.float32]:
     lengths = np.linalg.norm(vectors, axis=1, keepdims=True)
     return vectors / np.maximum(lengths, np.finfo(np.float32).tiny)
@@ -230,9 +243,7 @@ def _with_advice(
 
 
 def _content(card: ModelCard, made: Embeddings, body: EmbeddingBody) -> bytes:
-    vectors = made.vectors
-    if body.dimensions is not None and body.dimensions < vectors.shape[1]:
-        vectors = unit_rows(vectors[:, : body.dimensions])
+    vectors = shortened(made.vectors, body.dimensions)
     # Each vector is encoded separately, so that other threads can take the GIL in between.
     items = [_item(i, row, body.encoding_format) for i, row in enumerate(vectors)]
     rest = {"model": card.id, "usage": usage_body(made)}

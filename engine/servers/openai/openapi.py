@@ -19,6 +19,7 @@ from starlette.responses import Response
 
 from engine import __version__
 from engine.core.interfaces.backend import ModelCard
+from engine.servers import azure
 from engine.servers.access.auth import PUBLIC_ROUTES
 from engine.servers.anthropic import schema as anthropic
 from engine.servers.anthropic.batches import MessageBatchBody, MessageBatchQuery
@@ -27,14 +28,20 @@ from engine.servers.batches.schema import BatchBody, BatchQuery
 from engine.servers.files import form
 from engine.servers.files.routes import FileQuery, UploadFields
 from engine.servers.files.uploads import CompleteBody, PartFields, UploadBody
-from engine.servers.http.errors import is_anthropic
-from engine.servers.http.sse import EventStream
+from engine.servers.http.errors import is_anthropic, is_ollama
+from engine.servers.http.sse import EventStream, LineStream
 from engine.servers.llamacpp import schema as llamacpp
 from engine.servers.llamacpp.state import PropsQuery, SlotsQuery
+from engine.servers.ollama import schema as ollama
 from engine.servers.openai import embeddings, rerank, schema
 from engine.servers.openai.embeddings import EmbeddingBody
 from engine.servers.openai.rerank import RerankBody, ScoreBody
 from engine.servers.openai.schema import ChatBody, CompletionBody, FimBody, GenerateBody
+from engine.servers.openai.stored_chats import (
+    StoredChatsQuery,
+    StoredChatUpdate,
+    StoredMessagesQuery,
+)
 from engine.servers.openai.tokenize import DetokenizeBody, TokenizeBody, TokenizerQuery
 from engine.servers.ops import admin_control, admin_models
 from engine.servers.responses import items
@@ -84,6 +91,7 @@ BODIES: dict[str, type[BaseModel]] = {
     "/v1/batches": BatchBody,
     "/v1/chat/completions": ChatBody,
     "/v1/chat/completions/input_tokens": llamacpp.TemplateBody,
+    "/v1/chat/completions/{completion_id}": StoredChatUpdate,
     "/v1/completions": CompletionBody,
     "/v1/conversations": ConversationBody,
     "/v1/conversations/{conversation_id}": ConversationUpdate,
@@ -101,10 +109,13 @@ BODIES: dict[str, type[BaseModel]] = {
     "/v1/uploads": UploadBody,
     "/v1/uploads/{upload_id}/complete": CompleteBody,
 }
+BODIES |= ollama.BODIES
+# Azure's paths have the bodies of OpenAI's.
+BODIES |= {azure.path_of(each): BODIES[f"/v1/{each}"] for each in azure.OPERATIONS}
 # Bodies that refuse every parameter besides their own, whatever its value.
 EXACT = (
     *(BatchBody, CompleteBody, ConversationBody, ConversationUpdate, MessageBatchBody),
-    *(NewItemsBody, UploadBody),
+    *(NewItemsBody, StoredChatUpdate, UploadBody),
 )
 # Maps paths to the form of a POST that uploads a file: its fields, and the part with the file.
 FORMS: dict[str, tuple[type[BaseModel], str]] = {
@@ -114,6 +125,8 @@ FORMS: dict[str, tuple[type[BaseModel], str]] = {
 # Maps paths to the query parameters of a GET.
 QUERIES: dict[str, type[BaseModel]] = {
     "/v1/batches": BatchQuery,
+    "/v1/chat/completions": StoredChatsQuery,
+    "/v1/chat/completions/{completion_id}/messages": StoredMessagesQuery,
     "/v1/conversations/{conversation_id}/items": ItemsQuery,
     "/v1/conversations/{conversation_id}/items/{item_id}": NewItemsQuery,
     "/v1/files": FileQuery,
@@ -160,10 +173,16 @@ _ANTHROPIC_ERROR_SCHEMA = {
         "request_id": {"type": "string"},
     },
 }
+_OLLAMA_ERROR_SCHEMA = {
+    "type": "object",
+    "required": ["error"],
+    "properties": {"error": {"type": "string"}},
+}
 # Maps media types to the description of a response. Event streams have no JSON schema.
 _ANSWERS: dict[str, dict[str, Any]] = {
     "application/json": {"schema": {"type": "object"}},
     EventStream.media_type: {},
+    LineStream.media_type: {},
 }
 _HEADERS = {
     "x-request-id": {"schema": {"type": "string"}, "description": "Also in the server's log."},
@@ -197,7 +216,11 @@ def document(app: FastAPI) -> dict[str, Any]:
         [(model, "validation") for model in models], ref_template=_REFS
     )
     made["components"] = {
-        "schemas": {"Error": _ERROR_SCHEMA, "AnthropicError": _ANTHROPIC_ERROR_SCHEMA}
+        "schemas": {
+            "Error": _ERROR_SCHEMA,
+            "AnthropicError": _ANTHROPIC_ERROR_SCHEMA,
+            "OllamaError": _OLLAMA_ERROR_SCHEMA,
+        }
         | definitions["$defs"],
         "securitySchemes": {"key": {"type": "http", "scheme": "bearer"}},
     }
@@ -216,7 +239,8 @@ def document(app: FastAPI) -> dict[str, Any]:
                     "application/json", references[model, "validation"]
                 )
                 if "stream" in model.model_fields:
-                    media_types.append(EventStream.media_type)
+                    kind = LineStream if is_ollama(path) else EventStream
+                    media_types.append(kind.media_type)
             if method == "post" and path in FORMS:
                 uploaded = _form_schema(*FORMS[path])
                 operation["requestBody"] = _body("multipart/form-data", uploaded)
@@ -254,7 +278,8 @@ def api_routes(app: FastAPI) -> list[tuple[str, str]]:
 
 def _responses(path: str, media_types: Iterable[str]) -> dict[str, Any]:
     content = {each: _ANSWERS.get(each, {"schema": {"type": "string"}}) for each in media_types}
-    model = "AnthropicError" if is_anthropic(path) else "Error"
+    model = "OllamaError" if is_ollama(path) else "Error"
+    model = "AnthropicError" if is_anthropic(path) else model
     error = {"application/json": {"schema": {"$ref": _REFS.format(model=model)}}}
     return {
         "200": {"description": "The answer.", "headers": _HEADERS, "content": content},
@@ -326,16 +351,21 @@ def _parameters(kind: type[BaseModel]) -> dict[str, Any]:
             if word.name not in kind.model_fields and verdict_in(word, kind) == "refused"
         }
     return {
-        "supported": sorted(kind.model_fields.keys() - refused),
+        "supported": sorted(_followed(kind)),
         "refused_unless": refused | dict(others),
     }
 
 
 def verdict_in(word: Word, kind: type[BaseModel]) -> Verdict:
     """What the endpoints with the body `kind` do with a parameter."""
-    known = kind.model_fields.keys() - off_values(kind).keys()
-    found = verdict(word, known)
+    found = verdict(word, _followed(kind))
     return "refused" if found == "warned" and not issubclass(kind, SamplingBody) else found
+
+
+@cache
+def _followed(kind: type[BaseModel]) -> frozenset[str]:
+    """The fields of the body `kind` that do not exist only to be refused."""
+    return frozenset(kind.model_fields.keys() - off_values(kind).keys())
 
 
 def _dialect(name: str) -> dict[str, Any]:

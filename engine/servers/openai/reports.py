@@ -92,7 +92,7 @@ class ReportingStream:
     def _timed(self, choice: int, chunk: bytes) -> bytes:
         if not (chunk and self._with_timings):
             return chunk
-        first_at = self._pump.first_token_at
+        first_at = self._pump.first_token_at if self._num_tokens[choice] else None
         so_far = UsageEvent(
             prompt_tokens=self._progress.processed,
             completion_tokens=self._num_tokens[choice],

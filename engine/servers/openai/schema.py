@@ -152,6 +152,7 @@ class ChatBody(EndOfPrompt, OpenAIBody):
     enable_thinking: bool | None = None
     include_reasoning: bool | None = None
     verbosity: Literal["low", "medium", "high"] | None = None
+    store: bool | None = None
 
     @property
     def choice_of_tools(self) -> tuple[ToolChoice, tuple[dict[str, Any], ...]]:

@@ -12,12 +12,10 @@ from engine.core.errors import InvalidRequestError
 from engine.core.interfaces.backend import GenerationContext
 from engine.core.interfaces.request import SamplingParams
 from engine.servers.access.auth import principal_of
-from engine.servers.http.errors import problem
-from engine.servers.http.listing import list_body, parse_query
+from engine.servers.http.listing import following, list_body, parse_query
 from engine.servers.responses.conversations import ConversationStore, add_conversations_routes
 from engine.servers.responses.create import ResponseMaker
 from engine.servers.responses.format import ResponseStream
-from engine.servers.responses.items import Item
 from engine.servers.responses.schema import (
     ItemsQuery,
     ResponseBody,
@@ -84,9 +82,7 @@ def add_responses_routes(app: FastAPI, services: Services) -> None:
         items = await store.input_items(response_id, principal_of(request).name)
         if query.order == "desc":
             items.reverse()
-        if query.after is not None:
-            items = _following(items, query.after)
-        return json_response(list_body(items, query.limit))
+        return json_response(list_body(following(items, query.after), query.limit))
 
     @app.post("/v1/responses/{response_id}/cancel")
     async def cancel(request: Request, response_id: str) -> Response:
@@ -96,10 +92,3 @@ def add_responses_routes(app: FastAPI, services: Services) -> None:
             " makes none. To cancel any other, close its connection.",
             param="response_id",
         )
-
-
-def _following(items: list[Item], after: str) -> list[Item]:
-    ids = [item["id"] for item in items]
-    if after not in ids:
-        raise problem("after", "is the id of none of these items")
-    return items[ids.index(after) + 1 :]

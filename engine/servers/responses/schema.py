@@ -13,15 +13,13 @@ from pydantic import (
     ConfigDict,
     Field,
     PlainValidator,
-    ValidationInfo,
     WithJsonSchema,
     model_validator,
 )
 
-from engine.core.errors import InvalidRequestError
 from engine.core.interfaces.backend import GrammarSpec, ModelCard, ToolChoice
 from engine.core.interfaces.request import SamplingParams
-from engine.servers.http.errors import check_keys, describe, problem, short_text
+from engine.servers.http.errors import check_keys, problem, short_text
 from engine.servers.http.listing import Cursor, Order, Query
 from engine.servers.openai.schema import NumLogprobs, ReasoningEffort
 from engine.servers.responses.items import MAX_ID, MAX_ITEMS, parse_input
@@ -36,8 +34,7 @@ from engine.servers.responses.tools import (
     parse_format,
 )
 from engine.servers.schema import fields
-from engine.servers.schema.body import OffValues, SamplingBody
-from engine.servers.schema.dialects.reading import asks_for_nothing
+from engine.servers.schema.body import SamplingBody, refused
 
 MAX_INCLUDES = 32
 LOGPROBS = "message.output_text.logprobs"
@@ -56,24 +53,6 @@ Includable = Literal[
 ]
 
 _STRICT = ConfigDict(strict=True, extra="forbid", frozen=True, defer_build=True)
-
-
-def refused(instead: str, *no_effect: Any) -> tuple[PlainValidator, WithJsonSchema, OffValues]:
-    """Pydantic annotations for a parameter that is refused unless it is null or in `no_effect`.
-    `instead` says in the error what the client should do.
-    """
-
-    def check(value: Any, info: ValidationInfo) -> None:
-        if asks_for_nothing(value, no_effect):
-            return
-        raise InvalidRequestError(
-            f"{info.field_name}: {describe(value)} is not supported by this server; {instead}.",
-            param=info.field_name,
-            code="unsupported_parameter",
-        )
-
-    schema = WithJsonSchema({"enum": [None, *no_effect]})
-    return PlainValidator(check), schema, OffValues(no_effect)
 
 
 # Values of `include` when a stored response is read. Logprobs are always included, so they are

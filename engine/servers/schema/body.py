@@ -9,14 +9,22 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Annotated, Any, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    PlainValidator,
+    ValidationError,
+    ValidationInfo,
+    WithJsonSchema,
+)
 
 from engine.core.errors import InvalidRequestError
 from engine.core.interfaces.backend import ModelCard
 from engine.core.interfaces.request import SAMPLER_FIELDS, SamplingParams
-from engine.servers.http.errors import invalid_request
+from engine.servers.http.errors import describe, invalid_request
 from engine.servers.schema import fields
-from engine.servers.schema.dialects.reading import read_words
+from engine.servers.schema.dialects.reading import Reading, asks_for_nothing, read_words
 
 MAX_N = 16
 
@@ -28,6 +36,24 @@ class OffValues:
     """
 
     values: tuple[Any, ...]
+
+
+def refused(instead: str, *no_effect: Any) -> tuple[PlainValidator, WithJsonSchema, OffValues]:
+    """Pydantic annotations for a parameter that is refused unless it is null or in `no_effect`.
+    `instead` says in the error what the client should do.
+    """
+
+    def check(value: Any, info: ValidationInfo) -> None:
+        if asks_for_nothing(value, no_effect):
+            return
+        raise InvalidRequestError(
+            f"{info.field_name}: {describe(value)} is not supported by this server; {instead}.",
+            param=info.field_name,
+            code="unsupported_parameter",
+        )
+
+    schema = WithJsonSchema({"enum": [None, *no_effect]})
+    return PlainValidator(check), schema, OffValues(no_effect)
 
 
 def off_values(kind: type[BaseModel]) -> dict[str, tuple[Any, ...]]:
@@ -189,16 +215,16 @@ Body = TypeVar("Body", bound=BaseModel)
 
 
 def parse_body(
-    kind: type[Body], raw: dict[str, Any], warn: Callable[[str, str], None] | None = None
+    kind: type[Body], raw: dict[str, Any], on_read: Callable[[Reading], None] | None = None
 ) -> Body:
     """Validate the body `raw` of a request for an answer. Parameters of other servers are converted
-    first. `warn` is called with each parameter that has no effect, and the reason.
+    first. `on_read` gets those that were converted, and those that have no effect.
     """
-    reading = read_words(raw, kind.model_fields, warns=issubclass(kind, SamplingBody))
+    known = [field.alias or name for name, field in kind.model_fields.items()]
+    reading = read_words(raw, known, warns=issubclass(kind, SamplingBody))
     body = validated(kind, reading.values, reading.sent_as)
-    if warn is not None:
-        for param, message in reading.warnings:
-            warn(param, message)
+    if on_read is not None:
+        on_read(reading)
     return body
 
 

@@ -20,6 +20,27 @@ MUTATIONS = [
         "::test_the_backend_knows_whose_a_request_is_and_how_long_it_may_take",
     ),
     Mutation(
+        "stored chats: a filter by metadata compares the values alone",
+        "engine.servers.openai.stored_chats",
+        "WHERE key = ? AND value = ?)",
+        "WHERE key <> ? AND value = ?)",
+        "tests/unit/test_server_stored_chats.py::test_lists_with_filters_and_pages",
+    ),
+    Mutation(
+        "stored chats: the list has the old metadata",
+        "engine.servers.openai.stored_chats",
+        '"UPDATE chat_completions SET metadata = ? WHERE id = ?", (encoded, chat_id)',
+        '"UPDATE chat_completions SET metadata = metadata"',
+        "tests/unit/test_server_stored_chats.py::test_lists_with_filters_and_pages",
+    ),
+    Mutation(
+        "stored chats: anybody's are listed",
+        "engine.servers.openai.stored_chats",
+        "WHERE chat_completions.owner = ? AND",
+        "WHERE ? IS NOT NULL AND",
+        "tests/unit/test_server_stored_chats.py::test_it_is_its_owners_and_survives_a_restart",
+    ),
+    Mutation(
         "embeddings have no priority",
         "engine.servers.openai.embeddings",
         "        priority=services.priority(request, card, body.priority),\n",

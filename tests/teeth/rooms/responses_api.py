@@ -73,7 +73,7 @@ MUTATIONS = [
     ),
     Mutation(
         "responses: a page begins with the last one's end",
-        "engine.servers.responses.routes",
+        "engine.servers.http.listing",
         "items[ids.index(after) + 1 :]",
         "items[ids.index(after) :]",
         "tests/unit/test_server_responses_store.py::test_input_items_by_pages",

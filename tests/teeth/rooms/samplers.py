@@ -28,8 +28,8 @@ MUTATIONS = [
     Mutation(
         "samplers: XTC drops the last token at its threshold as well",
         CHAIN,
-        "int((probs >= params.xtc_threshold).sum()) - 1",
-        "int((probs >= params.xtc_threshold).sum())",
+        'kind="stable")[1:]]] = -np.inf',
+        'kind="stable")]] = -np.inf',
         LLAMA,
     ),
     Mutation(
@@ -42,8 +42,8 @@ MUTATIONS = [
     Mutation(
         "samplers: typical-p keeps one token too few",
         CHAIN,
-        "<= params.typical_p).sum()) + 1",
-        "<= params.typical_p).sum())",
+        "np.where(distance > limit,",
+        "np.where(distance >= limit,",
         LLAMA,
     ),
     Mutation(
@@ -84,8 +84,8 @@ MUTATIONS = [
     Mutation(
         "samplers: a sequence breaker is penalized",
         REPETITION,
-        "if token >= 0 and not is_breaker:",
-        "if token >= 0:",
+        "if token >= 0 and () not in breakers.get(token, ())",
+        "if token >= 0",
         LLAMA,
     ),
     Mutation(

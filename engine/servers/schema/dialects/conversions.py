@@ -22,15 +22,6 @@ def renamed(to: str) -> Convert:
     return lambda value, where, known: {to: value}
 
 
-def inverted(to: str) -> Convert:
-    """The parameter `to` is true where this one is false."""
-
-    def convert(value: Any, where: str, known: Collection[str]) -> dict[str, Any]:
-        return {to: not boolean(value, where)}
-
-    return convert
-
-
 def output_limit(value: Any, where: str, known: Collection[str]) -> dict[str, Any]:
     """Limits below 0 mean "no limit but the context"."""
     return {"max_tokens": NO_LIMIT if type(value) is int and value < 0 else value}

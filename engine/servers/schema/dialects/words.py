@@ -31,7 +31,7 @@ class Word:
 
     name: str
     dialects: tuple[str, ...]  # keys of `DIALECTS`
-    note: str
+    note: str  # what it does, if that needs to be said
     # Values that ask for nothing, besides null. They are accepted even if the parameter is not
     # supported, because SDKs often send such values.
     off: tuple[Any, ...] = ()
@@ -42,11 +42,9 @@ class Word:
 
 
 def _rows(names: str, dialects: str, note: str, *off: Any, **rule: Any) -> list[Word]:
-    """A row for each of `names`. If there is no note, the row's warning or error is its note."""
+    """A row for each of `names`. Parameters that act have a note."""
     if "target" in rule:
         rule.setdefault("convert", by.renamed(rule["target"]))
-    else:
-        note = note or rule.get("warning") or rule.get("instead") or "leave it out"
     used_by = tuple(dialects.split())
     return [Word(name=each, dialects=used_by, note=note, off=off, **rule) for each in names.split()]
 
@@ -76,6 +74,20 @@ _PROMPTS = [
     *_rows("image_data", "llamacpp", "", [], instead="send images in messages"),
     *_rows("mm_processor_kwargs media_io_kwargs", "vllm", "", {}),
     *_rows("web_search_options", "openai", "", instead="offer a tool that searches"),
+    *_rows("system", "ollama", "", "", instead="send a system message"),
+    *_rows("template", "ollama", "", "", instead="set it in the server's configuration"),
+    *_rows("raw", "ollama", "", False, instead="send the prompt to /v1/completions"),
+    *_rows("context", "ollama", "", [], instead="send the whole conversation"),
+    *_rows("images", "ollama", "", [], instead="send images in messages"),
+    *_rows("generation_prompt", "llamacpp", "", "", instead="send continue_final_message"),
+    *_rows("truncate", "ollama", "", False, instead="send truncate_prompt_tokens"),
+    *_rows("transforms plugins models", "openrouter", "", []),
+    *_rows("provider route", "openrouter", "", {}, instead="choose a model by its name"),
+    *_rows("task", "sglang", ""),
+    *_rows("images_config video_config", "sglang", "", {}),
+    *_rows("max_dynamic_patch min_dynamic_patch", "sglang", ""),
+    *_rows("use_audio_in_video", "sglang", "", False),
+    *_rows("prompt_mode", "mistral", "", instead="send reasoning_effort"),
     *_rows("safe_prompt", "mistral", "", False, instead="write it in a system message"),
 ]
 _LENGTHS = [
@@ -109,20 +121,22 @@ _LENGTHS = [
         "t_max_predict_ms", "llamacpp", "", 0, -1, instead="set max_tokens, or close the stream"
     ),
     *_rows("n_indent", "llamacpp", "", 0, instead="set stop"),
+    *_rows("num_keep", "ollama", "", warning="a full context is never shifted"),
     *_rows(
-        "n_keep num_keep n_discard",
-        "llamacpp ollama",
+        "n_keep n_discard",
+        "llamacpp",
         "",
         0,
         -1,
         instead="set truncate_prompt_tokens; a full context is never shifted",
     ),
+    *_rows("shift", "ollama", "", False, instead="set max_tokens; a full context is never shifted"),
     *_rows("num_ctx", "ollama", "", warning="the context length is set when the model is loaded"),
 ]
 _SAMPLING = [
     *_rows("temperature top_p", _ALL, "how a token is sampled"),
     *_rows("top_k min_p", "vllm llamacpp sglang ollama openrouter", "how a token is sampled"),
-    *_rows("presence_penalty frequency_penalty", _ALL, "penalties for repeated tokens"),
+    *_rows("presence_penalty frequency_penalty", _ALL, "a penalty for repeated tokens"),
     *_rows("repetition_penalty", "vllm sglang openrouter", "a penalty for repeated tokens"),
     *_rows("repeat_penalty", "llamacpp ollama", "", target="repetition_penalty"),
     *_rows("repeat_last_n", "llamacpp ollama", "the penalties see this many tokens"),
@@ -138,23 +152,35 @@ _SAMPLING = [
     *_rows("bad_words", "vllm", "texts that are never written", []),
     *_rows("typical_p", "llamacpp ollama", "locally typical sampling", 1, 1.0),
     *_rows("typical", "ollama", "", 1, 1.0, target="typical_p"),
-    *_rows("top_n_sigma", "llamacpp", "keeps logits near the highest", -1, -1.0, 0, 0.0),
-    *_rows("xtc_probability xtc_threshold", "llamacpp", "excludes the likeliest tokens", 0, 0.0),
+    *_rows(
+        "top_n_sigma", "llamacpp", "keeps tokens with a logit near the highest", -1, -1.0, 0, 0.0
+    ),
+    *_rows(
+        "xtc_probability xtc_threshold",
+        "llamacpp",
+        "XTC: leaves out the likeliest tokens at times",
+        0,
+        0.0,
+    ),
     *_rows("dry_multiplier", "llamacpp", "a penalty for repeated sequences", 0, 0.0),
     *_rows(
         "dry_base dry_allowed_length dry_penalty_last_n dry_sequence_breakers",
         "llamacpp",
-        "options of dry_multiplier",
+        "an option of dry_multiplier",
     ),
-    *_rows("mirostat", "llamacpp ollama", "a target for the text's surprise", 0),
-    *_rows("mirostat_tau mirostat_eta", "llamacpp ollama", "options of mirostat"),
+    *_rows("mirostat", "llamacpp ollama", "keeps the perplexity of the text near a target", 0),
+    *_rows("mirostat_tau mirostat_eta", "llamacpp ollama", "an option of mirostat"),
     *_rows("dynatemp_range", "llamacpp", "a temperature that follows the entropy", 0, 0.0),
     *_rows("dynatemp_exponent", "llamacpp", "an option of dynatemp_range"),
     *_rows("min_keep", "llamacpp", "samplers keep at least this many tokens", 0),
     *_rows("samplers", "llamacpp", "the order of samplers; one that is not listed is off"),
+    *_rows("top_a", "openrouter", "", 0, 0.0, instead="use min_p"),
     *_rows("tfs_z", "llamacpp ollama", "", 1, 1.0, instead="use min_p or typical_p"),
     *_rows("adaptive_target adaptive_decay", "llamacpp", "", instead="use mirostat"),
-    *_rows("penalize_nl penalize_newline", "llamacpp ollama", "", False, instead="use logit_bias"),
+    *_rows("penalize_nl", "llamacpp", "", False, instead="use logit_bias"),
+    *_rows(
+        "penalize_newline", "ollama", "", True, warning="line breaks are penalized like all tokens"
+    ),
     *_rows("logits_processors", "vllm", "", [], instead="use logit_bias"),
     *_rows("custom_logit_processor", "sglang", "", instead="use logit_bias"),
     *_rows("custom_params", "sglang", "", {}),
@@ -166,7 +192,11 @@ _SAMPLING = [
 _GRAMMARS = [
     *_rows("response_format", _ALL, "the form of the answer", {"type": "text"}),
     *_rows("structured_outputs", "vllm", "a schema, regex, grammar or list of choices", {}),
-    *_rows("guided_json guided_regex guided_choice guided_grammar", "vllm", "the older names"),
+    *_rows(
+        "guided_json guided_regex guided_choice guided_grammar",
+        "vllm",
+        "older names of structured_outputs",
+    ),
     *_rows(
         "guided_decoding_backend",
         "vllm",
@@ -219,11 +249,15 @@ _ANSWERS = [
     *_rows("response_fields", "llamacpp", "", [], instead="pick fields from the whole answer"),
     *_rows("verbose", "llamacpp", "", False, instead="set the server's log level"),
     *_rows(
-        "return_hidden_states return_routed_experts return_cached_tokens_details",
+        "return_hidden_states return_routed_experts return_cached_tokens_details"
+        " return_spec_tokens_details return_sampling_mask return_meta_info",
         "sglang",
         "",
         False,
     ),
+    *_rows("return_prompt_token_ids", "sglang", "", False, instead="send return_token_ids"),
+    *_rows("routed_experts_prompt_start routed_experts_start_len", "vllm sglang", "", 0),
+    *_rows("usage", "openrouter", "", warning="every answer has its usage"),
     *_rows("modalities", "openai", "", ["text"], instead="ask for text"),
     *_rows("audio", "openai", "", instead="ask for text"),
 ]
@@ -235,7 +269,7 @@ _REASONING = [
     *_rows(
         "reasoning",
         "openai openrouter",
-        "effort, enabled and exclude",
+        "its keys effort, enabled and exclude are followed",
         {},
         target="reasoning_effort",
         convert=by.reasoning,
@@ -251,13 +285,23 @@ _REASONING = [
         -1,
         instead="send reasoning_effort, or max_tokens for the whole answer",
     ),
+    *_rows("thinking_forced_open", "llamacpp", "", False, instead="send enable_thinking"),
+    *_rows("reasoning_control", "llamacpp", "", False, instead="send reasoning_effort"),
+    *_rows(
+        "reasoning_budget_message reasoning_budget_start_tag reasoning_budget_end_tags",
+        "llamacpp",
+        "",
+        *("", []),
+        instead="send reasoning_effort",
+    ),
+    *_rows("chat_format chat_parser", "llamacpp", "", warning="the model's own format is used"),
     *_rows("reasoning_summary", "openai", "", warning="the whole reasoning is sent"),
     *_rows("verbosity", "openai", "", warning="can't be set for this model"),
 ]
 _SERVING = [
     *_rows("priority", "vllm sglang", "requests with a lower number run first"),
     *_rows("user safety_identifier", "openai", "a hash of it is in the request log"),
-    *_rows("metadata", "openai", "is logged, and returned with the answer"),
+    *_rows("metadata", "openai", "labels that are logged and returned"),
     *_rows("store", "openai", "whether the answer is stored", False),
     *_rows("background", "openai", "", False, instead="send it to /v1/responses"),
     *_rows("cache_salt", "vllm sglang", "only requests with the same salt share cached prefixes"),
@@ -273,7 +317,7 @@ _SERVING = [
     ),
     *_rows("prompt_cache_options", "openai", "", {"mode": "implicit"}),
     *_rows("n_cache_reuse", "llamacpp", "", 0, instead="send prompts with the same beginning"),
-    *_rows("id_slot", "llamacpp", "a router sends the same slot to the same backend", -1),
+    *_rows("id_slot", "llamacpp", "a router sends requests of one slot to one backend", -1),
     *_rows("session_id", "vllm sglang", "", target="prompt_cache_key"),
     *_rows("session_params", "sglang", "", {}, instead="send the whole conversation"),
     *_rows("keep_alive", "ollama", "", warning="a model stays loaded until it is unloaded"),
@@ -282,11 +326,33 @@ _SERVING = [
     *_rows("service_tier", "openai", "", "auto", "default", instead="send priority"),
     *_rows("moderation", "openai", ""),
     *_rows("lora lora_path", "llamacpp sglang", "", [], instead="load a merged model"),
+    *_rows(
+        "bootstrap_host bootstrap_port bootstrap_room routed_dp_rank disagg_prefill_dp_rank"
+        " data_parallel_rank",
+        "sglang",
+        "",
+        instead="leave it out; this server routes requests itself",
+    ),
+    *_rows("custom_labels", "sglang", "", {}, instead="send metadata"),
+    *_rows(
+        "speculative.n_max speculative.n_min speculative.p_min speculative.type",
+        "llamacpp",
+        "",
+        warning="the server sets it; it does not change the answer",
+    ),
     *_rows("kv_transfer_params ec_transfer_params", "vllm", "", {}),
     *_rows(
-        "num_thread num_batch num_gpu main_gpu use_mmap draft_num_predict",
+        "num_thread num_batch num_gpu main_gpu draft_num_predict",
         "ollama",
         "",
+        warning="is set when the server starts",
+    ),
+    *_rows("use_mmap f16_kv", "ollama", "", True, warning="is set when the server starts"),
+    *_rows(
+        "numa low_vram use_mlock logits_all vocab_only embedding_only",
+        "ollama",
+        "",
+        False,
         warning="is set when the server starts",
     ),
 ]

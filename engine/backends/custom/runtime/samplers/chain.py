@@ -16,7 +16,6 @@ import numpy as np
 from engine.backends.custom.runtime.host_sampler import (
     allowed,
     gumbel,
-    nucleus_floor,
     row_keys,
     token_words,
 )
@@ -161,7 +160,7 @@ def mirostat_k(logits: F32, mu: float, vocab_size: int) -> int:
     """
     if len(logits) < 2:
         return 1
-    best = np.sort(logits)[::-1][:MIROSTAT_TOKENS].astype(np.float64)
+    best = np.sort(-_smallest(-logits, MIROSTAT_TOKENS))[::-1].astype(np.float64)
     ranks = np.arange(1, len(best) + 1)
     steps, drops = np.log(ranks[1:] / ranks[:-1]), best[:-1] - best[1:]
     exponent = float((steps * drops).sum() / (steps * steps).sum())
@@ -186,14 +185,31 @@ def _drop(logits: F32, is_dropped: Bools) -> F32:
     return kept
 
 
-def _largest(values: F32, count: int) -> float:
-    """The value of rank `count`, or the smallest one if there are fewer."""
+def _smallest(values: F32, count: int) -> F32:
+    """The `count` smallest values, or all of them if there are fewer. The last is the largest."""
     count = min(max(count, 1), len(values))
-    return float(np.partition(values, len(values) - count)[len(values) - count])
+    kept: F32 = np.partition(values, count - 1)[:count]
+    return kept
+
+
+def _limit(values: F32, probs: F32, mass: float, least: int, is_above: bool = False) -> float:
+    """The largest of the smallest values whose probabilities sum to at least `mass`, or to more
+    than that if `is_above`. They are at least `least` values.
+    """
+    count = 256
+    while True:
+        count = min(max(count, least), len(values))
+        some = np.argpartition(values, count - 1)[:count]
+        some = some[np.argsort(values[some], kind="stable")]
+        sums = np.cumsum(probs[some], dtype=np.float64)
+        rank = int(np.searchsorted(sums, mass, side="right" if is_above else "left"))
+        if rank < count or count == len(values):
+            return float(values[some[min(max(rank, least - 1), count - 1)]])
+        count *= 8
 
 
 def _top_k(logits: F32, count: int) -> F32:
-    return _drop(logits, logits < _largest(logits, count))
+    return _drop(logits, -logits > _smallest(-logits, count)[-1])
 
 
 def _keep_top_k(logits: F32, params: SamplingParams, chance: float) -> F32:
@@ -213,29 +229,23 @@ def _keep_typical(logits: F32, params: SamplingParams, chance: float) -> F32:
     """
     if params.typical_p >= 1:
         return logits
-    order = np.argsort(np.abs(surprise(logits) - entropy(logits)), kind="stable")
-    count = int((np.cumsum(softmax(logits)[order]) <= params.typical_p).sum()) + 1
-    dropped = order[max(count, params.min_keep) :]
-    kept = logits.copy()
-    kept[dropped] = -np.inf
-    return kept
+    distance = np.abs(surprise(logits) - entropy(logits))
+    limit = _limit(distance, softmax(logits), params.typical_p, params.min_keep, is_above=True)
+    return np.where(distance > limit, np.float32(-np.inf), logits)
 
 
 def _keep_top_p(logits: F32, params: SamplingParams, chance: float) -> F32:
     if params.top_p >= 1:
         return logits
-    probs = softmax(logits)
-    target = np.array([max(params.top_p, NEGLIGIBLE)], np.float32)
-    floor = float(nucleus_floor(probs[None], target)[0])
-    return _drop(logits, probs < min(floor, _largest(probs, params.min_keep)))
+    limit = _limit(-logits, softmax(logits), params.top_p, params.min_keep)
+    return _drop(logits, -logits > limit)
 
 
 def _keep_min_p(logits: F32, params: SamplingParams, chance: float) -> F32:
     if params.min_p <= 0:
         return logits
-    probs = softmax(logits)
-    floor = probs.max() * np.float32(params.min_p)
-    return _drop(logits, probs < min(floor, _largest(probs, params.min_keep)))
+    limit = np.float32(-np.log(params.min_p)) - logits.max()
+    return _drop(logits, -logits > max(limit, _smallest(-logits, params.min_keep)[-1]))
 
 
 def _exclude_top_choices(logits: F32, params: SamplingParams, chance: float) -> F32:
@@ -244,13 +254,11 @@ def _exclude_top_choices(logits: F32, params: SamplingParams, chance: float) -> 
     """
     if chance >= params.xtc_probability or params.xtc_threshold > 0.5:
         return logits
-    probs = softmax(logits)
-    order = np.argsort(-probs, kind="stable")
-    num_dropped = int((probs >= params.xtc_threshold).sum()) - 1
-    if num_dropped < 1 or len(logits) - num_dropped < params.min_keep:
+    likely = np.flatnonzero(softmax(logits) >= params.xtc_threshold)
+    if len(likely) < 2 or len(logits) - len(likely) + 1 < params.min_keep:
         return logits
     kept = logits.copy()
-    kept[order[:num_dropped]] = -np.inf
+    kept[likely[np.argsort(logits[likely], kind="stable")[1:]]] = -np.inf
     return kept
 
 

@@ -16,7 +16,9 @@ if TYPE_CHECKING:
 
 Breakers = dict[int, list[tuple[int, ...]]]  # the first token of a breaker -> its other tokens
 LOG_MAX_FLOAT = 88.7  # a little less than the logarithm of the largest float32
-MAX_REPEAT = 1024  # longer repetitions count as this many tokens
+# Max number of comparisons that DRY makes for a token, about 15 ms. The lengths of repetitions that
+# were not compared to their end count as the length that was reached.
+MAX_COMPARISONS = 2**21
 NEGATIVE_INFINITY = float("-inf")
 
 
@@ -72,25 +74,30 @@ def dry_penalties(
     if longest < allowed_length:
         return {}
     max_exponent = int(LOG_MAX_FLOAT / math.log(base)) if base > 1.000001 else 0
-    longest = min(longest, MAX_REPEAT, allowed_length + max_exponent)
+    longest = min(longest, allowed_length + max_exponent)
     lengths = _repeat_lengths(tokens, longest)
     is_long = lengths >= allowed_length
-    penalties: dict[int, float] = {}
-    for token, length in zip(tokens[1:][is_long].tolist(), lengths[is_long].tolist(), strict=True):
-        is_breaker = () in breakers.get(token, ())
-        if token >= 0 and not is_breaker:
-            penalty = multiplier * base ** (length - allowed_length)
-            penalties[token] = max(penalty, penalties.get(token, 0.0))
-    return penalties
+    next_tokens, lengths = tokens[1:][is_long], lengths[is_long]
+    order = np.argsort(lengths, kind="stable")  # the longest repetition of a token comes last
+    pairs = zip(next_tokens[order].tolist(), lengths[order].tolist(), strict=True)
+    return {
+        token: multiplier * base ** (length - allowed_length)
+        for token, length in dict(pairs).items()
+        if token >= 0 and () not in breakers.get(token, ())
+    }
 
 
 def _repeat_lengths(tokens: I32, longest: int) -> I32:
     """For each position except the last: how many tokens up to this position equal the last tokens
-    of the text. Lengths above `longest` count as `longest`.
+    of the text, but at most `longest`.
     """
     lengths = np.zeros(max(len(tokens) - 1, 0), np.int32)
     ends = np.arange(len(lengths))
+    num_comparisons = 0
     for length in range(longest):
+        num_comparisons += len(ends)
+        if num_comparisons > MAX_COMPARISONS:
+            break
         ends = ends[ends >= length]
         ends = ends[tokens[ends - length] == tokens[-1 - length]]
         if not len(ends):
