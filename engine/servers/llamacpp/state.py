@@ -27,12 +27,12 @@ from engine.servers.serving.services import Services, json_bytes, json_response
 
 # Routes that llama.cpp serves under two names. The second name is the one that we have.
 ALIASES = {
-    "/chat/completions": "/v1/chat/completions",
-    "/models": "/v1/models",
-    "/reranking": "/v1/rerank",
-    "/responses": "/v1/responses",
-    "/responses/input_tokens": "/v1/responses/input_tokens",
-    "/v1/reranking": "/v1/rerank",
+    ("POST", "/chat/completions"): "/v1/chat/completions",
+    ("GET", "/models"): "/v1/models",
+    ("POST", "/reranking"): "/v1/rerank",
+    ("POST", "/responses"): "/v1/responses",
+    ("POST", "/responses/input_tokens"): "/v1/responses/input_tokens",
+    ("POST", "/v1/reranking"): "/v1/rerank",
 }
 
 
@@ -53,19 +53,31 @@ class SlotsQuery(PropsQuery):
 
 def add_alias_routes(app: FastAPI, services: Services) -> None:
     """Add the routes of `ALIASES`. All routes that they stand for must be there already."""
-    routes = {route.path: route for route in app.routes if isinstance(route, APIRoute)}
-    for alias, path in ALIASES.items():
-        route = routes[path]
-        app.add_api_route(alias, route.endpoint, methods=list(route.methods or ()))
+    routes = {
+        (method, route.path): route.endpoint
+        for route in app.routes
+        if isinstance(route, APIRoute)
+        for method in route.methods or ()
+    }
+    for (method, alias), path in ALIASES.items():
+        app.add_api_route(alias, routes[method, path], methods=[method])
 
 
 def add_state_routes(app: FastAPI, services: Services) -> None:
+    # Tokenizers by model and start time. To ask for one loads its model, or keeps it loaded.
+    tokenizers: dict[tuple[str, int], TokenizerInfo | None] = {}
+
     @app.get("/props")
     async def props(request: Request) -> Response:
         """Describe the model and the defaults of `/completion`."""
         card = services.find_model(parse_query(PropsQuery, request).model)
-        info = await services.backend.tokenizer_info(model=card.id)
-        return json_response(_props(services, card, info))
+        is_loaded = services.backend.model_health(card.id).loaded
+        key = (card.id, card.created)
+        if is_loaded and key not in tokenizers:
+            tokenizers[key] = await services.backend.tokenizer_info(model=card.id)
+        return json_response(
+            _props(services, card, tokenizers.get(key)) | {"is_sleeping": not is_loaded}
+        )
 
     @app.post("/props", include_in_schema=False)
     async def change_props() -> Response:
@@ -106,7 +118,6 @@ def _props(services: Services, card: ModelCard, info: TokenizerInfo | None) -> d
         "bos_token": (info and info.bos_token) or "",
         "eos_token": (info and info.eos_token) or "",
         "build_info": f"engine-{__version__}",
-        "is_sleeping": not services.backend.model_health(card.id).loaded,
     }
 
 
