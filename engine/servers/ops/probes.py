@@ -59,11 +59,10 @@ def add_metrics_routes(app: FastAPI, services: Services) -> None:
         # This runs in a thread, because reading the process tree and formatting hundreds of series
         # takes milliseconds.
         content, content_type = await asyncio.to_thread(services.metrics.render)
-        response = Response(content, headers={"content-type": content_type})
-        # llama.cpp's header. Its clients compare the name with capitals, which Starlette lowers.
         started = time.time() - (time.monotonic() - services.lifecycle.started)
-        response.raw_headers.append((b"Process-Start-Time-Unix", b"%d" % started))
-        return response
+        headers = {"content-type": content_type}
+        headers["process-start-time-unix"] = str(int(started))  # llama.cpp's header
+        return Response(content, headers=headers)
 
 
 def _figures(services: Services, state: Health) -> dict[str, Any]:
