@@ -19,7 +19,7 @@ step = @printf '\n==> %s\n' "$(1)"
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help serve clang test test-quick scoreboard test-slow test-gpu test-native test-vllm test-clients test-llamacpp-suite nightly lint format bench wheel lock sbom clean
+.PHONY: help serve clang test test-quick scoreboard test-slow test-gpu test-native test-vllm test-vllm-suite test-llamacpp-suite test-clients nightly lint format bench wheel lock sbom clean
 
 help: ## Show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -76,6 +76,12 @@ test-vllm: $(VENV)/.dev ## Test vLLM itself, on a CPU, behind our server (VLLM_P
 	$(call step,vLLM behind our server)
 	@VLLM_PYTHON=$(abspath $(VLLM_PYTHON)) VLLM_MODEL=$(abspath $(VLLM_MODEL)) \
 		$(BIN)/python -m pytest -m vllm --timeout 1800 tests/e2e
+
+# Its environment is in build/vllm_suite, and is built on first use: a gigabyte, and minutes.
+test-vllm-suite: $(VENV)/.dev ## Run vLLM's own tests of its API against our server
+	@$(BIN)/engine pull $(MODEL)
+	$(call step,vLLM's tests)
+	@$(BIN)/python -m tests.vllm_suite $(ARGS)
 
 # Each client has an environment in .clients, which is built on first use: gigabytes, and minutes.
 test-clients: $(VENV)/.dev ## Test other projects' clients against our server (ARGS="-k codex")

@@ -5,13 +5,16 @@ An `LLM` converts them with `wire_params` to the parameters that an engine takes
 
 import enum
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 
 from engine.core.errors import InvalidRequestError
 from engine.core.interfaces import request
 from engine.core.interfaces.backend import GrammarSpec
+
+if TYPE_CHECKING:
+    from engine.backends.beam_search import BeamRules
 
 
 class RequestOutputKind(enum.Enum):
@@ -57,18 +60,16 @@ class SamplingParams(request.SamplingParams, frozen=False, kw_only=True):  # typ
     stop: str | Sequence[str] | None = None  # type: ignore[assignment]
     stop_token_ids: Sequence[int] | None = None  # type: ignore[assignment]
     logit_bias: Mapping[int, float] | None = None  # type: ignore[assignment]
+    logprob_token_ids: Sequence[int] | None = None  # type: ignore[assignment]
     allowed_token_ids: Sequence[int] | None = None  # type: ignore[assignment]
     bad_words: Sequence[str] | None = None  # type: ignore[assignment]
     stop_regex: str | Sequence[str] | None = None  # type: ignore[assignment]
     dry_sequence_breakers: Sequence[str] = request.DRY_BREAKERS  # type: ignore[assignment]
     samplers: Sequence[str] = ()  # type: ignore[assignment]
-    # Number of alternatives to return per prompt token. None: no log-probabilities of the prompt.
-    prompt_logprobs: int | None = None
     structured_outputs: StructuredOutputsParams | None = None
     include_stop_str_in_output: bool = False
     output_kind: RequestOutputKind = RequestOutputKind.CUMULATIVE
     # The fields below accept only their defaults. Other values are refused by name.
-    skip_special_tokens: bool = True
     spaces_between_special_tokens: bool = True
     detokenize: bool = True
 
@@ -77,8 +78,34 @@ class SamplingParams(request.SamplingParams, frozen=False, kw_only=True):  # typ
         return msgspec.structs.replace(self)
 
 
+class BeamSearchParams(msgspec.Struct, kw_only=True):
+    """The parameters of `LLM.beam_search`. The score of a beam is divided by its length, the
+    prompt's included, to the power of `length_penalty`.
+    """
+
+    beam_width: int
+    max_tokens: int
+    ignore_eos: bool = False
+    length_penalty: float = 1.0
+    # End the search when `beam_width` beams have ended.
+    early_stopping: bool = False
+
+    def rules(self) -> "BeamRules":
+        from engine.backends.beam_search import BeamRules
+
+        if self.beam_width < 1 or self.max_tokens < 1:
+            raise InvalidRequestError("beam_width and max_tokens must be at least 1")
+        return BeamRules(
+            self.beam_width,
+            self.max_tokens,
+            self.beam_width,
+            self.length_penalty,
+            self.ignore_eos,
+            self.early_stopping,
+        )
+
+
 _ONLY_DEFAULTS = (
-    "skip_special_tokens",
     "spaces_between_special_tokens",
     "detokenize",
 )
@@ -96,15 +123,14 @@ def wire_params(params: request.SamplingParams) -> request.SamplingParams:
         given[name] = (value,) if isinstance(value, str) else tuple(value or ())
     if isinstance(given["bad_words"], str):
         raise InvalidRequestError("bad_words should be a list of texts", param="bad_words")
-    for name in ("stop_token_ids", "allowed_token_ids", "bad_words"):
+    for name in ("stop_token_ids", "logprob_token_ids", "allowed_token_ids", "bad_words"):
         given[name] = tuple(given[name] or ())
     given["logit_bias"] = dict(given["logit_bias"] or {})
     given["top_k"] = 0 if given["top_k"] == -1 else given["top_k"]
     if isinstance(params, SamplingParams):
         _check_defaults(params)
-        if params.prompt_logprobs is not None:
+        if params.prompt_logprobs is not None:  # without it, the prompt has no log-probabilities
             given["score_prompt"] = True
-            given["logprobs"] = max(params.prompt_logprobs, given["logprobs"] or 0)
     elif given["score_prompt"]:
         raise InvalidRequestError(
             "score_prompt is a field of the engine; set prompt_logprobs of engine.SamplingParams",

@@ -217,7 +217,7 @@ class FakeBackend(InferenceBackend):
                 code="context_length_exceeded",
             )
         if context.on_prompt is not None:
-            context.on_prompt(num_prompt if self.tells_prompt else None)
+            context.on_prompt((0,) * num_prompt if self.tells_prompt else None)
         if context.on_progress is not None:
             for processed in range(num_prompt // 2, num_prompt + 1):
                 context.on_progress(PromptProgress(num_prompt, num_prompt // 2, processed, 0.01))

@@ -66,6 +66,7 @@ def build_wheel(tools: Path, machine: str, tag: str, out: Path) -> None:
     suffix = ".abi3.so" if tag == "abi3" else f".cpython-311-{machine}-linux-gnu.so"
     defines = {
         "CMAKE_CXX_COMPILER": Path(__file__).parent / "cxx.py",
+        "CMAKE_BUILD_WITH_INSTALL_RPATH": "ON",
         "CMAKE_SYSTEM_NAME": "Linux",
         "CMAKE_SYSTEM_PROCESSOR": machine,
         "NB_SUFFIX": suffix,

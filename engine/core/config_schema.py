@@ -158,6 +158,8 @@ class ServerSettings(Section):
     """APIs of other servers that are served besides our own; an empty list serves none of them."""
     accept_any_model: bool = False
     """Let the only model answer requests for models that are not served, with a warning."""
+    max_logprobs: int = Field(default=20, ge=-1, le=2**20)
+    """Max number of alternatives per token that a request may ask for; -1: the vocabulary."""
     strict: bool = False
     """Refuse a parameter that would be emulated or clamped, instead of warning."""
 

@@ -10,7 +10,7 @@ import itertools
 import threading
 from collections.abc import AsyncIterator, Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import msgspec
 
@@ -44,6 +44,9 @@ from engine.outputs import (
 )
 from engine.sampling_params import SamplingParams, make_params, wire_params
 from engine.servers.schema.messages import parse_messages
+
+if TYPE_CHECKING:
+    from engine.backends.beam_search import Beam, BeamRules
 
 # Seconds that an interrupted call waits for its coroutine to end.
 CANCEL_GRACE_S = 5.0
@@ -186,10 +189,6 @@ class EmbeddedEngine:
         if system is not None and all(each.get("role") != "system" for each in messages):
             messages = [{"role": "system", "content": system}, *messages]
         context = self._context(given, grammar, request_id)
-        if context.params.score_prompt:
-            raise InvalidRequestError(
-                "prompt_logprobs are only for generate, not for chat", param="prompt_logprobs"
-            )
         fields = {name: value for name, value in fields.items() if value is not None}
         parsed = parse_messages(list(map(dict, messages)))
         self._check_images(parsed)
@@ -276,6 +275,17 @@ class EmbeddedEngine:
         finally:
             for task in tasks:
                 task.cancel()
+
+    async def beam_search(
+        self, prompt: Prompt, rules: "BeamRules"
+    ) -> tuple[tuple[int, ...], "list[Beam]"]:
+        """The tokens of a prompt, and the best beams after it."""
+        # Imported late, because few programs search.
+        from engine.backends.beam_search import BeamSearch
+
+        context = GenerationContext(request_id=self._new_id(), params=WireParams())
+        request = CompletionRequest(context=context, prompt=_prompt(prompt))
+        return await BeamSearch(self.backend, rules).beams(request)
 
     async def embed(
         self, prompts: Prompt | Sequence[Prompt], truncate: int | None = None

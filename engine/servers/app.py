@@ -120,7 +120,11 @@ DIALECTS: dict[Dialect, tuple[str, ...]] = {
         "llamacpp.state:add_alias_routes",
         "llamacpp.metrics:add_llamacpp_metrics",
     ),
-    "vllm": (),
+    "vllm": (
+        "vllm_api.routes:add_vllm_routes",
+        "vllm_api.sleeping:add_sleep_routes",
+        "vllm_api.batch_chat:add_batch_chat_routes",
+    ),
     "sglang": (),
     "ollama": ("ollama.routes:add_ollama_routes",),
     "azure": ("azure:add_azure_routes",),
@@ -178,7 +182,8 @@ def create_app(
     )
     app.state.services = services
     install_error_handlers(app)
-    others = [*LATE, *chain.from_iterable(DIALECTS[each] for each in settings.server.dialects)]
+    # Other servers' routes are matched first, because some of our paths match theirs too.
+    others = [*chain.from_iterable(DIALECTS[each] for each in settings.server.dialects), *LATE]
     early = [*EARLY, *(() if starts_soon else others)]
     for target in (*early, METRICS) if settings.metrics.enabled else early:
         add_routes(app, services, target)

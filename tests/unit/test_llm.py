@@ -159,7 +159,17 @@ FIELDS: dict[str, Any] = {
     "mirostat_eta": 5.0,
     "samplers": ("temperature", "top_p"),
 }
-TOLD = {"n", "stop", "stop_regex", "logprobs", "score_prompt"}  # by tests of their own
+TOLD = {
+    "n",
+    "stop",
+    "stop_regex",
+    "logprobs",
+    "score_prompt",
+    "prompt_logprobs",
+    "logprob_token_ids",
+    "skip_special_tokens",
+    "text_bias",
+}  # by tests of their own
 REPEATING = {"temperature": 0.3, "allowed_token_ids": (1, 2, 3)}
 # Fields that show only beside another.
 BESIDE: dict[str, dict[str, Any]] = {
@@ -266,8 +276,17 @@ def test_logprobs_of_a_prompt_are_the_models(llm):
         assert found[best] == Logprob(pytest.approx(scores[best], abs=1e-5), 1, written([best]))
     assert output.outputs[0].logprobs is None, "only those of the prompt were requested"
     assert output.text == written(expected("abcd", params(max_tokens=2)))
-    with pytest.raises(InvalidRequestError, match="prompt_logprobs"):
-        llm.chat("abcd", params(prompt_logprobs=1))
+    (chat,) = llm.chat("abcd", params(prompt_logprobs=1, max_tokens=1))
+    assert len(chat.prompt_logprobs) == len(chat.prompt_token_ids)
+
+
+def test_logprobs_of_named_tokens(llm):
+    (output,) = llm.generate("abcd", params(max_tokens=3, logprobs=0, logprob_token_ids=[5, 2]))
+    (all_tokens,) = llm.generate("abcd", params(max_tokens=3, logprobs=VOCAB))
+    (choice,), (whole,) = output.outputs, all_tokens.outputs
+    for token, found, every in zip(choice.token_ids, choice.logprobs, whole.logprobs, strict=True):
+        assert found.keys() == {2, 5, token}
+        assert all(each.logprob == every[i].logprob for i, each in found.items())
 
 
 def test_answers_come_in_the_order_of_their_prompts(llm):

@@ -29,6 +29,7 @@ from engine.servers.openai.format import (
     usage_body,
 )
 from engine.servers.openai.logprobs import legacy_logprobs
+from engine.servers.openai.token_fields import TokenFields
 from engine.servers.responses.format import usage_body as responses_usage
 from engine.servers.serving.event_pump import OutputEvent
 from tests.fake_backend import CARD
@@ -42,7 +43,7 @@ HALVES = (TokenText("\ufffd", b"\xc3", -0.25), TokenText("\ufffd", b"\xa9", -0.5
 def whole(events: Sequence[OutputEvent], num_choices: int = 1) -> dict[str, Any]:
     collected = Collected(num_choices)
     collected.add(events)
-    body = json.loads(chat_body(ENVELOPE, collected, USAGE, with_logprobs=True))
+    body = json.loads(chat_body(ENVELOPE, collected, USAGE, tokens=TokenFields(has_logprobs=True)))
     assert isinstance(body, dict)
     return body
 

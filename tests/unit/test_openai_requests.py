@@ -47,6 +47,9 @@ OTHER_VALUES: dict[str, Any] = {
     "ignore_eos": True,
     "logprobs": 2,
     "score_prompt": True,
+    "prompt_logprobs": 3,
+    "logprob_token_ids": (4,),
+    "skip_special_tokens": False,
     "allowed_token_ids": (1, 2),
     "bad_words": ("x",),
     "stop_regex": ("x+",),
@@ -103,16 +106,17 @@ def test_the_table_names_every_parameter() -> None:
 @pytest.mark.parametrize("name", OTHER_VALUES)
 def test_no_parameter_is_lost(dialect: Dialect, name: str) -> None:
     """It changes what is sent, or it is refused by its name."""
-    asked = {name: OTHER_VALUES[name]}
+    beside = {"score_prompt": True} if name == "prompt_logprobs" else {}
+    asked = beside | {name: OTHER_VALUES[name]}
     for build in (chat, complete):
-        if name == "score_prompt" and build is chat:
+        if name in ("score_prompt", "prompt_logprobs") and build is chat:
             continue  # a completion's alone
         try:
             made = build(dialect, params=asked)
         except InvalidRequestError as error:
-            assert error.param == name
+            assert error.param in (name, *beside)
         else:
-            assert made != build(dialect), f"{name} makes no difference"
+            assert made != build(dialect, params=beside), f"{name} makes no difference"
         assert (name in dialect.lacks) <= (name not in dialect.emulated)
 
 
@@ -268,10 +272,10 @@ def test_tenants_stay_apart_where_the_server_can() -> None:
 def test_ids_that_a_server_would_skip_in_silence() -> None:
     builder = BodyBuilder(LLAMA_SERVER, "m", max_model_len=2048, vocab_size=100)
     request = CompletionRequest(context=context(params={"logit_bias": {100: 1.0}}), prompt="a")
-    with pytest.raises(InvalidRequestError, match="100 is not a token id") as caught:
+    with pytest.raises(InvalidRequestError, match="100 is out of vocabulary") as caught:
         builder.completion(request)
     assert caught.value.param == "logit_bias"
-    with pytest.raises(InvalidRequestError, match="100 is not a token id"):
+    with pytest.raises(InvalidRequestError, match="100 is out of vocabulary"):
         builder.completion(CompletionRequest(context=context(), prompt=(5, 100)))
 
 

@@ -103,7 +103,7 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     (CHAT, {"modalities": ["text", "audio"]}, "modalities"),
     (CHAT, {"web_search_options": {}}, "web_search_options"),
     (CHAT, {"service_tier": "flex"}, "service_tier"),
-    (CHAT, {"skip_special_tokens": False}, "skip_special_tokens"),
+    (CHAT, {"detokenize": False}, "detokenize"),
     (CHAT, {"best_of": 2}, "best_of"),
     (CHAT, {"n": 17}, "n"),
     (COMPLETIONS, {"tools": [TOOL]}, "tools"),

@@ -52,7 +52,7 @@ def test_a_chat_is_stored_read_changed_and_deleted(client: OpenAI) -> None:
     stored = client.chat.completions.retrieve(made.id)
     assert stored == made
     changed = client.chat.completions.update(made.id, metadata={"c": "d"})
-    assert changed.model_extra == {"metadata": {"c": "d"}}
+    assert changed.model_extra is not None and changed.model_extra["metadata"] == {"c": "d"}
     assert client.chat.completions.retrieve(made.id) == changed
     assert client.chat.completions.delete(made.id).deleted
     for call in (client.chat.completions.retrieve, client.chat.completions.delete):

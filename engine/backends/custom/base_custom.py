@@ -261,6 +261,8 @@ class CustomBackend(InferenceBackend):
                 await self._checker.check(stop_grammar(pattern), "stop_regex")
             prepared = await self._encode(encode_words, text, prepared, context.params)
         params = context.params
+        if params.logprob_token_ids:  # the engine takes them from the logprobs of all tokens
+            params = msgspec.structs.replace(params, logprobs=text.config.vocab_size)
         if params.text_bias:
             params = await self._encode(with_text_bias, text, params)
         submitted = GenerateRequest(
@@ -282,7 +284,7 @@ class CustomBackend(InferenceBackend):
         generation = Generation(submitted, text, prepared, self._link, context.on_progress)
         self._link.submit(submitted, generation)
         if context.on_prompt is not None:
-            context.on_prompt(len(prepared.token_ids))
+            context.on_prompt(prepared.token_ids)
         return generation
 
     async def embed(self, request: EmbedRequest) -> Embeddings:

@@ -117,6 +117,9 @@ _ADDITIONS = _SAMPLER_FIELDS | {
     "stop_token_ids",
     "ignore_eos",
     "score_prompt",
+    "prompt_logprobs",
+    "skip_special_tokens",
+    "logprob_token_ids",
 }
 _CHAT_FEATURES: frozenset[Feature] = frozenset(
     {
@@ -181,7 +184,7 @@ SGLANG = Dialect(
     name="sglang",
     signature=("/get_model_info", "model_path"),
     health_path="/health",
-    lacks=_SAMPLER_FIELDS - {"stop_regex"} | {"text_bias"},
+    lacks=(_SAMPLER_FIELDS - {"stop_regex"}) | {"text_bias", "logprob_token_ids"},
     features=(_CHAT_FEATURES - {"add_generation_prompt"})
     | {"token_ids", "completion_logprobs", "parse_special", "priority", "cache_salt"},
     chat_grammars=_SGLANG_GRAMMARS,
@@ -201,6 +204,8 @@ LLAMA_SERVER = Dialect(
             "allowed_token_ids",
             "bad_words",
             "stop_regex",
+            "skip_special_tokens",
+            "logprob_token_ids",
         }
     ),
     emulated=frozenset({"n"}),

@@ -100,6 +100,7 @@ _PLAIN = (
     "frequency_penalty",
     "min_tokens",
     "ignore_eos",
+    "skip_special_tokens",
     *(name for name in SAMPLER_FIELDS if name not in LIST_FIELDS),
 )
 
@@ -128,6 +129,8 @@ class BodyBuilder:
         body["messages"] = [
             self._message(position, each) for position, each in enumerate(request.messages)
         ]
+        if params.score_prompt:
+            raise self._refusal("prompt_logprobs", "gives none of chats")
         if params.max_tokens is not None:
             body[dialect.chat_limit_name] = params.max_tokens
         if params.logprobs is not None:
@@ -167,6 +170,8 @@ class BodyBuilder:
             spec = request.context.grammar
             body |= grammar_fields(spec, dialect.completion_grammars, dialect.name)
         if params.score_prompt:
+            if params.prompt_logprobs is not None:
+                body["logprobs"] = max(params.prompt_logprobs, body.get("logprobs", 0))
             body |= {"echo": True, "stream": False}
             del body["stream_options"]
         return body
@@ -222,10 +227,14 @@ class BodyBuilder:
             body |= dialect.asks_for_stop
         if params.stop_token_ids:
             body["stop_token_ids"] = list(params.stop_token_ids)
+        if params.logprob_token_ids:
+            body["logprob_token_ids"] = list(params.logprob_token_ids)
         for name in dialect.lacks:
             if getattr(params, name) != getattr(_DEFAULTS, name):
                 raise self._refusal(name, "has no such parameter")
         truncation = context.truncate_prompt_tokens
+        if truncation is not None and context.truncation_side == "right":
+            body["truncation_side"] = "right"
         return body | self._hints(context.priority, context.salt, truncation)
 
     def _hints(self, priority: int, salt: str, truncation: int | None) -> dict[str, Any]:

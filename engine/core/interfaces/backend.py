@@ -127,12 +127,13 @@ class GenerationContext(msgspec.Struct, frozen=True, kw_only=True):
     timeout_s: float | None = None
     queue_timeout_s: float | None = None  # None: same as `timeout_s`
     grammar: GrammarSpec | None = None
-    # Keep only this many tokens from the end of the prompt. -1 keeps as many as fit into the
-    # context. None keeps the whole prompt.
+    # Keep only this many tokens of the prompt. -1 keeps as many as fit into the context. None keeps
+    # the whole prompt.
     truncate_prompt_tokens: int | None = None
+    truncation_side: Literal["left", "right"] = "left"  # the side that is cut off
     # Called once the backend has checked the prompt and sent it to its engine, with the prompt's
-    # number of tokens. None: only the remote server knows the number.
-    on_prompt: Callable[[int | None], None] | None = None
+    # token ids. None: only the remote server knows them.
+    on_prompt: Callable[[tuple[int, ...] | None], None] | None = None
     # Called whenever more of the prompt is computed. Backends of other servers never call it.
     on_progress: Callable[[PromptProgress], None] | None = None
 
@@ -147,7 +148,8 @@ IMAGE_MARK = "\ufffc"
 
 
 class ChatRequest(msgspec.Struct, frozen=True, kw_only=True):
-    """A chat request after validation.
+    """A chat request after validation. If `score_prompt` is set, the first event of each choice has
+    the logprobs of the prompt, and no text.
 
     Messages are plain dicts with `role` (system, user, assistant or tool) and `content`, a string.
     A user message may have `images`, a list of image files (bytes), one for each `IMAGE_MARK` in

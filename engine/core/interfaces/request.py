@@ -62,8 +62,12 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
     stop_token_ids: tuple[int, ...] = ()
     ignore_eos: bool = False
     logprobs: int | None = None  # number of alternatives to return per token; None: no logprobs
-    # Whether to return logprobs of the prompt's tokens too; needs `logprobs`.
-    score_prompt: bool = False
+    score_prompt: bool = False  # whether to return logprobs of the prompt's tokens too
+    # Number of alternatives to return per prompt token, with `score_prompt`. None: `logprobs`
+    prompt_logprobs: int | None = None
+    # If not empty, the alternatives are these tokens and the sampled one, instead of the likeliest.
+    logprob_token_ids: tuple[int, ...] = ()
+    skip_special_tokens: bool = True  # False: names of control tokens are part of the text
     # The fields from here on are `SAMPLER_FIELDS`.
     allowed_token_ids: tuple[int, ...] = ()  # if not empty, no other token is sampled
     bad_words: tuple[str, ...] = ()  # texts that the output must not contain
@@ -86,6 +90,10 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
     mirostat_tau: float = 5.0
     mirostat_eta: float = 0.1
     samplers: tuple[str, ...] = ()  # names in `SAMPLERS`, in order. Empty: the default order
+
+    @property
+    def num_prompt_logprobs(self) -> int:
+        return self.logprobs or 0 if self.prompt_logprobs is None else self.prompt_logprobs
 
     @property
     def has_penalties(self) -> bool:

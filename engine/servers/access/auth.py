@@ -28,7 +28,12 @@ if TYPE_CHECKING:
 PUBLIC_ROUTES = frozenset({"/livez", "/readyz", "/health", "/healthz"})
 ADMIN_PATH = "/v1/admin/"
 # Routes of other servers' APIs that need the same rights as those below `ADMIN_PATH`.
-ADMIN_ROUTES = frozenset({"/api/copy", "/api/create", "/api/delete", "/api/pull"})
+ADMIN_ROUTES = frozenset(
+    {
+        *("/api/copy", "/api/create", "/api/delete", "/api/pull"),
+        *("/sleep", "/wake_up", "/reset_prefix_cache", "/start_profile", "/stop_profile"),
+    }
+)
 # Admin routes that report how requests were routed. If no admin key is set, all clients that may
 # send requests may read them.
 CLIENT_ROUTES = frozenset(

@@ -96,10 +96,13 @@ class VectorsBody(BaseModel):
     user: fields.EndUser | None = None
 
 
+Inputs = Annotated[
+    tuple[fields.Prompt, ...], PlainValidator(_parse_inputs), WithJsonSchema(_INPUTS_SCHEMA)
+]
+
+
 class EmbeddingBody(VectorsBody):
-    input: Annotated[
-        tuple[fields.Prompt, ...], PlainValidator(_parse_inputs), WithJsonSchema(_INPUTS_SCHEMA)
-    ]
+    input: Inputs
     encoding_format: Literal["float", "base64"] | None = None
     dimensions: Annotated[int, Field(ge=1, le=MAX_DIMENSIONS)] | None = None
     prompt_name: Annotated[str, Field(max_length=256)] | None = None
@@ -252,9 +255,12 @@ def _content(card: ModelCard, made: Embeddings, body: EmbeddingBody) -> bytes:
 
 
 def _item(index: int, vector: NDArray[np.float32], encoding: str | None) -> bytes:
-    values: str | list[float]
-    if encoding == "base64":
-        values = base64.b64encode(vector.astype("<f4").tobytes()).decode()
-    else:
-        values = vector.tolist()
+    values = encoded_vector(vector, encoding)
     return msgspec.json.encode({"object": "embedding", "index": index, "embedding": values})
+
+
+def encoded_vector(vector: NDArray[np.float32], encoding: str | None) -> str | list[float]:
+    if encoding == "base64":
+        return base64.b64encode(vector.astype("<f4").tobytes()).decode()
+    numbers: list[float] = vector.tolist()
+    return numbers

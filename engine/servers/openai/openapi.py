@@ -34,6 +34,7 @@ from engine.servers.llamacpp import schema as llamacpp
 from engine.servers.llamacpp.state import PropsQuery, SlotsQuery
 from engine.servers.ollama import schema as ollama
 from engine.servers.openai import embeddings, rerank, schema
+from engine.servers.openai.beam_fields import MAX_WIDTH
 from engine.servers.openai.embeddings import EmbeddingBody
 from engine.servers.openai.rerank import RerankBody, ScoreBody
 from engine.servers.openai.schema import ChatBody, CompletionBody, FimBody, GenerateBody
@@ -57,6 +58,8 @@ from engine.servers.schema.body import SamplingBody, off_values
 from engine.servers.schema.dialects.reading import Verdict, verdict
 from engine.servers.schema.dialects.words import DIALECTS, WORDS, Word
 from engine.servers.serving.services import Services
+from engine.servers.vllm_api import routes as vllm
+from engine.servers.vllm_api.batch_chat import BatchChatBody
 
 # Maps paths to the JSON body of a POST.
 BODIES: dict[str, type[BaseModel]] = {
@@ -74,6 +77,10 @@ BODIES: dict[str, type[BaseModel]] = {
     "/reranking": RerankBody,
     "/responses": ResponseBody,
     "/responses/input_tokens": TokenCountBody,
+    "/classify": vllm.ClassifyBody,
+    "/invocations": vllm.InvocationBody,
+    "/pooling": vllm.PoolingBody,
+    "/score": ScoreBody,
     "/tokenize": TokenizeBody,
     "/v1/admin/cache/flush": admin_models.FlushBody,
     "/v1/admin/cache/warm": admin_models.WarmBody,
@@ -91,6 +98,7 @@ BODIES: dict[str, type[BaseModel]] = {
     "/v1/batches": BatchBody,
     "/v1/chat/completions": ChatBody,
     "/v1/chat/completions/input_tokens": llamacpp.TemplateBody,
+    "/v1/chat/completions/batch": BatchChatBody,
     "/v1/chat/completions/{completion_id}": StoredChatUpdate,
     "/v1/completions": CompletionBody,
     "/v1/conversations": ConversationBody,
@@ -107,11 +115,14 @@ BODIES: dict[str, type[BaseModel]] = {
     "/v1/responses/input_tokens": TokenCountBody,
     "/v1/score": ScoreBody,
     "/v1/uploads": UploadBody,
+    "/v2/rerank": RerankBody,
     "/v1/uploads/{upload_id}/complete": CompleteBody,
 }
 BODIES |= ollama.BODIES
 # Azure's paths have the bodies of OpenAI's.
 BODIES |= {azure.path_of(each): BODIES[f"/v1/{each}"] for each in azure.OPERATIONS}
+# Paths of a POST without a body.
+BODILESS = ("/ping", "/reset_prefix_cache", "/sleep", "/start_profile", "/stop_profile", "/wake_up")
 # Bodies that refuse every parameter besides their own, whatever its value.
 EXACT = (
     *(BatchBody, CompleteBody, ConversationBody, ConversationUpdate, MessageBatchBody),
@@ -289,7 +300,7 @@ def _responses(path: str, media_types: Iterable[str]) -> dict[str, Any]:
 
 LIMITS = {
     "max_n": body.MAX_N,
-    "max_best_of": schema.MAX_BEST_OF,
+    "max_best_of": MAX_WIDTH,
     "max_logprobs": schema.MAX_LOGPROBS,
     "max_stop_strings": fields.MAX_STOPS,
     "max_stop_length": fields.MAX_STOP_LENGTH,

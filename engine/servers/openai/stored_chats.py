@@ -151,7 +151,7 @@ async def storing(
                     envelope,
                     collected,
                     event,
-                    with_logprobs=bool(body.logprobs),
+                    tokens=body.tokens,
                     named_tool=named_tool,
                     metadata=body.metadata,
                 )

@@ -7,7 +7,7 @@ or cause a warning, or are refused with an error that names them; see `dialects`
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import (
     BaseModel,
@@ -119,6 +119,7 @@ class SamplingBody(BaseModel):
     # If false, the prompt is computed without cached prefixes.
     cache_prompt: bool | None = None
     truncate_prompt_tokens: fields.Truncation = None
+    truncation_side: Literal["left", "right"] | None = None  # the side that is cut off
 
     @property
     def end_user(self) -> str | None:

@@ -22,7 +22,7 @@ from engine.core.interfaces.backend import (
 from engine.core.interfaces.request import SamplingParams
 from engine.servers.schema.body import SamplingBody
 from engine.servers.serving.admission import Ticket
-from engine.servers.serving.event_pump import EventPump
+from engine.servers.serving.event_pump import EventPump, Opener
 from engine.servers.serving.services import Services
 
 NO_TEXT = "writes no text; use /v1/embeddings"
@@ -115,9 +115,11 @@ async def open_chat(
     params: SamplingParams,
     completion_id: str,
     follow: Follow | None = None,
+    opener: Opener | None = None,
 ) -> EventPump:
     """Submit a conversation to the backend and wait until the backend accepts it. Returns the
     `EventPump` that reads the answer's events. If `follow` is given, it wraps the stream of events.
+    If `opener` is given, it takes the conversation in the backend's place.
     """
     ask = _without_idle_grammar(services, request, ask)
     context = services.context(request, ask.card, sampling, params, completion_id, ask.grammar)
@@ -125,7 +127,7 @@ async def open_chat(
     pump = await services.begin(ticket, params)
     pump.reports_progress = sampling.reports_progress
     pump.watch(request.receive)
-    sources = await pump.open(services.backend, [chat])
+    sources = await pump.open(opener or services.backend, [chat])
     pump.read(sources if follow is None else [follow(source) for source in sources])
     return pump
 

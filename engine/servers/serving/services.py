@@ -158,18 +158,18 @@ class Services:
             await ticket.close()
 
     async def read(self, request: Request, kind: type[Body], any_type: bool = False) -> Body:
-        on_read = functools.partial(self._note_words, request)
+        on_read = functools.partial(self.note_words, request)
         parse = functools.partial(parse_body, kind, on_read=on_read)
         return await self.read_as(request, parse, any_type)
 
-    def _note_words(self, request: Request, reading: Reading) -> None:
+    def note_words(self, request: Request, reading: Reading) -> None:
         record_of(request.scope).sent_as = reading.sent_as
         for param, message in reading.warnings:
             self.warn(request, param, message)
 
     async def read_with(self, request: Request, kind: type[Body], field: str) -> tuple[Body, Any]:
         """Like `read`. Also returns the value of `field` as the client sent it."""
-        on_read = functools.partial(self._note_words, request)
+        on_read = functools.partial(self.note_words, request)
 
         def parse(raw: dict[str, Any]) -> tuple[Body, Any]:
             return parse_body(kind, raw, on_read), raw.get(field)
@@ -329,6 +329,7 @@ class Services:
             queue_timeout_s=self.queue_timeout_s(request),
             grammar=grammar,
             truncate_prompt_tokens=body.truncate_prompt_tokens,
+            truncation_side=body.truncation_side or "left",
         )
 
     def queue_timeout_s(self, request: Request) -> float | None:

@@ -22,8 +22,8 @@ MUTATIONS = [
     Mutation(
         "llm: choices beyond the first are lost",
         "engine.library.answers",
-        "for choice in choices or self._choices]",
-        "for choice in choices or self._choices[:1]]",
+        "for choice in choices or self._choices\n",
+        "for choice in choices or self._choices[:1]\n",
         f"{TESTS}::test_choices_are_numbered_and_counted",
     ),
     Mutation(
@@ -71,8 +71,8 @@ MUTATIONS = [
     Mutation(
         "llm: logprobs of 0 alternatives are left out",
         "engine.library.openai_format",
-        '        with_logprobs = params.get("logprobs") is not None\n',
-        '        with_logprobs = bool(params.get("logprobs"))\n',
+        'has_logprobs=params.get("logprobs") is not None)\n',
+        'has_logprobs=bool(params.get("logprobs")))\n',
         f"{TESTS}::test_openai_shapes_have_the_same_numbers",
     ),
     Mutation(

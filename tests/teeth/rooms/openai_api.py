@@ -72,8 +72,8 @@ MUTATIONS = [
     Mutation(
         "offsets of choices are mixed",
         "engine.servers.openai.format",
-        "        self._offsets[event.choice] += sum(",
-        "        self._offsets[0] += sum(",
+        "        self.offsets[event.choice] += sum(",
+        "        self.offsets[0] += sum(",
         "tests/unit/test_openai_format.py::test_offsets_count_characters_of_each_choice_by_itself",
     ),
     Mutation(
@@ -100,8 +100,8 @@ MUTATIONS = [
     Mutation(
         "best_of judges the prompt",
         "engine.servers.openai.format",
-        "                if event.num_tokens:  # it",
-        "                if True:  # it",
+        "(self.tokens if event.num_tokens else self.prompt)",
+        "self.tokens",
         "tests/unit/test_server_parameters.py::test_best_of_does_not_judge_the_prompt",
     ),
     Mutation(
@@ -142,14 +142,14 @@ MUTATIONS = [
     ),
     Mutation(
         "usage so far: tokens without text are not counted",
-        "engine.servers.openai.format",
+        "engine.servers.openai.token_streams",
         "self._num_tokens[choice] += event.num_tokens",
         "self._num_tokens[choice] += bool(event.text)",
         "tests/unit/test_server_prompt_lengths.py::test_tokens_without_text_count_too",
     ),
     Mutation(
         "usage so far: every choice has the first prompt",
-        "engine.servers.openai.format",
+        "engine.servers.openai.token_streams",
         "self._prompts[choice * len(self._prompts) // len(self._num_tokens)]",
         "self._prompts[0]",
         "tests/unit/test_server_prompt_lengths.py::test_every_chunk_has_the_usage_so_far",

@@ -64,6 +64,7 @@ class _Reader:
         self._detokenizer = Detokenizer(
             text.tokenizer,
             params.stop,
+            skip_special=params.skip_special_tokens,
             continuation=prepared.continuation,
             shown=prepared.shown,
             patterns=prepared.stop_patterns,
@@ -361,7 +362,9 @@ class Generation(EventFeed):
         )
 
     def _is_shown(self, token_id: int) -> bool:
-        return not self._text.tokenizer.is_special(token_id) or token_id in self._prepared.shown
+        if not self.request.params.skip_special_tokens or token_id in self._prepared.shown:
+            return True
+        return not self._text.tokenizer.is_special(token_id)
 
     def _literal(self, token_id: int) -> tuple[str, bytes]:
         raw = self._text.tokenizer.token_literal(token_id)

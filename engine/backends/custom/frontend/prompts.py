@@ -94,6 +94,7 @@ def prepare_chat(text: TextModel, request: ChatRequest) -> Prepared:
         else None,
         shown=output.shown_ids(with_tools=bool(tools)) if has_structure else frozenset(),
         continuation=request.continue_final_message,
+        echo="" if request.context.params.score_prompt else None,
         images=images,
     )
 
@@ -225,7 +226,7 @@ def _infilled(text: TextModel, request: CompletionRequest) -> tuple[int, ...]:
 def truncated(
     text: TextModel, prepared: Prepared, context: GenerationContext, max_seq_len: int
 ) -> Prepared:
-    """If the request sets `truncate_prompt_tokens`, cut the prompt to this many last tokens. With
+    """If the request sets `truncate_prompt_tokens`, cut the prompt to this many tokens. With
     `echo`, only the kept tokens are returned.
     """
     limit = context.truncate_prompt_tokens
@@ -239,8 +240,9 @@ def truncated(
         raise InvalidRequestError(
             "A prompt with images can't be cut; shorten it.", param="truncate_prompt_tokens"
         )
-    kept = prepared.token_ids[-limit:]
-    echo = None if prepared.echo is None else _echoed(text, kept)
+    token_ids = prepared.token_ids
+    kept = token_ids[-limit:] if context.truncation_side == "left" else token_ids[:limit]
+    echo = _echoed(text, kept) if prepared.echo else prepared.echo
     return replace(prepared, token_ids=kept, echo=echo)
 
 
@@ -297,6 +299,7 @@ def check_prompt(prompt: tuple[int, ...], vocab_size: int, param: str) -> None:
 def check_params(params: SamplingParams, vocab_size: int) -> None:
     _check_ids(params.logit_bias, vocab_size, "logit_bias")
     _check_ids(params.stop_token_ids, vocab_size, "stop_token_ids")
+    _check_ids(params.logprob_token_ids, vocab_size, "logprob_token_ids")
     _check_ids(params.allowed_token_ids, vocab_size, "allowed_token_ids")
     if params.logprobs is not None and params.logprobs > vocab_size:
         raise InvalidRequestError(
@@ -338,6 +341,6 @@ def _check_ids(ids: Iterable[int], vocab_size: int, param: str) -> None:
     outside = next((token for token in ids if not 0 <= token < vocab_size), None)
     if outside is not None:
         raise InvalidRequestError(
-            f"{outside} is not a token id of this model, whose ids are 0 to {vocab_size - 1}.",
+            f"Token id {outside} is out of vocabulary: this model has {vocab_size} tokens, from 0.",
             param=param,
         )
