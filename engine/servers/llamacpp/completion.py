@@ -24,16 +24,16 @@ from engine.core.interfaces.backend import (
 from engine.servers.http.errors import problem
 from engine.servers.llamacpp.format import (
     Asked,
-    NativeChoice,
     NativeStream,
     answers,
     settings_body,
 )
 from engine.servers.llamacpp.schema import Extra, InfillBody, NativeBody, NativeSampling, Parts
 from engine.servers.openai.completions import NO_SUFFIX
+from engine.servers.openai.format import collect
+from engine.servers.openai.token_fields import allowed_alternatives
 from engine.servers.serving.admission import Ticket
 from engine.servers.serving.chat import NO_TEXT, require_grammar
-from engine.servers.serving.event_pump import OutputEvent
 from engine.servers.serving.services import (
     Services,
     answer_streaming,
@@ -183,6 +183,7 @@ async def _answer(
     require_grammar(services, card, body.grammar)
     room = None if prompts.longest is None else card.max_model_len - prompts.longest
     params = body.params(card, room, await _biases(services, card, body))
+    await allowed_alternatives(services, card, "n_probs", params.logprobs)
     completion_id = new_completion_id("cmpl")
     context = services.context(request, card, body, params, completion_id, body.grammar)
     if body.cache_prompt is False:
@@ -209,12 +210,6 @@ async def _answer(
     )
     if body.stream:
         return await answer_streaming(pump, NativeStream(told, pump, usages))
-    choices = [NativeChoice() for _ in range(count * params.n)]
-
-    def add(events: Sequence[OutputEvent]) -> None:
-        for event in events:
-            choices[event.choice].add(event)
-
-    await pump.wait_whole(add)
-    made = answers(told, choices, pump, usages)
+    collected = await collect(pump, count * params.n)
+    made = answers(told, collected.choices, pump, usages)
     return json_bytes(_encode(made if len(made) > 1 else made[0]))

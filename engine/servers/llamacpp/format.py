@@ -116,23 +116,10 @@ class Asked:
     response_fields: tuple[str, ...] = ()
 
 
-class NativeChoice(Choice):
-    """One answer, with the ids of its tokens."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.token_ids: list[int] = []
-
-    def add(self, event: OutputEvent) -> None:
-        super().add(event)
-        if isinstance(event, TextEvent):
-            self.token_ids.extend(event.token_ids)
-
-
 def answer(
     asked: Asked,
     index: int,
-    choice: NativeChoice,
+    choice: Choice,
     num_tokens: int,
     usage: UsageEvent,
     *,
@@ -195,7 +182,7 @@ class NativeStream:
         self._asked = asked
         self._pump = pump
         self._usages = usages
-        self._choices = [NativeChoice() for _ in pump.choice_tokens]
+        self._choices = [Choice() for _ in pump.choice_tokens]
 
     def opening(self) -> bytes:
         return b""
@@ -226,7 +213,7 @@ class NativeStream:
 
 def answers(
     asked: Asked,
-    choices: Sequence[NativeChoice],
+    choices: Sequence[Choice],
     pump: EventPump,
     usages: Sequence[UsageEvent],
     *,
