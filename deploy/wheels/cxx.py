@@ -13,6 +13,8 @@ from pathlib import Path
 
 import ziglang
 
+# Debian's pyconfig.h includes the one of its processor from here. Zig's own headers come first.
+SYSTEM_HEADERS = ("-idirafter", "/usr/include")
 FEATURES = {"fp16": "fullfp16"}
 
 
@@ -29,7 +31,8 @@ def translate(argument: str) -> list[str]:
 def main() -> None:
     zig = str(Path(ziglang.__file__).parent / "zig")
     arguments = [each for argument in sys.argv[1:] for each in translate(argument)]
-    os.execv(zig, [zig, "c++", "-target", os.environ["ENGINE_ZIG_TARGET"], *arguments])
+    target = os.environ["ENGINE_ZIG_TARGET"]
+    os.execv(zig, [zig, "c++", "-target", target, *SYSTEM_HEADERS, *arguments])
 
 
 if __name__ == "__main__":

@@ -28,7 +28,8 @@ from pydantic import (
 )
 
 if TYPE_CHECKING:
-    from engine.core.config_tables import BackendTable, ModelTable, PluginTable, PresetTable
+    from engine.core.config_presets import PresetTable
+    from engine.core.config_tables import BackendTable, ModelTable, PluginTable
 
 MAX_SECRET_LENGTH = 512
 RESERVED_PATHS = ("/v1", "/health", "/livez", "/readyz", "/generate", "/api", "/openai")
@@ -160,6 +161,8 @@ class ServerSettings(Section):
     """Let the only model answer requests for models that are not served, with a warning."""
     max_logprobs: int = Field(default=20, ge=-1, le=2**20)
     """Max number of alternatives per token that a request may ask for; -1: the vocabulary."""
+    root_path: str = Field(default="", pattern=r"^(/[A-Za-z0-9._~-]{1,64}){0,8}$")
+    """Prefix of all paths behind a proxy, such as `/llm`; paths without it are served too."""
     strict: bool = False
     """Refuse a parameter that would be emulated or clamped, instead of warning."""
 

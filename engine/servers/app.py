@@ -1,9 +1,9 @@
 """The FastAPI application: its routes, and the ASGI layers that every request passes.
 
 From the outside in, a request passes: request id and log, browser guard, CORS if enabled, routing,
-authentication, the route. If routes are added late, `LateGate` is the outermost layer. All layers
-are plain ASGI. With Starlette's `BaseHTTPMiddleware`, a route would not learn that its client has
-disconnected.
+authentication, the route. If routes are added late, `LateGate` is outside of these. `RootPath`, if
+configured, is the outermost layer. All layers are plain ASGI. With Starlette's
+`BaseHTTPMiddleware`, a route would not learn that its client has disconnected.
 """
 
 import asyncio
@@ -83,6 +83,19 @@ class LateGate:
         await self._app(scope, receive, send)
 
 
+class RootPath:
+    """ASGI layer that serves all paths also below `prefix`, which a proxy leaves in them."""
+
+    def __init__(self, app: ASGIApp, prefix: str) -> None:
+        self._app = app
+        self._prefix = prefix
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "http" and scope["path"].startswith(f"{self._prefix}/"):
+            scope = {**scope, "root_path": self._prefix}
+        await self._app(scope, receive, send)
+
+
 # Functions that add routes, as "module:function" with modules below `engine.servers`. If
 # `create_app` is called with `starts_soon`, those in LATE run only after startup.
 EARLY = (
@@ -124,7 +137,7 @@ DIALECTS: dict[Dialect, tuple[str, ...]] = {
         "vllm_api.sleeping:add_sleep_routes",
         "vllm_api.batch_chat:add_batch_chat_routes",
     ),
-    "sglang": (),
+    "sglang": ("sglang_api.routes:add_sglang_routes",),
     "ollama": ("ollama.routes:add_ollama_routes",),
     "azure": ("azure:add_azure_routes",),
 }
@@ -196,6 +209,8 @@ def create_app(
     app.state.late_routes = late = LateRoutes(app, services, others if starts_soon else ())
     if starts_soon:
         app.add_middleware(LateGate, late=late)
+    if settings.server.root_path:
+        app.add_middleware(RootPath, prefix=settings.server.root_path)
     return app
 
 

@@ -79,6 +79,7 @@ def least_bodies(model: str) -> dict[str, dict[str, Any]]:
         "/v1/rerank": texts,
         "/v1/reranking": texts,
         "/v1/responses": {"model": model, "input": "a", "max_output_tokens": 1},
+        "/v1/responses/compact": {"model": model, "input": "a"},
         "/v1/responses/input_tokens": {"model": model, "input": "a"},
         "/v1/score": {"model": model, "text_1": "a", "text_2": "b"},
         "/v2/rerank": texts,

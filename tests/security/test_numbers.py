@@ -37,6 +37,7 @@ LEAST: dict[str, dict[str, Any]] = {
     "ClassifyBody": {"model": MODEL, "input": "x"},
     "CompletionBody": {"model": MODEL, "prompt": "x"},
     "FimBody": {"model": MODEL, "prompt": "x"},
+    "CompactBody": {"model": MODEL, "input": "x"},
     "CompleteBody": {"part_ids": ["part_0"]},
     "ConversationBody": {},
     "ConversationUpdate": {"metadata": {}},

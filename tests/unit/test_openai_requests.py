@@ -125,6 +125,7 @@ def test_the_names_that_dialects_use() -> None:
     llama = chat(LLAMA_SERVER, params=params)
     assert (llama["repeat_penalty"], llama["repeat_last_n"]) == (1.2, 2048)
     assert "repetition_penalty" not in llama
+    assert llama["dry_penalty_last_n"] == 2048, "it refuses -1"
     window = {"repetition_penalty": 1.2, "repeat_last_n": 64}
     assert chat(LLAMA_SERVER, params=window)["repeat_last_n"] == 64
     order = {"samplers": ("top_k", "typical_p")}

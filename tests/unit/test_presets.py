@@ -9,12 +9,14 @@ import pytest
 
 from engine.backends.custom.engine_settings import preset_of
 from engine.core.config import load_settings
+from engine.core.config_presets import ParametersTable
 from engine.core.errors import ConfigError
 from engine.core.observability.metrics import Metrics
 from engine.library import embedded
 from engine.llm import LLM
 from engine.sampling_params import SamplingParams
 from engine.servers.app import create_app
+from engine.servers.schema.body import SamplingBody
 from tests.fake_backend import MODEL, FakeBackend
 from tests.live_server import make_settings
 from tests.unit.test_llm import ToyBackend, written
@@ -29,6 +31,8 @@ template_options = {{ enable_thinking = false, absent = 1 }}
 temperature = 0.25
 top_k = 7
 max_tokens = 5
+mirostat_tau = 4.5
+repeat_last_n = 64
 """
 
 
@@ -147,3 +151,16 @@ def test_the_library_uses_the_preset_where_no_parameters_are_given(llm):
     own = [{"role": "system", "content": "i"}, {"role": "user", "content": "abc"}]
     (output,) = llm.chat(own, SamplingParams(max_tokens=9, ignore_eos=True))
     assert output.usage.completion_tokens == 9 and written(output.prompt_token_ids) == "iabc"
+
+
+def test_a_preset_has_every_number_of_a_request_with_its_bounds():
+    """A field of requests that is a number is also a preset's, or is named here."""
+    own = {"n", "min_tokens", "priority", "truncate_prompt_tokens", "id_slot"}
+    table = ParametersTable.model_json_schema()["properties"]
+    for name, body in SamplingBody.model_json_schema()["properties"].items():
+        kinds = [each for each in body.get("anyOf", [body]) if each.get("type") != "null"]
+        if kinds[0].get("type") not in ("integer", "number") or name in own:
+            continue
+        assert name in table, name
+        if name not in ("top_k", "seed"):  # requests may say -1, and wrap seeds around
+            assert kinds[0] == table[name]["anyOf"][0], name

@@ -13,16 +13,22 @@ import msgspec
 import pytest
 from fastapi import FastAPI
 
+from engine.backends.beam_search import BeamRules, BeamSearch
 from engine.backends.custom.frontend.prompts import with_text_bias
 from engine.core.errors import InvalidRequestError
-from engine.core.interfaces.backend import ChatRequest, CompletionRequest
+from engine.core.interfaces.backend import (
+    ChatRequest,
+    CompletionRequest,
+    FinishEvent,
+    TextEvent,
+)
 from engine.core.observability.metrics import Metrics
 from engine.servers.app import create_app
 from engine.servers.openai.openapi import TRANSLATING, verdict_in
 from engine.servers.openai.schema import ChatBody, CompletionBody, GenerateBody
 from engine.servers.schema.body import parse_body
 from engine.servers.schema.dialects.words import DIALECTS, WORDS
-from tests.fake_backend import CARD, MODEL, FakeBackend, reasoning_script
+from tests.fake_backend import CARD, MODEL, FakeBackend, Script, reasoning_script
 from tests.live_server import events_of, make_settings
 from tests.toy_backend import ToyBackend
 
@@ -36,21 +42,22 @@ BASE: dict[str, dict[str, Any]] = {
 TOOL = {"type": "function", "function": {"name": "look", "parameters": {"type": "object"}}}
 SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}
 GRAMMAR = 'root ::= "a" | "b"'
-# A value that changes something, for each parameter that acts. The second object has parameters
-# that are needed for that.
+ANSWERED = [*BASE[CHAT]["messages"], {"role": "assistant", "content": "hello"}]
+WITH_LOGPROBS = {CHAT: {"logprobs": True}, COMPLETIONS: {"logprobs": 1}}
+WITH_BEAMS = {"use_beam_search": True, "max_tokens": 4}
+# A value that changes something, for each parameter that acts. In a pair, the second part has other
+# parameters that are needed for that.
 ACTS: dict[str, Any] = {
     "add_generation_prompt": False,
     "add_special_tokens": False,
     "allowed_token_ids": [1, 2],
     "bad_words": ["hello"],
-    "best_of": 3,
+    "best_of": {CHAT: (3, WITH_BEAMS), COMPLETIONS: 3},
     "cache_prompt": False,
     "cache_salt": "s",
     "chat_template_kwargs": {"enable_thinking": False},
-    "continue_final_message": (
-        True,
-        {"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]},
-    ),
+    "continue_final_message": (True, {"messages": ANSWERED}),
+    "documents": [{"title": "a", "text": "b"}],
     "dry_allowed_length": (5, {"dry_multiplier": 1.0}),
     "dry_base": (2.0, {"dry_multiplier": 1.0}),
     "dry_multiplier": 1.0,
@@ -58,7 +65,8 @@ ACTS: dict[str, Any] = {
     "dry_sequence_breakers": (["x"], {"dry_multiplier": 1.0}),
     "dynatemp_exponent": (2.0, {"dynatemp_range": 0.5}),
     "dynatemp_range": 0.5,
-    "echo": True,
+    "early_stopping": (True, WITH_BEAMS),
+    "echo": {CHAT: (True, {"messages": ANSWERED}), COMPLETIONS: True},
     "enable_thinking": True,
     "frequency_penalty": 0.5,
     "guided_choice": ["a"],
@@ -68,7 +76,10 @@ ACTS: dict[str, Any] = {
     "id_slot": 3,
     "ignore_eos": True,
     "include_reasoning": False,
+    "include_stop_str_in_output": True,
+    "length_penalty": (2.0, WITH_BEAMS),
     "logit_bias": [["hello", False], [7, 2.5]],
+    "logprob_token_ids": ([5], WITH_LOGPROBS),
     "logprobs": {CHAT: True, COMPLETIONS: 2, GENERATE: 2},
     "max_completion_tokens": 2,
     "max_tokens": 2,
@@ -87,14 +98,18 @@ ACTS: dict[str, Any] = {
     "presence_penalty": 0.5,
     "priority": 5,
     "prompt": "another one",
+    "prompt_logprobs": 1,
     "reasoning_effort": "none",
     "repeat_last_n": 5,
     "repetition_penalty": 1.5,
     "response_format": {"type": "json_object", "schema": SCHEMA},
     "return_progress": (True, {"stream": True}),
+    "return_token_ids": True,
+    "return_tokens_as_token_ids": (True, WITH_LOGPROBS),
     "safety_identifier": "me",
     "samplers": ["top_k"],
     "seed": 5,
+    "skip_special_tokens": False,
     "stop": ["from"],
     "stop_regex": ["fr.m"],
     "stop_token_ids": [5],
@@ -112,7 +127,9 @@ ACTS: dict[str, Any] = {
     "top_n_sigma": 1.0,
     "top_p": 0.5,
     "truncate_prompt_tokens": 1,
+    "truncation_side": ("right", {"truncate_prompt_tokens": 1}),
     "typical_p": 0.5,
+    "use_beam_search": (True, {"max_tokens": 4}),
     "user": "me",
     "xtc_probability": 0.5,
     "xtc_threshold": 0.2,
@@ -130,14 +147,17 @@ SAME: dict[str, tuple[Any, dict[str, Any]]] = {
     "n_cmpl": (2, {"n": 2}),
     "n_predict": (3, {"max_tokens": 3}),
     "n_probs": (2, {}),
+    "no_stop_trim": (True, {"include_stop_str_in_output": True}),
     "num_predict": (3, {"max_tokens": 3}),
     "options": (
         {"repeat_penalty": 1.5, "num_predict": 2, "seed": 1},
         {"repetition_penalty": 1.5, "max_tokens": 2, "seed": 1},
     ),
     "random_seed": (5, {"seed": 5}),
+    "sampling_params": ({"max_new_tokens": 2, "seed": 1}, {"max_tokens": 2, "seed": 1}),
     "reasoning": ({"effort": "none", "enabled": False}, {"reasoning_effort": "none"}),
     "regex": ("a+", {"structured_outputs": {"regex": "a+"}}),
+    "return_tokens": (True, {"return_token_ids": True}),
     "repeat_penalty": (1.5, {"repetition_penalty": 1.5}),
     "session_id": ("k", {"prompt_cache_key": "k"}),
     "think": (False, {"enable_thinking": False}),
@@ -145,8 +165,16 @@ SAME: dict[str, tuple[Any, dict[str, Any]]] = {
     "typical": (0.5, {"typical_p": 0.5}),
 }
 WARNED: dict[str, Any] = {"verbosity": "low", "prompt_cache_key": "k"}
+# What the backend answers, for parameters that change an answer and not the request.
+_STOPPED = [TextEvent(0, "hello", 1), FinishEvent(0, "stop", " from")]
+SCRIPTS: dict[str, Script] = {
+    "include_reasoning": reasoning_script(["hm"], ["yes"]),
+    "include_stop_str_in_output": _STOPPED,
+    "no_stop_trim": _STOPPED,
+}
 WISH = {"some": "wish"}
 BACKEND = FakeBackend()
+SEARCHES: list[BeamRules] = []  # of the last request
 
 
 @pytest.fixture(scope="module")
@@ -173,10 +201,11 @@ class Sender:
         return await self.client.post(self.path, json=BASE[self.path] | fields)
 
     async def seen(self, **fields: Any) -> Any:
-        """What a request causes: its answer, whether that is stored, the backend's request, and the
-        line in the log.
+        """What a request causes: its answer, whether that is stored, the backend's requests, its
+        beam searches, and the line in the log.
         """
         BACKEND.requests.clear()
+        SEARCHES.clear()
         self.caplog.clear()
         response = await self.post(**fields)
         assert response.status_code == 200 or "model" in fields, response.text
@@ -187,7 +216,7 @@ class Sender:
         if name := response.json().get("id") if fields.get("store") else None:
             is_stored = (await self.client.get(f"{self.path}/{name}")).status_code == 200
         requests = list(map(_plain_request, BACKEND.requests))
-        return _plain_answer(response), is_stored, requests, logged
+        return _plain_answer(response), is_stored, requests, SEARCHES[:], logged
 
 
 def _plain_answer(response: httpx.Response) -> Any:
@@ -216,11 +245,9 @@ def _of_path(value: Any, path: str) -> Any:
 
 
 async def _acts(sender: Sender, name: str) -> None:
-    example = ACTS[name]
+    example = _of_path(ACTS[name], sender.path)
     value, needed = example if isinstance(example, tuple) else (example, {})
-    if name == "include_reasoning":
-        BACKEND.script = reasoning_script(["hm"], ["yes"])
-    value = _of_path(value, sender.path)
+    needed = _of_path(needed, sender.path)
     assert await sender.seen(**needed) != await sender.seen(**needed | {name: value})
 
 
@@ -261,10 +288,17 @@ async def _is_refused(sender: Sender, name: str) -> None:
 async def test_what_the_table_says_happens(
     app: FastAPI,
     caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
     verdict: str,
     check: Callable[[Sender, str], Awaitable[None]],
 ) -> None:
     """One test for hundreds of rows, because a test of each would take half a minute."""
+
+    async def search(self: BeamSearch, request: ChatRequest | CompletionRequest) -> Any:
+        SEARCHES.append(self._rules)
+        return await BACKEND.open(request)
+
+    monkeypatch.setattr(BeamSearch, "open", search)
     caplog.set_level(logging.INFO, "engine.request")
     failures: list[str] = []
     async with client_of(app) as client:
@@ -272,6 +306,8 @@ async def test_what_the_table_says_happens(
             for word in WORDS.values():
                 if verdict_in(word, kind) == verdict:
                     BACKEND.reset()
+                    BACKEND.set_card(template_options=("enable_thinking", "documents"))
+                    BACKEND.script = SCRIPTS.get(word.name)
                     try:
                         await check(Sender(client, caplog, path), word.name)
                     except (AssertionError, KeyError) as error:
@@ -330,7 +366,7 @@ def test_the_examples_are_about_rows() -> None:
         ({"json_schema": SCHEMA, "response_format": {"type": "json_object"}}, "json_schema"),
         ({"format": "yaml"}, "format"),
         ({"thinking": {"type": "maybe"}}, "thinking.type"),
-        ({"reasoning": {"max_tokens": 5}}, "reasoning"),
+        ({"reasoning": {"max_tokens": 5}}, "reasoning.max_tokens"),
         ({"reasoning": {"exclude": 1}}, "reasoning.exclude"),
         ({"reasoning": {"effort": "much"}}, "reasoning"),
         ({"logit_bias": [["a", True]]}, "logit_bias.a"),

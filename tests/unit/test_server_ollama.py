@@ -134,6 +134,8 @@ async def test_options_without_a_value_are_ollamas(
     assert (first.max_tokens, first.seed) == (None, None)
     assert (second.temperature, second.max_tokens) == (0.0, None)
     assert (first.repeat_last_n, second.repeat_last_n) == (SamplingParams().repeat_last_n, 64)
+    response = await ask(client, "/api/chat", messages=HELLO, options={"mirostat": 2})
+    assert "x-engine-warnings" not in response.headers
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,7 @@ from engine.core.config_schema import Settings
 from engine.core.store.model_store import default_name
 
 if TYPE_CHECKING:
-    from engine.core.config_tables import PresetTable
+    from engine.core.config_presets import PresetTable
 
 FRAMEWORKS = "engine.backends.custom.frameworks"
 EXAMINER = "engine.backends.custom.weights.examine:examine_model"

@@ -94,9 +94,9 @@ class Dialect:
     capabilities: tuple[str, ...] = ("completions", "chat", "tools", "json_schema")
     probes_embeddings: bool = False  # send a test request at start to see if it has embeddings
     sampler_names: Mapping[str, str] = field(default_factory=dict)  # in `samplers`
-    # Whether penalties look back at few tokens, unless `repeat_last_n` says otherwise. Other
-    # servers use the whole text.
-    limits_penalties: bool = False
+    # Whether the server must be told how many tokens penalties and DRY look at. By default it takes
+    # few of them, and it does not know -1 for all.
+    needs_windows: bool = False
 
 
 # Those of `SAMPLER_FIELDS` that are lists.
@@ -223,7 +223,7 @@ LLAMA_SERVER = Dialect(
     },
     tokens=TokenApi(text="content", special="add_special", decoded="content", chats="template"),
     probes_embeddings=True,
-    limits_penalties=True,
+    needs_windows=True,
     sampler_names={"typical_p": "typ_p"},
 )
 OLLAMA = Dialect(

@@ -105,6 +105,9 @@ _PLAIN = (
 )
 
 
+_WINDOWS = ("repeat_last_n", "dry_penalty_last_n")
+
+
 class BodyBuilder:
     """Builds bodies for one model of one server."""
 
@@ -214,8 +217,9 @@ class BodyBuilder:
                 body[name] = list(getattr(params, name))
         if params.samplers:
             body["samplers"] = [dialect.sampler_names.get(each, each) for each in params.samplers]
-        if params.has_penalties and params.repeat_last_n < 0 and dialect.limits_penalties:
-            body["repeat_last_n"] = self._max_model_len
+        for name in _WINDOWS if dialect.needs_windows else ():
+            if getattr(params, name) < 0:
+                body[name] = self._max_model_len
         if params.n > 1:
             body["n"] = params.n
         if params.seed is not None:

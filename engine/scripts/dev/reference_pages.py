@@ -25,15 +25,9 @@ from pydantic_core import PydanticUndefined
 
 from engine.cli.serve import serve
 from engine.core.config import CONFIG_VARIABLE, flag_name, variable_names
+from engine.core.config_presets import ParametersTable, PresetTable
 from engine.core.config_schema import SECRET_KEYS, SECTIONS, Settings
-from engine.core.config_tables import (
-    BackendTable,
-    ModelTable,
-    ParametersTable,
-    PluginTable,
-    PresetTable,
-    ShadowTable,
-)
+from engine.core.config_tables import BackendTable, ModelTable, PluginTable, ShadowTable
 from engine.core.observability.metrics import Metrics
 from engine.plugins.metrics import PluginMetrics
 from engine.routing.metrics import RouterMetrics, ShadowMetrics

@@ -30,7 +30,7 @@ ADMIN_PATH = "/v1/admin/"
 # Routes of other servers' APIs that need the same rights as those below `ADMIN_PATH`.
 ADMIN_ROUTES = frozenset(
     {
-        *("/api/copy", "/api/create", "/api/delete", "/api/pull"),
+        *("/api/copy", "/api/create", "/api/delete", "/api/pull", "/flush_cache"),
         *("/sleep", "/wake_up", "/reset_prefix_cache", "/start_profile", "/stop_profile"),
     }
 )

@@ -173,9 +173,10 @@ def is_ollama(path: str) -> bool:
 
 def error_response(error: EngineError, scope: Scope) -> Response:
     headers = error_headers(error)
-    if is_ollama(scope["path"]):
+    path = scope["path"].removeprefix(scope.get("root_path", ""))
+    if is_ollama(path):
         body = ollama_error_body(error)
-    elif is_anthropic(scope["path"]):
+    elif is_anthropic(path):
         headers["request-id"] = record_of(scope).request_id
         body = anthropic_error_body(error, headers["request-id"])
     elif scope["path"] in LLAMACPP_PATHS:

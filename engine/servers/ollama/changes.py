@@ -15,7 +15,7 @@ from pydantic import ValidationError
 from starlette.requests import Request
 from starlette.responses import Response, StreamingResponse
 
-from engine.core.config_tables import ParametersTable, PresetTable
+from engine.core.config_presets import ParametersTable, PresetTable
 from engine.core.errors import ConfigError, ConflictError, EngineError, ForbiddenError
 from engine.core.store.catalogue import CATALOGUE
 from engine.core.store.model_store import ModelStore
@@ -238,22 +238,26 @@ async def _add(services: Services, models: OllamaModels, model_id: str, new_id: 
     elif new_id in await models.stored():
         raise ConflictError(f"There is a model {new_id} already; choose another name.")
     await services.models.copy(model_id, new_id)
-    models.created.add(new_id)
+    models.created[new_id] = model_id
     if model_id in services.presets:
         services.presets[new_id] = services.presets[model_id]
 
 
 async def _forget(services: Services, models: OllamaModels, model_id: str) -> None:
     await services.models.remove(model_id, services.settings.server.drain_timeout_s)
-    models.created.discard(model_id)
+    del models.created[model_id]
     services.presets.pop(model_id, None)
 
 
 async def _delete(services: Services, models: OllamaModels, name: str) -> None:
     served = models.served(name)
-    if served in models.created:
-        await _forget(services, models, served)
-        return
+    if served is not None:
+        for new_id, base in models.created.items():
+            if base == served:
+                raise ConflictError(f"{new_id} is made of {served}; delete it first.")
+        if served in models.created:
+            await _forget(services, models, served)
+            return
     stored = best_match(name, await models.stored())
     if stored is None:
         if served is None:

@@ -52,12 +52,19 @@ from engine.servers.responses.conversations import (
     NewItemsBody,
     NewItemsQuery,
 )
-from engine.servers.responses.schema import ItemsQuery, ResponseBody, ResponseQuery, TokenCountBody
+from engine.servers.responses.schema import (
+    CompactBody,
+    ItemsQuery,
+    ResponseBody,
+    ResponseQuery,
+    TokenCountBody,
+)
 from engine.servers.schema import body, fields, messages, structured
 from engine.servers.schema.body import SamplingBody, off_values
 from engine.servers.schema.dialects.reading import Verdict, verdict
 from engine.servers.schema.dialects.words import DIALECTS, WORDS, Word
 from engine.servers.serving.services import Services
+from engine.servers.sglang_api.schema import SglangGenerateBody
 from engine.servers.vllm_api import routes as vllm
 from engine.servers.vllm_api.batch_chat import BatchChatBody
 
@@ -112,6 +119,7 @@ BODIES: dict[str, type[BaseModel]] = {
     "/v1/rerank": RerankBody,
     "/v1/reranking": RerankBody,
     "/v1/responses": ResponseBody,
+    "/v1/responses/compact": CompactBody,
     "/v1/responses/input_tokens": TokenCountBody,
     "/v1/score": ScoreBody,
     "/v1/uploads": UploadBody,
@@ -121,8 +129,13 @@ BODIES: dict[str, type[BaseModel]] = {
 BODIES |= ollama.BODIES
 # Azure's paths have the bodies of OpenAI's.
 BODIES |= {azure.path_of(each): BODIES[f"/v1/{each}"] for each in azure.OPERATIONS}
+# Maps paths to the other form of the JSON body that a POST accepts.
+OTHER_BODIES: dict[str, type[BaseModel]] = {"/generate": SglangGenerateBody}
 # Paths of a POST without a body.
-BODILESS = ("/ping", "/reset_prefix_cache", "/sleep", "/start_profile", "/stop_profile", "/wake_up")
+BODILESS = (
+    *("/flush_cache", "/ping", "/reset_prefix_cache", "/sleep", "/start_profile"),
+    *("/stop_profile", "/wake_up"),
+)
 # Bodies that refuse every parameter besides their own, whatever its value.
 EXACT = (
     *(BatchBody, CompleteBody, ConversationBody, ConversationUpdate, MessageBatchBody),
@@ -222,7 +235,8 @@ def document(app: FastAPI) -> dict[str, Any]:
         description="An OpenAI-compatible server of language models.",
         routes=app.routes,
     )
-    models = dict.fromkeys([*BODIES.values(), *(fields for fields, _ in FORMS.values())])
+    forms = [form_fields for form_fields, _ in FORMS.values()]
+    models = dict.fromkeys([*BODIES.values(), *OTHER_BODIES.values(), *forms])
     references, definitions = models_json_schema(
         [(model, "validation") for model in models], ref_template=_REFS
     )
@@ -246,9 +260,10 @@ def document(app: FastAPI) -> dict[str, Any]:
                 operation["parameters"] = in_path + _query_parameters(QUERIES[path])
             if method == "post" and path in BODIES:
                 model = BODIES[path]
-                operation["requestBody"] = _body(
-                    "application/json", references[model, "validation"]
-                )
+                schema = references[model, "validation"]
+                if (other := OTHER_BODIES.get(path)) is not None:
+                    schema = {"anyOf": [schema, references[other, "validation"]]}
+                operation["requestBody"] = _body("application/json", schema)
                 if "stream" in model.model_fields:
                     kind = LineStream if is_ollama(path) else EventStream
                     media_types.append(kind.media_type)
@@ -323,13 +338,15 @@ def add_capabilities_routes(app: FastAPI, services: Services) -> None:
     @app.get("/v1/capabilities")
     async def capabilities() -> Response:
         """List the features of this server and its models."""
-        server = services.settings.server
+        server, served = services.settings.server, api_routes(app)
         body = {
             "object": "capabilities",
             "engine": {"name": "engine", "version": __version__},
             "strict": server.strict,
-            "endpoints": [f"{method} {path}" for method, path in api_routes(app)],
-            "parameters": {path: _parameters(kind) for path, kind in BODIES.items()},
+            "endpoints": [f"{method} {path}" for method, path in served],
+            "parameters": {
+                path: _parameters(kind) for path, kind in BODIES.items() if ("POST", path) in served
+            },
             "dialects": {name: _dialect(name) for name in DIALECTS},
             "structured_outputs": {
                 "response_format": structured.FORMATS,

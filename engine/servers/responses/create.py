@@ -22,7 +22,7 @@ from engine.core.interfaces.backend import (
     ModelCard,
     UsageEvent,
 )
-from engine.servers.access.auth import principal_of
+from engine.servers.access.auth import is_acting, principal_of
 from engine.servers.http.errors import problem
 from engine.servers.http.request_log import record_of
 from engine.servers.responses.conversations import ConversationStore
@@ -30,7 +30,12 @@ from engine.servers.responses.format import finished, outline
 from engine.servers.responses.items import Item, response_of, with_ids
 from engine.servers.responses.messages import to_messages
 from engine.servers.responses.output import Output
-from engine.servers.responses.schema import ENCRYPTED_REASONING, PromptBody, ResponseBody
+from engine.servers.responses.schema import (
+    ENCRYPTED_REASONING,
+    HistoryBody,
+    PromptBody,
+    ResponseBody,
+)
 from engine.servers.responses.store import PREFIX, ResponseStore, Turn
 from engine.servers.serving.admission import Ticket
 from engine.servers.serving.chat import (
@@ -67,6 +72,7 @@ class Recorder:
     """
 
     def __init__(self, begun: Item, save: Save) -> None:
+        self.output = Output(begun["id"])
         self._begun = begun
         self._save = save
         self._response: Item | None = None
@@ -77,17 +83,26 @@ class Recorder:
         return self._response
 
     async def follow(self, source: AsyncIterator[Event]) -> AsyncIterator[Event]:
-        output = Output(self._begun["id"])
         usage: UsageEvent | None = None
         async for event in source:
             if isinstance(event, UsageEvent):
                 usage = event
             else:
-                output.push(event)
+                self.output.push(event)
                 yield event
         assert usage is not None
-        self._response = await self._save(finished(self._begun, output, usage))
+        self._response = await self._save(finished(self._begun, self.output, usage))
         yield usage
+
+
+@dataclass(frozen=True, slots=True)
+class NewResponse:
+    """A response that the backend has begun to make. `begun` is the response without output."""
+
+    begun: Item
+    prompt: ResponsePrompt
+    recorder: Recorder
+    pump: EventPump
 
 
 class ResponseMaker:
@@ -98,12 +113,12 @@ class ResponseMaker:
         self._store = store
         self._conversations = conversations
 
-    async def begin(
-        self, request: Request, body: ResponseBody, ticket: Ticket
-    ) -> tuple[Item, Recorder, EventPump]:
+    async def begin(self, request: Request, body: ResponseBody, ticket: Ticket) -> NewResponse:
         services = self._services
         card = chat_model(services, request, body.model, "input")
         params = body.params(card)
+        if body.background and is_acting(request.scope):
+            raise problem("background", "a batch waits for its answers; leave it out")
         response_id = PREFIX + secrets.token_hex(16)
         owner = principal_of(request).name
         prompt = await self.prompt(body, owner)
@@ -116,11 +131,20 @@ class ResponseMaker:
         ask = self.chat_ask(request, body, card, prompt.messages)
         begun = outline(body, response_id, card, is_stored)
 
-        recorder = Recorder(begun, self._saver(request, body, prompt, is_stored))
+        is_awaited = not body.background  # a background response is stored by `Background`
+        recorder = Recorder(begun, self._saver(request, body, prompt, is_stored and is_awaited))
         pump = await open_chat(
-            services, request, ticket, ask, body, params, response_id, recorder.follow
+            services,
+            request,
+            ticket,
+            ask,
+            body,
+            params,
+            response_id,
+            recorder.follow,
+            is_awaited=is_awaited,
         )
-        return begun, recorder, pump
+        return NewResponse(begun, prompt, recorder, pump)
 
     def _saver(
         self, request: Request, body: ResponseBody, prompt: ResponsePrompt, is_stored: bool
@@ -142,7 +166,7 @@ class ResponseMaker:
 
         return save
 
-    async def prompt(self, body: PromptBody, owner: str) -> ResponsePrompt:
+    async def prompt(self, body: HistoryBody, owner: str) -> ResponsePrompt:
         """The whole conversation: earlier items from the store, then the items of this request.
         Instructions of earlier turns are left out.
         """
@@ -237,9 +261,9 @@ class ResponseMaker:
 
     def _not_stored(self, request: Request, body: ResponseBody, error: EngineError) -> None:
         """Warn the client that its response is not stored. Raises `error` instead if the client set
-        `store: true` or the server is strict.
+        `store: true`, if the response is made in the background or if the server is strict.
         """
-        if body.store or self._services.settings.server.strict:
+        if body.store or body.background or self._services.settings.server.strict:
             raise error
         record_of(request.scope).warnings.append("store: the response could not be stored")
 

@@ -59,6 +59,7 @@ ID_PREFIXES = {
     "function_call": "fc_",
     "function_call_output": "fco_",
     "reasoning": "rs_",
+    "compaction": "cmp_",
 }
 _INPUT_MARK = 0x8000
 _INDEX_DIGITS = 4
@@ -212,6 +213,13 @@ def _thoughts(value: Any, where: str, kind: str) -> list[Item]:
     return value
 
 
+def _compaction(item: Item, where: str) -> Item:
+    text = item.get("encrypted_content")
+    if not isinstance(text, str):
+        raise problem(f"{where}.encrypted_content", f"should be a string, got {describe(text)}")
+    return {"encrypted_content": text}
+
+
 def _reference(item: Item, where: str) -> Item:
     return {"id": short_text(item.get("id"), f"{where}.id", MAX_ID)}
 
@@ -222,5 +230,6 @@ _PARSERS: dict[str, tuple[Callable[[Item, str], Item], tuple[str, ...]]] = {
     "function_call": (_function_call, ("call_id", "name", "arguments")),
     "function_call_output": (_function_call_output, ("call_id", "output", "name")),
     "reasoning": (_reasoning, ("summary", "content")),
+    "compaction": (_compaction, ("encrypted_content",)),
     "item_reference": (_reference, ()),
 }

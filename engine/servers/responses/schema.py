@@ -1,8 +1,8 @@
 """Request bodies of `/v1/responses`: OpenAI's fields, and the sampling fields that all endpoints
 share.
 
-OpenAI's prompt templates and background responses are not supported. Their parameters are refused
-with an error that names the parameter. Tools that are not functions are left out, with a warning.
+OpenAI's prompt templates are not supported. Their parameter is refused with an error that names it.
+Tools that are not functions are left out, with a warning.
 """
 
 from typing import Annotated, Any, Literal
@@ -62,6 +62,9 @@ AlwaysThere = Annotated[
     Field(max_length=MAX_INCLUDES),
     BeforeValidator(lambda value: [value] if isinstance(value, str) else value),
 ]
+ImplicitCache = Annotated[None, *refused("leave it out", {"mode": "implicit"})]
+InMemory = Annotated[None, *refused("leave it out", "in_memory", "in-memory")]
+DefaultTier = Annotated[None, *refused("leave it out", "auto", "default")]
 ShortText = Annotated[str, Field(max_length=512)]
 ResponseId = Annotated[str, Field(min_length=1, max_length=128)]
 InputItems = Annotated[
@@ -129,9 +132,15 @@ class StreamOptions(BaseModel):
 
 class ResponseQuery(Query):
     include: AlwaysThere | None = None
-    stream: Annotated[None, *refused("read it whole", "false")] = None
-    starting_after: Annotated[None, *refused("read it whole")] = None
-    include_obfuscation: Annotated[None, *refused("read it whole", "false")] = None
+    stream: bool = False
+    starting_after: Annotated[int, Field(ge=0, le=2**31 - 1)] | None = None
+    include_obfuscation: Annotated[None, *refused("leave it out", "false")] = None
+
+    @model_validator(mode="after")
+    def _only_a_stream_has_a_start(self) -> "ResponseQuery":
+        if self.starting_after is not None and not self.stream:
+            raise problem("starting_after", "is only allowed when stream is true")
+        return self
 
 
 class ItemsQuery(Query):
@@ -141,21 +150,43 @@ class ItemsQuery(Query):
     order: Order = "desc"
 
 
-class PromptBody(BaseModel):
-    """Fields of `/v1/responses` that determine the prompt."""
+class HistoryBody(BaseModel):
+    """Fields of `/v1/responses` that name the conversation."""
 
     model_config = _STRICT
 
     input: InputItems
     instructions: str | None = None
     previous_response_id: ResponseId | None = None
+    conversation: ConversationId | None = None
+
+    @model_validator(mode="after")
+    def _one_history(self) -> "HistoryBody":
+        if self.conversation is not None and self.previous_response_id is not None:
+            raise problem("conversation", "excludes previous_response_id")
+        return self
+
+
+class CompactBody(HistoryBody):
+    """Body of `/v1/responses/compact`."""
+
+    model: fields.ModelName | None = None
+    input: InputItems = Field(default_factory=tuple)
+    prompt_cache_key: ShortText | None = None
+    prompt_cache_options: ImplicitCache = None
+    prompt_cache_retention: InMemory = None
+    service_tier: DefaultTier = None
+
+
+class PromptBody(HistoryBody):
+    """Fields of `/v1/responses` that determine the prompt."""
+
     tools: FlatTools | None = None
     tool_choice: fields.RawToolChoice = None
     parallel_tool_calls: bool | None = None
     text: TextConfig | None = None
     reasoning: ReasoningConfig | None = None
     truncation: Annotated[None, *refused("send items that fit the context", "disabled")] = None
-    conversation: ConversationId | None = None
 
     @property
     def offered(self) -> OfferedTools:
@@ -172,12 +203,6 @@ class PromptBody(BaseModel):
     @property
     def choice_of_tools(self) -> tuple[ToolChoice, Tools]:
         return parse_flat_choice(self.tool_choice, self.offered.functions)
-
-    @model_validator(mode="after")
-    def _one_history(self) -> "PromptBody":
-        if self.conversation is not None and self.previous_response_id is not None:
-            raise problem("conversation", "excludes previous_response_id")
-        return self
 
     @model_validator(mode="after")
     def _choice_fits_tools(self) -> "PromptBody":
@@ -216,15 +241,13 @@ class ResponseBody(PromptBody, SamplingBody, OutputLimit):
     max_tool_calls: Annotated[int, Field(ge=1, le=2**31 - 1)] | None = None
     max_tokens: Annotated[None, *refused("send max_output_tokens")] = None
     n: Annotated[None, *refused("a response has one answer", 1)] = None
-    background: Annotated[None, *refused("wait for the answer, or stream it", False)] = None
+    background: bool | None = None
     prompt: Annotated[None, *refused("send instructions and input")] = None
     context_management: Annotated[None, *refused("send items that fit the context", [])] = None
     moderation: Annotated[None, *refused("leave it out")] = None
-    prompt_cache_options: Annotated[None, *refused("leave it out", {"mode": "implicit"})] = None
-    prompt_cache_retention: Annotated[None, *refused("leave it out", "in_memory", "in-memory")] = (
-        None
-    )
-    service_tier: Annotated[None, *refused("leave it out", "auto", "default")] = None
+    prompt_cache_options: ImplicitCache = None
+    prompt_cache_retention: InMemory = None
+    service_tier: DefaultTier = None
 
     @property
     def end_user(self) -> str | None:
@@ -241,6 +264,12 @@ class ResponseBody(PromptBody, SamplingBody, OutputLimit):
     @property
     def with_logprobs(self) -> bool:
         return LOGPROBS in (self.include or ()) or bool(self.top_logprobs)
+
+    @model_validator(mode="after")
+    def _background_needs_the_store(self) -> "ResponseBody":
+        if self.background and self.store is False:
+            raise problem("background", "needs the stored response; leave out store")
+        return self
 
     @model_validator(mode="after")
     def _stream_options_need_a_stream(self) -> "ResponseBody":

@@ -12,10 +12,11 @@ from typing import Any
 
 import msgspec
 
-from engine.core.errors import InvalidRequestError, NotFoundError
+from engine.core.errors import ConflictError, InvalidRequestError, NotFoundError
 from engine.servers.serving.objects import ObjectStore
 
 PREFIX = "resp_"
+UNFINISHED = ("queued", "in_progress")
 MAX_TURNS = 1_024
 MAX_CONVERSATION_BYTES = 32 * 2**20
 
@@ -40,6 +41,7 @@ class _Output(msgspec.Struct):
     """The part of a stored response that a conversation needs."""
 
     output: list[Item]
+    status: str = "completed"
 
 
 class ResponseStore:
@@ -51,10 +53,17 @@ class ResponseStore:
         await self._objects.check()
 
     async def save(
-        self, body: dict[str, Any], owner: str, input: Sequence[Item], ancestors: Sequence[str]
+        self,
+        body: dict[str, Any],
+        owner: str,
+        input: Sequence[Item],
+        ancestors: Sequence[str],
+        *,
+        server: str | None = None,
     ) -> None:
-        """Store a finished response. `ancestors` are the ids of the earlier turns, whose expiry is
-        extended to that of this response.
+        """Store a response. `ancestors` are the ids of the earlier turns, whose expiry is extended
+        to that of this response. If the response is made in the background, `server` is the server
+        that makes it.
         """
 
         def work(connection: sqlite3.Connection) -> None:
@@ -67,8 +76,45 @@ class ResponseStore:
                 previous_id=body["previous_response_id"],
                 ancestors=ancestors,
             )
+            if server is not None:
+                sql = "INSERT INTO background (id, server) VALUES (?, ?)"
+                connection.execute(sql, (body["id"], server))
 
         await self._objects.run(work)
+
+    async def finish(self, body: dict[str, Any], events: bytes | None = None) -> None:
+        """Replace a background response by its final state, unless it was deleted meanwhile."""
+
+        def work(connection: sqlite3.Connection) -> None:
+            self._objects.set_body(connection, body["id"], _encode(body))
+            if events is not None:
+                sql = "UPDATE background SET events = ? WHERE id = ?"
+                connection.execute(sql, (events, body["id"]))
+                self._objects.grow(connection, body["id"], len(events))
+
+        await self._objects.run(work)
+
+    async def events(self, response_id: str, owner: str) -> bytes | None:
+        """The compressed events of a background response. None if they are not stored."""
+
+        def work(connection: sqlite3.Connection) -> bytes | None:
+            if self._find(connection, response_id, owner) is None:
+                raise _not_found(response_id)
+            return self._background(connection, response_id, "events")
+
+        return await self._objects.run(work)
+
+    async def server_of(self, response_id: str) -> str | None:
+        """The server that makes a background response. None if there is no such response."""
+        return await self._objects.run(
+            lambda connection: self._background(connection, response_id, "server")
+        )
+
+    def _background(self, connection: sqlite3.Connection, response_id: str, column: str) -> Any:
+        row = connection.execute(
+            f"SELECT {column} FROM background WHERE id = ?", (response_id,)
+        ).fetchone()
+        return None if row is None else row[column]
 
     async def body(self, response_id: str, owner: str) -> bytes:
         """The JSON bytes of a response, as it was sent to the client."""
@@ -139,11 +185,17 @@ class ResponseStore:
 
 
 def _turn(row: sqlite3.Row) -> Turn:
+    made = msgspec.json.decode(row["body"], type=_Output)
+    if made.status in UNFINISHED:
+        raise ConflictError(
+            f"{row['id']!r} is {made.status}; it can be continued when it has ended.",
+            param="previous_response_id",
+        )
     return Turn(
         id=row["id"],
         previous_id=row["previous_id"],
         input=msgspec.json.decode(row["input"], type=list[Item]),
-        output=msgspec.json.decode(row["body"], type=_Output).output,
+        output=made.output,
     )
 
 

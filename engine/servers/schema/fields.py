@@ -38,6 +38,7 @@ MAX_STOPS = 16
 MAX_STOP_LENGTH = 256
 MAX_STOP_IDS = 64
 MAX_BIASES = 1_024
+MAX_NAMED = 8  # mistakes that an error lists
 MAX_ALLOWED_IDS = 2**18
 MAX_BAD_WORDS = 128
 MAX_BREAKERS = 16
@@ -121,10 +122,12 @@ def _parse_bias(value: Any) -> dict[int | str, float]:
     if len(value) > MAX_BIASES:
         raise problem("logit_bias", f"should have at most {MAX_BIASES} keys, got {len(value)}")
     biases: dict[int | str, float] = {}
+    wrong = [describe(key) for key in ([] if is_list else value) if not _is_number(key)]
+    if wrong:
+        named = ", ".join(wrong[:MAX_NAMED])
+        rule = f"keys should be token ids, got {named}; send a list of pairs for texts"
+        raise problem("logit_bias", rule)
     for key, bias in value if is_list else value.items():
-        if not is_list and not _is_number(key):
-            rule = f"keys should be token ids, got {describe(key)}; send a list of pairs for texts"
-            raise problem("logit_bias", rule)
         key = key if is_list else int(key)
         is_text = isinstance(key, str) and 1 <= len(key) <= MAX_STOP_LENGTH
         if not (is_text or (type(key) is int and 0 <= key <= MAX_TOKEN_ID)):
@@ -188,18 +191,18 @@ def _are_token_ids(values: list[Any]) -> bool:
     return not set(map(type, values)) - {int} and 0 <= min(values) <= max(values) <= MAX_TOKEN_ID
 
 
-def _parse_prompts(value: Any) -> tuple[Prompt, ...]:
+def parse_prompts(value: Any, where: str = "prompt") -> tuple[Prompt, ...]:
     if isinstance(value, str):
         return (value,)
     shape = f"should be text, token ids, or a list of 1 to {MAX_PROMPTS} of either"
     if not isinstance(value, list) or not value:
-        raise problem("prompt", f"{shape}; got {describe(value)}")
+        raise problem(where, f"{shape}; got {describe(value)}")
     if type(value[0]) is int:
         if not _is_token_list(value):
-            raise problem("prompt", f"token ids should be integers from 0 to {MAX_TOKEN_ID}")
+            raise problem(where, f"token ids should be integers from 0 to {MAX_TOKEN_ID}")
         return (tuple(value),)
     if len(value) > MAX_PROMPTS:
-        raise problem("prompt", f"{shape}; got {len(value)}")
+        raise problem(where, f"{shape}; got {len(value)}")
     prompts: list[Prompt] = []
     for position, item in enumerate(value):
         if isinstance(item, str):
@@ -208,7 +211,7 @@ def _parse_prompts(value: Any) -> tuple[Prompt, ...]:
             prompts.append(tuple(item))
         else:
             raise problem(
-                f"prompt[{position}]", f"should be text or token ids; got {describe(item)}"
+                f"{where}[{position}]", f"should be text or token ids; got {describe(item)}"
             )
     return tuple(prompts)
 
@@ -355,7 +358,7 @@ TemplateOptions = Annotated[dict[str, Any], *_parsed(_parse_template_options, _o
 Prompts = Annotated[
     tuple[Prompt, ...],
     *_parsed(
-        _parse_prompts,
+        parse_prompts,
         {
             "anyOf": [
                 _TEXT,

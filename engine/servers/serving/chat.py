@@ -9,6 +9,7 @@ from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+import msgspec
 from starlette.requests import Request
 
 from engine.core.interfaces.backend import (
@@ -116,17 +117,23 @@ async def open_chat(
     completion_id: str,
     follow: Follow | None = None,
     opener: Opener | None = None,
+    *,
+    is_awaited: bool = True,
 ) -> EventPump:
     """Submit a conversation to the backend and wait until the backend accepts it. Returns the
     `EventPump` that reads the answer's events. If `follow` is given, it wraps the stream of events.
-    If `opener` is given, it takes the conversation in the backend's place.
+    If `opener` is given, it takes the conversation in the backend's place. If not `is_awaited`, no
+    client waits: the request has no queue timeout, and continues when the client disconnects.
     """
     ask = _without_idle_grammar(services, request, ask)
     context = services.context(request, ask.card, sampling, params, completion_id, ask.grammar)
+    if not is_awaited:
+        context = msgspec.structs.replace(context, queue_timeout_s=None)
     chat = await chat_request(services, request, ask, context)
     pump = await services.begin(ticket, params)
     pump.reports_progress = sampling.reports_progress
-    pump.watch(request.receive)
+    if is_awaited:
+        pump.watch(request.receive)
     sources = await pump.open(opener or services.backend, [chat])
     pump.read(sources if follow is None else [follow(source) for source in sources])
     return pump

@@ -45,6 +45,11 @@ END;
 CREATE TRIGGER IF NOT EXISTS count_removed AFTER DELETE ON responses BEGIN
     UPDATE totals SET num_responses = num_responses - 1, num_bytes = num_bytes - OLD.num_bytes;
 END;
+CREATE TABLE IF NOT EXISTS background (
+    id TEXT PRIMARY KEY REFERENCES responses (id) ON DELETE CASCADE,
+    server TEXT NOT NULL,
+    events BLOB
+);
 CREATE TABLE IF NOT EXISTS conversation_items (
     seq INTEGER PRIMARY KEY AUTOINCREMENT,
     conversation_id TEXT NOT NULL REFERENCES responses (id) ON DELETE CASCADE,

@@ -44,7 +44,7 @@ from engine.servers.serving.event_pump import EventPump
 from engine.servers.serving.watcher import EngineWatcher
 
 if TYPE_CHECKING:
-    from engine.core.config_tables import PresetTable
+    from engine.core.config_presets import PresetTable
     from engine.routing.manage import ModelManager
     from engine.servers.serving.objects import ObjectStore
 
@@ -161,6 +161,13 @@ class Services:
         on_read = functools.partial(self.note_words, request)
         parse = functools.partial(parse_body, kind, on_read=on_read)
         return await self.read_as(request, parse, any_type)
+
+    async def read_chosen(
+        self, request: Request, choose: Callable[[dict[str, Any]], type[Body]]
+    ) -> Body:
+        """Like `read`, for a route whose bodies have several forms. `choose` finds the form."""
+        on_read = functools.partial(self.note_words, request)
+        return await self.read_as(request, lambda raw: parse_body(choose(raw), raw, on_read))
 
     def note_words(self, request: Request, reading: Reading) -> None:
         record_of(request.scope).sent_as = reading.sent_as

@@ -1,4 +1,4 @@
-"""Mutations of the APIs of Ollama and Azure."""
+"""Mutations of the APIs of Ollama, Azure and SGLang."""
 
 from tests.teeth.mutation import Mutation
 
@@ -82,5 +82,26 @@ MUTATIONS = [
         "        name = request.scope.get(DEPLOYMENT, name)\n",
         "",
         "tests/unit/test_server_azure.py::test_the_deployment_is_the_model",
+    ),
+    Mutation(
+        "sglang: the echoed prompt is part of the answer",
+        "engine.servers.sglang_api.generate",
+        "            if event.logprobs and not event.num_tokens:\n",
+        "            if False:\n",
+        "tests/unit/test_server_sglang.py::test_logprobs",
+    ),
+    Mutation(
+        "sglang: each event has only the new text",
+        "engine.servers.sglang_api.generate",
+        "self.text += event.text",
+        "self.text = event.text",
+        "tests/unit/test_server_sglang.py::test_a_stream_repeats_the_text_so_far",
+    ),
+    Mutation(
+        "sglang: the health check never computes",
+        "engine.servers.sglang_api.routes",
+        "            if not services.lifecycle.pumps:\n",
+        "            if False:\n",
+        "tests/unit/test_server_sglang.py::test_health_needs_a_token",
     ),
 ]

@@ -81,6 +81,8 @@ def reasoning(value: Any, where: str, known: Collection[str]) -> dict[str, Any]:
         raise problem(where, f"should be an object, got {describe(value)}")
     check_keys(value, _REASONING, where)
     given = {key: each for key, each in value.items() if each is not None}
+    if "max_tokens" in given:
+        raise problem(f"{where}.max_tokens", "is not supported; send effort")
     used: dict[str, Any] = {}
     if "effort" in given:
         used["reasoning_effort"] = given["effort"]
@@ -88,8 +90,6 @@ def reasoning(value: Any, where: str, known: Collection[str]) -> dict[str, Any]:
         used["enable_thinking"] = given["enabled"]
     if "exclude" in given:
         used["include_reasoning"] = not boolean(given["exclude"], f"{where}.exclude")
-    if "max_tokens" in given:
-        used["thinking_budget"] = given["max_tokens"]
     if "summary" in given:
         used["reasoning_summary"] = given["summary"]
     return used

@@ -323,6 +323,7 @@ _SERVING = [
     *_rows("session_id", "vllm sglang", "", target="prompt_cache_key"),
     *_rows("session_params", "sglang", "", {}, instead="send the whole conversation"),
     *_rows("keep_alive", "ollama", "", warning="a model stays loaded until it is unloaded"),
+    *_rows("sampling_params", "sglang", "each is read as a parameter", {}, convert=by.options),
     *_rows("options", "ollama", "each option is read as a parameter", {}, convert=by.options),
     *_rows("rid request_id", "vllm sglang", "", instead="send the header X-Request-Id"),
     *_rows("service_tier", "openai", "", "auto", "default", instead="send priority"),
