@@ -208,6 +208,10 @@ async def test_a_served_model_of_the_store_is_deleted(
     client: httpx.AsyncClient, tiny: str, loaded: list[FakeBackend]
 ) -> None:
     await chat(client, "tiny")
+    await client.post("/api/copy", json={"source": "tiny", "destination": "other"})
+    kept = await client.request("DELETE", "/api/delete", json={"name": "tiny"})
+    assert kept.status_code == 409 and "other" in kept.json()["error"]
+    await client.request("DELETE", "/api/delete", json={"name": "other"})
     gone = await client.request("DELETE", "/api/delete", json={"name": "tiny"})
     assert gone.status_code == 200 and loaded[0].is_stopped
     assert (await chat(client, "tiny")).status_code == 404

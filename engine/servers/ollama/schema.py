@@ -154,6 +154,8 @@ class OllamaGenerationBody(SamplingBody):
         """
         preset = {} if card.preset is None else card.preset.parameters
         kept = {*preset, *card.lacks, *card.emulated}
+        if self.mirostat:
+            kept |= {"top_k", "top_p"}  # mirostat replaces them
         changed = {
             name: value
             for name, value in DEFAULTS.items()
