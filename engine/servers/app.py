@@ -126,7 +126,13 @@ LATE = (
 )
 # Like LATE, for the APIs of other servers. Each is added only if `server.dialects` has its name.
 DIALECTS: dict[Dialect, tuple[str, ...]] = {
-    "llamacpp": (),
+    "llamacpp": (
+        "llamacpp.completion:add_completion_routes",
+        "llamacpp.state:add_state_routes",
+        "llamacpp.text:add_text_routes",
+        "llamacpp.vectors:add_vectors_routes",
+        "llamacpp.metrics:add_llamacpp_metrics",
+    ),
     "vllm": (
         "vllm_api.routes:add_vllm_routes",
         "vllm_api.sleeping:add_sleep_routes",
@@ -136,6 +142,8 @@ DIALECTS: dict[Dialect, tuple[str, ...]] = {
     "ollama": ("ollama.routes:add_ollama_routes",),
     "azure": ("azure:add_azure_routes",),
 }
+# Like DIALECTS, for other names of our routes. They are added last, when our routes are there.
+OTHER_NAMES: dict[Dialect, str] = {"llamacpp": "llamacpp.state:add_alias_routes"}
 
 # Response headers that SDKs read. Browsers hide them from web pages of other origins, unless CORS
 # exposes them.
@@ -190,7 +198,12 @@ def create_app(
     app.state.services = services
     install_error_handlers(app)
     # Other servers' routes are matched first, because some of our paths match theirs too.
-    others = [*chain.from_iterable(DIALECTS[each] for each in settings.server.dialects), *LATE]
+    dialects = settings.server.dialects
+    others = [
+        *chain.from_iterable(DIALECTS[each] for each in dialects),
+        *LATE,
+        *(OTHER_NAMES[each] for each in dialects if each in OTHER_NAMES),
+    ]
     early = [*EARLY, *(() if starts_soon else others)]
     for target in (*early, METRICS) if settings.metrics.enabled else early:
         add_routes(app, services, target)
