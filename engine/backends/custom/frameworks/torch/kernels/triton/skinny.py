@@ -162,8 +162,15 @@ def _few_rows_kernel(
     )
 
 
-def choose(num_tokens: int, outputs: int, size: int, value_bytes: int = 2) -> SkinnyConfig:
+def choose(
+    num_tokens: int, outputs: int, size: int, value_bytes: int = 2, weight_bytes: int = 2
+) -> SkinnyConfig:
     """Chooses the tile sizes that were the fastest on an H200 for the matrices of Llama models."""
+    if num_tokens == 1 and weight_bytes == 1:
+        if size > 8192:
+            return SkinnyConfig(rows=8, columns=1024, warps=4)
+        columns = min(triton.next_power_of_2(size), 4096)
+        return SkinnyConfig(4, columns, 8) if outputs > 4096 else SkinnyConfig(2, columns, 4)
     if num_tokens > 1 and value_bytes > 2:
         return SkinnyConfig(rows=32, columns=64, warps=4, stages=2)
     if num_tokens > 1:
@@ -197,7 +204,7 @@ def skinny_linear(
     (num_tokens, size), rows = x.shape, len(weight)
     assert x.stride(1) == 1 and weight.is_contiguous()
     assert residual is None or residual.is_contiguous()
-    chosen = config or choose(num_tokens, rows, size, x.element_size())
+    chosen = config or choose(num_tokens, rows, size, x.element_size(), weight.element_size())
     outputs = rows // 2 if gate else rows
     out = torch.empty((num_tokens, outputs), dtype=x.dtype, device=x.device)
     tensors = [x if each is None else each for each in (bias, scale, norm, residual)]
