@@ -24,6 +24,7 @@ from engine.backends.custom.frameworks.torch.kernels.attention_heads import Atte
 from engine.backends.custom.frameworks.torch.kernels.attention_reference import ReferenceAttention
 from engine.backends.custom.frameworks.torch.kernels.attention_sdpa import SdpaAttention
 from engine.backends.custom.frameworks.torch.kernels.attention_triton import TritonPlan
+from engine.backends.custom.frameworks.torch.kernels.fp8 import FP8
 from engine.backends.custom.frameworks.torch.kernels.rope import rope_write
 from engine.backends.custom.frameworks.torch.layers.attention import (
     AnyAttention,
@@ -128,7 +129,8 @@ class TorchRunner(SamplingRunner):
             self._two_way = SdpaAttention(
                 AttentionHeads.of(model.config), block_size=config.block_size, dtype=dtype
             )
-        self._cache = CacheGroups(model.config, config, device, dtype)
+        kv_dtype = FP8 if config.kv_dtype == "fp8" else dtype
+        self._cache = CacheGroups(model.config, config, device, kv_dtype)
         count = config.max_slots + 1 + config.num_checkpoints
         self._states = StateCache(model.config, count, device, dtype)
 

@@ -213,18 +213,22 @@ def outcome(call: Any, example: Example) -> list[Tensor]:
     """Runs `call` on copies of the example's tensors. Returns its results, then these copies, which
     the call may have modified.
     """
-    args = [_copy(each) for each in example.args]
-    kwargs = {name: _copy(each) for name, each in example.kwargs.items()}
+    args = [copied(each) for each in example.args]
+    kwargs = {name: copied(each) for name, each in example.kwargs.items()}
     with torch.no_grad():
         result = call(*args, **kwargs)
     return list(_tensors([result, *args, *kwargs.values()]))
 
 
-def _copy(value: Any) -> Any:
+def copied(value: Any) -> Any:
+    """A copy of a tensor with the same strides. What lies between its values in memory is copied
+    too, because a float8 cache has its scales there.
+    """
     if not isinstance(value, Tensor):
         return value
-    copy = torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device=value.device)
-    return copy.copy_(value)
+    storage = value.untyped_storage().clone()
+    copy = torch.empty(0, dtype=value.dtype, device=value.device)
+    return copy.set_(storage, value.storage_offset(), value.shape, value.stride())
 
 
 def _tensors(value: Any) -> Iterator[Tensor]:

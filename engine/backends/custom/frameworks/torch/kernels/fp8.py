@@ -3,6 +3,9 @@ channel. Activations are quantized as the model runs, with one scale per token.
 
 The quantization is fused into the kernel before the matmul: an RMSNorm, a gated activation, or a
 plain copy. A single token is not quantized: its matmul takes as long as reading the weights.
+
+The KV cache can have float8 keys and values too, with a scale per token and head. The bytes of a
+cache slot are those of keys and values, and then the scales as float32 numbers.
 """
 
 from collections.abc import Iterator
@@ -30,9 +33,9 @@ from engine.backends.custom.frameworks.torch.kernels.skinny import skinny_linear
 FP8 = torch.float8_e4m3fn
 LARGEST = 448.0  # of e4m3
 SMALLEST_SCALE = 1e-12  # keeps rows of zeros from a division by zero
-# With more tokens than this, cuBLASLt is faster than our kernel for every matrix. With more than
-# _FEW tokens, it is faster for matrices with more than _NARROW rows. Measured on an H200.
-_FEW, _SEVERAL, _NARROW = 64, 256, 8192
+# Our kernel is faster than cuBLASLt for up to this many tokens, if the matrix has at most so many
+# rows; measured on an H200. For other matrices, it is faster for up to _FEW tokens.
+_SEVERAL, _FEW = {4096: 256, 8192: 128}, 64
 _ALIGNED = 16  # cuBLASLt takes float8 matrices whose sizes are multiples of this
 _MIN_CAPABILITY = (8, 9)  # of GPUs with float8 tensor cores
 
@@ -96,7 +99,7 @@ def fp8_linear(
     """residual + act(rms_norm(x) W^T + bias), as `fused_linear`, with float8 W. x is quantized if
     it is not yet, and if it has several rows.
     """
-    if isinstance(x, Tensor) and len(x) == 1 and _has_fp8(x.device):
+    if isinstance(x, Tensor) and len(x) == 1 and has_fp8(x.device):
         parts: dict[str, Any] = {"norm": norm, "eps": eps, "gate": gate, "residual": residual}
         return skinny_linear(x, weight, bias, scale=scale, **parts)
     if isinstance(x, Tensor):
@@ -107,12 +110,49 @@ def fp8_linear(
     return y if residual is None else residual + y
 
 
+def cache_slot_bytes(num_vectors: int, head_dim: int) -> int:
+    """Bytes of a slot with this many keys and values, rounded up for aligned reads."""
+    return -(-num_vectors * (head_dim + 4) // _ALIGNED) * _ALIGNED
+
+
+def cache_scales(cache: Tensor) -> Tensor:
+    """The scales (.., 2, K) of a float8 cache (.., 2, K, H), as a view of the same memory."""
+    assert cache.dtype == FP8, cache.dtype
+    start = cache.storage_offset() + cache.shape[-3] * cache.stride(-3)
+    strides = [stride // 4 for stride in cache.stride()[:-3]]
+    return torch.empty(0, dtype=torch.float32, device=cache.device).set_(
+        cache.untyped_storage(), start // 4, cache.shape[:-1], (*strides, cache.shape[-2], 1)
+    )
+
+
+def read_cache(cache: Tensor, dtype: torch.dtype, *places: Tensor) -> Tensor:
+    """cache[places] in `dtype`, dequantized if the cache is in float8."""
+    values = cache[places]
+    if cache.dtype != FP8:
+        return values
+    return (values.float() * cache_scales(cache)[places][..., None]).to(dtype)
+
+
+def write_cache(cache: Tensor, slots: Tensor, vectors: Tensor) -> None:
+    """Quantizes keys and values (T, 2, K, H) and writes them to the slots (T,) of a float8 cache
+    (slots, 2, K, H).
+    """
+    values, scales = _quantized(vectors.flatten(0, -2))
+    cache[slots] = values.view(vectors.shape)
+    cache_scales(cache[:, None])[slots, 0] = scales.view(vectors.shape[:-1])
+
+
+def dense_blocks(cache: Tensor, blocks: Tensor, dtype: torch.dtype) -> Tensor:
+    """Dequantizes the blocks (M,) of a float8 cache: (M, block size, 2, K, H)"""
+    return _run(_DENSE_BLOCKS, cache, blocks, dtype)
+
+
 def _run(spec: KernelSpec, first: Tensor, *args: Any) -> Any:
-    return (spec if _has_fp8(first.device) else spec.reference)(first, *args)
+    return (spec if has_fp8(first.device) else spec.reference)(first, *args)
 
 
 @cache
-def _has_fp8(device: torch.device) -> bool:
+def has_fp8(device: torch.device) -> bool:
     """Whether Triton has float8 on the device."""
     if device.type != "cuda":
         return interpreting()
@@ -121,12 +161,12 @@ def _has_fp8(device: torch.device) -> bool:
 
 def _suits_library(values: Tensor, weight: Tensor, dtype: torch.dtype) -> bool:
     """Whether cuBLASLt has the matmul and is the fastest."""
-    count, (outputs, size) = len(values), weight.shape
+    outputs, size = weight.shape
+    few = next((count for rows, count in _SEVERAL.items() if outputs <= rows), _FEW)
     return (
-        count > _FEW
-        and (count > _SEVERAL or outputs > _NARROW)
+        len(values) > few
         and values.is_cuda
-        and _has_fp8(values.device)
+        and has_fp8(values.device)
         and dtype == torch.bfloat16  # the only type of its results with a scale per row
         and outputs % _ALIGNED == 0
         and size % _ALIGNED == 0
@@ -207,9 +247,28 @@ def _linear_examples(shape: Shape, device: torch.device, dtype: torch.dtype) -> 
         weight = inputs.normal(outputs, size).to(FP8)
         scale = (inputs.uniform(outputs) + 0.1) * size**-0.5
         bias = inputs.normal(outputs) if name == "qkv" else None
-        for rows in (each for each in shape.rows if each <= _SEVERAL):
+        for rows in (each for each in shape.rows if each <= 256):
             x = _quantized(inputs.normal(rows, size))
             yield Example(f"{name} {rows}", (*x, weight, scale, bias, dtype))
+
+
+def random_cache(inputs: Inputs, blocks: int, shape: Shape) -> Tensor:
+    """A float8 cache with random keys and values, for examples."""
+    size, heads, width = shape.block_size, shape.num_kv_heads, shape.head_dim
+    slot = cache_slot_bytes(2 * heads, width)
+    memory = torch.zeros(blocks * size, slot, dtype=torch.uint8, device=inputs.device)
+    strides = (size * slot, slot, heads * width, width, 1)
+    cache = memory.view(FP8).as_strided((blocks, size, 2, heads, width), strides)
+    vectors = inputs.normal(blocks * size, 2, heads, width)
+    write_cache(cache.flatten(0, 1), torch.arange(blocks * size, device=inputs.device), vectors)
+    return cache
+
+
+def _dense_examples(shape: Shape, device: torch.device, dtype: torch.dtype) -> Iterator[Example]:
+    inputs = Inputs(device, dtype)
+    count = -(-max(shape.rows) // shape.block_size)
+    cache = random_cache(inputs, count + 1, shape)
+    yield Example(f"{count} blocks", (cache, inputs.permutation(count).int(), dtype))
 
 
 def _rows_bytes(x: Tensor, *rest: Any) -> int:
@@ -280,5 +339,14 @@ _SCALED_LINEAR = register(
             torch.float16: Tolerance(1e-2, 1e-2),
             torch.bfloat16: Tolerance(4e-2, 4e-2),
         },
+    )
+)
+_DENSE_BLOCKS = register(
+    KernelSpec(
+        name="dense_blocks",
+        reference=lambda cache, blocks, dtype: read_cache(cache, dtype, blocks.long()),
+        triton=compiled("fp8:dense_blocks"),
+        examples=_dense_examples,
+        bytes_of=lambda cache, blocks, dtype: len(blocks) * cache[0].numel() * (1 + dtype.itemsize),
     )
 )

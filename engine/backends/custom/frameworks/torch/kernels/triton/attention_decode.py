@@ -58,6 +58,8 @@ def _decode_kernel(
     WINDOW: tl.constexpr,
     MERGES: tl.constexpr,
     FEATURES: tl.constexpr,
+    SLOT_SIZE: tl.constexpr,
+    SCALED: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
     kv_head, item = tl.program_id(0), tl.program_id(1)
@@ -86,7 +88,8 @@ def _decode_kernel(
         acc,
         peak,
         total,
-        cache_ptr + kv_head * HEAD_DIM,
+        cache_ptr,
+        kv_head,
         tables_ptr + tl.load(counts_ptr + 4) + row.to(tl.int64) * tl.load(counts_ptr),
         first,
         last,
@@ -99,13 +102,15 @@ def _decode_kernel(
         HEAD_BLOCK,
         BLOCK_SIZE,
         BLOCK_N,
+        SLOT_SIZE,
+        SCALED,
         True,
         False,
         WINDOW,
         FEATURES,
         PRECISION,
     )
-    result = normalised(acc, total)
+    result = normalised(acc, total, SCALED)
     count = tl.load(partials_ptr + row * 2 + 1)
     if MERGES and count == 1:
         tl.store(out_ptr + place, result.to(out_ptr.dtype.element_ty), mask=here)
@@ -232,6 +237,8 @@ def _shared_kernel(
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     FEATURES: tl.constexpr,
+    SLOT_SIZE: tl.constexpr,
+    SCALED: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
     """Computes the attention of many rows to a span of their shared prefix. The keys are read once
@@ -265,7 +272,8 @@ def _shared_kernel(
             acc,
             peak,
             total,
-            cache_ptr + kv_head * HEAD_DIM,
+            cache_ptr,
+            kv_head,
             tables_ptr + owner * table_stride,
             whole if masked else first,
             last if masked else whole,
@@ -278,6 +286,8 @@ def _shared_kernel(
             HEAD_BLOCK,
             BLOCK_SIZE,
             BLOCK_N,
+            SLOT_SIZE,
+            SCALED,
             masked == 1,
             False,
             0,
@@ -288,7 +298,7 @@ def _shared_kernel(
     slot = (partial * KV_HEADS + kv_head).to(tl.int64) * GROUP + head
     tl.store(
         partial_ptr + slot[:, None] * HEAD_DIM + columns[None, :],
-        normalised(acc, total),
+        normalised(acc, total, SCALED),
         mask=here,
     )
     tl.store(weight_ptr + slot, peak * score_scale + tl.log2(total), mask=there)

@@ -13,6 +13,7 @@ import triton.language as tl
 from torch import Tensor
 
 from engine.backends.custom.frameworks.torch.kernels.attention_heads import AttentionHeads
+from engine.backends.custom.frameworks.torch.kernels.fp8 import FP8
 
 
 class Tile(NamedTuple):
@@ -27,6 +28,8 @@ class Tile(NamedTuple):
 
 
 NOTHING_SEEN = tl.constexpr(-1.0e30)
+# Weights are multiplied by the scales of float8 values and by this, so that float16 has them.
+VALUE_FACTOR = tl.constexpr(4096.0)
 # Bits of FEATURES: what a model's attention does besides scaling and masking scores.
 SOFTCAP, ALIBI, SINKS = tl.constexpr(1), tl.constexpr(2), tl.constexpr(4)
 _LOG2_E = 1.4426950408889634
@@ -44,8 +47,9 @@ def scales(heads: AttentionHeads) -> tuple[float, float]:
 
 def sizes(q: Tensor, cache: Tensor, heads: AttentionHeads) -> dict[str, Any]:
     """The compile-time constants of all attention kernels, for a cache (B, block size, 2, K, H)."""
-    assert cache.is_contiguous(), "kernels know the strides of the cache from its shape"
     kv_heads, head_dim = cache.shape[3], cache.shape[4]
+    assert cache.stride()[2:] == (kv_heads * head_dim, head_dim, 1), "keys are contiguous"
+    assert cache.stride(0) == cache.shape[1] * cache.stride(1), "blocks are contiguous"
     features = (heads.softcap is not None) * SOFTCAP.value
     features += (heads.alibi_bias is not None) * ALIBI.value + heads.has_sinks * SINKS.value
     return {
@@ -55,6 +59,8 @@ def sizes(q: Tensor, cache: Tensor, heads: AttentionHeads) -> dict[str, Any]:
         "HEAD_BLOCK": max(16, triton.next_power_of_2(head_dim)),
         "BLOCK_SIZE": cache.shape[1],
         "FEATURES": features,
+        "SLOT_SIZE": cache.stride(1),
+        "SCALED": cache.dtype == FP8,
         "PRECISION": "ieee" if q.dtype == torch.float32 else "tf32",
     }
 
@@ -92,6 +98,7 @@ def attend_span(
     peak,
     total,
     cache_ptr,
+    kv_head,
     table_ptr,
     first,
     last,
@@ -104,6 +111,8 @@ def attend_span(
     HEAD_BLOCK: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
     BLOCK_N: tl.constexpr,
+    SLOT_SIZE: tl.constexpr,
+    SCALED: tl.constexpr,
     MASKED: tl.constexpr,
     CAUSAL: tl.constexpr,
     WINDOW: tl.constexpr,
@@ -116,8 +125,16 @@ def attend_span(
 
     `query` (M,) are the queries' positions, `slope` (M,) the slopes of their heads. Without MASKED,
     all key tiles must be full, and all queries attend to all keys.
+
+    With SCALED, keys and values are in float8. They are multiplied in float16, which has all float8
+    numbers, and their scales multiply scores and weights.
     """
     columns = tl.arange(0, HEAD_BLOCK)
+    if SCALED:
+        q = q.to(tl.float16)
+        scales_ptr = (cache_ptr + 2 * KV_HEADS * HEAD_DIM).to(tl.pointer_type(tl.float32))
+        scales_ptr += kv_head
+    cache_ptr += kv_head * HEAD_DIM
     for start in tl.range(first, last, BLOCK_N):
         position = start + tl.arange(0, BLOCK_N)
         if MASKED:
@@ -127,9 +144,8 @@ def attend_span(
             block = tl.load(table_ptr + position // BLOCK_SIZE, mask=exists, other=0)
         else:
             block = tl.load(table_ptr + position // BLOCK_SIZE)
-        place = (block.to(tl.int64) * BLOCK_SIZE + position % BLOCK_SIZE) * (
-            2 * KV_HEADS * HEAD_DIM
-        )
+        slot = block.to(tl.int64) * BLOCK_SIZE + position % BLOCK_SIZE
+        place = slot * SLOT_SIZE
         keys_ptr = cache_ptr + place[None, :] + columns[:, None]
         values_ptr = cache_ptr + KV_HEADS * HEAD_DIM + place[:, None] + columns[None, :]
         if MASKED:
@@ -140,7 +156,13 @@ def attend_span(
             keys = tl.load(keys_ptr)
         else:
             keys = tl.load(keys_ptr, mask=(columns < HEAD_DIM)[:, None], other=0.0)
+        if SCALED:
+            keys = keys.to(tl.float16)
         scores = tl.dot(q, keys, input_precision=PRECISION)
+        if SCALED:
+            exists = position < last
+            at = scales_ptr + slot * (SLOT_SIZE // 4)
+            scores *= tl.load(at, mask=exists, other=0.0)[None, :]
         if SOFTCAP & FEATURES:
             scores = 2 * tl.sigmoid(2 * cap_scale * scores) - 1  # tanh
         if ALIBI & FEATURES:
@@ -165,11 +187,19 @@ def attend_span(
             values = tl.load(values_ptr)
         else:
             values = tl.load(values_ptr, mask=(columns < HEAD_DIM)[None, :], other=0.0)
+        if SCALED:
+            values = values.to(tl.float16)
+            weights *= VALUE_FACTOR * tl.load(at + KV_HEADS, mask=exists, other=0.0)[None, :]
         acc = tl.dot(weights.to(values.dtype), values, acc, input_precision=PRECISION)
         peak = new_peak
     return acc, peak, total
 
 
 @triton.jit
-def normalised(acc, total):
+def normalised(acc, total, SCALED: tl.constexpr = False):
+    """The weighted mean of values. With SCALED, `acc` is a multiple of it, as `attend_span` has
+    computed it.
+    """
+    if SCALED:
+        total *= VALUE_FACTOR
     return acc / tl.where(total == 0.0, 1.0, total)[:, None]

@@ -40,6 +40,19 @@ def to_fp8(x):
 
 
 @triton.jit
+def fp8_scale(largest, lost):
+    """The scale of values whose largest absolute value is given. `lost` is NaN if the values have
+    NaN or infinity, else 0. The scale is NaN then, because neither may get lost.
+    """
+    return tl.maximum(largest / _LARGEST, _SMALLEST_SCALE) + lost
+
+
+@triton.jit
+def scaled_fp8(x, scale):
+    return to_fp8(tl.minimum(tl.maximum(x / scale, -_LARGEST), _LARGEST))
+
+
+@triton.jit
 def _rows_kernel(
     x_ptr,
     residual_ptr,
@@ -71,9 +84,8 @@ def _rows_kernel(
     if NORMS:
         weight = tl.load(weight_ptr + columns, mask=inside, other=0.0).to(tl.float32)
         x = x * tl.rsqrt(tl.sum(x * x, axis=0) / SIZE + eps) * weight
-    scale = tl.maximum(tl.max(tl.abs(x), axis=0) / _LARGEST, _SMALLEST_SCALE)
-    value = tl.minimum(tl.maximum(x / scale, -_LARGEST), _LARGEST)
-    tl.store(values_ptr + row * SIZE + columns, to_fp8(value), mask=inside)
+    scale = fp8_scale(tl.max(tl.abs(x), axis=0), tl.sum(x - x, axis=0))
+    tl.store(values_ptr + row * SIZE + columns, scaled_fp8(x, scale), mask=inside)
     tl.store(scales_ptr + row, scale)
 
 
@@ -92,6 +104,7 @@ def _linear_kernel(
     COLUMNS: tl.constexpr,
     TOKENS: tl.constexpr,
     BIAS: tl.constexpr,
+    ONCE: tl.constexpr,
 ):
     rows = tl.minimum(tl.program_id(1) * ROWS + tl.arange(0, ROWS), outputs - 1)
     tokens = tl.program_id(0) * TOKENS + tl.arange(0, TOKENS)
@@ -102,7 +115,7 @@ def _linear_kernel(
         places = weight_ptr + rows.to(tl.int64)[:, None] * SIZE + columns[None, :]
         sources = x_ptr + tokens.to(tl.int64)[None, :] * SIZE + columns[:, None]
         if SIZE % COLUMNS == 0:
-            weight = tl.load(places)
+            weight = tl.load(places, eviction_policy="evict_first" if ONCE else "")
             x = tl.load(sources, mask=known, other=0.0)
         else:
             inside = columns < SIZE
@@ -117,6 +130,30 @@ def _linear_kernel(
     tl.store(out_ptr + tokens.to(tl.int64)[None, :] * outputs + rows[:, None], y, mask=known)
 
 
+@triton.jit
+def _dense_kernel(
+    cache_ptr,
+    blocks_ptr,
+    out_ptr,
+    BLOCK_SIZE: tl.constexpr,
+    VECTORS: tl.constexpr,
+    VECTOR_BLOCK: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    HEAD_BLOCK: tl.constexpr,
+    SLOT_BYTES: tl.constexpr,
+):
+    place = tl.program_id(0).to(tl.int64)
+    block = tl.load(blocks_ptr + place // BLOCK_SIZE).to(tl.int64)
+    slot = cache_ptr + (block * BLOCK_SIZE + place % BLOCK_SIZE) * SLOT_BYTES
+    vector, columns = tl.arange(0, VECTOR_BLOCK), tl.arange(0, HEAD_BLOCK)
+    inside = (vector < VECTORS)[:, None] & (columns < HEAD_DIM)[None, :]
+    at = vector[:, None] * HEAD_DIM + columns[None, :]
+    values = tl.load(slot + at, mask=inside, other=0.0).to(tl.float32)
+    scales_ptr = (slot + VECTORS * HEAD_DIM).to(tl.pointer_type(tl.float32))
+    scales = tl.load(scales_ptr + vector, mask=vector < VECTORS, other=0.0)
+    tl.store(out_ptr + place * VECTORS * HEAD_DIM + at, values * scales[:, None], mask=inside)
+
+
 @dataclass(frozen=True, slots=True)
 class LinearConfig:
     rows: int  # weight rows per program
@@ -128,15 +165,18 @@ class LinearConfig:
 
 def choose(num_tokens: int, outputs: int) -> LinearConfig:
     """Chooses the tile sizes that were the fastest on an H200 for the matrices of Llama models."""
-    narrow = outputs <= 8192
     if num_tokens <= 16:
-        return LinearConfig(64, 256, 16, stages=6) if narrow else LinearConfig(128, 256, 16, 4, 3)
-    if num_tokens <= 64:
-        tokens = triton.next_power_of_2(num_tokens)
         return (
-            LinearConfig(64, 256, tokens, 4, 6) if narrow else LinearConfig(64, 128, tokens, 4, 3)
+            LinearConfig(64, 256, 16, 4, 6) if outputs <= 8192 else LinearConfig(128, 256, 16, 4, 3)
         )
-    return LinearConfig(128, 256, 64, 4, 4) if narrow else LinearConfig(128, 128, 128, 8, 4)
+    tokens = triton.next_power_of_2(num_tokens)
+    if outputs > 8192:
+        return LinearConfig(128, 128, min(tokens, 64))
+    # So few weight rows keep the device busy only if the tokens are cut into two tiles.
+    if outputs <= 4096:
+        tokens = max(tokens // 2, 32)
+    tokens = min(tokens, 128)
+    return LinearConfig(64, 256, tokens, stages=6 if tokens <= 64 else 4)
 
 
 def scaled_linear(
@@ -167,6 +207,7 @@ def scaled_linear(
         COLUMNS=chosen.columns,
         TOKENS=chosen.tokens,
         BIAS=bias is not None,
+        ONCE=grid[0] == 1,
         num_warps=chosen.warps,
         num_stages=chosen.stages,
     )
@@ -224,3 +265,21 @@ def add_rms_norm_rows(
 
 def gated_rows(gate_up: Tensor, kind: str) -> QuantizedRows:
     return _rows(gate_up, gate_up.shape[1] // 2, gate=kind)
+
+
+def dense_blocks(cache: Tensor, blocks: Tensor, dtype: torch.dtype) -> Tensor:
+    out = torch.empty((len(blocks), *cache.shape[1:]), dtype=dtype, device=cache.device)
+    vectors, head_dim = cache.shape[2] * cache.shape[3], cache.shape[4]
+    _dense_kernel[(len(blocks) * cache.shape[1],)](
+        cache,
+        blocks,
+        out,
+        BLOCK_SIZE=cache.shape[1],
+        VECTORS=vectors,
+        VECTOR_BLOCK=triton.next_power_of_2(vectors),
+        HEAD_DIM=head_dim,
+        HEAD_BLOCK=triton.next_power_of_2(head_dim),
+        SLOT_BYTES=cache.stride(1),
+        num_warps=4,
+    )
+    return out
