@@ -29,7 +29,8 @@ class Tile(NamedTuple):
 
 NOTHING_SEEN = tl.constexpr(-1.0e30)
 # Weights are multiplied by the scales of float8 values and by this, so that float16 has them.
-VALUE_FACTOR = tl.constexpr(4096.0)
+# Together with the factor of `load_fp8`, sums of values are VALUE_FACTOR times too large.
+WEIGHT_FACTOR, VALUE_FACTOR = tl.constexpr(4096.0), tl.constexpr(16.0)
 # Bits of FEATURES: what a model's attention does besides scaling and masking scores.
 SOFTCAP, ALIBI, SINKS = tl.constexpr(1), tl.constexpr(2), tl.constexpr(4)
 _LOG2_E = 1.4426950408889634
@@ -92,6 +93,38 @@ def first_state(sinks_ptr, head, has_sink, score_scale, FEATURES: tl.constexpr):
 
 
 @triton.jit
+def load_where(ptr, exists, MASKED: tl.constexpr):
+    """Loads values, with zeros where none exist. Without MASKED, all are known to exist."""
+    return tl.load(ptr, mask=exists, other=0.0) if MASKED else tl.load(ptr)
+
+
+@triton.jit
+def load_fp8(words_ptr, exists, HEAD_DIM: tl.constexpr, HEAD_BLOCK: tl.constexpr):
+    """Loads float8 vectors (N, H), four numbers at a time, as float16 numbers divided by 256. A
+    float16 number has the bits of the float8 number as its upper bits, but a larger exponent.
+
+    Triton's own conversion would come after the numbers are laid out for tensor cores, which takes
+    a load of a single byte for each.
+    """
+    word = tl.arange(0, HEAD_BLOCK // 4)
+    inside = exists[:, None] & (word < HEAD_DIM // 4)[None, :]
+    words = tl.load(words_ptr + word[None, :], mask=inside, other=0)
+    low = _float16_pair((words & 0xFF) | ((words & 0xFF00) << 8))
+    high = _float16_pair(((words >> 16) & 0xFF) | ((words >> 8) & 0xFF0000))
+    even = tl.join((low & 0xFFFF).to(tl.int16), (high & 0xFFFF).to(tl.int16))
+    odd = tl.join((low >> 16).to(tl.int16), (high >> 16).to(tl.int16))
+    pairs = tl.join(even, odd)  # (N, W, 2, 2)
+    bits = tl.reshape(pairs, (words.shape[0], 4 * words.shape[1]))
+    return bits.to(tl.float16, bitcast=True)
+
+
+@triton.jit
+def _float16_pair(pair):
+    """The bits of two float16 numbers, from two float8 numbers in the bits 0 to 7 and 16 to 23."""
+    return ((pair << 8) & -0x7FFF8000) | ((pair << 7) & 0x3F803F80)
+
+
+@triton.jit
 def attend_span(
     q,
     acc,
@@ -137,32 +170,23 @@ def attend_span(
     cache_ptr += kv_head * HEAD_DIM
     for start in tl.range(first, last, BLOCK_N):
         position = start + tl.arange(0, BLOCK_N)
-        if MASKED:
-            exists = position < last
-            if WINDOW > 0:  # blocks that the window has left may be freed
-                exists = exists & (position + WINDOW > tl.min(query, 0))
-            block = tl.load(table_ptr + position // BLOCK_SIZE, mask=exists, other=0)
-        else:
-            block = tl.load(table_ptr + position // BLOCK_SIZE)
+        exists = position < last
+        if WINDOW > 0:  # blocks that the window has left may be freed
+            exists = exists & (position + WINDOW > tl.min(query, 0))
+        block = load_where(table_ptr + position // BLOCK_SIZE, exists, MASKED)
         slot = block.to(tl.int64) * BLOCK_SIZE + position % BLOCK_SIZE
         place = slot * SLOT_SIZE
         keys_ptr = cache_ptr + place[None, :] + columns[:, None]
         values_ptr = cache_ptr + KV_HEADS * HEAD_DIM + place[:, None] + columns[None, :]
-        if MASKED:
-            keys = tl.load(
-                keys_ptr, mask=exists[None, :] & (columns < HEAD_DIM)[:, None], other=0.0
-            )
-        elif HEAD_BLOCK == HEAD_DIM:
-            keys = tl.load(keys_ptr)
-        else:
-            keys = tl.load(keys_ptr, mask=(columns < HEAD_DIM)[:, None], other=0.0)
+        keys_mask = exists[None, :] & (columns < HEAD_DIM)[:, None]
+        keys = load_where(keys_ptr, keys_mask, MASKED or HEAD_BLOCK > HEAD_DIM)
         if SCALED:
             keys = keys.to(tl.float16)
         scores = tl.dot(q, keys, input_precision=PRECISION)
         if SCALED:
-            exists = position < last
             at = scales_ptr + slot * (SLOT_SIZE // 4)
-            scores *= tl.load(at, mask=exists, other=0.0)[None, :]
+            scores *= load_where(at, exists, MASKED)[None, :]
+            value_scale = load_where(at + KV_HEADS, exists, MASKED)
         if SOFTCAP & FEATURES:
             scores = 2 * tl.sigmoid(2 * cap_scale * scores) - 1  # tanh
         if ALIBI & FEATURES:
@@ -179,17 +203,13 @@ def attend_span(
         rescale = tl.exp2((peak - new_peak) * score_scale)
         total = total * rescale + tl.sum(weights, 1)
         acc = acc * rescale[:, None]
-        if MASKED:
-            values = tl.load(
-                values_ptr, mask=exists[:, None] & (columns < HEAD_DIM)[None, :], other=0.0
-            )
-        elif HEAD_BLOCK == HEAD_DIM:
-            values = tl.load(values_ptr)
-        else:
-            values = tl.load(values_ptr, mask=(columns < HEAD_DIM)[None, :], other=0.0)
         if SCALED:
-            values = values.to(tl.float16)
-            weights *= VALUE_FACTOR * tl.load(at + KV_HEADS, mask=exists, other=0.0)[None, :]
+            words_ptr = (cache_ptr + KV_HEADS * HEAD_DIM).to(tl.pointer_type(tl.int32))
+            values = load_fp8(words_ptr + place[:, None] // 4, exists, HEAD_DIM, HEAD_BLOCK)
+            weights *= WEIGHT_FACTOR * value_scale[None, :]
+        else:
+            values_mask = exists[:, None] & (columns < HEAD_DIM)[None, :]
+            values = load_where(values_ptr, values_mask, MASKED or HEAD_BLOCK > HEAD_DIM)
         acc = tl.dot(weights.to(values.dtype), values, acc, input_precision=PRECISION)
         peak = new_peak
     return acc, peak, total
