@@ -184,6 +184,7 @@ class InputNormBlock(Block):
         if not all(layer is None or isinstance(layer, Fp8Linear) for layer in layers):
             return
         self.attn_norm, self.mlp_norm = Fp8RMSNorm(self.attn_norm), Fp8RMSNorm(self.mlp_norm)
+        assert isinstance(mlp.gate_up, Fp8Linear)
         mlp.gate_up.feeds_fp8 = True
 
     def _normed(self, x: Tensor, delta: Tensor | None) -> tuple[Tensor, Tensor]:
