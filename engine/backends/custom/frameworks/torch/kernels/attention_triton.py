@@ -33,7 +33,9 @@ if TYPE_CHECKING:
 
 KEY_BLOCK = 64  # the length of a span is a multiple of this many keys
 MIN_SPAN = 128  # min keys of a span
-SPARE_SPANS = 64  # a step may have this many more spans than rows, to split long rows
+# A step has at least this many spans, to split long rows. With SEVERAL_ROWS rows or more, it has
+# SEVERAL_SPANS, which is enough for the small programs of many spans to keep the device busy.
+SPARE_SPANS, SEVERAL_ROWS, SEVERAL_SPANS = 64, 16, 320
 LONE_PROGRAMS = 128  # max programs for a step with a single row; about one per multiprocessor
 # If at least MIN_MEMBERS rows share a prefix of at least MIN_SHARED_KEYS keys, the prefix is read
 # once for many rows. Any other prefix is read once per row.
@@ -364,7 +366,7 @@ def all_tables(inputs: BatchInputs) -> I32:
 
 
 def _span_room(rows: int) -> int:
-    return max(SPARE_SPANS, 2 * rows)
+    return max(SPARE_SPANS if rows < SEVERAL_ROWS else SEVERAL_SPANS, 2 * rows)
 
 
 def _spans(
