@@ -42,6 +42,7 @@ class AttentionHeads:
     has_sinks: bool = False
     alibi_bias: float | None = None
     latent: int = 0  # above 0: the cache has keys only, and the first values of a key are its value
+    in_fp8: bool = False  # whether the cache has float8 keys and values
 
     @classmethod
     def of(cls, config: ModelConfig) -> "AttentionHeads":

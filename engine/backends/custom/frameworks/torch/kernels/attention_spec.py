@@ -67,9 +67,10 @@ def _flops_of(q: Tensor, cache: Tensor, plans: Plans) -> int:
     return 4 * plans.num_pairs * q.shape[1] * q.shape[2]
 
 
-def _heads(shape: Shape) -> AttentionHeads:
+def _heads(shape: Shape, in_fp8: bool = False) -> AttentionHeads:
     scale = shape.head_dim**-0.5
-    return AttentionHeads(shape.num_heads, shape.num_kv_heads, shape.head_dim, scale)
+    sizes = shape.num_heads, shape.num_kv_heads, shape.head_dim
+    return AttentionHeads(*sizes, scale, in_fp8=in_fp8)
 
 
 def _tables(rows: Rows, shared: int, block_size: int) -> I32:
@@ -114,7 +115,7 @@ def _example(
     size = shape.block_size
     step = _step(rows, shared, size)
     positions = torch.zeros(len(step.token_ids), dtype=torch.int64, device=inputs.device)
-    heads = _heads(shape)
+    heads = _heads(shape, in_fp8)
     reference, triton = (
         backend(heads, block_size=size, dtype=inputs.dtype).plan(step, positions)
         for backend in (ReferenceAttention, TritonAttention)

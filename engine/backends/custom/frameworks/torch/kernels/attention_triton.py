@@ -33,9 +33,11 @@ if TYPE_CHECKING:
 
 KEY_BLOCK = 64  # the length of a span is a multiple of this many keys
 MIN_SPAN = 128  # min keys of a span
-# A step has at least this many spans, to split long rows. With SEVERAL_ROWS rows or more, it has
-# SEVERAL_SPANS, which is enough for the small programs of many spans to keep the device busy.
-SPARE_SPANS, SEVERAL_ROWS, SEVERAL_SPANS = 64, 16, 320
+SPARE_SPANS = 64  # a step may have this many more spans than rows, to split long rows
+# With a float8 cache and at least FP8_ROWS rows, a step may have FP8_SPANS spans. These are enough
+# for the small programs of many spans to keep the device busy. They take fewer instructions per
+# key, which limit the speed of float8 attention.
+FP8_ROWS, FP8_SPANS = 32, 320
 LONE_PROGRAMS = 128  # max programs for a step with a single row; about one per multiprocessor
 # If at least MIN_MEMBERS rows share a prefix of at least MIN_SHARED_KEYS keys, the prefix is read
 # once for many rows. Any other prefix is read once per row.
@@ -236,7 +238,7 @@ class TritonAttention:
             self._slopes = slopes / (heads.softcap or heads.scale)
         if self._scratch is None or len(self._scratch.arrived) < rows:
             self._scratch = Scratch(
-                MAX_SPLITS * rows + _span_room(rows),
+                MAX_SPLITS * rows + _span_room(rows, heads.in_fp8),
                 rows,
                 heads.num_heads,
                 self._num_groups,
@@ -248,7 +250,7 @@ class TritonAttention:
         """The max lengths of the work lists of a step with at most `tokens` tokens and `rows` rows.
         `shares` says whether the step may have work items for shared prefixes.
         """
-        spans = _span_room(rows)
+        spans = _span_room(rows, self._heads.in_fp8)
         tiles = 0 if only_decodes else tokens // self._tile_tokens + rows
         if not shares:
             return ListLengths(spans, tiles, 0, spans)
@@ -270,7 +272,7 @@ class TritonAttention:
         decodes = np.flatnonzero(counts == 1)
         chunks = np.flatnonzero(counts > 1)
         shared, members, begins, splits = self._shared(inputs, decodes, len(chunks) > 0)
-        most = room.spans if room is not None else _span_room(len(decodes))
+        most = room.spans if room is not None else _span_room(len(decodes), self._heads.in_fp8)
         if len(decodes) == 1:
             most = min(most, 1 + LONE_PROGRAMS // self._num_groups)
         spans, partials = _spans(inputs, decodes, begins, splits, most)
@@ -365,8 +367,8 @@ def all_tables(inputs: BatchInputs) -> I32:
     return np.concatenate((inputs.block_tables, inputs.window_tables))
 
 
-def _span_room(rows: int) -> int:
-    return max(SPARE_SPANS if rows < SEVERAL_ROWS else SEVERAL_SPANS, 2 * rows)
+def _span_room(rows: int, in_fp8: bool) -> int:
+    return max(FP8_SPANS if in_fp8 and rows >= FP8_ROWS else SPARE_SPANS, 2 * rows)
 
 
 def _spans(
