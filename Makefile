@@ -1,4 +1,4 @@
-# Every target creates and updates .venv itself. Variables: MODEL, ARGS (for serve, bench, test-gpu), PYTHON,
+# Every target creates and updates .venv itself. Variables: MODEL, ARGS (for serve, bench, test-gpu, wheel), PYTHON,
 # VLLM_PYTHON and VLLM_MODEL (for test-vllm: an interpreter that has vLLM, and a checkpoint for it).
 
 PYTHON ?= $(shell command -v python3.11 || command -v python3)
@@ -19,7 +19,7 @@ step = @printf '\n==> %s\n' "$(1)"
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help serve clang test test-quick scoreboard test-slow test-gpu test-native test-vllm test-clients nightly lint format bench lock sbom clean
+.PHONY: help serve clang test test-quick scoreboard test-slow test-gpu test-native test-vllm test-vllm-suite test-llamacpp-suite test-clients nightly lint format bench wheel lock sbom clean
 
 help: ## Show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -77,11 +77,22 @@ test-vllm: $(VENV)/.dev ## Test vLLM itself, on a CPU, behind our server (VLLM_P
 	@VLLM_PYTHON=$(abspath $(VLLM_PYTHON)) VLLM_MODEL=$(abspath $(VLLM_MODEL)) \
 		$(BIN)/python -m pytest -m vllm --timeout 1800 tests/e2e
 
+# Its environment is in build/vllm_suite, and is built on first use: a gigabyte, and minutes.
+test-vllm-suite: $(VENV)/.dev ## Run vLLM's own tests of its API against our server
+	@$(BIN)/engine pull $(MODEL)
+	$(call step,vLLM's tests)
+	@$(BIN)/python -m tests.vllm_suite $(ARGS)
+
 # Each client has an environment in .clients, which is built on first use: gigabytes, and minutes.
 test-clients: $(VENV)/.dev ## Test other projects' clients against our server (ARGS="-k codex")
 	@$(BIN)/engine pull $(MODEL)
 	$(call step,Other projects' clients)
 	@$(BIN)/python -m pytest -m clients --timeout 3600 -v tests/clients $(ARGS)
+
+# Two hundred tests start a server each. The sources and models come from PyPI and npm.
+test-llamacpp-suite: $(VENV)/.dev ## Run llama.cpp's own server tests (ARGS="unit/test_completion.py -q")
+	$(call step,llama.cpp's server tests)
+	@$(BIN)/python -m tests.llamacpp_suite $(ARGS)
 
 nightly: test-slow test-native test-vllm test-clients ## Run all that takes too long for every change
 
@@ -115,6 +126,9 @@ format: $(VENV)/.dev ## Rewrite the code in house format
 bench: $(VENV)/.dev ## Measure this engine beside llama.cpp and vLLM (ARGS=--quick)
 	@$(BIN)/engine pull $(MODEL)
 	@$(BIN)/python -m benchmarks.run --model $(MODEL) $(ARGS)
+
+wheel: ## Build wheels for x86-64 and aarch64 and the sdist into dist/ (ARGS="--machine aarch64")
+	@$(PYTHON) deploy/wheels/build.py $(ARGS)
 
 # Tools for these two have an environment of their own.
 TOOLS := build/tools

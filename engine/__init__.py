@@ -12,12 +12,18 @@ if TYPE_CHECKING:
     from engine.library.openai_format import InferenceEngine
     from engine.llm import LLM
     from engine.outputs import CompletionOutput, EmbeddingRequestOutput, RequestOutput
-    from engine.sampling_params import RequestOutputKind, SamplingParams, StructuredOutputsParams
+    from engine.sampling_params import (
+        BeamSearchParams,
+        RequestOutputKind,
+        SamplingParams,
+        StructuredOutputsParams,
+    )
 
 __version__ = "0.1.0"
 __all__ = [
     "LLM",
     "AsyncLLM",
+    "BeamSearchParams",
     "CompletionOutput",
     "EmbeddingRequestOutput",
     "EngineArgs",
@@ -32,6 +38,7 @@ __all__ = [
 _HOMES = {
     "LLM": "engine.llm",
     "AsyncLLM": "engine.library.async_llm",
+    "BeamSearchParams": "engine.sampling_params",
     "CompletionOutput": "engine.outputs",
     "EmbeddingRequestOutput": "engine.outputs",
     "EngineArgs": "engine.library.arguments",

@@ -5,7 +5,7 @@ The engine runs in a thread of this process. Use an `LLM` as a context manager, 
 
 import sys
 from collections.abc import AsyncIterator, Callable, Generator, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from engine.core.errors import InvalidRequestError
 from engine.core.interfaces.backend import Event, GrammarSpec, ModelCard
@@ -20,8 +20,17 @@ from engine.library.embedded import (
     Prompt,
     batch_of,
 )
-from engine.outputs import EmbeddingRequestOutput, RequestOutput, ScoringRequestOutput
-from engine.sampling_params import SamplingParams
+from engine.outputs import (
+    BeamSearchOutput,
+    BeamSearchSequence,
+    EmbeddingRequestOutput,
+    RequestOutput,
+    ScoringRequestOutput,
+)
+from engine.sampling_params import BeamSearchParams, SamplingParams
+
+if TYPE_CHECKING:
+    from engine.backends.beam_search import Beam
 
 Params = WireParams | Sequence[WireParams] | None
 # True shows a progress bar if standard error is a terminal. A function such as `tqdm` makes one.
@@ -88,6 +97,23 @@ class LLM:
         pairs = zip(batch, _each(sampling_params, len(batch)), strict=True)
         asked = [self.engine.conversation(each, params, options) for each, params in pairs]
         return self._run(asked, use_tqdm)
+
+    def beam_search(
+        self, prompts: Prompt | Sequence[Prompt], params: BeamSearchParams
+    ) -> list[BeamSearchOutput]:
+        """The `params.beam_width` likeliest continuations of each prompt (text or token ids)."""
+        rules = params.rules()
+        found = [
+            self.engine.call(self.engine.beam_search(each, rules)) for each in batch_of(prompts)
+        ]
+        return [
+            BeamSearchOutput([self._sequence(prompt + beam.token_ids, beam) for beam in beams])
+            for prompt, beams in found
+        ]
+
+    def _sequence(self, token_ids: tuple[int, ...], beam: "Beam") -> BeamSearchSequence:
+        text = self.engine.call(self.engine.backend.detokenize(token_ids))
+        return BeamSearchSequence(list(token_ids), text, beam.score, beam.finish_reason)
 
     def embed(
         self,

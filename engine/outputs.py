@@ -108,3 +108,22 @@ class ScoringRequestOutput:
     request_id: str
     outputs: ScoringOutput
     finished: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class BeamSearchSequence:
+    """A beam. `tokens` begin with those of the prompt, and `text` with its text. The end token is
+    counted in `cum_logprob` but is not in `tokens`.
+    """
+
+    tokens: list[int]
+    text: str
+    cum_logprob: float
+    finish_reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class BeamSearchOutput:
+    """The best beams after one prompt, best first."""
+
+    sequences: list[BeamSearchSequence]

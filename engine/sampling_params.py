@@ -5,13 +5,16 @@ An `LLM` converts them with `wire_params` to the parameters that an engine takes
 
 import enum
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 
 from engine.core.errors import InvalidRequestError
 from engine.core.interfaces import request
 from engine.core.interfaces.backend import GrammarSpec
+
+if TYPE_CHECKING:
+    from engine.backends.beam_search import BeamRules
 
 
 class RequestOutputKind(enum.Enum):
@@ -57,29 +60,54 @@ class SamplingParams(request.SamplingParams, frozen=False, kw_only=True):  # typ
     stop: str | Sequence[str] | None = None  # type: ignore[assignment]
     stop_token_ids: Sequence[int] | None = None  # type: ignore[assignment]
     logit_bias: Mapping[int, float] | None = None  # type: ignore[assignment]
-    # Number of alternatives to return per prompt token. None: no log-probabilities of the prompt.
-    prompt_logprobs: int | None = None
+    logprob_token_ids: Sequence[int] | None = None  # type: ignore[assignment]
+    allowed_token_ids: Sequence[int] | None = None  # type: ignore[assignment]
+    bad_words: Sequence[str] | None = None  # type: ignore[assignment]
+    stop_regex: str | Sequence[str] | None = None  # type: ignore[assignment]
+    dry_sequence_breakers: Sequence[str] = request.DRY_BREAKERS  # type: ignore[assignment]
+    samplers: Sequence[str] = ()  # type: ignore[assignment]
     structured_outputs: StructuredOutputsParams | None = None
     include_stop_str_in_output: bool = False
     output_kind: RequestOutputKind = RequestOutputKind.CUMULATIVE
     # The fields below accept only their defaults. Other values are refused by name.
-    skip_special_tokens: bool = True
     spaces_between_special_tokens: bool = True
     detokenize: bool = True
-    allowed_token_ids: Sequence[int] | None = None
-    bad_words: Sequence[str] | None = None
 
     def clone(self) -> "SamplingParams":
         """A copy, so that changes to one object do not affect the other."""
         return msgspec.structs.replace(self)
 
 
+class BeamSearchParams(msgspec.Struct, kw_only=True):
+    """The parameters of `LLM.beam_search`. The score of a beam is divided by its length, the
+    prompt's included, to the power of `length_penalty`.
+    """
+
+    beam_width: int
+    max_tokens: int
+    ignore_eos: bool = False
+    length_penalty: float = 1.0
+    # End the search when `beam_width` beams have ended.
+    early_stopping: bool = False
+
+    def rules(self) -> "BeamRules":
+        from engine.backends.beam_search import BeamRules
+
+        if self.beam_width < 1 or self.max_tokens < 1:
+            raise InvalidRequestError("beam_width and max_tokens must be at least 1")
+        return BeamRules(
+            self.beam_width,
+            self.max_tokens,
+            self.beam_width,
+            self.length_penalty,
+            self.ignore_eos,
+            self.early_stopping,
+        )
+
+
 _ONLY_DEFAULTS = (
-    "skip_special_tokens",
     "spaces_between_special_tokens",
     "detokenize",
-    "allowed_token_ids",
-    "bad_words",
 )
 _WIRE_FIELDS = request.SamplingParams.__struct_fields__
 
@@ -89,17 +117,20 @@ def wire_params(params: request.SamplingParams) -> request.SamplingParams:
     invalid or not supported.
     """
     given = {name: getattr(params, name) for name in _WIRE_FIELDS}
-    stop = given["stop"]
-    # A text is one stop string. Without this line it would be taken as a sequence of letters.
-    given["stop"] = (stop,) if isinstance(stop, str) else tuple(stop or ())
-    given["stop_token_ids"] = tuple(given["stop_token_ids"] or ())
+    for name in ("stop", "stop_regex"):
+        # A text is one stop string. Without this line it would be taken as a sequence of letters.
+        value = given[name]
+        given[name] = (value,) if isinstance(value, str) else tuple(value or ())
+    if isinstance(given["bad_words"], str):
+        raise InvalidRequestError("bad_words should be a list of texts", param="bad_words")
+    for name in ("stop_token_ids", "logprob_token_ids", "allowed_token_ids", "bad_words"):
+        given[name] = tuple(given[name] or ())
     given["logit_bias"] = dict(given["logit_bias"] or {})
     given["top_k"] = 0 if given["top_k"] == -1 else given["top_k"]
     if isinstance(params, SamplingParams):
         _check_defaults(params)
-        if params.prompt_logprobs is not None:
+        if params.prompt_logprobs is not None:  # without it, the prompt has no log-probabilities
             given["score_prompt"] = True
-            given["logprobs"] = max(params.prompt_logprobs, given["logprobs"] or 0)
     elif given["score_prompt"]:
         raise InvalidRequestError(
             "score_prompt is a field of the engine; set prompt_logprobs of engine.SamplingParams",
@@ -110,7 +141,7 @@ def wire_params(params: request.SamplingParams) -> request.SamplingParams:
     except msgspec.ValidationError as error:
         raise InvalidRequestError(f"sampling parameters: {error}") from None
     check_params(wire)
-    return wire
+    return wire.named_samplers_only()
 
 
 def make_params(fields: Mapping[str, Any]) -> SamplingParams:
@@ -161,7 +192,36 @@ def check_params(params: request.SamplingParams) -> None:
         "0 <= seed < 2**63": params.seed is None or 0 <= params.seed < 2**63,
         "logprobs >= 0": params.logprobs is None or params.logprobs >= 0,
         "no stop string is empty": all(params.stop),
-    }
+    } | _sampler_rules(params)
     for rule, holds in rules.items():
         if not holds:
             raise InvalidRequestError(f"sampling parameters break the rule {rule}")
+
+
+def _sampler_rules(params: request.SamplingParams) -> dict[str, bool]:
+    infinity = float("inf")
+    order = params.samplers
+    is_late = [name not in ("penalties", "dry") for name in order]
+    return {
+        "no text of bad_words is empty": all(params.bad_words),
+        "no stop_regex is empty": all(params.stop_regex),
+        "no text of dry_sequence_breakers is empty": all(params.dry_sequence_breakers),
+        "repeat_last_n >= -1": params.repeat_last_n >= -1,
+        "0 <= dry_multiplier < inf": 0 <= params.dry_multiplier < infinity,
+        "1 <= dry_base < inf": 1 <= params.dry_base < infinity,
+        "dry_allowed_length >= 0": params.dry_allowed_length >= 0,
+        "dry_penalty_last_n >= -1": params.dry_penalty_last_n >= -1,
+        "-inf < top_n_sigma < inf": -infinity < params.top_n_sigma < infinity,
+        "0 <= typical_p <= 1": 0 <= params.typical_p <= 1,
+        "0 <= xtc_probability <= 1": 0 <= params.xtc_probability <= 1,
+        "0 <= xtc_threshold <= 1": 0 <= params.xtc_threshold <= 1,
+        "min_keep >= 0": params.min_keep >= 0,
+        "0 <= dynatemp_range < inf": 0 <= params.dynatemp_range < infinity,
+        "0 <= dynatemp_exponent < inf": 0 <= params.dynatemp_exponent < infinity,
+        "0 <= mirostat_tau < inf": 0 <= params.mirostat_tau < infinity,
+        "0 <= mirostat_eta < inf": 0 <= params.mirostat_eta < infinity,
+        f"samplers are different names of {', '.join(request.SAMPLERS)}": (
+            set(order) <= set(request.SAMPLERS) and len(set(order)) == len(order)
+        ),
+        "in samplers, penalties and dry come before all others": is_late == sorted(is_late),
+    }

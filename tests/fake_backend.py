@@ -24,6 +24,7 @@ from engine.core.interfaces.backend import (
     FinishEvent,
     Health,
     ModelCard,
+    PromptProgress,
     ReasoningEvent,
     TextEvent,
     TokenizerInfo,
@@ -216,7 +217,10 @@ class FakeBackend(InferenceBackend):
                 code="context_length_exceeded",
             )
         if context.on_prompt is not None:
-            context.on_prompt(num_prompt if self.tells_prompt else None)
+            context.on_prompt((0,) * num_prompt if self.tells_prompt else None)
+        if context.on_progress is not None:
+            for processed in range(num_prompt // 2, num_prompt + 1):
+                context.on_progress(PromptProgress(num_prompt, num_prompt // 2, processed, 0.01))
         self.num_open += 1
         finished = False
         try:

@@ -29,6 +29,7 @@ from engine.core.interfaces.request import (
     SamplingParams,
 )
 from tests.conformance_bench import NUM_NEW, Bench, Outcome, Schedule
+from tests.sampler_reference import Reference
 
 # Max difference of logprobs and states between two schedules, in float32.
 TOLERANCE = 1e-3
@@ -55,6 +56,22 @@ STEADY: tuple[Mapping[str, Any], ...] = (
     {"temperature": 0.9, "logit_bias": {7: 4.0, 11: -6.0}, "seed": 6},
     {"temperature": 1.0, "stop_token_ids": (5, 9, 13), "min_tokens": 20, "seed": 7},
     {"temperature": 0.0, "repetition_penalty": 0.7, "frequency_penalty": -0.2},
+)
+# Parameters that the host samples by, or that become biases and masks in each step.
+CHAINS: tuple[Mapping[str, Any], ...] = (
+    {"typical_p": 0.6, "temperature": 1.2, "logprobs": 1},
+    {"top_n_sigma": 0.9, "temperature": 1.4},
+    {"xtc_probability": 0.5, "xtc_threshold": 0.02, "temperature": 0.8, "n": 2},
+    {"mirostat": 1, "mirostat_tau": 2.0, "temperature": 1.1},
+    {"mirostat": 2, "mirostat_tau": 3.0, "mirostat_eta": 0.4, "temperature": 1.0, "n": 2},
+    {"min_keep": 4, "top_p": 0.2, "min_p": 0.3, "temperature": 1.0},
+    {"dynatemp_range": 0.7, "dynatemp_exponent": 1.5, "temperature": 1.0, "top_k": 20},
+    {"repetition_penalty": 1.6, "presence_penalty": 0.4, "repeat_last_n": 3, "temperature": 0.7},
+    {"samplers": ("penalties", "min_p", "temperature", "top_k"), "min_p": 0.05, "top_k": 9},
+    {"dry_multiplier": 3.0, "dry_allowed_length": 1, "temperature": 0.0},
+    {"dry_multiplier": 2.0, "dry_allowed_length": 1, "typical_p": 0.7, "temperature": 0.6},
+    {"allowed_token_ids": (4, 5, 6, 7, 8), "temperature": 1.0, "dry_multiplier": 2.0},
+    {"allowed_token_ids": (4, 5, 6, 7, 8), "temperature": 0.9, "xtc_probability": 0.7},
 )
 NUM_STEADY = 24
 
@@ -241,6 +258,36 @@ class RunnerConformance:
         assert [list(each.top_ids) for each in found.logprobs] == expected.top_ids.tolist()
         top = [each.top_logprobs for each in found.logprobs]
         np.testing.assert_allclose(top, expected.top_logprobs, atol=TOLERANCE)
+
+    def test_llama_cpps_samplers_are_the_references(self) -> None:
+        """All of them together, among rows that the device samples, and with too little memory."""
+        asked = [
+            self.request(
+                f"chain {i}",
+                self.text(2, seed=i) * 2,
+                **{"max_tokens": NUM_STEADY, "seed": 50 + i, **each},
+            )
+            for i, each in enumerate(CHAINS)
+        ]
+        usual = self.requests()
+        outcomes = self.serve([*asked[::2], *usual, *asked[1::2]], Schedule())
+        self.check(outcomes, "among rows that the host samples")
+        bench = Bench(self.runner, Schedule(num_blocks=12, shares=False))
+        assert tokens(bench.run(asked)) == {
+            key: found for key, found in tokens(outcomes).items() if key[0].startswith("chain")
+        }
+        assert bench.scheduler.num_preemptions > 0
+        for request in asked:
+            for choice in range(request.params.n):
+                self.check_chain(request, choice, outcomes[request.request_id, choice].tokens)
+
+    def check_chain(self, request: GenerateRequest, choice: int, found: list[int]) -> None:
+        params, first = request.params, len(request.prompt) - 1
+        assert params.seed is not None
+        reference = Reference(params, request.prompt, params.seed, choice)
+        for row in self.logits([*request.prompt, *found[:-1]])[first:]:
+            reference.next_token(row)
+        assert found == reference.output, (request.request_id, choice)
 
     def test_an_abort_disturbs_nobody(self) -> None:
         bench = Bench(self.runner, Schedule(max_slots=4))

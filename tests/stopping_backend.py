@@ -17,9 +17,11 @@ class StoppingBackend(FakeBackend):
         if self.num_answers is None or len(self.requests) < self.num_answers:
             return super().chat(request)
         self.requests.append(request)
-        return self._hold()
+        return self._hold(request)
 
-    async def _hold(self) -> AsyncIterator[Event]:
+    async def _hold(self, request: ChatRequest) -> AsyncIterator[Event]:
+        if request.context.on_prompt is not None:
+            request.context.on_prompt(None)
         self.num_held += 1
         try:
             await asyncio.Event().wait()

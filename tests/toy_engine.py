@@ -125,6 +125,8 @@ class ToyEngine:
         eos=(),
         grammar=None,
         pools=False,
+        bad_ids=(),
+        breaker_ids=(),
         **params,
     ) -> None:
         params.setdefault("seed", 7)
@@ -140,6 +142,8 @@ class ToyEngine:
             timeout_s=None,
             grammar=grammar,
             pools=pools,
+            bad_words=bad_ids,
+            dry_breakers=breaker_ids,
         )
         self.requests[request_id] = request
         for choice in range(request.params.n):
@@ -172,8 +176,9 @@ class ToyEngine:
         if not request.params.ignore_eos:
             stop |= frozenset(request.eos_ids)
         matcher = None if request.grammar is None else new_matcher(request.grammar)
+        words = request.bad_words, request.dry_breakers
         alone = generate_alone(
-            request.prompt, request.params, choice, stop, self.spec.max_seq_len, matcher
+            request.prompt, request.params, choice, stop, self.spec.max_seq_len, matcher, *words
         )
         if request.pools and alone[1] != "error":
             alone = ([], "stop")

@@ -24,6 +24,7 @@ from engine.backends.custom.runtime.model_runner import (
     StepOutput,
 )
 from engine.core.interfaces.request import SamplingParams
+from tests.sampler_reference import Reference
 
 VOCAB = 24
 NAN_TOKEN = 22  # computing it gives a non-finite row
@@ -219,6 +220,9 @@ class ToyRunner:
             if other != cells[position]:
                 cells[position] = mix(cells[position], other)
 
+    def logits(self, handle, rows: np.ndarray) -> np.ndarray:
+        return np.array([handle[0][row] for row in rows], np.float32)
+
     def sample(self, handle, sampling: SamplingInputs) -> Pending:
         logits, finite = handle
         for h, slot in enumerate(sampling.history_slots):
@@ -230,6 +234,8 @@ class ToyRunner:
         for r, slot in enumerate(sampling.slots.tolist()):
             if sampling.forced[r] != SAMPLE:
                 tokens.append(int(sampling.forced[r]))
+                if r in sampling.host_rows:
+                    self._last_token[slot] = tokens[-1]
                 continue
             history = History([], [])
             if sampling.repetition[r] != 1 or sampling.presence[r] or sampling.frequency[r]:
@@ -320,6 +326,15 @@ class ToyRunner:
             assert (table[slice(*needed)] != NULL_BLOCK).all(), "a hole within the window"
 
 
+def _offered(logits: np.ndarray, allowed: frozenset[int] | None, bias) -> np.ndarray:
+    """The float32 logits, without the tokens that must not be sampled."""
+    offered = logits.astype(np.float32)
+    banned = {token for token, value in bias if value == float("-inf")}
+    banned |= set(range(VOCAB)) - (allowed if allowed is not None else set(range(VOCAB)))
+    offered[sorted(banned)] = -np.inf
+    return offered
+
+
 def generate_alone(
     prompt: tuple[int, ...],
     params: SamplingParams,
@@ -327,6 +342,8 @@ def generate_alone(
     stop_ids: frozenset[int],
     max_seq_len: int,
     matcher=None,
+    bad_words: tuple[tuple[int, ...], ...] = (),
+    breakers: tuple[tuple[int, ...], ...] = (),
 ) -> tuple[list[int], str]:
     """The tokens and finish reason of a request, computed without an engine.
 
@@ -340,10 +357,18 @@ def generate_alone(
         parent = mix(parent, token)
         cells.append(parent)
     history = History(list(prompt), [])
+    reference = Reference(params, prompt, params.seed, choice, bad_words, breakers, history.output)
     while True:
+        allowed = None if matcher is None else _allowed(matcher)
+        if params.allowed_token_ids:
+            allowed = frozenset(params.allowed_token_ids) & (allowed or frozenset(range(VOCAB)))
         bias = list(params.logit_bias.items())
         if len(history.output) < params.min_tokens:
             bias += [(token, float("-inf")) for token in stop_ids]
+        bias += [(token, float("-inf")) for token in reference.banned()]
+        bias += [
+            (token, -lost) for token, lost in reference.dry([*prompt, *history.output]).items()
+        ]
         draw = Draw(
             temperature=params.temperature,
             top_k=params.top_k,
@@ -353,14 +378,17 @@ def generate_alone(
             presence=params.presence_penalty,
             frequency=params.frequency_penalty,
             bias=tuple(bias),
-            allowed=None if matcher is None else _allowed(matcher),
+            allowed=allowed,
             seed=params.seed,
             choice=choice,
             position=len(cells),
         )
         draw = replace(draw, **{k: float(np.float32(getattr(draw, k))) for k in _F32})
-        token = sample_row(toy_logits(cells), draw, history)
-        history.output.append(token)
+        if params.sampled_on_host:
+            token = reference.next_token(_offered(toy_logits(cells), allowed, bias))
+        else:
+            token = sample_row(toy_logits(cells), draw, history)
+            history.output.append(token)
         if token in stop_ids and len(history.output) > params.min_tokens:
             return history.output, "stop"
         if matcher is not None:

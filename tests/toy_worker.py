@@ -84,6 +84,7 @@ def load_runner(source, options: EngineOptions):
 worker.open_model = lambda path, use_mmap: SimpleNamespace(
     config=SimpleNamespace(encoder=None, vision=None)
 )
+worker.planned = lambda options: options.planned("cpu", 2**34, 2)
 worker.load_runner = load_runner
 run_engine = worker.run_engine
 

@@ -52,15 +52,17 @@ ENGINE_INLINE Scales load_scales(const uint8_t* panel, int groups, int index, in
     return {scale, _mm512_mul_ps(scale, _mm512_set1_ps(-128.0f))};
 }
 
-// In each lane, adds to dots[i] the dot product of four bytes and word `word` of row i. It is
-// inline assembly: one instruction with a broadcast operand. The intrinsic would compile to a load,
-// a broadcast and a dot product.
+// In each lane, adds to `dots` the dot product of four bytes and `word`. It is inline assembly: one
+// instruction with a broadcast operand. The intrinsic would compile to a load, a broadcast and a
+// dot product.
+ENGINE_INLINE void multiply_word(__m512i& dots, __m512i bytes, const int32_t& word) {
+    __asm__("vpdpbusd %2%{1to16%}, %1, %0" : "+v"(dots) : "v"(bytes), "m"(word));
+}
+
 template <int R>
 ENGINE_INLINE void multiply(__m512i (&dots)[R], __m512i bytes, const InputRows<R>& rows, int word) {
     unroll<R>([&](auto i) ENGINE_UNROLLED {
-        __asm__("vpdpbusd %2%{1to16%}, %1, %0"
-                : "+v"(dots[i])
-                : "v"(bytes), "m"(rows.template at<InputGroup>(i).values[word]));
+        multiply_word(dots[i], bytes, rows.template at<InputGroup>(i).values[word]);
     });
 }
 

@@ -189,7 +189,7 @@ class PanelMatmul {
         row_ = row;
         auto overlapped = [&](int tile) __attribute__((always_inline)) {
             if (row == 0) prefetch_panels<kPanels>(tiles.panels, tile);
-            for (int line = 0; line < lines_per_tile_; line++, next_ += 64) prefetch_line<_MM_HINT_T1>(next_);
+            for (int line = 0; line < lines_per_tile_; line++, next_ += 64) prefetch_line<kIntoL2>(next_);
             store_rows(previous, tile * kEpilogueRowsPerTile, (tile + 1) * kEpilogueRowsPerTile);
         };
         tiles.run(packed_.tiles, sums_[count_ % 2], overlapped);
@@ -205,12 +205,13 @@ class PanelMatmul {
         if (tile + kAhead >= packed_.tiles) return;
         for (int p = 0; p < kPanels; p++)
             for (int line = 0; line < kTileRows; line++)
-                prefetch_line<_MM_HINT_T0>(panels[p] + size_t(tile + kAhead) * kTileBytes + 64 * line);
+                prefetch_line<kIntoL1>(panels[p] + size_t(tile + kAhead) * kTileBytes + 64 * line);
     }
 
-    template <_mm_hint kHint>
+    static constexpr int kIntoL2 = 2, kIntoL1 = 3;
+    template <int kLocality>
     ENGINE_INLINE void prefetch_line(const uint8_t* line) {
-        _mm_prefetch(reinterpret_cast<const char*>(line), kHint);
+        __builtin_prefetch(line, 0, kLocality);
     }
 
     __attribute__((always_inline)) static void store_rows(const Pending& from, int begin, int end) {

@@ -120,17 +120,20 @@ void pack(const float* x, int stride, int columns, int rows, int begin, int end,
     }
 }
 
+// Adds to each lane of `sum` the dot product of four channels' bytes with word `word` of x.
+template <int word>
+ENGINE_INLINE void add_word(int32x4_t& sum, int8x16_t channels, int8x16_t x) {
+    __asm__ volatile("sdot %0.4s, %1.16b, %2.4b[%3]" : "+w"(sum) : "w"(channels), "w"(x), "i"(word));
+}
+
 // Adds to sums[r] the dot products of four channels with 16 values of row r.
 template <int rows>
 ENGINE_INLINE void add_piece(const uint8_t* weights, const int8_t* x, int32x4_t (&sums)[rows]) {
     int8x16_t words[4], values[rows];
     unroll<4>([&](auto i) ALWAYS { words[i] = vld1q_s8(reinterpret_cast<const int8_t*>(weights) + 64 * i); });
     unroll<rows>([&](auto r) ALWAYS { values[r] = vld1q_s8(x + r * kPiece); });
-    unroll<4 * rows>([&](auto i) ALWAYS {
-        __asm__ volatile("sdot %0.4s, %1.16b, %2.4b[%3]"
-                         : "+w"(sums[i % rows])
-                         : "w"(words[i / rows]), "w"(values[i % rows]), "i"(i / rows));
-    });
+    unroll<4 * rows>([&](auto i)
+                         ALWAYS { add_word<i / rows>(sums[i % rows], words[i / rows], values[i % rows]); });
 }
 
 struct BlockSums {

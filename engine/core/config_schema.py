@@ -28,10 +28,11 @@ from pydantic import (
 )
 
 if TYPE_CHECKING:
-    from engine.core.config_tables import BackendTable, ModelTable, PluginTable, PresetTable
+    from engine.core.config_presets import PresetTable
+    from engine.core.config_tables import BackendTable, ModelTable, PluginTable
 
 MAX_SECRET_LENGTH = 512
-RESERVED_PATHS = ("/v1", "/health", "/livez", "/readyz", "/generate")
+RESERVED_PATHS = ("/v1", "/health", "/livez", "/readyz", "/generate", "/api", "/openai")
 
 
 def _split_commas(value: Any) -> Any:
@@ -132,7 +133,7 @@ class ServerSettings(Section):
     """File that holds the administrator's key."""
     insecure_no_auth: bool = False
     """Allow other machines to reach the server without a key."""
-    max_concurrent_requests: int = Field(default=256, ge=1, le=65536)
+    max_concurrent_requests: int = Field(default=8192, ge=1, le=65536)
     """Requests admitted at once; the server answers 429 beyond that."""
     body_limit_mb: int = Field(default=8, ge=1, le=1024)
     """Max size of a request body in MiB."""
@@ -156,8 +157,16 @@ class ServerSettings(Section):
     """Unload a model after this time without a request; the next request loads it again."""
     dialects: Dialects = ("llamacpp", "vllm", "sglang", "ollama", "azure")
     """APIs of other servers that are served besides our own; an empty list serves none of them."""
+    accept_any_model: bool = False
+    """Let the only model answer requests for models that are not served, with a warning."""
+    max_logprobs: int = Field(default=20, ge=-1, le=2**20)
+    """Max number of alternatives per token that a request may ask for; -1: the vocabulary."""
+    root_path: str = Field(default="", pattern=r"^(/[A-Za-z0-9._~-]{1,64}){0,8}$")
+    """Prefix of all paths behind a proxy, such as `/llm`; paths without it are served too."""
     strict: bool = False
     """Refuse a parameter that would be emulated or clamped, instead of warning."""
+    moderation_model: str | None = Field(default=None, min_length=1, max_length=256)
+    """Chat model of this server that rates texts; unset, `/v1/moderations` is refused."""
 
     @property
     def allowed_origins(self) -> tuple[str, ...]:
@@ -212,11 +221,11 @@ class CacheSettings(Section):
 
 
 class PerformanceSettings(Section):
-    batch_size: int = Field(default=64, ge=1, le=4096)
-    """Max sequences in one step."""
-    max_batch_tokens: int = Field(default=2048, ge=1, le=2**20)
-    """Max tokens in one step; at least `performance.batch_size`."""
-    max_queued_requests: int = Field(default=1024, ge=1, le=10**6)
+    batch_size: int | None = Field(default=None, ge=1, le=4096)
+    """Max sequences in one step; unset, it is chosen for the device."""
+    max_batch_tokens: int | None = Field(default=None, ge=1, le=2**20)
+    """Max tokens in one step; at least `performance.batch_size`; unset, chosen for the device."""
+    max_queued_requests: int = Field(default=8192, ge=1, le=10**6)
     """Max sequences that wait in an engine; requests beyond are refused."""
     memory_pool_size_mb: Megabytes | None = None
     """Size of the KV pool in MiB; unset, it is planned from free memory."""
@@ -237,7 +246,7 @@ class PerformanceSettings(Section):
 
     @model_validator(mode="after")
     def _every_sequence_gets_a_token(self) -> "PerformanceSettings":
-        if self.max_batch_tokens < self.batch_size:
+        if (self.max_batch_tokens or 2**20) < (self.batch_size or 1):
             raise ValueError(
                 f"max_batch_tokens ({self.max_batch_tokens}) must be at least"
                 f" batch_size ({self.batch_size}): each sequence needs a token in every step"
@@ -299,16 +308,18 @@ class LimitsSettings(Section):
 
 
 class StorageSettings(Section):
-    """Storage of data that outlives a request and the server: responses, files, batches."""
+    """Storage of data that outlives a request and the server: responses, conversations, stored
+    chat completions, files, batches.
+    """
 
     path: Path | None = None
     """Storage directory; unset, `engine` in the user's data directory."""
     response_ttl_s: float = Field(default=30 * 86400.0, gt=0, le=10**9)
-    """Age at which a stored response is deleted."""
+    """Seconds after its last use when a response, conversation or chat completion is deleted."""
     max_responses: int = Field(default=10_000, ge=1, le=10**7)
-    """Max stored responses; the oldest is deleted beyond that."""
+    """Max responses, conversations and chat completions; the least recently used is deleted."""
     max_size_mb: Megabytes = 1024
-    """Max MiB of uploaded files and batch results."""
+    """Max MiB of uploaded files and batch results, and again of responses and the like."""
     file_ttl_s: float = Field(default=30 * 86400.0, gt=0, le=10**9)
     """Age at which an uploaded file or a batch result is deleted."""
 

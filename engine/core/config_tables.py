@@ -11,8 +11,9 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar
 
-from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
+from pydantic import AfterValidator, BeforeValidator, Field, ValidationError
 
+from engine.core.config_presets import NO_BOOL, PresetTable, Table
 from engine.core.config_schema import TABLES, NamedTables
 from engine.core.errors import ConfigError
 from engine.core.utils.names import suggest
@@ -27,16 +28,6 @@ _SECRET_KEY = re.compile(
 )
 _PUBLIC_KEY = re.compile(r"(?i).*_(file|env|path)")
 _URL_WITH_PASSWORD = re.compile(r"[a-z][a-z0-9+.-]*://[^/@\s]*:[^/@\s]*@", re.IGNORECASE)
-
-
-class Table(BaseModel):
-    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False, defer_build=True)
-
-
-def _refuse_bool(value: Any) -> Any:
-    if isinstance(value, bool):  # in Python, a bool is also an int
-        raise ValueError(f"must not be {str(value).lower()}")
-    return value
 
 
 def _use_of_name(value: Any) -> Any:
@@ -68,7 +59,7 @@ def _leaves(options: Mapping[str, Any], parent: str = "") -> Iterator[tuple[str,
             yield f"{parent}{key}", value
 
 
-Weight = Annotated[float, Field(gt=0, le=1000), BeforeValidator(_refuse_bool)]
+Weight = Annotated[float, Field(gt=0, le=1000), NO_BOOL]
 Tag = Annotated[str, Field(min_length=1, max_length=64)]
 ModelId = Annotated[str, Field(pattern=r"^[!-~]{1,256}$")]
 Options = Annotated[dict[str, Any], AfterValidator(refuse_secrets)]
@@ -81,11 +72,9 @@ class BackendTable(Table):
     """Kind of backend, as `--backend` takes it."""
     model: str = Field(default="auto", min_length=1, max_length=4096)
     """Model, as the kind names models: a catalogue name, a file, a folder or an id."""
-    replicas: Annotated[int, Field(ge=1, le=MAX_REPLICAS), BeforeValidator(_refuse_bool)] = 1
+    replicas: Annotated[int, Field(ge=1, le=MAX_REPLICAS), NO_BOOL] = 1
     """Equal engines to start, named `NAME#1`, `NAME#2` and so on."""
-    max_concurrent: Annotated[int, Field(ge=1, le=65536), BeforeValidator(_refuse_bool)] | None = (
-        None
-    )
+    max_concurrent: Annotated[int, Field(ge=1, le=65536), NO_BOOL] | None = None
     """Max requests at once for each replica; unset, the backend's own limit."""
     tags: tuple[Tag, ...] = ()
     """Words by which models choose backends."""
@@ -111,7 +100,7 @@ class ShadowTable(Table):
 
     backend: str
     """Backend that gets copies of requests."""
-    share: Annotated[float, Field(gt=0, le=1), BeforeValidator(_refuse_bool)] = 1.0
+    share: Annotated[float, Field(gt=0, le=1), NO_BOOL] = 1.0
     """Share of the model's requests that are copied."""
 
 
@@ -137,67 +126,14 @@ class PluginTable(Table):
 
     enabled: bool = True
     """Load the plugin; `false` keeps the table and leaves the plugin out."""
-    order: Annotated[int, Field(ge=0, le=1000), BeforeValidator(_refuse_bool)] = 100
+    order: Annotated[int, Field(ge=0, le=1000), NO_BOOL] = 100
     """Position in the chain; a lower order sees a request first."""
-    timeout_s: Annotated[float, Field(ge=0.01, le=600), BeforeValidator(_refuse_bool)] = 2.0
+    timeout_s: Annotated[float, Field(ge=0.01, le=600), NO_BOOL] = 2.0
     """Max time of one call of a hook."""
     on_failure: Literal["pass", "refuse"] | None = None
     """Whether requests pass without the plugin when it fails; unset, the plugin decides."""
     options: Options = {}
     """Every other key of the table: an option of the plugin."""
-
-
-class ParametersTable(Table):
-    """A table `[presets.ID.parameters]`: sampling parameters for requests that do not set them."""
-
-    temperature: Annotated[float, Field(ge=0, le=2), BeforeValidator(_refuse_bool)] | None = None
-    """Sampling temperature; 0 is greedy."""
-    top_p: Annotated[float, Field(ge=0, le=1), BeforeValidator(_refuse_bool)] | None = None
-    """Nucleus sampling."""
-    top_k: Annotated[int, Field(ge=0, le=2**31), BeforeValidator(_refuse_bool)] | None = None
-    """Sample from this many of the likeliest tokens; 0 turns it off."""
-    min_p: Annotated[float, Field(ge=0, le=1), BeforeValidator(_refuse_bool)] | None = None
-    """Min probability of a token, relative to the likeliest one."""
-    repetition_penalty: (
-        Annotated[float, Field(ge=0.01, le=10), BeforeValidator(_refuse_bool)] | None
-    ) = None
-    """Divides the logits of tokens that occurred before."""
-    presence_penalty: Annotated[float, Field(ge=-2, le=2), BeforeValidator(_refuse_bool)] | None = (
-        None
-    )
-    """Subtracted from the logits of tokens that were generated before."""
-    frequency_penalty: (
-        Annotated[float, Field(ge=-2, le=2), BeforeValidator(_refuse_bool)] | None
-    ) = None
-    """The same, once per occurrence."""
-    seed: Annotated[int, Field(ge=0, lt=2**63), BeforeValidator(_refuse_bool)] | None = None
-    """Seed of the sampling."""
-    max_tokens: Annotated[int, Field(ge=1, le=2**24), BeforeValidator(_refuse_bool)] | None = None
-    """Max tokens of an answer; not for `/v1/completions`, which has a default of its own."""
-
-
-class PresetTable(Table):
-    """A table `[presets.ID]`: defaults of the model that clients call ID."""
-
-    model: str | None = Field(default=None, min_length=1, max_length=4096)
-    """What to load for ID: a name, a path or an address. Unset, ID itself."""
-    system: str | None = Field(default=None, min_length=1, max_length=10**6)
-    """System message of conversations that have none."""
-    template: str | None = Field(default=None, min_length=1, max_length=10**6)
-    """Chat template in place of the model's own: Jinja text, or the path of a file with it."""
-    stop: tuple[Annotated[str, Field(min_length=1, max_length=1000)], ...] = Field(
-        default=(), max_length=16
-    )
-    """Stop strings of requests that have none."""
-    parameters: ParametersTable | None = None
-    """Sampling parameters of requests that do not set them: a table of its own."""
-
-    @property
-    def defaults(self) -> dict[str, Any]:
-        """The sampling parameters that are set, with the stop strings."""
-        parameters = self.parameters
-        set_here = {} if parameters is None else parameters.model_dump(exclude_none=True)
-        return set_here | ({"stop": self.stop} if self.stop else {})
 
 
 _NAMES = {

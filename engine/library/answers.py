@@ -51,9 +51,12 @@ class _Choice:
         else:
             self.finish = event
 
-    def output(self, num_logprobs: int | None) -> CompletionOutput:
+    def output(self, num_logprobs: int | None, named: bool = False) -> CompletionOutput:
+        """The choice so far. If `named`, it has the logprobs of `logprob_token_ids`."""
         logprobs = None
-        if num_logprobs is not None:
+        if num_logprobs is not None and named:
+            logprobs = [_by_name(token) for token in self.tokens]
+        elif num_logprobs is not None:
             logprobs = [_by_id(token, num_logprobs) for token in self.tokens]
         finish = self.finish
         return CompletionOutput(
@@ -79,6 +82,7 @@ class Answer:
         self._prompt = prompt
         self._prompt_token_ids: tuple[int, ...] | None = None
         self._num_logprobs = params.logprobs
+        self._named_logprobs = bool(params.logprob_token_ids)
         ours = params if isinstance(params, SamplingParams) else None
         self._num_prompt_logprobs = ours.prompt_logprobs if ours else None
         self._shows_stop = ours is not None and ours.include_stop_str_in_output
@@ -124,7 +128,10 @@ class Answer:
             prompt=self._prompt,
             prompt_token_ids=self._prompt_token_ids,
             prompt_logprobs=self._prompt_logprobs,
-            outputs=[choice.output(self._num_logprobs) for choice in choices or self._choices],
+            outputs=[
+                choice.output(self._num_logprobs, self._named_logprobs)
+                for choice in choices or self._choices
+            ],
             finished=self._usage is not None,
             usage=self._usage,
         )
@@ -147,3 +154,8 @@ def _by_id(token: TokenText, most: int) -> TokenLogprobs:
     for rank, each in enumerate(token.top[:most], 1):
         found.setdefault(each.token_id, Logprob(each.logprob, rank, each.token))
     return found
+
+
+def _by_name(token: TokenText) -> TokenLogprobs:
+    """The tokens of `logprob_token_ids` and the sampled one, by token id. Ranks are not known."""
+    return {each.token_id: Logprob(each.logprob, None, each.token) for each in token.top}

@@ -10,7 +10,7 @@ import itertools
 import threading
 from collections.abc import AsyncIterator, Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import msgspec
 
@@ -44,6 +44,9 @@ from engine.outputs import (
 )
 from engine.sampling_params import SamplingParams, make_params, wire_params
 from engine.servers.schema.messages import parse_messages
+
+if TYPE_CHECKING:
+    from engine.backends.beam_search import Beam, BeamRules
 
 # Seconds that an interrupted call waits for its coroutine to end.
 CANCEL_GRACE_S = 5.0
@@ -180,14 +183,12 @@ class EmbeddedEngine:
             )
         if isinstance(messages, str):
             messages = [{"role": "user", "content": messages}]
+        if self._preset is not None and self._preset.template_options:
+            fields["template_options"] = self._template_options(fields.get("template_options"))
         system = None if self._preset is None else self._preset.system
         if system is not None and all(each.get("role") != "system" for each in messages):
             messages = [{"role": "system", "content": system}, *messages]
         context = self._context(given, grammar, request_id)
-        if context.params.score_prompt:
-            raise InvalidRequestError(
-                "prompt_logprobs are only for generate, not for chat", param="prompt_logprobs"
-            )
         fields = {name: value for name, value in fields.items() if value is not None}
         parsed = parse_messages(list(map(dict, messages)))
         self._check_images(parsed)
@@ -197,6 +198,13 @@ class EmbeddedEngine:
         except msgspec.ValidationError as error:
             raise InvalidRequestError(f"the options of a chat: {error}") from error
         return Asked(request, None, given)
+
+    def _template_options(self, given: Mapping[str, Any] | None) -> dict[str, Any]:
+        """The given options, with those of the preset that are not given."""
+        assert self._preset is not None
+        preset, read = self._preset.template_options, self.card.template_options
+        known = {name: each for name, each in preset.items() if name in read}
+        return known | dict(given or {})
 
     def _check_images(self, messages: tuple[dict[str, Any], ...]) -> None:
         """Refuse images if the model reads none, and images on the web, which are not fetched."""
@@ -267,6 +275,17 @@ class EmbeddedEngine:
         finally:
             for task in tasks:
                 task.cancel()
+
+    async def beam_search(
+        self, prompt: Prompt, rules: "BeamRules"
+    ) -> tuple[tuple[int, ...], "list[Beam]"]:
+        """The tokens of a prompt, and the best beams after it."""
+        # Imported late, because few programs search.
+        from engine.backends.beam_search import BeamSearch
+
+        context = GenerationContext(request_id=self._new_id(), params=WireParams())
+        request = CompletionRequest(context=context, prompt=_prompt(prompt))
+        return await BeamSearch(self.backend, rules).beams(request)
 
     async def embed(
         self, prompts: Prompt | Sequence[Prompt], truncate: int | None = None

@@ -11,6 +11,7 @@ from engine.llm import LLM
 from engine.sampling_params import make_params
 from engine.servers.http.sse import DONE
 from engine.servers.openai.format import ChatStream, Collected, Envelope, chat_body, new_envelope
+from engine.servers.openai.token_fields import TokenFields
 
 Messages = Sequence[Mapping[str, Any]]
 
@@ -47,8 +48,8 @@ class InferenceEngine:
             else:
                 collected.add([event])
         assert usage is not None, "a stream that ends well ends with its usage"
-        with_logprobs = params.get("logprobs") is not None
-        body = chat_body(self._envelope(), collected, usage, with_logprobs=with_logprobs)
+        tokens = TokenFields(has_logprobs=params.get("logprobs") is not None)
+        body = chat_body(self._envelope(), collected, usage, tokens=tokens)
         return dict(json.loads(body))
 
     def chat_completion_stream(self, messages: Messages, **params: Any) -> Iterator[dict[str, Any]]:

@@ -5,7 +5,7 @@ backend, which keeps running.
 """
 
 import asyncio
-import time
+import math
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -62,6 +62,15 @@ class ModelManager:
             known = self._unloadable(self._known(model_id))
             return any([await each.unload(wait_s) for each in known])
 
+    async def copy(self, model_id: str, new_id: str) -> None:
+        """Add a second model with the backends of `model_id`. It needs no memory of its own."""
+        async with self._changing:
+            router, route = self._router(), self._known(model_id)
+            if router.find(new_id) is not None:
+                raise ConflictError(f"There is a model {new_id} already; choose another id.")
+            policy = make_policy(route.policy_name)
+            router.add(Route(new_id, route.members, route.policy_name, policy))
+
     async def remove(self, model_id: str, wait_s: float) -> None:
         """Remove the model, so that clients can't request it any more. Its running requests get
         `wait_s` seconds to finish.
@@ -106,6 +115,19 @@ class ModelManager:
                 router.residency.forget(replica.backend)
             await replica.backend.stop()
 
+    def unloadable(self, model_id: str) -> list[OnDemand]:
+        """The backends of a model that can be unloaded. A server that started with one model has
+        none, until another model was added.
+        """
+        current = self._holder.current.unwrapped
+        route = current.find(model_id) if isinstance(current, Router) else None
+        backends = [] if route is None else [member.replica.backend for member in route.members]
+        return [backend for backend in backends if isinstance(backend, OnDemand)]
+
+    def seconds_left(self, model_id: str) -> float:
+        """Seconds until the model is unloaded if no further request comes."""
+        return max((each.seconds_left for each in self.unloadable(model_id)), default=math.inf)
+
     def describe(self) -> list[dict[str, Any]]:
         current = self._holder.current.unwrapped
         if not isinstance(current, Router):
@@ -142,9 +164,8 @@ class ModelManager:
         return route
 
     def _unloadable(self, route: Route) -> list[OnDemand]:
-        backends = [member.replica.backend for member in route.members]
-        found = [backend for backend in backends if isinstance(backend, OnDemand)]
-        if len(found) < len(backends):
+        found = self.unloadable(route.id)
+        if len(found) < len(route.members):
             raise ConflictError(
                 f"{route.id} is answered by a backend that can't be loaded and unloaded from here."
             )
@@ -222,9 +243,9 @@ def _memory(member: Member) -> int:
 
 
 def _idle_s(route: Route) -> float | None:
-    used = [
-        member.replica.backend.last_used
+    idle = [
+        member.replica.backend.idle_s
         for member in route.members
         if isinstance(member.replica.backend, OnDemand)
     ]
-    return round(time.monotonic() - max(used), 1) if used else None
+    return round(min(idle), 1) if idle else None

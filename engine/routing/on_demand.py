@@ -8,6 +8,7 @@ unloads the least recently used model. It also unloads models that were idle for
 import asyncio
 import contextlib
 import logging
+import math
 import os
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Callable
@@ -57,6 +58,9 @@ class OnDemand(InferenceBackend):
         self.num_loads = 0 if loaded is None else 1
         self.last_used = time.monotonic()
         self.is_leaving = False
+        # Seconds without a request after which this model is unloaded. They replace the residency's
+        # limit until then.
+        self.keep_s: float | None = None
         self._make = make
         self._residency = residency
         self._expected_bytes = expected_bytes
@@ -83,6 +87,17 @@ class OnDemand(InferenceBackend):
             return self.num_open > 0
         stats = self._inner.stats()
         return stats is not None and stats.num_running + stats.num_waiting > 0
+
+    @property
+    def idle_s(self) -> float:
+        """Seconds since the last request began or ended."""
+        return time.monotonic() - self.last_used
+
+    @property
+    def seconds_left(self) -> float:
+        """Seconds until the model has been idle for too long. Infinite if it may stay loaded."""
+        limit = self._residency.idle_s if self.keep_s is None else self.keep_s
+        return math.inf if limit is None else limit - self.idle_s
 
     @property
     def state(self) -> str:
@@ -134,6 +149,7 @@ class OnDemand(InferenceBackend):
         if self._inner is None or self.is_leaving:
             return False
         self.is_leaving = True
+        self.keep_s = None
         try:
             await self._idle_within(wait_s)
             self._expected_bytes = self.resident_bytes() or self._expected_bytes
@@ -205,6 +221,10 @@ class OnDemand(InferenceBackend):
     async def detokenize(self, token_ids: tuple[int, ...], *, model: str = "") -> str:
         async with self.use() as backend:
             return await backend.detokenize(token_ids, model=model)
+
+    async def token_bytes(self, token_ids: tuple[int, ...], *, model: str = "") -> list[bytes]:
+        async with self.use() as backend:
+            return await backend.token_bytes(token_ids, model=model)
 
     async def tokenizer_info(self, *, model: str = "") -> TokenizerInfo | None:
         async with self.use() as backend:
@@ -298,13 +318,10 @@ class Residency:
 
     def tick(self) -> None:
         """Unload models that have been idle for too long. Called about once a second."""
-        if self.idle_s is None:
-            return
-        now = time.monotonic()
         for member in self.members:
-            is_old = now - member.last_used > self.idle_s
+            is_old = member.seconds_left < 0
             if is_old and member.is_loaded and not member.is_leaving and not member.is_busy:
-                log.info("%s is unloaded: it was idle for %.0f s", member.name, self.idle_s)
+                log.info("%s is unloaded: it was idle for %.0f s", member.name, member.idle_s)
                 task = asyncio.create_task(member.unload(MAKE_ROOM_WAIT_S))
                 self._unloading.add(task)
                 task.add_done_callback(self._unloading.discard)

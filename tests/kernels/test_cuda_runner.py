@@ -279,14 +279,18 @@ def test_graphs_of_drawing_give_the_samplers_tokens(tmp_path: Path) -> None:
     assert sampled[0] == sampled[1]
 
 
-def test_a_given_token_is_kept_for_nobody(tmp_path: Path) -> None:
+def test_a_given_token_is_kept_only_if_the_host_sampled_it(tmp_path: Path) -> None:
+    """By a graph, although all rows are greedy."""
     runner, _ = runners("llama", tmp_path)
     driver = RunnerDriver(runner)
-    tracks = [driver.add(tiny_models.text(3, seed)) for seed in range(2)]
+    tracks = [driver.add(tiny_models.text(3, seed)) for seed in range(3)]
     runner._last_token.fill_(-5)
-    output = driver.step([(track, 3) for track in tracks], forced=[8, -1], temperature=[0.0, 1.0])
-    assert output.tokens[0] == 8
-    assert runner._last_token[:2].tolist() == [-5, output.tokens[1]]
+    handle = runner.forward(driver.inputs([(track, 3) for track in tracks]))
+    logits = runner.logits(handle, np.array([1, 2], np.int32))
+    sampling = sampling_inputs(range(3), range(3), [3] * 3, forced=[8, -1, 9], host_rows=[2])
+    tokens = runner.sample(handle, sampling).wait().tokens.tolist()
+    assert tokens == [8, logits[0].argmax(), 9] and logits.shape == (2, runner.spec.vocab_size)
+    assert runner._last_token[:3].tolist() == [-5, *tokens[1:]]
 
 
 def test_what_is_asked_for_beside_tokens(tmp_path: Path) -> None:

@@ -65,6 +65,7 @@ def sampling_inputs(
         "history_start": (np.int32, [0]),
         "history_tokens": (np.int32, []),
         "history_num_prompt": (np.int32, []),
+        "host_rows": (np.int32, []),
     }
     fields = {
         name: np.asarray(changes.pop(name, default), kind)

@@ -1,5 +1,6 @@
 """Streamed text is the same however the tokens are split, and a stop string is never shown."""
 
+import re
 from collections.abc import Sequence
 
 import pytest
@@ -7,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from engine.core.errors import InvalidRequestError
-from engine.core.text.stop_strings import StopStrings
+from engine.core.text.stop_strings import StopPattern, StopPatterns, StopStrings
 from engine.core.text.tokenizer import Detokenizer, Tokenizer
 from tests.tokenizer_files import CORPUS, byte_level_metadata, sentencepiece_metadata
 
@@ -23,6 +24,8 @@ real_texts = st.lists(st.sampled_from(CORPUS), max_size=2).map("".join) | st.tex
     characters, max_size=30
 )
 stops = st.lists(st.text("ab \n", min_size=1, max_size=4), max_size=3).map(tuple)
+
+PATTERNS = [("a+b",), ("[0-9]{2}", "é"), ("(a|b)(a|b)1", "b.b"), ("\\s[^a]",)]
 
 
 def chunks(data: st.DataObject, ids: Sequence[int]) -> list[Sequence[int]]:
@@ -77,6 +80,33 @@ def test_text_ends_at_the_first_stop(text: str, stop: tuple[str, ...], data: st.
     assert out + detokenizer.flush() == expected
     assert detokenizer.stopped == match
     assert detokenizer.push(ids) == "" == detokenizer.flush() or match is None
+
+
+@given(st.text("ab1 \né", max_size=40), stops, st.sampled_from(PATTERNS), st.data())
+def test_text_ends_behind_the_first_match(
+    text: str, stop: tuple[str, ...], patterns: tuple[str, ...], data: st.DataObject
+) -> None:
+    """A stop string that comes first ends the text before it."""
+    before, match = first_stop(text, stop)
+    ends = [
+        (end, pattern)
+        for end in range(len(before) + 1)
+        for pattern in patterns
+        if re.search(f"(?:{pattern})\\Z", before[:end])
+    ]
+    expected, match = (before[: ends[0][0]], ends[0][1]) if ends else (before, match)
+    detokenizer = Detokenizer(BYTE_LEVEL, stop, patterns=tuple(map(StopPattern, patterns)))
+    out = "".join(detokenizer.push(chunk) for chunk in chunks(data, BYTE_LEVEL.encode(text)))
+    assert out + detokenizer.flush() == expected
+    assert detokenizer.stopped == match
+
+
+def test_no_pattern_takes_long() -> None:
+    """Python's own engine would need 2 ** 4000 steps for this one."""
+    patterns = StopPatterns((StopPattern("(a+)+b"), StopPattern("(a|aa){1,99}c")))
+    assert patterns.push("a" * 4000) == "a" * 4000 and patterns.stopped is None
+    assert patterns.push("bc") == "b" and patterns.stopped == "(a+)+b"
+    assert patterns.push("b") == ""
 
 
 def test_a_stop_string_in_two_pieces_is_never_shown() -> None:

@@ -28,6 +28,23 @@ from tests.toy_runner import CRASH_TOKEN, NAN_TOKEN, VOCAB, prompt_logits, promp
 TOKENS = st.integers(0, 2)
 PROMPTS = st.lists(TOKENS, min_size=1, max_size=14)
 REGEXES = ["(ab|cd)+e", "a{3}b?", "[a-f]+(gh)?", "hello|jail"]
+CHAINS = [
+    {"typical_p": 0.5},
+    {"top_n_sigma": 0.8},
+    {"xtc_probability": 0.5, "xtc_threshold": 0.05},
+    {"mirostat": 1, "mirostat_tau": 1.0},
+    {"mirostat": 2, "mirostat_tau": 2.0, "mirostat_eta": 0.7},
+    {"min_keep": 3, "top_p": 0.2},
+    {"dynatemp_range": 0.6},
+    {"repetition_penalty": 2.0, "presence_penalty": 0.5, "repeat_last_n": 3},
+    {"dry_multiplier": 5.0, "dry_allowed_length": 1},
+    {"samplers": ("dry", "min_p", "temperature"), "min_p": 0.1, "dry_multiplier": 4.0},
+]
+WORDS = [
+    {},
+    {"allowed_token_ids": (0, 1, 2, 3), "breaker_ids": ((1,), (2, 0))},
+    {"bad_ids": ((4,), (0, 1), (2, 2, 2)), "breaker_ids": ((3,),)},
+]
 MAX_STEPS_TO_END = 3000
 # A single failure of these loses at most one choice; a failure of the other stages loses none.
 LOSSY = {"allocate", "update", "nonfinite"}
@@ -109,6 +126,22 @@ class RuntimeMachine(RuleBasedStateMachine):
     def submit_scored(self, prompt, regex, **params):
         grammar = None if regex is None else lark(regex)
         self._submit(prompt, grammar=grammar, eos=(END,), score_prompt=True, **params)
+
+    @rule(
+        prompt=PROMPTS,
+        n=st.sampled_from([1, 1, 2]),
+        max_tokens=st.integers(1, 8),
+        temperature=st.sampled_from([0.0, 0.7, 1.5]),
+        chain=st.sampled_from(CHAINS),
+        words=st.sampled_from(WORDS),
+        logprobs=st.sampled_from([None, None, 2]),
+    )
+    def submit_chain(self, prompt, chain, words, **params):
+        self._submit(prompt, **chain, **words, **params)
+
+    @rule(prompt=PROMPTS, regex=st.sampled_from(REGEXES), chain=st.sampled_from(CHAINS))
+    def submit_constrained_chain(self, prompt, regex, chain):
+        self._submit(prompt, grammar=lark(regex), eos=(END,), max_tokens=6, **chain)
 
     @rule(prompt=PROMPTS, salt=st.sampled_from(["", "a"]))
     def submit_pooled(self, prompt, salt):

@@ -81,7 +81,7 @@ def test_ids_beyond_the_vocabulary_are_refused(asker: Asker, bad: int) -> None:
         (COMPLETIONS, {"prompt": "x", "stop_token_ids": [bad]}),
         (CHAT, {"messages": user("x"), "logit_bias": {str(bad): -100}}),
         (CHAT, {"messages": user("x"), "allowed_token_ids": [bad]}),
-        (CHAT, {"messages": user("x"), "bad_words": ["x"]}),
+        (CHAT, {"messages": user("x"), "bad_words": [""]}),
         ("/v1/embeddings", {"input": [1, bad]}),
         ("/detokenize", {"tokens": [bad]}),
     ]

@@ -76,12 +76,17 @@ async def test_every_field_of_a_request_reaches_the_engine():
     assert sent == [expected]
     # What is left at its default above was not forgotten: a new field has to be placed here.
     forms = {
+        "bad_words",
+        "dry_breakers",
         "grammar",
         "images",
+        "on_progress",
         "on_prompt",
         "pools",
+        "reports_progress",
         "second_start",
         "truncate_prompt_tokens",
+        "truncation_side",
         *NAMED,
     }
     asked, passed = set(GenerationContext.__struct_fields__), set(expected.__struct_fields__)

@@ -107,12 +107,13 @@ def test_a_stale_reference_page_ends_the_check(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(reference_pages, "FOLDER", tmp_path)
+    (tmp_path / "reference").mkdir()
     with pytest.raises(SystemExit):
         reference_pages.main(["--check"])
-    assert not list(tmp_path.iterdir())
+    assert not list(tmp_path.rglob("*.md"))
     reference_pages.main([])
     reference_pages.main(["--check"])
-    (tmp_path / "metrics.md").write_text("old")
+    (tmp_path / "reference/metrics.md").write_text("old")
     with pytest.raises(SystemExit):
         reference_pages.main(["--check"])
 

@@ -4,6 +4,7 @@ from dataclasses import replace
 from types import SimpleNamespace
 
 import msgspec
+import pytest
 
 from engine.backends.custom.engine_settings import engine_options
 from engine.backends.custom.options import EngineOptions
@@ -85,6 +86,39 @@ def test_every_option_is_a_setting_and_none_is_mixed_up():
 def test_options_cross_to_the_engines_process_as_they_are():
     sent = msgspec.msgpack.encode(OPTIONS)
     assert msgspec.msgpack.decode(sent, type=EngineOptions) == OPTIONS
+
+
+GIB = 2**30
+
+
+@pytest.mark.parametrize(
+    ("framework", "device", "free_gib", "num_cpus", "sizes"),
+    [
+        ("torch", "cuda:0", 139, 16, (1024, 8192)),
+        ("torch", "cuda:0", 24, 16, (512, 4096)),
+        ("torch", "cuda:0", 8, 16, (128, 2048)),
+        ("native", "cpu", 20, 2, (64, 2048)),
+        ("native", "cpu", 20, 8, (128, 2048)),
+        ("native", "cpu", 20, 64, (256, 2048)),
+        ("jax", "cuda:0", 139, 2, (64, 2048)),
+    ],
+)
+def test_sizes_that_settings_leave_open_fit_the_device(
+    framework, device, free_gib, num_cpus, sizes
+):
+    settings = load_settings(None, {"model.model_path": "m.gguf"}, {}).settings
+    options = engine_options(settings, framework)
+    planned = options.planned(device, free_gib * GIB, num_cpus)
+    assert (planned.max_slots, planned.max_batch_tokens) == sizes
+    assert (planned.cache_bytes is not None) == (framework == "native")
+
+
+def test_given_sizes_are_kept_and_the_others_agree_with_them():
+    assert OPTIONS.planned("cuda:0", 139 * GIB, 2) == OPTIONS
+    few = msgspec.structs.replace(OPTIONS, max_slots=0, max_batch_tokens=50)
+    assert few.planned("cpu", 20 * GIB, 2).max_slots == 50
+    many = msgspec.structs.replace(OPTIONS, max_slots=4096, max_batch_tokens=0)
+    assert many.planned("cpu", 20 * GIB, 2).max_batch_tokens == 4096
 
 
 def test_a_runner_is_told_what_was_planned():

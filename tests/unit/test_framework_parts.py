@@ -73,6 +73,7 @@ def test_every_setting_arrives_as_it_was_given():
 def test_settings_that_a_device_draws_by_are_all_there():
     """A new field of `SamplingInputs` has to be given to devices, or be named here."""
     elsewhere = {"sample_rows", "seed", "choice", "position", "mask", "hidden_rows", "num_logprobs"}
+    elsewhere.add("host_rows")  # devices get their tokens as forced ones
     histories = {field.name for field in fields(SamplingInputs) if "history" in field.name}
     stated = {field.name for field in fields(SamplingInputs)} - elsewhere - histories
     assert stated | {"keys", KEEPS} == set(settings_sizes(1, 1))

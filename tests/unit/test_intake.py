@@ -49,6 +49,7 @@ def codes(deltas: list) -> list[tuple]:
 def test_every_field_of_a_request_is_a_sequences():
     bench = Bench()
     params = {"n": 2, "stop_token_ids": (9,), "score_prompt": True, "logprobs": 0, "max_tokens": 6}
+    params["allowed_token_ids"] = (1, 3)
     request = asking(
         params=params,
         eos_ids=(4, 5),
@@ -56,6 +57,8 @@ def test_every_field_of_a_request_is_a_sequences():
         salt="salt",
         tenant="tenant",
         timeout_s=30.0,
+        bad_words=((1, 2),),
+        dry_breakers=((3,), (4, 5), (4, 6)),
     )
     assert bench.submit(request) == []
     first, second = bench.waiting()
@@ -67,6 +70,8 @@ def test_every_field_of_a_request_is_a_sequences():
         assert (seq.priority, seq.submitted_at, seq.deadline) == (-2, 100.0, 130.0)
         assert (seq.constraint, seq.pools) == (None, False)
         assert seq.scores_prompt == (choice == 0)
+        assert seq.bad_words == ((1, 2),) and seq.dry_breakers == {3: [()], 4: [(5,), (6,)]}
+        assert seq.allowed is not None and seq.allowed.tolist() == [0b1010]
     assert first.arrival < second.arrival and first.tokens is not second.tokens
 
 
@@ -219,3 +224,22 @@ def test_a_refusal_says_how_long_it_waited():
     bench.submit(asking(queue_timeout_s=10.0), now=100.0)
     (delta,) = bench.intake.expire(112.0)
     assert "waited 12 s" in delta.error_message
+
+
+def test_a_request_that_would_wait_too_long_is_refused_at_once():
+    bench = Bench()
+    for index in range(40):
+        assert bench.submit(asking(f"r{index}", queue_timeout_s=10.0)) == []
+    # In three seconds, one sequence started. 36 others wait, so the last waits 108 seconds.
+    assert bench.submit(asking("a", queue_timeout_s=10.0)) == []
+    bench.scheduler.num_started += 1
+    ((name, _, code),) = codes(bench.submit(asking("b", queue_timeout_s=10.0), now=103.0))
+    assert (name, code) == ("b", "RATE_LIMIT_EXCEEDED")
+    assert bench.submit(asking("patient"), now=103.0) == []
+    assert bench.submit(asking("c", queue_timeout_s=600.0), now=103.0) == []
+
+
+def test_a_burst_is_not_refused_before_there_is_a_rate():
+    bench = Bench()
+    for index in range(500):
+        assert bench.submit(asking(f"r{index}", queue_timeout_s=1.0), now=100.0 + index / 500) == []

@@ -53,6 +53,8 @@ TOKENIZER = SimpleNamespace(
     encode_prompt=encoded,
     encode_rendered=encoded,
     decode=lambda ids, skip_special=True: written(ids),
+    encode=lambda text: encoded(text.strip()),
+    sequences_with=lambda text: (tuple(encoded(text)),) if text.isalpha() else (),
 )
 TEMPLATE = SimpleNamespace(
     options=(),
@@ -103,7 +105,14 @@ def params(**changes: Any) -> SamplingParams:
 def expected(prompt: str, given: SamplingParams, choice: int = 0) -> list[int]:
     given = wire_params(given)
     stop = set(given.stop_token_ids) | (set() if given.ignore_eos else {EOS})
-    return generate_alone(tuple(encoded(prompt)), given, choice, frozenset(stop), MAX_SEQ_LEN)[0]
+    words = (
+        tuple(tuple(encoded(word)) for word in words if word.isalpha())
+        for words in (given.bad_words, given.dry_sequence_breakers)
+    )
+    ids = tuple(encoded(prompt))
+    texts = {token: bias for text, bias in given.text_bias.items() for token in encoded(text)}
+    given = msgspec.structs.replace(given, logit_bias=given.logit_bias | texts)
+    return generate_alone(ids, given, choice, frozenset(stop), MAX_SEQ_LEN, None, *words)[0]
 
 
 def test_the_engine_runs_in_this_process_with_the_settings_given(llm, asked):
@@ -126,15 +135,59 @@ FIELDS: dict[str, Any] = {
     "presence_penalty": 4.0,
     "frequency_penalty": 4.0,
     "logit_bias": {4: 100.0},
+    "text_bias": {"ef": 50.0},
     "seed": 4,
     "ignore_eos": True,
     "stop_token_ids": (13,),
+    "allowed_token_ids": (1, 2, 3),
+    "bad_words": ("bc",),
+    "repeat_last_n": 1,
+    "dry_multiplier": 9.0,
+    "dry_base": 20.0,
+    "dry_allowed_length": 3,
+    "dry_penalty_last_n": 2,
+    "dry_sequence_breakers": ("b",),
+    "top_n_sigma": 0.5,
+    "typical_p": 0.2,
+    "xtc_probability": 1.0,
+    "xtc_threshold": 0.5,
+    "min_keep": 9,
+    "dynatemp_range": 1.9,
+    "dynatemp_exponent": 9.0,
+    "mirostat": 2,
+    "mirostat_tau": 0.1,
+    "mirostat_eta": 5.0,
+    "samplers": ("temperature", "top_p"),
 }
-TOLD = {"n", "stop", "logprobs", "score_prompt"}  # by tests of their own
+TOLD = {
+    "n",
+    "stop",
+    "stop_regex",
+    "logprobs",
+    "score_prompt",
+    "prompt_logprobs",
+    "logprob_token_ids",
+    "skip_special_tokens",
+    "text_bias",
+}  # by tests of their own
+REPEATING = {"temperature": 0.3, "allowed_token_ids": (1, 2, 3)}
 # Fields that show only beside another.
 BESIDE: dict[str, dict[str, Any]] = {
     "min_tokens": {"stop_token_ids": tuple(range(0, 20, 2))},
     "ignore_eos": {"logit_bias": {EOS: 6.0}},
+    "bad_words": REPEATING,
+    "dry_sequence_breakers": REPEATING | {"dry_multiplier": 9.0},
+    "repeat_last_n": REPEATING | {"repetition_penalty": 3.0},
+    "dry_multiplier": REPEATING,
+    "dry_base": REPEATING | {"dry_multiplier": 1.0, "dry_allowed_length": 1},
+    "dry_allowed_length": REPEATING | {"dry_multiplier": 9.0},
+    "dry_penalty_last_n": REPEATING | {"dry_multiplier": 9.0},
+    "xtc_threshold": {"xtc_probability": 1.0},
+    "min_keep": {"top_p": 0.1},
+    "dynatemp_exponent": {"dynatemp_range": 1.0},
+    "mirostat_tau": {"mirostat": 2},
+    "mirostat_eta": {"mirostat": 2, "mirostat_tau": 1.0},
+    "samplers": {"top_p": 0.3, "min_keep": 2, "top_k": 1},
 }
 
 
@@ -180,6 +233,17 @@ def test_a_stop_string_cuts_and_is_not_shown(llm):
     assert output.outputs[0].finish_reason == "stop"
 
 
+def test_a_pattern_ends_the_text_with_its_match(llm):
+    plain = written(expected("abc", params(ignore_eos=True)))
+    pattern = f"{plain[4]}[a-z]"
+    (output,) = llm.generate("abc", params(ignore_eos=True, stop_regex=pattern))
+    assert output.text == plain[: plain.index(plain[4]) + 2]
+    assert (output.outputs[0].finish_reason, output.outputs[0].stop_reason) == ("stop", pattern)
+    for wrong in ("a*", "^a", "(?=a)", "("):
+        with pytest.raises(InvalidRequestError, match="stop_regex"):
+            llm.generate("abc", params(stop_regex=wrong))
+
+
 def test_logprobs_are_the_models_and_only_when_asked_for(llm):
     (output,) = llm.generate("abc", params(logprobs=2, temperature=0.0))
     choice = output.outputs[0]
@@ -212,8 +276,17 @@ def test_logprobs_of_a_prompt_are_the_models(llm):
         assert found[best] == Logprob(pytest.approx(scores[best], abs=1e-5), 1, written([best]))
     assert output.outputs[0].logprobs is None, "only those of the prompt were requested"
     assert output.text == written(expected("abcd", params(max_tokens=2)))
-    with pytest.raises(InvalidRequestError, match="prompt_logprobs"):
-        llm.chat("abcd", params(prompt_logprobs=1))
+    (chat,) = llm.chat("abcd", params(prompt_logprobs=1, max_tokens=1))
+    assert len(chat.prompt_logprobs) == len(chat.prompt_token_ids)
+
+
+def test_logprobs_of_named_tokens(llm):
+    (output,) = llm.generate("abcd", params(max_tokens=3, logprobs=0, logprob_token_ids=[5, 2]))
+    (all_tokens,) = llm.generate("abcd", params(max_tokens=3, logprobs=VOCAB))
+    (choice,), (whole,) = output.outputs, all_tokens.outputs
+    for token, found, every in zip(choice.token_ids, choice.logprobs, whole.logprobs, strict=True):
+        assert found.keys() == {2, 5, token}
+        assert all(each.logprob == every[i].logprob for i, each in found.items())
 
 
 def test_answers_come_in_the_order_of_their_prompts(llm):

@@ -56,7 +56,8 @@ def test_lists_and_names_of_other_engines_become_the_engines_own():
     assert type(wire) is request.SamplingParams and wire.logit_bias == {1: 2.0}
     assert wire_params(SamplingParams(stop="text")).stop == ("text",)
     assert wire_params(request.SamplingParams(stop="text")).stop == ("text",)
-    assert wire_params(SamplingParams(prompt_logprobs=3, logprobs=1)).logprobs == 3
+    scored = wire_params(SamplingParams(prompt_logprobs=3, logprobs=1))
+    assert (scored.score_prompt, scored.num_prompt_logprobs, scored.logprobs) == (True, 3, 1)
 
 
 @pytest.mark.parametrize(
@@ -65,10 +66,13 @@ def test_lists_and_names_of_other_engines_become_the_engines_own():
         ("stop", [""]),
         ("max_tokens", "ten"),
         ("score_prompt", True),
-        ("skip_special_tokens", False),
         ("detokenize", False),
-        ("bad_words", ["word"]),
-        ("allowed_token_ids", [1]),
+        ("bad_words", "word"),
+        ("bad_words", [""]),
+        ("samplers", ["top_k", "dry"]),
+        ("samplers", ["top_z"]),
+        ("mirostat", 3),
+        ("dry_base", 0.5),
     ],
 )
 def test_what_does_not_act_is_refused_by_name(name, value):

@@ -16,8 +16,8 @@ from engine.core.interfaces.backend import (
     UsageEvent,
 )
 from engine.servers.batches.caller import LineAnswer
-from engine.servers.batches.run import answered_line
-from engine.servers.batches.store import LineUsage
+from engine.servers.batches.results import answered_line
+from engine.servers.batches.schema import LineUsage
 from engine.servers.http.listing import list_body
 from engine.servers.openai.format import (
     ChatStream,
@@ -29,6 +29,7 @@ from engine.servers.openai.format import (
     usage_body,
 )
 from engine.servers.openai.logprobs import legacy_logprobs
+from engine.servers.openai.token_fields import TokenFields
 from engine.servers.responses.format import usage_body as responses_usage
 from engine.servers.serving.event_pump import OutputEvent
 from tests.fake_backend import CARD
@@ -42,7 +43,7 @@ HALVES = (TokenText("\ufffd", b"\xc3", -0.25), TokenText("\ufffd", b"\xa9", -0.5
 def whole(events: Sequence[OutputEvent], num_choices: int = 1) -> dict[str, Any]:
     collected = Collected(num_choices)
     collected.add(events)
-    body = json.loads(chat_body(ENVELOPE, collected, USAGE, with_logprobs=True))
+    body = json.loads(chat_body(ENVELOPE, collected, USAGE, tokens=TokenFields(has_logprobs=True)))
     assert isinstance(body, dict)
     return body
 
@@ -89,6 +90,7 @@ def test_what_stopped_a_choice_is_told() -> None:
     for body in (whole(events, 3), completion):
         told = [(each["finish_reason"], each["stop_reason"]) for each in body["choices"]]
         assert told == expected
+        assert [each["matched_stop"] for each in body["choices"]] == ["END", 17, None]
     for stream in (ChatStream(ENVELOPE, 3, False), CompletionStream(ENVELOPE, 3, False)):
         told = [
             (each["finish_reason"], each["stop_reason"])
@@ -121,7 +123,9 @@ def test_a_line_costs_what_its_answer_says_in_either_words() -> None:
     expected = LineUsage(input_tokens=7, cached_tokens=3, output_tokens=5, reasoning_tokens=2)
     for usage in (usage_body(USAGE), responses_usage(USAGE)):
         body = msgspec.json.encode({"usage": usage})
-        _, cost = answered_line("x", LineAnswer(200, {"x-request-id": "r"}, body))
+        _, cost = answered_line("/v1/responses", "x", LineAnswer(200, {"x-request-id": "r"}, body))
         assert cost == expected
-    _, cost = answered_line("x", LineAnswer(400, {"x-request-id": "r"}, b'{"error": {}}'))
+    _, cost = answered_line(
+        "/v1/responses", "x", LineAnswer(400, {"x-request-id": "r"}, b'{"error": {}}')
+    )
     assert cost == LineUsage()

@@ -39,6 +39,7 @@ OTHER_VALUES: dict[str, Any] = {
     "presence_penalty": 0.5,
     "frequency_penalty": 0.5,
     "logit_bias": {5: 1.5},
+    "text_bias": {"x": 1.5},
     "seed": 9,
     "n": 2,
     "stop": ("x",),
@@ -46,6 +47,29 @@ OTHER_VALUES: dict[str, Any] = {
     "ignore_eos": True,
     "logprobs": 2,
     "score_prompt": True,
+    "prompt_logprobs": 3,
+    "logprob_token_ids": (4,),
+    "skip_special_tokens": False,
+    "allowed_token_ids": (1, 2),
+    "bad_words": ("x",),
+    "stop_regex": ("x+",),
+    "repeat_last_n": 64,
+    "dry_multiplier": 0.8,
+    "dry_base": 2.0,
+    "dry_allowed_length": 3,
+    "dry_penalty_last_n": 100,
+    "dry_sequence_breakers": ("x",),
+    "top_n_sigma": 1.0,
+    "typical_p": 0.9,
+    "xtc_probability": 0.5,
+    "xtc_threshold": 0.2,
+    "min_keep": 2,
+    "dynatemp_range": 0.5,
+    "dynatemp_exponent": 2.0,
+    "mirostat": 2,
+    "mirostat_tau": 4.0,
+    "mirostat_eta": 0.2,
+    "samplers": ("top_k", "typical_p"),
 }
 TOOL = {"type": "function", "function": {"name": "f", "description": "", "parameters": {}}}
 SCHEMA = GrammarSpec(kind="json_schema", source='{"type":"object"}', param="guided_json")
@@ -82,16 +106,17 @@ def test_the_table_names_every_parameter() -> None:
 @pytest.mark.parametrize("name", OTHER_VALUES)
 def test_no_parameter_is_lost(dialect: Dialect, name: str) -> None:
     """It changes what is sent, or it is refused by its name."""
-    asked = {name: OTHER_VALUES[name]}
+    beside = {"score_prompt": True} if name == "prompt_logprobs" else {}
+    asked = beside | {name: OTHER_VALUES[name]}
     for build in (chat, complete):
-        if name == "score_prompt" and build is chat:
+        if name in ("score_prompt", "prompt_logprobs") and build is chat:
             continue  # a completion's alone
         try:
             made = build(dialect, params=asked)
         except InvalidRequestError as error:
-            assert error.param == name
+            assert error.param in (name, *beside)
         else:
-            assert made != build(dialect), f"{name} makes no difference"
+            assert made != build(dialect, params=beside), f"{name} makes no difference"
         assert (name in dialect.lacks) <= (name not in dialect.emulated)
 
 
@@ -100,6 +125,12 @@ def test_the_names_that_dialects_use() -> None:
     llama = chat(LLAMA_SERVER, params=params)
     assert (llama["repeat_penalty"], llama["repeat_last_n"]) == (1.2, 2048)
     assert "repetition_penalty" not in llama
+    assert llama["dry_penalty_last_n"] == 2048, "it refuses -1"
+    window = {"repetition_penalty": 1.2, "repeat_last_n": 64}
+    assert chat(LLAMA_SERVER, params=window)["repeat_last_n"] == 64
+    order = {"samplers": ("top_k", "typical_p")}
+    assert chat(LLAMA_SERVER, params=order)["samplers"] == ["top_k", "typ_p"]
+    assert chat(ENGINE, params=order)["samplers"] == ["top_k", "typical_p"]
     assert llama["seed"] == 2**40 % 2**31
     largest = {"seed": 2**31 - 1}
     assert chat(LLAMA_SERVER, params=largest)["seed"] == 2**31 - 1
@@ -112,6 +143,13 @@ def test_the_names_that_dialects_use() -> None:
     assert plain.keys() == {
         *("model", "messages", "stream", "stream_options", "max_completion_tokens")
     }
+
+
+def test_biases_in_the_form_that_a_server_knows() -> None:
+    never = {"logit_bias": {5: float("-inf")}}
+    assert chat(VLLM, params=never)["logit_bias"] == {"5": -100.0}
+    told = chat(LLAMA_SERVER, params=never | {"text_bias": {"x": 1.5}})["logit_bias"]
+    assert told == [[5, False], ["x", 1.5]]
 
 
 def test_of_top_k_only_the_greedy_one_can_be_emulated() -> None:
@@ -235,10 +273,10 @@ def test_tenants_stay_apart_where_the_server_can() -> None:
 def test_ids_that_a_server_would_skip_in_silence() -> None:
     builder = BodyBuilder(LLAMA_SERVER, "m", max_model_len=2048, vocab_size=100)
     request = CompletionRequest(context=context(params={"logit_bias": {100: 1.0}}), prompt="a")
-    with pytest.raises(InvalidRequestError, match="100 is not a token id") as caught:
+    with pytest.raises(InvalidRequestError, match="100 is out of vocabulary") as caught:
         builder.completion(request)
     assert caught.value.param == "logit_bias"
-    with pytest.raises(InvalidRequestError, match="100 is not a token id"):
+    with pytest.raises(InvalidRequestError, match="100 is out of vocabulary"):
         builder.completion(CompletionRequest(context=context(), prompt=(5, 100)))
 
 

@@ -9,12 +9,14 @@ import pytest
 
 from engine.backends.custom.engine_settings import preset_of
 from engine.core.config import load_settings
+from engine.core.config_presets import ParametersTable
 from engine.core.errors import ConfigError
 from engine.core.observability.metrics import Metrics
 from engine.library import embedded
 from engine.llm import LLM
 from engine.sampling_params import SamplingParams
 from engine.servers.app import create_app
+from engine.servers.schema.body import SamplingBody
 from tests.fake_backend import MODEL, FakeBackend
 from tests.live_server import make_settings
 from tests.unit.test_llm import ToyBackend, written
@@ -23,11 +25,14 @@ TABLE = """
 [presets.{name}]
 system = "Be brief."
 stop = ["END"]
+template_options = {{ enable_thinking = false, absent = 1 }}
 
 [presets.{name}.parameters]
 temperature = 0.25
 top_k = 7
 max_tokens = 5
+mirostat_tau = 4.5
+repeat_last_n = 64
 """
 
 
@@ -66,11 +71,13 @@ async def test_what_a_request_leaves_out_comes_from_the_preset(client, backend):
         assert (params.temperature, params.top_k, params.stop) == (0.25, 7, ("END",))
         assert params.max_tokens == max_tokens
         assert [message["content"] for message in request.messages] == ["Be brief.", "Hello"]
+        assert request.template_options == {"enable_thinking": False}
 
 
 async def test_what_a_request_sets_wins(client, backend):
     messages = [{"role": "system", "content": "Be long."}, {"role": "user", "content": "Hello"}]
     own = {"temperature": 0, "top_k": 0, "stop": "\n", "max_tokens": 9}
+    own |= {"chat_template_kwargs": {"enable_thinking": True}}
     await ask(client, "/v1/chat/completions", messages=messages, **own)
     await ask(client, "/v1/completions", prompt="one", temperature=1.5)
     chat, completion = backend.requests
@@ -78,6 +85,7 @@ async def test_what_a_request_sets_wins(client, backend):
     assert (params.temperature, params.top_k, params.stop) == (0.0, 0, ("\n",))
     assert params.max_tokens == 9 and chat.messages[0]["content"] == "Be long."
     assert len(chat.messages) == 2
+    assert chat.template_options == {"enable_thinking": True}
     params = completion.context.params
     assert (params.temperature, params.top_k, params.max_tokens) == (1.5, 7, 16)
 
@@ -143,3 +151,16 @@ def test_the_library_uses_the_preset_where_no_parameters_are_given(llm):
     own = [{"role": "system", "content": "i"}, {"role": "user", "content": "abc"}]
     (output,) = llm.chat(own, SamplingParams(max_tokens=9, ignore_eos=True))
     assert output.usage.completion_tokens == 9 and written(output.prompt_token_ids) == "iabc"
+
+
+def test_a_preset_has_every_number_of_a_request_with_its_bounds():
+    """A field of requests that is a number is also a preset's, or is named here."""
+    own = {"n", "min_tokens", "priority", "truncate_prompt_tokens", "id_slot"}
+    table = ParametersTable.model_json_schema()["properties"]
+    for name, body in SamplingBody.model_json_schema()["properties"].items():
+        kinds = [each for each in body.get("anyOf", [body]) if each.get("type") != "null"]
+        if kinds[0].get("type") not in ("integer", "number") or name in own:
+            continue
+        assert name in table, name
+        if name not in ("top_k", "seed"):  # requests may say -1, and wrap seeds around
+            assert kinds[0] == table[name]["anyOf"][0], name

@@ -70,15 +70,18 @@ def test_mates_draw_as_if_nobody_was_scored_beside_them(depth):
     engine.submit("likely", (4,), max_tokens=14, temperature=1.5, min_p=0.05, seed=5)
     engine.submit("biased", (5,), max_tokens=14, logit_bias={11: 6.0, 12: 6.5}, temperature=0.7)
     engine.submit("penalized", (6, 6), max_tokens=14, repetition_penalty=1.5, presence_penalty=2.0)
+    engine.submit("chain", (6, 7), max_tokens=14, temperature=0.9, mirostat=2, mirostat_tau=2.0)
     engine.submit("short", (7,), max_tokens=14, min_tokens=6, eos=tuple(range(12)))
     engine.submit("told", (8,), max_tokens=14, logprobs=3, temperature=1.0)
     engine.turn(3)
     own = {"repetition_penalty": 2.0, "frequency_penalty": 0.5, "logit_bias": {1: 50.0}}
     scored = {"logprobs": 1, "score_prompt": True}
     engine.submit("scored", PROMPT, max_tokens=4, temperature=0.8, **own, **scored)
+    engine.submit("typical", PROMPT, max_tokens=4, temperature=0.8, typical_p=0.5, **scored)
     engine.submit("vector", PROMPT, pools=True)
     finish(engine)
     check_scores(engine, "scored", 1)
+    check_scores(engine, "typical", 1)
     told = engine.outcomes["told", 0]
     assert [len(each.top_ids) for each in told.logprobs] == [3] * 14
     vector = np.frombuffer(engine.outcomes["vector", 0].vector, np.float32)

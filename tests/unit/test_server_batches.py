@@ -15,6 +15,7 @@ from openai.types import Batch
 
 from engine.core.errors import InferenceError, RateLimitError, UnavailableError
 from engine.servers.batches import lines, run, runner, store
+from engine.servers.serving.services import OFFLINE_PRIORITY
 from tests.fake_backend import MODEL, FakeBackend
 from tests.live_server import LiveServer, chat, live_server, wait_until
 from tests.stopping_backend import StoppingBackend, stopping_after
@@ -131,7 +132,7 @@ def test_every_line_is_answered_in_order(client: openai.OpenAI, backend: FakeBac
     assert batch.usage.output_tokens == sum(each["completion_tokens"] for each in spent)
     output = client.files.retrieve(batch.output_file_id or "")
     assert output.purpose == "batch_output" and output.filename == f"{batch.id}_output.jsonl"
-    assert {each.context.priority for each in backend.requests} == {run.LINE_PRIORITY}
+    assert {each.context.priority for each in backend.requests} == {OFFLINE_PRIORITY}
 
 
 @pytest.mark.parametrize(
@@ -151,7 +152,7 @@ def test_other_endpoints(
     assert answer["response"]["body"]["usage"]["total_tokens"] > 0
     asked = [each.context.priority for each in backend.requests]
     asked += [each.priority for each in backend.embed_requests]
-    assert asked == [body.get("priority", run.LINE_PRIORITY)]
+    assert asked == [body.get("priority", OFFLINE_PRIORITY)]
 
 
 @pytest.mark.parametrize(
@@ -382,14 +383,14 @@ def test_answers_are_read_away_from_the_event_loop(
     on_loop: list[bool] = []
     answered_line = run.answered_line
 
-    def noted(custom_id: str, answer: Any) -> Any:
+    def noted(endpoint: str, custom_id: str, answer: Any) -> Any:
         try:
             asyncio.get_running_loop()
         except RuntimeError:
             on_loop.append(False)
         else:
             on_loop.append(True)
-        return answered_line(custom_id, answer)
+        return answered_line(endpoint, custom_id, answer)
 
     monkeypatch.setattr(run, "answered_line", noted)
     ended(client, create(client, [line("a")]))

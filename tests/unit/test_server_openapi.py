@@ -13,9 +13,9 @@ from openai.types.chat import completion_create_params as chat_params
 
 from engine.core.observability.metrics import Metrics
 from engine.servers.app import create_app
-from engine.servers.openai.openapi import BODIES, FORMS, QUERIES, api_routes
+from engine.servers.openai.openapi import BODIES, BODILESS, FORMS, QUERIES, api_routes
 from engine.servers.openai.schema import ChatBody, CompletionBody
-from engine.servers.schema.body import NO_EFFECT
+from engine.servers.schema.dialects.words import WORDS
 from tests.fake_backend import MODEL, FakeBackend
 from tests.live_server import chat, make_settings
 
@@ -50,7 +50,8 @@ async def test_it_is_valid_and_has_every_route() -> None:
 async def test_every_body_has_a_schema() -> None:
     made = await document()
     for method, path in api_routes(APP):
-        if method in ("POST", "PUT", "PATCH") and not path.endswith("/cancel"):
+        has_body = not path.endswith("/cancel") and path not in BODILESS
+        if method in ("POST", "PUT", "PATCH") and has_body:
             content = made["paths"][path][method.lower()]["requestBody"]["content"]
             assert all("schema" in each for each in content.values()), path
 
@@ -70,7 +71,7 @@ def test_the_tables_have_no_route_that_is_gone() -> None:
 )
 def test_every_parameter_of_the_official_client_is_known(kind: Any, names: Any) -> None:
     """One that is neither followed nor refused by name would be called a typing error."""
-    assert set(names) <= kind.model_fields.keys() | NO_EFFECT.keys()
+    assert set(names) <= kind.model_fields.keys() | WORDS.keys()
 
 
 def test_the_manual_names_every_parameter() -> None:
@@ -149,7 +150,15 @@ async def test_capabilities_follow_the_tables() -> None:
     assert "POST /v1/chat/completions" in body["endpoints"]
     parameters = body["parameters"]["/v1/chat/completions"]
     assert set(parameters["supported"]) == ChatBody.model_fields.keys()
-    assert parameters["refused_unless"].keys() == NO_EFFECT.keys() - ChatBody.model_fields.keys()
+    assert parameters["refused_unless"]["functions"] == [[]]
+    assert parameters["refused_unless"].keys().isdisjoint(ChatBody.model_fields)
+    llamacpp = body["dialects"]["llamacpp"]
+    assert llamacpp["repeat_penalty"] == {
+        "/v1/chat/completions": "translated",
+        "/v1/completions": "translated",
+        "/generate": "translated",
+        "translated_to": "repetition_penalty",
+    }
     assert body["limits"]["max_n"] == 16
     (model,) = body["models"]
     assert model["id"] == MODEL
@@ -160,8 +169,8 @@ async def test_capabilities_of_every_body_are_what_it_takes() -> None:
     """What is called supported is never a field that exists to be refused."""
     parameters = (await get("/v1/capabilities")).json()["parameters"]
     responses = parameters["/v1/responses"]
-    assert {"background", "conversation", "max_tokens"}.isdisjoint(responses["supported"])
-    assert responses["refused_unless"]["background"] == [False]
+    assert {"prompt", "max_tokens"}.isdisjoint(responses["supported"])
+    assert responses["refused_unless"]["truncation"] == ["disabled"]
     assert parameters["/v1/messages"]["refused_unless"]["mcp_servers"] == [[]]
     assert parameters["/v1/embeddings"]["refused_unless"]["store"] == [False]
     assert parameters["/v1/batches"]["refused_unless"] == {}

@@ -260,6 +260,8 @@ PLAIN: dict[str, Any] = {"template_options": (), "capabilities": ("chat", "compl
         ),
         ({"emulated": ("tools",)}, {"tools": [TOOL]}, {}, "tools"),
         ({"lacks": ("priority",)}, {"priority": 1}, {}, "priority"),
+        ({}, {"mirostat": 2, "min_p": 0.1}, {}, "min_p"),
+        ({}, {"mirostat": 2, "repetition_penalty": 1.2, "dry_multiplier": 1.0}, {}, None),
     ],
 )
 async def test_warnings_and_strictness(
@@ -284,6 +286,24 @@ async def test_warnings_and_strictness(
             error = await refused(strict, CHAT, chat(**fields))
             assert error["param"] == warned
             assert error["code"] == "unsupported_parameter"
+
+
+async def test_samplers_reach_the_backend_from_every_endpoint(
+    client: httpx.AsyncClient, backend: FakeBackend
+) -> None:
+    fields = {"typical_p": 0.5, "mirostat": 1, "bad_words": ["x"], "stop_regex": "y+"}
+    for path, prompt in {
+        CHAT: {"messages": [{"role": "user", "content": "hi"}]},
+        COMPLETIONS: {"prompt": "hi"},
+        "/generate": {"prompt": "hi"},
+        "/v1/responses": {"input": "hi"},
+        "/v1/fim/completions": {"prompt": "hi", "suffix": "ho"},
+    }.items():
+        response = await client.post(path, json={"model": MODEL, **prompt, **fields})
+        assert response.status_code == 200, response.text
+        params = backend.requests[-1].context.params
+        assert (params.typical_p, params.mirostat) == (0.5, 1), path
+        assert (params.bad_words, params.stop_regex) == (("x",), ("y+",)), path
 
 
 async def test_several_warnings_are_one_header(client: httpx.AsyncClient) -> None:

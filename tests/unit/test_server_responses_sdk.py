@@ -143,3 +143,40 @@ def test_a_client_that_leaves_stops_the_work(
 def test_counting(client: OpenAI) -> None:
     counted = client.responses.input_tokens.count(model=MODEL, input="one two three")
     assert counted.input_tokens > 0
+
+
+def test_a_conversation_is_compacted_and_goes_on(client: OpenAI, backend: FakeBackend) -> None:
+    first = client.responses.create(model=MODEL, input="hi")
+    backend.words = ("They", " said", " hi.")
+    compacted = client.responses.compact(model=MODEL, previous_response_id=first.id)
+    assert (compacted.object, compacted.usage.output_tokens) == ("response.compaction", 3)
+    asked = backend.requests[-1]
+    assert messages_of(backend)[:2] == ["hi", TEXT]
+    assert messages_of(backend)[2].startswith("Summarize our conversation")
+    assert (asked.context.params.temperature, asked.context.params.max_tokens) == (0, 1024)
+    assert isinstance(asked, ChatRequest)
+    assert asked.template_options == {"enable_thinking": False}
+    (item,) = compacted.output
+    assert item.type == "compaction"
+    backend.words = ("Yes",)
+    more = [*compacted.output, {"role": "user", "content": "and now?"}]
+    second = client.responses.create(model=MODEL, input=more, instructions="be kind")  # type: ignore[arg-type]
+    summary = "Summary of the conversation so far:\nThey said hi."
+    assert messages_of(backend) == [f"be kind\n\n{summary}", "and now?"]
+    client.responses.create(model=MODEL, input="go on", previous_response_id=second.id)
+    assert messages_of(backend) == [summary, "and now?", "Yes", "go on"]
+    listed = client.responses.input_items.list(second.id, order="asc").data
+    assert [each.type for each in listed] == ["compaction", "message"]
+
+
+def test_a_last_question_is_compacted_with_the_rest(client: OpenAI, backend: FakeBackend) -> None:
+    client.responses.compact(model=MODEL, input="a question", instructions="be kind")
+    (_, last) = messages_of(backend)
+    assert last.startswith("a question\n\nSummarize")
+    with pytest.raises(openai.BadRequestError, match="input: is needed"):
+        client.responses.compact(model=MODEL)
+    with pytest.raises(openai.BadRequestError, match="tools"):
+        client.responses.compact(model=MODEL, input="a", extra_body={"tools": [{}]})
+    backend.words = (" ",)
+    with pytest.raises(openai.InternalServerError, match="wrote no summary"):
+        client.responses.compact(model=MODEL, input="a")

@@ -14,7 +14,8 @@ from engine.core.errors import InferenceError, ResourceError
 from engine.core.interfaces.backend import ChatRequest
 from engine.core.observability.metrics import Metrics
 from engine.servers.app import create_app
-from engine.servers.responses.store import FILE_NAME, ResponseStore
+from engine.servers.responses.store import ResponseStore
+from engine.servers.serving.objects import FILE_NAME
 from tests.fake_backend import MODEL, FakeBackend, call_script
 from tests.live_server import make_settings
 
@@ -238,7 +239,9 @@ async def test_input_items_by_pages(client: httpx.AsyncClient) -> None:
         ("/input_items?after=msg_none", "after"),
         ("/input_items?before=x", "before"),
         ("?stream=true", "stream"),
+        ("?stream=perhaps", "stream"),
         ("?starting_after=3", "starting_after"),
+        ("?stream=true&starting_after=-1", "starting_after"),
         ("?include[]=reasoning.encrypted_content", "include.0"),
         ("/input_items?limit=1&limit=2", "limit"),
     ],

@@ -91,7 +91,7 @@ def test_forms_that_ask_for_nothing(fields: dict[str, Any]) -> None:
     [
         ({"response_format": "json"}, "response_format"),
         ({"response_format": {"type": "yaml"}}, "response_format.type"),
-        ({"response_format": {"type": "json_object", "schema": {}}}, "response_format.schema"),
+        ({"response_format": {"type": "json_object", "schema": 5}}, "response_format.schema"),
         ({"response_format": {"type": "json_schema"}}, "response_format.json_schema"),
         ({"response_format": json_schema(schema=None)}, "response_format.json_schema.schema"),
         ({"response_format": json_schema(schema=[])}, "response_format.json_schema.schema"),

@@ -153,7 +153,7 @@ async def test_a_batch_and_its_file_are_nothing_to_another(
     assert (await client.post("/v1/batches", json=asked, headers=bob)).status_code == 400
     batch = (await client.post("/v1/batches", json=asked, headers=alice)).json()
     path = f"/v1/batches/{batch['id']}"
-    for refused in (
+    for attempt in (
         client.get(path, headers=bob),
         client.post(f"{path}/cancel", headers=bob),
         client.get(f"/v1/batches?after={batch['id']}", headers=bob),
@@ -161,7 +161,11 @@ async def test_a_batch_and_its_file_are_nothing_to_another(
         client.get(f"/v1/files/{file_id}/content", headers=bob),
         client.delete(f"/v1/files/{file_id}", headers=bob),
     ):
-        assert (await refused).status_code == 404
+        assert (await attempt).status_code == 404
+    asked = {"filename": "a", "purpose": "batch", "bytes": 1, "mime_type": "text/plain"}
+    upload = (await client.post("/v1/uploads", json=asked, headers=alice)).json()
+    refused = await client.post(f"/v1/uploads/{upload['id']}/cancel", headers=bob)
+    assert refused.status_code == 404
     for listed in ("/v1/batches", "/v1/files"):
         assert (await client.get(listed, headers=bob)).json()["data"] == []
         assert len((await client.get(listed, headers=alice)).json()["data"]) == 1

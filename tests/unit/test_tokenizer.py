@@ -70,6 +70,15 @@ def test_a_space_before_the_text_is_added_and_removed(sentencepiece: Tokenizer) 
     assert bare.decode(bare.encode(" the fox")) == " the fox"
 
 
+def test_no_space_is_added_behind_other_text(
+    sentencepiece: Tokenizer, byte_level: Tokenizer
+) -> None:
+    for tokenizer in (sentencepiece, byte_level):
+        for text in ("the text", " the", "\n", ""):
+            ids = tokenizer.encode_continuation(text)
+            assert b"".join(map(tokenizer.token_literal, ids)) == text.encode()
+
+
 def test_characters_without_a_piece_become_bytes(sentencepiece: Tokenizer) -> None:
     assert [sentencepiece.token_bytes(i) for i in sentencepiece.encode("ӝ")][-2:] == [
         b"\xcc",
@@ -87,6 +96,17 @@ def test_control_tokens_have_a_name_but_no_text(byte_level: Tokenizer) -> None:
 def test_ids_beyond_the_vocabulary_have_no_text(byte_level: Tokenizer) -> None:
     # Checkpoints pad their embedding table, so a model can sample such an id.
     assert byte_level.decode([byte_level.vocab_size, -1]) == ""
+
+
+def test_sequences_with_a_text_are_found(byte_level: Tokenizer) -> None:
+    found = byte_level.sequences_with("the")
+    assert tuple(byte_level.encode("the")) in found and tuple(byte_level.encode(" the")) in found
+    for ids in found:
+        whole, start = (byte_level.decode(part, skip_special=False) for part in (ids, ids[:-1]))
+        assert "the" in whole and "the" not in start, ids
+    assert any(len(ids) > 1 for ids in found)
+    assert byte_level.sequences_with("the") is found, "kept for the next request"
+    assert byte_level.sequences_with("\ud800") == ()
 
 
 def test_rendered_prompt_is_encoded_as_one_text(byte_level: Tokenizer) -> None:

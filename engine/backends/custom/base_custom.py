@@ -33,10 +33,13 @@ from engine.backends.custom.frontend.prompts import (
     check_prepared,
     check_prompt,
     encode_chat,
+    encode_words,
     is_long,
+    needs_words,
     prepare_chat,
     prepare_completion,
     truncated,
+    with_text_bias,
 )
 from engine.backends.custom.frontend.text_cache import keep_text
 from engine.backends.custom.frontend.text_model import TextModel, load_text, with_template
@@ -45,6 +48,7 @@ from engine.backends.custom.options import IMAGE_ENCODERS, EngineOptions
 from engine.backends.process import RestartPolicy
 from engine.core.errors import ConfigError, UnavailableError
 from engine.core.grammar.checker import GrammarChecker
+from engine.core.grammar.spec import stop_grammar
 from engine.core.interfaces.backend import (
     ChatRequest,
     CompletionRequest,
@@ -198,14 +202,18 @@ class CustomBackend(InferenceBackend):
         if text is None:
             return []
         max_model_len = ready.max_seq_len if ready else text.config.max_position
-        if self._card is None or self._card.max_model_len != max_model_len:
-            self._card = self._make_card(text, max_model_len)
+        max_sequences = None if ready is None else ready.max_slots
+        known = None if self._card is None else (self._card.max_model_len, self._card.max_sequences)
+        if self._card is None or known != (max_model_len, max_sequences):
+            self._card = self._make_card(text, max_model_len, max_sequences)
         return [self._card]
 
     def resolve(self, name: str | None) -> Resolved | None:
         return next((Resolved(card) for card in self.models() if name in (None, card.id)), None)
 
-    def _make_card(self, text: TextModel, max_model_len: int) -> ModelCard:
+    def _make_card(
+        self, text: TextModel, max_model_len: int, max_sequences: int | None
+    ) -> ModelCard:
         return ModelCard(
             id=self._served_name,
             created=self._created,
@@ -219,6 +227,7 @@ class CustomBackend(InferenceBackend):
             emulated=text.emulated,
             template_options=text.template_options,
             trained_context=text.config.max_position,
+            max_sequences=max_sequences,
             num_dimensions=None if text.reranks else text.config.hidden_size,
             prompt_names=tuple(sorted(name for name in text.prompts if name is not None)),
         )
@@ -247,10 +256,19 @@ class CustomBackend(InferenceBackend):
         check_prepared(prepared, context.params, ready.max_seq_len, text.config.vocab_size)
         if prepared.checked_grammar is not None:
             await self._checker.check(prepared.checked_grammar, prepared.grammar_param)
+        if needs_words(context.params):
+            for pattern in context.params.stop_regex:
+                await self._checker.check(stop_grammar(pattern), "stop_regex")
+            prepared = await self._encode(encode_words, text, prepared, context.params)
+        params = context.params
+        if params.logprob_token_ids:  # the engine takes them from the logprobs of all tokens
+            params = msgspec.structs.replace(params, logprobs=text.config.vocab_size)
+        if params.text_bias:
+            params = await self._encode(with_text_bias, text, params)
         submitted = GenerateRequest(
             request_id=context.request_id,
             prompt=prepared.token_ids,
-            params=context.params,
+            params=params,
             eos_ids=text.eos_ids,
             priority=context.priority,
             salt=context.salt,
@@ -259,11 +277,14 @@ class CustomBackend(InferenceBackend):
             queue_timeout_s=context.queue_timeout_s,
             grammar=prepared.grammar,
             images=prepared.images,
+            bad_words=prepared.bad_words,
+            dry_breakers=prepared.dry_breakers,
+            reports_progress=context.on_progress is not None,
         )
-        generation = Generation(submitted, text, prepared, self._link)
+        generation = Generation(submitted, text, prepared, self._link, context.on_progress)
         self._link.submit(submitted, generation)
         if context.on_prompt is not None:
-            context.on_prompt(len(prepared.token_ids))
+            context.on_prompt(prepared.token_ids)
         return generation
 
     async def embed(self, request: EmbedRequest) -> Embeddings:
@@ -328,6 +349,12 @@ class CustomBackend(InferenceBackend):
         check_prompt(token_ids, text.config.vocab_size, "tokens")
         decode = functools.partial(text.tokenizer.decode, skip_special=False)
         return await self._encode(decode, token_ids)
+
+    async def token_bytes(self, token_ids: tuple[int, ...], *, model: str = "") -> list[bytes]:
+        text, _ = self._loaded()
+        if token_ids:
+            check_prompt(token_ids, text.config.vocab_size, "tokens")
+        return list(map(text.tokenizer.token_literal, token_ids))
 
     async def tokenizer_info(self, *, model: str = "") -> TokenizerInfo:
         text, _ = self._loaded()

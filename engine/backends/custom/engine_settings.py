@@ -13,7 +13,7 @@ from engine.core.config_schema import Settings
 from engine.core.store.model_store import default_name
 
 if TYPE_CHECKING:
-    from engine.core.config_tables import PresetTable
+    from engine.core.config_presets import PresetTable
 
 FRAMEWORKS = "engine.backends.custom.frameworks"
 EXAMINER = "engine.backends.custom.weights.examine:examine_model"
@@ -49,8 +49,8 @@ def engine_options(settings: Settings, framework: str, path: Path | None = None)
         numerics=performance.numerics,
         affinity=performance.affinity,
         kv_dtype=cache.kv_dtype,
-        max_slots=performance.batch_size,
-        max_batch_tokens=performance.max_batch_tokens,
+        max_slots=performance.batch_size or 0,
+        max_batch_tokens=performance.max_batch_tokens or 0,
         max_queued=performance.max_queued_requests,
         pool_bytes=pool_mb * 2**20 if pool_mb is not None else None,
         gpu_memory_utilization=performance.gpu_memory_utilization,

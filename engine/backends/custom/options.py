@@ -13,6 +13,16 @@ IMAGE_ENCODERS: dict[str, tuple[str, ...]] = {
 }
 
 
+MIB = 2**20
+GIB = 2**30
+# (free memory of a GPU, sequences per step, tokens per step) that `planned` chooses for PyTorch.
+GPU_STEPS = ((64 * GIB, 1024, 8192), (20 * GIB, 512, 4096), (0, 128, 2048))
+CPU_STEP_TOKENS = 2048
+# Idle prefixes of the native KV cache take at most this, unless settings give a size. The pool may
+# be much larger, but memory that only running sequences need is touched only by them.
+IDLE_CACHE_BYTES = 224 * MIB
+
+
 class EngineOptions(msgspec.Struct, frozen=True, kw_only=True, tag="options"):
     """Which model to load, and how much of the machine to use. If `pool_bytes` or `max_seq_len` is
     None, the engine chooses the size by the free memory and by the model.
@@ -30,7 +40,7 @@ class EngineOptions(msgspec.Struct, frozen=True, kw_only=True, tag="options"):
     numerics: str = "invariant"
     affinity: str = "auto"
     kv_dtype: str = "auto"
-    max_slots: int = 64
+    max_slots: int = 64  # 0: `planned` chooses it, and so for `max_batch_tokens`
     max_batch_tokens: int = 2048
     max_queued: int = 1024
     pool_bytes: int | None = None
@@ -44,3 +54,25 @@ class EngineOptions(msgspec.Struct, frozen=True, kw_only=True, tag="options"):
     eviction_policy: Literal["lru", "lfu", "fifo"] = "lru"
     log_level: str = "warning"
     log_format: str = "pretty"
+
+    def planned(self, device: str, free_bytes: int, num_cpus: int) -> "EngineOptions":
+        """These options, with the sizes that the settings leave to the engine. They depend on the
+        device: its kind, its free memory and the number of CPUs.
+        """
+        if self.framework == "torch" and device.startswith("cuda"):
+            _, slots, tokens = next(each for each in GPU_STEPS if free_bytes >= each[0])
+        else:
+            slots, tokens = min(256, max(64, 16 * num_cpus)), CPU_STEP_TOKENS
+        if self.max_slots:
+            tokens = max(tokens, self.max_slots)
+        elif self.max_batch_tokens:
+            slots = min(slots, self.max_batch_tokens)
+        cache_bytes = self.cache_bytes
+        if self.framework == "native" and self.pool_bytes is None and cache_bytes is None:
+            cache_bytes = IDLE_CACHE_BYTES
+        return msgspec.structs.replace(
+            self,
+            max_slots=self.max_slots or slots,
+            max_batch_tokens=self.max_batch_tokens or tokens,
+            cache_bytes=cache_bytes,
+        )

@@ -11,6 +11,8 @@ from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Literal
 
+from engine.core.interfaces.request import SAMPLER_FIELDS
+
 GrammarForm = Literal[
     "response_format",  # OpenAI's object of this name
     "structured_outputs",  # vLLM's and ours: one kind with its value
@@ -91,22 +93,34 @@ class Dialect:
     tokens: TokenApi | None = None
     capabilities: tuple[str, ...] = ("completions", "chat", "tools", "json_schema")
     probes_embeddings: bool = False  # send a test request at start to see if it has embeddings
-    # Name of the field that sets how many tokens penalties look back, if the server limits this.
-    # Other servers use the whole text.
-    penalty_window: str | None = None
+    sampler_names: Mapping[str, str] = field(default_factory=dict)  # in `samplers`
+    # Whether the server must be told how many tokens penalties and DRY look at. By default it takes
+    # few of them, and it does not know -1 for all.
+    needs_windows: bool = False
 
 
-# Parameters that OpenAI's own API does not have. Most of them are vLLM's.
-_ADDITIONS = frozenset(
-    {
-        "min_p",
-        "repetition_penalty",
-        "min_tokens",
-        "stop_token_ids",
-        "ignore_eos",
-        "score_prompt",
-    }
+# Those of `SAMPLER_FIELDS` that are lists.
+LIST_FIELDS = (
+    "allowed_token_ids",
+    "bad_words",
+    "stop_regex",
+    "dry_sequence_breakers",
+    "samplers",
 )
+_SAMPLER_FIELDS = frozenset(SAMPLER_FIELDS)
+# Parameters that OpenAI's own API does not have. Most of them are vLLM's.
+_ADDITIONS = _SAMPLER_FIELDS | {
+    "text_bias",
+    "min_p",
+    "repetition_penalty",
+    "min_tokens",
+    "stop_token_ids",
+    "ignore_eos",
+    "score_prompt",
+    "prompt_logprobs",
+    "skip_special_tokens",
+    "logprob_token_ids",
+}
 _CHAT_FEATURES: frozenset[Feature] = frozenset(
     {
         "tool_choice",
@@ -147,6 +161,7 @@ VLLM = Dialect(
     name="vllm",
     signature=("/version", "version"),
     health_path="/health",
+    lacks=_SAMPLER_FIELDS - {"allowed_token_ids", "bad_words"} | {"text_bias"},
     strict_tools=True,
     features=_CHAT_FEATURES
     | {
@@ -169,6 +184,7 @@ SGLANG = Dialect(
     name="sglang",
     signature=("/get_model_info", "model_path"),
     health_path="/health",
+    lacks=(_SAMPLER_FIELDS - {"stop_regex"}) | {"text_bias", "logprob_token_ids"},
     features=(_CHAT_FEATURES - {"add_generation_prompt"})
     | {"token_ids", "completion_logprobs", "parse_special", "priority", "cache_salt"},
     chat_grammars=_SGLANG_GRAMMARS,
@@ -180,7 +196,18 @@ LLAMA_SERVER = Dialect(
     name="llama-server",
     signature=("/props", "default_generation_settings"),
     health_path="/health",
-    lacks=frozenset({"min_tokens", "stop_token_ids", "score_prompt"}),
+    lacks=frozenset(
+        {
+            "min_tokens",
+            "stop_token_ids",
+            "score_prompt",
+            "allowed_token_ids",
+            "bad_words",
+            "stop_regex",
+            "skip_special_tokens",
+            "logprob_token_ids",
+        }
+    ),
     emulated=frozenset({"n"}),
     names={"repetition_penalty": "repeat_penalty"},
     asks_for_stop={"verbose": True},
@@ -196,7 +223,8 @@ LLAMA_SERVER = Dialect(
     },
     tokens=TokenApi(text="content", special="add_special", decoded="content", chats="template"),
     probes_embeddings=True,
-    penalty_window="repeat_last_n",
+    needs_windows=True,
+    sampler_names={"typical_p": "typ_p"},
 )
 OLLAMA = Dialect(
     name="ollama",

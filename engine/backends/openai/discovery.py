@@ -243,7 +243,9 @@ class Discovery:
             size_bytes=meta.size,
             capabilities=capabilities,
             emulated=tuple(sorted({*facts.emulated, *dialect.emulated})),
-            lacks=tuple(sorted(dialect.lacks | ({"priority"} - dialect.features))),
+            lacks=tuple(
+                sorted(dialect.lacks | {"return_progress"} | ({"priority"} - dialect.features))
+            ),
             template_options=tuple(sorted(options)),
             trained_context=meta.n_ctx_train,
             num_dimensions=facts.num_dimensions,

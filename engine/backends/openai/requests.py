@@ -3,6 +3,7 @@ emulated, or refused with an error that names it.
 """
 
 import hashlib
+import math
 from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Any
@@ -10,7 +11,13 @@ from typing import Any
 import msgspec
 
 from engine.backends.custom.frontend.prompts import check_params, check_prompt
-from engine.backends.openai.dialects import Dialect, Feature, GrammarForm, Grammars
+from engine.backends.openai.dialects import (
+    LIST_FIELDS,
+    Dialect,
+    Feature,
+    GrammarForm,
+    Grammars,
+)
 from engine.core.errors import InvalidRequestError
 from engine.core.interfaces.backend import (
     ChatRequest,
@@ -19,7 +26,7 @@ from engine.core.interfaces.backend import (
     GenerationContext,
     GrammarSpec,
 )
-from engine.core.interfaces.request import SamplingParams
+from engine.core.interfaces.request import SAMPLER_FIELDS, SamplingParams
 
 # Characters with a special meaning in the regular expressions of some server.
 _SPECIAL = frozenset("\\.^$*+?{}[]|()-/")
@@ -81,6 +88,7 @@ def _gbnf_choice(spec: GrammarSpec) -> str:
 
 
 _DEFAULTS = SamplingParams()
+_MIN_BIAS = -100.0
 # Fields that are sent unchanged, under the dialect's name for them.
 _PLAIN = (
     "temperature",
@@ -92,7 +100,12 @@ _PLAIN = (
     "frequency_penalty",
     "min_tokens",
     "ignore_eos",
+    "skip_special_tokens",
+    *(name for name in SAMPLER_FIELDS if name not in LIST_FIELDS),
 )
+
+
+_WINDOWS = ("repeat_last_n", "dry_penalty_last_n")
 
 
 class BodyBuilder:
@@ -119,6 +132,8 @@ class BodyBuilder:
         body["messages"] = [
             self._message(position, each) for position, each in enumerate(request.messages)
         ]
+        if params.score_prompt:
+            raise self._refusal("prompt_logprobs", "gives none of chats")
         if params.max_tokens is not None:
             body[dialect.chat_limit_name] = params.max_tokens
         if params.logprobs is not None:
@@ -158,6 +173,8 @@ class BodyBuilder:
             spec = request.context.grammar
             body |= grammar_fields(spec, dialect.completion_grammars, dialect.name)
         if params.score_prompt:
+            if params.prompt_logprobs is not None:
+                body["logprobs"] = max(params.prompt_logprobs, body.get("logprobs", 0))
             body |= {"echo": True, "stream": False}
             del body["stream_options"]
         return body
@@ -195,23 +212,33 @@ class BodyBuilder:
             is_said = dialect.says_defaults and name not in dialect.lacks | dialect.emulated
             if is_said or value != getattr(_DEFAULTS, name):
                 body[dialect.names.get(name, name)] = value
-        if params.has_penalties and dialect.penalty_window is not None:
-            body[dialect.penalty_window] = self._max_model_len
+        for name in LIST_FIELDS:
+            if getattr(params, name) != getattr(_DEFAULTS, name):
+                body[name] = list(getattr(params, name))
+        if params.samplers:
+            body["samplers"] = [dialect.sampler_names.get(each, each) for each in params.samplers]
+        for name in _WINDOWS if dialect.needs_windows else ():
+            if getattr(params, name) < 0:
+                body[name] = self._max_model_len
         if params.n > 1:
             body["n"] = params.n
         if params.seed is not None:
             body["seed"] = params.seed % (dialect.max_seed + 1)
-        if params.logit_bias:
-            body["logit_bias"] = {str(key): bias for key, bias in params.logit_bias.items()}
+        if params.logit_bias or params.text_bias:
+            body["logit_bias"] = _biases(params, dialect)
         if params.stop:
             body["stop"] = list(params.stop[: dialect.max_stops])
             body |= dialect.asks_for_stop
         if params.stop_token_ids:
             body["stop_token_ids"] = list(params.stop_token_ids)
+        if params.logprob_token_ids:
+            body["logprob_token_ids"] = list(params.logprob_token_ids)
         for name in dialect.lacks:
             if getattr(params, name) != getattr(_DEFAULTS, name):
                 raise self._refusal(name, "has no such parameter")
         truncation = context.truncate_prompt_tokens
+        if truncation is not None and context.truncation_side == "right":
+            body["truncation_side"] = "right"
         return body | self._hints(context.priority, context.salt, truncation)
 
     def _hints(self, priority: int, salt: str, truncation: int | None) -> dict[str, Any]:
@@ -328,6 +355,17 @@ def _strict(tool: dict[str, Any]) -> dict[str, Any]:
     if takes_nothing and not (schema.get("properties") or schema.get("patternProperties")):
         function["parameters"] = schema | {"const": {}}
     return tool | {"function": function}
+
+
+def _biases(params: SamplingParams, dialect: Dialect) -> Any:
+    """The field `logit_bias`. If a bias is about a text or excludes a token, it is a list of pairs,
+    for servers that know texts. Others exclude a token by the lowest bias of OpenAI's API.
+    """
+    biases = [*params.logit_bias.items(), *params.text_bias.items()]
+    is_plain = not params.text_bias and all(map(math.isfinite, params.logit_bias.values()))
+    if is_plain or "text_bias" in dialect.lacks:
+        return {str(key): max(bias, _MIN_BIAS) for key, bias in biases}
+    return [[key, bias if math.isfinite(bias) else False] for key, bias in biases]
 
 
 def _call(call: dict[str, Any]) -> dict[str, Any]:

@@ -45,6 +45,7 @@ def run_engine(
     if options.threads is not None:
         torch.set_num_threads(options.threads)
     device = build.find_device(options.device, options.dtype)
+    options = options.planned(device.name, device.free_bytes, os.cpu_count() or 1)
     model = load_model(checkpoint, build.torch_device(device.name), build.torch_dtype(device.dtype))
     fitted = fit(Loaded(model, checkpoint.shape, options, device))
     if not fitted.shares:

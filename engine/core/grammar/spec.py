@@ -56,6 +56,19 @@ def _regex(spec: GrammarSpec) -> str:
         _fail(spec, f"the regular expression cannot be used: {error}")
 
 
+def stop_grammar(pattern: str) -> str:
+    """A grammar of the texts that end with a match of a regular expression."""
+    spec = GrammarSpec(kind="regex", source=pattern, param="stop_regex")
+    try:
+        expression = translate(pattern, in_json=False)
+    except RegexError as error:
+        _fail(spec, f"the regular expression cannot be used: {error}")
+    # After this replacement, each "^" is an anchor, because literal characters are escaped.
+    if set("^$") & set(expression.replace("[^", "[")):
+        _fail(spec, "the anchors ^ and $ are not supported, because the answer has no end yet")
+    return _from_regex(f"(?s:.*)(?:{expression})")
+
+
 def _choice(spec: GrammarSpec) -> str:
     choices = _json(spec)
     if not isinstance(choices, list) or not choices:

@@ -36,6 +36,15 @@ class TokenText(msgspec.Struct, frozen=True):
     in_text: bool = True  # False for a control token that is not part of the text
 
 
+class PromptProgress(msgspec.Struct, frozen=True):
+    """How much of a prompt is computed."""
+
+    total: int  # tokens of the prompt
+    cached: int  # tokens that were in the prefix cache
+    processed: int  # tokens that are computed or were cached
+    seconds: float  # since the first step of the request
+
+
 class TextEvent(msgspec.Struct, frozen=True):
     """A piece of an answer's text. It is final: later events don't change it.
 
@@ -48,6 +57,7 @@ class TextEvent(msgspec.Struct, frozen=True):
     num_tokens: int
     logprobs: tuple[TokenText, ...] | None = None
     token_ids: tuple[int, ...] = ()  # empty if the backend does not know them
+    progress: PromptProgress | None = None  # only in events before the first token, without text
 
 
 class ReasoningEvent(msgspec.Struct, frozen=True):
@@ -117,12 +127,15 @@ class GenerationContext(msgspec.Struct, frozen=True, kw_only=True):
     timeout_s: float | None = None
     queue_timeout_s: float | None = None  # None: same as `timeout_s`
     grammar: GrammarSpec | None = None
-    # Keep only this many tokens from the end of the prompt. -1 keeps as many as fit into the
-    # context. None keeps the whole prompt.
+    # Keep only this many tokens of the prompt. -1 keeps as many as fit into the context. None keeps
+    # the whole prompt.
     truncate_prompt_tokens: int | None = None
+    truncation_side: Literal["left", "right"] = "left"  # the side that is cut off
     # Called once the backend has checked the prompt and sent it to its engine, with the prompt's
-    # number of tokens. None: only the remote server knows the number.
-    on_prompt: Callable[[int | None], None] | None = None
+    # token ids. None: only the remote server knows them.
+    on_prompt: Callable[[tuple[int, ...] | None], None] | None = None
+    # Called whenever more of the prompt is computed. Backends of other servers never call it.
+    on_progress: Callable[[PromptProgress], None] | None = None
 
 
 class ToolChoice(msgspec.Struct, frozen=True):
@@ -135,7 +148,8 @@ IMAGE_MARK = "\ufffc"
 
 
 class ChatRequest(msgspec.Struct, frozen=True, kw_only=True):
-    """A chat request after validation.
+    """A chat request after validation. If `score_prompt` is set, the first event of each choice has
+    the logprobs of the prompt, and no text.
 
     Messages are plain dicts with `role` (system, user, assistant or tool) and `content`, a string.
     A user message may have `images`, a list of image files (bytes), one for each `IMAGE_MARK` in
@@ -219,10 +233,11 @@ class Embeddings(msgspec.Struct, frozen=True):
 
 class Preset(msgspec.Struct, frozen=True, kw_only=True):
     """Defaults of a model: the system message of conversations that have none, and sampling
-    parameters by name for requests that do not set them.
+    parameters and options of the chat template by name, for requests that do not set them.
     """
 
     system: str | None = None
+    template_options: dict[str, Any] = {}
     parameters: dict[str, Any] = {}
 
 
@@ -251,6 +266,7 @@ class ModelCard(msgspec.Struct, frozen=True, kw_only=True):
     # Context length of the training, in tokens; may exceed `max_model_len`.
     trained_context: int | None = None
     preset: Preset | None = None  # set by the server, from `[presets.ID]`
+    max_sequences: int | None = None  # max number of sequences in one step; None: not known
     num_dimensions: int | None = None  # length of the model's embedding vectors
     prompt_names: tuple[str, ...] = ()  # names of the prompts that embedding inputs may have
     root: str | None = None  # id of the model that this card is an alias of

@@ -11,6 +11,35 @@ import msgspec
 
 FinishReason = Literal["stop", "length", "abort", "error"]
 
+DRY_BREAKERS = ("\n", ":", '"', "*")
+# The names that `SamplingParams.samplers` may have, in the default order of llama.cpp.
+SAMPLERS = (
+    "penalties",
+    "dry",
+    "top_n_sigma",
+    "top_k",
+    "typical_p",
+    "top_p",
+    "min_p",
+    "xtc",
+    "temperature",
+)
+_OFF: dict[str, dict[str, float]] = {
+    "penalties": {
+        "repetition_penalty": 1.0,
+        "presence_penalty": 0.0,
+        "frequency_penalty": 0.0,
+    },
+    "dry": {"dry_multiplier": 0.0},
+    "top_n_sigma": {"top_n_sigma": 0.0},
+    "top_k": {"top_k": 0},
+    "typical_p": {"typical_p": 1.0},
+    "top_p": {"top_p": 1.0},
+    "min_p": {"min_p": 0.0},
+    "xtc": {"xtc_probability": 0.0},
+    "temperature": {"temperature": 1.0, "dynatemp_range": 0.0},
+}
+
 
 class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
     """How tokens are sampled. The HTTP APIs validate the ranges; this class does not."""
@@ -25,14 +54,46 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
     presence_penalty: float = 0.0
     frequency_penalty: float = 0.0
     logit_bias: dict[int, float] = {}
+    # Biases of all tokens of a text. The frontend adds them to `logit_bias`.
+    text_bias: dict[str, float] = {}
     seed: int | None = None  # None: a random seed is chosen when the request is submitted
     n: int = 1
     stop: tuple[str, ...] = ()  # stop strings, matched by the frontend
     stop_token_ids: tuple[int, ...] = ()
     ignore_eos: bool = False
     logprobs: int | None = None  # number of alternatives to return per token; None: no logprobs
-    # Whether to return logprobs of the prompt's tokens too; needs `logprobs`.
-    score_prompt: bool = False
+    score_prompt: bool = False  # whether to return logprobs of the prompt's tokens too
+    # Number of alternatives to return per prompt token, with `score_prompt`. None: `logprobs`
+    prompt_logprobs: int | None = None
+    # If not empty, the alternatives are these tokens and the sampled one, instead of the likeliest.
+    logprob_token_ids: tuple[int, ...] = ()
+    skip_special_tokens: bool = True  # False: names of control tokens are part of the text
+    # The fields from here on are `SAMPLER_FIELDS`.
+    allowed_token_ids: tuple[int, ...] = ()  # if not empty, no other token is sampled
+    bad_words: tuple[str, ...] = ()  # texts that the output must not contain
+    stop_regex: tuple[str, ...] = ()  # regular expressions, matched by the frontend
+    # The penalties look at this many last tokens. -1: at all tokens
+    repeat_last_n: int = -1
+    dry_multiplier: float = 0.0  # 0: DRY is off
+    dry_base: float = 1.75
+    dry_allowed_length: int = 2
+    dry_penalty_last_n: int = -1  # DRY looks at this many last tokens. -1: at all tokens
+    dry_sequence_breakers: tuple[str, ...] = DRY_BREAKERS
+    top_n_sigma: float = 0.0  # 0: off
+    typical_p: float = 1.0  # 1: off
+    xtc_probability: float = 0.0  # 0: XTC is off
+    xtc_threshold: float = 0.1
+    min_keep: int = 0  # min number of tokens that top-p, min-p, typical-p and XTC each keep
+    dynatemp_range: float = 0.0  # 0: the temperature is the same for each token
+    dynatemp_exponent: float = 1.0
+    mirostat: Literal[0, 1, 2] = 0  # the version; 0: off
+    mirostat_tau: float = 5.0
+    mirostat_eta: float = 0.1
+    samplers: tuple[str, ...] = ()  # names in `SAMPLERS`, in order. Empty: the default order
+
+    @property
+    def num_prompt_logprobs(self) -> int:
+        return self.logprobs or 0 if self.prompt_logprobs is None else self.prompt_logprobs
 
     @property
     def has_penalties(self) -> bool:
@@ -41,6 +102,38 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
             or self.presence_penalty != 0.0
             or self.frequency_penalty != 0.0
         )
+
+    def named_samplers_only(self) -> "SamplingParams":
+        """The same parameters, but with every sampler off that `samplers` does not name."""
+        changes: dict[str, float] = {}
+        for name in SAMPLERS if self.samplers else ():
+            if name not in self.samplers:
+                changes |= _OFF[name]
+        return msgspec.structs.replace(self, **changes)
+
+    @property
+    def has_chain(self) -> bool:
+        """Whether the parameters need llama.cpp's chain of samplers. Then the temperature comes
+        last.
+        """
+        return (
+            bool(self.samplers or self.mirostat)
+            or self.typical_p < 1.0
+            or self.top_n_sigma > 0.0
+            or self.xtc_probability > 0.0
+            or self.dynatemp_range > 0.0
+            or self.min_keep > 1
+        )
+
+    @property
+    def sampled_on_host(self) -> bool:
+        """Whether tokens are sampled on the host, because devices lack a sampler for them."""
+        return self.has_chain or (self.has_penalties and self.repeat_last_n >= 0)
+
+
+_FIELDS = SamplingParams.__struct_fields__
+# The parameters that few servers have.
+SAMPLER_FIELDS = _FIELDS[_FIELDS.index("allowed_token_ids") :]
 
 
 class ImageInput(msgspec.Struct, frozen=True, array_like=True):
@@ -70,6 +163,11 @@ class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True, tag="submit"):
     grammar: str | None = None  # llguidance grammar that the output must match
     pools: bool = False  # if true, return one embedding vector for the prompt and generate nothing
     images: tuple[ImageInput, ...] = ()  # in the order of the prompt
+    bad_words: tuple[tuple[int, ...], ...] = ()  # token ids of `params.bad_words`
+    # Token sequences with which a text of `params.dry_sequence_breakers` ends
+    dry_breakers: tuple[tuple[int, ...], ...] = ()
+    # Send a delta after each step that computes a part of the prompt.
+    reports_progress: bool = False
     # Only for encoders: in a pair of texts, the index of the first token with token type 1. 0: all
     # tokens have type 0
     second_start: int = 0
@@ -141,6 +239,8 @@ class TokenDelta(msgspec.Struct, frozen=True, array_like=True, gc=False):
     # Logprobs of all prompt tokens except the first. Set on a choice's first delta, if requested.
     prompt_logprobs: tuple[TokenLogprobs, ...] | None = None
     vector: bytes | None = None  # float32 embedding; set on the only delta of a pooling request
+    # Number of computed prompt tokens, the cached ones included. Such a delta has no tokens.
+    num_processed: int = 0
 
 
 STEP_SECONDS = (0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10)

@@ -1,6 +1,11 @@
-"""Stop strings: cuts a text at the first of them, as the text arrives."""
+"""Stop strings and stop patterns: cut a text at the first of them, as the text arrives."""
+
+from typing import TYPE_CHECKING
 
 from engine.core.errors import InvalidRequestError
+
+if TYPE_CHECKING:
+    from llguidance import LLMatcher
 
 
 class StopStrings:
@@ -49,3 +54,56 @@ class StopStrings:
                     longest = size
                     break
         return longest
+
+
+class StopPattern:
+    """A compiled regular expression. llguidance matches it in linear time, whatever it is."""
+
+    def __init__(self, pattern: str) -> None:
+        # imported late, because few requests have a stop pattern
+        from llguidance import LLMatcher, LLTokenizer
+
+        from engine.core.grammar.limits import parser_limits
+        from engine.core.grammar.spec import stop_grammar
+
+        self.pattern = pattern
+        self._matcher = LLMatcher(
+            LLTokenizer("byte"), stop_grammar(pattern), log_level=0, limits=parser_limits()
+        )
+        if self._matcher.is_error():
+            fault = self._matcher.get_error()
+            raise InvalidRequestError(f"stop_regex: {fault}", param="stop_regex")
+        if self._matcher.is_accepting():
+            raise InvalidRequestError(
+                "stop_regex: a pattern that matches the empty text would end every answer at once.",
+                param="stop_regex",
+            )
+
+    def matcher(self) -> "LLMatcher":
+        """A new matcher. It accepts a text that ends with a match."""
+        return self._matcher.deep_copy()
+
+
+class StopPatterns:
+    """Cuts a text that arrives in parts after the first match of a pattern. The match is part of
+    the text, and ends as early as possible.
+    """
+
+    def __init__(self, patterns: tuple[StopPattern, ...]) -> None:
+        self.stopped: str | None = None
+        self._matchers = [(each.pattern, each.matcher()) for each in patterns]
+
+    def push(self, text: str) -> str:
+        if self.stopped is not None:
+            return ""
+        for index, char in enumerate(text):
+            for pattern, matcher in self._matchers:
+                matcher.try_consume_tokens(list(char.encode("utf-8", "replace")))
+                if matcher.is_error():
+                    raise InvalidRequestError(
+                        "stop_regex became too complex to follow; simplify it.", param="stop_regex"
+                    )
+                if matcher.is_accepting():
+                    self.stopped = pattern
+                    return text[: index + 1]
+        return text

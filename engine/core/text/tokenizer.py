@@ -9,14 +9,14 @@ tokens are already ids, can contain them, and text whose client asked for it (`p
 import codecs
 import os
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 from engine.core.errors import InvalidRequestError
-from engine.core.text.stop_strings import StopStrings
+from engine.core.text.stop_strings import StopPattern, StopPatterns, StopStrings
 from engine.core.text.tokenizer_json import parts_from_directory
 from engine.core.text.tokenizer_parts import TokenizerParts, piece_bytes, sentinel
 from engine.core.text.tokenizer_tables import TokenizerTables, parts_from_tables
@@ -24,6 +24,9 @@ from engine.core.text.tokenizer_tables import TokenizerTables, parts_from_tables
 # The `tokenizers` library reads this variable at each batch. Our batches have one text, so more
 # threads would not help.
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+MAX_TEXTS = 64  # max number of texts whose token sequences are kept
+# A control character. Vocabularies have it as a byte at most, so no token has more text with it.
+_UNMERGED = "\x02"
 _Utf8Decoder = codecs.getincrementaldecoder("utf-8")
 
 
@@ -85,6 +88,7 @@ class Tokenizer:
         self._visible = TokenBytes(parts, skipped=parts.special_ids)
         self._literal = TokenBytes(parts, skipped=frozenset())
         self._showing: dict[frozenset[int], TokenBytes] = {}
+        self._with_text: dict[str, tuple[tuple[int, ...], ...]] = {}
         self.specials = SpecialTokens(
             {parts.pieces[i]: i for i in sorted(parts.special_ids) if parts.pieces[i]}
         )
@@ -171,6 +175,12 @@ class Tokenizer:
                 "characters."
             ) from error
 
+    def encode_continuation(self, text: str) -> list[int]:
+        """Encode text that follows other text, so that no space is added before it."""
+        if not self.drops_leading_space:
+            return self.encode(text)
+        return self.encode(_UNMERGED + text)[len(self.encode(_UNMERGED)) :]
+
     def encode_prompt(
         self, text: str, add_bos: bool = True, parse_special: bool = False
     ) -> list[int]:
@@ -244,6 +254,30 @@ class Tokenizer:
             self._showing[shown] = TokenBytes(self._parts, self._parts.special_ids - shown)
         return self._showing[shown]
 
+    def sequences_with(self, text: str) -> tuple[tuple[int, ...], ...]:
+        """The token sequences that contain `text` and need all their tokens for it. A sequence is
+        one token, or a token that ends with the start of `text`, and the tokens of the rest.
+        """
+        found = self._with_text.get(text)
+        if found is None:
+            if len(self._with_text) >= MAX_TEXTS:
+                self._with_text.clear()
+            found = self._with_text[text] = tuple(self._find_sequences(text))
+        return found
+
+    def _find_sequences(self, text: str) -> Iterator[tuple[int, ...]]:
+        whole, literal = text.encode("utf-8", "surrogatepass"), self._literal
+        splits = range(1, len(text))
+        rests = {text[:size].encode(): tuple(self.encode(text[size:])) for size in splits}
+        for token_id in range(self.vocab_size):
+            piece = literal[token_id]
+            if whole in piece:
+                yield (token_id,)
+            else:
+                for start, rest in rests.items():
+                    if piece.endswith(start):
+                        yield (token_id, *rest)
+
     def token_id(self, text: str) -> int | None:
         """The id of the control token or added token with exactly this text, or None."""
         return self._marker_ids.get(text)
@@ -259,7 +293,8 @@ class Detokenizer:
 
     The text that `push` returns is final: it has only complete code points, and no text that could
     be the start of a stop string. The results of all `push` calls and of `flush`, joined, equal the
-    result of `Tokenizer.decode` for all ids, cut at the first stop string.
+    result of `Tokenizer.decode` for all ids, cut before the first stop string or after the first
+    match of a regular expression.
     """
 
     def __init__(
@@ -269,15 +304,20 @@ class Detokenizer:
         skip_special: bool = True,
         continuation: bool = False,
         shown: frozenset[int] = frozenset(),
+        patterns: tuple[StopPattern, ...] = (),
     ) -> None:
         self._stops = StopStrings(stop) if stop else None
+        self._patterns = StopPatterns(patterns) if patterns else None
         self._table = tokenizer.bytes_table(skip_special, shown)
         self._utf8 = _Utf8Decoder("replace")
         self._drop_space = tokenizer.drops_leading_space and not continuation
 
     @property
     def stopped(self) -> str | None:
-        """The stop string that ended the text, or None."""
+        """The stop string or the regular expression that ended the text, or None."""
+        # Regular expressions only see the text before a stop string, so a match comes first.
+        if self._patterns is not None and self._patterns.stopped is not None:
+            return self._patterns.stopped
         return None if self._stops is None else self._stops.stopped
 
     def push(self, token_ids: Iterable[int], may_stop: bool = True) -> str:
@@ -294,12 +334,15 @@ class Detokenizer:
         if self.stopped is not None:
             return ""
         text = self._advance(self._utf8.decode(b"", final=True), may_stop=True)
-        return text if self._stops is None else text + self._stops.flush()
+        return text if self._stops is None else text + self._search(self._stops.flush())
 
     def _advance(self, text: str, may_stop: bool) -> str:
         if self._drop_space and text:
             self._drop_space = False
             text = text.removeprefix(" ")
-        if self._stops is None or not may_stop:
+        if not may_stop:
             return text
-        return self._stops.push(text)
+        return self._search(text if self._stops is None else self._stops.push(text))
+
+    def _search(self, text: str) -> str:
+        return text if self._patterns is None else self._patterns.push(text)

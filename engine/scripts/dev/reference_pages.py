@@ -1,4 +1,5 @@
-"""Generates docs/reference: every setting and every metric, as the code defines them.
+"""Generates docs/reference: every setting and every metric, as the code defines them. Also writes
+the tables of other servers' parameters into docs/compatibility.md.
 
     engine dev reference_pages            # write the pages
     engine dev reference_pages --check    # exit status 1 if a page is stale
@@ -24,20 +25,16 @@ from pydantic_core import PydanticUndefined
 
 from engine.cli.serve import serve
 from engine.core.config import CONFIG_VARIABLE, flag_name, variable_names
+from engine.core.config_presets import ParametersTable, PresetTable
 from engine.core.config_schema import SECRET_KEYS, SECTIONS, Settings
-from engine.core.config_tables import (
-    BackendTable,
-    ModelTable,
-    ParametersTable,
-    PluginTable,
-    PresetTable,
-    ShadowTable,
-)
+from engine.core.config_tables import BackendTable, ModelTable, PluginTable, ShadowTable
 from engine.core.observability.metrics import Metrics
 from engine.plugins.metrics import PluginMetrics
 from engine.routing.metrics import RouterMetrics, ShadowMetrics
+from engine.servers.openai.openapi import TRANSLATING, verdict_in
+from engine.servers.schema.dialects.words import DIALECTS, WORDS, Word
 
-FOLDER = Path(__file__).parents[3] / "docs" / "reference"
+FOLDER = Path(__file__).parents[3] / "docs"
 _BOUNDS = (
     (("minimum", "maximum"), "{} to {}"),
     (("exclusiveMinimum", "maximum"), "above {}, at most {}"),
@@ -49,6 +46,11 @@ _KINDS = {"boolean": "true, false", "array": "list", "object": "table"}
 _NOTICE = "<!-- Written by `engine dev reference_pages` from the code; do not edit it here. -->"
 
 
+# docs/compatibility.md is written by hand, except for the part between these marks.
+_BEGIN = "<!-- Tables, written by `engine dev reference_pages`; do not edit them here. -->"
+_END = "<!-- End of the tables. -->"
+
+
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--check", action="store_true", help="only tell whether a page is stale")
@@ -57,15 +59,52 @@ def main(arguments: Sequence[str] | None = None) -> None:
     if check and stale:
         print(f"stale: {', '.join(stale)}; run `engine dev reference_pages`", file=sys.stderr)
         raise SystemExit(1)
-    FOLDER.mkdir(exist_ok=True)
     for name in stale:
         (FOLDER / name).write_text(pages()[name], encoding="utf-8")
         print(FOLDER / name)
 
 
 def pages() -> dict[str, str]:
-    """The text of each page of docs/reference, by file name."""
-    return {"settings.md": settings_page(), "metrics.md": metrics_page()}
+    """The text of each page, by its path below docs."""
+    return {
+        "reference/settings.md": settings_page(),
+        "reference/metrics.md": metrics_page(),
+        "compatibility.md": compatibility_page(_read(FOLDER / "compatibility.md") or ""),
+    }
+
+
+def compatibility_page(text: str) -> str:
+    """The page `text` with the current tables between its two marks."""
+    before, _, rest = text.partition(_BEGIN)
+    _, _, after = rest.partition(_END)
+    lines = [_BEGIN, ""]
+    for dialect, shown in DIALECTS.items():
+        lines += [
+            f"### {shown}",
+            "",
+            *_table("parameter", "chats", "completions", "`/generate`", "what happens"),
+        ]
+        rows: dict[tuple[str, ...], list[str]] = {}
+        for word in sorted(WORDS.values(), key=lambda each: each.name):
+            if dialect in word.dialects:
+                rows.setdefault(_verdicts(word), []).append(f"`{word.name}`")
+        lines += [_row(", ".join(names), *cells) for cells, names in rows.items()]
+        lines.append("")
+    return before + "\n".join([*lines, _END]) + after
+
+
+def _verdicts(word: Word) -> tuple[str, ...]:
+    """The verdict of each endpoint, and what else a reader should know."""
+    verdicts = tuple(verdict_in(word, kind) for kind in TRANSLATING.values())
+    told = {
+        "acts": word.note,
+        "translated": "; ".join(each for each in (f"becomes `{word.target}`", word.note) if each),
+        "warned": f"the warning: {word.warning}",
+        "refused": f"instead: {word.instead}",
+    }
+    if not word.target:
+        told["translated"] = word.note
+    return *verdicts, next(text for verdict, text in told.items() if verdict in verdicts)
 
 
 def settings_page() -> str:

@@ -23,12 +23,17 @@ from engine.core.key_file import NO_LIMITS, KeyEntry, KeyLimits, read_keys
 if TYPE_CHECKING:
     from engine.servers.access.quotas import AuthThrottle
 
-# Routes that need no key. `/health` shows only its status to clients without a key, and details to
-# the others (see `probes.py`).
-PUBLIC_ROUTES = frozenset({"/livez", "/readyz", "/health"})
+# Routes that need no key. `/health` and `/healthz` show only their status to clients without a key,
+# and details to the others (see `probes.py`).
+PUBLIC_ROUTES = frozenset({"/livez", "/readyz", "/health", "/healthz"})
 ADMIN_PATH = "/v1/admin/"
 # Routes of other servers' APIs that need the same rights as those below `ADMIN_PATH`.
-ADMIN_ROUTES: frozenset[str] = frozenset()
+ADMIN_ROUTES = frozenset(
+    {
+        *("/api/copy", "/api/create", "/api/delete", "/api/pull", "/flush_cache"),
+        *("/sleep", "/wake_up", "/reset_prefix_cache", "/start_profile", "/stop_profile"),
+    }
+)
 # Admin routes that report how requests were routed. If no admin key is set, all clients that may
 # send requests may read them.
 CLIENT_ROUTES = frozenset(
@@ -70,7 +75,6 @@ class Authenticator:
         self._throttle = throttle
         self._metrics_token = None if token is None else digest_of(token.get_secret_value())
         self._metrics_route = settings.metrics.endpoint
-        self._is_local = is_loopback(settings.server.host)
 
     async def __call__(self, request: Request) -> None:
         principal = self.identify(request)
@@ -117,9 +121,7 @@ class Authenticator:
                     "The administrator's key is needed: send it as 'Authorization: Bearer KEY'."
                 )
             raise ForbiddenError("This key is not the administrator's.")
-        # If no keys are set and only this machine can reach the server, all clients are admins.
-        is_alone = not self._keys.has_users and self._is_local
-        if request.scope["route"].path not in CLIENT_ROUTES and not is_alone:
+        if request.scope["route"].path not in CLIENT_ROUTES and not self._keys.all_are_admins:
             raise ForbiddenError(
                 "This needs an administrator's key, and the server has none: set"
                 " LLM_ENGINE_ADMIN_KEY or server.admin_key_file and start the server again."
@@ -144,6 +146,11 @@ def principal_of(request: Request) -> Principal:
     principal = request.state.principal
     assert isinstance(principal, Principal)
     return principal
+
+
+def may_administer(request: Request, keys: "KeyRing") -> bool:
+    """Whether the request may use admin routes. For routes that do more for admins."""
+    return principal_of(request).is_admin or keys.all_are_admins
 
 
 def principal_of_digest(digest: bytes) -> Principal:
@@ -178,6 +185,7 @@ class KeyRing:
     def __init__(self, server: ServerSettings) -> None:
         self.entries: tuple[KeyEntry, ...] = ()
         self.credentials: tuple[Credential, ...] = ()
+        self._is_local = is_loopback(server.host)
         self.load(server)
 
     @property
@@ -188,6 +196,13 @@ class KeyRing:
     @property
     def has_admin(self) -> bool:
         return any(each.principal.is_admin for each in self.credentials)
+
+    @property
+    def all_are_admins(self) -> bool:
+        """Whether all clients are admins: no keys are set, and only this machine can reach the
+        server.
+        """
+        return not self.credentials and self._is_local
 
     def label(self, principal: Principal) -> str:
         """The tenant's name in the keys file. Empty for tenants that are not in the file."""

@@ -29,7 +29,9 @@ from engine.core.interfaces.backend import (
 from engine.servers.anthropic.blocks import BlockReader, with_system
 from engine.servers.http.errors import invalid_request, problem
 from engine.servers.schema import fields
-from engine.servers.schema.body import SamplingBody, drop_no_effect
+from engine.servers.schema.body import SamplingBody
+from engine.servers.schema.dialects.reading import read_words
+from engine.servers.schema.dialects.words import Word
 from engine.servers.schema.messages import (
     MAX_MESSAGES,
     MAX_TOOLS,
@@ -55,6 +57,10 @@ NO_EFFECT: dict[str, tuple[Any, ...]] = {
     "mcp_servers": ([],),
     "thread": (),
     "user_profile_id": (),
+}
+_UNSUPPORTED = {
+    name: Word(name=name, dialects=("anthropic",), note="", off=off)
+    for name, off in NO_EFFECT.items()
 }
 
 
@@ -224,7 +230,7 @@ def parse(kind: type[Kind], raw: dict[str, Any]) -> tuple[Kind, AnthropicPrompt]
     reader = BlockReader()
     try:
         body = kind.model_validate(
-            drop_no_effect(raw, kind.model_fields, NO_EFFECT), context=reader
+            read_words(raw, kind.model_fields, _UNSUPPORTED).values, context=reader
         )
     except ValidationError as error:
         raise invalid_request(error) from None

@@ -1,47 +1,53 @@
 """/v1/batches: many requests in one file, which are answered when there is capacity. This module
-also adds the routes of /v1/files.
+also adds the routes of /v1/files, /v1/uploads and /v1/messages/batches, which share its storage.
 """
 
 import secrets
+from functools import partial
 
 import msgspec
 from fastapi import FastAPI
-from pydantic import ValidationError
 from starlette.requests import Request
 from starlette.responses import Response
 
 from engine.core.errors import UnavailableError
 from engine.servers.access.auth import principal_of
+from engine.servers.anthropic.batches import add_message_batches_routes
 from engine.servers.batches import store as batch_store
 from engine.servers.batches.caller import Caller
 from engine.servers.batches.run import Bench
 from engine.servers.batches.runner import BatchRunner, line_slots, pool_of
-from engine.servers.batches.schema import WINDOW_S, BatchBody, BatchQuery
-from engine.servers.batches.store import BatchStore, NewBatch
+from engine.servers.batches.schema import WINDOW_S, BatchBody, BatchQuery, NewBatch
+from engine.servers.batches.store import BatchStore
 from engine.servers.files import store as file_store
+from engine.servers.files import uploads
 from engine.servers.files.expiry import unix_now
 from engine.servers.files.routes import add_files_routes, bounded_life_s
 from engine.servers.files.store import FileStore, new_file_id
-from engine.servers.http.errors import invalid_request
 from engine.servers.http.limits import read_parsed
 from engine.servers.http.listing import list_body, parse_query
+from engine.servers.schema.body import validated
 from engine.servers.serving.services import NOT_READY_RETRY_S, Services, json_response
 from engine.servers.serving.storage import Database
 
 MAX_BODY_BYTES = 65_536
+PREFIX = "batch_"
 
 
 def add_files_and_batches_routes(app: FastAPI, services: Services) -> None:
     settings = services.settings.storage
     db_path = settings.directory / "batches.db"
-    database = Database(db_path, file_store.SCHEMA + batch_store.SCHEMA)
+    schemas = file_store.SCHEMA + batch_store.SCHEMA + uploads.SCHEMA
+    database = Database(db_path, schemas)
     files = FileStore(settings.directory / "files", database, settings.max_size_mb * 2**20)
     store = BatchStore(database, files)
     bench = Bench(services, store, files, Caller(app), line_slots(services))
     runner = BatchRunner(bench, database, settings.directory, db_path)
     services.components.append(runner)
     add_files_routes(app, services, files)
+    uploads.add_uploads_routes(app, services, database, files)
     add_batches_routes(app, services, store, runner)
+    add_message_batches_routes(app, bench, runner)
 
 
 def add_batches_routes(
@@ -49,7 +55,7 @@ def add_batches_routes(
 ) -> None:
     @app.post("/v1/batches")
     async def create_batch(request: Request) -> Response:
-        body = await read_parsed(request, MAX_BODY_BYTES, _parse)
+        body = await read_parsed(request, MAX_BODY_BYTES, partial(validated, BatchBody))
         batch = await store.create(_new_batch(request, services, body))
         runner.notice(batch.id)
         return json_response(batch.body())
@@ -57,26 +63,20 @@ def add_batches_routes(
     @app.get("/v1/batches")
     async def list_batches(request: Request) -> Response:
         query = parse_query(BatchQuery, request)
-        found = await store.page(principal_of(request).name, query.after, query.limit + 1)
+        owner = principal_of(request).name
+        found = await store.page(owner, PREFIX, query.after, query.limit + 1)
         return json_response(list_body([batch.body() for batch in found], query.limit))
 
     @app.get("/v1/batches/{batch_id}")
     async def retrieve_batch(request: Request, batch_id: str) -> Response:
-        batch = await store.find(batch_id, principal_of(request).name)
+        batch = await store.find(batch_id, principal_of(request).name, PREFIX)
         return json_response(batch.body())
 
     @app.post("/v1/batches/{batch_id}/cancel")
     async def cancel_batch(request: Request, batch_id: str) -> Response:
-        batch = await store.cancel(batch_id, principal_of(request).name)
+        batch = await store.cancel(batch_id, principal_of(request).name, PREFIX)
         runner.notice(batch.id)
         return json_response(batch.body())
-
-
-def _parse(raw: dict[str, object]) -> BatchBody:
-    try:
-        return BatchBody.model_validate(raw)
-    except ValidationError as error:
-        raise invalid_request(error) from None
 
 
 def _new_batch(request: Request, services: Services, body: BatchBody) -> NewBatch:
@@ -86,7 +86,7 @@ def _new_batch(request: Request, services: Services, body: BatchBody) -> NewBatc
     life_s = bounded_life_s(request, services, "output_expires_after", body.output_expires_after)
     now = unix_now()
     return NewBatch(
-        id=f"batch_{secrets.token_hex(16)}",
+        id=PREFIX + secrets.token_hex(16),
         owner=principal_of(request).name,
         pool=pool_of(cards),
         endpoint=body.endpoint,

@@ -9,7 +9,6 @@ storage has another error, this run ends, and the runner tries again later.
 import asyncio
 import contextlib
 import random
-import secrets
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,128 +18,13 @@ from engine.core.errors import EngineError
 from engine.servers.access.auth import Principal
 from engine.servers.batches.caller import ABANDONED, Caller, LineAnswer
 from engine.servers.batches.lines import Line, Scan, read_body, scan
+from engine.servers.batches.results import answered_line, compose
 from engine.servers.batches.schema import Batch, LineError
-from engine.servers.batches.store import BatchStore, LineOutcome, LineUsage
-from engine.servers.files.draft import Draft
+from engine.servers.batches.store import BatchStore
 from engine.servers.files.expiry import unix_now
-from engine.servers.files.store import FileStore, StorageFullError, StoredFile, new_file_id
+from engine.servers.files.store import FileStore, StorageFullError
 from engine.servers.serving.services import Services
 
-_encode = msgspec.json.encode
-
-# Maps the final status of a batch to the error code and message of its lines that were not
-# answered.
-_UNANSWERED = {
-    "expired": ("batch_expired", "The batch expired before this request was answered."),
-    "cancelled": ("batch_cancelled", "The batch was cancelled before this request was answered."),
-    "failed": ("batch_failed", "The batch failed before this request was answered."),
-}
-
-
-def answered_line(custom_id: str, answer: LineAnswer) -> tuple[bytes, LineUsage]:
-    """Format the answer to a line as a line of the result file. Also returns the answer's token
-    usage.
-    """
-    body = msgspec.json.decode(answer.body)
-    response = {
-        "status_code": answer.status,
-        "request_id": answer.headers["x-request-id"],
-        "body": body,
-    }
-    return _line(custom_id, response, None), _usage(body)
-
-
-async def compose(store: BatchStore, files: FileStore, batch: Batch, num_unfinished: int) -> None:
-    """End the batch: write the results of its lines to an output file, an error file, or both.
-    `num_unfinished` is the number of lines without a result. Idempotent.
-    """
-    status = batch.ending(num_unfinished)
-    output_path, error_id = files.path_of(batch.results_id), new_file_id()
-    async with Draft(output_path) as output, Draft(files.path_of(error_id)) as errors:
-        after = 0
-        while page := await store.outcomes(batch.id, after):
-            for outcome in page:
-                target = output if outcome.succeeded else errors
-                await target.write(_outcome_line(outcome, status) + b"\n")
-            after = page[-1].number
-        output_file = await _publish(output, batch, batch.results_id, "output")
-        error_file = await _publish(errors, batch, error_id, "error")
-        await store.end(batch, status, output_file, error_file)
-        for draft, file in ((output, output_file), (errors, error_file)):
-            if file is not None:
-                draft.keep()
-
-
-async def _publish(draft: Draft, batch: Batch, file_id: str, kind: str) -> StoredFile | None:
-    """Publish a result file under its final name. Returns None if the file has no lines."""
-    if draft.num_bytes == 0:
-        return None
-    await draft.publish()
-    now = unix_now()
-    return StoredFile(
-        file_id,
-        batch.owner,
-        "batch_output",
-        f"{batch.id}_{kind}.jsonl",
-        draft.num_bytes,
-        now,
-        now + batch.output_life_s,
-    )
-
-
-def _outcome_line(outcome: LineOutcome, status: str) -> bytes:
-    if outcome.result is not None:
-        return outcome.result
-    code, message = _UNANSWERED[status]
-    return _line(outcome.custom_id, None, {"code": code, "message": message})
-
-
-def _line(custom_id: str, response: dict[str, Any] | None, error: dict[str, Any] | None) -> bytes:
-    return _encode(
-        {
-            "id": f"batch_req_{secrets.token_hex(16)}",
-            "custom_id": custom_id,
-            "response": response,
-            "error": error,
-        }
-    )
-
-
-class _Details(msgspec.Struct):
-    cached_tokens: int | None = 0
-    reasoning_tokens: int | None = 0
-
-
-class _Counts(msgspec.Struct):
-    """The usage object of any endpoint. Chats and completions have `prompt_tokens`; the Responses
-    API has `input_tokens`.
-    """
-
-    prompt_tokens: int = 0
-    completion_tokens: int = 0
-    input_tokens: int = 0
-    output_tokens: int = 0
-    prompt_tokens_details: _Details | None = None
-    completion_tokens_details: _Details | None = None
-    input_tokens_details: _Details | None = None
-    output_tokens_details: _Details | None = None
-
-
-def _usage(body: dict[str, Any]) -> LineUsage:
-    counts = msgspec.convert(body.get("usage") or {}, _Counts)
-    read = counts.prompt_tokens_details or counts.input_tokens_details or _Details()
-    written = counts.completion_tokens_details or counts.output_tokens_details or _Details()
-    return LineUsage(
-        input_tokens=counts.prompt_tokens or counts.input_tokens,
-        cached_tokens=read.cached_tokens or 0,
-        output_tokens=counts.completion_tokens or counts.output_tokens,
-        reasoning_tokens=written.reasoning_tokens or 0,
-    )
-
-
-# The lowest priority (the largest number), so that lines of batches run after all requests of
-# clients.
-LINE_PRIORITY = 100
 # If the engine was lost this many times during a line (status 503), the line is assumed to be the
 # cause and is not retried.
 MAX_LOST = 3
@@ -270,7 +154,8 @@ class BatchRun:
             answer = await self._answer(batch, body)
             if answer is not None:
                 # Parsing large answers with embeddings is slow, so it runs in a thread.
-                result, usage = await asyncio.to_thread(answered_line, line.custom_id, answer)
+                formatted = asyncio.to_thread(answered_line, batch.endpoint, line.custom_id, answer)
+                result, usage = await formatted
                 is_good = answer.status == 200
                 await self._bench.store.record(batch, line.number, is_good, result, usage)
         except OSError:
@@ -299,8 +184,6 @@ class BatchRun:
         """Send a line's request to its endpoint until there is a final answer. Returns None if the
         batch must stop before.
         """
-        if body.get("priority") is None:
-            body["priority"] = LINE_PRIORITY
         content = msgspec.json.encode(body)
         pause_s, num_lost = FIRST_PAUSE_S, 0
         while await self._is_ready():

@@ -8,10 +8,8 @@ releases the lock when a process ends for any reason.
 
 import asyncio
 import contextlib
-import fcntl
 import hashlib
 import logging
-import os
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -22,7 +20,7 @@ from engine.servers.batches.run import BatchRun, Bench
 from engine.servers.batches.schema import LineError
 from engine.servers.files.expiry import unix_now
 from engine.servers.serving.services import Services
-from engine.servers.serving.storage import Database
+from engine.servers.serving.storage import Database, FileLock
 
 logger = logging.getLogger(__name__)
 
@@ -46,32 +44,6 @@ def line_slots(services: Services) -> asyncio.Semaphore:
     return asyncio.Semaphore(max(1, min(MAX_RUNNING_LINES, half)))
 
 
-class PoolLock:
-    """A file lock. In each pool, only the server that holds the lock runs batches."""
-
-    def __init__(self, directory: Path, pool: str) -> None:
-        self._path = directory / f"batches-{pool}.lock"
-        self._fd: int | None = None
-
-    def acquire(self) -> bool:
-        """Try to take the lock. Returns whether this process holds the lock now."""
-        if self._fd is not None:
-            return True
-        fd = os.open(self._path, os.O_CREAT | os.O_RDWR, 0o600)
-        try:
-            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            os.close(fd)
-            return False
-        self._fd = fd
-        return True
-
-    def release(self) -> None:
-        if self._fd is not None:
-            os.close(self._fd)
-            self._fd = None
-
-
 class BatchRunner:
     """A background component that runs batches. It does not touch the disk until the database file
     exists.
@@ -82,7 +54,7 @@ class BatchRunner:
         self._database = database
         self._directory = directory
         self._db_path = db_path
-        self._lock: PoolLock | None = None
+        self._lock: FileLock | None = None
         self._runs: dict[str, BatchRun] = {}
         self._tasks: set[asyncio.Task[None]] = set()
         self._awake = asyncio.Event()
@@ -126,12 +98,15 @@ class BatchRunner:
         cards = self._bench.services.backend.models()
         if cards:
             pool = pool_of(cards)
-            self._lock = self._lock or PoolLock(self._directory, pool)
+            self._lock = self._lock or self._pool_lock(pool)
             if self._lock.acquire():
                 await self._begin_runs(pool)
         if self._swept_at is None or time.monotonic() - self._swept_at >= SWEEP_S:
             await self._sweep()
             self._swept_at = time.monotonic()
+
+    def _pool_lock(self, pool: str) -> FileLock:
+        return FileLock(self._directory / f"batches-{pool}.lock")
 
     async def _begin_runs(self, pool: str) -> None:
         for batch in await self._bench.store.open_batches():
@@ -169,7 +144,7 @@ class BatchRunner:
         settings = self._bench.services.settings.storage
         for batch in await self._bench.store.open_batches():
             if batch.id not in self._runs and unix_now() >= batch.expires_at:
-                lock = PoolLock(self._directory, batch.pool)
+                lock = self._pool_lock(batch.pool)
                 try:
                     if lock.acquire():
                         await self._run_batch(batch.id, BatchRun(self._bench, batch.id))

@@ -10,6 +10,7 @@ from engine.servers.files.expiry import ExpiresAfter
 from engine.servers.http.listing import Cursor, Query
 
 Endpoint = Literal["/v1/chat/completions", "/v1/completions", "/v1/embeddings", "/v1/responses"]
+MESSAGES = "/v1/messages"  # the endpoint of batches of Anthropic's API
 WINDOW_S = 86_400  # seconds of "24h", the only accepted completion_window
 ENDED = ("completed", "failed", "expired", "cancelled")
 
@@ -133,3 +134,37 @@ class Batch:
             },
             "metadata": None if self.metadata is None else msgspec.json.decode(self.metadata),
         }
+
+
+@dataclass(frozen=True, slots=True)
+class NewBatch:
+    id: str
+    owner: str
+    pool: str
+    endpoint: str
+    input_file_id: str
+    results_id: str
+    output_life_s: int
+    metadata: str | None
+    created_at: int
+    expires_at: int
+
+
+@dataclass(frozen=True, slots=True)
+class LineUsage:
+    """Token usage in the answer to one line."""
+
+    input_tokens: int = 0
+    cached_tokens: int = 0
+    output_tokens: int = 0
+    reasoning_tokens: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class LineOutcome:
+    """The result of a line when its batch ends. `result` is None if the line was not answered."""
+
+    number: int
+    custom_id: str
+    succeeded: bool
+    result: bytes | None

@@ -6,19 +6,28 @@ size counts for a reserved file, so that the storage limit holds. When all resul
 are written to that file and deleted from the database.
 """
 
+import contextlib
 import sqlite3
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from dataclasses import fields, replace
 
 import msgspec
 
 from engine.core.errors import ConflictError, InvalidRequestError, NotFoundError, RateLimitError
 from engine.servers.batches.lines import Line
-from engine.servers.batches.schema import ENDED, Batch, LineError
+from engine.servers.batches.schema import (
+    ENDED,
+    Batch,
+    LineError,
+    LineOutcome,
+    LineUsage,
+    NewBatch,
+)
 from engine.servers.files.expiry import unix_now
 from engine.servers.files.store import (
     FileStore,
     StoredFile,
+    Upload,
     delete_row,
     find_file,
     hold_file,
@@ -81,40 +90,6 @@ _COLUMNS = ", ".join(each.name for each in fields(Batch))
 _OPEN = f"status NOT IN {ENDED}"
 
 
-@dataclass(frozen=True, slots=True)
-class NewBatch:
-    id: str
-    owner: str
-    pool: str
-    endpoint: str
-    input_file_id: str
-    results_id: str
-    output_life_s: int
-    metadata: str | None
-    created_at: int
-    expires_at: int
-
-
-@dataclass(frozen=True, slots=True)
-class LineUsage:
-    """Token usage in the answer to one line."""
-
-    input_tokens: int = 0
-    cached_tokens: int = 0
-    output_tokens: int = 0
-    reasoning_tokens: int = 0
-
-
-@dataclass(frozen=True, slots=True)
-class LineOutcome:
-    """The result of a line when its batch ends. `result` is None if the line was not answered."""
-
-    number: int
-    custom_id: str
-    succeeded: bool
-    result: bytes | None
-
-
 class BatchStore:
     def __init__(self, database: Database, files: FileStore) -> None:
         self._database = database
@@ -136,36 +111,49 @@ class BatchStore:
                     f"The file's purpose is {file.purpose}; it must be batch.",
                     param="input_file_id",
                 )
-            hold_file(db, file.id, 1)
-            names = [each.name for each in fields(NewBatch)]
-            values = [getattr(new, name) for name in names]
-            marks = ", ".join("?" * len(names))
-            db.execute(
-                f"INSERT INTO batches ({', '.join(names)}, status) VALUES ({marks}, 'validating')",
-                values,
-            )
-            return _find(db, new.id)
+            return _insert(db, new)
 
         return await self._database.run(work)
 
-    async def find(self, batch_id: str, owner: str | None = None) -> Batch:
-        """Find a batch by its id. If `owner` is given, only a batch of this owner is found."""
-        return await self._database.run(lambda db: _find(db, batch_id, owner))
+    async def create_checked(
+        self, upload: Upload, new: NewBatch, model: str, lines: Sequence[Line]
+    ) -> Batch:
+        """Create a batch whose lines are checked already, and start it. `upload` is its input file.
+        The file is hidden from its owner and deleted when the batch has ended: it has expired from
+        the beginning, and only the batch's hold keeps it.
+        """
 
-    async def page(self, owner: str, after: str | None, limit: int) -> list[Batch]:
-        """A page of the owner's batches: up to `limit` that are older than the batch `after`,
-        newest first.
+        def begin(db: sqlite3.Connection, file: StoredFile) -> None:
+            _check_not_full(db)
+            batch = _insert(db, replace(new, input_file_id=file.id))
+            _start(db, batch, model, lines)
+
+        await upload.keep(new.owner, "batch", f"{new.id}.jsonl", new.created_at, begin)
+        return await self.find(new.id)
+
+    async def find(self, batch_id: str, owner: str | None = None, prefix: str = "") -> Batch:
+        """Find a batch by its id. If `owner` is given, only a batch of this owner is found."""
+        return await self._database.run(lambda db: _find(db, batch_id, owner, prefix))
+
+    async def page(
+        self, owner: str, prefix: str, after: str | None, limit: int, before: str | None = None
+    ) -> list[Batch]:
+        """A page of the owner's batches whose ids begin with `prefix`: up to `limit` that are older
+        than the batch `after`, or that are next newer than `before`. The newest is first.
         """
 
         def work(db: sqlite3.Connection) -> list[Batch]:
-            query = f"SELECT {_COLUMNS} FROM batches WHERE owner = ?"
-            values: list[str | int] = [owner]
-            if after is not None:
-                _find(db, after, owner)
-                query += " AND seq < (SELECT seq FROM batches WHERE id = ?)"
-                values.append(after)
-            rows = db.execute(f"{query} ORDER BY seq DESC LIMIT ?", (*values, limit))
-            return [Batch(**dict(row)) for row in rows]
+            query = f"SELECT {_COLUMNS} FROM batches WHERE owner = ? AND id GLOB ?"
+            values: list[str | int] = [owner, prefix + "*"]
+            for cursor, compare in ((after, "<"), (before, ">")):
+                if cursor is not None:
+                    _find(db, cursor, owner, prefix)
+                    query += f" AND seq {compare} (SELECT seq FROM batches WHERE id = ?)"
+                    values.append(cursor)
+            direction = "DESC" if before is None else "ASC"
+            rows = db.execute(f"{query} ORDER BY seq {direction} LIMIT ?", (*values, limit))
+            found = [Batch(**dict(row)) for row in rows]
+            return found if before is None else found[::-1]
 
         return await self._database.run(work)
 
@@ -183,23 +171,7 @@ class BatchStore:
         nothing if the batch was cancelled meanwhile.
         """
 
-        def work(db: sqlite3.Connection) -> None:
-            changed = db.execute(
-                "UPDATE batches SET status = 'in_progress', in_progress_at = ?, model = ?,"
-                " num_lines = ? WHERE id = ? AND status = 'validating'",
-                (unix_now(), model, len(lines), batch.id),
-            )
-            if changed.rowcount == 0:
-                return
-            db.executemany(
-                "INSERT INTO batch_lines (batch_id, number, custom_id, start, num_bytes)"
-                " VALUES (?, ?, ?, ?, ?)",
-                ((batch.id, it.number, it.custom_id, it.start, it.num_bytes) for it in lines),
-            )
-            reserved = StoredFile(batch.results_id, batch.owner, "batch_output", "", 0, 0, 0)
-            insert_file(db, reserved, is_ready=False)
-
-        await self._database.run(work)
+        await self._database.run(lambda db: _start(db, batch, model, lines))
 
     async def pending(self, batch_id: str, after: int, limit: int) -> list[Line]:
         """Up to `limit` lines that have no result and follow line number `after`."""
@@ -247,9 +219,9 @@ class BatchStore:
 
         await self._database.run(work)
 
-    async def cancel(self, batch_id: str, owner: str) -> Batch:
+    async def cancel(self, batch_id: str, owner: str, prefix: str) -> Batch:
         def work(db: sqlite3.Connection) -> Batch:
-            batch = _find(db, batch_id, owner)
+            batch = _find(db, batch_id, owner, prefix)
             if batch.status == "cancelling":
                 return batch
             if batch.status not in ("validating", "in_progress"):
@@ -332,6 +304,24 @@ class BatchStore:
 
         await self._database.run(work)
 
+    async def delete(self, batch_id: str, owner: str, prefix: str) -> None:
+        """Delete a batch that has ended, with its results."""
+
+        def work(db: sqlite3.Connection) -> Batch:
+            batch = _find(db, batch_id, owner, prefix)
+            if not batch.has_ended:
+                raise ConflictError(
+                    "This batch has not ended. Cancel it first, or wait for its end.",
+                    param="batch_id",
+                )
+            db.execute("DELETE FROM batches WHERE id = ?", (batch.id,))
+            return batch
+
+        batch = await self._database.run(work)
+        if batch.output_file_id is not None:
+            with contextlib.suppress(NotFoundError):  # it may have expired
+                await self._files.delete(owner, batch.output_file_id)
+
     async def sweep(self, ttl_s: float) -> None:
         """Delete batches that have ended and were created more than `ttl_s` seconds ago."""
         oldest = unix_now() - int(ttl_s)
@@ -342,10 +332,42 @@ class BatchStore:
         )
 
 
-def _find(db: sqlite3.Connection, batch_id: str, owner: str | None = None) -> Batch:
+def _insert(db: sqlite3.Connection, new: NewBatch) -> Batch:
+    hold_file(db, new.input_file_id, 1)
+    names = [each.name for each in fields(NewBatch)]
+    values = [getattr(new, name) for name in names]
+    marks = ", ".join("?" * len(names))
+    db.execute(
+        f"INSERT INTO batches ({', '.join(names)}, status) VALUES ({marks}, 'validating')",
+        values,
+    )
+    return _find(db, new.id)
+
+
+def _start(db: sqlite3.Connection, batch: Batch, model: str, lines: Sequence[Line]) -> None:
+    changed = db.execute(
+        "UPDATE batches SET status = 'in_progress', in_progress_at = ?, model = ?,"
+        " num_lines = ? WHERE id = ? AND status = 'validating'",
+        (unix_now(), model, len(lines), batch.id),
+    )
+    if changed.rowcount == 0:
+        return
+    db.executemany(
+        "INSERT INTO batch_lines (batch_id, number, custom_id, start, num_bytes)"
+        " VALUES (?, ?, ?, ?, ?)",
+        ((batch.id, it.number, it.custom_id, it.start, it.num_bytes) for it in lines),
+    )
+    reserved = StoredFile(batch.results_id, batch.owner, "batch_output", "", 0, 0, 0)
+    insert_file(db, reserved, is_ready=False)
+
+
+def _find(
+    db: sqlite3.Connection, batch_id: str, owner: str | None = None, prefix: str = ""
+) -> Batch:
+    """Find a batch whose id begins with `prefix`. The batches of each API have another prefix."""
     query = f"SELECT {_COLUMNS} FROM batches WHERE id = ? AND owner = COALESCE(?, owner)"
     row = db.execute(query, (batch_id, owner)).fetchone()
-    if row is None:
+    if row is None or not batch_id.startswith(prefix):
         raise NotFoundError("There is no such batch.", param="batch_id", code="batch_not_found")
     return Batch(**dict(row))
 

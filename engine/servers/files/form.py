@@ -35,10 +35,13 @@ FIELDS = frozenset({"purpose", "expires_after[anchor]", "expires_after[seconds]"
 
 class UploadForm:
     """The fields of an upload form and the name of its file. Callbacks of the multipart parser set
-    them.
+    them. `file_part` is the name of the part that has the file.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, file_part: str, known: frozenset[str], max_bytes: int) -> None:
+        self._file_part = file_part
+        self._known = known
+        self._max_bytes = max_bytes
         self.fields: dict[str, str] = {}
         self.file_name: str | None = None  # as the client wrote it; None if there is no file
         self.is_complete = False
@@ -91,24 +94,25 @@ class UploadForm:
     def _name_part(self) -> None:
         _, options = parse_options_header(self._disposition)
         part = options.get(b"name", b"").decode("utf-8", "replace")
-        if part != FILE and part not in FIELDS:
-            known = ", ".join(sorted({FILE, *FIELDS}))
+        if part != self._file_part and part not in self._known:
+            known = ", ".join(sorted({self._file_part, *self._known}))
             raise InvalidRequestError(
                 f"The form has an unknown part. It may have: {known}.",
                 param=part[:64] or "body",
                 code="unknown_parameter",
             )
-        if part in self.fields or (part == FILE and self.file_name is not None):
+        is_file = part == self._file_part
+        if part in self.fields or (is_file and self.file_name is not None):
             raise InvalidRequestError(f"{part} was sent twice.", param=part)
-        if part == FILE:
+        if is_file:
             self.file_name = options.get(b"filename", b"").decode("utf-8", "replace")
         self._part = part
 
     def _add_data(self, data: bytes, start: int, end: int) -> None:
-        if self._part == FILE:
+        if self._part == self._file_part:
             self._num_file_bytes += end - start
-            if self._num_file_bytes > MAX_FILE_BYTES:
-                raise _too_large()
+            if self._num_file_bytes > self._max_bytes:
+                raise _too_large(self._file_part, self._max_bytes)
             self._file_bytes.append(data[start:end])
             return
         if len(self._value) + end - start > _MAX_FIELD_BYTES:
@@ -118,22 +122,29 @@ class UploadForm:
         self._value += data[start:end]
 
     def _end_part(self) -> None:
-        if self._part != FILE:
+        if self._part != self._file_part:
             self.fields[self._part] = self._value.decode("utf-8", "replace")
 
     def _end(self) -> None:
         self.is_complete = True
 
 
-async def read_form(request: Request, write: Callable[[bytes], Awaitable[None]]) -> UploadForm:
+async def read_form(
+    request: Request,
+    write: Callable[[bytes], Awaitable[None]],
+    file_part: str = FILE,
+    known: frozenset[str] = FIELDS,
+    max_bytes: int | None = None,
+) -> UploadForm:
     """Read the form and pass the file's bytes to `write` as they arrive. Raises an `EngineError` if
     the form is invalid, too large or too slow.
     """
-    form = UploadForm()
+    max_bytes = max_bytes or MAX_FILE_BYTES
+    form = UploadForm(file_part, known, max_bytes)
     try:
         parser = form.parser(_boundary(request))
         async with asyncio.timeout(UPLOAD_TIMEOUT_S):
-            async for chunk in _chunks(request):
+            async for chunk in _chunks(request, file_part, max_bytes):
                 parser.write(chunk)
                 if data := form.take_file_bytes():
                     await write(data)
@@ -162,11 +173,11 @@ def _boundary(request: Request) -> bytes:
     return options[b"boundary"]
 
 
-async def _chunks(request: Request) -> AsyncIterator[bytes]:
+async def _chunks(request: Request, file_part: str, max_file: int) -> AsyncIterator[bytes]:
     announced = request.headers.get("content-length", "")
-    max_bytes = MAX_FILE_BYTES + _OVERHEAD_BYTES
+    max_bytes = max_file + _OVERHEAD_BYTES
     if announced.isdecimal() and int(announced[:20]) > max_bytes:
-        raise _too_large()
+        raise _too_large(file_part, max_file)
     num_bytes = 0
     stream = request.stream()
     while True:
@@ -176,11 +187,11 @@ async def _chunks(request: Request) -> AsyncIterator[bytes]:
             return
         num_bytes += len(chunk)
         if num_bytes > max_bytes:
-            raise _too_large()
+            raise _too_large(file_part, max_file)
         yield chunk
 
 
-def _too_large() -> PayloadTooLargeError:
+def _too_large(file_part: str, max_bytes: int) -> PayloadTooLargeError:
     return PayloadTooLargeError(
-        f"A file may have at most {MAX_FILE_BYTES // 2**20} MiB; split it.", param=FILE
+        f"{file_part} may have at most {max_bytes // 2**20} MiB; split it.", param=file_part
     )

@@ -55,12 +55,15 @@ STALL_S = 60.0
 _CHUNK_BYTES = 1 << 18
 
 
+Purpose = Literal["batch"]
+
+
 class UploadFields(BaseModel):
     """The upload's fields besides the file."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, defer_build=True)
 
-    purpose: Literal["batch"]
+    purpose: Purpose
     expires_after: ExpiresAfter | None = None
 
 

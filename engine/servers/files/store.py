@@ -11,7 +11,7 @@ import contextlib
 import os
 import secrets
 import sqlite3
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -28,9 +28,11 @@ MIN_CHARGE_BYTES = 4_096
 # No upload takes this many seconds. So an older file without a database row is not an upload in
 # progress.
 ORPHAN_AGE_S = 3_600.0
+# The purpose of a file that is one part of an upload in parts (see `uploads.py`).
+PART = "upload_part"
 
-# `is_ready` is 0 if the file is only reserved, for results of a batch that still runs. `num_holds`
-# is the number of batches that read the file.
+# `is_ready` is 0 if the file is a part of an upload, or is only reserved for results of a batch
+# that still runs. `num_holds` is the number of batches that read the file.
 SCHEMA = """
 CREATE TABLE IF NOT EXISTS files (
     seq INTEGER PRIMARY KEY AUTOINCREMENT,
@@ -136,12 +138,15 @@ class FileStore:
         return self._directory / file_id
 
     @asynccontextmanager
-    async def upload(self) -> AsyncIterator["Upload"]:
+    async def upload(
+        self, file_id: str | None = None, num_freed: int = 0
+    ) -> AsyncIterator["Upload"]:
         """Begin an upload. At the end of the block, the file is deleted unless `Upload.keep` was
-        called.
+        called. `num_freed` bytes of other files are deleted when the upload is kept, so they don't
+        count.
         """
-        num_used = await self._database.run(_num_used)
-        file_id = new_file_id()
+        num_used = await self._database.run(_num_used) - num_freed
+        file_id = file_id or new_file_id()
         async with Draft(self.path_of(file_id)) as draft:
             upload = Upload(self, self._database, file_id, draft, num_used)
             try:
@@ -195,20 +200,20 @@ class FileStore:
             delete_row(db, file.id)
             return file.id
 
-        await self._remove([await self._database.run(work)])
+        await self.remove([await self._database.run(work)])
 
     async def sweep(self) -> None:
         """Delete expired files, and old files on disk that have no database row."""
 
         def work(db: sqlite3.Connection) -> list[str]:
             rows = db.execute(
-                "DELETE FROM files WHERE is_ready AND expires_at <= ? AND num_holds = 0"
-                " RETURNING id",
-                (unix_now(),),
+                "DELETE FROM files WHERE (is_ready OR purpose = ?) AND expires_at <= ?"
+                " AND num_holds = 0 RETURNING id",
+                (PART, unix_now()),
             ).fetchall()
             return [row["id"] for row in rows]
 
-        await self._remove(await self._database.run(work))
+        await self.remove(await self._database.run(work))
         known = await self._database.run(_all_ids)
         await asyncio.to_thread(self._remove_orphans, known)
 
@@ -229,7 +234,9 @@ class FileStore:
                 param="file",
             )
 
-    async def _remove(self, file_ids: list[str]) -> None:
+    async def remove(self, file_ids: Sequence[str]) -> None:
+        """Delete the bytes of files whose database rows are gone."""
+
         def work() -> None:
             with storage_errors():
                 for file_id in file_ids:
@@ -269,14 +276,27 @@ class Upload:
     def num_bytes(self) -> int:
         return self._draft.num_bytes
 
-    async def keep(self, owner: str, purpose: str, filename: str, expires_at: int) -> StoredFile:
+    async def keep(
+        self,
+        owner: str,
+        purpose: str,
+        filename: str,
+        expires_at: int,
+        also: Callable[[sqlite3.Connection, StoredFile], None] | None = None,
+        is_ready: bool = True,
+    ) -> StoredFile:
+        """Keep the file. `also` makes more changes in the transaction that adds its row. If not
+        `is_ready`, the file is hidden from its owner.
+        """
         file = StoredFile(
             self._file_id, owner, purpose, filename, self.num_bytes, unix_now(), expires_at
         )
 
         def work(db: sqlite3.Connection) -> None:
-            self._store.check_room(_num_used(db), max(file.num_bytes, MIN_CHARGE_BYTES))
-            insert_file(db, file, is_ready=True)
+            insert_file(db, file, is_ready=is_ready)
+            if also is not None:
+                also(db, file)
+            self._store.check_room(_num_used(db), 0)
 
         await self._draft.publish()
         await self._database.run(work)

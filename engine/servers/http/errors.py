@@ -1,5 +1,6 @@
-"""Converts exceptions to HTTP errors. Error bodies have Anthropic's format on Anthropic's routes
-and OpenAI's format on all others. They contain no internal details.
+"""Converts exceptions to HTTP errors. Error bodies have Anthropic's format on Anthropic's routes,
+likewise those of llama.cpp and Ollama, and OpenAI's format on all others. They contain no internal
+details.
 
 `x-should-retry: false` stops OpenAI's client library from repeating a request that would fail
 again. `retry-after` says when a retry makes sense. An exception that is not an `EngineError` is a
@@ -9,6 +10,7 @@ bug in the server, and the client does not get its text.
 import math
 import re
 from collections.abc import Mapping
+from types import MappingProxyType
 from typing import Any
 
 import msgspec
@@ -21,6 +23,7 @@ from starlette.types import Scope
 
 from engine.core.errors import (
     AuthenticationError,
+    ContextLengthError,
     EngineError,
     InvalidRequestError,
     MethodNotAllowedError,
@@ -36,6 +39,7 @@ _MAX_SHOWN = 40
 # Errors at paths that start with this prefix use Anthropic's format, even if there is no such
 # route.
 ANTHROPIC_PATH = "/v1/messages/"
+OLLAMA_PATH = "/api/"  # as above, for Ollama's format
 _ANTHROPIC_TYPES = {
     401: "authentication_error",
     403: "permission_error",
@@ -44,6 +48,21 @@ _ANTHROPIC_TYPES = {
     413: "request_too_large",
     429: "rate_limit_error",
     503: "overloaded_error",
+}
+# Errors at these paths use llama.cpp's format.
+LLAMACPP_PATHS = frozenset(
+    {
+        *("/completion", "/completions", "/infill", "/apply-template", "/props", "/slots"),
+        *("/embedding", "/embeddings", "/reranking", "/lora-adapters", "/models"),
+        *("/chat/completions", "/chat/completions/input_tokens"),
+    }
+)
+_LLAMACPP_TYPES = {
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    501: "not_supported_error",
+    503: "unavailable_error",
 }
 CONTEXT_EXCEEDED = "context_length_exceeded"
 _encode = msgspec.json.encode
@@ -98,6 +117,31 @@ def anthropic_error_body(error: EngineError, request_id: str) -> bytes:
     return _encode({"type": "error", "error": described, "request_id": request_id})
 
 
+def llamacpp_error_body(error: EngineError) -> bytes:
+    fallback = "server_error" if error.status >= 500 else "invalid_request_error"
+    described: dict[str, Any] = {
+        "code": error.status,
+        "message": short_message(error),
+        "type": _LLAMACPP_TYPES.get(error.status, fallback),
+        "param": error.param,
+    }
+    if isinstance(error, ContextLengthError):
+        # Clients recognize the type or these words, and then shorten the conversation.
+        asked, most = error.num_prompt_tokens, error.max_tokens
+        told = f"The request ({asked} tokens) exceeds the available context size ({most} tokens)."
+        described |= {
+            "message": f"{told} {described['message']}",
+            "type": "exceed_context_size_error",
+            "n_prompt_tokens": asked,
+            "n_ctx": most,
+        }
+    return _encode({"error": described})
+
+
+def ollama_error_body(error: EngineError) -> bytes:
+    return _encode({"error": short_message(error)})
+
+
 def short_message(error: EngineError) -> str:
     message = error.message
     return message if len(message) <= MAX_MESSAGE else message[:MAX_MESSAGE] + " ..."
@@ -122,11 +166,21 @@ def is_anthropic(path: str) -> bool:
     return f"{path}/".startswith(ANTHROPIC_PATH)
 
 
+def is_ollama(path: str) -> bool:
+    """Whether errors at `path` use Ollama's format."""
+    return path.startswith(OLLAMA_PATH)
+
+
 def error_response(error: EngineError, scope: Scope) -> Response:
     headers = error_headers(error)
-    if is_anthropic(scope["path"]):
+    path = scope["path"].removeprefix(scope.get("root_path", ""))
+    if is_ollama(path):
+        body = ollama_error_body(error)
+    elif is_anthropic(path):
         headers["request-id"] = record_of(scope).request_id
         body = anthropic_error_body(error, headers["request-id"])
+    elif scope["path"] in LLAMACPP_PATHS:
+        body = llamacpp_error_body(error)
     else:
         body = error_body(error)
     return Response(body, error.status, headers, media_type="application/json")
@@ -175,30 +229,38 @@ def check_keys(item: Mapping[str, Any], known: tuple[str, ...], where: str) -> N
             raise problem(f"{where}.{key[:64]}", f"is unknown; there are {', '.join(known)}")
 
 
-def invalid_request(error: ValidationError) -> InvalidRequestError:
-    """Merge all of pydantic's errors into one. Its `param` is the field of the first error."""
+def invalid_request(
+    error: ValidationError, sent_as: Mapping[str, str] = MappingProxyType({})
+) -> InvalidRequestError:
+    """Merge all of pydantic's errors into one. Its `param` is the field of the first error.
+    `sent_as` has the client's names of fields that have other names here.
+    """
     found = error.errors(include_url=False)
-    sentences = [_sentence(item) for item in found[:MAX_ERRORS]]
+    sentences = [_sentence(item, sent_as) for item in found[:MAX_ERRORS]]
     if len(found) > MAX_ERRORS:
         sentences.append(f"and {len(found) - MAX_ERRORS} more.")
-    return InvalidRequestError(" ".join(sentences), param=_param(found[0]))
+    return InvalidRequestError(" ".join(sentences), param=_param(found[0], sent_as))
 
 
-def _param(item: Mapping[str, Any]) -> str:
+def _param(item: Mapping[str, Any], sent_as: Mapping[str, str]) -> str:
     # Keys of objects in the body are text from the client and may be long, so they are cut.
-    return ".".join(str(part)[:64] for part in item["loc"]) or "body"
+    parts = [str(part)[:64] for part in item["loc"]] or ["body"]
+    return ".".join([sent_as.get(parts[0], parts[0]), *parts[1:]])
 
 
-def _sentence(item: Mapping[str, Any]) -> str:
+def _sentence(item: Mapping[str, Any], sent_as: Mapping[str, str]) -> str:
     rule = re.sub(r"^(Input|String|List) ", "", item["msg"])
     got = "" if item["type"] == "missing" else f", got {describe(item['input'])}"
-    return f"{_param(item)}: {rule}{got}."
+    return f"{_param(item, sent_as)}: {rule}{got}."
 
 
 def install_error_handlers(app: FastAPI) -> None:
     async def engine_error(request: Request, error: Exception) -> Response:
         assert isinstance(error, EngineError)
-        record_of(request.scope).error_code = error.error_code
+        record = record_of(request.scope)
+        record.error_code = error.error_code
+        if error.param is not None:
+            error.param = record.sent_as.get(error.param, error.param)
         return error_response(error, request.scope)
 
     async def http_error(request: Request, error: Exception) -> Response:

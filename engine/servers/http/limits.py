@@ -19,7 +19,7 @@ from engine.core.errors import (
     UnsupportedMediaTypeError,
 )
 from engine.core.text.long_texts import after_other_long_texts
-from engine.servers.http.errors import ClientDisconnectedError
+from engine.servers.http.errors import ClientDisconnectedError, problem
 from engine.servers.http.request_log import record_of
 
 MAX_DEPTH = 64
@@ -34,11 +34,14 @@ _NOT_BRACKETS = bytes(set(range(256)) - set(b"[]{}"))
 T = TypeVar("T")
 
 
-async def read_parsed(request: Request, max_bytes: int, parse: Callable[[dict[str, Any]], T]) -> T:
+async def read_parsed(
+    request: Request, max_bytes: int, parse: Callable[[dict[str, Any]], T], any_type: bool = False
+) -> T:
     """Read the body, decode it as a JSON object, and return `parse(object)`. Raises an
-    `EngineError` if the body is invalid, too large or too slow.
+    `EngineError` if the body is invalid, too large or too slow. If `any_type`, the Content-Type
+    only matters in requests of browsers.
     """
-    _check_headers(request)
+    _check_headers(request, any_type)
     try:
         async with asyncio.timeout(BODY_TIMEOUT_S):
             raw = await _read(request, max_bytes)
@@ -75,6 +78,18 @@ def decode_object(raw: bytes) -> dict[str, Any]:
     return decoded
 
 
+def decode_text(text: str, where: str) -> Any:
+    """Parse JSON text inside a JSON string. It has the same nesting limit as a request body."""
+    raw = text.encode()
+    try:
+        check_depth(raw)
+        return msgspec.json.decode(raw)
+    except InvalidRequestError:
+        raise problem(where, f"is nested more than {MAX_DEPTH} levels deep") from None
+    except (msgspec.MsgspecError, ValueError) as error:
+        raise problem(where, f"is not valid JSON: {error}") from None
+
+
 def check_depth(raw: bytes) -> None:
     if raw.count(b"[") + raw.count(b"{") <= MAX_DEPTH:
         return
@@ -93,15 +108,22 @@ def check_depth(raw: bytes) -> None:
             depth -= 1
 
 
-def _check_headers(request: Request) -> None:
+def _check_headers(request: Request, any_type: bool) -> None:
     kind = request.headers.get("content-type", "").split(";")[0].strip().lower()
-    if kind != "application/json":
+    if kind != "application/json" and not (any_type and not _is_browser(request)):
         raise UnsupportedMediaTypeError("Content-Type must be application/json.")
     encoding = request.headers.get("content-encoding", "identity").strip().lower()
     if encoding != "identity":
         raise UnsupportedMediaTypeError(
             "Content-Encoding is not supported; send the body uncompressed."
         )
+
+
+def _is_browser(request: Request) -> bool:
+    """Whether the request may come from a web page. Then another Content-Type than JSON could evade
+    the browser's own check, the CORS preflight.
+    """
+    return any(name in request.headers for name in ("origin", "sec-fetch-site", "referer"))
 
 
 async def _read(request: Request, max_bytes: int) -> bytes:

@@ -20,7 +20,7 @@ HEAD_TIMEOUT_S = 10.0
 MAX_HEAD_BYTES = 65_536
 MAX_HEADERS = 100
 MAX_URL_BYTES = 8_192
-MAX_CONNECTIONS = 1_024
+MAX_CONNECTIONS = 8_192
 # File descriptors kept for upstream connections, storage, the engine and late imports.
 RESERVED_FILES = 512
 

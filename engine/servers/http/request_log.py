@@ -26,7 +26,7 @@ logger = logging.getLogger("engine.request")
 
 # Routes that are not logged, because machines poll them every few seconds. Their lines would hide
 # the other log lines. Requests for metrics are not logged either.
-_PROBES = frozenset({"/livez", "/readyz", "/health"})
+_PROBES = frozenset({"/livez", "/readyz", "/health", "/healthz"})
 
 
 MAX_LOGGED_PATH = 200
@@ -50,6 +50,8 @@ class RequestRecord:
     usage: UsageEvent | None = None  # set when the answer is complete
     warnings: list[str] = field(default_factory=list)  # for the X-Engine-Warnings header
     metadata: dict[str, str] | None = None  # labels that the client attached
+    # The client's names of parameters that have other names here.
+    sent_as: Mapping[str, str] = field(default_factory=dict)
     limit_headers: dict[str, str] = field(default_factory=dict)  # remaining quota of the key
     send: Send | None = None  # sends directly to the HTTP server, bypassing all layers
 

@@ -11,7 +11,7 @@ stream ends either with the closing bytes of its format or with an error event.
 import asyncio
 import logging
 from collections.abc import Callable
-from typing import Protocol
+from typing import ClassVar, Protocol
 
 from starlette.responses import Response
 from starlette.types import Message, Receive, Scope, Send
@@ -37,8 +37,8 @@ DONE = b"data: [DONE]\n\n"
 
 
 class StreamFormat(Protocol):
-    """Encodes the events of a generation as server-sent events of one API. Each method returns
-    whole SSE events.
+    """Encodes the events of a generation as server-sent events, or as lines, of one API. Each
+    method returns whole SSE events or lines.
     """
 
     def opening(self) -> bytes: ...
@@ -90,13 +90,16 @@ class EventStream(Response):
     """A response that streams the events of an `EventPump`, and closes this pump at the end."""
 
     media_type = "text/event-stream"
+    HEADERS: ClassVar = {"cache-control": "no-cache", "x-accel-buffering": "no"}
+    keep_alive = KEEP_ALIVE
 
-    def __init__(self, pump: EventPump, format: StreamFormat) -> None:
+    def __init__(self, pump: EventPump, format: StreamFormat, *, merges: bool = True) -> None:
         self.status_code = 200
         self.background = None
-        self.init_headers({"cache-control": "no-cache", "x-accel-buffering": "no"})
+        self.init_headers(self.HEADERS)
         self._pump = pump
         self._format = format
+        self._merges = merges  # whether events are merged for a slow client
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         # Resuming a task passes through its whole chain of awaits. A separate task has a shorter
@@ -142,7 +145,7 @@ class EventStream(Response):
         is_slow = False
         while (events := await pump.take()) != []:
             if events is None:
-                await writer.write(KEEP_ALIVE)
+                await writer.write(self.keep_alive)
                 continue
             if is_slow:
                 events = coalesce(events)
@@ -150,8 +153,15 @@ class EventStream(Response):
             head = b""
             # A write that does not block never yields to the event loop. So if events have arrived
             # since `take`, the write blocked.
-            is_slow = pump.has_pending
+            is_slow = self._merges and pump.has_pending
         await writer.write(format.closing(pump.usage), more=False)
+
+
+class LineStream(EventStream):
+    """A stream of lines, each of which is a JSON object."""
+
+    media_type = "application/x-ndjson"
+    keep_alive = b" "  # JSON allows spaces before an object; clients parse an empty line as JSON
 
 
 class _Writer:

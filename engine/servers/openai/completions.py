@@ -14,38 +14,43 @@ from fastapi import Depends, FastAPI
 from starlette.requests import Request
 from starlette.responses import Response
 
+from engine.core.errors import InvalidRequestError
 from engine.core.interfaces.backend import (
     CompletionRequest,
     Event,
     FinishEvent,
     GenerationContext,
     ModelCard,
+    ReasoningEvent,
     TextEvent,
     UsageEvent,
 )
 from engine.core.interfaces.request import SamplingParams
 from engine.servers.http.sse import StreamFormat
+from engine.servers.openai.beam_fields import beam_search
 from engine.servers.openai.format import (
     ChatStream,
     Choice,
     Collected,
     CompletionStream,
-    RunningUsage,
     chat_body,
     collect,
     completion_body,
     new_envelope,
 )
 from engine.servers.openai.schema import ChatBody, CompletionBody, FimBody, OpenAIBody
+from engine.servers.openai.token_fields import adapted, with_token_params
 from engine.servers.serving.admission import Ticket
 from engine.servers.serving.chat import (
     NO_TEXT,
     ChatAsk,
+    Follow,
     chat_model,
     effort_options,
     known_options,
     open_chat,
     require_grammar,
+    thinking_options,
     warn_of_cache_key,
 )
 from engine.servers.serving.event_pump import EventPump
@@ -63,16 +68,31 @@ def add_chat_routes(app: FastAPI, services: Services) -> None:
     async def chat(
         request: Request, ticket: Annotated[Ticket, Depends(services.admitted)]
     ) -> Response:
-        body = await services.read(request, ChatBody)
+        body, sent = await services.read_with(request, ChatBody, "messages")
         card = chat_model(services, request, body.model, "messages")
-        params = body.params(card)
+        params = await with_token_params(services, card, body, body.params(card))
         ask = chat_ask(services, request, body, card)
         completion_id = new_completion_id("chatcmpl")
-        pump = await open_chat(services, request, ticket, ask, body, params, completion_id)
         envelope = new_envelope(completion_id, card)
         named_tool = ask.tool_choice.mode == "named"
+        follow = chat_follow(services, request, body)
+        if body.store:
+            # Imported late, because few clients store their chats.
+            from engine.servers.openai.stored_chats import storing
+
+            follow = await storing(services, request, body, sent, envelope, named_tool, follow)
+        opener = beam_search(services, request, body, params)
+        pump = await open_chat(
+            services, request, ticket, ask, body, params, completion_id, follow, opener
+        )
         if body.stream:
-            stream = ChatStream(envelope, params.n, body.include_usage, named_tool)
+            if tells_tokens(body, pump):
+                from engine.servers.openai.token_streams import TokenChatStream
+
+                options = (params.n, body.include_usage, named_tool)
+                stream: ChatStream = TokenChatStream(envelope, *options, body.tokens, pump)
+            else:
+                stream = ChatStream(envelope, params.n, body.include_usage, named_tool)
             return await stream_chunks(services, pump, stream, body)
         collected = await collect(pump, params.n)
         return json_bytes(
@@ -80,23 +100,73 @@ def add_chat_routes(app: FastAPI, services: Services) -> None:
                 envelope,
                 collected,
                 pump.usage,
-                with_logprobs=bool(body.logprobs),
+                tokens=body.tokens,
                 named_tool=named_tool,
                 metadata=body.metadata,
+                timings=whole_timings(body, pump),
+                prompt_ids=pump.prompts[0],
             )
         )
 
 
+def chat_follow(services: Services, request: Request, body: ChatBody) -> Follow | None:
+    """Changes the events of a chat as its parameters say. None if there is nothing to change."""
+    echo = ""
+    if body.echo:
+        last = body.messages[-1]
+        if last["role"] == "assistant":
+            echo = last["content"] or ""
+        else:
+            services.warn(request, "echo", "has no effect, the last message is not an answer")
+    tokens = body.tokens
+    if body.include_reasoning is False:
+        return lambda source: adapted(_without_reasoning(source), tokens, echo, body.num_choices)
+    if echo or tokens.shows_stop:
+        return lambda source: adapted(source, tokens, echo, body.num_choices)
+    return None
+
+
+def tells_tokens(body: ChatBody | CompletionBody, pump: EventPump) -> bool:
+    """Whether the client wants vLLM's chunks, which few do. If so, tells the pump."""
+    pump.joins_ends = bool(body.tokens.is_told or (body.include_usage and body.continuous_usage))
+    return pump.joins_ends
+
+
+def whole_timings(body: OpenAIBody, pump: EventPump) -> dict[str, Any] | None:
+    """The timings of a whole answer, if the client wants them."""
+    if not body.timings_per_token:
+        return None
+    from engine.servers.openai.reports import timings  # few requests want reports
+
+    return timings(pump.usage)
+
+
 async def stream_chunks(
-    services: Services, pump: EventPump, stream: StreamFormat, body: OpenAIBody
+    services: Services, pump: EventPump, stream: ChatStream | CompletionStream, body: OpenAIBody
 ) -> Response:
-    """Start a stream of chunks, with the usage so far in each of them if the client wants it. For
-    chats and completions.
+    """Start a stream of chunks, with the usage so far in each of them if the client wants it, and
+    with llama.cpp's reports. For chats and completions.
     """
+
+    def reporting(inner: StreamFormat) -> StreamFormat:
+        if not body.reports_progress:
+            return inner
+        from engine.servers.openai.reports import ReportingStream  # few requests want reports
+
+        return ReportingStream(
+            inner,
+            stream,
+            pump,
+            with_progress=bool(body.return_progress),
+            with_timings=bool(body.timings_per_token),
+        )
+
     if not (body.include_usage and body.continuous_usage):
-        return await answer_streaming(pump, stream)
+        return await answer_streaming(pump, reporting(stream))
+    from engine.servers.openai.token_streams import RunningUsage
+
     return await answer_counted(
-        pump, services.backend, lambda lengths: RunningUsage(stream, pump, lengths)
+        pump, services.backend, lambda lengths: reporting(RunningUsage(stream, pump, lengths))
     )
 
 
@@ -127,6 +197,10 @@ def check_structure(
         param = "response_format.json_schema.description"
         services.warn(request, param, "is not shown to the model")
     warn_of_cache_key(services, request, body.prompt_cache_key)
+    if body.return_progress and not body.stream:
+        services.warn(request, "return_progress", "has no effect on an answer that is not streamed")
+    if body.reports_progress and "return_progress" in card.lacks:
+        services.warn(request, "return_progress", f"its backend ({card.backend}) does not tell it")
     if body.continuous_usage and not body.include_usage:
         param = "stream_options.continuous_usage_stats"
         services.warn(request, param, "has no effect without include_usage")
@@ -135,12 +209,28 @@ def check_structure(
 def template_options(
     services: Services, request: Request, body: ChatBody, card: ModelCard
 ) -> dict[str, Any]:
-    """Options for the chat template. `chat_template_kwargs` overrides `reasoning_effort`."""
+    """Options for the chat template. `chat_template_kwargs` overrides `reasoning_effort`, which
+    overrides `enable_thinking`.
+    """
     given = known_options(services, request, card, body.chat_template_kwargs)
     if body.verbosity is not None:
         services.warn(request, "verbosity", "can't be set for this model")
-    effort = body.reasoning_effort
-    return effort_options(services, request, card, effort, "reasoning_effort") | given
+    if body.documents:
+        if "documents" not in card.template_options:
+            raise InvalidRequestError(
+                f"documents can't be used here: the template of {card.id} does not read them.",
+                param="documents",
+                code="unsupported_parameter",
+            )
+        given["documents"] = body.documents
+    effort = effort_options(services, request, card, body.reasoning_effort, "reasoning_effort")
+    return thinking_options(services, request, card, body.enable_thinking) | effort | given
+
+
+async def _without_reasoning(source: AsyncIterator[Event]) -> AsyncIterator[Event]:
+    async for event in source:
+        if not isinstance(event, ReasoningEvent):
+            yield event
 
 
 NO_SUFFIX = "was not made to fill in the text before a suffix"
@@ -158,17 +248,31 @@ def add_completions_routes(app: FastAPI, services: Services) -> None:
             services.require(card, "suffix", "suffix", NO_SUFFIX)
         check_structure(services, request, body, card)
         parses = await services.parses_special(request, card, body.parse_special, body.prompt)
-        params = backend_params(body, card)
+        params = await with_token_params(services, card, body, backend_params(body, card))
         completion_id = new_completion_id("cmpl")
         context = services.context(request, card, body, params, completion_id, body.grammar)
         pump = await services.begin(ticket, params, len(body.prompt))
+        pump.reports_progress = body.reports_progress
         pump.watch(request.receive)
-        sources = await pump.open(services.backend, completion_requests(body, context, parses))
-        pump.read([_prompt_only(each) for each in sources] if body.only_echoes else sources)
+        opener = beam_search(services, request, body, params) or services.backend
+        sources = await pump.open(opener, completion_requests(body, context, parses))
+        if body.only_echoes:
+            sources = [_prompt_only(each) for each in sources]
+        if body.tokens.shows_stop or body.prompt_logprobs is not None:
+            sources = [adapted(each, body.tokens) for each in sources]
+        pump.read(sources)
         envelope = new_envelope(completion_id, card)
         num_candidates = len(sources) * params.n
         if body.stream:
-            stream = CompletionStream(envelope, num_candidates, body.include_usage)
+            options = (num_candidates, body.include_usage)
+            if tells_tokens(body, pump):
+                from engine.servers.openai.token_streams import TokenCompletionStream
+
+                stream: CompletionStream = TokenCompletionStream(
+                    envelope, *options, body.tokens, pump
+                )
+            else:
+                stream = CompletionStream(envelope, *options)
             return await stream_chunks(services, pump, stream, body)
         collected = await collect(pump, num_candidates)
         return json_bytes(
@@ -176,8 +280,10 @@ def add_completions_routes(app: FastAPI, services: Services) -> None:
                 envelope,
                 best_choices(collected, params.n, body.num_choices),
                 pump.usage,
-                with_logprobs=body.logprobs is not None,
+                tokens=body.tokens,
                 metadata=body.metadata,
+                timings=whole_timings(body, pump),
+                prompts=pump.prompts,
             )
         )
 
@@ -205,6 +311,7 @@ def add_fim_routes(app: FastAPI, services: Services) -> None:
             add_special_tokens=body.add_special_tokens is not False,
         )
         pump = await services.begin(ticket, params)
+        pump.reports_progress = body.reports_progress
         pump.watch(request.receive)
         pump.read(await pump.open(services.backend, [asked]))
         envelope = new_envelope(completion_id, card)
@@ -212,7 +319,10 @@ def add_fim_routes(app: FastAPI, services: Services) -> None:
             stream = ChatStream(envelope, params.n, body.include_usage)
             return await stream_chunks(services, pump, stream, body)
         collected = await collect(pump, params.n)
-        return json_bytes(chat_body(envelope, collected, pump.usage, metadata=body.metadata))
+        timings = whole_timings(body, pump)
+        return json_bytes(
+            chat_body(envelope, collected, pump.usage, metadata=body.metadata, timings=timings)
+        )
 
 
 def completion_requests(
@@ -232,7 +342,7 @@ def completion_requests(
             suffix=body.suffix or None,
             parse_special=parse_special,
             add_special_tokens=body.add_special_tokens is not False,
-            echo=bool(body.echo),
+            echo=bool(body.echo) or context.params.score_prompt,
         )
         for index, prompt in enumerate(body.prompt)
     ]
@@ -245,7 +355,7 @@ def backend_params(body: CompletionBody, card: ModelCard) -> SamplingParams:
     params = body.params(card)
     if body.echo and body.logprobs is not None:
         params = msgspec.structs.replace(params, score_prompt=True)
-    num_candidates = body.best_of or params.n
+    num_candidates = params.n if body.use_beam_search else body.best_of or params.n
     if num_candidates > params.n:
         logprobs = params.logprobs or 0  # the candidates are ranked by their logprobs
         params = msgspec.structs.replace(params, n=num_candidates, logprobs=logprobs)

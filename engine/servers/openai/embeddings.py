@@ -96,10 +96,13 @@ class VectorsBody(BaseModel):
     user: fields.EndUser | None = None
 
 
+Inputs = Annotated[
+    tuple[fields.Prompt, ...], PlainValidator(_parse_inputs), WithJsonSchema(_INPUTS_SCHEMA)
+]
+
+
 class EmbeddingBody(VectorsBody):
-    input: Annotated[
-        tuple[fields.Prompt, ...], PlainValidator(_parse_inputs), WithJsonSchema(_INPUTS_SCHEMA)
-    ]
+    input: Inputs
     encoding_format: Literal["float", "base64"] | None = None
     dimensions: Annotated[int, Field(ge=1, le=MAX_DIMENSIONS)] | None = None
     prompt_name: Annotated[str, Field(max_length=256)] | None = None
@@ -112,12 +115,7 @@ def add_embeddings_routes(app: FastAPI, services: Services) -> None:
     ) -> Response:
         body = await services.read(request, EmbeddingBody)
         card = services.choose_model(request, body.model)
-        services.require(card, "embeddings", "model", "gives no embeddings")
-        if "embeddings" in card.emulated:
-            text = "was made to write text; its vectors are pooled from its last layer"
-            services.warn(request, "model", text)
-        if body.dimensions is not None:
-            _check_dimensions(services, request, card, body.dimensions)
+        check_embeddings(services, request, card, body.dimensions)
         try:
             names = _prompt_names(card, body)
             made = await embed(services, request, ticket, card, body, "embd", body.input, names)
@@ -126,6 +124,18 @@ def add_embeddings_routes(app: FastAPI, services: Services) -> None:
         # Encoding many vectors is slow, so it runs in a thread.
         content = await asyncio.to_thread(_content, card, made, body)
         return Response(content, media_type="application/json")
+
+
+def check_embeddings(
+    services: Services, request: Request, card: ModelCard, dimensions: int | None
+) -> None:
+    """Check that the model gives embeddings of `dimensions` numbers. None means all of them."""
+    services.require(card, "embeddings", "model", "gives no embeddings")
+    if "embeddings" in card.emulated:
+        text = "was made to write text; its vectors are pooled from its last layer"
+        services.warn(request, "model", text)
+    if dimensions is not None:
+        _check_dimensions(services, request, card, dimensions)
 
 
 async def embed(
@@ -144,14 +154,13 @@ async def embed(
     record = record_of(request.scope)
     record.completion_id = new_completion_id(kind)
     services.note_end_user(request, body.user)
-    services.check_priority(request, card, body.priority)
     timeout_s = services.settings.server.request_timeout_s
     asked = EmbedRequest(
         request_id=record.completion_id,
         model=card.id,
         inputs=tuple(inputs),
         prompt_names=tuple(prompt_names),
-        priority=body.priority or 0,
+        priority=services.priority(request, card, body.priority),
         salt=principal_of(request).name,
         tenant=principal_of(request).name,
         timeout_s=timeout_s,
@@ -189,6 +198,13 @@ def _prompt_names(card: ModelCard, body: EmbeddingBody) -> tuple[str | None, ...
 
 def usage_body(made: Embeddings) -> dict[str, int]:
     return {"prompt_tokens": made.prompt_tokens, "total_tokens": made.prompt_tokens}
+
+
+def shortened(vectors: NDArray[np.float32], dimensions: int | None) -> NDArray[np.float32]:
+    """The first `dimensions` numbers of each vector, scaled to unit length."""
+    if dimensions is None or dimensions >= vectors.shape[1]:
+        return vectors
+    return unit_rows(vectors[:, :dimensions])
 
 
 def unit_rows(vectors: NDArray[np.float32]) -> NDArray[np.float32]:
@@ -230,9 +246,7 @@ def _with_advice(
 
 
 def _content(card: ModelCard, made: Embeddings, body: EmbeddingBody) -> bytes:
-    vectors = made.vectors
-    if body.dimensions is not None and body.dimensions < vectors.shape[1]:
-        vectors = unit_rows(vectors[:, : body.dimensions])
+    vectors = shortened(made.vectors, body.dimensions)
     # Each vector is encoded separately, so that other threads can take the GIL in between.
     items = [_item(i, row, body.encoding_format) for i, row in enumerate(vectors)]
     rest = {"model": card.id, "usage": usage_body(made)}
@@ -241,9 +255,12 @@ def _content(card: ModelCard, made: Embeddings, body: EmbeddingBody) -> bytes:
 
 
 def _item(index: int, vector: NDArray[np.float32], encoding: str | None) -> bytes:
-    values: str | list[float]
-    if encoding == "base64":
-        values = base64.b64encode(vector.astype("<f4").tobytes()).decode()
-    else:
-        values = vector.tolist()
+    values = encoded_vector(vector, encoding)
     return msgspec.json.encode({"object": "embedding", "index": index, "embedding": values})
+
+
+def encoded_vector(vector: NDArray[np.float32], encoding: str | None) -> str | list[float]:
+    if encoding == "base64":
+        return base64.b64encode(vector.astype("<f4").tobytes()).decode()
+    numbers: list[float] = vector.tolist()
+    return numbers

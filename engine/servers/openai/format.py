@@ -7,8 +7,9 @@ model) are encoded only once and joined with the text of each chunk.
 import hashlib
 import math
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any
 
 import msgspec
@@ -23,14 +24,15 @@ from engine.core.interfaces.backend import (
     ToolCallEvent,
     UsageEvent,
 )
-from engine.servers.http.sse import DONE, StreamFormat, error_event
+from engine.servers.http.sse import DONE, error_event
 from engine.servers.openai.logprobs import chat_logprobs, legacy_logprobs, num_characters
+from engine.servers.openai.token_fields import NO_FIELDS, TokenFields
 from engine.servers.serving.event_pump import EventPump, OutputEvent
 
 _encode = msgspec.json.Encoder().encode
 # The end of a chunk, if the stream has a usage. Text can't contain it, because JSON escapes line
 # breaks.
-_END_OF_CHUNK = b'"usage":null}\n\n'
+END_OF_CHUNK = b'"usage":null}\n\n'
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,17 +96,17 @@ class Choice:
         self.texts: list[str] = []
         self.reasoning: list[str] = []
         self.calls: dict[int, Call] = {}
+        self.prompt: list[TokenText] = []  # tokens of the prompt, if they have logprobs
         self.tokens: list[TokenText] = []
+        self.token_ids: list[int] = []
         self.finish: FinishEvent | None = None
-        self._scores: list[float] = []
 
     def add(self, event: OutputEvent) -> None:
         if isinstance(event, TextEvent):
             self.texts.append(event.text)
-            if event.logprobs is not None:
-                self.tokens.extend(event.logprobs)
-                if event.num_tokens:  # it is 0 for an echoed prompt, which has no score
-                    self._scores.extend(token.logprob for token in event.logprobs)
+            self.token_ids.extend(event.token_ids)
+            if event.logprobs is not None:  # num_tokens is 0 for an echoed prompt
+                (self.tokens if event.num_tokens else self.prompt).extend(event.logprobs)
         elif isinstance(event, ReasoningEvent):
             self.reasoning.append(event.text)
         elif isinstance(event, ToolCallEvent):
@@ -120,10 +122,12 @@ class Choice:
 
     @property
     def mean_logprob(self) -> float:
-        return sum(self._scores) / len(self._scores) if self._scores else -math.inf
+        if not self.tokens:
+            return -math.inf
+        return sum(token.logprob for token in self.tokens) / len(self.tokens)
 
     def ending(self, named_tool: bool = False) -> dict[str, Any]:
-        return _ending(self.finish, bool(self.calls), named_tool)
+        return ending_body(self.finish, bool(self.calls), named_tool)
 
 
 class Collected:
@@ -144,7 +148,7 @@ async def collect(pump: EventPump, num_choices: int) -> Collected:
     return collected
 
 
-def _ending(
+def ending_body(
     finish: FinishEvent | None, has_calls: bool = False, named_tool: bool = False
 ) -> dict[str, Any]:
     """The fields about the end of a choice. If the choice has tool calls, its finish reason is
@@ -156,7 +160,9 @@ def _ending(
     reason = finish.reason
     if reason != "length":
         reason = "tool_calls" if has_calls and not named_tool else "stop"
-    return {"finish_reason": reason, "stop_reason": finish.stop_reason}
+    # vLLM and SGLang have different names for what ended the choice.
+    stop = finish.stop_reason
+    return {"finish_reason": reason, "stop_reason": stop, "matched_stop": stop}
 
 
 def chat_body(
@@ -164,18 +170,26 @@ def chat_body(
     collected: Collected,
     usage: UsageEvent,
     *,
-    with_logprobs: bool = False,
+    tokens: TokenFields = NO_FIELDS,
     named_tool: bool = False,
     metadata: dict[str, str] | None = None,
+    timings: dict[str, Any] | None = None,
+    prompt_ids: Sequence[int] | None = None,
 ) -> bytes:
     choices = []
     for index, choice in enumerate(collected.choices):
-        logprobs = chat_logprobs(choice.tokens) if with_logprobs else None
+        logprobs = chat_logprobs(tokens.answer(choice.tokens)) if tokens.has_logprobs else None
         choices.append(
             {"index": index, "message": chat_message(choice), "logprobs": logprobs}
             | choice.ending(named_tool)
+            | {"token_ids": choice.token_ids if tokens.has_ids else None}
         )
-    return _whole(envelope, "chat.completion", choices, usage, metadata)
+    # vLLM's clients read the two fields of the prompt even if they are null.
+    of_prompt = {
+        "prompt_logprobs": tokens.prompt_logprobs(collected.choices[0].prompt),
+        "prompt_token_ids": prompt_ids if tokens.has_ids else None,
+    }
+    return _whole(envelope, "chat.completion", choices, usage, metadata, timings, of_prompt)
 
 
 def chat_message(choice: Choice) -> dict[str, Any]:
@@ -196,14 +210,30 @@ def completion_body(
     choices: Sequence[Choice],
     usage: UsageEvent,
     *,
-    with_logprobs: bool = False,
+    tokens: TokenFields = NO_FIELDS,
     metadata: dict[str, str] | None = None,
+    timings: dict[str, Any] | None = None,
+    prompts: Sequence[Sequence[int] | None] = (None,),
 ) -> bytes:
+    """The answer of `/v1/completions`. `prompts` has the token ids of each prompt."""
     bodies = []
     for index, choice in enumerate(choices):
-        logprobs = legacy_logprobs(choice.tokens, 0) if with_logprobs else None
-        bodies.append({"index": index, "text": choice.text, "logprobs": logprobs} | choice.ending())
-    return _whole(envelope, "text_completion", bodies, usage, metadata)
+        shown = tokens.echo(choice.prompt) + tokens.answer(choice.tokens)
+        prompt = prompts[index * len(prompts) // len(choices)]
+        bodies.append(
+            {
+                "index": index,
+                "text": choice.text,
+                "logprobs": legacy_logprobs(shown, 0) if tokens.has_logprobs else None,
+            }
+            | choice.ending()
+            | {
+                "token_ids": choice.token_ids if tokens.has_ids else None,
+                "prompt_logprobs": tokens.prompt_logprobs(choice.prompt),
+                "prompt_token_ids": prompt if tokens.has_ids else None,
+            }
+        )
+    return _whole(envelope, "text_completion", bodies, usage, metadata, timings)
 
 
 def _whole(
@@ -212,10 +242,14 @@ def _whole(
     choices: list[dict[str, Any]],
     usage: UsageEvent,
     metadata: dict[str, str] | None,
+    timings: dict[str, Any] | None,
+    of_prompt: Mapping[str, Any] = MappingProxyType({}),
 ) -> bytes:
-    body = envelope.fields(kind) | {"choices": choices, "usage": usage_body(usage)}
+    body = envelope.fields(kind) | {"choices": choices, "usage": usage_body(usage), **of_prompt}
     if metadata:
         body["metadata"] = metadata
+    if timings:
+        body["timings"] = timings
     return _encode(body)
 
 
@@ -226,7 +260,7 @@ class _ChunkStream:
 
     def __init__(self, envelope: Envelope, kind: str, include_usage: bool) -> None:
         self.head = b"data: " + _encode(envelope.fields(kind))[:-1] + b',"choices":['
-        self.tail = b"]," + _END_OF_CHUNK if include_usage else b"]}\n\n"
+        self.tail = b"]," + END_OF_CHUNK if include_usage else b"]}\n\n"
         self._include_usage = include_usage
 
     def closing(self, usage: UsageEvent) -> bytes:
@@ -236,47 +270,6 @@ class _ChunkStream:
 
     def failure(self, error: EngineError) -> bytes:
         return error_event(error)
-
-
-class RunningUsage:
-    """A chunk stream in which every chunk has the usage so far (`continuous_usage_stats`). As in
-    vLLM, a chunk counts the tokens of its own choice only.
-    """
-
-    def __init__(self, inner: StreamFormat, pump: EventPump, prompt_lengths: list[int]) -> None:
-        self._inner = inner
-        self._pump = pump
-        self._prompts = prompt_lengths
-        self._num_tokens = [0] * len(pump.choice_tokens)
-
-    def opening(self) -> bytes:
-        chunks = self._inner.opening().split(_END_OF_CHUNK)
-        counted = [each + self._usage(choice) for choice, each in enumerate(chunks[:-1])]
-        return b"".join(counted)
-
-    def chunk(self, event: OutputEvent) -> bytes:
-        choice = event.choice
-        if isinstance(event, TextEvent):
-            self._num_tokens[choice] += event.num_tokens
-        elif isinstance(event, FinishEvent):
-            # Events without text are dropped if the client is slow, so their tokens are missing.
-            self._num_tokens[choice] = self._pump.choice_tokens[choice]
-        return self._inner.chunk(event).replace(_END_OF_CHUNK, self._usage(choice))
-
-    def closing(self, usage: UsageEvent) -> bytes:
-        return self._inner.closing(usage)
-
-    def failure(self, error: EngineError) -> bytes:
-        return self._inner.failure(error)
-
-    def _usage(self, choice: int) -> bytes:
-        num_prompt = self._prompts[choice * len(self._prompts) // len(self._num_tokens)]
-        num_tokens = self._num_tokens[choice]
-        return b'"usage":{"prompt_tokens":%d,"completion_tokens":%d,"total_tokens":%d}}\n\n' % (
-            num_prompt,
-            num_tokens,
-            num_prompt + num_tokens,
-        )
 
 
 class ChatStream(_ChunkStream):
@@ -293,6 +286,10 @@ class ChatStream(_ChunkStream):
         self._named_tool = named_tool
         # For each choice, maps the index of each tool call to whether the call has arguments yet.
         self._calls: list[dict[int, bool]] = [{} for _ in range(num_choices)]
+
+    def blank(self, choice: int) -> bytes:
+        """A chunk without text, to which fields can be added."""
+        return self._before[choice] + self._after
 
     def opening(self) -> bytes:
         role = b'"role":"assistant","content":""'
@@ -313,10 +310,12 @@ class ChatStream(_ChunkStream):
             return before + b'"reasoning_content":' + text + b',"reasoning":' + text + self._after
         if isinstance(event, ToolCallEvent):
             return self._call(event)
-        ended = self._end_call(event.choice)
-        has_calls = bool(self._calls[event.choice])
-        ending = _encode(_ending(event, has_calls, self._named_tool))[1:]
+        ended = self.end_call(event.choice)
+        ending = _encode(self.ending(event))[1:]
         return ended + before + b'},"logprobs":null,' + ending + self.tail
+
+    def ending(self, event: FinishEvent) -> dict[str, Any]:
+        return ending_body(event, bool(self._calls[event.choice]), self._named_tool)
 
     def _call(self, event: ToolCallEvent) -> bytes:
         calls = self._calls[event.choice]
@@ -326,7 +325,7 @@ class ChatStream(_ChunkStream):
                 return b""
             calls[event.index] = True
             return self._call_delta(event.choice, {"index": event.index, "function": function})
-        ended = self._end_call(event.choice)
+        ended = self.end_call(event.choice)
         calls[event.index] = bool(event.arguments)
         delta = {
             "index": event.index,
@@ -336,7 +335,7 @@ class ChatStream(_ChunkStream):
         }
         return ended + self._call_delta(event.choice, delta)
 
-    def _end_call(self, choice: int) -> bytes:
+    def end_call(self, choice: int) -> bytes:
         """A chunk that sends `{}` as the arguments of the previous tool call, if that call had
         none. Otherwise returns no bytes.
         """
@@ -358,7 +357,10 @@ class CompletionStream(_ChunkStream):
         super().__init__(envelope, "text_completion", include_usage)
         self._before = [self.head + b'{"index":%d,"text":' % index for index in range(num_choices)]
         self._after = b',"logprobs":null,"finish_reason":null}' + self.tail
-        self._offsets = [0] * num_choices
+        self.offsets = [0] * num_choices
+
+    def blank(self, choice: int) -> bytes:
+        return self._before[choice] + b'""' + self._after
 
     def opening(self) -> bytes:
         return b""
@@ -366,7 +368,7 @@ class CompletionStream(_ChunkStream):
     def chunk(self, event: OutputEvent) -> bytes:
         before = self._before[event.choice]
         if isinstance(event, FinishEvent):
-            return before + b'"","logprobs":null,' + _encode(_ending(event))[1:] + self.tail
+            return before + b'"","logprobs":null,' + _encode(ending_body(event))[1:] + self.tail
         if not isinstance(event, TextEvent):
             return b""  # completions have no reasoning and no tool calls
         if event.logprobs:
@@ -377,6 +379,6 @@ class CompletionStream(_ChunkStream):
 
     def _logprobs(self, event: TextEvent) -> bytes:
         assert event.logprobs is not None
-        body = legacy_logprobs(event.logprobs, self._offsets[event.choice])
-        self._offsets[event.choice] += sum(map(num_characters, event.logprobs))
+        body = legacy_logprobs(event.logprobs, self.offsets[event.choice])
+        self.offsets[event.choice] += sum(map(num_characters, event.logprobs))
         return b',"logprobs":' + _encode(body) + b',"finish_reason":null}' + self.tail

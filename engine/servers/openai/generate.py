@@ -4,13 +4,15 @@ repeatedly.
 A submission runs until it ends or is deleted, even if no client reads its stream. Its result is
 kept for `KEEP_S` seconds after the end. Only its tenant can see it. With `stream: true`, one call
 submits the prompt and streams the answer. In this case, a disconnect ends the generation.
+
+A body with `text` or `input_ids` instead of `prompt` is SGLang's; `sglang_api` answers it.
 """
 
 import asyncio
 import time
 from collections import Counter
 from collections.abc import AsyncIterator
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import msgspec
 from fastapi import Depends, FastAPI
@@ -32,7 +34,7 @@ from engine.servers.openai.format import Collected, usage_body
 from engine.servers.openai.logprobs import chat_logprobs
 from engine.servers.openai.schema import GenerateBody
 from engine.servers.serving.admission import Ticket
-from engine.servers.serving.chat import NO_TEXT
+from engine.servers.serving.chat import NO_TEXT, require_grammar
 from engine.servers.serving.event_pump import EventPump, OutputEvent, coalesce
 from engine.servers.serving.services import (
     Services,
@@ -40,6 +42,9 @@ from engine.servers.serving.services import (
     json_response,
     new_completion_id,
 )
+
+if TYPE_CHECKING:
+    from engine.servers.sglang_api.schema import SglangGenerateBody
 
 MAX_SUBMISSIONS = 512
 KEEP_S = 300.0
@@ -217,6 +222,14 @@ class Submissions:
 
 def add_generate_routes(app: FastAPI, services: Services) -> None:
     submissions = Submissions()
+    takes_native = "sglang" in services.settings.server.dialects
+
+    def choose(raw: dict[str, Any]) -> "type[GenerateBody | SglangGenerateBody]":
+        if not takes_native or "prompt" in raw or not ("text" in raw or "input_ids" in raw):
+            return GenerateBody
+        from engine.servers.sglang_api.schema import SglangGenerateBody
+
+        return SglangGenerateBody
 
     async def start(request: Request, body: GenerateBody, ticket: Ticket) -> tuple[str, EventPump]:
         card = services.choose_model(request, body.model)
@@ -224,7 +237,9 @@ def add_generate_routes(app: FastAPI, services: Services) -> None:
         parses = await services.parses_special(request, card, body.parse_special, [body.prompt])
         request_id = new_completion_id("gen")
         params = body.params(card)
-        context = services.context(request, card, body, params, request_id)
+        require_grammar(services, card, body.structured_outputs)
+        grammar = body.structured_outputs
+        context = services.context(request, card, body, params, request_id, grammar)
         pump = await services.begin(ticket, params)
         if body.stream:
             pump.watch(request.receive)
@@ -241,7 +256,11 @@ def add_generate_routes(app: FastAPI, services: Services) -> None:
     async def submit(
         request: Request, ticket: Annotated[Ticket, Depends(services.admitted)]
     ) -> Response:
-        body = await services.read(request, GenerateBody)
+        body = await services.read_chosen(request, choose)
+        if not isinstance(body, GenerateBody):
+            from engine.servers.sglang_api.generate import answer  # few clients send this form
+
+            return await answer(services, request, ticket, body)
         request_id, pump = await start(request, body, ticket)
         if body.stream:
             return await answer_streaming(pump, GenerateStream(request_id))

@@ -14,14 +14,14 @@ _CONTINUATIONS = bytes(range(0x80, 0xC0))
 _CONTINUATION_BYTES = frozenset(bytes([each]) for each in _CONTINUATIONS)
 
 
-def _clamped(logprob: float) -> float:
+def clamped(logprob: float) -> float:
     return max(logprob, _MIN_LOGPROB)
 
 
 def _chat_entry(token: TokenText | TopLogprob) -> dict[str, Any]:
     return {
         "token": token.token,
-        "logprob": _clamped(token.logprob),
+        "logprob": clamped(token.logprob),
         "bytes": list(token.token_bytes),
     }
 
@@ -47,7 +47,7 @@ def legacy_logprobs(tokens: Sequence[TokenText], offset: int) -> dict[str, Any]:
     return {
         "tokens": [token.token for token in tokens],
         "token_logprobs": [
-            None if math.isnan(token.logprob) else _clamped(token.logprob) for token in tokens
+            None if math.isnan(token.logprob) else clamped(token.logprob) for token in tokens
         ],
         "top_logprobs": [_ranked(token) for token in tokens],
         "text_offset": offsets,
@@ -69,6 +69,6 @@ def _ranked(token: TokenText) -> dict[str, float] | None:
     """
     if math.isnan(token.logprob):
         return None
-    ranked = {each.token: _clamped(each.logprob) for each in token.top}
-    ranked.setdefault(token.token, _clamped(token.logprob))
+    ranked = {each.token: clamped(each.logprob) for each in token.top}
+    ranked.setdefault(token.token, clamped(token.logprob))
     return ranked

@@ -5,7 +5,7 @@ read bodies without FastAPI, to enforce limits and to parse large bodies in a th
 below list the bodies.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from functools import cache
 from typing import Any
 
@@ -19,31 +19,76 @@ from starlette.responses import Response
 
 from engine import __version__
 from engine.core.interfaces.backend import ModelCard
+from engine.servers import azure
 from engine.servers.access.auth import PUBLIC_ROUTES
 from engine.servers.anthropic import schema as anthropic
+from engine.servers.anthropic.batches import MessageBatchBody, MessageBatchQuery
 from engine.servers.batches import lines
 from engine.servers.batches.schema import BatchBody, BatchQuery
 from engine.servers.files import form
 from engine.servers.files.routes import FileQuery, UploadFields
-from engine.servers.http.errors import is_anthropic
-from engine.servers.http.sse import EventStream
+from engine.servers.files.uploads import CompleteBody, PartFields, UploadBody
+from engine.servers.http.errors import is_anthropic, is_ollama
+from engine.servers.http.sse import EventStream, LineStream
+from engine.servers.llamacpp import schema as llamacpp
+from engine.servers.llamacpp.state import PropsQuery, SlotsQuery
+from engine.servers.ollama import schema as ollama
 from engine.servers.openai import embeddings, rerank, schema
+from engine.servers.openai.beam_fields import MAX_WIDTH
 from engine.servers.openai.embeddings import EmbeddingBody
+from engine.servers.openai.moderations import ModerationBody
 from engine.servers.openai.rerank import RerankBody, ScoreBody
 from engine.servers.openai.schema import ChatBody, CompletionBody, FimBody, GenerateBody
+from engine.servers.openai.stored_chats import (
+    StoredChatsQuery,
+    StoredChatUpdate,
+    StoredMessagesQuery,
+)
 from engine.servers.openai.tokenize import DetokenizeBody, TokenizeBody, TokenizerQuery
 from engine.servers.ops import admin_control, admin_models
 from engine.servers.responses import items
-from engine.servers.responses.schema import ItemsQuery, ResponseBody, ResponseQuery, TokenCountBody
+from engine.servers.responses.conversations import (
+    ConversationBody,
+    ConversationUpdate,
+    NewItemsBody,
+    NewItemsQuery,
+)
+from engine.servers.responses.schema import (
+    CompactBody,
+    ItemsQuery,
+    ResponseBody,
+    ResponseQuery,
+    TokenCountBody,
+)
 from engine.servers.schema import body, fields, messages, structured
-from engine.servers.schema.body import NO_EFFECT, off_values
+from engine.servers.schema.body import SamplingBody, off_values
+from engine.servers.schema.dialects.reading import Verdict, verdict
+from engine.servers.schema.dialects.words import DIALECTS, WORDS, Word
 from engine.servers.serving.services import Services
+from engine.servers.sglang_api.schema import SglangGenerateBody
+from engine.servers.vllm_api import routes as vllm
+from engine.servers.vllm_api.batch_chat import BatchChatBody
 
 # Maps paths to the JSON body of a POST.
 BODIES: dict[str, type[BaseModel]] = {
+    "/apply-template": llamacpp.TemplateBody,
+    "/chat/completions": ChatBody,
+    "/chat/completions/input_tokens": llamacpp.TemplateBody,
+    "/completion": llamacpp.NativeBody,
+    "/completions": llamacpp.NativeBody,
     "/detokenize": DetokenizeBody,
+    "/embedding": llamacpp.EmbeddingsBody,
+    "/embeddings": llamacpp.EmbeddingsBody,
     "/generate": GenerateBody,
+    "/infill": llamacpp.InfillBody,
     "/rerank": RerankBody,
+    "/reranking": RerankBody,
+    "/responses": ResponseBody,
+    "/responses/input_tokens": TokenCountBody,
+    "/classify": vllm.ClassifyBody,
+    "/invocations": vllm.InvocationBody,
+    "/pooling": vllm.PoolingBody,
+    "/score": ScoreBody,
     "/tokenize": TokenizeBody,
     "/v1/admin/cache/flush": admin_models.FlushBody,
     "/v1/admin/cache/warm": admin_models.WarmBody,
@@ -60,25 +105,68 @@ BODIES: dict[str, type[BaseModel]] = {
     "/v1/admin/undrain": admin_control.EmptyBody,
     "/v1/batches": BatchBody,
     "/v1/chat/completions": ChatBody,
+    "/v1/chat/completions/input_tokens": llamacpp.TemplateBody,
+    "/v1/chat/completions/batch": BatchChatBody,
+    "/v1/chat/completions/{completion_id}": StoredChatUpdate,
     "/v1/completions": CompletionBody,
+    "/v1/conversations": ConversationBody,
+    "/v1/conversations/{conversation_id}": ConversationUpdate,
+    "/v1/conversations/{conversation_id}/items": NewItemsBody,
     "/v1/embeddings": EmbeddingBody,
     "/v1/fim/completions": FimBody,
     "/v1/messages": anthropic.MessagesBody,
+    "/v1/messages/batches": MessageBatchBody,
     "/v1/messages/count_tokens": anthropic.PromptBody,
+    "/v1/moderations": ModerationBody,
     "/v1/rerank": RerankBody,
+    "/v1/reranking": RerankBody,
     "/v1/responses": ResponseBody,
+    "/v1/responses/compact": CompactBody,
     "/v1/responses/input_tokens": TokenCountBody,
     "/v1/score": ScoreBody,
+    "/v1/uploads": UploadBody,
+    "/v2/rerank": RerankBody,
+    "/v1/uploads/{upload_id}/complete": CompleteBody,
 }
-# Maps paths to the form fields of a POST that uploads a file.
-FORMS: dict[str, type[BaseModel]] = {"/v1/files": UploadFields}
+BODIES |= ollama.BODIES
+# Azure's paths have the bodies of OpenAI's.
+BODIES |= {azure.path_of(each): BODIES[f"/v1/{each}"] for each in azure.OPERATIONS}
+# Maps paths to the other form of the JSON body that a POST accepts.
+OTHER_BODIES: dict[str, type[BaseModel]] = {"/generate": SglangGenerateBody}
+# Paths of a POST without a body.
+BODILESS = (
+    *("/flush_cache", "/ping", "/reset_prefix_cache", "/sleep", "/start_profile"),
+    *("/stop_profile", "/wake_up"),
+)
+# Bodies that refuse every parameter besides their own, whatever its value.
+EXACT = (
+    *(BatchBody, CompleteBody, ConversationBody, ConversationUpdate, MessageBatchBody),
+    *(NewItemsBody, StoredChatUpdate, UploadBody),
+)
+# Maps paths to the form of a POST that uploads a file: its fields, and the part with the file.
+FORMS: dict[str, tuple[type[BaseModel], str]] = {
+    "/v1/files": (UploadFields, form.FILE),
+    "/v1/uploads/{upload_id}/parts": (PartFields, "data"),
+}
 # Maps paths to the query parameters of a GET.
 QUERIES: dict[str, type[BaseModel]] = {
     "/v1/batches": BatchQuery,
+    "/v1/chat/completions": StoredChatsQuery,
+    "/v1/chat/completions/{completion_id}/messages": StoredMessagesQuery,
+    "/v1/conversations/{conversation_id}/items": ItemsQuery,
+    "/v1/conversations/{conversation_id}/items/{item_id}": NewItemsQuery,
     "/v1/files": FileQuery,
+    "/v1/messages/batches": MessageBatchQuery,
+    "/props": PropsQuery,
+    "/slots": SlotsQuery,
     "/tokenizer_info": TokenizerQuery,
     "/v1/responses/{response_id}": ResponseQuery,
     "/v1/responses/{response_id}/input_items": ItemsQuery,
+}
+
+# The endpoints that take the parameters of other servers.
+TRANSLATING = {
+    path: BODIES[path] for path in ("/v1/chat/completions", "/v1/completions", "/generate")
 }
 
 _REFS = "#/components/schemas/{model}"
@@ -111,10 +199,16 @@ _ANTHROPIC_ERROR_SCHEMA = {
         "request_id": {"type": "string"},
     },
 }
+_OLLAMA_ERROR_SCHEMA = {
+    "type": "object",
+    "required": ["error"],
+    "properties": {"error": {"type": "string"}},
+}
 # Maps media types to the description of a response. Event streams have no JSON schema.
 _ANSWERS: dict[str, dict[str, Any]] = {
     "application/json": {"schema": {"type": "object"}},
     EventStream.media_type: {},
+    LineStream.media_type: {},
 }
 _HEADERS = {
     "x-request-id": {"schema": {"type": "string"}, "description": "Also in the server's log."},
@@ -143,12 +237,17 @@ def document(app: FastAPI) -> dict[str, Any]:
         description="An OpenAI-compatible server of language models.",
         routes=app.routes,
     )
-    models = dict.fromkeys([*BODIES.values(), *FORMS.values()])
+    forms = [form_fields for form_fields, _ in FORMS.values()]
+    models = dict.fromkeys([*BODIES.values(), *OTHER_BODIES.values(), *forms])
     references, definitions = models_json_schema(
         [(model, "validation") for model in models], ref_template=_REFS
     )
     made["components"] = {
-        "schemas": {"Error": _ERROR_SCHEMA, "AnthropicError": _ANTHROPIC_ERROR_SCHEMA}
+        "schemas": {
+            "Error": _ERROR_SCHEMA,
+            "AnthropicError": _ANTHROPIC_ERROR_SCHEMA,
+            "OllamaError": _OLLAMA_ERROR_SCHEMA,
+        }
         | definitions["$defs"],
         "securitySchemes": {"key": {"type": "http", "scheme": "bearer"}},
     }
@@ -163,14 +262,16 @@ def document(app: FastAPI) -> dict[str, Any]:
                 operation["parameters"] = in_path + _query_parameters(QUERIES[path])
             if method == "post" and path in BODIES:
                 model = BODIES[path]
-                operation["requestBody"] = _body(
-                    "application/json", references[model, "validation"]
-                )
+                schema = references[model, "validation"]
+                if (other := OTHER_BODIES.get(path)) is not None:
+                    schema = {"anyOf": [schema, references[other, "validation"]]}
+                operation["requestBody"] = _body("application/json", schema)
                 if "stream" in model.model_fields:
-                    media_types.append(EventStream.media_type)
+                    kind = LineStream if is_ollama(path) else EventStream
+                    media_types.append(kind.media_type)
             if method == "post" and path in FORMS:
-                form = _form_schema(FORMS[path])
-                operation["requestBody"] = _body("multipart/form-data", form)
+                uploaded = _form_schema(*FORMS[path])
+                operation["requestBody"] = _body("multipart/form-data", uploaded)
             operation["responses"] = _responses(path, media_types)
     return made
 
@@ -179,13 +280,13 @@ def _body(media_type: str, schema: dict[str, Any]) -> dict[str, Any]:
     return {"required": True, "content": {media_type: {"schema": schema}}}
 
 
-def _form_schema(model: type[BaseModel]) -> dict[str, Any]:
+def _form_schema(model: type[BaseModel], file_part: str) -> dict[str, Any]:
     """The JSON schema of the form `model`, with the uploaded file as another field."""
     schema = model.model_json_schema(ref_template=_REFS)
     schema.pop("$defs", None)
-    file = {"file": {"type": "string", "format": "binary"}}
-    required = [*schema.get("required", ()), "file"]
-    return schema | {"properties": schema["properties"] | file, "required": required}
+    file = {file_part: {"type": "string", "format": "binary"}}
+    required = [*schema.get("required", ()), file_part]
+    return schema | {"properties": schema.get("properties", {}) | file, "required": required}
 
 
 def _query_parameters(model: type[BaseModel]) -> list[dict[str, Any]]:
@@ -205,7 +306,8 @@ def api_routes(app: FastAPI) -> list[tuple[str, str]]:
 
 def _responses(path: str, media_types: Iterable[str]) -> dict[str, Any]:
     content = {each: _ANSWERS.get(each, {"schema": {"type": "string"}}) for each in media_types}
-    model = "AnthropicError" if is_anthropic(path) else "Error"
+    model = "OllamaError" if is_ollama(path) else "Error"
+    model = "AnthropicError" if is_anthropic(path) else model
     error = {"application/json": {"schema": {"$ref": _REFS.format(model=model)}}}
     return {
         "200": {"description": "The answer.", "headers": _HEADERS, "content": content},
@@ -215,7 +317,7 @@ def _responses(path: str, media_types: Iterable[str]) -> dict[str, Any]:
 
 LIMITS = {
     "max_n": body.MAX_N,
-    "max_best_of": schema.MAX_BEST_OF,
+    "max_best_of": MAX_WIDTH,
     "max_logprobs": schema.MAX_LOGPROBS,
     "max_stop_strings": fields.MAX_STOPS,
     "max_stop_length": fields.MAX_STOP_LENGTH,
@@ -238,13 +340,16 @@ def add_capabilities_routes(app: FastAPI, services: Services) -> None:
     @app.get("/v1/capabilities")
     async def capabilities() -> Response:
         """List the features of this server and its models."""
-        server = services.settings.server
+        server, served = services.settings.server, api_routes(app)
         body = {
             "object": "capabilities",
             "engine": {"name": "engine", "version": __version__},
             "strict": server.strict,
-            "endpoints": [f"{method} {path}" for method, path in api_routes(app)],
-            "parameters": {path: _parameters(kind) for path, kind in BODIES.items()},
+            "endpoints": [f"{method} {path}" for method, path in served],
+            "parameters": {
+                path: _parameters(kind) for path, kind in BODIES.items() if ("POST", path) in served
+            },
+            "dialects": {name: _dialect(name) for name in DIALECTS},
             "structured_outputs": {
                 "response_format": structured.FORMATS,
                 "guided": structured.GUIDED,
@@ -266,15 +371,40 @@ def _parameters(kind: type[BaseModel]) -> dict[str, Any]:
     values that switch it off. The server accepts only these values.
     """
     refused = off_values(kind)
-    others = NO_EFFECT
+    others: Mapping[str, tuple[Any, ...]] = {}
     if issubclass(kind, anthropic.PromptBody):
         others = anthropic.NO_EFFECT
-    elif issubclass(kind, BatchBody):
-        others = {}
+    elif kind not in EXACT:
+        others = {
+            word.name: word.off
+            for word in WORDS.values()
+            if word.name not in kind.model_fields and verdict_in(word, kind) == "refused"
+        }
     return {
-        "supported": sorted(kind.model_fields.keys() - refused),
-        "refused_unless": refused
-        | {name: off for name, off in others.items() if name not in kind.model_fields},
+        "supported": sorted(_followed(kind)),
+        "refused_unless": refused | dict(others),
+    }
+
+
+def verdict_in(word: Word, kind: type[BaseModel]) -> Verdict:
+    """What the endpoints with the body `kind` do with a parameter."""
+    found = verdict(word, _followed(kind))
+    return "refused" if found == "warned" and not issubclass(kind, SamplingBody) else found
+
+
+@cache
+def _followed(kind: type[BaseModel]) -> frozenset[str]:
+    """The fields of the body `kind` that do not exist only to be refused."""
+    return frozenset(kind.model_fields.keys() - off_values(kind).keys())
+
+
+def _dialect(name: str) -> dict[str, Any]:
+    """What happens to each parameter of another server, for each endpoint with its parameters."""
+    return {
+        word.name: {path: verdict_in(word, kind) for path, kind in TRANSLATING.items()}
+        | ({"translated_to": word.target} if word.target else {})
+        for word in WORDS.values()
+        if name in word.dialects
     }
 
 

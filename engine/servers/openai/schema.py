@@ -7,21 +7,24 @@ OpenAI does not have are named as in vLLM.
 
 from typing import Annotated, Any, Literal
 
-import msgspec
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from engine.core.interfaces.backend import GrammarSpec, ModelCard, ToolChoice
 from engine.core.interfaces.request import SamplingParams
 from engine.servers.http.errors import problem
+from engine.servers.openai.beam_fields import BeamBody
+from engine.servers.openai.token_fields import AnyLogprobs, TokenBody, TokenFields
 from engine.servers.schema import fields
 from engine.servers.schema.body import SamplingBody
 from engine.servers.schema.messages import parse_tool_choice
 
-MAX_BEST_OF = 20
 MAX_LOGPROBS = 20
+MAX_DOCUMENTS = 128
+_NO_BEAMS = ("prompt_logprobs", "logprob_token_ids", "include_stop_str_in_output")
 DEFAULT_COMPLETION_TOKENS = 16
 
 NumLogprobs = Annotated[int, Field(ge=0, le=MAX_LOGPROBS)]
+
 ReasoningEffort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
 
 
@@ -45,6 +48,9 @@ class OpenAIBody(SamplingBody):
     # OpenAI replaced the field `user` by these two fields.
     safety_identifier: fields.EndUser | None = None
     prompt_cache_key: Annotated[str, Field(max_length=512)] | None = None
+    id_slot: Annotated[int, Field(ge=-1, le=2**31 - 1)] | None = None
+    timings_per_token: bool | None = None
+    return_progress: bool | None = None
 
     @property
     def end_user(self) -> str | None:
@@ -52,7 +58,9 @@ class OpenAIBody(SamplingBody):
 
     @property
     def conversation_key(self) -> str | None:
-        return self.prompt_cache_key or self.end_user
+        # A slot of llama.cpp keeps the cache of one conversation.
+        slot = f"slot {self.id_slot}" if self.id_slot not in (None, -1) else None
+        return self.prompt_cache_key or slot or self.end_user
 
     @property
     def include_usage(self) -> bool:
@@ -61,6 +69,10 @@ class OpenAIBody(SamplingBody):
     @property
     def continuous_usage(self) -> bool:
         return self.stream_options is not None and bool(self.stream_options.continuous_usage_stats)
+
+    @property
+    def reports_progress(self) -> bool:
+        return bool(self.stream and (self.return_progress or self.timings_per_token))
 
     @property
     def grammar(self) -> GrammarSpec | None:
@@ -123,17 +135,30 @@ class EndOfPrompt(BaseModel):
         return self
 
 
-class ChatBody(EndOfPrompt, OpenAIBody):
+class ChatPromptBody(EndOfPrompt):
+    """A conversation that is only tokenized."""
+
+    model: fields.ModelName | None = None
+    tools: fields.Tools = ()
+    chat_template_kwargs: fields.TemplateOptions = {}
+
+
+class ChatBody(EndOfPrompt, TokenBody, BeamBody, OpenAIBody):
     messages: fields.Messages
     max_completion_tokens: fields.TokenCount | None = None
     logprobs: bool | None = None
-    top_logprobs: NumLogprobs | None = None
+    top_logprobs: AnyLogprobs | None = None
     tools: fields.Tools = ()
     tool_choice: fields.RawToolChoice = None
     parallel_tool_calls: bool | None = None
     chat_template_kwargs: fields.TemplateOptions = {}
     reasoning_effort: ReasoningEffort | None = None
+    enable_thinking: bool | None = None
+    include_reasoning: bool | None = None
     verbosity: Literal["low", "medium", "high"] | None = None
+    echo: bool | None = None
+    documents: Annotated[list[dict[str, Any]], Field(max_length=MAX_DOCUMENTS)] | None = None
+    store: bool | None = None
 
     @property
     def choice_of_tools(self) -> tuple[ToolChoice, tuple[dict[str, Any], ...]]:
@@ -147,11 +172,29 @@ class ChatBody(EndOfPrompt, OpenAIBody):
         if None not in limits and limits[0] != limits[1]:
             raise problem("max_completion_tokens", "differs from max_tokens; send one of them")
         _ = self.choice_of_tools  # raises if it is invalid
+        self.check_tokens(self.num_top, echoes=False)
+        self._check_best_of()
         return self
+
+    def _check_best_of(self) -> None:
+        others = [name for name in ("tools", *_NO_BEAMS) if getattr(self, name)]
+        self.check_beams(self.grammar, *others)
+        if self.best_of is not None and self.best_of < self.num_choices:
+            raise problem("best_of", f"should be at least n, which is {self.num_choices}")
+        if (self.best_of or 1) > 1 and not self.use_beam_search:
+            raise problem("best_of", "is only allowed with use_beam_search, in a chat")
+
+    @property
+    def num_top(self) -> int | None:
+        return (self.top_logprobs or 0) if self.logprobs else None
+
+    @property
+    def tokens(self) -> TokenFields:
+        return self.token_fields(self.num_top, echoes=False)
 
     def params(self, card: ModelCard) -> SamplingParams:
         limit = self.max_completion_tokens or self.max_tokens
-        logprobs = (self.top_logprobs or 0) if self.logprobs else None
+        logprobs = self.num_top
         name = "max_completion_tokens" if self.max_completion_tokens else "max_tokens"
         return self.sampling(card, limit, logprobs, name)
 
@@ -166,13 +209,12 @@ class PromptText(BaseModel):
     add_special_tokens: bool | None = None  # vLLM's: BOS and EOS, if the model expects them
 
 
-class CompletionBody(PromptText, OpenAIBody):
+class CompletionBody(PromptText, TokenBody, BeamBody, OpenAIBody):
     prompt: fields.Prompts
-    max_tokens: Annotated[int, Field(ge=0, le=fields.MAX_TOKENS)] | None = None
-    logprobs: NumLogprobs | None = None
+    max_tokens: fields.TokenLimitOrZero | None = None
+    logprobs: AnyLogprobs | None = None
     echo: bool | None = None
     suffix: str | None = None
-    best_of: Annotated[int, Field(ge=1, le=MAX_BEST_OF)] | None = None
 
     @property
     def only_echoes(self) -> bool:
@@ -189,7 +231,14 @@ class CompletionBody(PromptText, OpenAIBody):
                 raise problem("best_of", f"should be at least n, which is {self.num_choices}")
             if self.stream and self.best_of > self.num_choices:
                 raise problem("best_of", "can't be streamed; the best is known at the end")
+        self.check_tokens(self.logprobs, bool(self.echo))
+        others = [name for name in ("echo", "suffix", *_NO_BEAMS) if getattr(self, name)]
+        self.check_beams(self.grammar, *others)
         return self
+
+    @property
+    def tokens(self) -> TokenFields:
+        return self.token_fields(self.logprobs, bool(self.echo))
 
     def params(self, card: ModelCard) -> SamplingParams:
         """Sampling parameters for the backend. If `max_tokens` is 0, they request one token, which
@@ -204,25 +253,16 @@ class FimBody(PromptText, OpenAIBody):
 
     prompt: str
     suffix: str | None = None
-    random_seed: Annotated[int, Field(ge=0, le=2**64 - 1)] | None = None  # Mistral's name of seed
-
-    @model_validator(mode="after")
-    def _one_seed(self) -> "FimBody":
-        if self.random_seed is not None and self.seed not in (None, self.random_seed):
-            raise problem("random_seed", "differs from seed; send one of them")
-        return self
 
     def params(self, card: ModelCard) -> SamplingParams:
-        params = self.sampling(card, self.max_tokens, None)
-        if self.random_seed is None:
-            return params
-        return msgspec.structs.replace(params, seed=self.random_seed % 2**63)
+        return self.sampling(card, self.max_tokens, None)
 
 
 class GenerateBody(PromptText, SamplingBody):
     prompt: fields.OnePrompt
     model: fields.ModelName | None = None
     logprobs: NumLogprobs | None = None
+    structured_outputs: fields.StructuredOutputs = None
 
     def params(self, card: ModelCard) -> SamplingParams:
         return self.sampling(card, self.max_tokens or DEFAULT_COMPLETION_TOKENS, self.logprobs)

@@ -12,7 +12,6 @@ from engine.core.config_tables import ModelId, refuse_secrets
 from engine.core.errors import ConfigError, ForbiddenError, InvalidRequestError
 from engine.core.store.catalogue import CATALOGUE
 from engine.core.store.model_store import ModelStore
-from engine.routing.manage import ModelManager
 from engine.servers.access.auth import principal_of
 from engine.servers.ops.admin import who_is
 from engine.servers.ops.reload import audit_of
@@ -53,9 +52,7 @@ class WarmBody(AdminBody):
 
 
 def add_admin_models_routes(app: FastAPI, services: Services) -> None:
-    manager = ModelManager(
-        services.holder, services.settings, services.metrics.registry, services.rebuild
-    )
+    manager = services.models
     audit = audit_of(services)
 
     @app.get("/v1/admin/models")

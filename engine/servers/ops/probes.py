@@ -1,4 +1,4 @@
-"""Health probes: `/livez`, `/readyz` and `/health`, and the metrics route.
+"""Health probes: `/livez`, `/readyz` and `/health` (or `/healthz`), and the metrics route.
 
 `ProbeServer` serves the probes on a separate port, in a thread with its own event loop. So probes
 are answered even if the server is busy, and an orchestrator does not restart it. The main event
@@ -40,6 +40,8 @@ def add_health_routes(app: FastAPI, services: Services) -> None:
         is_ready = is_accepting(services)
         return status_response("ready" if is_ready else "not ready", ok=is_ready)
 
+    @app.head("/healthz", include_in_schema=False)
+    @app.get("/healthz")
     @app.head("/health", include_in_schema=False)
     @app.get("/health")
     async def health(request: Request) -> Response:
@@ -57,7 +59,10 @@ def add_metrics_routes(app: FastAPI, services: Services) -> None:
         # This runs in a thread, because reading the process tree and formatting hundreds of series
         # takes milliseconds.
         content, content_type = await asyncio.to_thread(services.metrics.render)
-        return Response(content, headers={"content-type": content_type})
+        started = time.time() - (time.monotonic() - services.lifecycle.started)
+        headers = {"content-type": content_type}
+        headers["process-start-time-unix"] = str(int(started))  # llama.cpp's header
+        return Response(content, headers=headers)
 
 
 def _figures(services: Services, state: Health) -> dict[str, Any]:
@@ -115,6 +120,7 @@ class ProbeServer:
             Route("/livez", self._livez),
             Route("/readyz", self._readyz),
             Route("/health", self._health),
+            Route("/healthz", self._health),
         ]
         self._uvicorn = http_server(Starlette(routes=routes), CLOSE_TIMEOUT_S)
 

@@ -25,15 +25,13 @@ from engine.core.interfaces.backend import (
 from engine.core.interfaces.request import SamplingParams
 from engine.servers.openai.schema import ChatBody, CompletionBody
 from engine.servers.schema.body import parse_body
-from engine.servers.serving.services import Services, new_completion_id
+from engine.servers.serving.services import OFFLINE_PRIORITY, Services, new_completion_id
 
 logger = logging.getLogger(__name__)
 
 MAX_PROMPTS = 1_000
 MAX_FILE_BYTES = 64 * 2**20
 AT_ONCE = 4
-# The lowest priority, so that these requests run after all requests of clients.
-PRIORITY = 100
 READY_POLL_S = 0.05
 
 Prompt = str | dict[str, Any]
@@ -154,7 +152,7 @@ def _prompt(line: str, where: str) -> Prompt:
 
 def _request(prompt: Prompt, model: str) -> ChatRequest | CompletionRequest:
     context = GenerationContext(
-        request_id="", params=SamplingParams(max_tokens=1), model=model, priority=PRIORITY
+        request_id="", params=SamplingParams(max_tokens=1), model=model, priority=OFFLINE_PRIORITY
     )
     if isinstance(prompt, dict) and "messages" in prompt:
         chat = parse_body(ChatBody, {"messages": prompt["messages"], "model": model})

@@ -31,8 +31,8 @@ def outline(body: ResponseBody, response_id: str, card: ModelCard, is_stored: bo
         "id": response_id,
         "object": "response",
         "created_at": int(time.time()),
-        "status": "in_progress",
-        "background": False,
+        "status": "queued" if body.background else "in_progress",
+        "background": bool(body.background),
         "completed_at": None,
         "error": None,
         "incomplete_details": None,
@@ -44,6 +44,7 @@ def outline(body: ResponseBody, response_id: str, card: ModelCard, is_stored: bo
         "output": [],
         "parallel_tool_calls": body.parallel_tool_calls is not False,
         "previous_response_id": body.previous_response_id,
+        "conversation": None if body.conversation is None else {"id": body.conversation},
         "prompt_cache_key": body.prompt_cache_key,
         "reasoning": {"effort": reasoning.effort, "summary": None},
         "safety_identifier": body.safety_identifier,
@@ -109,27 +110,39 @@ _TEXTS = {
 
 class ResponseStream:
     """Formats a streamed response as SSE events. After a successful generation, `finished` returns
-    the complete response.
+    the complete response. Events up to number `after` are left out.
     """
 
-    def __init__(self, begun: Item, finished: Callable[[], Item]) -> None:
+    def __init__(self, begun: Item, finished: Callable[[], Item], after: int = -1) -> None:
         self._begun = begun
         self._finished = finished
+        self._after = after
         self._output = Output(begun["id"])
-        self._num_sent = 0
+        self._num_events = 0
+        self._is_waiting = begun["status"] == "queued"
 
     def opening(self) -> bytes:
-        return self._event("response.created", response=self._begun) + self._event(
-            "response.in_progress", response=self._begun
-        )
+        second = "response.queued" if self._is_waiting else "response.in_progress"
+        created = self._event("response.created", response=self._begun)
+        return created + self._event(second, response=self._begun)
 
     def chunk(self, event: OutputEvent) -> bytes:
+        begun = self._start() if self._is_waiting else b""
         steps = {"added": self._added, "delta": self._delta, "done": self._done}
-        return b"".join([steps[change.step](change) for change in self._output.push(event)])
+        return begun + b"".join([steps[change.step](change) for change in self._output.push(event)])
 
     def closing(self, usage: UsageEvent) -> bytes:
         response = self._finished()
-        return self._event(f"response.{response['status']}", response=response)
+        status = response["status"]
+        # There is no event for a cancelled response. Clients take this one as its end.
+        kind = "incomplete" if status == "cancelled" else status
+        return self._event(f"response.{kind}", response=response)
+
+    def _start(self) -> bytes:
+        """An event that says that a queued response is in progress now."""
+        self._is_waiting = False
+        response = self._begun | {"status": "in_progress"}
+        return self._event("response.in_progress", response=response)
 
     def failure(self, error: EngineError) -> bytes:
         detail = error_fields(error)
@@ -179,7 +192,9 @@ class ResponseStream:
         return place
 
     def _event(self, kind: str, **fields: Any) -> bytes:
-        number = self._num_sent
-        self._num_sent += 1
+        number = self._num_events
+        self._num_events += 1
+        if number <= self._after:
+            return b""
         data = _encode({"type": kind, "sequence_number": number} | fields)
         return b"event: " + kind.encode() + b"\ndata: " + data + b"\n\n"

@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from engine.servers.http.errors import check_keys, describe, problem, short_text
+from engine.servers.responses.store import PREFIX
 from engine.servers.schema.images import check_detail, image_from_url
 
 MAX_ITEMS = 4_096
@@ -36,7 +37,11 @@ def parse_input(value: Any) -> tuple[Item, ...]:
         raise problem("input", f"should be text or a list of items, got {describe(value)}")
     if not 1 <= len(value) <= MAX_ITEMS:
         raise problem("input", f"should have 1 to {MAX_ITEMS} items, got {len(value)}")
-    return tuple(_item(item, f"input[{i}]") for i, item in enumerate(value))
+    return parse_items(value, "input")
+
+
+def parse_items(values: Sequence[Any], where: str) -> tuple[Item, ...]:
+    return tuple(_item(item, f"{where}[{i}]") for i, item in enumerate(values))
 
 
 def with_ids(items: Sequence[Item], response_id: str) -> list[Item]:
@@ -49,13 +54,13 @@ def with_ids(items: Sequence[Item], response_id: str) -> list[Item]:
     ]
 
 
-_PREFIXES = {
+ID_PREFIXES = {
     "message": "msg_",
     "function_call": "fc_",
     "function_call_output": "fco_",
     "reasoning": "rs_",
+    "compaction": "cmp_",
 }
-_RESPONSE = "resp_"
 _INPUT_MARK = 0x8000
 _INDEX_DIGITS = 4
 
@@ -65,14 +70,14 @@ def item_id(kind: str, response_id: str, index: int, *, is_input: bool = False) 
     from the item's id.
     """
     place = index | _INPUT_MARK if is_input else index
-    return f"{_PREFIXES[kind]}{response_id.removeprefix(_RESPONSE)}{place:0{_INDEX_DIGITS}x}"
+    return f"{ID_PREFIXES[kind]}{response_id.removeprefix(PREFIX)}{place:0{_INDEX_DIGITS}x}"
 
 
 def response_of(item_id: str) -> str:
     """The id of the response to which an item belongs. This is only valid if `item_id` made the
     id.
     """
-    return _RESPONSE + item_id.partition("_")[2][:-_INDEX_DIGITS]
+    return PREFIX + item_id.partition("_")[2][:-_INDEX_DIGITS]
 
 
 def _item(item: Any, where: str) -> Item:
@@ -208,6 +213,13 @@ def _thoughts(value: Any, where: str, kind: str) -> list[Item]:
     return value
 
 
+def _compaction(item: Item, where: str) -> Item:
+    text = item.get("encrypted_content")
+    if not isinstance(text, str):
+        raise problem(f"{where}.encrypted_content", f"should be a string, got {describe(text)}")
+    return {"encrypted_content": text}
+
+
 def _reference(item: Item, where: str) -> Item:
     return {"id": short_text(item.get("id"), f"{where}.id", MAX_ID)}
 
@@ -218,5 +230,6 @@ _PARSERS: dict[str, tuple[Callable[[Item, str], Item], tuple[str, ...]]] = {
     "function_call": (_function_call, ("call_id", "name", "arguments")),
     "function_call_output": (_function_call_output, ("call_id", "output", "name")),
     "reasoning": (_reasoning, ("summary", "content")),
+    "compaction": (_compaction, ("encrypted_content",)),
     "item_reference": (_reference, ()),
 }

@@ -17,17 +17,17 @@ Item = dict[str, Any]
 
 
 def to_messages(
-    instructions: str | None, earlier: Iterable[Item], own: Sequence[Item]
+    instructions: str | None, earlier: Iterable[Item], own: Sequence[Item], source: str
 ) -> tuple[dict[str, Any], ...]:
-    """Convert items to chat messages. An error in an `earlier` (stored) item names
-    `previous_response_id`. An error in one of `own`, the request's items, names its place in
-    `input`.
+    """Convert items to chat messages. An error in an `earlier` (stored) item names `source`, the
+    parameter by which the client named them. An error in one of `own`, the request's items, names
+    its place in `input`.
     """
     conversation = _Conversation()
     if instructions:
         conversation.messages.append({"role": "system", "content": instructions})
     for item in earlier:
-        conversation.add(item, "previous_response_id")
+        conversation.add(item, source)
     for index, item in enumerate(own):
         conversation.add(item, f"input[{index}]")
     return tuple(conversation.messages)
@@ -42,6 +42,8 @@ class _Conversation:
         kind = item["type"]
         if kind == "reasoning":
             self._add_reasoning(item)
+        elif kind == "compaction":
+            self._add_summary(item["encrypted_content"])
         elif kind == "function_call":
             self._add_call(item, where)
         elif kind == "function_call_output":
@@ -57,6 +59,15 @@ class _Conversation:
         text = "".join(part["text"] for part in item.get("content") or item["summary"])
         if text:
             self.messages.append({"role": "assistant", "content": "", "reasoning_content": text})
+
+    def _add_summary(self, text: str) -> None:
+        """Add a summary of an earlier conversation to the system message."""
+        summary = f"Summary of the conversation so far:\n{text}"
+        if self.messages and self.messages[0]["role"] == "system":
+            first = self.messages[0]
+            self.messages[0] = first | {"content": f"{first['content']}\n\n{summary}"}
+        else:
+            self.messages.insert(0, {"role": "system", "content": summary})
 
     def _add_answer(self, text: str) -> None:
         last = self._last_of_assistant()

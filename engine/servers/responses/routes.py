@@ -1,5 +1,5 @@
-"""/v1/responses: create a response (whole or streamed), read it, list its input items, delete it,
-and count the tokens of a prompt.
+"""/v1/responses: create a response (whole, streamed or in the background), read it, cancel it, list
+its input items, delete it, summarize a conversation, and count the tokens of a prompt.
 """
 
 from typing import Annotated
@@ -8,16 +8,17 @@ from fastapi import Depends, FastAPI
 from starlette.requests import Request
 from starlette.responses import Response
 
-from engine.core.errors import InvalidRequestError
 from engine.core.interfaces.backend import GenerationContext
 from engine.core.interfaces.request import SamplingParams
 from engine.servers.access.auth import principal_of
-from engine.servers.http.errors import problem
-from engine.servers.http.listing import list_body, parse_query
+from engine.servers.http.listing import following, list_body, parse_query
+from engine.servers.responses.background import Background, follow_job
+from engine.servers.responses.compact import compact
+from engine.servers.responses.conversations import ConversationStore, add_conversations_routes
 from engine.servers.responses.create import ResponseMaker
 from engine.servers.responses.format import ResponseStream
-from engine.servers.responses.items import Item
 from engine.servers.responses.schema import (
+    CompactBody,
     ItemsQuery,
     ResponseBody,
     ResponseQuery,
@@ -29,25 +30,35 @@ from engine.servers.serving.chat import chat_model, chat_request
 from engine.servers.serving.services import (
     Services,
     answer_streaming,
+    json_bytes,
     json_response,
     new_completion_id,
 )
 
 
 def add_responses_routes(app: FastAPI, services: Services) -> None:
-    store = ResponseStore(services.settings.storage)
-    services.components.append(store)
-    maker = ResponseMaker(services, store)
+    store = ResponseStore(services.objects)
+    conversations = ConversationStore(services.objects)
+    maker = ResponseMaker(services, store, conversations)
+    background = Background(store, services.settings.storage.directory)
+    services.components.append(background)
+    add_conversations_routes(app, services, conversations)
 
     @app.post("/v1/responses")
     async def create(
         request: Request, ticket: Annotated[Ticket, Depends(services.admitted)]
     ) -> Response:
         body = await services.read(request, ResponseBody)
-        begun, recorder, pump = await maker.begin(request, body, ticket)
+        made = await maker.begin(request, body, ticket)
+        if body.background:
+            owner = principal_of(request).name
+            job = await background.begin(made, owner, bool(body.stream), ticket)
+            return follow_job(request, job) if body.stream else json_response(job.response)
+        recorder = made.recorder
         if body.stream:
-            return await answer_streaming(pump, ResponseStream(begun, lambda: recorder.response))
-        await pump.wait_whole()
+            stream = ResponseStream(made.begun, lambda: recorder.response)
+            return await answer_streaming(made.pump, stream)
+        await made.pump.wait_whole()
         return json_response(recorder.response)
 
     @app.post("/v1/responses/input_tokens")
@@ -65,15 +76,25 @@ def add_responses_routes(app: FastAPI, services: Services) -> None:
         token_ids = await services.backend.tokenize(chat, model=card.id)
         return json_response({"object": "response.input_tokens", "input_tokens": len(token_ids)})
 
+    @app.post("/v1/responses/compact")
+    async def compact_conversation(
+        request: Request, ticket: Annotated[Ticket, Depends(services.admitted)]
+    ) -> Response:
+        body = await services.read(request, CompactBody)
+        return json_response(await compact(services, maker, request, body, ticket))
+
     @app.get("/v1/responses/{response_id}")
     async def retrieve(request: Request, response_id: str) -> Response:
-        parse_query(ResponseQuery, request)
-        body = await store.body(response_id, principal_of(request).name)
-        return Response(body, media_type="application/json")
+        query = parse_query(ResponseQuery, request)
+        owner = principal_of(request).name
+        if query.stream:
+            after = -1 if query.starting_after is None else query.starting_after
+            return await background.stream(request, response_id, owner, after)
+        return json_bytes(await background.current(response_id, owner))
 
     @app.delete("/v1/responses/{response_id}")
     async def delete(request: Request, response_id: str) -> Response:
-        await store.delete(response_id, principal_of(request).name)
+        await background.delete(response_id, principal_of(request).name)
         return json_response({"id": response_id, "object": "response", "deleted": True})
 
     @app.get("/v1/responses/{response_id}/input_items")
@@ -82,22 +103,8 @@ def add_responses_routes(app: FastAPI, services: Services) -> None:
         items = await store.input_items(response_id, principal_of(request).name)
         if query.order == "desc":
             items.reverse()
-        if query.after is not None:
-            items = _following(items, query.after)
-        return json_response(list_body(items, query.limit))
+        return json_response(list_body(following(items, query.after), query.limit))
 
     @app.post("/v1/responses/{response_id}/cancel")
     async def cancel(request: Request, response_id: str) -> Response:
-        await store.body(response_id, principal_of(request).name)
-        raise InvalidRequestError(
-            "Only a response that was asked for with background can be cancelled, and this server"
-            " makes none. To cancel any other, close its connection.",
-            param="response_id",
-        )
-
-
-def _following(items: list[Item], after: str) -> list[Item]:
-    ids = [item["id"] for item in items]
-    if after not in ids:
-        raise problem("after", "is the id of none of these items")
-    return items[ids.index(after) + 1 :]
+        return json_bytes(await background.cancel(response_id, principal_of(request).name))

@@ -1,9 +1,8 @@
 """Request bodies of `/v1/responses`: OpenAI's fields, and the sampling fields that all endpoints
 share.
 
-OpenAI's conversations, prompt templates and background responses are not supported. Their
-parameters are refused with an error that names the parameter. Tools that are not functions are left
-out, with a warning.
+OpenAI's prompt templates are not supported. Their parameter is refused with an error that names it.
+Tools that are not functions are left out, with a warning.
 """
 
 from typing import Annotated, Any, Literal
@@ -14,18 +13,16 @@ from pydantic import (
     ConfigDict,
     Field,
     PlainValidator,
-    ValidationInfo,
     WithJsonSchema,
     model_validator,
 )
 
-from engine.core.errors import InvalidRequestError
 from engine.core.interfaces.backend import GrammarSpec, ModelCard, ToolChoice
 from engine.core.interfaces.request import SamplingParams
-from engine.servers.http.errors import describe, problem
+from engine.servers.http.errors import check_keys, problem, short_text
 from engine.servers.http.listing import Cursor, Order, Query
 from engine.servers.openai.schema import NumLogprobs, ReasoningEffort
-from engine.servers.responses.items import MAX_ITEMS, parse_input
+from engine.servers.responses.items import MAX_ID, MAX_ITEMS, parse_input
 from engine.servers.responses.tools import (
     NO_TOOLS,
     PLAIN_TEXT,
@@ -37,7 +34,7 @@ from engine.servers.responses.tools import (
     parse_format,
 )
 from engine.servers.schema import fields
-from engine.servers.schema.body import OffValues, SamplingBody, asks_for_nothing
+from engine.servers.schema.body import SamplingBody, refused
 
 MAX_INCLUDES = 32
 LOGPROBS = "message.output_text.logprobs"
@@ -58,24 +55,6 @@ Includable = Literal[
 _STRICT = ConfigDict(strict=True, extra="forbid", frozen=True, defer_build=True)
 
 
-def refused(instead: str, *no_effect: Any) -> tuple[PlainValidator, WithJsonSchema, OffValues]:
-    """Pydantic annotations for a parameter that is refused unless it is null or in `no_effect`.
-    `instead` says in the error what the client should do.
-    """
-
-    def check(value: Any, info: ValidationInfo) -> None:
-        if asks_for_nothing(value, no_effect):
-            return
-        raise InvalidRequestError(
-            f"{info.field_name}: {describe(value)} is not supported by this server; {instead}.",
-            param=info.field_name,
-            code="unsupported_parameter",
-        )
-
-    schema = WithJsonSchema({"enum": [None, *no_effect]})
-    return PlainValidator(check), schema, OffValues(no_effect)
-
-
 # Values of `include` when a stored response is read. Logprobs are always included, so they are
 # accepted. A single value in a query arrives as a string.
 AlwaysThere = Annotated[
@@ -83,6 +62,9 @@ AlwaysThere = Annotated[
     Field(max_length=MAX_INCLUDES),
     BeforeValidator(lambda value: [value] if isinstance(value, str) else value),
 ]
+ImplicitCache = Annotated[None, *refused("leave it out", {"mode": "implicit"})]
+InMemory = Annotated[None, *refused("leave it out", "in_memory", "in-memory")]
+DefaultTier = Annotated[None, *refused("leave it out", "auto", "default")]
 ShortText = Annotated[str, Field(max_length=512)]
 ResponseId = Annotated[str, Field(min_length=1, max_length=128)]
 InputItems = Annotated[
@@ -101,6 +83,21 @@ InputItems = Annotated[
             ]
         }
     ),
+]
+
+
+def _parse_conversation(value: Any) -> str:
+    """The id of a conversation, which is sent as text or in an object."""
+    if isinstance(value, dict):
+        check_keys(value, ("id",), "conversation")
+        value = value.get("id")
+    return short_text(value, "conversation", MAX_ID)
+
+
+ConversationId = Annotated[
+    str,
+    PlainValidator(_parse_conversation),
+    WithJsonSchema({"anyOf": [{"type": "string"}, {"type": "object"}]}),
 ]
 FlatTools = Annotated[
     OfferedTools,
@@ -135,9 +132,15 @@ class StreamOptions(BaseModel):
 
 class ResponseQuery(Query):
     include: AlwaysThere | None = None
-    stream: Annotated[None, *refused("read it whole", "false")] = None
-    starting_after: Annotated[None, *refused("read it whole")] = None
-    include_obfuscation: Annotated[None, *refused("read it whole", "false")] = None
+    stream: bool = False
+    starting_after: Annotated[int, Field(ge=0, le=2**31 - 1)] | None = None
+    include_obfuscation: Annotated[None, *refused("leave it out", "false")] = None
+
+    @model_validator(mode="after")
+    def _only_a_stream_has_a_start(self) -> "ResponseQuery":
+        if self.starting_after is not None and not self.stream:
+            raise problem("starting_after", "is only allowed when stream is true")
+        return self
 
 
 class ItemsQuery(Query):
@@ -147,21 +150,43 @@ class ItemsQuery(Query):
     order: Order = "desc"
 
 
-class PromptBody(BaseModel):
-    """Fields of `/v1/responses` that determine the prompt."""
+class HistoryBody(BaseModel):
+    """Fields of `/v1/responses` that name the conversation."""
 
     model_config = _STRICT
 
     input: InputItems
     instructions: str | None = None
     previous_response_id: ResponseId | None = None
+    conversation: ConversationId | None = None
+
+    @model_validator(mode="after")
+    def _one_history(self) -> "HistoryBody":
+        if self.conversation is not None and self.previous_response_id is not None:
+            raise problem("conversation", "excludes previous_response_id")
+        return self
+
+
+class CompactBody(HistoryBody):
+    """Body of `/v1/responses/compact`."""
+
+    model: fields.ModelName | None = None
+    input: InputItems = Field(default_factory=tuple)
+    prompt_cache_key: ShortText | None = None
+    prompt_cache_options: ImplicitCache = None
+    prompt_cache_retention: InMemory = None
+    service_tier: DefaultTier = None
+
+
+class PromptBody(HistoryBody):
+    """Fields of `/v1/responses` that determine the prompt."""
+
     tools: FlatTools | None = None
     tool_choice: fields.RawToolChoice = None
     parallel_tool_calls: bool | None = None
     text: TextConfig | None = None
     reasoning: ReasoningConfig | None = None
     truncation: Annotated[None, *refused("send items that fit the context", "disabled")] = None
-    conversation: Annotated[None, *refused("send previous_response_id")] = None
 
     @property
     def offered(self) -> OfferedTools:
@@ -216,15 +241,13 @@ class ResponseBody(PromptBody, SamplingBody, OutputLimit):
     max_tool_calls: Annotated[int, Field(ge=1, le=2**31 - 1)] | None = None
     max_tokens: Annotated[None, *refused("send max_output_tokens")] = None
     n: Annotated[None, *refused("a response has one answer", 1)] = None
-    background: Annotated[None, *refused("wait for the answer, or stream it", False)] = None
+    background: bool | None = None
     prompt: Annotated[None, *refused("send instructions and input")] = None
     context_management: Annotated[None, *refused("send items that fit the context", [])] = None
     moderation: Annotated[None, *refused("leave it out")] = None
-    prompt_cache_options: Annotated[None, *refused("leave it out", {"mode": "implicit"})] = None
-    prompt_cache_retention: Annotated[None, *refused("leave it out", "in_memory", "in-memory")] = (
-        None
-    )
-    service_tier: Annotated[None, *refused("leave it out", "auto", "default")] = None
+    prompt_cache_options: ImplicitCache = None
+    prompt_cache_retention: InMemory = None
+    service_tier: DefaultTier = None
 
     @property
     def end_user(self) -> str | None:
@@ -241,6 +264,12 @@ class ResponseBody(PromptBody, SamplingBody, OutputLimit):
     @property
     def with_logprobs(self) -> bool:
         return LOGPROBS in (self.include or ()) or bool(self.top_logprobs)
+
+    @model_validator(mode="after")
+    def _background_needs_the_store(self) -> "ResponseBody":
+        if self.background and self.store is False:
+            raise problem("background", "needs the stored response; leave out store")
+        return self
 
     @model_validator(mode="after")
     def _stream_options_need_a_stream(self) -> "ResponseBody":

@@ -1,52 +1,24 @@
 """Stores responses, so that a request can continue one with `previous_response_id`, even after a
 restart.
 
-A table row is one turn: its input, its response and the id of the previous turn. Only the tenant
-who made a turn can see it. A turn expires some time after it was made or last continued, so all
-turns of a conversation in use are kept. If there are too many turns or bytes, the least recently
-used turns are deleted.
+A stored object is one turn: its input, its response and the id of the previous turn. A turn expires
+some time after it was made or last continued, so all turns of a conversation in use are kept.
 """
 
 import asyncio
 import sqlite3
-import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import msgspec
 
-from engine.core.config_schema import StorageSettings
-from engine.core.errors import InvalidRequestError, NotFoundError, ResourceError
-from engine.servers.serving.storage import Database
+from engine.core.errors import ConflictError, InvalidRequestError, NotFoundError
+from engine.servers.serving.objects import ObjectStore
 
-FILE_NAME = "responses.db"
+PREFIX = "resp_"
+UNFINISHED = ("queued", "in_progress")
 MAX_TURNS = 1_024
 MAX_CONVERSATION_BYTES = 32 * 2**20
-
-_SCHEMA = """
-CREATE TABLE IF NOT EXISTS responses (
-    id TEXT PRIMARY KEY,
-    owner TEXT NOT NULL,
-    previous_id TEXT,
-    kept_until REAL NOT NULL,
-    num_bytes INTEGER NOT NULL,
-    input BLOB NOT NULL,
-    body BLOB NOT NULL
-);
-CREATE INDEX IF NOT EXISTS responses_by_end ON responses (kept_until);
-CREATE TABLE IF NOT EXISTS totals (
-    only_row INTEGER PRIMARY KEY CHECK (only_row = 1),
-    num_responses INTEGER NOT NULL,
-    num_bytes INTEGER NOT NULL
-);
-INSERT OR IGNORE INTO totals VALUES (1, 0, 0);
-CREATE TRIGGER IF NOT EXISTS count_added AFTER INSERT ON responses BEGIN
-    UPDATE totals SET num_responses = num_responses + 1, num_bytes = num_bytes + NEW.num_bytes;
-END;
-CREATE TRIGGER IF NOT EXISTS count_removed AFTER DELETE ON responses BEGIN
-    UPDATE totals SET num_responses = num_responses - 1, num_bytes = num_bytes - OLD.num_bytes;
-END;
-"""
 
 _encode = msgspec.json.Encoder().encode
 Item = dict[str, Any]
@@ -69,52 +41,80 @@ class _Output(msgspec.Struct):
     """The part of a stored response that a conversation needs."""
 
     output: list[Item]
+    status: str = "completed"
 
 
 class ResponseStore:
-    def __init__(self, settings: StorageSettings, now: Callable[[], float] = time.time) -> None:
-        self._database = Database(settings.directory / FILE_NAME, _SCHEMA)
-        self._ttl_s = settings.response_ttl_s
-        self._max_responses = settings.max_responses
-        self._max_bytes = settings.max_size_mb * 2**20
-        self._now = now
-
-    async def start(self) -> None:
-        """Does nothing, because the database file is opened on first use."""
-
-    async def stop(self) -> None:
-        await self._database.close()
+    def __init__(self, objects: ObjectStore) -> None:
+        self._objects = objects
 
     async def check(self) -> None:
         """Check that the storage can be used. Raises `UnavailableError` if not."""
-        await self._database.run(lambda connection: None)
+        await self._objects.check()
 
     async def save(
-        self, body: dict[str, Any], owner: str, input: Sequence[Item], ancestors: Sequence[str]
+        self,
+        body: dict[str, Any],
+        owner: str,
+        input: Sequence[Item],
+        ancestors: Sequence[str],
+        *,
+        server: str | None = None,
     ) -> None:
-        """Store a finished response. `ancestors` are the ids of the earlier turns, whose expiry is
-        extended to that of this response.
+        """Store a response. `ancestors` are the ids of the earlier turns, whose expiry is extended
+        to that of this response. If the response is made in the background, `server` is the server
+        that makes it.
         """
-        end = self._now() + self._ttl_s
 
         def work(connection: sqlite3.Connection) -> None:
-            raw = (_encode(input), _encode(body))
-            num_bytes = sum(len(each) for each in raw)
-            if num_bytes > self._max_bytes:
-                raise ResourceError(
-                    f"The response has {num_bytes} bytes; in all, {self._max_bytes} are stored.",
-                    param="store",
-                )
-            row = (body["id"], owner, body["previous_response_id"], end, num_bytes, *raw)
-            connection.execute("DELETE FROM responses WHERE kept_until <= ?", (self._now(),))
-            connection.executemany(
-                "UPDATE responses SET kept_until = ? WHERE id = ?",
-                [(end, each) for each in ancestors],
+            self._objects.add(
+                connection,
+                body["id"],
+                owner,
+                _encode(input),
+                _encode(body),
+                previous_id=body["previous_response_id"],
+                ancestors=ancestors,
             )
-            connection.execute("INSERT INTO responses VALUES (?, ?, ?, ?, ?, ?, ?)", row)
-            self._make_room(connection)
+            if server is not None:
+                sql = "INSERT INTO background (id, server) VALUES (?, ?)"
+                connection.execute(sql, (body["id"], server))
 
-        await self._database.run(work)
+        await self._objects.run(work)
+
+    async def finish(self, body: dict[str, Any], events: bytes | None = None) -> None:
+        """Replace a background response by its final state, unless it was deleted meanwhile."""
+
+        def work(connection: sqlite3.Connection) -> None:
+            self._objects.set_body(connection, body["id"], _encode(body))
+            if events is not None:
+                sql = "UPDATE background SET events = ? WHERE id = ?"
+                connection.execute(sql, (events, body["id"]))
+                self._objects.grow(connection, body["id"], len(events))
+
+        await self._objects.run(work)
+
+    async def events(self, response_id: str, owner: str) -> bytes | None:
+        """The compressed events of a background response. None if they are not stored."""
+
+        def work(connection: sqlite3.Connection) -> bytes | None:
+            if self._find(connection, response_id, owner) is None:
+                raise _not_found(response_id)
+            return self._background(connection, response_id, "events")
+
+        return await self._objects.run(work)
+
+    async def server_of(self, response_id: str) -> str | None:
+        """The server that makes a background response. None if there is no such response."""
+        return await self._objects.run(
+            lambda connection: self._background(connection, response_id, "server")
+        )
+
+    def _background(self, connection: sqlite3.Connection, response_id: str, column: str) -> Any:
+        row = connection.execute(
+            f"SELECT {column} FROM background WHERE id = ?", (response_id,)
+        ).fetchone()
+        return None if row is None else row[column]
 
     async def body(self, response_id: str, owner: str) -> bytes:
         """The JSON bytes of a response, as it was sent to the client."""
@@ -131,9 +131,9 @@ class ResponseStore:
         def work(connection: sqlite3.Connection) -> None:
             if self._find(connection, response_id, owner) is None:
                 raise _not_found(response_id)
-            connection.execute("DELETE FROM responses WHERE id = ?", (response_id,))
+            self._objects.delete(connection, response_id)
 
-        await self._database.run(work)
+        await self._objects.run(work)
 
     async def conversation(self, response_id: str, owner: str) -> list[Turn]:
         """The turn `response_id` and all earlier turns of its conversation, oldest first."""
@@ -152,7 +152,7 @@ class ResponseStore:
                 next_id = row["previous_id"]
             return turns[::-1]
 
-        return await self._database.run(work)
+        return await self._objects.run(work)
 
     async def turns(self, ids: Iterable[str], owner: str) -> dict[str, Turn]:
         """Maps each of `ids` to its turn. Ids that don't exist are left out."""
@@ -168,12 +168,10 @@ class ResponseStore:
                     found[each] = _turn(row)
             return found
 
-        return await self._database.run(work)
+        return await self._objects.run(work)
 
     async def _row(self, response_id: str, owner: str) -> sqlite3.Row:
-        row = await self._database.run(
-            lambda connection: self._find(connection, response_id, owner)
-        )
+        row = await self._objects.run(lambda connection: self._find(connection, response_id, owner))
         if row is None:
             raise _not_found(response_id)
         return row
@@ -181,31 +179,23 @@ class ResponseStore:
     def _find(
         self, connection: sqlite3.Connection, response_id: str, owner: str
     ) -> sqlite3.Row | None:
-        found = connection.execute(
-            "SELECT * FROM responses WHERE id = ? AND owner = ? AND kept_until > ?",
-            (response_id, owner, self._now()),
-        ).fetchone()
-        assert found is None or isinstance(found, sqlite3.Row)
-        return found
-
-    def _make_room(self, connection: sqlite3.Connection) -> None:
-        while True:
-            total = connection.execute("SELECT num_responses, num_bytes FROM totals").fetchone()
-            is_within_number = total["num_responses"] <= self._max_responses
-            if is_within_number and total["num_bytes"] <= self._max_bytes:
-                return
-            connection.execute(
-                "DELETE FROM responses WHERE rowid ="
-                " (SELECT rowid FROM responses ORDER BY kept_until, rowid LIMIT 1)"
-            )
+        if not response_id.startswith(PREFIX):
+            return None
+        return self._objects.find(connection, response_id, owner)
 
 
 def _turn(row: sqlite3.Row) -> Turn:
+    made = msgspec.json.decode(row["body"], type=_Output)
+    if made.status in UNFINISHED:
+        raise ConflictError(
+            f"{row['id']!r} is {made.status}; it can be continued when it has ended.",
+            param="previous_response_id",
+        )
     return Turn(
         id=row["id"],
         previous_id=row["previous_id"],
         input=msgspec.json.decode(row["input"], type=list[Item]),
-        output=msgspec.json.decode(row["body"], type=_Output).output,
+        output=made.output,
     )
 
 
@@ -214,11 +204,15 @@ def _check_size(num_turns: int, num_bytes: int, param: str) -> None:
     could make the server read any amount of data.
     """
     if num_turns > MAX_TURNS or num_bytes > MAX_CONVERSATION_BYTES:
-        raise InvalidRequestError(
-            f"The conversation is longer than {MAX_TURNS} turns or {MAX_CONVERSATION_BYTES} bytes."
-            " Begin a new one, with what matters of this one as input.",
-            param=param,
-        )
+        raise too_long(MAX_TURNS, "turns", param)
+
+
+def too_long(max_parts: int, parts: str, param: str) -> InvalidRequestError:
+    return InvalidRequestError(
+        f"The conversation is longer than {max_parts} {parts} or {MAX_CONVERSATION_BYTES} bytes."
+        " Begin a new one, with what matters of this one as input.",
+        param=param,
+    )
 
 
 def _not_found(response_id: str) -> NotFoundError:

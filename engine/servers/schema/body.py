@@ -1,111 +1,32 @@
 """Sampling fields that all APIs share, and validation of JSON bodies.
 
 Types are strict: `"1"` and `true` are not numbers. Every number has a minimum and a maximum, and
-NaN is refused. null means the same as a missing field. An unsupported parameter is refused with an
-error that names it. But if its value has no effect (`functions: []`, `store: false`), it is
-accepted, because SDKs often send such values.
+NaN is refused. null means the same as a missing field. Parameters of other servers are converted,
+or cause a warning, or are refused with an error that names them; see `dialects`.
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, Any, Literal, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    PlainValidator,
+    ValidationError,
+    ValidationInfo,
+    WithJsonSchema,
+)
 
 from engine.core.errors import InvalidRequestError
 from engine.core.interfaces.backend import ModelCard
-from engine.core.interfaces.request import SamplingParams
-from engine.servers.http.errors import invalid_request
+from engine.core.interfaces.request import SAMPLER_FIELDS, SamplingParams
+from engine.servers.http.errors import describe, invalid_request
 from engine.servers.schema import fields
+from engine.servers.schema.dialects.reading import Reading, asks_for_nothing, read_words
 
 MAX_N = 16
-
-# Maps parameters to values that have no effect. Endpoints that don't support a parameter accept it
-# with one of these values or null. Endpoints that support the parameter don't use its entry. For
-# example, completions support `best_of`, chats do not.
-NO_EFFECT: dict[str, tuple[Any, ...]] = {
-    "add_generation_prompt": (True,),
-    "allowed_token_ids": (),
-    "audio": (),
-    "bad_words": ([],),
-    "best_of": (1,),
-    "chat_template": (),
-    "chat_template_kwargs": ({},),
-    "continue_final_message": (False,),
-    "detokenize": (True,),
-    "documents": ([],),
-    "echo": (False,),
-    "function_call": ("none",),
-    "functions": ([],),
-    "guided_choice": (),
-    "guided_decoding_backend": (),
-    "guided_grammar": (),
-    "guided_json": (),
-    "guided_regex": (),
-    "guided_whitespace_pattern": (),
-    "include_reasoning": (True,),
-    "include_stop_str_in_output": (False,),
-    "length_penalty": (1, 1.0),
-    "logits_processors": ([],),
-    "modalities": (["text"],),
-    "moderation": (),
-    "parallel_tool_calls": (True, False),  # no-op without tools
-    "prediction": (),
-    "prompt_cache_options": ({"mode": "implicit"},),
-    "prompt_cache_retention": ("in-memory", "in_memory"),
-    "prompt_logprobs": (),
-    "reasoning_effort": (),
-    "response_format": ({"type": "text"},),
-    "return_token_ids": (False,),
-    "service_tier": ("auto", "default"),
-    "skip_special_tokens": (True,),
-    "spaces_between_special_tokens": (True,),
-    "store": (False,),
-    "structured_outputs": ({},),
-    "suffix": ("",),
-    "tool_choice": ("none", "auto"),  # no-op without tools
-    "tools": ([],),
-    "use_beam_search": (False,),
-    "verbosity": (),
-    "web_search_options": (),
-}
-# Maps unsupported parameters to a hint in the error message: what to send instead.
-_INSTEAD = {"functions": "send tools", "function_call": "send tool_choice"}
-
-_MAX_NAMED = 10
-
-
-def drop_no_effect(
-    body: dict[str, Any],
-    known: Iterable[str],
-    no_effect: Mapping[str, tuple[Any, ...]] = NO_EFFECT,
-) -> dict[str, Any]:
-    """Keep only the `known` parameters. Raises `InvalidRequestError` if there is another parameter,
-    unless its value has no effect according to `no_effect`.
-    """
-    known = frozenset(known)
-    unknown: list[str] = []
-    kept: dict[str, Any] = {}
-    for name, value in body.items():
-        if name in known:
-            kept[name] = value
-        elif name not in no_effect:
-            unknown.append(name)
-        elif not asks_for_nothing(value, no_effect[name]):
-            raise InvalidRequestError(
-                f"{name} is not supported by this endpoint; {_INSTEAD.get(name, 'leave it out')}.",
-                param=name,
-                code="unsupported_parameter",
-            )
-    if unknown:
-        names = ", ".join(name[:64] for name in unknown[:_MAX_NAMED])
-        more = f" and {len(unknown) - _MAX_NAMED} more" if len(unknown) > _MAX_NAMED else ""
-        raise InvalidRequestError(
-            f"Unknown parameter: {names}{more}.",
-            param=unknown[0][:64],
-            code="unknown_parameter",
-        )
-    return kept
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,6 +36,24 @@ class OffValues:
     """
 
     values: tuple[Any, ...]
+
+
+def refused(instead: str, *no_effect: Any) -> tuple[PlainValidator, WithJsonSchema, OffValues]:
+    """Pydantic annotations for a parameter that is refused unless it is null or in `no_effect`.
+    `instead` says in the error what the client should do.
+    """
+
+    def check(value: Any, info: ValidationInfo) -> None:
+        if asks_for_nothing(value, no_effect):
+            return
+        raise InvalidRequestError(
+            f"{info.field_name}: {describe(value)} is not supported by this server; {instead}.",
+            param=info.field_name,
+            code="unsupported_parameter",
+        )
+
+    schema = WithJsonSchema({"enum": [None, *no_effect]})
+    return PlainValidator(check), schema, OffValues(no_effect)
 
 
 def off_values(kind: type[BaseModel]) -> dict[str, tuple[Any, ...]]:
@@ -129,18 +68,12 @@ def off_values(kind: type[BaseModel]) -> dict[str, tuple[Any, ...]]:
     }
 
 
-def asks_for_nothing(value: Any, off_values: Iterable[Any]) -> bool:
-    """Whether a parameter has no effect: `value` is null or one of `off_values`."""
-    # Types are compared too, because `1 == True` in Python but not in JSON.
-    return value is None or any(type(value) is type(each) and value == each for each in off_values)
-
-
 class SamplingBody(BaseModel):
     """Fields that all requests for text generation have."""
 
     model_config = ConfigDict(strict=True, extra="forbid", frozen=True, defer_build=True)
 
-    max_tokens: fields.TokenCount | None = None
+    max_tokens: fields.TokenLimit | None = None
     min_tokens: Annotated[int, Field(ge=0, le=fields.MAX_TOKENS)] | None = None
     temperature: Annotated[float, Field(ge=0, le=2)] | None = None
     top_p: fields.Fraction | None = None
@@ -156,6 +89,26 @@ class SamplingBody(BaseModel):
         Annotated[list[fields.TokenId], Field(max_length=fields.MAX_STOP_IDS)] | None
     ) = None
     ignore_eos: bool | None = None
+    allowed_token_ids: fields.AllowedIds | None = None
+    bad_words: fields.BadWords | None = None
+    stop_regex: fields.StopRegexes | None = None
+    repeat_last_n: fields.LastTokens | None = None
+    dry_multiplier: Annotated[float, Field(ge=0, le=100)] | None = None
+    dry_base: Annotated[float, Field(ge=1, le=100)] | None = None
+    dry_allowed_length: Annotated[int, Field(ge=0, le=fields.MAX_TOKENS)] | None = None
+    dry_penalty_last_n: fields.LastTokens | None = None
+    dry_sequence_breakers: fields.Breakers | None = None
+    top_n_sigma: Annotated[float, Field(ge=-1, le=100)] | None = None
+    typical_p: fields.Fraction | None = None
+    xtc_probability: fields.Fraction | None = None
+    xtc_threshold: fields.Fraction | None = None
+    min_keep: Annotated[int, Field(ge=0, le=fields.MAX_TOKENS)] | None = None
+    dynatemp_range: Annotated[float, Field(ge=0, le=10)] | None = None
+    dynatemp_exponent: Annotated[float, Field(ge=0, le=100)] | None = None
+    mirostat: Annotated[int, Field(ge=0, le=2)] | None = None
+    mirostat_tau: Annotated[float, Field(ge=0, le=100)] | None = None
+    mirostat_eta: Annotated[float, Field(ge=0, le=10)] | None = None
+    samplers: fields.Samplers = ()
     n: Annotated[int, Field(ge=1, le=MAX_N)] | None = None
     stream: bool | None = None
     priority: fields.Priority | None = None
@@ -163,7 +116,10 @@ class SamplingBody(BaseModel):
     metadata: fields.Metadata = {}
     # Requests share cached prefixes only if they come from the same tenant and have the same salt.
     cache_salt: Annotated[str, Field(min_length=1, max_length=256)] | None = None
+    # If false, the prompt is computed without cached prefixes.
+    cache_prompt: bool | None = None
     truncate_prompt_tokens: fields.Truncation = None
+    truncation_side: Literal["left", "right"] | None = None  # the side that is cut off
 
     @property
     def end_user(self) -> str | None:
@@ -173,6 +129,11 @@ class SamplingBody(BaseModel):
     def conversation_key(self) -> str | None:
         """A string that the client sends with all requests of one conversation, if it sends one."""
         return self.end_user
+
+    @property
+    def reports_progress(self) -> bool:
+        """Whether the stream of the answer needs to know how much of the prompt is computed."""
+        return False
 
     @property
     def num_choices(self) -> int:
@@ -189,6 +150,8 @@ class SamplingBody(BaseModel):
         limits the answer. `limit_name` is the client's name for `max_tokens`; errors use it.
         """
         body = self
+        if max_tokens is fields.NO_LIMIT:
+            max_tokens = None
         if card.preset is not None:
             body = self._with_defaults(card.preset.parameters)
             max_tokens = max_tokens or card.preset.parameters.get("max_tokens")
@@ -207,7 +170,8 @@ class SamplingBody(BaseModel):
                 param="min_tokens",
             )
         # top_p = 0 keeps only the likeliest token.
-        only_best = body.top_p == 0
+        only_best = body.top_p == 0 and not body.samplers
+        biases = body.logit_bias.items()
         return SamplingParams(
             max_tokens=max_tokens,
             min_tokens=min_tokens,
@@ -218,14 +182,25 @@ class SamplingBody(BaseModel):
             repetition_penalty=_default(body.repetition_penalty, 1.0),
             presence_penalty=body.presence_penalty or 0.0,
             frequency_penalty=body.frequency_penalty or 0.0,
-            logit_bias=body.logit_bias,
+            logit_bias={key: bias for key, bias in biases if isinstance(key, int)},
+            text_bias={key: bias for key, bias in biases if isinstance(key, str)},
             seed=None if body.seed is None else body.seed % 2**63,
             n=body.num_choices,
             stop=body.stop,
             stop_token_ids=tuple(body.stop_token_ids or ()),
             ignore_eos=bool(body.ignore_eos),
             logprobs=logprobs,
-        )
+            **body._set_of(SAMPLER_FIELDS),
+        ).named_samplers_only()
+
+    def _set_of(self, names: Iterable[str]) -> dict[str, Any]:
+        """The fields of these names that are not null. Lists become tuples."""
+        values = ((name, getattr(self, name)) for name in names)
+        return {
+            name: tuple(value) if isinstance(value, list) else value
+            for name, value in values
+            if value is not None
+        }
 
     def _with_defaults(self, defaults: Mapping[str, Any]) -> "SamplingBody":
         """Fill in defaults of parameters that the client did not send, or sent as null."""
@@ -240,14 +215,31 @@ class SamplingBody(BaseModel):
 Body = TypeVar("Body", bound=BaseModel)
 
 
-def parse_body(kind: type[Body], raw: dict[str, Any]) -> Body:
+def parse_body(
+    kind: type[Body], raw: dict[str, Any], on_read: Callable[[Reading], None] | None = None
+) -> Body:
+    """Validate the body `raw` of a request for an answer. Parameters of other servers are converted
+    first. `on_read` gets those that were converted, and those that have no effect.
+    """
+    known = [field.alias or name for name, field in kind.model_fields.items()]
+    reading = read_words(raw, known, warns=issubclass(kind, SamplingBody))
+    body = validated(kind, reading.values, reading.sent_as)
+    if on_read is not None:
+        on_read(reading)
+    return body
+
+
+def validated(
+    kind: type[Body], raw: dict[str, Any], sent_as: Mapping[str, str] | None = None
+) -> Body:
     """Validate the JSON object `raw` as a body of class `kind`. If it is invalid, raises an
-    `InvalidRequestError` that names the field, the rule and the given value.
+    `InvalidRequestError` that names the field, the rule and the given value. `sent_as` maps fields
+    to the names that the client used.
     """
     try:
-        return kind.model_validate(drop_no_effect(raw, kind.model_fields))
+        return kind.model_validate(raw)
     except ValidationError as error:
-        raise invalid_request(error) from None
+        raise invalid_request(error, sent_as or {}) from None
 
 
 def _default(value: float | None, default: float) -> float:

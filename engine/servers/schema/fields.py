@@ -4,11 +4,20 @@ parser, and a JSON schema of the accepted values.
 The parsers stop at the first mistake. Their errors quote at most a few characters of the value.
 """
 
+import math
 from typing import Annotated, Any
 
-from pydantic import BeforeValidator, Field, PlainValidator, WithJsonSchema
+from pydantic import (
+    BeforeValidator,
+    Field,
+    PlainValidator,
+    ValidatorFunctionWrapHandler,
+    WithJsonSchema,
+    WrapValidator,
+)
 
 from engine.core.interfaces.backend import GrammarSpec
+from engine.core.interfaces.request import SAMPLERS
 from engine.servers.http.errors import describe, problem
 from engine.servers.schema.messages import (
     MAX_MESSAGES,
@@ -29,6 +38,12 @@ MAX_STOPS = 16
 MAX_STOP_LENGTH = 256
 MAX_STOP_IDS = 64
 MAX_BIASES = 1_024
+MAX_NAMED = 8  # mistakes that an error lists
+MAX_ALLOWED_IDS = 2**18
+MAX_BAD_WORDS = 128
+MAX_BREAKERS = 16
+MAX_STOP_REGEXES = 8
+MAX_SAMPLERS = 16
 MAX_PROMPTS = 128
 IDS_AT_ONCE = 8192
 MAX_TOKEN_ID = 2**31 - 1
@@ -44,6 +59,17 @@ Prompt = str | tuple[int, ...]
 def _off_if_negative(value: Any) -> Any:
     """Replace `top_k` -1 by 0. Both mean "off": vLLM uses -1, other servers use 0."""
     return 0 if type(value) is int and value == -1 else value
+
+
+class _NoLimit(int):
+    """A length limit that bodies can't have. Parameters of other servers are converted to it."""
+
+
+NO_LIMIT = _NoLimit(-1)
+
+
+def _or_no_limit(value: Any, validate: ValidatorFunctionWrapHandler) -> Any:
+    return value if isinstance(value, _NoLimit) else validate(value)
 
 
 def _parse_stop(value: Any) -> tuple[str, ...]:
@@ -63,21 +89,60 @@ def _parse_stop(value: Any) -> tuple[str, ...]:
     return tuple(stop for stop in stops if stop)
 
 
-def _parse_bias(value: Any) -> dict[int, float]:
+def _parse_samplers(value: Any) -> tuple[str, ...]:
+    if value is None:
+        return ()
+    if isinstance(value, str):
+        value = [_SAMPLER_LETTERS.get(each, each) for each in value[: MAX_SAMPLERS + 1]]
+    names = ", ".join(SAMPLERS)
+    if not isinstance(value, list) or len(value) > MAX_SAMPLERS:
+        rule = f"should be a list of at most {MAX_SAMPLERS} of these names: {names}"
+        raise problem("samplers", f"{rule}; got {describe(value)}")
+    found = [_SAMPLER_ALIASES.get(each, each) if isinstance(each, str) else each for each in value]
+    for position, name in enumerate(found):
+        if name not in SAMPLERS or name in found[:position]:
+            rule = f"should be one of {names}, and each only once"
+            raise problem(f"samplers[{position}]", f"{rule}; got {describe(value[position])}")
+    is_late = [name not in ("penalties", "dry") for name in found]
+    if is_late != sorted(is_late):
+        raise problem("samplers", "should have penalties and dry before all others")
+    return tuple(found)
+
+
+def _parse_bias(value: Any) -> dict[int | str, float]:
+    """Biases of token ids and of texts. Only llama.cpp's form, a list of pairs, has texts. In an
+    object, a key that is no number is a mistake of the client.
+    """
     if value is None:
         return {}
-    if not isinstance(value, dict):
-        raise problem("logit_bias", f"should be an object, got {describe(value)}")
+    is_list = isinstance(value, list) and all(isinstance(e, list) and len(e) == 2 for e in value)
+    if not (is_list or isinstance(value, dict)):
+        rule = "should be an object or a list of pairs"
+        raise problem("logit_bias", f"{rule}, got {describe(value)}")
     if len(value) > MAX_BIASES:
         raise problem("logit_bias", f"should have at most {MAX_BIASES} keys, got {len(value)}")
-    biases: dict[int, float] = {}
-    for key, bias in value.items():
-        if not (key.isascii() and key.isdecimal() and len(key) <= 10 and int(key) <= MAX_TOKEN_ID):
-            raise problem("logit_bias", f"keys should be token ids, got {describe(key)}")
-        if type(bias) not in (int, float) or not -100 <= bias <= 100:
-            raise problem(f"logit_bias.{key}", f"should be from -100 to 100, got {describe(bias)}")
-        biases[int(key)] = float(bias)
+    biases: dict[int | str, float] = {}
+    wrong = [describe(key) for key in ([] if is_list else value) if not _is_number(key)]
+    if wrong:
+        named = ", ".join(wrong[:MAX_NAMED])
+        rule = f"keys should be token ids, got {named}; send a list of pairs for texts"
+        raise problem("logit_bias", rule)
+    for key, bias in value if is_list else value.items():
+        key = key if is_list else int(key)
+        is_text = isinstance(key, str) and 1 <= len(key) <= MAX_STOP_LENGTH
+        if not (is_text or (type(key) is int and 0 <= key <= MAX_TOKEN_ID)):
+            raise problem("logit_bias", f"keys should be token ids or texts, got {describe(key)}")
+        if bias is False and is_list:
+            bias = -math.inf
+        elif type(bias) not in (int, float) or not -100 <= bias <= 100:
+            rule = f"should be from -100 to 100, got {describe(bias)}"
+            raise problem(f"logit_bias.{str(key)[:64]}", rule)
+        biases[key] = float(bias)
     return biases
+
+
+def _is_number(text: str) -> bool:
+    return text.isascii() and text.isdecimal() and len(text) <= 10
 
 
 def _parse_metadata(value: Any) -> dict[str, str]:
@@ -126,18 +191,18 @@ def _are_token_ids(values: list[Any]) -> bool:
     return not set(map(type, values)) - {int} and 0 <= min(values) <= max(values) <= MAX_TOKEN_ID
 
 
-def _parse_prompts(value: Any) -> tuple[Prompt, ...]:
+def parse_prompts(value: Any, where: str = "prompt") -> tuple[Prompt, ...]:
     if isinstance(value, str):
         return (value,)
     shape = f"should be text, token ids, or a list of 1 to {MAX_PROMPTS} of either"
     if not isinstance(value, list) or not value:
-        raise problem("prompt", f"{shape}; got {describe(value)}")
+        raise problem(where, f"{shape}; got {describe(value)}")
     if type(value[0]) is int:
         if not _is_token_list(value):
-            raise problem("prompt", f"token ids should be integers from 0 to {MAX_TOKEN_ID}")
+            raise problem(where, f"token ids should be integers from 0 to {MAX_TOKEN_ID}")
         return (tuple(value),)
     if len(value) > MAX_PROMPTS:
-        raise problem("prompt", f"{shape}; got {len(value)}")
+        raise problem(where, f"{shape}; got {len(value)}")
     prompts: list[Prompt] = []
     for position, item in enumerate(value):
         if isinstance(item, str):
@@ -146,7 +211,7 @@ def _parse_prompts(value: Any) -> tuple[Prompt, ...]:
             prompts.append(tuple(item))
         else:
             raise problem(
-                f"prompt[{position}]", f"should be text or token ids; got {describe(item)}"
+                f"{where}[{position}]", f"should be text or token ids; got {describe(item)}"
             )
     return tuple(prompts)
 
@@ -180,6 +245,11 @@ _BIAS_SCHEMA = {
     "maxProperties": MAX_BIASES,
     "additionalProperties": {"type": "number", "minimum": -100, "maximum": 100},
 }
+_BIAS_PAIRS_SCHEMA = {
+    "type": "array",
+    "maxItems": MAX_BIASES,
+    "items": {"type": "array", "minItems": 2, "maxItems": 2},
+}
 _METADATA_SCHEMA = {
     "type": "object",
     "maxProperties": MAX_METADATA,
@@ -209,15 +279,33 @@ _FORMAT_SCHEMA = {
     "properties": {
         "type": {"enum": ["text", "json_object", "json_schema"]},
         "json_schema": _OBJECT,
+        "schema": _OBJECT,
     },
 }
 _CHOICES_SCHEMA = {"type": "array", "minItems": 1, "maxItems": MAX_CHOICES, "items": _TEXT}
 _TRUNCATION_SCHEMA = {"type": "integer", "minimum": -1, "maximum": MAX_TOKENS, "not": {"const": 0}}
 _TOOLS_SCHEMA = {"type": "array", "maxItems": MAX_TOOLS, "items": _OBJECT}
 
+# The letters of llama.cpp's short form of `samplers`.
+_SAMPLER_LETTERS = {
+    "e": "penalties",
+    "d": "dry",
+    "s": "top_n_sigma",
+    "k": "top_k",
+    "y": "typical_p",
+    "p": "top_p",
+    "m": "min_p",
+    "x": "xtc",
+    "t": "temperature",
+}
+# llama.cpp's other names of samplers.
+_SAMPLER_ALIASES = {"typ_p": "typical_p", "typ": "typical_p", "temp": "temperature"}
+
 Fraction = Annotated[float, Field(ge=0, le=1)]
 SignedPenalty = Annotated[float, Field(ge=-2, le=2)]
 TokenCount = Annotated[int, Field(ge=1, le=MAX_TOKENS)]
+TokenLimit = Annotated[TokenCount, WrapValidator(_or_no_limit)]
+TokenLimitOrZero = Annotated[int, Field(ge=0, le=MAX_TOKENS), WrapValidator(_or_no_limit)]
 TokenId = Annotated[int, Field(ge=0, le=MAX_TOKEN_ID)]
 ModelName = Annotated[str, Field(min_length=1, max_length=256)]
 Priority = Annotated[int, Field(ge=-100, le=100)]  # requests with lower numbers run first
@@ -229,7 +317,10 @@ TopK = Annotated[
     WithJsonSchema({"type": "integer", "minimum": -1, "maximum": MAX_TOKENS}),
 ]
 
-LogitBias = Annotated[dict[int, float], *_parsed(_parse_bias, _or_null(_BIAS_SCHEMA))]
+LogitBias = Annotated[
+    dict[int | str, float],
+    *_parsed(_parse_bias, _or_null(_BIAS_SCHEMA, _BIAS_PAIRS_SCHEMA)),
+]
 StopStrings = Annotated[
     tuple[str, ...],
     *_parsed(
@@ -237,13 +328,37 @@ StopStrings = Annotated[
         _or_null(_STOP_TEXT, {"type": "array", "maxItems": MAX_STOPS, "items": _STOP_TEXT}),
     ),
 ]
+Samplers = Annotated[
+    tuple[str, ...],
+    *_parsed(
+        _parse_samplers,
+        _or_null(
+            {"type": "array", "maxItems": MAX_SAMPLERS, "items": {"enum": list(SAMPLERS)}},
+            _TEXT | {"maxLength": MAX_SAMPLERS},
+        ),
+    ),
+]
+BadWords = Annotated[
+    list[Annotated[str, Field(min_length=1, max_length=MAX_STOP_LENGTH)]],
+    Field(max_length=MAX_BAD_WORDS),
+]
+Breakers = Annotated[
+    list[Annotated[str, Field(min_length=1, max_length=64)]], Field(max_length=MAX_BREAKERS)
+]
+StopRegexes = Annotated[
+    list[Annotated[str, Field(min_length=1, max_length=1024)]],
+    Field(max_length=MAX_STOP_REGEXES),
+    BeforeValidator(lambda value: [value] if isinstance(value, str) else value),
+]
+AllowedIds = Annotated[list[TokenId], Field(min_length=1, max_length=MAX_ALLOWED_IDS)]
+LastTokens = Annotated[int, Field(ge=-1, le=MAX_TOKENS)]  # -1: all tokens
 Metadata = Annotated[dict[str, str], *_parsed(_parse_metadata, _or_null(_METADATA_SCHEMA))]
 Truncation = Annotated[int | None, *_parsed(_parse_truncation, _or_null(_TRUNCATION_SCHEMA))]
 TemplateOptions = Annotated[dict[str, Any], *_parsed(_parse_template_options, _or_null(_OBJECT))]
 Prompts = Annotated[
     tuple[Prompt, ...],
     *_parsed(
-        _parse_prompts,
+        parse_prompts,
         {
             "anyOf": [
                 _TEXT,

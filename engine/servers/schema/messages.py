@@ -10,12 +10,9 @@ import re
 from collections.abc import Iterable, Iterator
 from typing import Any
 
-import msgspec
-
-from engine.core.errors import InvalidRequestError
 from engine.core.interfaces.backend import ToolChoice
 from engine.servers.http.errors import check_keys, describe, problem, short_text
-from engine.servers.http.limits import MAX_DEPTH, check_depth
+from engine.servers.http.limits import decode_text
 from engine.servers.schema.images import Content, Image, check_detail, image_from_url
 
 MAX_MESSAGES = 4_096
@@ -28,7 +25,7 @@ ROLES = ("system", "developer", "user", "assistant", "tool")
 _FIELDS = ("role", "content", "name")
 # Fields that only messages of some roles accept.
 _ROLE_FIELDS = {
-    "assistant": ("tool_calls", "reasoning_content", "reasoning"),
+    "assistant": ("tool_calls", "reasoning_content", "reasoning", "reasoning_details"),
     "tool": ("tool_call_id",),
 }
 # Fields that SDKs add when they send an earlier answer back. A message may have them only if they
@@ -40,6 +37,7 @@ _EMPTY_ONLY = (
     "images",
     "reasoning",
     "reasoning_content",
+    "reasoning_details",
     "refusal",
     "thinking_blocks",
     "tool_calls",
@@ -105,6 +103,10 @@ def _add_assistant_fields(
             raise problem(f"{where}.{key}", f"should be a string, got {describe(text)}")
         if text:
             message.setdefault("reasoning_content", text)
+    if details := item.get("reasoning_details"):
+        message.setdefault(
+            "reasoning_content", _details_text(details, f"{where}.reasoning_details")
+        )
     calls = item.get("tool_calls")
     if calls is None or calls == []:
         return
@@ -115,6 +117,24 @@ def _add_assistant_fields(
     ]
     for call in message["tool_calls"]:
         called[call["id"]] = call["function"]["name"]
+
+
+def _details_text(details: Any, where: str) -> str:
+    """The reasoning in OpenRouter's form: a list of texts, or of summaries."""
+    if not isinstance(details, list) or len(details) > MAX_PARTS:
+        raise problem(where, f"should be a list of at most {MAX_PARTS} objects")
+    texts: list[str] = []
+    for position, each in enumerate(details):
+        kind = each.get("type") if isinstance(each, dict) else None
+        key = {"reasoning.text": "text", "reasoning.summary": "summary"}.get(str(kind))
+        if key is None:
+            rule = "should be an object of type reasoning.text or reasoning.summary"
+            raise problem(f"{where}[{position}]", f"{rule}, got {describe(kind)}")
+        text = each.get(key)
+        if not isinstance(text, str):
+            raise problem(f"{where}[{position}].{key}", "should be a string")
+        texts.append(text)
+    return "".join(texts)
 
 
 def _call(call: Any, where: str) -> dict[str, Any]:
@@ -150,18 +170,6 @@ def parse_arguments(value: Any, where: str) -> dict[str, Any]:
     if not isinstance(value, dict):
         raise problem(where, f"should be JSON text of an object, got {describe(value)}")
     return value
-
-
-def decode_text(text: str, where: str) -> Any:
-    """Parse JSON text inside a JSON string. It has the same nesting limit as a request body."""
-    raw = text.encode()
-    try:
-        check_depth(raw)
-        return msgspec.json.decode(raw)
-    except InvalidRequestError:
-        raise problem(where, f"is nested more than {MAX_DEPTH} levels deep") from None
-    except (msgspec.MsgspecError, ValueError) as error:
-        raise problem(where, f"is not valid JSON: {error}") from None
 
 
 def _add_tool_fields(

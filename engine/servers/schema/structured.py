@@ -14,13 +14,19 @@ import msgspec
 
 from engine.core.interfaces.backend import GrammarSpec
 from engine.servers.http.errors import check_keys, describe, problem
-from engine.servers.schema.messages import decode_text
+from engine.servers.http.limits import decode_text
 
 MAX_SOURCE = 262_144
 MAX_CHOICES = 1_024
 
 _NAME = re.compile(r"[A-Za-z0-9_-]{1,64}")
-FORMATS = ("text", "json_object", "json_schema")
+# Maps the types of `response_format` to their fields. llama.cpp's `json_object` may have a schema.
+_FORMAT_FIELDS = {
+    "text": ("type",),
+    "json_object": ("type", "schema"),
+    "json_schema": ("type", "json_schema"),
+}
+FORMATS = tuple(_FORMAT_FIELDS)
 _SCHEMA_FIELDS = ("name", "description", "schema", "strict")
 
 
@@ -39,10 +45,12 @@ def read_response_format(value: Any, where: str = "response_format") -> Response
     if kind not in FORMATS:
         rule = f"should be one of {', '.join(FORMATS)}"
         raise problem(f"{where}.type", f"{rule}; got {describe(kind)}")
-    check_keys(value, ("type", "json_schema") if kind == "json_schema" else ("type",), where)
+    check_keys(value, _FORMAT_FIELDS[kind], where)
     if kind == "text":
         return ResponseFormat(None)
     if kind == "json_object":
+        if value.get("schema") is not None:
+            return ResponseFormat(schema_spec(value["schema"], f"{where}.schema", where))
         return ResponseFormat(GrammarSpec(kind="json_object", param=where))
     return _json_schema(value.get("json_schema"), where)
 
@@ -127,18 +135,22 @@ KINDS = tuple(_PARSERS)
 GUIDED = ("json", "regex", "choice", "grammar")
 
 
+def parse_constraint(kind: str, value: Any, where: str) -> GrammarSpec | None:
+    """Parse a constraint of one of `KINDS`. `where` is the request parameter that has it."""
+    return _PARSERS[kind](value, where)
+
+
 def guided_parser(kind: str) -> Callable[[Any], GrammarSpec | None]:
     """A validator for the field `guided_<kind>`. null means the same as a missing field."""
-    parse, where = _PARSERS[kind], f"guided_{kind}"
-    return lambda value: None if value is None else parse(value, where)
+    return lambda value: None if value is None else parse_constraint(kind, value, f"guided_{kind}")
 
 
 def parse_structured_outputs(value: Any, where: str = "structured_outputs") -> GrammarSpec | None:
     """Parse `structured_outputs`, which replaces `guided_*` in vLLM. It is an object with one of
-    `KINDS` as its key.
+    `KINDS` as its key. A constraint that another parameter was converted to is already parsed.
     """
-    if value is None:
-        return None
+    if value is None or isinstance(value, GrammarSpec):
+        return value
     if not isinstance(value, dict):
         raise problem(where, f"should be an object, got {describe(value)}")
     given = {key: each for key, each in value.items() if each is not None}

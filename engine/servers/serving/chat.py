@@ -9,6 +9,7 @@ from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+import msgspec
 from starlette.requests import Request
 
 from engine.core.interfaces.backend import (
@@ -22,7 +23,7 @@ from engine.core.interfaces.backend import (
 from engine.core.interfaces.request import SamplingParams
 from engine.servers.schema.body import SamplingBody
 from engine.servers.serving.admission import Ticket
-from engine.servers.serving.event_pump import EventPump
+from engine.servers.serving.event_pump import EventPump, Opener
 from engine.servers.serving.services import Services
 
 NO_TEXT = "writes no text; use /v1/embeddings"
@@ -83,7 +84,7 @@ async def chat_request(
         tools=ask.tools,
         tool_choice=ask.tool_choice,
         parallel_tool_calls=ask.parallel_tool_calls,
-        template_options=dict(ask.template_options),
+        template_options=with_preset_options(ask.card, ask.template_options),
         add_generation_prompt=ask.add_generation_prompt,
         continue_final_message=ask.continue_final_message,
     )
@@ -99,6 +100,13 @@ def with_system(
     return ({"role": "system", "content": system}, *messages)
 
 
+def with_preset_options(card: ModelCard, options: Mapping[str, Any]) -> dict[str, Any]:
+    """The options of the chat template, with those of the model's preset that are not set."""
+    preset = {} if card.preset is None else card.preset.template_options
+    known = {name: each for name, each in preset.items() if name in card.template_options}
+    return known | dict(options)
+
+
 async def open_chat(
     services: Services,
     request: Request,
@@ -108,16 +116,25 @@ async def open_chat(
     params: SamplingParams,
     completion_id: str,
     follow: Follow | None = None,
+    opener: Opener | None = None,
+    *,
+    is_awaited: bool = True,
 ) -> EventPump:
     """Submit a conversation to the backend and wait until the backend accepts it. Returns the
     `EventPump` that reads the answer's events. If `follow` is given, it wraps the stream of events.
+    If `opener` is given, it takes the conversation in the backend's place. If not `is_awaited`, no
+    client waits: the request has no queue timeout, and continues when the client disconnects.
     """
     ask = _without_idle_grammar(services, request, ask)
     context = services.context(request, ask.card, sampling, params, completion_id, ask.grammar)
+    if not is_awaited:
+        context = msgspec.structs.replace(context, queue_timeout_s=None)
     chat = await chat_request(services, request, ask, context)
     pump = await services.begin(ticket, params)
-    pump.watch(request.receive)
-    sources = await pump.open(services.backend, [chat])
+    pump.reports_progress = sampling.reports_progress
+    if is_awaited:
+        pump.watch(request.receive)
+    sources = await pump.open(opener or services.backend, [chat])
     pump.read(sources if follow is None else [follow(source) for source in sources])
     return pump
 
@@ -206,6 +223,20 @@ def effort_options(
         return {level: effort} | switch
     if not (is_off and switch) and (effort != "none" or "reasoning" in card.capabilities):
         services.warn(request, param, f"{effort} can't be set for this model")
+    return switch
+
+
+def thinking_options(
+    services: Services, request: Request, card: ModelCard, on: bool | None
+) -> dict[str, Any]:
+    """Chat template options that turn thinking on or off. Warns the client if the template has no
+    such option, unless the model does not think anyway.
+    """
+    if on is None:
+        return {}
+    switch = thinking_switch(card, on)
+    if not switch and (on or "reasoning" in card.capabilities):
+        services.warn(request, "enable_thinking", "this model's template has no such option")
     return switch
 
 

@@ -13,7 +13,7 @@ import itertools
 import logging
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
-from typing import Any, Literal
+from typing import Any, Literal, Protocol
 
 import msgspec
 from starlette.types import Receive
@@ -25,6 +25,7 @@ from engine.core.interfaces.backend import (
     CompletionRequest,
     Event,
     FinishEvent,
+    PromptProgress,
     ReasoningEvent,
     TextEvent,
     ToolCallEvent,
@@ -37,6 +38,19 @@ logger = logging.getLogger(__name__)
 # The backend enforces a request's deadline. If it does not, the server ends the request this many
 # seconds after the deadline.
 DEADLINE_MARGIN_S = 5.0
+
+
+class Opener(Protocol):
+    """A backend, or what takes requests in its place."""
+
+    async def open(self, request: ChatRequest | CompletionRequest) -> AsyncIterator[Event]: ...
+
+
+class LastTokens(FinishEvent, frozen=True, kw_only=True):
+    """The end of a choice and its last tokens, for streams that send both in one chunk."""
+
+    text: TextEvent
+
 
 OutputEvent = TextEvent | ReasoningEvent | ToolCallEvent | FinishEvent
 # Called when tokens arrive, with the seconds since the previous tokens of the same choice and the
@@ -63,8 +77,10 @@ class EventPump:
         self.first_token_at: float | None = None  # arrival of the first token, time.monotonic()
         self.usage = UsageEvent(prompt_tokens=0, completion_tokens=0, cached_tokens=0)
         self.failure: EngineError | None = None
-        # The number of tokens of each prompt. None until the backend tells it.
-        self._prompt_tokens: list[int | None] = [None] * num_sources
+        self.joins_ends = False  # whether a choice's last tokens and its end become one event
+        # The token ids of each prompt. None until the backend tells them.
+        self.prompts: list[tuple[int, ...] | None] = [None] * num_sources
+        self.reports_progress = False  # whether events tell how much of the prompts is computed
         self._num_unchecked = 0  # submitted prompts that the backend has not checked yet
         self._requests: Sequence[ChatRequest | CompletionRequest] = ()
         self._last_token_at = [0.0] * num_choices
@@ -89,6 +105,11 @@ class EventPump:
         return self._open == 0
 
     @property
+    def max_tokens(self) -> int | None:
+        """Max number of tokens of each choice. None if there is no limit, or no text is written."""
+        return self._requests[0].context.params.max_tokens if self._requests else None
+
+    @property
     def has_pending(self) -> bool:
         return bool(self._pending)
 
@@ -99,7 +120,7 @@ class EventPump:
         self._tasks.append(asyncio.create_task(self._watch(receive)))
 
     async def open(
-        self, backend: InferenceBackend, requests: Sequence[ChatRequest | CompletionRequest]
+        self, backend: Opener, requests: Sequence[ChatRequest | CompletionRequest]
     ) -> list[AsyncIterator[Event]]:
         """Submit all requests to the backend and return their streams of events. Raises if the
         backend refuses one of them, or if the work was aborted meanwhile.
@@ -129,18 +150,25 @@ class EventPump:
     def _listening(
         self, request: ChatRequest | CompletionRequest, index: int
     ) -> ChatRequest | CompletionRequest:
-        """The request, with a callback that takes the length of its prompt."""
+        """The request, with a callback that takes the tokens of its prompt."""
 
-        def checked(num_tokens: int | None) -> None:
-            self._prompt_tokens[index] = num_tokens
+        def checked(token_ids: tuple[int, ...] | None) -> None:
+            self.prompts[index] = token_ids
             self._num_unchecked -= 1
             self._wake()
 
         context = msgspec.structs.replace(request.context, on_prompt=checked)
+        if self.reports_progress:
+            report = functools.partial(self._report, index * self._choices_per_source)
+            context = msgspec.structs.replace(context, on_progress=report)
         return msgspec.structs.replace(request, context=context)
 
+    def _report(self, choice: int, progress: PromptProgress) -> None:
+        self._pending.append(TextEvent(choice, "", 0, progress=progress))
+        self._wake()
+
     async def _accepted(
-        self, backend: InferenceBackend, request: ChatRequest | CompletionRequest
+        self, backend: Opener, request: ChatRequest | CompletionRequest
     ) -> AsyncIterator[Event]:
         source = await backend.open(request)
         self._sources.append(source)
@@ -171,8 +199,8 @@ class EventPump:
         backend did not tell the number, its tokenizer counts them. The number is 0 if it has none.
         """
         return [
-            await _count(backend, request) if told is None else told
-            for request, told in zip(self._requests, self._prompt_tokens, strict=True)
+            await _count(backend, request) if told is None else len(told)
+            for request, told in zip(self._requests, self.prompts, strict=True)
         ]
 
     async def take(self) -> list[OutputEvent] | None:
@@ -272,8 +300,18 @@ class EventPump:
                 self._time_tokens(event.choice, event.num_tokens)
         elif isinstance(event, FinishEvent):
             self.finish_reasons[event.choice] = "length" if event.reason == "length" else "stop"
+            if self.joins_ends:
+                event = self._joined(event)
         self._pending.append(event)
         self._wake()
+
+    def _joined(self, finish: FinishEvent) -> FinishEvent:
+        """Remove the text that arrived with the end of its choice, and join the two."""
+        last = self._pending[-1] if self._pending else None
+        if not isinstance(last, TextEvent) or last.choice != finish.choice:
+            return finish
+        self._pending.pop()
+        return LastTokens(finish.choice, finish.reason, finish.stop_reason, text=last)
 
     def _time_tokens(self, choice: int, num_tokens: int) -> None:
         now = time.monotonic()
@@ -332,12 +370,12 @@ def coalesce(events: Sequence[OutputEvent]) -> list[OutputEvent]:
 
 
 def _is_silent(event: OutputEvent) -> bool:
-    return isinstance(event, TextEvent) and not event.text and not event.logprobs
+    return isinstance(event, TextEvent) and not (event.text or event.logprobs or event.progress)
 
 
 def _joint(event: OutputEvent) -> tuple[type[OutputEvent], int, int] | None:
     """A key that is equal for events that can be merged. None for events that can't be merged."""
-    if isinstance(event, FinishEvent):
+    if isinstance(event, FinishEvent) or (isinstance(event, TextEvent) and event.progress):
         return None
     call = event.index if isinstance(event, ToolCallEvent) else 0
     return type(event), event.choice, call

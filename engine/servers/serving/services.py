@@ -6,7 +6,7 @@ import re
 import secrets
 from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 import msgspec
 from starlette.requests import Request
@@ -38,9 +38,15 @@ from engine.servers.http.errors import PromptTooLargeError
 from engine.servers.http.limits import read_parsed
 from engine.servers.http.request_log import record_of
 from engine.servers.schema.body import Body, SamplingBody, parse_body
+from engine.servers.schema.dialects.reading import Reading
 from engine.servers.serving.admission import Lifecycle, Ticket
 from engine.servers.serving.event_pump import EventPump
 from engine.servers.serving.watcher import EngineWatcher
+
+if TYPE_CHECKING:
+    from engine.core.config_presets import PresetTable
+    from engine.routing.manage import ModelManager
+    from engine.servers.serving.objects import ObjectStore
 
 # Seconds after which clients should retry while the model loads or the engine restarts.
 NOT_READY_RETRY_S = 5.0
@@ -50,8 +56,26 @@ INLINE_CHARACTERS = 8_192
 MAX_BYTES_PER_TOKEN = 16
 _MAX_NAMED_MODELS = 20
 T = TypeVar("T")
+REPLACED_BY_MIROSTAT = (
+    "top_k",
+    "top_p",
+    "min_p",
+    "typical_p",
+    "top_n_sigma",
+    "xtc_probability",
+    "min_keep",
+    "samplers",
+)
 _DEFAULT_PARAMS = SamplingParams()
+# The lowest priority (the largest number), so that lines of batches and other offline work run
+# after all requests of clients.
+OFFLINE_PRIORITY = 100
+# Names that clients use for sampling parameters, if they have other names here.
+_SENT_AS = {"text_bias": "logit_bias"}
 SESSION_HEADER = "x-session-id"
+# Entry of the ASGI scope with the model that the path of a request names. It replaces the model in
+# the body.
+DEPLOYMENT = "engine.deployment"
 # Characters that are replaced in warnings. Warnings may quote a client's text and are sent in a
 # header, which allows only printable ASCII.
 _UNPRINTABLE = re.compile(r"[^ -~]")
@@ -81,10 +105,27 @@ class Services:
     rebuild: Callable[[], InferenceBackend] | None = None  # builds the first backend again
     reread: Callable[[], Settings] | None = None  # reads the current settings again
     components: list[Component] = field(default_factory=list)  # started in this order
+    # Defaults of models by id: those of the configuration file, and those that clients have made.
+    presets: dict[str, "PresetTable"] = field(default_factory=dict)
+
+    @functools.cached_property
+    def objects(self) -> "ObjectStore":
+        """The store of responses, conversations and chat completions. Most servers store none."""
+        from engine.servers.serving.objects import ObjectStore
+
+        made = ObjectStore(self.settings.storage)
+        self.components.append(made)
+        return made
 
     @property
     def backend(self) -> InferenceBackend:
         return self.holder.current
+
+    @functools.cached_property
+    def models(self) -> "ModelManager":
+        from engine.routing.manage import ModelManager  # imported late: few servers change models
+
+        return ModelManager(self.holder, self.settings, self.metrics.registry, self.rebuild)
 
     async def admit(self, request: Request) -> Ticket:
         """Admit the request, or raise without waiting. The caller must close the returned
@@ -116,14 +157,41 @@ class Services:
         finally:
             await ticket.close()
 
-    async def read(self, request: Request, kind: type[Body]) -> Body:
-        return await self.read_as(request, functools.partial(parse_body, kind))
+    async def read(self, request: Request, kind: type[Body], any_type: bool = False) -> Body:
+        on_read = functools.partial(self.note_words, request)
+        parse = functools.partial(parse_body, kind, on_read=on_read)
+        return await self.read_as(request, parse, any_type)
 
-    async def read_as(self, request: Request, parse: Callable[[dict[str, Any]], T]) -> T:
-        """Read the request body and return `parse(body)`."""
+    async def read_chosen(
+        self, request: Request, choose: Callable[[dict[str, Any]], type[Body]]
+    ) -> Body:
+        """Like `read`, for a route whose bodies have several forms. `choose` finds the form."""
+        on_read = functools.partial(self.note_words, request)
+        return await self.read_as(request, lambda raw: parse_body(choose(raw), raw, on_read))
+
+    def note_words(self, request: Request, reading: Reading) -> None:
+        record_of(request.scope).sent_as = reading.sent_as
+        for param, message in reading.warnings:
+            self.warn(request, param, message)
+
+    async def read_with(self, request: Request, kind: type[Body], field: str) -> tuple[Body, Any]:
+        """Like `read`. Also returns the value of `field` as the client sent it."""
+        on_read = functools.partial(self.note_words, request)
+
+        def parse(raw: dict[str, Any]) -> tuple[Body, Any]:
+            return parse_body(kind, raw, on_read), raw.get(field)
+
+        return await self.read_as(request, parse)
+
+    async def read_as(
+        self, request: Request, parse: Callable[[dict[str, Any]], T], any_type: bool = False
+    ) -> T:
+        """Read the request body and return `parse(body)`. If `any_type`, the body is read as JSON
+        whatever its Content-Type is, unless a browser sent it.
+        """
         max_bytes = self.settings.server.body_limit_mb * 2**20
         try:
-            return await read_parsed(request, max_bytes, parse)
+            return await read_parsed(request, max_bytes, parse, any_type)
         except PayloadTooLargeError as error:
             longest = max((card.max_model_len for card in self.backend.models()), default=0)
             if not 0 < longest * MAX_BYTES_PER_TOKEN < max_bytes:
@@ -136,28 +204,42 @@ class Services:
         return self._with_preset(self._resolve(name).card)
 
     def _with_preset(self, card: ModelCard) -> ModelCard:
-        """The card with the defaults of `[presets.ID]`, if the configuration file has some."""
-        presets = self.settings.tables.presets
-        if not presets or (table := presets.get(card.root or card.id)) is None:
+        """The card with the defaults of the model's preset, if there is one."""
+        if not self.presets or (table := self.presets.get(card.root or card.id)) is None:
             return card
-        preset = Preset(system=table.system, parameters=table.defaults)
+        preset = Preset(
+            system=table.system,
+            template_options=table.template_options,
+            parameters=table.defaults,
+        )
         return msgspec.structs.replace(card, preset=preset)
 
     def choose_model(self, request: Request, name: str | None) -> ModelCard:
         """The model that will answer. Warns the client if it is not the requested model. The name
         may be left out if only one model is served.
         """
+        name = request.scope.get(DEPLOYMENT, name)
         if name is None:
             self._check_one_model()
+        elif self._accepts_any_model and self.backend.resolve(name) is None:
+            self.warn(request, "model", "is not served here, so the only model answers")
+            name = None
         resolved = self._resolve(name)
         if resolved.warning is not None:
             self.warn(request, "model", resolved.warning)
         return self._with_preset(resolved.card)
 
+    @property
+    def _accepts_any_model(self) -> bool:
+        return self.settings.server.accept_any_model and len(self._served_ids()) == 1
+
+    def _served_ids(self) -> list[str]:
+        return list({card.root or card.id: None for card in self.backend.models()})
+
     def _check_one_model(self) -> None:
-        served = {card.root or card.id: None for card in self.backend.models()}
+        served = self._served_ids()
         if len(served) > 1:
-            known = ", ".join(list(served)[:_MAX_NAMED_MODELS])
+            known = ", ".join(served[:_MAX_NAMED_MODELS])
             raise InvalidRequestError(
                 f"model is needed, because several models are served: {known}.", param="model"
             )
@@ -177,6 +259,8 @@ class Services:
         """Warn the client that a parameter had no effect, or not its full effect. In `strict` mode,
         refuse the request instead.
         """
+        record = record_of(request.scope)
+        param = record.sent_as.get(param, param)
         if self.settings.server.strict:
             raise InvalidRequestError(
                 f"{param}: {message}, and this server is strict.",
@@ -184,7 +268,7 @@ class Services:
                 code="unsupported_parameter",
             )
         warning = _UNPRINTABLE.sub("?", f"{param}: {message}")
-        record_of(request.scope).warnings.append(warning)
+        record.warnings.append(warning)
 
     def require(self, card: ModelCard, capability: str, param: str, what: str) -> None:
         """Refuse a request with `param` if the model lacks `capability`. `what` completes the error
@@ -230,7 +314,6 @@ class Services:
         salt and time limits. Also sets fields of the request's log line.
         """
         self._check_params(request, card, params)
-        self.check_priority(request, card, body.priority)
         principal = principal_of(request)
         record = record_of(request.scope)
         record.completion_id = completion_id
@@ -239,18 +322,21 @@ class Services:
         salt = principal.name
         if body.cache_salt is not None:
             salt = _digest(principal.name, body.cache_salt)
+        if body.cache_prompt is False:
+            salt = secrets.token_hex(16)  # no other request has it
         return GenerationContext(
             request_id=completion_id,
             params=params,
             model=card.id,
             session=_session(request, body),
-            priority=body.priority or 0,
+            priority=self.priority(request, card, body.priority),
             salt=salt,
             tenant=principal.name,
             timeout_s=self.settings.server.request_timeout_s,
             queue_timeout_s=self.queue_timeout_s(request),
             grammar=grammar,
             truncate_prompt_tokens=body.truncate_prompt_tokens,
+            truncation_side=body.truncation_side or "left",
         )
 
     def queue_timeout_s(self, request: Request) -> float | None:
@@ -261,9 +347,12 @@ class Services:
         return None if is_own else self.settings.server.queue_timeout_s
 
     def _check_params(self, request: Request, card: ModelCard, params: SamplingParams) -> None:
-        """Refuse sampling parameters that the model's backend lacks, and warn about those that it
-        emulates.
+        """Refuse sampling parameters that the model's backend lacks. Warn about those that it
+        emulates, and about samplers that Mirostat replaces.
         """
+        for name in REPLACED_BY_MIROSTAT if params.mirostat else ():
+            if getattr(params, name) != getattr(_DEFAULT_PARAMS, name):
+                self.warn(request, name, "has no effect, mirostat replaces it")
         if not (card.lacks or card.emulated):
             return
         for name in SamplingParams.__struct_fields__:
@@ -271,16 +360,19 @@ class Services:
                 continue
             if name in card.lacks:
                 what = f"is answered by a backend ({card.backend}) that has no such parameter"
-                self.require(card, name, name, what)
+                self.require(card, name, _SENT_AS.get(name, name), what)
             elif name in card.emulated:
                 self.warn(request, name, f"emulated, for its backend ({card.backend}) lacks it")
 
-    def check_priority(self, request: Request, card: ModelCard, priority: int | None) -> None:
-        """Warn the client if the backend ignores priorities. This is no error, because a priority
-        is only a hint.
+    def priority(self, request: Request, card: ModelCard, asked: int | None) -> int:
+        """The request's priority. Warns the client if the backend ignores priorities. This is no
+        error, because a priority is only a hint.
         """
-        if priority and "priority" in card.lacks:
+        if asked and "priority" in card.lacks:
             self.warn(request, "priority", f"has no effect, its backend ({card.backend}) has none")
+        if asked is not None:
+            return asked
+        return OFFLINE_PRIORITY if is_acting(request.scope) else 0
 
     def note_end_user(self, request: Request, user: str | None) -> None:
         """Write a hash of the end user's name to the request log, so that abuse can be traced
@@ -335,12 +427,14 @@ def new_completion_id(prefix: str) -> str:
     return f"{prefix}-{secrets.token_hex(16)}"
 
 
-async def answer_streaming(pump: EventPump, format: sse.StreamFormat) -> Response:
+async def answer_streaming(
+    pump: EventPump, format: sse.StreamFormat, kind: type[sse.EventStream] = sse.EventStream
+) -> Response:
     """Start a streaming response. If the backend refuses the prompt, or the request within
     `sse.ACCEPT_WAIT_S`, this raises before any header is sent, so the client gets an HTTP error.
     """
     await pump.accepted(sse.CHECK_WAIT_S, sse.ACCEPT_WAIT_S)
-    return sse.EventStream(pump, format)
+    return kind(pump, format)
 
 
 async def answer_counted(

@@ -8,6 +8,7 @@ and be lost at the next start.
 """
 
 import asyncio
+import fcntl
 import logging
 import os
 import sqlite3
@@ -26,6 +27,38 @@ _DAMAGE = frozenset({sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB})
 # Suffixes of the files that SQLite keeps beside the database.
 _COMPANIONS = ("-wal", "-shm")
 T = TypeVar("T")
+
+
+class FileLock:
+    """A lock that one process holds at a time. The kernel releases it when the process ends."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._fd: int | None = None
+
+    def acquire(self) -> bool:
+        """Try to take the lock. Returns whether this process holds the lock now."""
+        if self._fd is not None:
+            return True
+        fd = os.open(self._path, os.O_CREAT | os.O_RDWR, 0o600)
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            os.close(fd)
+            return False
+        self._fd = fd
+        return True
+
+    def release(self) -> None:
+        if self._fd is not None:
+            os.close(self._fd)
+            self._fd = None
+
+    def remove(self) -> None:
+        """Release the lock and delete its file, if this process holds the lock."""
+        if self._fd is not None:
+            self._path.unlink(missing_ok=True)
+            self.release()
 
 
 class Database:

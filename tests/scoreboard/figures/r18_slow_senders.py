@@ -1,10 +1,10 @@
 """Clients that never finish their requests: 250 send headers at a byte per second, 250 send a body
 that way, and 2,000 connect and send nothing.
 
-The server holds 1,024 connections; beyond that, it closes the one that was idle longest. So most
-silent clients are closed to make room, and the rest when the header timeout expires. A client that
-sends a body is served until the body timeout expires. Probes use new connections all the while. The
-server starts with the usual limit of 1,024 open files.
+The server holds 8,192 connections, if the operating system allows it as many files; beyond that, it
+closes the one that was idle longest. Silent clients are closed when the header timeout expires, or
+earlier to make room. A client that sends a body is served until the body timeout expires. Probes
+use new connections all the while. The server starts with the usual limit of 1,024 open files.
 """
 
 import asyncio

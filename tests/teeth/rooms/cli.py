@@ -177,7 +177,7 @@ MUTATIONS = [
     ),
     Mutation(
         "presets: the stop strings are left out",
-        "engine.core.config_tables",
+        "engine.core.config_presets",
         '({"stop": self.stop} if self.stop else {})',
         "{}",
         "tests/unit/test_presets.py::test_what_a_request_leaves_out_comes_from_the_preset",

@@ -60,7 +60,7 @@ MUTATIONS = [
     Mutation(
         "frameworks: a forced token is kept as the slot's last",
         "engine.backends.custom.frameworks.settings",
-        "np.where(sampling.forced == SAMPLE, sampling.slots, np.int32(spare_slot))",
+        "np.where(sampling.keeps, sampling.slots, np.int32(spare_slot))",
         "sampling.slots",
         f"{PART_TESTS}::test_every_setting_arrives_as_it_was_given",
     ),
@@ -81,7 +81,7 @@ MUTATIONS = [
     Mutation(
         "frameworks: native's last token is another slot's",
         "engine.backends.custom.frameworks.native.execution.runner",
-        "        self._last_token[sampling.slots[sampled]] = tokens[sampled]\n",
+        "        self._last_token[sampling.slots[keeps]] = tokens[keeps]\n",
         "        self._last_token[: len(tokens)] = tokens\n",
         "tests/unit/test_native_runner.py::test_a_token_that_the_host_does_not_know_is_the_slots_last",
     ),

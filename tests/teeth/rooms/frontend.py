@@ -115,8 +115,8 @@ MUTATIONS = [
     Mutation(
         "frontend: truncation keeps the first tokens",
         "engine.backends.custom.frontend.prompts",
-        "    kept = prepared.token_ids[-limit:]\n",
-        "    kept = prepared.token_ids[:limit]\n",
+        'if context.truncation_side == "left" else',
+        'if context.truncation_side == "right" else',
         f"{EVENT_TESTS}::test_truncation_keeps_the_last_tokens_and_only_when_asked",
     ),
     Mutation(

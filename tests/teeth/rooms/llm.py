@@ -22,8 +22,8 @@ MUTATIONS = [
     Mutation(
         "llm: choices beyond the first are lost",
         "engine.library.answers",
-        "for choice in choices or self._choices]",
-        "for choice in choices or self._choices[:1]]",
+        "for choice in choices or self._choices\n",
+        "for choice in choices or self._choices[:1]\n",
         f"{TESTS}::test_choices_are_numbered_and_counted",
     ),
     Mutation(
@@ -71,8 +71,8 @@ MUTATIONS = [
     Mutation(
         "llm: logprobs of 0 alternatives are left out",
         "engine.library.openai_format",
-        '        with_logprobs = params.get("logprobs") is not None\n',
-        '        with_logprobs = bool(params.get("logprobs"))\n',
+        'has_logprobs=params.get("logprobs") is not None)\n',
+        'has_logprobs=bool(params.get("logprobs")))\n',
         f"{TESTS}::test_openai_shapes_have_the_same_numbers",
     ),
     Mutation(
@@ -92,8 +92,8 @@ MUTATIONS = [
     Mutation(
         "llm: a stop text is read as letters",
         "engine.sampling_params",
-        "(stop,) if isinstance(stop, str) else tuple(stop or ())",
-        "tuple(stop or ())",
+        "(value,) if isinstance(value, str) else tuple(value or ())",
+        "tuple(value or ())",
         f"{TESTS}::test_a_text_is_one_stop_string_and_can_be_shown",
     ),
     Mutation(

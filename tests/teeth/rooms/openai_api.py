@@ -20,9 +20,45 @@ MUTATIONS = [
         "::test_the_backend_knows_whose_a_request_is_and_how_long_it_may_take",
     ),
     Mutation(
+        "stored chats: a filter by metadata compares the values alone",
+        "engine.servers.openai.stored_chats",
+        "WHERE key = ? AND value = ?)",
+        "WHERE key <> ? AND value = ?)",
+        "tests/unit/test_server_stored_chats.py::test_lists_with_filters_and_pages",
+    ),
+    Mutation(
+        "stored chats: the list has the old metadata",
+        "engine.servers.openai.stored_chats",
+        '"UPDATE chat_completions SET metadata = ? WHERE id = ?", (encoded, chat_id)',
+        '"UPDATE chat_completions SET metadata = metadata"',
+        "tests/unit/test_server_stored_chats.py::test_lists_with_filters_and_pages",
+    ),
+    Mutation(
+        "stored chats: anybody's are listed",
+        "engine.servers.openai.stored_chats",
+        "WHERE chat_completions.owner = ? AND",
+        "WHERE ? IS NOT NULL AND",
+        "tests/unit/test_server_stored_chats.py::test_it_is_its_owners_and_survives_a_restart",
+    ),
+    Mutation(
+        "moderations: a middle score is no reason",
+        "engine.servers.openai.moderations",
+        "score >= THRESHOLD",
+        "score > THRESHOLD",
+        "tests/unit/test_server_moderations.py::test_texts_are_rated_one_by_one",
+    ),
+    Mutation(
+        "moderations: any model's name is answered in silence",
+        "engine.servers.openai.moderations",
+        "if asked is not None and asked not in (name, card.id):",
+        "if False:",
+        "tests/unit/test_server_moderations.py"
+        "::test_names_of_openais_models_are_answered_with_a_warning",
+    ),
+    Mutation(
         "embeddings have no priority",
         "engine.servers.openai.embeddings",
-        "        priority=body.priority or 0,\n",
+        "        priority=services.priority(request, card, body.priority),\n",
         "",
         "tests/unit/test_server_embeddings.py::test_what_travels_with_a_request",
     ),
@@ -51,8 +87,8 @@ MUTATIONS = [
     Mutation(
         "offsets of choices are mixed",
         "engine.servers.openai.format",
-        "        self._offsets[event.choice] += sum(",
-        "        self._offsets[0] += sum(",
+        "        self.offsets[event.choice] += sum(",
+        "        self.offsets[0] += sum(",
         "tests/unit/test_openai_format.py::test_offsets_count_characters_of_each_choice_by_itself",
     ),
     Mutation(
@@ -65,8 +101,8 @@ MUTATIONS = [
     Mutation(
         "the stop string is not told",
         "engine.servers.openai.format",
-        'return {"finish_reason": reason, "stop_reason": finish.stop_reason}',
-        'return {"finish_reason": reason, "stop_reason": None}',
+        "stop = finish.stop_reason",
+        "stop = None",
         "tests/unit/test_openai_format.py::test_what_stopped_a_choice_is_told",
     ),
     Mutation(
@@ -79,8 +115,8 @@ MUTATIONS = [
     Mutation(
         "best_of judges the prompt",
         "engine.servers.openai.format",
-        "                if event.num_tokens:  # it",
-        "                if True:  # it",
+        "(self.tokens if event.num_tokens else self.prompt)",
+        "self.tokens",
         "tests/unit/test_server_parameters.py::test_best_of_does_not_judge_the_prompt",
     ),
     Mutation(
@@ -121,14 +157,14 @@ MUTATIONS = [
     ),
     Mutation(
         "usage so far: tokens without text are not counted",
-        "engine.servers.openai.format",
+        "engine.servers.openai.token_streams",
         "self._num_tokens[choice] += event.num_tokens",
         "self._num_tokens[choice] += bool(event.text)",
         "tests/unit/test_server_prompt_lengths.py::test_tokens_without_text_count_too",
     ),
     Mutation(
         "usage so far: every choice has the first prompt",
-        "engine.servers.openai.format",
+        "engine.servers.openai.token_streams",
         "self._prompts[choice * len(self._prompts) // len(self._num_tokens)]",
         "self._prompts[0]",
         "tests/unit/test_server_prompt_lengths.py::test_every_chunk_has_the_usage_so_far",

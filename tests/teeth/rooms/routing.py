@@ -140,7 +140,7 @@ MUTATIONS = [
     Mutation(
         "on demand: whatever was used is unloaded at once",
         "engine.routing.on_demand",
-        "            is_old = now - member.last_used > self.idle_s\n",
+        "            is_old = member.seconds_left < 0\n",
         "            is_old = True\n",
         "tests/unit/test_on_demand.py::test_idle_models_are_unloaded_and_busy_ones_are_not",
     ),

@@ -56,7 +56,7 @@ def settings_arrays(sampling: SamplingInputs, spare_slot: int) -> dict[str, NDAr
         "keys": keys,
         "bias_rows": sampling.bias_rows,
         "bias_ids": sampling.bias_ids,
-        KEEPS: np.where(sampling.forced == SAMPLE, sampling.slots, np.int32(spare_slot)),
+        KEEPS: np.where(sampling.keeps, sampling.slots, np.int32(spare_slot)),
     }
     return stated | {name: getattr(sampling, name).view(np.int32) for name in _FLOATS}
 

@@ -11,7 +11,7 @@ import asyncio
 import math
 import time
 from collections import deque
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Callable, Sequence
 from typing import Protocol
 
 from engine.backends.base import EventFeed, EventSink
@@ -22,6 +22,7 @@ from engine.core.errors import EngineError, InferenceError, error_from_code
 from engine.core.interfaces.backend import (
     Event,
     FinishEvent,
+    PromptProgress,
     ReasoningEvent,
     TextEvent,
     TokenText,
@@ -61,7 +62,12 @@ class _Reader:
 
     def __init__(self, text: TextModel, params: SamplingParams, prepared: Prepared) -> None:
         self._detokenizer = Detokenizer(
-            text.tokenizer, params.stop, continuation=prepared.continuation, shown=prepared.shown
+            text.tokenizer,
+            params.stop,
+            skip_special=params.skip_special_tokens,
+            continuation=prepared.continuation,
+            shown=prepared.shown,
+            patterns=prepared.stop_patterns,
         )
         self._decode = self._detokenizer.push
         self._min_tokens = params.min_tokens
@@ -100,7 +106,12 @@ class Generation(EventFeed):
     """A submitted request. It collects the deltas of the request and turns them into events."""
 
     def __init__(
-        self, request: GenerateRequest, text: TextModel, prepared: Prepared, engine: Engine
+        self,
+        request: GenerateRequest,
+        text: TextModel,
+        prepared: Prepared,
+        engine: Engine,
+        on_progress: Callable[[PromptProgress], None] | None = None,
     ) -> None:
         self.request = request
         self._text = text
@@ -110,7 +121,8 @@ class Generation(EventFeed):
         # The reader of each choice, created when the choice's first tokens arrive.
         self._readers: dict[int, _Reader] = {}
         self._echo = None if prepared.echo is None else Echo(prepared.echo, request)
-        self._may_merge = not request.params.stop and prepared.new_parser is None
+        can_stop = bool(request.params.stop or prepared.stop_patterns)
+        self._may_merge = not can_stop and prepared.new_parser is None
         self._arrived: deque[TokenDelta | EngineError] = deque()
         self._wake = asyncio.Event()
         self._sink: EventSink | None = None
@@ -121,6 +133,8 @@ class Generation(EventFeed):
         self._queue_s = 0.0
         self._prefill_s = 0.0
         self._first_token_at: float | None = None
+        self._on_progress = on_progress
+        self._num_processed = -1  # of the prompt, as last reported; -1: nothing was reported
         self._reading = self._read()
 
     def deliver(self, item: TokenDelta | EngineError) -> None:
@@ -200,7 +214,7 @@ class Generation(EventFeed):
         item = self._arrived.popleft()
         while self._may_merge and len(self._arrived) > MAX_BACKLOG and isinstance(item, TokenDelta):
             follower = self._arrived[0]
-            if item.finish_reason or not isinstance(follower, TokenDelta):
+            if item.finish_reason or item.num_processed or not isinstance(follower, TokenDelta):
                 break
             if follower.choice != item.choice:
                 break
@@ -218,9 +232,26 @@ class Generation(EventFeed):
             raise error_from_code(code, item.error_message or "The request failed.")
         if item.finish_reason == "abort":
             raise InferenceError("The request was aborted.")
+        if self._on_progress is not None and self._first_token_at is None:
+            self._report(item, self._on_progress)
+        if item.num_processed:
+            return []
         if self._echo is None:
             return self._decode(item)
         return self._echoed(self._echo, item)
+
+    def _report(self, delta: TokenDelta, report: Callable[[PromptProgress], None]) -> None:
+        """Report how much of the prompt is computed. The first report is about the cached tokens
+        alone. With the first token, the whole prompt is computed.
+        """
+        total = len(self.request.prompt)
+        if self._num_processed < 0:
+            report(PromptProgress(total, delta.num_cached, delta.num_cached, 0.0))
+            self._num_processed = delta.num_cached
+        processed = delta.num_processed or total
+        if processed > self._num_processed:
+            report(PromptProgress(total, delta.num_cached, processed, delta.prefill_s))
+            self._num_processed = processed
 
     def _echoed(self, echo: Echo, item: TokenDelta) -> list[Event]:
         events: list[Event] = []
@@ -331,7 +362,9 @@ class Generation(EventFeed):
         )
 
     def _is_shown(self, token_id: int) -> bool:
-        return not self._text.tokenizer.is_special(token_id) or token_id in self._prepared.shown
+        if not self.request.params.skip_special_tokens or token_id in self._prepared.shown:
+            return True
+        return not self._text.tokenizer.is_special(token_id)
 
     def _literal(self, token_id: int) -> tuple[str, bytes]:
         raw = self._text.tokenizer.token_literal(token_id)

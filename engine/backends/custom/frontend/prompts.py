@@ -10,8 +10,10 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+import msgspec
+
 from engine.backends.custom.frontend.text_model import ChatFormat, TextModel
-from engine.core.errors import InvalidRequestError
+from engine.core.errors import ContextLengthError, InvalidRequestError
 from engine.core.grammar.spec import grammar_text
 from engine.core.interfaces.backend import (
     IMAGE_MARK,
@@ -21,6 +23,7 @@ from engine.core.interfaces.backend import (
 )
 from engine.core.interfaces.request import ImageInput, SamplingParams
 from engine.core.parsing.parser import OutputParser
+from engine.core.text.stop_strings import StopPattern
 from engine.core.text.tokenizer import RenderedPrompt
 
 # The last tokens of the prompt, this many, are detokenized to see whether the prompt ends inside a
@@ -49,6 +52,10 @@ class Prepared:
     continuation: bool = False  # True: the output continues the prompt and keeps a leading space
     echo: str | None = None  # the text of the prompt, if it is returned before the output
     images: tuple[ImageInput, ...] = ()
+    # Texts of the sampling parameters, as token ids and as compiled expressions
+    bad_words: tuple[tuple[int, ...], ...] = ()
+    dry_breakers: tuple[tuple[int, ...], ...] = ()
+    stop_patterns: tuple[StopPattern, ...] = ()
 
 
 def is_long(asked: object) -> bool:
@@ -87,6 +94,7 @@ def prepare_chat(text: TextModel, request: ChatRequest) -> Prepared:
         else None,
         shown=output.shown_ids(with_tools=bool(tools)) if has_structure else frozenset(),
         continuation=request.continue_final_message,
+        echo="" if request.context.params.score_prompt else None,
         images=images,
     )
 
@@ -218,7 +226,7 @@ def _infilled(text: TextModel, request: CompletionRequest) -> tuple[int, ...]:
 def truncated(
     text: TextModel, prepared: Prepared, context: GenerationContext, max_seq_len: int
 ) -> Prepared:
-    """If the request sets `truncate_prompt_tokens`, cut the prompt to this many last tokens. With
+    """If the request sets `truncate_prompt_tokens`, cut the prompt to this many tokens. With
     `echo`, only the kept tokens are returned.
     """
     limit = context.truncate_prompt_tokens
@@ -232,9 +240,42 @@ def truncated(
         raise InvalidRequestError(
             "A prompt with images can't be cut; shorten it.", param="truncate_prompt_tokens"
         )
-    kept = prepared.token_ids[-limit:]
-    echo = None if prepared.echo is None else _echoed(text, kept)
+    token_ids = prepared.token_ids
+    kept = token_ids[-limit:] if context.truncation_side == "left" else token_ids[:limit]
+    echo = _echoed(text, kept) if prepared.echo else prepared.echo
     return replace(prepared, token_ids=kept, echo=echo)
+
+
+def needs_words(params: SamplingParams) -> bool:
+    return bool(params.bad_words or params.dry_multiplier or params.stop_regex)
+
+
+def encode_words(text: TextModel, prepared: Prepared, params: SamplingParams) -> Prepared:
+    """Encode bad words and DRY's sequence breakers, and compile the regular expressions. A bad word
+    is encoded both as it is and after a space, because the two have different tokens.
+    """
+    tokenizer = text.tokenizer
+    spellings = {
+        tuple(tokenizer.encode(spelling)): None
+        for word in params.bad_words
+        for spelling in (word, " " + word.lstrip())
+    }
+    breakers = params.dry_sequence_breakers if params.dry_multiplier else ()
+    sequences = {ids: None for each in breakers for ids in tokenizer.sequences_with(each)}
+    return replace(
+        prepared,
+        bad_words=tuple(ids for ids in spellings if ids),
+        dry_breakers=tuple(sequences),
+        stop_patterns=tuple(map(StopPattern, params.stop_regex)),
+    )
+
+
+def with_text_bias(text: TextModel, params: SamplingParams) -> SamplingParams:
+    """The parameters with the biases of texts as biases of their tokens."""
+    biases = dict(params.logit_bias)
+    for each, bias in params.text_bias.items():
+        biases |= dict.fromkeys(text.tokenizer.encode(each), bias)
+    return msgspec.structs.replace(params, logit_bias=biases, text_bias={})
 
 
 def check_prepared(
@@ -258,6 +299,8 @@ def check_prompt(prompt: tuple[int, ...], vocab_size: int, param: str) -> None:
 def check_params(params: SamplingParams, vocab_size: int) -> None:
     _check_ids(params.logit_bias, vocab_size, "logit_bias")
     _check_ids(params.stop_token_ids, vocab_size, "stop_token_ids")
+    _check_ids(params.logprob_token_ids, vocab_size, "logprob_token_ids")
+    _check_ids(params.allowed_token_ids, vocab_size, "allowed_token_ids")
     if params.logprobs is not None and params.logprobs > vocab_size:
         raise InvalidRequestError(
             f"logprobs must be at most {vocab_size}, the model's tokens.", param="logprobs"
@@ -270,12 +313,13 @@ def check_context(num_prompt: int, max_tokens: int | None, max_seq_len: int, par
     """
     asked = max_tokens or 0
     if num_prompt + asked > max_seq_len or num_prompt >= max_seq_len:
-        raise InvalidRequestError(
+        raise ContextLengthError(
             f"This model's maximum context length is {max_seq_len} tokens. However, you requested "
             f"{num_prompt + asked} tokens ({num_prompt} in the prompt, {asked} in the completion). "
             "Shorten the prompt or lower max_tokens.",
             param=param,
-            code="context_length_exceeded",
+            num_prompt_tokens=num_prompt,
+            max_tokens=max_seq_len,
         )
 
 
@@ -284,11 +328,12 @@ def check_input(num_tokens: int, max_seq_len: int, name: str) -> None:
     no output token is generated. `name` is its name in the request.
     """
     if num_tokens > max_seq_len:
-        raise InvalidRequestError(
+        raise ContextLengthError(
             f"This model's maximum context length is {max_seq_len} tokens. However, {name} has "
             f"{num_tokens} tokens. Shorten it, or set truncate_prompt_tokens.",
             param=name,
-            code="context_length_exceeded",
+            num_prompt_tokens=num_tokens,
+            max_tokens=max_seq_len,
         )
 
 
@@ -296,6 +341,6 @@ def _check_ids(ids: Iterable[int], vocab_size: int, param: str) -> None:
     outside = next((token for token in ids if not 0 <= token < vocab_size), None)
     if outside is not None:
         raise InvalidRequestError(
-            f"{outside} is not a token id of this model, whose ids are 0 to {vocab_size - 1}.",
+            f"Token id {outside} is out of vocabulary: this model has {vocab_size} tokens, from 0.",
             param=param,
         )

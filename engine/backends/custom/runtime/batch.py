@@ -26,9 +26,10 @@ from engine.backends.custom.runtime.model_runner import (
     SamplingInputs,
 )
 from engine.backends.custom.runtime.prompt_logprobs import with_scores
+from engine.backends.custom.runtime.samplers.repetition import logit_biases, with_allowed
 from engine.backends.custom.runtime.sequence import Row, ScheduledBatch, Sequence, packed
+from engine.core.interfaces.request import SamplingParams
 
-NEGATIVE_INFINITY = float("-inf")
 NEGLIGIBLE = 1e-30
 MAX_INT32 = 2**31 - 1
 
@@ -59,7 +60,8 @@ class BatchBuilder:
         self._choice = np.zeros(slots, np.int32)
         self._num_prompt = np.zeros(slots, np.int32)
         self._num_logprobs = np.full(slots, -1, np.int32)
-        self._may_bias = np.zeros(slots, bool)
+        self._may_bias = np.zeros(slots, bool)  # biases or masks may differ in each step
+        self._on_host = np.zeros(slots, bool)
         # The arrays of the last step, if it was pure decode. If the next step has the same rows,
         # its arrays are derived from them instead of being built from scratch.
         self._continued: tuple[int, ...] | None = None  # `life` of each row of that step
@@ -214,7 +216,7 @@ class BatchBuilder:
         rows = [batch.rows[index] for index in sample_rows]
         slots = np.array([row.slot for row in rows], np.int32)
         biased = np.flatnonzero(self._may_bias[slots]).tolist()
-        bias_rows, bias_ids, bias_values = _bias([(index, rows[index]) for index in biased])
+        bias_rows, bias_ids, bias_values = logit_biases([(index, rows[index]) for index in biased])
         penalties = self._repetition[slots], self._presence[slots], self._frequency[slots]
         is_penalized = (penalties[0] != 1) | (penalties[1] != 0) | (penalties[2] != 0)
         histories = []
@@ -226,6 +228,9 @@ class BatchBuilder:
         lengths = [0] + [len(row.seq.tokens) for row in histories]
         tokens = [token for row in histories for token in row.seq.token_ids]
         pooled = [index for index, row in enumerate(rows) if row.seq.pools]
+        for index in biased:
+            if (allowed := rows[index].seq.allowed) is not None:
+                mask = with_allowed(mask, index, allowed, len(rows))
         sampling = SamplingInputs(
             sample_rows=np.array(sample_rows, np.int32),
             slots=slots,
@@ -250,6 +255,7 @@ class BatchBuilder:
             history_start=np.cumsum(lengths, dtype=np.int32),
             history_tokens=np.array(tokens, np.int32),
             history_num_prompt=np.array([row.seq.num_prompt for row in histories], np.int32),
+            host_rows=np.flatnonzero(self._on_host[slots]).astype(np.int32),
         )
         has_scores = any(row.num_scored for row in batch.rows)
         return with_scores(sampling, batch) if has_scores else sampling
@@ -275,6 +281,15 @@ class BatchBuilder:
 
     def _set_params(self, slot: int, seq: Sequence) -> None:
         params = seq.params
+        self._on_host[slot] = params.sampled_on_host
+        self._may_bias[slot] = (
+            params.sampled_on_host
+            or params.min_tokens > 0
+            or params.dry_multiplier > 0
+            or bool(params.logit_bias or params.allowed_token_ids or seq.bad_words)
+        )
+        if params.sampled_on_host:  # the device only returns the token that the host sampled
+            params = SamplingParams(temperature=0.0, logprobs=params.logprobs)
         # Samplers divide by the temperature, so a temperature near 0 would give infinite logits. It
         # is replaced by 0, which means greedy. A top-p of 0 would keep no token.
         self._temperature[slot] = params.temperature if params.temperature > NEGLIGIBLE else 0.0
@@ -288,7 +303,6 @@ class BatchBuilder:
         self._choice[slot] = seq.choice
         self._num_prompt[slot] = seq.num_prompt
         self._num_logprobs[slot] = -1 if params.logprobs is None else params.logprobs
-        self._may_bias[slot] = bool(params.logit_bias) or params.min_tokens > 0
 
 
 def _without_history(sampling: SamplingInputs) -> SamplingInputs:
@@ -324,23 +338,6 @@ def _logit_rows(query_start: I32, samples: Bools, num_scored: I32) -> I32:
     firsts = np.where(num_scored > 0, query_start[:-1], query_start[1:] - 1)
     return np.repeat(firsts - (ends - counts), counts).astype(np.int32) + np.arange(
         ends[-1], dtype=np.int32
-    )
-
-
-def _bias(rows: list[tuple[int, Row]]) -> tuple[I32, I32, F32]:
-    """The logit biases of these rows as three arrays: row index, token id, value. Stop tokens have
-    the bias -inf until the sequence has generated `min_tokens` tokens.
-    """
-    entries: list[tuple[int, int, float]] = []
-    for index, row in rows:
-        seq, params = row.seq, row.seq.params
-        entries.extend((index, token, bias) for token, bias in params.logit_bias.items())
-        if row.start + row.length - seq.num_prompt < params.min_tokens:
-            entries.extend((index, token, NEGATIVE_INFINITY) for token in seq.stop_ids)
-    return (
-        np.array([entry[0] for entry in entries], np.int32),
-        np.array([entry[1] for entry in entries], np.int32),
-        np.array([entry[2] for entry in entries], np.float32),
     )
 
 

@@ -9,6 +9,7 @@ import heapq
 import itertools
 import logging
 import secrets
+from collections import deque
 from collections.abc import Iterable
 from concurrent.futures import Future
 from dataclasses import dataclass, field
@@ -25,6 +26,7 @@ from engine.backends.custom.runtime.images import (
 )
 from engine.backends.custom.runtime.model_runner import RunnerSpec
 from engine.backends.custom.runtime.outputs import refusal
+from engine.backends.custom.runtime.samplers.repetition import allowed_mask, by_first_token
 from engine.backends.custom.runtime.scheduler import Scheduler
 from engine.backends.custom.runtime.sequence import Sequence, Tokens, packed
 from engine.core.errors import (
@@ -41,6 +43,8 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
+# Seconds of history from which the wait of a new request is predicted.
+MIN_FORECAST_S, MAX_FORECAST_S = 2.0, 30.0
 MAX_PENDING_BYTES = 512 * 2**20  # pixels of images that wait to be encoded
 
 
@@ -68,6 +72,33 @@ class _Pending:
         return [refusal(self.request.request_id, choice, error) for choice in self.choices]
 
 
+class WaitForecast:
+    """Predicts how long a new sequence will wait, from the rate at which waiting sequences started
+    lately.
+    """
+
+    def __init__(self, scheduler: Scheduler) -> None:
+        self._scheduler = scheduler
+        # (time, number of sequences that had started) while others waited, oldest first
+        self._samples: deque[tuple[float, int]] = deque()
+
+    def seconds(self, now: float) -> float:
+        """The expected wait. 0 if the queue was empty within the last few seconds."""
+        samples, num_waiting = self._samples, self._scheduler.num_waiting
+        if not num_waiting:
+            samples.clear()
+            return 0.0
+        if not samples or now - samples[-1][0] >= MIN_FORECAST_S / 4:
+            samples.append((now, self._scheduler.num_started))
+        while now - samples[0][0] > MAX_FORECAST_S:
+            samples.popleft()
+        elapsed = now - samples[0][0]
+        if elapsed < MIN_FORECAST_S:
+            return 0.0
+        num_started = self._scheduler.num_started - samples[0][1]
+        return num_waiting * elapsed / max(1, num_started)
+
+
 class Intake:
     """Checks requests, waits for their grammars to compile and their images to be encoded, and puts
     them into the scheduler's queue.
@@ -87,6 +118,7 @@ class Intake:
         self._pending: dict[str, _Pending] = {}
         self._max_queued = max_queued
         self._scheduler = scheduler
+        self._forecast = WaitForecast(scheduler)
         self._arrivals = itertools.count()
         # A heap of deadlines. An entry has the deadline and all choices of a request. Entries of
         # ended requests stay in the heap for a while. They are removed when they are the majority.
@@ -102,7 +134,7 @@ class Intake:
         final delta with the error for each choice.
         """
         prompt = self._packed(request.prompt)
-        error = self._find_fault(request, prompt)
+        error = self._find_fault(request, prompt) or self._find_wait(request, now)
         choices = list(range(request.params.n))
         if error is not None:
             return [refusal(request.request_id, choice, error) for choice in choices]
@@ -214,6 +246,10 @@ class Intake:
         begin_by = None if request.queue_timeout_s is None else now + request.queue_timeout_s
         if begin_by is not None and deadline is not None and begin_by >= deadline:
             begin_by = None
+        allowed = None
+        if params.allowed_token_ids:
+            allowed = allowed_mask(params.allowed_token_ids, self._spec.vocab_size)
+        breakers = by_first_token(request.dry_breakers)
         group: list[Sequence] = []
         for choice in choices:
             seq = Sequence(
@@ -234,9 +270,13 @@ class Intake:
                 constraint=Constraint(matcher.deep_copy()) if matcher is not None else None,
                 pools=request.pools,
                 images=images,
+                allowed=allowed,
+                bad_words=request.bad_words,
+                dry_breakers=breakers,
                 # All choices have the same prompt, so only the first choice computes the prompt's
                 # logprobs.
                 scores_prompt=params.score_prompt and choice == 0,
+                reports_progress=request.reports_progress and choice == 0,
             )
             self._scheduler.add(seq)
             group.append(seq)
@@ -289,6 +329,16 @@ class Intake:
             return RateLimitError("Too many images are waiting; try again later.")
         return None
 
+    def _find_wait(self, request: GenerateRequest, now: float) -> EngineError | None:
+        """An error if the request would wait longer than it may."""
+        expected = self._forecast.seconds(now)
+        if request.queue_timeout_s is None or expected <= request.queue_timeout_s:
+            return None
+        return RateLimitError(
+            f"This request would wait about {expected:.0f} s for its first step, and may wait"
+            f" {request.queue_timeout_s:.0f} s; try again later."
+        )
+
     def _find_fault(self, request: GenerateRequest, prompt: Tokens | None) -> EngineError | None:
         spec = self._spec
         if self._scheduler.num_waiting + self.num_pending >= self._max_queued:
@@ -304,6 +354,8 @@ class Intake:
         if request.images and (error := self._find_image_fault(request, len(prompt))) is not None:
             return error
         biased = [*request.params.logit_bias, *request.params.stop_token_ids, *request.eos_ids]
+        biased += request.params.allowed_token_ids
+        biased += [token for word in request.bad_words for token in word]
         if biased and not 0 <= min(biased) <= max(biased) < spec.vocab_size:
             return InvalidRequestError(f"Token ids must be within 0..{spec.vocab_size - 1}.")
         # An embedding request generates no token, so its prompt may fill the whole context.

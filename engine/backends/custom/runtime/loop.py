@@ -27,6 +27,7 @@ from engine.backends.custom.runtime.model_runner import (
     warm_up,
 )
 from engine.backends.custom.runtime.recovery import Bisection, is_out_of_memory
+from engine.backends.custom.runtime.samplers.chain import ChainSampler
 from engine.backends.custom.runtime.scheduler import Scheduler
 from engine.backends.custom.runtime.sequence import ScheduledBatch, SequenceFaultError
 from engine.core.errors import InferenceError
@@ -104,6 +105,7 @@ class EngineLoop:
         self._budget = budget
         self._pulse = pulse or NoPulse()
         self._builder = BatchBuilder(runner.spec)
+        self._chain = ChainSampler(runner)
         self._grammars = grammars
         # The mask writer is created for the first step that has a row with a grammar.
         self._masks: MaskWriter | None = None
@@ -211,6 +213,8 @@ class EngineLoop:
             rows = constrained_rows(batch, only_known=False)
             mask = self._compute(forwarded.masks.finish, rows)
         sampling = self._builder.sampling(batch, mask)
+        if len(sampling.host_rows):
+            sampling = self._compute(self._chain.sample, forwarded.handle, sampling, batch)
         return self._compute(self._runner.sample, forwarded.handle, sampling)
 
     def _wait(self, pending: PendingTokens) -> StepOutput:

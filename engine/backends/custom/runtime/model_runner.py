@@ -11,7 +11,7 @@ vocabulary, D size of an embedding, E tokens of images.
 """
 
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -223,6 +223,17 @@ class SamplingInputs:
     history_start: I32  # (H + 1,)
     history_tokens: I32
     history_num_prompt: I32  # (H,)
+    # (P,) index into R: rows whose token the host samples. `forced` has the token.
+    host_rows: I32 = field(default_factory=lambda: np.zeros(0, np.int32))
+
+    @property
+    def keeps(self) -> Bools:
+        """(R,) Whether the token of a row continues its sequence. Otherwise the row only returns
+        the logprob of a prompt token.
+        """
+        kept: Bools = self.forced == SAMPLE
+        kept[self.host_rows] = True
+        return kept
 
     @property
     def all_greedy(self) -> bool:
@@ -263,6 +274,10 @@ class ModelRunner(Protocol):
         """Run the model over a batch. Writes keys and values to the KV cache. Returns a handle,
         which the caller passes to `sample`.
         """
+        ...
+
+    def logits(self, handle: Any, rows: I32) -> F32:
+        """Wait for the forward pass, and copy these rows of its logits to the host."""
         ...
 
     def sample(self, handle: Any, sampling: SamplingInputs) -> PendingTokens:

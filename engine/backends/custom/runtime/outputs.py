@@ -48,6 +48,18 @@ def token_delta(
     )
 
 
+def progress_delta(seq: Sequence, now: float) -> TokenDelta:
+    """The message that a step has computed a part of the prompt, but not its end."""
+    started_at = seq.started_at if seq.started_at is not None else now
+    return TokenDelta(
+        seq.request_id,
+        seq.choice,
+        num_cached=seq.num_cached,
+        prefill_s=now - started_at,
+        num_processed=seq.num_confirmed,
+    )
+
+
 def vector_delta(seq: Sequence, hidden: F32, now: float) -> TokenDelta:
     """The message with the embedding `hidden`. It is the only message of an embedding request."""
     started_at = seq.started_at if seq.started_at is not None else now
@@ -64,7 +76,8 @@ def vector_delta(seq: Sequence, hidden: F32, now: float) -> TokenDelta:
 
 def scores(seq: Sequence, output: StepOutput, start: int, end: int) -> list[TokenLogprobs]:
     """Prompt logprobs from rows `start` to `end` of a step's output."""
-    return [_row_logprobs(output, row, seq.params.logprobs or 0) for row in range(start, end)]
+    num_top = seq.params.num_prompt_logprobs
+    return [_row_logprobs(output, row, num_top) for row in range(start, end)]
 
 
 def _logprobs(
@@ -73,7 +86,10 @@ def _logprobs(
     wanted = seq.params.logprobs
     if wanted is None or sampled is None:
         return None
-    return (_row_logprobs(*sampled, wanted),)
+    output, row = sampled
+    if seq.params.logprob_token_ids:
+        return (_named_logprobs(output, row, seq.params.logprob_token_ids),)
+    return (_row_logprobs(output, row, wanted),)
 
 
 def _row_logprobs(output: StepOutput, row: int, num_top: int) -> TokenLogprobs:
@@ -85,6 +101,18 @@ def _row_logprobs(output: StepOutput, row: int, num_top: int) -> TokenLogprobs:
         float(output.logprobs[row]),
         tuple(output.top_ids[row, :num_top].tolist()),
         tuple(output.top_logprobs[row, :num_top].tolist()),
+    )
+
+
+def _named_logprobs(output: StepOutput, row: int, token_ids: tuple[int, ...]) -> TokenLogprobs:
+    """The logprobs of given tokens and of the sampled one. The output has those of all tokens."""
+    assert output.logprobs is not None
+    assert output.top_ids is not None and output.top_logprobs is not None
+    wanted = np.isin(output.top_ids[row], (*token_ids, int(output.tokens[row])))
+    return TokenLogprobs(
+        float(output.logprobs[row]),
+        tuple(output.top_ids[row][wanted].tolist()),
+        tuple(output.top_logprobs[row][wanted].tolist()),
     )
 
 

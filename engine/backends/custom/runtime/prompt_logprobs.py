@@ -37,7 +37,7 @@ def with_scores(sampling: SamplingInputs, batch: ScheduledBatch) -> SamplingInpu
         grown[name] = np.where(is_forced, value, grown[name]).astype(grown[name].dtype)
     rows = batch.rows
     grown["slots"] = np.array([rows[index].slot for index in owner], np.int32)
-    asked = np.array([rows[index].seq.params.logprobs or 0 for index in owner], np.int32)
+    asked = np.array([rows[index].seq.params.num_prompt_logprobs for index in owner], np.int32)
     grown["num_logprobs"] = np.where(is_forced, asked, grown["num_logprobs"]).astype(np.int32)
     where = np.flatnonzero(~is_forced).astype(np.int32)  # index of each sampling row in the result
     mask = sampling.mask
@@ -53,6 +53,7 @@ def with_scores(sampling: SamplingInputs, batch: ScheduledBatch) -> SamplingInpu
         mask=mask,
         bias_rows=where[sampling.bias_rows],
         hidden_rows=where[sampling.hidden_rows],
+        host_rows=where[sampling.host_rows],
     )
 
 

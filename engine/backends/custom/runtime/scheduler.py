@@ -14,7 +14,13 @@ from collections.abc import Iterator
 from engine.backends.custom.runtime.images import whole_images
 from engine.backends.custom.runtime.kv_cache import KVCache
 from engine.backends.custom.runtime.model_runner import StepOutput
-from engine.backends.custom.runtime.outputs import refusal, scores, token_delta, vector_delta
+from engine.backends.custom.runtime.outputs import (
+    progress_delta,
+    refusal,
+    scores,
+    token_delta,
+    vector_delta,
+)
 from engine.backends.custom.runtime.prompt_logprobs import num_scorable
 from engine.backends.custom.runtime.queue import InflightPrefixes, Newcomers, WaitingLine
 from engine.backends.custom.runtime.radix_cache import Match
@@ -47,10 +53,10 @@ class Scheduler:
         self._running: list[Sequence] = []  # most senior first
         self._inflight = InflightPrefixes(kv.block_size)
         self._free_slots = list(range(max_slots - 1, -1, -1))
-        self._step = 0
-        self._num_admissions = 0
+        self._step = self._num_admissions = 0
         self.num_preemptions = 0
         self.num_nonfinite = 0
+        self.num_started = 0
         self.num_prompt_tokens = 0
         self.num_cached_tokens = 0
         self.num_generated_tokens = 0
@@ -150,6 +156,8 @@ class Scheduler:
                 if life == seq.life:
                     if seq.num_confirmed < seq.num_prompt:
                         self._confirm_prompt(seq, start + length)
+                        if seq.reports_progress and not samples:
+                            deltas.append(progress_delta(seq, now))
                     else:
                         seq.num_confirmed = start + length
                 if samples:
@@ -315,6 +323,7 @@ class Scheduler:
         self._inflight.own(seq, len(match.blocks))
         if seq.started_at is None:
             seq.started_at = now
+            self.num_started += 1
             seq.num_cached = min(seq.num_computed, seq.num_prompt)
             self.num_prompt_tokens += seq.num_prompt
             self.num_cached_tokens += seq.num_cached

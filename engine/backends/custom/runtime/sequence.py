@@ -11,6 +11,8 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from engine.backends.custom.runtime.grammar import Constraint
 from engine.backends.custom.runtime.images import PlacedImage
+from engine.backends.custom.runtime.model_runner import U32
+from engine.backends.custom.runtime.samplers.repetition import Breakers
 from engine.core.interfaces.request import FinishReason, SamplingParams, TokenLogprobs
 
 if TYPE_CHECKING:
@@ -50,7 +52,13 @@ class Sequence:
     constraint: Constraint | None = None  # the grammar that the output follows, if any
     pools: bool = False  # True: the result is an embedding instead of tokens
     images: tuple[PlacedImage, ...] = ()
+    allowed: U32 | None = None  # the mask of `params.allowed_token_ids`
+    bad_words: tuple[tuple[int, ...], ...] = ()
+    dry_breakers: Breakers = field(default_factory=dict)
+    # Mirostat's limit for the surprise of the next token, after each generated token
+    surprise_limits: list[float] = field(default_factory=list)
     scores_prompt: bool = False
+    reports_progress: bool = False  # a delta tells how much of the prompt each step computed
     # The logprobs of prompt tokens that are computed so far. They start with the second token.
     prompt_scores: list[TokenLogprobs] = field(default_factory=list)
     # The scheduler's step number at submission. Priority aging counts from this step.

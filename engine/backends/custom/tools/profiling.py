@@ -22,6 +22,8 @@ from typing import Any
 from engine.backends.custom.frameworks.entry import framework_entry
 from engine.backends.custom.options import EngineOptions
 from engine.backends.custom.runtime.model_runner import (
+    F32,
+    I32,
     BatchInputs,
     KernelTime,
     ModelRunner,
@@ -100,6 +102,9 @@ class TimedRunner:
             handle = self._runner.forward(inputs)
         times.forward_s = time.monotonic() - began
         return handle, times
+
+    def logits(self, handle: tuple[Any, StepTimes], rows: I32) -> F32:
+        return self._runner.logits(handle[0], rows)
 
     def sample(self, handle: tuple[Any, StepTimes], sampling: SamplingInputs) -> TimedPending:
         inner, times = handle

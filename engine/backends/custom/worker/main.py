@@ -9,6 +9,7 @@ import faulthandler
 import functools
 import gc
 import logging
+import os
 import signal
 import socket
 import sys
@@ -58,6 +59,12 @@ log = logging.getLogger("engine.backends.custom.worker.main")
 ENCODER_FRAMEWORKS = ("native", "torch")
 OPTIONS_TIMEOUT_S = 30.0
 GARBAGE_OBJECTS = 50_000  # number of new objects after which the garbage collector runs
+
+
+def planned(options: EngineOptions) -> EngineOptions:
+    """The options, with all sizes chosen that the settings leave to the engine."""
+    device = framework_entry(options.framework).find_device(options.device, options.dtype)
+    return options.planned(device.name, device.free_bytes, os.cpu_count() or 1)
 
 
 def load_encoder(source: ModelSource, options: EngineOptions) -> tuple[Encoder, DeviceInfo]:
@@ -224,6 +231,7 @@ def run_engine(
     """
     started_at = time.monotonic()
     source = open_model(Path(options.model_path), use_mmap=options.use_mmap)
+    options = planned(options)
     if is_encoder(source.config):
         encoder, device = load_encoder(source, options)
         on_loaded()

@@ -21,6 +21,7 @@ from engine.backends.custom.frameworks.jax.execution.buckets import (
     Bucket,
     Buckets,
     packed_step,
+    padded_rows,
     step_layout,
 )
 from engine.backends.custom.frameworks.jax.execution.sampler import IN_PROMPT, PER_OUTPUT, sample
@@ -49,6 +50,7 @@ from engine.backends.custom.frameworks.scoring import Scoring
 from engine.backends.custom.frameworks.settings import KEEPS, settings_views
 from engine.backends.custom.runtime.host_sampler import histories, token_words
 from engine.backends.custom.runtime.model_runner import (
+    F32,
     GPU_STEP_S,
     I32,
     BatchInputs,
@@ -147,6 +149,12 @@ class JAXRunner:
             self._program, bucket, self._params, self._caches, self._last_token, packed
         )
         return StepHandle(states, finite, inputs.query_start)
+
+    def logits(self, handle: StepHandle, rows: I32) -> F32:
+        # Rows are padded, because a version of `row_logits` is compiled for each number of rows.
+        padded = np.pad(rows, (0, padded_rows(len(rows)) - len(rows)))
+        logits = row_logits(self._program.model, self._ends, handle.states[padded])
+        return np.asarray(logits)[: len(rows)]
 
     def sample(self, handle: StepHandle, sampling: SamplingInputs) -> JAXPendingTokens:
         sampled, hidden = None, None
@@ -308,6 +316,13 @@ def sample_step(
         counts = counts.at[settings[KEEPS], sampled.tokens].add(PER_OUTPUT, mode="drop")
     kept = hidden.astype(jnp.float32) if traits.keeps_hidden else None
     return last_token, counts, sampled, kept
+
+
+@partial(jax.jit, static_argnums=0)
+def row_logits(model: Model, params: Params, states: Array) -> Array:
+    """The logits (R, V) float32 of rows of the residual stream (R, D)."""
+    hidden = final_norm(model, params, states)
+    return head_logits(model, params, hidden).astype(jnp.float32)
 
 
 @partial(jax.jit, donate_argnums=0)

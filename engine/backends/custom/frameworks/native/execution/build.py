@@ -57,7 +57,8 @@ TILE_TOKENS = 16  # positions per tile of the paged KV cache
 # CPUs, computing many tokens together saves nothing.
 ROW_TOKENS = 12
 STEP_TOKENS = 512  # max tokens per step; activations of larger steps do not fit the L2 cache
-USUAL_POOL_BYTES = 224 * MIB
+# The KV pool's share of the free memory. Pages that no sequence has used are not committed.
+POOL_SHARE = 0.25
 # Packed weights of models smaller than this are not cached on disk. Packing them takes less time
 # than opening a cache file.
 MIN_CACHED_BYTES = 32 * MIB
@@ -108,7 +109,7 @@ def memory_needs(source: ModelSource, options: EngineOptions, device: DeviceInfo
     needs = MemoryNeeds(
         weight_bytes,
         kv_token_bytes(source.config, kv_type),
-        USUAL_POOL_BYTES,
+        pool_share=POOL_SHARE,
         slot_bytes=4 * source.config.state_floats,
     )
     return with_windows(needs, source.config, min(options.max_batch_tokens, STEP_TOKENS))

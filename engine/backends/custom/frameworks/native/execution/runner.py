@@ -8,9 +8,9 @@ from typing import Any
 import numpy as np
 
 from engine.backends.custom.runtime.model_runner import (
+    F32,
     FROM_DEVICE,
     I32,
-    SAMPLE,
     BatchInputs,
     RunnerSpec,
     SamplingInputs,
@@ -81,19 +81,20 @@ class NativeRunner:
         if not handle.num_logits:
             return FinishedTokens(StepOutput(np.empty(0, np.int32), handle.finite))
         tokens, logprobs, top_ids, top_logprobs = self._model.sample(sampling)
-        sampled = sampling.forced == SAMPLE
-        self._last_token[sampling.slots[sampled]] = tokens[sampled]
+        keeps = sampling.keeps
+        self._last_token[sampling.slots[keeps]] = tokens[keeps]
         hidden = self._hidden(sampling)
         return FinishedTokens(
             StepOutput(tokens, handle.finite, logprobs, top_ids, top_logprobs, hidden)
         )
 
-    def logits(self, handle: StepHandle) -> np.ndarray:
-        """A copy of the last step's logits, (R, V)."""
-        rows = np.empty((handle.num_logits, self._spec.vocab_size), np.float32)
-        for index, row in enumerate(rows):
-            self._model.logits(index, row)
-        return rows
+    def logits(self, handle: StepHandle, rows: I32 | None = None) -> F32:
+        """A copy of some rows of the last step's logits. None: all rows."""
+        rows = np.arange(handle.num_logits, dtype=np.int32) if rows is None else rows
+        logits = np.empty((len(rows), self._spec.vocab_size), np.float32)
+        for row, values in zip(rows, logits, strict=True):
+            self._model.logits(int(row), values)
+        return logits
 
     def close(self) -> None:
         """Frees the KV cache and the weights. The runner cannot be used afterwards."""

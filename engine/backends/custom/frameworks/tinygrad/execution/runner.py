@@ -31,9 +31,9 @@ from engine.backends.custom.frameworks.tinygrad.models.base import (
 )
 from engine.backends.custom.runtime.host_sampler import HostSampler
 from engine.backends.custom.runtime.model_runner import (
+    F32,
     FROM_DEVICE,
     I32,
-    SAMPLE,
     BatchInputs,
     RunnerSpec,
     SamplingInputs,
@@ -249,14 +249,18 @@ class TinygradRunner:
         token_ids = np.where(is_known, inputs.token_ids, self._last_token[slots])
         return StepHandle(size, self._forwards[size](inputs, token_ids), inputs.query_start)
 
+    def logits(self, handle: StepHandle, rows: I32) -> F32:
+        _, logits = self._head(handle.size, int(rows.max()) + 1)(handle.forwarded.states)
+        return logits.numpy()[rows]
+
     def sample(self, handle: StepHandle, sampling: SamplingInputs) -> FinishedTokens:
         finite = np.isfinite(handle.forwarded.sums.numpy())
         sampled, states, count = None, None, len(sampling.slots)
         if count:
             hidden, logits = self._head(handle.size, count)(handle.forwarded.states)
             sampled = self._sampler.sample(logits.numpy()[:count], sampling)
-            is_sampled = sampling.forced == SAMPLE
-            self._last_token[sampling.slots[is_sampled]] = sampled.tokens[is_sampled]
+            keeps = sampling.keeps
+            self._last_token[sampling.slots[keeps]] = sampled.tokens[keeps]
             states = hidden.numpy() if len(sampling.hidden_rows) else None
         return FinishedTokens(step_output(sampled, states, finite, handle.query_start, sampling))
 

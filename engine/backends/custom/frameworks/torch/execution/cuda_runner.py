@@ -42,6 +42,7 @@ from engine.backends.custom.frameworks.torch.kernels.tokens import guard, resolv
 from engine.backends.custom.frameworks.torch.layers.scans import Rows
 from engine.backends.custom.frameworks.torch.models.base import Decoder
 from engine.backends.custom.runtime.model_runner import (
+    F32,
     GPU_STEP_S,
     I32,
     BatchInputs,
@@ -152,6 +153,12 @@ class CudaRunner(TorchRunner):
             step.forward.replay()
         self._states.save(inputs)
         return CudaHandle(step, len(inputs.slots), len(inputs.logit_rows))
+
+    def logits(self, handle: CudaHandle | StepHandle, rows: I32) -> F32:
+        if isinstance(handle, StepHandle):
+            return super().logits(handle, rows)
+        step = handle.step
+        return super().logits(StepHandle(step.logits, None, step.results), rows)
 
     @torch.inference_mode()
     def sample(  # type: ignore[override]

@@ -6,6 +6,7 @@ mix of requests. The token mask of a grammar is copied with the settings, after 
 launched the forward pass.
 """
 
+from dataclasses import replace
 from typing import Protocol
 
 import torch
@@ -73,8 +74,7 @@ class GraphSampler:
 
     def kind_of(self, sampling: SamplingInputs) -> Kind | None:
         """The kind of a step's sampling, or None if no graph can sample the step. This is the case
-        if the step needs logprobs or hidden states, or has settings that do not fit the buffer, or
-        has forced tokens in otherwise plain greedy sampling.
+        if the step needs logprobs or hidden states, or has settings that do not fit the buffer.
         """
         if self._last is not None and sampling.mask is None:
             last, kind = self._last
@@ -110,8 +110,10 @@ class GraphSampler:
         ):
             return None
         kind = kind_of(sampling)
-        # Plain sampling does not copy settings to the device, but forced tokens are settings.
-        return None if kind == PLAIN and (sampling.forced != SAMPLE).any() else kind
+        if kind == PLAIN and (sampling.forced != SAMPLE).any():
+            # Plain sampling does not copy settings to the device, but forced tokens are settings.
+            return replace(PLAIN, samples=True)
+        return kind
 
     def _send(self, sampling: SamplingInputs) -> None:
         arrays = settings_arrays(sampling, self._history)

@@ -18,7 +18,8 @@ from engine.backends.custom.frameworks.torch.execution.transfer import to_device
 from engine.backends.custom.frameworks.torch.kernels.base import use_triton
 from engine.backends.custom.runtime.host_sampler import token_words
 from engine.backends.custom.runtime.model_runner import (
-    SAMPLE,
+    F32,
+    I32,
     BatchInputs,
     RunnerSpec,
     SamplingInputs,
@@ -75,6 +76,15 @@ class SamplingRunner:
         return self._spec
 
     @torch.inference_mode()
+    def logits(self, handle: StepHandle, rows: I32) -> F32:
+        assert handle.logits is not None
+        some = handle.logits.index_select(0, self._put(rows.astype(np.int64))).float()
+        on_host = to_host(some)
+        if self._device.type == "cuda":
+            torch.cuda.current_stream(self._device).synchronize()
+        return on_host.numpy()
+
+    @torch.inference_mode()
     def sample(self, handle: StepHandle, sampling: SamplingInputs) -> TorchPendingTokens:
         if handle.logits is None:
             sampled = Sampled(torch.empty(0, dtype=torch.int64, device=self._device))
@@ -109,10 +119,10 @@ class SamplingRunner:
 
     def _remember(self, sampling: SamplingInputs, tokens: Tensor) -> None:
         slots, positions = sampling.slots, sampling.position
-        sampled = np.flatnonzero(sampling.forced == SAMPLE)
-        if len(sampled) < len(slots):
-            slots, positions = slots[sampled], positions[sampled]
-            tokens = tokens.index_select(0, self._put(sampled))
+        kept = np.flatnonzero(sampling.keeps)
+        if len(kept) < len(slots):
+            slots, positions = slots[kept], positions[kept]
+            tokens = tokens.index_select(0, self._put(kept))
         where = self._put(slots.astype(np.int64))
         self._last_token.index_copy_(0, where, tokens)
         if sampling.has_penalties:

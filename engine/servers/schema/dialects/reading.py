@@ -1,0 +1,100 @@
+"""Reads the parameters of a request body by the table of `words.py`."""
+
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from engine.core.errors import InvalidRequestError
+from engine.servers.http.errors import problem
+from engine.servers.schema.dialects.words import WORDS, Word
+
+_MAX_NAMED = 10
+
+Verdict = Literal["acts", "translated", "warned", "refused"]
+
+
+@dataclass(slots=True)
+class Reading:
+    """The parameters of a request under this server's names."""
+
+    values: dict[str, Any] = field(default_factory=dict)
+    sent_as: dict[str, str] = field(default_factory=dict)  # names of converted parameters
+    warnings: list[tuple[str, str]] = field(default_factory=list)  # parameter, message
+
+
+def read_words(
+    body: Mapping[str, Any],
+    known: Collection[str],
+    words: Mapping[str, Word] = WORDS,
+    *,
+    warns: bool = True,
+) -> Reading:
+    """Keep the `known` parameters and convert those that `words` has a conversion for. A parameter
+    that would only cause a warning is refused unless `warns`. Raises `InvalidRequestError` about a
+    parameter that is not supported, unless its value has no effect.
+    """
+    reading = Reading()
+    unknown: list[str] = []
+    pending = [(name, name, value) for name, value in body.items()]
+    for sent, name, value in pending:
+        if name in known:
+            _keep(reading, sent, name, value)
+            continue
+        word = words.get(name)
+        if word is None:
+            unknown.append(sent)
+        elif asks_for_nothing(value, word.off):
+            continue
+        elif word.convert is not None and _applies(word, known):
+            is_spread = not word.target
+            for inner, each in word.convert(value, sent, known).items():
+                pending.append((f"{sent}.{inner}" if is_spread else sent, inner, each))
+        elif word.warning and warns:
+            reading.warnings.append((sent, word.warning))
+        else:
+            raise InvalidRequestError(
+                f"{sent} is not supported by this endpoint; {word.instead}.",
+                param=sent,
+                code="unsupported_parameter",
+            )
+    if unknown:
+        raise _unknown(unknown)
+    return reading
+
+
+def _keep(reading: Reading, sent: str, name: str, value: Any) -> None:
+    other = reading.values.get(name)
+    if other is None:
+        reading.values[name] = value
+        if sent != name:
+            reading.sent_as[name] = sent
+    elif value is not None and value != other:
+        first = reading.sent_as.get(name, name)
+        raise problem(sent, f"says something else than {first}; send one of them")
+
+
+def _applies(word: Word, known: Collection[str]) -> bool:
+    return word.target in known if word.target else "max_tokens" in known
+
+
+def _unknown(names: list[str]) -> InvalidRequestError:
+    shown = ", ".join(name[:64] for name in names[:_MAX_NAMED])
+    more = f" and {len(names) - _MAX_NAMED} more" if len(names) > _MAX_NAMED else ""
+    return InvalidRequestError(
+        f"Unknown parameter: {shown}{more}.", param=names[0][:64], code="unknown_parameter"
+    )
+
+
+def asks_for_nothing(value: Any, off_values: Iterable[Any]) -> bool:
+    """Whether a parameter has no effect: `value` is null or one of `off_values`."""
+    # Types are compared too, because `1 == True` in Python but not in JSON.
+    return value is None or any(type(value) is type(each) and value == each for each in off_values)
+
+
+def verdict(word: Word, known: Collection[str]) -> Verdict:
+    """What an endpoint with the `known` parameters does with the parameter."""
+    if word.name in known:
+        return "warned" if word.warning else "acts"
+    if word.convert is not None and _applies(word, known):
+        return "translated"
+    return "warned" if word.warning else "refused"
