@@ -37,7 +37,9 @@ SMALLEST_SCALE = 1e-12  # keeps rows of zeros from a division by zero
 # rows; measured on an H200. For other matrices, it is faster for up to _FEW tokens.
 _SEVERAL, _FEW = {4096: 256, 8192: 128}, 64
 _ALIGNED = 16  # cuBLASLt takes float8 matrices whose sizes are multiples of this
-_MIN_CAPABILITY = (8, 9)  # of GPUs with float8 tensor cores
+# Capabilities of NVIDIA GPUs with float8 tensor cores, and of those for which cuBLASLt has a scale
+# per row and column.
+_ADA, _HOPPER = (8, 9), (9, 0)
 
 
 class QuantizedRows(NamedTuple):
@@ -156,7 +158,8 @@ def has_fp8(device: torch.device) -> bool:
     """Whether Triton has float8 on the device."""
     if device.type != "cuda":
         return interpreting()
-    return torch.cuda.get_device_capability(device) >= _MIN_CAPABILITY
+    # AMD's float8 has other numbers.
+    return torch.version.hip is None and torch.cuda.get_device_capability(device) >= _ADA
 
 
 def _suits_library(values: Tensor, weight: Tensor, dtype: torch.dtype) -> bool:
@@ -167,6 +170,7 @@ def _suits_library(values: Tensor, weight: Tensor, dtype: torch.dtype) -> bool:
         len(values) > few
         and values.is_cuda
         and has_fp8(values.device)
+        and torch.cuda.get_device_capability(values.device) >= _HOPPER
         and dtype == torch.bfloat16  # the only type of its results with a scale per row
         and outputs % _ALIGNED == 0
         and size % _ALIGNED == 0
