@@ -161,7 +161,7 @@ async def test_every_field_of_an_embedding_reaches_the_engine():
         "truncate_prompt_tokens",
     }
     assert asked <= set(GenerateRequest.__struct_fields__)
-    assert found.prompt_tokens == 3 and not backend._link._receivers
+    assert found.prompt_tokens == 3 and not backend._link._requests
     np.testing.assert_allclose(np.linalg.norm(found.vectors, axis=1), 1.0, rtol=1e-5)
     alone = await backend.embed(EmbedRequest(request_id="alone", inputs=((3,),)))
     np.testing.assert_allclose(found.vectors[1], alone.vectors[0])
