@@ -2,13 +2,15 @@
 // of the next lower instruction set's table. Kernels that are faster with this instruction set replace the
 // copied ones. `dispatch.cpp` fills one table for each instruction set of the CPU.
 //
-// Numerics. A matmul runs in one of four modes. The mode of a token depends on the weight layout
+// Numerics. A matmul runs in one of five modes. The mode of a token depends on the weight layout
 // and on whether the token is prefill or decode. With `--numerics fast`, the mode also depends on
 // the number of tokens in the step.
 //   F32   float activations, weights dequantized to float, float accumulators
 //   INT8  activations quantized to int8 in groups of 32. The dot product of a group is an exact integer.
 //         Groups are scaled and accumulated in float, in ascending order.
 //   BF16  activations and dequantized weights rounded to bfloat16, float accumulators
+//   INT8_OUTLIERS  like INT8, but the largest activation of a group stays float if it has more than half of the
+//         group's sum of squares (outliers.h).
 //   INT8_PER_CHANNEL  weights of layout I8, which have one scale per output channel. Activations are
 //         Hadamard-rotated like the weights (hadamard.h) and quantized to int8 with one scale per row.
 //         The integer dot product over all of K is exact.
@@ -21,8 +23,8 @@
 
 namespace engine {
 
-enum class Numerics : uint8_t { F32, INT8, BF16, INT8_PER_CHANNEL };
-constexpr int kNumerics = 4;
+enum class Numerics : uint8_t { F32, INT8, BF16, INT8_OUTLIERS, INT8_PER_CHANNEL };
+constexpr int kNumerics = 5;
 
 // SwigluOai is for gated matmuls only: it also clamps the up values and adds 1 to them.
 enum class Activation : uint8_t { None, Silu, Gelu, GeluTanh, Relu2, SwigluOai };
@@ -41,11 +43,19 @@ struct Epilogue {
     bool residual;  // true: the result is added to `out`; false: the result overwrites `out`
 };
 
+// An activation that is multiplied in float beside the quantized ones of its row.
+struct Outlier {
+    int32_t column;
+    float value;
+};
+
 struct MatmulJob {
     const Matrix* weights;
     const uint8_t* input;  // packed activations, written by `pack` of the same table and numerics
     int rows;              // number of rows of activations; each row is one token
     Epilogue epilogue;
+    // INT8_OUTLIERS: one list of outliers per row (outliers.h). Null in the other modes.
+    const Outlier* outliers = nullptr;
 };
 
 enum class KvType : uint8_t { F32, BF16, INT8 };

@@ -108,22 +108,28 @@ void multiply_panel(const uint8_t* panel, int groups, const PackedGroup* input, 
 }
 
 template <Layout layout>
-void multiply_quantized(const MatmulJob& job, int begin, int end) {
+void multiply_quantized(const MatmulJob& job, int begin, int end, uint8_t* scratch) {
     using Multiply = void (*)(const uint8_t*, int, const PackedGroup*, float*);
     constexpr Multiply multiply[] = {multiply_panel<layout, 1>, multiply_panel<layout, 2>,
                                      multiply_panel<layout, 3>, multiply_panel<layout, 4>};
     const Matrix& weights = *job.weights;
     int groups = weights.groups(), panels = job.epilogue.gated ? 2 : 1;
     auto input = reinterpret_cast<const PackedGroup*>(job.input);
-    for (int unit = begin; unit < end; unit++)
+    OutlierUnit<layout> outliers(job, scratch);
+    for (int unit = begin; unit < end; unit++) {
+        outliers.start(unit);
         for (int row = 0; row < job.rows; row += kBlock) {
             int rows = job.rows - row < kBlock ? job.rows - row : kBlock;
             float sums[kBlock][2 * kPanelRows];
             for (int i = 0; i < panels; i++)
                 multiply[rows - 1](weights.panel(unit * panels + i), groups,
                                    input + size_t(row) * size_t(groups), sums[0] + i * kPanelRows);
-            for (int r = 0; r < rows; r++) apply_epilogue(job, unit, row + r, sums[r]);
+            for (int r = 0; r < rows; r++) {
+                outliers.add(row + r, sums[r]);
+                apply_epilogue(job, unit, row + r, sums[r]);
+            }
         }
+    }
 }
 
 // Multiplies one dequantized group of weights by `rows` rows and adds the products to `sums`. The
@@ -151,10 +157,18 @@ void add_groups_f32(const float* weights, int groups, const float* input, int st
     }
 }
 
-void matmul_int8(const MatmulJob& job, int begin, int end, uint8_t*) {
+void matmul_int8(const MatmulJob& job, int begin, int end, uint8_t* scratch) {
     with_layout(job.weights->layout, [&](auto layout) {
-        if constexpr (layout < Layout::F16) multiply_quantized<layout>(job, begin, end);
+        if constexpr (layout < Layout::F16) multiply_quantized<layout>(job, begin, end, scratch);
     });
+}
+
+size_t packed_bytes_int8_outliers(int rows, int columns) {
+    return bytes_with_outliers(packed_bytes_int8(rows, columns), rows, columns);
+}
+
+void matmul_int8_outliers(const MatmulJob& job, int begin, int end, uint8_t* scratch) {
+    matmul_int8(with_outliers(job, packed_bytes_int8(job.rows, job.weights->columns)), begin, end, scratch);
 }
 
 void matmul_f32(const MatmulJob& job, int begin, int end, uint8_t* scratch) {
@@ -168,9 +182,13 @@ void matmul_f32(const MatmulJob& job, int begin, int end, uint8_t* scratch) {
 
 // `scratch_bytes` stays that of the generic kernels, which is large enough.
 void fill_matmul_avx2(Kernels& table) {
-    constexpr int kInt8 = int(Numerics::INT8), kF32 = int(Numerics::F32);
+    constexpr int kInt8 = int(Numerics::INT8), kOutliers = int(Numerics::INT8_OUTLIERS),
+                  kF32 = int(Numerics::F32);
     table.pack[kInt8] = pack_int8;
     table.matmul[kInt8] = matmul_int8;
+    table.packed_bytes[kOutliers] = packed_bytes_int8_outliers;
+    table.pack[kOutliers] = pack_int8_outliers;
+    table.matmul[kOutliers] = matmul_int8_outliers;
     table.pack[kF32] = pack_f32;
     table.matmul[kF32] = matmul_f32;
 }

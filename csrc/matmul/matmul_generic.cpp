@@ -42,6 +42,7 @@ ENGINE_INLINE void add_products(const float* values, const float* x, int count, 
 
 template <Layout layout>
 struct FloatMatmul {
+    static constexpr bool kQuantized = false;
     using Group = FloatGroup;
     using Input = FloatInput;
 
@@ -56,6 +57,7 @@ struct FloatMatmul {
 
 template <Layout layout>
 struct QuantizedMatmul {
+    static constexpr bool kQuantized = true;
     using Group = QuantizedGroup;
     using Input = PackedGroup;
     static constexpr int kScales = scales_per_group(layout), kValuesPerScale = kGroup / kScales;
@@ -93,6 +95,19 @@ struct QuantizedMatmul {
             }
         }
     }
+
+    static void add_outliers(const QuantizedGroup* panel, const Outlier* list, Floats (&sums)[kVectors]) {
+        for (; list->column >= 0; list++) {
+            const QuantizedGroup& weights = panel[list->column / kGroup];
+            const int k = list->column % kGroup, row = k / kValuesPerScale * kPanelRows;
+            for (int i = 0; i < kVectors; i++) {
+                Floats weight = load(weights.values + k * kPanelRows + i * kLanes);
+                weight *= load(weights.scales + row + i * kLanes);
+                if (has_minima(layout)) weight += load(weights.minima + row + i * kLanes);
+                sums[i] += weight * list->value;
+            }
+        }
+    }
 };
 
 template <class Kernel>
@@ -111,6 +126,10 @@ void multiply_units(const MatmulJob& job, int begin, int end, uint8_t* scratch) 
                 Floats sums[kVectors] = {};
                 Kernel::multiply(dequantized + i * groups, input + size_t(row) * size_t(groups), groups,
                                  sums);
+                if constexpr (Kernel::kQuantized)
+                    if (job.outliers)
+                        Kernel::add_outliers(dequantized + i * groups,
+                                             job.outliers + outliers_begin(row, groups), sums);
                 memcpy(out + i * kPanelRows, sums, sizeof sums);
             }
             apply_epilogue(job, unit, row, out);
@@ -124,6 +143,15 @@ void multiply_quantized(const MatmulJob& job, int begin, int end, uint8_t* scrat
     });
 }
 
+size_t packed_bytes_int8_outliers(int rows, int columns) {
+    return bytes_with_outliers(packed_bytes_int8(rows, columns), rows, columns);
+}
+
+void matmul_int8_outliers(const MatmulJob& job, int begin, int end, uint8_t* scratch) {
+    multiply_quantized(with_outliers(job, packed_bytes_int8(job.rows, job.weights->columns)), begin, end,
+                       scratch);
+}
+
 void multiply_floats(const MatmulJob& job, int begin, int end, uint8_t* scratch) {
     with_layout(job.weights->layout,
                 [&](auto layout) { multiply_units<FloatMatmul<layout>>(job, begin, end, scratch); });
@@ -132,10 +160,14 @@ void multiply_floats(const MatmulJob& job, int begin, int end, uint8_t* scratch)
 }  // namespace
 
 void fill_matmul_generic(Kernels& table) {
-    constexpr int kInt8 = int(Numerics::INT8), kF32 = int(Numerics::F32);
+    constexpr int kInt8 = int(Numerics::INT8), kOutliers = int(Numerics::INT8_OUTLIERS),
+                  kF32 = int(Numerics::F32);
     table.packed_bytes[kInt8] = packed_bytes_int8;
     table.pack[kInt8] = pack_int8;
     table.matmul[kInt8] = multiply_quantized;
+    table.packed_bytes[kOutliers] = packed_bytes_int8_outliers;
+    table.pack[kOutliers] = pack_int8_outliers;
+    table.matmul[kOutliers] = matmul_int8_outliers;
     table.packed_bytes[kF32] = packed_bytes_f32;
     table.pack[kF32] = pack_f32;
     table.matmul[kF32] = multiply_floats;

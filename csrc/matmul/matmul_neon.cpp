@@ -192,11 +192,13 @@ Multiply multiply_for(int rows, std::integer_sequence<int, i...>) {
 }
 
 template <Layout layout>
-void multiply_units(const MatmulJob& job, int begin, int end) {
+void multiply_units(const MatmulJob& job, int begin, int end, uint8_t* scratch) {
     const Matrix& weights = *job.weights;
     const int groups = weights.groups(), panels = job.epilogue.gated ? 2 : 1, block = block_rows(job.rows);
     auto input = reinterpret_cast<const InputGroup*>(job.input);
-    for (int unit = begin; unit < end; unit++)
+    OutlierUnit<layout> outliers(job, scratch);
+    for (int unit = begin; unit < end; unit++) {
+        outliers.start(unit);
         for (int row = 0; row < job.rows; row += block) {
             int rows = job.rows - row < block ? job.rows - row : block;
             Multiply multiply = multiply_for<layout>(rows, std::make_integer_sequence<int, kBlockRows>());
@@ -205,23 +207,38 @@ void multiply_units(const MatmulJob& job, int begin, int end) {
             for (int i = 0; i < panels; i++)
                 multiply(weights.panel(unit * panels + i), groups, input + size_t(row) * size_t(groups),
                          sums[0] + i * kPanelRows);
-            for (int r = 0; r < rows; r++) apply_epilogue(job, unit, row + r, sums[r]);
+            for (int r = 0; r < rows; r++) {
+                outliers.add(row + r, sums[r]);
+                apply_epilogue(job, unit, row + r, sums[r]);
+            }
         }
+    }
 }
 
-void matmul_int8(const MatmulJob& job, int begin, int end, uint8_t*) {
+void matmul_int8(const MatmulJob& job, int begin, int end, uint8_t* scratch) {
     with_layout(job.weights->layout, [&](auto layout) {
-        if constexpr (layout < Layout::F16) multiply_units<layout>(job, begin, end);
+        if constexpr (layout < Layout::F16) multiply_units<layout>(job, begin, end, scratch);
     });
+}
+
+size_t packed_bytes_int8_outliers(int rows, int columns) {
+    return bytes_with_outliers(packed_bytes_int8(rows, columns), rows, columns);
+}
+
+void matmul_int8_outliers(const MatmulJob& job, int begin, int end, uint8_t* scratch) {
+    matmul_int8(with_outliers(job, packed_bytes_int8(job.rows, job.weights->columns)), begin, end, scratch);
 }
 
 }  // namespace
 
 void fill_matmul_neon(Kernels& table) {
-    constexpr int kInt8 = int(Numerics::INT8);
+    constexpr int kInt8 = int(Numerics::INT8), kOutliers = int(Numerics::INT8_OUTLIERS);
     table.packed_bytes[kInt8] = packed_bytes_int8;
     table.pack[kInt8] = pack_int8;
     table.matmul[kInt8] = matmul_int8;
+    table.packed_bytes[kOutliers] = packed_bytes_int8_outliers;
+    table.pack[kOutliers] = pack_int8_outliers;
+    table.matmul[kOutliers] = matmul_int8_outliers;
 }
 
 }  // namespace engine

@@ -1,7 +1,7 @@
 // Packed activations of the generic and AVX2 kernels. Each row is zero-padded to whole groups of 32
 // values.
 #pragma once
-#include "base/layout.h"
+#include "matmul/outliers.h"
 
 namespace engine {
 namespace {
@@ -48,15 +48,22 @@ ENGINE_INLINE void pack_group(const float* x, PackedGroup& out) {
 }
 
 void pack_int8(const float* x, int stride, int columns, int, int begin, int end, uint8_t* input) {
-    int groups = div_up(columns, kGroup), full_groups = columns / kGroup;
+    const int groups = div_up(columns, kGroup);
     for (int row = begin; row < end; row++) {
-        const float* values = x + size_t(row) * size_t(stride);
         PackedGroup* out = reinterpret_cast<PackedGroup*>(input) + size_t(row) * size_t(groups);
-        for (int g = 0; g < full_groups; g++) pack_group(values + g * kGroup, out[g]);
-        if (full_groups == groups) continue;
-        float last[kGroup] = {};
-        for (int i = 0; i < columns - full_groups * kGroup; i++) last[i] = values[full_groups * kGroup + i];
-        pack_group(last, out[full_groups]);
+        for_groups(x + size_t(row) * size_t(stride), columns,
+                   [&](const float* group, int g) ALWAYS { pack_group(group, out[g]); });
+    }
+}
+
+void pack_int8_outliers(const float* x, int stride, int columns, int rows, int begin, int end,
+                        uint8_t* input) {
+    const int groups = div_up(columns, kGroup);
+    Outlier* lists = outliers_after(input, packed_bytes_int8(rows, columns));
+    for (int row = begin; row < end; row++) {
+        PackedGroup* out = reinterpret_cast<PackedGroup*>(input) + size_t(row) * size_t(groups);
+        without_outliers(x + size_t(row) * size_t(stride), columns, lists + outliers_begin(row, groups),
+                         [&](const float* group, int g) ALWAYS { pack_group(group, out[g]); });
     }
 }
 

@@ -3,7 +3,7 @@
 #pragma once
 #include <arm_neon.h>
 
-#include "base/layout.h"
+#include "matmul/outliers.h"
 #include "matmul/row_blocks.h"
 
 namespace engine {
@@ -71,17 +71,35 @@ ENGINE_INLINE void pack_group(const float* from, InputGroup& out) {
     vst1q_f32(&out.scale, vsetq_lane_f32(scale, scaled, 0));
 }
 
+// The place of a row's first group. The next group of the row is `step` groups further.
+struct PackedRow {
+    InputGroup* first;
+    int step;
+
+    PackedRow(uint8_t* input, int rows, int groups, int row) {
+        const int block = block_rows(rows), start = row / block * block;
+        first = reinterpret_cast<InputGroup*>(input) + size_t(start) * size_t(groups) + row - start;
+        step = rows - start < block ? rows - start : block;
+    }
+};
+
 void pack_int8(const float* x, int stride, int columns, int rows, int begin, int end, uint8_t* input) {
-    const int groups = div_up(columns, kGroup), full_groups = columns / kGroup, block = block_rows(rows);
     for (int row = begin; row < end; row++) {
-        const float* values = x + size_t(row) * size_t(stride);
-        const int first = row / block * block, rows_in_block = rows - first < block ? rows - first : block;
-        InputGroup* out = reinterpret_cast<InputGroup*>(input) + size_t(first) * size_t(groups) + row - first;
-        for (int g = 0; g < full_groups; g++, out += rows_in_block) pack_group(values + g * kGroup, *out);
-        if (full_groups == groups) continue;
-        float last[kGroup] = {};
-        for (int i = 0; i < columns - full_groups * kGroup; i++) last[i] = values[full_groups * kGroup + i];
-        pack_group(last, *out);
+        const PackedRow out(input, rows, div_up(columns, kGroup), row);
+        for_groups(x + size_t(row) * size_t(stride), columns,
+                   [&](const float* group, int g) ALWAYS { pack_group(group, out.first[g * out.step]); });
+    }
+}
+
+void pack_int8_outliers(const float* x, int stride, int columns, int rows, int begin, int end,
+                        uint8_t* input) {
+    const int groups = div_up(columns, kGroup);
+    Outlier* lists = outliers_after(input, packed_bytes_int8(rows, columns));
+    for (int row = begin; row < end; row++) {
+        const PackedRow out(input, rows, groups, row);
+        without_outliers(x + size_t(row) * size_t(stride), columns, lists + outliers_begin(row, groups),
+                         [&](const float* group, int g)
+                             ALWAYS { pack_group(group, out.first[g * out.step]); });
     }
 }
 

@@ -161,10 +161,16 @@ class ServerSettings(Section):
     """Unload a model after this time without a request; the next request loads it again."""
     dialects: Dialects = ("llamacpp", "vllm", "sglang", "ollama", "azure")
     """APIs of other servers that are served besides our own; an empty list serves none of them."""
+    accept_any_model: bool = False
+    """Let the only model answer requests for models that are not served, with a warning."""
     max_logprobs: int = Field(default=20, ge=-1, le=2**20)
     """Max number of alternatives per token that a request may ask for; -1: the vocabulary."""
+    root_path: str = Field(default="", pattern=r"^(/[A-Za-z0-9._~-]{1,64}){0,8}$")
+    """Prefix of all paths behind a proxy, such as `/llm`; paths without it are served too."""
     strict: bool = False
     """Refuse a parameter that would be emulated or clamped, instead of warning."""
+    moderation_model: str | None = Field(default=None, min_length=1, max_length=256)
+    """Chat model of this server that rates texts; unset, `/v1/moderations` is refused."""
 
     @property
     def allowed_origins(self) -> tuple[str, ...]:

@@ -10,11 +10,11 @@ from engine.backends.custom.ir import reference
 
 from .panels import LAYOUTS, QUANTIZED, ROWS, aligned, random_panels
 
-F32, INT8, BF16 = range(3)
+F32, INT8, BF16, INT8_OUTLIERS = range(4)
 ACTIVATIONS = tuple(reference.ACTIVATIONS.values())  # in the order of their codes
 SWIGLU_OAI = len(ACTIVATIONS)  # the code after those of one argument
 # Errors relative to the sum of the terms' sizes.
-TOLERANCE = {F32: 1e-6, INT8: 1.2e-2, BF16: 6e-3}
+TOLERANCE = {F32: 1e-6, INT8: 1.2e-2, BF16: 6e-3, INT8_OUTLIERS: 1.2e-2}
 SHAPES = [(16, 32, 1), (7, 33, 2), (33, 70, 12), (48, 576, 5), (100, 100, 13), (64, 1536, 40)]
 
 Floats = NDArray[np.float32]
@@ -23,7 +23,7 @@ Packed = NDArray[np.uint8]
 
 def numerics_of(native: ModuleType, isa: str, layout: str) -> list[int]:
     """What an instruction set offers for a layout."""
-    quantized = [INT8] if layout in QUANTIZED else []
+    quantized = [INT8, INT8_OUTLIERS] if layout in QUANTIZED else []
     return [F32, *quantized, *([BF16] if native.has_bf16(isa) else [])]
 
 
@@ -64,7 +64,7 @@ def assert_close(got: Floats, want: Floats, size: Floats, numerics: int) -> None
     """Every value within the tolerance, and for 8-bit activations their root mean square too."""
     assert got.shape == want.shape
     assert (np.abs(got - want) <= TOLERANCE[numerics] * size).all()
-    if numerics == INT8:
+    if numerics in (INT8, INT8_OUTLIERS):
         assert np.sqrt(np.mean((got - want) ** 2)) < 0.012 * np.sqrt(np.mean(want**2))
 
 
@@ -155,15 +155,49 @@ def test_int8_arithmetic(native: ModuleType, isa: str, layout: str, tokens: int)
         assert (np.abs(got - want) <= 1e-6 * (np.abs(x) @ np.abs(dense).T)).all()
 
 
+def outliers_of(x: Floats) -> NDArray[np.bool_]:
+    """Where a value has more than half of the sum of squares of its 32."""
+    squares = (x * x).reshape(len(x), -1, 32)
+    found: NDArray[np.bool_] = (squares > 0.5 * squares.sum(axis=2, keepdims=True)).reshape(x.shape)
+    return found
+
+
 @pytest.mark.parametrize("layout", QUANTIZED)
+@pytest.mark.parametrize(("gated", "tokens"), [(False, 1), (False, 30), (True, 14)])
+def test_outliers_are_multiplied_in_float(
+    native: ModuleType, isa: str, layout: str, gated: bool, tokens: int
+) -> None:
+    """The quantized rest has the result that INT8 gives it, and the outliers that of float."""
+    rng = np.random.default_rng(tokens)
+    weights, dense = random_panels(rng, layout, 64, 192)
+    x = normal(rng, tokens, 192)
+    columns = np.concatenate(
+        (rng.integers(0, 32, (tokens, 3)) + [0, 32, 160], [[7, 39, 71]] * tokens), 1
+    )
+    np.put_along_axis(x, columns, 40 * normal(rng, tokens, 6), axis=1)
+    found = outliers_of(x)
+    assert 2 * tokens < found.sum() < 6 * tokens
+    rest = matmul(native, isa, INT8, layout, weights, 64, np.where(found, np.float32(0), x))
+    want = rest + np.where(found, x, 0) @ dense.T
+    if gated:
+        gate, up = (want.reshape(tokens, 2, 2, ROWS)[:, :, i].reshape(tokens, 32) for i in range(2))
+        want = gate * up
+    got = matmul(native, isa, INT8_OUTLIERS, layout, weights, 64, x, None, 0, gated)
+    size = np.abs(x) @ np.abs(dense).T
+    limit = 3e-6 * (size.max(axis=1, keepdims=True) ** 2 if gated else size)
+    assert (np.abs(got - want) <= limit).all()
+
+
+@pytest.mark.parametrize("layout", QUANTIZED)
+@pytest.mark.parametrize("numerics", [INT8, INT8_OUTLIERS])
 def test_int8_of_nothing_and_of_what_is_not_finite(
-    native: ModuleType, isa: str, layout: str
+    native: ModuleType, isa: str, layout: str, numerics: int
 ) -> None:
     rng = np.random.default_rng(3)
     weights, _ = random_panels(rng, layout, 16, 64)
     x = np.zeros((4, 64), np.float32)
     x[1], x[2, 40], x[3, 5] = 1e-40, np.nan, np.inf
-    got = matmul(native, isa, INT8, layout, weights, 16, x)
+    got = matmul(native, isa, numerics, layout, weights, 16, x)
     assert (got[0] == 0).all()
     assert (np.abs(got[1]) < 1e-30).all()
     assert not np.isfinite(got[2:]).any()

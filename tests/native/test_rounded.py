@@ -11,7 +11,7 @@ from engine.backends.custom.ir import reference
 from .conftest import load_native
 from .panels import LAYOUTS, ROWS, aligned, random_panels
 
-I8, INT8_PER_CHANNEL = 8, 3
+I8, INT8_PER_CHANNEL = 8, 4
 TILE_COLUMNS = 64
 ACTIVATIONS = (lambda x: x, reference.silu, reference.gelu, reference.gelu_tanh)
 # Integer dot products are exact; converting them to float and scaling is not.

@@ -40,8 +40,6 @@ RECORDED = {
     INT8_KV: 19.2377,
     INT8_KV_GENERATED: 19.2678,
 }
-# A CPU without bfloat16 products computes prompts as it computes what it generates.
-WITHOUT_BF16 = {DEFAULT: GENERATED, INT8_KV: INT8_KV_GENERATED}
 
 
 @pytest.fixture(scope="module")
@@ -59,12 +57,10 @@ def test_perplexity_is_the_recorded_one_and_llama_cpps(
     native = kernels()
     best = native.instruction_sets()[-1]
     alike = DEFAULT if numerics is FAST and not native.has_per_channel(best) else numerics
-    has_bf16 = native.has_bf16(best)
-    recorded = RECORDED[alike if has_bf16 else WITHOUT_BF16.get(alike, alike)]
     token_ids = Tokenizer.from_gguf(source.metadata).encode(read_text())
     with running(source, numerics, threads=None) as runner:
         found = perplexity(runner, numerics, windows(token_ids))
-    assert found == pytest.approx(recorded, rel=0.002)
+    assert found == pytest.approx(RECORDED[alike], rel=0.002)
     assert found == pytest.approx(OF_LLAMA_CPP, rel=0.005)
 
 

@@ -273,3 +273,17 @@ def test_default_numerics_stay_near_float(
     rounds_to_bf16 = as_prompt and native.has_bf16(native.instruction_sets()[-1])
     error = float(np.linalg.norm(found - exact) / np.linalg.norm(exact))
     assert 0 < error < (0.015 if rounds_to_bf16 else 0.045)
+
+
+def test_a_short_question_is_answered_as_in_float(runners: Runners, source: ModelSource) -> None:
+    """Two first tokens are almost equally likely here. Outliers of the chat template decide."""
+    messages = [
+        ("system", "You are a helpful AI assistant named SmolLM, trained by Hugging Face"),
+        ("user", "What is the capital of France?"),
+    ]
+    said = "".join(f"<|im_start|>{role}\n{text}<|im_end|>\n" for role, text in messages)
+    tokenizer = Tokenizer.from_gguf(source.metadata)
+    prompt = tokenizer.encode(f"{said}<|im_start|>assistant\n", parse_special=True)
+    (found, _), (exact, _) = (alone(runners(dtype), [prompt])[0] for dtype in (STORED, "float32"))
+    assert found == exact
+    assert tokenizer.decode(exact).startswith("The capital of France")

@@ -42,8 +42,9 @@ def by_part(**layouts: str) -> Callable[[str], str]:
 
 @pytest.mark.parametrize("layout", QUANTIZED)
 def test_quantized_weights(layout: str) -> None:
-    assert matmul_kernel(layout, PLAIN, STORED) == Kernel("int8", "int8")
-    assert matmul_kernel(layout, ARM, STORED) == Kernel("int8", "int8")
+    assert matmul_kernel(layout, PLAIN, STORED) == Kernel("int8", "int8_outliers")
+    assert matmul_kernel(layout, ARM, STORED) == Kernel("int8", "int8_outliers")
+    assert matmul_kernel(layout, ARM, STORED, few_rows=True) == Kernel("int8", "int8_outliers")
     assert matmul_kernel(layout, WITH_BF16, STORED) == Kernel("int8", "bf16")
     assert matmul_kernel(layout, WITH_TILES, STORED) == Kernel("int8", "bf16")
 

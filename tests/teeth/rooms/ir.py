@@ -8,6 +8,13 @@ PLAN_TESTS = "tests/unit/test_ir_plan.py"
 
 MUTATIONS = [
     Mutation(
+        "ir: without bfloat16, prefill rounds outliers as decode does",
+        "engine.backends.custom.ir.choice",
+        '    return Kernel(decode, "int8_outliers" if decode == "int8" else decode)\n',
+        "    return Kernel(decode, decode)\n",
+        "tests/unit/test_ir_choice.py::test_quantized_weights[Q4]",
+    ),
+    Mutation(
         "ir: a token chooses experts of all groups",
         "engine.backends.custom.ir.reference",
         "    if routing.groups == 1:\n        return ranks\n",

@@ -34,14 +34,16 @@ def matmul_kernel(
 
     Matmuls with float32 weights compute in float32. For other weights, prefill uses bfloat16 if the
     CPU has bfloat16 kernels, because these are fast for many tokens. Decode with quantized weights
-    quantizes the activations to int8 in groups and does not dequantize the weights. `few_rows` is
-    set for matmuls after the last attention, which run only for tokens whose logits are needed.
-    They use the decode arithmetic for prefill tokens, too.
+    quantizes the activations to int8 in groups and does not dequantize the weights. Without
+    bfloat16, prefill does the same but keeps outliers in float. `few_rows` is set for matmuls after
+    the last attention, which run only for tokens whose logits are needed. They never use bfloat16.
     """
     if precision.exact or layout == "F32":
         return Kernel("f32", "f32")
     decode: Numerics = "f32" if layout in _HALVES else "int8"
-    return Kernel(decode, "bf16" if machine.has_bf16 and not few_rows else decode)
+    if machine.has_bf16:
+        return Kernel(decode, decode if few_rows else "bf16")
+    return Kernel(decode, "int8_outliers" if decode == "int8" else decode)
 
 
 def attention_kernel(machine: Machine, precision: Precision, has_latent: bool = False) -> Kernel:

@@ -33,13 +33,16 @@ _FLOAT: Mapping[Numerics, Tolerance] = {
     "f32": Tolerance(2e-5),
     "int8": Tolerance(2e-5),
     "bf16": Tolerance(2e-5),
+    "int8_outliers": Tolerance(2e-5),
 }
 # Tolerances of matmuls. int8 kernels quantize activations in groups of 32 with one scale each. bf16
-# kernels round both factors to 8 significant bits.
+# kernels round both factors to 8 significant bits. int8_outliers kernels are int8 kernels that keep
+# a value in float if it has more than half of its group's sum of squares.
 _MATMUL: Mapping[Numerics, Tolerance] = {
     "f32": Tolerance(5e-5),
     "int8": Tolerance(5e-2),
     "bf16": Tolerance(2e-2),
+    "int8_outliers": Tolerance(5e-2),
 }
 # Tolerances of stored keys and values. Rounding changes an int8 value by at most 1/254 of the
 # largest absolute value, and a bfloat16 value by at most 2 ** -9 of itself.

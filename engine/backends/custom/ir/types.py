@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 #   B blocks of a block table   C blocks of the KV cache           P tokens per block
 Dim = int | str
 DType = Literal["f32", "i32", "i64"]
-Numerics = Literal["f32", "int8", "bf16"]
+Numerics = Literal["f32", "int8", "bf16", "int8_outliers"]
 Array = NDArray[Any]
 
 

@@ -23,7 +23,7 @@ from engine.backends.custom.ir.plan import (
 )
 
 # The index of each name is its code in csrc/base/kernels.h or csrc/executor/program.h.
-NUMERICS = ("f32", "int8", "bf16")
+NUMERICS = ("f32", "int8", "bf16", "int8_outliers")
 ACTIVATIONS = ("none", "silu", "gelu", "gelu_tanh", "relu2", "swiglu_oai")
 NORMS = ("none", "rms", "layer")
 SCORINGS = ("softmax", "softmax_chosen", "sigmoid")
