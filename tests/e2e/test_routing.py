@@ -2,7 +2,6 @@
 server that is killed, and files that can't be served.
 """
 
-import json
 import os
 import signal
 import subprocess
