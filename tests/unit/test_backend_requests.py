@@ -84,6 +84,7 @@ async def test_every_field_of_a_request_reaches_the_engine():
         "on_prompt",
         "pools",
         "reports_progress",
+        "resumed",
         "second_start",
         "truncate_prompt_tokens",
         "truncation_side",
