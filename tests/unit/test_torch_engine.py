@@ -172,7 +172,7 @@ def test_the_host_waits_for_the_device_in_one_place():
     # The profiler, rows that the host samples, and two in a `wait`.
     assert found == [
         "build.py: torch.cuda.synchronize(self._device)",
-        "sampling_runner.py: torch.cuda.current_stream(self._device).synchronize()",
         "sampling_runner.py: self.done.synchronize()",
+        "sampling_runner.py: torch.cuda.current_stream(self._device).synchronize()",
         "staging.py: self.pinned.copied.synchronize()",
     ]
