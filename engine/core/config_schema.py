@@ -165,6 +165,8 @@ class ServerSettings(Section):
     """Prefix of all paths behind a proxy, such as `/llm`; paths without it are served too."""
     strict: bool = False
     """Refuse a parameter that would be emulated or clamped, instead of warning."""
+    moderation_model: str | None = Field(default=None, min_length=1, max_length=256)
+    """Chat model of this server that rates texts; unset, `/v1/moderations` is refused."""
 
     @property
     def allowed_origins(self) -> tuple[str, ...]:

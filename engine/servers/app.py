@@ -113,6 +113,7 @@ LATE = (
     "openai.embeddings:add_embeddings_routes",
     "openai.rerank:add_rerank_routes",
     "anthropic.routes:add_anthropic_routes",
+    "openai.moderations:add_moderations_routes",
     "openai.tokenize:add_tokenize_routes",
     "openai.openapi:add_capabilities_routes",
     "batches.routes:add_files_and_batches_routes",

@@ -219,6 +219,15 @@ def test_ollama(server: ServedEngine, tmp_path: Path) -> None:
     assert not {"pirate:latest", "sailor:latest"} & {*said["left"]}
 
 
+def test_ollama_in_javascript(server: ServedEngine, tmp_path: Path) -> None:
+    environments.OLLAMA_JS.build()
+    script = environments.OLLAMA_JS.script("ollama_stream.mjs")
+    said = json.loads(run(["node", script, server.url, server.model], tmp_path))
+    assert said["whole"] and said["whole"] == said["streamed"]
+    assert said["dimensions"] > 0 and f"{server.model}:latest" in said["names"]
+    assert "completion" in said["capabilities"]
+
+
 def test_k6(server: ServedEngine, tmp_path: Path) -> None:
     environments.K6.build()
     script = environments.K6.script("load.js")

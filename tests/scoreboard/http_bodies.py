@@ -76,6 +76,7 @@ def least_bodies(model: str) -> dict[str, dict[str, Any]]:
             ]
         },
         "/v1/messages/count_tokens": {"model": model, "messages": MESSAGES},
+        "/v1/moderations": {"input": "a"},
         "/v1/rerank": texts,
         "/v1/reranking": texts,
         "/v1/responses": {"model": model, "input": "a", "max_output_tokens": 1},

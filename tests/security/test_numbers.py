@@ -55,6 +55,7 @@ LEAST: dict[str, dict[str, Any]] = {
     "LoadBody": {"model": "x"},
     "MessageBatchBody": {"requests": [{"custom_id": "a", "params": {}}]},
     "MessagesBody": {"model": MODEL, "max_tokens": 5, "messages": MESSAGES},
+    "ModerationBody": {"input": "x"},
     "NamedBody": {"id": "x"},
     "NativeBody": {"prompt": "x"},
     "NewItemsBody": {"items": []},

@@ -21,6 +21,7 @@ from engine.core.interfaces.backend import (
 from engine.core.interfaces.request import SamplingParams
 from engine.core.observability.metrics import Metrics
 from engine.servers.app import create_app
+from engine.servers.http import sse
 from tests.fake_backend import CARD, MODEL, FakeBackend, call_script, reasoning_script
 from tests.live_server import make_settings
 
@@ -329,6 +330,17 @@ async def test_events_without_text_make_no_line(
 ) -> None:
     backend.script = [TextEvent(0, "", 1), TextEvent(0, "a", 1), FinishEvent(0, "stop")]
     assert len(lines(await ask(client, "/api/chat", messages=HELLO))) == 2
+
+
+async def test_every_line_is_json_while_the_prompt_is_computed(
+    client: httpx.AsyncClient, backend: FakeBackend, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sse, "ACCEPT_WAIT_S", 0.01)
+    monkeypatch.setattr(sse, "KEEP_ALIVE_S", 0.01)
+    backend.prefill_s = 0.1
+    response = await ask(client, "/api/chat", messages=HELLO)
+    assert response.text.startswith(" ")
+    assert len(lines(response)) == 7
 
 
 async def test_curl_sends_json_as_a_form(client: httpx.AsyncClient) -> None:

@@ -238,7 +238,7 @@ async def _add(services: Services, models: OllamaModels, model_id: str, new_id: 
     elif new_id in await models.stored():
         raise ConflictError(f"There is a model {new_id} already; choose another name.")
     await services.models.copy(model_id, new_id)
-    models.created[new_id] = model_id
+    models.created[new_id] = models.created.get(model_id, model_id)
     if model_id in services.presets:
         services.presets[new_id] = services.presets[model_id]
 
@@ -251,18 +251,17 @@ async def _forget(services: Services, models: OllamaModels, model_id: str) -> No
 
 async def _delete(services: Services, models: OllamaModels, name: str) -> None:
     served = models.served(name)
-    if served is not None:
-        for new_id, base in models.created.items():
-            if base == served:
-                raise ConflictError(f"{new_id} is made of {served}; delete it first.")
-        if served in models.created:
-            await _forget(services, models, served)
-            return
+    if served in models.created:
+        await _forget(services, models, served)
+        return
     stored = best_match(name, await models.stored())
     if stored is None:
         if served is None:
             raise models.unknown(name)
         raise ConflictError(f"{served} is not in the model store; the settings name it.")
+    for new_id, base in models.created.items():
+        if base == stored:
+            raise ConflictError(f"{new_id} uses the files of {stored}; delete it first.")
     if served == stored:
         await services.models.remove(stored, services.settings.server.drain_timeout_s)
     await asyncio.to_thread(ModelStore().remove, stored)

@@ -50,7 +50,7 @@ def _letters(name: str) -> str:
 
 class OllamaModels:
     """The models of the server by Ollama's names. `created` maps the models that clients have
-    created or copied to the models that they are made of. They last until the server stops.
+    created or copied to the models whose weights they use. They last until the server stops.
     """
 
     def __init__(self, services: Services) -> None:

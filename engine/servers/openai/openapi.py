@@ -36,6 +36,7 @@ from engine.servers.ollama import schema as ollama
 from engine.servers.openai import embeddings, rerank, schema
 from engine.servers.openai.beam_fields import MAX_WIDTH
 from engine.servers.openai.embeddings import EmbeddingBody
+from engine.servers.openai.moderations import ModerationBody
 from engine.servers.openai.rerank import RerankBody, ScoreBody
 from engine.servers.openai.schema import ChatBody, CompletionBody, FimBody, GenerateBody
 from engine.servers.openai.stored_chats import (
@@ -116,6 +117,7 @@ BODIES: dict[str, type[BaseModel]] = {
     "/v1/messages": anthropic.MessagesBody,
     "/v1/messages/batches": MessageBatchBody,
     "/v1/messages/count_tokens": anthropic.PromptBody,
+    "/v1/moderations": ModerationBody,
     "/v1/rerank": RerankBody,
     "/v1/reranking": RerankBody,
     "/v1/responses": ResponseBody,
