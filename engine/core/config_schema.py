@@ -143,6 +143,10 @@ class ServerSettings(Section):
     """Max duration of a request; it is aborted then."""
     queue_timeout_s: float = Field(default=60.0, gt=0, le=86400)
     """Max time that a request waits for its first step; it is refused then."""
+    survive: bool = True
+    """Continue open requests in the restarted engine if the engine process dies."""
+    max_revivals: int = Field(default=8, ge=1, le=1000)
+    """How often one request continues after a death before it ends with an error."""
     drain_timeout_s: float = Field(default=30.0, ge=0, le=3600)
     """How long a shutdown waits for running requests."""
     enable_cors: bool = False
@@ -212,8 +216,8 @@ class CacheSettings(Section):
     """File of prompts that are prefilled into the cache when the model is ready."""
     ttl_seconds: float | None = Field(default=None, gt=0, le=10**9)
     """Age at which an unused cached prefix expires; unset, never."""
-    kv_dtype: Literal["auto", "float32", "bfloat16", "int8"] = "auto"
-    """Type of cached keys and values."""
+    kv_dtype: Literal["auto", "float32", "bfloat16", "int8", "fp8"] = "auto"
+    """Type of cached keys and values; int8 only on a CPU, fp8 only on a GPU."""
     block_size: Annotated[int, AfterValidator(_check_power_of_two)] = Field(
         default=16, ge=1, le=256
     )

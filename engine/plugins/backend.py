@@ -160,6 +160,7 @@ class PluggedBackend(InferenceBackend):
             detail=blocking.refusal().message,
             step_age_s=health.step_age_s,
             num_restarts=health.num_restarts,
+            num_revived=health.num_revived,
         )
 
 

@@ -155,6 +155,7 @@ class Router(InferenceBackend):
             detail=" ".join(troubled) or "ready",
             step_age_s=max(ages, default=None),
             num_restarts=sum(health.num_restarts for _, health in states),
+            num_revived=sum(health.num_revived for _, health in states),
         )
 
     def model_health(self, model_id: str) -> Health:

@@ -84,6 +84,8 @@ def source(config: ModelConfig = MODEL, **changes: Array | None) -> SimpleNamesp
         ({"device": "cuda:99"}, "cuda:99"),
         ({"attention": "magic"}, "sdpa"),
         ({"quantization": "fp8"}, "needs a GPU"),
+        ({"kv_dtype": "fp8"}, "needs a GPU"),
+        ({"kv_dtype": "int8"}, "native"),
     ],
 )
 def test_unusable_settings_are_refused_by_name(changes, word):

@@ -107,7 +107,9 @@ class CustomBackend(InferenceBackend):
         self._chat_template = chat_template
         self._in_process = in_process
         self._process = process
-        self._link = EngineLink(self._make_client, RestartPolicy())
+        # An engine in a thread can't die alone, and is never restarted.
+        max_revivals = 0 if in_process else self._options.max_revivals
+        self._link = EngineLink(self._make_client, RestartPolicy(), max_revivals=max_revivals)
         self._encoders = ThreadPoolExecutor(TOKENIZER_THREADS, thread_name_prefix="tokenize")
         self._checker = GrammarChecker()
         self._text: TextModel | None = None
@@ -180,6 +182,7 @@ class CustomBackend(InferenceBackend):
             detail=detail,
             step_age_s=self._link.step_age_s,
             num_restarts=self._link.num_restarts,
+            num_revived=self._link.num_revived,
         )
 
     @property

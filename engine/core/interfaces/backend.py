@@ -282,6 +282,7 @@ class Health(msgspec.Struct, frozen=True, kw_only=True):
     # Seconds since the last engine step, while work is pending. None when the engine is idle.
     step_age_s: float | None = None
     num_restarts: int = 0  # restarts of the engine so far
+    num_revived: int = 0  # how often a request continued in a restarted engine, over all requests
     # False if the model is not in memory. The backend may still be ready; then the next request
     # loads the model.
     loaded: bool = True
