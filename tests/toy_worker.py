@@ -1,6 +1,8 @@
 """The real engine process with the toy model, for tests that need processes. It starts at once."""
 
 import ctypes
+import os
+import signal
 import sys
 import time
 from pathlib import Path
@@ -37,6 +39,15 @@ class FragileToyRunner(SlowToyRunner):
         return super().forward(inputs)
 
 
+class DeadlyToyRunner(SlowToyRunner):
+    """A kernel that ends its process."""
+
+    def forward(self, inputs):
+        if CRASH_TOKEN in inputs.token_ids:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return super().forward(inputs)
+
+
 class StuckToyRunner(SlowToyRunner):
     """A kernel that waits forever and that no signal interrupts: it takes a lock twice."""
 
@@ -56,7 +67,12 @@ class HungryToyRunner(SlowToyRunner):
         return super().forward(inputs)
 
 
-RUNNERS = {"fragile": FragileToyRunner, "stuck": StuckToyRunner, "hungry": HungryToyRunner}
+RUNNERS = {
+    "fragile": FragileToyRunner,
+    "deadly": DeadlyToyRunner,
+    "stuck": StuckToyRunner,
+    "hungry": HungryToyRunner,
+}
 
 
 def load_runner(source, options: EngineOptions):

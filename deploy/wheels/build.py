@@ -56,6 +56,10 @@ def environment(python: str) -> Path:
     if not (folder / ".complete").exists():
         run(python, "-m", "venv", folder)
         run(folder / "bin" / "python", "-m", "pip", "install", "-q", *BUILD)
+        for name in ("ar", "ranlib"):  # a machine without a compiler may have none
+            tool = folder / "bin" / name
+            tool.write_text(f'#!/bin/sh\nexec {folder}/bin/python -m ziglang {name} "$@"\n')
+            tool.chmod(0o755)
         (folder / ".complete").touch()
     return folder / "bin"
 

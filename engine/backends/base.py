@@ -231,6 +231,13 @@ class InferenceBackend(ABC):
         """The text of token ids. Control tokens are shown by their names."""
         raise InvalidRequestError("This model's backend does not tell its tokens.", param="model")
 
+    async def token_bytes(self, token_ids: tuple[int, ...], *, model: str = "") -> list[bytes]:
+        """The text of each token by itself, in UTF-8. A token may be part of a character. Control
+        tokens are shown by their names.
+        """
+        texts = [await self.detokenize((each,), model=model) for each in token_ids]
+        return [text.encode() for text in texts]
+
     async def tokenizer_info(self, *, model: str = "") -> TokenizerInfo | None:
         """A description of the model's tokenizer. None if the backend does not know it."""
         return None

@@ -92,6 +92,10 @@ class PresetTable(Table):
         default=(), max_length=16
     )
     """Stop strings of requests that have none."""
+    template_options: dict[Annotated[str, Field(max_length=64)], bool | int | float | str] = Field(
+        default_factory=dict, max_length=32
+    )
+    """Options of the chat template for requests that do not set them in `chat_template_kwargs`."""
     parameters: ParametersTable | None = None
     """Sampling parameters of requests that do not set them: a table of its own."""
 

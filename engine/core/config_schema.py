@@ -143,6 +143,10 @@ class ServerSettings(Section):
     """Max duration of a request; it is aborted then."""
     queue_timeout_s: float = Field(default=60.0, gt=0, le=86400)
     """Max time that a request waits for its first step; it is refused then."""
+    survive: bool = True
+    """Continue open requests in the restarted engine if the engine process dies."""
+    max_revivals: int = Field(default=8, ge=1, le=1000)
+    """How often one request continues after a death before it ends with an error."""
     drain_timeout_s: float = Field(default=30.0, ge=0, le=3600)
     """How long a shutdown waits for running requests."""
     enable_cors: bool = False
@@ -157,10 +161,16 @@ class ServerSettings(Section):
     """Unload a model after this time without a request; the next request loads it again."""
     dialects: Dialects = ("llamacpp", "vllm", "sglang", "ollama", "azure")
     """APIs of other servers that are served besides our own; an empty list serves none of them."""
+    accept_any_model: bool = False
+    """Let the only model answer requests for models that are not served, with a warning."""
     max_logprobs: int = Field(default=20, ge=-1, le=2**20)
     """Max number of alternatives per token that a request may ask for; -1: the vocabulary."""
+    root_path: str = Field(default="", pattern=r"^(/[A-Za-z0-9._~-]{1,64}){0,8}$")
+    """Prefix of all paths behind a proxy, such as `/llm`; paths without it are served too."""
     strict: bool = False
     """Refuse a parameter that would be emulated or clamped, instead of warning."""
+    moderation_model: str | None = Field(default=None, min_length=1, max_length=256)
+    """Chat model of this server that rates texts; unset, `/v1/moderations` is refused."""
 
     @property
     def allowed_origins(self) -> tuple[str, ...]:
@@ -206,8 +216,8 @@ class CacheSettings(Section):
     """File of prompts that are prefilled into the cache when the model is ready."""
     ttl_seconds: float | None = Field(default=None, gt=0, le=10**9)
     """Age at which an unused cached prefix expires; unset, never."""
-    kv_dtype: Literal["auto", "float32", "bfloat16", "int8"] = "auto"
-    """Type of cached keys and values."""
+    kv_dtype: Literal["auto", "float32", "bfloat16", "int8", "fp8"] = "auto"
+    """Type of cached keys and values; int8 only on a CPU, fp8 only on a GPU."""
     block_size: Annotated[int, AfterValidator(_check_power_of_two)] = Field(
         default=16, ge=1, le=256
     )

@@ -104,6 +104,24 @@ class InvalidRequestError(EngineError):
     code = "INVALID_REQUEST"
 
 
+class ContextLengthError(InvalidRequestError):
+    """A prompt, with the answer that was asked for, does not fit into the model's context."""
+
+    code = "context_length_exceeded"
+
+    def __init__(
+        self,
+        message: str,
+        *,
+        param: str | None = None,
+        num_prompt_tokens: int = 0,
+        max_tokens: int = 0,
+    ) -> None:
+        super().__init__(message, param=param)
+        self.num_prompt_tokens = num_prompt_tokens
+        self.max_tokens = max_tokens  # of prompt and answer together
+
+
 class AuthenticationError(InvalidRequestError):
     category = "authentication"
     status = 401

@@ -183,6 +183,8 @@ class EmbeddedEngine:
             )
         if isinstance(messages, str):
             messages = [{"role": "user", "content": messages}]
+        if self._preset is not None and self._preset.template_options:
+            fields["template_options"] = self._template_options(fields.get("template_options"))
         system = None if self._preset is None else self._preset.system
         if system is not None and all(each.get("role") != "system" for each in messages):
             messages = [{"role": "system", "content": system}, *messages]
@@ -196,6 +198,13 @@ class EmbeddedEngine:
         except msgspec.ValidationError as error:
             raise InvalidRequestError(f"the options of a chat: {error}") from error
         return Asked(request, None, given)
+
+    def _template_options(self, given: Mapping[str, Any] | None) -> dict[str, Any]:
+        """The given options, with those of the preset that are not given."""
+        assert self._preset is not None
+        preset, read = self._preset.template_options, self.card.template_options
+        known = {name: each for name, each in preset.items() if name in read}
+        return known | dict(given or {})
 
     def _check_images(self, messages: tuple[dict[str, Any], ...]) -> None:
         """Refuse images if the model reads none, and images on the web, which are not fetched."""

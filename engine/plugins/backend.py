@@ -138,6 +138,9 @@ class PluggedBackend(InferenceBackend):
     async def detokenize(self, token_ids: tuple[int, ...], *, model: str = "") -> str:
         return await self.inner.detokenize(token_ids, model=model)
 
+    async def token_bytes(self, token_ids: tuple[int, ...], *, model: str = "") -> list[bytes]:
+        return await self.inner.token_bytes(token_ids, model=model)
+
     async def tokenizer_info(self, *, model: str = "") -> TokenizerInfo | None:
         return await self.inner.tokenizer_info(model=model)
 
@@ -157,6 +160,7 @@ class PluggedBackend(InferenceBackend):
             detail=blocking.refusal().message,
             step_age_s=health.step_age_s,
             num_restarts=health.num_restarts,
+            num_revived=health.num_revived,
         )
 
 

@@ -222,6 +222,10 @@ class OnDemand(InferenceBackend):
         async with self.use() as backend:
             return await backend.detokenize(token_ids, model=model)
 
+    async def token_bytes(self, token_ids: tuple[int, ...], *, model: str = "") -> list[bytes]:
+        async with self.use() as backend:
+            return await backend.token_bytes(token_ids, model=model)
+
     async def tokenizer_info(self, *, model: str = "") -> TokenizerInfo | None:
         async with self.use() as backend:
             return await backend.tokenizer_info(model=model)

@@ -10,8 +10,8 @@ import contextlib
 import logging
 import os
 import time
-from collections.abc import AsyncIterator, Sequence
-from typing import Any, Protocol
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from typing import Any, Protocol, TypeVar
 
 import msgspec
 import psutil
@@ -39,6 +39,7 @@ from engine.routing.prefixes import Request
 from engine.routing.replica import Replica, sum_stats
 from engine.routing.route import Route, combined_card
 
+T = TypeVar("T")
 log = logging.getLogger(__name__)
 
 TICK_S = 1.0
@@ -154,6 +155,7 @@ class Router(InferenceBackend):
             detail=" ".join(troubled) or "ready",
             step_age_s=max(ages, default=None),
             num_restarts=sum(health.num_restarts for _, health in states),
+            num_revived=sum(health.num_revived for _, health in states),
         )
 
     def model_health(self, model_id: str) -> Health:
@@ -247,22 +249,25 @@ class Router(InferenceBackend):
         add_special_tokens: bool = True,
         parse_special: bool = False,
     ) -> tuple[int, ...]:
-        refusal: InvalidRequestError | None = None
-        for backend in self._ready_backends(model):
-            try:
-                return await backend.tokenize(
-                    content, add_special_tokens=add_special_tokens, parse_special=parse_special
-                )
-            except InvalidRequestError as error:  # a backend of another kind may accept the content
-                refusal = refusal or error
-        assert refusal is not None
-        raise refusal
+        return await self._first_answer(
+            model,
+            lambda backend: backend.tokenize(
+                content, add_special_tokens=add_special_tokens, parse_special=parse_special
+            ),
+        )
 
     async def detokenize(self, token_ids: tuple[int, ...], *, model: str = "") -> str:
+        return await self._first_answer(model, lambda backend: backend.detokenize(token_ids))
+
+    async def token_bytes(self, token_ids: tuple[int, ...], *, model: str = "") -> list[bytes]:
+        return await self._first_answer(model, lambda backend: backend.token_bytes(token_ids))
+
+    async def _first_answer(self, model: str, ask: Callable[[InferenceBackend], Awaitable[T]]) -> T:
+        """Ask a model's backends in turn: a backend of another kind may accept what one refuses."""
         refusal: InvalidRequestError | None = None
         for backend in self._ready_backends(model):
             try:
-                return await backend.detokenize(token_ids)
+                return await ask(backend)
             except InvalidRequestError as error:
                 refusal = refusal or error
         assert refusal is not None

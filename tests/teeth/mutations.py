@@ -279,9 +279,9 @@ GUARDS = [
     ),
     Mutation(
         "FLT-06 open requests are not told of a death",
-        "engine.backends.custom.frontend.engine_link",
-        "            receiver.deliver(error)\n",
-        "            pass\n",
+        "engine.backends.custom.frontend.survival",
+        "        opened.receiver.deliver(error)\n",
+        "        pass\n",
         "tests/unit/test_engine_link.py::"
         "test_killed_in_the_middle_every_request_ends_and_the_next_works",
     ),

@@ -18,9 +18,9 @@ from engine.core.key_file import add_key, read_keys
 from engine.core.observability.metrics import Metrics
 from engine.servers.app import create_app
 from engine.servers.ops import audit as audit_module
-from engine.servers.ops import warming
 from engine.servers.ops.audit import AuditLog
 from engine.servers.ops.reload import reread
+from engine.servers.serving.services import OFFLINE_PRIORITY
 from tests.fake_backend import MODEL, FakeBackend
 from tests.live_server import LiveServer, chat, live_server, make_settings, wait_until
 
@@ -127,7 +127,7 @@ def test_caches_are_warmed_for_every_tenant(admin: Admin, tmp_path: Path) -> Non
     assert {request.context.params.max_tokens for request in requests} == {1}
     assert len({request.context.salt for request in requests}) == 2
     assert all(request.context.tenant == request.context.salt for request in requests)
-    assert {request.context.priority for request in requests} == {warming.PRIORITY}
+    assert {request.context.priority for request in requests} == {OFFLINE_PRIORITY}
     admin.server.backend.requests.clear()
     assert admin.json("cache", "warm", str(file), "--tenant", "team")["prompts"] == 3
     admin.server.backend.refusal = InvalidRequestError("It is too long.")

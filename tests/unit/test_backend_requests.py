@@ -84,6 +84,7 @@ async def test_every_field_of_a_request_reaches_the_engine():
         "on_prompt",
         "pools",
         "reports_progress",
+        "resumed",
         "second_start",
         "truncate_prompt_tokens",
         "truncation_side",
@@ -161,7 +162,7 @@ async def test_every_field_of_an_embedding_reaches_the_engine():
         "truncate_prompt_tokens",
     }
     assert asked <= set(GenerateRequest.__struct_fields__)
-    assert found.prompt_tokens == 3 and not backend._link._receivers
+    assert found.prompt_tokens == 3 and not backend._link._requests
     np.testing.assert_allclose(np.linalg.norm(found.vectors, axis=1), 1.0, rtol=1e-5)
     alone = await backend.embed(EmbedRequest(request_id="alone", inputs=((3,),)))
     np.testing.assert_allclose(found.vectors[1], alone.vectors[0])

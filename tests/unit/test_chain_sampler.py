@@ -228,8 +228,12 @@ def test_logits_that_are_no_numbers_do_not_stop_a_step():
     for value in (np.nan, -np.inf):
         logits = np.full((2, VOCAB), value, np.float32)
         assert step(new_sampler(), seqs, logits) == [0, 0]
+        for seq in seqs:
+            seq.tokens.append(0)
         logits[:, 7] = 1.0
         assert step(new_sampler(), seqs, logits) == [7, 7]
+        for seq in seqs:
+            seq.tokens.append(7)
 
 
 def test_mirostats_formula_has_a_value_everywhere():
@@ -245,6 +249,7 @@ def test_a_long_repetition_takes_little_time_and_stays_finite():
     (penalty,) = dry_penalties(tokens, {}, 1.0, 1.75, 2).values()
     assert 1e20 < penalty < np.finfo(np.float32).max
     assert dry_penalties(tokens, {}, 2.0, 1.0, 2) == {1: 2.0}
+    assert dry_penalties(tokens, {}, 1e9, 90.0, 2) == {1: 1e38}
     assert dry_penalties(tokens[:0], {}, 2.0, 1.75, 0) == {}
 
 

@@ -55,7 +55,7 @@ async def test_closing_a_stream_early_releases_it_before_close_returns():
     events = backend.complete(asking())
     await anext(events)
     await events.aclose()
-    assert not backend._link._receivers
+    assert not backend._link._requests
     assert [type(message).__name__ for message in sent] == ["GenerateRequest", "Abort"]
     await backend.stop()
 
@@ -67,7 +67,7 @@ async def test_fed_events_are_those_that_are_read():
     await backend.complete(asking("fed", n=2, max_tokens=20)).feed(fed.append)
     assert of_choice(fed, 1) == of_choice(read, 1)
     assert isinstance(fed[-1], UsageEvent) and fed[-1].completion_tokens == 40
-    assert not backend._link._receivers
+    assert not backend._link._requests
     await backend.stop()
 
 
@@ -98,7 +98,7 @@ async def test_a_feed_is_released_when_it_is_cancelled():
     feeding.cancel()
     with pytest.raises(asyncio.CancelledError):
         await feeding
-    assert not backend._link._receivers
+    assert not backend._link._requests
     assert [type(message).__name__ for message in sent] == ["GenerateRequest", "Abort"]
     await backend.stop()
 
@@ -121,7 +121,7 @@ async def test_cancelled_while_tokenizing_nothing_is_submitted():
     with pytest.raises(asyncio.CancelledError):
         await reading
     await asyncio.sleep(0.05)
-    assert not backend._link._receivers
+    assert not backend._link._requests
     await backend.stop()
 
 
@@ -209,5 +209,5 @@ async def test_more_inputs_than_the_queue_holds_are_embedded():
     inputs = tuple((1, 2, token) for token in range(20))
     embedded = await backend.embed(EmbedRequest(request_id="r", inputs=inputs))
     assert embedded.vectors.shape == (20, VOCAB)
-    assert not backend._link._receivers
+    assert not backend._link._requests
     await backend.stop()

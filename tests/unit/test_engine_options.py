@@ -26,6 +26,7 @@ SETTINGS = {
     "performance.attention": "reference",
     "performance.numerics": "fast",
     "performance.affinity": "off",
+    "server.max_revivals": 5,
     "performance.batch_size": 13,
     "performance.max_batch_tokens": 1111,
     "performance.max_queued_requests": 222,
@@ -57,6 +58,7 @@ OPTIONS = EngineOptions(
     max_slots=13,
     max_batch_tokens=1111,
     max_queued=222,
+    max_revivals=5,
     pool_bytes=33 * 1024 * 1024,
     gpu_memory_utilization=0.5,
     block_size=32,
@@ -81,6 +83,11 @@ def test_every_option_is_a_setting_and_none_is_mixed_up():
         if getattr(OPTIONS, name) == getattr(plain, name)
     ]
     assert same == ["framework"], "an option at its default would not be noticed"
+
+
+def test_without_survive_nothing_is_revived():
+    settings = load_settings(None, {"server.survive": False}, {}).settings
+    assert engine_options(settings, "toy").max_revivals == 0
 
 
 def test_options_cross_to_the_engines_process_as_they_are():

@@ -487,7 +487,7 @@ async def test_leaving_an_async_stream_aborts_its_request(llm):
     outputs = streaming.generate("abc", params(max_tokens=200, ignore_eos=True))
     await anext(outputs)
     await outputs.aclose()
-    while llm.engine.backend._link._receivers:
+    while llm.engine.backend._link._requests:
         await asyncio.sleep(0.01)
     with pytest.raises(InvalidRequestError):
         await anext(streaming.generate([10**6]))

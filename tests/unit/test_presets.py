@@ -25,6 +25,7 @@ TABLE = """
 [presets.{name}]
 system = "Be brief."
 stop = ["END"]
+template_options = {{ enable_thinking = false, absent = 1 }}
 
 [presets.{name}.parameters]
 temperature = 0.25
@@ -70,11 +71,13 @@ async def test_what_a_request_leaves_out_comes_from_the_preset(client, backend):
         assert (params.temperature, params.top_k, params.stop) == (0.25, 7, ("END",))
         assert params.max_tokens == max_tokens
         assert [message["content"] for message in request.messages] == ["Be brief.", "Hello"]
+        assert request.template_options == {"enable_thinking": False}
 
 
 async def test_what_a_request_sets_wins(client, backend):
     messages = [{"role": "system", "content": "Be long."}, {"role": "user", "content": "Hello"}]
     own = {"temperature": 0, "top_k": 0, "stop": "\n", "max_tokens": 9}
+    own |= {"chat_template_kwargs": {"enable_thinking": True}}
     await ask(client, "/v1/chat/completions", messages=messages, **own)
     await ask(client, "/v1/completions", prompt="one", temperature=1.5)
     chat, completion = backend.requests
@@ -82,6 +85,7 @@ async def test_what_a_request_sets_wins(client, backend):
     assert (params.temperature, params.top_k, params.stop) == (0.0, 0, ("\n",))
     assert params.max_tokens == 9 and chat.messages[0]["content"] == "Be long."
     assert len(chat.messages) == 2
+    assert chat.template_options == {"enable_thinking": True}
     params = completion.context.params
     assert (params.temperature, params.top_k, params.max_tokens) == (1.5, 7, 16)
 

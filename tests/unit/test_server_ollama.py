@@ -21,6 +21,7 @@ from engine.core.interfaces.backend import (
 from engine.core.interfaces.request import SamplingParams
 from engine.core.observability.metrics import Metrics
 from engine.servers.app import create_app
+from engine.servers.http import sse
 from tests.fake_backend import CARD, MODEL, FakeBackend, call_script, reasoning_script
 from tests.live_server import make_settings
 
@@ -134,6 +135,8 @@ async def test_options_without_a_value_are_ollamas(
     assert (first.max_tokens, first.seed) == (None, None)
     assert (second.temperature, second.max_tokens) == (0.0, None)
     assert (first.repeat_last_n, second.repeat_last_n) == (SamplingParams().repeat_last_n, 64)
+    response = await ask(client, "/api/chat", messages=HELLO, options={"mirostat": 2})
+    assert "x-engine-warnings" not in response.headers
 
 
 @pytest.mark.parametrize(
@@ -327,6 +330,17 @@ async def test_events_without_text_make_no_line(
 ) -> None:
     backend.script = [TextEvent(0, "", 1), TextEvent(0, "a", 1), FinishEvent(0, "stop")]
     assert len(lines(await ask(client, "/api/chat", messages=HELLO))) == 2
+
+
+async def test_every_line_is_json_while_the_prompt_is_computed(
+    client: httpx.AsyncClient, backend: FakeBackend, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sse, "ACCEPT_WAIT_S", 0.01)
+    monkeypatch.setattr(sse, "KEEP_ALIVE_S", 0.01)
+    backend.prefill_s = 0.1
+    response = await ask(client, "/api/chat", messages=HELLO)
+    assert response.text.startswith(" ")
+    assert len(lines(response)) == 7
 
 
 async def test_curl_sends_json_as_a_form(client: httpx.AsyncClient) -> None:

@@ -208,6 +208,10 @@ async def test_a_served_model_of_the_store_is_deleted(
     client: httpx.AsyncClient, tiny: str, loaded: list[FakeBackend]
 ) -> None:
     await chat(client, "tiny")
+    await client.post("/api/copy", json={"source": "tiny", "destination": "other"})
+    kept = await client.request("DELETE", "/api/delete", json={"name": "tiny"})
+    assert kept.status_code == 409 and "other" in kept.json()["error"]
+    await client.request("DELETE", "/api/delete", json={"name": "other"})
     gone = await client.request("DELETE", "/api/delete", json={"name": "tiny"})
     assert gone.status_code == 200 and loaded[0].is_stopped
     assert (await chat(client, "tiny")).status_code == 404
@@ -316,6 +320,23 @@ async def test_what_open_webui_sends(client: httpx.AsyncClient, tiny: str) -> No
     options = {"temperature": 0.5, "num_predict": 3, "use_mmap": True, "use_mlock": False}
     answered = await chat(client, f"{MODEL}:latest", messages=messages, options=options)
     assert answered.json()["eval_count"] == 3 and "x-engine-warnings" not in answered.headers
+
+
+async def test_what_ollamas_own_program_sends(client: httpx.AsyncClient, tiny: str) -> None:
+    """Its bodies have empty texts and null for all that is not used."""
+    empty = {"system": "", "template": "", "verbose": False, "options": None, "name": ""}
+    assert (await client.post("/api/show", json={"model": MODEL} | empty)).status_code == 200
+    told = await client.post("/api/show", json={"model": MODEL, "system": "s"})
+    assert told.status_code == 400 and "system" in told.json()["error"]
+    body = {"model": "absent", "username": "", "password": "", "name": ""}
+    assert "catalogue" in (await client.post("/api/pull", json=body)).json()["error"]
+    blank = {"suffix": "", "system": "", "template": "", "options": None}
+    text = {"model": MODEL, "prompt": "a", "stream": False} | blank
+    assert (await client.post("/api/generate", json=text)).status_code == 200
+    assert (await chat(client, MODEL, options=None, format="")).status_code == 200
+    gone = await client.request("DELETE", "/api/delete", json={"model": "tiny", "name": ""})
+    assert gone.status_code == 200
+    assert (await client.post("/api/show", json={"model": ""})).status_code == 400
 
 
 async def test_it_can_be_turned_off(tmp_path: Path) -> None:

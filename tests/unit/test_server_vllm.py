@@ -237,6 +237,18 @@ async def test_the_room_is_off_by_the_setting() -> None:
         assert (await client.get("/version")).status_code == 404
 
 
+async def test_a_prefix_of_a_proxy_is_part_of_no_route() -> None:
+    async with client_of(FakeBackend(), root_path="/llm", api_key="key") as client:
+        for path in ("/v1/models", "/llm/v1/models"):
+            assert (await client.get(path)).status_code == 401
+            known = await client.get(path, headers={"authorization": "Bearer key"})
+            assert known.status_code == 200
+        headers = {"authorization": "Bearer key"}
+        refused = await client.post("/llm/v1/messages", json={}, headers=headers)
+        assert refused.json()["type"] == "error"  # Anthropic's form
+        assert (await client.get("/llmv1/models", headers=headers)).status_code == 404
+
+
 async def test_an_invocation_is_answered_by_the_endpoint_of_its_body() -> None:
     async with client_of(FakeBackend()) as client:
         chat = await post(client, "/invocations", messages=MESSAGES)

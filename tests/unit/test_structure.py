@@ -115,6 +115,7 @@ TIMESTAMP_MODULES = frozenset(
         "engine.routing.shadow",
         "engine.servers.files.expiry",
         "engine.servers.openai.format",
+        "engine.servers.ops.probes",
         "engine.servers.responses.format",
         "engine.servers.serving.objects",
         "engine.servers.access.rate_windows",

@@ -70,6 +70,15 @@ def test_a_space_before_the_text_is_added_and_removed(sentencepiece: Tokenizer) 
     assert bare.decode(bare.encode(" the fox")) == " the fox"
 
 
+def test_no_space_is_added_behind_other_text(
+    sentencepiece: Tokenizer, byte_level: Tokenizer
+) -> None:
+    for tokenizer in (sentencepiece, byte_level):
+        for text in ("the text", " the", "\n", ""):
+            ids = tokenizer.encode_continuation(text)
+            assert b"".join(map(tokenizer.token_literal, ids)) == text.encode()
+
+
 def test_characters_without_a_piece_become_bytes(sentencepiece: Tokenizer) -> None:
     assert [sentencepiece.token_bytes(i) for i in sentencepiece.encode("ӝ")][-2:] == [
         b"\xcc",

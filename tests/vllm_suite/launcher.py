@@ -24,6 +24,7 @@ VLLM_PATH = os.getcwd()
 # Flags of vLLM's server, and the settings of ours that they are. The value is that of the flag, or
 # 1 for a flag without a value.
 SETTINGS = {
+    "--root-path": "LLM_ENGINE_SERVER__ROOT_PATH",
     "--max-logprobs": "LLM_ENGINE_SERVER__MAX_LOGPROBS",
     "--shutdown-timeout": "LLM_ENGINE_SERVER__DRAIN_TIMEOUT_S",
 }

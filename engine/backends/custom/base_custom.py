@@ -107,7 +107,9 @@ class CustomBackend(InferenceBackend):
         self._chat_template = chat_template
         self._in_process = in_process
         self._process = process
-        self._link = EngineLink(self._make_client, RestartPolicy())
+        # An engine in a thread can't die alone, and is never restarted.
+        max_revivals = 0 if in_process else self._options.max_revivals
+        self._link = EngineLink(self._make_client, RestartPolicy(), max_revivals=max_revivals)
         self._encoders = ThreadPoolExecutor(TOKENIZER_THREADS, thread_name_prefix="tokenize")
         self._checker = GrammarChecker()
         self._text: TextModel | None = None
@@ -180,6 +182,7 @@ class CustomBackend(InferenceBackend):
             detail=detail,
             step_age_s=self._link.step_age_s,
             num_restarts=self._link.num_restarts,
+            num_revived=self._link.num_revived,
         )
 
     @property
@@ -202,14 +205,18 @@ class CustomBackend(InferenceBackend):
         if text is None:
             return []
         max_model_len = ready.max_seq_len if ready else text.config.max_position
-        if self._card is None or self._card.max_model_len != max_model_len:
-            self._card = self._make_card(text, max_model_len)
+        max_sequences = None if ready is None else ready.max_slots
+        known = None if self._card is None else (self._card.max_model_len, self._card.max_sequences)
+        if self._card is None or known != (max_model_len, max_sequences):
+            self._card = self._make_card(text, max_model_len, max_sequences)
         return [self._card]
 
     def resolve(self, name: str | None) -> Resolved | None:
         return next((Resolved(card) for card in self.models() if name in (None, card.id)), None)
 
-    def _make_card(self, text: TextModel, max_model_len: int) -> ModelCard:
+    def _make_card(
+        self, text: TextModel, max_model_len: int, max_sequences: int | None
+    ) -> ModelCard:
         return ModelCard(
             id=self._served_name,
             created=self._created,
@@ -223,6 +230,7 @@ class CustomBackend(InferenceBackend):
             emulated=text.emulated,
             template_options=text.template_options,
             trained_context=text.config.max_position,
+            max_sequences=max_sequences,
             num_dimensions=None if text.reranks else text.config.hidden_size,
             prompt_names=tuple(sorted(name for name in text.prompts if name is not None)),
         )
@@ -344,6 +352,12 @@ class CustomBackend(InferenceBackend):
         check_prompt(token_ids, text.config.vocab_size, "tokens")
         decode = functools.partial(text.tokenizer.decode, skip_special=False)
         return await self._encode(decode, token_ids)
+
+    async def token_bytes(self, token_ids: tuple[int, ...], *, model: str = "") -> list[bytes]:
+        text, _ = self._loaded()
+        if token_ids:
+            check_prompt(token_ids, text.config.vocab_size, "tokens")
+        return list(map(text.tokenizer.token_literal, token_ids))
 
     async def tokenizer_info(self, *, model: str = "") -> TokenizerInfo:
         text, _ = self._loaded()

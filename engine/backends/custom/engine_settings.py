@@ -52,6 +52,7 @@ def engine_options(settings: Settings, framework: str, path: Path | None = None)
         max_slots=performance.batch_size or 0,
         max_batch_tokens=performance.max_batch_tokens or 0,
         max_queued=performance.max_queued_requests,
+        max_revivals=settings.server.max_revivals if settings.server.survive else 0,
         pool_bytes=pool_mb * 2**20 if pool_mb is not None else None,
         gpu_memory_utilization=performance.gpu_memory_utilization,
         block_size=cache.block_size,

@@ -43,6 +43,7 @@ class EngineOptions(msgspec.Struct, frozen=True, kw_only=True, tag="options"):
     max_slots: int = 64  # 0: `planned` chooses it, and so for `max_batch_tokens`
     max_batch_tokens: int = 2048
     max_queued: int = 1024
+    max_revivals: int = 8  # how often a request continues in a new engine after a death; 0: never
     pool_bytes: int | None = None
     # The engine may use this share of the GPU memory that is free when it starts.
     gpu_memory_utilization: float = 0.9

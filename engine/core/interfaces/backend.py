@@ -233,10 +233,11 @@ class Embeddings(msgspec.Struct, frozen=True):
 
 class Preset(msgspec.Struct, frozen=True, kw_only=True):
     """Defaults of a model: the system message of conversations that have none, and sampling
-    parameters by name for requests that do not set them.
+    parameters and options of the chat template by name, for requests that do not set them.
     """
 
     system: str | None = None
+    template_options: dict[str, Any] = {}
     parameters: dict[str, Any] = {}
 
 
@@ -265,6 +266,7 @@ class ModelCard(msgspec.Struct, frozen=True, kw_only=True):
     # Context length of the training, in tokens; may exceed `max_model_len`.
     trained_context: int | None = None
     preset: Preset | None = None  # set by the server, from `[presets.ID]`
+    max_sequences: int | None = None  # max number of sequences in one step; None: not known
     num_dimensions: int | None = None  # length of the model's embedding vectors
     prompt_names: tuple[str, ...] = ()  # names of the prompts that embedding inputs may have
     root: str | None = None  # id of the model that this card is an alias of
@@ -280,6 +282,7 @@ class Health(msgspec.Struct, frozen=True, kw_only=True):
     # Seconds since the last engine step, while work is pending. None when the engine is idle.
     step_age_s: float | None = None
     num_restarts: int = 0  # restarts of the engine so far
+    num_revived: int = 0  # how often a request continued in a restarted engine, over all requests
     # False if the model is not in memory. The backend may still be ready; then the next request
     # loads the model.
     loaded: bool = True

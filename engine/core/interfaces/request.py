@@ -146,6 +146,14 @@ class ImageInput(msgspec.Struct, frozen=True, array_like=True):
     pixels: bytes  # rows of red, green and blue bytes
 
 
+class Resumed(msgspec.Struct, frozen=True, array_like=True):
+    """A choice that has begun in an engine which died, and that goes on in another one."""
+
+    choice: int
+    token_ids: tuple[int, ...]  # the tokens that it has generated
+    surprise_limit: float | None = None  # of its last delta
+
+
 class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True, tag="submit"):
     """Frontend to engine: generate `params.n` choices from `prompt`."""
 
@@ -171,6 +179,8 @@ class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True, tag="submit"):
     # Only for encoders: in a pair of texts, the index of the first token with token type 1. 0: all
     # tokens have type 0
     second_start: int = 0
+    # The choices that have not ended, if the request was in an engine that died. None: it is new
+    resumed: tuple[Resumed, ...] | None = None
 
 
 class Abort(msgspec.Struct, frozen=True, tag="abort"):
@@ -241,6 +251,8 @@ class TokenDelta(msgspec.Struct, frozen=True, array_like=True, gc=False):
     vector: bytes | None = None  # float32 embedding; set on the only delta of a pooling request
     # Number of computed prompt tokens, the cached ones included. Such a delta has no tokens.
     num_processed: int = 0
+    # With Mirostat: the limit for the surprise of the token after this one
+    surprise_limit: float | None = None
 
 
 STEP_SECONDS = (0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10)

@@ -187,6 +187,9 @@ class Metrics:
         if not totals_survive:
             self._last_stats = EngineStats()
 
+    def requests_revived(self, number: int) -> None:
+        self._revived.inc(number)
+
     def observe(self, stats: EngineStats) -> None:
         """Update the metrics from the engine's statistics. Gauges are set to the new values.
         Counters grow by the difference to the last call.
@@ -285,6 +288,9 @@ class Metrics:
             "engine_startup_seconds", "Duration of the first load and warm-up"
         )
         self._restarts = self._counter("engine_restarts", "Engine processes that were replaced")
+        self._revived = self._counter(
+            "engine_revived_requests", "Requests that continued in a restarted engine"
+        )
 
     def _define_request_series(self) -> None:
         self._in_flight = self._gauge(

@@ -25,6 +25,8 @@ from engine.core.text.tokenizer_tables import TokenizerTables, parts_from_tables
 # threads would not help.
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 MAX_TEXTS = 64  # max number of texts whose token sequences are kept
+# A control character. Vocabularies have it as a byte at most, so no token has more text with it.
+_UNMERGED = "\x02"
 _Utf8Decoder = codecs.getincrementaldecoder("utf-8")
 
 
@@ -172,6 +174,12 @@ class Tokenizer:
                 "The text holds half of a surrogate pair, which is not Unicode; send whole "
                 "characters."
             ) from error
+
+    def encode_continuation(self, text: str) -> list[int]:
+        """Encode text that follows other text, so that no space is added before it."""
+        if not self.drops_leading_space:
+            return self.encode(text)
+        return self.encode(_UNMERGED + text)[len(self.encode(_UNMERGED)) :]
 
     def encode_prompt(
         self, text: str, add_bos: bool = True, parse_special: bool = False

@@ -1,5 +1,5 @@
 """Converts exceptions to HTTP errors. Error bodies have Anthropic's format on Anthropic's routes,
-Ollama's format on Ollama's routes, and OpenAI's format on all others. They contain no internal
+likewise those of llama.cpp and Ollama, and OpenAI's format on all others. They contain no internal
 details.
 
 `x-should-retry: false` stops OpenAI's client library from repeating a request that would fail
@@ -23,6 +23,7 @@ from starlette.types import Scope
 
 from engine.core.errors import (
     AuthenticationError,
+    ContextLengthError,
     EngineError,
     InvalidRequestError,
     MethodNotAllowedError,
@@ -47,6 +48,21 @@ _ANTHROPIC_TYPES = {
     413: "request_too_large",
     429: "rate_limit_error",
     503: "overloaded_error",
+}
+# Errors at these paths use llama.cpp's format.
+LLAMACPP_PATHS = frozenset(
+    {
+        *("/completion", "/completions", "/infill", "/apply-template", "/props", "/slots"),
+        *("/embedding", "/embeddings", "/reranking", "/lora-adapters", "/models"),
+        *("/chat/completions", "/chat/completions/input_tokens"),
+    }
+)
+_LLAMACPP_TYPES = {
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    501: "not_supported_error",
+    503: "unavailable_error",
 }
 CONTEXT_EXCEEDED = "context_length_exceeded"
 _encode = msgspec.json.encode
@@ -101,6 +117,27 @@ def anthropic_error_body(error: EngineError, request_id: str) -> bytes:
     return _encode({"type": "error", "error": described, "request_id": request_id})
 
 
+def llamacpp_error_body(error: EngineError) -> bytes:
+    fallback = "server_error" if error.status >= 500 else "invalid_request_error"
+    described: dict[str, Any] = {
+        "code": error.status,
+        "message": short_message(error),
+        "type": _LLAMACPP_TYPES.get(error.status, fallback),
+        "param": error.param,
+    }
+    if isinstance(error, ContextLengthError):
+        # Clients recognize the type or these words, and then shorten the conversation.
+        asked, most = error.num_prompt_tokens, error.max_tokens
+        told = f"The request ({asked} tokens) exceeds the available context size ({most} tokens)."
+        described |= {
+            "message": f"{told} {described['message']}",
+            "type": "exceed_context_size_error",
+            "n_prompt_tokens": asked,
+            "n_ctx": most,
+        }
+    return _encode({"error": described})
+
+
 def ollama_error_body(error: EngineError) -> bytes:
     return _encode({"error": short_message(error)})
 
@@ -136,11 +173,14 @@ def is_ollama(path: str) -> bool:
 
 def error_response(error: EngineError, scope: Scope) -> Response:
     headers = error_headers(error)
-    if is_ollama(scope["path"]):
+    path = scope["path"].removeprefix(scope.get("root_path", ""))
+    if is_ollama(path):
         body = ollama_error_body(error)
-    elif is_anthropic(scope["path"]):
+    elif is_anthropic(path):
         headers["request-id"] = record_of(scope).request_id
         body = anthropic_error_body(error, headers["request-id"])
+    elif scope["path"] in LLAMACPP_PATHS:
+        body = llamacpp_error_body(error)
     else:
         body = error_body(error)
     return Response(body, error.status, headers, media_type="application/json")

@@ -238,14 +238,14 @@ async def _add(services: Services, models: OllamaModels, model_id: str, new_id: 
     elif new_id in await models.stored():
         raise ConflictError(f"There is a model {new_id} already; choose another name.")
     await services.models.copy(model_id, new_id)
-    models.created.add(new_id)
+    models.created[new_id] = models.created.get(model_id, model_id)
     if model_id in services.presets:
         services.presets[new_id] = services.presets[model_id]
 
 
 async def _forget(services: Services, models: OllamaModels, model_id: str) -> None:
     await services.models.remove(model_id, services.settings.server.drain_timeout_s)
-    models.created.discard(model_id)
+    del models.created[model_id]
     services.presets.pop(model_id, None)
 
 
@@ -259,6 +259,9 @@ async def _delete(services: Services, models: OllamaModels, name: str) -> None:
         if served is None:
             raise models.unknown(name)
         raise ConflictError(f"{served} is not in the model store; the settings name it.")
+    for new_id, base in models.created.items():
+        if base == stored:
+            raise ConflictError(f"{new_id} uses the files of {stored}; delete it first.")
     if served == stored:
         await services.models.remove(stored, services.settings.server.drain_timeout_s)
     await asyncio.to_thread(ModelStore().remove, stored)

@@ -49,14 +49,14 @@ def _letters(name: str) -> str:
 
 
 class OllamaModels:
-    """The models of the server by Ollama's names. `created` has the models that clients have
-    created or copied, which last until the server stops.
+    """The models of the server by Ollama's names. `created` maps the models that clients have
+    created or copied to the models whose weights they use. They last until the server stops.
     """
 
     def __init__(self, services: Services) -> None:
         self._services = services
         self._audit = audit_of(services)
-        self.created: set[str] = set()
+        self.created: dict[str, str] = {}
 
     def served(self, name: str) -> str | None:
         """The id of the served model that `name` means."""

@@ -25,6 +25,7 @@ DEFAULT_WINDOW = 64  # the penalties of a request see this many tokens
 MAX_SECONDS = 10**9
 _UNIT_SECONDS = {"ns": 1e-9, "us": 1e-6, "µs": 1e-6, "ms": 1e-3, "s": 1, "m": 60, "h": 3600}
 _DURATION = re.compile(r"(\d{1,12}(?:\.\d{1,9})?)(ns|us|µs|ms|s|m|h)")
+_OF_PRESET = "set it in [presets.ID] of the configuration file"
 _STRICT = ConfigDict(strict=True, extra="forbid", frozen=True, defer_build=True)
 
 
@@ -127,9 +128,7 @@ class OllamaGenerationBody(SamplingBody):
     keep_alive: KeepAlive = None
     logprobs: bool | None = None
     top_logprobs: NumLogprobs | None = None
-    template: Annotated[None, *refused("set it in [presets.ID] of the configuration file", "")] = (
-        None
-    )
+    template: Annotated[None, *refused(_OF_PRESET, "")] = None
     truncate: bool | None = None
     shift: bool | None = None
 
@@ -154,6 +153,8 @@ class OllamaGenerationBody(SamplingBody):
         """
         preset = {} if card.preset is None else card.preset.parameters
         kept = {*preset, *card.lacks, *card.emulated}
+        if self.mirostat:
+            kept |= {"top_k", "top_p"}  # mirostat replaces them
         changed = {
             name: value
             for name, value in DEFAULTS.items()
@@ -219,28 +220,35 @@ class OllamaEmbeddingsBody(VectorsBody):
 
 
 class OllamaNamedBody(BaseModel):
-    """A model by its name. Older clients send `name`."""
+    """A model by its name. Older clients send `name`. Ollama's own program sends both, and empty
+    texts for what it does not use.
+    """
 
     model_config = _STRICT
 
-    model: fields.ModelName | None = None
-    name: fields.ModelName | None = None
+    model: Annotated[str, Field(max_length=256)] | None = None
+    name: Annotated[str, Field(max_length=256)] | None = None
 
     @property
     def model_name(self) -> str:
         found = self.model or self.name
-        if found is None:
+        if not found:
             raise problem("model", "is needed")
         return found
 
 
 class OllamaShowBody(OllamaNamedBody):
     verbose: bool | None = None
+    system: Annotated[None, *refused("create a model with it", "")] = None
+    template: Annotated[None, *refused(_OF_PRESET, "")] = None
+    options: Annotated[None, *refused("create a model with them as parameters", {})] = None
 
 
 class OllamaPullBody(OllamaNamedBody):
     stream: bool | None = None
     insecure: bool | None = None
+    username: Annotated[None, *refused("set HF_TOKEN for the server", "")] = None
+    password: Annotated[None, *refused("set HF_TOKEN for the server", "")] = None
 
 
 class OllamaCopyBody(BaseModel):
@@ -258,9 +266,7 @@ class OllamaCreateBody(OllamaNamedBody):
     parameters: Options | None = None
     license: str | list[str] | None = None
     stream: bool | None = None
-    template: Annotated[None, *refused("set it in [presets.ID] of the configuration file", "")] = (
-        None
-    )
+    template: Annotated[None, *refused(_OF_PRESET, "")] = None
     messages: Annotated[None, *refused("put them into the requests", [])] = None
     files: Annotated[None, *refused("pull a model, and name it in from", {})] = None
     adapters: Annotated[None, *refused("merge the adapter into the model", {})] = None

@@ -69,6 +69,7 @@ def _ranked(token: TokenText) -> dict[str, float] | None:
     """
     if math.isnan(token.logprob):
         return None
-    ranked = {each.token: clamped(each.logprob) for each in token.top}
-    ranked.setdefault(token.token, clamped(token.logprob))
+    ranked = {token.token: clamped(token.logprob)}
+    for each in token.top:
+        ranked.setdefault(each.token, clamped(each.logprob))
     return ranked

@@ -30,10 +30,13 @@ from engine.servers.files.routes import FileQuery, UploadFields
 from engine.servers.files.uploads import CompleteBody, PartFields, UploadBody
 from engine.servers.http.errors import is_anthropic, is_ollama
 from engine.servers.http.sse import EventStream, LineStream
+from engine.servers.llamacpp import schema as llamacpp
+from engine.servers.llamacpp.state import PropsQuery, SlotsQuery
 from engine.servers.ollama import schema as ollama
 from engine.servers.openai import embeddings, rerank, schema
 from engine.servers.openai.beam_fields import MAX_WIDTH
 from engine.servers.openai.embeddings import EmbeddingBody
+from engine.servers.openai.moderations import ModerationBody
 from engine.servers.openai.rerank import RerankBody, ScoreBody
 from engine.servers.openai.schema import ChatBody, CompletionBody, FimBody, GenerateBody
 from engine.servers.openai.stored_chats import (
@@ -68,9 +71,20 @@ from engine.servers.vllm_api.batch_chat import BatchChatBody
 
 # Maps paths to the JSON body of a POST.
 BODIES: dict[str, type[BaseModel]] = {
+    "/apply-template": llamacpp.TemplateBody,
+    "/chat/completions": ChatBody,
+    "/chat/completions/input_tokens": llamacpp.TemplateBody,
+    "/completion": llamacpp.NativeBody,
+    "/completions": llamacpp.NativeBody,
     "/detokenize": DetokenizeBody,
+    "/embedding": llamacpp.EmbeddingsBody,
+    "/embeddings": llamacpp.EmbeddingsBody,
     "/generate": GenerateBody,
+    "/infill": llamacpp.InfillBody,
     "/rerank": RerankBody,
+    "/reranking": RerankBody,
+    "/responses": ResponseBody,
+    "/responses/input_tokens": TokenCountBody,
     "/classify": vllm.ClassifyBody,
     "/invocations": vllm.InvocationBody,
     "/pooling": vllm.PoolingBody,
@@ -91,6 +105,7 @@ BODIES: dict[str, type[BaseModel]] = {
     "/v1/admin/undrain": admin_control.EmptyBody,
     "/v1/batches": BatchBody,
     "/v1/chat/completions": ChatBody,
+    "/v1/chat/completions/input_tokens": llamacpp.TemplateBody,
     "/v1/chat/completions/batch": BatchChatBody,
     "/v1/chat/completions/{completion_id}": StoredChatUpdate,
     "/v1/completions": CompletionBody,
@@ -102,7 +117,9 @@ BODIES: dict[str, type[BaseModel]] = {
     "/v1/messages": anthropic.MessagesBody,
     "/v1/messages/batches": MessageBatchBody,
     "/v1/messages/count_tokens": anthropic.PromptBody,
+    "/v1/moderations": ModerationBody,
     "/v1/rerank": RerankBody,
+    "/v1/reranking": RerankBody,
     "/v1/responses": ResponseBody,
     "/v1/responses/compact": CompactBody,
     "/v1/responses/input_tokens": TokenCountBody,
@@ -140,6 +157,8 @@ QUERIES: dict[str, type[BaseModel]] = {
     "/v1/conversations/{conversation_id}/items/{item_id}": NewItemsQuery,
     "/v1/files": FileQuery,
     "/v1/messages/batches": MessageBatchQuery,
+    "/props": PropsQuery,
+    "/slots": SlotsQuery,
     "/tokenizer_info": TokenizerQuery,
     "/v1/responses/{response_id}": ResponseQuery,
     "/v1/responses/{response_id}/input_items": ItemsQuery,
@@ -321,13 +340,15 @@ def add_capabilities_routes(app: FastAPI, services: Services) -> None:
     @app.get("/v1/capabilities")
     async def capabilities() -> Response:
         """List the features of this server and its models."""
-        server = services.settings.server
+        server, served = services.settings.server, api_routes(app)
         body = {
             "object": "capabilities",
             "engine": {"name": "engine", "version": __version__},
             "strict": server.strict,
-            "endpoints": [f"{method} {path}" for method, path in api_routes(app)],
-            "parameters": {path: _parameters(kind) for path, kind in BODIES.items()},
+            "endpoints": [f"{method} {path}" for method, path in served],
+            "parameters": {
+                path: _parameters(kind) for path, kind in BODIES.items() if ("POST", path) in served
+            },
             "dialects": {name: _dialect(name) for name in DIALECTS},
             "structured_outputs": {
                 "response_format": structured.FORMATS,

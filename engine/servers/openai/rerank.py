@@ -7,6 +7,7 @@ hidden states would be meaningless.
 
 import asyncio
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any
 
@@ -32,23 +33,24 @@ from engine.servers.openai.embeddings import (
     usage_body,
 )
 from engine.servers.openai.format import new_envelope
+from engine.servers.schema.body import parse_body
 from engine.servers.serving.admission import Ticket
 from engine.servers.serving.services import Services
 
 MAX_DOCUMENTS = MAX_INPUTS - 1  # the query is an input as well
 
 
-def _parse_documents(value: Any) -> tuple[str, ...]:
+def _parse_documents(value: Any, name: str = "documents") -> tuple[str, ...]:
     if not isinstance(value, list) or not 1 <= len(value) <= MAX_DOCUMENTS:
         rule = f"should be a list of 1 to {MAX_DOCUMENTS} texts"
-        raise problem("documents", f"{rule}, got {describe(value)}")
+        raise problem(name, f"{rule}, got {describe(value)}")
     texts = []
     for i, item in enumerate(value):
         if isinstance(item, dict):
             if item.keys() != {"text"}:
-                raise problem(f"documents[{i}]", 'should be text, or an object with only "text"')
+                raise problem(f"{name}[{i}]", 'should be text, or an object with only "text"')
             item = item["text"]
-        texts.append(parse_text(item, f"documents[{i}]"))
+        texts.append(parse_text(item, f"{name}[{i}]"))
     return tuple(texts)
 
 
@@ -95,6 +97,29 @@ class RerankBody(VectorsBody):
     return_documents: bool | None = None
 
 
+def _parse_tei_texts(value: Any) -> tuple[str, ...]:
+    return _parse_documents(value, "texts")
+
+
+class TeiRerankBody(VectorsBody):
+    """The body of Hugging Face's Text Embeddings Inference, which llama.cpp takes too."""
+
+    query: Annotated[str, Field(min_length=1)]
+    texts: Annotated[
+        tuple[str, ...], PlainValidator(_parse_tei_texts), WithJsonSchema(_DOCUMENTS_SCHEMA)
+    ]
+    top_n: Annotated[int, Field(ge=0, le=2**31 - 1)] | None = None
+    return_text: bool | None = None
+
+    @property
+    def documents(self) -> tuple[str, ...]:
+        return self.texts
+
+
+def _parse_rerank(raw: dict[str, Any]) -> RerankBody | TeiRerankBody:
+    return parse_body(TeiRerankBody, raw) if "texts" in raw else parse_body(RerankBody, raw)
+
+
 class ScoreBody(VectorsBody):
     text_1: Annotated[tuple[str, ...], _parse_texts("text_1"), _TEXTS_SCHEMA]
     text_2: Annotated[tuple[str, ...], _parse_texts("text_2"), _TEXTS_SCHEMA]
@@ -113,7 +138,8 @@ def add_rerank_routes(app: FastAPI, services: Services) -> None:
     async def rerank(
         request: Request, ticket: Annotated[Ticket, Depends(services.admitted)]
     ) -> Response:
-        body = await services.read(request, RerankBody)
+        body = await services.read_as(request, _parse_rerank)
+        is_tei = isinstance(body, TeiRerankBody)
         card = _comparing_model(services, request, body)
         compared = _Compared((body.query,), body.documents, "rerank" in card.capabilities)
         try:
@@ -122,23 +148,21 @@ def add_rerank_routes(app: FastAPI, services: Services) -> None:
                 services, request, ticket, card, body, "rerank", compared.inputs, names
             )
         except InvalidRequestError as error:
-            raise _named(error, compared, "query", "documents") from None
+            raise _named(error, compared, "query", "texts" if is_tei else "documents") from None
         scores = await compared.scores(made)
         # The sort is stable, so documents with equal scores keep their order.
         order = sorted(range(len(scores)), key=lambda index: -scores[index])
-        results: list[dict[str, Any]] = [
-            {"index": index, "relevance_score": scores[index]}
-            for index in order[: body.top_n or None]
-        ]
-        if body.return_documents is not False:
-            for result in results:
-                result["document"] = {"text": body.documents[result["index"]]}
-        answer = {
-            "id": record_of(request.scope).completion_id,
-            "model": card.id,
-            "results": results,
-            "usage": usage_body(made),
-        }
+        best = [(index, scores[index]) for index in order[: body.top_n or None]]
+        answer: Any
+        if isinstance(body, TeiRerankBody):
+            answer = _tei_results(body, best)
+        else:
+            answer = {
+                "id": record_of(request.scope).completion_id,
+                "model": card.id,
+                "results": _results(body, best),
+                "usage": usage_body(made),
+            }
         return Response(msgspec.json.encode(answer), media_type="application/json")
 
     @app.post("/v1/score")
@@ -162,6 +186,24 @@ def add_rerank_routes(app: FastAPI, services: Services) -> None:
             "usage": usage_body(made),
         }
         return Response(msgspec.json.encode(answer), media_type="application/json")
+
+
+def _results(body: RerankBody, best: Sequence[tuple[int, float]]) -> list[dict[str, Any]]:
+    results: list[dict[str, Any]] = [
+        {"index": index, "relevance_score": score} for index, score in best
+    ]
+    if body.return_documents is not False:
+        for result in results:
+            result["document"] = {"text": body.documents[result["index"]]}
+    return results
+
+
+def _tei_results(body: TeiRerankBody, best: Sequence[tuple[int, float]]) -> list[dict[str, Any]]:
+    shown = body.texts if body.return_text else ()
+    return [
+        {"index": index, "score": score} | ({"text": shown[index]} if shown else {})
+        for index, score in best
+    ]
 
 
 @dataclass(frozen=True, slots=True)

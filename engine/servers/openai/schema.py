@@ -135,6 +135,14 @@ class EndOfPrompt(BaseModel):
         return self
 
 
+class ChatPromptBody(EndOfPrompt):
+    """A conversation that is only tokenized."""
+
+    model: fields.ModelName | None = None
+    tools: fields.Tools = ()
+    chat_template_kwargs: fields.TemplateOptions = {}
+
+
 class ChatBody(EndOfPrompt, TokenBody, BeamBody, OpenAIBody):
     messages: fields.Messages
     max_completion_tokens: fields.TokenCount | None = None

@@ -140,8 +140,8 @@ async def with_token_params(
     """The sampling parameters with those of `body`. Raises if the request wants more alternatives
     than the setting `server.max_logprobs` allows.
     """
-    logprobs = await _allowed(services, card, "logprobs", params.logprobs)
-    of_prompt = await _allowed(services, card, "prompt_logprobs", body.prompt_logprobs)
+    logprobs = await allowed_alternatives(services, card, "logprobs", params.logprobs)
+    of_prompt = await allowed_alternatives(services, card, "prompt_logprobs", body.prompt_logprobs)
     if of_prompt is not None and params.score_prompt:  # the prompt is also echoed
         of_prompt = max(of_prompt, logprobs or 0)
     return msgspec.structs.replace(
@@ -154,7 +154,7 @@ async def with_token_params(
     )
 
 
-async def _allowed(
+async def allowed_alternatives(
     services: Services, card: ModelCard, name: str, wanted: int | None
 ) -> int | None:
     """The number of alternatives per token. Raises if the server does not allow so many."""

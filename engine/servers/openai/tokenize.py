@@ -1,4 +1,4 @@
-"""POST /tokenize and /detokenize, and GET /tokenizer_info, in vLLM's format.
+"""POST /tokenize and /detokenize in the formats of vLLM and llama.cpp, and GET /tokenizer_info.
 
 A conversation is rendered exactly as for `/v1/chat/completions`. If a prompt contains the name of a
 control token, such as `<|im_end|>`, this name is tokenized as plain text, unless `parse_special` is
@@ -24,10 +24,17 @@ from engine.core.interfaces.request import SamplingParams
 from engine.servers.http.errors import describe, problem
 from engine.servers.http.listing import Query, parse_query
 from engine.servers.http.request_log import record_of
-from engine.servers.openai.schema import EndOfPrompt
+from engine.servers.openai.schema import ChatPromptBody
 from engine.servers.schema import fields
+from engine.servers.schema.body import parse_body
 from engine.servers.serving.admission import Ticket
-from engine.servers.serving.chat import check_tools, known_options, loaded_messages, with_system
+from engine.servers.serving.chat import (
+    check_tools,
+    known_options,
+    loaded_messages,
+    with_preset_options,
+    with_system,
+)
 from engine.servers.serving.services import Services, json_response
 
 MAX_IDS = 2**20
@@ -54,15 +61,12 @@ _IDS_SCHEMA = {
 }
 
 
-class TokenizeBody(EndOfPrompt):
+class TokenizeBody(ChatPromptBody):
     """The body has either a `prompt`, or `messages` with their options."""
 
-    model: fields.ModelName | None = None
     prompt: str | None = None
     add_special_tokens: bool | None = None
     parse_special: bool | None = None
-    tools: fields.Tools = ()
-    chat_template_kwargs: fields.TemplateOptions = {}
     return_token_strs: bool | None = None
 
     @model_validator(mode="after")
@@ -87,6 +91,23 @@ class TokenizeBody(EndOfPrompt):
         return self
 
 
+class ContentBody(BaseModel):
+    """llama.cpp's form of the body, with its defaults."""
+
+    model_config = ConfigDict(strict=True, extra="forbid", frozen=True, defer_build=True)
+
+    model: fields.ModelName | None = None
+    content: str
+    add_special: bool | None = None
+    parse_special: bool | None = None
+    with_pieces: bool | None = None
+
+
+def _parse_tokenize(raw: dict[str, Any]) -> TokenizeBody | ContentBody:
+    """Parse the body of `/tokenize`. llama.cpp's form has a `content`."""
+    return parse_body(ContentBody, raw) if "content" in raw else parse_body(TokenizeBody, raw)
+
+
 class TokenizerQuery(Query):
     model: fields.ModelName | None = None
 
@@ -104,8 +125,10 @@ def add_tokenize_routes(app: FastAPI, services: Services) -> None:
         request: Request, ticket: Annotated[Ticket, Depends(services.admitted)]
     ) -> Response:
         """Return the token ids of a text or a conversation."""
-        body = await services.read(request, TokenizeBody)
+        body = await services.read_as(request, _parse_tokenize)
         card = services.choose_model(request, body.model)
+        if isinstance(body, ContentBody):
+            return json_response(await content_body(services, card, body))
         if body.prompt is not None:
             ids = await services.backend.tokenize(
                 body.prompt,
@@ -116,7 +139,7 @@ def add_tokenize_routes(app: FastAPI, services: Services) -> None:
                 ),
             )
         else:
-            chat = await _chat_request(services, request, body, card)
+            chat = await chat_of(services, request, body, card)
             ids = await services.backend.tokenize(chat, model=card.id)
         strings = await _token_strings(services, card, ids) if body.return_token_strs else None
         return json_response(
@@ -135,8 +158,9 @@ def add_tokenize_routes(app: FastAPI, services: Services) -> None:
         """Return the text of token ids."""
         body = await services.read(request, DetokenizeBody)
         card = services.choose_model(request, body.model)
-        text = await services.backend.detokenize(body.tokens, model=card.id)
-        return json_response({"prompt": text})
+        text = await services.backend.detokenize(body.tokens, model=card.id) if body.tokens else ""
+        # vLLM's name of the text, and llama.cpp's.
+        return json_response({"prompt": text, "content": text})
 
     @app.get("/tokenizer_info")
     async def tokenizer_info(request: Request) -> Response:
@@ -167,9 +191,35 @@ def tokenizer_body(info: TokenizerInfo, card: ModelCard) -> dict[str, Any]:
     }
 
 
-async def _chat_request(
-    services: Services, request: Request, body: TokenizeBody, card: ModelCard
+async def content_body(services: Services, card: ModelCard, body: ContentBody) -> dict[str, Any]:
+    ids = await services.backend.tokenize(
+        body.content,
+        model=card.id,
+        add_special_tokens=bool(body.add_special),
+        parse_special=body.parse_special is not False,
+    )
+    if not body.with_pieces:
+        return {"tokens": ids}
+    pieces = await services.backend.token_bytes(ids, model=card.id)
+    return {
+        "tokens": [
+            {"id": token, "piece": _piece(piece)} for token, piece in zip(ids, pieces, strict=True)
+        ]
+    }
+
+
+def _piece(piece: bytes) -> str | list[int]:
+    """A token's text. If the token is part of a character, its bytes."""
+    try:
+        return piece.decode()
+    except UnicodeDecodeError:
+        return list(piece)
+
+
+async def chat_of(
+    services: Services, request: Request, body: ChatPromptBody, card: ModelCard
 ) -> ChatRequest:
+    """The backend's request for a conversation that is only tokenized."""
     services.require(card, "chat", "messages", "has no chat template; send a prompt")
     check_tools(services, request, card, body.tools)
     return ChatRequest(
@@ -179,7 +229,9 @@ async def _chat_request(
         messages=with_system(card, await loaded_messages(services, card, body.messages or ())),
         tools=body.tools,
         tool_choice=ToolChoice("auto" if body.tools else "none"),
-        template_options=known_options(services, request, card, body.chat_template_kwargs),
+        template_options=with_preset_options(
+            card, known_options(services, request, card, body.chat_template_kwargs)
+        ),
         add_generation_prompt=body.adds_generation_prompt,
         continue_final_message=bool(body.continue_final_message),
     )

@@ -59,7 +59,10 @@ def add_metrics_routes(app: FastAPI, services: Services) -> None:
         # This runs in a thread, because reading the process tree and formatting hundreds of series
         # takes milliseconds.
         content, content_type = await asyncio.to_thread(services.metrics.render)
-        return Response(content, headers={"content-type": content_type})
+        started = time.time() - (time.monotonic() - services.lifecycle.started)
+        headers = {"content-type": content_type}
+        headers["process-start-time-unix"] = str(int(started))  # llama.cpp's header
+        return Response(content, headers=headers)
 
 
 def _figures(services: Services, state: Health) -> dict[str, Any]:

@@ -160,8 +160,8 @@ class Background:
         state = _state(body)
         if not state.background:
             raise InvalidRequestError(
-                "Only a response that was asked for with background can be cancelled. To cancel any"
-                " other, close its connection.",
+                "Cannot cancel a synchronous response. Only one that was asked for with background"
+                " can be cancelled; close the connection of any other.",
                 param="response_id",
             )
         if state.status in UNFINISHED:

@@ -217,7 +217,7 @@ def too_long(max_parts: int, parts: str, param: str) -> InvalidRequestError:
 
 def _not_found(response_id: str) -> NotFoundError:
     return NotFoundError(
-        f"There is no response {response_id[:64]!r}: it was never stored, has expired or was"
+        f"Response with id {response_id[:64]!r} not found. It was never stored, has expired or was"
         " deleted.",
         param="response_id",
         code="response_not_found",

@@ -38,6 +38,7 @@ MAX_STOPS = 16
 MAX_STOP_LENGTH = 256
 MAX_STOP_IDS = 64
 MAX_BIASES = 1_024
+MAX_NAMED = 8  # mistakes that an error lists
 MAX_ALLOWED_IDS = 2**18
 MAX_BAD_WORDS = 128
 MAX_BREAKERS = 16
@@ -121,10 +122,12 @@ def _parse_bias(value: Any) -> dict[int | str, float]:
     if len(value) > MAX_BIASES:
         raise problem("logit_bias", f"should have at most {MAX_BIASES} keys, got {len(value)}")
     biases: dict[int | str, float] = {}
+    wrong = [describe(key) for key in ([] if is_list else value) if not _is_number(key)]
+    if wrong:
+        named = ", ".join(wrong[:MAX_NAMED])
+        rule = f"keys should be token ids, got {named}; send a list of pairs for texts"
+        raise problem("logit_bias", rule)
     for key, bias in value if is_list else value.items():
-        if not is_list and not _is_number(key):
-            rule = f"keys should be token ids, got {describe(key)}; send a list of pairs for texts"
-            raise problem("logit_bias", rule)
         key = key if is_list else int(key)
         is_text = isinstance(key, str) and 1 <= len(key) <= MAX_STOP_LENGTH
         if not (is_text or (type(key) is int and 0 <= key <= MAX_TOKEN_ID)):

@@ -10,8 +10,10 @@ import contextlib
 import copy
 import logging
 import time
+from dataclasses import dataclass
 
 from engine.core.errors import InvalidRequestError, RateLimitError, UnavailableError
+from engine.core.interfaces.backend import UsageEvent
 from engine.core.interfaces.request import FinishReason
 from engine.core.observability.metrics import FinishedRequest, Metrics
 from engine.servers.access.quotas import Lease, answer_tokens
@@ -27,6 +29,26 @@ RETRY_AFTER_S = 1.0
 FLUSH_S = 2.0
 
 
+@dataclass(slots=True)
+class WorkTotals:
+    """What all requests together have used that ended without error."""
+
+    computed_tokens: int = 0  # of prompts; tokens from the cache are not computed
+    cached_tokens: int = 0
+    generated_tokens: int = 0
+    prefill_s: float = 0.0
+    decode_s: float = 0.0
+    longest: int = 0  # tokens of the longest prompt with its answers
+
+    def add(self, usage: UsageEvent) -> None:
+        self.computed_tokens += usage.prompt_tokens - usage.cached_tokens
+        self.cached_tokens += usage.cached_tokens
+        self.generated_tokens += usage.completion_tokens
+        self.prefill_s += usage.prefill_s
+        self.decode_s += usage.decode_s
+        self.longest = max(self.longest, usage.prompt_tokens + usage.completion_tokens)
+
+
 class Lifecycle:
     """Counts the admitted requests of the server, refuses more than `max_concurrent`, and drains
     the server.
@@ -36,6 +58,7 @@ class Lifecycle:
         self.started = time.monotonic()
         self.total_requests = 0
         self.num_admitted = 0
+        self.totals = WorkTotals()
         self.is_draining = False  # whether new requests are refused
         self.is_ending = False  # set on shutdown; never cleared again
         self.pumps: set[EventPump] = set()
@@ -215,6 +238,8 @@ class Ticket:
             return
         record.ttft_s = None if first is None else first - record.started
         record.usage = pump.usage if pump.is_complete else None
+        if record.usage is not None:
+            self._lifecycle.totals.add(record.usage)
         seconds = time.monotonic() - record.started
         unfinished: FinishReason = "abort" if isinstance(failure, AbortedError) else "error"
         self._metrics.request_finished(

@@ -84,7 +84,7 @@ async def chat_request(
         tools=ask.tools,
         tool_choice=ask.tool_choice,
         parallel_tool_calls=ask.parallel_tool_calls,
-        template_options=dict(ask.template_options),
+        template_options=with_preset_options(ask.card, ask.template_options),
         add_generation_prompt=ask.add_generation_prompt,
         continue_final_message=ask.continue_final_message,
     )
@@ -98,6 +98,13 @@ def with_system(
     if system is None or any(message["role"] == "system" for message in messages):
         return messages
     return ({"role": "system", "content": system}, *messages)
+
+
+def with_preset_options(card: ModelCard, options: Mapping[str, Any]) -> dict[str, Any]:
+    """The options of the chat template, with those of the model's preset that are not set."""
+    preset = {} if card.preset is None else card.preset.template_options
+    known = {name: each for name, each in preset.items() if name in card.template_options}
+    return known | dict(options)
 
 
 async def open_chat(

@@ -105,6 +105,11 @@ class EventPump:
         return self._open == 0
 
     @property
+    def max_tokens(self) -> int | None:
+        """Max number of tokens of each choice. None if there is no limit, or no text is written."""
+        return self._requests[0].context.params.max_tokens if self._requests else None
+
+    @property
     def has_pending(self) -> bool:
         return bool(self._pending)
 

@@ -207,7 +207,11 @@ class Services:
         """The card with the defaults of the model's preset, if there is one."""
         if not self.presets or (table := self.presets.get(card.root or card.id)) is None:
             return card
-        preset = Preset(system=table.system, parameters=table.defaults)
+        preset = Preset(
+            system=table.system,
+            template_options=table.template_options,
+            parameters=table.defaults,
+        )
         return msgspec.structs.replace(card, preset=preset)
 
     def choose_model(self, request: Request, name: str | None) -> ModelCard:
@@ -217,15 +221,25 @@ class Services:
         name = request.scope.get(DEPLOYMENT, name)
         if name is None:
             self._check_one_model()
+        elif self._accepts_any_model and self.backend.resolve(name) is None:
+            self.warn(request, "model", "is not served here, so the only model answers")
+            name = None
         resolved = self._resolve(name)
         if resolved.warning is not None:
             self.warn(request, "model", resolved.warning)
         return self._with_preset(resolved.card)
 
+    @property
+    def _accepts_any_model(self) -> bool:
+        return self.settings.server.accept_any_model and len(self._served_ids()) == 1
+
+    def _served_ids(self) -> list[str]:
+        return list({card.root or card.id: None for card in self.backend.models()})
+
     def _check_one_model(self) -> None:
-        served = {card.root or card.id: None for card in self.backend.models()}
+        served = self._served_ids()
         if len(served) > 1:
-            known = ", ".join(list(served)[:_MAX_NAMED_MODELS])
+            known = ", ".join(served[:_MAX_NAMED_MODELS])
             raise InvalidRequestError(
                 f"model is needed, because several models are served: {known}.", param="model"
             )

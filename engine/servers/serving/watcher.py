@@ -18,7 +18,7 @@ class EngineWatcher:
     def __init__(self, backend: BackendHolder, metrics: Metrics) -> None:
         self._backend = backend
         self._metrics = metrics
-        self._num_restarts = 0
+        self._num_restarts = self._num_revived = 0
 
     async def run(self) -> None:
         """Call `observe` periodically until cancelled."""
@@ -33,6 +33,8 @@ class EngineWatcher:
         for _ in range(health.num_restarts - self._num_restarts):
             self._metrics.engine_restarted(backend.totals_survive_restarts)
         self._num_restarts = health.num_restarts
+        self._metrics.requests_revived(max(0, health.num_revived - self._num_revived))
+        self._num_revived = health.num_revived
         if stats is not None:
             self._metrics.observe(stats)
         self._metrics.set_ready(health.ready)

@@ -9,18 +9,18 @@ OPTION_TESTS = "tests/unit/test_engine_options.py"
 MUTATIONS = [
     Mutation(
         "ipc: a request that was not sent is waited for",
-        "engine.backends.custom.frontend.engine_link",
-        "        self._client.send(request)\n"
-        "        self._receivers[request.request_id] = receiver\n",
-        "        self._receivers[request.request_id] = receiver\n"
-        "        self._client.send(request)\n",
+        "engine.backends.custom.frontend.survival",
+        "        send(request)\n"
+        "        self._requests[request.request_id] = OpenRequest(request, receiver)\n",
+        "        self._requests[request.request_id] = OpenRequest(request, receiver)\n"
+        "        send(request)\n",
         f"{LINK_TESTS}::test_a_request_that_could_not_be_sent_is_not_waited_for",
     ),
     Mutation(
         "ipc: forgetting one choice forgets the request",
         "engine.backends.custom.frontend.engine_link",
-        "        if choice is None:\n            self._receivers.pop(request_id, None)\n",
-        "        self._receivers.pop(request_id, None)\n",
+        "self._requests.drop(request_id, choice)",
+        "self._requests.drop(request_id)",
         f"{LINK_TESTS}::test_forgetting_a_choice_keeps_the_others",
     ),
     Mutation(
@@ -40,9 +40,44 @@ MUTATIONS = [
     Mutation(
         "ipc: a dead engine's figures are shown",
         "engine.backends.custom.frontend.engine_link",
-        "        self.stats = None\n        self._fail_open",
-        "        self._fail_open",
+        "        self.stats = None\n        if self._survives",
+        "        if self._survives",
         f"{LINK_TESTS}::test_a_death_ends_requests_and_controls_and_is_told_in_words",
+    ),
+    Mutation(
+        "ipc: an engine that was given up is still heard",
+        "engine.backends.custom.frontend.engine_link",
+        "            if epoch == self._epoch:\n                self._on_message(message)",
+        "            self._on_message(message)",
+        f"{LINK_TESTS}::test_late_deltas_of_an_engine_that_was_given_up_are_dropped",
+    ),
+    Mutation(
+        "ipc: a request is revived twice",
+        "engine.backends.custom.frontend.survival",
+        "            opened.is_in_engine = True\n            if",
+        "            if",
+        f"{LINK_TESTS}::test_a_request_is_revived_once_for_each_death",
+    ),
+    Mutation(
+        "ipc: a revived request draws other random numbers",
+        "engine.backends.custom.frontend.survival",
+        "if self._max_revivals and request.params.seed is None:",
+        "if False:",
+        f"{LINK_TESTS}::test_a_revived_request_has_its_tokens_its_seed_and_its_open_choices",
+    ),
+    Mutation(
+        "ipc: a revived request begins a choice again that has ended",
+        "engine.backends.custom.frontend.survival",
+        "            self.choices.pop(delta.choice, None)\n",
+        "",
+        f"{LINK_TESTS}::test_a_revived_request_has_its_tokens_its_seed_and_its_open_choices",
+    ),
+    Mutation(
+        "ipc: all suspects are tried at once",
+        "engine.backends.custom.frontend.survival",
+        "                self._on_trial = opened\n                return\n",
+        "                self._on_trial = opened\n",
+        f"{LINK_TESTS}::test_suspects_are_tried_one_after_another_and_only_the_guilty_ends",
     ),
     Mutation(
         "ipc: one late look kills",

@@ -104,4 +104,11 @@ MUTATIONS = [
         "            if False:\n",
         "tests/unit/test_server_sglang.py::test_health_needs_a_token",
     ),
+    Mutation(
+        "ollama: an empty line keeps the connection alive",
+        "engine.servers.http.sse",
+        '    keep_alive = b" "',
+        '    keep_alive = b"\\n"',
+        f"{TEXTS}::test_every_line_is_json_while_the_prompt_is_computed",
+    ),
 ]

@@ -41,6 +41,21 @@ MUTATIONS = [
         "tests/unit/test_server_stored_chats.py::test_it_is_its_owners_and_survives_a_restart",
     ),
     Mutation(
+        "moderations: a middle score is no reason",
+        "engine.servers.openai.moderations",
+        "score >= THRESHOLD",
+        "score > THRESHOLD",
+        "tests/unit/test_server_moderations.py::test_texts_are_rated_one_by_one",
+    ),
+    Mutation(
+        "moderations: any model's name is answered in silence",
+        "engine.servers.openai.moderations",
+        "if asked is not None and asked not in (name, card.id):",
+        "if False:",
+        "tests/unit/test_server_moderations.py"
+        "::test_names_of_openais_models_are_answered_with_a_warning",
+    ),
+    Mutation(
         "embeddings have no priority",
         "engine.servers.openai.embeddings",
         "        priority=services.priority(request, card, body.priority),\n",

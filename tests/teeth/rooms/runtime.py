@@ -33,9 +33,9 @@ MUTATIONS = [
     ),
     Mutation(
         "runtime: choices share one place in their grammar",
-        "engine.backends.custom.runtime.intake",
-        "Constraint(matcher.deep_copy())",
-        "Constraint(matcher)",
+        "engine.backends.custom.runtime.grammar",
+        "matcher = start.deep_copy()",
+        "matcher = start",
         f"{INTAKE_TESTS}::test_a_compiled_grammar_is_copied_for_each_choice",
     ),
     Mutation(
@@ -55,8 +55,8 @@ MUTATIONS = [
     Mutation(
         "runtime: every choice scores the prompt",
         "engine.backends.custom.runtime.intake",
-        "params.score_prompt and choice == 0,",
-        "params.score_prompt,",
+        "params.score_prompt and choice == 0 and",
+        "params.score_prompt and",
         f"{INTAKE_TESTS}::test_every_field_of_a_request_is_a_sequences",
     ),
     Mutation(
@@ -69,8 +69,8 @@ MUTATIONS = [
     Mutation(
         "runtime: requests that compile do not count in the queue",
         "engine.backends.custom.runtime.intake",
-        "if self._scheduler.num_waiting + self.num_pending >= self._max_queued:",
-        "if self._scheduler.num_waiting >= self._max_queued:",
+        "is_full = self._scheduler.num_waiting + self.num_pending >= self._max_queued",
+        "is_full = self._scheduler.num_waiting >= self._max_queued",
         f"{INTAKE_TESTS}::test_the_queue_is_bounded_and_counts_those_whose_grammar_compiles",
     ),
     Mutation(

@@ -21,8 +21,8 @@ MUTATIONS = [
     Mutation(
         "samplers: Mirostat forgets what it has learned",
         CHAIN,
-        "seq.surprise_limits[num_generated - 1] if params.mirostat else mu",
-        "mu",
+        "mu = seq.surprise_limits[num_generated - 1]",
+        "pass",
         CONFORMS,
     ),
     Mutation(

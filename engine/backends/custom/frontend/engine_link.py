@@ -1,9 +1,10 @@
 """Supervises the engine: tracks the open requests, knows whether the engine is ready, and restarts
 an engine that died.
 
-When the engine dies, every open request fails at once and new requests are refused. The engine is
-restarted after a delay, which grows with each death. After too many deaths in a row, restarts pause
-for a minute, and the health report says so. An engine process that does not respond first gets a
+When the engine dies, new requests are refused. Open requests wait for the next engine and continue
+there (`survival.py`), or fail at once if `max_revivals` is 0. The engine is restarted after a
+delay, which grows with each death. After too many deaths in a row, restarts pause for a minute, and
+the health report says so. An engine process that does not respond first gets a
 SIGCONT, in case a signal stopped it. If that does not help, it is killed. A hung step is first
 interrupted by the engine process itself. If the step still runs after that, the process is killed.
 """
@@ -11,9 +12,10 @@ interrupted by the engine process itself. If the step still runs after that, the
 import asyncio
 import logging
 from collections.abc import Callable
-from typing import Literal, Protocol
+from typing import Literal
 
 from engine.backends.custom.frontend.engine_client import EngineClient, OnExit, OnMessage
+from engine.backends.custom.frontend.survival import OpenRequests, Receiver
 from engine.backends.custom.ipc.heartbeat import Vitals
 from engine.backends.process import RestartPolicy
 from engine.core.errors import EngineError, ModelError, UnavailableError, error_from_code
@@ -28,7 +30,6 @@ from engine.core.interfaces.request import (
     GenerateRequest,
     Ready,
     Stats,
-    TokenDelta,
 )
 
 log = logging.getLogger(__name__)
@@ -48,18 +49,12 @@ KILL_PATIENCES = 2.0
 COOL_DOWN_S = 60.0
 
 
-class Receiver(Protocol):
-    """Receives the deltas of a request."""
-
-    def deliver(self, item: TokenDelta | EngineError) -> None: ...
-
-
 ClientFactory = Callable[[OnMessage, OnExit], EngineClient]
 
 
 class EngineLink:
     """Owns the connection to the engine. When the engine dies, `make_client` creates a client for a
-    new engine.
+    new engine. `max_revivals` is how often an open request continues in a new engine.
     """
 
     def __init__(
@@ -67,12 +62,16 @@ class EngineLink:
         make_client: ClientFactory,
         restarts: RestartPolicy,
         cool_down_s: float = COOL_DOWN_S,
+        max_revivals: int = 0,
     ) -> None:
         self._make_client = make_client
         self._restarts = restarts
         self._cool_down_s = cool_down_s
         self._client: EngineClient | None = None
-        self._receivers: dict[str, Receiver] = {}
+        self._requests = OpenRequests(max_revivals)
+        self._survives = max_revivals > 0
+        # The number of engines that were given up. Messages of these engines are dropped.
+        self._epoch = 0
         self._replies: dict[int, asyncio.Future[ControlReply]] = {}
         self._num_controls = 0
         self._became_ready = asyncio.Event()
@@ -105,23 +104,22 @@ class EngineLink:
         for task in (self._restarting, self._watching):
             if task is not None:
                 task.cancel()
-        self._on_down(UnavailableError("The server is shutting down."))
+        error = UnavailableError("The server is shutting down.")
+        self._on_down(error)
+        self._requests.fail(error)
         if self._client is not None:
             await self._client.stop()
 
     def submit(self, request: GenerateRequest, receiver: Receiver) -> None:
         if self.ready is None or self._client is None:
             raise UnavailableError(self.detail, retry_after=2.0)
-        assert request.request_id not in self._receivers, "two requests have one id"
-        self._client.send(request)
-        self._receivers[request.request_id] = receiver
+        self._requests.submit(request, receiver, self._client.send)
 
     def forget(self, request_id: str, choice: int | None) -> None:
         """Tell the engine to abort one choice of a request, or the whole request if `choice` is
         None. Never raises.
         """
-        if choice is None:
-            self._receivers.pop(request_id, None)
+        self._requests.drop(request_id, choice)
         if self.ready is not None and self._client is not None:
             try:
                 self._client.send(Abort(request_id, choice))
@@ -130,7 +128,12 @@ class EngineLink:
 
     def done(self, request_id: str) -> None:
         """Drop the receiver of a request that has ended. Sends nothing to the engine."""
-        self._receivers.pop(request_id, None)
+        self._requests.drop(request_id)
+
+    @property
+    def num_revived(self) -> int:
+        """How often a request continued in a new engine, summed over all requests."""
+        return self._requests.num_revived
 
     async def flush_cache(self) -> ControlReply:
         """Make the engine drop every cached prefix that no running request uses."""
@@ -205,7 +208,13 @@ class EngineLink:
         return self._client.vitals() if self._client is not None else None
 
     async def _launch(self) -> None:
-        client = self._client = self._make_client(self._on_message, self._on_exit)
+        epoch = self._epoch
+
+        def on_message(message: FromEngine) -> None:
+            if epoch == self._epoch:
+                self._on_message(message)
+
+        client = self._client = self._make_client(on_message, self._on_exit)
         await client.start()
         self._watching = asyncio.get_running_loop().create_task(self._watch(client))
 
@@ -237,17 +246,16 @@ class EngineLink:
 
     def _on_message(self, message: FromEngine) -> None:
         if isinstance(message, Deltas):
-            # Deltas that arrive after their request has ended have no receiver.
             for delta in message.deltas:
-                receiver = self._receivers.get(delta.request_id)
-                if receiver is not None:
-                    receiver.deliver(delta)
+                self._requests.deliver(delta)
         elif isinstance(message, Stats):
             self.stats = message.stats
         elif isinstance(message, Ready):
             self.ready, self._fatal, self._has_loaded = message, None, True
             self._is_given_up = False
             self._became_ready.set()
+            if self._client is not None:
+                self._requests.revive(self._client.send)
         elif isinstance(message, ControlReply):
             reply = self._replies.pop(message.control_id, None)
             if reply is not None and not reply.done():
@@ -288,16 +296,15 @@ class EngineLink:
             self._restart_later()
 
     def _on_down(self, error: EngineError) -> None:
+        self._epoch += 1
         self.ready = None
         self._in_trouble = False
         self.stats = None
-        self._fail_open(error)
+        if self._survives:
+            self._requests.interrupt(error)
+        else:
+            self._requests.fail(error)
         self._became_ready.set()
-
-    def _fail_open(self, error: EngineError) -> None:
-        receivers, self._receivers = self._receivers, {}
-        for receiver in receivers.values():
-            receiver.deliver(error)
         for reply in self._replies.values():
             if not reply.done():
                 reply.set_exception(error)

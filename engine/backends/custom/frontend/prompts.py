@@ -13,7 +13,7 @@ from typing import Any
 import msgspec
 
 from engine.backends.custom.frontend.text_model import ChatFormat, TextModel
-from engine.core.errors import InvalidRequestError
+from engine.core.errors import ContextLengthError, InvalidRequestError
 from engine.core.grammar.spec import grammar_text
 from engine.core.interfaces.backend import (
     IMAGE_MARK,
@@ -313,12 +313,13 @@ def check_context(num_prompt: int, max_tokens: int | None, max_seq_len: int, par
     """
     asked = max_tokens or 0
     if num_prompt + asked > max_seq_len or num_prompt >= max_seq_len:
-        raise InvalidRequestError(
+        raise ContextLengthError(
             f"This model's maximum context length is {max_seq_len} tokens. However, you requested "
             f"{num_prompt + asked} tokens ({num_prompt} in the prompt, {asked} in the completion). "
             "Shorten the prompt or lower max_tokens.",
             param=param,
-            code="context_length_exceeded",
+            num_prompt_tokens=num_prompt,
+            max_tokens=max_seq_len,
         )
 
 
@@ -327,11 +328,12 @@ def check_input(num_tokens: int, max_seq_len: int, name: str) -> None:
     no output token is generated. `name` is its name in the request.
     """
     if num_tokens > max_seq_len:
-        raise InvalidRequestError(
+        raise ContextLengthError(
             f"This model's maximum context length is {max_seq_len} tokens. However, {name} has "
             f"{num_tokens} tokens. Shorten it, or set truncate_prompt_tokens.",
             param=name,
-            code="context_length_exceeded",
+            num_prompt_tokens=num_tokens,
+            max_tokens=max_seq_len,
         )
 
 

@@ -206,7 +206,8 @@ class TextModel:
             tokens=[tokenizer.token_literal(i) for i in range(self.config.vocab_size)],
             special_ids=tokenizer.special_ids,
             eos_ids=self.eos_ids,
-            encode=tokenizer.encode,
+            # A grammar starts behind the prompt, so its first text has no added space.
+            encode=tokenizer.encode_continuation,
         )
 
 

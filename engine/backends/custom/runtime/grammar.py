@@ -53,6 +53,16 @@ class Constraint:
     def __init__(self, matcher: "LLMatcher") -> None:
         self.matcher = matcher
 
+    @classmethod
+    def after(cls, start: "LLMatcher", tokens: Sequence[int]) -> "Constraint":
+        """The constraint of a sequence that has generated `tokens`. `start` is a matcher in its
+        start state, which is copied.
+        """
+        matcher = start.deep_copy()
+        if tokens and not matcher.consume_tokens(list(tokens)):
+            raise InferenceError("The grammar does not match the output so far.")
+        return cls(matcher)
+
     def accept(self, token: int, is_stop: bool) -> bool:
         """Advance past a sampled token. A stop token does not advance, because it is not part of
         the output.

@@ -36,7 +36,7 @@ from engine.core.errors import (
     RateLimitError,
     RequestTimeoutError,
 )
-from engine.core.interfaces.request import GenerateRequest, TokenDelta
+from engine.core.interfaces.request import GenerateRequest, Resumed, TokenDelta
 
 if TYPE_CHECKING:
     from llguidance import LLMatcher
@@ -135,7 +135,7 @@ class Intake:
         """
         prompt = self._packed(request.prompt)
         error = self._find_fault(request, prompt) or self._find_wait(request, now)
-        choices = list(range(request.params.n))
+        choices = _choices(request)
         if error is not None:
             return [refusal(request.request_id, choice, error) for choice in choices]
         assert prompt is not None
@@ -251,11 +251,13 @@ class Intake:
             allowed = allowed_mask(params.allowed_token_ids, self._spec.vocab_size)
         breakers = by_first_token(request.dry_breakers)
         group: list[Sequence] = []
+        resumed = {each.choice: each for each in request.resumed or ()}
         for choice in choices:
+            before = resumed.get(choice, Resumed(choice, ()))
             seq = Sequence(
                 request_id=request.request_id,
                 choice=choice,
-                tokens=prompt[:],
+                tokens=prompt + packed(before.token_ids),
                 num_prompt=len(prompt),
                 max_tokens=self._max_tokens(request),
                 params=params,
@@ -267,7 +269,7 @@ class Intake:
                 arrival=next(self._arrivals),
                 submitted_at=now,
                 deadline=deadline,
-                constraint=Constraint(matcher.deep_copy()) if matcher is not None else None,
+                constraint=None if matcher is None else Constraint.after(matcher, before.token_ids),
                 pools=request.pools,
                 images=images,
                 allowed=allowed,
@@ -275,8 +277,12 @@ class Intake:
                 dry_breakers=breakers,
                 # All choices have the same prompt, so only the first choice computes the prompt's
                 # logprobs.
-                scores_prompt=params.score_prompt and choice == 0,
+                scores_prompt=params.score_prompt and choice == 0 and not before.token_ids,
                 reports_progress=request.reports_progress and choice == 0,
+                # Only the last limit is read.
+                surprise_limits=[before.surprise_limit or 0.0] * len(before.token_ids)
+                if params.mirostat
+                else [],
             )
             self._scheduler.add(seq)
             group.append(seq)
@@ -331,6 +337,8 @@ class Intake:
 
     def _find_wait(self, request: GenerateRequest, now: float) -> EngineError | None:
         """An error if the request would wait longer than it may."""
+        if request.resumed is not None:
+            return None
         expected = self._forecast.seconds(now)
         if request.queue_timeout_s is None or expected <= request.queue_timeout_s:
             return None
@@ -341,7 +349,8 @@ class Intake:
 
     def _find_fault(self, request: GenerateRequest, prompt: Tokens | None) -> EngineError | None:
         spec = self._spec
-        if self._scheduler.num_waiting + self.num_pending >= self._max_queued:
+        is_full = self._scheduler.num_waiting + self.num_pending >= self._max_queued
+        if is_full and request.resumed is None:
             return RateLimitError("Too many requests are waiting; try again later.")
         if request.grammar is not None and self._grammars is None:
             return InvalidRequestError("This engine follows no grammars.")
@@ -371,6 +380,9 @@ class Intake:
                 f"The request needs room for {num_tokens} tokens; the KV cache holds {capacity}. "
                 "Lower max_tokens, shorten the prompt, or give the server a larger cache."
             )
+        num_before = max((len(each.token_ids) for each in request.resumed or ()), default=0)
+        if num_before >= self._max_tokens(request):
+            return InferenceError("The restarted engine has no room for the rest of this request.")
         return None
 
     def _max_tokens(self, request: GenerateRequest) -> int:
@@ -379,6 +391,12 @@ class Intake:
             return 1
         asked, room = request.params.max_tokens, self._spec.max_seq_len - len(request.prompt)
         return room if asked is None else min(asked, room)
+
+
+def _choices(request: GenerateRequest) -> list[int]:
+    if request.resumed is None:
+        return list(range(request.params.n))
+    return [each.choice for each in request.resumed]
 
 
 def too_late(is_over: bool, waited_s: float) -> EngineError:

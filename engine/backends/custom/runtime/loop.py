@@ -253,7 +253,8 @@ class EngineLoop:
     def _recover(self, batch: ScheduledBatch | None, error: Exception) -> None:
         """Bisect the rows of the steps in flight: run them again in smaller groups. If a row raises
         even alone, its request fails. At the end, a warm-up step without any request runs. If it
-        raises as well, no request is at fault, and the engine ends.
+        raises as well, no request is at fault, and the engine ends. So failures are sent only after
+        the warm-up.
         """
         log.error("a step failed; bisecting it", exc_info=error)
         if is_out_of_memory(error):
@@ -262,10 +263,17 @@ class EngineLoop:
         batches = ([launch.batch] if launch else []) + ([batch] if batch else [])
         self.scheduler.rollback()
         replayed = self._budget.tokens(0, 0) if self._runner.spec.has_state else 0
-        bisection = Bisection(self.scheduler, self._run_whole, self._send, replayed)
+        failures: list[TokenDelta] = []
+
+        def emit(deltas: list[TokenDelta]) -> None:
+            failures.extend(delta for delta in deltas if delta.finish_reason == "error")
+            self._send([delta for delta in deltas if delta.finish_reason != "error"])
+
+        bisection = Bisection(self.scheduler, self._run_whole, emit, replayed)
         for failed in batches:
             bisection.run(failed.rows)
         warm_up(self._runner)
+        self._send(failures)
 
     def _recover_schedule(self, error: Exception) -> None:
         """Recover from an error in `Scheduler.schedule`. If one sequence caused the error, only

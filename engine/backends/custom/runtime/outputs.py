@@ -26,7 +26,9 @@ def token_delta(
     of a sequence also has the number of cached prompt tokens, and the time in queue and in prefill.
     """
     is_first = bool(tokens) and seq.first_token_at is None
-    if not is_first and seq.finish_reason is None and seq.params.logprobs is None:
+    limits = seq.surprise_limits
+    is_plain = seq.params.logprobs is None and not limits
+    if is_plain and not is_first and seq.finish_reason is None:
         return TokenDelta(seq.request_id, seq.choice, tokens)
     if is_first:
         seq.first_token_at = now
@@ -45,6 +47,8 @@ def token_delta(
         error_code=error.error_code if error else None,
         error_message=error.message if error else None,
         prompt_logprobs=tuple(seq.prompt_scores) if is_first and seq.scores_prompt else None,
+        # The next token's limit may be known already, if its step was launched.
+        surprise_limit=limits[seq.num_generated - 1] if tokens and limits else None,
     )
 
 

@@ -210,7 +210,7 @@ class EncoderLoop:
                 "This model turns text into vectors and writes none; ask it for embeddings.",
                 param="model",
             )
-        if len(self._queue) >= self._max_queued:
+        if len(self._queue) >= self._max_queued and request.resumed is None:
             return RateLimitError("Too many requests are waiting; try again later.")
         if not prompt:
             return InvalidRequestError("The input has no tokens.", param="input")

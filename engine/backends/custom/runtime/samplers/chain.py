@@ -73,12 +73,11 @@ class ChainSampler:
         if sampling.mask is not None:
             adjusted[~allowed(sampling.mask[row : row + 1], self._vocab_size)[0]] = -np.inf
         ids = np.flatnonzero(adjusted > -np.inf)  # NaN is left out
-        if not len(ids):
-            return 0
-        mu = 2 * params.mirostat_tau
-        num_generated = position - seq.num_prompt
-        if num_generated:
-            mu = seq.surprise_limits[num_generated - 1] if params.mirostat else mu
+        if not len(ids):  # as on devices, token 0 is sampled if all tokens are banned
+            ids, adjusted[0] = np.zeros(1, np.int64), 0
+        mu, num_generated = 2 * params.mirostat_tau, position - seq.num_prompt
+        if params.mirostat and num_generated:
+            mu = seq.surprise_limits[num_generated - 1]
         kept, kept_logits = candidates(
             ids, adjusted[ids], params, xtc_chance(seq, position), mu, self._vocab_size
         )
@@ -220,7 +219,8 @@ def _keep_top_n_sigma(logits: F32, params: SamplingParams, chance: float) -> F32
     """Keep the tokens whose logit is within n standard deviations of the largest one."""
     if params.top_n_sigma <= 0:
         return logits
-    return _drop(logits, logits < logits.max() - params.top_n_sigma * logits.std())
+    deviation = logits.std(dtype=np.float64)  # DRY's penalties may overflow in float32
+    return _drop(logits, logits < logits.max() - params.top_n_sigma * deviation)
 
 
 def _keep_typical(logits: F32, params: SamplingParams, chance: float) -> F32:

@@ -19,6 +19,7 @@ LOG_MAX_FLOAT = 88.7  # a little less than the logarithm of the largest float32
 # Max number of comparisons that DRY makes for a token, about 15 ms. The lengths of repetitions that
 # were not compared to their end count as the length that was reached.
 MAX_COMPARISONS = 2**21
+MAX_PENALTY = 1e38  # so that a penalized logit stays finite in float32
 NEGATIVE_INFINITY = float("-inf")
 
 
@@ -81,7 +82,7 @@ def dry_penalties(
     order = np.argsort(lengths, kind="stable")  # the longest repetition of a token comes last
     pairs = zip(next_tokens[order].tolist(), lengths[order].tolist(), strict=True)
     return {
-        token: multiplier * base ** (length - allowed_length)
+        token: min(multiplier * base ** (length - allowed_length), MAX_PENALTY)
         for token, length in dict(pairs).items()
         if token >= 0 and () not in breakers.get(token, ())
     }
