@@ -130,6 +130,10 @@ class EngineLink:
         """Drop the receiver of a request that has ended. Sends nothing to the engine."""
         self._requests.drop(request_id)
 
+    def num_revivals(self, request_id: str) -> int:
+        """How often an open request continued in a new engine."""
+        return self._requests.num_revivals(request_id)
+
     @property
     def num_revived(self) -> int:
         """How often a request continued in a new engine, summed over all requests."""
