@@ -4,13 +4,14 @@
 
 The weights are random, with the model's shape. Each workload runs several times, with other token
 ids each time, and the best run counts; "start" is the time from process start to the first token.
-vLLM's recorded figures are from one H200. If vLLM is installed, it is measured first.
+vLLM's recorded figures are from one H200. If vLLM is installed, it is measured first. With
+--quantization or --kv-dtype, it also prints how far log-probabilities are from those in bfloat16.
 """
 
 import argparse
 import gc
 import json
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -18,8 +19,9 @@ from rich.console import Console
 from rich.table import Table
 
 from benchmarks import gpu_vllm
+from benchmarks.gpu_correctness import Drift, prompt_drift, scores
 from benchmarks.gpu_engine import BenchEngine, shape_source
-from benchmarks.gpu_roof import H200, roof_seconds
+from benchmarks.gpu_roof import H200, quantized, roof_seconds
 from benchmarks.gpu_start import measure_starts
 from benchmarks.gpu_workloads import FIGURES, SHAPES, START_FIGURES, workloads
 from benchmarks.machine import machine, machine_line
@@ -74,9 +76,13 @@ def main() -> None:
         here = gpu_vllm.measure(given.model, names, given.repeats)
     starts = measure_starts(given.model, options) if START in given.workloads else {}
     runs = measure(given.model, names, given.repeats, options)
-    rows = [workload_row(given.model, name, runs[name], here.get(name)) for name in names]
+    rows = [workload_row(options, name, runs[name], here.get(name)) for name in names]
     rows += [_start_row(given.model, name, found) for name, found in starts.items()]
-    console.print(results_table(given.model, rows))
+    title = f"{judged_as(options)}, KV cache {given.kv_dtype}"
+    console.print(results_table(title if is_quantized(options) else given.model, rows))
+    drift = accuracy(options) if is_quantized(options) else None
+    if drift is not None:
+        console.print(f"log-probabilities off bfloat16, nats: {drift}", highlight=False)
     if given.output:
         report = {
             "machine": facts,
@@ -85,6 +91,7 @@ def main() -> None:
             "rows": [row_facts(row) for row in rows],
             "runs": {name: [run_facts(run) for run in found] for name, found in runs.items()},
             "starts": starts,
+            "drift": None if drift is None else asdict(drift),
         }
         given.output.write_text(json.dumps(report, indent=2) + "\n")
 
@@ -99,6 +106,8 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--device", default="auto")
     parser.add_argument("--dtype", default="auto")
+    parser.add_argument("--quantization", choices=("auto", "fp8", "int8"), default="auto")
+    parser.add_argument("--kv-dtype", choices=("auto", "fp8"), default="auto")
     parser.add_argument("--attention", default="auto", help="name of an attention backend")
     parser.add_argument("--max-slots", type=int, default=256)
     parser.add_argument("--max-batch-tokens", type=int, default=8192)
@@ -113,10 +122,30 @@ def engine_options(given: argparse.Namespace) -> dict[str, Any]:
         "framework": "torch",
         "device": given.device,
         "dtype": given.dtype,
+        "quantization": given.quantization,
+        "kv_dtype": given.kv_dtype,
         "attention": given.attention,
         "max_slots": given.max_slots,
         "max_batch_tokens": given.max_batch_tokens,
     }
+
+
+def is_quantized(options: dict[str, Any]) -> bool:
+    return (options["quantization"], options["kv_dtype"]) != ("auto", "auto")
+
+
+def judged_as(options: dict[str, Any]) -> str:
+    """The name under which figures of the model are recorded."""
+    kind = options["quantization"]
+    return options["model_path"] if kind == "auto" else f"{options['model_path']} {kind}"
+
+
+def accuracy(options: dict[str, Any]) -> Drift:
+    """How far the log-probabilities of prompt tokens are from those of the plain model."""
+    model, device = options["model_path"], options["device"]
+    changes = {name: options[name] for name in ("quantization", "kv_dtype")}
+    plain = scores(model, device, "bfloat16", "auto")
+    return prompt_drift(plain, scores(model, device, "bfloat16", "auto", **changes))
 
 
 def device_facts(device: str) -> dict[str, Any]:
@@ -145,19 +174,22 @@ def measure(
     return runs
 
 
-def workload_row(model: str, name: str, runs: list[Run], here: list[float] | None) -> Row:
-    figure = FIGURES[name]
+def workload_row(
+    options: dict[str, Any], name: str, runs: list[Run], here: list[float] | None
+) -> Row:
+    figure, model, key = FIGURES[name], options["model_path"], judged_as(options)
     value, seed = best_value(model, name, [run.seconds for run in runs])
     best, workload = runs[seed], workloads(SHAPES[model], seed)[name]
-    roof_s = roof_seconds(shape_source(model).config, workload, H200)
+    card = quantized(H200, options["quantization"], options["kv_dtype"])
+    roof_s = roof_seconds(shape_source(model).config, workload, card)
     return Row(
         name,
         figure.label,
         figure.unit,
         value,
-        figure.vllm.get(model),
+        figure.vllm.get(key),
         best_value(model, name, here)[0] if here else None,
-        figure.bar.get(model),
+        figure.bar.get(key),
         figure.higher_is_better,
         roof_share=roof_s / best.seconds,
         host_ms=1e3 * best.host_s / len(best.steps),

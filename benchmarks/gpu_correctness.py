@@ -109,9 +109,10 @@ def drift_checks(model: str, device: str, attention: str) -> list[Check]:
     return checks
 
 
-def scores(model: str, device: str, dtype: str, attention: str) -> Scores:
+def scores(model: str, device: str, dtype: str, attention: str, **changes: str) -> Scores:
+    """`changes` are options of the engine."""
     workload = prompts(SHAPES[model])
-    with engine(model, device, dtype, attention) as bench:
+    with engine(model, device, dtype, attention, **changes) as bench:
         scored = bench.run(workload, logprobs=0, score_prompt=True, max_tokens=1)
         generated = bench.run(workload, logprobs=0)
     asked: list[list[float]] = [[] for _ in workload.prompts]
@@ -151,7 +152,9 @@ def common_length(first: list[int], second: list[int]) -> int:
 
 
 @contextmanager
-def engine(model: str, device: str, dtype: str, attention: str) -> Iterator[BenchEngine]:
+def engine(
+    model: str, device: str, dtype: str, attention: str, **changes: str
+) -> Iterator[BenchEngine]:
     token_bytes = shape_source(model).config.kv_bytes_per_token(DTYPE_BYTES[dtype])
     options = EngineOptions(
         model_path=model,
@@ -163,6 +166,7 @@ def engine(model: str, device: str, dtype: str, attention: str) -> Iterator[Benc
         max_slots=NUM_PROMPTS,
         pool_bytes=NUM_PROMPTS * 2 * LONGEST * token_bytes,
         max_batch_tokens=STEP_TOKENS // SHAPES[model].divisor,
+        **changes,
     )
     with closing(BenchEngine(model, options)) as bench:
         yield bench

@@ -23,9 +23,9 @@ from engine.backends.custom.frameworks.torch.kernels.base import (
     Example,
     KernelSpec,
     Shape,
+    check,
     load_all,
 )
-from engine.backends.custom.frameworks.torch.kernels.checking import check
 
 
 def measure(spec: KernelSpec, shape: Shape, example: Example) -> dict:

@@ -8,12 +8,10 @@ In a mixture of experts, a step reads the experts that at least one token has ch
 assumes that tokens choose independently, each expert with the same probability.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from benchmarks.gpu_workloads import Workload
 from engine.backends.custom.architectures.base import ModelConfig
-
-VALUE_BYTES = 2  # bfloat16
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,22 +21,35 @@ class Card:
     name: str
     bytes_per_s: float  # device-to-device copy, read plus write
     flops_per_s: float  # large bfloat16 matmul
+    weight_bytes: float = 2  # per weight
+    kv_bytes: float = 2  # per value of the KV cache
+    matmul_speed: float = 1  # of matmuls with weights, relative to bfloat16
 
 
 H200 = Card("H200", 4.25e12, 803e12)
+
+
+def quantized(card: Card, quantization: str, kv_dtype: str) -> Card:
+    """The limits of a card for a quantized model. Float8 tensor cores are twice as fast."""
+    return replace(
+        card,
+        weight_bytes={"auto": 2, "fp8": 1, "int8": 17 / 16}[quantization],
+        matmul_speed=2 if quantization == "fp8" else 1,
+        kv_bytes=1 if kv_dtype == "fp8" else 2,
+    )
 
 
 def roof_seconds(config: ModelConfig, workload: Workload, card: Card = H200) -> float:
     return _prompts_s(config, workload, card) + _steps_s(config, workload, card)
 
 
-def weight_bytes(config: ModelConfig, num_tokens: int = 1) -> float:
+def weight_bytes(config: ModelConfig, num_tokens: int = 1, card: Card = H200) -> float:
     """Bytes that a step of this many tokens reads: all matrices and the head, but only a few rows
     of the embeddings.
     """
     experts = _expert_params(config)
     read = _layer_params(config) - experts * (1 - _chosen_share(config)) ** num_tokens
-    return VALUE_BYTES * (read + _head_params(config))
+    return card.weight_bytes * (read + _head_params(config))
 
 
 def _head_params(config: ModelConfig) -> int:
@@ -77,22 +88,23 @@ def _prompts_s(config: ModelConfig, workload: Workload, card: Card) -> float:
     own = [len(prompt) - shared for prompt in workload.prompts]
     num_tokens = shared + sum(own)
     pairs = shared**2 / 2 + sum(length * shared + length**2 / 2 for length in own)
-    flops = 2.0 * _active_params(config) * num_tokens + _attention_flops(config, pairs)
-    flops += 2.0 * _head_params(config) * len(own)
-    return max(flops / card.flops_per_s, weight_bytes(config, num_tokens) / card.bytes_per_s)
+    flops = 2.0 * (_active_params(config) * num_tokens + _head_params(config) * len(own))
+    flops = flops / card.matmul_speed + _attention_flops(config, pairs)
+    return max(flops / card.flops_per_s, weight_bytes(config, num_tokens, card) / card.bytes_per_s)
 
 
 def _steps_s(config: ModelConfig, workload: Workload, card: Card) -> float:
     """Time of the decode steps after each request's first token."""
     shared = workload.num_shared
-    token_bytes = config.kv_bytes_per_token(VALUE_BYTES)
+    token_bytes = card.kv_bytes * config.kv_bytes_per_token(1)
     params = _active_params(config) + _head_params(config)
     rows = list(zip(map(len, workload.prompts), workload.num_new, strict=True))
     total = 0.0
     for step in range(1, max(workload.num_new)):
         contexts = [length + step for length, count in rows if count > step]
         kept = shared + sum(length - shared for length in contexts)
-        read = weight_bytes(config, len(contexts)) + token_bytes * kept
-        flops = 2.0 * params * len(contexts) + _attention_flops(config, sum(contexts))
+        read = weight_bytes(config, len(contexts), card) + token_bytes * kept
+        flops = 2.0 * params * len(contexts) / card.matmul_speed
+        flops += _attention_flops(config, sum(contexts))
         total += max(read / card.bytes_per_s, flops / card.flops_per_s)
     return total

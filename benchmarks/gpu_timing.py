@@ -11,6 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from engine.backends.custom.frameworks.torch.kernels.base import copied
+
 COPIES_BYTES = 256 * 1024**2
 MAX_COPIES = 48
 ROUNDS = 5
@@ -21,11 +23,8 @@ def copies_of(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[tuple[tu
     size = sum(t.nbytes for t in (*args, *kwargs.values()) if isinstance(t, Tensor))
     count = min(max(COPIES_BYTES // max(size, 1), 2), MAX_COPIES)
 
-    def copy(value: Any) -> Any:
-        return value.clone() if isinstance(value, Tensor) else value
-
     return [
-        (tuple(map(copy, args)), {name: copy(value) for name, value in kwargs.items()})
+        (tuple(map(copied, args)), {name: copied(value) for name, value in kwargs.items()})
         for _ in range(count)
     ]
 

@@ -146,6 +146,7 @@ def workloads(shape: Shape, seed: int = 0) -> dict[str, Workload]:
     prefix = [shared + ids(size(64)) for _ in range(size(256))]
     mixed = [ids(rng.randrange(size(32), size(1024))) for _ in range(size(256))]
     mixed_new = [rng.randrange(size(16), size(512)) for _ in mixed]
+    batch1024, long = several(1024, 128), several(32, 7000)
     return {
         "single": Workload(single, [size(256)]),
         "batch64": Workload(batch64, [size(128)] * len(batch64)),
@@ -153,12 +154,16 @@ def workloads(shape: Shape, seed: int = 0) -> dict[str, Workload]:
         "prefill16x4096": Workload(prefill, [1] * len(prefill)),
         "prefix256": Workload(prefix, [size(64)] * len(prefix), len(shared)),
         "mixed256": Workload(mixed, mixed_new),
+        "batch1024": Workload(batch1024, [size(128)] * len(batch1024)),
+        "long32": Workload(long, [size(256)] * len(long)),
     }
 
 
 @dataclass(frozen=True, slots=True)
 class Figure:
-    """The figure that a workload is judged by; None if none is recorded for the model."""
+    """The figure that a workload is judged by. `vllm` and `bar` have the models for which one is
+    recorded; "MODEL fp8" means float8 weights.
+    """
 
     label: str
     unit: str  # "new tok/s", "prompt tok/s" or "s"
@@ -180,24 +185,25 @@ class Figure:
 
 # vLLM 0.24.0 (torch 2.11, FlashAttention 3, CUDA graphs, compilation and prefix caching on,
 # max_model_len 8192) on one H200 with the lists above: bfloat16, greedy, in process, best of three.
+# Its figures for "fp8" weights are those of its server, over HTTP.
 FIGURES = {
     "single": Figure(
         "1 x 128 in, 256 out",
         "new tok/s",
-        {"llama-1b": 483, "llama-8b": 202},
-        {"llama-1b": 1000, "llama-8b": 242},
+        {"llama-1b": 483, "llama-8b": 202, "llama-8b fp8": 300},
+        {"llama-1b": 1000, "llama-8b": 242, "llama-8b fp8": 400},
     ),
     "batch64": Figure(
         "64 x 128 in, 128 out",
         "new tok/s",
-        {"llama-1b": 17_650, "llama-8b": 8525},
-        {"llama-1b": 30_000, "llama-8b": 9600},
+        {"llama-1b": 17_650, "llama-8b": 8525, "llama-8b fp8": 11_609},
+        {"llama-1b": 30_000, "llama-8b": 9600, "llama-8b fp8": 14_500},
     ),
     "batch256": Figure(
         "256 x 512 in, 256 out",
         "new tok/s",
-        {"llama-1b": 30_115, "llama-8b": 10_025},
-        {"llama-1b": 48_000, "llama-8b": 11_300},
+        {"llama-1b": 30_115, "llama-8b": 10_025, "llama-8b fp8": 10_692},
+        {"llama-1b": 48_000, "llama-8b": 11_300, "llama-8b fp8": 15_000},
     ),
     "prefill16x4096": Figure(
         "16 x 4,096 in",
@@ -216,6 +222,18 @@ FIGURES = {
         "new tok/s",
         {"llama-1b": 23_320, "llama-8b": 8633},
         {"llama-1b": 38_000, "llama-8b": 10_000},
+    ),
+    "batch1024": Figure(
+        "1,024 x 128 in, 128 out",
+        "new tok/s",
+        {"llama-8b fp8": 15_221},
+        {"llama-8b fp8": 24_000},
+    ),
+    "long32": Figure(
+        "32 x 7,000 in, 256 out",
+        "new tok/s",
+        {"llama-8b fp8": 1238},
+        {"llama-8b fp8": 1500},
     ),
 }
 # Process start to first token: import and construction.

@@ -149,7 +149,7 @@ KvDtypeOption = Annotated[
         "--kv-dtype",
         "--kv-cache-dtype",
         rich_help_panel=_MEMORY,
-        help="Keys and values as auto, float32, bfloat16 or int8.",
+        help="Keys and values as auto, float32, bfloat16, int8 (CPU) or fp8 (GPU).",
     ),
 ]
 ApiKeyOption = Annotated[

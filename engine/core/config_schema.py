@@ -216,8 +216,8 @@ class CacheSettings(Section):
     """File of prompts that are prefilled into the cache when the model is ready."""
     ttl_seconds: float | None = Field(default=None, gt=0, le=10**9)
     """Age at which an unused cached prefix expires; unset, never."""
-    kv_dtype: Literal["auto", "float32", "bfloat16", "int8"] = "auto"
-    """Type of cached keys and values."""
+    kv_dtype: Literal["auto", "float32", "bfloat16", "int8", "fp8"] = "auto"
+    """Type of cached keys and values; int8 only on a CPU, fp8 only on a GPU."""
     block_size: Annotated[int, AfterValidator(_check_power_of_two)] = Field(
         default=16, ge=1, le=256
     )

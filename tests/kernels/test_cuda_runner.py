@@ -12,6 +12,7 @@ from engine.backends.custom.frameworks.torch.execution import cuda_runner, graph
 from engine.backends.custom.frameworks.torch.execution.build import build_runner
 from engine.backends.custom.frameworks.torch.execution.cuda_runner import BufferedStep, CudaRunner
 from engine.backends.custom.frameworks.torch.execution.device_sampler import Kind
+from engine.backends.custom.frameworks.torch.execution.runner import TorchRunner
 from engine.backends.custom.frameworks.torch.kernels import attention_triton, skinny
 from engine.backends.custom.frameworks.torch.models import base, blocks
 from engine.backends.custom.frameworks.torch.models.loading import build_model
@@ -172,6 +173,23 @@ def test_windowed_layers_have_a_cache_of_their_own(name: str, tmp_path: Path) ->
         windowed[[0, *driver.free_window_blocks]] = float("nan")
     assert [track.tokens[track.num_prompt :][:2] for track in tracks] == expected
     assert tracks[0].window_blocks.count(0) >= 1
+
+
+def test_a_float8_cache_gives_the_references_tokens(tmp_path: Path) -> None:
+    """Prefill in chunks, and decode."""
+    _, path = tiny_models.save("llama", tmp_path)
+    source = open_model(path)
+    model = build_model(source.config, source.weights, tiny_models.MAX_POSITION, CPU, torch.float32)
+    generated = []
+    for kind, attention in ((CudaRunner, "triton"), (TorchRunner, "reference")):
+        runner = kind(model, replace(config(attention), kv_dtype="fp8"), CPU, torch.float32)
+        if isinstance(runner, CudaRunner):
+            runner._capturer.runner = runner  # type: ignore[attr-defined]
+        driver = RunnerDriver(runner)
+        texts = [tiny_models.text(length, seed) for seed, length in enumerate((7, 2))]
+        generated.append(driver.generate([driver.add(text) for text in texts], 2, chunk=5))
+        assert runner._cache.layers[0].dtype == torch.float8_e4m3fn
+    assert generated[0] == generated[1]
 
 
 def test_a_step_with_an_image_runs_without_a_graph(tmp_path: Path) -> None:

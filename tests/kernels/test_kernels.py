@@ -3,8 +3,7 @@
 import pytest
 import torch
 
-from engine.backends.custom.frameworks.torch.kernels.base import TINY, load_all
-from engine.backends.custom.frameworks.torch.kernels.checking import check
+from engine.backends.custom.frameworks.torch.kernels.base import TINY, check, load_all
 
 KERNELS = load_all()
 # The interpreter has no matrix product of bfloat16, and takes its time: one type is enough to tell

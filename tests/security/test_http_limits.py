@@ -289,12 +289,12 @@ def test_the_oldest_idle_connection_makes_room(monkeypatch: pytest.MonkeyPatch) 
 @pytest.mark.parametrize(
     ("soft", "hard", "raised", "connections"),
     [
-        (1024, 20_000, 1536, 1024),
-        (1024, resource.RLIM_INFINITY, 1536, 1024),
+        (1024, 20_000, 8704, 8192),
+        (1024, resource.RLIM_INFINITY, 8704, 8192),
         (1024, 1024, 1024, 512),
         (256, 256, 256, 64),
-        (65_536, 65_536, 65_536, 1024),
-        (resource.RLIM_INFINITY, resource.RLIM_INFINITY, resource.RLIM_INFINITY, 1024),
+        (65_536, 65_536, 65_536, 8192),
+        (resource.RLIM_INFINITY, resource.RLIM_INFINITY, resource.RLIM_INFINITY, 8192),
     ],
 )
 def test_connections_never_take_every_file(

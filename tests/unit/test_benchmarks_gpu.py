@@ -9,7 +9,7 @@ import pytest
 
 from benchmarks.gpu import Row, best_value, results_table
 from benchmarks.gpu_engine import BenchEngine, requests_of, shape_source, tokens_of
-from benchmarks.gpu_roof import H200, roof_seconds, weight_bytes
+from benchmarks.gpu_roof import H200, quantized, roof_seconds, weight_bytes
 from benchmarks.gpu_workloads import FIGURES, SHAPES, Workload, workloads
 from engine.backends.custom.options import EngineOptions
 from engine.core.errors import InferenceError
@@ -32,6 +32,8 @@ def test_a_seed_always_means_the_same_ids() -> None:
         16 * 4096,
         256 * (2048 + 64),
         132_910,
+        1024 * 128,
+        32 * 7000,
     ]
     assert lists["single"].prompts[0][:3] == [111_680, 51_494, 100_346]
     assert lists["mixed256"].num_new[:3] == [176, 250, 413]
@@ -132,6 +134,16 @@ def test_the_command_prints_a_table_and_writes_every_repeat(tmp_path: Path) -> N
         assert f"{row['name']}: " in done.stdout
 
 
-def test_every_figure_has_a_bar_for_both_shapes() -> None:
+def test_every_figure_has_a_bar() -> None:
     for figure in FIGURES.values():
-        assert set(figure.vllm) == set(figure.bar) == {"llama-1b", "llama-8b"}
+        assert set(figure.vllm) == set(figure.bar)
+
+
+def test_float8_halves_the_bytes_of_a_roof() -> None:
+    config = shape_source("llama-8b").config
+    single = workloads(SHAPES["llama-8b"])["single"]
+    plain, halved = (
+        roof_seconds(config, single, quantized(H200, *kinds))
+        for kinds in (("auto", "auto"), ("fp8", "fp8"))
+    )
+    assert halved == pytest.approx(plain / 2, rel=1e-3)

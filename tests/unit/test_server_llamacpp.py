@@ -73,6 +73,16 @@ async def test_the_last_event_of_a_stream_tells_the_end(client: httpx.AsyncClien
     assert last["generation_settings"]["stream"] is True
 
 
+async def test_a_stream_tells_timings_and_progress(client: httpx.AsyncClient) -> None:
+    asked = {"prompt": "a", "n_predict": 2, "stream": True, "timings_per_token": True}
+    response = await client.post("/completion", json=asked | {"return_progress": True})
+    told = events(response)
+    progress = [each["prompt_progress"] for each in told if "prompt_progress" in each]
+    assert progress[-1]["processed"] == progress[-1]["total"] > 0
+    counts = [each["timings"]["predicted_n"] for each in told]
+    assert counts == [0] * len(progress) + [1, 2, 2]
+
+
 async def test_the_defaults_are_llamacpps(client: httpx.AsyncClient, backend: FakeBackend) -> None:
     await post(client, "/completion", prompt="a", seed=-1)
     params = asked(backend).context.params

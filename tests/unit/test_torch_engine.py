@@ -84,6 +84,8 @@ def source(config: ModelConfig = MODEL, **changes: Array | None) -> SimpleNamesp
         ({"device": "cuda:99"}, "cuda:99"),
         ({"attention": "magic"}, "sdpa"),
         ({"quantization": "fp8"}, "needs a GPU"),
+        ({"kv_dtype": "fp8"}, "needs a GPU"),
+        ({"kv_dtype": "int8"}, "native"),
     ],
 )
 def test_unusable_settings_are_refused_by_name(changes, word):
@@ -167,8 +169,10 @@ def test_the_host_waits_for_the_device_in_one_place():
         for line in path.read_text().splitlines()
         if syncs.search(line)
     ]
-    assert found == [  # of the profiler, and two in a `wait`
+    # The profiler, rows that the host samples, and two in a `wait`.
+    assert found == [
         "build.py: torch.cuda.synchronize(self._device)",
         "sampling_runner.py: self.done.synchronize()",
+        "sampling_runner.py: torch.cuda.current_stream(self._device).synchronize()",
         "staging.py: self.pinned.copied.synchronize()",
     ]

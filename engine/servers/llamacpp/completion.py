@@ -22,6 +22,7 @@ from engine.core.interfaces.backend import (
     UsageEvent,
 )
 from engine.servers.http.errors import problem
+from engine.servers.http.sse import StreamFormat
 from engine.servers.llamacpp.format import (
     Asked,
     NativeStream,
@@ -31,9 +32,11 @@ from engine.servers.llamacpp.format import (
 from engine.servers.llamacpp.schema import Extra, InfillBody, NativeBody, NativeSampling, Parts
 from engine.servers.openai.completions import NO_SUFFIX
 from engine.servers.openai.format import collect
+from engine.servers.openai.reports import ReportingStream
 from engine.servers.openai.token_fields import allowed_alternatives
 from engine.servers.serving.admission import Ticket
 from engine.servers.serving.chat import NO_TEXT, require_grammar
+from engine.servers.serving.event_pump import EventPump
 from engine.servers.serving.services import (
     Services,
     answer_streaming,
@@ -172,6 +175,18 @@ def _requests(prompts: Prompts, context: GenerationContext) -> list[CompletionRe
     ]
 
 
+def _stream(body: NativeSampling, stream: NativeStream, pump: EventPump) -> StreamFormat:
+    if not body.reports_progress:
+        return stream
+    return ReportingStream(
+        stream,
+        stream,
+        pump,
+        with_progress=bool(body.return_progress),
+        with_timings=bool(body.timings_per_token),
+    )
+
+
 async def _answer(
     services: Services,
     request: Request,
@@ -191,6 +206,7 @@ async def _answer(
         context = msgspec.structs.replace(context, salt=completion_id)
     count = len(prompts.prompts)
     pump = await services.begin(ticket, params, count)
+    pump.reports_progress = body.reports_progress
     pump.watch(request.receive)
     sources = await pump.open(services.backend, _requests(prompts, context))
     usages: list[UsageEvent] = []
@@ -209,7 +225,7 @@ async def _answer(
         response_fields=tuple(body.response_fields or ()),
     )
     if body.stream:
-        return await answer_streaming(pump, NativeStream(told, pump, usages))
+        return await answer_streaming(pump, _stream(body, NativeStream(told, pump, usages), pump))
     collected = await collect(pump, count * params.n)
     made = answers(told, collected.choices, pump, usages)
     return json_bytes(_encode(made if len(made) > 1 else made[0]))

@@ -19,6 +19,7 @@ from engine.core.interfaces.backend import (
 from engine.core.interfaces.request import SAMPLERS, SamplingParams
 from engine.servers.http.errors import llamacpp_error_body
 from engine.servers.openai.format import Choice
+from engine.servers.openai.reports import timings
 from engine.servers.serving.event_pump import EventPump, OutputEvent
 
 _encode = msgspec.json.Encoder().encode
@@ -33,30 +34,6 @@ _SAME_NAMES = (
     *("dry_allowed_length", "dry_penalty_last_n", "dry_sequence_breakers", "mirostat"),
     *("mirostat_tau", "mirostat_eta", "min_keep", "stop", "ignore_eos"),
 )
-
-
-def timings(usage: UsageEvent) -> dict[str, float]:
-    """llama.cpp's figures of one prompt and its answer. The first token is a result of the prompt,
-    so the rate of the answer counts the other tokens.
-    """
-    num_computed = usage.prompt_tokens - usage.cached_tokens
-    prompt_ms, answer_ms = usage.prefill_s * 1e3, usage.decode_s * 1e3
-    num_steps = max(usage.completion_tokens - 1, 0)
-    return {
-        "cache_n": usage.cached_tokens,
-        "prompt_n": num_computed,
-        "prompt_ms": prompt_ms,
-        "prompt_per_token_ms": _ratio(prompt_ms, num_computed),
-        "prompt_per_second": _ratio(1e3 * num_computed, prompt_ms),
-        "predicted_n": usage.completion_tokens,
-        "predicted_ms": answer_ms,
-        "predicted_per_token_ms": _ratio(answer_ms, num_steps),
-        "predicted_per_second": _ratio(1e3 * num_steps, answer_ms) if num_steps else 0.0,
-    }
-
-
-def _ratio(value: float, by: float) -> float:
-    return value / by if by else 0.0
 
 
 def settings_body(
@@ -186,6 +163,11 @@ class NativeStream:
 
     def opening(self) -> bytes:
         return b""
+
+    def blank(self, choice: int) -> bytes:
+        """A chunk without text."""
+        body = {"index": choice, "content": "", "tokens": (), "stop": False, "id_slot": choice}
+        return b"data: " + _encode(body) + b"\n\n"
 
     def chunk(self, event: OutputEvent) -> bytes:
         self._choices[event.choice].add(event)

@@ -144,6 +144,7 @@ class NativeSampling(SamplingBody):
     # A router sends requests with the same slot to the same backend. -1: no slot
     id_slot: Annotated[int, Field(ge=-1, le=2**31 - 1)] | None = None
     return_tokens: bool | None = None
+    return_progress: bool | None = None
     timings_per_token: bool | None = None
     response_fields: (
         Annotated[
@@ -159,6 +160,10 @@ class NativeSampling(SamplingBody):
     @property
     def grammar(self) -> GrammarSpec | None:
         return self.structured_outputs
+
+    @property
+    def reports_progress(self) -> bool:
+        return bool(self.stream and (self.return_progress or self.timings_per_token))
 
     @property
     def writes_nothing(self) -> bool:

@@ -24,13 +24,13 @@ def add_text_routes(app: FastAPI, services: Services) -> None:
     async def apply_template(
         request: Request, ticket: Annotated[Ticket, Depends(services.admitted)]
     ) -> Response:
-        """Return the prompt of a conversation, for `/completion`. A BOS is left out, because
+        """Return the prompt of a conversation, for `/completion`. A BOS is left out if
         `/completion` adds it.
         """
         card, ids = await ids_of(request)
-        info = await services.backend.tokenizer_info(model=card.id)
-        if info is not None and ids[:1] == (info.bos_token_id,):
-            ids = ids[1:]
+        added = await services.backend.tokenize("", model=card.id)
+        if added == ids[: len(added)]:
+            ids = ids[len(added) :]
         prompt = await services.backend.detokenize(ids, model=card.id) if ids else ""
         return json_response({"prompt": prompt})
 

@@ -3,14 +3,13 @@
 """
 
 import time
-from typing import Any
+from typing import Any, Protocol
 
 import msgspec
 
 from engine.core.errors import EngineError
 from engine.core.interfaces.backend import PromptProgress, TextEvent, UsageEvent
 from engine.servers.http.sse import StreamFormat
-from engine.servers.openai.format import ChatStream, CompletionStream
 from engine.servers.serving.event_pump import EventPump, OutputEvent
 
 _encode = msgspec.json.Encoder().encode
@@ -40,6 +39,12 @@ def _ratio(value: float, by: float) -> float:
     return value / by if by else 0.0
 
 
+class BlankStream(Protocol):
+    """A format of chunks that can write a chunk without text."""
+
+    def blank(self, choice: int) -> bytes: ...
+
+
 class ReportingStream:
     """Adds reports to the chunks of a stream. `blank` writes chunks without text, and `inner` all
     others.
@@ -48,7 +53,7 @@ class ReportingStream:
     def __init__(
         self,
         inner: StreamFormat,
-        blank: ChatStream | CompletionStream,
+        blank: BlankStream,
         pump: EventPump,
         *,
         with_progress: bool,

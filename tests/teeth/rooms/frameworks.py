@@ -9,6 +9,27 @@ STEADY = "test_steady_draws_are_the_host_samplers"
 
 MUTATIONS = [
     Mutation(
+        "frameworks: NaN becomes a number when activations are quantized",
+        "engine.backends.custom.frameworks.torch.kernels.triton.fp8",
+        "_SMALLEST_SCALE) + lost",
+        "_SMALLEST_SCALE)",
+        "tests/kernels/test_fp8.py::test_no_value_that_is_not_finite_gets_lost",
+    ),
+    Mutation(
+        "frameworks: all heads of a token share the place of one scale",
+        "engine.backends.custom.frameworks.torch.kernels.triton.rope",
+        "tl.store(scales_ptr + kv_head, scale",
+        "tl.store(scales_ptr + kv_head * 0, scale",
+        "tests/kernels/test_fp8.py::test_keys_and_values_are_written_with_a_scale_per_head",
+    ),
+    Mutation(
+        "frameworks: float8 values count without their scales",
+        "engine.backends.custom.frameworks.torch.kernels.triton.attention_tile",
+        "weights *= VALUE_FACTOR * value_scale[None, :]",
+        "weights *= VALUE_FACTOR",
+        "tests/kernels/test_cuda_runner.py::test_a_float8_cache_gives_the_references_tokens",
+    ),
+    Mutation(
         "frameworks: torch reads the blocks of other layers for a chunk",
         "engine.backends.custom.frameworks.torch.kernels.attention_sdpa",
         "inputs.tables_for(self.window)[row, first // size",

@@ -36,7 +36,7 @@ MUTATIONS = [
     Mutation(
         "the template's BOS is there twice",
         "engine.servers.llamacpp.text",
-        "            ids = ids[1:]\n",
+        "            ids = ids[len(added) :]\n",
         "            pass\n",
         f"{TESTS}::test_the_template_is_applied_without_a_bos",
     ),

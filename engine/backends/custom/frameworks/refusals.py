@@ -17,6 +17,8 @@ def check_config(framework: str, library: str, model: ModelConfig, config: Runne
     """Raises `ConfigError` for options that the framework does not support, and for a `max_seq_len`
     beyond the model's learned positions. `library` is the tensor library's name, for messages.
     """
+    if config.kv_dtype == "fp8":
+        raise ConfigError("kv_dtype fp8 needs --backend torch on a GPU")
     if config.kv_dtype not in ("auto", config.dtype):
         raise ConfigError(
             f"the {framework} backend keeps keys and values as {config.dtype}, the type it "

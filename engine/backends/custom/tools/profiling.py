@@ -36,7 +36,7 @@ from engine.backends.custom.runtime.model_runner import (
     warm_up,
 )
 from engine.backends.custom.weights.model import ModelSource
-from engine.backends.custom.worker.main import build_loop, load_runner
+from engine.backends.custom.worker.main import build_loop, load_runner, planned
 from engine.backends.custom.worker.memory import MemoryPlan
 from engine.core.errors import InferenceError
 from engine.core.interfaces.request import (
@@ -175,6 +175,7 @@ class DrivenEngine:
     def __init__(self, source: ModelSource, options: EngineOptions) -> None:
         self.plan: MemoryPlan
         self.config: RunnerConfig
+        options = planned(options)
         self.runner, self.config, self.plan = load_runner(source, options)
         warm_up(self.runner)
         self._timed = TimedRunner(self.runner)

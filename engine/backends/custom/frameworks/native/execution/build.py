@@ -364,6 +364,8 @@ def make_plans(
 
 
 def _kv_type(config: ModelConfig, asked: str, dtype: str, numerics: str) -> str:
+    if asked == "fp8":
+        raise ConfigError("kv_dtype fp8 needs --backend torch on a GPU; use int8 on a CPU")
     if asked == "int8" and config.latent is not None:
         raise ConfigError(
             f"cache.kv_dtype int8 does not cover models of the family '{config.family}': one scale "

@@ -11,10 +11,12 @@ import psutil
 import torch
 from torch.profiler import ProfilerActivity, profile, record_function
 
+from engine.backends.custom.architectures.base import ModelConfig
 from engine.backends.custom.frameworks.refusals import check_config, check_dtype
 from engine.backends.custom.frameworks.torch.execution.cuda_runner import CudaRunner
 from engine.backends.custom.frameworks.torch.execution.encoder import TorchEncoder
 from engine.backends.custom.frameworks.torch.execution.runner import TorchRunner
+from engine.backends.custom.frameworks.torch.kernels.fp8 import cache_slot_bytes, has_fp8
 from engine.backends.custom.frameworks.torch.layers.linear import can_pack, pack_linears
 from engine.backends.custom.frameworks.torch.models.loading import (
     build_encoder_model,
@@ -75,6 +77,8 @@ def memory_needs(source: ModelSource, options: EngineOptions, device: DeviceInfo
     token.
     """
     needs = dense_needs(source.config, device)
+    if options.kv_dtype == "fp8":
+        needs = replace(needs, token_bytes=_fp8_token_bytes(source.config))
     needs = with_windows(needs, source.config, options.max_batch_tokens)
     if not device.name.startswith("cuda"):
         return needs
@@ -88,10 +92,31 @@ def memory_needs(source: ModelSource, options: EngineOptions, device: DeviceInfo
     return replace(needs, weight_bytes=weight_bytes)
 
 
+def _fp8_token_bytes(config: ModelConfig) -> int:
+    vectors = config.kv_parts * config.num_kv_heads
+    return len(config.attention_layers) * cache_slot_bytes(vectors, config.head_dim)
+
+
+def _check_fp8_cache(config: ModelConfig, device: torch.device) -> None:
+    if not has_fp8(device):
+        raise ConfigError(
+            "kv_dtype fp8 needs a GPU with float8 tensor cores (Ada, Hopper or later); leave it out"
+        )
+    if config.latent is not None:
+        raise ConfigError(
+            f"kv_dtype fp8 does not cover models of the family '{config.family}': one scale would "
+            "serve the latent and the rotated key of a token; leave it out"
+        )
+
+
 def build_runner(source: ModelSource, config: RunnerConfig) -> ModelRunner:
     """Loads the weights and allocates the KV cache. Returns a runner that is ready to use."""
     device, dtype = torch_device(config.device), torch_dtype(config.dtype)
-    check_config("torch", "PyTorch", source.config, config)
+    if config.kv_dtype == "fp8":
+        _check_fp8_cache(source.config, device)
+        check_config("torch", "PyTorch", source.config, replace(config, kv_dtype="auto"))
+    else:
+        check_config("torch", "PyTorch", source.config, config)
     if config.quantization != "auto" and device.type != "cuda":
         raise ConfigError(f"quantization {config.quantization} needs a GPU; leave it out on a CPU")
     if config.quantization != "auto" and source.config.experts is not None:

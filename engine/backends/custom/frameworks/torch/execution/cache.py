@@ -13,6 +13,11 @@ from torch import Tensor
 
 from engine.backends.custom.architectures.base import ModelConfig
 from engine.backends.custom.frameworks.torch.execution.transfer import to_device
+from engine.backends.custom.frameworks.torch.kernels.fp8 import (
+    FP8,
+    cache_slot_bytes,
+    write_cache,
+)
 from engine.backends.custom.frameworks.torch.layers.recurrent import LayerState
 from engine.backends.custom.runtime.model_runner import (
     I32,
@@ -42,20 +47,23 @@ class PagedCache:
         device: torch.device,
         dtype: torch.dtype,
     ) -> None:
-        self._blocks = _zeros(
-            (
-                *(shape.num_layers, num_blocks, block_size),
-                *(shape.parts, shape.num_kv_heads, shape.head_dim),
-            ),
-            dtype,
-            device,
-        )
-        # Each slot has (P, K, H) values, where P is the number of parts.
-        self.slots = self._blocks.flatten(1, 2)  # (layers, num_blocks * block_size, P, K, H)
+        sizes = (shape.num_layers, num_blocks, block_size)
+        vectors = (shape.parts, shape.num_kv_heads, shape.head_dim)
+        self._in_fp8 = dtype == FP8
+        if self._in_fp8:
+            slot = cache_slot_bytes(shape.parts * shape.num_kv_heads, shape.head_dim)
+            memory = _zeros((*sizes, slot), torch.uint8, device)
+            inner = (shape.num_kv_heads * shape.head_dim, shape.head_dim, 1)
+            blocks = memory.view(FP8).as_strided((*sizes, *vectors), (*memory.stride()[:3], *inner))
+        else:
+            memory = blocks = _zeros((*sizes, *vectors), dtype, device)
+        # Each slot has (P, K, H) values, where P is the number of parts. A float8 slot has its
+        # scales after them, and is shown as bytes here.
+        self.slots = memory.flatten(1, 2)  # (layers, num_blocks * block_size, ..)
         self._null_slot = NULL_BLOCK * block_size
         # Views of the cache, one per layer. They are made once, because making a view takes time.
-        self._layer_slots = self.slots.unbind(0)
-        self.layers = self._blocks.unbind(0)  # (num_blocks, block_size, P, K, H) each
+        self._layer_slots = blocks.flatten(1, 2).unbind(0)
+        self.layers = blocks.unbind(0)  # (num_blocks, block_size, P, K, H) each
 
     def write(self, layer: int, slots: Tensor, k: Tensor, v: Tensor) -> None:
         """Writes keys and values (T, K, H) to the slots (T,) of one layer. If the cache has keys
@@ -63,7 +71,10 @@ class PagedCache:
         """
         cached = self._layer_slots[layer]
         token = k[:, None] if cached.shape[1] == 1 else torch.stack((k, v), dim=1)
-        cached.index_copy_(0, slots, token)
+        if self._in_fp8:
+            write_cache(cached, slots, token)
+        else:
+            cached.index_copy_(0, slots, token)
 
     def guard(self, inputs: BatchInputs, x: Tensor, write_slots: Tensor) -> Tensor:
         """Returns whether each row of a step is free of NaN and infinity, (S,). Also erases the
@@ -100,6 +111,7 @@ class CacheGroups:
     def __init__(
         self, model: ModelConfig, config: RunnerConfig, device: torch.device, dtype: torch.dtype
     ) -> None:
+        self.in_fp8 = dtype == FP8
         self._places = model.cache_places(config.num_window_blocks > 0)
         self.caches = tuple(
             PagedCache(

@@ -28,6 +28,7 @@ from engine.backends.custom.frameworks.torch.execution.sampling_runner import (
     TorchPendingTokens,
 )
 from engine.backends.custom.frameworks.torch.execution.staging import CudaPendingTokens, PinnedRing
+from engine.backends.custom.frameworks.torch.execution.transfer import to_device
 from engine.backends.custom.frameworks.torch.kernels.attention_triton import (
     NUM_COUNTS,
     SHARED_FIELDS,
@@ -242,6 +243,9 @@ class CudaRunner(TorchRunner):
         step = BufferedStep(self, size, room)
         step.rows = self._rows(inputs)
         self._send_arrays(step, self._arrays(inputs, lists, size), static=False)
+        if self._cache.in_fp8:
+            dense = self._lists.dense(inputs)
+            step.views |= {name: to_device(each, self._device) for name, each in dense.items()}
         return step
 
     def _arrays(self, inputs: BatchInputs, lists: dict[str, I32], size: Size) -> Arrays:

@@ -1,6 +1,6 @@
 """The eager PyTorch model runner. It runs a model over the paged KV cache, without CUDA graphs."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -24,6 +24,7 @@ from engine.backends.custom.frameworks.torch.kernels.attention_heads import Atte
 from engine.backends.custom.frameworks.torch.kernels.attention_reference import ReferenceAttention
 from engine.backends.custom.frameworks.torch.kernels.attention_sdpa import SdpaAttention
 from engine.backends.custom.frameworks.torch.kernels.attention_triton import TritonPlan
+from engine.backends.custom.frameworks.torch.kernels.fp8 import FP8
 from engine.backends.custom.frameworks.torch.kernels.rope import rope_write
 from engine.backends.custom.frameworks.torch.layers.attention import (
     AnyAttention,
@@ -116,19 +117,19 @@ class TorchRunner(SamplingRunner):
         )
         super().__init__(spec, device)
         self._model = model
+        kv_dtype = FP8 if config.kv_dtype == "fp8" else dtype
+        heads = replace(AttentionHeads.of(model.config), in_fp8=kv_dtype == FP8)
         self._attention = attention_backend(
             config.attention,
-            AttentionHeads.of(model.config),
+            heads,
             block_size=config.block_size,
             dtype=dtype,
             device=device,
         )
         self._two_way: AttentionBackend = self._attention
         if not isinstance(self._attention, ReferenceAttention):
-            self._two_way = SdpaAttention(
-                AttentionHeads.of(model.config), block_size=config.block_size, dtype=dtype
-            )
-        self._cache = CacheGroups(model.config, config, device, dtype)
+            self._two_way = SdpaAttention(heads, block_size=config.block_size, dtype=dtype)
+        self._cache = CacheGroups(model.config, config, device, kv_dtype)
         count = config.max_slots + 1 + config.num_checkpoints
         self._states = StateCache(model.config, count, device, dtype)
 

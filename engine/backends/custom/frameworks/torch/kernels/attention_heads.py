@@ -16,7 +16,7 @@ CHUNK_TILES = (128, 64, 8, 2), (256, 64, 8, 3)
 SPAN_TILE = (1, 128, 4, 3)
 # With more spans than MANY_SPANS, the device is busy with programs of any size. Smaller programs
 # then save energy.
-MANY_SPANS, MANY_SPANS_TILES = 256, ((1, 64, 2, 3), (1, 32, 1, 3))
+MANY_SPANS, MANY_SPANS_TILES = 256, ((1, 64, 2, 3), (1, 32, 1, 4))
 SHARED_TILES = (128, 64, 4, 2), (128, 64, 4, 3)
 # Tile sizes for heads of more than 128 values. Larger tiles would not fit in shared memory.
 WIDEST_TILE, WIDEST_SPAN_TILE, WIDEST_MANY_TILE = (64, 64, 8, 2), (1, 64, 4, 2), (1, 32, 2, 2)
@@ -42,6 +42,7 @@ class AttentionHeads:
     has_sinks: bool = False
     alibi_bias: float | None = None
     latent: int = 0  # above 0: the cache has keys only, and the first values of a key are its value
+    in_fp8: bool = False  # whether the cache has float8 keys and values
 
     @classmethod
     def of(cls, config: ModelConfig) -> "AttentionHeads":

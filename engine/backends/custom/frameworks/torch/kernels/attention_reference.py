@@ -14,6 +14,7 @@ from engine.backends.custom.frameworks.torch.kernels.attention_heads import (
     attend_by_definition,
     two_way,
 )
+from engine.backends.custom.frameworks.torch.kernels.fp8 import read_cache
 from engine.backends.custom.runtime.model_runner import BatchInputs
 
 
@@ -43,7 +44,7 @@ class ReferencePlan:
             position = torch.arange(length, device=q.device)
             blocks = tables[row, position // self.block_size].long()
             offsets = position % self.block_size
-            known = cache[blocks, offsets].unbind(1)  # (L, K, H) each
+            known = read_cache(cache, q.dtype, blocks, offsets).unbind(1)  # (L, K, H) each
             keys, values = known[0], known[-1][..., : self.heads.value_dim]
             distance = position[-(starts[row + 1] - starts[row]) :, None] - position  # (T, L)
             if self.inputs.visible_end is not None:

@@ -24,6 +24,7 @@ from engine.backends.custom.frameworks.torch.kernels.attention_heads import (
     attend_by_definition,
     two_way,
 )
+from engine.backends.custom.frameworks.torch.kernels.fp8 import read_cache
 from engine.backends.custom.runtime.model_runner import I32, BatchInputs
 
 # Rows with one query are padded to a common length if their numbers of blocks round up to the same
@@ -65,7 +66,8 @@ class SingleQueries:
     ) -> Tensor:
         rows = q.shape[0]
         size = self.heads.value_dim
-        keys, values = _gather(cache, self.blocks, rows, self.seen, size)  # (S, K, L, H or U)
+        # (S, K, L, H or U)
+        keys, values = _gather(cache, q.dtype, self.blocks, rows, self.seen, size)
         q = q.unflatten(1, (keys.shape[1], -1))  # (S, K, N / K, H)
         if sinks is not None:
             sinks = sinks.view(keys.shape[1], -1, 1)
@@ -88,7 +90,8 @@ class LaterChunk:
         self, q: Tensor, k: Tensor, v: Tensor, cache: Tensor, sinks: Tensor | None
     ) -> Tensor:
         size = self.heads.value_dim
-        keys, values = _gather(cache, self.blocks, 1, self.seen, size)  # (1, K, L, H or U)
+        # (1, K, L, H or U)
+        keys, values = _gather(cache, q.dtype, self.blocks, 1, self.seen, size)
         group = q.shape[1] // keys.shape[1]
         out = _attention(
             q.transpose(0, 1)[None],  # (1, N, T, H)
@@ -275,11 +278,11 @@ def _tokens(indices: I32, device: torch.device) -> Tokens:
 
 
 def _gather(
-    cache: Tensor, blocks: Tensor, rows: int, seen: slice, value_dim: int
+    cache: Tensor, dtype: torch.dtype, blocks: Tensor, rows: int, seen: slice, value_dim: int
 ) -> tuple[Tensor, Tensor]:
     """Gathers the keys (S, K, L, H) and the values (S, K, L, U) of `rows` rows from the cache. Both
     results are views of one copy.
     """
-    taken = cache.index_select(0, blocks).flatten(0, 1).unflatten(0, (rows, -1))  # (S, L, 2, K, H)
-    parts = taken[:, seen].transpose(1, 3).unbind(2)
+    taken = read_cache(cache, dtype, blocks).flatten(0, 1).unflatten(0, (rows, -1))
+    parts = taken[:, seen].transpose(1, 3).unbind(2)  # taken: (S, L, 2, K, H)
     return parts[0], parts[-1][..., :value_dim]

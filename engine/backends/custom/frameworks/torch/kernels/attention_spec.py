@@ -21,6 +21,7 @@ from engine.backends.custom.frameworks.torch.kernels.attention_triton import (
     TritonPlan,
 )
 from engine.backends.custom.frameworks.torch.kernels.base import (
+    ROUNDED,
     Example,
     Inputs,
     KernelSpec,
@@ -28,6 +29,7 @@ from engine.backends.custom.frameworks.torch.kernels.base import (
     register,
     size_of,
 )
+from engine.backends.custom.frameworks.torch.kernels.fp8 import random_cache
 from engine.backends.custom.runtime.model_runner import I32, BatchInputs
 
 _MAX_DECODES = 256
@@ -65,9 +67,10 @@ def _flops_of(q: Tensor, cache: Tensor, plans: Plans) -> int:
     return 4 * plans.num_pairs * q.shape[1] * q.shape[2]
 
 
-def _heads(shape: Shape) -> AttentionHeads:
+def _heads(shape: Shape, in_fp8: bool = False) -> AttentionHeads:
     scale = shape.head_dim**-0.5
-    return AttentionHeads(shape.num_heads, shape.num_kv_heads, shape.head_dim, scale)
+    sizes = shape.num_heads, shape.num_kv_heads, shape.head_dim
+    return AttentionHeads(*sizes, scale, in_fp8=in_fp8)
 
 
 def _tables(rows: Rows, shared: int, block_size: int) -> I32:
@@ -106,11 +109,13 @@ def _step(rows: Rows, shared: int, block_size: int) -> BatchInputs:
     )
 
 
-def _example(label: str, rows: Rows, shared: int, shape: Shape, inputs: Inputs) -> Example:
+def _example(
+    label: str, rows: Rows, shared: int, shape: Shape, inputs: Inputs, in_fp8: bool
+) -> Example:
     size = shape.block_size
     step = _step(rows, shared, size)
     positions = torch.zeros(len(step.token_ids), dtype=torch.int64, device=inputs.device)
-    heads = _heads(shape)
+    heads = _heads(shape, in_fp8)
     reference, triton = (
         backend(heads, block_size=size, dtype=inputs.dtype).plan(step, positions)
         for backend in (ReferenceAttention, TritonAttention)
@@ -120,7 +125,10 @@ def _example(label: str, rows: Rows, shared: int, shape: Shape, inputs: Inputs) 
     pairs = sum(queries * keys - queries * (queries - 1) // 2 for keys, queries in rows)
     blocks = int(step.block_tables.max()) + 1
     q = inputs.normal(len(step.token_ids), shape.num_heads, shape.head_dim)
-    cache = inputs.normal(blocks, size, 2, shape.num_kv_heads, shape.head_dim)
+    if in_fp8:
+        cache = random_cache(inputs, blocks, shape)
+    else:
+        cache = inputs.normal(blocks, size, 2, shape.num_kv_heads, shape.head_dim)
     cache[0] = float("nan")  # reveals kernels that use values past a row's end
     for table, length in zip(step.block_tables, step.seq_lens, strict=True):
         if length % size:
@@ -129,11 +137,11 @@ def _example(label: str, rows: Rows, shared: int, shape: Shape, inputs: Inputs) 
 
 
 def _examples(
-    rows_of: Callable[[Shape], Iterator[tuple[str, Rows, int]]],
+    rows_of: Callable[[Shape], Iterator[tuple[str, Rows, int]]], in_fp8: bool
 ) -> Callable[[Shape, torch.device, torch.dtype], Iterator[Example]]:
     def examples(shape: Shape, device: torch.device, dtype: torch.dtype) -> Iterator[Example]:
         for label, rows, shared in rows_of(shape):
-            yield _example(label, rows, shared, shape, Inputs(device, dtype))
+            yield _example(label, rows, shared, shape, Inputs(device, dtype), in_fp8)
 
     return examples
 
@@ -164,18 +172,25 @@ def _prompts(shape: Shape) -> Iterator[tuple[str, Rows, int]]:
     yield f"3 x {part} and one more", rows, 0
 
 
-for _name, _rows_of in (
-    ("attention_decode", _decodes),
-    ("attention_shared", _shared),
-    ("attention_prompts", _prompts),
+# Float8 keys and values are multiplied in float16, also if the queries are float32.
+_FP8_TOLERANCE = {**ROUNDED, torch.float32: ROUNDED[torch.float16]}
+
+for _name, _rows_of, _in_fp8 in (
+    ("attention_decode", _decodes, False),
+    ("attention_shared", _shared, False),
+    ("attention_prompts", _prompts, False),
+    ("attention_decode_fp8", _decodes, True),
+    ("attention_shared_fp8", _shared, True),
+    ("attention_prompts_fp8", _prompts, True),
 ):
     register(
         KernelSpec(
             name=_name,
             reference=_reference,
             triton=_triton,
-            examples=_examples(_rows_of),
+            examples=_examples(_rows_of, _in_fp8),
             bytes_of=_bytes_of,
             flops_of=_flops_of,
+            tolerance=_FP8_TOLERANCE if _in_fp8 else ROUNDED,
         )
     )

@@ -25,6 +25,7 @@ from engine.backends.custom.frameworks.torch.kernels.attention_heads import (
     tiles_for,
 )
 from engine.backends.custom.frameworks.torch.kernels.cuda import attention as hopper
+from engine.backends.custom.frameworks.torch.kernels.fp8 import FP8, dense_blocks
 from engine.backends.custom.runtime.model_runner import I32, BatchInputs
 
 if TYPE_CHECKING:
@@ -33,6 +34,10 @@ if TYPE_CHECKING:
 KEY_BLOCK = 64  # the length of a span is a multiple of this many keys
 MIN_SPAN = 128  # min keys of a span
 SPARE_SPANS = 64  # a step may have this many more spans than rows, to split long rows
+# With a float8 cache and at least FP8_ROWS rows, a step may have FP8_SPANS spans. These are enough
+# for the small programs of many spans to keep the device busy. They take fewer instructions per
+# key, which limit the speed of float8 attention.
+FP8_ROWS, FP8_SPANS = 32, 320
 LONE_PROGRAMS = 128  # max programs for a step with a single row; about one per multiprocessor
 # If at least MIN_MEMBERS rows share a prefix of at least MIN_SHARED_KEYS keys, the prefix is read
 # once for many rows. Any other prefix is read once per row.
@@ -41,6 +46,7 @@ MAX_SPLITS = 8  # max number of spans that the keys of a shared prefix are cut i
 # Number of programs to aim for when shared prefixes are cut into spans. This many programs keep the
 # device busy. More programs would only write more partial results.
 SHARED_PROGRAMS = 256
+MAX_DENSE_KEYS = 65536  # max keys of a layer that are dequantized for prefill
 SPAN_FIELDS, TILE_FIELDS, SHARED_FIELDS = 4, 2, 5  # integers per item of each work list
 NUM_COUNTS = 5  # table width, lengths of the lists, where the block tables start
 
@@ -67,6 +73,7 @@ class TritonPlan:
     tiles: Tiles
     on_hopper: bool
     group: int  # heads of a program
+    tile_tokens: int
 
     def attend(
         self,
@@ -149,7 +156,10 @@ class TritonPlan:
         from engine.backends.custom.frameworks.torch.kernels.triton import attention_prefill
         from engine.backends.custom.frameworks.torch.kernels.triton.attention_tile import Tile
 
-        if self.on_hopper:
+        if self.on_hopper and cache.dtype == FP8 and "dense_blocks" in arrays:
+            cache = dense_blocks(cache, arrays["dense_blocks"], q.dtype)
+            arrays = {**arrays, "tables": arrays["dense_tables"]}
+        if self.on_hopper and cache.dtype != FP8:
             scale = self.heads.scale
             hopper.prefill(q, cache, out, arrays, window=window, scale=scale)
             return
@@ -162,6 +172,7 @@ class TritonPlan:
             window=window,
             slopes=self.slopes,
             sinks=sinks,
+            tokens=self.tile_tokens,
             tile=Tile(*self.tiles.chunk),
         )
 
@@ -212,6 +223,7 @@ class TritonAttention:
             self._tiles_of,
             self._on_hopper,
             self._group,
+            self._tile_tokens,
         )
 
     def reserve(self, rows: int, device: torch.device) -> None:
@@ -226,7 +238,7 @@ class TritonAttention:
             self._slopes = slopes / (heads.softcap or heads.scale)
         if self._scratch is None or len(self._scratch.arrived) < rows:
             self._scratch = Scratch(
-                MAX_SPLITS * rows + _span_room(rows),
+                MAX_SPLITS * rows + _span_room(rows, heads.in_fp8),
                 rows,
                 heads.num_heads,
                 self._num_groups,
@@ -238,7 +250,7 @@ class TritonAttention:
         """The max lengths of the work lists of a step with at most `tokens` tokens and `rows` rows.
         `shares` says whether the step may have work items for shared prefixes.
         """
-        spans = _span_room(rows)
+        spans = _span_room(rows, self._heads.in_fp8)
         tiles = 0 if only_decodes else tokens // self._tile_tokens + rows
         if not shares:
             return ListLengths(spans, tiles, 0, spans)
@@ -260,7 +272,7 @@ class TritonAttention:
         decodes = np.flatnonzero(counts == 1)
         chunks = np.flatnonzero(counts > 1)
         shared, members, begins, splits = self._shared(inputs, decodes, len(chunks) > 0)
-        most = room.spans if room is not None else _span_room(len(decodes))
+        most = room.spans if room is not None else _span_room(len(decodes), self._heads.in_fp8)
         if len(decodes) == 1:
             most = min(most, 1 + LONE_PROGRAMS // self._num_groups)
         spans, partials = _spans(inputs, decodes, begins, splits, most)
@@ -278,6 +290,22 @@ class TritonAttention:
         if inputs.window_tables is not None:
             lists["window_counts"] = np.array((*lengths, inputs.block_tables.size), np.int32)
         return lists, room or ListLengths(len(spans), len(tiles), len(shared), total)
+
+    def dense(self, inputs: BatchInputs) -> dict[str, I32]:
+        """What the Hopper kernel needs to read a float8 cache: the blocks of all rows with several
+        queries, which are dequantized, and block tables that name the results. It is empty if there
+        would be too many keys. Then the Triton kernel reads the float8 cache.
+        """
+        chunks = np.flatnonzero(np.diff(inputs.query_start) > 1)
+        widths = -(-inputs.seq_lens[chunks] // self._block_size)
+        if inputs.window_tables is not None or widths.sum() * self._block_size > MAX_DENSE_KEYS:
+            return {}
+        tables = np.zeros_like(inputs.block_tables)
+        filled = np.arange(tables.shape[1]) < widths[:, None]  # (chunks, table width)
+        numbered = np.zeros_like(filled, np.int32)
+        numbered[filled] = np.arange(widths.sum())
+        tables[chunks] = numbered
+        return {"dense_blocks": inputs.block_tables[chunks][filled], "dense_tables": tables}
 
     def _tiles(self, begins: I32, counts: I32, rows: np.ndarray) -> I32:
         """Cuts rows with several queries into tiles. Returns the row and the first query of each
@@ -339,8 +367,8 @@ def all_tables(inputs: BatchInputs) -> I32:
     return np.concatenate((inputs.block_tables, inputs.window_tables))
 
 
-def _span_room(rows: int) -> int:
-    return max(SPARE_SPANS, 2 * rows)
+def _span_room(rows: int, in_fp8: bool) -> int:
+    return max(FP8_SPANS if in_fp8 and rows >= FP8_ROWS else SPARE_SPANS, 2 * rows)
 
 
 def _spans(

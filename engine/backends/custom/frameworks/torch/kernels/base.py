@@ -194,3 +194,66 @@ def use_triton(tensor: Tensor) -> bool:
 def size_of(*tensors: Tensor | None) -> int:
     """The number of bytes of all elements of the tensors together. None counts as 0."""
     return sum(t.numel() * t.element_size() for t in tensors if t is not None)
+
+
+def check(spec: KernelSpec, example: Example) -> None:
+    """Compares a kernel with its reference on one example. Raises AssertionError if they differ in
+    their results, or in what they write to their arguments.
+    """
+    expected = outcome(spec.reference, example)
+    actual = outcome(spec.triton, example)
+    tolerance = _tolerance(spec, expected)
+    assert len(actual) == len(expected), (spec.name, example.label, len(actual), len(expected))
+    for index, (ours, theirs) in enumerate(zip(actual, expected, strict=True)):
+        where = f"{spec.name}, {example.label}, tensor {index}"
+        _compare(ours, theirs, tolerance, where)
+
+
+def outcome(call: Any, example: Example) -> list[Tensor]:
+    """Runs `call` on copies of the example's tensors. Returns its results, then these copies, which
+    the call may have modified.
+    """
+    args = [copied(each) for each in example.args]
+    kwargs = {name: copied(each) for name, each in example.kwargs.items()}
+    with torch.no_grad():
+        result = call(*args, **kwargs)
+    return list(_tensors([result, *args, *kwargs.values()]))
+
+
+def copied(value: Any) -> Any:
+    """A copy of a tensor with the same strides. What lies between its values in memory is copied
+    too, because a float8 cache has its scales there.
+    """
+    if not isinstance(value, Tensor):
+        return value
+    storage = value.untyped_storage().clone()
+    copy = torch.empty(0, dtype=value.dtype, device=value.device)
+    return copy.set_(storage, value.storage_offset(), value.shape, value.stride())
+
+
+def _tensors(value: Any) -> Iterator[Tensor]:
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, tuple | list):
+        for each in value:
+            yield from _tensors(each)
+
+
+def _tolerance(spec: KernelSpec, tensors: list[Tensor]) -> Tolerance:
+    """The largest tolerance for any dtype among the tensors."""
+    found = [spec.tolerance[t.dtype] for t in tensors if t.dtype in spec.tolerance]
+    return max(found, key=lambda tolerance: tolerance.relative)
+
+
+def _compare(actual: Tensor, expected: Tensor, tolerance: Tolerance, where: str) -> None:
+    assert actual.dtype == expected.dtype, (where, actual.dtype, expected.dtype)
+    if actual.dtype.is_floating_point:
+        actual, expected = actual.float(), expected.float()
+    torch.testing.assert_close(
+        actual,
+        expected,
+        rtol=tolerance.relative if actual.dtype.is_floating_point else 0,
+        atol=tolerance.absolute if actual.dtype.is_floating_point else 0,
+        equal_nan=True,
+        msg=lambda message: f"{where}: {message}",
+    )

@@ -27,9 +27,9 @@ from engine.backends.custom.frameworks.torch.kernels.base import (
 )
 from engine.backends.custom.frameworks.torch.kernels.norm import rms_norm
 
-# Max input rows for these kernels. With more rows a matmul is compute-bound, and cuBLAS with
-# dequantized weights is faster.
-MAX_ROWS = 128
+# Max input rows for these kernels. With more rows, cuBLAS with dequantized weights is faster. A
+# matrix with at most NARROW rows keeps too few programs busy, so that its limit is lower.
+MAX_ROWS, MAX_NARROW_ROWS, NARROW = 128, 32, 8192
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,7 +77,7 @@ def grouped_linear(
     act, a gated activation. A part whose argument is None is skipped.
     """
     parts: dict[str, Any] = {"norm": norm, "eps": eps, "gate": gate, "residual": residual}
-    if len(x) <= MAX_ROWS:
+    if len(x) <= (MAX_NARROW_ROWS if weight.shape[0] <= NARROW else MAX_ROWS):
         return _GROUPED_LINEAR(x, weight, bias, **parts)
     if norm is not None:
         x = rms_norm(x, norm, eps)

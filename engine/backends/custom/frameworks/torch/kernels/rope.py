@@ -15,6 +15,7 @@ from engine.backends.custom.frameworks.torch.kernels.base import (
     register,
     size_of,
 )
+from engine.backends.custom.frameworks.torch.kernels.fp8 import FP8, write_cache
 
 
 def rope_write(
@@ -74,8 +75,12 @@ def _reference(
     cos, sin = cos_sin_table[positions.long()][:, None].chunk(2, dim=-1)  # (T, 1, dim / 2)
     q, k = _rotated(q, cos, sin), _rotated(k, cos, sin)
     block_size = cache_layer.shape[1]
-    written = torch.stack((k, v), dim=1).to(cache_layer.dtype)  # (T, 2, K, H)
-    cache_layer[write_slots // block_size, write_slots % block_size] = written
+    written = torch.stack((k, v), dim=1)  # (T, 2, K, H)
+    if cache_layer.dtype == FP8:
+        write_cache(cache_layer.flatten(0, 1), write_slots.long(), written)
+    else:
+        places = write_slots // block_size, write_slots % block_size
+        cache_layer[places] = written.to(cache_layer.dtype)
     return q.to(qkv.dtype)
 
 

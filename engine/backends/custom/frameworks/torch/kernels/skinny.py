@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from engine.backends.custom.frameworks.torch.kernels.activation import gated, gated_halves
+from engine.backends.custom.frameworks.torch.kernels.activation import gated_halves
 from engine.backends.custom.frameworks.torch.kernels.base import (
     Example,
     Inputs,
@@ -32,9 +32,6 @@ MAX_ROWS = 16
 # the input has at least _WIDE columns, the fused kernel is faster for the numbers of rows in _FEW.
 # Otherwise cuBLAS is faster, although it takes more launches.
 _WIDE, _FEW = 4096, range(5, MAX_ROWS + 1)
-# Max rows for which float8 weights use the fused kernel. With more rows, the weights are converted
-# for cuBLAS.
-MAX_SCALED_ROWS = 128
 
 
 def is_few(x: Tensor) -> bool:
@@ -45,9 +42,13 @@ def is_few(x: Tensor) -> bool:
     return use_triton(x) and (rows == 1 or (size >= _WIDE and rows in _FEW))
 
 
-def skinny_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """x W^T + bias for up to MAX_ROWS rows: x (T, D), weight (F, D) -> (T, F)."""
-    return _SKINNY_LINEAR(x, weight, bias)
+def skinny_linear(
+    x: Tensor, weight: Tensor, bias: Tensor | None = None, *, scale: Tensor, **parts: Any
+) -> Tensor:
+    """As `fused_linear`, for a single row and float8 weights. `scale` (F,) float32 has one scale
+    per output channel.
+    """
+    return _SKINNY_LINEAR(x, weight, bias, scale=scale, **parts)
 
 
 def fused_linear(
@@ -55,7 +56,6 @@ def fused_linear(
     weight: Tensor,
     bias: Tensor | None = None,
     *,
-    scale: Tensor | None = None,
     norm: Tensor | None = None,
     eps: float = 0.0,
     gate: str | None = None,
@@ -65,17 +65,10 @@ def fused_linear(
     is skipped.
 
     `norm` is the weight of the RMS norm. `gate` names the activation of a gated MLP. With a gate, W
-    has the rows of gate, followed by the rows of up. `scale` (F,) float32 is given only for float8
-    weights. It has one scale per output channel.
+    has the rows of gate, followed by the rows of up.
     """
-    parts: dict[str, Any] = {
-        "scale": scale,
-        "norm": norm,
-        "eps": eps,
-        "gate": gate,
-        "residual": residual,
-    }
-    if is_few(x) or (scale is not None and len(x) <= MAX_SCALED_ROWS and use_triton(x)):
+    parts: dict[str, Any] = {"norm": norm, "eps": eps, "gate": gate, "residual": residual}
+    if is_few(x):
         return _SKINNY_LINEAR(x, weight, bias, **parts)
     return _composed(x, weight, bias, **parts)
 
@@ -85,7 +78,6 @@ def _composed(
     weight: Tensor,
     bias: Tensor | None = None,
     *,
-    scale: Tensor | None = None,
     norm: Tensor | None = None,
     eps: float = 0.0,
     gate: str | None = None,
@@ -93,14 +85,7 @@ def _composed(
 ) -> Tensor:
     if norm is not None:
         x = rms_norm(x, norm, eps)
-    if scale is None and gate is not None:
-        y = gated_linear(x, weight, bias, gate)
-    elif scale is None:
-        y = F.linear(x, weight, bias)
-    else:
-        y = (F.linear(x, weight.to(x.dtype)) * scale).to(x.dtype)
-        y = y if bias is None else y + bias
-        y = y if gate is None else gated(y, gate)
+    y = F.linear(x, weight, bias) if gate is None else gated_linear(x, weight, bias, gate)
     return y if residual is None else residual + y
 
 
@@ -138,19 +123,29 @@ def _examples(shape: Shape, device: torch.device, dtype: torch.dtype) -> Iterato
     qkv, o = weight(shape.qkv_size, hidden), weight(hidden, heads)
     gate_up, down = weight(2 * inner, hidden), weight(hidden, inner)
     head, bias = weight(shape.vocab_size, hidden), inputs.normal(shape.qkv_size)
-    for rows in (each for each in shape.rows if each <= MAX_SCALED_ROWS):
+    for rows in (each for each in shape.rows if each <= MAX_ROWS):
         stream = inputs.normal(rows, hidden)
-        scale = inputs.uniform(len(qkv)) * 0.01
-        in_8_bits = (qkv.float() / scale[:, None]).clamp(-448, 448).to(torch.float8_e4m3fn)
-        yield Example(f"qkv fp8 {rows}", (stream, in_8_bits), {**normed, "scale": scale})
-        if rows > MAX_ROWS:
-            continue
+        if rows == 1:
+            yield from _fp8_examples(stream, qkv, down, normed, inputs)
         attended, activated = inputs.normal(rows, heads), inputs.normal(rows, inner)
         yield Example(f"qkv {rows}", (stream, qkv, bias), normed)
         yield Example(f"o {rows}", (attended, o), {"residual": stream})
         yield Example(f"gate_up {rows}", (stream, gate_up), {**normed, "gate": "silu"})
         yield Example(f"down {rows}", (activated, down), {"residual": stream})
         yield Example(f"head {rows}", (stream, head), normed)
+
+
+def _fp8_examples(
+    stream: Tensor, qkv: Tensor, down: Tensor, normed: dict[str, Any], inputs: Inputs
+) -> Iterator[Example]:
+    for name, weight in (("qkv", qkv), ("down", down)):
+        scale = (inputs.uniform(len(weight)) + 0.5) * 0.01
+        in_8_bits = (weight.float() / scale[:, None]).clamp(-448, 448).to(torch.float8_e4m3fn)
+        if name == "qkv":
+            yield Example("qkv fp8", (stream, in_8_bits), {**normed, "scale": scale})
+        else:
+            inside = inputs.normal(1, weight.shape[1])
+            yield Example("down fp8", (inside, in_8_bits), {"residual": stream, "scale": scale})
 
 
 def _bytes(x: Tensor, weight: Tensor, bias: Tensor | None = None, **parts: Any) -> int:

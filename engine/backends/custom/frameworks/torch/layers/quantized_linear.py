@@ -11,17 +11,24 @@ import torch
 from torch import Tensor, nn
 
 from engine.backends.custom.frameworks.torch.kernels.activation import gated
+from engine.backends.custom.frameworks.torch.kernels.fp8 import (
+    FP8,
+    LARGEST,
+    QuantizedRows,
+    add_rms_norm_rows,
+    fp8_linear,
+    gated_rows,
+    rms_norm_rows,
+)
 from engine.backends.custom.frameworks.torch.kernels.quantized import (
     GroupedWeight,
     dequantize,
     grouped_linear,
 )
-from engine.backends.custom.frameworks.torch.kernels.skinny import fused_linear
 from engine.backends.custom.frameworks.torch.layers.linear import Linear
 from engine.backends.custom.frameworks.torch.layers.norm import RMSNorm
 
 _INT8_GROUP = 32
-_LARGEST_FP8 = 448.0
 
 
 class GroupedLinear(nn.Module):
@@ -81,40 +88,62 @@ class GroupedEmbedding(nn.Module):
 
 
 class Fp8Linear(nn.Module):
-    """A linear layer with float8 weights and one scale per output channel."""
+    """A linear layer with float8 weights and one scale per output channel. Inputs may be quantized
+    already; the layer quantizes others, unless there is a single row.
+    """
 
     def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
         super().__init__()
         largest = weight.detach().abs().amax(dim=1).float().clamp(min=1e-12)
-        self.scale = largest / _LARGEST_FP8
-        self.weight = (weight.detach().float() / self.scale[:, None]).to(torch.float8_e4m3fn)
+        self.scale = largest / LARGEST
+        self.weight = (weight.detach().float() / self.scale[:, None]).to(FP8)
         self.bias = None if bias is None else bias.detach()
+        self.dtype = weight.dtype
+        # Whether the next layer takes quantized inputs. Only the result of a gate is quantized.
+        self.feeds_fp8 = False
 
-    def forward(self, x: Tensor) -> Tensor:
-        return self.fused(x)
+    def forward(self, x: Tensor | QuantizedRows) -> Tensor:
+        return fp8_linear(x, self.weight, self.scale, self.bias, self.dtype)
 
     def fused(
         self,
-        x: Tensor,
+        x: Tensor | QuantizedRows,
         *,
         norm: RMSNorm | None = None,
         gate: str | None = None,
         residual: Tensor | None = None,
-    ) -> Tensor:
+    ) -> Tensor | QuantizedRows:
         """Computes residual + act(norm(x) W^T + b). `gate` names act, a gated activation. A part
         whose argument is None is skipped.
         """
+        if gate is not None and norm is None and residual is None and self.feeds_fp8:
+            return gated_rows(self(x), gate)
         weight, eps = (None, 0.0) if norm is None else (norm.weight, norm.eps)
-        return fused_linear(
+        return fp8_linear(
             x,
             self.weight,
+            self.scale,
             self.bias,
-            scale=self.scale,
+            self.dtype,
             norm=weight,
             eps=eps,
             gate=gate,
             residual=residual,
         )
+
+
+class Fp8RMSNorm(RMSNorm):
+    """An RMSNorm whose results are quantized, because only `Fp8Linear` layers read them."""
+
+    def __init__(self, norm: RMSNorm) -> None:
+        nn.Module.__init__(self)
+        self.weight, self.eps = norm.weight, norm.eps
+
+    def forward(self, x: Tensor) -> QuantizedRows:  # type: ignore[override]
+        return rms_norm_rows(x, self.weight, self.eps)
+
+    def add(self, x: Tensor, residual: Tensor) -> tuple[QuantizedRows, Tensor]:  # type: ignore[override]
+        return add_rms_norm_rows(x, residual, self.weight, self.eps)
 
 
 def int8_weight(weight: Tensor) -> GroupedWeight:

@@ -11,6 +11,7 @@ from engine.backends.custom.architectures.base import ModelConfig
 from engine.backends.custom.frameworks.torch.kernels.skinny import is_few
 from engine.backends.custom.frameworks.torch.layers.attention import (
     AnyAttention,
+    Attention,
     Step,
     make_attention,
 )
@@ -18,6 +19,7 @@ from engine.backends.custom.frameworks.torch.layers.experts import Experts, Shar
 from engine.backends.custom.frameworks.torch.layers.linear import can_add
 from engine.backends.custom.frameworks.torch.layers.mlp import MLP, GatedMLP
 from engine.backends.custom.frameworks.torch.layers.norm import LayerNorm, RMSNorm
+from engine.backends.custom.frameworks.torch.layers.quantized_linear import Fp8Linear, Fp8RMSNorm
 from engine.backends.custom.frameworks.torch.layers.recurrent import Recurrent
 
 Norm = RMSNorm | LayerNorm
@@ -165,7 +167,25 @@ class InputNormBlock(Block):
             and isinstance(self.mlp, GatedMLP)
             and isinstance(self.attn_norm, RMSNorm)
             and self.multiplier == 1
+            and (len(x) == 1 or not isinstance(self.attn_norm, Fp8RMSNorm))
         )
+
+    def quantize_inputs(self) -> None:
+        """Lets norms and the gated activation quantize their results, if all layers that read these
+        results have float8 weights. Otherwise each layer quantizes its own input.
+        """
+        mlp = self.mlp
+        if not isinstance(self.attn_norm, RMSNorm) or not isinstance(self.mlp_norm, RMSNorm):
+            return
+        if not self.attends or not isinstance(mlp, GatedMLP):
+            return
+        gate = self.attn.gate if isinstance(self.attn, Attention) else None
+        layers = (self.attn.qkv, gate, mlp.gate_up, mlp.down)
+        if not all(layer is None or isinstance(layer, Fp8Linear) for layer in layers):
+            return
+        self.attn_norm, self.mlp_norm = Fp8RMSNorm(self.attn_norm), Fp8RMSNorm(self.mlp_norm)
+        assert isinstance(mlp.gate_up, Fp8Linear)
+        mlp.gate_up.feeds_fp8 = True
 
     def _normed(self, x: Tensor, delta: Tensor | None) -> tuple[Tensor, Tensor]:
         """Adds the delta of the previous layer. Returns the normalized input of attention, and the

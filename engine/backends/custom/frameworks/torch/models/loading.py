@@ -28,6 +28,7 @@ from engine.backends.custom.frameworks.torch.layers.quantized_linear import (
 )
 from engine.backends.custom.frameworks.torch.layers.rotary import Rotary
 from engine.backends.custom.frameworks.torch.models.base import Decoder
+from engine.backends.custom.frameworks.torch.models.blocks import InputNormBlock
 from engine.backends.custom.frameworks.torch.models.encoder import TextEncoder
 from engine.backends.custom.frameworks.torch.models.gpt2 import GPT2
 from engine.backends.custom.frameworks.torch.models.quantized_loading import (
@@ -80,6 +81,9 @@ def build_model(
     _fill(model, rest)
     if shrinks:
         quantize_linears(model, quantization)  # only a tied LM head is not yet quantized
+        for block in model.layers:
+            if isinstance(block, InputNormBlock):
+                block.quantize_inputs()
     return model
 
 

@@ -58,35 +58,34 @@ def _decode_kernel(
     WINDOW: tl.constexpr,
     MERGES: tl.constexpr,
     FEATURES: tl.constexpr,
+    SLOT_SIZE: tl.constexpr,
+    SCALED: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
     kv_head, item = tl.program_id(0), tl.program_id(1)
     if item >= tl.load(counts_ptr + 1):
         return
     row = tl.load(spans_ptr + item * 4)
-    length = tl.load(seq_lens_ptr + row)
-    first = tl.load(spans_ptr + item * 4 + 1)
+    length, count = tl.load(seq_lens_ptr + row), tl.load(partials_ptr + row * 2 + 1)
+    first, partial = tl.load(spans_ptr + item * 4 + 1), tl.load(spans_ptr + item * 4 + 3)
     last = tl.minimum(tl.load(spans_ptr + item * 4 + 2), length)
-    partial = tl.load(spans_ptr + item * 4 + 3)
     if WINDOW > 0:
         first = tl.maximum(first, (length - WINDOW) // BLOCK_SIZE * BLOCK_SIZE)
     token = tl.load(query_start_ptr + row).to(tl.int64)
     group, columns = tl.arange(0, GROUP_BLOCK), tl.arange(0, HEAD_BLOCK)
     here = (group < GROUP)[:, None] & (columns < HEAD_DIM)[None, :]
-    heads = (token * KV_HEADS + kv_head) * GROUP + group
-    place = heads[:, None] * HEAD_DIM + columns[None, :]
+    place = ((token * KV_HEADS + kv_head) * GROUP + group)[:, None] * HEAD_DIM + columns[None, :]
     q = tl.load(q_ptr + place, mask=here, other=0.0)
-    acc = tl.zeros((GROUP_BLOCK, HEAD_BLOCK), tl.float32)
-    query = tl.full((GROUP_BLOCK,), 0, tl.int32) + length - 1
-    has_sink = (group < GROUP) & (query < last)  # a sink counts in the last span of a row
-    own_head = kv_head * GROUP + group
-    peak, total = first_state(sinks_ptr, own_head, has_sink, score_scale, FEATURES)
+    acc, query = tl.zeros((GROUP_BLOCK, HEAD_BLOCK), tl.float32), tl.zeros_like(group) + length - 1
+    own_head, is_last = kv_head * GROUP + group, query < last  # the last span counts the sink
+    peak, total = first_state(sinks_ptr, own_head, is_last & (group < GROUP), score_scale, FEATURES)
     acc, peak, total = attend_span(
         q,
         acc,
         peak,
         total,
-        cache_ptr + kv_head * HEAD_DIM,
+        cache_ptr,
+        kv_head,
         tables_ptr + tl.load(counts_ptr + 4) + row.to(tl.int64) * tl.load(counts_ptr),
         first,
         last,
@@ -99,25 +98,26 @@ def _decode_kernel(
         HEAD_BLOCK,
         BLOCK_SIZE,
         BLOCK_N,
+        SLOT_SIZE,
+        SCALED,
         True,
         False,
         WINDOW,
         FEATURES,
         PRECISION,
     )
-    result = normalised(acc, total)
-    count = tl.load(partials_ptr + row * 2 + 1)
+    result = normalised(acc, total, SCALED)
     if MERGES and count == 1:
         tl.store(out_ptr + place, result.to(out_ptr.dtype.element_ty), mask=here)
         return
     slot = (partial * KV_HEADS + kv_head).to(tl.int64) * GROUP + group
     tl.store(partial_ptr + slot[:, None] * HEAD_DIM + columns[None, :], result, mask=here)
     tl.store(weight_ptr + slot, peak * score_scale + tl.log2(total), mask=group < GROUP)
+    arrived_ptr += row * KV_HEADS + kv_head
     if MERGES:
         tl.debug_barrier()
-        arrived = arrived_ptr + row * KV_HEADS + kv_head
-        if tl.atomic_add(arrived, 1) == count - 1:
-            tl.store(arrived, 0)
+        if tl.atomic_add(arrived_ptr, 1) == count - 1:
+            tl.store(arrived_ptr, 0)
             merged = merged_spans(
                 partial_ptr,
                 weight_ptr,
@@ -232,6 +232,8 @@ def _shared_kernel(
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     FEATURES: tl.constexpr,
+    SLOT_SIZE: tl.constexpr,
+    SCALED: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
     """Computes the attention of many rows to a span of their shared prefix. The keys are read once
@@ -265,7 +267,8 @@ def _shared_kernel(
             acc,
             peak,
             total,
-            cache_ptr + kv_head * HEAD_DIM,
+            cache_ptr,
+            kv_head,
             tables_ptr + owner * table_stride,
             whole if masked else first,
             last if masked else whole,
@@ -278,6 +281,8 @@ def _shared_kernel(
             HEAD_BLOCK,
             BLOCK_SIZE,
             BLOCK_N,
+            SLOT_SIZE,
+            SCALED,
             masked == 1,
             False,
             0,
@@ -288,7 +293,7 @@ def _shared_kernel(
     slot = (partial * KV_HEADS + kv_head).to(tl.int64) * GROUP + head
     tl.store(
         partial_ptr + slot[:, None] * HEAD_DIM + columns[None, :],
-        normalised(acc, total),
+        normalised(acc, total, SCALED),
         mask=here,
     )
     tl.store(weight_ptr + slot, peak * score_scale + tl.log2(total), mask=there)

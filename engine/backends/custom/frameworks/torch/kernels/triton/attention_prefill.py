@@ -47,10 +47,12 @@ def _prefill_kernel(
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     WINDOW: tl.constexpr,
+    TOKENS: tl.constexpr,
     FEATURES: tl.constexpr,
+    SLOT_SIZE: tl.constexpr,
+    SCALED: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    TOKENS: tl.constexpr = BLOCK_M // GROUP
     kv_head, item = tl.program_id(0), tl.program_id(1)
     if item >= tl.load(counts_ptr + 2):
         return
@@ -85,7 +87,8 @@ def _prefill_kernel(
             acc,
             peak,
             total,
-            cache_ptr + kv_head * HEAD_DIM,
+            cache_ptr,
+            kv_head,
             table_ptr,
             whole if masked else 0,
             end if masked else whole,
@@ -98,13 +101,16 @@ def _prefill_kernel(
             HEAD_BLOCK,
             BLOCK_SIZE,
             BLOCK_N,
+            SLOT_SIZE,
+            SCALED,
             masked == 1,
             True,
             WINDOW,
             FEATURES,
             PRECISION,
         )
-    tl.store(out_ptr + place, normalised(acc, total).to(out_ptr.dtype.element_ty), mask=here)
+    result = normalised(acc, total, SCALED)
+    tl.store(out_ptr + place, result.to(out_ptr.dtype.element_ty), mask=here)
 
 
 def prefill(
@@ -117,11 +123,14 @@ def prefill(
     window: int,
     slopes: Tensor | None,
     sinks: Tensor | None,
+    tokens: int,
     tile: Tile,
 ) -> None:
     """Computes the attention of all rows with several queries and writes the results to `out`.
-    `arrays` has the work lists of the step. `slopes` are in units of scores before their scaling.
+    `arrays` has the work lists of the step, whose tiles have `tokens` tokens each. `slopes` are in
+    units of scores before their scaling.
     """
+    compiled_for = sizes(q, cache, heads)
     _prefill_kernel[(cache.shape[3], len(arrays["tiles"]))](
         q,
         cache,
@@ -134,8 +143,9 @@ def prefill(
         q if slopes is None else slopes,
         q if sinks is None else sinks,
         *scales(heads),
-        **sizes(q, cache, heads),
-        BLOCK_M=tile.queries,
+        **compiled_for,
+        BLOCK_M=max(16, triton.next_power_of_2(tokens * compiled_for["GROUP"])),
+        TOKENS=tokens,
         BLOCK_N=tile.keys,
         WINDOW=window,
         num_warps=tile.warps,

@@ -13,6 +13,8 @@ import triton.language as tl
 from torch import Tensor
 
 from engine.backends.custom.frameworks.torch.kernels.attention_heads import AttentionHeads
+from engine.backends.custom.frameworks.torch.kernels.base import interpreting
+from engine.backends.custom.frameworks.torch.kernels.fp8 import FP8
 
 
 class Tile(NamedTuple):
@@ -27,6 +29,9 @@ class Tile(NamedTuple):
 
 
 NOTHING_SEEN = tl.constexpr(-1.0e30)
+# Weights are multiplied by the scales of float8 values and by this, so that float16 has them.
+VALUE_FACTOR = tl.constexpr(4096.0)
+_INTERPRETS = tl.constexpr(interpreting())
 # Bits of FEATURES: what a model's attention does besides scaling and masking scores.
 SOFTCAP, ALIBI, SINKS = tl.constexpr(1), tl.constexpr(2), tl.constexpr(4)
 _LOG2_E = 1.4426950408889634
@@ -44,8 +49,9 @@ def scales(heads: AttentionHeads) -> tuple[float, float]:
 
 def sizes(q: Tensor, cache: Tensor, heads: AttentionHeads) -> dict[str, Any]:
     """The compile-time constants of all attention kernels, for a cache (B, block size, 2, K, H)."""
-    assert cache.is_contiguous(), "kernels know the strides of the cache from its shape"
     kv_heads, head_dim = cache.shape[3], cache.shape[4]
+    assert cache.stride()[2:] == (kv_heads * head_dim, head_dim, 1), "keys are contiguous"
+    assert cache.stride(0) == cache.shape[1] * cache.stride(1), "blocks are contiguous"
     features = (heads.softcap is not None) * SOFTCAP.value
     features += (heads.alibi_bias is not None) * ALIBI.value + heads.has_sinks * SINKS.value
     return {
@@ -55,6 +61,8 @@ def sizes(q: Tensor, cache: Tensor, heads: AttentionHeads) -> dict[str, Any]:
         "HEAD_BLOCK": max(16, triton.next_power_of_2(head_dim)),
         "BLOCK_SIZE": cache.shape[1],
         "FEATURES": features,
+        "SLOT_SIZE": cache.stride(1),
+        "SCALED": cache.dtype == FP8,
         "PRECISION": "ieee" if q.dtype == torch.float32 else "tf32",
     }
 
@@ -86,12 +94,58 @@ def first_state(sinks_ptr, head, has_sink, score_scale, FEATURES: tl.constexpr):
 
 
 @triton.jit
+def load_where(ptr, exists, MASKED: tl.constexpr):
+    """Loads values, with zeros where none exist. Without MASKED, all are known to exist."""
+    return tl.load(ptr, mask=exists, other=0.0) if MASKED else tl.load(ptr)
+
+
+@triton.jit
+def load_fp8(words_ptr, exists, HEAD_DIM: tl.constexpr, HEAD_BLOCK: tl.constexpr):
+    """Loads float8 vectors (N, H), four numbers at a time, as float16 numbers.
+
+    Triton's own conversion would come after the numbers are laid out for tensor cores, which takes
+    a load of a single byte for each. Its interpreter has no assembly, and converts bits instead: a
+    float16 number has those of the float8 number as its upper bits, but its exponent is larger.
+    """
+    word = tl.arange(0, HEAD_BLOCK // 4)
+    inside = exists[:, None] & (word < HEAD_DIM // 4)[None, :]
+    words = tl.load(words_ptr + word[None, :], mask=inside, other=0)
+    if _INTERPRETS:
+        low = _float16_bits((words & 0xFF) | ((words & 0xFF00) << 8))
+        high = _float16_bits(((words >> 16) & 0xFF) | ((words >> 8) & 0xFF0000))
+    else:
+        low, high = tl.inline_asm_elementwise(
+            "{ .reg .b16 a, b; mov.b32 {a, b}, $2;"
+            " cvt.rn.f16x2.e4m3x2 $0, a; cvt.rn.f16x2.e4m3x2 $1, b; }",
+            "=r,=r,r",
+            [words],
+            dtype=(tl.int32, tl.int32),
+            is_pure=True,
+            pack=1,
+        )
+    even = tl.join((low & 0xFFFF).to(tl.int16), (high & 0xFFFF).to(tl.int16))
+    odd = tl.join((low >> 16).to(tl.int16), (high >> 16).to(tl.int16))
+    bits = tl.reshape(tl.join(even, odd), (words.shape[0], HEAD_BLOCK))
+    values = bits.to(tl.float16, bitcast=True)
+    return values * 256.0 if _INTERPRETS else values
+
+
+@triton.jit
+def _float16_bits(pair):
+    """The bits of two float16 numbers that are 1 / 256 of two float8 numbers, which have the bits
+    0 to 7 and 16 to 23.
+    """
+    return ((pair << 8) & -0x7FFF8000) | ((pair << 7) & 0x3F803F80)
+
+
+@triton.jit
 def attend_span(
     q,
     acc,
     peak,
     total,
     cache_ptr,
+    kv_head,
     table_ptr,
     first,
     last,
@@ -104,6 +158,8 @@ def attend_span(
     HEAD_BLOCK: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
     BLOCK_N: tl.constexpr,
+    SLOT_SIZE: tl.constexpr,
+    SCALED: tl.constexpr,
     MASKED: tl.constexpr,
     CAUSAL: tl.constexpr,
     WINDOW: tl.constexpr,
@@ -116,31 +172,35 @@ def attend_span(
 
     `query` (M,) are the queries' positions, `slope` (M,) the slopes of their heads. Without MASKED,
     all key tiles must be full, and all queries attend to all keys.
+
+    With SCALED, keys and values are in float8. They are multiplied in float16, which has all float8
+    numbers, and their scales multiply scores and weights.
     """
     columns = tl.arange(0, HEAD_BLOCK)
+    if SCALED:
+        q = q.to(tl.float16)
+        scales_ptr = (cache_ptr + 2 * KV_HEADS * HEAD_DIM).to(tl.pointer_type(tl.float32))
+        scales_ptr += kv_head
+    cache_ptr += kv_head * HEAD_DIM
     for start in tl.range(first, last, BLOCK_N):
         position = start + tl.arange(0, BLOCK_N)
-        if MASKED:
-            exists = position < last
-            if WINDOW > 0:  # blocks that the window has left may be freed
-                exists = exists & (position + WINDOW > tl.min(query, 0))
-            block = tl.load(table_ptr + position // BLOCK_SIZE, mask=exists, other=0)
-        else:
-            block = tl.load(table_ptr + position // BLOCK_SIZE)
-        place = (block.to(tl.int64) * BLOCK_SIZE + position % BLOCK_SIZE) * (
-            2 * KV_HEADS * HEAD_DIM
-        )
+        exists = position < last
+        if WINDOW > 0:  # blocks that the window has left may be freed
+            exists = exists & (position + WINDOW > tl.min(query, 0))
+        block = load_where(table_ptr + position // BLOCK_SIZE, exists, MASKED)
+        slot = block.to(tl.int64) * BLOCK_SIZE + position % BLOCK_SIZE
+        place = slot * SLOT_SIZE
         keys_ptr = cache_ptr + place[None, :] + columns[:, None]
         values_ptr = cache_ptr + KV_HEADS * HEAD_DIM + place[:, None] + columns[None, :]
-        if MASKED:
-            keys = tl.load(
-                keys_ptr, mask=exists[None, :] & (columns < HEAD_DIM)[:, None], other=0.0
-            )
-        elif HEAD_BLOCK == HEAD_DIM:
-            keys = tl.load(keys_ptr)
-        else:
-            keys = tl.load(keys_ptr, mask=(columns < HEAD_DIM)[:, None], other=0.0)
+        keys_mask = exists[None, :] & (columns < HEAD_DIM)[:, None]
+        keys = load_where(keys_ptr, keys_mask, MASKED or HEAD_BLOCK > HEAD_DIM)
+        if SCALED:
+            keys = keys.to(tl.float16)
         scores = tl.dot(q, keys, input_precision=PRECISION)
+        if SCALED:
+            at = scales_ptr + slot * (SLOT_SIZE // 4)
+            scores *= load_where(at, exists, MASKED)[None, :]
+            value_scale = load_where(at + KV_HEADS, exists, MASKED)
         if SOFTCAP & FEATURES:
             scores = 2 * tl.sigmoid(2 * cap_scale * scores) - 1  # tanh
         if ALIBI & FEATURES:
@@ -157,19 +217,23 @@ def attend_span(
         rescale = tl.exp2((peak - new_peak) * score_scale)
         total = total * rescale + tl.sum(weights, 1)
         acc = acc * rescale[:, None]
-        if MASKED:
-            values = tl.load(
-                values_ptr, mask=exists[:, None] & (columns < HEAD_DIM)[None, :], other=0.0
-            )
-        elif HEAD_BLOCK == HEAD_DIM:
-            values = tl.load(values_ptr)
+        if SCALED:
+            words_ptr = (cache_ptr + KV_HEADS * HEAD_DIM).to(tl.pointer_type(tl.int32))
+            values = load_fp8(words_ptr + place[:, None] // 4, exists, HEAD_DIM, HEAD_BLOCK)
+            weights *= VALUE_FACTOR * value_scale[None, :]
         else:
-            values = tl.load(values_ptr, mask=(columns < HEAD_DIM)[None, :], other=0.0)
+            values_mask = exists[:, None] & (columns < HEAD_DIM)[None, :]
+            values = load_where(values_ptr, values_mask, MASKED or HEAD_BLOCK > HEAD_DIM)
         acc = tl.dot(weights.to(values.dtype), values, acc, input_precision=PRECISION)
         peak = new_peak
     return acc, peak, total
 
 
 @triton.jit
-def normalised(acc, total):
+def normalised(acc, total, SCALED: tl.constexpr = False):
+    """The weighted mean of values. With SCALED, `acc` is a multiple of it, as `attend_span` has
+    computed it.
+    """
+    if SCALED:
+        total *= VALUE_FACTOR
     return acc / tl.where(total == 0.0, 1.0, total)[:, None]

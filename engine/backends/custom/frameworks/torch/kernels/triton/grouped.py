@@ -14,8 +14,27 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from engine.backends.custom.frameworks.torch.kernels.quantized import GroupedWeight
+from engine.backends.custom.frameworks.torch.kernels.base import interpreting
+from engine.backends.custom.frameworks.torch.kernels.quantized import NARROW, GroupedWeight
 from engine.backends.custom.frameworks.torch.kernels.triton.epilogue import finish, weight_rows
+
+# What `offset_values` adds to values of 4 and of 8 bits.
+_OFFSET_4, _OFFSET_8 = tl.constexpr(128.0), tl.constexpr(32768.0)
+_INTERPRETS = tl.constexpr(interpreting())
+# Four bytes become the second bytes (8 bits), or the third bytes (4 bits), of four float32 numbers.
+# The last byte of each has the exponent, 0x47 or 0x43, and the other bytes are zero.
+_BYTES_8 = tl.constexpr(
+    "prmt.b32 $0, $4, 0x47, 0x4505; prmt.b32 $1, $4, 0x47, 0x4515;"
+    "prmt.b32 $2, $4, 0x47, 0x4525; prmt.b32 $3, $4, 0x47, 0x4535;"
+)
+_THIRD_BYTES = (
+    "prmt.b32 $0, t, 0x43, 0x4055; prmt.b32 $1, t, 0x43, 0x4155;"
+    "prmt.b32 $2, t, 0x43, 0x4255; prmt.b32 $3, t, 0x43, 0x4355; }"
+)
+_BYTES_LOW = tl.constexpr("{ .reg .b32 t; and.b32 t, $4, 0x0F0F0F0F;" + _THIRD_BYTES)
+_BYTES_HIGH = tl.constexpr(
+    "{ .reg .b32 t; shr.b32 t, $4, 4; and.b32 t, t, 0x0F0F0F0F;" + _THIRD_BYTES
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,6 +97,7 @@ def _vector_kernel(
     ADDS: tl.constexpr,
 ):
     BYTES: tl.constexpr = GROUP * BITS // 8
+    OFFSET: tl.constexpr = _OFFSET_8 if BITS == 8 else _OFFSET_4
     rows = weight_rows(tl.program_id(0), outputs, ROWS, GATE)
     products = tl.zeros((ROWS, GROUPS), tl.float32)
     squares = tl.zeros((GROUPS, BYTES), tl.float32)
@@ -92,12 +112,13 @@ def _vector_kernel(
         if BITS == 4:
             high, squared = _load_input(x_ptr, norm_ptr, column + BYTES, inside, NORMS)
             squares += squared
-            terms = (packed & 15).to(tl.float32) * x[None, :, :]
-            terms += (packed >> 4).to(tl.float32) * high[None, :, :]
+            terms = offset_values(packed, BITS, False) * x[None, :, :]
+            terms += offset_values(packed, BITS, True) * high[None, :, :]
             x += high
         else:
-            terms = packed.to(tl.float32) * x[None, :, :]
-        dots, sums = tl.sum(terms, axis=2), tl.sum(x, axis=1)[None, :]
+            terms = offset_values(packed, BITS, False) * x[None, :, :]
+        sums = tl.sum(x, axis=1)[None, :]
+        dots = tl.sum(terms, axis=2) - OFFSET * sums
         if MINIMA:
             products += scale * dots + load_group_values(minima_ptr, rows, group, COUNT) * sums
         else:
@@ -125,13 +146,37 @@ def _vector_kernel(
 
 
 @triton.jit
-def dequantized(value, scale, minimum, BITS: tl.constexpr, MINIMA: tl.constexpr):
-    """Dequantizes values (ROWS, GROUPS, BYTES) to float32 weights."""
-    if MINIMA:
-        weight = value.to(tl.float32) * scale[:, :, None] + minimum[:, :, None]
+def offset_values(packed, BITS: tl.constexpr, HIGH: tl.constexpr):
+    """Quantized values as float32 numbers, plus _OFFSET_4 or _OFFSET_8. Conversions of integers are
+    slow, so the bits of a value become bits of the fraction of this power of two. With HIGH, the
+    values are in the upper halves of the bytes.
+    """
+    if _INTERPRETS:
+        word = packed.to(tl.int32)
+        if BITS == 8:
+            bits = (word << 8) | 0x47000000
+        else:
+            bits = (((word >> 4 if HIGH else word) & 15) << 16) | 0x43000000
     else:
-        weight = (value.to(tl.float32) - 2.0 ** (BITS - 1)) * scale[:, :, None]
-    return weight
+        bits = tl.inline_asm_elementwise(
+            _BYTES_8 if BITS == 8 else _BYTES_HIGH if HIGH else _BYTES_LOW,
+            "=r,=r,=r,=r,r",
+            [packed],
+            dtype=tl.int32,
+            is_pure=True,
+            pack=4,
+        )
+    return bits.to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def dequantized(
+    packed, scale, minimum, BITS: tl.constexpr, MINIMA: tl.constexpr, HIGH: tl.constexpr
+):
+    """Dequantizes values (ROWS, GROUPS, BYTES) to float32 weights."""
+    offset: tl.constexpr = _OFFSET_8 if BITS == 8 else _OFFSET_4
+    smallest = (minimum if MINIMA else -(2.0 ** (BITS - 1)) * scale) - offset * scale
+    return offset_values(packed, BITS, HIGH) * scale[:, :, None] + smallest[:, :, None]
 
 
 @triton.jit
@@ -196,19 +241,16 @@ def _tile_kernel(
         column = (start + place // BYTES) * GROUP + place % BYTES
         x, squared = _load_inputs(x_ptr, norm_ptr, token, column, num_tokens, x_stride, SIZE, NORMS)
         squares += squared
-        low = packed
-        if BITS == 4:
-            low = packed & 15
-        weight = tl.reshape(dequantized(low, scale, minimum, BITS, MINIMA), (ROWS, GROUPS * BYTES))
+        weight = dequantized(packed, scale, minimum, BITS, MINIMA, False)
+        weight = tl.reshape(weight, (ROWS, GROUPS * BYTES))
         y = tl.dot(weight.to(x.dtype), x, y, input_precision="ieee")
         if BITS == 4:
             x, squared = _load_inputs(
                 x_ptr, norm_ptr, token, column + BYTES, num_tokens, x_stride, SIZE, NORMS
             )
             squares += squared
-            weight = tl.reshape(
-                dequantized(packed >> 4, scale, minimum, BITS, MINIMA), (ROWS, GROUPS * BYTES)
-            )
+            weight = dequantized(packed, scale, minimum, BITS, MINIMA, True)
+            weight = tl.reshape(weight, (ROWS, GROUPS * BYTES))
             y = tl.dot(weight.to(x.dtype), x, y, input_precision="ieee")
     if NORMS:
         y *= tl.rsqrt(squares / SIZE + eps)[None, :]
@@ -259,19 +301,26 @@ def _dequantize_kernel(
     column = group[:, None] * GROUP + tl.arange(0, BYTES)[None, :]
     places = out_ptr + out_row[:, None, None] * (COUNT * GROUP) + column[None, :, :]
     inside = (group < COUNT)[None, :, None]
+    tl.store(places, dequantized(packed, scale, minimum, BITS, MINIMA, False), mask=inside)
     if BITS == 4:
-        tl.store(places, dequantized(packed & 15, scale, minimum, BITS, MINIMA), mask=inside)
-        high = dequantized(packed >> 4, scale, minimum, BITS, MINIMA)
+        high = dequantized(packed, scale, minimum, BITS, MINIMA, True)
         tl.store(places + BYTES, high, mask=inside)
-    else:
-        tl.store(places, dequantized(packed, scale, minimum, BITS, MINIMA), mask=inside)
 
 
-def choose(num_tokens: int, outputs: int, group: int) -> GroupedConfig:
+def choose(num_tokens: int, outputs: int, group: int, is_float32: bool) -> GroupedConfig:
+    """Chooses the tile sizes that were the fastest on an H200 for the matrices of Llama models."""
     if num_tokens == 1:
-        return GroupedConfig(rows=4 if outputs <= 4096 else 8, groups=2048 // group, warps=4)
-    tokens = max(16, min(triton.next_power_of_2(num_tokens), 64))
-    return GroupedConfig(rows=32, groups=128 // group, warps=4, tokens=tokens)
+        return GroupedConfig(rows=4, groups=2048 // group, warps=2)
+    tokens = max(16, triton.next_power_of_2(num_tokens))
+    if is_float32:
+        return GroupedConfig(rows=32, groups=128 // group, warps=4, tokens=min(tokens, 64))
+    if outputs <= NARROW:  # more programs, each with fewer rows
+        return GroupedConfig(
+            rows=32, groups=256 // group, warps=4, tokens=min(tokens, 64), stages=4
+        )
+    if tokens == 16:
+        return GroupedConfig(rows=64, groups=128 // group, warps=4, tokens=16, stages=4)
+    return GroupedConfig(rows=128, groups=128 // group, warps=8, tokens=min(tokens, 128), stages=4)
 
 
 def described(weight: GroupedWeight) -> dict[str, int | bool]:
@@ -298,7 +347,7 @@ def grouped_linear(
 ) -> Tensor:
     num_tokens, rows = len(x), weight.shape[0]
     assert x.stride(1) == 1 and (residual is None or residual.is_contiguous())
-    chosen = config or choose(num_tokens, rows, weight.group)
+    chosen = config or choose(num_tokens, rows, weight.group, x.dtype == torch.float32)
     outputs = rows // 2 if gate else rows
     out = torch.empty((num_tokens, outputs), dtype=x.dtype, device=x.device)
     tensors = [x if each is None else each for each in (bias, norm, residual)]

@@ -84,14 +84,12 @@ def _expert_kernel(
             minimum = load_group_values(minima_ptr, own_rows, group, COUNT)
         column = (start + place // BYTES) * GROUP + place % BYTES
         x = _load_inputs(inputs_ptr, column, known, SIZE)
-        low = packed
-        if BITS == 4:
-            low = packed & 15
-        weight = tl.reshape(dequantized(low, scale, minimum, BITS, MINIMA), (ROWS, GROUPS * BYTES))
+        weight = dequantized(packed, scale, minimum, BITS, MINIMA, False)
+        weight = tl.reshape(weight, (ROWS, GROUPS * BYTES))
         y = tl.dot(weight.to(x.dtype), x, y, input_precision="ieee")
         if BITS == 4:
             x = _load_inputs(inputs_ptr, column + BYTES, known, SIZE)
-            high = dequantized(packed >> 4, scale, minimum, BITS, MINIMA)
+            high = dequantized(packed, scale, minimum, BITS, MINIMA, True)
             weight = tl.reshape(high, (ROWS, GROUPS * BYTES))
             y = tl.dot(weight.to(x.dtype), x, y, input_precision="ieee")
     if BIAS:

@@ -10,6 +10,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from engine.backends.custom.frameworks.torch.kernels.fp8 import FP8
+from engine.backends.custom.frameworks.torch.kernels.triton.fp8 import fp8_scale, scaled_fp8
+
 # Heads per program: _FEW_HEADS in steps with fewer than _MANY_TOKENS tokens, so that there are
 # enough programs for the GPU; otherwise _MANY_HEADS.
 _FEW_HEADS, _MANY_HEADS, _MANY_TOKENS = 4, 16, 256
@@ -40,6 +43,7 @@ def _rope_kernel(
     REST_BLOCK: tl.constexpr,
     GROUP: tl.constexpr,
     NORMS: tl.constexpr,
+    SCALED: tl.constexpr,
 ):
     token = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1) * GROUP + tl.arange(0, GROUP)  # index among all N + 2 K heads
@@ -74,11 +78,23 @@ def _rope_kernel(
     in_cache = cached + kind * kind_stride + (kv_head - kind * KV_HEADS) * head_stride
     in_queries = q_ptr + (token * HEADS + head) * HEAD_DIM
     for_queries, for_cache = (head < HEADS)[:, None], (head >= HEADS)[:, None]
+    if SCALED:
+        largest = tl.maximum(tl.max(tl.abs(turned_first), 1), tl.max(tl.abs(turned_second), 1))
+        largest = tl.maximum(largest, tl.max(tl.abs(third), 1))
+        lost = tl.sum(turned_first - turned_first, 1) + tl.sum(turned_second - turned_second, 1)
+        scale = fp8_scale(largest, lost + tl.sum(third - third, 1))
+        scales_ptr = (cached + 2 * KV_HEADS * HEAD_DIM).to(tl.pointer_type(tl.float32))
+        is_cached = (head >= HEADS) & (head < HEADS + 2 * KV_HEADS)
+        tl.store(scales_ptr + kv_head, scale, mask=is_cached)
     for place in tl.static_range(2):
         if place == 0:
             target, here = in_queries[:, None], for_queries
         else:
             target, here = in_cache[:, None], for_cache
+            if SCALED:
+                turned_first = scaled_fp8(turned_first, scale[:, None])
+                turned_second = scaled_fp8(turned_second, scale[:, None])
+                third = scaled_fp8(third, scale[:, None])
         tl.store(target + columns[None, :], turned_first, mask=in_half & here)
         tl.store(target + HALF + columns[None, :], turned_second, mask=in_half & here)
         tl.store(target + rest[None, :], third, mask=in_rest & here)
@@ -133,6 +149,7 @@ def rope_write(
         REST_BLOCK=triton.next_power_of_2(max(head_dim - 2 * half, 1)),
         GROUP=group,
         NORMS=q_norm is not None,
+        SCALED=cache_layer.dtype == FP8,
         num_warps=2 if group == _FEW_HEADS else 4,
     )
     return q

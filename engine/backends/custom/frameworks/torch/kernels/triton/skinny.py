@@ -20,6 +20,8 @@ from torch import Tensor
 
 from engine.backends.custom.frameworks.torch.kernels.triton.epilogue import finish, weight_rows
 
+_MAX_RESIDENT = 8192  # max columns of an input that fits in the registers of a program
+
 
 @dataclass(frozen=True, slots=True)
 class SkinnyConfig:
@@ -27,6 +29,7 @@ class SkinnyConfig:
     columns: int  # input columns per iteration
     warps: int
     stages: int = 3
+    steps: int = 0  # above 0: the input stays in registers, for this many times `rows` weight rows
     # Whether weights are prefetched before the previous kernel ends. Only for a single token.
     overlaps: bool = False
 
@@ -96,6 +99,63 @@ def _vector_kernel(
 
 
 @triton.jit
+def _resident_kernel(
+    x_ptr,
+    weight_ptr,
+    bias_ptr,
+    scale_ptr,
+    norm_ptr,
+    residual_ptr,
+    out_ptr,
+    outputs,
+    eps,
+    SIZE: tl.constexpr,
+    BLOCK: tl.constexpr,
+    ROWS: tl.constexpr,
+    STEPS: tl.constexpr,
+    BIAS: tl.constexpr,
+    NORMS: tl.constexpr,
+    GATE: tl.constexpr,
+    ADDS: tl.constexpr,
+):
+    """As `_vector_kernel`, for float8 weights. They are read so fast that reading and normalizing
+    the input for every few weight rows takes a third of the time. So a program keeps the whole
+    normalized input in registers, and multiplies it by ROWS weight rows at each of its STEPS.
+    """
+    columns = tl.arange(0, BLOCK)
+    inside = columns < SIZE
+    x = tl.load(x_ptr + columns, mask=inside, other=0.0).to(tl.float32)
+    if NORMS:
+        norm = tl.load(norm_ptr + columns, mask=inside, other=0.0).to(tl.float32)
+        x = x * tl.rsqrt(tl.sum(x * x, axis=0) / SIZE + eps) * norm
+    for step in range(STEPS):
+        rows = weight_rows(tl.program_id(0) * STEPS + step, outputs, ROWS, GATE)
+        places = weight_ptr + rows.to(tl.int64)[:, None] * SIZE + columns[None, :]
+        if SIZE == BLOCK:
+            weight = tl.load(places, eviction_policy="evict_first")
+        else:
+            weight = tl.load(places, mask=inside[None, :], other=0.0)
+        y = tl.sum(weight.to(tl.float32) * x[None, :], axis=1)
+        finish(
+            y[:, None],
+            rows,
+            bias_ptr,
+            scale_ptr,
+            residual_ptr,
+            out_ptr,
+            outputs,
+            0,
+            1,
+            ROWS,
+            1,
+            BIAS,
+            True,
+            GATE,
+            ADDS,
+        )
+
+
+@triton.jit
 def _few_rows_kernel(
     x_ptr,
     weight_ptr,
@@ -162,8 +222,15 @@ def _few_rows_kernel(
     )
 
 
-def choose(num_tokens: int, outputs: int, size: int, value_bytes: int = 2) -> SkinnyConfig:
+def choose(
+    num_tokens: int, outputs: int, size: int, value_bytes: int = 2, weight_bytes: int = 2
+) -> SkinnyConfig:
     """Chooses the tile sizes that were the fastest on an H200 for the matrices of Llama models."""
+    if num_tokens == 1 and weight_bytes == 1:
+        if size > _MAX_RESIDENT:
+            return SkinnyConfig(rows=8, columns=1024, warps=4)
+        steps = max(1, min(8, outputs // 3072))
+        return SkinnyConfig(rows=4, columns=0, warps=4 if size <= 4096 else 8, steps=steps)
     if num_tokens > 1 and value_bytes > 2:
         return SkinnyConfig(rows=32, columns=64, warps=4, stages=2)
     if num_tokens > 1:
@@ -197,7 +264,7 @@ def skinny_linear(
     (num_tokens, size), rows = x.shape, len(weight)
     assert x.stride(1) == 1 and weight.is_contiguous()
     assert residual is None or residual.is_contiguous()
-    chosen = config or choose(num_tokens, rows, size, x.element_size())
+    chosen = config or choose(num_tokens, rows, size, x.element_size(), weight.element_size())
     outputs = rows // 2 if gate else rows
     out = torch.empty((num_tokens, outputs), dtype=x.dtype, device=x.device)
     tensors = [x if each is None else each for each in (bias, scale, norm, residual)]
@@ -211,7 +278,23 @@ def skinny_linear(
     shape = {"SIZE": size, "ROWS": chosen.rows, "COLUMNS": chosen.columns}
     grid = (triton.cdiv(rows, chosen.rows),)
     options: dict[str, int | bool] = {"num_warps": chosen.warps, "num_stages": chosen.stages}
-    if num_tokens == 1:
+    if chosen.steps:
+        assert num_tokens == 1 and parts.pop("SCALED")
+        _resident_kernel[(triton.cdiv(rows, chosen.rows * chosen.steps),)](
+            x,
+            weight,
+            *tensors,
+            out,
+            rows,
+            eps,
+            SIZE=size,
+            BLOCK=triton.next_power_of_2(size),
+            ROWS=chosen.rows,
+            STEPS=chosen.steps,
+            **parts,
+            **options,
+        )
+    elif num_tokens == 1:
         if chosen.overlaps:
             options["launch_pdl"] = True
         parts["OVERLAPS"] = chosen.overlaps
