@@ -115,6 +115,7 @@ class FakeBackend(InferenceBackend):
         self.stats_now: EngineStats | None = EngineStats(prefix_queries=100, prefix_hits=25)
         self.requests: list[ChatRequest | CompletionRequest] = []
         self.embed_requests: list[EmbedRequest] = []
+        self.num_revivals = 0  # as each request's usage tells it
         self.num_open = 0
         self.num_ended = 0
         self.num_cut_short = 0
@@ -242,6 +243,7 @@ class FakeBackend(InferenceBackend):
                 prefill_s=self.prefill_s,
                 decode_s=(self.token_s or 0.0) * num_tokens / context.params.n,
                 reasoning_tokens=self.reasoning_tokens,
+                num_revivals=self.num_revivals,
             )
             finished = True
         finally:

@@ -9,5 +9,8 @@ class ToldEngine:
     def forget(self, request_id: str, choice: int | None) -> None:
         self.forgotten.append(choice)
 
+    def num_revivals(self, request_id: str) -> int:
+        return 0
+
     def done(self, request_id: str) -> None:
         self.done_ids.append(request_id)

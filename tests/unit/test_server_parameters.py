@@ -375,3 +375,12 @@ async def test_model_entry(client: httpx.AsyncClient, backend: FakeBackend) -> N
     backend.set_card(trained_context=None)
     entry = (await client.get(f"/v1/models/{MODEL}")).json()
     assert entry["meta"]["n_ctx_train"] == CONTEXT_LENGTH
+
+
+@pytest.mark.parametrize("num_revivals", [0, 2])
+async def test_a_restart_of_the_engine_is_told_with_the_answer(client, backend, num_revivals):
+    backend.num_revivals = num_revivals
+    for path, body in ((CHAT, chat()), (COMPLETIONS, completion())):
+        response = await client.post(path, json=body)
+        told = response.headers.get("x-engine-warnings", "")
+        assert response.status_code == 200 and ("restarted" in told) == (num_revivals > 0)

@@ -91,7 +91,7 @@ async def test_killed_twice_every_choice_has_the_tokens_of_an_undisturbed_one():
     await ended(*inboxes)
     assert all(inbox.is_right() for inbox in inboxes)
     assert len(inboxes[-1].logprobs[0]) == 150
-    assert link.num_revived == 2 * len(PARAMS)
+    assert link.num_revived == 2 * len(PARAMS) and link.num_revivals("r0") == 2
     await link.stop()
 
 

@@ -97,6 +97,7 @@ class UsageEvent(msgspec.Struct, frozen=True):
     prefill_s: float = 0.0  # seconds from the first step to the first token
     decode_s: float = 0.0  # seconds from the first token to the end
     reasoning_tokens: int = 0  # included in `completion_tokens`
+    num_revivals: int = 0  # how often the request continued in a restarted engine
 
 
 Event = TextEvent | ReasoningEvent | ToolCallEvent | FinishEvent | UsageEvent

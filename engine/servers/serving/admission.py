@@ -27,6 +27,7 @@ RETRY_AFTER_S = 1.0
 # Seconds that a drain waits, after it has aborted the remaining requests, until their error
 # responses are sent.
 FLUSH_S = 2.0
+REVIVED = "the engine was restarted while it computed this answer"
 
 
 @dataclass(slots=True)
@@ -181,11 +182,17 @@ class Ticket:
             choices_per_source=num_choices,
             timeout_s=timeout_s,
             on_tokens=self._metrics.inter_token,
+            on_usage=self._warn_of_revival,
         )
         if self._lease is not None:
             self._lease.pump = self._pump
         self._lifecycle.pumps.add(self._pump)
         return self._pump
+
+    def _warn_of_revival(self, usage: UsageEvent) -> None:
+        warnings = self._record.warnings
+        if usage.num_revivals and REVIVED not in warnings:
+            warnings.append(REVIVED)
 
     def detach(self) -> "Ticket":
         """Move everything that this ticket holds to a new ticket, for work that continues after its

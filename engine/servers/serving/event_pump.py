@@ -70,6 +70,7 @@ class EventPump:
         choices_per_source: int,
         timeout_s: float | None,
         on_tokens: OnTokens,
+        on_usage: Callable[[UsageEvent], None] = lambda _: None,
     ) -> None:
         num_choices = num_sources * choices_per_source
         self.choice_tokens = [0] * num_choices
@@ -85,6 +86,7 @@ class EventPump:
         self._requests: Sequence[ChatRequest | CompletionRequest] = ()
         self._last_token_at = [0.0] * num_choices
         self._on_tokens = on_tokens
+        self._on_usage = on_usage
         self._pending: list[OutputEvent] = []
         self._open = num_sources
         self._choices_per_source = choices_per_source
@@ -289,6 +291,7 @@ class EventPump:
 
     def _accept(self, first_choice: int, event: Event) -> None:
         if isinstance(event, UsageEvent):
+            self._on_usage(event)
             self.usage = add_usage(self.usage, event)
             return
         if self.failure is not None:
@@ -350,6 +353,7 @@ def add_usage(total: UsageEvent, part: UsageEvent) -> UsageEvent:
         prefill_s=max(total.prefill_s, part.prefill_s),
         decode_s=max(total.decode_s, part.decode_s),
         reasoning_tokens=total.reasoning_tokens + part.reasoning_tokens,
+        num_revivals=max(total.num_revivals, part.num_revivals),
     )
 
 

@@ -13,7 +13,7 @@ from tests.scoreboard.streams import CHAT, COMPLETIONS, Reply, all_begun, ask, c
 NUM_KILLS, NUM_CLIENTS = 50, 32
 KILLS_PER_SERVER = 4  # one more within a minute would start the pause between restarts
 BACK_WITHIN_S = 60.0  # give up after this time
-NUM_TOKENS = 160
+NUM_TOKENS = 96
 NUMBERS = {"type": "array", "items": {"type": "integer"}, "minItems": 60, "maxItems": 60}
 LIST = {"type": "object", "properties": {"numbers": NUMBERS}, "required": ["numbers"]}
 FUNCTION = {"name": "count", "description": "Counts.", "parameters": LIST}

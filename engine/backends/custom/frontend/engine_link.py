@@ -104,9 +104,7 @@ class EngineLink:
         for task in (self._restarting, self._watching):
             if task is not None:
                 task.cancel()
-        error = UnavailableError("The server is shutting down.")
-        self._on_down(error)
-        self._requests.fail(error)
+        self._on_down(UnavailableError("The server is shutting down."))
         if self._client is not None:
             await self._client.stop()
 
@@ -129,6 +127,10 @@ class EngineLink:
     def done(self, request_id: str) -> None:
         """Drop the receiver of a request that has ended. Sends nothing to the engine."""
         self._requests.drop(request_id)
+
+    def num_revivals(self, request_id: str) -> int:
+        """How often an open request continued in a new engine."""
+        return self._requests.num_revivals(request_id)
 
     @property
     def num_revived(self) -> int:
@@ -300,7 +302,7 @@ class EngineLink:
         self.ready = None
         self._in_trouble = False
         self.stats = None
-        if self._survives:
+        if self._survives and not self._stopping:
             self._requests.interrupt(error)
         else:
             self._requests.fail(error)

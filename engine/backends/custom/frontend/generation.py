@@ -50,6 +50,10 @@ class Engine(Protocol):
         """Abort one choice of a request, or the whole request if `choice` is None."""
         ...
 
+    def num_revivals(self, request_id: str) -> int:
+        """How often the request continued in a restarted engine."""
+        ...
+
     def done(self, request_id: str) -> None:
         """Called when the request has ended, so that its receiver is dropped."""
         ...
@@ -380,6 +384,7 @@ class Generation(EventFeed):
             prefill_s=self._prefill_s,
             decode_s=now - self._first_token_at if self._first_token_at is not None else 0.0,
             reasoning_tokens=self._num_reasoning,
+            num_revivals=self._engine.num_revivals(self.request.request_id),
         )
 
 

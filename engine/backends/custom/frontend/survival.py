@@ -142,6 +142,10 @@ class OpenRequests:
         if opened is self._on_trial:
             self._next_trial()
 
+    def num_revivals(self, request_id: str) -> int:
+        opened = self._requests.get(request_id)
+        return 0 if opened is None else opened.num_revivals
+
     def fail(self, error: EngineError) -> None:
         """End every request with an error."""
         for opened in list(self._requests.values()):
