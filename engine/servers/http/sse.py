@@ -16,6 +16,7 @@ from typing import ClassVar, Protocol
 from starlette.responses import Response
 from starlette.types import Message, Receive, Scope, Send
 
+from engine.backends.base import InferenceBackend
 from engine.core.errors import EngineError
 from engine.core.interfaces.backend import UsageEvent
 from engine.servers.http.errors import ClientDisconnectedError, error_body, opaque_error
@@ -214,3 +215,23 @@ class _Writer:
 
 def error_event(error: EngineError) -> bytes:
     return b"data: " + error_body(error) + b"\n\n"
+
+
+async def answer_streaming(
+    pump: EventPump, format: StreamFormat, kind: type[EventStream] = EventStream
+) -> Response:
+    """Start a streaming response. If the backend refuses the prompt, or the request within
+    `ACCEPT_WAIT_S`, this raises before any header is sent, so the client gets an HTTP error.
+    """
+    await pump.accepted(CHECK_WAIT_S, ACCEPT_WAIT_S)
+    return kind(pump, format)
+
+
+async def answer_counted(
+    pump: EventPump,
+    backend: InferenceBackend,
+    make_format: Callable[[list[int]], StreamFormat],
+) -> Response:
+    """Like `answer_streaming`, for a format that needs the number of tokens of each prompt."""
+    await pump.accepted(CHECK_WAIT_S, ACCEPT_WAIT_S)
+    return EventStream(pump, make_format(await pump.prompt_lengths(backend)))

@@ -22,7 +22,7 @@ from engine.core.interfaces.backend import (
     UsageEvent,
 )
 from engine.servers.http.errors import problem
-from engine.servers.http.sse import StreamFormat
+from engine.servers.http.sse import StreamFormat, answer_streaming
 from engine.servers.llamacpp.format import (
     Asked,
     NativeStream,
@@ -39,7 +39,6 @@ from engine.servers.serving.chat import NO_TEXT, require_grammar
 from engine.servers.serving.event_pump import EventPump
 from engine.servers.serving.services import (
     Services,
-    answer_streaming,
     json_bytes,
     new_completion_id,
 )

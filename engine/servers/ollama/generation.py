@@ -16,7 +16,7 @@ from starlette.responses import Response
 from engine.core.errors import InvalidRequestError
 from engine.core.interfaces.backend import CompletionRequest, ModelCard, ToolChoice
 from engine.servers.http.request_log import record_of
-from engine.servers.http.sse import LineStream
+from engine.servers.http.sse import LineStream, answer_streaming
 from engine.servers.ollama.format import Answer
 from engine.servers.ollama.names import OllamaModels
 from engine.servers.ollama.schema import (
@@ -41,7 +41,6 @@ from engine.servers.serving.chat import (
 from engine.servers.serving.event_pump import EventPump
 from engine.servers.serving.services import (
     Services,
-    answer_streaming,
     json_bytes,
     json_response,
     new_completion_id,

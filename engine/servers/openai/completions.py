@@ -26,7 +26,7 @@ from engine.core.interfaces.backend import (
     UsageEvent,
 )
 from engine.core.interfaces.request import SamplingParams
-from engine.servers.http.sse import StreamFormat
+from engine.servers.http.sse import StreamFormat, answer_counted, answer_streaming
 from engine.servers.openai.beam_fields import beam_search
 from engine.servers.openai.format import (
     ChatStream,
@@ -56,11 +56,10 @@ from engine.servers.serving.chat import (
 from engine.servers.serving.event_pump import EventPump
 from engine.servers.serving.services import (
     Services,
-    answer_counted,
-    answer_streaming,
     json_bytes,
     new_completion_id,
 )
+from engine.servers.serving.special_tokens import parses_special
 
 
 def add_chat_routes(app: FastAPI, services: Services) -> None:
@@ -247,7 +246,7 @@ def add_completions_routes(app: FastAPI, services: Services) -> None:
         if body.suffix:
             services.require(card, "suffix", "suffix", NO_SUFFIX)
         check_structure(services, request, body, card)
-        parses = await services.parses_special(request, card, body.parse_special, body.prompt)
+        parses = await parses_special(services, request, card, body.parse_special, body.prompt)
         params = await with_token_params(services, card, body, backend_params(body, card))
         completion_id = new_completion_id("cmpl")
         context = services.context(request, card, body, params, completion_id, body.grammar)
@@ -300,7 +299,7 @@ def add_fim_routes(app: FastAPI, services: Services) -> None:
         if body.suffix:
             services.require(card, "suffix", "suffix", NO_SUFFIX)
         check_structure(services, request, body, card)
-        parses = await services.parses_special(request, card, body.parse_special, [body.prompt])
+        parses = await parses_special(services, request, card, body.parse_special, [body.prompt])
         params = body.params(card)
         completion_id = new_completion_id("fim")
         asked = CompletionRequest(

@@ -29,7 +29,7 @@ from engine.core.interfaces.backend import (
 )
 from engine.servers.access.auth import principal_of
 from engine.servers.http.errors import AbortedError, error_fields
-from engine.servers.http.sse import CHECK_WAIT_S, DONE, EventStream, error_event
+from engine.servers.http.sse import CHECK_WAIT_S, DONE, EventStream, answer_streaming, error_event
 from engine.servers.openai.format import Collected, usage_body
 from engine.servers.openai.logprobs import chat_logprobs
 from engine.servers.openai.schema import GenerateBody
@@ -38,10 +38,10 @@ from engine.servers.serving.chat import NO_TEXT, require_grammar
 from engine.servers.serving.event_pump import EventPump, OutputEvent, coalesce
 from engine.servers.serving.services import (
     Services,
-    answer_streaming,
     json_response,
     new_completion_id,
 )
+from engine.servers.serving.special_tokens import parses_special
 
 if TYPE_CHECKING:
     from engine.servers.sglang_api.schema import SglangGenerateBody
@@ -234,7 +234,7 @@ def add_generate_routes(app: FastAPI, services: Services) -> None:
     async def start(request: Request, body: GenerateBody, ticket: Ticket) -> tuple[str, EventPump]:
         card = services.choose_model(request, body.model)
         services.require(card, "completions", "prompt", NO_TEXT)
-        parses = await services.parses_special(request, card, body.parse_special, [body.prompt])
+        parses = await parses_special(services, request, card, body.parse_special, [body.prompt])
         request_id = new_completion_id("gen")
         params = body.params(card)
         require_grammar(services, card, body.structured_outputs)

@@ -36,6 +36,7 @@ from engine.servers.serving.chat import (
     with_system,
 )
 from engine.servers.serving.services import Services, json_response
+from engine.servers.serving.special_tokens import parses_special
 
 MAX_IDS = 2**20
 # Max number of different tokens that are returned as text. Each of them takes one call of the
@@ -134,8 +135,8 @@ def add_tokenize_routes(app: FastAPI, services: Services) -> None:
                 body.prompt,
                 model=card.id,
                 add_special_tokens=body.add_special_tokens is not False,
-                parse_special=await services.parses_special(
-                    request, card, body.parse_special, [body.prompt]
+                parse_special=await parses_special(
+                    services, request, card, body.parse_special, [body.prompt]
                 ),
             )
         else:

@@ -12,6 +12,7 @@ from engine.core.interfaces.backend import GenerationContext
 from engine.core.interfaces.request import SamplingParams
 from engine.servers.access.auth import principal_of
 from engine.servers.http.listing import following, list_body, parse_query
+from engine.servers.http.sse import answer_streaming
 from engine.servers.responses.background import Background, follow_job
 from engine.servers.responses.compact import compact
 from engine.servers.responses.conversations import ConversationStore, add_conversations_routes
@@ -29,7 +30,6 @@ from engine.servers.serving.admission import Ticket
 from engine.servers.serving.chat import chat_model, chat_request
 from engine.servers.serving.services import (
     Services,
-    answer_streaming,
     json_bytes,
     json_response,
     new_completion_id,

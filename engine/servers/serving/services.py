@@ -4,7 +4,7 @@ import functools
 import hashlib
 import re
 import secrets
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
@@ -25,15 +25,12 @@ from engine.core.interfaces.backend import (
     GrammarSpec,
     ModelCard,
     Preset,
-    TokenizerInfo,
 )
 from engine.core.interfaces.request import SamplingParams
 from engine.core.key_file import NO_LIMITS
 from engine.core.observability.metrics import Metrics
-from engine.core.text.long_texts import after_other_long_texts
 from engine.servers.access.auth import KeyRing, is_acting, principal_of
 from engine.servers.access.quotas import Quotas
-from engine.servers.http import sse
 from engine.servers.http.errors import PromptTooLargeError
 from engine.servers.http.limits import read_parsed
 from engine.servers.http.request_log import record_of
@@ -50,8 +47,6 @@ if TYPE_CHECKING:
 
 # Seconds after which clients should retry while the model loads or the engine restarts.
 NOT_READY_RETRY_S = 5.0
-# Prompts up to this size are searched on the event loop.
-INLINE_CHARACTERS = 8_192
 # No text of a prompt has more bytes per token than this, except for long runs of one character.
 MAX_BYTES_PER_TOKEN = 16
 _MAX_NAMED_MODELS = 20
@@ -281,26 +276,6 @@ class Services:
                 code="unsupported_parameter",
             )
 
-    async def parses_special(
-        self, request: Request, card: ModelCard, asked: bool | None, texts: Sequence[object]
-    ) -> bool:
-        """Whether names of control tokens in the prompts `texts` become these tokens. If not, and a
-        text has such a name, the client is warned. `asked` is the request's `parse_special`; the
-        key's setting is its default.
-        """
-        parses = principal_of(request).parse_special if asked is None else asked
-        if parses or asked is not None:
-            return parses
-        info = await self.backend.tokenizer_info(model=card.id)
-        if info is None:
-            return False
-        for text in texts:
-            if isinstance(text, str) and (found := await _control_token(text, info)) is not None:
-                what = f"{found} in the prompt is read as text; set it to true for a control token"
-                self.warn(request, "parse_special", what)
-                break
-        return False
-
     def context(
         self,
         request: Request,
@@ -393,23 +368,6 @@ class Services:
         )
 
 
-async def _control_token(text: str, info: TokenizerInfo) -> str | None:
-    """The first name of a control token in `text`."""
-
-    def search() -> str | None:
-        found = _control_tokens(tuple(info.special_tokens)).search(text)
-        return None if found is None else found.group()
-
-    if len(text) <= INLINE_CHARACTERS:
-        return search()
-    return await after_other_long_texts(search)
-
-
-@functools.lru_cache(maxsize=16)
-def _control_tokens(names: tuple[str, ...]) -> re.Pattern[str]:
-    return re.compile("|".join(map(re.escape, names)) or r"(?!)")
-
-
 def _digest(principal: str, text: str) -> str:
     # A principal's name has no line break, so no two (principal, text) pairs collide.
     return hashlib.sha256(f"{principal}\n{text}".encode()).hexdigest()
@@ -425,26 +383,6 @@ def _session(request: Request, body: SamplingBody) -> str:
 
 def new_completion_id(prefix: str) -> str:
     return f"{prefix}-{secrets.token_hex(16)}"
-
-
-async def answer_streaming(
-    pump: EventPump, format: sse.StreamFormat, kind: type[sse.EventStream] = sse.EventStream
-) -> Response:
-    """Start a streaming response. If the backend refuses the prompt, or the request within
-    `sse.ACCEPT_WAIT_S`, this raises before any header is sent, so the client gets an HTTP error.
-    """
-    await pump.accepted(sse.CHECK_WAIT_S, sse.ACCEPT_WAIT_S)
-    return kind(pump, format)
-
-
-async def answer_counted(
-    pump: EventPump,
-    backend: InferenceBackend,
-    make_format: Callable[[list[int]], sse.StreamFormat],
-) -> Response:
-    """Like `answer_streaming`, for a format that needs the number of tokens of each prompt."""
-    await pump.accepted(sse.CHECK_WAIT_S, sse.ACCEPT_WAIT_S)
-    return sse.EventStream(pump, make_format(await pump.prompt_lengths(backend)))
 
 
 def json_bytes(body: bytes) -> Response:

@@ -22,16 +22,16 @@ from engine.core.interfaces.backend import (
     UsageEvent,
 )
 from engine.servers.http.request_log import record_of
-from engine.servers.http.sse import DONE, error_event
+from engine.servers.http.sse import DONE, answer_counted, error_event
 from engine.servers.serving.admission import Ticket
 from engine.servers.serving.chat import NO_TEXT, require_grammar
 from engine.servers.serving.event_pump import EventPump, OutputEvent
 from engine.servers.serving.services import (
     Services,
-    answer_counted,
     json_bytes,
     new_completion_id,
 )
+from engine.servers.serving.special_tokens import parses_special
 from engine.servers.sglang_api.schema import SglangGenerateBody
 
 _encode = msgspec.json.Encoder().encode
@@ -56,7 +56,7 @@ async def _open(
     card = services.choose_model(request, body.model)
     services.require(card, "completions", "text", NO_TEXT)
     require_grammar(services, card, body.structured_outputs)
-    parses = await services.parses_special(request, card, body.parse_special, body.prompts)
+    parses = await parses_special(services, request, card, body.parse_special, body.prompts)
     params = body.params(card)
     backend_id = new_completion_id("gen")
     grammar = body.structured_outputs
