@@ -100,7 +100,7 @@ async def first_good_reply(served: Served) -> float:
     "R11",
     "kill -9 of the engine under 32 clients, fifty times: requests that ended with an error or"
     " another text",
-    minutes=12,
+    minutes=20,
     limits={"ended_with_error": at_most(0), "first_good_beyond_load_p95_s": at_most(10)},
     in_quick=False,
 )
