@@ -250,7 +250,7 @@ MUTATIONS = [
     ),
     Mutation(
         "prompts: the key's setting wins over the request's",
-        "engine.servers.serving.services",
+        "engine.servers.serving.special_tokens",
         "principal_of(request).parse_special if asked is None else asked",
         "principal_of(request).parse_special or bool(asked)",
         "tests/unit/test_server_prompt_texts.py::test_a_key_may_allow_control_tokens",
