@@ -17,11 +17,12 @@ from engine.core.interfaces.backend import (
     TextEvent,
 )
 from engine.core.interfaces.request import SamplingParams
+from engine.routing.attempts import ShadowTraffic
 from engine.routing.metrics import RouterMetrics
 from engine.routing.policies import make_policy
 from engine.routing.replica import Member, Replica
 from engine.routing.route import Route
-from engine.routing.router import Router, ShadowTraffic
+from engine.routing.router import Router
 from tests.fake_backend import FakeBackend
 
 GONE = UnavailableError("it is gone", retry_after=3.0)

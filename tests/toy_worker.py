@@ -11,7 +11,7 @@ from types import SimpleNamespace
 import numpy as np
 
 from engine.backends.custom.options import EngineOptions
-from engine.backends.custom.runtime import loop
+from engine.backends.custom.runtime import budget
 from engine.backends.custom.runtime.model_runner import RunnerConfig, RunnerSpec
 from engine.backends.custom.worker import main as worker
 from engine.backends.custom.worker.memory import MemoryPlan
@@ -83,7 +83,7 @@ def load_runner(source, options: EngineOptions):
     if Path(options.model_path).stem == "slow":
         time.sleep(60)
     if options.model_path in ("impatient", "stuck"):
-        loop.MIN_PATIENCE_S = 1.0
+        budget.MIN_PATIENCE_S = 1.0
     spec = RunnerSpec(
         block_size=options.block_size,
         num_blocks=257,

@@ -62,15 +62,31 @@ class EventFeed(AsyncIterator[Event]):
         """Release what the request holds in the backend. May be called before the stream ends."""
 
 
-class Opening(EventFeed):
+class GeneratedFeed(EventFeed):
+    """Base class of an `EventFeed` that has an async generator for reading."""
+
+    def __init__(self) -> None:
+        self._reading = self._read()
+
+    @abstractmethod
+    def _read(self) -> AsyncGenerator[Event, None]: ...
+
+    async def __anext__(self) -> Event:
+        return await anext(self._reading)
+
+    async def aclose(self) -> None:
+        await self._reading.aclose()
+
+
+class Opening(GeneratedFeed):
     """The events of a request. The request is submitted when the first event is read."""
 
     def __init__(
         self, backend: "InferenceBackend", request: ChatRequest | CompletionRequest
     ) -> None:
+        super().__init__()
         self._backend = backend
         self._request = request
-        self._reading = self._read()
 
     async def feed(self, sink: EventSink) -> None:
         source = await self._backend.open(self._request)
@@ -78,12 +94,6 @@ class Opening(EventFeed):
             await push_events(source, sink)
         finally:
             await close_events(source)
-
-    async def __anext__(self) -> Event:
-        return await anext(self._reading)
-
-    async def aclose(self) -> None:
-        await self._reading.aclose()
 
     async def _read(self) -> AsyncGenerator[Event, None]:
         source = await self._backend.open(self._request)

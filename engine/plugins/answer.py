@@ -13,7 +13,7 @@ from typing import Any
 
 import msgspec
 
-from engine.backends.base import EventFeed, EventSink, InferenceBackend
+from engine.backends.base import EventFeed, EventSink, GeneratedFeed, InferenceBackend
 from engine.core.interfaces.backend import (
     ChatRequest,
     CompletionRequest,
@@ -90,17 +90,17 @@ async def _prepare(host: PluginHost, view: PluginRequest) -> PluginRequest | Non
     return await host.plugin.pre_inference(copied(view))
 
 
-class PluggedAnswer(EventFeed):
+class PluggedAnswer(GeneratedFeed):
     """The events of a request, with the changes of all plugins."""
 
     def __init__(
         self, backend: InferenceBackend, hosts: Sequence[PluginHost], request: TextRequest
     ) -> None:
+        super().__init__()
         self._backend = backend
         self._hosts = hosts
         self._request = request
         self._view = view_of(request)
-        self._reading = self._read()
 
     async def feed(self, sink: EventSink) -> None:
         num_choices = self._request.context.params.n
@@ -117,12 +117,6 @@ class PluggedAnswer(EventFeed):
             for host in observers:
                 assert builder is not None
                 self._show(host, builder, failure)
-
-    async def __anext__(self) -> Event:
-        return await anext(self._reading)
-
-    async def aclose(self) -> None:
-        await self._reading.aclose()
 
     async def _read(self) -> AsyncGenerator[Event, None]:
         async with _reading(self.feed) as inbox:

@@ -10,11 +10,11 @@ import logging
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Callable
 from types import TracebackType
-from typing import Protocol
+from typing import Any, Protocol
 
 from msgspec.structs import replace
 
-from engine.backends.base import EventFeed, EventSink
+from engine.backends.base import EventFeed, EventSink, GeneratedFeed, close_events
 from engine.core.errors import (
     EngineError,
     InvalidRequestError,
@@ -22,7 +22,14 @@ from engine.core.errors import (
     RequestTimeoutError,
     UnavailableError,
 )
-from engine.core.interfaces.backend import ChatRequest, EmbedRequest, Event, TextEvent, UsageEvent
+from engine.core.interfaces.backend import (
+    ChatRequest,
+    CompletionRequest,
+    EmbedRequest,
+    Event,
+    TextEvent,
+    UsageEvent,
+)
 from engine.routing.decisions import Decision, Failed
 from engine.routing.policies import Asked
 from engine.routing.prefixes import Request
@@ -42,6 +49,16 @@ class EventTap(Protocol):
     """Receives every event of a request, for shadow traffic. It can't change the events."""
 
     def primary(self, event: Event) -> None: ...
+
+
+class ShadowTraffic(Protocol):
+    """Copies a share of the requests to a second backend, without delaying the original."""
+
+    def mirror(self, model: str, request: ChatRequest | CompletionRequest) -> EventTap | None: ...
+
+    async def stop(self) -> None: ...
+
+    def report(self) -> dict[str, Any]: ...
 
 
 class Observer(Protocol):
@@ -255,12 +272,12 @@ class Attempt:
             self._mirror = None
 
 
-class Routed(EventFeed):
+class Routed(GeneratedFeed):
     """The events of a request, from the replica that answers it."""
 
     def __init__(self, attempts: Attempts) -> None:
+        super().__init__()
         self._attempts = attempts
-        self._reading = self._read()
 
     async def feed(self, sink: EventSink) -> None:
         while (attempt := await self._attempts.next()) is not None:
@@ -273,12 +290,6 @@ class Routed(EventFeed):
                     async for event in source:
                         attempt.note(event)
                         sink(event)
-
-    async def __anext__(self) -> Event:
-        return await anext(self._reading)
-
-    async def aclose(self) -> None:
-        await self._reading.aclose()
 
     async def _read(self) -> AsyncGenerator[Event, None]:
         while (attempt := await self._attempts.next()) is not None:
@@ -298,6 +309,4 @@ async def _closing(source: AsyncIterator[Event]) -> AsyncGenerator[None, None]:
     try:
         yield
     finally:
-        close = getattr(source, "aclose", None)  # not every AsyncIterator has it
-        if close is not None:
-            await close()
+        await close_events(source)

@@ -13,12 +13,13 @@ from engine.core.config_schema import NamedTables, Settings
 from engine.core.config_tables import BackendTable, ModelTable, backends_of
 from engine.core.errors import ConfigError, EngineError
 from engine.core.store.model_store import resolve_model
+from engine.routing.attempts import ShadowTraffic
 from engine.routing.metrics import RouterMetrics
 from engine.routing.on_demand import OnDemand, Residency
 from engine.routing.policies import make_policy
 from engine.routing.replica import Member, Replica
 from engine.routing.route import Route
-from engine.routing.router import Router, ShadowTraffic
+from engine.routing.router import Router
 
 # Engine options that come from the `[backends.*]` table, not from the server's settings.
 _OF_THE_TABLE = ("model_path", "framework")

@@ -15,7 +15,13 @@ from collections.abc import AsyncGenerator, AsyncIterator, Callable
 
 import psutil
 
-from engine.backends.base import EventFeed, EventSink, InferenceBackend
+from engine.backends.base import (
+    EventSink,
+    GeneratedFeed,
+    InferenceBackend,
+    close_events,
+    push_events,
+)
 from engine.backends.custom.base_custom import CustomBackend
 from engine.core.errors import EngineError, ResourceError, UnavailableError
 from engine.core.interfaces.backend import (
@@ -353,30 +359,19 @@ class Residency:
             await oldest.unload(MAKE_ROOM_WAIT_S)
 
 
-class _Answer(EventFeed):
+class _Answer(GeneratedFeed):
     """The events of a request. Reading the first event loads the model if it is not loaded."""
 
     def __init__(
         self, owner: OnDemand, begin: Callable[[InferenceBackend], AsyncIterator[Event]]
     ) -> None:
+        super().__init__()
         self._owner = owner
         self._begin = begin
-        self._reading = self._read()
 
     async def feed(self, sink: EventSink) -> None:
         async with self._owner.use() as backend:
-            source = self._begin(backend)
-            if isinstance(source, EventFeed):
-                await source.feed(sink)
-                return
-            async for event in source:
-                sink(event)
-
-    async def __anext__(self) -> Event:
-        return await anext(self._reading)
-
-    async def aclose(self) -> None:
-        await self._reading.aclose()
+            await push_events(self._begin(backend), sink)
 
     async def _read(self) -> AsyncGenerator[Event, None]:
         async with self._owner.use() as backend:
@@ -385,9 +380,7 @@ class _Answer(EventFeed):
                 async for event in source:
                     yield event
             finally:
-                close = getattr(source, "aclose", None)  # not every AsyncIterator has it
-                if close is not None:
-                    await close()
+                await close_events(source)
 
 
 def _retrieve(task: "asyncio.Task[None]") -> None:

@@ -11,7 +11,7 @@ import logging
 import os
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
-from typing import Any, Protocol, TypeVar
+from typing import TypeVar
 
 import msgspec
 import psutil
@@ -31,7 +31,7 @@ from engine.core.interfaces.backend import (
 )
 from engine.core.interfaces.request import EngineStats
 from engine.core.observability.logging import current_request_id
-from engine.routing.attempts import RETRY_AFTER_S, Attempts, EventTap, Routed
+from engine.routing.attempts import RETRY_AFTER_S, Attempts, EventTap, Routed, ShadowTraffic
 from engine.routing.decisions import Decision, DecisionLog
 from engine.routing.metrics import RouterMetrics
 from engine.routing.on_demand import Residency
@@ -43,16 +43,6 @@ T = TypeVar("T")
 log = logging.getLogger(__name__)
 
 TICK_S = 1.0
-
-
-class ShadowTraffic(Protocol):
-    """Copies a share of the requests to a second backend, without delaying the original."""
-
-    def mirror(self, model: str, request: ChatRequest | CompletionRequest) -> EventTap | None: ...
-
-    async def stop(self) -> None: ...
-
-    def report(self) -> dict[str, Any]: ...
 
 
 class Router(InferenceBackend):

@@ -115,7 +115,7 @@ LATE = (
     "anthropic.routes:add_anthropic_routes",
     "openai.moderations:add_moderations_routes",
     "openai.tokenize:add_tokenize_routes",
-    "openai.openapi:add_capabilities_routes",
+    "openai.capabilities:add_capabilities_routes",
     "batches.routes:add_files_and_batches_routes",
     "openai.generate:add_generate_routes",
     "ops.admin:add_admin_routes",

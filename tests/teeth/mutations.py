@@ -180,8 +180,8 @@ INVARIANTS = [
     ),
     runtime(
         "INV-23 never pinned",
-        "scheduler",
-        "        return seq.num_preemptions >= MAX_PREEMPTIONS\n",
+        "sequence",
+        "        return self.num_preemptions >= MAX_PREEMPTIONS\n",
         "        return False\n",
         f"{SCHEDULER_TESTS}::test_preempted_often_enough_it_gets_all_it_can_ever_need",
     ),

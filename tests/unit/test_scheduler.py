@@ -10,8 +10,7 @@ import pytest
 
 from engine.backends.custom.runtime import loop
 from engine.backends.custom.runtime.queue import AGING_STEPS, WaitingLine
-from engine.backends.custom.runtime.scheduler import MAX_PREEMPTIONS
-from engine.backends.custom.runtime.sequence import Sequence
+from engine.backends.custom.runtime.sequence import MAX_PREEMPTIONS, Sequence
 from engine.core.interfaces.request import Abort
 from tests.toy_engine import ToyEngine
 

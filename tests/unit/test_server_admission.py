@@ -22,9 +22,10 @@ from engine.core.interfaces.backend import (
 from engine.core.interfaces.request import EngineStats
 from engine.core.observability.metrics import Metrics
 from engine.servers.app import create_app
+from engine.servers.http.sse import coalesce
 from engine.servers.openai import generate
 from engine.servers.serving.admission import Lifecycle
-from engine.servers.serving.event_pump import EventPump, coalesce
+from engine.servers.serving.event_pump import EventPump
 from tests.fake_backend import MODEL, FakeBackend
 from tests.live_server import chat, events_of, make_settings
 

@@ -19,7 +19,8 @@ from engine.core.interfaces.backend import (
 )
 from engine.core.observability.metrics import Metrics
 from engine.servers.app import create_app
-from engine.servers.schema.messages import MAX_TOOLS, parse_messages, parse_tool_choice, parse_tools
+from engine.servers.schema.messages import parse_messages
+from engine.servers.schema.tools import MAX_TOOLS, parse_tool_choice, parse_tools
 from tests.fake_backend import MODEL, FakeBackend, call_script, reasoning_script
 from tests.live_server import chat, events_of, make_settings
 

@@ -11,8 +11,7 @@ from engine.backends.custom.runtime.groups.side_column import SideColumn, resuma
 from engine.backends.custom.runtime.groups.windows import min_window_blocks
 from engine.backends.custom.runtime.model_runner import NULL_BLOCK
 from engine.backends.custom.runtime.radix_cache import RadixCache
-from engine.backends.custom.runtime.scheduler import MAX_PREEMPTIONS
-from engine.backends.custom.runtime.sequence import packed
+from engine.backends.custom.runtime.sequence import MAX_PREEMPTIONS, packed
 from engine.core import faults
 from engine.core.faults import Fault
 from tests.toy_engine import ToyEngine

@@ -10,7 +10,7 @@ from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 
 import msgspec
 
-from engine.backends.base import EventFeed, EventSink
+from engine.backends.base import EventSink, GeneratedFeed
 from engine.backends.openai.failures import error_of
 from engine.backends.openai.http_client import MAX_BODY_BYTES, Receiver, TransportError
 from engine.backends.openai.reader import AnswerReader, Expected
@@ -137,20 +137,11 @@ class AnswerReceiver(Receiver[UsageEvent]):
         self._pieces.append(data)
 
 
-class PushedEvents(EventFeed):
+class PushedEvents(GeneratedFeed):
     """Base class of streams that push their events. Adds reading with `async for`."""
-
-    def __init__(self) -> None:
-        self._reading = self._read()
 
     @abstractmethod
     async def feed(self, sink: EventSink) -> None: ...
-
-    async def __anext__(self) -> Event:
-        return await anext(self._reading)
-
-    async def aclose(self) -> None:
-        await self._reading.aclose()
 
     async def _read(self) -> AsyncGenerator[Event, None]:
         arrived: deque[Event] = deque()

@@ -74,6 +74,32 @@ _TOTALS = (
     ("num_steps", "engine_steps", "Engine steps: schedule, forward, sample"),
 )
 
+# The histograms of requests, with their help texts and bucket edges.
+_HISTOGRAMS = {
+    "vllm:time_to_first_token_seconds": ("Time from arrival to the first token", _FIRST_TOKEN_S),
+    "vllm:request_time_per_output_token_seconds": (
+        "Mean time per token of a request, after its first token",
+        _PER_TOKEN_S,
+    ),
+    "vllm:e2e_request_latency_seconds": ("Time from arrival to the end", _REQUEST_S),
+    "vllm:request_queue_time_seconds": ("Time in the queue", _REQUEST_S),
+    "vllm:request_inference_time_seconds": ("Prefill and decode time", _REQUEST_S),
+    "vllm:request_prefill_time_seconds": (
+        "Time from the first step to the first token",
+        _REQUEST_S,
+    ),
+    "vllm:request_decode_time_seconds": ("Time from the first token to the last", _REQUEST_S),
+    "vllm:request_prompt_tokens": ("Prompt tokens of a request", _TOKENS),
+    "vllm:request_prefill_kv_computed_tokens": (
+        "Prompt tokens of a request that were computed, not found in the cache",
+        _TOKENS,
+    ),
+    "vllm:request_generation_tokens": ("Tokens sampled for a request", _TOKENS),
+    "vllm:request_max_num_generation_tokens": ("Tokens of a request's longest choice", _TOKENS),
+    "vllm:request_params_n": ("Choices that a request asked for (n)", _CHOICES),
+    "vllm:request_params_max_tokens": ("Limit that a request asked for (max_tokens)", _TOKENS),
+}
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FinishedRequest:
@@ -131,17 +157,20 @@ class Metrics:
         self._requests[request.outcome].inc()
         for reason in request.finish_reasons:
             self._finish_reasons[reason].inc()
-        self._e2e.observe(request.e2e_s)
-        self._generation_size.observe(sum(request.choice_tokens))
+        self._note("vllm:e2e_request_latency_seconds", request.e2e_s)
+        self._note("vllm:request_generation_tokens", sum(request.choice_tokens))
         longest = max(request.choice_tokens, default=0)
-        self._longest_choice.observe(longest)
-        self._num_choices.observe(len(request.finish_reasons))
+        self._note("vllm:request_max_num_generation_tokens", longest)
+        self._note("vllm:request_params_n", len(request.finish_reasons))
         if request.max_tokens is not None:
-            self._max_tokens.observe(request.max_tokens)
+            self._note("vllm:request_params_max_tokens", request.max_tokens)
         if request.ttft_s is not None:
-            self._first_token.observe(request.ttft_s)
+            self._note("vllm:time_to_first_token_seconds", request.ttft_s)
             if longest > 1:
-                self._mean_token.observe((request.e2e_s - request.ttft_s) / (longest - 1))
+                self._note(
+                    "vllm:request_time_per_output_token_seconds",
+                    (request.e2e_s - request.ttft_s) / (longest - 1),
+                )
         if request.usage is not None:
             self._observe_usage(request.usage)
 
@@ -211,13 +240,18 @@ class Metrics:
         """The metrics in Prometheus's text format, and the content type of this text."""
         return generate_latest(self.registry), CONTENT_TYPE_PLAIN_0_0_4
 
+    def _note(self, histogram: str, value: float) -> None:
+        self._histograms[histogram].observe(value)
+
     def _observe_usage(self, usage: UsageEvent) -> None:
-        self._queue.observe(usage.queue_s)
-        self._prefill.observe(usage.prefill_s)
-        self._decode.observe(usage.decode_s)
-        self._inference.observe(usage.prefill_s + usage.decode_s)
-        self._prompt_size.observe(usage.prompt_tokens)
-        self._prompt_computed.observe(usage.prompt_tokens - usage.cached_tokens)
+        self._note("vllm:request_queue_time_seconds", usage.queue_s)
+        self._note("vllm:request_prefill_time_seconds", usage.prefill_s)
+        self._note("vllm:request_decode_time_seconds", usage.decode_s)
+        self._note("vllm:request_inference_time_seconds", usage.prefill_s + usage.decode_s)
+        self._note("vllm:request_prompt_tokens", usage.prompt_tokens)
+        self._note(
+            "vllm:request_prefill_kv_computed_tokens", usage.prompt_tokens - usage.cached_tokens
+        )
 
     def _observe_gauges(self, stats: EngineStats) -> None:
         for running in self._running:
@@ -315,12 +349,6 @@ class Metrics:
         self._finish_reasons = {
             each: reasons.labels(*self._model, each) for each in _FINISH_REASONS
         }
-        make = self._histogram
-        self._first_token = make(
-            "vllm:time_to_first_token_seconds",
-            "Time from arrival to the first token",
-            _FIRST_TOKEN_S,
-        )
         self._inter_token = self._bulk(
             {
                 "vllm:inter_token_latency_seconds": "Time between two tokens of a stream",
@@ -329,48 +357,9 @@ class Metrics:
             },
             _PER_TOKEN_S,
         )
-        self._mean_token = make(
-            "vllm:request_time_per_output_token_seconds",
-            "Mean time per token of a request, after its first token",
-            _PER_TOKEN_S,
-        )
-        self._e2e = make(
-            "vllm:e2e_request_latency_seconds", "Time from arrival to the end", _REQUEST_S
-        )
-        self._queue = make("vllm:request_queue_time_seconds", "Time in the queue", _REQUEST_S)
-        self._inference = make(
-            "vllm:request_inference_time_seconds", "Prefill and decode time", _REQUEST_S
-        )
-        self._prefill = make(
-            "vllm:request_prefill_time_seconds",
-            "Time from the first step to the first token",
-            _REQUEST_S,
-        )
-        self._decode = make(
-            "vllm:request_decode_time_seconds", "Time from the first token to the last", _REQUEST_S
-        )
-        self._prompt_size = make(
-            "vllm:request_prompt_tokens", "Prompt tokens of a request", _TOKENS
-        )
-        self._prompt_computed = make(
-            "vllm:request_prefill_kv_computed_tokens",
-            "Prompt tokens of a request that were computed, not found in the cache",
-            _TOKENS,
-        )
-        self._generation_size = make(
-            "vllm:request_generation_tokens", "Tokens sampled for a request", _TOKENS
-        )
-        self._longest_choice = make(
-            "vllm:request_max_num_generation_tokens",
-            "Tokens of a request's longest choice",
-            _TOKENS,
-        )
-        self._num_choices = make(
-            "vllm:request_params_n", "Choices that a request asked for (n)", _CHOICES
-        )
-        self._max_tokens = make(
-            "vllm:request_params_max_tokens", "Limit that a request asked for (max_tokens)", _TOKENS
-        )
+        self._histograms = {
+            name: self._histogram(name, *each) for name, each in _HISTOGRAMS.items()
+        }
 
     def _define_server_series(self) -> None:
         self._http_requests = Counter(

@@ -31,7 +31,7 @@ from engine.core.config_tables import BackendTable, ModelTable, PluginTable, Sha
 from engine.core.observability.metrics import Metrics
 from engine.plugins.metrics import PluginMetrics
 from engine.routing.metrics import RouterMetrics, ShadowMetrics
-from engine.servers.openai.openapi import TRANSLATING, verdict_in
+from engine.servers.openai.capabilities import TRANSLATING, verdict_in
 from engine.servers.schema.dialects.words import DIALECTS, WORDS, Word
 
 FOLDER = Path(__file__).parents[3] / "docs"

@@ -20,10 +20,10 @@ from engine.servers.schema.images import (
     image_from_url,
     without_marks,
 )
-from engine.servers.schema.messages import (
+from engine.servers.schema.messages import check_number
+from engine.servers.schema.tools import (
     MAX_TOOL_NAME,
     check_distinct,
-    check_number,
     check_tool_list,
     function_tool,
 )

@@ -32,12 +32,9 @@ from engine.servers.schema import fields
 from engine.servers.schema.body import SamplingBody
 from engine.servers.schema.dialects.reading import read_words
 from engine.servers.schema.dialects.words import Word
-from engine.servers.schema.messages import (
-    MAX_MESSAGES,
-    MAX_TOOLS,
-    known_name,
-)
+from engine.servers.schema.messages import MAX_MESSAGES
 from engine.servers.schema.structured import schema_spec
+from engine.servers.schema.tools import MAX_TOOLS, known_name
 from engine.servers.serving.chat import ChatAsk, effort_options, thinking_switch
 from engine.servers.serving.services import Services
 

@@ -9,19 +9,27 @@ stream ends either with the closing bytes of its format or with an error event.
 """
 
 import asyncio
+import itertools
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import ClassVar, Protocol
 
+import msgspec
 from starlette.responses import Response
 from starlette.types import Message, Receive, Scope, Send
 
 from engine.backends.base import InferenceBackend
 from engine.core.errors import EngineError
-from engine.core.interfaces.backend import UsageEvent
+from engine.core.interfaces.backend import (
+    FinishEvent,
+    ReasoningEvent,
+    TextEvent,
+    ToolCallEvent,
+    UsageEvent,
+)
 from engine.servers.http.errors import ClientDisconnectedError, error_body, opaque_error
 from engine.servers.http.request_log import record_of
-from engine.servers.serving.event_pump import EventPump, OutputEvent, coalesce
+from engine.servers.serving.event_pump import EventPump, OutputEvent
 
 logger = logging.getLogger(__name__)
 
@@ -235,3 +243,51 @@ async def answer_counted(
     """Like `answer_streaming`, for a format that needs the number of tokens of each prompt."""
     await pump.accepted(CHECK_WAIT_S, ACCEPT_WAIT_S)
     return EventStream(pump, make_format(await pump.prompt_lengths(backend)))
+
+
+def coalesce(events: Sequence[OutputEvent]) -> list[OutputEvent]:
+    """Merge consecutive events of the same text, for a client that reads slower than tokens arrive.
+    Events that have only a token count are dropped: their tokens are counted already, and they
+    would prevent the events around them from being merged.
+    """
+    joined: list[OutputEvent] = []
+    shown = [each for each in events if not _is_silent(each)]
+    for same, run in itertools.groupby(shown, key=_joint):
+        pieces = list(run)
+        if same is None or len(pieces) == 1:
+            joined.extend(pieces)
+        else:
+            joined.append(_join(pieces))
+    return joined
+
+
+def _is_silent(event: OutputEvent) -> bool:
+    return isinstance(event, TextEvent) and not (event.text or event.logprobs or event.progress)
+
+
+def _joint(event: OutputEvent) -> tuple[type[OutputEvent], int, int] | None:
+    """A key that is equal for events that can be merged. None for events that can't be merged."""
+    if isinstance(event, FinishEvent) or (isinstance(event, TextEvent) and event.progress):
+        return None
+    call = event.index if isinstance(event, ToolCallEvent) else 0
+    return type(event), event.choice, call
+
+
+def _join(run: Sequence[OutputEvent]) -> OutputEvent:
+    """Merge a run of events that have the same kind, choice and tool call."""
+    first = run[0]
+    if isinstance(first, ReasoningEvent):
+        text = "".join(each.text for each in run if isinstance(each, ReasoningEvent))
+        return msgspec.structs.replace(first, text=text)
+    if isinstance(first, ToolCallEvent):
+        pieces = [each.arguments for each in run if isinstance(each, ToolCallEvent)]
+        return msgspec.structs.replace(first, arguments="".join(pieces))
+    texts = [each for each in run if isinstance(each, TextEvent)]
+    logprobs = [token for each in texts for token in each.logprobs or ()]
+    return TextEvent(
+        choice=first.choice,
+        text="".join(each.text for each in texts),
+        num_tokens=sum(each.num_tokens for each in texts),
+        logprobs=tuple(logprobs) if texts[0].logprobs is not None else None,
+        token_ids=tuple(token_id for each in texts for token_id in each.token_ids),
+    )

@@ -89,33 +89,13 @@ Prompts = Annotated[
 ]
 
 
-def _parse_bias(value: Any) -> dict[str | int, float]:
-    """Biases as `[[token, bias], ...]` or `{token: bias}`. A token is an id or a text, which stands
-    for all of its tokens. The bias `false` excludes a token.
+def _parse_bias(value: Any) -> dict[int | str, float]:
+    """Biases in one of the forms of `fields.parse_bias`. Here, the keys of an object may be texts
+    as well.
     """
-    if value is None:
-        return {}
-    pairs = list(value.items()) if isinstance(value, dict) else value
-    if not isinstance(pairs, list) or len(pairs) > fields.MAX_BIASES:
-        rule = f"should be a list of at most {fields.MAX_BIASES} pairs"
-        raise problem("logit_bias", f"{rule}, {_got(value)}")
-    biases: dict[str | int, float] = {}
-    for position, pair in enumerate(pairs):
-        where = f"logit_bias[{position}]"
-        if not isinstance(pair, list | tuple) or len(pair) != 2:
-            raise problem(where, f"should be a token and its bias, {_got(pair)}")
-        token, bias = pair
-        if isinstance(token, str) and isinstance(value, dict) and token.isdecimal():
-            token = int(token[:11])
-        is_id = type(token) is int and 0 <= token <= fields.MAX_TOKEN_ID
-        if not (is_id or (isinstance(token, str) and token)):
-            raise problem(f"{where}[0]", f"should be a token id or a text, {_got(token)}")
-        if bias is False:
-            bias = -float("inf")
-        elif type(bias) not in (int, float) or not -100 <= bias <= 100:
-            raise problem(f"{where}[1]", f"should be false or from -100 to 100, {_got(bias)}")
-        biases[token] = float(bias)
-    return biases
+    if isinstance(value, dict):
+        value = [[int(k[:11]) if k.isdecimal() else k, bias] for k, bias in value.items()]
+    return fields.parse_bias(value)
 
 
 _BIAS_SCHEMA = {

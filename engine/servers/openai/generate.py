@@ -29,13 +29,20 @@ from engine.core.interfaces.backend import (
 )
 from engine.servers.access.auth import principal_of
 from engine.servers.http.errors import AbortedError, error_fields
-from engine.servers.http.sse import CHECK_WAIT_S, DONE, EventStream, answer_streaming, error_event
+from engine.servers.http.sse import (
+    CHECK_WAIT_S,
+    DONE,
+    EventStream,
+    answer_streaming,
+    coalesce,
+    error_event,
+)
 from engine.servers.openai.format import Collected, usage_body
 from engine.servers.openai.logprobs import chat_logprobs
 from engine.servers.openai.schema import GenerateBody
 from engine.servers.serving.admission import Ticket
 from engine.servers.serving.chat import NO_TEXT, require_grammar
-from engine.servers.serving.event_pump import EventPump, OutputEvent, coalesce
+from engine.servers.serving.event_pump import EventPump, OutputEvent
 from engine.servers.serving.services import (
     Services,
     json_response,

@@ -1,11 +1,11 @@
-"""GET /openapi.json and /v1/capabilities, built from the routes and the classes of request bodies.
+"""GET /openapi.json, built from the routes and the classes of request bodies.
 
 FastAPI knows the routes and their responses. It does not know the request bodies, because routes
 read bodies without FastAPI, to enforce limits and to parse large bodies in a thread. The tables
 below list the bodies.
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from functools import cache
 from typing import Any
 
@@ -18,12 +18,10 @@ from pydantic.json_schema import models_json_schema
 from starlette.responses import Response
 
 from engine import __version__
-from engine.core.interfaces.backend import ModelCard
 from engine.servers import azure
 from engine.servers.access.auth import PUBLIC_ROUTES
 from engine.servers.anthropic import schema as anthropic
 from engine.servers.anthropic.batches import MessageBatchBody, MessageBatchQuery
-from engine.servers.batches import lines
 from engine.servers.batches.schema import BatchBody, BatchQuery
 from engine.servers.files import form
 from engine.servers.files.routes import FileQuery, UploadFields
@@ -33,8 +31,6 @@ from engine.servers.http.sse import EventStream, LineStream
 from engine.servers.llamacpp import schema as llamacpp
 from engine.servers.llamacpp.state import PropsQuery, SlotsQuery
 from engine.servers.ollama import schema as ollama
-from engine.servers.openai import embeddings, rerank, schema
-from engine.servers.openai.beam_fields import MAX_WIDTH
 from engine.servers.openai.embeddings import EmbeddingBody
 from engine.servers.openai.moderations import ModerationBody
 from engine.servers.openai.rerank import RerankBody, ScoreBody
@@ -46,7 +42,6 @@ from engine.servers.openai.stored_chats import (
 )
 from engine.servers.openai.tokenize import DetokenizeBody, TokenizeBody, TokenizerQuery
 from engine.servers.ops import admin_control, admin_models
-from engine.servers.responses import items
 from engine.servers.responses.conversations import (
     ConversationBody,
     ConversationUpdate,
@@ -60,10 +55,6 @@ from engine.servers.responses.schema import (
     ResponseQuery,
     TokenCountBody,
 )
-from engine.servers.schema import body, fields, messages, structured
-from engine.servers.schema.body import SamplingBody, off_values
-from engine.servers.schema.dialects.reading import Verdict, verdict
-from engine.servers.schema.dialects.words import DIALECTS, WORDS, Word
 from engine.servers.serving.services import Services
 from engine.servers.sglang_api.schema import SglangGenerateBody
 from engine.servers.vllm_api import routes as vllm
@@ -137,11 +128,10 @@ OTHER_BODIES: dict[str, type[BaseModel]] = {"/generate": SglangGenerateBody}
 BODILESS = (
     *("/flush_cache", "/ping", "/reset_prefix_cache", "/sleep", "/start_profile"),
     *("/stop_profile", "/wake_up"),
-)
-# Bodies that refuse every parameter besides their own, whatever its value.
-EXACT = (
-    *(BatchBody, CompleteBody, ConversationBody, ConversationUpdate, MessageBatchBody),
-    *(NewItemsBody, StoredChatUpdate, UploadBody),
+    "/v1/batches/{batch_id}/cancel",
+    "/v1/messages/batches/{batch_id}/cancel",
+    "/v1/responses/{response_id}/cancel",
+    "/v1/uploads/{upload_id}/cancel",
 )
 # Maps paths to the form of a POST that uploads a file: its fields, and the part with the file.
 FORMS: dict[str, tuple[type[BaseModel], str]] = {
@@ -162,11 +152,6 @@ QUERIES: dict[str, type[BaseModel]] = {
     "/tokenizer_info": TokenizerQuery,
     "/v1/responses/{response_id}": ResponseQuery,
     "/v1/responses/{response_id}/input_items": ItemsQuery,
-}
-
-# The endpoints that take the parameters of other servers.
-TRANSLATING = {
-    path: BODIES[path] for path in ("/v1/chat/completions", "/v1/completions", "/generate")
 }
 
 _REFS = "#/components/schemas/{model}"
@@ -312,109 +297,4 @@ def _responses(path: str, media_types: Iterable[str]) -> dict[str, Any]:
     return {
         "200": {"description": "The answer.", "headers": _HEADERS, "content": content},
         "default": {"description": "What went wrong, and what to change.", "content": error},
-    }
-
-
-LIMITS = {
-    "max_n": body.MAX_N,
-    "max_best_of": MAX_WIDTH,
-    "max_logprobs": schema.MAX_LOGPROBS,
-    "max_stop_strings": fields.MAX_STOPS,
-    "max_stop_length": fields.MAX_STOP_LENGTH,
-    "max_stop_token_ids": fields.MAX_STOP_IDS,
-    "max_logit_bias": fields.MAX_BIASES,
-    "max_prompts": fields.MAX_PROMPTS,
-    "max_messages": messages.MAX_MESSAGES,
-    "max_input_items": items.MAX_ITEMS,
-    "max_tools": messages.MAX_TOOLS,
-    "max_metadata_pairs": fields.MAX_METADATA,
-    "max_grammar_length": structured.MAX_SOURCE,
-    "max_embedding_inputs": embeddings.MAX_INPUTS,
-    "max_rerank_documents": rerank.MAX_DOCUMENTS,
-    "max_file_bytes": form.MAX_FILE_BYTES,
-    "max_batch_requests": lines.MAX_LINES,
-}
-
-
-def add_capabilities_routes(app: FastAPI, services: Services) -> None:
-    @app.get("/v1/capabilities")
-    async def capabilities() -> Response:
-        """List the features of this server and its models."""
-        server, served = services.settings.server, api_routes(app)
-        body = {
-            "object": "capabilities",
-            "engine": {"name": "engine", "version": __version__},
-            "strict": server.strict,
-            "endpoints": [f"{method} {path}" for method, path in served],
-            "parameters": {
-                path: _parameters(kind) for path, kind in BODIES.items() if ("POST", path) in served
-            },
-            "dialects": {name: _dialect(name) for name in DIALECTS},
-            "structured_outputs": {
-                "response_format": structured.FORMATS,
-                "guided": structured.GUIDED,
-                "structured_outputs": structured.KINDS,
-            },
-            "limits": LIMITS
-            | {
-                "max_body_bytes": server.body_limit_mb * 2**20,
-                "max_concurrent_requests": server.max_concurrent_requests,
-                "request_timeout_seconds": server.request_timeout_s,
-            },
-            "models": [_model(card) for card in services.backend.models()],
-        }
-        return Response(msgspec.json.encode(body), media_type="application/json")
-
-
-def _parameters(kind: type[BaseModel]) -> dict[str, Any]:
-    """The parameters of the body `kind`. `refused_unless` maps each unsupported parameter to the
-    values that switch it off. The server accepts only these values.
-    """
-    refused = off_values(kind)
-    others: Mapping[str, tuple[Any, ...]] = {}
-    if issubclass(kind, anthropic.PromptBody):
-        others = anthropic.NO_EFFECT
-    elif kind not in EXACT:
-        others = {
-            word.name: word.off
-            for word in WORDS.values()
-            if word.name not in kind.model_fields and verdict_in(word, kind) == "refused"
-        }
-    return {
-        "supported": sorted(_followed(kind)),
-        "refused_unless": refused | dict(others),
-    }
-
-
-def verdict_in(word: Word, kind: type[BaseModel]) -> Verdict:
-    """What the endpoints with the body `kind` do with a parameter."""
-    found = verdict(word, _followed(kind))
-    return "refused" if found == "warned" and not issubclass(kind, SamplingBody) else found
-
-
-@cache
-def _followed(kind: type[BaseModel]) -> frozenset[str]:
-    """The fields of the body `kind` that do not exist only to be refused."""
-    return frozenset(kind.model_fields.keys() - off_values(kind).keys())
-
-
-def _dialect(name: str) -> dict[str, Any]:
-    """What happens to each parameter of another server, for each endpoint with its parameters."""
-    return {
-        word.name: {path: verdict_in(word, kind) for path, kind in TRANSLATING.items()}
-        | ({"translated_to": word.target} if word.target else {})
-        for word in WORDS.values()
-        if name in word.dialects
-    }
-
-
-def _model(card: ModelCard) -> dict[str, Any]:
-    return {
-        "id": card.id,
-        "max_model_len": card.max_model_len,
-        "dimensions": card.num_dimensions,
-        "capabilities": {
-            name: "emulated" if name in card.emulated else "native" for name in card.capabilities
-        },
-        "chat_template_kwargs": card.template_options,
     }

@@ -16,7 +16,7 @@ from engine.servers.openai.beam_fields import BeamBody
 from engine.servers.openai.token_fields import AnyLogprobs, TokenBody, TokenFields
 from engine.servers.schema import fields
 from engine.servers.schema.body import SamplingBody
-from engine.servers.schema.messages import parse_tool_choice
+from engine.servers.schema.tools import parse_tool_choice
 
 MAX_LOGPROBS = 20
 MAX_DOCUMENTS = 128

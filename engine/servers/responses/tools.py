@@ -12,13 +12,13 @@ from typing import Any, TypeVar
 from engine.core.errors import InvalidRequestError
 from engine.core.interfaces.backend import ToolChoice
 from engine.servers.http.errors import describe, problem
-from engine.servers.schema.messages import (
+from engine.servers.schema.structured import ResponseFormat, read_response_format
+from engine.servers.schema.tools import (
     check_distinct,
     check_tool_list,
     parse_tool,
     parse_tool_choice,
 )
-from engine.servers.schema.structured import ResponseFormat, read_response_format
 
 Tools = tuple[dict[str, Any], ...]
 T = TypeVar("T")

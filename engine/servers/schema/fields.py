@@ -19,13 +19,7 @@ from pydantic import (
 from engine.core.interfaces.backend import GrammarSpec
 from engine.core.interfaces.request import SAMPLERS
 from engine.servers.http.errors import describe, problem
-from engine.servers.schema.messages import (
-    MAX_MESSAGES,
-    MAX_TOOLS,
-    ROLES,
-    parse_messages,
-    parse_tools,
-)
+from engine.servers.schema.messages import MAX_MESSAGES, ROLES, parse_messages
 from engine.servers.schema.structured import (
     MAX_CHOICES,
     ResponseFormat,
@@ -33,6 +27,7 @@ from engine.servers.schema.structured import (
     parse_structured_outputs,
     read_response_format,
 )
+from engine.servers.schema.tools import MAX_TOOLS, parse_tools
 
 MAX_STOPS = 16
 MAX_STOP_LENGTH = 256
@@ -109,7 +104,7 @@ def _parse_samplers(value: Any) -> tuple[str, ...]:
     return tuple(found)
 
 
-def _parse_bias(value: Any) -> dict[int | str, float]:
+def parse_bias(value: Any) -> dict[int | str, float]:
     """Biases of token ids and of texts. Only llama.cpp's form, a list of pairs, has texts. In an
     object, a key that is no number is a mistake of the client.
     """
@@ -319,7 +314,7 @@ TopK = Annotated[
 
 LogitBias = Annotated[
     dict[int | str, float],
-    *_parsed(_parse_bias, _or_null(_BIAS_SCHEMA, _BIAS_PAIRS_SCHEMA)),
+    *_parsed(parse_bias, _or_null(_BIAS_SCHEMA, _BIAS_PAIRS_SCHEMA)),
 ]
 StopStrings = Annotated[
     tuple[str, ...],

@@ -9,7 +9,6 @@ tasks. Closing the backend's iterators releases what the request held in the bac
 
 import asyncio
 import functools
-import itertools
 import logging
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
@@ -354,52 +353,4 @@ def add_usage(total: UsageEvent, part: UsageEvent) -> UsageEvent:
         decode_s=max(total.decode_s, part.decode_s),
         reasoning_tokens=total.reasoning_tokens + part.reasoning_tokens,
         num_revivals=max(total.num_revivals, part.num_revivals),
-    )
-
-
-def coalesce(events: Sequence[OutputEvent]) -> list[OutputEvent]:
-    """Merge consecutive events of the same text, for a client that reads slower than tokens arrive.
-    Events that have only a token count are dropped: their tokens are counted already, and they
-    would prevent the events around them from being merged.
-    """
-    joined: list[OutputEvent] = []
-    shown = [each for each in events if not _is_silent(each)]
-    for same, run in itertools.groupby(shown, key=_joint):
-        pieces = list(run)
-        if same is None or len(pieces) == 1:
-            joined.extend(pieces)
-        else:
-            joined.append(_join(pieces))
-    return joined
-
-
-def _is_silent(event: OutputEvent) -> bool:
-    return isinstance(event, TextEvent) and not (event.text or event.logprobs or event.progress)
-
-
-def _joint(event: OutputEvent) -> tuple[type[OutputEvent], int, int] | None:
-    """A key that is equal for events that can be merged. None for events that can't be merged."""
-    if isinstance(event, FinishEvent) or (isinstance(event, TextEvent) and event.progress):
-        return None
-    call = event.index if isinstance(event, ToolCallEvent) else 0
-    return type(event), event.choice, call
-
-
-def _join(run: Sequence[OutputEvent]) -> OutputEvent:
-    """Merge a run of events that have the same kind, choice and tool call."""
-    first = run[0]
-    if isinstance(first, ReasoningEvent):
-        text = "".join(each.text for each in run if isinstance(each, ReasoningEvent))
-        return msgspec.structs.replace(first, text=text)
-    if isinstance(first, ToolCallEvent):
-        pieces = [each.arguments for each in run if isinstance(each, ToolCallEvent)]
-        return msgspec.structs.replace(first, arguments="".join(pieces))
-    texts = [each for each in run if isinstance(each, TextEvent)]
-    logprobs = [token for each in texts for token in each.logprobs or ()]
-    return TextEvent(
-        choice=first.choice,
-        text="".join(each.text for each in texts),
-        num_tokens=sum(each.num_tokens for each in texts),
-        logprobs=tuple(logprobs) if texts[0].logprobs is not None else None,
-        token_ids=tuple(token_id for each in texts for token_id in each.token_ids),
     )

@@ -90,8 +90,8 @@ MUTATIONS = [
     Mutation(
         "runtime: a scored prompt is taken from the cache",
         "engine.backends.custom.runtime.scheduler",
-        "        return seq.is_scoring or (self.kv.windows is not None and self._is_pinned(seq))\n",
-        "        return self.kv.windows is not None and self._is_pinned(seq)\n",
+        "        return seq.is_scoring or (self.kv.windows is not None and seq.is_pinned)\n",
+        "        return self.kv.windows is not None and seq.is_pinned\n",
         f"{SCORE_TESTS}::test_one_choice_is_scored_and_takes_nothing_from_the_cache",
     ),
     Mutation(
@@ -132,7 +132,7 @@ MUTATIONS = [
     Mutation(
         "runtime: a pinned sequence shares windowed blocks",
         "engine.backends.custom.runtime.scheduler",
-        "        return seq.is_scoring or (self.kv.windows is not None and self._is_pinned(seq))\n",
+        "        return seq.is_scoring or (self.kv.windows is not None and seq.is_pinned)\n",
         "        return seq.is_scoring\n",
         f"{WINDOW_TESTS}::test_a_pinned_sequence_takes_its_own_window",
     ),

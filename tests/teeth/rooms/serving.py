@@ -187,7 +187,7 @@ MUTATIONS = [
     ),
     Mutation(
         "joined text loses its ids",
-        "engine.servers.serving.event_pump",
+        "engine.servers.http.sse",
         "        token_ids=tuple(token_id for each in texts for token_id in each.token_ids),\n",
         "",
         "tests/unit/test_server_admission.py::test_coalesce_joins_only_neighbours_of_one_choice",

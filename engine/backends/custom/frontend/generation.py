@@ -14,7 +14,9 @@ from collections import deque
 from collections.abc import AsyncGenerator, Callable, Sequence
 from typing import Protocol
 
-from engine.backends.base import EventFeed, EventSink
+from msgspec.structs import replace
+
+from engine.backends.base import EventSink, GeneratedFeed
 from engine.backends.custom.frontend.echo import Echo, echoed_tokens
 from engine.backends.custom.frontend.prompts import Prepared
 from engine.backends.custom.frontend.text_model import TextModel
@@ -106,7 +108,7 @@ class _Reader:
         return 0 if self._parser is None else self._parser.num_calls
 
 
-class Generation(EventFeed):
+class Generation(GeneratedFeed):
     """A submitted request. It collects the deltas of the request and turns them into events."""
 
     def __init__(
@@ -117,6 +119,7 @@ class Generation(EventFeed):
         engine: Engine,
         on_progress: Callable[[PromptProgress], None] | None = None,
     ) -> None:
+        super().__init__()
         self.request = request
         self._text = text
         self._engine = engine
@@ -139,7 +142,6 @@ class Generation(EventFeed):
         self._first_token_at: float | None = None
         self._on_progress = on_progress
         self._num_processed = -1  # of the prompt, as last reported; -1: nothing was reported
-        self._reading = self._read()
 
     def deliver(self, item: TokenDelta | EngineError) -> None:
         """`EngineLink` calls this with each delta of the request, in order. If the engine fails, it
@@ -150,9 +152,6 @@ class Generation(EventFeed):
             self._wake.set()
         else:
             self._hand_on(self._sink)
-
-    async def __anext__(self) -> Event:
-        return await anext(self._reading)
 
     async def _read(self) -> AsyncGenerator[Event, None]:
         try:
@@ -348,13 +347,9 @@ class Generation(EventFeed):
     def _echoed_logprobs(self, echo: Echo) -> tuple[TokenText, ...] | None:
         if echo.scores is None:
             return None
-        first, *others = self.request.prompt
-        tokens = [
-            TokenText(
-                *self._literal(first), math.nan, token_id=first, in_text=self._is_shown(first)
-            ),
-            *self._logprobs(others, echo.scores),
-        ]
+        # The first token has no logprob, because nothing precedes it.
+        logprobs = (TokenLogprobs(math.nan), *echo.scores)
+        tokens = self._logprobs(self.request.prompt, logprobs)
         return tuple(echoed_tokens(echo.text, tokens))
 
     def _token_text(self, token_id: int, logprobs: TokenLogprobs) -> TokenText:
@@ -392,17 +387,12 @@ def _merged(first: TokenDelta, second: TokenDelta) -> TokenDelta:
     logprobs = None
     if first.logprobs is not None and second.logprobs is not None:
         logprobs = first.logprobs + second.logprobs
-    return TokenDelta(
-        first.request_id,
-        first.choice,
-        first.token_ids + second.token_ids,
+    return replace(
+        first,
+        token_ids=first.token_ids + second.token_ids,
         logprobs=logprobs,
         finish_reason=second.finish_reason,
         stop_token_id=second.stop_token_id,
-        num_cached=first.num_cached,
-        queue_s=first.queue_s,
-        prefill_s=first.prefill_s,
         error_code=second.error_code,
         error_message=second.error_message,
-        prompt_logprobs=first.prompt_logprobs,
     )

@@ -8,6 +8,7 @@ only while sequences decode. Otherwise a step may be as large as memory allows.
 
 from bisect import bisect_left
 
+from engine.backends.custom.ipc.heartbeat import UNKNOWN_PATIENCE_S
 from engine.backends.custom.runtime.model_runner import PROMPT_TOKENS
 from engine.core.interfaces.request import STEP_SECONDS, STEP_TOKENS, StepCounts
 
@@ -19,6 +20,9 @@ MEMORY = 0.99  # the weight of older pure decode steps is multiplied by this wit
 # A measured duration is limited to this many times the expected duration. So a single interrupted
 # step hardly changes the cost model, but a lasting slowdown is learned within a few steps.
 MAX_SURPRISE = 4.0
+# A step counts as hung after PATIENCE times its expected duration, but not before MIN_PATIENCE_S.
+MIN_PATIENCE_S = 10.0
+PATIENCE = 20.0
 
 
 class CostLine:
@@ -120,6 +124,13 @@ class StepBudget:
         if not self._prompt_tokens:
             return None
         return self._continuing.at(num_rows) + self._prompt_cost(num_tokens - num_rows)
+
+    def patience_s(self, num_rows: int, num_tokens: int) -> float:
+        """The seconds after which a step with these numbers of rows and tokens counts as hung."""
+        expected_s = self.step_s(num_rows, num_tokens)
+        if expected_s is None:
+            return UNKNOWN_PATIENCE_S
+        return max(MIN_PATIENCE_S, PATIENCE * expected_s)
 
     def _prompt_cost(self, num_tokens: int) -> float:
         return num_tokens * self._prompt_s / self._prompt_tokens if self._prompt_tokens else 0.0

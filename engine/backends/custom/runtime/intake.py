@@ -9,7 +9,6 @@ import heapq
 import itertools
 import logging
 import secrets
-from collections import deque
 from collections.abc import Iterable
 from concurrent.futures import Future
 from dataclasses import dataclass, field
@@ -26,6 +25,7 @@ from engine.backends.custom.runtime.images import (
 )
 from engine.backends.custom.runtime.model_runner import RunnerSpec
 from engine.backends.custom.runtime.outputs import refusal
+from engine.backends.custom.runtime.queue import WaitForecast
 from engine.backends.custom.runtime.samplers.repetition import allowed_mask, by_first_token
 from engine.backends.custom.runtime.scheduler import Scheduler
 from engine.backends.custom.runtime.sequence import Sequence, Tokens, packed
@@ -43,8 +43,6 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-# Seconds of history from which the wait of a new request is predicted.
-MIN_FORECAST_S, MAX_FORECAST_S = 2.0, 30.0
 MAX_PENDING_BYTES = 512 * 2**20  # pixels of images that wait to be encoded
 
 
@@ -72,33 +70,6 @@ class _Pending:
         return [refusal(self.request.request_id, choice, error) for choice in self.choices]
 
 
-class WaitForecast:
-    """Predicts how long a new sequence will wait, from the rate at which waiting sequences started
-    lately.
-    """
-
-    def __init__(self, scheduler: Scheduler) -> None:
-        self._scheduler = scheduler
-        # (time, number of sequences that had started) while others waited, oldest first
-        self._samples: deque[tuple[float, int]] = deque()
-
-    def seconds(self, now: float) -> float:
-        """The expected wait. 0 if the queue was empty within the last few seconds."""
-        samples, num_waiting = self._samples, self._scheduler.num_waiting
-        if not num_waiting:
-            samples.clear()
-            return 0.0
-        if not samples or now - samples[-1][0] >= MIN_FORECAST_S / 4:
-            samples.append((now, self._scheduler.num_started))
-        while now - samples[0][0] > MAX_FORECAST_S:
-            samples.popleft()
-        elapsed = now - samples[0][0]
-        if elapsed < MIN_FORECAST_S:
-            return 0.0
-        num_started = self._scheduler.num_started - samples[0][1]
-        return num_waiting * elapsed / max(1, num_started)
-
-
 class Intake:
     """Checks requests, waits for their grammars to compile and their images to be encoded, and puts
     them into the scheduler's queue.
@@ -118,7 +89,7 @@ class Intake:
         self._pending: dict[str, _Pending] = {}
         self._max_queued = max_queued
         self._scheduler = scheduler
-        self._forecast = WaitForecast(scheduler)
+        self._forecast = WaitForecast()
         self._arrivals = itertools.count()
         # A heap of deadlines. An entry has the deadline and all choices of a request. Entries of
         # ended requests stay in the heap for a while. They are removed when they are the majority.
@@ -339,7 +310,8 @@ class Intake:
         """An error if the request would wait longer than it may."""
         if request.resumed is not None:
             return None
-        expected = self._forecast.seconds(now)
+        scheduler = self._scheduler
+        expected = self._forecast.seconds(now, scheduler.num_waiting, scheduler.num_started)
         if request.queue_timeout_s is None or expected <= request.queue_timeout_s:
             return None
         return RateLimitError(

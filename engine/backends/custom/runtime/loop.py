@@ -52,9 +52,6 @@ T = TypeVar("T")
 IDLE_POLL_S = 1.0
 COMPILE_POLL_S = 0.002
 STATS_INTERVAL_S = 0.5
-# A step counts as hung after PATIENCE times its expected duration, but not before MIN_PATIENCE_S.
-MIN_PATIENCE_S = 10.0
-PATIENCE = 20.0
 MAX_SCHEDULE_FAILURES = 2  # the engine ends after more consecutive failures than this
 
 
@@ -179,10 +176,7 @@ class EngineLoop:
 
     def _begin(self, batch: ScheduledBatch) -> None:
         """Report to the heartbeat that a step starts, and after which time it counts as hung."""
-        expected_s = self._budget.step_s(len(batch.rows), batch.num_tokens)
-        self._patience_s = UNKNOWN_PATIENCE_S
-        if expected_s is not None:
-            self._patience_s = max(MIN_PATIENCE_S, PATIENCE * expected_s)
+        self._patience_s = self._budget.patience_s(len(batch.rows), batch.num_tokens)
         self._pulse.beat(True, self._patience_s)
 
     def _compute(self, call: Callable[..., T], *arguments: Any) -> T:
@@ -263,17 +257,11 @@ class EngineLoop:
         batches = ([launch.batch] if launch else []) + ([batch] if batch else [])
         self.scheduler.rollback()
         replayed = self._budget.tokens(0, 0) if self._runner.spec.has_state else 0
-        failures: list[TokenDelta] = []
-
-        def emit(deltas: list[TokenDelta]) -> None:
-            failures.extend(delta for delta in deltas if delta.finish_reason == "error")
-            self._send([delta for delta in deltas if delta.finish_reason != "error"])
-
-        bisection = Bisection(self.scheduler, self._run_whole, emit, replayed)
+        bisection = Bisection(self.scheduler, self._run_whole, self._send, replayed)
         for failed in batches:
             bisection.run(failed.rows)
         warm_up(self._runner)
-        self._send(failures)
+        self._send(bisection.failures)
 
     def _recover_schedule(self, error: Exception) -> None:
         """Recover from an error in `Scheduler.schedule`. If one sequence caused the error, only

@@ -7,6 +7,7 @@ tokens is next (`FairShare`). Sequences of the same tenant are admitted in order
 
 import heapq
 from bisect import insort
+from collections import deque
 from collections.abc import Collection, Iterable, Iterator, Set
 from collections.abc import Sequence as Listed
 
@@ -22,6 +23,8 @@ NEWCOMER_TOKENS = 64
 # Charges of tenants without waiting sequences are remembered. If there are more such tenants than
 # this, all their charges are dropped, and they count as new tenants.
 MAX_REMEMBERED = 1024
+# Seconds of history from which the wait of a new request is predicted.
+MIN_FORECAST_S, MAX_FORECAST_S = 2.0, 30.0
 
 
 class FairShare:
@@ -215,6 +218,33 @@ class _Turns:
         """
         first = self._left[tenant][-1]
         return (first.started_at is None, self._share.given(tenant), first.arrival, tenant)
+
+
+class WaitForecast:
+    """Predicts how long a new sequence will wait, from the rate at which waiting sequences started
+    lately.
+    """
+
+    def __init__(self) -> None:
+        # (time, number of sequences that had started) while others waited, oldest first
+        self._samples: deque[tuple[float, int]] = deque()
+
+    def seconds(self, now: float, num_waiting: int, num_started: int) -> float:
+        """The expected wait. 0 if the queue was empty within the last few seconds. `num_waiting`
+        sequences wait, and `num_started` have ever started.
+        """
+        samples = self._samples
+        if not num_waiting:
+            samples.clear()
+            return 0.0
+        if not samples or now - samples[-1][0] >= MIN_FORECAST_S / 4:
+            samples.append((now, num_started))
+        while now - samples[0][0] > MAX_FORECAST_S:
+            samples.popleft()
+        since, num_before = samples[0]
+        if now - since < MIN_FORECAST_S:
+            return 0.0
+        return num_waiting * (now - since) / max(1, num_started - num_before)
 
 
 class InflightPrefixes:

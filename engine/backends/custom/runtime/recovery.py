@@ -19,22 +19,23 @@ class Bisection:
     """Runs the rows of a failed step again. Before that, the caller must roll the scheduler back to
     the last finished step.
 
-    `run_step` runs a batch and returns its output. `emit` sends the resulting deltas to the
-    frontend. If the runner's layers keep states, a failed step may have changed those of its rows.
-    Then each sequence is first computed again from its beginning, `replayed` tokens at a time. 0
-    means that no layer keeps a state.
+    `run_step` runs a batch and returns its output. `send` sends deltas to the frontend. Deltas of
+    requests that failed are not sent, but collected in `failures`. If the runner's layers keep
+    states, a failed step may have changed those of its rows. Then each sequence is first computed
+    again from its beginning, `replayed` tokens at a time. 0 means that no layer keeps a state.
     """
 
     def __init__(
         self,
         scheduler: Scheduler,
         run_step: Callable[[ScheduledBatch], StepOutput],
-        emit: Callable[[list[TokenDelta]], None],
+        send: Callable[[list[TokenDelta]], None],
         replayed: int = 0,
     ) -> None:
+        self.failures: list[TokenDelta] = []
         self._scheduler = scheduler
         self._run_step = run_step
-        self._emit = emit
+        self._send = send
         self._replayed = replayed
 
     def run(self, rows: Sequence[Row]) -> None:
@@ -91,6 +92,10 @@ class Bisection:
             begin = seq.num_computed
             seq.num_computed = min(start, begin + self._replayed)
             yield Row(seq, begin, seq.num_computed - begin, False, seq.slot, seq.life)
+
+    def _emit(self, deltas: list[TokenDelta]) -> None:
+        self.failures += [delta for delta in deltas if delta.finish_reason == "error"]
+        self._send([delta for delta in deltas if delta.finish_reason != "error"])
 
     def _fail(self, row: Row, error: Exception) -> None:
         log.error("request %s failed alone", row.seq.request_id, exc_info=error)

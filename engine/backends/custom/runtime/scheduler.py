@@ -35,9 +35,6 @@ from engine.core.interfaces.request import FinishReason, TokenDelta
 
 log = logging.getLogger(__name__)
 
-# After this many preemptions, a sequence is admitted only with all blocks that it can ever need.
-MAX_PREEMPTIONS = 4
-
 
 class Scheduler:
     """Continuous batching over a `KVCache`."""
@@ -300,11 +297,11 @@ class Scheduler:
         """Whether a sequence must not use cached blocks. A pinned sequence must not share windowed
         blocks: if others hold them too, it can't count on the blocks that its window leaves.
         """
-        return seq.is_scoring or (self.kv.windows is not None and self._is_pinned(seq))
+        return seq.is_scoring or (self.kv.windows is not None and seq.is_pinned)
 
     def _admit(self, seq: Sequence, match: Match, num_tokens: int, now: float) -> bool:
         reserve = len(seq.tokens)
-        if self._is_pinned(seq):
+        if seq.is_pinned:
             reserve = max(reserve, seq.max_len)
         try:
             is_admitted = self.kv.admit(seq, match, len(self._running), reserve, num_tokens)
@@ -319,7 +316,7 @@ class Scheduler:
         seq.needs_history = True
         if seq.is_scoring:
             seq.prompt_scores.clear()  # a preemption discarded that work, so scoring starts over
-        insort(self._running, seq, key=self._seniority)
+        insort(self._running, seq, key=lambda s: s.seniority)
         self._inflight.own(seq, len(match.blocks))
         if seq.started_at is None:
             seq.started_at = now
@@ -400,9 +397,3 @@ class Scheduler:
         self.kv.release(seq)
         self._free_slots.append(seq.slot)
         seq.slot, seq.life = -1, 0
-
-    def _is_pinned(self, seq: Sequence) -> bool:
-        return seq.num_preemptions >= MAX_PREEMPTIONS
-
-    def _seniority(self, seq: Sequence) -> tuple[bool, int, int]:
-        return (not self._is_pinned(seq), seq.priority, seq.arrival)

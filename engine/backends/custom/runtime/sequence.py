@@ -15,6 +15,9 @@ from engine.backends.custom.runtime.model_runner import U32
 from engine.backends.custom.runtime.samplers.repetition import Breakers
 from engine.core.interfaces.request import FinishReason, SamplingParams, TokenLogprobs
 
+# After this many preemptions, a sequence is admitted only with all blocks that it can ever need.
+MAX_PREEMPTIONS = 4
+
 if TYPE_CHECKING:
     Tokens = array[int]
 else:
@@ -118,6 +121,16 @@ class Sequence:
         generated token are never needed.
         """
         return self.num_prompt + self.max_tokens - 1
+
+    @property
+    def is_pinned(self) -> bool:
+        """Whether the sequence must not be preempted again."""
+        return self.num_preemptions >= MAX_PREEMPTIONS
+
+    @property
+    def seniority(self) -> tuple[bool, int, int]:
+        """A key that sorts running sequences, most senior first."""
+        return (not self.is_pinned, self.priority, self.arrival)
 
 
 class Row(NamedTuple):

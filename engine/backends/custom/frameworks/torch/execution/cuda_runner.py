@@ -38,6 +38,7 @@ from engine.backends.custom.frameworks.torch.kernels.attention_triton import (
     TritonAttention,
     all_tables,
 )
+from engine.backends.custom.frameworks.torch.kernels.fp8 import dense_tables
 from engine.backends.custom.frameworks.torch.kernels.tokens import guard, resolve_tokens
 from engine.backends.custom.frameworks.torch.layers.scans import Rows
 from engine.backends.custom.frameworks.torch.models.base import Decoder
@@ -244,7 +245,7 @@ class CudaRunner(TorchRunner):
         step.rows = self._rows(inputs)
         self._send_arrays(step, self._arrays(inputs, lists, size), static=False)
         if self._cache.in_fp8:
-            dense = self._lists.dense(inputs)
+            dense = dense_tables(inputs, self._spec.block_size)
             step.views |= {name: to_device(each, self._device) for name, each in dense.items()}
         return step
 

@@ -46,7 +46,6 @@ MAX_SPLITS = 8  # max number of spans that the keys of a shared prefix are cut i
 # Number of programs to aim for when shared prefixes are cut into spans. This many programs keep the
 # device busy. More programs would only write more partial results.
 SHARED_PROGRAMS = 256
-MAX_DENSE_KEYS = 65536  # max keys of a layer that are dequantized for prefill
 SPAN_FIELDS, TILE_FIELDS, SHARED_FIELDS = 4, 2, 5  # integers per item of each work list
 NUM_COUNTS = 5  # table width, lengths of the lists, where the block tables start
 
@@ -290,22 +289,6 @@ class TritonAttention:
         if inputs.window_tables is not None:
             lists["window_counts"] = np.array((*lengths, inputs.block_tables.size), np.int32)
         return lists, room or ListLengths(len(spans), len(tiles), len(shared), total)
-
-    def dense(self, inputs: BatchInputs) -> dict[str, I32]:
-        """What the Hopper kernel needs to read a float8 cache: the blocks of all rows with several
-        queries, which are dequantized, and block tables that name the results. It is empty if there
-        would be too many keys. Then the Triton kernel reads the float8 cache.
-        """
-        chunks = np.flatnonzero(np.diff(inputs.query_start) > 1)
-        widths = -(-inputs.seq_lens[chunks] // self._block_size)
-        if inputs.window_tables is not None or widths.sum() * self._block_size > MAX_DENSE_KEYS:
-            return {}
-        tables = np.zeros_like(inputs.block_tables)
-        filled = np.arange(tables.shape[1]) < widths[:, None]  # (chunks, table width)
-        numbered = np.zeros_like(filled, np.int32)
-        numbered[filled] = np.arange(widths.sum())
-        tables[chunks] = numbered
-        return {"dense_blocks": inputs.block_tables[chunks][filled], "dense_tables": tables}
 
     def _tiles(self, begins: I32, counts: I32, rows: np.ndarray) -> I32:
         """Cuts rows with several queries into tiles. Returns the row and the first query of each

@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from functools import cache
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -29,9 +30,11 @@ from engine.backends.custom.frameworks.torch.kernels.base import (
     size_of,
 )
 from engine.backends.custom.frameworks.torch.kernels.skinny import skinny_linear
+from engine.backends.custom.runtime.model_runner import I32, BatchInputs
 
 FP8 = torch.float8_e4m3fn
 LARGEST = 448.0  # of e4m3
+MAX_DENSE_KEYS = 65536  # max keys of a layer that are dequantized for prefill
 SMALLEST_SCALE = 1e-12  # keeps rows of zeros from a division by zero
 # Our kernel is faster than cuBLASLt for up to this many tokens, if the matrix has at most so many
 # rows; measured on an H200. For other matrices, it is faster for up to _FEW tokens.
@@ -147,6 +150,23 @@ def write_cache(cache: Tensor, slots: Tensor, vectors: Tensor) -> None:
 def dense_blocks(cache: Tensor, blocks: Tensor, dtype: torch.dtype) -> Tensor:
     """Dequantizes the blocks (M,) of a float8 cache: (M, block size, 2, K, H)"""
     return _run(_DENSE_BLOCKS, cache, blocks, dtype)
+
+
+def dense_tables(inputs: BatchInputs, block_size: int) -> dict[str, I32]:
+    """What the Hopper kernel needs to read a float8 cache: the blocks of all rows with several
+    queries, which are dequantized, and block tables that name the results. It is empty if there
+    would be too many keys. Then the Triton kernel reads the float8 cache.
+    """
+    chunks = np.flatnonzero(np.diff(inputs.query_start) > 1)
+    widths = -(-inputs.seq_lens[chunks] // block_size)
+    if inputs.window_tables is not None or widths.sum() * block_size > MAX_DENSE_KEYS:
+        return {}
+    tables = np.zeros_like(inputs.block_tables)
+    filled = np.arange(tables.shape[1]) < widths[:, None]  # (chunks, table width)
+    numbered = np.zeros_like(filled, np.int32)
+    numbered[filled] = np.arange(widths.sum())
+    tables[chunks] = numbered
+    return {"dense_blocks": inputs.block_tables[chunks][filled], "dense_tables": tables}
 
 
 def _run(spec: KernelSpec, first: Tensor, *args: Any) -> Any:
