@@ -123,5 +123,5 @@ def test_embeddings_of_texts(server):
 def test_embeddings_of_another_vocabulary_are_refused_and_say_why(server):
     """By default LangChain sends ids of OpenAI's vocabulary, of which ours has only some."""
     embeddings = openai.OpenAI(base_url=f"{server.url}/v1", api_key="unused", max_retries=0)
-    with pytest.raises(openai.BadRequestError, match="token id"):
+    with pytest.raises(openai.BadRequestError, match="Token id"):
         embeddings.embeddings.create(model=server.model, input=[[99_999]])

@@ -179,7 +179,7 @@ def test_mistakes_are_typed_exceptions(client, model):
         client.chat.completions.create(
             model=model, messages=QUESTION, tools=[WEATHER], tool_choice=named("no_such_tool")
         )
-    with pytest.raises(openai.BadRequestError, match="token id"):
+    with pytest.raises(openai.BadRequestError, match="Token id"):
         client.completions.create(model=model, prompt=[10**6], max_tokens=1)
 
 

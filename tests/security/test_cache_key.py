@@ -34,6 +34,10 @@ NOT_KEYED: dict[str, Any] = {
     "timeout_s": 60.0,
     "queue_timeout_s": 60.0,
     "grammar": None,
+    "bad_words": ((5, 6),),
+    "dry_breakers": ((5,),),
+    "reports_progress": True,
+    "resumed": None,  # its tokens follow the prompt, and the tree compares them too
     "pools": True,
     "second_start": 1,  # only encoders read it, and they have no cache
 }
