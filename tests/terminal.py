@@ -81,11 +81,11 @@ class Terminal:
         return before
 
     def interrupt(self) -> None:
-        """Press Ctrl-C as soon as the program waits for a key. Python's `input` notices an
-        interrupt that comes earlier only with the next key.
+        """Press Ctrl-C when the program has waited for a key for a while. Python's `input` notices
+        an interrupt that comes earlier only with the next key.
         """
         waits = 0
-        while waits < 3:
+        while waits < 15:
             status = Path(f"/proc/{self.pid}/stat").read_text().rpartition(")")[2].split()
             waits = waits + 1 if status[0] == "S" else 0
             time.sleep(0.02)
