@@ -5,13 +5,9 @@ import asyncio
 import pytest
 
 from engine.backends.custom.frontend import engine_link as link_module
-from engine.backends.custom.frontend import survival
-from engine.backends.custom.frontend.engine_link import EngineLink
 from engine.backends.custom.ipc.heartbeat import Vitals
 from engine.core.errors import (
     EngineError,
-    InferenceError,
-    RequestTimeoutError,
     ResourceError,
     UnavailableError,
 )
@@ -22,131 +18,15 @@ from engine.core.interfaces.request import (
     Deltas,
     EngineStats,
     Fatal,
-    GenerateRequest,
-    Ready,
-    Resumed,
-    SamplingParams,
     Stats,
     TokenDelta,
 )
-
-READY = Ready(256, 64, 16, 8, "float32", "cpu", 0.1)
-HEALTHY = Vitals(step_age_s=None, patience_s=10.0, silent_s=0.1)
-
-
-class ScriptedClient:
-    """Sends nowhere, and shows the vitals that it was given, one for each look."""
-
-    pid = 1
-
-    def __init__(self, on_message, on_exit) -> None:
-        self.on_message, self.on_exit = on_message, on_exit
-        self.sent: list = []
-        self.looks: list[Vitals | None] = []
-        self.looked = asyncio.Event()  # all of them
-        self.num_woken = self.num_killed = 0
-        self.is_gone = self.is_stopped = self.is_started = False
-
-    async def start(self) -> None:
-        self.is_started = True
-
-    def send(self, message) -> None:
-        if self.is_gone:
-            raise UnavailableError("gone")
-        self.sent.append(message)
-
-    def vitals(self) -> Vitals | None:
-        if self.looks:
-            return self.looks.pop(0)
-        self.looked.set()
-        return HEALTHY
-
-    def show(self, looks: list[Vitals | None]) -> None:
-        self.looks = list(looks)
-        self.looked.clear()
-
-    def wake(self) -> None:
-        self.num_woken += 1
-
-    async def kill(self) -> None:
-        self.num_killed += 1
-
-    async def stop(self) -> None:
-        self.is_stopped = True
-
-
-class Delays:
-    """A restart policy that says what the test wants, and remembers what it was asked."""
-
-    def __init__(self, *delays: float | None) -> None:
-        self._delays = list(delays)
-
-    def delay_after_death(self) -> float | None:
-        return self._delays.pop(0)
-
-
-class Receiver:
-    def __init__(self) -> None:
-        self.items: list = []
-
-    def deliver(self, item) -> None:
-        self.items.append(item)
-
-
-class Bench:
-    """A link, and every client that it made."""
-
-    def __init__(
-        self, *delays: float | None, cool_down_s: float = 60.0, max_revivals: int = 0
-    ) -> None:
-        self.clients: list[ScriptedClient] = []
-        self.link = EngineLink(self._make, Delays(*delays), cool_down_s, max_revivals)
-
-    def _make(self, on_message, on_exit) -> ScriptedClient:
-        self.clients.append(ScriptedClient(on_message, on_exit))
-        return self.clients[-1]
-
-    @property
-    def client(self) -> ScriptedClient:
-        return self.clients[-1]
-
-    async def start(self) -> None:
-        starting = asyncio.create_task(self.link.start())
-        await asyncio.sleep(0)
-        self.client.on_message(READY)
-        assert await starting == READY and self.client.is_started
-
-    def submit(self, name: str = "r", **fields) -> Receiver:
-        receiver = Receiver()
-        fields = {"params": SamplingParams()} | fields
-        self.link.submit(GenerateRequest(request_id=name, prompt=(1,), **fields), receiver)
-        return receiver
-
-    async def replace_engine(self) -> list[GenerateRequest]:
-        """Let the engine die and a new one load. Returns the requests that the new one gets."""
-        self.client.on_exit(-9)
-        await settle()
-        self.client.on_message(READY)
-        return self.client.sent
+from tests.scripted_link import HEALTHY, READY, Bench, record_pauses, settle
 
 
 @pytest.fixture
-def pauses(monkeypatch) -> list[float]:
-    """Every pause that is made, none of which lasts."""
-    made: list[float] = []
-    sleep = asyncio.sleep
-
-    async def pause(seconds: float) -> None:
-        made.append(seconds)
-        await sleep(0)
-
-    monkeypatch.setattr(link_module.asyncio, "sleep", pause)
-    return made
-
-
-async def settle() -> None:
-    for _ in range(20):
-        await asyncio.sleep(0)
+def pauses(monkeypatch: pytest.MonkeyPatch) -> list[float]:
+    return record_pauses(monkeypatch)
 
 
 async def test_deltas_reach_the_request_that_they_belong_to():
@@ -300,88 +180,6 @@ async def test_a_death_while_stopping_starts_nothing(pauses):
     bench.client.on_exit(1)
     await settle()
     assert len(bench.clients) == 1
-
-
-async def test_a_revived_request_has_its_tokens_its_seed_and_its_open_choices(pauses):
-    bench = Bench(0.1, max_revivals=8)
-    await bench.start()
-    receiver = bench.submit(params=SamplingParams(n=4), timeout_s=60.0, queue_timeout_s=9.0)
-    (first,) = bench.client.sent
-    ending = TokenDelta("r", 1, (7,), finish_reason="stop")
-    deltas = (TokenDelta("r", 0, (5,)), ending, TokenDelta("r", 0, (6,), surprise_limit=1.5))
-    bench.client.on_message(Deltas(deltas))
-    bench.link.forget("r", 3)
-    (again,) = await bench.replace_engine()
-    assert again.resumed == (Resumed(0, (5, 6), 1.5), Resumed(2, ()))
-    assert again.params == first.params and first.params.seed is not None
-    assert 50 < again.timeout_s < 60.0 and again.queue_timeout_s is None
-    assert receiver.items == list(deltas), "the client must see nothing of it"
-    await bench.link.stop()
-
-
-async def test_late_deltas_of_an_engine_that_was_given_up_are_dropped(pauses):
-    bench = Bench(0.1, max_revivals=8)
-    await bench.start()
-    receiver, first = bench.submit(), bench.client
-    first.on_message(Fatal("INTERNAL_ERROR", "secret detail"))
-    first.on_message(Deltas((TokenDelta("r", 0, (5,)),)))
-    await bench.replace_engine()
-    first.on_message(Deltas((TokenDelta("r", 0, (6,)),)))
-    bench.client.on_message(Deltas((TokenDelta("r", 0, (7,)),)))
-    assert [item.token_ids for item in receiver.items] == [(7,)]
-    await bench.link.stop()
-
-
-async def test_a_request_is_revived_once_for_each_death(pauses):
-    bench = Bench(0.1, 0.1, 0.1, max_revivals=2)
-    await bench.start()
-    receiver, ended = bench.submit("r"), bench.submit("ended")
-    bench.link.done("ended")
-    for number in range(2):
-        bench.client.on_message(Deltas((TokenDelta("r", 0, (number,)),)))
-        sent = await bench.replace_engine()
-        assert [each.request_id for each in sent] == ["r"]
-        bench.client.on_message(READY)
-        assert len(sent) == 1 and bench.link.num_revived == number + 1
-    bench.client.on_message(Deltas((TokenDelta("r", 0, (9,)),)))
-    assert await bench.replace_engine() == [], "two revivals are the limit"
-    assert isinstance(receiver.items[-1], UnavailableError) and not ended.items
-    await bench.link.stop()
-
-
-async def test_suspects_are_tried_one_after_another_and_only_the_guilty_ends(pauses):
-    bench = Bench(0.1, 0.1, 0.1, max_revivals=8)
-    await bench.start()
-    receivers = {name: bench.submit(name) for name in ("a", "poison", "b", "c")}
-    assert len(await bench.replace_engine()) == 4, "the first death makes no suspects"
-    bench.client.on_message(Deltas((TokenDelta("c", 0, (5,)),)))
-    sent = await bench.replace_engine()
-    assert [each.request_id for each in sent] == ["a"], "c has gone on, so it is no suspect"
-    bench.client.on_message(Deltas((TokenDelta("a", 0, (5,)),)))
-    assert [each.request_id for each in sent] == ["a", "poison"]
-    sent = await bench.replace_engine()
-    assert isinstance(receivers.pop("poison").items[-1], InferenceError)
-    assert [each.request_id for each in sent] == ["b"]
-    bench.link.forget("b", None)  # its client has left
-    assert [each.request_id for each in sent[1:3]] == ["a", "c"]
-    assert not any(isinstance(item, EngineError) for r in receivers.values() for item in r.items)
-    await bench.link.stop()
-
-
-async def test_the_wait_for_a_new_engine_has_an_end(pauses, monkeypatch):
-    monkeypatch.setattr(survival, "MAX_WAIT_S", 0.02)
-    bench = Bench(0.1, max_revivals=8)
-    await bench.start()
-    receivers = [bench.submit("long"), bench.submit("short", timeout_s=0.01)]
-    bench.client.on_exit(-9)
-    async with asyncio.timeout(20):
-        while not all(receiver.items for receiver in receivers):
-            await settle()
-    assert [type(r.items[0]) for r in receivers] == [UnavailableError, RequestTimeoutError]
-    await settle()
-    bench.client.on_message(READY)
-    assert not bench.client.sent
-    await bench.link.stop()
 
 
 def silent(seconds: float) -> Vitals:

@@ -3,6 +3,7 @@
 from tests.teeth.mutation import Mutation
 
 LINK_TESTS = "tests/unit/test_link_states.py"
+SURVIVAL_TESTS = "tests/unit/test_survival.py"
 FRAME_TESTS = "tests/unit/test_engine_frames.py"
 OPTION_TESTS = "tests/unit/test_engine_options.py"
 
@@ -49,35 +50,35 @@ MUTATIONS = [
         "engine.backends.custom.frontend.engine_link",
         "            if epoch == self._epoch:\n                self._on_message(message)",
         "            self._on_message(message)",
-        f"{LINK_TESTS}::test_late_deltas_of_an_engine_that_was_given_up_are_dropped",
+        f"{SURVIVAL_TESTS}::test_late_deltas_of_an_engine_that_was_given_up_are_dropped",
     ),
     Mutation(
         "ipc: a request is revived twice",
         "engine.backends.custom.frontend.survival",
         "            opened.is_in_engine = True\n            if",
         "            if",
-        f"{LINK_TESTS}::test_a_request_is_revived_once_for_each_death",
+        f"{SURVIVAL_TESTS}::test_a_request_is_revived_once_for_each_death",
     ),
     Mutation(
         "ipc: a revived request draws other random numbers",
         "engine.backends.custom.frontend.survival",
         "if self._max_revivals and request.params.seed is None:",
         "if False:",
-        f"{LINK_TESTS}::test_a_revived_request_has_its_tokens_its_seed_and_its_open_choices",
+        f"{SURVIVAL_TESTS}::test_a_revived_request_has_its_tokens_its_seed_and_its_open_choices",
     ),
     Mutation(
         "ipc: a revived request begins a choice again that has ended",
         "engine.backends.custom.frontend.survival",
         "            self.choices.pop(delta.choice, None)\n",
         "",
-        f"{LINK_TESTS}::test_a_revived_request_has_its_tokens_its_seed_and_its_open_choices",
+        f"{SURVIVAL_TESTS}::test_a_revived_request_has_its_tokens_its_seed_and_its_open_choices",
     ),
     Mutation(
         "ipc: all suspects are tried at once",
         "engine.backends.custom.frontend.survival",
         "                self._on_trial = opened\n                return\n",
         "                self._on_trial = opened\n",
-        f"{LINK_TESTS}::test_suspects_are_tried_one_after_another_and_only_the_guilty_ends",
+        f"{SURVIVAL_TESTS}::test_suspects_are_tried_one_after_another_and_only_the_guilty_ends",
     ),
     Mutation(
         "ipc: one late look kills",
