@@ -22,8 +22,9 @@ from tests.runtime_invariants import (
     check_writes,
     noted,
 )
+from tests.toy_alone import generate_alone
 from tests.toy_grammar import new_matcher
-from tests.toy_runner import VOCAB, ToyRunner, generate_alone
+from tests.toy_runner import VOCAB, ToyRunner
 
 
 class ListChannel:

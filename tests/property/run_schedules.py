@@ -127,7 +127,8 @@ class Model:
 
 
 def toy_model(rng: random.Random) -> Model:
-    from tests.toy_runner import VOCAB, ToyRunner, generate_alone
+    from tests.toy_alone import generate_alone
+    from tests.toy_runner import VOCAB, ToyRunner
 
     prompts = [tuple(rng.randrange(3) for _ in range(rng.randint(1, 20))) for _ in range(8)]
     requests = [new_request(rng, rng.choice(prompts), index) for index in range(NUM_REQUESTS)]

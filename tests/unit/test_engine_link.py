@@ -18,7 +18,8 @@ from engine.backends.custom.options import EngineOptions
 from engine.backends.process import RestartPolicy
 from engine.core.errors import EngineError, ModelError, ResourceError, UnavailableError
 from engine.core.interfaces.request import GenerateRequest, SamplingParams
-from tests.toy_runner import CRASH_TOKEN, generate_alone
+from tests.toy_alone import generate_alone
+from tests.toy_runner import CRASH_TOKEN
 
 pytestmark = pytest.mark.seconds  # each engine is a process
 

@@ -3,6 +3,7 @@
 from tests.teeth.mutation import Mutation
 
 TESTS = "tests/unit/test_llm.py"
+SAMPLING_TESTS = "tests/unit/test_llm_sampling.py"
 
 MUTATIONS = [
     Mutation(
@@ -17,21 +18,21 @@ MUTATIONS = [
         "engine.sampling_params",
         'SamplingParams(**{"max_tokens": None, **fields})',
         'SamplingParams(**{"max_tokens": 2, **fields})',
-        f"{TESTS}::test_without_parameters_the_context_is_filled",
+        f"{SAMPLING_TESTS}::test_without_parameters_the_context_is_filled",
     ),
     Mutation(
         "llm: choices beyond the first are lost",
         "engine.library.answers",
         "for choice in choices or self._choices\n",
         "for choice in choices or self._choices[:1]\n",
-        f"{TESTS}::test_choices_are_numbered_and_counted",
+        f"{SAMPLING_TESTS}::test_choices_are_numbered_and_counted",
     ),
     Mutation(
         "llm: token ids of all choices are mixed",
         "engine.library.answers",
         "        choice = self._choices[event.choice]\n        choice.add(event)\n",
         "        choice = self._choices[0]\n        choice.add(event)\n",
-        f"{TESTS}::test_choices_are_numbered_and_counted",
+        f"{SAMPLING_TESTS}::test_choices_are_numbered_and_counted",
     ),
     Mutation(
         "llm: answers come in the order in which they end",
@@ -80,14 +81,14 @@ MUTATIONS = [
         "engine.sampling_params",
         "0 <= params.seed < 2**63,",
         "0 <= params.seed < 2**64,",
-        f"{TESTS}::test_bounds_are_where_they_are_said_to_be",
+        f"{SAMPLING_TESTS}::test_bounds_are_where_they_are_said_to_be",
     ),
     Mutation(
         "llm: a negative min_p passes",
         "engine.sampling_params",
         '"0 <= min_p <= 1": 0 <= params.min_p <= 1,',
         '"0 <= min_p <= 1": params.min_p <= 1,',
-        f"{TESTS}::test_bounds_are_where_they_are_said_to_be",
+        f"{SAMPLING_TESTS}::test_bounds_are_where_they_are_said_to_be",
     ),
     Mutation(
         "llm: a stop text is read as letters",
@@ -101,7 +102,7 @@ MUTATIONS = [
         "engine.library.answers",
         "    for rank, each in enumerate(token.top[:most], 1):\n",
         "    for rank, each in enumerate(token.top[:0], 1):\n",
-        f"{TESTS}::test_logprobs_of_a_prompt_are_the_models",
+        f"{SAMPLING_TESTS}::test_logprobs_of_a_prompt_are_the_models",
     ),
     Mutation(
         "llm: deltas repeat the text before",
