@@ -9,8 +9,8 @@ from engine import BeamSearchParams
 from engine.core.errors import InvalidRequestError
 from engine.library import embedded
 from engine.llm import LLM
+from tests.toy_llm import EOS, encoded, written
 from tests.toy_runner import VOCAB, prompt_logits
-from tests.unit.test_llm import EOS, encoded, written
 from tests.unit.test_server_vllm import ToyBackend
 
 PROMPT = "abcd"

@@ -19,7 +19,7 @@ from engine.servers.app import create_app
 from engine.servers.schema.body import SamplingBody
 from tests.fake_backend import MODEL, FakeBackend
 from tests.live_server import make_settings
-from tests.unit.test_llm import ToyBackend, written
+from tests.toy_llm import ToyBackend, written
 
 TABLE = """
 [presets.{name}]

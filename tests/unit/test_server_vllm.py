@@ -12,16 +12,16 @@ from engine import __version__
 from engine.core.interfaces.backend import TokenizerInfo
 from engine.core.observability.metrics import Metrics
 from engine.servers.app import create_app
+from tests import toy_llm
 from tests.fake_backend import MODEL, FakeBackend
 from tests.live_server import make_settings
+from tests.toy_llm import EOS
 from tests.toy_runner import VOCAB
-from tests.unit import test_llm
-from tests.unit.test_llm import EOS
 
 MESSAGES = [{"role": "user", "content": "abc"}]
 
 
-class ToyBackend(test_llm.ToyBackend):
+class ToyBackend(toy_llm.ToyBackend):
     async def tokenizer_info(self, *, model: str = "") -> TokenizerInfo:
         return TokenizerInfo(
             vocab_size=VOCAB,
