@@ -281,6 +281,10 @@ class InflightPrefixes:
         self._chains[seq] = chain
         self._latest = seq.namespace, data, chain
 
+    def chain(self, seq: Sequence) -> list[int]:
+        """The hashes of a sequence's prompt blocks."""
+        return self._chains[seq]
+
     def remove(self, seq: Sequence) -> None:
         """Remove everything that is stored for a sequence that has ended."""
         self.disown(seq)
