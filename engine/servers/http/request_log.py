@@ -46,7 +46,6 @@ class RequestRecord:
     accepted_at: float | None = None  # when the request was checked, and the backend was asked
     answered_at: float | None = None  # when the backend had sent the whole answer
     ended_at: float | None = None  # when the last byte was sent
-    began: float = 0.0  # when the request arrived, as a Unix time
     route: str = ""
     tenant: str = ""
     model: str = ""

@@ -73,13 +73,15 @@ def _all_causes(record: RequestRecord, decisions: Sequence[dict[str, Any]]) -> I
     if prepared is not None:
         yield from _preparation_causes(prepared, timeline)
     if timeline is not None:
-        yield from _queue_causes(timeline)
+        is_revived = _is_revived(record, timeline)
+        # A request that arrives during a step is read after it.
+        unread_s = 0.0 if prepared is None else timeline.submitted_at - prepared.submitted_at
+        yield from _queue_causes(timeline, 0.0 if is_revived else max(unread_s, 0.0))
         yield from _prefill_causes(timeline)
         yield from _decode_causes(timeline)
-        if prepared is not None and _is_revived(record, timeline):
-            lost_s = timeline.submitted_at - prepared.submitted_at
-            what = f"The engine died. The request went on in the next one {_s(lost_s)} after"
-            yield Cause("revival", lost_s, f"{what} it was first submitted.")
+        if is_revived:
+            what = f"The engine died. The request went on in the next one {_s(unread_s)} after"
+            yield Cause("revival", unread_s, f"{what} it was first submitted.")
     elif record.accepted_at is not None:
         yield _backend_cause(record, record.accepted_at)
     if record.answered_at is not None and record.ended_at is not None:
@@ -137,8 +139,9 @@ def _preparation_causes(prepared: Preparation, timeline: Timeline | None) -> Ite
         yield Cause("images", held_s, what)
 
 
-def _queue_causes(timeline: Timeline) -> Iterator[Cause]:
-    for reason, seconds in zip(WAITS, timeline.waits, strict=True):
+def _queue_causes(timeline: Timeline, unread_s: float) -> Iterator[Cause]:
+    for reason, waited_s in zip(WAITS, timeline.waits, strict=True):
+        seconds = waited_s + unread_s if reason == "step" else waited_s
         sentence = f"It waited {_s(seconds)} {_WAITED[reason]}."
         if reason in ("turn", "priority"):
             sentence += f" {timeline.num_overtaken} later requests overtook it."

@@ -5,6 +5,7 @@ sees a prompt, unless `requests.show_text` is set. Then a few words are shown at
 leaves the cached one.
 """
 
+import time
 from itertools import islice, pairwise
 from typing import Any
 
@@ -78,7 +79,7 @@ def summary(services: Services, record: RequestRecord) -> dict[str, Any]:
     return {
         "id": record.completion_id,
         "request_id": record.request_id,
-        "at": round(record.began, 3),
+        "at": round(time.time() - (time.monotonic() - record.started), 3),
         "route": record.route,
         "model": record.model,
         "backend": ", ".join(record.backends),
@@ -98,11 +99,11 @@ async def _explained(services: Services, record: RequestRecord) -> dict[str, Any
     decisions = decisions_on(services, record)
     causes = causes_of(record, decisions)
     timeline = slowest(record.notes.timelines)
-    shown = _shown_divergence(services, record, timeline)
+    shown = await _shown_divergence(services, record, timeline)
     return summary(services, record) | {
         "causes": [msgspec.to_builtins(each) for each in causes],
         "spans": spans_of(record),
-        "cache": None if timeline is None else _cache(timeline) | await shown,
+        "cache": None if timeline is None else _cache(timeline) | shown,
         "choices": [_choice(each, record.started) for each in record.notes.timelines],
         "decisions": decisions,
         "warnings": record.warnings,
@@ -145,7 +146,7 @@ def spans_of(record: RequestRecord) -> list[dict[str, Any]]:
     if record.notes.preparations:
         last = record.notes.preparations[-1]
         marks += [("tokenize", last.began_at), ("grammar check", last.encoded_at)]
-        marks += [("submit", last.checked_at)]
+        marks += [("hand over", last.checked_at)]
     timeline = slowest(record.notes.timelines)
     if timeline is not None:
         held = "compile grammar" if timeline.has_grammar else "encode images"
@@ -163,8 +164,8 @@ def spans_of(record: RequestRecord) -> list[dict[str, Any]]:
     ]
 
 
-def _at(time: float | None, since: float) -> float | None:
-    return None if time is None else round(time - since, 6)
+def _at(when: float | None, since: float) -> float | None:
+    return None if when is None else round(when - since, 6)
 
 
 def _choice(timeline: Timeline, since: float) -> dict[str, Any]:

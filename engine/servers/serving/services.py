@@ -295,7 +295,7 @@ class Services:
         principal = principal_of(request)
         record = record_of(request.scope)
         record.completion_id = completion_id
-        record.accepted_at, record.began = time.monotonic(), time.time()
+        record.accepted_at = time.monotonic()
         record.tenant, record.model = principal.name, card.id
         record.metadata = body.metadata or None
         self.note_end_user(request, body.end_user)

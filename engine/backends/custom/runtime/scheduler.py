@@ -12,6 +12,13 @@ from bisect import insort
 from collections.abc import Iterator
 
 from engine.backends.custom.runtime.images import whole_images
+from engine.backends.custom.runtime.insight.timekeeping import (
+    BLOCKS,
+    BUDGET,
+    SLOTS,
+    EngineClock,
+    Stopwatch,
+)
 from engine.backends.custom.runtime.kv_cache import KVCache
 from engine.backends.custom.runtime.model_runner import StepOutput
 from engine.backends.custom.runtime.outputs import (
@@ -29,13 +36,6 @@ from engine.backends.custom.runtime.sequence import (
     ScheduledBatch,
     Sequence,
     SequenceFaultError,
-)
-from engine.backends.custom.runtime.timekeeping import (
-    BLOCKS,
-    BUDGET,
-    SLOTS,
-    EngineClock,
-    Stopwatch,
 )
 from engine.core.errors import EngineError, InferenceError
 from engine.core.interfaces.request import FinishReason, TokenDelta
@@ -98,7 +98,8 @@ class Scheduler:
         seq.submitted_step = self._step
         self._requests.setdefault(seq.request_id, []).append(seq)
         self._inflight.add(seq)
-        seq.watch = Stopwatch(self.clock, len(self._waiting), seq.queued_at)
+        shares = self._inflight.shares(seq)
+        seq.watch = Stopwatch(self.clock, len(self._waiting), seq.queued_at, shares)
         self._waiting.add(seq)
 
     def abort(self, request_id: str, choice: int | None, now: float) -> list[TokenDelta]:

@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from engine.backends.custom.runtime.grammar import Constraint
 from engine.backends.custom.runtime.images import PlacedImage
+from engine.backends.custom.runtime.insight.timekeeping import Stopwatch
 from engine.backends.custom.runtime.model_runner import U32
 from engine.backends.custom.runtime.samplers.repetition import Breakers
-from engine.backends.custom.runtime.timekeeping import Stopwatch
 from engine.core.interfaces.request import FinishReason, SamplingParams, TokenLogprobs
 
 # After this many preemptions, a sequence is admitted only with all blocks that it can ever need.

@@ -154,13 +154,18 @@ class Stopwatch:
         "_num_before",
         "_pauses",
         "_preempted",
+        "_shares_prefix",
         "divergence",
         "is_cache_off",
         "num_evicted",
     )
 
-    def __init__(self, clock: EngineClock, num_before: int, now: float) -> None:
+    def __init__(
+        self, clock: EngineClock, num_before: int, now: float, shares_prefix: bool
+    ) -> None:
         self._clock = clock
+        # Whether a running sequence was computing the same prefix when this one was queued
+        self._shares_prefix = shares_prefix
         self._num_before = num_before
         self._base = clock.waits(now)
         self._held_at: float | None = None
@@ -295,6 +300,10 @@ class Stopwatch:
         until = overtaking[0].waits if overtaking else self._clock.waits(now)
         waits = [max(0.0, after - b) for after, b in zip(until, self._base, strict=True)]
         waits[PREFIX] += self._held_s
+        if self._shares_prefix and seq.num_matched:
+            # The budget went to the sequence that computed the prefix for this one.
+            waits[PREFIX] += waits[BUDGET]
+            waits[BUDGET] = 0.0
         if self._held_at is not None:
             waits[PREFIX] += now - self._held_at
         if overtaking:
