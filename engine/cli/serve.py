@@ -291,13 +291,14 @@ def _run(
     build: "Callable[[], Server]",
 ) -> None:
     from engine.core.observability.logging import setup_logging
-    from engine.core.utils.listening import address_of
+    from engine.core.utils.listening import address_of, is_on_all_interfaces
     from engine.servers.run import run_server
 
     settings = loaded.settings
     setup_logging(settings.logging.level, settings.logging.format)
     server = build()
     url = address_of(sock)
+    where = ", on all interfaces" if is_on_all_interfaces(sock) else ""
     say = _speaker(settings.logging.format)
     _tell_of_unused(loaded)
     say(f"Loading {server.loading} ...")
@@ -307,7 +308,7 @@ def _run(
         gc.enable()
         # The time is counted from the start of the command, because most of the loading happens
         # before the server starts.
-        say(f"Ready in {time.monotonic() - BEGAN_AT:.1f} s at {url}/v1")
+        say(f"Ready in {time.monotonic() - BEGAN_AT:.1f} s at {url}/v1{where}")
         if settings.logging.format == "pretty":
             needs_key = bool(settings.server.api_key or settings.server.keys_file)
             say(_first_request(url, *server.first_call(), needs_key))

@@ -29,7 +29,9 @@ logger = logging.getLogger("engine.request")
 # are not logged either.
 STATIC_ROUTE = "/ui/static/{name:path}"
 _QUIET = frozenset({"/livez", "/readyz", "/health", "/healthz", STATIC_ROUTE})
-
+# Routes that `engine top` and dashboards read every second. An answer of status 200 is logged at
+# level debug.
+_POLLED = frozenset({"/v1/models", "/v1/admin/routes"})
 
 MAX_LOGGED_PATH = 200
 _UNPRINTABLE = re.compile(r"[^!-~]")
@@ -168,4 +170,6 @@ class RequestLog:
             fields["error_code"] = record.error_code
         if record.completion_id is not None:
             record.backends = self._answered_by(record.completion_id)
-        logger.info("request", extra=fields | record.work_fields())
+        is_poll = scope["method"] == "GET" and route in _POLLED and record.status == 200
+        level = logging.DEBUG if is_poll else logging.INFO
+        logger.log(level, "request", extra=fields | record.work_fields())
