@@ -14,8 +14,13 @@ import logging
 import secrets
 import time
 from array import array
+<<<<<<< HEAD
 from collections import OrderedDict, deque
 from collections.abc import Callable
+=======
+from collections import deque
+from collections.abc import Callable, Iterable
+>>>>>>> main
 from typing import Protocol
 
 from msgspec.structs import replace
@@ -36,9 +41,9 @@ Send = Callable[[GenerateRequest], None]
 
 
 class Receiver(Protocol):
-    """Receives the deltas of a request."""
+    """Receives the deltas of a request, or the error that ends it."""
 
-    def deliver(self, item: TokenDelta | EngineError) -> None: ...
+    def deliver(self, *items: TokenDelta | EngineError) -> None: ...
 
 
 class OpenRequest:
@@ -122,6 +127,7 @@ class OpenRequests:
         send(request)
         self._requests[request.request_id] = OpenRequest(request, receiver)
 
+<<<<<<< HEAD
     def deliver(self, delta: TokenDelta) -> None:
         # Deltas that arrive after their request has ended have no receiver.
         opened = self._requests.get(delta.request_id)
@@ -135,6 +141,26 @@ class OpenRequests:
         opened.receiver.deliver(delta)
         if opened is self._on_trial and opened.has_progress:
             self._next_trial()
+=======
+    def deliver(self, deltas: Iterable[TokenDelta]) -> None:
+        """Pass deltas on to their receivers. A receiver gets all its deltas in one call, so that it
+        can merge those of several steps.
+        """
+        arrived: dict[str, list[TokenDelta]] = {}
+        for delta in deltas:
+            arrived.setdefault(delta.request_id, []).append(delta)
+        for request_id, own in arrived.items():
+            # Deltas that arrive after their request has ended have no receiver.
+            opened = self._requests.get(request_id)
+            if opened is None:
+                continue
+            if self._max_revivals:
+                for delta in own:
+                    opened.record(delta)
+            opened.receiver.deliver(*own)
+            if opened is self._on_trial and opened.has_progress:
+                self._next_trial()
+>>>>>>> main
 
     def drop(self, request_id: str, choice: int | None = None) -> None:
         """Drop a request, or one choice of it. Unknown ids are ignored."""
