@@ -403,20 +403,11 @@ def _merged(run: Sequence[TokenDelta]) -> TokenDelta:
     scores = [delta.logprobs for delta in run if delta.logprobs is not None]
     return replace(
         first,
-<<<<<<< HEAD
-        token_ids=first.token_ids + second.token_ids,
-        logprobs=logprobs,
-        finish_reason=second.finish_reason,
-        stop_token_id=second.stop_token_id,
-        error_code=second.error_code,
-        error_message=second.error_message,
-        timeline=second.timeline,
-=======
         token_ids=tuple(token for delta in run for token in delta.token_ids),
         logprobs=tuple(each for some in scores for each in some) if scores else None,
         finish_reason=last.finish_reason,
         stop_token_id=last.stop_token_id,
         error_code=last.error_code,
         error_message=last.error_message,
->>>>>>> main
+        timeline=last.timeline,
     )

@@ -14,13 +14,8 @@ import logging
 import secrets
 import time
 from array import array
-<<<<<<< HEAD
 from collections import OrderedDict, deque
-from collections.abc import Callable
-=======
-from collections import deque
 from collections.abc import Callable, Iterable
->>>>>>> main
 from typing import Protocol
 
 from msgspec.structs import replace
@@ -127,21 +122,6 @@ class OpenRequests:
         send(request)
         self._requests[request.request_id] = OpenRequest(request, receiver)
 
-<<<<<<< HEAD
-    def deliver(self, delta: TokenDelta) -> None:
-        # Deltas that arrive after their request has ended have no receiver.
-        opened = self._requests.get(delta.request_id)
-        if opened is None:
-            notes = self._left.get(delta.request_id) if delta.timeline is not None else None
-            if notes is not None and delta.timeline is not None:
-                notes.add_timeline(delta.timeline)
-            return
-        if self._max_revivals:
-            opened.record(delta)
-        opened.receiver.deliver(delta)
-        if opened is self._on_trial and opened.has_progress:
-            self._next_trial()
-=======
     def deliver(self, deltas: Iterable[TokenDelta]) -> None:
         """Pass deltas on to their receivers. A receiver gets all its deltas in one call, so that it
         can merge those of several steps.
@@ -153,6 +133,7 @@ class OpenRequests:
             # Deltas that arrive after their request has ended have no receiver.
             opened = self._requests.get(request_id)
             if opened is None:
+                self._note_end(own)
                 continue
             if self._max_revivals:
                 for delta in own:
@@ -160,7 +141,13 @@ class OpenRequests:
             opened.receiver.deliver(*own)
             if opened is self._on_trial and opened.has_progress:
                 self._next_trial()
->>>>>>> main
+
+    def _note_end(self, deltas: Iterable[TokenDelta]) -> None:
+        """Keep the timelines of a request whose client left."""
+        for delta in deltas:
+            notes = self._left.get(delta.request_id)
+            if notes is not None and delta.timeline is not None:
+                notes.add_timeline(delta.timeline)
 
     def drop(self, request_id: str, choice: int | None = None) -> None:
         """Drop a request, or one choice of it. Unknown ids are ignored."""
