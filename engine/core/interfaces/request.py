@@ -9,6 +9,7 @@ from typing import Literal
 
 import msgspec
 
+from engine.core.interfaces.snapshot import EngineSnapshot
 from engine.core.interfaces.timeline import Timeline
 
 FinishReason = Literal["stop", "length", "abort", "error"]
@@ -196,7 +197,7 @@ class Control(msgspec.Struct, frozen=True, tag="control"):
     """Frontend to engine: an operation on the engine itself, answered by a `ControlReply`."""
 
     control_id: int
-    action: Literal["flush_cache", "log_level"]
+    action: Literal["flush_cache", "log_level", "snapshot"]
     value: str = ""  # the new level, for action "log_level"
 
 
@@ -344,6 +345,7 @@ class ControlReply(msgspec.Struct, frozen=True, tag="control_reply"):
     control_id: int
     ok: bool
     message: str = ""
+    snapshot: EngineSnapshot | None = None  # for action "snapshot", unless an encoder answers
 
 
 class Fatal(msgspec.Struct, frozen=True, tag="fatal"):

@@ -13,7 +13,7 @@ vocabulary, D size of an embedding, E tokens of images.
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 from numpy.typing import NDArray
@@ -296,6 +296,17 @@ class ImageEncoder(Protocol):
         """Compute the embeddings (E, D) of an image's tokens from its pixels (height, width, 3). It
         waits for the device.
         """
+        ...
+
+
+@runtime_checkable
+class KernelTimer(Protocol):
+    """A runner that can time its kernels while it serves."""
+
+    def time_kernels(self, on: bool) -> None: ...
+
+    def kernel_seconds(self) -> dict[str, float]:
+        """The seconds of the last step by kind of kernel. Empty if no step was timed."""
         ...
 
 

@@ -10,6 +10,7 @@ fails only that sequence.
 import logging
 from bisect import insort
 from collections.abc import Iterator
+from collections.abc import Sequence as Listed
 
 from engine.backends.custom.runtime.images import whole_images
 from engine.backends.custom.runtime.insight.timekeeping import (
@@ -65,6 +66,15 @@ class Scheduler:
         self.num_prompt_tokens = 0
         self.num_cached_tokens = 0
         self.num_generated_tokens = 0
+
+    @property
+    def running(self) -> Listed[Sequence]:
+        """The running sequences, most senior first."""
+        return self._running
+
+    @property
+    def waiting(self) -> WaitingLine:
+        return self._waiting
 
     @property
     def num_running(self) -> int:

@@ -158,7 +158,8 @@ def build_runner(source: ModelSource, config: RunnerConfig) -> NativeRunner:
         has_state=source.config.state is not None,
         window=source.config.window,
     )
-    return NativeRunner(model.native, spec, source.config.hidden_size)
+    kinds = [step_label(step) for step in plans[0].steps]
+    return NativeRunner(model.native, spec, source.config.hidden_size, kinds)
 
 
 # For each layer: the number of its KV cache, and its index among the layers of that cache.
