@@ -6,6 +6,7 @@ watcher, nothing runs. `/v1/admin/snapshot` answers with one snapshot.
 
 import asyncio
 import time
+from collections import deque
 from collections.abc import AsyncGenerator
 from typing import Any
 
@@ -23,6 +24,7 @@ from engine.servers.ops.admin import only_backend
 from engine.servers.serving.services import Services, json_response
 
 INTERVAL_S = 0.25
+RATE_S = 1.0  # seconds over which rates are computed
 MAX_WATCHERS = 32
 MAX_DECISIONS = 12
 # Counters whose growth per second is part of a snapshot.
@@ -53,8 +55,7 @@ class LiveView:
         self._changed = asyncio.Event()  # replaced with each frame
         self._taking: asyncio.Task[None] | None = None
         self.num_watchers = 0
-        self._before: tuple[float, EngineStats] | None = None
-        self._rates: dict[str, float] = {}
+        self._seen: deque[tuple[float, EngineStats]] = deque()  # of the last RATE_S seconds
 
     async def frames(self) -> AsyncGenerator[bytes, None]:
         """The frames from now on. A slow watcher skips frames."""
@@ -107,19 +108,20 @@ class LiveView:
         }
 
     def _update_rates(self, now: float, stats: EngineStats | None) -> dict[str, float]:
-        """The growth of counters per second, since the snapshot before. Several snapshots within
-        a short time have the same rates.
-        """
-        before = self._before
-        if stats is None or (before is not None and now - before[0] < INTERVAL_S / 2):
-            return self._rates
-        self._before = (now, stats)
-        if before is not None:
-            elapsed = now - before[0]
-            grown = ((name, getattr(stats, name) - getattr(before[1], name)) for name in RATES)
-            # After a restart of the engine, its counters begin at 0 again.
-            self._rates = {name: round(max(count, 0) / elapsed, 2) for name, count in grown}
-        return self._rates
+        """The growth of counters per second. Empty in the first snapshot after a pause."""
+        seen = self._seen
+        if stats is None:
+            seen.clear()
+            return {}
+        seen.append((now, stats))
+        while len(seen) > 2 and now - seen[1][0] >= RATE_S or now - seen[0][0] > 5 * RATE_S:
+            seen.popleft()
+        if len(seen) < 2:
+            return {}
+        then, before = seen[0]
+        grown = ((name, getattr(stats, name) - getattr(before, name)) for name in RATES)
+        # After a restart of the engine, its counters begin at 0 again.
+        return {name: round(max(count, 0) / (now - then), 2) for name, count in grown}
 
     def _label(self, tenant: str) -> str:
         """The tenant's name in the keys file, or the start of the hash that identifies it."""

@@ -323,6 +323,7 @@ class EngineLoop:
         if message.action == "log_level":
             return ControlReply(message.control_id, True, set_level(message.value))
         if message.action == "snapshot":
+            self._send_stats(force=True)  # the counters that belong to the snapshot
             snapshot = self._snapshots.take(time.monotonic())
             return ControlReply(message.control_id, True, snapshot=snapshot)
         freed = self.scheduler.kv.flush()
