@@ -222,6 +222,7 @@ class Services:
         resolved = self._resolve(name)
         if resolved.warning is not None:
             self.warn(request, "model", resolved.warning)
+        record_of(request.scope).model = resolved.card.id
         return self._with_preset(resolved.card)
 
     @property
