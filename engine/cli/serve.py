@@ -46,6 +46,7 @@ from engine.cli.serve_options import (
     StoragePathOption,
     StrictOption,
     ThreadsOption,
+    UiOption,
 )
 from engine.core import faults
 
@@ -102,6 +103,7 @@ def serve(
     api_key_file: ApiKeyFileOption = None,
     insecure_no_auth: InsecureNoAuthOption = None,
     strict: StrictOption = None,
+    ui: UiOption = None,
     storage_path: StoragePathOption = None,
     log_level: LogLevelOption = None,
     log_format: LogFormatOption = None,
@@ -121,6 +123,7 @@ def serve(
         "server.api_key_file": api_key_file,
         "server.insecure_no_auth": insecure_no_auth,
         "server.strict": strict,
+        "server.ui": ui,
         "storage.path": storage_path,
         "performance.batch_size": batch_size,
         "performance.max_batch_tokens": max_batch_tokens,

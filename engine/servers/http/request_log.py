@@ -28,9 +28,11 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("engine.request")
 
-# Routes that are not logged, because machines poll them every few seconds. Their lines would hide
-# the other log lines. Requests for metrics are not logged either.
-_PROBES = frozenset({"/livez", "/readyz", "/health", "/healthz"})
+# Routes that are not logged, because machines poll them every few seconds, or because a browser
+# loads dozens of files at once. Their lines would hide the other log lines. Requests for metrics
+# are not logged either.
+STATIC_ROUTE = "/ui/static/{name:path}"
+_QUIET = frozenset({"/livez", "/readyz", "/health", "/healthz", STATIC_ROUTE})
 # Routes that `engine top` and dashboards read every second. An answer of status 200 is logged at
 # level debug.
 _POLLED = frozenset({"/v1/models", "/v1/admin/routes"})
@@ -115,7 +117,7 @@ class RequestLog:
         self._telemetry = telemetry
         self._answered_by = answered_by
         self._log_requests = settings.logging.log_requests
-        self._quiet_routes = _PROBES | {settings.metrics.endpoint}
+        self._quiet_routes = _QUIET | {settings.metrics.endpoint}
         self._metrics = metrics
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
