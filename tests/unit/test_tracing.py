@@ -13,11 +13,12 @@ import httpx
 import pytest
 
 from engine.backends.base import InferenceBackend
+from engine.core.config_schema import TracingSettings
 from engine.core.errors import ConfigError, UnavailableError
 from engine.core.interfaces.backend import ModelCard
 from engine.core.observability.logging import setup_logging
 from engine.core.observability.metrics import Metrics
-from engine.core.observability.tracing import client_trace
+from engine.core.observability.tracing import client_trace, new_telemetry
 from engine.servers.app import create_app
 from tests.fake_backend import CARD, MODEL, FakeBackend, call_script
 from tests.live_server import live_server, make_settings
@@ -161,6 +162,14 @@ async def test_spans_and_metrics_follow_the_conventions(
         assert point.count == 1 and 0 < point.sum < root.seconds + 1e-6
 
 
+async def test_prefill_is_as_long_as_the_engine_says(receiver: Receiver) -> None:
+    backend = FakeBackend()
+    backend.prefill_s = 0.05
+    async with traced(backend, receiver) as client:
+        await chat(client)
+    assert abs(receiver.named("prefill").seconds - backend.prefill_s) < 1e-6
+
+
 @pytest.mark.parametrize("captures", [False, True])
 async def test_texts_are_in_traces_only_if_asked(receiver: Receiver, captures: bool) -> None:
     backend = FakeBackend()
@@ -275,6 +284,11 @@ async def test_log_lines_carry_the_trace(format: str) -> None:
 )
 def test_invalid_ids_name_no_trace(header: str) -> None:
     assert client_trace({"traceparent": header}) is None
+
+
+def test_opentelemetrys_own_switch_turns_it_off(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OTEL_SDK_DISABLED", "true")
+    assert new_telemetry(TracingSettings(enabled=True)) is None
 
 
 def test_a_missing_package_is_named(monkeypatch: pytest.MonkeyPatch) -> None:

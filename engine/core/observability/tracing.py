@@ -5,6 +5,7 @@ A `Trace` passes the trace headers of a client on to other servers, and log line
 All times are those of `time.monotonic`.
 """
 
+import os
 import re
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -114,8 +115,10 @@ def backend_call(operation: str, model: str, provider: str) -> Iterator[Mapping[
 
 
 def new_telemetry(settings: "TracingSettings") -> "Telemetry | None":
-    """What records and sends traces, or None if `tracing.enabled` is not set."""
-    if not settings.enabled:
+    """What records and sends traces. None if `tracing.enabled` is not set, or if the usual
+    variable of OpenTelemetry turns it off.
+    """
+    if not settings.enabled or os.environ.get("OTEL_SDK_DISABLED", "").lower() == "true":
         return None
     try:
         from engine.core.observability.otel import Telemetry
