@@ -19,6 +19,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from engine.core.config_schema import Settings
 from engine.core.interfaces.backend import UsageEvent
+from engine.core.interfaces.timeline import RequestNotes
 from engine.core.observability.logging import REQUEST_ID
 from engine.core.observability.metrics import Metrics
 from engine.core.observability.tracing import TRACE, Answered, Trace, client_trace
@@ -49,9 +50,16 @@ class RequestRecord:
     request_id: str
     started: float = field(default_factory=time.monotonic)
     num_body_bytes: int = 0  # size of the request body, once it has fully arrived
+    body_at: float | None = None  # when the request body had fully arrived
+    accepted_at: float | None = None  # when the request was checked, and the backend was asked
+    answered_at: float | None = None  # when the backend had sent the whole answer
+    ended_at: float | None = None  # when the last byte was sent
+    route: str = ""
+    tenant: str = ""
+    model: str = ""  # id of the model that answers
+    notes: RequestNotes = field(default_factory=RequestNotes)
     status: int = 0
     error_code: str | None = None
-    model: str | None = None  # id of the model that answers
     completion_id: str | None = None  # the request's id in the backend
     backends: tuple[str, ...] = ()  # replicas that answered, if there are several
     user_hash: str | None = None
@@ -111,9 +119,11 @@ class RequestLog:
         settings: Settings,
         metrics: Metrics,
         answered_by: Callable[[str], tuple[str, ...]],
+        keep: Callable[[RequestRecord], None],
         telemetry: "Telemetry | None" = None,
     ) -> None:
         self._app = app
+        self._keep = keep
         self._telemetry = telemetry
         self._answered_by = answered_by
         self._log_requests = settings.logging.log_requests
@@ -177,6 +187,9 @@ class RequestLog:
         self._metrics.http_request(route, scope["method"], record.status, seconds)
         if record.completion_id is not None:
             record.backends = self._answered_by(record.completion_id)
+            record.route, record.ended_at = route or "", record.started + seconds
+            record.send = None  # it would keep the connection in memory
+            self._keep(record)
         if record.trace is not None:
             record.trace.end(_answered(scope["method"], route, record))
         if not self._log_requests or route in self._quiet_routes:
@@ -205,7 +218,7 @@ def _answered(method: str, route: str | None, record: RequestRecord) -> Answered
         status=record.status,
         is_stream=record.is_stream,
         error_code=record.error_code,
-        model=record.model,
+        model=record.model or None,
         completion_id=record.completion_id,
         backends=record.backends,
         ttft_s=record.ttft_s,

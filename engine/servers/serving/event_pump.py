@@ -252,6 +252,7 @@ class EventPump:
         """Abort all streams with `error`. Only the first error is kept."""
         if self.failure is None and self._open:
             self.failure = error
+            self.ended_at = time.monotonic()
             for task in self._tasks:
                 task.cancel()
             self._wake()
@@ -302,6 +303,7 @@ class EventPump:
             self.fail(opaque_error())
         else:
             self._open -= 1
+            self.ended_at = time.monotonic()
             self._wake()
 
     def _accept(self, first_choice: int, event: Event) -> None:
