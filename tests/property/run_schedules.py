@@ -38,6 +38,7 @@ from engine.core.interfaces.request import (
     GenerateRequest,
     SamplingParams,
 )
+from tests.toy_engine import FixedPrice
 
 TEXT = Path(__file__).parent.parent / "data" / "alice.txt"
 NUM_REQUESTS = 24  # distinct requests
@@ -70,13 +71,6 @@ class Shape:
     budget: int
     sharing: bool = True
     speculates: bool = False
-
-
-class FixedPrice:
-    """Makes drafts cheap, and independent of the time that steps take."""
-
-    def price(self, num_decoding: int) -> float:
-        return 0.01
 
 
 class Engine:
