@@ -339,6 +339,15 @@ class StorageSettings(Section):
         return Path(base) / "engine"
 
 
+class RequestsSettings(Section):
+    """What the server keeps of past requests, to explain and to replay them."""
+
+    keep: int = Field(default=512, ge=0, le=100_000)
+    """Past requests that `/v1/admin/requests` can explain; 0 keeps none."""
+    show_text: bool = False
+    """Show a few words of a prompt where it differs from the cached one."""
+
+
 class NamedTables(msgspec.Struct, frozen=True):
     """The named tables of the TOML file, validated by `config_tables`: `[backends.NAME]`,
     `[models.ID]`, `[plugins.NAME]` and `[presets.ID]`.
@@ -367,6 +376,7 @@ class Settings(BaseModel):
     metrics: MetricsSettings = MetricsSettings()
     limits: LimitsSettings = LimitsSettings()
     storage: StorageSettings = StorageSettings()
+    requests: RequestsSettings = RequestsSettings()
     tables: Annotated[NamedTables, WithJsonSchema({})] = Field(
         default_factory=lambda: NO_TABLES, exclude=True
     )

@@ -122,7 +122,7 @@ class Attempts:
         self.last_error = error
         name = attempt.replica.name
         self._failed.append(name)
-        self.decision.failed += (Failed(name, error.message),)
+        self.decision.failed += (Failed(name, error.message, attempt.seconds),)
         may_retry = (
             error.retryable and not attempt.has_begun and self.decision.attempts < MAX_ATTEMPTS
         )
@@ -184,6 +184,10 @@ class Attempt:
         self._mirror = mirror
         self._began = time.monotonic()
 
+    @property
+    def seconds(self) -> float:
+        return time.monotonic() - self._began
+
     def source(self) -> AsyncIterator[Event]:
         request = self._attempts.remaining()
         assert not isinstance(request, EmbedRequest)
@@ -196,7 +200,7 @@ class Attempt:
         """Call when the first event, or the whole answer, has arrived."""
         self.has_begun = True
         self._attempts.decision.has_answered = True
-        self.replica.first_tokens_s.append(time.monotonic() - self._began)
+        self.replica.first_tokens_s.append(self.seconds)
 
     def note(self, event: Event) -> None:
         if not self.has_begun:

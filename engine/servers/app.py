@@ -25,6 +25,7 @@ from engine.servers.access.auth import Authenticator, KeyRing
 from engine.servers.access.quotas import AuthThrottle, Quotas
 from engine.servers.http.errors import install_error_handlers
 from engine.servers.http.guard import BrowserGuard
+from engine.servers.http.history import RequestHistory
 from engine.servers.http.request_log import RequestLog
 from engine.servers.serving.admission import Lifecycle
 from engine.servers.serving.services import Services
@@ -122,6 +123,7 @@ LATE = (
     "ops.admin_models:add_admin_models_routes",
     "ops.admin_control:add_admin_control_routes",
     "ops.admin_control:add_plugins_routes",
+    "ops.requests:add_requests_routes",
     "openai.openapi:add_openapi_routes",
 )
 # Like LATE. It comes before the routes of other servers' APIs, one of which has the path `/` too.
@@ -180,6 +182,7 @@ def create_app(
     services = Services(
         settings, holder, metrics, lifecycle, watcher, keys, quotas, rebuild, reread
     )
+    services.history.resize(settings.requests.keep)
     services.presets.update(settings.tables.presets)
     if keys.entries or not NO_LIMITS.over(settings.limits).is_empty:
         services.components.append(quotas)
@@ -195,7 +198,7 @@ def create_app(
         openapi_url=None,
         redirect_slashes=False,
         dependencies=[Depends(Authenticator(settings, keys, throttle))],
-        middleware=_layers(settings, holder, metrics),
+        middleware=_layers(settings, holder, metrics, services.history),
     )
     app.state.services = services
     install_error_handlers(app)
@@ -218,12 +221,20 @@ def create_app(
     return app
 
 
-def _layers(settings: Settings, holder: BackendHolder, metrics: Metrics) -> list[Middleware]:
+def _layers(
+    settings: Settings, holder: BackendHolder, metrics: Metrics, history: RequestHistory
+) -> list[Middleware]:
     def answered_by(request_id: str) -> tuple[str, ...]:
         return holder.current.answered_by(request_id)
 
     layers = [
-        Middleware(RequestLog, settings=settings, metrics=metrics, answered_by=answered_by),
+        Middleware(
+            RequestLog,
+            settings=settings,
+            metrics=metrics,
+            answered_by=answered_by,
+            keep=history.add,
+        ),
         Middleware(BrowserGuard, server=settings.server),
     ]
     if settings.server.enable_cors:

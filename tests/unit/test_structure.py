@@ -116,6 +116,7 @@ TIMESTAMP_MODULES = frozenset(
         "engine.servers.files.expiry",
         "engine.servers.openai.format",
         "engine.servers.ops.probes",
+        "engine.servers.ops.requests",
         "engine.servers.responses.format",
         "engine.servers.serving.objects",
         "engine.servers.access.rate_windows",

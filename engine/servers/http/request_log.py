@@ -19,6 +19,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from engine.core.config_schema import Settings
 from engine.core.interfaces.backend import UsageEvent
+from engine.core.interfaces.timeline import RequestNotes
 from engine.core.observability.logging import REQUEST_ID
 from engine.core.observability.metrics import Metrics
 
@@ -45,6 +46,14 @@ class RequestRecord:
     request_id: str
     started: float = field(default_factory=time.monotonic)
     num_body_bytes: int = 0  # size of the request body, once it has fully arrived
+    body_at: float | None = None  # when the request body had fully arrived
+    accepted_at: float | None = None  # when the request was checked, and the backend was asked
+    answered_at: float | None = None  # when the backend had sent the whole answer
+    ended_at: float | None = None  # when the last byte was sent
+    route: str = ""
+    tenant: str = ""
+    model: str = ""
+    notes: RequestNotes = field(default_factory=RequestNotes)
     status: int = 0
     error_code: str | None = None
     completion_id: str | None = None  # the request's id in the backend
@@ -104,8 +113,10 @@ class RequestLog:
         settings: Settings,
         metrics: Metrics,
         answered_by: Callable[[str], tuple[str, ...]],
+        keep: Callable[[RequestRecord], None],
     ) -> None:
         self._app = app
+        self._keep = keep
         self._answered_by = answered_by
         self._log_requests = settings.logging.log_requests
         self._quiet_routes = _QUIET | {settings.metrics.endpoint}
@@ -154,6 +165,11 @@ class RequestLog:
         seconds = time.monotonic() - record.started
         route = scope["route"].path if "route" in scope else None
         self._metrics.http_request(route, scope["method"], record.status, seconds)
+        if record.completion_id is not None:
+            record.backends = self._answered_by(record.completion_id)
+            record.route, record.ended_at = route or "", record.started + seconds
+            record.send = None  # it would keep the connection in memory
+            self._keep(record)
         if not self._log_requests or route in self._quiet_routes:
             return
         fields: dict[str, Any] = {
@@ -168,8 +184,6 @@ class RequestLog:
             fields["path"] = _UNPRINTABLE.sub("?", path)
         if record.error_code is not None:
             fields["error_code"] = record.error_code
-        if record.completion_id is not None:
-            record.backends = self._answered_by(record.completion_id)
         is_poll = scope["method"] == "GET" and route in _POLLED and record.status == 200
         level = logging.DEBUG if is_poll else logging.INFO
         logger.log(level, "request", extra=fields | record.work_fields())

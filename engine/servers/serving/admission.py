@@ -243,6 +243,7 @@ class Ticket:
         if first is None and isinstance(failure, InvalidRequestError | RateLimitError):
             self._metrics.request_refused()
             return
+        record.answered_at = pump.ended_at
         record.ttft_s = None if first is None else first - record.started
         record.usage = pump.usage if pump.is_complete else None
         if record.usage is not None:

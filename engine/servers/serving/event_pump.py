@@ -75,6 +75,7 @@ class EventPump:
         self.choice_tokens = [0] * num_choices
         self.finish_reasons: list[Literal["stop", "length"] | None] = [None] * num_choices
         self.first_token_at: float | None = None  # arrival of the first token, time.monotonic()
+        self.ended_at: float | None = None  # when the last stream ended, or the request failed
         self.usage = UsageEvent(prompt_tokens=0, completion_tokens=0, cached_tokens=0)
         self.failure: EngineError | None = None
         self.joins_ends = False  # whether a choice's last tokens and its end become one event
@@ -236,6 +237,7 @@ class EventPump:
         """Abort all streams with `error`. Only the first error is kept."""
         if self.failure is None and self._open:
             self.failure = error
+            self.ended_at = time.monotonic()
             for task in self._tasks:
                 task.cancel()
             self._wake()
@@ -286,6 +288,7 @@ class EventPump:
             self.fail(opaque_error())
         else:
             self._open -= 1
+            self.ended_at = time.monotonic()
             self._wake()
 
     def _accept(self, first_choice: int, event: Event) -> None:
