@@ -177,6 +177,8 @@ class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True, tag="submit"):
     bad_words: tuple[tuple[int, ...], ...] = ()  # token ids of `params.bad_words`
     # Token sequences with which a text of `params.dry_sequence_breakers` ends
     dry_breakers: tuple[tuple[int, ...], ...] = ()
+    # The output that the client expects, or a part of it. Drafts are taken from it.
+    expected: tuple[int, ...] = ()
     # Send a delta after each step that computes a part of the prompt.
     reports_progress: bool = False
     # Only for encoders: in a pair of texts, the index of the first token with token type 1. 0: all
@@ -316,6 +318,8 @@ class EngineStats(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
     num_evictions: int = 0
     num_nonfinite: int = 0
     num_invariant_failures: int = 0
+    num_drafted_tokens: int = 0  # tokens that speculation guessed, and that steps verified
+    num_accepted_tokens: int = 0  # those of them that were right
     steps: StepCounts = StepCounts()
 
 

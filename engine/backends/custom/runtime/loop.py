@@ -208,9 +208,9 @@ class EngineLoop:
     def _sample(self, forwarded: Forwarded, batch: ScheduledBatch) -> PendingTokens:
         mask = None
         if forwarded.masks is not None:
-            rows = constrained_rows(batch, only_known=False)
+            late = constrained_rows(batch, only_known=False, done=forwarded.masks.done)
             began_at = time.monotonic()
-            mask = self._compute(forwarded.masks.finish, rows)
+            mask = self._compute(forwarded.masks.finish, late)
             self.scheduler.clock.masked(time.monotonic() - began_at)
         sampling = self._builder.sampling(batch, mask)
         if len(sampling.host_rows):
@@ -225,7 +225,7 @@ class EngineLoop:
             return None
         if self._masks is None:
             self._masks = MaskWriter(self._runner.spec.vocab_size)
-        num_rows = sum(row.samples for row in batch.rows)
+        num_rows = sum(row.samples + len(row.draft) for row in batch.rows)
         return self._masks.begin(num_rows, constrained_rows(batch, only_known=True))
 
     def _finish_launched(self) -> None:
@@ -244,9 +244,9 @@ class EngineLoop:
         began_at = max(launch.started_at, self._finished_at)
         seconds = now - began_at
         lengths = [row.length for row in launch.batch.rows]
-        num_tokens, num_single = sum(lengths), lengths.count(1)
+        num_tokens, num_single = sum(lengths), lengths.count(1) + launch.batch.num_drafting
         self._steps.add(num_tokens, seconds)
-        self.scheduler.clock.step(began_at, now, lengths)
+        self.scheduler.clock.step(began_at, now, lengths, launch.batch.num_drafting)
         self._finished_at = now
         self._budget.record(num_single, num_tokens - num_single, seconds)
         self._send(self.scheduler.update(launch.batch, output, now))
@@ -385,6 +385,7 @@ class EngineLoop:
     def stats(self) -> EngineStats:
         scheduler, kv = self.scheduler, self.scheduler.kv
         pool, windowed = kv.pool, kv.windows and kv.windows.pool
+        drafts = scheduler.speculation
         return EngineStats(
             num_running=scheduler.num_running,
             num_waiting=scheduler.num_waiting,
@@ -406,5 +407,7 @@ class EngineLoop:
             num_evictions=kv.radix.num_evicted,
             num_nonfinite=scheduler.num_nonfinite,
             num_invariant_failures=self._num_invariant_failures,
+            num_drafted_tokens=drafts.num_drafted if drafts else 0,
+            num_accepted_tokens=drafts.num_accepted if drafts else 0,
             steps=self._steps.counts(),
         )
