@@ -106,7 +106,7 @@ function Explanation({ told }) {
     ["Route", `${told.route}${told.backend ? ` → ${told.backend}` : ""}`],
   ];
   return html`<p class="why">${told.explanation}</p>
-    <dl class="facts">${facts.map(([name, value]) => html`<div><dt>${name}</dt><dd class="num">${value}</dd></div>`)}</dl>
+    <dl class="facts">${facts.map(([name, value]) => html`<div class=${name === "Route" ? "wide" : ""}><dt>${name}</dt><dd class="num">${value}</dd></div>`)}</dl>
     <${Waterfall} told=${told} />
     ${told.causes.length > 0 && html`<h3>Where the time went</h3><${Causes} told=${told} />`}
     ${told.cache && html`<${Cache} cache=${told.cache} />`}
@@ -151,7 +151,7 @@ function Decode({ choice, many }) {
   if (!sizes.length) return null;
   const most = Math.max(...sizes.map(([, steps]) => steps));
   return html`<h3>Decode steps by batch size${many ? ` (choice ${choice.choice})` : ""}</h3>
-    <ul class="kernels">
+    <ul class="kernels three">
       ${sizes.map(([size, steps], index) => html`<li><span class="kernel-name num">${label(sizes, index)}</span><span class="track"><span class="seg c1" style=${{ width: `${(100 * steps) / most}%` }}></span></span><span class="num kernel-ms">${count(steps)} steps</span></li>`)}
     </ul>`;
 }

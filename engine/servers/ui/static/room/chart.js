@@ -25,8 +25,8 @@ function optionsOf(series, width, format) {
     height: HEIGHT,
     cursor: { show: false },
     legend: { show: false },
-    padding: [8, 4, 0, 0],
-    scales: { x: { time: false, range: () => [-WINDOW_S, 0] }, y: { range: (_, __, high) => [0, Math.max(high * 1.15, 1)] } },
+    padding: [8, 16, 0, 0],
+    scales: { x: { time: false, range: () => [-WINDOW_S, 0] }, y: { range: (_, __, high) => [0, Math.max(high * 1.15, 4)] } },
     axes: [
       { stroke: faint, font, grid: { show: false }, ticks: { show: false }, size: 24, splits: () => [-60, -45, -30, -15, 0], values: (_, all) => all.map((each) => (each ? `${each} s` : "now")) },
       { stroke: faint, font, grid, ticks: { show: false }, size: 46, values: (_, all) => all.map(format) },
@@ -38,7 +38,7 @@ function optionsOf(series, width, format) {
         fill: each.filled ? withAlpha(colour(each.colour), 16) : undefined,
         width: 2,
         points: { show: false },
-        paths: uPlot.paths.spline(),
+        paths: uPlot.paths.linear(),
       })),
     ],
   };

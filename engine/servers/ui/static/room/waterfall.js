@@ -53,7 +53,7 @@ export function Waterfall({ told }) {
   for (const choice of told.choices) rows.push(...inside(choice, told.choices.length > 1));
   return html`<h3>Waterfall</h3>
     <div class="waterfall" role="table" aria-label="Stages of the request">
-      <div class="fall-axis" aria-hidden="true"><span></span><span class="ticks">${Array.from({ length: TICKS + 1 }, (_, index) => html`<i style=${{ left: `${(100 * index) / TICKS}%` }}><span>${seconds((total * index) / TICKS)}</span></i>`)}</span></div>
+      <div class="fall-axis" aria-hidden="true"><span></span><span class="ticks">${Array.from({ length: TICKS + 1 }, (_, index) => html`<i style=${{ left: `${(100 * index) / TICKS}%` }}><span>${index ? seconds((total * index) / TICKS) : "0"}</span></i>`)}</span></div>
       ${rows.map(
         (each) => html`<div class=${`fall ${each.sub ? "sub" : ""}`} role="row">
           <span class="fall-name" role="rowheader">${each.name}</span>
