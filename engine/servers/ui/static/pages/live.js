@@ -5,13 +5,13 @@ import { Batch } from "../room/batch.js";
 import { Blocks, Kernels, Tree } from "../room/cache.js";
 import { Chart } from "../room/chart.js";
 import { useFeed } from "../room/feed.js";
-import { count, duration, percent, seconds } from "../room/format.js";
+import { count, duration, many, percent, seconds } from "../room/format.js";
 
 await loadStyle(new URL("../room/room.css", import.meta.url).href);
 
 export default function Live() {
   const { now, history, error } = useFeed();
-  return html`<main class="page room">
+  return html`<main class="page room" tabindex="0">
     <div class="page-body">
       <h1 class="sr">Live</h1>
       ${error && html`<p class="notice bad" role="alert">${error.message}</p>`}
@@ -81,7 +81,7 @@ function Step({ engine }) {
   const last = engine.steps.at(-1);
   if (!last) return null;
   const prefill = last.num_prompt_tokens ? `, of which ${count(last.num_prompt_tokens)} prefill` : "";
-  return html`<p class="muted step-line">${seconds(last.seconds)} for ${count(last.num_tokens)} tokens of ${last.num_rows} sequences${prefill}</p>`;
+  return html`<p class="muted step-line">${seconds(last.seconds)} for ${many(last.num_tokens, "token")} of ${many(last.num_rows, "sequence")}${prefill}</p>`;
 }
 
 function Replicas({ models }) {

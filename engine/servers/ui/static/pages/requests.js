@@ -40,7 +40,7 @@ export default function Requests() {
   const [slowest, setSlowest] = useState(false);
   const found = data?.requests ?? [];
   const shown = slowest ? [...found].sort((a, b) => b.seconds - a.seconds) : found;
-  return html`<main class=${`page room requests ${query.id ? "with-detail" : ""}`}>
+  return html`<main tabindex="0" class=${`page room requests ${query.id ? "with-detail" : ""}`}>
     <div class="page-body">
       <header class="list-head">
         <h1>Requests</h1>

@@ -1,6 +1,6 @@
 // The KV blocks, and the radix tree as an icicle: each node is as wide as its part of the tree.
 import { html } from "../lib/html.js";
-import { count, percent } from "./format.js";
+import { count, many, percent } from "./format.js";
 
 const ROW_HEIGHT = 26;
 const WIDTH = 1000;
@@ -62,7 +62,7 @@ export function Tree({ tree, blockSize }) {
   </svg>
   <p class="legend">
     <span><i class="swatch c4"></i>shared</span><span><i class="swatch c1"></i>in use</span><span><i class="swatch c2"></i>reused before</span><span><i class="swatch faint"></i>not reused yet</span>
-    <span class="muted">${count(tree.num_nodes)} nodes, ${count(tree.num_blocks * blockSize)} tokens${tree.num_shared ? `, ${tree.num_shared} shared` : ""}</span>
+    <span class="muted">${many(tree.num_nodes, "node")}, ${many(tree.num_blocks * blockSize, "token")}${tree.num_shared ? `, ${tree.num_shared} shared` : ""}</span>
   </p>`;
 }
 

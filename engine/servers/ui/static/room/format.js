@@ -15,6 +15,11 @@ export function count(value) {
   return Math.round(value).toLocaleString("en");
 }
 
+// "1 token", "2 tokens".
+export function many(value, word) {
+  return `${count(value)} ${word}${value === 1 ? "" : "s"}`;
+}
+
 export function percent(part, whole) {
   return whole ? `${Math.round((100 * part) / whole)} %` : "–";
 }
