@@ -9,6 +9,7 @@ import asyncio
 import contextlib
 import functools
 import os
+import secrets
 import time
 from collections.abc import AsyncIterator, Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -17,7 +18,13 @@ from typing import Any, ClassVar, TypeVar
 
 import msgspec
 
-from engine.backends.base import BackendConfig, InferenceBackend, Opening, Resolved
+from engine.backends.base import (
+    BackendConfig,
+    InferenceBackend,
+    Opening,
+    ReplayedTokens,
+    Resolved,
+)
 from engine.backends.custom.engine_settings import EXAMINER
 from engine.backends.custom.frontend.engine_client import (
     EngineClient,
@@ -41,6 +48,7 @@ from engine.backends.custom.frontend.prompts import (
     truncated,
     with_text_bias,
 )
+from engine.backends.custom.frontend.replay import fingerprint_of, replayed_tokens
 from engine.backends.custom.frontend.text_cache import keep_text
 from engine.backends.custom.frontend.text_model import TextModel, load_text, with_template
 from engine.backends.custom.ipc.engine_process import WORKER_MODULE, EngineProcess
@@ -278,6 +286,9 @@ class CustomBackend(InferenceBackend):
             params = msgspec.structs.replace(params, logprobs=text.config.vocab_size)
         if params.text_bias:
             params = await self._encode(with_text_bias, text, params)
+        notes = context.notes
+        if notes is not None and notes.recorded is not None and params.seed is None:
+            params = msgspec.structs.replace(params, seed=secrets.randbits(62))
         submitted = GenerateRequest(
             request_id=context.request_id,
             prompt=prepared.token_ids,
@@ -298,12 +309,20 @@ class CustomBackend(InferenceBackend):
             submitted, text, prepared, self._link, context.on_progress, context.notes
         )
         self._link.submit(submitted, generation)
-        if context.notes is not None:
+        if notes is not None:
             times = (began_at, encoded_at, checked_at, time.monotonic())
-            context.notes.add_preparation(Preparation(*times, len(submitted.prompt)))
+            notes.add_preparation(Preparation(*times, len(submitted.prompt)))
+            if notes.recorded is not None:
+                fingerprint = fingerprint_of(self._options, text.size_bytes, ready)
+                generation.record(notes.record(submitted, fingerprint))
         if context.on_prompt is not None:
             context.on_prompt(prepared.token_ids)
         return generation
+
+    async def replay(self, request: GenerateRequest, *, model: str = "") -> ReplayedTokens:
+        text, ready = self._loaded()
+        token_ids = await replayed_tokens(self._link, request)
+        return ReplayedTokens(token_ids, fingerprint_of(self._options, text.size_bytes, ready))
 
     async def embed(self, request: EmbedRequest) -> Embeddings:
         from engine.backends.custom.frontend.embedding import (
