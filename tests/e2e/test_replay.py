@@ -11,7 +11,7 @@ import pytest
 from tests.served import serve
 
 NUM_REQUESTS = 100
-WORDS = "tell me a story about the sea and an old red boat that wanted to fly".split()
+WORDS = ("tell", "me", "a", "story", "about", "the", "sea", "and", "an", "old", "red", "boat")
 
 
 def body_of(seed: int, model: str) -> dict[str, Any]:

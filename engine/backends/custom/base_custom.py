@@ -313,8 +313,7 @@ class CustomBackend(InferenceBackend):
             times = (began_at, encoded_at, checked_at, time.monotonic())
             notes.add_preparation(Preparation(*times, len(submitted.prompt)))
             if notes.recorded is not None:
-                fingerprint = fingerprint_of(self._options, text.size_bytes, ready)
-                generation.record(notes.record(submitted, fingerprint))
+                generation.record(notes.record(submitted, self._fingerprint(text, ready)))
         if context.on_prompt is not None:
             context.on_prompt(prepared.token_ids)
         return generation
@@ -322,7 +321,15 @@ class CustomBackend(InferenceBackend):
     async def replay(self, request: GenerateRequest, *, model: str = "") -> ReplayedTokens:
         text, ready = self._loaded()
         token_ids = await replayed_tokens(self._link, request)
-        return ReplayedTokens(token_ids, fingerprint_of(self._options, text.size_bytes, ready))
+        return ReplayedTokens(token_ids, self._fingerprint(text, ready))
+
+    def _fingerprint(self, text: TextModel, ready: Ready) -> str:
+        options = self._options
+        return fingerprint_of(
+            *(self.framework, Path(options.model_path).name, text.size_bytes),
+            *(ready.dtype, ready.device),
+            *(options.kv_dtype, options.numerics, options.quantization),
+        )
 
     async def embed(self, request: EmbedRequest) -> Embeddings:
         from engine.backends.custom.frontend.embedding import (

@@ -3,23 +3,18 @@
 import asyncio
 import hashlib
 import secrets
-from pathlib import Path
 
 from msgspec.structs import replace
 
 from engine import __version__
 from engine.backends.custom.frontend.engine_link import EngineLink
-from engine.backends.custom.options import EngineOptions
 from engine.core.errors import EngineError, InferenceError, error_from_code
-from engine.core.interfaces.request import GenerateRequest, Ready, TokenDelta
+from engine.core.interfaces.request import GenerateRequest, TokenDelta
 
 
-def fingerprint_of(options: EngineOptions, size_bytes: int | None, ready: Ready) -> str:
-    """Differs if the model, its file or the arithmetic of the engine differ."""
-    name = Path(options.model_path).name
-    arithmetic = (options.kv_dtype, options.numerics, options.quantization)
-    facts = (__version__, options.framework, name, size_bytes, ready.dtype, ready.device)
-    return hashlib.sha256(repr(facts + arithmetic).encode()).hexdigest()[:16]
+def fingerprint_of(*facts: str | int | None) -> str:
+    """A short hash of facts about a model and its arithmetic, and of the engine's version."""
+    return hashlib.sha256(repr((__version__, *facts)).encode()).hexdigest()[:16]
 
 
 class _Collected:
