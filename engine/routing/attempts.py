@@ -30,6 +30,7 @@ from engine.core.interfaces.backend import (
     TextEvent,
     UsageEvent,
 )
+from engine.core.observability.tracing import TRACE
 from engine.routing.decisions import Decision, Failed
 from engine.routing.policies import Asked
 from engine.routing.prefixes import Request
@@ -111,11 +112,24 @@ class Attempts:
         self.decision.chosen = chosen.member.replica.name
         self.decision.why = chosen.why
         self.decision.attempts += 1
+        self._trace_choice()
         self.route.went(self.asked, pick)
         chosen.member.replica.take()
         if self.decision.attempts == 1:
             self._mirror = self._make_mirror()
         return Attempt(self, chosen.member, self._mirror)
+
+    def _trace_choice(self) -> None:
+        trace = TRACE.get()
+        if trace is not None:
+            trace.note(
+                "route",
+                self._began,
+                time.monotonic(),
+                backend=self.decision.chosen,
+                why=self.decision.why,
+                attempt=self.decision.attempts,
+            )
 
     def failed(self, attempt: "Attempt", error: EngineError) -> bool:
         """Record a failed attempt. Returns whether the request may be sent to another replica."""

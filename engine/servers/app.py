@@ -10,6 +10,7 @@ import asyncio
 from collections.abc import Callable, Sequence
 from importlib import import_module
 from itertools import chain
+from typing import TYPE_CHECKING
 
 from fastapi import Depends, FastAPI
 from starlette.middleware import Middleware
@@ -18,9 +19,11 @@ from starlette.routing import Match
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from engine.backends.base import BackendHolder, InferenceBackend
-from engine.core.config_schema import Dialect, Settings
+from engine.core.config_schema import Settings
+from engine.core.config_types import Dialect
 from engine.core.key_file import NO_LIMITS
 from engine.core.observability.metrics import Metrics
+from engine.core.observability.tracing import new_telemetry
 from engine.servers.access.auth import Authenticator, KeyRing
 from engine.servers.access.quotas import AuthThrottle, Quotas
 from engine.servers.http.errors import install_error_handlers
@@ -30,6 +33,9 @@ from engine.servers.http.request_log import RequestLog
 from engine.servers.serving.admission import Lifecycle
 from engine.servers.serving.services import Services
 from engine.servers.serving.watcher import EngineWatcher
+
+if TYPE_CHECKING:
+    from engine.core.observability.otel import Telemetry
 
 
 def add_routes(app: FastAPI, services: Services, target: str) -> None:
@@ -191,6 +197,9 @@ def create_app(
         from engine.servers.ops.warming import WarmStart
 
         services.components.append(WarmStart(services, settings.cache.warm_file))
+    telemetry = new_telemetry(settings.tracing)
+    if telemetry is not None:
+        services.components.append(telemetry)
     throttle = AuthThrottle(settings.limits.auth_failures_per_minute)
     app = FastAPI(
         docs_url=None,
@@ -198,7 +207,7 @@ def create_app(
         openapi_url=None,
         redirect_slashes=False,
         dependencies=[Depends(Authenticator(settings, keys, throttle))],
-        middleware=_layers(settings, holder, metrics, services.history),
+        middleware=_layers(settings, holder, metrics, services.history, telemetry),
     )
     app.state.services = services
     install_error_handlers(app)
@@ -222,7 +231,11 @@ def create_app(
 
 
 def _layers(
-    settings: Settings, holder: BackendHolder, metrics: Metrics, history: RequestHistory
+    settings: Settings,
+    holder: BackendHolder,
+    metrics: Metrics,
+    history: RequestHistory,
+    telemetry: "Telemetry | None",
 ) -> list[Middleware]:
     def answered_by(request_id: str) -> tuple[str, ...]:
         return holder.current.answered_by(request_id)
@@ -234,6 +247,7 @@ def _layers(
             metrics=metrics,
             answered_by=answered_by,
             keep=history.add,
+            telemetry=telemetry,
         ),
         Middleware(BrowserGuard, server=settings.server),
     ]

@@ -110,6 +110,7 @@ TIMESTAMP_MODULES = frozenset(
     {
         "engine.backends.custom.base_custom",
         "engine.backends.custom.frameworks.native.weights.cache",
+        "engine.core.observability.otel",
         "engine.plugins.audit_log",
         "engine.routing.decisions",
         "engine.routing.shadow",

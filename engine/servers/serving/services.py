@@ -225,6 +225,7 @@ class Services:
         resolved = self._resolve(name)
         if resolved.warning is not None:
             self.warn(request, "model", resolved.warning)
+        record_of(request.scope).model = resolved.card.id
         return self._with_preset(resolved.card)
 
     @property
@@ -296,7 +297,7 @@ class Services:
         record = record_of(request.scope)
         record.completion_id = completion_id
         record.accepted_at = time.monotonic()
-        record.tenant, record.model = principal.name, card.id
+        record.tenant = principal.name
         record.metadata = body.metadata or None
         self.note_end_user(request, body.end_user)
         salt = principal.name
@@ -319,6 +320,7 @@ class Services:
             truncation_side=body.truncation_side or "left",
             expected=body.expected_text,
             notes=record.notes if self.history.is_on else None,
+            notes=record.notes if self.history.is_on or record.trace is not None else None,
         )
 
     def queue_timeout_s(self, request: Request) -> float | None:
