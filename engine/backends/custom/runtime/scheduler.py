@@ -12,6 +12,8 @@ from bisect import insort
 from collections.abc import Iterator
 from collections.abc import Sequence as Listed
 
+from msgspec.structs import replace
+
 from engine.backends.custom.runtime.images import whole_images
 from engine.backends.custom.runtime.insight.timekeeping import (
     BLOCKS,
@@ -422,12 +424,16 @@ class Scheduler:
         assert self.speculation is not None
         seq, deltas = row.seq, []
         sampled = output.tokens[sample_row : sample_row + row.length].tolist()
-        for index, token in enumerate(self.speculation.accept(row, sampled, is_finite)):
+        accepted = self.speculation.accept(row, sampled, is_finite)
+        for index, token in enumerate(accepted):
             if seq.life == row.life:
                 seq.num_confirmed = row.start + 1 + index
             deltas.append(self._take(seq, output, sample_row + index, 0, token, now))
             if seq.finish_reason is not None:
                 break
+        if deltas:
+            counts = {"num_drafted": len(row.draft), "num_accepted": len(accepted) - 1}
+            deltas[0] = replace(deltas[0], **counts)
         return deltas
 
     def _append(self, seq: Sequence, token: int, is_stop: bool) -> None:
