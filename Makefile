@@ -114,15 +114,17 @@ test-native: $(VENV)/.dev ## Test the kernels under AddressSanitizer and UBSan
 		UBSAN_OPTIONS=halt_on_error=1:print_stacktrace=1 \
 		$(BIN)/python -m pytest --timeout 1200 tests/native
 
-# An emulator runs the matmul kernels of another CPU. QEMU 7.2 has AVX2 and no AVX-512, which is only compiled.
-CHECK := build/check-x86_64
-test-emulated: ## Compare the AVX2 kernels with the portable ones in an emulator (needs qemu-user)
-	@for tool in x86_64-linux-gnu-g++ qemu-x86_64; do command -v $$tool >/dev/null || { \
-		echo "$$tool is missing: apt-get install g++-x86-64-linux-gnu qemu-user" >&2; exit 1; }; done
-	@cmake -S tests/native/emulated -B $(CHECK) -DCMAKE_BUILD_TYPE=Release -DCMAKE_SYSTEM_NAME=Linux \
-		-DCMAKE_SYSTEM_PROCESSOR=x86_64 -DCMAKE_CXX_COMPILER=x86_64-linux-gnu-g++
-	@cmake --build $(CHECK) --parallel 2
-	@qemu-x86_64 -L /usr/x86_64-linux-gnu -cpu max $(CHECK)/check_kernels avx2
+# An emulator runs the matmul kernels of CPUs that are not here. QEMU has AVX2 and all that ARM has. It has no AVX-512,
+# which is only compiled.
+EMULATED := x86_64=avx2 aarch64=neon_bf16
+test-emulated: ## Compare the kernels of other CPUs with the portable ones in an emulator (needs qemu-user)
+	@set -e; for each in $(EMULATED); do cpu=$${each%=*}; build=build/check-$$cpu; \
+		for tool in $$cpu-linux-gnu-g++ qemu-$$cpu; do command -v $$tool >/dev/null || { \
+			echo "$$tool is missing: apt-get install g++-$$(echo $$cpu | tr _ -)-linux-gnu qemu-user" >&2; exit 1; }; done; \
+		cmake -S tests/native/emulated -B $$build -DCMAKE_BUILD_TYPE=Release -DCMAKE_SYSTEM_NAME=Linux \
+			-DCMAKE_SYSTEM_PROCESSOR=$$cpu -DCMAKE_CXX_COMPILER=$$cpu-linux-gnu-g++ >/dev/null; \
+		cmake --build $$build --parallel 2; \
+		qemu-$$cpu -L /usr/$$cpu-linux-gnu -cpu max $$build/check_kernels $${each#*=}; done
 
 lint: $(VENV)/.dev ## Check style, format and types
 	$(call step,ruff check)
