@@ -6,8 +6,6 @@ changes them after loading. The sentence below a field is its line in docs/refer
 """
 
 import os
-import re
-import tomllib
 from collections.abc import Mapping
 from pathlib import Path
 from types import MappingProxyType
@@ -20,98 +18,31 @@ from pydantic import (
     BeforeValidator,
     ConfigDict,
     Field,
-    SecretStr,
-    ValidationInfo,
     WithJsonSchema,
     field_validator,
     model_validator,
+)
+
+from engine.core.config_types import (
+    Dialects,
+    Megabytes,
+    Name,
+    Origins,
+    Policy,
+    Secret,
+    Section,
+    Strings,
+    check_options,
+    check_power_of_two,
+    lowercase,
+    parse_options,
 )
 
 if TYPE_CHECKING:
     from engine.core.config_presets import PresetTable
     from engine.core.config_tables import BackendTable, ModelTable, PluginTable
 
-MAX_SECRET_LENGTH = 512
 RESERVED_PATHS = ("/v1", "/health", "/livez", "/readyz", "/generate", "/api", "/openai")
-
-
-def _split_commas(value: Any) -> Any:
-    """Split a list that a variable or a flag gives as `a,b`."""
-    if isinstance(value, str):
-        return tuple(part.strip() for part in value.split(",") if part.strip())
-    return value
-
-
-def _parse_options(value: Any) -> Any:
-    """Parse backend options that a variable gives in TOML syntax: `{ name = "value" }`."""
-    if not isinstance(value, str):
-        return value
-    try:
-        return tomllib.loads(f"options = {value}")["options"]
-    except tomllib.TOMLDecodeError as error:
-        raise ValueError(f'must be written {{ name = "value" }}: {error}') from None
-
-
-def _check_options(value: dict[str, Any]) -> dict[str, Any]:
-    if value:
-        from engine.core.config_tables import refuse_secrets
-
-        refuse_secrets(value)
-    return value
-
-
-def _check_secret(value: SecretStr) -> SecretStr:
-    if not re.fullmatch(rf"[\x21-\x7e]{{1,{MAX_SECRET_LENGTH}}}", value.get_secret_value()):
-        raise ValueError(
-            f"must be 1 to {MAX_SECRET_LENGTH} characters of printable ASCII without spaces"
-        )
-    return value
-
-
-def _check_power_of_two(value: int) -> int:
-    if value & (value - 1):
-        raise ValueError("must be a power of two")
-    return value
-
-
-def _check_origin(value: str) -> str:
-    if value != "*" and not re.fullmatch(r"https?://[^/\s?#]+", value):
-        raise ValueError('must be "*" or an origin such as "https://app.example.com"')
-    return value
-
-
-def _lowercase(value: Any) -> Any:
-    return value.lower() if isinstance(value, str) else value
-
-
-Megabytes = Annotated[int, Field(ge=1, le=2**24)]
-Name = Annotated[str, Field(pattern=r"^[A-Za-z0-9_.-]{1,64}$")]
-Secret = Annotated[SecretStr, AfterValidator(_check_secret)]
-Strings = Annotated[
-    tuple[Annotated[str, Field(min_length=1, max_length=253)], ...], BeforeValidator(_split_commas)
-]
-Origins = Annotated[
-    tuple[Annotated[str, AfterValidator(_check_origin)], ...], BeforeValidator(_split_commas)
-]
-Dialect = Literal["llamacpp", "vllm", "sglang", "ollama", "azure"]
-Dialects = Annotated[tuple[Dialect, ...], BeforeValidator(_split_commas)]
-
-
-class Section(BaseModel):
-    """Base class of the sections. A section is one table of the TOML file, such as `[server]`."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
-
-    @field_validator("*", mode="before")
-    @classmethod
-    def _refuse_bool_as_number(cls, value: Any, info: ValidationInfo) -> Any:
-        """Refuse `true` and `false` for settings that are not booleans. Python would take `true` as
-        1.
-        """
-        assert info.field_name is not None
-        if isinstance(value, bool) and cls.model_fields[info.field_name].annotation is not bool:
-            raise ValueError(f"must not be {str(value).lower()}")
-        return value
 
 
 class ServerSettings(Section):
@@ -190,7 +121,7 @@ class ModelSettings(Section):
     backend: Name = "auto"
     """Backend that runs the model, such as `native`, `torch`, `jax` or `vllm`."""
     options: Annotated[
-        dict[str, Any], BeforeValidator(_parse_options), AfterValidator(_check_options)
+        dict[str, Any], BeforeValidator(parse_options), AfterValidator(check_options)
     ] = {}
     """Fields of the configuration class of a backend other than our own."""
     device: str = Field(default="auto", pattern=r"^[a-z]+(:[0-9]{1,3}(-[0-9]{1,3})?)?$")
@@ -210,7 +141,7 @@ class CacheSettings(Section):
     """Max MiB of the KV pool that finished prefixes keep; unset, all of it."""
     max_sequences: int = Field(default=1000, ge=1, le=10**7)
     """Max distinct cached sequences."""
-    eviction_policy: Literal["lru", "lfu", "fifo"] = "lru"
+    eviction_policy: Policy = "lru"
     """Order in which cached blocks are evicted."""
     warm_file: Path | None = None
     """File of prompts that are prefilled into the cache when the model is ready."""
@@ -218,10 +149,37 @@ class CacheSettings(Section):
     """Age at which an unused cached prefix expires; unset, never."""
     kv_dtype: Literal["auto", "float32", "bfloat16", "int8", "fp8"] = "auto"
     """Type of cached keys and values; int8 only on a CPU, fp8 only on a GPU."""
-    block_size: Annotated[int, AfterValidator(_check_power_of_two)] = Field(
-        default=16, ge=1, le=256
-    )
+    block_size: Annotated[int, AfterValidator(check_power_of_two)] = Field(default=16, ge=1, le=256)
     """Tokens per KV block; a power of two."""
+
+
+class TierSettings(Section):
+    """The tiers of the prefix cache below the KV pool, in the table `[cache.tiers]`."""
+
+    host_mb: Megabytes | None = None
+    """MiB of host memory for blocks that a GPU's KV pool has no room for; unset, none."""
+    host_policy: Policy = "lru"
+    """Order in which blocks in host memory are evicted."""
+    host_ttl_s: float | None = Field(default=None, gt=0, le=10**9)
+    """Seconds after its last use when a block in host memory expires; unset, never."""
+    disk_path: Path | None = None
+    """Folder for blocks on disk, which survive a restart; unset, none are stored."""
+    disk_mb: Megabytes = 8192
+    """Max MiB of blocks on disk."""
+    disk_policy: Policy = "lru"
+    """Order in which blocks on disk are evicted."""
+    disk_ttl_s: float | None = Field(default=None, gt=0, le=10**9)
+    """Seconds after its last use when a block on disk expires; unset, never."""
+    redis_url: Secret | None = None
+    """Redis or Valkey for blocks that several servers share; unset, none."""
+    redis_url_file: Path | None = None
+    """File that holds `redis_url`."""
+    redis_mb: Megabytes = 8192
+    """Max MiB of blocks in Redis."""
+    redis_policy: Policy = "lru"
+    """Order in which blocks in Redis are evicted."""
+    redis_ttl_s: float = Field(default=86400.0, gt=0, le=10**9)
+    """Seconds after its last use when a block in Redis expires."""
 
 
 class PerformanceSettings(Section):
@@ -259,7 +217,7 @@ class PerformanceSettings(Section):
 
 
 class LoggingSettings(Section):
-    level: Annotated[Literal["debug", "info", "warning", "error"], BeforeValidator(_lowercase)] = (
+    level: Annotated[Literal["debug", "info", "warning", "error"], BeforeValidator(lowercase)] = (
         "info"
     )
     """Lowest level that is logged."""
@@ -358,6 +316,7 @@ class Settings(BaseModel):
     server: ServerSettings = ServerSettings()
     model: ModelSettings = ModelSettings()
     cache: CacheSettings = CacheSettings()
+    tiers: TierSettings = TierSettings()
     performance: PerformanceSettings = PerformanceSettings()
     logging: LoggingSettings = LoggingSettings()
     metrics: MetricsSettings = MetricsSettings()
@@ -385,4 +344,10 @@ def setting_keys() -> list[str]:
 # machine can read, and in a TOML file, which tends to be committed. A secret comes from an
 # environment variable, or from the file that its `_file` setting names, such as
 # `server.api_key_file`.
-SECRET_KEYS = ("server.api_key", "server.admin_key", "metrics.token", "limits.redis_url")
+SECRET_KEYS = (
+    "server.api_key",
+    "server.admin_key",
+    "metrics.token",
+    "limits.redis_url",
+    "tiers.redis_url",
+)

@@ -18,7 +18,8 @@ from starlette.routing import Match
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from engine.backends.base import BackendHolder, InferenceBackend
-from engine.core.config_schema import Dialect, Settings
+from engine.core.config_schema import Settings
+from engine.core.config_types import Dialect
 from engine.core.key_file import NO_LIMITS
 from engine.core.observability.metrics import Metrics
 from engine.servers.access.auth import Authenticator, KeyRing

@@ -110,6 +110,8 @@ TIMESTAMP_MODULES = frozenset(
     {
         "engine.backends.custom.base_custom",
         "engine.backends.custom.frameworks.native.weights.cache",
+        "engine.backends.custom.runtime.tiers.base",
+        "engine.backends.custom.runtime.tiers.disk",
         "engine.plugins.audit_log",
         "engine.routing.decisions",
         "engine.routing.shadow",

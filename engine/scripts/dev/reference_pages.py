@@ -122,7 +122,8 @@ def settings_page() -> str:
         variables.setdefault(key, []).append(f"`{variable}`")
     for section in SECTIONS:
         model = type(getattr(Settings(), section))
-        lines += ["", f"## `[{section}]`", ""]
+        title = "cache.tiers" if section == "tiers" else section
+        lines += ["", f"## `[{title}]`", ""]
         lines += _table("key", "environment variable", "flag", "default", "bounds", "what it does")
         for name, default, bounds, sentence in _fields(model):
             key = f"{section}.{name}"

@@ -16,7 +16,8 @@ from pydantic import SecretStr
 from starlette.requests import Request
 
 from engine.core.config import is_loopback
-from engine.core.config_schema import MAX_SECRET_LENGTH, ServerSettings, Settings
+from engine.core.config_schema import ServerSettings, Settings
+from engine.core.config_types import MAX_SECRET_LENGTH
 from engine.core.errors import AuthenticationError, ConfigError, ForbiddenError
 from engine.core.key_file import NO_LIMITS, KeyEntry, KeyLimits, read_keys
 

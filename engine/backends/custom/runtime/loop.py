@@ -323,6 +323,8 @@ class EngineLoop:
         now = time.monotonic()
         ended = [self.scheduler.finish(s, "abort", now) for s in list(self.scheduler.sequences())]
         self._send(ended + self._intake.abort_pending(now))
+        if self.scheduler.kv.tiers is not None:
+            self.scheduler.kv.tiers.close()
         self._runner.close()
         if self._grammars is not None:
             self._grammars.close()
@@ -392,4 +394,5 @@ class EngineLoop:
             num_nonfinite=scheduler.num_nonfinite,
             num_invariant_failures=self._num_invariant_failures,
             steps=self._steps.counts(),
+            tiers=kv.tiers.stats() if kv.tiers is not None else (),
         )

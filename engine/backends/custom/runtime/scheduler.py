@@ -91,6 +91,7 @@ class Scheduler:
         self._requests.setdefault(seq.request_id, []).append(seq)
         self._inflight.add(seq)
         self._waiting.add(seq)
+        self.kv.read_ahead(seq)
 
     def abort(self, request_id: str, choice: int | None, now: float) -> list[TokenDelta]:
         """Abort one choice of a request, or all choices if `choice` is None, in any state. Unknown
@@ -187,9 +188,8 @@ class Scheduler:
         advanced or was preempted meanwhile.
         """
         seq = row.seq
-        if seq.life != row.life:
-            return None
-        if seq.num_computed != row.start or row.start + row.length > len(seq.tokens):
+        is_same = seq.life == row.life and seq.num_computed == row.start
+        if not is_same or row.start + row.length > len(seq.tokens):
             return None
         return self._grant(seq, row.length)
 
@@ -262,7 +262,7 @@ class Scheduler:
         for seq in self._waiting.in_order(self._step):
             if budget <= 0 or not self._free_slots:
                 return
-            if seq.num_sampling > 0 or self._inflight.is_held(seq):
+            if seq.num_sampling > 0 or self._inflight.is_held(seq) or self.kv.is_loading(seq):
                 continue
             match = self.kv.no_match if self._starts_over(seq) else self.kv.match(seq)
             num_matched = len(match.blocks)
@@ -383,6 +383,7 @@ class Scheduler:
             self._stop_running(seq)
         else:
             self._waiting.remove(seq)
+            self.kv.stop_loading(seq)
         if seq.started_at is not None:
             self._waiting.settle(seq)
         self._inflight.remove(seq)

@@ -178,7 +178,9 @@ def build_runner(source: ModelSource, config: RunnerConfig) -> NativeRunner:
         has_state=source.config.state is not None,
         window=source.config.window,
     )
-    return NativeRunner(model.native, spec, source.config.hidden_size)
+    kv_type = plans[0].precision.kv_type
+    numerics = f"{machine.instruction_set} {config.dtype} {kv_type} {config.numerics}"
+    return NativeRunner(model.native, spec, source.config.hidden_size, numerics)
 
 
 # For each layer: the number of its KV cache, and its index among the layers of that cache.
