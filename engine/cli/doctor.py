@@ -220,9 +220,10 @@ def _measured_speed() -> dict[str, Any]:
     the kernels can't run.
     """
     command = [sys.executable, "-m", f"{_NATIVE}.machine"]
-    answer = subprocess.run(
-        command, capture_output=True, text=True, timeout=_MEASURE_TIMEOUT_S, check=True
-    )
+    answer = subprocess.run(command, capture_output=True, text=True, timeout=_MEASURE_TIMEOUT_S)
+    if answer.returncode:
+        problem = answer.stderr.strip().splitlines() or [f"exit status {answer.returncode}"]
+        raise ValueError(problem[-1])
     return json.loads(answer.stdout)
 
 

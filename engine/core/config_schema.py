@@ -90,6 +90,8 @@ class ServerSettings(Section):
     """Memory of all models in MiB; beyond it the least recently used model is unloaded."""
     idle_unload_s: float | None = Field(default=None, gt=0, le=10**9)
     """Unload a model after this time without a request; the next request loads it again."""
+    ui: bool = True
+    """Serve the web page at `/`; if keys are set, the page asks its user for one."""
     dialects: Dialects = ("llamacpp", "vllm", "sglang", "ollama", "azure")
     """APIs of other servers that are served besides our own; an empty list serves none of them."""
     accept_any_model: bool = False

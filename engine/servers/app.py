@@ -125,6 +125,8 @@ LATE = (
     "ops.admin_control:add_plugins_routes",
     "openai.openapi:add_openapi_routes",
 )
+# Like LATE. It comes before the routes of other servers' APIs, one of which has the path `/` too.
+PAGE = "ui.routes:add_ui_routes"
 # Like LATE, for the APIs of other servers. Each is added only if `server.dialects` has its name.
 DIALECTS: dict[Dialect, tuple[str, ...]] = {
     "llamacpp": (
@@ -201,6 +203,7 @@ def create_app(
     # Other servers' routes are matched first, because some of our paths match theirs too.
     dialects = settings.server.dialects
     others = [
+        PAGE,
         *chain.from_iterable(DIALECTS[each] for each in dialects),
         *LATE,
         *(OTHER_NAMES[each] for each in dialects if each in OTHER_NAMES),

@@ -348,7 +348,7 @@ class Ready(msgspec.Struct, frozen=True, tag="ready"):
 
 
 class Deltas(msgspec.Struct, frozen=True, tag="deltas"):
-    """Engine to frontend: all deltas of one step."""
+    """Engine to frontend: all deltas of one step. The frontend may join those of several steps."""
 
     deltas: tuple[TokenDelta, ...]
 

@@ -58,9 +58,9 @@ def setup_logging(level: str, format: str, stream: TextIO | None = None) -> None
         logger = logging.getLogger(name)
         logger.handlers.clear()
         logger.propagate = True
-    # The server logs each request itself, with its id and times. These loggers would log the
-    # request again.
-    for name in ("uvicorn.access", "httpx", "httpcore"):
+    # The server logs each request itself, with its id and times, and it says when it is ready and
+    # when it stops. These loggers would say it again.
+    for name in ("uvicorn.access", "uvicorn.error", "httpx", "httpcore"):
         logging.getLogger(name).setLevel(logging.WARNING)
 
 

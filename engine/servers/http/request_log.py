@@ -24,10 +24,14 @@ from engine.core.observability.metrics import Metrics
 
 logger = logging.getLogger("engine.request")
 
-# Routes that are not logged, because machines poll them every few seconds. Their lines would hide
-# the other log lines. Requests for metrics are not logged either.
-_PROBES = frozenset({"/livez", "/readyz", "/health", "/healthz"})
-
+# Routes that are not logged, because machines poll them every few seconds, or because a browser
+# loads dozens of files at once. Their lines would hide the other log lines. Requests for metrics
+# are not logged either.
+STATIC_ROUTE = "/ui/static/{name:path}"
+_QUIET = frozenset({"/livez", "/readyz", "/health", "/healthz", STATIC_ROUTE})
+# Routes that `engine top` and dashboards read every second. An answer of status 200 is logged at
+# level debug.
+_POLLED = frozenset({"/v1/models", "/v1/admin/routes"})
 
 MAX_LOGGED_PATH = 200
 _UNPRINTABLE = re.compile(r"[^!-~]")
@@ -104,7 +108,7 @@ class RequestLog:
         self._app = app
         self._answered_by = answered_by
         self._log_requests = settings.logging.log_requests
-        self._quiet_routes = _PROBES | {settings.metrics.endpoint}
+        self._quiet_routes = _QUIET | {settings.metrics.endpoint}
         self._metrics = metrics
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -166,4 +170,6 @@ class RequestLog:
             fields["error_code"] = record.error_code
         if record.completion_id is not None:
             record.backends = self._answered_by(record.completion_id)
-        logger.info("request", extra=fields | record.work_fields())
+        is_poll = scope["method"] == "GET" and route in _POLLED and record.status == 200
+        level = logging.DEBUG if is_poll else logging.INFO
+        logger.log(level, "request", extra=fields | record.work_fields())

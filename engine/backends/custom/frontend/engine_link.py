@@ -248,8 +248,7 @@ class EngineLink:
 
     def _on_message(self, message: FromEngine) -> None:
         if isinstance(message, Deltas):
-            for delta in message.deltas:
-                self._requests.deliver(delta)
+            self._requests.deliver(message.deltas)
         elif isinstance(message, Stats):
             self.stats = message.stats
         elif isinstance(message, Ready):

@@ -15,7 +15,7 @@ import secrets
 import time
 from array import array
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Protocol
 
 from msgspec.structs import replace
@@ -34,9 +34,9 @@ Send = Callable[[GenerateRequest], None]
 
 
 class Receiver(Protocol):
-    """Receives the deltas of a request."""
+    """Receives the deltas of a request, or the error that ends it."""
 
-    def deliver(self, item: TokenDelta | EngineError) -> None: ...
+    def deliver(self, *items: TokenDelta | EngineError) -> None: ...
 
 
 class OpenRequest:
@@ -118,16 +118,24 @@ class OpenRequests:
         send(request)
         self._requests[request.request_id] = OpenRequest(request, receiver)
 
-    def deliver(self, delta: TokenDelta) -> None:
-        # Deltas that arrive after their request has ended have no receiver.
-        opened = self._requests.get(delta.request_id)
-        if opened is None:
-            return
-        if self._max_revivals:
-            opened.record(delta)
-        opened.receiver.deliver(delta)
-        if opened is self._on_trial and opened.has_progress:
-            self._next_trial()
+    def deliver(self, deltas: Iterable[TokenDelta]) -> None:
+        """Pass deltas on to their receivers. A receiver gets all its deltas in one call, so that it
+        can merge those of several steps.
+        """
+        arrived: dict[str, list[TokenDelta]] = {}
+        for delta in deltas:
+            arrived.setdefault(delta.request_id, []).append(delta)
+        for request_id, own in arrived.items():
+            # Deltas that arrive after their request has ended have no receiver.
+            opened = self._requests.get(request_id)
+            if opened is None:
+                continue
+            if self._max_revivals:
+                for delta in own:
+                    opened.record(delta)
+            opened.receiver.deliver(*own)
+            if opened is self._on_trial and opened.has_progress:
+                self._next_trial()
 
     def drop(self, request_id: str, choice: int | None = None) -> None:
         """Drop a request, or one choice of it. Unknown ids are ignored."""
