@@ -112,6 +112,7 @@ TIMESTAMP_MODULES = frozenset(
         "engine.backends.custom.frameworks.native.weights.cache",
         "engine.backends.custom.runtime.tiers.base",
         "engine.backends.custom.runtime.tiers.disk",
+        "engine.backends.custom.runtime.tiers.redis_tier",
         "engine.plugins.audit_log",
         "engine.routing.decisions",
         "engine.routing.shadow",

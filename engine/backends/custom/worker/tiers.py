@@ -75,6 +75,13 @@ def open_tiers(options: TierOptions) -> list[Tier]:
         tiers.append(
             DiskTier(directory, options.disk_bytes, options.disk_policy, options.disk_ttl_s)
         )
+    if options.redis_bytes:
+        from engine.backends.custom.runtime.tiers.redis_tier import RedisTier, connect
+
+        client = connect(options.redis_url)
+        tiers.append(
+            RedisTier(client, options.redis_bytes, options.redis_policy, options.redis_ttl_s)
+        )
     return tiers
 
 

@@ -146,7 +146,9 @@ class KVTiers:
         return tuple(tier.stats() for tier in self._mover.tiers)
 
     def lost(self, keys: Sequence[bytes]) -> None:
-        """Called by the writing thread with the keys of blocks that a tier could not store."""
+        """Forget that tiers have these blocks. The writing thread calls this as well, if a tier
+        could not store them.
+        """
         for key in keys:
             for group in self._shapes:
                 self._known.pop((group, key), None)
@@ -170,6 +172,7 @@ class KVTiers:
             if first < len(job.places) and job.places[first].key == wanted:
                 seq.load = job  # another sequence loads the same blocks
                 return
+        self.lost(seq.keys[first:])  # blocks that do not come are computed, and offered again
         reaches = [column.reach for column in kv.radix.columns]
         seq.load = ReadJob(
             places=self._places(seq, num_blocks),

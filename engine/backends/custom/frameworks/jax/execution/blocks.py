@@ -30,8 +30,7 @@ def gather_slots(caches: list[Array], slots: Array) -> list[Array]:
 @partial(jax.jit, donate_argnums=0)
 def scatter_slots(caches: list[Array], slots: Array, values: list[Array]) -> list[Array]:
     return [
-        cache.at[slots].set(value, mode="drop")
-        for cache, value in zip(caches, values, strict=True)
+        cache.at[slots].set(value, mode="drop") for cache, value in zip(caches, values, strict=True)
     ]
 
 
@@ -50,8 +49,9 @@ def values_of(
     """The reverse of `rows_of`: the values of `num_slots` slots for each cache."""
     values, start = [], 0
     for cache in caches:
-        shape, size = cache.shape[1:], block_size * cache.dtype.itemsize * int(
-            np.prod(cache.shape[1:])
+        shape, size = (
+            cache.shape[1:],
+            block_size * cache.dtype.itemsize * int(np.prod(cache.shape[1:])),
         )
         part = np.ascontiguousarray(rows[:, start : start + size]).view(cache.dtype)
         value = np.zeros((num_slots, *shape), cache.dtype)
