@@ -250,6 +250,21 @@ class MetricsSettings(Section):
         return value
 
 
+class TracingSettings(Section):
+    enabled: bool = False
+    """Send traces and `gen_ai.server.*` metrics by OTLP; needs the extra `otel`."""
+    endpoint: str | None = Field(default=None, pattern=r"^https?://[^\s]+$", max_length=2048)
+    """URL of the OTLP receiver; unset, `OTEL_EXPORTER_OTLP_ENDPOINT`, else this machine."""
+    protocol: Literal["http/protobuf", "grpc"] | None = None
+    """Protocol of OTLP; unset, `OTEL_EXPORTER_OTLP_PROTOCOL`, else `http/protobuf`."""
+    sample_ratio: float | None = Field(default=None, ge=0, le=1)
+    """Share of requests that are traced if the client does not decide; unset, as `OTEL_*` says."""
+    slow_s: float | None = Field(default=None, ge=0, le=86400)
+    """Send only traces of requests that took longer than this, or failed; unset, all."""
+    capture_content: bool = False
+    """Put prompts and answers into traces."""
+
+
 class LimitsSettings(Section):
     """Limits of each API key. The keys file can set other limits for a key. None means no limit."""
 
@@ -295,6 +310,15 @@ class StorageSettings(Section):
         return Path(base) / "engine"
 
 
+class RequestsSettings(Section):
+    """What the server keeps of past requests, to explain and to replay them."""
+
+    keep: int = Field(default=512, ge=0, le=100_000)
+    """Past requests that `/v1/admin/requests` can explain; 0 keeps none."""
+    show_text: bool = False
+    """Show a few words of a prompt where it differs from the cached one."""
+
+
 class NamedTables(msgspec.Struct, frozen=True):
     """The named tables of the TOML file, validated by `config_tables`: `[backends.NAME]`,
     `[models.ID]`, `[plugins.NAME]` and `[presets.ID]`.
@@ -322,8 +346,10 @@ class Settings(BaseModel):
     performance: PerformanceSettings = PerformanceSettings()
     logging: LoggingSettings = LoggingSettings()
     metrics: MetricsSettings = MetricsSettings()
+    tracing: TracingSettings = TracingSettings()
     limits: LimitsSettings = LimitsSettings()
     storage: StorageSettings = StorageSettings()
+    requests: RequestsSettings = RequestsSettings()
     tables: Annotated[NamedTables, WithJsonSchema({})] = Field(
         default_factory=lambda: NO_TABLES, exclude=True
     )

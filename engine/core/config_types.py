@@ -1,4 +1,4 @@
-"""Types of settings, with the functions that parse and check them, and the base of all sections."""
+"""Types of settings that several sections use, and the base class of the sections."""
 
 import re
 import tomllib
@@ -18,7 +18,7 @@ from pydantic import (
 MAX_SECRET_LENGTH = 512
 
 
-def split_commas(value: Any) -> Any:
+def _split_commas(value: Any) -> Any:
     """Split a list that a variable or a flag gives as `a,b`."""
     if isinstance(value, str):
         return tuple(part.strip() for part in value.split(",") if part.strip())
@@ -43,7 +43,7 @@ def check_options(value: dict[str, Any]) -> dict[str, Any]:
     return value
 
 
-def check_secret(value: SecretStr) -> SecretStr:
+def _check_secret(value: SecretStr) -> SecretStr:
     if not re.fullmatch(rf"[\x21-\x7e]{{1,{MAX_SECRET_LENGTH}}}", value.get_secret_value()):
         raise ValueError(
             f"must be 1 to {MAX_SECRET_LENGTH} characters of printable ASCII without spaces"
@@ -57,7 +57,7 @@ def check_power_of_two(value: int) -> int:
     return value
 
 
-def check_origin(value: str) -> str:
+def _check_origin(value: str) -> str:
     if value != "*" and not re.fullmatch(r"https?://[^/\s?#]+", value):
         raise ValueError('must be "*" or an origin such as "https://app.example.com"')
     return value
@@ -69,16 +69,16 @@ def lowercase(value: Any) -> Any:
 
 Megabytes = Annotated[int, Field(ge=1, le=2**24)]
 Name = Annotated[str, Field(pattern=r"^[A-Za-z0-9_.-]{1,64}$")]
-Secret = Annotated[SecretStr, AfterValidator(check_secret)]
+Secret = Annotated[SecretStr, AfterValidator(_check_secret)]
 Strings = Annotated[
-    tuple[Annotated[str, Field(min_length=1, max_length=253)], ...], BeforeValidator(split_commas)
+    tuple[Annotated[str, Field(min_length=1, max_length=253)], ...], BeforeValidator(_split_commas)
 ]
 Origins = Annotated[
-    tuple[Annotated[str, AfterValidator(check_origin)], ...], BeforeValidator(split_commas)
+    tuple[Annotated[str, AfterValidator(_check_origin)], ...], BeforeValidator(_split_commas)
 ]
 Policy = Literal["lru", "lfu", "fifo"]
 Dialect = Literal["llamacpp", "vllm", "sglang", "ollama", "azure"]
-Dialects = Annotated[tuple[Dialect, ...], BeforeValidator(split_commas)]
+Dialects = Annotated[tuple[Dialect, ...], BeforeValidator(_split_commas)]
 
 
 class Section(BaseModel):

@@ -9,6 +9,8 @@ from typing import Literal
 
 import msgspec
 
+from engine.core.interfaces.timeline import Timeline
+
 FinishReason = Literal["stop", "length", "abort", "error"]
 
 DRY_BREAKERS = ("\n", ":", '"', "*")
@@ -253,6 +255,7 @@ class TokenDelta(msgspec.Struct, frozen=True, array_like=True, gc=False):
     num_processed: int = 0
     # With Mirostat: the limit for the surprise of the token after this one
     surprise_limit: float | None = None
+    timeline: Timeline | None = None  # set on the last delta of a choice that was queued
 
 
 STEP_SECONDS = (0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10)

@@ -27,8 +27,8 @@ MUTATIONS = [
     Mutation(
         "runtime: a grammar's time begins when it has been compiled",
         "engine.backends.custom.runtime.intake",
-        "each.choices, matcher, each.submitted_at, tuple",
-        "each.choices, matcher, now, tuple",
+        "each.submitted_at,\n                    now,",
+        "now,\n                    now,",
         f"{INTAKE_TESTS}::test_a_compiled_grammar_is_copied_for_each_choice",
     ),
     Mutation(

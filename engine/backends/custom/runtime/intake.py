@@ -111,7 +111,7 @@ class Intake:
             return [refusal(request.request_id, choice, error) for choice in choices]
         assert prompt is not None
         if request.grammar is None and not request.images:
-            self._enqueue(request, prompt, choices, None, now)
+            self._enqueue(request, prompt, choices, None, now, now)
             return []
         matcher = None
         if request.grammar is not None:
@@ -138,7 +138,13 @@ class Intake:
                 matcher = None if each.matcher is None else each.matcher.result()
                 prompt = placed_tokens(each.prompt, each.images)
                 self._enqueue(
-                    request, prompt, each.choices, matcher, each.submitted_at, tuple(each.images)
+                    request,
+                    prompt,
+                    each.choices,
+                    matcher,
+                    each.submitted_at,
+                    now,
+                    tuple(each.images),
                 )
             except EngineError as error:
                 refused += each.refusals(error)
@@ -206,6 +212,7 @@ class Intake:
         choices: list[int],
         matcher: "LLMatcher | None",
         now: float,
+        queued_at: float,
         images: tuple[PlacedImage, ...] = (),
     ) -> None:
         params = request.params
@@ -250,6 +257,8 @@ class Intake:
                 # logprobs.
                 scores_prompt=params.score_prompt and choice == 0 and not before.token_ids,
                 reports_progress=request.reports_progress and choice == 0,
+                queued_at=queued_at,
+                num_resumed=len(before.token_ids),
                 # Only the last limit is read.
                 surprise_limits=[before.surprise_limit or 0.0] * len(before.token_ids)
                 if params.mirostat

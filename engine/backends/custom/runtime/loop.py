@@ -205,7 +205,9 @@ class EngineLoop:
         mask = None
         if forwarded.masks is not None:
             rows = constrained_rows(batch, only_known=False)
+            began_at = time.monotonic()
             mask = self._compute(forwarded.masks.finish, rows)
+            self.scheduler.clock.masked(time.monotonic() - began_at)
         sampling = self._builder.sampling(batch, mask)
         if len(sampling.host_rows):
             sampling = self._compute(self._chain.sample, forwarded.handle, sampling, batch)
@@ -240,6 +242,7 @@ class EngineLoop:
         lengths = [row.length for row in launch.batch.rows]
         num_tokens, num_single = sum(lengths), lengths.count(1)
         self._steps.add(num_tokens, seconds)
+        self.scheduler.clock.step(began_at, now, lengths)
         self._finished_at = now
         self._budget.record(num_single, num_tokens - num_single, seconds)
         self._send(self.scheduler.update(launch.batch, output, now))
@@ -286,8 +289,11 @@ class EngineLoop:
 
     def _run_whole(self, batch: ScheduledBatch) -> StepOutput:
         """Run one step to the end: forward, sample, wait. No other step runs meanwhile."""
+        began_at = time.monotonic()
         output = self._wait(self._sample(self._forward(batch), batch))
         self._num_steps += 1
+        lengths = [row.length for row in batch.rows]
+        self.scheduler.clock.step(began_at, time.monotonic(), lengths)
         return output
 
     def _read_inbox(self, timeout_s: float) -> None:

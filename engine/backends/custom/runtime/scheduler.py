@@ -12,6 +12,13 @@ from bisect import insort
 from collections.abc import Iterator
 
 from engine.backends.custom.runtime.images import whole_images
+from engine.backends.custom.runtime.insight.timekeeping import (
+    BLOCKS,
+    BUDGET,
+    SLOTS,
+    EngineClock,
+    Stopwatch,
+)
 from engine.backends.custom.runtime.kv_cache import KVCache
 from engine.backends.custom.runtime.model_runner import StepOutput
 from engine.backends.custom.runtime.outputs import (
@@ -51,6 +58,7 @@ class Scheduler:
         self._inflight = InflightPrefixes(kv.block_size)
         self._free_slots = list(range(max_slots - 1, -1, -1))
         self._step = self._num_admissions = 0
+        self.clock = EngineClock()
         self.num_preemptions = 0
         self.num_nonfinite = 0
         self.num_started = 0
@@ -90,6 +98,8 @@ class Scheduler:
         seq.submitted_step = self._step
         self._requests.setdefault(seq.request_id, []).append(seq)
         self._inflight.add(seq)
+        shares = self._inflight.shares(seq)
+        seq.watch = Stopwatch(self.clock, len(self._waiting), seq.queued_at, shares)
         self._waiting.add(seq)
         self.kv.read_ahead(seq)
 
@@ -118,6 +128,7 @@ class Scheduler:
         run.
         """
         self._step += 1
+        self.clock.plan(now)
         budget, kept = self._newcomers.room(
             budget, self._waiting.tenants() if self._free_slots else (), self._running
         )
@@ -153,7 +164,7 @@ class Scheduler:
                 # After a preemption, the computed blocks no longer belong to the sequence.
                 if life == seq.life:
                     if seq.num_confirmed < seq.num_prompt:
-                        self._confirm_prompt(seq, start + length)
+                        self._confirm_prompt(seq, start, start + length)
                         if seq.reports_progress and not samples:
                             deltas.append(progress_delta(seq, now))
                     else:
@@ -188,8 +199,9 @@ class Scheduler:
         advanced or was preempted meanwhile.
         """
         seq = row.seq
-        is_same = seq.life == row.life and seq.num_computed == row.start
-        if not is_same or row.start + row.length > len(seq.tokens):
+        if seq.life != row.life:
+            return None
+        if seq.num_computed != row.start or row.start + row.length > len(seq.tokens):
             return None
         return self._grant(seq, row.length)
 
@@ -258,26 +270,34 @@ class Scheduler:
 
     def _schedule_waiting(self, rows: list[Row], budget: int, now: float) -> None:
         if budget <= 0 or not self._free_slots:
+            self.clock.block(BUDGET if self._free_slots else SLOTS)
             return
         for seq in self._waiting.in_order(self._step):
             if budget <= 0 or not self._free_slots:
+                self.clock.block(BUDGET if self._free_slots else SLOTS)
                 return
             if seq.num_sampling > 0 or self._inflight.is_held(seq) or self.kv.is_loading(seq):
                 continue
+            watch = seq.watch
+            assert watch is not None, seq.request_id
             match = self.kv.no_match if self._starts_over(seq) else self.kv.match(seq)
             num_matched = len(match.blocks)
             # Blocks that a running sequence publishes are of no use without a checkpoint.
             waits = self.kv.sharing and self.kv.states is None and not seq.is_scoring
             if waits and self._inflight.hold(seq, num_matched):
+                watch.hold()
                 continue
+            watch.unhold()
             max_tokens = min(budget, num_scorable(rows)) if seq.is_scoring else budget
             start = num_matched * self.kv.block_size
             count = self.kv.row_length(seq, start, min(len(seq.tokens) - start, max_tokens))
             if seq.images:
                 count = whole_images(seq.images, start, count, self._room(rows))
                 if not count:
+                    self.clock.block(BUDGET)
                     return
             if not self._admit(seq, match, start + count, now):
+                self.clock.block(BLOCKS)
                 return
             rows.append(self._grant(seq, count))
             budget -= count
@@ -318,7 +338,11 @@ class Scheduler:
             seq.prompt_scores.clear()  # a preemption discarded that work, so scoring starts over
         insort(self._running, seq, key=lambda s: s.seniority)
         self._inflight.own(seq, len(match.blocks))
+        assert seq.watch is not None, seq.request_id
+        seq.watch.admit(seq)
         if seq.started_at is None:
+            is_cache_off = not self.kv.sharing or self._starts_over(seq)
+            seq.watch.look_up(seq, self.kv, self._inflight.chain(seq), is_cache_off)
             seq.started_at = now
             self.num_started += 1
             seq.num_cached = min(seq.num_computed, seq.num_prompt)
@@ -339,13 +363,17 @@ class Scheduler:
 
     def _preempt(self, seq: Sequence) -> None:
         """Release everything that the sequence holds and queue it again."""
+        if seq.watch is not None:
+            seq.watch.preempt(seq.num_computed)
         self._stop_running(seq)
         seq.num_preemptions += 1
         self.num_preemptions += 1
         self._waiting.add(seq)
 
-    def _confirm_prompt(self, seq: Sequence, num_confirmed: int) -> None:
+    def _confirm_prompt(self, seq: Sequence, start: int, num_confirmed: int) -> None:
         seq.num_confirmed = num_confirmed
+        if seq.watch is not None:
+            seq.watch.chunk(start, num_confirmed - start)
         self.kv.commit(seq)
         if num_confirmed >= seq.num_prompt:
             self._inflight.disown(seq)
