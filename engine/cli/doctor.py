@@ -62,6 +62,8 @@ _FASTER = {
     "avx2": ("avx512", ("avx512f", "avx512bw", "avx512dq", "avx512vl", "avx512_vnni")),
     "avx512": ("avx512_bf16", ("avx512_bf16",)),
     "avx512_bf16": ("amx", ("amx_tile", "amx_bf16")),
+    "neon": ("i8mm", ("i8mm",)),
+    "i8mm": ("neon_bf16", ("bf16",)),
 }
 
 

@@ -318,7 +318,7 @@ class Services:
             grammar=grammar,
             truncate_prompt_tokens=body.truncate_prompt_tokens,
             truncation_side=body.truncation_side or "left",
-            notes=record.notes if self.history.is_on else None,
+            notes=record.notes if self.history.is_on or record.trace is not None else None,
         )
 
     def queue_timeout_s(self, request: Request) -> float | None:

@@ -139,6 +139,11 @@ class RadixCache:
     def root(self, namespace: str) -> Node | None:
         return self._roots.get(namespace)
 
+    def tops(self) -> Iterator[Node]:
+        """The nodes below the roots of all namespaces."""
+        for root in self._roots.values():
+            yield from root.children.values()
+
     def insert(
         self,
         namespace: str,

@@ -10,6 +10,7 @@ fails only that sequence.
 import logging
 from bisect import insort
 from collections.abc import Iterator
+from collections.abc import Sequence as Listed
 
 from engine.backends.custom.runtime.images import whole_images
 from engine.backends.custom.runtime.insight.timekeeping import (
@@ -37,6 +38,7 @@ from engine.backends.custom.runtime.sequence import (
     Sequence,
     SequenceFaultError,
 )
+from engine.backends.custom.runtime.speculation.drafts import Speculation
 from engine.core.errors import EngineError, InferenceError
 from engine.core.interfaces.request import FinishReason, TokenDelta
 
@@ -58,6 +60,7 @@ class Scheduler:
         self._inflight = InflightPrefixes(kv.block_size)
         self._free_slots = list(range(max_slots - 1, -1, -1))
         self._step = self._num_admissions = 0
+        self.speculation: Speculation | None = None  # None: steps verify no drafts
         self.clock = EngineClock()
         self.num_preemptions = 0
         self.num_nonfinite = 0
@@ -65,6 +68,15 @@ class Scheduler:
         self.num_prompt_tokens = 0
         self.num_cached_tokens = 0
         self.num_generated_tokens = 0
+
+    @property
+    def running(self) -> Listed[Sequence]:
+        """The running sequences, most senior first."""
+        return self._running
+
+    @property
+    def waiting(self) -> WaitingLine:
+        return self._waiting
 
     @property
     def num_running(self) -> int:
@@ -101,6 +113,8 @@ class Scheduler:
         shares = self._inflight.shares(seq)
         seq.watch = Stopwatch(self.clock, len(self._waiting), seq.queued_at, shares)
         self._waiting.add(seq)
+        if self.speculation is not None:
+            self.speculation.begin(seq)
         self.kv.read_ahead(seq)
 
     def abort(self, request_id: str, choice: int | None, now: float) -> list[TokenDelta]:
@@ -134,7 +148,10 @@ class Scheduler:
         )
         rows = self._schedule_running(budget - kept)
         self._schedule_waiting(rows, budget - sum(row.length for row in rows), now)
-        return ScheduledBatch(tuple(rows)) if rows else None
+        num_drafting = 0
+        if self.speculation is not None:
+            num_drafting = self.speculation.add_drafts(rows, budget - sum(r.length for r in rows))
+        return ScheduledBatch(tuple(rows), num_drafting) if rows else None
 
     def update(self, batch: ScheduledBatch, output: StepOutput, now: float) -> list[TokenDelta]:
         """Apply the output of a finished step, and return the new deltas. Rows of sequences that
@@ -145,14 +162,14 @@ class Scheduler:
         tokens = output.tokens.tolist()
         finite = output.finite.tolist()
         for index, row in enumerate(batch.rows):
-            seq, start, length, samples, _, life, num_scored = row
+            seq, start, length, samples, _, life, num_scored, draft = row
             sample_row, pool = next_row + num_scored, pooled
-            next_row = sample_row + samples
+            next_row = sample_row + samples + len(draft)
             pooled += samples and seq.pools
             if seq.finish_reason is not None:
                 continue
             seq.num_sampling -= samples
-            if not finite[index]:
+            if not finite[index] and not draft:
                 self.num_nonfinite += 1
                 error = InferenceError("The model produced non-finite values for this request.")
                 deltas.append(self.fail(seq, error, now))
@@ -161,6 +178,9 @@ class Scheduler:
                 # A `life` of 0 means that the sequence was preempted after this step was launched.
                 if num_scored and seq.life in (life, 0):
                     seq.prompt_scores += scores(seq, output, sample_row - num_scored, sample_row)
+                if draft:
+                    deltas += self._take_draft(row, output, sample_row, finite[index], now)
+                    continue
                 # After a preemption, the computed blocks no longer belong to the sequence.
                 if life == seq.life:
                     if seq.num_confirmed < seq.num_prompt:
@@ -195,15 +215,16 @@ class Scheduler:
             seq.needs_history = True
 
     def retry_row(self, row: Row) -> Row | None:
-        """Schedule the same row again after a rollback. Returns None if the sequence has ended, has
-        advanced or was preempted meanwhile.
+        """Schedule the same row again after a rollback, but without its draft. Returns None if the
+        sequence has ended, has advanced or was preempted meanwhile.
         """
         seq = row.seq
         if seq.life != row.life:
             return None
-        if seq.num_computed != row.start or row.start + row.length > len(seq.tokens):
+        length = row.length - len(row.draft)
+        if seq.num_computed != row.start or row.start + length > len(seq.tokens):
             return None
-        return self._grant(seq, row.length)
+        return self._grant(seq, length)
 
     def check(self) -> None:
         """Assert the invariants of queues, slots and memory."""
@@ -242,11 +263,11 @@ class Scheduler:
                 # The fast path for most rows of most steps: decode one token whose block has room.
                 seq.num_computed = ahead
                 seq.num_sampling += 1
-                rows.append(new_row(Row, (seq, start, 1, True, seq.slot, seq.life, 0)))
+                rows.append(new_row(Row, (seq, start, 1, True, seq.slot, seq.life, 0, ())))
                 budget -= 1
                 continue
-            if ahead >= end:
-                continue  # the sequence's last token is already being sampled
+            if ahead >= end or ahead <= start:
+                continue  # the sequence's last token is being sampled, or a draft is verified
             # Leave one token of the budget to each later row, so that every running sequence gets a
             # row.
             count = min(ahead - start, budget - (len(running) - index))
@@ -394,6 +415,21 @@ class Scheduler:
             return self.fail(seq, constraint.error, now)
         self._append(seq, token, is_stop)
         return token_delta(seq, (token,), (output, sample_row), now)
+
+    def _take_draft(
+        self, row: Row, output: StepOutput, sample_row: int, is_finite: bool, now: float
+    ) -> list[TokenDelta]:
+        """Apply the result of a row with a draft: the accepted tokens, and the token after them."""
+        assert self.speculation is not None
+        seq, deltas = row.seq, []
+        sampled = output.tokens[sample_row : sample_row + row.length].tolist()
+        for index, token in enumerate(self.speculation.accept(row, sampled, is_finite)):
+            if seq.life == row.life:
+                seq.num_confirmed = row.start + 1 + index
+            deltas.append(self._take(seq, output, sample_row + index, 0, token, now))
+            if seq.finish_reason is not None:
+                break
+        return deltas
 
     def _append(self, seq: Sequence, token: int, is_stop: bool) -> None:
         tokens, constraint = seq.tokens, seq.constraint

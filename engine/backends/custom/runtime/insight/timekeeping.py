@@ -92,10 +92,12 @@ class EngineClock:
         """A step waited this long for grammar masks."""
         self._mask_s += seconds
 
-    def step(self, began_at: float, now: float, lengths: list[int]) -> None:
-        """A step has ended. `lengths` are the numbers of tokens of its rows."""
+    def step(self, began_at: float, now: float, lengths: list[int], num_drafting: int = 0) -> None:
+        """A step has ended. `lengths` are the numbers of tokens of its rows. `num_drafting` of all
+        tokens are in rows with drafts.
+        """
         num_rows, num_tokens = len(lengths), sum(lengths)
-        num_prompt = num_tokens - lengths.count(1)
+        num_prompt = num_tokens - lengths.count(1) - num_drafting
         seconds = now - began_at
         self._num_steps += 1
         self._num_rows += num_rows

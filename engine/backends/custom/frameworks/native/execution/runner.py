@@ -46,12 +46,20 @@ class FinishedTokens:
 
 class NativeRunner:
     """Runs a model on the CPU. `model` is a loaded `Model` of the compiled module; `hidden_size` is
-    the width of its hidden states.
+    the width of its hidden states, and `step_kinds` are the kinds of its plan steps, in order.
     """
 
-    def __init__(self, model: Any, spec: RunnerSpec, hidden_size: int, numerics: str = "") -> None:
+    def __init__(
+        self,
+        model: Any,
+        spec: RunnerSpec,
+        hidden_size: int,
+        step_kinds: Sequence[str] = (),
+        numerics: str = "",
+    ) -> None:
         """`numerics` names the settings that change what the kernels compute."""
         self._model = model
+        self._step_kinds = step_kinds
         self._numerics = numerics
         self._spec = spec
         self._hidden_size = hidden_size
@@ -122,6 +130,15 @@ class NativeRunner:
 
     def write_blocks(self, group: Group, blocks: Sequence[int], rows: Bytes) -> None:
         self._model.write_blocks(GROUPS.index(group), np.array(blocks, np.int64), rows)
+
+    def time_kernels(self, on: bool) -> None:
+        self._model.set_timing(on)
+
+    def kernel_seconds(self) -> dict[str, float]:
+        totals: dict[str, float] = {}
+        for kind, seconds in zip(self._step_kinds, self._model.op_seconds(), strict=False):
+            totals[kind] = totals.get(kind, 0.0) + seconds
+        return totals
 
     def close(self) -> None:
         """Frees the KV cache and the weights. The runner cannot be used afterwards."""
