@@ -4,8 +4,10 @@ from contextlib import suppress
 
 import pytest
 
+from engine.backends.custom.runtime.tiers import kv_tiers
 from engine.backends.custom.runtime.tiers.disk import DiskTier
 from engine.backends.custom.runtime.tiers.host import HostTier
+from engine.core.interfaces.request import Abort
 from tests.toy_tiers import tiered_engine
 
 MIB = 2**20
@@ -125,3 +127,33 @@ def test_two_requests_for_the_same_blocks_load_them_once(tmp_path) -> None:
     second.check()
     assert mover.tiers[0].num_hits == 8
     assert {second.outcomes[name, 0].num_cached for name in "bc"} == {16}
+
+
+def test_loading_does_not_evict_the_prefix_that_it_continues(tmp_path) -> None:
+    """The pool has room for one prompt only, and its first blocks are the next to be evicted."""
+    first, _ = tiered_engine(disk(tmp_path))
+    answer(first, "a")
+    second, mover = tiered_engine(disk(tmp_path), num_blocks=12)
+    answer(second, "start", PROMPT[:5])
+    answer(second, "other", [1, 1, 2, 2, 3, 3])
+    again = answer(second, "b")
+    assert again.num_cached == 16 and mover.tiers[0].num_hits >= 6
+
+
+def test_an_abort_while_blocks_are_loaded_leaves_nothing_behind(tmp_path, monkeypatch) -> None:
+    monkeypatch.setattr(kv_tiers, "FIRST_WAIT_S", 1000.0)
+    first, _ = tiered_engine(disk(tmp_path))
+    answer(first, "a")
+    second, mover = tiered_engine(disk(tmp_path))
+    mover.read = super(type(mover), mover).read  # the thread that would read does not run
+    second.submit("b", PROMPT, max_tokens=6)
+    second.submit("c", [20, 21, 20], max_tokens=3)
+    second.turn()
+    seq = next(each for each in second.scheduler.sequences() if each.request_id == "b")
+    assert seq.load is not None and seq.slot < 0, "it waits for its blocks"
+    second.turn(3)
+    assert second.outcomes["c", 0].tokens, "others go on"
+    second.channel.inbox.append(Abort("b"))
+    second.turn()
+    assert seq.load is None and not second.kv.tiers._jobs and mover._reads[0].is_cancelled
+    second.check()

@@ -26,7 +26,7 @@ MAX_STEP_BYTES = 16 * 2**20  # bytes that are copied to the KV pool between two 
 MIN_GAIN_S = 0.005  # tiers are not asked for blocks that can be computed within this time
 # A sequence waits for its blocks no longer than this part of the time to compute them.
 MAX_SHARE = 0.8
-FIRST_WAIT_S = 0.05  # for the first block, besides the time that earlier jobs take
+FIRST_WAIT_S = 0.25  # for the first block, besides the time that earlier jobs take
 STALL_S = 0.15  # for the next block
 WAIT_S = 0.001  # the loop waits this long for blocks at a time, if nothing else runs
 MAX_ASKED = 3
