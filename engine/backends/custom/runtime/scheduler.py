@@ -117,6 +117,7 @@ class Scheduler:
         self._waiting.add(seq)
         if self.speculation is not None:
             self.speculation.begin(seq)
+        self.kv.read_ahead(seq)
 
     def abort(self, request_id: str, choice: int | None, now: float) -> list[TokenDelta]:
         """Abort one choice of a request, or all choices if `choice` is None, in any state. Unknown
@@ -298,7 +299,7 @@ class Scheduler:
             if budget <= 0 or not self._free_slots:
                 self.clock.block(BUDGET if self._free_slots else SLOTS)
                 return
-            if seq.num_sampling > 0 or self._inflight.is_held(seq):
+            if seq.num_sampling > 0 or self._inflight.is_held(seq) or self.kv.is_loading(seq):
                 continue
             watch = seq.watch
             assert watch is not None, seq.request_id
@@ -452,6 +453,7 @@ class Scheduler:
             self._stop_running(seq)
         else:
             self._waiting.remove(seq)
+            self.kv.stop_loading(seq)
         if seq.started_at is not None:
             self._waiting.settle(seq)
         self._inflight.remove(seq)
