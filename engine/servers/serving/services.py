@@ -321,6 +321,7 @@ class Services:
             grammar=grammar,
             truncate_prompt_tokens=body.truncate_prompt_tokens,
             truncation_side=body.truncation_side or "left",
+            expected=body.expected_text,
             notes=self._notes(record),
         )
 
