@@ -14,7 +14,7 @@ const FLAGS = [
   ...["--headless", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run"],
   ...["--disable-background-networking", "--disable-component-update", "--disable-sync"],
 ];
-const TIMEOUT_MS = 60_000;
+const TIMEOUT_MS = 30_000;
 
 const browser = await require("playwright-core").chromium.launch({ executablePath: chromium, args: FLAGS });
 

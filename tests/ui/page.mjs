@@ -19,7 +19,8 @@ export async function write(page, text) {
 export async function settled(page) {
   await page.waitForFunction(() => {
     const all = [...document.querySelectorAll(".message")];
-    return all.at(-1)?.matches(".assistant") && all.every((each) => each.ariaBusy === "false");
+    const isShown = (each) => each.ariaBusy === "false" && !each.querySelector(".md-tail")?.childNodes.length;
+    return all.at(-1)?.matches(".assistant") && all.every(isShown);
   });
 }
 

@@ -108,8 +108,16 @@ export class MarkdownView {
   // Shows `text`, which must begin with the text that was given before.
   update(text, done) {
     if (text === this.#text && done === this.#done) return;
+    const wasShown = this.#text !== "";
     this.#text = text;
     this.#done = done;
+    if (done && wasShown) {
+      // Only the end of the text is new.
+      this.close();
+      this.#timer = 0;
+      this.#show();
+      return;
+    }
     if (this.#timer || this.#frame) return;
     this.#timer = setTimeout(() => {
       this.#timer = 0;
@@ -166,7 +174,7 @@ export class MarkdownView {
     if (this.#splitter.openKind === "fence") this.#showCode(source);
     else {
       this.#code = null;
-      this.#tail.replaceChildren(source.trim() ? renderBlock(head + source) : "");
+      this.#tail.replaceChildren(...(source.trim() ? [renderBlock(head + source)] : []));
     }
     this.#shownTail = source;
   }
