@@ -9,6 +9,9 @@ from typing import Literal
 
 import msgspec
 
+from engine.core.interfaces.snapshot import EngineSnapshot
+from engine.core.interfaces.timeline import Timeline
+
 FinishReason = Literal["stop", "length", "abort", "error"]
 
 DRY_BREAKERS = ("\n", ":", '"', "*")
@@ -174,6 +177,8 @@ class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True, tag="submit"):
     bad_words: tuple[tuple[int, ...], ...] = ()  # token ids of `params.bad_words`
     # Token sequences with which a text of `params.dry_sequence_breakers` ends
     dry_breakers: tuple[tuple[int, ...], ...] = ()
+    # The output that the client expects, or a part of it. Drafts are taken from it.
+    expected: tuple[int, ...] = ()
     # Send a delta after each step that computes a part of the prompt.
     reports_progress: bool = False
     # Only for encoders: in a pair of texts, the index of the first token with token type 1. 0: all
@@ -194,7 +199,7 @@ class Control(msgspec.Struct, frozen=True, tag="control"):
     """Frontend to engine: an operation on the engine itself, answered by a `ControlReply`."""
 
     control_id: int
-    action: Literal["flush_cache", "log_level"]
+    action: Literal["flush_cache", "log_level", "snapshot"]
     value: str = ""  # the new level, for action "log_level"
 
 
@@ -253,6 +258,7 @@ class TokenDelta(msgspec.Struct, frozen=True, array_like=True, gc=False):
     num_processed: int = 0
     # With Mirostat: the limit for the surprise of the token after this one
     surprise_limit: float | None = None
+    timeline: Timeline | None = None  # set on the last delta of a choice that was queued
 
 
 STEP_SECONDS = (0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10)
@@ -312,6 +318,8 @@ class EngineStats(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
     num_evictions: int = 0
     num_nonfinite: int = 0
     num_invariant_failures: int = 0
+    num_drafted_tokens: int = 0  # tokens that speculation guessed, and that steps verified
+    num_accepted_tokens: int = 0  # those of them that were right
     steps: StepCounts = StepCounts()
 
 
@@ -341,6 +349,7 @@ class ControlReply(msgspec.Struct, frozen=True, tag="control_reply"):
     control_id: int
     ok: bool
     message: str = ""
+    snapshot: EngineSnapshot | None = None  # for action "snapshot", unless an encoder answers
 
 
 class Fatal(msgspec.Struct, frozen=True, tag="fatal"):

@@ -38,6 +38,7 @@ from engine.core.interfaces.request import (
     TokenDelta,
     TokenLogprobs,
 )
+from engine.core.interfaces.timeline import RequestNotes
 from engine.core.parsing.pieces import Piece, ReasoningPiece, TextPiece
 from engine.core.text.tokenizer import Detokenizer
 
@@ -50,6 +51,10 @@ class Engine(Protocol):
 
     def forget(self, request_id: str, choice: int | None) -> None:
         """Abort one choice of a request, or the whole request if `choice` is None."""
+        ...
+
+    def leave(self, request_id: str, notes: RequestNotes) -> None:
+        """Add the timelines of an aborted request to `notes` when they arrive."""
         ...
 
     def num_revivals(self, request_id: str) -> int:
@@ -118,6 +123,7 @@ class Generation(GeneratedFeed):
         prepared: Prepared,
         engine: Engine,
         on_progress: Callable[[PromptProgress], None] | None = None,
+        notes: RequestNotes | None = None,
     ) -> None:
         super().__init__()
         self.request = request
@@ -141,6 +147,7 @@ class Generation(GeneratedFeed):
         self._prefill_s = 0.0
         self._first_token_at: float | None = None
         self._on_progress = on_progress
+        self._notes = notes
         self._num_processed = -1  # of the prompt, as last reported; -1: nothing was reported
 
     def deliver(self, *items: TokenDelta | EngineError) -> None:
@@ -190,6 +197,8 @@ class Generation(GeneratedFeed):
         if self._open:
             self._open.clear()
             self._engine.forget(self.request.request_id, None)
+            if self._notes is not None:
+                self._engine.leave(self.request.request_id, self._notes)
         self._engine.done(self.request.request_id)
 
     def _hand_on(self, sink: EventSink) -> None:
@@ -231,6 +240,8 @@ class Generation(GeneratedFeed):
     def _take(self, item: TokenDelta | EngineError) -> list[Event]:
         if isinstance(item, EngineError):
             raise item
+        if item.timeline is not None and self._notes is not None:
+            self._notes.add_timeline(item.timeline)
         if item.choice not in self._open:
             return []  # the choice already ended at a stop string; these tokens were in flight
         if item.finish_reason == "error":
@@ -398,4 +409,5 @@ def _merged(run: Sequence[TokenDelta]) -> TokenDelta:
         stop_token_id=last.stop_token_id,
         error_code=last.error_code,
         error_message=last.error_message,
+        timeline=last.timeline,
     )

@@ -18,9 +18,11 @@ from engine.backends.custom.runtime.batch import BatchBuilder
 from engine.backends.custom.runtime.budget import StepBudget, StepCounter
 from engine.backends.custom.runtime.grammar import Grammars, MaskJob, MaskWriter, constrained_rows
 from engine.backends.custom.runtime.images import ImageStore
+from engine.backends.custom.runtime.insight.snapshot import SnapshotTaker
 from engine.backends.custom.runtime.intake import Intake
 from engine.backends.custom.runtime.model_runner import (
     BatchInputs,
+    KernelTimer,
     ModelRunner,
     PendingTokens,
     StepOutput,
@@ -120,6 +122,8 @@ class EngineLoop:
         self._patience_s = UNKNOWN_PATIENCE_S
         # Whether the loop is inside a runner call, which the watchdog may interrupt.
         self.is_computing = False
+        timer = runner if isinstance(runner, KernelTimer) else None
+        self._snapshots = SnapshotTaker(scheduler, timer, runner.spec.max_slots)
         self._pulse.watch(self)
         if runner.spec.has_state and scheduler.kv.states is None:
             # Cached keys and values are of no use without the states that belong to them.
@@ -204,8 +208,10 @@ class EngineLoop:
     def _sample(self, forwarded: Forwarded, batch: ScheduledBatch) -> PendingTokens:
         mask = None
         if forwarded.masks is not None:
-            rows = constrained_rows(batch, only_known=False)
-            mask = self._compute(forwarded.masks.finish, rows)
+            late = constrained_rows(batch, only_known=False, done=forwarded.masks.done)
+            began_at = time.monotonic()
+            mask = self._compute(forwarded.masks.finish, late)
+            self.scheduler.clock.masked(time.monotonic() - began_at)
         sampling = self._builder.sampling(batch, mask)
         if len(sampling.host_rows):
             sampling = self._compute(self._chain.sample, forwarded.handle, sampling, batch)
@@ -219,7 +225,7 @@ class EngineLoop:
             return None
         if self._masks is None:
             self._masks = MaskWriter(self._runner.spec.vocab_size)
-        num_rows = sum(row.samples for row in batch.rows)
+        num_rows = sum(row.samples + len(row.draft) for row in batch.rows)
         return self._masks.begin(num_rows, constrained_rows(batch, only_known=True))
 
     def _finish_launched(self) -> None:
@@ -238,8 +244,9 @@ class EngineLoop:
         began_at = max(launch.started_at, self._finished_at)
         seconds = now - began_at
         lengths = [row.length for row in launch.batch.rows]
-        num_tokens, num_single = sum(lengths), lengths.count(1)
+        num_tokens, num_single = sum(lengths), lengths.count(1) + launch.batch.num_drafting
         self._steps.add(num_tokens, seconds)
+        self.scheduler.clock.step(began_at, now, lengths, launch.batch.num_drafting)
         self._finished_at = now
         self._budget.record(num_single, num_tokens - num_single, seconds)
         self._send(self.scheduler.update(launch.batch, output, now))
@@ -286,8 +293,11 @@ class EngineLoop:
 
     def _run_whole(self, batch: ScheduledBatch) -> StepOutput:
         """Run one step to the end: forward, sample, wait. No other step runs meanwhile."""
+        began_at = time.monotonic()
         output = self._wait(self._sample(self._forward(batch), batch))
         self._num_steps += 1
+        lengths = [row.length for row in batch.rows]
+        self.scheduler.clock.step(began_at, time.monotonic(), lengths)
         return output
 
     def _read_inbox(self, timeout_s: float) -> None:
@@ -312,6 +322,10 @@ class EngineLoop:
     def _control(self, message: Control) -> ControlReply:
         if message.action == "log_level":
             return ControlReply(message.control_id, True, set_level(message.value))
+        if message.action == "snapshot":
+            self._send_stats(force=True)  # the counters that belong to the snapshot
+            snapshot = self._snapshots.take(time.monotonic())
+            return ControlReply(message.control_id, True, snapshot=snapshot)
         freed = self.scheduler.kv.flush()
         return ControlReply(message.control_id, True, f"{freed} blocks freed")
 
@@ -360,6 +374,7 @@ class EngineLoop:
         now = time.monotonic()
         if force or now - self._stats_sent_at >= STATS_INTERVAL_S:
             self._stats_sent_at = now
+            self._snapshots.expire(now)
             self._reported = self._state
             self._channel.send(Stats(self.stats()))
 
@@ -370,6 +385,7 @@ class EngineLoop:
     def stats(self) -> EngineStats:
         scheduler, kv = self.scheduler, self.scheduler.kv
         pool, windowed = kv.pool, kv.windows and kv.windows.pool
+        drafts = scheduler.speculation
         return EngineStats(
             num_running=scheduler.num_running,
             num_waiting=scheduler.num_waiting,
@@ -391,5 +407,7 @@ class EngineLoop:
             num_evictions=kv.radix.num_evicted,
             num_nonfinite=scheduler.num_nonfinite,
             num_invariant_failures=self._num_invariant_failures,
+            num_drafted_tokens=drafts.num_drafted if drafts else 0,
+            num_accepted_tokens=drafts.num_accepted if drafts else 0,
             steps=self._steps.counts(),
         )

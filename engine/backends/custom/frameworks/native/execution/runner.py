@@ -2,6 +2,7 @@
 GIL while it runs.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -40,11 +41,14 @@ class FinishedTokens:
 
 class NativeRunner:
     """Runs a model on the CPU. `model` is a loaded `Model` of the compiled module; `hidden_size` is
-    the width of its hidden states.
+    the width of its hidden states, and `step_kinds` are the kinds of its plan steps, in order.
     """
 
-    def __init__(self, model: Any, spec: RunnerSpec, hidden_size: int) -> None:
+    def __init__(
+        self, model: Any, spec: RunnerSpec, hidden_size: int, step_kinds: Sequence[str] = ()
+    ) -> None:
         self._model = model
+        self._step_kinds = step_kinds
         self._spec = spec
         self._hidden_size = hidden_size
         self._last_token = np.zeros(spec.max_slots, np.int32)
@@ -95,6 +99,15 @@ class NativeRunner:
         for row, values in zip(rows, logits, strict=True):
             self._model.logits(int(row), values)
         return logits
+
+    def time_kernels(self, on: bool) -> None:
+        self._model.set_timing(on)
+
+    def kernel_seconds(self) -> dict[str, float]:
+        totals: dict[str, float] = {}
+        for kind, seconds in zip(self._step_kinds, self._model.op_seconds(), strict=False):
+            totals[kind] = totals.get(kind, 0.0) + seconds
+        return totals
 
     def close(self) -> None:
         """Frees the KV cache and the weights. The runner cannot be used afterwards."""
