@@ -1,20 +1,20 @@
 // Runs steps of `steps/*.mjs` in Chromium. It reads "file:step" lines from standard input, and
 // writes a line of JSON for each of them.
 //
-// A step is an exported function that gets `{ page, context, url, check }`. Each step has a browser
+// A step is an exported function that gets `{ page, context, url, check, axe }`. Each step has a browser
 // profile of its own. A step fails if it throws, if the page logs an error or violates its policy,
 // or if anything is requested from another origin.
 import { strict as check } from "node:assert";
 import { createRequire } from "node:module";
 import { createInterface } from "node:readline";
 
-const [url, modules, chromium, screenshots] = process.argv.slice(2);
+const [url, modules, chromium] = process.argv.slice(2);
 const require = createRequire(`${modules}/`);
 const FLAGS = [
   ...["--headless", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run"],
   ...["--disable-background-networking", "--disable-component-update", "--disable-sync"],
 ];
-const TIMEOUT_MS = 30_000;
+const TIMEOUT_MS = 60_000;
 
 const browser = await require("playwright-core").chromium.launch({ executablePath: chromium, args: FLAGS });
 
@@ -40,7 +40,7 @@ async function run(name) {
   const page = await context.newPage();
   const axe = require("axe-core").source;
   try {
-    await module[step]({ page, context, browser, url, check, axe, screenshots });
+    await module[step]({ page, context, url, check, axe });
     if (!causesErrors) check.deepEqual(problems, []);
     return null;
   } catch (error) {

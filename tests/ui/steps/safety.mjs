@@ -2,6 +2,11 @@
 import { HOSTILE } from "../hostile.mjs";
 import { answers, ask, openChat, stubChat, write, settled } from "../page.mjs";
 
+export const OPTIONS = {
+  ten_thousand_tokens_block_nothing: { viewport: { width: 640, height: 480 } },
+  the_policy_is_strict_and_enforced: { causesErrors: true },
+  works_on_a_phone: { viewport: { width: 390, height: 844 }, hasTouch: true, isMobile: true },
+};
 const KEY = "k".repeat(32);
 
 // All elements below `.md` whose tag, attributes or address is not one that the page uses.
@@ -209,8 +214,6 @@ export async function axe_finds_no_serious_fault({ page, url, check, axe }) {
   await page.getByRole("button", { name: "Use light colours" }).click();
   check.deepEqual(await faults(page, axe), []);
 }
-
-export const OPTIONS = { the_policy_is_strict_and_enforced: { causesErrors: true }, works_on_a_phone: { viewport: { width: 390, height: 844 }, hasTouch: true, isMobile: true } };
 
 export async function works_on_a_phone({ page, url, check, axe }) {
   await stubChat(page, [TEXT, "word ".repeat(80)]);

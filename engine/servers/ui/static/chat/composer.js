@@ -132,7 +132,7 @@ function ContextMeter({ nodes, leaf, models }) {
   if (!node || !limit) return null;
   const used = node.stats.prompt + node.stats.tokens;
   return html`<span class="context muted num" title="Tokens of the context that the conversation has used">
-    <meter min="0" max=${limit} high=${0.85 * limit} value=${used} aria-label="Context used"></meter>
+    <span class="track"><span style=${{ width: `${Math.min(100, (100 * used) / limit)}%` }}></span></span>
     ${used.toLocaleString()} / ${limit.toLocaleString()}
   </span>`;
 }

@@ -102,12 +102,17 @@ export function removeMessage(id) {
   chat.set({ meta: next, nodes: left });
   conversations.set(conversations.value.map((each) => (each.id === next.id ? next : each)));
   database.removeNodes(next, gone).catch(failed);
+  const restored = gone.map((each) => nodes.get(each));
+  toast("Deleted.", { label: "Undo", run: () => changeIn(meta.id, { leaf: meta.leaf }, restored) });
 }
 
 export async function removeConversation(id) {
+  const meta = conversations.value.find((each) => each.id === id);
+  const nodes = await nodesOf(id);
   conversations.set(conversations.value.filter((each) => each.id !== id));
   if (chat.value.meta.id === id) startConversation();
   await database.removeConversation(id).catch(failed);
+  toast(`Deleted ${meta.title || "the conversation"}.`, { label: "Undo", run: () => addConversation({ meta, nodes }) });
 }
 
 // Keeps a conversation that comes from a file or from the server, and shows it.
