@@ -39,6 +39,7 @@ from engine.backends.custom.frontend.prompts import (
     prepare_chat,
     prepare_completion,
     truncated,
+    with_expected,
     with_text_bias,
 )
 from engine.backends.custom.frontend.text_cache import keep_text
@@ -214,16 +215,17 @@ class CustomBackend(InferenceBackend):
             return []
         max_model_len = ready.max_seq_len if ready else text.config.max_position
         max_sequences = None if ready is None else ready.max_slots
-        known = None if self._card is None else (self._card.max_model_len, self._card.max_sequences)
-        if self._card is None or known != (max_model_len, max_sequences):
-            self._card = self._make_card(text, max_model_len, max_sequences)
-        return [self._card]
+        speculates = ready is not None and ready.speculates
+        card, facts = self._card, (max_model_len, max_sequences, speculates)
+        if card is None or facts != (card.max_model_len, card.max_sequences, card.speculates):
+            self._card = card = self._make_card(text, *facts)
+        return [card]
 
     def resolve(self, name: str | None) -> Resolved | None:
         return next((Resolved(card) for card in self.models() if name in (None, card.id)), None)
 
     def _make_card(
-        self, text: TextModel, max_model_len: int, max_sequences: int | None
+        self, text: TextModel, max_model_len: int, max_sequences: int | None, speculates: bool
     ) -> ModelCard:
         return ModelCard(
             id=self._served_name,
@@ -239,6 +241,7 @@ class CustomBackend(InferenceBackend):
             template_options=text.template_options,
             trained_context=text.config.max_position,
             max_sequences=max_sequences,
+            speculates=speculates,
             num_dimensions=None if text.reranks else text.config.hidden_size,
             prompt_names=tuple(sorted(name for name in text.prompts if name is not None)),
         )
@@ -272,6 +275,8 @@ class CustomBackend(InferenceBackend):
             for pattern in context.params.stop_regex:
                 await self._checker.check(stop_grammar(pattern), "stop_regex")
             prepared = await self._encode(encode_words, text, prepared, context.params)
+        if context.expected:
+            prepared = await self._encode(with_expected, text, prepared, context.expected)
         checked_at = time.monotonic()
         params = context.params
         if params.logprob_token_ids:  # the engine takes them from the logprobs of all tokens
@@ -292,6 +297,7 @@ class CustomBackend(InferenceBackend):
             images=prepared.images,
             bad_words=prepared.bad_words,
             dry_breakers=prepared.dry_breakers,
+            expected=prepared.expected[: ready.max_seq_len],
             reports_progress=context.on_progress is not None,
         )
         generation = Generation(
