@@ -36,6 +36,7 @@ _WAITED = {
     "turn": "for its tenant's turn: other tenants had received fewer tokens",
     "priority": "for requests with a higher priority, which went first",
     "prefix": "for another request that was computing the same prefix",
+    "tier": "for KV blocks that were loaded from a tier of the cache",
 }
 
 
