@@ -47,7 +47,10 @@ class ToyBackend(CustomBackend):
                 return InlineClient(WORKER, options, on_message)
             return ProcessClient(WORKER, options, on_message, on_exit)
 
-        self._link = EngineLink(make_client, RestartPolicy())
+        max_revivals = 0 if in_process else options.max_revivals
+        self._link = EngineLink(
+            make_client, RestartPolicy(), max_revivals=max_revivals, move=self._move
+        )
 
     async def start(self) -> str:
         await self._link.start()

@@ -187,6 +187,12 @@ class OnDemand(InferenceBackend):
             return Health(ready=False, detail=self._failure or "It is waiting to be loaded.")
         return Health(ready=True, detail="It is unloaded; the next request loads it.", loaded=False)
 
+    @property
+    def is_ready(self) -> bool:
+        if self._inner is None or self.is_leaving:
+            return self.health().ready
+        return self._inner.is_ready
+
     def memory_bytes(self) -> int:
         return 0 if self._inner is None else self._inner.memory_bytes()
 

@@ -148,6 +148,10 @@ class Router(InferenceBackend):
             num_revived=sum(health.num_revived for _, health in states),
         )
 
+    @property
+    def is_ready(self) -> bool:
+        return not self._is_stopped and any(route.takes_requests for route in self.routes)
+
     def model_health(self, model_id: str) -> Health:
         route = self._by_name.get(model_id)
         if route is None:
@@ -358,7 +362,7 @@ class Router(InferenceBackend):
 
     def _ready_backends(self, model: str) -> list[InferenceBackend]:
         route = self._route(model)
-        ready = [each.replica.backend for each in route.members if each.replica.health().ready]
+        ready = [each.replica.backend for each in route.members if each.replica.backend.is_ready]
         if not ready:
             raise UnavailableError(
                 f"No backend of {route.id} is ready. Retry later.", retry_after=RETRY_AFTER_S

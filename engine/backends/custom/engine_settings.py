@@ -8,11 +8,15 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import msgspec
+
 from engine.backends.custom.options import EngineOptions
 from engine.core.config_schema import Settings
+from engine.core.errors import ConfigError
 from engine.core.store.model_store import default_name
 
 if TYPE_CHECKING:
+    from engine.backends.base import BackendConfig
     from engine.core.config_presets import PresetTable
 
 FRAMEWORKS = "engine.backends.custom.frameworks"
@@ -64,6 +68,21 @@ def engine_options(settings: Settings, framework: str, path: Path | None = None)
         log_level=settings.logging.level,
         log_format=settings.logging.format,
     )
+
+
+def options_of(framework: str, config: "BackendConfig") -> EngineOptions:
+    """Build `EngineOptions` from the arguments of a backend. If an argument is unknown, an error
+    names the argument.
+    """
+    fields = {"model_path": config.model_name, "framework": framework, **config.backend_args}
+    unknown = sorted(fields.keys() - set(EngineOptions.__struct_fields__))
+    if unknown:
+        known = ", ".join(EngineOptions.__struct_fields__)
+        raise ConfigError(f"unknown backend argument '{unknown[0]}'; there are: {known}")
+    try:
+        return msgspec.convert(fields, EngineOptions)
+    except msgspec.ValidationError as error:
+        raise ConfigError(f"backend arguments: {error}") from error
 
 
 def backend_name(settings: Settings) -> str:

@@ -56,6 +56,14 @@ class EngineOptions(msgspec.Struct, frozen=True, kw_only=True, tag="options"):
     log_level: str = "warning"
     log_format: str = "pretty"
 
+    def fingerprint(self, files: str, device: str, dtype: str, max_seq_len: int) -> str:
+        """Equal for engines in which a request has the same result. `files` identifies the model's
+        files.
+        """
+        arithmetic = (self.framework, self.quantization, self.attention, self.numerics)
+        kind = device.partition(":")[0]  # GPUs of one machine count as equal
+        return repr((files, arithmetic, self.kv_dtype, kind, dtype, max_seq_len))
+
     def planned(self, device: str, free_bytes: int, num_cpus: int) -> "EngineOptions":
         """These options, with the sizes that the settings leave to the engine. They depend on the
         device: its kind, its free memory and the number of CPUs.

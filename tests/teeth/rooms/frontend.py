@@ -10,8 +10,8 @@ MUTATIONS = [
     Mutation(
         "frontend: a stop string forgets every choice",
         "engine.backends.custom.frontend.generation",
-        "                self._engine.forget(self.request.request_id, delta.choice)\n",
-        "                self._engine.forget(self.request.request_id, None)\n",
+        "                self.engine.forget(self.request.request_id, delta.choice)\n",
+        "                self.engine.forget(self.request.request_id, None)\n",
         f"{GENERATION_TESTS}::test_a_stop_string_forgets_its_own_choice_alone",
     ),
     Mutation(
@@ -156,15 +156,15 @@ MUTATIONS = [
     ),
     Mutation(
         "frontend: embeddings of tenants share a cache",
-        "engine.backends.custom.base_custom",
-        "                salt=request.salt,\n",
+        "engine.backends.custom.frontend.embedding",
+        "            salt=request.salt,\n",
         "",
         f"{REQUEST_TESTS}::test_every_field_of_an_embedding_reaches_the_engine",
     ),
     Mutation(
         "frontend: embeddings have no deadline",
-        "engine.backends.custom.base_custom",
-        "                timeout_s=request.timeout_s,\n",
+        "engine.backends.custom.frontend.embedding",
+        "            timeout_s=request.timeout_s,\n",
         "",
         f"{REQUEST_TESTS}::test_every_field_of_an_embedding_reaches_the_engine",
     ),
@@ -206,7 +206,7 @@ MUTATIONS = [
     Mutation(
         "frontend: an abandoned vector is computed all the same",
         "engine.backends.custom.frontend.embedding",
-        "                link.forget(request.request_id, None)\n                raise\n",
+        "                awaited.engine.forget(request.request_id, None)\n                raise\n",
         "                raise\n",
         f"{REQUEST_TESTS}::test_the_first_failure_ends_all_vectors_and_frees_the_engine",
     ),

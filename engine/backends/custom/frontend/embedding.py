@@ -12,8 +12,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from engine.backends.custom.frontend.engine_link import EngineLink
+from engine.backends.custom.frontend.survival import Engine
 from engine.core.errors import EngineError, InferenceError, error_from_code
-from engine.core.interfaces.request import GenerateRequest, TokenDelta
+from engine.core.interfaces.backend import EmbedRequest
+from engine.core.interfaces.request import GenerateRequest, SamplingParams, TokenDelta
 
 MAX_IN_FLIGHT = 128
 
@@ -21,7 +23,8 @@ MAX_IN_FLIGHT = 128
 class _Awaited:
     """Receives the embedding of one prompt from the engine."""
 
-    def __init__(self) -> None:
+    def __init__(self, link: EngineLink) -> None:
+        self.engine: Engine = link
         self.vector: asyncio.Future[bytes] = asyncio.get_running_loop().create_future()
 
     def deliver(self, item: TokenDelta | EngineError) -> None:
@@ -35,6 +38,31 @@ class _Awaited:
             code = item.error_code or InferenceError.code
             message = item.error_message or "The request was aborted."
             self.vector.set_exception(error_from_code(code, message))
+
+
+def requests_of(
+    request: EmbedRequest, encoded: Sequence[tuple[tuple[int, ...], int]]
+) -> list[GenerateRequest]:
+    """The requests to the engine. `encoded` has the tokens of each input, and where the second text
+    of a pair begins.
+    """
+    return [
+        GenerateRequest(
+            request_id=f"{request.request_id}-{index}",
+            prompt=prompt,
+            params=SamplingParams(max_tokens=1),
+            priority=request.priority,
+            salt=request.salt,
+            tenant=request.tenant,
+            timeout_s=request.timeout_s,
+            # A call opens only some of its requests at a time, so later requests may wait longer.
+            # The limit on the waiting time therefore holds only for the first.
+            queue_timeout_s=request.queue_timeout_s if index == 0 else None,
+            pools=True,
+            second_start=second_start,
+        )
+        for index, (prompt, second_start) in enumerate(encoded)
+    ]
 
 
 async def vectors_of(
@@ -54,15 +82,15 @@ async def vectors_of(
 
     async def one(request: GenerateRequest) -> NDArray[np.float32]:
         async with gate:
-            awaited = _Awaited()
+            awaited = _Awaited(link)
             link.submit(request, awaited)
             try:
                 return np.frombuffer(await awaited.vector, np.float32)
             except BaseException:
-                link.forget(request.request_id, None)
+                awaited.engine.forget(request.request_id, None)
                 raise
             finally:
-                link.done(request.request_id)
+                awaited.engine.done(request.request_id)
 
     tasks = [asyncio.create_task(one(request)) for request in requests]
     try:
