@@ -1,5 +1,7 @@
 """A `Replica` is one running backend of the router, with its availability and recent results."""
 
+import contextlib
+import os
 import time
 from collections import deque
 from collections.abc import Callable
@@ -8,6 +10,7 @@ from statistics import median
 from typing import Any, Literal
 
 import msgspec
+import psutil
 
 from engine.backends.base import InferenceBackend
 from engine.core.interfaces.backend import Health, ModelCard, UsageEvent
@@ -269,6 +272,16 @@ class Member:
     @property
     def load(self) -> float:
         return self.replica.in_flight / self.weight
+
+
+def tree_bytes() -> int:
+    """Memory of this process and its children."""
+    total = 0
+    server = psutil.Process(os.getpid())
+    for process in (server, *server.children(recursive=True)):
+        with contextlib.suppress(psutil.Error):  # a process may end at any moment
+            total += process.memory_info().rss
+    return total
 
 
 def sum_stats(replicas: list[Replica]) -> EngineStats | None:

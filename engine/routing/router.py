@@ -6,17 +6,14 @@ before it sends a request. Events that a backend pushes reach the server directl
 """
 
 import asyncio
-import contextlib
 import logging
-import os
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from typing import TypeVar
 
 import msgspec
-import psutil
 
-from engine.backends.base import InferenceBackend, Resolved
+from engine.backends.base import InferenceBackend, Orphan, Resolved
 from engine.core.errors import EngineError, InvalidRequestError, NotFoundError, UnavailableError
 from engine.core.interfaces.backend import (
     ChatRequest,
@@ -31,12 +28,19 @@ from engine.core.interfaces.backend import (
 )
 from engine.core.interfaces.request import EngineStats
 from engine.core.observability.logging import current_request_id
-from engine.routing.attempts import RETRY_AFTER_S, Attempts, EventTap, Routed, ShadowTraffic
+from engine.routing.attempts import (
+    RETRY_AFTER_S,
+    Attempt,
+    Attempts,
+    EventTap,
+    Routed,
+    ShadowTraffic,
+)
 from engine.routing.decisions import Decision, DecisionLog
 from engine.routing.metrics import RouterMetrics
-from engine.routing.on_demand import Residency
 from engine.routing.prefixes import Request
-from engine.routing.replica import Replica, sum_stats
+from engine.routing.replica import Replica, sum_stats, tree_bytes
+from engine.routing.residency import Residency
 from engine.routing.route import Route, combined_card
 
 T = TypeVar("T")
@@ -65,6 +69,7 @@ class Router(InferenceBackend):
         self.shadow = shadow
         self.residency = residency or Residency()
         self.decisions = DecisionLog()
+        self.running: dict[str, Attempt] = {}
         self._metrics = metrics
         self._by_name: dict[str, Route] = {}
         self._serves: dict[str, list[Route]] = {}
@@ -163,13 +168,7 @@ class Router(InferenceBackend):
         return Health(ready=False, detail=" ".join(details))
 
     def memory_bytes(self) -> int:
-        """Memory of this process and its children."""
-        total = 0
-        server = psutil.Process(os.getpid())
-        for process in (server, *server.children(recursive=True)):
-            with contextlib.suppress(psutil.Error):  # a process may end at any moment
-                total += process.memory_info().rss
-        return total
+        return tree_bytes()
 
     def models(self) -> list[ModelCard]:
         cards = []
@@ -315,6 +314,8 @@ class Router(InferenceBackend):
         self._by_name = {
             name: route for route in self.routes for name in (route.id, *route.aliases)
         }
+        for replica in self.replicas:
+            replica.backend.on_orphan = self._rehome
         self._serves = {
             replica.name: [
                 route
@@ -323,6 +324,11 @@ class Router(InferenceBackend):
             ]
             for replica in self.replicas
         }
+
+    def _rehome(self, orphan: Orphan) -> bool:
+        """Continue a request on another replica of its model, because its engine died."""
+        attempt = self.running.get(orphan.request_id)
+        return attempt is not None and attempt.move(orphan)
 
     async def _start_in_turn(self) -> str:
         """Start replicas one after the other, in reverse order. If not all fit in the memory

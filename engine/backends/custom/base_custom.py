@@ -10,7 +10,7 @@ import contextlib
 import functools
 import os
 import time
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, ClassVar, TypeVar
@@ -18,7 +18,7 @@ from typing import Any, ClassVar, TypeVar
 import msgspec
 
 from engine.backends.base import BackendConfig, InferenceBackend, Opening, Orphan, Resolved
-from engine.backends.custom.engine_settings import EXAMINER, options_of
+from engine.backends.custom.engine_settings import EXAMINER, changed_options, options_of
 from engine.backends.custom.frontend.engine_client import (
     EngineClient,
     InlineClient,
@@ -64,7 +64,6 @@ from engine.core.interfaces.backend import (
 from engine.core.interfaces.request import (
     ControlReply,
     EngineStats,
-    GenerateRequest,
     Ready,
 )
 from engine.core.sandbox.examination import examine
@@ -103,6 +102,7 @@ class CustomBackend(InferenceBackend):
     ) -> None:
         config = model if isinstance(model, BackendConfig) else BackendConfig(model_name=model)
         self._options = options or options_of(self.framework, config)
+        self._model = self._options.model_path  # as given; `start` resolves it to a path
         self._served_name = served_name or default_name(config.model_name)
         self._chat_template = chat_template
         self._in_process = in_process
@@ -141,6 +141,16 @@ class CustomBackend(InferenceBackend):
         await self._link.stop()
         await self._checker.close()
         self._encoders.shutdown(wait=False)
+
+    def remade(self, model: str | None, changes: Mapping[str, Any]) -> "CustomBackend":
+        """A new backend with the settings of this one, except for its model and some options."""
+        options = changed_options(self._options, model or self._model, changes)
+        return type(self)(
+            options.model_path,
+            options=options,
+            served_name=self._served_name,
+            chat_template=self._chat_template,
+        )
 
     @property
     def num_open(self) -> int:
@@ -285,22 +295,7 @@ class CustomBackend(InferenceBackend):
             params = msgspec.structs.replace(params, logprobs=text.config.vocab_size)
         if params.text_bias:
             params = await self._encode(with_text_bias, text, params)
-        submitted = GenerateRequest(
-            request_id=context.request_id,
-            prompt=prepared.token_ids,
-            params=params,
-            eos_ids=text.eos_ids,
-            priority=context.priority,
-            salt=context.salt,
-            tenant=context.tenant,
-            timeout_s=context.timeout_s,
-            queue_timeout_s=context.queue_timeout_s,
-            grammar=prepared.grammar,
-            images=prepared.images,
-            bad_words=prepared.bad_words,
-            dry_breakers=prepared.dry_breakers,
-            reports_progress=context.on_progress is not None,
-        )
+        submitted = prepared.request(context, params, text.eos_ids)
         generation = Generation(submitted, text, prepared, self._link, context.on_progress)
         self._link.submit(submitted, generation)
         if context.on_prompt is not None:

@@ -4,9 +4,10 @@ This module imports little, because the engine process gets its options before t
 frontend is loaded.
 """
 
+from collections.abc import Mapping
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 
@@ -21,6 +22,10 @@ if TYPE_CHECKING:
 
 FRAMEWORKS = "engine.backends.custom.frameworks"
 EXAMINER = "engine.backends.custom.weights.examine:examine_model"
+# Options that a running engine's replacement may have other values for.
+CHANGEABLE = tuple(
+    name for name in EngineOptions.__struct_fields__ if name not in ("model_path", "framework")
+)
 NATIVE_MODULE = f"{FRAMEWORKS}.native._native"
 NVIDIA_DEVICE = Path("/dev/nvidiactl")  # present if a CUDA driver is loaded
 
@@ -83,6 +88,23 @@ def options_of(framework: str, config: "BackendConfig") -> EngineOptions:
         return msgspec.convert(fields, EngineOptions)
     except msgspec.ValidationError as error:
         raise ConfigError(f"backend arguments: {error}") from error
+
+
+def changed_options(
+    options: EngineOptions, model: str, changes: Mapping[str, Any]
+) -> EngineOptions:
+    """The options with another model and with `changes`. If a name in `changes` is unknown, an
+    error says so.
+    """
+    unknown = changes.keys() - set(CHANGEABLE)
+    if unknown:
+        known = ", ".join(CHANGEABLE)
+        raise ConfigError(f"unknown option '{min(unknown)}'; there are: {known}", param="options")
+    fields = msgspec.structs.asdict(options) | {"model_path": model} | dict(changes)
+    try:
+        return msgspec.convert(fields, EngineOptions)
+    except msgspec.ValidationError as error:
+        raise ConfigError(f"options: {error}", param="options") from error
 
 
 def backend_name(settings: Settings) -> str:
