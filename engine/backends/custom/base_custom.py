@@ -150,6 +150,7 @@ class CustomBackend(InferenceBackend):
             options=options,
             served_name=self._served_name,
             chat_template=self._chat_template,
+            in_process=self._in_process,
         )
 
     @property
