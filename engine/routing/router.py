@@ -13,7 +13,7 @@ from typing import TypeVar
 
 import msgspec
 
-from engine.backends.base import InferenceBackend, Orphan, Resolved
+from engine.backends.base import InferenceBackend, Resolved
 from engine.core.errors import EngineError, InvalidRequestError, NotFoundError, UnavailableError
 from engine.core.interfaces.backend import (
     ChatRequest,
@@ -30,10 +30,10 @@ from engine.core.interfaces.request import EngineStats
 from engine.core.observability.logging import current_request_id
 from engine.routing.attempts import (
     RETRY_AFTER_S,
-    Attempt,
     Attempts,
     EventTap,
     Routed,
+    Running,
     ShadowTraffic,
 )
 from engine.routing.decisions import Decision, DecisionLog
@@ -69,7 +69,7 @@ class Router(InferenceBackend):
         self.shadow = shadow
         self.residency = residency or Residency()
         self.decisions = DecisionLog()
-        self.running: dict[str, Attempt] = {}
+        self.running = Running()
         self._metrics = metrics
         self._by_name: dict[str, Route] = {}
         self._serves: dict[str, list[Route]] = {}
@@ -315,7 +315,7 @@ class Router(InferenceBackend):
             name: route for route in self.routes for name in (route.id, *route.aliases)
         }
         for replica in self.replicas:
-            replica.backend.on_orphan = self._rehome
+            replica.backend.on_orphan = self.running.rehome
         self._serves = {
             replica.name: [
                 route
@@ -324,11 +324,6 @@ class Router(InferenceBackend):
             ]
             for replica in self.replicas
         }
-
-    def _rehome(self, orphan: Orphan) -> bool:
-        """Continue a request on another replica of its model, because its engine died."""
-        attempt = self.running.get(orphan.request_id)
-        return attempt is not None and attempt.move(orphan)
 
     async def _start_in_turn(self) -> str:
         """Start replicas one after the other, in reverse order. If not all fit in the memory

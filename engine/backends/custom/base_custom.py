@@ -62,10 +62,10 @@ from engine.core.interfaces.backend import (
     TokenizerInfo,
 )
 from engine.core.interfaces.request import (
-    ControlReply,
     EngineStats,
     Ready,
 )
+from engine.core.interfaces.timeline import Preparation
 from engine.core.sandbox.examination import examine
 from engine.core.store.model_store import default_name, resolve_model
 from engine.core.text.long_texts import after_other_long_texts
@@ -203,11 +203,8 @@ class CustomBackend(InferenceBackend):
     def engine_pid(self) -> int | None:
         return self._link.pid
 
-    async def flush_cache(self) -> ControlReply:
-        return await self._link.flush_cache()
-
     async def flush_prefixes(self, *, model: str = "") -> tuple[str, ...]:
-        return ((await self.flush_cache()).message,)
+        return ((await self._link.flush_cache()).message,)
 
     async def set_log_level(self, level: str) -> tuple[str, ...]:
         self._options = msgspec.structs.replace(self._options, log_level=level)
@@ -279,11 +276,12 @@ class CustomBackend(InferenceBackend):
 
     async def _open(self, request: ChatRequest | CompletionRequest) -> Generation:
         text, ready = self._loaded()
-        context = request.context
+        began_at, context = time.monotonic(), request.context
         prepare = prepare_chat if isinstance(request, ChatRequest) else prepare_completion
         prepared = await self._encode(prepare, text, request)
         if context.truncate_prompt_tokens is not None:
             prepared = await self._encode(truncated, text, prepared, context, ready.max_seq_len)
+        encoded_at = time.monotonic()
         check_prepared(prepared, context.params, ready.max_seq_len, text.config.vocab_size)
         if prepared.checked_grammar is not None:
             await self._checker.check(prepared.checked_grammar, prepared.grammar_param)
@@ -291,14 +289,20 @@ class CustomBackend(InferenceBackend):
             for pattern in context.params.stop_regex:
                 await self._checker.check(stop_grammar(pattern), "stop_regex")
             prepared = await self._encode(encode_words, text, prepared, context.params)
+        checked_at = time.monotonic()
         params = context.params
         if params.logprob_token_ids:  # the engine takes them from the logprobs of all tokens
             params = msgspec.structs.replace(params, logprobs=text.config.vocab_size)
         if params.text_bias:
             params = await self._encode(with_text_bias, text, params)
         submitted = prepared.request(context, params, text.eos_ids)
-        generation = Generation(submitted, text, prepared, self._link, context.on_progress)
+        generation = Generation(
+            submitted, text, prepared, self._link, context.on_progress, context.notes
+        )
         self._link.submit(submitted, generation)
+        if context.notes is not None:
+            times = (began_at, encoded_at, checked_at, time.monotonic())
+            context.notes.add_preparation(Preparation(*times, len(submitted.prompt)))
         if context.on_prompt is not None:
             context.on_prompt(prepared.token_ids)
         return generation
