@@ -27,6 +27,7 @@ from engine.core.interfaces.backend import (
     UsageEvent,
 )
 from engine.core.interfaces.request import EngineStats
+from engine.core.interfaces.snapshot import EngineSnapshot
 from engine.core.observability.logging import current_request_id
 from engine.routing.attempts import (
     RETRY_AFTER_S,
@@ -39,7 +40,7 @@ from engine.routing.attempts import (
 from engine.routing.decisions import Decision, DecisionLog
 from engine.routing.metrics import RouterMetrics
 from engine.routing.prefixes import Request
-from engine.routing.replica import Replica, sum_stats, tree_bytes
+from engine.routing.replica import Replica, combined_health, sum_stats, tree_bytes
 from engine.routing.residency import Residency
 from engine.routing.route import Route, combined_card
 
@@ -114,9 +115,7 @@ class Router(InferenceBackend):
         self._index()
 
     def remove(self, route: Route) -> list[Replica]:
-        """Remove a model. Returns the replicas that no model uses any more; the caller stops
-        them.
-        """
+        """Remove a model. Returns replicas that no model uses any more. The caller stops them."""
         self.routes.remove(route)
         self._index()
         left = [replica for replica in self.replicas if not self._serves[replica.name]]
@@ -142,16 +141,8 @@ class Router(InferenceBackend):
 
     def health(self) -> Health:
         """The router is ready if at least one model has a ready replica."""
-        states = [(replica, replica.health()) for replica in self.replicas]
-        troubled = [f"{each.name}: {health.detail}" for each, health in states if not health.ready]
-        ages = [health.step_age_s for _, health in states if health.step_age_s is not None]
-        return Health(
-            ready=not self._is_stopped and any(route.is_up for route in self.routes),
-            detail=" ".join(troubled) or "ready",
-            step_age_s=max(ages, default=None),
-            num_restarts=sum(health.num_restarts for _, health in states),
-            num_revived=sum(health.num_revived for _, health in states),
-        )
+        is_ready = not self._is_stopped and any(route.is_up for route in self.routes)
+        return combined_health(self.replicas, is_ready)
 
     @property
     def is_ready(self) -> bool:
@@ -283,6 +274,15 @@ class Router(InferenceBackend):
             replica.seen.clear()
             done += [f"{replica.name}: {each}" for each in words]
         return tuple(done)
+
+    async def snapshots(self) -> dict[str, EngineSnapshot]:
+        replicas = list(self.replicas)
+        taken = await asyncio.gather(*(each.backend.snapshots() for each in replicas))
+        return {
+            replica.name: snapshot
+            for replica, found in zip(replicas, taken, strict=True)
+            for snapshot in found.values()
+        }
 
     async def set_log_level(self, level: str) -> tuple[str, ...]:
         told = [await replica.backend.set_log_level(level) for replica in self.replicas]

@@ -39,6 +39,7 @@ from engine.backends.custom.frontend.prompts import (
     prepare_chat,
     prepare_completion,
     truncated,
+    with_expected,
     with_text_bias,
 )
 from engine.backends.custom.frontend.survival import OpenRequest
@@ -46,8 +47,8 @@ from engine.backends.custom.frontend.text_cache import files_key, keep_text
 from engine.backends.custom.frontend.text_model import TextModel, card_of, load_text, with_template
 from engine.backends.custom.ipc.engine_process import WORKER_MODULE, EngineProcess
 from engine.backends.custom.options import IMAGE_ENCODERS, EngineOptions
-from engine.backends.process import RestartPolicy
-from engine.core.errors import UnavailableError
+from engine.backends.process import RestartPolicy, resident_bytes
+from engine.core.errors import EngineError, UnavailableError
 from engine.core.grammar.checker import GrammarChecker
 from engine.core.grammar.spec import stop_grammar
 from engine.core.interfaces.backend import (
@@ -65,6 +66,7 @@ from engine.core.interfaces.request import (
     EngineStats,
     Ready,
 )
+from engine.core.interfaces.snapshot import EngineSnapshot
 from engine.core.interfaces.timeline import Preparation
 from engine.core.sandbox.examination import examine
 from engine.core.store.model_store import default_name, resolve_model
@@ -163,8 +165,7 @@ class CustomBackend(InferenceBackend):
         """Equal for backends between which requests can move. None if they never can."""
         if (ready := self._link.last_ready) is None or not self._link.survives:
             return None
-        sizes = (ready.device, ready.dtype, ready.max_seq_len)
-        return self._options.fingerprint(self._files, *sizes)
+        return self._options.fingerprint(self._files, ready.device, ready.dtype, ready.max_seq_len)
 
     def hand_over(self, successor: "CustomBackend") -> int | None:
         """Move all open requests to `successor`, and submit later ones there. Returns their number,
@@ -206,6 +207,12 @@ class CustomBackend(InferenceBackend):
     async def flush_prefixes(self, *, model: str = "") -> tuple[str, ...]:
         return ((await self._link.flush_cache()).message,)
 
+    async def snapshots(self) -> dict[str, EngineSnapshot]:
+        with contextlib.suppress(EngineError):
+            if (taken := await self._link.snapshot()) is not None:
+                return {self._served_name: taken}
+        return {}
+
     async def set_log_level(self, level: str) -> tuple[str, ...]:
         self._options = msgspec.structs.replace(self._options, log_level=level)
         if self._in_process or self._link.ready is None:
@@ -232,17 +239,10 @@ class CustomBackend(InferenceBackend):
 
     @property
     def is_ready(self) -> bool:
-        # `accepts` uses the last periodic check. The engine may have recovered since then.
         return self._text is not None and (self._link.accepts or self.health().ready)
 
     def memory_bytes(self) -> int:
-        import psutil  # imported late, because a start does not need it
-
-        total = 0
-        for pid in {os.getpid(), self._link.pid} - {None}:
-            with contextlib.suppress(psutil.NoSuchProcess):  # the process may exit at any moment
-                total += psutil.Process(pid).memory_info().rss
-        return total
+        return resident_bytes({os.getpid(), self._link.pid or os.getpid()})
 
     def models(self) -> list[ModelCard]:
         text, ready = self._text, self._link.last_ready
@@ -250,12 +250,13 @@ class CustomBackend(InferenceBackend):
             return []
         max_model_len = ready.max_seq_len if ready else text.config.max_position
         max_sequences = None if ready is None else ready.max_slots
-        known = None if self._card is None else (self._card.max_model_len, self._card.max_sequences)
-        if self._card is None or known != (max_model_len, max_sequences):
+        speculates = ready is not None and ready.speculates
+        card, facts = self._card, (max_model_len, max_sequences, speculates)
+        if card is None or facts != (card.max_model_len, card.max_sequences, card.speculates):
             images = IMAGE_ENCODERS.get(self.framework, ())
             made = (self._served_name, self.framework, self._created)
-            self._card = card_of(text, *made, max_model_len, max_sequences, images)
-        return [self._card]
+            self._card = card = card_of(text, *made, *facts, images)
+        return [card]
 
     def resolve(self, name: str | None) -> Resolved | None:
         return next((Resolved(card) for card in self.models() if name in (None, card.id)), None)
@@ -289,13 +290,15 @@ class CustomBackend(InferenceBackend):
             for pattern in context.params.stop_regex:
                 await self._checker.check(stop_grammar(pattern), "stop_regex")
             prepared = await self._encode(encode_words, text, prepared, context.params)
+        if context.expected:
+            prepared = await self._encode(with_expected, text, prepared, context.expected)
         checked_at = time.monotonic()
         params = context.params
         if params.logprob_token_ids:  # the engine takes them from the logprobs of all tokens
             params = msgspec.structs.replace(params, logprobs=text.config.vocab_size)
         if params.text_bias:
             params = await self._encode(with_text_bias, text, params)
-        submitted = prepared.request(context, params, text.eos_ids)
+        submitted = prepared.request(context, params, text.eos_ids, ready.max_seq_len)
         generation = Generation(
             submitted, text, prepared, self._link, context.on_progress, context.notes
         )

@@ -318,6 +318,7 @@ class Services:
             grammar=grammar,
             truncate_prompt_tokens=body.truncate_prompt_tokens,
             truncation_side=body.truncation_side or "left",
+            expected=body.expected_text,
             notes=record.notes if self.history.is_on or record.trace is not None else None,
         )
 

@@ -120,9 +120,8 @@ class Generation(GeneratedFeed):
         self._wake = asyncio.Event()
         self._sink: EventSink | None = None
         self._failure: BaseException | None = None
-        self._num_tokens = 0
-        self._num_reasoning = 0
-        self._num_cached = 0
+        self._num_tokens = self._num_reasoning = self._num_cached = 0
+        self._num_drafted = self._num_accepted = 0
         self._queue_s = 0.0
         self._prefill_s = 0.0
         self._first_token_at: float | None = None
@@ -294,6 +293,8 @@ class Generation(GeneratedFeed):
             self._queue_s, self._prefill_s = delta.queue_s, delta.prefill_s
             self._num_cached = delta.num_cached
         self._num_tokens += len(delta.token_ids)
+        self._num_drafted += delta.num_drafted
+        self._num_accepted += delta.num_accepted
 
     def _events(self, delta: TokenDelta, pieces: list[Piece]) -> list[Event]:
         """The events of one delta, in order. Exactly one of these events has the token count and
@@ -374,6 +375,9 @@ class Generation(GeneratedFeed):
             decode_s=now - self._first_token_at if self._first_token_at is not None else 0.0,
             reasoning_tokens=self._num_reasoning,
             num_revivals=self.engine.num_revivals(self.request.request_id),
+            num_drafted=self._num_drafted,
+            num_accepted=self._num_accepted,
+            has_prediction=bool(self.request.expected),
         )
 
 
@@ -390,4 +394,6 @@ def _merged(run: Sequence[TokenDelta]) -> TokenDelta:
         error_code=last.error_code,
         error_message=last.error_message,
         timeline=last.timeline,
+        num_drafted=sum(delta.num_drafted for delta in run),
+        num_accepted=sum(delta.num_accepted for delta in run),
     )

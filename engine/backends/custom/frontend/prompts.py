@@ -56,9 +56,14 @@ class Prepared:
     bad_words: tuple[tuple[int, ...], ...] = ()
     dry_breakers: tuple[tuple[int, ...], ...] = ()
     stop_patterns: tuple[StopPattern, ...] = ()
+    expected: tuple[int, ...] = ()  # the output that the client expects
 
     def request(
-        self, context: GenerationContext, params: SamplingParams, eos_ids: tuple[int, ...]
+        self,
+        context: GenerationContext,
+        params: SamplingParams,
+        eos_ids: tuple[int, ...],
+        max_seq_len: int,
     ) -> GenerateRequest:
         """The request to the engine."""
         return GenerateRequest(
@@ -75,6 +80,7 @@ class Prepared:
             images=self.images,
             bad_words=self.bad_words,
             dry_breakers=self.dry_breakers,
+            expected=self.expected[:max_seq_len],
             reports_progress=context.on_progress is not None,
         )
 
@@ -289,6 +295,11 @@ def encode_words(text: TextModel, prepared: Prepared, params: SamplingParams) ->
         dry_breakers=tuple(sequences),
         stop_patterns=tuple(map(StopPattern, params.stop_regex)),
     )
+
+
+def with_expected(text: TextModel, prepared: Prepared, expected: str) -> Prepared:
+    """Encode the answer that the client expects."""
+    return replace(prepared, expected=tuple(text.tokenizer.encode_continuation(expected)))
 
 
 def with_text_bias(text: TextModel, params: SamplingParams) -> SamplingParams:

@@ -346,6 +346,7 @@ def card_of(
     created: int,
     max_model_len: int,
     max_sequences: int | None,
+    speculates: bool,
     image_encoders: tuple[str, ...],
 ) -> ModelCard:
     """How a model is shown to clients, under the name `name`. `image_encoders` are the kinds of
@@ -367,6 +368,7 @@ def card_of(
         template_options=text.template_options,
         trained_context=text.config.max_position,
         max_sequences=max_sequences,
+        speculates=speculates,
         num_dimensions=None if text.reranks else text.config.hidden_size,
         prompt_names=tuple(sorted(name for name in text.prompts if name is not None)),
     )
