@@ -12,6 +12,7 @@ from engine.backends.custom.runtime.speculation.lookup import (
     MAX_MATCH,
     Drafter,
     Odds,
+    cached_rest,
     longest_match,
 )
 from tests.toy_engine import ToyEngine
@@ -113,6 +114,32 @@ def replace_expected(engine: ToyEngine, expected: tuple[int, ...]):
     from msgspec import structs
 
     return structs.replace(engine.requests["r"], expected=expected)
+
+
+@pytest.mark.parametrize("block_size", [1, 2, 16])
+def test_an_answer_is_guessed_from_the_same_request_before(block_size):
+    engine = ToyEngine(num_blocks=64, block_size=block_size, speculates=True, budget=32)
+    for name in ("first", "second"):
+        engine.submit(name, PROMPT, max_tokens=30)
+        engine.run()
+        engine.check()
+    stats = engine.loop.stats()
+    assert stats.num_accepted_tokens >= 15 // block_size
+    assert stats.num_steps < 2 * 30 - stats.num_accepted_tokens + 2
+
+
+def test_the_cached_answer_is_that_of_the_same_prompt_and_namespace():
+    engine = ToyEngine(num_blocks=64, block_size=2)
+    engine.submit("r", PROMPT, max_tokens=9)
+    engine.submit("other", (*PROMPT[:6], 9), max_tokens=9)
+    engine.run()
+    output = engine.outcomes["r", 0].tokens
+    for length in range(5):
+        known = packed((*PROMPT, *output[:length]))
+        assert cached_rest(engine.kv, "", known) == packed(output[length:-2])
+    for tokens in ((*PROMPT, output[0] + 1), (8, *PROMPT), (*PROMPT[:5], 8)):
+        assert not len(cached_rest(engine.kv, "", packed(tokens)))
+    assert not len(cached_rest(engine.kv, "another", packed(PROMPT)))
 
 
 def test_the_longest_and_latest_match_wins():

@@ -14,7 +14,7 @@ from engine.backends.custom.runtime.budget import StepBudget
 from engine.backends.custom.runtime.kv_cache import KVCache
 from engine.backends.custom.runtime.model_runner import MAX_SCORED
 from engine.backends.custom.runtime.sequence import Row, Sequence
-from engine.backends.custom.runtime.speculation.lookup import MARGIN, Drafter, Odds
+from engine.backends.custom.runtime.speculation.lookup import MARGIN, Drafter, Odds, cached_rest
 
 log = logging.getLogger(__name__)
 
@@ -58,6 +58,8 @@ class Speculation:
             if drafter is None or not is_ready:
                 continue
             try:
+                if drafter.asks_cache:
+                    drafter.expect(cached_rest(self._kv, seq.namespace, seq.tokens))
                 drafter.follow()
                 draft: tuple[int, ...] = ()
                 if drafter.match:
