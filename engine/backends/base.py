@@ -20,6 +20,7 @@ from engine.core.interfaces.backend import (
     TokenizerInfo,
 )
 from engine.core.interfaces.request import EngineStats
+from engine.core.interfaces.snapshot import EngineSnapshot
 
 EventSink: TypeAlias = Callable[[Event], None]
 
@@ -213,6 +214,12 @@ class InferenceBackend(ABC):
         can't do it.
         """
         raise InvalidRequestError("This model's backend keeps no prefixes that can be flushed.")
+
+    async def snapshots(self) -> dict[str, EngineSnapshot]:
+        """What each of our own engines is doing now, by the name of its replica. Engines that do
+        not answer are left out.
+        """
+        return {}
 
     async def set_log_level(self, level: str) -> tuple[str, ...]:
         """Set the log level of the backend's processes. It also holds after their restart. Returns

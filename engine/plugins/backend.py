@@ -21,6 +21,7 @@ from engine.core.interfaces.backend import (
     UsageEvent,
 )
 from engine.core.interfaces.request import EngineStats
+from engine.core.interfaces.snapshot import EngineSnapshot
 from engine.plugins.answer import PluggedAnswer, prepared
 from engine.plugins.host import PluginHost
 from engine.plugins.views import ResponseBuilder, applied, view_of
@@ -94,6 +95,9 @@ class PluggedBackend(InferenceBackend):
 
     async def flush_prefixes(self, *, model: str = "") -> tuple[str, ...]:
         return await self.inner.flush_prefixes(model=model)
+
+    async def snapshots(self) -> dict[str, EngineSnapshot]:
+        return await self.inner.snapshots()
 
     async def set_log_level(self, level: str) -> tuple[str, ...]:
         return await self.inner.set_log_level(level)

@@ -35,6 +35,7 @@ from engine.core.interfaces.backend import (
     TokenizerInfo,
 )
 from engine.core.interfaces.request import EngineStats
+from engine.core.interfaces.snapshot import EngineSnapshot
 
 log = logging.getLogger(__name__)
 
@@ -238,6 +239,9 @@ class OnDemand(InferenceBackend):
 
     async def flush_prefixes(self, *, model: str = "") -> tuple[str, ...]:
         return () if self._inner is None else await self._inner.flush_prefixes(model=model)
+
+    async def snapshots(self) -> dict[str, EngineSnapshot]:
+        return {} if self._inner is None else await self._inner.snapshots()
 
     async def set_log_level(self, level: str) -> tuple[str, ...]:
         self._log_level = level

@@ -30,6 +30,7 @@ from engine.core.interfaces.backend import (
     UsageEvent,
 )
 from engine.core.interfaces.request import EngineStats
+from engine.core.interfaces.snapshot import EngineSnapshot
 from engine.core.observability.logging import current_request_id
 from engine.routing.attempts import RETRY_AFTER_S, Attempts, EventTap, Routed, ShadowTraffic
 from engine.routing.decisions import Decision, DecisionLog
@@ -280,6 +281,15 @@ class Router(InferenceBackend):
             replica.seen.clear()
             done += [f"{replica.name}: {each}" for each in words]
         return tuple(done)
+
+    async def snapshots(self) -> dict[str, EngineSnapshot]:
+        replicas = list(self.replicas)
+        taken = await asyncio.gather(*(each.backend.snapshots() for each in replicas))
+        return {
+            replica.name: snapshot
+            for replica, found in zip(replicas, taken, strict=True)
+            for snapshot in found.values()
+        }
 
     async def set_log_level(self, level: str) -> tuple[str, ...]:
         told = [await replica.backend.set_log_level(level) for replica in self.replicas]

@@ -130,6 +130,7 @@ LATE = (
     "ops.admin_control:add_admin_control_routes",
     "ops.admin_control:add_plugins_routes",
     "ops.requests:add_requests_routes",
+    "ops.live:add_live_routes",
     "openai.openapi:add_openapi_routes",
 )
 # Like LATE. It comes before the routes of other servers' APIs, one of which has the path `/` too.

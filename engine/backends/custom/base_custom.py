@@ -47,7 +47,7 @@ from engine.backends.custom.frontend.text_model import TextModel, load_text, wit
 from engine.backends.custom.ipc.engine_process import WORKER_MODULE, EngineProcess
 from engine.backends.custom.options import IMAGE_ENCODERS, EngineOptions
 from engine.backends.process import RestartPolicy
-from engine.core.errors import ConfigError, UnavailableError
+from engine.core.errors import ConfigError, EngineError, UnavailableError
 from engine.core.grammar.checker import GrammarChecker
 from engine.core.grammar.spec import stop_grammar
 from engine.core.interfaces.backend import (
@@ -68,6 +68,7 @@ from engine.core.interfaces.request import (
     Ready,
     SamplingParams,
 )
+from engine.core.interfaces.snapshot import EngineSnapshot
 from engine.core.interfaces.timeline import Preparation
 from engine.core.sandbox.examination import examine
 from engine.core.store.model_store import default_name, resolve_model
@@ -162,6 +163,12 @@ class CustomBackend(InferenceBackend):
 
     async def flush_prefixes(self, *, model: str = "") -> tuple[str, ...]:
         return ((await self.flush_cache()).message,)
+
+    async def snapshots(self) -> dict[str, EngineSnapshot]:
+        with contextlib.suppress(EngineError):
+            if (taken := await self._link.snapshot()) is not None:
+                return {self._served_name: taken}
+        return {}
 
     async def set_log_level(self, level: str) -> tuple[str, ...]:
         self._options = msgspec.structs.replace(self._options, log_level=level)

@@ -31,6 +31,7 @@ from engine.core.interfaces.request import (
     Ready,
     Stats,
 )
+from engine.core.interfaces.snapshot import EngineSnapshot
 from engine.core.interfaces.timeline import RequestNotes
 
 log = logging.getLogger(__name__)
@@ -150,8 +151,12 @@ class EngineLink:
         """Set the log level of the engine process. The reply contains the previous level."""
         return await self._control("log_level", level)
 
+    async def snapshot(self) -> EngineSnapshot | None:
+        """What the engine is doing now. None if it is an encoder."""
+        return (await self._control("snapshot")).snapshot
+
     async def _control(
-        self, action: Literal["flush_cache", "log_level"], value: str = ""
+        self, action: Literal["flush_cache", "log_level", "snapshot"], value: str = ""
     ) -> ControlReply:
         if self.ready is None or self._client is None:
             raise UnavailableError(self.detail, retry_after=2.0)

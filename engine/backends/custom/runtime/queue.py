@@ -8,7 +8,7 @@ tokens is next (`FairShare`). Sequences of the same tenant are admitted in order
 import heapq
 from bisect import insort
 from collections import deque
-from collections.abc import Collection, Iterable, Iterator, Set
+from collections.abc import Collection, Iterable, Iterator, Mapping, Set
 from collections.abc import Sequence as Listed
 
 from engine.backends.custom.runtime.sequence import Sequence, packed
@@ -126,6 +126,10 @@ class WaitingLine:
     def tenants(self) -> Set[str]:
         """The tenants that have waiting sequences."""
         return self._num_waiting.keys()
+
+    def counts(self) -> Mapping[str, int]:
+        """The number of waiting sequences of each tenant."""
+        return self._num_waiting
 
     def add(self, seq: Sequence) -> None:
         tenant = seq.tenant

@@ -10,6 +10,7 @@ fails only that sequence.
 import logging
 from bisect import insort
 from collections.abc import Iterator
+from collections.abc import Sequence as Listed
 
 from msgspec.structs import replace
 
@@ -71,6 +72,15 @@ class Scheduler:
         self.num_generated_tokens = 0
 
     @property
+    def running(self) -> Listed[Sequence]:
+        """The running sequences, most senior first."""
+        return self._running
+
+    @property
+    def waiting(self) -> WaitingLine:
+        return self._waiting
+
+    @property
     def num_running(self) -> int:
         return len(self._running)
 
@@ -107,6 +117,7 @@ class Scheduler:
         self._waiting.add(seq)
         if self.speculation is not None:
             self.speculation.begin(seq)
+        self.kv.read_ahead(seq)
 
     def abort(self, request_id: str, choice: int | None, now: float) -> list[TokenDelta]:
         """Abort one choice of a request, or all choices if `choice` is None, in any state. Unknown
@@ -288,7 +299,7 @@ class Scheduler:
             if budget <= 0 or not self._free_slots:
                 self.clock.block(BUDGET if self._free_slots else SLOTS)
                 return
-            if seq.num_sampling > 0 or self._inflight.is_held(seq):
+            if seq.num_sampling > 0 or self._inflight.is_held(seq) or self.kv.is_loading(seq):
                 continue
             watch = seq.watch
             assert watch is not None, seq.request_id
@@ -442,6 +453,7 @@ class Scheduler:
             self._stop_running(seq)
         else:
             self._waiting.remove(seq)
+            self.kv.stop_loading(seq)
         if seq.started_at is not None:
             self._waiting.settle(seq)
         self._inflight.remove(seq)

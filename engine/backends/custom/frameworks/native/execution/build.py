@@ -161,7 +161,10 @@ def build_runner(source: ModelSource, config: RunnerConfig) -> NativeRunner:
         # With fast numerics, the rounding of a token depends on the number of tokens in the step.
         has_exact_drafts=config.numerics == "invariant",
     )
-    return NativeRunner(model.native, spec, source.config.hidden_size)
+    kinds = [step_label(step) for step in plans[0].steps]
+    kv_type = plans[0].precision.kv_type
+    numerics = f"{machine.instruction_set} {config.dtype} {kv_type} {config.numerics}"
+    return NativeRunner(model.native, spec, source.config.hidden_size, kinds, numerics)
 
 
 # For each layer: the number of its KV cache, and its index among the layers of that cache.
