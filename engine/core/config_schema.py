@@ -203,8 +203,8 @@ class PerformanceSettings(Section):
     """Attention kernel, by the name that the framework's registry has for it."""
     numerics: Literal["invariant", "fast"] = "invariant"
     """`fast` lets rounding depend on the batch, for speed; `invariant` never does."""
-    speculation: Literal["auto", "off"] = "auto"
-    """`auto` guesses tokens and verifies them, where the output stays exactly the same."""
+    speculation: Literal["auto", "on", "off"] = "auto"
+    """`auto` guesses and verifies tokens where no output can change; `on`: also elsewhere."""
     affinity: str = Field(
         default="auto", pattern=r"^(auto|off|[0-9]+(-[0-9]+)?(,[0-9]+(-[0-9]+)?)*)$", max_length=256
     )
