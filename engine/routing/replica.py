@@ -11,7 +11,7 @@ import msgspec
 
 from engine.backends.base import InferenceBackend
 from engine.core.interfaces.backend import Health, ModelCard, UsageEvent
-from engine.core.interfaces.request import EngineStats
+from engine.core.interfaces.request import EngineStats, TierStats
 from engine.routing.prefixes import SeenPrefixes
 
 CONSECUTIVE_FAILURES = 3
@@ -284,7 +284,27 @@ def sum_stats(replicas: list[Replica]) -> EngineStats | None:
         return None
     gauges = {name: sum(getattr(each, name) for each in told) for name in _GAUGES}
     block_size = max((each.block_size for each in told), default=0)
-    return EngineStats(**gauges, **totals, block_size=block_size)
+    return EngineStats(**gauges, **totals, block_size=block_size, tiers=_sum_tiers(told))
+
+
+def _sum_tiers(told: list[EngineStats]) -> tuple[TierStats, ...]:
+    """The statistics of the tiers of all engines, added by name. A tier is up if all engines can
+    read it. Engines may share a tier, whose blocks are then counted several times.
+    """
+    found: dict[str, TierStats] = {}
+    for tier in (tier for stats in told for tier in stats.tiers):
+        known = found.get(tier.name)
+        if known is None:
+            found[tier.name] = tier
+            continue
+        counts = {
+            field: getattr(known, field) + getattr(tier, field)
+            for field in TierStats.__struct_fields__
+            if field not in ("name", "is_up")
+        }
+        is_up = known.is_up and tier.is_up
+        found[tier.name] = TierStats(name=tier.name, is_up=is_up, **counts)
+    return tuple(found.values())
 
 
 def _no_totals() -> dict[str, Any]:

@@ -8,8 +8,8 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from engine.backends.custom.options import EngineOptions
-from engine.core.config_schema import Settings
+from engine.backends.custom.options import MIB, EngineOptions, TierOptions
+from engine.core.config_schema import Settings, TierSettings
 from engine.core.store.model_store import default_name
 
 if TYPE_CHECKING:
@@ -62,8 +62,28 @@ def engine_options(settings: Settings, framework: str, path: Path | None = None)
         cache_max_sequences=cache.max_sequences,
         cache_ttl_s=cache.ttl_seconds,
         eviction_policy=cache.eviction_policy,
+        tiers=tier_options(settings.tiers),
         log_level=settings.logging.level,
         log_format=settings.logging.format,
+    )
+
+
+def tier_options(tiers: TierSettings) -> TierOptions | None:
+    """The options of the cache tiers. None if the settings name no tier."""
+    if tiers.host_mb is None and tiers.disk_path is None and tiers.redis_url is None:
+        return None
+    return TierOptions(
+        host_bytes=(tiers.host_mb or 0) * MIB,
+        host_policy=tiers.host_policy,
+        host_ttl_s=tiers.host_ttl_s,
+        disk_path=str(tiers.disk_path or ""),
+        disk_bytes=tiers.disk_mb * MIB if tiers.disk_path is not None else 0,
+        disk_policy=tiers.disk_policy,
+        disk_ttl_s=tiers.disk_ttl_s,
+        redis_url=tiers.redis_url.get_secret_value() if tiers.redis_url is not None else "",
+        redis_bytes=tiers.redis_mb * MIB if tiers.redis_url is not None else 0,
+        redis_policy=tiers.redis_policy,
+        redis_ttl_s=tiers.redis_ttl_s,
     )
 
 

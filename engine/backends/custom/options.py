@@ -23,6 +23,22 @@ CPU_STEP_TOKENS = 2048
 IDLE_CACHE_BYTES = 224 * MIB
 
 
+class TierOptions(msgspec.Struct, frozen=True, kw_only=True):
+    """The tiers of the prefix cache. A tier is used if it has a size."""
+
+    host_bytes: int = 0
+    host_policy: Literal["lru", "lfu", "fifo"] = "lru"
+    host_ttl_s: float | None = None
+    disk_path: str = ""
+    disk_bytes: int = 0
+    disk_policy: Literal["lru", "lfu", "fifo"] = "lru"
+    disk_ttl_s: float | None = None
+    redis_url: str = ""
+    redis_bytes: int = 0
+    redis_policy: Literal["lru", "lfu", "fifo"] = "lru"
+    redis_ttl_s: float | None = None
+
+
 class EngineOptions(msgspec.Struct, frozen=True, kw_only=True, tag="options"):
     """Which model to load, and how much of the machine to use. If `pool_bytes` or `max_seq_len` is
     None, the engine chooses the size by the free memory and by the model.
@@ -54,6 +70,7 @@ class EngineOptions(msgspec.Struct, frozen=True, kw_only=True, tag="options"):
     cache_max_sequences: int | None = None
     cache_ttl_s: float | None = None
     eviction_policy: Literal["lru", "lfu", "fifo"] = "lru"
+    tiers: TierOptions | None = None
     log_level: str = "warning"
     log_format: str = "pretty"
 

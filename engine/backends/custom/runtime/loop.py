@@ -337,6 +337,8 @@ class EngineLoop:
         now = time.monotonic()
         ended = [self.scheduler.finish(s, "abort", now) for s in list(self.scheduler.sequences())]
         self._send(ended + self._intake.abort_pending(now))
+        if self.scheduler.kv.tiers is not None:
+            self.scheduler.kv.tiers.close()
         self._runner.close()
         if self._grammars is not None:
             self._grammars.close()
@@ -410,4 +412,5 @@ class EngineLoop:
             num_drafted_tokens=drafts.num_drafted if drafts else 0,
             num_accepted_tokens=drafts.num_accepted if drafts else 0,
             steps=self._steps.counts(),
+            tiers=kv.tiers.stats() if kv.tiers is not None else (),
         )

@@ -13,7 +13,7 @@ vocabulary, D size of an embedding, E tokens of images.
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, Literal, Protocol, runtime_checkable
 
 import numpy as np
 from numpy.typing import NDArray
@@ -37,6 +37,11 @@ I64 = NDArray[np.int64]
 U32 = NDArray[np.uint32]
 F32 = NDArray[np.float32]
 Bools = NDArray[np.bool_]
+Bytes = NDArray[np.uint8]
+# The groups of blocks that a runner may have. "full": blocks of all layers, or of the layers
+# without a sliding window. "window": blocks of the layers with one. "state": states of sequences.
+Group = Literal["full", "window", "state"]
+GROUPS: tuple[Group, ...] = ("full", "window", "state")
 
 
 @dataclass(frozen=True, slots=True)

@@ -161,7 +161,9 @@ def build_runner(source: ModelSource, config: RunnerConfig) -> NativeRunner:
         verifies_drafts=config.numerics == "invariant",
     )
     kinds = [step_label(step) for step in plans[0].steps]
-    return NativeRunner(model.native, spec, source.config.hidden_size, kinds)
+    kv_type = plans[0].precision.kv_type
+    numerics = f"{machine.instruction_set} {config.dtype} {kv_type} {config.numerics}"
+    return NativeRunner(model.native, spec, source.config.hidden_size, kinds, numerics)
 
 
 # For each layer: the number of its KV cache, and its index among the layers of that cache.

@@ -2,8 +2,10 @@
 GIL while it runs.
 """
 
-from collections.abc import Sequence
+import hashlib
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -11,8 +13,11 @@ import numpy as np
 from engine.backends.custom.runtime.model_runner import (
     F32,
     FROM_DEVICE,
+    GROUPS,
     I32,
     BatchInputs,
+    Bytes,
+    Group,
     RunnerSpec,
     SamplingInputs,
     StepOutput,
@@ -45,10 +50,17 @@ class NativeRunner:
     """
 
     def __init__(
-        self, model: Any, spec: RunnerSpec, hidden_size: int, step_kinds: Sequence[str] = ()
+        self,
+        model: Any,
+        spec: RunnerSpec,
+        hidden_size: int,
+        step_kinds: Sequence[str] = (),
+        numerics: str = "",
     ) -> None:
+        """`numerics` names the settings that change what the kernels compute."""
         self._model = model
         self._step_kinds = step_kinds
+        self._numerics = numerics
         self._spec = spec
         self._hidden_size = hidden_size
         self._last_token = np.zeros(spec.max_slots, np.int32)
@@ -99,6 +111,25 @@ class NativeRunner:
         for row, values in zip(rows, logits, strict=True):
             self._model.logits(int(row), values)
         return logits
+
+    @property
+    def kv_identity(self) -> str:
+        from engine.backends.custom.frameworks.native import _native
+
+        kernels = hashlib.sha256(Path(_native.__file__).read_bytes()).hexdigest()
+        return f"native {self._numerics} {kernels}"
+
+    def bytes_per_block(self, group: Group) -> int:
+        size: int = self._model.bytes_per_block(GROUPS.index(group))
+        return size
+
+    def read_blocks(self, group: Group, blocks: Sequence[int]) -> Callable[[], Bytes]:
+        rows = np.empty((len(blocks), self.bytes_per_block(group)), np.uint8)
+        self._model.read_blocks(GROUPS.index(group), np.array(blocks, np.int64), rows)
+        return lambda: rows
+
+    def write_blocks(self, group: Group, blocks: Sequence[int], rows: Bytes) -> None:
+        self._model.write_blocks(GROUPS.index(group), np.array(blocks, np.int64), rows)
 
     def time_kernels(self, on: bool) -> None:
         self._model.set_timing(on)
