@@ -19,7 +19,7 @@ from engine.core.interfaces.backend import (
     ModelCard,
     TokenizerInfo,
 )
-from engine.core.interfaces.request import EngineStats
+from engine.core.interfaces.request import EngineStats, GenerateRequest
 from engine.core.interfaces.snapshot import EngineSnapshot
 
 EventSink: TypeAlias = Callable[[Event], None]
@@ -43,6 +43,14 @@ class Resolved:
 
     card: ModelCard
     warning: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class ReplayedTokens:
+    """The tokens of a request that was run again, and the fingerprint of the model."""
+
+    token_ids: dict[int, list[int]]  # of each choice
+    fingerprint: str
 
 
 class EventFeed(AsyncIterator[Event]):
@@ -220,6 +228,10 @@ class InferenceBackend(ABC):
         not answer are left out.
         """
         return {}
+
+    async def replay(self, request: GenerateRequest, *, model: str = "") -> ReplayedTokens:
+        """Run a recorded request again. `model` is the id of the model that answered it."""
+        raise InvalidRequestError("This model's backend can't run a recorded request again.")
 
     async def set_log_level(self, level: str) -> tuple[str, ...]:
         """Set the log level of the backend's processes. It also holds after their restart. Returns

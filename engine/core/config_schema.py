@@ -319,6 +319,10 @@ class RequestsSettings(Section):
     """Past requests that `/v1/admin/requests` can explain; 0 keeps none."""
     show_text: bool = False
     """Show a few words of a prompt where it differs from the cached one."""
+    record: bool = False
+    """Store the tokens, parameters and seed of each request, for `engine replay`."""
+    max_recorded: int = Field(default=1000, ge=1, le=10**6)
+    """Max recorded requests; the oldest is deleted."""
 
 
 class NamedTables(msgspec.Struct, frozen=True):

@@ -19,6 +19,7 @@ from engine.backends.base import (
     EventSink,
     GeneratedFeed,
     InferenceBackend,
+    ReplayedTokens,
     close_events,
     push_events,
 )
@@ -34,7 +35,7 @@ from engine.core.interfaces.backend import (
     ModelCard,
     TokenizerInfo,
 )
-from engine.core.interfaces.request import EngineStats
+from engine.core.interfaces.request import EngineStats, GenerateRequest
 from engine.core.interfaces.snapshot import EngineSnapshot
 
 log = logging.getLogger(__name__)
@@ -242,6 +243,10 @@ class OnDemand(InferenceBackend):
 
     async def snapshots(self) -> dict[str, EngineSnapshot]:
         return {} if self._inner is None else await self._inner.snapshots()
+
+    async def replay(self, request: GenerateRequest, *, model: str = "") -> ReplayedTokens:
+        async with self.use() as backend:
+            return await backend.replay(request, model=model)
 
     async def set_log_level(self, level: str) -> tuple[str, ...]:
         self._log_level = level

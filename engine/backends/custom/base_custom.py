@@ -9,6 +9,7 @@ import asyncio
 import contextlib
 import functools
 import os
+import secrets
 import time
 from collections.abc import AsyncIterator, Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -17,7 +18,13 @@ from typing import Any, ClassVar, TypeVar
 
 import msgspec
 
-from engine.backends.base import BackendConfig, InferenceBackend, Opening, Resolved
+from engine.backends.base import (
+    BackendConfig,
+    InferenceBackend,
+    Opening,
+    ReplayedTokens,
+    Resolved,
+)
 from engine.backends.custom.engine_settings import EXAMINER
 from engine.backends.custom.frontend.engine_client import (
     EngineClient,
@@ -39,8 +46,10 @@ from engine.backends.custom.frontend.prompts import (
     prepare_chat,
     prepare_completion,
     truncated,
+    with_expected,
     with_text_bias,
 )
+from engine.backends.custom.frontend.replay import fingerprint_of, replayed_tokens
 from engine.backends.custom.frontend.text_cache import keep_text
 from engine.backends.custom.frontend.text_model import TextModel, load_text, with_template
 from engine.backends.custom.ipc.engine_process import WORKER_MODULE, EngineProcess
@@ -214,16 +223,17 @@ class CustomBackend(InferenceBackend):
             return []
         max_model_len = ready.max_seq_len if ready else text.config.max_position
         max_sequences = None if ready is None else ready.max_slots
-        known = None if self._card is None else (self._card.max_model_len, self._card.max_sequences)
-        if self._card is None or known != (max_model_len, max_sequences):
-            self._card = self._make_card(text, max_model_len, max_sequences)
-        return [self._card]
+        speculates = ready is not None and ready.speculates
+        card, facts = self._card, (max_model_len, max_sequences, speculates)
+        if card is None or facts != (card.max_model_len, card.max_sequences, card.speculates):
+            self._card = card = self._make_card(text, *facts)
+        return [card]
 
     def resolve(self, name: str | None) -> Resolved | None:
         return next((Resolved(card) for card in self.models() if name in (None, card.id)), None)
 
     def _make_card(
-        self, text: TextModel, max_model_len: int, max_sequences: int | None
+        self, text: TextModel, max_model_len: int, max_sequences: int | None, speculates: bool
     ) -> ModelCard:
         return ModelCard(
             id=self._served_name,
@@ -239,6 +249,7 @@ class CustomBackend(InferenceBackend):
             template_options=text.template_options,
             trained_context=text.config.max_position,
             max_sequences=max_sequences,
+            speculates=speculates,
             num_dimensions=None if text.reranks else text.config.hidden_size,
             prompt_names=tuple(sorted(name for name in text.prompts if name is not None)),
         )
@@ -272,12 +283,17 @@ class CustomBackend(InferenceBackend):
             for pattern in context.params.stop_regex:
                 await self._checker.check(stop_grammar(pattern), "stop_regex")
             prepared = await self._encode(encode_words, text, prepared, context.params)
+        if context.expected:
+            prepared = await self._encode(with_expected, text, prepared, context.expected)
         checked_at = time.monotonic()
         params = context.params
         if params.logprob_token_ids:  # the engine takes them from the logprobs of all tokens
             params = msgspec.structs.replace(params, logprobs=text.config.vocab_size)
         if params.text_bias:
             params = await self._encode(with_text_bias, text, params)
+        notes = context.notes
+        if notes is not None and notes.recorded is not None and params.seed is None:
+            params = msgspec.structs.replace(params, seed=secrets.randbits(62))
         submitted = GenerateRequest(
             request_id=context.request_id,
             prompt=prepared.token_ids,
@@ -292,18 +308,34 @@ class CustomBackend(InferenceBackend):
             images=prepared.images,
             bad_words=prepared.bad_words,
             dry_breakers=prepared.dry_breakers,
+            expected=prepared.expected[: ready.max_seq_len],
             reports_progress=context.on_progress is not None,
         )
         generation = Generation(
             submitted, text, prepared, self._link, context.on_progress, context.notes
         )
         self._link.submit(submitted, generation)
-        if context.notes is not None:
+        if notes is not None:
             times = (began_at, encoded_at, checked_at, time.monotonic())
-            context.notes.add_preparation(Preparation(*times, len(submitted.prompt)))
+            notes.add_preparation(Preparation(*times, len(submitted.prompt)))
+            if notes.recorded is not None:
+                generation.record(notes.record(submitted, self._fingerprint(text, ready)))
         if context.on_prompt is not None:
             context.on_prompt(prepared.token_ids)
         return generation
+
+    async def replay(self, request: GenerateRequest, *, model: str = "") -> ReplayedTokens:
+        text, ready = self._loaded()
+        token_ids = await replayed_tokens(self._link, request)
+        return ReplayedTokens(token_ids, self._fingerprint(text, ready))
+
+    def _fingerprint(self, text: TextModel, ready: Ready) -> str:
+        options = self._options
+        return fingerprint_of(
+            *(self.framework, Path(options.model_path).name, text.size_bytes),
+            *(ready.dtype, ready.device),
+            *(options.kv_dtype, options.numerics, options.quantization),
+        )
 
     async def embed(self, request: EmbedRequest) -> Embeddings:
         from engine.backends.custom.frontend.embedding import (

@@ -258,6 +258,10 @@ class TokenDelta(msgspec.Struct, frozen=True, array_like=True, gc=False):
     num_processed: int = 0
     # With Mirostat: the limit for the surprise of the token after this one
     surprise_limit: float | None = None
+    # The draft tokens that the step verified, and how many of them were right. Set on the first
+    # delta of a choice in the step.
+    num_drafted: int = 0
+    num_accepted: int = 0
     timeline: Timeline | None = None  # set on the last delta of a choice that was queued
 
 
@@ -353,6 +357,7 @@ class Ready(msgspec.Struct, frozen=True, tag="ready"):
     dtype: str
     device: str
     load_s: float
+    speculates: bool = False
 
 
 class Deltas(msgspec.Struct, frozen=True, tag="deltas"):

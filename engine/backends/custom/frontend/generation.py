@@ -32,13 +32,13 @@ from engine.core.interfaces.backend import (
     TopLogprob,
     UsageEvent,
 )
+from engine.core.interfaces.notes import RecordedRequest, RequestNotes
 from engine.core.interfaces.request import (
     GenerateRequest,
     SamplingParams,
     TokenDelta,
     TokenLogprobs,
 )
-from engine.core.interfaces.timeline import RequestNotes
 from engine.core.parsing.pieces import Piece, ReasoningPiece, TextPiece
 from engine.core.text.tokenizer import Detokenizer
 
@@ -143,12 +143,18 @@ class Generation(GeneratedFeed):
         self._num_tokens = 0
         self._num_reasoning = 0
         self._num_cached = 0
+        self._num_drafted = self._num_accepted = 0
         self._queue_s = 0.0
         self._prefill_s = 0.0
         self._first_token_at: float | None = None
         self._on_progress = on_progress
         self._notes = notes
+        self._recorded: RecordedRequest | None = None
         self._num_processed = -1  # of the prompt, as last reported; -1: nothing was reported
+
+    def record(self, recorded: RecordedRequest | None) -> None:
+        """Add all tokens to `recorded` as they arrive."""
+        self._recorded = recorded
 
     def deliver(self, *items: TokenDelta | EngineError) -> None:
         """`EngineLink` calls this with the deltas of the request that arrived together, in order.
@@ -282,6 +288,8 @@ class Generation(GeneratedFeed):
 
     def _decode(self, delta: TokenDelta) -> list[Event]:
         reader = self._reader(delta.choice)
+        if self._recorded is not None:
+            self._recorded.token_ids.setdefault(delta.choice, []).extend(delta.token_ids)
         ids, ends = delta.token_ids, delta.finish_reason is not None
         self._count(delta)
         # The stop token that ended the output is not part of the text.
@@ -314,6 +322,8 @@ class Generation(GeneratedFeed):
             self._queue_s, self._prefill_s = delta.queue_s, delta.prefill_s
             self._num_cached = delta.num_cached
         self._num_tokens += len(delta.token_ids)
+        self._num_drafted += delta.num_drafted
+        self._num_accepted += delta.num_accepted
 
     def _events(self, delta: TokenDelta, pieces: list[Piece]) -> list[Event]:
         """The events of one delta, in order. Exactly one of these events has the token count and
@@ -394,6 +404,9 @@ class Generation(GeneratedFeed):
             decode_s=now - self._first_token_at if self._first_token_at is not None else 0.0,
             reasoning_tokens=self._num_reasoning,
             num_revivals=self._engine.num_revivals(self.request.request_id),
+            num_drafted=self._num_drafted,
+            num_accepted=self._num_accepted,
+            has_prediction=bool(self.request.expected),
         )
 
 
@@ -410,4 +423,6 @@ def _merged(run: Sequence[TokenDelta]) -> TokenDelta:
         error_code=last.error_code,
         error_message=last.error_message,
         timeline=last.timeline,
+        num_drafted=sum(delta.num_drafted for delta in run),
+        num_accepted=sum(delta.num_accepted for delta in run),
     )

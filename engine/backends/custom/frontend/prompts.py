@@ -56,6 +56,7 @@ class Prepared:
     bad_words: tuple[tuple[int, ...], ...] = ()
     dry_breakers: tuple[tuple[int, ...], ...] = ()
     stop_patterns: tuple[StopPattern, ...] = ()
+    expected: tuple[int, ...] = ()  # the output that the client expects
 
 
 def is_long(asked: object) -> bool:
@@ -268,6 +269,11 @@ def encode_words(text: TextModel, prepared: Prepared, params: SamplingParams) ->
         dry_breakers=tuple(sequences),
         stop_patterns=tuple(map(StopPattern, params.stop_regex)),
     )
+
+
+def with_expected(text: TextModel, prepared: Prepared, expected: str) -> Prepared:
+    """Encode the answer that the client expects."""
+    return replace(prepared, expected=tuple(text.tokenizer.encode_continuation(expected)))
 
 
 def with_text_bias(text: TextModel, params: SamplingParams) -> SamplingParams:

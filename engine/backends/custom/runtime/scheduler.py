@@ -12,6 +12,8 @@ from bisect import insort
 from collections.abc import Iterator
 from collections.abc import Sequence as Listed
 
+from msgspec.structs import replace
+
 from engine.backends.custom.runtime.images import whole_images
 from engine.backends.custom.runtime.insight.timekeeping import (
     BLOCKS,
@@ -110,8 +112,8 @@ class Scheduler:
         seq.submitted_step = self._step
         self._requests.setdefault(seq.request_id, []).append(seq)
         self._inflight.add(seq)
-        shares = self._inflight.shares(seq)
-        seq.watch = Stopwatch(self.clock, len(self._waiting), seq.queued_at, shares)
+        leader = self._inflight.leader(seq)
+        seq.watch = Stopwatch(self.clock, len(self._waiting), seq.queued_at, leader)
         self._waiting.add(seq)
         if self.speculation is not None:
             self.speculation.begin(seq)
@@ -306,9 +308,8 @@ class Scheduler:
             # Blocks that a running sequence publishes are of no use without a checkpoint.
             waits = self.kv.sharing and self.kv.states is None and not seq.is_scoring
             if waits and self._inflight.hold(seq, num_matched):
-                watch.hold()
+                watch.hold(seq.held_by)
                 continue
-            watch.unhold()
             max_tokens = min(budget, num_scorable(rows)) if seq.is_scoring else budget
             start = num_matched * self.kv.block_size
             count = self.kv.row_length(seq, start, min(len(seq.tokens) - start, max_tokens))
@@ -423,12 +424,16 @@ class Scheduler:
         assert self.speculation is not None
         seq, deltas = row.seq, []
         sampled = output.tokens[sample_row : sample_row + row.length].tolist()
-        for index, token in enumerate(self.speculation.accept(row, sampled, is_finite)):
+        accepted = self.speculation.accept(row, sampled, is_finite)
+        for index, token in enumerate(accepted):
             if seq.life == row.life:
                 seq.num_confirmed = row.start + 1 + index
             deltas.append(self._take(seq, output, sample_row + index, 0, token, now))
             if seq.finish_reason is not None:
                 break
+        if deltas:
+            counts = {"num_drafted": len(row.draft), "num_accepted": len(accepted) - 1}
+            deltas[0] = replace(deltas[0], **counts)
         return deltas
 
     def _append(self, seq: Sequence, token: int, is_stop: bool) -> None:

@@ -280,6 +280,7 @@ def serve_runner(
             dtype=config.dtype,
             device=config.device,
             load_s=time.monotonic() - started_at,
+            speculates=loop.scheduler.speculation is not None,
         )
     )
     loop.run()
