@@ -125,15 +125,15 @@ test-native: $(VENV)/.dev ## Test the kernels under AddressSanitizer and UBSan
 		UBSAN_OPTIONS=halt_on_error=1:print_stacktrace=1 \
 		$(BIN)/python -m pytest --timeout 1200 tests/native
 
-# An emulator runs the matmul kernels of CPUs that are not here. QEMU has AVX2 and all that ARM has. It has no AVX-512,
-# which is only compiled.
-EMULATED := x86_64=avx2 aarch64=neon_bf16
+# An emulator runs the matmul kernels of CPUs that are not here. QEMU has AVX2 and all that ARM has. It has no AVX-VNNI,
+# whose only instruction is computed with AVX2, and no AVX-512, which is only compiled.
+EMULATED := x86_64=avx_vnni aarch64=neon_bf16
 test-emulated: ## Compare the kernels of other CPUs with the portable ones in an emulator (needs qemu-user)
 	@set -e; for each in $(EMULATED); do cpu=$${each%=*}; build=build/check-$$cpu; \
 		for tool in $$cpu-linux-gnu-g++ qemu-$$cpu; do command -v $$tool >/dev/null || { \
 			echo "$$tool is missing: apt-get install g++-$$(echo $$cpu | tr _ -)-linux-gnu qemu-user" >&2; exit 1; }; done; \
 		cmake -S tests/native/emulated -B $$build -DCMAKE_BUILD_TYPE=Release -DCMAKE_SYSTEM_NAME=Linux \
-			-DCMAKE_SYSTEM_PROCESSOR=$$cpu -DCMAKE_CXX_COMPILER=$$cpu-linux-gnu-g++ >/dev/null; \
+			-DENGINE_EMULATE_VNNI=ON -DCMAKE_SYSTEM_PROCESSOR=$$cpu -DCMAKE_CXX_COMPILER=$$cpu-linux-gnu-g++ >/dev/null; \
 		cmake --build $$build --parallel 2; \
 		qemu-$$cpu -L /usr/$$cpu-linux-gnu -cpu max $$build/check_kernels $${each#*=}; done
 

@@ -46,6 +46,7 @@ GROUPS = {
         "top": ("engine.cli.ops.top:top", "Watch a server's models and backends."),
         "bench": ("engine.cli.ops.bench:bench", "Measure any server under load."),
         "admin": ("engine.cli.ops.admin:app", "Look at and change a running server."),
+        "replay": ("engine.cli.ops.replay:replay", "Run a recorded request again and compare it."),
         "conformance": (
             "engine.cli.conformance:conformance",
             "Check any server against what clients rely on.",

@@ -26,6 +26,7 @@ SETTINGS = {
     "performance.attention": "reference",
     "performance.numerics": "fast",
     "performance.affinity": "off",
+    "performance.speculation": "off",
     "server.max_revivals": 5,
     "performance.batch_size": 13,
     "performance.max_batch_tokens": 1111,
@@ -64,6 +65,7 @@ OPTIONS = EngineOptions(
     attention="reference",
     numerics="fast",
     affinity="off",
+    speculation="off",
     kv_dtype="float32",
     max_slots=13,
     max_batch_tokens=1111,
@@ -169,6 +171,7 @@ def test_a_runner_is_told_what_was_planned():
         kv_dtype="float32",
         numerics="fast",
         affinity="off",
+    speculation="off",
         quantization="int8",
     )
 
