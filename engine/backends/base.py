@@ -19,7 +19,7 @@ from engine.core.interfaces.backend import (
     ModelCard,
     TokenizerInfo,
 )
-from engine.core.interfaces.request import EngineStats
+from engine.core.interfaces.request import EngineStats, GenerateRequest
 from engine.core.interfaces.snapshot import EngineSnapshot
 
 EventSink: TypeAlias = Callable[[Event], None]
@@ -46,6 +46,14 @@ class Resolved:
 
 
 @dataclass(frozen=True, slots=True)
+class ReplayedTokens:
+    """The tokens of a request that was run again, and the fingerprint of the model."""
+
+    token_ids: dict[int, list[int]]  # of each choice
+    fingerprint: str
+
+
+@dataclass(frozen=True, slots=True)
 class Orphan:
     """An open request whose engine died. A backend with the same fingerprint may continue it.
     `state` is only known to the kind of backend that made it.
@@ -54,6 +62,14 @@ class Orphan:
     request_id: str
     fingerprint: str
     state: object
+
+
+@dataclass(frozen=True, slots=True)
+class Swapped:
+    """What became of the open requests when their backend was replaced."""
+
+    num_moved: int = 0  # requests that continue in the new backend
+    num_left: int = 0  # requests that finish in the old one
 
 
 class EventFeed(AsyncIterator[Event]):
@@ -242,6 +258,10 @@ class InferenceBackend(ABC):
         not answer are left out.
         """
         return {}
+
+    async def replay(self, request: GenerateRequest, *, model: str = "") -> ReplayedTokens:
+        """Run a recorded request again. `model` is the id of the model that answered it."""
+        raise InvalidRequestError("This model's backend can't run a recorded request again.")
 
     async def set_log_level(self, level: str) -> tuple[str, ...]:
         """Set the log level of the backend's processes. It also holds after their restart. Returns

@@ -203,8 +203,8 @@ class PerformanceSettings(Section):
     """Attention kernel, by the name that the framework's registry has for it."""
     numerics: Literal["invariant", "fast"] = "invariant"
     """`fast` lets rounding depend on the batch, for speed; `invariant` never does."""
-    speculation: Literal["auto", "off"] = "auto"
-    """`auto` guesses tokens and verifies them, where the output stays exactly the same."""
+    speculation: Literal["auto", "on", "off"] = "auto"
+    """`auto` guesses and verifies tokens where no output can change; `on`: also elsewhere."""
     affinity: str = Field(
         default="auto", pattern=r"^(auto|off|[0-9]+(-[0-9]+)?(,[0-9]+(-[0-9]+)?)*)$", max_length=256
     )
@@ -319,6 +319,10 @@ class RequestsSettings(Section):
     """Past requests that `/v1/admin/requests` can explain; 0 keeps none."""
     show_text: bool = False
     """Show a few words of a prompt where it differs from the cached one."""
+    record: bool = False
+    """Store the tokens, parameters and seed of each request, for `engine replay`."""
+    max_recorded: int = Field(default=1000, ge=1, le=10**6)
+    """Max recorded requests; the oldest is deleted."""
 
 
 class NamedTables(msgspec.Struct, frozen=True):

@@ -8,7 +8,7 @@ import asyncio
 from collections.abc import AsyncIterator, Sequence
 from typing import Any
 
-from engine.backends.base import InferenceBackend, Resolved
+from engine.backends.base import InferenceBackend, ReplayedTokens, Resolved
 from engine.core.interfaces.backend import (
     ChatRequest,
     CompletionRequest,
@@ -20,7 +20,7 @@ from engine.core.interfaces.backend import (
     TokenizerInfo,
     UsageEvent,
 )
-from engine.core.interfaces.request import EngineStats
+from engine.core.interfaces.request import EngineStats, GenerateRequest
 from engine.core.interfaces.snapshot import EngineSnapshot
 from engine.plugins.answer import PluggedAnswer, prepared
 from engine.plugins.host import PluginHost
@@ -102,6 +102,9 @@ class PluggedBackend(InferenceBackend):
 
     async def snapshots(self) -> dict[str, EngineSnapshot]:
         return await self.inner.snapshots()
+
+    async def replay(self, request: GenerateRequest, *, model: str = "") -> ReplayedTokens:
+        return await self.inner.replay(request, model=model)
 
     async def set_log_level(self, level: str) -> tuple[str, ...]:
         return await self.inner.set_log_level(level)

@@ -11,7 +11,6 @@ import math
 import os
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping
-from dataclasses import dataclass
 from typing import Any
 
 import psutil
@@ -21,6 +20,8 @@ from engine.backends.base import (
     GeneratedFeed,
     InferenceBackend,
     Orphan,
+    ReplayedTokens,
+    Swapped,
     close_events,
     push_events,
 )
@@ -36,21 +37,13 @@ from engine.core.interfaces.backend import (
     ModelCard,
     TokenizerInfo,
 )
-from engine.core.interfaces.request import EngineStats
+from engine.core.interfaces.request import EngineStats, GenerateRequest
 from engine.core.interfaces.snapshot import EngineSnapshot
 from engine.routing.residency import Residency
 
 log = logging.getLogger(__name__)
 
 RETIRE_POLL_S = 0.05
-
-
-@dataclass(frozen=True, slots=True)
-class Swapped:
-    """What became of the open requests when their backend was replaced."""
-
-    num_moved: int = 0  # requests that continue in the new backend
-    num_left: int = 0  # requests that finish in the old one
 
 
 class OnDemand(InferenceBackend):
@@ -305,6 +298,10 @@ class OnDemand(InferenceBackend):
 
     async def snapshots(self) -> dict[str, EngineSnapshot]:
         return {} if self._inner is None else await self._inner.snapshots()
+
+    async def replay(self, request: GenerateRequest, *, model: str = "") -> ReplayedTokens:
+        async with self.use() as backend:
+            return await backend.replay(request, model=model)
 
     async def set_log_level(self, level: str) -> tuple[str, ...]:
         self._log_level = level

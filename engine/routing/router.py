@@ -13,7 +13,7 @@ from typing import TypeVar
 
 import msgspec
 
-from engine.backends.base import InferenceBackend, Resolved
+from engine.backends.base import InferenceBackend, ReplayedTokens, Resolved
 from engine.core.errors import EngineError, InvalidRequestError, NotFoundError, UnavailableError
 from engine.core.interfaces.backend import (
     ChatRequest,
@@ -26,7 +26,7 @@ from engine.core.interfaces.backend import (
     TokenizerInfo,
     UsageEvent,
 )
-from engine.core.interfaces.request import EngineStats
+from engine.core.interfaces.request import EngineStats, GenerateRequest
 from engine.core.interfaces.snapshot import EngineSnapshot
 from engine.core.observability.logging import current_request_id
 from engine.routing.attempts import (
@@ -283,6 +283,13 @@ class Router(InferenceBackend):
             for replica, found in zip(replicas, taken, strict=True)
             for snapshot in found.values()
         }
+
+    async def replay(self, request: GenerateRequest, *, model: str = "") -> ReplayedTokens:
+        members = self._route(model).members
+        ready = [each.replica for each in members if each.replica.health().ready]
+        if not ready:
+            raise UnavailableError(f"No backend of {model} is ready. Retry later.")
+        return await ready[0].backend.replay(request)
 
     async def set_log_level(self, level: str) -> tuple[str, ...]:
         told = [await replica.backend.set_log_level(level) for replica in self.replicas]

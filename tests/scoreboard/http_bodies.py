@@ -42,6 +42,7 @@ def least_bodies(model: str) -> dict[str, dict[str, Any]]:
         "/v1/admin/cache/flush": {},
         "/v1/admin/cache/warm": {"prompts": ["a"]},
         "/v1/admin/drain": {},
+        "/v1/admin/requests/{request_id}/replay": {},
         "/v1/admin/keys": {"name": "somebody"},
         "/v1/admin/keys/{name}/limits": {},
         "/v1/admin/limits": {},

@@ -8,8 +8,8 @@ import httpx
 import pytest
 
 from engine.backends.custom.frontend.survival import MAX_LEFT, OpenRequests
+from engine.core.interfaces.notes import RequestNotes
 from engine.core.interfaces.request import TokenDelta
-from engine.core.interfaces.timeline import RequestNotes
 from engine.core.key_file import add_key
 from engine.core.observability.metrics import Metrics
 from engine.servers.app import create_app

@@ -9,6 +9,7 @@ import asyncio
 import contextlib
 import functools
 import os
+import secrets
 import time
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -17,7 +18,14 @@ from typing import Any, ClassVar, TypeVar
 
 import msgspec
 
-from engine.backends.base import BackendConfig, InferenceBackend, Opening, Orphan, Resolved
+from engine.backends.base import (
+    BackendConfig,
+    InferenceBackend,
+    Opening,
+    Orphan,
+    ReplayedTokens,
+    Resolved,
+)
 from engine.backends.custom.engine_settings import EXAMINER, changed_options, options_of
 from engine.backends.custom.frontend.engine_client import (
     EngineClient,
@@ -29,7 +37,6 @@ from engine.backends.custom.frontend.engine_client import (
 from engine.backends.custom.frontend.engine_link import EngineLink
 from engine.backends.custom.frontend.generation import Generation
 from engine.backends.custom.frontend.prompts import (
-    check_input,
     check_prepared,
     check_prompt,
     encode_chat,
@@ -42,6 +49,7 @@ from engine.backends.custom.frontend.prompts import (
     with_expected,
     with_text_bias,
 )
+from engine.backends.custom.frontend.replay import replayed_tokens
 from engine.backends.custom.frontend.survival import OpenRequest
 from engine.backends.custom.frontend.text_cache import files_key, keep_text
 from engine.backends.custom.frontend.text_model import TextModel, card_of, load_text, with_template
@@ -59,13 +67,9 @@ from engine.core.interfaces.backend import (
     Event,
     Health,
     ModelCard,
-    TextPair,
     TokenizerInfo,
 )
-from engine.core.interfaces.request import (
-    EngineStats,
-    Ready,
-)
+from engine.core.interfaces.request import EngineStats, GenerateRequest, Ready
 from engine.core.interfaces.snapshot import EngineSnapshot
 from engine.core.interfaces.timeline import Preparation
 from engine.core.sandbox.examination import examine
@@ -165,6 +169,9 @@ class CustomBackend(InferenceBackend):
         """Equal for backends between which requests can move. None if they never can."""
         if (ready := self._link.last_ready) is None or not self._link.survives:
             return None
+        return self._fingerprint(ready)
+
+    def _fingerprint(self, ready: Ready) -> str:
         return self._options.fingerprint(self._files, ready.device, ready.dtype, ready.max_seq_len)
 
     def hand_over(self, successor: "CustomBackend") -> int | None:
@@ -298,47 +305,36 @@ class CustomBackend(InferenceBackend):
             params = msgspec.structs.replace(params, logprobs=text.config.vocab_size)
         if params.text_bias:
             params = await self._encode(with_text_bias, text, params)
+        notes = context.notes
+        if notes is not None and notes.recorded is not None and params.seed is None:
+            params = msgspec.structs.replace(params, seed=secrets.randbits(62))
         submitted = prepared.request(context, params, text.eos_ids, ready.max_seq_len)
         generation = Generation(
             submitted, text, prepared, self._link, context.on_progress, context.notes
         )
         self._link.submit(submitted, generation)
-        if context.notes is not None:
+        if notes is not None:
             times = (began_at, encoded_at, checked_at, time.monotonic())
-            context.notes.add_preparation(Preparation(*times, len(submitted.prompt)))
+            notes.add_preparation(Preparation(*times, len(submitted.prompt)))
+            if notes.recorded is not None:
+                generation.record(notes.record(submitted, self._fingerprint(ready)))
         if context.on_prompt is not None:
             context.on_prompt(prepared.token_ids)
         return generation
 
+    async def replay(self, request: GenerateRequest, *, model: str = "") -> ReplayedTokens:
+        _, ready = self._loaded()
+        token_ids = await replayed_tokens(self._link, request)
+        return ReplayedTokens(token_ids, self._fingerprint(ready))
+
     async def embed(self, request: EmbedRequest) -> Embeddings:
-        with self._counted():
-            return await self._embed(request)
-
-    async def _embed(self, request: EmbedRequest) -> Embeddings:
         # This module imports numpy, which nothing else here needs.
-        from engine.backends.custom.frontend.embedding import requests_of, scores_along, vectors_of
+        from engine.backends.custom.frontend.embedding import embedded
 
-        text, ready = self._loaded()
-        limit = request.truncate_prompt_tokens
-        most = ready.max_seq_len if limit is not None and limit < 0 else limit
-        names = request.prompt_names or (None,) * len(request.inputs)
-        encoded = [
-            await self._encode(text.encode_pair, each.first, each.second, most)
-            if isinstance(each, TextPair)
-            else await self._encode(text.encode_input, each, name, most)
-            for each, name in zip(request.inputs, names, strict=True)
-        ]
-        for index, (prompt, _) in enumerate(encoded):
-            name = "input" if len(encoded) == 1 else f"input[{index}]"
-            check_input(len(prompt), ready.max_seq_len, name)
-            check_prompt(prompt, text.config.vocab_size, name)
-        requests = requests_of(request, encoded)
-        size = 1 if text.reranks else text.config.hidden_size
-        max_queued = self._options.max_queued
-        vectors = await vectors_of(self._link, requests, max_queued, size, text.reranks)
-        if text.ranker is not None:
-            vectors = scores_along(vectors, text.ranker.direction)
-        return Embeddings(vectors, sum(len(prompt) for prompt, _ in encoded))
+        with self._counted():
+            text, ready = self._loaded()
+            limits = (ready.max_seq_len, self._options.max_queued)
+            return await embedded(request, text, *limits, self._link, self._encode)
 
     async def tokenize(
         self,

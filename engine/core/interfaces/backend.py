@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import msgspec
 
+from engine.core.interfaces.notes import RequestNotes
 from engine.core.interfaces.request import SamplingParams
-from engine.core.interfaces.timeline import RequestNotes
 
 if TYPE_CHECKING:
     import numpy as np

@@ -19,7 +19,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from engine.core.config_schema import Settings
 from engine.core.interfaces.backend import UsageEvent
-from engine.core.interfaces.timeline import RequestNotes
+from engine.core.interfaces.notes import RequestNotes
 from engine.core.observability.logging import REQUEST_ID
 from engine.core.observability.metrics import Metrics
 from engine.core.observability.tracing import TRACE, Answered, Trace, client_trace

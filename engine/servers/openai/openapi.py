@@ -94,6 +94,7 @@ BODIES: dict[str, type[BaseModel]] = {
     "/v1/admin/models/unload": admin_models.NamedBody,
     "/v1/admin/plugins/{name}/enable": admin_control.EmptyBody,
     "/v1/admin/reload": admin_control.EmptyBody,
+    "/v1/admin/requests/{request_id}/replay": admin_control.EmptyBody,
     "/v1/admin/undrain": admin_control.EmptyBody,
     "/v1/batches": BatchBody,
     "/v1/chat/completions": ChatBody,

@@ -22,6 +22,7 @@ from engine.backends.custom.frontend.survival import OpenRequest, OpenRequests, 
 from engine.backends.custom.ipc.heartbeat import Vitals
 from engine.backends.process import RestartPolicy
 from engine.core.errors import EngineError, ModelError, UnavailableError, error_from_code
+from engine.core.interfaces.notes import RequestNotes
 from engine.core.interfaces.request import (
     Abort,
     Control,
@@ -35,7 +36,6 @@ from engine.core.interfaces.request import (
     Stats,
 )
 from engine.core.interfaces.snapshot import EngineSnapshot
-from engine.core.interfaces.timeline import RequestNotes
 
 log = logging.getLogger(__name__)
 

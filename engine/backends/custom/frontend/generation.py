@@ -32,13 +32,13 @@ from engine.core.interfaces.backend import (
     TopLogprob,
     UsageEvent,
 )
+from engine.core.interfaces.notes import RecordedRequest, RequestNotes
 from engine.core.interfaces.request import (
     GenerateRequest,
     SamplingParams,
     TokenDelta,
     TokenLogprobs,
 )
-from engine.core.interfaces.timeline import RequestNotes
 from engine.core.parsing.pieces import Piece, ReasoningPiece, TextPiece
 from engine.core.text.tokenizer import Detokenizer
 
@@ -127,7 +127,12 @@ class Generation(GeneratedFeed):
         self._first_token_at: float | None = None
         self._on_progress = on_progress
         self._notes = notes
+        self._recorded: RecordedRequest | None = None
         self._num_processed = -1  # of the prompt, as last reported; -1: nothing was reported
+
+    def record(self, recorded: RecordedRequest | None) -> None:
+        """Add all tokens to `recorded` as they arrive."""
+        self._recorded = recorded
 
     def deliver(self, *items: TokenDelta | EngineError) -> None:
         """`EngineLink` calls this with the deltas of the request that arrived together, in order.
@@ -261,6 +266,8 @@ class Generation(GeneratedFeed):
 
     def _decode(self, delta: TokenDelta) -> list[Event]:
         reader = self._reader(delta.choice)
+        if self._recorded is not None:
+            self._recorded.token_ids.setdefault(delta.choice, []).extend(delta.token_ids)
         ids, ends = delta.token_ids, delta.finish_reason is not None
         self._count(delta)
         # The stop token that ended the output is not part of the text.

@@ -26,8 +26,8 @@ from typing import Protocol
 from msgspec.structs import replace
 
 from engine.core.errors import EngineError, InferenceError, RequestTimeoutError, UnavailableError
+from engine.core.interfaces.notes import RequestNotes
 from engine.core.interfaces.request import GenerateRequest, Resumed, TokenDelta
-from engine.core.interfaces.timeline import RequestNotes
 
 log = logging.getLogger(__name__)
 

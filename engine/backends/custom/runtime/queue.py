@@ -289,9 +289,11 @@ class InflightPrefixes:
         """The hashes of a sequence's prompt blocks."""
         return self._chains[seq]
 
-    def shares(self, seq: Sequence) -> bool:
-        """Whether a running sequence is computing a prompt block of `seq`."""
-        return bool(self._owners) and any(key in self._owners for key in self._chains[seq])
+    def leader(self, seq: Sequence) -> Sequence | None:
+        """A running sequence that is computing a prompt block of `seq`."""
+        if not self._owners:
+            return None
+        return next((self._owners[key] for key in self._chains[seq] if key in self._owners), None)
 
     def remove(self, seq: Sequence) -> None:
         """Remove everything that is stored for a sequence that has ended."""

@@ -112,8 +112,8 @@ class Scheduler:
         seq.submitted_step = self._step
         self._requests.setdefault(seq.request_id, []).append(seq)
         self._inflight.add(seq)
-        shares = self._inflight.shares(seq)
-        seq.watch = Stopwatch(self.clock, len(self._waiting), seq.queued_at, shares)
+        leader = self._inflight.leader(seq)
+        seq.watch = Stopwatch(self.clock, len(self._waiting), seq.queued_at, leader)
         self._waiting.add(seq)
         if self.speculation is not None:
             self.speculation.begin(seq)
@@ -308,9 +308,8 @@ class Scheduler:
             # Blocks that a running sequence publishes are of no use without a checkpoint.
             waits = self.kv.sharing and self.kv.states is None and not seq.is_scoring
             if waits and self._inflight.hold(seq, num_matched):
-                watch.hold()
+                watch.hold(seq.held_by)
                 continue
-            watch.unhold()
             max_tokens = min(budget, num_scorable(rows)) if seq.is_scoring else budget
             start = num_matched * self.kv.block_size
             count = self.kv.row_length(seq, start, min(len(seq.tokens) - start, max_tokens))
