@@ -53,6 +53,25 @@ class ReplayedTokens:
     fingerprint: str
 
 
+@dataclass(frozen=True, slots=True)
+class Orphan:
+    """An open request whose engine died. A backend with the same fingerprint may continue it.
+    `state` is only known to the kind of backend that made it.
+    """
+
+    request_id: str
+    fingerprint: str
+    state: object
+
+
+@dataclass(frozen=True, slots=True)
+class Swapped:
+    """What became of the open requests when their backend was replaced."""
+
+    num_moved: int = 0  # requests that continue in the new backend
+    num_left: int = 0  # requests that finish in the old one
+
+
 class EventFeed(AsyncIterator[Event]):
     """A stream of events that can be read with `async for`, or pushed to a function by `feed`.
     Pushing is faster, because no task is woken for each event. A stream is read or pushed, never
@@ -141,6 +160,9 @@ class InferenceBackend(ABC):
     # Whether the totals of `stats` continue when an engine is replaced, instead of restarting at
     # zero.
     totals_survive_restarts: ClassVar[bool] = False
+    # Set by a router, and called when an engine died. Returns whether another backend continues the
+    # request.
+    on_orphan: Callable[[Orphan], bool] | None = None
 
     @property
     def unwrapped(self) -> "InferenceBackend":
@@ -167,8 +189,16 @@ class InferenceBackend(ABC):
 
     @property
     def is_ready(self) -> bool:
-        """Whether a request can be admitted now. Called for every request."""
+        """Whether a request can be admitted now. Called for every request. An engine that is being
+        restarted may admit requests, which wait for it.
+        """
         return self.health().ready
+
+    def adopt(self, orphan: Orphan) -> bool:
+        """Continue a request of another backend, whose engine died. Returns False if this backend
+        can't.
+        """
+        return False
 
     @abstractmethod
     def memory_bytes(self) -> int:

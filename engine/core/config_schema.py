@@ -75,7 +75,7 @@ class ServerSettings(Section):
     queue_timeout_s: float = Field(default=60.0, gt=0, le=86400)
     """Max time that a request waits for its first step; it is refused then."""
     survive: bool = True
-    """Continue open requests in the restarted engine if the engine process dies."""
+    """If the engine process dies, open requests continue in a new one, and new requests wait."""
     max_revivals: int = Field(default=8, ge=1, le=1000)
     """How often one request continues after a death before it ends with an error."""
     drain_timeout_s: float = Field(default=30.0, ge=0, le=3600)
@@ -203,8 +203,8 @@ class PerformanceSettings(Section):
     """Attention kernel, by the name that the framework's registry has for it."""
     numerics: Literal["invariant", "fast"] = "invariant"
     """`fast` lets rounding depend on the batch, for speed; `invariant` never does."""
-    speculation: Literal["auto", "off"] = "auto"
-    """`auto` guesses tokens and verifies them, where the output stays exactly the same."""
+    speculation: Literal["auto", "on", "off"] = "auto"
+    """`auto` guesses and verifies tokens where no output can change; `on`: also elsewhere."""
     affinity: str = Field(
         default="auto", pattern=r"^(auto|off|[0-9]+(-[0-9]+)?(,[0-9]+(-[0-9]+)?)*)$", max_length=256
     )

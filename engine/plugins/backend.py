@@ -65,6 +65,10 @@ class PluggedBackend(InferenceBackend):
     def health(self) -> Health:
         return self._judged(self.inner.health())
 
+    @property
+    def is_ready(self) -> bool:
+        return self.inner.is_ready and self._judged(Health(ready=True, detail="")).ready
+
     def model_health(self, model_id: str) -> Health:
         return self._judged(self.inner.model_health(model_id))
 

@@ -1,5 +1,6 @@
 """A `Replica` is one running backend of the router, with its availability and recent results."""
 
+import os
 import time
 from collections import deque
 from collections.abc import Callable
@@ -8,8 +9,10 @@ from statistics import median
 from typing import Any, Literal
 
 import msgspec
+import psutil
 
 from engine.backends.base import InferenceBackend
+from engine.backends.process import resident_bytes
 from engine.core.interfaces.backend import Health, ModelCard, UsageEvent
 from engine.core.interfaces.request import EngineStats, TierStats
 from engine.routing.prefixes import SeenPrefixes
@@ -269,6 +272,26 @@ class Member:
     @property
     def load(self) -> float:
         return self.replica.in_flight / self.weight
+
+
+def tree_bytes() -> int:
+    """Memory of this process and its children."""
+    children = psutil.Process(os.getpid()).children(recursive=True)
+    return resident_bytes([os.getpid(), *(child.pid for child in children)])
+
+
+def combined_health(replicas: list[Replica], is_ready: bool) -> Health:
+    """The health of several replicas. `detail` says what troubles each of them."""
+    states = [(replica, replica.health()) for replica in replicas]
+    troubled = [f"{each.name}: {health.detail}" for each, health in states if not health.ready]
+    ages = [health.step_age_s for _, health in states if health.step_age_s is not None]
+    return Health(
+        ready=is_ready,
+        detail=" ".join(troubled) or "ready",
+        step_age_s=max(ages, default=None),
+        num_restarts=sum(health.num_restarts for _, health in states),
+        num_revived=sum(health.num_revived for _, health in states),
+    )
 
 
 def sum_stats(replicas: list[Replica]) -> EngineStats | None:

@@ -49,6 +49,7 @@ def least_bodies(model: str) -> dict[str, dict[str, Any]]:
         "/v1/admin/log-level": {"level": "info"},
         "/v1/admin/models/load": {"model": "absent"},
         "/v1/admin/models/remove": {"id": "absent"},
+        "/v1/admin/models/swap": {"id": "absent"},
         "/v1/admin/models/unload": {"id": "absent"},
         "/v1/admin/reload": {},
         "/v1/admin/undrain": {},

@@ -4,19 +4,28 @@ This module imports little, because the engine process gets its options before t
 frontend is loaded.
 """
 
+from collections.abc import Mapping
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
+
+import msgspec
 
 from engine.backends.custom.options import MIB, EngineOptions, TierOptions
 from engine.core.config_schema import Settings, TierSettings
+from engine.core.errors import ConfigError
 from engine.core.store.model_store import default_name
 
 if TYPE_CHECKING:
+    from engine.backends.base import BackendConfig
     from engine.core.config_presets import PresetTable
 
 FRAMEWORKS = "engine.backends.custom.frameworks"
 EXAMINER = "engine.backends.custom.weights.examine:examine_model"
+# Options that a running engine's replacement may have other values for.
+CHANGEABLE = tuple(
+    name for name in EngineOptions.__struct_fields__ if name not in ("model_path", "framework")
+)
 NATIVE_MODULE = f"{FRAMEWORKS}.native._native"
 NVIDIA_DEVICE = Path("/dev/nvidiactl")  # present if a CUDA driver is loaded
 
@@ -66,6 +75,38 @@ def engine_options(settings: Settings, framework: str, path: Path | None = None)
         log_level=settings.logging.level,
         log_format=settings.logging.format,
     )
+
+
+def options_of(framework: str, config: "BackendConfig") -> EngineOptions:
+    """Build `EngineOptions` from the arguments of a backend. If an argument is unknown, an error
+    names the argument.
+    """
+    fields = {"model_path": config.model_name, "framework": framework, **config.backend_args}
+    unknown = sorted(fields.keys() - set(EngineOptions.__struct_fields__))
+    if unknown:
+        known = ", ".join(EngineOptions.__struct_fields__)
+        raise ConfigError(f"unknown backend argument '{unknown[0]}'; there are: {known}")
+    try:
+        return msgspec.convert(fields, EngineOptions)
+    except msgspec.ValidationError as error:
+        raise ConfigError(f"backend arguments: {error}") from error
+
+
+def changed_options(
+    options: EngineOptions, model: str, changes: Mapping[str, Any]
+) -> EngineOptions:
+    """The options with another model and with `changes`. If a name in `changes` is unknown, an
+    error says so.
+    """
+    unknown = changes.keys() - set(CHANGEABLE)
+    if unknown:
+        known = ", ".join(CHANGEABLE)
+        raise ConfigError(f"unknown option '{min(unknown)}'; there are: {known}", param="options")
+    fields = msgspec.structs.asdict(options) | {"model_path": model} | dict(changes)
+    try:
+        return msgspec.convert(fields, EngineOptions)
+    except msgspec.ValidationError as error:
+        raise ConfigError(f"options: {error}", param="options") from error
 
 
 def tier_options(tiers: TierSettings) -> TierOptions | None:

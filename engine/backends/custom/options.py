@@ -2,9 +2,12 @@
 a message.
 """
 
+import hashlib
 from typing import Literal
 
 import msgspec
+
+from engine import __version__
 
 # The kinds of image encoders (`VisionConfig.kind`) that each framework runs.
 IMAGE_ENCODERS: dict[str, tuple[str, ...]] = {
@@ -56,7 +59,7 @@ class EngineOptions(msgspec.Struct, frozen=True, kw_only=True, tag="options"):
     numerics: str = "invariant"
     affinity: str = "auto"
     kv_dtype: str = "auto"
-    speculation: Literal["auto", "off"] = "auto"
+    speculation: Literal["auto", "on", "off"] = "auto"
     max_slots: int = 64  # 0: `planned` chooses it, and so for `max_batch_tokens`
     max_batch_tokens: int = 2048
     max_queued: int = 1024
@@ -73,6 +76,15 @@ class EngineOptions(msgspec.Struct, frozen=True, kw_only=True, tag="options"):
     tiers: TierOptions | None = None
     log_level: str = "warning"
     log_format: str = "pretty"
+
+    def fingerprint(self, files: str, device: str, dtype: str, max_seq_len: int) -> str:
+        """Equal for engines in which a request has the same result. `files` identifies the model's
+        files.
+        """
+        arithmetic = (self.framework, self.quantization, self.attention, self.numerics)
+        kind = device.partition(":")[0]  # GPUs of one machine count as equal
+        facts = (__version__, files, arithmetic, self.kv_dtype, kind, dtype, max_seq_len)
+        return hashlib.sha256(repr(facts).encode()).hexdigest()[:16]
 
     def planned(self, device: str, free_bytes: int, num_cpus: int) -> "EngineOptions":
         """These options, with the sizes that the settings leave to the engine. They depend on the

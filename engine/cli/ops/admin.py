@@ -160,6 +160,24 @@ def unload(ctx: typer.Context, id: IdArgument, wait: WaitOption = None) -> None:
 
 
 @app.command()
+def swap(
+    ctx: typer.Context,
+    id: IdArgument,
+    model: Annotated[str | None, typer.Option(help="Run this model; default: the same.")] = None,
+    option: Annotated[
+        list[str] | None, typer.Option("--option", metavar="NAME=VALUE", help="Of the new engine.")
+    ] = None,
+) -> None:
+    """Replace a model's engine by a new one, and lose no request."""
+    from engine.cli.serve import parse_options
+
+    body = {"id": id, "model": model, "options": parse_options(option)}
+    found = call(ctx, "POST", "models/swap", {k: v for k, v in body.items() if v is not None})
+    told = f"{found['moved']} requests moved, {found['finishing']} finish in the old engine."
+    show(ctx, found, f"{id} runs in a new engine. {told}")
+
+
+@app.command()
 def remove(ctx: typer.Context, id: IdArgument, wait: WaitOption = None) -> None:
     """Remove a model, so that clients can't request it."""
     found = call(ctx, "POST", "models/remove", _named(id, wait))

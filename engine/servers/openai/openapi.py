@@ -90,6 +90,7 @@ BODIES: dict[str, type[BaseModel]] = {
     "/v1/admin/log-level": admin_control.LevelBody,
     "/v1/admin/models/load": admin_models.LoadBody,
     "/v1/admin/models/remove": admin_models.NamedBody,
+    "/v1/admin/models/swap": admin_models.SwapBody,
     "/v1/admin/models/unload": admin_models.NamedBody,
     "/v1/admin/plugins/{name}/enable": admin_control.EmptyBody,
     "/v1/admin/reload": admin_control.EmptyBody,

@@ -21,7 +21,7 @@ from engine.core.interfaces.backend import (
     CompletionRequest,
     GenerationContext,
 )
-from engine.core.interfaces.request import ImageInput, SamplingParams
+from engine.core.interfaces.request import GenerateRequest, ImageInput, SamplingParams
 from engine.core.parsing.parser import OutputParser
 from engine.core.text.stop_strings import StopPattern
 from engine.core.text.tokenizer import RenderedPrompt
@@ -57,6 +57,32 @@ class Prepared:
     dry_breakers: tuple[tuple[int, ...], ...] = ()
     stop_patterns: tuple[StopPattern, ...] = ()
     expected: tuple[int, ...] = ()  # the output that the client expects
+
+    def request(
+        self,
+        context: GenerationContext,
+        params: SamplingParams,
+        eos_ids: tuple[int, ...],
+        max_seq_len: int,
+    ) -> GenerateRequest:
+        """The request to the engine."""
+        return GenerateRequest(
+            request_id=context.request_id,
+            prompt=self.token_ids,
+            params=params,
+            eos_ids=eos_ids,
+            priority=context.priority,
+            salt=context.salt,
+            tenant=context.tenant,
+            timeout_s=context.timeout_s,
+            queue_timeout_s=context.queue_timeout_s,
+            grammar=self.grammar,
+            images=self.images,
+            bad_words=self.bad_words,
+            dry_breakers=self.dry_breakers,
+            expected=self.expected[:max_seq_len],
+            reports_progress=context.on_progress is not None,
+        )
 
 
 def is_long(asked: object) -> bool:

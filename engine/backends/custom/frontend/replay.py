@@ -1,26 +1,21 @@
 """Runs a recorded request again, and collects its tokens."""
 
 import asyncio
-import hashlib
 import secrets
 
 from msgspec.structs import replace
 
-from engine import __version__
 from engine.backends.custom.frontend.engine_link import EngineLink
+from engine.backends.custom.frontend.survival import Engine
 from engine.core.errors import EngineError, InferenceError, error_from_code
 from engine.core.interfaces.request import GenerateRequest, TokenDelta
-
-
-def fingerprint_of(*facts: str | int | None) -> str:
-    """A short hash of facts about a model and its arithmetic, and of the engine's version."""
-    return hashlib.sha256(repr((__version__, *facts)).encode()).hexdigest()[:16]
 
 
 class _Collected:
     """Receives the tokens of all choices of a request."""
 
-    def __init__(self, num_choices: int) -> None:
+    def __init__(self, link: EngineLink, num_choices: int) -> None:
+        self.engine: Engine = link
         self.token_ids: dict[int, list[int]] = {choice: [] for choice in range(num_choices)}
         self._num_open = num_choices
         self.ended: asyncio.Future[None] = asyncio.get_running_loop().create_future()
@@ -45,13 +40,13 @@ class _Collected:
 async def replayed_tokens(link: EngineLink, request: GenerateRequest) -> dict[int, list[int]]:
     """Submit the request under a new id and return the tokens of each choice."""
     request_id = f"replay-{secrets.token_hex(8)}"
-    collected = _Collected(request.params.n)
+    collected = _Collected(link, request.params.n)
     link.submit(replace(request, request_id=request_id, reports_progress=False), collected)
     try:
         await collected.ended
     except BaseException:
-        link.forget(request_id, None)
+        collected.engine.forget(request_id, None)
         raise
     finally:
-        link.done(request_id)
+        collected.engine.done(request_id)
     return collected.token_ids

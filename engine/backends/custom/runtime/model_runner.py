@@ -106,9 +106,10 @@ class RunnerSpec:
     # `max_slots` belongs to no sequence. The states after it are `num_checkpoints` copies.
     has_state: bool = False
     num_checkpoints: int = 0
-    # Whether a decode row of several tokens gives exactly the logits that rows of one token give.
-    # Then steps can verify drafts.
+    # Whether `sample` takes several rows of one slot, so that steps can verify drafts.
     verifies_drafts: bool = False
+    # Whether a decode row of several tokens gives exactly the logits that rows of one token give.
+    has_exact_drafts: bool = False
 
     @classmethod
     def of(
@@ -122,6 +123,7 @@ class RunnerSpec:
         window: int | None = None,
         has_state: bool = False,
         verifies_drafts: bool = False,
+        has_exact_drafts: bool = False,
     ) -> "RunnerSpec":
         """The spec of a runner whose capacity is exactly that of `config`."""
         return cls(
@@ -139,6 +141,7 @@ class RunnerSpec:
             has_state,
             config.num_checkpoints if has_state else 0,
             verifies_drafts and not has_state,  # the state after a rejected token cannot be undone
+            has_exact_drafts,
         )
 
 

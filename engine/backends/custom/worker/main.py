@@ -199,12 +199,22 @@ def build_loop(
         from engine.backends.custom.worker.tiers import add_tiers  # few engines have tiers
 
         add_tiers(options.tiers, scheduler.kv, runner, source, budget.prompt_s)
-    if options.speculation == "auto" and spec.verifies_drafts:
+    if speculates(spec, options.speculation):
         scheduler.speculation = Speculation(scheduler.kv, budget)
     grammars = Grammars(vocabulary or functools.partial(_vocabulary, options))
     return EngineLoop(
         scheduler, runner, channel, budget, options.max_queued, pulse, grammars, images
     )
+
+
+def speculates(spec: RunnerSpec, setting: str) -> bool:
+    """Whether steps verify drafts. The setting is "auto", "on" or "off"."""
+    if setting == "on" and not spec.verifies_drafts:
+        raise ConfigError(
+            'performance.speculation = "on": this framework or model can\'t verify guessed tokens; '
+            'set it to "auto"'
+        )
+    return setting != "off" and spec.verifies_drafts and (spec.has_exact_drafts or setting == "on")
 
 
 def check_image_rows(scheduler: Scheduler, room: int, images: ImageStore) -> None:

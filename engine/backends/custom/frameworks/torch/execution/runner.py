@@ -122,6 +122,7 @@ class TorchRunner(SamplingRunner):
             depth=0 if device.type == "cpu" else 1,
             has_state=model.config.state is not None,
             window=model.config.window,
+            verifies_drafts=True,
         )
         super().__init__(spec, device)
         self._model = model
