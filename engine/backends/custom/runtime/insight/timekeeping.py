@@ -261,6 +261,7 @@ class Stopwatch:
             num_overtaken=num_overtaken,
             num_prompt=seq.num_prompt,
             num_cached=seq.num_cached,
+            loaded_from=seq.loaded_from,
             num_evicted=self.num_evicted,
             is_cache_off=self.is_cache_off,
             divergence=self.divergence,
