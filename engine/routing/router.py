@@ -98,7 +98,7 @@ class Router(InferenceBackend):
         return self._address
 
     def begin(self) -> None:
-        """Start the task that checks all replicas periodically. This does not start replicas."""
+        """Start to check all replicas periodically. This does not start replicas."""
         self._ticking = asyncio.create_task(self._tick())
 
     def find(self, name: str) -> Route | None:
@@ -119,7 +119,7 @@ class Router(InferenceBackend):
         self.routes.remove(route)
         self._index()
         left = [replica for replica in self.replicas if not self._serves[replica.name]]
-        own = [each for each in left if any(m.replica is each for m in route.members)]
+        own = [each for each in left if route.has(each)]
         for replica in own:
             self.replicas.remove(replica)
             # Requests in flight at this replica will still call `freed`.
@@ -285,11 +285,7 @@ class Router(InferenceBackend):
         }
 
     async def replay(self, request: GenerateRequest, *, model: str = "") -> ReplayedTokens:
-        members = self._route(model).members
-        ready = [each.replica for each in members if each.replica.health().ready]
-        if not ready:
-            raise UnavailableError(f"No backend of {model} is ready. Retry later.")
-        return await ready[0].backend.replay(request)
+        return await self._ready_backends(model)[0].replay(request)
 
     async def set_log_level(self, level: str) -> tuple[str, ...]:
         told = [await replica.backend.set_log_level(level) for replica in self.replicas]
@@ -324,11 +320,7 @@ class Router(InferenceBackend):
         for replica in self.replicas:
             replica.backend.on_orphan = self.running.rehome
         self._serves = {
-            replica.name: [
-                route
-                for route in self.routes
-                if any(member.replica is replica for member in route.members)
-            ]
+            replica.name: [route for route in self.routes if route.has(replica)]
             for replica in self.replicas
         }
 
