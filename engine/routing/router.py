@@ -97,7 +97,7 @@ class Router(InferenceBackend):
         return self._address
 
     def begin(self) -> None:
-        """Start the task that checks all replicas periodically. This does not start replicas."""
+        """Start to check all replicas periodically. This does not start replicas."""
         self._ticking = asyncio.create_task(self._tick())
 
     def find(self, name: str) -> Route | None:
@@ -118,7 +118,7 @@ class Router(InferenceBackend):
         self.routes.remove(route)
         self._index()
         left = [replica for replica in self.replicas if not self._serves[replica.name]]
-        own = [each for each in left if any(m.replica is each for m in route.members)]
+        own = [each for each in left if route.has(each)]
         for replica in own:
             self.replicas.remove(replica)
             # Requests in flight at this replica will still call `freed`.
@@ -319,11 +319,7 @@ class Router(InferenceBackend):
         for replica in self.replicas:
             replica.backend.on_orphan = self.running.rehome
         self._serves = {
-            replica.name: [
-                route
-                for route in self.routes
-                if any(member.replica is replica for member in route.members)
-            ]
+            replica.name: [route for route in self.routes if route.has(replica)]
             for replica in self.replicas
         }
 
