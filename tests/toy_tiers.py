@@ -17,16 +17,27 @@ class InlineMover(Mover):
         self.write_one(self._writes.popleft())
 
 
-def tiered_engine(*tiers, identity: str = "toy", prompt_s=lambda count: None, **options):
-    """A toy engine with these tiers, and its mover."""
-    engine = ToyEngine(**options)
-    mover = attach_tiers(
+def add_tiers(
+    engine: ToyEngine,
+    tiers,
+    identity: str = "toy",
+    prompt_s=lambda count: None,
+    make_mover=InlineMover,
+) -> Mover:
+    return attach_tiers(
         engine.kv,
         engine.runner,
         engine.spec,
         tiers,
         identity_of((identity,)),
         prompt_s,
-        make_mover=InlineMover,
+        make_mover=make_mover,
     )
-    return engine, mover
+
+
+def tiered_engine(
+    *tiers, identity: str = "toy", prompt_s=lambda count: None, make_mover=InlineMover, **options
+):
+    """A toy engine with these tiers, and its mover."""
+    engine = ToyEngine(**options)
+    return engine, add_tiers(engine, tiers, identity, prompt_s, make_mover)

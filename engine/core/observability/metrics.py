@@ -333,7 +333,7 @@ class Metrics:
         )
         self._restarts = self._counter("engine_restarts", "Engine processes that were replaced")
         self._revived = self._counter(
-            "engine_revived_requests", "Requests that continued in a restarted engine"
+            "engine_revived_requests", "Requests that continued in another engine process"
         )
 
     def _define_request_series(self) -> None:

@@ -28,6 +28,7 @@ from tests.scoreboard.streams import CHAT, COMPLETIONS, Reply, all_begun, ask, c
 NUM_KILLS, NUM_STOPS, NUM_REPLICA_KILLS, NUM_CLIENTS = 50, 10, 8, 32
 EACH_SERVER = 4  # deaths; one more within a minute would start the pause between restarts
 BACK_WITHIN_S = 90.0  # give up after this time
+PATIENCE_S = 600.0  # of a client; a busy machine may take minutes
 PREFILL_FACTOR, SLACK_S = 1.2, 0.5
 PROMPT_TOKENS = 8  # of a client, at least
 NUM_TOKENS = 96
@@ -75,7 +76,10 @@ def question(client: int) -> tuple[dict[str, Any], str]:
 
 async def answers(served: Served, replies: list[Reply]) -> None:
     await asyncio.gather(
-        *(ask(served, *question(client), reply=reply) for client, reply in enumerate(replies))
+        *(
+            ask(served, *question(client), reply=reply, patience_s=PATIENCE_S)
+            for client, reply in enumerate(replies)
+        )
     )
 
 
