@@ -363,7 +363,8 @@ class WatchedScheduling:
         assert all(seq in scheduled or seq.slot < 0 for seq in owed), "somebody got no token"
         admitted = [seq for seq in waited if seq.slot >= 0]
         for seq in waited:
-            if seq.slot >= 0 or seq.held_by is not None or seq.num_sampling:
+            is_held = seq.held_by is not None or seq.load is not None
+            if seq.slot >= 0 or is_held or seq.num_sampling:
                 continue
             for other in admitted:
                 peers = (other.priority, other.tenant) == (seq.priority, seq.tenant)

@@ -17,7 +17,9 @@ class InlineMover(Mover):
         self.write_one(self._writes.popleft())
 
 
-def tiered_engine(*tiers, identity: str = "toy", prompt_s=lambda count: None, **options):
+def tiered_engine(
+    *tiers, identity: str = "toy", prompt_s=lambda count: None, make_mover=InlineMover, **options
+):
     """A toy engine with these tiers, and its mover."""
     engine = ToyEngine(**options)
     mover = attach_tiers(
@@ -27,6 +29,6 @@ def tiered_engine(*tiers, identity: str = "toy", prompt_s=lambda count: None, **
         tiers,
         identity_of((identity,)),
         prompt_s,
-        make_mover=InlineMover,
+        make_mover=make_mover,
     )
     return engine, mover

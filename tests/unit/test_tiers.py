@@ -1,5 +1,6 @@
 """Tiers of the prefix cache under the toy engine, whose every token depends on its KV contents."""
 
+import threading
 from contextlib import suppress
 
 import pytest
@@ -7,6 +8,7 @@ import pytest
 from engine.backends.custom.runtime.tiers import kv_tiers
 from engine.backends.custom.runtime.tiers.disk import DiskTier
 from engine.backends.custom.runtime.tiers.host import HostTier
+from engine.backends.custom.runtime.tiers.mover import Mover
 from engine.core.interfaces.request import Abort
 from tests.toy_tiers import tiered_engine
 
@@ -147,7 +149,7 @@ def test_an_abort_while_blocks_are_loaded_leaves_nothing_behind(tmp_path, monkey
     second, mover = tiered_engine(disk(tmp_path))
     mover.read = super(type(mover), mover).read  # the thread that would read does not run
     second.submit("b", PROMPT, max_tokens=6)
-    second.submit("c", [20, 21, 20], max_tokens=3)
+    second.submit("c", [20, 21], max_tokens=3)
     second.turn()
     seq = next(each for each in second.scheduler.sequences() if each.request_id == "b")
     assert seq.load is not None and seq.slot < 0, "it waits for its blocks"
@@ -157,3 +159,27 @@ def test_an_abort_while_blocks_are_loaded_leaves_nothing_behind(tmp_path, monkey
     second.turn()
     assert seq.load is None and not second.kv.tiers._jobs and mover._reads[0].is_cancelled
     second.check()
+
+
+def test_threads_move_the_blocks_and_end_with_the_engine(tmp_path, monkeypatch) -> None:
+    for name in ("FIRST_WAIT_S", "STALL_S"):
+        monkeypatch.setattr(kv_tiers, name, 1000.0)
+    answers = []
+    for name in "ab":
+        engine, mover = tiered_engine(disk(tmp_path), make_mover=Mover)
+        mover.start()
+        answers.append(answer(engine, name))
+        engine.kv.tiers.close()  # it writes what is queued
+        assert not [each for each in threading.enumerate() if each.name.startswith("tier-")]
+    assert answers[1].tokens == answers[0].tokens and answers[1].num_cached == 16
+
+
+def test_a_timeline_tells_which_tier_had_the_blocks(tmp_path) -> None:
+    first, _ = tiered_engine(disk(tmp_path))
+    answer(first, "a")
+    second, _ = tiered_engine(disk(tmp_path))
+    timelines = []
+    second._take = lambda delta, take=second._take: (timelines.append(delta.timeline), take(delta))
+    answer(second, "b")
+    assert timelines[-1].loaded_from == {"disk": 16}
+    assert second.loop.stats().tiers[0].saved_tokens == 16

@@ -202,7 +202,7 @@ def warm(
     tenant: Annotated[str | None, typer.Option(help="Default: every tenant with a key.")] = None,
 ) -> None:
     """Prefill prompts now, so that requests with the same prefix start faster later."""
-    body = {"prompts": _prompts(file), "model": model, "tenant": tenant}
+    body = {"prompts": read_prompt_lines(file), "model": model, "tenant": tenant}
     found = call(ctx, "POST", "cache/warm", {k: v for k, v in body.items() if v is not None})
     show(ctx, found, pairs_table(found))
 
@@ -344,7 +344,7 @@ def _limits(*values: int | None) -> dict[str, int | None]:
     return {name: value or None for name, value in given if value is not None}
 
 
-def _prompts(path: Path) -> list[Any]:
+def read_prompt_lines(path: Path) -> list[Any]:
     """Parse a file of prompts in the same way as the server, without importing the server. Each
     line is one prompt: a JSON string, a JSON object or plain text.
     """

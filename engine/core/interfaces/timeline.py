@@ -14,6 +14,7 @@ WAITS = (
     "turn",  # the turn of its tenant: later requests of other tenants went first
     "priority",  # requests with a higher priority, which came later and went first
     "prefix",  # a running sequence that computes the same prefix
+    "tier",  # KV blocks that are loaded from a tier of the cache
 )
 # Upper edges of the batch sizes in `DecodeWork.by_rows`. The last bucket has no upper edge.
 BATCH_EDGES = (1, 2, 4, 8, 16, 32, 64, 128, 256)
@@ -78,6 +79,8 @@ class Timeline(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
     num_overtaken: int = 0  # sequences that were queued later and scheduled earlier
     num_prompt: int = 0
     num_cached: int = 0
+    # Tokens that were loaded for it, by the tier of the prefix cache that had them.
+    loaded_from: dict[str, int] = {}
     num_evicted: int = 0  # prompt tokens that were computed earlier and are no longer cached
     is_cache_off: bool = False  # whether the sequence could not use the prefix cache
     divergence: Divergence | None = None

@@ -134,6 +134,14 @@ class DiskTier:
         files = sorted(self._files(), key=lambda each: -each[2])
         return [name for name, _, _ in files]
 
+    def read(self, name: str, max_bytes: int = -1) -> bytes | None:
+        """The first bytes of a record, or all of them, unchecked."""
+        try:
+            with self.path_of(name).open("rb") as file:
+                return file.read(max_bytes)
+        except FileNotFoundError:
+            return None
+
     def _load(self, wanted: Wanted, index: int, payload: memoryview) -> Loaded:
         name, header = wanted.name(index), bytearray(wanted.shape.header_bytes)
         try:

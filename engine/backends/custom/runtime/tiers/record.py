@@ -13,6 +13,7 @@ import struct
 import zlib
 from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import Literal
 
 import numpy as np
 
@@ -26,7 +27,12 @@ MAX_TOKENS = 4096  # more tokens than any block has
 KEY_BYTES = 32
 
 # The kinds of records. A latent block is a full block that has latents instead of keys and values.
-KINDS = ("full", "window", "state", "latent")
+KINDS: tuple[Literal["full", "window", "state", "latent"], ...] = (
+    "full",
+    "window",
+    "state",
+    "latent",
+)
 
 _HEAD = struct.Struct("<8sHBxIIQ32s32s32s")
 _CRC = struct.Struct("<I")
@@ -68,7 +74,7 @@ class Place:
 class Header:
     """The content of a record's header."""
 
-    kind: str
+    kind: Literal["full", "window", "state", "latent"]
     identity: bytes
     place: Place
     num_bytes: int
@@ -76,8 +82,14 @@ class Header:
 
     @property
     def header_bytes(self) -> int:
-        shape = RecordShape("full", self.kind, len(self.place.tokens) // 4, self.num_bytes)
-        return shape.header_bytes
+        return self.shape.header_bytes
+
+    @property
+    def shape(self) -> RecordShape:
+        group: Group = "full"
+        if self.kind == "window" or self.kind == "state":
+            group = self.kind
+        return RecordShape(group, self.kind, len(self.place.tokens) // 4, self.num_bytes)
 
     @property
     def token_ids(self) -> list[int]:

@@ -155,10 +155,11 @@ class RedisTier:
         found = self._client.zrange(INDEX, 0, -1, withscores=True)
         return {name.decode("ascii", "replace"): int(score) for name, score in found}
 
-    def read(self, name: str) -> bytes | None:
-        """A whole record, unchecked."""
-        value: bytes | None = self._client.get(PREFIX + name)
-        return value
+    def read(self, name: str, max_bytes: int = -1) -> bytes | None:
+        """The first bytes of a record, or all of them, unchecked."""
+        end = max_bytes - 1 if max_bytes > 0 else -1
+        value: bytes = self._client.getrange(PREFIX + name, 0, end)
+        return value or None
 
     def _get(self, names: Sequence[str], record_bytes: int) -> list[bytes | None]:
         if record_bytes <= PIECE_BYTES:
