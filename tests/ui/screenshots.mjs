@@ -1,4 +1,4 @@
-// Takes the pictures of docs/ui.md. Arguments: the URL of a server with two backends of the default
+// Takes the chat's pictures of docs/ui.md. Arguments: the URL of a server with two backends of the default
 // model, the folder with playwright-core, the path of Chromium, and the folder of the pictures.
 import { createRequire } from "node:module";
 import { ask, openChat } from "./page.mjs";
@@ -40,25 +40,5 @@ await picture("tokens", { settings: { logprobs: true, params: { max_tokens: "60"
 });
 await picture("phone", { viewport: PHONE, colorScheme: "light" }, async (page) => {
   await ask(page, QUESTION);
-});
-const askForStories = () =>
-  [1, 2, 3, 4, 5, 6].map((number) => {
-    const messages = [{ role: "user", content: `Tell me story number ${number}, and make it long.` }];
-    const body = JSON.stringify({ model: models[0], messages, max_tokens: 120, ignore_eos: true });
-    return fetch(`${url}/v1/chat/completions`, { method: "POST", headers: { "content-type": "application/json" }, body });
-  });
-let asked = [];
-await picture("live", {}, async (page) => {
-  await page.goto(`${url}/ui/live`);
-  await page.locator(".tile").first().waitFor();
-  asked = askForStories();
-  await page.locator(".lane").nth(5).waitFor();
-  await page.waitForTimeout(4000);
-});
-await Promise.all(asked);
-await picture("requests", { colorScheme: "light" }, async (page) => {
-  await page.goto(`${url}/ui/requests`);
-  await page.locator(".list a").first().click();
-  await page.locator(".waterfall .fall").first().waitFor();
 });
 await browser.close();
