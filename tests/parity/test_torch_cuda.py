@@ -7,8 +7,8 @@ import torch
 
 from engine.backends.custom.frameworks.torch.execution.build import build_runner
 from engine.backends.custom.frameworks.torch.execution.gumbel import gumbel
-from engine.backends.custom.runtime.host_sampler import row_keys, token_words
 from engine.backends.custom.runtime.model_runner import ModelRunner, RunnerConfig
+from engine.backends.custom.runtime.samplers.host_sampler import row_keys, token_words
 from engine.backends.custom.weights.model import ModelSource, open_model
 from tests.parity import tiny_models
 from tests.parity.runner_driver import RunnerDriver, sampling_inputs

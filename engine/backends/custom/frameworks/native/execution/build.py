@@ -31,13 +31,13 @@ from engine.backends.custom.ir.recurrent import empty_states
 from engine.backends.custom.ir.reference import alibi_slopes
 from engine.backends.custom.ir.steps import step_label
 from engine.backends.custom.options import EngineOptions
+from engine.backends.custom.runtime.insight.profiler import Profiler
 from engine.backends.custom.runtime.model_runner import (
     MAX_SCORED,
     PROMPT_TOKENS,
     DeviceInfo,
     ImageEncoder,
     ModelRunner,
-    Profiler,
     RunnerConfig,
     RunnerSpec,
 )

@@ -26,12 +26,11 @@ from engine.backends.custom.frameworks.torch.models.loading import (
 from engine.backends.custom.frameworks.torch.models.quantized_loading import placed_bytes
 from engine.backends.custom.frameworks.torch.models.vision import TorchImageEncoder
 from engine.backends.custom.options import EngineOptions
+from engine.backends.custom.runtime.insight.profiler import KernelTime, Profiler
 from engine.backends.custom.runtime.model_runner import (
     DeviceInfo,
     ImageEncoder,
-    KernelTime,
     ModelRunner,
-    Profiler,
     RunnerConfig,
 )
 from engine.backends.custom.weights.model import ModelSource
