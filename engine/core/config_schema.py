@@ -241,8 +241,8 @@ class PerformanceSettings(Section):
     """CPU threads of the model; unset, the framework chooses."""
     attention: Name = "auto"
     """Attention kernel, by the name that the framework's registry has for it."""
-    numerics: Literal["invariant", "fast"] = "invariant"
-    """`fast` lets rounding depend on the batch, for speed; `invariant` never does."""
+    numerics: Literal["auto", "invariant", "fast"] = "auto"
+    """`fast` lets rounding depend on the batch, `invariant` never does, `auto`: see numerics.md."""
     affinity: str = Field(
         default="auto", pattern=r"^(auto|off|[0-9]+(-[0-9]+)?(,[0-9]+(-[0-9]+)?)*)$", max_length=256
     )

@@ -37,7 +37,7 @@ class EngineOptions(msgspec.Struct, frozen=True, kw_only=True, tag="options"):
     use_mmap: bool = True
     threads: int | None = None
     attention: str = "auto"
-    numerics: str = "invariant"
+    numerics: str = "auto"
     affinity: str = "auto"
     kv_dtype: str = "auto"
     max_slots: int = 64  # 0: `planned` chooses it, and so for `max_batch_tokens`

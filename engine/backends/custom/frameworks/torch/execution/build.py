@@ -12,11 +12,17 @@ import torch
 from torch.profiler import ProfilerActivity, profile, record_function
 
 from engine.backends.custom.architectures.base import ModelConfig
-from engine.backends.custom.frameworks.refusals import check_config, check_dtype
+from engine.backends.custom.frameworks.refusals import (
+    check_config,
+    check_dtype,
+    check_numerics,
+)
 from engine.backends.custom.frameworks.torch.execution.cuda_runner import CudaRunner
 from engine.backends.custom.frameworks.torch.execution.encoder import TorchEncoder
+from engine.backends.custom.frameworks.torch.execution.invariance import check_invariant
 from engine.backends.custom.frameworks.torch.execution.runner import TorchRunner
 from engine.backends.custom.frameworks.torch.kernels.fp8 import cache_slot_bytes, has_fp8
+from engine.backends.custom.frameworks.torch.layers.invariant_linear import make_invariant
 from engine.backends.custom.frameworks.torch.layers.linear import can_pack, pack_linears
 from engine.backends.custom.frameworks.torch.models.loading import (
     build_encoder_model,
@@ -112,11 +118,17 @@ def _check_fp8_cache(config: ModelConfig, device: torch.device) -> None:
 def build_runner(source: ModelSource, config: RunnerConfig) -> ModelRunner:
     """Loads the weights and allocates the KV cache. Returns a runner that is ready to use."""
     device, dtype = torch_device(config.device), torch_dtype(config.dtype)
+    invariant = config.numerics == "invariant"
     if config.kv_dtype == "fp8":
         _check_fp8_cache(source.config, device)
-        check_config("torch", "PyTorch", source.config, replace(config, kv_dtype="auto"))
-    else:
-        check_config("torch", "PyTorch", source.config, config)
+    if invariant:
+        check_invariant(source, config, device)
+    own = replace(
+        config,
+        kv_dtype="auto" if config.kv_dtype == "fp8" else config.kv_dtype,
+        numerics="auto" if invariant else config.numerics,
+    )
+    check_config("torch", "PyTorch", source.config, own)
     if config.quantization != "auto" and device.type != "cuda":
         raise ConfigError(f"quantization {config.quantization} needs a GPU; leave it out on a CPU")
     if config.quantization != "auto" and source.config.experts is not None:
@@ -131,6 +143,8 @@ def build_runner(source: ModelSource, config: RunnerConfig) -> ModelRunner:
     )
     if can_pack(dtype, device):
         pack_linears(model)
+    if invariant:
+        make_invariant(model)
     if device.type == "cuda" and config.attention in ("auto", "triton"):
         return CudaRunner(model, config, device, dtype)
     return TorchRunner(model, config, device, dtype)
@@ -142,6 +156,7 @@ def profiler(runner: ModelRunner, source: ModelSource, config: RunnerConfig) -> 
 
 
 def build_encoder(source: ModelSource, options: EngineOptions, device: DeviceInfo) -> Encoder:
+    check_numerics("torch", options.numerics)
     return load_encoder(source, device.name, device.dtype, options.threads)
 
 

@@ -75,13 +75,19 @@ def gated_rows(gate_up: Tensor, kind: str) -> QuantizedRows:
 
 
 def scaled_linear(
-    rows: QuantizedRows, weight: Tensor, scale: Tensor, bias: Tensor | None, dtype: torch.dtype
+    rows: QuantizedRows,
+    weight: Tensor,
+    scale: Tensor,
+    bias: Tensor | None,
+    dtype: torch.dtype,
+    invariant: bool = False,
 ) -> Tensor:
     """x W^T + bias in `dtype`, for float8 x (T, D) and W (F, D). `scale` (F,) has the scales of the
-    output channels.
+    output channels. With `invariant`, one kernel computes any number of rows. Its tile sizes depend
+    on that number, but the order of its sums does not.
     """
     values, scales = rows
-    if _suits_library(values, weight, dtype):
+    if not invariant and _suits_library(values, weight, dtype):
         y = torch._scaled_mm(
             values, weight.t(), scales, scale[None], out_dtype=dtype, use_fast_accum=True
         )
@@ -100,16 +106,17 @@ def fp8_linear(
     eps: float = 0.0,
     gate: str | None = None,
     residual: Tensor | None = None,
+    invariant: bool = False,
 ) -> Tensor:
     """residual + act(rms_norm(x) W^T + bias), as `fused_linear`, with float8 W. x is quantized if
-    it is not yet, and if it has several rows.
+    it is not yet, and if it has several rows. With `invariant`, a single row is quantized too.
     """
-    if isinstance(x, Tensor) and len(x) == 1 and has_fp8(x.device):
+    if isinstance(x, Tensor) and len(x) == 1 and has_fp8(x.device) and not invariant:
         parts: dict[str, Any] = {"norm": norm, "eps": eps, "gate": gate, "residual": residual}
         return skinny_linear(x, weight, bias, scale=scale, **parts)
     if isinstance(x, Tensor):
         x = quantize_rows(x) if norm is None else rms_norm_rows(x, norm, eps)
-    y = scaled_linear(x, weight, scale, bias, dtype)
+    y = scaled_linear(x, weight, scale, bias, dtype, invariant)
     if gate is not None:
         y = gated(y, gate)
     return y if residual is None else residual + y

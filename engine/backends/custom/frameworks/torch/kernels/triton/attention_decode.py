@@ -134,6 +134,17 @@ def _decode_kernel(
 
 
 @triton.jit
+def merge(acc, peak, total, part, weight):
+    """Adds a partial result, whose keys have the softmax weight 2 ** `weight`, to the state of
+    results that are merged already. The FMA is explicit, so that every caller rounds alike.
+    """
+    new_peak = tl.maximum(peak, weight)
+    rescale, share = tl.exp2(peak - new_peak), tl.exp2(weight - new_peak)
+    acc = tl.fma(acc, rescale[:, None], part * share[:, None])
+    return acc, new_peak, tl.fma(total, rescale, share)
+
+
+@triton.jit
 def merged_spans(
     partial_ptr,
     weight_ptr,
@@ -163,11 +174,7 @@ def merged_spans(
             other=0.0,
             cache_modifier=".cg",
         )
-        new_peak = tl.maximum(peak, weight)
-        rescale, share = tl.exp2(peak - new_peak), tl.exp2(weight - new_peak)
-        acc = acc * rescale[:, None] + part * share[:, None]
-        total = total * rescale + share
-        peak = new_peak
+        acc, peak, total = merge(acc, peak, total, part, weight)
     return normalised(acc, total)
 
 

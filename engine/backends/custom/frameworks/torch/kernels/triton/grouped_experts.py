@@ -16,6 +16,7 @@ from engine.backends.custom.frameworks.torch.kernels.triton.experts import (
     pairs_of,
     pairs_per_block,
     sorted_pairs,
+    summed,
 )
 from engine.backends.custom.frameworks.torch.kernels.triton.grouped import (
     dequantized,
@@ -147,4 +148,4 @@ def grouped_experts_mlp(
             num_warps=4,
             num_stages=3,
         )
-    return parts.sum(dim=1)
+    return summed(parts)
