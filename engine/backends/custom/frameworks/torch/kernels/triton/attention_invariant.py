@@ -38,6 +38,52 @@ _ARRAYS = ("counts", "spans", "partials", "query_start", "seq_lens", "tables")
 
 
 @triton.jit
+def _attend_chunk(q, source, lines, keys, scales, CACHE: tl.constexpr, TILE: tl.constexpr):
+    """The attention of the queries q to one chunk of keys: the weighted mean of its values, and the
+    logarithm of the sum of weights. `lines` describes the queries. `keys` has the first position of
+    the chunk, the first key that a query attends to, and the end of the keys.
+    """
+    cache_ptr, table_ptr, sinks_ptr, kv_head = source
+    there, query, head, slope = lines
+    start, seen, end = keys
+    score_scale, cap_scale = scales
+    HEAD_BLOCK: tl.constexpr = CACHE[2]
+    SCALED: tl.constexpr = CACHE[5]
+    CHUNK: tl.constexpr = TILE[2]
+    FEATURES: tl.constexpr = TILE[4]
+    has_sink = there & (query >= start) & (query < start + CHUNK)
+    peak, total = first_state(sinks_ptr, head, has_sink, score_scale, FEATURES)
+    acc, peak, total = attend_span(
+        q,
+        tl.zeros((TILE[0], HEAD_BLOCK), tl.float32),
+        peak,
+        total,
+        cache_ptr,
+        kv_head,
+        table_ptr,
+        tl.maximum(start, seen),
+        tl.minimum(start + CHUNK, end),
+        query,
+        slope,
+        score_scale,
+        cap_scale,
+        CACHE[0],
+        CACHE[1],
+        HEAD_BLOCK,
+        CACHE[3],
+        TILE[1],
+        CACHE[4],
+        SCALED,
+        True,
+        True,
+        TILE[3],
+        FEATURES,
+        TILE[5],
+    )
+    return normalised(acc, total, SCALED), peak * score_scale + tl.log2(total)
+
+
+@triton.jit
 def _attention_kernel(
     q_ptr,
     cache_ptr,
@@ -99,39 +145,17 @@ def _attention_kernel(
     acc = tl.zeros((BLOCK_M, HEAD_BLOCK), tl.float32)
     peak = tl.full((BLOCK_M,), NOTHING_SEEN, tl.float32)
     total = tl.zeros((BLOCK_M,), tl.float32)
+    lines, scales = (there, query, own_head, slope), (score_scale, cap_scale)
     for chunk in tl.range(first // CHUNK, (end + CHUNK - 1) // CHUNK):
-        start = chunk * CHUNK
-        has_sink = there & (query >= start) & (query < start + CHUNK)
-        own_peak, own_total = first_state(sinks_ptr, own_head, has_sink, score_scale, FEATURES)
-        part, own_peak, own_total = attend_span(
+        part, weight = _attend_chunk(
             q,
-            tl.zeros((BLOCK_M, HEAD_BLOCK), tl.float32),
-            own_peak,
-            own_total,
-            cache_ptr,
-            kv_head,
-            table_ptr,
-            tl.maximum(start, seen),
-            tl.minimum(start + CHUNK, end),
-            query,
-            slope,
-            score_scale,
-            cap_scale,
-            KV_HEADS,
-            HEAD_DIM,
-            HEAD_BLOCK,
-            BLOCK_SIZE,
-            BLOCK_N,
-            SLOT_SIZE,
-            SCALED,
-            True,
-            True,
-            WINDOW,
-            FEATURES,
-            PRECISION,
+            (cache_ptr, table_ptr, sinks_ptr, kv_head),
+            lines,
+            (chunk * CHUNK, seen, end),
+            scales,
+            (KV_HEADS, HEAD_DIM, HEAD_BLOCK, BLOCK_SIZE, SLOT_SIZE, SCALED),
+            (BLOCK_M, BLOCK_N, CHUNK, WINDOW, FEATURES, PRECISION),
         )
-        part = normalised(part, own_total, SCALED)
-        weight = own_peak * score_scale + tl.log2(own_total)
         if count > 1:
             slot = ((first_partial + chunk) * KV_HEADS + kv_head).to(tl.int64) * GROUP + head
             values_ptr = partial_ptr + slot[:, None] * HEAD_DIM + columns[None, :]
