@@ -19,7 +19,7 @@ step = @printf '\n==> %s\n' "$(1)"
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help serve clang test test-quick scoreboard test-slow test-gpu test-native test-emulated test-vllm test-vllm-suite test-llamacpp-suite test-clients nightly lint format bench wheel lock sbom clean
+.PHONY: help serve clang prometheus test test-quick scoreboard test-slow test-gpu test-native test-emulated test-vllm test-vllm-suite test-llamacpp-suite test-clients nightly lint format bench wheel lock sbom clean
 
 help: ## Show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -31,7 +31,7 @@ serve: $(VENV)/.serve ## Fetch the default model and serve it (MODEL=name ARGS="
 	@exec $(BIN)/engine serve $(MODEL) $(ARGS)
 
 # Both processes take files of the same list, so the long ones come first. What failed is run once more, alone.
-test: $(VENV)/.dev clang ## Run every test but the long ones
+test: $(VENV)/.dev clang prometheus ## Run every test but the long ones
 	$(call step,Fetching the model that tests use)
 	@$(BIN)/engine pull $(MODEL)
 	@failed=; again=; \
@@ -53,7 +53,13 @@ clang: ## Install clang, with which tinygrad compiles for a CPU
 		apt-get install -y -q clang && has; } || \
 		echo "clang is not there, so tinygrad is not tested: sudo apt-get install clang" >&2
 
-test-slow: $(VENV)/.dev clang ## Run the long tests
+prometheus: ## Install Prometheus, which tests alerts and dashboards
+	@has() { command -v promtool >/dev/null; }; has || { \
+		printf '\n==> Installing Prometheus\n'; [ "$$(id -u)" = 0 ] && apt-get update -q && \
+		apt-get install -y -q --no-install-recommends prometheus && has; } || \
+		echo "promtool is not there, so alerts are not tested: sudo apt-get install prometheus" >&2
+
+test-slow: $(VENV)/.dev clang prometheus ## Run the long tests
 	@$(BIN)/engine pull $(MODEL)
 	$(call step,Slow tests)
 	@$(BIN)/python -m pytest -m slow --timeout 3600 tests
@@ -108,15 +114,17 @@ test-native: $(VENV)/.dev ## Test the kernels under AddressSanitizer and UBSan
 		UBSAN_OPTIONS=halt_on_error=1:print_stacktrace=1 \
 		$(BIN)/python -m pytest --timeout 1200 tests/native
 
-# An emulator runs the matmul kernels of another CPU. QEMU 7.2 has AVX2 and no AVX-512, which is only compiled.
-CHECK := build/check-x86_64
-test-emulated: ## Compare the AVX2 kernels with the portable ones in an emulator (needs qemu-user)
-	@for tool in x86_64-linux-gnu-g++ qemu-x86_64; do command -v $$tool >/dev/null || { \
-		echo "$$tool is missing: apt-get install g++-x86-64-linux-gnu qemu-user" >&2; exit 1; }; done
-	@cmake -S tests/native/emulated -B $(CHECK) -DCMAKE_BUILD_TYPE=Release -DCMAKE_SYSTEM_NAME=Linux \
-		-DCMAKE_SYSTEM_PROCESSOR=x86_64 -DCMAKE_CXX_COMPILER=x86_64-linux-gnu-g++
-	@cmake --build $(CHECK) --parallel 2
-	@qemu-x86_64 -L /usr/x86_64-linux-gnu -cpu max $(CHECK)/check_kernels avx2
+# An emulator runs the matmul kernels of CPUs that are not here. QEMU has AVX2 and all that ARM has. It has no AVX-512,
+# which is only compiled.
+EMULATED := x86_64=avx2 aarch64=neon_bf16
+test-emulated: ## Compare the kernels of other CPUs with the portable ones in an emulator (needs qemu-user)
+	@set -e; for each in $(EMULATED); do cpu=$${each%=*}; build=build/check-$$cpu; \
+		for tool in $$cpu-linux-gnu-g++ qemu-$$cpu; do command -v $$tool >/dev/null || { \
+			echo "$$tool is missing: apt-get install g++-$$(echo $$cpu | tr _ -)-linux-gnu qemu-user" >&2; exit 1; }; done; \
+		cmake -S tests/native/emulated -B $$build -DCMAKE_BUILD_TYPE=Release -DCMAKE_SYSTEM_NAME=Linux \
+			-DCMAKE_SYSTEM_PROCESSOR=$$cpu -DCMAKE_CXX_COMPILER=$$cpu-linux-gnu-g++ >/dev/null; \
+		cmake --build $$build --parallel 2; \
+		qemu-$$cpu -L /usr/$$cpu-linux-gnu -cpu max $$build/check_kernels $${each#*=}; done
 
 lint: $(VENV)/.dev ## Check style, format and types
 	$(call step,ruff check)
@@ -180,5 +188,5 @@ $(VENV)/.serve: $(SOURCES) | $(VENV)/.created
 $(VENV)/.dev: $(SOURCES) | $(VENV)/.created
 	@grep -qsx '$(SUM)' $@ || { \
 		printf '\n==> Installing the engine with its frameworks and the development tools\n'; \
-		$(BIN)/python -m pip install --editable '.[jax,tinygrad,torch,transformers,dev]' && $(COMPILE); }
+		$(BIN)/python -m pip install --editable '.[jax,otel,tinygrad,torch,transformers,dev]' && $(COMPILE); }
 	@echo '$(SUM)' >$@

@@ -343,6 +343,7 @@ class WatchedScheduling:
             seq
             for seq in scheduler._running
             if len(seq.tokens) + seq.num_sampling < seq.num_prompt + seq.max_tokens
+            and seq.num_computed < len(seq.tokens) + seq.num_sampling  # it verifies no draft
         ]
         batch = type(scheduler).schedule(scheduler, budget, now)  # it is this in its place
         with noted(self._violations):

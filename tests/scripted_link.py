@@ -75,8 +75,8 @@ class Receiver:
     def __init__(self) -> None:
         self.items: list = []
 
-    def deliver(self, item) -> None:
-        self.items.append(item)
+    def deliver(self, *items) -> None:
+        self.items.extend(items)
 
 
 class Bench:

@@ -73,21 +73,33 @@ bool has_int8_tiles() {
     return has(cpuid(7, 0).edx, 25);
 }
 #elif defined(__aarch64__)
+#if defined(__APPLE__)
+bool has(const char* feature) {
+    int value = 0;
+    size_t size = sizeof value;
+    return sysctlbyname(feature, &value, &size, nullptr, 0) == 0 && value;
+}
+
+#define ENGINE_HAS(feature, word, bit) has("hw.optional.arm.FEAT_" feature)
+#elif defined(__linux__)
+#define ENGINE_HAS(feature, word, bit) (getauxval(word) >> bit & 1)
+#else
+#define ENGINE_HAS(feature, word, bit) false
+#endif
+
 // The NEON kernels need int8 dot products (sdot) and half-precision arithmetic.
 bool has_neon() {
-#if defined(__linux__)
-    constexpr unsigned long kHalves = 1 << 10, kDotProducts = 1 << 20;
-    return (getauxval(AT_HWCAP) & (kHalves | kDotProducts)) == (kHalves | kDotProducts);
-#elif defined(__APPLE__)
-    int dot_products = 0, halves = 0;
-    size_t size = sizeof(int);
-    sysctlbyname("hw.optional.arm.FEAT_DotProd", &dot_products, &size, nullptr, 0);
-    sysctlbyname("hw.optional.arm.FEAT_FP16", &halves, &size, nullptr, 0);
-    return dot_products && halves;
-#else
-    return false;
-#endif
+    return ENGINE_HAS("FP16", AT_HWCAP, 10) && ENGINE_HAS("DotProd", AT_HWCAP, 20);
 }
+
+bool has_i8mm() {
+    return ENGINE_HAS("I8MM", AT_HWCAP2, 13);
+}
+
+bool has_neon_bf16() {
+    return ENGINE_HAS("BF16", AT_HWCAP2, 14);
+}
+#undef ENGINE_HAS
 #endif
 
 KernelSet find_kernels() {
@@ -133,7 +145,7 @@ KernelSet find_kernels() {
     }
     add(amx, "amx");
 #elif defined(__aarch64__)
-    static Kernels neon{};
+    static Kernels neon{}, i8mm{}, neon_bf16{};
     if (!has_neon()) return set;
     neon = generic;
     fill_matmul_neon(neon);
@@ -141,6 +153,15 @@ KernelSet find_kernels() {
     fill_per_channel_neon(neon);
     fill_attention_neon(neon);
     add(neon, "neon");
+    if (!has_i8mm()) return set;
+    i8mm = neon;
+    fill_matmul_i8mm(i8mm);
+    fill_per_channel_i8mm(i8mm);
+    add(i8mm, "i8mm");
+    if (!has_neon_bf16()) return set;
+    neon_bf16 = i8mm;
+    fill_matmul_neonbf16(neon_bf16);
+    add(neon_bf16, "neon_bf16");
 #endif
     return set;
 }

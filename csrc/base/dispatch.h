@@ -28,5 +28,8 @@ void fill_attention_neon(Kernels& table);
 void fill_matmul_f32_neon(Kernels& table);
 void fill_per_channel_neon(Kernels& table);
 void fill_matmul_neon(Kernels& table);
+void fill_matmul_i8mm(Kernels& table);
+void fill_per_channel_i8mm(Kernels& table);
+void fill_matmul_neonbf16(Kernels& table);
 
 }  // namespace engine

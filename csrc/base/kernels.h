@@ -129,7 +129,8 @@ struct AttentionJob {
 };
 
 struct Kernels {
-    const char* name;         // "generic", "avx2", "avx512", "avx512_bf16", "amx", "neon"
+    // "generic"; "avx2", "avx_vnni", "avx512", "avx512_bf16", "amx"; "neon", "i8mm", "neon_bf16"
+    const char* name;
     bool has_bf16;            // whether matmuls support BF16 numerics
     bool has_int8_attention;  // whether attention over an INT8 KV cache uses fast integer arithmetic
 
@@ -191,7 +192,7 @@ struct Kernels {
 
 // The kernel tables that this CPU can run, fastest last.
 struct KernelSet {
-    const Kernels* tables[5];
+    const Kernels* tables[6];
     int count;
 };
 const KernelSet& kernel_set();

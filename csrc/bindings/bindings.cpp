@@ -25,6 +25,7 @@ NB_MODULE(_native, module) {
         for (int i = 0; i < kernel_set().count; i++) names.emplace_back(kernel_set().tables[i]->name);
         return names;
     });
+    module.attr("INTERFACE") = ENGINE_INTERFACE;
     bind_matmul(module);
     bind_vector(module);
     bind_attention(module);

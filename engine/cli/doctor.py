@@ -62,6 +62,8 @@ _FASTER = {
     "avx2": ("avx512", ("avx512f", "avx512bw", "avx512dq", "avx512vl", "avx512_vnni")),
     "avx512": ("avx512_bf16", ("avx512_bf16",)),
     "avx512_bf16": ("amx", ("amx_tile", "amx_bf16")),
+    "neon": ("i8mm", ("i8mm",)),
+    "i8mm": ("neon_bf16", ("bf16",)),
 }
 
 
@@ -220,9 +222,10 @@ def _measured_speed() -> dict[str, Any]:
     the kernels can't run.
     """
     command = [sys.executable, "-m", f"{_NATIVE}.machine"]
-    answer = subprocess.run(
-        command, capture_output=True, text=True, timeout=_MEASURE_TIMEOUT_S, check=True
-    )
+    answer = subprocess.run(command, capture_output=True, text=True, timeout=_MEASURE_TIMEOUT_S)
+    if answer.returncode:
+        problem = answer.stderr.strip().splitlines() or [f"exit status {answer.returncode}"]
+        raise ValueError(problem[-1])
     return json.loads(answer.stdout)
 
 

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
 
 USABLE_CONTEXT = 8192  # tokens for which `show` says whether a model fits
 GRAPH_CONTEXT = 128  # default tokens per sequence for `inspect --graph`
+WIDE_ENOUGH = 120  # columns of a terminal on which `list` shows descriptions
 _ORIGINS = {"pypi": "PyPI", "hf": "hub", "http": "web", "https": "web"}
 
 TokensOption = Annotated[
@@ -113,8 +114,12 @@ def _print_models(rows: list[dict[str, Any]], as_json: bool) -> None:
 
     from engine.cli.model_report import human_bytes
 
-    table = Table("model", "size", "tok/s", "here", "from", "what", box=None, pad_edge=False)
-    for column in table.columns[:4]:
+    console = output()
+    columns = ("model", "size", "tok/s", "here", "from", "what")
+    # On a narrow terminal, a description would take many short lines.
+    shown = columns if console.width >= WIDE_ENOUGH else columns[:5]
+    table = Table(*shown, box=None, pad_edge=False)
+    for column in table.columns:
         column.no_wrap = True
     for row in rows:
         label = Text(row["name"], style="bold" if row["pulled"] else "")
@@ -123,8 +128,9 @@ def _print_models(rows: list[dict[str, Any]], as_json: bool) -> None:
         speed = "-" if row["tokens_per_s"] is None else f"{row['tokens_per_s']:.0f}"
         origin = _ORIGINS.get(row["source"].partition(":")[0], "?")
         here = row["date"][:10] if row["pulled"] else _fit_text(row["fits"])
-        table.add_row(label, size, speed, here, origin, Text(_what(row)))
-    output().print(table)
+        row_texts = (label, size, speed, here, origin, Text(_what(row)))
+        table.add_row(*row_texts[: len(shown)])
+    console.print(table)
     if not all(row["pulled"] for row in rows):
         messages().print("`engine pull NAME` downloads one that is not here.", style="dim")
 

@@ -46,6 +46,7 @@ from engine.cli.serve_options import (
     StoragePathOption,
     StrictOption,
     ThreadsOption,
+    UiOption,
 )
 from engine.core import faults
 
@@ -102,6 +103,7 @@ def serve(
     api_key_file: ApiKeyFileOption = None,
     insecure_no_auth: InsecureNoAuthOption = None,
     strict: StrictOption = None,
+    ui: UiOption = None,
     storage_path: StoragePathOption = None,
     log_level: LogLevelOption = None,
     log_format: LogFormatOption = None,
@@ -121,6 +123,7 @@ def serve(
         "server.api_key_file": api_key_file,
         "server.insecure_no_auth": insecure_no_auth,
         "server.strict": strict,
+        "server.ui": ui,
         "storage.path": storage_path,
         "performance.batch_size": batch_size,
         "performance.max_batch_tokens": max_batch_tokens,
@@ -288,13 +291,14 @@ def _run(
     build: "Callable[[], Server]",
 ) -> None:
     from engine.core.observability.logging import setup_logging
-    from engine.core.utils.listening import address_of
+    from engine.core.utils.listening import address_of, is_on_all_interfaces
     from engine.servers.run import run_server
 
     settings = loaded.settings
     setup_logging(settings.logging.level, settings.logging.format)
     server = build()
     url = address_of(sock)
+    where = ", on all interfaces" if is_on_all_interfaces(sock) else ""
     say = _speaker(settings.logging.format)
     _tell_of_unused(loaded)
     say(f"Loading {server.loading} ...")
@@ -304,7 +308,7 @@ def _run(
         gc.enable()
         # The time is counted from the start of the command, because most of the loading happens
         # before the server starts.
-        say(f"Ready in {time.monotonic() - BEGAN_AT:.1f} s at {url}/v1")
+        say(f"Ready in {time.monotonic() - BEGAN_AT:.1f} s at {url}/v1{where}")
         if settings.logging.format == "pretty":
             needs_key = bool(settings.server.api_key or settings.server.keys_file)
             say(_first_request(url, *server.first_call(), needs_key))

@@ -174,6 +174,15 @@ StrictOption = Annotated[
         help="Refuse what would be emulated or clamped, with 400.",
     ),
 ]
+UiOption = Annotated[
+    bool | None,
+    typer.Option(
+        "--ui/--no-ui",
+        "--webui/--no-webui",
+        rich_help_panel=_SERVER,
+        help="Serve the web page at /.",
+    ),
+]
 StoragePathOption = Annotated[
     Path | None,
     typer.Option(rich_help_panel=_SERVER, help="Directory of stored responses, files and batches."),

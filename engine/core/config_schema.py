@@ -6,8 +6,6 @@ changes them after loading. The sentence below a field is its line in docs/refer
 """
 
 import os
-import re
-import tomllib
 from collections.abc import Mapping
 from pathlib import Path
 from types import MappingProxyType
@@ -20,98 +18,30 @@ from pydantic import (
     BeforeValidator,
     ConfigDict,
     Field,
-    SecretStr,
-    ValidationInfo,
     WithJsonSchema,
     field_validator,
     model_validator,
+)
+
+from engine.core.config_types import (
+    Dialects,
+    Megabytes,
+    Name,
+    Origins,
+    Secret,
+    Section,
+    Strings,
+    check_options,
+    check_power_of_two,
+    lowercase,
+    parse_options,
 )
 
 if TYPE_CHECKING:
     from engine.core.config_presets import PresetTable
     from engine.core.config_tables import BackendTable, ModelTable, PluginTable
 
-MAX_SECRET_LENGTH = 512
 RESERVED_PATHS = ("/v1", "/health", "/livez", "/readyz", "/generate", "/api", "/openai")
-
-
-def _split_commas(value: Any) -> Any:
-    """Split a list that a variable or a flag gives as `a,b`."""
-    if isinstance(value, str):
-        return tuple(part.strip() for part in value.split(",") if part.strip())
-    return value
-
-
-def _parse_options(value: Any) -> Any:
-    """Parse backend options that a variable gives in TOML syntax: `{ name = "value" }`."""
-    if not isinstance(value, str):
-        return value
-    try:
-        return tomllib.loads(f"options = {value}")["options"]
-    except tomllib.TOMLDecodeError as error:
-        raise ValueError(f'must be written {{ name = "value" }}: {error}') from None
-
-
-def _check_options(value: dict[str, Any]) -> dict[str, Any]:
-    if value:
-        from engine.core.config_tables import refuse_secrets
-
-        refuse_secrets(value)
-    return value
-
-
-def _check_secret(value: SecretStr) -> SecretStr:
-    if not re.fullmatch(rf"[\x21-\x7e]{{1,{MAX_SECRET_LENGTH}}}", value.get_secret_value()):
-        raise ValueError(
-            f"must be 1 to {MAX_SECRET_LENGTH} characters of printable ASCII without spaces"
-        )
-    return value
-
-
-def _check_power_of_two(value: int) -> int:
-    if value & (value - 1):
-        raise ValueError("must be a power of two")
-    return value
-
-
-def _check_origin(value: str) -> str:
-    if value != "*" and not re.fullmatch(r"https?://[^/\s?#]+", value):
-        raise ValueError('must be "*" or an origin such as "https://app.example.com"')
-    return value
-
-
-def _lowercase(value: Any) -> Any:
-    return value.lower() if isinstance(value, str) else value
-
-
-Megabytes = Annotated[int, Field(ge=1, le=2**24)]
-Name = Annotated[str, Field(pattern=r"^[A-Za-z0-9_.-]{1,64}$")]
-Secret = Annotated[SecretStr, AfterValidator(_check_secret)]
-Strings = Annotated[
-    tuple[Annotated[str, Field(min_length=1, max_length=253)], ...], BeforeValidator(_split_commas)
-]
-Origins = Annotated[
-    tuple[Annotated[str, AfterValidator(_check_origin)], ...], BeforeValidator(_split_commas)
-]
-Dialect = Literal["llamacpp", "vllm", "sglang", "ollama", "azure"]
-Dialects = Annotated[tuple[Dialect, ...], BeforeValidator(_split_commas)]
-
-
-class Section(BaseModel):
-    """Base class of the sections. A section is one table of the TOML file, such as `[server]`."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
-
-    @field_validator("*", mode="before")
-    @classmethod
-    def _refuse_bool_as_number(cls, value: Any, info: ValidationInfo) -> Any:
-        """Refuse `true` and `false` for settings that are not booleans. Python would take `true` as
-        1.
-        """
-        assert info.field_name is not None
-        if isinstance(value, bool) and cls.model_fields[info.field_name].annotation is not bool:
-            raise ValueError(f"must not be {str(value).lower()}")
-        return value
 
 
 class ServerSettings(Section):
@@ -159,6 +89,8 @@ class ServerSettings(Section):
     """Memory of all models in MiB; beyond it the least recently used model is unloaded."""
     idle_unload_s: float | None = Field(default=None, gt=0, le=10**9)
     """Unload a model after this time without a request; the next request loads it again."""
+    ui: bool = True
+    """Serve the web page at `/`; if keys are set, the page asks its user for one."""
     dialects: Dialects = ("llamacpp", "vllm", "sglang", "ollama", "azure")
     """APIs of other servers that are served besides our own; an empty list serves none of them."""
     accept_any_model: bool = False
@@ -190,7 +122,7 @@ class ModelSettings(Section):
     backend: Name = "auto"
     """Backend that runs the model, such as `native`, `torch`, `jax` or `vllm`."""
     options: Annotated[
-        dict[str, Any], BeforeValidator(_parse_options), AfterValidator(_check_options)
+        dict[str, Any], BeforeValidator(parse_options), AfterValidator(check_options)
     ] = {}
     """Fields of the configuration class of a backend other than our own."""
     device: str = Field(default="auto", pattern=r"^[a-z]+(:[0-9]{1,3}(-[0-9]{1,3})?)?$")
@@ -218,9 +150,7 @@ class CacheSettings(Section):
     """Age at which an unused cached prefix expires; unset, never."""
     kv_dtype: Literal["auto", "float32", "bfloat16", "int8", "fp8"] = "auto"
     """Type of cached keys and values; int8 only on a CPU, fp8 only on a GPU."""
-    block_size: Annotated[int, AfterValidator(_check_power_of_two)] = Field(
-        default=16, ge=1, le=256
-    )
+    block_size: Annotated[int, AfterValidator(check_power_of_two)] = Field(default=16, ge=1, le=256)
     """Tokens per KV block; a power of two."""
 
 
@@ -243,6 +173,8 @@ class PerformanceSettings(Section):
     """Attention kernel, by the name that the framework's registry has for it."""
     numerics: Literal["auto", "invariant", "fast"] = "auto"
     """`fast` lets rounding depend on the batch, `invariant` never does, `auto`: see numerics.md."""
+    speculation: Literal["auto", "off"] = "auto"
+    """`auto` guesses tokens and verifies them, where the output stays exactly the same."""
     affinity: str = Field(
         default="auto", pattern=r"^(auto|off|[0-9]+(-[0-9]+)?(,[0-9]+(-[0-9]+)?)*)$", max_length=256
     )
@@ -259,7 +191,7 @@ class PerformanceSettings(Section):
 
 
 class LoggingSettings(Section):
-    level: Annotated[Literal["debug", "info", "warning", "error"], BeforeValidator(_lowercase)] = (
+    level: Annotated[Literal["debug", "info", "warning", "error"], BeforeValidator(lowercase)] = (
         "info"
     )
     """Lowest level that is logged."""
@@ -288,6 +220,21 @@ class MetricsSettings(Section):
             if value == path or value.startswith(path + "/"):
                 raise ValueError(f"must not be below {path}, which the API uses")
         return value
+
+
+class TracingSettings(Section):
+    enabled: bool = False
+    """Send traces and `gen_ai.server.*` metrics by OTLP; needs the extra `otel`."""
+    endpoint: str | None = Field(default=None, pattern=r"^https?://[^\s]+$", max_length=2048)
+    """URL of the OTLP receiver; unset, `OTEL_EXPORTER_OTLP_ENDPOINT`, else this machine."""
+    protocol: Literal["http/protobuf", "grpc"] | None = None
+    """Protocol of OTLP; unset, `OTEL_EXPORTER_OTLP_PROTOCOL`, else `http/protobuf`."""
+    sample_ratio: float | None = Field(default=None, ge=0, le=1)
+    """Share of requests that are traced if the client does not decide; unset, as `OTEL_*` says."""
+    slow_s: float | None = Field(default=None, ge=0, le=86400)
+    """Send only traces of requests that took longer than this, or failed; unset, all."""
+    capture_content: bool = False
+    """Put prompts and answers into traces."""
 
 
 class LimitsSettings(Section):
@@ -335,6 +282,15 @@ class StorageSettings(Section):
         return Path(base) / "engine"
 
 
+class RequestsSettings(Section):
+    """What the server keeps of past requests, to explain and to replay them."""
+
+    keep: int = Field(default=512, ge=0, le=100_000)
+    """Past requests that `/v1/admin/requests` can explain; 0 keeps none."""
+    show_text: bool = False
+    """Show a few words of a prompt where it differs from the cached one."""
+
+
 class NamedTables(msgspec.Struct, frozen=True):
     """The named tables of the TOML file, validated by `config_tables`: `[backends.NAME]`,
     `[models.ID]`, `[plugins.NAME]` and `[presets.ID]`.
@@ -361,8 +317,10 @@ class Settings(BaseModel):
     performance: PerformanceSettings = PerformanceSettings()
     logging: LoggingSettings = LoggingSettings()
     metrics: MetricsSettings = MetricsSettings()
+    tracing: TracingSettings = TracingSettings()
     limits: LimitsSettings = LimitsSettings()
     storage: StorageSettings = StorageSettings()
+    requests: RequestsSettings = RequestsSettings()
     tables: Annotated[NamedTables, WithJsonSchema({})] = Field(
         default_factory=lambda: NO_TABLES, exclude=True
     )

@@ -30,6 +30,7 @@ from engine.core.interfaces.backend import (
     TextEvent,
     UsageEvent,
 )
+from engine.core.observability.tracing import TRACE
 from engine.routing.decisions import Decision, Failed
 from engine.routing.policies import Asked
 from engine.routing.prefixes import Request
@@ -111,18 +112,31 @@ class Attempts:
         self.decision.chosen = chosen.member.replica.name
         self.decision.why = chosen.why
         self.decision.attempts += 1
+        self._trace_choice()
         self.route.went(self.asked, pick)
         chosen.member.replica.take()
         if self.decision.attempts == 1:
             self._mirror = self._make_mirror()
         return Attempt(self, chosen.member, self._mirror)
 
+    def _trace_choice(self) -> None:
+        trace = TRACE.get()
+        if trace is not None:
+            trace.note(
+                "route",
+                self._began,
+                time.monotonic(),
+                backend=self.decision.chosen,
+                why=self.decision.why,
+                attempt=self.decision.attempts,
+            )
+
     def failed(self, attempt: "Attempt", error: EngineError) -> bool:
         """Record a failed attempt. Returns whether the request may be sent to another replica."""
         self.last_error = error
         name = attempt.replica.name
         self._failed.append(name)
-        self.decision.failed += (Failed(name, error.message),)
+        self.decision.failed += (Failed(name, error.message, attempt.seconds),)
         may_retry = (
             error.retryable and not attempt.has_begun and self.decision.attempts < MAX_ATTEMPTS
         )
@@ -184,6 +198,10 @@ class Attempt:
         self._mirror = mirror
         self._began = time.monotonic()
 
+    @property
+    def seconds(self) -> float:
+        return time.monotonic() - self._began
+
     def source(self) -> AsyncIterator[Event]:
         request = self._attempts.remaining()
         assert not isinstance(request, EmbedRequest)
@@ -196,7 +214,7 @@ class Attempt:
         """Call when the first event, or the whole answer, has arrived."""
         self.has_begun = True
         self._attempts.decision.has_answered = True
-        self.replica.first_tokens_s.append(time.monotonic() - self._began)
+        self.replica.first_tokens_s.append(self.seconds)
 
     def note(self, event: Event) -> None:
         if not self.has_begun:

@@ -21,10 +21,11 @@ class Candidate(msgspec.Struct, frozen=True):
 
 
 class Failed(msgspec.Struct, frozen=True):
-    """A failed attempt: the name of the replica, and its error."""
+    """A failed attempt: the name of the replica, its error, and how long the attempt took."""
 
     backend: str
     error: str
+    seconds: float = 0.0
 
 
 class Decision(msgspec.Struct, kw_only=True):

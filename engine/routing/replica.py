@@ -124,7 +124,7 @@ RATE_WINDOW_S = 10.0
 _COUNTS = (
     *("num_steps", "prompt_tokens", "cached_tokens", "generated_tokens", "prefix_queries"),
     *("prefix_hits", "num_preemptions", "num_evictions", "num_nonfinite"),
-    "num_invariant_failures",
+    *("num_invariant_failures", "num_drafted_tokens", "num_accepted_tokens"),
 )
 _TOTALS = (*_COUNTS, "steps")
 _GAUGES = (

@@ -302,6 +302,7 @@ def _ask(backend: InferenceBackend, request: Request, timeout_s: float) -> Async
         request_id=f"shadow-{request.context.request_id}",
         timeout_s=timeout_s,
         on_prompt=None,
+        notes=None,
     )
     copy = msgspec.structs.replace(request, context=context)
     return backend.chat(copy) if isinstance(copy, ChatRequest) else backend.complete(copy)

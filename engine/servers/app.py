@@ -10,6 +10,7 @@ import asyncio
 from collections.abc import Callable, Sequence
 from importlib import import_module
 from itertools import chain
+from typing import TYPE_CHECKING
 
 from fastapi import Depends, FastAPI
 from starlette.middleware import Middleware
@@ -18,17 +19,23 @@ from starlette.routing import Match
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from engine.backends.base import BackendHolder, InferenceBackend
-from engine.core.config_schema import Dialect, Settings
+from engine.core.config_schema import Settings
+from engine.core.config_types import Dialect
 from engine.core.key_file import NO_LIMITS
 from engine.core.observability.metrics import Metrics
+from engine.core.observability.tracing import new_telemetry
 from engine.servers.access.auth import Authenticator, KeyRing
 from engine.servers.access.quotas import AuthThrottle, Quotas
 from engine.servers.http.errors import install_error_handlers
 from engine.servers.http.guard import BrowserGuard
+from engine.servers.http.history import RequestHistory
 from engine.servers.http.request_log import RequestLog
 from engine.servers.serving.admission import Lifecycle
 from engine.servers.serving.services import Services
 from engine.servers.serving.watcher import EngineWatcher
+
+if TYPE_CHECKING:
+    from engine.core.observability.otel import Telemetry
 
 
 def add_routes(app: FastAPI, services: Services, target: str) -> None:
@@ -122,8 +129,11 @@ LATE = (
     "ops.admin_models:add_admin_models_routes",
     "ops.admin_control:add_admin_control_routes",
     "ops.admin_control:add_plugins_routes",
+    "ops.requests:add_requests_routes",
     "openai.openapi:add_openapi_routes",
 )
+# Like LATE. It comes before the routes of other servers' APIs, one of which has the path `/` too.
+PAGE = "ui.routes:add_ui_routes"
 # Like LATE, for the APIs of other servers. Each is added only if `server.dialects` has its name.
 DIALECTS: dict[Dialect, tuple[str, ...]] = {
     "llamacpp": (
@@ -178,6 +188,7 @@ def create_app(
     services = Services(
         settings, holder, metrics, lifecycle, watcher, keys, quotas, rebuild, reread
     )
+    services.history.resize(settings.requests.keep)
     services.presets.update(settings.tables.presets)
     if keys.entries or not NO_LIMITS.over(settings.limits).is_empty:
         services.components.append(quotas)
@@ -186,6 +197,9 @@ def create_app(
         from engine.servers.ops.warming import WarmStart
 
         services.components.append(WarmStart(services, settings.cache.warm_file))
+    telemetry = new_telemetry(settings.tracing)
+    if telemetry is not None:
+        services.components.append(telemetry)
     throttle = AuthThrottle(settings.limits.auth_failures_per_minute)
     app = FastAPI(
         docs_url=None,
@@ -193,13 +207,14 @@ def create_app(
         openapi_url=None,
         redirect_slashes=False,
         dependencies=[Depends(Authenticator(settings, keys, throttle))],
-        middleware=_layers(settings, holder, metrics),
+        middleware=_layers(settings, holder, metrics, services.history, telemetry),
     )
     app.state.services = services
     install_error_handlers(app)
     # Other servers' routes are matched first, because some of our paths match theirs too.
     dialects = settings.server.dialects
     others = [
+        PAGE,
         *chain.from_iterable(DIALECTS[each] for each in dialects),
         *LATE,
         *(OTHER_NAMES[each] for each in dialects if each in OTHER_NAMES),
@@ -215,12 +230,25 @@ def create_app(
     return app
 
 
-def _layers(settings: Settings, holder: BackendHolder, metrics: Metrics) -> list[Middleware]:
+def _layers(
+    settings: Settings,
+    holder: BackendHolder,
+    metrics: Metrics,
+    history: RequestHistory,
+    telemetry: "Telemetry | None",
+) -> list[Middleware]:
     def answered_by(request_id: str) -> tuple[str, ...]:
         return holder.current.answered_by(request_id)
 
     layers = [
-        Middleware(RequestLog, settings=settings, metrics=metrics, answered_by=answered_by),
+        Middleware(
+            RequestLog,
+            settings=settings,
+            metrics=metrics,
+            answered_by=answered_by,
+            keep=history.add,
+            telemetry=telemetry,
+        ),
         Middleware(BrowserGuard, server=settings.server),
     ]
     if settings.server.enable_cors:

@@ -13,9 +13,9 @@ import pytest
 def load_native() -> ModuleType:
     directory = os.environ.get("ENGINE_NATIVE_DIR")
     if directory is None:
-        from engine.backends.custom.frameworks.native import _native
+        from engine.backends.custom.frameworks.native.compiled import kernels
 
-        return _native
+        return kernels()
     (path,) = Path(directory).glob("_native*.so")
     spec = importlib.util.spec_from_file_location("_native", path)
     assert spec is not None and spec.loader is not None

@@ -8,7 +8,9 @@ from numpy.typing import NDArray
 
 from .panels import LAYOUTS, QUANTIZED, random_panels
 
-F32, INT8 = 0, 1
+F32, INT8, INT8_OUTLIERS = 0, 1, 3
+# Kernel set -> the one whose INT8 results it has, bit for bit.
+SAME_BITS = {"avx_vnni": "avx2", "i8mm": "neon", "neon_bf16": "neon"}
 SHAPES = [(16, 32, 1), (48, 576, 5), (21, 100, 3), (130, 33, 9), (64, 1536, 1), (33, 250, 18)]
 
 
@@ -47,6 +49,22 @@ def test_int8_products_agree(
     # Dot products of groups are exact; what differs is the rounding of the float sums over them.
     magnitude = np.abs(x) @ np.abs(dense).T
     assert (np.abs(got - want) <= 1e-6 * magnitude + 1e-6).all()
+
+
+@pytest.mark.parametrize("layout", QUANTIZED)
+@pytest.mark.parametrize("tokens", [1, 5, 12, 27])
+def test_kernels_of_one_family_have_the_same_bits(
+    native: ModuleType, isa: str, layout: str, tokens: int
+) -> None:
+    """They differ in how they compute the exact dot products, and in nothing else."""
+    family = SAME_BITS.get(isa, isa)
+    rng = np.random.default_rng(tokens)
+    weights, _ = random_panels(rng, layout, 48, 200)
+    x = outliers(rng, tokens, 200)
+    for numerics in (INT8, INT8_OUTLIERS):
+        want = product(native, family, numerics, layout, weights, 48, x)
+        got = product(native, isa, numerics, layout, weights, 48, x)
+        np.testing.assert_array_equal(got, want)
 
 
 @pytest.mark.parametrize("layout", QUANTIZED)

@@ -24,7 +24,15 @@ def test_speeds_are_plausible(native):
 @pytest.mark.skipif(
     sys.platform != "linux" or platform.machine() != "aarch64", reason="for ARM processors"
 )
-def test_neon_is_used_where_the_cpu_has_its_instructions(native):
+def test_kernels_are_chosen_by_what_the_cpu_has(native):
     words = set(Path("/proc/cpuinfo").read_text(encoding="utf-8").split())
-    has_neon = {"asimddp", "asimdhp"} <= words
-    assert native.instruction_sets() == ["generic", *(["neon"] if has_neon else [])]
+    found = ["generic"]
+    for name, needs in (
+        ("neon", {"asimddp", "asimdhp"}),
+        ("i8mm", {"i8mm"}),
+        ("neon_bf16", {"bf16"}),
+    ):
+        if not needs <= words:
+            break
+        found.append(name)
+    assert native.instruction_sets() == found

@@ -28,7 +28,7 @@ def bf16_isa(request: pytest.FixtureRequest) -> str:
 
 
 def test_who_has_bfloat16(native: ModuleType, isa: str) -> None:
-    assert native.has_bf16(isa) == (isa in ("avx512_bf16", "amx"))
+    assert native.has_bf16(isa) == (isa in ("avx512_bf16", "amx", "neon_bf16"))
 
 
 def multiply(

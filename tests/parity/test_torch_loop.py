@@ -4,6 +4,7 @@ One set of prompts with shared prefixes is generated under schedules that batch,
 preempt and overlap. Each must give the ids that `generate` gives for each prompt alone.
 """
 
+from collections.abc import Callable
 from pathlib import Path
 
 import msgspec
@@ -74,6 +75,7 @@ def run(
     block_size=4,
     num_window_blocks=0,
     build=build_runner,
+    prepare: Callable[[Scheduler], None] = lambda scheduler: None,
 ) -> tuple[list[TokenDelta], int]:
     """Everything that came back, and how often something was preempted."""
     config = RunnerConfig(
@@ -96,6 +98,7 @@ def run(
     )
     kv = KVCache(pool, radix, config.block_size, sharing=sharing, windows=windows, states=states)
     scheduler = Scheduler(kv, max_slots)
+    prepare(scheduler)
     channel = ListChannel()
     loop = EngineLoop(scheduler, runner, channel, StepBudget(budget, max_slots), 1000)
     channel.inbox.extend(requests)

@@ -1,8 +1,8 @@
 """Runs the same requests in random schedules: a request's tokens must never depend on its batch.
 
 Requests are batched, chunked, served from the cache, preempted, and repeated after a failed step,
-in pools of any size. Each output is compared with that of the request running alone. The result is
-one line of JSON.
+in pools of any size. Half of the engines speculate. Each output is compared with that of the
+request running alone. The result is one line of JSON.
 
     python -m tests.property.run_schedules --model toy --schedules 2000 --seed 1
     python -m tests.property.run_schedules --model native --schedules 100 --seed 1
@@ -28,6 +28,7 @@ from engine.backends.custom.runtime.model_runner import ModelRunner, RunnerSpec
 from engine.backends.custom.runtime.radix_cache import RadixCache
 from engine.backends.custom.runtime.scheduler import Scheduler
 from engine.backends.custom.runtime.sequence import ScheduledBatch
+from engine.backends.custom.runtime.speculation.drafts import Speculation
 from engine.core import faults
 from engine.core.faults import Fault
 from engine.core.interfaces.request import (
@@ -37,12 +38,14 @@ from engine.core.interfaces.request import (
     GenerateRequest,
     SamplingParams,
 )
+from tests.toy_engine import FixedPrice
 
 TEXT = Path(__file__).parent.parent / "data" / "alice.txt"
 NUM_REQUESTS = 24  # distinct requests
 MOST_TURNS = 5000
 RETRIED = ("schedule", "forward", "sample", "wait", "publish")
-KINDS = ("batches", "chunks", "hits", "preemptions", "failures")  # what a schedule can run into
+# What a schedule can run into.
+KINDS = ("batches", "chunks", "hits", "preemptions", "failures", "drafted", "accepted")
 Output = dict[int, tuple[int, ...]]  # by choice
 
 
@@ -67,6 +70,7 @@ class Shape:
     max_slots: int
     budget: int
     sharing: bool = True
+    speculates: bool = False
 
 
 class Engine:
@@ -81,6 +85,8 @@ class Engine:
         self._schedule, self.scheduler.schedule = self.scheduler.schedule, self._watched_schedule
         self.channel = ListChannel()
         budget = StepBudget(shape.budget, shape.max_slots)
+        if shape.speculates:
+            self.scheduler.speculation = Speculation(self.kv, FixedPrice())
         self._loop = EngineLoop(self.scheduler, runner, self.channel, budget, 1000)
         self.tokens: dict[tuple[str, int], list[int]] = {}
         self.endings: dict[tuple[str, int], str] = {}
@@ -189,6 +195,7 @@ def shape(rng: random.Random, least_blocks: int, most_blocks: int) -> Shape:
         max_slots=rng.choice([1, 3, 5, 5]),
         budget=rng.choice([1, 5, 16, 128]),
         sharing=rng.random() < 0.8,
+        speculates=rng.random() < 0.5,
     )
 
 
@@ -211,7 +218,10 @@ def run_schedule(model: Model, rng: random.Random, seen: Counter[str]) -> int:
             asked[f"r{len(asked)}"] = index
             request_id = f"r{len(asked) - 1}"
             request = msgspec.structs.replace(
-                model.requests[index], request_id=request_id, priority=rng.choice([0, 0, 1])
+                model.requests[index],
+                request_id=request_id,
+                priority=rng.choice([0, 0, 1]),
+                expected=nearly(model.alone[index][0], rng),
             )
             engine.channel.inbox.append(request)
         elif happening == "abort" and asked:
@@ -229,7 +239,16 @@ def run_schedule(model: Model, rng: random.Random, seen: Counter[str]) -> int:
     seen.update(engine.seen)
     seen["preemptions"] += engine.scheduler.num_preemptions
     seen["hits"] += engine.kv.num_hit
+    if engine.scheduler.speculation is not None:
+        seen["drafted"] += engine.scheduler.speculation.num_drafted
+        seen["accepted"] += engine.scheduler.speculation.num_accepted
     return _count_mismatches(model, engine, asked, seen)
+
+
+def nearly(output: tuple[int, ...], rng: random.Random) -> tuple[int, ...]:
+    """An output that a client may expect: the right one, or one with a few wrong tokens."""
+    wrong = rng.choice([0.0, 0.1, 1.0])
+    return tuple(rng.randrange(20) if rng.random() < wrong else token for token in output)
 
 
 def _count_mismatches(

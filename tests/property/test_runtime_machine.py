@@ -4,8 +4,9 @@ rule.
 Requests have colliding prefixes, several choices, salts, priorities, and tokens that give NaN or
 crash. They meet aborts, evictions, flushes, expiry, restarts, pools that shrink and grow, and
 failures of every stage. Some have a grammar that takes a while to compile; some want prompt
-logprobs or an embedding. In every history, the delivered tokens equal the oracle's, every accepted
-choice ends exactly once, no request fails because of another, and an idle engine holds nothing.
+logprobs or an embedding. Drafts are taken from outputs that clients expect. In every history, the
+delivered tokens equal the oracle's, every accepted choice ends exactly once, no request fails
+because of another, and an idle engine holds nothing.
 """
 
 import re
@@ -68,6 +69,7 @@ class RuntimeMachine(RuleBasedStateMachine):
         ttl_s=st.sampled_from([None, 10.0]),
         window=st.sampled_from([None, None, 1, 3, 6, 17]),
         num_window_blocks=st.integers(1, 40),
+        speculates=st.booleans(),
     )
     def start(self, **options):
         self.time = 0.0
@@ -321,7 +323,8 @@ class RuntimeMachine(RuleBasedStateMachine):
 
     def _submit(self, prompt, **options):
         self.count += 1
-        self.engine.submit(f"r{self.count}", prompt, **options)
+        expects = (None, 0, 3)[self.count % 3] if not options.get("pools") else None
+        self.engine.submit(f"r{self.count}", prompt, expects=expects, **options)
 
     def _progress(self):
         scheduler = self.engine.scheduler

@@ -87,8 +87,9 @@ INVARIANTS = [
     runtime(
         "INV-10 a row that is not finite is confirmed",
         "scheduler",
-        "            if not finite[index]:\n",
-        "            if not finite[index]:\n                seq.num_confirmed = start + length\n",
+        "            if not finite[index] and not draft:\n",
+        "            if not finite[index] and not draft:\n"
+        "                seq.num_confirmed = start + length\n",
     ),
     runtime(
         "INV-11 a split forgets what is above it",
@@ -358,7 +359,7 @@ GUARDS = [
     runtime(
         "FLT-14 what is not finite is drawn from",
         "scheduler",
-        "            if not finite[index]:\n",
+        "            if not finite[index] and not draft:\n",
         "            if False:\n",
     ),
     runtime(

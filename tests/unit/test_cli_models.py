@@ -85,6 +85,15 @@ def test_list_shows_what_is_here_before_what_could_be(store: ModelStore) -> None
     assert shown.exit_code == 0 and "my-model" in shown.stdout and "(default)" in shown.stdout
 
 
+def test_each_model_is_one_line_of_at_most_80_columns(
+    store: ModelStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    lines = run("list").stdout.rstrip().split("\n")
+    assert max(map(len, lines)) <= 80 and not any("…" in line for line in lines)
+    assert [line.split()[0] for line in lines[1:]] == list(CATALOGUE)
+
+
 def test_pull_says_what_a_spec_may_be(store: ModelStore) -> None:
     result = run("pull", "nonsense")
     assert result.exit_code == 2

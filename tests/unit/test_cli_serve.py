@@ -4,6 +4,7 @@ import json
 import logging
 import os
 import re
+import socket
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -90,6 +91,16 @@ def test_the_first_request_has_a_key_where_one_is_needed(monkeypatch: pytest.Mon
     monkeypatch.setenv("LLM_ENGINE_API_KEY", "s" * 20)
     assert "-H 'Authorization: Bearer KEY'" in serve().stderr
     assert "s" * 20 not in serve().stderr
+
+
+@pytest.mark.parametrize(("bound", "shown"), [("0.0.0.0", "127.0.0.1"), ("::", "[::1]")])
+def test_an_address_that_no_client_can_open_is_not_shown(bound: str, shown: str) -> None:
+    from engine.core.utils.listening import address_of, is_on_all_interfaces
+
+    family = socket.AF_INET6 if ":" in bound else socket.AF_INET
+    with socket.socket(family) as sock:
+        sock.bind((bound, 0))
+        assert address_of(sock).startswith(f"http://{shown}:") and is_on_all_interfaces(sock)
 
 
 def test_a_json_log_is_nothing_but_json_lines() -> None:

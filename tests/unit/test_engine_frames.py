@@ -6,7 +6,7 @@ import threading
 
 import pytest
 
-from engine.backends.custom.frontend.engine_client import QueueChannel
+from engine.backends.custom.frontend.engine_client import QueueChannel, _Connection
 from engine.backends.custom.ipc import heartbeat as heartbeat_module
 from engine.backends.custom.ipc.heartbeat import (
     INTERRUPT_SIGNAL,
@@ -27,6 +27,8 @@ from engine.backends.custom.ipc.transport import (
 from engine.core.errors import EngineError
 from engine.core.interfaces.request import (
     Abort,
+    Deltas,
+    Fatal,
     GenerateRequest,
     SamplingParams,
     Stop,
@@ -59,6 +61,16 @@ def test_messages_arrive_as_they_were_sent_however_they_are_cut(size):
     frames: FrameDecoder = FrameDecoder(ToEngine)
     pieces = [data[start : start + size] for start in range(0, len(data), size)]
     assert [message for piece in pieces for message in frames.feed(piece)] == MESSAGES
+
+
+async def test_deltas_of_steps_that_arrive_together_are_joined_in_order():
+    """Other messages keep their place between them."""
+    first, second, third = (Deltas((TokenDelta("r", 0, (token,)),)) for token in range(3))
+    messages = []
+    data = b"".join(map(encode_frame, [first, second, Fatal("code", "message"), third]))
+    _Connection(messages.append).data_received(data)
+    joined = Deltas(first.deltas + second.deltas)
+    assert messages == [joined, Fatal("code", "message"), third]
 
 
 def test_a_message_over_the_limit_is_refused_by_its_length_alone():

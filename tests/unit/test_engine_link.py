@@ -34,14 +34,15 @@ class Inbox:
         self.ended = asyncio.Event()
         self.error: EngineError | None = None
 
-    def deliver(self, item) -> None:
-        if isinstance(item, EngineError):
-            self.error = item
-        else:
-            self.tokens.extend(item.token_ids)
-            if item.finish_reason is None:
-                return
-        self.ended.set()
+    def deliver(self, *items) -> None:
+        for item in items:
+            if isinstance(item, EngineError):
+                self.error = item
+            else:
+                self.tokens.extend(item.token_ids)
+                if item.finish_reason is None:
+                    continue
+            self.ended.set()
 
 
 def make_link(

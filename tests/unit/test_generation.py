@@ -221,6 +221,19 @@ async def test_a_slow_reader_gets_the_backlog_in_one_piece():
     assert (events[-1].cached_tokens, events[-1].completion_tokens) == (16, many + 1)
 
 
+@pytest.mark.parametrize(("stop", "counts"), [((), [3, 1]), (("x",), [1, 1, 1, 1])])
+async def test_deltas_of_several_steps_that_arrive_together_are_one_event(stop, counts):
+    """Not if a stop string may end the text between them."""
+    generation, events = opened(stop=stop), []
+    feeding = asyncio.create_task(generation.feed(events.append))
+    await asyncio.sleep(0)
+    generation.deliver(*(TokenDelta("r", 0, (token,)) for token in range(3)))
+    generation.deliver(TokenDelta("r", 0, (3,), finish_reason="length"))
+    await feeding
+    assert [each.num_tokens for each in events if isinstance(each, TextEvent)] == counts
+    assert text_of(events, 0) == "abcd"
+
+
 async def test_a_merged_backlog_keeps_the_stop_token_of_its_end():
     """The end is merged too where more deltas of another choice wait behind it."""
     generation = opened(n=2, stop_token_ids=(5,))

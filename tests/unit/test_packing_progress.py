@@ -16,9 +16,10 @@ class Terminal(io.StringIO):
 
 
 def test_without_a_terminal_it_is_logged(caplog: pytest.LogCaptureFixture) -> None:
-    with caplog.at_level(logging.INFO):
+    with caplog.at_level(logging.DEBUG):
         PackingProgress("model.gguf")(32 << 20, 96 << 20)
     assert "packing model.gguf: 32 of 96 MiB" in caplog.text
+    assert {each.levelname for each in caplog.records} == {"DEBUG"}
 
 
 @pytest.mark.parametrize(("patience_s", "shown"), [(60.0, False), (0.0, True)])

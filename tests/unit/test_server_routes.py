@@ -147,6 +147,18 @@ async def test_routes_have_all_that_dashboards_read(setup: Setup) -> None:
     assert told["decisions"][0]["chosen"] == "f#0"
 
 
+async def test_what_top_reads_is_not_logged_unless_it_fails(
+    setup: Setup, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO", logger="engine.request")
+    for path in ("/v1/admin/routes", "/v1/models", "/health", "/metrics"):
+        assert (await setup.ask("GET", path)).status_code == 200
+    assert not caplog.records
+    assert (await setup.ask("GET", "/v1/models/none")).status_code == 404
+    assert (await setup.ask("POST", "/v1/models")).status_code == 405
+    assert len(caplog.records) == 2
+
+
 async def test_routes_need_the_key() -> None:
     setup = Setup(api_key=KEY)
     for path in ("/v1/admin/routes", "/v1/admin/routes/x"):

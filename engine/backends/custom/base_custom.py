@@ -67,6 +67,7 @@ from engine.core.interfaces.request import (
     Ready,
     SamplingParams,
 )
+from engine.core.interfaces.timeline import Preparation
 from engine.core.sandbox.examination import examine
 from engine.core.store.model_store import default_name, resolve_model
 from engine.core.text.long_texts import after_other_long_texts
@@ -251,11 +252,12 @@ class CustomBackend(InferenceBackend):
     async def open(self, request: ChatRequest | CompletionRequest) -> Generation:
         """Prepare the prompt, check it, and submit it to the engine."""
         text, ready = self._loaded()
-        context = request.context
+        began_at, context = time.monotonic(), request.context
         prepare = prepare_chat if isinstance(request, ChatRequest) else prepare_completion
         prepared = await self._encode(prepare, text, request)
         if context.truncate_prompt_tokens is not None:
             prepared = await self._encode(truncated, text, prepared, context, ready.max_seq_len)
+        encoded_at = time.monotonic()
         check_prepared(prepared, context.params, ready.max_seq_len, text.config.vocab_size)
         if prepared.checked_grammar is not None:
             await self._checker.check(prepared.checked_grammar, prepared.grammar_param)
@@ -263,6 +265,7 @@ class CustomBackend(InferenceBackend):
             for pattern in context.params.stop_regex:
                 await self._checker.check(stop_grammar(pattern), "stop_regex")
             prepared = await self._encode(encode_words, text, prepared, context.params)
+        checked_at = time.monotonic()
         params = context.params
         if params.logprob_token_ids:  # the engine takes them from the logprobs of all tokens
             params = msgspec.structs.replace(params, logprobs=text.config.vocab_size)
@@ -284,8 +287,13 @@ class CustomBackend(InferenceBackend):
             dry_breakers=prepared.dry_breakers,
             reports_progress=context.on_progress is not None,
         )
-        generation = Generation(submitted, text, prepared, self._link, context.on_progress)
+        generation = Generation(
+            submitted, text, prepared, self._link, context.on_progress, context.notes
+        )
         self._link.submit(submitted, generation)
+        if context.notes is not None:
+            times = (began_at, encoded_at, checked_at, time.monotonic())
+            context.notes.add_preparation(Preparation(*times, len(submitted.prompt)))
         if context.on_prompt is not None:
             context.on_prompt(prepared.token_ids)
         return generation

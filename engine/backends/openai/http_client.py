@@ -7,7 +7,8 @@ microseconds), which is too much for many streams.
 
 import asyncio
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
 from typing import Any, Generic, TypeVar, cast
 
 import httptools
@@ -18,6 +19,7 @@ from engine.backends.openai.config import Endpoint
 # A connection that was idle for longer is not reused, because the server may be about to close it.
 MAX_IDLE_S = 30.0
 MAX_IDLE_CONNECTIONS = 128
+NO_HEADERS: Mapping[str, str] = MappingProxyType({})
 MAX_HEAD_BYTES = 65_536
 MAX_BODY_BYTES = 256 * 2**20
 T = TypeVar("T")
@@ -272,12 +274,12 @@ class HttpClient:
         method: str,
         path: str,
         body: object = None,
-        request_id: str = "",
+        headers: Mapping[str, str] = NO_HEADERS,
     ) -> T:
         """Send `body` as JSON and wait for the receiver's result. Raises `TransportError`, or the
         receiver's error.
         """
-        message = self._message(method, path, body, request_id)
+        message = self._message(method, path, body, headers)
         connection = self._kept() or await self._connect()
         while True:
             receiver = new_receiver()
@@ -290,11 +292,18 @@ class HttpClient:
                 connection.release(receiver)
 
     async def request(
-        self, method: str, path: str, body: object = None, *, timeout_s: float | None = None
+        self,
+        method: str,
+        path: str,
+        body: object = None,
+        *,
+        headers: Mapping[str, str] = NO_HEADERS,
+        timeout_s: float | None = None,
     ) -> Response:
         """Send a request and return the complete response. Raises `TransportError`."""
         try:
-            return await asyncio.wait_for(self.exchange(_Whole, method, path, body), timeout_s)
+            exchange = self.exchange(_Whole, method, path, body, headers)
+            return await asyncio.wait_for(exchange, timeout_s)
         except TimeoutError:
             raise TransportError(f"it did not answer within {timeout_s:g} seconds") from None
 
@@ -308,10 +317,10 @@ class HttpClient:
             connection.fail(TransportError("its connection was closed here"))
         self._free.clear()
 
-    def _message(self, method: str, path: str, body: object, request_id: str) -> bytes:
+    def _message(self, method: str, path: str, body: object, headers: Mapping[str, str]) -> bytes:
         head = f"{method} {path} HTTP/1.1\r\n{self._common}"
-        if request_id:
-            head += f"X-Request-Id: {request_id}\r\n"
+        for name, value in headers.items():
+            head += f"{name}: {value}\r\n"
         if body is None:
             return head.encode() + b"\r\n"
         content = msgspec.json.encode(body)

@@ -3,7 +3,7 @@
 import asyncio
 import base64
 import functools
-from collections.abc import Awaitable
+from collections.abc import Awaitable, Mapping
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import msgspec
@@ -14,7 +14,12 @@ from engine.backends.openai.config import Endpoint, OpenAIConfig
 from engine.backends.openai.dialects import TokenApi
 from engine.backends.openai.discovery import Found
 from engine.backends.openai.failures import KeyRefusedError, error_of, unavailable
-from engine.backends.openai.http_client import ConnectFailed, HttpClient, TransportError
+from engine.backends.openai.http_client import (
+    NO_HEADERS,
+    ConnectFailed,
+    HttpClient,
+    TransportError,
+)
 from engine.backends.openai.reader import Expected
 from engine.backends.openai.requests import BodyBuilder
 from engine.backends.openai.wire import WireVector, decode_embeddings
@@ -31,6 +36,7 @@ from engine.core.interfaces.backend import (
     EmbedRequest,
     UsageEvent,
 )
+from engine.core.observability.tracing import backend_call
 
 if TYPE_CHECKING:
     import numpy as np
@@ -217,7 +223,8 @@ class ServerLink:
     async def embed(self, request: EmbedRequest) -> Embeddings:
         body = self._bodies.embedding(request)
         path = f"{self._prefix}/embeddings"
-        made = await self._within(request.timeout_s, self._post(path, body))
+        with backend_call("embeddings", self.card.id, self._dialect.name) as headers:
+            made = await self._within(request.timeout_s, self._post(path, body, headers))
         return read_vectors(made, len(request.inputs))
 
     async def tokenize(
@@ -255,14 +262,16 @@ class ServerLink:
             if context.params.max_tokens is None:
                 body["max_tokens"] = await self._room(request)
         expected = await self._expected(request)
-        exchange = self._client.exchange(
-            lambda: AnswerReceiver(expected, sink),
-            "POST",
-            f"{self._prefix}{path}",
-            body,
-            context.request_id,
-        )
-        return await self._within(context.timeout_s, self._observed(exchange))
+        operation = "chat" if isinstance(request, ChatRequest) else "text_completion"
+        with backend_call(operation, self.card.id, self._dialect.name) as headers:
+            exchange = self._client.exchange(
+                lambda: AnswerReceiver(expected, sink),
+                "POST",
+                f"{self._prefix}{path}",
+                body,
+                {"X-Request-Id": context.request_id, **headers},
+            )
+            return await self._within(context.timeout_s, self._observed(exchange))
 
     async def _expected(self, request: Asked) -> Expected:
         context, max_stops = request.context, self._dialect.max_stops
@@ -298,11 +307,13 @@ class ServerLink:
             prompt = await self.tokenize(prompt, True)
         return max(1, self.card.max_model_len - len(prompt))
 
-    async def _post(self, path: str, body: dict[str, Any]) -> bytes:
-        return await self._observed(self._whole(path, body))
+    async def _post(
+        self, path: str, body: dict[str, Any], headers: Mapping[str, str] = NO_HEADERS
+    ) -> bytes:
+        return await self._observed(self._whole(path, body, headers))
 
-    async def _whole(self, path: str, body: dict[str, Any]) -> bytes:
-        response = await self._client.request("POST", path, body)
+    async def _whole(self, path: str, body: dict[str, Any], headers: Mapping[str, str]) -> bytes:
+        response = await self._client.request("POST", path, body, headers=headers)
         if response.status != 200:
             raise error_of(response.status, response.headers, response.body)
         return response.body

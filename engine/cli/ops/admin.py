@@ -123,13 +123,13 @@ def models(ctx: typer.Context) -> None:
     from rich.table import Table
 
     found = call(ctx, "GET", "models")
-    table = Table(box=None, header_style="bold")
+    table = Table(box=None, header_style="bold", pad_edge=False)
     columns = ("id", "state", "backend", "in_flight", "memory_mb", "idle_s")
     for column in columns:
         table.add_column(column.replace("_", " "))
     for each in found["models"]:
         row = ["-" if each.get(column) is None else str(each[column]) for column in columns]
-        row[0] += "  (default)" if each["default"] else ""
+        row[0] += " (default)" if each["default"] else ""
         table.add_row(*row)
     show(ctx, found, table)
 
@@ -307,8 +307,9 @@ def audit(ctx: typer.Context) -> None:
 
     found = call(ctx, "GET", "audit")
     table = Table(box=None, header_style="bold")
-    for column in ("when", "who", "what", "target", "result"):
-        table.add_column(column)
+    table.add_column("when", no_wrap=True)
+    for column in ("who", "what", "target", "result"):
+        table.add_column(column, overflow="fold")
     for each in found["changes"]:
         table.add_row(each["ts"][:19], each["who"], each["action"], each["target"], each["result"])
     show(ctx, found, table)

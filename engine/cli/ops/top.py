@@ -159,7 +159,7 @@ def as_view(frame: Frame, note: str = "") -> "Group":
 def _headline(frame: Frame) -> "Text":
     from rich.text import Text
 
-    text = Text(plain(frame.url), style="bold", no_wrap=True, overflow="ellipsis")
+    text = Text(plain(frame.url), style="bold", overflow="fold")
     text.append(f"  {plain(frame.status)}", "green" if frame.status == "healthy" else "bold red")
     figures = [
         f"{frame.in_flight} in flight",

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import msgspec
 
 from engine.core.interfaces.request import SamplingParams
+from engine.core.interfaces.timeline import RequestNotes
 
 if TYPE_CHECKING:
     import numpy as np
@@ -137,6 +138,8 @@ class GenerationContext(msgspec.Struct, frozen=True, kw_only=True):
     on_prompt: Callable[[tuple[int, ...] | None], None] | None = None
     # Called whenever more of the prompt is computed. Backends of other servers never call it.
     on_progress: Callable[[PromptProgress], None] | None = None
+    # Our own backends write here what happened to the request. None: nobody reads it.
+    notes: RequestNotes | None = None
 
 
 class ToolChoice(msgspec.Struct, frozen=True):

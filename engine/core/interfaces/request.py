@@ -9,6 +9,8 @@ from typing import Literal
 
 import msgspec
 
+from engine.core.interfaces.timeline import Timeline
+
 FinishReason = Literal["stop", "length", "abort", "error"]
 
 DRY_BREAKERS = ("\n", ":", '"', "*")
@@ -174,6 +176,8 @@ class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True, tag="submit"):
     bad_words: tuple[tuple[int, ...], ...] = ()  # token ids of `params.bad_words`
     # Token sequences with which a text of `params.dry_sequence_breakers` ends
     dry_breakers: tuple[tuple[int, ...], ...] = ()
+    # The output that the client expects, or a part of it. Drafts are taken from it.
+    expected: tuple[int, ...] = ()
     # Send a delta after each step that computes a part of the prompt.
     reports_progress: bool = False
     # Only for encoders: in a pair of texts, the index of the first token with token type 1. 0: all
@@ -253,6 +257,7 @@ class TokenDelta(msgspec.Struct, frozen=True, array_like=True, gc=False):
     num_processed: int = 0
     # With Mirostat: the limit for the surprise of the token after this one
     surprise_limit: float | None = None
+    timeline: Timeline | None = None  # set on the last delta of a choice that was queued
 
 
 STEP_SECONDS = (0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10)
@@ -312,6 +317,8 @@ class EngineStats(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
     num_evictions: int = 0
     num_nonfinite: int = 0
     num_invariant_failures: int = 0
+    num_drafted_tokens: int = 0  # tokens that speculation guessed, and that steps verified
+    num_accepted_tokens: int = 0  # those of them that were right
     steps: StepCounts = StepCounts()
 
 
@@ -328,7 +335,7 @@ class Ready(msgspec.Struct, frozen=True, tag="ready"):
 
 
 class Deltas(msgspec.Struct, frozen=True, tag="deltas"):
-    """Engine to frontend: all deltas of one step."""
+    """Engine to frontend: all deltas of one step. The frontend may join those of several steps."""
 
     deltas: tuple[TokenDelta, ...]
 

@@ -14,6 +14,8 @@ from contextvars import ContextVar
 from datetime import UTC, datetime
 from typing import Any, TextIO
 
+from engine.core.observability.tracing import TRACE
+
 # Id of the HTTP request that a task or thread serves. Every record logged there carries it.
 REQUEST_ID: ContextVar[str | None] = ContextVar("request_id", default=None)
 
@@ -58,9 +60,9 @@ def setup_logging(level: str, format: str, stream: TextIO | None = None) -> None
         logger = logging.getLogger(name)
         logger.handlers.clear()
         logger.propagate = True
-    # The server logs each request itself, with its id and times. These loggers would log the
-    # request again.
-    for name in ("uvicorn.access", "httpx", "httpcore"):
+    # The server logs each request itself, with its id and times, and it says when it is ready and
+    # when it stops. These loggers would say it again.
+    for name in ("uvicorn.access", "uvicorn.error", "httpx", "httpcore"):
         logging.getLogger(name).setLevel(logging.WARNING)
 
 
@@ -99,7 +101,8 @@ def _plain(value: Any) -> Any:
 
 class JsonFormatter(logging.Formatter):
     """Formats a record as one line with a JSON object. The object has the keys ts, level, logger,
-    message and request_id, then the values of `extra`.
+    message and request_id, trace_id and span_id if the request has a trace, then the values of
+    `extra`.
     """
 
     def format(self, record: logging.LogRecord) -> str:
@@ -110,6 +113,9 @@ class JsonFormatter(logging.Formatter):
             "message": record.getMessage(),
             "request_id": _request_id_of(record),
         }
+        trace = TRACE.get()
+        if trace is not None:
+            fields |= {"trace_id": trace.trace_id, "span_id": trace.span_id}
         fields |= {key: _plain(value) for key, value in _extra(record).items() if key not in fields}
         if record.exc_info:
             fields["exception"] = self.formatException(record.exc_info)
@@ -136,6 +142,8 @@ class PrettyFormatter(logging.Formatter):
         extra.pop("request_id", None)
         parts = [_escape(record.getMessage())]
         parts += [f"{key}={_escape(_short(value))}" for key, value in extra.items()]
+        if (trace := TRACE.get()) is not None:
+            parts.append(f"trace_id={trace.trace_id}")
         if request_id is not None:
             parts.append(f"[{_escape(request_id)}]")
         line = f"{time} {level} {record.name}: {' '.join(parts)}"

@@ -61,6 +61,14 @@ _TOTALS = (
     ("num_preemptions", "vllm:num_preemptions", "Sequences preempted because KV blocks ran out"),
     ("num_preemptions", "engine_preemptions", "Sequences preempted because KV blocks ran out"),
     ("num_evictions", "engine_evicted_blocks", "Blocks evicted from the prefix cache"),
+    ("num_drafted_tokens", "vllm:spec_decode_num_draft_tokens", "Tokens that speculation guessed"),
+    ("num_drafted_tokens", "engine_drafted_tokens", "Tokens that speculation guessed"),
+    (
+        "num_accepted_tokens",
+        "vllm:spec_decode_num_accepted_tokens",
+        "Guessed tokens that were right",
+    ),
+    ("num_accepted_tokens", "engine_accepted_tokens", "Guessed tokens that were right"),
     (
         "num_nonfinite",
         "engine_nonfinite_rows",

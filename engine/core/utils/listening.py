@@ -47,8 +47,16 @@ def _bind(host: str, port: int, param: str, option: str) -> socket.socket:
     return sock
 
 
+def is_on_all_interfaces(sock: socket.socket) -> bool:
+    return ipaddress.ip_address(sock.getsockname()[0]).is_unspecified
+
+
 def address_of(sock: socket.socket) -> str:
-    """The URL of a bound socket."""
+    """A URL at which this machine reaches a bound socket. If the socket is bound to all interfaces,
+    this is the loopback address, because no client can open 0.0.0.0 or [::].
+    """
     host, port = sock.getsockname()[:2]
     address = ipaddress.ip_address(host)
+    if address.is_unspecified:
+        host = "127.0.0.1" if address.version == 4 else "::1"
     return f"http://[{host}]:{port}" if address.version == 6 else f"http://{host}:{port}"

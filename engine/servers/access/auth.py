@@ -16,7 +16,8 @@ from pydantic import SecretStr
 from starlette.requests import Request
 
 from engine.core.config import is_loopback
-from engine.core.config_schema import MAX_SECRET_LENGTH, ServerSettings, Settings
+from engine.core.config_schema import ServerSettings, Settings
+from engine.core.config_types import MAX_SECRET_LENGTH
 from engine.core.errors import AuthenticationError, ConfigError, ForbiddenError
 from engine.core.key_file import NO_LIMITS, KeyEntry, KeyLimits, read_keys
 
@@ -39,6 +40,8 @@ ADMIN_ROUTES = frozenset(
 CLIENT_ROUTES = frozenset(
     {f"{ADMIN_PATH}routes", f"{ADMIN_PATH}routes/{{request_id}}", f"{ADMIN_PATH}shadow"}
 )
+# Routes below `ADMIN_PATH` that show each tenant its own requests. Any valid key may read them.
+TENANT_ROUTES = frozenset({f"{ADMIN_PATH}requests", f"{ADMIN_PATH}requests/{{request_id}}"})
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,6 +89,7 @@ class Authenticator:
                 "A valid API key is needed: send it as 'Authorization: Bearer KEY'."
             )
         is_administrative = route.startswith(ADMIN_PATH) or route in ADMIN_ROUTES
+        is_administrative = is_administrative and route not in TENANT_ROUTES
         if principal is not None and is_administrative:
             self._check_admin(request, principal)
         request.state.principal = principal

@@ -6,6 +6,7 @@ loop.
 """
 
 import asyncio
+import time
 from collections.abc import Callable
 from typing import Any, TypeVar
 
@@ -51,7 +52,8 @@ async def read_parsed(
         ) from None
     except ClientDisconnect:
         raise ClientDisconnectedError("The client left while sending its request.") from None
-    record_of(request.scope).num_body_bytes = len(raw)
+    record = record_of(request.scope)
+    record.num_body_bytes, record.body_at = len(raw), time.monotonic()
     if len(raw) <= INLINE_BYTES:
         return parse(decode_object(raw))
     return await after_other_long_texts(lambda: parse(decode_object(raw)))

@@ -12,22 +12,31 @@ import secrets
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from engine.core.config_schema import Settings
 from engine.core.interfaces.backend import UsageEvent
+from engine.core.interfaces.timeline import RequestNotes
 from engine.core.observability.logging import REQUEST_ID
 from engine.core.observability.metrics import Metrics
+from engine.core.observability.tracing import TRACE, Answered, Trace, client_trace
+
+if TYPE_CHECKING:
+    from engine.core.observability.otel import Telemetry
 
 logger = logging.getLogger("engine.request")
 
-# Routes that are not logged, because machines poll them every few seconds. Their lines would hide
-# the other log lines. Requests for metrics are not logged either.
-_PROBES = frozenset({"/livez", "/readyz", "/health", "/healthz"})
-
+# Routes that are not logged, because machines poll them every few seconds, or because a browser
+# loads dozens of files at once. Their lines would hide the other log lines. Requests for metrics
+# are not logged either.
+STATIC_ROUTE = "/ui/static/{name:path}"
+_QUIET = frozenset({"/livez", "/readyz", "/health", "/healthz", STATIC_ROUTE})
+# Routes that `engine top` and dashboards read every second. An answer of status 200 is logged at
+# level debug.
+_POLLED = frozenset({"/v1/models", "/v1/admin/routes"})
 
 MAX_LOGGED_PATH = 200
 _UNPRINTABLE = re.compile(r"[^!-~]")
@@ -41,6 +50,14 @@ class RequestRecord:
     request_id: str
     started: float = field(default_factory=time.monotonic)
     num_body_bytes: int = 0  # size of the request body, once it has fully arrived
+    body_at: float | None = None  # when the request body had fully arrived
+    accepted_at: float | None = None  # when the request was checked, and the backend was asked
+    answered_at: float | None = None  # when the backend had sent the whole answer
+    ended_at: float | None = None  # when the last byte was sent
+    route: str = ""
+    tenant: str = ""
+    model: str = ""  # id of the model that answers
+    notes: RequestNotes = field(default_factory=RequestNotes)
     status: int = 0
     error_code: str | None = None
     completion_id: str | None = None  # the request's id in the backend
@@ -53,6 +70,8 @@ class RequestRecord:
     # The client's names of parameters that have other names here.
     sent_as: Mapping[str, str] = field(default_factory=dict)
     limit_headers: dict[str, str] = field(default_factory=dict)  # remaining quota of the key
+    trace: Trace | None = None
+    is_stream: bool = False  # whether the answer is a stream of events
     send: Send | None = None  # sends directly to the HTTP server, bypassing all layers
 
     def work_fields(self) -> dict[str, Any]:
@@ -100,18 +119,24 @@ class RequestLog:
         settings: Settings,
         metrics: Metrics,
         answered_by: Callable[[str], tuple[str, ...]],
+        keep: Callable[[RequestRecord], None],
+        telemetry: "Telemetry | None" = None,
     ) -> None:
         self._app = app
+        self._keep = keep
+        self._telemetry = telemetry
         self._answered_by = answered_by
         self._log_requests = settings.logging.log_requests
-        self._quiet_routes = _PROBES | {settings.metrics.endpoint}
+        self._quiet_routes = _QUIET | {settings.metrics.endpoint}
         self._metrics = metrics
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        record = RequestRecord(new_request_id(Headers(scope=scope).get("x-request-id")), send=send)
+        headers = Headers(scope=scope)
+        record = RequestRecord(new_request_id(headers.get("x-request-id")), send=send)
+        record.trace = self._begin_trace(scope["method"], headers, record.started)
         scope.setdefault("state", {})["record"] = record
         id_header = (b"x-request-id", record.request_id.encode())
 
@@ -133,6 +158,7 @@ class RequestLog:
             await send(message)
 
         token = REQUEST_ID.set(record.request_id)
+        trace_token = TRACE.set(record.trace)
         try:
             await self._app(scope, receive, send_with_id)
         except Exception:
@@ -145,11 +171,27 @@ class RequestLog:
         finally:
             self._report(scope, record)
             REQUEST_ID.reset(token)
+            TRACE.reset(trace_token)
+
+    def _begin_trace(self, method: str, headers: Headers, started: float) -> Trace | None:
+        """The trace of a request. Only POST requests make the models work, so others are not
+        recorded.
+        """
+        if self._telemetry is None or method != "POST":
+            return client_trace(headers)
+        return self._telemetry.begin(headers, started)
 
     def _report(self, scope: Scope, record: RequestRecord) -> None:
         seconds = time.monotonic() - record.started
         route = scope["route"].path if "route" in scope else None
         self._metrics.http_request(route, scope["method"], record.status, seconds)
+        if record.completion_id is not None:
+            record.backends = self._answered_by(record.completion_id)
+            record.route, record.ended_at = route or "", record.started + seconds
+            record.send = None  # it would keep the connection in memory
+            self._keep(record)
+        if record.trace is not None:
+            record.trace.end(_answered(scope["method"], route, record))
         if not self._log_requests or route in self._quiet_routes:
             return
         fields: dict[str, Any] = {
@@ -164,6 +206,20 @@ class RequestLog:
             fields["path"] = _UNPRINTABLE.sub("?", path)
         if record.error_code is not None:
             fields["error_code"] = record.error_code
-        if record.completion_id is not None:
-            record.backends = self._answered_by(record.completion_id)
-        logger.info("request", extra=fields | record.work_fields())
+        is_poll = scope["method"] == "GET" and route in _POLLED and record.status == 200
+        level = logging.DEBUG if is_poll else logging.INFO
+        logger.log(level, "request", extra=fields | record.work_fields())
+
+
+def _answered(method: str, route: str | None, record: RequestRecord) -> Answered:
+    return Answered(
+        method=method,
+        route=route or "unmatched",
+        status=record.status,
+        is_stream=record.is_stream,
+        error_code=record.error_code,
+        model=record.model or None,
+        completion_id=record.completion_id,
+        backends=record.backends,
+        ttft_s=record.ttft_s,
+    )

@@ -116,12 +116,14 @@ class EventStream(Response):
         await asyncio.create_task(self._run(scope, send))
 
     async def _run(self, scope: Scope, send: Send) -> None:
-        writer = _Writer(send, record_of(scope).send or send, self._pump)
+        record = record_of(scope)
+        record.is_stream = True
+        writer = _Writer(send, record.send or send, self._pump)
         try:
             await self._respond(writer)
         except EngineError as error:
             self._pump.fail(error)  # this has no effect if the pump itself failed
-            record_of(scope).error_code = error.error_code
+            record.error_code = error.error_code
         finally:
             writer.close()
             await self._pump.close()

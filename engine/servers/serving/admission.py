@@ -16,6 +16,7 @@ from engine.core.errors import InvalidRequestError, RateLimitError, UnavailableE
 from engine.core.interfaces.backend import UsageEvent
 from engine.core.interfaces.request import FinishReason
 from engine.core.observability.metrics import FinishedRequest, Metrics
+from engine.core.observability.tracing import Work
 from engine.servers.access.quotas import Lease, answer_tokens
 from engine.servers.http.errors import AbortedError
 from engine.servers.http.request_log import RequestRecord
@@ -183,6 +184,7 @@ class Ticket:
             timeout_s=timeout_s,
             on_tokens=self._metrics.inter_token,
             on_usage=self._warn_of_revival,
+            trace=self._record.trace,
         )
         if self._lease is not None:
             self._lease.pump = self._pump
@@ -243,15 +245,19 @@ class Ticket:
         if first is None and isinstance(failure, InvalidRequestError | RateLimitError):
             self._metrics.request_refused()
             return
+        record.answered_at = pump.ended_at
         record.ttft_s = None if first is None else first - record.started
         record.usage = pump.usage if pump.is_complete else None
+        unfinished: FinishReason = "abort" if isinstance(failure, AbortedError) else "error"
+        finish_reasons = tuple(each or unfinished for each in pump.finish_reasons)
+        if record.trace is not None:
+            record.trace.worked(_work(pump, record, finish_reasons))
         if record.usage is not None:
             self._lifecycle.totals.add(record.usage)
         seconds = time.monotonic() - record.started
-        unfinished: FinishReason = "abort" if isinstance(failure, AbortedError) else "error"
         self._metrics.request_finished(
             FinishedRequest(
-                finish_reasons=tuple(each or unfinished for each in pump.finish_reasons),
+                finish_reasons=finish_reasons,
                 choice_tokens=tuple(pump.choice_tokens),
                 max_tokens=self._max_tokens,
                 ttft_s=record.ttft_s,
@@ -263,3 +269,19 @@ class Ticket:
             self._metrics.slow_request()
             fields = {"seconds": round(seconds, 6)} | record.work_fields()
             logger.warning("slow request", extra=fields)
+
+
+def _work(pump: EventPump, record: RequestRecord, finish_reasons: tuple[FinishReason, ...]) -> Work:
+    failure = pump.failure
+    return Work(
+        request=pump.first_request,
+        submitted_at=pump.submitted_at,
+        first_token_at=pump.first_token_at,
+        ended_at=pump.ended_at or time.monotonic(),
+        usage=pump.usage if pump.is_complete else None,
+        finish_reasons=finish_reasons,
+        preparations=record.notes.preparations,
+        timelines=record.notes.timelines,
+        longest=max(pump.choice_tokens, default=0),
+        error_code=None if failure is None else failure.error_code,
+    )

@@ -30,6 +30,7 @@ from engine.core.interfaces.backend import (
     ToolCallEvent,
     UsageEvent,
 )
+from engine.core.observability.tracing import Trace
 from engine.servers.http.errors import ClientDisconnectedError, opaque_error
 
 logger = logging.getLogger(__name__)
@@ -70,11 +71,16 @@ class EventPump:
         timeout_s: float | None,
         on_tokens: OnTokens,
         on_usage: Callable[[UsageEvent], None] = lambda _: None,
+        trace: Trace | None = None,
     ) -> None:
         num_choices = num_sources * choices_per_source
         self.choice_tokens = [0] * num_choices
         self.finish_reasons: list[Literal["stop", "length"] | None] = [None] * num_choices
-        self.first_token_at: float | None = None  # arrival of the first token, time.monotonic()
+        # Times by time.monotonic(): the first prompt was checked and sent to its engine, the first
+        # token arrived, the last prompt's answer was complete.
+        self.submitted_at: float | None = None
+        self.first_token_at: float | None = None
+        self.ended_at: float | None = None
         self.usage = UsageEvent(prompt_tokens=0, completion_tokens=0, cached_tokens=0)
         self.failure: EngineError | None = None
         self.joins_ends = False  # whether a choice's last tokens and its end become one event
@@ -86,6 +92,8 @@ class EventPump:
         self._last_token_at = [0.0] * num_choices
         self._on_tokens = on_tokens
         self._on_usage = on_usage
+        self._trace = trace
+        self._tap: Callable[[Event], None] | None = None  # sees all events, for the trace
         self._pending: list[OutputEvent] = []
         self._open = num_sources
         self._choices_per_source = choices_per_source
@@ -104,6 +112,10 @@ class EventPump:
     def is_complete(self) -> bool:
         """Whether the stream of every prompt ended without error. Only then is `usage` complete."""
         return self._open == 0
+
+    @property
+    def first_request(self) -> ChatRequest | CompletionRequest | None:
+        return self._requests[0] if self._requests else None
 
     @property
     def max_tokens(self) -> int | None:
@@ -128,6 +140,8 @@ class EventPump:
         """
         self._requests = requests
         self._num_unchecked = len(requests)
+        if self._trace is not None:
+            self._tap = self._trace.tap(requests[0])
         openings = [
             asyncio.create_task(self._accepted(backend, self._listening(each, index)))
             for index, each in enumerate(requests)
@@ -154,6 +168,8 @@ class EventPump:
         """The request, with a callback that takes the tokens of its prompt."""
 
         def checked(token_ids: tuple[int, ...] | None) -> None:
+            if self.submitted_at is None:
+                self.submitted_at = time.monotonic()
             self.prompts[index] = token_ids
             self._num_unchecked -= 1
             self._wake()
@@ -236,6 +252,7 @@ class EventPump:
         """Abort all streams with `error`. Only the first error is kept."""
         if self.failure is None and self._open:
             self.failure = error
+            self.ended_at = time.monotonic()
             for task in self._tasks:
                 task.cancel()
             self._wake()
@@ -286,17 +303,21 @@ class EventPump:
             self.fail(opaque_error())
         else:
             self._open -= 1
+            self.ended_at = time.monotonic()
             self._wake()
 
     def _accept(self, first_choice: int, event: Event) -> None:
         if isinstance(event, UsageEvent):
             self._on_usage(event)
             self.usage = add_usage(self.usage, event)
+            self.ended_at = time.monotonic()
             return
         if self.failure is not None:
             return  # events still arrive until this task is cancelled
         if first_choice:
             event = msgspec.structs.replace(event, choice=event.choice + first_choice)
+        if self._tap is not None:
+            self._tap(event)
         if isinstance(event, TextEvent):
             if event.num_tokens:
                 self._time_tokens(event.choice, event.num_tokens)

@@ -4,6 +4,7 @@ import functools
 import hashlib
 import re
 import secrets
+import time
 from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
@@ -32,6 +33,7 @@ from engine.core.observability.metrics import Metrics
 from engine.servers.access.auth import KeyRing, is_acting, principal_of
 from engine.servers.access.quotas import Quotas
 from engine.servers.http.errors import PromptTooLargeError
+from engine.servers.http.history import RequestHistory
 from engine.servers.http.limits import read_parsed
 from engine.servers.http.request_log import record_of
 from engine.servers.schema.body import Body, SamplingBody, parse_body
@@ -102,6 +104,7 @@ class Services:
     components: list[Component] = field(default_factory=list)  # started in this order
     # Defaults of models by id: those of the configuration file, and those that clients have made.
     presets: dict[str, "PresetTable"] = field(default_factory=dict)
+    history: RequestHistory = field(default_factory=RequestHistory)
 
     @functools.cached_property
     def objects(self) -> "ObjectStore":
@@ -222,6 +225,7 @@ class Services:
         resolved = self._resolve(name)
         if resolved.warning is not None:
             self.warn(request, "model", resolved.warning)
+        record_of(request.scope).model = resolved.card.id
         return self._with_preset(resolved.card)
 
     @property
@@ -292,6 +296,8 @@ class Services:
         principal = principal_of(request)
         record = record_of(request.scope)
         record.completion_id = completion_id
+        record.accepted_at = time.monotonic()
+        record.tenant = principal.name
         record.metadata = body.metadata or None
         self.note_end_user(request, body.end_user)
         salt = principal.name
@@ -312,6 +318,7 @@ class Services:
             grammar=grammar,
             truncate_prompt_tokens=body.truncate_prompt_tokens,
             truncation_side=body.truncation_side or "left",
+            notes=record.notes if self.history.is_on or record.trace is not None else None,
         )
 
     def queue_timeout_s(self, request: Request) -> float | None:

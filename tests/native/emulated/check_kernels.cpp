@@ -88,6 +88,16 @@ struct Mode {
     double tolerance;
 };
 
+// A copy of the matrix in layout I8, as the kernels make it.
+Matrix requantized(const Kernels& kernels, const Matrix& from, Memory& memory) {
+    Matrix to{Layout::I8, from.rows, from.columns, memory.at()};
+    Memory values(size_t(round_up(from.columns, kTileColumns)) * kPanelRows * sizeof(float));
+    for (int p = 0; p < from.panels(); p++)
+        kernels.requantize_panel(from, p, reinterpret_cast<float*>(values.at()),
+                                 memory.at() + size_t(p) * to.stride());
+    return to;
+}
+
 // Returns the largest error of a mode, relative to its tolerance.
 double check(const Kernels& generic, const Kernels& kernels, const Mode& mode, Layout layout) {
     double worst = 0;
@@ -101,11 +111,32 @@ double check(const Kernels& generic, const Kernels& kernels, const Mode& mode, L
             matrix.data = weights.at();
             const std::vector<float> x = activations(tokens * columns);
             auto want = multiply(generic, mode.reference, matrix, x, tokens, gated);
-            auto got = multiply(kernels, mode.numerics, matrix, x, tokens, gated);
+            const bool is_copy = mode.numerics == Numerics::INT8_PER_CHANNEL;
+            Memory copy(is_copy ? size_t(matrix.panels()) * panel_bytes(Layout::I8, columns) : 0);
+            const Matrix read = is_copy ? requantized(kernels, matrix, copy) : matrix;
+            auto got = multiply(kernels, mode.numerics, read, x, tokens, gated);
             const double error = root_mean_square(got, &want) / root_mean_square(want, nullptr);
             worst = std::max(worst, std::isfinite(error) ? error / mode.tolerance : 1e9);
         }
     return worst;
+}
+
+// Whether two tables have the same INT8 results, bit for bit.
+bool check_bits(const Kernels& first, const Kernels& second) {
+    bool passed = true;
+    for (Numerics numerics : {Numerics::INT8, Numerics::INT8_OUTLIERS})
+        for (int layout = 0; layout < int(Layout::F16); layout++)
+            for (int tokens : {1, 3, 4, 7, 12, 29}) {
+                Matrix matrix{Layout(layout), 48, 200, nullptr};
+                Memory weights(matrix.bytes());
+                fill_weights(matrix, weights.at());
+                matrix.data = weights.at();
+                const std::vector<float> x = activations(tokens * matrix.columns);
+                passed &= multiply(first, numerics, matrix, x, tokens, false) ==
+                          multiply(second, numerics, matrix, x, tokens, false);
+            }
+    printf("%s: %s\n", second.name, passed ? "has the bits of the set before it" : "has OTHER BITS");
+    return passed;
 }
 
 bool check_all(const Kernels& generic, const Kernels& kernels) {
@@ -113,6 +144,8 @@ bool check_all(const Kernels& generic, const Kernels& kernels) {
                                {Numerics::INT8, Numerics::INT8, 1e-5},
                                {Numerics::INT8_OUTLIERS, Numerics::INT8_OUTLIERS, 1e-5}};
     if (kernels.has_bf16) modes.push_back({Numerics::BF16, Numerics::F32, 1e-2});
+    // Activations and weights have 8 bits with one scale per row.
+    if (kernels.requantize_panel) modes.push_back({Numerics::INT8_PER_CHANNEL, Numerics::F32, 4e-2});
     bool passed = true;
     for (const Mode& mode : modes)
         for (int layout = 0; layout < int(Layout::I8); layout++) {
@@ -132,7 +165,12 @@ bool check_all(const Kernels& generic, const Kernels& kernels) {
 int main(int count, char** names) {
     const KernelSet& set = kernel_set();
     bool passed = true;
-    for (int i = 1; i < set.count; i++) passed &= check_all(*set.tables[0], *set.tables[i]);
+    for (int i = 1; i < set.count; i++) {
+        const std::string name = set.tables[i]->name;
+        passed &= check_all(*set.tables[0], *set.tables[i]);
+        if (name == "i8mm" || name == "neon_bf16" || name == "avx_vnni")
+            passed &= check_bits(*set.tables[i - 1], *set.tables[i]);
+    }
     for (int wanted = 1; wanted < count; wanted++) {
         bool found = false;
         for (int i = 0; i < set.count; i++) found |= std::string(names[wanted]) == set.tables[i]->name;

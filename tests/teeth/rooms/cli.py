@@ -4,6 +4,20 @@ from tests.teeth.mutation import Mutation
 
 MUTATIONS = [
     Mutation(
+        "serve: the address of all interfaces is shown, which no client can open",
+        "engine.core.utils.listening",
+        "    if address.is_unspecified:\n",
+        "    if False:\n",
+        "tests/unit/test_cli_serve.py::test_an_address_that_no_client_can_open_is_not_shown",
+    ),
+    Mutation(
+        "log: a failed poll is not logged either",
+        "engine.servers.http.request_log",
+        " and route in _POLLED and record.status == 200",
+        "",
+        "tests/unit/test_server_routes.py::test_what_top_reads_is_not_logged_unless_it_fails",
+    ),
+    Mutation(
         "compare: an unknown gap is a tie",
         "engine.compare.agreement",
         "not gap.is_bound and ",

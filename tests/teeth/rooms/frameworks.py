@@ -79,6 +79,13 @@ MUTATIONS = [
         f"{PART_TESTS}::test_rows_are_cut_into_runs_that_cover_them",
     ),
     Mutation(
+        "frameworks: native takes kernels of any build",
+        "engine.backends.custom.frameworks.native.compiled",
+        '    if getattr(module, "INTERFACE", None) != INTERFACE:\n',
+        '    if getattr(module, "INTERFACE", INTERFACE) != INTERFACE:\n',
+        "tests/unit/test_native_interface.py::test_kernels_of_other_sources_are_refused[None]",
+    ),
+    Mutation(
         "frameworks: native's last token is another slot's",
         "engine.backends.custom.frameworks.native.execution.runner",
         "        self._last_token[sampling.slots[keeps]] = tokens[keeps]\n",

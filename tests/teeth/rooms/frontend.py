@@ -66,9 +66,16 @@ MUTATIONS = [
     Mutation(
         "frontend: merging a backlog loses log-probabilities",
         "engine.backends.custom.frontend.generation",
-        "        logprobs = first.logprobs + second.logprobs\n",
-        "        logprobs = first.logprobs\n",
+        "        logprobs=tuple(each for some in scores for each in some) if scores else None,\n",
+        "        logprobs=first.logprobs,\n",
         f"{GENERATION_TESTS}::test_a_slow_reader_gets_the_backlog_in_one_piece",
+    ),
+    Mutation(
+        "frontend: tokens that a stop string may divide are merged",
+        "engine.backends.custom.frontend.generation",
+        "        if not self._may_merge or not isinstance(item, TokenDelta):\n",
+        "        if not isinstance(item, TokenDelta):\n",
+        f"{GENERATION_TESTS}::test_deltas_of_several_steps_that_arrive_together_are_one_event",
     ),
     Mutation(
         "frontend: a backlog is merged across choices",

@@ -24,7 +24,8 @@ class _Awaited:
     def __init__(self) -> None:
         self.vector: asyncio.Future[bytes] = asyncio.get_running_loop().create_future()
 
-    def deliver(self, item: TokenDelta | EngineError) -> None:
+    def deliver(self, *items: TokenDelta | EngineError) -> None:
+        item = items[0]  # a text has one delta, or an error
         if self.vector.done():
             return
         if isinstance(item, EngineError):

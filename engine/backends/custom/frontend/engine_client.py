@@ -8,12 +8,13 @@ in order, on the frontend's event loop.
 import asyncio
 import contextlib
 import importlib
+import itertools
 import logging
 import os
 import queue
 import signal
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Protocol, cast
 
 import msgspec
@@ -23,7 +24,7 @@ from engine.backends.custom.ipc.heartbeat import Heartbeat, Vitals, heartbeat_fi
 from engine.backends.custom.ipc.transport import FrameDecoder, encode_frame
 from engine.backends.process import ChildProcess
 from engine.core.errors import EngineError, UnavailableError
-from engine.core.interfaces.request import Fatal, FromEngine, Stop, ToEngine
+from engine.core.interfaces.request import Deltas, Fatal, FromEngine, Stop, ToEngine
 
 log = logging.getLogger(__name__)
 
@@ -246,7 +247,7 @@ class _Connection(asyncio.Protocol):
 
     def data_received(self, data: bytes) -> None:
         try:
-            for message in self._frames.feed(data):
+            for message in _joined(self._frames.feed(data)):
                 self._on_message(message)
         except Exception:  # the connection is closed after any error, which ends the engine
             log.exception("the connection to the engine broke")
@@ -255,3 +256,16 @@ class _Connection(asyncio.Protocol):
     def connection_lost(self, exc: Exception | None) -> None:
         if not self.closed.done():
             self.closed.set_result(None)
+
+
+def _joined(messages: list[FromEngine]) -> Iterator[FromEngine]:
+    """The messages, with the deltas of consecutive steps in one message. Several steps arrive at
+    once only if the frontend is slower than its engine. Joined deltas become fewer events, and so
+    the frontend catches up.
+    """
+    for is_deltas, run in itertools.groupby(messages, lambda each: isinstance(each, Deltas)):
+        if is_deltas:
+            steps = cast(Iterator[Deltas], run)
+            yield Deltas(tuple(delta for step in steps for delta in step.deltas))
+        else:
+            yield from run

@@ -31,6 +31,7 @@ from engine.core.interfaces.request import (
     Ready,
     Stats,
 )
+from engine.core.interfaces.timeline import RequestNotes
 
 log = logging.getLogger(__name__)
 
@@ -123,6 +124,10 @@ class EngineLink:
                 self._client.send(Abort(request_id, choice))
             except EngineError as error:
                 log.debug("nothing to abort: %s", error)
+
+    def leave(self, request_id: str, notes: RequestNotes) -> None:
+        """The client of an aborted request left. What happened to it is still added to `notes`."""
+        self._requests.leave(request_id, notes)
 
     def done(self, request_id: str) -> None:
         """Drop the receiver of a request that has ended. Sends nothing to the engine."""
@@ -248,8 +253,7 @@ class EngineLink:
 
     def _on_message(self, message: FromEngine) -> None:
         if isinstance(message, Deltas):
-            for delta in message.deltas:
-                self._requests.deliver(delta)
+            self._requests.deliver(message.deltas)
         elif isinstance(message, Stats):
             self.stats = message.stats
         elif isinstance(message, Ready):

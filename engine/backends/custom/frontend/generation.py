@@ -38,6 +38,7 @@ from engine.core.interfaces.request import (
     TokenDelta,
     TokenLogprobs,
 )
+from engine.core.interfaces.timeline import RequestNotes
 from engine.core.parsing.pieces import Piece, ReasoningPiece, TextPiece
 from engine.core.text.tokenizer import Detokenizer
 
@@ -50,6 +51,10 @@ class Engine(Protocol):
 
     def forget(self, request_id: str, choice: int | None) -> None:
         """Abort one choice of a request, or the whole request if `choice` is None."""
+        ...
+
+    def leave(self, request_id: str, notes: RequestNotes) -> None:
+        """Add the timelines of an aborted request to `notes` when they arrive."""
         ...
 
     def num_revivals(self, request_id: str) -> int:
@@ -118,6 +123,7 @@ class Generation(GeneratedFeed):
         prepared: Prepared,
         engine: Engine,
         on_progress: Callable[[PromptProgress], None] | None = None,
+        notes: RequestNotes | None = None,
     ) -> None:
         super().__init__()
         self.request = request
@@ -141,13 +147,14 @@ class Generation(GeneratedFeed):
         self._prefill_s = 0.0
         self._first_token_at: float | None = None
         self._on_progress = on_progress
+        self._notes = notes
         self._num_processed = -1  # of the prompt, as last reported; -1: nothing was reported
 
-    def deliver(self, item: TokenDelta | EngineError) -> None:
-        """`EngineLink` calls this with each delta of the request, in order. If the engine fails, it
-        calls this with the error.
+    def deliver(self, *items: TokenDelta | EngineError) -> None:
+        """`EngineLink` calls this with the deltas of the request that arrived together, in order.
+        If the engine fails, it calls this with the error.
         """
-        self._arrived.append(item)
+        self._arrived.extend(items)
         if self._sink is None:
             self._wake.set()
         else:
@@ -159,7 +166,7 @@ class Generation(GeneratedFeed):
                 await self._wake.wait()
                 self._wake.clear()
                 while self._arrived:
-                    for event in self._take(self._next_item()):
+                    for event in self._take(self._next_item(MAX_BACKLOG)):
                         yield event
             yield self._usage()
         finally:
@@ -190,6 +197,8 @@ class Generation(GeneratedFeed):
         if self._open:
             self._open.clear()
             self._engine.forget(self.request.request_id, None)
+            if self._notes is not None:
+                self._engine.leave(self.request.request_id, self._notes)
         self._engine.done(self.request.request_id)
 
     def _hand_on(self, sink: EventSink) -> None:
@@ -197,7 +206,7 @@ class Generation(GeneratedFeed):
             return
         try:
             while self._arrived:
-                for event in self._take(self._arrived.popleft()):
+                for event in self._take(self._next_item(0)):
                     sink(event)
         # An error in one request must not reach `EngineLink`, which serves all requests. `feed`
         # raises the error instead.
@@ -206,28 +215,33 @@ class Generation(GeneratedFeed):
         if self._failure is not None or not self._open:
             self._wake.set()
 
-    def _next_item(self) -> TokenDelta | EngineError:
-        """Removes and returns the oldest queued item. If too many items are queued, the next deltas
-        of the same choice are merged into it.
+    def _next_item(self, max_backlog: int) -> TokenDelta | EngineError:
+        """Removes and returns the oldest queued item. If more than `max_backlog` items are queued
+        behind it, the next deltas of the same choice are merged into it.
 
         Deltas are not merged if the request has stop strings, because tokens after a stop string
         must be neither shown nor counted. They are not merged if the output is parsed, because
         reasoning tokens are counted separately.
         """
         item = self._arrived.popleft()
-        while self._may_merge and len(self._arrived) > MAX_BACKLOG and isinstance(item, TokenDelta):
+        if not self._may_merge or not isinstance(item, TokenDelta):
+            return item
+        run = [item]
+        while len(self._arrived) > max_backlog:
             follower = self._arrived[0]
-            if item.finish_reason or item.num_processed or not isinstance(follower, TokenDelta):
+            if run[-1].finish_reason or item.num_processed or not isinstance(follower, TokenDelta):
                 break
             if follower.choice != item.choice:
                 break
+            run.append(follower)
             self._arrived.popleft()
-            item = _merged(item, follower)
-        return item
+        return item if len(run) == 1 else _merged(run)
 
     def _take(self, item: TokenDelta | EngineError) -> list[Event]:
         if isinstance(item, EngineError):
             raise item
+        if item.timeline is not None and self._notes is not None:
+            self._notes.add_timeline(item.timeline)
         if item.choice not in self._open:
             return []  # the choice already ended at a stop string; these tokens were in flight
         if item.finish_reason == "error":
@@ -383,16 +397,17 @@ class Generation(GeneratedFeed):
         )
 
 
-def _merged(first: TokenDelta, second: TokenDelta) -> TokenDelta:
-    logprobs = None
-    if first.logprobs is not None and second.logprobs is not None:
-        logprobs = first.logprobs + second.logprobs
+def _merged(run: Sequence[TokenDelta]) -> TokenDelta:
+    """Consecutive deltas of one choice as one delta."""
+    first, last = run[0], run[-1]
+    scores = [delta.logprobs for delta in run if delta.logprobs is not None]
     return replace(
         first,
-        token_ids=first.token_ids + second.token_ids,
-        logprobs=logprobs,
-        finish_reason=second.finish_reason,
-        stop_token_id=second.stop_token_id,
-        error_code=second.error_code,
-        error_message=second.error_message,
+        token_ids=tuple(token for delta in run for token in delta.token_ids),
+        logprobs=tuple(each for some in scores for each in some) if scores else None,
+        finish_reason=last.finish_reason,
+        stop_token_id=last.stop_token_id,
+        error_code=last.error_code,
+        error_message=last.error_message,
+        timeline=last.timeline,
     )

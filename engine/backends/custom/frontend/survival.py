@@ -14,14 +14,15 @@ import logging
 import secrets
 import time
 from array import array
-from collections import deque
-from collections.abc import Callable
+from collections import OrderedDict, deque
+from collections.abc import Callable, Iterable
 from typing import Protocol
 
 from msgspec.structs import replace
 
 from engine.core.errors import EngineError, InferenceError, RequestTimeoutError, UnavailableError
 from engine.core.interfaces.request import GenerateRequest, Resumed, TokenDelta
+from engine.core.interfaces.timeline import RequestNotes
 
 log = logging.getLogger(__name__)
 
@@ -29,14 +30,15 @@ log = logging.getLogger(__name__)
 # longer than the pause after too many deaths.
 MAX_WAIT_S = 120.0
 SUSPECT_STRIKES = 2
+MAX_LEFT = 64
 
 Send = Callable[[GenerateRequest], None]
 
 
 class Receiver(Protocol):
-    """Receives the deltas of a request."""
+    """Receives the deltas of a request, or the error that ends it."""
 
-    def deliver(self, item: TokenDelta | EngineError) -> None: ...
+    def deliver(self, *items: TokenDelta | EngineError) -> None: ...
 
 
 class OpenRequest:
@@ -105,6 +107,8 @@ class OpenRequests:
         self._on_trial: OpenRequest | None = None
         self._held: deque[OpenRequest] = deque()  # requests that wait for the end of the trials
         self.num_revived = 0
+        # The notes of requests whose clients left lately. Their last deltas are still to come.
+        self._left: OrderedDict[str, RequestNotes] = OrderedDict()
 
     def __len__(self) -> int:
         return len(self._requests)
@@ -118,16 +122,32 @@ class OpenRequests:
         send(request)
         self._requests[request.request_id] = OpenRequest(request, receiver)
 
-    def deliver(self, delta: TokenDelta) -> None:
-        # Deltas that arrive after their request has ended have no receiver.
-        opened = self._requests.get(delta.request_id)
-        if opened is None:
-            return
-        if self._max_revivals:
-            opened.record(delta)
-        opened.receiver.deliver(delta)
-        if opened is self._on_trial and opened.has_progress:
-            self._next_trial()
+    def deliver(self, deltas: Iterable[TokenDelta]) -> None:
+        """Pass deltas on to their receivers. A receiver gets all its deltas in one call, so that it
+        can merge those of several steps.
+        """
+        arrived: dict[str, list[TokenDelta]] = {}
+        for delta in deltas:
+            arrived.setdefault(delta.request_id, []).append(delta)
+        for request_id, own in arrived.items():
+            # Deltas that arrive after their request has ended have no receiver.
+            opened = self._requests.get(request_id)
+            if opened is None:
+                self._note_end(own)
+                continue
+            if self._max_revivals:
+                for delta in own:
+                    opened.record(delta)
+            opened.receiver.deliver(*own)
+            if opened is self._on_trial and opened.has_progress:
+                self._next_trial()
+
+    def _note_end(self, deltas: Iterable[TokenDelta]) -> None:
+        """Keep the timelines of a request whose client left."""
+        for delta in deltas:
+            notes = self._left.get(delta.request_id)
+            if notes is not None and delta.timeline is not None:
+                notes.add_timeline(delta.timeline)
 
     def drop(self, request_id: str, choice: int | None = None) -> None:
         """Drop a request, or one choice of it. Unknown ids are ignored."""
@@ -141,6 +161,12 @@ class OpenRequests:
         opened.stop_waiting()
         if opened is self._on_trial:
             self._next_trial()
+
+    def leave(self, request_id: str, notes: RequestNotes) -> None:
+        """The client of a request left. Its timelines are still added to `notes`."""
+        self._left[request_id] = notes
+        while len(self._left) > MAX_LEFT:
+            self._left.popitem(last=False)
 
     def num_revivals(self, request_id: str) -> int:
         opened = self._requests.get(request_id)

@@ -111,7 +111,7 @@ class Intake:
             return [refusal(request.request_id, choice, error) for choice in choices]
         assert prompt is not None
         if request.grammar is None and not request.images:
-            self._enqueue(request, prompt, choices, None, now)
+            self._enqueue(request, prompt, choices, None, now, now)
             return []
         matcher = None
         if request.grammar is not None:
@@ -138,7 +138,13 @@ class Intake:
                 matcher = None if each.matcher is None else each.matcher.result()
                 prompt = placed_tokens(each.prompt, each.images)
                 self._enqueue(
-                    request, prompt, each.choices, matcher, each.submitted_at, tuple(each.images)
+                    request,
+                    prompt,
+                    each.choices,
+                    matcher,
+                    each.submitted_at,
+                    now,
+                    tuple(each.images),
                 )
             except EngineError as error:
                 refused += each.refusals(error)
@@ -206,6 +212,7 @@ class Intake:
         choices: list[int],
         matcher: "LLMatcher | None",
         now: float,
+        queued_at: float,
         images: tuple[PlacedImage, ...] = (),
     ) -> None:
         params = request.params
@@ -246,10 +253,13 @@ class Intake:
                 allowed=allowed,
                 bad_words=request.bad_words,
                 dry_breakers=breakers,
+                expected=packed(request.expected),
                 # All choices have the same prompt, so only the first choice computes the prompt's
                 # logprobs.
                 scores_prompt=params.score_prompt and choice == 0 and not before.token_ids,
                 reports_progress=request.reports_progress and choice == 0,
+                queued_at=queued_at,
+                num_resumed=len(before.token_ids),
                 # Only the last limit is read.
                 surprise_limits=[before.surprise_limit or 0.0] * len(before.token_ids)
                 if params.mirostat
@@ -336,7 +346,7 @@ class Intake:
             return error
         biased = [*request.params.logit_bias, *request.params.stop_token_ids, *request.eos_ids]
         biased += request.params.allowed_token_ids
-        biased += [token for word in request.bad_words for token in word]
+        biased += [*request.expected, *(token for word in request.bad_words for token in word)]
         if biased and not 0 <= min(biased) <= max(biased) < spec.vocab_size:
             return InvalidRequestError(f"Token ids must be within 0..{spec.vocab_size - 1}.")
         # An embedding request generates no token, so its prompt may fill the whole context.

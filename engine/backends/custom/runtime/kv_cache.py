@@ -103,14 +103,14 @@ class KVCache:
         self.num_hit += seq.num_computed
         return True
 
-    def extend(self, seq: Sequence, num_tokens: int) -> bool:
+    def extend(self, seq: Sequence, num_tokens: int, spare: int = 0) -> bool:
         """Extend the sequence's block tables so that it has room for `num_tokens` tokens. Returns
-        False if too few blocks are free or evictable.
+        False if fewer than `spare` blocks would then remain free or evictable.
         """
         needed = self._blocks_for(num_tokens) - len(seq.blocks)
-        if needed > self.pool.num_free + self.pool.num_evictable:
+        if needed + spare > self.pool.num_free + self.pool.num_evictable:
             return False
-        if self.windows is not None and not self._extend_windows(seq, num_tokens):
+        if self.windows is not None and not self._extend_windows(seq, num_tokens, spare):
             return False
         if needed > 0:
             self._make_room(needed)

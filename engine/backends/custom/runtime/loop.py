@@ -204,8 +204,10 @@ class EngineLoop:
     def _sample(self, forwarded: Forwarded, batch: ScheduledBatch) -> PendingTokens:
         mask = None
         if forwarded.masks is not None:
-            rows = constrained_rows(batch, only_known=False)
-            mask = self._compute(forwarded.masks.finish, rows)
+            late = constrained_rows(batch, only_known=False, done=forwarded.masks.done)
+            began_at = time.monotonic()
+            mask = self._compute(forwarded.masks.finish, late)
+            self.scheduler.clock.masked(time.monotonic() - began_at)
         sampling = self._builder.sampling(batch, mask)
         if len(sampling.host_rows):
             sampling = self._compute(self._chain.sample, forwarded.handle, sampling, batch)
@@ -219,7 +221,7 @@ class EngineLoop:
             return None
         if self._masks is None:
             self._masks = MaskWriter(self._runner.spec.vocab_size)
-        num_rows = sum(row.samples for row in batch.rows)
+        num_rows = sum(row.samples + len(row.draft) for row in batch.rows)
         return self._masks.begin(num_rows, constrained_rows(batch, only_known=True))
 
     def _finish_launched(self) -> None:
@@ -238,8 +240,9 @@ class EngineLoop:
         began_at = max(launch.started_at, self._finished_at)
         seconds = now - began_at
         lengths = [row.length for row in launch.batch.rows]
-        num_tokens, num_single = sum(lengths), lengths.count(1)
+        num_tokens, num_single = sum(lengths), lengths.count(1) + launch.batch.num_drafting
         self._steps.add(num_tokens, seconds)
+        self.scheduler.clock.step(began_at, now, lengths, launch.batch.num_drafting)
         self._finished_at = now
         self._budget.record(num_single, num_tokens - num_single, seconds)
         self._send(self.scheduler.update(launch.batch, output, now))
@@ -286,8 +289,11 @@ class EngineLoop:
 
     def _run_whole(self, batch: ScheduledBatch) -> StepOutput:
         """Run one step to the end: forward, sample, wait. No other step runs meanwhile."""
+        began_at = time.monotonic()
         output = self._wait(self._sample(self._forward(batch), batch))
         self._num_steps += 1
+        lengths = [row.length for row in batch.rows]
+        self.scheduler.clock.step(began_at, time.monotonic(), lengths)
         return output
 
     def _read_inbox(self, timeout_s: float) -> None:
@@ -370,6 +376,7 @@ class EngineLoop:
     def stats(self) -> EngineStats:
         scheduler, kv = self.scheduler, self.scheduler.kv
         pool, windowed = kv.pool, kv.windows and kv.windows.pool
+        drafts = scheduler.speculation
         return EngineStats(
             num_running=scheduler.num_running,
             num_waiting=scheduler.num_waiting,
@@ -391,5 +398,7 @@ class EngineLoop:
             num_evictions=kv.radix.num_evicted,
             num_nonfinite=scheduler.num_nonfinite,
             num_invariant_failures=self._num_invariant_failures,
+            num_drafted_tokens=drafts.num_drafted if drafts else 0,
+            num_accepted_tokens=drafts.num_accepted if drafts else 0,
             steps=self._steps.counts(),
         )

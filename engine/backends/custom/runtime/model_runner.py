@@ -103,6 +103,9 @@ class RunnerSpec:
     # `max_slots` belongs to no sequence. The states after it are `num_checkpoints` copies.
     has_state: bool = False
     num_checkpoints: int = 0
+    # Whether a decode row of several tokens gives exactly the logits that rows of one token give.
+    # Then steps can verify drafts.
+    verifies_drafts: bool = False
 
     @classmethod
     def of(
@@ -115,6 +118,7 @@ class RunnerSpec:
         min_prompt_tokens: int = PROMPT_TOKENS,
         window: int | None = None,
         has_state: bool = False,
+        verifies_drafts: bool = False,
     ) -> "RunnerSpec":
         """The spec of a runner whose capacity is exactly that of `config`."""
         return cls(
@@ -131,6 +135,7 @@ class RunnerSpec:
             config.num_window_blocks,
             has_state,
             config.num_checkpoints if has_state else 0,
+            verifies_drafts and not has_state,  # the state after a rejected token cannot be undone
         )
 
 

@@ -30,8 +30,11 @@ def token_delta(
     is_plain = seq.params.logprobs is None and not limits
     if is_plain and not is_first and seq.finish_reason is None:
         return TokenDelta(seq.request_id, seq.choice, tokens)
+    watch = seq.watch
     if is_first:
         seq.first_token_at = now
+        if watch is not None:
+            watch.first_token()
     started_at = seq.started_at if seq.started_at is not None else now
     ended_by_id = seq.finish_reason == "stop" and bool(tokens) and tokens[-1] in seq.stop_ids
     return TokenDelta(
@@ -49,6 +52,7 @@ def token_delta(
         prompt_logprobs=tuple(seq.prompt_scores) if is_first and seq.scores_prompt else None,
         # The next token's limit may be known already, if its step was launched.
         surprise_limit=limits[seq.num_generated - 1] if tokens and limits else None,
+        timeline=watch.timeline(seq, now) if watch is not None and seq.finish_reason else None,
     )
 
 

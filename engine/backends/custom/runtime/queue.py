@@ -281,6 +281,14 @@ class InflightPrefixes:
         self._chains[seq] = chain
         self._latest = seq.namespace, data, chain
 
+    def chain(self, seq: Sequence) -> list[int]:
+        """The hashes of a sequence's prompt blocks."""
+        return self._chains[seq]
+
+    def shares(self, seq: Sequence) -> bool:
+        """Whether a running sequence is computing a prompt block of `seq`."""
+        return bool(self._owners) and any(key in self._owners for key in self._chains[seq])
+
     def remove(self, seq: Sequence) -> None:
         """Remove everything that is stored for a sequence that has ended."""
         self.disown(seq)

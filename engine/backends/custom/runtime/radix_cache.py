@@ -115,7 +115,7 @@ class RadixCache:
         """
         found: list[int] = []
         sides: list[list[int]] = [[] for _ in self.columns]
-        for node, count in self._walk(namespace, tokens):
+        for node, count in self.walk(namespace, tokens):
             found.extend(node.blocks[:count])
             for side, entries in zip(sides, node.sides, strict=True):
                 side.extend(entries[:count])
@@ -128,6 +128,9 @@ class RadixCache:
             for reach, side in zip(reaches, sides, strict=True)
         )
         return Match(found[:length], tuple(last))
+
+    def root(self, namespace: str) -> Node | None:
+        return self._roots.get(namespace)
 
     def insert(
         self,
@@ -240,7 +243,7 @@ class RadixCache:
             cached[node.tenant] += len(node.blocks)
         assert cached == self._leaves.by_tenant, "blocks of tenants"
 
-    def _walk(self, namespace: str, tokens: Tokens) -> Iterator[tuple[Node, int]]:
+    def walk(self, namespace: str, tokens: Tokens) -> Iterator[tuple[Node, int]]:
         """Yields the nodes along the path of `tokens`, each with the number of its blocks that
         match. Only the last node may match partially.
         """

@@ -12,6 +12,13 @@ from bisect import insort
 from collections.abc import Iterator
 
 from engine.backends.custom.runtime.images import whole_images
+from engine.backends.custom.runtime.insight.timekeeping import (
+    BLOCKS,
+    BUDGET,
+    SLOTS,
+    EngineClock,
+    Stopwatch,
+)
 from engine.backends.custom.runtime.kv_cache import KVCache
 from engine.backends.custom.runtime.model_runner import StepOutput
 from engine.backends.custom.runtime.outputs import (
@@ -30,6 +37,7 @@ from engine.backends.custom.runtime.sequence import (
     Sequence,
     SequenceFaultError,
 )
+from engine.backends.custom.runtime.speculation.drafts import Speculation
 from engine.core.errors import EngineError, InferenceError
 from engine.core.interfaces.request import FinishReason, TokenDelta
 
@@ -51,6 +59,8 @@ class Scheduler:
         self._inflight = InflightPrefixes(kv.block_size)
         self._free_slots = list(range(max_slots - 1, -1, -1))
         self._step = self._num_admissions = 0
+        self.speculation: Speculation | None = None  # None: steps verify no drafts
+        self.clock = EngineClock()
         self.num_preemptions = 0
         self.num_nonfinite = 0
         self.num_started = 0
@@ -90,7 +100,11 @@ class Scheduler:
         seq.submitted_step = self._step
         self._requests.setdefault(seq.request_id, []).append(seq)
         self._inflight.add(seq)
+        shares = self._inflight.shares(seq)
+        seq.watch = Stopwatch(self.clock, len(self._waiting), seq.queued_at, shares)
         self._waiting.add(seq)
+        if self.speculation is not None:
+            self.speculation.begin(seq)
 
     def abort(self, request_id: str, choice: int | None, now: float) -> list[TokenDelta]:
         """Abort one choice of a request, or all choices if `choice` is None, in any state. Unknown
@@ -117,12 +131,16 @@ class Scheduler:
         run.
         """
         self._step += 1
+        self.clock.plan(now)
         budget, kept = self._newcomers.room(
             budget, self._waiting.tenants() if self._free_slots else (), self._running
         )
         rows = self._schedule_running(budget - kept)
         self._schedule_waiting(rows, budget - sum(row.length for row in rows), now)
-        return ScheduledBatch(tuple(rows)) if rows else None
+        num_drafting = 0
+        if self.speculation is not None:
+            num_drafting = self.speculation.add_drafts(rows, budget - sum(r.length for r in rows))
+        return ScheduledBatch(tuple(rows), num_drafting) if rows else None
 
     def update(self, batch: ScheduledBatch, output: StepOutput, now: float) -> list[TokenDelta]:
         """Apply the output of a finished step, and return the new deltas. Rows of sequences that
@@ -133,14 +151,14 @@ class Scheduler:
         tokens = output.tokens.tolist()
         finite = output.finite.tolist()
         for index, row in enumerate(batch.rows):
-            seq, start, length, samples, _, life, num_scored = row
+            seq, start, length, samples, _, life, num_scored, draft = row
             sample_row, pool = next_row + num_scored, pooled
-            next_row = sample_row + samples
+            next_row = sample_row + samples + len(draft)
             pooled += samples and seq.pools
             if seq.finish_reason is not None:
                 continue
             seq.num_sampling -= samples
-            if not finite[index]:
+            if not finite[index] and not draft:
                 self.num_nonfinite += 1
                 error = InferenceError("The model produced non-finite values for this request.")
                 deltas.append(self.fail(seq, error, now))
@@ -149,10 +167,13 @@ class Scheduler:
                 # A `life` of 0 means that the sequence was preempted after this step was launched.
                 if num_scored and seq.life in (life, 0):
                     seq.prompt_scores += scores(seq, output, sample_row - num_scored, sample_row)
+                if draft:
+                    deltas += self._take_draft(row, output, sample_row, finite[index], now)
+                    continue
                 # After a preemption, the computed blocks no longer belong to the sequence.
                 if life == seq.life:
                     if seq.num_confirmed < seq.num_prompt:
-                        self._confirm_prompt(seq, start + length)
+                        self._confirm_prompt(seq, start, start + length)
                         if seq.reports_progress and not samples:
                             deltas.append(progress_delta(seq, now))
                     else:
@@ -183,15 +204,16 @@ class Scheduler:
             seq.needs_history = True
 
     def retry_row(self, row: Row) -> Row | None:
-        """Schedule the same row again after a rollback. Returns None if the sequence has ended, has
-        advanced or was preempted meanwhile.
+        """Schedule the same row again after a rollback, but without its draft. Returns None if the
+        sequence has ended, has advanced or was preempted meanwhile.
         """
         seq = row.seq
         if seq.life != row.life:
             return None
-        if seq.num_computed != row.start or row.start + row.length > len(seq.tokens):
+        length = row.length - len(row.draft)
+        if seq.num_computed != row.start or row.start + length > len(seq.tokens):
             return None
-        return self._grant(seq, row.length)
+        return self._grant(seq, length)
 
     def check(self) -> None:
         """Assert the invariants of queues, slots and memory."""
@@ -230,11 +252,11 @@ class Scheduler:
                 # The fast path for most rows of most steps: decode one token whose block has room.
                 seq.num_computed = ahead
                 seq.num_sampling += 1
-                rows.append(new_row(Row, (seq, start, 1, True, seq.slot, seq.life, 0)))
+                rows.append(new_row(Row, (seq, start, 1, True, seq.slot, seq.life, 0, ())))
                 budget -= 1
                 continue
-            if ahead >= end:
-                continue  # the sequence's last token is already being sampled
+            if ahead >= end or ahead <= start:
+                continue  # the sequence's last token is being sampled, or a draft is verified
             # Leave one token of the budget to each later row, so that every running sequence gets a
             # row.
             count = min(ahead - start, budget - (len(running) - index))
@@ -258,26 +280,34 @@ class Scheduler:
 
     def _schedule_waiting(self, rows: list[Row], budget: int, now: float) -> None:
         if budget <= 0 or not self._free_slots:
+            self.clock.block(BUDGET if self._free_slots else SLOTS)
             return
         for seq in self._waiting.in_order(self._step):
             if budget <= 0 or not self._free_slots:
+                self.clock.block(BUDGET if self._free_slots else SLOTS)
                 return
             if seq.num_sampling > 0 or self._inflight.is_held(seq):
                 continue
+            watch = seq.watch
+            assert watch is not None, seq.request_id
             match = self.kv.no_match if self._starts_over(seq) else self.kv.match(seq)
             num_matched = len(match.blocks)
             # Blocks that a running sequence publishes are of no use without a checkpoint.
             waits = self.kv.sharing and self.kv.states is None and not seq.is_scoring
             if waits and self._inflight.hold(seq, num_matched):
+                watch.hold()
                 continue
+            watch.unhold()
             max_tokens = min(budget, num_scorable(rows)) if seq.is_scoring else budget
             start = num_matched * self.kv.block_size
             count = self.kv.row_length(seq, start, min(len(seq.tokens) - start, max_tokens))
             if seq.images:
                 count = whole_images(seq.images, start, count, self._room(rows))
                 if not count:
+                    self.clock.block(BUDGET)
                     return
             if not self._admit(seq, match, start + count, now):
+                self.clock.block(BLOCKS)
                 return
             rows.append(self._grant(seq, count))
             budget -= count
@@ -318,7 +348,11 @@ class Scheduler:
             seq.prompt_scores.clear()  # a preemption discarded that work, so scoring starts over
         insort(self._running, seq, key=lambda s: s.seniority)
         self._inflight.own(seq, len(match.blocks))
+        assert seq.watch is not None, seq.request_id
+        seq.watch.admit(seq)
         if seq.started_at is None:
+            is_cache_off = not self.kv.sharing or self._starts_over(seq)
+            seq.watch.look_up(seq, self.kv, self._inflight.chain(seq), is_cache_off)
             seq.started_at = now
             self.num_started += 1
             seq.num_cached = min(seq.num_computed, seq.num_prompt)
@@ -339,13 +373,17 @@ class Scheduler:
 
     def _preempt(self, seq: Sequence) -> None:
         """Release everything that the sequence holds and queue it again."""
+        if seq.watch is not None:
+            seq.watch.preempt(seq.num_computed)
         self._stop_running(seq)
         seq.num_preemptions += 1
         self.num_preemptions += 1
         self._waiting.add(seq)
 
-    def _confirm_prompt(self, seq: Sequence, num_confirmed: int) -> None:
+    def _confirm_prompt(self, seq: Sequence, start: int, num_confirmed: int) -> None:
         seq.num_confirmed = num_confirmed
+        if seq.watch is not None:
+            seq.watch.chunk(start, num_confirmed - start)
         self.kv.commit(seq)
         if num_confirmed >= seq.num_prompt:
             self._inflight.disown(seq)
@@ -366,6 +404,21 @@ class Scheduler:
             return self.fail(seq, constraint.error, now)
         self._append(seq, token, is_stop)
         return token_delta(seq, (token,), (output, sample_row), now)
+
+    def _take_draft(
+        self, row: Row, output: StepOutput, sample_row: int, is_finite: bool, now: float
+    ) -> list[TokenDelta]:
+        """Apply the result of a row with a draft: the accepted tokens, and the token after them."""
+        assert self.speculation is not None
+        seq, deltas = row.seq, []
+        sampled = output.tokens[sample_row : sample_row + row.length].tolist()
+        for index, token in enumerate(self.speculation.accept(row, sampled, is_finite)):
+            if seq.life == row.life:
+                seq.num_confirmed = row.start + 1 + index
+            deltas.append(self._take(seq, output, sample_row + index, 0, token, now))
+            if seq.finish_reason is not None:
+                break
+        return deltas
 
     def _append(self, seq: Sequence, token: int, is_stop: bool) -> None:
         tokens, constraint = seq.tokens, seq.constraint

@@ -42,6 +42,7 @@ from engine.backends.custom.runtime.model_runner import (
 )
 from engine.backends.custom.runtime.radix_cache import RadixCache
 from engine.backends.custom.runtime.scheduler import Scheduler
+from engine.backends.custom.runtime.speculation.drafts import Speculation
 from engine.backends.custom.weights.model import ModelSource, open_model
 from engine.backends.custom.worker.encoder_loop import Encoder, EncoderLoop, is_encoder
 from engine.backends.custom.worker.encoder_loop import warm_up as warm_up_encoder
@@ -193,6 +194,8 @@ def build_loop(
     target_s = spec.target_step_s or TARGET_STEP_S
     max_tokens = max_step_tokens(spec, options)
     budget = StepBudget(max_tokens, spec.max_slots, target_s, spec.min_prompt_tokens)
+    if options.speculation == "auto" and spec.verifies_drafts:
+        scheduler.speculation = Speculation(scheduler.kv, budget)
     grammars = Grammars(vocabulary or functools.partial(_vocabulary, options))
     return EngineLoop(
         scheduler, runner, channel, budget, options.max_queued, pulse, grammars, images

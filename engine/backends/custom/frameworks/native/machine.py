@@ -250,6 +250,9 @@ def _read(path: Path) -> str | None:
 
 
 if __name__ == "__main__":
-    from engine.backends.custom.frameworks.native import _native
+    from engine.backends.custom.frameworks.native.compiled import kernels
 
-    print(json.dumps(asdict(measure(_native, default_threads()))))
+    try:
+        print(json.dumps(asdict(measure(kernels(), default_threads()))))
+    except ConfigError as error:
+        sys.exit(str(error))

@@ -3,7 +3,6 @@
 import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from importlib import import_module
 from itertools import accumulate
 from math import prod
 from typing import Any
@@ -12,6 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from engine.backends.custom.architectures.base import ModelConfig
+from engine.backends.custom.frameworks.native.compiled import kernels
 from engine.backends.custom.frameworks.native.execution.allocation import set_memory
 from engine.backends.custom.frameworks.native.execution.program import Numbered, add_program
 from engine.backends.custom.frameworks.native.execution.runner import NativeRunner
@@ -49,7 +49,6 @@ from engine.core.errors import ConfigError
 
 log = logging.getLogger(__name__)
 
-KERNELS = "engine.backends.custom.frameworks.native._native"
 STORED = "stored"  # a dtype: weights keep their type in the file, which decides the arithmetic
 TOKENS, POSITIONS = "embed.weight", "position.weight"  # tables of token and position embeddings
 TILE_TOKENS = 16  # positions per tile of the paged KV cache
@@ -64,25 +63,6 @@ POOL_SHARE = 0.25
 MIN_CACHED_BYTES = 32 * MIB
 # The index of each name is its code in csrc/base/layout.h.
 LAYOUTS = ("Q4", "Q4G16", "Q8", "Q8M", "Q8G16", "F16", "BF16", "F32")
-
-
-def kernels() -> Any:
-    """The compiled module of kernels. If it was not built, raises a `ConfigError` that says how to
-    get it.
-    """
-    try:
-        return import_module(KERNELS)
-    except ModuleNotFoundError as error:
-        raise ConfigError(
-            "the native kernels were not built, for lack of a C++ compiler; install one "
-            "(for example: apt-get install g++) and install the engine again, or serve with "
-            "PyTorch: pip install 'engine[torch]' and --backend torch"
-        ) from error
-    except ImportError as error:
-        raise ConfigError(
-            f"the native kernels can't be loaded: {error}; install the engine again on this "
-            "machine, or use --backend torch"
-        ) from error
 
 
 def find_device(device: str, dtype: str) -> DeviceInfo:
@@ -177,6 +157,8 @@ def build_runner(source: ModelSource, config: RunnerConfig) -> NativeRunner:
         min_prompt_tokens=PROMPT_TOKENS if machine.has_bf16 else ROW_TOKENS,
         has_state=source.config.state is not None,
         window=source.config.window,
+        # With fast numerics, the rounding of a token depends on the number of tokens in the step.
+        verifies_drafts=config.numerics != "fast",
     )
     return NativeRunner(model.native, spec, source.config.hidden_size)
 

@@ -1,5 +1,6 @@
 """Reports how far the packing of weights has come. If stderr is a terminal, this is a progress bar,
-which appears only if packing takes longer than a second. Otherwise it is log lines.
+which appears only if packing takes longer than a second. Otherwise it is log lines of
+level debug.
 """
 
 import logging
@@ -26,7 +27,7 @@ class PackingProgress:
         """Reports that `done` of `total` bytes are packed."""
         is_terminal = sys.stderr is not None and sys.stderr.isatty()
         if not is_terminal:
-            log.info("packing %s: %d of %d MiB", self._name, done // _MIB, total // _MIB)
+            log.debug("packing %s: %d of %d MiB", self._name, done // _MIB, total // _MIB)
             return
         if self._bar is None:
             if time.monotonic() - self._started_at < PATIENCE_S or done >= total:

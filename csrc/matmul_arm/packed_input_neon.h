@@ -4,7 +4,7 @@
 #include <arm_neon.h>
 
 #include "matmul/outliers.h"
-#include "matmul/row_blocks.h"
+#include "matmul_arm/row_blocks.h"
 
 namespace engine {
 namespace {
@@ -69,38 +69,6 @@ ENGINE_INLINE void pack_group(const float* from, InputGroup& out) {
     int32x4_t sums = vextq_s32(vpaddq_s32(halves, halves), halves, 2);
     float32x4_t scaled = vmulq_n_f32(vcvtq_f32_s32(sums), scale);
     vst1q_f32(&out.scale, vsetq_lane_f32(scale, scaled, 0));
-}
-
-// The place of a row's first group. The next group of the row is `step` groups further.
-struct PackedRow {
-    InputGroup* first;
-    int step;
-
-    PackedRow(uint8_t* input, int rows, int groups, int row) {
-        const int block = block_rows(rows), start = row / block * block;
-        first = reinterpret_cast<InputGroup*>(input) + size_t(start) * size_t(groups) + row - start;
-        step = rows - start < block ? rows - start : block;
-    }
-};
-
-void pack_int8(const float* x, int stride, int columns, int rows, int begin, int end, uint8_t* input) {
-    for (int row = begin; row < end; row++) {
-        const PackedRow out(input, rows, div_up(columns, kGroup), row);
-        for_groups(x + size_t(row) * size_t(stride), columns,
-                   [&](const float* group, int g) ALWAYS { pack_group(group, out.first[g * out.step]); });
-    }
-}
-
-void pack_int8_outliers(const float* x, int stride, int columns, int rows, int begin, int end,
-                        uint8_t* input) {
-    const int groups = div_up(columns, kGroup);
-    Outlier* lists = outliers_after(input, packed_bytes_int8(rows, columns));
-    for (int row = begin; row < end; row++) {
-        const PackedRow out(input, rows, groups, row);
-        without_outliers(x + size_t(row) * size_t(stride), columns, lists + outliers_begin(row, groups),
-                         [&](const float* group, int g)
-                             ALWAYS { pack_group(group, out.first[g * out.step]); });
-    }
 }
 
 }  // namespace

@@ -12,9 +12,9 @@
 #include "base/dispatch.h"
 #include "base/unroll.h"
 #include "base/with_layout.h"
-#include "matmul/dequantize.h"
-#include "matmul/epilogue.h"
-#include "matmul/packed_input_neon.h"
+#include "matmul/unit_blocks.h"
+#include "matmul_arm/packed_input_neon.h"
+#include "matmul_arm/weights_neon.h"
 
 namespace engine {
 namespace {
@@ -31,35 +31,6 @@ ENGINE_INLINE float32x4_t reload(const T (&from)[4]) {
     __asm__ volatile("ldr %q0, %1" : "=w"(loaded) : "m"(from));
     return loaded;
 }
-
-// Loads four values of each of four channels. The 32 values that four channels have in a group are
-// eight such vectors.
-template <Layout layout, int index>
-ENGINE_INLINE int8x16_t load_values(const uint8_t* group) {
-    if (!is_4_bit(layout)) {
-        uint8x16_t bytes = vld1q_u8(group + index * 64);
-        return vreinterpretq_s8_u8(veorq_u8(bytes, vdupq_n_u8(128)));
-    }
-    uint8x16_t bytes = vld1q_u8(group + index % 4 * 64);
-    return vreinterpretq_s8_u8(index < 4 ? vandq_u8(bytes, vdupq_n_u8(15)) : vshrq_n_u8(bytes, 4));
-}
-
-// The weights of four channels in one group.
-template <Layout layout>
-struct Weights {
-    int8x16_t values[8];
-    float32x4_t scales[scales_per_group(layout)], minima[scales_per_group(layout)];
-
-    ALWAYS void load(const uint8_t* group, const uint16_t* stored) {
-        unroll<8>([&](auto i) ALWAYS { values[i] = load_values<layout, i>(group); });
-        unroll<scales_per_group(layout)>([&](auto i) ALWAYS {
-            scales[i] = load_halves(stored + i * kPanelRows);
-            if (has_minima(layout))
-                minima[i] = load_halves(stored + (scales_per_group(layout) + i) * kPanelRows);
-            if (layout == Layout::Q8M) minima[i] = vfmaq_n_f32(minima[i], scales[i], 128.0f);
-        });
-    }
-};
 
 // In each lane, adds to `sum` the dot product of four weights and word `word` of x.
 template <int word>
@@ -191,34 +162,51 @@ Multiply multiply_for(int rows, std::integer_sequence<int, i...>) {
     return all[rows - 1];
 }
 
-template <Layout layout>
-void multiply_units(const MatmulJob& job, int begin, int end, uint8_t* scratch) {
-    const Matrix& weights = *job.weights;
-    const int groups = weights.groups(), panels = job.epilogue.gated ? 2 : 1, block = block_rows(job.rows);
+void matmul_int8(const MatmulJob& job, int begin, int end, uint8_t* scratch) {
+    const int groups = job.weights->groups();
     auto input = reinterpret_cast<const InputGroup*>(job.input);
-    for (int unit = begin; unit < end; unit++) {
-        OutlierUnit<layout> outliers(job, unit, scratch);
-        outliers.clear();
-        for (int row = 0; row < job.rows; row += block) {
-            int rows = job.rows - row < block ? job.rows - row : block;
-            Multiply multiply = multiply_for<layout>(rows, std::make_integer_sequence<int, kBlockRows>());
-            float sums[kBlockRows][2 * kPanelRows];
-            prefetch_outputs(job, unit, row, rows);
-            for (int i = 0; i < panels; i++)
-                multiply(weights.panel(unit * panels + i), groups, input + size_t(row) * size_t(groups),
-                         sums[0] + i * kPanelRows);
-            for (int r = 0; r < rows; r++) {
-                outliers.add(row + r, sums[r]);
-                apply_epilogue(job, unit, row + r, sums[r]);
-            }
-        }
+    with_layout(job.weights->layout, [&](auto layout) {
+        if constexpr (layout < Layout::F16)
+            multiply_units<layout, kBlockRows>(job, begin, end, job.rows, block_rows(job.rows), scratch,
+                                               [&](const uint8_t* panel, int row, int rows, float* sums) {
+                                                   auto all = std::make_integer_sequence<int, kBlockRows>();
+                                                   multiply_for<layout>(rows, all)(
+                                                       panel, groups, input + size_t(row) * size_t(groups),
+                                                       sums);
+                                               });
+    });
+}
+
+// The place of a row's first group. The next group of the row is `step` groups further.
+struct PackedRow {
+    InputGroup* first;
+    int step;
+
+    PackedRow(uint8_t* input, int rows, int groups, int row) {
+        const int block = block_rows(rows), start = row / block * block;
+        first = reinterpret_cast<InputGroup*>(input) + size_t(start) * size_t(groups) + row - start;
+        step = rows - start < block ? rows - start : block;
+    }
+};
+
+void pack_int8(const float* x, int stride, int columns, int rows, int begin, int end, uint8_t* input) {
+    for (int row = begin; row < end; row++) {
+        const PackedRow out(input, rows, div_up(columns, kGroup), row);
+        for_groups(x + size_t(row) * size_t(stride), columns,
+                   [&](const float* group, int g) ALWAYS { pack_group(group, out.first[g * out.step]); });
     }
 }
 
-void matmul_int8(const MatmulJob& job, int begin, int end, uint8_t* scratch) {
-    with_layout(job.weights->layout, [&](auto layout) {
-        if constexpr (layout < Layout::F16) multiply_units<layout>(job, begin, end, scratch);
-    });
+void pack_int8_outliers(const float* x, int stride, int columns, int rows, int begin, int end,
+                        uint8_t* input) {
+    const int groups = div_up(columns, kGroup);
+    Outlier* lists = outliers_after(input, packed_bytes_int8(rows, columns));
+    for (int row = begin; row < end; row++) {
+        const PackedRow out(input, rows, groups, row);
+        without_outliers(x + size_t(row) * size_t(stride), columns, lists + outliers_begin(row, groups),
+                         [&](const float* group, int g)
+                             ALWAYS { pack_group(group, out.first[g * out.step]); });
+    }
 }
 
 size_t packed_bytes_int8_outliers(int rows, int columns) {

@@ -1,0 +1,97 @@
+"""Types of settings that several sections use, and the base class of the sections."""
+
+import re
+import tomllib
+from typing import Annotated, Any, Literal
+
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    SecretStr,
+    ValidationInfo,
+    field_validator,
+)
+
+MAX_SECRET_LENGTH = 512
+
+
+def _split_commas(value: Any) -> Any:
+    """Split a list that a variable or a flag gives as `a,b`."""
+    if isinstance(value, str):
+        return tuple(part.strip() for part in value.split(",") if part.strip())
+    return value
+
+
+def parse_options(value: Any) -> Any:
+    """Parse backend options that a variable gives in TOML syntax: `{ name = "value" }`."""
+    if not isinstance(value, str):
+        return value
+    try:
+        return tomllib.loads(f"options = {value}")["options"]
+    except tomllib.TOMLDecodeError as error:
+        raise ValueError(f'must be written {{ name = "value" }}: {error}') from None
+
+
+def check_options(value: dict[str, Any]) -> dict[str, Any]:
+    if value:
+        from engine.core.config_tables import refuse_secrets
+
+        refuse_secrets(value)
+    return value
+
+
+def _check_secret(value: SecretStr) -> SecretStr:
+    if not re.fullmatch(rf"[\x21-\x7e]{{1,{MAX_SECRET_LENGTH}}}", value.get_secret_value()):
+        raise ValueError(
+            f"must be 1 to {MAX_SECRET_LENGTH} characters of printable ASCII without spaces"
+        )
+    return value
+
+
+def check_power_of_two(value: int) -> int:
+    if value & (value - 1):
+        raise ValueError("must be a power of two")
+    return value
+
+
+def _check_origin(value: str) -> str:
+    if value != "*" and not re.fullmatch(r"https?://[^/\s?#]+", value):
+        raise ValueError('must be "*" or an origin such as "https://app.example.com"')
+    return value
+
+
+def lowercase(value: Any) -> Any:
+    return value.lower() if isinstance(value, str) else value
+
+
+Megabytes = Annotated[int, Field(ge=1, le=2**24)]
+Name = Annotated[str, Field(pattern=r"^[A-Za-z0-9_.-]{1,64}$")]
+Secret = Annotated[SecretStr, AfterValidator(_check_secret)]
+Strings = Annotated[
+    tuple[Annotated[str, Field(min_length=1, max_length=253)], ...], BeforeValidator(_split_commas)
+]
+Origins = Annotated[
+    tuple[Annotated[str, AfterValidator(_check_origin)], ...], BeforeValidator(_split_commas)
+]
+Dialect = Literal["llamacpp", "vllm", "sglang", "ollama", "azure"]
+Dialects = Annotated[tuple[Dialect, ...], BeforeValidator(_split_commas)]
+
+
+class Section(BaseModel):
+    """Base class of the sections. A section is one table of the TOML file, such as `[server]`."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
+
+    @field_validator("*", mode="before")
+    @classmethod
+    def _refuse_bool_as_number(cls, value: Any, info: ValidationInfo) -> Any:
+        """Refuse `true` and `false` for settings that are not booleans. Python would take `true` as
+        1.
+        """
+        assert info.field_name is not None
+        if isinstance(value, bool) and cls.model_fields[info.field_name].annotation is not bool:
+            raise ValueError(f"must not be {str(value).lower()}")
+        return value

@@ -1,0 +1,45 @@
+"""Mistakes in what is measured of a request, and in who may see it."""
+
+from tests.teeth.mutation import Mutation
+
+EXPLAIN_TESTS = "tests/unit/test_explain.py"
+API_TESTS = "tests/unit/test_requests_api.py"
+NAMED = f"{EXPLAIN_TESTS}::test_the_cause_in_the_engine_is_named"
+
+MUTATIONS = [
+    Mutation(
+        "insight: a lack of blocks looks like a lack of budget",
+        "engine.backends.custom.runtime.scheduler",
+        "                self.clock.block(BLOCKS)\n",
+        "                self.clock.block(BUDGET)\n",
+        f"{NAMED}[blocks]",
+    ),
+    Mutation(
+        "insight: time that others spent waiting counts for a held sequence",
+        "engine.backends.custom.runtime.insight.timekeeping",
+        "        self._base = tuple(base + after - before for base, after, before in passed)\n",
+        "        self._base = tuple(base for base, after, before in passed)\n",
+        f"{EXPLAIN_TESTS}::test_what_others_wait_for_does_not_count_for_a_held_sequence",
+    ),
+    Mutation(
+        "insight: a prompt that was never computed counts as evicted",
+        "engine.backends.custom.runtime.insight.timekeeping",
+        "        while count < len(chain) and chain[count] in seen:\n",
+        "        while count < len(chain):\n",
+        f"{NAMED}[cold]",
+    ),
+    Mutation(
+        "insight: a tenant finds the requests of others by their ids",
+        "engine.servers.http.history",
+        "        for each in self.newest(tenant):\n",
+        "        for each in self.newest(None):\n",
+        f"{API_TESTS}::test_a_tenant_sees_its_own_requests_and_the_admin_all",
+    ),
+    Mutation(
+        "insight: what happened to a client that left is lost",
+        "engine.backends.custom.frontend.survival",
+        "        self._left[request_id] = notes\n",
+        "",
+        f"{API_TESTS}::test_a_client_that_leaves_is_explained_too",
+    ),
+]

@@ -1,0 +1,142 @@
+"""`/v1/admin/requests`: who sees which requests, and what a real engine tells about them."""
+
+import asyncio
+import json
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from engine.core.key_file import add_key
+from engine.core.observability.metrics import Metrics
+from engine.servers.app import create_app
+from tests.fake_backend import FakeBackend
+from tests.live_server import chat, live_server, make_settings
+from tests.toy_llm import ToyBackend
+
+ADMIN = "admin-key-0123456789abcdef"
+
+
+def bearer(key: str) -> dict[str, str]:
+    return {"authorization": f"Bearer {key}"}
+
+
+def test_a_tenant_sees_its_own_requests_and_the_admin_all(tmp_path: Path) -> None:
+    keys_file = tmp_path / "keys.json"
+    ours, _ = add_key(keys_file, "ours")
+    theirs, _ = add_key(keys_file, "theirs")
+    server = {"keys_file": keys_file, "admin_key": ADMIN}
+    with live_server(server=server, requests={"keep": 3}) as live:
+        url = f"{live.url}/v1/admin/requests"
+        post = f"{live.url}/v1/chat/completions"
+        ids = [
+            httpx.post(post, json=chat(), headers=bearer(key)).json()["id"]
+            for key in (ours, ours, theirs, theirs)
+        ]
+
+        def seen(key: str) -> list[str]:
+            return [each["id"] for each in httpx.get(url, headers=bearer(key)).json()["requests"]]
+
+        assert seen(ours) == [ids[1]]  # one more was kept, and is too old
+        assert seen(theirs) == [ids[3], ids[2]]
+        assert seen(ADMIN) == [ids[3], ids[2], ids[1]]
+        assert httpx.get(f"{url}/{ids[1]}", headers=bearer(ours)).status_code == 200
+        assert httpx.get(f"{url}/{ids[1]}", headers=bearer(ADMIN)).status_code == 200
+        hidden = httpx.get(f"{url}/{ids[1]}", headers=bearer(theirs))
+        assert hidden.status_code == 404
+        assert "last 3" in hidden.json()["error"]["message"]
+        assert httpx.get(url).status_code == 401
+        assert httpx.get(f"{url}?limit=0", headers=bearer(ours)).status_code == 400
+
+
+@pytest.fixture
+async def client() -> AsyncIterator[httpx.AsyncClient]:
+    backend = ToyBackend()
+    await backend.start()
+    app = create_app(make_settings(), backend, Metrics("toy"))
+    transport = httpx.ASGITransport(app)
+    async with httpx.AsyncClient(transport=transport, base_url="http://127.0.0.1") as made:
+        yield made
+    await backend.stop()
+
+
+async def explained(client: httpx.AsyncClient) -> dict[str, Any]:
+    body = {
+        "model": "toy",
+        "prompt": [1, 2, 3, 4, 5, 6],
+        "max_tokens": 5,
+        "n": 2,
+        "parse_special": False,
+        "ignore_eos": True,
+    }
+    answer = await client.post("/v1/completions", json=body)
+    assert answer.status_code == 200, answer.text
+    found = await client.get(f"/v1/admin/requests/{answer.json()['id']}")
+    assert found.status_code == 200, found.text
+    explanation: dict[str, Any] = found.json()
+    return explanation
+
+
+async def test_the_engine_tells_what_happened(client: httpx.AsyncClient) -> None:
+    told = await explained(client)
+    assert [each["finish_reason"] for each in told["choices"]] == ["length", "length"]
+    assert {each["generated_tokens"] for each in told["choices"]} == {5}
+    assert sum(chunk["tokens"] for chunk in told["choices"][0]["prefill"]) == 6
+    assert told["cache"]["prompt_tokens"] == 6
+    assert "prompt_goes_on" not in told["cache"]  # no text, unless requests.show_text is set
+    names = [each["name"] for each in told["spans"]]
+    assert names.index("queue") < names.index("prefill") < names.index("decode")
+    ends = [each["end_s"] for each in told["spans"]]
+    assert ends == sorted(ends)
+    assert told["cause"] and told["explanation"]
+
+
+async def test_a_client_that_leaves_is_explained_too() -> None:
+    backend = ToyBackend()
+    await backend.start()
+    app = create_app(make_settings(), backend, Metrics("toy"))
+    asked = {"model": "toy", "prompt": [1, 2], "max_tokens": 40, "stream": True}
+    body = json.dumps(asked | {"parse_special": False}).encode()
+    begun = asyncio.Event()
+    messages = [{"type": "http.request", "body": body, "more_body": False}]
+
+    async def receive() -> dict[str, Any]:
+        if messages:
+            return messages.pop()
+        await begun.wait()
+        return {"type": "http.disconnect"}
+
+    async def send(message: dict[str, Any]) -> None:
+        if message["type"] == "http.response.body":
+            begun.set()
+
+    scope = {
+        "type": "http",
+        "asgi": {"version": "3.0"},
+        "http_version": "1.1",
+        "method": "POST",
+        "path": "/v1/completions",
+        "raw_path": b"/v1/completions",
+        "query_string": b"",
+        "headers": [(b"content-type", b"application/json"), (b"host", b"127.0.0.1")],
+        "client": ("127.0.0.1", 1),
+        "server": ("127.0.0.1", 80),
+        "scheme": "http",
+    }
+    await app(scope, receive, send)
+    (record,) = app.state.services.history.newest(None)
+    for _ in range(1000):
+        if record.notes.timelines:
+            break
+        await asyncio.sleep(0.01)
+    assert record.notes.timelines[0].finish_reason in ("abort", "length")
+    await backend.stop()
+
+
+async def test_a_server_that_keeps_nothing_collects_nothing() -> None:
+    with live_server(FakeBackend(), requests={"keep": 0}) as live:
+        httpx.post(f"{live.url}/v1/chat/completions", json=chat())
+        assert live.backend.requests[-1].context.notes is None
+        assert httpx.get(f"{live.url}/v1/admin/requests").json() == {"requests": [], "kept": 0}
