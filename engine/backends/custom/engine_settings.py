@@ -19,6 +19,7 @@ FRAMEWORKS = "engine.backends.custom.frameworks"
 EXAMINER = "engine.backends.custom.weights.examine:examine_model"
 NATIVE_MODULE = f"{FRAMEWORKS}.native._native"
 NVIDIA_DEVICE = Path("/dev/nvidiactl")  # present if a CUDA driver is loaded
+AMD_DEVICE = Path("/dev/kfd")  # present if AMD's driver can run programs on a GPU
 
 
 def default_backend(device: str, dtype: str) -> str:
@@ -26,10 +27,21 @@ def default_backend(device: str, dtype: str) -> str:
     16-bit dtypes, and if the native kernels were not built, it is `torch`.
     """
     has_torch = find_spec("torch") is not None
-    wants_gpu = device.startswith("cuda") or (device == "auto" and NVIDIA_DEVICE.exists())
+    wants_gpu = device.startswith("cuda") or (device == "auto" and _has_gpu())
     if wants_gpu or dtype in ("bfloat16", "float16"):
         return "torch" if has_torch or device != "auto" else "native"
     return "native" if find_spec(NATIVE_MODULE) is not None or not has_torch else "torch"
+
+
+def _has_gpu() -> bool:
+    """Whether a GPU's driver is loaded. An AMD GPU counts if PyTorch can use it."""
+    if NVIDIA_DEVICE.exists():
+        return True
+    if not AMD_DEVICE.exists():
+        return False
+    from engine.core.store.gpus import has_rocm_torch
+
+    return has_rocm_torch()
 
 
 def engine_options(settings: Settings, framework: str, path: Path | None = None) -> EngineOptions:

@@ -77,6 +77,7 @@ class DeviceInfo:
     dtype: str
     free_bytes: int
     copies_tied_head: bool = False  # a tied LM head is copied, not shared with the embeddings
+    title: str = ""  # a GPU's name and platform, for messages
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,6 +17,7 @@ from engine.backends.custom.frameworks.refusals import (
     check_dtype,
     check_numerics,
 )
+from engine.backends.custom.frameworks.torch.device import describe
 from engine.backends.custom.frameworks.torch.execution.cuda_runner import CudaRunner
 from engine.backends.custom.frameworks.torch.execution.encoder import TorchEncoder
 from engine.backends.custom.frameworks.torch.execution.invariance import check_invariant
@@ -72,7 +73,8 @@ def find_device(device: str, dtype: str) -> DeviceInfo:
     found = torch_device(device)
     if found.type == "cuda":
         free_bytes, _ = torch.cuda.mem_get_info(found)
-        return DeviceInfo(device, "bfloat16" if dtype == "auto" else dtype, free_bytes)
+        name = "bfloat16" if dtype == "auto" else dtype
+        return DeviceInfo(device, name, free_bytes, title=describe(found))
     name = "float32" if dtype == "auto" else dtype
     free_bytes = psutil.virtual_memory().available
     return DeviceInfo(device, name, free_bytes, copies_tied_head=can_pack(torch_dtype(name), found))
@@ -106,7 +108,8 @@ def _fp8_token_bytes(config: ModelConfig) -> int:
 def _check_fp8_cache(config: ModelConfig, device: torch.device) -> None:
     if not has_fp8(device):
         raise ConfigError(
-            "kv_dtype fp8 needs a GPU with float8 tensor cores (Ada, Hopper or later); leave it out"
+            "kv_dtype fp8 needs an NVIDIA GPU with float8 tensor cores (Ada, Hopper or later); "
+            "leave it out"
         )
     if config.latent is not None:
         raise ConfigError(
@@ -199,9 +202,7 @@ def torch_device(name: str) -> torch.device:
     if device.type == "cuda":
         count = torch.cuda.device_count() if torch.cuda.is_available() else 0
         if (device.index or 0) >= count:
-            raise ConfigError(
-                f"device '{name}' is not there: PyTorch sees {count} CUDA devices; use cpu"
-            )
+            raise ConfigError(f"device '{name}' is not there: PyTorch sees {count} GPUs; use cpu")
     return device
 
 

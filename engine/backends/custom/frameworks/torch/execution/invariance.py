@@ -3,6 +3,7 @@
 import torch
 
 from engine.backends.custom.architectures.base import ModelConfig
+from engine.backends.custom.frameworks.torch.device import is_amd
 from engine.backends.custom.frameworks.torch.kernels.invariant.attention import TILE
 from engine.backends.custom.frameworks.torch.models.quantized_loading import keeps_quantized
 from engine.backends.custom.runtime.model_runner import RunnerConfig
@@ -18,7 +19,7 @@ def check_invariant(source: ModelSource, config: RunnerConfig, device: torch.dev
         raise ConfigError(
             "numerics invariant needs a GPU with --backend torch; on a CPU, use --backend native"
         )
-    if torch.version.hip is not None:
+    if is_amd():
         raise ConfigError(
             "numerics invariant needs an NVIDIA GPU: on an AMD GPU, the order of sums may depend "
             "on the batch; leave it out"

@@ -9,7 +9,6 @@ cache slot are those of keys and values, and then the scales as float32 numbers.
 """
 
 from collections.abc import Iterator
-from functools import cache
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -17,6 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from engine.backends.custom.frameworks.torch import device as gpu
 from engine.backends.custom.frameworks.torch.kernels.activation import GATES, gated, gated_halves
 from engine.backends.custom.frameworks.torch.kernels.base import (
     Example,
@@ -40,9 +40,6 @@ SMALLEST_SCALE = 1e-12  # keeps rows of zeros from a division by zero
 # rows; measured on an H200. For other matrices, it is faster for up to _FEW tokens.
 _SEVERAL, _FEW = {4096: 256, 8192: 128}, 64
 _ALIGNED = 16  # cuBLASLt takes float8 matrices whose sizes are multiples of this
-# Capabilities of NVIDIA GPUs with float8 tensor cores, and of those for which cuBLASLt has a scale
-# per row and column.
-_ADA, _HOPPER = (8, 9), (9, 0)
 
 
 class QuantizedRows(NamedTuple):
@@ -180,13 +177,9 @@ def _run(spec: KernelSpec, first: Tensor, *args: Any) -> Any:
     return (spec if has_fp8(first.device) else spec.reference)(first, *args)
 
 
-@cache
 def has_fp8(device: torch.device) -> bool:
     """Whether Triton has float8 on the device."""
-    if device.type != "cuda":
-        return interpreting()
-    # AMD's float8 has other numbers.
-    return torch.version.hip is None and torch.cuda.get_device_capability(device) >= _ADA
+    return gpu.has_fp8(device) if device.type == "cuda" else interpreting()
 
 
 def _suits_library(values: Tensor, weight: Tensor, dtype: torch.dtype) -> bool:
@@ -196,8 +189,7 @@ def _suits_library(values: Tensor, weight: Tensor, dtype: torch.dtype) -> bool:
     return (
         len(values) > few
         and values.is_cuda
-        and has_fp8(values.device)
-        and torch.cuda.get_device_capability(values.device) >= _HOPPER
+        and gpu.has_scaled_gemm(values.device)
         and dtype == torch.bfloat16  # the only type of its results with a scale per row
         and outputs % _ALIGNED == 0
         and size % _ALIGNED == 0

@@ -13,6 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from engine.backends.custom.frameworks.torch.device import num_stages
 from engine.backends.custom.frameworks.torch.kernels.attention_heads import AttentionHeads
 from engine.backends.custom.frameworks.torch.kernels.triton.attention_tile import (
     NOTHING_SEEN,
@@ -339,7 +340,7 @@ def decode(
             BLOCK_N=shared_tile.keys,
             **compiled_for,
             num_warps=shared_tile.warps,
-            num_stages=shared_tile.stages,
+            num_stages=num_stages(shared_tile.stages),
         )
     _decode_kernel[(kv_heads, len(arrays["spans"]))](
         q,
@@ -358,7 +359,7 @@ def decode(
         MERGES=not shares,
         **compiled_for,
         num_warps=span_tile.warps,
-        num_stages=span_tile.stages,
+        num_stages=num_stages(span_tile.stages),
     )
     if shares:
         merged_for = {name: compiled_for[name] for name in _MERGE_SIZES}

@@ -15,6 +15,7 @@ import triton.language as tl
 from torch import Tensor
 
 from engine.backends.custom.architectures.base import ExpertsConfig
+from engine.backends.custom.frameworks.torch.device import num_stages
 from engine.backends.custom.frameworks.torch.kernels.triton.epilogue import gate_times
 
 _BLOCK_FIELDS = 3
@@ -316,7 +317,7 @@ def experts_mlp(
         BIAS=gate_up_bias is not None,
         GATE=kind,
         num_warps=first.warps,
-        num_stages=first.stages,
+        num_stages=num_stages(first.stages),
     )
     parts = torch.empty((num_tokens, chosen, size), dtype=x.dtype, device=x.device)
     _down_kernel[(triton.cdiv(size, second.rows), len(blocks))](
@@ -333,7 +334,7 @@ def experts_mlp(
         PAIRS=pairs,
         BIAS=down_bias is not None,
         num_warps=second.warps,
-        num_stages=second.stages,
+        num_stages=num_stages(second.stages),
     )
     return summed(parts)
 
