@@ -25,10 +25,17 @@ from statistics import median
 from typing import Any
 
 import msgspec
+import numpy as np
 import torch
+from torch import Tensor
 
 from benchmarks.gpu_engine import BenchEngine, shape_source
 from benchmarks.gpu_workloads import SHAPES, Shape
+from engine.backends.custom.frameworks.torch.kernels.attention_heads import AttentionHeads
+from engine.backends.custom.frameworks.torch.kernels.attention_reference import ReferenceAttention
+from engine.backends.custom.frameworks.torch.kernels.attention_spec import batch_of
+from engine.backends.custom.frameworks.torch.kernels.base import KERNELS, Inputs
+from engine.backends.custom.frameworks.torch.kernels.invariant.attention import InvariantAttention
 from engine.backends.custom.frameworks.torch.kernels.invariant.linear import (
     counters,
     invariant_linear,
@@ -43,7 +50,7 @@ LONGEST, SHARED = 640, 320  # tokens of the longest prompt, and of the prefix th
 ROWS = (1, 64, 256)
 PROMPT, DECODED = 128, 96  # tokens of each request whose decode steps are timed
 PREFILL = (8, 2048)  # prompts, and tokens of each
-ROUNDS = 5
+ROUNDS, REPEATS = 5, 10
 COMPILERS = 8  # processes that compile kernels before the engine starts
 TOKENS = (1, 17, 33, 65, 200, 300, 500, 900, 2000)  # these take all tile sizes of the matmuls
 
@@ -153,19 +160,24 @@ def engine(
     gc.collect()
 
 
+def matrices(model: str) -> dict[str, tuple[int, int, str | None, bool]]:
+    """By name: the rows and columns of each matrix, its gate, and whether it adds to the stream."""
+    config = shape_source(model).config
+    size, inner = config.hidden_size, config.intermediate_size
+    heads = config.num_heads * config.head_dim
+    return {
+        "qkv": (heads + 2 * config.num_kv_heads * config.head_dim, size, None, False),
+        "o": (size, heads, None, True),
+        "gate_up": (2 * inner, size, config.activation, False),
+        "down": (size, inner, None, True),
+        "head": (config.vocab_size, size, None, False),
+    }
+
+
 def compile_matmuls(model: str, part: int) -> None:
     """Compiles a part of the matmul kernels, which other processes then find on the disk."""
-    config = shape_source(model).config
-    device, size = torch.device("cuda"), config.hidden_size
-    heads, inner = config.num_heads * config.head_dim, config.intermediate_size
-    matrices = (
-        (heads + 2 * config.num_kv_heads * config.head_dim, size, None, False),
-        (size, heads, None, True),
-        (2 * inner, size, config.activation, False),
-        (size, inner, None, True),
-        (config.vocab_size, size, None, False),
-    )
-    cases = [(matrix, tokens) for tokens in TOKENS for matrix in matrices]
+    device = torch.device("cuda")
+    cases = [(matrix, tokens) for tokens in TOKENS for matrix in matrices(model).values()]
     for (outputs, columns, gate, adds), tokens in cases[part::COMPILERS]:
         x = torch.zeros(tokens, columns, dtype=torch.bfloat16, device=device)
         weight = torch.zeros(outputs, columns, dtype=torch.bfloat16, device=device)
@@ -181,22 +193,55 @@ def compile_in_parallel(model: str) -> None:
         part.wait()
 
 
-def tile_check(model: str) -> int:
-    """Multiplies the same rows in steps of several sizes. Returns how many sizes differ in any bit
-    from the largest step.
+def matmul_check(model: str) -> Iterator[str]:
+    """Multiplies the same rows in steps of all sizes, REPEATS times each. Yields a line for each
+    matrix: which sizes differ in any bit from the largest step, and how far that is from PyTorch's
+    result.
+    """
+    device = torch.device("cuda")
+    arrived = counters(device)
+    for name, (outputs, size, gate, adds) in matrices(model).items():
+        inputs = Inputs(device, torch.bfloat16)
+        x, weight = inputs.normal(TOKENS[-1], size), inputs.normal(outputs, size, scale=size**-0.5)
+        stream = inputs.normal(TOKENS[-1], outputs) if adds else None
+
+        def product(count: int, call: Any = invariant_linear) -> Tensor:
+            rows = None if stream is None else stream[-count:]  # noqa: B023 - called in this round
+            return call(x[-count:], weight, None, arrived, gate=gate, residual=rows)  # noqa: B023
+
+        whole = product(TOKENS[-1])
+        runs = [(count, torch.equal(product(count), whole[-count:])) for count in TOKENS * REPEATS]
+        differing = sorted({count for count, is_equal in runs if not is_equal})
+        far = (whole - product(TOKENS[-1], KERNELS["invariant_linear"].reference)).abs().max()
+        yield f"{name}: steps of {differing or 'no'} rows differ; {far:.3f} off PyTorch"
+
+
+def attention_check(model: str) -> Iterator[str]:
+    """Attends in steps of one row, of several queries and of many rows, REPEATS times each. All
+    rows have the same keys, so that a query at a position has one result.
     """
     config, device = shape_source(model).config, torch.device("cuda")
-    differing = 0
-    for outputs, size in ((config.hidden_size, config.intermediate_size), (16384, 2048)):
-        generator = torch.Generator(device).manual_seed(1)
-        shapes = ((TOKENS[-1], size), (outputs, size))
-        x, weight = (torch.randn(each, generator=generator, device=device) for each in shapes)
-        x, weight, arrived = x.bfloat16(), (weight * size**-0.5).bfloat16(), counters(device)
-        whole = invariant_linear(x, weight, None, arrived)
-        for count in TOKENS[:-1]:
-            part = invariant_linear(x[-count:], weight, None, arrived)
-            differing += not torch.equal(part, whole[-count:])
-    return differing
+    heads, inputs = AttentionHeads.of(config), Inputs(device, torch.bfloat16)
+    cache = inputs.normal(65, 16, 2, config.num_kv_heads, config.head_dim)
+    queries = inputs.normal(1024, config.num_heads, config.head_dim)
+    ours = InvariantAttention(heads, block_size=16, dtype=torch.bfloat16)
+    reference = ReferenceAttention(heads, block_size=16, dtype=torch.bfloat16)
+    expected: dict[int, Tensor] = {}
+    for rows in (((700, 1),), ((200, 1),), ((700, 700),), ((200, 77),), ((700, 1), (200, 1)) * 100):
+        step = batch_of(rows, np.tile(np.arange(1, 65, dtype=np.int32), (len(rows), 1)))
+        at = [keys - count + index for keys, count in rows for index in range(count)]
+        q, positions = queries[at], torch.tensor(at, device=device)
+        differing, far = 0, 0.0
+        for _ in range(REPEATS):
+            out = ours.plan(step, positions).attend_cached(q, cache, None)
+            differing += sum(
+                not torch.equal(expected.setdefault(position, result), result)
+                for position, result in zip(at, out, strict=True)
+            )
+            there = reference.plan(step, positions).attend(q, q, q, cache, window=None)
+            far = max(far, float((out - there).abs().max()))
+        label = f"{len(rows)} rows, the first {rows[0]}"
+        yield f"attention, {label}: {differing} queries differ; {far:.4f} off PyTorch"
 
 
 def report(
@@ -248,7 +293,8 @@ def main() -> None:
         report("tiny", "cpu", options, ["auto"])
         return
     compile_in_parallel(given.model)
-    print(f"{tile_check(given.model)} step sizes of a matmul differ in any bit", flush=True)
+    for line in (*matmul_check(given.model), *attention_check(given.model)):
+        print(line, flush=True)
     found = report(given.model, "cuda", options, ["invariant", "auto"])
     for key in (*(f"step_ms_{rows}" for rows in ROWS), "prefill_ms"):
         print(f"{key}: {found['invariant'][key] / found['auto'][key] - 1:+.1%} against auto")

@@ -15,6 +15,7 @@ from torch import Tensor
 from engine.backends.custom.frameworks.torch.execution.cuda_runner import CudaRunner
 from engine.backends.custom.frameworks.torch.kernels.attention_heads import AttentionHeads
 from engine.backends.custom.frameworks.torch.kernels.attention_reference import ReferenceAttention
+from engine.backends.custom.frameworks.torch.kernels.attention_spec import batch_of
 from engine.backends.custom.frameworks.torch.kernels.base import Inputs, interpreting
 from engine.backends.custom.frameworks.torch.kernels.fp8 import quantize_rows, scaled_linear
 from engine.backends.custom.frameworks.torch.kernels.invariant import attention as invariant
@@ -27,7 +28,6 @@ from engine.backends.custom.frameworks.torch.kernels.triton import invariant_lin
 from engine.backends.custom.frameworks.torch.kernels.triton.invariant_linear import LinearTile
 from engine.backends.custom.frameworks.torch.layers.invariant_linear import make_invariant
 from engine.backends.custom.frameworks.torch.models.loading import build_model
-from engine.backends.custom.runtime.model_runner import BatchInputs
 from engine.backends.custom.weights.model import open_model
 from tests.kernels.stand_ins import config, stand_in
 from tests.parity import tiny_models
@@ -100,28 +100,6 @@ ROWS = ((70, 1), (70, 23), (1, 1), (70, 2), (34, 34))
 ALONE = ((70, 1), (33, 1))
 
 
-def step(rows: tuple[tuple[int, int], ...], tables: np.ndarray) -> BatchInputs:
-    """Rows with these numbers of keys and of queries."""
-    starts = np.cumsum([0] + [queries for _, queries in rows]).astype(np.int32)
-    nothing = np.zeros(int(starts[-1]), np.int32)
-    lengths = np.array([keys for keys, _ in rows], np.int32)
-    count = len(rows)
-    return BatchInputs(
-        token_ids=nothing,
-        positions=nothing,
-        write_slots=nothing.astype(np.int64),
-        query_start=starts,
-        seq_lens=lengths,
-        num_prompt=lengths,
-        block_tables=tables,
-        slots=np.arange(count, dtype=np.int32),
-        logit_rows=np.zeros(0, np.int32),
-        adapter_ids=np.zeros(count, np.int32),
-        prefix_groups=np.full(count, -1, np.int32),
-        prefix_blocks=np.zeros(0, np.int32),
-    )
-
-
 @pytest.mark.parametrize(
     ("window", "softcap", "has_sinks", "alibi"),
     [
@@ -153,7 +131,7 @@ def test_a_query_has_the_same_result_in_every_step(
     table = np.arange(1, 19, dtype=np.int32)
 
     def attended(rows: tuple[tuple[int, int], ...]) -> list[tuple[int, Tensor]]:
-        batch = step(rows, np.tile(table, (len(rows), 1)))
+        batch = batch_of(rows, np.tile(table, (len(rows), 1)))
         positions = [keys - queries + i for keys, queries in rows for i in range(queries)]
         q, zeros = at_position[positions], torch.zeros(len(positions), dtype=torch.int64)
         ours, reference = (
@@ -179,7 +157,7 @@ def test_long_rows_are_cut_until_the_memory_of_partial_results_is_full() -> None
     ours = invariant.InvariantAttention(heads, block_size=16, dtype=torch.bfloat16)
     lengths = (200_000, 256, 257, 400_000, 1, 3_000)
     rows = tuple((length, 1) for length in lengths)
-    lists, room = ours.lists(step(rows, np.zeros((len(rows), 1), np.int32)))
+    lists, room = ours.lists(batch_of(rows, np.zeros((len(rows), 1), np.int32)))
     counts = lists["partials"][:, 1].tolist()
     assert counts == [782, 1, 1, 1, 1, 1]  # the second long row has no room
     most = ours.room_for(6, 6, only_decodes=True, shares=False)
@@ -189,7 +167,7 @@ def test_long_rows_are_cut_until_the_memory_of_partial_results_is_full() -> None
         spans = spans[np.argsort(spans[:, 1])]
         assert spans[0, 1] == 0 and spans[-1, 1] < length <= spans[-1, 2]
         assert (spans[1:, 1] == spans[:-1, 2]).all() and not (spans[:, 1] % invariant.CHUNK).any()
-    lone, _ = ours.lists(step(((4096, 1),), np.zeros((1, 1), np.int32)))
+    lone, _ = ours.lists(batch_of(((4096, 1),), np.zeros((1, 1), np.int32)))
     assert len(lone["spans"]) == 16 and lone["partials"].tolist() == [[0, 16]]
 
 

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 from engine.backends.custom.options import EngineOptions
 from engine.core.config_schema import Settings
+from engine.core.errors import ConfigError
 from engine.core.store.model_store import default_name
 
 if TYPE_CHECKING:
@@ -47,6 +48,11 @@ def _has_gpu() -> bool:
 def engine_options(settings: Settings, framework: str, path: Path | None = None) -> EngineOptions:
     """The engine options from the settings. `path`, if given, replaces the model path there."""
     cache, performance, model = settings.cache, settings.performance, settings.model
+    if framework == "torch" and performance.numerics == "invariant":
+        raise ConfigError(
+            "numerics invariant is not ready for --backend torch: on an H200, requests gave other "
+            "tokens in company than alone; use --backend native, or leave it out"
+        )
     pool_mb = performance.memory_pool_size_mb
     return EngineOptions(
         model_path=str(path or model.model_path),
