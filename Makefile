@@ -8,7 +8,7 @@ ARGS ?=
 VENV := .venv
 BIN := $(VENV)/bin
 PYTEST := $(BIN)/python -m pytest
-LEVELS := scoreboard e2e parity security native property unit
+LEVELS := scoreboard ui e2e parity security native property unit
 QUICK := tests/unit tests/property $(addprefix tests/parity/test_,native_models.py ir_models.py quants.py)
 SLOW := slow or gpu or network or vllm or clients
 CODE := engine tests benchmarks examples
@@ -19,7 +19,7 @@ step = @printf '\n==> %s\n' "$(1)"
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help serve clang prometheus test test-quick scoreboard test-slow test-gpu test-native test-emulated test-vllm test-vllm-suite test-llamacpp-suite test-clients nightly lint format bench wheel lock sbom clean
+.PHONY: help serve clang prometheus browser test test-quick scoreboard test-slow test-gpu test-native test-emulated test-vllm test-vllm-suite test-llamacpp-suite test-clients nightly lint format bench wheel lock sbom clean
 
 help: ## Show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -31,7 +31,7 @@ serve: $(VENV)/.serve ## Fetch the default model and serve it (MODEL=name ARGS="
 	@exec $(BIN)/engine serve $(MODEL) $(ARGS)
 
 # Both processes take files of the same list, so the long ones come first. What failed is run once more, alone.
-test: $(VENV)/.dev clang prometheus ## Run every test but the long ones
+test: $(VENV)/.dev clang prometheus browser ## Run every test but the long ones
 	$(call step,Fetching the model that tests use)
 	@$(BIN)/engine pull $(MODEL)
 	@failed=; again=; \
@@ -52,6 +52,17 @@ clang: ## Install clang, with which tinygrad compiles for a CPU
 		printf '\n==> Installing clang\n'; [ "$$(id -u)" = 0 ] && apt-get update -q && \
 		apt-get install -y -q clang && has; } || \
 		echo "clang is not there, so tinygrad is not tested: sudo apt-get install clang" >&2
+
+# npm ci verifies the packages by the checksums of the lock file.
+UI := build/ui
+browser: ## Install Chromium and the packages of npm that drive it, for the tests of the page
+	@has() { command -v chromium >/dev/null && command -v npm >/dev/null; }; has || { \
+		printf '\n==> Installing Chromium and npm\n'; [ "$$(id -u)" = 0 ] && apt-get update -q && \
+		apt-get install -y -q --no-install-recommends chromium npm && has; } && { \
+		cmp -s tests/ui/package-lock.json $(UI)/package-lock.json && [ -d $(UI)/node_modules ] || { \
+		mkdir -p $(UI) && cp tests/ui/package*.json $(UI) && \
+		npm ci --prefix $(UI) --silent --no-audit --no-fund --ignore-scripts; }; } || \
+		echo "Chromium or its driver is not there, so the page is not tested: sudo apt-get install chromium npm" >&2
 
 prometheus: ## Install Prometheus, which tests alerts and dashboards
 	@has() { command -v promtool >/dev/null; }; has || { \
@@ -114,15 +125,15 @@ test-native: $(VENV)/.dev ## Test the kernels under AddressSanitizer and UBSan
 		UBSAN_OPTIONS=halt_on_error=1:print_stacktrace=1 \
 		$(BIN)/python -m pytest --timeout 1200 tests/native
 
-# An emulator runs the matmul kernels of CPUs that are not here. QEMU has AVX2 and all that ARM has. It has no AVX-512,
-# which is only compiled.
-EMULATED := x86_64=avx2 aarch64=neon_bf16
+# An emulator runs the matmul kernels of CPUs that are not here. QEMU has AVX2 and all that ARM has. It has no AVX-VNNI,
+# whose only instruction is computed with AVX2, and no AVX-512, which is only compiled.
+EMULATED := x86_64=avx_vnni aarch64=neon_bf16
 test-emulated: ## Compare the kernels of other CPUs with the portable ones in an emulator (needs qemu-user)
 	@set -e; for each in $(EMULATED); do cpu=$${each%=*}; build=build/check-$$cpu; \
 		for tool in $$cpu-linux-gnu-g++ qemu-$$cpu; do command -v $$tool >/dev/null || { \
 			echo "$$tool is missing: apt-get install g++-$$(echo $$cpu | tr _ -)-linux-gnu qemu-user" >&2; exit 1; }; done; \
 		cmake -S tests/native/emulated -B $$build -DCMAKE_BUILD_TYPE=Release -DCMAKE_SYSTEM_NAME=Linux \
-			-DCMAKE_SYSTEM_PROCESSOR=$$cpu -DCMAKE_CXX_COMPILER=$$cpu-linux-gnu-g++ >/dev/null; \
+			-DENGINE_EMULATE_VNNI=ON -DCMAKE_SYSTEM_PROCESSOR=$$cpu -DCMAKE_CXX_COMPILER=$$cpu-linux-gnu-g++ >/dev/null; \
 		cmake --build $$build --parallel 2; \
 		qemu-$$cpu -L /usr/$$cpu-linux-gnu -cpu max $$build/check_kernels $${each#*=}; done
 

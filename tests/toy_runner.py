@@ -249,6 +249,24 @@ class ToyRunner:
             history.output[place : place + 1] = [token]
         return Pending(self._output(logits, tokens, finite, sampling))
 
+    kv_identity = "toy"
+
+    def bytes_per_block(self, group: str) -> int:
+        return 8 if group == "state" else 8 * self._spec.block_size
+
+    def read_blocks(self, group: str, blocks):
+        rows = self._rows(group)[list(blocks)].copy()
+        return lambda: rows.view(np.uint8)
+
+    def write_blocks(self, group: str, blocks, rows: np.ndarray) -> None:
+        self._rows(group)[list(blocks)] = np.ascontiguousarray(rows).view(np.int64)
+
+    def _rows(self, group: str) -> np.ndarray:
+        if group == "state":
+            return self.states[:, None]
+        cells = self.cells if group == "full" else self.window_cells
+        return cells.reshape(-1, self._spec.block_size)
+
     def close(self) -> None:
         self.closed = True
 

@@ -44,6 +44,15 @@ bool has_avx2() {
     return (enabled_states() & 0x6) == 0x6 && fma && f16c && has(seven.ebx, 5);
 }
 
+// AVX-VNNI: the int8 dot products of VNNI in registers of 256 bits, which client CPUs without AVX-512 have.
+bool has_avx_vnni() {
+#if defined(ENGINE_EMULATE_VNNI)
+    return true;
+#else
+    return has(cpuid(7, 1).eax, 4);
+#endif
+}
+
 // The AVX-512 kernels need the int8 dot products of VNNI, which Cascade Lake, Ice Lake, Zen 4 and later have.
 bool has_avx512() {
     Registers seven = cpuid(7, 0);
@@ -115,14 +124,20 @@ KernelSet find_kernels() {
     fill_recurrent_generic(generic);
     add(generic, "generic");
 #if defined(__x86_64__)
-    static Kernels avx2{}, avx512{}, avx512_bf16{}, amx{};
+    static Kernels avx2{}, avx_vnni{}, avx512{}, avx512_bf16{}, amx{};
     if (!has_avx2()) return set;
     avx2 = generic;
     fill_matmul_avx2(avx2);
+    fill_matmul_f32_avx2(avx2);
     fill_vector_avx2(avx2);
     fill_attention_avx2(avx2);
     fill_recurrent_avx2(avx2);
     add(avx2, "avx2");
+    if (has_avx_vnni()) {
+        avx_vnni = avx2;
+        fill_matmul_avxvnni(avx_vnni);
+        add(avx_vnni, "avx_vnni");
+    }
     if (!has_avx512()) return set;
     avx512 = avx2;
     fill_matmul_avx512(avx512);

@@ -43,6 +43,44 @@ ENGINE_INLINE void add_products(const float* values, const float* x, int count, 
         for (int i = 0; i < kVectors; i++) sums[i] += load(values + k * kPanelRows + i * kLanes) * x[k];
 }
 
+// Packed activations: each row is zero-padded to whole groups of 32 values.
+ENGINE_INLINE size_t packed_bytes_int8(int rows, int columns) {
+    return size_t(rows) * size_t(div_up(columns, kGroup)) * sizeof(PackedGroup);
+}
+
+ENGINE_INLINE size_t packed_bytes_f32(int rows, int columns) {
+    return size_t(rows) * size_t(round_up(columns, kGroup)) * sizeof(float);
+}
+
+void pack_int8(const float* x, int stride, int columns, int, int begin, int end, uint8_t* input) {
+    const int groups = div_up(columns, kGroup);
+    for (int row = begin; row < end; row++) {
+        PackedGroup* out = reinterpret_cast<PackedGroup*>(input) + size_t(row) * size_t(groups);
+        for_groups(x + size_t(row) * size_t(stride), columns,
+                   [&](const float* group, int g) ALWAYS { pack_group(group, out[g]); });
+    }
+}
+
+void pack_int8_outliers(const float* x, int stride, int columns, int rows, int begin, int end,
+                        uint8_t* input) {
+    const int groups = div_up(columns, kGroup);
+    Outlier* lists = outliers_after(input, packed_bytes_int8(rows, columns));
+    for (int row = begin; row < end; row++) {
+        PackedGroup* out = reinterpret_cast<PackedGroup*>(input) + size_t(row) * size_t(groups);
+        without_outliers(x + size_t(row) * size_t(stride), columns, lists + outliers_begin(row, groups),
+                         [&](const float* group, int g) ALWAYS { pack_group(group, out[g]); });
+    }
+}
+
+void pack_f32(const float* x, int stride, int columns, int, int begin, int end, uint8_t* input) {
+    int padded = round_up(columns, kGroup);
+    for (int row = begin; row < end; row++) {
+        float* out = reinterpret_cast<float*>(input) + size_t(row) * size_t(padded);
+        memcpy(out, x + size_t(row) * size_t(stride), size_t(columns) * sizeof(float));
+        for (int i = columns; i < padded; i++) out[i] = 0;
+    }
+}
+
 template <Layout layout>
 struct FloatMatmul {
     static constexpr bool kQuantized = false;

@@ -1,5 +1,4 @@
-// Packed activations of the generic and AVX2 kernels. Each row is zero-padded to whole groups of 32
-// values.
+// Quantizes groups of 32 activations, for the generic and AVX2 kernels.
 #pragma once
 #include "matmul/outliers.h"
 
@@ -12,14 +11,6 @@ struct PackedGroup {
     int32_t sums[2];  // the sum of values 0-15, then that of values 16-31
     float scale;
 };
-
-ENGINE_INLINE size_t packed_bytes_int8(int rows, int columns) {
-    return size_t(rows) * size_t(div_up(columns, kGroup)) * sizeof(PackedGroup);
-}
-
-ENGINE_INLINE size_t packed_bytes_f32(int rows, int columns) {
-    return size_t(rows) * size_t(round_up(columns, kGroup)) * sizeof(float);
-}
 
 // Quantizes 32 activations. If one of them is NaN or infinite, the scale is not finite, and neither
 // is any result computed from this group.
@@ -44,35 +35,6 @@ ENGINE_INLINE void pack_group(const float* x, PackedGroup& out) {
             sum += value;
         }
         out.sums[half] = sum;
-    }
-}
-
-void pack_int8(const float* x, int stride, int columns, int, int begin, int end, uint8_t* input) {
-    const int groups = div_up(columns, kGroup);
-    for (int row = begin; row < end; row++) {
-        PackedGroup* out = reinterpret_cast<PackedGroup*>(input) + size_t(row) * size_t(groups);
-        for_groups(x + size_t(row) * size_t(stride), columns,
-                   [&](const float* group, int g) ALWAYS { pack_group(group, out[g]); });
-    }
-}
-
-void pack_int8_outliers(const float* x, int stride, int columns, int rows, int begin, int end,
-                        uint8_t* input) {
-    const int groups = div_up(columns, kGroup);
-    Outlier* lists = outliers_after(input, packed_bytes_int8(rows, columns));
-    for (int row = begin; row < end; row++) {
-        PackedGroup* out = reinterpret_cast<PackedGroup*>(input) + size_t(row) * size_t(groups);
-        without_outliers(x + size_t(row) * size_t(stride), columns, lists + outliers_begin(row, groups),
-                         [&](const float* group, int g) ALWAYS { pack_group(group, out[g]); });
-    }
-}
-
-void pack_f32(const float* x, int stride, int columns, int, int begin, int end, uint8_t* input) {
-    int padded = round_up(columns, kGroup);
-    for (int row = begin; row < end; row++) {
-        float* out = reinterpret_cast<float*>(input) + size_t(row) * size_t(padded);
-        memcpy(out, x + size_t(row) * size_t(stride), size_t(columns) * sizeof(float));
-        for (int i = columns; i < padded; i++) out[i] = 0;
     }
 }
 

@@ -58,13 +58,15 @@ _CPU_FEATURES = {
     **{"amx_bf16": "AMX BF16", "asimd": "NEON", "asimddp": "dot product", "asimdhp": "FP16"},
     **{"sve": "SVE", "i8mm": "I8MM", "bf16": "BF16"},
 }
-# Kernel set -> the next faster one, and the flags in /proc/cpuinfo that it needs.
-_FASTER = {
-    "avx2": ("avx512", ("avx512f", "avx512bw", "avx512dq", "avx512vl", "avx512_vnni")),
-    "avx512": ("avx512_bf16", ("avx512_bf16",)),
-    "avx512_bf16": ("amx", ("amx_tile", "amx_bf16")),
-    "neon": ("i8mm", ("i8mm",)),
-    "i8mm": ("neon_bf16", ("bf16",)),
+# Kernel set -> the faster ones, and the flags in /proc/cpuinfo that each needs.
+_AVX512 = ("avx512f", "avx512bw", "avx512dq", "avx512vl", "avx512_vnni")
+_FASTER: dict[str, dict[str, tuple[str, ...]]] = {
+    "avx2": {"avx_vnni": ("avx_vnni",), "avx512": _AVX512},
+    "avx_vnni": {"avx512": _AVX512},
+    "avx512": {"avx512_bf16": ("avx512_bf16",)},
+    "avx512_bf16": {"amx": ("amx_tile", "amx_bf16")},
+    "neon": {"i8mm": ("i8mm",)},
+    "i8mm": {"neon_bf16": ("bf16",)},
 }
 
 
@@ -85,12 +87,13 @@ def doctor(config: ConfigOption = None, as_json: JsonOption = False) -> None:
     """Show what this machine can run, and why. Exits with 1 if no backend can run here."""
     gpus = _gpus()
     has_gpu = any(each.ok for each in gpus)
+    kernels = _kernels()
     findings = [
         *_software(),
         *_hardware(),
         *gpus,
-        *_kernels(),
-        *_backends(has_gpu),
+        *kernels,
+        *_backends(has_gpu, kernels[0]),
         *_settings_and_model(config),
     ]
     if as_json:
@@ -198,14 +201,19 @@ def _kernels() -> list[Finding]:
 
 
 def _why_not_faster(kernel_set: str, flags: Sequence[str]) -> str:
-    """Which flags the next faster kernel set needs. Empty if there is none."""
-    if kernel_set not in _FASTER:
-        return ""
-    faster, needed = _FASTER[kernel_set]
-    missing = [flag for flag in needed if flag not in flags]
-    if not missing:
-        return f"; {faster} is off because the operating system does not enable its registers"
-    return f"; {faster} needs {', '.join(missing)}, which this CPU does not have"
+    """What the CPU lacks for the faster kernel sets. Empty if there are none."""
+    if kernel_set == "generic":
+        wanted = "AVX2, FMA and F16C" if platform.machine() == "x86_64" else "dot product and FP16"
+        return f"; no faster kernels, because {wanted} are missing on this CPU"
+    reasons = []
+    for faster, needed in _FASTER.get(kernel_set, {}).items():
+        missing = [_CPU_FEATURES.get(flag, flag) for flag in needed if flag not in flags]
+        are = "is" if len(missing) == 1 else "are"
+        reason = "the operating system does not enable its registers"
+        if missing:
+            reason = f"{', '.join(missing)} {are} missing on this CPU"
+        reasons.append(f"; not {faster}, because {reason}")
+    return "".join(reasons)
 
 
 def _speeds(speed: Mapping[str, Any]) -> list[Finding]:
@@ -250,14 +258,14 @@ def _measured_speed() -> dict[str, Any]:
     return json.loads(answer.stdout)
 
 
-def _backends(has_gpu: bool) -> list[Finding]:
+def _backends(has_gpu: bool, kernels: Finding) -> list[Finding]:
     from engine.backends.custom.frameworks.tinygrad.clang import missing_clang
     from engine.core.registry.backend_registry import backend_names
 
     found = []
     for name in backend_names():
         if name == "native":
-            found.append(_native_backend())
+            found.append(_native_backend(kernels))
             continue
         if name in _ELSEWHERE:
             found.append(Finding("backend", name, _ELSEWHERE[name]))
@@ -279,10 +287,10 @@ def _backends(has_gpu: bool) -> list[Finding]:
     return found
 
 
-def _native_backend() -> Finding:
-    if _has_native_kernels():
+def _native_backend(kernels: Finding) -> Finding:
+    if kernels.ok:
         return Finding("backend", "native", "can run on the CPU", True)
-    return Finding("backend", "native", "its kernels were not built", False, _NATIVE_FIX)
+    return Finding("backend", "native", f"its kernels are {kernels.detail}", False, kernels.fix)
 
 
 def _settings_and_model(config: Path | None) -> list[Finding]:

@@ -6,17 +6,14 @@ before it sends a request. Events that a backend pushes reach the server directl
 """
 
 import asyncio
-import contextlib
 import logging
-import os
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from typing import TypeVar
 
 import msgspec
-import psutil
 
-from engine.backends.base import InferenceBackend, Resolved
+from engine.backends.base import InferenceBackend, ReplayedTokens, Resolved
 from engine.core.errors import EngineError, InvalidRequestError, NotFoundError, UnavailableError
 from engine.core.interfaces.backend import (
     ChatRequest,
@@ -29,14 +26,22 @@ from engine.core.interfaces.backend import (
     TokenizerInfo,
     UsageEvent,
 )
-from engine.core.interfaces.request import EngineStats
+from engine.core.interfaces.request import EngineStats, GenerateRequest
+from engine.core.interfaces.snapshot import EngineSnapshot
 from engine.core.observability.logging import current_request_id
-from engine.routing.attempts import RETRY_AFTER_S, Attempts, EventTap, Routed, ShadowTraffic
+from engine.routing.attempts import (
+    RETRY_AFTER_S,
+    Attempts,
+    EventTap,
+    Routed,
+    Running,
+    ShadowTraffic,
+)
 from engine.routing.decisions import Decision, DecisionLog
 from engine.routing.metrics import RouterMetrics
-from engine.routing.on_demand import Residency
 from engine.routing.prefixes import Request
-from engine.routing.replica import Replica, sum_stats
+from engine.routing.replica import Replica, combined_health, sum_stats, tree_bytes
+from engine.routing.residency import Residency
 from engine.routing.route import Route, combined_card
 
 T = TypeVar("T")
@@ -65,6 +70,7 @@ class Router(InferenceBackend):
         self.shadow = shadow
         self.residency = residency or Residency()
         self.decisions = DecisionLog()
+        self.running = Running()
         self._metrics = metrics
         self._by_name: dict[str, Route] = {}
         self._serves: dict[str, list[Route]] = {}
@@ -109,9 +115,7 @@ class Router(InferenceBackend):
         self._index()
 
     def remove(self, route: Route) -> list[Replica]:
-        """Remove a model. Returns the replicas that no model uses any more; the caller stops
-        them.
-        """
+        """Remove a model. Returns replicas that no model uses any more. The caller stops them."""
         self.routes.remove(route)
         self._index()
         left = [replica for replica in self.replicas if not self._serves[replica.name]]
@@ -137,16 +141,12 @@ class Router(InferenceBackend):
 
     def health(self) -> Health:
         """The router is ready if at least one model has a ready replica."""
-        states = [(replica, replica.health()) for replica in self.replicas]
-        troubled = [f"{each.name}: {health.detail}" for each, health in states if not health.ready]
-        ages = [health.step_age_s for _, health in states if health.step_age_s is not None]
-        return Health(
-            ready=not self._is_stopped and any(route.is_up for route in self.routes),
-            detail=" ".join(troubled) or "ready",
-            step_age_s=max(ages, default=None),
-            num_restarts=sum(health.num_restarts for _, health in states),
-            num_revived=sum(health.num_revived for _, health in states),
-        )
+        is_ready = not self._is_stopped and any(route.is_up for route in self.routes)
+        return combined_health(self.replicas, is_ready)
+
+    @property
+    def is_ready(self) -> bool:
+        return not self._is_stopped and any(route.takes_requests for route in self.routes)
 
     def model_health(self, model_id: str) -> Health:
         route = self._by_name.get(model_id)
@@ -159,13 +159,7 @@ class Router(InferenceBackend):
         return Health(ready=False, detail=" ".join(details))
 
     def memory_bytes(self) -> int:
-        """Memory of this process and its children."""
-        total = 0
-        server = psutil.Process(os.getpid())
-        for process in (server, *server.children(recursive=True)):
-            with contextlib.suppress(psutil.Error):  # a process may end at any moment
-                total += process.memory_info().rss
-        return total
+        return tree_bytes()
 
     def models(self) -> list[ModelCard]:
         cards = []
@@ -281,6 +275,22 @@ class Router(InferenceBackend):
             done += [f"{replica.name}: {each}" for each in words]
         return tuple(done)
 
+    async def snapshots(self) -> dict[str, EngineSnapshot]:
+        replicas = list(self.replicas)
+        taken = await asyncio.gather(*(each.backend.snapshots() for each in replicas))
+        return {
+            replica.name: snapshot
+            for replica, found in zip(replicas, taken, strict=True)
+            for snapshot in found.values()
+        }
+
+    async def replay(self, request: GenerateRequest, *, model: str = "") -> ReplayedTokens:
+        members = self._route(model).members
+        ready = [each.replica for each in members if each.replica.health().ready]
+        if not ready:
+            raise UnavailableError(f"No backend of {model} is ready. Retry later.")
+        return await ready[0].backend.replay(request)
+
     async def set_log_level(self, level: str) -> tuple[str, ...]:
         told = [await replica.backend.set_log_level(level) for replica in self.replicas]
         return tuple(word for words in told for word in words)
@@ -311,6 +321,8 @@ class Router(InferenceBackend):
         self._by_name = {
             name: route for route in self.routes for name in (route.id, *route.aliases)
         }
+        for replica in self.replicas:
+            replica.backend.on_orphan = self.running.rehome
         self._serves = {
             replica.name: [
                 route
@@ -358,7 +370,7 @@ class Router(InferenceBackend):
 
     def _ready_backends(self, model: str) -> list[InferenceBackend]:
         route = self._route(model)
-        ready = [each.replica.backend for each in route.members if each.replica.health().ready]
+        ready = [each.replica.backend for each in route.members if each.replica.backend.is_ready]
         if not ready:
             raise UnavailableError(
                 f"No backend of {route.id} is ready. Retry later.", retry_after=RETRY_AFTER_S

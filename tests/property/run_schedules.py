@@ -6,12 +6,14 @@ request running alone. The result is one line of JSON.
 
     python -m tests.property.run_schedules --model toy --schedules 2000 --seed 1
     python -m tests.property.run_schedules --model native --schedules 100 --seed 1
+    python -m tests.property.run_schedules --model tiny --schedules 10000 --seed 1
 """
 
 import argparse
 import json
 import logging
 import random
+import tempfile
 import time
 from collections import Counter
 from collections.abc import Callable
@@ -174,6 +176,25 @@ def native_model(rng: random.Random) -> Model:
     return Model(requests, lambda rng: Engine(runner, shape(rng, 6, 40)), alone)
 
 
+def tiny_model(rng: random.Random) -> Model:
+    """A tiny Llama with random weights on the native kernels."""
+    from engine.backends.custom.frameworks.native.execution.build import build_runner
+    from engine.backends.custom.runtime.model_runner import RunnerConfig
+    from engine.backends.custom.weights.model import open_model
+    from tests.parity import tiny_models
+
+    with tempfile.TemporaryDirectory() as folder:
+        _, path = tiny_models.save("llama", Path(folder))
+        config = RunnerConfig("cpu", "float32", 16, 65, 5, 96, 1, max_batch_tokens=128)
+        runner = build_runner(open_model(path), config)
+    shared = tiny_models.text(24, seed=90)
+    prompts = [tuple(shared[: rng.randint(1, 24)]) for _ in range(4)]
+    prompts += [tuple(tiny_models.text(rng.randint(1, 40), seed)) for seed in range(4)]
+    requests = [new_request(rng, rng.choice(prompts), index, 24) for index in range(NUM_REQUESTS)]
+    alone = [run_alone(Engine(runner, Shape(64, 5, 128)), each) for each in requests]
+    return Model(requests, lambda rng: Engine(runner, shape(rng, 6, 40)), alone)
+
+
 def new_request(
     rng: random.Random, prompt: tuple[int, ...], index: int, most_tokens: int = 10
 ) -> GenerateRequest:
@@ -285,7 +306,7 @@ def run(name: str, num_schedules: int, seed: int) -> dict:
     }
 
 
-MODELS = {"toy": toy_model, "native": native_model}
+MODELS = {"toy": toy_model, "native": native_model, "tiny": tiny_model}
 
 
 def main() -> None:

@@ -145,8 +145,8 @@ INVARIANTS = [
     runtime(
         "INV-16 tenants share",
         "kv_cache",
-        "            self.radix.insert(seq.namespace, tokens",
-        '            self.radix.insert("", tokens',
+        "            self.radix.insert(seq.namespace, tokens, blocks",
+        '            self.radix.insert("", tokens, blocks',
     ),
     runtime(
         "INV-18 the gone are remembered",

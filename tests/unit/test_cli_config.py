@@ -135,10 +135,17 @@ def test_doctor_reports_every_topic_and_the_missing_model() -> None:
 @pytest.mark.parametrize(
     ("best", "flags", "detail"),
     [
-        ("avx2", "avx2 avx512f avx512bw avx512dq avx512vl", "avx512 needs avx512_vnni, which"),
-        ("avx512", "avx512_vnni", "avx512_bf16 needs avx512_bf16, which"),
-        ("avx512_bf16", "amx_tile amx_bf16", "amx is off because the operating system"),
+        ("avx2", "avx512f", "not avx_vnni, because AVX VNNI is missing on this CPU; not avx512,"),
+        (
+            "avx_vnni",
+            "",
+            "not avx512, because AVX-512, avx512bw, avx512dq, avx512vl, AVX-512 VNNI are",
+        ),
+        ("avx512", "avx512_vnni", "not avx512_bf16, because AVX-512 BF16 is missing on this CPU"),
+        ("avx512_bf16", "amx_tile amx_bf16", "not amx, because the operating system does not"),
         ("amx", "", None),
+        ("neon", "asimddp", "not i8mm, because I8MM is missing on this CPU"),
+        ("neon_bf16", "", None),
     ],
 )
 def test_doctor_says_why_no_faster_kernels_are_used(
@@ -173,8 +180,8 @@ def test_doctor_tells_what_the_kernels_reach(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr("engine.cli.doctor._cpu_flags", "avx2 avx512f avx512bw avx512dq".split)
     kernels = {each["name"]: each["detail"] for each in findings() if each["topic"] == "kernels"}
     assert kernels == {
-        "native kernels": "avx2; also here: generic; avx512 needs avx512vl, avx512_vnni, which "
-        "this CPU does not have",
+        "native kernels": "avx2; also here: generic; not avx_vnni, because AVX VNNI is missing on "
+        "this CPU; not avx512, because avx512vl, AVX-512 VNNI are missing on this CPU",
         "threads": "6, unless performance.threads says otherwise",
         "weights read": "19.7 GB/s",
         "matrix products": "1.25 TOPS int8",
@@ -205,6 +212,8 @@ def test_doctor_survives_kernels_that_crash(
     (kernels,) = [each for each in findings() if each["topic"] == "kernels"]
     assert kernels["ok"] is False
     assert "measuring them failed" in str(kernels["detail"])
+    (backend,) = [each for each in findings() if each["name"] == "native"]
+    assert backend["ok"] is False
 
 
 def test_doctor_survives_invalid_settings(monkeypatch: pytest.MonkeyPatch) -> None:

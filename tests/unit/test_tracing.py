@@ -5,7 +5,7 @@ import io
 import json
 import logging
 import sys
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
 from typing import Any
 
@@ -33,7 +33,7 @@ PARENT = {"traceparent": f"00-{CLIENT_TRACE}-{CLIENT_SPAN}-01"}
 TOOL = {"type": "function", "function": {"name": "look", "parameters": {"type": "object"}}}
 SECRET = "a secret of the client"
 PHASES = ["prepare", "queue", "prefill", "decode", "respond"]
-Ask = Callable[..., Any]
+pytestmark = pytest.mark.seconds  # each test starts exporters and a receiver
 
 
 @pytest.fixture

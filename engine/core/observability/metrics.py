@@ -20,7 +20,7 @@ from prometheus_client.exposition import CONTENT_TYPE_PLAIN_0_0_4
 
 from engine.core.interfaces.backend import UsageEvent
 from engine.core.interfaces.request import STEP_SECONDS, STEP_TOKENS, EngineStats, FinishReason
-from engine.core.observability.collectors import BulkHistogram, ProcessTreeCollector
+from engine.core.observability.collectors import BulkHistogram, ProcessTreeCollector, TierCollector
 
 Outcome = Literal["ok", "abort", "error", "refused"]
 
@@ -141,6 +141,7 @@ class Metrics:
         disable_created_metrics()  # type: ignore[no-untyped-call]
         self.registry = CollectorRegistry()
         self.registry.register(ProcessTreeCollector())
+        self._tiers = TierCollector(self.registry)
         self._model = (model_name, engine)
         self._last_stats = EngineStats()
         self._totals = [(stat, self._counter(name, help_text)) for stat, name, help_text in _TOTALS]
@@ -242,6 +243,7 @@ class Metrics:
         self._step_seconds.add(steps.by_seconds, steps.seconds)
         self._step_tokens.add(steps.by_tokens, steps.tokens)
         self._observe_gauges(stats)
+        self._tiers.update(stats.tiers)
         self._last_stats = stats
 
     def render(self) -> tuple[bytes, str]:

@@ -27,6 +27,7 @@ from engine.core.interfaces.backend import (
     ModelCard,
     Preset,
 )
+from engine.core.interfaces.notes import RequestNotes
 from engine.core.interfaces.request import SamplingParams
 from engine.core.key_file import NO_LIMITS
 from engine.core.observability.metrics import Metrics
@@ -35,7 +36,7 @@ from engine.servers.access.quotas import Quotas
 from engine.servers.http.errors import PromptTooLargeError
 from engine.servers.http.history import RequestHistory
 from engine.servers.http.limits import read_parsed
-from engine.servers.http.request_log import record_of
+from engine.servers.http.request_log import RequestRecord, record_of
 from engine.servers.schema.body import Body, SamplingBody, parse_body
 from engine.servers.schema.dialects.reading import Reading
 from engine.servers.serving.admission import Lifecycle, Ticket
@@ -45,6 +46,7 @@ from engine.servers.serving.watcher import EngineWatcher
 if TYPE_CHECKING:
     from engine.core.config_presets import PresetTable
     from engine.routing.manage import ModelManager
+    from engine.servers.ops.replay import Recorder
     from engine.servers.serving.objects import ObjectStore
 
 # Seconds after which clients should retry while the model loads or the engine restarts.
@@ -105,6 +107,7 @@ class Services:
     # Defaults of models by id: those of the configuration file, and those that clients have made.
     presets: dict[str, "PresetTable"] = field(default_factory=dict)
     history: RequestHistory = field(default_factory=RequestHistory)
+    recorder: "Recorder | None" = None  # None: requests are not recorded
 
     @functools.cached_property
     def objects(self) -> "ObjectStore":
@@ -318,8 +321,21 @@ class Services:
             grammar=grammar,
             truncate_prompt_tokens=body.truncate_prompt_tokens,
             truncation_side=body.truncation_side or "left",
-            notes=record.notes if self.history.is_on or record.trace is not None else None,
+            expected=body.expected_text,
+            notes=self._notes(record),
         )
+
+    def _notes(self, record: RequestRecord) -> RequestNotes | None:
+        if self.recorder is not None:
+            record.notes.recorded = []
+            return record.notes
+        return record.notes if self.history.is_on or record.trace is not None else None
+
+    def keep(self, record: RequestRecord) -> None:
+        """Keep what is known of a request that has ended."""
+        self.history.add(record)
+        if self.recorder is not None:
+            self.recorder.keep(record)
 
     def queue_timeout_s(self, request: Request) -> float | None:
         """Max seconds that the request may wait in the queue for its first step. None for batches

@@ -149,6 +149,12 @@ class StepBudget:
             return None
         return self._continuing.at(num_rows) + self._prompt_cost(num_tokens - num_rows)
 
+    def prompt_s(self, num_tokens: int) -> float | None:
+        """The expected seconds to compute this many prompt tokens. None before the first prefill
+        was measured.
+        """
+        return self._prompt_cost(num_tokens) if self._prompt_tokens else None
+
     def patience_s(self, num_rows: int, num_tokens: int) -> float:
         """The seconds after which a step with these numbers of rows and tokens counts as hung."""
         expected_s = self.step_s(num_rows, num_tokens)

@@ -18,9 +18,11 @@ from engine.backends.custom.runtime.batch import BatchBuilder
 from engine.backends.custom.runtime.budget import StepBudget, StepCounter
 from engine.backends.custom.runtime.grammar import Grammars, MaskJob, MaskWriter, constrained_rows
 from engine.backends.custom.runtime.images import ImageStore
+from engine.backends.custom.runtime.insight.snapshot import SnapshotTaker
 from engine.backends.custom.runtime.intake import Intake
 from engine.backends.custom.runtime.model_runner import (
     BatchInputs,
+    KernelTimer,
     ModelRunner,
     PendingTokens,
     StepOutput,
@@ -120,6 +122,8 @@ class EngineLoop:
         self._patience_s = UNKNOWN_PATIENCE_S
         # Whether the loop is inside a runner call, which the watchdog may interrupt.
         self.is_computing = False
+        timer = runner if isinstance(runner, KernelTimer) else None
+        self._snapshots = SnapshotTaker(scheduler, timer, runner.spec.max_slots)
         self._pulse.watch(self)
         if runner.spec.has_state and scheduler.kv.states is None:
             # Cached keys and values are of no use without the states that belong to them.
@@ -318,6 +322,10 @@ class EngineLoop:
     def _control(self, message: Control) -> ControlReply:
         if message.action == "log_level":
             return ControlReply(message.control_id, True, set_level(message.value))
+        if message.action == "snapshot":
+            self._send_stats(force=True)  # the counters that belong to the snapshot
+            snapshot = self._snapshots.take(time.monotonic())
+            return ControlReply(message.control_id, True, snapshot=snapshot)
         freed = self.scheduler.kv.flush()
         return ControlReply(message.control_id, True, f"{freed} blocks freed")
 
@@ -329,6 +337,8 @@ class EngineLoop:
         now = time.monotonic()
         ended = [self.scheduler.finish(s, "abort", now) for s in list(self.scheduler.sequences())]
         self._send(ended + self._intake.abort_pending(now))
+        if self.scheduler.kv.tiers is not None:
+            self.scheduler.kv.tiers.close()
         self._runner.close()
         if self._grammars is not None:
             self._grammars.close()
@@ -366,6 +376,7 @@ class EngineLoop:
         now = time.monotonic()
         if force or now - self._stats_sent_at >= STATS_INTERVAL_S:
             self._stats_sent_at = now
+            self._snapshots.expire(now)
             self._reported = self._state
             self._channel.send(Stats(self.stats()))
 
@@ -401,4 +412,5 @@ class EngineLoop:
             num_drafted_tokens=drafts.num_drafted if drafts else 0,
             num_accepted_tokens=drafts.num_accepted if drafts else 0,
             steps=self._steps.counts(),
+            tiers=kv.tiers.stats() if kv.tiers is not None else (),
         )

@@ -10,6 +10,9 @@ fails only that sequence.
 import logging
 from bisect import insort
 from collections.abc import Iterator
+from collections.abc import Sequence as Listed
+
+from msgspec.structs import replace
 
 from engine.backends.custom.runtime.images import whole_images
 from engine.backends.custom.runtime.insight.timekeeping import (
@@ -69,6 +72,15 @@ class Scheduler:
         self.num_generated_tokens = 0
 
     @property
+    def running(self) -> Listed[Sequence]:
+        """The running sequences, most senior first."""
+        return self._running
+
+    @property
+    def waiting(self) -> WaitingLine:
+        return self._waiting
+
+    @property
     def num_running(self) -> int:
         return len(self._running)
 
@@ -100,11 +112,12 @@ class Scheduler:
         seq.submitted_step = self._step
         self._requests.setdefault(seq.request_id, []).append(seq)
         self._inflight.add(seq)
-        shares = self._inflight.shares(seq)
-        seq.watch = Stopwatch(self.clock, len(self._waiting), seq.queued_at, shares)
+        leader = self._inflight.leader(seq)
+        seq.watch = Stopwatch(self.clock, len(self._waiting), seq.queued_at, leader)
         self._waiting.add(seq)
         if self.speculation is not None:
             self.speculation.begin(seq)
+        self.kv.read_ahead(seq)
 
     def abort(self, request_id: str, choice: int | None, now: float) -> list[TokenDelta]:
         """Abort one choice of a request, or all choices if `choice` is None, in any state. Unknown
@@ -286,7 +299,7 @@ class Scheduler:
             if budget <= 0 or not self._free_slots:
                 self.clock.block(BUDGET if self._free_slots else SLOTS)
                 return
-            if seq.num_sampling > 0 or self._inflight.is_held(seq):
+            if seq.num_sampling > 0 or self._inflight.is_held(seq) or self.kv.is_loading(seq):
                 continue
             watch = seq.watch
             assert watch is not None, seq.request_id
@@ -295,9 +308,8 @@ class Scheduler:
             # Blocks that a running sequence publishes are of no use without a checkpoint.
             waits = self.kv.sharing and self.kv.states is None and not seq.is_scoring
             if waits and self._inflight.hold(seq, num_matched):
-                watch.hold()
+                watch.hold(seq.held_by)
                 continue
-            watch.unhold()
             max_tokens = min(budget, num_scorable(rows)) if seq.is_scoring else budget
             start = num_matched * self.kv.block_size
             count = self.kv.row_length(seq, start, min(len(seq.tokens) - start, max_tokens))
@@ -412,12 +424,16 @@ class Scheduler:
         assert self.speculation is not None
         seq, deltas = row.seq, []
         sampled = output.tokens[sample_row : sample_row + row.length].tolist()
-        for index, token in enumerate(self.speculation.accept(row, sampled, is_finite)):
+        accepted = self.speculation.accept(row, sampled, is_finite)
+        for index, token in enumerate(accepted):
             if seq.life == row.life:
                 seq.num_confirmed = row.start + 1 + index
             deltas.append(self._take(seq, output, sample_row + index, 0, token, now))
             if seq.finish_reason is not None:
                 break
+        if deltas:
+            counts = {"num_drafted": len(row.draft), "num_accepted": len(accepted) - 1}
+            deltas[0] = replace(deltas[0], **counts)
         return deltas
 
     def _append(self, seq: Sequence, token: int, is_stop: bool) -> None:
@@ -436,6 +452,7 @@ class Scheduler:
             self._stop_running(seq)
         else:
             self._waiting.remove(seq)
+            self.kv.stop_loading(seq)
         if seq.started_at is not None:
             self._waiting.settle(seq)
         self._inflight.remove(seq)

@@ -21,6 +21,7 @@ MAX_PREEMPTIONS = 4
 
 if TYPE_CHECKING:
     from engine.backends.custom.runtime.speculation.lookup import Drafter
+    from engine.backends.custom.runtime.tiers.mover import ReadJob
 
     Tokens = array[int]
 else:
@@ -98,6 +99,12 @@ class Sequence:
     # this sequence needs.
     held_by: "Sequence | None" = None
     held_until: int = 0  # the wait ends when `held_by` has confirmed this many tokens
+    # With cache tiers: the content keys of the first blocks, the job that loads blocks while the
+    # sequence waits, how often tiers were asked, and how many tokens came from which tier.
+    keys: list[bytes] = field(default_factory=list)
+    load: "ReadJob | None" = None
+    num_asked: int = 0
+    loaded_from: dict[str, int] = field(default_factory=dict)
     needs_history: bool = True  # True: the runner has no valid token history for the slot
     started_at: float | None = None
     first_token_at: float | None = None

@@ -183,6 +183,7 @@ def build_loop(
     pulse: Pulse | None = None,
     vocabulary: Callable[[], Vocabulary] | None = None,
     images: ImageStore | None = None,
+    source: ModelSource | None = None,
 ) -> EngineLoop:
     """Builds the engine loop of a loaded model, with scheduler, cache, step budget and grammars.
 
@@ -195,12 +196,26 @@ def build_loop(
     target_s = spec.target_step_s or TARGET_STEP_S
     max_tokens = max_step_tokens(spec, options)
     budget = StepBudget(max_tokens, spec.max_slots, target_s, spec.min_prompt_tokens)
-    if options.speculation == "auto" and spec.verifies_drafts:
+    if options.tiers is not None:
+        from engine.backends.custom.worker.tiers import add_tiers  # few engines have tiers
+
+        add_tiers(options.tiers, scheduler.kv, runner, source, budget.prompt_s)
+    if speculates(spec, options.speculation):
         scheduler.speculation = Speculation(scheduler.kv, budget)
     grammars = Grammars(vocabulary or functools.partial(_vocabulary, options))
     return EngineLoop(
         scheduler, runner, channel, budget, options.max_queued, pulse, grammars, images
     )
+
+
+def speculates(spec: RunnerSpec, setting: str) -> bool:
+    """Whether steps verify drafts. The setting is "auto", "on" or "off"."""
+    if setting == "on" and not spec.verifies_drafts:
+        raise ConfigError(
+            'performance.speculation = "on": this framework or model can\'t verify guessed tokens; '
+            'set it to "auto"'
+        )
+    return setting != "off" and spec.verifies_drafts and (spec.has_exact_drafts or setting == "on")
 
 
 def check_image_rows(scheduler: Scheduler, room: int, images: ImageStore) -> None:
@@ -243,7 +258,9 @@ def run_engine(
         return
     loaded = load_runner(source, options)
     images = load_images(source, options, loaded)
-    serve_runner(loaded, options, channel, pulse, on_loaded, started_at, images=images)
+    serve_runner(
+        loaded, options, channel, pulse, on_loaded, started_at, images=images, source=source
+    )
 
 
 def serve_runner(
@@ -255,12 +272,15 @@ def serve_runner(
     started_at: float,
     vocabulary: Callable[[], Vocabulary] | None = None,
     images: ImageStore | None = None,
+    source: ModelSource | None = None,
 ) -> None:
     """Warm up the loaded runner, send `Ready`, and run its loop until a `Stop` message arrives."""
     runner, config, plan = loaded
     warm_up(runner)
     on_loaded()
-    loop = build_loop(runner, options, plan.bytes_per_token, channel, pulse, vocabulary, images)
+    loop = build_loop(
+        runner, options, plan.bytes_per_token, channel, pulse, vocabulary, images, source
+    )
     spec = runner.spec
     channel.send(
         Ready(
@@ -271,6 +291,7 @@ def serve_runner(
             dtype=config.dtype,
             device=config.device,
             load_s=time.monotonic() - started_at,
+            speculates=loop.scheduler.speculation is not None,
         )
     )
     loop.run()

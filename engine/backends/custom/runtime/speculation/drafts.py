@@ -14,7 +14,7 @@ from engine.backends.custom.runtime.budget import StepBudget
 from engine.backends.custom.runtime.kv_cache import KVCache
 from engine.backends.custom.runtime.model_runner import MAX_SCORED
 from engine.backends.custom.runtime.sequence import Row, Sequence
-from engine.backends.custom.runtime.speculation.lookup import MARGIN, Drafter, Odds
+from engine.backends.custom.runtime.speculation.lookup import MARGIN, Drafter, Odds, cached_rest
 
 log = logging.getLogger(__name__)
 
@@ -53,15 +53,15 @@ class Speculation:
         num_tokens = 0
         for index, row in enumerate(rows):
             seq, drafter = row.seq, row.seq.drafter
-            # The host must know the row's token. A prompt's last token is not decoded.
-            is_ready = row.length == 1 and seq.num_prompt <= row.start == len(seq.tokens) - 1
-            if drafter is None or not is_ready:
+            if drafter is None or not _can_follow(row):
                 continue
             try:
+                if drafter.asks_cache:
+                    drafter.expect(cached_rest(self._kv, seq.namespace, seq.tokens))
                 drafter.follow()
                 draft: tuple[int, ...] = ()
                 if drafter.match:
-                    draft = self._draft(seq, drafter, price, room, len(rows))
+                    draft = self._draft(row, drafter, price, room, len(rows))
             except Exception:
                 log.exception("request %s goes on without speculation", seq.request_id)
                 seq.drafter, draft = None, ()
@@ -94,13 +94,16 @@ class Speculation:
         return sampled[:num_taken]
 
     def _draft(
-        self, seq: Sequence, drafter: Drafter, price: float, room: int, spare: int
+        self, row: Row, drafter: Drafter, price: float, room: int, spare: int
     ) -> tuple[int, ...]:
         """A draft of at most `room` tokens. It may take blocks as long as `spare` ones remain."""
-        num_left = seq.num_prompt + seq.max_tokens - len(seq.tokens)
-        limit = min(MAX_DRAFT, room, num_left - 1, self._kv.max_row - 1)
+        seq, before = row.seq, row.start + 1
+        limit = min(MAX_DRAFT, room, seq.max_len - before, self._kv.max_row - 1)
         limit = min(limit, int(drafter.credit / price))
-        draft = drafter.guess(self._odds.worthwhile(drafter.match, price, limit))
+        # With overlapped steps, the first guess is a token that is being sampled.
+        num_sampling = before - len(seq.tokens)
+        count = self._odds.worthwhile(drafter.match, price, limit + num_sampling)
+        draft = drafter.guess(count)[num_sampling:]
         for index, token in enumerate(draft):
             # The token after the draft may be a stop token. Tokens of images are negative.
             if token < 0 or token in seq.stop_ids:
@@ -108,8 +111,20 @@ class Speculation:
                 break
         if draft and seq.constraint is not None:
             del draft[seq.constraint.num_allowed(draft) :]
-        end = len(seq.tokens) + len(draft)
+        end = before + len(draft)
         if end > seq.room and not self._kv.extend(seq, end, spare):
-            del draft[seq.room - len(seq.tokens) :]
+            del draft[seq.room - before :]
         drafter.credit -= price * len(draft)
         return tuple(draft)
+
+
+def _can_follow(row: Row) -> bool:
+    """Whether a draft can follow the row's token. The last token of a prompt is not decoded. If the
+    host does not know the row's token yet, grammar and penalties cannot count it.
+    """
+    seq = row.seq
+    if row.length != 1 or row.start < seq.num_prompt:
+        return False
+    if row.start < len(seq.tokens):
+        return True
+    return seq.constraint is None and not seq.params.has_penalties

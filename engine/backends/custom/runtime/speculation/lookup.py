@@ -2,11 +2,13 @@
 
 import numpy as np
 
-from engine.backends.custom.runtime.sequence import Tokens
+from engine.backends.custom.runtime.kv_cache import KVCache
+from engine.backends.custom.runtime.sequence import Tokens, packed
 
 MIN_MATCH = 3  # tokens that must occur at an earlier place, so that the tokens there are a guess
 MAX_MATCH = 32  # longer matches count as this long
 MAX_SEARCHED = 16_384  # tokens of a text, counted from its end, among which a match is searched
+MAX_CACHED_REST = 4096  # tokens of a cached answer that are expected, apart from its last edge
 EXPECTED_MATCH = 8  # the start of an expected text counts as a match of this length
 MEMORY = 0.97  # the weight of older guesses is multiplied by this with each new one
 PRIOR_GUESSES = 8.0  # the initial odds count as this many guesses
@@ -57,6 +59,15 @@ class Drafter:
         self._text, self._place = expected, 0
         self.match = EXPECTED_MATCH if len(expected) else 0  # 0: there is no guess
         self.credit = FIRST_CREDIT
+        self.asks_cache = not len(expected)  # whether a cached answer may replace `expected`
+
+    def expect(self, rest: Tokens) -> None:
+        """Take `rest` as the expected text. Its first token is the guess for the next token."""
+        self.asks_cache = False
+        if len(rest):
+            self._expected = self._text = rest
+            self._place, self.match = 0, EXPECTED_MATCH
+            self._num_followed = len(self._tokens)
 
     def follow(self) -> None:
         """Compare the guesses with the tokens that were generated meanwhile, and guess again."""
@@ -88,6 +99,27 @@ class Drafter:
             match, place = longest_match(self._tokens, text)
             if match > self.match:
                 self.match, self._text, self._place = match, text, place
+
+
+def cached_rest(kv: KVCache, namespace: str, tokens: Tokens) -> Tokens:
+    """The tokens that followed `tokens` in an earlier sequence, as far as they are cached. If there
+    were several sequences, the one that was used last counts.
+    """
+    node, after, num_matched = kv.radix.root(namespace), packed(), 0
+    for node, count in kv.radix.walk(namespace, tokens):
+        num_matched += count
+        after = node.tokens[count * kv.block_size :]
+    last = tokens[num_matched * kv.block_size :]  # less than a block, or not cached
+    while node is not None and len(after) < MAX_CACHED_REST and node.children:
+        known = last[len(after) :]
+        followers = [
+            child for child in node.children.values() if child.tokens[: len(known)] == known
+        ]
+        if not followers:
+            break
+        node = max(followers, key=lambda child: child.last_used)
+        after += node.tokens
+    return after[len(last) :] if after[: len(last)] == last else packed()
 
 
 def longest_match(tokens: Tokens, text: Tokens) -> tuple[int, int]:
