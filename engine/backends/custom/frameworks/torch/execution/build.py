@@ -108,7 +108,7 @@ def _fp8_token_bytes(config: ModelConfig) -> int:
 def _check_fp8_cache(config: ModelConfig, device: torch.device) -> None:
     if not has_fp8(device):
         raise ConfigError(
-            "kv_dtype fp8 needs an NVIDIA GPU with float8 tensor cores (Ada, Hopper or later); "
+            "kv_dtype fp8 needs a GPU with float8 tensor cores of NVIDIA (Ada, Hopper or later); "
             "leave it out"
         )
     if config.latent is not None:
