@@ -17,12 +17,14 @@ class InlineMover(Mover):
         self.write_one(self._writes.popleft())
 
 
-def tiered_engine(
-    *tiers, identity: str = "toy", prompt_s=lambda count: None, make_mover=InlineMover, **options
-):
-    """A toy engine with these tiers, and its mover."""
-    engine = ToyEngine(**options)
-    mover = attach_tiers(
+def add_tiers(
+    engine: ToyEngine,
+    tiers,
+    identity: str = "toy",
+    prompt_s=lambda count: None,
+    make_mover=InlineMover,
+) -> Mover:
+    return attach_tiers(
         engine.kv,
         engine.runner,
         engine.spec,
@@ -31,4 +33,11 @@ def tiered_engine(
         prompt_s,
         make_mover=make_mover,
     )
-    return engine, mover
+
+
+def tiered_engine(
+    *tiers, identity: str = "toy", prompt_s=lambda count: None, make_mover=InlineMover, **options
+):
+    """A toy engine with these tiers, and its mover."""
+    engine = ToyEngine(**options)
+    return engine, add_tiers(engine, tiers, identity, prompt_s, make_mover)

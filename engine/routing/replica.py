@@ -1,5 +1,6 @@
 """A `Replica` is one running backend of the router, with its availability and recent results."""
 
+import logging
 import os
 import time
 from collections import deque
@@ -13,9 +14,12 @@ import psutil
 
 from engine.backends.base import InferenceBackend
 from engine.backends.process import resident_bytes
+from engine.core.errors import EngineError
 from engine.core.interfaces.backend import Health, ModelCard, UsageEvent
 from engine.core.interfaces.request import EngineStats, TierStats
 from engine.routing.prefixes import SeenPrefixes
+
+log = logging.getLogger(__name__)
 
 CONSECUTIVE_FAILURES = 3
 WINDOW = 20  # number of recent requests whose failure share is computed
@@ -172,6 +176,20 @@ class Replica:
         self._carried = _no_totals()  # totals of engine processes that have ended
         self._last_stats = EngineStats()
         self._samples: deque[tuple[float, int]] = deque()
+
+    async def start(self) -> None:
+        began = time.monotonic()
+        try:
+            await self.backend.start()
+        except EngineError as error:
+            raise type(error)(
+                f"backend {self.name}: {error.message}",
+                param=error.param,
+                code=error.error_code,
+                retry_after=error.retry_after,
+            ) from error
+        self.has_started = True
+        log.info("backend %s is ready after %.1f s", self.name, time.monotonic() - began)
 
     @property
     def is_full(self) -> bool:

@@ -12,7 +12,7 @@ from engine.core.config_tables import ShadowTable
 from engine.core.interfaces.backend import ModelCard
 from engine.routing.decisions import Candidate
 from engine.routing.policies import Asked, Policy, Ranked
-from engine.routing.replica import Member, State
+from engine.routing.replica import Member, Replica, State
 
 # Max number of waiting requests, divided by the number of requests that all replicas together may
 # have in flight.
@@ -58,6 +58,9 @@ class Route:
         self.shadow = shadow
         self._policy = policy
         self._waiting: deque[asyncio.Future[None]] = deque()
+
+    def has(self, replica: Replica) -> bool:
+        return any(member.replica is replica for member in self.members)
 
     @property
     def is_up(self) -> bool:

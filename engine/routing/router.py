@@ -7,7 +7,6 @@ before it sends a request. Events that a backend pushes reach the server directl
 
 import asyncio
 import logging
-import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from typing import TypeVar
 
@@ -86,7 +85,7 @@ class Router(InferenceBackend):
         self.begin()
         if self.residency.budget_bytes is not None:
             return await self._start_in_turn()
-        starting = [asyncio.create_task(self._start(replica)) for replica in self.replicas]
+        starting = [asyncio.create_task(replica.start()) for replica in self.replicas]
         try:
             await asyncio.gather(*starting)
         except BaseException:
@@ -98,7 +97,7 @@ class Router(InferenceBackend):
         return self._address
 
     def begin(self) -> None:
-        """Start the task that checks all replicas periodically. This does not start replicas."""
+        """Start to check all replicas periodically. This does not start replicas."""
         self._ticking = asyncio.create_task(self._tick())
 
     def find(self, name: str) -> Route | None:
@@ -119,7 +118,7 @@ class Router(InferenceBackend):
         self.routes.remove(route)
         self._index()
         left = [replica for replica in self.replicas if not self._serves[replica.name]]
-        own = [each for each in left if any(m.replica is each for m in route.members)]
+        own = [each for each in left if route.has(each)]
         for replica in own:
             self.replicas.remove(replica)
             # Requests in flight at this replica will still call `freed`.
@@ -285,11 +284,7 @@ class Router(InferenceBackend):
         }
 
     async def replay(self, request: GenerateRequest, *, model: str = "") -> ReplayedTokens:
-        members = self._route(model).members
-        ready = [each.replica for each in members if each.replica.health().ready]
-        if not ready:
-            raise UnavailableError(f"No backend of {model} is ready. Retry later.")
-        return await ready[0].backend.replay(request)
+        return await self._ready_backends(model)[0].replay(request)
 
     async def set_log_level(self, level: str) -> tuple[str, ...]:
         told = [await replica.backend.set_log_level(level) for replica in self.replicas]
@@ -324,11 +319,7 @@ class Router(InferenceBackend):
         for replica in self.replicas:
             replica.backend.on_orphan = self.running.rehome
         self._serves = {
-            replica.name: [
-                route
-                for route in self.routes
-                if any(member.replica is replica for member in route.members)
-            ]
+            replica.name: [route for route in self.routes if route.has(replica)]
             for replica in self.replicas
         }
 
@@ -338,7 +329,7 @@ class Router(InferenceBackend):
         """
         try:
             for replica in reversed(self.replicas):
-                await self._start(replica)
+                await replica.start()
         except BaseException:
             await self.stop()
             raise
@@ -380,20 +371,6 @@ class Router(InferenceBackend):
     def _card(self, route: Route) -> ModelCard | None:
         cards = [card for each in route.members if (card := each.replica.card()) is not None]
         return combined_card(route.id, cards) if cards else None
-
-    async def _start(self, replica: Replica) -> None:
-        began = time.monotonic()
-        try:
-            await replica.backend.start()
-        except EngineError as error:
-            raise type(error)(
-                f"backend {replica.name}: {error.message}",
-                param=error.param,
-                code=error.error_code,
-                retry_after=error.retry_after,
-            ) from error
-        replica.has_started = True
-        log.info("backend %s is ready after %.1f s", replica.name, time.monotonic() - began)
 
     async def _tick(self) -> None:
         """Update all replicas periodically until cancelled."""

@@ -28,6 +28,7 @@ from engine.servers.access.auth import Authenticator, KeyRing
 from engine.servers.access.quotas import AuthThrottle, Quotas
 from engine.servers.http.errors import install_error_handlers
 from engine.servers.http.guard import BrowserGuard
+from engine.servers.http.history import RequestHistory
 from engine.servers.http.request_log import RequestLog, RequestRecord
 from engine.servers.serving.admission import Lifecycle
 from engine.servers.serving.services import Services
@@ -190,11 +191,10 @@ def create_app(
     recorder = _recorder(settings)
     services = Services(
         *(settings, holder, metrics, lifecycle, watcher, keys, quotas, rebuild, reread),
-        recorder=recorder,
+        history=RequestHistory(settings.requests.keep, recorder),
     )
     if recorder is not None:
         services.components.append(recorder)
-    services.history.resize(settings.requests.keep)
     services.presets.update(settings.tables.presets)
     if keys.entries or not NO_LIMITS.over(settings.limits).is_empty:
         services.components.append(quotas)
@@ -213,7 +213,7 @@ def create_app(
         openapi_url=None,
         redirect_slashes=False,
         dependencies=[Depends(Authenticator(settings, keys, throttle))],
-        middleware=_layers(settings, holder, metrics, services.keep, telemetry),
+        middleware=_layers(settings, holder, metrics, services.history.add, telemetry),
     )
     app.state.services = services
     install_error_handlers(app)

@@ -1,4 +1,4 @@
-// Takes the pictures of docs/ui.md. Arguments: the URL of a server with two backends of the default
+// Takes the chat's pictures of docs/ui.md. Arguments: the URL of a server with two backends of the default
 // model, the folder with playwright-core, the path of Chromium, and the folder of the pictures.
 import { createRequire } from "node:module";
 import { ask, openChat } from "./page.mjs";

@@ -125,6 +125,16 @@ def prefix(monkeypatch: pytest.MonkeyPatch) -> Timeline:
     return engine.run()
 
 
+def tier(monkeypatch: pytest.MonkeyPatch) -> Timeline:
+    engine = ClockedEngine(monkeypatch)
+    engine.toy.kv.is_loading = lambda seq: engine.now < 103.0
+    engine.submit("slow", (1, 2), 2)
+    while engine.now < 103.0:
+        engine.toy.turn()
+        engine.now += 0.1
+    return engine.run()
+
+
 def grammar(monkeypatch: pytest.MonkeyPatch) -> Timeline:
     grammars = PatientGrammars()
     engine = ClockedEngine(monkeypatch, grammars=grammars)
@@ -222,7 +232,20 @@ def decode(monkeypatch: pytest.MonkeyPatch) -> Timeline:
 
 
 IN_ENGINE = [
-    *(slots, budget, blocks, turn, priority, prefix, grammar, mask, eviction, divergence, cold),
+    *(
+        slots,
+        budget,
+        blocks,
+        turn,
+        priority,
+        prefix,
+        tier,
+        grammar,
+        mask,
+        eviction,
+        divergence,
+        cold,
+    ),
     *(cache_off, shared_prefill, preemption, mixed, decode),
 ]
 

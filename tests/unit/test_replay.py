@@ -28,7 +28,7 @@ async def client(tmp_path: Path) -> AsyncIterator[httpx.AsyncClient]:
         requests={"record": True, "max_recorded": 30}, storage={"path": tmp_path}
     )
     app = create_app(settings, backend, Metrics("toy"))
-    recorder = app.state.services.recorder
+    recorder = app.state.services.history.recorder
     assert isinstance(recorder, Recorder)
     await recorder.start()
     transport = httpx.ASGITransport(app, client=("127.0.0.1", 1))

@@ -10,6 +10,7 @@ import pytest
 from engine.backends.custom.runtime.budget import StepBudget
 from engine.backends.custom.runtime.sequence import packed
 from engine.backends.custom.runtime.speculation import lookup
+from engine.backends.custom.runtime.speculation.drafts import speculates
 from engine.backends.custom.runtime.speculation.lookup import (
     MAX_MATCH,
     Drafter,
@@ -17,7 +18,6 @@ from engine.backends.custom.runtime.speculation.lookup import (
     cached_rest,
     longest_match,
 )
-from engine.backends.custom.worker.main import speculates
 from engine.core.errors import ConfigError
 from tests.toy_engine import ToyEngine
 from tests.toy_grammar import END, PatientGrammars, lark

@@ -71,10 +71,12 @@ def test_another_model_does_not_find_the_blocks(tmp_path) -> None:
     assert answer(second, "b").num_cached == 0 and mover.tiers[0].num_bad == 0
 
 
-def test_blocks_are_computed_if_that_is_faster(tmp_path) -> None:
+@pytest.mark.parametrize(("token_s", "load_s"), [(1e-9, 0.0), (0.01, 100.0)])
+def test_blocks_are_computed_if_that_is_faster(tmp_path, token_s, load_s) -> None:
     first, _ = tiered_engine(disk(tmp_path))
     answer(first, "a")
-    second, _ = tiered_engine(disk(tmp_path), prompt_s=lambda count: 1e-9 * count)
+    second, mover = tiered_engine(disk(tmp_path), prompt_s=lambda count: token_s * count)
+    mover.tiers[0].loaded(1, 1, 0, load_s)  # as measured
     assert answer(second, "b").num_cached == 0
 
 

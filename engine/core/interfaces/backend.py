@@ -98,7 +98,7 @@ class UsageEvent(msgspec.Struct, frozen=True):
     prefill_s: float = 0.0  # seconds from the first step to the first token
     decode_s: float = 0.0  # seconds from the first token to the end
     reasoning_tokens: int = 0  # included in `completion_tokens`
-    num_revivals: int = 0  # how often the request continued in a restarted engine
+    num_revivals: int = 0  # how often the request continued in another engine
     num_drafted: int = 0  # tokens that speculation guessed
     num_accepted: int = 0  # those of them that were right
     has_prediction: bool = False  # whether the client said which answer it expects
@@ -292,7 +292,7 @@ class Health(msgspec.Struct, frozen=True, kw_only=True):
     # Seconds since the last engine step, while work is pending. None when the engine is idle.
     step_age_s: float | None = None
     num_restarts: int = 0  # restarts of the engine so far
-    num_revived: int = 0  # how often a request continued in a restarted engine, over all requests
+    num_revived: int = 0  # how often a request continued in another engine, over all requests
     # False if the model is not in memory. The backend may still be ready; then the next request
     # loads the model.
     loaded: bool = True

@@ -6,7 +6,7 @@ MAX_RUNNING = 128
 MAX_WAITING = 64
 MAX_NODES = 160
 MAX_TENANTS = 32
-MAX_SNAPSHOT_STEPS = 64
+MAX_SNAPSHOT_STEPS = 16
 
 
 class RunningRow(msgspec.Struct, frozen=True, array_like=True):

@@ -14,6 +14,7 @@ WAITS = (
     "turn",  # the turn of its tenant: later requests of other tenants went first
     "priority",  # requests with a higher priority, which came later and went first
     "prefix",  # a running sequence that computes the same prefix
+    "tier",  # KV blocks that are loaded from a tier of the cache
 )
 # Upper edges of the batch sizes in `DecodeWork.by_rows`. The last bucket has no upper edge.
 BATCH_EDGES = (1, 2, 4, 8, 16, 32, 64, 128, 256)

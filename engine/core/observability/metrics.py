@@ -63,17 +63,9 @@ _TOTALS = (
     ("num_evictions", "engine_evicted_blocks", "Blocks evicted from the prefix cache"),
     ("num_drafted_tokens", "vllm:spec_decode_num_draft_tokens", "Tokens that speculation guessed"),
     ("num_drafted_tokens", "engine_drafted_tokens", "Tokens that speculation guessed"),
-    (
-        "num_accepted_tokens",
-        "vllm:spec_decode_num_accepted_tokens",
-        "Guessed tokens that were right",
-    ),
-    ("num_accepted_tokens", "engine_accepted_tokens", "Guessed tokens that were right"),
-    (
-        "num_nonfinite",
-        "engine_nonfinite_rows",
-        "Rows that failed because their logits were not finite",
-    ),
+    ("num_accepted_tokens", "vllm:spec_decode_num_accepted_tokens", "Guesses that were right"),
+    ("num_accepted_tokens", "engine_accepted_tokens", "Guesses that were right"),
+    ("num_nonfinite", "engine_nonfinite_rows", "Failed rows, whose logits were not finite"),
     (
         "num_invariant_failures",
         "engine_invariant_failures",
@@ -333,7 +325,7 @@ class Metrics:
         )
         self._restarts = self._counter("engine_restarts", "Engine processes that were replaced")
         self._revived = self._counter(
-            "engine_revived_requests", "Requests that continued in a restarted engine"
+            "engine_revived_requests", "Requests that continued in another engine process"
         )
 
     def _define_request_series(self) -> None:

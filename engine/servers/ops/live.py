@@ -140,7 +140,9 @@ def _routes(services: Services) -> dict[str, Any]:
 
 
 def _named(stats: EngineStats) -> dict[str, Any]:
-    return {name: getattr(stats, name) for name in EngineStats.__struct_fields__ if name != "steps"}
+    names = [each for each in EngineStats.__struct_fields__ if each not in ("steps", "tiers")]
+    fields: dict[str, Any] = {name: getattr(stats, name) for name in names}
+    return fields | {"tiers": [msgspec.structs.asdict(each) for each in stats.tiers]}
 
 
 def _engine(name: str, snapshot: EngineSnapshot, now: float) -> dict[str, Any]:

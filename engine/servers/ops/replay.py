@@ -97,7 +97,7 @@ def add_replay_routes(app: FastAPI, services: Services) -> None:
     @app.post("/v1/admin/requests/{request_id}/replay")
     async def replay(request: Request, request_id: str) -> Response:
         await services.read(request, EmptyBody)
-        recorder = services.recorder
+        recorder = services.history.recorder
         if recorder is None:
             raise ConflictError(HOW_TO_RECORD)
         kept = services.history.find(request_id, None)

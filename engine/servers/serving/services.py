@@ -1,7 +1,6 @@
 """State and helpers that all generating routes share: the backend, admission, model lookup."""
 
 import functools
-import hashlib
 import re
 import secrets
 import time
@@ -27,7 +26,6 @@ from engine.core.interfaces.backend import (
     ModelCard,
     Preset,
 )
-from engine.core.interfaces.notes import RequestNotes
 from engine.core.interfaces.request import SamplingParams
 from engine.core.key_file import NO_LIMITS
 from engine.core.observability.metrics import Metrics
@@ -36,7 +34,7 @@ from engine.servers.access.quotas import Quotas
 from engine.servers.http.errors import PromptTooLargeError
 from engine.servers.http.history import RequestHistory
 from engine.servers.http.limits import read_parsed
-from engine.servers.http.request_log import RequestRecord, record_of
+from engine.servers.http.request_log import record_of
 from engine.servers.schema.body import Body, SamplingBody, parse_body
 from engine.servers.schema.dialects.reading import Reading
 from engine.servers.serving.admission import Lifecycle, Ticket
@@ -46,7 +44,6 @@ from engine.servers.serving.watcher import EngineWatcher
 if TYPE_CHECKING:
     from engine.core.config_presets import PresetTable
     from engine.routing.manage import ModelManager
-    from engine.servers.ops.replay import Recorder
     from engine.servers.serving.objects import ObjectStore
 
 # Seconds after which clients should retry while the model loads or the engine restarts.
@@ -107,7 +104,6 @@ class Services:
     # Defaults of models by id: those of the configuration file, and those that clients have made.
     presets: dict[str, "PresetTable"] = field(default_factory=dict)
     history: RequestHistory = field(default_factory=RequestHistory)
-    recorder: "Recorder | None" = None  # None: requests are not recorded
 
     @functools.cached_property
     def objects(self) -> "ObjectStore":
@@ -305,7 +301,7 @@ class Services:
         self.note_end_user(request, body.end_user)
         salt = principal.name
         if body.cache_salt is not None:
-            salt = _digest(principal.name, body.cache_salt)
+            salt = principal.digest(body.cache_salt)
         if body.cache_prompt is False:
             salt = secrets.token_hex(16)  # no other request has it
         return GenerationContext(
@@ -322,20 +318,8 @@ class Services:
             truncate_prompt_tokens=body.truncate_prompt_tokens,
             truncation_side=body.truncation_side or "left",
             expected=body.expected_text,
-            notes=self._notes(record),
+            notes=self.history.notes_of(record),
         )
-
-    def _notes(self, record: RequestRecord) -> RequestNotes | None:
-        if self.recorder is not None:
-            record.notes.recorded = []
-            return record.notes
-        return record.notes if self.history.is_on or record.trace is not None else None
-
-    def keep(self, record: RequestRecord) -> None:
-        """Keep what is known of a request that has ended."""
-        self.history.add(record)
-        if self.recorder is not None:
-            self.recorder.keep(record)
 
     def queue_timeout_s(self, request: Request) -> float | None:
         """Max seconds that the request may wait in the queue for its first step. None for batches
@@ -377,7 +361,7 @@ class Services:
         without storing the name.
         """
         if user:
-            digest = _digest(principal_of(request).name, user)
+            digest = principal_of(request).digest(user)
             record_of(request.scope).user_hash = digest[:16]
 
     async def begin(
@@ -391,17 +375,12 @@ class Services:
         )
 
 
-def _digest(principal: str, text: str) -> str:
-    # A principal's name has no line break, so no two (principal, text) pairs collide.
-    return hashlib.sha256(f"{principal}\n{text}".encode()).hexdigest()
-
-
 def _session(request: Request, body: SamplingBody) -> str:
     """A hash of the name that the client gave to the conversation. Empty if the client sent
     none.
     """
     named = request.headers.get(SESSION_HEADER) or body.conversation_key
-    return _digest(principal_of(request).name, named) if named else ""
+    return principal_of(request).digest(named) if named else ""
 
 
 def new_completion_id(prefix: str) -> str:

@@ -10,7 +10,7 @@ import os
 import signal
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -28,6 +28,7 @@ from tests.scoreboard.streams import CHAT, COMPLETIONS, Reply, all_begun, ask, c
 NUM_KILLS, NUM_STOPS, NUM_REPLICA_KILLS, NUM_CLIENTS = 50, 10, 8, 32
 EACH_SERVER = 4  # deaths; one more within a minute would start the pause between restarts
 BACK_WITHIN_S = 90.0  # give up after this time
+PATIENCE_S = 600.0  # of a client; a busy machine may take minutes
 PREFILL_FACTOR, SLACK_S = 1.2, 0.5
 PROMPT_TOKENS = 8  # of a client, at least
 NUM_TOKENS = 96
@@ -75,7 +76,10 @@ def question(client: int) -> tuple[dict[str, Any], str]:
 
 async def answers(served: Served, replies: list[Reply]) -> None:
     await asyncio.gather(
-        *(ask(served, *question(client), reply=reply) for client, reply in enumerate(replies))
+        *(
+            ask(served, *question(client), reply=reply, patience_s=PATIENCE_S)
+            for client, reply in enumerate(replies)
+        )
     )
 
 
@@ -155,15 +159,18 @@ class Load:
         self._right = await undisturbed(self._served)
         self._rate = await prefill_rate(self._served)
 
-    async def strike(self, number: int, blow: Blow, pid: int, has_spare: bool = False) -> None:
-        """Kill or stop the engine under load and check every client's answer. With `has_spare`,
-        requests need not wait for the engine.
+    async def strike(
+        self, number: int, blow: Blow, victim: Callable[[], int], has_spare: bool = False
+    ) -> None:
+        """Kill or stop the engine under load and check every client's answer. `victim` returns its
+        process id. With `has_spare`, requests need not wait for the engine.
         """
         replies = [Reply() for _ in range(NUM_CLIENTS)]
         long = [r for client, r in enumerate(replies) if client % len(KINDS) < NUM_LONG_KINDS]
         asking = asyncio.create_task(answers(self._served, replies))
         await all_begun(long, num_pieces=2 + 5 * (number % 8))
         num_open = open_tokens(replies)
+        pid = victim()
         strike(pid, blow)
         struck_at = time.monotonic()
         first_good = asyncio.create_task(first_good_reply(self._served))
@@ -212,7 +219,7 @@ def one_engine(run: Run, pauses: Pauses) -> None:
             load = Load(run, served, pauses)
             asyncio.run(load.begin())
             for number, blow in planned[first : first + EACH_SERVER]:
-                asyncio.run(load.strike(number, blow, served.engine_pid()))
+                asyncio.run(load.strike(number, blow, served.engine_pid))
 
 
 @contextmanager
@@ -242,7 +249,7 @@ def two_replicas(run: Run, pauses: Pauses) -> None:
         load = Load(run, served, pauses)
         asyncio.run(load.begin())
         for number in range(NUM_REPLICA_KILLS):
-            asyncio.run(load.strike(number, "kill", engines(served)[0], has_spare=True))
+            asyncio.run(load.strike(number, "kill", lambda: engines(served)[0], has_spare=True))
             served.wait_until(lambda: both_ready(served))
 
 

@@ -155,6 +155,44 @@ export async function attaches_text_and_refuses_images({ page, url, check }) {
   check.equal(messages.at(-1).content, "```notes.txt\nA note.\n```\n\nRead it.");
 }
 
+export async function sends_images_to_models_that_read_them({ page, url, check }) {
+  await page.route("**/v1/models", async (route) => {
+    const response = await route.fetch();
+    const body = await response.json();
+    for (const model of body.data) model.capabilities.push("images");
+    await route.fulfill({ response, json: body });
+  });
+  let sent = null;
+  await page.route("**/v1/chat/completions", (route) => {
+    sent = route.request().postDataJSON();
+    return route.fulfill({ contentType: "text/event-stream", body: 'data: {"choices": [{"index": 0, "delta": {"content": "A dot."}, "finish_reason": "stop"}]}\n\ndata: [DONE]\n\n' });
+  });
+  await openChat({ page, url });
+  const dot = Buffer.from("iVBORw0KGgoAAAANSUhEUgAAAAEAAAABCAYAAAAfFcSJAAAADUlEQVR42mNk+M9QDwADhgGAWjR9awAAAABJRU5ErkJggg==", "base64");
+  await page.getByLabel("Files to attach").setInputFiles({ name: "dot.png", mimeType: "image/png", buffer: dot });
+  await page.locator(".attached-list img").waitFor();
+  await ask(page, "What is it?");
+  const [image, text] = sent.messages.at(-1).content;
+  check.equal(image.image_url.url, `data:image/png;base64,${dot.toString("base64")}`);
+  check.equal(text.text, "What is it?");
+  await page.locator(".message.user img.attached").waitFor();
+}
+
+export async function keeps_an_answer_that_is_interrupted({ page, url, check }) {
+  await stubChat(page, Array(1000).fill("word "), { every: 1, ms: 50 });
+  await openChat({ page, url });
+  await write(page, "Go on.");
+  const isKept = async () => {
+    const { readNodes } = await import(new URL("chat/database.js", document.querySelector("script[type=module]").src).href);
+    const nodes = await readNodes(sessionStorage.getItem("engine.conversation"));
+    return [...nodes.values()].some((each) => each.role === "assistant" && each.content.includes("word"));
+  };
+  while (!(await page.evaluate(isKept))) await page.waitForTimeout(100);
+  await page.reload();
+  await answers(page).locator(".md", { hasText: "word" }).waitFor();
+  check.match(await answers(page).locator(".figures").innerText(), /interrupted/);
+}
+
 export async function keeps_conversations_on_the_server({ page, url, check }) {
   await openChat({ page, url }, { stored: true });
   await ask(page, "Remember the number 7.");

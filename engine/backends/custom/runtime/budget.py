@@ -56,12 +56,13 @@ class CostLine:
 
     def share(self, count: int) -> float | None:
         """The part of the predicted seconds for `count` that grows with the count. None if all
-        measurements have the same count.
+        measurements have the same count, or if the line predicts no time.
         """
         if not self._weight:
             return None
         slope = self._slope(self._counts / self._weight, self._seconds / self._weight)
-        return None if slope is None else slope * count / self.at(count)
+        predicted = self.at(count)
+        return None if slope is None or predicted <= 0 else slope * count / predicted
 
     def _slope(self, mean: float, mean_s: float) -> float | None:
         spread = self._squares / self._weight - mean * mean

@@ -299,10 +299,13 @@ class Scheduler:
             if budget <= 0 or not self._free_slots:
                 self.clock.block(BUDGET if self._free_slots else SLOTS)
                 return
-            if seq.num_sampling > 0 or self._inflight.is_held(seq) or self.kv.is_loading(seq):
+            if seq.num_sampling > 0 or self._inflight.is_held(seq):
                 continue
             watch = seq.watch
             assert watch is not None, seq.request_id
+            if self.kv.is_loading(seq):
+                watch.load()
+                continue
             match = self.kv.no_match if self._starts_over(seq) else self.kv.match(seq)
             num_matched = len(match.blocks)
             # Blocks that a running sequence publishes are of no use without a checkpoint.

@@ -42,7 +42,7 @@ from engine.backends.custom.runtime.model_runner import (
 )
 from engine.backends.custom.runtime.radix_cache import RadixCache
 from engine.backends.custom.runtime.scheduler import Scheduler
-from engine.backends.custom.runtime.speculation.drafts import Speculation
+from engine.backends.custom.runtime.speculation.drafts import Speculation, speculates
 from engine.backends.custom.weights.model import ModelSource, open_model
 from engine.backends.custom.worker.encoder_loop import Encoder, EncoderLoop, is_encoder
 from engine.backends.custom.worker.encoder_loop import warm_up as warm_up_encoder
@@ -206,16 +206,6 @@ def build_loop(
     return EngineLoop(
         scheduler, runner, channel, budget, options.max_queued, pulse, grammars, images
     )
-
-
-def speculates(spec: RunnerSpec, setting: str) -> bool:
-    """Whether steps verify drafts. The setting is "auto", "on" or "off"."""
-    if setting == "on" and not spec.verifies_drafts:
-        raise ConfigError(
-            'performance.speculation = "on": this framework or model can\'t verify guessed tokens; '
-            'set it to "auto"'
-        )
-    return setting != "off" and spec.verifies_drafts and (spec.has_exact_drafts or setting == "on")
 
 
 def check_image_rows(scheduler: Scheduler, room: int, images: ImageStore) -> None:

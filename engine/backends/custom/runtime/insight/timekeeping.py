@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from engine.backends.custom.runtime.kv_cache import KVCache
     from engine.backends.custom.runtime.sequence import Sequence, Tokens
 
-STEP, SLOTS, BUDGET, BLOCKS, TURN, PRIORITY, PREFIX = range(len(WAITS))
+STEP, SLOTS, BUDGET, BLOCKS, TURN, PRIORITY, PREFIX, TIER = range(len(WAITS))
 # Latest admissions in which a sequence looks for sequences that overtook it.
 MAX_ADMISSIONS = 256
 MAX_STEPS = 128
@@ -151,6 +151,7 @@ class Stopwatch:
         "_decoding",
         "_leader",
         "_led_since",
+        "_loading_at",
         "_num_before",
         "_pauses",
         "_preempted",
@@ -169,6 +170,7 @@ class Stopwatch:
         self._base = clock.waits(now)
         self._leader = leader
         self._led_since = self._base
+        self._loading_at: float | None = None
         self._admitted: tuple[tuple[float, ...], int] | None = None
         self._chunks: list[Chunk] = []
         self._pauses: list[Pause] = []
@@ -184,6 +186,11 @@ class Stopwatch:
         """The sequence waits for another one that computes the same prefix."""
         if self._leader is None:
             self._leader, self._led_since = leader, self._clock.waits(self._clock.now)
+
+    def load(self) -> None:
+        """The sequence waits for blocks from a tier of the cache."""
+        if self._loading_at is None:
+            self._loading_at = self._clock.now
 
     def admit(self, seq: "Sequence") -> None:
         """The sequence was admitted. At the first time, this computes what it waited for."""
@@ -290,6 +297,11 @@ class Stopwatch:
         waits = [max(0.0, after - b) for after, b in zip(until, self._base, strict=True)]
         if self._leader is not None and seq.num_matched:
             self._take_prefix_wait(waits, until, self._leader)
+        if self._loading_at is not None:
+            # While blocks are loaded, nothing else stops the sequence.
+            moved = min(now - self._loading_at, waits[STEP])
+            waits[STEP] -= moved
+            waits[TIER] += moved
         if overtaking:
             is_urgent = any(each.priority < seq.priority for each in overtaking)
             rest = now - seq.queued_at - sum(waits)

@@ -12,14 +12,25 @@ import logging
 
 from engine.backends.custom.runtime.budget import StepBudget
 from engine.backends.custom.runtime.kv_cache import KVCache
-from engine.backends.custom.runtime.model_runner import MAX_SCORED
+from engine.backends.custom.runtime.model_runner import MAX_SCORED, RunnerSpec
 from engine.backends.custom.runtime.sequence import Row, Sequence
 from engine.backends.custom.runtime.speculation.lookup import MARGIN, Drafter, Odds, cached_rest
+from engine.core.errors import ConfigError
 
 log = logging.getLogger(__name__)
 
 MAX_DRAFT = 16  # tokens
 MAX_CREDIT = 8.0  # see `Drafter.credit`
+
+
+def speculates(spec: RunnerSpec, setting: str) -> bool:
+    """Whether steps verify drafts. The setting is "auto", "on" or "off"."""
+    if setting == "on" and not spec.verifies_drafts:
+        raise ConfigError(
+            'performance.speculation = "on": this framework or model can\'t verify guessed tokens; '
+            'set it to "auto"'
+        )
+    return setting != "off" and spec.verifies_drafts and (spec.has_exact_drafts or setting == "on")
 
 
 class Speculation:

@@ -55,7 +55,10 @@ export function Composer({ field }) {
   const picker = useRef(null);
   const running = isRunning();
   useEffect(() => grow(field.current), [text]);
-  useEffect(() => field.current?.focus({ preventScroll: true }), [meta.id]);
+  useEffect(() => {
+    // On a phone, the focus would open the keyboard.
+    if (!matchMedia("(pointer: coarse)").matches) field.current.focus({ preventScroll: true });
+  }, [meta.id]);
 
   const attach = async (given) => {
     const found = await readFiles(given);

@@ -4,12 +4,14 @@ import { toast } from "../lib/parts.js";
 import { refresh, server } from "../lib/server.js";
 import { chatBody, responseBody } from "./request.js";
 import { Run } from "./run.js";
-import { change, changeIn, chat, runs, settings } from "./state.js";
+import { change, changeIn, chat, keepDraft, runs, settings } from "./state.js";
 import { newId, newNode } from "./tree.js";
 
 // After this long without a pause, reading lets the page draw.
 const MAX_TASK_MS = 8;
 const RETRY_MS = 1000;
+// How often an unfinished answer is kept, for the case that the page is closed.
+const KEEP_EVERY_MS = 2000;
 
 export function isRunning() {
   const { id } = chat.value.meta;
@@ -62,7 +64,11 @@ export async function answer(parent) {
   const all = started.flatMap(({ made }) => made);
   change({ leaf: all[0].node.id, system: kept.system }, all.map((run) => run.node));
   runs.set(new Map([...runs.value, ...all.map((run) => [run.node.id, run])]));
+  const keeping = setInterval(() => {
+    for (const run of all) if (runs.value.has(run.node.id)) keepDraft(run);
+  }, KEEP_EVERY_MS);
   await Promise.all(started.map(({ model, made, controller }) => runModel(parent, kept, model, made, controller)));
+  clearInterval(keeping);
 }
 
 export function stop(nodeId) {

@@ -159,7 +159,7 @@ function Actions({ node, nodes, column, setEditing }) {
   </footer>`;
 }
 
-const ENDS = { length: "cut at max tokens", stopped: "stopped", edited: "edited", error: "failed" };
+const ENDS = { length: "cut at max tokens", stopped: "stopped", edited: "edited", interrupted: "interrupted", error: "failed" };
 
 export function Figures({ stats, finish, responseId }) {
   const parts = [];

@@ -81,6 +81,14 @@ export function changeIn(id, fields, changed = []) {
   database.writeConversation(meta, changed).catch(failed);
 }
 
+// Keeps what an answer has so far, without showing the conversation again.
+export function keepDraft(run) {
+  const meta = conversations.value.find((each) => each.id === run.conversation);
+  const { text, reasoning, node } = run;
+  const draft = { ...node, content: text, finish: "interrupted" };
+  if (meta) database.writeConversation(meta, [reasoning ? { ...draft, reasoning } : draft]).catch(failed);
+}
+
 export function show(leaf) {
   change({ leaf });
 }

@@ -2,7 +2,7 @@
 import { html } from "../lib/html.js";
 import { loadStyle } from "../lib/parts.js";
 import { Batch } from "../room/batch.js";
-import { Blocks, Kernels, Tree } from "../room/cache.js";
+import { Blocks, Kernels, Tiers, Tree } from "../room/cache.js";
 import { Chart } from "../room/chart.js";
 import { useFeed } from "../room/feed.js";
 import { count, duration, many, percent, seconds } from "../room/format.js";
@@ -50,7 +50,7 @@ function Room({ now, history }) {
     </div>
     ${engines.map((engine) => html`<${Batch} key=${engine.name} engine=${engine} tenants=${tenants} />`)}
     <div class="columns">
-      ${stats && stats.num_blocks > 0 && html`<section class="card"><header class="card-head"><h2>KV cache</h2></header><${Blocks} stats=${stats} />${engines.map((engine) => html`<h3>${engines.length > 1 ? `Radix tree of ${engine.name}` : "Radix tree"}</h3><${Tree} tree=${engine.tree} blockSize=${stats.block_size} />`)}</section>`}
+      ${stats && stats.num_blocks > 0 && html`<section class="card"><header class="card-head"><h2>KV cache</h2></header><${Blocks} stats=${stats} />${engines.map((engine) => html`<h3>${engines.length > 1 ? `Radix tree of ${engine.name}` : "Radix tree"}</h3><${Tree} tree=${engine.tree} blockSize=${stats.block_size} />`)}${stats.tiers.length > 0 && html`<${Tiers} tiers=${stats.tiers} />`}</section>`}
       ${engines.map((engine) => html`<section class="card"><header class="card-head"><h2>Last step by kernel</h2><span class="muted">${engine.name}</span></header><${Step} engine=${engine} /><${Kernels} kernels=${engine.kernels} /></section>`)}
     </div>
     <div class="columns">

@@ -66,6 +66,16 @@ export function Tree({ tree, blockSize }) {
   </p>`;
 }
 
+export function Tiers({ tiers }) {
+  return html`<h3>Tiers below the KV pool</h3>
+    <div class="scroll"><table class="table">
+      <thead><tr><th>Tier</th><th class="right">Blocks</th><th class="right">MB</th><th class="right">Hits</th><th class="right">Misses</th><th class="right">Tokens saved</th></tr></thead>
+      <tbody>
+        ${tiers.map((each) => html`<tr><td><span class=${`dot ${each.is_up ? "ready" : "down"}`}></span> ${each.name}</td><td class="num right">${count(each.num_blocks)}</td><td class="num right">${count(each.num_bytes / 1e6)}</td><td class="num right">${count(each.hits)}</td><td class="num right">${count(each.misses)}</td><td class="num right">${count(each.saved_tokens)}</td></tr>`)}
+      </tbody>
+    </table></div>`;
+}
+
 export function Kernels({ kernels }) {
   const all = Object.entries(kernels).sort((a, b) => b[1] - a[1]);
   const total = all.reduce((sum, [, value]) => sum + value, 0);

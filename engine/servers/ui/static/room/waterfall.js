@@ -20,6 +20,7 @@ export const CAUSES = {
   turn: ["tenant's turn", "c6"],
   priority: ["priority", "c6"],
   prefix: ["same prefix", "c5"],
+  tier: ["cache tier", "c5"],
   cold: ["new prompt", "c3"],
   divergence: ["changed prompt", "c3"],
   eviction: ["evicted", "c6"],

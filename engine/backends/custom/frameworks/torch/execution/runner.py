@@ -143,7 +143,8 @@ class TorchRunner(SamplingRunner):
         count = config.max_slots + 1 + config.num_checkpoints
         self._states = StateCache(model.config, count, device, dtype)
         self._numerics = (
-            f"{dtype} {kv_dtype} {config.quantization} {type(self._attention).__name__}"
+            f"{dtype} {kv_dtype} {config.quantization} {config.numerics}"
+            f" {type(self._attention).__name__}"
         )
         self._block_size = config.block_size
         self._blocks: BlockCopier | None = None  # made when a tier first needs it
