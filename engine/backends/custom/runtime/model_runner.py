@@ -58,7 +58,9 @@ class RunnerConfig:
     attention: str = "auto"  # name in the framework's attention registry
     max_batch_tokens: int = 2048  # max tokens per step
     kv_dtype: str = "auto"  # "float32", "bfloat16", "int8", "fp8"; "auto": the framework chooses
-    numerics: str = "invariant"  # with "fast", rounding may depend on the other rows of the step
+    # "invariant": rounding never depends on the other rows of a step. "fast": it may. "auto": the
+    # framework chooses.
+    numerics: str = "auto"
     affinity: str = "auto"  # CPUs to run on: "auto", "off", or numbers such as "0-3,8"
     # For models whose layers keep a state of each sequence: how many copies of states the prefix
     # cache may keep.
@@ -78,6 +80,7 @@ class DeviceInfo:
     dtype: str
     free_bytes: int
     copies_tied_head: bool = False  # a tied LM head is copied, not shared with the embeddings
+    title: str = ""  # a GPU's name and platform, for messages
 
 
 @dataclass(frozen=True, slots=True)
