@@ -163,6 +163,25 @@ def test_an_abort_while_blocks_are_loaded_leaves_nothing_behind(tmp_path, monkey
     second.check()
 
 
+def test_a_sequence_goes_on_if_the_one_that_loads_for_it_is_aborted(tmp_path) -> None:
+    first, _ = tiered_engine(disk(tmp_path))
+    answer(first, "a")
+    second, mover = tiered_engine(disk(tmp_path))
+    mover.read = super(type(mover), mover).read
+    for name in "bc":
+        second.submit(name, PROMPT, max_tokens=6)
+    second.turn()
+    job = mover._reads[0]
+    assert {each.load for each in second.scheduler.sequences()} == {job}
+    del mover.read
+    while not job.ready:
+        mover.read_some(job)  # blocks arrive, and then the request that asked for them ends
+    second.channel.inbox.append(Abort("b"))
+    second.run()
+    second.check()
+    assert second.outcomes["c", 0].num_cached == 16
+
+
 def test_threads_move_the_blocks_and_end_with_the_engine(tmp_path, monkeypatch) -> None:
     for name in ("FIRST_WAIT_S", "STALL_S"):
         monkeypatch.setattr(kv_tiers, name, 1000.0)

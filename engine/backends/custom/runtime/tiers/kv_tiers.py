@@ -113,7 +113,9 @@ class KVTiers:
                 job.news.wait(WAIT_S)
             job.news.clear()
             self._install(job)
-        if job.ready or not (job.is_done or self._is_late(job)):
+        # Nobody takes the blocks of a job whose own sequence has ended or starts without them.
+        is_taken = job in self._jobs
+        if is_taken and (job.ready or not (job.is_done or self._is_late(job))):
             return True
         self._end(seq, job)
         return seq.load is not None
