@@ -6,6 +6,7 @@ from contextlib import suppress
 import pytest
 
 from engine.backends.custom.runtime.tiers import kv_tiers
+from engine.backends.custom.runtime.tiers import mover as mover_module
 from engine.backends.custom.runtime.tiers.disk import DiskTier
 from engine.backends.custom.runtime.tiers.host import HostTier
 from engine.backends.custom.runtime.tiers.mover import Mover
@@ -180,6 +181,30 @@ def test_a_sequence_goes_on_if_the_one_that_loads_for_it_is_aborted(tmp_path) ->
     second.run()
     second.check()
     assert second.outcomes["c", 0].num_cached == 16
+
+
+def test_blocks_that_nobody_takes_yet_are_bounded(tmp_path, monkeypatch) -> None:
+    monkeypatch.setattr(mover_module, "MAX_ALL_AHEAD_BYTES", 1)
+    first, _ = tiered_engine(disk(tmp_path))
+    for name, start in ("a", 1), ("b", 2):
+        answer(first, name, [start, *PROMPT])
+    second, mover = tiered_engine(disk(tmp_path))
+    mover.read = super(type(mover), mover).read
+    for name, start in ("c", 1), ("d", 2):
+        second.submit(name, [start, *PROMPT], max_tokens=6)
+    second.turn()
+    done, other = mover._reads
+    while not done.is_done:
+        mover.read_some(done)
+    assert done.ready and mover._next_read() is None, "these blocks wait in memory already"
+    second.turn()
+    assert not done.ready and mover._next_read() is other
+    del mover.read
+    mover.read_some(other)
+    second.channel.inbox.append(Abort("d"))
+    second.run()
+    second.check()
+    assert not mover._kept
 
 
 def test_threads_move_the_blocks_and_end_with_the_engine(tmp_path, monkeypatch) -> None:

@@ -13,7 +13,13 @@ from typing import TYPE_CHECKING, Protocol, runtime_checkable
 from engine.backends.custom.runtime.model_runner import NULL_BLOCK, Bytes, Group, RunnerSpec
 from engine.backends.custom.runtime.tiers.base import Tier, record_name
 from engine.backends.custom.runtime.tiers.health import WatchedTier
-from engine.backends.custom.runtime.tiers.mover import Batch, Mover, ReadJob, WriteJob
+from engine.backends.custom.runtime.tiers.mover import (
+    MAX_ALL_AHEAD_BYTES,
+    Batch,
+    Mover,
+    ReadJob,
+    WriteJob,
+)
 from engine.backends.custom.runtime.tiers.record import Place, RecordShape, chain, root_key
 from engine.core.interfaces.request import TierStats
 
@@ -21,7 +27,6 @@ if TYPE_CHECKING:
     from engine.backends.custom.runtime.kv_cache import KVCache
     from engine.backends.custom.runtime.sequence import Sequence as Seq
 
-MAX_AHEAD_BYTES = 256 * 2**20  # loaded blocks of all waiting sequences
 MAX_STEP_BYTES = 16 * 2**20  # bytes that are copied to the KV pool between two steps
 MIN_GAIN_S = 0.005  # tiers are not asked for blocks that can be computed within this time
 # A sequence waits for its blocks no longer than this part of the time to compute them.
@@ -94,7 +99,7 @@ class KVTiers:
         """Start to load the blocks that a waiting sequence lacks."""
         if seq.is_scoring or not self._kv.sharing or not self._mover.has_readable:
             return
-        if self._mover.ahead_bytes < MAX_AHEAD_BYTES:
+        if self._mover.ahead_bytes < MAX_ALL_AHEAD_BYTES:
             self._ask(seq)
 
     def is_loading(self, seq: "Seq") -> bool:
@@ -125,7 +130,7 @@ class KVTiers:
         job, seq.load = seq.load, None
         if job is not None and self._jobs.get(job) is seq:
             del self._jobs[job]
-            self._mover.cancel(job)
+            self._mover.drop(job)
 
     def publish(self, seq: "Seq", count: int, is_end: bool) -> None:
         """Hand those of the first `count` blocks of a sequence to the tiers that are new to them.
@@ -191,8 +196,7 @@ class KVTiers:
         seq.load = None
         if self._jobs.get(job) is seq:
             del self._jobs[job]
-            if not job.is_done:
-                self._mover.cancel(job)
+            self._mover.drop(job)
         elif seq.num_asked < MAX_ASKED and self._mover.has_readable:
             self._ask(seq)  # what another sequence has loaded may be only a part of the prefix
 
@@ -218,7 +222,7 @@ class KVTiers:
             if self._put(seq, batch):
                 self._remember(seq, batch)
             elif batch.group == "full":
-                self._mover.cancel(job)  # the pool is full, or an earlier block was evicted
+                self._mover.drop(job)  # the pool is full, or an earlier block was evicted
                 job.ready.clear()
 
     def _put(self, seq: "Seq", batch: Batch) -> bool:
