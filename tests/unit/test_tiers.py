@@ -8,6 +8,7 @@ import pytest
 from engine.backends.custom.runtime.tiers import kv_tiers
 from engine.backends.custom.runtime.tiers import mover as mover_module
 from engine.backends.custom.runtime.tiers.disk import DiskTier
+from engine.backends.custom.runtime.tiers.health import WatchedTier
 from engine.backends.custom.runtime.tiers.host import HostTier
 from engine.backends.custom.runtime.tiers.mover import Mover
 from engine.core.interfaces.request import Abort
@@ -111,6 +112,19 @@ def test_a_tier_that_fails_costs_nothing_but_its_blocks(tmp_path) -> None:
     with suppress(StopIteration):
         next(tmp_path.iterdir())
         raise AssertionError("a file was written")
+
+
+def test_the_log_says_once_that_a_tier_fails(tmp_path, caplog) -> None:
+    class Gone(DiskTier):
+        def tidy_up(self) -> None:
+            raise OSError("gone")
+
+    now = 0.0
+    watched = WatchedTier(Gone(tmp_path, MIB, "lru", None), lambda: now)
+    for _ in range(5):
+        watched.tidy_up()
+        now += 60.0
+    assert watched.num_errors == 5 and len(caplog.records) == 1
 
 
 def test_a_full_tier_evicts_the_least_recently_used(tmp_path) -> None:
