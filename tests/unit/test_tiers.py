@@ -11,7 +11,7 @@ from engine.backends.custom.runtime.tiers.disk import DiskTier
 from engine.backends.custom.runtime.tiers.health import WatchedTier
 from engine.backends.custom.runtime.tiers.host import HostTier
 from engine.backends.custom.runtime.tiers.mover import Mover
-from engine.core.interfaces.request import Abort
+from engine.core.interfaces.request import UNSHARED, Abort
 from tests.toy_tiers import tiered_engine
 
 MIB = 2**20
@@ -64,6 +64,13 @@ def test_tenants_do_not_share_blocks(tmp_path) -> None:
     second, _ = tiered_engine(disk(tmp_path))
     assert answer(second, "b", salt="two").num_cached == 0
     assert answer(second, "c", salt="one").num_cached == 16
+
+
+def test_blocks_that_no_other_request_can_use_are_not_stored(tmp_path) -> None:
+    engine, _ = tiered_engine(disk(tmp_path))
+    answer(engine, "a", salt=f"{UNSHARED}1")
+    assert not list(tmp_path.iterdir())
+    assert answer(engine, "b", salt=f"{UNSHARED}1").num_cached == 16, "from the KV pool"
 
 
 def test_another_model_does_not_find_the_blocks(tmp_path) -> None:

@@ -21,7 +21,7 @@ from engine.backends.custom.runtime.tiers.mover import (
     WriteJob,
 )
 from engine.backends.custom.runtime.tiers.record import Place, RecordShape, chain, root_key
-from engine.core.interfaces.request import TierStats
+from engine.core.interfaces.request import UNSHARED, TierStats
 
 if TYPE_CHECKING:
     from engine.backends.custom.runtime.kv_cache import KVCache
@@ -97,7 +97,9 @@ class KVTiers:
 
     def read_ahead(self, seq: "Seq") -> None:
         """Start to load the blocks that a waiting sequence lacks."""
-        if seq.is_scoring or not self._kv.sharing or not self._mover.has_readable:
+        if seq.is_scoring or seq.namespace.startswith(UNSHARED):
+            return
+        if not self._kv.sharing or not self._mover.has_readable:
             return
         if self._mover.ahead_bytes < MAX_ALL_AHEAD_BYTES:
             self._ask(seq)
@@ -136,6 +138,8 @@ class KVTiers:
         """Hand those of the first `count` blocks of a sequence to the tiers that are new to them.
         `is_end` says that the sequence does not run any longer.
         """
+        if seq.namespace.startswith(UNSHARED):
+            return
         self._extend_keys(seq, count)
         kv, now = self._kv, time.monotonic()
         ids: dict[Group, list[int]] = {"full": seq.blocks[:count]}
