@@ -8,7 +8,7 @@ ARGS ?=
 VENV := .venv
 BIN := $(VENV)/bin
 PYTEST := $(BIN)/python -m pytest
-LEVELS := scoreboard e2e parity security native property unit
+LEVELS := scoreboard ui e2e parity security native property unit
 QUICK := tests/unit tests/property $(addprefix tests/parity/test_,native_models.py ir_models.py quants.py)
 SLOW := slow or gpu or network or vllm or clients
 CODE := engine tests benchmarks examples
@@ -19,7 +19,7 @@ step = @printf '\n==> %s\n' "$(1)"
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help serve clang test test-quick scoreboard test-slow test-gpu test-native test-emulated test-vllm test-vllm-suite test-llamacpp-suite test-clients nightly lint format bench wheel lock sbom clean
+.PHONY: help serve clang prometheus browser test test-quick scoreboard test-slow test-gpu test-native test-emulated test-vllm test-vllm-suite test-llamacpp-suite test-clients nightly lint format bench wheel lock sbom clean
 
 help: ## Show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -31,7 +31,7 @@ serve: $(VENV)/.serve ## Fetch the default model and serve it (MODEL=name ARGS="
 	@exec $(BIN)/engine serve $(MODEL) $(ARGS)
 
 # Both processes take files of the same list, so the long ones come first. What failed is run once more, alone.
-test: $(VENV)/.dev clang ## Run every test but the long ones
+test: $(VENV)/.dev clang prometheus browser ## Run every test but the long ones
 	$(call step,Fetching the model that tests use)
 	@$(BIN)/engine pull $(MODEL)
 	@failed=; again=; \
@@ -53,7 +53,24 @@ clang: ## Install clang, with which tinygrad compiles for a CPU
 		apt-get install -y -q clang && has; } || \
 		echo "clang is not there, so tinygrad is not tested: sudo apt-get install clang" >&2
 
-test-slow: $(VENV)/.dev clang ## Run the long tests
+# npm ci verifies the packages by the checksums of the lock file.
+UI := build/ui
+browser: ## Install Chromium and the packages of npm that drive it, for the tests of the page
+	@has() { command -v chromium >/dev/null && command -v npm >/dev/null; }; has || { \
+		printf '\n==> Installing Chromium and npm\n'; [ "$$(id -u)" = 0 ] && apt-get update -q && \
+		apt-get install -y -q --no-install-recommends chromium npm && has; } && { \
+		cmp -s tests/ui/package-lock.json $(UI)/package-lock.json && [ -d $(UI)/node_modules ] || { \
+		mkdir -p $(UI) && cp tests/ui/package*.json $(UI) && \
+		npm ci --prefix $(UI) --silent --no-audit --no-fund --ignore-scripts; }; } || \
+		echo "Chromium or its driver is not there, so the page is not tested: sudo apt-get install chromium npm" >&2
+
+prometheus: ## Install Prometheus, which tests alerts and dashboards
+	@has() { command -v promtool >/dev/null; }; has || { \
+		printf '\n==> Installing Prometheus\n'; [ "$$(id -u)" = 0 ] && apt-get update -q && \
+		apt-get install -y -q --no-install-recommends prometheus && has; } || \
+		echo "promtool is not there, so alerts are not tested: sudo apt-get install prometheus" >&2
+
+test-slow: $(VENV)/.dev clang prometheus ## Run the long tests
 	@$(BIN)/engine pull $(MODEL)
 	$(call step,Slow tests)
 	@$(BIN)/python -m pytest -m slow --timeout 3600 tests

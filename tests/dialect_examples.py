@@ -69,6 +69,7 @@ ACTS: dict[str, Any] = {
     "n": 2,
     "parallel_tool_calls": (False, {"tools": [TOOL]}),
     "parse_special": True,
+    "prediction": {"type": "content", "content": "expected"},
     "presence_penalty": 0.5,
     "priority": 5,
     "prompt": "another one",

@@ -23,6 +23,8 @@ import numpy as np
 
 from engine.backends.custom.runtime.host_sampler import HostSampler
 from engine.backends.custom.runtime.model_runner import F32, SAMPLE, ModelRunner, SamplingInputs
+from engine.backends.custom.runtime.tiers.host import HostTier
+from engine.backends.custom.runtime.tiers.kv_tiers import BlockMover, attach_tiers
 from engine.core.interfaces.request import (
     Abort,
     GenerateRequest,
@@ -30,6 +32,7 @@ from engine.core.interfaces.request import (
 )
 from tests.conformance_bench import NUM_NEW, Bench, Outcome, Schedule
 from tests.sampler_reference import Reference
+from tests.toy_tiers import InlineMover
 
 # Max difference of logprobs and states between two schedules, in float32.
 TOLERANCE = 1e-3
@@ -203,6 +206,32 @@ class RunnerConformance:
         again = bench.run(self.requests())
         self.check(again, "cached")
         assert again["greedy 3", 0].num_cached >= 2 * self.runner.spec.block_size
+
+    def test_blocks_from_a_tier_are_those_of_the_pool(self) -> None:
+        """To the last bit: they are written to other blocks than those that they were read from."""
+        runner = self.runner
+        if not isinstance(runner, BlockMover):
+            assert "tinygrad" in type(runner).__module__
+            return
+        bench = Bench(runner, Schedule())
+        host = HostTier(2**30, "lru", None)
+        mover = attach_tiers(
+            bench.scheduler.kv,
+            runner,
+            runner.spec,
+            [host],
+            b"",
+            lambda count: None,
+            "full",
+            InlineMover,
+        )
+        bench.run(self.requests())
+        bench.channel.outcomes = {}
+        bench.scheduler.kv.flush()
+        others = [self.request(f"other {i}", self.text(20, seed=60 + i)) for i in range(4)]
+        self.check(bench.run([*others, *self.requests()]), "from a tier")
+        assert bench.channel.outcomes["greedy 3", 0].num_cached >= 2 * runner.spec.block_size
+        assert mover.tiers[0].num_hits >= 2
 
     def test_who_was_preempted_goes_on_as_before(self) -> None:
         """Four sequences start with one block each, then outgrow a pool that fits only one of

@@ -254,9 +254,12 @@ def queues(now: Snapshot) -> None:
     for seq in now.waiting:
         assert seq.slot < 0 and not seq.blocks and seq.num_computed == 0
         assert not seq.window_blocks and seq.room == 0
+    launched = now.engine.loop._launched
+    drafted = {row.seq: len(row.draft) for row in launched.batch.rows} if launched else {}
     for seq in everybody:
         assert seq.finish_reason is None
-        assert 0 <= seq.num_confirmed <= seq.num_computed <= len(seq.tokens) + seq.num_sampling
+        known = len(seq.tokens) + seq.num_sampling + drafted.get(seq, 0)
+        assert 0 <= seq.num_confirmed <= seq.num_computed <= known
     for each in now.engine.loop._intake._pending.values():
         assert each.choices, "a grammar compiles for nobody"
     if not everybody:
@@ -343,6 +346,7 @@ class WatchedScheduling:
             seq
             for seq in scheduler._running
             if len(seq.tokens) + seq.num_sampling < seq.num_prompt + seq.max_tokens
+            and seq.num_computed < len(seq.tokens) + seq.num_sampling  # it verifies no draft
         ]
         batch = type(scheduler).schedule(scheduler, budget, now)  # it is this in its place
         with noted(self._violations):
@@ -359,7 +363,8 @@ class WatchedScheduling:
         assert all(seq in scheduled or seq.slot < 0 for seq in owed), "somebody got no token"
         admitted = [seq for seq in waited if seq.slot >= 0]
         for seq in waited:
-            if seq.slot >= 0 or seq.held_by is not None or seq.num_sampling:
+            is_held = seq.held_by is not None or seq.load is not None
+            if seq.slot >= 0 or is_held or seq.num_sampling:
                 continue
             for other in admitted:
                 peers = (other.priority, other.tenant) == (seq.priority, seq.tenant)

@@ -83,10 +83,14 @@ class Bench:
     """A link, and every client that it made."""
 
     def __init__(
-        self, *delays: float | None, cool_down_s: float = 60.0, max_revivals: int = 0
+        self,
+        *delays: float | None,
+        cool_down_s: float = 60.0,
+        max_revivals: int = 0,
+        move=lambda opened: False,
     ) -> None:
         self.clients: list[ScriptedClient] = []
-        self.link = EngineLink(self._make, Delays(*delays), cool_down_s, max_revivals)
+        self.link = EngineLink(self._make, Delays(*delays), cool_down_s, max_revivals, move)
 
     def _make(self, on_message, on_exit) -> ScriptedClient:
         self.clients.append(ScriptedClient(on_message, on_exit))

@@ -5,6 +5,8 @@ checked.
 from dataclasses import dataclass, field, replace
 from types import SimpleNamespace
 
+from msgspec import structs
+
 from engine.backends.custom.runtime.block_pool import BlockPool
 from engine.backends.custom.runtime.budget import StepBudget
 from engine.backends.custom.runtime.grammar import Grammars
@@ -15,6 +17,7 @@ from engine.backends.custom.runtime.loop import EngineLoop
 from engine.backends.custom.runtime.model_runner import RunnerSpec
 from engine.backends.custom.runtime.radix_cache import RadixCache
 from engine.backends.custom.runtime.scheduler import Scheduler
+from engine.backends.custom.runtime.speculation.drafts import Speculation
 from engine.core.interfaces.request import Deltas, GenerateRequest, SamplingParams, TokenDelta
 from tests.runtime_invariants import (
     WatchedScheduling,
@@ -59,6 +62,13 @@ class Outcome:
     vector: bytes | None = None
 
 
+class FixedPrice:
+    """Makes drafts cheap, and independent of the time that steps take."""
+
+    def price(self, num_decoding: int) -> float:
+        return 0.01
+
+
 class ToyEngine:
     """An `EngineLoop` with helpers to submit requests, iterate, and compare with the oracle."""
 
@@ -76,6 +86,7 @@ class ToyEngine:
         num_checkpoints: int = 0,
         window: int | None = None,
         num_window_blocks: int | None = None,  # None: as few as possible
+        speculates: bool = False,
         **kv_options,
     ) -> None:
         self.spec = RunnerSpec(
@@ -102,6 +113,8 @@ class ToyEngine:
         )
         self.scheduler = Scheduler(self.kv, max_slots)
         self.scheduler.schedule = WatchedScheduling(self.scheduler, self.violations)
+        if speculates:
+            self.scheduler.speculation = Speculation(self.kv, FixedPrice())
         # Blocks removed from the pools by `shrink`.
         self.hostages: list[int] = []
         self.window_hostages: list[int] = []
@@ -128,8 +141,12 @@ class ToyEngine:
         pools=False,
         bad_ids=(),
         breaker_ids=(),
+        expects: int | None = None,
         **params,
     ) -> None:
+        """With `expects`, the client expects the right output, except that every so many tokens are
+        wrong. 0: all tokens are right.
+        """
         params.setdefault("seed", 7)
         params.setdefault("temperature", 0.0)
         request = GenerateRequest(
@@ -147,6 +164,10 @@ class ToyEngine:
             dry_breakers=breaker_ids,
         )
         self.requests[request_id] = request
+        if expects is not None:
+            tokens = self.expected(request_id, 0)[0]
+            tokens = [0 if expects and not i % expects else token for i, token in enumerate(tokens)]
+            self.requests[request_id] = request = structs.replace(request, expected=tuple(tokens))
         for choice in range(request.params.n):
             self.outcomes[request_id, choice] = Outcome()
         self.channel.inbox.append(request)

@@ -31,9 +31,8 @@ def written(ids) -> str:
 
 
 TOKENIZER = SimpleNamespace(
-    **vars(toy_backend.TOKENIZER) | {"eos_ids": (EOS,)},
+    **vars(toy_backend.TOKENIZER) | {"eos_ids": (EOS,), "chat_template": "toy"},
     specials=None,
-    chat_template="toy",
     encode_prompt=encoded,
     encode_rendered=encoded,
     decode=lambda ids, skip_special=True: written(ids),
@@ -48,7 +47,9 @@ TEMPLATE = SimpleNamespace(
     ),
 )
 CHAT = replace(toy_backend.TEXT.chat, template=TEMPLATE)
-CONFIG = SimpleNamespace(**vars(toy_backend.TEXT.config), num_params=123, max_position=MAX_SEQ_LEN)
+CONFIG = SimpleNamespace(
+    **vars(toy_backend.TEXT.config) | {"num_params": 123, "max_position": MAX_SEQ_LEN}
+)
 TEXT = replace(toy_backend.TEXT, config=CONFIG, tokenizer=TOKENIZER, chat=CHAT)
 
 

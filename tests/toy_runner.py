@@ -228,7 +228,7 @@ class ToyRunner:
             tokens = sampling.history_tokens[start:end].tolist()
             split = int(sampling.history_num_prompt[h])
             self._histories[int(slot)] = History(tokens[:split], tokens[split:])
-        tokens = []
+        tokens, appended = [], []
         for r, slot in enumerate(sampling.slots.tolist()):
             if sampling.forced[r] != SAMPLE:
                 tokens.append(int(sampling.forced[r]))
@@ -238,11 +238,34 @@ class ToyRunner:
             history = History([], [])
             if sampling.repetition[r] != 1 or sampling.presence[r] or sampling.frequency[r]:
                 history = self._histories.setdefault(slot, history)
-            token = sample_row(logits[r], self._draw(sampling, r), history)
-            history.output.append(token)
+            # A slot with a draft has several rows. Each sees the tokens before its own position.
+            num_output = int(sampling.position[r]) - len(history.prompt)
+            seen = History(history.prompt, history.output[:num_output])
+            token = sample_row(logits[r], self._draw(sampling, r), seen)
+            appended.append((history, num_output, token))
             self._last_token[slot] = token
             tokens.append(token)
+        for history, place, token in appended:
+            history.output[place : place + 1] = [token]
         return Pending(self._output(logits, tokens, finite, sampling))
+
+    kv_identity = "toy"
+
+    def bytes_per_block(self, group: str) -> int:
+        return 8 if group == "state" else 8 * self._spec.block_size
+
+    def read_blocks(self, group: str, blocks):
+        rows = self._rows(group)[list(blocks)].copy()
+        return lambda: rows.view(np.uint8)
+
+    def write_blocks(self, group: str, blocks, rows: np.ndarray) -> None:
+        self._rows(group)[list(blocks)] = np.ascontiguousarray(rows).view(np.int64)
+
+    def _rows(self, group: str) -> np.ndarray:
+        if group == "state":
+            return self.states[:, None]
+        cells = self.cells if group == "full" else self.window_cells
+        return cells.reshape(-1, self._spec.block_size)
 
     def close(self) -> None:
         self.closed = True

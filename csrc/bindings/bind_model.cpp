@@ -36,6 +36,34 @@ void bind_memory(nb::class_<BoundModel>& model) {
     });
 }
 
+void check_blocks(const Executor& executor, int group, const Longs& blocks, size_t rows, size_t width) {
+    if (group < 0 || group > 2 || rows != blocks.shape(0) || width != executor.bytes_per_block(group))
+        throw nb::value_error("bytes that are not those of the blocks");
+    for (size_t i = 0; i < rows; i++)
+        if (blocks.data()[i] < 0 || blocks.data()[i] >= executor.num_blocks(group))
+            throw nb::value_error("no such block");
+}
+
+// Copies blocks between the model's memory and host bytes, for the tiers of the prefix cache.
+void bind_blocks(nb::class_<BoundModel>& model) {
+    model.def("bytes_per_block", [](BoundModel& self, int group) {
+        require(group >= 0 && group <= 2, "no such group of blocks");
+        return self.model.executor.bytes_per_block(group);
+    });
+    model.def("read_blocks", [](BoundModel& self, int group, Longs blocks, Array<uint8_t, 2> out) {
+        check_blocks(self.model.executor, group, blocks, out.shape(0), out.shape(1));
+        nb::gil_scoped_release release;
+        for (size_t i = 0; i < out.shape(0); i++)
+            self.model.executor.read_block(group, blocks.data()[i], out.data() + i * out.shape(1));
+    });
+    model.def("write_blocks", [](BoundModel& self, int group, Longs blocks, Array<const uint8_t, 2> in) {
+        check_blocks(self.model.executor, group, blocks, in.shape(0), in.shape(1));
+        nb::gil_scoped_release release;
+        for (size_t i = 0; i < in.shape(0); i++)
+            self.model.executor.write_block(group, blocks.data()[i], in.data() + i * in.shape(1));
+    });
+}
+
 // Collects the arrays of one step, which Python owns, and checks that their sizes match.
 StepArrays step_arrays(Ints token_ids, Ints positions, Longs write_slots, Ints query_start, Ints num_prompt,
                        Tables tables, Ints logit_rows, Ints prefix_groups, Ints prefix_blocks,
@@ -140,6 +168,7 @@ void bind_model(nb::module_& module) {
     nb::class_<BoundModel> model(module, "Model");
     model.def(nb::init<const std::string&, int, const std::vector<int>&>());
     bind_memory(model);
+    bind_blocks(model);
     bind_ops(model);
     bind_halves(model);
 }

@@ -52,6 +52,12 @@ class Executor {
     void set_states(size_t floats, int count);
     void copy_state(int from, int to);
     int num_states() const { return states_.count; }
+    // A block is the part of KV cache `group` (0 or 1) that has one block id, in all layers. In group 2, a
+    // block is the state of a sequence or a copy of one. Blocks are copied from and to host bytes.
+    int64_t num_blocks(int group) const { return group == 2 ? states_.count : caches_[group].blocks; }
+    size_t bytes_per_block(int group) const;
+    void read_block(int group, int64_t block, uint8_t* out) const;
+    void write_block(int group, int64_t block, const uint8_t* in);
     void add_program(Program program);
     // Turns fast mode (`--numerics fast`) on or off. In fast mode, a matmul with 16 rows or more
     // uses its per-channel int8 weights for all tokens. If it has no such weights, it computes

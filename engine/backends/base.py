@@ -19,7 +19,8 @@ from engine.core.interfaces.backend import (
     ModelCard,
     TokenizerInfo,
 )
-from engine.core.interfaces.request import EngineStats
+from engine.core.interfaces.request import EngineStats, GenerateRequest
+from engine.core.interfaces.snapshot import EngineSnapshot
 
 EventSink: TypeAlias = Callable[[Event], None]
 
@@ -42,6 +43,33 @@ class Resolved:
 
     card: ModelCard
     warning: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class ReplayedTokens:
+    """The tokens of a request that was run again, and the fingerprint of the model."""
+
+    token_ids: dict[int, list[int]]  # of each choice
+    fingerprint: str
+
+
+@dataclass(frozen=True, slots=True)
+class Orphan:
+    """An open request whose engine died. A backend with the same fingerprint may continue it.
+    `state` is only known to the kind of backend that made it.
+    """
+
+    request_id: str
+    fingerprint: str
+    state: object
+
+
+@dataclass(frozen=True, slots=True)
+class Swapped:
+    """What became of the open requests when their backend was replaced."""
+
+    num_moved: int = 0  # requests that continue in the new backend
+    num_left: int = 0  # requests that finish in the old one
 
 
 class EventFeed(AsyncIterator[Event]):
@@ -132,6 +160,9 @@ class InferenceBackend(ABC):
     # Whether the totals of `stats` continue when an engine is replaced, instead of restarting at
     # zero.
     totals_survive_restarts: ClassVar[bool] = False
+    # Set by a router, and called when an engine died. Returns whether another backend continues the
+    # request.
+    on_orphan: Callable[[Orphan], bool] | None = None
 
     @property
     def unwrapped(self) -> "InferenceBackend":
@@ -158,8 +189,16 @@ class InferenceBackend(ABC):
 
     @property
     def is_ready(self) -> bool:
-        """Whether a request can be admitted now. Called for every request."""
+        """Whether a request can be admitted now. Called for every request. An engine that is being
+        restarted may admit requests, which wait for it.
+        """
         return self.health().ready
+
+    def adopt(self, orphan: Orphan) -> bool:
+        """Continue a request of another backend, whose engine died. Returns False if this backend
+        can't.
+        """
+        return False
 
     @abstractmethod
     def memory_bytes(self) -> int:
@@ -213,6 +252,16 @@ class InferenceBackend(ABC):
         can't do it.
         """
         raise InvalidRequestError("This model's backend keeps no prefixes that can be flushed.")
+
+    async def snapshots(self) -> dict[str, EngineSnapshot]:
+        """What each of our own engines is doing now, by the name of its replica. Engines that do
+        not answer are left out.
+        """
+        return {}
+
+    async def replay(self, request: GenerateRequest, *, model: str = "") -> ReplayedTokens:
+        """Run a recorded request again. `model` is the id of the model that answered it."""
+        raise InvalidRequestError("This model's backend can't run a recorded request again.")
 
     async def set_log_level(self, level: str) -> tuple[str, ...]:
         """Set the log level of the backend's processes. It also holds after their restart. Returns

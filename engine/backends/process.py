@@ -13,7 +13,7 @@ import signal
 import subprocess
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
 
@@ -52,6 +52,17 @@ class ChildProcess:
         if self.is_alive:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(self._process.pid, signal.SIGKILL)
+
+
+def resident_bytes(pids: Iterable[int]) -> int:
+    """Memory of processes. Those that have ended do not count."""
+    import psutil  # imported late, because a start does not need it
+
+    total = 0
+    for pid in pids:
+        with contextlib.suppress(psutil.Error):
+            total += psutil.Process(pid).memory_info().rss
+    return total
 
 
 @dataclass

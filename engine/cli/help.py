@@ -34,7 +34,9 @@ FOREIGN = {
     ),
     ("--embedding", "--embeddings"): "every model serves embeddings; leave it out",
     ("--lora", "--enable-lora", "--lora-modules"): "LoRA adapters are not supported",
-    ("--speculative-config", "--model-draft", "-md"): "speculative decoding is not supported",
+    ("--speculative-config", "--model-draft", "-md"): (
+        "draft models are not supported; performance.speculation in engine.toml guesses without one"
+    ),
     ("--mlock", "--no-mmap"): "set performance.use_mmap in engine.toml instead",
     ("--tokenizer", "--tokenizer-mode"): "a model is used with its own tokenizer; leave it out",
     ("--chat-template", "--chat-template-file"): (

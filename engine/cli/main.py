@@ -44,8 +44,10 @@ GROUPS = {
         "ps": ("engine.cli.ops.running:ps", "List the models of a running server."),
         "stop": ("engine.cli.ops.running:stop", "Unload a model of a running server."),
         "top": ("engine.cli.ops.top:top", "Watch a server's models and backends."),
+        "cache": ("engine.cli.ops.cache:app", "Look at, fill or clear the tiers of the cache."),
         "bench": ("engine.cli.ops.bench:bench", "Measure any server under load."),
         "admin": ("engine.cli.ops.admin:app", "Look at and change a running server."),
+        "replay": ("engine.cli.ops.replay:replay", "Run a recorded request again and compare it."),
         "conformance": (
             "engine.cli.conformance:conformance",
             "Check any server against what clients rely on.",

@@ -312,6 +312,8 @@ def _run(
         if settings.logging.format == "pretty":
             needs_key = bool(settings.server.api_key or settings.server.keys_file)
             say(_first_request(url, *server.first_call(), needs_key))
+            if settings.server.ui:
+                say(f"  or open {url} in a browser")
 
     if probe_sock is not None:
         say(f"Probes at {address_of(probe_sock)}/livez, /readyz and /health")

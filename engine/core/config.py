@@ -237,10 +237,19 @@ def _named_tables(content: Mapping[str, Any], path: Path | None) -> NamedTables:
     return read_tables(content, str(path))
 
 
+def _flat(content: Mapping[str, Any]) -> dict[str, Any]:
+    """The sections of a file. The table `[cache.tiers]` is the section `tiers`."""
+    cache = content.get("cache")
+    if not isinstance(cache, dict) or "tiers" not in cache:
+        return dict(content)
+    others = {key: value for key, value in cache.items() if key != "tiers"}
+    return {**content, "cache": others, "tiers": cache["tiers"]}
+
+
 def _from_toml(content: Mapping[str, Any], path: Path) -> _Layer:
     layer: _Layer = {}
     known = [*SECTIONS, *TABLES]
-    for section, table in content.items():
+    for section, table in _flat(content).items():
         if section in TABLES:
             continue
         if section not in known:

@@ -28,6 +28,7 @@ from engine.core.config_types import (
     Megabytes,
     Name,
     Origins,
+    Policy,
     Secret,
     Section,
     Strings,
@@ -74,7 +75,7 @@ class ServerSettings(Section):
     queue_timeout_s: float = Field(default=60.0, gt=0, le=86400)
     """Max time that a request waits for its first step; it is refused then."""
     survive: bool = True
-    """Continue open requests in the restarted engine if the engine process dies."""
+    """If the engine process dies, open requests continue in a new one, and new requests wait."""
     max_revivals: int = Field(default=8, ge=1, le=1000)
     """How often one request continues after a death before it ends with an error."""
     drain_timeout_s: float = Field(default=30.0, ge=0, le=3600)
@@ -142,7 +143,7 @@ class CacheSettings(Section):
     """Max MiB of the KV pool that finished prefixes keep; unset, all of it."""
     max_sequences: int = Field(default=1000, ge=1, le=10**7)
     """Max distinct cached sequences."""
-    eviction_policy: Literal["lru", "lfu", "fifo"] = "lru"
+    eviction_policy: Policy = "lru"
     """Order in which cached blocks are evicted."""
     warm_file: Path | None = None
     """File of prompts that are prefilled into the cache when the model is ready."""
@@ -152,6 +153,35 @@ class CacheSettings(Section):
     """Type of cached keys and values; int8 only on a CPU, fp8 only on a GPU."""
     block_size: Annotated[int, AfterValidator(check_power_of_two)] = Field(default=16, ge=1, le=256)
     """Tokens per KV block; a power of two."""
+
+
+class TierSettings(Section):
+    """The tiers of the prefix cache below the KV pool, in the table `[cache.tiers]`."""
+
+    host_mb: Megabytes | None = None
+    """MiB of host memory for blocks that a GPU's KV pool has no room for; unset, none."""
+    host_policy: Policy = "lru"
+    """Order in which blocks in host memory are evicted."""
+    host_ttl_s: float | None = Field(default=None, gt=0, le=10**9)
+    """Seconds after its last use when a block in host memory expires; unset, never."""
+    disk_path: Path | None = None
+    """Folder for blocks on disk, which survive a restart; unset, none are stored."""
+    disk_mb: Megabytes = 8192
+    """Max MiB of blocks on disk."""
+    disk_policy: Policy = "lru"
+    """Order in which blocks on disk are evicted."""
+    disk_ttl_s: float | None = Field(default=None, gt=0, le=10**9)
+    """Seconds after its last use when a block on disk expires; unset, never."""
+    redis_url: Secret | None = None
+    """Redis or Valkey for blocks that several servers share; unset, none."""
+    redis_url_file: Path | None = None
+    """File that holds `redis_url`."""
+    redis_mb: Megabytes = 8192
+    """Max MiB of blocks in Redis."""
+    redis_policy: Policy = "lru"
+    """Order in which blocks in Redis are evicted."""
+    redis_ttl_s: float = Field(default=86400.0, gt=0, le=10**9)
+    """Seconds after its last use when a block in Redis expires."""
 
 
 class PerformanceSettings(Section):
@@ -173,6 +203,8 @@ class PerformanceSettings(Section):
     """Attention kernel, by the name that the framework's registry has for it."""
     numerics: Literal["invariant", "fast"] = "invariant"
     """`fast` lets rounding depend on the batch, for speed; `invariant` never does."""
+    speculation: Literal["auto", "on", "off"] = "auto"
+    """`auto` guesses and verifies tokens where no output can change; `on`: also elsewhere."""
     affinity: str = Field(
         default="auto", pattern=r"^(auto|off|[0-9]+(-[0-9]+)?(,[0-9]+(-[0-9]+)?)*)$", max_length=256
     )
@@ -287,6 +319,10 @@ class RequestsSettings(Section):
     """Past requests that `/v1/admin/requests` can explain; 0 keeps none."""
     show_text: bool = False
     """Show a few words of a prompt where it differs from the cached one."""
+    record: bool = False
+    """Store the tokens, parameters and seed of each request, for `engine replay`."""
+    max_recorded: int = Field(default=1000, ge=1, le=10**6)
+    """Max recorded requests; the oldest is deleted."""
 
 
 class NamedTables(msgspec.Struct, frozen=True):
@@ -312,6 +348,7 @@ class Settings(BaseModel):
     server: ServerSettings = ServerSettings()
     model: ModelSettings = ModelSettings()
     cache: CacheSettings = CacheSettings()
+    tiers: TierSettings = TierSettings()
     performance: PerformanceSettings = PerformanceSettings()
     logging: LoggingSettings = LoggingSettings()
     metrics: MetricsSettings = MetricsSettings()
@@ -341,4 +378,10 @@ def setting_keys() -> list[str]:
 # machine can read, and in a TOML file, which tends to be committed. A secret comes from an
 # environment variable, or from the file that its `_file` setting names, such as
 # `server.api_key_file`.
-SECRET_KEYS = ("server.api_key", "server.admin_key", "metrics.token", "limits.redis_url")
+SECRET_KEYS = (
+    "server.api_key",
+    "server.admin_key",
+    "metrics.token",
+    "limits.redis_url",
+    "tiers.redis_url",
+)

@@ -76,6 +76,7 @@ Strings = Annotated[
 Origins = Annotated[
     tuple[Annotated[str, AfterValidator(_check_origin)], ...], BeforeValidator(_split_commas)
 ]
+Policy = Literal["lru", "lfu", "fifo"]
 Dialect = Literal["llamacpp", "vllm", "sglang", "ollama", "azure"]
 Dialects = Annotated[tuple[Dialect, ...], BeforeValidator(_split_commas)]
 

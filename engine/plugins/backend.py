@@ -8,7 +8,7 @@ import asyncio
 from collections.abc import AsyncIterator, Sequence
 from typing import Any
 
-from engine.backends.base import InferenceBackend, Resolved
+from engine.backends.base import InferenceBackend, ReplayedTokens, Resolved
 from engine.core.interfaces.backend import (
     ChatRequest,
     CompletionRequest,
@@ -20,7 +20,8 @@ from engine.core.interfaces.backend import (
     TokenizerInfo,
     UsageEvent,
 )
-from engine.core.interfaces.request import EngineStats
+from engine.core.interfaces.request import EngineStats, GenerateRequest
+from engine.core.interfaces.snapshot import EngineSnapshot
 from engine.plugins.answer import PluggedAnswer, prepared
 from engine.plugins.host import PluginHost
 from engine.plugins.views import ResponseBuilder, applied, view_of
@@ -64,6 +65,10 @@ class PluggedBackend(InferenceBackend):
     def health(self) -> Health:
         return self._judged(self.inner.health())
 
+    @property
+    def is_ready(self) -> bool:
+        return self.inner.is_ready and self._judged(Health(ready=True, detail="")).ready
+
     def model_health(self, model_id: str) -> Health:
         return self._judged(self.inner.model_health(model_id))
 
@@ -94,6 +99,12 @@ class PluggedBackend(InferenceBackend):
 
     async def flush_prefixes(self, *, model: str = "") -> tuple[str, ...]:
         return await self.inner.flush_prefixes(model=model)
+
+    async def snapshots(self) -> dict[str, EngineSnapshot]:
+        return await self.inner.snapshots()
+
+    async def replay(self, request: GenerateRequest, *, model: str = "") -> ReplayedTokens:
+        return await self.inner.replay(request, model=model)
 
     async def set_log_level(self, level: str) -> tuple[str, ...]:
         return await self.inner.set_log_level(level)

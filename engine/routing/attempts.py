@@ -1,7 +1,8 @@
 """The attempts at one request. If a replica fails before its first event, another one is tried.
 
-After an event was sent to the client, the request is not retried: if the replica fails, the client
-gets an error.
+After an event was sent to the client, the request is not retried. If only the engine of the replica
+died, the request may move: another replica with the same fingerprint continues it where it left
+off. Otherwise the client gets an error.
 """
 
 import asyncio
@@ -14,7 +15,7 @@ from typing import Any, Protocol
 
 from msgspec.structs import replace
 
-from engine.backends.base import EventFeed, EventSink, GeneratedFeed, close_events
+from engine.backends.base import EventFeed, EventSink, GeneratedFeed, Orphan, close_events
 from engine.core.errors import (
     EngineError,
     InvalidRequestError,
@@ -64,6 +65,8 @@ class ShadowTraffic(Protocol):
 
 class Observer(Protocol):
     """The part of the router to which attempts report how they ended."""
+
+    running: "Running"
 
     def ended(self, route: Route, replica: Replica, error: EngineError | None) -> None: ...
 
@@ -235,7 +238,33 @@ class Attempt:
 
         return noted
 
+    def move(self, orphan: Orphan) -> bool:
+        """Continue the request on the least loaded replica that can, because the engine of this one
+        died. Returns False if none can.
+        """
+        route, decision = self._attempts.route, self._attempts.decision
+        for other in sorted(route.members, key=lambda each: each.load):
+            replica = other.replica
+            is_usable = replica.state(replica.health()) == "ready" and not replica.is_full
+            if replica is self.replica or not is_usable or not replica.backend.adopt(orphan):
+                continue
+            log.info("a request of %s continues on %s", self.replica.name, replica.name)
+            decision.failed += (Failed(self.replica.name, "Its engine died."),)
+            decision.chosen, decision.why = replica.name, "it continued the request"
+            self._leave()
+            self.replica = replica
+            replica.take()
+            return True
+        return False
+
+    def _leave(self) -> None:
+        """The replica no longer works on the request, for no fault of the request."""
+        self.replica.release()
+        self.replica.outlier.abandon()
+        self._attempts.observer.freed(self.replica)
+
     def __enter__(self) -> "Attempt":
+        self._attempts.observer.running[self._attempts.decision.request_id] = self
         return self
 
     def __exit__(
@@ -244,8 +273,9 @@ class Attempt:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> bool:
-        self.replica.release()
         attempts, replica = self._attempts, self.replica
+        attempts.observer.running.pop(attempts.decision.request_id, None)
+        replica.release()
         retries = False
         if error is None:
             attempts.is_done = True
@@ -288,6 +318,15 @@ class Attempt:
         except Exception:
             log.exception("the shadow of a request failed; it gets no more of its events")
             self._mirror = None
+
+
+class Running(dict[str, Attempt]):
+    """The attempts that run now, by request id."""
+
+    def rehome(self, orphan: Orphan) -> bool:
+        """Continue a request on another replica of its model, because its engine died."""
+        attempt = self.get(orphan.request_id)
+        return attempt is not None and attempt.move(orphan)
 
 
 class Routed(GeneratedFeed):

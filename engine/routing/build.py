@@ -15,9 +15,10 @@ from engine.core.errors import ConfigError, EngineError
 from engine.core.store.model_store import resolve_model
 from engine.routing.attempts import ShadowTraffic
 from engine.routing.metrics import RouterMetrics
-from engine.routing.on_demand import OnDemand, Residency
+from engine.routing.on_demand import OnDemand
 from engine.routing.policies import make_policy
 from engine.routing.replica import Member, Replica
+from engine.routing.residency import Residency
 from engine.routing.route import Route
 from engine.routing.router import Router
 

@@ -18,9 +18,10 @@ from engine.core.errors import ConflictError, NotFoundError
 from engine.core.store.model_store import resolve_model
 from engine.routing.build import EngineShare, expected_bytes, make_residency, on_demand
 from engine.routing.metrics import RouterMetrics
-from engine.routing.on_demand import OnDemand, Residency
+from engine.routing.on_demand import OnDemand
 from engine.routing.policies import make_policy
 from engine.routing.replica import Member, Replica
+from engine.routing.residency import Residency
 from engine.routing.route import Route
 from engine.routing.router import Router
 
@@ -61,6 +62,24 @@ class ModelManager:
         async with self._changing:
             known = self._unloadable(self._known(model_id))
             return any([await each.unload(wait_s) for each in known])
+
+    async def swap(
+        self, model_id: str, model: str | None, options: Mapping[str, Any]
+    ) -> dict[str, int]:
+        """Replace the engines of a model one after the other, without an interruption. `model` and
+        `options` are what the new ones have instead. Returns what became of the open requests.
+        """
+        async with self._changing:
+            if model is not None:
+                resolve_model(model)  # raises for an unknown name before anything changes
+            swapped = [
+                await each.swap(model, options) for each in self._unloadable(self._known(model_id))
+            ]
+        return {
+            "engines": len(swapped),
+            "moved": sum(each.num_moved for each in swapped),
+            "finishing": sum(each.num_left for each in swapped),
+        }
 
     async def copy(self, model_id: str, new_id: str) -> None:
         """Add a second model with the backends of `model_id`. It needs no memory of its own."""

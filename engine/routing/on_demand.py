@@ -1,8 +1,7 @@
 """Models that are unloaded when idle and loaded again on the next request.
 
 `OnDemand` wraps a backend. While the backend is unloaded it still counts as ready, and the next
-request loads it. `Residency` decides which models to unload. If the memory budget is used up, it
-unloads the least recently used model. It also unloads models that were idle for too long.
+request loads it. `Residency` decides which models to unload.
 """
 
 import asyncio
@@ -11,7 +10,8 @@ import logging
 import math
 import os
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Callable
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping
+from typing import Any
 
 import psutil
 
@@ -19,11 +19,14 @@ from engine.backends.base import (
     EventSink,
     GeneratedFeed,
     InferenceBackend,
+    Orphan,
+    ReplayedTokens,
+    Swapped,
     close_events,
     push_events,
 )
 from engine.backends.custom.base_custom import CustomBackend
-from engine.core.errors import EngineError, ResourceError, UnavailableError
+from engine.core.errors import ConflictError, EngineError, UnavailableError
 from engine.core.interfaces.backend import (
     ChatRequest,
     CompletionRequest,
@@ -34,14 +37,13 @@ from engine.core.interfaces.backend import (
     ModelCard,
     TokenizerInfo,
 )
-from engine.core.interfaces.request import EngineStats
+from engine.core.interfaces.request import EngineStats, GenerateRequest
+from engine.core.interfaces.snapshot import EngineSnapshot
+from engine.routing.residency import Residency
 
 log = logging.getLogger(__name__)
 
-RETRY_AFTER_S = 5.0
-# Seconds that running requests get to finish when `Residency` unloads their model. 0, because
-# `Residency` unloads only idle models.
-MAKE_ROOM_WAIT_S = 0.0
+RETIRE_POLL_S = 0.05
 
 
 class OnDemand(InferenceBackend):
@@ -53,7 +55,7 @@ class OnDemand(InferenceBackend):
         self,
         name: str,
         make: Callable[[], InferenceBackend],
-        residency: "Residency",
+        residency: Residency,
         *,
         expected_bytes: int = 0,
         loaded: InferenceBackend | None = None,
@@ -74,10 +76,14 @@ class OnDemand(InferenceBackend):
         self._starting: InferenceBackend | None = None
         self._cards = [] if loaded is None else loaded.models()
         self._loading: asyncio.Task[None] | None = None
+        # Backends that were replaced, each with the task that waits for its last request.
+        self._retiring: dict[CustomBackend, asyncio.Task[None]] = {}
         self._failure = ""
         self._log_level: str | None = None  # set if it differs from the backend's default
         self._became_idle = asyncio.Event()
         self._is_stopped = False
+        if loaded is not None:
+            loaded.on_orphan = self._orphaned
         residency.members.append(self)
 
     @property
@@ -132,6 +138,9 @@ class OnDemand(InferenceBackend):
         if loading is not None:
             loading.cancel()
             await asyncio.gather(loading, return_exceptions=True)
+        for old, retiring in list(self._retiring.items()):
+            retiring.cancel()
+            await old.stop()
         if self._inner is not None:
             await self._inner.stop()
 
@@ -166,15 +175,51 @@ class OnDemand(InferenceBackend):
         self.on_unload()
         return True
 
+    async def swap(self, model: str | None, changes: Mapping[str, Any]) -> Swapped:
+        """Replace the backend by a new one with another model or other options. Requests continue
+        in the new one. If they would not have the same result there, they finish in the old one,
+        which ends when it has no requests left. If the new one can't start, nothing changes.
+        """
+        self.num_open += 1  # so that `Residency` does not unload it
+        try:
+            await self.load()
+            old = self._inner
+            if not isinstance(old, CustomBackend):
+                raise ConflictError(f"{self.name} is not run by an engine of our own.")
+            new = old.remade(model, changes)
+            async with self._residency.room_for(self):
+                await self._start(new)
+        finally:
+            self.num_open -= 1
+            self.last_used = time.monotonic()
+        self._inner, self._cards = new, new.models()
+        self._make = lambda: new.remade(None, {})
+        self.on_unload()
+        num_moved = old.hand_over(new)
+        num_left = old.num_open if num_moved is None else 0
+        self._retiring[old] = asyncio.create_task(self._retire(old))
+        return Swapped(num_moved or 0, num_left)
+
+    async def _retire(self, old: CustomBackend) -> None:
+        """Stop a backend that was replaced, when it has no open requests left."""
+        while old.num_open:
+            await asyncio.sleep(RETIRE_POLL_S)
+        await old.stop()
+        del self._retiring[old]
+
+    async def _start(self, backend: InferenceBackend) -> None:
+        backend.on_orphan = self._orphaned
+        if self._log_level is not None:
+            await backend.set_log_level(self._log_level)
+        try:
+            await backend.start()
+        except BaseException:
+            await backend.stop()
+            raise
+
     def resident_bytes(self) -> int:
         """Memory of the processes that run the model, without this process."""
-        if self._inner is None:
-            return 0
-        total = self._inner.memory_bytes()
-        # `memory_bytes` of such a backend includes this process, because it is the frontend.
-        if isinstance(self._inner, CustomBackend):
-            total -= psutil.Process(os.getpid()).memory_info().rss
-        return max(0, total)
+        return sum(map(_own_bytes, (*self._retiring, self._inner)))
 
     def health(self) -> Health:
         if self.is_leaving:
@@ -186,6 +231,18 @@ class OnDemand(InferenceBackend):
         if not self._cards:
             return Health(ready=False, detail=self._failure or "It is waiting to be loaded.")
         return Health(ready=True, detail="It is unloaded; the next request loads it.", loaded=False)
+
+    @property
+    def is_ready(self) -> bool:
+        if self._inner is None or self.is_leaving:
+            return self.health().ready
+        return self._inner.is_ready
+
+    def adopt(self, orphan: Orphan) -> bool:
+        return self._inner is not None and not self.is_leaving and self._inner.adopt(orphan)
+
+    def _orphaned(self, orphan: Orphan) -> bool:
+        return self.on_orphan is not None and self.on_orphan(orphan)
 
     def memory_bytes(self) -> int:
         return 0 if self._inner is None else self._inner.memory_bytes()
@@ -239,6 +296,13 @@ class OnDemand(InferenceBackend):
     async def flush_prefixes(self, *, model: str = "") -> tuple[str, ...]:
         return () if self._inner is None else await self._inner.flush_prefixes(model=model)
 
+    async def snapshots(self) -> dict[str, EngineSnapshot]:
+        return {} if self._inner is None else await self._inner.snapshots()
+
+    async def replay(self, request: GenerateRequest, *, model: str = "") -> ReplayedTokens:
+        async with self.use() as backend:
+            return await backend.replay(request, model=model)
+
     async def set_log_level(self, level: str) -> tuple[str, ...]:
         self._log_level = level
         return () if self._inner is None else await self._inner.set_log_level(level)
@@ -267,13 +331,7 @@ class OnDemand(InferenceBackend):
             async with self._residency.room_for(self):
                 began = time.monotonic()
                 backend = self._starting = self._make()
-                if self._log_level is not None:
-                    await backend.set_log_level(self._log_level)
-                try:
-                    await backend.start()
-                except BaseException:
-                    await backend.stop()
-                    raise
+                await self._start(backend)
                 self._inner, self._cards = backend, backend.models()
                 self.num_loads += 1
                 self.last_used = time.monotonic()
@@ -292,71 +350,6 @@ class OnDemand(InferenceBackend):
                 # This event is not set by requests that were submitted before the backend was
                 # wrapped. So check again after half a second at the latest.
                 await asyncio.wait_for(self._became_idle.wait(), min(left, 0.5))
-
-
-class Residency:
-    """All models that can be unloaded, and their common memory budget. A budget of None means no
-    limit.
-    """
-
-    def __init__(self, budget_bytes: int | None = None, idle_s: float | None = None) -> None:
-        self.budget_bytes = budget_bytes
-        self.idle_s = idle_s
-        self.members: list[OnDemand] = []
-        self._loading = asyncio.Lock()
-        self._unloading: set[asyncio.Task[bool]] = set()
-
-    @property
-    def resident_bytes(self) -> int:
-        return sum(member.resident_bytes() for member in self.members)
-
-    @contextlib.asynccontextmanager
-    async def room_for(self, newcomer: OnDemand) -> AsyncGenerator[None, None]:
-        """Unload idle models until `newcomer` fits in the memory budget. If there is a budget, only
-        one model is loaded at a time.
-        """
-        if self.budget_bytes is None:
-            yield
-            return
-        async with self._loading:
-            await self._make_room(newcomer, self.budget_bytes)
-            yield
-
-    def tick(self) -> None:
-        """Unload models that have been idle for too long. Called about once a second."""
-        for member in self.members:
-            is_old = member.seconds_left < 0
-            if is_old and member.is_loaded and not member.is_leaving and not member.is_busy:
-                log.info("%s is unloaded: it was idle for %.0f s", member.name, member.idle_s)
-                task = asyncio.create_task(member.unload(MAKE_ROOM_WAIT_S))
-                self._unloading.add(task)
-                task.add_done_callback(self._unloading.discard)
-
-    def forget(self, member: OnDemand) -> None:
-        self.members.remove(member)
-
-    async def _make_room(self, newcomer: OnDemand, budget: int) -> None:
-        needed = newcomer.expected_bytes
-        if needed > budget:
-            raise ResourceError(
-                f"{newcomer.name} needs about {_mib(needed)} MiB; server.memory_budget_mb is"
-                f" {_mib(budget)}."
-            )
-        while self.resident_bytes + needed > budget:
-            idle = [
-                member
-                for member in self.members
-                if member.is_loaded and not member.is_busy and not member.is_leaving
-            ]
-            if not idle:
-                raise UnavailableError(
-                    f"There is no memory for {newcomer.name}: every loaded model is in use."
-                    " Retry later.",
-                    retry_after=RETRY_AFTER_S,
-                )
-            oldest = min(idle, key=lambda member: member.last_used)
-            log.info("%s is unloaded to make room for %s", oldest.name, newcomer.name)
-            await oldest.unload(MAKE_ROOM_WAIT_S)
 
 
 class _Answer(GeneratedFeed):
@@ -383,13 +376,19 @@ class _Answer(GeneratedFeed):
                 await close_events(source)
 
 
+def _own_bytes(backend: InferenceBackend | None) -> int:
+    if backend is None:
+        return 0
+    total = backend.memory_bytes()
+    # `memory_bytes` of such a backend includes this process, because it is the frontend.
+    if isinstance(backend, CustomBackend):
+        total -= psutil.Process(os.getpid()).memory_info().rss
+    return max(0, total)
+
+
 def _retrieve(task: "asyncio.Task[None]") -> None:
     """Read the task's error. Otherwise asyncio would log it as never retrieved if all callers that
     waited for it were cancelled.
     """
     if not task.cancelled():
         task.exception()
-
-
-def _mib(num_bytes: int) -> int:
-    return round(num_bytes / 2**20)

@@ -1,5 +1,7 @@
 """A `Replica` is one running backend of the router, with its availability and recent results."""
 
+import logging
+import os
 import time
 from collections import deque
 from collections.abc import Callable
@@ -8,11 +10,16 @@ from statistics import median
 from typing import Any, Literal
 
 import msgspec
+import psutil
 
 from engine.backends.base import InferenceBackend
+from engine.backends.process import resident_bytes
+from engine.core.errors import EngineError
 from engine.core.interfaces.backend import Health, ModelCard, UsageEvent
-from engine.core.interfaces.request import EngineStats
+from engine.core.interfaces.request import EngineStats, TierStats
 from engine.routing.prefixes import SeenPrefixes
+
+log = logging.getLogger(__name__)
 
 CONSECUTIVE_FAILURES = 3
 WINDOW = 20  # number of recent requests whose failure share is computed
@@ -124,7 +131,7 @@ RATE_WINDOW_S = 10.0
 _COUNTS = (
     *("num_steps", "prompt_tokens", "cached_tokens", "generated_tokens", "prefix_queries"),
     *("prefix_hits", "num_preemptions", "num_evictions", "num_nonfinite"),
-    "num_invariant_failures",
+    *("num_invariant_failures", "num_drafted_tokens", "num_accepted_tokens"),
 )
 _TOTALS = (*_COUNTS, "steps")
 _GAUGES = (
@@ -169,6 +176,20 @@ class Replica:
         self._carried = _no_totals()  # totals of engine processes that have ended
         self._last_stats = EngineStats()
         self._samples: deque[tuple[float, int]] = deque()
+
+    async def start(self) -> None:
+        began = time.monotonic()
+        try:
+            await self.backend.start()
+        except EngineError as error:
+            raise type(error)(
+                f"backend {self.name}: {error.message}",
+                param=error.param,
+                code=error.error_code,
+                retry_after=error.retry_after,
+            ) from error
+        self.has_started = True
+        log.info("backend %s is ready after %.1f s", self.name, time.monotonic() - began)
 
     @property
     def is_full(self) -> bool:
@@ -271,6 +292,26 @@ class Member:
         return self.replica.in_flight / self.weight
 
 
+def tree_bytes() -> int:
+    """Memory of this process and its children."""
+    children = psutil.Process(os.getpid()).children(recursive=True)
+    return resident_bytes([os.getpid(), *(child.pid for child in children)])
+
+
+def combined_health(replicas: list[Replica], is_ready: bool) -> Health:
+    """The health of several replicas. `detail` says what troubles each of them."""
+    states = [(replica, replica.health()) for replica in replicas]
+    troubled = [f"{each.name}: {health.detail}" for each, health in states if not health.ready]
+    ages = [health.step_age_s for _, health in states if health.step_age_s is not None]
+    return Health(
+        ready=is_ready,
+        detail=" ".join(troubled) or "ready",
+        step_age_s=max(ages, default=None),
+        num_restarts=sum(health.num_restarts for _, health in states),
+        num_revived=sum(health.num_revived for _, health in states),
+    )
+
+
 def sum_stats(replicas: list[Replica]) -> EngineStats | None:
     """The sum of all replicas' statistics. Totals never become smaller. None if no replica reports
     statistics.
@@ -284,7 +325,27 @@ def sum_stats(replicas: list[Replica]) -> EngineStats | None:
         return None
     gauges = {name: sum(getattr(each, name) for each in told) for name in _GAUGES}
     block_size = max((each.block_size for each in told), default=0)
-    return EngineStats(**gauges, **totals, block_size=block_size)
+    return EngineStats(**gauges, **totals, block_size=block_size, tiers=_sum_tiers(told))
+
+
+def _sum_tiers(told: list[EngineStats]) -> tuple[TierStats, ...]:
+    """The statistics of the tiers of all engines, added by name. A tier is up if all engines can
+    read it. Engines may share a tier, whose blocks are then counted several times.
+    """
+    found: dict[str, TierStats] = {}
+    for tier in (tier for stats in told for tier in stats.tiers):
+        known = found.get(tier.name)
+        if known is None:
+            found[tier.name] = tier
+            continue
+        counts = {
+            field: getattr(known, field) + getattr(tier, field)
+            for field in TierStats.__struct_fields__
+            if field not in ("name", "is_up")
+        }
+        is_up = known.is_up and tier.is_up
+        found[tier.name] = TierStats(name=tier.name, is_up=is_up, **counts)
+    return tuple(found.values())
 
 
 def _no_totals() -> dict[str, Any]:

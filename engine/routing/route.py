@@ -12,7 +12,7 @@ from engine.core.config_tables import ShadowTable
 from engine.core.interfaces.backend import ModelCard
 from engine.routing.decisions import Candidate
 from engine.routing.policies import Asked, Policy, Ranked
-from engine.routing.replica import Member, State
+from engine.routing.replica import Member, Replica, State
 
 # Max number of waiting requests, divided by the number of requests that all replicas together may
 # have in flight.
@@ -59,10 +59,18 @@ class Route:
         self._policy = policy
         self._waiting: deque[asyncio.Future[None]] = deque()
 
+    def has(self, replica: Replica) -> bool:
+        return any(member.replica is replica for member in self.members)
+
     @property
     def is_up(self) -> bool:
         """Whether at least one replica is ready."""
         return any(member.replica.health().ready for member in self.members)
+
+    @property
+    def takes_requests(self) -> bool:
+        """Whether at least one replica is ready, or will be soon and lets requests wait."""
+        return any(member.replica.backend.is_ready for member in self.members)
 
     @property
     def has_waiting(self) -> bool:
@@ -75,17 +83,19 @@ class Route:
         looked = [self._look(member, failed) for member in self.members]
         usable = [each.member for each in looked if each.obstacle is None]
         if not usable:
-            # If no other replica can take the request, an ejected one is tried.
+            # If no other replica can take the request, an ejected one is tried, or one whose engine
+            # is being restarted. There, the request waits.
             usable = [
                 each.member
                 for each in looked
-                if each.state == "ejected"
+                if (each.state == "ejected" or each.member.replica.backend.is_ready)
                 and each.member.replica.name not in failed
                 and not each.member.replica.is_full
             ]
         if not usable:
             is_full = any(
-                each.state in ("ready", "ejected") and each.member.replica.name not in failed
+                (each.state == "ejected" or each.member.replica.backend.is_ready)
+                and each.member.replica.name not in failed
                 for each in looked
             )
             candidates = tuple(_candidate(each, None, None) for each in looked)

@@ -6,17 +6,13 @@ before it sends a request. Events that a backend pushes reach the server directl
 """
 
 import asyncio
-import contextlib
 import logging
-import os
-import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from typing import TypeVar
 
 import msgspec
-import psutil
 
-from engine.backends.base import InferenceBackend, Resolved
+from engine.backends.base import InferenceBackend, ReplayedTokens, Resolved
 from engine.core.errors import EngineError, InvalidRequestError, NotFoundError, UnavailableError
 from engine.core.interfaces.backend import (
     ChatRequest,
@@ -29,14 +25,22 @@ from engine.core.interfaces.backend import (
     TokenizerInfo,
     UsageEvent,
 )
-from engine.core.interfaces.request import EngineStats
+from engine.core.interfaces.request import EngineStats, GenerateRequest
+from engine.core.interfaces.snapshot import EngineSnapshot
 from engine.core.observability.logging import current_request_id
-from engine.routing.attempts import RETRY_AFTER_S, Attempts, EventTap, Routed, ShadowTraffic
+from engine.routing.attempts import (
+    RETRY_AFTER_S,
+    Attempts,
+    EventTap,
+    Routed,
+    Running,
+    ShadowTraffic,
+)
 from engine.routing.decisions import Decision, DecisionLog
 from engine.routing.metrics import RouterMetrics
-from engine.routing.on_demand import Residency
 from engine.routing.prefixes import Request
-from engine.routing.replica import Replica, sum_stats
+from engine.routing.replica import Replica, combined_health, sum_stats, tree_bytes
+from engine.routing.residency import Residency
 from engine.routing.route import Route, combined_card
 
 T = TypeVar("T")
@@ -65,6 +69,7 @@ class Router(InferenceBackend):
         self.shadow = shadow
         self.residency = residency or Residency()
         self.decisions = DecisionLog()
+        self.running = Running()
         self._metrics = metrics
         self._by_name: dict[str, Route] = {}
         self._serves: dict[str, list[Route]] = {}
@@ -80,7 +85,7 @@ class Router(InferenceBackend):
         self.begin()
         if self.residency.budget_bytes is not None:
             return await self._start_in_turn()
-        starting = [asyncio.create_task(self._start(replica)) for replica in self.replicas]
+        starting = [asyncio.create_task(replica.start()) for replica in self.replicas]
         try:
             await asyncio.gather(*starting)
         except BaseException:
@@ -92,7 +97,7 @@ class Router(InferenceBackend):
         return self._address
 
     def begin(self) -> None:
-        """Start the task that checks all replicas periodically. This does not start replicas."""
+        """Start to check all replicas periodically. This does not start replicas."""
         self._ticking = asyncio.create_task(self._tick())
 
     def find(self, name: str) -> Route | None:
@@ -109,13 +114,11 @@ class Router(InferenceBackend):
         self._index()
 
     def remove(self, route: Route) -> list[Replica]:
-        """Remove a model. Returns the replicas that no model uses any more; the caller stops
-        them.
-        """
+        """Remove a model. Returns replicas that no model uses any more. The caller stops them."""
         self.routes.remove(route)
         self._index()
         left = [replica for replica in self.replicas if not self._serves[replica.name]]
-        own = [each for each in left if any(m.replica is each for m in route.members)]
+        own = [each for each in left if route.has(each)]
         for replica in own:
             self.replicas.remove(replica)
             # Requests in flight at this replica will still call `freed`.
@@ -137,16 +140,12 @@ class Router(InferenceBackend):
 
     def health(self) -> Health:
         """The router is ready if at least one model has a ready replica."""
-        states = [(replica, replica.health()) for replica in self.replicas]
-        troubled = [f"{each.name}: {health.detail}" for each, health in states if not health.ready]
-        ages = [health.step_age_s for _, health in states if health.step_age_s is not None]
-        return Health(
-            ready=not self._is_stopped and any(route.is_up for route in self.routes),
-            detail=" ".join(troubled) or "ready",
-            step_age_s=max(ages, default=None),
-            num_restarts=sum(health.num_restarts for _, health in states),
-            num_revived=sum(health.num_revived for _, health in states),
-        )
+        is_ready = not self._is_stopped and any(route.is_up for route in self.routes)
+        return combined_health(self.replicas, is_ready)
+
+    @property
+    def is_ready(self) -> bool:
+        return not self._is_stopped and any(route.takes_requests for route in self.routes)
 
     def model_health(self, model_id: str) -> Health:
         route = self._by_name.get(model_id)
@@ -159,13 +158,7 @@ class Router(InferenceBackend):
         return Health(ready=False, detail=" ".join(details))
 
     def memory_bytes(self) -> int:
-        """Memory of this process and its children."""
-        total = 0
-        server = psutil.Process(os.getpid())
-        for process in (server, *server.children(recursive=True)):
-            with contextlib.suppress(psutil.Error):  # a process may end at any moment
-                total += process.memory_info().rss
-        return total
+        return tree_bytes()
 
     def models(self) -> list[ModelCard]:
         cards = []
@@ -281,6 +274,18 @@ class Router(InferenceBackend):
             done += [f"{replica.name}: {each}" for each in words]
         return tuple(done)
 
+    async def snapshots(self) -> dict[str, EngineSnapshot]:
+        replicas = list(self.replicas)
+        taken = await asyncio.gather(*(each.backend.snapshots() for each in replicas))
+        return {
+            replica.name: snapshot
+            for replica, found in zip(replicas, taken, strict=True)
+            for snapshot in found.values()
+        }
+
+    async def replay(self, request: GenerateRequest, *, model: str = "") -> ReplayedTokens:
+        return await self._ready_backends(model)[0].replay(request)
+
     async def set_log_level(self, level: str) -> tuple[str, ...]:
         told = [await replica.backend.set_log_level(level) for replica in self.replicas]
         return tuple(word for words in told for word in words)
@@ -311,12 +316,10 @@ class Router(InferenceBackend):
         self._by_name = {
             name: route for route in self.routes for name in (route.id, *route.aliases)
         }
+        for replica in self.replicas:
+            replica.backend.on_orphan = self.running.rehome
         self._serves = {
-            replica.name: [
-                route
-                for route in self.routes
-                if any(member.replica is replica for member in route.members)
-            ]
+            replica.name: [route for route in self.routes if route.has(replica)]
             for replica in self.replicas
         }
 
@@ -326,7 +329,7 @@ class Router(InferenceBackend):
         """
         try:
             for replica in reversed(self.replicas):
-                await self._start(replica)
+                await replica.start()
         except BaseException:
             await self.stop()
             raise
@@ -358,7 +361,7 @@ class Router(InferenceBackend):
 
     def _ready_backends(self, model: str) -> list[InferenceBackend]:
         route = self._route(model)
-        ready = [each.replica.backend for each in route.members if each.replica.health().ready]
+        ready = [each.replica.backend for each in route.members if each.replica.backend.is_ready]
         if not ready:
             raise UnavailableError(
                 f"No backend of {route.id} is ready. Retry later.", retry_after=RETRY_AFTER_S
@@ -368,20 +371,6 @@ class Router(InferenceBackend):
     def _card(self, route: Route) -> ModelCard | None:
         cards = [card for each in route.members if (card := each.replica.card()) is not None]
         return combined_card(route.id, cards) if cards else None
-
-    async def _start(self, replica: Replica) -> None:
-        began = time.monotonic()
-        try:
-            await replica.backend.start()
-        except EngineError as error:
-            raise type(error)(
-                f"backend {replica.name}: {error.message}",
-                param=error.param,
-                code=error.error_code,
-                retry_after=error.retry_after,
-            ) from error
-        replica.has_started = True
-        log.info("backend %s is ready after %.1f s", replica.name, time.monotonic() - began)
 
     async def _tick(self) -> None:
         """Update all replicas periodically until cancelled."""

@@ -29,13 +29,14 @@ from engine.servers.access.quotas import AuthThrottle, Quotas
 from engine.servers.http.errors import install_error_handlers
 from engine.servers.http.guard import BrowserGuard
 from engine.servers.http.history import RequestHistory
-from engine.servers.http.request_log import RequestLog
+from engine.servers.http.request_log import RequestLog, RequestRecord
 from engine.servers.serving.admission import Lifecycle
 from engine.servers.serving.services import Services
 from engine.servers.serving.watcher import EngineWatcher
 
 if TYPE_CHECKING:
     from engine.core.observability.otel import Telemetry
+    from engine.servers.ops.replay import Recorder
 
 
 def add_routes(app: FastAPI, services: Services, target: str) -> None:
@@ -130,6 +131,8 @@ LATE = (
     "ops.admin_control:add_admin_control_routes",
     "ops.admin_control:add_plugins_routes",
     "ops.requests:add_requests_routes",
+    "ops.live:add_live_routes",
+    "ops.replay:add_replay_routes",
     "openai.openapi:add_openapi_routes",
 )
 # Like LATE. It comes before the routes of other servers' APIs, one of which has the path `/` too.
@@ -185,10 +188,13 @@ def create_app(
     holder = BackendHolder(backend)
     watcher = EngineWatcher(holder, metrics)
     keys, quotas = KeyRing(settings.server), Quotas(settings.limits)
+    recorder = _recorder(settings)
     services = Services(
-        settings, holder, metrics, lifecycle, watcher, keys, quotas, rebuild, reread
+        *(settings, holder, metrics, lifecycle, watcher, keys, quotas, rebuild, reread),
+        history=RequestHistory(settings.requests.keep, recorder),
     )
-    services.history.resize(settings.requests.keep)
+    if recorder is not None:
+        services.components.append(recorder)
     services.presets.update(settings.tables.presets)
     if keys.entries or not NO_LIMITS.over(settings.limits).is_empty:
         services.components.append(quotas)
@@ -207,7 +213,7 @@ def create_app(
         openapi_url=None,
         redirect_slashes=False,
         dependencies=[Depends(Authenticator(settings, keys, throttle))],
-        middleware=_layers(settings, holder, metrics, services.history, telemetry),
+        middleware=_layers(settings, holder, metrics, services.history.add, telemetry),
     )
     app.state.services = services
     install_error_handlers(app)
@@ -230,11 +236,19 @@ def create_app(
     return app
 
 
+def _recorder(settings: Settings) -> "Recorder | None":
+    if not settings.requests.record:
+        return None
+    from engine.servers.ops.replay import Recorder  # imported late: few servers record requests
+
+    return Recorder(settings.storage.directory / "recorded", settings.requests.max_recorded)
+
+
 def _layers(
     settings: Settings,
     holder: BackendHolder,
     metrics: Metrics,
-    history: RequestHistory,
+    keep: Callable[[RequestRecord], None],
     telemetry: "Telemetry | None",
 ) -> list[Middleware]:
     def answered_by(request_id: str) -> tuple[str, ...]:
@@ -246,7 +260,7 @@ def _layers(
             settings=settings,
             metrics=metrics,
             answered_by=answered_by,
-            keep=history.add,
+            keep=keep,
             telemetry=telemetry,
         ),
         Middleware(BrowserGuard, server=settings.server),

@@ -77,6 +77,23 @@ def test_a_prompt_may_carry_its_own_template(client, model, server):
     assert raw.parse().usage.prompt_tokens > 20
 
 
+def test_a_prediction_is_accepted_and_changes_nothing(client, model):
+    ask = {"model": model, "messages": QUESTION, "temperature": 0.7, "seed": 5, "max_tokens": 40}
+    plain = client.chat.completions.create(**ask)
+    assert plain.usage.completion_tokens_details.accepted_prediction_tokens is None
+    text = plain.choices[0].message.content
+    for content in (text, [{"type": "text", "text": text}]):
+        prediction = {"type": "content", "content": content}
+        answer = client.chat.completions.create(**ask, prediction=prediction)
+        assert answer.choices[0].message.content == text
+        assert answer.usage.completion_tokens_details.accepted_prediction_tokens > 0
+    wrong = {"type": "content", "content": text.replace(" ", " not ")}
+    answer = client.chat.completions.create(**ask, prediction=wrong)
+    assert answer.choices[0].message.content == text
+    assert answer.usage.completion_tokens_details.rejected_prediction_tokens >= 0
+    assert answer.usage.completion_tokens == plain.usage.completion_tokens
+
+
 def test_streamed_deltas_concatenate_to_the_whole_answer(client, model):
     whole = client.chat.completions.create(model=model, messages=QUESTION, temperature=0)
     stream = client.chat.completions.create(

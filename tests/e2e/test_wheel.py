@@ -54,10 +54,13 @@ def test_an_environment_without_a_compiler_serves_from_the_wheel(
             wait_until(lambda: _is_ready(client), seconds=300)
             body = {"messages": [{"role": "user", "content": "Say hello."}], "max_tokens": 8}
             answer = client.post("/v1/chat/completions", json=body).json()
+            page = client.get("/", headers={"accept": "text/html"})
+            script = client.get("/ui/static/vendor/preact/preact.mjs")
     finally:
         server.terminate()
         server.wait(30)
     assert answer["choices"][0]["message"]["content"]
+    assert "<html" in page.text and script.status_code == 200
 
 
 def _is_ready(client: httpx.Client) -> bool:

@@ -6,8 +6,12 @@ The schedules and prompts are those of the torch framework's test.
 from pathlib import Path
 
 import pytest
+from msgspec import structs
 
 from engine.backends.custom.frameworks.native.execution.build import build_runner
+from engine.backends.custom.runtime.scheduler import Scheduler
+from engine.backends.custom.runtime.speculation.drafts import Speculation
+from engine.core.interfaces.request import GenerateRequest, TokenDelta
 from tests.parity import tiny_models
 from tests.parity.test_torch_loop import (
     BUSY,
@@ -18,6 +22,7 @@ from tests.parity.test_torch_loop import (
     run,
     transformers_ids,
 )
+from tests.toy_engine import FixedPrice
 
 # Each of these has something that no other of them has.
 QUICK = (
@@ -46,3 +51,46 @@ def test_every_schedule_gives_what_transformers_gives(name: str, tmp_path: Path)
         assert ids == expected, schedule
         if schedule == "one at a time":
             assert sum(delta.num_cached for delta in deltas) > 0, "no prefix was reused"
+
+
+# Each of these has arithmetic that no other of them has, and no layer that keeps a state.
+VERIFIED = ("llama", "gemma2", "mpt", "gpt_oss", "deepseek_v3")
+
+
+@pytest.mark.parametrize("name", VERIFIED)
+def test_drafts_change_no_bit_of_a_logprob(name: str, tmp_path: Path) -> None:
+    """The logprobs of a row with a draft equal those of steps with one token each."""
+    _, path = tiny_models.save(name, tmp_path)
+    sampling = {"logprobs": 3, "presence_penalty": 0.3, "seed": 1}
+    asked = [
+        structs.replace(
+            each, params=structs.replace(each.params, temperature=0.9 * (index % 2), **sampling)
+        )
+        for index, each in enumerate(requests())
+    ]
+    plain, _ = outputs(path, asked)
+    expecting = [
+        structs.replace(each, expected=tuple(token for token, _ in plain[each.request_id]))
+        for each in asked
+    ]
+    verified, num_accepted = outputs(path, expecting)
+    assert num_accepted > 0
+    assert verified == plain
+
+
+def outputs(path: Path, asked: list[GenerateRequest]) -> tuple[dict[str, list], int]:
+    """The tokens and logprobs of each request, and the number of accepted draft tokens."""
+    found: list[Speculation] = []
+
+    def speculate(scheduler: Scheduler) -> None:
+        if asked[0].expected:
+            scheduler.speculation = Speculation(scheduler.kv, FixedPrice())
+            found.append(scheduler.speculation)
+
+    shape = {"num_blocks": 64, "max_slots": 4, "budget": 64, "block_size": 16}
+    deltas, _ = run(path, "cpu", asked, **shape, build=build_runner, prepare=speculate)
+    results: dict[str, list[tuple[int, TokenDelta]]] = {}
+    for delta in deltas:
+        pairs = zip(delta.token_ids, delta.logprobs or (), strict=True)
+        results.setdefault(delta.request_id, []).extend(pairs)
+    return results, sum(each.num_accepted for each in found)

@@ -1,17 +1,19 @@
 """Runs the same requests in random schedules: a request's tokens must never depend on its batch.
 
 Requests are batched, chunked, served from the cache, preempted, and repeated after a failed step,
-in pools of any size. Each output is compared with that of the request running alone. The result is
-one line of JSON.
+in pools of any size. Half of the engines speculate. Each output is compared with that of the
+request running alone. The result is one line of JSON.
 
     python -m tests.property.run_schedules --model toy --schedules 2000 --seed 1
     python -m tests.property.run_schedules --model native --schedules 100 --seed 1
+    python -m tests.property.run_schedules --model tiny --schedules 10000 --seed 1
 """
 
 import argparse
 import json
 import logging
 import random
+import tempfile
 import time
 from collections import Counter
 from collections.abc import Callable
@@ -28,6 +30,7 @@ from engine.backends.custom.runtime.model_runner import ModelRunner, RunnerSpec
 from engine.backends.custom.runtime.radix_cache import RadixCache
 from engine.backends.custom.runtime.scheduler import Scheduler
 from engine.backends.custom.runtime.sequence import ScheduledBatch
+from engine.backends.custom.runtime.speculation.drafts import Speculation
 from engine.core import faults
 from engine.core.faults import Fault
 from engine.core.interfaces.request import (
@@ -37,12 +40,14 @@ from engine.core.interfaces.request import (
     GenerateRequest,
     SamplingParams,
 )
+from tests.toy_engine import FixedPrice
 
 TEXT = Path(__file__).parent.parent / "data" / "alice.txt"
 NUM_REQUESTS = 24  # distinct requests
 MOST_TURNS = 5000
 RETRIED = ("schedule", "forward", "sample", "wait", "publish")
-KINDS = ("batches", "chunks", "hits", "preemptions", "failures")  # what a schedule can run into
+# What a schedule can run into.
+KINDS = ("batches", "chunks", "hits", "preemptions", "failures", "drafted", "accepted")
 Output = dict[int, tuple[int, ...]]  # by choice
 
 
@@ -67,6 +72,7 @@ class Shape:
     max_slots: int
     budget: int
     sharing: bool = True
+    speculates: bool = False
 
 
 class Engine:
@@ -81,6 +87,8 @@ class Engine:
         self._schedule, self.scheduler.schedule = self.scheduler.schedule, self._watched_schedule
         self.channel = ListChannel()
         budget = StepBudget(shape.budget, shape.max_slots)
+        if shape.speculates:
+            self.scheduler.speculation = Speculation(self.kv, FixedPrice())
         self._loop = EngineLoop(self.scheduler, runner, self.channel, budget, 1000)
         self.tokens: dict[tuple[str, int], list[int]] = {}
         self.endings: dict[tuple[str, int], str] = {}
@@ -168,6 +176,25 @@ def native_model(rng: random.Random) -> Model:
     return Model(requests, lambda rng: Engine(runner, shape(rng, 6, 40)), alone)
 
 
+def tiny_model(rng: random.Random) -> Model:
+    """A tiny Llama with random weights on the native kernels."""
+    from engine.backends.custom.frameworks.native.execution.build import build_runner
+    from engine.backends.custom.runtime.model_runner import RunnerConfig
+    from engine.backends.custom.weights.model import open_model
+    from tests.parity import tiny_models
+
+    with tempfile.TemporaryDirectory() as folder:
+        _, path = tiny_models.save("llama", Path(folder))
+        config = RunnerConfig("cpu", "float32", 16, 65, 5, 96, 1, max_batch_tokens=128)
+        runner = build_runner(open_model(path), config)
+    shared = tiny_models.text(24, seed=90)
+    prompts = [tuple(shared[: rng.randint(1, 24)]) for _ in range(4)]
+    prompts += [tuple(tiny_models.text(rng.randint(1, 40), seed)) for seed in range(4)]
+    requests = [new_request(rng, rng.choice(prompts), index, 24) for index in range(NUM_REQUESTS)]
+    alone = [run_alone(Engine(runner, Shape(64, 5, 128)), each) for each in requests]
+    return Model(requests, lambda rng: Engine(runner, shape(rng, 6, 40)), alone)
+
+
 def new_request(
     rng: random.Random, prompt: tuple[int, ...], index: int, most_tokens: int = 10
 ) -> GenerateRequest:
@@ -189,6 +216,7 @@ def shape(rng: random.Random, least_blocks: int, most_blocks: int) -> Shape:
         max_slots=rng.choice([1, 3, 5, 5]),
         budget=rng.choice([1, 5, 16, 128]),
         sharing=rng.random() < 0.8,
+        speculates=rng.random() < 0.5,
     )
 
 
@@ -211,7 +239,10 @@ def run_schedule(model: Model, rng: random.Random, seen: Counter[str]) -> int:
             asked[f"r{len(asked)}"] = index
             request_id = f"r{len(asked) - 1}"
             request = msgspec.structs.replace(
-                model.requests[index], request_id=request_id, priority=rng.choice([0, 0, 1])
+                model.requests[index],
+                request_id=request_id,
+                priority=rng.choice([0, 0, 1]),
+                expected=nearly(model.alone[index][0], rng),
             )
             engine.channel.inbox.append(request)
         elif happening == "abort" and asked:
@@ -229,7 +260,16 @@ def run_schedule(model: Model, rng: random.Random, seen: Counter[str]) -> int:
     seen.update(engine.seen)
     seen["preemptions"] += engine.scheduler.num_preemptions
     seen["hits"] += engine.kv.num_hit
+    if engine.scheduler.speculation is not None:
+        seen["drafted"] += engine.scheduler.speculation.num_drafted
+        seen["accepted"] += engine.scheduler.speculation.num_accepted
     return _count_mismatches(model, engine, asked, seen)
+
+
+def nearly(output: tuple[int, ...], rng: random.Random) -> tuple[int, ...]:
+    """An output that a client may expect: the right one, or one with a few wrong tokens."""
+    wrong = rng.choice([0.0, 0.1, 1.0])
+    return tuple(rng.randrange(20) if rng.random() < wrong else token for token in output)
 
 
 def _count_mismatches(
@@ -266,7 +306,7 @@ def run(name: str, num_schedules: int, seed: int) -> dict:
     }
 
 
-MODELS = {"toy": toy_model, "native": native_model}
+MODELS = {"toy": toy_model, "native": native_model, "tiny": tiny_model}
 
 
 def main() -> None:

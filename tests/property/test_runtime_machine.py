@@ -4,8 +4,9 @@ rule.
 Requests have colliding prefixes, several choices, salts, priorities, and tokens that give NaN or
 crash. They meet aborts, evictions, flushes, expiry, restarts, pools that shrink and grow, and
 failures of every stage. Some have a grammar that takes a while to compile; some want prompt
-logprobs or an embedding. In every history, the delivered tokens equal the oracle's, every accepted
-choice ends exactly once, no request fails because of another, and an idle engine holds nothing.
+logprobs or an embedding. Drafts are taken from outputs that clients expect. In every history, the
+delivered tokens equal the oracle's, every accepted choice ends exactly once, no request fails
+because of another, and an idle engine holds nothing.
 """
 
 import re
@@ -17,6 +18,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from engine.backends.custom.runtime.sequence import packed
+from engine.backends.custom.runtime.tiers.host import HostTier
 from engine.core import faults
 from engine.core.faults import Fault
 from engine.core.interfaces.request import Abort, Control
@@ -24,6 +26,7 @@ from tests.runtime_invariants import Snapshot
 from tests.toy_engine import ToyEngine
 from tests.toy_grammar import END, PatientGrammars, lark, text_of
 from tests.toy_runner import CRASH_TOKEN, NAN_TOKEN, VOCAB, prompt_logits, prompt_logprobs
+from tests.toy_tiers import add_tiers
 
 TOKENS = st.integers(0, 2)
 PROMPTS = st.lists(TOKENS, min_size=1, max_size=14)
@@ -68,19 +71,26 @@ class RuntimeMachine(RuleBasedStateMachine):
         ttl_s=st.sampled_from([None, 10.0]),
         window=st.sampled_from([None, None, 1, 3, 6, 17]),
         num_window_blocks=st.integers(1, 40),
+        speculates=st.booleans(),
+        tier_bytes=st.sampled_from([None, None, None, None, 1500, 2**20]),
     )
-    def start(self, **options):
+    def start(self, tier_bytes, **options):
         self.time = 0.0
         self.options = options
+        # It outlives an engine that is replaced by a new one.
+        self.tier = None if tier_bytes is None else HostTier(tier_bytes, "lru", None)
         self.engine = self._new_engine()
         self.count = 0
         self.num_unpublished = 0  # failures that were injected
 
     def _new_engine(self):
         self.grammars = PatientGrammars()
-        return ToyEngine(
+        engine = ToyEngine(
             max_seq_len=40, clock=lambda: self.time, grammars=self.grammars, **self.options
         )
+        if self.tier is not None:
+            add_tiers(engine, [self.tier])
+        return engine
 
     @rule(
         prompt=PROMPTS,
@@ -321,7 +331,8 @@ class RuntimeMachine(RuleBasedStateMachine):
 
     def _submit(self, prompt, **options):
         self.count += 1
-        self.engine.submit(f"r{self.count}", prompt, **options)
+        expects = (None, 0, 3)[self.count % 3] if not options.get("pools") else None
+        self.engine.submit(f"r{self.count}", prompt, expects=expects, **options)
 
     def _progress(self):
         scheduler = self.engine.scheduler

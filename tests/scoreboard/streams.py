@@ -46,6 +46,7 @@ class Reply:
     body: bytes = b""  # without its transfer coding
     times: list[float] = field(default_factory=list)  # arrival time of each piece of the body
     texts: dict[int, str] = field(default_factory=dict)  # by choice
+    scores: dict[int, list[float]] = field(default_factory=dict)  # logprobs of each choice's tokens
     error: dict[str, Any] | None = None  # a well-formed refusal, or a stream's final error event
     problem: str | None = None
 
@@ -198,6 +199,7 @@ def _join_choices(reply: Reply, chunks: list[dict[str, Any]]) -> None:
         index = choice["index"]
         _expect(index not in ended, f"choice {index} goes on after its end")
         reply.texts[index] = reply.texts.get(index, "") + _said(choice, "delta")
+        reply.scores.setdefault(index, []).extend(_scores(choice))
         if choice["finish_reason"] is not None:
             ended.add(index)
     if reply.error is None:
@@ -211,6 +213,10 @@ def _said(choice: dict[str, Any], part: str) -> str:
     message = choice[part]
     calls = [call["function"].get("arguments") for call in message.get("tool_calls") or ()]
     return "".join(text for text in (message.get("content"), *calls) if text)
+
+
+def _scores(choice: dict[str, Any]) -> list[float]:
+    return list((choice.get("logprobs") or {}).get("token_logprobs") or ())
 
 
 def _well_formed(body: Any) -> dict[str, Any]:

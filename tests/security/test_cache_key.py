@@ -36,6 +36,7 @@ NOT_KEYED: dict[str, Any] = {
     "grammar": None,
     "bad_words": ((5, 6),),
     "dry_breakers": ((5,),),
+    "expected": (5, 6),
     "reports_progress": True,
     "resumed": None,  # its tokens follow the prompt, and the tree compares them too
     "pools": True,

@@ -163,7 +163,9 @@ async def test_names_are_looked_up_and_never_opened(client: httpx.AsyncClient, n
 
 async def test_nothing_is_kept_of_names_keys_and_salts() -> None:
     metrics, backend = Metrics(MODEL), FakeBackend(["x"])
-    app = create_app(make_settings(server={"api_key": "k" * 32}), backend, metrics)
+    # The last requests are kept on purpose, with their ids.
+    settings = make_settings(server={"api_key": "k" * 32}, requests={"keep": 10})
+    app = create_app(settings, backend, metrics)
     transport = httpx.ASGITransport(app=app)
     good = {"authorization": "Bearer " + "k" * 32}
 

@@ -57,6 +57,7 @@ LEAST: dict[str, dict[str, Any]] = {
     "MessagesBody": {"model": MODEL, "max_tokens": 5, "messages": MESSAGES},
     "ModerationBody": {"input": "x"},
     "NamedBody": {"id": "x"},
+    "SwapBody": {"id": "x"},
     "NativeBody": {"prompt": "x"},
     "NewItemsBody": {"items": []},
     "PoolingBody": {"model": MODEL, "input": "x"},

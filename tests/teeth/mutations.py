@@ -87,8 +87,9 @@ INVARIANTS = [
     runtime(
         "INV-10 a row that is not finite is confirmed",
         "scheduler",
-        "            if not finite[index]:\n",
-        "            if not finite[index]:\n                seq.num_confirmed = start + length\n",
+        "            if not finite[index] and not draft:\n",
+        "            if not finite[index] and not draft:\n"
+        "                seq.num_confirmed = start + length\n",
     ),
     runtime(
         "INV-11 a split forgets what is above it",
@@ -144,8 +145,8 @@ INVARIANTS = [
     runtime(
         "INV-16 tenants share",
         "kv_cache",
-        "            self.radix.insert(seq.namespace, tokens",
-        '            self.radix.insert("", tokens',
+        "            self.radix.insert(seq.namespace, tokens, blocks",
+        '            self.radix.insert("", tokens, blocks',
     ),
     runtime(
         "INV-18 the gone are remembered",
@@ -358,7 +359,7 @@ GUARDS = [
     runtime(
         "FLT-14 what is not finite is drawn from",
         "scheduler",
-        "            if not finite[index]:\n",
+        "            if not finite[index] and not draft:\n",
         "            if False:\n",
     ),
     runtime(

@@ -80,6 +80,7 @@ async def test_every_field_of_a_request_reaches_the_engine():
         "dry_breakers",
         "grammar",
         "images",
+        "notes",
         "on_progress",
         "on_prompt",
         "pools",

@@ -16,6 +16,7 @@ import pytest
 from typer.testing import CliRunner
 
 from engine.backends.custom.architectures.base import EncoderConfig
+from engine.backends.custom.frameworks.native.compiled import kernels
 from engine.backends.custom.frameworks.native.execution import build, timing
 from engine.backends.custom.weights.model import ModelSource, open_model
 from engine.cli.graph.drawing import graph_dot, graph_svg
@@ -102,7 +103,7 @@ def run(*arguments: str) -> Any:
 
 def needs_kernels() -> None:
     try:
-        build.kernels()
+        kernels()
     except ConfigError:
         pytest.skip("the native kernels are not built")
 

@@ -82,6 +82,27 @@ def test_routes_become_rows_with_rates_from_two_looks():
     )
 
 
+def test_the_batch_is_drawn_in_bars_that_fit_a_terminal():
+    row = {"request_id": "chatcmpl-abc\x1b[2J123", "num_prompt": 60, "max_tokens": 40}
+    running = [
+        row | {"num_computed": 60, "num_cached": 30, "num_generated": 20, "seconds": 1.5},
+        row | {"num_computed": 30, "num_cached": 30, "num_generated": 0, "seconds": 0.5},
+    ]
+    engine = {"name": "smol", "running": running * 7, "blocked_by": "blocks", "waiting": []}
+    engine["waiting"] = [{"seconds": 3.25}]
+    before = routed(10.0, backend("fast"))
+    now = replace(routed(12.0, backend("fast")), engines=(engine,))
+    text = shown(frame_of("http://x", before, now))
+    lines = [line for line in text.splitlines() if "━" in line]
+    # 36 cells stand for 100 tokens: prompt and 20 generated tokens, or the prompt alone.
+    assert [line.count("━") for line in lines[:2]] == [29, 22]
+    assert "20/40" in lines[0] and "30/60" in lines[1]
+    assert len(lines) == 12 and "and 2 more sequences" in text
+    assert "1 wait for blocks, up to 3.2 s" in text
+    assert "\x1b" not in lines[0]
+    assert max(map(len, text.splitlines())) <= 90
+
+
 def test_a_plain_server_is_shown_by_its_metrics():
     with live_server(server={"api_key": "k" * 20}) as server:
         headers = {"authorization": "Bearer " + "k" * 20}

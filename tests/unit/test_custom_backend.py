@@ -5,7 +5,7 @@ import asyncio
 import msgspec
 import pytest
 
-from engine.backends.base import BackendConfig
+from engine.backends.base import BackendConfig, Orphan
 from engine.backends.custom.base_custom import CustomBackend
 from engine.backends.custom.frontend.generation import MAX_BACKLOG, Generation
 from engine.backends.custom.frontend.prompts import Prepared
@@ -23,6 +23,7 @@ from engine.core.interfaces.backend import (
     UsageEvent,
 )
 from engine.core.interfaces.request import GenerateRequest, SamplingParams, TokenDelta
+from tests.scripted_link import Bench
 from tests.told_engine import ToldEngine
 from tests.toy_backend import TEXT, ToyBackend
 from tests.toy_runner import VOCAB
@@ -117,10 +118,12 @@ async def test_cancelled_while_tokenizing_nothing_is_submitted():
     backend = await started()
     reading = asyncio.create_task(anext(backend.complete(asking())))
     await asyncio.sleep(0)  # it has reached the tokenizer's thread
+    assert backend.num_open == 1
     reading.cancel()
     with pytest.raises(asyncio.CancelledError):
         await reading
     await asyncio.sleep(0.05)
+    assert backend.num_open == 0
     assert not backend._link._requests
     await backend.stop()
 
@@ -211,3 +214,30 @@ async def test_more_inputs_than_the_queue_holds_are_embedded():
     assert embedded.vectors.shape == (20, VOCAB)
     assert not backend._link._requests
     await backend.stop()
+
+
+async def test_requests_move_only_to_a_backend_of_the_same_kind():
+    """Threads do not change a result. Another model, arithmetic or context may."""
+    orphans: list[Orphan] = []
+    bench = Bench(0.1, max_revivals=8)
+    home = ToyBackend(in_process=False)
+    home._link, home.on_orphan = bench.link, orphans.append
+    await bench.start()
+    bench.submit()
+    (opened,) = bench.link._requests._requests.values()
+    home._move(opened)
+    assert [each.request_id for each in orphans] == ["r"]
+    for changes, can_move in (
+        ({"threads": 7}, True),
+        ({"kv_dtype": "int8"}, False),
+        ({"numerics": "fast"}, False),
+        ({"max_revivals": 0}, False),
+    ):
+        other, peer = Bench(max_revivals=changes.get("max_revivals", 8)), home.remade(None, changes)
+        peer._link = other.link
+        assert not peer.adopt(orphans[0]), "it is not up yet"
+        await other.start()
+        assert peer.adopt(orphans[0]) is can_move and bool(other.client.sent) is can_move
+        assert (home.hand_over(peer) is not None) is can_move
+        await other.link.stop()
+    await bench.link.stop()

@@ -7,7 +7,7 @@ import msgspec
 import pytest
 
 from engine.backends.custom.engine_settings import engine_options
-from engine.backends.custom.options import EngineOptions
+from engine.backends.custom.options import EngineOptions, TierOptions
 from engine.backends.custom.runtime.model_runner import DeviceInfo, RunnerConfig, RunnerSpec
 from engine.backends.custom.worker import main as worker
 from engine.backends.custom.worker.memory import MemoryPlan
@@ -32,6 +32,7 @@ SETTINGS = {
     "performance.max_queued_requests": 222,
     "performance.memory_pool_size_mb": 33,
     "performance.gpu_memory_utilization": 0.5,
+    "performance.speculation": "off",
     "cache.kv_dtype": "float32",
     "cache.block_size": 32,
     "cache.enabled": False,
@@ -39,6 +40,16 @@ SETTINGS = {
     "cache.max_sequences": 99,
     "cache.ttl_seconds": 12.5,
     "cache.eviction_policy": "lfu",
+    "tiers.host_mb": 1,
+    "tiers.host_policy": "fifo",
+    "tiers.host_ttl_s": 10.0,
+    "tiers.disk_path": "kv",
+    "tiers.disk_mb": 2,
+    "tiers.disk_policy": "lfu",
+    "tiers.disk_ttl_s": 20.0,
+    "tiers.redis_mb": 3,
+    "tiers.redis_policy": "lfu",
+    "tiers.redis_ttl_s": 30.0,
     "logging.level": "error",
     "logging.format": "json",
 }
@@ -61,20 +72,36 @@ OPTIONS = EngineOptions(
     max_revivals=5,
     pool_bytes=33 * 1024 * 1024,
     gpu_memory_utilization=0.5,
+    speculation="off",
     block_size=32,
     cache_enabled=False,
     cache_bytes=7 * 1024 * 1024,
     cache_max_sequences=99,
     cache_ttl_s=12.5,
     eviction_policy="lfu",
+    tiers=TierOptions(
+        host_bytes=2**20,
+        host_policy="fifo",
+        host_ttl_s=10.0,
+        disk_path="kv",
+        disk_bytes=2 * 2**20,
+        disk_policy="lfu",
+        disk_ttl_s=20.0,
+        redis_url="redis://localhost",
+        redis_bytes=3 * 2**20,
+        redis_policy="lfu",
+        redis_ttl_s=30.0,
+    ),
     log_level="error",
     log_format="json",
 )
+UNTIERED = msgspec.structs.replace(OPTIONS, tiers=None)
 SPEC = RunnerSpec(block_size=4, num_blocks=65, max_slots=8, max_seq_len=64, vocab_size=8, depth=0)
 
 
 def test_every_option_is_a_setting_and_none_is_mixed_up():
-    settings = load_settings(None, SETTINGS, {}).settings
+    secret = {"LLM_ENGINE_TIERS__REDIS_URL": "redis://localhost"}
+    settings = load_settings(None, SETTINGS, secret).settings
     assert engine_options(settings, "toy") == OPTIONS
     plain = EngineOptions(model_path="m", framework="toy")
     same = [
@@ -164,7 +191,7 @@ def test_the_cache_is_bounded_as_asked_for():
 def test_a_step_is_no_larger_than_the_runner_gains_by():
     for most, expected in ((None, 1111), (500, 500), (5000, 1111)):
         spec = replace(SPEC, max_step_tokens=most)
-        loop = worker.build_loop(ToyRunner(spec), OPTIONS, 10, SimpleNamespace())
+        loop = worker.build_loop(ToyRunner(spec), UNTIERED, 10, SimpleNamespace())
         assert loop._budget.tokens(0, 0) == expected
 
 
@@ -181,7 +208,7 @@ def test_an_engine_says_what_it_holds_once_it_is_warm(monkeypatch):
     pulse = SimpleNamespace(beat=lambda busy, patience_s: None, watch=lambda loop: None)
     worker.serve_runner(
         (runner, config, plan),
-        OPTIONS,
+        UNTIERED,
         channel,
         pulse,
         lambda: loaded.append(runner.num_tokens),

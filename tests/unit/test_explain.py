@@ -125,6 +125,16 @@ def prefix(monkeypatch: pytest.MonkeyPatch) -> Timeline:
     return engine.run()
 
 
+def tier(monkeypatch: pytest.MonkeyPatch) -> Timeline:
+    engine = ClockedEngine(monkeypatch)
+    engine.toy.kv.is_loading = lambda seq: engine.now < 103.0
+    engine.submit("slow", (1, 2), 2)
+    while engine.now < 103.0:
+        engine.toy.turn()
+        engine.now += 0.1
+    return engine.run()
+
+
 def grammar(monkeypatch: pytest.MonkeyPatch) -> Timeline:
     grammars = PatientGrammars()
     engine = ClockedEngine(monkeypatch, grammars=grammars)
@@ -222,7 +232,20 @@ def decode(monkeypatch: pytest.MonkeyPatch) -> Timeline:
 
 
 IN_ENGINE = [
-    *(slots, budget, blocks, turn, priority, prefix, grammar, mask, eviction, divergence, cold),
+    *(
+        slots,
+        budget,
+        blocks,
+        turn,
+        priority,
+        prefix,
+        tier,
+        grammar,
+        mask,
+        eviction,
+        divergence,
+        cold,
+    ),
     *(cache_off, shared_prefill, preemption, mixed, decode),
 ]
 
@@ -326,11 +349,12 @@ def test_what_others_wait_for_does_not_count_for_a_held_sequence() -> None:
     clock = EngineClock()
     seq = SimpleNamespace(arrival=0, tenant="", priority=0, queued_at=10.0, num_matched=1)
     clock.plan(10.0)
-    watch = Stopwatch(clock, 0, 10.0, False)
-    watch.hold()
+    watch = Stopwatch(clock, 0, 10.0, None)
+    leader = SimpleNamespace(watch=Stopwatch(clock, 0, 10.0, None))
+    watch.hold(leader)
     clock.block(BLOCKS)
     clock.plan(12.0)
-    watch.unhold()
+    leader.watch.first_token(12.0)
     clock.block(BLOCKS)
     clock.plan(12.5)
     waits, _ = watch._waited(seq, 12.5)

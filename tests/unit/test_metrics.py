@@ -7,7 +7,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from engine.backends.custom.runtime.budget import StepCounter
 from engine.core.interfaces.backend import UsageEvent
-from engine.core.interfaces.request import EngineStats
+from engine.core.interfaces.request import EngineStats, TierStats
 from engine.core.observability.collectors import MAX_NOTED
 from engine.core.observability.metrics import FinishedRequest, Metrics
 
@@ -252,3 +252,15 @@ def test_gaps_between_tokens_are_counted_under_both_names(metrics: Metrics, coun
         assert value(metrics, f"{name}_bucket", le="+Inf") == count + 2
         assert value(metrics, f"{name}_count") == count + 2
         assert value(metrics, f"{name}_sum") == pytest.approx(100.025 + 0.02 * count)
+
+
+def test_tiers_have_metrics_only_if_there_are_tiers() -> None:
+    metrics = Metrics("m")
+    metrics.observe(EngineStats(num_steps=1))
+    assert b"engine_cache_tier" not in metrics.render()[0]
+    tier = TierStats(name="disk", hits=3, saved_tokens=48, is_up=False)
+    metrics.observe(EngineStats(num_steps=2, tiers=(tier,)))
+    shown = metrics.render()[0].decode()
+    assert 'engine_cache_tier_hits_total{tier="disk"} 3.0' in shown
+    assert 'engine_cache_tier_saved_tokens_total{tier="disk"} 48.0' in shown
+    assert 'engine_cache_tier_up{tier="disk"} 0.0' in shown

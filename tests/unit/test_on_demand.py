@@ -24,7 +24,8 @@ from engine.core.interfaces.backend import (
 )
 from engine.core.interfaces.request import EngineStats, SamplingParams
 from engine.routing.manage import ModelManager
-from engine.routing.on_demand import OnDemand, Residency
+from engine.routing.on_demand import OnDemand
+from engine.routing.residency import Residency
 from engine.routing.router import Router
 from engine.servers.openai.models import model_body
 from tests.fake_backend import MODEL, FakeBackend

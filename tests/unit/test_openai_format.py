@@ -29,6 +29,7 @@ from engine.servers.openai.format import (
     usage_body,
 )
 from engine.servers.openai.logprobs import legacy_logprobs
+from engine.servers.openai.reports import timings
 from engine.servers.openai.token_fields import TokenFields
 from engine.servers.responses.format import usage_body as responses_usage
 from engine.servers.serving.event_pump import OutputEvent
@@ -58,6 +59,16 @@ def test_bytes_are_the_tokens_own() -> None:
     assert [each["bytes"] for each in entries] == [[0xC3], [0xA9]]
     (chunk,) = chunks(ChatStream(ENVELOPE, 1, False).chunk(event))
     assert chunk["choices"][0]["logprobs"]["content"] == entries
+
+
+def test_usage_tells_what_became_of_a_prediction() -> None:
+    assert usage_body(USAGE)["completion_tokens_details"] == {"reasoning_tokens": 2}
+    predicted = msgspec.structs.replace(USAGE, num_drafted=9, num_accepted=6, has_prediction=True)
+    details = usage_body(predicted)["completion_tokens_details"]
+    assert details["accepted_prediction_tokens"] == 6
+    assert details["rejected_prediction_tokens"] == 3
+    assert timings(predicted)["draft_n"] == 9 and timings(predicted)["draft_n_accepted"] == 6
+    assert "draft_n" not in timings(USAGE)
 
 
 def test_offsets_count_characters_of_each_choice_by_itself() -> None:

@@ -1,7 +1,5 @@
 """`/v1/admin/requests`: who sees which requests, and what a real engine tells about them."""
 
-import asyncio
-import json
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
@@ -9,12 +7,16 @@ from typing import Any
 import httpx
 import pytest
 
+from engine.backends.custom.frontend.survival import MAX_LEFT, OpenRequests
+from engine.core.interfaces.notes import RequestNotes
+from engine.core.interfaces.request import TokenDelta
 from engine.core.key_file import add_key
 from engine.core.observability.metrics import Metrics
 from engine.servers.app import create_app
 from tests.fake_backend import FakeBackend
 from tests.live_server import chat, live_server, make_settings
 from tests.toy_llm import ToyBackend
+from tests.unit.test_explain import QUICK
 
 ADMIN = "admin-key-0123456789abcdef"
 
@@ -93,46 +95,16 @@ async def test_the_engine_tells_what_happened(client: httpx.AsyncClient) -> None
     assert told["cause"] and told["explanation"]
 
 
-async def test_a_client_that_leaves_is_explained_too() -> None:
-    backend = ToyBackend()
-    await backend.start()
-    app = create_app(make_settings(), backend, Metrics("toy"))
-    asked = {"model": "toy", "prompt": [1, 2], "max_tokens": 40, "stream": True}
-    body = json.dumps(asked | {"parse_special": False}).encode()
-    begun = asyncio.Event()
-    messages = [{"type": "http.request", "body": body, "more_body": False}]
-
-    async def receive() -> dict[str, Any]:
-        if messages:
-            return messages.pop()
-        await begun.wait()
-        return {"type": "http.disconnect"}
-
-    async def send(message: dict[str, Any]) -> None:
-        if message["type"] == "http.response.body":
-            begun.set()
-
-    scope = {
-        "type": "http",
-        "asgi": {"version": "3.0"},
-        "http_version": "1.1",
-        "method": "POST",
-        "path": "/v1/completions",
-        "raw_path": b"/v1/completions",
-        "query_string": b"",
-        "headers": [(b"content-type", b"application/json"), (b"host", b"127.0.0.1")],
-        "client": ("127.0.0.1", 1),
-        "server": ("127.0.0.1", 80),
-        "scheme": "http",
-    }
-    await app(scope, receive, send)
-    (record,) = app.state.services.history.newest(None)
-    for _ in range(1000):
-        if record.notes.timelines:
-            break
-        await asyncio.sleep(0.01)
-    assert record.notes.timelines[0].finish_reason in ("abort", "length")
-    await backend.stop()
+def test_a_client_that_leaves_is_explained_too() -> None:
+    requests, notes = OpenRequests(0), RequestNotes()
+    requests.leave("gone", notes)
+    aborted = TokenDelta("gone", 0, finish_reason="abort", timeline=QUICK)
+    requests.deliver([aborted, TokenDelta("unknown", 0, timeline=QUICK)])
+    assert notes.timelines == [QUICK]
+    for number in range(MAX_LEFT):
+        requests.leave(f"later{number}", RequestNotes())
+    requests.deliver([aborted])
+    assert len(notes.timelines) == 1, "too many clients have left since"
 
 
 async def test_a_server_that_keeps_nothing_collects_nothing() -> None:

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from engine.backends.base import EventFeed
+from engine.backends.base import EventFeed, Orphan
 from engine.core.errors import (
     InvalidRequestError,
     RateLimitError,
@@ -21,6 +21,7 @@ from engine.core.interfaces.backend import (
 from engine.routing import attempts as attempts_module
 from engine.routing.replica import CONSECUTIVE_FAILURES
 from engine.routing.report import describe_routes
+from tests.fake_backend import FakeBackend
 from tests.routed_replicas import (
     GONE,
     Fed,
@@ -334,3 +335,47 @@ async def test_what_is_flushed_has_been_seen_by_nobody() -> None:
     assert len(one.seen) == 10
     await made.flush_prefixes()
     assert len(one.seen) == 0
+
+
+class Adopting(FakeBackend):
+    """Continues requests whose fingerprint it knows."""
+
+    fingerprint = "same"
+
+    def adopt(self, orphan: Orphan) -> bool:
+        return orphan.fingerprint == self.fingerprint
+
+
+async def test_an_orphan_moves_to_a_ready_replica_that_can_continue_it() -> None:
+    names = ("home", "else", "down", "full", "kin")
+    home, other, down, full, kin = (replica(n, Adopting(), max_concurrent=1) for n in names)
+    other.backend.fingerprint, fake(down).ready = "another", False
+    full.take()
+    made = router(home, other, down, full, kin)
+    fake(home).prefill_s = 60.0
+    asked = asyncio.create_task(answer(made))
+    while not home.in_flight:
+        await asyncio.sleep(0)
+    assert not home.backend.on_orphan(Orphan("unknown", "same", None))
+    assert home.backend.on_orphan(Orphan("id", "same", None))
+    assert (home.in_flight, kin.in_flight) == (0, 1)
+    (decision,) = made.decisions.find("id")
+    assert (decision.chosen, decision.failed[0].backend) == ("kin", "home")
+    fake(home).ready = False
+    assert not kin.backend.on_orphan(Orphan("id", "same", None)), "there is nobody else"
+    asked.cancel()
+    await asyncio.gather(asked, return_exceptions=True)
+    assert kin.in_flight == 0 and not made.running
+
+
+async def test_a_replica_that_is_being_restarted_lets_requests_wait() -> None:
+    class Restarting(FakeBackend):
+        is_ready = True
+
+    one, two = replica("one", Restarting()), replica("two")
+    fake(one).ready = False
+    made = router(one, two)
+    assert text(await answer(made)) and made.answered_by("id") == ("two",)
+    fake(two).ready = False
+    assert made.is_ready and not made.health().ready
+    assert text(await answer(made, asking("next"))) and made.answered_by("next") == ("one",)

@@ -79,6 +79,7 @@ WORKS: list[tuple[str, dict[str, Any]]] = [
     (CHAT, {"parallel_tool_calls": None}),
     (CHAT, {"parallel_tool_calls": True}),
     (CHAT, {"function_call": None, "functions": None, "audio": None, "prediction": None}),
+    (CHAT, {"prediction": {"type": "content", "content": "4"}}),
     (CHAT, {"service_tier": "auto", "store": False, "modalities": ["text"]}),
     (CHAT, {"skip_special_tokens": True, "include_reasoning": True}),
     (CHAT, {"reasoning_effort": None, "verbosity": None, "metadata": None}),

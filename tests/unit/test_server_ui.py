@@ -17,7 +17,7 @@ from tests.live_server import make_settings
 
 KEY = "k" * 32
 HTML = {"accept": "text/html,application/xhtml+xml,*/*;q=0.8"}
-MAX_LINES = 400
+MAX_LINES = 800
 VENDOR = STATIC / "vendor"
 
 

@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from engine.backends.custom.runtime.budget import TARGET_STEP_S, StepBudget
+from engine.backends.custom.runtime.budget import TARGET_STEP_S, CostLine, StepBudget
 from engine.backends.custom.runtime.model_runner import PROMPT_TOKENS
 
 MAX_TOKENS, MAX_SLOTS = 2048, 64
@@ -146,3 +146,10 @@ def test_a_surprise_is_believed_up_to_four_times_what_was_known() -> None:
     budget.record(0, 100, 10.0)
     # What is left of the first (0.8 of it) and four times its cost, over as many tokens.
     assert budget.step_s(0, 180) == pytest.approx(0.008 + 0.04)
+
+
+def test_a_step_without_decode_has_a_price_although_the_line_goes_through_zero() -> None:
+    line = CostLine()
+    for count, seconds in ((1, 0.001), (4, 0.1)):
+        line.add(count, seconds)
+    assert line.at(0) == 0.0 and line.share(0) is None and line.share(2) == pytest.approx(1.0)

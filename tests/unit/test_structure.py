@@ -110,6 +110,9 @@ TIMESTAMP_MODULES = frozenset(
     {
         "engine.backends.custom.base_custom",
         "engine.backends.custom.frameworks.native.weights.cache",
+        "engine.backends.custom.runtime.tiers.base",
+        "engine.backends.custom.runtime.tiers.disk",
+        "engine.backends.custom.runtime.tiers.redis_tier",
         "engine.core.observability.otel",
         "engine.plugins.audit_log",
         "engine.routing.decisions",

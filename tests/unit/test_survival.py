@@ -106,3 +106,113 @@ async def test_the_wait_for_a_new_engine_has_an_end(pauses, monkeypatch):
     bench.client.on_message(READY)
     assert not bench.client.sent
     await bench.link.stop()
+
+
+async def test_new_requests_wait_for_the_next_engine(pauses):
+    bench = Bench(0.1, max_revivals=8)
+    await bench.start()
+    bench.client.is_gone = True  # it has died, but this is not reported yet
+    early = bench.submit("early")
+    bench.client.on_exit(-9)
+    late = bench.submit("late", params=SamplingParams(seed=3), timeout_s=60.0, queue_timeout_s=9.0)
+    assert bench.link.accepts and not bench.link.is_up
+    await settle()
+    bench.client.on_message(READY)
+    sent = {each.request_id: each for each in bench.client.sent}
+    assert sent.keys() == {"early", "late"} and not any(each.resumed for each in sent.values())
+    assert 50 < sent["late"].timeout_s < 60.0 and 8 < sent["late"].queue_timeout_s < 9.0
+    assert sent["late"].params.seed == 3 and not early.items and not late.items
+    assert bench.link.num_revived == 0, "nothing of them was computed before"
+    assert bench.link.num_revivals("late") == 0
+    await bench.link.stop()
+
+
+async def test_a_new_request_waits_no_longer_than_its_queue_timeout(pauses):
+    bench = Bench(0.1, max_revivals=8)
+    await bench.start()
+    bench.client.on_exit(-9)
+    receiver = bench.submit(queue_timeout_s=0.01)
+    async with asyncio.timeout(20):
+        while not receiver.items:
+            await settle()
+    assert isinstance(receiver.items[0], UnavailableError)
+    bench.client.on_message(READY)
+    assert not bench.client.sent
+    await bench.link.stop()
+
+
+@pytest.mark.parametrize(
+    ("delay", "max_revivals"), [(None, 8), (0.1, 0)], ids=["died too often", "survive is off"]
+)
+async def test_who_can_not_hope_for_an_engine_is_refused(pauses, delay, max_revivals):
+    bench = Bench(delay, max_revivals=max_revivals)
+    await bench.start()
+    bench.client.on_exit(-9)
+    assert not bench.link.accepts
+    with pytest.raises(UnavailableError) as refused:
+        bench.submit()
+    assert refused.value.retry_after is not None
+    await bench.link.stop()
+
+
+async def test_all_requests_move_to_the_engine_that_replaces_theirs(pauses):
+    old, new = Bench(max_revivals=8), Bench(0.1, max_revivals=8)
+    await old.start()
+    await new.start()
+    receiver, first = old.submit("r"), old.client
+    first.on_message(Deltas((TokenDelta("r", 0, (5,)),)))
+    assert old.link.hand_over(new.link) == 1 and not old.link.num_open
+    (moved,) = new.client.sent
+    assert moved.resumed == (Resumed(0, (5,)),) and receiver.engine is new.link
+    first.on_message(Deltas((TokenDelta("r", 0, (6,)),)))
+    new.client.on_message(Deltas((TokenDelta("r", 0, (7,)),)))
+    assert [item.token_ids for item in receiver.items] == [(5,), (7,)]
+    late = old.submit("late")
+    assert [each.request_id for each in new.client.sent] == ["r", "late"]
+    assert late.engine is new.link
+    await old.link.stop()
+    assert not any(isinstance(item, EngineError) for item in receiver.items + late.items)
+    assert len(await new.replace_engine()) == 2, "they survive its death, too"
+    await new.link.stop()
+
+
+async def test_orphans_move_to_a_replica_and_stay_there(pauses):
+    other = Bench(0.1, 0.1, max_revivals=8)
+    await other.start()
+    moved = []
+
+    def move(opened) -> bool:
+        moved.append(opened.request.request_id)
+        other.link.adopt(opened)
+        return True
+
+    bench = Bench(0.1, 0.1, max_revivals=8, move=move)
+    await bench.start()
+    receiver = bench.submit("r")
+    bench.client.on_message(Deltas((TokenDelta("r", 0, (5,)),)))
+    bench.client.on_exit(-9)
+    bench.submit("new")
+    assert moved == ["r", "new"] and not bench.link.num_open
+    again, new = other.client.sent
+    assert again.resumed == (Resumed(0, (5,)),) and new.resumed is None
+    assert receiver.engine is other.link and other.link.num_revived == 1
+    other.client.on_message(Deltas((TokenDelta("r", 0, (6,)),)))
+    assert len(await other.replace_engine()) == 2
+    await settle()
+    bench.client.on_message(READY)
+    assert not bench.client.sent, "they are at home in the other one now"
+    await other.link.stop()
+    await bench.link.stop()
+
+
+async def test_a_request_that_kills_is_not_sent_to_a_second_replica_again(pauses):
+    moved = []
+    bench = Bench(0.1, 0.1, max_revivals=8, move=moved.append)
+    await bench.start()
+    bench.submit("a")
+    bench.submit("b")
+    await bench.replace_engine()
+    assert len(moved) == 2, "one death may have any cause"
+    await bench.replace_engine()
+    assert len(moved) == 2, "now both are suspects"
+    await bench.link.stop()

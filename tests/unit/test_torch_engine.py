@@ -169,8 +169,10 @@ def test_the_host_waits_for_the_device_in_one_place():
         for line in path.read_text().splitlines()
         if syncs.search(line)
     ]
-    # The profiler, rows that the host samples, and two in a `wait`.
+    # Blocks for a cache tier, in the thread that writes them; the profiler; rows that the host
+    # samples; and two in a `wait`.
     assert found == [
+        "blocks.py: done.synchronize()",
         "build.py: torch.cuda.synchronize(self._device)",
         "sampling_runner.py: self.done.synchronize()",
         "sampling_runner.py: torch.cuda.current_stream(self._device).synchronize()",

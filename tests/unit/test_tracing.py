@@ -5,7 +5,7 @@ import io
 import json
 import logging
 import sys
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
 from typing import Any
 
@@ -33,7 +33,7 @@ PARENT = {"traceparent": f"00-{CLIENT_TRACE}-{CLIENT_SPAN}-01"}
 TOOL = {"type": "function", "function": {"name": "look", "parameters": {"type": "object"}}}
 SECRET = "a secret of the client"
 PHASES = ["prepare", "queue", "prefill", "decode", "respond"]
-Ask = Callable[..., Any]
+pytestmark = pytest.mark.seconds  # each test starts exporters and a receiver
 
 
 @pytest.fixture
@@ -116,15 +116,25 @@ async def test_the_engines_own_times_become_spans(receiver: Receiver) -> None:
     await backend.start()
     try:
         async with traced(router(replica("toy", backend)), receiver) as client:
-            body = {"prompt": [1, 2, 3], "max_tokens": 4}
+            body = {"prompt": [1, 2, 3] * 6, "max_tokens": 4}
             answer = await client.post("/v1/completions", json=body, headers=PARENT)
             assert answer.status_code == 200, answer.text
     finally:
         await backend.stop()
     root = root_of(receiver)
     assert root.name == "text_completion m" and root.kind == 2
-    assert [each.name for each in receiver.children(root)] == PHASES
+    phases = receiver.children(root)
+    assert [each.name for each in phases] == PHASES
     check_sum(receiver, root)
+    prepare, _, prefill, decode, _ = phases
+    assert [each.name for each in receiver.children(prepare)] == ["route", "tokenize"]
+    chunks = receiver.children(prefill)
+    assert {each.name for each in chunks} == {"chunk"}
+    assert sum(each.attributes["engine.chunk_tokens"] for each in chunks) == 18
+    # The first step begins the prefill, and its last one has the first token.
+    assert abs(chunks[0].start_ns - prefill.start_ns) < 1_000_000
+    assert abs(chunks[-1].end_ns - prefill.end_ns) < 1_000_000
+    assert decode.attributes["engine.steps"] == 3
 
 
 @pytest.mark.parametrize("protocol", ["http/protobuf", "grpc"])

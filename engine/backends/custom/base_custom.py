@@ -9,16 +9,24 @@ import asyncio
 import contextlib
 import functools
 import os
+import secrets
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, ClassVar, TypeVar
 
 import msgspec
 
-from engine.backends.base import BackendConfig, InferenceBackend, Opening, Resolved
-from engine.backends.custom.engine_settings import EXAMINER
+from engine.backends.base import (
+    BackendConfig,
+    InferenceBackend,
+    Opening,
+    Orphan,
+    ReplayedTokens,
+    Resolved,
+)
+from engine.backends.custom.engine_settings import EXAMINER, changed_options, options_of
 from engine.backends.custom.frontend.engine_client import (
     EngineClient,
     InlineClient,
@@ -29,7 +37,6 @@ from engine.backends.custom.frontend.engine_client import (
 from engine.backends.custom.frontend.engine_link import EngineLink
 from engine.backends.custom.frontend.generation import Generation
 from engine.backends.custom.frontend.prompts import (
-    check_input,
     check_prepared,
     check_prompt,
     encode_chat,
@@ -39,14 +46,17 @@ from engine.backends.custom.frontend.prompts import (
     prepare_chat,
     prepare_completion,
     truncated,
+    with_expected,
     with_text_bias,
 )
-from engine.backends.custom.frontend.text_cache import keep_text
-from engine.backends.custom.frontend.text_model import TextModel, load_text, with_template
+from engine.backends.custom.frontend.replay import replayed_tokens
+from engine.backends.custom.frontend.survival import OpenRequest
+from engine.backends.custom.frontend.text_cache import files_key, keep_text
+from engine.backends.custom.frontend.text_model import TextModel, card_of, load_text, with_template
 from engine.backends.custom.ipc.engine_process import WORKER_MODULE, EngineProcess
 from engine.backends.custom.options import IMAGE_ENCODERS, EngineOptions
-from engine.backends.process import RestartPolicy
-from engine.core.errors import ConfigError, UnavailableError
+from engine.backends.process import RestartPolicy, resident_bytes
+from engine.core.errors import EngineError, UnavailableError
 from engine.core.grammar.checker import GrammarChecker
 from engine.core.grammar.spec import stop_grammar
 from engine.core.interfaces.backend import (
@@ -57,16 +67,10 @@ from engine.core.interfaces.backend import (
     Event,
     Health,
     ModelCard,
-    TextPair,
     TokenizerInfo,
 )
-from engine.core.interfaces.request import (
-    ControlReply,
-    EngineStats,
-    GenerateRequest,
-    Ready,
-    SamplingParams,
-)
+from engine.core.interfaces.request import EngineStats, GenerateRequest, Ready
+from engine.core.interfaces.snapshot import EngineSnapshot
 from engine.core.interfaces.timeline import Preparation
 from engine.core.sandbox.examination import examine
 from engine.core.store.model_store import default_name, resolve_model
@@ -103,23 +107,29 @@ class CustomBackend(InferenceBackend):
         process: EngineProcess | None = None,
     ) -> None:
         config = model if isinstance(model, BackendConfig) else BackendConfig(model_name=model)
-        self._options = options or _options(self.framework, config)
+        self._options = options or options_of(self.framework, config)
+        self._model = self._options.model_path  # as given; `start` resolves it to a path
         self._served_name = served_name or default_name(config.model_name)
         self._chat_template = chat_template
         self._in_process = in_process
         self._process = process
         # An engine in a thread can't die alone, and is never restarted.
         max_revivals = 0 if in_process else self._options.max_revivals
-        self._link = EngineLink(self._make_client, RestartPolicy(), max_revivals=max_revivals)
+        self._link = EngineLink(
+            self._make_client, RestartPolicy(), max_revivals=max_revivals, move=self._move
+        )
+        self._num_calls = 0  # calls that still need this object, even if the engine is replaced
         self._encoders = ThreadPoolExecutor(TOKENIZER_THREADS, thread_name_prefix="tokenize")
         self._checker = GrammarChecker()
         self._text: TextModel | None = None
         self._created = int(time.time())
+        self._files = ""  # identifies the files that the model is read from
         self._card: ModelCard | None = None  # built once, when the model is loaded
 
     async def start(self) -> str:
         path = resolve_model(self._options.model_path)
         self._options = msgspec.structs.replace(self._options, model_path=str(path))
+        self._files = files_key(path)
         await asyncio.to_thread(lambda: keep_text(path, examine(path, self.examiner)))
         loop = asyncio.get_running_loop()
         # This process loads the tokenizer while the engine process loads the weights.
@@ -137,6 +147,51 @@ class CustomBackend(InferenceBackend):
         await self._link.stop()
         await self._checker.close()
         self._encoders.shutdown(wait=False)
+
+    def remade(self, model: str | None, changes: Mapping[str, Any]) -> "CustomBackend":
+        """A new backend with the settings of this one, except for its model and some options."""
+        options = changed_options(self._options, model or self._model, changes)
+        return type(self)(
+            options.model_path,
+            options=options,
+            served_name=self._served_name,
+            chat_template=self._chat_template,
+            in_process=self._in_process,
+        )
+
+    @property
+    def num_open(self) -> int:
+        """The number of open requests, and of calls that have not submitted their request yet."""
+        return self._link.num_open + self._num_calls
+
+    @property
+    def fingerprint(self) -> str | None:
+        """Equal for backends between which requests can move. None if they never can."""
+        if (ready := self._link.last_ready) is None or not self._link.survives:
+            return None
+        return self._fingerprint(ready)
+
+    def _fingerprint(self, ready: Ready) -> str:
+        return self._options.fingerprint(self._files, ready.device, ready.dtype, ready.max_seq_len)
+
+    def hand_over(self, successor: "CustomBackend") -> int | None:
+        """Move all open requests to `successor`, and submit later ones there. Returns their number,
+        or None if no request can move.
+        """
+        can_move = self.fingerprint == successor.fingerprint is not None
+        return self._link.hand_over(successor._link) if can_move else None
+
+    def adopt(self, orphan: Orphan) -> bool:
+        opened = orphan.state
+        can_take = self._link.is_up and orphan.fingerprint == self.fingerprint
+        if can_take and isinstance(opened, OpenRequest):
+            self._link.adopt(opened)
+        return can_take
+
+    def _move(self, opened: OpenRequest) -> bool:
+        if self.on_orphan is None or (fingerprint := self.fingerprint) is None:
+            return False
+        return self.on_orphan(Orphan(opened.request.request_id, fingerprint, opened))
 
     def _read_text(self, path: Path) -> TextModel:
         text = self.read_text(path)
@@ -156,11 +211,14 @@ class CustomBackend(InferenceBackend):
     def engine_pid(self) -> int | None:
         return self._link.pid
 
-    async def flush_cache(self) -> ControlReply:
-        return await self._link.flush_cache()
-
     async def flush_prefixes(self, *, model: str = "") -> tuple[str, ...]:
-        return ((await self.flush_cache()).message,)
+        return ((await self._link.flush_cache()).message,)
+
+    async def snapshots(self) -> dict[str, EngineSnapshot]:
+        with contextlib.suppress(EngineError):
+            if (taken := await self._link.snapshot()) is not None:
+                return {self._served_name: taken}
+        return {}
 
     async def set_log_level(self, level: str) -> tuple[str, ...]:
         self._options = msgspec.structs.replace(self._options, log_level=level)
@@ -188,57 +246,27 @@ class CustomBackend(InferenceBackend):
 
     @property
     def is_ready(self) -> bool:
-        # `is_up` is the result of the last periodic check. The engine may have recovered since
-        # then, so if that check found trouble, check again.
-        return self._text is not None and (self._link.is_up or self.health().ready)
+        return self._text is not None and (self._link.accepts or self.health().ready)
 
     def memory_bytes(self) -> int:
-        import psutil  # imported late, because a start does not need it
-
-        total = 0
-        for pid in {os.getpid(), self._link.pid} - {None}:
-            with contextlib.suppress(psutil.NoSuchProcess):  # the process may exit at any moment
-                total += psutil.Process(pid).memory_info().rss
-        return total
+        return resident_bytes({os.getpid(), self._link.pid or os.getpid()})
 
     def models(self) -> list[ModelCard]:
-        text, ready = self._text, self._link.ready
+        text, ready = self._text, self._link.last_ready
         if text is None:
             return []
         max_model_len = ready.max_seq_len if ready else text.config.max_position
         max_sequences = None if ready is None else ready.max_slots
-        known = None if self._card is None else (self._card.max_model_len, self._card.max_sequences)
-        if self._card is None or known != (max_model_len, max_sequences):
-            self._card = self._make_card(text, max_model_len, max_sequences)
-        return [self._card]
+        speculates = ready is not None and ready.speculates
+        card, facts = self._card, (max_model_len, max_sequences, speculates)
+        if card is None or facts != (card.max_model_len, card.max_sequences, card.speculates):
+            images = IMAGE_ENCODERS.get(self.framework, ())
+            made = (self._served_name, self.framework, self._created)
+            self._card = card = card_of(text, *made, *facts, images)
+        return [card]
 
     def resolve(self, name: str | None) -> Resolved | None:
         return next((Resolved(card) for card in self.models() if name in (None, card.id)), None)
-
-    def _make_card(
-        self, text: TextModel, max_model_len: int, max_sequences: int | None
-    ) -> ModelCard:
-        return ModelCard(
-            id=self._served_name,
-            created=self._created,
-            owned_by="engine",
-            max_model_len=max_model_len,
-            backend=self.framework,
-            quantization=text.quantization,
-            num_params=text.config.num_params,
-            size_bytes=text.size_bytes,
-            capabilities=text.capabilities + (("images",) if self._reads_images(text) else ()),
-            emulated=text.emulated,
-            template_options=text.template_options,
-            trained_context=text.config.max_position,
-            max_sequences=max_sequences,
-            num_dimensions=None if text.reranks else text.config.hidden_size,
-            prompt_names=tuple(sorted(name for name in text.prompts if name is not None)),
-        )
-
-    def _reads_images(self, text: TextModel) -> bool:
-        vision, kinds = text.config.vision, IMAGE_ENCODERS.get(self._options.framework, ())
-        return vision is not None and text.can_chat and vision.kind in kinds
 
     def stats(self) -> EngineStats | None:
         return self._link.stats
@@ -251,6 +279,10 @@ class CustomBackend(InferenceBackend):
 
     async def open(self, request: ChatRequest | CompletionRequest) -> Generation:
         """Prepare the prompt, check it, and submit it to the engine."""
+        with self._counted():
+            return await self._open(request)
+
+    async def _open(self, request: ChatRequest | CompletionRequest) -> Generation:
         text, ready = self._loaded()
         began_at, context = time.monotonic(), request.context
         prepare = prepare_chat if isinstance(request, ChatRequest) else prepare_completion
@@ -265,82 +297,44 @@ class CustomBackend(InferenceBackend):
             for pattern in context.params.stop_regex:
                 await self._checker.check(stop_grammar(pattern), "stop_regex")
             prepared = await self._encode(encode_words, text, prepared, context.params)
+        if context.expected:
+            prepared = await self._encode(with_expected, text, prepared, context.expected)
         checked_at = time.monotonic()
         params = context.params
         if params.logprob_token_ids:  # the engine takes them from the logprobs of all tokens
             params = msgspec.structs.replace(params, logprobs=text.config.vocab_size)
         if params.text_bias:
             params = await self._encode(with_text_bias, text, params)
-        submitted = GenerateRequest(
-            request_id=context.request_id,
-            prompt=prepared.token_ids,
-            params=params,
-            eos_ids=text.eos_ids,
-            priority=context.priority,
-            salt=context.salt,
-            tenant=context.tenant,
-            timeout_s=context.timeout_s,
-            queue_timeout_s=context.queue_timeout_s,
-            grammar=prepared.grammar,
-            images=prepared.images,
-            bad_words=prepared.bad_words,
-            dry_breakers=prepared.dry_breakers,
-            reports_progress=context.on_progress is not None,
-        )
+        notes = context.notes
+        if notes is not None and notes.recorded is not None and params.seed is None:
+            params = msgspec.structs.replace(params, seed=secrets.randbits(62))
+        submitted = prepared.request(context, params, text.eos_ids, ready.max_seq_len)
         generation = Generation(
             submitted, text, prepared, self._link, context.on_progress, context.notes
         )
         self._link.submit(submitted, generation)
-        if context.notes is not None:
+        if notes is not None:
             times = (began_at, encoded_at, checked_at, time.monotonic())
-            context.notes.add_preparation(Preparation(*times, len(submitted.prompt)))
+            notes.add_preparation(Preparation(*times, len(submitted.prompt)))
+            if notes.recorded is not None:
+                generation.record(notes.record(submitted, self._fingerprint(ready)))
         if context.on_prompt is not None:
             context.on_prompt(prepared.token_ids)
         return generation
 
-    async def embed(self, request: EmbedRequest) -> Embeddings:
-        from engine.backends.custom.frontend.embedding import (
-            scores_along,  # imports numpy, which nothing else here needs
-            vectors_of,
-        )
+    async def replay(self, request: GenerateRequest, *, model: str = "") -> ReplayedTokens:
+        _, ready = self._loaded()
+        token_ids = await replayed_tokens(self._link, request)
+        return ReplayedTokens(token_ids, self._fingerprint(ready))
 
-        text, ready = self._loaded()
-        limit = request.truncate_prompt_tokens
-        most = ready.max_seq_len if limit is not None and limit < 0 else limit
-        names = request.prompt_names or (None,) * len(request.inputs)
-        encoded = [
-            await self._encode(text.encode_pair, each.first, each.second, most)
-            if isinstance(each, TextPair)
-            else await self._encode(text.encode_input, each, name, most)
-            for each, name in zip(request.inputs, names, strict=True)
-        ]
-        for index, (prompt, _) in enumerate(encoded):
-            name = "input" if len(encoded) == 1 else f"input[{index}]"
-            check_input(len(prompt), ready.max_seq_len, name)
-            check_prompt(prompt, text.config.vocab_size, name)
-        requests = [
-            GenerateRequest(
-                request_id=f"{request.request_id}-{index}",
-                prompt=prompt,
-                params=SamplingParams(max_tokens=1),
-                priority=request.priority,
-                salt=request.salt,
-                tenant=request.tenant,
-                timeout_s=request.timeout_s,
-                # A call opens only some of its requests at a time, so later requests may wait
-                # longer. The limit on the waiting time therefore holds only for the first.
-                queue_timeout_s=request.queue_timeout_s if index == 0 else None,
-                pools=True,
-                second_start=second_start,
-            )
-            for index, (prompt, second_start) in enumerate(encoded)
-        ]
-        size = 1 if text.reranks else text.config.hidden_size
-        max_queued = self._options.max_queued
-        vectors = await vectors_of(self._link, requests, max_queued, size, text.reranks)
-        if text.ranker is not None:
-            vectors = scores_along(vectors, text.ranker.direction)
-        return Embeddings(vectors, sum(len(prompt) for prompt, _ in encoded))
+    async def embed(self, request: EmbedRequest) -> Embeddings:
+        # This module imports numpy, which nothing else here needs.
+        from engine.backends.custom.frontend.embedding import embedded
+
+        with self._counted():
+            text, ready = self._loaded()
+            limits = (ready.max_seq_len, self._options.max_queued)
+            return await embedded(request, text, *limits, self._link, self._encode)
 
     async def tokenize(
         self,
@@ -372,8 +366,9 @@ class CustomBackend(InferenceBackend):
         return text.tokenizer_info
 
     def _loaded(self) -> tuple[TextModel, Ready]:
-        text, ready = self._text, self._link.ready
-        if text is None or ready is None:
+        # The sizes of the last engine are those of the next one, too.
+        text, ready = self._text, self._link.last_ready
+        if text is None or ready is None or not (self._link.ready or self._link.accepts):
             raise UnavailableError(self._link.detail, retry_after=2.0)
         return text, ready
 
@@ -383,6 +378,14 @@ class CustomBackend(InferenceBackend):
             return await after_other_long_texts(work, *arguments)
         return await asyncio.get_running_loop().run_in_executor(self._encoders, work, *arguments)
 
+    @contextlib.contextmanager
+    def _counted(self) -> Iterator[None]:
+        self._num_calls += 1
+        try:
+            yield
+        finally:
+            self._num_calls -= 1
+
     def _make_client(self, on_message: OnMessage, on_exit: OnExit) -> EngineClient:
         if self._in_process:
             return InlineClient(self.worker_module, self._options, on_message)
@@ -390,18 +393,3 @@ class CustomBackend(InferenceBackend):
         # new process.
         process, self._process = self._process, None
         return ProcessClient(self.worker_module, self._options, on_message, on_exit, process)
-
-
-def _options(framework: str, config: BackendConfig) -> EngineOptions:
-    """Build `EngineOptions` from the arguments of a backend. If an argument is unknown, an error
-    names the argument.
-    """
-    fields = {"model_path": config.model_name, "framework": framework, **config.backend_args}
-    unknown = sorted(fields.keys() - set(EngineOptions.__struct_fields__))
-    if unknown:
-        known = ", ".join(EngineOptions.__struct_fields__)
-        raise ConfigError(f"unknown backend argument '{unknown[0]}'; there are: {known}")
-    try:
-        return msgspec.convert(fields, EngineOptions)
-    except msgspec.ValidationError as error:
-        raise ConfigError(f"backend arguments: {error}") from error

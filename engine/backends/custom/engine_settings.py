@@ -4,19 +4,28 @@ This module imports little, because the engine process gets its options before t
 frontend is loaded.
 """
 
+from collections.abc import Mapping
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from engine.backends.custom.options import EngineOptions
-from engine.core.config_schema import Settings
+import msgspec
+
+from engine.backends.custom.options import MIB, EngineOptions, TierOptions
+from engine.core.config_schema import Settings, TierSettings
+from engine.core.errors import ConfigError
 from engine.core.store.model_store import default_name
 
 if TYPE_CHECKING:
+    from engine.backends.base import BackendConfig
     from engine.core.config_presets import PresetTable
 
 FRAMEWORKS = "engine.backends.custom.frameworks"
 EXAMINER = "engine.backends.custom.weights.examine:examine_model"
+# Options that a running engine's replacement may have other values for.
+CHANGEABLE = tuple(
+    name for name in EngineOptions.__struct_fields__ if name not in ("model_path", "framework")
+)
 NATIVE_MODULE = f"{FRAMEWORKS}.native._native"
 NVIDIA_DEVICE = Path("/dev/nvidiactl")  # present if a CUDA driver is loaded
 
@@ -49,6 +58,7 @@ def engine_options(settings: Settings, framework: str, path: Path | None = None)
         numerics=performance.numerics,
         affinity=performance.affinity,
         kv_dtype=cache.kv_dtype,
+        speculation=performance.speculation,
         max_slots=performance.batch_size or 0,
         max_batch_tokens=performance.max_batch_tokens or 0,
         max_queued=performance.max_queued_requests,
@@ -61,8 +71,60 @@ def engine_options(settings: Settings, framework: str, path: Path | None = None)
         cache_max_sequences=cache.max_sequences,
         cache_ttl_s=cache.ttl_seconds,
         eviction_policy=cache.eviction_policy,
+        tiers=tier_options(settings.tiers),
         log_level=settings.logging.level,
         log_format=settings.logging.format,
+    )
+
+
+def options_of(framework: str, config: "BackendConfig") -> EngineOptions:
+    """Build `EngineOptions` from the arguments of a backend. If an argument is unknown, an error
+    names the argument.
+    """
+    fields = {"model_path": config.model_name, "framework": framework, **config.backend_args}
+    unknown = sorted(fields.keys() - set(EngineOptions.__struct_fields__))
+    if unknown:
+        known = ", ".join(EngineOptions.__struct_fields__)
+        raise ConfigError(f"unknown backend argument '{unknown[0]}'; there are: {known}")
+    try:
+        return msgspec.convert(fields, EngineOptions)
+    except msgspec.ValidationError as error:
+        raise ConfigError(f"backend arguments: {error}") from error
+
+
+def changed_options(
+    options: EngineOptions, model: str, changes: Mapping[str, Any]
+) -> EngineOptions:
+    """The options with another model and with `changes`. If a name in `changes` is unknown, an
+    error says so.
+    """
+    unknown = changes.keys() - set(CHANGEABLE)
+    if unknown:
+        known = ", ".join(CHANGEABLE)
+        raise ConfigError(f"unknown option '{min(unknown)}'; there are: {known}", param="options")
+    fields = msgspec.structs.asdict(options) | {"model_path": model} | dict(changes)
+    try:
+        return msgspec.convert(fields, EngineOptions)
+    except msgspec.ValidationError as error:
+        raise ConfigError(f"options: {error}", param="options") from error
+
+
+def tier_options(tiers: TierSettings) -> TierOptions | None:
+    """The options of the cache tiers. None if the settings name no tier."""
+    if tiers.host_mb is None and tiers.disk_path is None and tiers.redis_url is None:
+        return None
+    return TierOptions(
+        host_bytes=(tiers.host_mb or 0) * MIB,
+        host_policy=tiers.host_policy,
+        host_ttl_s=tiers.host_ttl_s,
+        disk_path=str(tiers.disk_path or ""),
+        disk_bytes=tiers.disk_mb * MIB if tiers.disk_path is not None else 0,
+        disk_policy=tiers.disk_policy,
+        disk_ttl_s=tiers.disk_ttl_s,
+        redis_url=tiers.redis_url.get_secret_value() if tiers.redis_url is not None else "",
+        redis_bytes=tiers.redis_mb * MIB if tiers.redis_url is not None else 0,
+        redis_policy=tiers.redis_policy,
+        redis_ttl_s=tiers.redis_ttl_s,
     )
 
 

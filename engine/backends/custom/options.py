@@ -2,9 +2,12 @@
 a message.
 """
 
+import hashlib
 from typing import Literal
 
 import msgspec
+
+from engine import __version__
 
 # The kinds of image encoders (`VisionConfig.kind`) that each framework runs.
 IMAGE_ENCODERS: dict[str, tuple[str, ...]] = {
@@ -21,6 +24,22 @@ CPU_STEP_TOKENS = 2048
 # Idle prefixes of the native KV cache take at most this, unless settings give a size. The pool may
 # be much larger, but memory that only running sequences need is touched only by them.
 IDLE_CACHE_BYTES = 224 * MIB
+
+
+class TierOptions(msgspec.Struct, frozen=True, kw_only=True):
+    """The tiers of the prefix cache. A tier is used if it has a size."""
+
+    host_bytes: int = 0
+    host_policy: Literal["lru", "lfu", "fifo"] = "lru"
+    host_ttl_s: float | None = None
+    disk_path: str = ""
+    disk_bytes: int = 0
+    disk_policy: Literal["lru", "lfu", "fifo"] = "lru"
+    disk_ttl_s: float | None = None
+    redis_url: str = ""
+    redis_bytes: int = 0
+    redis_policy: Literal["lru", "lfu", "fifo"] = "lru"
+    redis_ttl_s: float | None = None
 
 
 class EngineOptions(msgspec.Struct, frozen=True, kw_only=True, tag="options"):
@@ -40,6 +59,7 @@ class EngineOptions(msgspec.Struct, frozen=True, kw_only=True, tag="options"):
     numerics: str = "invariant"
     affinity: str = "auto"
     kv_dtype: str = "auto"
+    speculation: Literal["auto", "on", "off"] = "auto"
     max_slots: int = 64  # 0: `planned` chooses it, and so for `max_batch_tokens`
     max_batch_tokens: int = 2048
     max_queued: int = 1024
@@ -53,8 +73,18 @@ class EngineOptions(msgspec.Struct, frozen=True, kw_only=True, tag="options"):
     cache_max_sequences: int | None = None
     cache_ttl_s: float | None = None
     eviction_policy: Literal["lru", "lfu", "fifo"] = "lru"
+    tiers: TierOptions | None = None
     log_level: str = "warning"
     log_format: str = "pretty"
+
+    def fingerprint(self, files: str, device: str, dtype: str, max_seq_len: int) -> str:
+        """Equal for engines in which a request has the same result. `files` identifies the model's
+        files.
+        """
+        arithmetic = (self.framework, self.quantization, self.attention, self.numerics)
+        kind = device.partition(":")[0]  # GPUs of one machine count as equal
+        facts = (__version__, files, arithmetic, self.kv_dtype, kind, dtype, max_seq_len)
+        return hashlib.sha256(repr(facts).encode()).hexdigest()[:16]
 
     def planned(self, device: str, free_bytes: int, num_cpus: int) -> "EngineOptions":
         """These options, with the sizes that the settings leave to the engine. They depend on the

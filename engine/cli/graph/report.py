@@ -10,6 +10,7 @@ from dataclasses import asdict
 from math import prod
 from typing import TYPE_CHECKING, Any
 
+from engine.backends.custom.frameworks.native.compiled import kernels
 from engine.backends.custom.frameworks.native.execution import build
 from engine.backends.custom.frameworks.native.execution.timing import (
     Timing,
@@ -51,7 +52,7 @@ def describe_graph(source: "ModelSource", size: StepSize, timed: bool = False) -
     _check(source, size)
     counts = size.counts
     config = runner_config(size.tokens, counts.sequences, size.context)
-    native = build.kernels() if timed else _kernels_if_built()
+    native = kernels() if timed else _kernels_if_built()
     threads = default_threads()
     if native is not None:
         plans = build.plans_for(source, config, build.machine_with(threads))
@@ -95,7 +96,7 @@ def describe_graph(source: "ModelSource", size: StepSize, timed: bool = False) -
 
 def _kernels_if_built() -> Any:
     with suppress(ConfigError):
-        return build.kernels()
+        return kernels()
     return None
 
 

@@ -160,6 +160,24 @@ def unload(ctx: typer.Context, id: IdArgument, wait: WaitOption = None) -> None:
 
 
 @app.command()
+def swap(
+    ctx: typer.Context,
+    id: IdArgument,
+    model: Annotated[str | None, typer.Option(help="Run this model; default: the same.")] = None,
+    option: Annotated[
+        list[str] | None, typer.Option("--option", metavar="NAME=VALUE", help="Of the new engine.")
+    ] = None,
+) -> None:
+    """Replace a model's engine by a new one, and lose no request."""
+    from engine.cli.serve import parse_options
+
+    body = {"id": id, "model": model, "options": parse_options(option)}
+    found = call(ctx, "POST", "models/swap", {k: v for k, v in body.items() if v is not None})
+    told = f"{found['moved']} requests moved, {found['finishing']} finish in the old engine."
+    show(ctx, found, f"{id} runs in a new engine. {told}")
+
+
+@app.command()
 def remove(ctx: typer.Context, id: IdArgument, wait: WaitOption = None) -> None:
     """Remove a model, so that clients can't request it."""
     found = call(ctx, "POST", "models/remove", _named(id, wait))
@@ -184,7 +202,7 @@ def warm(
     tenant: Annotated[str | None, typer.Option(help="Default: every tenant with a key.")] = None,
 ) -> None:
     """Prefill prompts now, so that requests with the same prefix start faster later."""
-    body = {"prompts": _prompts(file), "model": model, "tenant": tenant}
+    body = {"prompts": read_prompt_lines(file), "model": model, "tenant": tenant}
     found = call(ctx, "POST", "cache/warm", {k: v for k, v in body.items() if v is not None})
     show(ctx, found, pairs_table(found))
 
@@ -326,7 +344,7 @@ def _limits(*values: int | None) -> dict[str, int | None]:
     return {name: value or None for name, value in given if value is not None}
 
 
-def _prompts(path: Path) -> list[Any]:
+def read_prompt_lines(path: Path) -> list[Any]:
     """Parse a file of prompts in the same way as the server, without importing the server. Each
     line is one prompt: a JSON string, a JSON object or plain text.
     """

@@ -6,7 +6,7 @@ import dataclasses
 import json
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -133,6 +133,8 @@ def _keys() -> Iterator[asyncio.Event]:
 
 _STATES = {"ready": "green", "loading": "yellow", "ejected": "bold yellow", "down": "bold red"}
 _MAX_DECISIONS = 8
+_MAX_ROWS = 12
+BAR_WIDTH = 36
 
 
 def frame_json(frame: Frame) -> dict[str, Any]:
@@ -149,6 +151,7 @@ def as_view(frame: Frame, note: str = "") -> "Group":
     parts += [
         Text(plain(f"{row.model} on {row.name}: {row.detail}"), style="yellow") for row in details
     ]
+    parts += [part for engine in frame.engines for part in _batch(engine)]
     if frame.decisions:
         parts.append(_decisions(frame))
     if note:
@@ -206,6 +209,58 @@ def _backends(frame: Frame) -> "Table":
 def _name(row: BackendRow) -> str:
     name = plain(row.name)
     return name if not row.kind or row.kind == row.name else f"{name} ({plain(row.kind)})"
+
+
+def _batch(engine: Mapping[str, Any]) -> "list[Table | Text]":
+    """A bar for each running sequence of an engine, and a line about its queue."""
+    from rich import box
+    from rich.table import Table
+    from rich.text import Text
+
+    table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), expand=True)
+    table.add_column(plain(f"batch of {engine['name']}"), overflow="ellipsis", no_wrap=True)
+    table.add_column("prompt, answer", no_wrap=True, min_width=BAR_WIDTH)
+    for heading in ("tokens", "seconds"):
+        table.add_column(heading, justify="right", no_wrap=True)
+    running = engine["running"]
+    widest = max((row["num_prompt"] + row["max_tokens"] for row in running), default=1)
+    for row in running[:_MAX_ROWS]:
+        done = min(row["num_computed"], row["num_prompt"])
+        count = row["num_generated"] or done
+        goal = row["max_tokens"] if row["num_generated"] else row["num_prompt"]
+        table.add_row(
+            Text(plain(str(row["request_id"])[-12:])),
+            _bar(row, widest),
+            f"{count}/{goal}",
+            f"{row['seconds']:.1f}",
+        )
+    lines: list[Table | Text] = [table] if running else []
+    if len(running) > _MAX_ROWS:
+        lines.append(Text(f"and {len(running) - _MAX_ROWS} more sequences", style="dim"))
+    if engine["waiting"]:
+        longest = max(row["seconds"] for row in engine["waiting"])
+        what = f"{len(engine['waiting'])} wait for {engine['blocked_by']}, up to {longest:.1f} s"
+        lines.append(Text(plain(what), style="yellow"))
+    return lines
+
+
+def _bar(row: Mapping[str, Any], widest: int) -> "Text":
+    from rich.text import Text
+
+    def cells(count: int) -> int:
+        return round(BAR_WIDTH * count / widest)
+
+    done = min(row["num_computed"], row["num_prompt"])
+    cached = min(row["num_cached"], done)
+    left = row["num_prompt"] - done
+    parts = [(cached, "green"), (done - cached, "yellow"), (left, "bright_black")]
+    parts += [(row["num_generated"], "blue")]
+    bar, drawn, total = Text(), 0, 0
+    for count, style in parts:
+        total += count
+        bar.append("━" * (cells(total) - drawn), style)
+        drawn = cells(total)
+    return bar
 
 
 def _decisions(frame: Frame) -> "Table":

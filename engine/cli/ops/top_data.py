@@ -15,6 +15,7 @@ import httpx
 from engine.core.errors import AuthenticationError, UnavailableError
 
 ROUTES = "/v1/admin/routes"
+SNAPSHOT = "/v1/admin/snapshot"
 _TTFT = "vllm:time_to_first_token_seconds_bucket"
 
 
@@ -44,6 +45,7 @@ class Look:
     metrics: ScrapedMetrics
     models: tuple[Mapping[str, Any], ...]
     routes: Mapping[str, Any] | None
+    engines: tuple[Mapping[str, Any], ...] = ()  # of `/v1/admin/snapshot`
 
     @property
     def has_router(self) -> bool:
@@ -94,6 +96,7 @@ class Frame:
     cache_hit_rate: float | None
     backends: tuple[BackendRow, ...]
     decisions: tuple[Mapping[str, Any], ...]  # the router's latest decisions, newest first
+    engines: tuple[Mapping[str, Any], ...] = ()  # what our own engines are doing
 
 
 async def look(client: httpx.AsyncClient) -> Look:
@@ -101,8 +104,9 @@ async def look(client: httpx.AsyncClient) -> Look:
     `AuthenticationError` if it does not accept the key.
     """
     try:
-        routes, health, metrics, models = await asyncio.gather(
-            *(client.get(path) for path in (ROUTES, "/health", "/metrics", "/v1/models"))
+        paths = (ROUTES, "/health", "/metrics", "/v1/models", SNAPSHOT)
+        routes, health, metrics, models, snapshot = await asyncio.gather(
+            *(client.get(path) for path in paths)
         )
     except httpx.HTTPError as error:
         raise UnavailableError(
@@ -125,6 +129,8 @@ async def look(client: httpx.AsyncClient) -> Look:
         metrics=parse_metrics(metrics.text) if metrics.status_code == 200 else ScrapedMetrics(),
         models=tuple(listed),
         routes=_json(routes) if routes.status_code == 200 else None,
+        # Other servers have no snapshot, and ours shows it to administrators only.
+        engines=tuple(_json(snapshot).get("engines", ())) if snapshot.status_code == 200 else (),
     )
 
 
@@ -183,6 +189,7 @@ def frame_of(url: str, before: Look, now: Look) -> Frame:
         cache_hit_rate=hits / queries if hits is not None and queries else None,
         backends=rows,
         decisions=tuple((now.routes or {}).get("decisions", ())),
+        engines=now.engines,
     )
     return frame if rows else _with_models(frame, now)
 

@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import msgspec
 
+from engine.core.interfaces.notes import RequestNotes
 from engine.core.interfaces.request import SamplingParams
-from engine.core.interfaces.timeline import RequestNotes
 
 if TYPE_CHECKING:
     import numpy as np
@@ -98,7 +98,10 @@ class UsageEvent(msgspec.Struct, frozen=True):
     prefill_s: float = 0.0  # seconds from the first step to the first token
     decode_s: float = 0.0  # seconds from the first token to the end
     reasoning_tokens: int = 0  # included in `completion_tokens`
-    num_revivals: int = 0  # how often the request continued in a restarted engine
+    num_revivals: int = 0  # how often the request continued in another engine
+    num_drafted: int = 0  # tokens that speculation guessed
+    num_accepted: int = 0  # those of them that were right
+    has_prediction: bool = False  # whether the client said which answer it expects
 
 
 Event = TextEvent | ReasoningEvent | ToolCallEvent | FinishEvent | UsageEvent
@@ -133,6 +136,8 @@ class GenerationContext(msgspec.Struct, frozen=True, kw_only=True):
     # the whole prompt.
     truncate_prompt_tokens: int | None = None
     truncation_side: Literal["left", "right"] = "left"  # the side that is cut off
+    # The answer that the client expects, or a part of it. It may speed up the answer.
+    expected: str = ""
     # Called once the backend has checked the prompt and sent it to its engine, with the prompt's
     # token ids. None: only the remote server knows them.
     on_prompt: Callable[[tuple[int, ...] | None], None] | None = None
@@ -274,6 +279,7 @@ class ModelCard(msgspec.Struct, frozen=True, kw_only=True):
     num_dimensions: int | None = None  # length of the model's embedding vectors
     prompt_names: tuple[str, ...] = ()  # names of the prompts that embedding inputs may have
     root: str | None = None  # id of the model that this card is an alias of
+    speculates: bool = False  # steps verify guessed tokens, with the same output
 
 
 class Health(msgspec.Struct, frozen=True, kw_only=True):
@@ -286,7 +292,7 @@ class Health(msgspec.Struct, frozen=True, kw_only=True):
     # Seconds since the last engine step, while work is pending. None when the engine is idle.
     step_age_s: float | None = None
     num_restarts: int = 0  # restarts of the engine so far
-    num_revived: int = 0  # how often a request continued in a restarted engine, over all requests
+    num_revived: int = 0  # how often a request continued in another engine, over all requests
     # False if the model is not in memory. The backend may still be ready; then the next request
     # loads the model.
     loaded: bool = True

@@ -9,6 +9,7 @@ from typing import Literal
 
 import msgspec
 
+from engine.core.interfaces.snapshot import EngineSnapshot
 from engine.core.interfaces.timeline import Timeline
 
 FinishReason = Literal["stop", "length", "abort", "error"]
@@ -176,6 +177,8 @@ class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True, tag="submit"):
     bad_words: tuple[tuple[int, ...], ...] = ()  # token ids of `params.bad_words`
     # Token sequences with which a text of `params.dry_sequence_breakers` ends
     dry_breakers: tuple[tuple[int, ...], ...] = ()
+    # The output that the client expects, or a part of it. Drafts are taken from it.
+    expected: tuple[int, ...] = ()
     # Send a delta after each step that computes a part of the prompt.
     reports_progress: bool = False
     # Only for encoders: in a pair of texts, the index of the first token with token type 1. 0: all
@@ -196,7 +199,7 @@ class Control(msgspec.Struct, frozen=True, tag="control"):
     """Frontend to engine: an operation on the engine itself, answered by a `ControlReply`."""
 
     control_id: int
-    action: Literal["flush_cache", "log_level"]
+    action: Literal["flush_cache", "log_level", "snapshot"]
     value: str = ""  # the new level, for action "log_level"
 
 
@@ -255,6 +258,10 @@ class TokenDelta(msgspec.Struct, frozen=True, array_like=True, gc=False):
     num_processed: int = 0
     # With Mirostat: the limit for the surprise of the token after this one
     surprise_limit: float | None = None
+    # The draft tokens that the step verified, and how many of them were right. Set on the first
+    # delta of a choice in the step.
+    num_drafted: int = 0
+    num_accepted: int = 0
     timeline: Timeline | None = None  # set on the last delta of a choice that was queued
 
 
@@ -291,6 +298,25 @@ class StepCounts(msgspec.Struct, frozen=True, array_like=True):
         )
 
 
+class TierStats(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
+    """Statistics of one tier of the prefix cache: current values and cumulative counters."""
+
+    name: str = ""  # "host", "disk" or "redis"
+    num_blocks: int = 0
+    num_bytes: int = 0
+    is_up: bool = True  # False: the tier failed, and is not read until it answers again
+    hits: int = 0  # blocks that were loaded
+    misses: int = 0  # lookups of a prefix that ended at this tier without a block
+    bad: int = 0  # records that were damaged or foreign
+    stored: int = 0  # blocks
+    errors: int = 0  # failed calls
+    bytes_loaded: int = 0
+    bytes_stored: int = 0
+    load_s: float = 0.0
+    store_s: float = 0.0
+    saved_tokens: int = 0  # prompt tokens that were loaded instead of computed
+
+
 class EngineStats(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
     """Statistics of one engine: current values and cumulative counters."""
 
@@ -315,7 +341,10 @@ class EngineStats(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
     num_evictions: int = 0
     num_nonfinite: int = 0
     num_invariant_failures: int = 0
+    num_drafted_tokens: int = 0  # tokens that speculation guessed, and that steps verified
+    num_accepted_tokens: int = 0  # those of them that were right
     steps: StepCounts = StepCounts()
+    tiers: tuple[TierStats, ...] = ()
 
 
 class Ready(msgspec.Struct, frozen=True, tag="ready"):
@@ -328,6 +357,7 @@ class Ready(msgspec.Struct, frozen=True, tag="ready"):
     dtype: str
     device: str
     load_s: float
+    speculates: bool = False
 
 
 class Deltas(msgspec.Struct, frozen=True, tag="deltas"):
@@ -344,6 +374,7 @@ class ControlReply(msgspec.Struct, frozen=True, tag="control_reply"):
     control_id: int
     ok: bool
     message: str = ""
+    snapshot: EngineSnapshot | None = None  # for action "snapshot", unless an encoder answers
 
 
 class Fatal(msgspec.Struct, frozen=True, tag="fatal"):

@@ -3,8 +3,6 @@
 All times are `time.monotonic()` of the machine, which the frontend and the engine process share.
 """
 
-from dataclasses import dataclass, field
-
 import msgspec
 
 # What a sequence can wait for before its first step. `Timeline.waits` has the seconds of each.
@@ -16,13 +14,12 @@ WAITS = (
     "turn",  # the turn of its tenant: later requests of other tenants went first
     "priority",  # requests with a higher priority, which came later and went first
     "prefix",  # a running sequence that computes the same prefix
+    "tier",  # KV blocks that are loaded from a tier of the cache
 )
 # Upper edges of the batch sizes in `DecodeWork.by_rows`. The last bucket has no upper edge.
 BATCH_EDGES = (1, 2, 4, 8, 16, 32, 64, 128, 256)
 MAX_CHUNKS = 32
 MAX_PAUSES = 8
-# Max timelines and preparations that are kept of one HTTP request.
-MAX_PARTS = 64
 
 
 class Chunk(msgspec.Struct, frozen=True, array_like=True):
@@ -82,6 +79,8 @@ class Timeline(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
     num_overtaken: int = 0  # sequences that were queued later and scheduled earlier
     num_prompt: int = 0
     num_cached: int = 0
+    # Tokens that were loaded for it, by the tier of the prefix cache that had them.
+    loaded_from: dict[str, int] = {}
     num_evicted: int = 0  # prompt tokens that were computed earlier and are no longer cached
     is_cache_off: bool = False  # whether the sequence could not use the prefix cache
     divergence: Divergence | None = None
@@ -101,19 +100,3 @@ class Preparation(msgspec.Struct, frozen=True):
     checked_at: float  # when its grammar was checked
     submitted_at: float
     num_prompt: int
-
-
-@dataclass(slots=True)
-class RequestNotes:
-    """Collects what a backend tells about one HTTP request, which may have several prompts."""
-
-    preparations: list[Preparation] = field(default_factory=list)
-    timelines: list[Timeline] = field(default_factory=list)
-
-    def add_timeline(self, timeline: Timeline) -> None:
-        if len(self.timelines) < MAX_PARTS:
-            self.timelines.append(timeline)
-
-    def add_preparation(self, preparation: Preparation) -> None:
-        if len(self.preparations) < MAX_PARTS:
-            self.preparations.append(preparation)

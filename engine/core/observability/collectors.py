@@ -10,8 +10,11 @@ from collections.abc import Iterable
 from functools import cached_property
 from typing import TYPE_CHECKING
 
+from prometheus_client import CollectorRegistry
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
+
+from engine.core.interfaces.request import TierStats
 
 if TYPE_CHECKING:
     import psutil
@@ -22,6 +25,45 @@ from itertools import accumulate
 
 from prometheus_client.core import HistogramMetricFamily
 from prometheus_client.utils import floatToGoString
+
+# The fields of `TierStats`, with the name, kind and help text of their metrics.
+_TIER_FIELDS: dict[str, tuple[str, type[CounterMetricFamily | GaugeMetricFamily], str]] = {
+    "is_up": ("up", GaugeMetricFamily, "1 while the tier answers, else 0"),
+    "num_blocks": ("blocks", GaugeMetricFamily, "Blocks in the tier"),
+    "num_bytes": ("bytes", GaugeMetricFamily, "Bytes in the tier"),
+    "hits": ("hits", CounterMetricFamily, "Blocks loaded from the tier"),
+    "misses": ("misses", CounterMetricFamily, "Lookups that found no further block in the tier"),
+    "bad": ("bad_records", CounterMetricFamily, "Records that were damaged or foreign"),
+    "stored": ("stored_blocks", CounterMetricFamily, "Blocks written to the tier"),
+    "errors": ("errors", CounterMetricFamily, "Failed calls of the tier"),
+    "bytes_loaded": ("loaded_bytes", CounterMetricFamily, "Bytes loaded from the tier"),
+    "bytes_stored": ("stored_bytes", CounterMetricFamily, "Bytes written to the tier"),
+    "load_s": ("load_seconds", CounterMetricFamily, "Time spent loading from the tier"),
+    "store_s": ("store_seconds", CounterMetricFamily, "Time spent writing to the tier"),
+    "saved_tokens": ("saved_tokens", CounterMetricFamily, "Tokens loaded instead of computed"),
+}
+
+
+class TierCollector(Collector):
+    """Collects the statistics of the tiers of the prefix cache, by the label `tier`. The metrics
+    exist only if an engine has tiers.
+    """
+
+    def __init__(self, registry: CollectorRegistry) -> None:
+        self._registry = registry
+        self._tiers: tuple[TierStats, ...] = ()
+
+    def update(self, tiers: tuple[TierStats, ...]) -> None:
+        if tiers and not self._tiers:
+            self._registry.register(self)
+        self._tiers = tiers or self._tiers
+
+    def collect(self) -> Iterable[Metric]:
+        for field, (name, kind, text) in _TIER_FIELDS.items():
+            family = kind(f"engine_cache_tier_{name}", text, labels=["tier"])
+            for tier in self._tiers:
+                family.add_metric([tier.name], getattr(tier, field))
+            yield family
 
 
 class ProcessTreeCollector(Collector):

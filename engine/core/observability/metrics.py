@@ -20,7 +20,7 @@ from prometheus_client.exposition import CONTENT_TYPE_PLAIN_0_0_4
 
 from engine.core.interfaces.backend import UsageEvent
 from engine.core.interfaces.request import STEP_SECONDS, STEP_TOKENS, EngineStats, FinishReason
-from engine.core.observability.collectors import BulkHistogram, ProcessTreeCollector
+from engine.core.observability.collectors import BulkHistogram, ProcessTreeCollector, TierCollector
 
 Outcome = Literal["ok", "abort", "error", "refused"]
 
@@ -61,11 +61,11 @@ _TOTALS = (
     ("num_preemptions", "vllm:num_preemptions", "Sequences preempted because KV blocks ran out"),
     ("num_preemptions", "engine_preemptions", "Sequences preempted because KV blocks ran out"),
     ("num_evictions", "engine_evicted_blocks", "Blocks evicted from the prefix cache"),
-    (
-        "num_nonfinite",
-        "engine_nonfinite_rows",
-        "Rows that failed because their logits were not finite",
-    ),
+    ("num_drafted_tokens", "vllm:spec_decode_num_draft_tokens", "Tokens that speculation guessed"),
+    ("num_drafted_tokens", "engine_drafted_tokens", "Tokens that speculation guessed"),
+    ("num_accepted_tokens", "vllm:spec_decode_num_accepted_tokens", "Guesses that were right"),
+    ("num_accepted_tokens", "engine_accepted_tokens", "Guesses that were right"),
+    ("num_nonfinite", "engine_nonfinite_rows", "Failed rows, whose logits were not finite"),
     (
         "num_invariant_failures",
         "engine_invariant_failures",
@@ -133,6 +133,7 @@ class Metrics:
         disable_created_metrics()  # type: ignore[no-untyped-call]
         self.registry = CollectorRegistry()
         self.registry.register(ProcessTreeCollector())
+        self._tiers = TierCollector(self.registry)
         self._model = (model_name, engine)
         self._last_stats = EngineStats()
         self._totals = [(stat, self._counter(name, help_text)) for stat, name, help_text in _TOTALS]
@@ -234,6 +235,7 @@ class Metrics:
         self._step_seconds.add(steps.by_seconds, steps.seconds)
         self._step_tokens.add(steps.by_tokens, steps.tokens)
         self._observe_gauges(stats)
+        self._tiers.update(stats.tiers)
         self._last_stats = stats
 
     def render(self) -> tuple[bytes, str]:
@@ -323,7 +325,7 @@ class Metrics:
         )
         self._restarts = self._counter("engine_restarts", "Engine processes that were replaced")
         self._revived = self._counter(
-            "engine_revived_requests", "Requests that continued in a restarted engine"
+            "engine_revived_requests", "Requests that continued in another engine process"
         )
 
     def _define_request_series(self) -> None:

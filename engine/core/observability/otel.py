@@ -10,7 +10,6 @@ import os
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
 
 from opentelemetry import propagate
 from opentelemetry.context import Context
@@ -34,6 +33,7 @@ from engine.core.config_schema import TracingSettings
 from engine.core.interfaces.backend import ChatRequest, CompletionRequest, Event
 from engine.core.observability.otel_content import AnswerTap, input_text
 from engine.core.observability.otel_exporters import ServerMetrics, span_exporter
+from engine.core.observability.trace_phases import Part, details_of, phases_of
 from engine.core.observability.tracing import Answered, Attribute, Trace, Work
 
 PROVIDER = "engine"
@@ -78,16 +78,6 @@ class Telemetry:
         await asyncio.to_thread(self.metrics.close)
 
 
-@dataclass(frozen=True, slots=True)
-class _Part:
-    """A span that is not made yet."""
-
-    name: str
-    began_at: float
-    ended_at: float
-    attributes: Mapping[str, Attribute]
-
-
 class RecordedTrace(Trace):
     def __init__(self, telemetry: Telemetry, headers: Mapping[str, str], started: float) -> None:
         self._telemetry = telemetry
@@ -100,7 +90,7 @@ class RecordedTrace(Trace):
         self._context = set_span_in_context(self._root, parent)
         ids = self._root.get_span_context()
         super().__init__(format_trace_id(ids.trace_id), format_span_id(ids.span_id), {})
-        self._notes: list[_Part] = []
+        self._notes: list[Part] = []
         self._calls: list[tuple[Span, float]] = []  # calls to other servers, and when they ended
         # When the call began and ended by which another server has answered.
         self._remote: tuple[float, float] | None = None
@@ -113,7 +103,7 @@ class RecordedTrace(Trace):
         self, name: str, began_at: float, ended_at: float, **attributes: Attribute | None
     ) -> None:
         known = {f"engine.{key}": value for key, value in attributes.items() if value is not None}
-        self._notes.append(_Part(name, began_at, ended_at, known))
+        self._notes.append(Part(name, began_at, ended_at, known))
 
     @contextmanager
     def call(self, operation: str, model: str, provider: str) -> Iterator[Mapping[str, str]]:
@@ -198,26 +188,23 @@ class RecordedTrace(Trace):
         """Make the spans of the request's phases, and inside of them those of its notes."""
         if not self._is_kept:
             return
-        phases = _phases(work, self._started, self._remote)
+        phases = phases_of(work, self._started, self._remote)
         if ended_at is not None and phases:
             answered_at = work.ended_at if self._remote is None else self._remote[1]
-            phases.append(_Part("respond", answered_at, ended_at, {}))
+            phases.append(Part("respond", answered_at, ended_at))
+        self._notes += details_of(work)
         if self._tap is not None and self._tap.num_calls:
             calls = {"engine.tool_calls": self._tap.num_calls}
             # The first token of an answer may begin a call. It is counted after it is parsed.
             began_at = max(self._tap.first_call_at, work.first_token_at or 0.0)
             last_at = max(self._tap.last_call_at, began_at)
-            self._notes.append(_Part("parse tool calls", began_at, last_at, calls))
-        for phase in phases:
-            inner = [
-                note
-                for note in self._notes
-                if phase.began_at <= note.began_at and note.ended_at <= phase.ended_at
-            ]
-            self._notes = [note for note in self._notes if note not in inner]
-            context = self._make(phase, self._context)
-            for note in inner:
-                self._make(note, context)
+            self._notes.append(Part("parse tool calls", began_at, last_at, calls))
+        parents = [(phase.began_at, self._make(phase, self._context)) for phase in phases]
+        for note in self._notes:
+            middle = (note.began_at + note.ended_at) / 2
+            around = (context for began_at, context in reversed(parents) if began_at <= middle)
+            self._make(note, next(around, self._context))
+        self._notes.clear()
 
     def _flush(self) -> None:
         """Hand the spans that exist to the exporter."""
@@ -229,7 +216,7 @@ class RecordedTrace(Trace):
         self._notes.clear()
         self._calls.clear()
 
-    def _make(self, part: _Part, parent: Context) -> Context:
+    def _make(self, part: Part, parent: Context) -> Context:
         span = self._telemetry.tracer.start_span(
             part.name, parent, attributes=part.attributes, start_time=self._ns(part.began_at)
         )
@@ -238,33 +225,6 @@ class RecordedTrace(Trace):
 
     def _ns(self, moment: float) -> int:
         return int(moment * 1e9) + self._offset_ns
-
-
-def _phases(work: Work, started: float, remote: tuple[float, float] | None) -> list[_Part]:
-    """The phases of a request. Each begins when the one before it ends. If another server has
-    answered, the span of this call, at the times `remote`, takes the place of queue, prefill and
-    decode.
-    """
-    submitted, first = work.submitted_at, work.first_token_at
-    if remote is not None:
-        return [_Part("prepare", started, remote[0], {})]
-    if submitted is None:
-        return []
-    phases = [_Part("prepare", started, submitted, {})]
-    if first is None or work.usage is None:
-        # The engine tells the time of the first step with its answer, so it is not known here.
-        phases.append(_Part("wait", submitted, first or work.ended_at, {}))
-    else:
-        seated = min(max(first - work.usage.prefill_s, submitted), first)
-        phases.append(_Part("queue", submitted, seated, {}))
-        tokens = {
-            "gen_ai.usage.input_tokens": work.usage.prompt_tokens,
-            "gen_ai.usage.cache_read.input_tokens": work.usage.cached_tokens,
-        }
-        phases.append(_Part("prefill", seated, first, tokens))
-    if first is not None:
-        phases.append(_Part("decode", first, work.ended_at, {}))
-    return phases
 
 
 def _operation_name(work: Work | None) -> str:

@@ -7,7 +7,7 @@ All times are those of `time.monotonic`.
 
 import os
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
@@ -18,6 +18,7 @@ from engine.core.errors import ConfigError
 if TYPE_CHECKING:
     from engine.core.config_schema import TracingSettings
     from engine.core.interfaces.backend import ChatRequest, CompletionRequest, Event, UsageEvent
+    from engine.core.interfaces.timeline import Preparation, Timeline
     from engine.core.observability.otel import Telemetry
 
 # Version, trace id, span id and flags, as the W3C defines the header `traceparent`.
@@ -37,6 +38,8 @@ class Work:
     ended_at: float
     usage: "UsageEvent | None"  # None if the request did not finish
     finish_reasons: tuple[str, ...]  # of each choice
+    preparations: "Sequence[Preparation]" = ()
+    timelines: "Sequence[Timeline]" = ()  # of each choice; only our own engine tells them
     longest: int  # generated tokens of the longest choice
     error_code: str | None
 

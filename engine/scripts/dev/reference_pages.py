@@ -28,6 +28,8 @@ from engine.core.config import CONFIG_VARIABLE, flag_name, variable_names
 from engine.core.config_presets import ParametersTable, PresetTable
 from engine.core.config_schema import SECRET_KEYS, SECTIONS, Settings
 from engine.core.config_tables import BackendTable, ModelTable, PluginTable, ShadowTable
+from engine.core.interfaces.request import TierStats
+from engine.core.observability.collectors import TierCollector
 from engine.core.observability.metrics import Metrics
 from engine.plugins.metrics import PluginMetrics
 from engine.routing.metrics import RouterMetrics, ShadowMetrics
@@ -122,7 +124,8 @@ def settings_page() -> str:
         variables.setdefault(key, []).append(f"`{variable}`")
     for section in SECTIONS:
         model = type(getattr(Settings(), section))
-        lines += ["", f"## `[{section}]`", ""]
+        title = "cache.tiers" if section == "tiers" else section
+        lines += ["", f"## `[{title}]`", ""]
         lines += _table("key", "environment variable", "flag", "default", "bounds", "what it does")
         for name, default, bounds, sentence in _fields(model):
             key = f"{section}.{name}"
@@ -149,13 +152,14 @@ def metrics_page() -> str:
     RouterMetrics(registry).watch(())
     ShadowMetrics(registry)
     PluginMetrics(registry)
+    TierCollector(registry).update((TierStats(name="disk"),))
     lines = [
         *("# Metrics", "", _NOTICE, ""),
         "`GET /metrics` serves these in Prometheus' text format. `vllm:*` are the names that"
         " dashboards for vLLM query.",
         "`engine_backend_*` exist with a router, `engine_shadow_*` with shadow traffic,"
-        " `engine_plugin_*` with plugins. A histogram has the series `_bucket`, `_sum` and"
-        " `_count`.",
+        " `engine_plugin_*` with plugins, `engine_cache_tier_*` with cache tiers. A histogram has"
+        " the series `_bucket`, `_sum` and `_count`.",
         "",
         *_table("metric", "type", "labels", "what it counts"),
     ]

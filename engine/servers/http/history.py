@@ -5,24 +5,32 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from engine.core.interfaces.notes import RequestNotes
     from engine.servers.http.request_log import RequestRecord
+    from engine.servers.ops.replay import Recorder
 
 
 class RequestHistory:
-    """The records of the last requests that have ended. Records have no text of a request."""
+    """The records of the last requests that have ended. Records have no text of a request. With a
+    `recorder`, the tokens of requests are stored, too.
+    """
 
-    def __init__(self) -> None:
-        self._records: deque[RequestRecord] = deque(maxlen=0)
+    def __init__(self, max_records: int = 0, recorder: "Recorder | None" = None) -> None:
+        self._records: deque[RequestRecord] = deque(maxlen=max_records)
+        self.recorder = recorder
 
-    @property
-    def is_on(self) -> bool:
-        return self._records.maxlen != 0
-
-    def resize(self, max_records: int) -> None:
-        self._records = deque(self._records, maxlen=max_records)
+    def notes_of(self, record: "RequestRecord") -> "RequestNotes | None":
+        """What the backend adds to while it runs the request. None if nobody reads it."""
+        if self.recorder is not None:
+            record.notes.recorded = []
+            return record.notes
+        is_read = self._records.maxlen != 0 or record.trace is not None
+        return record.notes if is_read else None
 
     def add(self, record: "RequestRecord") -> None:
         self._records.append(record)
+        if self.recorder is not None:
+            self.recorder.keep(record)
 
     def newest(self, tenant: str | None) -> "Iterator[RequestRecord]":
         """The records, newest first. If `tenant` is given, only those of its requests."""

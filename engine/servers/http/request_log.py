@@ -19,7 +19,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from engine.core.config_schema import Settings
 from engine.core.interfaces.backend import UsageEvent
-from engine.core.interfaces.timeline import RequestNotes
+from engine.core.interfaces.notes import RequestNotes
 from engine.core.observability.logging import REQUEST_ID
 from engine.core.observability.metrics import Metrics
 from engine.core.observability.tracing import TRACE, Answered, Trace, client_trace
@@ -36,7 +36,9 @@ STATIC_ROUTE = "/ui/static/{name:path}"
 _QUIET = frozenset({"/livez", "/readyz", "/health", "/healthz", STATIC_ROUTE})
 # Routes that `engine top` and dashboards read every second. An answer of status 200 is logged at
 # level debug.
-_POLLED = frozenset({"/v1/models", "/v1/admin/routes"})
+_POLLED = frozenset(
+    {"/v1/models", "/v1/admin/routes", "/v1/admin/snapshot", "/v1/admin/live", "/v1/admin/requests"}
+)
 
 MAX_LOGGED_PATH = 200
 _UNPRINTABLE = re.compile(r"[^!-~]")

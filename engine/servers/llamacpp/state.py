@@ -125,7 +125,11 @@ def _slots(services: Services, card: ModelCard) -> list[dict[str, Any]]:
     running = [slot for pump in services.lifecycle.pumps for slot in _running(pump)]
     # Sequences that have no token yet may still wait for a slot, so they come last.
     running.sort(key=lambda slot: -slot["next_token"][0]["n_decoded"])
-    idle = {"n_ctx": card.max_model_len, "speculative": False, "is_processing": False}
+    idle = {
+        "n_ctx": card.max_model_len,
+        "speculative": card.speculates,
+        "is_processing": False,
+    }
     count = card.max_sequences or max(len(running), 1)
     return [
         {"id": index} | idle | (running[index] if index < len(running) else {})

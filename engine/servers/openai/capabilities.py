@@ -146,4 +146,5 @@ def _model(card: ModelCard) -> dict[str, Any]:
             name: "emulated" if name in card.emulated else "native" for name in card.capabilities
         },
         "chat_template_kwargs": card.template_options,
+        "speculation": card.speculates,
     }

@@ -66,12 +66,16 @@ def fingerprint(card: ModelCard) -> str:
 
 
 def usage_body(usage: UsageEvent) -> dict[str, Any]:
+    details = {"reasoning_tokens": usage.reasoning_tokens}
+    if usage.has_prediction:
+        details["accepted_prediction_tokens"] = usage.num_accepted
+        details["rejected_prediction_tokens"] = usage.num_drafted - usage.num_accepted
     return {
         "prompt_tokens": usage.prompt_tokens,
         "completion_tokens": usage.completion_tokens,
         "total_tokens": usage.prompt_tokens + usage.completion_tokens,
         "prompt_tokens_details": {"cached_tokens": usage.cached_tokens},
-        "completion_tokens_details": {"reasoning_tokens": usage.reasoning_tokens},
+        "completion_tokens_details": details,
     }
 
 

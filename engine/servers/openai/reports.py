@@ -22,6 +22,7 @@ def timings(usage: UsageEvent) -> dict[str, float]:
     """
     num_computed = usage.prompt_tokens - usage.cached_tokens
     num_steps = max(usage.completion_tokens - 1, 0)
+    drafts = {"draft_n": usage.num_drafted, "draft_n_accepted": usage.num_accepted}
     return {
         "cache_n": usage.cached_tokens,
         "prompt_n": num_computed,
@@ -32,6 +33,7 @@ def timings(usage: UsageEvent) -> dict[str, float]:
         "predicted_ms": 1e3 * usage.decode_s,
         "predicted_per_token_ms": _ratio(1e3 * usage.decode_s, num_steps),
         "predicted_per_second": _ratio(num_steps, usage.decode_s),
+        **(drafts if usage.num_drafted else {}),
     }
 
 

@@ -20,6 +20,7 @@ from engine.servers.schema.tools import parse_tool_choice
 
 MAX_LOGPROBS = 20
 MAX_DOCUMENTS = 128
+MAX_PREDICTED_PARTS = 1024
 _NO_BEAMS = ("prompt_logprobs", "logprob_token_ids", "include_stop_str_in_output")
 DEFAULT_COMPLETION_TOKENS = 16
 
@@ -34,6 +35,28 @@ class StreamOptions(BaseModel):
     include_usage: bool | None = None
     continuous_usage_stats: bool | None = None  # vLLM's: usage in every chunk, with include_usage
     include_obfuscation: Literal[False] | None = None  # padding of chunks is not supported
+
+
+class PredictedPart(BaseModel):
+    model_config = ConfigDict(strict=True, extra="forbid", frozen=True, defer_build=True)
+
+    type: Literal["text"]
+    text: str
+
+
+class Prediction(BaseModel):
+    """The answer that the client expects. It makes the answer faster, and does not change it."""
+
+    model_config = ConfigDict(strict=True, extra="forbid", frozen=True, defer_build=True)
+
+    type: Literal["content"]
+    content: str | Annotated[list[PredictedPart], Field(max_length=MAX_PREDICTED_PARTS)]
+
+    @property
+    def text(self) -> str:
+        if isinstance(self.content, str):
+            return self.content
+        return "".join(part.text for part in self.content)
 
 
 class OpenAIBody(SamplingBody):
@@ -51,6 +74,11 @@ class OpenAIBody(SamplingBody):
     id_slot: Annotated[int, Field(ge=-1, le=2**31 - 1)] | None = None
     timings_per_token: bool | None = None
     return_progress: bool | None = None
+    prediction: Prediction | None = None
+
+    @property
+    def expected_text(self) -> str:
+        return "" if self.prediction is None else self.prediction.text
 
     @property
     def end_user(self) -> str | None:

@@ -22,7 +22,7 @@ def add_admin_routes(app: FastAPI, services: Services) -> None:
         backend = services.backend.unwrapped
         if isinstance(backend, Router):
             return json_response(describe_routes(backend))
-        return json_response({"models": _only_backend(services), "decisions": []})
+        return json_response({"models": only_backend(services), "decisions": []})
 
     @app.get("/v1/admin/routes/{request_id}")
     async def explain(request_id: str) -> Response:
@@ -52,7 +52,7 @@ def who_is(request: Request) -> str:
     return f"{principal.key or principal.name or 'anyone'}@{address}"
 
 
-def _only_backend(services: Services) -> list[dict[str, Any]]:
+def only_backend(services: Services) -> list[dict[str, Any]]:
     """The list of models and their backends for a server without a router, in the router's
     format.
     """

@@ -35,6 +35,16 @@ class LoadBody(AdminBody):
     options: Annotated[dict[str, Any], Field(max_length=64)] = {}
 
 
+class SwapBody(AdminBody):
+    """A model whose engines are replaced by new ones. They run `model` if it is given, with the
+    same options except for `options`.
+    """
+
+    id: ModelId
+    model: Annotated[str, Field(min_length=1, max_length=4096)] | None = None
+    options: Annotated[dict[str, Any], Field(max_length=64)] = {}
+
+
 class NamedBody(AdminBody):
     id: ModelId
     # Max seconds to wait for running requests. The default is `server.drain_timeout_s`.
@@ -64,7 +74,7 @@ def add_admin_models_routes(app: FastAPI, services: Services) -> None:
         body = await services.read(request, LoadBody)
         model_id = body.id or body.model
         async with audit.change(who_is(request), "models.load", model_id, model=body.model):
-            _check_origin(request, body)
+            _check_origin(request, body.model, body.backend, body.options)
             try:
                 await manager.load(model_id, body.model, body.backend, body.options)
             except ConfigError as error:
@@ -77,6 +87,19 @@ def add_admin_models_routes(app: FastAPI, services: Services) -> None:
         async with audit.change(who_is(request), "models.unload", body.id):
             was_loaded = await manager.unload(body.id, _patience(services, body))
         return json_response({"id": body.id, "state": "unloaded", "was_loaded": was_loaded})
+
+    @app.post("/v1/admin/models/swap")
+    async def swap(request: Request) -> Response:
+        body = await services.read(request, SwapBody)
+        async with audit.change(
+            who_is(request), "models.swap", body.id, model=body.model
+        ) as detail:
+            _check_origin(request, body.model, None, body.options)
+            try:
+                detail |= await manager.swap(body.id, body.model, body.options)
+            except ConfigError as error:
+                raise InvalidRequestError(error.message, param=error.param) from None
+        return json_response({"id": body.id, "state": "loaded"} | detail)
 
     @app.post("/v1/admin/models/remove")
     async def remove(request: Request) -> Response:
@@ -107,19 +130,21 @@ def _patience(services: Services, body: NamedBody) -> float:
     return services.settings.server.drain_timeout_s if body.wait_s is None else body.wait_s
 
 
-def _check_origin(request: Request, body: LoadBody) -> None:
+def _check_origin(
+    request: Request, model: str | None, backend: str | None, options: dict[str, Any]
+) -> None:
     """Refuse options that contain secrets. If the request has no admin key, also refuse all
     options, external backends, and models that `engine list` does not show.
     """
     try:
-        refuse_secrets(body.options)
+        refuse_secrets(options)
     except ValueError as error:
         raise InvalidRequestError(f"options: {error}", param="options") from None
     if principal_of(request).is_admin:
         return
-    is_known = body.model in CATALOGUE or body.model in ModelStore().models()
-    is_ours = body.backend is None or has_engine(body.backend)
-    if not is_known or not is_ours or body.options:
+    is_known = model is None or model in CATALOGUE or model in ModelStore().models()
+    is_ours = backend is None or has_engine(backend)
+    if not is_known or not is_ours or options:
         raise ForbiddenError(
             "Without an administrator's key only names that `engine list` shows can be loaded, by"
             " engines of our own and without options. For anything else set LLM_ENGINE_ADMIN_KEY"

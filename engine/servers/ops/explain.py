@@ -29,13 +29,14 @@ class Cause(msgspec.Struct, frozen=True):
 
 _WAITED = {
     "step": "for the step that was running when it arrived",
-    "slots": "for a free place in the batch: performance.batch_size sequences ran",
+    "slots": "for a free place in the batch, which was full (performance.batch_size)",
     "budget": "for room in a step: running requests used the token budget of all steps",
     "blocks": "for KV blocks: running requests held too many of them"
     " (performance.memory_pool_size_mb)",
     "turn": "for its tenant's turn: other tenants had received fewer tokens",
     "priority": "for requests with a higher priority, which went first",
     "prefix": "for another request that was computing the same prefix",
+    "tier": "for KV blocks that were loaded from a tier of the cache",
 }
 
 

@@ -117,6 +117,7 @@ def _cache(timeline: Timeline) -> dict[str, Any]:
     return {
         "prompt_tokens": timeline.num_prompt,
         "cached_tokens": timeline.num_cached,
+        "loaded_tokens": timeline.loaded_from,
         "evicted_tokens": timeline.num_evicted,
         "is_off": timeline.is_cache_off,
         "diverges_at": at,

@@ -131,6 +131,11 @@ class SamplingBody(BaseModel):
         return self.end_user
 
     @property
+    def expected_text(self) -> str:
+        """The answer that the client expects, if it says so."""
+        return ""
+
+    @property
     def reports_progress(self) -> bool:
         """Whether the stream of the answer needs to know how much of the prompt is computed."""
         return False

@@ -251,7 +251,7 @@ class Ticket:
         unfinished: FinishReason = "abort" if isinstance(failure, AbortedError) else "error"
         finish_reasons = tuple(each or unfinished for each in pump.finish_reasons)
         if record.trace is not None:
-            record.trace.worked(_work(pump, finish_reasons))
+            record.trace.worked(_work(pump, record, finish_reasons))
         if record.usage is not None:
             self._lifecycle.totals.add(record.usage)
         seconds = time.monotonic() - record.started
@@ -271,7 +271,7 @@ class Ticket:
             logger.warning("slow request", extra=fields)
 
 
-def _work(pump: EventPump, finish_reasons: tuple[FinishReason, ...]) -> Work:
+def _work(pump: EventPump, record: RequestRecord, finish_reasons: tuple[FinishReason, ...]) -> Work:
     failure = pump.failure
     return Work(
         request=pump.first_request,
@@ -280,6 +280,8 @@ def _work(pump: EventPump, finish_reasons: tuple[FinishReason, ...]) -> Work:
         ended_at=pump.ended_at or time.monotonic(),
         usage=pump.usage if pump.is_complete else None,
         finish_reasons=finish_reasons,
+        preparations=record.notes.preparations,
+        timelines=record.notes.timelines,
         longest=max(pump.choice_tokens, default=0),
         error_code=None if failure is None else failure.error_code,
     )

@@ -374,4 +374,7 @@ def add_usage(total: UsageEvent, part: UsageEvent) -> UsageEvent:
         decode_s=max(total.decode_s, part.decode_s),
         reasoning_tokens=total.reasoning_tokens + part.reasoning_tokens,
         num_revivals=max(total.num_revivals, part.num_revivals),
+        num_drafted=total.num_drafted + part.num_drafted,
+        num_accepted=total.num_accepted + part.num_accepted,
+        has_prediction=total.has_prediction or part.has_prediction,
     )

@@ -1,7 +1,6 @@
 """State and helpers that all generating routes share: the backend, admission, model lookup."""
 
 import functools
-import hashlib
 import re
 import secrets
 import time
@@ -302,7 +301,7 @@ class Services:
         self.note_end_user(request, body.end_user)
         salt = principal.name
         if body.cache_salt is not None:
-            salt = _digest(principal.name, body.cache_salt)
+            salt = principal.digest(body.cache_salt)
         if body.cache_prompt is False:
             salt = secrets.token_hex(16)  # no other request has it
         return GenerationContext(
@@ -318,7 +317,8 @@ class Services:
             grammar=grammar,
             truncate_prompt_tokens=body.truncate_prompt_tokens,
             truncation_side=body.truncation_side or "left",
-            notes=record.notes if self.history.is_on else None,
+            expected=body.expected_text,
+            notes=self.history.notes_of(record),
         )
 
     def queue_timeout_s(self, request: Request) -> float | None:
@@ -361,7 +361,7 @@ class Services:
         without storing the name.
         """
         if user:
-            digest = _digest(principal_of(request).name, user)
+            digest = principal_of(request).digest(user)
             record_of(request.scope).user_hash = digest[:16]
 
     async def begin(
@@ -375,17 +375,12 @@ class Services:
         )
 
 
-def _digest(principal: str, text: str) -> str:
-    # A principal's name has no line break, so no two (principal, text) pairs collide.
-    return hashlib.sha256(f"{principal}\n{text}".encode()).hexdigest()
-
-
 def _session(request: Request, body: SamplingBody) -> str:
     """A hash of the name that the client gave to the conversation. Empty if the client sent
     none.
     """
     named = request.headers.get(SESSION_HEADER) or body.conversation_key
-    return _digest(principal_of(request).name, named) if named else ""
+    return principal_of(request).digest(named) if named else ""
 
 
 def new_completion_id(prefix: str) -> str:

@@ -1,18 +1,36 @@
-"""R11: the engine process is killed while it answers clients, and every answer continues."""
+"""R11: the engine process is killed or frozen while it answers clients, and every answer continues.
+
+A pause of a stream may take the time until an engine is ready, 1.2 times the prefill of all open
+tokens, and half a second. With a second replica, no engine has to become ready. One request kills
+every engine that runs it. It ends with an error, and its neighbours do not.
+"""
 
 import asyncio
 import os
 import signal
+import tempfile
 import time
-from typing import Any
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any, Literal
 
+import httpx
+import psutil
+
+from engine.backends.custom.ipc.engine_process import WORKER_MODULE
+from engine.core import faults
+from engine.core.faults import Fault
 from tests.scoreboard.figure import Run, Values, at_most, figure
-from tests.scoreboard.served_engine import Served, percentile, served_engine
-from tests.scoreboard.streams import CHAT, COMPLETIONS, Reply, all_begun, ask, completion
+from tests.scoreboard.served_engine import MODEL, Served, percentile, served_engine
+from tests.scoreboard.streams import CHAT, COMPLETIONS, Reply, all_begun, ask, completion, look
 
-NUM_KILLS, NUM_CLIENTS = 50, 32
-KILLS_PER_SERVER = 4  # one more within a minute would start the pause between restarts
-BACK_WITHIN_S = 60.0  # give up after this time
+NUM_KILLS, NUM_STOPS, NUM_REPLICA_KILLS, NUM_CLIENTS = 50, 10, 8, 32
+EACH_SERVER = 4  # deaths; one more within a minute would start the pause between restarts
+BACK_WITHIN_S = 90.0  # give up after this time
+PATIENCE_S = 600.0  # of a client; a busy machine may take minutes
+PREFILL_FACTOR, SLACK_S = 1.2, 0.5
+PROMPT_TOKENS = 8  # of a client, at least
 NUM_TOKENS = 96
 NUMBERS = {"type": "array", "items": {"type": "integer"}, "minItems": 60, "maxItems": 60}
 LIST = {"type": "object", "properties": {"numbers": NUMBERS}, "required": ["numbers"]}
@@ -32,6 +50,18 @@ KINDS: tuple[dict[str, Any], ...] = (
     | {"tool_choice": "required"},
 )
 NUM_LONG_KINDS = 4  # streams that certainly run for long
+POISON = " zebra"
+REPLICAS = """
+[backends.pair]
+kind = "native"
+model = "{model}"
+replicas = 2
+[models."{model}"]
+backends = ["pair"]
+policy = "least_loaded"
+"""
+
+Blow = Literal["kill", "stop", "freeze"]
 
 
 def question(client: int) -> tuple[dict[str, Any], str]:
@@ -46,7 +76,10 @@ def question(client: int) -> tuple[dict[str, Any], str]:
 
 async def answers(served: Served, replies: list[Reply]) -> None:
     await asyncio.gather(
-        *(ask(served, *question(client), reply=reply) for client, reply in enumerate(replies))
+        *(
+            ask(served, *question(client), reply=reply, patience_s=PATIENCE_S)
+            for client, reply in enumerate(replies)
+        )
     )
 
 
@@ -57,69 +90,226 @@ async def undisturbed(served: Served) -> list[Reply]:
     return replies
 
 
-async def kill_under_load(
-    run: Run, served: Served, number: int, right: list[Reply]
-) -> tuple[float, list[float]]:
-    """Kill the engine under load and check every client's answer. Returns the seconds until the
-    first good answer to a new request, and the longest pause of each long stream.
-    """
-    replies = [Reply() for _ in range(NUM_CLIENTS)]
-    long = [reply for client, reply in enumerate(replies) if client % len(KINDS) < NUM_LONG_KINDS]
-    asking = asyncio.create_task(answers(served, replies))
-    await all_begun(long, num_pieces=2 + 5 * (number % 8))
-    os.kill(served.engine_pid(), signal.SIGKILL)
-    killed_at = time.monotonic()
-    first_good = asyncio.create_task(first_good_reply(served))
-    await asking
-    for client, (reply, expected) in enumerate(zip(replies, right, strict=True)):
-        run.cases += 1
-        if not reply.is_whole:
-            run.fail(f"kill {number}, client {client}: {reply.problem or reply.error}")
-        elif reply.texts != expected.texts:
-            run.fail(f"kill {number}, client {client}: another text")
-    pauses = [
-        max(later - before for before, later in zip(reply.times, reply.times[1:], strict=False))
-        for reply in long
-        if len(reply.times) > 1
-    ]
-    return await first_good - killed_at, pauses
+@dataclass
+class Pauses:
+    """What the blows cost: for each long stream, its longest pause and how long it might last."""
+
+    paused_s: list[float] = field(default_factory=list)
+    allowed_s: list[float] = field(default_factory=list)
+    first_good_s: list[float] = field(default_factory=list)  # beyond the load time
+    ready_s: list[float] = field(default_factory=list)  # until an engine was ready again
+
+    @property
+    def over_p95_s(self) -> float:
+        pairs = zip(self.paused_s, self.allowed_s, strict=True)
+        return percentile([paused - allowed for paused, allowed in pairs], 0.95)
 
 
-async def first_good_reply(served: Served) -> float:
-    """When the first good answer came; infinite if none did."""
+async def prefill_rate(served: Served) -> float:
+    """Prompt tokens per second, over as many prompts as there are clients."""
+    began = time.monotonic()
+    texts = [f"{began} {number}" + " and so on" * 20 for number in range(NUM_CLIENTS)]
+    replies = await asyncio.gather(*(ask(served, completion(t, max_tokens=1)) for t in texts))
+    usages = [httpx.Response(200, content=reply.body).json()["usage"] for reply in replies]
+    return sum(each["prompt_tokens"] for each in usages) / (time.monotonic() - began)
+
+
+def open_tokens(replies: list[Reply]) -> int:
+    """Tokens that must be computed again, counted low: those of streams that have not ended."""
+    return sum(PROMPT_TOKENS + len(reply.times) for reply in replies if not reply.ended)
+
+
+def strike(pid: int, blow: Blow) -> None:
+    os.kill(pid, signal.SIGKILL if blow == "kill" else signal.SIGSTOP)
+
+
+async def keep_frozen(pid: int) -> None:
+    """Stop the process again each time it is woken, until it is killed."""
+    while psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE:
+        os.kill(pid, signal.SIGSTOP)
+        await asyncio.sleep(0.1)
+
+
+async def until_ready(served: Served, pid: int, blow: Blow) -> float:
+    """When the engine, or the one that replaces it, was ready."""
+    if blow == "freeze":
+        await keep_frozen(pid)
     until = time.monotonic() + BACK_WITHIN_S
+    was_down = False
     while time.monotonic() < until:
-        reply = await ask(served, completion("Hello", max_tokens=1))
-        if reply.is_whole:
-            return reply.ended
+        is_up = (await look(served, "/health")).status == 200
+        if is_up and was_down:
+            return time.monotonic()
+        was_down = was_down or not is_up
         await asyncio.sleep(0.02)
     return float("inf")
 
 
+class Load:
+    """Clients of one server, and the right answers to them."""
+
+    def __init__(self, run: Run, served: Served, pauses: Pauses) -> None:
+        self._run, self._served, self._pauses = run, served, pauses
+        self._load_s = 0.0
+        self._right: list[Reply] = []
+        self._rate = 0.0
+
+    async def begin(self) -> None:
+        self._load_s = self._served.samples()["engine_startup_seconds"]
+        self._right = await undisturbed(self._served)
+        self._rate = await prefill_rate(self._served)
+
+    async def strike(
+        self, number: int, blow: Blow, victim: Callable[[], int], has_spare: bool = False
+    ) -> None:
+        """Kill or stop the engine under load and check every client's answer. `victim` returns its
+        process id. With `has_spare`, requests need not wait for the engine.
+        """
+        replies = [Reply() for _ in range(NUM_CLIENTS)]
+        long = [r for client, r in enumerate(replies) if client % len(KINDS) < NUM_LONG_KINDS]
+        asking = asyncio.create_task(answers(self._served, replies))
+        await all_begun(long, num_pieces=2 + 5 * (number % 8))
+        num_open = open_tokens(replies)
+        pid = victim()
+        strike(pid, blow)
+        struck_at = time.monotonic()
+        first_good = asyncio.create_task(first_good_reply(self._served))
+        ready_s = 0.0
+        if not has_spare:
+            ready_s = await until_ready(self._served, pid, blow) - struck_at
+        await asking
+        self._judge(f"{blow} {number}", replies)
+        allowed_s = ready_s + PREFILL_FACTOR * num_open / self._rate + SLACK_S
+        self._pauses.ready_s.append(ready_s)
+        for reply in long:
+            steps = zip(reply.times, reply.times[1:], strict=False)
+            self._pauses.paused_s.append(max(later - before for before, later in steps))
+            self._pauses.allowed_s.append(allowed_s)
+        self._pauses.first_good_s.append(await first_good - struck_at - self._load_s)
+
+    def _judge(self, what: str, replies: list[Reply]) -> None:
+        for client, (reply, expected) in enumerate(zip(replies, self._right, strict=True)):
+            self._run.cases += 1
+            if not reply.is_whole:
+                self._run.fail(f"{what}, client {client}: {reply.problem or reply.error}")
+            elif (reply.texts, reply.scores) != (expected.texts, expected.scores):
+                self._run.fail(f"{what}, client {client}: another text")
+
+
+async def first_good_reply(served: Served) -> float:
+    """When a new request was answered; infinite if it was refused."""
+    reply = await ask(served, completion("Hello", max_tokens=1))
+    return reply.ended if reply.is_whole else float("inf")
+
+
+def blows() -> list[Blow]:
+    """Kills, with a SIGSTOP after every fifth. Half of the stopped engines can't be woken."""
+    found: list[Blow] = []
+    for number in range(NUM_KILLS):
+        found.append("kill")
+        if number % 5 == 4:
+            found.append("freeze" if number % 10 == 4 else "stop")
+    return found
+
+
+def one_engine(run: Run, pauses: Pauses) -> None:
+    planned = list(enumerate(blows()))
+    for first in range(0, len(planned), EACH_SERVER):
+        with served_engine() as served:
+            load = Load(run, served, pauses)
+            asyncio.run(load.begin())
+            for number, blow in planned[first : first + EACH_SERVER]:
+                asyncio.run(load.strike(number, blow, served.engine_pid))
+
+
+@contextmanager
+def served_pair() -> Iterator[Served]:
+    with tempfile.NamedTemporaryFile("w", suffix=".toml") as file:
+        file.write(REPLICAS.format(model=MODEL))
+        file.flush()
+        with served_engine("--config", file.name, model=None) as served:
+            served.wait_until(lambda: both_ready(served))
+            yield served
+
+
+def engines(served: Served) -> list[int]:
+    """The engine processes, the oldest first."""
+    children = psutil.Process(served.process.pid).children()
+    found = [each for each in children if WORKER_MODULE in each.cmdline()]
+    return [each.pid for each in sorted(found, key=lambda each: each.create_time())]
+
+
+def both_ready(served: Served) -> bool:
+    (model,) = served.get("/v1/admin/routes").json()["models"]
+    return all(each["state"] == "ready" for each in model["backends"])
+
+
+def two_replicas(run: Run, pauses: Pauses) -> None:
+    with served_pair() as served:
+        load = Load(run, served, pauses)
+        asyncio.run(load.begin())
+        for number in range(NUM_REPLICA_KILLS):
+            asyncio.run(load.strike(number, "kill", lambda: engines(served)[0], has_spare=True))
+            served.wait_until(lambda: both_ready(served))
+
+
+def poisoned(run: Run) -> int:
+    """A request kills every engine that runs it. Returns how many errors its clients got."""
+    with served_engine() as served:
+        body = {"model": MODEL, "prompt": POISON, "add_special_tokens": False}
+        (token,) = httpx.post(f"{served.url}/tokenize", json=body).json()["tokens"]
+    plan = Fault("forward", "exit", times=1 << 30, within=token)
+    with served_engine(env=faults.environment(plan)) as served:
+        return asyncio.run(_poison(run, served))
+
+
+async def _poison(run: Run, served: Served) -> int:
+    clients = [client for client in range(16) if client % len(KINDS) < NUM_LONG_KINDS]
+    right = await asyncio.gather(*(ask(served, *question(client)) for client in clients))
+    replies = [Reply() for _ in clients]
+    pairs = zip(clients, replies, strict=True)
+    asking = [asyncio.create_task(ask(served, *question(c), reply=r)) for c, r in pairs]
+    await all_begun(replies)
+    poison = await ask(served, completion(f"A{POISON}", max_tokens=8))
+    await asyncio.gather(*asking)
+    run.cases += len(clients) + 1
+    if poison.is_whole or not poison.is_well_formed:
+        run.fail(f"the poison: {poison.problem or poison.texts}")
+    if [reply.texts for reply in replies] != [reply.texts for reply in right]:
+        run.fail("the poison harmed its neighbours")
+    run.notes["deaths_by_poison"] = served.samples()["engine_restarts_total"]
+    return 0 if poison.error is None else 1
+
+
 @figure(
     "R11",
-    "kill -9 of the engine under 32 clients, fifty times: requests that ended with an error or"
-    " another text",
-    minutes=20,
-    limits={"ended_with_error": at_most(0), "first_good_beyond_load_p95_s": at_most(10)},
+    "kill -9 of the engine under 32 clients, fifty times, SIGSTOP ten times, kill -9 of one of two"
+    " replicas, a request that kills: requests that ended with an error or another text",
+    minutes=25,
+    limits={
+        "ended_with_error": at_most(0),
+        "first_good_beyond_load_p95_s": at_most(10),
+        "pause_over_allowed_p95_s": at_most(0),
+        "replica_pause_over_allowed_p95_s": at_most(0),
+        "poison_errors": at_most(1),
+    },
     in_quick=False,
 )
 def killed_engine(run: Run) -> Values:
-    beyond_load_s: list[float] = []
-    paused_s: list[float] = []
-    for first in range(0, NUM_KILLS, KILLS_PER_SERVER):
-        with served_engine() as served:
-            load_s = served.samples()["engine_startup_seconds"]
-            right = asyncio.run(undisturbed(served))
-            for number in range(first, min(NUM_KILLS, first + KILLS_PER_SERVER)):
-                seconds, pauses = asyncio.run(kill_under_load(run, served, number, right))
-                beyond_load_s.append(seconds - load_s)
-                paused_s += pauses
-    run.notes["kills"] = len(beyond_load_s)
-    run.notes["first_good_beyond_load_p50_s"] = round(percentile(beyond_load_s, 0.5), 2)
-    run.notes["pause_p50_s"] = round(percentile(paused_s, 0.5), 2)
-    run.notes["pause_p95_s"] = round(percentile(paused_s, 0.95), 2)
+    alone, pair = Pauses(), Pauses()
+    one_engine(run, alone)
+    two_replicas(run, pair)
+    poison_errors = poisoned(run)
+    for name, each in (("", alone), ("replica_", pair)):
+        for share in (0.5, 0.95):
+            told = f"p{share * 100:.0f}_s"
+            run.notes[f"{name}pause_{told}"] = round(percentile(each.paused_s, share), 2)
+            run.notes[f"{name}allowed_{told}"] = round(percentile(each.allowed_s, share), 2)
+    run.notes["restart_p50_s"] = round(percentile(alone.ready_s, 0.5), 2)
     return {
         "ended_with_error": len(run.failures),
-        "first_good_beyond_load_p95_s": percentile(beyond_load_s, 0.95),
+        "first_good_beyond_load_p95_s": percentile(alone.first_good_s, 0.95),
+        "pause_over_allowed_p95_s": alone.over_p95_s,
+        "replica_pause_over_allowed_p95_s": pair.over_p95_s,
+        "poison_errors": poison_errors,
     }

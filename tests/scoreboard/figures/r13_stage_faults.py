@@ -5,7 +5,7 @@ import asyncio
 from engine.core import faults
 from engine.core.faults import Fault
 from tests.scoreboard.figure import Run, Values, at_most, figure
-from tests.scoreboard.served_engine import Served, served_engine
+from tests.scoreboard.served_engine import WITHOUT_DRAFTS, Served, served_engine
 from tests.scoreboard.streams import CHAT, Reply, ask
 from tests.staged_requests import staged_body
 
@@ -44,7 +44,7 @@ class Tally:
 
     def try_stage(self, point: str, at: int) -> None:
         fault = Fault(point, "mark" if point == "nonfinite" else "raise", at=at)
-        with served_engine(env=faults.environment(fault)) as served:
+        with served_engine(env=WITHOUT_DRAFTS | faults.environment(fault)) as served:
             replies = asyncio.run(ask_all(served))
             served.wait_until_idle()
             struck = has_struck(served, point, replies)

@@ -9,7 +9,7 @@ from typing import Any
 from engine.core import faults
 from engine.core.faults import Fault
 from tests.scoreboard.figure import Run, Values, at_least, at_most, figure
-from tests.scoreboard.served_engine import Served, served_engine
+from tests.scoreboard.served_engine import WITHOUT_DRAFTS, Served, served_engine
 from tests.scoreboard.streams import Reply, ask, completion
 
 NUM_ROUNDS, BATCH, BLOCK_SIZE = 20, 8, 16
@@ -98,7 +98,7 @@ def nonfinite_row(run: Run) -> Values:
         for number in range(len(peaceful))
     ]
     tally = Tally()
-    with served_engine(env=faults.environment(*plan)) as served:
+    with served_engine(env=WITHOUT_DRAFTS | faults.environment(*plan)) as served:
         asyncio.run(compare(run, served, peaceful, tally))
         run.notes["rows_seen"] = served.samples()["engine_nonfinite_rows_total"]
     return {

@@ -11,10 +11,8 @@ MUTATIONS = [
     Mutation(
         "ipc: a request that was not sent is waited for",
         "engine.backends.custom.frontend.survival",
-        "        send(request)\n"
-        "        self._requests[request.request_id] = OpenRequest(request, receiver)\n",
-        "        self._requests[request.request_id] = OpenRequest(request, receiver)\n"
-        "        send(request)\n",
+        "            if not self._max_revivals:\n                raise\n",
+        "            pass\n",
         f"{LINK_TESTS}::test_a_request_that_could_not_be_sent_is_not_waited_for",
     ),
     Mutation(
@@ -55,9 +53,37 @@ MUTATIONS = [
     Mutation(
         "ipc: a request is revived twice",
         "engine.backends.custom.frontend.survival",
-        "            opened.is_in_engine = True\n            if",
-        "            if",
+        "        opened.is_in_engine = opened.has_begun = True\n",
+        "        opened.has_begun = True\n",
         f"{SURVIVAL_TESTS}::test_a_request_is_revived_once_for_each_death",
+    ),
+    Mutation(
+        "ipc: a request waits for the next engine for ever",
+        "engine.backends.custom.frontend.survival",
+        "own = None if self.has_begun else self._left_of(self.request.queue_timeout_s)",
+        "own = None",
+        f"{SURVIVAL_TESTS}::test_a_new_request_waits_no_longer_than_its_queue_timeout",
+    ),
+    Mutation(
+        "ipc: a suspect is sent to another replica",
+        "engine.backends.custom.frontend.survival",
+        "            elif _is_suspect(opened):\n                self._await_engine(opened)\n",
+        "",
+        f"{SURVIVAL_TESTS}::test_a_request_that_kills_is_not_sent_to_a_second_replica_again",
+    ),
+    Mutation(
+        "ipc: a replica's requests run twice after they moved",
+        "engine.backends.custom.frontend.survival",
+        "            self._requests.pop(opened.request.request_id, None)\n        else",
+        "            pass\n        else",
+        f"{SURVIVAL_TESTS}::test_orphans_move_to_a_replica_and_stay_there",
+    ),
+    Mutation(
+        "ipc: an engine that was replaced is still heard",
+        "engine.backends.custom.frontend.survival",
+        "        self._requests.clear()\n",
+        "",
+        f"{SURVIVAL_TESTS}::test_all_requests_move_to_the_engine_that_replaces_theirs",
     ),
     Mutation(
         "ipc: a revived request draws other random numbers",

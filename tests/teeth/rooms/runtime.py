@@ -9,6 +9,9 @@ BUDGET_TESTS = "tests/unit/test_step_budget.py"
 PART_TESTS = "tests/unit/test_framework_parts.py"
 ENCODER_TESTS = "tests/unit/test_encoder_loop.py"
 
+DRAFTS = "engine.backends.custom.runtime.speculation.drafts"
+SPECULATION = "tests/unit/test_speculation.py"
+
 MUTATIONS = [
     Mutation(
         "runtime: named stop ids are lost beside ends of text",
@@ -304,5 +307,47 @@ MUTATIONS = [
         "+= image.rope_delta",
         "+= 0",
         "tests/parity/test_vision.py::test_generations_equal_those_of_transformers",
+    ),
+    Mutation(
+        "speculation: rejected tokens stay computed",
+        DRAFTS,
+        "            seq.num_computed -= row.length - num_taken\n",
+        "            pass\n",
+        f"{SPECULATION}::test_wrong_drafts_soon_stop",
+    ),
+    Mutation(
+        "speculation: any draft is accepted",
+        DRAFTS,
+        "draft[count] == sampled[count]",
+        "True",
+        f"{SPECULATION}::test_wrong_drafts_soon_stop",
+    ),
+    Mutation(
+        "speculation: wrong drafts go on",
+        DRAFTS,
+        "        limit = min(limit, int(drafter.credit / price))\n",
+        "",
+        f"{SPECULATION}::test_wrong_drafts_soon_stop",
+    ),
+    Mutation(
+        "speculation: a request fails because of its draft",
+        "engine.backends.custom.runtime.scheduler",
+        "            if not finite[index] and not draft:\n",
+        "            if not finite[index]:\n",
+        f"{SPECULATION}::test_a_draft_that_gives_nan_is_not_the_requests_fault",
+    ),
+    Mutation(
+        "speculation: penalties do not count the draft",
+        "engine.backends.custom.runtime.batch",
+        "(row.seq.needs_history or row.draft)",
+        "row.seq.needs_history",
+        "tests/parity/test_native_loop.py::test_drafts_change_no_bit_of_a_logprob[llama]",
+    ),
+    Mutation(
+        "speculation: the masks of a draft are those before it",
+        "engine.backends.custom.runtime.grammar",
+        "constraint.past(row.draft)",
+        "constraint.past(())",
+        f"{SPECULATION}::test_a_draft_follows_the_grammar",
     ),
 ]

@@ -278,10 +278,17 @@ MUTATIONS = [
     ),
     Mutation(
         "traces: the time in the queue is lost",
-        "engine.core.observability.otel",
-        "seated = min(max(first - work.usage.prefill_s, submitted), first)",
+        "engine.core.observability.trace_phases",
+        "seated = first - work.usage.prefill_s",
         "seated = first",
         "tests/unit/test_tracing.py::test_prefill_is_as_long_as_the_engine_says",
+    ),
+    Mutation(
+        "traces: the engine's own times are not used",
+        "engine.core.observability.trace_phases",
+        "        seated, first = timeline.started_at, min(timeline.first_token_at, first)\n",
+        "        seated = first\n",
+        "tests/unit/test_tracing.py::test_the_engines_own_times_become_spans",
     ),
     Mutation(
         "traces: the server behind a router begins a trace of its own",

@@ -1,12 +1,15 @@
 """Supervises the engine: tracks the open requests, knows whether the engine is ready, and restarts
 an engine that died.
 
-When the engine dies, new requests are refused. Open requests wait for the next engine and continue
-there (`survival.py`), or fail at once if `max_revivals` is 0. The engine is restarted after a
-delay, which grows with each death. After too many deaths in a row, restarts pause for a minute, and
-the health report says so. An engine process that does not respond first gets a
-SIGCONT, in case a signal stopped it. If that does not help, it is killed. A hung step is first
-interrupted by the engine process itself. If the step still runs after that, the process is killed.
+When the engine dies, open requests wait for the next engine and continue there (`survival.py`), or
+move to another replica. New requests wait, too. If `max_revivals` is 0, open requests fail at once,
+and new ones are refused.
+
+The engine is restarted after a delay, which grows with each death. After too many deaths in a row,
+restarts pause for a minute, and the health report says so. An engine process that does not respond
+first gets a SIGCONT, in case a signal stopped it. If that does not help, it is killed. A hung step
+is first interrupted by the engine process itself. If the step still runs after that, the process is
+killed.
 """
 
 import asyncio
@@ -15,10 +18,11 @@ from collections.abc import Callable
 from typing import Literal
 
 from engine.backends.custom.frontend.engine_client import EngineClient, OnExit, OnMessage
-from engine.backends.custom.frontend.survival import OpenRequests, Receiver
+from engine.backends.custom.frontend.survival import OpenRequest, OpenRequests, Receiver
 from engine.backends.custom.ipc.heartbeat import Vitals
 from engine.backends.process import RestartPolicy
 from engine.core.errors import EngineError, ModelError, UnavailableError, error_from_code
+from engine.core.interfaces.notes import RequestNotes
 from engine.core.interfaces.request import (
     Abort,
     Control,
@@ -31,7 +35,7 @@ from engine.core.interfaces.request import (
     Ready,
     Stats,
 )
-from engine.core.interfaces.timeline import RequestNotes
+from engine.core.interfaces.snapshot import EngineSnapshot
 
 log = logging.getLogger(__name__)
 
@@ -55,7 +59,8 @@ ClientFactory = Callable[[OnMessage, OnExit], EngineClient]
 
 class EngineLink:
     """Owns the connection to the engine. When the engine dies, `make_client` creates a client for a
-    new engine. `max_revivals` is how often an open request continues in a new engine.
+    new engine. `max_revivals` is how often an open request continues in a new engine. `move` tries
+    to continue a request on another replica, and returns whether that worked.
     """
 
     def __init__(
@@ -64,12 +69,13 @@ class EngineLink:
         restarts: RestartPolicy,
         cool_down_s: float = COOL_DOWN_S,
         max_revivals: int = 0,
+        move: Callable[[OpenRequest], bool] = lambda opened: False,
     ) -> None:
         self._make_client = make_client
         self._restarts = restarts
         self._cool_down_s = cool_down_s
         self._client: EngineClient | None = None
-        self._requests = OpenRequests(max_revivals)
+        self._requests = OpenRequests(max_revivals, move)
         self._survives = max_revivals > 0
         # The number of engines that were given up. Messages of these engines are dropped.
         self._epoch = 0
@@ -83,7 +89,9 @@ class EngineLink:
         self._restarting: asyncio.Task[None] | None = None
         self._stopping = False
         self._in_trouble = False  # the result of the last check; `_watch` checks twice a second
+        self._successor: EngineLink | None = None
         self.ready: Ready | None = None
+        self.last_ready: Ready | None = None  # stays set while the engine is restarted
         self.stats: EngineStats | None = None
         self.num_restarts = 0
 
@@ -110,9 +118,42 @@ class EngineLink:
             await self._client.stop()
 
     def submit(self, request: GenerateRequest, receiver: Receiver) -> None:
-        if self.ready is None or self._client is None:
+        if self._successor is not None:
+            receiver.engine = self._successor
+            self._successor.submit(request, receiver)
+            return
+        if self.ready is None and not self._awaits_restart:
             raise UnavailableError(self.detail, retry_after=2.0)
-        self._requests.submit(request, receiver, self._client.send)
+        self._requests.submit(request, receiver, self._send)
+
+    def adopt(self, opened: OpenRequest) -> None:
+        """Continue a request of another engine in this one."""
+        opened.receiver.engine = self
+        self._requests.adopt(opened, self._send)
+
+    def hand_over(self, successor: "EngineLink") -> int:
+        """Move all open requests to the engine of `successor`, and submit later requests there.
+        Deltas of this engine are dropped from now on. Returns the number of moved requests.
+        """
+        self._successor = successor
+        released = self._requests.release_all()
+        for opened in released:
+            successor.adopt(opened)
+        return len(released)
+
+    @property
+    def _send(self) -> Callable[[GenerateRequest], None] | None:
+        """Sends to the engine. None while no engine is ready."""
+        return None if self.ready is None or self._client is None else self._client.send
+
+    @property
+    def num_open(self) -> int:
+        return len(self._requests)
+
+    @property
+    def survives(self) -> bool:
+        """Whether open requests can continue in another engine."""
+        return self._survives
 
     def forget(self, request_id: str, choice: int | None) -> None:
         """Tell the engine to abort one choice of a request, or the whole request if `choice` is
@@ -150,8 +191,12 @@ class EngineLink:
         """Set the log level of the engine process. The reply contains the previous level."""
         return await self._control("log_level", level)
 
+    async def snapshot(self) -> EngineSnapshot | None:
+        """What the engine is doing now. None if it is an encoder."""
+        return (await self._control("snapshot")).snapshot
+
     async def _control(
-        self, action: Literal["flush_cache", "log_level"], value: str = ""
+        self, action: Literal["flush_cache", "log_level", "snapshot"], value: str = ""
     ) -> ControlReply:
         if self.ready is None or self._client is None:
             raise UnavailableError(self.detail, retry_after=2.0)
@@ -211,6 +256,16 @@ class EngineLink:
         """
         return self.ready is not None and not self._in_trouble
 
+    @property
+    def accepts(self) -> bool:
+        """Whether `submit` takes a request. It may wait until the engine is restarted."""
+        return self.is_up or self._awaits_restart
+
+    @property
+    def _awaits_restart(self) -> bool:
+        is_ending = self._stopping or self._is_given_up
+        return self._survives and self._has_loaded and not is_ending
+
     def _vitals(self) -> Vitals | None:
         return self._client.vitals() if self._client is not None else None
 
@@ -258,6 +313,7 @@ class EngineLink:
             self.stats = message.stats
         elif isinstance(message, Ready):
             self.ready, self._fatal, self._has_loaded = message, None, True
+            self.last_ready = message
             self._is_given_up = False
             self._became_ready.set()
             if self._client is not None:
@@ -279,7 +335,7 @@ class EngineLink:
         if self._watching is not None:
             self._watching.cancel()
         self._on_down(UnavailableError("The engine stopped unexpectedly; it is being restarted."))
-        if self._has_loaded and not self._stopping:
+        if self._has_loaded and not self._stopping and self._successor is None:
             self._restart_later()  # an engine that has never loaded would only fail again
 
     def _restart_later(self) -> None:

@@ -12,13 +12,13 @@ import math
 import time
 from collections import deque
 from collections.abc import AsyncGenerator, Callable, Sequence
-from typing import Protocol
 
 from msgspec.structs import replace
 
 from engine.backends.base import EventSink, GeneratedFeed
 from engine.backends.custom.frontend.echo import Echo, echoed_tokens
 from engine.backends.custom.frontend.prompts import Prepared
+from engine.backends.custom.frontend.survival import Engine
 from engine.backends.custom.frontend.text_model import TextModel
 from engine.core.errors import EngineError, InferenceError, error_from_code
 from engine.core.interfaces.backend import (
@@ -32,38 +32,18 @@ from engine.core.interfaces.backend import (
     TopLogprob,
     UsageEvent,
 )
+from engine.core.interfaces.notes import RecordedRequest, RequestNotes
 from engine.core.interfaces.request import (
     GenerateRequest,
     SamplingParams,
     TokenDelta,
     TokenLogprobs,
 )
-from engine.core.interfaces.timeline import RequestNotes
 from engine.core.parsing.pieces import Piece, ReasoningPiece, TextPiece
 from engine.core.text.tokenizer import Detokenizer
 
 # If more deltas than this wait for a slow caller, they are merged, so that the caller can catch up.
 MAX_BACKLOG = 8
-
-
-class Engine(Protocol):
-    """The methods of `EngineLink` that a generation calls."""
-
-    def forget(self, request_id: str, choice: int | None) -> None:
-        """Abort one choice of a request, or the whole request if `choice` is None."""
-        ...
-
-    def leave(self, request_id: str, notes: RequestNotes) -> None:
-        """Add the timelines of an aborted request to `notes` when they arrive."""
-        ...
-
-    def num_revivals(self, request_id: str) -> int:
-        """How often the request continued in a restarted engine."""
-        ...
-
-    def done(self, request_id: str) -> None:
-        """Called when the request has ended, so that its receiver is dropped."""
-        ...
 
 
 class _Reader:
@@ -128,7 +108,7 @@ class Generation(GeneratedFeed):
         super().__init__()
         self.request = request
         self._text = text
-        self._engine = engine
+        self.engine = engine
         self._prepared = prepared
         self._open = set(range(request.params.n))  # choices that have not ended
         # The reader of each choice, created when the choice's first tokens arrive.
@@ -140,15 +120,19 @@ class Generation(GeneratedFeed):
         self._wake = asyncio.Event()
         self._sink: EventSink | None = None
         self._failure: BaseException | None = None
-        self._num_tokens = 0
-        self._num_reasoning = 0
-        self._num_cached = 0
+        self._num_tokens = self._num_reasoning = self._num_cached = 0
+        self._num_drafted = self._num_accepted = 0
         self._queue_s = 0.0
         self._prefill_s = 0.0
         self._first_token_at: float | None = None
         self._on_progress = on_progress
         self._notes = notes
+        self._recorded: RecordedRequest | None = None
         self._num_processed = -1  # of the prompt, as last reported; -1: nothing was reported
+
+    def record(self, recorded: RecordedRequest | None) -> None:
+        """Add all tokens to `recorded` as they arrive."""
+        self._recorded = recorded
 
     def deliver(self, *items: TokenDelta | EngineError) -> None:
         """`EngineLink` calls this with the deltas of the request that arrived together, in order.
@@ -196,10 +180,10 @@ class Generation(GeneratedFeed):
     def _release(self) -> None:
         if self._open:
             self._open.clear()
-            self._engine.forget(self.request.request_id, None)
+            self.engine.forget(self.request.request_id, None)
             if self._notes is not None:
-                self._engine.leave(self.request.request_id, self._notes)
-        self._engine.done(self.request.request_id)
+                self.engine.leave(self.request.request_id, self._notes)
+        self.engine.done(self.request.request_id)
 
     def _hand_on(self, sink: EventSink) -> None:
         if self._failure is not None:
@@ -282,6 +266,8 @@ class Generation(GeneratedFeed):
 
     def _decode(self, delta: TokenDelta) -> list[Event]:
         reader = self._reader(delta.choice)
+        if self._recorded is not None:
+            self._recorded.token_ids.setdefault(delta.choice, []).extend(delta.token_ids)
         ids, ends = delta.token_ids, delta.finish_reason is not None
         self._count(delta)
         # The stop token that ended the output is not part of the text.
@@ -297,7 +283,7 @@ class Generation(GeneratedFeed):
         if ends or reader.stopped is not None:
             self._open.remove(delta.choice)
             if not ends:
-                self._engine.forget(self.request.request_id, delta.choice)
+                self.engine.forget(self.request.request_id, delta.choice)
             events.append(self._finish(delta, reader))
         return events
 
@@ -314,6 +300,8 @@ class Generation(GeneratedFeed):
             self._queue_s, self._prefill_s = delta.queue_s, delta.prefill_s
             self._num_cached = delta.num_cached
         self._num_tokens += len(delta.token_ids)
+        self._num_drafted += delta.num_drafted
+        self._num_accepted += delta.num_accepted
 
     def _events(self, delta: TokenDelta, pieces: list[Piece]) -> list[Event]:
         """The events of one delta, in order. Exactly one of these events has the token count and
@@ -393,7 +381,10 @@ class Generation(GeneratedFeed):
             prefill_s=self._prefill_s,
             decode_s=now - self._first_token_at if self._first_token_at is not None else 0.0,
             reasoning_tokens=self._num_reasoning,
-            num_revivals=self._engine.num_revivals(self.request.request_id),
+            num_revivals=self.engine.num_revivals(self.request.request_id),
+            num_drafted=self._num_drafted,
+            num_accepted=self._num_accepted,
+            has_prediction=bool(self.request.expected),
         )
 
 
@@ -410,4 +401,6 @@ def _merged(run: Sequence[TokenDelta]) -> TokenDelta:
         error_code=last.error_code,
         error_message=last.error_message,
         timeline=last.timeline,
+        num_drafted=sum(delta.num_drafted for delta in run),
+        num_accepted=sum(delta.num_accepted for delta in run),
     )

@@ -21,7 +21,7 @@ from engine.core.interfaces.backend import (
     CompletionRequest,
     GenerationContext,
 )
-from engine.core.interfaces.request import ImageInput, SamplingParams
+from engine.core.interfaces.request import GenerateRequest, ImageInput, SamplingParams
 from engine.core.parsing.parser import OutputParser
 from engine.core.text.stop_strings import StopPattern
 from engine.core.text.tokenizer import RenderedPrompt
@@ -56,6 +56,33 @@ class Prepared:
     bad_words: tuple[tuple[int, ...], ...] = ()
     dry_breakers: tuple[tuple[int, ...], ...] = ()
     stop_patterns: tuple[StopPattern, ...] = ()
+    expected: tuple[int, ...] = ()  # the output that the client expects
+
+    def request(
+        self,
+        context: GenerationContext,
+        params: SamplingParams,
+        eos_ids: tuple[int, ...],
+        max_seq_len: int,
+    ) -> GenerateRequest:
+        """The request to the engine."""
+        return GenerateRequest(
+            request_id=context.request_id,
+            prompt=self.token_ids,
+            params=params,
+            eos_ids=eos_ids,
+            priority=context.priority,
+            salt=context.salt,
+            tenant=context.tenant,
+            timeout_s=context.timeout_s,
+            queue_timeout_s=context.queue_timeout_s,
+            grammar=self.grammar,
+            images=self.images,
+            bad_words=self.bad_words,
+            dry_breakers=self.dry_breakers,
+            expected=self.expected[:max_seq_len],
+            reports_progress=context.on_progress is not None,
+        )
 
 
 def is_long(asked: object) -> bool:
@@ -268,6 +295,11 @@ def encode_words(text: TextModel, prepared: Prepared, params: SamplingParams) ->
         dry_breakers=tuple(sequences),
         stop_patterns=tuple(map(StopPattern, params.stop_regex)),
     )
+
+
+def with_expected(text: TextModel, prepared: Prepared, expected: str) -> Prepared:
+    """Encode the answer that the client expects."""
+    return replace(prepared, expected=tuple(text.tokenizer.encode_continuation(expected)))
 
 
 def with_text_bias(text: TextModel, params: SamplingParams) -> SamplingParams:

@@ -7,9 +7,14 @@ text that may become a stop string, is in the frontend and is not affected.
 A request may be the cause of the deaths. It is a suspect if its engine died twice without any new
 token of this request in between. Suspects are submitted first, each when the one before has
 generated a token. A suspect at whose turn the engine dies again ends with an error.
+
+A request that comes while no engine runs waits for the next one, at most for its queue timeout.
+A request may also move to the engine of another replica, without waiting for a restart. A suspect
+never moves, so that it can't kill a second engine.
 """
 
 import asyncio
+import contextlib
 import logging
 import secrets
 import time
@@ -21,8 +26,8 @@ from typing import Protocol
 from msgspec.structs import replace
 
 from engine.core.errors import EngineError, InferenceError, RequestTimeoutError, UnavailableError
+from engine.core.interfaces.notes import RequestNotes
 from engine.core.interfaces.request import GenerateRequest, Resumed, TokenDelta
-from engine.core.interfaces.timeline import RequestNotes
 
 log = logging.getLogger(__name__)
 
@@ -35,8 +40,30 @@ MAX_LEFT = 64
 Send = Callable[[GenerateRequest], None]
 
 
+class Engine(Protocol):
+    """The methods of `EngineLink` that the receiver of a request calls."""
+
+    def forget(self, request_id: str, choice: int | None) -> None:
+        """Abort one choice of a request, or the whole request if `choice` is None."""
+        ...
+
+    def leave(self, request_id: str, notes: RequestNotes) -> None:
+        """Add the timelines of an aborted request to `notes` when they arrive."""
+        ...
+
+    def num_revivals(self, request_id: str) -> int:
+        """How often the request continued in another engine."""
+        ...
+
+    def done(self, request_id: str) -> None:
+        """Called when the request has ended, so that its receiver is dropped."""
+        ...
+
+
 class Receiver(Protocol):
     """Receives the deltas of a request, or the error that ends it."""
+
+    engine: Engine  # where the request runs; changes when the request moves to another replica
 
     def deliver(self, *items: TokenDelta | EngineError) -> None: ...
 
@@ -44,14 +71,17 @@ class Receiver(Protocol):
 class OpenRequest:
     """A request that has not ended, and the tokens that it has generated."""
 
-    def __init__(self, request: GenerateRequest, receiver: Receiver) -> None:
+    def __init__(
+        self, request: GenerateRequest, receiver: Receiver, is_in_engine: bool = True
+    ) -> None:
         self.request = request
         self.receiver = receiver
         # The tokens of each choice that has not ended
         self.choices = {choice: array("i") for choice in range(request.params.n)}
         self._surprise_limits: dict[int, float] = {}
         self._submitted_at = time.monotonic()
-        self.is_in_engine = True
+        self.is_in_engine = is_in_engine
+        self.has_begun = is_in_engine  # whether any engine ever had it
         self.has_progress = False  # whether it generated a token since it was submitted last
         self.num_strikes = 0  # deaths of its engine since its last token
         self.num_revivals = 0
@@ -76,11 +106,22 @@ class OpenRequest:
 
     @property
     def seconds_left(self) -> float | None:
-        limit = self.request.timeout_s
+        return self._left_of(self.request.timeout_s)
+
+    @property
+    def seconds_to_wait(self) -> float:
+        """How long the request may wait for an engine."""
+        own = None if self.has_begun else self._left_of(self.request.queue_timeout_s)
+        return min(each for each in (MAX_WAIT_S, own, self.seconds_left) if each is not None)
+
+    def _left_of(self, limit: float | None) -> float | None:
         return None if limit is None else max(0.0, limit - time.monotonic() + self._submitted_at)
 
     def resumed(self) -> GenerateRequest:
         """The request as the new engine gets it."""
+        if not self.has_begun:
+            left = self._left_of(self.request.queue_timeout_s)
+            return replace(self.request, timeout_s=self.seconds_left, queue_timeout_s=left)
         choices = tuple(
             Resumed(choice, tuple(tokens), self._surprise_limits.get(choice))
             for choice, tokens in self.choices.items()
@@ -97,11 +138,15 @@ class OpenRequest:
 
 class OpenRequests:
     """The open requests of an engine. `max_revivals` bounds how often each of them is submitted
-    again. With 0, all of them end with an error when the engine dies.
+    again. With 0, all of them end with an error when the engine dies. `move` tries to continue a
+    request on another replica, and returns whether that worked.
     """
 
-    def __init__(self, max_revivals: int) -> None:
+    def __init__(
+        self, max_revivals: int, move: Callable[[OpenRequest], bool] = lambda opened: False
+    ) -> None:
         self._max_revivals = max_revivals
+        self._move = move
         self._requests: dict[str, OpenRequest] = {}
         self._send: Send | None = None  # None while no engine runs
         self._on_trial: OpenRequest | None = None
@@ -113,14 +158,45 @@ class OpenRequests:
     def __len__(self) -> int:
         return len(self._requests)
 
-    def submit(self, request: GenerateRequest, receiver: Receiver, send: Send) -> None:
+    def submit(self, request: GenerateRequest, receiver: Receiver, send: Send | None) -> None:
+        """Send a request to the engine. If no engine runs (`send` is None), the request waits for
+        the next one.
+        """
         assert request.request_id not in self._requests, "two requests have one id"
         if self._max_revivals and request.params.seed is None:
             # A revived request must continue with the same random numbers.
             params = replace(request.params, seed=secrets.randbits(62))
             request = replace(request, params=params)
-        send(request)
-        self._requests[request.request_id] = OpenRequest(request, receiver)
+        try:
+            if send is not None:
+                send(request)
+                self._requests[request.request_id] = OpenRequest(request, receiver)
+                return
+        except UnavailableError:  # the engine is gone, and its death will be reported
+            if not self._max_revivals:
+                raise
+        self._rehome(OpenRequest(request, receiver, is_in_engine=False))
+
+    def adopt(self, opened: OpenRequest, send: Send | None) -> None:
+        """Continue a request of another engine here."""
+        self._requests[opened.request.request_id] = opened
+        opened.stop_waiting()
+        opened.is_in_engine = False
+        if send is not None:
+            with contextlib.suppress(UnavailableError):
+                self._resubmit(opened, send)
+                return
+        self._await_engine(opened)
+
+    def release_all(self) -> list[OpenRequest]:
+        """Give up all requests, so that another engine can continue them."""
+        released = list(self._requests.values())
+        for opened in released:
+            opened.stop_waiting()
+        self._requests.clear()
+        self._held.clear()
+        self._on_trial = None
+        return released
 
     def deliver(self, deltas: Iterable[TokenDelta]) -> None:
         """Pass deltas on to their receivers. A receiver gets all its deltas in one call, so that it
@@ -194,8 +270,10 @@ class OpenRequests:
                 self._end(opened, InferenceError("The engine died each time it ran this request."))
             elif opened.num_revivals > self._max_revivals:
                 self._end(opened, error)
-            else:
+            elif _is_suspect(opened):
                 self._await_engine(opened)
+            else:
+                self._rehome(opened)
 
     def revive(self, send: Send) -> None:
         """A new engine is ready. Submit the requests of the old one again."""
@@ -204,7 +282,6 @@ class OpenRequests:
         if not waiting:
             return
         log.warning("%d requests continue in the new engine", len(waiting))
-        self.num_revived += len(waiting)
         self._held.extend(sorted(waiting, key=_is_suspect, reverse=True))
         self._next_trial()
 
@@ -216,20 +293,30 @@ class OpenRequests:
             if opened.request.request_id not in self._requests or not opened.choices:
                 continue
             try:
-                self._send(opened.resumed())
+                self._resubmit(opened, self._send)
             except UnavailableError:  # this engine is gone, too, so its death will be reported
                 return
-            opened.stop_waiting()
-            opened.is_in_engine = True
             if _is_suspect(opened):
                 self._on_trial = opened
                 return
 
+    def _resubmit(self, opened: OpenRequest, send: Send) -> None:
+        send(opened.resumed())
+        opened.stop_waiting()
+        self.num_revived += opened.has_begun
+        opened.is_in_engine = opened.has_begun = True
+
+    def _rehome(self, opened: OpenRequest) -> None:
+        """Continue a request on another replica, or else in the next engine here."""
+        if self._move(opened):
+            self._requests.pop(opened.request.request_id, None)
+        else:
+            self._requests[opened.request.request_id] = opened
+            self._await_engine(opened)
+
     def _await_engine(self, opened: OpenRequest) -> None:
-        left = opened.seconds_left
-        wait_s = MAX_WAIT_S if left is None else min(left, MAX_WAIT_S)
         loop = asyncio.get_running_loop()
-        opened.expiry = loop.call_later(wait_s, self._expire, opened)
+        opened.expiry = loop.call_later(opened.seconds_to_wait, self._expire, opened)
 
     def _expire(self, opened: OpenRequest) -> None:
         if opened.seconds_left == 0.0:

@@ -113,6 +113,16 @@ def key_of(model: Path) -> bytes | None:
     return hashlib.sha256(repr(facts).encode()).digest()
 
 
+def files_key(model: Path) -> str:
+    """Identifies the files that a model is read from: their paths, sizes and timestamps."""
+    key = key_of(model)
+    if key is not None:
+        return key.hex()
+    files = sorted(each for each in model.rglob("*") if each.is_file())
+    facts = [(str(file), file.stat().st_size, file.stat().st_mtime_ns) for file in files]
+    return hashlib.sha256(repr(facts).encode()).hexdigest()
+
+
 def keep_text(model: Path, content: bytes) -> None:
     """Store the facts that `examine_model` returned for a model, if there are any."""
     key = key_of(model)

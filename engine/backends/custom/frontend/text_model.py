@@ -12,7 +12,7 @@ from engine.backends.custom.architectures.base import EncoderConfig
 from engine.backends.custom.frontend.prompt_formats import Infill, Ranker, find_infill
 from engine.backends.custom.frontend.text_cache import TextCache, TextFacts, key_of
 from engine.core.errors import EngineError, ModelFormatError
-from engine.core.interfaces.backend import TokenizerInfo
+from engine.core.interfaces.backend import ModelCard, TokenizerInfo
 from engine.core.parsing.output import OutputFormat
 from engine.core.text.chat_template import ChatTemplate
 from engine.core.text.tokenizer import Tokenizer
@@ -337,3 +337,38 @@ def _check_vocabulary(config: ModelShape, tokenizer: Tokenizer) -> None:
 
 def _is_text(tokenizer: Tokenizer, token_id: int) -> bool:
     return token_id not in tokenizer.special_ids and bool(tokenizer.token_literal(token_id))
+
+
+def card_of(
+    text: TextModel,
+    name: str,
+    framework: str,
+    created: int,
+    max_model_len: int,
+    max_sequences: int | None,
+    speculates: bool,
+    image_encoders: tuple[str, ...],
+) -> ModelCard:
+    """How a model is shown to clients, under the name `name`. `image_encoders` are the kinds of
+    image encoders that the framework runs.
+    """
+    vision = text.config.vision
+    reads_images = vision is not None and text.can_chat and vision.kind in image_encoders
+    return ModelCard(
+        id=name,
+        created=created,
+        owned_by="engine",
+        max_model_len=max_model_len,
+        backend=framework,
+        quantization=text.quantization,
+        num_params=text.config.num_params,
+        size_bytes=text.size_bytes,
+        capabilities=text.capabilities + (("images",) if reads_images else ()),
+        emulated=text.emulated,
+        template_options=text.template_options,
+        trained_context=text.config.max_position,
+        max_sequences=max_sequences,
+        speculates=speculates,
+        num_dimensions=None if text.reranks else text.config.hidden_size,
+        prompt_names=tuple(sorted(name for name in text.prompts if name is not None)),
+    )

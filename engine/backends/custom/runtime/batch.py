@@ -6,6 +6,7 @@ new block. Each step gathers the entries of its slots. So a steady decode step t
 array operations, however many rows it has.
 """
 
+from collections.abc import Iterable
 from dataclasses import replace
 
 import numpy as np
@@ -73,7 +74,7 @@ class BatchBuilder:
         rows = batch.rows
         has_grown, only_continues = False, True
         lives, rooms = self._lives, self._rooms
-        for seq, _, length, samples, slot, life, num_scored in rows:
+        for seq, _, length, samples, slot, life, num_scored, _ in rows:
             if lives[slot] != life or rooms[slot] != seq.room:
                 self._sync(seq, slot, life)
                 has_grown = True
@@ -151,7 +152,7 @@ class BatchBuilder:
             num_prompt=self._num_prompt[slots],
             block_tables=tables,
             slots=slots,
-            logit_rows=_logit_rows(query_start, samples, np.array(columns[5], np.int32)),
+            logit_rows=_logit_rows(query_start, samples, columns[5], columns[6]),
             adapter_ids=np.zeros(len(rows), np.int32),
             prefix_groups=groups,
             prefix_blocks=group_blocks,
@@ -212,27 +213,27 @@ class BatchBuilder:
         return sampling
 
     def _sampling_from_scratch(self, batch: ScheduledBatch, mask: U32 | None) -> SamplingInputs:
-        sample_rows = [index for index, row in enumerate(batch.rows) if row.samples]
-        rows = [batch.rows[index] for index in sample_rows]
+        sampled = [
+            (index, each)
+            for index, row in enumerate(batch.rows)
+            if row.samples
+            for each in row.sampled
+        ]
+        rows = [row for _, row in sampled]
         slots = np.array([row.slot for row in rows], np.int32)
         biased = np.flatnonzero(self._may_bias[slots]).tolist()
         bias_rows, bias_ids, bias_values = logit_biases([(index, rows[index]) for index in biased])
         penalties = self._repetition[slots], self._presence[slots], self._frequency[slots]
         is_penalized = (penalties[0] != 1) | (penalties[1] != 0) | (penalties[2] != 0)
-        histories = []
-        for row, penalized in zip(rows, is_penalized.tolist(), strict=True):
-            if row.seq.needs_history and row.seq.finish_reason is None:
-                row.seq.needs_history = False
-                if penalized:
-                    histories.append(row)
-        lengths = [0] + [len(row.seq.tokens) for row in histories]
-        tokens = [token for row in histories for token in row.seq.token_ids]
+        histories = _histories(batch, set(slots[is_penalized].tolist()))
+        lengths = [0] + [len(row.seq.tokens) + len(row.draft) for row in histories]
+        tokens = [token for row in histories for token in (*row.seq.token_ids, *row.draft)]
         pooled = [index for index, row in enumerate(rows) if row.seq.pools]
         for index in biased:
             if (allowed := rows[index].seq.allowed) is not None:
                 mask = with_allowed(mask, index, allowed, len(rows))
         sampling = SamplingInputs(
-            sample_rows=np.array(sample_rows, np.int32),
+            sample_rows=np.array([index for index, _ in sampled], np.int32),
             slots=slots,
             temperature=self._temperature[slots],
             top_k=self._top_k[slots],
@@ -316,26 +317,47 @@ def _without_history(sampling: SamplingInputs) -> SamplingInputs:
     )
 
 
+def _histories(batch: ScheduledBatch, penalized: set[int]) -> list[Row]:
+    """The rows whose token history is sent to the runner. A draft is sent with the history, because
+    the penalties of a token that is sampled after it count its tokens.
+    """
+    found = []
+    for row in batch.rows:
+        if not row.samples or row.seq.finish_reason is not None:
+            continue
+        if (row.seq.needs_history or row.draft) and row.slot in penalized:
+            found.append(row)
+        row.seq.needs_history = False
+    return found
+
+
 def _token_ids(rows: tuple[Row, ...]) -> I32:
     ids = packed()
-    for seq, start, length, *_ in rows:
+    for seq, start, length, *_, draft in rows:
         tokens = seq.tokens
-        if length > 1:
-            ids.extend(tokens[start : start + length])
+        known = length - len(draft)
+        if known > 1:
+            ids.extend(tokens[start : start + known])
         else:  # a decode row, whose token the host may not know yet
             ids.append(tokens[start] if start < len(tokens) else FROM_DEVICE)
+        ids.extend(draft)
     return np.frombuffer(ids, np.int32)
 
 
-def _logit_rows(query_start: I32, samples: Bools, num_scored: I32) -> I32:
+def _logit_rows(
+    query_start: I32, samples: Bools, scored: Iterable[int], drafts: Iterable[tuple[int, ...]]
+) -> I32:
     """Indices of the step's tokens whose logits are needed. A row needs logits at each position
-    whose next prompt token gets a logprob, and at its last position if it samples.
+    whose next prompt token gets a logprob, and at its last position if it samples. A row with a
+    draft needs logits at all positions.
     """
-    if not num_scored.any():
+    # In both cases, these positions are the first ones of the row.
+    more = np.array([*map(len, drafts)], np.int32) + np.array([*scored], np.int32)
+    if not more.any():
         return query_start[1:][samples] - 1
-    counts = num_scored + samples
+    counts = more + samples
     ends = np.cumsum(counts)
-    firsts = np.where(num_scored > 0, query_start[:-1], query_start[1:] - 1)
+    firsts = np.where(more > 0, query_start[:-1], query_start[1:] - 1)
     return np.repeat(firsts - (ends - counts), counts).astype(np.int32) + np.arange(
         ends[-1], dtype=np.int32
     )

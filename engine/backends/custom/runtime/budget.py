@@ -20,6 +20,10 @@ MEMORY = 0.99  # the weight of older pure decode steps is multiplied by this wit
 # A measured duration is limited to this many times the expected duration. So a single interrupted
 # step hardly changes the cost model, but a lasting slowdown is learned within a few steps.
 MAX_SURPRISE = 4.0
+# The time of a step that does not depend on its tokens, as a number of tokens that would take as
+# long. FIXED_TOKENS is assumed until steps of different sizes were measured.
+FIXED_TOKENS = 4
+MAX_FIXED_TOKENS = 32
 # A step counts as hung after PATIENCE times its expected duration, but not before MIN_PATIENCE_S.
 MIN_PATIENCE_S = 10.0
 PATIENCE = 20.0
@@ -47,14 +51,26 @@ class CostLine:
         if not self._weight:
             return 0.0
         mean, mean_s = self._counts / self._weight, self._seconds / self._weight
+        slope = self._slope(mean, mean_s)
+        return mean_s + (mean_s / mean if slope is None else slope) * (count - mean)
+
+    def share(self, count: int) -> float | None:
+        """The part of the predicted seconds for `count` that grows with the count. None if all
+        measurements have the same count, or if the line predicts no time.
+        """
+        if not self._weight:
+            return None
+        slope = self._slope(self._counts / self._weight, self._seconds / self._weight)
+        predicted = self.at(count)
+        return None if slope is None or predicted <= 0 else slope * count / predicted
+
+    def _slope(self, mean: float, mean_s: float) -> float | None:
         spread = self._squares / self._weight - mean * mean
-        if spread > 0.01:
-            slope = (self._products / self._weight - mean * mean_s) / spread
-        else:
-            slope = mean_s / mean
+        if spread <= 0.01:
+            return None
+        slope = (self._products / self._weight - mean * mean_s) / spread
         # The slope is limited: a larger count never costs less, and at most proportionally more.
-        slope = min(max(slope, 0.0), mean_s / mean)
-        return mean_s + slope * (count - mean)
+        return min(max(slope, 0.0), mean_s / mean)
 
 
 class StepBudget:
@@ -111,6 +127,15 @@ class StepBudget:
         else:
             self._continuing.add(num_decoding, _believable(seconds, known))
 
+    def price(self, num_decoding: int) -> float:
+        """What one more decode token would cost in a step with `num_decoding` of them, as a part of
+        what one of these costs. At 1, larger steps do not increase the throughput.
+        """
+        share = self._continuing.share(num_decoding)
+        if share is None:
+            return num_decoding / (num_decoding + FIXED_TOKENS)
+        return max(share, num_decoding / (num_decoding + MAX_FIXED_TOKENS))
+
     def shrink(self) -> None:
         """Halve the max number of tokens per step, because a step ran out of memory. The limit is
         never raised again.
@@ -124,6 +149,12 @@ class StepBudget:
         if not self._prompt_tokens:
             return None
         return self._continuing.at(num_rows) + self._prompt_cost(num_tokens - num_rows)
+
+    def prompt_s(self, num_tokens: int) -> float | None:
+        """The expected seconds to compute this many prompt tokens. None before the first prefill
+        was measured.
+        """
+        return self._prompt_cost(num_tokens) if self._prompt_tokens else None
 
     def patience_s(self, num_rows: int, num_tokens: int) -> float:
         """The seconds after which a step with these numbers of rows and tokens counts as hung."""

@@ -75,6 +75,18 @@ class Constraint:
             return False
         return is_stop or self.matcher.consume_token(token)
 
+    def num_allowed(self, draft: list[int]) -> int:
+        """How many tokens of a draft the grammar allows."""
+        return self.matcher.validate_tokens(draft)
+
+    def past(self, draft: tuple[int, ...]) -> "LLMatcher":
+        """A matcher that has advanced past a draft, all of whose tokens the grammar allows."""
+        if not draft:
+            return self.matcher
+        matcher = self.matcher.deep_copy()
+        matcher.consume_tokens(list(draft))
+        return matcher
+
     @property
     def is_complete(self) -> bool:
         """Whether the grammar allows no further token except the end of the output."""
@@ -215,28 +227,31 @@ class MaskJob:
     computing: "Future[None] | None"
     writer: MaskWriter
 
-    def finish(self, rows: list[MaskRow]) -> U32:
-        """Wait for the masks that `begin` started to compute. Then compute the masks of the other
-        rows in `rows`. Returns the masks of all rows.
+    def finish(self, late: list[MaskRow]) -> U32:
+        """Wait for the masks that `begin` started to compute. Then compute the masks of the rows in
+        `late`. Returns the masks of all rows.
         """
         if self.computing is not None:
             self.computing.result()
-        late = [row for row in rows if row[1] not in self.done]
         if late:
             self.writer.fill(self.mask, late)
         return self.mask
 
 
-def constrained_rows(batch: "ScheduledBatch", only_known: bool) -> list[MaskRow]:
+def constrained_rows(
+    batch: "ScheduledBatch", only_known: bool, done: frozenset[int] = frozenset()
+) -> list[MaskRow]:
     """The grammar matchers of the batch, each with the index of its row among the rows that sample.
+    Rows whose index is in `done` are left out.
 
-    With `only_known`, rows whose last token is still on the device are left out.
+    With `only_known`, rows whose last token is still on the device are left out, too.
     """
-    sampling = (row for row in batch.rows if row.samples)
+    sampling = (each for row in batch.rows if row.samples for each in row.sampled)
     return [
-        (constraint.matcher, index)
+        (constraint.past(row.draft), index)
         for index, row in enumerate(sampling)
         if (constraint := row.seq.constraint) is not None
         and row.seq.finish_reason is None
-        and not (only_known and row.start + row.length > len(row.seq.tokens))
+        and index not in done
+        and not (only_known and row.start + row.length - len(row.draft) > len(row.seq.tokens))
     ]

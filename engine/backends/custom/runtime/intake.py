@@ -253,6 +253,7 @@ class Intake:
                 allowed=allowed,
                 bad_words=request.bad_words,
                 dry_breakers=breakers,
+                expected=packed(request.expected),
                 # All choices have the same prompt, so only the first choice computes the prompt's
                 # logprobs.
                 scores_prompt=params.score_prompt and choice == 0 and not before.token_ids,
@@ -345,7 +346,7 @@ class Intake:
             return error
         biased = [*request.params.logit_bias, *request.params.stop_token_ids, *request.eos_ids]
         biased += request.params.allowed_token_ids
-        biased += [token for word in request.bad_words for token in word]
+        biased += [*request.expected, *(token for word in request.bad_words for token in word)]
         if biased and not 0 <= min(biased) <= max(biased) < spec.vocab_size:
             return InvalidRequestError(f"Token ids must be within 0..{spec.vocab_size - 1}.")
         # An embedding request generates no token, so its prompt may fill the whole context.

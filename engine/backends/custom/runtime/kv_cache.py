@@ -6,13 +6,18 @@ block ids. The keys and values themselves are in the memory of the runner.
 
 import logging
 import sys
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from typing import TYPE_CHECKING
 
 from engine.backends.custom.runtime.block_pool import BlockPool
 from engine.backends.custom.runtime.groups.states import StateGroup
 from engine.backends.custom.runtime.groups.windows import WindowGroup
+from engine.backends.custom.runtime.model_runner import NULL_BLOCK
 from engine.backends.custom.runtime.radix_cache import Match, RadixCache
 from engine.backends.custom.runtime.sequence import Sequence
+
+if TYPE_CHECKING:
+    from engine.backends.custom.runtime.tiers.kv_tiers import KVTiers
 
 log = logging.getLogger(__name__)
 
@@ -46,6 +51,7 @@ class KVCache:
         self.sharing = sharing
         self.windows = windows
         self.states = states
+        self.tiers: KVTiers | None = None  # host memory, disk or Redis below the KV pool
         self.no_match = Match([], tuple([] for _ in radix.columns))
         # The most tokens of a sequence that a step may compute.
         self.max_row = NO_LIMIT if windows is None else windows.max_row
@@ -65,6 +71,19 @@ class KVCache:
         if not self.sharing:
             return self.no_match
         return self.radix.match(seq.namespace, seq.tokens[:-1])
+
+    def read_ahead(self, seq: Sequence) -> None:
+        """Start to load blocks for a sequence that begins to wait, if there are tiers."""
+        if self.tiers is not None:
+            self.tiers.read_ahead(seq)
+
+    def is_loading(self, seq: Sequence) -> bool:
+        """Whether a waiting sequence should wait for blocks that are loaded from a tier."""
+        return self.tiers is not None and self.tiers.is_loading(seq)
+
+    def stop_loading(self, seq: Sequence) -> None:
+        if self.tiers is not None:
+            self.tiers.forget(seq)
 
     def row_length(self, seq: Sequence, start: int, count: int) -> int:
         """How many of the next `count` tokens of a sequence one row may compute."""
@@ -103,14 +122,14 @@ class KVCache:
         self.num_hit += seq.num_computed
         return True
 
-    def extend(self, seq: Sequence, num_tokens: int) -> bool:
+    def extend(self, seq: Sequence, num_tokens: int, spare: int = 0) -> bool:
         """Extend the sequence's block tables so that it has room for `num_tokens` tokens. Returns
-        False if too few blocks are free or evictable.
+        False if fewer than `spare` blocks would then remain free or evictable.
         """
         needed = self._blocks_for(num_tokens) - len(seq.blocks)
-        if needed > self.pool.num_free + self.pool.num_evictable:
+        if needed + spare > self.pool.num_free + self.pool.num_evictable:
             return False
-        if self.windows is not None and not self._extend_windows(seq, num_tokens):
+        if self.windows is not None and not self._extend_windows(seq, num_tokens, spare):
             return False
         if needed > 0:
             self._make_room(needed)
@@ -136,6 +155,49 @@ class KVCache:
         self._publish(seq, seq.num_confirmed, only_own=False)
         self._drop_all(seq)
         self._enforce_bounds()
+
+    def adopt(self, seq: Sequence, first: int, end: int, fill: Callable[[list[int]], None]) -> bool:
+        """Publish the blocks `first` .. `end` - 1 of a waiting sequence, which come from a tier.
+        `fill` writes the last of them to new blocks of the pool, as many as the cache lacks.
+        Returns False if there is no room, or if the blocks before them are not cached.
+        """
+        tokens = seq.tokens[: end * self.block_size]
+        cached = self.radix.path(seq.namespace, tokens).blocks
+        if len(cached) < first:
+            return False
+        # These blocks must not be evicted to make room for those that follow them.
+        self.pool.share(cached)
+        new: list[int] = []
+        try:
+            needed = end - len(cached)
+            if needed > self.pool.num_free + self.pool.num_evictable:
+                return False
+            self._make_room(needed)
+            new = self.pool.take(needed)
+            fill(new)
+            self.radix.insert(seq.namespace, tokens, cached + new, False, seq.tenant)
+        finally:
+            self.pool.drop(cached + new)
+        return True
+
+    def adopt_entries(
+        self, seq: Sequence, column: int, first: int, end: int, fill: Callable[[list[int]], None]
+    ) -> bool:
+        """Add entries of a side column to the cached blocks `first` .. `end` - 1, like `adopt`."""
+        tokens = seq.tokens[: end * self.block_size]
+        cached = self.radix.path(seq.namespace, tokens).blocks
+        side = self.radix.columns[column]
+        if len(cached) < end or end - first > side.pool.num_free + side.pool.num_evictable:
+            return False
+        entries = side.take(end - first)
+        try:
+            fill(entries)
+            sides = [[NULL_BLOCK] * end for _ in self.radix.columns]
+            sides[column][first:] = entries
+            self.radix.insert(seq.namespace, tokens, cached, False, seq.tenant, sides)
+        finally:
+            side.drop(entries, can_resume=True)
+        return True
 
     def flush(self) -> int:
         """Drop every cached block that no sequence uses. Returns the number of freed blocks."""
@@ -216,6 +278,8 @@ class KVCache:
         blocks = seq.blocks[:count]
         try:
             self.radix.insert(seq.namespace, tokens, blocks, only_own, seq.tenant, sides)
+            if self.tiers is not None:
+                self.tiers.publish(seq, count, is_end=not only_own)
         except Exception:
             self.num_unpublished += 1
             self.radix.find_leaves()

@@ -18,9 +18,11 @@ from engine.backends.custom.runtime.batch import BatchBuilder
 from engine.backends.custom.runtime.budget import StepBudget, StepCounter
 from engine.backends.custom.runtime.grammar import Grammars, MaskJob, MaskWriter, constrained_rows
 from engine.backends.custom.runtime.images import ImageStore
+from engine.backends.custom.runtime.insight.snapshot import SnapshotTaker
 from engine.backends.custom.runtime.intake import Intake
 from engine.backends.custom.runtime.model_runner import (
     BatchInputs,
+    KernelTimer,
     ModelRunner,
     PendingTokens,
     StepOutput,
@@ -120,6 +122,8 @@ class EngineLoop:
         self._patience_s = UNKNOWN_PATIENCE_S
         # Whether the loop is inside a runner call, which the watchdog may interrupt.
         self.is_computing = False
+        timer = runner if isinstance(runner, KernelTimer) else None
+        self._snapshots = SnapshotTaker(scheduler, timer, runner.spec.max_slots)
         self._pulse.watch(self)
         if runner.spec.has_state and scheduler.kv.states is None:
             # Cached keys and values are of no use without the states that belong to them.
@@ -204,9 +208,9 @@ class EngineLoop:
     def _sample(self, forwarded: Forwarded, batch: ScheduledBatch) -> PendingTokens:
         mask = None
         if forwarded.masks is not None:
-            rows = constrained_rows(batch, only_known=False)
+            late = constrained_rows(batch, only_known=False, done=forwarded.masks.done)
             began_at = time.monotonic()
-            mask = self._compute(forwarded.masks.finish, rows)
+            mask = self._compute(forwarded.masks.finish, late)
             self.scheduler.clock.masked(time.monotonic() - began_at)
         sampling = self._builder.sampling(batch, mask)
         if len(sampling.host_rows):
@@ -221,7 +225,7 @@ class EngineLoop:
             return None
         if self._masks is None:
             self._masks = MaskWriter(self._runner.spec.vocab_size)
-        num_rows = sum(row.samples for row in batch.rows)
+        num_rows = sum(row.samples + len(row.draft) for row in batch.rows)
         return self._masks.begin(num_rows, constrained_rows(batch, only_known=True))
 
     def _finish_launched(self) -> None:
@@ -240,9 +244,9 @@ class EngineLoop:
         began_at = max(launch.started_at, self._finished_at)
         seconds = now - began_at
         lengths = [row.length for row in launch.batch.rows]
-        num_tokens, num_single = sum(lengths), lengths.count(1)
+        num_tokens, num_single = sum(lengths), lengths.count(1) + launch.batch.num_drafting
         self._steps.add(num_tokens, seconds)
-        self.scheduler.clock.step(began_at, now, lengths)
+        self.scheduler.clock.step(began_at, now, lengths, launch.batch.num_drafting)
         self._finished_at = now
         self._budget.record(num_single, num_tokens - num_single, seconds)
         self._send(self.scheduler.update(launch.batch, output, now))
@@ -318,6 +322,10 @@ class EngineLoop:
     def _control(self, message: Control) -> ControlReply:
         if message.action == "log_level":
             return ControlReply(message.control_id, True, set_level(message.value))
+        if message.action == "snapshot":
+            self._send_stats(force=True)  # the counters that belong to the snapshot
+            snapshot = self._snapshots.take(time.monotonic())
+            return ControlReply(message.control_id, True, snapshot=snapshot)
         freed = self.scheduler.kv.flush()
         return ControlReply(message.control_id, True, f"{freed} blocks freed")
 
@@ -329,6 +337,8 @@ class EngineLoop:
         now = time.monotonic()
         ended = [self.scheduler.finish(s, "abort", now) for s in list(self.scheduler.sequences())]
         self._send(ended + self._intake.abort_pending(now))
+        if self.scheduler.kv.tiers is not None:
+            self.scheduler.kv.tiers.close()
         self._runner.close()
         if self._grammars is not None:
             self._grammars.close()
@@ -366,6 +376,7 @@ class EngineLoop:
         now = time.monotonic()
         if force or now - self._stats_sent_at >= STATS_INTERVAL_S:
             self._stats_sent_at = now
+            self._snapshots.expire(now)
             self._reported = self._state
             self._channel.send(Stats(self.stats()))
 
@@ -376,6 +387,7 @@ class EngineLoop:
     def stats(self) -> EngineStats:
         scheduler, kv = self.scheduler, self.scheduler.kv
         pool, windowed = kv.pool, kv.windows and kv.windows.pool
+        drafts = scheduler.speculation
         return EngineStats(
             num_running=scheduler.num_running,
             num_waiting=scheduler.num_waiting,
@@ -397,5 +409,8 @@ class EngineLoop:
             num_evictions=kv.radix.num_evicted,
             num_nonfinite=scheduler.num_nonfinite,
             num_invariant_failures=self._num_invariant_failures,
+            num_drafted_tokens=drafts.num_drafted if drafts else 0,
+            num_accepted_tokens=drafts.num_accepted if drafts else 0,
             steps=self._steps.counts(),
+            tiers=kv.tiers.stats() if kv.tiers is not None else (),
         )

@@ -13,7 +13,7 @@ vocabulary, D size of an embedding, E tokens of images.
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol, runtime_checkable
 
 import numpy as np
 from numpy.typing import NDArray
@@ -37,6 +37,11 @@ I64 = NDArray[np.int64]
 U32 = NDArray[np.uint32]
 F32 = NDArray[np.float32]
 Bools = NDArray[np.bool_]
+Bytes = NDArray[np.uint8]
+# The groups of blocks that a runner may have. "full": blocks of all layers, or of the layers
+# without a sliding window. "window": blocks of the layers with one. "state": states of sequences.
+Group = Literal["full", "window", "state"]
+GROUPS: tuple[Group, ...] = ("full", "window", "state")
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,6 +106,10 @@ class RunnerSpec:
     # `max_slots` belongs to no sequence. The states after it are `num_checkpoints` copies.
     has_state: bool = False
     num_checkpoints: int = 0
+    # Whether `sample` takes several rows of one slot, so that steps can verify drafts.
+    verifies_drafts: bool = False
+    # Whether a decode row of several tokens gives exactly the logits that rows of one token give.
+    has_exact_drafts: bool = False
 
     @classmethod
     def of(
@@ -113,6 +122,8 @@ class RunnerSpec:
         min_prompt_tokens: int = PROMPT_TOKENS,
         window: int | None = None,
         has_state: bool = False,
+        verifies_drafts: bool = False,
+        has_exact_drafts: bool = False,
     ) -> "RunnerSpec":
         """The spec of a runner whose capacity is exactly that of `config`."""
         return cls(
@@ -129,6 +140,8 @@ class RunnerSpec:
             config.num_window_blocks,
             has_state,
             config.num_checkpoints if has_state else 0,
+            verifies_drafts and not has_state,  # the state after a rejected token cannot be undone
+            has_exact_drafts,
         )
 
 
@@ -296,6 +309,17 @@ class ImageEncoder(Protocol):
         """Compute the embeddings (E, D) of an image's tokens from its pixels (height, width, 3). It
         waits for the device.
         """
+        ...
+
+
+@runtime_checkable
+class KernelTimer(Protocol):
+    """A runner that can time its kernels while it serves."""
+
+    def time_kernels(self, on: bool) -> None: ...
+
+    def kernel_seconds(self) -> dict[str, float]:
+        """The seconds of the last step by kind of kernel. Empty if no step was timed."""
         ...
 
 

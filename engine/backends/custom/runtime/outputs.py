@@ -34,7 +34,7 @@ def token_delta(
     if is_first:
         seq.first_token_at = now
         if watch is not None:
-            watch.first_token()
+            watch.first_token(now)
     started_at = seq.started_at if seq.started_at is not None else now
     ended_by_id = seq.finish_reason == "stop" and bool(tokens) and tokens[-1] in seq.stop_ids
     return TokenDelta(

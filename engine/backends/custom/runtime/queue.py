@@ -8,7 +8,7 @@ tokens is next (`FairShare`). Sequences of the same tenant are admitted in order
 import heapq
 from bisect import insort
 from collections import deque
-from collections.abc import Collection, Iterable, Iterator, Set
+from collections.abc import Collection, Iterable, Iterator, Mapping, Set
 from collections.abc import Sequence as Listed
 
 from engine.backends.custom.runtime.sequence import Sequence, packed
@@ -126,6 +126,10 @@ class WaitingLine:
     def tenants(self) -> Set[str]:
         """The tenants that have waiting sequences."""
         return self._num_waiting.keys()
+
+    def counts(self) -> Mapping[str, int]:
+        """The number of waiting sequences of each tenant."""
+        return self._num_waiting
 
     def add(self, seq: Sequence) -> None:
         tenant = seq.tenant
@@ -285,9 +289,11 @@ class InflightPrefixes:
         """The hashes of a sequence's prompt blocks."""
         return self._chains[seq]
 
-    def shares(self, seq: Sequence) -> bool:
-        """Whether a running sequence is computing a prompt block of `seq`."""
-        return bool(self._owners) and any(key in self._owners for key in self._chains[seq])
+    def leader(self, seq: Sequence) -> Sequence | None:
+        """A running sequence that is computing a prompt block of `seq`."""
+        if not self._owners:
+            return None
+        return next((self._owners[key] for key in self._chains[seq] if key in self._owners), None)
 
     def remove(self, seq: Sequence) -> None:
         """Remove everything that is stored for a sequence that has ended."""

@@ -113,12 +113,7 @@ class RadixCache:
         """The longest cached prefix of `tokens` after which a sequence can resume. Only whole
         blocks match.
         """
-        found: list[int] = []
-        sides: list[list[int]] = [[] for _ in self.columns]
-        for node, count in self.walk(namespace, tokens):
-            found.extend(node.blocks[:count])
-            for side, entries in zip(sides, node.sides, strict=True):
-                side.extend(entries[:count])
+        found, sides = self.path(namespace, tokens)
         if not sides:
             return Match(found)
         reaches = [column.reach for column in self.columns]
@@ -129,8 +124,25 @@ class RadixCache:
         )
         return Match(found[:length], tuple(last))
 
+    def path(self, namespace: str, tokens: Tokens) -> Match:
+        """All cached blocks of `tokens`, with all their side entries. A sequence may be unable to
+        resume after them.
+        """
+        found: list[int] = []
+        sides: tuple[list[int], ...] = tuple([] for _ in self.columns)
+        for node, count in self.walk(namespace, tokens):
+            found.extend(node.blocks[:count])
+            for side, entries in zip(sides, node.sides, strict=True):
+                side.extend(entries[:count])
+        return Match(found, sides)
+
     def root(self, namespace: str) -> Node | None:
         return self._roots.get(namespace)
+
+    def tops(self) -> Iterator[Node]:
+        """The nodes below the roots of all namespaces."""
+        for root in self._roots.values():
+            yield from root.children.values()
 
     def insert(
         self,

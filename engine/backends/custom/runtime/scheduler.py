@@ -10,6 +10,9 @@ fails only that sequence.
 import logging
 from bisect import insort
 from collections.abc import Iterator
+from collections.abc import Sequence as Listed
+
+from msgspec.structs import replace
 
 from engine.backends.custom.runtime.images import whole_images
 from engine.backends.custom.runtime.insight.timekeeping import (
@@ -37,6 +40,7 @@ from engine.backends.custom.runtime.sequence import (
     Sequence,
     SequenceFaultError,
 )
+from engine.backends.custom.runtime.speculation.drafts import Speculation
 from engine.core.errors import EngineError, InferenceError
 from engine.core.interfaces.request import FinishReason, TokenDelta
 
@@ -58,6 +62,7 @@ class Scheduler:
         self._inflight = InflightPrefixes(kv.block_size)
         self._free_slots = list(range(max_slots - 1, -1, -1))
         self._step = self._num_admissions = 0
+        self.speculation: Speculation | None = None  # None: steps verify no drafts
         self.clock = EngineClock()
         self.num_preemptions = 0
         self.num_nonfinite = 0
@@ -65,6 +70,15 @@ class Scheduler:
         self.num_prompt_tokens = 0
         self.num_cached_tokens = 0
         self.num_generated_tokens = 0
+
+    @property
+    def running(self) -> Listed[Sequence]:
+        """The running sequences, most senior first."""
+        return self._running
+
+    @property
+    def waiting(self) -> WaitingLine:
+        return self._waiting
 
     @property
     def num_running(self) -> int:
@@ -98,9 +112,12 @@ class Scheduler:
         seq.submitted_step = self._step
         self._requests.setdefault(seq.request_id, []).append(seq)
         self._inflight.add(seq)
-        shares = self._inflight.shares(seq)
-        seq.watch = Stopwatch(self.clock, len(self._waiting), seq.queued_at, shares)
+        leader = self._inflight.leader(seq)
+        seq.watch = Stopwatch(self.clock, len(self._waiting), seq.queued_at, leader)
         self._waiting.add(seq)
+        if self.speculation is not None:
+            self.speculation.begin(seq)
+        self.kv.read_ahead(seq)
 
     def abort(self, request_id: str, choice: int | None, now: float) -> list[TokenDelta]:
         """Abort one choice of a request, or all choices if `choice` is None, in any state. Unknown
@@ -133,7 +150,10 @@ class Scheduler:
         )
         rows = self._schedule_running(budget - kept)
         self._schedule_waiting(rows, budget - sum(row.length for row in rows), now)
-        return ScheduledBatch(tuple(rows)) if rows else None
+        num_drafting = 0
+        if self.speculation is not None:
+            num_drafting = self.speculation.add_drafts(rows, budget - sum(r.length for r in rows))
+        return ScheduledBatch(tuple(rows), num_drafting) if rows else None
 
     def update(self, batch: ScheduledBatch, output: StepOutput, now: float) -> list[TokenDelta]:
         """Apply the output of a finished step, and return the new deltas. Rows of sequences that
@@ -144,14 +164,14 @@ class Scheduler:
         tokens = output.tokens.tolist()
         finite = output.finite.tolist()
         for index, row in enumerate(batch.rows):
-            seq, start, length, samples, _, life, num_scored = row
+            seq, start, length, samples, _, life, num_scored, draft = row
             sample_row, pool = next_row + num_scored, pooled
-            next_row = sample_row + samples
+            next_row = sample_row + samples + len(draft)
             pooled += samples and seq.pools
             if seq.finish_reason is not None:
                 continue
             seq.num_sampling -= samples
-            if not finite[index]:
+            if not finite[index] and not draft:
                 self.num_nonfinite += 1
                 error = InferenceError("The model produced non-finite values for this request.")
                 deltas.append(self.fail(seq, error, now))
@@ -160,6 +180,9 @@ class Scheduler:
                 # A `life` of 0 means that the sequence was preempted after this step was launched.
                 if num_scored and seq.life in (life, 0):
                     seq.prompt_scores += scores(seq, output, sample_row - num_scored, sample_row)
+                if draft:
+                    deltas += self._take_draft(row, output, sample_row, finite[index], now)
+                    continue
                 # After a preemption, the computed blocks no longer belong to the sequence.
                 if life == seq.life:
                     if seq.num_confirmed < seq.num_prompt:
@@ -194,15 +217,16 @@ class Scheduler:
             seq.needs_history = True
 
     def retry_row(self, row: Row) -> Row | None:
-        """Schedule the same row again after a rollback. Returns None if the sequence has ended, has
-        advanced or was preempted meanwhile.
+        """Schedule the same row again after a rollback, but without its draft. Returns None if the
+        sequence has ended, has advanced or was preempted meanwhile.
         """
         seq = row.seq
         if seq.life != row.life:
             return None
-        if seq.num_computed != row.start or row.start + row.length > len(seq.tokens):
+        length = row.length - len(row.draft)
+        if seq.num_computed != row.start or row.start + length > len(seq.tokens):
             return None
-        return self._grant(seq, row.length)
+        return self._grant(seq, length)
 
     def check(self) -> None:
         """Assert the invariants of queues, slots and memory."""
@@ -241,11 +265,11 @@ class Scheduler:
                 # The fast path for most rows of most steps: decode one token whose block has room.
                 seq.num_computed = ahead
                 seq.num_sampling += 1
-                rows.append(new_row(Row, (seq, start, 1, True, seq.slot, seq.life, 0)))
+                rows.append(new_row(Row, (seq, start, 1, True, seq.slot, seq.life, 0, ())))
                 budget -= 1
                 continue
-            if ahead >= end:
-                continue  # the sequence's last token is already being sampled
+            if ahead >= end or ahead <= start:
+                continue  # the sequence's last token is being sampled, or a draft is verified
             # Leave one token of the budget to each later row, so that every running sequence gets a
             # row.
             count = min(ahead - start, budget - (len(running) - index))
@@ -279,14 +303,16 @@ class Scheduler:
                 continue
             watch = seq.watch
             assert watch is not None, seq.request_id
+            if self.kv.is_loading(seq):
+                watch.load()
+                continue
             match = self.kv.no_match if self._starts_over(seq) else self.kv.match(seq)
             num_matched = len(match.blocks)
             # Blocks that a running sequence publishes are of no use without a checkpoint.
             waits = self.kv.sharing and self.kv.states is None and not seq.is_scoring
             if waits and self._inflight.hold(seq, num_matched):
-                watch.hold()
+                watch.hold(seq.held_by)
                 continue
-            watch.unhold()
             max_tokens = min(budget, num_scorable(rows)) if seq.is_scoring else budget
             start = num_matched * self.kv.block_size
             count = self.kv.row_length(seq, start, min(len(seq.tokens) - start, max_tokens))
@@ -394,6 +420,25 @@ class Scheduler:
         self._append(seq, token, is_stop)
         return token_delta(seq, (token,), (output, sample_row), now)
 
+    def _take_draft(
+        self, row: Row, output: StepOutput, sample_row: int, is_finite: bool, now: float
+    ) -> list[TokenDelta]:
+        """Apply the result of a row with a draft: the accepted tokens, and the token after them."""
+        assert self.speculation is not None
+        seq, deltas = row.seq, []
+        sampled = output.tokens[sample_row : sample_row + row.length].tolist()
+        accepted = self.speculation.accept(row, sampled, is_finite)
+        for index, token in enumerate(accepted):
+            if seq.life == row.life:
+                seq.num_confirmed = row.start + 1 + index
+            deltas.append(self._take(seq, output, sample_row + index, 0, token, now))
+            if seq.finish_reason is not None:
+                break
+        if deltas:
+            counts = {"num_drafted": len(row.draft), "num_accepted": len(accepted) - 1}
+            deltas[0] = replace(deltas[0], **counts)
+        return deltas
+
     def _append(self, seq: Sequence, token: int, is_stop: bool) -> None:
         tokens, constraint = seq.tokens, seq.constraint
         tokens.append(token)
@@ -410,6 +455,7 @@ class Scheduler:
             self._stop_running(seq)
         else:
             self._waiting.remove(seq)
+            self.kv.stop_loading(seq)
         if seq.started_at is not None:
             self._waiting.settle(seq)
         self._inflight.remove(seq)

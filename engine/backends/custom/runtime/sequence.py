@@ -20,6 +20,9 @@ from engine.core.interfaces.request import FinishReason, SamplingParams, TokenLo
 MAX_PREEMPTIONS = 4
 
 if TYPE_CHECKING:
+    from engine.backends.custom.runtime.speculation.lookup import Drafter
+    from engine.backends.custom.runtime.tiers.mover import ReadJob
+
     Tokens = array[int]
 else:
     Tokens = array  # `array` takes no type parameter before Python 3.12
@@ -35,6 +38,7 @@ class Sequence:
     """The tokens of one choice, and for how many of them keys and values have been computed.
 
     num_confirmed <= num_computed <= len(tokens) + num_sampling, and num_confirmed <= len(tokens).
+    While a step verifies a draft, `num_computed` also includes the tokens of the draft.
     """
 
     request_id: str
@@ -61,6 +65,9 @@ class Sequence:
     dry_breakers: Breakers = field(default_factory=dict)
     # Mirostat's limit for the surprise of the next token, after each generated token
     surprise_limits: list[float] = field(default_factory=list)
+    expected: Tokens = field(default_factory=packed)  # the output that the client expects, if any
+    # Guesses the next tokens. None: each step samples one token.
+    drafter: "Drafter | None" = None
     scores_prompt: bool = False
     reports_progress: bool = False  # a delta tells how much of the prompt each step computed
     # The logprobs of prompt tokens that are computed so far. They start with the second token.
@@ -92,6 +99,12 @@ class Sequence:
     # this sequence needs.
     held_by: "Sequence | None" = None
     held_until: int = 0  # the wait ends when `held_by` has confirmed this many tokens
+    # With cache tiers: the content keys of the first blocks, the job that loads blocks while the
+    # sequence waits, how often tiers were asked, and how many tokens came from which tier.
+    keys: list[bytes] = field(default_factory=list)
+    load: "ReadJob | None" = None
+    num_asked: int = 0
+    loaded_from: dict[str, int] = field(default_factory=dict)
     needs_history: bool = True  # True: the runner has no valid token history for the slot
     started_at: float | None = None
     first_token_at: float | None = None
@@ -139,7 +152,8 @@ class Sequence:
 
 
 class Row(NamedTuple):
-    """The tokens start .. start + length - 1 of a sequence, to be computed in one step.
+    """The tokens start .. start + length - 1 of a sequence, to be computed in one step. The last of
+    them are the draft, if there is one. A row with a draft samples after each of its tokens.
 
     `life` is the sequence's `life` when the row was made. It differs later if the sequence was
     preempted meanwhile. The class is a tuple for speed, because a step creates hundreds of rows.
@@ -152,11 +166,23 @@ class Row(NamedTuple):
     slot: int
     life: int
     num_scored: int = 0  # number of prompt tokens whose logprob this row computes
+    draft: tuple[int, ...] = ()  # tokens that the sequence does not have yet (see speculation.py)
+
+    @property
+    def sampled(self) -> "tuple[Row, ...]":
+        """A row for each token that this row samples. Each ends before the sampled token."""
+        if not self.draft:
+            return (self,)
+        return tuple(
+            self._replace(length=self.length - len(self.draft) + count, draft=self.draft[:count])
+            for count in range(len(self.draft) + 1)
+        )
 
 
 @dataclass(frozen=True, slots=True)
 class ScheduledBatch:
     rows: tuple[Row, ...]
+    num_drafting: int = 0  # number of tokens in rows with drafts
 
     @property
     def num_tokens(self) -> int:

@@ -111,6 +111,8 @@ class Waiting:
 def _control(message: Control) -> ControlReply:
     if message.action == "log_level":
         return ControlReply(message.control_id, True, set_level(message.value))
+    if message.action == "snapshot":
+        return ControlReply(message.control_id, True)
     return ControlReply(message.control_id, True, "an encoder keeps no cache")
 
 

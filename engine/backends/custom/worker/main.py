@@ -42,6 +42,7 @@ from engine.backends.custom.runtime.model_runner import (
 )
 from engine.backends.custom.runtime.radix_cache import RadixCache
 from engine.backends.custom.runtime.scheduler import Scheduler
+from engine.backends.custom.runtime.speculation.drafts import Speculation, speculates
 from engine.backends.custom.weights.model import ModelSource, open_model
 from engine.backends.custom.worker.encoder_loop import Encoder, EncoderLoop, is_encoder
 from engine.backends.custom.worker.encoder_loop import warm_up as warm_up_encoder
@@ -181,6 +182,7 @@ def build_loop(
     pulse: Pulse | None = None,
     vocabulary: Callable[[], Vocabulary] | None = None,
     images: ImageStore | None = None,
+    source: ModelSource | None = None,
 ) -> EngineLoop:
     """Builds the engine loop of a loaded model, with scheduler, cache, step budget and grammars.
 
@@ -193,6 +195,12 @@ def build_loop(
     target_s = spec.target_step_s or TARGET_STEP_S
     max_tokens = max_step_tokens(spec, options)
     budget = StepBudget(max_tokens, spec.max_slots, target_s, spec.min_prompt_tokens)
+    if options.tiers is not None:
+        from engine.backends.custom.worker.tiers import add_tiers  # few engines have tiers
+
+        add_tiers(options.tiers, scheduler.kv, runner, source, budget.prompt_s)
+    if speculates(spec, options.speculation):
+        scheduler.speculation = Speculation(scheduler.kv, budget)
     grammars = Grammars(vocabulary or functools.partial(_vocabulary, options))
     return EngineLoop(
         scheduler, runner, channel, budget, options.max_queued, pulse, grammars, images
@@ -239,7 +247,9 @@ def run_engine(
         return
     loaded = load_runner(source, options)
     images = load_images(source, options, loaded)
-    serve_runner(loaded, options, channel, pulse, on_loaded, started_at, images=images)
+    serve_runner(
+        loaded, options, channel, pulse, on_loaded, started_at, images=images, source=source
+    )
 
 
 def serve_runner(
@@ -251,12 +261,15 @@ def serve_runner(
     started_at: float,
     vocabulary: Callable[[], Vocabulary] | None = None,
     images: ImageStore | None = None,
+    source: ModelSource | None = None,
 ) -> None:
     """Warm up the loaded runner, send `Ready`, and run its loop until a `Stop` message arrives."""
     runner, config, plan = loaded
     warm_up(runner)
     on_loaded()
-    loop = build_loop(runner, options, plan.bytes_per_token, channel, pulse, vocabulary, images)
+    loop = build_loop(
+        runner, options, plan.bytes_per_token, channel, pulse, vocabulary, images, source
+    )
     spec = runner.spec
     channel.send(
         Ready(
@@ -267,6 +280,7 @@ def serve_runner(
             dtype=config.dtype,
             device=config.device,
             load_s=time.monotonic() - started_at,
+            speculates=loop.scheduler.speculation is not None,
         )
     )
     loop.run()

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from engine.backends.custom.runtime.kv_cache import KVCache
     from engine.backends.custom.runtime.sequence import Sequence, Tokens
 
-STEP, SLOTS, BUDGET, BLOCKS, TURN, PRIORITY, PREFIX = range(len(WAITS))
+STEP, SLOTS, BUDGET, BLOCKS, TURN, PRIORITY, PREFIX, TIER = range(len(WAITS))
 # Latest admissions in which a sequence looks for sequences that overtook it.
 MAX_ADMISSIONS = 256
 MAX_STEPS = 128
@@ -92,10 +92,12 @@ class EngineClock:
         """A step waited this long for grammar masks."""
         self._mask_s += seconds
 
-    def step(self, began_at: float, now: float, lengths: list[int]) -> None:
-        """A step has ended. `lengths` are the numbers of tokens of its rows."""
+    def step(self, began_at: float, now: float, lengths: list[int], num_drafting: int = 0) -> None:
+        """A step has ended. `lengths` are the numbers of tokens of its rows. `num_drafting` of all
+        tokens are in rows with drafts.
+        """
         num_rows, num_tokens = len(lengths), sum(lengths)
-        num_prompt = num_tokens - lengths.count(1)
+        num_prompt = num_tokens - lengths.count(1) - num_drafting
         seconds = now - began_at
         self._num_steps += 1
         self._num_rows += num_rows
@@ -147,63 +149,55 @@ class Stopwatch:
         "_chunks",
         "_clock",
         "_decoding",
-        "_held_at",
-        "_held_base",
-        "_held_s",
-        "_held_until",
+        "_leader",
+        "_led_since",
+        "_loading_at",
         "_num_before",
         "_pauses",
         "_preempted",
-        "_shares_prefix",
+        "_prompt_done",
         "divergence",
         "is_cache_off",
         "num_evicted",
     )
 
     def __init__(
-        self, clock: EngineClock, num_before: int, now: float, shares_prefix: bool
+        self, clock: EngineClock, num_before: int, now: float, leader: "Sequence | None"
     ) -> None:
+        """`leader` is a running sequence that computes the same prefix, if there is one."""
         self._clock = clock
-        # Whether a running sequence was computing the same prefix when this one was queued
-        self._shares_prefix = shares_prefix
         self._num_before = num_before
         self._base = clock.waits(now)
-        self._held_at: float | None = None
-        self._held_base: tuple[float, ...] = ()
-        self._held_s = 0.0
-        self._held_until = 0.0  # when it last stopped to wait for another sequence
+        self._leader = leader
+        self._led_since = self._base
+        self._loading_at: float | None = None
         self._admitted: tuple[tuple[float, ...], int] | None = None
         self._chunks: list[Chunk] = []
         self._pauses: list[Pause] = []
         self._preempted: tuple[float, int] | None = None
         self._decoding: DecodeWork | None = None
+        # What `EngineClock.waits` returned when the prompt was computed
+        self._prompt_done: tuple[float, ...] | None = None
         self.num_evicted = 0
         self.is_cache_off = False
         self.divergence: Divergence | None = None
 
-    def hold(self) -> None:
-        """The sequence starts to wait for another one that computes the same prefix."""
-        if self._held_at is None:
-            self._held_at = self._clock.now
-            self._held_base = self._clock.waits(self._held_at)
+    def hold(self, leader: "Sequence | None") -> None:
+        """The sequence waits for another one that computes the same prefix."""
+        if self._leader is None:
+            self._leader, self._led_since = leader, self._clock.waits(self._clock.now)
 
-    def unhold(self) -> None:
-        """The sequence no longer waits for another one. No effect if it did not."""
-        if self._held_at is None:
-            return
-        now = self._clock.now
-        self._held_s += now - self._held_at
-        # The reasons that stopped the queue meanwhile did not delay this sequence.
-        passed = zip(self._base, self._clock.waits(now), self._held_base, strict=True)
-        self._base = tuple(base + after - before for base, after, before in passed)
-        self._held_at, self._held_until = None, now
+    def load(self) -> None:
+        """The sequence waits for blocks from a tier of the cache."""
+        if self._loading_at is None:
+            self._loading_at = self._clock.now
 
     def admit(self, seq: "Sequence") -> None:
         """The sequence was admitted. At the first time, this computes what it waited for."""
         now = self._clock.now
-        self.unhold()
         if self._admitted is None:
             self._admitted = self._waited(seq, now)
+            self._leader = None
             self._clock.admissions.append(
                 Admission(seq.arrival, seq.tenant, seq.priority, now, self._clock.waits(now))
             )
@@ -241,8 +235,9 @@ class Stopwatch:
             Chunk(began_at, step.ended_at, start, count, step.num_rows, step.num_tokens)
         )
 
-    def first_token(self) -> None:
+    def first_token(self, now: float) -> None:
         self._decoding = self._clock.work()
+        self._prompt_done = self._clock.waits(now)
 
     def timeline(self, seq: "Sequence", now: float) -> Timeline:
         """Everything that was measured. Called when the sequence has ended."""
@@ -266,6 +261,7 @@ class Stopwatch:
             num_overtaken=num_overtaken,
             num_prompt=seq.num_prompt,
             num_cached=seq.num_cached,
+            loaded_from=seq.loaded_from,
             num_evicted=self.num_evicted,
             is_cache_off=self.is_cache_off,
             divergence=self.divergence,
@@ -294,23 +290,36 @@ class Stopwatch:
             each
             for each in self._clock.admissions
             if each.arrival > seq.arrival
-            and self._held_until <= each.at < now
+            and each.at < now
             and (each.tenant != seq.tenant or each.priority < seq.priority)
         ]
         until = overtaking[0].waits if overtaking else self._clock.waits(now)
         waits = [max(0.0, after - b) for after, b in zip(until, self._base, strict=True)]
-        waits[PREFIX] += self._held_s
-        if self._shares_prefix and seq.num_matched:
-            # The budget went to the sequence that computed the prefix for this one.
-            waits[PREFIX] += waits[BUDGET]
-            waits[BUDGET] = 0.0
-        if self._held_at is not None:
-            waits[PREFIX] += now - self._held_at
+        if self._leader is not None and seq.num_matched:
+            self._take_prefix_wait(waits, until, self._leader)
+        if self._loading_at is not None:
+            # While blocks are loaded, nothing else stops the sequence.
+            moved = min(now - self._loading_at, waits[STEP])
+            waits[STEP] -= moved
+            waits[TIER] += moved
         if overtaking:
             is_urgent = any(each.priority < seq.priority for each in overtaking)
             rest = now - seq.queued_at - sum(waits)
             waits[PRIORITY if is_urgent else TURN] += max(0.0, rest)
         return tuple(waits), len(overtaking)
+
+    def _take_prefix_wait(
+        self, waits: list[float], until: tuple[float, ...], leader: "Sequence"
+    ) -> None:
+        """Move the time in which `leader` computed the prefix for this sequence to the reason
+        PREFIX. But if there was no slot, this sequence could not have run anyway.
+        """
+        done = None if leader.watch is None else leader.watch._prompt_done
+        for reason in (STEP, BUDGET, BLOCKS):
+            end = until[reason] if done is None else min(done[reason], until[reason])
+            moved = min(max(end - self._led_since[reason], 0.0), waits[reason])
+            waits[reason] -= moved
+            waits[PREFIX] += moved
 
     def _decoded(self) -> DecodeWork:
         before = self._decoding

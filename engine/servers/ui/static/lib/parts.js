@@ -73,9 +73,9 @@ export function Dialog({ title, onClose, children, class: more = "" }) {
 const TOAST_MS = 5000;
 const toasts = new Store([]);
 
-// Shows a short message for a few seconds.
-export function toast(text) {
-  const entry = { text };
+// Shows a short message for a few seconds. `action` is `{ label, run }`: a button beside it.
+export function toast(text, action = null) {
+  const entry = { text, action };
   toasts.set((shown) => [...shown.slice(-3), entry]);
   setTimeout(() => toasts.set((shown) => shown.filter((each) => each !== entry)), TOAST_MS);
 }
@@ -83,7 +83,12 @@ export function toast(text) {
 export function Toasts() {
   const shown = useStore(toasts);
   return html`<div class="toasts" role="status" aria-live="polite">
-    ${shown.map((each) => html`<div class="toast">${each.text}</div>`)}
+    ${shown.map(
+      (each) => html`<div class="toast">
+        <span>${each.text}</span>
+        ${each.action && html`<button type="button" onClick=${() => (each.action.run(), toasts.set((rest) => rest.filter((other) => other !== each)))}>${each.action.label}</button>`}
+      </div>`,
+    )}
   </div>`;
 }
 

@@ -5,6 +5,7 @@ KV cache and the state of the slots are donated to the compiled function, which 
 place and returns them for the next call.
 """
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import NamedTuple
@@ -17,6 +18,13 @@ from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
 from engine.backends.custom.architectures.base import ModelConfig
+from engine.backends.custom.frameworks.jax.execution.blocks import (
+    block_slots,
+    gather_slots,
+    rows_of,
+    scatter_slots,
+    values_of,
+)
 from engine.backends.custom.frameworks.jax.execution.buckets import (
     Bucket,
     Buckets,
@@ -52,8 +60,11 @@ from engine.backends.custom.runtime.host_sampler import histories, token_words
 from engine.backends.custom.runtime.model_runner import (
     F32,
     GPU_STEP_S,
+    GROUPS,
     I32,
     BatchInputs,
+    Bytes,
+    Group,
     RunnerConfig,
     RunnerSpec,
     SamplingInputs,
@@ -130,6 +141,12 @@ class JAXRunner:
         self._caches = [
             jnp.zeros(shape, dtype, device=pages) for shape in cache_shapes(model.config, config)
         ]
+        places = model.config.cache_places(config.num_window_blocks > 0)
+        # The layers whose blocks are in each group.
+        self._layers: dict[Group, list[int]] = {
+            group: [i for i, (cache, _) in enumerate(places) if cache == index]
+            for index, group in enumerate(GROUPS)
+        }
         self._last_token = jnp.zeros(config.max_slots, jnp.int32, device=self._home)
         # (max_slots, V) token counts; allocated when a request first uses penalties.
         self._counts: Array | None = None
@@ -181,6 +198,32 @@ class JAXRunner:
             if array is not None:
                 array.copy_to_host_async()
         return JAXPendingTokens(sampled, hidden, handle.finite, handle.query_start, sampling)
+
+    @property
+    def kv_identity(self) -> str:
+        attention = type(self._program.attention).__name__
+        return f"jax {jax.__version__} {self._home} {self._caches[0].dtype} {attention}"
+
+    def bytes_per_block(self, group: Group) -> int:
+        size = self._spec.block_size
+        caches = [self._caches[i] for i in self._layers[group]]
+        return sum(size * each.nbytes // each.shape[0] for each in caches)
+
+    def read_blocks(self, group: Group, blocks: Sequence[int]) -> Callable[[], Bytes]:
+        caches = [self._caches[i] for i in self._layers[group]]
+        slots = block_slots(blocks, self._spec.block_size)
+        found = gather_slots(caches, slots)
+        for array in found:
+            array.copy_to_host_async()
+        return lambda: rows_of(found, len(blocks), self._spec.block_size)
+
+    def write_blocks(self, group: Group, blocks: Sequence[int], rows: Bytes) -> None:
+        layers, size = self._layers[group], self._spec.block_size
+        caches = [self._caches[i] for i in layers]
+        slots = block_slots(blocks, size)
+        values = values_of(rows, caches, size, len(slots))
+        for i, cache in zip(layers, scatter_slots(caches, slots, values), strict=True):
+            self._caches[i] = cache
 
     def wait(self) -> None:
         """Waits until the device has finished all queued work."""

@@ -157,8 +157,14 @@ def build_runner(source: ModelSource, config: RunnerConfig) -> NativeRunner:
         min_prompt_tokens=PROMPT_TOKENS if machine.has_bf16 else ROW_TOKENS,
         has_state=source.config.state is not None,
         window=source.config.window,
+        verifies_drafts=True,
+        # With fast numerics, the rounding of a token depends on the number of tokens in the step.
+        has_exact_drafts=config.numerics == "invariant",
     )
-    return NativeRunner(model.native, spec, source.config.hidden_size)
+    kinds = [step_label(step) for step in plans[0].steps]
+    kv_type = plans[0].precision.kv_type
+    numerics = f"{machine.instruction_set} {config.dtype} {kv_type} {config.numerics}"
+    return NativeRunner(model.native, spec, source.config.hidden_size, kinds, numerics)
 
 
 # For each layer: the number of its KV cache, and its index among the layers of that cache.

@@ -2,7 +2,10 @@
 GIL while it runs.
 """
 
+import hashlib
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -10,8 +13,11 @@ import numpy as np
 from engine.backends.custom.runtime.model_runner import (
     F32,
     FROM_DEVICE,
+    GROUPS,
     I32,
     BatchInputs,
+    Bytes,
+    Group,
     RunnerSpec,
     SamplingInputs,
     StepOutput,
@@ -40,11 +46,21 @@ class FinishedTokens:
 
 class NativeRunner:
     """Runs a model on the CPU. `model` is a loaded `Model` of the compiled module; `hidden_size` is
-    the width of its hidden states.
+    the width of its hidden states, and `step_kinds` are the kinds of its plan steps, in order.
     """
 
-    def __init__(self, model: Any, spec: RunnerSpec, hidden_size: int) -> None:
+    def __init__(
+        self,
+        model: Any,
+        spec: RunnerSpec,
+        hidden_size: int,
+        step_kinds: Sequence[str] = (),
+        numerics: str = "",
+    ) -> None:
+        """`numerics` names the settings that change what the kernels compute."""
         self._model = model
+        self._step_kinds = step_kinds
+        self._numerics = numerics
         self._spec = spec
         self._hidden_size = hidden_size
         self._last_token = np.zeros(spec.max_slots, np.int32)
@@ -95,6 +111,34 @@ class NativeRunner:
         for row, values in zip(rows, logits, strict=True):
             self._model.logits(int(row), values)
         return logits
+
+    @property
+    def kv_identity(self) -> str:
+        from engine.backends.custom.frameworks.native import _native
+
+        kernels = hashlib.sha256(Path(_native.__file__).read_bytes()).hexdigest()
+        return f"native {self._numerics} {kernels}"
+
+    def bytes_per_block(self, group: Group) -> int:
+        size: int = self._model.bytes_per_block(GROUPS.index(group))
+        return size
+
+    def read_blocks(self, group: Group, blocks: Sequence[int]) -> Callable[[], Bytes]:
+        rows = np.empty((len(blocks), self.bytes_per_block(group)), np.uint8)
+        self._model.read_blocks(GROUPS.index(group), np.array(blocks, np.int64), rows)
+        return lambda: rows
+
+    def write_blocks(self, group: Group, blocks: Sequence[int], rows: Bytes) -> None:
+        self._model.write_blocks(GROUPS.index(group), np.array(blocks, np.int64), rows)
+
+    def time_kernels(self, on: bool) -> None:
+        self._model.set_timing(on)
+
+    def kernel_seconds(self) -> dict[str, float]:
+        totals: dict[str, float] = {}
+        for kind, seconds in zip(self._step_kinds, self._model.op_seconds(), strict=False):
+            totals[kind] = totals.get(kind, 0.0) + seconds
+        return totals
 
     def close(self) -> None:
         """Frees the KV cache and the weights. The runner cannot be used afterwards."""

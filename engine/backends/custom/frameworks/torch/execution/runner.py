@@ -1,11 +1,13 @@
 """The eager PyTorch model runner. It runs a model over the paged KV cache, without CUDA graphs."""
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from engine.backends.custom.frameworks.torch.execution.blocks import BlockCopier
 from engine.backends.custom.frameworks.torch.execution.cache import (
     CacheGroups,
     StateCache,
@@ -35,7 +37,13 @@ from engine.backends.custom.frameworks.torch.layers.recurrent import LayerState
 from engine.backends.custom.frameworks.torch.layers.rotary import Rotation
 from engine.backends.custom.frameworks.torch.layers.scans import Rows, divide
 from engine.backends.custom.frameworks.torch.models.base import Decoder
-from engine.backends.custom.runtime.model_runner import BatchInputs, RunnerConfig, RunnerSpec
+from engine.backends.custom.runtime.model_runner import (
+    BatchInputs,
+    Bytes,
+    Group,
+    RunnerConfig,
+    RunnerSpec,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,6 +122,7 @@ class TorchRunner(SamplingRunner):
             depth=0 if device.type == "cpu" else 1,
             has_state=model.config.state is not None,
             window=model.config.window,
+            verifies_drafts=True,
         )
         super().__init__(spec, device)
         self._model = model
@@ -132,6 +141,12 @@ class TorchRunner(SamplingRunner):
         self._cache = CacheGroups(model.config, config, device, kv_dtype)
         count = config.max_slots + 1 + config.num_checkpoints
         self._states = StateCache(model.config, count, device, dtype)
+        self._numerics = (
+            f"{dtype} {kv_dtype} {config.quantization} {config.numerics}"
+            f" {type(self._attention).__name__}"
+        )
+        self._block_size = config.block_size
+        self._blocks: BlockCopier | None = None  # made when a tier first needs it
 
     @torch.inference_mode()
     def forward(self, inputs: BatchInputs) -> StepHandle:
@@ -156,6 +171,28 @@ class TorchRunner(SamplingRunner):
         hidden = self._model.norm(x.index_select(0, rows))
         return StepHandle(self._model.head_logits(hidden), hidden, finite)
 
+    @property
+    def kv_identity(self) -> str:
+        name = "cpu"
+        if self._device.type == "cuda":
+            name = torch.cuda.get_device_name(self._device)
+        return f"torch {torch.__version__} {name} {self._numerics}"
+
+    def bytes_per_block(self, group: Group) -> int:
+        return self._copier().bytes_per_block(group)
+
+    def read_blocks(self, group: Group, blocks: Sequence[int]) -> Callable[[], Bytes]:
+        return self._copier().read(group, blocks)
+
+    def write_blocks(self, group: Group, blocks: Sequence[int], rows: Bytes) -> None:
+        self._copier().write(group, blocks, rows)
+
+    def _copier(self) -> BlockCopier:
+        if self._blocks is None:
+            size = self._block_size
+            self._blocks = BlockCopier(self._cache, self._states, size, self._device)
+        return self._blocks
+
     def _rows(self, inputs: BatchInputs) -> Rows | None:
         """The rows of a step, if layers keep states."""
         if not self._spec.has_state:
@@ -178,5 +215,5 @@ class TorchRunner(SamplingRunner):
 
     def close(self) -> None:
         """Frees the model and the KV cache. The runner cannot be used afterwards."""
-        del self._model, self._cache, self._states
+        del self._model, self._cache, self._states, self._blocks
         super().close()

@@ -1,0 +1,206 @@
+"""Measures the tiers of the prefix cache: time to first token in the four cases of a fair
+comparison, with and without tiers.
+
+`python -m benchmarks.tiers [MODEL] --output tiers.json` starts the engine without tiers, with a
+disk tier, and with a Redis tier if redis-server is installed. In each round, the order is another:
+
+none       a prompt that no request had before
+memory     the same prompt again, in the same process
+evicted    again, after the KV pool was emptied
+restarted  again, after the server was restarted; the files of the disk tier are in the page cache
+cold       the same, but the files have to be read from the disk
+"""
+
+import argparse
+import asyncio
+import json
+import os
+import secrets
+import shutil
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from benchmarks.client import Failure, Sample, complete, new_session
+from benchmarks.process import RunningServer, ServerProcess, ServerSpec, exit_on_sigterm
+from benchmarks.prompts import words
+
+DEFAULT_MODEL = "smollm2-135m-instruct"
+NUM_OUTPUT = 8
+STORED_S = 1.5  # the time in which the answer of a request is stored
+
+
+@dataclass(slots=True)
+class Contender:
+    """The engine with one set of tiers."""
+
+    name: str
+    config: str
+    folder: Path
+    ttft: dict[str, list[float]] = field(default_factory=dict)
+    texts: dict[str, set[str]] = field(default_factory=dict)
+    seconds: list[float] = field(default_factory=list)  # of the load without reuse
+
+
+class Bench:
+    def __init__(self, model: str, port: int, folder: Path, length: int) -> None:
+        self._model = model
+        self._port = port
+        self._folder = folder
+        self._length = length
+        self._key = secrets.token_hex(16)
+
+    async def round(self, number: int, contender: Contender) -> None:
+        """All cases for one contender, with prompts that are new in this round."""
+        prompt = words(self._length, "tiers", number)
+        process, server = await self._start(contender)
+        try:
+            await self._ask(server, words(64, "warm", number, contender.name))
+            await self._note(contender, "none", server, prompt)
+            await self._note(contender, "memory", server, prompt)
+            await asyncio.sleep(STORED_S)
+            await self._flush(server)
+            await self._note(contender, "evicted", server, prompt)
+            await self._load(contender, server, number)
+        finally:
+            process.stop()
+        for case in ("restarted", "cold"):
+            if case == "cold":
+                chill(contender.folder)
+            process, server = await self._start(contender)
+            try:
+                await self._note(contender, case, server, prompt)
+            finally:
+                process.stop()
+
+    async def _start(self, contender: Contender) -> tuple[ServerProcess, RunningServer]:
+        path = self._folder / f"{contender.name}.toml"
+        path.write_text(contender.config)
+        command = (sys.executable, "-m", "engine.cli.main", "serve", self._model)
+        address = ("--port", str(self._port), "--config", str(path))
+        spec = ServerSpec(
+            name=contender.name,
+            command=(*command, *address),
+            port=self._port,
+            ready_path="/readyz",
+            extra_body={"ignore_eos": True},
+            env={"LLM_ENGINE_ADMIN_KEY": self._key},
+        )
+        process = ServerProcess(spec, self._folder / f"{contender.name}.log")
+        return process, await process.start()
+
+    async def _ask(self, server: RunningServer, prompt: str) -> Sample:
+        async with new_session(600) as session:
+            answer = await complete(session, server.target, prompt, NUM_OUTPUT)
+        if isinstance(answer, Failure):
+            raise SystemExit(f"{server.spec.name}: {answer.reason}")
+        return answer
+
+    async def _note(
+        self, contender: Contender, case: str, server: RunningServer, prompt: str
+    ) -> None:
+        answer = await self._ask(server, prompt)
+        contender.ttft.setdefault(case, []).append(answer.ttft)
+        contender.texts.setdefault(prompt, set()).add(answer.text)
+
+    async def _flush(self, server: RunningServer) -> None:
+        headers = {"authorization": f"Bearer {self._key}"}
+        url = f"{server.spec.base_url}/v1/admin/cache/flush"
+        async with new_session(60) as session, session.post(url, json={}, headers=headers) as reply:
+            reply.raise_for_status()
+
+    async def _load(self, contender: Contender, server: RunningServer, number: int) -> None:
+        """Prompts without reuse, four at a time. Tiers only cost something here."""
+        prompts = [words(self._length // 4, "load", number, i) for i in range(8)]
+        began = time.perf_counter()
+        for start in range(0, len(prompts), 4):
+            await asyncio.gather(*(self._ask(server, each) for each in prompts[start : start + 4]))
+        contender.seconds.append(time.perf_counter() - began)
+
+
+def chill(folder: Path) -> None:
+    """Remove the files of a folder from the page cache."""
+    for path in folder.rglob("*.full"):
+        handle = os.open(path, os.O_RDONLY)
+        os.fsync(handle)
+        os.posix_fadvise(handle, 0, 0, os.POSIX_FADV_DONTNEED)
+        os.close(handle)
+
+
+def contenders(folder: Path, redis_socket: Path | None) -> list[Contender]:
+    disk = folder / "kv"
+    disk.mkdir(mode=0o700)
+    found = [
+        Contender("off", "", folder / "none"),
+        Contender("disk", f'[cache.tiers]\ndisk_path = "{disk}"\n', disk),
+    ]
+    if redis_socket is not None:
+        secret = folder / "redis_url"
+        secret.write_text(f"unix://{redis_socket}")
+        config = f'[cache.tiers]\nredis_url_file = "{secret}"\n'
+        found.append(Contender("redis", config, folder / "none"))
+    return found
+
+
+def summary(found: Sequence[Contender], length: int) -> dict[str, Any]:
+    base = found[0]
+    computed = statistics.median(base.ttft["none"])
+    rows: dict[str, Any] = {}
+    for each in found:
+        medians = {case: statistics.median(values) for case, values in each.ttft.items()}
+        load = [off / own for off, own in zip(base.seconds, each.seconds, strict=True)]
+        rows[each.name] = {
+            "ttft_s": {case: round(value, 4) for case, value in medians.items()},
+            "of_computing": {case: round(value / computed, 3) for case, value in medians.items()},
+            "load_speed": round(statistics.median(load), 3),
+            "same_text": all(len(texts) == 1 for texts in each.texts.values()),
+        }
+    return {"prompt_words": length, "rounds": len(base.seconds), "contenders": rows}
+
+
+async def measure(
+    arguments: argparse.Namespace, folder: Path, redis: Path | None
+) -> dict[str, Any]:
+    found = contenders(folder, redis)
+    bench = Bench(arguments.model, arguments.port, folder, arguments.length)
+    for number in range(arguments.rounds):
+        for shift in range(len(found)):
+            await bench.round(number, found[(number + shift) % len(found)])
+    return summary(found, arguments.length)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
+    parser.add_argument("model", nargs="?", default=DEFAULT_MODEL)
+    parser.add_argument("--length", type=int, default=1024, help="words of the prompt")
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--port", type=int, default=8391)
+    parser.add_argument("--output", type=Path)
+    arguments = parser.parse_args()
+    exit_on_sigterm()
+    program, redis, socket = shutil.which("redis-server"), None, None
+    with tempfile.TemporaryDirectory(prefix="tiers-") as name:
+        folder = Path(name)
+        try:
+            if program is not None:
+                socket = folder / "redis.sock"
+                options = ("--port", "0", "--unixsocket", str(socket), "--save", "", "--dir", name)
+                redis = subprocess.Popen([program, *options], stdout=subprocess.DEVNULL)
+            result = asyncio.run(measure(arguments, folder, socket))
+        finally:
+            if redis is not None:
+                redis.terminate()
+                redis.wait()
+    print(json.dumps(result, indent=2))
+    if arguments.output is not None:
+        arguments.output.write_text(json.dumps(result, indent=2) + "\n")
+
+
+if __name__ == "__main__":
+    main()

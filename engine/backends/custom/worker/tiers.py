@@ -1,0 +1,145 @@
+"""Opens the tiers of the prefix cache that the options name.
+
+Blocks are found by the content of the model's files, and not by their names. So the files are
+hashed when an engine first uses tiers with them. The digests are kept for later starts.
+"""
+
+import hashlib
+import logging
+import os
+import stat
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+
+import msgspec
+
+from engine import __version__
+from engine.backends.custom.options import TierOptions
+from engine.backends.custom.runtime.kv_cache import KVCache
+from engine.backends.custom.runtime.model_runner import ModelRunner
+from engine.backends.custom.runtime.tiers.base import Tier
+from engine.backends.custom.runtime.tiers.disk import DiskTier
+from engine.backends.custom.runtime.tiers.host import HostTier
+from engine.backends.custom.runtime.tiers.kv_tiers import BlockMover, attach_tiers
+from engine.backends.custom.runtime.tiers.record import identity_of
+from engine.backends.custom.weights.model import ModelSource
+from engine.core.errors import ConfigError
+from engine.core.sandbox.private_files import write_private
+from engine.core.store.model_store import store_directory
+
+log = logging.getLogger(__name__)
+
+DIGESTS_FILE = "digests.json"
+MAX_DIGESTS = 256
+
+
+class FileDigest(msgspec.Struct, frozen=True):
+    """The SHA-256 of a file that had this size and time when it was read."""
+
+    size: int
+    mtime_ns: int
+    sha256: str
+
+
+def add_tiers(
+    options: TierOptions,
+    kv: KVCache,
+    runner: ModelRunner,
+    source: ModelSource | None,
+    prompt_s: Callable[[int], float | None],
+) -> None:
+    """Open the tiers, and start the threads that move blocks."""
+    if source is None or not isinstance(runner, BlockMover):
+        raise ConfigError(
+            "this backend can't copy blocks of its KV cache to the host, which [cache.tiers] needs;"
+            " use --backend native, torch or jax, or remove [cache.tiers]"
+        )
+    if not kv.sharing:
+        raise ConfigError("[cache.tiers] needs the prefix cache; remove it or set cache.enabled")
+    kind = "full" if source.config.latent is None else "latent"
+    identity = cache_identity(source, runner)
+    tiers = open_tiers(options)
+    attach_tiers(kv, runner, runner.spec, tiers, identity, prompt_s, kind).start()
+    log.info("cache tiers: %s", ", ".join(tier.name for tier in tiers))
+
+
+def open_tiers(options: TierOptions) -> list[Tier]:
+    """The tiers that have a size, fastest first."""
+    tiers: list[Tier] = []
+    if options.host_bytes:
+        tiers.append(HostTier(options.host_bytes, options.host_policy, options.host_ttl_s))
+    if options.disk_bytes:
+        directory = Path(options.disk_path).expanduser()
+        check_directory(directory)
+        tiers.append(
+            DiskTier(directory, options.disk_bytes, options.disk_policy, options.disk_ttl_s)
+        )
+    if options.redis_bytes:
+        from engine.backends.custom.runtime.tiers.redis_tier import RedisTier, connect
+
+        client = connect(options.redis_url)
+        tiers.append(
+            RedisTier(client, options.redis_bytes, options.redis_policy, options.redis_ttl_s)
+        )
+    return tiers
+
+
+def check_directory(directory: Path) -> None:
+    """Create the folder of the disk tier. Raises `ConfigError` if another user could write to it,
+    because its content decides what the model sees.
+    """
+    try:
+        directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+        status = directory.stat()
+    except OSError as error:
+        raise ConfigError(
+            f"cache.tiers.disk_path: {directory} can't be used: {error.strerror}",
+            param="tiers.disk_path",
+        ) from None
+    if status.st_uid != os.geteuid() or stat.S_IMODE(status.st_mode) & 0o022:
+        raise ConfigError(
+            f"cache.tiers.disk_path: others may write to {directory}; give it to this user and"
+            f" chmod 700 it",
+            param="tiers.disk_path",
+        )
+
+
+def cache_identity(source: ModelSource, runner: ModelRunner) -> bytes:
+    """Whatever decides the bytes of a block, besides its tokens and the tenant."""
+    assert isinstance(runner, BlockMover)
+    config, spec = source.config, runner.spec
+    parts = [f"engine {__version__}", runner.kv_identity, f"block {spec.block_size}"]
+    if any(rope.kind in ("dynamic", "longrope") for rope in config.ropes):
+        parts.append(f"context {spec.max_seq_len}")  # which decides the frequencies
+    parts.append(f"window pool {spec.window}")
+    paths = [file.path.resolve() for file in source.checkpoint.files]
+    digests = Digests(store_directory().parent / DIGESTS_FILE)
+    parts += [digests.of(path) for path in sorted(paths)]
+    parts.append(repr(config))
+    return identity_of(parts)
+
+
+class Digests:
+    """The SHA-256 of large files, in a file of their own."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._known: dict[str, FileDigest] = {}
+        with suppress(OSError, msgspec.DecodeError, msgspec.ValidationError):
+            self._known = msgspec.json.decode(path.read_bytes(), type=dict[str, FileDigest])
+
+    def of(self, path: Path) -> str:
+        status = path.stat()
+        known = self._known.pop(str(path), None)
+        if known is None or (known.size, known.mtime_ns) != (status.st_size, status.st_mtime_ns):
+            with path.open("rb") as file:
+                digest = hashlib.file_digest(file, "sha256").hexdigest()
+            known = FileDigest(status.st_size, status.st_mtime_ns, digest)
+        self._known[str(path)] = known
+        while len(self._known) > MAX_DIGESTS:
+            del self._known[next(iter(self._known))]
+        with suppress(OSError):  # the next start hashes the file again
+            self._path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+            write_private(self._path, msgspec.json.encode(self._known))
+        return known.sha256

@@ -1,0 +1,141 @@
+// The field in which messages are written, with attached files and images.
+import { html, useEffect, useRef, useState } from "../lib/html.js";
+import { Icon, IconButton, toast } from "../lib/parts.js";
+import { server } from "../lib/server.js";
+import { useStore } from "../lib/store.js";
+import { chosenModels, isRunning, send, stop } from "./generate.js";
+import { chat, runs, settings } from "./state.js";
+
+const MAX_FILE = 1_000_000;
+const MAX_IMAGE = 5_000_000;
+const IMAGES = ["image/png", "image/jpeg", "image/webp", "image/gif"];
+
+// The chosen models that can't read images.
+function blindModels() {
+  const chosen = chosenModels();
+  return server.value.models.filter((each) => chosen.includes(each.id) && !each.capabilities.includes("images")).map((each) => each.id);
+}
+
+function dataUrl(file) {
+  return new Promise((resolve, reject) => {
+    const reader = new FileReader();
+    reader.onload = () => resolve(reader.result);
+    reader.onerror = () => reject(reader.error);
+    reader.readAsDataURL(file);
+  });
+}
+
+// Reads files into `{ images, files }`. Files that can't be used are refused with a message.
+async function readFiles(given) {
+  const found = { images: [], files: [] };
+  for (const file of given) {
+    if (file.type.startsWith("image/")) {
+      const blind = blindModels();
+      if (blind.length) toast(`${blind.join(" and ")} can't read images, so ${file.name} was not attached.`);
+      else if (!IMAGES.includes(file.type)) toast(`${file.name}: images must be PNG, JPEG, WebP or GIF.`);
+      else if (file.size > MAX_IMAGE) toast(`${file.name} is larger than 5 MB.`);
+      else found.images.push({ name: file.name, url: await dataUrl(file) });
+    } else if (file.size > MAX_FILE) toast(`${file.name} is larger than 1 MB.`);
+    else {
+      const text = await file.text();
+      if (text.includes("\0") || text.includes("\ufffd")) toast(`${file.name} is not a text file.`);
+      else found.files.push({ name: file.name, text });
+    }
+  }
+  return found;
+}
+
+export function Composer({ field }) {
+  const { meta, nodes } = useStore(chat);
+  const { state, models } = useStore(server);
+  useStore(runs);
+  useStore(settings);
+  const [text, setText] = useState("");
+  const [attached, setAttached] = useState({ images: [], files: [] });
+  const picker = useRef(null);
+  const running = isRunning();
+  useEffect(() => grow(field.current), [text]);
+  useEffect(() => {
+    // On a phone, the focus would open the keyboard.
+    if (!matchMedia("(pointer: coarse)").matches) field.current.focus({ preventScroll: true });
+  }, [meta.id]);
+
+  const attach = async (given) => {
+    const found = await readFiles(given);
+    setAttached((old) => ({ images: [...old.images, ...found.images], files: [...old.files, ...found.files] }));
+  };
+  const isEmpty = !text.trim() && !attached.images.length && !attached.files.length;
+  const submit = () => {
+    if (isEmpty || running) return;
+    const blind = attached.images.length ? blindModels() : [];
+    if (blind.length) return toast(`${blind.join(" and ")} can't read images: remove them, or choose another model.`);
+    const fields = { content: text };
+    if (attached.images.length) fields.images = attached.images;
+    if (attached.files.length) fields.files = attached.files;
+    send(meta.leaf && nodes.has(meta.leaf) ? meta.leaf : null, fields);
+    setText("");
+    setAttached({ images: [], files: [] });
+  };
+  const onKey = (event) => {
+    if (event.key !== "Enter" || event.shiftKey || event.isComposing) return;
+    event.preventDefault();
+    submit();
+  };
+  const onPaste = (event) => {
+    const files = [...event.clipboardData.files];
+    if (!files.length) return;
+    event.preventDefault();
+    attach(files);
+  };
+  const onDrop = (event) => {
+    event.preventDefault();
+    attach([...event.dataTransfer.files]);
+  };
+  const placeholder = state === "loading" ? "The model is loading. Write meanwhile; the message is sent when it is ready." : "Write a message";
+  return html`<form
+    class="composer"
+    onSubmit=${(event) => (event.preventDefault(), submit())}
+    onDragOver=${(event) => event.preventDefault()}
+    onDrop=${onDrop}
+  >
+    <${Attached} attached=${attached} setAttached=${setAttached} />
+    <textarea id="composer" ref=${field} rows="1" aria-label="Message" placeholder=${placeholder} value=${text} onInput=${(event) => setText(event.target.value)} onKeyDown=${onKey} onPaste=${onPaste}></textarea>
+    <div class="composer-row">
+      <input type="file" class="hidden" multiple ref=${picker} aria-label="Files to attach" onChange=${(event) => (attach([...event.target.files]), (event.target.value = ""))} />
+      <${IconButton} icon="attach" label="Attach files or images" onClick=${() => picker.current.click()} />
+      <${ContextMeter} nodes=${nodes} leaf=${meta.leaf} models=${models} />
+      <span class="grow"></span>
+      ${running
+        ? html`<button type="button" class="round stop" aria-label="Stop" title="Stop (Esc)" onClick=${() => stop()}><${Icon} name="stop" /></button>`
+        : html`<button class="round" aria-label="Send" title="Send (Enter)" disabled=${isEmpty}><${Icon} name="send" /></button>`}
+    </div>
+  </form>`;
+}
+
+function grow(field) {
+  if (!field) return;
+  field.style.height = "auto";
+  field.style.height = `${Math.min(field.scrollHeight, innerHeight * 0.4)}px`;
+}
+
+function Attached({ attached, setAttached }) {
+  if (!attached.images.length && !attached.files.length) return null;
+  const without = (kind, gone) => setAttached({ ...attached, [kind]: attached[kind].filter((each) => each !== gone) });
+  return html`<ul class="attached-list">
+    ${attached.images.map((each) => html`<li><img src=${each.url} alt="" /><span>${each.name}</span><${IconButton} icon="close" class="small" label=${`Remove ${each.name}`} onClick=${() => without("images", each)} /></li>`)}
+    ${attached.files.map((each) => html`<li><span>${each.name}</span><${IconButton} icon="close" class="small" label=${`Remove ${each.name}`} onClick=${() => without("files", each)} /></li>`)}
+  </ul>`;
+}
+
+// How much of the context the conversation has used.
+function ContextMeter({ nodes, leaf, models }) {
+  let node = nodes.get(leaf);
+  while (node && !node.stats?.prompt) node = nodes.get(node.parent);
+  const limit = models.find((each) => each.id === node?.model)?.max_model_len;
+  if (!node || !limit) return null;
+  const used = node.stats.prompt + node.stats.tokens;
+  return html`<span class="context muted num" title="Tokens of the context that the conversation has used">
+    <span class="track"><span style=${{ width: `${Math.min(100, (100 * used) / limit)}%` }}></span></span>
+    ${used.toLocaleString()} / ${limit.toLocaleString()}
+  </span>`;
+}

@@ -1,0 +1,17 @@
+"""Random schedules on the native kernels, of which half speculate, give the tokens of each request
+alone.
+"""
+
+import pytest
+
+from tests.property.run_schedules import run
+
+
+@pytest.mark.parametrize(
+    "num_schedules",
+    [20, pytest.param(10_000, marks=[pytest.mark.slow, pytest.mark.timeout(7200)])],
+)
+def test_tokens_depend_on_no_schedule(num_schedules: int) -> None:
+    result = run("tiny", num_schedules, seed=1)
+    assert not result["mismatches"], f"the first failing schedule is {result['first_failing']}"
+    assert result["compared"] > num_schedules and result["accepted"] > num_schedules

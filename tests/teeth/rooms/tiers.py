@@ -1,0 +1,82 @@
+"""Mistakes in the tiers of the prefix cache: keys, checksums, order of writes, waiting."""
+
+from tests.teeth.mutation import Mutation
+
+TIERS = "engine.backends.custom.runtime.tiers"
+ENGINE_TESTS = "tests/unit/test_tiers.py"
+RECORD_TESTS = "tests/unit/test_tiers_records.py"
+WRONG_RECORDS = f"{RECORD_TESTS}::test_ten_thousand_wrong_records_are_all_noticed"
+KEY_TESTS = f"{RECORD_TESTS}::test_every_part_of_the_key_changes_it"
+
+MUTATIONS = [
+    Mutation(
+        "tiers: a stale key, which does not cover the model",
+        f"{TIERS}.record",
+        "hashlib.sha256(identity + text.encode())",
+        "hashlib.sha256(text.encode())",
+        KEY_TESTS,
+    ),
+    Mutation(
+        "tiers: the tenant's salt is missing in the key",
+        f"{TIERS}.record",
+        'text = f"{len(salt)}:{salt}{adapter}"',
+        'text = f"{adapter}"',
+        f"{ENGINE_TESTS}::test_tenants_do_not_share_blocks",
+    ),
+    Mutation(
+        "tiers: a key does not cover the tokens before its block",
+        f"{TIERS}.record",
+        "hashlib.sha256(parent + tokens)",
+        "hashlib.sha256(tokens)",
+        KEY_TESTS,
+    ),
+    Mutation(
+        "tiers: a block has its name before it is written",
+        f"{TIERS}.disk",
+        'part = path.with_name(f"{path.name}.{os.getpid()}{PART_SUFFIX}")',
+        "part = path",
+        f"{RECORD_TESTS}::test_a_block_has_its_name_only_when_it_is_whole",
+    ),
+    Mutation(
+        "tiers: the last piece of a block has no checksum",
+        f"{TIERS}.record",
+        "for index, expected in enumerate(header.checksums):",
+        "for index, expected in enumerate(header.checksums[:-1]):",
+        WRONG_RECORDS,
+    ),
+    Mutation(
+        "tiers: a record of another model is taken",
+        f"{TIERS}.record",
+        "if header.identity != identity:",
+        "if False:",
+        WRONG_RECORDS,
+    ),
+    Mutation(
+        "tiers: a renamed record is taken",
+        f"{TIERS}.record",
+        "if header.place != place or",
+        "if",
+        WRONG_RECORDS,
+    ),
+    Mutation(
+        "tiers: blocks are loaded although computing them is faster",
+        f"{TIERS}.mover",
+        "return plan if load_s < job.block_s * count else []",
+        "return plan",
+        f"{ENGINE_TESTS}::test_blocks_are_computed_if_that_is_faster",
+    ),
+    Mutation(
+        "tiers: a tier that failed is read again at once",
+        f"{TIERS}.health",
+        "return not self._reading.is_open",
+        "return True",
+        f"{ENGINE_TESTS}::test_a_tier_that_fails_costs_nothing_but_its_blocks",
+    ),
+    Mutation(
+        "tiers: the prefix that loaded blocks continue is evicted for them",
+        "engine.backends.custom.runtime.kv_cache",
+        "        self.pool.share(cached)\n        new",
+        "        cached = []\n        new",
+        f"{ENGINE_TESTS}::test_loading_does_not_evict_the_prefix_that_it_continues",
+    ),
+]

@@ -1,0 +1,47 @@
+// The pages Live and Requests show what a real server does.
+
+const answer = (page, url, tokens) =>
+  page.evaluate(
+    async ([url, tokens]) => {
+      const body = { messages: [{ role: "user", content: "Tell me a long story." }], max_tokens: tokens, ignore_eos: true };
+      const models = await (await fetch(`${url}/v1/models`)).json();
+      const sent = { method: "POST", headers: { "content-type": "application/json" }, body: JSON.stringify({ ...body, model: models.data[0].id }) };
+      return (await (await fetch(`${url}/v1/chat/completions`, sent)).json()).id;
+    },
+    [url, tokens],
+  );
+
+export async function the_live_view_moves({ page, url, check, axe }) {
+  await page.goto(`${url}/ui/live`);
+  const tokens = page.locator(".lane-what").first();
+  await page.locator(".tile").first().waitFor();
+  const answered = answer(page, url, 60);
+  await tokens.waitFor();
+  const before = await tokens.innerText();
+  await page.waitForFunction((text) => document.querySelector(".lane-what")?.innerText !== text, before);
+  await page.evaluate(axe);
+  const found = await page.evaluate(async () => (await axe.run()).violations.filter((each) => ["serious", "critical"].includes(each.impact)));
+  check.deepEqual(found.map((each) => [each.id, each.nodes.map((node) => node.html.slice(0, 120))]), []);
+  check.ok(await answered);
+  // The batch is empty again, and the cache holds the prompt.
+  await page.waitForFunction(() => !document.querySelector(".lane"));
+  check.ok((await page.locator(".tree rect").count()) > 0);
+}
+
+export async function the_waterfall_opens({ page, url, check, axe }) {
+  await page.goto(`${url}/ui/requests`);
+  const id = await answer(page, url, 8);
+  const entry = page.locator(`.list a[href*="${id}"]`);
+  await entry.click();
+  await page.locator(".waterfall .fall").first().waitFor();
+  const names = await page.locator(".fall-name").allInnerTexts();
+  check.ok(names.includes("prefill") && names.includes("decode"), String(names));
+  check.ok((await page.locator(".why").innerText()).length > 10);
+  await page.evaluate(axe);
+  const found = await page.evaluate(async () => (await axe.run()).violations.filter((each) => ["serious", "critical"].includes(each.impact)));
+  check.deepEqual(found.map((each) => [each.id, each.nodes.map((node) => node.html.slice(0, 120))]), []);
+  await page.reload();
+  await page.locator(".waterfall .fall").first().waitFor();
+  await page.locator(".detail .icon-btn").click();
+  check.equal(await page.locator(".waterfall").count(), 0);
+}

@@ -1,0 +1,187 @@
+"""Tiers of the prefix cache under the toy engine, whose every token depends on its KV contents."""
+
+import threading
+from contextlib import suppress
+
+import pytest
+
+from engine.backends.custom.runtime.tiers import kv_tiers
+from engine.backends.custom.runtime.tiers.disk import DiskTier
+from engine.backends.custom.runtime.tiers.host import HostTier
+from engine.backends.custom.runtime.tiers.mover import Mover
+from engine.core.interfaces.request import Abort
+from tests.toy_tiers import tiered_engine
+
+MIB = 2**20
+PROMPT = [3, 1, 4, 1, 5, 9, 2, 6, 5, 3, 5, 8, 9, 7, 9, 3, 2]
+SHAPES = {
+    "plain": {},
+    "windows": {"window": 4, "num_window_blocks": 24},
+    "states": {"has_state": True, "num_checkpoints": 8},
+}
+
+
+def disk(path, **options) -> DiskTier:
+    return DiskTier(path, options.pop("max_bytes", MIB), "lru", None, **options)
+
+
+def answer(engine, name: str, prompt=PROMPT, **options):
+    engine.submit(name, prompt, max_tokens=6, **options)
+    engine.run()
+    engine.check()
+    return engine.outcomes[name, 0]
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_a_restarted_engine_continues_from_the_blocks_on_disk(tmp_path, shape) -> None:
+    first, _ = tiered_engine(disk(tmp_path), **SHAPES[shape])
+    told = answer(first, "a")
+    second, mover = tiered_engine(disk(tmp_path), **SHAPES[shape])
+    again = answer(second, "b")
+    assert again.tokens == told.tokens
+    assert again.num_cached == 16 if shape == "plain" else again.num_cached >= 8
+    assert mover.tiers[0].num_hits >= 4 and mover.tiers[0].num_bad == 0
+    # The answer is stored as well, so that a conversation goes on from it.
+    third, _ = tiered_engine(disk(tmp_path), **SHAPES[shape])
+    longer = answer(third, "c", [*PROMPT, *told.tokens, 1, 2])
+    assert longer.num_cached >= (20 if shape == "plain" else 8)
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_blocks_that_the_pool_evicted_come_back_from_host_memory(shape) -> None:
+    engine, mover = tiered_engine(HostTier(MIB, "lru", None), num_blocks=16, **SHAPES[shape])
+    answer(engine, "a")
+    engine.kv.flush()
+    again = answer(engine, "b")
+    assert again.num_cached >= 8 and mover.tiers[0].num_hits >= 4
+
+
+def test_tenants_do_not_share_blocks(tmp_path) -> None:
+    first, _ = tiered_engine(disk(tmp_path))
+    answer(first, "a", salt="one")
+    second, _ = tiered_engine(disk(tmp_path))
+    assert answer(second, "b", salt="two").num_cached == 0
+    assert answer(second, "c", salt="one").num_cached == 16
+
+
+def test_another_model_does_not_find_the_blocks(tmp_path) -> None:
+    first, _ = tiered_engine(disk(tmp_path))
+    answer(first, "a")
+    second, mover = tiered_engine(disk(tmp_path), identity="other weights")
+    assert answer(second, "b").num_cached == 0 and mover.tiers[0].num_bad == 0
+
+
+@pytest.mark.parametrize(("token_s", "load_s"), [(1e-9, 0.0), (0.01, 100.0)])
+def test_blocks_are_computed_if_that_is_faster(tmp_path, token_s, load_s) -> None:
+    first, _ = tiered_engine(disk(tmp_path))
+    answer(first, "a")
+    second, mover = tiered_engine(disk(tmp_path), prompt_s=lambda count: token_s * count)
+    mover.tiers[0].loaded(1, 1, 0, load_s)  # as measured
+    assert answer(second, "b").num_cached == 0
+
+
+def test_a_damaged_block_is_computed_again_and_counted(tmp_path) -> None:
+    first, _ = tiered_engine(disk(tmp_path))
+    answer(first, "a")
+    for file in tmp_path.glob("*/*.full"):
+        content = bytearray(file.read_bytes())
+        content[-1] ^= 1
+        file.write_bytes(content)
+    second, mover = tiered_engine(disk(tmp_path))
+    answer(second, "b")
+    assert mover.tiers[0].num_bad >= 1
+    # What was computed again has replaced the damaged block.
+    third, mover = tiered_engine(disk(tmp_path))
+    assert answer(third, "c").num_cached >= 2 and mover.tiers[0].num_hits >= 1
+
+
+def test_a_tier_that_fails_costs_nothing_but_its_blocks(tmp_path) -> None:
+    class Broken(DiskTier):
+        def find(self, names):
+            raise OSError("gone")
+
+        def store(self, records):
+            raise OSError("full")
+
+    engine, mover = tiered_engine(Broken(tmp_path, MIB, "lru", None))
+    for name in "abc":
+        answer(engine, name)
+    assert not mover.tiers[0].is_readable and mover.tiers[0].num_errors == 2
+    with suppress(StopIteration):
+        next(tmp_path.iterdir())
+        raise AssertionError("a file was written")
+
+
+def test_a_full_tier_evicts_the_least_recently_used(tmp_path) -> None:
+    engine, mover = tiered_engine(disk(tmp_path, max_bytes=2000))
+    for index in range(8):
+        answer(engine, str(index), [index, *PROMPT])
+    files = list(tmp_path.glob("*/*.full"))
+    assert 0 < sum(file.stat().st_size for file in files) <= 2000
+    assert mover.tiers[0].tier.num_bytes == sum(file.stat().st_size for file in files)
+
+
+def test_two_requests_for_the_same_blocks_load_them_once(tmp_path) -> None:
+    first, _ = tiered_engine(disk(tmp_path))
+    answer(first, "a")
+    second, mover = tiered_engine(disk(tmp_path))
+    for name in "bc":
+        second.submit(name, PROMPT, max_tokens=6)
+    second.run()
+    second.check()
+    assert mover.tiers[0].num_hits == 8
+    assert {second.outcomes[name, 0].num_cached for name in "bc"} == {16}
+
+
+def test_loading_does_not_evict_the_prefix_that_it_continues(tmp_path) -> None:
+    """The pool has room for one prompt only, and its first blocks are the next to be evicted."""
+    first, _ = tiered_engine(disk(tmp_path))
+    answer(first, "a")
+    second, mover = tiered_engine(disk(tmp_path), num_blocks=12)
+    answer(second, "start", PROMPT[:5])
+    answer(second, "other", [1, 1, 2, 2, 3, 3])
+    again = answer(second, "b")
+    assert again.num_cached == 16 and mover.tiers[0].num_hits >= 6
+
+
+def test_an_abort_while_blocks_are_loaded_leaves_nothing_behind(tmp_path, monkeypatch) -> None:
+    monkeypatch.setattr(kv_tiers, "FIRST_WAIT_S", 1000.0)
+    first, _ = tiered_engine(disk(tmp_path))
+    answer(first, "a")
+    second, mover = tiered_engine(disk(tmp_path))
+    mover.read = super(type(mover), mover).read  # the thread that would read does not run
+    second.submit("b", PROMPT, max_tokens=6)
+    second.submit("c", [20, 21], max_tokens=3)
+    second.turn()
+    seq = next(each for each in second.scheduler.sequences() if each.request_id == "b")
+    assert seq.load is not None and seq.slot < 0, "it waits for its blocks"
+    second.turn(3)
+    assert second.outcomes["c", 0].tokens, "others go on"
+    second.channel.inbox.append(Abort("b"))
+    second.turn()
+    assert seq.load is None and not second.kv.tiers._jobs and mover._reads[0].is_cancelled
+    second.check()
+
+
+def test_threads_move_the_blocks_and_end_with_the_engine(tmp_path, monkeypatch) -> None:
+    for name in ("FIRST_WAIT_S", "STALL_S"):
+        monkeypatch.setattr(kv_tiers, name, 1000.0)
+    answers = []
+    for name in "ab":
+        engine, mover = tiered_engine(disk(tmp_path), make_mover=Mover)
+        mover.start()
+        answers.append(answer(engine, name))
+        engine.kv.tiers.close()  # it writes what is queued
+        assert not [each for each in threading.enumerate() if each.name.startswith("tier-")]
+    assert answers[1].tokens == answers[0].tokens and answers[1].num_cached == 16
+
+
+def test_a_timeline_tells_which_tier_had_the_blocks(tmp_path) -> None:
+    first, _ = tiered_engine(disk(tmp_path))
+    answer(first, "a")
+    second, _ = tiered_engine(disk(tmp_path))
+    timelines = []
+    second._take = lambda delta, take=second._take: (timelines.append(delta.timeline), take(delta))
+    answer(second, "b")
+    assert timelines[-1].loaded_from == {"disk": 16}
+    assert second.loop.stats().tiers[0].saved_tokens == 16
