@@ -21,8 +21,8 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from engine.backends.custom.runtime.host_sampler import HostSampler
 from engine.backends.custom.runtime.model_runner import F32, SAMPLE, ModelRunner, SamplingInputs
+from engine.backends.custom.runtime.samplers.host_sampler import HostSampler
 from engine.backends.custom.runtime.tiers.host import HostTier
 from engine.backends.custom.runtime.tiers.kv_tiers import BlockMover, attach_tiers
 from engine.core.interfaces.request import (

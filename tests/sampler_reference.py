@@ -8,8 +8,8 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from engine.backends.custom.runtime.host_sampler import gumbel, row_keys, token_words
 from engine.backends.custom.runtime.samplers.chain import XTC_STREAM
+from engine.backends.custom.runtime.samplers.host_sampler import gumbel, row_keys, token_words
 from engine.core.interfaces.request import SAMPLERS, SamplingParams
 
 Candidates = list[tuple[int, float]]  # token id and logit, likeliest first

@@ -23,7 +23,8 @@ import typer
 from engine import __version__
 from engine.cli.console import ConfigOption, JsonOption, load_cli_settings, output
 from engine.core.errors import EngineError
-from engine.core.store.fit import container_memory_limit, query_gpus
+from engine.core.store.fit import container_memory_limit
+from engine.core.store.gpus import amd_gpus, has_rocm_torch, query_gpus, rocm_version
 
 _GIB = 2**30
 _MEASURE_TIMEOUT_S = 30.0
@@ -160,9 +161,29 @@ def _gpus() -> list[Finding]:
     except (OSError, subprocess.SubprocessError) as error:
         detail = f"nvidia-smi failed: {error}"
         return [Finding("hardware", "GPU", detail, False, "check the NVIDIA driver")]
-    if not rows:
-        return [Finding("hardware", "GPU", "no NVIDIA driver found; models run on the CPU")]
-    return [Finding("hardware", f"GPU {index}", row, True) for index, row in enumerate(rows)]
+    rows_of_amd = _amd_gpus()
+    if not rows and not rows_of_amd:
+        return [Finding("hardware", "GPU", "no NVIDIA or AMD driver found; models run on the CPU")]
+    found = [Finding("hardware", f"GPU {index}", row, True) for index, row in enumerate(rows)]
+    return found + rows_of_amd
+
+
+def _amd_gpus() -> list[Finding]:
+    """AMD GPUs. PyTorch uses them only if it is a ROCm build."""
+    rocm = rocm_version()
+    platform_text = f"ROCm {rocm}" if rocm else "ROCm not found in /opt/rocm"
+    usable = has_rocm_torch()
+    fix = None if usable else "install a ROCm build of PyTorch (docs/kernels.md, AMD GPUs)"
+    return [
+        Finding(
+            "hardware",
+            f"GPU {index}",
+            f"{gpu.name}, {gpu.memory // 2**20} MiB, {platform_text}",
+            usable or None,
+            fix,
+        )
+        for index, gpu in enumerate(amd_gpus())
+    ]
 
 
 def _kernels() -> list[Finding]:

@@ -201,8 +201,8 @@ class PerformanceSettings(Section):
     """CPU threads of the model; unset, the framework chooses."""
     attention: Name = "auto"
     """Attention kernel, by the name that the framework's registry has for it."""
-    numerics: Literal["invariant", "fast"] = "invariant"
-    """`fast` lets rounding depend on the batch, for speed; `invariant` never does."""
+    numerics: Literal["auto", "invariant", "fast"] = "auto"
+    """`fast` lets rounding depend on the batch, `invariant` never does, `auto`: see numerics.md."""
     speculation: Literal["auto", "on", "off"] = "auto"
     """`auto` guesses and verifies tokens where no output can change; `on`: also elsewhere."""
     affinity: str = Field(

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 
-from engine.backends.custom.frameworks.torch.kernels.attention_spec import _heads, _step
+from engine.backends.custom.frameworks.torch.kernels.attention_spec import _heads, batch_of
 from engine.backends.custom.frameworks.torch.kernels.attention_triton import TritonAttention
 from engine.backends.custom.frameworks.torch.kernels.base import LLAMA_1B, LLAMA_8B, Shape
 from engine.backends.custom.frameworks.torch.kernels.cuda.attention import AttentionConfig, source
@@ -37,7 +37,7 @@ def test_the_source_has_both_products(config: AttentionConfig) -> None:
 def test_items_get_shorter_along_the_list(shape: Shape) -> None:
     rows = [(512, 512), (3000, 200), (40, 1), (700, 700)]
     backend = TritonAttention(_heads(shape), block_size=16, dtype=torch.bfloat16)
-    step = _step(rows, 0, 16)
+    step = batch_of(rows, np.zeros((len(rows), 1), np.int32))
     lists, _ = backend.lists(step)
     tiles = lists["tiles"]
     begins = step.seq_lens - np.diff(step.query_start)

@@ -10,8 +10,8 @@ from engine.backends.custom.frameworks.torch.execution.history import TokenHisto
 from engine.backends.custom.frameworks.torch.execution.sampler import sample
 from engine.backends.custom.frameworks.torch.kernels.base import KERNELS, TINY
 from engine.backends.custom.frameworks.torch.kernels.sampling import random_sample
-from engine.backends.custom.runtime.host_sampler import row_keys, token_words
 from engine.backends.custom.runtime.model_runner import SamplingInputs
+from engine.backends.custom.runtime.samplers.host_sampler import row_keys, token_words
 
 ROWS, VOCABULARY, MAX_LENGTH = 12, TINY.vocab_size, 40
 

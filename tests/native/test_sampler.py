@@ -15,8 +15,8 @@ from numpy.typing import NDArray
 
 from engine.backends.custom.frameworks.torch.execution.history import TokenHistory
 from engine.backends.custom.frameworks.torch.execution.sampler import Sampled, sample
-from engine.backends.custom.runtime.host_sampler import token_words
 from engine.backends.custom.runtime.model_runner import SAMPLE, SamplingInputs
+from engine.backends.custom.runtime.samplers.host_sampler import token_words
 from tests.parity.runner_driver import sampling_inputs
 
 INFINITY = float("inf")

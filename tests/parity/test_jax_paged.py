@@ -180,6 +180,7 @@ def test_four_devices_give_what_transformers_gives(tmp_path: Path) -> None:
         ({"attention": "magic"}, "pallas"),
         ({"num_threads": 2}, "taskset"),
         ({"kv_dtype": "int8"}, "native"),
+        ({"numerics": "invariant"}, "native"),
         ({"quantization": "fp8"}, "torch"),
         ({"max_seq_len": tiny_models.MAX_POSITION + 1}, "learned positions"),
     ],

@@ -122,6 +122,7 @@ def test_mixed_batches_give_what_transformers_gives(name: str, tmp_path: Path) -
         ({"attention": "triton"}, "triton"),
         ({"num_threads": 2}, "one thread"),
         ({"kv_dtype": "int8"}, "native"),
+        ({"numerics": "invariant"}, "native"),
         ({"quantization": "fp8"}, "torch"),
         ({"max_seq_len": tiny_models.MAX_POSITION + 1}, "learned positions"),
     ],

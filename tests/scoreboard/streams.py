@@ -44,7 +44,7 @@ class Reply:
     status: int = 0  # 0: no response header arrived
     headers: dict[str, str] = field(default_factory=dict)
     body: bytes = b""  # without its transfer coding
-    times: list[float] = field(default_factory=list)  # arrival time of each piece of the body
+    times: list[float] = field(default_factory=list)  # arrival time of each piece, without comments
     texts: dict[int, str] = field(default_factory=dict)  # by choice
     scores: dict[int, list[float]] = field(default_factory=dict)  # logprobs of each choice's tokens
     error: dict[str, Any] | None = None  # a well-formed refusal, or a stream's final error event
@@ -155,7 +155,8 @@ async def read_reply(reader: asyncio.StreamReader, reply: Reply) -> None:
     if reply.headers.get("transfer-encoding") == "chunked":
         while size := int(await reader.readuntil(b"\r\n"), 16):
             pieces.append((await reader.readexactly(size + 2))[:-2])
-            reply.times.append(time.monotonic())
+            if not pieces[-1].startswith(b":"):  # a comment, which keeps the connection open
+                reply.times.append(time.monotonic())
         await reader.readexactly(2)
     else:
         pieces.append(await reader.readexactly(int(reply.headers["content-length"])))

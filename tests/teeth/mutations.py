@@ -150,7 +150,7 @@ INVARIANTS = [
     ),
     runtime(
         "INV-18 the gone are remembered",
-        "scheduler",
+        "roster",
         "        choices.remove(seq)\n        if not choices:\n            del",
         "        if not choices:\n            del",
     ),
@@ -194,14 +194,14 @@ INVARIANTS = [
     ),
     runtime(
         "INV-25 a repeated step forgets the history of its rows",
-        "scheduler",
-        "            seq.needs_history = True\n\n    def retry_row",
-        "\n    def retry_row",
+        "roster",
+        "            seq.needs_history = True\n\n    def check",
+        "\n    def check",
         SCHEDULES,
     ),
     runtime(
         "INV-25 a rollback keeps what was not confirmed",
-        "scheduler",
+        "roster",
         "            seq.num_computed = seq.num_confirmed\n            seq.needs",
         "            seq.needs",
     ),

@@ -10,7 +10,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from engine.backends.custom.runtime.host_sampler import HostSampler
 from engine.backends.custom.runtime.samplers.chain import (
     ChainSampler,
     candidates,
@@ -19,6 +18,7 @@ from engine.backends.custom.runtime.samplers.chain import (
     softmax,
     surprise,
 )
+from engine.backends.custom.runtime.samplers.host_sampler import HostSampler
 from engine.backends.custom.runtime.samplers.repetition import (
     allowed_mask,
     banned_by_words,

@@ -19,6 +19,7 @@ from engine.backends.custom.architectures.base import EncoderConfig
 from engine.backends.custom.frameworks.native.compiled import kernels
 from engine.backends.custom.frameworks.native.execution import build, timing
 from engine.backends.custom.weights.model import ModelSource, open_model
+from engine.cli.graph import report as graph_report
 from engine.cli.graph.drawing import graph_dot, graph_svg
 from engine.cli.graph.facts import BEFORE, Report, StepSize, by_nodes, fold
 from engine.cli.graph.report import describe_graph
@@ -267,6 +268,7 @@ def test_without_kernels_all_but_times_is_there(
         raise ConfigError("the native kernels were not built")
 
     monkeypatch.setattr(build, "kernels", absent)
+    monkeypatch.setattr(graph_report, "kernels", absent)
     bare = describe_graph(source, ONE)
     assert bare.instruction_set is None and "not built" in graph_text(bare)
     assert [step.nodes for step in bare.steps] == [step.nodes for step in report.steps]

@@ -23,9 +23,9 @@ from engine.backends.custom.frameworks.settings import (
     settings_sizes,
     settings_views,
 )
-from engine.backends.custom.runtime.host_sampler import row_keys
 from engine.backends.custom.runtime.model_runner import SAMPLE, SamplingInputs
 from engine.backends.custom.runtime.outputs import Sampled, step_output
+from engine.backends.custom.runtime.samplers.host_sampler import row_keys
 from engine.core.errors import ConfigError, ModelFormatError
 from tests.parity.runner_driver import sampling_inputs
 

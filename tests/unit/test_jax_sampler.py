@@ -22,9 +22,9 @@ from engine.backends.custom.frameworks.jax.execution.sampling_traits import (
 from engine.backends.custom.frameworks.settings import settings_views
 from engine.backends.custom.frameworks.torch.execution import sampler as torch_sampler
 from engine.backends.custom.frameworks.torch.execution.history import TokenHistory
-from engine.backends.custom.runtime.host_sampler import token_words
 from engine.backends.custom.runtime.model_runner import SamplingInputs
 from engine.backends.custom.runtime.outputs import Sampled
+from engine.backends.custom.runtime.samplers.host_sampler import token_words
 from tests.parity.runner_driver import sampling_inputs
 
 pytestmark = pytest.mark.seconds  # JAX compiles

@@ -105,6 +105,17 @@ BANNED_CALLS = frozenset({"torch.load", "yaml.load", "numpy.load", "np.load"})
 JINJA_HOMES = {"engine.core.text.template_sandbox"}
 # Calls that make the host wait for the device.
 SYNCS = frozenset({"item", "tolist", "cpu", "block_until_ready"})
+# What only CUDA builds of PyTorch have, or what means something else in ROCm builds; and the files
+# that may use it.
+CUDA_ONLY = frozenset(
+    {
+        *("get_device_capability", "get_device_properties", "get_arch_list", "nvtx"),
+        *("preferred_blas_library", "inline_asm_elementwise", "hip"),
+        *("gdc_launch_dependents", "gdc_wait", "libdevice", "pynvml"),
+    }
+)
+TORCH = "engine.backends.custom.frameworks.torch"
+CUDA_HOMES = (f"{TORCH}.device", f"{TORCH}.kernels.cuda", f"{TORCH}.kernels.triton.assembly")
 # Wall-clock time is for what people read; durations use time.monotonic.
 TIMESTAMP_MODULES = frozenset(
     {
@@ -262,6 +273,18 @@ def test_folders_stay_small() -> None:
     sizes = Counter(path.parent for path in files)
     large = {str(path): size for path, size in sizes.items() if size > MAX_FOLDER_FILES}
     assert not large
+
+
+def test_cuda_is_asked_for_in_one_place() -> None:
+    """So that a ROCm build of PyTorch runs all other files."""
+    wrong = [
+        f"{source.at(node)} uses {node.attr}"
+        for source in sources()
+        if not any(is_within(source.module, home) for home in CUDA_HOMES)
+        for node in source.nodes
+        if isinstance(node, ast.Attribute) and node.attr in CUDA_ONLY
+    ]
+    assert not wrong
 
 
 def code_from_data() -> list[str]:

@@ -185,3 +185,17 @@ def test_a_timeline_tells_which_tier_had_the_blocks(tmp_path) -> None:
     answer(second, "b")
     assert timelines[-1].loaded_from == {"disk": 16}
     assert second.loop.stats().tiers[0].saved_tokens == 16
+
+
+def test_a_mistake_in_loading_ends_the_tiers_and_no_request(tmp_path) -> None:
+    first, _ = tiered_engine(disk(tmp_path))
+    answer(first, "a")
+    second, _ = tiered_engine(disk(tmp_path))
+
+    def fails(*given) -> None:
+        raise RuntimeError("no such device")
+
+    second.runner.write_blocks = fails
+    assert answer(second, "b").num_cached == 0
+    assert second.kv.tiers is None
+    assert answer(second, "c").num_cached == 16, "from the KV pool"

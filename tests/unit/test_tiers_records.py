@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from engine.backends.custom.runtime.sequence import packed
+from engine.backends.custom.runtime.tiers import disk
 from engine.backends.custom.runtime.tiers.base import BoundedIndex, Loaded, Record, Wanted
 from engine.backends.custom.runtime.tiers.disk import DiskTier
 from engine.backends.custom.runtime.tiers.record import (
@@ -131,8 +132,6 @@ def test_a_block_moves_in_pieces(tmp_path) -> None:
 
 def test_a_block_has_its_name_only_when_it_is_whole(tmp_path, monkeypatch) -> None:
     """A reader must not see a part of a block, nor the rest of a write that failed."""
-    from engine.backends.custom.runtime.tiers import disk
-
     tier, place = DiskTier(tmp_path, 2**20, "lru", None), places(1)[0]
 
     def fails(handle, header, payload) -> None:
@@ -193,7 +192,7 @@ def test_a_new_process_knows_sizes_and_uses_of_the_old_one(tmp_path) -> None:
     assert again.num_records == 2 and again.find(names)[1] and again.uses() == {names[1]: 3}
 
 
-def test_a_folder_that_disappears_or_is_read_only(tmp_path) -> None:
+def test_a_folder_that_disappears_is_made_again(tmp_path) -> None:
     folder = tmp_path / "kv"
     tier = DiskTier(folder, 2**20, "lru", None)
     tier.store([record("full", place) for place in places(2)])
@@ -204,3 +203,21 @@ def test_a_folder_that_disappears_or_is_read_only(tmp_path) -> None:
     assert tier.load(wanted, rows) == [Loaded.MISSING, Loaded.MISSING]
     tier.tidy_up()
     assert tier.store([record("full", place) for place in places(2)]) == 2, "it is made again"
+
+
+def test_a_disk_that_takes_no_writes_is_still_read(tmp_path, monkeypatch) -> None:
+    now = time.time()
+    tier = DiskTier(tmp_path, 2**20, "lru", None, clock=lambda: now)
+    tier.store([record("full", place) for place in places(2)])
+
+    def fails(*given) -> None:
+        raise OSError(30, "Read-only file system")
+
+    for name in ("write_private", "_write_all"):
+        monkeypatch.setattr(disk, name, fails)
+    now += 3600
+    tier.tidy_up()
+    wanted = Wanted(SHAPES["full"], OURS, places(2))
+    rows = np.empty((2, wanted.shape.num_bytes), np.uint8)
+    assert tier.load(wanted, rows) == [Loaded.OK, Loaded.OK]
+    tier.close()

@@ -147,13 +147,20 @@ def test_a_frozen_redis_is_waited_for_once(url, server) -> None:
         server.process.send_signal(signal.SIGCONT)
 
 
-def test_a_redis_without_memory_stores_nothing_and_fails_nobody(tmp_path) -> None:
-    server = RedisServer(tmp_path, "--maxmemory", "1", "--maxmemory-policy", "noeviction")
+def test_a_redis_without_memory_stores_nothing_but_is_read(tmp_path) -> None:
+    server = RedisServer(tmp_path, "--maxmemory-policy", "noeviction")
     try:
         engine, mover = tiered_engine(redis_tier(server.url))
-        for name in "ab":
-            answer(engine, name)
-        assert mover.tiers[0].num_stored == 0 and mover.tiers[0].num_errors >= 1
+        answer(engine, "a")
+        server.client().config_set("maxmemory", 1)
+        num_stored = mover.tiers[0].num_stored
+        answer(engine, "b", [9, *PROMPT])
+        assert mover.tiers[0].num_stored == num_stored and mover.tiers[0].num_errors >= 1
+        mover.tidy_up()
+        engine.kv.flush()
+        assert mover.tiers[0].is_readable and answer(engine, "c").num_cached > 0
+        mover.tidy_up()
+        assert mover.tiers[0].is_readable
     finally:
         server.stop()
 

@@ -10,9 +10,18 @@ import pytest
 import torch
 
 import engine.backends.custom.frameworks.torch as framework
-from engine.backends.custom.architectures.base import ModelConfig, RopeConfig
+from engine.backends.custom.architectures.base import (
+    ExpertsConfig,
+    LatentConfig,
+    ModelConfig,
+    RopeConfig,
+)
+from engine.backends.custom.architectures.hybrids.states import StateConfig
+from engine.backends.custom.engine_settings import engine_options
 from engine.backends.custom.frameworks.torch.execution.build import build_runner
+from engine.backends.custom.frameworks.torch.execution.invariance import check_invariant
 from engine.backends.custom.runtime.model_runner import RunnerConfig
+from engine.core.config_schema import Settings
 from engine.core.errors import ConfigError, ModelFormatError
 from tests.parity.runner_driver import RunnerDriver
 
@@ -86,11 +95,36 @@ def source(config: ModelConfig = MODEL, **changes: Array | None) -> SimpleNamesp
         ({"quantization": "fp8"}, "needs a GPU"),
         ({"kv_dtype": "fp8"}, "needs a GPU"),
         ({"kv_dtype": "int8"}, "native"),
+        ({"numerics": "invariant"}, "native"),
     ],
 )
 def test_unusable_settings_are_refused_by_name(changes, word):
     with pytest.raises(ConfigError, match=word):
         build_runner(source(), replace(RUNNER, **changes))
+
+
+@pytest.mark.parametrize(
+    ("model", "runner", "word"),
+    [
+        ({}, {"attention": "sdpa"}, "sdpa"),
+        ({}, {"quantization": "int8"}, "scale per group"),
+        ({"latent": LatentConfig(8, None, 4, 4, 8)}, {}, "latent attention"),
+        ({"state": StateConfig(3)}, {}, "keep a state"),
+        ({"experts": ExpertsConfig(4, 2, 8, correction=True)}, {}, "correction"),
+        ({"qk_norm": "head", "rope": None}, {}, "norms per head"),
+    ],
+)
+def test_what_has_no_fixed_order_of_sums_is_refused_on_a_gpu(model, runner, word) -> None:
+    with pytest.raises(ConfigError, match=word):
+        given = source(replace(MODEL, **model))
+        check_invariant(given, replace(RUNNER, **runner), torch.device("cuda"))
+    check_invariant(source(), RUNNER, torch.device("cuda"))
+
+
+def test_an_amd_gpu_has_no_fixed_order_of_sums(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.version, "hip", "6.4.0")
+    with pytest.raises(ConfigError, match="AMD"):
+        check_invariant(source(), RUNNER, torch.device("cuda"))
 
 
 def test_learned_positions_bound_the_length():
@@ -178,3 +212,10 @@ def test_the_host_waits_for_the_device_in_one_place():
         "sampling_runner.py: torch.cuda.current_stream(self._device).synchronize()",
         "staging.py: self.pinned.copied.synchronize()",
     ]
+
+
+def test_settings_refuse_what_failed_on_a_gpu() -> None:
+    settings = Settings.model_validate({"performance": {"numerics": "invariant"}})
+    with pytest.raises(ConfigError, match="numerics invariant is not ready"):
+        engine_options(settings, "torch")
+    assert engine_options(settings, "native").numerics == "invariant"

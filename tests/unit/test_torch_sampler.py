@@ -10,8 +10,8 @@ from numpy.typing import NDArray
 from engine.backends.custom.frameworks.torch.execution import sampler
 from engine.backends.custom.frameworks.torch.execution.gumbel import gumbel
 from engine.backends.custom.frameworks.torch.execution.history import TokenHistory
-from engine.backends.custom.runtime.host_sampler import row_keys, token_words
 from engine.backends.custom.runtime.model_runner import SamplingInputs
+from engine.backends.custom.runtime.samplers.host_sampler import row_keys, token_words
 from tests.parity.runner_driver import sampling_inputs
 
 VOCAB = 67  # no multiple of 32 or of a vector register

@@ -28,6 +28,7 @@ CHANGEABLE = tuple(
 )
 NATIVE_MODULE = f"{FRAMEWORKS}.native._native"
 NVIDIA_DEVICE = Path("/dev/nvidiactl")  # present if a CUDA driver is loaded
+AMD_DEVICE = Path("/dev/kfd")  # present if AMD's driver can run programs on a GPU
 
 
 def default_backend(device: str, dtype: str) -> str:
@@ -35,15 +36,31 @@ def default_backend(device: str, dtype: str) -> str:
     16-bit dtypes, and if the native kernels were not built, it is `torch`.
     """
     has_torch = find_spec("torch") is not None
-    wants_gpu = device.startswith("cuda") or (device == "auto" and NVIDIA_DEVICE.exists())
+    wants_gpu = device.startswith("cuda") or (device == "auto" and _has_gpu())
     if wants_gpu or dtype in ("bfloat16", "float16"):
         return "torch" if has_torch or device != "auto" else "native"
     return "native" if find_spec(NATIVE_MODULE) is not None or not has_torch else "torch"
 
 
+def _has_gpu() -> bool:
+    """Whether a GPU's driver is loaded. An AMD GPU counts if PyTorch can use it."""
+    if NVIDIA_DEVICE.exists():
+        return True
+    if not AMD_DEVICE.exists():
+        return False
+    from engine.core.store.gpus import has_rocm_torch
+
+    return has_rocm_torch()
+
+
 def engine_options(settings: Settings, framework: str, path: Path | None = None) -> EngineOptions:
     """The engine options from the settings. `path`, if given, replaces the model path there."""
     cache, performance, model = settings.cache, settings.performance, settings.model
+    if framework == "torch" and performance.numerics == "invariant":
+        raise ConfigError(
+            "numerics invariant is not ready for --backend torch: on an H200, requests gave other "
+            "tokens in company than alone; use --backend native, or leave it out"
+        )
     pool_mb = performance.memory_pool_size_mb
     return EngineOptions(
         model_path=str(path or model.model_path),

@@ -56,7 +56,7 @@ class EngineOptions(msgspec.Struct, frozen=True, kw_only=True, tag="options"):
     use_mmap: bool = True
     threads: int | None = None
     attention: str = "auto"
-    numerics: str = "invariant"
+    numerics: str = "auto"
     affinity: str = "auto"
     kv_dtype: str = "auto"
     speculation: Literal["auto", "on", "off"] = "auto"

@@ -4,7 +4,6 @@ A quant fits if its weights, the KV cache of a usable context and some working m
 part of the memory: of the GPU if models run there, else of the machine or its container.
 """
 
-import shutil
 import subprocess
 import time
 from dataclasses import dataclass
@@ -15,6 +14,7 @@ import psutil
 
 from engine.core.errors import ConfigError, ResourceError
 from engine.core.store.catalogue import CatalogueEntry, Quant
+from engine.core.store.gpus import amd_gpus, has_rocm_torch, query_gpus
 
 USABLE_CONTEXT = 8192  # tokens
 _WORKING_BYTES = 512 << 20  # activations, buffers and the programs themselves
@@ -25,7 +25,6 @@ _CPU_READ_BYTES = 3_000_000_000
 _PROBE_BYTES = 32 << 20  # per core; larger than the caches
 _KERNEL_SHARE = 0.5  # of the memory's rate that decode reaches with the native kernels
 _GOOD_QUANT = "Q4_K_M"  # smaller quants are noticeably worse
-_GPU_QUERY_TIMEOUT_S = 10.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,29 +49,14 @@ def this_machine() -> Machine:
 
 def _gpu_memory() -> int:
     """The bytes of the largest GPU; 0 if there is none that answers."""
+    if has_rocm_torch():
+        return max((gpu.memory for gpu in amd_gpus()), default=0)
     try:
         rows = query_gpus("memory.total")
     except (OSError, subprocess.SubprocessError):
         return 0
     mebibytes = [row.removesuffix(" MiB") for row in rows]
     return max((int(text) << 20 for text in mebibytes if text.isdigit()), default=0)
-
-
-def query_gpus(fields: str) -> list[str]:
-    """One line per NVIDIA GPU, with these fields of nvidia-smi. Empty if there is no driver. Raises
-    `OSError` or `subprocess.SubprocessError` if the driver does not answer.
-    """
-    command = shutil.which("nvidia-smi")
-    if command is None:
-        return []
-    answer = subprocess.run(
-        [command, f"--query-gpu={fields}", "--format=csv,noheader"],
-        capture_output=True,
-        text=True,
-        timeout=_GPU_QUERY_TIMEOUT_S,
-        check=True,
-    )
-    return answer.stdout.strip().splitlines()
 
 
 def container_memory_limit() -> int | None:

@@ -364,4 +364,25 @@ MUTATIONS = [
         "parts.eos_id",
         "tests/parity/test_sentence_models.py::test_a_decoder_that_was_trained_for_embeddings",
     ),
+    Mutation(
+        "frameworks: an AMD GPU counts as a Hopper",
+        "engine.backends.custom.frameworks.torch.device",
+        "return not is_amd() and torch.cuda.get_device_capability(device) == _HOPPER",
+        "return torch.cuda.get_device_capability(device) == _HOPPER",
+        "tests/unit/test_amd.py::test_an_amd_gpu_is_no_hopper_although_its_numbers_say_so",
+    ),
+    Mutation(
+        "frameworks: chunks of attention begin where a span begins",
+        "engine.backends.custom.frameworks.torch.kernels.triton.attention_invariant",
+        "(chunk * CHUNK, seen, end)",
+        "(chunk * CHUNK + 1, seen, end)",
+        "tests/kernels/test_invariant.py::test_a_query_has_the_same_result_in_every_step",
+    ),
+    Mutation(
+        "frameworks: the last program adds the sums of one segment less",
+        "engine.backends.custom.frameworks.torch.kernels.triton.invariant_linear",
+        "tl.static_range(1, SEGMENTS)",
+        "tl.static_range(2, SEGMENTS)",
+        "tests/kernels/test_invariant.py::test_a_row_has_the_same_product_in_every_step",
+    ),
 ]

@@ -86,7 +86,7 @@ MUTATIONS = [
     ),
     Mutation(
         "frontend: text held back for a stop string is lost at the end",
-        "engine.backends.custom.frontend.generation",
+        "engine.backends.custom.frontend.text_reader",
         "        if ends or self.stopped is not None:\n            text +=",
         "        if self.stopped is not None:\n            text +=",
         f"{GENERATION_TESTS}::test_what_waited_for_a_stop_string_is_shown_at_the_end",
@@ -100,7 +100,7 @@ MUTATIONS = [
     ),
     Mutation(
         "frontend: min_tokens is off by one for stop strings",
-        "engine.backends.custom.frontend.generation",
+        "engine.backends.custom.frontend.text_reader",
         "self._num_tokens > self._min_tokens)",
         "self._num_tokens >= self._min_tokens)",
         f"{EVENT_TESTS}::test_stop_strings_count_only_behind_min_tokens",

@@ -225,14 +225,14 @@ MUTATIONS = [
     ),
     Mutation(
         "runtime: the host sampler forgets what it drew",
-        "engine.backends.custom.runtime.host_sampler",
+        "engine.backends.custom.runtime.samplers.host_sampler",
         "        self._append(tokens, sampling)\n",
         "",
         "tests/unit/test_host_sampler.py::test_what_was_drawn_counts_from_the_next_step_on",
     ),
     Mutation(
         "runtime: the noise of choices is the same",
-        "engine.backends.custom.runtime.host_sampler",
+        "engine.backends.custom.runtime.samplers.host_sampler",
         "    key = _mix64(key ^ choice.astype(np.uint64))\n",
         "",
         "tests/unit/test_torch_sampler.py::test_a_draw_is_keyed_by_seed_choice_and_position",

@@ -146,14 +146,14 @@ MUTATIONS = [
     Mutation(
         "tenants: one can name another's salt",
         "engine.servers.serving.services",
-        "salt = _digest(principal.name, body.cache_salt)",
-        "salt = _digest('', body.cache_salt)",
+        "salt = principal.digest(body.cache_salt)",
+        "salt = body.cache_salt",
         "tests/unit/test_server_parameters.py::test_a_salt_parts_caches_and_never_joins_them",
     ),
     Mutation(
         "tenants: sessions of one name are one session",
         "engine.servers.serving.services",
-        'return _digest(principal_of(request).name, named) if named else ""',
+        'return principal_of(request).digest(named) if named else ""',
         'return named or ""',
         "tests/unit/test_server_tenants.py::test_sessions_are_told_apart_without_their_names",
     ),

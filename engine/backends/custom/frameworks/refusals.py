@@ -13,6 +13,15 @@ def check_dtype(dtype: str, known: Iterable[str]) -> None:
         raise ConfigError(f"dtype '{dtype}' is unknown; use one of {', '.join(names)}")
 
 
+def check_numerics(framework: str, numerics: str) -> None:
+    """Refuses "invariant". "fast" is no more than what a tensor library does anyway."""
+    if numerics == "invariant":
+        raise ConfigError(
+            f"numerics invariant is not available here: the kernels of the {framework} backend "
+            "add in an order that depends on the batch; use --backend native, or leave it out"
+        )
+
+
 def check_config(framework: str, library: str, model: ModelConfig, config: RunnerConfig) -> None:
     """Raises `ConfigError` for options that the framework does not support, and for a `max_seq_len`
     beyond the model's learned positions. `library` is the tensor library's name, for messages.
@@ -24,6 +33,7 @@ def check_config(framework: str, library: str, model: ModelConfig, config: Runne
             f"the {framework} backend keeps keys and values as {config.dtype}, the type it "
             f"computes in; kv_dtype {config.kv_dtype} needs --backend native"
         )
+    check_numerics(framework, config.numerics)
     if config.affinity not in ("auto", "off"):
         raise ConfigError(
             f"performance.affinity binds the native backend's threads, not {library}'s"

@@ -5,9 +5,9 @@ import numpy as np
 from engine.backends.custom.runtime.model_runner import I32
 
 
-def cut(counts: I32, size: int) -> tuple[I32, I32]:
+def cut(counts: I32, size: int | I32) -> tuple[I32, I32]:
     """Cuts each row into runs of at most `size` tokens. `counts` has the number of tokens of each
-    row.
+    row. `size` may be an array with a value for each row.
 
     Returns two arrays with a value for each run. The first has the index of the run's row. The
     second has the index of the run's first token in that row.
@@ -15,4 +15,5 @@ def cut(counts: I32, size: int) -> tuple[I32, I32]:
     each = -(-counts // size)
     rows = np.repeat(np.arange(len(counts), dtype=np.int32), each)
     before = np.arange(len(rows), dtype=np.int32) - np.repeat(np.cumsum(each) - each, each)
-    return rows, (before * size).astype(np.int32)
+    sizes = np.repeat(np.broadcast_to(size, counts.shape), each)
+    return rows, (before * sizes).astype(np.int32)

@@ -11,8 +11,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from engine.backends.custom.frameworks.layout import Layout
-from engine.backends.custom.runtime.host_sampler import row_keys
 from engine.backends.custom.runtime.model_runner import SAMPLE, SamplingInputs
+from engine.backends.custom.runtime.samplers.host_sampler import row_keys
 
 # The name of an array with a slot for each row. The device stores the row's sampled token as the
 # last token of this slot. If the token is forced, this is the spare slot, which no sequence reads.

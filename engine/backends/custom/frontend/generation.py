@@ -20,6 +20,7 @@ from engine.backends.custom.frontend.echo import Echo, echoed_tokens
 from engine.backends.custom.frontend.prompts import Prepared
 from engine.backends.custom.frontend.survival import Engine
 from engine.backends.custom.frontend.text_model import TextModel
+from engine.backends.custom.frontend.text_reader import TextReader
 from engine.core.errors import EngineError, InferenceError, error_from_code
 from engine.core.interfaces.backend import (
     Event,
@@ -35,62 +36,13 @@ from engine.core.interfaces.backend import (
 from engine.core.interfaces.notes import RecordedRequest, RequestNotes
 from engine.core.interfaces.request import (
     GenerateRequest,
-    SamplingParams,
     TokenDelta,
     TokenLogprobs,
 )
 from engine.core.parsing.pieces import Piece, ReasoningPiece, TextPiece
-from engine.core.text.tokenizer import Detokenizer
 
 # If more deltas than this wait for a slow caller, they are merged, so that the caller can catch up.
 MAX_BACKLOG = 8
-
-
-class _Reader:
-    """Turns the tokens of one choice into text, which is cut at stop strings. If there is a parser,
-    it separates reasoning and tool calls from the answer.
-    """
-
-    def __init__(self, text: TextModel, params: SamplingParams, prepared: Prepared) -> None:
-        self._detokenizer = Detokenizer(
-            text.tokenizer,
-            params.stop,
-            skip_special=params.skip_special_tokens,
-            continuation=prepared.continuation,
-            shown=prepared.shown,
-            patterns=prepared.stop_patterns,
-        )
-        self._decode = self._detokenizer.push
-        self._min_tokens = params.min_tokens
-        self._num_tokens = 0
-        self._parser = None if prepared.new_parser is None else prepared.new_parser()
-        self._parse = None if self._parser is None else self._parser.push
-        # True if there is no parser, because the whole output is plain text.
-        self.is_plain = self._parser is None
-
-    def text(self, token_ids: tuple[int, ...], ends: bool) -> str:
-        self._num_tokens += len(token_ids)
-        text = self._decode(token_ids, self._num_tokens > self._min_tokens)
-        if ends or self.stopped is not None:
-            text += self._detokenizer.flush()
-        return text
-
-    def pieces(self, token_ids: tuple[int, ...], ends: bool) -> list[Piece]:
-        assert self._parser is not None and self._parse is not None
-        pieces = self._parse(self.text(token_ids, ends))
-        return pieces + self._parser.flush() if ends or self.stopped is not None else pieces
-
-    @property
-    def stopped(self) -> str | None:
-        return self._detokenizer.stopped
-
-    @property
-    def in_reasoning(self) -> bool:
-        return self._parser is not None and self._parser.in_reasoning
-
-    @property
-    def num_calls(self) -> int:
-        return 0 if self._parser is None else self._parser.num_calls
 
 
 class Generation(GeneratedFeed):
@@ -112,7 +64,7 @@ class Generation(GeneratedFeed):
         self._prepared = prepared
         self._open = set(range(request.params.n))  # choices that have not ended
         # The reader of each choice, created when the choice's first tokens arrive.
-        self._readers: dict[int, _Reader] = {}
+        self._readers: dict[int, TextReader] = {}
         self._echo = None if prepared.echo is None else Echo(prepared.echo, request)
         can_stop = bool(request.params.stop or prepared.stop_patterns)
         self._may_merge = not can_stop and prepared.new_parser is None
@@ -287,10 +239,10 @@ class Generation(GeneratedFeed):
             events.append(self._finish(delta, reader))
         return events
 
-    def _reader(self, choice: int) -> _Reader:
+    def _reader(self, choice: int) -> TextReader:
         reader = self._readers.get(choice)
         if reader is None:
-            reader = _Reader(self._text, self.request.params, self._prepared)
+            reader = TextReader(self._text, self.request.params, self._prepared)
             self._readers[choice] = reader
         return reader
 
@@ -330,7 +282,7 @@ class Generation(GeneratedFeed):
         logprobs = None if delta.logprobs is None else self._logprobs(ids, delta.logprobs)
         return TextEvent(delta.choice, text, len(ids), logprobs, ids)
 
-    def _finish(self, delta: TokenDelta, reader: _Reader) -> FinishEvent:
+    def _finish(self, delta: TokenDelta, reader: TextReader) -> FinishEvent:
         if reader.stopped is not None:
             return FinishEvent(delta.choice, "stop", reader.stopped)
         if delta.finish_reason == "length":

@@ -6,7 +6,8 @@ block ids. The keys and values themselves are in the memory of the runner.
 
 import logging
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 from engine.backends.custom.runtime.block_pool import BlockPool
@@ -75,11 +76,24 @@ class KVCache:
     def read_ahead(self, seq: Sequence) -> None:
         """Start to load blocks for a sequence that begins to wait, if there are tiers."""
         if self.tiers is not None:
-            self.tiers.read_ahead(seq)
+            with self._without_tiers_on_error():
+                self.tiers.read_ahead(seq)
 
     def is_loading(self, seq: Sequence) -> bool:
         """Whether a waiting sequence should wait for blocks that are loaded from a tier."""
-        return self.tiers is not None and self.tiers.is_loading(seq)
+        if self.tiers is not None:
+            with self._without_tiers_on_error():
+                return self.tiers.is_loading(seq)
+        return False
+
+    @contextmanager
+    def _without_tiers_on_error(self) -> Iterator[None]:
+        """If loading raises, the engine goes on without tiers. No request depends on them."""
+        try:
+            yield
+        except Exception:
+            log.exception("the cache tiers failed, and are not used any more")
+            self.tiers = None
 
     def stop_loading(self, seq: Sequence) -> None:
         if self.tiers is not None:

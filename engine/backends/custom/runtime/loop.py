@@ -18,11 +18,11 @@ from engine.backends.custom.runtime.batch import BatchBuilder
 from engine.backends.custom.runtime.budget import StepBudget, StepCounter
 from engine.backends.custom.runtime.grammar import Grammars, MaskJob, MaskWriter, constrained_rows
 from engine.backends.custom.runtime.images import ImageStore
-from engine.backends.custom.runtime.insight.snapshot import SnapshotTaker
+from engine.backends.custom.runtime.insight.profiler import KernelTimer
+from engine.backends.custom.runtime.insight.snapshot import SnapshotTaker, engine_stats
 from engine.backends.custom.runtime.intake import Intake
 from engine.backends.custom.runtime.model_runner import (
     BatchInputs,
-    KernelTimer,
     ModelRunner,
     PendingTokens,
     StepOutput,
@@ -385,32 +385,6 @@ class EngineLoop:
         return str(self.stats())
 
     def stats(self) -> EngineStats:
-        scheduler, kv = self.scheduler, self.scheduler.kv
-        pool, windowed = kv.pool, kv.windows and kv.windows.pool
-        drafts = scheduler.speculation
-        return EngineStats(
-            num_running=scheduler.num_running,
-            num_waiting=scheduler.num_waiting,
-            num_blocks=pool.num_usable,
-            num_free_blocks=pool.num_free,
-            num_cached_blocks=pool.num_cached,
-            num_referenced_blocks=pool.num_referenced,
-            block_size=kv.block_size,
-            num_window_blocks=windowed.num_usable if windowed else 0,
-            num_free_window_blocks=windowed.num_free if windowed else 0,
-            num_referenced_window_blocks=windowed.num_referenced if windowed else 0,
-            num_steps=self._num_steps,
-            prompt_tokens=scheduler.num_prompt_tokens,
-            cached_tokens=scheduler.num_cached_tokens,
-            generated_tokens=scheduler.num_generated_tokens,
-            prefix_queries=kv.num_queried,
-            prefix_hits=kv.num_hit,
-            num_preemptions=scheduler.num_preemptions,
-            num_evictions=kv.radix.num_evicted,
-            num_nonfinite=scheduler.num_nonfinite,
-            num_invariant_failures=self._num_invariant_failures,
-            num_drafted_tokens=drafts.num_drafted if drafts else 0,
-            num_accepted_tokens=drafts.num_accepted if drafts else 0,
-            steps=self._steps.counts(),
-            tiers=kv.tiers.stats() if kv.tiers is not None else (),
+        return engine_stats(
+            self.scheduler, self._num_steps, self._num_invariant_failures, self._steps.counts()
         )

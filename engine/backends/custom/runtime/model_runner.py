@@ -10,10 +10,8 @@ Letters: T tokens of the step, S rows (sequences), R rows that sample, B blocks 
 vocabulary, D size of an embedding, E tokens of images.
 """
 
-from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
-from pathlib import Path
-from typing import Any, Literal, Protocol, runtime_checkable
+from typing import Any, Literal, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -60,7 +58,9 @@ class RunnerConfig:
     attention: str = "auto"  # name in the framework's attention registry
     max_batch_tokens: int = 2048  # max tokens per step
     kv_dtype: str = "auto"  # "float32", "bfloat16", "int8", "fp8"; "auto": the framework chooses
-    numerics: str = "invariant"  # with "fast", rounding may depend on the other rows of the step
+    # "invariant": rounding never depends on the other rows of a step. "fast": it may. "auto": the
+    # framework chooses.
+    numerics: str = "auto"
     affinity: str = "auto"  # CPUs to run on: "auto", "off", or numbers such as "0-3,8"
     # For models whose layers keep a state of each sequence: how many copies of states the prefix
     # cache may keep.
@@ -80,6 +80,7 @@ class DeviceInfo:
     dtype: str
     free_bytes: int
     copies_tied_head: bool = False  # a tied LM head is copied, not shared with the embeddings
+    title: str = ""  # a GPU's name and platform, for messages
 
 
 @dataclass(frozen=True, slots=True)
@@ -309,52 +310,6 @@ class ImageEncoder(Protocol):
         """Compute the embeddings (E, D) of an image's tokens from its pixels (height, width, 3). It
         waits for the device.
         """
-        ...
-
-
-@runtime_checkable
-class KernelTimer(Protocol):
-    """A runner that can time its kernels while it serves."""
-
-    def time_kernels(self, on: bool) -> None: ...
-
-    def kernel_seconds(self) -> dict[str, float]:
-        """The seconds of the last step by kind of kernel. Empty if no step was timed."""
-        ...
-
-
-@dataclass(frozen=True, slots=True)
-class KernelTime:
-    """The total time of all calls of one kernel. On a CPU, this is the time of one op or plan step,
-    summed over all layers.
-    """
-
-    name: str
-    calls: int
-    seconds: float
-
-
-class Profiler(Protocol):
-    """A framework's own profiler. It records while it is entered as a context manager."""
-
-    def barrier(self, name: str) -> AbstractContextManager[None]:
-        """Wraps a runner call. On exit, it waits until the device has finished the call's work."""
-        ...
-
-    def span(self, name: str) -> AbstractContextManager[None]:
-        """Marks a runner call in the recording."""
-        ...
-
-    def __enter__(self) -> "Profiler": ...
-
-    def __exit__(self, *error: object) -> None: ...
-
-    def kernels(self) -> list[KernelTime]:
-        """The recorded kernels, slowest first."""
-        ...
-
-    def write_trace(self, path: Path) -> None:
-        """Write the recording as a Chrome trace."""
         ...
 
 

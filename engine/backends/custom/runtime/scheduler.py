@@ -9,8 +9,6 @@ fails only that sequence.
 
 import logging
 from bisect import insort
-from collections.abc import Iterator
-from collections.abc import Sequence as Listed
 
 from msgspec.structs import replace
 
@@ -19,10 +17,7 @@ from engine.backends.custom.runtime.insight.timekeeping import (
     BLOCKS,
     BUDGET,
     SLOTS,
-    EngineClock,
-    Stopwatch,
 )
-from engine.backends.custom.runtime.kv_cache import KVCache
 from engine.backends.custom.runtime.model_runner import StepOutput
 from engine.backends.custom.runtime.outputs import (
     progress_delta,
@@ -32,112 +27,22 @@ from engine.backends.custom.runtime.outputs import (
     vector_delta,
 )
 from engine.backends.custom.runtime.prompt_logprobs import num_scorable
-from engine.backends.custom.runtime.queue import InflightPrefixes, Newcomers, WaitingLine
 from engine.backends.custom.runtime.radix_cache import Match
+from engine.backends.custom.runtime.roster import Roster
 from engine.backends.custom.runtime.sequence import (
     Row,
     ScheduledBatch,
     Sequence,
     SequenceFaultError,
 )
-from engine.backends.custom.runtime.speculation.drafts import Speculation
-from engine.core.errors import EngineError, InferenceError
-from engine.core.interfaces.request import FinishReason, TokenDelta
+from engine.core.errors import InferenceError
+from engine.core.interfaces.request import TokenDelta
 
 log = logging.getLogger(__name__)
 
 
-class Scheduler:
+class Scheduler(Roster):
     """Continuous batching over a `KVCache`."""
-
-    def __init__(self, kv: KVCache, max_slots: int, max_step_tokens: int = 2**31 - 1) -> None:
-        self.kv = kv
-        self._max_slots = max_slots
-        self._max_step_tokens = max_step_tokens
-        # For each request id, the choices of the request that have not ended.
-        self._requests: dict[str, list[Sequence]] = {}
-        self._waiting = WaitingLine()
-        self._newcomers = Newcomers()
-        self._running: list[Sequence] = []  # most senior first
-        self._inflight = InflightPrefixes(kv.block_size)
-        self._free_slots = list(range(max_slots - 1, -1, -1))
-        self._step = self._num_admissions = 0
-        self.speculation: Speculation | None = None  # None: steps verify no drafts
-        self.clock = EngineClock()
-        self.num_preemptions = 0
-        self.num_nonfinite = 0
-        self.num_started = 0
-        self.num_prompt_tokens = 0
-        self.num_cached_tokens = 0
-        self.num_generated_tokens = 0
-
-    @property
-    def running(self) -> Listed[Sequence]:
-        """The running sequences, most senior first."""
-        return self._running
-
-    @property
-    def waiting(self) -> WaitingLine:
-        return self._waiting
-
-    @property
-    def num_running(self) -> int:
-        return len(self._running)
-
-    @property
-    def num_waiting(self) -> int:
-        return len(self._waiting)
-
-    @property
-    def has_work(self) -> bool:
-        return bool(self._running) or len(self._waiting) > 0
-
-    @property
-    def num_decoding(self) -> int:
-        """The number of running sequences that decode and need more tokens. A long step increases
-        the inter-token latency of these sequences.
-        """
-        return sum(
-            seq.num_prompt <= seq.num_computed < seq.num_prompt + seq.max_tokens - 1
-            for seq in self._running
-        )
-
-    def sequences(self) -> Iterator[Sequence]:
-        yield from self._running
-        yield from self._waiting
-
-    def add(self, seq: Sequence) -> None:
-        """Queue a sequence. The caller has checked that the sequence fits an empty KV pool."""
-        assert self.kv.can_ever_fit(seq.max_len), seq.request_id
-        seq.submitted_step = self._step
-        self._requests.setdefault(seq.request_id, []).append(seq)
-        self._inflight.add(seq)
-        leader = self._inflight.leader(seq)
-        seq.watch = Stopwatch(self.clock, len(self._waiting), seq.queued_at, leader)
-        self._waiting.add(seq)
-        if self.speculation is not None:
-            self.speculation.begin(seq)
-        self.kv.read_ahead(seq)
-
-    def abort(self, request_id: str, choice: int | None, now: float) -> list[TokenDelta]:
-        """Abort one choice of a request, or all choices if `choice` is None, in any state. Unknown
-        ids are ignored.
-        """
-        return [
-            self.finish(seq, "abort", now)
-            for seq in list(self._requests.get(request_id, ()))
-            if choice in (None, seq.choice)
-        ]
-
-    def fail(self, seq: Sequence, error: EngineError, now: float) -> TokenDelta:
-        return self.finish(seq, "error", now, error)
-
-    def finish(
-        self, seq: Sequence, reason: FinishReason, now: float, error: EngineError | None = None
-    ) -> TokenDelta:
-        """Remove a sequence, free its blocks and its slot, and return its final delta."""
-        self._leave(seq, reason)
-        return token_delta(seq, (), None, now, error)
 
     def schedule(self, budget: int, now: float) -> ScheduledBatch | None:
         """The rows of the next step, with at most `budget` tokens in total. None if no sequence can
@@ -207,15 +112,6 @@ class Scheduler:
         # The sequence has already left the queues, but its final delta was not sent.
         return refusal(seq.request_id, seq.choice, error)
 
-    def rollback(self) -> None:
-        """Return to the state after the last finished step. Steps in flight are forgotten, and
-        their output must not be applied. Tokens that finished steps have computed are kept.
-        """
-        for seq in self.sequences():
-            seq.num_sampling = 0
-            seq.num_computed = seq.num_confirmed
-            seq.needs_history = True
-
     def retry_row(self, row: Row) -> Row | None:
         """Schedule the same row again after a rollback, but without its draft. Returns None if the
         sequence has ended, has advanced or was preempted meanwhile.
@@ -227,29 +123,6 @@ class Scheduler:
         if seq.num_computed != row.start or row.start + length > len(seq.tokens):
             return None
         return self._grant(seq, length)
-
-    def check(self) -> None:
-        """Assert the invariants of queues, slots and memory."""
-        slots = [seq.slot for seq in self._running]
-        assert sorted(slots + self._free_slots) == list(range(self._max_slots)), slots
-        assert all(seq.life > 0 for seq in self._running)
-        assert all(seq.life == 0 and seq.slot < 0 and not seq.blocks for seq in self._waiting)
-        live = list(self.sequences())
-        assert all(seq.finish_reason is None for seq in live)
-        indexed = [seq for choices in self._requests.values() for seq in choices]
-        assert len(indexed) == len(live) and set(indexed) == set(live), "the index of requests"
-        self._inflight.check(self._running, self._waiting)
-        self.kv.check(self._running)
-
-    def rebuild(self) -> None:
-        """Reset to an empty state in which all blocks and slots are free. Allowed only when no
-        sequence runs or waits.
-        """
-        assert not self.has_work
-        self.kv.rebuild()
-        self._requests.clear()
-        self._inflight = InflightPrefixes(self.kv.block_size)
-        self._free_slots = list(range(self._max_slots - 1, -1, -1))
 
     def _schedule_running(self, budget: int) -> list[Row]:
         rows: list[Row] = []
@@ -386,15 +259,6 @@ class Scheduler:
         num_scored = count - samples if seq.is_scoring else 0
         return Row(seq, start, count, samples, seq.slot, seq.life, num_scored)
 
-    def _preempt(self, seq: Sequence) -> None:
-        """Release everything that the sequence holds and queue it again."""
-        if seq.watch is not None:
-            seq.watch.preempt(seq.num_computed)
-        self._stop_running(seq)
-        seq.num_preemptions += 1
-        self.num_preemptions += 1
-        self._waiting.add(seq)
-
     def _confirm_prompt(self, seq: Sequence, start: int, num_confirmed: int) -> None:
         seq.num_confirmed = num_confirmed
         if seq.watch is not None:
@@ -447,26 +311,3 @@ class Scheduler:
             self._leave(seq, "stop")
         elif len(tokens) >= seq.num_prompt + seq.max_tokens:
             self._leave(seq, "length")
-
-    def _leave(self, seq: Sequence, reason: FinishReason) -> None:
-        assert seq.finish_reason is None, (seq.request_id, seq.finish_reason)
-        seq.finish_reason = reason
-        if seq.slot >= 0:
-            self._stop_running(seq)
-        else:
-            self._waiting.remove(seq)
-            self.kv.stop_loading(seq)
-        if seq.started_at is not None:
-            self._waiting.settle(seq)
-        self._inflight.remove(seq)
-        choices = self._requests[seq.request_id]
-        choices.remove(seq)
-        if not choices:
-            del self._requests[seq.request_id]
-
-    def _stop_running(self, seq: Sequence) -> None:
-        self._running.remove(seq)
-        self._inflight.disown(seq)
-        self.kv.release(seq)
-        self._free_slots.append(seq.slot)
-        seq.slot, seq.life = -1, 0

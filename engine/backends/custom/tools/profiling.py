@@ -21,14 +21,13 @@ from typing import Any
 
 from engine.backends.custom.frameworks.entry import framework_entry
 from engine.backends.custom.options import EngineOptions
+from engine.backends.custom.runtime.insight.profiler import KernelTime, Profiler
 from engine.backends.custom.runtime.model_runner import (
     F32,
     I32,
     BatchInputs,
-    KernelTime,
     ModelRunner,
     PendingTokens,
-    Profiler,
     RunnerConfig,
     RunnerSpec,
     SamplingInputs,

@@ -120,7 +120,8 @@ def _reads_images(source: ModelSource, options: EngineOptions) -> bool:
 
 
 def log_plan(device: DeviceInfo, plan: MemoryPlan) -> None:
-    for line in (f"{device.name}, {device.dtype}", *plan.lines()):
+    title = f"{device.name} ({device.title})" if device.title else device.name
+    for line in (f"{title}, {device.dtype}", *plan.lines()):
         log.info("memory plan: %s", line)
 
 

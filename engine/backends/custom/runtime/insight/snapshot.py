@@ -4,6 +4,7 @@ from collections import Counter
 from itertools import islice
 from typing import TYPE_CHECKING
 
+from engine.core.interfaces.request import EngineStats, StepCounts
 from engine.core.interfaces.snapshot import (
     MAX_NODES,
     MAX_RUNNING,
@@ -21,7 +22,7 @@ from engine.core.interfaces.snapshot import (
 )
 
 if TYPE_CHECKING:
-    from engine.backends.custom.runtime.model_runner import KernelTimer
+    from engine.backends.custom.runtime.insight.profiler import KernelTimer
     from engine.backends.custom.runtime.radix_cache import Node
     from engine.backends.custom.runtime.scheduler import Scheduler
     from engine.backends.custom.runtime.sequence import Sequence
@@ -150,3 +151,37 @@ def _tree(scheduler: "Scheduler") -> TreeSize:
             below += [(child, index) for child in node.children.values()]
         level = below
     return TreeSize(num_nodes, num_blocks, num_shared, tuple(shown))
+
+
+def engine_stats(
+    scheduler: "Scheduler", num_steps: int, num_invariant_failures: int, steps: StepCounts
+) -> EngineStats:
+    """The counters that the engine sends to the frontend."""
+    kv, drafts = scheduler.kv, scheduler.speculation
+    pool, windowed = kv.pool, kv.windows and kv.windows.pool
+    return EngineStats(
+        num_running=scheduler.num_running,
+        num_waiting=scheduler.num_waiting,
+        num_blocks=pool.num_usable,
+        num_free_blocks=pool.num_free,
+        num_cached_blocks=pool.num_cached,
+        num_referenced_blocks=pool.num_referenced,
+        block_size=kv.block_size,
+        num_window_blocks=windowed.num_usable if windowed else 0,
+        num_free_window_blocks=windowed.num_free if windowed else 0,
+        num_referenced_window_blocks=windowed.num_referenced if windowed else 0,
+        num_steps=num_steps,
+        prompt_tokens=scheduler.num_prompt_tokens,
+        cached_tokens=scheduler.num_cached_tokens,
+        generated_tokens=scheduler.num_generated_tokens,
+        prefix_queries=kv.num_queried,
+        prefix_hits=kv.num_hit,
+        num_preemptions=scheduler.num_preemptions,
+        num_evictions=kv.radix.num_evicted,
+        num_nonfinite=scheduler.num_nonfinite,
+        num_invariant_failures=num_invariant_failures,
+        num_drafted_tokens=drafts.num_drafted if drafts else 0,
+        num_accepted_tokens=drafts.num_accepted if drafts else 0,
+        steps=steps,
+        tiers=kv.tiers.stats() if kv.tiers is not None else (),
+    )

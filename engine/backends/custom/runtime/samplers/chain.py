@@ -13,12 +13,6 @@ from typing import Any
 
 import numpy as np
 
-from engine.backends.custom.runtime.host_sampler import (
-    allowed,
-    gumbel,
-    row_keys,
-    token_words,
-)
 from engine.backends.custom.runtime.model_runner import (
     F32,
     I32,
@@ -26,6 +20,12 @@ from engine.backends.custom.runtime.model_runner import (
     Bools,
     ModelRunner,
     SamplingInputs,
+)
+from engine.backends.custom.runtime.samplers.host_sampler import (
+    allowed,
+    gumbel,
+    row_keys,
+    token_words,
 )
 from engine.backends.custom.runtime.sequence import ScheduledBatch, Sequence
 from engine.core.interfaces.request import SAMPLERS, SamplingParams

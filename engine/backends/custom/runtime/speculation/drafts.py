@@ -57,9 +57,11 @@ class Speculation:
         most `budget` tokens are added. Returns the number of tokens of all rows with drafts.
         """
         num_decoding = sum(row.samples and row.length == 1 for row in rows)
-        price = self._budget.price(num_decoding)
         room = min(budget, MAX_SCORED)
-        if MARGIN * price >= 1 or any(row.num_scored for row in rows):
+        if not num_decoding or room <= 0 or any(row.num_scored for row in rows):
+            return 0
+        price = self._budget.price(num_decoding)
+        if MARGIN * price >= 1:
             return 0
         num_tokens = 0
         for index, row in enumerate(rows):

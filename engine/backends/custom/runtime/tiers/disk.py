@@ -101,7 +101,8 @@ class DiskTier:
         if self._scanned_at is None or (
             self._has_news and abs(now - self._scanned_at) >= SCAN_INTERVAL_S
         ):
-            self._save_uses()
+            with suppress(OSError):  # a full or read-only disk can still be read
+                self._save_uses()
             self._scan()
         with self._lock:
             late = self._index.expired()

@@ -127,7 +127,10 @@ class RedisTier:
                 pipe.zadd(INDEX, {name: 1.0}, xx=True, incr=True)
             if self._ttl_ms is not None:
                 pipe.pexpire(PREFIX + name, self._ttl_ms)
-        total, count, *_ = pipe.execute()
+        # A Redis without memory refuses to change the index, but can still be read.
+        total, count, *_ = pipe.execute(raise_on_error=False)
+        if isinstance(total, Exception):
+            raise total
         self._total, self._count = int(total or 0), int(count)
         if self._policy == "lru" and self._ttl_ms is not None and self._count:
             self._forget_expired(self._clock() - self._ttl_ms / 1000)

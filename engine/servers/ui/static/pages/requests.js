@@ -8,6 +8,7 @@ import { count, seconds, shortId } from "../room/format.js";
 import { CAUSES, Waterfall } from "../room/waterfall.js";
 
 await loadStyle(new URL("../room/room.css", import.meta.url).href);
+await loadStyle(new URL("../room/requests.css", import.meta.url).href);
 
 const REFRESH_MS = 3000;
 

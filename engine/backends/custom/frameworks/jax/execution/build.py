@@ -21,11 +21,10 @@ from engine.backends.custom.frameworks.jax.execution.sharding import home, make_
 from engine.backends.custom.frameworks.jax.models.loading import build_model, load_params
 from engine.backends.custom.frameworks.refusals import check_plain
 from engine.backends.custom.options import EngineOptions
+from engine.backends.custom.runtime.insight.profiler import KernelTime, Profiler
 from engine.backends.custom.runtime.model_runner import (
     DeviceInfo,
-    KernelTime,
     ModelRunner,
-    Profiler,
     RunnerConfig,
 )
 from engine.backends.custom.weights.model import ModelSource

@@ -56,7 +56,6 @@ from engine.backends.custom.frameworks.jax.models.base import (
 )
 from engine.backends.custom.frameworks.scoring import Scoring
 from engine.backends.custom.frameworks.settings import KEEPS, settings_views
-from engine.backends.custom.runtime.host_sampler import histories, token_words
 from engine.backends.custom.runtime.model_runner import (
     F32,
     GPU_STEP_S,
@@ -71,6 +70,7 @@ from engine.backends.custom.runtime.model_runner import (
     StepOutput,
 )
 from engine.backends.custom.runtime.outputs import Sampled, step_output
+from engine.backends.custom.runtime.samplers.host_sampler import histories, token_words
 
 # Max tokens of a step on a CPU. The activations of larger steps do not fit the L2 cache, so larger
 # steps are not faster per token.

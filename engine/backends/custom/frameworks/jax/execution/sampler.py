@@ -1,5 +1,5 @@
 """Samples tokens on the device, in pure functions that JAX compiles. They implement the same
-semantics as `runtime/host_sampler.py`, which samples on the host.
+semantics as `runtime/samplers/host_sampler.py`, which samples on the host.
 """
 
 from collections.abc import Mapping
@@ -9,9 +9,9 @@ import jax.numpy as jnp
 from jax import Array, lax
 
 from engine.backends.custom.frameworks.jax.execution.sampling_traits import Traits
-from engine.backends.custom.runtime.host_sampler import gumbel
 from engine.backends.custom.runtime.model_runner import SAMPLE
 from engine.backends.custom.runtime.outputs import Sampled
+from engine.backends.custom.runtime.samplers.host_sampler import gumbel
 
 # In the token counts of a slot, the lowest bit of a token's count is set if the prompt has the
 # token. The other bits count its occurrences in the output.

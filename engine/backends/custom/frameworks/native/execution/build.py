@@ -31,13 +31,13 @@ from engine.backends.custom.ir.recurrent import empty_states
 from engine.backends.custom.ir.reference import alibi_slopes
 from engine.backends.custom.ir.steps import step_label
 from engine.backends.custom.options import EngineOptions
+from engine.backends.custom.runtime.insight.profiler import Profiler
 from engine.backends.custom.runtime.model_runner import (
     MAX_SCORED,
     PROMPT_TOKENS,
     DeviceInfo,
     ImageEncoder,
     ModelRunner,
-    Profiler,
     RunnerConfig,
     RunnerSpec,
 )
@@ -149,6 +149,7 @@ def build_runner(source: ModelSource, config: RunnerConfig) -> NativeRunner:
     set_memory(model.native, source, config, plans[-1])
     for plan in plans:
         add_program(model.native, plan, model.weights)
+    rounding = "fast" if config.numerics == "fast" else "invariant"
     spec = RunnerSpec.of(
         config,
         source.config.vocab_size,
@@ -159,11 +160,11 @@ def build_runner(source: ModelSource, config: RunnerConfig) -> NativeRunner:
         window=source.config.window,
         verifies_drafts=True,
         # With fast numerics, the rounding of a token depends on the number of tokens in the step.
-        has_exact_drafts=config.numerics == "invariant",
+        has_exact_drafts=rounding == "invariant",
     )
     kinds = [step_label(step) for step in plans[0].steps]
     kv_type = plans[0].precision.kv_type
-    numerics = f"{machine.instruction_set} {config.dtype} {kv_type} {config.numerics}"
+    numerics = f"{machine.instruction_set} {config.dtype} {kv_type} {rounding}"
     return NativeRunner(model.native, spec, source.config.hidden_size, kinds, numerics)
 
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from engine.backends.custom.frameworks.native.execution.runner import NativeRunner
-from engine.backends.custom.runtime.model_runner import KernelTime
+from engine.backends.custom.runtime.insight.profiler import KernelTime
 
 _US = 1e6
 _HOST, _KERNELS = 1, 2  # the two rows of the trace: runner calls, and kernels

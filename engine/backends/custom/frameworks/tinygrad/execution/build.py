@@ -17,10 +17,10 @@ from engine.backends.custom.frameworks.tinygrad.execution.runner import (
 )
 from engine.backends.custom.frameworks.tinygrad.models.loading import load_model
 from engine.backends.custom.options import EngineOptions
+from engine.backends.custom.runtime.insight.profiler import Profiler
 from engine.backends.custom.runtime.model_runner import (
     DeviceInfo,
     ModelRunner,
-    Profiler,
     RunnerConfig,
     RunnerSpec,
 )

@@ -29,7 +29,6 @@ from engine.backends.custom.frameworks.tinygrad.models.base import (
     final_norm,
     head_logits,
 )
-from engine.backends.custom.runtime.host_sampler import HostSampler
 from engine.backends.custom.runtime.model_runner import (
     F32,
     FROM_DEVICE,
@@ -40,6 +39,7 @@ from engine.backends.custom.runtime.model_runner import (
     StepOutput,
 )
 from engine.backends.custom.runtime.outputs import step_output
+from engine.backends.custom.runtime.samplers.host_sampler import HostSampler
 
 # Step sizes in tokens: 1, then MIN_SIZE times powers of GROWTH.
 MIN_SIZE, GROWTH = 8, 4

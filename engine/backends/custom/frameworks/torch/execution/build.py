@@ -12,11 +12,18 @@ import torch
 from torch.profiler import ProfilerActivity, profile, record_function
 
 from engine.backends.custom.architectures.base import ModelConfig
-from engine.backends.custom.frameworks.refusals import check_config, check_dtype
+from engine.backends.custom.frameworks.refusals import (
+    check_config,
+    check_dtype,
+    check_numerics,
+)
+from engine.backends.custom.frameworks.torch.device import describe
 from engine.backends.custom.frameworks.torch.execution.cuda_runner import CudaRunner
 from engine.backends.custom.frameworks.torch.execution.encoder import TorchEncoder
+from engine.backends.custom.frameworks.torch.execution.invariance import check_invariant
 from engine.backends.custom.frameworks.torch.execution.runner import TorchRunner
 from engine.backends.custom.frameworks.torch.kernels.fp8 import cache_slot_bytes, has_fp8
+from engine.backends.custom.frameworks.torch.layers.invariant_linear import make_invariant
 from engine.backends.custom.frameworks.torch.layers.linear import can_pack, pack_linears
 from engine.backends.custom.frameworks.torch.models.loading import (
     build_encoder_model,
@@ -26,12 +33,11 @@ from engine.backends.custom.frameworks.torch.models.loading import (
 from engine.backends.custom.frameworks.torch.models.quantized_loading import placed_bytes
 from engine.backends.custom.frameworks.torch.models.vision import TorchImageEncoder
 from engine.backends.custom.options import EngineOptions
+from engine.backends.custom.runtime.insight.profiler import KernelTime, Profiler
 from engine.backends.custom.runtime.model_runner import (
     DeviceInfo,
     ImageEncoder,
-    KernelTime,
     ModelRunner,
-    Profiler,
     RunnerConfig,
 )
 from engine.backends.custom.weights.model import ModelSource
@@ -66,7 +72,8 @@ def find_device(device: str, dtype: str) -> DeviceInfo:
     found = torch_device(device)
     if found.type == "cuda":
         free_bytes, _ = torch.cuda.mem_get_info(found)
-        return DeviceInfo(device, "bfloat16" if dtype == "auto" else dtype, free_bytes)
+        name = "bfloat16" if dtype == "auto" else dtype
+        return DeviceInfo(device, name, free_bytes, title=describe(found))
     name = "float32" if dtype == "auto" else dtype
     free_bytes = psutil.virtual_memory().available
     return DeviceInfo(device, name, free_bytes, copies_tied_head=can_pack(torch_dtype(name), found))
@@ -100,7 +107,8 @@ def _fp8_token_bytes(config: ModelConfig) -> int:
 def _check_fp8_cache(config: ModelConfig, device: torch.device) -> None:
     if not has_fp8(device):
         raise ConfigError(
-            "kv_dtype fp8 needs a GPU with float8 tensor cores (Ada, Hopper or later); leave it out"
+            "kv_dtype fp8 needs a GPU with float8 tensor cores of NVIDIA (Ada, Hopper or later); "
+            "leave it out"
         )
     if config.latent is not None:
         raise ConfigError(
@@ -112,11 +120,17 @@ def _check_fp8_cache(config: ModelConfig, device: torch.device) -> None:
 def build_runner(source: ModelSource, config: RunnerConfig) -> ModelRunner:
     """Loads the weights and allocates the KV cache. Returns a runner that is ready to use."""
     device, dtype = torch_device(config.device), torch_dtype(config.dtype)
+    invariant = config.numerics == "invariant"
     if config.kv_dtype == "fp8":
         _check_fp8_cache(source.config, device)
-        check_config("torch", "PyTorch", source.config, replace(config, kv_dtype="auto"))
-    else:
-        check_config("torch", "PyTorch", source.config, config)
+    if invariant:
+        check_invariant(source, config, device)
+    own = replace(
+        config,
+        kv_dtype="auto" if config.kv_dtype == "fp8" else config.kv_dtype,
+        numerics="auto" if invariant else config.numerics,
+    )
+    check_config("torch", "PyTorch", source.config, own)
     if config.quantization != "auto" and device.type != "cuda":
         raise ConfigError(f"quantization {config.quantization} needs a GPU; leave it out on a CPU")
     if config.quantization != "auto" and source.config.experts is not None:
@@ -131,6 +145,8 @@ def build_runner(source: ModelSource, config: RunnerConfig) -> ModelRunner:
     )
     if can_pack(dtype, device):
         pack_linears(model)
+    if invariant:
+        make_invariant(model)
     if device.type == "cuda" and config.attention in ("auto", "triton"):
         return CudaRunner(model, config, device, dtype)
     return TorchRunner(model, config, device, dtype)
@@ -142,6 +158,7 @@ def profiler(runner: ModelRunner, source: ModelSource, config: RunnerConfig) -> 
 
 
 def build_encoder(source: ModelSource, options: EngineOptions, device: DeviceInfo) -> Encoder:
+    check_numerics("torch", options.numerics)
     return load_encoder(source, device.name, device.dtype, options.threads)
 
 
@@ -184,9 +201,7 @@ def torch_device(name: str) -> torch.device:
     if device.type == "cuda":
         count = torch.cuda.device_count() if torch.cuda.is_available() else 0
         if (device.index or 0) >= count:
-            raise ConfigError(
-                f"device '{name}' is not there: PyTorch sees {count} CUDA devices; use cpu"
-            )
+            raise ConfigError(f"device '{name}' is not there: PyTorch sees {count} GPUs; use cpu")
     return device
 
 

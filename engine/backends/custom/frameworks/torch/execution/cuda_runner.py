@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from engine.backends.custom.frameworks.layout import Layout
+from engine.backends.custom.frameworks.torch.device import prefer_cublaslt
 from engine.backends.custom.frameworks.torch.execution.cache import slots_by_cache
 from engine.backends.custom.frameworks.torch.execution.device_sampler import Kind
 from engine.backends.custom.frameworks.torch.execution.graphs import (
@@ -110,7 +111,7 @@ class CudaRunner(TorchRunner):
         if device.type == "cuda":
             # For the matrices of Llama models on an H200, cuBLASLt takes up to a third less time
             # than cuBLAS, and at most a tenth more.
-            torch.backends.cuda.preferred_blas_library("cublaslt")
+            prefer_cublaslt()
         self._angles = model.rotary_tables(config.max_seq_len)
         # The arrays that each cache has for itself, by name.
         self._slots_names = ("write_slots", "window_slots")[: len(self._cache.caches)]

@@ -1,9 +1,11 @@
-"""Gumbel noise in PyTorch. On all devices, it has the random bits of `runtime/host_sampler.py`."""
+"""Gumbel noise in PyTorch. On all devices, it has the random bits of the host sampler
+(`runtime/samplers/host_sampler.py`).
+"""
 
 import torch
 from torch import Tensor
 
-from engine.backends.custom.runtime.host_sampler import MASK_31, MIX_1, MIX_2
+from engine.backends.custom.runtime.samplers.host_sampler import MASK_31, MIX_1, MIX_2
 
 
 def gumbel(keys: Tensor, words: Tensor) -> Tensor:

@@ -134,6 +134,7 @@ class TorchRunner(SamplingRunner):
             block_size=config.block_size,
             dtype=dtype,
             device=device,
+            invariant=config.numerics == "invariant",
         )
         self._two_way: AttentionBackend = self._attention
         if not isinstance(self._attention, ReferenceAttention):

@@ -16,7 +16,6 @@ from engine.backends.custom.frameworks.torch.execution.history import TokenHisto
 from engine.backends.custom.frameworks.torch.execution.sampler import sample
 from engine.backends.custom.frameworks.torch.execution.transfer import to_device, to_host
 from engine.backends.custom.frameworks.torch.kernels.base import use_triton
-from engine.backends.custom.runtime.host_sampler import token_words
 from engine.backends.custom.runtime.model_runner import (
     F32,
     I32,
@@ -26,6 +25,7 @@ from engine.backends.custom.runtime.model_runner import (
     StepOutput,
 )
 from engine.backends.custom.runtime.outputs import Sampled
+from engine.backends.custom.runtime.samplers.host_sampler import token_words
 
 
 @dataclass(frozen=True, slots=True)

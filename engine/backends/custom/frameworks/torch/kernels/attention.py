@@ -14,6 +14,7 @@ from engine.backends.custom.frameworks.torch.kernels.attention_heads import Atte
 from engine.backends.custom.frameworks.torch.kernels.attention_reference import ReferenceAttention
 from engine.backends.custom.frameworks.torch.kernels.attention_sdpa import SdpaAttention
 from engine.backends.custom.frameworks.torch.kernels.attention_triton import TritonAttention
+from engine.backends.custom.frameworks.torch.kernels.invariant.attention import InvariantAttention
 from engine.backends.custom.runtime.model_runner import BatchInputs
 from engine.core.errors import ConfigError
 
@@ -61,8 +62,17 @@ ATTENTION: dict[str, AttentionFactory] = {
 
 
 def attention_backend(
-    name: str, heads: AttentionHeads, *, block_size: int, dtype: torch.dtype, device: torch.device
+    name: str,
+    heads: AttentionHeads,
+    *,
+    block_size: int,
+    dtype: torch.dtype,
+    device: torch.device,
+    invariant: bool = False,
 ) -> AttentionBackend:
+    """`invariant` asks for results that do not depend on the other rows of a step."""
+    if invariant:
+        return InvariantAttention(heads, block_size=block_size, dtype=dtype)
     chosen = name
     if name == "auto":
         chosen = "triton" if device.type == "cuda" else "sdpa"

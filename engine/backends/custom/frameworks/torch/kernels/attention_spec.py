@@ -2,7 +2,7 @@
 one layer in one step.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -45,7 +45,7 @@ class Plans:
     num_pairs: int  # number of pairs of a query and a key to which it attends
 
 
-Rows = list[tuple[int, int]]  # (number of keys, number of queries) of each row
+Rows = Sequence[tuple[int, int]]  # (number of keys, number of queries) of each row
 
 
 def _reference(q: Tensor, cache: Tensor, plans: Plans) -> Tensor:
@@ -89,7 +89,8 @@ def _tables(rows: Rows, shared: int, block_size: int) -> I32:
     return tables
 
 
-def _step(rows: Rows, shared: int, block_size: int) -> BatchInputs:
+def batch_of(rows: Rows, tables: I32, shares: int = 0) -> BatchInputs:
+    """Inputs of a step, for its attention. The first `shares` blocks of all rows are the same."""
     lengths = np.array([keys for keys, _ in rows], np.int32)
     starts = np.cumsum([0] + [queries for _, queries in rows]).astype(np.int32)
     nothing = np.zeros(int(starts[-1]), np.int32)
@@ -100,12 +101,12 @@ def _step(rows: Rows, shared: int, block_size: int) -> BatchInputs:
         query_start=starts,
         seq_lens=lengths,
         num_prompt=lengths,
-        block_tables=_tables(rows, shared, block_size),
+        block_tables=tables,
         slots=np.arange(len(rows), dtype=np.int32),
         logit_rows=np.zeros(0, np.int32),
         adapter_ids=np.zeros(len(rows), np.int32),
-        prefix_groups=np.full(len(rows), 0 if shared else -1, np.int32),
-        prefix_blocks=np.full(1 if shared else 0, shared, np.int32),
+        prefix_groups=np.full(len(rows), 0 if shares else -1, np.int32),
+        prefix_blocks=np.full(1 if shares else 0, shares, np.int32),
     )
 
 
@@ -113,7 +114,7 @@ def _example(
     label: str, rows: Rows, shared: int, shape: Shape, inputs: Inputs, in_fp8: bool
 ) -> Example:
     size = shape.block_size
-    step = _step(rows, shared, size)
+    step = batch_of(rows, _tables(rows, shared, size), shared)
     positions = torch.zeros(len(step.token_ids), dtype=torch.int64, device=inputs.device)
     heads = _heads(shape, in_fp8)
     reference, triton = (

@@ -233,11 +233,10 @@ class TritonAttention:
         from engine.backends.custom.frameworks.torch.kernels.triton.attention_decode import Scratch
 
         heads = self._heads
-        if self._slopes is None and (slopes := heads.slopes(device)) is not None:
-            self._slopes = slopes / (heads.softcap or heads.scale)
+        self._reserve_slopes(device)
         if self._scratch is None or len(self._scratch.arrived) < rows:
             self._scratch = Scratch(
-                MAX_SPLITS * rows + _span_room(rows, heads.in_fp8),
+                MAX_SPLITS * rows + span_room(rows, heads.in_fp8),
                 rows,
                 heads.num_heads,
                 self._num_groups,
@@ -245,11 +244,16 @@ class TritonAttention:
                 device,
             )
 
+    def _reserve_slopes(self, device: torch.device) -> None:
+        heads = self._heads
+        if self._slopes is None and (slopes := heads.slopes(device)) is not None:
+            self._slopes = slopes / (heads.softcap or heads.scale)
+
     def room_for(self, tokens: int, rows: int, *, only_decodes: bool, shares: bool) -> ListLengths:
         """The max lengths of the work lists of a step with at most `tokens` tokens and `rows` rows.
         `shares` says whether the step may have work items for shared prefixes.
         """
-        spans = _span_room(rows, self._heads.in_fp8)
+        spans = span_room(rows, self._heads.in_fp8)
         tiles = 0 if only_decodes else tokens // self._tile_tokens + rows
         if not shares:
             return ListLengths(spans, tiles, 0, spans)
@@ -271,7 +275,7 @@ class TritonAttention:
         decodes = np.flatnonzero(counts == 1)
         chunks = np.flatnonzero(counts > 1)
         shared, members, begins, splits = self._shared(inputs, decodes, len(chunks) > 0)
-        most = room.spans if room is not None else _span_room(len(decodes), self._heads.in_fp8)
+        most = room.spans if room is not None else span_room(len(decodes), self._heads.in_fp8)
         if len(decodes) == 1:
             most = min(most, 1 + LONE_PROGRAMS // self._num_groups)
         spans, partials = _spans(inputs, decodes, begins, splits, most)
@@ -350,7 +354,7 @@ def all_tables(inputs: BatchInputs) -> I32:
     return np.concatenate((inputs.block_tables, inputs.window_tables))
 
 
-def _span_room(rows: int, in_fp8: bool) -> int:
+def span_room(rows: int, in_fp8: bool) -> int:
     return max(FP8_SPANS if in_fp8 and rows >= FP8_ROWS else SPARE_SPANS, 2 * rows)
 
 

@@ -9,7 +9,6 @@ cache slot are those of keys and values, and then the scales as float32 numbers.
 """
 
 from collections.abc import Iterator
-from functools import cache
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -17,6 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from engine.backends.custom.frameworks.torch import device as gpu
 from engine.backends.custom.frameworks.torch.kernels.activation import GATES, gated, gated_halves
 from engine.backends.custom.frameworks.torch.kernels.base import (
     Example,
@@ -40,9 +40,6 @@ SMALLEST_SCALE = 1e-12  # keeps rows of zeros from a division by zero
 # rows; measured on an H200. For other matrices, it is faster for up to _FEW tokens.
 _SEVERAL, _FEW = {4096: 256, 8192: 128}, 64
 _ALIGNED = 16  # cuBLASLt takes float8 matrices whose sizes are multiples of this
-# Capabilities of NVIDIA GPUs with float8 tensor cores, and of those for which cuBLASLt has a scale
-# per row and column.
-_ADA, _HOPPER = (8, 9), (9, 0)
 
 
 class QuantizedRows(NamedTuple):
@@ -75,13 +72,19 @@ def gated_rows(gate_up: Tensor, kind: str) -> QuantizedRows:
 
 
 def scaled_linear(
-    rows: QuantizedRows, weight: Tensor, scale: Tensor, bias: Tensor | None, dtype: torch.dtype
+    rows: QuantizedRows,
+    weight: Tensor,
+    scale: Tensor,
+    bias: Tensor | None,
+    dtype: torch.dtype,
+    invariant: bool = False,
 ) -> Tensor:
     """x W^T + bias in `dtype`, for float8 x (T, D) and W (F, D). `scale` (F,) has the scales of the
-    output channels.
+    output channels. With `invariant`, one kernel computes any number of rows. Its tile sizes depend
+    on that number, but the order of its sums does not.
     """
     values, scales = rows
-    if _suits_library(values, weight, dtype):
+    if not invariant and _suits_library(values, weight, dtype):
         y = torch._scaled_mm(
             values, weight.t(), scales, scale[None], out_dtype=dtype, use_fast_accum=True
         )
@@ -100,16 +103,17 @@ def fp8_linear(
     eps: float = 0.0,
     gate: str | None = None,
     residual: Tensor | None = None,
+    invariant: bool = False,
 ) -> Tensor:
     """residual + act(rms_norm(x) W^T + bias), as `fused_linear`, with float8 W. x is quantized if
-    it is not yet, and if it has several rows.
+    it is not yet, and if it has several rows. With `invariant`, a single row is quantized too.
     """
-    if isinstance(x, Tensor) and len(x) == 1 and has_fp8(x.device):
+    if isinstance(x, Tensor) and len(x) == 1 and has_fp8(x.device) and not invariant:
         parts: dict[str, Any] = {"norm": norm, "eps": eps, "gate": gate, "residual": residual}
         return skinny_linear(x, weight, bias, scale=scale, **parts)
     if isinstance(x, Tensor):
         x = quantize_rows(x) if norm is None else rms_norm_rows(x, norm, eps)
-    y = scaled_linear(x, weight, scale, bias, dtype)
+    y = scaled_linear(x, weight, scale, bias, dtype, invariant)
     if gate is not None:
         y = gated(y, gate)
     return y if residual is None else residual + y
@@ -173,13 +177,9 @@ def _run(spec: KernelSpec, first: Tensor, *args: Any) -> Any:
     return (spec if has_fp8(first.device) else spec.reference)(first, *args)
 
 
-@cache
 def has_fp8(device: torch.device) -> bool:
     """Whether Triton has float8 on the device."""
-    if device.type != "cuda":
-        return interpreting()
-    # AMD's float8 has other numbers.
-    return torch.version.hip is None and torch.cuda.get_device_capability(device) >= _ADA
+    return gpu.has_fp8(device) if device.type == "cuda" else interpreting()
 
 
 def _suits_library(values: Tensor, weight: Tensor, dtype: torch.dtype) -> bool:
@@ -189,8 +189,7 @@ def _suits_library(values: Tensor, weight: Tensor, dtype: torch.dtype) -> bool:
     return (
         len(values) > few
         and values.is_cuda
-        and has_fp8(values.device)
-        and torch.cuda.get_device_capability(values.device) >= _HOPPER
+        and gpu.has_scaled_gemm(values.device)
         and dtype == torch.bfloat16  # the only type of its results with a scale per row
         and outputs % _ALIGNED == 0
         and size % _ALIGNED == 0

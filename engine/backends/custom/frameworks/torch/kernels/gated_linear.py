@@ -11,6 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from engine.backends.custom.frameworks.torch.device import is_hopper
 from engine.backends.custom.frameworks.torch.kernels.activation import gated, gated_halves
 from engine.backends.custom.frameworks.torch.kernels.base import (
     Example,
@@ -21,7 +22,6 @@ from engine.backends.custom.frameworks.torch.kernels.base import (
     register,
     size_of,
 )
-from engine.backends.custom.frameworks.torch.kernels.cuda.library import is_hopper
 
 # Min rows for the fused kernel. With fewer rows, at least half of a tile is empty, and cuBLAS is as
 # fast.

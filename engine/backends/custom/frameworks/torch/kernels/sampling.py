@@ -27,7 +27,7 @@ from engine.backends.custom.frameworks.torch.kernels.base import (
     register,
     size_of,
 )
-from engine.backends.custom.runtime.host_sampler import row_keys, token_words
+from engine.backends.custom.runtime.samplers.host_sampler import row_keys, token_words
 
 _LOGITS = {torch.float32: Tolerance(1e-6, 1e-6)}
 _MAX_ROWS = 256

@@ -22,6 +22,8 @@ class Linear(nn.Module):
     a checkpoint stores separately.
     """
 
+    is_invariant = False  # whether its results do not depend on the number of tokens
+
     def __init__(
         self,
         in_features: int,

@@ -37,6 +37,8 @@ class GroupedLinear(nn.Module):
     multiplied separately.
     """
 
+    is_invariant = False
+
     def __init__(
         self,
         stacks: Iterable[GroupedWeight],
@@ -101,9 +103,12 @@ class Fp8Linear(nn.Module):
         self.dtype = weight.dtype
         # Whether the next layer takes quantized inputs. Only the result of a gate is quantized.
         self.feeds_fp8 = False
+        self.is_invariant = False  # whether results must not depend on the number of rows
 
     def forward(self, x: Tensor | QuantizedRows) -> Tensor:
-        return fp8_linear(x, self.weight, self.scale, self.bias, self.dtype)
+        return fp8_linear(
+            x, self.weight, self.scale, self.bias, self.dtype, invariant=self.is_invariant
+        )
 
     def fused(
         self,
@@ -129,6 +134,7 @@ class Fp8Linear(nn.Module):
             eps=eps,
             gate=gate,
             residual=residual,
+            invariant=self.is_invariant,
         )
 
 

@@ -129,7 +129,7 @@ class Decoder(nn.Module):
 
     def stream_logits(self, x: Tensor) -> Tensor:
         """Residual stream (R, D) -> logits (R, V) in the model's dtype"""
-        if is_few(x) and isinstance(self.norm, RMSNorm):
+        if is_few(x) and isinstance(self.norm, RMSNorm) and not self.head.is_invariant:
             return self._finished(self.head.fused(x, norm=self.norm))
         return self._finished(self.head(self.norm(x)))
 

@@ -138,9 +138,8 @@ class InputNormBlock(Block):
             assert isinstance(attn_norm, RMSNorm) and isinstance(mlp_norm, RMSNorm)
             assert isinstance(mlp, GatedMLP)
             return mlp.fused(attn.fused(x, attn_norm, step), mlp_norm), None
-        if delta is None and mlp is not None and can_add(attn.o, x) and can_add(mlp.down, x):
-            x = attn.o.add_to(x, attn.attended(attn_norm(x), step), self.multiplier)
-            return mlp.down.add_to(x, mlp.activated(mlp_norm(x)), self.multiplier), None
+        if delta is None and self._can_add(x):
+            return self._added(x, attn.attended(attn_norm(x), step)), None
         normed, x = self._normed(x, delta)
         normed, x = mlp_norm.add(self._scaled(attn(normed, step)), x)
         return x, self._scaled(self.feed(normed))
@@ -153,10 +152,22 @@ class InputNormBlock(Block):
         x, chosen = x.index_select(0, rows), attended.index_select(0, rows)
         if not len(rows):
             return x, attended
+        if delta is None and self._can_add(x) and not self._is_few(x):
+            return self._added(x, chosen), attended
         if self._is_few(x):
             assert isinstance(self.mlp, GatedMLP) and isinstance(self.mlp_norm, RMSNorm)
             return self.mlp.fused(self.mix.o.fused(chosen, residual=x), self.mlp_norm), attended
         return self._finish(x, normed, self.mix.o(chosen))[1], attended
+
+    def _can_add(self, x: Tensor) -> bool:
+        """Whether the matmuls after attention can add to the residual stream themselves."""
+        return self.mlp is not None and can_add(self.mix.o, x) and can_add(self.mlp.down, x)
+
+    def _added(self, x: Tensor, attended: Tensor) -> Tensor:
+        """Runs what follows attention, if `_can_add`. May modify x in place."""
+        assert self.mlp is not None
+        x = self.mix.o.add_to(x, attended, self.multiplier)
+        return self.mlp.down.add_to(x, self.mlp.activated(self.mlp_norm(x)), self.multiplier)
 
     def _is_few(self, x: Tensor) -> bool:
         """Whether there are so few rows that attention and MLP use fused kernels, which also add to
@@ -164,6 +175,7 @@ class InputNormBlock(Block):
         """
         return (
             is_few(x)
+            and not self.mix.o.is_invariant
             and isinstance(self.mlp, GatedMLP)
             and isinstance(self.attn_norm, RMSNorm)
             and self.multiplier == 1

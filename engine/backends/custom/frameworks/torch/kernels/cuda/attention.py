@@ -10,11 +10,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from engine.backends.custom.frameworks.torch.device import is_hopper, multiprocessors
 from engine.backends.custom.frameworks.torch.kernels.cuda.library import (
     Function,
     compiled,
-    is_hopper,
-    multiprocessors,
     tensor_map,
 )
 from engine.backends.custom.frameworks.torch.kernels.cuda.sources import (

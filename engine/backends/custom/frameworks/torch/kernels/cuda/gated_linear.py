@@ -7,10 +7,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from engine.backends.custom.frameworks.torch.device import multiprocessors
 from engine.backends.custom.frameworks.torch.kernels.cuda.library import (
     Function,
     compiled,
-    multiprocessors,
     tensor_map,
 )
 from engine.backends.custom.frameworks.torch.kernels.cuda.sources import (

@@ -20,7 +20,6 @@ _MAX_SHARED_BYTES = 8  # CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
 _ELEMENTS = {torch.float16: 6, torch.bfloat16: 9}  # CUtensorMapDataType
 _SWIZZLE_128, _PROMOTE_256 = 3, 3
 _MAP_BYTES, _MAP_ALIGNMENT = 128, 64
-_HOPPER = (9, 0)
 
 
 class CudaError(RuntimeError):
@@ -133,13 +132,3 @@ def tensor_map(tensor: Tensor, box: Sequence[int]) -> ctypes.Array[ctypes.c_char
     )
     _check(status, "cuTensorMapEncodeTiled")
     return made
-
-
-@cache
-def multiprocessors(device: torch.device) -> int:
-    return torch.cuda.get_device_properties(device).multi_processor_count
-
-
-@cache
-def is_hopper(device: torch.device) -> bool:
-    return torch.cuda.get_device_capability(device) == _HOPPER

@@ -13,6 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from engine.backends.custom.frameworks.torch.device import num_stages
 from engine.backends.custom.frameworks.torch.kernels.attention_heads import AttentionHeads
 from engine.backends.custom.frameworks.torch.kernels.triton.attention_tile import (
     NOTHING_SEEN,
@@ -134,6 +135,17 @@ def _decode_kernel(
 
 
 @triton.jit
+def merge(acc, peak, total, part, weight):
+    """Adds a partial result, whose keys have the softmax weight 2 ** `weight`, to the state of
+    results that are merged already. The FMA is explicit, so that every caller rounds alike.
+    """
+    new_peak = tl.maximum(peak, weight)
+    rescale, share = tl.exp2(peak - new_peak), tl.exp2(weight - new_peak)
+    acc = tl.fma(acc, rescale[:, None], part * share[:, None])
+    return acc, new_peak, tl.fma(total, rescale, share)
+
+
+@triton.jit
 def merged_spans(
     partial_ptr,
     weight_ptr,
@@ -163,11 +175,7 @@ def merged_spans(
             other=0.0,
             cache_modifier=".cg",
         )
-        new_peak = tl.maximum(peak, weight)
-        rescale, share = tl.exp2(peak - new_peak), tl.exp2(weight - new_peak)
-        acc = acc * rescale[:, None] + part * share[:, None]
-        total = total * rescale + share
-        peak = new_peak
+        acc, peak, total = merge(acc, peak, total, part, weight)
     return normalised(acc, total)
 
 
@@ -332,7 +340,7 @@ def decode(
             BLOCK_N=shared_tile.keys,
             **compiled_for,
             num_warps=shared_tile.warps,
-            num_stages=shared_tile.stages,
+            num_stages=num_stages(shared_tile.stages),
         )
     _decode_kernel[(kv_heads, len(arrays["spans"]))](
         q,
@@ -351,7 +359,7 @@ def decode(
         MERGES=not shares,
         **compiled_for,
         num_warps=span_tile.warps,
-        num_stages=span_tile.stages,
+        num_stages=num_stages(span_tile.stages),
     )
     if shares:
         merged_for = {name: compiled_for[name] for name in _MERGE_SIZES}

@@ -15,6 +15,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from engine.backends.custom.frameworks.torch.device import num_stages
 from engine.backends.custom.frameworks.torch.kernels.attention_heads import AttentionHeads
 from engine.backends.custom.frameworks.torch.kernels.triton.attention_decode import merged_spans
 from engine.backends.custom.frameworks.torch.kernels.triton.attention_tile import (
@@ -302,7 +303,7 @@ def decode(
         BLOCK_N=tile.keys,
         **_sizes(q, cache, heads, group),
         num_warps=tile.warps,
-        num_stages=tile.stages,
+        num_stages=num_stages(tile.stages),
     )
 
 
@@ -326,5 +327,5 @@ def prefill(
         BLOCK_N=tile.keys,
         **_sizes(q, cache, heads, group),
         num_warps=tile.warps,
-        num_stages=tile.stages,
+        num_stages=num_stages(tile.stages),
     )

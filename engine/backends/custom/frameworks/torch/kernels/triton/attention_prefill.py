@@ -13,6 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from engine.backends.custom.frameworks.torch.device import num_stages
 from engine.backends.custom.frameworks.torch.kernels.attention_heads import AttentionHeads
 from engine.backends.custom.frameworks.torch.kernels.triton.attention_tile import (
     Tile,
@@ -149,5 +150,5 @@ def prefill(
         BLOCK_N=tile.keys,
         WINDOW=window,
         num_warps=tile.warps,
-        num_stages=tile.stages,
+        num_stages=num_stages(tile.stages),
     )

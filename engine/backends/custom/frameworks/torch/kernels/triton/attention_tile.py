@@ -13,8 +13,11 @@ import triton.language as tl
 from torch import Tensor
 
 from engine.backends.custom.frameworks.torch.kernels.attention_heads import AttentionHeads
-from engine.backends.custom.frameworks.torch.kernels.base import interpreting
 from engine.backends.custom.frameworks.torch.kernels.fp8 import FP8
+from engine.backends.custom.frameworks.torch.kernels.triton.assembly import (
+    FP8_FACTOR,
+    fp8_to_float16,
+)
 
 
 class Tile(NamedTuple):
@@ -31,7 +34,6 @@ class Tile(NamedTuple):
 NOTHING_SEEN = tl.constexpr(-1.0e30)
 # Weights are multiplied by the scales of float8 values and by this, so that float16 has them.
 VALUE_FACTOR = tl.constexpr(4096.0)
-_INTERPRETS = tl.constexpr(interpreting())
 # Bits of FEATURES: what a model's attention does besides scaling and masking scores.
 SOFTCAP, ALIBI, SINKS = tl.constexpr(1), tl.constexpr(2), tl.constexpr(4)
 _LOG2_E = 1.4426950408889634
@@ -104,38 +106,17 @@ def load_fp8(words_ptr, exists, HEAD_DIM: tl.constexpr, HEAD_BLOCK: tl.constexpr
     """Loads float8 vectors (N, H), four numbers at a time, as float16 numbers.
 
     Triton's own conversion would come after the numbers are laid out for tensor cores, which takes
-    a load of a single byte for each. Its interpreter has no assembly, and converts bits instead: a
-    float16 number has those of the float8 number as its upper bits, but its exponent is larger.
+    a load of a single byte for each.
     """
     word = tl.arange(0, HEAD_BLOCK // 4)
     inside = exists[:, None] & (word < HEAD_DIM // 4)[None, :]
     words = tl.load(words_ptr + word[None, :], mask=inside, other=0)
-    if _INTERPRETS:
-        low = _float16_bits((words & 0xFF) | ((words & 0xFF00) << 8))
-        high = _float16_bits(((words >> 16) & 0xFF) | ((words >> 8) & 0xFF0000))
-    else:
-        low, high = tl.inline_asm_elementwise(
-            "{ .reg .b16 a, b; mov.b32 {a, b}, $2;"
-            " cvt.rn.f16x2.e4m3x2 $0, a; cvt.rn.f16x2.e4m3x2 $1, b; }",
-            "=r,=r,r",
-            [words],
-            dtype=(tl.int32, tl.int32),
-            is_pure=True,
-            pack=1,
-        )
+    low, high = fp8_to_float16(words)
     even = tl.join((low & 0xFFFF).to(tl.int16), (high & 0xFFFF).to(tl.int16))
     odd = tl.join((low >> 16).to(tl.int16), (high >> 16).to(tl.int16))
     bits = tl.reshape(tl.join(even, odd), (words.shape[0], HEAD_BLOCK))
     values = bits.to(tl.float16, bitcast=True)
-    return values * 256.0 if _INTERPRETS else values
-
-
-@triton.jit
-def _float16_bits(pair):
-    """The bits of two float16 numbers that are 1 / 256 of two float8 numbers, which have the bits
-    0 to 7 and 16 to 23.
-    """
-    return ((pair << 8) & -0x7FFF8000) | ((pair << 7) & 0x3F803F80)
+    return values if FP8_FACTOR == 1.0 else values * FP8_FACTOR
 
 
 @triton.jit

@@ -15,6 +15,7 @@ import triton.language as tl
 from torch import Tensor
 
 from engine.backends.custom.architectures.base import ExpertsConfig
+from engine.backends.custom.frameworks.torch.device import num_stages
 from engine.backends.custom.frameworks.torch.kernels.triton.epilogue import gate_times
 
 _BLOCK_FIELDS = 3
@@ -243,6 +244,18 @@ def _down_kernel(
     )
 
 
+@triton.jit
+def _sum_kernel(parts_ptr, out_ptr, SIZE: tl.constexpr, CHOSEN: tl.constexpr, BLOCK: tl.constexpr):
+    token = tl.program_id(0).to(tl.int64)
+    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = column < SIZE
+    total = tl.zeros((BLOCK,), tl.float32)
+    for index in tl.static_range(CHOSEN):
+        place = (token * CHOSEN + index) * SIZE + column
+        total += tl.load(parts_ptr + place, mask=inside, other=0.0).to(tl.float32)
+    tl.store(out_ptr + token * SIZE + column, total, mask=inside)
+
+
 class GemmTile(NamedTuple):
     """The tile of one program of the grouped GEMM."""
 
@@ -304,7 +317,7 @@ def experts_mlp(
         BIAS=gate_up_bias is not None,
         GATE=kind,
         num_warps=first.warps,
-        num_stages=first.stages,
+        num_stages=num_stages(first.stages),
     )
     parts = torch.empty((num_tokens, chosen, size), dtype=x.dtype, device=x.device)
     _down_kernel[(triton.cdiv(size, second.rows), len(blocks))](
@@ -321,9 +334,18 @@ def experts_mlp(
         PAIRS=pairs,
         BIAS=down_bias is not None,
         num_warps=second.warps,
-        num_stages=second.stages,
+        num_stages=num_stages(second.stages),
     )
-    return parts.sum(dim=1)
+    return summed(parts)
+
+
+def summed(parts: Tensor) -> Tensor:
+    """The sum of each token's experts, (T, k, D) -> (T, D), added in the order of the router."""
+    tokens, chosen, size = parts.shape
+    out = torch.empty((tokens, size), dtype=parts.dtype, device=parts.device)
+    grid = (tokens, triton.cdiv(size, _CHUNK))
+    _sum_kernel[grid](parts, out, SIZE=size, CHOSEN=chosen, BLOCK=_CHUNK, num_warps=4)
+    return out
 
 
 def sorted_pairs(ids: Tensor, count: int, pairs: int) -> tuple[Tensor, Tensor, Tensor]:

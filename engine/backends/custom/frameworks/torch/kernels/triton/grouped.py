@@ -14,27 +14,13 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from engine.backends.custom.frameworks.torch.kernels.base import interpreting
+from engine.backends.custom.frameworks.torch.device import num_stages
 from engine.backends.custom.frameworks.torch.kernels.quantized import NARROW, GroupedWeight
+from engine.backends.custom.frameworks.torch.kernels.triton.assembly import float_bits
 from engine.backends.custom.frameworks.torch.kernels.triton.epilogue import finish, weight_rows
 
 # What `offset_values` adds to values of 4 and of 8 bits.
 _OFFSET_4, _OFFSET_8 = tl.constexpr(128.0), tl.constexpr(32768.0)
-_INTERPRETS = tl.constexpr(interpreting())
-# Four bytes become the second bytes (8 bits), or the third bytes (4 bits), of four float32 numbers.
-# The last byte of each has the exponent, 0x47 or 0x43, and the other bytes are zero.
-_BYTES_8 = tl.constexpr(
-    "prmt.b32 $0, $4, 0x47, 0x4505; prmt.b32 $1, $4, 0x47, 0x4515;"
-    "prmt.b32 $2, $4, 0x47, 0x4525; prmt.b32 $3, $4, 0x47, 0x4535;"
-)
-_THIRD_BYTES = (
-    "prmt.b32 $0, t, 0x43, 0x4055; prmt.b32 $1, t, 0x43, 0x4155;"
-    "prmt.b32 $2, t, 0x43, 0x4255; prmt.b32 $3, t, 0x43, 0x4355; }"
-)
-_BYTES_LOW = tl.constexpr("{ .reg .b32 t; and.b32 t, $4, 0x0F0F0F0F;" + _THIRD_BYTES)
-_BYTES_HIGH = tl.constexpr(
-    "{ .reg .b32 t; shr.b32 t, $4, 4; and.b32 t, t, 0x0F0F0F0F;" + _THIRD_BYTES
-)
 
 
 @dataclass(frozen=True, slots=True)
@@ -147,26 +133,11 @@ def _vector_kernel(
 
 @triton.jit
 def offset_values(packed, BITS: tl.constexpr, HIGH: tl.constexpr):
-    """Quantized values as float32 numbers, plus _OFFSET_4 or _OFFSET_8. Conversions of integers are
-    slow, so the bits of a value become bits of the fraction of this power of two. With HIGH, the
-    values are in the upper halves of the bytes.
+    """Quantized values as float32 numbers, plus _OFFSET_4 or _OFFSET_8: the bits of a value are
+    bits of the fraction of this power of two. With HIGH, the values are in the upper halves of the
+    bytes.
     """
-    if _INTERPRETS:
-        word = packed.to(tl.int32)
-        if BITS == 8:
-            bits = (word << 8) | 0x47000000
-        else:
-            bits = (((word >> 4 if HIGH else word) & 15) << 16) | 0x43000000
-    else:
-        bits = tl.inline_asm_elementwise(
-            _BYTES_8 if BITS == 8 else _BYTES_HIGH if HIGH else _BYTES_LOW,
-            "=r,=r,=r,=r,r",
-            [packed],
-            dtype=tl.int32,
-            is_pure=True,
-            pack=4,
-        )
-    return bits.to(tl.float32, bitcast=True)
+    return float_bits(packed, BITS, HIGH).to(tl.float32, bitcast=True)
 
 
 @triton.jit
@@ -362,7 +333,7 @@ def grouped_linear(
         "GATE": gate or "",
         "ADDS": residual is not None,
         "num_warps": chosen.warps,
-        "num_stages": chosen.stages,
+        "num_stages": num_stages(chosen.stages),
     }
     programs = triton.cdiv(rows, chosen.rows)
     if num_tokens == 1:

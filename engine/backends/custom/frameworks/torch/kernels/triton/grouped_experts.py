@@ -10,12 +10,14 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from engine.backends.custom.frameworks.torch.device import num_stages
 from engine.backends.custom.frameworks.torch.kernels.quantized import GroupedWeight
 from engine.backends.custom.frameworks.torch.kernels.triton.epilogue import gate_halves, weight_rows
 from engine.backends.custom.frameworks.torch.kernels.triton.experts import (
     pairs_of,
     pairs_per_block,
     sorted_pairs,
+    summed,
 )
 from engine.backends.custom.frameworks.torch.kernels.triton.grouped import (
     dequantized,
@@ -145,6 +147,6 @@ def grouped_experts_mlp(
             BIAS=bias is not None,
             GATE=gate,
             num_warps=4,
-            num_stages=3,
+            num_stages=num_stages(3),
         )
-    return parts.sum(dim=1)
+    return summed(parts)

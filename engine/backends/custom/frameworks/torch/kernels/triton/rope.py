@@ -14,7 +14,8 @@ from engine.backends.custom.frameworks.torch.kernels.fp8 import FP8
 from engine.backends.custom.frameworks.torch.kernels.triton.fp8 import fp8_scale, scaled_fp8
 
 # Heads per program: _FEW_HEADS in steps with fewer than _MANY_TOKENS tokens, so that there are
-# enough programs for the GPU; otherwise _MANY_HEADS.
+# enough programs for the GPU; otherwise _MANY_HEADS. With norms it is always _FEW_HEADS, because
+# the number of heads decides in which order squares are added.
 _FEW_HEADS, _MANY_HEADS, _MANY_TOKENS = 4, 16, 256
 
 
@@ -126,7 +127,7 @@ def rope_write(
     tokens, half = qkv.shape[0], cos_sin_table.shape[1] // 2
     assert cache_layer.stride(4) == 1 and cos_sin_table.is_contiguous()
     q = torch.empty((tokens, heads, head_dim), dtype=qkv.dtype, device=qkv.device)
-    group = _FEW_HEADS if tokens < _MANY_TOKENS else _MANY_HEADS
+    group = _FEW_HEADS if tokens < _MANY_TOKENS or q_norm is not None else _MANY_HEADS
     grid = (tokens, triton.cdiv(heads + 2 * kv_heads, group))
     _rope_kernel[grid](
         qkv,

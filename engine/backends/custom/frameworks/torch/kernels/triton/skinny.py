@@ -18,6 +18,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from engine.backends.custom.frameworks.torch.device import num_stages
+from engine.backends.custom.frameworks.torch.kernels.triton.assembly import (
+    launch_dependents,
+    wait_for_previous,
+)
 from engine.backends.custom.frameworks.torch.kernels.triton.epilogue import finish, weight_rows
 
 _MAX_RESIDENT = 8192  # max columns of an input that fits in the registers of a program
@@ -56,7 +61,7 @@ def _vector_kernel(
     OVERLAPS: tl.constexpr,
 ):
     if OVERLAPS:
-        tl.extra.cuda.gdc_launch_dependents()
+        launch_dependents()
     rows = weight_rows(tl.program_id(0), outputs, ROWS, GATE)
     products = tl.zeros((ROWS, COLUMNS), tl.float32)
     squares = tl.zeros((COLUMNS,), tl.float32)
@@ -70,7 +75,7 @@ def _vector_kernel(
             weight = tl.load(places, mask=inside[None, :], other=0.0)
         if OVERLAPS:  # noqa: SIM102 - only OVERLAPS is a compile-time constant
             if start == 0:
-                tl.extra.cuda.gdc_wait()  # the previous kernel's results are visible from here on
+                wait_for_previous()
         x = tl.load(x_ptr + columns, mask=inside, other=0.0).to(tl.float32)
         if NORMS:
             squares += x * x
@@ -277,7 +282,10 @@ def skinny_linear(
     }
     shape = {"SIZE": size, "ROWS": chosen.rows, "COLUMNS": chosen.columns}
     grid = (triton.cdiv(rows, chosen.rows),)
-    options: dict[str, int | bool] = {"num_warps": chosen.warps, "num_stages": chosen.stages}
+    options: dict[str, int | bool] = {
+        "num_warps": chosen.warps,
+        "num_stages": num_stages(chosen.stages),
+    }
     if chosen.steps:
         assert num_tokens == 1 and parts.pop("SCALED")
         _resident_kernel[(triton.cdiv(rows, chosen.rows * chosen.steps),)](

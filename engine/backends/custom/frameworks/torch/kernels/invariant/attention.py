@@ -1,0 +1,160 @@
+"""Paged attention with a fixed order of sums. The keys of every row are cut into chunks at the same
+positions, and the results of chunks are merged in ascending order.
+
+A row with one query may be cut into several work items of whole chunks. A row with several queries
+is cut into tiles of queries. Both kinds are work items of one list and of one kernel.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from engine.backends.custom.frameworks.runs import cut
+from engine.backends.custom.frameworks.torch.kernels.attention_heads import AttentionHeads, TileSize
+from engine.backends.custom.frameworks.torch.kernels.attention_triton import (
+    LONE_PROGRAMS,
+    SHARED_FIELDS,
+    SPAN_FIELDS,
+    TILE_FIELDS,
+    ListLengths,
+    TritonAttention,
+    TritonPlan,
+    span_room,
+)
+from engine.backends.custom.runtime.model_runner import I32, BatchInputs
+
+CHUNK = 256  # keys of a chunk, which begins at a multiple of this position
+# Max chunks of all rows whose chunks are computed by several programs. Other rows have one program
+# per KV head, and its chunks are merged in registers.
+MAX_PARTIALS = 2048
+# Tile sizes as (queries, keys, warps, stages) per program, in half precision and in float32. All
+# rows have the same tile, because a tile's layout decides the order of the softmax's sum.
+TILE: TileSize = (64, 64, 4, 3)
+WIDE_TILE: TileSize = (64, 64, 4, 2)  # for heads of more than WIDE_HEAD values
+FLOAT32_TILE: TileSize = (64, 32, 4, 2)
+WIDE_HEAD = 128
+_ALL_KEYS = 1 << 30
+
+
+@dataclass(frozen=True, slots=True)
+class InvariantPlan(TritonPlan):
+    tile: TileSize = TILE
+
+    def attend_cached(
+        self, q: Tensor, cache: Tensor, window: int | None, sinks: Tensor | None = None
+    ) -> Tensor:
+        from engine.backends.custom.frameworks.torch.kernels.triton import attention_invariant
+        from engine.backends.custom.frameworks.torch.kernels.triton.attention_tile import Tile
+
+        out = torch.empty_like(q)
+        assert self.scratch is not None
+        attention_invariant.attend(
+            q,
+            cache,
+            out,
+            self._arrays(window),
+            self.scratch,
+            self.heads,
+            window=window or 0,
+            slopes=self.slopes,
+            sinks=sinks,
+            tokens=self.tile_tokens,
+            tile=Tile(*self.tile),
+        )
+        return out
+
+
+class InvariantAttention(TritonAttention):
+    def __init__(self, heads: AttentionHeads, *, block_size: int, dtype: torch.dtype) -> None:
+        assert not heads.latent, "latent attention has no kernel with a fixed order of sums"
+        super().__init__(heads, block_size=block_size, dtype=dtype)
+        self._tile = WIDE_TILE if heads.head_dim > WIDE_HEAD else TILE
+        if dtype == torch.float32:
+            self._tile = FLOAT32_TILE
+        self._can_share = self._on_hopper = False
+        self._tile_tokens = self._tile[0] // self._group
+        assert self._tile_tokens, f"{self._group} heads share a KV head"
+
+    def plan_on(self, arrays: Mapping[str, Tensor], room: ListLengths) -> InvariantPlan:
+        return InvariantPlan(
+            arrays,
+            room,
+            self._scratch,
+            self._heads,
+            self._slopes,
+            self._tiles_of,
+            self._on_hopper,
+            self._group,
+            self._tile_tokens,
+            self._tile,
+        )
+
+    def reserve(self, rows: int, device: torch.device) -> None:
+        from engine.backends.custom.frameworks.torch.kernels.triton.attention_decode import Scratch
+
+        heads = self._heads
+        self._reserve_slopes(device)
+        if self._scratch is None or len(self._scratch.arrived) < rows:
+            sizes = heads.num_heads, self._num_groups, heads.value_dim
+            self._scratch = Scratch(MAX_PARTIALS, rows, *sizes, device)
+
+    def room_for(self, tokens: int, rows: int, *, only_decodes: bool, shares: bool) -> ListLengths:
+        spans = span_room(rows, False)
+        if not only_decodes:
+            spans += tokens // self._tile_tokens + rows
+        return ListLengths(spans, 0, 0, MAX_PARTIALS)
+
+    def lists(
+        self, inputs: BatchInputs, room: ListLengths | None = None
+    ) -> tuple[dict[str, I32], ListLengths]:
+        counts = np.diff(inputs.query_start)
+        decodes = np.flatnonzero(counts == 1)
+        spans, partials = self._spans(inputs.seq_lens[decodes])
+        spans[:, 0] = decodes[spans[:, 0]]
+        row_partials = np.tile(np.array((0, 1), np.int32), (len(counts), 1))
+        row_partials[decodes] = partials
+        chunks = np.flatnonzero(counts > 1)
+        tiles = self._tiles(inputs.seq_lens - counts, counts, chunks)
+        items = np.zeros((len(tiles) + len(spans), SPAN_FIELDS), np.int32)
+        items[: len(tiles), 0], items[: len(tiles), 3] = tiles[:, 0], tiles[:, 1]
+        items[: len(tiles), 2] = _ALL_KEYS
+        items[len(tiles) :] = spans
+        lengths = (inputs.block_tables.shape[1], len(items), 0, 0)
+        lists = {
+            "counts": np.array((*lengths, 0), np.int32),
+            "spans": items,
+            "partials": row_partials,
+            "tiles": np.zeros((0, TILE_FIELDS), np.int32),
+            "shared": np.zeros((0, SHARED_FIELDS), np.int32),
+            "members": np.zeros(0, np.int32),
+        }
+        if inputs.window_tables is not None:
+            lists["window_counts"] = np.array((*lengths, inputs.block_tables.size), np.int32)
+        return lists, room or ListLengths(len(items), 0, 0, MAX_PARTIALS)
+
+    def _spans(self, lengths: I32) -> tuple[I32, I32]:
+        """Cuts rows with one query and this many keys into spans of whole chunks. In the spans that
+        are returned, a row is an index of `lengths`. Also returns the first partial result and the
+        number of partial results of each row, which is 1 for a row with one span.
+        """
+        count, chunks = len(lengths), -(-lengths // CHUNK)
+        most = span_room(count, False)
+        if count == 1:
+            most = min(most, 1 + LONE_PROGRAMS // self._num_groups)
+        size = max(1, -(-int(chunks.sum()) // (most - count)))
+        width = -(-chunks // -(-chunks // size))
+        ends = np.cumsum(np.where(width < chunks, chunks, 0))
+        is_split = (width < chunks) & (ends <= MAX_PARTIALS)
+        width = np.where(is_split, width, chunks)
+        partials = np.stack((ends - chunks, chunks), axis=1) * is_split[:, None]
+        partials[:, 1] += ~is_split
+        rows, first = cut(chunks, width)
+        spans = np.zeros((len(rows), SPAN_FIELDS), np.int32)
+        spans[:, 0] = rows
+        spans[:, 1] = first * CHUNK
+        spans[:, 2] = spans[:, 1] + width[rows] * CHUNK
+        # The longest spans come first, so that no long span starts when others are nearly done.
+        return spans[np.argsort(-width[rows], kind="stable")], partials.astype(np.int32)

@@ -1,0 +1,54 @@
+"""Turns the tokens of one choice into text and its parts."""
+
+from engine.backends.custom.frontend.prompts import Prepared
+from engine.backends.custom.frontend.text_model import TextModel
+from engine.core.interfaces.request import SamplingParams
+from engine.core.parsing.pieces import Piece
+from engine.core.text.tokenizer import Detokenizer
+
+
+class TextReader:
+    """Turns the tokens of one choice into text, which is cut at stop strings. If there is a parser,
+    it separates reasoning and tool calls from the answer.
+    """
+
+    def __init__(self, text: TextModel, params: SamplingParams, prepared: Prepared) -> None:
+        self._detokenizer = Detokenizer(
+            text.tokenizer,
+            params.stop,
+            skip_special=params.skip_special_tokens,
+            continuation=prepared.continuation,
+            shown=prepared.shown,
+            patterns=prepared.stop_patterns,
+        )
+        self._decode = self._detokenizer.push
+        self._min_tokens = params.min_tokens
+        self._num_tokens = 0
+        self._parser = None if prepared.new_parser is None else prepared.new_parser()
+        self._parse = None if self._parser is None else self._parser.push
+        # True if there is no parser, because the whole output is plain text.
+        self.is_plain = self._parser is None
+
+    def text(self, token_ids: tuple[int, ...], ends: bool) -> str:
+        self._num_tokens += len(token_ids)
+        text = self._decode(token_ids, self._num_tokens > self._min_tokens)
+        if ends or self.stopped is not None:
+            text += self._detokenizer.flush()
+        return text
+
+    def pieces(self, token_ids: tuple[int, ...], ends: bool) -> list[Piece]:
+        assert self._parser is not None and self._parse is not None
+        pieces = self._parse(self.text(token_ids, ends))
+        return pieces + self._parser.flush() if ends or self.stopped is not None else pieces
+
+    @property
+    def stopped(self) -> str | None:
+        return self._detokenizer.stopped
+
+    @property
+    def in_reasoning(self) -> bool:
+        return self._parser is not None and self._parser.in_reasoning
+
+    @property
+    def num_calls(self) -> int:
+        return 0 if self._parser is None else self._parser.num_calls

@@ -1,0 +1,174 @@
+"""The sequences of an engine: who runs, who waits, and who holds which slot.
+
+A sequence is added once. Then it waits, runs, may be preempted and wait again, and leaves exactly
+once. Only this module moves sequences between these states.
+"""
+
+from collections.abc import Iterator
+from collections.abc import Sequence as Listed
+
+from engine.backends.custom.runtime.insight.timekeeping import EngineClock, Stopwatch
+from engine.backends.custom.runtime.kv_cache import KVCache
+from engine.backends.custom.runtime.outputs import token_delta
+from engine.backends.custom.runtime.queue import InflightPrefixes, Newcomers, WaitingLine
+from engine.backends.custom.runtime.sequence import Sequence
+from engine.backends.custom.runtime.speculation.drafts import Speculation
+from engine.core.errors import EngineError
+from engine.core.interfaces.request import FinishReason, TokenDelta
+
+
+class Roster:
+    """The waiting and running sequences, with their slots and blocks."""
+
+    def __init__(self, kv: KVCache, max_slots: int, max_step_tokens: int = 2**31 - 1) -> None:
+        self.kv = kv
+        self._max_slots = max_slots
+        self._max_step_tokens = max_step_tokens
+        # For each request id, the choices of the request that have not ended.
+        self._requests: dict[str, list[Sequence]] = {}
+        self._waiting = WaitingLine()
+        self._newcomers = Newcomers()
+        self._running: list[Sequence] = []  # most senior first
+        self._inflight = InflightPrefixes(kv.block_size)
+        self._free_slots = list(range(max_slots - 1, -1, -1))
+        self._step = self._num_admissions = 0
+        self.speculation: Speculation | None = None  # None: steps verify no drafts
+        self.clock = EngineClock()
+        self.num_preemptions = 0
+        self.num_nonfinite = 0
+        self.num_started = 0
+        self.num_prompt_tokens = 0
+        self.num_cached_tokens = 0
+        self.num_generated_tokens = 0
+
+    @property
+    def running(self) -> Listed[Sequence]:
+        """The running sequences, most senior first."""
+        return self._running
+
+    @property
+    def waiting(self) -> WaitingLine:
+        return self._waiting
+
+    @property
+    def num_running(self) -> int:
+        return len(self._running)
+
+    @property
+    def num_waiting(self) -> int:
+        return len(self._waiting)
+
+    @property
+    def has_work(self) -> bool:
+        return bool(self._running) or len(self._waiting) > 0
+
+    @property
+    def num_decoding(self) -> int:
+        """The number of running sequences that decode and need more tokens. A long step increases
+        the inter-token latency of these sequences.
+        """
+        return sum(
+            seq.num_prompt <= seq.num_computed < seq.num_prompt + seq.max_tokens - 1
+            for seq in self._running
+        )
+
+    def sequences(self) -> Iterator[Sequence]:
+        yield from self._running
+        yield from self._waiting
+
+    def add(self, seq: Sequence) -> None:
+        """Queue a sequence. The caller has checked that the sequence fits an empty KV pool."""
+        assert self.kv.can_ever_fit(seq.max_len), seq.request_id
+        seq.submitted_step = self._step
+        self._requests.setdefault(seq.request_id, []).append(seq)
+        self._inflight.add(seq)
+        leader = self._inflight.leader(seq)
+        seq.watch = Stopwatch(self.clock, len(self._waiting), seq.queued_at, leader)
+        self._waiting.add(seq)
+        if self.speculation is not None:
+            self.speculation.begin(seq)
+        self.kv.read_ahead(seq)
+
+    def abort(self, request_id: str, choice: int | None, now: float) -> list[TokenDelta]:
+        """Abort one choice of a request, or all choices if `choice` is None, in any state. Unknown
+        ids are ignored.
+        """
+        return [
+            self.finish(seq, "abort", now)
+            for seq in list(self._requests.get(request_id, ()))
+            if choice in (None, seq.choice)
+        ]
+
+    def fail(self, seq: Sequence, error: EngineError, now: float) -> TokenDelta:
+        return self.finish(seq, "error", now, error)
+
+    def finish(
+        self, seq: Sequence, reason: FinishReason, now: float, error: EngineError | None = None
+    ) -> TokenDelta:
+        """Remove a sequence, free its blocks and its slot, and return its final delta."""
+        self._leave(seq, reason)
+        return token_delta(seq, (), None, now, error)
+
+    def rollback(self) -> None:
+        """Return to the state after the last finished step. Steps in flight are forgotten, and
+        their output must not be applied. Tokens that finished steps have computed are kept.
+        """
+        for seq in self.sequences():
+            seq.num_sampling = 0
+            seq.num_computed = seq.num_confirmed
+            seq.needs_history = True
+
+    def check(self) -> None:
+        """Assert the invariants of queues, slots and memory."""
+        slots = [seq.slot for seq in self._running]
+        assert sorted(slots + self._free_slots) == list(range(self._max_slots)), slots
+        assert all(seq.life > 0 for seq in self._running)
+        assert all(seq.life == 0 and seq.slot < 0 and not seq.blocks for seq in self._waiting)
+        live = list(self.sequences())
+        assert all(seq.finish_reason is None for seq in live)
+        indexed = [seq for choices in self._requests.values() for seq in choices]
+        assert len(indexed) == len(live) and set(indexed) == set(live), "the index of requests"
+        self._inflight.check(self._running, self._waiting)
+        self.kv.check(self._running)
+
+    def rebuild(self) -> None:
+        """Reset to an empty state in which all blocks and slots are free. Allowed only when no
+        sequence runs or waits.
+        """
+        assert not self.has_work
+        self.kv.rebuild()
+        self._requests.clear()
+        self._inflight = InflightPrefixes(self.kv.block_size)
+        self._free_slots = list(range(self._max_slots - 1, -1, -1))
+
+    def _preempt(self, seq: Sequence) -> None:
+        """Release everything that the sequence holds and queue it again."""
+        if seq.watch is not None:
+            seq.watch.preempt(seq.num_computed)
+        self._stop_running(seq)
+        seq.num_preemptions += 1
+        self.num_preemptions += 1
+        self._waiting.add(seq)
+
+    def _leave(self, seq: Sequence, reason: FinishReason) -> None:
+        assert seq.finish_reason is None, (seq.request_id, seq.finish_reason)
+        seq.finish_reason = reason
+        if seq.slot >= 0:
+            self._stop_running(seq)
+        else:
+            self._waiting.remove(seq)
+            self.kv.stop_loading(seq)
+        if seq.started_at is not None:
+            self._waiting.settle(seq)
+        self._inflight.remove(seq)
+        choices = self._requests[seq.request_id]
+        choices.remove(seq)
+        if not choices:
+            del self._requests[seq.request_id]
+
+    def _stop_running(self, seq: Sequence) -> None:
+        self._running.remove(seq)
+        self._inflight.disown(seq)
+        self.kv.release(seq)
+        self._free_slots.append(seq.slot)
+        seq.slot, seq.life = -1, 0
