@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 FRAMEWORKS = "engine.backends.custom.frameworks"
 EXAMINER = "engine.backends.custom.weights.examine:examine_model"
-# Options that a running engine's replacement may have other values for.
+# Options that `engine admin swap` may change.
 CHANGEABLE = tuple(
     name for name in EngineOptions.__struct_fields__ if name not in ("model_path", "framework")
 )

@@ -164,7 +164,7 @@ class DiskTier:
         try:
             handle = os.open(part, flags, 0o600)
         except FileNotFoundError:
-            # The first block with these two digits, or somebody has removed the folder.
+            # No block with these first two digits was stored yet, or somebody removed the folder.
             path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
             handle = os.open(part, flags, 0o600)
         try:
