@@ -185,7 +185,7 @@ class OnDemand(InferenceBackend):
             await self.load()
             old = self._inner
             if not isinstance(old, CustomBackend):
-                raise ConflictError(f"{self.name} is not run by an engine of our own.")
+                raise ConflictError(f"{self.name} can't be swapped: it is no engine of our own.")
             new = old.remade(model, changes)
             async with self._residency.room_for(self):
                 await self._start(new)

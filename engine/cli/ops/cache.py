@@ -122,7 +122,7 @@ def warm(
 
     prompts: list[Any] = read_prompt_lines(file) if file else _most_used(config, most_used)
     if not prompts:
-        raise ConfigError("no tier has a prefix of clients without a key; name a FILE of prompts")
+        raise ConfigError("no tier has prefixes of requests without an API key; name a FILE")
     found = call_admin(url, key_file, "POST", "cache/warm", {"prompts": prompts})
     print(json.dumps(found))
 

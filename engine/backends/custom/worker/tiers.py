@@ -56,7 +56,7 @@ def add_tiers(
             " use --backend native, torch or jax, or remove [cache.tiers]"
         )
     if not kv.sharing:
-        raise ConfigError("[cache.tiers] needs the prefix cache; remove it or set cache.enabled")
+        raise ConfigError("[cache.tiers] needs cache.enabled = true; set it, or remove the tiers")
     kind = "full" if source.config.latent is None else "latent"
     identity = cache_identity(source, runner)
     tiers = open_tiers(options)
