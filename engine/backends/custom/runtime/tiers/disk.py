@@ -1,8 +1,8 @@
 """The tier on disk: a folder with one file per block, which survives the process.
 
 A file is written under a temporary name and renamed, so that no reader sees a part of it. Files are
-not flushed to the disk: if the machine loses power, a checksum reveals a file that lacks data. The
-folder may belong to several engines at once. Each of them limits the files that it knows of.
+not flushed to the disk: if the machine loses power, a checksum reveals a file that lacks data.
+Several engines may use the folder at once. Each of them limits only the files that it knows of.
 """
 
 import logging

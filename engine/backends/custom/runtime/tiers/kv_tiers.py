@@ -62,7 +62,7 @@ class BlockMover(Protocol):
 
 class KVTiers:
     """`prompt_s` returns the time to compute a number of prompt tokens, or None if it is unknown.
-    `first_state` is the number of the runner's state that checkpoint 0 has.
+    `first_state` is the index of checkpoint 0 among the states of the runner.
     """
 
     def __init__(
