@@ -316,7 +316,7 @@ class RequestsSettings(Section):
     """What the server keeps of past requests, to explain and to replay them."""
 
     keep: int = Field(default=512, ge=0, le=100_000)
-    """Number of past requests that `/v1/admin/requests` explains; with 0, nothing is measured."""
+    """Number of past requests that `/v1/admin/requests` explains; 0: none."""
     show_text: bool = False
     """Show the few words at which a prompt begins to differ from the cached one."""
     record: bool = False
