@@ -136,6 +136,8 @@ KernelSet find_kernels() {
     if (has_avx_vnni()) {
         avx_vnni = avx2;
         fill_matmul_avxvnni(avx_vnni);
+        fill_requantize_avx2(avx_vnni);
+        fill_per_channel_avxvnni(avx_vnni);
         add(avx_vnni, "avx_vnni");
     }
     if (!has_avx512()) return set;

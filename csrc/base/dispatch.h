@@ -16,6 +16,7 @@ void fill_vector_avx2(Kernels& table);
 void fill_attention_avx2(Kernels& table);
 void fill_recurrent_avx2(Kernels& table);
 void fill_matmul_avxvnni(Kernels& table);
+void fill_per_channel_avxvnni(Kernels& table);
 void fill_matmul_avx512(Kernels& table);
 void fill_matmul_avx512bf16(Kernels& table);
 void fill_vector_avx512(Kernels& table);

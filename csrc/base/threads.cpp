@@ -68,7 +68,8 @@ void wait_while(std::atomic<uint32_t>& word, uint32_t value, std::atomic<uint32_
 
 }  // namespace
 
-ThreadPool::ThreadPool(int threads, const std::vector<int>& cpus) : size_(threads) {
+ThreadPool::ThreadPool(int threads, const std::vector<int>& cpus)
+    : size_(threads), groups_(size_t(div_up(threads, kGroupThreads))) {
     if (!cpus.empty()) pin_to(cpus[0]);
     try {
         for (int thread = 1; thread < size_; thread++) {
@@ -101,7 +102,7 @@ void ThreadPool::run(const std::function<void(int)>& job) {
     generation_.fetch_add(1);
     if (sleepers_.load() != 0) wake_all(generation_);
     job(0);
-    barrier();
+    barrier(0);
 }
 
 void ThreadPool::work(int thread) {
@@ -109,15 +110,21 @@ void ThreadPool::work(int thread) {
         wait_while(generation_, seen, sleepers_);
         if (stopping_) return;
         (*job_)(thread);
-        barrier();
+        barrier(thread);
     }
 }
 
-void ThreadPool::barrier() {
+void ThreadPool::barrier(int thread) {
     if (size_ == 1) return;
-    uint32_t phase = phase_.load(std::memory_order_acquire);
-    if (arrived_.fetch_add(1, std::memory_order_acq_rel) + 1 == uint32_t(size_)) {
-        arrived_.store(0, std::memory_order_relaxed);
+    const uint32_t phase = phase_.load(std::memory_order_acquire);
+    auto is_last = [](std::atomic<uint32_t>& arrived, int expected) {
+        if (arrived.fetch_add(1, std::memory_order_acq_rel) + 1 != uint32_t(expected)) return false;
+        arrived.store(0, std::memory_order_relaxed);
+        return true;
+    };
+    const int group = thread / kGroupThreads;
+    const int members = std::min(kGroupThreads, size_ - group * kGroupThreads);
+    if (is_last(groups_[size_t(group)].arrived, members) && is_last(arrived_, int(groups_.size()))) {
         phase_.store(phase + 1);
         if (sleepers_.load() != 0) wake_all(phase_);
     } else {

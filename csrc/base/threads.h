@@ -23,18 +23,26 @@ class ThreadPool {
     int size() const { return size_; }
     // Runs `job(thread)` on all threads and returns when all of them are done. A job must not call `run`.
     void run(const std::function<void(int)>& job);
-    // Every thread of a job must call `barrier`. It returns when all threads have called it.
-    void barrier();
+    // Every thread of a job must call `barrier` with its number. It returns when all threads have called it.
+    void barrier(int thread);
 
   private:
+    // Threads arrive at a barrier in groups of neighbours, so that few threads write the same cache line. The
+    // last thread of a group arrives for the group.
+    static constexpr int kGroupThreads = 8;
+    struct alignas(128) Group {
+        std::atomic<uint32_t> arrived{0};
+    };
+
     void work(int thread);
     void stop();
 
     int size_;
+    std::vector<Group> groups_;
     std::vector<std::thread> threads_;
     const std::function<void(int)>* job_ = nullptr;
     alignas(128) std::atomic<uint32_t> generation_{0};
-    alignas(128) std::atomic<uint32_t> arrived_{0};
+    alignas(128) std::atomic<uint32_t> arrived_{0};  // groups that arrived at the barrier
     alignas(128) std::atomic<uint32_t> phase_{0};
     alignas(128) std::atomic<uint32_t> sleepers_{0};
     std::atomic<bool> stopping_{false};

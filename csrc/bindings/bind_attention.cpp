@@ -169,7 +169,7 @@ class BoundBatch {
                 uint8_t* own = scratch[size_t(thread)].data()->bytes;
                 for (int u; (u = unit++) < batch_.num_items * cache.kv_heads;)
                     kernels.attend(job, u / cache.kv_heads, u % cache.kv_heads, own);
-                pool.barrier();
+                pool.barrier(thread);
                 for (int m; (m = merged++) < batch_.num_merges;) kernels.merge(job, m);
             };
             auto start = Clock::now();

@@ -1,4 +1,4 @@
-// The executor's ops for attention: RoPE, cache writes, and attention itself.
+// The executor's ops for attention: RoPE, cache writes, and attention itself. Also its copies of cache blocks.
 #include <algorithm>
 #include <cmath>
 
@@ -148,6 +148,33 @@ void Executor::attention(const Op& op, int thread, int& index) {
     round(thread, index, [&](int begin, int end) {
         for (int i = begin; i < end; i++) kernels_.merge(job, i);
     });
+}
+
+size_t Executor::bytes_per_block(int group) const {
+    if (group == 2) return states_.floats * sizeof(float);
+    return caches_[group].block_bytes() * size_t(caches_[group].layers);
+}
+
+void Executor::read_block(int group, int64_t block, uint8_t* out) const {
+    if (group == 2) {
+        memcpy(out, state(int(block)), bytes_per_block(group));
+        return;
+    }
+    const KvCache& cache = caches_[group];
+    size_t size = cache.block_bytes();
+    for (int layer = 0; layer < cache.layers; layer++)
+        memcpy(out + size_t(layer) * size, cache.key_tile(layer, block, 0, 0), size);
+}
+
+void Executor::write_block(int group, int64_t block, const uint8_t* in) {
+    if (group == 2) {
+        memcpy(state(int(block)), in, bytes_per_block(group));
+        return;
+    }
+    const KvCache& cache = caches_[group];
+    size_t size = cache.block_bytes();
+    for (int layer = 0; layer < cache.layers; layer++)
+        memcpy(cache.key_tile(layer, block, 0, 0), in + size_t(layer) * size, size);
 }
 
 }  // namespace engine

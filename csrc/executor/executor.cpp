@@ -56,33 +56,6 @@ void Executor::set_cache(int index, const KvCache& shape) {
     caches_[index].data = cache_memory_[index].data();
 }
 
-size_t Executor::bytes_per_block(int group) const {
-    if (group == 2) return states_.floats * sizeof(float);
-    return caches_[group].block_bytes() * size_t(caches_[group].layers);
-}
-
-void Executor::read_block(int group, int64_t block, uint8_t* out) const {
-    if (group == 2) {
-        memcpy(out, state(int(block)), bytes_per_block(group));
-        return;
-    }
-    const KvCache& cache = caches_[group];
-    size_t size = cache.block_bytes();
-    for (int layer = 0; layer < cache.layers; layer++)
-        memcpy(out + size_t(layer) * size, cache.key_tile(layer, block, 0, 0), size);
-}
-
-void Executor::write_block(int group, int64_t block, const uint8_t* in) {
-    if (group == 2) {
-        memcpy(state(int(block)), in, bytes_per_block(group));
-        return;
-    }
-    const KvCache& cache = caches_[group];
-    size_t size = cache.block_bytes();
-    for (int layer = 0; layer < cache.layers; layer++)
-        memcpy(cache.key_tile(layer, block, 0, 0), in + size_t(layer) * size, size);
-}
-
 void Executor::add_rope(std::vector<float> frequencies, float scale) {
     ropes_.push_back({std::move(frequencies), scale, angles_per_token_});
     angles_per_token_ += 2 * int(ropes_.back().frequencies.size());
@@ -136,12 +109,14 @@ void Executor::reserve_scratch() {
             matmul_out = std::max(matmul_out, size_t(op.matrix->panels() * kPanelRows) * sizeof(float));
         for (Numerics numerics : {op.decode, op.prefill}) {
             auto bytes = kernels_.packed_bytes[int(numerics)];
-            input = std::max(input, 2 * round_up_size(bytes(arena_.max_tokens, columns), 64));
+            input =
+                std::max(input, 2 * round_up_size(bytes(arena_.max_tokens, columns) + kMaxSlices * 64, 64));
             private_input = std::max(private_input, 2 * round_up_size(bytes(kPrivateRows, columns), 64));
         }
         if (op.per_channel)
             input = std::max(
-                input, kernels_.packed_bytes[int(Numerics::INT8_PER_CHANNEL)](arena_.max_tokens, columns));
+                input, kernels_.packed_bytes[int(Numerics::INT8_PER_CHANNEL)](arena_.max_tokens, columns) +
+                           kMaxSlices * 64);
     }
     matmul_out_ = Block(matmul_out * size_t(arena_.max_tokens));
     shared_input_ = Block(input);
@@ -197,7 +172,7 @@ void Executor::plan_rounds(const Program& program) {
     for (const Op& op : program.ops) {
         switch (op.kind) {
             case Op::Kind::Linear:
-                rounds_.push_back({op.units(), grain_of(op)});
+                rounds_.push_back({op.units() * slices_of(op), grain_of(op)});
                 break;
             case Op::Kind::Attention: {
                 const Batch& windowed = windows_[size_t(op.schedule)].batch;
@@ -312,54 +287,85 @@ void Executor::pack(const Op& op, const Segment& segment, int begin, int end, fl
     }
 }
 
+int Executor::slices_of(const Op& op) const {
+    const int wanted = div_up(kClaims * pool_.size(), op.units());
+    return std::clamp(std::min(wanted, rows_of(op) / kSliceRows), 1, kMaxSlices);
+}
+
+void Executor::slice(Segments& segments, int index, const Segment& whole) const {
+    const int size =
+        segments.slices == 1 ? whole.rows : round_up(div_up(whole.rows, segments.slices), kSliceRows);
+    Segment part = whole;
+    for (int i = 0; i < segments.slices; i++) {
+        part.rows = std::min(size, whole.first + whole.rows - part.first);
+        segments.items[i][index] = part;
+        if (part.rows == 0) continue;
+        part.first += part.rows;
+        part.input +=
+            round_up_size(kernels_.packed_bytes[int(part.numerics)](part.rows, part.matrix->columns), 64);
+    }
+}
+
 Executor::Segments Executor::split(const Op& op, int thread) {
     const int total = rows_of(op);
-    bool is_private = total <= kPrivateRows;
-    Block& memory = is_private ? private_input_[size_t(thread)] : shared_input_;
-    if (uses_per_channel(op))
-        return {
-            {{Numerics::INT8_PER_CHANNEL, op.per_channel, 0, total, memory.data()}, {}}, total, is_private};
+    Segments segments;
+    segments.slices = slices_of(op);
+    segments.is_private = total <= kPrivateRows;
+    Block& memory = segments.is_private ? private_input_[size_t(thread)] : shared_input_;
+    if (uses_per_channel(op)) {
+        slice(segments, 0, {Numerics::INT8_PER_CHANNEL, op.per_channel, 0, total, memory.data()});
+        slice(segments, 1, {Numerics::INT8_PER_CHANNEL, op.per_channel, total, 0, memory.data()});
+        return segments;
+    }
     int decode = op.over_logits ? batch_->decode_logits : batch_->decode_tokens;
     if (fast_ && total >= kFastRows) decode = 0;
     if (op.decode == op.prefill) decode = total;
     uint8_t* half = memory.data() + memory.size() / 2 / 64 * 64;
-    return {{{op.decode, op.matrix, 0, decode, memory.data()},
-             {op.prefill, op.matrix, decode, total - decode, half}},
-            total,
-            is_private};
+    slice(segments, 0, {op.decode, op.matrix, 0, decode, memory.data()});
+    slice(segments, 1, {op.prefill, op.matrix, decode, total - decode, half});
+    return segments;
 }
 
 void Executor::linear(const Op& op, int thread, int& index) {
     const Segments segments = split(op, thread);
     float* row = rows_[size_t(thread)].floats();
-    for (const Segment& segment : segments.items) {
-        if (segment.rows == 0) continue;
-        int begin = segments.is_private ? 0 : share(segment.rows, thread, pool_.size());
-        int end = segments.is_private ? segment.rows : share(segment.rows, thread + 1, pool_.size());
-        if (begin < end) pack(op, segment, begin, end, row);
-    }
-    if (!segments.is_private) pool_.barrier();
+    for (int i = 0; i < segments.slices; i++)
+        for (const Segment& segment : segments.items[i]) {
+            if (segment.rows == 0) continue;
+            int begin = segments.is_private ? 0 : share(segment.rows, thread, pool_.size());
+            int end = segments.is_private ? segment.rows : share(segment.rows, thread + 1, pool_.size());
+            if (begin < end) pack(op, segment, begin, end, row);
+        }
+    if (!segments.is_private) pool_.barrier(thread);
     round(thread, index, [&](int begin, int end) { multiply(op, segments, begin, end, scratch(thread)); });
 }
 
+// Pieces of work are numbered slice by slice.
 void Executor::multiply(const Op& op, const Segments& segments, int begin, int end, uint8_t* scratch) {
+    const int units = op.units();
+    while (begin < end) {
+        const int first = begin % units, last = std::min(first + end - begin, units);
+        for (const Segment& segment : segments.items[begin / units])
+            if (segment.rows > 0) multiply_units(op, segment, first, last, scratch);
+        begin += last - first;
+    }
+}
+
+void Executor::multiply_units(const Op& op, const Segment& segment, int begin, int end, uint8_t* scratch) {
     const bool apart = is_apart(op);
     int stride = apart ? op.matrix->panels() * kPanelRows : width(op.out);
     float* base = apart ? matmul_out_.floats() : at(op.out, 0) + op.column;
-    for (const Segment& segment : segments.items) {
-        if (segment.rows == 0) continue;
-        Epilogue epilogue{base + size_t(segment.first) * size_t(stride),
-                          stride,
-                          op.bias,
-                          op.activation,
-                          op.gated,
-                          op.residual && !apart};
-        MatmulJob job{segment.matrix, segment.input, segment.rows, epilogue};
-        kernels_.matmul[int(segment.numerics)](job, begin, end, scratch);
-    }
+    Epilogue epilogue{base + size_t(segment.first) * size_t(stride),
+                      stride,
+                      op.bias,
+                      op.activation,
+                      op.gated,
+                      op.residual && !apart};
+    MatmulJob job{segment.matrix, segment.input, segment.rows, epilogue};
+    kernels_.matmul[int(segment.numerics)](job, begin, end, scratch);
     if (!apart && op.scale == 1 && op.softcap == 0) return;
     int from = begin * kPanelRows, to = std::min(end * kPanelRows, op.matrix->rows);
-    for (int r = 0; r < segments.rows; r++) {
+    for (int r = segment.first; r < segment.first + segment.rows; r++) {
         float* out = at(op.out, r) + op.column;
         const float* result = base + size_t(r) * size_t(stride);
         if (op.multiply)

@@ -126,7 +126,7 @@ class Executor {
         int begin, end;
         while (queue.take(thread, begin, end)) piece(begin, end);
         index++;
-        pool_.barrier();
+        pool_.barrier(thread);
     }
 
     void embed(const Op& op, int begin, int end);
@@ -137,14 +137,21 @@ class Executor {
         int first, rows;
         uint8_t* input;  // packed activations
     };
+    // With many threads, a matmul may have fewer units than threads. Its rows are then cut into slices, and
+    // each unit of each slice is a piece of work.
+    static constexpr int kMaxSlices = 8, kSliceRows = 48;  // 48: a multiple of the blocks of all kernels
     struct Segments {
-        Segment items[2];  // decode rows, then prefill rows; either may be empty
-        int rows;          // rows of both segments
-        bool is_private;   // whether every thread packs all activations for itself
+        Segment items[kMaxSlices][2];  // of each slice: decode rows, then prefill rows; either may be empty
+        int slices;
+        bool is_private;  // whether every thread packs all activations for itself
     };
+    int slices_of(const Op& op) const;
     Segments split(const Op& op, int thread);
+    // Writes the slices of a segment to items[0][index], items[1][index], ...
+    void slice(Segments& segments, int index, const Segment& whole) const;
     void linear(const Op& op, int thread, int& index);
     void multiply(const Op& op, const Segments& segments, int begin, int end, uint8_t* scratch);
+    void multiply_units(const Op& op, const Segment& segment, int begin, int end, uint8_t* scratch);
     void pack(const Op& op, const Segment& segment, int begin, int end, float* row);
     void norm_heads(const Op& op, float* x, int heads, const float* weight) const;
     void rope_write(const Op& op, int begin, int end);

@@ -14,7 +14,7 @@ static_assert(kHadamardSize == kTileColumns);
 // Rotates the columns of a panel [columns][kPanelRows] and divides them by 64. Thanks to the
 // division, their dot products with rotated activations equal those of the original vectors.
 // `columns` is a multiple of 64.
-void rotate_columns(float* values, int columns) {
+inline void rotate_columns(float* values, int columns) {
     for (float* block = values; block < values + columns * kPanelRows; block += kHadamardSize * kPanelRows)
         for (int apart = 1; apart < kHadamardSize; apart *= 2)
             for (int k = 0; k < kHadamardSize / 2; k++) {

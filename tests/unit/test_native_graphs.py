@@ -20,7 +20,9 @@ from tests.parity.runner_driver import RunnerDriver, Track
 from tests.unit.test_ir_families import MIXES
 
 
-def runner_for(source: ModelSource, dtype: str = "float32") -> NativeRunner:
+def runner_for(
+    source: ModelSource, dtype: str = "float32", num_threads: int = 2, numerics: str = "invariant"
+) -> NativeRunner:
     settings = {
         "device": "cpu",
         "dtype": dtype,
@@ -28,7 +30,8 @@ def runner_for(source: ModelSource, dtype: str = "float32") -> NativeRunner:
         "num_blocks": 64,
         "max_slots": 16,
         "max_seq_len": source.config.max_position,
-        "num_threads": 2,
+        "num_threads": num_threads,
+        "numerics": numerics,
     }
     return build_runner(source, RunnerConfig(**settings))
 
@@ -83,6 +86,27 @@ def test_experts_of_a_batch_are_those_of_each_row_alone(matrix_type: str) -> Non
     for row, each in zip(together, texts, strict=True):
         alone = RunnerDriver(runner_for(source, "stored"))
         np.testing.assert_array_equal(row, last_logits(alone, [(alone.add(each), len(each))])[0])
+
+
+@pytest.mark.seconds
+@pytest.mark.parametrize("numerics", ["invariant", "fast"])
+def test_threads_do_not_change_a_bit(numerics: str) -> None:
+    """With many threads, matmuls with fewer panels than threads are cut by rows, too."""
+    config = replace(_quantizable(), experts=None, max_position=256)
+    source = memory_source(config, random_weights(build_graph(config)), "Q4_0")
+
+    def steps(num_threads: int) -> list[np.ndarray]:
+        driver = RunnerDriver(runner_for(source, "stored", num_threads, numerics))
+        tracks = [driver.add(text(length, seed=length)) for length in (221, 60, 9)]
+        return [
+            last_logits(driver, list(zip(tracks, counts, strict=True)))
+            for counts in ((150, 59, 8), (71, 1, 1))
+        ]
+
+    expected = steps(1)
+    for num_threads in (2, 3, 7, 16, 64):
+        for found, each in zip(steps(num_threads), expected, strict=True):
+            np.testing.assert_array_equal(found, each)
 
 
 @pytest.mark.parametrize("matrix_type", ["Q4_0", "Q8_0"])

@@ -1,4 +1,4 @@
-"""Knows how fast each tier is and whether it works. A tier that fails is left alone for a while."""
+"""Knows how fast each tier is and whether it works. A failed tier is not used for a while."""
 
 import logging
 import time
@@ -48,7 +48,7 @@ class Breaker:
 class WatchedTier:
     """A tier with its counters and circuit breakers. No method raises because the tier failed.
 
-    Only the writing thread tries a tier again that failed to be read. So no request waits for it.
+    If a read has failed, only the writing thread tries the tier again. So no request waits for it.
     """
 
     def __init__(self, tier: Tier, clock: Callable[[], float] = time.monotonic) -> None:

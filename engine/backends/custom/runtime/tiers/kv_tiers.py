@@ -31,8 +31,8 @@ MAX_STEP_BYTES = 16 * 2**20  # bytes that are copied to the KV pool between two 
 MIN_GAIN_S = 0.005  # tiers are not asked for blocks that can be computed within this time
 # A sequence waits for its blocks no longer than this part of the time to compute them.
 MAX_SHARE = 0.8
-FIRST_WAIT_S = 0.25  # for the first block, besides the time that earlier jobs take
-STALL_S = 0.15  # for the next block
+FIRST_WAIT_S = 0.25  # max wait for the first block, besides the time that earlier jobs take
+STALL_S = 0.15  # max wait for each further block
 WAIT_S = 0.001  # the loop waits this long for blocks at a time, if nothing else runs
 MAX_ASKED = 3
 # A block that was stored is offered to the tiers again after this time, if it is used again. A tier
@@ -67,7 +67,7 @@ class BlockMover(Protocol):
 
 class KVTiers:
     """`prompt_s` returns the time to compute a number of prompt tokens, or None if it is unknown.
-    `first_state` is the number of the runner's state that checkpoint 0 has.
+    `first_state` is the index of checkpoint 0 among the states of the runner.
     """
 
     def __init__(

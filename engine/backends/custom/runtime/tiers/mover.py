@@ -289,7 +289,7 @@ class Mover:
     def _find_any(
         self, group: Group, places: Sequence[Place], indices: list[int]
     ) -> list[_Segment]:
-        """Those of some blocks that tiers have, as segments of one block."""
+        """The given blocks that tiers have, each as a segment of one block."""
         shape, found = self._shapes[group], list[_Segment]()
         for tier in self.tiers:
             if not indices or not tier.is_readable:
