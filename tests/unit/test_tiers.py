@@ -12,7 +12,8 @@ from engine.backends.custom.runtime.tiers.health import WatchedTier
 from engine.backends.custom.runtime.tiers.host import HostTier
 from engine.backends.custom.runtime.tiers.mover import Mover
 from engine.core.interfaces.request import UNSHARED, Abort
-from tests.toy_tiers import tiered_engine
+from tests.toy_engine import ToyEngine
+from tests.toy_tiers import InlineMover, tiered_engine
 
 MIB = 2**20
 PROMPT = [3, 1, 4, 1, 5, 9, 2, 6, 5, 3, 5, 8, 9, 7, 9, 3, 2]
@@ -71,6 +72,19 @@ def test_blocks_that_no_other_request_can_use_are_not_stored(tmp_path) -> None:
     answer(engine, "a", salt=f"{UNSHARED}1")
     assert not list(tmp_path.iterdir())
     assert answer(engine, "b", salt=f"{UNSHARED}1").num_cached == 16, "from the KV pool"
+
+
+def test_blocks_that_do_not_fit_in_the_queue_are_stored_later(tmp_path) -> None:
+    """The queue has room for fewer blocks than one step computes."""
+
+    def small(*given, **named) -> InlineMover:
+        return InlineMover(*given, **named, max_queued_bytes=3 * block_bytes)
+
+    block_bytes = ToyEngine().runner.bytes_per_block("full")
+    engine, _ = tiered_engine(disk(tmp_path), make_mover=small)
+    for count in (3, 6, 8):
+        answer(engine, str(count))
+        assert len(list(tmp_path.glob("*/*.full"))) >= count
 
 
 def test_another_model_does_not_find_the_blocks(tmp_path) -> None:

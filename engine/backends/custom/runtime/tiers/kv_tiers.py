@@ -266,7 +266,9 @@ class KVTiers:
             if block != NULL_BLOCK
             and now - known.get((group, seq.keys[index]), -OFFER_AGAIN_S) >= OFFER_AGAIN_S
         ]
-        if not new or not self._mover.accepts(len(new) * shape.num_bytes):
+        # Blocks that do not fit in the queue are offered again with the next ones.
+        del new[max(0, self._mover.room() // max(1, shape.num_bytes)) :]
+        if not new:
             return
         first = self._first_state if group == "state" else 0
         rows = self._runner.read_blocks(group, [first + blocks[index] for index in new])

@@ -145,9 +145,9 @@ class Mover:
                 break
         return total
 
-    def accepts(self, num_bytes: int) -> bool:
-        """Whether the queue of the writing thread has room."""
-        return self._queued_bytes + num_bytes <= self._max_queued_bytes and not self._closing
+    def room(self) -> int:
+        """How many bytes can be queued for the writing thread."""
+        return 0 if self._closing else self._max_queued_bytes - self._queued_bytes
 
     def read(self, job: ReadJob) -> None:
         self._kept.append(job)
