@@ -135,6 +135,22 @@ def test_a_tier_that_fails_costs_nothing_but_its_blocks(tmp_path) -> None:
         raise AssertionError("a file was written")
 
 
+@pytest.mark.parametrize("has_other", [False, True])
+def test_blocks_are_not_copied_again_and_again_for_a_tier_that_fails(tmp_path, has_other) -> None:
+    class Full(DiskTier):
+        def store(self, records):
+            raise OSError("full")
+
+    tiers = [Full(tmp_path, MIB, "lru", None)]
+    engine, _ = tiered_engine(*tiers, *([HostTier(MIB, "lru", None)] if has_other else []))
+    copied = []
+    read_blocks = engine.runner.read_blocks
+    engine.runner.read_blocks = lambda group, ids: (copied.extend(ids), read_blocks(group, ids))[1]
+    for name in "abc":
+        answer(engine, name)
+    assert len(copied) < 20, "three times 8 blocks of the prompt, and those of the answers"
+
+
 def test_the_log_says_once_that_a_tier_fails(tmp_path, caplog) -> None:
     class Gone(DiskTier):
         def tidy_up(self) -> None:
