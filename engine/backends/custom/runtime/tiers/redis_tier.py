@@ -112,7 +112,7 @@ class RedisTier:
         return len(new)
 
     def use(self, names: Sequence[str]) -> None:
-        self._used += names
+        self._used.extend(names)
 
     def tidy_up(self) -> None:
         used, self._used = self._used, []
@@ -192,7 +192,9 @@ class RedisTier:
         pipe.set(PREFIX + record.name, value, px=self._ttl_ms)
         pipe.zadd(INDEX, {record.name: score})
         pipe.incrby(TOTAL, len(value))
-        pipe.execute()
+        _, is_new, _ = pipe.execute()
+        if not is_new:  # another engine has just stored it, or the index had it since it expired
+            self._client.decrby(TOTAL, len(value))
 
     def _evict(self) -> None:
         pipe = self._client.pipeline(transaction=False)
