@@ -197,6 +197,20 @@ async def test_texts_are_in_traces_only_if_asked(receiver: Receiver, captures: b
         assert answer["parts"][1] == call | {"arguments": '{"where": "there"}'}
 
 
+async def test_records_of_ended_requests_hold_no_trace(receiver: Receiver) -> None:
+    app = create_app(
+        make_settings(tracing=tracing(receiver)), FakeBackend(), Metrics("engine-test")
+    )
+    transport = httpx.ASGITransport(app=app)
+    async with httpx.AsyncClient(transport=transport, base_url="http://localhost") as client:
+        await chat(client)
+    services = app.state.services
+    (record,) = services.history.newest(None)
+    assert record.trace is None, "the trace has the prompt and the answer"
+    for component in services.components:
+        await component.stop()
+
+
 async def test_parsing_of_tool_calls_is_a_part_of_decode(receiver: Receiver) -> None:
     backend = FakeBackend()
     backend.script = call_script(("look", "{}"), ("look", "{}"))
