@@ -10,6 +10,7 @@ from typer.testing import CliRunner
 from engine.backends.custom.runtime.tiers.record import root_key
 from engine.cli.ops import admin_client
 from engine.cli.ops.cache import app
+from engine.core.config_schema import Settings
 from engine.core.errors import ConfigError
 from tests.toy_tiers import tiered_engine
 from tests.unit.test_tiers import PROMPT, answer, disk
@@ -71,7 +72,8 @@ def test_the_most_used_prefixes_warm_a_server(config, monkeypatch) -> None:
     sent = []
     monkeypatch.setattr(admin_client, "call_admin", lambda *given: sent.append(given) or {})
     told("warm", "--config", config, "--most-used", "3")
-    ((*_, path, body),) = sent
+    ((url, _, _, path, body),) = sent
+    assert url.endswith(f":{Settings().server.port}")
     (prompt,) = body["prompts"]
     assert path == "cache/warm" and prompt["prompt"][: len(PROMPT)] == PROMPT
 

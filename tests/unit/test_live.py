@@ -119,6 +119,29 @@ async def test_all_watchers_share_one_snapshot(monkeypatch: pytest.MonkeyPatch) 
     assert len(taken) == count
 
 
+async def test_a_snapshot_that_fails_ends_the_streams(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(live, "INTERVAL_S", 0.01)
+    backend = FakeBackend()
+    view = LiveView(create_app(make_settings(), backend, Metrics("m")).state.services)
+    streams = [view.frames(), view.frames()]
+    for each in streams:
+        assert await anext(each)
+
+    async def failing() -> dict[str, EngineSnapshot]:
+        raise RuntimeError("no snapshot")
+
+    monkeypatch.setattr(backend, "snapshots", failing)
+    async with asyncio.timeout(5):
+        for each in streams:
+            async for _ in each:
+                pass
+    assert view.num_watchers == 0
+    monkeypatch.undo()
+    again = view.frames()
+    assert await anext(again), "a new watcher starts the view again"
+    await again.aclose()
+
+
 async def test_the_engine_answers_over_http() -> None:
     backend = ToyBackend()
     await backend.start()

@@ -10,6 +10,8 @@ from typing import Any
 
 import pytest
 
+from engine.core.config_schema import ServerSettings
+
 ROOT = Path(__file__).parents[2]
 FOLDER = ROOT / "deploy" / "observability"
 DASHBOARD = FOLDER / "grafana" / "dashboards" / "engine.json"
@@ -59,6 +61,15 @@ def test_every_alert_has_a_case_that_fires_it() -> None:
     fired = (FOLDER / "alerts_test.yml").read_text()
     assert len(alerts) > 10
     assert [name for name in alerts if f"- name: {name}\n" not in fired] == []
+
+
+def test_prometheus_asks_the_address_of_a_server_without_settings() -> None:
+    # A server refuses names in `Host` that it does not know, such as those of containers.
+    server = ServerSettings()
+    scraping = (FOLDER / "prometheus.yml").read_text()
+    assert f'- targets: ["{server.host}:{server.port}"]' in scraping
+    services = (FOLDER / "compose.yml").read_text().split("image:")[1:]
+    assert all("network_mode: host" in each for each in services)
 
 
 @pytest.mark.skipif(shutil.which("promtool") is None, reason="needs Debian's package prometheus")

@@ -15,6 +15,7 @@ from engine.core.observability.metrics import Metrics
 from engine.servers.app import create_app
 from tests.fake_backend import FakeBackend
 from tests.live_server import chat, live_server, make_settings
+from tests.routed_replicas import replica, router
 from tests.toy_llm import ToyBackend
 from tests.unit.test_explain import QUICK
 
@@ -51,6 +52,25 @@ def test_a_tenant_sees_its_own_requests_and_the_admin_all(tmp_path: Path) -> Non
         assert "last 3" in hidden.json()["error"]["message"]
         assert httpx.get(url).status_code == 401
         assert httpx.get(f"{url}?limit=0", headers=bearer(ours)).status_code == 400
+
+
+@pytest.mark.parametrize("admin_key", [None, ADMIN])
+def test_decisions_are_shown_to_those_who_may_read_the_routes(admin_key: str | None) -> None:
+    key = "client-key-0123456789abcdef"
+    server = {"api_key": key, "admin_key": admin_key}
+    with live_server(router(replica("a")), server=server) as live:
+        sent = chat() | {"model": "m"}
+        answer = httpx.post(f"{live.url}/v1/chat/completions", json=sent, headers=bearer(key))
+        request_id = answer.json()["id"]
+
+        def told(path: str, reader: str) -> httpx.Response:
+            return httpx.get(f"{live.url}/v1/admin/{path}/{request_id}", headers=bearer(reader))
+
+        may_read = told("routes", key).status_code == 200
+        assert may_read == (admin_key is None)
+        assert bool(told("requests", key).json()["decisions"]) == may_read
+        if admin_key is not None:
+            assert told("requests", admin_key).json()["decisions"][0]["chosen"] == "a"
 
 
 @pytest.fixture

@@ -5,6 +5,7 @@ import io
 import json
 import logging
 import sys
+import time
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
 from typing import Any
@@ -16,12 +17,13 @@ from engine.backends.base import InferenceBackend
 from engine.core.config_schema import TracingSettings
 from engine.core.errors import ConfigError, UnavailableError
 from engine.core.interfaces.backend import ModelCard
+from engine.core.observability import otel
 from engine.core.observability.logging import setup_logging
 from engine.core.observability.metrics import Metrics
 from engine.core.observability.tracing import client_trace, new_telemetry
 from engine.servers.app import create_app
 from tests.fake_backend import CARD, MODEL, FakeBackend, call_script
-from tests.live_server import live_server, make_settings
+from tests.live_server import free_port, live_server, make_settings
 from tests.openai_requests import started
 from tests.otlp_receiver import Receiver, Span, grpc_receiver, http_receiver
 from tests.routed_replicas import replica, router
@@ -197,6 +199,20 @@ async def test_texts_are_in_traces_only_if_asked(receiver: Receiver, captures: b
         assert answer["parts"][1] == call | {"arguments": '{"where": "there"}'}
 
 
+async def test_records_of_ended_requests_hold_no_trace(receiver: Receiver) -> None:
+    app = create_app(
+        make_settings(tracing=tracing(receiver)), FakeBackend(), Metrics("engine-test")
+    )
+    transport = httpx.ASGITransport(app=app)
+    async with httpx.AsyncClient(transport=transport, base_url="http://localhost") as client:
+        await chat(client)
+    services = app.state.services
+    (record,) = services.history.newest(None)
+    assert record.trace is None, "the trace has the prompt and the answer"
+    for component in services.components:
+        await component.stop()
+
+
 async def test_parsing_of_tool_calls_is_a_part_of_decode(receiver: Receiver) -> None:
     backend = FakeBackend()
     backend.script = call_script(("look", "{}"), ("look", "{}"))
@@ -294,6 +310,19 @@ async def test_log_lines_carry_the_trace(format: str) -> None:
 )
 def test_invalid_ids_name_no_trace(header: str) -> None:
     assert client_trace({"traceparent": header}) is None
+
+
+async def test_a_server_stops_without_its_collector(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(otel, "STOP_S", 0.2)
+    nowhere = {"enabled": True, "endpoint": f"http://127.0.0.1:{free_port()}"}
+    app = create_app(make_settings(tracing=nowhere), FakeBackend(), Metrics("engine-test"))
+    transport = httpx.ASGITransport(app=app)
+    async with httpx.AsyncClient(transport=transport, base_url="http://localhost") as client:
+        await chat(client)
+    began = time.monotonic()
+    for component in app.state.services.components:
+        await component.stop()
+    assert time.monotonic() - began < 5, "the exporters try again for longer"
 
 
 def test_opentelemetrys_own_switch_turns_it_off(monkeypatch: pytest.MonkeyPatch) -> None:

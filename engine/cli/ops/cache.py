@@ -108,8 +108,10 @@ def warm(
         int, typer.Option(min=1, max=1000, help="Without FILE: how many prefixes to load.")
     ] = 10,
     config: ConfigOption = None,
-    url: Annotated[str, typer.Option(help="The running server.")] = "http://127.0.0.1:8000",
-    key_file: Annotated[Path | None, typer.Option(help="File with the admin key.")] = None,
+    url: Annotated[str, typer.Option(help="The running server.")] = "http://127.0.0.1:8080",
+    admin_key_file: Annotated[
+        Path | None, typer.Option(help="File with the administrator's key.")
+    ] = None,
 ) -> None:
     """Load prefixes into the KV pool of a running server.
 
@@ -123,7 +125,7 @@ def warm(
     prompts: list[Any] = read_prompt_lines(file) if file else _most_used(config, most_used)
     if not prompts:
         raise ConfigError("no tier has prefixes of requests without an API key; name a FILE")
-    found = call_admin(url, key_file, "POST", "cache/warm", {"prompts": prompts})
+    found = call_admin(url, admin_key_file, "POST", "cache/warm", {"prompts": prompts})
     print(json.dumps(found))
 
 

@@ -7,6 +7,7 @@ on. Names follow OpenTelemetry's semantic conventions for generative AI.
 
 import asyncio
 import os
+import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -40,6 +41,8 @@ PROVIDER = "engine"
 # Spans that wait to be sent. OpenTelemetry's default of 2,048 is less than two seconds of a busy
 # server.
 MAX_QUEUED_SPANS = 65_536
+# Max seconds that a stopping server waits for its collector.
+STOP_S = 5.0
 
 
 class Telemetry:
@@ -73,9 +76,16 @@ class Telemetry:
         """Does nothing: the exporters' threads already run."""
 
     async def stop(self) -> None:
-        """Send what is waiting to be sent."""
-        await asyncio.to_thread(self._provider.shutdown)
-        await asyncio.to_thread(self.metrics.close)
+        """Send what is waiting to be sent, in at most `STOP_S` seconds."""
+        # If the collector can't be reached, the exporters try again for many seconds. Threads that
+        # are daemons do not keep the process alive meanwhile.
+        closings = (self._provider.shutdown, self.metrics.close)
+        threads = [threading.Thread(target=each, daemon=True) for each in closings]
+        for thread in threads:
+            thread.start()
+        until = time.monotonic() + STOP_S
+        for thread in threads:
+            await asyncio.to_thread(thread.join, max(until - time.monotonic(), 0.0))
 
 
 class RecordedTrace(Trace):

@@ -162,6 +162,11 @@ def may_administer(request: Request, keys: "KeyRing") -> bool:
     return principal_of(request).is_admin or keys.all_are_admins
 
 
+def may_read_routes(request: Request, keys: "KeyRing") -> bool:
+    """Whether the request may learn how requests were routed, as `CLIENT_ROUTES` tell it."""
+    return may_administer(request, keys) or not keys.has_admin
+
+
 def principal_of_digest(digest: bytes) -> Principal:
     return Principal(digest.hex()[:32])
 

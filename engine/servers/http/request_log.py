@@ -194,6 +194,7 @@ class RequestLog:
             self._keep(record)
         if record.trace is not None:
             record.trace.end(_answered(scope["method"], route, record))
+            record.trace = None  # it has the request's texts, and the record is kept
         if not self._log_requests or route in self._quiet_routes:
             return
         fields: dict[str, Any] = {

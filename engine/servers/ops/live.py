@@ -63,7 +63,10 @@ class LiveView:
         try:
             if self._taking is None or self._taking.done():
                 self._taking = asyncio.create_task(self._take_all())
-            while not self._services.lifecycle.is_ending:
+                # If a snapshot fails, the streams end, and their clients connect again.
+                self._taking.add_done_callback(lambda _: self._show(b""))
+            taking = self._taking
+            while not taking.done():
                 changed = self._changed
                 if self._frame:
                     yield self._frame
@@ -77,7 +80,6 @@ class LiveView:
             frame = msgspec.json.encode(await self.take())
             self._show(b"data: " + frame + b"\n\n")
             await asyncio.sleep(max(INTERVAL_S - (time.monotonic() - began), INTERVAL_S / 5))
-        self._show(b"")
 
     def _show(self, frame: bytes) -> None:
         self._frame = frame

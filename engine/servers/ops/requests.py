@@ -18,7 +18,7 @@ from engine.core.errors import EngineError, InvalidRequestError, NotFoundError
 from engine.core.interfaces.timeline import BATCH_EDGES, WAITS, Divergence, Timeline
 from engine.routing.report import describe_decisions
 from engine.routing.router import Router
-from engine.servers.access.auth import may_administer, principal_of
+from engine.servers.access.auth import may_administer, may_read_routes, principal_of
 from engine.servers.http.request_log import RequestRecord
 from engine.servers.ops.explain import causes_of, seconds_of, slowest
 from engine.servers.serving.services import Services, json_response
@@ -45,7 +45,10 @@ def add_requests_routes(app: FastAPI, services: Services) -> None:
                 f" {_kept(services)} that the server keeps (requests.keep).",
                 param="request_id",
             )
-        return json_response(await _explained(services, record))
+        told = await _explained(services, record)
+        if not may_read_routes(request, services.keys):
+            told["decisions"] = []
+        return json_response(told)
 
 
 def _kept(services: Services) -> int:

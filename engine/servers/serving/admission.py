@@ -250,8 +250,8 @@ class Ticket:
         record.usage = pump.usage if pump.is_complete else None
         unfinished: FinishReason = "abort" if isinstance(failure, AbortedError) else "error"
         finish_reasons = tuple(each or unfinished for each in pump.finish_reasons)
-        if record.trace is not None:
-            record.trace.worked(_work(pump, record, finish_reasons))
+        if pump.trace is not None:
+            pump.trace.worked(_work(pump, record, finish_reasons))
         if record.usage is not None:
             self._lifecycle.totals.add(record.usage)
         seconds = time.monotonic() - record.started

@@ -91,7 +91,7 @@ class EventPump:
         self._last_token_at = [0.0] * num_choices
         self._on_tokens = on_tokens
         self._on_usage = on_usage
-        self._trace = trace
+        self.trace = trace
         self._tap: Callable[[Event], None] | None = None  # sees all events, for the trace
         self._pending: list[OutputEvent] = []
         self._open = num_sources
@@ -139,8 +139,8 @@ class EventPump:
         """
         self._requests = requests
         self._num_unchecked = len(requests)
-        if self._trace is not None:
-            self._tap = self._trace.tap(requests[0])
+        if self.trace is not None:
+            self._tap = self.trace.tap(requests[0])
         openings = [
             asyncio.create_task(self._accepted(backend, self._listening(each, index)))
             for index, each in enumerate(requests)

@@ -16,6 +16,8 @@ export async function stops({ page, url, check }) {
   await openChat({ page, url }, { params: { max_tokens: "2000", ignore_eos: true } });
   await write(page, "Count to a thousand.");
   await page.locator(".message[aria-busy=true] .md").filter({ hasText: /\w/ }).waitFor();
+  await page.locator(".message.user").getByRole("button", { name: "Delete with all that follows" }).click();
+  await page.getByText("Stop the answer first.").waitFor();
   await page.keyboard.press("Escape");
   await settled(page);
   check.match(await answers(page).locator(".figures").innerText(), /stopped$/);

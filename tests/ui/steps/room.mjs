@@ -45,3 +45,18 @@ export async function the_waterfall_opens({ page, url, check, axe }) {
   await page.locator(".detail .icon-btn").click();
   check.equal(await page.locator(".waterfall").count(), 0);
 }
+
+export async function a_page_without_a_key_asks_once({ page, url, check }) {
+  for (const [name, ms] of [["live", 2000], ["requests", 3500]]) {
+    let asked = 0;
+    await page.route("**/v1/**", (route) => {
+      asked += route.request().url().includes("/v1/admin/");
+      return route.fulfill({ status: 401, json: { error: { message: "A valid API key is needed." } } });
+    });
+    await page.goto(`${url}/ui/${name}`);
+    await page.getByLabel("API key").waitFor();
+    await page.waitForTimeout(ms);
+    check.ok(asked <= 1, `${name} asked ${asked} times`);
+    await page.unroute("**/v1/**");
+  }
+}

@@ -135,6 +135,12 @@ function Editor({ node, onClose }) {
   </div>`;
 }
 
+// An answer that still runs would be kept without the message that it belongs to.
+function remove(node) {
+  if (isRunning()) return toast("Stop the answer first.");
+  removeMessage(node.id);
+}
+
 export function regenerate(node) {
   if (isRunning()) return toast("Stop the answer first.");
   return answer(node.role === "assistant" ? node.parent : node.id);
@@ -154,7 +160,7 @@ function Actions({ node, nodes, column, setEditing }) {
     <${IconButton} icon="copy" label="Copy" keys="c" class="small" onClick=${copy} />
     ${node.role !== "tool" && html`<${IconButton} icon="edit" label="Edit" keys="e" class="small" onClick=${() => setEditing(node.id)} />`}
     ${!(column && node.role === "user") && html`<${IconButton} icon="redo" label=${node.role === "assistant" ? "Answer again" : "Answer this"} keys="r" class="small" onClick=${() => regenerate(node)} />`}
-    <${IconButton} icon="trash" label="Delete with all that follows" class="small" onClick=${() => removeMessage(node.id)} />
+    <${IconButton} icon="trash" label="Delete with all that follows" class="small" onClick=${() => remove(node)} />
     ${node.role === "assistant" && html`<${Figures} stats=${node.stats} finish=${node.finish} responseId=${node.responseId} />`}
   </footer>`;
 }

@@ -19,7 +19,7 @@ function useJson(path, everyMs = 0) {
     if (!path) return setState({ data: null, error: null });
     const stop = new AbortController();
     const load = () => {
-      if (document.hidden) return;
+      if (document.hidden || keyNeeded.value) return;
       getJson(path, { signal: stop.signal }).then(
         (data) => setState({ data, error: null }),
         (error) => error.name !== "AbortError" && setState((before) => ({ ...before, error })),

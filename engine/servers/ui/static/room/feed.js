@@ -28,7 +28,7 @@ export function useFeed() {
       }
       if (running === stream) running = null;
       if (error) setState((before) => ({ ...before, error }));
-      if (!ended && !document.hidden) timer = setTimeout(start, RETRY_MS);
+      if (!ended && !document.hidden && !keyNeeded.value) timer = setTimeout(start, RETRY_MS);
     };
     const stop = () => {
       running?.abort();
