@@ -6,6 +6,7 @@ import random
 import shutil
 import time
 from itertools import pairwise
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -22,6 +23,7 @@ from engine.backends.custom.runtime.tiers.record import (
     identity_of,
     root_key,
 )
+from engine.backends.custom.worker import tiers as worker_tiers
 
 OURS = identity_of(("model", "bfloat16"))
 SHAPES = {
@@ -236,3 +238,24 @@ def test_only_files_of_the_tier_are_ever_removed(tmp_path) -> None:
     tier.tidy_up()
     tier.clear()
     assert sorted(each.name for each in folder.iterdir()) == sorted(names[:3])
+
+
+def test_another_image_encoder_changes_the_identity(tmp_path, monkeypatch) -> None:
+    monkeypatch.setattr(worker_tiers, "store_directory", lambda: tmp_path / "cache" / "models")
+    model, encoder = tmp_path / "model.gguf", tmp_path / "mmproj-model.gguf"
+    model.write_bytes(b"weights")
+    runner = SimpleNamespace(
+        **dict.fromkeys(("bytes_per_block", "read_blocks", "write_blocks"), len),
+        kv_identity="toy",
+        spec=SimpleNamespace(block_size=16, window=None),
+    )
+
+    def identity(content: bytes, vision: object) -> bytes:
+        encoder.write_bytes(content)
+        config = SimpleNamespace(ropes=(), vision=vision)
+        checkpoint = SimpleNamespace(files=[SimpleNamespace(path=model)])
+        source = SimpleNamespace(path=model, config=config, checkpoint=checkpoint)
+        return worker_tiers.cache_identity(source, runner)
+
+    assert identity(b"one", "siglip") != identity(b"other", "siglip")
+    assert identity(b"one", None) == identity(b"other", None), "nobody reads this file"

@@ -26,6 +26,7 @@ from engine.backends.custom.runtime.tiers.record import identity_of
 from engine.backends.custom.weights.model import ModelSource
 from engine.core.errors import ConfigError
 from engine.core.sandbox.private_files import write_private
+from engine.core.store.checkpoint_files import mmproj_beside
 from engine.core.store.model_store import store_directory
 
 log = logging.getLogger(__name__)
@@ -113,9 +114,11 @@ def cache_identity(source: ModelSource, runner: ModelRunner) -> bytes:
     if any(rope.kind in ("dynamic", "longrope") for rope in config.ropes):
         parts.append(f"context {spec.max_seq_len}")  # it decides the RoPE frequencies
     parts.append(f"window pool {spec.window}")
-    paths = [file.path.resolve() for file in source.checkpoint.files]
+    paths = [file.path for file in source.checkpoint.files]
+    if config.vision is not None and (encoder := mmproj_beside(source.path)) is not None:
+        paths.append(encoder)  # blocks depend on the embeddings of images
     digests = Digests(store_directory().parent / DIGESTS_FILE)
-    parts += [digests.of(path) for path in sorted(paths)]
+    parts += [digests.of(path) for path in sorted(path.resolve() for path in paths)]
     parts.append(repr(config))
     return identity_of(parts)
 
