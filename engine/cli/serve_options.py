@@ -131,7 +131,8 @@ NumericsOption = Annotated[
     str | None,
     typer.Option(
         rich_help_panel=_MEMORY,
-        help="invariant: answers never depend on batch mates; fast: they may.",
+        help="invariant: answers never depend on other requests; fast: they may; auto: invariant"
+        " on the native backend.",
     ),
 ]
 QuantizationOption = Annotated[

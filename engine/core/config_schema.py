@@ -159,13 +159,13 @@ class TierSettings(Section):
     """The tiers of the prefix cache below the KV pool, in the table `[cache.tiers]`."""
 
     host_mb: Megabytes | None = None
-    """MiB of host memory for blocks that a GPU's KV pool has no room for; unset, none."""
+    """MiB of host memory for copies of KV blocks, useful on a GPU; unset, no such tier."""
     host_policy: Policy = "lru"
     """Order in which blocks in host memory are evicted."""
     host_ttl_s: float | None = Field(default=None, gt=0, le=10**9)
     """Seconds after its last use when a block in host memory expires; unset, never."""
     disk_path: Path | None = None
-    """Folder for blocks on disk, which survive a restart; unset, none are stored."""
+    """Folder for KV blocks on disk, which survive a restart; unset, no such tier."""
     disk_mb: Megabytes = 8192
     """Max MiB of blocks on disk."""
     disk_policy: Policy = "lru"
@@ -173,7 +173,7 @@ class TierSettings(Section):
     disk_ttl_s: float | None = Field(default=None, gt=0, le=10**9)
     """Seconds after its last use when a block on disk expires; unset, never."""
     redis_url: Secret | None = None
-    """Redis or Valkey for blocks that several servers share; unset, none."""
+    """URL of a Redis or Valkey for KV blocks that several servers share; unset, no such tier."""
     redis_url_file: Path | None = None
     """File that holds `redis_url`."""
     redis_mb: Megabytes = 8192
@@ -202,9 +202,9 @@ class PerformanceSettings(Section):
     attention: Name = "auto"
     """Attention kernel, by the name that the framework's registry has for it."""
     numerics: Literal["auto", "invariant", "fast"] = "auto"
-    """`fast` lets rounding depend on the batch, `invariant` never does, `auto`: see numerics.md."""
+    """`invariant`: rounding never depends on the batch; `fast`: it may; `auto`: see numerics.md."""
     speculation: Literal["auto", "on", "off"] = "auto"
-    """`auto` guesses and verifies tokens where no output can change; `on`: also elsewhere."""
+    """Guess tokens and verify several in one step. `auto`: only if the output can't change."""
     affinity: str = Field(
         default="auto", pattern=r"^(auto|off|[0-9]+(-[0-9]+)?(,[0-9]+(-[0-9]+)?)*)$", max_length=256
     )
@@ -260,7 +260,7 @@ class TracingSettings(Section):
     protocol: Literal["http/protobuf", "grpc"] | None = None
     """Protocol of OTLP; unset, `OTEL_EXPORTER_OTLP_PROTOCOL`, else `http/protobuf`."""
     sample_ratio: float | None = Field(default=None, ge=0, le=1)
-    """Share of requests that are traced if the client does not decide; unset, as `OTEL_*` says."""
+    """Share of requests to trace if the client does not decide; unset, `OTEL_TRACES_SAMPLER`."""
     slow_s: float | None = Field(default=None, ge=0, le=86400)
     """Send only traces of requests that took longer than this, or failed; unset, all."""
     capture_content: bool = False
@@ -316,9 +316,9 @@ class RequestsSettings(Section):
     """What the server keeps of past requests, to explain and to replay them."""
 
     keep: int = Field(default=512, ge=0, le=100_000)
-    """Past requests that `/v1/admin/requests` can explain; 0 keeps none."""
+    """Number of past requests that `/v1/admin/requests` explains; 0: none."""
     show_text: bool = False
-    """Show a few words of a prompt where it differs from the cached one."""
+    """Show the few words at which a prompt begins to differ from the cached one."""
     record: bool = False
     """Store the tokens, parameters and seed of each request, for `engine replay`."""
     max_recorded: int = Field(default=1000, ge=1, le=10**6)

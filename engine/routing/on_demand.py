@@ -185,7 +185,7 @@ class OnDemand(InferenceBackend):
             await self.load()
             old = self._inner
             if not isinstance(old, CustomBackend):
-                raise ConflictError(f"{self.name} is not run by an engine of our own.")
+                raise ConflictError(f"{self.name} can't be swapped: it is no engine of our own.")
             new = old.remade(model, changes)
             async with self._residency.room_for(self):
                 await self._start(new)
@@ -380,7 +380,7 @@ def _own_bytes(backend: InferenceBackend | None) -> int:
     if backend is None:
         return 0
     total = backend.memory_bytes()
-    # `memory_bytes` of such a backend includes this process, because it is the frontend.
+    # `memory_bytes` of a `CustomBackend` includes this process, which is its frontend.
     if isinstance(backend, CustomBackend):
         total -= psutil.Process(os.getpid()).memory_info().rss
     return max(0, total)

@@ -19,7 +19,7 @@ from engine.backends.custom.runtime.model_runner import FROM_DEVICE
 from engine.backends.custom.runtime.radix_cache import RadixCache
 from engine.backends.custom.runtime.sequence import packed
 from engine.core.interfaces.request import GenerateRequest, ImageInput, SamplingParams
-from engine.servers.serving import services
+from engine.servers.access.auth import Principal
 from tests.toy_engine import ToyEngine
 
 SIZE = 4
@@ -132,7 +132,7 @@ def test_no_tenant_can_choose_anothers_namespace(
     """A salt is made of the tenant's name, which is a digest, and of what the client chose."""
     tenants = [hashlib.sha256(each.encode()).hexdigest()[:32] for each, _ in (one, other)]
     salts = [
-        services._digest(tenant, chosen)
+        Principal(tenant).digest(chosen)
         for tenant, (_, chosen) in zip(tenants, (one, other), strict=True)
     ]
     assert (salts[0] == salts[1]) == (one == other)

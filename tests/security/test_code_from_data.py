@@ -28,7 +28,7 @@ IMPORTERS = {
     "backends/custom/frameworks/entry.py",
     "backends/custom/frameworks/lazy.py",
     "conformance/rules/__init__.py",
-    "backends/custom/frameworks/native/execution/build.py",
+    "backends/custom/frameworks/native/compiled.py",
     "backends/custom/frameworks/torch/kernels/base.py",
     "backends/custom/tools/inspection.py",
     "backends/custom/frontend/engine_client.py",

@@ -115,6 +115,17 @@ async def test_the_engine_tells_what_happened(client: httpx.AsyncClient) -> None
     assert told["cause"] and told["explanation"]
 
 
+async def test_a_stop_string_does_not_hide_what_happened(client: httpx.AsyncClient) -> None:
+    body = {"model": "toy", "prompt": [1, 2, 3], "max_tokens": 20, "temperature": 0}
+    body |= {"parse_special": False, "ignore_eos": True}
+    whole = (await client.post("/v1/completions", json=body)).json()["choices"][0]["text"]
+    cut = (await client.post("/v1/completions", json=body | {"stop": whole[3:5]})).json()
+    assert cut["choices"][0]["finish_reason"] == "stop"
+    await client.post("/v1/completions", json=body)  # by now the engine has aborted the choice
+    told = (await client.get(f"/v1/admin/requests/{cut['id']}")).json()
+    assert len(told["choices"]) == 1 and told["cause"] != "backend", told
+
+
 def test_a_client_that_leaves_is_explained_too() -> None:
     requests, notes = OpenRequests(0), RequestNotes()
     requests.leave("gone", notes)

@@ -10,6 +10,7 @@ import pytest
 
 from engine.core.errors import ContextLengthError
 from engine.core.interfaces.backend import CompletionRequest, Event, FinishEvent, TextEvent
+from engine.core.interfaces.request import UNSHARED
 from engine.core.observability.metrics import Metrics
 from engine.servers.app import create_app
 from tests.fake_backend import CONTEXT_LENGTH, DEFAULT_WORDS, MODEL, FakeBackend
@@ -189,6 +190,7 @@ async def test_a_prompt_without_the_cache(client: httpx.AsyncClient, backend: Fa
         salts.append(asked(backend).context.salt)
     assert salts[0] == salts[1]
     assert len(set(salts)) == 3
+    assert [salt.startswith(UNSHARED) for salt in salts] == [False, False, True, True]
 
 
 async def test_infill(client: httpx.AsyncClient, backend: FakeBackend) -> None:

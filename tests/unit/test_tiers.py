@@ -6,10 +6,12 @@ from contextlib import suppress
 import pytest
 
 from engine.backends.custom.runtime.tiers import kv_tiers
+from engine.backends.custom.runtime.tiers import mover as mover_module
 from engine.backends.custom.runtime.tiers.disk import DiskTier
+from engine.backends.custom.runtime.tiers.health import WatchedTier
 from engine.backends.custom.runtime.tiers.host import HostTier
 from engine.backends.custom.runtime.tiers.mover import Mover
-from engine.core.interfaces.request import Abort
+from engine.core.interfaces.request import UNSHARED, Abort
 from tests.toy_tiers import tiered_engine
 
 MIB = 2**20
@@ -64,6 +66,13 @@ def test_tenants_do_not_share_blocks(tmp_path) -> None:
     assert answer(second, "c", salt="one").num_cached == 16
 
 
+def test_blocks_that_no_other_request_can_use_are_not_stored(tmp_path) -> None:
+    engine, _ = tiered_engine(disk(tmp_path))
+    answer(engine, "a", salt=f"{UNSHARED}1")
+    assert not list(tmp_path.iterdir())
+    assert answer(engine, "b", salt=f"{UNSHARED}1").num_cached == 16, "from the KV pool"
+
+
 def test_another_model_does_not_find_the_blocks(tmp_path) -> None:
     first, _ = tiered_engine(disk(tmp_path))
     answer(first, "a")
@@ -110,6 +119,19 @@ def test_a_tier_that_fails_costs_nothing_but_its_blocks(tmp_path) -> None:
     with suppress(StopIteration):
         next(tmp_path.iterdir())
         raise AssertionError("a file was written")
+
+
+def test_the_log_says_once_that_a_tier_fails(tmp_path, caplog) -> None:
+    class Gone(DiskTier):
+        def tidy_up(self) -> None:
+            raise OSError("gone")
+
+    now = 0.0
+    watched = WatchedTier(Gone(tmp_path, MIB, "lru", None), lambda: now)
+    for _ in range(5):
+        watched.tidy_up()
+        now += 60.0
+    assert watched.num_errors == 5 and len(caplog.records) == 1
 
 
 def test_a_full_tier_evicts_the_least_recently_used(tmp_path) -> None:
@@ -161,6 +183,49 @@ def test_an_abort_while_blocks_are_loaded_leaves_nothing_behind(tmp_path, monkey
     second.turn()
     assert seq.load is None and not second.kv.tiers._jobs and mover._reads[0].is_cancelled
     second.check()
+
+
+def test_a_sequence_goes_on_if_the_one_that_loads_for_it_is_aborted(tmp_path) -> None:
+    first, _ = tiered_engine(disk(tmp_path))
+    answer(first, "a")
+    second, mover = tiered_engine(disk(tmp_path))
+    mover.read = super(type(mover), mover).read
+    for name in "bc":
+        second.submit(name, PROMPT, max_tokens=6)
+    second.turn()
+    job = mover._reads[0]
+    assert {each.load for each in second.scheduler.sequences()} == {job}
+    del mover.read
+    while not job.ready:
+        mover.read_some(job)  # blocks arrive, and then the request that asked for them ends
+    second.channel.inbox.append(Abort("b"))
+    second.run()
+    second.check()
+    assert second.outcomes["c", 0].num_cached == 16
+
+
+def test_blocks_that_nobody_takes_yet_are_bounded(tmp_path, monkeypatch) -> None:
+    monkeypatch.setattr(mover_module, "MAX_ALL_AHEAD_BYTES", 1)
+    first, _ = tiered_engine(disk(tmp_path))
+    for name, start in ("a", 1), ("b", 2):
+        answer(first, name, [start, *PROMPT])
+    second, mover = tiered_engine(disk(tmp_path))
+    mover.read = super(type(mover), mover).read
+    for name, start in ("c", 1), ("d", 2):
+        second.submit(name, [start, *PROMPT], max_tokens=6)
+    second.turn()
+    done, other = mover._reads
+    while not done.is_done:
+        mover.read_some(done)
+    assert done.ready and mover._next_read() is None, "these blocks wait in memory already"
+    second.turn()
+    assert not done.ready and mover._next_read() is other
+    del mover.read
+    mover.read_some(other)
+    second.channel.inbox.append(Abort("d"))
+    second.run()
+    second.check()
+    assert not mover._kept
 
 
 def test_threads_move_the_blocks_and_end_with_the_engine(tmp_path, monkeypatch) -> None:

@@ -64,6 +64,17 @@ def test_a_full_tier_evicts_and_counts(url, server) -> None:
     assert all(0 < client.pttl(name) <= 60_000 for name in names)
 
 
+def test_blocks_that_two_engines_store_at_once_count_once(url, server) -> None:
+    for name in "ab":
+        tier = redis_tier(url)
+        tier.find = lambda names: [False] * len(names)  # each looked before the other one stored
+        engine, _ = tiered_engine(tier)
+        answer(engine, name)
+    client = server.client()
+    names = [key for key in client.keys(PREFIX + "*") if key.endswith(b".full")]
+    assert int(client.get(TOTAL)) == sum(client.strlen(name) for name in names)
+
+
 @pytest.mark.parametrize("policy", ["lru", "lfu", "fifo"])
 def test_the_policy_decides_who_stays(url, server, policy) -> None:
     """The first prompt is used again. So LRU and LFU keep it, and FIFO does not."""

@@ -366,7 +366,7 @@ class CustomBackend(InferenceBackend):
         return text.tokenizer_info
 
     def _loaded(self) -> tuple[TextModel, Ready]:
-        # The sizes of the last engine are those of the next one, too.
+        # While the engine is restarted, the sizes of the last one are used. The next has the same.
         text, ready = self._text, self._link.last_ready
         if text is None or ready is None or not (self._link.ready or self._link.accepts):
             raise UnavailableError(self._link.detail, retry_after=2.0)

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 FRAMEWORKS = "engine.backends.custom.frameworks"
 EXAMINER = "engine.backends.custom.weights.examine:examine_model"
-# Options that a running engine's replacement may have other values for.
+# Options that `engine admin swap` may change.
 CHANGEABLE = tuple(
     name for name in EngineOptions.__struct_fields__ if name not in ("model_path", "framework")
 )
@@ -59,7 +59,7 @@ def engine_options(settings: Settings, framework: str, path: Path | None = None)
     if framework == "torch" and performance.numerics == "invariant":
         raise ConfigError(
             "numerics invariant is not ready for --backend torch: on an H200, requests gave other "
-            "tokens in company than alone; use --backend native, or leave it out"
+            "tokens in a batch than alone; use --backend native, or leave numerics out"
         )
     pool_mb = performance.memory_pool_size_mb
     return EngineOptions(

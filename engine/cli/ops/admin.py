@@ -163,12 +163,20 @@ def unload(ctx: typer.Context, id: IdArgument, wait: WaitOption = None) -> None:
 def swap(
     ctx: typer.Context,
     id: IdArgument,
-    model: Annotated[str | None, typer.Option(help="Run this model; default: the same.")] = None,
+    model: Annotated[str | None, typer.Option(help="New model; default: the same.")] = None,
     option: Annotated[
-        list[str] | None, typer.Option("--option", metavar="NAME=VALUE", help="Of the new engine.")
+        list[str] | None,
+        typer.Option(
+            "--option",
+            metavar="NAME=VALUE",
+            help="Option of the new engine, such as kv_dtype=int8; can be repeated.",
+        ),
     ] = None,
 ) -> None:
-    """Replace a model's engine by a new one, and lose no request."""
+    """Replace a model's engine by a new one, and lose no request.
+
+    The new engine starts beside the old one, so memory must have room for both.
+    """
     from engine.cli.serve import parse_options
 
     body = {"id": id, "model": model, "options": parse_options(option)}

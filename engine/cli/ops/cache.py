@@ -1,6 +1,6 @@
 """`engine cache`: looks at the tiers of the prefix cache, and fills, copies or clears them.
 
-The commands work on the folder and on the Redis that the settings name. A server may run meanwhile.
+The commands work on the folder and the Redis that the settings name, even while a server runs.
 """
 
 import json
@@ -22,7 +22,7 @@ MIB = 2**20
 
 app = typer.Typer(add_completion=False, rich_markup_mode=None, no_args_is_help=True)
 
-TierOption = Annotated[str | None, typer.Option("--tier", help="disk or redis; default: all.")]
+TierOption = Annotated[str | None, typer.Option("--tier", help="Only this tier: disk or redis.")]
 FileArgument = Annotated[Path, typer.Argument(metavar="FILE", help="A tar file.")]
 
 
@@ -82,7 +82,7 @@ def clear(config: ConfigOption = None, tier: TierOption = None) -> None:
 
 @app.command()
 def export(file: FileArgument, config: ConfigOption = None, tier: TierOption = None) -> None:
-    """Write all blocks of the first tier to a file, for another machine."""
+    """Write all blocks of a tier to a tar file. Default: the disk tier if there is one."""
     from engine.backends.custom.runtime.tiers.listing import export as write
 
     source = _tiers(config, tier)[0]
@@ -93,7 +93,10 @@ def export(file: FileArgument, config: ConfigOption = None, tier: TierOption = N
 
 @app.command("import")
 def import_file(file: FileArgument, config: ConfigOption = None, tier: TierOption = None) -> None:
-    """Store the blocks of a file in the first tier. Damaged ones are left out."""
+    """Store the blocks of a tar file in a tier. Default: the disk tier if there is one.
+
+    Damaged blocks are left out.
+    """
     from engine.backends.custom.runtime.tiers.listing import import_records
 
     target = _tiers(config, tier)[0]
@@ -116,16 +119,18 @@ def warm(
         Path | None, typer.Option(help="File with the administrator's key.")
     ] = None,
 ) -> None:
-    """Load prefixes into the KV pool of a running server: those of the prompts in FILE, or the
-    most used ones of the tiers. The latter needs a server without API keys, because a tier does
-    not know the keys of tenants.
+    """Load prefixes into the KV pool of a running server.
+
+    With FILE, the server prefills its prompts. Without FILE, the server loads the most used
+    prefixes of the tiers. This needs a server without API keys, because a tier does not know to
+    which key a prefix belongs.
     """
     from engine.cli.ops.admin import read_prompt_lines
     from engine.cli.ops.admin_client import call_admin
 
     prompts: list[Any] = read_prompt_lines(file) if file else _most_used(config, most_used)
     if not prompts:
-        raise ConfigError("no tier has a prefix of clients without a key; name a FILE of prompts")
+        raise ConfigError("no tier has prefixes of requests without an API key; name a FILE")
     found = call_admin(url, admin_key_file, "POST", "cache/warm", {"prompts": prompts})
     print(json.dumps(found))
 

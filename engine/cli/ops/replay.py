@@ -15,14 +15,14 @@ def replay(
         str, typer.Argument(help="The id of the answer, or the X-Request-Id of its response.")
     ],
     url: Annotated[
-        str, typer.Option(help="The server that has recorded it.")
+        str, typer.Option(help="The server that recorded the request.")
     ] = "http://127.0.0.1:8080",
     admin_key_file: Annotated[
         Path | None, typer.Option(help="File with the administrator's key.")
     ] = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Run a recorded request again and compare it token for token.
+    """Run a recorded request again and compare its tokens with the recorded ones.
 
     The server records requests if requests.record is true. Exits with 1 if a token differs.
     """

@@ -157,6 +157,10 @@ class Resumed(msgspec.Struct, frozen=True, array_like=True):
     surprise_limit: float | None = None  # of its last delta
 
 
+# Begins a salt that no other request has. Blocks with such a salt are not stored in cache tiers.
+UNSHARED = "unshared:"
+
+
 class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True, tag="submit"):
     """Frontend to engine: generate `params.n` choices from `prompt`."""
 

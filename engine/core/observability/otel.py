@@ -102,7 +102,7 @@ class RecordedTrace(Trace):
         super().__init__(format_trace_id(ids.trace_id), format_span_id(ids.span_id), {})
         self._notes: list[Part] = []
         self._calls: list[tuple[Span, float]] = []  # calls to other servers, and when they ended
-        # When the call began and ended by which another server has answered.
+        # When the call to the server that answered began and ended. None: no other server did.
         self._remote: tuple[float, float] | None = None
         self._tap: AnswerTap | None = None
         self._work: Work | None = None
@@ -205,7 +205,7 @@ class RecordedTrace(Trace):
         self._notes += details_of(work)
         if self._tap is not None and self._tap.num_calls:
             calls = {"engine.tool_calls": self._tap.num_calls}
-            # The first token of an answer may begin a call. It is counted after it is parsed.
+            # Tokens are parsed before their arrival is noted, so a call may seem to begin earlier.
             began_at = max(self._tap.first_call_at, work.first_token_at or 0.0)
             last_at = max(self._tap.last_call_at, began_at)
             self._notes.append(Part("parse tool calls", began_at, last_at, calls))

@@ -78,7 +78,7 @@ def _exporter_kind(signal: str) -> str:
     variable = f"OTEL_{signal}_EXPORTER"
     kind = os.environ.get(variable, "").strip() or "otlp"
     if kind not in ("otlp", "console", "none"):
-        raise ConfigError(f"{variable}={kind}: this server has otlp, console and none")
+        raise ConfigError(f"{variable}={kind}: supported are otlp, console and none")
     return kind
 
 
@@ -90,7 +90,7 @@ def _protocol(settings: TracingSettings, signal: str) -> str:
         if protocol in ("http/protobuf", "grpc"):
             return protocol
         if protocol:
-            raise ConfigError(f"{variable}={protocol}: this server has http/protobuf and grpc")
+            raise ConfigError(f"{variable}={protocol}: supported are http/protobuf and grpc")
     return "http/protobuf"
 
 

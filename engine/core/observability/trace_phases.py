@@ -31,7 +31,7 @@ def phases_of(work: Work, started: float, remote: tuple[float, float] | None) ->
         return []
     prepare = Part("prepare", started, submitted)
     if first is None or work.usage is None:
-        # The engine tells when it began at the end of its answer, so this is not known here.
+        # The engine reports when prefill began only with the end of its answer.
         waited_until = work.ended_at if first is None else first
         phases = [prepare, Part("wait", submitted, waited_until)]
         return phases if first is None else [*phases, Part("decode", first, work.ended_at)]

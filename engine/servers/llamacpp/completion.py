@@ -200,9 +200,6 @@ async def _answer(
     await allowed_alternatives(services, card, "n_probs", params.logprobs)
     completion_id = new_completion_id("cmpl")
     context = services.context(request, card, body, params, completion_id, body.grammar)
-    if body.cache_prompt is False:
-        # No other request has this salt, so no prefix is found in the cache.
-        context = msgspec.structs.replace(context, salt=completion_id)
     count = len(prompts.prompts)
     pump = await services.begin(ticket, params, count)
     pump.reports_progress = body.reports_progress

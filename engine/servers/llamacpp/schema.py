@@ -120,7 +120,6 @@ class NativeSampling(SamplingBody):
         dict[Any, float], PlainValidator(_parse_bias), WithJsonSchema(_BIAS_SCHEMA)
     ] = {}
     structured_outputs: fields.StructuredOutputs = None
-    cache_prompt: bool | None = None
     # A router sends requests with the same slot to the same backend. -1: no slot
     id_slot: Annotated[int, Field(ge=-1, le=2**31 - 1)] | None = None
     return_tokens: bool | None = None

@@ -1,7 +1,7 @@
 """Explains why a request took as long as it did.
 
-Each cause has the seconds that it cost. The main cause is the one that cost most. Causes that are
-not the request's own work come first if they cost a fifth of the time or more.
+Each cause has the seconds that it cost. A cause that is not the request's own work is the main
+cause if it cost a fifth of the time or more. Otherwise the main cause is the one that cost most.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -75,7 +75,7 @@ def _all_causes(record: RequestRecord, decisions: Sequence[dict[str, Any]]) -> I
         yield from _preparation_causes(prepared, timeline)
     if timeline is not None:
         is_revived = _is_revived(record, timeline)
-        # A request that arrives during a step is read after it.
+        # The engine reads a request that arrives during a step when the step has ended.
         unread_s = 0.0 if prepared is None else timeline.submitted_at - prepared.submitted_at
         yield from _queue_causes(timeline, 0.0 if is_revived else max(unread_s, 0.0))
         yield from _prefill_causes(timeline)

@@ -76,11 +76,10 @@ class EventPump:
         num_choices = num_sources * choices_per_source
         self.choice_tokens = [0] * num_choices
         self.finish_reasons: list[Literal["stop", "length"] | None] = [None] * num_choices
-        # Times by time.monotonic(): the first prompt was checked and sent to its engine, the first
-        # token arrived, the last prompt's answer was complete.
-        self.submitted_at: float | None = None
+        # All times are by time.monotonic().
+        self.submitted_at: float | None = None  # when the first prompt was sent to its engine
         self.first_token_at: float | None = None
-        self.ended_at: float | None = None
+        self.ended_at: float | None = None  # when the answers to all prompts were complete
         self.usage = UsageEvent(prompt_tokens=0, completion_tokens=0, cached_tokens=0)
         self.failure: EngineError | None = None
         self.joins_ends = False  # whether a choice's last tokens and its end become one event

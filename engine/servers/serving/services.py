@@ -26,7 +26,7 @@ from engine.core.interfaces.backend import (
     ModelCard,
     Preset,
 )
-from engine.core.interfaces.request import SamplingParams
+from engine.core.interfaces.request import UNSHARED, SamplingParams
 from engine.core.key_file import NO_LIMITS
 from engine.core.observability.metrics import Metrics
 from engine.servers.access.auth import KeyRing, is_acting, principal_of
@@ -303,7 +303,7 @@ class Services:
         if body.cache_salt is not None:
             salt = principal.digest(body.cache_salt)
         if body.cache_prompt is False:
-            salt = secrets.token_hex(16)  # no other request has it
+            salt = UNSHARED + secrets.token_hex(16)
         return GenerationContext(
             request_id=completion_id,
             params=params,

@@ -10,8 +10,8 @@ MUTATIONS = [
     Mutation(
         "frontend: a stop string forgets every choice",
         "engine.backends.custom.frontend.generation",
-        "                self.engine.forget(self.request.request_id, delta.choice)\n",
-        "                self.engine.forget(self.request.request_id, None)\n",
+        "                self._forget(delta.choice)\n",
+        "                self._forget(None)\n",
         f"{GENERATION_TESTS}::test_a_stop_string_forgets_its_own_choice_alone",
     ),
     Mutation(

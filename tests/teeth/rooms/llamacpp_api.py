@@ -21,9 +21,9 @@ MUTATIONS = [
     ),
     Mutation(
         "a prompt without the cache finds cached prefixes",
-        "engine.servers.llamacpp.completion",
-        "        context = msgspec.structs.replace(context, salt=completion_id)\n",
-        "        pass\n",
+        "engine.servers.serving.services",
+        "salt = UNSHARED + secrets.token_hex(16)",
+        "salt = UNSHARED",
         f"{TESTS}::test_a_prompt_without_the_cache",
     ),
     Mutation(

@@ -79,4 +79,18 @@ MUTATIONS = [
         "        cached = []\n        new",
         f"{ENGINE_TESTS}::test_loading_does_not_evict_the_prefix_that_it_continues",
     ),
+    Mutation(
+        "tiers: a sequence waits for blocks that nobody takes",
+        f"{TIERS}.kv_tiers",
+        "if is_taken and (job.ready",
+        "if (job.ready",
+        f"{ENGINE_TESTS}::test_a_sequence_goes_on_if_the_one_that_loads_for_it_is_aborted",
+    ),
+    Mutation(
+        "tiers: the blocks of done jobs are not counted",
+        f"{TIERS}.mover",
+        "return sum(job.ahead_bytes for job in self._kept)",
+        "return sum(job.ahead_bytes for job in self._reads)",
+        f"{ENGINE_TESTS}::test_blocks_that_nobody_takes_yet_are_bounded",
+    ),
 ]

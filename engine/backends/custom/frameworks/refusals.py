@@ -14,11 +14,11 @@ def check_dtype(dtype: str, known: Iterable[str]) -> None:
 
 
 def check_numerics(framework: str, numerics: str) -> None:
-    """Refuses "invariant". "fast" is no more than what a tensor library does anyway."""
+    """Refuses "invariant". "fast" is accepted: it allows what tensor libraries do anyway."""
     if numerics == "invariant":
         raise ConfigError(
             f"numerics invariant is not available here: the kernels of the {framework} backend "
-            "add in an order that depends on the batch; use --backend native, or leave it out"
+            "sum in an order that depends on the batch; use --backend native, or leave numerics out"
         )
 
 

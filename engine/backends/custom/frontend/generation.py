@@ -63,6 +63,7 @@ class Generation(GeneratedFeed):
         self.engine = engine
         self._prepared = prepared
         self._open = set(range(request.params.n))  # choices that have not ended
+        self._is_cut = False  # whether the engine was told to abort a choice, or all of them
         # The reader of each choice, created when the choice's first tokens arrive.
         self._readers: dict[int, TextReader] = {}
         self._echo = None if prepared.echo is None else Echo(prepared.echo, request)
@@ -132,10 +133,14 @@ class Generation(GeneratedFeed):
     def _release(self) -> None:
         if self._open:
             self._open.clear()
-            self.engine.forget(self.request.request_id, None)
-            if self._notes is not None:
-                self.engine.leave(self.request.request_id, self._notes)
+            self._forget(None)
+        if self._is_cut and self._notes is not None:
+            self.engine.leave(self.request.request_id, self._notes)
         self.engine.done(self.request.request_id)
+
+    def _forget(self, choice: int | None) -> None:
+        self._is_cut = True
+        self.engine.forget(self.request.request_id, choice)
 
     def _hand_on(self, sink: EventSink) -> None:
         if self._failure is not None:
@@ -235,7 +240,7 @@ class Generation(GeneratedFeed):
         if ends or reader.stopped is not None:
             self._open.remove(delta.choice)
             if not ends:
-                self.engine.forget(self.request.request_id, delta.choice)
+                self._forget(delta.choice)
             events.append(self._finish(delta, reader))
         return events
 

@@ -128,8 +128,8 @@ class StepBudget:
             self._continuing.add(num_decoding, _believable(seconds, known))
 
     def price(self, num_decoding: int) -> float:
-        """What one more decode token would cost in a step with `num_decoding` of them, as a part of
-        what one of these costs. At 1, larger steps do not increase the throughput.
+        """The cost of one more decode token in a step with `num_decoding` of them, divided by the
+        mean cost of these. At 1, larger steps do not increase the throughput.
         """
         share = self._continuing.share(num_decoding)
         if share is None:

@@ -166,7 +166,7 @@ class Row(NamedTuple):
     slot: int
     life: int
     num_scored: int = 0  # number of prompt tokens whose logprob this row computes
-    draft: tuple[int, ...] = ()  # tokens that the sequence does not have yet (see speculation.py)
+    draft: tuple[int, ...] = ()  # tokens that the sequence does not have yet (`speculation`)
 
     @property
     def sampled(self) -> "tuple[Row, ...]":

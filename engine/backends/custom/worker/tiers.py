@@ -56,7 +56,7 @@ def add_tiers(
             " use --backend native, torch or jax, or remove [cache.tiers]"
         )
     if not kv.sharing:
-        raise ConfigError("[cache.tiers] needs the prefix cache; remove it or set cache.enabled")
+        raise ConfigError("[cache.tiers] needs cache.enabled = true; set it, or remove the tiers")
     kind = "full" if source.config.latent is None else "latent"
     identity = cache_identity(source, runner)
     tiers = open_tiers(options)
@@ -111,7 +111,7 @@ def cache_identity(source: ModelSource, runner: ModelRunner) -> bytes:
     config, spec = source.config, runner.spec
     parts = [f"engine {__version__}", runner.kv_identity, f"block {spec.block_size}"]
     if any(rope.kind in ("dynamic", "longrope") for rope in config.ropes):
-        parts.append(f"context {spec.max_seq_len}")  # which decides the frequencies
+        parts.append(f"context {spec.max_seq_len}")  # it decides the RoPE frequencies
     parts.append(f"window pool {spec.window}")
     paths = [file.path.resolve() for file in source.checkpoint.files]
     digests = Digests(store_directory().parent / DIGESTS_FILE)
@@ -121,7 +121,7 @@ def cache_identity(source: ModelSource, runner: ModelRunner) -> bytes:
 
 
 class Digests:
-    """The SHA-256 of large files, in a file of their own."""
+    """Computes the SHA-256 of large files once, and keeps it in a JSON file."""
 
     def __init__(self, path: Path) -> None:
         self._path = path

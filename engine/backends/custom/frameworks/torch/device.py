@@ -31,8 +31,8 @@ def is_hopper(device: torch.device) -> bool:
 
 @cache
 def has_fp8(device: torch.device) -> bool:
-    """Whether the GPU multiplies float8 numbers of the type e4m3fn. An MI300 has e4m3fnuz, whose
-    numbers are half as large.
+    """Whether the GPU multiplies float8 numbers of the type e4m3fn. An MI300 has e4m3fnuz, in
+    which the same bits mean half the value.
     """
     return not is_amd() and torch.cuda.get_device_capability(device) >= _ADA
 

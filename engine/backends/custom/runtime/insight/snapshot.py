@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 WATCHED_S = 3.0
 # The tree is walked again after this many seconds at the earliest.
 TREE_S = 1.0
-MAX_WALKED = 4096  # nodes of the tree that are counted, and those next to them
+MAX_WALKED = 4096  # after this many nodes, no deeper level of the tree is counted
 
 
 class SnapshotTaker:
@@ -75,7 +75,7 @@ class SnapshotTaker:
         )
 
     def expire(self, now: float) -> None:
-        """Stop to time kernels if nobody watches any more."""
+        """Stop timing kernels if nobody watches any more."""
         if self._asked_at is not None and now - self._asked_at > WATCHED_S:
             self._asked_at = None
             self._time_kernels(False)

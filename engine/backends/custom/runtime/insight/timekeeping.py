@@ -27,10 +27,10 @@ if TYPE_CHECKING:
     from engine.backends.custom.runtime.sequence import Sequence, Tokens
 
 STEP, SLOTS, BUDGET, BLOCKS, TURN, PRIORITY, PREFIX, TIER = range(len(WAITS))
-# Latest admissions in which a sequence looks for sequences that overtook it.
+# A sequence looks among this many latest admissions for sequences that overtook it.
 MAX_ADMISSIONS = 256
 MAX_STEPS = 128
-# Hashes of prompt blocks that were computed lately. They tell a new prefix from an evicted one.
+# Hashes of recently computed prompt blocks to keep. They tell evicted prefixes from new ones.
 MAX_SEEN = 16384
 SHOWN_TOKENS = 8  # tokens of a prompt that a `Divergence` shows
 MAX_BRANCHES = 64  # branches of a node in which the nearest prefix is searched
@@ -193,7 +193,7 @@ class Stopwatch:
             self._loading_at = self._clock.now
 
     def admit(self, seq: "Sequence") -> None:
-        """The sequence was admitted. At the first time, this computes what it waited for."""
+        """The sequence was admitted. The first time, this computes what it waited for."""
         now = self._clock.now
         if self._admitted is None:
             self._admitted = self._waited(seq, now)

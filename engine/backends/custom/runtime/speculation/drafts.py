@@ -109,7 +109,7 @@ class Speculation:
     def _draft(
         self, row: Row, drafter: Drafter, price: float, room: int, spare: int
     ) -> tuple[int, ...]:
-        """A draft of at most `room` tokens. It may take blocks as long as `spare` ones remain."""
+        """A draft of at most `room` tokens. It may take KV blocks while `spare` are left."""
         seq, before = row.seq, row.start + 1
         limit = min(MAX_DRAFT, room, seq.max_len - before, self._kv.max_row - 1)
         limit = min(limit, int(drafter.credit / price))

@@ -1,14 +1,14 @@
-"""Guesses the next tokens of a sequence by searching its last tokens in a text."""
+"""Guesses the next tokens of a sequence by looking for its last tokens in a text."""
 
 import numpy as np
 
 from engine.backends.custom.runtime.kv_cache import KVCache
 from engine.backends.custom.runtime.sequence import Tokens, packed
 
-MIN_MATCH = 3  # tokens that must occur at an earlier place, so that the tokens there are a guess
+MIN_MATCH = 3  # at least so many last tokens must occur earlier, or nothing is guessed
 MAX_MATCH = 32  # longer matches count as this long
 MAX_SEARCHED = 16_384  # tokens of a text, counted from its end, among which a match is searched
-MAX_CACHED_REST = 4096  # tokens of a cached answer that are expected, apart from its last edge
+MAX_CACHED_REST = 4096  # with this many tokens, a cached answer is not read any further
 EXPECTED_MATCH = 8  # the start of an expected text counts as a match of this length
 MEMORY = 0.97  # the weight of older guesses is multiplied by this with each new one
 PRIOR_GUESSES = 8.0  # the initial odds count as this many guesses

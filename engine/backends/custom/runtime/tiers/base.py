@@ -103,7 +103,7 @@ class Tier(Protocol):
         ...
 
     def use(self, names: Sequence[str]) -> None:
-        """Note that blocks were used, also without this tier."""
+        """Note that blocks were used, even if they came from elsewhere."""
         ...
 
     def tidy_up(self) -> None:

@@ -1,8 +1,8 @@
 """The tier on disk: a folder with one file per block, which survives the process.
 
 A file is written under a temporary name and renamed, so that no reader sees a part of it. Files are
-not flushed to the disk: if the machine loses power, a checksum reveals a file that lacks data. The
-folder may belong to several engines at once. Each of them limits the files that it knows of.
+not flushed to the disk: if the machine loses power, a checksum reveals a file that lacks data.
+Several engines may use the folder at once. Each of them limits only the files that it knows of.
 """
 
 import logging
@@ -164,7 +164,7 @@ class DiskTier:
         try:
             handle = os.open(part, flags, 0o600)
         except FileNotFoundError:
-            # The first block with these two digits, or somebody has removed the folder.
+            # No block with these first two digits was stored yet, or somebody removed the folder.
             path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
             handle = os.open(part, flags, 0o600)
         try:

@@ -1,4 +1,4 @@
-"""Knows how fast each tier is and whether it works. A tier that fails is left alone for a while."""
+"""Knows how fast each tier is and whether it works. A failed tier is not used for a while."""
 
 import logging
 import time
@@ -48,7 +48,7 @@ class Breaker:
 class WatchedTier:
     """A tier with its counters and circuit breakers. No method raises because the tier failed.
 
-    Only the writing thread tries a tier again that failed to be read. So no request waits for it.
+    If a read has failed, only the writing thread tries the tier again. So no request waits for it.
     """
 
     def __init__(self, tier: Tier, clock: Callable[[], float] = time.monotonic) -> None:
@@ -84,8 +84,7 @@ class WatchedTier:
         try:
             yield
         except Exception as error:
-            self._reading.fail()
-            self._complain("read", error)
+            self._fail(self._reading, "read", error)
 
     @contextmanager
     def writing(self) -> Iterator[None]:
@@ -93,8 +92,7 @@ class WatchedTier:
         try:
             yield
         except Exception as error:
-            self._writing.fail()
-            self._complain("written", error)
+            self._fail(self._writing, "written", error)
 
     def loaded(self, num_blocks: int, num_bytes: int, num_bad: int, seconds: float) -> None:
         self.num_hits += num_blocks
@@ -119,8 +117,7 @@ class WatchedTier:
         try:
             self.tier.tidy_up()
         except Exception as error:
-            self._reading.fail()
-            self._complain("used", error)
+            self._fail(self._reading, "used", error)
         else:
             self._reading.succeed()
 
@@ -142,8 +139,12 @@ class WatchedTier:
             is_up=self.is_readable,
         )
 
-    def _complain(self, verb: str, error: Exception) -> None:
+    def _fail(self, breaker: Breaker, verb: str, error: Exception) -> None:
+        is_known = breaker.is_open
+        breaker.fail()
         self.num_errors += 1
+        if is_known:
+            return  # the log has it already
         # The text of the error may hold an address with a password.
         reason = error.strerror if isinstance(error, OSError) and error.strerror else ""
         log.warning(

@@ -13,21 +13,26 @@ from typing import TYPE_CHECKING, Protocol, runtime_checkable
 from engine.backends.custom.runtime.model_runner import NULL_BLOCK, Bytes, Group, RunnerSpec
 from engine.backends.custom.runtime.tiers.base import Tier, record_name
 from engine.backends.custom.runtime.tiers.health import WatchedTier
-from engine.backends.custom.runtime.tiers.mover import Batch, Mover, ReadJob, WriteJob
+from engine.backends.custom.runtime.tiers.mover import (
+    MAX_ALL_AHEAD_BYTES,
+    Batch,
+    Mover,
+    ReadJob,
+    WriteJob,
+)
 from engine.backends.custom.runtime.tiers.record import Place, RecordShape, chain, root_key
-from engine.core.interfaces.request import TierStats
+from engine.core.interfaces.request import UNSHARED, TierStats
 
 if TYPE_CHECKING:
     from engine.backends.custom.runtime.kv_cache import KVCache
     from engine.backends.custom.runtime.sequence import Sequence as Seq
 
-MAX_AHEAD_BYTES = 256 * 2**20  # loaded blocks of all waiting sequences
 MAX_STEP_BYTES = 16 * 2**20  # bytes that are copied to the KV pool between two steps
 MIN_GAIN_S = 0.005  # tiers are not asked for blocks that can be computed within this time
 # A sequence waits for its blocks no longer than this part of the time to compute them.
 MAX_SHARE = 0.8
-FIRST_WAIT_S = 0.25  # for the first block, besides the time that earlier jobs take
-STALL_S = 0.15  # for the next block
+FIRST_WAIT_S = 0.25  # max wait for the first block, besides the time that earlier jobs take
+STALL_S = 0.15  # max wait for each further block
 WAIT_S = 0.001  # the loop waits this long for blocks at a time, if nothing else runs
 MAX_ASKED = 3
 # A block that was stored is offered to the tiers again after this time, if it is used again. A tier
@@ -62,7 +67,7 @@ class BlockMover(Protocol):
 
 class KVTiers:
     """`prompt_s` returns the time to compute a number of prompt tokens, or None if it is unknown.
-    `first_state` is the number of the runner's state that checkpoint 0 has.
+    `first_state` is the index of checkpoint 0 among the states of the runner.
     """
 
     def __init__(
@@ -92,9 +97,11 @@ class KVTiers:
 
     def read_ahead(self, seq: "Seq") -> None:
         """Start to load the blocks that a waiting sequence lacks."""
-        if seq.is_scoring or not self._kv.sharing or not self._mover.has_readable:
+        if seq.is_scoring or seq.namespace.startswith(UNSHARED):
             return
-        if self._mover.ahead_bytes < MAX_AHEAD_BYTES:
+        if not self._kv.sharing or not self._mover.has_readable:
+            return
+        if self._mover.ahead_bytes < MAX_ALL_AHEAD_BYTES:
             self._ask(seq)
 
     def is_loading(self, seq: "Seq") -> bool:
@@ -113,7 +120,9 @@ class KVTiers:
                 job.news.wait(WAIT_S)
             job.news.clear()
             self._install(job)
-        if job.ready or not (job.is_done or self._is_late(job)):
+        # Nobody takes the blocks of a job whose own sequence has ended or starts without them.
+        is_taken = job in self._jobs
+        if is_taken and (job.ready or not (job.is_done or self._is_late(job))):
             return True
         self._end(seq, job)
         return seq.load is not None
@@ -123,12 +132,14 @@ class KVTiers:
         job, seq.load = seq.load, None
         if job is not None and self._jobs.get(job) is seq:
             del self._jobs[job]
-            self._mover.cancel(job)
+            self._mover.drop(job)
 
     def publish(self, seq: "Seq", count: int, is_end: bool) -> None:
         """Hand those of the first `count` blocks of a sequence to the tiers that are new to them.
         `is_end` says that the sequence does not run any longer.
         """
+        if seq.namespace.startswith(UNSHARED):
+            return
         self._extend_keys(seq, count)
         kv, now = self._kv, time.monotonic()
         ids: dict[Group, list[int]] = {"full": seq.blocks[:count]}
@@ -189,8 +200,7 @@ class KVTiers:
         seq.load = None
         if self._jobs.get(job) is seq:
             del self._jobs[job]
-            if not job.is_done:
-                self._mover.cancel(job)
+            self._mover.drop(job)
         elif seq.num_asked < MAX_ASKED and self._mover.has_readable:
             self._ask(seq)  # what another sequence has loaded may be only a part of the prefix
 
@@ -216,7 +226,7 @@ class KVTiers:
             if self._put(seq, batch):
                 self._remember(seq, batch)
             elif batch.group == "full":
-                self._mover.cancel(job)  # the pool is full, or an earlier block was evicted
+                self._mover.drop(job)  # the pool is full, or an earlier block was evicted
                 job.ready.clear()
 
     def _put(self, seq: "Seq", batch: Batch) -> bool:

@@ -24,6 +24,7 @@ log = logging.getLogger(__name__)
 
 BATCH_BYTES = 4 * 2**20  # bytes that are read from a tier at a time
 MAX_AHEAD_BYTES = 64 * 2**20  # a job may be ahead of the engine loop by this many bytes
+MAX_ALL_AHEAD_BYTES = 256 * 2**20  # all jobs together, also those that are done
 MAX_QUEUED_BYTES = 256 * 2**20  # bytes that wait to be written
 TIDY_INTERVAL_S = 1.0
 CLOSE_S = 5.0  # at the end, the queue is written for at most this long
@@ -64,7 +65,6 @@ class ReadJob:
 
     @property
     def ahead_bytes(self) -> int:
-        """Bytes that were loaded, and that the engine loop has not taken yet."""
         return sum(batch.rows.nbytes for batch in list(self.ready))
 
 
@@ -106,6 +106,7 @@ class Mover:
         self.on_lost: Callable[[Sequence[bytes]], None] = lambda keys: None
         self._max_queued_bytes = max_queued_bytes
         self._reads: list[ReadJob] = []
+        self._kept: list[ReadJob] = []  # jobs whose blocks the engine loop may still take
         self._writes: deque[WriteJob] = deque()
         self._used: deque[str] = deque()
         self._queued_bytes = 0
@@ -130,7 +131,7 @@ class Mover:
     @property
     def ahead_bytes(self) -> int:
         """Bytes that were loaded, and that the engine loop has not taken yet."""
-        return sum(job.ahead_bytes for job in self._reads)
+        return sum(job.ahead_bytes for job in self._kept)
 
     def is_next(self, job: ReadJob) -> bool:
         return bool(self._reads) and self._reads[0] is job
@@ -149,6 +150,7 @@ class Mover:
         return self._queued_bytes + num_bytes <= self._max_queued_bytes and not self._closing
 
     def read(self, job: ReadJob) -> None:
+        self._kept.append(job)
         with self._wakes_reader:
             self._reads.append(job)
             self._wakes_reader.notify()
@@ -158,8 +160,10 @@ class Mover:
         with self._wakes_reader:
             self._wakes_reader.notify()
 
-    def cancel(self, job: ReadJob) -> None:
+    def drop(self, job: ReadJob) -> None:
+        """The engine loop takes no more blocks of a job. If it is not done, it ends."""
         job.is_cancelled = True
+        self._kept = [each for each in self._kept if each is not job]
         self.taken()
 
     def write(self, job: WriteJob) -> None:
@@ -195,10 +199,9 @@ class Mover:
 
     def _next_read(self) -> ReadJob | None:
         """The first job that may load more."""
-        return next(
-            (job for job in self._reads if job.is_cancelled or job.ahead_bytes < MAX_AHEAD_BYTES),
-            None,
-        )
+        most = MAX_AHEAD_BYTES if self.ahead_bytes < MAX_ALL_AHEAD_BYTES else 0
+        may = (each for each in self._reads if each.is_cancelled or each.ahead_bytes < most)
+        return next(may, None)
 
     def read_some(self, job: ReadJob) -> None:
         """Look up the blocks of a job, or load its next batch."""
@@ -286,7 +289,7 @@ class Mover:
     def _find_any(
         self, group: Group, places: Sequence[Place], indices: list[int]
     ) -> list[_Segment]:
-        """Those of some blocks that tiers have, as segments of one block."""
+        """The given blocks that tiers have, each as a segment of one block."""
         shape, found = self._shapes[group], list[_Segment]()
         for tier in self.tiers:
             if not indices or not tier.is_readable:

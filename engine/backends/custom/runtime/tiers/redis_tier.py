@@ -112,7 +112,7 @@ class RedisTier:
         return len(new)
 
     def use(self, names: Sequence[str]) -> None:
-        self._used += names
+        self._used.extend(names)
 
     def tidy_up(self) -> None:
         used, self._used = self._used, []
@@ -120,14 +120,14 @@ class RedisTier:
         pipe.get(TOTAL)
         pipe.zcard(INDEX)
         for name in dict.fromkeys(used):
-            # Blocks that other tiers have may be missing here. XX: only if it is in the index.
+            # Other tiers may have blocks that are missing here. XX changes only existing entries.
             if self._policy == "lru":
                 pipe.zadd(INDEX, {name: self._clock()}, xx=True)
             elif self._policy == "lfu":
                 pipe.zadd(INDEX, {name: 1.0}, xx=True, incr=True)
             if self._ttl_ms is not None:
                 pipe.pexpire(PREFIX + name, self._ttl_ms)
-        # A Redis without memory refuses to change the index, but can still be read.
+        # A Redis whose memory is full refuses to change the index, but can still be read.
         total, count, *_ = pipe.execute(raise_on_error=False)
         if isinstance(total, Exception):
             raise total
@@ -148,7 +148,7 @@ class RedisTier:
         return len(names)
 
     def names(self) -> list[str]:
-        """The names of all blocks, next to be evicted last."""
+        """The names of all blocks. Those that are evicted next come last."""
         return [name.decode("ascii", "replace") for name in self._client.zrevrange(INDEX, 0, -1)]
 
     def uses(self) -> dict[str, int]:
@@ -192,7 +192,9 @@ class RedisTier:
         pipe.set(PREFIX + record.name, value, px=self._ttl_ms)
         pipe.zadd(INDEX, {record.name: score})
         pipe.incrby(TOTAL, len(value))
-        pipe.execute()
+        _, is_new, _ = pipe.execute()
+        if not is_new:  # another engine has just stored it, or the index had it since it expired
+            self._client.decrby(TOTAL, len(value))
 
     def _evict(self) -> None:
         pipe = self._client.pipeline(transaction=False)
@@ -200,7 +202,7 @@ class RedisTier:
         pipe.zcard(INDEX)
         total, count = (int(value or 0) for value in pipe.execute())
         while total > self._max_bytes and count > 0:
-            each = max(1, total // count)  # the mean, because engines with other models may share
+            each = max(1, total // count)  # mean size: models may share this Redis
             wanted = min(EVICT_AT_ONCE, -(-(total - self._max_bytes) // each))
             popped = self._client.zpopmin(INDEX, wanted)
             if not popped:

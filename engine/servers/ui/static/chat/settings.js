@@ -58,7 +58,7 @@ export function Settings() {
     <section class="stack">
       <h3>More</h3>
       <${Check} label="Probabilities of tokens" note="Shown by the button above the messages, or by the key p." checked=${kept.logprobs} onChange=${(logprobs) => set({ logprobs })} />
-      <${Check} label="Keep conversations on the server" note="By /v1/responses, beside the copy in this browser." checked=${kept.stored} onChange=${(stored) => set({ stored })} />
+      <${Check} label="Keep conversations on the server" note="Messages go to /v1/responses. This browser keeps a copy, too." checked=${kept.stored} onChange=${(stored) => set({ stored })} />
       <${JsonField} id="extra" label="More fields of the request" value=${kept.extra} placeholder=${'{"priority": 1}'} onInput=${(extra) => set({ extra })} failure=${kept.extra.trim() && problem(() => JSON.parse(kept.extra))} />
     </section>
   </div>`;

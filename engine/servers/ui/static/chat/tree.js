@@ -3,7 +3,7 @@
 //
 // A node is `{ id, parent, role, content, created, ... }`. `role` is "user", "assistant" or "tool".
 // An assistant's node may have `group`: nodes with the same group are answers to the same request,
-// which are shown side by side. Others fields are listed at `NODE_FIELDS`.
+// which are shown side by side. Other fields are listed at `NODE_FIELDS`.
 
 export const FORMAT = "engine.conversation";
 const MAX_TITLE = 60;

@@ -27,8 +27,8 @@ from engine.backends.custom.frameworks.torch.kernels.attention_triton import (
 from engine.backends.custom.runtime.model_runner import I32, BatchInputs
 
 CHUNK = 256  # keys of a chunk, which begins at a multiple of this position
-# Max chunks of all rows whose chunks are computed by several programs. Other rows have one program
-# per KV head, and its chunks are merged in registers.
+# Several programs may share the chunks of a row, while all such rows have at most this many
+# chunks in total. For other rows, one program per KV head merges all chunks in registers.
 MAX_PARTIALS = 2048
 # Tile sizes as (queries, keys, warps, stages) per program, in half precision and in float32. All
 # rows have the same tile, because a tile's layout decides the order of the softmax's sum.
