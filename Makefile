@@ -53,13 +53,13 @@ clang: ## Install clang, with which tinygrad compiles for a CPU
 		apt-get install -y -q clang && has; } || \
 		echo "clang is not there, so tinygrad is not tested: sudo apt-get install clang" >&2
 
-# npm ci verifies the packages by the checksums of the lock file.
+# npm ci verifies the packages by the checksums of the lock file. It writes a copy of that file last of all.
 UI := build/ui
 browser: ## Install Chromium and the packages of npm that drive it, for the tests of the page
 	@has() { command -v chromium >/dev/null && command -v npm >/dev/null; }; has || { \
 		printf '\n==> Installing Chromium and npm\n'; [ "$$(id -u)" = 0 ] && apt-get update -q && \
 		apt-get install -y -q --no-install-recommends chromium npm && has; } && { \
-		cmp -s tests/ui/package-lock.json $(UI)/package-lock.json && [ -d $(UI)/node_modules ] || { \
+		cmp -s tests/ui/package-lock.json $(UI)/package-lock.json && [ -e $(UI)/node_modules/.package-lock.json ] || { \
 		mkdir -p $(UI) && cp tests/ui/package*.json $(UI) && \
 		npm ci --prefix $(UI) --silent --no-audit --no-fund --ignore-scripts; }; } || \
 		echo "Chromium or its driver is not there, so the page is not tested: sudo apt-get install chromium npm" >&2

@@ -39,7 +39,7 @@ path = "{storage}"
 pytestmark = [
     pytest.mark.seconds,
     pytest.mark.skipif(
-        CHROMIUM is None or not (MODULES / "node_modules").is_dir(),
+        CHROMIUM is None or not (MODULES / "node_modules" / ".package-lock.json").exists(),
         reason="needs Chromium and two packages of npm: make browser",
     ),
 ]

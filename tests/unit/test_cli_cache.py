@@ -52,6 +52,7 @@ def test_blocks_are_counted_and_prefixes_listed(config) -> None:
 def test_blocks_travel_in_a_file_and_damaged_ones_stay_behind(config, tmp_path) -> None:
     file, other = tmp_path / "blocks.tar", written(tmp_path, "other")
     told("export", file, "--config", config)
+    assert file.stat().st_mode & 0o077 == 0, "it has the tokens of prompts"
     with tarfile.open(file, "a") as archive:
         for name in ("../../evil", "x"):
             member = tarfile.TarInfo(name)
@@ -61,6 +62,14 @@ def test_blocks_travel_in_a_file_and_damaged_ones_stay_behind(config, tmp_path) 
     engine, _ = tiered_engine(disk(tmp_path / "other"))
     assert answer(engine, "a").num_cached == 16
     assert not (tmp_path.parent / "evil").exists()
+
+
+def test_files_that_are_missing_or_no_archives_are_named(config, tmp_path) -> None:
+    junk, missing = tmp_path / "junk", tmp_path / "missing" / "blocks.tar"
+    junk.write_bytes(b"junk")
+    for command, file in (("import", junk), ("import", missing), ("export", missing)):
+        with pytest.raises(ConfigError, match=str(file)):
+            told(command, file, "--config", config)
 
 
 def test_clearing_leaves_nothing(config) -> None:

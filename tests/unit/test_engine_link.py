@@ -11,11 +11,13 @@ import msgspec
 import psutil
 import pytest
 
+from engine.backends.custom.frontend import engine_link
 from engine.backends.custom.frontend.engine_client import InlineClient, ProcessClient
 from engine.backends.custom.frontend.engine_link import EngineLink
 from engine.backends.custom.ipc.engine_process import EngineProcess
 from engine.backends.custom.options import EngineOptions
 from engine.backends.process import RestartPolicy
+from engine.cli.ops import top
 from engine.core.errors import EngineError, ModelError, ResourceError, UnavailableError
 from engine.core.interfaces.request import GenerateRequest, SamplingParams
 from tests.toy_alone import generate_alone
@@ -143,13 +145,19 @@ async def test_the_log_level_is_that_of_the_engines_process():
 
 
 async def test_an_unanswered_control_leaves_nothing_behind(monkeypatch):
-    monkeypatch.setattr("engine.backends.custom.frontend.engine_link.CONTROL_TIMEOUT_S", 0.05)
+    monkeypatch.setattr(engine_link, "CONTROL_TIMEOUT_S", 0.05)
     link = make_link()
     await link.start()
     child = psutil.Process(link.pid)
     child.suspend()
     with pytest.raises(UnavailableError):
         await link.flush_cache()
+    # A snapshot has a limit of its own, so that `engine top` gets an answer in its time.
+    assert engine_link.SNAPSHOT_TIMEOUT_S < top.TIMEOUT_S
+    monkeypatch.setattr(engine_link, "CONTROL_TIMEOUT_S", 60.0)
+    monkeypatch.setattr(engine_link, "SNAPSHOT_TIMEOUT_S", 0.05)
+    with pytest.raises(UnavailableError):
+        await link.snapshot()
     assert not link._replies
     child.resume()
     await link.stop()

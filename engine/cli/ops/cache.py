@@ -4,6 +4,9 @@ The commands work on the folder and the Redis that the settings name, even while
 """
 
 import json
+import tarfile
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -83,7 +86,9 @@ def export(file: FileArgument, config: ConfigOption = None, tier: TierOption = N
     from engine.backends.custom.runtime.tiers.listing import export as write
 
     source = _tiers(config, tier)[0]
-    print(f"{write(source, file.expanduser()):,} blocks of {source.name} written to {file}")
+    with _naming(file):
+        count = write(source, file.expanduser())
+    print(f"{count:,} blocks of {source.name} written to {file}")
 
 
 @app.command("import")
@@ -95,7 +100,8 @@ def import_file(file: FileArgument, config: ConfigOption = None, tier: TierOptio
     from engine.backends.custom.runtime.tiers.listing import import_records
 
     target = _tiers(config, tier)[0]
-    stored, bad = import_records(target, file.expanduser())
+    with _naming(file):
+        stored, bad = import_records(target, file.expanduser())
     print(f"{stored:,} blocks stored in {target.name}, {bad:,} damaged ones left out")
 
 
@@ -127,6 +133,16 @@ def warm(
         raise ConfigError("no tier has prefixes of requests without an API key; name a FILE")
     found = call_admin(url, admin_key_file, "POST", "cache/warm", {"prompts": prompts})
     print(json.dumps(found))
+
+
+@contextmanager
+def _naming(file: Path) -> Iterator[None]:
+    """Turn a failure to read or write `file` into an error that names it."""
+    try:
+        yield
+    except (OSError, tarfile.TarError) as error:
+        reason = getattr(error, "strerror", None) or f"it is no tar file ({error})"
+        raise ConfigError(f"{file}: {reason}") from None
 
 
 def _most_used(config: Path | None, count: int) -> list[Any]:

@@ -304,4 +304,19 @@ MUTATIONS = [
         '(match := re.match("(.*)(.*)", parent)) is None',
         "tests/unit/test_tracing.py::test_invalid_ids_name_no_trace",
     ),
+    Mutation(
+        "traces: the records of ended requests keep the prompts",
+        "engine.servers.http.request_log",
+        "            record.trace = None  # it has the request's texts, and the record is kept\n",
+        "",
+        "tests/unit/test_tracing.py::test_records_of_ended_requests_hold_no_trace",
+    ),
+    Mutation(
+        "requests: any client reads how its requests were routed",
+        "engine.servers.access.auth",
+        "    return may_administer(request, keys) or not keys.has_admin\n",
+        "    return True\n",
+        "tests/unit/test_requests_api.py"
+        "::test_decisions_are_shown_to_those_who_may_read_the_routes[admin-key-0123456789abcdef]",
+    ),
 ]

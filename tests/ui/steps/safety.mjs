@@ -61,6 +61,17 @@ export async function hostile_names_and_results_run_nothing({ page, url, check }
   check.deepEqual(await page.evaluate(() => window.ran), []);
 }
 
+export async function deep_texts_are_shown({ page, url, check }) {
+  const deep = "[".repeat(5000) + "]".repeat(5000);
+  const delta = { content: ">".repeat(5000), tool_calls: [{ index: 0, id: "call", function: { name: "look", arguments: deep } }] };
+  const body = `data: ${JSON.stringify({ choices: [{ index: 0, delta, finish_reason: "tool_calls" }] })}\n\ndata: [DONE]\n\n`;
+  await page.route("**/v1/chat/completions", (route) => route.fulfill({ contentType: "text/event-stream", body }));
+  await openChat({ page, url });
+  await ask(page, "Look.");
+  check.ok((await answers(page).locator(".md").innerText()).includes(">>>>"));
+  check.ok((await page.locator(".call").innerText()).includes("[[[["));
+}
+
 export async function the_policy_is_strict_and_enforced({ page, url, check }) {
   const response = await page.goto(url);
   const policy = response.headers()["content-security-policy"];

@@ -40,6 +40,8 @@ from engine.core.interfaces.snapshot import EngineSnapshot
 log = logging.getLogger(__name__)
 
 CONTROL_TIMEOUT_S = 10.0
+# Who watches the server waits for all engines, and needs an answer when one of them is stuck.
+SNAPSHOT_TIMEOUT_S = 2.0
 # A thread of the engine process ticks twice a second, even while a step computes. These are seconds
 # without a tick: after FROZEN_AFTER_S, the engine is reported as unhealthy. After WAKE_AFTER_S, its
 # process gets a SIGCONT. After KILL_AFTER_S, the process is killed.
@@ -193,10 +195,13 @@ class EngineLink:
 
     async def snapshot(self) -> EngineSnapshot | None:
         """What the engine is doing now. None if it is an encoder."""
-        return (await self._control("snapshot")).snapshot
+        return (await self._control("snapshot", timeout_s=SNAPSHOT_TIMEOUT_S)).snapshot
 
     async def _control(
-        self, action: Literal["flush_cache", "log_level", "snapshot"], value: str = ""
+        self,
+        action: Literal["flush_cache", "log_level", "snapshot"],
+        value: str = "",
+        timeout_s: float | None = None,
     ) -> ControlReply:
         if self.ready is None or self._client is None:
             raise UnavailableError(self.detail, retry_after=2.0)
@@ -206,7 +211,7 @@ class EngineLink:
         self._client.send(Control(control_id, action, value))
         self._replies[control_id] = reply
         try:
-            return await asyncio.wait_for(reply, CONTROL_TIMEOUT_S)
+            return await asyncio.wait_for(reply, timeout_s or CONTROL_TIMEOUT_S)
         except TimeoutError:
             raise UnavailableError("The engine did not answer in time; try again.") from None
         finally:

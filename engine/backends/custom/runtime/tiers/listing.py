@@ -16,6 +16,7 @@ from engine.backends.custom.runtime.tiers.record import (
     check_payload,
     decode_header,
 )
+from engine.core.sandbox.private_files import new_version
 
 HEAD_BYTES = 32 * 1024  # more than any header has
 MAX_RECORD_BYTES = 2**30
@@ -84,9 +85,15 @@ def prefixes(tier: ListedTier) -> list[Prefix]:
 
 
 def export(tier: ListedTier, path: Path) -> int:
-    """Write all records of a tier to a tar file. Returns how many there were."""
+    """Write all records of a tier to a tar file, which only its owner can read, because records
+    have the tokens of prompts. Returns how many there were.
+    """
     count = 0
-    with tarfile.open(path, "w") as archive:
+    with (
+        new_version(path) as file,
+        io.BufferedWriter(file) as buffered,
+        tarfile.open(fileobj=buffered, mode="w") as archive,
+    ):
         for name in tier.names():
             content = tier.read(name)
             if content is not None:

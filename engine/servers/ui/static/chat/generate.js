@@ -129,11 +129,15 @@ async function untilReady(made, signal) {
 
 function pause(milliseconds, signal) {
   return new Promise((resolve, reject) => {
-    const timer = setTimeout(resolve, milliseconds);
-    signal.addEventListener("abort", () => {
+    const stopped = () => {
       clearTimeout(timer);
       reject(signal.reason);
-    });
+    };
+    const timer = setTimeout(() => {
+      signal.removeEventListener("abort", stopped);
+      resolve();
+    }, milliseconds);
+    signal.addEventListener("abort", stopped);
   });
 }
 

@@ -2,9 +2,19 @@
 import { html, useState } from "../lib/html.js";
 import { giveResult } from "./generate.js";
 
+// Deeper values are shown as text, because each level of a tree needs room on the browser's stack.
+const MAX_DEPTH = 50;
+
+function isDeep(value, levels = MAX_DEPTH) {
+  if (value === null || typeof value !== "object") return false;
+  return levels === 0 || Object.values(value).some((each) => isDeep(each, levels - 1));
+}
+
+// The value that is shown as a tree. Undefined if the text is no JSON, or too deep.
 export function parseOrNull(text) {
   try {
-    return JSON.parse(text);
+    const value = JSON.parse(text);
+    return isDeep(value) ? undefined : value;
   } catch {
     return undefined;
   }

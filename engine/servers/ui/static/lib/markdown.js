@@ -42,9 +42,18 @@ const marked = new Marked({
   },
 });
 
+// The HTML of a block. If it is nested so deeply that the parser fails, its source is shown.
+function parsed(source) {
+  try {
+    return marked.parse(source);
+  } catch {
+    return `<pre><code>${escaped(source)}</code></pre>`;
+  }
+}
+
 // A fragment with the elements of one block.
 export function renderBlock(source) {
-  const fragment = DOMPurify.sanitize(marked.parse(source), PURIFY);
+  const fragment = DOMPurify.sanitize(parsed(source), PURIFY);
   for (const link of fragment.querySelectorAll("a")) {
     link.target = "_blank";
     link.rel = "noopener noreferrer nofollow";
