@@ -293,4 +293,5 @@ def test_a_mistake_in_loading_ends_the_tiers_and_no_request(tmp_path) -> None:
     second.runner.write_blocks = fails
     assert answer(second, "b").num_cached == 0
     assert second.kv.tiers is None
+    assert not second.loop.stats().tiers[0].is_up
     assert answer(second, "c").num_cached == 16, "from the KV pool"

@@ -10,12 +10,15 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
+from msgspec.structs import replace
+
 from engine.backends.custom.runtime.block_pool import BlockPool
 from engine.backends.custom.runtime.groups.states import StateGroup
 from engine.backends.custom.runtime.groups.windows import WindowGroup
 from engine.backends.custom.runtime.model_runner import NULL_BLOCK
 from engine.backends.custom.runtime.radix_cache import Match, RadixCache
 from engine.backends.custom.runtime.sequence import Sequence
+from engine.core.interfaces.request import TierStats
 
 if TYPE_CHECKING:
     from engine.backends.custom.runtime.tiers.kv_tiers import KVTiers
@@ -53,6 +56,7 @@ class KVCache:
         self.windows = windows
         self.states = states
         self.tiers: KVTiers | None = None  # host memory, disk or Redis below the KV pool
+        self.tier_stats: tuple[TierStats, ...] = ()  # of tiers that are not used any more
         self.no_match = Match([], tuple([] for _ in radix.columns))
         # The most tokens of a sequence that a step may compute.
         self.max_row = NO_LIMIT if windows is None else windows.max_row
@@ -93,6 +97,8 @@ class KVCache:
             yield
         except Exception:
             log.exception("the cache tiers failed, and are not used any more")
+            if self.tiers is not None:
+                self.tier_stats = tuple(replace(each, is_up=False) for each in self.tiers.stats())
             self.tiers = None
 
     def stop_loading(self, seq: Sequence) -> None:

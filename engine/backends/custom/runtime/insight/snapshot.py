@@ -183,5 +183,5 @@ def engine_stats(
         num_drafted_tokens=drafts.num_drafted if drafts else 0,
         num_accepted_tokens=drafts.num_accepted if drafts else 0,
         steps=steps,
-        tiers=kv.tiers.stats() if kv.tiers is not None else (),
+        tiers=kv.tiers.stats() if kv.tiers is not None else kv.tier_stats,
     )
