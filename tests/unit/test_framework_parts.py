@@ -177,7 +177,11 @@ def test_learned_positions_are_a_limit_and_may_all_be_used() -> None:
 
     def check(max_seq_len: int) -> None:
         config = SimpleNamespace(
-            kv_dtype="auto", dtype="float32", affinity="auto", max_seq_len=max_seq_len
+            kv_dtype="auto",
+            dtype="float32",
+            affinity="auto",
+            numerics="auto",
+            max_seq_len=max_seq_len,
         )
         check_config("jax", "JAX", model, config)
 

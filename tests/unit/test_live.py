@@ -66,6 +66,15 @@ def test_a_snapshot_is_bounded() -> None:
     assert all(each.parent < index for index, each in enumerate(shot.tree.nodes))
 
 
+def test_a_mistake_in_a_snapshot_ends_no_request(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = ToyEngine()
+    monkeypatch.setattr(engine.loop._snapshots, "take", lambda now: 1 // 0)
+    engine.submit("a", (1, 2, 3), max_tokens=4)
+    engine.channel.inbox.append(Control(1, "snapshot"))
+    engine.run()
+    assert len(engine.outcomes["a", 0].tokens) == 4
+
+
 def test_kernels_are_timed_only_while_somebody_watches() -> None:
     engine = ToyEngine()
     switched: list[bool] = []

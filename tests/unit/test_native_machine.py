@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from engine.backends.custom.frameworks.native import machine
+from engine.backends.custom.frameworks.native import compiled, machine
 from engine.backends.custom.frameworks.native.execution import build
 from engine.backends.custom.frameworks.native.machine import Core
 from engine.core.errors import ConfigError
@@ -145,6 +145,6 @@ def test_without_kernels_it_says_what_to_do(monkeypatch, error, advice):
     def refuse(name):
         raise error
 
-    monkeypatch.setattr(build, "import_module", refuse)
+    monkeypatch.setattr(compiled, "import_module", refuse)
     with pytest.raises(ConfigError, match=advice):
         build.find_device("auto", "auto")

@@ -12,7 +12,8 @@ from engine.backends.custom.runtime.tiers.health import WatchedTier
 from engine.backends.custom.runtime.tiers.host import HostTier
 from engine.backends.custom.runtime.tiers.mover import Mover
 from engine.core.interfaces.request import UNSHARED, Abort
-from tests.toy_tiers import tiered_engine
+from tests.toy_engine import ToyEngine
+from tests.toy_tiers import InlineMover, tiered_engine
 
 MIB = 2**20
 PROMPT = [3, 1, 4, 1, 5, 9, 2, 6, 5, 3, 5, 8, 9, 7, 9, 3, 2]
@@ -73,6 +74,19 @@ def test_blocks_that_no_other_request_can_use_are_not_stored(tmp_path) -> None:
     assert answer(engine, "b", salt=f"{UNSHARED}1").num_cached == 16, "from the KV pool"
 
 
+def test_blocks_that_do_not_fit_in_the_queue_are_stored_later(tmp_path) -> None:
+    """The queue has room for fewer blocks than one step computes."""
+
+    def small(*given, **named) -> InlineMover:
+        return InlineMover(*given, **named, max_queued_bytes=3 * block_bytes)
+
+    block_bytes = ToyEngine().runner.bytes_per_block("full")
+    engine, _ = tiered_engine(disk(tmp_path), make_mover=small)
+    for count in (3, 6, 8):
+        answer(engine, str(count))
+        assert len(list(tmp_path.glob("*/*.full"))) >= count
+
+
 def test_another_model_does_not_find_the_blocks(tmp_path) -> None:
     first, _ = tiered_engine(disk(tmp_path))
     answer(first, "a")
@@ -119,6 +133,22 @@ def test_a_tier_that_fails_costs_nothing_but_its_blocks(tmp_path) -> None:
     with suppress(StopIteration):
         next(tmp_path.iterdir())
         raise AssertionError("a file was written")
+
+
+@pytest.mark.parametrize("has_other", [False, True])
+def test_blocks_are_not_copied_again_and_again_for_a_tier_that_fails(tmp_path, has_other) -> None:
+    class Full(DiskTier):
+        def store(self, records):
+            raise OSError("full")
+
+    tiers = [Full(tmp_path, MIB, "lru", None)]
+    engine, _ = tiered_engine(*tiers, *([HostTier(MIB, "lru", None)] if has_other else []))
+    copied = []
+    read_blocks = engine.runner.read_blocks
+    engine.runner.read_blocks = lambda group, ids: (copied.extend(ids), read_blocks(group, ids))[1]
+    for name in "abc":
+        answer(engine, name)
+    assert len(copied) < 20, "three times 8 blocks of the prompt, and those of the answers"
 
 
 def test_the_log_says_once_that_a_tier_fails(tmp_path, caplog) -> None:

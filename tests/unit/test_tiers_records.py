@@ -1,6 +1,7 @@
 """Records of cache tiers: no damaged, renamed or foreign record is taken for the one asked for."""
 
 import functools
+import os
 import random
 import shutil
 import time
@@ -221,3 +222,17 @@ def test_a_disk_that_takes_no_writes_is_still_read(tmp_path, monkeypatch) -> Non
     rows = np.empty((2, wanted.shape.num_bytes), np.uint8)
     assert tier.load(wanted, rows) == [Loaded.OK, Loaded.OK]
     tier.close()
+
+
+def test_only_files_of_the_tier_are_ever_removed(tmp_path) -> None:
+    """The folder may have been used for something else."""
+    folder = tmp_path / "ab"
+    folder.mkdir()
+    names = ["notes.txt", "film.part", "film.full", f"{'ab' * 32}.full", f"{'ab' * 32}.full.7.part"]
+    for name in names:
+        (folder / name).write_bytes(b"x")
+        os.utime(folder / name, (1, 1))
+    tier = DiskTier(tmp_path, 0, "lru", 1.0)
+    tier.tidy_up()
+    tier.clear()
+    assert sorted(each.name for each in folder.iterdir()) == sorted(names[:3])

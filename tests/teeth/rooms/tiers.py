@@ -93,4 +93,11 @@ MUTATIONS = [
         "return sum(job.ahead_bytes for job in self._reads)",
         f"{ENGINE_TESTS}::test_blocks_that_nobody_takes_yet_are_bounded",
     ),
+    Mutation(
+        "tiers: more blocks than the queue has room for are never stored",
+        f"{TIERS}.kv_tiers",
+        "        if not new:\n            return\n        first",
+        "        return\n        first",
+        f"{ENGINE_TESTS}::test_blocks_that_do_not_fit_in_the_queue_are_stored_later",
+    ),
 ]

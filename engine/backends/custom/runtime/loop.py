@@ -324,7 +324,11 @@ class EngineLoop:
             return ControlReply(message.control_id, True, set_level(message.value))
         if message.action == "snapshot":
             self._send_stats(force=True)  # the counters that belong to the snapshot
-            snapshot = self._snapshots.take(time.monotonic())
+            try:
+                snapshot = self._snapshots.take(time.monotonic())
+            except Exception:  # no request depends on the live view
+                log.exception("no snapshot could be taken")
+                return ControlReply(message.control_id, False, "No snapshot could be taken.")
             return ControlReply(message.control_id, True, snapshot=snapshot)
         freed = self.scheduler.kv.flush()
         return ControlReply(message.control_id, True, f"{freed} blocks freed")

@@ -7,6 +7,7 @@ Several engines may use the folder at once. Each of them limits only the files t
 
 import logging
 import os
+import re
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -27,6 +28,7 @@ USES_FILE = "uses.json"  # how often each block was read, for LFU and for warm-u
 SCAN_INTERVAL_S = 60.0
 ABANDONED_S = 600.0  # a temporary file of this age belongs to a process that was killed
 _SUFFIXES = tuple(f".{group}" for group in GROUPS)
+_OWN_NAME = re.compile(rf"[0-9a-f]{{64}}\.({'|'.join(GROUPS)})(\.\d+{re.escape(PART_SUFFIX)})?")
 
 
 class DiskTier:
@@ -183,6 +185,8 @@ class DiskTier:
             if not folder.is_dir(follow_symlinks=False) or len(folder.name) != 2:
                 continue
             for file in _entries(Path(folder.path)):
+                if not _OWN_NAME.fullmatch(file.name):
+                    continue  # the folder had files before it became a tier
                 with suppress(OSError):
                     status = file.stat(follow_symlinks=False)
                     if file.name.endswith(_SUFFIXES):

@@ -157,8 +157,8 @@ class KVTiers:
         return tuple(tier.stats() for tier in self._mover.tiers)
 
     def lost(self, keys: Sequence[bytes]) -> None:
-        """Forget that tiers have these blocks. The writing thread calls this as well, if a tier
-        could not store them.
+        """Forget that tiers have these blocks. The writing thread calls this as well, if no tier
+        could store them.
         """
         for key in keys:
             for group in self._shapes:
@@ -266,16 +266,18 @@ class KVTiers:
             if block != NULL_BLOCK
             and now - known.get((group, seq.keys[index]), -OFFER_AGAIN_S) >= OFFER_AGAIN_S
         ]
-        if not new or not self._mover.accepts(len(new) * shape.num_bytes):
+        # Blocks that do not fit in the queue are offered again with the next ones.
+        del new[max(0, self._mover.room() // max(1, shape.num_bytes)) :]
+        if not new:
             return
         first = self._first_state if group == "state" else 0
         rows = self._runner.read_blocks(group, [first + blocks[index] for index in new])
         places = [self._place(seq, index) for index in new]
-        self._mover.write(WriteJob(shape, places, rows))
         for place in places:
             known[group, place.key] = now
         while len(known) > MAX_KNOWN:
             known.popitem(last=False)
+        self._mover.write(WriteJob(shape, places, rows))  # after this, `lost` may be called
 
     def _extend_keys(self, seq: "Seq", count: int) -> None:
         if len(seq.keys) < count:

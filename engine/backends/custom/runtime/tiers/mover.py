@@ -102,7 +102,7 @@ class Mover:
         self.tiers = tiers
         self._identity = identity
         self._shapes = shapes
-        # Called with the keys of blocks that a tier could not store.
+        # Called with the keys of blocks that no tier could store.
         self.on_lost: Callable[[Sequence[bytes]], None] = lambda keys: None
         self._max_queued_bytes = max_queued_bytes
         self._reads: list[ReadJob] = []
@@ -145,9 +145,10 @@ class Mover:
                 break
         return total
 
-    def accepts(self, num_bytes: int) -> bool:
-        """Whether the queue of the writing thread has room."""
-        return self._queued_bytes + num_bytes <= self._max_queued_bytes and not self._closing
+    def room(self) -> int:
+        """How many bytes can be queued for the writing thread."""
+        is_open = not self._closing and any(tier.is_writable for tier in self.tiers)
+        return self._max_queued_bytes - self._queued_bytes if is_open else 0
 
     def read(self, job: ReadJob) -> None:
         self._kept.append(job)
@@ -365,18 +366,17 @@ class Mover:
                 self._queued_bytes -= job.num_bytes
 
     def _store(self, records: list[Record]) -> bool:
-        """Store blocks in all tiers. Returns whether every tier has them."""
-        is_complete = True
+        """Store blocks in all tiers. Returns whether one of them has them now."""
+        is_stored = False
         for tier in self.tiers:
             began, count = time.monotonic(), -1
             if tier.is_writable:
                 with tier.writing():
                     count = tier.tier.store(records)
-            if count < 0:
-                is_complete = False
-                continue
-            tier.stored(count, count * records[0].num_bytes, time.monotonic() - began)
-        return is_complete
+            if count >= 0:
+                is_stored = True
+                tier.stored(count, count * records[0].num_bytes, time.monotonic() - began)
+        return is_stored
 
     def tidy_up(self) -> None:
         used = [self._used.popleft() for _ in range(len(self._used))]
