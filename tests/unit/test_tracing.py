@@ -20,7 +20,7 @@ from engine.core.interfaces.backend import ModelCard
 from engine.core.observability import otel
 from engine.core.observability.logging import setup_logging
 from engine.core.observability.metrics import Metrics
-from engine.core.observability.tracing import client_trace, new_telemetry
+from engine.core.observability.tracing import Answered, client_trace, new_telemetry
 from engine.servers.app import create_app
 from tests.fake_backend import CARD, MODEL, FakeBackend, call_script
 from tests.live_server import free_port, live_server, make_settings
@@ -251,6 +251,33 @@ async def test_what_is_sampled(
     assert len(receiver.spans) == is_sent * (1 + len(PHASES))
     (point,) = receiver.metrics["gen_ai.server.request.duration"]  # metrics are not sampled
     assert point.count == 1
+
+
+async def test_a_call_that_fails_after_another_ends_after_it_began(receiver: Receiver) -> None:
+    telemetry = new_telemetry(TracingSettings(**tracing(receiver)))
+    assert telemetry is not None
+    trace = telemetry.begin(PARENT, time.monotonic())
+    with trace.call("chat", "first", "other"):
+        pass
+    with pytest.raises(UnavailableError), trace.call("chat", "second", "other"):
+        raise UnavailableError("gone")
+    trace.end(
+        Answered(
+            method="POST",
+            route="/v1/completions",
+            status=503,
+            is_stream=False,
+            error_code=None,
+            model=MODEL,
+            completion_id=None,
+            backends=(),
+            ttft_s=None,
+        )
+    )
+    await telemetry.stop()
+    calls = receiver.children(root_of(receiver))
+    assert [each.name for each in calls] == ["chat first", "chat second"]
+    assert all(each.start_ns <= each.end_ns for each in calls)
 
 
 async def test_a_failed_request_is_sent_however_quick(receiver: Receiver) -> None:

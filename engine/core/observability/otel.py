@@ -127,15 +127,18 @@ class RecordedTrace(Trace):
         )
         headers: dict[str, str] = {}
         propagate.inject(headers, set_span_in_context(span, self._context))
+        is_answered = False
         try:
             yield headers
-            self._remote = began_at, time.monotonic()
+            is_answered = True
         except BaseException as error:
             span.set_attribute("error.type", type(error).__name__)
             span.set_status(Status(StatusCode.ERROR))
             raise
         finally:
-            ended_at = time.monotonic() if self._remote is None else self._remote[1]
+            ended_at = time.monotonic()
+            if is_answered:
+                self._remote = began_at, ended_at
             self._calls.append((span, ended_at))
             if self._is_kept is not None:  # shadow traffic may end after its request
                 self._flush()
