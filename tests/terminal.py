@@ -12,7 +12,6 @@ import termios
 import time
 from collections.abc import Sequence
 from fcntl import ioctl
-from pathlib import Path
 from types import TracebackType
 from typing import Self
 
@@ -80,16 +79,17 @@ class Terminal:
         self._seen = place + len(shown)
         return before
 
-    def interrupt(self) -> None:
-        """Press Ctrl-C when the program has waited for a key for a while. Python's `input` notices
-        an interrupt that comes earlier only with the next key.
+    def interrupt(self, shown: str) -> None:
+        """Press Ctrl-C until `shown` appears. Python's `input` notices an interrupt that comes
+        before it waits only with the next key, so Ctrl-C may have to be pressed again.
         """
-        waits = 0
-        while waits < 15:
-            status = Path(f"/proc/{self.pid}/stat").read_text().rpartition(")")[2].split()
-            waits = waits + 1 if status[0] == "S" else 0
-            time.sleep(0.02)
-        self.type("\x03")
+        deadline = time.monotonic() + PATIENCE_S
+        while self.text.find(shown, self._seen) < 0 and time.monotonic() < deadline:
+            self.type("\x03")
+            pause = time.monotonic() + 1.0
+            while self.text.find(shown, self._seen) < 0 and self._read(pause):
+                pass
+        self.wait_for(shown)
 
     def wait_for_end(self) -> int:
         """Wait until the program ends. Returns its exit status."""

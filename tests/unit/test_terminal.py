@@ -141,8 +141,7 @@ def test_an_interrupt_keeps_the_draft_and_the_part_of_an_answer(
         terminal.wait_for("you>")
         terminal.type("half a thou")
         terminal.wait_for("half a thou")
-        terminal.interrupt()
-        terminal.wait_for("you> half a thou")
+        terminal.interrupt("you> half a thou")
         server.hangs = True
         terminal.say("ght")
         terminal.wait_for("1 <half a")
@@ -153,8 +152,7 @@ def test_an_interrupt_keeps_the_draft_and_the_part_of_an_answer(
         terminal.say("go on")
         terminal.wait_for("3 <go on>")
         terminal.wait_for("you>")
-        terminal.interrupt()
-        terminal.wait_for("/bye or Ctrl-D")
+        terminal.interrupt("/bye or Ctrl-D")
         terminal.wait_for("you>")
         terminal.type("\x04")
         assert terminal.wait_for_end() == 0
