@@ -93,8 +93,8 @@ SYNONYMS = {
 
 
 class LazyCommand(TyperCommand):
-    """A placeholder for a command, which knows only its name and help text. The real command is
-    imported when its arguments are parsed.
+    """A command of which only the name and the help text are known. Its code is imported when its
+    arguments are parsed.
     """
 
     def __init__(self, name: str, target: str, help_text: str) -> None:

@@ -1,11 +1,13 @@
 """Every number of every request has bounds; what is outside is a small 400 (SEC-02, SEC-04; T2).
 
 The fields come from the schemas that the server validates with, so a new one is covered, or turns
-this red, when it is added. `tests/unit/test_structure.py` holds the bounds of nested numbers.
+this red, when it is added. The last test also covers nested numbers, by the JSON schemas.
 """
 
+import importlib
 import json
 import math
+import pkgutil
 from collections.abc import Iterator
 from typing import Any
 
@@ -13,6 +15,7 @@ import httpx
 import pytest
 from pydantic import BaseModel
 
+import engine.servers
 from engine.core.config_schema import SECTIONS, Settings
 from engine.core.errors import EngineError, InvalidRequestError
 from engine.core.observability.metrics import Metrics
@@ -21,6 +24,7 @@ from engine.servers.app import create_app
 from engine.servers.http.limits import decode_object
 from engine.servers.openai.openapi import BODIES
 from engine.servers.schema.body import parse_body
+from tests import source_trees
 from tests.fake_backend import MODEL, FakeBackend
 from tests.live_server import make_settings
 
@@ -185,3 +189,43 @@ def test_every_number_of_the_settings_is_bounded() -> None:
             assert not is_within(-(10**30), schema), f"{section}.{name}"
             with pytest.raises(ValueError):
                 kind(**{name: math.nan})
+
+
+def request_models() -> list[type[BaseModel]]:
+    """Every pydantic model that the servers define."""
+    found = set()
+    for info in pkgutil.walk_packages(engine.servers.__path__, "engine.servers."):
+        for item in vars(importlib.import_module(info.name)).values():
+            if isinstance(item, type) and issubclass(item, BaseModel):
+                found.add(item)
+    ours = [item for item in found if source_trees.is_within(item.__module__, "engine.servers")]
+    return sorted(ours, key=lambda item: item.__qualname__)
+
+
+def numbers(schema: Any, path: str) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Every part of a JSON schema that accepts a number."""
+    if isinstance(schema, dict):
+        if schema.get("type") in ("integer", "number"):
+            yield path, schema
+        for key, value in schema.items():
+            yield from numbers(value, f"{path}.{key}")
+    elif isinstance(schema, list):
+        for value in schema:
+            yield from numbers(value, path)
+
+
+def test_every_number_in_a_request_is_bounded() -> None:
+    models = request_models()
+    assert models
+    unbounded = [
+        path
+        for model in models
+        for path, schema in numbers(model.model_json_schema(), model.__name__)
+        if "enum" not in schema
+        and "const" not in schema
+        and not (
+            {"minimum", "exclusiveMinimum"} & schema.keys()
+            and {"maximum", "exclusiveMaximum"} & schema.keys()
+        )
+    ]
+    assert not unbounded

@@ -5,17 +5,12 @@ Everything here reads syntax trees, so it covers code that no other test runs.
 
 import ast
 import gc
-import importlib
-import pkgutil
 from collections import Counter
 from collections.abc import Iterator
 from functools import cache
-from typing import Any
 
 import pytest
-from pydantic import BaseModel
 
-import engine.servers
 from tests.source_trees import ROOT, Source, dotted, imports, is_within, sources
 
 MAX_FILE_LINES = 800
@@ -379,43 +374,3 @@ def test_files_and_functions_stay_small(folder: str) -> None:
                 if num_lines > MAX_FUNCTION_LINES:
                     large.append(f"{source.at(node)} {node.name} has {num_lines} lines")
     assert not large
-
-
-def request_models() -> list[type[BaseModel]]:
-    """Every pydantic model that the servers define."""
-    found = set()
-    for info in pkgutil.walk_packages(engine.servers.__path__, "engine.servers."):
-        for item in vars(importlib.import_module(info.name)).values():
-            if isinstance(item, type) and issubclass(item, BaseModel):
-                found.add(item)
-    ours = [item for item in found if is_within(item.__module__, "engine.servers")]
-    return sorted(ours, key=lambda item: item.__qualname__)
-
-
-def numbers(schema: Any, path: str) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Every part of a JSON schema that accepts a number."""
-    if isinstance(schema, dict):
-        if schema.get("type") in ("integer", "number"):
-            yield path, schema
-        for key, value in schema.items():
-            yield from numbers(value, f"{path}.{key}")
-    elif isinstance(schema, list):
-        for value in schema:
-            yield from numbers(value, path)
-
-
-def test_every_number_in_a_request_is_bounded() -> None:
-    models = request_models()
-    assert models
-    unbounded = [
-        path
-        for model in models
-        for path, schema in numbers(model.model_json_schema(), model.__name__)
-        if "enum" not in schema
-        and "const" not in schema
-        and not (
-            {"minimum", "exclusiveMinimum"} & schema.keys()
-            and {"maximum", "exclusiveMaximum"} & schema.keys()
-        )
-    ]
-    assert not unbounded

@@ -121,7 +121,7 @@ def is_encoder(config: ModelConfig) -> bool:
 
 
 def warm_up(encoder: Encoder) -> None:
-    """Encode a dummy prompt. Raises if the encoder does not work at all."""
+    """Encode a few tokens. Raises if the encoder does not work at all."""
     encoder.encode([(0,) * min(8, encoder.spec.max_seq_len)])
 
 
