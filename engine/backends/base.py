@@ -6,6 +6,7 @@ The server, the CLI and the Python API hold an `InferenceBackend` and never chec
 from abc import ABC, abstractmethod
 from collections.abc import AsyncGenerator, AsyncIterator, Callable
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, ClassVar, TypeAlias
 
 from engine.core.errors import InvalidRequestError
@@ -254,6 +255,12 @@ class InferenceBackend(ABC):
     async def replay(self, request: GenerateRequest, *, model: str = "") -> ReplayedTokens:
         """Run a recorded request again. `model` is the id of the model that answered it."""
         raise InvalidRequestError("This model's backend can't run a recorded request again.")
+
+    def model_path(self, model: str) -> Path | None:
+        """The files of a model that our own engine runs, by the model's id. None for others. An
+        empty id is that of a backend's only model.
+        """
+        return None
 
     async def set_log_level(self, level: str) -> tuple[str, ...]:
         """Set the log level of the backend's processes. It also holds after their restart. Returns

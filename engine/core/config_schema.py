@@ -325,6 +325,17 @@ class RequestsSettings(Section):
     """Max recorded requests; the oldest is deleted."""
 
 
+class FinetuningSettings(Section):
+    """Fine-tuning jobs, which run beside the requests in a process of their own."""
+
+    device: str = Field(default="cpu", pattern=r"^(cpu|cuda(:[0-9]{1,3})?)$")
+    """Where adapters are trained: cpu, cuda or cuda:1."""
+    threads: int | None = Field(default=None, ge=1, le=1024)
+    """CPU threads of a job; unset, one per usable core. Requests always come first."""
+    memory_mb: Megabytes | None = None
+    """Max MiB of the training process on a CPU; unset, no limit."""
+
+
 class NamedTables(msgspec.Struct, frozen=True):
     """The named tables of the TOML file, validated by `config_tables`: `[backends.NAME]`,
     `[models.ID]`, `[plugins.NAME]` and `[presets.ID]`.
@@ -356,6 +367,7 @@ class Settings(BaseModel):
     limits: LimitsSettings = LimitsSettings()
     storage: StorageSettings = StorageSettings()
     requests: RequestsSettings = RequestsSettings()
+    finetuning: FinetuningSettings = FinetuningSettings()
     tables: Annotated[NamedTables, WithJsonSchema({})] = Field(
         default_factory=lambda: NO_TABLES, exclude=True
     )

@@ -11,6 +11,7 @@ import math
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Callable
 from dataclasses import dataclass
+from pathlib import Path
 
 from engine.backends.base import (
     EventSink,
@@ -307,6 +308,9 @@ class OnDemand(InferenceBackend):
     async def replay(self, request: GenerateRequest, *, model: str = "") -> ReplayedTokens:
         async with self.use() as backend:
             return await backend.replay(request, model=model)
+
+    def model_path(self, model: str) -> Path | None:
+        return None if self._inner is None else self._inner.model_path(model)
 
     async def set_log_level(self, level: str) -> tuple[str, ...]:
         self._log_level = level

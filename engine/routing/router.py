@@ -8,6 +8,7 @@ before it sends a request. Events that a backend pushes reach the server directl
 import asyncio
 import logging
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from pathlib import Path
 from typing import TypeVar
 
 import msgspec
@@ -285,6 +286,12 @@ class Router(InferenceBackend):
 
     async def replay(self, request: GenerateRequest, *, model: str = "") -> ReplayedTokens:
         return await self._ready_backends(model)[0].replay(request)
+
+    def model_path(self, model: str) -> Path | None:
+        for member in self._route(model).members:
+            if (path := member.replica.backend.model_path("")) is not None:
+                return path
+        return None
 
     async def set_log_level(self, level: str) -> tuple[str, ...]:
         told = [await replica.backend.set_log_level(level) for replica in self.replicas]
