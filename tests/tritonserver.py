@@ -39,7 +39,8 @@ def tritonserver(
     """
     folder, libraries, version = _parts(environment)
     stub = folder / "python_backend_stubs" / version / "triton_python_backend_stub"
-    shutil.copy2(stub, folder / "backends" / "python")
+    if not (folder / "backends" / "python" / stub.name).exists():
+        shutil.copy2(stub, folder / "backends" / "python")
     log = repository / "triton.log"
     ports = free_port(), free_port()
     command = [
