@@ -83,6 +83,7 @@ static void run_unit(const MatmulJob& job, const GemmKernel& kernel, int unit, i
     for (int block = 0, row = begin_row; block < blocks; block++) {
         const int size = div_up(end_row - row, blocks - block);  // all blocks have nearly the same size
         const uint8_t* input = job.input + size_t(row) * kernel.row_bytes;
+        prefetch_outputs(job.epilogue, unit, row, size);
         for (int i = 0; i < panels; i++)
             kernel.dots[size - 1](sources[i], input, kernel.row_bytes, groups,
                                   block == 0 && !kernel.dequantize, sums + i * kBlockRows * kPanelRows);
@@ -100,7 +101,8 @@ ENGINE_INLINE int pass_rows(size_t row_bytes) {
     return rows < kMinRows ? kMinRows : rows;
 }
 
-static inline void run_units(const MatmulJob& job, const GemmKernel& kernel, int begin, int end, uint8_t* scratch) {
+static inline void run_units(const MatmulJob& job, const GemmKernel& kernel, int begin, int end,
+                             uint8_t* scratch) {
     const int pass = pass_rows(kernel.row_bytes);
     for (int row = 0; row < job.rows; row += pass) {
         int end_row = row + pass < job.rows ? row + pass : job.rows;

@@ -68,12 +68,18 @@ __m512i sum_starts(const uint8_t* panel, size_t size) {
     return _mm512_sub_epi32(_mm512_setzero_si512(), sums[0]);
 }
 
-// Adjacent panels of a matrix, and where the sums of their channels start.
+// Adjacent panels of a matrix, and where the sums of their channels start. While they are multiplied, the next
+// panels are prefetched into L2, a few cache lines at a time.
 struct Panels {
     const uint8_t* first;
     size_t stride, size;  // bytes from one panel to the next, columns of a panel
     __m512i starts[2];
+    const uint8_t* next;  // next cache line to prefetch
+    int lines;            // cache lines to prefetch per kStepColumns
 };
+
+constexpr int kWords = 4;  // words of four activations per step
+constexpr int kStepColumns = 4 * kWords;
 
 // Inline assembly, because GCC 12 copies and spills the sums of the intrinsic.
 ENGINE_INLINE void add_products(__m512i& sum, __m512i x, __m512i weights) {
@@ -82,8 +88,7 @@ ENGINE_INLINE void add_products(__m512i& sum, __m512i x, __m512i weights) {
 
 // Multiplies R rows by P panels. The results of row r and panel p go to out + 16 * (2 r + p).
 template <int R, int P>
-void multiply_panels(const Panels& panels, const uint8_t* input, size_t stride, float* out) {
-    constexpr int kWords = 4;
+void multiply_panels(Panels& panels, const uint8_t* input, size_t stride, float* out) {
     struct Words {
         int32_t values[kWords];  // each holds four activations
     };
@@ -91,7 +96,10 @@ void multiply_panels(const Panels& panels, const uint8_t* input, size_t stride, 
     const uint8_t* at = panels.first;
     __m512i sums[R * P];
     unroll<R * P>([&](auto i) ENGINE_UNROLLED { sums[i] = panels.starts[i % P]; });
-    for (size_t k = 0; k < panels.size; k += 4 * kWords, at += 4 * kWords * kPanelRows) {
+    const uint8_t* next = panels.next;
+    const int lines = panels.lines;
+    for (size_t k = 0; k < panels.size; k += kStepColumns, at += kStepColumns * kPanelRows) {
+        for (int i = 0; i < lines; i++, next += 64) __builtin_prefetch(next, 0, 2);
         unroll<kWords>([&](auto word) ENGINE_UNROLLED {
             __m512i weights[P];
             unroll<P>([&](auto p) ENGINE_UNROLLED {
@@ -104,6 +112,7 @@ void multiply_panels(const Panels& panels, const uint8_t* input, size_t stride, 
         });
         rows.advance(sizeof(Words));
     }
+    panels.next = next;
     unroll<R * P>([&](auto i) ENGINE_UNROLLED {
         constexpr int r = i / P, p = i % P;
         const __m512 row_scale = _mm512_set1_ps(rows.template at<float>(r));
@@ -113,7 +122,7 @@ void multiply_panels(const Panels& panels, const uint8_t* input, size_t stride, 
     });
 }
 
-using Multiply = void (*)(const Panels& panels, const uint8_t* input, size_t stride, float* out);
+using Multiply = void (*)(Panels& panels, const uint8_t* input, size_t stride, float* out);
 
 template <int P, int... R>
 const Multiply* multiply_functions(std::integer_sequence<int, R...>) {
@@ -126,7 +135,11 @@ void multiply_rows(const MatmulJob& job, int panel, bool is_single, int begin, i
     const int columns = job.weights->columns;
     const size_t stride = row_bytes(columns), size = values_bytes(columns);
     const uint8_t* first = job.weights->panel(panel);
-    Panels panels{first, job.weights->stride(), size, {sum_starts(first, size)}};
+    Panels panels{first, job.weights->stride(), size, {sum_starts(first, size)}, nullptr, 0};
+    panels.next = first + 2 * panels.stride;
+    panels.lines =
+        begin > 0 ? 0
+                  : div_up(int(2 * panels.stride / 64), div_up(end, kBlockRows) * int(size / kStepColumns));
     if (!is_single) panels.starts[1] = sum_starts(first + panels.stride, size);
     const auto sizes = std::make_integer_sequence<int, kBlockRows>{};
     const Multiply* functions = is_single ? multiply_functions<1>(sizes) : multiply_functions<2>(sizes);
@@ -135,6 +148,7 @@ void multiply_rows(const MatmulJob& job, int panel, bool is_single, int begin, i
     const int blocks = div_up(end - begin, kBlockRows);
     for (int block = 0, row = begin; block < blocks; block++) {
         const int count = div_up(end - row, blocks - block);  // all blocks have nearly the same size
+        prefetch_outputs(job.epilogue, job.epilogue.gated ? panel / 2 : panel, row, count);
         functions[count - 1](panels, job.input + size_t(row) * stride, stride, sums);
         for (int r = 0; r < count; r++) {
             const float* results = sums + 2 * r * kPanelRows;
