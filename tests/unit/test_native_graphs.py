@@ -105,8 +105,8 @@ def two_steps(runner: NativeRunner) -> np.ndarray:
     """The logits of a step of prefill and of a step of prefill and decode, beside each other."""
     driver = RunnerDriver(runner)
     tracks = [driver.add(text(length, seed=length)) for length in (221, 60, 9)]
-    steps = ((150, 59, 8), (71, 1, 1))
-    return np.concatenate([last_logits(driver, [*zip(tracks, each, strict=True)]) for each in steps])
+    steps = [[*zip(tracks, counts, strict=True)] for counts in ((150, 59, 8), (71, 1, 1))]
+    return np.concatenate([last_logits(driver, work) for work in steps])
 
 
 @pytest.mark.parametrize("numerics", ["invariant", "fast"])

@@ -80,9 +80,9 @@ def place_threads(affinity: str, threads: int) -> Placement:
     "0-3,8".
 
     "auto" takes one CPU per physical core and spreads threads evenly over NUMA nodes. Threads with
-    neighbouring numbers are on the same node. If the threads would take all cores, "auto" binds each
-    of them to all CPUs of its node, and to none if there is one node: the server needs CPU time too,
-    and the system's scheduler does better. For the same reason, it binds none under a CPU quota.
+    neighbouring numbers are on the same node. If the threads would take all cores, "auto" binds
+    each of them to all CPUs of its node, and to none if there is one node: the server needs CPU
+    time too, and the system's scheduler does better. So it also binds none under a CPU quota.
     """
     if affinity == "off":
         return Placement()
