@@ -210,7 +210,7 @@ class PerformanceSettings(Section):
     affinity: str = Field(
         default="auto", pattern=r"^(auto|off|[0-9]+(-[0-9]+)?(,[0-9]+(-[0-9]+)?)*)$", max_length=256
     )
-    """CPUs that native kernel threads are pinned to: `auto`, `off` or a list such as `0-3,8`."""
+    """CPUs that native kernel threads are bound to: `auto`, `off` or a list such as `0-3,8`."""
 
     @model_validator(mode="after")
     def _every_sequence_gets_a_token(self) -> "PerformanceSettings":
