@@ -115,7 +115,7 @@ def request_of(tmp_path, base):
 def run_to_the_end(folder):
     process = TrainerProcess(folder)
     try:
-        wait_until(lambda: process.exit_status() is not None, 90)
+        wait_until(lambda: process.exit_status() is not None, 300)
         assert process.exit_status() == 0, (folder.path / "trainer.log").read_text()
     finally:
         process.kill()
@@ -135,9 +135,9 @@ def test_a_paused_and_killed_job_ends_as_an_undisturbed_one(tmp_path, request_of
     broken, _ = make_job(request_of(), tmp_path / "broken")
     process = TrainerProcess(broken)
     try:
-        wait_until(lambda: len(broken.events()[0]) > 3, 60)
+        wait_until(lambda: len(broken.events()[0]) > 3, 200)
         process.pause()
-        wait_until(lambda: process.exit_status() is not None, 30)
+        wait_until(lambda: process.exit_status() is not None, 100)
         assert process.exit_status() == 0
     finally:
         process.kill()
@@ -173,7 +173,7 @@ def test_the_training_process_ends_with_its_parent(tmp_path, request_of):
             return True
         return False
 
-    wait_until(is_gone, 20)
+    wait_until(is_gone, 60)
 
 
 def test_a_failure_is_told_in_a_sentence(tmp_path, request_of, base):
@@ -181,7 +181,7 @@ def test_a_failure_is_told_in_a_sentence(tmp_path, request_of, base):
     folder, _ = make_job(changed, tmp_path / "small")
     process = TrainerProcess(folder)
     try:
-        wait_until(lambda: process.exit_status() is not None, 60)
+        wait_until(lambda: process.exit_status() is not None, 200)
     finally:
         process.kill()
     events, _ = folder.events()
