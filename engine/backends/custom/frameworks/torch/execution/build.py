@@ -5,7 +5,9 @@ runners.
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import psutil
 import torch
@@ -50,6 +52,10 @@ from engine.backends.custom.worker.memory import (
     with_windows,
 )
 from engine.core.errors import ConfigError
+
+if TYPE_CHECKING:
+    from engine.backends.custom.frameworks.torch.execution.distributed.collectives import Ranks
+    from engine.backends.custom.frameworks.torch.execution.distributed.model_shard import ModelShard
 
 DTYPES = {
     "float32": torch.float32,
@@ -119,6 +125,21 @@ def _check_fp8_cache(config: ModelConfig, device: torch.device) -> None:
 
 def build_runner(source: ModelSource, config: RunnerConfig) -> ModelRunner:
     """Loads the weights and allocates the KV cache. Returns a runner that is ready to use."""
+    if config.tensor_parallel * config.pipeline_parallel == 1:
+        return local_runner(source, config)
+    from engine.backends.custom.frameworks.torch.execution.distributed.sharded_runner import (
+        open_group,  # few engines have several ranks
+    )
+
+    return open_group(source, config)
+
+
+def local_runner(
+    source: ModelSource, config: RunnerConfig, cut: "tuple[ModelShard, Ranks] | None" = None
+) -> TorchRunner:
+    """A runner in this process. `cut` is given in a rank: its shard of the model, and its
+    connection to the other ranks.
+    """
     device, dtype = torch_device(config.device), torch_dtype(config.dtype)
     invariant = config.numerics == "invariant"
     if config.kv_dtype == "fp8":
@@ -140,14 +161,22 @@ def build_runner(source: ModelSource, config: RunnerConfig) -> ModelRunner:
         )
     if config.num_threads is not None:
         torch.set_num_threads(config.num_threads)
-    model = build_model(
-        source.config, source.weights, config.max_seq_len, device, dtype, config.quantization
-    )
+    arguments = (config.max_seq_len, device, dtype, config.quantization)
+    if cut is None:
+        model = build_model(source.config, source.weights, *arguments)
+    else:
+        shard, ranks = cut
+        prepare = partial(shard.prepare, dtype=dtype, ranks=ranks)
+        model = build_model(shard.config, shard.weights(source.weights), *arguments, prepare)
     if can_pack(dtype, device):
         pack_linears(model)
     if invariant:
         make_invariant(model)
-    if device.type == "cuda" and config.attention in ("auto", "triton"):
+    if cut is not None:
+        shard.connect(model, ranks)
+    # The stages of a pipeline exchange activations, which graphs do not cover.
+    has_stages = cut is not None and shard.layout.pipeline > 1
+    if device.type == "cuda" and config.attention in ("auto", "triton") and not has_stages:
         return CudaRunner(model, config, device, dtype)
     return TorchRunner(model, config, device, dtype)
 
