@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
+from math import prod
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -52,6 +53,7 @@ from engine.backends.custom.worker.memory import (
     with_windows,
 )
 from engine.core.errors import ConfigError
+from engine.core.shards.layout import ShardLayout
 
 if TYPE_CHECKING:
     from engine.backends.custom.frameworks.torch.execution.distributed.collectives import Ranks
@@ -87,8 +89,33 @@ def find_device(device: str, dtype: str) -> DeviceInfo:
 
 def memory_needs(source: ModelSource, options: EngineOptions, device: DeviceInfo) -> MemoryNeeds:
     """The memory that a model needs, in bytes: for all weights, and for the keys and values of one
-    token.
+    token. If the model is cut, it is the memory of the rank that needs most.
     """
+    if options.num_ranks == 1:
+        return _needs(source, options, device)
+    from engine.backends.custom.frameworks.torch.execution.distributed.model_shard import (
+        largest_shards,  # few engines have several ranks
+    )
+
+    layout = ShardLayout(options.tensor_parallel_size, options.pipeline_parallel_size)
+    each = []
+    for shard in largest_shards(source, layout, torch_device(device.name)):
+        cut = replace(source, config=shard.config, weights=shard.weights(source.weights))
+        weight_bytes = DTYPE_BYTES[device.dtype] * sum(
+            prod(weight.spec.shape) for weight in cut.weights.values()
+        )
+        if device.name.startswith("cuda"):
+            weight_bytes = _placed_bytes(cut, options, device)
+        each.append(replace(_needs(cut, options, device), weight_bytes=weight_bytes))
+    needs = replace(
+        max(each, key=lambda one: one.weight_bytes),
+        token_bytes=max(one.token_bytes for one in each),
+    )
+    # The stages of a pipeline may have different kinds of layers, so all layers share a pool.
+    return needs if layout.pipeline == 1 else replace(needs, window=None, window_token_bytes=0)
+
+
+def _needs(source: ModelSource, options: EngineOptions, device: DeviceInfo) -> MemoryNeeds:
     needs = dense_needs(source.config, device)
     if options.kv_dtype == "fp8":
         needs = replace(needs, token_bytes=_fp8_token_bytes(source.config))
@@ -98,11 +125,15 @@ def memory_needs(source: ModelSource, options: EngineOptions, device: DeviceInfo
     needs = on_gpu(needs, source.config, options, device)
     if source.quantization is None and options.quantization == "auto":
         return needs
+    return replace(needs, weight_bytes=_placed_bytes(source, options, device))
+
+
+def _placed_bytes(source: ModelSource, options: EngineOptions, device: DeviceInfo) -> int:
     shrinks = options.quantization != "auto"
     weight_bytes = placed_bytes(source.weights, DTYPE_BYTES[device.dtype], shrinks)
     if shrinks and source.config.tie_embeddings:  # the LM head is a quantized copy
         weight_bytes += source.config.vocab_size * source.config.hidden_size
-    return replace(needs, weight_bytes=weight_bytes)
+    return weight_bytes
 
 
 def _fp8_token_bytes(config: ModelConfig) -> int:

@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from engine.backends.custom.architectures.base import ModelConfig
 from engine.backends.custom.frameworks.parameters import ROPE_FACTORS
@@ -28,6 +28,7 @@ from engine.backends.custom.frameworks.torch.models.quantized_loading import (
     keeps_quantized,
 )
 from engine.backends.custom.weights.cut import cut, cut_experts, zeros
+from engine.backends.custom.weights.model import ModelSource
 from engine.backends.custom.weights.quants import traits_of
 from engine.backends.custom.weights.weight import Weight
 from engine.core.errors import ConfigError
@@ -248,6 +249,17 @@ class ModelShard:
         return weight
 
 
+def largest_shards(
+    source: ModelSource, layout: ShardLayout, device: torch.device
+) -> list[ModelShard]:
+    """The largest shard of each stage, which is that of its first rank."""
+    check_shards(source.config, layout)
+    return [
+        ModelShard.of(source.config, source.weights, layout, layout.ranks_of(stage)[0], device)
+        for stage in range(layout.pipeline)
+    ]
+
+
 def _module(name: str) -> str:
     """The layer's module that a weight belongs to: "layers.3.attn.q.weight" -> "attn.q". A weight
     without a kind is a module itself, such as "layers.3.attn.sinks".
@@ -270,9 +282,3 @@ def _rows_of(heads: range, weight: Weight, count: int) -> range:
 
 def _scaled(heads: range, size: int) -> range:
     return range(heads.start * size, heads.stop * size)
-
-
-def parameter_bytes(model: nn.Module) -> int:
-    """Bytes of all tensors that a model holds, each counted once."""
-    found: dict[int, Tensor] = {each.data_ptr(): each for each in model.parameters()}
-    return sum(each.nbytes for each in found.values())

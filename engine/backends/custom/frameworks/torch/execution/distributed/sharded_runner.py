@@ -5,6 +5,7 @@ A step is a frame with the arrays of its `BatchInputs` and its number, and later
 up have an older number, and are dropped.
 """
 
+import os
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
@@ -92,7 +93,13 @@ def open_group(source: ModelSource, config: RunnerConfig) -> ShardedRunner:
     """Starts the ranks, which load their shards at the same time."""
     layout = ShardLayout(config.tensor_parallel, config.pipeline_parallel)
     check_shards(source.config, layout)
-    of_rank = replace(config, tensor_parallel=1, pipeline_parallel=1)
+    threads = config.num_threads or os.cpu_count() or 1
+    of_rank = replace(
+        config,
+        tensor_parallel=1,
+        pipeline_parallel=1,
+        num_threads=max(1, threads // layout.num_ranks),
+    )
     group = RankGroup(source.path, of_rank, layout)
     try:
         return ShardedRunner(group)
