@@ -54,6 +54,7 @@ log = logging.getLogger(__name__)
 T = TypeVar("T")
 
 IDLE_POLL_S = 1.0
+REMOTE_POLL_S = 0.25  # how often an idle engine checks a runner in other processes
 COMPILE_POLL_S = 0.002
 STATS_INTERVAL_S = 0.5
 MAX_SCHEDULE_FAILURES = 2  # the engine ends after more consecutive failures than this
@@ -142,6 +143,7 @@ class EngineLoop:
         """Run one iteration. If there is no work, it waits up to `idle_timeout_s` for messages."""
         if self._remote is not None:
             self._remote.check()
+            idle_timeout_s = min(idle_timeout_s, REMOTE_POLL_S)
         is_idle = self._launched is None and not self.scheduler.has_work
         is_pending = self._intake.num_pending > 0
         has_images = is_pending and self._intake.has_images

@@ -31,7 +31,7 @@ log = logging.getLogger(__name__)
 
 RANK_MODULE = "engine.backends.custom.frameworks.torch.execution.distributed.rank"
 WATCH_S = 0.1  # how often the group looks for dead and frozen ranks
-FROZEN_AFTER_S = 3.0  # a rank ticks twice a second
+FROZEN_AFTER_S = 2.5  # a rank ticks twice a second
 LOADING_FROZEN_AFTER_S = 60.0
 STOP_GRACE_S = 5.0
 

@@ -5,6 +5,7 @@ import queue
 import signal
 import sys
 import threading
+import time
 from collections.abc import Callable
 from dataclasses import fields, replace
 from pathlib import Path
@@ -38,6 +39,7 @@ from engine.core.shards.ring import RingClosedError, RingReader, RingWriter
 # The name is not __name__, because this module runs as __main__.
 log = logging.getLogger("engine.backends.custom.frameworks.torch.execution.distributed.rank")
 
+PAUSE_S = 0.5
 _NO_ROWS = np.zeros(0, np.int32)
 
 
@@ -149,6 +151,8 @@ def main(rank: int, parent_pid: int, *fds: int) -> int:
         send(["failed", error.error_code, error.message])
         return 1
     except Exception:
+        # If another rank was lost, the engine ends this one too. Then its error would only distract.
+        time.sleep(PAUSE_S)
         log.exception("rank %d failed", rank)
         return 1
     return 0
