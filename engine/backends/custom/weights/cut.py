@@ -75,10 +75,7 @@ def _tensor(
             values = tensor.raw().reshape(*tensor.shape, traits.block_bytes)
             if columns is not None:
                 values = values[columns.start : columns.stop]
-            if values.ndim > 2:
-                values = values[:, places].swapaxes(0, 1)
-            else:
-                values = values[places]
+            values = values[:, places].swapaxes(0, 1) if values.ndim > 2 else values[places]
             return np.ascontiguousarray(values).reshape(-1)
 
         return _made(tensor, shape, tensor.dtype, turned)

@@ -151,7 +151,7 @@ def main(rank: int, parent_pid: int, *fds: int) -> int:
         send(["failed", error.error_code, error.message])
         return 1
     except Exception:
-        # If another rank was lost, the engine ends this one too. Then its error would only distract.
+        # If another rank was lost, the engine ends this one too, and its error would only distract.
         time.sleep(PAUSE_S)
         log.exception("rank %d failed", rank)
         return 1
