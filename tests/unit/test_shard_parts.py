@@ -7,7 +7,11 @@ import numpy as np
 import pytest
 
 from engine.backends.custom.architectures.tensors import TensorSpec, Transform
-from engine.backends.custom.weights.cut import cut, cut_experts, zeros
+from engine.backends.custom.frameworks.torch.execution.distributed.cut import (
+    cut,
+    cut_experts,
+    zeros,
+)
 from engine.backends.custom.weights.lazy_tensor import LazyTensor
 from engine.backends.custom.weights.quantize import quantize
 from engine.backends.custom.weights.quants import dequantize, traits_of

@@ -92,7 +92,7 @@ class RingWriter:
 
     def _slowest(self) -> int:
         cursors = (_CURSOR.unpack_from(self._memory, 8 * i)[0] for i in range(len(self._bells)))
-        return min(cursors)
+        return int(min(cursors))
 
 
 class RingReader:

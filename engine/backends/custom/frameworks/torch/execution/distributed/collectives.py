@@ -28,7 +28,7 @@ class Ranks:
             torch.cuda.set_device(device)
         dist.init_process_group(
             "nccl" if device.type == "cuda" else "gloo",
-            store=dist.FileStore(str(store), layout.num_ranks),
+            init_method=f"file://{store}",
             rank=rank,
             world_size=layout.num_ranks,
             timeout=TIMEOUT,

@@ -15,6 +15,11 @@ from torch import nn
 from engine.backends.custom.architectures.base import ModelConfig
 from engine.backends.custom.frameworks.parameters import ROPE_FACTORS
 from engine.backends.custom.frameworks.torch.execution.distributed.collectives import Ranks
+from engine.backends.custom.frameworks.torch.execution.distributed.cut import (
+    cut,
+    cut_experts,
+    zeros,
+)
 from engine.backends.custom.frameworks.torch.execution.distributed.layers import (
     ReceivedStream,
     SummedLinear,
@@ -27,7 +32,6 @@ from engine.backends.custom.frameworks.torch.models.quantized_loading import (
     EMBED,
     keeps_quantized,
 )
-from engine.backends.custom.weights.cut import cut, cut_experts, zeros
 from engine.backends.custom.weights.model import ModelSource
 from engine.backends.custom.weights.quants import traits_of
 from engine.backends.custom.weights.weight import Weight

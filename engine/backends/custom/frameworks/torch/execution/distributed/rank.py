@@ -22,6 +22,7 @@ from engine.backends.custom.frameworks.torch.execution.distributed.collectives i
 from engine.backends.custom.frameworks.torch.execution.distributed.group import RankSetup
 from engine.backends.custom.frameworks.torch.execution.distributed.model_shard import ModelShard
 from engine.backends.custom.frameworks.torch.execution.runner import TorchRunner
+from engine.backends.custom.frameworks.torch.execution.sampling_runner import StepHandle
 from engine.backends.custom.ipc.heartbeat import TICK_S, Heartbeat
 from engine.backends.custom.runtime.model_runner import (
     BatchInputs,
@@ -71,7 +72,8 @@ class RankLoop:
         self._samples = ranks.rank == layout.sampling_rank
         self._has_logits = layout.stage(ranks.rank) == layout.pipeline - 1
         # The step that was forwarded last, and its handle.
-        self._step, self._handle = 0, None
+        self._step = 0
+        self._handle: StepHandle | None = None
         self._answers: queue.SimpleQueue[Callable[[], None]] | None = None
         if self._samples and runner.spec.depth:
             # The next step is launched before the tokens of this one are on the host.
@@ -94,14 +96,14 @@ class RankLoop:
 
     def _on_logits(self, step: int, arrays: list[Any]) -> None:
         if self._samples:
-            assert step == self._step, (step, self._step)
+            assert step == self._step and self._handle is not None, (step, self._step)
             logits = self._runner.logits(self._handle, arrays[0])
             self._reply(lambda: self._send(["logits", step], [logits]))
 
     def _on_sample(self, step: int, arrays: list[Any]) -> None:
         handle, self._handle = self._handle, None
         if self._samples:
-            assert step == self._step, (step, self._step)
+            assert step == self._step and handle is not None, (step, self._step)
             pending = self._runner.sample(handle, SamplingInputs(*arrays))
             self._reply(lambda: self._send_tokens(step, pending))
         if self._runner.spec.depth:
