@@ -197,6 +197,10 @@ class PerformanceSettings(Section):
     """Size of the KV pool in MiB; unset, it is planned from free memory."""
     gpu_memory_utilization: float = Field(default=0.9, gt=0, le=1)
     """Share of the GPU memory that is free at the start, for weights and KV pool."""
+    tensor_parallel_size: int = Field(default=1, ge=1, le=1024)
+    """Ranks that share each layer, one GPU or CPU process each; needs the torch backend."""
+    pipeline_parallel_size: int = Field(default=1, ge=1, le=1024)
+    """Stages that the layers are divided into, each with `tensor_parallel_size` ranks."""
     use_mmap: bool = True
     """Map model files instead of reading them into memory."""
     threads: int | None = Field(default=None, ge=1, le=1024)
