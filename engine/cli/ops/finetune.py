@@ -18,8 +18,10 @@ if TYPE_CHECKING:
     from rich.progress import Progress
 
     from engine.finetuning.folder import JobFolder, TrainingEvent
+    from engine.finetuning.plan import TrainingPlan
     from engine.finetuning.process import TrainerProcess
 
+NAME_FILE = "name"  # in the job's folder: the model id of the adapter
 POLL_S = 0.2
 CURVE_ROWS, CURVE_COLUMNS = 8, 60
 
@@ -60,7 +62,7 @@ def finetune(
     """
     from engine.finetuning.folder import JobFolder
     from engine.finetuning.jobs import TrainingRequest, make_job
-    from engine.finetuning.plan import Hyperparameters, LoraShape, TrainingPlan
+    from engine.finetuning.plan import Hyperparameters, LoraShape
 
     if resume is not None:
         folder, plan = JobFolder(resume), _plan_of(resume)
@@ -82,14 +84,13 @@ def finetune(
             device=device,
         )
         folder, plan = make_job(request, output or _new_folder())
-        (folder.path / "suffix").write_text(suffix)
-    assert isinstance(plan, TrainingPlan)
+        (folder.path / NAME_FILE).write_text(_name_of(base, suffix, folder.path.name))
     shown = f"{plan.n_epochs} epochs, batches of {plan.batch_size}, rank {plan.lora.rank}"
     messages().print(f"training {folder.path} ({shown})", highlight=False, markup=False)
-    _finish(folder, _follow(folder), Path(plan.base))
+    _finish(folder, _follow(folder))
 
 
-def _plan_of(path: Path) -> object:
+def _plan_of(path: Path) -> "TrainingPlan":
     from engine.finetuning.plan import TrainingPlan
 
     try:
@@ -103,6 +104,13 @@ def _base_path(base: str) -> Path:
 
     path = Path(base)
     return path if path.exists() else resolve_model(base)
+
+
+def _name_of(base: str, suffix: str, job: str) -> str:
+    from engine.core.store.model_store import default_name
+    from engine.finetuning.jobs import adapter_name
+
+    return adapter_name(default_name(base), suffix, job.removeprefix("ftjob-")[:8])
 
 
 def _new_folder() -> Path:
@@ -158,7 +166,10 @@ def _watch(
         time.sleep(POLL_S)
 
 
-def _finish(folder: "JobFolder", metrics: "list[TrainingEvent]", base: Path) -> None:
+def _finish(folder: "JobFolder", metrics: "list[TrainingEvent]") -> None:
+    """Draw the loss and add the adapter to the store. Prints its name."""
+    from engine.core.store.adapter_store import keep_adapter
+
     losses = [each.loss for each in metrics if each.loss is not None]
     console = messages()
     for line in loss_curve(losses, CURVE_ROWS, CURVE_COLUMNS):
@@ -168,7 +179,16 @@ def _finish(folder: "JobFolder", metrics: "list[TrainingEvent]", base: Path) -> 
             console.print(
                 f"step {event.step}: validation loss {event.validation_loss:.3f}", highlight=False
             )
-    print(folder.adapter)
+    name = (folder.path / NAME_FILE).read_text()
+    base = name.split(":")[1]
+    keep_adapter(name, folder.adapter, base, replaces=True)
+    console.print(
+        f"engine serve {base} now serves it; or: --lora {name}={folder.adapter}",
+        markup=False,
+        highlight=False,
+        soft_wrap=True,
+    )
+    print(name)
 
 
 def loss_curve(losses: list[float], rows: int, columns: int) -> list[str]:
