@@ -24,9 +24,9 @@ from engine.backends.base import (
     Opening,
     Orphan,
     ReplayedTokens,
-    Resolved,
 )
 from engine.backends.custom.engine_settings import EXAMINER, changed_options, options_of
+from engine.backends.custom.frontend.adapters import ServedAdapters
 from engine.backends.custom.frontend.engine_client import (
     EngineClient,
     InlineClient,
@@ -83,10 +83,9 @@ TOKENIZER_THREADS = 2
 class CustomBackend(InferenceBackend):
     """Serves a model on one of our frameworks.
 
-    If `model` is a `BackendConfig`, its `backend_args` are fields of `EngineOptions`. With
-    `in_process`, the engine runs in a thread of this process. Otherwise it runs in a child process,
-    which can crash without harm to this process. `process` is such a child, if it was started
-    early. `chat_template` replaces the model's own.
+    If `model` is a `BackendConfig`, its `backend_args` are fields of `EngineOptions`. The engine
+    runs in a child process, which can crash without harm to this one, or in a thread of this
+    process if `in_process`. `process` is such a child, if it was started early.
     """
 
     framework: ClassVar[str]
@@ -118,6 +117,7 @@ class CustomBackend(InferenceBackend):
         self._link = EngineLink(
             self._make_client, RestartPolicy(), max_revivals=max_revivals, move=self._move
         )
+        self._adapters = ServedAdapters(self._link)
         self._num_calls = 0  # calls that still need this object, even if the engine is replaced
         self._encoders = ThreadPoolExecutor(TOKENIZER_THREADS, thread_name_prefix="tokenize")
         self._checker = GrammarChecker()
@@ -137,6 +137,7 @@ class CustomBackend(InferenceBackend):
         loading = asyncio.ensure_future(self._link.start())
         try:
             self._text, _ = await asyncio.gather(reading, loading)
+            await self._adapters.add_all(self._options.adapters, self._served_name)
         except BaseException:
             loading.cancel()
             await self.stop()
@@ -150,7 +151,8 @@ class CustomBackend(InferenceBackend):
 
     def remade(self, model: str | None, changes: Mapping[str, Any]) -> "CustomBackend":
         """A new backend with the settings of this one, except for its model and some options."""
-        options = changed_options(self._options, model or self._model, changes)
+        current = msgspec.structs.replace(self._options, adapters=self._adapters.paths)
+        options = changed_options(current, model or self._model, changes)
         return type(self)(
             options.model_path,
             options=options,
@@ -199,7 +201,7 @@ class CustomBackend(InferenceBackend):
 
     @staticmethod
     def read_text(path: Path) -> TextModel:
-        """Load the model's tokenizer and chat template. This method runs in a thread."""
+        """Load the model's tokenizer and chat template, in a thread."""
         return load_text(path)
 
     @property
@@ -263,10 +265,13 @@ class CustomBackend(InferenceBackend):
             images = IMAGE_ENCODERS.get(self.framework, ())
             made = (self._served_name, self.framework, self._created)
             self._card = card = card_of(text, *made, *facts, images)
-        return [card]
+        return [card, *self._adapters.cards(card)]
 
-    def resolve(self, name: str | None) -> Resolved | None:
-        return next((Resolved(card) for card in self.models() if name in (None, card.id)), None)
+    async def load_adapter(self, name: str, path: str, *, replaces: bool = False) -> None:
+        await self._adapters.add(name, path, self._served_name, replaces=replaces)
+
+    async def unload_adapter(self, name: str) -> None:
+        self._adapters.remove(name)
 
     def stats(self) -> EngineStats | None:
         return self._link.stats
@@ -308,7 +313,8 @@ class CustomBackend(InferenceBackend):
         notes = context.notes
         if notes is not None and notes.recorded is not None and params.seed is None:
             params = msgspec.structs.replace(params, seed=secrets.randbits(62))
-        submitted = prepared.request(context, params, text.eos_ids, ready.max_seq_len)
+        adapter = self._adapters.ref(context.model)
+        submitted = prepared.request(context, params, text.eos_ids, ready.max_seq_len, adapter)
         generation = Generation(
             submitted, text, prepared, self._link, context.on_progress, context.notes
         )
@@ -334,7 +340,8 @@ class CustomBackend(InferenceBackend):
         with self._counted():
             text, ready = self._loaded()
             limits = (ready.max_seq_len, self._options.max_queued)
-            return await embedded(request, text, *limits, self._link, self._encode)
+            adapter = self._adapters.ref(request.model)
+            return await embedded(request, text, *limits, self._link, self._encode, adapter)
 
     async def tokenize(
         self,
