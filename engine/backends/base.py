@@ -269,9 +269,12 @@ class InferenceBackend(ABC):
         """
         return ()
 
-    async def load_adapter(self, name: str, path: str, *, replaces: bool = False) -> None:
-        """Load the LoRA adapter at `path`, and serve it as the model `name` from now on. Raises
-        `EngineError` if it can't be served. With `replaces`, an adapter of this name is replaced.
+    async def load_adapter(
+        self, name: str, path: str, *, base: str | None = None, replaces: bool = False
+    ) -> None:
+        """Load the LoRA adapter at `path`, and serve it as the model `name` from now on. `base` is
+        the id of the base model; None: the only model. Raises `EngineError` if it can't be served.
+        With `replaces`, an adapter of this name is replaced.
         """
         raise InvalidRequestError("This model's backend serves no LoRA adapters.")
 

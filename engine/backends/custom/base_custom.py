@@ -136,8 +136,9 @@ class CustomBackend(InferenceBackend):
         reading = loop.run_in_executor(self._encoders, self._read_text, path)
         loading = asyncio.ensure_future(self._link.start())
         try:
-            self._text, _ = await asyncio.gather(reading, loading)
-            await self._adapters.add_all(self._options.adapters, self._served_name)
+            text, _ = await asyncio.gather(reading, loading)
+            await self._adapters.start(self._options.adapters, self._served_name)
+            self._text = text
         except BaseException:
             loading.cancel()
             await self.stop()
@@ -150,7 +151,7 @@ class CustomBackend(InferenceBackend):
         self._encoders.shutdown(wait=False)
 
     def remade(self, model: str | None, changes: Mapping[str, Any]) -> "CustomBackend":
-        """A new backend with the settings of this one, except for its model and some options."""
+        """A new backend with the settings of this one, except for its model and options."""
         current = msgspec.structs.replace(self._options, adapters=self._adapters.paths)
         options = changed_options(current, model or self._model, changes)
         return type(self)(
@@ -163,7 +164,6 @@ class CustomBackend(InferenceBackend):
 
     @property
     def num_open(self) -> int:
-        """The number of open requests, and of calls that have not submitted their request yet."""
         return self._link.num_open + self._num_calls
 
     @property
@@ -177,9 +177,7 @@ class CustomBackend(InferenceBackend):
         return self._options.fingerprint(self._files, ready.device, ready.dtype, ready.max_seq_len)
 
     def hand_over(self, successor: "CustomBackend") -> int | None:
-        """Move all open requests to `successor`, and submit later ones there. Returns their number,
-        or None if no request can move.
-        """
+        """Move all open and later requests to `successor`. None: no request can move."""
         can_move = self.fingerprint == successor.fingerprint is not None
         return self._link.hand_over(successor._link) if can_move else None
 
@@ -257,18 +255,20 @@ class CustomBackend(InferenceBackend):
         text, ready = self._text, self._link.last_ready
         if text is None:
             return []
-        max_model_len = ready.max_seq_len if ready else text.config.max_position
-        max_sequences = None if ready is None else ready.max_slots
-        speculates = ready is not None and ready.speculates
-        card, facts = self._card, (max_model_len, max_sequences, speculates)
+        facts: tuple[int, int | None, bool] = (text.config.max_position, None, False)
+        if ready is not None:
+            facts = (ready.max_seq_len, ready.max_slots, ready.speculates)
+        card = self._card
         if card is None or facts != (card.max_model_len, card.max_sequences, card.speculates):
             images = IMAGE_ENCODERS.get(self.framework, ())
             made = (self._served_name, self.framework, self._created)
             self._card = card = card_of(text, *made, *facts, images)
         return [card, *self._adapters.cards(card)]
 
-    async def load_adapter(self, name: str, path: str, *, replaces: bool = False) -> None:
-        await self._adapters.add(name, path, self._served_name, replaces=replaces)
+    async def load_adapter(
+        self, name: str, path: str, *, base: str | None = None, replaces: bool = False
+    ) -> None:
+        await self._adapters.add(name, path, self._served_name, base, replaces=replaces)
 
     async def unload_adapter(self, name: str) -> None:
         self._adapters.remove(name)
@@ -283,7 +283,6 @@ class CustomBackend(InferenceBackend):
         return Opening(self, request)
 
     async def open(self, request: ChatRequest | CompletionRequest) -> Generation:
-        """Prepare the prompt, check it, and submit it to the engine."""
         with self._counted():
             return await self._open(request)
 
@@ -396,7 +395,6 @@ class CustomBackend(InferenceBackend):
     def _make_client(self, on_message: OnMessage, on_exit: OnExit) -> EngineClient:
         if self._in_process:
             return InlineClient(self.worker_module, self._options, on_message)
-        # The process that was started early is used only once. After a restart, the client starts a
-        # new process.
+        # The process that was started early is used once; later clients start a new one.
         process, self._process = self._process, None
         return ProcessClient(self.worker_module, self._options, on_message, on_exit, process)

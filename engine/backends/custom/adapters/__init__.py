@@ -1,1 +1,1 @@
-"""LoRA adapters: reads PEFT folders and GGUF files, and gives adapters places on a device."""
+"""LoRA adapters: reads PEFT folders and GGUF files, and fits them to a model."""

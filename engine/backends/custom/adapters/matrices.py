@@ -59,8 +59,8 @@ class Adapter:
         for name in sorted(self.pairs):
             pair = self.pairs[name]
             digest.update(f"{name} {pair.a.shape} {pair.b.shape}".encode())
-            digest.update(pair.a)
-            digest.update(pair.b)
+            digest.update(pair.a.data)
+            digest.update(pair.b.data)
         return digest.hexdigest()[:32]
 
 

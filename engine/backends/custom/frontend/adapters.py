@@ -3,7 +3,7 @@ model with this adapter.
 """
 
 import asyncio
-import re
+import logging
 import time
 from collections.abc import Mapping
 from pathlib import Path
@@ -11,13 +11,15 @@ from pathlib import Path
 import msgspec
 
 from engine.backends.custom.frontend.engine_link import EngineLink
-from engine.core.errors import InvalidRequestError, NotFoundError
+from engine.core.errors import EngineError, InvalidRequestError, NotFoundError
 from engine.core.interfaces.backend import ModelCard
 from engine.core.interfaces.request import AdapterRef
 from engine.core.sandbox.examination import examine
+from engine.core.store.adapter_store import NAME, kept_adapters
+
+log = logging.getLogger(__name__)
 
 EXAMINER = "engine.backends.custom.adapters.reading:examine_adapter"
-NAME = re.compile(r"[!-~]{1,256}")
 LOAD_TIMEOUT_S = 120.0
 
 
@@ -50,14 +52,19 @@ class ServedAdapters:
         """The path of each adapter, by name."""
         return {name: each.ref.path for name, each in self._served.items()}
 
-    async def add(self, name: str, path: str, base: str, *, replaces: bool = False) -> None:
-        """Load the adapter at `path`, and serve it as `name` from now on. `base` is the name of the
-        base model. Raises `EngineError` if the adapter is invalid, does not fit the base model, or
-        if the name is taken. With `replaces`, an adapter of this name is replaced.
+    async def add(
+        self, name: str, path: str, own: str, base: str | None = None, *, replaces: bool = False
+    ) -> None:
+        """Load the adapter at `path`, and serve it as `name` from now on. `own` is the name of the
+        model that this backend serves, `base` that of the model for which the adapter is meant.
+        Raises `EngineError` if the adapter is invalid, does not fit the model, or if the name is
+        taken. With `replaces`, an adapter of this name is replaced.
         """
         if not NAME.fullmatch(name):
             raise InvalidRequestError("lora_name must be 1 to 256 visible ASCII characters.")
-        if name == base or (name in self._served and not replaces):
+        if base not in (None, own):
+            raise NotFoundError(f"There is no model '{base}' here.", param="base_model_name")
+        if name == own or (name in self._served and not replaces):
             raise InvalidRequestError(
                 f"The lora adapter '{name}' has already been loaded.", param="lora_name"
             )
@@ -70,9 +77,19 @@ class ServedAdapters:
         ref = AdapterRef(facts.key, str(full))
         self._served[name] = ServedAdapter(ref, facts.rank, facts.num_bytes, int(time.time()))
 
-    async def add_all(self, paths: Mapping[str, str], base: str) -> None:
-        for name, path in paths.items():
-            await self.add(name, path, base)
+    async def start(self, paths: Mapping[str, str], own: str) -> None:
+        """Serve the adapters at `paths`, and those of the store. An adapter of the store that can't
+        be loaded is left out.
+        """
+        await asyncio.gather(*(self.add(name, path, own) for name, path in paths.items()))
+        kept = {name: str(path) for name, path in kept_adapters(own).items() if name not in paths}
+        adding = (self.add(name, path, own) for name, path in kept.items())
+        results = await asyncio.gather(*adding, return_exceptions=True)
+        for name, result in zip(kept, results, strict=True):
+            if isinstance(result, EngineError):
+                log.warning("the adapter %s is not served: %s", name, result.message)
+            elif isinstance(result, BaseException):
+                raise result
 
     def remove(self, name: str) -> None:
         """Serve the adapter no longer. Requests that have begun are finished."""

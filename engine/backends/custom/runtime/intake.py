@@ -45,7 +45,7 @@ from engine.core.interfaces.request import GenerateRequest, Resumed, TokenDelta
 if TYPE_CHECKING:
     from llguidance import LLMatcher
 
-    from engine.backends.custom.adapters.places import AdapterPlaces
+    from engine.backends.custom.runtime.groups.adapter_places import AdapterPlaces
 
 log = logging.getLogger(__name__)
 

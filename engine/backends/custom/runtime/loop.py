@@ -47,7 +47,7 @@ from engine.core.interfaces.request import (
 from engine.core.observability.logging import set_level
 
 if TYPE_CHECKING:
-    from engine.backends.custom.adapters.places import AdapterPlaces
+    from engine.backends.custom.runtime.groups.adapter_places import AdapterPlaces
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")

@@ -1,8 +1,8 @@
 """Makes the places of LoRA adapters for an engine. Imported when the first adapter is used."""
 
-from engine.backends.custom.adapters.places import AdapterPlaces
 from engine.backends.custom.adapters.reading import open_adapter
 from engine.backends.custom.options import EngineOptions
+from engine.backends.custom.runtime.groups.adapter_places import AdapterPlaces
 from engine.backends.custom.runtime.model_runner import AdapterRunner
 from engine.backends.custom.runtime.scheduler import Scheduler
 from engine.backends.custom.weights.model import ModelSource

@@ -56,7 +56,7 @@ from engine.core.sandbox.examination_child import read_in_fork
 from engine.core.sandbox.processes import die_with_parent, offer_to_be_killed
 
 if TYPE_CHECKING:
-    from engine.backends.custom.adapters.places import AdapterPlaces
+    from engine.backends.custom.runtime.groups.adapter_places import AdapterPlaces
 
 # The name is not __name__, because this module runs as __main__.
 log = logging.getLogger("engine.backends.custom.worker.main")

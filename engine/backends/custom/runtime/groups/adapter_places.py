@@ -15,7 +15,6 @@ from typing import Protocol
 
 import msgspec
 
-from engine.backends.custom.adapters.matrices import Adapter
 from engine.backends.custom.runtime.model_runner import AdapterRunner
 from engine.core.errors import EngineError, InferenceError, InvalidRequestError
 from engine.core.interfaces.request import AdapterRef, Control, ControlReply
@@ -23,7 +22,17 @@ from engine.core.interfaces.request import AdapterRef, Control, ControlReply
 log = logging.getLogger(__name__)
 
 
-class PackedLike(Protocol):
+class ReadAdapter(Protocol):
+    """An adapter that was read from its files."""
+
+    @property
+    def key(self) -> str: ...
+
+    @property
+    def max_rank(self) -> int: ...
+
+
+class PackedAdapter(Protocol):
     """An adapter in the form that a runner needs."""
 
     @property
@@ -41,7 +50,7 @@ class AdapterFacts(msgspec.Struct, frozen=True):
 @dataclass(frozen=True, slots=True)
 class _Loaded:
     facts: AdapterFacts
-    packed: PackedLike
+    packed: PackedAdapter
 
 
 class AdapterPlaces:
@@ -53,7 +62,7 @@ class AdapterPlaces:
     def __init__(
         self,
         runner: AdapterRunner,
-        read: Callable[[Path], Adapter],
+        read: Callable[[Path], ReadAdapter],
         in_use: Callable[[], set[int]],
         num_places: int,
         max_host_bytes: int,
