@@ -43,6 +43,7 @@ GROUPS = {
             "Train a LoRA adapter on the examples of a file.",
         ),
         "imatrix": ("engine.cli.convert:imatrix", "Measure which weights matter most."),
+        "adapters": ("engine.cli.ops.adapters:app", "List, add and remove LoRA adapters."),
     },
     "A running server": {
         "ps": ("engine.cli.ops.running:ps", "List the models of a running server."),
