@@ -29,8 +29,9 @@ struct StepArrays {
     const int32_t* state_save;   // (rows) index of a state to copy the row's own to after the step; -1: none
     // Embeddings of images, and the tokens whose embeddings they replace. There are none if num_embeds is 0.
     int num_embeds;
-    const float* embeds;        // (num_embeds, embedding size)
-    const int32_t* embed_rows;  // (num_embeds) indices into tokens
+    const float* embeds;         // (num_embeds, embedding size)
+    const int32_t* embed_rows;   // (num_embeds) indices into tokens
+    const int32_t* adapter_ids;  // (rows) the LoRA adapter of each row; 0: none. null: all are 0
 };
 
 class Model {
@@ -62,6 +63,7 @@ class Model {
     void check_cache(const StepArrays& step, const KvCache& cache, const int32_t* tables,
                      const int64_t* slots) const;
     void reorder(const StepArrays& step);
+    void find_runs(const StepArrays& step);
 
     Batch batch_;
     std::vector<int32_t> order_;  // index in the batch -> index in the step
@@ -69,6 +71,7 @@ class Model {
     std::vector<int32_t> row_of_, logit_tokens_, logit_place_, place_of_;
     std::vector<int64_t> write_slots_, window_slots_;
     std::vector<const float*> embeds_;
+    std::vector<AdapterRun> runs_, logit_runs_;
     std::vector<uint8_t> finite_;
     std::unique_ptr<Sampler> sampler_;
     std::vector<SampleScratch> sample_scratch_;

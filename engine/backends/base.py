@@ -8,7 +8,7 @@ from collections.abc import AsyncGenerator, AsyncIterator, Callable
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, TypeAlias
 
-from engine.core.errors import InvalidRequestError
+from engine.core.errors import InvalidRequestError, NotFoundError
 from engine.core.interfaces.backend import (
     ChatRequest,
     CompletionRequest,
@@ -260,6 +260,19 @@ class InferenceBackend(ABC):
         a note for each process that could not be changed. Remote servers are not affected.
         """
         return ()
+
+    async def load_adapter(
+        self, name: str, path: str, *, base: str | None = None, replaces: bool = False
+    ) -> None:
+        """Load the LoRA adapter at `path`, and serve it as the model `name` from now on. `base` is
+        the id of the base model; None: the only model. Raises `EngineError` if it can't be served.
+        With `replaces`, an adapter of this name is replaced.
+        """
+        raise InvalidRequestError("This model's backend serves no LoRA adapters.")
+
+    async def unload_adapter(self, name: str) -> None:
+        """Serve a LoRA adapter no longer. Requests that have begun are finished."""
+        raise NotFoundError(f"The lora adapter '{name}' cannot be found.", param="lora_name")
 
     async def embed(self, request: EmbedRequest) -> Embeddings:
         """Returns one embedding vector for each input."""

@@ -32,6 +32,7 @@ from engine.core.config_types import (
     Secret,
     Section,
     Strings,
+    check_adapters,
     check_options,
     check_power_of_two,
     lowercase,
@@ -40,7 +41,7 @@ from engine.core.config_types import (
 
 if TYPE_CHECKING:
     from engine.core.config_presets import PresetTable
-    from engine.core.config_tables import BackendTable, ModelTable, PluginTable
+    from engine.core.config_tables import AdapterTable, BackendTable, ModelTable, PluginTable
 
 RESERVED_PATHS = ("/v1", "/health", "/livez", "/readyz", "/generate", "/api", "/openai")
 
@@ -128,6 +129,10 @@ class ModelSettings(Section):
         dict[str, Any], BeforeValidator(parse_options), AfterValidator(check_options)
     ] = {}
     """Fields of the configuration class of a backend other than our own."""
+    adapters: Annotated[
+        dict[str, str], BeforeValidator(parse_options), AfterValidator(check_adapters)
+    ] = {}
+    """LoRA adapters: the path of each, by the model id that clients use for it."""
     device: str = Field(default="auto", pattern=r"^[a-z]+(:[0-9]{1,3}(-[0-9]{1,3})?)?$")
     """Device that computes, such as `cpu`, `cuda:1` or `cuda:0-3`."""
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
@@ -211,6 +216,12 @@ class PerformanceSettings(Section):
     """`invariant`: rounding never depends on the batch; `fast`: it may; `auto`: see numerics.md."""
     speculation: Literal["auto", "on", "off"] = "auto"
     """Guess tokens and verify several in one step. `auto`: only if the output can't change."""
+    max_adapters: int = Field(default=8, ge=0, le=256)
+    """Max LoRA adapters in one step; others wait. 0: no adapters are served."""
+    max_adapter_rank: int = Field(default=256, ge=1, le=4096)
+    """Max rank of a LoRA adapter."""
+    adapter_memory_mb: Megabytes = 1024
+    """Host memory for LoRA adapters in MiB; the least recently used are read again when needed."""
     affinity: str = Field(
         default="auto", pattern=r"^(auto|off|[0-9]+(-[0-9]+)?(,[0-9]+(-[0-9]+)?)*)$", max_length=256
     )
@@ -333,13 +344,14 @@ class RequestsSettings(Section):
 
 class NamedTables(msgspec.Struct, frozen=True):
     """The named tables of the TOML file, validated by `config_tables`: `[backends.NAME]`,
-    `[models.ID]`, `[plugins.NAME]` and `[presets.ID]`.
+    `[models.ID]`, `[plugins.NAME]`, `[presets.ID]` and `[adapters.NAME]`.
     """
 
     backends: "Mapping[str, BackendTable]" = MappingProxyType({})
     models: "Mapping[str, ModelTable]" = MappingProxyType({})
     plugins: "Mapping[str, PluginTable]" = MappingProxyType({})
     presets: "Mapping[str, PresetTable]" = MappingProxyType({})
+    adapters: "Mapping[str, AdapterTable]" = MappingProxyType({})
 
 
 TABLES = NamedTables.__struct_fields__

@@ -128,6 +128,7 @@ LATE = (
     "openai.generate:add_generate_routes",
     "ops.admin:add_admin_routes",
     "ops.admin_models:add_admin_models_routes",
+    "ops.adapters:add_adapter_routes",
     "ops.admin_control:add_admin_control_routes",
     "ops.admin_control:add_plugins_routes",
     "ops.requests:add_requests_routes",

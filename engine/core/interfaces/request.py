@@ -157,6 +157,13 @@ class Resumed(msgspec.Struct, frozen=True, array_like=True):
     surprise_limit: float | None = None  # of its last delta
 
 
+class AdapterRef(msgspec.Struct, frozen=True, array_like=True):
+    """A LoRA adapter: a hash of its content, and where its files are."""
+
+    key: str
+    path: str
+
+
 # Begins a salt that no other request has. Blocks with such a salt are not stored in cache tiers.
 UNSHARED = "unshared:"
 
@@ -190,6 +197,7 @@ class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True, tag="submit"):
     second_start: int = 0
     # The choices that have not ended, if the request was in an engine that died. None: it is new
     resumed: tuple[Resumed, ...] | None = None
+    adapter: AdapterRef | None = None  # None: the base model answers
 
 
 class Abort(msgspec.Struct, frozen=True, tag="abort"):
@@ -203,8 +211,8 @@ class Control(msgspec.Struct, frozen=True, tag="control"):
     """Frontend to engine: an operation on the engine itself, answered by a `ControlReply`."""
 
     control_id: int
-    action: Literal["flush_cache", "log_level", "snapshot"]
-    value: str = ""  # the new level, for action "log_level"
+    action: Literal["flush_cache", "log_level", "snapshot", "load_adapter"]
+    value: str = ""  # the new level for action "log_level"; the path for action "load_adapter"
 
 
 class Stop(msgspec.Struct, frozen=True, tag="stop"):

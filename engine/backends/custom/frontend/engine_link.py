@@ -190,9 +190,15 @@ class EngineLink:
         """What the engine is doing now. None if it is an encoder."""
         return (await self._control("snapshot", timeout_s=SNAPSHOT_TIMEOUT_S)).snapshot
 
+    async def load_adapter(self, path: str, timeout_s: float) -> ControlReply:
+        """Make the engine load a LoRA adapter. The reply has its facts as JSON, or says why the
+        adapter can't be used.
+        """
+        return await self._control("load_adapter", path, timeout_s)
+
     async def _control(
         self,
-        action: Literal["flush_cache", "log_level", "snapshot"],
+        action: Literal["flush_cache", "log_level", "snapshot", "load_adapter"],
         value: str = "",
         timeout_s: float | None = None,
     ) -> ControlReply:

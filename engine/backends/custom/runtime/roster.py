@@ -34,6 +34,7 @@ class Roster:
         self._free_slots = list(range(max_slots - 1, -1, -1))
         self._step = self._num_admissions = 0
         self.speculation: Speculation | None = None  # None: steps verify no drafts
+        self.has_adapters = False  # whether any sequence has had a LoRA adapter
         self.clock = EngineClock()
         self.num_preemptions = 0
         self.num_nonfinite = 0

@@ -8,7 +8,7 @@ place and returns them for the next call.
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -17,9 +17,9 @@ from jax import Array
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
-from engine.backends.custom.architectures.base import ModelConfig
 from engine.backends.custom.frameworks.jax.execution.blocks import (
     block_slots,
+    cache_shapes,
     gather_slots,
     rows_of,
     scatter_slots,
@@ -47,6 +47,7 @@ from engine.backends.custom.frameworks.jax.kernels.attention import (
 )
 from engine.backends.custom.frameworks.jax.kernels.attention_xla import CHUNK
 from engine.backends.custom.frameworks.jax.kernels.work import AttentionShape, PerHead, Work
+from engine.backends.custom.frameworks.jax.layers.adapted import RowAdapters, with_adapters
 from engine.backends.custom.frameworks.jax.layers.linear import Params
 from engine.backends.custom.frameworks.jax.models.base import (
     Model,
@@ -72,6 +73,10 @@ from engine.backends.custom.runtime.model_runner import (
 from engine.backends.custom.runtime.outputs import Sampled, step_output
 from engine.backends.custom.runtime.samplers.host_sampler import histories, token_words
 
+if TYPE_CHECKING:
+    from engine.backends.custom.adapters.matrices import Adapter
+    from engine.backends.custom.frameworks.jax.execution.adapters import JAXAdapters, PackedAdapter
+
 # Max tokens of a step on a CPU. The activations of larger steps do not fit the L2 cache, so larger
 # steps are not faster per token.
 MOST_CPU_TOKENS = 512
@@ -84,6 +89,7 @@ class StepHandle:
     states: Array  # (T, D) the residual stream; tokens whose logits are needed come first
     finite: Array  # (T,) bool: whether each token's residual stream is finite
     query_start: I32
+    adapters: RowAdapters | None = None  # of the tokens whose logits are needed
 
 
 @dataclass(frozen=True, slots=True)
@@ -154,6 +160,7 @@ class JAXRunner:
         attention = attention_backend(config.attention, model.config, device.platform, num_slots)
         self._program = StepProgram(model, tree, attention, config.block_size, mesh)
         self._settings: Settings | None = None  # the sampling settings of the last step
+        self._adapters: JAXAdapters | None = None  # made for the first adapter
 
     @property
     def spec(self) -> RunnerSpec:
@@ -162,15 +169,35 @@ class JAXRunner:
     def forward(self, inputs: BatchInputs) -> StepHandle:
         bucket = self._buckets.of(inputs)
         packed = packed_step(inputs, bucket)
+        of_tokens = of_logits = None
+        if self._adapters is not None and inputs.adapter_ids.any():
+            of_tokens = self._adapters.of_tokens(inputs, bucket.num_tokens)
+            of_logits = self._adapters.of_logits(inputs, bucket.num_tokens)
         self._caches, states, finite = forward(
-            self._program, bucket, self._params, self._caches, self._last_token, packed
+            self._program, bucket, self._params, self._caches, self._last_token, packed, of_tokens
         )
-        return StepHandle(states, finite, inputs.query_start)
+        return StepHandle(states, finite, inputs.query_start, of_logits)
+
+    def pack_adapter(self, adapter: "Adapter") -> "PackedAdapter":
+        return self._with_adapters().pack(adapter)
+
+    def set_adapter(self, number: int, packed: "PackedAdapter") -> None:
+        self._with_adapters().set(number, packed)
+
+    def _with_adapters(self) -> "JAXAdapters":
+        if self._adapters is None:
+            from engine.backends.custom.frameworks.jax.execution.adapters import JAXAdapters
+
+            self._adapters = JAXAdapters(self._caches[0].dtype, self._home)
+        return self._adapters
 
     def logits(self, handle: StepHandle, rows: I32) -> F32:
         # Rows are padded, because a version of `row_logits` is compiled for each number of rows.
         padded = np.pad(rows, (0, padded_rows(len(rows)) - len(rows)))
-        logits = row_logits(self._program.model, self._ends, handle.states[padded])
+        adapters = handle.adapters
+        if adapters is not None:
+            adapters = adapters._replace(places=adapters.places[padded])
+        logits = row_logits(self._program.model, self._ends, handle.states[padded], adapters)
         return np.asarray(logits)[: len(rows)]
 
     def sample(self, handle: StepHandle, sampling: SamplingInputs) -> JAXPendingTokens:
@@ -181,7 +208,9 @@ class JAXRunner:
             if mask is not None:
                 mask = np.pad(mask, ((0, padding), (0, 0)))
             counts = self._histories(sampling) if sampling.has_penalties else None
-            states, count = handle.states, traits.num_rows
+            states, count, adapters = handle.states, traits.num_rows, handle.adapters
+            if adapters is not None:
+                adapters = adapters._replace(places=adapters.places[:count])
             self._last_token, counts, sampled, hidden = sample_step(
                 self._program.model,
                 traits,
@@ -192,6 +221,7 @@ class JAXRunner:
                 self._words,
                 packed,
                 mask,
+                adapters,
             )
             self._counts = self._counts if counts is None else counts
         for array in (*(sampled or ()), hidden, handle.finite):
@@ -258,15 +288,6 @@ class JAXRunner:
         return counts
 
 
-def cache_shapes(model: ModelConfig, config: RunnerConfig) -> list[tuple[int, int, int, int]]:
-    """The shape of each layer's KV cache. Layers with a sliding window may have fewer blocks."""
-    num_blocks = config.num_blocks, config.num_window_blocks
-    return [
-        (num_blocks[cache] * config.block_size, model.kv_parts, model.num_kv_heads, model.head_dim)
-        for cache, _ in model.cache_places(config.num_window_blocks > 0)
-    ]
-
-
 @partial(jax.jit, static_argnums=(0, 1), donate_argnums=3)
 def forward(
     program: StepProgram,
@@ -275,6 +296,7 @@ def forward(
     caches: list[Array],
     last_token: Array,
     packed: Array,
+    adapters: RowAdapters | None = None,
 ) -> tuple[list[Array], Array, Array]:
     """The forward pass of a step. `leaves` are the model's parameters as a flat list. `last_token`
     (max_slots,) has the last sampled token of each slot. `caches` are the KV caches of the layers.
@@ -285,7 +307,7 @@ def forward(
     whether its residual stream is finite after the last layer.
     """
     model, tree, attention, block_size, mesh = program
-    params = jax.tree.unflatten(tree, leaves)
+    params = with_adapters(jax.tree.unflatten(tree, leaves), adapters)
     tables = ("tables", "window_tables") if bucket.has_windows else ("tables",)
     step = step_layout(bucket).views(packed, dict.fromkeys(tables, bucket.table_width))
     token_ids, positions = step["token_ids"], step["positions"]
@@ -342,6 +364,7 @@ def sample_step(
     words: Array,
     packed: Array,
     mask: Array | None,
+    adapters: RowAdapters | None = None,
 ) -> tuple[Array, Array | None, Sampled, Array | None]:
     """Computes logits from the residual stream `states` and samples a token per row.
 
@@ -351,7 +374,7 @@ def sample_step(
     layout = settings_layout(traits, len(last_token))
     settings = settings_views(layout, packed, jnp.float32)
     hidden = final_norm(model, params, states)
-    logits = head_logits(model, params, hidden)
+    logits = head_logits(model, with_adapters(params, adapters), hidden)
     of_rows = None if counts is None else counts[settings["slots"]]
     sampled = sample(logits, settings, traits, words, of_rows, mask)
     last_token = last_token.at[settings[KEEPS]].set(sampled.tokens, mode="drop")
@@ -362,10 +385,12 @@ def sample_step(
 
 
 @partial(jax.jit, static_argnums=0)
-def row_logits(model: Model, params: Params, states: Array) -> Array:
+def row_logits(
+    model: Model, params: Params, states: Array, adapters: RowAdapters | None = None
+) -> Array:
     """The logits (R, V) float32 of rows of the residual stream (R, D)."""
     hidden = final_norm(model, params, states)
-    return head_logits(model, params, hidden).astype(jnp.float32)
+    return head_logits(model, with_adapters(params, adapters), hidden).astype(jnp.float32)
 
 
 @partial(jax.jit, donate_argnums=0)

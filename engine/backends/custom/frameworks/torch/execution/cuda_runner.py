@@ -139,6 +139,8 @@ class CudaRunner(TorchRunner):
         # Steps with images have no graphs, and neither has decode if RoPE depends on the images.
         if inputs.embeds is not None or inputs.rope_positions is not None:
             return super().forward(inputs)
+        if self._adapters is not None and inputs.adapter_ids.any():
+            return super().forward(inputs)
         size = self._size(inputs)
         step = self._step(inputs, size) if size is not None else self._exact_step(inputs)
         step.num_uses += 1

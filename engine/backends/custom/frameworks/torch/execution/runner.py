@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -44,6 +45,13 @@ from engine.backends.custom.runtime.model_runner import (
     RunnerConfig,
     RunnerSpec,
 )
+
+if TYPE_CHECKING:
+    from engine.backends.custom.adapters.matrices import Adapter
+    from engine.backends.custom.frameworks.torch.execution.adapters import (
+        PackedAdapter,
+        TorchAdapters,
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,7 +133,8 @@ class TorchRunner(SamplingRunner):
             verifies_drafts=True,
         )
         super().__init__(spec, device)
-        self._model = model
+        self._model, self._dtype = model, dtype
+        self._adapters: TorchAdapters | None = None  # made for the first adapter
         kv_dtype = FP8 if config.kv_dtype == "fp8" else dtype
         heads = replace(AttentionHeads.of(model.config), in_fp8=kv_dtype == FP8)
         self._attention = attention_backend(
@@ -163,14 +172,35 @@ class TorchRunner(SamplingRunner):
             self._images(inputs),
         )
         self._states.load(inputs)
-        x = self._model(self._token_ids(inputs), step)  # (T, D)
+        model = self._model_for(inputs)
+        x = model(self._token_ids(inputs), step)  # (T, D)
         self._states.save(inputs)
         finite = self._cache.guard(inputs, x, step.slots)
         if not len(inputs.logit_rows):
             return StepHandle(None, None, finite)
         rows = self._put(inputs.logit_rows.astype(np.int64))
-        hidden = self._model.norm(x.index_select(0, rows))
-        return StepHandle(self._model.head_logits(hidden), hidden, finite)
+        hidden = model.norm(x.index_select(0, rows))
+        return StepHandle(model.head_logits(hidden), hidden, finite)
+
+    def _model_for(self, inputs: BatchInputs) -> Decoder:
+        """The model that computes a step: with adapters, if a row has one."""
+        if self._adapters is None or not inputs.adapter_ids.any():
+            return self._model
+        self._adapters.begin(inputs)
+        return self._adapters.model
+
+    def pack_adapter(self, adapter: "Adapter") -> "PackedAdapter":
+        return self._with_adapters().pack(adapter)
+
+    def set_adapter(self, number: int, packed: "PackedAdapter") -> None:
+        self._with_adapters().set(number, packed)
+
+    def _with_adapters(self) -> "TorchAdapters":
+        if self._adapters is None:
+            from engine.backends.custom.frameworks.torch.execution.adapters import TorchAdapters
+
+            self._adapters = TorchAdapters(self._model, self._device, self._dtype)
+        return self._adapters
 
     @property
     def kv_identity(self) -> str:
@@ -216,5 +246,5 @@ class TorchRunner(SamplingRunner):
 
     def close(self) -> None:
         """Frees the model and the KV cache. The runner cannot be used afterwards."""
-        del self._model, self._cache, self._states, self._blocks
+        del self._model, self._cache, self._states, self._blocks, self._adapters
         super().close()
