@@ -72,7 +72,7 @@ class BatchBuilder:
 
     def inputs(self, batch: ScheduledBatch) -> BatchInputs:
         rows = batch.rows
-        has_grown, only_continues = False, True
+        has_grown, only_continues, has_taps = False, True, False
         lives, rooms = self._lives, self._rooms
         for seq, _, length, samples, slot, life, num_scored, _ in rows:
             if lives[slot] != life or rooms[slot] != seq.room:
@@ -80,6 +80,8 @@ class BatchBuilder:
                 has_grown = True
             if length != 1 or not samples or num_scored:
                 only_continues = False
+            if seq.probe is not None:
+                has_taps = True
         continued = tuple([row[5] for row in rows]) if only_continues else None
         if self._inputs is not None and continued is not None and continued == self._continued:
             self._inputs = self._one_further(self._inputs, rows, has_grown)
@@ -87,6 +89,8 @@ class BatchBuilder:
             self._inputs = self._from_scratch(rows)
             self._sampling = None
         self._continued = continued
+        if has_taps:
+            return _with_taps(self._inputs, rows)
         return self._inputs
 
     def _one_further(
@@ -329,6 +333,12 @@ def _histories(batch: ScheduledBatch, penalized: set[int]) -> list[Row]:
             found.append(row)
         row.seq.needs_history = False
     return found
+
+
+def _with_taps(inputs: BatchInputs, rows: tuple[Row, ...]) -> BatchInputs:
+    from engine.backends.custom.runtime.interp.steps import step_taps  # few servers need it
+
+    return replace(inputs, taps=step_taps(rows, inputs.query_start))
 
 
 def _token_ids(rows: tuple[Row, ...]) -> I32:

@@ -15,6 +15,7 @@ from engine.backends.custom.frameworks.native.compiled import kernels
 from engine.backends.custom.frameworks.native.execution.allocation import set_memory
 from engine.backends.custom.frameworks.native.execution.program import Numbered, add_program
 from engine.backends.custom.frameworks.native.execution.runner import NativeRunner
+from engine.backends.custom.frameworks.native.execution.sites import add_sites
 from engine.backends.custom.ir.choice import matmul_kernel
 from engine.backends.custom.ir.graph import Graph
 from engine.backends.custom.ir.models.decoder import build_graph
@@ -149,6 +150,7 @@ def build_runner(source: ModelSource, config: RunnerConfig) -> NativeRunner:
     set_memory(model.native, source, config, plans[-1])
     for plan in plans:
         add_program(model.native, plan, model.weights)
+    sites = add_sites(model.native, source.config, plans[0])
     rounding = "fast" if config.numerics == "fast" else "invariant"
     spec = RunnerSpec.of(
         config,
@@ -165,7 +167,8 @@ def build_runner(source: ModelSource, config: RunnerConfig) -> NativeRunner:
     kinds = [step_label(step) for step in plans[0].steps]
     kv_type = plans[0].precision.kv_type
     numerics = f"{machine.instruction_set} {config.dtype} {kv_type} {rounding}"
-    return NativeRunner(model.native, spec, source.config.hidden_size, kinds, numerics)
+    size = source.config.hidden_size
+    return NativeRunner(model.native, spec, size, kinds, numerics, source.config, sites)
 
 
 # For each layer: the number of its KV cache, and its index among the layers of that cache.

@@ -2,11 +2,15 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from engine.backends.custom.architectures.base import ModelConfig
+from engine.backends.custom.architectures.sites import Site, sites_of
 from engine.backends.custom.frameworks.torch.execution.blocks import BlockCopier
 from engine.backends.custom.frameworks.torch.execution.cache import (
     CacheGroups,
@@ -38,12 +42,16 @@ from engine.backends.custom.frameworks.torch.layers.rotary import Rotation
 from engine.backends.custom.frameworks.torch.layers.scans import Rows, divide
 from engine.backends.custom.frameworks.torch.models.base import Decoder
 from engine.backends.custom.runtime.model_runner import (
+    F32,
     BatchInputs,
     Bytes,
     Group,
     RunnerConfig,
     RunnerSpec,
 )
+
+if TYPE_CHECKING:
+    from engine.backends.custom.runtime.interp.taps import TapInputs
 
 
 @dataclass(frozen=True, slots=True)
@@ -163,6 +171,8 @@ class TorchRunner(SamplingRunner):
             self._images(inputs),
         )
         self._states.load(inputs)
+        if inputs.taps is not None:
+            return self._tapped(inputs, inputs.taps, step)
         x = self._model(self._token_ids(inputs), step)  # (T, D)
         self._states.save(inputs)
         finite = self._cache.guard(inputs, x, step.slots)
@@ -171,6 +181,44 @@ class TorchRunner(SamplingRunner):
         rows = self._put(inputs.logit_rows.astype(np.int64))
         hidden = self._model.norm(x.index_select(0, rows))
         return StepHandle(self._model.head_logits(hidden), hidden, finite)
+
+    def _tapped(self, inputs: BatchInputs, taps: "TapInputs", step: PagedStep) -> StepHandle:
+        """As the rest of `forward`, for a step with taps."""
+        # Imported here, because few servers are asked for activations.
+        from engine.backends.custom.frameworks.torch.execution.taps import StepTapping
+        from engine.backends.custom.frameworks.torch.models.tapped import tapped_norm, tapped_stream
+
+        tapping = StepTapping(taps)
+        own = tapping.put(None, self.sites, self._device)
+        x = tapped_stream(self._model, self._token_ids(inputs), step, own.taps)  # (T, D)
+        self._states.save(inputs)
+        finite = self._cache.guard(inputs, x, step.slots)
+        rows = self._put(inputs.logit_rows.astype(np.int64))
+        hidden = tapped_norm(self._model, x, own.taps).index_select(0, rows)
+        captured = tapping.captured(own)
+        if not len(rows):
+            return StepHandle(None, None, finite, captured)
+        return StepHandle(self._model.head_logits(hidden), hidden, finite, captured)
+
+    @property
+    def config(self) -> ModelConfig:
+        return self._model.config
+
+    @cached_property
+    def sites(self) -> tuple[Site, ...]:
+        return sites_of(self._model.config)
+
+    @torch.inference_mode()
+    def unembed(self, x: F32) -> F32:
+        stream = self._put(np.ascontiguousarray(x)).to(self._model.norm.weight.dtype)
+        logits: F32 = self._model.logits(stream).cpu().numpy()
+        return logits
+
+    @torch.inference_mode()
+    def head_row(self, token_id: int) -> F32:
+        weight = self._model.head.weight[token_id].float() * self._model.norm.weight.float()
+        row: F32 = (weight / self._model.config.logits_scaling).cpu().numpy()
+        return row
 
     @property
     def kv_identity(self) -> str:

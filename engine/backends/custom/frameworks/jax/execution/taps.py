@@ -1,0 +1,84 @@
+"""A forward pass with taps. Steps whose taps have the same shapes share a compiled program."""
+
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array
+
+from engine.backends.custom.architectures.sites import sites_of
+from engine.backends.custom.frameworks.jax.execution.buckets import Bucket
+from engine.backends.custom.frameworks.jax.execution.runner import (
+    StepHandle,
+    StepProgram,
+    prepared,
+)
+from engine.backends.custom.frameworks.jax.models.tapped import (
+    ArrayTaps,
+    GroupArrays,
+    tapped_decode,
+)
+from engine.backends.custom.runtime.interp.groups import GroupShape, TapGroup, grouped
+from engine.backends.custom.runtime.interp.taps import CAPTURE, TapInputs
+from engine.backends.custom.runtime.model_runner import F32, BatchInputs
+
+
+class Captured:
+    """What the taps of a step captured, on its way to the host."""
+
+    def __init__(self, taps: TapInputs, groups: list[TapGroup], values: list[Array]) -> None:
+        self._taps, self._groups, self._values = taps, groups, values
+        for each in values:
+            each.copy_to_host_async()
+
+    def rows(self) -> F32:
+        out = np.zeros((self._taps.num_captured, self._taps.width), np.float32)
+        owners = (group for group in self._groups if group.shape.kind == CAPTURE)
+        for group, values in zip(owners, self._values, strict=True):
+            out[group.rows, : values.shape[1]] = np.asarray(values)[: len(group.rows)]
+        return out
+
+
+def forward_with_taps(
+    program: StepProgram,
+    bucket: Bucket,
+    leaves: list[Array],
+    caches: list[Array],
+    last_token: Array,
+    packed: Array,
+    inputs: BatchInputs,
+) -> tuple[list[Array], StepHandle]:
+    assert inputs.taps is not None
+    groups = grouped(inputs.taps)
+    arrays = [
+        GroupArrays(each.tokens, each.scales[:, None], each.vectors, each.decoders)
+        for each in groups
+    ]
+    shapes = tuple(each.shape for each in groups)
+    caches, states, normed, finite, captured = _forward(
+        program, bucket, shapes, leaves, caches, last_token, packed, arrays
+    )
+    kept = Captured(inputs.taps, groups, captured)
+    return caches, StepHandle(states, finite, inputs.query_start, kept, normed)
+
+
+@partial(jax.jit, static_argnums=(0, 1, 2), donate_argnums=4)
+def _forward(
+    program: StepProgram,
+    bucket: Bucket,
+    shapes: tuple[GroupShape, ...],
+    leaves: list[Array],
+    caches: list[Array],
+    last_token: Array,
+    packed: Array,
+    arrays: list[GroupArrays],
+) -> tuple[list[Array], Array, Array, Array, list[Array]]:
+    step, params, token_ids, attend = prepared(program, bucket, leaves, last_token, packed)
+    taps = ArrayTaps(shapes, arrays, sites_of(program.model.config))
+    x, normed, caches = tapped_decode(
+        program.model, params, token_ids, step["positions"], attend, caches, taps
+    )
+    finite = jnp.isfinite(x.sum(axis=-1, dtype=jnp.float32))
+    rows = step["logit_rows"]
+    return caches, x[rows], normed[rows], finite, taps.captured

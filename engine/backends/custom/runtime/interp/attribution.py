@@ -1,0 +1,58 @@
+"""Direct logit attribution: what each part of the model adds to the logit of a token.
+
+The residual stream is the sum of the embedding and of all outputs of attention and MLP. The final
+norm is linear once its scale is known, so each part has its share of the logit.
+"""
+
+from typing import Any
+
+import numpy as np
+
+from engine.backends.custom.architectures.sites import EMBED, site_name
+from engine.backends.custom.runtime.interp.probe import Probe
+from engine.backends.custom.runtime.interp.taps import Tappable
+from engine.backends.custom.runtime.model_runner import F32
+from engine.core.errors import InvalidRequestError
+from engine.core.interfaces.interp import Attribution, Span
+
+
+def direct_attribution(
+    probe: Probe, attribution: Attribution, runner: Tappable, count: int
+) -> dict[str, Any]:
+    config, span = runner.config, Span((attribution.position,))
+    if any(config.layer(layer).experts for layer in range(config.num_layers)):
+        raise InvalidRequestError(
+            "interp.attribution: models with experts are not covered.", param="interp"
+        )
+
+    def value(name: str) -> F32:
+        places, rows = probe.values(name, span, count)
+        if not places:
+            raise InvalidRequestError(
+                "interp.attribution.position is not a position of the sequence.", param="interp"
+            )
+        return rows[0].astype(np.float64)
+
+    final = value(site_name(config.num_layers - 1, "resid_post"))
+    target = attribution.target
+    if target is None:
+        target = int(runner.unembed(final[None].astype(np.float32))[0].argmax())
+    direction = runner.head_row(target).astype(np.float64)
+    if config.norm == "layer":
+        direction -= direction.mean()
+        final = final - final.mean()
+    scale = 1 / np.sqrt(np.square(final).mean() + config.norm_eps)
+    parts = {EMBED: value(EMBED)}
+    if config.learned_positions:
+        parts["hook_pos_embed"] = value(site_name(0, "resid_pre")) - value(EMBED)
+    for site in probe.sites:
+        if site.part in ("attn_out", "mlp_out"):
+            parts[site.name] = value(site.name) * config.residual_multiplier
+    shares = {name: float(part @ direction * scale) for name, part in parts.items()}
+    return {
+        "method": "direct",
+        "target": target,
+        "position": attribution.position,
+        "shares": shares,
+        "total": sum(shares.values()),
+    }
