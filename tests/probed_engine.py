@@ -40,7 +40,9 @@ class Answer:
 
 class ProbedEngine:
     def __init__(self, model: Path, framework: str, **options: Any) -> None:
-        defaults = {"dtype": "float32", "max_seq_len": 128, "max_slots": 8, "threads": 2}
+        defaults = {"dtype": "float32", "max_seq_len": 128, "max_slots": 8}
+        if framework != "jax":  # XLA chooses its threads
+            defaults["threads"] = 2
         made = EngineOptions(model_path=str(model), framework=framework, **defaults | options)
         source = open_model(model)
         self.runner, _, plan = load_runner(source, planned(made))

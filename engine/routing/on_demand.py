@@ -293,6 +293,10 @@ class OnDemand(InferenceBackend):
         async with self.use() as backend:
             return await backend.tokenizer_info(model=model)
 
+    async def sites(self, *, model: str = "") -> list[dict[str, Any]]:
+        async with self.use() as backend:
+            return await backend.sites(model=model)
+
     async def flush_prefixes(self, *, model: str = "") -> tuple[str, ...]:
         return () if self._inner is None else await self._inner.flush_prefixes(model=model)
 

@@ -26,6 +26,7 @@ from engine.backends.base import (
     ReplayedTokens,
     Resolved,
 )
+from engine.backends.custom.architectures.sites import site_list
 from engine.backends.custom.engine_settings import EXAMINER, changed_options, options_of
 from engine.backends.custom.frontend.engine_client import (
     EngineClient,
@@ -309,9 +310,8 @@ class CustomBackend(InferenceBackend):
         if notes is not None and notes.recorded is not None and params.seed is None:
             params = msgspec.structs.replace(params, seed=secrets.randbits(62))
         submitted = prepared.request(context, params, text.eos_ids, ready.max_seq_len)
-        generation = Generation(
-            submitted, text, prepared, self._link, context.on_progress, context.notes
-        )
+        told = (context.on_progress, context.notes, context.on_captured)
+        generation = Generation(submitted, text, prepared, self._link, *told)
         self._link.submit(submitted, generation)
         if notes is not None:
             times = (began_at, encoded_at, checked_at, time.monotonic())
@@ -364,6 +364,9 @@ class CustomBackend(InferenceBackend):
     async def tokenizer_info(self, *, model: str = "") -> TokenizerInfo:
         text, _ = self._loaded()
         return text.tokenizer_info
+
+    async def sites(self, *, model: str = "") -> list[dict[str, Any]]:
+        return site_list(self._loaded()[0].config)
 
     def _loaded(self) -> tuple[TextModel, Ready]:
         # While the engine is restarted, the sizes of the last one are used. The next has the same.

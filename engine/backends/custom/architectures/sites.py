@@ -3,6 +3,7 @@ names of TransformerLens, and are the same in all frameworks.
 """
 
 from dataclasses import dataclass
+from typing import Any
 
 from engine.backends.custom.architectures.base import ModelConfig
 
@@ -87,3 +88,15 @@ def _layer_shapes(config: ModelConfig, layer: int) -> dict[str, tuple[int, ...]]
         inner = (config.intermediate_size,)
         found |= {"mlp_pre": inner, "mlp_post": inner, "mlp_out": stream}
     return found | {"resid_post": stream}
+
+
+def site_list(config: ModelConfig) -> list[dict[str, Any]]:
+    """The sites as clients see them. Attention patterns are read by `attention`."""
+    found: list[dict[str, Any]] = []
+    for site in sites_of(config):
+        found.append({"name": site.name, "shape": site.shape, "edit": site.can_edit})
+        if site.part == "rot_k":
+            name = f"blocks.{site.layer}.{PATTERN}"
+            shape = (config.num_heads, "positions")
+            found.append({"name": name, "shape": shape, "edit": False, "read_by": "attention"})
+    return found

@@ -82,6 +82,7 @@ class Prepared:
             dry_breakers=self.dry_breakers,
             expected=self.expected[:max_seq_len],
             reports_progress=context.on_progress is not None,
+            interp=context.interp,
         )
 
 

@@ -11,6 +11,7 @@ import msgspec
 from engine.backends.custom.architectures.base import EncoderConfig
 from engine.backends.custom.frontend.prompt_formats import Infill, Ranker, find_infill
 from engine.backends.custom.frontend.text_cache import TextCache, TextFacts, key_of
+from engine.backends.custom.options import TAPPED
 from engine.core.errors import EngineError, ModelFormatError
 from engine.core.interfaces.backend import ModelCard, TokenizerInfo
 from engine.core.parsing.output import OutputFormat
@@ -339,6 +340,11 @@ def _is_text(tokenizer: Tokenizer, token_id: int) -> bool:
     return token_id not in tokenizer.special_ids and bool(tokenizer.token_literal(token_id))
 
 
+def shows_sites(text: TextModel, framework: str) -> bool:
+    """Whether requests can read and change activations."""
+    return framework in TAPPED and "completions" in text.capabilities
+
+
 def card_of(
     text: TextModel,
     name: str,
@@ -363,7 +369,11 @@ def card_of(
         quantization=text.quantization,
         num_params=text.config.num_params,
         size_bytes=text.size_bytes,
-        capabilities=text.capabilities + (("images",) if reads_images else ()),
+        capabilities=(
+            text.capabilities
+            + (("images",) if reads_images else ())
+            + (("interp",) if shows_sites(text, framework) else ())
+        ),
         emulated=text.emulated,
         template_options=text.template_options,
         trained_context=text.config.max_position,

@@ -90,7 +90,9 @@ class BatchBuilder:
             self._sampling = None
         self._continued = continued
         if has_taps:
-            return _with_taps(self._inputs, rows)
+            from engine.backends.custom.runtime.interp.steps import with_taps  # few need it
+
+            return with_taps(self._inputs, rows)
         return self._inputs
 
     def _one_further(
@@ -333,12 +335,6 @@ def _histories(batch: ScheduledBatch, penalized: set[int]) -> list[Row]:
             found.append(row)
         row.seq.needs_history = False
     return found
-
-
-def _with_taps(inputs: BatchInputs, rows: tuple[Row, ...]) -> BatchInputs:
-    from engine.backends.custom.runtime.interp.steps import step_taps  # few servers need it
-
-    return replace(inputs, taps=step_taps(rows, inputs.query_start))
 
 
 def _token_ids(rows: tuple[Row, ...]) -> I32:

@@ -24,7 +24,7 @@ from engine.backends.custom.runtime.images import (
     placed_tokens,
 )
 from engine.backends.custom.runtime.model_runner import ModelRunner, RunnerSpec
-from engine.backends.custom.runtime.outputs import refusal
+from engine.backends.custom.runtime.outputs import refusal, too_late
 from engine.backends.custom.runtime.queue import WaitForecast
 from engine.backends.custom.runtime.samplers.repetition import allowed_mask, by_first_token
 from engine.backends.custom.runtime.scheduler import Scheduler
@@ -397,14 +397,3 @@ def _choices(request: GenerateRequest) -> list[int]:
     if request.resumed is None:
         return list(range(request.params.n))
     return [each.choice for each in request.resumed]
-
-
-def too_late(is_over: bool, waited_s: float) -> EngineError:
-    """The error for a request that passed its deadline (`is_over`) or that waited too long to be
-    admitted (not `is_over`).
-    """
-    if is_over:
-        return RequestTimeoutError("The request's time limit passed before it was done.")
-    return RateLimitError(
-        f"The request waited {waited_s:.0f} s and could not begin; try again later."
-    )

@@ -20,9 +20,8 @@ from numpy.typing import NDArray
 from engine.backends.custom.architectures.base import EncoderConfig, ModelConfig
 from engine.backends.custom.ipc.heartbeat import UNKNOWN_PATIENCE_S, NoPulse, Pulse
 from engine.backends.custom.runtime.budget import StepCounter
-from engine.backends.custom.runtime.intake import too_late
 from engine.backends.custom.runtime.loop import IDLE_POLL_S, STATS_INTERVAL_S, Channel
-from engine.backends.custom.runtime.outputs import refusal
+from engine.backends.custom.runtime.outputs import refusal, too_late
 from engine.core.errors import (
     EngineError,
     InferenceError,

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 
 import msgspec
 import numpy as np
+from msgspec.structs import replace
 
 from engine.backends.custom.architectures.sites import Site, site_name
 from engine.backends.custom.runtime.interp.taps import (
@@ -54,7 +55,7 @@ class Probe:
     def __init__(
         self, request: InterpRequest, sites: tuple[Site, ...], num_prompt: int, max_tokens: int
     ) -> None:
-        self.request = request
+        self.request = request = with_layers(request, sites)
         self.sites = sites
         self._num_prompt = num_prompt
         self._numbers = {site.name: index for index, site in enumerate(sites)}
@@ -218,6 +219,14 @@ class Probe:
         places_of = edit.span.resolved(self._num_prompt)
         kind = _KINDS[edit.kind]
         return _Placed(index, places_of, edit.span.phase, kind, edit.scale, first, vector_of)
+
+
+def with_layers(request: InterpRequest, sites: tuple[Site, ...]) -> InterpRequest:
+    """The request with the numbers of the layers, if its lens is for all layers."""
+    if request.lens is None or request.lens.layers:
+        return request
+    layers = tuple(site.layer for site in sites if site.part == "resid_post")
+    return replace(request, lens=replace(request.lens, layers=layers))
 
 
 def derived_captures(request: InterpRequest, sites: tuple[Site, ...]) -> tuple[Capture, ...]:

@@ -1,9 +1,10 @@
 """Connects probes with the steps of the engine: taps into a step, captured rows out of it."""
 
-from engine.backends.custom.architectures.sites import Site
+from dataclasses import replace
+
 from engine.backends.custom.runtime.interp.probe import Probe
-from engine.backends.custom.runtime.interp.taps import TapInputs, Tappable
-from engine.backends.custom.runtime.model_runner import I32, ModelRunner, StepOutput
+from engine.backends.custom.runtime.interp.taps import TapInputs, Tappable, Taps
+from engine.backends.custom.runtime.model_runner import BatchInputs, ModelRunner, StepOutput
 from engine.backends.custom.runtime.sequence import Row, ScheduledBatch
 from engine.core.errors import InvalidRequestError
 from engine.core.interfaces.request import GenerateRequest
@@ -20,20 +21,17 @@ def make_probe(request: GenerateRequest, runner: ModelRunner, max_tokens: int) -
     return Probe(request.interp, runner.sites, len(request.prompt), max_tokens)
 
 
-def step_taps(rows: tuple[Row, ...], query_start: I32) -> TapInputs | None:
-    """The taps of a step, in which row i starts at token query_start[i]."""
-    found, sites = [], _sites(rows)
-    for row, first in zip(rows, query_start.tolist(), strict=False):
-        if row.seq.probe is None:
-            continue
-        taps = row.seq.probe.taps(row.start, row.length, first)
-        if taps is not None:
+def with_taps(inputs: BatchInputs, rows: tuple[Row, ...]) -> BatchInputs:
+    """The inputs of a step, with the taps of its rows."""
+    found: list[Taps] = []
+    widths: list[int] = []
+    for row, first in zip(rows, inputs.query_start.tolist(), strict=False):
+        probe = row.seq.probe
+        taps = None if probe is None else probe.taps(row.start, row.length, first)
+        if probe is not None and taps is not None:
             found.append(taps)
-    return TapInputs.of(found, [site.width for site in sites]) if found else None
-
-
-def _sites(rows: tuple[Row, ...]) -> tuple[Site, ...]:
-    return next((row.seq.probe.sites for row in rows if row.seq.probe is not None), ())
+            widths = [site.width for site in probe.sites]
+    return replace(inputs, taps=TapInputs.of(found, widths) if found else None)
 
 
 def take_captures(batch: ScheduledBatch, output: StepOutput) -> None:
