@@ -39,6 +39,7 @@ GROUPS = {
         "inspect": ("engine.cli.models:inspect", "Show what is in a model file."),
         "convert": ("engine.cli.convert:convert", "Convert a model to another file format."),
         "imatrix": ("engine.cli.convert:imatrix", "Measure which weights matter most."),
+        "vectors": ("engine.cli.ops.vectors:app", "Train, list and convert steering vectors."),
     },
     "A running server": {
         "ps": ("engine.cli.ops.running:ps", "List the models of a running server."),

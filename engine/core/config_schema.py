@@ -324,6 +324,12 @@ class Settings(BaseModel):
         default_factory=lambda: NO_TABLES, exclude=True
     )
 
+    @property
+    def vectors_dir(self) -> Path:
+        """The directory of named vectors."""
+        path = self.interp.vectors_dir
+        return self.storage.directory / "vectors" if path is None else path.expanduser()
+
 
 SECTIONS = tuple(name for name in Settings.model_fields if name != "tables")
 

@@ -26,6 +26,7 @@ from engine.backends.base import (
     ReplayedTokens,
     Resolved,
 )
+from engine.backends.custom.architectures.base import ModelConfig
 from engine.backends.custom.architectures.sites import site_list
 from engine.backends.custom.engine_settings import EXAMINER, changed_options, options_of
 from engine.backends.custom.frontend.engine_client import (
@@ -366,7 +367,8 @@ class CustomBackend(InferenceBackend):
         return text.tokenizer_info
 
     async def sites(self, *, model: str = "") -> list[dict[str, Any]]:
-        return site_list(self._loaded()[0].config)
+        config = self._loaded()[0].config
+        return site_list(config) if isinstance(config, ModelConfig) else []
 
     def _loaded(self) -> tuple[TextModel, Ready]:
         # While the engine is restarted, the sizes of the last one are used. The next has the same.

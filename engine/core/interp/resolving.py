@@ -27,7 +27,9 @@ _KINDS: dict[str, EditKind] = {"patch": "set", "ablate": "set"}
 def resolved(
     spec: InterpSpec, store: VectorStore, find: FindResult, max_bytes: int
 ) -> InterpRequest:
-    """The message for the engine. Raises `EngineError` if a name is unknown or a vector is bad."""
+    """The message for the engine. Raises `EngineError` if a name is unknown or a vector is bad. The
+    caller tokenizes a target of attribution that is a text.
+    """
     captures = tuple(Capture(each.site, each.span) for each in spec.capture)
     if spec.features is not None:
         site = spec.features.site or sae_site(store, spec.features.sae)
@@ -46,18 +48,13 @@ def resolved(
         ),
         None
         if attribution is None
-        else Attribution(_target(attribution.target), attribution.position, attribution.method),
+        else Attribution(
+            attribution.target if isinstance(attribution.target, int) else None,
+            attribution.position,
+            attribution.method,
+        ),
         max_bytes,
     )
-
-
-def _target(target: int | str | None) -> int | None:
-    if isinstance(target, str):
-        raise InvalidRequestError(
-            "interp.attribution.target: send a token id; /tokenize tells the ids of a text.",
-            param="interp.attribution.target",
-        )
-    return target
 
 
 def sae_site(store: VectorStore, name: str) -> str:

@@ -21,9 +21,7 @@ NO_TAPS = "is answered by a backend that shows no activations"
 
 
 def vector_store(services: Services) -> VectorStore:
-    settings = services.settings
-    path = settings.interp.vectors_dir
-    return VectorStore(settings.storage.directory / "vectors" if path is None else path)
+    return VectorStore(services.settings.vectors_dir)
 
 
 class InterpOpener:

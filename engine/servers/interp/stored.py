@@ -4,7 +4,7 @@ import time
 from collections import OrderedDict
 from dataclasses import dataclass
 
-from engine.core.config_schema import InterpSettings
+from engine.core.config_storage import InterpSettings
 from engine.core.errors import NotFoundError, PayloadTooLargeError
 from engine.core.interp.results import Result
 

@@ -7,11 +7,11 @@ norm is linear once its scale is known, so each part has its share of the logit.
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from engine.backends.custom.architectures.sites import EMBED, site_name
 from engine.backends.custom.runtime.interp.probe import Probe
 from engine.backends.custom.runtime.interp.taps import Tappable
-from engine.backends.custom.runtime.model_runner import F32
 from engine.core.errors import InvalidRequestError
 from engine.core.interfaces.interp import Attribution, Span
 
@@ -25,13 +25,14 @@ def direct_attribution(
             "interp.attribution: models with experts are not covered.", param="interp"
         )
 
-    def value(name: str) -> F32:
+    def value(name: str) -> NDArray[np.float64]:
         places, rows = probe.values(name, span, count)
         if not places:
             raise InvalidRequestError(
                 "interp.attribution.position is not a position of the sequence.", param="interp"
             )
-        return rows[0].astype(np.float64)
+        found: NDArray[np.float64] = rows[0].astype(np.float64)
+        return found
 
     final = value(site_name(config.num_layers - 1, "resid_post"))
     target = attribution.target

@@ -206,6 +206,8 @@ class Probe:
             extra = np.array([edit.bias, edit.threshold], np.float32)
             assert len(extra) == EXTRA_COLUMNS
             self._vectors.append(np.concatenate([vector, extra]))
+        if not edit.vectors:  # a scale reads none, but its row must exist
+            self._vectors.append(np.zeros(EXTRA_COLUMNS, np.float32))
         vector_of = None
         if edit.kind == "set" and len(edit.vectors) > 1:
             places = [p + self._num_prompt if p < 0 else p for p in edit.span.positions or ()]

@@ -21,7 +21,7 @@ from engine.backends.custom.frameworks.jax.models.tapped import (
 )
 from engine.backends.custom.runtime.interp.groups import GroupShape, TapGroup, grouped
 from engine.backends.custom.runtime.interp.taps import CAPTURE, TapInputs
-from engine.backends.custom.runtime.model_runner import F32, BatchInputs
+from engine.backends.custom.runtime.model_runner import F32, I32, BatchInputs
 
 
 class Captured:
@@ -46,18 +46,20 @@ def forward_with_taps(
     leaves: list[Array],
     caches: list[Array],
     last_token: Array,
-    packed: Array,
+    packed: I32,
     inputs: BatchInputs,
 ) -> tuple[list[Array], StepHandle]:
     assert inputs.taps is not None
     groups = grouped(inputs.taps)
     arrays = [
-        GroupArrays(each.tokens, each.scales[:, None], each.vectors, each.decoders)
+        GroupArrays(
+            *map(jnp.asarray, (each.tokens, each.scales[:, None], each.vectors, each.decoders))
+        )
         for each in groups
     ]
     shapes = tuple(each.shape for each in groups)
     caches, states, normed, finite, captured = _forward(
-        program, bucket, shapes, leaves, caches, last_token, packed, arrays
+        program, bucket, shapes, leaves, caches, last_token, jnp.asarray(packed), arrays
     )
     kept = Captured(inputs.taps, groups, captured)
     return caches, StepHandle(states, finite, inputs.query_start, kept, normed)

@@ -131,10 +131,9 @@ class CudaRunner(TorchRunner):
         return CudaHandle(step, len(inputs.slots), len(inputs.logit_rows), captured)
 
     def _tapped_size(self, size: Size, shapes: "Shapes") -> Size:
-        """The size of a step with taps. Only the last few kinds of such steps keep their graphs."""
-        tapped = [each for each in self._steps if each.taps]
-        if len(tapped) > MAX_TAPPED:
-            del self._steps[tapped[0]]
+        """The size of a step with taps. Only the last few of such sizes keep their graphs."""
+        for oldest in [each for each in self._steps if each.taps][:-MAX_TAPPED]:
+            del self._steps[oldest]
         return replace(size, taps=shapes)
 
     def logits(self, handle: CudaHandle | StepHandle, rows: I32) -> F32:
@@ -160,9 +159,6 @@ class CudaRunner(TorchRunner):
         self._steps.clear()
         del self._sampler
         super().close()
-
-    def _buffered(self, size: Size, room: ListLengths) -> BufferedStep:
-        return BufferedStep(size, room, self._layout(size, room))
 
     def _layout(self, size: Size, room: ListLengths) -> Layout:
         rows, spare_slot = size.rows, self._spec.max_slots
@@ -211,7 +207,8 @@ class CudaRunner(TorchRunner):
         """
         step = self._steps.get(size)
         if step is None:
-            step = self._steps[size] = self._buffered(size, self._room_for(size))
+            room = self._room_for(size)
+            step = self._steps[size] = BufferedStep(size, room, self._layout(size, room))
         lists, _ = self._lists.lists(inputs, step.room)
         arrays = self._arrays(inputs, lists, size)
         self._send_arrays(step, arrays, static=True)
@@ -226,7 +223,7 @@ class CudaRunner(TorchRunner):
             only_decodes=False,
             shares=room.shared > 0,
         )
-        step = self._buffered(size, room)
+        step = BufferedStep(size, room, self._layout(size, room))
         step.rows = self._rows(inputs)
         self._send_arrays(step, self._arrays(inputs, lists, size), static=False)
         if self._cache.in_fp8:

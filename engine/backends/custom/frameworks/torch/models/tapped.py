@@ -17,6 +17,7 @@ from engine.backends.custom.frameworks.torch.models.blocks import (
     Block,
     BothNormBlock,
     HalfBlock,
+    InputNormBlock,
     OutputNormBlock,
     ParallelBlock,
 )
@@ -133,7 +134,7 @@ def _block(
         read = read if block.mlp_norm is None else block.mlp_norm(x)
     else:
         after = taps.at(layer, "resid_mid", after)
-        assert block.mlp_norm is not None
+        assert isinstance(block, InputNormBlock | OutputNormBlock | BothNormBlock)
         read = after if isinstance(block, OutputNormBlock) else block.mlp_norm(after)
     fed = block.feed(read) if block.mlp is None else _mlp(block.mlp, read, taps, layer)
     if isinstance(block, OutputNormBlock):
