@@ -153,7 +153,12 @@ class LLM:
         asked = self.engine.conversation(messages, sampling_params, options)
         return self._iterate(self.engine.events(asked))
 
-    def trace(self, prompt: Prompt, max_tokens: int = 1) -> "Trace":
+    def trace(
+        self,
+        prompt: Prompt,
+        max_tokens: int = 1,
+        sampling_params: SamplingParams | None = None,
+    ) -> "Trace":
         """A `with` block that reads and changes activations of a prompt (text or token ids):
         `with llm.trace(prompt) as t: x = t.blocks[5].resid_post.save()`. See `library/interp.py`.
         """
@@ -161,7 +166,8 @@ class LLM:
 
         if self._tracing is None:
             self._tracing = LocalRunner(self.engine, self.engine.vectors_dir)
-        return Trace(self._tracing.run, prompt, max_tokens)
+        greedy = SamplingParams(max_tokens=max_tokens, temperature=0.0)
+        return Trace(self._tracing.run, prompt, sampling_params or greedy)
 
     @property
     def num_layers(self) -> int:

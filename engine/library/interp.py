@@ -30,12 +30,13 @@ from engine.core.interp.results import Result
 from engine.core.interp.spec import parse_interp
 from engine.core.interp.vectors import VectorStore
 from engine.library.embedded import EmbeddedEngine, Prompt
+from engine.outputs import RequestOutput
 from engine.sampling_params import SamplingParams
 
 F32 = NDArray[np.float32]
 Positions = str | Sequence[int]
-# Runs a prompt with an `interp` object and max_tokens.
-Run = Callable[[Prompt, dict[str, Any], int], "Reading"]
+# Runs a prompt with an `interp` object.
+Run = Callable[[Prompt, dict[str, Any], SamplingParams], "Reading"]
 MAX_BYTES = 2**31
 TIMEOUT_S = 600.0
 MAX_KEPT = 64  # results of traces that later traces can patch from
@@ -44,9 +45,16 @@ MAX_KEPT = 64  # results of traces that later traces can patch from
 class Reading:
     """What a request read, and the text that it generated."""
 
-    def __init__(self, result_id: str, text: str, result: Result | None) -> None:
+    def __init__(
+        self,
+        result_id: str,
+        text: str,
+        result: Result | None,
+        output: RequestOutput | None = None,
+    ) -> None:
         self.id = result_id
         self.text = text
+        self.output = output  # the whole answer; None if a server made it
         self._result = result
         facts = {} if result is None else result.facts
         self.token_ids: list[int] = facts.get("token_ids", [])
@@ -174,8 +182,8 @@ class _Blocks:
 class Trace:
     """A request that is being described. It runs at the end of the `with` block."""
 
-    def __init__(self, run: Run, prompt: Prompt, max_tokens: int) -> None:
-        self._run, self._prompt, self._max_tokens = run, prompt, max_tokens
+    def __init__(self, run: Run, prompt: Prompt, params: SamplingParams) -> None:
+        self._run, self._prompt, self._params = run, prompt, params
         self._spec: dict[str, Any] = {}
         self.saved: list[Saved] = []
         self.blocks = _Blocks(self)
@@ -221,7 +229,7 @@ class Trace:
     ) -> None:
         if kind is not None:
             return
-        self.reading = self._run(self._prompt, self._spec, self._max_tokens)
+        self.reading = self._run(self._prompt, self._spec, self._params)
         for saved in self.saved:
             saved.reading = self.reading
 
@@ -234,12 +242,11 @@ class LocalRunner:
         self._store = VectorStore(vectors)
         self._results: dict[str, Result] = {}
 
-    def run(self, prompt: Prompt, raw: dict[str, Any], max_tokens: int) -> Reading:
+    def run(self, prompt: Prompt, raw: dict[str, Any], params: SamplingParams) -> Reading:
         spec, kept = parse_interp(raw), list[bytes]()
         made = resolved(spec, self._store, self._find, MAX_BYTES)
         if spec.attribution is not None and isinstance(spec.attribution.target, str):
             made = self._with_target(made, spec.attribution.target)
-        params = SamplingParams(max_tokens=max_tokens, temperature=0.0)
         asked = self._engine.completion(prompt, params)
         context = msgspec.structs.replace(
             asked.request.context, interp=made, on_captured=kept.append
@@ -252,7 +259,7 @@ class LocalRunner:
             self._results[reading_id] = result
             while len(self._results) > MAX_KEPT:
                 del self._results[next(iter(self._results))]
-        return Reading(reading_id, output.outputs[0].text, result)
+        return Reading(reading_id, output.outputs[0].text, result, output)
 
     def _with_target(self, made: Any, target: str) -> Any:
         backend = self._engine.backend
@@ -275,13 +282,13 @@ class Remote:
         self._url, self._key, self._model = url.rstrip("/").removesuffix("/v1"), api_key, model
 
     def trace(self, prompt: Prompt, max_tokens: int = 1) -> Trace:
-        return Trace(self.run, prompt, max_tokens)
+        return Trace(self.run, prompt, SamplingParams(max_tokens=max_tokens, temperature=0.0))
 
-    def run(self, prompt: Prompt, raw: dict[str, Any], max_tokens: int) -> Reading:
+    def run(self, prompt: Prompt, raw: dict[str, Any], params: SamplingParams) -> Reading:
         body: dict[str, Any] = {
             "prompt": prompt if isinstance(prompt, str) else list(prompt),
-            "max_tokens": max_tokens,
-            "temperature": 0,
+            "max_tokens": params.max_tokens,
+            "temperature": params.temperature,
             "interp": raw | {"store": True},
         }
         if self._model is not None:

@@ -26,9 +26,7 @@ from tests.parity.hooked import Hooked
 from tests.probed_engine import Answer, ProbedEngine, request
 
 WIDTH = tiny_models.COMMON["hidden_size"]
-BLOCK_BYTES = (
-    16 * 3 * 2 * 2 * 32 * 4
-)  # tokens, layers, k and v, heads, padded size, float32
+BLOCK_BYTES = 16 * 3 * 2 * 2 * 32 * 4  # tokens, layers, k and v, heads, padded size, float32
 
 
 @pytest.fixture(scope="module")
