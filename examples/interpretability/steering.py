@@ -9,6 +9,7 @@ without and with the vector, and how much the perplexity of a plain text rises.
 
 import argparse
 import math
+from concurrent.futures import ThreadPoolExecutor
 
 from vaderSentiment.vaderSentiment import SentimentIntensityAnalyzer
 
@@ -46,12 +47,13 @@ PLAIN = (
 
 
 def texts(llm: LLM, layers: list[int], vectors: dict, strength: float) -> list[str]:
-    found = []
-    for prompt in PROMPTS:
+    def continued(prompt: str) -> str:
         with llm.trace(prompt, max_tokens=24) as t:
             steer(t, layers, vectors, strength)
-        found.append(t.text)
-    return found
+        return t.text
+
+    with ThreadPoolExecutor(len(PROMPTS)) as threads:  # the engine batches them
+        return list(threads.map(continued, PROMPTS))
 
 
 def steer(t, layers: list[int], vectors: dict, strength: float) -> None:

@@ -56,7 +56,7 @@ from engine.backends.custom.frontend.survival import OpenRequest
 from engine.backends.custom.frontend.text_cache import files_key, keep_text
 from engine.backends.custom.frontend.text_model import TextModel, card_of, load_text, with_template
 from engine.backends.custom.ipc.engine_process import WORKER_MODULE, EngineProcess
-from engine.backends.custom.options import IMAGE_ENCODERS, EngineOptions
+from engine.backends.custom.options import IMAGE_ENCODERS, TAPPED, EngineOptions
 from engine.backends.process import RestartPolicy, resident_bytes
 from engine.core.errors import EngineError, UnavailableError
 from engine.core.grammar.checker import GrammarChecker
@@ -264,7 +264,7 @@ class CustomBackend(InferenceBackend):
         if card is None or facts != (card.max_model_len, card.max_sequences, card.speculates):
             images = IMAGE_ENCODERS.get(self.framework, ())
             made = (self._served_name, self.framework, self._created)
-            self._card = card = card_of(text, *made, *facts, images)
+            self._card = card = card_of(text, *made, *facts, images, self.framework in TAPPED)
         return [card]
 
     def resolve(self, name: str | None) -> Resolved | None:

@@ -11,7 +11,6 @@ import msgspec
 from engine.backends.custom.architectures.base import EncoderConfig
 from engine.backends.custom.frontend.prompt_formats import Infill, Ranker, find_infill
 from engine.backends.custom.frontend.text_cache import TextCache, TextFacts, key_of
-from engine.backends.custom.options import TAPPED
 from engine.core.errors import EngineError, ModelFormatError
 from engine.core.interfaces.backend import ModelCard, TokenizerInfo
 from engine.core.parsing.output import OutputFormat
@@ -340,11 +339,6 @@ def _is_text(tokenizer: Tokenizer, token_id: int) -> bool:
     return token_id not in tokenizer.special_ids and bool(tokenizer.token_literal(token_id))
 
 
-def shows_sites(text: TextModel, framework: str) -> bool:
-    """Whether requests can read and change activations."""
-    return framework in TAPPED and "completions" in text.capabilities
-
-
 def card_of(
     text: TextModel,
     name: str,
@@ -354,9 +348,10 @@ def card_of(
     max_sequences: int | None,
     speculates: bool,
     image_encoders: tuple[str, ...],
+    has_taps: bool,
 ) -> ModelCard:
     """How a model is shown to clients, under the name `name`. `image_encoders` are the kinds of
-    image encoders that the framework runs.
+    image encoders that the framework runs. With `has_taps`, requests can read activations.
     """
     vision = text.config.vision
     reads_images = vision is not None and text.can_chat and vision.kind in image_encoders
@@ -372,7 +367,7 @@ def card_of(
         capabilities=(
             text.capabilities
             + (("images",) if reads_images else ())
-            + (("interp",) if shows_sites(text, framework) else ())
+            + (("interp",) if has_taps and "completions" in text.capabilities else ())
         ),
         emulated=text.emulated,
         template_options=text.template_options,

@@ -211,14 +211,14 @@ class TorchRunner(SamplingRunner):
     @torch.inference_mode()
     def unembed(self, x: F32) -> F32:
         stream = self._put(np.ascontiguousarray(x)).to(self._model.norm.weight.dtype)
-        logits: F32 = self._model.logits(stream).cpu().numpy()
-        return logits
+        rows = np.arange(len(x), dtype=np.int32)
+        return self.logits(StepHandle(self._model.logits(stream), None, stream), rows)
 
     @torch.inference_mode()
     def head_row(self, token_id: int) -> F32:
         weight = self._model.head.weight[token_id].float() * self._model.norm.weight.float()
-        row: F32 = (weight / self._model.config.logits_scaling).cpu().numpy()
-        return row
+        row = (weight / self._model.config.logits_scaling)[None]
+        return self.logits(StepHandle(row, None, row), np.zeros(1, np.int32))[0]
 
     @property
     def kv_identity(self) -> str:
