@@ -11,6 +11,7 @@ import math
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Callable
 from dataclasses import dataclass
+from typing import Any
 
 from engine.backends.base import (
     EventSink,

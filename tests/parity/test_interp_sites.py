@@ -11,7 +11,8 @@ import torch
 from torch import Tensor
 
 from engine.backends.custom.architectures.sites import READ_ONLY
-from engine.core.interfaces.interp import Edit
+from engine.backends.custom.frameworks.native.execution.runner import NativeRunner
+from engine.core.interfaces.interp import Attribution, Edit, InterpRequest, Span
 from tests.parity import tiny_models
 from tests.parity.hooked import Change, Hooked
 from tests.probed_engine import ProbedEngine, request
@@ -77,26 +78,48 @@ EDITED = ("hook_embed", "blocks.1.hook_resid_pre", "blocks.0.attn.hook_q", "bloc
 EDITED += ("blocks.1.attn.hook_v", "blocks.0.attn.hook_z", "blocks.1.hook_attn_out")
 EDITED += ("blocks.1.mlp.hook_pre", "blocks.0.mlp.hook_post", "blocks.2.hook_mlp_out")
 EDITED += ("blocks.2.hook_resid_post", "ln_final.hook_normalized")
-KINDS = ("add", "scale", "set", "project_out")
+KINDS = ("add", "scale", "project_out", "set")
+# A set vector would hide what the edits before it did.
+KIND_OF = {name: KINDS[index % 3] for index, name in enumerate(EDITED)} | {
+    "blocks.0.attn.hook_q": "set"
+}
 
 
 def test_edits_equal_edits_by_hooks(pair: tuple[Any, ProbedEngine]) -> None:
+    """All in one step, and on native each by itself too. JAX compiles a program for each."""
     theirs, engine = pair
     by_name = {site.name: site for site in engine.runner.sites}
+    vectors, plain = {}, Hooked(theirs).run(TOKENS)[-1].log_softmax(-1)
     for index, name in enumerate(EDITED):
-        kind, width = KINDS[index % len(KINDS)], by_name[name].width
-        vector = np.random.default_rng(index).normal(size=width).astype(np.float32)
-        vector /= np.linalg.norm(vector)
-        logits = Hooked(theirs, {name: changes(kind, vector)}).run(TOKENS)[-1]
-        expected = logits.log_softmax(-1)
-        plain = Hooked(theirs).run(TOKENS)[-1].log_softmax(-1)
-        assert (plain - expected).abs().max() > 1e-3, f"{name}: the edit does nothing"
-        spans = tuple(range(5, len(TOKENS)))
-        edit = Edit(name, kind, 0.7, (vector.tobytes(),), type(Edit("", "add").span)(spans))
-        answer = engine.run(request("edited", TOKENS, edits=(edit,), logprobs=20))["edited"]
+        vector = np.random.default_rng(index).normal(size=by_name[name].width).astype(np.float32)
+        vectors[name] = vector / np.linalg.norm(vector)
+    alone = [(name,) for name in EDITED] if isinstance(engine.runner, NativeRunner) else []
+    for names in (EDITED, *alone):
+        hooks = {name: changes(KIND_OF[name], vectors[name]) for name in names}
+        expected = Hooked(theirs, hooks).run(TOKENS)[-1].log_softmax(-1)
+        assert (plain - expected).abs().max() > 1e-3, f"{names}: the edit does nothing"
+        span = Span(tuple(range(5, len(TOKENS))))
+        edits = tuple(
+            Edit(name, KIND_OF[name], 0.7, (vectors[name].tobytes(),), span) for name in names
+        )
+        answer = engine.run(request("edited", TOKENS, edits=edits, logprobs=20))["edited"]
         assert answer.error is None, answer.error
         top = answer.logprobs[0]
+        wanted = expected[list(top.top_ids)]
         ours = torch.tensor(top.top_logprobs)
-        torch.testing.assert_close(
-            ours, expected[list(top.top_ids)], atol=1e-4, rtol=0, msg=f"{name} {kind}"
-        )
+        torch.testing.assert_close(ours, wanted, atol=1e-4, rtol=0, msg=f"{names}")
+
+
+def test_input_x_gradient_equals_autograd(pair: tuple[Any, ProbedEngine]) -> None:
+    theirs, engine = pair
+    interp = InterpRequest(attribution=Attribution(7, -1, "input_x_gradient"))
+    answer = engine.run(request("gradient", TOKENS, interp=interp))["gradient"]
+    if isinstance(engine.runner, NativeRunner):
+        assert answer.error is not None and "torch or jax" in answer.error
+        return
+    embeds = theirs.get_input_embeddings()(torch.tensor([TOKENS])).detach().requires_grad_()
+    theirs(inputs_embeds=embeds).logits[0, -1, 7].backward()
+    expected = (embeds.grad * embeds).sum(-1)[0].detach().numpy()
+    shares = answer.facts["attribution"]["shares"]
+    ours = np.array([shares[str(index)] for index in range(len(TOKENS))])
+    np.testing.assert_allclose(ours, expected, atol=1e-4 * np.abs(expected).max())

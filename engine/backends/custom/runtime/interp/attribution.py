@@ -1,10 +1,12 @@
-"""Direct logit attribution: what each part of the model adds to the logit of a token.
+"""Attribution: what each part of the model (direct logit attribution), or each token of the input
+(input x gradient), adds to the logit of a token.
 
 The residual stream is the sum of the embedding and of all outputs of attention and MLP. The final
 norm is linear once its scale is known, so each part has its share of the logit.
 """
 
-from typing import Any
+from collections.abc import Sequence as Listed
+from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 from numpy.typing import NDArray
@@ -12,8 +14,47 @@ from numpy.typing import NDArray
 from engine.backends.custom.architectures.sites import EMBED, site_name
 from engine.backends.custom.runtime.interp.probe import Probe
 from engine.backends.custom.runtime.interp.taps import Tappable
+from engine.backends.custom.runtime.model_runner import F32
+from engine.backends.custom.runtime.sequence import Sequence
 from engine.core.errors import InvalidRequestError
 from engine.core.interfaces.interp import Attribution, Span
+
+OUTSIDE = "interp.attribution.position is not a position of the sequence."
+
+
+@runtime_checkable
+class GradientRunner(Protocol):
+    """A runner that computes gradients, in a pass of its own."""
+
+    def input_attribution(
+        self, token_ids: Listed[int], target: int | None, position: int
+    ) -> tuple[int, F32]:
+        """The target, and each token's embedding times the gradient of the target's logit at
+        `position`. No target: the likeliest token. Edits have no effect on it.
+        """
+        ...
+
+
+def attribution_of(
+    seq: Sequence, probe: Probe, attribution: Attribution, runner: Tappable, count: int
+) -> dict[str, Any]:
+    if attribution.method == "direct":
+        return direct_attribution(probe, attribution, runner, count)
+    if not isinstance(runner, GradientRunner):
+        raise InvalidRequestError(
+            "interp.attribution: gradients need --backend torch or jax; method direct works here.",
+            param="interp",
+        )
+    place = attribution.position + (seq.num_prompt if attribution.position < 0 else 0)
+    if not 0 <= place < count:
+        raise InvalidRequestError(OUTSIDE, param="interp")
+    target, shares = runner.input_attribution(seq.token_ids, attribution.target, place)
+    return {
+        "method": attribution.method,
+        "target": target,
+        "position": attribution.position,
+        "shares": {str(index): share for index, share in enumerate(shares.tolist())},
+    }
 
 
 def direct_attribution(
@@ -28,9 +69,7 @@ def direct_attribution(
     def value(name: str) -> NDArray[np.float64]:
         places, rows = probe.values(name, span, count)
         if not places:
-            raise InvalidRequestError(
-                "interp.attribution.position is not a position of the sequence.", param="interp"
-            )
+            raise InvalidRequestError(OUTSIDE, param="interp")
         found: NDArray[np.float64] = rows[0].astype(np.float64)
         return found
 

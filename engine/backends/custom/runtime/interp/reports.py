@@ -13,7 +13,7 @@ from msgspec.structs import replace
 
 from engine.backends.custom.architectures.sites import PATTERN, site_name
 from engine.backends.custom.runtime.interp.attention import pattern
-from engine.backends.custom.runtime.interp.attribution import direct_attribution
+from engine.backends.custom.runtime.interp.attribution import attribution_of
 from engine.backends.custom.runtime.interp.probe import Probe
 from engine.backends.custom.runtime.interp.taps import Tappable
 from engine.backends.custom.runtime.model_runner import F32
@@ -91,7 +91,7 @@ def _work(seq: Sequence, runner: Tappable) -> Iterator[bytes | None]:
             tensors.append(_stored(name, weights))
             yield None
     if request.attribution is not None:
-        facts["attribution"] = direct_attribution(probe, request.attribution, runner, count)
+        facts["attribution"] = attribution_of(seq, probe, request.attribution, runner, count)
     yield pack_tensors(tensors, {"interp": json.dumps(facts)})
 
 

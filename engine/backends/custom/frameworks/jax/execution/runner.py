@@ -239,6 +239,21 @@ class JAXRunner:
         row = np.asarray(head[token_id], np.float32) / self.config.logits_scaling
         return row * np.asarray(self._ends["norm"]["weight"], np.float32)
 
+    def input_attribution(
+        self, token_ids: Sequence[int], target: int | None, position: int
+    ) -> tuple[int, F32]:
+        from engine.backends.custom.frameworks.jax.execution.taps import input_x_gradient
+
+        # Padding comes after the position, so no earlier token sees it.
+        padded = np.zeros(max(16, 1 << position.bit_length()), np.int32)
+        padded[: position + 1] = token_ids[: position + 1]
+        params = jax.tree.unflatten(self._program.tree, self._params)
+        wanted = np.int32(-1 if target is None else target)
+        shares, chosen = input_x_gradient(
+            self._program.model, params, padded, np.int32(position), wanted
+        )
+        return int(chosen), np.asarray(shares)[: position + 1]
+
     @property
     def kv_identity(self) -> str:
         attention = type(self._program.attention).__name__

@@ -14,13 +14,18 @@ from engine.backends.custom.frameworks.jax.execution.runner import (
     StepProgram,
     prepared,
 )
+from engine.backends.custom.frameworks.jax.kernels.work import PerHead
+from engine.backends.custom.frameworks.jax.layers.attention import causal_attention
+from engine.backends.custom.frameworks.jax.layers.linear import Params, embedding
+from engine.backends.custom.frameworks.jax.models.base import Model, head_logits
 from engine.backends.custom.frameworks.jax.models.tapped import (
     ArrayTaps,
     GroupArrays,
     tapped_decode,
 )
+from engine.backends.custom.frameworks.scoring import Scoring
 from engine.backends.custom.runtime.interp.groups import GroupShape, TapGroup, grouped
-from engine.backends.custom.runtime.interp.taps import CAPTURE, TapInputs
+from engine.backends.custom.runtime.interp.taps import ADD, CAPTURE, EXTRA_COLUMNS, TapInputs
 from engine.backends.custom.runtime.model_runner import F32, I32, BatchInputs
 
 
@@ -84,3 +89,34 @@ def _forward(
     finite = jnp.isfinite(x.sum(axis=-1, dtype=jnp.float32))
     rows = step["logit_rows"]
     return caches, x[rows], normed[rows], finite, taps.captured
+
+
+@partial(jax.jit, static_argnums=0)
+def input_x_gradient(
+    model: Model, params: Params, token_ids: Array, position: Array, target: Array
+) -> tuple[Array, Array]:
+    """For each token, its embedding times the gradient of the target's logit at `position`, (T,).
+    A target of -1 is the likeliest token. Also returns the target.
+    """
+    sites, size = sites_of(model.config), len(token_ids)
+
+    def attend(
+        scoring: Scoring, per_head: PerHead, q: Array, k: Array, v: Array, memory: None
+    ) -> tuple[Array, None]:
+        return causal_attention(q, k, v, scoring, per_head), None
+
+    def logits_of(delta: Array) -> Array:
+        ones = jnp.ones((size, 1), delta.dtype)
+        group = GroupArrays(jnp.arange(size), ones, delta, delta[:0])
+        taps = ArrayTaps((GroupShape(0, ADD, size),), (group,), sites)
+        nothing = [None] * model.config.num_layers
+        positions = jnp.arange(size)
+        _, normed, _ = tapped_decode(model, params, token_ids, positions, attend, nothing, taps)
+        return head_logits(model, params, normed[position][None])[0]
+
+    dtype = params["norm"]["weight"].dtype
+    delta = jnp.zeros((size, model.config.hidden_size + EXTRA_COLUMNS), dtype)
+    chosen = jnp.where(target < 0, jnp.argmax(logits_of(delta)), target)
+    gradient = jax.grad(lambda given: logits_of(given)[chosen])(delta)
+    embeds = embedding(params["embed"], token_ids) * model.config.embedding_multiplier
+    return (gradient[:, : embeds.shape[1]] * embeds).sum(1).astype(jnp.float32), chosen

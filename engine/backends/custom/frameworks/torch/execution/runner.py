@@ -220,6 +220,17 @@ class TorchRunner(SamplingRunner):
         row = (weight / self._model.config.logits_scaling)[None]
         return self.logits(StepHandle(row, None, row), np.zeros(1, np.int32))[0]
 
+    def input_attribution(
+        self, token_ids: Sequence[int], target: int | None, position: int
+    ) -> tuple[int, F32]:
+        from engine.backends.custom.frameworks.torch.models.tapped import input_x_gradient
+
+        ids = self._put(np.array(token_ids, np.int64))
+        with torch.inference_mode(False), torch.enable_grad():
+            chosen, shares = input_x_gradient(self._model, ids, self.sites, target, position)
+        rows = np.zeros(1, np.int32)
+        return chosen, self.logits(StepHandle(shares[None], None, shares), rows)[0]
+
     @property
     def kv_identity(self) -> str:
         name = "cpu"

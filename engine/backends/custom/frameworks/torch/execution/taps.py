@@ -4,6 +4,7 @@ from collections.abc import Sequence
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from engine.backends.custom.architectures.sites import Site
@@ -60,15 +61,22 @@ class StepTaps:
         self, groups: Sequence[TapGroup], sites: tuple[Site, ...], device: torch.device
     ) -> None:
         self._made = [_on_device(group, sites, device) for group in groups]
+        self._written = groups  # what the tensors have
         self.taps = TensorTaps(self._made, sites)
 
     def write(self, groups: Sequence[TapGroup]) -> None:
-        for made, group in zip(self._made, groups, strict=True):
-            made.tokens.copy_(torch.from_numpy(group.tokens.astype(np.int64)), non_blocking=True)
-            made.scales.copy_(torch.from_numpy(group.scales[:, None]), non_blocking=True)
+        """Copies what differs from the last step. While a stream decodes, that is nothing."""
+        for made, group, last in zip(self._made, groups, self._written, strict=True):
             width = made.vectors.shape[1] - EXTRA_COLUMNS
-            for target, source in ((made.vectors, group.vectors), (made.decoders, group.decoders)):
-                target.copy_(torch.from_numpy(_cut(source, width)), non_blocking=True)
+            if not np.array_equal(group.tokens, last.tokens):
+                _copy(made.tokens, group.tokens.astype(np.int64))
+            if not np.array_equal(group.scales, last.scales):
+                _copy(made.scales, group.scales[:, None])
+            if not np.array_equal(group.vectors, last.vectors):
+                _copy(made.vectors, _cut(group.vectors, width))
+            if not np.array_equal(group.decoders, last.decoders):
+                _copy(made.decoders, _cut(group.decoders, width))
+        self._written = groups
 
     def captured(self) -> list[Tensor]:
         """The captured values of each group that captures, as new tensors."""
@@ -87,6 +95,10 @@ def _on_device(group: TapGroup, sites: tuple[Site, ...], device: torch.device) -
         to_device(_cut(group.decoders, width), device),
         torch.zeros((size, width), dtype=torch.float32, device=device),
     )
+
+
+def _copy(target: Tensor, values: NDArray[np.generic]) -> None:
+    target.copy_(torch.from_numpy(np.ascontiguousarray(values)), non_blocking=True)
 
 
 def _cut(vectors: F32, width: int) -> F32:

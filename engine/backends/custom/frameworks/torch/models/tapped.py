@@ -189,3 +189,28 @@ def _mlp(mlp: GatedMLP | MLP, x: Tensor, taps: TensorTaps, layer: int) -> Tensor
         gate = taps.at(layer, "mlp_pre", gate.contiguous())
         inner = gated(torch.cat((gate, up), dim=-1), mlp.activation)
     return mlp.down(taps.at(layer, "mlp_post", inner))
+
+
+def input_x_gradient(
+    model: Decoder, token_ids: Tensor, sites: tuple[Site, ...], target: int | None, position: int
+) -> tuple[int, Tensor]:
+    """The target and, for each token up to `position`, its embedding times the gradient of the
+    target's logit there, (T,). No target: the likeliest token. A pass without the paged cache.
+    """
+    ids = token_ids[: position + 1]
+    delta = torch.zeros(
+        (len(ids), model.config.hidden_size + EXTRA_COLUMNS),
+        dtype=model.norm.weight.dtype,
+        device=ids.device,
+        requires_grad=True,
+    )
+    shape = GroupShape(0, ADD, len(ids))
+    ones = torch.ones((len(ids), 1), dtype=delta.dtype, device=ids.device)
+    places = torch.arange(len(ids), device=ids.device)
+    taps = TensorTaps([TensorGroup(shape, places, ones, delta, delta[:0], delta[:0])], sites)
+    step = model.sequence_step(ids)
+    logits = model.logits(tapped_stream(model, ids, step, taps)[-1:])[0]
+    chosen = int(logits.detach().argmax()) if target is None else target
+    (gradient,) = torch.autograd.grad(logits[chosen], delta)
+    embeds = Decoder.embed_tokens(model, ids, step)
+    return chosen, (gradient[:, : embeds.shape[1]] * embeds).sum(1).float().detach()
