@@ -255,6 +255,12 @@ class InferenceBackend(ABC):
         """Run a recorded request again. `model` is the id of the model that answered it."""
         raise InvalidRequestError("This model's backend can't run a recorded request again.")
 
+    async def sites(self, *, model: str = "") -> list[dict[str, Any]]:
+        """The places inside the model that interpretability requests can read and change: name,
+        shape of one token's value, and whether it can be edited.
+        """
+        raise InvalidRequestError("This model's backend shows no activations.", param="model")
+
     async def set_log_level(self, level: str) -> tuple[str, ...]:
         """Set the log level of the backend's processes. It also holds after their restart. Returns
         a note for each process that could not be changed. Remote servers are not affected.

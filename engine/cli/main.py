@@ -40,6 +40,7 @@ GROUPS = {
         "convert": ("engine.cli.convert:convert", "Convert a model to another file format."),
         "imatrix": ("engine.cli.convert:imatrix", "Measure which weights matter most."),
         "adapters": ("engine.cli.ops.adapters:app", "List, add and remove LoRA adapters."),
+        "vectors": ("engine.cli.ops.vectors:app", "Train, list and convert steering vectors."),
     },
     "A running server": {
         "ps": ("engine.cli.ops.running:ps", "List the models of a running server."),

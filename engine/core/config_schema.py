@@ -5,7 +5,6 @@ environment, `--port` on the command line. Sizes in `_mb` are MiB. Settings are 
 changes them after loading. The sentence below a field is its line in docs/reference/settings.md.
 """
 
-import os
 from collections.abc import Mapping
 from pathlib import Path
 from types import MappingProxyType
@@ -23,6 +22,7 @@ from pydantic import (
     model_validator,
 )
 
+from engine.core.config_storage import InterpSettings, RequestsSettings, StorageSettings
 from engine.core.config_types import (
     Dialects,
     Megabytes,
@@ -305,43 +305,6 @@ class LimitsSettings(Section):
     """File that holds `limits.redis_url`."""
 
 
-class StorageSettings(Section):
-    """Storage of data that outlives a request and the server: responses, conversations, stored
-    chat completions, files, batches.
-    """
-
-    path: Path | None = None
-    """Storage directory; unset, `engine` in the user's data directory."""
-    response_ttl_s: float = Field(default=30 * 86400.0, gt=0, le=10**9)
-    """Seconds after its last use when a response, conversation or chat completion is deleted."""
-    max_responses: int = Field(default=10_000, ge=1, le=10**7)
-    """Max responses, conversations and chat completions; the least recently used is deleted."""
-    max_size_mb: Megabytes = 1024
-    """Max MiB of uploaded files and batch results, and again of responses and the like."""
-    file_ttl_s: float = Field(default=30 * 86400.0, gt=0, le=10**9)
-    """Age at which an uploaded file or a batch result is deleted."""
-
-    @property
-    def directory(self) -> Path:
-        if self.path is not None:
-            return self.path.expanduser()
-        base = os.environ.get("XDG_DATA_HOME") or Path.home() / ".local" / "share"
-        return Path(base) / "engine"
-
-
-class RequestsSettings(Section):
-    """What the server keeps of past requests, to explain and to replay them."""
-
-    keep: int = Field(default=512, ge=0, le=100_000)
-    """Number of past requests that `/v1/admin/requests` explains; 0: none."""
-    show_text: bool = False
-    """Show the few words at which a prompt begins to differ from the cached one."""
-    record: bool = False
-    """Store the tokens, parameters and seed of each request, for `engine replay`."""
-    max_recorded: int = Field(default=1000, ge=1, le=10**6)
-    """Max recorded requests; the oldest is deleted."""
-
-
 class NamedTables(msgspec.Struct, frozen=True):
     """The named tables of the TOML file, validated by `config_tables`: `[backends.NAME]`,
     `[models.ID]`, `[plugins.NAME]`, `[presets.ID]` and `[adapters.NAME]`.
@@ -374,9 +337,16 @@ class Settings(BaseModel):
     limits: LimitsSettings = LimitsSettings()
     storage: StorageSettings = StorageSettings()
     requests: RequestsSettings = RequestsSettings()
+    interp: InterpSettings = InterpSettings()
     tables: Annotated[NamedTables, WithJsonSchema({})] = Field(
         default_factory=lambda: NO_TABLES, exclude=True
     )
+
+    @property
+    def vectors_dir(self) -> Path:
+        """The directory of named vectors."""
+        path = self.interp.vectors_dir
+        return self.storage.directory / "vectors" if path is None else path.expanduser()
 
 
 SECTIONS = tuple(name for name in Settings.model_fields if name != "tables")

@@ -126,6 +126,7 @@ LATE = (
     "openai.capabilities:add_capabilities_routes",
     "batches.routes:add_files_and_batches_routes",
     "openai.generate:add_generate_routes",
+    "interp.routes:add_interp_routes",
     "ops.admin:add_admin_routes",
     "ops.admin_models:add_admin_models_routes",
     "ops.adapters:add_adapter_routes",

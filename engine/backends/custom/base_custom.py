@@ -25,6 +25,8 @@ from engine.backends.base import (
     Orphan,
     ReplayedTokens,
 )
+from engine.backends.custom.architectures.base import ModelConfig
+from engine.backends.custom.architectures.sites import site_list
 from engine.backends.custom.engine_settings import EXAMINER, changed_options, options_of
 from engine.backends.custom.frontend.adapters import ServedAdapters
 from engine.backends.custom.frontend.engine_client import (
@@ -54,7 +56,7 @@ from engine.backends.custom.frontend.survival import OpenRequest
 from engine.backends.custom.frontend.text_cache import files_key, keep_text
 from engine.backends.custom.frontend.text_model import TextModel, card_of, load_text, with_template
 from engine.backends.custom.ipc.engine_process import WORKER_MODULE, EngineProcess
-from engine.backends.custom.options import IMAGE_ENCODERS, EngineOptions
+from engine.backends.custom.options import IMAGE_ENCODERS, TAPPED, EngineOptions
 from engine.backends.process import RestartPolicy, resident_bytes
 from engine.core.errors import EngineError, UnavailableError
 from engine.core.grammar.checker import GrammarChecker
@@ -262,7 +264,7 @@ class CustomBackend(InferenceBackend):
         if card is None or facts != (card.max_model_len, card.max_sequences, card.speculates):
             images = IMAGE_ENCODERS.get(self.framework, ())
             made = (self._served_name, self.framework, self._created)
-            self._card = card = card_of(text, *made, *facts, images)
+            self._card = card = card_of(text, *made, *facts, images, self.framework in TAPPED)
         return [card, *self._adapters.cards(card)]
 
     async def load_adapter(
@@ -314,9 +316,8 @@ class CustomBackend(InferenceBackend):
             params = msgspec.structs.replace(params, seed=secrets.randbits(62))
         adapter = self._adapters.ref(context.model)
         submitted = prepared.request(context, params, text.eos_ids, ready.max_seq_len, adapter)
-        generation = Generation(
-            submitted, text, prepared, self._link, context.on_progress, context.notes
-        )
+        told = (context.on_progress, context.notes, context.on_captured)
+        generation = Generation(submitted, text, prepared, self._link, *told)
         self._link.submit(submitted, generation)
         if notes is not None:
             times = (began_at, encoded_at, checked_at, time.monotonic())
@@ -370,6 +371,10 @@ class CustomBackend(InferenceBackend):
     async def tokenizer_info(self, *, model: str = "") -> TokenizerInfo:
         text, _ = self._loaded()
         return text.tokenizer_info
+
+    async def sites(self, *, model: str = "") -> list[dict[str, Any]]:
+        config = self._loaded()[0].config
+        return site_list(config) if isinstance(config, ModelConfig) else []
 
     def _loaded(self) -> tuple[TextModel, Ready]:
         # While the engine is restarted, the sizes of the last one are used. The next has the same.

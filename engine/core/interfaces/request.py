@@ -9,6 +9,7 @@ from typing import Literal
 
 import msgspec
 
+from engine.core.interfaces.interp import InterpRequest
 from engine.core.interfaces.snapshot import EngineSnapshot
 from engine.core.interfaces.timeline import Timeline
 
@@ -198,6 +199,7 @@ class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True, tag="submit"):
     # The choices that have not ended, if the request was in an engine that died. None: it is new
     resumed: tuple[Resumed, ...] | None = None
     adapter: AdapterRef | None = None  # None: the base model answers
+    interp: InterpRequest | None = None  # what the request reads and changes inside the model
 
 
 class Abort(msgspec.Struct, frozen=True, tag="abort"):
@@ -275,6 +277,8 @@ class TokenDelta(msgspec.Struct, frozen=True, array_like=True, gc=False):
     num_drafted: int = 0
     num_accepted: int = 0
     timeline: Timeline | None = None  # set on the last delta of a choice that was queued
+    # What the choice read inside the model, as a safetensors file. Set on its last delta.
+    captured: bytes | None = None
 
 
 STEP_SECONDS = (0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10)

@@ -107,7 +107,8 @@ class EngineLoop:
         self._grammars = grammars
         # The mask writer is created for the first step that has a row with a grammar.
         self._masks: MaskWriter | None = None
-        self._intake = Intake(runner.spec, scheduler, max_queued, grammars, images, adapters)
+        made = (grammars, images, adapters, runner)
+        self._intake = Intake(runner.spec, scheduler, max_queued, *made)
         self._launched: Launch | None = None
         self._stopping = False
         self._num_steps = 0
@@ -159,6 +160,8 @@ class EngineLoop:
             adapters.reply(self._channel.send)
         self._send(self._intake.expire(now))
         self._step()
+        if self.scheduler.reports:
+            self._send(self._compute(self.scheduler.reports.advance, self._runner))
         self._send_stats(force=not self.scheduler.has_work and self._has_news)
         if is_idle and not self.scheduler.has_work:
             self._tidy_up()

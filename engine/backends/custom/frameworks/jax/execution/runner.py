@@ -6,8 +6,8 @@ place and returns them for the next call.
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from functools import partial
+from dataclasses import dataclass, replace
+from functools import cached_property, partial
 from typing import TYPE_CHECKING, NamedTuple
 
 import jax
@@ -17,6 +17,8 @@ from jax import Array
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
+from engine.backends.custom.architectures.base import ModelConfig
+from engine.backends.custom.architectures.sites import Site, sites_of
 from engine.backends.custom.frameworks.jax.execution.blocks import (
     block_slots,
     cache_shapes,
@@ -32,31 +34,34 @@ from engine.backends.custom.frameworks.jax.execution.buckets import (
     padded_rows,
     step_layout,
 )
-from engine.backends.custom.frameworks.jax.execution.sampler import IN_PROMPT, PER_OUTPUT, sample
+from engine.backends.custom.frameworks.jax.execution.sampler import (
+    IN_PROMPT,
+    PER_OUTPUT,
+    sample_step,
+)
 from engine.backends.custom.frameworks.jax.execution.sampling_traits import (
     Settings,
-    Traits,
     packed_settings,
-    settings_layout,
     traits_of,
 )
 from engine.backends.custom.frameworks.jax.execution.sharding import AXIS, CACHE_SPEC, home
 from engine.backends.custom.frameworks.jax.kernels.attention import (
     AttentionBackend,
     attention_backend,
+    write_and_attend,
 )
 from engine.backends.custom.frameworks.jax.kernels.attention_xla import CHUNK
 from engine.backends.custom.frameworks.jax.kernels.work import AttentionShape, PerHead, Work
 from engine.backends.custom.frameworks.jax.layers.adapted import RowAdapters, with_adapters
 from engine.backends.custom.frameworks.jax.layers.linear import Params
 from engine.backends.custom.frameworks.jax.models.base import (
+    Attend,
     Model,
     decode,
     final_norm,
     head_logits,
 )
 from engine.backends.custom.frameworks.scoring import Scoring
-from engine.backends.custom.frameworks.settings import KEEPS, settings_views
 from engine.backends.custom.runtime.model_runner import (
     F32,
     GPU_STEP_S,
@@ -76,6 +81,7 @@ from engine.backends.custom.runtime.samplers.host_sampler import histories, toke
 if TYPE_CHECKING:
     from engine.backends.custom.adapters.matrices import Adapter
     from engine.backends.custom.frameworks.jax.execution.adapters import JAXAdapters, PackedAdapter
+    from engine.backends.custom.frameworks.jax.execution.taps import Captured
 
 # Max tokens of a step on a CPU. The activations of larger steps do not fit the L2 cache, so larger
 # steps are not faster per token.
@@ -90,6 +96,8 @@ class StepHandle:
     finite: Array  # (T,) bool: whether each token's residual stream is finite
     query_start: I32
     adapters: RowAdapters | None = None  # of the tokens whose logits are needed
+    captured: "Captured | None" = None  # what the taps of the step captured
+    normed: Array | None = None  # with taps: the states after the final norm
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,10 +109,12 @@ class JAXPendingTokens:
     finite: Array
     query_start: I32
     sampling: SamplingInputs
+    captured: "Captured | None" = None
 
     def wait(self) -> StepOutput:
         sampled, hidden, finite = jax.tree.map(np.asarray, (self.sampled, self.hidden, self.finite))
-        return step_output(sampled, hidden, finite, self.query_start, self.sampling)
+        output = step_output(sampled, hidden, finite, self.query_start, self.sampling)
+        return output if self.captured is None else replace(output, captured=self.captured.rows())
 
 
 class StepProgram(NamedTuple):
@@ -173,6 +183,15 @@ class JAXRunner:
         if self._adapters is not None and inputs.adapter_ids.any():
             of_tokens = self._adapters.of_tokens(inputs, bucket.num_tokens)
             of_logits = self._adapters.of_logits(inputs, bucket.num_tokens)
+        if inputs.taps is not None:
+            # Imported here, because few servers are asked for activations.
+            from engine.backends.custom.frameworks.jax.execution.taps import forward_with_taps
+
+            state = (self._params, self._caches, self._last_token)
+            self._caches, handle = forward_with_taps(
+                self._program, bucket, *state, packed, inputs, of_tokens
+            )
+            return replace(handle, adapters=of_logits)
         self._caches, states, finite = forward(
             self._program, bucket, self._params, self._caches, self._last_token, packed, of_tokens
         )
@@ -216,6 +235,7 @@ class JAXRunner:
                 traits,
                 self._ends,
                 states if states.shape[0] == count else states[:count],
+                None if handle.normed is None else handle.normed[:count],
                 self._last_token,
                 counts,
                 self._words,
@@ -227,7 +247,42 @@ class JAXRunner:
         for array in (*(sampled or ()), hidden, handle.finite):
             if array is not None:
                 array.copy_to_host_async()
-        return JAXPendingTokens(sampled, hidden, handle.finite, handle.query_start, sampling)
+        return JAXPendingTokens(
+            sampled, hidden, handle.finite, handle.query_start, sampling, handle.captured
+        )
+
+    @property
+    def config(self) -> ModelConfig:
+        return self._program.model.config
+
+    @cached_property
+    def sites(self) -> tuple[Site, ...]:
+        return sites_of(self.config)
+
+    def unembed(self, x: F32) -> F32:
+        padded = np.pad(x, ((0, padded_rows(len(x)) - len(x)), (0, 0)))
+        streams = jnp.asarray(padded, self._ends["norm"]["weight"].dtype)
+        return np.asarray(row_logits(self._program.model, self._ends, streams))[: len(x)]
+
+    def head_row(self, token_id: int) -> F32:
+        head = self._ends["head" if "head" in self._ends else "embed"]["weight"]
+        row = np.asarray(head[token_id], np.float32) / self.config.logits_scaling
+        return row * np.asarray(self._ends["norm"]["weight"], np.float32)
+
+    def input_attribution(
+        self, token_ids: Sequence[int], target: int | None, position: int
+    ) -> tuple[int, F32]:
+        from engine.backends.custom.frameworks.jax.execution.taps import input_x_gradient
+
+        # Padding comes after the position, so no earlier token sees it.
+        padded = np.zeros(max(16, 1 << position.bit_length()), np.int32)
+        padded[: position + 1] = token_ids[: position + 1]
+        params = jax.tree.unflatten(self._program.tree, self._params)
+        wanted = np.int32(-1 if target is None else target)
+        shares, chosen = input_x_gradient(
+            self._program.model, params, padded, np.int32(position), wanted
+        )
+        return int(chosen), np.asarray(shares)[: position + 1]
 
     @property
     def kv_identity(self) -> str:
@@ -306,7 +361,25 @@ def forward(
     Returns the caches, the residual stream (T, D) of the tokens in `logit_rows`, and for each token
     whether its residual stream is finite after the last layer.
     """
-    model, tree, attention, block_size, mesh = program
+    given = prepared(program, bucket, leaves, last_token, packed, adapters)
+    step, params, token_ids, attend = given
+    states, caches = decode(program.model, params, token_ids, step["positions"], attend, caches)
+    finite = jnp.isfinite(states[-1].sum(axis=-1, dtype=jnp.float32))
+    return caches, states[-1][step["logit_rows"]], finite
+
+
+def prepared(
+    program: StepProgram,
+    bucket: Bucket,
+    leaves: list[Array],
+    last_token: Array,
+    packed: Array,
+    adapters: RowAdapters | None = None,
+) -> tuple[dict[str, Array], Params, Array, Attend]:
+    """What a forward pass needs: the arrays of the step, the parameters, the token ids, and the
+    function that attends in a layer.
+    """
+    _, tree, attention, block_size, mesh = program
     params = with_adapters(jax.tree.unflatten(tree, leaves), adapters)
     tables = ("tables", "window_tables") if bucket.has_windows else ("tables",)
     step = step_layout(bucket).views(packed, dict.fromkeys(tables, bucket.table_width))
@@ -329,59 +402,7 @@ def forward(
             return write(per_head, q, k, v, cache, step["window_slots"], own)
         return write(per_head, q, k, v, cache, step["write_slots"], work)
 
-    states, caches = decode(model, params, token_ids, positions, attend, caches)
-    finite = jnp.isfinite(states[-1].sum(axis=-1, dtype=jnp.float32))
-    return caches, states[-1][step["logit_rows"]], finite
-
-
-def write_and_attend(
-    attention: AttentionBackend,
-    shape: AttentionShape,
-    per_head: PerHead,
-    q: Array,
-    k: Array,
-    v: Array,
-    cache: Array,
-    write_slots: Array,
-    work: Work,
-) -> tuple[Array, Array]:
-    """Writes the keys and values of one layer to the cache, then computes attention. If the model
-    is sharded over several devices, each device computes only its own heads.
-    """
-    token = k[:, None] if cache.shape[1] == 1 else jnp.stack((k, v), axis=1)
-    cache = cache.at[write_slots].set(token, mode="promise_in_bounds")
-    return attention(q, cache, work, shape, per_head), cache
-
-
-@partial(jax.jit, static_argnums=(0, 1), donate_argnums=(4, 5))
-def sample_step(
-    model: Model,
-    traits: Traits,
-    params: Params,
-    states: Array,
-    last_token: Array,
-    counts: Array | None,
-    words: Array,
-    packed: Array,
-    mask: Array | None,
-    adapters: RowAdapters | None = None,
-) -> tuple[Array, Array | None, Sampled, Array | None]:
-    """Computes logits from the residual stream `states` and samples a token per row.
-
-    Returns the new `last_token` and `counts`, the sampled tokens, and the hidden states, or None if
-    `traits.keeps_hidden` is false.
-    """
-    layout = settings_layout(traits, len(last_token))
-    settings = settings_views(layout, packed, jnp.float32)
-    hidden = final_norm(model, params, states)
-    logits = head_logits(model, with_adapters(params, adapters), hidden)
-    of_rows = None if counts is None else counts[settings["slots"]]
-    sampled = sample(logits, settings, traits, words, of_rows, mask)
-    last_token = last_token.at[settings[KEEPS]].set(sampled.tokens, mode="drop")
-    if counts is not None:
-        counts = counts.at[settings[KEEPS], sampled.tokens].add(PER_OUTPUT, mode="drop")
-    kept = hidden.astype(jnp.float32) if traits.keeps_hidden else None
-    return last_token, counts, sampled, kept
+    return step, params, token_ids, attend
 
 
 @partial(jax.jit, static_argnums=0)
