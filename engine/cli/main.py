@@ -57,6 +57,12 @@ GROUPS = {
             "Run the same prompts through several backends.",
         ),
     },
+    "Several machines": {
+        "node": (
+            "engine.cli.cluster.node:app",
+            "Let this machine's engine work for a server elsewhere.",
+        ),
+    },
     "Set up": {
         "config": ("engine.cli.config:app", "Show the settings and where each comes from."),
         "keys": ("engine.cli.ops.keys:app", "Make, list and remove API keys."),

@@ -153,6 +153,8 @@ class EngineLoop:
         self._send(self._intake.expire(now))
         self._step()
         self._send_stats(force=not self.scheduler.has_work and self._has_news)
+        if (report := self.scheduler.kv.report) is not None and (news := report.take()) is not None:
+            self._channel.send(news)
         if is_idle and not self.scheduler.has_work:
             self._tidy_up()
 
@@ -330,6 +332,11 @@ class EngineLoop:
                 log.exception("no snapshot could be taken")
                 return ControlReply(message.control_id, False, "No snapshot could be taken.")
             return ControlReply(message.control_id, True, snapshot=snapshot)
+        if message.action == "report_cache":
+            from engine.backends.custom.runtime.insight.cache_report import report_cache
+
+            report_cache(self.scheduler.kv)  # few engines have a router that asks
+            return ControlReply(message.control_id, True)
         freed = self.scheduler.kv.flush()
         return ControlReply(message.control_id, True, f"{freed} blocks freed")
 
