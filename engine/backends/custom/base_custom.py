@@ -284,8 +284,7 @@ class CustomBackend(InferenceBackend):
         return self._link.stats
 
     def answered_by(self, request_id: str) -> tuple[str, ...]:
-        name = self._link.answered_by(request_id)
-        return () if name is None else (name,)
+        return self._link.answered_by(request_id)
 
     def chat(self, request: ChatRequest) -> AsyncIterator[Event]:
         return Opening(self, request)

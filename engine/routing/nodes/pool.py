@@ -8,6 +8,7 @@ that they have generated, with the same seed. While there is no engine at all, r
 import asyncio
 import contextlib
 import functools
+import itertools
 import logging
 from collections import OrderedDict, deque
 from collections.abc import Callable, Coroutine, Iterable
@@ -89,6 +90,7 @@ class NodePool:
         self._gone = CarriedStats()  # totals of engines that have left
         self._num_revived = 0
         self._last_ready: Ready | None = None
+        self.expected: Ready | None = None  # what the first node will be like
         self._tasks: set[asyncio.Task[object]] = set()
         self._is_stopped = False
         self.own: PooledEngine | None = None
@@ -247,8 +249,11 @@ class NodePool:
         if len(self._placed) > MAX_REMEMBERED:
             self._placed.popitem(last=False)
 
-    def answered_by(self, request_id: str) -> str | None:
-        return self._placed.get(request_id)
+    def answered_by(self, request_id: str) -> tuple[str, ...]:
+        parts = (f"{request_id}-{number}" for number in itertools.count())
+        placed = itertools.takewhile(None.__ne__, map(self._placed.get, parts))
+        names = [self._placed.get(request_id), *placed]
+        return tuple(dict.fromkeys(each for each in names if each is not None))
 
     # Receivers call these methods only before their request was given to an engine.
 
@@ -307,7 +312,7 @@ class NodePool:
     @property
     def last_ready(self) -> Ready | None:
         own = None if self.own is None else self.own.link.last_ready
-        return own or self.ready or self._last_ready
+        return own or self.ready or self._last_ready or self.expected
 
     @property
     def stats(self) -> EngineStats | None:

@@ -214,8 +214,8 @@ class EngineLink:
         taken = await self.snapshot()
         return {} if taken is None else {"": taken}
 
-    def answered_by(self, request_id: str) -> str | None:
-        return None  # there is only one engine
+    def answered_by(self, request_id: str) -> tuple[str, ...]:
+        return ()  # there is only one engine
 
     async def control(
         self, action: ControlAction, value: str = "", timeout_s: float | None = None

@@ -36,8 +36,8 @@ class Link(Engine, Protocol):
         """What each engine is doing now, by the engine's name. An engine's own name is empty."""
         ...
 
-    def answered_by(self, request_id: str) -> str | None:
-        """The name of the engine that a request was sent to, if there are several."""
+    def answered_by(self, request_id: str) -> tuple[str, ...]:
+        """The names of the engines that a request was sent to, if there are several engines."""
         ...
 
     @property
