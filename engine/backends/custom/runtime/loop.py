@@ -160,7 +160,10 @@ class EngineLoop:
 
     def _step(self) -> None:
         scheduler = self.scheduler
-        budget = self._budget.tokens(scheduler.num_decoding, scheduler.num_running)
+        # What an engine that died had computed is computed again at full speed, and not in small
+        # parts beside decode. Otherwise the last stream would pause for much longer.
+        num_decoding = 0 if scheduler.is_catching_up else scheduler.num_decoding
+        budget = self._budget.tokens(num_decoding, scheduler.num_running)
         started_at = time.monotonic()
         try:
             batch = scheduler.schedule(budget, started_at)
