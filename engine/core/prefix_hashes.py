@@ -6,6 +6,7 @@ reports the hashes of what its prefix cache has, and a router computes those of 
 """
 
 import hashlib
+import struct
 from array import array
 from collections.abc import Sequence
 
@@ -37,9 +38,9 @@ def prompt_hashes(salt: str, prompt: Sequence[int]) -> list[int]:
     """
     count = min((len(prompt) - 1) // UNIT_TOKENS, MAX_UNITS)
     data = array("i", prompt[: count * UNIT_TOKENS]).tobytes()
-    parent, width = root_hash(salt), 4 * UNIT_TOKENS
-    hashes = []
-    for start in range(0, count * width, width):
-        parent = next_hash(parent, data[start : start + width])
-        hashes.append(as_number(parent))
-    return hashes
+    parent, width, blake2b = root_hash(salt), 4 * UNIT_TOKENS, hashlib.blake2b
+    digests = [
+        parent := blake2b(parent + data[start : start + width], digest_size=_HASH_BYTES).digest()
+        for start in range(0, count * width, width)
+    ]
+    return list(struct.unpack(f"<{count}Q", b"".join(digests)))

@@ -89,8 +89,9 @@ class NodeClient:
     def wake(self) -> None:
         pass
 
-    async def kill(self) -> None:
+    async def kill(self) -> bool:
         self._node.connection.transport.abort()
+        return True
 
     async def stop(self) -> None:
         self._node.connection.transport.close()

@@ -49,6 +49,7 @@ class PooledEngine:
         self.fingerprint = fingerprint
         self.number = number
         self.num_requests = 0
+        self.num_restarts = link.num_restarts
         self.is_leaving = False
         self.is_silent = False
         self.totals = CarriedStats()
@@ -192,12 +193,20 @@ class NodePool:
 
     def _choose(self, request: GenerateRequest, among: int = -1) -> tuple[PooledEngine, str] | None:
         if self.own is not None:
-            self.refresh(self.own)  # it dies and comes back without a message to the pool
+            self._look_at(self.own)
         choice: Choice | None = self.router.route_request(request, among)
         if choice is None:
             own = self.own  # it may be on its way back
             return None if own is None or not own.link.accepts else (own, "no other is here")
         return self._by_number(choice.engine), choice.why
+
+    def _look_at(self, own: PooledEngine) -> None:
+        """This server's own engine dies and comes back without a message to the pool."""
+        self.refresh(own)
+        if own.link.is_up and own.num_restarts != own.link.num_restarts:
+            own.num_restarts = own.link.num_restarts
+            self.router.update_routing_table(own.number, CachedPrefixes(is_all=True))
+            self._run(self._ask_report(own.link))
 
     def _by_number(self, number: int) -> PooledEngine:
         engine = self.router.engine(number)

@@ -128,37 +128,40 @@ class RequestRouter:
     def _best(self, num_tokens: int, prefixes: Sequence[int], usable: int) -> Choice:
         candidates = []
         for length, group in self.table.matches(prefixes, usable, MAX_GROUPS):
-            found = [(self._engines[each].load, each) for each in self._sample(group)]
-            load, number = min(found, key=lambda each: (each[0], self._fullness(each[1])))
+            number = min(self._sample(group), key=self._rank)
+            load = self._engines[number].load
             candidates.append(Choice(number, length * UNIT_TOKENS, load))
         limit = 2 * min(each.load for each in candidates) + MAX_EXTRA_LOAD
         return min(candidates, key=lambda each: self._cost(each, num_tokens, limit))
 
     def _cost(self, choice: Choice, num_tokens: int, limit: int) -> float:
         known = choice.num_cached if choice.load <= limit else 0
-        missing = max(0, num_tokens - known)
-        return missing * (1 + self._fullness(choice.engine)) + choice.load * TOKENS_PER_REQUEST
+        weight = 1 + self._engines[choice.engine].fullness
+        return max(0, num_tokens - known) * weight + choice.load * TOKENS_PER_REQUEST
 
-    def _fullness(self, engine: int) -> float:
-        return self._engines[engine].fullness
+    def _rank(self, engine: int) -> tuple[int, float]:
+        """Sorts engines that have the same of a prompt."""
+        each = self._engines[engine]
+        return each.load, each.fullness
 
-    def _sample(self, group: int) -> Iterator[int]:
-        """Some engines of a set, in a random order; all of them if they are few."""
+    def _sample(self, group: int) -> list[int]:
+        """Some engines of a set, from a random one on; all of them if they are few."""
+        chance = self._rng.random
         if group.bit_count() <= MAX_COMPARED:
             numbers = list(_bits(group))
-            self._rng.shuffle(numbers)
-            yield from numbers
-            return
+            start = int(chance() * len(numbers))
+            return numbers[start:] + numbers[:start]
         width = group.bit_length()
+        found = []
         for _ in range(MAX_COMPARED):
-            start = self._rng.randrange(width)
+            start = int(chance() * width)
             above = group >> start
-            rest = (above & -above).bit_length() - 1
-            yield start + rest if above else group.bit_length() - 1
+            found.append(start + (above & -above).bit_length() - 1)
+        return found
 
     def _expect(self, engine: int, prefixes: Sequence[int]) -> None:
         self._forget_expected()
-        new = [each for each in prefixes if not self.table.has(engine, each)]
+        new = self.table.missing(engine, prefixes)
         if new:
             self.table.add(engine, new)
             self._unreported[engine].update(new)

@@ -26,6 +26,11 @@ class RoutingTable:
     def has(self, engine: int, prefix: int) -> bool:
         return prefix in self._of_engine.get(engine, ())
 
+    def missing(self, engine: int, prefixes: Iterable[int]) -> list[int]:
+        """Those of the prefixes that an engine does not have."""
+        own = self._of_engine.get(engine, ())
+        return [each for each in prefixes if each not in own]
+
     def add(self, engine: int, prefixes: Iterable[int]) -> None:
         own, holders = self._of_engine.setdefault(engine, set()), self._holders
         for prefix in prefixes:
