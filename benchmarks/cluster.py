@@ -150,7 +150,6 @@ class Processes:
         env = os.environ | {
             "NULL_STEP_MS": str(STEP_MS),
             "LLM_ENGINE_SERVER__NODE_TOKEN_FILE": str(self.token),
-            "LLM_ENGINE_INSECURE_NO_AUTH": "1",
         }
         log = self._stack.enter_context(
             (self._folder / f"{len(os.listdir(self._folder))}.log").open("w")
@@ -280,7 +279,7 @@ def measure(rounds: int) -> dict[str, Any]:
 
 def hit_rate(url: str, num_turns: int) -> float:
     """The share of prompt tokens that came from a cache: 8 tenants with 1,024 tokens each."""
-    prompts = [words(random.Random(each), 1_000) for each in range(8)]
+    prompts = [words(1_000, each) for each in range(8)]
     cached = total = 0
     order = [(tenant, turn) for turn in range(num_turns) for tenant in range(8)]
     for tenant, turn in order:

@@ -64,6 +64,7 @@ GROUPS = {
             "engine.cli.cluster.node:app",
             "Let this machine's engine work for a server elsewhere.",
         ),
+        "cluster": ("engine.cli.cluster.ray:app", "Run nodes in a Ray cluster."),
     },
     "Set up": {
         "config": ("engine.cli.config:app", "Show the settings and where each comes from."),

@@ -149,7 +149,7 @@ def list_nodes(
     from rich.table import Table
     from rich.text import Text
 
-    columns = ("name", "address", "state", "role", "device", "in_flight", "requests")
+    columns = ("name", "address", "state", "device", "in_flight", "requests")
     table = Table(*(each.replace("_", " ") for each in columns), "free blocks", "joined")
     for node in found["nodes"]:
         free = f"{node['free_blocks']} of {node['blocks']}"

@@ -39,7 +39,6 @@ from engine.routing.nodes.wire import (
     Hello,
     Leaving,
     Refused,
-    Role,
     ToNode,
     Welcome,
 )
@@ -68,7 +67,6 @@ class Identity:
     model: str  # digest of the model's files
     model_name: str
     fingerprint: Callable[[Ready], str]
-    role: Role = "both"
 
     def hello(self, ready: Ready) -> Hello:
         return Hello(
@@ -80,7 +78,6 @@ class Identity:
             model_name=self.model_name,
             fingerprint=self.fingerprint(ready),
             ready=ready,
-            role=self.role,
         )
 
 

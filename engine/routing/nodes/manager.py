@@ -149,7 +149,6 @@ class Node:
             "name": self.engine.name,
             "address": self.address,
             "state": self.engine.state,
-            "role": self.hello.role,
             "model": self.hello.model_name,
             "device": self.hello.ready.device,
             "in_flight": self.engine.load,
@@ -350,6 +349,10 @@ class NodeManager:
     def discover(self) -> list[dict[str, Any]]:
         """All nodes that are here."""
         return [node.describe() for node in self._nodes.values() if node.engine is not None]
+
+    def num_open(self) -> int:
+        """Open requests of all models that nodes may serve, including those that wait for one."""
+        return sum(backend.num_open for backend in self._backends())
 
     def decisions(self) -> list[dict[str, str]]:
         """The last requests that were placed, and why they were placed there."""

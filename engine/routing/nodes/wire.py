@@ -9,7 +9,7 @@ send beats, so that each notices when the other is gone.
 import asyncio
 import logging
 from collections.abc import Callable
-from typing import Any, Generic, Literal, TypeVar, cast
+from typing import Any, Generic, TypeVar, cast
 
 import msgspec
 
@@ -37,8 +37,6 @@ LOST_AFTER_S = 3.0  # a side that was silent for this long is gone
 HELLO_TIMEOUT_S = 5.0
 MAX_UNSENT_BYTES = 64 * 2**20
 
-Role = Literal["both", "prefill", "decode"]
-
 
 class Hello(msgspec.Struct, frozen=True, kw_only=True, tag="hello"):
     """The first message of a node, when its engine is loaded."""
@@ -51,8 +49,6 @@ class Hello(msgspec.Struct, frozen=True, kw_only=True, tag="hello"):
     model_name: str  # for people
     fingerprint: str  # equal for engines in which a request has the same result
     ready: Ready
-    role: Role = "both"
-    kv_port: int = 0  # where other nodes fetch KV blocks; 0: they can't
 
 
 class Welcome(msgspec.Struct, frozen=True, tag="welcome"):

@@ -17,7 +17,8 @@ def add_admin_nodes_routes(app: FastAPI, services: Services) -> None:
 
     @app.get("/v1/admin/nodes")
     async def list_nodes() -> Response:
-        return json_response({"nodes": nodes.discover(), "decisions": nodes.decisions()})
+        found = {"nodes": nodes.discover(), "open_requests": nodes.num_open()}
+        return json_response(found | {"decisions": nodes.decisions()})
 
     @app.delete("/v1/admin/nodes/{name}")
     async def drain(name: str, request: Request) -> Response:
