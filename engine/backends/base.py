@@ -151,7 +151,7 @@ class InferenceBackend(ABC):
     config_type: ClassVar[type[BackendConfig]] = BackendConfig
     # Whether the totals of `stats` continue when an engine is replaced, instead of restarting at
     # zero.
-    totals_survive_restarts: ClassVar[bool] = False
+    totals_survive_restarts: bool = False
     # Set by a router, and called when an engine died. Returns whether another backend continues the
     # request.
     on_orphan: Callable[[Orphan], bool] | None = None

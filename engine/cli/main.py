@@ -61,6 +61,13 @@ GROUPS = {
         ),
         "eval": ("engine.cli.ops.evaluate:evaluate", "Count a model's right answers to a file."),
     },
+    "Several machines": {
+        "node": (
+            "engine.cli.cluster.node:app",
+            "Let this machine's engine work for a server elsewhere.",
+        ),
+        "cluster": ("engine.cli.cluster.ray:app", "Run nodes in a Ray cluster."),
+    },
     "Set up": {
         "config": ("engine.cli.config:app", "Show the settings and where each comes from."),
         "keys": ("engine.cli.ops.keys:app", "Make, list and remove API keys."),

@@ -65,6 +65,14 @@ class ServerSettings(Section):
     """Key for `/v1/admin`; set by a variable or by `server.admin_key_file`."""
     admin_key_file: Path | None = None
     """File that holds the administrator's key."""
+    node_token: Secret | None = None
+    """Token of nodes that may join this server; unset, none may."""
+    node_token_file: Path | None = None
+    """File that holds the node token, as `engine node token` writes it."""
+    tls_cert_file: Path | None = None
+    """Certificate chain in PEM format; if set, the server speaks HTTPS only."""
+    tls_key_file: Path | None = None
+    """Private key of `server.tls_cert_file`."""
     insecure_no_auth: bool = False
     """Allow other machines to reach the server without a key."""
     max_concurrent_requests: int = Field(default=8192, ge=1, le=65536)
@@ -107,6 +115,12 @@ class ServerSettings(Section):
     """Refuse a parameter that would be emulated or clamped, instead of warning."""
     moderation_model: str | None = Field(default=None, min_length=1, max_length=256)
     """Chat model of this server that rates texts; unset, `/v1/moderations` is refused."""
+
+    @property
+    def tls_files(self) -> tuple[Path, Path] | None:
+        """The certificate and its key, if the server speaks HTTPS."""
+        cert, key = self.tls_cert_file, self.tls_key_file
+        return None if cert is None or key is None else (cert, key)
 
     @property
     def allowed_origins(self) -> tuple[str, ...]:
@@ -369,6 +383,7 @@ def setting_keys() -> list[str]:
 SECRET_KEYS = (
     "server.api_key",
     "server.admin_key",
+    "server.node_token",
     "metrics.token",
     "limits.redis_url",
     "tiers.redis_url",

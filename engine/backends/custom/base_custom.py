@@ -38,6 +38,7 @@ from engine.backends.custom.frontend.engine_client import (
 )
 from engine.backends.custom.frontend.engine_link import EngineLink
 from engine.backends.custom.frontend.generation import Generation
+from engine.backends.custom.frontend.link import Link
 from engine.backends.custom.frontend.prompts import (
     check_prepared,
     check_prompt,
@@ -116,7 +117,7 @@ class CustomBackend(InferenceBackend):
         self._process = process
         # An engine in a thread can't die alone, and is never restarted.
         max_revivals = 0 if in_process else self._options.max_revivals
-        self._link = EngineLink(
+        self._link: Link = EngineLink(
             self._make_client, RestartPolicy(), max_revivals=max_revivals, move=self._move
         )
         self._adapters = ServedAdapters(self._link)
@@ -178,6 +179,17 @@ class CustomBackend(InferenceBackend):
     def _fingerprint(self, ready: Ready) -> str:
         return self._options.fingerprint(self._files, ready.device, ready.dtype, ready.max_seq_len)
 
+    @property
+    def model_path(self) -> str:
+        """Where the model is. It is resolved when the backend starts."""
+        return self._options.model_path
+
+    def pool(self, make: Callable[[Link, EngineOptions], Link]) -> Link:
+        """Put a pool of engines in the place of the only engine, which becomes one of them."""
+        self._link = make(self._link, self._options)
+        self.totals_survive_restarts = True
+        return self._link
+
     def hand_over(self, successor: "CustomBackend") -> int | None:
         """Move all open and later requests to `successor`. None: no request can move."""
         can_move = self.fingerprint == successor.fingerprint is not None
@@ -218,8 +230,8 @@ class CustomBackend(InferenceBackend):
 
     async def snapshots(self) -> dict[str, EngineSnapshot]:
         with contextlib.suppress(EngineError):
-            if (taken := await self._link.snapshot()) is not None:
-                return {self._served_name: taken}
+            taken = await self._link.snapshots()
+            return {name or self._served_name: each for name, each in taken.items()}
         return {}
 
     async def set_log_level(self, level: str) -> tuple[str, ...]:
@@ -277,6 +289,9 @@ class CustomBackend(InferenceBackend):
 
     def stats(self) -> EngineStats | None:
         return self._link.stats
+
+    def answered_by(self, request_id: str) -> tuple[str, ...]:
+        return self._link.answered_by(request_id)
 
     def chat(self, request: ChatRequest) -> AsyncIterator[Event]:
         return Opening(self, request)

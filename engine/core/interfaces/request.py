@@ -209,11 +209,16 @@ class Abort(msgspec.Struct, frozen=True, tag="abort"):
     choice: int | None = None
 
 
+# "report_cache" makes the engine send a `CachedPrefixes` message with all that it has cached, and
+# further ones with the changes.
+ControlAction = Literal["flush_cache", "log_level", "snapshot", "report_cache", "load_adapter"]
+
+
 class Control(msgspec.Struct, frozen=True, tag="control"):
     """Frontend to engine: an operation on the engine itself, answered by a `ControlReply`."""
 
     control_id: int
-    action: Literal["flush_cache", "log_level", "snapshot", "load_adapter"]
+    action: ControlAction
     value: str = ""  # the new level for action "log_level"; the path for action "load_adapter"
 
 
@@ -386,6 +391,16 @@ class Stats(msgspec.Struct, frozen=True, tag="stats"):
     stats: EngineStats
 
 
+class CachedPrefixes(msgspec.Struct, frozen=True, tag="cached"):
+    """Engine to frontend, if it was asked to report: how its prefix cache has changed. The numbers
+    are hashes of prefixes (`core/prefix_hashes.py`).
+    """
+
+    added: tuple[int, ...] = ()
+    removed: tuple[int, ...] = ()
+    is_all: bool = False  # `added` are all cached prefixes; what was reported before is void
+
+
 class ControlReply(msgspec.Struct, frozen=True, tag="control_reply"):
     control_id: int
     ok: bool
@@ -401,4 +416,4 @@ class Fatal(msgspec.Struct, frozen=True, tag="fatal"):
 
 
 ToEngine = GenerateRequest | Abort | Control | Stop
-FromEngine = Ready | Deltas | Stats | ControlReply | Fatal
+FromEngine = Ready | Deltas | Stats | CachedPrefixes | ControlReply | Fatal

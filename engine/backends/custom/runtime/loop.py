@@ -163,6 +163,8 @@ class EngineLoop:
         if self.scheduler.reports:
             self._send(self._compute(self.scheduler.reports.advance, self._runner))
         self._send_stats(force=not self.scheduler.has_work and self._has_news)
+        if (report := self.scheduler.kv.report) is not None and (news := report.take()) is not None:
+            self._channel.send(news)
         if is_idle and not self.scheduler.has_work:
             self._tidy_up()
 
@@ -347,6 +349,11 @@ class EngineLoop:
                 return ControlReply(message.control_id, False, NO_ADAPTERS)
             adapters.control(message)
             return None  # the reply is sent when the adapter is loaded
+        if message.action == "report_cache":
+            from engine.backends.custom.runtime.insight.cache_report import report_cache
+
+            report_cache(self.scheduler.kv)  # few engines have a router that asks
+            return ControlReply(message.control_id, True)
         freed = self.scheduler.kv.flush()
         return ControlReply(message.control_id, True, f"{freed} blocks freed")
 
