@@ -295,3 +295,14 @@ def test_a_mistake_in_loading_ends_the_tiers_and_no_request(tmp_path) -> None:
     assert second.kv.tiers is None
     assert not second.loop.stats().tiers[0].is_up
     assert answer(second, "c").num_cached == 16, "from the KV pool"
+
+
+def test_tiers_that_are_given_up_have_no_threads(tmp_path, monkeypatch) -> None:
+    engine, mover = tiered_engine(disk(tmp_path), make_mover=Mover)
+    mover.start()
+    monkeypatch.setattr(engine.kv.tiers, "read_ahead", None)  # raises when it is called
+    answer(engine, "a")
+    assert engine.kv.tiers is None and not mover._writes
+    for thread in mover._threads:
+        thread.join(10)
+        assert not thread.is_alive()

@@ -100,4 +100,11 @@ MUTATIONS = [
         "        return\n        first",
         f"{ENGINE_TESTS}::test_blocks_that_do_not_fit_in_the_queue_are_stored_later",
     ),
+    Mutation(
+        "tiers: tiers that are given up keep their threads",
+        "engine.backends.custom.runtime.kv_cache",
+        "                self.tiers.close(gives_up=True)\n",
+        "",
+        f"{ENGINE_TESTS}::test_tiers_that_are_given_up_have_no_threads",
+    ),
 ]

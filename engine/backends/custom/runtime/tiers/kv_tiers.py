@@ -13,13 +13,8 @@ from typing import TYPE_CHECKING, Protocol, runtime_checkable
 from engine.backends.custom.runtime.model_runner import NULL_BLOCK, Bytes, Group, RunnerSpec
 from engine.backends.custom.runtime.tiers.base import Tier, record_name
 from engine.backends.custom.runtime.tiers.health import WatchedTier
-from engine.backends.custom.runtime.tiers.mover import (
-    MAX_ALL_AHEAD_BYTES,
-    Batch,
-    Mover,
-    ReadJob,
-    WriteJob,
-)
+from engine.backends.custom.runtime.tiers.jobs import Batch, ReadJob, WriteJob
+from engine.backends.custom.runtime.tiers.mover import MAX_ALL_AHEAD_BYTES, Mover
 from engine.backends.custom.runtime.tiers.record import Place, RecordShape, chain, root_key
 from engine.core.interfaces.request import UNSHARED, TierStats
 
@@ -164,8 +159,8 @@ class KVTiers:
             for group in self._shapes:
                 self._known.pop((group, key), None)
 
-    def close(self) -> None:
-        self._mover.close()
+    def close(self, gives_up: bool = False) -> None:
+        self._mover.close(gives_up)
 
     def _ask(self, seq: "Seq") -> None:
         seq.num_asked += 1
