@@ -3,6 +3,7 @@
 import threading
 from contextlib import suppress
 
+import numpy as np
 import pytest
 
 from engine.backends.custom.runtime.tiers import kv_tiers
@@ -57,6 +58,29 @@ def test_blocks_that_the_pool_evicted_come_back_from_host_memory(shape) -> None:
     engine.kv.flush()
     again = answer(engine, "b")
     assert again.num_cached >= 8 and mover.tiers[0].num_hits >= 4
+
+
+def test_a_tier_for_a_gpu_lends_its_blocks() -> None:
+    made: list[int] = []
+
+    def new_row(num_bytes: int):
+        made.append(num_bytes)
+        return np.empty(num_bytes, np.uint8)
+
+    tier = HostTier(MIB, "lru", None, new_row)
+    engine, _ = tiered_engine(tier, num_blocks=16)
+    written, write = [], engine.runner.write_blocks
+    engine.runner.write_blocks = lambda group, blocks, rows: (
+        written.extend(rows),
+        write(group, blocks, np.array(rows)),
+    )
+    right = answer(engine, "a").tokens
+    engine.kv.flush()
+    assert answer(engine, "b").tokens == right
+    assert written and len(made) == tier.num_records
+    kept = [record.payload for record in tier._records.values()]
+    assert all(any(row is each for each in kept) for row in written), "none was copied"
+    engine.check()
 
 
 def test_tenants_do_not_share_blocks(tmp_path) -> None:

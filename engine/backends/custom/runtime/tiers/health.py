@@ -7,6 +7,7 @@ from contextlib import contextmanager
 
 from engine.backends.custom.runtime.budget import CostLine
 from engine.backends.custom.runtime.tiers.base import Tier
+from engine.backends.custom.runtime.tiers.host import HostTier
 from engine.core.interfaces.request import TierStats
 
 log = logging.getLogger(__name__)
@@ -64,6 +65,11 @@ class WatchedTier:
     @property
     def name(self) -> str:
         return self.tier.name
+
+    @property
+    def lends(self) -> bool:
+        """Whether reading costs no copy."""
+        return isinstance(self.tier, HostTier) and self.tier.lends
 
     @property
     def is_readable(self) -> bool:

@@ -16,8 +16,12 @@ class Batch:
 
     group: Group
     first: int
-    rows: Bytes
+    rows: "Bytes | list[Bytes]"
     tier: str
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(row.nbytes for row in self.rows)
 
 
 @dataclass(eq=False, slots=True)
@@ -44,7 +48,7 @@ class ReadJob:
 
     @property
     def ahead_bytes(self) -> int:
-        return sum(batch.rows.nbytes for batch in list(self.ready))
+        return sum(batch.num_bytes for batch in list(self.ready))
 
 
 @dataclass(slots=True)

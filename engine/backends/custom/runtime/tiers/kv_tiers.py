@@ -8,7 +8,7 @@ sequence never waits for longer than computing its blocks would take.
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Protocol, cast, runtime_checkable
 
 from engine.backends.custom.runtime.model_runner import NULL_BLOCK, Bytes, Group, RunnerSpec
 from engine.backends.custom.runtime.tiers.base import Tier, record_name
@@ -56,7 +56,18 @@ class BlockMover(Protocol):
         ...
 
     def write_blocks(self, group: Group, blocks: Sequence[int], rows: Bytes) -> None:
-        """Copy rows of bytes from the host to blocks. Later steps see them."""
+        """Copy rows of bytes from the host to blocks. Later steps see them. A list of rows is given
+        only to a `PinnedMover`.
+        """
+        ...
+
+
+@runtime_checkable
+class PinnedMover(Protocol):
+    """A runner whose device reads pinned host memory by itself."""
+
+    def row_maker(self) -> Callable[[int], Bytes] | None:
+        """Makes memory for a block. None if the device reads any memory."""
         ...
 
 
@@ -216,7 +227,7 @@ class KVTiers:
         seq = self._jobs.get(job)
         while seq is not None and room > 0 and job.ready:
             batch = job.ready.popleft()
-            room -= batch.rows.nbytes
+            room -= batch.num_bytes
             self._mover.taken()
             if self._put(seq, batch):
                 self._remember(seq, batch)
@@ -226,18 +237,19 @@ class KVTiers:
 
     def _put(self, seq: "Seq", batch: Batch) -> bool:
         end = batch.first + len(batch.rows)
+        rows = cast(Bytes, batch.rows)  # a list only if the runner is a `PinnedMover`
         if batch.group == "full":
 
             def fill(blocks: list[int]) -> None:
                 if blocks:
-                    self._runner.write_blocks("full", blocks, batch.rows[-len(blocks) :])
+                    self._runner.write_blocks("full", blocks, rows[-len(blocks) :])
 
             return self._kv.adopt(seq, batch.first, end, fill)
         first = self._first_state if batch.group == "state" else 0
 
         def fill_entries(entries: list[int]) -> None:
             ids = [first + entry for entry in entries]
-            self._runner.write_blocks(batch.group, ids, batch.rows)
+            self._runner.write_blocks(batch.group, ids, rows)
 
         column = self._columns.index(batch.group)
         return self._kv.adopt_entries(seq, column, batch.first, end, fill_entries)

@@ -14,9 +14,10 @@ from collections.abc import Callable, Sequence
 import numpy as np
 
 from engine.backends.custom.runtime.groups.side_column import resumable
-from engine.backends.custom.runtime.model_runner import Group
+from engine.backends.custom.runtime.model_runner import Bytes, Group
 from engine.backends.custom.runtime.tiers.base import Loaded, Record, Wanted, record_name
 from engine.backends.custom.runtime.tiers.health import WatchedTier
+from engine.backends.custom.runtime.tiers.host import HostTier
 from engine.backends.custom.runtime.tiers.jobs import (
     Batch,
     ReadJob,
@@ -30,6 +31,7 @@ from engine.backends.custom.runtime.tiers.record import Place, RecordShape
 log = logging.getLogger(__name__)
 
 BATCH_BYTES = 4 * 2**20  # bytes that are read from a tier at a time
+LENT_BYTES = 16 * 2**20  # the same for a tier that lends its blocks, because that takes no time
 MAX_AHEAD_BYTES = 64 * 2**20  # a job may be ahead of the engine loop by this many bytes
 MAX_ALL_AHEAD_BYTES = 256 * 2**20  # all jobs together, also those that are done
 MAX_QUEUED_BYTES = 256 * 2**20  # bytes that wait to be written
@@ -259,18 +261,15 @@ class Mover:
     def _load_batch(self, job: ReadJob, plan: list[Segment]) -> None:
         segment = plan[0]
         shape = self._shapes[segment.group]
-        count = min(segment.count, max(1, BATCH_BYTES // max(1, shape.num_bytes)))
+        most = LENT_BYTES if segment.tier.lends else BATCH_BYTES
+        count = min(segment.count, max(1, most // max(1, shape.num_bytes)))
         places = job.places[segment.first : segment.first + count]
-        rows = np.empty((count, shape.num_bytes), np.uint8)
-        began, results = time.monotonic(), list[Loaded]()
-        with segment.tier.reading():
-            results = segment.tier.tier.load(Wanted(shape, self._identity, places), rows)
-        good = next((i for i, each in enumerate(results) if each is not Loaded.OK), len(results))
-        num_bad = sum(each is Loaded.BAD for each in results)
+        began = time.monotonic()
+        rows, num_bad = _load(segment.tier, Wanted(shape, self._identity, places))
+        good = len(rows)
         segment.tier.loaded(good, good * shape.num_bytes, num_bad, time.monotonic() - began)
         if good:
-            batch = Batch(segment.group, segment.first, rows[:good], segment.tier.name)
-            job.ready.append(batch)
+            job.ready.append(Batch(segment.group, segment.first, rows, segment.tier.name))
         segment.first += count
         segment.count -= count
         if good < count and segment.group == "full":
@@ -334,3 +333,17 @@ class Mover:
                 with tier.writing():
                     tier.tier.use(used)
             tier.tidy_up()
+
+
+def _load(tier: WatchedTier, wanted: Wanted) -> tuple["Bytes | list[Bytes]", int]:
+    """The blocks before the first one that is missing or bad, and how many are bad."""
+    rows: Bytes | list[Bytes] = []
+    results: list[Loaded] = []
+    with tier.reading():
+        if isinstance(tier.tier, HostTier) and tier.lends:
+            rows = tier.tier.lend(wanted)
+            return rows, 0
+        rows = np.empty((len(wanted.places), wanted.shape.num_bytes), np.uint8)
+        results = tier.tier.load(wanted, rows)
+    good = next((i for i, each in enumerate(results) if each is not Loaded.OK), len(results))
+    return rows[:good], sum(each is Loaded.BAD for each in results)
