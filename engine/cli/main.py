@@ -56,6 +56,7 @@ GROUPS = {
             "engine.cli.compare:compare",
             "Run the same prompts through several backends.",
         ),
+        "eval": ("engine.cli.ops.evaluate:evaluate", "Count a model's right answers to a file."),
     },
     "Set up": {
         "config": ("engine.cli.config:app", "Show the settings and where each comes from."),
