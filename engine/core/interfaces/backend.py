@@ -279,6 +279,7 @@ class ModelCard(msgspec.Struct, frozen=True, kw_only=True):
     num_dimensions: int | None = None  # length of the model's embedding vectors
     prompt_names: tuple[str, ...] = ()  # names of the prompts that embedding inputs may have
     root: str | None = None  # id of the model that this card is an alias of
+    cache_identity: str | None = None  # of its blocks in cache tiers, in hex; None without tiers
     speculates: bool = False  # steps verify guessed tokens, with the same output
 
 

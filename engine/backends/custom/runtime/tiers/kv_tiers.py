@@ -89,7 +89,7 @@ class KVTiers:
         self._kv = kv
         self._runner = runner
         self._mover = mover
-        self._identity = identity
+        self.identity = identity
         self._shapes = shapes
         self._prompt_s = prompt_s
         self._first_state = first_state
@@ -289,7 +289,7 @@ class KVTiers:
     def _extend_keys(self, seq: "Seq", count: int) -> None:
         if len(seq.keys) < count:
             size = self._kv.block_size
-            root = root_key(self._identity, seq.namespace)
+            root = root_key(self.identity, seq.namespace)
             chain(root, seq.tokens[: count * size], size, seq.keys)
 
     def _places(self, seq: "Seq", count: int) -> list[Place]:
@@ -297,7 +297,7 @@ class KVTiers:
 
     def _place(self, seq: "Seq", index: int) -> Place:
         size = self._kv.block_size
-        parent = seq.keys[index - 1] if index else root_key(self._identity, seq.namespace)
+        parent = seq.keys[index - 1] if index else root_key(self.identity, seq.namespace)
         tokens = seq.tokens[index * size : (index + 1) * size]
         return Place(seq.keys[index], parent, tokens.tobytes())
 
