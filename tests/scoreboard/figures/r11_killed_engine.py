@@ -232,10 +232,10 @@ async def first_good_reply(served: Served) -> float:
     return reply.ended if reply.is_whole else float("inf")
 
 
-def blows() -> list[Blow]:
+def blows(num_kills: int) -> list[Blow]:
     """Kills, with a SIGSTOP after every fifth. Half of the stopped engines can't be woken."""
     found: list[Blow] = []
-    for number in range(NUM_KILLS):
+    for number in range(num_kills):
         found.append("kill")
         if number % 5 == 4:
             found.append("freeze" if number % 10 == 4 else "stop")
@@ -243,7 +243,7 @@ def blows() -> list[Blow]:
 
 
 def one_engine(run: Run, pauses: Pauses) -> None:
-    planned = list(enumerate(blows()))
+    planned = list(enumerate(blows(run.share(NUM_KILLS, 5))))
     for first in range(0, len(planned), EACH_SERVER):
         with tiered(is_on=first // EACH_SERVER % 2 == 1) as words, served_engine(*words) as served:
             load = Load(run, served, pauses)
@@ -291,7 +291,7 @@ def two_replicas(run: Run, pauses: Pauses) -> None:
     with served_pair() as served:
         load = Load(run, served, pauses)
         asyncio.run(load.begin())
-        for number in range(NUM_REPLICA_KILLS):
+        for number in range(run.share(NUM_REPLICA_KILLS, 1)):
             asyncio.run(load.strike(number, "kill", lambda: engines(served)[0], has_spare=True))
             served.wait_until(lambda: both_ready(served))
 
