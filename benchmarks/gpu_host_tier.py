@@ -25,7 +25,6 @@ from engine.backends.custom.runtime.tiers.record import identity_of
 from engine.core.interfaces.request import GenerateRequest, SamplingParams
 
 GIB = 2**30
-NUM_NEW = 4  # generated tokens of a request
 STORE_S = 20.0  # the writing thread gets this long to store a pass
 WARM_UP_PASSES = 4  # a pass may have more blocks than the queue of the writing thread
 
@@ -50,7 +49,7 @@ class Bench:
         self._num_asked = 0
 
     def run_pass(self, with_tier: bool, at_once: int) -> tuple[float, list[list[int]]]:
-        """Ask for every prefix once. Returns the seconds and the generated tokens."""
+        """Ask for every prefix once, and for one token. Returns the seconds and the tokens."""
         self._kv.tiers = self._tiers if with_tier else None
         self._kv.flush()
         seconds, texts = 0.0, []
@@ -82,7 +81,7 @@ class Bench:
 
     def _request(self, prefix: tuple[int, ...]) -> GenerateRequest:
         self._num_asked += 1
-        params = SamplingParams(temperature=0.0, max_tokens=NUM_NEW, ignore_eos=True)
+        params = SamplingParams(temperature=0.0, max_tokens=1, ignore_eos=True)
         return GenerateRequest(request_id=str(self._num_asked), prompt=prefix, params=params)
 
 
@@ -131,7 +130,7 @@ def main() -> None:
     parser.add_argument("--model", choices=SHAPES, default="llama-8b")
     parser.add_argument("--device", default="auto")
     parser.add_argument("--prefixes", type=int, default=16)
-    parser.add_argument("--length", type=int, default=4096, help="tokens of a prefix")
+    parser.add_argument("--length", type=int, default=8000, help="tokens of a prefix")
     parser.add_argument("--pool-gib", type=float, default=4.0, help="size of the KV pool")
     parser.add_argument("--host-gib", type=int, default=24, help="size of the host tier")
     parser.add_argument("--rounds", type=int, default=3)

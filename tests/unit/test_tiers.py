@@ -6,7 +6,7 @@ from contextlib import suppress
 import numpy as np
 import pytest
 
-from engine.backends.custom.runtime.tiers import kv_tiers
+from engine.backends.custom.runtime.tiers import health, kv_tiers
 from engine.backends.custom.runtime.tiers import mover as mover_module
 from engine.backends.custom.runtime.tiers.disk import DiskTier
 from engine.backends.custom.runtime.tiers.health import WatchedTier
@@ -125,6 +125,23 @@ def test_blocks_are_computed_if_that_is_faster(tmp_path, token_s, load_s) -> Non
     second, mover = tiered_engine(disk(tmp_path), prompt_s=lambda count: token_s * count)
     mover.tiers[0].loaded(1, 1, 0, load_s)  # as measured
     assert answer(second, "b").num_cached == 0
+
+
+def test_a_tier_that_is_thought_to_be_slow_is_tried_with_a_few_blocks(
+    tmp_path, monkeypatch
+) -> None:
+    monkeypatch.setattr(health, "USUAL_BYTES_PER_S", 1)
+    answer(tiered_engine(disk(tmp_path))[0], "a")
+    second, mover = tiered_engine(disk(tmp_path), prompt_s=lambda count: 0.01 * count)
+    assert answer(second, "b").num_cached == 4, "two blocks"
+    second.kv.flush()
+    assert answer(second, "c").num_cached == 16, "now it is known to be fast"
+    mover.tiers[0].loaded(1, 2**30, 0, 2**30)
+    second.kv.flush()
+    assert answer(second, "d").num_cached == 0, "now it is known to be slow"
+    monkeypatch.setattr(health, "PROBE_AFTER_S", -1.0)
+    second.kv.flush()
+    assert answer(second, "e").num_cached == 4, "that was long ago"
 
 
 def test_a_damaged_block_is_computed_again_and_counted(tmp_path) -> None:

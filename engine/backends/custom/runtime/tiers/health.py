@@ -15,6 +15,8 @@ log = logging.getLogger(__name__)
 FIRST_PAUSE_S, MAX_PAUSE_S = 1.0, 30.0
 KIB = 1024
 USUAL_BYTES_PER_S = 200 * 2**20  # assumed until the first blocks were loaded
+# A tier that seems too slow is tried again after this time, with a few blocks.
+PROBE_AFTER_S = 30.0
 
 
 class Breaker:
@@ -57,6 +59,7 @@ class WatchedTier:
         self._clock = clock
         self._reading, self._writing = Breaker(clock), Breaker(clock)
         self._load_cost = CostLine()
+        self._loaded_at: float | None = None
         self.num_hits = self.num_misses = self.num_bad = self.num_stored = self.num_errors = 0
         self.bytes_loaded = self.bytes_stored = 0
         self.load_s = self.store_s = 0.0
@@ -84,6 +87,13 @@ class WatchedTier:
         measured = self._load_cost.at(max(1, num_bytes // KIB))
         return measured or num_bytes / USUAL_BYTES_PER_S
 
+    @property
+    def must_probe(self) -> bool:
+        """Whether it is not known how fast the tier is now. A tier that is never read because it
+        seems slow would seem slow for ever.
+        """
+        return self._loaded_at is None or self._clock() - self._loaded_at > PROBE_AFTER_S
+
     @contextmanager
     def reading(self) -> Iterator[None]:
         """Wraps a call that reads. If it raises, the tier is not read until it answers again."""
@@ -106,6 +116,7 @@ class WatchedTier:
         self.num_bad += num_bad
         self.load_s += seconds
         if num_bytes:
+            self._loaded_at = self._clock()
             self._load_cost.add(max(1, num_bytes // KIB), seconds)
 
     def stored(self, num_blocks: int, num_bytes: int, seconds: float) -> None:

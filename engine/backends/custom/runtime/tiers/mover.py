@@ -35,6 +35,7 @@ LENT_BYTES = 16 * 2**20  # the same for a tier that lends its blocks, because th
 MAX_AHEAD_BYTES = 64 * 2**20  # a job may be ahead of the engine loop by this many bytes
 MAX_ALL_AHEAD_BYTES = 256 * 2**20  # all jobs together, also those that are done
 MAX_QUEUED_BYTES = 256 * 2**20  # bytes that wait to be written
+PROBE_BLOCKS = 2  # blocks that are loaded to measure how fast a tier is
 TIDY_INTERVAL_S = 1.0
 CLOSE_S = 5.0  # at the end, the queue is written for at most this long
 STUCK_S = 1.0  # a call that takes longer than this counts as stuck
@@ -216,7 +217,12 @@ class Mover:
         if job.block_s is None or not plan:
             return plan
         load_s = sum(self._expected_s(each) for each in plan)
-        return plan if load_s < job.block_s * count else []
+        if load_s < job.block_s * count:
+            return plan
+        first = plan[0]
+        if first.group != "full" or job.sides or not first.tier.must_probe:
+            return []
+        return [cut(first, first.first + PROBE_BLOCKS)]
 
     def _find(self, places: Sequence[Place], start: int) -> list[Segment]:
         """The consecutive full blocks from `start` on that tiers have, each in the first tier that
