@@ -276,7 +276,9 @@ class CustomBackend(InferenceBackend):
         if card is None or facts != (card.max_model_len, card.max_sequences, card.speculates):
             images = IMAGE_ENCODERS.get(self.framework, ())
             made = (self._served_name, self.framework, self._created)
-            self._card = card = card_of(text, *made, *facts, images, self.framework in TAPPED)
+            card = card_of(text, *made, *facts, images, self.framework in TAPPED)
+            identity = (ready.cache_identity if ready else "") or None
+            self._card = card = msgspec.structs.replace(card, cache_identity=identity)
         return [card, *self._adapters.cards(card)]
 
     async def load_adapter(

@@ -379,6 +379,8 @@ class Ready(msgspec.Struct, frozen=True, tag="ready"):
     device: str
     load_s: float
     speculates: bool = False
+    # Hex; equal for engines that find each other's blocks in tiers. Empty without tiers.
+    cache_identity: str = ""
 
 
 class Deltas(msgspec.Struct, frozen=True, tag="deltas"):

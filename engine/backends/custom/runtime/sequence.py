@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
     from engine.backends.custom.runtime.interp.probe import Probe
     from engine.backends.custom.runtime.speculation.lookup import Drafter
-    from engine.backends.custom.runtime.tiers.mover import ReadJob
+    from engine.backends.custom.runtime.tiers.jobs import ReadJob
 
     Tokens = array[int]
 else:

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from engine.backends.custom.architectures.base import ModelConfig
 from engine.backends.custom.architectures.sites import Site, sites_of
-from engine.backends.custom.frameworks.torch.execution.blocks import BlockCopier
+from engine.backends.custom.frameworks.torch.execution.blocks import BlockCopier, PinnedRows
 from engine.backends.custom.frameworks.torch.execution.cache import (
     CacheGroups,
     StateCache,
@@ -273,8 +273,11 @@ class TorchRunner(SamplingRunner):
     def read_blocks(self, group: Group, blocks: Sequence[int]) -> Callable[[], Bytes]:
         return self._copier().read(group, blocks)
 
-    def write_blocks(self, group: Group, blocks: Sequence[int], rows: Bytes) -> None:
+    def write_blocks(self, group: Group, blocks: Sequence[int], rows: Bytes | list[Bytes]) -> None:
         self._copier().write(group, blocks, rows)
+
+    def row_maker(self) -> Callable[[int], Bytes] | None:
+        return PinnedRows() if self._device.type == "cuda" else None
 
     def _copier(self) -> BlockCopier:
         if self._blocks is None:
