@@ -149,7 +149,8 @@ def test_what_goes_wrong_is_told(machine: Path, tmp_path: Path) -> None:
     for arguments, message in (
         (["target", "--wheel", "absent.whl"], "make wheel"),
         (["unknown.invalid", "--wheel", str(wheel)], "can't be reached by SSH"),
-        (["--provision", "exit 3"], "ended with status 3"),
+        (["--provision", "sh -c 'exit 3'"], "ended with status 3"),
+        (["--provision", "absent-command"], "can't be run"),
         ([], "name a HOST"),
         (["target", "--wheel", str(wheel), "--model", "no-such-model"], "no-such-model"),
     ):
@@ -159,5 +160,5 @@ def test_what_goes_wrong_is_told(machine: Path, tmp_path: Path) -> None:
 
 
 def test_a_provisioned_machine_is_used(machine: Path) -> None:
-    done = engine_deploy("--provision", "echo made it; echo target", "--remove")
+    done = engine_deploy("--provision", r"printf made\ it\\ntarget\\n", "--remove")
     assert done.returncode == 0 and "from target" in done.stderr

@@ -198,7 +198,11 @@ def _provisioned(command: str, host: str | None) -> str:
     """Run the user's command that makes a machine. Its last line is the machine's host."""
     if host is not None:
         raise ConfigError("give either a HOST or --provision", param="--provision")
-    done = subprocess.run(command, shell=True, stdout=subprocess.PIPE, text=True, check=False)
+    try:
+        words = shlex.split(command)
+        done = subprocess.run(words, stdout=subprocess.PIPE, text=True, check=False)
+    except (ValueError, IndexError, OSError) as error:
+        raise ConfigError(f"--provision can't be run: {error}", param="--provision") from None
     lines = done.stdout.strip().splitlines()
     if done.returncode != 0 or not lines:
         what = f"ended with status {done.returncode}" if done.returncode else "printed no host"
