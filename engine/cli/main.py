@@ -47,6 +47,7 @@ GROUPS = {
         "stop": ("engine.cli.ops.running:stop", "Unload a model of a running server."),
         "top": ("engine.cli.ops.top:top", "Watch a server's models and backends."),
         "cache": ("engine.cli.ops.cache:app", "Look at, fill or clear the tiers of the cache."),
+        "deploy": ("engine.cli.ops.deploy:deploy", "Serve a model on another machine, by SSH."),
         "bench": ("engine.cli.ops.bench:bench", "Measure any server under load."),
         "admin": ("engine.cli.ops.admin:app", "Look at and change a running server."),
         "replay": ("engine.cli.ops.replay:replay", "Run a recorded request again and compare it."),
