@@ -121,7 +121,8 @@ void bind_halves(nb::class_<BoundModel>& model) {
            Array<uint8_t, 1> finite, std::optional<Longs> window_slots, std::optional<Tables> window_tables,
            std::optional<Ints> visible_end, std::optional<Ints> token_types, std::optional<Ints> slots,
            std::optional<Ints> state_load, std::optional<Ints> state_save, std::optional<Embeds> embeds,
-           std::optional<Ints> embed_rows, std::optional<Ints> adapter_ids) {
+           std::optional<Ints> embed_rows, std::optional<Ints> adapter_ids, nb::handle taps,
+           std::optional<Array<float, 2>> captured) {
             int width = self.model.executor.program(1).ops[0].matrix->columns;
             StepArrays step = step_arrays(token_ids, positions, write_slots, query_start, num_prompt, tables,
                                           logit_rows, prefix_groups, prefix_blocks, window_slots,
@@ -130,6 +131,8 @@ void bind_halves(nb::class_<BoundModel>& model) {
             if (finite.shape(0) != num_prompt.shape(0))
                 throw nb::value_error("finite: another number of rows");
             uint8_t* flags = finite.data();
+            TapCall tap_call;
+            if (!taps.is_none()) step.taps = tap_call.read(taps, captured);
             nb::gil_scoped_release release;
             self.model.forward(step, flags);
         },
@@ -140,7 +143,7 @@ void bind_halves(nb::class_<BoundModel>& model) {
         nb::arg("token_types") = nb::none(), nb::arg("slots") = nb::none(),
         nb::arg("state_load") = nb::none(), nb::arg("state_save") = nb::none(),
         nb::arg("embeds") = nb::none(), nb::arg("embed_rows") = nb::none(),
-        nb::arg("adapter_ids") = nb::none());
+        nb::arg("adapter_ids") = nb::none(), nb::arg("taps") = nb::none(), nb::arg("captured") = nb::none());
     model.def("set_sampler", [](BoundModel& self, int vocab, int max_slots, int max_seq_len) {
         self.model.set_sampler(vocab, max_slots, max_seq_len);
     });
@@ -178,6 +181,7 @@ void bind_model(nb::module_& module) {
     bind_ops(model);
     bind_adapters(model);
     bind_halves(model);
+    bind_taps(model);
 }
 
 }  // namespace engine

@@ -130,4 +130,15 @@ void bind_ops(nb::class_<BoundModel>& model);
 // Binds the method that sets a LoRA adapter.
 void bind_adapters(nb::class_<BoundModel>& model);
 
+// The taps of a step, from Python's `TapInputs`. It holds the arrays while the step runs.
+struct TapCall {
+    Ints sites, tokens, kinds, rows;
+    Array<const float, 1> scales;
+    Embeds vectors;
+    std::optional<Array<float, 2>> captured;
+
+    TapArrays read(nb::handle taps, std::optional<Array<float, 2>> out);
+};
+void bind_taps(nb::class_<BoundModel>& model);
+
 }  // namespace engine

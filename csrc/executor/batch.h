@@ -37,6 +37,7 @@ struct Batch {
     const int32_t* prefix_groups = nullptr;
     const int32_t* prefix_blocks = nullptr;  // (groups) number of KV blocks that the group shares
     const int32_t* logit_tokens = nullptr;   // (logits) tokens whose logits are computed, ascending
+    const int32_t* logit_of = nullptr;       // (tokens) index into logit_tokens, or -1; null: no taps
     int logits = 0;
     int decode_logits = 0;  // how many of logit_tokens are decode tokens
     // The tokens with a LoRA adapter, and the logits of such tokens.

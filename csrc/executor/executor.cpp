@@ -136,7 +136,8 @@ void Executor::reserve_scratch() {
 }
 
 void Executor::run(const Batch& batch, std::vector<uint8_t>& finite) {
-    const Program& program = this->program(batch.tokens);
+    const Program& plain = this->program(batch.tokens);
+    const Program& program = taps_.count ? with_taps(plain) : plain;
     plan_attention(program, batch);
     finite.assign(size_t(batch.tokens), 1);
     batch_ = &batch;
@@ -144,8 +145,8 @@ void Executor::run(const Batch& batch, std::vector<uint8_t>& finite) {
     plan_rounds(program);
     if (timing_) op_seconds_.assign(program.ops.size(), 0.0);
     pool_.run([this, &program](int thread) { work(program, thread); });
-    const int stream = program.ops.back().source;
-    const bool is_checked = program.ops.back().kind == Op::Kind::Mean;
+    const int stream = plain.ops.back().source;
+    const bool is_checked = plain.ops.back().kind == Op::Kind::Mean;
     for (int i = 0; i < batch.logits && !is_checked; i++)
         finite[size_t(batch.logit_tokens[i])] &= kernels_.all_finite(at(stream, i), width(stream));
     for (int token = 0; token < batch.tokens; token++) {
@@ -209,6 +210,12 @@ void Executor::plan_rounds(const Program& program) {
             case Op::Kind::Mean:
                 rounds_.push_back({batch.logits, 1});
                 break;
+            case Op::Kind::Tap:
+                rounds_.push_back({op.num_experts, 1});
+                break;
+            case Op::Kind::AddRows:
+                rounds_.push_back({rows_of(op), kTokenGrain});
+                break;
             default:
                 rounds_.push_back({batch.tokens, kTokenGrain});
         }
@@ -269,6 +276,15 @@ void Executor::work(const Program& program, int thread) {
                 break;
             case Op::Kind::Mean:
                 round(thread, index, [&](int begin, int end) { mean(op, begin, end); });
+                break;
+            case Op::Kind::Tap:
+                round(thread, index, [&](int begin, int end) { tap(op, begin, end); });
+                break;
+            case Op::Kind::AddRows:
+                round(thread, index, [&](int begin, int end) { add_rows(op, begin, end); });
+                break;
+            case Op::Kind::AddPositions:
+                round(thread, index, [&](int begin, int end) { add_positions(op, begin, end); });
                 break;
         }
         if (timing_ && thread == 0) {

@@ -5,6 +5,8 @@
 // threads claim from a queue. All threads go through the same rounds and wait at a barrier after
 // each.
 #pragma once
+#include <deque>
+#include <map>
 #include <memory>
 
 #include "attention/attention.h"
@@ -12,6 +14,7 @@
 #include "base/threads.h"
 #include "executor/adapters.h"
 #include "executor/experts.h"
+#include "executor/taps.h"
 
 namespace engine {
 
@@ -68,6 +71,13 @@ class Executor {
 
     // Computes the batch. finite[t] becomes 0 if the activations of token t contain NaN or infinity.
     void run(const Batch& batch, std::vector<uint8_t>& finite);
+    // The places where later steps may have taps.
+    void set_sites(std::vector<TapSite> sites) { sites_ = std::move(sites); }
+    const std::vector<TapSite>& sites() const { return sites_; }
+    // The taps of the next step. Their tokens are indices in the batch.
+    void set_taps(const TapArrays& taps) { taps_ = taps; }
+    // Computes only the last op, the LM head with its norm, for the first rows of its source.
+    void run_head(int rows);
 
     ThreadPool& pool() { return pool_; }
     const Kernels& kernels() const { return kernels_; }
@@ -193,6 +203,22 @@ class Executor {
     void gather(const Op& op, int begin, int end);
     void mean(const Op& op, int begin, int end);
     void compute_angles(int begin, int end);
+    void add_positions(const Op& op, int begin, int end);
+
+    // Steps with taps (taps.cpp).
+    struct TapGroup {
+        int site;
+        int begin, end;  // indices of taps
+    };
+    const Program& with_taps(const Program& program);
+    void add_tapped(Op op, const std::vector<int>& sites);
+    void add_pre_activation(const Op& op);
+    void add_tap(int site, int buffer, const Op& near);
+    Op tap_op(int site, int buffer, const Op& near);
+    int extra_buffer(int width);
+    void tap(const Op& op, int begin, int end);
+    void tap_pre_activation(const Op& op, const TapGroup& group, int row, int width);
+    void add_rows(const Op& op, int begin, int end);
 
     const Kernels& kernels_;
     ThreadPool pool_;
@@ -219,6 +245,14 @@ class Executor {
     bool fast_ = false;
     bool timing_ = false;
     std::vector<double> op_seconds_;
+    std::vector<TapSite> sites_;
+    TapArrays taps_;
+    Program tapped_;
+    std::vector<TapGroup> tap_groups_;
+    std::deque<Matrix> tap_matrices_;
+    int pre_activations_ = -1;
+    std::map<int, int> extra_buffers_;  // by width
+    std::deque<Block> extra_memory_;
 };
 
 }  // namespace engine

@@ -60,7 +60,10 @@ struct Op {
         Route,
         Experts,
         GateRows,
-        Recurrent
+        Recurrent,
+        Tap,
+        AddRows,
+        AddPositions
     };
     Kind kind = Kind::Embed;
     int source = -1;  // index of the buffer that the op reads
@@ -120,6 +123,9 @@ struct Op {
     // HeadLinear multiplies head h of each row by matrix h of `by_head`. The last `rope_dim` values of a head
     // are rotated instead and follow the results of the head. `num_experts` is the number of heads.
     ExpertMatrices by_head;
+    // Tap, AddRows and AddPositions are only in programs with taps (taps.h). Tap changes `out`; its groups are
+    // the `num_experts` ones from `layer` on. If `source` is set, it has values before the activation that made
+    // `out`. AddRows computes out += scale * source.
 
     // Units of work of one expert's GEMM. A unit of `up` is a (gate, up) pair of panels.
     int expert_units(bool is_up) const {

@@ -152,7 +152,7 @@ class InferenceBackend(ABC):
     config_type: ClassVar[type[BackendConfig]] = BackendConfig
     # Whether the totals of `stats` continue when an engine is replaced, instead of restarting at
     # zero.
-    totals_survive_restarts: ClassVar[bool] = False
+    totals_survive_restarts: bool = False
     # Set by a router, and called when an engine died. Returns whether another backend continues the
     # request.
     on_orphan: Callable[[Orphan], bool] | None = None
@@ -261,6 +261,12 @@ class InferenceBackend(ABC):
         empty id is that of a backend's only model.
         """
         return None
+
+    async def sites(self, *, model: str = "") -> list[dict[str, Any]]:
+        """The places inside the model that interpretability requests can read and change: name,
+        shape of one token's value, and whether it can be edited.
+        """
+        raise InvalidRequestError("This model's backend shows no activations.", param="model")
 
     async def set_log_level(self, level: str) -> tuple[str, ...]:
         """Set the log level of the backend's processes. It also holds after their restart. Returns

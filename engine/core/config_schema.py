@@ -5,7 +5,6 @@ environment, `--port` on the command line. Sizes in `_mb` are MiB. Settings are 
 changes them after loading. The sentence below a field is its line in docs/reference/settings.md.
 """
 
-import os
 from collections.abc import Mapping
 from pathlib import Path
 from types import MappingProxyType
@@ -23,6 +22,12 @@ from pydantic import (
     model_validator,
 )
 
+from engine.core.config_storage import (
+    FinetuningSettings,
+    InterpSettings,
+    RequestsSettings,
+    StorageSettings,
+)
 from engine.core.config_types import (
     Dialects,
     Megabytes,
@@ -65,6 +70,14 @@ class ServerSettings(Section):
     """Key for `/v1/admin`; set by a variable or by `server.admin_key_file`."""
     admin_key_file: Path | None = None
     """File that holds the administrator's key."""
+    node_token: Secret | None = None
+    """Token of nodes that may join this server; unset, none may."""
+    node_token_file: Path | None = None
+    """File that holds the node token, as `engine node token` writes it."""
+    tls_cert_file: Path | None = None
+    """Certificate chain in PEM format; if set, the server speaks HTTPS only."""
+    tls_key_file: Path | None = None
+    """Private key of `server.tls_cert_file`."""
     insecure_no_auth: bool = False
     """Allow other machines to reach the server without a key."""
     max_concurrent_requests: int = Field(default=8192, ge=1, le=65536)
@@ -107,6 +120,12 @@ class ServerSettings(Section):
     """Refuse a parameter that would be emulated or clamped, instead of warning."""
     moderation_model: str | None = Field(default=None, min_length=1, max_length=256)
     """Chat model of this server that rates texts; unset, `/v1/moderations` is refused."""
+
+    @property
+    def tls_files(self) -> tuple[Path, Path] | None:
+        """The certificate and its key, if the server speaks HTTPS."""
+        cert, key = self.tls_cert_file, self.tls_key_file
+        return None if cert is None or key is None else (cert, key)
 
     @property
     def allowed_origins(self) -> tuple[str, ...]:
@@ -305,54 +324,6 @@ class LimitsSettings(Section):
     """File that holds `limits.redis_url`."""
 
 
-class StorageSettings(Section):
-    """Storage of data that outlives a request and the server: responses, conversations, stored
-    chat completions, files, batches.
-    """
-
-    path: Path | None = None
-    """Storage directory; unset, `engine` in the user's data directory."""
-    response_ttl_s: float = Field(default=30 * 86400.0, gt=0, le=10**9)
-    """Seconds after its last use when a response, conversation or chat completion is deleted."""
-    max_responses: int = Field(default=10_000, ge=1, le=10**7)
-    """Max responses, conversations and chat completions; the least recently used is deleted."""
-    max_size_mb: Megabytes = 1024
-    """Max MiB of uploaded files and batch results, and again of responses and the like."""
-    file_ttl_s: float = Field(default=30 * 86400.0, gt=0, le=10**9)
-    """Age at which an uploaded file or a batch result is deleted."""
-
-    @property
-    def directory(self) -> Path:
-        if self.path is not None:
-            return self.path.expanduser()
-        base = os.environ.get("XDG_DATA_HOME") or Path.home() / ".local" / "share"
-        return Path(base) / "engine"
-
-
-class RequestsSettings(Section):
-    """What the server keeps of past requests, to explain and to replay them."""
-
-    keep: int = Field(default=512, ge=0, le=100_000)
-    """Number of past requests that `/v1/admin/requests` explains; 0: none."""
-    show_text: bool = False
-    """Show the few words at which a prompt begins to differ from the cached one."""
-    record: bool = False
-    """Store the tokens, parameters and seed of each request, for `engine replay`."""
-    max_recorded: int = Field(default=1000, ge=1, le=10**6)
-    """Max recorded requests; the oldest is deleted."""
-
-
-class FinetuningSettings(Section):
-    """Fine-tuning jobs, which run beside the requests in a process of their own."""
-
-    device: str = Field(default="cpu", pattern=r"^(cpu|cuda(:[0-9]{1,3})?)$")
-    """Where adapters are trained: cpu, cuda or cuda:1."""
-    threads: int | None = Field(default=None, ge=1, le=1024)
-    """CPU threads of a job; unset, one per usable core. Requests always come first."""
-    memory_mb: Megabytes | None = None
-    """Max MiB of the training process on a CPU; unset, no limit."""
-
-
 class NamedTables(msgspec.Struct, frozen=True):
     """The named tables of the TOML file, validated by `config_tables`: `[backends.NAME]`,
     `[models.ID]`, `[plugins.NAME]`, `[presets.ID]` and `[adapters.NAME]`.
@@ -386,9 +357,16 @@ class Settings(BaseModel):
     storage: StorageSettings = StorageSettings()
     requests: RequestsSettings = RequestsSettings()
     finetuning: FinetuningSettings = FinetuningSettings()
+    interp: InterpSettings = InterpSettings()
     tables: Annotated[NamedTables, WithJsonSchema({})] = Field(
         default_factory=lambda: NO_TABLES, exclude=True
     )
+
+    @property
+    def vectors_dir(self) -> Path:
+        """The directory of named vectors."""
+        path = self.interp.vectors_dir
+        return self.storage.directory / "vectors" if path is None else path.expanduser()
 
 
 SECTIONS = tuple(name for name in Settings.model_fields if name != "tables")
@@ -411,6 +389,7 @@ def setting_keys() -> list[str]:
 SECRET_KEYS = (
     "server.api_key",
     "server.admin_key",
+    "server.node_token",
     "metrics.token",
     "limits.redis_url",
     "tiers.redis_url",

@@ -12,6 +12,7 @@ import time
 from collections.abc import AsyncGenerator, AsyncIterator, Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from engine.backends.base import (
     EventSink,
@@ -95,6 +96,10 @@ class OnDemand(InferenceBackend):
     @property
     def is_loaded(self) -> bool:
         return self._inner is not None
+
+    @property
+    def loaded(self) -> InferenceBackend | None:
+        return self._inner
 
     @property
     def is_busy(self) -> bool:
@@ -298,6 +303,10 @@ class OnDemand(InferenceBackend):
     async def tokenizer_info(self, *, model: str = "") -> TokenizerInfo | None:
         async with self.use() as backend:
             return await backend.tokenizer_info(model=model)
+
+    async def sites(self, *, model: str = "") -> list[dict[str, Any]]:
+        async with self.use() as backend:
+            return await backend.sites(model=model)
 
     async def flush_prefixes(self, *, model: str = "") -> tuple[str, ...]:
         return () if self._inner is None else await self._inner.flush_prefixes(model=model)

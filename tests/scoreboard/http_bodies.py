@@ -70,6 +70,7 @@ def least_bodies(model: str) -> dict[str, dict[str, Any]]:
         "/v1/conversations/{conversation_id}": {"metadata": {}},
         "/v1/conversations/{conversation_id}/items": {"items": [{"role": "user", "content": "a"}]},
         "/v1/embeddings": {"model": model, "input": "a"},
+        "/v1/interp/run": {"model": model, "prompt": "a", "interp": {}},
         "/v1/fim/completions": {"model": model, "prompt": "a", "max_tokens": 1},
         "/v1/messages": {"model": model, "messages": MESSAGES, "max_tokens": 1},
         "/v1/messages/batches": {

@@ -24,7 +24,8 @@ from tests.toy_engine import ToyEngine
 
 SIZE = 4
 # What keys and values are computed from; every other field must not change them.
-KEYED = {"prompt", "salt", "images", "adapter"}
+# Of `interp`, the edits: `tests/parity/test_interp_batch.py` runs them.
+KEYED = {"prompt", "salt", "images", "adapter", "interp"}
 NOT_KEYED: dict[str, Any] = {
     "request_id": "another",
     "params": SamplingParams(max_tokens=3, temperature=1.0, seed=9),

@@ -25,6 +25,8 @@ from engine.backends.base import (
     Orphan,
     ReplayedTokens,
 )
+from engine.backends.custom.architectures.base import ModelConfig
+from engine.backends.custom.architectures.sites import site_list
 from engine.backends.custom.engine_settings import EXAMINER, changed_options, options_of
 from engine.backends.custom.frontend.adapters import ServedAdapters
 from engine.backends.custom.frontend.engine_client import (
@@ -36,6 +38,7 @@ from engine.backends.custom.frontend.engine_client import (
 )
 from engine.backends.custom.frontend.engine_link import EngineLink
 from engine.backends.custom.frontend.generation import Generation
+from engine.backends.custom.frontend.link import Link
 from engine.backends.custom.frontend.prompts import (
     check_prepared,
     check_prompt,
@@ -54,7 +57,7 @@ from engine.backends.custom.frontend.survival import OpenRequest
 from engine.backends.custom.frontend.text_cache import files_key, keep_text
 from engine.backends.custom.frontend.text_model import TextModel, card_of, load_text, with_template
 from engine.backends.custom.ipc.engine_process import WORKER_MODULE, EngineProcess
-from engine.backends.custom.options import IMAGE_ENCODERS, EngineOptions
+from engine.backends.custom.options import IMAGE_ENCODERS, TAPPED, EngineOptions
 from engine.backends.process import RestartPolicy, resident_bytes
 from engine.core.errors import EngineError, UnavailableError
 from engine.core.grammar.checker import GrammarChecker
@@ -114,7 +117,7 @@ class CustomBackend(InferenceBackend):
         self._process = process
         # An engine in a thread can't die alone, and is never restarted.
         max_revivals = 0 if in_process else self._options.max_revivals
-        self._link = EngineLink(
+        self._link: Link = EngineLink(
             self._make_client, RestartPolicy(), max_revivals=max_revivals, move=self._move
         )
         self._adapters = ServedAdapters(self._link)
@@ -176,6 +179,17 @@ class CustomBackend(InferenceBackend):
     def _fingerprint(self, ready: Ready) -> str:
         return self._options.fingerprint(self._files, ready.device, ready.dtype, ready.max_seq_len)
 
+    @property
+    def model_path(self) -> str:
+        """Where the model is. It is resolved when the backend starts."""
+        return self._options.model_path
+
+    def pool(self, make: Callable[[Link, EngineOptions], Link]) -> Link:
+        """Put a pool of engines in the place of the only engine, which becomes one of them."""
+        self._link = make(self._link, self._options)
+        self.totals_survive_restarts = True
+        return self._link
+
     def hand_over(self, successor: "CustomBackend") -> int | None:
         """Move all open and later requests to `successor`. None: no request can move."""
         can_move = self.fingerprint == successor.fingerprint is not None
@@ -216,8 +230,8 @@ class CustomBackend(InferenceBackend):
 
     async def snapshots(self) -> dict[str, EngineSnapshot]:
         with contextlib.suppress(EngineError):
-            if (taken := await self._link.snapshot()) is not None:
-                return {self._served_name: taken}
+            taken = await self._link.snapshots()
+            return {name or self._served_name: each for name, each in taken.items()}
         return {}
 
     def model_path(self, model: str) -> Path | None:
@@ -266,7 +280,9 @@ class CustomBackend(InferenceBackend):
         if card is None or facts != (card.max_model_len, card.max_sequences, card.speculates):
             images = IMAGE_ENCODERS.get(self.framework, ())
             made = (self._served_name, self.framework, self._created)
-            self._card = card = card_of(text, *made, *facts, images)
+            card = card_of(text, *made, *facts, images, self.framework in TAPPED)
+            identity = (ready.cache_identity if ready else "") or None
+            self._card = card = msgspec.structs.replace(card, cache_identity=identity)
         return [card, *self._adapters.cards(card)]
 
     async def load_adapter(
@@ -279,6 +295,9 @@ class CustomBackend(InferenceBackend):
 
     def stats(self) -> EngineStats | None:
         return self._link.stats
+
+    def answered_by(self, request_id: str) -> tuple[str, ...]:
+        return self._link.answered_by(request_id)
 
     def chat(self, request: ChatRequest) -> AsyncIterator[Event]:
         return Opening(self, request)
@@ -318,9 +337,8 @@ class CustomBackend(InferenceBackend):
             params = msgspec.structs.replace(params, seed=secrets.randbits(62))
         adapter = self._adapters.ref(context.model)
         submitted = prepared.request(context, params, text.eos_ids, ready.max_seq_len, adapter)
-        generation = Generation(
-            submitted, text, prepared, self._link, context.on_progress, context.notes
-        )
+        told = (context.on_progress, context.notes, context.on_captured)
+        generation = Generation(submitted, text, prepared, self._link, *told)
         self._link.submit(submitted, generation)
         if notes is not None:
             times = (began_at, encoded_at, checked_at, time.monotonic())
@@ -374,6 +392,10 @@ class CustomBackend(InferenceBackend):
     async def tokenizer_info(self, *, model: str = "") -> TokenizerInfo:
         text, _ = self._loaded()
         return text.tokenizer_info
+
+    async def sites(self, *, model: str = "") -> list[dict[str, Any]]:
+        config = self._loaded()[0].config
+        return site_list(config) if isinstance(config, ModelConfig) else []
 
     def _loaded(self) -> tuple[TextModel, Ready]:
         # While the engine is restarted, the sizes of the last one are used. The next has the same.

@@ -10,6 +10,8 @@ import msgspec
 from engine import __version__
 
 # The kinds of image encoders (`VisionConfig.kind`) that each framework runs.
+# The frameworks whose runners take taps (`runtime/interp`).
+TAPPED = ("native", "torch", "jax")
 IMAGE_ENCODERS: dict[str, tuple[str, ...]] = {
     "native": ("idefics3", "gemma3"),
     "torch": ("idefics3", "gemma3", "qwen2_5_vl"),

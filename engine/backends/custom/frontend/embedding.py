@@ -11,7 +11,7 @@ from collections.abc import Awaitable, Callable, Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from engine.backends.custom.frontend.engine_link import EngineLink
+from engine.backends.custom.frontend.link import Link
 from engine.backends.custom.frontend.prompts import check_input, check_prompt
 from engine.backends.custom.frontend.survival import Engine
 from engine.backends.custom.frontend.text_model import TextModel
@@ -26,7 +26,7 @@ Encode = Callable[..., Awaitable[tuple[tuple[int, ...], int]]]
 class _Awaited:
     """Receives the embedding of one prompt from the engine."""
 
-    def __init__(self, link: EngineLink) -> None:
+    def __init__(self, link: Link) -> None:
         self.engine: Engine = link
         self.vector: asyncio.Future[bytes] = asyncio.get_running_loop().create_future()
 
@@ -49,7 +49,7 @@ async def embedded(
     text: TextModel,
     max_seq_len: int,
     max_queued: int,
-    link: EngineLink,
+    link: Link,
     encode: Encode,
     adapter: AdapterRef | None = None,
 ) -> Embeddings:
@@ -112,7 +112,7 @@ def _requests_of(
 
 
 async def vectors_of(
-    link: EngineLink,
+    link: Link,
     requests: Sequence[GenerateRequest],
     max_queued: int,
     num_dimensions: int,

@@ -89,6 +89,7 @@ class Prepared:
             expected=self.expected[:max_seq_len],
             reports_progress=context.on_progress is not None,
             adapter=adapter,
+            interp=context.interp,
         )
 
 

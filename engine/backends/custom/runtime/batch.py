@@ -73,7 +73,7 @@ class BatchBuilder:
 
     def inputs(self, batch: ScheduledBatch) -> BatchInputs:
         rows = batch.rows
-        has_grown, only_continues = False, True
+        has_grown, only_continues, has_taps = False, True, False
         lives, rooms = self._lives, self._rooms
         for seq, _, length, samples, slot, life, num_scored, _ in rows:
             if lives[slot] != life or rooms[slot] != seq.room:
@@ -81,6 +81,8 @@ class BatchBuilder:
                 has_grown = True
             if length != 1 or not samples or num_scored:
                 only_continues = False
+            if seq.probe is not None:
+                has_taps = True
         continued = tuple([row[5] for row in rows]) if only_continues else None
         if self._inputs is not None and continued is not None and continued == self._continued:
             self._inputs = self._one_further(self._inputs, rows, has_grown)
@@ -88,6 +90,10 @@ class BatchBuilder:
             self._inputs = self._from_scratch(rows)
             self._sampling = None
         self._continued = continued
+        if has_taps:
+            from engine.backends.custom.runtime.interp.steps import with_taps  # few need it
+
+            return with_taps(self._inputs, rows)
         return self._inputs
 
     def _one_further(

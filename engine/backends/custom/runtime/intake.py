@@ -21,7 +21,7 @@ from engine.backends.custom.runtime.images import (
     fault_in,
     placed_tokens,
 )
-from engine.backends.custom.runtime.model_runner import RunnerSpec
+from engine.backends.custom.runtime.model_runner import ModelRunner, RunnerSpec
 from engine.backends.custom.runtime.outputs import refusal, too_late
 from engine.backends.custom.runtime.queue import WaitForecast
 from engine.backends.custom.runtime.samplers.repetition import allowed_mask, by_first_token
@@ -46,6 +46,7 @@ if TYPE_CHECKING:
     from llguidance import LLMatcher
 
     from engine.backends.custom.runtime.groups.adapter_places import AdapterPlaces
+    from engine.backends.custom.runtime.interp.probe import Probe
 
 log = logging.getLogger(__name__)
 
@@ -65,8 +66,10 @@ class Intake:
         grammars: Grammars | None = None,
         images: ImageStore | None = None,
         make_adapters: "Callable[[], AdapterPlaces] | None" = None,
+        runner: ModelRunner | None = None,
     ) -> None:
         self._spec = spec
+        self._runner = runner
         self._grammars = grammars
         self._images = images
         self._make_adapters = make_adapters
@@ -235,8 +238,10 @@ class Intake:
         breakers = by_first_token(request.dry_breakers)
         group: list[Sequence] = []
         resumed = {each.choice: each for each in request.resumed or ()}
+        namespace = namespace_of(request)
         for choice in choices:
             before = resumed.get(choice, Resumed(choice, ()))
+            probe = self._probe(request)
             seq = Sequence(
                 request_id=request.request_id,
                 choice=choice,
@@ -246,7 +251,7 @@ class Intake:
                 params=params,
                 stop_ids=stop_ids,
                 seed=seed,
-                namespace=namespace_of(request),
+                namespace=namespace if probe is None else probe.root(namespace),
                 adapter=place,
                 tenant=request.tenant,
                 priority=request.priority,
@@ -262,7 +267,9 @@ class Intake:
                 expected=packed(request.expected),
                 # All choices have the same prompt, so only the first choice computes the prompt's
                 # logprobs.
-                scores_prompt=params.score_prompt and choice == 0 and not before.token_ids,
+                scores_prompt=(params.score_prompt and choice == 0 and not before.token_ids)
+                or (probe is not None and probe.needs_logits),
+                probe=probe,
                 reports_progress=request.reports_progress and choice == 0,
                 queued_at=queued_at,
                 num_resumed=len(before.token_ids),
@@ -364,6 +371,10 @@ class Intake:
                 f"This model's maximum context length is {spec.max_seq_len} tokens, "
                 f"but the prompt has {len(prompt)}."
             )
+        try:
+            self._probe(request)
+        except EngineError as error:
+            return error
         num_tokens = len(prompt) + self._max_tokens(request) - 1
         if not self._scheduler.kv.can_ever_fit(num_tokens):
             capacity = self._scheduler.kv.pool.num_usable * spec.block_size
@@ -375,6 +386,13 @@ class Intake:
         if num_before >= self._max_tokens(request):
             return InferenceError("The restarted engine has no room for the rest of this request.")
         return None
+
+    def _probe(self, request: GenerateRequest) -> "Probe | None":
+        if request.interp is None or self._runner is None:
+            return None
+        from engine.backends.custom.runtime.interp.steps import make_probe  # few servers need it
+
+        return make_probe(request, self._runner, self._max_tokens(request))
 
     def _max_tokens(self, request: GenerateRequest) -> int:
         """The requested max_tokens, limited to the room that the prompt leaves in the context."""

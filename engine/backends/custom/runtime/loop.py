@@ -107,7 +107,8 @@ class EngineLoop:
         self._grammars = grammars
         # The mask writer is created for the first step that has a row with a grammar.
         self._masks: MaskWriter | None = None
-        self._intake = Intake(runner.spec, scheduler, max_queued, grammars, images, adapters)
+        made = (grammars, images, adapters, runner)
+        self._intake = Intake(runner.spec, scheduler, max_queued, *made)
         self._launched: Launch | None = None
         self._stopping = False
         self._num_steps = 0
@@ -159,7 +160,11 @@ class EngineLoop:
             adapters.reply(self._channel.send)
         self._send(self._intake.expire(now))
         self._step()
+        if self.scheduler.reports:
+            self._send(self._compute(self.scheduler.reports.advance, self._runner))
         self._send_stats(force=not self.scheduler.has_work and self._has_news)
+        if (report := self.scheduler.kv.report) is not None and (news := report.take()) is not None:
+            self._channel.send(news)
         if is_idle and not self.scheduler.has_work:
             self._tidy_up()
 
@@ -344,6 +349,11 @@ class EngineLoop:
                 return ControlReply(message.control_id, False, NO_ADAPTERS)
             adapters.control(message)
             return None  # the reply is sent when the adapter is loaded
+        if message.action == "report_cache":
+            from engine.backends.custom.runtime.insight.cache_report import report_cache
+
+            report_cache(self.scheduler.kv)  # few engines have a router that asks
+            return ControlReply(message.control_id, True)
         freed = self.scheduler.kv.flush()
         return ControlReply(message.control_id, True, f"{freed} blocks freed")
 

@@ -11,12 +11,15 @@ vocabulary, D size of an embedding, E tokens of images.
 """
 
 from dataclasses import dataclass, field
-from typing import Any, Literal, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Any, Literal, Protocol, runtime_checkable
 
 import numpy as np
 from numpy.typing import NDArray
 
 from engine.core.errors import EngineError
+
+if TYPE_CHECKING:
+    from engine.backends.custom.runtime.interp.taps import TapInputs
 
 # As a token id, this means: use the slot's last sampled token, which may still be on the device.
 FROM_DEVICE = -1
@@ -202,6 +205,8 @@ class BatchInputs:
     state_load: I32 | None = None
     # (S,) the index that the state of the row's slot is copied to after the step, or -1
     state_save: I32 | None = None
+    # What requests read and change inside the step. None: nothing
+    taps: "TapInputs | None" = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -275,6 +280,7 @@ class StepOutput:
     top_ids: I32 | None = None  # (R, K) most likely first
     top_logprobs: F32 | None = None  # (R, K)
     hidden: F32 | None = None  # (E, D) final normed hidden state of the requested rows
+    captured: F32 | None = None  # rows that taps captured, padded on the right; None: no taps
 
 
 class PendingTokens(Protocol):

@@ -137,6 +137,17 @@ def refusal(request_id: str, choice: int, error: EngineError) -> TokenDelta:
     )
 
 
+def too_late(is_over: bool, waited_s: float) -> EngineError:
+    """The error for a request that passed its deadline (`is_over`) or that waited too long to be
+    admitted (not `is_over`).
+    """
+    if is_over:
+        return RequestTimeoutError("The request's time limit passed before it was done.")
+    return RateLimitError(
+        f"The request waited {waited_s:.0f} s and could not begin; try again later."
+    )
+
+
 class Sampled(NamedTuple):
     """The results of a sampler, as arrays of any array library. The last three fields are None if
     no row requested logprobs.
@@ -177,15 +188,4 @@ def step_output(
         sampled.top_ids[:count, :num_top],
         sampled.top_logprobs[:count, :num_top],
         wanted,
-    )
-
-
-def too_late(is_over: bool, waited_s: float) -> EngineError:
-    """The error for a request that passed its deadline (`is_over`) or that waited too long to be
-    admitted (not `is_over`).
-    """
-    if is_over:
-        return RequestTimeoutError("The request's time limit passed before it was done.")
-    return RateLimitError(
-        f"The request waited {waited_s:.0f} s and could not begin; try again later."
     )

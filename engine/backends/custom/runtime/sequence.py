@@ -28,8 +28,9 @@ MAX_PREEMPTIONS = 4
 if TYPE_CHECKING:
     from llguidance import LLMatcher
 
+    from engine.backends.custom.runtime.interp.probe import Probe
     from engine.backends.custom.runtime.speculation.lookup import Drafter
-    from engine.backends.custom.runtime.tiers.mover import ReadJob
+    from engine.backends.custom.runtime.tiers.jobs import ReadJob
 
     Tokens = array[int]
 else:
@@ -77,6 +78,8 @@ class Sequence:
     expected: Tokens = field(default_factory=packed)  # the output that the client expects, if any
     # Guesses the next tokens. None: each step samples one token.
     drafter: "Drafter | None" = None
+    # What the request reads and changes inside the model. None: nothing
+    probe: "Probe | None" = None
     scores_prompt: bool = False
     reports_progress: bool = False  # a delta tells how much of the prompt each step computed
     # The logprobs of prompt tokens that are computed so far. They start with the second token.
@@ -146,6 +149,11 @@ class Sequence:
         and the prefix cache cannot be used.
         """
         return self.scores_prompt and len(self.prompt_scores) < self.num_prompt - 1
+
+    @property
+    def starts_over(self) -> bool:
+        """Whether cached blocks can't be used, because results of their positions are missing."""
+        return self.is_scoring or (self.probe is not None and self.probe.needs_prompt)
 
     @property
     def max_len(self) -> int:

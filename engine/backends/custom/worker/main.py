@@ -286,7 +286,7 @@ def serve_runner(
     loop = build_loop(
         runner, options, plan.bytes_per_token, channel, pulse, vocabulary, images, source
     )
-    spec = runner.spec
+    spec, tiers = runner.spec, loop.scheduler.kv.tiers
     channel.send(
         Ready(
             max_seq_len=spec.max_seq_len,
@@ -297,6 +297,7 @@ def serve_runner(
             device=config.device,
             load_s=time.monotonic() - started_at,
             speculates=loop.scheduler.speculation is not None,
+            cache_identity="" if tiers is None else tiers.identity.hex(),
         )
     )
     loop.run()

@@ -16,6 +16,7 @@ from engine.backends.custom.frameworks.native.compiled import kernels
 from engine.backends.custom.frameworks.native.execution.allocation import set_memory
 from engine.backends.custom.frameworks.native.execution.program import Numbered, add_program
 from engine.backends.custom.frameworks.native.execution.runner import NativeRunner
+from engine.backends.custom.frameworks.native.execution.sites import add_sites
 from engine.backends.custom.ir.choice import matmul_kernel
 from engine.backends.custom.ir.graph import Graph
 from engine.backends.custom.ir.models.decoder import build_graph
@@ -154,6 +155,7 @@ def build_runner(source: ModelSource, config: RunnerConfig) -> NativeRunner:
     set_memory(model.native, source, config, plans[-1])
     for plan in plans:
         add_program(model.native, plan, model.weights)
+    sites = add_sites(model.native, source.config, plans[0])
     rounding = "fast" if config.numerics == "fast" else "invariant"
     spec = RunnerSpec.of(
         config,
@@ -178,6 +180,8 @@ def build_runner(source: ModelSource, config: RunnerConfig) -> NativeRunner:
         kinds,
         numerics,
         functools.partial(_pack_adapter, plans[0], rows_of),
+        source.config,
+        sites,
     )
 
 

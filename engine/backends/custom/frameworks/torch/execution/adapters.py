@@ -1,4 +1,4 @@
-"""The LoRA adapters of a PyTorch model: packs them, and keeps those that have a place on the device.
+"""The LoRA adapters of a PyTorch model: packs them, and keeps those with a place on the device.
 
 The matrices of all places are stacked, so that one kernel computes any mix of adapters. Stacks grow
 when an adapter has a larger rank, changes a layer that no other did, or gets a higher place.
