@@ -256,7 +256,7 @@ class InferenceBackend(ABC):
         """Run a recorded request again. `model` is the id of the model that answered it."""
         raise InvalidRequestError("This model's backend can't run a recorded request again.")
 
-    def model_path(self, model: str) -> Path | None:
+    def files_of(self, model: str) -> Path | None:
         """The files of a model that our own engine runs, by the model's id. None for others. An
         empty id is that of a backend's only model.
         """

@@ -107,8 +107,8 @@ class PluggedBackend(InferenceBackend):
     async def replay(self, request: GenerateRequest, *, model: str = "") -> ReplayedTokens:
         return await self.inner.replay(request, model=model)
 
-    def model_path(self, model: str) -> Path | None:
-        return self.inner.model_path(model)
+    def files_of(self, model: str) -> Path | None:
+        return self.inner.files_of(model)
 
     async def set_log_level(self, level: str) -> tuple[str, ...]:
         return await self.inner.set_log_level(level)

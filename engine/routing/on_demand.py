@@ -318,8 +318,8 @@ class OnDemand(InferenceBackend):
         async with self.use() as backend:
             return await backend.replay(request, model=model)
 
-    def model_path(self, model: str) -> Path | None:
-        return None if self._inner is None else self._inner.model_path(model)
+    def files_of(self, model: str) -> Path | None:
+        return None if self._inner is None else self._inner.files_of(model)
 
     async def set_log_level(self, level: str) -> tuple[str, ...]:
         self._log_level = level

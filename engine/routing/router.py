@@ -294,9 +294,9 @@ class Router(InferenceBackend):
     async def replay(self, request: GenerateRequest, *, model: str = "") -> ReplayedTokens:
         return await self._ready_backends(model)[0].replay(request)
 
-    def model_path(self, model: str) -> Path | None:
+    def files_of(self, model: str) -> Path | None:
         for member in self._route(model).members:
-            if (path := member.replica.backend.model_path("")) is not None:
+            if (path := member.replica.backend.files_of("")) is not None:
                 return path
         return None
 

@@ -234,7 +234,7 @@ class CustomBackend(InferenceBackend):
             return {name or self._served_name: each for name, each in taken.items()}
         return {}
 
-    def model_path(self, model: str) -> Path | None:
+    def files_of(self, model: str) -> Path | None:
         is_known = self._text is not None and model in ("", self._served_name)
         return Path(self._options.model_path) if is_known else None
 

@@ -73,7 +73,7 @@ class FineTuning:
         return job
 
     def _base_path(self, model: str) -> Path:
-        path = self._services.backend.model_path(model)
+        path = self._services.backend.files_of(model)
         if path is None:
             raise InvalidRequestError(
                 f"'{model}' can't be fine-tuned here: our own engine serves no such model.",
