@@ -67,9 +67,13 @@ def test_what_is_no_frame_is_refused(junk: bytes) -> None:
 
 
 def test_a_frame_of_objects_is_refused() -> None:
-    frame = encode_frame([1], [np.zeros(1, np.int64)]).replace(b"<i8", b"|O8")
+    with pytest.raises(KeyError):
+        encode_frame([1], [np.zeros(1, object)])
+    frame = encode_frame([1], [np.zeros(1, np.int64)])
+    unknown = frame.replace(b"\x92\x05\x91\x01", b"\x92\x7f\x91\x01")
+    assert unknown != frame
     with pytest.raises(FrameError, match="cannot be read"):
-        decode_frame(frame)
+        decode_frame(unknown)
 
 
 class Rings:

@@ -26,6 +26,8 @@ class Ranks:
         self._device = device
         if device.type == "cuda":
             torch.cuda.set_device(device)
+        if layout.num_ranks == 1:
+            return
         dist.init_process_group(
             "nccl" if device.type == "cuda" else "gloo",
             init_method=f"file://{store}",
@@ -80,4 +82,5 @@ class Ranks:
             dist.broadcast(tokens, self.layout.sampling_rank)
 
     def close(self) -> None:
-        dist.destroy_process_group()
+        if self.layout.num_ranks > 1:
+            dist.destroy_process_group()
