@@ -49,11 +49,11 @@ def decode_step(rows: int) -> tuple[BatchInputs, SamplingInputs]:
         prefix_blocks=none,
     )
     sampling = SamplingInputs(
-        **{name: each for name in ("sample_rows", "slots", "top_k", "choice", "position")},
-        **{name: zeros for name in ("temperature", "min_p", "presence", "frequency")},
-        **{name: ones for name in ("top_p", "repetition")},
-        **{name: none for name in ("bias_rows", "bias_ids", "hidden_rows", "history_slots")},
-        **{name: none for name in ("history_start", "history_tokens", "history_num_prompt")},
+        **dict.fromkeys(("sample_rows", "slots", "top_k", "choice", "position"), each),
+        **dict.fromkeys(("temperature", "min_p", "presence", "frequency"), zeros),
+        **dict.fromkeys(("top_p", "repetition"), ones),
+        **dict.fromkeys(("bias_rows", "bias_ids", "hidden_rows", "history_slots"), none),
+        **dict.fromkeys(("history_start", "history_tokens", "history_num_prompt"), none),
         bias_values=np.zeros(0, np.float32),
         seed=each.astype(np.int64),
         mask=None,
