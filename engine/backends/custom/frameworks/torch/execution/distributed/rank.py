@@ -1,6 +1,7 @@
 """The entry point of a rank process, which runs the steps of its shard as their frames arrive."""
 
 import logging
+import os
 import queue
 import signal
 import sys
@@ -121,8 +122,12 @@ class RankLoop:
 
     def _answer(self) -> None:
         assert self._answers is not None
-        while True:
-            self._answers.get()()
+        try:
+            while True:
+                self._answers.get()()
+        except Exception:
+            log.exception("rank %d failed", self._ranks.rank)
+            os._exit(1)  # the engine notices, and ends the other ranks
 
 
 def main(rank: int, parent_pid: int, *fds: int) -> int:
