@@ -31,6 +31,7 @@ from engine.core.config_types import (
     Policy,
     Secret,
     Section,
+    ShardSettings,
     Strings,
     check_options,
     check_power_of_two,
@@ -356,6 +357,7 @@ class Settings(BaseModel):
     cache: CacheSettings = CacheSettings()
     tiers: TierSettings = TierSettings()
     performance: PerformanceSettings = PerformanceSettings()
+    shards: ShardSettings = ShardSettings()
     logging: LoggingSettings = LoggingSettings()
     metrics: MetricsSettings = MetricsSettings()
     tracing: TracingSettings = TracingSettings()
@@ -388,6 +390,7 @@ SECRET_KEYS = (
     "server.api_key",
     "server.admin_key",
     "metrics.token",
+    "shards.token",
     "limits.redis_url",
     "tiers.redis_url",
 )

@@ -24,6 +24,7 @@ from engine.backends.custom.frameworks.torch.execution.distributed.model_shard i
     ModelShard,
     check_shards,
 )
+from engine.backends.custom.frameworks.torch.execution.distributed.remote import free_port
 from engine.backends.custom.frameworks.torch.execution.distributed.sharded_runner import (
     ShardedRunner,
     open_group,
@@ -160,6 +161,44 @@ def test_ranks_generate_what_one_process_generates(
     if tensor == 2 and pipeline == 1:
         with ranks(name, tensor, pipeline, forks) as runner:
             assert answers(runner)[1] == bits, "sums are added in the order of the ranks"
+
+
+@pytest.mark.parametrize(("tensor", "pipeline"), [(2, 1), (1, 2)])
+def test_a_rank_of_another_machine_computes_the_same(
+    tensor: int, pipeline: int, forks: Forks, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The last rank joins over TCP. With a pipeline, it samples. A rank with another token is
+    refused, and the engine goes on waiting.
+    """
+    for name, token in (("right", "0123456789abcdef"), ("wrong", "fedcba9876543210")):
+        (tmp_path / name).write_text(token + "\n")
+    address = f"127.0.0.1:{free_port()}"
+    config = replace(
+        CONFIG,
+        tensor_parallel=tensor,
+        pipeline_parallel=pipeline,
+        remote_ranks=1,
+        shard_listen=address,
+        shard_token="0123456789abcdef",
+    )
+
+    def start_others() -> None:
+        while "waiting for 1 ranks" not in caplog.text:
+            time.sleep(0.02)
+        forks.join(address, str(tmp_path / "wrong"))
+        while "its token is wrong" not in caplog.text:
+            time.sleep(0.02)
+        forks.join(address, str(tmp_path / "right"))
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(groups, "start_child", forks.start)
+        joining = threading.Thread(target=start_others)
+        joining.start()
+        runner = open_group(model("gpt2"), config)
+        joining.join()
+    found, _ = answers(runner)
+    runner.close()
+    check_same(found, alone("gpt2"))
 
 
 @pytest.mark.parametrize(("name", "parts"), CUT)

@@ -5,7 +5,6 @@ second run. An all-reduce of the library may add in any order.
 """
 
 from datetime import timedelta
-from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -20,7 +19,7 @@ TIMEOUT = timedelta(minutes=10)
 class Ranks:
     """This rank's connections: to the ranks of its stage, and to the stages before and after."""
 
-    def __init__(self, layout: ShardLayout, rank: int, device: torch.device, store: Path) -> None:
+    def __init__(self, layout: ShardLayout, rank: int, device: torch.device, store: str) -> None:
         self.layout, self.rank = layout, rank
         self.size, self.part = layout.tensor, layout.part(rank)
         self._device = device
@@ -30,7 +29,7 @@ class Ranks:
             return
         dist.init_process_group(
             "nccl" if device.type == "cuda" else "gloo",
-            init_method=f"file://{store}",
+            init_method=store,
             rank=rank,
             world_size=layout.num_ranks,
             timeout=TIMEOUT,
