@@ -30,6 +30,8 @@ from engine.backends.custom.frameworks.torch.execution.distributed.sharded_runne
     open_group,
 )
 from engine.backends.custom.frameworks.torch.models.loading import build_model
+from engine.backends.custom.ipc.heartbeat import TICK_S
+from engine.backends.custom.runtime.loop import REMOTE_POLL_S
 from engine.backends.custom.runtime.model_runner import ModelRunner, RunnerConfig, RunnerLostError
 from engine.backends.custom.weights.model import ModelSource, open_model
 from engine.core.errors import ConfigError
@@ -261,21 +263,25 @@ def caches(config: ModelConfig) -> tuple[PagedCache, ...]:
     return CacheGroups(config, CONFIG, CPU, torch.float32).caches
 
 
-@pytest.mark.parametrize(("fault", "within_s"), [(signal.SIGKILL, 1.0), (signal.SIGSTOP, 4.0)])
-def test_a_lost_rank_ends_the_group(fault: signal.Signals, within_s: float, forks: Forks) -> None:
+@pytest.mark.parametrize("fault", [signal.SIGKILL, signal.SIGSTOP])
+def test_a_lost_rank_ends_the_group(fault: signal.Signals, forks: Forks) -> None:
     with ranks("gpt2", 2, 1, forks) as runner:
         pids = runner.group.pids
         driver = RunnerDriver(runner)
         driver.generate([driver.add([5, 6, 7])], 2)
         os.kill(pids[1], fault)
-        began_at = time.monotonic()
         with pytest.raises(RunnerLostError, match="rank 1 of 2"):
             driver.generate([driver.add([5, 6, 7])], 64)
-        assert time.monotonic() - began_at < within_s + 1.0  # the second is for a busy machine
         with pytest.raises(RunnerLostError, match="rank 1 of 2"):
             runner.check()
     for pid in pids:
         assert not psutil.pid_exists(pid)
+
+
+def test_an_idle_engine_notices_a_lost_rank_soon_enough() -> None:
+    """Within a second if it died, within four if it froze."""
+    assert groups.WATCH_S + REMOTE_POLL_S < 1
+    assert groups.FROZEN_AFTER_S + groups.WATCH_S + REMOTE_POLL_S + TICK_S < 4
 
 
 @pytest.mark.parametrize(

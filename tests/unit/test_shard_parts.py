@@ -220,9 +220,15 @@ def test_only_the_rows_of_a_cut_are_gathered() -> None:
     assert asked == [(8, 16)]
 
 
+def tcp_pair() -> tuple[socket.socket, socket.socket]:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        theirs = socket.create_connection(server.getsockname())
+        return server.accept()[0], theirs
+
+
 def meeting(lead: bytes, other: bytes) -> tuple[str, str]:
     """What both ends say of a greeting between an engine and a rank with these tokens."""
-    ours, theirs = socket.socketpair()
+    ours, theirs = tcp_pair()
     said = ["", ""]
 
     def greet() -> None:
@@ -249,7 +255,7 @@ def test_ranks_prove_that_they_have_the_token() -> None:
 
 
 def test_a_rank_of_another_version_is_refused(monkeypatch) -> None:
-    ours, theirs = socket.socketpair()
+    ours, theirs = tcp_pair()
     rank = TcpLink(theirs)
     engine = threading.Thread(target=lambda: pytest.raises(ConfigError, TcpLink(ours).greet, b"t"))
     engine.start()
@@ -263,7 +269,7 @@ def test_a_rank_of_another_version_is_refused(monkeypatch) -> None:
 
 @pytest.mark.parametrize("junk", [b"GET / HTTP/1.1\r\nHost: engine\r\n\r\n", bytes(64)])
 def test_what_is_no_rank_is_refused_before_it_can_send_much(junk: bytes) -> None:
-    ours, theirs = socket.socketpair()
+    ours, theirs = tcp_pair()
     theirs.sendall(junk)
     with pytest.raises(FrameError):
         TcpLink(ours).greet(b"a" * 16)
