@@ -165,6 +165,26 @@ def test_ranks_generate_what_one_process_generates(
             assert answers(runner)[1] == bits, "sums are added in the order of the ranks"
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize(("tensor", "pipeline"), [(3, 1), (1, 2), (1, 4)])
+def test_ranks_of_the_default_model(
+    tensor: int, pipeline: int, default_model: Path, forks: Forks
+) -> None:
+    """Its nine heads can be divided by three, its layers by any number."""
+    config = replace(CONFIG, max_seq_len=64, num_blocks=3300, max_slots=NUM_PROMPTS)
+    source = open_model(default_model)
+    runner = build_runner(source, config)
+    expected, _ = answers(runner)
+    runner.close()
+    cut = replace(config, tensor_parallel=tensor, pipeline_parallel=pipeline)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(groups, "start_child", forks.start)
+        runner = open_group(source, cut)
+    found, _ = answers(runner)
+    runner.close()
+    check_same(found, expected)
+
+
 @pytest.mark.parametrize(("tensor", "pipeline"), [(2, 1), (1, 2)])
 def test_a_rank_of_another_machine_computes_the_same(
     tensor: int, pipeline: int, forks: Forks, tmp_path: Path, caplog: pytest.LogCaptureFixture
