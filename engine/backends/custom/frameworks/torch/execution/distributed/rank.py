@@ -86,25 +86,26 @@ class RankLoop:
 
     def run(self, receive: Callable[[], bytearray]) -> None:
         """Run until a frame says to stop."""
+        calls = {"forward": self._forward, "logits": self._logits, "sample": self._sample}
         while True:
-            (kind, step, *rest), arrays = decode_frame(receive())
+            (kind, step), arrays = decode_frame(receive())
             if kind == "stop":
                 return
-            getattr(self, f"_on_{kind}")(step, arrays, *rest)
+            calls[kind](step, arrays)
 
-    def _on_forward(self, step: int, arrays: list[Any]) -> None:
+    def _forward(self, step: int, arrays: list[Any]) -> None:
         inputs = BatchInputs(*arrays)
         if not self._has_logits:
             inputs = replace(inputs, logit_rows=_NO_ROWS)
         self._step, self._handle = step, self._runner.forward(inputs)
 
-    def _on_logits(self, step: int, arrays: list[Any]) -> None:
+    def _logits(self, step: int, arrays: list[Any]) -> None:
         if self._samples:
             assert step == self._step and self._handle is not None, (step, self._step)
             logits = self._runner.logits(self._handle, arrays[0])
             self._reply(lambda: self._send(["logits", step], [logits]))
 
-    def _on_sample(self, step: int, arrays: list[Any]) -> None:
+    def _sample(self, step: int, arrays: list[Any]) -> None:
         handle, self._handle = self._handle, None
         if self._samples:
             assert step == self._step and handle is not None, (step, self._step)
