@@ -78,6 +78,10 @@ class RunnerConfig:
     # Ranks that share each layer, and stages that the layers are divided into.
     tensor_parallel: int = 1
     pipeline_parallel: int = 1
+    # Of these ranks, the last ones join from other machines at the address `shard_listen`.
+    remote_ranks: int = 0
+    shard_listen: str = ""
+    shard_token: str = ""
 
 
 @dataclass(frozen=True, slots=True)
