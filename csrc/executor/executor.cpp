@@ -358,22 +358,35 @@ void Executor::linear(const Op& op, int thread, int& index) {
             int end = segments.is_private ? segment.rows : share(segment.rows, thread + 1, pool_.size());
             if (begin < end) pack(op, segment, begin, end, row);
         }
+    if (is_adapted(op)) shrink(op, segments, thread);
     if (!segments.is_private) pool_.barrier(thread);
-    round(thread, index, [&](int begin, int end) { multiply(op, segments, begin, end, scratch(thread)); });
+    round(thread, index, [&](int begin, int end) { multiply(op, segments, begin, end, thread); });
 }
 
 // Pieces of work are numbered slice by slice.
-void Executor::multiply(const Op& op, const Segments& segments, int begin, int end, uint8_t* scratch) {
+void Executor::multiply(const Op& op, const Segments& segments, int begin, int end, int thread) {
     const int units = op.units();
+    const bool adapted = is_adapted(op);
     while (begin < end) {
         const int first = begin % units, last = std::min(first + end - begin, units);
-        for (const Segment& segment : segments.items[begin / units])
-            if (segment.rows > 0) multiply_units(op, segment, first, last, scratch);
+        for (const Segment& segment : segments.items[begin / units]) {
+            if (segment.rows == 0) continue;
+            if (adapted)
+                multiply_adapted(op, segment, first, last, thread);
+            else
+                multiply_units(op, segment, first, last, thread);
+        }
         begin += last - first;
     }
 }
 
-void Executor::multiply_units(const Op& op, const Segment& segment, int begin, int end, uint8_t* scratch) {
+void Executor::multiply_units(const Op& op, const Segment& segment, int begin, int end, int thread) {
+    run_matmul(op, segment, begin, end, thread, nullptr, 0);
+}
+
+// `delta` is what adapters add, see Epilogue.
+void Executor::run_matmul(const Op& op, const Segment& segment, int begin, int end, int thread,
+                          const float* delta, int delta_stride) {
     const bool apart = is_apart(op);
     int stride = apart ? op.matrix->panels() * kPanelRows : width(op.out);
     float* base = apart ? matmul_out_.floats() : at(op.out, 0) + op.column;
@@ -382,9 +395,11 @@ void Executor::multiply_units(const Op& op, const Segment& segment, int begin, i
                       op.bias,
                       op.activation,
                       op.gated,
-                      op.residual && !apart};
+                      op.residual && !apart,
+                      delta,
+                      delta_stride};
     MatmulJob job{segment.matrix, segment.input, segment.rows, epilogue};
-    kernels_.matmul[int(segment.numerics)](job, begin, end, scratch);
+    kernels_.matmul[int(segment.numerics)](job, begin, end, scratch(thread));
     if (!apart && op.scale == 1 && op.softcap == 0) return;
     int from = begin * kPanelRows, to = std::min(end * kPanelRows, op.matrix->rows);
     for (int r = segment.first; r < segment.first + segment.rows; r++) {

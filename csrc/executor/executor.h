@@ -12,6 +12,7 @@
 #include "attention/attention.h"
 #include "base/memory.h"
 #include "base/threads.h"
+#include "executor/adapters.h"
 #include "executor/experts.h"
 #include "executor/taps.h"
 
@@ -92,8 +93,13 @@ class Executor {
     const Program& program(int tokens) const;
     void normalize(const Norm& norm, const float* x, int size, float* out) const;
 
+    // Sets adapter `index`, which replaces an earlier one. No step may run meanwhile.
+    void set_adapter(int index, LoadedAdapter adapter);
+
     void set_timing(bool on) { timing_ = on; }
     const std::vector<double>& op_seconds() const { return op_seconds_; }
+
+    AdapterSet adapters;
 
   private:
     struct Round {
@@ -160,8 +166,22 @@ class Executor {
     // Writes the slices of a segment to items[0][index], items[1][index], ...
     void slice(Segments& segments, int index, const Segment& whole) const;
     void linear(const Op& op, int thread, int& index);
-    void multiply(const Op& op, const Segments& segments, int begin, int end, uint8_t* scratch);
-    void multiply_units(const Op& op, const Segment& segment, int begin, int end, uint8_t* scratch);
+    void multiply(const Op& op, const Segments& segments, int begin, int end, int thread);
+    void multiply_units(const Op& op, const Segment& segment, int begin, int end, int thread);
+    void multiply_adapted(const Op& op, const Segment& segment, int begin, int end, int thread);
+    void run_matmul(const Op& op, const Segment& segment, int begin, int end, int thread, const float* delta,
+                    int delta_stride);
+    bool is_adapted(const Op& op) const;  // whether an adapter of this step changes the op
+    // Calls visit(run, its matrices) for the part of each run that lies in the segment.
+    template <class F>
+    void for_runs(const Op& op, const Segment& segment, const F& visit) const;
+    // Computes A x of all rows that have adapters, or of this thread's share of these rows.
+    void shrink(const Op& op, const Segments& segments, int thread);
+    void shrink_rows(const Op& op, const AdapterMatrices& matrices, const AdapterRun& run, int begin, int end,
+                     int thread, uint8_t* out);
+    uint8_t* shrunk(const Op& op, int row, int thread) const;  // where A x of a row is packed
+    void add_to_embedding(int token, int size, float* out) const;
+    void reserve_adapters();
     void pack(const Op& op, const Segment& segment, int begin, int end, float* row);
     void norm_heads(const Op& op, float* x, int heads, const float* weight) const;
     void rope_write(const Op& op, int begin, int end);
@@ -218,6 +238,10 @@ class Executor {
     ExpertBatch expert_batch_;
     const Batch* batch_ = nullptr;
     uint8_t* finite_ = nullptr;
+    // For adapters: A x of all rows, the same for few rows by thread, and by thread: packed activations, A x
+    // of some rows, and B (A x) of some units.
+    Block shrunk_;
+    std::vector<Block> private_shrunk_, adapter_input_, ranks_, deltas_;
     bool fast_ = false;
     bool timing_ = false;
     std::vector<double> op_seconds_;

@@ -41,6 +41,8 @@ void Model::check(const StepArrays& step) const {
     }
     need(all_within(step.embed_rows, step.num_embeds, step.tokens),
          "an embedding of a token that is not there");
+    for (int row = 0; step.adapter_ids && row < step.rows; row++)
+        need(executor.adapters.has(step.adapter_ids[row]), "an adapter that is not there");
     const KvCache& cache = executor.cache(0);
     for (int token = 0; step.visible_end && token < step.tokens; token++)
         need(step.visible_end[token] > step.positions[token] &&
@@ -166,6 +168,20 @@ void Model::reorder(const StepArrays& step) {
     batch_.decode_logits = int(first_prefill - logit_tokens_.begin());
 }
 
+// Finds the consecutive tokens, and the consecutive logits, that have the same adapter.
+void Model::find_runs(const StepArrays& step) {
+    runs_.clear();
+    logit_runs_.clear();
+    for (int token = 0; token < batch_.tokens; token++)
+        extend_runs(runs_, token, step.adapter_ids[batch_.row_of[token]]);
+    for (int i = 0; i < batch_.logits; i++)
+        extend_runs(logit_runs_, i, step.adapter_ids[batch_.row_of[batch_.logit_tokens[i]]]);
+    batch_.runs = runs_.data();
+    batch_.num_runs = int(runs_.size());
+    batch_.logit_runs = logit_runs_.data();
+    batch_.num_logit_runs = int(logit_runs_.size());
+}
+
 void Model::place_taps(const StepArrays& step) {
     TapArrays taps = step.taps;
     if (taps.count) {
@@ -173,8 +189,7 @@ void Model::place_taps(const StepArrays& step) {
         for (int i = 0; i < taps.count; i++) tap_tokens_.push_back(place_of_[size_t(taps.tokens[i])]);
         taps.tokens = tap_tokens_.data();
         logit_of_.assign(size_t(step.tokens), -1);
-        for (size_t i = 0; i < logit_tokens_.size(); i++)
-            logit_of_[size_t(logit_tokens_[i])] = int32_t(i);
+        for (size_t i = 0; i < logit_tokens_.size(); i++) logit_of_[size_t(logit_tokens_[i])] = int32_t(i);
         batch_.logit_of = logit_of_.data();
     }
     executor.set_taps(taps);
@@ -183,6 +198,7 @@ void Model::place_taps(const StepArrays& step) {
 void Model::forward(const StepArrays& step, uint8_t* finite) {
     check(step);
     reorder(step);
+    if (step.adapter_ids) find_runs(step);
     place_taps(step);
     for (int row = 0; step.state_load && row < step.rows; row++)
         if (step.state_load[row] >= 0) executor.copy_state(step.state_load[row], step.slots[row]);

@@ -29,9 +29,10 @@ struct StepArrays {
     const int32_t* state_save;   // (rows) index of a state to copy the row's own to after the step; -1: none
     // Embeddings of images, and the tokens whose embeddings they replace. There are none if num_embeds is 0.
     int num_embeds;
-    const float* embeds;        // (num_embeds, embedding size)
-    const int32_t* embed_rows;  // (num_embeds) indices into tokens
-    TapArrays taps{};           // their tokens are indices into tokens
+    const float* embeds;         // (num_embeds, embedding size)
+    const int32_t* embed_rows;   // (num_embeds) indices into tokens
+    const int32_t* adapter_ids;  // (rows) the LoRA adapter of each row; 0: none. null: all are 0
+    TapArrays taps{};            // their tokens are indices into tokens
 };
 
 class Model {
@@ -70,6 +71,7 @@ class Model {
                      const int64_t* slots) const;
     void check_taps(const StepArrays& step) const;
     void reorder(const StepArrays& step);
+    void find_runs(const StepArrays& step);
     void place_taps(const StepArrays& step);
 
     Batch batch_;
@@ -78,6 +80,7 @@ class Model {
     std::vector<int32_t> row_of_, logit_tokens_, logit_place_, place_of_;
     std::vector<int64_t> write_slots_, window_slots_;
     std::vector<const float*> embeds_;
+    std::vector<AdapterRun> runs_, logit_runs_;
     std::vector<int32_t> tap_tokens_, logit_of_;
     std::vector<uint8_t> finite_;
     std::unique_ptr<Sampler> sampler_;

@@ -94,6 +94,7 @@ struct Op {
     bool over_logits = false;  // the op runs only for tokens with logits
     int column = 0;            // first column of `out` that the op writes
     int grain = 1;             // number of units that a thread claims at a time
+    int site = -1;             // index of the op's matrices in LoRA adapters; -1: adapters can't change it
     Numerics decode = Numerics::F32, prefill = Numerics::F32;
 
     // Fields of RopeWrite and Attention. LatentWrite uses `key_norm`, `eps` and those of RoPE. It normalizes

@@ -15,6 +15,7 @@ void Executor::embed(const Op& op, int begin, int end) {
             continue;
         }
         kernels_.embed(*op.matrix, batch_->token_ids[token], out);
+        if (batch_->num_runs > 0) add_to_embedding(token, size, out);
         if (op.scale != 1)
             for (int i = 0; i < size; i++) out[i] *= op.scale;
         add_positions(op, token, token + 1);

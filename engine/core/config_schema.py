@@ -32,6 +32,7 @@ from engine.core.config_types import (
     Secret,
     Section,
     Strings,
+    check_adapters,
     check_options,
     check_power_of_two,
     lowercase,
@@ -40,7 +41,7 @@ from engine.core.config_types import (
 
 if TYPE_CHECKING:
     from engine.core.config_presets import PresetTable
-    from engine.core.config_tables import BackendTable, ModelTable, PluginTable
+    from engine.core.config_tables import AdapterTable, BackendTable, ModelTable, PluginTable
 
 RESERVED_PATHS = ("/v1", "/health", "/livez", "/readyz", "/generate", "/api", "/openai")
 
@@ -64,6 +65,14 @@ class ServerSettings(Section):
     """Key for `/v1/admin`; set by a variable or by `server.admin_key_file`."""
     admin_key_file: Path | None = None
     """File that holds the administrator's key."""
+    node_token: Secret | None = None
+    """Token of nodes that may join this server; unset, none may."""
+    node_token_file: Path | None = None
+    """File that holds the node token, as `engine node token` writes it."""
+    tls_cert_file: Path | None = None
+    """Certificate chain in PEM format; if set, the server speaks HTTPS only."""
+    tls_key_file: Path | None = None
+    """Private key of `server.tls_cert_file`."""
     insecure_no_auth: bool = False
     """Allow other machines to reach the server without a key."""
     max_concurrent_requests: int = Field(default=8192, ge=1, le=65536)
@@ -108,6 +117,12 @@ class ServerSettings(Section):
     """Chat model of this server that rates texts; unset, `/v1/moderations` is refused."""
 
     @property
+    def tls_files(self) -> tuple[Path, Path] | None:
+        """The certificate and its key, if the server speaks HTTPS."""
+        cert, key = self.tls_cert_file, self.tls_key_file
+        return None if cert is None or key is None else (cert, key)
+
+    @property
     def allowed_origins(self) -> tuple[str, ...]:
         """The web origins whose pages may call the server from a browser; empty when CORS is
         off.
@@ -128,6 +143,10 @@ class ModelSettings(Section):
         dict[str, Any], BeforeValidator(parse_options), AfterValidator(check_options)
     ] = {}
     """Fields of the configuration class of a backend other than our own."""
+    adapters: Annotated[
+        dict[str, str], BeforeValidator(parse_options), AfterValidator(check_adapters)
+    ] = {}
+    """LoRA adapters: the path of each, by the model id that clients use for it."""
     device: str = Field(default="auto", pattern=r"^[a-z]+(:[0-9]{1,3}(-[0-9]{1,3})?)?$")
     """Device that computes, such as `cpu`, `cuda:1` or `cuda:0-3`."""
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
@@ -211,6 +230,12 @@ class PerformanceSettings(Section):
     """`invariant`: rounding never depends on the batch; `fast`: it may; `auto`: see numerics.md."""
     speculation: Literal["auto", "on", "off"] = "auto"
     """Guess tokens and verify several in one step. `auto`: only if the output can't change."""
+    max_adapters: int = Field(default=8, ge=0, le=256)
+    """Max LoRA adapters in one step; others wait. 0: no adapters are served."""
+    max_adapter_rank: int = Field(default=256, ge=1, le=4096)
+    """Max rank of a LoRA adapter."""
+    adapter_memory_mb: Megabytes = 1024
+    """Host memory for LoRA adapters in MiB; the least recently used are read again when needed."""
     affinity: str = Field(
         default="auto", pattern=r"^(auto|off|[0-9]+(-[0-9]+)?(,[0-9]+(-[0-9]+)?)*)$", max_length=256
     )
@@ -296,13 +321,14 @@ class LimitsSettings(Section):
 
 class NamedTables(msgspec.Struct, frozen=True):
     """The named tables of the TOML file, validated by `config_tables`: `[backends.NAME]`,
-    `[models.ID]`, `[plugins.NAME]` and `[presets.ID]`.
+    `[models.ID]`, `[plugins.NAME]`, `[presets.ID]` and `[adapters.NAME]`.
     """
 
     backends: "Mapping[str, BackendTable]" = MappingProxyType({})
     models: "Mapping[str, ModelTable]" = MappingProxyType({})
     plugins: "Mapping[str, PluginTable]" = MappingProxyType({})
     presets: "Mapping[str, PresetTable]" = MappingProxyType({})
+    adapters: "Mapping[str, AdapterTable]" = MappingProxyType({})
 
 
 TABLES = NamedTables.__struct_fields__
@@ -357,6 +383,7 @@ def setting_keys() -> list[str]:
 SECRET_KEYS = (
     "server.api_key",
     "server.admin_key",
+    "server.node_token",
     "metrics.token",
     "limits.redis_url",
     "tiers.redis_url",

@@ -33,7 +33,7 @@ class PluggedBackend(InferenceBackend):
     def __init__(self, inner: InferenceBackend, hosts: Sequence[PluginHost]) -> None:
         self.inner = inner
         self.hosts = list(hosts)
-        self.totals_survive_restarts = inner.totals_survive_restarts  # type: ignore[misc]
+        self.totals_survive_restarts = inner.totals_survive_restarts
 
     @property
     def unwrapped(self) -> InferenceBackend:

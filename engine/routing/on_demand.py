@@ -97,6 +97,10 @@ class OnDemand(InferenceBackend):
         return self._inner is not None
 
     @property
+    def loaded(self) -> InferenceBackend | None:
+        return self._inner
+
+    @property
     def is_busy(self) -> bool:
         """Whether the backend has open requests. Requests that were submitted before this object
         wrapped the backend count too.

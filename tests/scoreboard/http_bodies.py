@@ -49,6 +49,8 @@ def least_bodies(model: str) -> dict[str, dict[str, Any]]:
         "/v1/admin/limits": {},
         "/v1/admin/log-level": {"level": "info"},
         "/v1/admin/models/load": {"model": "absent"},
+        "/v1/load_lora_adapter": {"lora_name": "absent", "lora_path": "/absent"},
+        "/v1/unload_lora_adapter": {"lora_name": "absent"},
         "/v1/admin/models/remove": {"id": "absent"},
         "/v1/admin/models/swap": {"id": "absent"},
         "/v1/admin/models/unload": {"id": "absent"},

@@ -74,6 +74,7 @@ SHARED_ROOMS = {
     ),
     "engine.backends.custom.worker": (
         "engine.core",
+        "engine.backends.custom.adapters",
         "engine.backends.custom.architectures",
         "engine.backends.custom.frameworks.entry",
         "engine.backends.custom.frontend.text_model",  # the tokenizer, which grammars need
@@ -119,6 +120,7 @@ TIMESTAMP_MODULES = frozenset(
     {
         "engine.backends.custom.base_custom",
         "engine.backends.custom.frameworks.native.weights.cache",
+        "engine.backends.custom.frontend.adapters",
         "engine.backends.custom.runtime.tiers.base",
         "engine.backends.custom.runtime.tiers.disk",
         "engine.backends.custom.runtime.tiers.redis_tier",

@@ -78,6 +78,10 @@ class EngineOptions(msgspec.Struct, frozen=True, kw_only=True, tag="options"):
     cache_ttl_s: float | None = None
     eviction_policy: Literal["lru", "lfu", "fifo"] = "lru"
     tiers: TierOptions | None = None
+    adapters: dict[str, str] = {}  # paths of LoRA adapters, by the name that clients use
+    max_adapters: int = 8  # LoRA adapters on the device at the same time; 0: none are served
+    max_adapter_rank: int = 256
+    adapter_bytes: int = GIB  # host memory for LoRA adapters
     log_level: str = "warning"
     log_format: str = "pretty"
 

@@ -45,8 +45,8 @@ MUTATIONS = [
     Mutation(
         "runtime: a grammar that compiles for ever has no deadline",
         "engine.backends.custom.runtime.intake",
-        "                    refused += each.refusals(late)\n",
-        "                    each.refusals(late)\n",
+        "                    refused += refusals(request, each.choices, late)\n",
+        "                    refusals(request, each.choices, late)\n",
         f"{INTAKE_TESTS}::test_a_grammar_that_fails_or_is_late_ends_its_request_alone",
     ),
     Mutation(

@@ -58,6 +58,7 @@ class BatchBuilder:
         self._presence = np.zeros(slots, np.float32)
         self._frequency = np.zeros(slots, np.float32)
         self._seed = np.zeros(slots, np.int64)
+        self._adapter = np.zeros(slots, np.int32)
         self._choice = np.zeros(slots, np.int32)
         self._num_prompt = np.zeros(slots, np.int32)
         self._num_logprobs = np.full(slots, -1, np.int32)
@@ -159,7 +160,7 @@ class BatchBuilder:
             block_tables=tables,
             slots=slots,
             logit_rows=_logit_rows(query_start, samples, columns[5], columns[6]),
-            adapter_ids=np.zeros(len(rows), np.int32),
+            adapter_ids=self._adapter[slots],
             prefix_groups=groups,
             prefix_blocks=group_blocks,
             window_tables=window_tables,
@@ -307,6 +308,7 @@ class BatchBuilder:
         self._presence[slot] = params.presence_penalty
         self._frequency[slot] = params.frequency_penalty
         self._seed[slot] = seq.seed
+        self._adapter[slot] = seq.adapter
         self._choice[slot] = seq.choice
         self._num_prompt[slot] = seq.num_prompt
         self._num_logprobs[slot] = -1 if params.logprobs is None else params.logprobs

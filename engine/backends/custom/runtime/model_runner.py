@@ -173,7 +173,7 @@ class BatchInputs:
     block_tables: I32  # (S, B)
     slots: I32  # (S,) the sequence's index into per-sequence state, fixed while it runs
     logit_rows: I32  # (R,) indices into T of the tokens whose logits `sample` needs
-    adapter_ids: I32  # (S,) always 0, which is the base model
+    adapter_ids: I32  # (S,) the place of the row's LoRA adapter; 0: the base model
     # (S,) rows with the same group number share their first blocks; -1 means no group
     prefix_groups: I32
     # (G,) how many first blocks the rows of each group share. All positions in these blocks were
@@ -339,6 +339,19 @@ class ImageEncoder(Protocol):
         """Compute the embeddings (E, D) of an image's tokens from its pixels (height, width, 3). It
         waits for the device.
         """
+        ...
+
+
+@runtime_checkable
+class AdapterRunner(Protocol):
+    """A runner that computes LoRA adapters."""
+
+    def pack_adapter(self, adapter: Any) -> Any:
+        """Bring an `Adapter` into the form that `set_adapter` takes. Any thread may call this."""
+        ...
+
+    def set_adapter(self, number: int, packed: Any) -> None:
+        """Put an adapter into a place, from 1 on. Called between two steps. It must not wait."""
         ...
 
 

@@ -38,6 +38,7 @@ class Roster:
         self._free_slots = list(range(max_slots - 1, -1, -1))
         self._step = self._num_admissions = 0
         self.speculation: Speculation | None = None  # None: steps verify no drafts
+        self.has_adapters = False  # whether any sequence has had a LoRA adapter
         # Results of requests that read activations, while they are being made
         self.reports: Reports | None = None
         self.clock = EngineClock()

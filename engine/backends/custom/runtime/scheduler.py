@@ -58,6 +58,8 @@ class Scheduler(Roster):
         num_drafting = 0
         if self.speculation is not None:
             num_drafting = self.speculation.add_drafts(rows, budget - sum(r.length for r in rows))
+        if self.has_adapters:  # rows with the same adapter are computed together
+            rows.sort(key=lambda row: row.seq.adapter)
         return ScheduledBatch(tuple(rows), num_drafting) if rows else None
 
     def update(self, batch: ScheduledBatch, output: StepOutput, now: float) -> list[TokenDelta]:

@@ -21,6 +21,7 @@ from engine.backends.custom.architectures.base import ModelConfig
 from engine.backends.custom.architectures.sites import Site, sites_of
 from engine.backends.custom.frameworks.jax.execution.blocks import (
     block_slots,
+    cache_shapes,
     gather_slots,
     rows_of,
     scatter_slots,
@@ -51,6 +52,7 @@ from engine.backends.custom.frameworks.jax.kernels.attention import (
 )
 from engine.backends.custom.frameworks.jax.kernels.attention_xla import CHUNK
 from engine.backends.custom.frameworks.jax.kernels.work import AttentionShape, PerHead, Work
+from engine.backends.custom.frameworks.jax.layers.adapted import RowAdapters, with_adapters
 from engine.backends.custom.frameworks.jax.layers.linear import Params
 from engine.backends.custom.frameworks.jax.models.base import (
     Attend,
@@ -77,6 +79,8 @@ from engine.backends.custom.runtime.outputs import Sampled, step_output
 from engine.backends.custom.runtime.samplers.host_sampler import histories, token_words
 
 if TYPE_CHECKING:
+    from engine.backends.custom.adapters.matrices import Adapter
+    from engine.backends.custom.frameworks.jax.execution.adapters import JAXAdapters, PackedAdapter
     from engine.backends.custom.frameworks.jax.execution.taps import Captured
 
 # Max tokens of a step on a CPU. The activations of larger steps do not fit the L2 cache, so larger
@@ -91,6 +95,7 @@ class StepHandle:
     states: Array  # (T, D) the residual stream; tokens whose logits are needed come first
     finite: Array  # (T,) bool: whether each token's residual stream is finite
     query_start: I32
+    adapters: RowAdapters | None = None  # of the tokens whose logits are needed
     captured: "Captured | None" = None  # what the taps of the step captured
     normed: Array | None = None  # with taps: the states after the final norm
 
@@ -165,6 +170,7 @@ class JAXRunner:
         attention = attention_backend(config.attention, model.config, device.platform, num_slots)
         self._program = StepProgram(model, tree, attention, config.block_size, mesh)
         self._settings: Settings | None = None  # the sampling settings of the last step
+        self._adapters: JAXAdapters | None = None  # made for the first adapter
 
     @property
     def spec(self) -> RunnerSpec:
@@ -173,23 +179,44 @@ class JAXRunner:
     def forward(self, inputs: BatchInputs) -> StepHandle:
         bucket = self._buckets.of(inputs)
         packed = packed_step(inputs, bucket)
+        of_tokens = of_logits = None
+        if self._adapters is not None and inputs.adapter_ids.any():
+            of_tokens = self._adapters.of_tokens(inputs, bucket.num_tokens)
+            of_logits = self._adapters.of_logits(inputs, bucket.num_tokens)
         if inputs.taps is not None:
             # Imported here, because few servers are asked for activations.
             from engine.backends.custom.frameworks.jax.execution.taps import forward_with_taps
 
+            state = (self._params, self._caches, self._last_token)
             self._caches, handle = forward_with_taps(
-                self._program, bucket, self._params, self._caches, self._last_token, packed, inputs
+                self._program, bucket, *state, packed, inputs, of_tokens
             )
-            return handle
+            return replace(handle, adapters=of_logits)
         self._caches, states, finite = forward(
-            self._program, bucket, self._params, self._caches, self._last_token, packed
+            self._program, bucket, self._params, self._caches, self._last_token, packed, of_tokens
         )
-        return StepHandle(states, finite, inputs.query_start)
+        return StepHandle(states, finite, inputs.query_start, of_logits)
+
+    def pack_adapter(self, adapter: "Adapter") -> "PackedAdapter":
+        return self._with_adapters().pack(adapter)
+
+    def set_adapter(self, number: int, packed: "PackedAdapter") -> None:
+        self._with_adapters().set(number, packed)
+
+    def _with_adapters(self) -> "JAXAdapters":
+        if self._adapters is None:
+            from engine.backends.custom.frameworks.jax.execution.adapters import JAXAdapters
+
+            self._adapters = JAXAdapters(self._caches[0].dtype, self._home)
+        return self._adapters
 
     def logits(self, handle: StepHandle, rows: I32) -> F32:
         # Rows are padded, because a version of `row_logits` is compiled for each number of rows.
         padded = np.pad(rows, (0, padded_rows(len(rows)) - len(rows)))
-        logits = row_logits(self._program.model, self._ends, handle.states[padded])
+        adapters = handle.adapters
+        if adapters is not None:
+            adapters = adapters._replace(places=adapters.places[padded])
+        logits = row_logits(self._program.model, self._ends, handle.states[padded], adapters)
         return np.asarray(logits)[: len(rows)]
 
     def sample(self, handle: StepHandle, sampling: SamplingInputs) -> JAXPendingTokens:
@@ -200,7 +227,9 @@ class JAXRunner:
             if mask is not None:
                 mask = np.pad(mask, ((0, padding), (0, 0)))
             counts = self._histories(sampling) if sampling.has_penalties else None
-            states, count = handle.states, traits.num_rows
+            states, count, adapters = handle.states, traits.num_rows, handle.adapters
+            if adapters is not None:
+                adapters = adapters._replace(places=adapters.places[:count])
             self._last_token, counts, sampled, hidden = sample_step(
                 self._program.model,
                 traits,
@@ -212,6 +241,7 @@ class JAXRunner:
                 self._words,
                 packed,
                 mask,
+                adapters,
             )
             self._counts = self._counts if counts is None else counts
         for array in (*(sampled or ()), hidden, handle.finite):
@@ -313,15 +343,6 @@ class JAXRunner:
         return counts
 
 
-def cache_shapes(model: ModelConfig, config: RunnerConfig) -> list[tuple[int, int, int, int]]:
-    """The shape of each layer's KV cache. Layers with a sliding window may have fewer blocks."""
-    num_blocks = config.num_blocks, config.num_window_blocks
-    return [
-        (num_blocks[cache] * config.block_size, model.kv_parts, model.num_kv_heads, model.head_dim)
-        for cache, _ in model.cache_places(config.num_window_blocks > 0)
-    ]
-
-
 @partial(jax.jit, static_argnums=(0, 1), donate_argnums=3)
 def forward(
     program: StepProgram,
@@ -330,6 +351,7 @@ def forward(
     caches: list[Array],
     last_token: Array,
     packed: Array,
+    adapters: RowAdapters | None = None,
 ) -> tuple[list[Array], Array, Array]:
     """The forward pass of a step. `leaves` are the model's parameters as a flat list. `last_token`
     (max_slots,) has the last sampled token of each slot. `caches` are the KV caches of the layers.
@@ -339,20 +361,26 @@ def forward(
     Returns the caches, the residual stream (T, D) of the tokens in `logit_rows`, and for each token
     whether its residual stream is finite after the last layer.
     """
-    step, params, token_ids, attend = prepared(program, bucket, leaves, last_token, packed)
+    given = prepared(program, bucket, leaves, last_token, packed, adapters)
+    step, params, token_ids, attend = given
     states, caches = decode(program.model, params, token_ids, step["positions"], attend, caches)
     finite = jnp.isfinite(states[-1].sum(axis=-1, dtype=jnp.float32))
     return caches, states[-1][step["logit_rows"]], finite
 
 
 def prepared(
-    program: StepProgram, bucket: Bucket, leaves: list[Array], last_token: Array, packed: Array
+    program: StepProgram,
+    bucket: Bucket,
+    leaves: list[Array],
+    last_token: Array,
+    packed: Array,
+    adapters: RowAdapters | None = None,
 ) -> tuple[dict[str, Array], Params, Array, Attend]:
     """What a forward pass needs: the arrays of the step, the parameters, the token ids, and the
     function that attends in a layer.
     """
     _, tree, attention, block_size, mesh = program
-    params = jax.tree.unflatten(tree, leaves)
+    params = with_adapters(jax.tree.unflatten(tree, leaves), adapters)
     tables = ("tables", "window_tables") if bucket.has_windows else ("tables",)
     step = step_layout(bucket).views(packed, dict.fromkeys(tables, bucket.table_width))
     token_ids, positions = step["token_ids"], step["positions"]
@@ -378,10 +406,12 @@ def prepared(
 
 
 @partial(jax.jit, static_argnums=0)
-def row_logits(model: Model, params: Params, states: Array) -> Array:
+def row_logits(
+    model: Model, params: Params, states: Array, adapters: RowAdapters | None = None
+) -> Array:
     """The logits (R, V) float32 of rows of the residual stream (R, D)."""
     hidden = final_norm(model, params, states)
-    return head_logits(model, params, hidden).astype(jnp.float32)
+    return head_logits(model, with_adapters(params, adapters), hidden).astype(jnp.float32)
 
 
 @partial(jax.jit, donate_argnums=0)

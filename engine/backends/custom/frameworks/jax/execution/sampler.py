@@ -13,6 +13,7 @@ from engine.backends.custom.frameworks.jax.execution.sampling_traits import (
     Traits,
     settings_layout,
 )
+from engine.backends.custom.frameworks.jax.layers.adapted import RowAdapters, with_adapters
 from engine.backends.custom.frameworks.jax.layers.linear import Params
 from engine.backends.custom.frameworks.jax.models.base import Model, final_norm, head_logits
 from engine.backends.custom.frameworks.settings import KEEPS, settings_views
@@ -164,6 +165,7 @@ def sample_step(
     words: Array,
     packed: Array,
     mask: Array | None,
+    adapters: RowAdapters | None = None,
 ) -> tuple[Array, Array | None, Sampled, Array | None]:
     """Computes logits from the residual stream `states` and samples a token per row. `normed` is
     the stream after the final norm, if it is already known.
@@ -174,7 +176,7 @@ def sample_step(
     layout = settings_layout(traits, len(last_token))
     settings = settings_views(layout, packed, jnp.float32)
     hidden = final_norm(model, params, states) if normed is None else normed
-    logits = head_logits(model, params, hidden)
+    logits = head_logits(model, with_adapters(params, adapters), hidden)
     of_rows = None if counts is None else counts[settings["slots"]]
     sampled = sample(logits, settings, traits, words, of_rows, mask)
     last_token = last_token.at[settings[KEEPS]].set(sampled.tokens, mode="drop")

@@ -15,6 +15,7 @@ from engine.backends.custom.frameworks.jax.execution.runner import (
     prepared,
 )
 from engine.backends.custom.frameworks.jax.kernels.work import PerHead
+from engine.backends.custom.frameworks.jax.layers.adapted import RowAdapters
 from engine.backends.custom.frameworks.jax.layers.attention import causal_attention
 from engine.backends.custom.frameworks.jax.layers.linear import Params, embedding
 from engine.backends.custom.frameworks.jax.models.base import Model, head_logits
@@ -53,6 +54,7 @@ def forward_with_taps(
     last_token: Array,
     packed: I32,
     inputs: BatchInputs,
+    adapters: RowAdapters | None = None,
 ) -> tuple[list[Array], StepHandle]:
     assert inputs.taps is not None
     groups = grouped(inputs.taps)
@@ -64,10 +66,10 @@ def forward_with_taps(
     ]
     shapes = tuple(each.shape for each in groups)
     caches, states, normed, finite, captured = _forward(
-        program, bucket, shapes, leaves, caches, last_token, jnp.asarray(packed), arrays
+        program, bucket, shapes, leaves, caches, last_token, jnp.asarray(packed), arrays, adapters
     )
     kept = Captured(inputs.taps, groups, captured)
-    return caches, StepHandle(states, finite, inputs.query_start, kept, normed)
+    return caches, StepHandle(states, finite, inputs.query_start, captured=kept, normed=normed)
 
 
 @partial(jax.jit, static_argnums=(0, 1, 2), donate_argnums=4)
@@ -80,8 +82,10 @@ def _forward(
     last_token: Array,
     packed: Array,
     arrays: list[GroupArrays],
+    adapters: RowAdapters | None,
 ) -> tuple[list[Array], Array, Array, Array, list[Array]]:
-    step, params, token_ids, attend = prepared(program, bucket, leaves, last_token, packed)
+    given = prepared(program, bucket, leaves, last_token, packed, adapters)
+    step, params, token_ids, attend = given
     taps = ArrayTaps(shapes, arrays, sites_of(program.model.config))
     x, normed, caches = tapped_decode(
         program.model, params, token_ids, step["positions"], attend, caches, taps

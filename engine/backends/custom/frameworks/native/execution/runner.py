@@ -6,7 +6,7 @@ import hashlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -24,6 +24,10 @@ from engine.backends.custom.runtime.model_runner import (
     SamplingInputs,
     StepOutput,
 )
+
+if TYPE_CHECKING:
+    from engine.backends.custom.adapters.matrices import Adapter
+    from engine.backends.custom.frameworks.native.execution.adapters import PackedAdapter
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,10 +63,15 @@ class NativeRunner:
         hidden_size: int,
         step_kinds: Sequence[str] = (),
         numerics: str = "",
+        pack_adapter: "Callable[[Adapter], PackedAdapter] | None" = None,
         config: ModelConfig | None = None,
         sites: tuple[Site, ...] = (),
     ) -> None:
-        """`numerics` names the settings that change what the kernels compute."""
+        """`numerics` names the settings that change what the kernels compute. `pack_adapter` packs
+        an adapter for the model's matmuls.
+        """
+        self._pack_adapter = pack_adapter
+        self._has_adapters = False
         self.config, self.sites = config, sites
         self._model = model
         self._step_kinds = step_kinds
@@ -98,6 +107,7 @@ class NativeRunner:
             slots=inputs.slots,
             state_load=inputs.state_load,
             state_save=inputs.state_save,
+            adapter_ids=self._adapter_ids(inputs),
             taps=taps,
             captured=captured,
         )
@@ -153,6 +163,17 @@ class NativeRunner:
 
     def write_blocks(self, group: Group, blocks: Sequence[int], rows: Bytes) -> None:
         self._model.write_blocks(GROUPS.index(group), np.array(blocks, np.int64), rows)
+
+    def pack_adapter(self, adapter: "Adapter") -> "PackedAdapter":
+        assert self._pack_adapter is not None, "this runner was built without it"
+        return self._pack_adapter(adapter)
+
+    def set_adapter(self, number: int, packed: "PackedAdapter") -> None:
+        self._model.set_adapter(number, packed.sites, packed.embedding)
+        self._has_adapters = True
+
+    def _adapter_ids(self, inputs: BatchInputs) -> I32 | None:
+        return inputs.adapter_ids if self._has_adapters and inputs.adapter_ids.any() else None
 
     def time_kernels(self, on: bool) -> None:
         self._model.set_timing(on)

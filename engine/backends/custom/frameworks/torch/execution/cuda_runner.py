@@ -105,6 +105,8 @@ class CudaRunner(TorchRunner):
         # Steps with images have no graphs, and neither has decode if RoPE depends on the images.
         if inputs.embeds is not None or inputs.rope_positions is not None:
             return super().forward(inputs)
+        if self._adapters is not None and inputs.adapter_ids.any():
+            return super().forward(inputs)
         size, tapping = self._size(inputs), None
         if inputs.taps is not None:
             from engine.backends.custom.frameworks.torch.execution.taps import StepTapping

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from engine.backends.custom.architectures.base import ModelConfig
 from engine.backends.custom.architectures.sites import Site, sites_of
-from engine.backends.custom.frameworks.torch.execution.blocks import BlockCopier
+from engine.backends.custom.frameworks.torch.execution.blocks import BlockCopier, PinnedRows
 from engine.backends.custom.frameworks.torch.execution.cache import (
     CacheGroups,
     StateCache,
@@ -51,6 +51,11 @@ from engine.backends.custom.runtime.model_runner import (
 )
 
 if TYPE_CHECKING:
+    from engine.backends.custom.adapters.matrices import Adapter
+    from engine.backends.custom.frameworks.torch.execution.adapters import (
+        PackedAdapter,
+        TorchAdapters,
+    )
     from engine.backends.custom.runtime.interp.taps import TapInputs
 
 
@@ -133,7 +138,8 @@ class TorchRunner(SamplingRunner):
             verifies_drafts=True,
         )
         super().__init__(spec, device)
-        self._model = model
+        self._model, self._dtype = model, dtype
+        self._adapters: TorchAdapters | None = None  # made for the first adapter
         kv_dtype = FP8 if config.kv_dtype == "fp8" else dtype
         heads = replace(AttentionHeads.of(model.config), in_fp8=kv_dtype == FP8)
         self._attention = attention_backend(
@@ -171,18 +177,41 @@ class TorchRunner(SamplingRunner):
             self._images(inputs),
         )
         self._states.load(inputs)
+        model = self._model_for(inputs)
         if inputs.taps is not None:
-            return self._tapped(inputs, inputs.taps, step)
-        x = self._model(self._token_ids(inputs), step)  # (T, D)
+            return self._tapped(model, inputs, inputs.taps, step)
+        x = model(self._token_ids(inputs), step)  # (T, D)
         self._states.save(inputs)
         finite = self._cache.guard(inputs, x, step.slots)
         if not len(inputs.logit_rows):
             return StepHandle(None, None, finite)
         rows = self._put(inputs.logit_rows.astype(np.int64))
-        hidden = self._model.norm(x.index_select(0, rows))
-        return StepHandle(self._model.head_logits(hidden), hidden, finite)
+        hidden = model.norm(x.index_select(0, rows))
+        return StepHandle(model.head_logits(hidden), hidden, finite)
 
-    def _tapped(self, inputs: BatchInputs, taps: "TapInputs", step: PagedStep) -> StepHandle:
+    def _model_for(self, inputs: BatchInputs) -> Decoder:
+        """The model that computes a step: with adapters, if a row has one."""
+        if self._adapters is None or not inputs.adapter_ids.any():
+            return self._model
+        self._adapters.begin(inputs)
+        return self._adapters.model
+
+    def pack_adapter(self, adapter: "Adapter") -> "PackedAdapter":
+        return self._with_adapters().pack(adapter)
+
+    def set_adapter(self, number: int, packed: "PackedAdapter") -> None:
+        self._with_adapters().set(number, packed)
+
+    def _with_adapters(self) -> "TorchAdapters":
+        if self._adapters is None:
+            from engine.backends.custom.frameworks.torch.execution.adapters import TorchAdapters
+
+            self._adapters = TorchAdapters(self._model, self._device, self._dtype)
+        return self._adapters
+
+    def _tapped(
+        self, model: Decoder, inputs: BatchInputs, taps: "TapInputs", step: PagedStep
+    ) -> StepHandle:
         """As the rest of `forward`, for a step with taps."""
         # Imported here, because few servers are asked for activations.
         from engine.backends.custom.frameworks.torch.execution.taps import StepTapping
@@ -190,15 +219,15 @@ class TorchRunner(SamplingRunner):
 
         tapping = StepTapping(taps)
         own = tapping.put(None, self.sites, self._device)
-        x = tapped_stream(self._model, self._token_ids(inputs), step, own.taps)  # (T, D)
+        x = tapped_stream(model, self._token_ids(inputs), step, own.taps)  # (T, D)
         self._states.save(inputs)
         finite = self._cache.guard(inputs, x, step.slots)
         rows = self._put(inputs.logit_rows.astype(np.int64))
-        hidden = tapped_norm(self._model, x, own.taps).index_select(0, rows)
+        hidden = tapped_norm(model, x, own.taps).index_select(0, rows)
         captured = tapping.captured(own)
         if not len(rows):
             return StepHandle(None, None, finite, captured)
-        return StepHandle(self._model.head_logits(hidden), hidden, finite, captured)
+        return StepHandle(model.head_logits(hidden), hidden, finite, captured)
 
     @property
     def config(self) -> ModelConfig:
@@ -244,8 +273,11 @@ class TorchRunner(SamplingRunner):
     def read_blocks(self, group: Group, blocks: Sequence[int]) -> Callable[[], Bytes]:
         return self._copier().read(group, blocks)
 
-    def write_blocks(self, group: Group, blocks: Sequence[int], rows: Bytes) -> None:
+    def write_blocks(self, group: Group, blocks: Sequence[int], rows: Bytes | list[Bytes]) -> None:
         self._copier().write(group, blocks, rows)
+
+    def row_maker(self) -> Callable[[int], Bytes] | None:
+        return PinnedRows() if self._device.type == "cuda" else None
 
     def _copier(self) -> BlockCopier:
         if self._blocks is None:
@@ -275,5 +307,5 @@ class TorchRunner(SamplingRunner):
 
     def close(self) -> None:
         """Frees the model and the KV cache. The runner cannot be used afterwards."""
-        del self._model, self._cache, self._states, self._blocks
+        del self._model, self._cache, self._states, self._blocks, self._adapters
         super().close()
