@@ -125,6 +125,7 @@ class Executor {
     void use_window_cache(Windowed& windowed) const;
     void plan_rounds(const Program& program);
     int rows_of(const Op& op) const;            // number of rows (M) that the op computes in this step
+    int decode_rows(const Op& op) const;        // how many of them, the first, have decode arithmetic
     bool uses_per_channel(const Op& op) const;  // whether the op uses per-channel weights in this step
     int grain_of(const Op& op) const;
     void work(const Program& program, int thread);
