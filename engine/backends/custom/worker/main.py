@@ -38,6 +38,7 @@ from engine.backends.custom.runtime.model_runner import (
     ModelRunner,
     RunnerConfig,
     RunnerSpec,
+    Warmable,
     warm_up,
 )
 from engine.backends.custom.runtime.radix_cache import RadixCache
@@ -266,6 +267,8 @@ def serve_runner(
 ) -> None:
     """Warm up the loaded runner, send `Ready`, and run its loop until a `Stop` message arrives."""
     runner, config, plan = loaded
+    if isinstance(runner, Warmable):
+        runner.warm()
     warm_up(runner)
     on_loaded()
     loop = build_loop(
@@ -343,6 +346,7 @@ def main(
         setup_logging(options.log_level, options.log_format)
         faults.arm()
         (run or run_engine)(options, channel, Watchdog(Heartbeat(heartbeat_fd)), keep_all)
+        channel.flush()
     except ConnectionClosedError:
         return 0  # the frontend is gone
     except EngineError as error:
