@@ -199,5 +199,5 @@ $(VENV)/.serve: $(SOURCES) | $(VENV)/.created
 $(VENV)/.dev: $(SOURCES) | $(VENV)/.created
 	@grep -qsx '$(SUM)' $@ || { \
 		printf '\n==> Installing the engine with its frameworks and the development tools\n'; \
-		$(BIN)/python -m pip install --editable '.[jax,otel,tinygrad,torch,transformers,dev]' && $(COMPILE); }
+		$(BIN)/python -m pip install --editable '.[grpc,jax,otel,tinygrad,torch,transformers,dev]' && $(COMPILE); }
 	@echo '$(SUM)' >$@

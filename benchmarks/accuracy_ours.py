@@ -3,12 +3,16 @@
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from unittest import mock
 
 import numpy as np
 
 from benchmarks.accuracy_text import WINDOW
+from engine.backends.custom.frameworks.native.compiled import kernels
+from engine.backends.custom.frameworks.native.execution import build
 from engine.backends.custom.frameworks.native.execution.build import STORED, build_runner
 from engine.backends.custom.frameworks.native.execution.runner import NativeRunner
+from engine.backends.custom.ir.plan import Machine
 from engine.backends.custom.runtime.model_runner import RunnerConfig
 from engine.backends.custom.weights.model import ModelSource
 from tests.parity.runner_driver import RunnerDriver
@@ -41,7 +45,10 @@ ALL_NUMERICS = (DEFAULT, GENERATED, FAST, FLOAT, INT8_KV, INT8_KV_GENERATED)
 
 
 @contextmanager
-def running(source: ModelSource, numerics: Numerics, threads: int | None) -> Iterator[NativeRunner]:
+def running(
+    source: ModelSource, numerics: Numerics, threads: int | None, isa: str | None = None
+) -> Iterator[NativeRunner]:
+    """A runner with the kernels of an instruction set; None: the best one of this CPU."""
     config = RunnerConfig(
         device="cpu",
         dtype=numerics.dtype,
@@ -56,11 +63,18 @@ def running(source: ModelSource, numerics: Numerics, threads: int | None) -> Ite
         kv_dtype=numerics.kv_dtype,
         numerics=numerics.setting,
     )
-    runner = build_runner(source, config)
+    with mock.patch.object(build, "machine_with", lambda threads: _machine(threads, isa)):
+        runner = build_runner(source, config)
     try:
         yield runner
     finally:
         runner.close()
+
+
+def _machine(threads: int, isa: str | None) -> Machine:
+    native = kernels()
+    isa = isa or native.instruction_sets()[-1]
+    return Machine(threads, isa, native.has_bf16(isa))
 
 
 def perplexity(runner: NativeRunner, numerics: Numerics, windows: Sequence[list[int]]) -> float:

@@ -17,7 +17,8 @@ from tests.native.conftest import load_native
 from tests.native.panels import LAYOUTS, QUANTIZED, aligned, random_panels
 
 COLUMNS, MIN_BYTES, TOKENS = 576, 48 << 20, (1, 8, 32, 128)
-NUMERICS = ("f32", "int8", "bf16", "rows")
+# The index of each name is its code in csrc/base/kernels.h.
+NUMERICS = ("f32", "int8", "bf16", "outliers", "channels")
 PER_CHANNEL = "I8"  # Q4 requantized per channel, as with fast numerics
 
 
@@ -47,8 +48,8 @@ def streamed_weights(layout: str) -> tuple[NDArray[np.uint8], int]:
 
 def numerics_of(native: ModuleType, isa: str, layout: str) -> list[int]:
     if layout == PER_CHANNEL:
-        return [3] if native.has_per_channel(isa) else []
-    quantized = [1] if layout in QUANTIZED else []
+        return [4] if native.has_per_channel(isa) else []
+    quantized = [1, 3] if layout in QUANTIZED else []
     return [0, *quantized, *([2] if native.has_bf16(isa) else [])]
 
 
@@ -65,7 +66,7 @@ def report(
             share = 100 * fastest(weights.max) / took
             read = weights.nbytes / took / 1e9
             rate = 2 * rows * COLUMNS * tokens / took / 1e9
-            what = f"{isa:8} {layout:6} {NUMERICS[numerics]:5} {tokens:6}"
+            what = f"{isa:8} {layout:6} {NUMERICS[numerics]:8} {tokens:6}"
             print(f"{what} {read:8.1f} {share:7.0f} % {rate:9.0f}", flush=True)
 
 
@@ -76,7 +77,7 @@ def main() -> None:
     parser.add_argument("--layout", nargs="*", default=LAYOUTS, choices=LAYOUTS)
     options = parser.parse_args()
     print(f"float32 product in numpy: {float_rate():.0f} GFLOP/s")
-    print("isa      layout sums   tokens     GB/s  of read    GFLOP/s")
+    print("isa      layout sums      tokens     GB/s  of read    GFLOP/s")
     for layout in options.layout:
         weights, rows = streamed_weights(layout)
         for isa in options.isa:

@@ -54,8 +54,9 @@ class ScriptedClient:
     def wake(self) -> None:
         self.num_woken += 1
 
-    async def kill(self) -> None:
+    async def kill(self) -> bool:
         self.num_killed += 1
+        return True
 
     async def stop(self) -> None:
         self.is_stopped = True

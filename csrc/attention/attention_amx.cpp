@@ -253,6 +253,7 @@ size_t attend_scratch_bytes(const AttentionShape& shape) {
 void fill_attention_amx(Kernels& table) {
     table.attend = attend_tiles;
     table.attend_scratch_bytes = attend_scratch_bytes;
+    table.prefers_int8_cache = false;  // prefill attention has tiles for BF16 only
 }
 
 }  // namespace engine

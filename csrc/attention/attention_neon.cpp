@@ -301,7 +301,7 @@ void fill_attention_neon(Kernels& table) {
     attend_other = table.attend;
     other_scratch_bytes = table.attend_scratch_bytes;
     write_other = table.write_kv;
-    table.has_int8_attention = true;
+    table.has_int8_attention = table.prefers_int8_cache = true;
     table.write_kv = write_kv;
     table.attend = attend;
     table.attend_scratch_bytes = scratch_bytes;

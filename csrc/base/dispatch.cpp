@@ -146,6 +146,8 @@ KernelSet find_kernels() {
     fill_vector_avx512(avx512);
     fill_attention_avx512(avx512);
     fill_recurrent_avx512(avx512);
+    fill_requantize_avx2(avx512);
+    fill_per_channel_avx512(avx512);
     add(avx512, "avx512");
     if (!has_avx512_bf16()) return set;
     avx512_bf16 = avx512;
@@ -156,10 +158,7 @@ KernelSet find_kernels() {
     amx = avx512_bf16;
     fill_matmul_amx(amx);
     fill_attention_amx(amx);
-    if (has_int8_tiles()) {
-        fill_requantize_avx2(amx);
-        fill_per_channel_amx(amx);
-    }
+    if (has_int8_tiles()) fill_per_channel_amx(amx);
     add(amx, "amx");
 #elif defined(__aarch64__)
     static Kernels neon{}, i8mm{}, neon_bf16{};

@@ -35,10 +35,10 @@ void wake_all(std::atomic<uint32_t>& word) {
     syscall(SYS_futex, &word, FUTEX_WAKE_PRIVATE, INT32_MAX, nullptr, nullptr, 0);
 }
 
-void pin_to(int cpu) {
+void bind_to(const std::vector<int>& cpus) {
     cpu_set_t set;
     CPU_ZERO(&set);
-    CPU_SET(cpu, &set);
+    for (int cpu : cpus) CPU_SET(cpu, &set);
     pthread_setaffinity_np(pthread_self(), sizeof set, &set);
 }
 #else
@@ -47,7 +47,7 @@ void sleep_while(std::atomic<uint32_t>& word, uint32_t value) {
 }
 
 void wake_all(std::atomic<uint32_t>&) {}
-void pin_to(int) {}
+void bind_to(const std::vector<int>&) {}
 #endif
 
 // Waits until `word` differs from `value`. The thread spins first, then sleeps. While it sleeps, it
@@ -68,14 +68,15 @@ void wait_while(std::atomic<uint32_t>& word, uint32_t value, std::atomic<uint32_
 
 }  // namespace
 
-ThreadPool::ThreadPool(int threads, const std::vector<int>& cpus)
-    : size_(threads), groups_(size_t(div_up(threads, kGroupThreads))) {
-    if (!cpus.empty()) pin_to(cpus[0]);
+ThreadPool::ThreadPool(int threads, const Placement& placement)
+    : size_(threads), nodes_(placement.nodes), groups_(size_t(div_up(threads, kGroupThreads))) {
+    const bool is_bound = !placement.cpus.empty();
+    if (is_bound) bind_to(placement.cpus.at(0));
     try {
         for (int thread = 1; thread < size_; thread++) {
-            int cpu = size_t(thread) < cpus.size() ? cpus[size_t(thread)] : -1;
-            threads_.emplace_back([this, thread, cpu] {
-                if (cpu >= 0) pin_to(cpu);
+            std::vector<int> cpus = is_bound ? placement.cpus.at(size_t(thread)) : std::vector<int>();
+            threads_.emplace_back([this, thread, cpus] {
+                if (!cpus.empty()) bind_to(cpus);
                 work(thread);
             });
         }
@@ -132,6 +133,16 @@ void ThreadPool::barrier(int thread) {
     }
 }
 
+WorkQueue::WorkQueue(int threads, const std::vector<int>& nodes) : shares_(size_t(threads)) {
+    for (int thread = 0; thread < threads; thread++) {
+        int first = nodes.empty() ? 0 : thread, last = nodes.empty() ? threads : thread + 1;
+        while (first > 0 && nodes[size_t(first) - 1] == nodes[size_t(thread)]) first--;
+        while (last < threads && nodes[size_t(last)] == nodes[size_t(thread)]) last++;
+        shares_[size_t(thread)].first_neighbour = first;
+        shares_[size_t(thread)].neighbours = last - first;
+    }
+}
+
 void WorkQueue::reset(int count, int grain) {
     int threads = int(shares_.size()), pieces = div_up(count, grain);
     for (int thread = 0; thread < threads; thread++) {
@@ -143,9 +154,11 @@ void WorkQueue::reset(int count, int grain) {
 }
 
 bool WorkQueue::take(int thread, int& begin, int& end) {
-    int threads = int(shares_.size());
+    const int threads = int(shares_.size());
+    const int first = shares_[size_t(thread)].first_neighbour, near = shares_[size_t(thread)].neighbours;
     for (int i = 0; i < threads; i++) {
-        Share& share = shares_[size_t((thread + i) % threads)];
+        const int other = i < near ? first + (thread - first + i) % near : (first + i) % threads;
+        Share& share = shares_[size_t(other)];
         if (share.next.load(std::memory_order_relaxed) >= share.end) continue;
         begin = share.next.fetch_add(grain_, std::memory_order_relaxed);
         if (begin >= share.end) continue;

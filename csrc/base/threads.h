@@ -12,15 +12,22 @@
 
 namespace engine {
 
+// Where the threads of a pool run. Threads that run anywhere have no CPUs. Threads of a node have neighbouring
+// numbers. `nodes` is empty if the machine has one node.
+struct Placement {
+    std::vector<std::vector<int>> cpus;  // the CPU numbers that each thread is bound to; empty: not bound
+    std::vector<int> nodes;              // the NUMA node of each thread
+};
+
 class ThreadPool {
   public:
-    // Starts threads - 1 threads, because the thread that calls `run` works as thread 0. `cpus`
-    // lists the CPU number that each thread is pinned to. If it is empty, threads are not pinned.
-    ThreadPool(int threads, const std::vector<int>& cpus);
+    // Starts threads - 1 threads, because the thread that calls `run` works as thread 0.
+    ThreadPool(int threads, const Placement& placement);
     ~ThreadPool();
     ThreadPool(const ThreadPool&) = delete;
 
     int size() const { return size_; }
+    const std::vector<int>& nodes() const { return nodes_; }
     // Runs `job(thread)` on all threads and returns when all of them are done. A job must not call `run`.
     void run(const std::function<void(int)>& job);
     // Every thread of a job must call `barrier` with its number. It returns when all threads have called it.
@@ -38,6 +45,7 @@ class ThreadPool {
     void stop();
 
     int size_;
+    std::vector<int> nodes_;
     std::vector<Group> groups_;
     std::vector<std::thread> threads_;
     const std::function<void(int)>* job_ = nullptr;
@@ -50,10 +58,10 @@ class ThreadPool {
 
 // A queue of the indices [0, count) with work stealing. At first, each thread has an equal share of
 // the indices. A thread claims ranges of `grain` indices from its own share, then from the shares
-// of other threads.
+// of other threads, those of its own NUMA node first.
 class WorkQueue {
   public:
-    explicit WorkQueue(int threads) : shares_(size_t(threads)) {}
+    WorkQueue(int threads, const std::vector<int>& nodes);
     // Refills the queue. One thread calls it, before the barrier that starts the work.
     void reset(int count, int grain);
     // Claims a range of indices [begin, end) for thread `thread`. Returns false if all indices are
@@ -64,6 +72,7 @@ class WorkQueue {
     struct alignas(128) Share {
         std::atomic<int> next{0};
         int end = 0;
+        int first_neighbour = 0, neighbours = 0;  // the threads of the same node
     };
     std::vector<Share> shares_;
     int grain_ = 1;

@@ -137,6 +137,9 @@ void bind_matmul(nb::module_& module) {
         "has_int8_attention", [](const std::string& isa) { return kernels_named(isa).has_int8_attention; },
         "isa"_a);
     module.def(
+        "prefers_int8_cache", [](const std::string& isa) { return kernels_named(isa).prefers_int8_cache; },
+        "isa"_a);
+    module.def(
         "has_per_channel",
         [](const std::string& isa) { return kernels_named(isa).requantize_panel != nullptr; }, "isa"_a,
         "Whether there is a matmul over int8 weights with one scale per output channel.");

@@ -166,7 +166,9 @@ void bind_halves(nb::class_<BoundModel>& model) {
 
 void bind_model(nb::module_& module) {
     nb::class_<BoundModel> model(module, "Model");
-    model.def(nb::init<const std::string&, int, const std::vector<int>&>());
+    model.def(
+        nb::init<const std::string&, int, const std::vector<std::vector<int>>&, const std::vector<int>&>(),
+        nb::arg("isa"), nb::arg("threads"), nb::arg("cpus"), nb::arg("nodes") = std::vector<int>());
     bind_memory(model);
     bind_blocks(model);
     bind_ops(model);

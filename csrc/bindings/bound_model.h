@@ -8,6 +8,7 @@
 
 #include "bindings/bind_sampler.h"
 #include "executor/model.h"
+#include "executor/numa.h"
 #include "per_channel/requantized.h"
 
 namespace engine {
@@ -20,8 +21,11 @@ using Embeds = Array<const float, 2>;
 // A model whose weights are Python arrays. The object holds references to these arrays.
 class BoundModel {
   public:
-    BoundModel(const std::string& isa, int threads, const std::vector<int>& cpus)
-        : model(kernels_named(isa), threads, cpus) {}
+    // `cpus`: the CPU numbers that each thread is bound to, or none. `nodes`: the NUMA node of each thread, or
+    // none if the machine has one node.
+    BoundModel(const std::string& isa, int threads, const std::vector<std::vector<int>>& cpus,
+               const std::vector<int>& nodes)
+        : model(kernels_named(isa), threads, checked(threads, {cpus, nodes})) {}
 
     int add_matrix(int layout, int rows, int columns, Array<const uint8_t, 1> data) {
         Matrix matrix{Layout(layout), rows, columns, data.data()};
@@ -30,9 +34,14 @@ class BoundModel {
             throw nb::value_error("a matrix that its bytes do not hold");
         if (reinterpret_cast<uintptr_t>(data.data()) % 64)
             throw nb::value_error("a matrix must be 64-byte aligned");
-        matrices_.push_back(matrix);
         panels_.push_back(int(data.shape(0) / matrix.stride()));
-        keep_.push_back(nb::cast(data));
+        if (model.executor.pool().nodes().empty()) {
+            keep_.push_back(nb::cast(data));
+        } else {
+            copies_.push_back(copy_by_node(model.executor.pool(), matrix, panels_.back()));
+            matrix.data = copies_.back().data();
+        }
+        matrices_.push_back(matrix);
         return int(matrices_.size()) - 1;
     }
 
@@ -60,7 +69,7 @@ class BoundModel {
             added.push_back(int(matrices_.size()));
             matrices_.push_back(matrix);
         }
-        per_channel_.push_back(std::move(per_channel.memory));
+        copies_.push_back(std::move(per_channel.memory));
         return added;
     }
 
@@ -95,11 +104,18 @@ class BoundModel {
     Model model;
 
   private:
+    static const Placement checked(int threads, Placement placement) {
+        for (size_t size : {placement.cpus.size(), placement.nodes.size()})
+            if (size != 0 && size != size_t(threads))
+                throw nb::value_error("a placement must name every thread or none");
+        return placement;
+    }
+
     std::deque<Matrix> matrices_;  // the matrices that Python added, then the requantized ones
     std::vector<int> panels_;      // number of panels of each matrix that Python added
     std::vector<const float*> vectors_;
     std::vector<nb::object> keep_;
-    std::vector<Block> per_channel_;
+    std::vector<Block> copies_;  // requantized matrices, and copies of matrices for NUMA nodes
     Program program_;
 };
 

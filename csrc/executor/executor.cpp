@@ -4,6 +4,8 @@
 #include <chrono>
 #include <cmath>
 
+#include "executor/numa.h"
+
 namespace engine {
 namespace {
 
@@ -32,8 +34,10 @@ int share(int count, int thread, int threads) {
 
 }  // namespace
 
-Executor::Executor(const Kernels& kernels, int threads, const std::vector<int>& cpus)
-    : kernels_(kernels), pool_(threads, cpus), queues_{WorkQueue(threads), WorkQueue(threads)} {}
+Executor::Executor(const Kernels& kernels, int threads, const Placement& placement)
+    : kernels_(kernels),
+      pool_(threads, placement),
+      queues_{WorkQueue(threads, placement.nodes), WorkQueue(threads, placement.nodes)} {}
 
 void Executor::set_arena(ArenaShape shape) {
     arena_ = std::move(shape);
@@ -53,6 +57,7 @@ void Executor::set_arena(ArenaShape shape) {
 void Executor::set_cache(int index, const KvCache& shape) {
     caches_[index] = shape;
     cache_memory_[index] = Block(shape.bytes());
+    interleave(cache_memory_[index], pool_.nodes());
     caches_[index].data = cache_memory_[index].data();
 }
 
@@ -150,10 +155,11 @@ void Executor::run(const Batch& batch, std::vector<uint8_t>& finite) {
     }
 }
 
-// The AMX kernels take two panels at a time and overlap the epilogue with the next two, so larger claims are
-// faster than many small ones.
+// The AMX and per-channel kernels take two panels at a time. The AMX kernels overlap the epilogue with the next
+// two, so larger claims are faster than many small ones.
 int Executor::grain_of(const Op& op) const {
-    if (rows_of(op) < kFastRows || !kernels_.has_bf16) return op.grain;
+    if (rows_of(op) < kFastRows) return op.grain;
+    if (!kernels_.has_bf16) return uses_per_channel(op) ? round_up(op.grain, op.gated ? 1 : 2) : op.grain;
     int shared = uses_per_channel(op) ? op.units() / (pool_.size() * kClaims) : 1;
     return round_up(std::max(op.grain, shared), op.gated ? 1 : 2);
 }

@@ -39,7 +39,7 @@ constexpr int kHeadRows = 32;  // max rows that a thread multiplies at a time in
 
 class Executor {
   public:
-    Executor(const Kernels& kernels, int threads, const std::vector<int>& cpus);
+    Executor(const Kernels& kernels, int threads, const Placement& placement);
 
     void set_arena(ArenaShape shape);
     // Allocates a KV cache. Cache 0 is that of layers without a sliding window. If windowed layers have a

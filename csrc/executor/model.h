@@ -35,8 +35,8 @@ struct StepArrays {
 
 class Model {
   public:
-    Model(const Kernels& kernels, int threads, const std::vector<int>& cpus)
-        : executor(kernels, threads, cpus) {}
+    Model(const Kernels& kernels, int threads, const Placement& placement)
+        : executor(kernels, threads, placement) {}
 
     // Computes the step. On invalid input, throws std::invalid_argument before any state changes. finite[r]
     // becomes 0 if the activations of row r contain NaN or infinity.

@@ -71,6 +71,13 @@ ENGINE_INLINE void store_lanes(const Epilogue& to, int unit, int row, __mmask16 
     _mm512_mask_storeu_ps(out, lanes, value);
 }
 
+// Prefetches the outputs of a unit for rows [row, row + rows). They are one cache line per row, and usually not
+// in the cache yet.
+ENGINE_INLINE void prefetch_outputs(const Epilogue& to, int unit, int row, int rows) {
+    const float* out = to.out + size_t(row) * size_t(to.stride) + size_t(unit) * kPanelRows;
+    for (int r = 0; r < rows; r++) __builtin_prefetch(out + size_t(r) * size_t(to.stride), 1);
+}
+
 // Applies the epilogue to one row of one panel, if the epilogue is not gated.
 ENGINE_INLINE void store_row(const Epilogue& to, int panel, int row, __mmask16 lanes, __m512 sum) {
     store_lanes(to, panel, row, lanes, activate(to.activation, add_bias(to, panel, sum)));

@@ -83,6 +83,7 @@ static void run_unit(const MatmulJob& job, const GemmKernel& kernel, int unit, i
     for (int block = 0, row = begin_row; block < blocks; block++) {
         const int size = div_up(end_row - row, blocks - block);  // all blocks have nearly the same size
         const uint8_t* input = job.input + size_t(row) * kernel.row_bytes;
+        prefetch_outputs(job.epilogue, unit, row, size);
         for (int i = 0; i < panels; i++)
             kernel.dots[size - 1](sources[i], input, kernel.row_bytes, groups,
                                   block == 0 && !kernel.dequantize, sums + i * kBlockRows * kPanelRows);
@@ -92,11 +93,17 @@ static void run_unit(const MatmulJob& job, const GemmKernel& kernel, int unit, i
     }
 }
 
-static void run_units(const MatmulJob& job, const GemmKernel& kernel, int begin, int end, uint8_t* scratch) {
-    constexpr size_t kPassBytes = 512 << 10;  // size of the activations of a pass, a part of the L2 cache
+// Rows of a pass. Their activations take a part of the L2 cache.
+ENGINE_INLINE int pass_rows(size_t row_bytes) {
+    constexpr size_t kPassBytes = 512 << 10;
     constexpr int kMinRows = 6 * kBlockRows;
-    int pass = int(kPassBytes / kernel.row_bytes) / kBlockRows * kBlockRows;
-    if (pass < kMinRows) pass = kMinRows;
+    const int rows = int(kPassBytes / row_bytes) / kBlockRows * kBlockRows;
+    return rows < kMinRows ? kMinRows : rows;
+}
+
+static inline void run_units(const MatmulJob& job, const GemmKernel& kernel, int begin, int end,
+                             uint8_t* scratch) {
+    const int pass = pass_rows(kernel.row_bytes);
     for (int row = 0; row < job.rows; row += pass) {
         int end_row = row + pass < job.rows ? row + pass : job.rows;
         for (int unit = begin; unit < end; unit++) run_unit(job, kernel, unit, row, end_row, scratch);

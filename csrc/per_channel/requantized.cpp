@@ -24,7 +24,7 @@ RequantizedMatrices requantize_matrices(const Kernels& kernels, ThreadPool& pool
     RequantizedMatrices requantized{Block(bytes), {}};
     std::vector<Block> values;
     for (int i = 0; i < pool.size(); i++) values.emplace_back(size_t(columns) * kPanelRows * sizeof(float));
-    WorkQueue queue(pool.size());
+    WorkQueue queue(pool.size(), pool.nodes());
     uint8_t* out = requantized.memory.data();
     for (const auto& [matrix, panels] : from) {
         const Matrix to{Layout::I8, matrix->rows, matrix->columns, out};

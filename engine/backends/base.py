@@ -64,14 +64,6 @@ class Orphan:
     state: object
 
 
-@dataclass(frozen=True, slots=True)
-class Swapped:
-    """What became of the open requests when their backend was replaced."""
-
-    num_moved: int = 0  # requests that continue in the new backend
-    num_left: int = 0  # requests that finish in the old one
-
-
 class EventFeed(AsyncIterator[Event]):
     """A stream of events that can be read with `async for`, or pushed to a function by `feed`.
     Pushing is faster, because no task is woken for each event. A stream is read or pushed, never

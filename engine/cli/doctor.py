@@ -223,6 +223,11 @@ def _speeds(speed: Mapping[str, Any]) -> list[Finding]:
     versions = f"{best}; also here: {', '.join(lesser)}" if lesser else best
     versions += _why_not_faster(best, _cpu_flags())
     threads = f"{speed['threads']}, unless performance.threads says otherwise"
+    if speed["nodes"] > 1:
+        threads += (
+            f"; on {speed['nodes']} NUMA nodes: threads are bound to their node, each node has the "
+            "weights that its threads multiply by, and the KV cache is spread over the nodes"
+        )
     rates = [f"{speed['int8_ops_per_s'] / 1e12:.2f} TOPS int8"]
     if speed["bf16_ops_per_s"] is not None:
         rates.append(f"{speed['bf16_ops_per_s'] / 1e12:.2f} TFLOPS bfloat16")

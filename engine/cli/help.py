@@ -15,9 +15,7 @@ from engine.core.errors import ConfigError
 _HEADING, _NAME, _RESET = "\x1b[1m", "\x1b[36m", "\x1b[0m"
 # Flags of vLLM, SGLang and llama.cpp that `serve` does not have, and what to do.
 FOREIGN = {
-    ("--tensor-parallel-size", "-tp", "--tp-size", "--tp", "--tensor-split", "-ts"): (
-        "name the devices instead, as in --device cuda:0-3"
-    ),
+    ("--tensor-split", "-ts"): "all ranks get equal parts: --tensor-parallel-size N",
     ("--n-gpu-layers", "--gpu-layers", "-ngl"): (
         "all layers run on one device: --device cuda or --device cpu"
     ),

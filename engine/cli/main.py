@@ -48,6 +48,7 @@ GROUPS = {
         "bench": ("engine.cli.ops.bench:bench", "Measure any server under load."),
         "admin": ("engine.cli.ops.admin:app", "Look at and change a running server."),
         "replay": ("engine.cli.ops.replay:replay", "Run a recorded request again and compare it."),
+        "triton": ("engine.cli.triton.export:app", "Make it a model of a Triton server."),
         "conformance": (
             "engine.cli.conformance:conformance",
             "Check any server against what clients rely on.",
@@ -56,6 +57,7 @@ GROUPS = {
             "engine.cli.compare:compare",
             "Run the same prompts through several backends.",
         ),
+        "eval": ("engine.cli.ops.evaluate:evaluate", "Count a model's right answers to a file."),
     },
     "Set up": {
         "config": ("engine.cli.config:app", "Show the settings and where each comes from."),

@@ -107,6 +107,27 @@ GpuMemoryOption = Annotated[
         help="Share of the GPU's free memory to use; default: 0.9.",
     ),
 ]
+TensorParallelOption = Annotated[
+    int | None,
+    typer.Option(
+        "--tensor-parallel-size",
+        "-tp",
+        "--tp-size",
+        "--tp",
+        rich_help_panel=_MEMORY,
+        help="Ranks that share each layer: one GPU each, or a process on CPUs.",
+    ),
+]
+PipelineParallelOption = Annotated[
+    int | None,
+    typer.Option(
+        "--pipeline-parallel-size",
+        "-pp",
+        "--pp-size",
+        rich_help_panel=_MEMORY,
+        help="Stages that the layers are divided into.",
+    ),
+]
 CacheOption = Annotated[
     bool | None,
     typer.Option(

@@ -52,6 +52,8 @@ class ServerSettings(Section):
     """Port to listen on; 0 takes any free port."""
     probe_port: int | None = Field(default=None, ge=0, le=65535)
     """Second port that serves the probes alone, from a thread with its own event loop."""
+    grpc_port: int | None = Field(default=None, ge=0, le=65535)
+    """Port of the Open Inference Protocol by gRPC, for clients of KServe and Triton."""
     api_key: Secret | None = None
     """API key that every client sends; set by a variable or by `server.api_key_file`."""
     api_key_file: Path | None = None
@@ -92,7 +94,7 @@ class ServerSettings(Section):
     """Unload a model after this time without a request; the next request loads it again."""
     ui: bool = True
     """Serve the web page at `/`; if keys are set, the page asks its user for one."""
-    dialects: Dialects = ("llamacpp", "vllm", "sglang", "ollama", "azure")
+    dialects: Dialects = ("llamacpp", "vllm", "sglang", "ollama", "azure", "kserve")
     """APIs of other servers that are served besides our own; an empty list serves none of them."""
     accept_any_model: bool = False
     """Let the only model answer requests for models that are not served, with a warning."""
@@ -195,6 +197,10 @@ class PerformanceSettings(Section):
     """Size of the KV pool in MiB; unset, it is planned from free memory."""
     gpu_memory_utilization: float = Field(default=0.9, gt=0, le=1)
     """Share of the GPU memory that is free at the start, for weights and KV pool."""
+    tensor_parallel_size: int = Field(default=1, ge=1, le=1024)
+    """Ranks that share each layer, one GPU or CPU process each; needs the torch backend."""
+    pipeline_parallel_size: int = Field(default=1, ge=1, le=1024)
+    """Stages that the layers are divided into, each with `tensor_parallel_size` ranks."""
     use_mmap: bool = True
     """Map model files instead of reading them into memory."""
     threads: int | None = Field(default=None, ge=1, le=1024)
@@ -208,7 +214,7 @@ class PerformanceSettings(Section):
     affinity: str = Field(
         default="auto", pattern=r"^(auto|off|[0-9]+(-[0-9]+)?(,[0-9]+(-[0-9]+)?)*)$", max_length=256
     )
-    """CPUs that native kernel threads are pinned to: `auto`, `off` or a list such as `0-3,8`."""
+    """CPUs that native kernel threads are bound to: `auto`, `off` or a list such as `0-3,8`."""
 
     @model_validator(mode="after")
     def _every_sequence_gets_a_token(self) -> "PerformanceSettings":

@@ -77,7 +77,7 @@ Origins = Annotated[
     tuple[Annotated[str, AfterValidator(_check_origin)], ...], BeforeValidator(_split_commas)
 ]
 Policy = Literal["lru", "lfu", "fifo"]
-Dialect = Literal["llamacpp", "vllm", "sglang", "ollama", "azure"]
+Dialect = Literal["llamacpp", "vllm", "sglang", "ollama", "azure", "kserve"]
 Dialects = Annotated[tuple[Dialect, ...], BeforeValidator(_split_commas)]
 
 

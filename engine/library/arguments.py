@@ -28,7 +28,9 @@ _SETTINGS = {
     "max_num_batched_tokens": "performance.max_batch_tokens",
     "max_num_seqs": "performance.batch_size",
     "quantization": "model.quantization",
+    "pipeline_parallel_size": "performance.pipeline_parallel_size",
     "served_model_name": "model.name",
+    "tensor_parallel_size": "performance.tensor_parallel_size",
 }
 _VALUES: dict[str, dict[Any, Any]] = {"dtype": {"half": "float16", "float": "float32"}}
 # Argument -> the values that describe what the engine does anyway, and what to use instead.
@@ -37,11 +39,9 @@ _ALWAYS: dict[str, tuple[tuple[Any, ...], str]] = {
     "cpu_offload_gb": ((0,), "weights are never offloaded"),
     "enable_chunked_prefill": ((True,), "prefill is always chunked"),
     "load_format": (("auto", "safetensors", "gguf"), "the format follows from the files"),
-    "pipeline_parallel_size": ((1,), "there are no pipeline stages"),
     "runner": (("auto", "generate", "pooling"), "the runner follows from the model"),
     "skip_tokenizer_init": ((False,), "the tokenizer is always loaded"),
     "task": (("auto", "generate", "embed", "score"), "the task follows from the call"),
-    "tensor_parallel_size": ((1,), 'name the devices instead, as in device="cuda:0-3"'),
     "tokenizer_mode": (("auto", "slow", "hf"), "the tokenizer follows from the model's files"),
     # A permission that is never used: no code of a model runs here.
     "trust_remote_code": ((True, False), ""),

@@ -5,6 +5,7 @@ backend, which keeps running.
 """
 
 import asyncio
+import logging
 import math
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -12,18 +13,21 @@ from typing import Any
 from prometheus_client import CollectorRegistry
 
 from engine.backends.base import BackendHolder, InferenceBackend
+from engine.backends.custom.base_custom import CustomBackend
 from engine.backends.custom.engine_settings import backend_name, has_engine
 from engine.core.config_schema import Settings
-from engine.core.errors import ConflictError, NotFoundError
+from engine.core.errors import ConflictError, EngineError, NotFoundError
 from engine.core.store.model_store import resolve_model
 from engine.routing.build import EngineShare, expected_bytes, make_residency, on_demand
 from engine.routing.metrics import RouterMetrics
-from engine.routing.on_demand import OnDemand
+from engine.routing.on_demand import OnDemand, Swapped
 from engine.routing.policies import make_policy
 from engine.routing.replica import Member, Replica
 from engine.routing.residency import Residency
 from engine.routing.route import Route
 from engine.routing.router import Router
+
+log = logging.getLogger(__name__)
 
 POLICY = "prefix"
 
@@ -67,18 +71,25 @@ class ModelManager:
         self, model_id: str, model: str | None, options: Mapping[str, Any]
     ) -> dict[str, int]:
         """Replace the engines of a model one after the other, without an interruption. `model` and
-        `options` are what the new ones have instead. Returns what became of the open requests.
+        `options` are what the new ones have instead. Returns what became of the open requests. If
+        one of the new engines can't start, those before it are replaced by engines like the old.
         """
         async with self._changing:
             if model is not None:
                 resolve_model(model)  # raises for an unknown name before anything changes
-            swapped = [
-                await each.swap(model, options) for each in self._unloadable(self._known(model_id))
-            ]
+            swapped: dict[OnDemand, Swapped] = {}
+            try:
+                for each in self._unloadable(self._known(model_id)):
+                    swapped[each] = await each.swap(lambda old: old.remade(model, options))
+            except EngineError as error:
+                if swapped:
+                    error.message += await _swap_back(swapped)
+                raise
+        done = swapped.values()
         return {
-            "engines": len(swapped),
-            "moved": sum(each.num_moved for each in swapped),
-            "finishing": sum(each.num_left for each in swapped),
+            "engines": len(done),
+            "moved": sum(each.num_moved for each in done),
+            "finishing": sum(each.num_left for each in done),
         }
 
     async def copy(self, model_id: str, new_id: str) -> None:
@@ -230,6 +241,29 @@ def _router_around(replica: Replica, residency: Residency, registry: CollectorRe
     router = Router([replica], [_route(replica.name, replica)], metrics, residency=residency)
     metrics.watch(router.replicas)
     return router
+
+
+async def _swap_back(swapped: Mapping[OnDemand, Swapped]) -> str:
+    """Undo the swaps of a model whose next engine could not start. Returns what to tell the
+    administrator.
+    """
+    stuck = []
+    for each, done in swapped.items():
+
+        def like_before(_: CustomBackend, former: CustomBackend = done.replaced) -> CustomBackend:
+            return former.remade(None, {})
+
+        try:
+            await each.swap(like_before)
+        except EngineError:
+            log.exception("%s could not be swapped back", each.name)
+            stuck.append(each.name)
+    if not stuck:
+        return " All engines of the model are as before."
+    return (
+        f" These engines could not be swapped back and have the new options: {', '.join(stuck)}."
+        " Swap the model again, with options with which every engine starts."
+    )
 
 
 def _replica(model_id: str, kind: str, backend: InferenceBackend) -> Replica:

@@ -8,12 +8,9 @@ import asyncio
 import contextlib
 import logging
 import math
-import os
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping
-from typing import Any
-
-import psutil
+from collections.abc import AsyncGenerator, AsyncIterator, Callable
+from dataclasses import dataclass
 
 from engine.backends.base import (
     EventSink,
@@ -21,7 +18,6 @@ from engine.backends.base import (
     InferenceBackend,
     Orphan,
     ReplayedTokens,
-    Swapped,
     close_events,
     push_events,
 )
@@ -39,11 +35,20 @@ from engine.core.interfaces.backend import (
 )
 from engine.core.interfaces.request import EngineStats, GenerateRequest
 from engine.core.interfaces.snapshot import EngineSnapshot
-from engine.routing.residency import Residency
+from engine.routing.residency import Residency, own_bytes
 
 log = logging.getLogger(__name__)
 
 RETIRE_POLL_S = 0.05
+
+
+@dataclass(frozen=True, slots=True)
+class Swapped:
+    """What became of the open requests when their backend was replaced."""
+
+    replaced: CustomBackend
+    num_moved: int  # requests that continue in the new backend
+    num_left: int  # requests that finish in the old one
 
 
 class OnDemand(InferenceBackend):
@@ -175,10 +180,10 @@ class OnDemand(InferenceBackend):
         self.on_unload()
         return True
 
-    async def swap(self, model: str | None, changes: Mapping[str, Any]) -> Swapped:
-        """Replace the backend by a new one with another model or other options. Requests continue
-        in the new one. If they would not have the same result there, they finish in the old one,
-        which ends when it has no requests left. If the new one can't start, nothing changes.
+    async def swap(self, remake: Callable[[CustomBackend], CustomBackend]) -> Swapped:
+        """Replace the backend by the one that `remake` makes of it. Requests continue in the new
+        one. If they would not have the same result there, they finish in the old one, which ends
+        when it has no requests left. If the new one can't start, nothing changes.
         """
         self.num_open += 1  # so that `Residency` does not unload it
         try:
@@ -186,7 +191,7 @@ class OnDemand(InferenceBackend):
             old = self._inner
             if not isinstance(old, CustomBackend):
                 raise ConflictError(f"{self.name} can't be swapped: it is no engine of our own.")
-            new = old.remade(model, changes)
+            new = remake(old)
             async with self._residency.room_for(self):
                 await self._start(new)
         finally:
@@ -198,7 +203,7 @@ class OnDemand(InferenceBackend):
         num_moved = old.hand_over(new)
         num_left = old.num_open if num_moved is None else 0
         self._retiring[old] = asyncio.create_task(self._retire(old))
-        return Swapped(num_moved or 0, num_left)
+        return Swapped(old, num_moved or 0, num_left)
 
     async def _retire(self, old: CustomBackend) -> None:
         """Stop a backend that was replaced, when it has no open requests left."""
@@ -219,7 +224,7 @@ class OnDemand(InferenceBackend):
 
     def resident_bytes(self) -> int:
         """Memory of the processes that run the model, without this process."""
-        return sum(map(_own_bytes, (*self._retiring, self._inner)))
+        return sum(map(own_bytes, (*self._retiring, self._inner)))
 
     def health(self) -> Health:
         if self.is_leaving:
@@ -374,16 +379,6 @@ class _Answer(GeneratedFeed):
                     yield event
             finally:
                 await close_events(source)
-
-
-def _own_bytes(backend: InferenceBackend | None) -> int:
-    if backend is None:
-        return 0
-    total = backend.memory_bytes()
-    # `memory_bytes` of a `CustomBackend` includes this process, which is its frontend.
-    if isinstance(backend, CustomBackend):
-        total -= psutil.Process(os.getpid()).memory_info().rss
-    return max(0, total)
 
 
 def _retrieve(task: "asyncio.Task[None]") -> None:

@@ -5,9 +5,14 @@ used model. It also unloads models that were idle for too long.
 import asyncio
 import contextlib
 import logging
+import os
 from collections.abc import AsyncGenerator
 from typing import TYPE_CHECKING
 
+import psutil
+
+from engine.backends.base import InferenceBackend
+from engine.backends.custom.base_custom import CustomBackend
 from engine.core.errors import ResourceError, UnavailableError
 
 if TYPE_CHECKING:
@@ -91,3 +96,14 @@ class Residency:
 
 def _mib(num_bytes: int) -> int:
     return round(num_bytes / 2**20)
+
+
+def own_bytes(backend: InferenceBackend | None) -> int:
+    """Memory of the processes of a backend, without this process."""
+    if backend is None:
+        return 0
+    total = backend.memory_bytes()
+    # `memory_bytes` of a `CustomBackend` includes this process, which is its frontend.
+    if isinstance(backend, CustomBackend):
+        total -= psutil.Process(os.getpid()).memory_info().rss
+    return max(0, total)

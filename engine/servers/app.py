@@ -154,6 +154,7 @@ DIALECTS: dict[Dialect, tuple[str, ...]] = {
     "sglang": ("sglang_api.routes:add_sglang_routes",),
     "ollama": ("ollama.routes:add_ollama_routes",),
     "azure": ("azure:add_azure_routes",),
+    "kserve": ("kserve.routes:add_kserve_routes",),
 }
 # Like DIALECTS, for other names of our routes. They are added last, when our routes are there.
 OTHER_NAMES: dict[Dialect, str] = {"llamacpp": "llamacpp.state:add_alias_routes"}
@@ -231,6 +232,11 @@ def create_app(
     app.state.late_routes = late = LateRoutes(app, services, others if starts_soon else ())
     if starts_soon:
         app.add_middleware(LateGate, late=late)
+    if settings.server.grpc_port is not None:
+        # Imported late: few servers serve gRPC, and the library that it needs is an extra.
+        from engine.servers.kserve.grpc_server import GrpcServer
+
+        services.components.append(GrpcServer(app, settings.server))
     if settings.server.root_path:
         app.add_middleware(RootPath, prefix=settings.server.root_path)
     return app

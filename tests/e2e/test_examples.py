@@ -1,6 +1,5 @@
 """Every example as its user runs it: a script in a process of its own."""
 
-import importlib.util
 import json
 import os
 import signal
@@ -8,7 +7,6 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
-from decimal import Decimal
 from pathlib import Path
 
 import httpx
@@ -56,32 +54,23 @@ def test_chatting_streams_answers_and_keeps_the_conversation():
 def test_the_evaluation_counts_resumes_and_refuses_another_runs_file(tmp_path):
     output = tmp_path / "results.jsonl"
     backend = FakeBackend(["12 trays", " hold 96.", " #### ", "39"])
+    env = os.environ | {"PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
     with live_server(backend) as server:
-        given = ["--backend", f"{server.url}/v1", "--output", str(output)]
-        done = run(EVALUATE, *given, "--limit", "5")
+        given = ["--models", f"{server.url}/v1", "--output", str(output), "--json"]
+        done = run(EVALUATE, *given, "--limit", "5", env=env)
         assert done.returncode == 0, done.stderr
-        assert "1 of 5 right (20.0%)" in done.stdout
-        assert "form asked for: 5 of 5" in done.stdout
+        (model,) = json.loads(done.stdout)["models"]
+        assert model["right"] == 1 and model["answered"] == 5
+        assert model["measures"]["after ####"] == 1.0
         with output.open("a") as file:
             file.write('{"half')  # as a crash leaves it
         asked = len(backend.requests)
-        again = run(EVALUATE, *given)
-        assert "1 of 20 right" in again.stdout, again.stderr
+        again = run(EVALUATE, *given, env=env)
+        assert json.loads(again.stdout)["models"][0]["answered"] == 20, again.stderr
         assert len(backend.requests) - asked == 15
         assert len([json.loads(line) for line in output.read_text().splitlines()]) == 20
-        other = run(EVALUATE, *given, "--max-tokens", "7")
-        assert other.returncode == 1 and "another run" in other.stderr
-
-
-def test_numbers_are_read_from_answers_in_any_dress():
-    spec = importlib.util.spec_from_file_location("scoring", EVALUATE.parent / "scoring.py")
-    scoring = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(scoring)
-    for text in ("so 5 #### 1,300", "#### $1300.0 dollars", "It is 7, no, 1,300.", "####1300 7"):
-        assert scoring.predicted_number(text) == Decimal(1300), text
-    assert scoring.predicted_number("#### -4") == -4
-    assert scoring.predicted_number("I don't know.") is None
-    assert scoring.marked_number("It is 7.") is None
+        other = run(EVALUATE, *given, "--max-tokens", "7", env=env)
+        assert other.returncode == 2 and "another run" in other.stderr
 
 
 def test_every_step_of_a_deployment_can_be_seen_and_shows_no_secret(tmp_path, checkpoint):

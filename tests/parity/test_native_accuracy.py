@@ -50,15 +50,14 @@ def source(default_model: Path) -> Iterator[ModelSource]:
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("isa", kernels().instruction_sets()[1:])  # the first one is portable
 @pytest.mark.parametrize("numerics", ALL_NUMERICS, ids=lambda each: each.label)
 def test_perplexity_is_the_recorded_one_and_llama_cpps(
-    source: ModelSource, numerics: Numerics
+    source: ModelSource, numerics: Numerics, isa: str
 ) -> None:
-    native = kernels()
-    best = native.instruction_sets()[-1]
-    alike = DEFAULT if numerics is FAST and not native.has_per_channel(best) else numerics
+    alike = DEFAULT if numerics is FAST and not kernels().has_per_channel(isa) else numerics
     token_ids = Tokenizer.from_gguf(source.metadata).encode(read_text())
-    with running(source, numerics, threads=None) as runner:
+    with running(source, numerics, None, isa) as runner:
         found = perplexity(runner, numerics, windows(token_ids))
     assert found == pytest.approx(RECORDED[alike], rel=0.002)
     assert found == pytest.approx(OF_LLAMA_CPP, rel=0.005)

@@ -68,7 +68,7 @@ def has_per_channel() -> bool:
 def with_one_cache(runners: Runners) -> tuple[NativeRunner, NativeRunner]:
     """Fast, and the default with a cache of the same type."""
     native = kernels()
-    is_int8 = native.has_int8_attention(native.instruction_sets()[-1])
+    is_int8 = native.prefers_int8_cache(native.instruction_sets()[-1])
     return runners("fast"), runners("invariant", kv_dtype="int8" if is_int8 else "auto")
 
 

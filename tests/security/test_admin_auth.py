@@ -12,7 +12,7 @@ from fastapi import FastAPI
 from engine.core.observability.metrics import Metrics
 from engine.servers.access.auth import ADMIN_PATH, TENANT_ROUTES
 from engine.servers.app import create_app
-from engine.servers.http.errors import is_ollama
+from engine.servers.http.errors import is_kserve, is_ollama
 from engine.servers.openai.openapi import BODIES, BODILESS, FORMS, api_routes
 from tests.fake_backend import MODEL, FakeBackend
 from tests.live_server import LiveServer, live_server, make_settings
@@ -28,6 +28,10 @@ ENDLESS = {"/v1/admin/live"}  # this stream ends only when its client leaves
 
 def bearer(key: str) -> dict[str, str]:
     return {"authorization": f"Bearer {key}"}
+
+
+def reads_any_type(path: str) -> bool:
+    return is_ollama(path) or is_kserve(path)
 
 
 def place(path: str) -> str:
@@ -132,12 +136,12 @@ async def test_a_foreign_page_changes_nothing_by_any_route(
 async def test_what_a_page_can_send_without_asking_is_no_body(
     app: FastAPI, client: httpx.AsyncClient, kind: str | None
 ) -> None:
-    """Forms and plain text need no preflight, so they are never read as JSON. Ollama's routes read
-    them if no browser sent them.
+    """Forms and plain text need no preflight, so they are never read as JSON. Routes of Ollama and
+    KServe read them if no browser sent them.
     """
     headers = bearer(ADMIN) | ({} if kind is None else {"content-type": kind})
     for path in BODIES:
-        from_page = {"sec-fetch-site": "same-site"} if is_ollama(path) else {}
+        from_page = {"sec-fetch-site": "same-site"} if reads_any_type(path) else {}
         response = await client.post(place(path), headers=headers | from_page, content=b"{}")
         assert response.status_code == 415, path
     assert not app.state.services.lifecycle.is_draining

@@ -14,6 +14,7 @@ from fastapi.routing import APIRoute
 from engine.core.observability.metrics import Metrics
 from engine.servers.access import auth
 from engine.servers.app import create_app
+from engine.servers.http.errors import is_kserve
 from engine.servers.ui.routes import PageRoute
 from tests.fake_backend import MODEL, FakeBackend
 from tests.live_server import LiveServer, chat, live_server, make_settings
@@ -21,7 +22,9 @@ from tests.live_server import LiveServer, chat, live_server, make_settings
 KEY = "correct-horse-battery-staple-0123"
 TOKEN = "scrape-token-0123456789abcdef"
 BEARER = {"authorization": f"Bearer {KEY}"}
-OPEN_WITHOUT_KEY = {"/livez", "/readyz", "/health", "/healthz"}
+OPEN_WITHOUT_KEY = {
+    *("/livez", "/readyz", "/health", "/healthz", "/v2/health/live", "/v2/health/ready")
+}
 METHODS = ("GET", "POST", "PUT", "PATCH", "DELETE", "HEAD", "OPTIONS")
 
 
@@ -79,7 +82,7 @@ async def test_every_route_needs_the_key(app: FastAPI, client: httpx.AsyncClient
             assert refused.status_code == 401
             assert refused.headers["www-authenticate"] == "Bearer"
             # Anthropic's own routes have its shape: tests/security/test_anthropic_errors.py.
-            if path.startswith("/api/") and registered != "HEAD":
+            if (path.startswith("/api/") or is_kserve(path)) and registered != "HEAD":
                 assert isinstance(refused.json()["error"], str)
             elif not path.startswith("/v1/messages") and registered != "HEAD":
                 assert set(refused.json()["error"]) == {"message", "type", "param", "code"}

@@ -52,6 +52,9 @@ LEAST: dict[str, dict[str, Any]] = {
     "FlushBody": {},
     "GenerateBody": {"prompt": "x"},
     "InfillBody": {"input_prefix": "x", "input_suffix": "y"},
+    "InferBody": {
+        "inputs": [{"name": "text_input", "shape": [1], "datatype": "BYTES", "data": ["x"]}]
+    },
     "InvocationBody": {},
     "KeyBody": {"name": "a"},
     "LevelBody": {"level": "info"},
@@ -79,6 +82,7 @@ LEAST: dict[str, dict[str, Any]] = {
     "ScoreBody": {"model": MODEL, "text_1": "x", "text_2": "y"},
     "TemplateBody": {"messages": MESSAGES},
     "StoredChatUpdate": {"metadata": {}},
+    "TextBody": {"text_input": "x"},
     "TokenCountBody": {"input": "x"},
     "TokenizeBody": {"prompt": "x"},
     "UploadBody": {

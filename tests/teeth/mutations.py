@@ -265,9 +265,9 @@ GUARDS = [
     ),
     Mutation(
         "FLT-04 a slow step counts as frozen",
-        "engine.backends.custom.frontend.engine_link",
-        "        if vitals.silent_s is not None and vitals.silent_s > FROZEN_AFTER_S:\n",
-        "        if (vitals.step_age_s or 0) > FROZEN_AFTER_S:\n",
+        "engine.backends.custom.frontend.vigil",
+        "    if vitals.silent_s is not None and vitals.silent_s > FROZEN_AFTER_S:\n",
+        "    if (vitals.step_age_s or 0) > FROZEN_AFTER_S:\n",
         f"{WATCHDOG}::test_a_slow_step_is_no_trouble",
     ),
     Mutation(

@@ -16,6 +16,7 @@ SECRET = "correct-horse-battery"
 SPEED = {
     "instruction_sets": ["generic", "avx2"],
     "threads": 6,
+    "nodes": 1,
     "read_bytes_per_s": 200 * 98_362_432.0,
     "int8_ops_per_s": 1.25e12,
     "bf16_ops_per_s": None,
@@ -187,6 +188,14 @@ def test_doctor_tells_what_the_kernels_reach(monkeypatch: pytest.MonkeyPatch) ->
         "matrix products": "1.25 TOPS int8",
         "smollm2-135m-instruct": "up to about 200 tokens/s for one request (98 MB a token)",
     }
+
+
+def test_doctor_says_how_memory_is_placed_on_several_nodes(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("engine.cli.doctor._measured_speed", lambda: SPEED | {"nodes": 2})
+    (threads,) = (each["detail"] for each in findings() if each["name"] == "threads")
+    assert "on 2 NUMA nodes: threads are bound to their node" in str(threads)
 
 
 def test_doctor_says_what_to_do_without_kernels(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -184,7 +184,7 @@ def test_flags_of_other_engines_set_our_settings(
 @pytest.mark.parametrize(
     ("arguments", "told"),
     [
-        (("--tensor-parallel-size", "2"), "--device cuda:0-3"),
+        (("--tensor-split", "2,1"), "--tensor-parallel-size"),
         (("-ngl=99",), "--device cuda or --device cpu"),
         (("--trust-remote-code",), "leave it out"),
         (("m", "-m", "n"), "name one model, not m and n"),

@@ -32,6 +32,8 @@ SETTINGS = {
     "performance.max_queued_requests": 222,
     "performance.memory_pool_size_mb": 33,
     "performance.gpu_memory_utilization": 0.5,
+    "performance.tensor_parallel_size": 3,
+    "performance.pipeline_parallel_size": 2,
     "performance.speculation": "off",
     "cache.kv_dtype": "float32",
     "cache.block_size": 32,
@@ -72,6 +74,8 @@ OPTIONS = EngineOptions(
     max_revivals=5,
     pool_bytes=33 * 1024 * 1024,
     gpu_memory_utilization=0.5,
+    tensor_parallel_size=3,
+    pipeline_parallel_size=2,
     speculation="off",
     block_size=32,
     cache_enabled=False,
@@ -148,7 +152,11 @@ def test_sizes_that_settings_leave_open_fit_the_device(
 
 
 def test_given_sizes_are_kept_and_the_others_agree_with_them():
-    assert OPTIONS.planned("cuda:0", 139 * GIB, 2) == OPTIONS
+    alone = msgspec.structs.replace(OPTIONS, tensor_parallel_size=1, pipeline_parallel_size=1)
+    assert alone.planned("cuda:0", 139 * GIB, 2) == alone
+    sizes = {"pool_bytes": OPTIONS.pool_bytes // 6, "cache_bytes": OPTIONS.cache_bytes // 6}
+    of_a_rank = msgspec.structs.replace(OPTIONS, **sizes)
+    assert OPTIONS.planned("cuda:0", 139 * GIB, 2) == of_a_rank
     few = msgspec.structs.replace(OPTIONS, max_slots=0, max_batch_tokens=50)
     assert few.planned("cpu", 20 * GIB, 2).max_slots == 50
     many = msgspec.structs.replace(OPTIONS, max_slots=4096, max_batch_tokens=0)
@@ -172,6 +180,8 @@ def test_a_runner_is_told_what_was_planned():
         numerics="fast",
         affinity="off",
         quantization="int8",
+        tensor_parallel=3,
+        pipeline_parallel=2,
     )
 
 

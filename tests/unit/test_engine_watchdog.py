@@ -8,6 +8,7 @@ import msgspec
 import pytest
 
 from engine.backends.custom.frontend import engine_link as link_module
+from engine.backends.custom.frontend import vigil
 from engine.backends.custom.frontend.engine_client import ProcessClient
 from engine.core import faults
 from engine.core.faults import Fault
@@ -20,9 +21,9 @@ pytestmark = pytest.mark.seconds  # each engine is a process, and has to seem to
 @pytest.fixture
 def hasty(monkeypatch):
     """The same order of events, sooner. A process ticks twice a second."""
-    monkeypatch.setattr(link_module, "FROZEN_AFTER_S", 1.5)
-    monkeypatch.setattr(link_module, "WAKE_AFTER_S", 2.0)
-    monkeypatch.setattr(link_module, "KILL_AFTER_S", 3.0)
+    monkeypatch.setattr(vigil, "FROZEN_AFTER_S", 1.5)
+    monkeypatch.setattr(vigil, "WAKE_AFTER_S", 2.0)
+    monkeypatch.setattr(vigil, "GIVE_UP_AFTER_S", 3.0)
     monkeypatch.setattr(link_module, "WATCH_INTERVAL_S", 0.2)
 
 
@@ -78,6 +79,27 @@ async def test_an_engine_that_stays_frozen_is_killed_and_its_request_continues(h
     await until(lambda: inbox.tokens)
     os.kill(link.pid, signal.SIGSTOP)
     await asyncio.wait_for(inbox.ended.wait(), 30)
+    assert inbox.error is None and inbox.tokens == expected(1, 200)
+    assert link.num_restarts == 1 and link.trouble is None
+    await link.stop()
+
+
+async def test_an_engine_that_is_stopped_again_and_again_is_replaced(hasty):
+    """Each time it is woken it ticks once, and its requests would wait for ever."""
+    link = make_link(max_revivals=8)
+    await link.start()
+    inbox, pid = Inbox(), link.pid
+    link.submit(request(1, max_tokens=200), inbox)
+    await until(lambda: inbox.tokens)
+
+    async def keep_stopping() -> None:
+        while link.pid == pid:
+            os.kill(pid, signal.SIGSTOP)
+            await asyncio.sleep(0.05)
+
+    stopping = asyncio.create_task(keep_stopping())
+    await asyncio.wait_for(inbox.ended.wait(), 30)
+    await stopping
     assert inbox.error is None and inbox.tokens == expected(1, 200)
     assert link.num_restarts == 1 and link.trouble is None
     await link.stop()

@@ -195,16 +195,17 @@ def step(age_s: float, patience_s: float = 10.0) -> Vitals:
     [
         ([silent(4.9)] * 9, 0, 0),
         ([silent(5.1), silent(5.6), silent(6.1)], 1, 0),
-        ([silent(5.1), HEALTHY, silent(5.1)], 2, 0),
+        ([silent(5.1), HEALTHY, silent(5.1), HEALTHY], 1, 0),
+        ([silent(5.1), HEALTHY, silent(5.1), silent(5.6)], 1, 1),  # something stops it again
         ([silent(7.9)] * 9, 1, 0),
-        ([silent(8.1), HEALTHY, silent(8.1), HEALTHY], 2, 0),  # once may be our own fault
+        ([silent(8.1), HEALTHY, silent(8.1), HEALTHY], 1, 0),  # once may be our own fault
         ([silent(8.1), silent(8.6)], 1, 1),
         ([step(19.0)] * 9, 0, 0),
         ([step(21.0), step(21.5)], 0, 1),
         ([step(21.0, patience_s=30.0)] * 9, 0, 0),
         ([None, None], 0, 0),
     ],
-    ids=range(10),
+    ids=range(11),
 )
 async def test_the_silent_are_woken_and_who_does_not_go_on_is_killed(
     looks, num_woken, num_killed, monkeypatch

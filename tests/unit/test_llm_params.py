@@ -92,9 +92,9 @@ def test_an_argument_sets_a_setting_or_is_refused():
         "performance.memory_pool_size_mb": 16,
     }
     assert EngineArgs.of(model="a/b", revision="v1").flags()["model.model_path"] == "hf:a/b@v1"
-    assert EngineArgs.of(tensor_parallel_size=1, lora_modules=None).flags()
+    two = EngineArgs.of(tensor_parallel_size=2, lora_modules=None).flags()
+    assert two["performance.tensor_parallel_size"] == 2
     for name, value in (
-        ("tensor_parallel_size", 2),
         ("tokenizer", "other"),
         ("max_modle_len", 5),
         ("speculative_config", {}),

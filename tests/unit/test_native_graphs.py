@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 
 from engine.backends.custom.architectures.base import ExpertsConfig, ModelConfig, RopeConfig
+from engine.backends.custom.frameworks.native import machine
 from engine.backends.custom.frameworks.native.execution.build import build_runner
 from engine.backends.custom.frameworks.native.execution.runner import NativeRunner
 from engine.backends.custom.ir.execute import ReferenceBatch, State, run_graph
@@ -94,19 +95,35 @@ def test_threads_do_not_change_a_bit(numerics: str) -> None:
     """With many threads, matmuls with fewer panels than threads are cut by rows, too."""
     config = replace(_quantizable(), experts=None, max_position=256)
     source = memory_source(config, random_weights(build_graph(config)), "Q4_0")
-
-    def steps(num_threads: int) -> list[np.ndarray]:
-        driver = RunnerDriver(runner_for(source, "stored", num_threads, numerics))
-        tracks = [driver.add(text(length, seed=length)) for length in (221, 60, 9)]
-        return [
-            last_logits(driver, list(zip(tracks, counts, strict=True)))
-            for counts in ((150, 59, 8), (71, 1, 1))
-        ]
-
-    expected = steps(1)
+    expected = two_steps(runner_for(source, "stored", 1, numerics))
     for num_threads in (2, 3, 7, 16, 64):
-        for found, each in zip(steps(num_threads), expected, strict=True):
-            np.testing.assert_array_equal(found, each)
+        found = two_steps(runner_for(source, "stored", num_threads, numerics))
+        np.testing.assert_array_equal(found, expected)
+
+
+def two_steps(runner: NativeRunner) -> np.ndarray:
+    """The logits of a step of prefill and of a step of prefill and decode, beside each other."""
+    driver = RunnerDriver(runner)
+    tracks = [driver.add(text(length, seed=length)) for length in (221, 60, 9)]
+    steps = [[*zip(tracks, counts, strict=True)] for counts in ((150, 59, 8), (71, 1, 1))]
+    return np.concatenate([last_logits(driver, work) for work in steps])
+
+
+@pytest.mark.parametrize("numerics", ["invariant", "fast"])
+@pytest.mark.parametrize("nodes", [(0, 0, 0, 1, 1), (0, 1), (0, 1, 2, 3), (2, 2, 7, 2)])
+def test_nodes_do_not_change_a_bit(
+    monkeypatch: pytest.MonkeyPatch, nodes: tuple[int, ...], numerics: str
+) -> None:
+    """Threads of several NUMA nodes compute with copies of the weights, experts' too. The nodes are
+    made up, so their pages are all in the same memory here.
+    """
+    config = replace(_quantizable(), max_position=256)
+    source = memory_source(config, random_weights(build_graph(config)), "Q4_0")
+    expected = two_steps(runner_for(source, "stored", 1, numerics))
+    placement = machine.Placement((tuple(machine.usable_cpus()),) * len(nodes), nodes)
+    monkeypatch.setattr(machine, "place_threads", lambda affinity, threads: placement)
+    found = two_steps(runner_for(source, "stored", len(nodes), numerics))
+    np.testing.assert_array_equal(found, expected)
 
 
 @pytest.mark.parametrize("matrix_type", ["Q4_0", "Q8_0"])

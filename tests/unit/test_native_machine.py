@@ -1,15 +1,16 @@
 """Threads and CPUs for kernels, on machines made of files: SMT, NUMA, affinity masks, quotas."""
 
+from itertools import chain
 from pathlib import Path
 
 import pytest
 
 from engine.backends.custom.frameworks.native import compiled, machine
 from engine.backends.custom.frameworks.native.execution import build
-from engine.backends.custom.frameworks.native.machine import Core
+from engine.backends.custom.frameworks.native.machine import Core, Placement
 from engine.core.errors import ConfigError
 
-MASK = {0, 1, 2, 3, 8, 9, 10, 11}
+MASK = {0, 1, 2, 3, 8, 9, 10, 11, 12}
 
 
 @pytest.fixture
@@ -59,42 +60,58 @@ def test_default_threads_never_oversubscribe(two_nodes, monkeypatch, quota, thre
 @pytest.mark.parametrize(
     ("threads", "cpus"),
     [
-        (8, []),
         (7, [0, 1, 2, 3, 4, 5, 6]),
         (4, [0, 1, 4, 5]),
         (5, [0, 1, 2, 4, 5]),
         (1, [0]),
-        (9, []),
     ],
 )
 def test_threads_are_spread_over_nodes_and_those_of_a_node_adjoin(
     two_nodes, monkeypatch, threads, cpus
 ):
     use(monkeypatch, machine.usable_cores(two_nodes, set(range(16))))
-    assert machine.choose_cpus("auto", threads) == cpus
+    placement = machine.place_threads("auto", threads)
+    assert placement.cpus == tuple((cpu,) for cpu in cpus)
+    assert placement.nodes == (() if threads == 1 else tuple(cpu // 4 for cpu in cpus))
+
+
+@pytest.mark.parametrize("threads", [8, 9])
+def test_threads_on_all_cores_stay_on_their_node(two_nodes, monkeypatch, threads):
+    use(monkeypatch, machine.usable_cores(two_nodes, set(range(16))))
+    placement = machine.place_threads("auto", threads)
+    nodes = (0,) * (threads - 4) + (1,) * 4
+    whole = ((0, 8, 1, 9, 2, 10, 3, 11), (4, 12, 5, 13, 6, 14, 7, 15))
+    assert placement == Placement(tuple(whole[node] for node in nodes), nodes)
+
+
+def test_threads_on_all_cores_of_one_node_are_not_bound(two_nodes, monkeypatch):
+    use(monkeypatch, machine.usable_cores(two_nodes, {0, 1, 2, 3}))
+    assert machine.place_threads("auto", 4) == Placement()
 
 
 def test_a_small_node_leaves_the_rest_to_the_others(two_nodes, monkeypatch):
     use(monkeypatch, machine.usable_cores(two_nodes, {0, 4, 5, 6}))
-    assert machine.choose_cpus("auto", 3) == [0, 4, 5]
+    assert machine.place_threads("auto", 3) == Placement(((0,), (4,), (5,)), (0, 1, 1))
 
 
 def test_cores_that_others_share_are_not_bound(two_nodes, monkeypatch):
     cores = machine.usable_cores(two_nodes, set(range(16)))
     use(monkeypatch, cores, quota=4.0)
-    assert machine.choose_cpus("auto", 4) == []
+    assert machine.place_threads("auto", 4) == Placement()
     use(monkeypatch, cores, quota=8.0)
-    assert machine.choose_cpus("auto", 4) == [0, 1, 4, 5]
+    assert machine.place_threads("auto", 4).nodes == (0, 0, 1, 1)
 
 
-def test_named_cpus(monkeypatch):
+def test_named_cpus(two_nodes, monkeypatch):
+    use(monkeypatch, machine.usable_cores(two_nodes, set(range(16))))
     monkeypatch.setattr(machine.os, "sched_getaffinity", lambda _: MASK)
-    assert machine.choose_cpus("off", 4) == []
-    assert machine.choose_cpus("9,0-2", 3) == [9, 0, 1]
+    assert machine.place_threads("off", 4) == Placement()
+    assert machine.place_threads("9,0-2", 3) == Placement(((9,), (0,), (1,)))
+    assert machine.place_threads("0,12", 2) == Placement(((0,), (12,)), (0, 1))
     with pytest.raises(ConfigError, match="may not use CPU 4"):
-        machine.choose_cpus("2-4", 2)
+        machine.place_threads("2-4", 2)
     with pytest.raises(ConfigError, match="names 2 CPUs for 3 threads"):
-        machine.choose_cpus("2,3,2", 3)
+        machine.place_threads("2,3,2", 3)
 
 
 def quota_of(root: Path, cgroup: str, files: dict[str, str]) -> float | None:
@@ -130,8 +147,8 @@ def test_the_tightest_control_group_counts(tmp_path, cgroup, files, quota):
 
 def test_this_machine():
     assert 1 <= machine.default_threads() <= len(machine.os.sched_getaffinity(0))
-    cpus = machine.choose_cpus("auto", machine.default_threads())
-    assert set(cpus) <= machine.os.sched_getaffinity(0)
+    placement = machine.place_threads("auto", machine.default_threads())
+    assert set(chain.from_iterable(placement.cpus)) <= machine.os.sched_getaffinity(0)
 
 
 @pytest.mark.parametrize(

@@ -23,6 +23,7 @@ RANKS = {
     "engine.backends": 1,
     "engine.compare": 1,
     "engine.conformance": 1,
+    "engine.evaluation": 1,
     "engine.plugins": 2,
     "engine.routing": 2,
     "engine.servers": 3,

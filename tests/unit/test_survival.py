@@ -5,6 +5,7 @@ import asyncio
 import pytest
 
 from engine.backends.custom.frontend import survival
+from engine.backends.custom.ipc.heartbeat import Vitals
 from engine.core.errors import (
     EngineError,
     InferenceError,
@@ -54,6 +55,34 @@ async def test_late_deltas_of_an_engine_that_was_given_up_are_dropped(pauses):
     bench.client.on_message(Deltas((TokenDelta("r", 0, (7,)),)))
     assert [item.token_ids for item in receiver.items] == [(7,)]
     await bench.link.stop()
+
+
+async def test_an_engine_that_does_not_go_on_is_given_up_before_it_ends(pauses):
+    """Its requests do not wait for its end, and what it says when it wakes up late is dropped."""
+    other = Bench(max_revivals=8)
+    await other.start()
+
+    def move(opened) -> bool:
+        other.link.adopt(opened)
+        return True
+
+    bench = Bench(0.1, max_revivals=8, move=move)
+    await bench.start()
+    receiver, frozen = bench.submit(), bench.client
+    frozen.on_message(Deltas((TokenDelta("r", 0, (5,)),)))
+    frozen.show([Vitals(None, 10.0, 9.0)] * 2)
+    await settle()
+    assert frozen.num_killed == 1 and not bench.link.is_up
+    (moved,) = other.client.sent
+    assert moved.resumed == (Resumed(0, (5,)),)
+    frozen.on_message(Deltas((TokenDelta("r", 0, (6,)),)))
+    other.client.on_message(Deltas((TokenDelta("r", 0, (7,)),)))
+    frozen.on_exit(-9)
+    await settle()
+    assert [item.token_ids for item in receiver.items] == [(5,), (7,)]
+    assert len(bench.clients) == 2 and len(other.client.sent) == 1
+    await bench.link.stop()
+    await other.link.stop()
 
 
 async def test_a_request_is_revived_once_for_each_death(pauses):

@@ -20,9 +20,11 @@ from engine.core.interfaces.request import SamplingParams
 from engine.routing import manage
 from engine.routing.manage import ModelManager
 from engine.routing.on_demand import OnDemand
+from engine.routing.replica import Replica
 from engine.routing.residency import Residency
 from tests.fake_backend import FakeBackend
 from tests.live_server import make_settings
+from tests.routed_replicas import router as routed
 from tests.toy_alone import generate_alone
 from tests.toy_backend import ToyBackend
 
@@ -143,10 +145,66 @@ async def test_another_model_leaves_open_requests_to_the_old_engine(
     assert not old.num_open and new.num_open
 
 
+class Picky(ToyBackend):
+    """Does not start with two threads."""
+
+    def remade(self, model, changes) -> CustomBackend:
+        return Picky(threads=super().remade(model, changes)._options.threads)
+
+    async def start(self) -> str:
+        if self._options.threads == 2:
+            raise ResourceError("It does not fit.")
+        return await super().start()
+
+
+def made(name: str, backend: CustomBackend) -> Replica:
+    return Replica(name, "toy", OnDemand(name, lambda: backend, Residency()))
+
+
+async def swap_both(*backends: CustomBackend) -> tuple[str, list[CustomBackend]]:
+    """Swap two replicas, of which the second one can't start. Returns what the administrator reads,
+    and the engines after it.
+    """
+    both = [made(f"m-{number}", backend) for number, backend in enumerate(backends)]
+    router = routed(*both)
+    manager = ModelManager(
+        BackendHolder(router), make_settings(), CollectorRegistry(), lambda: router
+    )
+    for each in both:
+        await each.backend.start()
+    with pytest.raises(ResourceError, match="does not fit") as refused:
+        await manager.swap("m", None, {"threads": 2})
+    engines = [each.backend._inner for each in both]
+    assert all(each.health().ready for each in engines)
+    for each in both:
+        await each.backend.stop()
+    return refused.value.message, engines
+
+
+async def test_a_swap_that_fails_midway_is_undone() -> None:
+    first, second = ToyBackend(threads=1), Picky(threads=1)
+    told, engines = await swap_both(first, second)
+    assert engines[0] is not first and engines[1] is second
+    assert [each._options.threads for each in engines] == [1, 1]
+    assert told.endswith("All engines of the model are as before.")
+
+
+async def test_an_engine_that_can_not_be_swapped_back_is_named(monkeypatch) -> None:
+    first, second = ToyBackend(threads=1), Picky(threads=1)
+    monkeypatch.setattr(first, "remade", lambda model, changes: broken_or_new(changes))
+
+    def broken_or_new(changes) -> CustomBackend:
+        return ToyBackend(threads=2) if changes else Picky(threads=2)
+
+    told, engines = await swap_both(first, second)
+    assert [each._options.threads for each in engines] == [2, 1]
+    assert "m-0" in told and "m-1" not in told and "Swap the model again" in told
+
+
 async def test_only_engines_of_our_own_are_swapped() -> None:
     backend = OnDemand("m", FakeBackend, Residency())
     await backend.start()
     with pytest.raises(ConflictError, match="of our own"):
-        await backend.swap(None, {})
+        await backend.swap(lambda old: old.remade(None, {}))
     assert backend.num_open == 0
     await backend.stop()

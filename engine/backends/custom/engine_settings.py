@@ -77,6 +77,8 @@ def engine_options(settings: Settings, framework: str, path: Path | None = None)
         max_revivals=settings.server.max_revivals if settings.server.survive else 0,
         pool_bytes=pool_mb * 2**20 if pool_mb is not None else None,
         gpu_memory_utilization=performance.gpu_memory_utilization,
+        tensor_parallel_size=performance.tensor_parallel_size,
+        pipeline_parallel_size=performance.pipeline_parallel_size,
         block_size=cache.block_size,
         cache_enabled=cache.enabled,
         cache_bytes=cache.max_size_mb * 2**20 if cache.max_size_mb is not None else None,
@@ -144,6 +146,9 @@ def backend_name(settings: Settings) -> str:
     name = settings.model.backend
     if name != "auto":
         return name
+    performance = settings.performance
+    if performance.tensor_parallel_size * performance.pipeline_parallel_size > 1:
+        return "torch"
     return default_backend(settings.model.device, settings.model.dtype)
 
 

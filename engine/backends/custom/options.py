@@ -67,6 +67,8 @@ class EngineOptions(msgspec.Struct, frozen=True, kw_only=True, tag="options"):
     pool_bytes: int | None = None
     # The engine may use this share of the GPU memory that is free when it starts.
     gpu_memory_utilization: float = 0.9
+    tensor_parallel_size: int = 1
+    pipeline_parallel_size: int = 1
     block_size: int = 16
     cache_enabled: bool = True
     cache_bytes: int | None = None
@@ -77,18 +79,26 @@ class EngineOptions(msgspec.Struct, frozen=True, kw_only=True, tag="options"):
     log_level: str = "warning"
     log_format: str = "pretty"
 
+    @property
+    def num_ranks(self) -> int:
+        return self.tensor_parallel_size * self.pipeline_parallel_size
+
     def fingerprint(self, files: str, device: str, dtype: str, max_seq_len: int) -> str:
         """Equal for engines in which a request has the same result. `files` identifies the model's
         files.
         """
         arithmetic = (self.framework, self.quantization, self.attention, self.numerics)
         kind = device.partition(":")[0]  # GPUs of one machine count as equal
-        facts = (__version__, files, arithmetic, self.kv_dtype, kind, dtype, max_seq_len)
+        facts = (
+            *(__version__, files, arithmetic, self.kv_dtype, kind, dtype, max_seq_len),
+            *(self.tensor_parallel_size, self.pipeline_parallel_size),
+        )
         return hashlib.sha256(repr(facts).encode()).hexdigest()[:16]
 
     def planned(self, device: str, free_bytes: int, num_cpus: int) -> "EngineOptions":
         """These options, with the sizes that the settings leave to the engine. They depend on the
-        device: its kind, its free memory and the number of CPUs.
+        device: its kind, its free memory and the number of CPUs. Sizes of the KV cache are those of
+        one rank.
         """
         if self.framework == "torch" and device.startswith("cuda"):
             _, slots, tokens = next(each for each in GPU_STEPS if free_bytes >= each[0])
@@ -101,9 +111,11 @@ class EngineOptions(msgspec.Struct, frozen=True, kw_only=True, tag="options"):
         cache_bytes = self.cache_bytes
         if self.framework == "native" and self.pool_bytes is None and cache_bytes is None:
             cache_bytes = IDLE_CACHE_BYTES
+        pool_bytes = self.pool_bytes
         return msgspec.structs.replace(
             self,
             max_slots=self.max_slots or slots,
             max_batch_tokens=self.max_batch_tokens or tokens,
-            cache_bytes=cache_bytes,
+            cache_bytes=None if cache_bytes is None else cache_bytes // self.num_ranks,
+            pool_bytes=None if pool_bytes is None else pool_bytes // self.num_ranks,
         )

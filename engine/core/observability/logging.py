@@ -66,6 +66,13 @@ def setup_logging(level: str, format: str, stream: TextIO | None = None) -> None
         logging.getLogger(name).setLevel(logging.WARNING)
 
 
+def current_setup() -> tuple[str, str]:
+    """The level and the format of this process's logs, with which a child can set up its own."""
+    root = logging.getLogger()
+    is_json = any(isinstance(each.formatter, JsonFormatter) for each in root.handlers)
+    return logging.getLevelName(root.level).lower(), "json" if is_json else "pretty"
+
+
 def set_level(level: str) -> str:
     """Set the level of all logs in this process. Returns the previous level."""
     root = logging.getLogger()

@@ -26,7 +26,9 @@ if TYPE_CHECKING:
 
 # Routes that need no key. `/health` and `/healthz` show only their status to clients without a key,
 # and details to the others (see `probes.py`).
-PUBLIC_ROUTES = frozenset({"/livez", "/readyz", "/health", "/healthz"})
+PUBLIC_ROUTES = frozenset(
+    {"/livez", "/readyz", "/health", "/healthz", "/v2/health/live", "/v2/health/ready"}
+)
 ADMIN_PATH = "/v1/admin/"
 # Routes of other servers' APIs that need the same rights as those below `ADMIN_PATH`.
 ADMIN_ROUTES = frozenset(

@@ -1,18 +1,17 @@
-"""Sends requests from the server to its own application, in the same process.
+"""Sends the lines of a batch to the server's own application, in the same process.
 
-So the lines of a batch are validated, admitted, measured and logged like requests of clients. The
-tenant of such a request is an object in the ASGI scope, which clients can't set.
+The tenant of such a request is an object in the ASGI scope, which clients can't set.
 """
 
 import asyncio
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
 
 from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Message
 
 from engine.servers.access.auth import Principal, act_for
+from engine.servers.http.in_process import call, scope_of
 
 # HTTP status of a request that its caller aborted.
 ABANDONED = 499
@@ -37,15 +36,6 @@ class Caller:
         """
         status, headers = ABANDONED, Headers()
         parts: list[bytes] = []
-        is_sent = False
-
-        async def receive() -> Message:
-            nonlocal is_sent
-            if not is_sent:
-                is_sent = True
-                return {"type": "http.request", "body": body, "more_body": False}
-            await gone.wait()
-            return {"type": "http.disconnect"}
 
         async def send(message: Message) -> None:
             nonlocal status, headers
@@ -54,29 +44,7 @@ class Caller:
             else:
                 parts.append(message.get("body", b""))
 
-        await self._app(_scope(path, len(body), principal), receive, send)
+        scope = scope_of("POST", path, len(body))
+        act_for(scope, principal)
+        await call(self._app, scope, body, gone, send)
         return LineAnswer(status, headers, b"".join(parts))
-
-
-def _scope(path: str, num_bytes: int, principal: Principal) -> dict[str, Any]:
-    scope: dict[str, Any] = {
-        "type": "http",
-        "asgi": {"version": "3.0", "spec_version": "2.3"},
-        "http_version": "1.1",
-        "method": "POST",
-        "scheme": "http",
-        "path": path,
-        "raw_path": path.encode(),
-        "root_path": "",
-        "query_string": b"",
-        "headers": [
-            (b"host", b"localhost"),
-            (b"content-type", b"application/json"),
-            (b"content-length", str(num_bytes).encode()),
-        ],
-        "server": ("localhost", None),
-        "client": None,
-        "state": {},
-    }
-    act_for(scope, principal)
-    return scope

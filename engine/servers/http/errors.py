@@ -1,6 +1,6 @@
 """Converts exceptions to HTTP errors. Error bodies have Anthropic's format on Anthropic's routes,
-likewise those of llama.cpp and Ollama, and OpenAI's format on all others. They contain no internal
-details.
+likewise those of llama.cpp, Ollama and KServe, and OpenAI's format on all others. They contain no
+internal details.
 
 `x-should-retry: false` stops OpenAI's client library from repeating a request that would fail
 again. `retry-after` says when a retry makes sense. An exception that is not an `EngineError` is a
@@ -40,6 +40,8 @@ _MAX_SHOWN = 40
 # route.
 ANTHROPIC_PATH = "/v1/messages/"
 OLLAMA_PATH = "/api/"  # as above, for Ollama's format
+# Errors at these paths and below them use the format of the Open Inference Protocol.
+KSERVE_PATHS = ("/v2/health/", "/v2/models/", "/v2/repository/")
 _ANTHROPIC_TYPES = {
     401: "authentication_error",
     403: "permission_error",
@@ -138,7 +140,7 @@ def llamacpp_error_body(error: EngineError) -> bytes:
     return _encode({"error": described})
 
 
-def ollama_error_body(error: EngineError) -> bytes:
+def plain_error_body(error: EngineError) -> bytes:
     return _encode({"error": short_message(error)})
 
 
@@ -171,11 +173,16 @@ def is_ollama(path: str) -> bool:
     return path.startswith(OLLAMA_PATH)
 
 
+def is_kserve(path: str) -> bool:
+    """Whether errors at `path` use the format of the Open Inference Protocol."""
+    return f"{path}/" == "/v2/" or f"{path}/".startswith(KSERVE_PATHS)
+
+
 def error_response(error: EngineError, scope: Scope) -> Response:
     headers = error_headers(error)
     path = scope["path"].removeprefix(scope.get("root_path", ""))
-    if is_ollama(path):
-        body = ollama_error_body(error)
+    if is_ollama(path) or is_kserve(path):
+        body = plain_error_body(error)
     elif is_anthropic(path):
         headers["request-id"] = record_of(scope).request_id
         body = anthropic_error_body(error, headers["request-id"])

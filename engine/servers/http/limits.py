@@ -35,30 +35,6 @@ _NOT_BRACKETS = bytes(set(range(256)) - set(b"[]{}"))
 T = TypeVar("T")
 
 
-async def read_parsed(
-    request: Request, max_bytes: int, parse: Callable[[dict[str, Any]], T], any_type: bool = False
-) -> T:
-    """Read the body, decode it as a JSON object, and return `parse(object)`. Raises an
-    `EngineError` if the body is invalid, too large or too slow. If `any_type`, the Content-Type
-    only matters in requests of browsers.
-    """
-    _check_headers(request, any_type)
-    try:
-        async with asyncio.timeout(BODY_TIMEOUT_S):
-            raw = await _read(request, max_bytes)
-    except TimeoutError:
-        raise RequestTimeoutError(
-            f"The request body did not arrive within {BODY_TIMEOUT_S:.0f} seconds."
-        ) from None
-    except ClientDisconnect:
-        raise ClientDisconnectedError("The client left while sending its request.") from None
-    record = record_of(request.scope)
-    record.num_body_bytes, record.body_at = len(raw), time.monotonic()
-    if len(raw) <= INLINE_BYTES:
-        return parse(decode_object(raw))
-    return await after_other_long_texts(lambda: parse(decode_object(raw)))
-
-
 def decode_object(raw: bytes) -> dict[str, Any]:
     if not raw.strip():
         raise InvalidRequestError("The request body is empty; send a JSON object.")
@@ -78,6 +54,34 @@ def decode_object(raw: bytes) -> dict[str, Any]:
     if not isinstance(decoded, dict):
         raise InvalidRequestError("The request body must be a JSON object.")
     return decoded
+
+
+async def read_parsed(
+    request: Request,
+    max_bytes: int,
+    parse: Callable[[dict[str, Any]], T],
+    any_type: bool = False,
+    decode: Callable[[bytes], dict[str, Any]] = decode_object,
+) -> T:
+    """Read the body, decode it as a JSON object, and return `parse(object)`. Raises an
+    `EngineError` if the body is invalid, too large or too slow. If `any_type`, the Content-Type
+    only matters in requests of browsers. `decode` is for bodies with more than JSON.
+    """
+    _check_headers(request, any_type)
+    try:
+        async with asyncio.timeout(BODY_TIMEOUT_S):
+            raw = await _read(request, max_bytes)
+    except TimeoutError:
+        raise RequestTimeoutError(
+            f"The request body did not arrive within {BODY_TIMEOUT_S:.0f} seconds."
+        ) from None
+    except ClientDisconnect:
+        raise ClientDisconnectedError("The client left while sending its request.") from None
+    record = record_of(request.scope)
+    record.num_body_bytes, record.body_at = len(raw), time.monotonic()
+    if len(raw) <= INLINE_BYTES:
+        return parse(decode(raw))
+    return await after_other_long_texts(lambda: parse(decode(raw)))
 
 
 def decode_text(text: str, where: str) -> Any:

@@ -33,7 +33,12 @@ logger = logging.getLogger("engine.request")
 # loads dozens of files at once. Their lines would hide the other log lines. Requests for metrics
 # are not logged either.
 STATIC_ROUTE = "/ui/static/{name:path}"
-_QUIET = frozenset({"/livez", "/readyz", "/health", "/healthz", STATIC_ROUTE})
+_QUIET = frozenset(
+    {
+        *("/livez", "/readyz", "/health", "/healthz", "/v2/health/live", "/v2/health/ready"),
+        STATIC_ROUTE,
+    }
+)
 # Routes that `engine top` and dashboards read every second. An answer of status 200 is logged at
 # level debug.
 _POLLED = frozenset(

@@ -24,8 +24,8 @@ from engine.servers.access.auth import principal_of
 from engine.servers.http.errors import (
     AbortedError,
     invalid_request,
-    ollama_error_body,
     opaque_error,
+    plain_error_body,
     problem,
 )
 from engine.servers.http.sse import LineStream
@@ -122,7 +122,7 @@ async def _progress_response(
             async for each in progress:
                 yield line(each)
         except EngineError as error:
-            yield ollama_error_body(error) + b"\n"
+            yield plain_error_body(error) + b"\n"
 
     return StreamingResponse(lines(), media_type=LineStream.media_type)
 

@@ -20,7 +20,7 @@ from engine.core.interfaces.backend import (
     ToolCallEvent,
     UsageEvent,
 )
-from engine.servers.http.errors import ollama_error_body
+from engine.servers.http.errors import plain_error_body
 from engine.servers.openai.format import Call, Choice
 from engine.servers.openai.logprobs import chat_logprobs
 from engine.servers.serving.event_pump import OutputEvent
@@ -71,7 +71,7 @@ class Answer:
         return line(self._head() | self._part("") | self._end(self._reason, usage))
 
     def failure(self, error: EngineError) -> bytes:
-        return ollama_error_body(error) + b"\n"
+        return plain_error_body(error) + b"\n"
 
     def whole(self, choice: Choice, usage: UsageEvent) -> bytes:
         calls = [_call_body(call, index) for index, call in enumerate(choice.calls.values())]

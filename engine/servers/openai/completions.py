@@ -56,6 +56,7 @@ from engine.servers.serving.chat import (
 from engine.servers.serving.event_pump import EventPump
 from engine.servers.serving.services import (
     Services,
+    context_of_prompt,
     json_bytes,
     new_completion_id,
 )
@@ -330,13 +331,7 @@ def completion_requests(
     """One backend request for each prompt."""
     return [
         CompletionRequest(
-            context=msgspec.structs.replace(
-                context,
-                request_id=f"{context.request_id}-{index}",
-                # Only the first prompt has a queue timeout, because the other prompts may have to
-                # wait for it.
-                queue_timeout_s=context.queue_timeout_s if index == 0 else None,
-            ),
+            context=context_of_prompt(context, index),
             prompt=prompt,
             suffix=body.suffix or None,
             parse_special=parse_special,

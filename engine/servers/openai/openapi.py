@@ -26,8 +26,9 @@ from engine.servers.batches.schema import BatchBody, BatchQuery
 from engine.servers.files import form
 from engine.servers.files.routes import FileQuery, UploadFields
 from engine.servers.files.uploads import CompleteBody, PartFields, UploadBody
-from engine.servers.http.errors import is_anthropic, is_ollama
+from engine.servers.http.errors import is_anthropic, is_kserve, is_ollama
 from engine.servers.http.sse import EventStream, LineStream
+from engine.servers.kserve import schema as kserve
 from engine.servers.llamacpp import schema as llamacpp
 from engine.servers.llamacpp.state import PropsQuery, SlotsQuery
 from engine.servers.ollama import schema as ollama
@@ -122,6 +123,7 @@ BODIES: dict[str, type[BaseModel]] = {
     "/v1/uploads/{upload_id}/complete": CompleteBody,
 }
 BODIES |= ollama.BODIES
+BODIES |= kserve.BODIES
 # Azure's paths have the bodies of OpenAI's.
 BODIES |= {azure.path_of(each): BODIES[f"/v1/{each}"] for each in azure.OPERATIONS}
 # Maps paths to the other form of the JSON body that a POST accepts.
@@ -129,7 +131,7 @@ OTHER_BODIES: dict[str, type[BaseModel]] = {"/generate": SglangGenerateBody}
 # Paths of a POST without a body.
 BODILESS = (
     *("/flush_cache", "/ping", "/reset_prefix_cache", "/sleep", "/start_profile"),
-    *("/stop_profile", "/wake_up"),
+    *("/stop_profile", "/wake_up", "/v2/repository/index"),
     "/v1/batches/{batch_id}/cancel",
     "/v1/messages/batches/{batch_id}/cancel",
     "/v1/responses/{response_id}/cancel",
@@ -186,7 +188,7 @@ _ANTHROPIC_ERROR_SCHEMA = {
         "request_id": {"type": "string"},
     },
 }
-_OLLAMA_ERROR_SCHEMA = {
+_PLAIN_ERROR_SCHEMA = {
     "type": "object",
     "required": ["error"],
     "properties": {"error": {"type": "string"}},
@@ -233,7 +235,7 @@ def document(app: FastAPI) -> dict[str, Any]:
         "schemas": {
             "Error": _ERROR_SCHEMA,
             "AnthropicError": _ANTHROPIC_ERROR_SCHEMA,
-            "OllamaError": _OLLAMA_ERROR_SCHEMA,
+            "PlainError": _PLAIN_ERROR_SCHEMA,
         }
         | definitions["$defs"],
         "securitySchemes": {"key": {"type": "http", "scheme": "bearer"}},
@@ -293,7 +295,7 @@ def api_routes(app: FastAPI) -> list[tuple[str, str]]:
 
 def _responses(path: str, media_types: Iterable[str]) -> dict[str, Any]:
     content = {each: _ANSWERS.get(each, {"schema": {"type": "string"}}) for each in media_types}
-    model = "OllamaError" if is_ollama(path) else "Error"
+    model = "PlainError" if is_ollama(path) or is_kserve(path) else "Error"
     model = "AnthropicError" if is_anthropic(path) else model
     error = {"application/json": {"schema": {"$ref": _REFS.format(model=model)}}}
     return {

@@ -33,7 +33,7 @@ from engine.servers.access.auth import KeyRing, is_acting, principal_of
 from engine.servers.access.quotas import Quotas
 from engine.servers.http.errors import PromptTooLargeError
 from engine.servers.http.history import RequestHistory
-from engine.servers.http.limits import read_parsed
+from engine.servers.http.limits import decode_object, read_parsed
 from engine.servers.http.request_log import record_of
 from engine.servers.schema.body import Body, SamplingBody, parse_body
 from engine.servers.schema.dialects.reading import Reading
@@ -181,14 +181,19 @@ class Services:
         return await self.read_as(request, parse)
 
     async def read_as(
-        self, request: Request, parse: Callable[[dict[str, Any]], T], any_type: bool = False
+        self,
+        request: Request,
+        parse: Callable[[dict[str, Any]], T],
+        any_type: bool = False,
+        decode: Callable[[bytes], dict[str, Any]] = decode_object,
     ) -> T:
         """Read the request body and return `parse(body)`. If `any_type`, the body is read as JSON
-        whatever its Content-Type is, unless a browser sent it.
+        whatever its Content-Type is, unless a browser sent it. `decode` is for bodies with more
+        than JSON.
         """
         max_bytes = self.settings.server.body_limit_mb * 2**20
         try:
-            return await read_parsed(request, max_bytes, parse, any_type)
+            return await read_parsed(request, max_bytes, parse, any_type, decode)
         except PayloadTooLargeError as error:
             longest = max((card.max_model_len for card in self.backend.models()), default=0)
             if not 0 < longest * MAX_BYTES_PER_TOKEN < max_bytes:
@@ -381,6 +386,17 @@ def _session(request: Request, body: SamplingBody) -> str:
     """
     named = request.headers.get(SESSION_HEADER) or body.conversation_key
     return principal_of(request).digest(named) if named else ""
+
+
+def context_of_prompt(context: GenerationContext, index: int) -> GenerationContext:
+    """The context of one of several prompts of a request. Only the first prompt has a queue
+    timeout, because the others may have to wait for it.
+    """
+    return msgspec.structs.replace(
+        context,
+        request_id=f"{context.request_id}-{index}",
+        queue_timeout_s=context.queue_timeout_s if index == 0 else None,
+    )
 
 
 def new_completion_id(prefix: str) -> str:

@@ -28,6 +28,7 @@ from engine.servers.serving.chat import NO_TEXT, require_grammar
 from engine.servers.serving.event_pump import EventPump, OutputEvent
 from engine.servers.serving.services import (
     Services,
+    context_of_prompt,
     json_bytes,
     new_completion_id,
 )
@@ -63,13 +64,7 @@ async def _open(
     context = services.context(request, card, body, params, backend_id, grammar)
     asked = [
         CompletionRequest(
-            context=msgspec.structs.replace(
-                context,
-                request_id=f"{backend_id}-{index}",
-                # Only the first prompt has a queue timeout, because the others may have to wait
-                # for it.
-                queue_timeout_s=context.queue_timeout_s if index == 0 else None,
-            ),
+            context=context_of_prompt(context, index),
             prompt=prompt,
             parse_special=parses,
             echo=body.scores_prompt,

@@ -128,7 +128,7 @@ MUTATIONS = [
     ),
     Mutation(
         "a second prompt is refused for having waited for the first",
-        "engine.servers.openai.completions",
+        "engine.servers.serving.services",
         "queue_timeout_s=context.queue_timeout_s if index == 0 else None",
         "queue_timeout_s=context.queue_timeout_s",
         "tests/unit/test_server_tenants.py"

@@ -11,6 +11,7 @@ ENCODER_TESTS = "tests/unit/test_encoder_loop.py"
 
 DRAFTS = "engine.backends.custom.runtime.speculation.drafts"
 SPECULATION = "tests/unit/test_speculation.py"
+RESUMED = "tests/unit/test_resumed_sequences.py"
 
 MUTATIONS = [
     Mutation(
@@ -349,5 +350,19 @@ MUTATIONS = [
         "constraint.past(row.draft)",
         "constraint.past(())",
         f"{SPECULATION}::test_a_draft_follows_the_grammar",
+    ),
+    Mutation(
+        "runtime: requests of a dead engine catch up token by token",
+        "engine.backends.custom.runtime.loop",
+        "0 if scheduler.is_catching_up else scheduler.num_decoding",
+        "scheduler.num_decoding",
+        f"{RESUMED}::test_all_requests_of_a_dead_engine_catch_up_at_once",
+    ),
+    Mutation(
+        "runtime: after a revival, prompts are never computed beside decode again",
+        "engine.backends.custom.runtime.sequence",
+        "and self.num_generated == self.num_resumed",
+        "and self.num_resumed > 0",
+        f"{RESUMED}::test_new_requests_are_computed_beside_decode",
     ),
 ]

@@ -58,9 +58,9 @@ class EngineClient(Protocol):
     @property
     def pid(self) -> int: ...
 
-    async def kill(self) -> None:
-        """Kill an engine process that makes no progress. An engine that runs in a thread of this
-        process cannot be killed.
+    async def kill(self) -> bool:
+        """Kill an engine process that makes no progress. Returns whether that is possible: an
+        engine that runs in a thread of this process can't be killed.
         """
         ...
 
@@ -130,8 +130,9 @@ class InlineClient:
     def pid(self) -> int:
         return os.getpid()
 
-    async def kill(self) -> None:
+    async def kill(self) -> bool:
         log.error("a thread can't be ended: the engine's process must be")
+        return False
 
     async def stop(self) -> None:
         if self._thread is not None and self._channel is not None:
@@ -216,11 +217,12 @@ class ProcessClient:
         if self._ending is not None:
             await self._ending
 
-    async def kill(self) -> None:
-        if self._child is not None:
-            self._child.send(STACKS_SIGNAL)
-            await asyncio.sleep(STACKS_GRACE_S)
-            self._child.kill()
+    async def kill(self) -> bool:
+        assert self._child is not None, "the engine process was never started"
+        self._child.send(STACKS_SIGNAL)
+        await asyncio.sleep(STACKS_GRACE_S)
+        self._child.kill()
+        return True
 
     async def _end(self, connection: "_Connection", child: ChildProcess) -> None:
         """Wait until the child has closed its end of the socket, then report its exit status."""

@@ -6,19 +6,20 @@ move to another replica. New requests wait, too. If `max_revivals` is 0, open re
 and new ones are refused.
 
 The engine is restarted after a delay, which grows with each death. After too many deaths in a row,
-restarts pause for a minute, and the health report says so. An engine process that does not respond
-first gets a SIGCONT, in case a signal stopped it. If that does not help, it is killed. A hung step
-is first interrupted by the engine process itself. If the step still runs after that, the process is
-killed.
+restarts pause for a minute, and the health report says so. `vigil.py` decides when an engine
+process that does not go on is woken or killed. A hung step is first interrupted by the engine
+process itself.
 """
 
 import asyncio
 import logging
+import time
 from collections.abc import Callable
 from typing import Literal
 
 from engine.backends.custom.frontend.engine_client import EngineClient, OnExit, OnMessage
 from engine.backends.custom.frontend.survival import OpenRequest, OpenRequests, Receiver
+from engine.backends.custom.frontend.vigil import Verdict, Vigil, trouble_of
 from engine.backends.custom.ipc.heartbeat import Vitals
 from engine.backends.process import RestartPolicy
 from engine.core.errors import EngineError, ModelError, UnavailableError, error_from_code
@@ -42,18 +43,10 @@ log = logging.getLogger(__name__)
 CONTROL_TIMEOUT_S = 10.0
 # Who watches the server waits for all engines, and needs an answer when one of them is stuck.
 SNAPSHOT_TIMEOUT_S = 2.0
-# A thread of the engine process ticks twice a second, even while a step computes. These are seconds
-# without a tick: after FROZEN_AFTER_S, the engine is reported as unhealthy. After WAKE_AFTER_S, its
-# process gets a SIGCONT. After KILL_AFTER_S, the process is killed.
-FROZEN_AFTER_S = 3.0
-WAKE_AFTER_S = 5.0
-KILL_AFTER_S = 8.0
 WATCH_INTERVAL_S = 0.5
-# The patience is the time after which a step counts as hung and is interrupted. If the step still
-# runs after this many times the patience, the process is killed.
-KILL_PATIENCES = 2.0
 # The delay between restarts after too many deaths in a row.
 COOL_DOWN_S = 60.0
+RESTARTING = "The engine stopped unexpectedly; it is being restarted."
 
 
 ClientFactory = Callable[[OnMessage, OnExit], EngineClient]
@@ -229,7 +222,7 @@ class EngineLink:
         if self._fatal is not None:
             return "The engine is down; its log says why."
         if self._has_loaded:
-            return "The engine stopped unexpectedly; it is being restarted."
+            return RESTARTING
         return "The engine is loading."
 
     @property
@@ -248,11 +241,7 @@ class EngineLink:
         return self._trouble_of(self._vitals())
 
     def _trouble_of(self, vitals: Vitals | None) -> str | None:
-        if vitals is None or self.ready is None:
-            return None
-        if vitals.silent_s is not None and vitals.silent_s > FROZEN_AFTER_S:
-            return "The engine's process does not run."
-        return "The engine makes no progress." if vitals.is_stalled else None
+        return None if vitals is None or self.ready is None else trouble_of(vitals)
 
     @property
     def is_up(self) -> bool:
@@ -286,30 +275,26 @@ class EngineLink:
         self._watching = asyncio.get_running_loop().create_task(self._watch(client))
 
     async def _watch(self, client: EngineClient) -> None:
-        """Watch the heartbeat. If the engine process stops ticking, it gets a SIGCONT. If that does
-        not help, or if a step hangs, the process is killed. Then `_on_exit` is called, as for any
-        other death.
+        """Watch the heartbeat. A process that stops ticking is woken. One that does not go on is
+        killed and given up: its requests do not wait until it has ended, and what it still sends is
+        dropped. `_on_exit` starts the next one.
         """
-        num_looks, was_silent = 0, False
-        # Two checks in a row must fail. A single failure may be the frontend's fault, because the
-        # engine blocks while the frontend does not read its messages.
-        while num_looks < 2:
+        vigil = Vigil()
+        verdict = Verdict.WAIT
+        while verdict is not Verdict.GIVE_UP:
             await asyncio.sleep(WATCH_INTERVAL_S)
             vitals = client.vitals()
             self._in_trouble = self._trouble_of(vitals) is not None
             # While an engine loads its model, it may not tick for a long time.
             if vitals is None or self.ready is None:
                 continue
-            silent_s = vitals.silent_s or 0.0
-            is_silent = silent_s > WAKE_AFTER_S
-            if is_silent and not was_silent:
-                log.critical("the engine's process is silent for %.1f s; waking it", silent_s)
+            verdict = vigil.check(vitals, time.monotonic())
+            if verdict is Verdict.WAKE:
+                log.critical("the engine's process is silent; waking it (%s)", vitals)
                 client.wake()
-            was_silent = is_silent
-            hung = (vitals.step_age_s or 0.0) > KILL_PATIENCES * vitals.patience_s
-            num_looks = num_looks + 1 if hung or silent_s > KILL_AFTER_S else 0
         log.critical("the engine does not go on; killing it (%s)", vitals)
-        await client.kill()
+        if await client.kill():
+            self._on_down(UnavailableError(RESTARTING))
 
     def _on_message(self, message: FromEngine) -> None:
         if isinstance(message, Deltas):
@@ -339,7 +324,7 @@ class EngineLink:
         self._client = None
         if self._watching is not None:
             self._watching.cancel()
-        self._on_down(UnavailableError("The engine stopped unexpectedly; it is being restarted."))
+        self._on_down(UnavailableError(RESTARTING))
         if self._has_loaded and not self._stopping and self._successor is None:
             self._restart_later()  # an engine that has never loaded would only fail again
 

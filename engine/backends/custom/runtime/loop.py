@@ -25,6 +25,8 @@ from engine.backends.custom.runtime.model_runner import (
     BatchInputs,
     ModelRunner,
     PendingTokens,
+    RemoteRunner,
+    RunnerLostError,
     StepOutput,
     warm_up,
 )
@@ -52,6 +54,7 @@ log = logging.getLogger(__name__)
 T = TypeVar("T")
 
 IDLE_POLL_S = 1.0
+REMOTE_POLL_S = 0.25  # how often an idle engine checks a runner in other processes
 COMPILE_POLL_S = 0.002
 STATS_INTERVAL_S = 0.5
 MAX_SCHEDULE_FAILURES = 2  # the engine ends after more consecutive failures than this
@@ -103,6 +106,7 @@ class EngineLoop:
         self._channel = channel
         self._budget = budget
         self._pulse = pulse or NoPulse()
+        self._remote = runner if isinstance(runner, RemoteRunner) else None
         self._builder = BatchBuilder(runner.spec)
         self._chain = ChainSampler(runner)
         self._grammars = grammars
@@ -137,6 +141,9 @@ class EngineLoop:
 
     def turn(self, idle_timeout_s: float) -> None:
         """Run one iteration. If there is no work, it waits up to `idle_timeout_s` for messages."""
+        if self._remote is not None:
+            self._remote.check()
+            idle_timeout_s = min(idle_timeout_s, REMOTE_POLL_S)
         is_idle = self._launched is None and not self.scheduler.has_work
         is_pending = self._intake.num_pending > 0
         has_images = is_pending and self._intake.has_images
@@ -158,7 +165,10 @@ class EngineLoop:
 
     def _step(self) -> None:
         scheduler = self.scheduler
-        budget = self._budget.tokens(scheduler.num_decoding, scheduler.num_running)
+        # What an engine that died had computed is computed again at full speed, and not in small
+        # parts beside decode. Otherwise the last stream would pause for much longer.
+        num_decoding = 0 if scheduler.is_catching_up else scheduler.num_decoding
+        budget = self._budget.tokens(num_decoding, scheduler.num_running)
         started_at = time.monotonic()
         try:
             batch = scheduler.schedule(budget, started_at)
@@ -173,7 +183,7 @@ class EngineLoop:
                 self._launched = Launch(batch, self._sample(forwarded, batch), started_at)
                 if self._runner.spec.depth == 0:
                     self._finish_launched()
-        except ConnectionClosedError:
+        except (ConnectionClosedError, RunnerLostError):
             raise
         except Exception as error:
             self._recover(batch, error)
@@ -281,7 +291,7 @@ class EngineLoop:
         log.error("a step could not be planned; planning it again", exc_info=error)
         try:
             self._finish_launched()
-        except ConnectionClosedError:
+        except (ConnectionClosedError, RunnerLostError):
             raise
         except Exception as second:
             self._recover(None, second)

@@ -17,6 +17,8 @@ from typing import Any, Literal, Protocol, runtime_checkable
 import numpy as np
 from numpy.typing import NDArray
 
+from engine.core.errors import EngineError
+
 # As a token id, this means: use the slot's last sampled token, which may still be on the device.
 FROM_DEVICE = -1
 SAMPLE = -1  # in `SamplingInputs.forced`: sample a token for this row
@@ -71,6 +73,9 @@ class RunnerConfig:
     # The number of blocks in the pool of the layers with a sliding window, including the null
     # block. 0: all layers use the same pool.
     num_window_blocks: int = 0
+    # Ranks that share each layer, and stages that the layers are divided into.
+    tensor_parallel: int = 1
+    pipeline_parallel: int = 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -302,6 +307,24 @@ class ModelRunner(Protocol):
         ...
 
     def close(self) -> None: ...
+
+
+class RunnerLostError(EngineError):
+    """The processes of a runner are gone. No request is at fault, and no step can run any more."""
+
+    category = "model"
+    status = 503
+    code = "RUNNER_LOST"
+    retryable = True
+
+
+@runtime_checkable
+class RemoteRunner(Protocol):
+    """A runner whose steps run in other processes."""
+
+    def check(self) -> None:
+        """Raise `RunnerLostError` if they are gone."""
+        ...
 
 
 class ImageEncoder(Protocol):

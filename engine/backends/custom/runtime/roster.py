@@ -29,6 +29,7 @@ class Roster:
         self._waiting = WaitingLine()
         self._newcomers = Newcomers()
         self._running: list[Sequence] = []  # most senior first
+        self._resumed: list[Sequence] = []  # see `is_catching_up`
         self._inflight = InflightPrefixes(kv.block_size)
         self._free_slots = list(range(max_slots - 1, -1, -1))
         self._step = self._num_admissions = 0
@@ -72,6 +73,13 @@ class Roster:
             for seq in self._running
         )
 
+    @property
+    def is_catching_up(self) -> bool:
+        """Whether a sequence of an engine that died has not generated a token here yet."""
+        if self._resumed:
+            self._resumed = [seq for seq in self._resumed if seq.must_catch_up]
+        return bool(self._resumed)
+
     def sequences(self) -> Iterator[Sequence]:
         yield from self._running
         yield from self._waiting
@@ -85,6 +93,8 @@ class Roster:
         leader = self._inflight.leader(seq)
         seq.watch = Stopwatch(self.clock, len(self._waiting), seq.queued_at, leader)
         self._waiting.add(seq)
+        if seq.num_resumed:
+            self._resumed.append(seq)
         if self.speculation is not None:
             self.speculation.begin(seq)
         self.kv.read_ahead(seq)

@@ -127,6 +127,11 @@ class Sequence:
         return len(self.tokens) - self.num_prompt
 
     @property
+    def must_catch_up(self) -> bool:
+        """Whether the sequence has no more tokens yet than an engine that died had generated."""
+        return self.finish_reason is None and self.num_generated == self.num_resumed
+
+    @property
     def is_scoring(self) -> bool:
         """Whether prompt logprobs are still missing. If so, every prompt position must be computed,
         and the prefix cache cannot be used.

@@ -41,6 +41,14 @@ class LazyTensor:
         """
         return self._view()
 
+    def rows(self, begin: int, end: int) -> NDArray[np.uint8]:
+        """The stored bytes of the rows [begin, end) of a matrix, or of these values of a vector:
+        (rows, bytes of a row). Reads only them.
+        """
+        if self._rows is not None:
+            return self._rows(begin, end).reshape(end - begin, -1)
+        return self.raw().reshape(self.shape[0], -1)[begin:end]
+
     def sample(self, count: int) -> NDArray[np.uint8]:
         """Some of the stored bytes. For a gathered tensor: `count` rows, which may repeat."""
         if self._rows is None:

@@ -47,7 +47,12 @@ from engine.backends.custom.runtime.speculation.drafts import Speculation, specu
 from engine.backends.custom.weights.model import ModelSource, open_model
 from engine.backends.custom.worker.encoder_loop import Encoder, EncoderLoop, is_encoder
 from engine.backends.custom.worker.encoder_loop import warm_up as warm_up_encoder
-from engine.backends.custom.worker.memory import DTYPE_BYTES, MemoryPlan, plan_memory
+from engine.backends.custom.worker.memory import (
+    DTYPE_BYTES,
+    MemoryPlan,
+    plan_memory,
+    rank_share,
+)
 from engine.core import faults
 from engine.core.errors import ConfigError, EngineError
 from engine.core.interfaces.request import Examine, Examined, Fatal, Ready, Stop, ToEngine
@@ -87,15 +92,21 @@ def load_runner(
     """Plan the memory, then load the weights. The plan is logged. The log says which sizes were
     reduced to fit the memory.
     """
+    if options.num_ranks > 1 and options.framework != "torch":
+        by_name = "; JAX takes devices instead, as in --device cuda:0-3"
+        raise ConfigError(
+            "tensor_parallel_size and pipeline_parallel_size need --backend torch"
+            f"{by_name if options.framework == 'jax' else ''}"
+        )
     framework = framework_entry(options.framework)
-    device = framework.find_device(options.device, options.dtype)
+    device = rank_share(framework.find_device(options.device, options.dtype), options.num_ranks)
     needs = framework.memory_needs(source, options, device)
     if _reads_images(source, options):
         value_bytes = 4 if options.framework == "native" else DTYPE_BYTES[device.dtype]
         num_values = sum(prod(each.spec.shape) for each in source.vision_weights.values())
         needs = replace(needs, weight_bytes=needs.weight_bytes + num_values * value_bytes)
     plan = plan_memory(source.config.max_position, options, device, needs)
-    log_plan(device, plan)
+    log_plan(device, plan, options.num_ranks)
     config = runner_config(options, device, plan)
     return framework.build_runner(source, config), config, plan
 
@@ -120,9 +131,10 @@ def _reads_images(source: ModelSource, options: EngineOptions) -> bool:
     return vision is not None and vision.kind in IMAGE_ENCODERS.get(options.framework, ())
 
 
-def log_plan(device: DeviceInfo, plan: MemoryPlan) -> None:
+def log_plan(device: DeviceInfo, plan: MemoryPlan, num_ranks: int = 1) -> None:
     title = f"{device.name} ({device.title})" if device.title else device.name
-    for line in (f"{title}, {device.dtype}", *plan.lines()):
+    ranks = [f"{num_ranks} ranks, each of which has:"] if num_ranks > 1 else []
+    for line in (f"{title}, {device.dtype}", *ranks, *plan.lines()):
         log.info("memory plan: %s", line)
 
 
@@ -143,6 +155,8 @@ def runner_config(options: EngineOptions, device: DeviceInfo, plan: MemoryPlan) 
         numerics=options.numerics,
         affinity=options.affinity,
         quantization=options.quantization,
+        tensor_parallel=options.tensor_parallel_size,
+        pipeline_parallel=options.pipeline_parallel_size,
     )
 
 

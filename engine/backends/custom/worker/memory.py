@@ -103,6 +103,15 @@ def dense_needs(config: ModelConfig, device: DeviceInfo) -> MemoryNeeds:
     )
 
 
+def rank_share(device: DeviceInfo, num_ranks: int) -> DeviceInfo:
+    """The device as one of several ranks sees it. Ranks on CPUs share the machine's memory; on GPUs
+    each rank has its own.
+    """
+    if num_ranks == 1 or device.name.startswith("cuda"):
+        return device
+    return replace(device, free_bytes=device.free_bytes // num_ranks)
+
+
 def on_gpu(
     needs: MemoryNeeds, config: ModelConfig, options: EngineOptions, device: DeviceInfo
 ) -> MemoryNeeds:

@@ -8,7 +8,7 @@ in a separate process, because kernels of a broken build may crash.
 import json
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -41,11 +41,26 @@ class Core:
 
 
 @dataclass(frozen=True, slots=True)
+class Placement:
+    """Where compute threads run. If threads of several NUMA nodes compute, each node gets a copy of
+    the weights that its threads multiply by, and the KV cache is spread over the nodes.
+    """
+
+    cpus: tuple[tuple[int, ...], ...] = ()  # the CPUs of each thread; empty: threads are not bound
+    nodes: tuple[int, ...] = ()  # the node of each thread; empty: they are all on one node
+
+    @classmethod
+    def of(cls, cpus: Sequence[tuple[int, ...]], nodes: Sequence[int]) -> "Placement":
+        return cls(tuple(cpus), tuple(nodes) if len(set(nodes)) > 1 else ())
+
+
+@dataclass(frozen=True, slots=True)
 class Speed:
     """The speed of the kernels, measured with all threads running at the same time."""
 
     instruction_sets: tuple[str, ...]  # of this CPU, if kernels exist for them; the best is last
     threads: int
+    nodes: int  # NUMA nodes that these threads are bound to; 1: memory needs no placement
     read_bytes_per_s: float  # bytes of weights per second that a matmul with one token reads
     int8_ops_per_s: float
     bf16_ops_per_s: float | None  # None: no bfloat16 kernels for this CPU
@@ -60,21 +75,35 @@ def default_threads() -> int:
     return max(1, cores if quota is None else min(cores, int(quota)))
 
 
-def choose_cpus(affinity: str, threads: int) -> list[int]:
-    """The CPU that each thread is bound to; empty if threads are not bound. `affinity` is "auto",
-    "off" or a list such as "0-3,8".
+def place_threads(affinity: str, threads: int) -> Placement:
+    """Chooses the CPUs that each thread is bound to. `affinity` is "auto", "off" or a list such as
+    "0-3,8".
 
     "auto" takes one CPU per physical core and spreads threads evenly over NUMA nodes. Threads with
-    neighbouring numbers are on the same node. In two cases "auto" does not bind threads, because
-    the system's scheduler does better: under a CPU quota, and if the threads would take all cores,
-    since the server needs CPU time too.
+    neighbouring numbers are on the same node. If the threads would take all cores, "auto" binds
+    each of them to all CPUs of its node, and to none if there is one node: the server needs CPU
+    time too, and the system's scheduler does better. So it also binds none under a CPU quota.
     """
     if affinity == "off":
-        return []
-    if affinity == "auto":
-        cores, quota = usable_cores(), cpu_quota()
-        is_shared = quota is not None and quota < len(cores)
-        return [] if threads >= len(cores) or is_shared else _spread(cores, threads)
+        return Placement()
+    cores, quota = usable_cores(), cpu_quota()
+    node_of = {cpu: core.node for core in cores for cpu in core.cpus}
+    if affinity != "auto":
+        named = _named_cpus(affinity, threads)
+        return Placement.of([(cpu,) for cpu in named], [node_of.get(cpu, 0) for cpu in named])
+    if quota is not None and quota < len(cores):
+        return Placement()
+    if threads < len(cores):
+        chosen = _spread(cores, threads)
+        return Placement.of([core.cpus[:1] for core in chosen], [core.node for core in chosen])
+    nodes = [cores[thread * len(cores) // threads].node for thread in range(threads)]
+    if len(set(nodes)) == 1:
+        return Placement()
+    members = {node: tuple(cpu for cpu in node_of if node_of[cpu] == node) for node in set(nodes)}
+    return Placement.of([members[node] for node in nodes], nodes)
+
+
+def _named_cpus(affinity: str, threads: int) -> list[int]:
     cpus = parse_cpus(affinity)
     absent = sorted(set(cpus) - usable_cpus())
     if absent:
@@ -164,7 +193,8 @@ def measure(native: Any, threads: int) -> Speed:
         panel = native.panel_bytes(native.layout_of("Q8_0"), _SIDE)
         piece = _PIECE_BYTES // panel * panel
         read = together(lambda thread: _read_time(native, room[thread], piece // panel)) * piece
-    return Speed(tuple(native.instruction_sets()), threads, read, int8, bf16)
+    nodes = len(set(place_threads("auto", threads).nodes)) or 1
+    return Speed(tuple(native.instruction_sets()), threads, nodes, read, int8, bf16)
 
 
 def _matmul_time(native: Any, numerics: int, stored: str, period: NDArray[np.uint8]) -> float:
@@ -199,20 +229,20 @@ def _aligned(size: int, period: NDArray[np.uint8]) -> NDArray[np.uint8]:
     return room[start : start + size]
 
 
-def _spread(cores: list[Core], threads: int) -> list[int]:
-    """Chooses a CPU for each thread. Each NUMA node gets the same number of threads, if it has
+def _spread(cores: list[Core], threads: int) -> list[Core]:
+    """Chooses a core for each thread. Each NUMA node gets the same number of threads, if it has
     enough cores. If the number of threads is not divisible, the first nodes get one more.
     """
-    nodes: dict[int, list[int]] = {}
+    nodes: dict[int, list[Core]] = {}
     for core in cores:
-        nodes.setdefault(core.node, []).append(core.cpus[0])
+        nodes.setdefault(core.node, []).append(core)
     shares = dict.fromkeys(nodes, 0)
     while sum(shares.values()) < threads:
         emptiest = min(
             (node for node in nodes if shares[node] < len(nodes[node])), key=shares.__getitem__
         )
         shares[emptiest] += 1
-    return [cpu for node, cpus in nodes.items() for cpu in cpus[: shares[node]]]
+    return [core for node, members in nodes.items() for core in members[: shares[node]]]
 
 
 def _cpu_nodes(sys_root: Path) -> dict[int, int]:

@@ -188,7 +188,7 @@ def load_model(
     affinity: str,
 ) -> LoadedModel:
     """Loads the weights that the plans need and passes them to the C++ executor."""
-    from engine.backends.custom.frameworks.native.machine import choose_cpus
+    from engine.backends.custom.frameworks.native.machine import place_threads
     from engine.backends.custom.frameworks.native.weights.cache import PackedCache
     from engine.backends.custom.frameworks.native.weights.loading import load_weights
     from engine.backends.custom.frameworks.native.weights.progress import PackingProgress
@@ -202,8 +202,8 @@ def load_model(
         cache=PackedCache() if source.size_bytes >= MIN_CACHED_BYTES else None,
         progress=PackingProgress(source.path.name),
     )
-    cpus = choose_cpus(affinity, machine.threads)
-    model = kernels().Model(machine.instruction_set, machine.threads, cpus)
+    places = place_threads(affinity, machine.threads)
+    model = kernels().Model(machine.instruction_set, machine.threads, places.cpus, places.nodes)
     names = {matrix.name: matrix for matrix in plan.matrices}
     matrices = {
         name: model.add_matrix(panels.layout, names[name].rows, panels.columns, panels.data)
@@ -364,5 +364,5 @@ def _kv_type(config: ModelConfig, asked: str, dtype: str, numerics: str) -> str:
         return "float32"
     native = kernels()
     is_fast = numerics == "fast" and config.latent is None
-    is_int8 = is_fast and native.has_int8_attention(native.instruction_sets()[-1])
+    is_int8 = is_fast and native.prefers_int8_cache(native.instruction_sets()[-1])
     return "int8" if is_int8 else "bfloat16"

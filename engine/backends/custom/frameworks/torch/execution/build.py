@@ -5,7 +5,10 @@ runners.
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
+from math import prod
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import psutil
 import torch
@@ -50,6 +53,11 @@ from engine.backends.custom.worker.memory import (
     with_windows,
 )
 from engine.core.errors import ConfigError
+from engine.core.shards.layout import ShardLayout
+
+if TYPE_CHECKING:
+    from engine.backends.custom.frameworks.torch.execution.distributed.collectives import Ranks
+    from engine.backends.custom.frameworks.torch.execution.distributed.model_shard import ModelShard
 
 DTYPES = {
     "float32": torch.float32,
@@ -81,8 +89,33 @@ def find_device(device: str, dtype: str) -> DeviceInfo:
 
 def memory_needs(source: ModelSource, options: EngineOptions, device: DeviceInfo) -> MemoryNeeds:
     """The memory that a model needs, in bytes: for all weights, and for the keys and values of one
-    token.
+    token. If the model is cut, it is the memory of the rank that needs most.
     """
+    if options.num_ranks == 1:
+        return _needs(source, options, device)
+    from engine.backends.custom.frameworks.torch.execution.distributed.model_shard import (
+        largest_shards,  # few engines have several ranks
+    )
+
+    layout = ShardLayout(options.tensor_parallel_size, options.pipeline_parallel_size)
+    each = []
+    for shard in largest_shards(source, layout, torch_device(device.name)):
+        cut = replace(source, config=shard.config, weights=shard.weights(source.weights))
+        weight_bytes = DTYPE_BYTES[device.dtype] * sum(
+            prod(weight.spec.shape) for weight in cut.weights.values()
+        )
+        if device.name.startswith("cuda"):
+            weight_bytes = _placed_bytes(cut, options, device)
+        each.append(replace(_needs(cut, options, device), weight_bytes=weight_bytes))
+    needs = replace(
+        max(each, key=lambda one: one.weight_bytes),
+        token_bytes=max(one.token_bytes for one in each),
+    )
+    # The stages of a pipeline may have different kinds of layers, so all layers share a pool.
+    return needs if layout.pipeline == 1 else replace(needs, window=None, window_token_bytes=0)
+
+
+def _needs(source: ModelSource, options: EngineOptions, device: DeviceInfo) -> MemoryNeeds:
     needs = dense_needs(source.config, device)
     if options.kv_dtype == "fp8":
         needs = replace(needs, token_bytes=_fp8_token_bytes(source.config))
@@ -92,11 +125,15 @@ def memory_needs(source: ModelSource, options: EngineOptions, device: DeviceInfo
     needs = on_gpu(needs, source.config, options, device)
     if source.quantization is None and options.quantization == "auto":
         return needs
+    return replace(needs, weight_bytes=_placed_bytes(source, options, device))
+
+
+def _placed_bytes(source: ModelSource, options: EngineOptions, device: DeviceInfo) -> int:
     shrinks = options.quantization != "auto"
     weight_bytes = placed_bytes(source.weights, DTYPE_BYTES[device.dtype], shrinks)
     if shrinks and source.config.tie_embeddings:  # the LM head is a quantized copy
         weight_bytes += source.config.vocab_size * source.config.hidden_size
-    return replace(needs, weight_bytes=weight_bytes)
+    return weight_bytes
 
 
 def _fp8_token_bytes(config: ModelConfig) -> int:
@@ -119,6 +156,21 @@ def _check_fp8_cache(config: ModelConfig, device: torch.device) -> None:
 
 def build_runner(source: ModelSource, config: RunnerConfig) -> ModelRunner:
     """Loads the weights and allocates the KV cache. Returns a runner that is ready to use."""
+    if config.tensor_parallel * config.pipeline_parallel == 1:
+        return local_runner(source, config)
+    from engine.backends.custom.frameworks.torch.execution.distributed.sharded_runner import (
+        open_group,  # few engines have several ranks
+    )
+
+    return open_group(source, config)
+
+
+def local_runner(
+    source: ModelSource, config: RunnerConfig, cut: "tuple[ModelShard, Ranks] | None" = None
+) -> TorchRunner:
+    """A runner in this process. `cut` is given in a rank: its shard of the model, and its
+    connection to the other ranks.
+    """
     device, dtype = torch_device(config.device), torch_dtype(config.dtype)
     invariant = config.numerics == "invariant"
     if config.kv_dtype == "fp8":
@@ -140,14 +192,22 @@ def build_runner(source: ModelSource, config: RunnerConfig) -> ModelRunner:
         )
     if config.num_threads is not None:
         torch.set_num_threads(config.num_threads)
-    model = build_model(
-        source.config, source.weights, config.max_seq_len, device, dtype, config.quantization
-    )
+    arguments = (config.max_seq_len, device, dtype, config.quantization)
+    if cut is None:
+        model = build_model(source.config, source.weights, *arguments)
+    else:
+        shard, ranks = cut
+        prepare = partial(shard.prepare, dtype=dtype, ranks=ranks)
+        model = build_model(shard.config, shard.weights(source.weights), *arguments, prepare)
     if can_pack(dtype, device):
         pack_linears(model)
     if invariant:
         make_invariant(model)
-    if device.type == "cuda" and config.attention in ("auto", "triton"):
+    if cut is not None:
+        shard.connect(model, ranks)
+    # The stages of a pipeline exchange activations, which graphs do not cover.
+    has_stages = cut is not None and shard.layout.pipeline > 1
+    if device.type == "cuda" and config.attention in ("auto", "triton") and not has_stages:
         return CudaRunner(model, config, device, dtype)
     return TorchRunner(model, config, device, dtype)
 

@@ -75,6 +75,11 @@ class SamplingRunner:
     def spec(self) -> RunnerSpec:
         return self._spec
 
+    @property
+    def last_token(self) -> Tensor:
+        """The last sampled token of each slot, on the device."""
+        return self._last_token
+
     @torch.inference_mode()
     def logits(self, handle: StepHandle, rows: I32) -> F32:
         assert handle.logits is not None

@@ -6,7 +6,7 @@ peak memory is the model plus one float32 tensor. If a layer is to be quantized,
 the next layer is allocated.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import closing, contextmanager
 from typing import TypeGuard
 
@@ -47,6 +47,7 @@ from engine.backends.custom.weights.random import RandomWeight
 from engine.backends.custom.weights.weight import Weight as StoredWeight
 from engine.core.errors import ModelFormatError
 
+POSITION = "position.weight"  # later stages of a pipeline don't have it
 _WITH_PARTS = (Linear, GroupedLinear, ExpertLinear, GroupedExpertLinear)
 
 
@@ -57,12 +58,14 @@ def build_model(
     device: torch.device,
     dtype: torch.dtype,
     quantization: str = "auto",
+    prepare: Callable[[Decoder], None] | None = None,
 ) -> Decoder:
     """Builds a decoder with loaded weights. `quantization` is "auto", "fp8" or "int8". "fp8" and
-    "int8" quantize all matrices that are not quantized in the checkpoint.
+    "int8" quantize all matrices that are not quantized in the checkpoint. `prepare` may remove or
+    replace modules before memory is allocated for them.
     """
     with closing(WeightReader(device)) as reader:
-        return _build(config, weights, max_seq_len, reader, dtype, quantization)
+        return _build(config, weights, max_seq_len, reader, dtype, quantization, prepare)
 
 
 def _build(
@@ -72,22 +75,27 @@ def _build(
     reader: "WeightReader",
     dtype: torch.dtype,
     quantization: str,
+    prepare: Callable[[Decoder], None] | None,
 ) -> Decoder:
     check_decoder(config, "torch", ("state", "mixer", "mlp", "attention_gate"))
-    kind, device = GPT2 if config.learned_positions else Decoder, reader.device
+    kind = GPT2 if config.learned_positions and POSITION in weights else Decoder
+    device = reader.device
     stored = weights.get(ROPE_FACTORS)
     factors = None if stored is None else reader.read(stored)
     rotaries = tuple(Rotary(rope, max_seq_len, device, factors) for rope in config.ropes)
     keeps, shrinks = keeps_quantized(weights, device), quantization != "auto"
-    with _factory_defaults(torch.device("meta") if keeps or shrinks else device, dtype):
+    is_lazy = keeps or shrinks or prepare is not None
+    with _factory_defaults(torch.device("meta") if is_lazy else device, dtype):
         model = kind(config, rotaries)
+    if prepare is not None:
+        prepare(model)
     taken = place_quantized(model, weights, device, dtype) if keeps else set()
     rest = {name: weight for name, weight in weights.items() if name not in taken}
     _check_names(model, rest)
     if shrinks:
         shrunk = _shrink(model, rest, quantization, reader)
         rest = {name: weight for name, weight in rest.items() if name not in shrunk}
-    if keeps or shrinks:
+    if is_lazy:
         model.to_empty(device=device)
         if config.tie_embeddings and EMBED not in taken:
             model.head.weight = model.embed.weight

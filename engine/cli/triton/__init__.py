@@ -1,0 +1,1 @@
+"""`engine triton`: this server as a model of a Triton server."""

@@ -1,0 +1,210 @@
+"""The parts of shards that need no ranks: layout, frames, the ring, and cuts of weights."""
+
+import os
+import threading
+
+import numpy as np
+import pytest
+
+from engine.backends.custom.architectures.tensors import TensorSpec, Transform
+from engine.backends.custom.frameworks.torch.execution.distributed.cut import (
+    cut,
+    cut_experts,
+    zeros,
+)
+from engine.backends.custom.weights.lazy_tensor import LazyTensor
+from engine.backends.custom.weights.quantize import quantize
+from engine.backends.custom.weights.quants import dequantize, traits_of
+from engine.backends.custom.weights.weight import Weight
+from engine.core.shards.frames import FrameError, decode_frame, encode_frame
+from engine.core.shards.layout import ShardLayout, kv_heads_of, share
+from engine.core.shards.ring import RingClosedError, RingReader, RingWriter, ring_file
+
+
+@pytest.mark.parametrize("unit", [1, 3, 32])
+@pytest.mark.parametrize("parts", [1, 2, 3, 7])
+def test_shares_are_even_and_leave_nothing_out(parts: int, unit: int) -> None:
+    for count in (7, 96, 100):
+        shares = [share(count, parts, index, unit) for index in range(parts)]
+        assert [item for each in shares for item in each] == list(range(count))
+        units = [-(-len(each) // unit) for each in shares]
+        assert max(units) - min(units) <= 1
+        assert all(each.start % unit == 0 for each in shares if len(each))
+
+
+def test_ranks_are_numbered_stage_by_stage() -> None:
+    layout = ShardLayout(tensor=2, pipeline=3)
+    places = [(layout.stage(rank), layout.part(rank)) for rank in range(layout.num_ranks)]
+    assert places == [(0, 0), (0, 1), (1, 0), (1, 1), (2, 0), (2, 1)]
+    assert layout.sampling_rank == 4 and list(layout.ranks_of(1)) == [2, 3]
+
+
+def test_few_kv_heads_are_copied() -> None:
+    assert [list(kv_heads_of(2, 4, part)) for part in range(4)] == [[0], [0], [1], [1]]
+    assert [list(kv_heads_of(4, 2, part)) for part in range(2)] == [[0, 1], [2, 3]]
+
+
+def test_frames_carry_arrays_as_they_are() -> None:
+    arrays = [
+        np.arange(7, dtype=np.int32),
+        None,
+        np.zeros((0, 3), np.int64),
+        np.arange(12, dtype=np.float32).reshape(3, 4)[:, ::2],
+        np.array([True, False]),
+    ]
+    values, found = decode_frame(bytearray(encode_frame(["forward", 3, "x"], arrays)))
+    assert values == ["forward", 3, "x"] and found[1] is None
+    for ours, theirs in zip(found, arrays, strict=True):
+        if ours is not None and theirs is not None:
+            assert ours.dtype == theirs.dtype and np.array_equal(ours, theirs)
+            assert ours.flags.writeable and ours.flags.aligned
+
+
+@pytest.mark.parametrize("junk", [b"", b"\x01", b"\xff" * 64, encode_frame([1], [np.ones(9)])[:-8]])
+def test_what_is_no_frame_is_refused(junk: bytes) -> None:
+    with pytest.raises(FrameError, match="cannot be read"):
+        decode_frame(junk)
+
+
+def test_a_frame_of_objects_is_refused() -> None:
+    frame = encode_frame([1], [np.zeros(1, np.int64)]).replace(b"<i8", b"|O8")
+    with pytest.raises(FrameError, match="cannot be read"):
+        decode_frame(frame)
+
+
+class Rings:
+    """A ring of 4 KiB with two readers."""
+
+    def __init__(self, check=lambda: None) -> None:
+        with ring_file(4096) as file:
+            pipes = [os.pipe() for _ in range(2)]
+            self.writer = RingWriter(file.fileno(), [bell for _, bell in pipes], check)
+            self.readers = [RingReader(file.fileno(), i, bell) for i, (bell, _) in enumerate(pipes)]
+
+
+def test_a_ring_loses_nothing_when_it_is_full_or_a_frame_is_larger() -> None:
+    rings = Rings()
+    rng = np.random.default_rng(1)
+    frames = [rng.bytes(int(size)) for size in rng.integers(1, 9000, 60)]
+    found: list[list[bytes]] = [[], []]
+
+    def read(index: int) -> None:
+        found[index] = [bytes(rings.readers[index].receive()) for _ in frames]
+
+    threads = [threading.Thread(target=read, args=(index,)) for index in range(2)]
+    for thread in threads:
+        thread.start()
+    for frame in frames:
+        rings.writer.send(frame)
+    for thread in threads:
+        thread.join(20)
+    assert found == [frames, frames]
+
+
+def test_a_full_ring_says_so_once_and_asks_whether_readers_are_there(caplog) -> None:
+    class GoneError(Exception):
+        pass
+
+    checks = []
+
+    def check() -> None:
+        checks.append(1)
+        if len(checks) > 3:
+            raise GoneError
+
+    rings = Rings(check)
+    with pytest.raises(GoneError):
+        for _ in range(99):
+            rings.writer.send(bytes(1000))
+    assert [each.message for each in caplog.records] == [
+        "the ring of 4096 bytes is full; waiting for its readers"
+    ]
+    assert len(rings.readers[0].receive()) == 1000, "what was sent is still there"
+
+
+def test_both_ends_notice_that_the_other_is_gone() -> None:
+    rings = Rings()
+    rings.readers[1].close()
+    with pytest.raises(RingClosedError):
+        rings.writer.send(b"frame")
+    rings = Rings()
+    rings.writer.close()
+    with pytest.raises(RingClosedError):
+        rings.readers[0].receive()
+
+
+def stored(dtype: str, shape: tuple[int, ...], reads: list[int] | None = None) -> LazyTensor:
+    values = np.random.default_rng(3).standard_normal(shape).astype(np.float32)
+    raw = quantize(dtype, values).reshape(-1).view(np.uint8)
+    return LazyTensor(
+        "w", shape, dtype, raw.size, lambda: raw, lambda raw, shape: dequantize(dtype, raw, shape)
+    )
+
+
+@pytest.mark.parametrize("dtype", ["F32", "BF16", "Q8_0", "Q4_0", "Q4_K", "Q6_K"])
+@pytest.mark.parametrize(
+    "transform",
+    [
+        Transform(),
+        Transform(before=16, after=32),
+        Transform(groups=2, before=8, after=8),
+        Transform(head_dim=8, paired=8, added=1.0),
+        Transform(before=8, head_dim=16, paired=8, unpaired=4),
+    ],
+)
+def test_a_cut_is_a_part_of_the_whole(dtype: str, transform: Transform) -> None:
+    shape = (64, 512)
+    weight = Weight(
+        TensorSpec("w", shape, "w", "w"),
+        (stored(dtype, transform.stored_shape(shape)),),
+        transform,
+    )
+    whole = weight.numpy()
+    for rows, columns in (
+        (range(16, 48), None),
+        (None, range(256, 512)),
+        (range(5, 9), range(256)),
+        (range(1), range(100, 300)),  # inside of a block
+    ):
+        part = cut(weight, rows, columns)
+        first, second = rows or range(64), columns or range(512)
+        expected = whole[first.start : first.stop, second.start : second.stop]
+        assert np.array_equal(part.numpy(), expected)
+        is_whole = columns is None or columns.start % 256 == columns.stop % 256 == 0
+        if is_whole:
+            assert part.kernel_dtype == weight.kernel_dtype, "quantized rows stay quantized"
+            assert part.tensor.raw().size == traits_of(dtype).num_bytes(expected.size)
+
+
+def test_transposed_matrices_and_vectors_are_cut_too() -> None:
+    weight = Weight(
+        TensorSpec("w", (6, 8), "w", None),
+        (stored("F32", (8, 18)),),
+        Transform(transposed=True, before=6, after=6),
+    )
+    expected = weight.numpy()[2:5, 3:7]
+    assert np.array_equal(cut(weight, range(2, 5), range(3, 7)).numpy(), expected)
+    bias = Weight(TensorSpec("b", (6,), "b", None), (stored("F32", (18,)),), Transform(before=6))
+    assert np.array_equal(cut(bias, range(1, 4)).numpy(), bias.numpy()[1:4])
+    assert not zeros(bias).numpy().any() and zeros(bias).numpy().shape == (6,)
+
+
+def test_each_expert_is_cut() -> None:
+    spec = TensorSpec("w", (3, 4, 64), "w", None, of_experts=True)
+    weight = Weight(spec, (stored("Q8_0", (3, 4, 64)),))
+    part = cut(weight, range(1, 3), range(32, 64))
+    assert np.array_equal(part.numpy(), weight.numpy()[:, 1:3, 32:])
+    assert np.array_equal(cut_experts(weight, range(1, 3)).numpy(), weight.numpy()[1:3])
+    assert zeros(weight).numpy().shape == (3, 4, 64)
+
+
+def test_only_the_rows_of_a_cut_are_gathered() -> None:
+    asked = []
+
+    def rows(begin: int, end: int) -> np.ndarray:
+        asked.append((begin, end))
+        return np.zeros((end - begin) * 16, np.uint8)
+
+    tensor = LazyTensor("w", (64, 4), "F32", 1024, lambda: rows(0, 64), None, rows)
+    cut(Weight(TensorSpec("w", (64, 4), "w", None), (tensor,)), range(8, 16)).tensor.raw()
+    assert asked == [(8, 16)]
