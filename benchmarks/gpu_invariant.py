@@ -48,8 +48,8 @@ LONGEST, SHARED = 640, 320  # tokens of the longest prompt, and of the prefix th
 ROWS = (1, 64, 256)
 PROMPT, DECODED = 128, 96  # tokens of each request whose decode steps are timed
 PREFILL = (8, 2048)  # prompts, and tokens of each
-ROUNDS, REPEATS = 5, 10
-TOKENS = (1, 3, 17, 33, 64, 65, 80, 127, 200, 300, 500, 900, 1100, 2000, 3333, 8192)
+ROUNDS, REPEATS = 5, 3
+TOKENS = (1, 3, 17, 33, 64, *range(65, 256, 7), *range(256, 1025, 64), 1100, 2000, 3333, 8192)
 
 
 def mixed_requests(shape: Shape) -> list[GenerateRequest]:

@@ -59,9 +59,7 @@ def products_are_chains(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("parts", ["residual", "gate", "bias", "bias and gate"])
 def test_a_row_has_the_same_product_in_every_step(parts: str, device: torch.device) -> None:
-    """With a bias or a gate, it is also what a library's product gives, with the other parts after
-    it.
-    """
+    """It is what a library's product gives, with the other parts after it."""
     outputs = 72
     inputs = Inputs(device, torch.float16)
     x, weight = inputs.normal(70, 600), inputs.normal(outputs, 600, scale=0.04)
@@ -77,10 +75,10 @@ def test_a_row_has_the_same_product_in_every_step(parts: str, device: torch.devi
     for first, last in ((0, 1), (69, 70), (3, 20)):
         assert torch.equal(product(slice(first, last)), whole[first:last])
     assert torch.equal(product(slice(0, 70), LinearTile(16, 256, 64, 8, 2)), whole)
-    if residual is None:
-        y = linear.invariant_linear(x, weight, None)
-        y = y if bias is None else y + bias
-        assert torch.equal(y if gate is None else gated(y, gate), whole)
+    y = linear.invariant_linear(x, weight, None)
+    y = y if bias is None else y + bias
+    y = y if gate is None else gated(y, gate)
+    assert torch.equal(y if residual is None else residual + y, whole)
 
 
 ROWS = ((70, 1), (70, 23), (1, 1), (70, 2), (34, 34))

@@ -8,7 +8,6 @@ import pytest
 
 from engine.backends.custom.frontend.engine_client import QueueChannel, _Connection
 from engine.backends.custom.ipc import heartbeat as heartbeat_module
-from engine.backends.custom.ipc import transport
 from engine.backends.custom.ipc.heartbeat import (
     INTERRUPT_SIGNAL,
     UNKNOWN_PATIENCE_S,
@@ -29,12 +28,9 @@ from engine.core.errors import EngineError
 from engine.core.interfaces.request import (
     Abort,
     Deltas,
-    EngineStats,
     Fatal,
-    FromEngine,
     GenerateRequest,
     SamplingParams,
-    Stats,
     Stop,
     ToEngine,
     TokenDelta,
@@ -102,47 +98,6 @@ def test_a_channel_gives_what_has_come_and_tells_of_the_end():
             channel.poll(5.0)
         with pytest.raises(ConnectionClosedError):
             channel.send(Stop())
-
-
-def test_deltas_that_a_slow_frontend_has_no_room_for_are_sent_together() -> None:
-    ours, theirs = socket.socketpair()
-    channel: SocketChannel = SocketChannel(ours, ToEngine)
-    frames: FrameDecoder = FrameDecoder(FromEngine)
-    steps = [Deltas((TokenDelta(f"r{step}", 0, (step,) * 10_000),)) for step in range(200)]
-    with ours, theirs:
-        channel.send(steps[0])
-        assert frames.feed(theirs.recv(2**20)) == [steps[0]], "a fast frontend gets every step"
-        for step in steps[1:]:
-            channel.send(step)  # never waits, although far more than a socket holds is sent
-        channel.send(stats := Stats(EngineStats()))
-        reader = threading.Thread(target=channel.flush)
-        reader.start()
-        arrived: list[FromEngine] = []
-        while not arrived or arrived[-1] != stats:
-            arrived += frames.feed(theirs.recv(2**20))
-        reader.join()
-    messages = [each for each in arrived if isinstance(each, Deltas)]
-    assert [delta for each in messages for delta in each.deltas] == [
-        delta for step in steps[1:] for delta in step.deltas
-    ]
-    assert len(messages) < 100
-
-
-def test_a_channel_with_too_much_to_send_waits(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(transport, "MAX_WAITING", 2)
-    ours, theirs = socket.socketpair()
-    channel: SocketChannel = SocketChannel(ours, ToEngine)
-    large = Deltas((TokenDelta("r", 0, (1,) * 500_000),))
-    with ours, theirs:
-        sender = threading.Thread(target=lambda: [channel.send(large) for _ in range(4)])
-        sender.start()
-        sender.join(0.2)
-        assert sender.is_alive(), "the sender waits for its reader"
-        frames: FrameDecoder = FrameDecoder(FromEngine)
-        arrived: list[FromEngine] = []
-        while sum(len(each.deltas) for each in arrived) < 4:
-            arrived += frames.feed(theirs.recv(2**20))
-        sender.join()
 
 
 def test_an_engine_in_a_thread_reads_all_that_waits_for_it():

@@ -17,9 +17,11 @@ from engine.backends.custom.architectures.base import (
     RopeConfig,
 )
 from engine.backends.custom.architectures.hybrids.states import StateConfig
+from engine.backends.custom.engine_settings import engine_options
 from engine.backends.custom.frameworks.torch.execution.build import build_runner
 from engine.backends.custom.frameworks.torch.execution.invariance import check_invariant
 from engine.backends.custom.runtime.model_runner import RunnerConfig
+from engine.core.config_schema import Settings
 from engine.core.errors import ConfigError, ModelFormatError
 from tests.parity.runner_driver import RunnerDriver
 
@@ -212,3 +214,10 @@ def test_the_host_waits_for_the_device_in_one_place():
         "warming.py: torch.cuda.synchronize(device)",
         "upload.py: fetched.synchronize()",
     ]
+
+
+def test_settings_refuse_what_failed_on_a_gpu() -> None:
+    settings = Settings.model_validate({"performance": {"numerics": "invariant"}})
+    with pytest.raises(ConfigError, match="numerics invariant is not ready"):
+        engine_options(settings, "torch")
+    assert engine_options(settings, "native").numerics == "invariant"

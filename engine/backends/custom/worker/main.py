@@ -360,7 +360,6 @@ def main(
         setup_logging(options.log_level, options.log_format)
         faults.arm()
         (run or run_engine)(options, channel, Watchdog(Heartbeat(heartbeat_fd)), keep_all)
-        channel.flush()
     except ConnectionClosedError:
         return 0  # the frontend is gone
     except EngineError as error:

@@ -5,10 +5,7 @@
 from torch import Tensor, nn
 
 from engine.backends.custom.frameworks.torch.device import keep_sums_whole
-from engine.backends.custom.frameworks.torch.kernels.invariant.linear import (
-    invariant_linear,
-    suits_library,
-)
+from engine.backends.custom.frameworks.torch.kernels.invariant.linear import invariant_linear
 from engine.backends.custom.frameworks.torch.layers.linear import Linear
 from engine.backends.custom.frameworks.torch.layers.norm import RMSNorm
 from engine.backends.custom.frameworks.torch.layers.quantized_linear import Fp8Linear
@@ -24,11 +21,6 @@ class InvariantLinear(Linear):
 
     def forward(self, x: Tensor) -> Tensor:
         return self.fused(x)
-
-    def add_to(self, stream: Tensor, x: Tensor, multiplier: float = 1.0) -> Tensor:
-        if multiplier != 1:
-            return stream + multiplier * self(x)
-        return super().add_to(stream, x) if suits_library(x) else self.fused(x, residual=stream)
 
     def fused(
         self,

@@ -57,7 +57,7 @@ def _linear_kernel(
     ADDS: tl.constexpr,
 ):
     """With GATE, the weight has `outputs` rows of the gate and as many of up. A sum is rounded
-    before bias and gate, as if a library had computed it.
+    before bias, gate and residual, as if a library had computed it.
     """
     tokens = tl.program_id(0) * TOKENS + tl.arange(0, TOKENS)
     rows = tl.minimum(tl.program_id(1) * ROWS + tl.arange(0, ROWS), outputs - 1)
@@ -85,8 +85,7 @@ def _linear_kernel(
         y = gate_times(y.to(dtype).to(tl.float32), up.to(dtype).to(tl.float32), GATE)
     places = tokens.to(tl.int64)[None, :] * outputs + rows[:, None]
     if ADDS:
-        if BIAS:
-            y = y.to(dtype).to(tl.float32)
+        y = y.to(dtype).to(tl.float32)
         y += tl.load(residual_ptr + places, mask=known, other=0.0).to(tl.float32)
     tl.store(out_ptr + places, y, mask=known)
 
