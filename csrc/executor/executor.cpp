@@ -136,7 +136,8 @@ void Executor::reserve_scratch() {
 }
 
 void Executor::run(const Batch& batch, std::vector<uint8_t>& finite) {
-    const Program& program = this->program(batch.tokens);
+    const Program& plain = this->program(batch.tokens);
+    const Program& program = taps_.count ? with_taps(plain) : plain;
     plan_attention(program, batch);
     finite.assign(size_t(batch.tokens), 1);
     batch_ = &batch;
@@ -144,8 +145,8 @@ void Executor::run(const Batch& batch, std::vector<uint8_t>& finite) {
     plan_rounds(program);
     if (timing_) op_seconds_.assign(program.ops.size(), 0.0);
     pool_.run([this, &program](int thread) { work(program, thread); });
-    const int stream = program.ops.back().source;
-    const bool is_checked = program.ops.back().kind == Op::Kind::Mean;
+    const int stream = plain.ops.back().source;
+    const bool is_checked = plain.ops.back().kind == Op::Kind::Mean;
     for (int i = 0; i < batch.logits && !is_checked; i++)
         finite[size_t(batch.logit_tokens[i])] &= kernels_.all_finite(at(stream, i), width(stream));
     for (int token = 0; token < batch.tokens; token++) {
@@ -209,6 +210,12 @@ void Executor::plan_rounds(const Program& program) {
             case Op::Kind::Mean:
                 rounds_.push_back({batch.logits, 1});
                 break;
+            case Op::Kind::Tap:
+                rounds_.push_back({op.num_experts, 1});
+                break;
+            case Op::Kind::AddRows:
+                rounds_.push_back({rows_of(op), kTokenGrain});
+                break;
             default:
                 rounds_.push_back({batch.tokens, kTokenGrain});
         }
@@ -269,6 +276,15 @@ void Executor::work(const Program& program, int thread) {
                 break;
             case Op::Kind::Mean:
                 round(thread, index, [&](int begin, int end) { mean(op, begin, end); });
+                break;
+            case Op::Kind::Tap:
+                round(thread, index, [&](int begin, int end) { tap(op, begin, end); });
+                break;
+            case Op::Kind::AddRows:
+                round(thread, index, [&](int begin, int end) { add_rows(op, begin, end); });
+                break;
+            case Op::Kind::AddPositions:
+                round(thread, index, [&](int begin, int end) { add_positions(op, begin, end); });
                 break;
         }
         if (timing_ && thread == 0) {
@@ -342,22 +358,35 @@ void Executor::linear(const Op& op, int thread, int& index) {
             int end = segments.is_private ? segment.rows : share(segment.rows, thread + 1, pool_.size());
             if (begin < end) pack(op, segment, begin, end, row);
         }
+    if (is_adapted(op)) shrink(op, segments, thread);
     if (!segments.is_private) pool_.barrier(thread);
-    round(thread, index, [&](int begin, int end) { multiply(op, segments, begin, end, scratch(thread)); });
+    round(thread, index, [&](int begin, int end) { multiply(op, segments, begin, end, thread); });
 }
 
 // Pieces of work are numbered slice by slice.
-void Executor::multiply(const Op& op, const Segments& segments, int begin, int end, uint8_t* scratch) {
+void Executor::multiply(const Op& op, const Segments& segments, int begin, int end, int thread) {
     const int units = op.units();
+    const bool adapted = is_adapted(op);
     while (begin < end) {
         const int first = begin % units, last = std::min(first + end - begin, units);
-        for (const Segment& segment : segments.items[begin / units])
-            if (segment.rows > 0) multiply_units(op, segment, first, last, scratch);
+        for (const Segment& segment : segments.items[begin / units]) {
+            if (segment.rows == 0) continue;
+            if (adapted)
+                multiply_adapted(op, segment, first, last, thread);
+            else
+                multiply_units(op, segment, first, last, thread);
+        }
         begin += last - first;
     }
 }
 
-void Executor::multiply_units(const Op& op, const Segment& segment, int begin, int end, uint8_t* scratch) {
+void Executor::multiply_units(const Op& op, const Segment& segment, int begin, int end, int thread) {
+    run_matmul(op, segment, begin, end, thread, nullptr, 0);
+}
+
+// `delta` is what adapters add, see Epilogue.
+void Executor::run_matmul(const Op& op, const Segment& segment, int begin, int end, int thread,
+                          const float* delta, int delta_stride) {
     const bool apart = is_apart(op);
     int stride = apart ? op.matrix->panels() * kPanelRows : width(op.out);
     float* base = apart ? matmul_out_.floats() : at(op.out, 0) + op.column;
@@ -366,9 +395,11 @@ void Executor::multiply_units(const Op& op, const Segment& segment, int begin, i
                       op.bias,
                       op.activation,
                       op.gated,
-                      op.residual && !apart};
+                      op.residual && !apart,
+                      delta,
+                      delta_stride};
     MatmulJob job{segment.matrix, segment.input, segment.rows, epilogue};
-    kernels_.matmul[int(segment.numerics)](job, begin, end, scratch);
+    kernels_.matmul[int(segment.numerics)](job, begin, end, scratch(thread));
     if (!apart && op.scale == 1 && op.softcap == 0) return;
     int from = begin * kPanelRows, to = std::min(end * kPanelRows, op.matrix->rows);
     for (int r = segment.first; r < segment.first + segment.rows; r++) {

@@ -1,4 +1,5 @@
-"""Starts the engine process of `engine serve` before the command line is parsed.
+"""Starts the engine process of `engine serve` and `engine node join` early, before the command line
+is parsed.
 
 Parsing needs Typer and pydantic. Importing them takes half as long as the engine process needs for
 its own imports. With an early start, both processes import in parallel.
@@ -13,10 +14,11 @@ _waiting: list[EngineProcess] = []
 
 
 def start_engine(arguments: Sequence[str]) -> None:
-    """Start an engine process if the command is `serve`. If the command does not use the engine
-    process after all, the engine process exits together with this one.
+    """Start an engine process if the command is `serve` or `node join`. If the command does not use
+    the engine process after all, the engine process exits together with this one.
     """
-    if arguments[:1] == ["serve"] and not {"--help", "-h"} & set(arguments):
+    runs_engine = arguments[:1] == ["serve"] or arguments[:2] == ["node", "join"]
+    if runs_engine and not {"--help", "-h"} & set(arguments):
         _waiting.append(_started())
 
 

@@ -39,6 +39,8 @@ GROUPS = {
         "inspect": ("engine.cli.models:inspect", "Show what is in a model file."),
         "convert": ("engine.cli.convert:convert", "Convert a model to another file format."),
         "imatrix": ("engine.cli.convert:imatrix", "Measure which weights matter most."),
+        "adapters": ("engine.cli.ops.adapters:app", "List, add and remove LoRA adapters."),
+        "vectors": ("engine.cli.ops.vectors:app", "Train, list and convert steering vectors."),
     },
     "A running server": {
         "ps": ("engine.cli.ops.running:ps", "List the models of a running server."),
@@ -58,6 +60,13 @@ GROUPS = {
             "Run the same prompts through several backends.",
         ),
         "eval": ("engine.cli.ops.evaluate:evaluate", "Count a model's right answers to a file."),
+    },
+    "Several machines": {
+        "node": (
+            "engine.cli.cluster.node:app",
+            "Let this machine's engine work for a server elsewhere.",
+        ),
+        "cluster": ("engine.cli.cluster.ray:app", "Run nodes in a Ray cluster."),
     },
     "Set up": {
         "config": ("engine.cli.config:app", "Show the settings and where each comes from."),

@@ -34,6 +34,7 @@ from engine.cli.serve_options import (
     KvDtypeOption,
     LogFormatOption,
     LogLevelOption,
+    LoraOption,
     MaxBatchTokensOption,
     MaxSequenceLengthOption,
     MemoryPoolSizeOption,
@@ -79,12 +80,36 @@ def parse_options(given: list[str] | None) -> dict[str, Any] | None:
     return options
 
 
+def parse_adapters(given: list[str] | None) -> dict[str, str] | None:
+    """Parse `NAME=PATH`, a path alone as llama.cpp takes it, or vLLM's JSON. An adapter without a
+    name has the name of its file or folder.
+    """
+    if not given:
+        return None
+    from engine.core.errors import ConfigError
+
+    adapters = {}
+    for each in given:
+        name, equals, path = each.partition("=")
+        if each.startswith("{"):
+            try:
+                told = json.loads(each)
+                name, path = told["name"], told["path"]
+            except (ValueError, KeyError, TypeError):
+                raise ConfigError(f"--lora {each}: write it as NAME=PATH") from None
+        elif not equals:
+            name, path = Path(each).stem, each
+        adapters[name] = str(Path(path).expanduser().absolute())
+    return adapters
+
+
 def serve(
     model: ModelArgument = None,
     model_option: ModelOption = None,
     hf_repo: HubOption = None,
     backend: BackendOption = None,
     option: OptionsOption = None,
+    lora: LoraOption = None,
     device: DeviceOption = None,
     dtype: DtypeOption = None,
     host: HostOption = None,
@@ -118,6 +143,7 @@ def serve(
         "model.model_path": _one_model(model, model_option, hf_repo),
         "model.backend": backend,
         "model.options": parse_options(option),
+        "model.adapters": parse_adapters(lora),
         "model.device": device,
         "model.dtype": dtype,
         "model.name": name,
@@ -173,7 +199,7 @@ def _serve(config: Path | None, flags: dict[str, Any]) -> None:
         faults.arm()
         loaded = load_cli_settings(config, flags)
         check_references(loaded.settings)
-        _fetch_missing(loaded.settings)
+        fetch_missing(loaded.settings)
         sock, probe_sock = bind_socket(loaded.settings), bind_probes(loaded.settings)
 
         def reread() -> "Settings":
@@ -184,7 +210,7 @@ def _serve(config: Path | None, flags: dict[str, Any]) -> None:
             origin = _check_no_model(loaded)
             _run(loaded, sock, probe_sock, lambda: _routed_server(loaded, origin, reread))
         else:
-            _begin(loaded.settings, process)
+            begin_engine(loaded.settings, process, _import_server)
             _run(loaded, sock, probe_sock, lambda: _server(loaded.settings, process, reread))
     except BaseException:
         process.discard()
@@ -193,7 +219,7 @@ def _serve(config: Path | None, flags: dict[str, Any]) -> None:
         gc.enable()
 
 
-def _fetch_missing(settings: "Settings") -> None:
+def fetch_missing(settings: "Settings") -> None:
     """Download the models of our own engines that are not on this machine yet."""
     from engine.backends.custom.engine_settings import backend_name, has_engine
     from engine.core.store.model_store import needs_pull
@@ -209,9 +235,12 @@ def _fetch_missing(settings: "Settings") -> None:
             pull_shown(model)
 
 
-def _begin(settings: "Settings", process: "EngineProcess") -> None:
+def begin_engine(
+    settings: "Settings", process: "EngineProcess", meanwhile: Callable[[], None]
+) -> None:
     """Send the engine process its options, so that it loads the model while this process imports
-    the server. If the model file was not examined before, wait for its examination first.
+    the server. If the model file was not examined before, wait for its examination first, and do
+    something else `meanwhile`.
     """
     from engine.backends.custom.engine_settings import (
         EXAMINER,
@@ -245,7 +274,7 @@ def _begin(settings: "Settings", process: "EngineProcess") -> None:
         return
     with ThreadPoolExecutor(1) as waiting:
         begun = waiting.submit(begin)
-        _import_server()
+        meanwhile()
         begun.result()
 
 
@@ -304,8 +333,10 @@ def _run(
     setup_logging(settings.logging.level, settings.logging.format)
     server = build()
     url = address_of(sock)
+    if settings.server.tls_files is not None:
+        url = url.replace("http://", "https://", 1)
     where = ", on all interfaces" if is_on_all_interfaces(sock) else ""
-    say = _speaker(settings.logging.format)
+    say = speaker(settings.logging.format)
     _tell_of_unused(loaded)
     say(f"Loading {server.loading} ...")
 
@@ -351,7 +382,7 @@ def _tell_of_unused(loaded: "LoadedSettings") -> None:
             )
 
 
-def _speaker(log_format: str) -> Callable[[str], None]:
+def speaker(log_format: str) -> Callable[[str], None]:
     """A function that prints a message to the user, or logs it if the log format is JSON lines."""
     if log_format == "json":
         return logging.getLogger(__name__).info

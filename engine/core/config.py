@@ -8,6 +8,7 @@ and on the files that they name.
 """
 
 import ipaddress
+import stat
 import tempfile
 import tomllib
 from collections.abc import Mapping
@@ -24,6 +25,7 @@ from engine.core.config_schema import (
     SECTIONS,
     TABLES,
     NamedTables,
+    ServerSettings,
     Settings,
     setting_keys,
 )
@@ -54,6 +56,7 @@ SHORT_VARIABLES = {
 _FLAGS = {
     "model.model_path": "MODEL",
     "model.options": "--option",
+    "model.adapters": "--lora",
     "cache.enabled": "--cache",
     "storage.path": "--storage-path",
     "logging.level": "--log-level",
@@ -152,13 +155,30 @@ def check_exposure(settings: Settings) -> None:
                 " set LLM_ENGINE_API_KEY, or list the sites in server.cors_origins",
                 param="server.cors_origins",
             )
-    for name, secret in (("api_key", server.api_key), ("admin_key", server.admin_key)):
+    secrets = ("api_key", server.api_key), ("admin_key", server.admin_key)
+    for name, secret in (*secrets, ("node_token", server.node_token)):
         if exposed and secret is not None and len(secret.get_secret_value()) < MIN_KEY_LENGTH:
             raise ConfigError(
                 f"server.{name} is shorter than {MIN_KEY_LENGTH} characters, too short for a"
                 " server that other machines can reach: `openssl rand -hex 24` makes a good one",
                 param=f"server.{name}",
             )
+
+
+def check_private(path: Path, key: str) -> None:
+    """Raise `ConfigError` if other users can read a file that holds a secret."""
+    if stat.S_IMODE(path.expanduser().stat().st_mode) & 0o077:
+        raise ConfigError(f"{key}: other users can read {path}; chmod 600 it", param=key)
+
+
+def _check_tls(server: ServerSettings) -> None:
+    names = ("tls_cert_file", "tls_key_file")
+    files = [getattr(server, name) for name in names]
+    for name, path in zip(names, files, strict=True):
+        if path is None and any(files):
+            raise ConfigError(f"server.{name} is missing; HTTPS needs both files", param=name)
+        if path is not None and not path.is_file():
+            raise ConfigError(f"server.{name}: there is no file {path}", param=f"server.{name}")
 
 
 def check_references(settings: Settings) -> None:
@@ -170,6 +190,9 @@ def check_references(settings: Settings) -> None:
         from engine.core.key_file import read_keys  # imported late: few servers have a keys file
 
         read_keys(server.keys_file)
+    if server.node_token_file is not None:
+        check_private(server.node_token_file, "server.node_token_file")
+    _check_tls(server)
     if storage.path is not None:
         _check_storage(storage.directory)
     if warm_file is not None and not warm_file.expanduser().is_file():

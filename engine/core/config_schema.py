@@ -5,7 +5,6 @@ environment, `--port` on the command line. Sizes in `_mb` are MiB. Settings are 
 changes them after loading. The sentence below a field is its line in docs/reference/settings.md.
 """
 
-import os
 from collections.abc import Mapping
 from pathlib import Path
 from types import MappingProxyType
@@ -23,6 +22,7 @@ from pydantic import (
     model_validator,
 )
 
+from engine.core.config_storage import InterpSettings, RequestsSettings, StorageSettings
 from engine.core.config_types import (
     Dialects,
     Megabytes,
@@ -32,6 +32,7 @@ from engine.core.config_types import (
     Secret,
     Section,
     Strings,
+    check_adapters,
     check_options,
     check_power_of_two,
     lowercase,
@@ -40,7 +41,7 @@ from engine.core.config_types import (
 
 if TYPE_CHECKING:
     from engine.core.config_presets import PresetTable
-    from engine.core.config_tables import BackendTable, ModelTable, PluginTable
+    from engine.core.config_tables import AdapterTable, BackendTable, ModelTable, PluginTable
 
 RESERVED_PATHS = ("/v1", "/health", "/livez", "/readyz", "/generate", "/api", "/openai")
 
@@ -64,6 +65,14 @@ class ServerSettings(Section):
     """Key for `/v1/admin`; set by a variable or by `server.admin_key_file`."""
     admin_key_file: Path | None = None
     """File that holds the administrator's key."""
+    node_token: Secret | None = None
+    """Token of nodes that may join this server; unset, none may."""
+    node_token_file: Path | None = None
+    """File that holds the node token, as `engine node token` writes it."""
+    tls_cert_file: Path | None = None
+    """Certificate chain in PEM format; if set, the server speaks HTTPS only."""
+    tls_key_file: Path | None = None
+    """Private key of `server.tls_cert_file`."""
     insecure_no_auth: bool = False
     """Allow other machines to reach the server without a key."""
     max_concurrent_requests: int = Field(default=8192, ge=1, le=65536)
@@ -108,6 +117,12 @@ class ServerSettings(Section):
     """Chat model of this server that rates texts; unset, `/v1/moderations` is refused."""
 
     @property
+    def tls_files(self) -> tuple[Path, Path] | None:
+        """The certificate and its key, if the server speaks HTTPS."""
+        cert, key = self.tls_cert_file, self.tls_key_file
+        return None if cert is None or key is None else (cert, key)
+
+    @property
     def allowed_origins(self) -> tuple[str, ...]:
         """The web origins whose pages may call the server from a browser; empty when CORS is
         off.
@@ -128,6 +143,10 @@ class ModelSettings(Section):
         dict[str, Any], BeforeValidator(parse_options), AfterValidator(check_options)
     ] = {}
     """Fields of the configuration class of a backend other than our own."""
+    adapters: Annotated[
+        dict[str, str], BeforeValidator(parse_options), AfterValidator(check_adapters)
+    ] = {}
+    """LoRA adapters: the path of each, by the model id that clients use for it."""
     device: str = Field(default="auto", pattern=r"^[a-z]+(:[0-9]{1,3}(-[0-9]{1,3})?)?$")
     """Device that computes, such as `cpu`, `cuda:1` or `cuda:0-3`."""
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
@@ -211,6 +230,12 @@ class PerformanceSettings(Section):
     """`invariant`: rounding never depends on the batch; `fast`: it may; `auto`: see numerics.md."""
     speculation: Literal["auto", "on", "off"] = "auto"
     """Guess tokens and verify several in one step. `auto`: only if the output can't change."""
+    max_adapters: int = Field(default=8, ge=0, le=256)
+    """Max LoRA adapters in one step; others wait. 0: no adapters are served."""
+    max_adapter_rank: int = Field(default=256, ge=1, le=4096)
+    """Max rank of a LoRA adapter."""
+    adapter_memory_mb: Megabytes = 1024
+    """Host memory for LoRA adapters in MiB; the least recently used are read again when needed."""
     affinity: str = Field(
         default="auto", pattern=r"^(auto|off|[0-9]+(-[0-9]+)?(,[0-9]+(-[0-9]+)?)*)$", max_length=256
     )
@@ -294,52 +319,16 @@ class LimitsSettings(Section):
     """File that holds `limits.redis_url`."""
 
 
-class StorageSettings(Section):
-    """Storage of data that outlives a request and the server: responses, conversations, stored
-    chat completions, files, batches.
-    """
-
-    path: Path | None = None
-    """Storage directory; unset, `engine` in the user's data directory."""
-    response_ttl_s: float = Field(default=30 * 86400.0, gt=0, le=10**9)
-    """Seconds after its last use when a response, conversation or chat completion is deleted."""
-    max_responses: int = Field(default=10_000, ge=1, le=10**7)
-    """Max responses, conversations and chat completions; the least recently used is deleted."""
-    max_size_mb: Megabytes = 1024
-    """Max MiB of uploaded files and batch results, and again of responses and the like."""
-    file_ttl_s: float = Field(default=30 * 86400.0, gt=0, le=10**9)
-    """Age at which an uploaded file or a batch result is deleted."""
-
-    @property
-    def directory(self) -> Path:
-        if self.path is not None:
-            return self.path.expanduser()
-        base = os.environ.get("XDG_DATA_HOME") or Path.home() / ".local" / "share"
-        return Path(base) / "engine"
-
-
-class RequestsSettings(Section):
-    """What the server keeps of past requests, to explain and to replay them."""
-
-    keep: int = Field(default=512, ge=0, le=100_000)
-    """Number of past requests that `/v1/admin/requests` explains; 0: none."""
-    show_text: bool = False
-    """Show the few words at which a prompt begins to differ from the cached one."""
-    record: bool = False
-    """Store the tokens, parameters and seed of each request, for `engine replay`."""
-    max_recorded: int = Field(default=1000, ge=1, le=10**6)
-    """Max recorded requests; the oldest is deleted."""
-
-
 class NamedTables(msgspec.Struct, frozen=True):
     """The named tables of the TOML file, validated by `config_tables`: `[backends.NAME]`,
-    `[models.ID]`, `[plugins.NAME]` and `[presets.ID]`.
+    `[models.ID]`, `[plugins.NAME]`, `[presets.ID]` and `[adapters.NAME]`.
     """
 
     backends: "Mapping[str, BackendTable]" = MappingProxyType({})
     models: "Mapping[str, ModelTable]" = MappingProxyType({})
     plugins: "Mapping[str, PluginTable]" = MappingProxyType({})
     presets: "Mapping[str, PresetTable]" = MappingProxyType({})
+    adapters: "Mapping[str, AdapterTable]" = MappingProxyType({})
 
 
 TABLES = NamedTables.__struct_fields__
@@ -362,9 +351,16 @@ class Settings(BaseModel):
     limits: LimitsSettings = LimitsSettings()
     storage: StorageSettings = StorageSettings()
     requests: RequestsSettings = RequestsSettings()
+    interp: InterpSettings = InterpSettings()
     tables: Annotated[NamedTables, WithJsonSchema({})] = Field(
         default_factory=lambda: NO_TABLES, exclude=True
     )
+
+    @property
+    def vectors_dir(self) -> Path:
+        """The directory of named vectors."""
+        path = self.interp.vectors_dir
+        return self.storage.directory / "vectors" if path is None else path.expanduser()
 
 
 SECTIONS = tuple(name for name in Settings.model_fields if name != "tables")
@@ -387,6 +383,7 @@ def setting_keys() -> list[str]:
 SECRET_KEYS = (
     "server.api_key",
     "server.admin_key",
+    "server.node_token",
     "metrics.token",
     "limits.redis_url",
     "tiers.redis_url",

@@ -43,6 +43,13 @@ def check_options(value: dict[str, Any]) -> dict[str, Any]:
     return value
 
 
+def check_adapters(value: dict[str, str]) -> dict[str, str]:
+    for name in value:
+        if not re.fullmatch(r"[!-~]{1,256}", name):
+            raise ValueError("an adapter's name is 1 to 256 visible ASCII characters")
+    return value
+
+
 def _check_secret(value: SecretStr) -> SecretStr:
     if not re.fullmatch(rf"[\x21-\x7e]{{1,{MAX_SECRET_LENGTH}}}", value.get_secret_value()):
         raise ValueError(

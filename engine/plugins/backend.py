@@ -33,7 +33,7 @@ class PluggedBackend(InferenceBackend):
     def __init__(self, inner: InferenceBackend, hosts: Sequence[PluginHost]) -> None:
         self.inner = inner
         self.hosts = list(hosts)
-        self.totals_survive_restarts = inner.totals_survive_restarts  # type: ignore[misc]
+        self.totals_survive_restarts = inner.totals_survive_restarts
 
     @property
     def unwrapped(self) -> InferenceBackend:
@@ -154,6 +154,9 @@ class PluggedBackend(InferenceBackend):
 
     async def tokenizer_info(self, *, model: str = "") -> TokenizerInfo | None:
         return await self.inner.tokenizer_info(model=model)
+
+    async def sites(self, *, model: str = "") -> list[dict[str, Any]]:
+        return await self.inner.sites(model=model)
 
     def find(self, name: str) -> PluginHost | None:
         return next((host for host in self.hosts if host.name == name), None)

@@ -7,16 +7,16 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from statistics import median
-from typing import Any, Literal
+from typing import Literal
 
-import msgspec
 import psutil
 
 from engine.backends.base import InferenceBackend
 from engine.backends.process import resident_bytes
 from engine.core.errors import EngineError
 from engine.core.interfaces.backend import Health, ModelCard, UsageEvent
-from engine.core.interfaces.request import EngineStats, TierStats
+from engine.core.interfaces.request import EngineStats
+from engine.routing.carried_stats import CarriedStats, summed
 from engine.routing.prefixes import SeenPrefixes
 
 log = logging.getLogger(__name__)
@@ -127,19 +127,6 @@ State = Literal["ready", "loading", "ejected", "down"]
 NUM_FIRST_TOKENS = 256  # samples for the median time to first token
 RATE_WINDOW_S = 10.0
 
-# Fields of `EngineStats` that never become smaller while an engine process runs.
-_COUNTS = (
-    *("num_steps", "prompt_tokens", "cached_tokens", "generated_tokens", "prefix_queries"),
-    *("prefix_hits", "num_preemptions", "num_evictions", "num_nonfinite"),
-    *("num_invariant_failures", "num_drafted_tokens", "num_accepted_tokens"),
-)
-_TOTALS = (*_COUNTS, "steps")
-_GAUGES = (
-    *("num_running", "num_waiting", "num_blocks", "num_free_blocks", "num_cached_blocks"),
-    *("num_referenced_blocks", "num_window_blocks", "num_free_window_blocks"),
-    "num_referenced_window_blocks",
-)
-
 
 class Replica:
     """A backend with counters of its requests and results."""
@@ -173,8 +160,7 @@ class Replica:
         self._card: ModelCard | None = None
         self._num_restarts = 0
         self._was_ready = True
-        self._carried = _no_totals()  # totals of engine processes that have ended
-        self._last_stats = EngineStats()
+        self.totals = CarriedStats()
         self._samples: deque[tuple[float, int]] = deque()
 
     async def start(self) -> None:
@@ -266,18 +252,7 @@ class Replica:
         stats = self.backend.stats()
         if stats is None:
             return None
-        if any(getattr(stats, name) < getattr(self._last_stats, name) for name in _COUNTS):
-            for name in _TOTALS:
-                self._carried[name] += getattr(self._last_stats, name)
-        self._last_stats = stats
-        totals = {name: getattr(stats, name) + self._carried[name] for name in _TOTALS}
-        return msgspec.structs.replace(stats, **totals)
-
-    def last_totals(self) -> dict[str, Any]:
-        """The last known totals, over all engine processes of this backend. They are also available
-        while none runs.
-        """
-        return {name: getattr(self._last_stats, name) + self._carried[name] for name in _TOTALS}
+        return self.totals.update(stats)
 
 
 @dataclass(frozen=True, slots=True)
@@ -317,37 +292,4 @@ def sum_stats(replicas: list[Replica]) -> EngineStats | None:
     statistics.
     """
     told = [stats for each in replicas if (stats := each.stats()) is not None]
-    totals = _no_totals()
-    for replica in replicas:
-        for name, value in replica.last_totals().items():
-            totals[name] += value
-    if not told and not totals["num_steps"]:
-        return None
-    gauges = {name: sum(getattr(each, name) for each in told) for name in _GAUGES}
-    block_size = max((each.block_size for each in told), default=0)
-    return EngineStats(**gauges, **totals, block_size=block_size, tiers=_sum_tiers(told))
-
-
-def _sum_tiers(told: list[EngineStats]) -> tuple[TierStats, ...]:
-    """The statistics of the tiers of all engines, added by name. A tier is up if all engines can
-    read it. Engines may share a tier, whose blocks are then counted several times.
-    """
-    found: dict[str, TierStats] = {}
-    for tier in (tier for stats in told for tier in stats.tiers):
-        known = found.get(tier.name)
-        if known is None:
-            found[tier.name] = tier
-            continue
-        counts = {
-            field: getattr(known, field) + getattr(tier, field)
-            for field in TierStats.__struct_fields__
-            if field not in ("name", "is_up")
-        }
-        is_up = known.is_up and tier.is_up
-        found[tier.name] = TierStats(name=tier.name, is_up=is_up, **counts)
-    return tuple(found.values())
-
-
-def _no_totals() -> dict[str, Any]:
-    nothing = EngineStats()
-    return {name: getattr(nothing, name) for name in _TOTALS}
+    return summed(told, [each.totals for each in replicas])

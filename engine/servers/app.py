@@ -36,6 +36,7 @@ from engine.servers.serving.watcher import EngineWatcher
 
 if TYPE_CHECKING:
     from engine.core.observability.otel import Telemetry
+    from engine.routing.nodes.manager import NodeManager
     from engine.servers.ops.replay import Recorder
 
 
@@ -126,8 +127,10 @@ LATE = (
     "openai.capabilities:add_capabilities_routes",
     "batches.routes:add_files_and_batches_routes",
     "openai.generate:add_generate_routes",
+    "interp.routes:add_interp_routes",
     "ops.admin:add_admin_routes",
     "ops.admin_models:add_admin_models_routes",
+    "ops.adapters:add_adapter_routes",
     "ops.admin_control:add_admin_control_routes",
     "ops.admin_control:add_plugins_routes",
     "ops.requests:add_requests_routes",
@@ -137,6 +140,8 @@ LATE = (
 )
 # Like LATE. It comes before the routes of other servers' APIs, one of which has the path `/` too.
 PAGE = "ui.routes:add_ui_routes"
+# Like LATE, if nodes may join the server.
+NODES = "ops.admin_nodes:add_admin_nodes_routes"
 # Like LATE, for the APIs of other servers. Each is added only if `server.dialects` has its name.
 DIALECTS: dict[Dialect, tuple[str, ...]] = {
     "llamacpp": (
@@ -217,6 +222,9 @@ def create_app(
         middleware=_layers(settings, holder, metrics, services.history.add, telemetry),
     )
     app.state.services = services
+    app.state.nodes = nodes = _nodes(settings, holder)
+    if nodes is not None:
+        services.components.append(nodes)
     install_error_handlers(app)
     # Other servers' routes are matched first, because some of our paths match theirs too.
     dialects = settings.server.dialects
@@ -224,6 +232,7 @@ def create_app(
         PAGE,
         *chain.from_iterable(DIALECTS[each] for each in dialects),
         *LATE,
+        *((NODES,) if nodes is not None else ()),
         *(OTHER_NAMES[each] for each in dialects if each in OTHER_NAMES),
     ]
     early = [*EARLY, *(() if starts_soon else others)]
@@ -240,6 +249,16 @@ def create_app(
     if settings.server.root_path:
         app.add_middleware(RootPath, prefix=settings.server.root_path)
     return app
+
+
+def _nodes(settings: Settings, holder: BackendHolder) -> "NodeManager | None":
+    token, server = settings.server.node_token, settings.server
+    if token is None:
+        return None
+    from engine.routing.nodes.manager import NodeManager  # imported late: few servers have nodes
+
+    max_revivals = server.max_revivals if server.survive else 0
+    return NodeManager(holder, token.get_secret_value(), max_revivals)
 
 
 def _recorder(settings: Settings) -> "Recorder | None":

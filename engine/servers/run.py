@@ -13,6 +13,7 @@ import signal
 import socket
 import time
 from collections.abc import Callable
+from typing import TYPE_CHECKING
 
 from fastapi import FastAPI
 
@@ -20,6 +21,9 @@ from engine.servers.app import LateRoutes
 from engine.servers.http.protocol import http_server, raise_file_limit
 from engine.servers.ops.probes import ProbeServer
 from engine.servers.serving.services import Services
+
+if TYPE_CHECKING:
+    from engine.routing.nodes.manager import NodeManager
 
 
 class ServiceManager:
@@ -100,7 +104,10 @@ class HttpServer:
         self._reloading: asyncio.Task[None] | None = None
         if probe_sock is not None:
             services.components.insert(0, ProbeServer(services, probe_sock))
-        self._uvicorn = http_server(app, CLOSE_TIMEOUT_S)
+        self._nodes: NodeManager | None = app.state.nodes
+        upgrades = {} if self._nodes is None else self._nodes.upgrades
+        tls = services.settings.server.tls_files
+        self._uvicorn = http_server(app, CLOSE_TIMEOUT_S, tls, upgrades)
 
     async def serve(self) -> None:
         """Serve until a signal stops the server. If the backend can't be started, raises the
@@ -138,7 +145,7 @@ class HttpServer:
         else:
             logger.warning("stopping now")
             self._services.lifecycle.fail_all()
-            self._uvicorn.should_exit = True
+            self._exit()
 
     def reload(self) -> None:
         """Start reloading API keys, limits and the log level. If a setting is invalid, nothing
@@ -185,6 +192,11 @@ class HttpServer:
 
     async def _drain(self) -> None:
         await self._services.lifecycle.drain(self._services.settings.server.drain_timeout_s)
+        self._exit()
+
+    def _exit(self) -> None:
+        if self._nodes is not None:
+            self._nodes.close()  # uvicorn waits until all connections are closed
         self._uvicorn.should_exit = True
 
 

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 from aiohttp import web
 
+from benchmarks import scaling
 from benchmarks.client import Failure, Sample, Target, new_session
 from benchmarks.figures import Batch, percentile, prefix_figures, spread, summarize
 from benchmarks.prompts import words
@@ -30,6 +31,7 @@ from benchmarks.report import (
 from benchmarks.run import WAVES, chosen_scenarios, free_port
 from benchmarks.scenarios import SCENARIOS, Measurement, measure
 from benchmarks.sweeps import SWEEPS
+from engine.backends.custom.frameworks.native.execution import timing
 
 
 def sample(ttft: float, gaps: tuple[float, ...] = (), **changes: Any) -> Sample:
@@ -334,3 +336,30 @@ def test_plots_are_drawn_from_the_points_alone(tmp_path: Path) -> None:
         document = {"sweep": name, "machine": machine(), "model": "m", "servers": servers}
         picture = draw(json.loads(json.dumps(document)), tmp_path)
         assert picture.read_bytes().startswith(b"\x89PNG")
+
+
+def test_scaling_measures_a_random_model(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(timing, "MIN_SECONDS", 0.0)
+    monkeypatch.setattr(timing, "MIN_FORWARDS", 2)
+    found = tmp_path / "rates.json"
+    scaling.main(
+        [
+            "--shape",
+            "tiny",
+            "--threads",
+            "1",
+            "2",
+            "--folder",
+            str(tmp_path),
+            "--output",
+            str(found),
+        ]
+    )
+    rates = json.loads(found.read_text())
+    assert [each["threads"] for each in rates] == [1, 2]
+    for each in rates:
+        assert each["ours"].keys() == {"prefill", "1", "8", "32"}
+        assert all(rate > 0 for rate in each["ours"].values())
+    assert len(capsys.readouterr().out.splitlines()) == 4

@@ -37,7 +37,7 @@ def _no_server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None
     process = SimpleNamespace(discard=lambda: None)
     monkeypatch.setattr("engine.cli.serve.take_engine", lambda: process)
     monkeypatch.setattr("engine.cli.serve.BEGAN_AT", time.monotonic() - 9.0)
-    monkeypatch.setattr("engine.cli.serve._begin", lambda settings, process: None)
+    monkeypatch.setattr("engine.cli.serve.begin_engine", lambda *arguments: None)
     monkeypatch.setattr("engine.backends.custom.app.build_server", build)
     monkeypatch.setattr("engine.servers.run.run_server", run)
     root = logging.getLogger()

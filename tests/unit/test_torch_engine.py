@@ -211,8 +211,8 @@ def test_the_host_waits_for_the_device_in_one_place():
         "sampling_runner.py: self.done.synchronize()",
         "sampling_runner.py: torch.cuda.current_stream(self._device).synchronize()",
         "staging.py: self.pinned.copied.synchronize()",
-        "warming.py: torch.cuda.synchronize(device)",
         "upload.py: fetched.synchronize()",
+        "warming.py: torch.cuda.synchronize(device)",
     ]
 
 

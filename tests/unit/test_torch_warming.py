@@ -13,10 +13,12 @@ import triton.language as tl
 from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 
+from engine.backends.custom.frameworks.torch import warming
 from engine.backends.custom.frameworks.torch.compiling import compiling_ahead
-from engine.backends.custom.frameworks.torch.execution import graphs, warming
+from engine.backends.custom.frameworks.torch.execution import graphs
 from engine.backends.custom.frameworks.torch.execution.device_sampler import Kind
-from engine.backends.custom.frameworks.torch.execution.graphs import Size, all_sizes, row_sizes
+from engine.backends.custom.frameworks.torch.execution.graphs import all_sizes, row_sizes
+from engine.backends.custom.frameworks.torch.execution.staging import Size
 from engine.backends.custom.frameworks.torch.models import upload
 from engine.backends.custom.runtime.model_runner import BatchInputs, RunnerSpec
 from engine.backends.custom.weights.model import open_model

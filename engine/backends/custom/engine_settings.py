@@ -91,9 +91,21 @@ def engine_options(settings: Settings, framework: str, path: Path | None = None)
         cache_ttl_s=cache.ttl_seconds,
         eviction_policy=cache.eviction_policy,
         tiers=tier_options(settings.tiers),
+        adapters=_adapters(settings),
+        max_adapters=performance.max_adapters,
+        max_adapter_rank=performance.max_adapter_rank,
+        adapter_bytes=performance.adapter_memory_mb * MIB,
         log_level=settings.logging.level,
         log_format=settings.logging.format,
     )
+
+
+def _adapters(settings: Settings) -> dict[str, str]:
+    """The paths of the LoRA adapters of the single model, by name."""
+    if settings.tables.backends:
+        return {}  # the router knows for which of its models they are
+    tables = {name: table.path for name, table in settings.tables.adapters.items()}
+    return tables | settings.model.adapters
 
 
 def options_of(framework: str, config: "BackendConfig") -> EngineOptions:

@@ -10,6 +10,8 @@ import msgspec
 from engine import __version__
 
 # The kinds of image encoders (`VisionConfig.kind`) that each framework runs.
+# The frameworks whose runners take taps (`runtime/interp`).
+TAPPED = ("native", "torch", "jax")
 IMAGE_ENCODERS: dict[str, tuple[str, ...]] = {
     "native": ("idefics3", "gemma3"),
     "torch": ("idefics3", "gemma3", "qwen2_5_vl"),
@@ -76,6 +78,10 @@ class EngineOptions(msgspec.Struct, frozen=True, kw_only=True, tag="options"):
     cache_ttl_s: float | None = None
     eviction_policy: Literal["lru", "lfu", "fifo"] = "lru"
     tiers: TierOptions | None = None
+    adapters: dict[str, str] = {}  # paths of LoRA adapters, by the name that clients use
+    max_adapters: int = 8  # LoRA adapters on the device at the same time; 0: none are served
+    max_adapter_rank: int = 256
+    adapter_bytes: int = GIB  # host memory for LoRA adapters
     log_level: str = "warning"
     log_format: str = "pretty"
 

@@ -1,6 +1,7 @@
 """Calls the admin API of a running server, and turns its refusals into errors."""
 
 import os
+import ssl
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -26,13 +27,33 @@ def call_admin(
     error, raises that error. If the server can't be reached, raises an error that tells the user
     what to check.
     """
+    return call_with_key(url, _key(key_file), method, path, body)
+
+
+def call_with_key(
+    url: str,
+    key: str | None,
+    method: str,
+    path: str,
+    body: Mapping[str, Any] | None = None,
+    ca_file: Path | None = None,
+) -> dict[str, Any]:
+    """Like `call_admin`, with a key that was already read. `ca_file` has the certificates that sign
+    the server's.
+    """
     import httpx
 
-    url, key = _root(url), _key(key_file)
+    url = _root(url)
     headers = {} if key is None else {"authorization": f"Bearer {key}"}
+    verify = True if ca_file is None else ssl.create_default_context(cafile=str(ca_file))
     try:
         reply = httpx.request(
-            method, f"{url}/v1/admin/{quote(path)}", json=body, headers=headers, timeout=TIMEOUT_S
+            method,
+            f"{url}/v1/admin/{quote(path)}",
+            json=body,
+            headers=headers,
+            timeout=TIMEOUT_S,
+            verify=verify,
         )
     except httpx.HTTPError as error:
         reason = str(error) or type(error).__name__

@@ -91,6 +91,28 @@ class Timeline(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
     num_pauses: int = 0
     decode: DecodeWork = DecodeWork()
 
+    def shifted(self, seconds: float) -> "Timeline":
+        """The same timeline on the clock of another machine, which is ahead by `seconds`."""
+
+        def moved(at: float | None) -> float | None:
+            return None if at is None else at + seconds
+
+        names = ("submitted_at", "queued_at", "started_at", "first_token_at", "ended_at")
+        return msgspec.structs.replace(
+            self,
+            **{name: moved(getattr(self, name)) for name in names},
+            chunks=tuple(
+                msgspec.structs.replace(
+                    each, began_at=each.began_at + seconds, ended_at=each.ended_at + seconds
+                )
+                for each in self.chunks
+            ),
+            pauses=tuple(
+                msgspec.structs.replace(each, at=each.at + seconds, until=moved(each.until))
+                for each in self.pauses
+            ),
+        )
+
 
 class Preparation(msgspec.Struct, frozen=True):
     """The work of our own backend before a request is in the engine."""

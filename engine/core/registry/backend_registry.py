@@ -17,6 +17,7 @@ _BUILTIN = {
     "sglang": "engine.backends.sglang:SGLangBackend",
     "openai": "engine.backends.openai:OpenAIBackend",
     "transformers": "engine.backends.transformers:TransformersBackend",
+    "nodes": "engine.routing.nodes.backend:NodesBackend",
 }
 _BACKENDS = Registry(kind="backend", builtin=_BUILTIN, group="engine.backends")
 # Names without those of other packages, which `backend_names` has to search for.

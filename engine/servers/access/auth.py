@@ -35,6 +35,7 @@ ADMIN_ROUTES = frozenset(
     {
         *("/api/copy", "/api/create", "/api/delete", "/api/pull", "/flush_cache"),
         *("/sleep", "/wake_up", "/reset_prefix_cache", "/start_profile", "/stop_profile"),
+        *("/v1/load_lora_adapter", "/v1/unload_lora_adapter"),
     }
 )
 # Admin routes that report how requests were routed. If no admin key is set, all clients that may
@@ -44,6 +45,9 @@ CLIENT_ROUTES = frozenset(
 )
 # Routes below `ADMIN_PATH` that show each tenant its own requests. Any valid key may read them.
 TENANT_ROUTES = frozenset({f"{ADMIN_PATH}requests", f"{ADMIN_PATH}requests/{{request_id}}"})
+
+# Admin routes for which the node token is enough.
+NODE_ROUTES = frozenset({f"{ADMIN_PATH}nodes", f"{ADMIN_PATH}nodes/{{name}}"})
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,6 +71,7 @@ class Principal:
 # The tenant of all clients if no key is configured.
 ANYONE = Principal("")
 ADMIN = Principal("admin", key="admin", is_admin=True)
+NODES_ADMIN = Principal("nodes", key="nodes", is_admin=True)  # who has the node token
 
 # Entry of the ASGI scope that marks requests which the server sends to itself, such as those of a
 # batch. Its value is the `Principal` for whom the server acts. A client can't set this entry: what
@@ -85,6 +90,8 @@ class Authenticator:
         self._throttle = throttle
         self._metrics_token = None if token is None else digest_of(token.get_secret_value())
         self._metrics_route = settings.metrics.endpoint
+        node_token = settings.server.node_token
+        self._node_token = None if node_token is None else digest_of(node_token.get_secret_value())
 
     async def __call__(self, request: Request) -> None:
         principal = self.identify(request)
@@ -109,6 +116,9 @@ class Authenticator:
         is_open = not self._keys.has_users
         if request.scope["route"].path == self._metrics_route and self._metrics_token is not None:
             accepted.append((self._metrics_token, principal_of_digest(self._metrics_token)))
+            is_open = False
+        if request.scope["route"].path in NODE_ROUTES and self._node_token is not None:
+            accepted.append((self._node_token, NODES_ADMIN))
             is_open = False
         acting_for = request.scope.get(_ACTING_FOR)
         if isinstance(acting_for, Principal):

@@ -8,12 +8,18 @@ not even import a module.
 
 import asyncio
 import contextlib
+import functools
 import resource
+from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 import uvicorn
 from starlette.types import ASGIApp
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+
+# Takes over a connection whose request asks for another protocol. Gets the headers.
+Upgrade = Callable[[Sequence[tuple[bytes, bytes]], asyncio.Transport], None]
 
 KEEP_ALIVE_TIMEOUT_S = 15
 HEAD_TIMEOUT_S = 10.0
@@ -55,11 +61,15 @@ class HeadTooLargeError(Exception):
 
 class LimitedProtocol(HttpToolsProtocol):
     """One connection, with limits on the time and size of each request's headers. If there are too
-    many connections, the oldest idle one is closed.
+    many connections, the oldest idle one is closed. `upgrades` has the protocols to which a request
+    may switch, by path and name.
     """
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
+    def __init__(
+        self, *args: Any, upgrades: dict[tuple[bytes, bytes], Upgrade], **kwargs: Any
+    ) -> None:
         super().__init__(*args, **kwargs)
+        self._upgrades = upgrades
         self._opened = self.loop.time()
         self._head_bytes = 0
         self._head_timer: asyncio.TimerHandle | None = None
@@ -97,6 +107,15 @@ class LimitedProtocol(HttpToolsProtocol):
             raise HeadTooLargeError
         super().on_headers_complete()
 
+    def _should_upgrade(self) -> bool:
+        return (self.url, self._get_upgrade() or b"") in self._upgrades
+
+    def handle_websocket_upgrade(self) -> None:
+        """Called by uvicorn if `_should_upgrade`, for any protocol."""
+        self.connections.discard(self)
+        upgrade = self._upgrades[self.url, self._get_upgrade() or b""]
+        upgrade(self.headers, self.transport)
+
     def _expect_head(self) -> None:
         self._head_bytes = 0
         self._head_timer = self.loop.call_later(HEAD_TIMEOUT_S, self.transport.close)
@@ -130,12 +149,22 @@ class _Uvicorn(uvicorn.Server):
         return contextlib.nullcontext()
 
 
-def http_server(app: ASGIApp, close_timeout_s: int) -> uvicorn.Server:
-    """A uvicorn server for HTTP without WebSockets, with the limits of this module."""
+def http_server(
+    app: ASGIApp,
+    close_timeout_s: int,
+    tls: tuple[Path, Path] | None = None,
+    upgrades: dict[tuple[bytes, bytes], Upgrade] | None = None,
+) -> uvicorn.Server:
+    """A uvicorn server for HTTP without WebSockets, with the limits of this module. `tls` are the
+    files of the certificate and of its key.
+    """
+    cert_file, key_file = tls or (None, None)
     return _Uvicorn(
         uvicorn.Config(
             app,
-            http=LimitedProtocol,
+            http=functools.partial(LimitedProtocol, upgrades=upgrades or {}),  # type: ignore[arg-type]
+            ssl_certfile=cert_file,
+            ssl_keyfile=key_file,
             ws="none",
             lifespan="off",
             log_config=None,

@@ -15,9 +15,9 @@ import asyncio
 import logging
 import time
 from collections.abc import Callable
-from typing import Literal
 
 from engine.backends.custom.frontend.engine_client import EngineClient, OnExit, OnMessage
+from engine.backends.custom.frontend.link import Link
 from engine.backends.custom.frontend.survival import OpenRequest, OpenRequests, Receiver
 from engine.backends.custom.frontend.vigil import Verdict, Vigil, trouble_of
 from engine.backends.custom.ipc.heartbeat import Vitals
@@ -26,7 +26,9 @@ from engine.core.errors import EngineError, ModelError, UnavailableError, error_
 from engine.core.interfaces.notes import RequestNotes
 from engine.core.interfaces.request import (
     Abort,
+    CachedPrefixes,
     Control,
+    ControlAction,
     ControlReply,
     Deltas,
     EngineStats,
@@ -54,14 +56,14 @@ ClientFactory = Callable[[OnMessage, OnExit], EngineClient]
 
 class EngineLink:
     """Owns the connection to the engine. When the engine dies, `make_client` creates a client for a
-    new engine. `max_revivals` is how often an open request continues in a new engine. `move` tries
-    to continue a request on another replica, and returns whether that worked.
+    new engine, unless `restarts` is None. `max_revivals` is how often an open request continues in
+    a new engine. `move` tries to continue a request elsewhere, and returns whether that worked.
     """
 
     def __init__(
         self,
         make_client: ClientFactory,
-        restarts: RestartPolicy,
+        restarts: RestartPolicy | None,
         cool_down_s: float = COOL_DOWN_S,
         max_revivals: int = 0,
         move: Callable[[OpenRequest], bool] = lambda opened: False,
@@ -70,7 +72,9 @@ class EngineLink:
         self._restarts = restarts
         self._cool_down_s = cool_down_s
         self._client: EngineClient | None = None
-        self._requests = OpenRequests(max_revivals, move)
+        self.move = move
+        self.on_cached: Callable[[CachedPrefixes], None] = lambda message: None
+        self._requests = OpenRequests(max_revivals, lambda opened: self.move(opened))
         self._survives = max_revivals > 0
         # The number of engines that were given up. Messages of these engines are dropped.
         self._epoch = 0
@@ -84,7 +88,7 @@ class EngineLink:
         self._restarting: asyncio.Task[None] | None = None
         self._stopping = False
         self._in_trouble = False  # the result of the last check; `_watch` checks twice a second
-        self._successor: EngineLink | None = None
+        self._successor: Link | None = None
         self.ready: Ready | None = None
         self.last_ready: Ready | None = None  # stays set while the engine is restarted
         self.stats: EngineStats | None = None
@@ -126,12 +130,21 @@ class EngineLink:
         opened.receiver.engine = self
         self._requests.adopt(opened, self._send)
 
-    def hand_over(self, successor: "EngineLink") -> int:
+    def hold(self, request: GenerateRequest, receiver: Receiver) -> None:
+        """Let a request wait here until it is released, or until its time to wait is over."""
+        receiver.engine = self
+        self._requests.submit(request, receiver, None)
+
+    def release(self) -> list[OpenRequest]:
+        """Give up all open requests, so that other engines can adopt them."""
+        return self._requests.release_all()
+
+    def hand_over(self, successor: Link) -> int:
         """Move all open requests to the engine of `successor`, and submit later requests there.
         Deltas of this engine are dropped from now on. Returns the number of moved requests.
         """
         self._successor = successor
-        released = self._requests.release_all()
+        released = self.release()
         for opened in released:
             successor.adopt(opened)
         return len(released)
@@ -180,22 +193,33 @@ class EngineLink:
 
     async def flush_cache(self) -> ControlReply:
         """Make the engine drop every cached prefix that no running request uses."""
-        return await self._control("flush_cache")
+        return await self.control("flush_cache")
 
     async def set_log_level(self, level: str) -> ControlReply:
         """Set the log level of the engine process. The reply contains the previous level."""
-        return await self._control("log_level", level)
+        return await self.control("log_level", level)
 
     async def snapshot(self) -> EngineSnapshot | None:
         """What the engine is doing now. None if it is an encoder."""
-        return (await self._control("snapshot", timeout_s=SNAPSHOT_TIMEOUT_S)).snapshot
+        return (await self.control("snapshot", timeout_s=SNAPSHOT_TIMEOUT_S)).snapshot
 
-    async def _control(
-        self,
-        action: Literal["flush_cache", "log_level", "snapshot"],
-        value: str = "",
-        timeout_s: float | None = None,
+    async def load_adapter(self, path: str, timeout_s: float) -> ControlReply:
+        """Make the engine load a LoRA adapter. The reply has its facts as JSON, or says why the
+        adapter can't be used.
+        """
+        return await self.control("load_adapter", path, timeout_s)
+
+    async def snapshots(self) -> dict[str, EngineSnapshot]:
+        taken = await self.snapshot()
+        return {} if taken is None else {"": taken}
+
+    def answered_by(self, request_id: str) -> tuple[str, ...]:
+        return ()  # there is only one engine
+
+    async def control(
+        self, action: ControlAction, value: str = "", timeout_s: float | None = None
     ) -> ControlReply:
+        """Ask the engine to do something, and wait until it has."""
         if self.ready is None or self._client is None:
             raise UnavailableError(self.detail, retry_after=2.0)
         self._num_controls += 1
@@ -258,7 +282,8 @@ class EngineLink:
     @property
     def _awaits_restart(self) -> bool:
         is_ending = self._stopping or self._is_given_up
-        return self._survives and self._has_loaded and not is_ending
+        can_restart = self._survives and self._has_loaded and self._restarts is not None
+        return can_restart and not is_ending
 
     def _vitals(self) -> Vitals | None:
         return self._client.vitals() if self._client is not None else None
@@ -301,6 +326,8 @@ class EngineLink:
             self._requests.deliver(message.deltas)
         elif isinstance(message, Stats):
             self.stats = message.stats
+        elif isinstance(message, CachedPrefixes):
+            self.on_cached(message)
         elif isinstance(message, Ready):
             self.ready, self._fatal, self._has_loaded = message, None, True
             self.last_ready = message
@@ -321,14 +348,20 @@ class EngineLink:
         """Called when the engine process ended without being asked to."""
         cause = f"signal {-status}" if status < 0 else f"exit status {status}"
         log.error("the engine process ended: %s", cause)
-        self._client = None
-        if self._watching is not None:
-            self._watching.cancel()
-        self._on_down(UnavailableError(RESTARTING))
+        self.lost(RESTARTING)
         if self._has_loaded and not self._stopping and self._successor is None:
             self._restart_later()  # an engine that has never loaded would only fail again
 
+    def lost(self, detail: str) -> None:
+        """The engine is gone. Its open requests move, wait for the next engine, or end."""
+        self._client = None
+        if self._watching is not None:
+            self._watching.cancel()
+        self._on_down(UnavailableError(detail))
+
     def _restart_later(self) -> None:
+        if self._restarts is None:
+            return
         delay = self._restarts.delay_after_death()
         self._is_given_up = delay is None
         if delay is None:

@@ -5,7 +5,7 @@ import secrets
 
 from msgspec.structs import replace
 
-from engine.backends.custom.frontend.engine_link import EngineLink
+from engine.backends.custom.frontend.link import Link
 from engine.backends.custom.frontend.survival import Engine
 from engine.core.errors import EngineError, InferenceError, error_from_code
 from engine.core.interfaces.request import GenerateRequest, TokenDelta
@@ -14,7 +14,7 @@ from engine.core.interfaces.request import GenerateRequest, TokenDelta
 class _Collected:
     """Receives the tokens of all choices of a request."""
 
-    def __init__(self, link: EngineLink, num_choices: int) -> None:
+    def __init__(self, link: Link, num_choices: int) -> None:
         self.engine: Engine = link
         self.token_ids: dict[int, list[int]] = {choice: [] for choice in range(num_choices)}
         self._num_open = num_choices
@@ -37,7 +37,7 @@ class _Collected:
                     self.ended.set_result(None)
 
 
-async def replayed_tokens(link: EngineLink, request: GenerateRequest) -> dict[int, list[int]]:
+async def replayed_tokens(link: Link, request: GenerateRequest) -> dict[int, list[int]]:
     """Submit the request under a new id and return the tokens of each choice."""
     request_id = f"replay-{secrets.token_hex(8)}"
     collected = _Collected(link, request.params.n)

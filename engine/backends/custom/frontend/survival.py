@@ -10,7 +10,7 @@ generated a token. A suspect at whose turn the engine dies again ends with an er
 
 A request that comes while no engine runs waits for the next one, at most for its queue timeout.
 A request may also move to the engine of another replica, without waiting for a restart. A suspect
-never moves, so that it can't kill a second engine.
+moves only if its engine is not restarted here, and is on trial there as well.
 """
 
 import asyncio
@@ -182,6 +182,12 @@ class OpenRequests:
         self._requests[opened.request.request_id] = opened
         opened.stop_waiting()
         opened.is_in_engine = False
+        if send is not None and _is_suspect(opened):
+            self._send = send
+            self._held.append(opened)
+            if self._on_trial is None:
+                self._next_trial()
+            return
         if send is not None:
             with contextlib.suppress(UnavailableError):
                 self._resubmit(opened, send)

@@ -5,7 +5,7 @@ cached block. A block without references is free. A block to which only the pref
 reference can be evicted. Block 0 is the null block, which is never allocated.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 from engine.backends.custom.runtime.model_runner import NULL_BLOCK
 
@@ -18,6 +18,8 @@ class BlockPool:
     def __init__(self, num_blocks: int) -> None:
         assert num_blocks >= 2, "a pool needs the null block and one more"
         self.num_blocks = num_blocks
+        # Called with each block that leaves the prefix cache, if somebody wants to know.
+        self.on_uncached: Callable[[int], None] | None = None
         self.reset()
 
     def reset(self) -> None:
@@ -106,6 +108,8 @@ class BlockPool:
         self._refs[block] = 0
         self.num_evictable -= 1
         self._free.append(block)
+        if self.on_uncached is not None:
+            self.on_uncached(block)
 
     def check(self, holders: Iterable[Iterable[int]], cached: Iterable[int]) -> None:
         """Count the references again, and raise AssertionError if a stored count is wrong.

@@ -21,6 +21,7 @@ from engine.backends.custom.runtime.sequence import Sequence
 from engine.core.interfaces.request import TierStats
 
 if TYPE_CHECKING:
+    from engine.backends.custom.runtime.insight.cache_report import CacheReport
     from engine.backends.custom.runtime.tiers.kv_tiers import KVTiers
 
 log = logging.getLogger(__name__)
@@ -56,6 +57,7 @@ class KVCache:
         self.windows = windows
         self.states = states
         self.tiers: KVTiers | None = None  # host memory, disk or Redis below the KV pool
+        self.report: CacheReport | None = None  # what a router is told about the cache
         self.tier_stats: tuple[TierStats, ...] = ()  # of tiers that are not used any more
         self.no_match = Match([], tuple([] for _ in radix.columns))
         # The most tokens of a sequence that a step may compute.
@@ -99,6 +101,7 @@ class KVCache:
             log.exception("the cache tiers failed, and are not used any more")
             if self.tiers is not None:
                 self.tier_stats = tuple(replace(each, is_up=False) for each in self.tiers.stats())
+                self.tiers.close(gives_up=True)
             self.tiers = None
 
     def stop_loading(self, seq: Sequence) -> None:
@@ -196,6 +199,8 @@ class KVCache:
             new = self.pool.take(needed)
             fill(new)
             self.radix.insert(seq.namespace, tokens, cached + new, False, seq.tenant)
+            if self.report is not None:
+                self.report.published(seq.namespace, tokens, cached + new)
         finally:
             self.pool.drop(cached + new)
         return True
@@ -238,6 +243,8 @@ class KVCache:
         if self.states is not None:
             self.states.pool.reset()
         self.radix.reset()
+        if self.report is not None:
+            self.report.cleared()
 
     def check(self, sequences: Iterable[Sequence]) -> None:
         """Assert that reference counts, free blocks and the tree agree with the sequences' block
@@ -298,6 +305,8 @@ class KVCache:
         blocks = seq.blocks[:count]
         try:
             self.radix.insert(seq.namespace, tokens, blocks, only_own, seq.tenant, sides)
+            if self.report is not None:
+                self.report.published(seq.namespace, tokens, blocks)
             if self.tiers is not None:
                 self.tiers.publish(seq, count, is_end=not only_own)
         except Exception:

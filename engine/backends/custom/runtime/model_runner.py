@@ -12,12 +12,15 @@ vocabulary, D size of an embedding, E tokens of images.
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Any, Literal, Protocol, runtime_checkable
 
 import numpy as np
 from numpy.typing import NDArray
 
 from engine.core.errors import EngineError
+
+if TYPE_CHECKING:
+    from engine.backends.custom.runtime.interp.taps import TapInputs
 
 # As a token id, this means: use the slot's last sampled token, which may still be on the device.
 FROM_DEVICE = -1
@@ -171,7 +174,7 @@ class BatchInputs:
     block_tables: I32  # (S, B)
     slots: I32  # (S,) the sequence's index into per-sequence state, fixed while it runs
     logit_rows: I32  # (R,) indices into T of the tokens whose logits `sample` needs
-    adapter_ids: I32  # (S,) always 0, which is the base model
+    adapter_ids: I32  # (S,) the place of the row's LoRA adapter; 0: the base model
     # (S,) rows with the same group number share their first blocks; -1 means no group
     prefix_groups: I32
     # (G,) how many first blocks the rows of each group share. All positions in these blocks were
@@ -203,6 +206,8 @@ class BatchInputs:
     state_load: I32 | None = None
     # (S,) the index that the state of the row's slot is copied to after the step, or -1
     state_save: I32 | None = None
+    # What requests read and change inside the step. None: nothing
+    taps: "TapInputs | None" = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -276,6 +281,7 @@ class StepOutput:
     top_ids: I32 | None = None  # (R, K) most likely first
     top_logprobs: F32 | None = None  # (R, K)
     hidden: F32 | None = None  # (E, D) final normed hidden state of the requested rows
+    captured: F32 | None = None  # rows that taps captured, padded on the right; None: no taps
 
 
 class PendingTokens(Protocol):
@@ -334,6 +340,19 @@ class ImageEncoder(Protocol):
         """Compute the embeddings (E, D) of an image's tokens from its pixels (height, width, 3). It
         waits for the device.
         """
+        ...
+
+
+@runtime_checkable
+class AdapterRunner(Protocol):
+    """A runner that computes LoRA adapters."""
+
+    def pack_adapter(self, adapter: Any) -> Any:
+        """Bring an `Adapter` into the form that `set_adapter` takes. Any thread may call this."""
+        ...
+
+    def set_adapter(self, number: int, packed: Any) -> None:
+        """Put an adapter into a place, from 1 on. Called between two steps. It must not wait."""
         ...
 
 

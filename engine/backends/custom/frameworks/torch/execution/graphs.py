@@ -7,26 +7,16 @@ run. Replaying a graph is a single launch. Steps are padded to the next size tha
 
 from bisect import bisect_left
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 
 import torch
+
+from engine.backends.custom.frameworks.torch.execution.staging import Size
 
 _FINE = (1, 2, 4, 8, 16, 24, 32, 48, 64, 80, 96, 112, 128, 160, 192, 224, 256)
 _COARSE = 64  # larger sizes than those in _FINE are this far apart
 # The sizes of steps with prefill, in tokens. Larger steps need no graph, because their kernels run
 # longer than it takes to launch them.
 TOKEN_SIZES = (16, 32, 64, 96, 128, 192, 256, 384, 512, 768, 1024)
-
-
-@dataclass(frozen=True, slots=True)
-class Size:
-    """The size of a step, with padding. Each size has its own buffers and CUDA graphs."""
-
-    tokens: int
-    rows: int
-    samples: int
-    only_decodes: bool
-    shares: bool
 
 
 def decode_size(rows: int, shares: bool) -> Size:

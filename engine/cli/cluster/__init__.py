@@ -1,0 +1,1 @@
+"""Commands for engines on several machines."""

@@ -1,0 +1,258 @@
+"""`engine node`: lets the engine of this machine work for a server elsewhere."""
+
+import json
+import os
+import secrets
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from engine.cli.ahead import take_engine
+from engine.cli.console import (
+    BackendOption,
+    ConfigOption,
+    DeviceOption,
+    DtypeOption,
+    JsonOption,
+    load_cli_settings,
+    output,
+)
+from engine.cli.help import GroupedCommand
+from engine.cli.serve_options import (
+    AffinityOption,
+    BatchSizeOption,
+    CacheOption,
+    GpuMemoryOption,
+    KvDtypeOption,
+    LogFormatOption,
+    LogLevelOption,
+    MaxBatchTokensOption,
+    MaxSequenceLengthOption,
+    MemoryPoolSizeOption,
+    ModelOption,
+    NumericsOption,
+    QuantizationOption,
+    ThreadsOption,
+)
+from engine.core.errors import ConfigError, ConflictError
+
+if TYPE_CHECKING:
+    from engine.backends.custom.ipc.engine_process import EngineProcess
+    from engine.core.config_schema import Settings
+    from engine.routing.nodes.agent import NodeAgent
+
+TOKEN_BYTES = 32
+_JOIN = "Node"
+
+app = typer.Typer(
+    help="Let the engine of this machine work for a server elsewhere.",
+    no_args_is_help=True,
+    add_completion=False,
+    rich_markup_mode=None,
+)
+UrlsArgument = Annotated[
+    list[str], typer.Argument(metavar="URL...", help="The server, or several servers.")
+]
+UrlArgument = Annotated[str, typer.Argument(metavar="URL", help="The server.")]
+TokenOption = Annotated[
+    Path,
+    typer.Option(
+        "--token-file",
+        rich_help_panel=_JOIN,
+        help="File with the server's node token (server.node_token_file).",
+    ),
+]
+CaOption = Annotated[
+    Path | None,
+    typer.Option(
+        "--ca-file",
+        rich_help_panel=_JOIN,
+        help="Certificates that sign the server's; default: those of this system.",
+    ),
+]
+
+
+@app.command(cls=GroupedCommand)
+def join(
+    urls: UrlsArgument,
+    token_file: TokenOption,
+    node_name: Annotated[
+        str | None,
+        typer.Option("--name", rich_help_panel=_JOIN, help="Name of the node; default: host name."),
+    ] = None,
+    ca_file: CaOption = None,
+    model: ModelOption = None,
+    backend: BackendOption = None,
+    device: DeviceOption = None,
+    dtype: DtypeOption = None,
+    max_sequence_length: MaxSequenceLengthOption = None,
+    batch_size: BatchSizeOption = None,
+    max_batch_tokens: MaxBatchTokensOption = None,
+    memory_pool_size_mb: MemoryPoolSizeOption = None,
+    gpu_memory_utilization: GpuMemoryOption = None,
+    cache: CacheOption = None,
+    threads: ThreadsOption = None,
+    affinity: AffinityOption = None,
+    numerics: NumericsOption = None,
+    kv_dtype: KvDtypeOption = None,
+    quantization: QuantizationOption = None,
+    log_level: LogLevelOption = None,
+    log_format: LogFormatOption = None,
+    config: ConfigOption = None,
+) -> None:
+    """Load a model here, and take requests of a running server until a signal ends it. SIGTERM lets
+    open requests finish.
+    """
+    flags = {
+        "model.model_path": model,
+        "model.backend": backend,
+        "model.device": device,
+        "model.dtype": dtype,
+        "model.max_sequence_length": max_sequence_length,
+        "performance.batch_size": batch_size,
+        "performance.max_batch_tokens": max_batch_tokens,
+        "performance.memory_pool_size_mb": memory_pool_size_mb,
+        "performance.gpu_memory_utilization": gpu_memory_utilization,
+        "performance.threads": threads,
+        "performance.affinity": affinity,
+        "performance.numerics": numerics,
+        "cache.kv_dtype": kv_dtype,
+        "model.quantization": quantization,
+        "cache.enabled": cache,
+        "logging.level": log_level,
+        "logging.format": log_format,
+    }
+    process = take_engine()
+    try:
+        settings = load_cli_settings(config, flags).settings
+        agent_of = _agent(settings, process, urls, token_file, node_name, ca_file)
+        run_node(settings, agent_of)
+    except BaseException:
+        process.discard()
+        raise
+
+
+@app.command(name="ls")
+def list_nodes(
+    url: UrlArgument,
+    token_file: TokenOption,
+    ca_file: CaOption = None,
+    as_json: JsonOption = False,
+) -> None:
+    """List the nodes of a server."""
+    found = call_nodes(url, token_file, ca_file, "GET", "")
+    if as_json:
+        print(json.dumps(found["nodes"], indent=2))
+        return
+    from rich.table import Table
+    from rich.text import Text
+
+    columns = ("name", "address", "state", "device", "in_flight", "requests")
+    table = Table(*(each.replace("_", " ") for each in columns), "free blocks", "joined")
+    for node in found["nodes"]:
+        free = f"{node['free_blocks']} of {node['blocks']}"
+        cells = (*(str(node[each]) for each in columns), free, f"{node['joined_s']:g} s ago")
+        table.add_row(*map(Text, cells))
+    output().print(table)
+
+
+@app.command()
+def leave(
+    url: UrlArgument,
+    name: Annotated[str, typer.Argument(metavar="NAME", help="A node that `ls` lists.")],
+    token_file: TokenOption,
+    ca_file: CaOption = None,
+) -> None:
+    """Ask a node to leave a server when its open requests have ended."""
+    call_nodes(url, token_file, ca_file, "DELETE", f"/{name}")
+    print(f"{name} is leaving")
+
+
+@app.command()
+def token(
+    path: Annotated[Path, typer.Argument(metavar="FILE", help="The file to write.")],
+) -> None:
+    """Make a node token, which only you can read. Give it to the server and to its nodes."""
+    try:
+        handle = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+    except FileExistsError:
+        raise ConflictError(f"{path} is there already; remove it first.") from None
+    except OSError as error:
+        raise ConfigError(f"{path} can't be written: {error.strerror}") from None
+    with os.fdopen(handle, "w") as file:
+        file.write(secrets.token_urlsafe(TOKEN_BYTES) + "\n")
+    print(f"{path}: start the server with LLM_ENGINE_SERVER__NODE_TOKEN_FILE={path}")
+
+
+def call_nodes(
+    url: str, token_file: Path, ca_file: Path | None, method: str, path: str
+) -> dict[str, Any]:
+    """Call the server's routes for nodes, with the node token."""
+    from engine.cli.ops.admin_client import call_with_key
+    from engine.routing.nodes.dial import read_token
+
+    return call_with_key(url, read_token(token_file), method, f"nodes{path}", ca_file=ca_file)
+
+
+def _agent(
+    settings: "Settings",
+    process: "EngineProcess",
+    urls: list[str],
+    token_file: Path,
+    name: str | None,
+    ca_file: Path | None,
+) -> "NodeAgent":
+    from engine.backends.custom.engine_settings import backend_name, engine_options, has_engine
+    from engine.cli.serve import begin_engine, fetch_missing
+    from engine.core.store.model_store import resolve_model
+    from engine.routing.nodes.dial import endpoint_of, read_token
+    from engine.routing.nodes.make import make_agent
+
+    token = read_token(token_file)
+    endpoints = [endpoint_of(url, token, ca_file) for url in urls]
+    kind = backend_name(settings)
+    if not has_engine(kind):
+        raise ConfigError(
+            f"a node runs an engine of our own, not {kind}; choose another with --backend",
+            param="model.backend",
+        )
+    fetch_missing(settings)
+    begin_engine(settings, process, lambda: None)
+    path = resolve_model(settings.model.model_path)
+    options = engine_options(settings, kind, path)
+    return make_agent(options, endpoints, process, name, _speaker(settings))
+
+
+def _speaker(settings: "Settings") -> Any:
+    from engine.cli.serve import speaker
+    from engine.core.observability.logging import setup_logging
+
+    setup_logging(settings.logging.level, settings.logging.format)
+    return speaker(settings.logging.format)
+
+
+def run_node(settings: "Settings", agent: "NodeAgent") -> None:
+    """Run a node until a signal or a server ends it. A second signal ends it at once."""
+    import asyncio
+    import signal
+
+    async def run() -> None:
+        loop = asyncio.get_running_loop()
+        main = asyncio.current_task()
+        assert main is not None
+
+        def on_signal() -> None:
+            if agent.is_leaving:
+                main.cancel()
+            agent.leave()
+
+        for each in (signal.SIGTERM, signal.SIGINT):
+            loop.add_signal_handler(each, on_signal)
+        await agent.run(settings.server.drain_timeout_s)
+
+    try:
+        asyncio.run(run())
+    except asyncio.CancelledError:
+        sys.exit(1)

@@ -1,0 +1,130 @@
+"""Opens the connection of a node to a server: HTTP, the token, and then frames."""
+
+import asyncio
+import os
+import ssl
+import stat
+from dataclasses import dataclass
+from pathlib import Path
+from urllib.parse import urlsplit
+
+import msgspec
+
+from engine.core.errors import AuthenticationError, ConfigError, EngineError, UnavailableError
+from engine.routing.nodes.wire import CONNECT_PATH, HELLO_TIMEOUT_S, UPGRADE
+
+MIN_TOKEN_LENGTH = 16
+MAX_HEAD_BYTES = 16 * 1024
+SWITCHED = b"HTTP/1.1 101 "
+
+
+@dataclass(frozen=True, slots=True)
+class Endpoint:
+    """A server that nodes can join."""
+
+    url: str
+    host: str
+    port: int
+    path: str
+    token: str
+    tls: ssl.SSLContext | None = None
+
+
+def endpoint_of(url: str, token: str, ca_file: Path | None = None) -> Endpoint:
+    """Parse the address of a server. `ca_file` has the certificates that sign the server's."""
+    parts = urlsplit(url)
+    if parts.scheme not in ("http", "https") or not parts.hostname:
+        raise ConfigError(f"{url} is no address: write it as http://HOST:PORT or https://HOST:PORT")
+    tls = None
+    if parts.scheme == "https":
+        try:
+            tls = ssl.create_default_context(cafile=None if ca_file is None else str(ca_file))
+        except (OSError, ssl.SSLError) as error:
+            raise ConfigError(f"--ca-file {ca_file}: {error}") from None
+    port = parts.port or (443 if tls is not None else 80)
+    root = parts.path.rstrip("/").removesuffix("/v1")
+    return Endpoint(url, parts.hostname, port, root + CONNECT_PATH, token, tls)
+
+
+def read_token(path: Path) -> str:
+    """Read the token that nodes and servers share. Other users must not be able to read it."""
+    path = path.expanduser()
+    try:
+        status = path.stat()
+        token = path.read_text(encoding="ascii").strip()
+    except (OSError, UnicodeDecodeError) as error:
+        reason = error.strerror if isinstance(error, OSError) else "it is not plain ASCII"
+        raise ConfigError(f"the token file {path} can't be read: {reason}") from None
+    if status.st_uid != os.geteuid() and os.geteuid() != 0:
+        raise ConfigError(f"the token file {path} belongs to another user")
+    if stat.S_IMODE(status.st_mode) & 0o077:
+        raise ConfigError(f"other users can read the token file {path}; chmod 600 it")
+    if len(token) < MIN_TOKEN_LENGTH or any(each.isspace() for each in token):
+        raise ConfigError(
+            f"the token in {path} is shorter than {MIN_TOKEN_LENGTH} characters or has spaces;"
+            " `engine node token FILE` makes a good one"
+        )
+    return token
+
+
+class _Handshake(asyncio.Protocol):
+    """Waits for the head of an HTTP response, and for the body of a refusal."""
+
+    def __init__(self) -> None:
+        self.answer: asyncio.Future[bytes] = asyncio.get_running_loop().create_future()
+        self._data = b""
+
+    def data_received(self, data: bytes) -> None:
+        self._data += data
+        is_whole = self._data.endswith(b"\r\n\r\n") or len(self._data) > MAX_HEAD_BYTES
+        if self._data.startswith(SWITCHED) and is_whole and not self.answer.done():
+            self.answer.set_result(self._data)
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        if not self.answer.done():  # a refusal ends with the connection
+            self.answer.set_result(self._data)
+
+
+async def dial(endpoint: Endpoint, protocol: asyncio.Protocol) -> None:
+    """Connect to a server and let `protocol` handle the connection. Raises `AuthenticationError`
+    if the token is wrong.
+    """
+    loop = asyncio.get_running_loop()
+    async with asyncio.timeout(HELLO_TIMEOUT_S):
+        transport, handshake = await loop.create_connection(
+            _Handshake, endpoint.host, endpoint.port, ssl=endpoint.tls
+        )
+        try:
+            transport.write(
+                f"GET {endpoint.path} HTTP/1.1\r\nhost: {endpoint.host}:{endpoint.port}\r\n"
+                f"connection: Upgrade\r\nupgrade: {UPGRADE}\r\n"
+                f"authorization: Bearer {endpoint.token}\r\n\r\n".encode()
+            )
+            answer = await handshake.answer
+            if not answer.startswith(SWITCHED):
+                raise _refusal(answer, endpoint)
+        except BaseException:
+            transport.abort()
+            raise
+    transport.set_protocol(protocol)
+    protocol.connection_made(transport)
+
+
+def _refusal(answer: bytes, endpoint: Endpoint) -> EngineError:
+    head, _, body = answer.partition(b"\r\n\r\n")
+    status = head[9:12].decode("ascii", "replace")
+    if status == "401":
+        return AuthenticationError(
+            f"{endpoint.url} refused the node: the token is not the server's (server.node_token)."
+        )
+    if status == "404":
+        return UnavailableError(
+            f"{endpoint.url} takes no nodes: start it with server.node_token_file."
+        )
+    if not status:
+        return UnavailableError(f"{endpoint.url} closed the connection.")
+    try:
+        message = msgspec.json.decode(body)["error"]["message"]
+    except (msgspec.DecodeError, KeyError, TypeError):
+        message = "is it a server of this kind?"
+    return UnavailableError(f"{endpoint.url} answered with {status}: {message}")

@@ -1,0 +1,401 @@
+"""Registers the nodes of a server, watches their health, and lists them.
+
+A node is accepted if it has the token, the same version of the engine, and the same model files.
+Its engine then joins the pool of that model's backend. A node that is silent gets no more requests.
+If it stays silent, or if its connection breaks, it is lost, and its requests move.
+"""
+
+import asyncio
+import hashlib
+import hmac
+import logging
+import time
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from engine import __version__
+from engine.backends.base import BackendHolder, InferenceBackend
+from engine.backends.custom.base_custom import CustomBackend
+from engine.backends.custom.frontend.engine_client import OnExit, OnMessage
+from engine.backends.custom.frontend.engine_link import EngineLink
+from engine.backends.custom.frontend.link import Link
+from engine.backends.custom.ipc.heartbeat import Vitals
+from engine.backends.custom.options import EngineOptions
+from engine.core.errors import ConflictError, EngineError, NotFoundError, UnavailableError
+from engine.core.interfaces.request import (
+    CachedPrefixes,
+    ControlReply,
+    Deltas,
+    Stats,
+    ToEngine,
+)
+from engine.core.store.model_digest import model_digest
+from engine.routing.nodes.pool import NodePool, PooledEngine
+from engine.routing.nodes.wire import (
+    BEAT_S,
+    CONNECT_PATH,
+    HELLO_TIMEOUT_S,
+    LOST_AFTER_S,
+    PROTOCOL,
+    UPGRADE,
+    Beat,
+    Connection,
+    Drain,
+    FromNode,
+    Hello,
+    Leaving,
+    Refused,
+    Welcome,
+)
+from engine.routing.on_demand import OnDemand
+from engine.routing.router import Router
+
+log = logging.getLogger(__name__)
+Upgrade = Callable[[Sequence[tuple[bytes, bytes]], asyncio.Transport], None]
+
+EJECTED_AFTER_S = 0.7  # a node that was silent for this long gets no new requests
+ROUTER_BEAT_S = 1.0
+# If this process itself was held up for this long, it can't tell which nodes were silent.
+HELD_UP_S = 0.5
+
+
+class NodeRefusedError(ConflictError):
+    """A node can't join. The message says why."""
+
+
+class NodeClient:
+    """Sends messages to the engine of a node, as `ProcessClient` does to a process here."""
+
+    pid = 0
+
+    def __init__(self, node: "Node", on_message: OnMessage, on_exit: OnExit) -> None:
+        self._node = node
+        self.on_message = on_message
+        self._on_exit = on_exit
+
+    async def start(self) -> None:
+        assert self._node.hello is not None
+        self.on_message(self._node.hello.ready)
+
+    def send(self, message: ToEngine) -> None:
+        self._node.connection.send(message)
+
+    def vitals(self) -> Vitals | None:
+        return None  # the node watches its own engine
+
+    def wake(self) -> None:
+        pass
+
+    async def kill(self) -> bool:
+        self._node.connection.transport.abort()
+        return True
+
+    async def stop(self) -> None:
+        self._node.connection.transport.close()
+
+    def lost(self) -> None:
+        self._on_exit(0)
+
+
+class Node:
+    """A connection from a node. It has an engine in a pool once it was accepted."""
+
+    def __init__(self, manager: "NodeManager", address: str) -> None:
+        self._manager = manager
+        self.address = address
+        self.hello: Hello | None = None
+        self.joined_at = 0.0
+        self.pool: NodePool | None = None
+        self.engine: PooledEngine | None = None
+        self.client: NodeClient | None = None
+        self.connection: Connection[FromNode] = Connection(FromNode, self._heard, self._lost)
+
+    def make_client(self, on_message: OnMessage, on_exit: OnExit) -> NodeClient:
+        self.client = NodeClient(self, on_message, on_exit)
+        return self.client
+
+    def tell(self, message: msgspec.Struct) -> None:
+        """Send a message, or nothing if the node is gone."""
+        if self.connection.is_open:
+            self.connection.send(message)
+
+    def _heard(self, message: FromNode) -> None:
+        if isinstance(message, Hello):
+            self._manager.greet(self, message)
+        elif self.client is None or self.engine is None or self.pool is None:
+            raise NodeRefusedError("the first message of a node must be its hello")
+        elif isinstance(message, Beat):
+            if message.stats is not None:
+                self.client.on_message(Stats(message.stats))
+        elif isinstance(message, Leaving):
+            log.info("node %s is leaving", self.engine.name)
+            self.pool.drain(self.engine)
+        else:
+            assert isinstance(message, Deltas | CachedPrefixes | ControlReply)
+            self.client.on_message(message)
+
+    def _lost(self) -> None:
+        self._manager.dropped(self)
+        if self.client is not None:
+            self.client.lost()
+
+    def describe(self) -> dict[str, Any]:
+        assert self.hello is not None and self.engine is not None and self.pool is not None
+        stats = self.engine.link.stats
+        return {
+            "name": self.engine.name,
+            "address": self.address,
+            "state": self.engine.state,
+            "model": self.hello.model_name,
+            "device": self.hello.ready.device,
+            "in_flight": self.engine.load,
+            "requests": self.engine.num_requests,
+            "free_blocks": None if stats is None else stats.num_free_blocks,
+            "blocks": self.hello.ready.num_blocks,
+            "cached_prefixes": self.pool.router.table.count(self.engine.number),
+            "joined_s": round(time.monotonic() - self.joined_at, 1),
+        }
+
+
+class NodeManager:
+    """The nodes of a server. `token` is what nodes must present. `max_revivals` is how often a
+    request continues after the loss of its engine.
+    """
+
+    def __init__(self, holder: BackendHolder, token: str, max_revivals: int) -> None:
+        self._holder = holder
+        self._token = hashlib.sha256(token.encode()).digest()
+        self._max_revivals = max_revivals
+        self._digests: dict[str, str] = {}  # model path -> digest of its files
+        self._pools: dict[CustomBackend, NodePool] = {}
+        self._nodes: dict[str, Node] = {}  # by node id
+        self._connected: set[Node] = set()  # including those that have not been accepted
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._watching: asyncio.Task[None] | None = None
+
+    async def start(self) -> None:
+        self._watching = asyncio.create_task(self._watch())
+
+    async def stop(self) -> None:
+        self.close()
+        if self._watching is not None:
+            self._watching.cancel()
+
+    def close(self) -> None:
+        """Close all connections, because the server ends. The nodes try to connect again."""
+        for node in list(self._connected):
+            node.connection.transport.close()
+
+    # --- a node connects ---
+
+    def takes(self, headers: Sequence[tuple[bytes, bytes]]) -> bytes | None:
+        """Check the token of a node that connects. Returns the refusal as an HTTP response, or
+        None if the node may connect.
+        """
+        given = next((value for name, value in headers if name == b"authorization"), b"")
+        presented = hashlib.sha256(given.removeprefix(b"Bearer ").strip()).digest()
+        if hmac.compare_digest(presented, self._token):
+            return None
+        body = msgspec.json.encode({"error": {"message": "The node token is wrong.", "code": 401}})
+        head = (
+            "HTTP/1.1 401 Unauthorized\r\ncontent-type: application/json\r\n"
+            f"content-length: {len(body)}\r\nconnection: close\r\n\r\n"
+        )
+        return head.encode() + body
+
+    @property
+    def upgrades(self) -> dict[tuple[bytes, bytes], Upgrade]:
+        """The protocol to which a connection may switch, by path and name."""
+        return {(CONNECT_PATH.encode(), UPGRADE.encode()): self.upgrade}
+
+    def upgrade(self, headers: Sequence[tuple[bytes, bytes]], transport: asyncio.Transport) -> None:
+        """Take over an HTTP connection that a node has opened."""
+        peer = transport.get_extra_info("peername")
+        address = str(peer[0]) if isinstance(peer, tuple) else "this machine"
+        refusal = self.takes(headers)
+        if refusal is not None:
+            log.warning("a node from %s was refused: its token is wrong", address)
+            transport.write(refusal)
+            transport.close()
+            return
+        node = Node(self, address)
+        self._connected.add(node)
+        transport.set_protocol(node.connection)
+        node.connection.connection_made(transport)
+        transport.write(
+            f"HTTP/1.1 101 Switching Protocols\r\nconnection: Upgrade\r\nupgrade: {UPGRADE}"
+            "\r\n\r\n".encode()
+        )
+
+    def greet(self, node: Node, hello: Hello) -> None:
+        if node.hello is not None:
+            raise NodeRefusedError("a node says hello only once")
+        node.hello = hello
+        task = asyncio.create_task(self._greet(node, hello))
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    async def _greet(self, node: Node, hello: Hello) -> None:
+        try:
+            await self.register(node, hello)
+        except EngineError as error:
+            log.warning("node %s (%s) was refused: %s", hello.name, node.address, error.message)
+            node.tell(Refused(error.message, isinstance(error, NodeRefusedError)))
+            node.connection.transport.close()
+
+    async def register(self, node: Node, hello: Hello) -> None:
+        """Add the engine of a node to the pool of its model. Raises `NodeRefusedError` if it does
+        not fit, and another error if it may fit later.
+        """
+        if hello.protocol != PROTOCOL or hello.version != __version__:
+            raise NodeRefusedError(
+                f"The node runs engine {hello.version} (protocol {hello.protocol}), and the server"
+                f" {__version__} ({PROTOCOL}); install the same version on both."
+            )
+        backend = await self._backend_for(hello)
+        pool = self._pool_of(backend, hello.model)
+        self._check_context(pool, hello)
+        old = self._nodes.pop(hello.node_id, None)
+        if old is not None:
+            old.connection.transport.abort()  # the node has noticed the loss before we did
+            if old.client is not None:
+                old.client.lost()
+        name = self._free_name(pool, hello.name)
+        engine = pool.add(name, node.make_client)
+        engine.fingerprint = hello.fingerprint
+        node.engine, node.pool, node.joined_at = engine, pool, time.monotonic()
+        self._nodes[hello.node_id] = node
+        await engine.link.start()
+        if not node.connection.is_open:
+            return
+        node.tell(Welcome(name, time.monotonic()))
+        pool.begin(engine)
+        log.info("node %s joined from %s", name, node.address)
+
+    async def _backend_for(self, hello: Hello) -> CustomBackend:
+        known = []
+        for backend in self._backends():
+            path = backend.model_path
+            if backend.resolve(None) is None:
+                raise UnavailableError("The server is still loading its model.")
+            if path not in self._digests:
+                self._digests[path] = await asyncio.to_thread(model_digest, Path(path))
+            if self._digests[path] == hello.model:
+                return backend
+            known.append(f"{Path(path).name} ({self._digests[path][:8]})")
+        served = ", ".join(known) or "no model of an engine of our own"
+        raise NodeRefusedError(
+            f"The node has the model {hello.model_name} ({hello.model[:8]}), and the server"
+            f" serves {served}; join with --model and the same files."
+        )
+
+    def _backends(self) -> Iterator[CustomBackend]:
+        """The backends of our own engines that are loaded."""
+        current = self._holder.current.unwrapped
+        found: list[InferenceBackend | None] = [current]
+        if isinstance(current, Router):
+            found = [each.backend for each in current.replicas]
+        for each in found:
+            inner = each.loaded if isinstance(each, OnDemand) else each
+            if isinstance(inner, CustomBackend):
+                yield inner
+
+    def _pool_of(self, backend: CustomBackend, digest: str) -> NodePool:
+        known = self._pools.get(backend)
+        if known is not None:
+            return known
+
+        def make(link: Link, options: EngineOptions) -> Link:
+            if isinstance(link, NodePool):
+                return link  # this server has no engine of its own
+            assert isinstance(link, EngineLink)
+            ready = link.last_ready
+            facts = ("", "", 0) if ready is None else (ready.device, ready.dtype, ready.max_seq_len)
+            return NodePool(link, options.fingerprint(digest, *facts), self._max_revivals)
+
+        pool = backend.pool(make)
+        assert isinstance(pool, NodePool)
+        if pool.own is not None:
+            pool.begin(pool.own)
+        self._pools = {each: one for each, one in self._pools.items() if each in self._backends()}
+        self._pools[backend] = pool
+        return pool
+
+    def _check_context(self, pool: NodePool, hello: Hello) -> None:
+        known = pool.last_ready
+        if known is not None and hello.ready.max_seq_len < known.max_seq_len:
+            raise NodeRefusedError(
+                f"The node's context is {hello.ready.max_seq_len} tokens, and the server's"
+                f" {known.max_seq_len}; give both the same --max-sequence-length, or the node more"
+                " memory."
+            )
+
+    def _free_name(self, pool: NodePool, wanted: str) -> str:
+        names = (wanted, *(f"{wanted}-{number}" for number in range(2, len(pool.engines) + 3)))
+        return next(each for each in names if each not in pool.engines)
+
+    # --- nodes that are here ---
+
+    def dropped(self, node: Node) -> None:
+        self._connected.discard(node)
+        if node.hello is not None and self._nodes.get(node.hello.node_id) is node:
+            del self._nodes[node.hello.node_id]
+            assert node.engine is not None
+            log.warning("node %s is gone", node.engine.name)
+
+    def discover(self) -> list[dict[str, Any]]:
+        """All nodes that are here."""
+        return [node.describe() for node in self._nodes.values() if node.engine is not None]
+
+    def num_open(self) -> int:
+        """Open requests of all models that nodes may serve, including those that wait for one."""
+        return sum(backend.num_open for backend in self._backends())
+
+    def decisions(self) -> list[dict[str, str]]:
+        """The last requests that were placed, and why they were placed there."""
+        return [
+            {"request_id": request_id, "node": name, "why": why}
+            for pool in self._pools.values()
+            for request_id, name, why in pool.decisions
+        ]
+
+    def drain(self, name: str) -> None:
+        """Ask a node to leave when its open requests have ended."""
+        for node in self._nodes.values():
+            if node.engine is not None and node.engine.name == name:
+                node.tell(Drain())
+                return
+        raise NotFoundError(f"There is no node {name} here.", param="name")
+
+    def health(self, now: float) -> None:
+        """Eject nodes that are silent, take back those that speak again, and drop lost ones."""
+        for node in list(self._connected):
+            silent_s = now - node.connection.heard_at
+            if node.engine is None or node.pool is None:
+                if silent_s > HELLO_TIMEOUT_S:
+                    node.connection.transport.abort()
+                continue
+            if silent_s > LOST_AFTER_S:
+                log.warning("node %s was silent for %.1f s", node.engine.name, silent_s)
+                node.connection.transport.abort()
+            is_silent = silent_s > EJECTED_AFTER_S
+            if is_silent is not node.engine.is_silent:
+                node.engine.is_silent = is_silent
+                node.pool.refresh(node.engine)
+
+    async def _watch(self) -> None:
+        loop = asyncio.get_running_loop()
+        looked_at = beat_at = loop.time()
+        while True:
+            await asyncio.sleep(BEAT_S)
+            now = loop.time()
+            if now - looked_at < BEAT_S + HELD_UP_S:
+                self.health(now)
+            looked_at = now
+            if now - beat_at >= ROUTER_BEAT_S:
+                beat_at = now
+                for node in self._nodes.values():
+                    node.tell(Beat())

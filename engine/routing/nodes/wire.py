@@ -1,0 +1,136 @@
+"""The messages between a router and its nodes, and the connection that carries them.
+
+A node opens the connection: an HTTP request with the node token, which the server answers with 101.
+From then on both sides send frames, each a length and a msgpack message of a known type. Requests
+and tokens are the same messages that a frontend exchanges with its own engine process. Both sides
+send beats, so that each notices when the other is gone.
+"""
+
+import asyncio
+import logging
+from collections.abc import Callable
+from typing import Any, Generic, TypeVar, cast
+
+import msgspec
+
+from engine.backends.custom.ipc.transport import FrameDecoder, encode_frame
+from engine.core.errors import UnavailableError
+from engine.core.interfaces.request import (
+    Abort,
+    CachedPrefixes,
+    Control,
+    ControlReply,
+    Deltas,
+    EngineStats,
+    GenerateRequest,
+    Ready,
+)
+
+log = logging.getLogger(__name__)
+Message = TypeVar("Message")
+
+PROTOCOL = 1
+UPGRADE = "engine-node"
+CONNECT_PATH = "/v1/nodes/connect"
+BEAT_S = 0.2
+LOST_AFTER_S = 3.0  # a side that was silent for this long is gone
+HELLO_TIMEOUT_S = 5.0
+MAX_UNSENT_BYTES = 64 * 2**20
+
+
+class Hello(msgspec.Struct, frozen=True, kw_only=True, tag="hello"):
+    """The first message of a node, when its engine is loaded."""
+
+    protocol: int
+    version: str
+    node_id: str  # random; the same for all connections of one `engine node join`
+    name: str
+    model: str  # the digest of the model's files
+    model_name: str  # for people
+    fingerprint: str  # equal for engines in which a request has the same result
+    ready: Ready
+
+
+class Welcome(msgspec.Struct, frozen=True, tag="welcome"):
+    """The server accepts the node. `now` is the server's clock, for the times in timelines."""
+
+    name: str
+    now: float
+
+
+class Refused(msgspec.Struct, frozen=True, tag="refused"):
+    """The server does not accept the node. If `is_final`, it would not do so later either."""
+
+    message: str
+    is_final: bool = True
+
+
+class Beat(msgspec.Struct, frozen=True, tag="beat"):
+    """A sign of life."""
+
+    stats: EngineStats | None = None
+
+
+class Leaving(msgspec.Struct, frozen=True, tag="leaving"):
+    """The node takes no new requests, and leaves when its last one has ended."""
+
+
+class Drain(msgspec.Struct, frozen=True, tag="drain"):
+    """The server asks the node to leave."""
+
+
+FromNode = Hello | Beat | Leaving | Deltas | CachedPrefixes | ControlReply
+ToNode = Welcome | Refused | Beat | Drain | GenerateRequest | Abort | Control
+
+
+class Connection(asyncio.Protocol, Generic[Message]):
+    """One end of the connection. `on_message` is called for each message, in order, and `on_lost`
+    once at the end.
+    """
+
+    transport: asyncio.Transport
+
+    def __init__(
+        self,
+        message_type: Any,
+        on_message: Callable[[Message], None],
+        on_lost: Callable[[], None],
+    ) -> None:
+        self._frames: FrameDecoder[Message] = FrameDecoder(message_type)
+        self._on_message = on_message
+        self._on_lost = on_lost
+        self._loop = asyncio.get_running_loop()
+        self.heard_at = self._loop.time()
+
+    @property
+    def silent_s(self) -> float:
+        return self._loop.time() - self.heard_at
+
+    @property
+    def is_open(self) -> bool:
+        return not self.transport.is_closing()
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self.transport = cast(asyncio.Transport, transport)
+
+    def data_received(self, data: bytes) -> None:
+        self.heard_at = self._loop.time()
+        try:
+            for message in self._frames.feed(data):
+                self._on_message(message)
+        except Exception:  # what follows a message that can't be read can't be read either
+            log.exception("the connection to %s broke", self.transport.get_extra_info("peername"))
+            self.transport.abort()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._on_lost()
+
+    def send(self, message: msgspec.Struct) -> None:
+        """Queue a message. Raises `UnavailableError` if the other side is gone, or does not read
+        what was sent.
+        """
+        if self.transport.get_write_buffer_size() > MAX_UNSENT_BYTES:
+            self.transport.abort()
+        if self.transport.is_closing():
+            raise UnavailableError("The node is gone.", retry_after=1.0)
+        self.transport.write(encode_frame(message))

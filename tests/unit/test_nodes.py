@@ -1,0 +1,192 @@
+"""Nodes that join a server: placement, loss, return, and what is refused."""
+
+import asyncio
+import contextlib
+import os
+import signal
+
+import pytest
+
+from engine.core.errors import AuthenticationError, EngineError, UnavailableError
+from engine.core.interfaces.request import Ready
+from engine.core.prefix_hashes import prompt_hashes
+from engine.routing.nodes import agent as agent_module
+from engine.routing.nodes.agent import RefusedError
+from engine.routing.nodes.dial import endpoint_of, read_token
+from engine.routing.nodes.manager import EJECTED_AFTER_S
+from engine.routing.nodes.pool import LOCAL, NodePool
+from tests.node_cluster import node, routed, until
+from tests.toy_backend import TEXT, ToyBackend
+
+
+class NoEngine(ToyBackend):
+    """A server without an engine of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._link = NodePool(None, "", max_revivals=8)
+
+    async def start(self) -> str:
+        self._files, self._text = "", TEXT
+        return "nodes://"
+
+
+def prompt(number: int, length: int = 12) -> tuple[int, ...]:
+    return tuple((number * 7 + each * each) % 20 for each in range(length))
+
+
+async def alone(prompts, **fields) -> list[str]:
+    async with routed() as server:
+        asked = (server.ask(each, **fields) for each in prompts)
+        return [text for text, _ in await asyncio.gather(*asked)]
+
+
+async def test_a_node_gets_requests_and_answers_like_the_server() -> None:
+    prompts = [prompt(number) for number in range(12)]
+    expected = await alone(prompts)
+    async with routed() as server, node(server):
+        answers = await asyncio.gather(*map(server.ask, prompts))
+        assert [text for text, _ in answers] == expected
+        placed = {name for _, name, _ in server.pool.decisions}
+        assert placed == {LOCAL, "node"}
+
+
+async def test_sampling_choices_logprobs_and_stop_tokens_cross_the_wire() -> None:
+    fields = {"temperature": 1.0, "seed": 5, "n": 2, "logprobs": 3, "stop_token_ids": (3,)}
+    expected = await alone([prompt(1)], **fields)
+    async with routed(NoEngine()) as server, node(server):
+        assert [(await server.ask(prompt(1), **fields))[0]] == expected
+
+
+async def test_requests_go_where_their_prefix_is_cached() -> None:
+    async with routed(NoEngine()) as server, node(server, name="a"), node(server, name="b"):
+        await server.joined("a", "b")
+        for turn in range(3):
+            for tenant in ("x", "y", "z"):
+                text, usage = await server.ask(prompt(ord(tenant), 140), salt=tenant)
+                assert usage.cached_tokens == (0 if turn == 0 else 136), (turn, tenant)
+        used = {server.pool._placed[f"r{server.num_asked - each}"] for each in range(3)}
+        assert used == {"a", "b"}
+
+
+async def test_the_table_has_what_the_node_has_cached() -> None:
+    async with routed(NoEngine()) as server, node(server):
+        engine = server.pool.engines["node"]
+        await server.ask(prompt(1, 140), salt="s")
+        wanted = prompt_hashes("s", prompt(1, 140))
+        assert len(wanted) == 2
+        table = server.pool.router.table
+        await until(lambda: all(table.has(engine.number, each) for each in wanted))
+        await server.backend.flush_prefixes()
+        await until(lambda: table.count(engine.number) == 0)
+
+
+async def test_no_request_fails_when_a_node_is_lost() -> None:
+    prompts = [prompt(number, 6) for number in range(64)]  # eight times the slots of an engine
+    expected = await alone(prompts, max_tokens=40)
+    async with routed() as server, node(server, name="a"), node(server, name="b") as lost:
+        await server.joined("a", "b")
+        asked = [asyncio.create_task(server.ask(each, max_tokens=40)) for each in prompts]
+        await until(lambda: server.pool.engines["b"].load > 5)
+        await asyncio.sleep(0.1)
+        os.kill(lost._link.pid, signal.SIGKILL)
+        answers = await asyncio.gather(*asked)
+        assert [text for text, _ in answers] == expected
+        assert any(usage.num_revivals for _, usage in answers)
+        await server.joined("a", "b")  # its engine was restarted, and it is back
+
+
+async def test_a_silent_node_is_ejected_and_taken_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    async with routed() as server, node(server):
+        engine, loop = server.pool.engines["node"], asyncio.get_running_loop()
+        monkeypatch.setattr(agent_module, "BEAT_S", EJECTED_AFTER_S + 0.5)  # from the next beat on
+        began = loop.time()
+        await until(lambda: engine.state == "ejected")
+        assert loop.time() - began < 1.2
+        await server.ask(prompt(1))
+        assert server.pool.decisions[-1][1] == LOCAL
+        await until(lambda: engine.state == "ready")
+
+
+async def test_requests_wait_for_the_first_node() -> None:
+    async with routed(NoEngine()) as server:
+        server.pool.expected = await ready_of_toy()
+        waiting = asyncio.create_task(server.ask(prompt(3)))
+        await asyncio.sleep(0.05)
+        assert not waiting.done() and server.pool.num_open == 1
+        async with node(server):
+            assert (await waiting)[0] == (await alone([prompt(3)]))[0]
+
+
+async def ready_of_toy() -> Ready:
+    async with routed() as server:
+        assert server.backend.ready is not None
+        return server.backend.ready
+
+
+async def test_a_node_works_for_two_servers() -> None:
+    async with routed() as one, routed() as two, node(one, two):
+        texts = await asyncio.gather(
+            *(
+                server.ask(prompt(each), request_id=f"same{each}")
+                for server in (one, two)
+                for each in range(8)
+            )
+        )
+        assert [text for text, _ in texts[:8]] == [text for text, _ in texts[8:]]
+        assert one.pool.engines["node"].num_requests and two.pool.engines["node"].num_requests
+
+
+async def test_a_leaving_node_finishes_its_requests() -> None:
+    async with routed() as server, node(server) as leaving:
+        asked = [asyncio.create_task(server.ask(prompt(each), max_tokens=40)) for each in range(12)]
+        await until(lambda: server.pool.engines["node"].load > 2)
+        server.manager.drain("node")
+        answers = await asyncio.gather(*asked)
+        assert leaving.is_leaving and not any(usage.num_revivals for _, usage in answers)
+        await until(lambda: not server.names)
+        with pytest.raises(EngineError, match="no node nobody"):
+            server.manager.drain("nobody")
+
+
+async def refusal(server, **fields) -> EngineError:
+    with contextlib.suppress(TimeoutError):
+        async with asyncio.timeout(20), node(server, **fields):
+            pass
+    raise AssertionError("the node was not refused")
+
+
+async def test_what_is_refused(monkeypatch: pytest.MonkeyPatch, tmp_path) -> None:
+    async with routed() as server:
+        with pytest.raises(AuthenticationError, match=r"token is not the server's"):
+            await refusal(server, token="another-token-of-somebody")
+        (tmp_path / "model.gguf").write_bytes(b"other")
+        with pytest.raises(RefusedError, match="and the server serves toy"):
+            await refusal(server, model_path=str(tmp_path / "model.gguf"))
+        with monkeypatch.context() as patch:
+            patch.setattr("engine.routing.nodes.make.__version__", "0.0.1")
+            with pytest.raises(RefusedError, match=r"runs engine 0\.0\.1 .* install the same"):
+                await refusal(server)
+        assert (await server.ask(prompt(1)))[0] == (await alone([prompt(1)]))[0]
+
+
+def test_the_token_file_must_be_private(tmp_path) -> None:
+    path = tmp_path / "token"
+    path.write_text("0123456789abcdef\n")
+    path.chmod(0o600)
+    assert read_token(path) == "0123456789abcdef"
+    path.chmod(0o640)
+    with pytest.raises(EngineError, match="other users can read .* chmod 600"):
+        read_token(path)
+    path.chmod(0o600)
+    path.write_text("short")
+    with pytest.raises(EngineError, match="shorter than 16"):
+        read_token(path)
+    with pytest.raises(EngineError, match="is no address"):
+        endpoint_of("server:80", "token")
+
+
+async def test_a_server_without_nodes_says_what_to_do() -> None:
+    async with routed(NoEngine()) as server:
+        with pytest.raises(UnavailableError, match="engine node join"):
+            await server.ask(prompt(1))
