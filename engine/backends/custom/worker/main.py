@@ -39,6 +39,7 @@ from engine.backends.custom.runtime.model_runner import (
     ModelRunner,
     RunnerConfig,
     RunnerSpec,
+    Warmable,
     warm_up,
 )
 from engine.backends.custom.runtime.radix_cache import RadixCache
@@ -292,6 +293,8 @@ def serve_runner(
 ) -> None:
     """Warm up the loaded runner, send `Ready`, and run its loop until a `Stop` message arrives."""
     runner, config, plan = loaded
+    if isinstance(runner, Warmable):
+        runner.warm()
     warm_up(runner)
     on_loaded()
     loop = build_loop(
