@@ -105,9 +105,7 @@ def engine_options(settings: Settings, framework: str, path: Path | None = None)
 
 
 def _adapters(settings: Settings) -> dict[str, str]:
-    """The paths of the LoRA adapters of the single model, by name."""
-    if settings.tables.backends:
-        return {}  # the router knows for which of its models they are
+    """The paths of the LoRA adapters, by name."""
     tables = {name: table.path for name, table in settings.tables.adapters.items()}
     return tables | settings.model.adapters
 
