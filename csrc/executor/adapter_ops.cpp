@@ -77,42 +77,55 @@ uint8_t* Executor::shrunk(const Op& op, int row, int thread) const {
     return memory.data() + memory.size() / rows / 64 * 64 * size_t(row);
 }
 
+// A thread computes the rows that it has packed itself, so no thread waits for another.
 void Executor::shrink(const Op& op, const Segments& segments, int thread) {
+    const int threads = segments.is_private ? 1 : pool_.size(), own = segments.is_private ? 0 : thread;
     for (int i = 0; i < segments.slices; i++)
         for (const Segment& segment : segments.items[i]) {
-            int total = 0, offset = 0;
-            for_runs(op, segment, [&](const AdapterRun& run, const AdapterMatrices&) { total += run.rows; });
-            int from = 0, to = total;
-            if (!segments.is_private) {
-                from = int(int64_t(total) * thread / pool_.size());
-                to = int(int64_t(total) * (thread + 1) / pool_.size());
-            }
+            const int from = segment.first + int(int64_t(segment.rows) * own / threads);
+            const int to = segment.first + int(int64_t(segment.rows) * (own + 1) / threads);
+            const size_t row_bytes = kernels_.packed_bytes[int(segment.numerics)](1, op.matrix->columns);
+            // Whether the packed rows of the matmul follow each other, so that A can read some of them.
+            const bool is_linear = kernels_.packed_bytes[int(segment.numerics)](
+                                       segment.rows, op.matrix->columns) == row_bytes * size_t(segment.rows);
             for_runs(op, segment, [&](const AdapterRun& run, const AdapterMatrices& matrices) {
-                const int begin = std::clamp(from - offset, 0, run.rows);
-                const int end = std::clamp(to - offset, 0, run.rows);
-                offset += run.rows;
-                if (begin < end)
-                    shrink_rows(op, matrices, run, begin, end, thread, shrunk(op, run.first, thread));
+                const int begin = std::clamp(from - run.first, 0, run.rows);
+                const int end = std::clamp(to - run.first, 0, run.rows);
+                if (begin >= end) return;
+                uint8_t* out = shrunk(op, run.first, thread);
+                if (!is_linear || segment.numerics != matrices.numerics)
+                    return shrink_rows(op, matrices, run, begin, end, thread, out);
+                const uint8_t* input = segment.input + size_t(run.first - segment.first) * row_bytes;
+                for (int first = begin; first < end; first += kChunkRows) {
+                    const int rows = std::min(kChunkRows, end - first);
+                    multiply_a(matrices, input + size_t(first) * row_bytes, run, first, rows, thread, out);
+                }
             });
         }
 }
 
-// Computes rows [begin, end) of a run, and packs them to `out` as rows of the input of B.
-void Executor::shrink_rows(const Op& op, const AdapterMatrices& matrices, const AdapterRun& run, int begin,
-                           int end, int thread, uint8_t* out) {
+// Computes A x of rows [first, first + rows) of a run from packed activations, and packs the result to `out`
+// as rows of the input of B.
+void Executor::multiply_a(const AdapterMatrices& matrices, const uint8_t* input, const AdapterRun& run,
+                          int first, int rows, int thread, uint8_t* out) {
     const int numerics = int(matrices.numerics), columns = matrices.b.columns, ranks = matrices.a.rows;
     float* hidden = ranks_[size_t(thread)].floats();
+    const Epilogue epilogue{hidden, columns, nullptr, Activation::None, false, false};
+    kernels_.matmul[numerics]({&matrices.a, input, rows, epilogue}, 0, matrices.a.panels(), scratch(thread));
+    for (int r = 0; r < rows; r++) std::fill_n(hidden + r * columns + ranks, columns - ranks, 0.0f);
+    kernels_.pack[numerics](hidden - ptrdiff_t(first) * columns, columns, columns, run.rows, first,
+                            first + rows, out);
+}
+
+// As multiply_a, but packs the activations for A first.
+void Executor::shrink_rows(const Op& op, const AdapterMatrices& matrices, const AdapterRun& run, int begin,
+                           int end, int thread, uint8_t* out) {
     for (int first = begin; first < end; first += kChunkRows) {
         const int rows = std::min(kChunkRows, end - first);
         const Segment chunk{matrices.numerics, &matrices.a, run.first + first, rows,
                             adapter_input_[size_t(thread)].data()};
         pack(op, chunk, 0, rows, rows_[size_t(thread)].floats());
-        const Epilogue epilogue{hidden, columns, nullptr, Activation::None, false, false};
-        kernels_.matmul[numerics]({&matrices.a, chunk.input, rows, epilogue}, 0, matrices.a.panels(),
-                                  scratch(thread));
-        for (int r = 0; r < rows; r++) std::fill_n(hidden + r * columns + ranks, columns - ranks, 0.0f);
-        kernels_.pack[numerics](hidden - ptrdiff_t(first) * columns, columns, columns, run.rows, first,
-                                first + rows, out);
+        multiply_a(matrices, chunk.input, run, first, rows, thread, out);
     }
 }
 
@@ -120,10 +133,12 @@ void Executor::multiply_adapted(const Op& op, const Segment& segment, int begin,
     const int panels = op.gated ? 2 : 1, unit_floats = panels * kPanelRows;
     const int units = std::max(1, kDeltaFloats / (segment.rows * unit_floats));
     float* delta = deltas_[size_t(thread)].floats();
+    int covered = 0;
+    for_runs(op, segment, [&](const AdapterRun& run, const AdapterMatrices&) { covered += run.rows; });
     for (int unit = begin; unit < end; unit += units) {
         const int last = std::min(unit + units, end), stride = (last - unit) * unit_floats;
         // Adding -0 changes no bit of the rows without an adapter.
-        std::fill_n(delta, size_t(segment.rows) * size_t(stride), -0.0f);
+        if (covered < segment.rows) std::fill_n(delta, size_t(segment.rows) * size_t(stride), -0.0f);
         for_runs(op, segment, [&](const AdapterRun& run, const AdapterMatrices& matrices) {
             float* out =
                 delta + ptrdiff_t(run.first - segment.first) * stride - ptrdiff_t(unit) * unit_floats;

@@ -159,14 +159,22 @@ void Executor::run(const Batch& batch, std::vector<uint8_t>& finite) {
 // The AMX and per-channel kernels take two panels at a time. The AMX kernels overlap the epilogue with the next
 // two, so larger claims are faster than many small ones.
 int Executor::grain_of(const Op& op) const {
-    if (rows_of(op) < kFastRows) return op.grain;
-    if (!kernels_.has_bf16) return uses_per_channel(op) ? round_up(op.grain, op.gated ? 1 : 2) : op.grain;
+    const bool has_prefill = decode_rows(op) < rows_of(op);
+    const bool takes_pairs = uses_per_channel(op) || (kernels_.has_bf16 && has_prefill);
+    if (rows_of(op) < kFastRows || !takes_pairs) return op.grain;
+    if (!kernels_.has_bf16) return round_up(op.grain, op.gated ? 1 : 2);
     int shared = uses_per_channel(op) ? op.units() / (pool_.size() * kClaims) : 1;
     return round_up(std::max(op.grain, shared), op.gated ? 1 : 2);
 }
 
 int Executor::rows_of(const Op& op) const {
     return op.over_logits ? batch_->logits : batch_->tokens;
+}
+
+int Executor::decode_rows(const Op& op) const {
+    if (op.decode == op.prefill) return rows_of(op);
+    if (fast_ && rows_of(op) >= kFastRows) return 0;
+    return op.over_logits ? batch_->decode_logits : batch_->decode_tokens;
 }
 
 bool Executor::uses_per_channel(const Op& op) const {
@@ -339,9 +347,7 @@ Executor::Segments Executor::split(const Op& op, int thread) {
         slice(segments, 1, {Numerics::INT8_PER_CHANNEL, op.per_channel, total, 0, memory.data()});
         return segments;
     }
-    int decode = op.over_logits ? batch_->decode_logits : batch_->decode_tokens;
-    if (fast_ && total >= kFastRows) decode = 0;
-    if (op.decode == op.prefill) decode = total;
+    const int decode = decode_rows(op);
     uint8_t* half = memory.data() + memory.size() / 2 / 64 * 64;
     slice(segments, 0, {op.decode, op.matrix, 0, decode, memory.data()});
     slice(segments, 1, {op.prefill, op.matrix, decode, total - decode, half});

@@ -125,6 +125,7 @@ class Executor {
     void use_window_cache(Windowed& windowed) const;
     void plan_rounds(const Program& program);
     int rows_of(const Op& op) const;            // number of rows (M) that the op computes in this step
+    int decode_rows(const Op& op) const;        // how many of them, the first, have decode arithmetic
     bool uses_per_channel(const Op& op) const;  // whether the op uses per-channel weights in this step
     int grain_of(const Op& op) const;
     void work(const Program& program, int thread);
@@ -175,10 +176,12 @@ class Executor {
     // Calls visit(run, its matrices) for the part of each run that lies in the segment.
     template <class F>
     void for_runs(const Op& op, const Segment& segment, const F& visit) const;
-    // Computes A x of all rows that have adapters, or of this thread's share of these rows.
+    // Computes A x of the rows with adapters that this thread has packed.
     void shrink(const Op& op, const Segments& segments, int thread);
     void shrink_rows(const Op& op, const AdapterMatrices& matrices, const AdapterRun& run, int begin, int end,
                      int thread, uint8_t* out);
+    void multiply_a(const AdapterMatrices& matrices, const uint8_t* input, const AdapterRun& run, int first,
+                    int rows, int thread, uint8_t* out);
     uint8_t* shrunk(const Op& op, int row, int thread) const;  // where A x of a row is packed
     void add_to_embedding(int token, int size, float* out) const;
     void reserve_adapters();

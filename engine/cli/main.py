@@ -55,6 +55,7 @@ GROUPS = {
         "bench": ("engine.cli.ops.bench:bench", "Measure any server under load."),
         "admin": ("engine.cli.ops.admin:app", "Look at and change a running server."),
         "replay": ("engine.cli.ops.replay:replay", "Run a recorded request again and compare it."),
+        "shard": ("engine.cli.ops.shard:shard", "Join a model that several machines share."),
         "triton": ("engine.cli.triton.export:app", "Make it a model of a Triton server."),
         "conformance": (
             "engine.cli.conformance:conformance",

@@ -293,7 +293,8 @@ def _check_no_model(loaded: "LoadedSettings") -> str:
     from engine.core.errors import ConfigError
 
     origin = loaded.origins[f"backends.{next(iter(loaded.settings.tables.backends))}"]
-    for key in ("model.model_path", "model.backend", "model.name", "model.options"):
+    names = ("model_path", "backend", "name", "options", "adapters")
+    for key in (f"model.{name}" for name in names):
         if loaded.origins[key] != "default":
             raise ConfigError(
                 f"{key} ({loaded.origins[key]}): {origin} has [backends.*], which say what is"

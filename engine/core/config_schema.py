@@ -36,6 +36,7 @@ from engine.core.config_types import (
     Policy,
     Secret,
     Section,
+    ShardSettings,
     Strings,
     check_adapters,
     check_options,
@@ -350,6 +351,7 @@ class Settings(BaseModel):
     cache: CacheSettings = CacheSettings()
     tiers: TierSettings = TierSettings()
     performance: PerformanceSettings = PerformanceSettings()
+    shards: ShardSettings = ShardSettings()
     logging: LoggingSettings = LoggingSettings()
     metrics: MetricsSettings = MetricsSettings()
     tracing: TracingSettings = TracingSettings()
@@ -391,6 +393,7 @@ SECRET_KEYS = (
     "server.admin_key",
     "server.node_token",
     "metrics.token",
+    "shards.token",
     "limits.redis_url",
     "tiers.redis_url",
 )

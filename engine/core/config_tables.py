@@ -142,8 +142,6 @@ class AdapterTable(Table):
 
     path: str = Field(min_length=1, max_length=4096)
     """PEFT folder or GGUF file; relative to the configuration file."""
-    model: ModelId | None = None
-    """Base model; needed if several models are served."""
 
 
 _NAMES = {
@@ -293,21 +291,12 @@ def _check_presets(tables: NamedTables, where: str) -> None:
 
 
 def _check_adapters(tables: NamedTables, where: str) -> None:
-    """With several models, an adapter must say which one it is for."""
-    known = list(tables.models)
-    for name, table in tables.adapters.items():
-        if name in tables.models:
-            raise ConfigError(f"{where}: adapters.{name}: a model has this name")
-        if table.model is None and len(known) > 1:
-            raise ConfigError(
-                f"{where}: adapters.{name}.model is needed, because several models are served",
-                param=f"adapters.{name}.model",
-            )
-        if known and table.model is not None and table.model not in known:
-            raise ConfigError(
-                f"{where}: adapters.{name}.model: no such model{suggest(table.model, known)}",
-                param=f"adapters.{name}.model",
-            )
+    if tables.adapters and tables.backends:
+        name = next(iter(tables.adapters))
+        raise ConfigError(
+            f"{where}: adapters.{name} is for a server without [backends.*]",
+            param=f"adapters.{name}",
+        )
 
 
 def _check_model(where: str, model_id: str, table: ModelTable, tables: NamedTables) -> None:

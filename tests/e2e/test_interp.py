@@ -97,7 +97,7 @@ def test_a_steered_chat_differs_and_its_neighbour_does_not(clients: Any) -> None
 def test_large_results_are_fetched_by_their_owner(clients: Any) -> None:
     one, two, _ = clients
     body = {
-        "prompt": PROMPT * 20,
+        "prompt": PROMPT * 40,
         "max_tokens": 3,
         "interp": {"capture": [{"site": SITE}]},
     }

@@ -344,22 +344,15 @@ def test_scaling_measures_a_random_model(
     monkeypatch.setattr(timing, "MIN_SECONDS", 0.0)
     monkeypatch.setattr(timing, "MIN_FORWARDS", 2)
     found = tmp_path / "rates.json"
-    scaling.main(
-        [
-            "--shape",
-            "tiny",
-            "--threads",
-            "1",
-            "2",
-            "--folder",
-            str(tmp_path),
-            "--output",
-            str(found),
-        ]
-    )
-    rates = json.loads(found.read_text())
-    assert [each["threads"] for each in rates] == [1, 2]
-    for each in rates:
-        assert each["ours"].keys() == {"prefill", "1", "8", "32"}
-        assert all(rate > 0 for rate in each["ours"].values())
-    assert len(capsys.readouterr().out.splitlines()) == 4
+    asked = f"--shape tiny --threads 1 2 --rounds 2 --folder {tmp_path} --output {found}"
+    scaling.main(asked.split())
+    rounds = json.loads(found.read_text())["ours"]
+    assert rounds.keys() == {"1", "2"}
+    for each in rounds.values():
+        assert len(each) == 2
+        assert all(rates.keys() == {"prefill", "1", "8", "32"} for rates in each)
+    *_, one, two, stolen = capsys.readouterr().out.splitlines()
+    best = [max(rates[name] for rates in rounds["1"]) for name in ("prefill", "1", "8", "32")]
+    assert one.split() == ["1", *(f"{rate:.1f}" for rate in best)]
+    assert two.split()[0] == "2"
+    assert stolen.startswith("stolen by other machines")

@@ -56,6 +56,7 @@ def _has_gpu() -> bool:
 def engine_options(settings: Settings, framework: str, path: Path | None = None) -> EngineOptions:
     """The engine options from the settings. `path`, if given, replaces the model path there."""
     cache, performance, model = settings.cache, settings.performance, settings.model
+    shards = settings.shards
     if framework == "torch" and performance.numerics == "invariant":
         raise ConfigError(
             "numerics invariant is not ready for --backend torch: on an H200, requests gave other "
@@ -84,6 +85,9 @@ def engine_options(settings: Settings, framework: str, path: Path | None = None)
         gpu_memory_utilization=performance.gpu_memory_utilization,
         tensor_parallel_size=performance.tensor_parallel_size,
         pipeline_parallel_size=performance.pipeline_parallel_size,
+        remote_ranks=shards.remote_ranks,
+        shard_listen=shards.listen or "",
+        shard_token=shards.token.get_secret_value() if shards.token is not None else "",
         block_size=cache.block_size,
         cache_enabled=cache.enabled,
         cache_bytes=cache.max_size_mb * 2**20 if cache.max_size_mb is not None else None,
@@ -101,9 +105,7 @@ def engine_options(settings: Settings, framework: str, path: Path | None = None)
 
 
 def _adapters(settings: Settings) -> dict[str, str]:
-    """The paths of the LoRA adapters of the single model, by name."""
-    if settings.tables.backends:
-        return {}  # the router knows for which of its models they are
+    """The paths of the LoRA adapters, by name."""
     tables = {name: table.path for name, table in settings.tables.adapters.items()}
     return tables | settings.model.adapters
 

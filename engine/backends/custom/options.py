@@ -71,6 +71,9 @@ class EngineOptions(msgspec.Struct, frozen=True, kw_only=True, tag="options"):
     gpu_memory_utilization: float = 0.9
     tensor_parallel_size: int = 1
     pipeline_parallel_size: int = 1
+    remote_ranks: int = 0  # ranks that join from other machines, at the address `shard_listen`
+    shard_listen: str = ""
+    shard_token: str = ""
     block_size: int = 16
     cache_enabled: bool = True
     cache_bytes: int | None = None

@@ -20,7 +20,7 @@ class _Body(BaseModel):
 
 
 class LoadAdapterBody(_Body):
-    """`base_model_name` says which model the adapter is for, if several are served."""
+    """`base_model_name` is checked: the adapter is for the model that is served."""
 
     lora_name: ModelId
     lora_path: Annotated[str, Field(min_length=1, max_length=4096)]

@@ -38,7 +38,7 @@ RESTART_S = 60.0
 
 @figure(
     "R22",
-    "stored data and caches full, deleted, corrupted, read-only",
+    "stored data, a cache tier and caches full, deleted, corrupted, read-only",
     minutes=2,
     limits={
         "failed_requests": at_most(0),

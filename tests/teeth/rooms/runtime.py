@@ -270,8 +270,8 @@ MUTATIONS = [
     Mutation(
         "runtime: a warm-up step changes the state of a sequence",
         "engine.backends.custom.runtime.model_runner",
-        "    spare = one + runner.spec.max_slots if runner.spec.has_state else one\n",
-        "    spare = one\n",
+        "spec.max_slots if spec.has_state else 0",
+        "0",
         "tests/unit/test_states.py::test_a_warm_up_step_leaves_all_states_alone",
     ),
     Mutation(

@@ -63,9 +63,9 @@ ports:
 # loads or an engine process that restarts is alive, so it is not killed.
 startupProbe:
   httpGet: {path: /readyz, port: probes}
-  periodSeconds: 2
+  periodSeconds: 1
   timeoutSeconds: 2
-  failureThreshold: {{ max 1 (div (int .startupSeconds) 2) }}
+  failureThreshold: {{ .startupSeconds }}
 readinessProbe:
   httpGet: {path: /readyz, port: probes}
   periodSeconds: 2

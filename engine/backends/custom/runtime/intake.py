@@ -392,7 +392,8 @@ class Intake:
             return None
         from engine.backends.custom.runtime.interp.steps import make_probe  # few servers need it
 
-        return make_probe(request, self._runner, self._max_tokens(request))
+        live = self._scheduler.sequences()
+        return make_probe(request, self._runner, self._max_tokens(request), live)
 
     def _max_tokens(self, request: GenerateRequest) -> int:
         """The requested max_tokens, limited to the room that the prompt leaves in the context."""

@@ -10,6 +10,7 @@ Letters: T tokens of the step, S rows (sequences), R rows that sample, B blocks 
 vocabulary, D size of an embedding, E tokens of images.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal, Protocol, runtime_checkable
 
@@ -78,6 +79,10 @@ class RunnerConfig:
     # Ranks that share each layer, and stages that the layers are divided into.
     tensor_parallel: int = 1
     pipeline_parallel: int = 1
+    # Of these ranks, the last ones join from other machines at the address `shard_listen`.
+    remote_ranks: int = 0
+    shard_listen: str = ""
+    shard_token: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -355,29 +360,47 @@ class AdapterRunner(Protocol):
         ...
 
 
-def warm_up(runner: ModelRunner) -> None:
-    """Run one step without a sequence. It computes a single token, whose key and value are written
-    to the null block, and whose state is that of no sequence.
+@runtime_checkable
+class Warmable(Protocol):
+    """A runner whose first step of each size takes longer than later ones."""
+
+    def warm(self) -> None:
+        """Prepare for steps of all sizes that the scheduler can ask for."""
+        ...
+
+
+def idle_inputs(spec: RunnerSpec, counts: Sequence[int]) -> BatchInputs:
+    """A step without a sequence. Its rows have these numbers of tokens. Their keys and values are
+    written to the null block, and their states are those of no sequence.
     """
-    one, none = np.zeros(1, np.int32), np.zeros(0, np.int32)
-    spare = one + runner.spec.max_slots if runner.spec.has_state else one
-    has_windows = runner.spec.window is not None
-    inputs = BatchInputs(
-        token_ids=one,
-        positions=one,
-        write_slots=np.zeros(1, np.int64),
-        query_start=np.array([0, 1], np.int32),
-        seq_lens=np.ones(1, np.int32),
-        num_prompt=np.ones(1, np.int32),
-        block_tables=np.full((1, 1), NULL_BLOCK, np.int32),
-        slots=spare,
-        logit_rows=one,
-        adapter_ids=one,
-        prefix_groups=np.full(1, -1, np.int32),
-        prefix_blocks=none,
-        window_tables=np.full((1, 1), NULL_BLOCK, np.int32) if has_windows else None,
-        window_slots=np.zeros(1, np.int64) if has_windows else None,
+    rows, total = len(counts), sum(counts)
+    positions = np.concatenate([np.arange(count, dtype=np.int32) for count in counts])
+    ends = np.cumsum(counts, dtype=np.int32)
+    tables = np.full((rows, -(-max(counts) // spec.block_size)), NULL_BLOCK, np.int32)
+    nowhere, has_windows = np.zeros(total, np.int64), spec.window is not None
+    zeros, slot = np.zeros(rows, np.int32), spec.max_slots if spec.has_state else 0
+    return BatchInputs(
+        token_ids=np.zeros(total, np.int32),
+        positions=positions,
+        write_slots=nowhere,
+        query_start=np.concatenate((zeros[:1], ends)),
+        seq_lens=np.array(counts, np.int32),
+        num_prompt=np.array(counts, np.int32),
+        block_tables=tables,
+        slots=zeros + slot,
+        logit_rows=ends - 1,
+        adapter_ids=zeros,
+        prefix_groups=zeros - 1,
+        prefix_blocks=np.zeros(0, np.int32),
+        window_tables=tables if has_windows else None,
+        window_slots=nowhere if has_windows else None,
     )
+
+
+def warm_up(runner: ModelRunner) -> None:
+    """Run one step without a sequence, which computes a single token."""
+    one, none = np.zeros(1, np.int32), np.zeros(0, np.int32)
+    inputs = idle_inputs(runner.spec, (1,))
     off, on = np.zeros(1, np.float32), np.ones(1, np.float32)
     sampling = SamplingInputs(
         sample_rows=one,

@@ -39,6 +39,7 @@ from engine.backends.custom.runtime.model_runner import (
     ModelRunner,
     RunnerConfig,
     RunnerSpec,
+    Warmable,
     warm_up,
 )
 from engine.backends.custom.runtime.radix_cache import RadixCache
@@ -101,8 +102,16 @@ def load_runner(
             "tensor_parallel_size and pipeline_parallel_size need --backend torch"
             f"{by_name if options.framework == 'jax' else ''}"
         )
+    if 0 < options.num_ranks <= options.remote_ranks:
+        raise ConfigError(
+            f"shards.remote_ranks {options.remote_ranks} leaves none of the {options.num_ranks} "
+            "ranks on this machine; lower it, or raise tensor_parallel_size"
+        )
     framework = framework_entry(options.framework)
-    device = rank_share(framework.find_device(options.device, options.dtype), options.num_ranks)
+    device = rank_share(
+        framework.find_device(options.device, options.dtype),
+        options.num_ranks - options.remote_ranks,
+    )
     needs = framework.memory_needs(source, options, device)
     if _reads_images(source, options):
         value_bytes = 4 if options.framework == "native" else DTYPE_BYTES[device.dtype]
@@ -160,6 +169,9 @@ def runner_config(options: EngineOptions, device: DeviceInfo, plan: MemoryPlan) 
         quantization=options.quantization,
         tensor_parallel=options.tensor_parallel_size,
         pipeline_parallel=options.pipeline_parallel_size,
+        remote_ranks=options.remote_ranks,
+        shard_listen=options.shard_listen,
+        shard_token=options.shard_token,
     )
 
 
@@ -281,6 +293,8 @@ def serve_runner(
 ) -> None:
     """Warm up the loaded runner, send `Ready`, and run its loop until a `Stop` message arrives."""
     runner, config, plan = loaded
+    if isinstance(runner, Warmable):
+        runner.warm()
     warm_up(runner)
     on_loaded()
     loop = build_loop(

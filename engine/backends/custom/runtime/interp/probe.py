@@ -75,6 +75,7 @@ class Probe:
         for each, placed in zip(wanted, self._captures, strict=True):
             width = self.sites[placed.site].width
             total += 4 * width * each.span.count(self._num_prompt, num_tokens)
+        self.num_bytes = total
         if total > self.request.max_bytes:
             raise PayloadTooLargeError(
                 f"interp: the request could capture {total:,} bytes, and may capture"

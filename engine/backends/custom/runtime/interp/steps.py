@@ -1,24 +1,35 @@
 """Connects probes with the steps of the engine: taps into a step, captured rows out of it."""
 
+from collections.abc import Iterable
 from dataclasses import replace
 
 from engine.backends.custom.runtime.interp.probe import Probe
 from engine.backends.custom.runtime.interp.taps import TapInputs, Tappable, Taps
 from engine.backends.custom.runtime.model_runner import BatchInputs, ModelRunner, StepOutput
-from engine.backends.custom.runtime.sequence import Row, ScheduledBatch
-from engine.core.errors import InvalidRequestError
+from engine.backends.custom.runtime.sequence import Row, ScheduledBatch, Sequence
+from engine.core.errors import InvalidRequestError, RateLimitError
 from engine.core.interfaces.request import GenerateRequest
 
+# What the running and waiting sequences of a tenant may capture together
+MAX_HELD_BYTES = 512 * 2**20
 
-def make_probe(request: GenerateRequest, runner: ModelRunner, max_tokens: int) -> Probe | None:
+
+def make_probe(
+    request: GenerateRequest, runner: ModelRunner, max_tokens: int, live: Iterable[Sequence]
+) -> Probe | None:
     """The probe of a request. Raises `InvalidRequestError` if the engine can't do what the request
-    asks for.
+    asks for, and `RateLimitError` if the tenant's `live` sequences already capture too much.
     """
     if request.interp is None:
         return None
     if not isinstance(runner, Tappable) or not runner.sites:
         raise InvalidRequestError("interp: this model's backend shows no activations.")
-    return Probe(request.interp, runner.sites, len(request.prompt), max_tokens)
+    probe = Probe(request.interp, runner.sites, len(request.prompt), max_tokens)
+    own = (each.probe for each in live if each.tenant == request.tenant)
+    held = sum(each.num_bytes for each in own if each is not None)
+    if probe.num_bytes and held + probe.num_bytes > MAX_HELD_BYTES:
+        raise RateLimitError("Your other requests capture too much at once; try again later.")
+    return probe
 
 
 def with_taps(inputs: BatchInputs, rows: tuple[Row, ...]) -> BatchInputs:

@@ -5,7 +5,9 @@ stacked ranks keeps, for each row, those of its own adapter.
 from typing import NamedTuple
 
 import jax.numpy as jnp
+import numpy as np
 from jax import Array
+from numpy.typing import NDArray
 
 from engine.backends.custom.frameworks.jax.layers.linear import LORA, TABLE_LORA, Lora, Params
 
@@ -23,7 +25,7 @@ class RowAdapters(NamedTuple):
     """The stacks by weight name, and the place of each row's adapter."""
 
     stacks: dict[str, Stack]
-    places: Array  # (T,)
+    places: Array | NDArray[np.int32]  # (T,)
 
 
 def with_adapters(params: Params, rows: RowAdapters | None) -> Params:
@@ -50,9 +52,9 @@ def with_adapters(params: Params, rows: RowAdapters | None) -> Params:
     return tree
 
 
-def _masked(stack: Stack, places: Array) -> Lora:
+def _masked(stack: Stack, places: Array | NDArray[np.int32]) -> Lora:
     count, rank = stack.a.shape[:2]
-    own = jnp.repeat(places[:, None] == jnp.arange(count), rank, axis=1)  # (T, P R)
+    own = jnp.repeat(jnp.asarray(places)[:, None] == jnp.arange(count), rank, axis=1)  # (T, P R)
     return Lora(
         stack.a.reshape(count * rank, -1),
         stack.b.reshape(count * rank, -1),

@@ -84,10 +84,10 @@ class TorchAdapters:
         for path in dict.fromkeys([*self._stacks, *packed.pairs]):
             layer = self._layers[path]
             ranks = self._rank * len(layer.parts)
-            options = {"dtype": self._dtype, "device": self._device}
+            places, dtype, device = self._num_places, self._dtype, self._device
             self._stacks[path] = Stack(
-                torch.zeros((self._num_places, ranks, layer.columns), **options),
-                torch.zeros((self._num_places, sum(layer.rows), ranks), **options),
+                torch.zeros((places, ranks, layer.columns), dtype=dtype, device=device),
+                torch.zeros((places, sum(layer.rows), ranks), dtype=dtype, device=device),
             )
         for place, held in self._held.items():
             self._write(place, held)

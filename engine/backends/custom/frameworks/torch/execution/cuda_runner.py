@@ -5,6 +5,7 @@ launch their kernels one by one, because the host launches these kernels faster 
 graphs read their arrays from one device buffer. A graph serves sequences of any length.
 """
 
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -16,10 +17,14 @@ from torch import Tensor
 from engine.backends.custom.frameworks.layout import Layout
 from engine.backends.custom.frameworks.torch.device import prefer_cublaslt
 from engine.backends.custom.frameworks.torch.execution.cache import slots_by_cache
+from engine.backends.custom.frameworks.torch.execution.device_sampler import Kind
 from engine.backends.custom.frameworks.torch.execution.graphs import (
     TOKEN_SIZES,
     Capturer,
+    all_sizes,
     at_least,
+    decode_size,
+    mixed_size,
     row_sizes,
 )
 from engine.backends.custom.frameworks.torch.execution.runner import CachedStep, TorchRunner
@@ -49,6 +54,7 @@ from engine.backends.custom.frameworks.torch.kernels.fp8 import dense_tables
 from engine.backends.custom.frameworks.torch.kernels.tokens import guard, resolve_tokens
 from engine.backends.custom.frameworks.torch.layers.scans import Rows
 from engine.backends.custom.frameworks.torch.models.base import Decoder
+from engine.backends.custom.frameworks.torch.warming import warm
 from engine.backends.custom.runtime.model_runner import (
     F32,
     GPU_STEP_S,
@@ -79,6 +85,7 @@ class CudaRunner(TorchRunner):
             # than cuBLAS, and at most a tenth more.
             prefer_cublaslt()
         self._angles = model.rotary_tables(config.max_seq_len)
+        self._max_batch_tokens = config.max_batch_tokens
         # The arrays that each cache has for itself, by name.
         self._slots_names = ("write_slots", "window_slots")[: len(self._cache.caches)]
         self._counts_names = ("counts", "window_counts")[: len(self._cache.caches)]
@@ -125,7 +132,7 @@ class CudaRunner(TorchRunner):
             if not (captures and has_state):
                 self._compute(step)
             if captures:
-                self._capture(step)
+                self.capture(step.size, (PLAIN,))
         if step.forward is not None:
             step.forward.replay()
         self._states.save(inputs)
@@ -156,6 +163,32 @@ class CudaRunner(TorchRunner):
                 return super().sample(self._plain_handle(handle, sampling), sampling)
             self._sampler.sample(handle.step, kind, sampling)
         return self._send_results(handle)
+
+    def warm(self) -> None:
+        warm(self, self._device, self._max_batch_tokens)
+
+    def sizes(self) -> Iterator[Size]:
+        """The sizes of all steps that have graphs."""
+        tokens = () if self._spec.has_state else TOKEN_SIZES
+        return all_sizes(self._row_sizes, tokens, can_share=self._lists.can_share)
+
+    @torch.inference_mode()
+    def prepare(self, inputs: BatchInputs, size: Size | None, kinds: Iterable[Kind] = ()) -> None:
+        """Runs a step of this size, and sampling of these kinds. None: a step without a graph."""
+        step = self._exact_step(inputs) if size is None else self._step(inputs, size)
+        self._compute(step)
+        for kind in kinds:
+            self._sampler.run(step, kind)
+
+    @torch.inference_mode()
+    def capture(self, size: Size, kinds: Iterable[Kind]) -> None:
+        """Captures forward pass and sampling as CUDA graphs. A step of this size has run before.
+        The capture allocates new output tensors, which are empty until the graph is replayed.
+        """
+        step = self._steps[size]
+        step.forward = self._capturer.capture(lambda: self._compute(step))
+        for kind in kinds:
+            self._sampler.capture(step, kind)
 
     def close(self) -> None:
         self._steps.clear()
@@ -195,13 +228,13 @@ class CudaRunner(TorchRunner):
         if tokens == rows == samples:
             bucket = at_least(self._row_sizes, rows)
             if bucket is not None:
-                return Size(bucket, bucket, bucket, True, self._lists.has_shared(inputs))
+                return decode_size(bucket, self._lists.has_shared(inputs))
         # How rows are divided into chunks is decided on the host, so states rule out a graph here.
         padded = None if self._spec.has_state else at_least(TOKEN_SIZES, tokens)
-        most = min(padded or 0, self._spec.max_slots)
-        if padded is None or rows > most or samples > most:
+        if padded is None:
             return None
-        return Size(padded, most, most, False, False)
+        size = mixed_size(padded, self._spec.max_slots)
+        return size if rows <= size.rows and samples <= size.samples else None
 
     def _step(self, inputs: BatchInputs, size: Size) -> BufferedStep:
         """Returns the shared data for steps of this size, made at the first such step. Also queues
@@ -272,10 +305,7 @@ class CudaRunner(TorchRunner):
         slots, tokens = config.max_slots, TOKEN_SIZES[-1]
         table = -(-config.max_seq_len // config.block_size)
         tables = np.empty(len(self._slots_names) * slots * table, np.bool_)
-        sizes = (
-            Size(slots, slots, slots, only_decodes=True, shares=True),
-            Size(tokens, slots, slots, only_decodes=False, shares=False),
-        )
+        sizes = (decode_size(slots, True), Size(tokens, slots, slots, False, False))
         return max(
             self._layout(size, self._room_for(size)).length({"tables": tables}) for size in sizes
         )
@@ -365,14 +395,6 @@ class CudaRunner(TorchRunner):
         for cache, own in zip(self._cache.caches, slots, strict=True):
             if len(cache.slots):  # if all layers have windows, the other cache has no layers
                 guard(x, token_rows, own, cache.slots, finite)
-
-    def _capture(self, step: BufferedStep) -> None:
-        """Captures the forward pass and plain greedy sampling as CUDA graphs. The capture allocates
-        new output tensors, which have no values until the graph is replayed.
-        """
-        step.forward = self._capturer.capture(lambda: self._compute(step))
-        if step.size.samples:
-            self._sampler.capture(step, PLAIN)
 
     def _plain_handle(self, handle: CudaHandle, sampling: SamplingInputs) -> StepHandle:
         step, count = handle.step, handle.num_samples

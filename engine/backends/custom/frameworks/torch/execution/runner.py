@@ -136,6 +136,7 @@ class TorchRunner(SamplingRunner):
             has_state=model.config.state is not None,
             window=model.config.window,
             verifies_drafts=True,
+            has_exact_drafts=config.numerics == "invariant",
         )
         super().__init__(spec, device)
         self._model, self._dtype = model, dtype

@@ -69,7 +69,8 @@ def _examples(shape: Shape, device: torch.device, dtype: torch.dtype) -> Iterato
     a = inputs.normal(num_places, rank, size, scale=size**-0.5)
     b = inputs.normal(num_places, inner, rank, scale=0.3)
     for rows in shape.rows:
-        tiles, first = [], 0
+        tiles: list[tuple[int, int, int]] = []
+        first = 0
         for place in (0, 2, 1, 3):  # the first rows have no adapter
             end = rows * (len(tiles) + 1) // 4 if place else max(rows // 4, 0)
             for start in range(first, end, TILE_ROWS) if place else ():

@@ -44,9 +44,10 @@ class AdaptedLinear(nn.Module):
         self._stack, self._tiles, self._is_head = stack, tiles, is_head
 
     def forward(self, x: Tensor | QuantizedRows) -> Tensor:
-        plain = x
         if isinstance(x, QuantizedRows):
             plain = (x.values.float() * x.scales).to(self._stack.a.dtype)
+        else:
+            plain = x
         tiles = self._tiles.logits if self._is_head else self._tiles.tokens
         return lora_add(self.base(x), plain, self._stack.a, self._stack.b, tiles)
 
