@@ -31,8 +31,10 @@ from torch import Tensor
 from benchmarks.gpu_engine import BenchEngine, shape_source
 from benchmarks.gpu_workloads import SHAPES, Shape
 from engine.backends.custom.frameworks.torch.device import keep_sums_whole
-from engine.backends.custom.frameworks.torch.kernels.attention_heads import AttentionHeads
-from engine.backends.custom.frameworks.torch.kernels.attention_reference import ReferenceAttention
+from engine.backends.custom.frameworks.torch.kernels.attention_heads import (
+    AttentionHeads,
+    ReferenceAttention,
+)
 from engine.backends.custom.frameworks.torch.kernels.attention_spec import batch_of
 from engine.backends.custom.frameworks.torch.kernels.base import KERNELS, Inputs
 from engine.backends.custom.frameworks.torch.kernels.invariant.attention import InvariantAttention

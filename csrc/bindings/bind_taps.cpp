@@ -15,11 +15,8 @@ TapArrays TapCall::read(nb::handle taps, std::optional<Array<float, 2>> out) {
     if (tokens.shape(0) != count || kinds.shape(0) != count || rows.shape(0) != count ||
         scales.shape(0) != count)
         throw nb::value_error("taps of a step that disagree in size");
-    TapArrays arrays{int(count),           sites.data(),
-                     tokens.data(),        kinds.data(),
-                     rows.data(),          scales.data(),
-                     vectors.data(),       int(vectors.shape(0)),
-                     int(vectors.shape(1))};
+    TapArrays arrays{int(count),    sites.data(),   tokens.data(),         kinds.data(),         rows.data(),
+                     scales.data(), vectors.data(), int(vectors.shape(0)), int(vectors.shape(1))};
     if (captured) {
         arrays.captured = captured->data();
         arrays.num_captured = int(captured->shape(0));
@@ -49,8 +46,7 @@ void bind_taps(nb::class_<BoundModel>& model) {
         self.model.unembed(x.data(), int(x.shape(0)), out.data());
     });
     model.def("head_row", [](BoundModel& self, int token, Array<float, 1> out) {
-        if (out.shape(0) != size_t(self.model.hidden_size()))
-            throw nb::value_error("a row of another size");
+        if (out.shape(0) != size_t(self.model.hidden_size())) throw nb::value_error("a row of another size");
         self.model.head_row(token, out.data());
     });
 }

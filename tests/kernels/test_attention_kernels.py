@@ -8,8 +8,10 @@ import pytest
 import torch
 
 from engine.backends.custom.frameworks.torch.kernels import attention_triton
-from engine.backends.custom.frameworks.torch.kernels.attention_heads import AttentionHeads
-from engine.backends.custom.frameworks.torch.kernels.attention_reference import ReferenceAttention
+from engine.backends.custom.frameworks.torch.kernels.attention_heads import (
+    AttentionHeads,
+    ReferenceAttention,
+)
 from engine.backends.custom.frameworks.torch.kernels.attention_triton import TritonAttention
 from engine.backends.custom.runtime.model_runner import BatchInputs
 

@@ -14,18 +14,20 @@ from torch import Tensor
 
 from engine.backends.custom.frameworks.torch.execution.cuda_runner import CudaRunner
 from engine.backends.custom.frameworks.torch.kernels.activation import gated
-from engine.backends.custom.frameworks.torch.kernels.attention_heads import AttentionHeads
-from engine.backends.custom.frameworks.torch.kernels.attention_reference import ReferenceAttention
+from engine.backends.custom.frameworks.torch.kernels.attention_heads import (
+    AttentionHeads,
+    ReferenceAttention,
+)
 from engine.backends.custom.frameworks.torch.kernels.attention_spec import batch_of
 from engine.backends.custom.frameworks.torch.kernels.base import Inputs, interpreting
 from engine.backends.custom.frameworks.torch.kernels.fp8 import quantize_rows, scaled_linear
 from engine.backends.custom.frameworks.torch.kernels.invariant import attention as invariant
-from engine.backends.custom.frameworks.torch.kernels.triton import (
-    attention_invariant,
-    experts,
+from engine.backends.custom.frameworks.torch.kernels.triton import experts
+from engine.backends.custom.frameworks.torch.kernels.triton.invariant import (
+    attention as attention_invariant,
 )
-from engine.backends.custom.frameworks.torch.kernels.triton import invariant_linear as linear
-from engine.backends.custom.frameworks.torch.kernels.triton.invariant_linear import LinearTile
+from engine.backends.custom.frameworks.torch.kernels.triton.invariant import linear
+from engine.backends.custom.frameworks.torch.kernels.triton.invariant.linear import LinearTile
 from engine.backends.custom.frameworks.torch.layers.invariant_linear import make_invariant
 from engine.backends.custom.frameworks.torch.models.loading import build_model
 from engine.backends.custom.weights.model import open_model

@@ -8,6 +8,10 @@ MESSAGES = [{"role": "user", "content": "say hello"}]
 def least_bodies(model: str) -> dict[str, dict[str, Any]]:
     """A minimal body for each path. None takes long to answer."""
     texts = {"model": model, "query": "a", "documents": ["b", "c"]}
+    return {**_other_servers(model, texts), **_administration(), **_openai(model, texts)}
+
+
+def _other_servers(model: str, texts: dict[str, Any]) -> dict[str, dict[str, Any]]:
     tensor = {"name": "text_input", "shape": [1], "datatype": "BYTES", "data": ["a"]}
     return {
         "/apply-template": {"messages": MESSAGES},
@@ -40,6 +44,20 @@ def least_bodies(model: str) -> dict[str, dict[str, Any]]:
         "/pooling": {"model": model, "input": "a"},
         "/score": {"model": model, "text_1": "a", "text_2": "b"},
         "/tokenize": {"prompt": "a"},
+        **{
+            f"/v2/models/{{name}}{version}/{operation}": body
+            for version in ("", "/versions/{version}")
+            for operation, body in (
+                ("infer", {"inputs": [tensor]}),
+                ("generate", {"text_input": "a", "max_tokens": 1}),
+                ("generate_stream", {"text_input": "a", "max_tokens": 1}),
+            )
+        },
+    }
+
+
+def _administration() -> dict[str, dict[str, Any]]:
+    return {
         "/v1/admin/cache/flush": {},
         "/v1/admin/cache/warm": {"prompts": ["a"]},
         "/v1/admin/drain": {},
@@ -56,6 +74,11 @@ def least_bodies(model: str) -> dict[str, dict[str, Any]]:
         "/v1/admin/models/unload": {"id": "absent"},
         "/v1/admin/reload": {},
         "/v1/admin/undrain": {},
+    }
+
+
+def _openai(model: str, texts: dict[str, Any]) -> dict[str, dict[str, Any]]:
+    return {
         "/v1/batches": {
             "input_file_id": "file-absent",
             "endpoint": "/v1/completions",
@@ -90,15 +113,6 @@ def least_bodies(model: str) -> dict[str, dict[str, Any]]:
         "/v1/responses/input_tokens": {"model": model, "input": "a"},
         "/v1/score": {"model": model, "text_1": "a", "text_2": "b"},
         "/v2/rerank": texts,
-        **{
-            f"/v2/models/{{name}}{version}/{operation}": body
-            for version in ("", "/versions/{version}")
-            for operation, body in (
-                ("infer", {"inputs": [tensor]}),
-                ("generate", {"text_input": "a", "max_tokens": 1}),
-                ("generate_stream", {"text_input": "a", "max_tokens": 1}),
-            )
-        },
         "/v1/uploads": {
             "filename": "a.jsonl",
             "purpose": "batch",

@@ -194,7 +194,7 @@ def test_frameworks_stay_in_their_rooms() -> None:
     assert not wrong
 
 
-@pytest.mark.parametrize(("name", "most"), [("jax", 1700), ("tinygrad", 1400)])
+@pytest.mark.parametrize(("name", "most"), [("jax", 1900), ("tinygrad", 1400)])
 def test_small_frameworks_stay_small(name: str, most: int) -> None:
     """What a second framework would need too belongs beside their folders."""
     room = f"{FRAMEWORKS_FOLDER}.{name}"

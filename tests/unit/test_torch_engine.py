@@ -19,7 +19,7 @@ from engine.backends.custom.architectures.base import (
 from engine.backends.custom.architectures.hybrids.states import StateConfig
 from engine.backends.custom.engine_settings import engine_options
 from engine.backends.custom.frameworks.torch.execution.build import build_runner
-from engine.backends.custom.frameworks.torch.execution.invariance import check_invariant
+from engine.backends.custom.frameworks.torch.invariance import check_invariant
 from engine.backends.custom.runtime.model_runner import RunnerConfig
 from engine.core.config_schema import Settings
 from engine.core.errors import ConfigError, ModelFormatError

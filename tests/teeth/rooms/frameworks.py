@@ -373,14 +373,14 @@ MUTATIONS = [
     ),
     Mutation(
         "frameworks: chunks of attention begin where a span begins",
-        "engine.backends.custom.frameworks.torch.kernels.triton.attention_invariant",
+        "engine.backends.custom.frameworks.torch.kernels.triton.invariant.attention",
         "(chunk * CHUNK, seen, end)",
         "(chunk * CHUNK + 1, seen, end)",
         "tests/kernels/test_invariant.py::test_a_query_has_the_same_result_in_every_step",
     ),
     Mutation(
         "frameworks: few rows are not rounded before their gate, as many rows are",
-        "engine.backends.custom.frameworks.torch.kernels.triton.invariant_linear",
+        "engine.backends.custom.frameworks.torch.kernels.triton.invariant.linear",
         "gate_times(y.to(dtype).to(tl.float32), up.to(dtype).to(tl.float32), GATE)",
         "gate_times(y, up, GATE)",
         "tests/kernels/test_invariant.py::test_a_row_has_the_same_product_in_every_step",

@@ -23,8 +23,8 @@ from engine.backends.custom.frameworks.refusals import (
 from engine.backends.custom.frameworks.torch.device import describe
 from engine.backends.custom.frameworks.torch.execution.cuda_runner import CudaRunner
 from engine.backends.custom.frameworks.torch.execution.encoder import TorchEncoder
-from engine.backends.custom.frameworks.torch.execution.invariance import check_invariant
 from engine.backends.custom.frameworks.torch.execution.runner import TorchRunner
+from engine.backends.custom.frameworks.torch.invariance import check_invariant
 from engine.backends.custom.frameworks.torch.kernels.fp8 import cache_slot_bytes, has_fp8
 from engine.backends.custom.frameworks.torch.layers.invariant_linear import make_invariant
 from engine.backends.custom.frameworks.torch.layers.linear import can_pack, pack_linears

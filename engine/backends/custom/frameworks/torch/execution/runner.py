@@ -26,8 +26,10 @@ from engine.backends.custom.frameworks.torch.kernels.attention import (
     AttentionPlan,
     attention_backend,
 )
-from engine.backends.custom.frameworks.torch.kernels.attention_heads import AttentionHeads
-from engine.backends.custom.frameworks.torch.kernels.attention_reference import ReferenceAttention
+from engine.backends.custom.frameworks.torch.kernels.attention_heads import (
+    AttentionHeads,
+    ReferenceAttention,
+)
 from engine.backends.custom.frameworks.torch.kernels.attention_sdpa import SdpaAttention
 from engine.backends.custom.frameworks.torch.kernels.attention_triton import TritonPlan
 from engine.backends.custom.frameworks.torch.kernels.fp8 import FP8

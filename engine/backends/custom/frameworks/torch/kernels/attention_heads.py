@@ -8,7 +8,10 @@ import torch
 from torch import Tensor
 
 from engine.backends.custom.architectures.base import ModelConfig
+from engine.backends.custom.frameworks.torch.execution.transfer import to_device
+from engine.backends.custom.frameworks.torch.kernels.fp8 import read_cache
 from engine.backends.custom.ir.reference import alibi_slopes
+from engine.backends.custom.runtime.model_runner import BatchInputs
 
 # Tile sizes as (queries, keys, warps, stages) per program. They were the fastest on an H200. Where
 # there are two, the first is for heads of up to 64 values and the second for wider heads.
@@ -159,3 +162,79 @@ def tiles_for(heads: AttentionHeads, dtype: torch.dtype) -> Tiles:
         return Tiles(WIDEST_TILE, WIDEST_SPAN_TILE, WIDEST_MANY_TILE, WIDEST_TILE)
     wide = heads.head_dim > NARROW_HEAD
     return Tiles(CHUNK_TILES[wide], SPAN_TILE, MANY_SPANS_TILES[wide], SHARED_TILES[wide])
+
+
+@dataclass(frozen=True, slots=True)
+class ReferencePlan:
+    inputs: BatchInputs
+    device: torch.device
+    block_size: int
+    heads: AttentionHeads
+    slopes: Tensor | None  # (N,)
+
+    def attend(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        cache: Tensor,
+        *,
+        window: int | None,
+        sinks: Tensor | None = None,
+    ) -> Tensor:
+        out = q.new_empty((*q.shape[:2], self.heads.value_dim))
+        starts = self.inputs.query_start
+        tables = to_device(self.inputs.tables_for(window), self.device)
+        for row, length in enumerate(self.inputs.seq_lens):
+            tokens = slice(starts[row], starts[row + 1])
+            position = torch.arange(length, device=q.device)
+            blocks = tables[row, position // self.block_size].long()
+            offsets = position % self.block_size
+            known = read_cache(cache, q.dtype, blocks, offsets).unbind(1)  # (L, K, H) each
+            keys, values = known[0], known[-1][..., : self.heads.value_dim]
+            distance = position[-(starts[row + 1] - starts[row]) :, None] - position  # (T, L)
+            if self.inputs.visible_end is not None:
+                ends = to_device(self.inputs.visible_end[tokens], q.device)
+                distance = two_way(distance, position, ends)
+            out[tokens] = self._row(q[tokens], keys, values, distance, window, sinks)
+        return out
+
+    def _row(
+        self,
+        q: Tensor,
+        keys: Tensor,
+        values: Tensor,
+        distance: Tensor,
+        window: int | None,
+        sinks: Tensor | None,
+    ) -> Tensor:
+        """Attention of one sequence of L positions: q (T, N, H) -> (T, N, U).
+
+        q has the queries of the last T positions. Keys (L, K, H) and values (L, K, U) are of all L
+        positions.
+        """
+        group = q.shape[1] // keys.shape[1]
+        keys = keys.repeat_interleave(group, dim=1)  # (L, N, H)
+        values = values.repeat_interleave(group, dim=1)
+        slopes = None if self.slopes is None else self.slopes[:, None, None]
+        out = attend_by_definition(
+            q.transpose(0, 1),  # (N, T, H)
+            keys.transpose(0, 1),
+            values.transpose(0, 1),
+            additive_mask(distance, window, slopes),
+            scale=self.heads.scale,
+            softcap=self.heads.softcap,
+            sinks=None if sinks is None else sinks[:, None, None],
+        )
+        return out.transpose(0, 1)
+
+
+class ReferenceAttention:
+    def __init__(self, heads: AttentionHeads, *, block_size: int, dtype: torch.dtype) -> None:
+        self._block_size = block_size
+        self._heads = heads
+
+    def plan(self, inputs: BatchInputs, positions: Tensor) -> ReferencePlan:
+        device = positions.device
+        slopes = self._heads.slopes(device)
+        return ReferencePlan(inputs, device, self._block_size, self._heads, slopes)

@@ -9,8 +9,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from engine.backends.custom.frameworks.torch.kernels.attention_heads import AttentionHeads
-from engine.backends.custom.frameworks.torch.kernels.attention_reference import (
+from engine.backends.custom.frameworks.torch.kernels.attention_heads import (
+    AttentionHeads,
     ReferenceAttention,
     ReferencePlan,
 )

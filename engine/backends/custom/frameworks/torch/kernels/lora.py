@@ -56,9 +56,8 @@ def places_of(tiles: Tensor, num_rows: int) -> Tensor:
 def _lora_add_reference(y: Tensor, x: Tensor, a: Tensor, b: Tensor, tiles: Tensor) -> Tensor:
     places = places_of(tiles, len(y))
     for place in range(1, len(a)):
-        own = (places == place).nonzero()[:, 0]
-        if len(own):
-            y.index_add_(0, own, (x.index_select(0, own) @ a[place].T) @ b[place].T)
+        change = (x @ a[place].T) @ b[place].T
+        y += torch.where((places == place)[:, None], change, 0)
     return y
 
 

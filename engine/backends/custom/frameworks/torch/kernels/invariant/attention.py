@@ -55,8 +55,10 @@ class InvariantPlan(TritonPlan):
     def attend_cached(
         self, q: Tensor, cache: Tensor, window: int | None, sinks: Tensor | None = None
     ) -> Tensor:
-        from engine.backends.custom.frameworks.torch.kernels.triton import attention_invariant
         from engine.backends.custom.frameworks.torch.kernels.triton.attention_tile import Tile
+        from engine.backends.custom.frameworks.torch.kernels.triton.invariant.attention import (
+            attend,
+        )
 
         out = torch.empty_like(q)
         assert self.scratch is not None
@@ -65,7 +67,7 @@ class InvariantPlan(TritonPlan):
             (self.room.spans, False, self.span_tile),
         )
         for _, prompts, tile in filter(lambda launch: launch[0], launches):
-            attention_invariant.attend(
+            attend(
                 q,
                 cache,
                 out,

@@ -88,7 +88,7 @@ _INVARIANT_LINEAR = register(
     KernelSpec(
         name="invariant_linear",
         reference=_reference,
-        triton=compiled("invariant_linear:invariant_linear"),
+        triton=compiled("invariant.linear:invariant_linear"),
         examples=_examples,
         bytes_of=lambda x, weight, bias, **parts: (
             size_of(x, weight, bias, parts.get("residual"))
