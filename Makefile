@@ -19,7 +19,7 @@ step = @printf '\n==> %s\n' "$(1)"
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help serve clang prometheus browser test test-quick scoreboard test-slow test-gpu test-native test-emulated test-vllm test-vllm-suite test-llamacpp-suite test-clients nightly lint format bench wheel lock sbom clean
+.PHONY: help serve clang prometheus browser test test-quick scoreboard test-slow test-gpu test-native test-emulated test-vllm test-vllm-suite test-llamacpp-suite test-clients manifests nightly lint format bench wheel lock sbom clean
 
 help: ## Show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -110,6 +110,9 @@ test-clients: $(VENV)/.dev ## Test other projects' clients against our server (A
 test-llamacpp-suite: $(VENV)/.dev ## Run llama.cpp's own server tests (ARGS="unit/test_completion.py -q")
 	$(call step,llama.cpp's server tests)
 	@$(BIN)/python -m tests.llamacpp_suite $(ARGS)
+
+manifests: $(VENV)/.dev ## Render the plain manifests of deploy/kubernetes from the Helm chart
+	@$(BIN)/python -m tests.helm
 
 nightly: test-slow test-native test-vllm test-clients ## Run all that takes too long for every change
 

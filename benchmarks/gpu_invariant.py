@@ -15,7 +15,6 @@ import argparse
 import gc
 import json
 import random
-import subprocess
 import sys
 import time
 from collections.abc import Iterator, Sequence
@@ -31,16 +30,15 @@ from torch import Tensor
 
 from benchmarks.gpu_engine import BenchEngine, shape_source
 from benchmarks.gpu_workloads import SHAPES, Shape
+from engine.backends.custom.frameworks.torch.device import keep_sums_whole
 from engine.backends.custom.frameworks.torch.kernels.attention_heads import AttentionHeads
 from engine.backends.custom.frameworks.torch.kernels.attention_reference import ReferenceAttention
 from engine.backends.custom.frameworks.torch.kernels.attention_spec import batch_of
 from engine.backends.custom.frameworks.torch.kernels.base import KERNELS, Inputs
 from engine.backends.custom.frameworks.torch.kernels.invariant.attention import InvariantAttention
-from engine.backends.custom.frameworks.torch.kernels.invariant.linear import (
-    counters,
-    invariant_linear,
-)
+from engine.backends.custom.frameworks.torch.kernels.invariant.linear import invariant_linear
 from engine.backends.custom.options import EngineOptions
+from engine.backends.custom.runtime.model_runner import Warmable
 from engine.backends.custom.tools.profiling import Run
 from engine.backends.custom.worker.memory import DTYPE_BYTES
 from engine.core.interfaces.request import GenerateRequest, SamplingParams
@@ -50,9 +48,8 @@ LONGEST, SHARED = 640, 320  # tokens of the longest prompt, and of the prefix th
 ROWS = (1, 64, 256)
 PROMPT, DECODED = 128, 96  # tokens of each request whose decode steps are timed
 PREFILL = (8, 2048)  # prompts, and tokens of each
-ROUNDS, REPEATS = 5, 10
-COMPILERS = 8  # processes that compile kernels before the engine starts
-TOKENS = (1, 17, 33, 65, 200, 300, 500, 900, 2000)  # these take all tile sizes of the matmuls
+ROUNDS, REPEATS = 5, 3
+TOKENS = (1, 3, 17, 33, 64, *range(65, 256, 7), *range(256, 1025, 64), 1100, 2000, 3333, 8192)
 
 
 def mixed_requests(shape: Shape) -> list[GenerateRequest]:
@@ -156,6 +153,8 @@ def engine(
         **options,
     )
     with closing(BenchEngine(model, given)) as bench:
+        if isinstance(bench.runner, Warmable):
+            bench.runner.warm()
         yield bench
     gc.collect()
 
@@ -174,32 +173,13 @@ def matrices(model: str) -> dict[str, tuple[int, int, str | None, bool]]:
     }
 
 
-def compile_matmuls(model: str, part: int) -> None:
-    """Compiles a part of the matmul kernels, which other processes then find on the disk."""
-    device = torch.device("cuda")
-    cases = [(matrix, tokens) for tokens in TOKENS for matrix in matrices(model).values()]
-    for (outputs, columns, gate, adds), tokens in cases[part::COMPILERS]:
-        x = torch.zeros(tokens, columns, dtype=torch.bfloat16, device=device)
-        weight = torch.zeros(outputs, columns, dtype=torch.bfloat16, device=device)
-        residual = torch.zeros(tokens, outputs, dtype=x.dtype, device=device) if adds else None
-        invariant_linear(x, weight, None, counters(device), gate=gate, residual=residual)
-    torch.cuda.synchronize()
-
-
-def compile_in_parallel(model: str) -> None:
-    command = [sys.executable, "-m", "benchmarks.gpu_invariant", "--model", model, "--part"]
-    parts = [subprocess.Popen([*command, str(part)]) for part in range(COMPILERS)]
-    for part in parts:
-        part.wait()
-
-
 def matmul_check(model: str) -> Iterator[str]:
     """Multiplies the same rows in steps of all sizes, REPEATS times each. Yields a line for each
     matrix: which sizes differ in any bit from the largest step, and how far that is from PyTorch's
     result.
     """
     device = torch.device("cuda")
-    arrived = counters(device)
+    keep_sums_whole()
     for name, (outputs, size, gate, adds) in matrices(model).items():
         inputs = Inputs(device, torch.bfloat16)
         x, weight = inputs.normal(TOKENS[-1], size), inputs.normal(outputs, size, scale=size**-0.5)
@@ -207,7 +187,7 @@ def matmul_check(model: str) -> Iterator[str]:
 
         def product(count: int, call: Any = invariant_linear) -> Tensor:
             rows = None if stream is None else stream[-count:]  # noqa: B023 - called in this round
-            return call(x[-count:], weight, None, arrived, gate=gate, residual=rows)  # noqa: B023
+            return call(x[-count:], weight, None, gate=gate, residual=rows)  # noqa: B023
 
         whole = product(TOKENS[-1])
         runs = [(count, torch.equal(product(count), whole[-count:])) for count in TOKENS * REPEATS]
@@ -283,16 +263,11 @@ def main() -> None:
     parser.add_argument("--quantization", default="auto")
     parser.add_argument("--kv-dtype", default="auto")
     parser.add_argument("--output", type=Path, metavar="FILE", help="JSON with the figures")
-    parser.add_argument("--part", type=int, help="compile this part of the kernels, no more")
     given = parser.parse_args()
-    if given.part is not None:
-        compile_matmuls(given.model, given.part)
-        return
     options = {"quantization": given.quantization, "kv_dtype": given.kv_dtype}
     if not torch.cuda.is_available():
         report("tiny", "cpu", options, ["auto"])
         return
-    compile_in_parallel(given.model)
     for line in (*matmul_check(given.model), *attention_check(given.model)):
         print(line, flush=True)
     found = report(given.model, "cuda", options, ["invariant", "auto"])

@@ -18,6 +18,9 @@ PACKED_SECONDS = 60  # max wait until the engine has written its packed weights
 
 Say = Callable[[str], None]
 
+START_SECONDS = 600.0
+SLOW_START_SECONDS = 1800.0  # of servers that compile their model first
+
 
 @contextlib.asynccontextmanager
 async def live_servers(
@@ -31,7 +34,8 @@ async def live_servers(
             say(f"starting {spec.name}" + (", which takes minutes" if spec.slow_start else ""))
             processes.append(ServerProcess(spec, log_of(spec, logs)))
             try:
-                running[spec.name] = await processes[-1].start()
+                limit = SLOW_START_SECONDS if spec.slow_start else START_SECONDS
+                running[spec.name] = await processes[-1].start(limit)
             except ServerError as error:
                 if spec.name == OURS:
                     raise

@@ -2,12 +2,13 @@
 comparison, with and without tiers.
 
 `python -m benchmarks.tiers [MODEL] --output tiers.json` starts the engine without tiers, with a
-disk tier, and with a Redis tier if redis-server is installed. In each round, the order is another:
+disk tier, and with a Redis tier if redis-server is installed. Each case has prompts of its own, and
+the order of cases and of engines is another in each round:
 
 none       a prompt that no request had before
-memory     the same prompt again, in the same process
-evicted    again, after the KV pool was emptied
-restarted  again, after the server was restarted; the files of the disk tier are in the page cache
+memory     a prompt again, in the same process
+evicted    a prompt again, after the KV pool was emptied
+restarted  a prompt again, after the server was restarted; the page cache has the files of the disk
 cold       the same, but the files have to be read from the disk
 """
 
@@ -32,6 +33,7 @@ from benchmarks.process import RunningServer, ServerProcess, ServerSpec, exit_on
 from benchmarks.prompts import words
 
 DEFAULT_MODEL = "smollm2-135m-instruct"
+CASES = ("none", "memory", "evicted", "restarted", "cold")
 NUM_OUTPUT = 8
 STORED_S = 1.5  # the time in which the answer of a request is stored
 
@@ -44,8 +46,9 @@ class Contender:
     config: str
     folder: Path
     ttft: dict[str, list[float]] = field(default_factory=dict)
-    texts: dict[str, set[str]] = field(default_factory=dict)
+    texts: dict[str, str] = field(default_factory=dict)  # by prompt
     seconds: list[float] = field(default_factory=list)  # of the load without reuse
+    num_tokens: list[int] = field(default_factory=list)  # of the measured prompts
 
 
 class Bench:
@@ -58,26 +61,26 @@ class Bench:
 
     async def round(self, number: int, contender: Contender) -> None:
         """All cases for one contender, with prompts that are new in this round."""
-        prompt = words(self._length, "tiers", number)
         process, server = await self._start(contender)
         try:
             await self._ask(server, words(64, "warm", number, contender.name))
-            await self._note(contender, "none", server, prompt)
-            await self._note(contender, "memory", server, prompt)
-            await asyncio.sleep(STORED_S)
-            await self._flush(server)
-            await self._note(contender, "evicted", server, prompt)
+            shift = number % len(CASES)
+            for case in CASES[shift:] + CASES[:shift]:
+                prompt = words(self._length, "tiers", self._length, number, case)
+                if case != "none":
+                    await self._ask(server, prompt)
+                if case in ("evicted", "restarted", "cold"):
+                    await asyncio.sleep(STORED_S)
+                    await self._flush(server)
+                if case in ("restarted", "cold"):
+                    process.stop()
+                    if case == "cold":
+                        chill(contender.folder)
+                    process, server = await self._start(contender)
+                await self._note(contender, case, server, prompt)
             await self._load(contender, server, number)
         finally:
             process.stop()
-        for case in ("restarted", "cold"):
-            if case == "cold":
-                chill(contender.folder)
-            process, server = await self._start(contender)
-            try:
-                await self._note(contender, case, server, prompt)
-            finally:
-                process.stop()
 
     async def _start(self, contender: Contender) -> tuple[ServerProcess, RunningServer]:
         path = self._folder / f"{contender.name}.toml"
@@ -107,7 +110,8 @@ class Bench:
     ) -> None:
         answer = await self._ask(server, prompt)
         contender.ttft.setdefault(case, []).append(answer.ttft)
-        contender.texts.setdefault(prompt, set()).add(answer.text)
+        contender.texts[prompt] = answer.text
+        contender.num_tokens.append(answer.prompt_tokens or 0)
 
     async def _flush(self, server: RunningServer) -> None:
         headers = {"authorization": f"Bearer {self._key}"}
@@ -135,6 +139,7 @@ def chill(folder: Path) -> None:
 
 def contenders(folder: Path, redis_socket: Path | None) -> list[Contender]:
     disk = folder / "kv"
+    folder.mkdir()
     disk.mkdir(mode=0o700)
     found = [
         Contender("off", "", folder / "none"),
@@ -148,7 +153,7 @@ def contenders(folder: Path, redis_socket: Path | None) -> list[Contender]:
     return found
 
 
-def summary(found: Sequence[Contender], length: int) -> dict[str, Any]:
+def summary(found: Sequence[Contender]) -> dict[str, Any]:
     base = found[0]
     computed = statistics.median(base.ttft["none"])
     rows: dict[str, Any] = {}
@@ -159,26 +164,30 @@ def summary(found: Sequence[Contender], length: int) -> dict[str, Any]:
             "ttft_s": {case: round(value, 4) for case, value in medians.items()},
             "of_computing": {case: round(value / computed, 3) for case, value in medians.items()},
             "load_speed": round(statistics.median(load), 3),
-            "same_text": all(len(texts) == 1 for texts in each.texts.values()),
+            "same_text": each.texts == base.texts,
         }
-    return {"prompt_words": length, "rounds": len(base.seconds), "contenders": rows}
+    tokens = round(statistics.median(base.num_tokens))
+    return {"prompt_tokens": tokens, "rounds": len(base.seconds), "contenders": rows}
 
 
 async def measure(
     arguments: argparse.Namespace, folder: Path, redis: Path | None
-) -> dict[str, Any]:
-    found = contenders(folder, redis)
-    bench = Bench(arguments.model, arguments.port, folder, arguments.length)
-    for number in range(arguments.rounds):
-        for shift in range(len(found)):
-            await bench.round(number, found[(number + shift) % len(found)])
-    return summary(found, arguments.length)
+) -> list[dict[str, Any]]:
+    results = []
+    for length in arguments.lengths:
+        found = contenders(folder / str(length), redis)
+        bench = Bench(arguments.model, arguments.port, folder, length)
+        for number in range(arguments.rounds):
+            for shift in range(len(found)):
+                await bench.round(number, found[(number + shift) % len(found)])
+        results.append(summary(found))
+    return results
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
     parser.add_argument("model", nargs="?", default=DEFAULT_MODEL)
-    parser.add_argument("--length", type=int, default=1024, help="words of the prompt")
+    parser.add_argument("--lengths", type=int, nargs="+", default=[1024], help="words of a prompt")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--port", type=int, default=8391)
     parser.add_argument("--output", type=Path)

@@ -31,6 +31,7 @@ from engine.sampling_params import BeamSearchParams, SamplingParams
 
 if TYPE_CHECKING:
     from engine.backends.beam_search import Beam
+    from engine.library.interp import LocalRunner, Trace
 
 Params = WireParams | Sequence[WireParams] | None
 # True shows a progress bar if standard error is a terminal. A function such as `tqdm` makes one.
@@ -43,6 +44,8 @@ class LLM:
 
     Example: `LLM("smollm2-135m-instruct", max_model_len=2048, settings={"logging.level": "debug"})`
     """
+
+    _tracing: "LocalRunner | None" = None
 
     def __init__(self, model: str = DEFAULT_MODEL, **arguments: Any) -> None:
         self.engine = EmbeddedEngine(EngineArgs.of(model=model, **arguments))
@@ -149,6 +152,28 @@ class LLM:
         """Yields the events of one chat answer as they arrive. `options` are those of `chat`."""
         asked = self.engine.conversation(messages, sampling_params, options)
         return self._iterate(self.engine.events(asked))
+
+    def trace(
+        self,
+        prompt: Prompt,
+        max_tokens: int = 1,
+        sampling_params: SamplingParams | None = None,
+    ) -> "Trace":
+        """A `with` block that reads and changes activations of a prompt (text or token ids):
+        `with llm.trace(prompt) as t: x = t.blocks[5].resid_post.save()`. See `library/interp.py`.
+        """
+        from engine.library.interp import LocalRunner, Trace  # few programs trace
+
+        if self._tracing is None:
+            self._tracing = LocalRunner(self.engine, self.engine.vectors_dir)
+        greedy = SamplingParams(max_tokens=max_tokens, temperature=0.0)
+        return Trace(self._tracing.run, prompt, sampling_params or greedy)
+
+    @property
+    def num_layers(self) -> int:
+        """The number of layers whose activations `trace` reads."""
+        sites = self.engine.call(self.engine.backend.sites())
+        return sum(site["name"].endswith(".hook_resid_post") for site in sites)
 
     def get_default_sampling_params(self) -> SamplingParams:
         """The parameters of a call that gives none."""

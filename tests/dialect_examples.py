@@ -69,6 +69,7 @@ ACTS: dict[str, Any] = {
     "n": 2,
     "parallel_tool_calls": (False, {"tools": [TOOL]}),
     "parse_special": True,
+    "interp": {"capture": [{"site": "hook_embed"}]},
     "prediction": {"type": "content", "content": "expected"},
     "presence_penalty": 0.5,
     "priority": 5,

@@ -49,6 +49,7 @@ CARD = ModelCard(
         "completions",
         "chat",
         "embeddings",
+        "interp",
         "score",
         "tools",
         "json_schema",

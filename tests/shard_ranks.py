@@ -41,6 +41,7 @@ class Forks:
     """Makes ranks as forks of a process that has imported PyTorch once."""
 
     def __init__(self) -> None:
+        self._lock = threading.Lock()
         self._socket, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         with theirs:
             self._process = subprocess.Popen(
@@ -49,9 +50,16 @@ class Forks:
 
     def start(self, argv: Sequence[str], fds: Sequence[int]) -> Forked:
         """Takes the place of `start_child`."""
-        rank = argv[argv.index("-m") + 2]
-        socket.send_fds(self._socket, [rank.encode()], list(fds))
-        return Forked(int(self._socket.recv(32)))
+        return self._fork(argv[argv.index("-m") + 2], fds)
+
+    def join(self, address: str, token_file: str) -> Forked:
+        """A rank that joins as `engine shard` does."""
+        return self._fork(f"{address} {token_file}", ())
+
+    def _fork(self, message: str, fds: Sequence[int]) -> Forked:
+        with self._lock:
+            socket.send_fds(self._socket, [message.encode()], list(fds))
+            return Forked(int(self._socket.recv(32)))
 
     def close(self) -> None:
         self._socket.close()
@@ -64,13 +72,15 @@ def _serve_forks(sock: socket.socket) -> None:
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)
     parent = os.getpid()
     while True:
-        number, fds, _, _ = socket.recv_fds(sock, 32, 16)
-        if not number:
+        message, fds, _, _ = socket.recv_fds(sock, 512, 16)
+        if not message:
             return
         pid = os.fork()
         if not pid:
             sock.close()
-            os._exit(rank.main(int(number), parent, *fds))
+            if not fds:
+                os._exit(rank.join_main(*message.decode().split(), "", ""))
+            os._exit(rank.main(int(message), parent, *fds))
         for fd in fds:
             os.close(fd)
         sock.send(str(pid).encode())

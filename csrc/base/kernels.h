@@ -41,6 +41,10 @@ struct Epilogue {
     // 16 outputs: activation(gate) * up.
     bool gated;
     bool residual;  // true: the result is added to `out`; false: the result overwrites `out`
+    // What LoRA adapters add to the accumulators of each row, with the panels of the weights; null: nothing.
+    // Row r starts at delta + r * delta_stride.
+    const float* delta = nullptr;
+    int delta_stride = 0;
 };
 
 // An activation that is multiplied in float beside the quantized ones of its row.

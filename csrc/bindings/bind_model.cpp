@@ -71,7 +71,8 @@ StepArrays step_arrays(Ints token_ids, Ints positions, Longs write_slots, Ints q
                        const std::optional<Ints>& visible_end, const std::optional<Ints>& token_types,
                        const std::optional<Ints>& slots, const std::optional<Ints>& load,
                        const std::optional<Ints>& save, const std::optional<Embeds>& embeds,
-                       const std::optional<Ints>& embed_rows, int width) {
+                       const std::optional<Ints>& embed_rows, const std::optional<Ints>& adapter_ids,
+                       int width) {
     if (embeds.has_value() != embed_rows.has_value() ||
         (embeds && (embeds->shape(0) != embed_rows->shape(0) || embeds->shape(1) != size_t(width))))
         throw nb::value_error("embeddings of a step that disagree in size");
@@ -82,7 +83,8 @@ StepArrays step_arrays(Ints token_ids, Ints positions, Longs write_slots, Ints q
         (window_slots && window_slots->shape(0) != tokens) ||
         (window_tables && (window_tables->shape(0) != rows || window_tables->shape(1) != tables.shape(1))) ||
         (visible_end && visible_end->shape(0) != tokens) ||
-        (token_types && token_types->shape(0) != tokens) || !fits(slots) || !fits(load) || !fits(save))
+        (token_types && token_types->shape(0) != tokens) || !fits(slots) || !fits(load) || !fits(save) ||
+        !fits(adapter_ids))
         throw nb::value_error("arrays of a step that disagree in size");
     return StepArrays{int(tokens),
                       int(rows),
@@ -107,7 +109,8 @@ StepArrays step_arrays(Ints token_ids, Ints positions, Longs write_slots, Ints q
                       save ? save->data() : nullptr,
                       embeds ? int(embeds->shape(0)) : 0,
                       embeds ? embeds->data() : nullptr,
-                      embed_rows ? embed_rows->data() : nullptr};
+                      embed_rows ? embed_rows->data() : nullptr,
+                      adapter_ids ? adapter_ids->data() : nullptr};
 }
 
 void bind_halves(nb::class_<BoundModel>& model) {
@@ -118,15 +121,18 @@ void bind_halves(nb::class_<BoundModel>& model) {
            Array<uint8_t, 1> finite, std::optional<Longs> window_slots, std::optional<Tables> window_tables,
            std::optional<Ints> visible_end, std::optional<Ints> token_types, std::optional<Ints> slots,
            std::optional<Ints> state_load, std::optional<Ints> state_save, std::optional<Embeds> embeds,
-           std::optional<Ints> embed_rows) {
+           std::optional<Ints> embed_rows, std::optional<Ints> adapter_ids, nb::handle taps,
+           std::optional<Array<float, 2>> captured) {
             int width = self.model.executor.program(1).ops[0].matrix->columns;
-            StepArrays step =
-                step_arrays(token_ids, positions, write_slots, query_start, num_prompt, tables, logit_rows,
-                            prefix_groups, prefix_blocks, window_slots, window_tables, visible_end,
-                            token_types, slots, state_load, state_save, embeds, embed_rows, width);
+            StepArrays step = step_arrays(token_ids, positions, write_slots, query_start, num_prompt, tables,
+                                          logit_rows, prefix_groups, prefix_blocks, window_slots,
+                                          window_tables, visible_end, token_types, slots, state_load,
+                                          state_save, embeds, embed_rows, adapter_ids, width);
             if (finite.shape(0) != num_prompt.shape(0))
                 throw nb::value_error("finite: another number of rows");
             uint8_t* flags = finite.data();
+            TapCall tap_call;
+            if (!taps.is_none()) step.taps = tap_call.read(taps, captured);
             nb::gil_scoped_release release;
             self.model.forward(step, flags);
         },
@@ -136,7 +142,8 @@ void bind_halves(nb::class_<BoundModel>& model) {
         nb::arg("window_tables") = nb::none(), nb::arg("visible_end") = nb::none(),
         nb::arg("token_types") = nb::none(), nb::arg("slots") = nb::none(),
         nb::arg("state_load") = nb::none(), nb::arg("state_save") = nb::none(),
-        nb::arg("embeds") = nb::none(), nb::arg("embed_rows") = nb::none());
+        nb::arg("embeds") = nb::none(), nb::arg("embed_rows") = nb::none(),
+        nb::arg("adapter_ids") = nb::none(), nb::arg("taps") = nb::none(), nb::arg("captured") = nb::none());
     model.def("set_sampler", [](BoundModel& self, int vocab, int max_slots, int max_seq_len) {
         self.model.set_sampler(vocab, max_slots, max_seq_len);
     });
@@ -172,7 +179,9 @@ void bind_model(nb::module_& module) {
     bind_memory(model);
     bind_blocks(model);
     bind_ops(model);
+    bind_adapters(model);
     bind_halves(model);
+    bind_taps(model);
 }
 
 }  // namespace engine

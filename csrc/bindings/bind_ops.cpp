@@ -49,7 +49,8 @@ void bind_plain_ops(nb::class_<BoundModel>& model) {
         "linear",
         [](BoundModel& self, int source, int out, int matrix, int per_channel, int norm, int norm_weight,
            int norm_bias, float eps, int bias, int activation, bool gated, bool residual, bool multiply,
-           bool over_logits, int column, int grain, int decode, int prefill, float scale, float softcap) {
+           bool over_logits, int column, int grain, int decode, int prefill, float scale, float softcap,
+           int site) {
             Op op;
             op.kind = Op::Kind::Linear;
             op.source = source;
@@ -69,13 +70,14 @@ void bind_plain_ops(nb::class_<BoundModel>& model) {
             op.prefill = Numerics(prefill);
             op.scale = scale;
             op.softcap = softcap;
+            op.site = site;
             self.add_op(op);
         },
         nb::kw_only(), nb::arg("source"), nb::arg("out"), nb::arg("matrix"), nb::arg("per_channel"),
         nb::arg("norm"), nb::arg("norm_weight"), nb::arg("norm_bias"), nb::arg("eps"), nb::arg("bias"),
         nb::arg("activation"), nb::arg("gated"), nb::arg("residual"), nb::arg("multiply"),
         nb::arg("over_logits"), nb::arg("column"), nb::arg("grain"), nb::arg("decode"), nb::arg("prefill"),
-        nb::arg("scale"), nb::arg("softcap"));
+        nb::arg("scale"), nb::arg("softcap"), nb::arg("site") = -1);
 }
 
 void bind_attention_ops(nb::class_<BoundModel>& model) {

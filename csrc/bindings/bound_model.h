@@ -101,6 +101,12 @@ class BoundModel {
     void add_op(const Op& op) { program_.ops.push_back(op); }
     void end_program() { model.executor.add_program(std::move(program_)); }
 
+    // Keeps the arrays of adapter `index` alive, instead of those of an earlier one.
+    void keep_adapter(int index, nb::object arrays) {
+        if (adapter_arrays_.size() <= size_t(index)) adapter_arrays_.resize(size_t(index) + 1);
+        adapter_arrays_[size_t(index)] = std::move(arrays);
+    }
+
     Model model;
 
   private:
@@ -114,12 +120,25 @@ class BoundModel {
     std::deque<Matrix> matrices_;  // the matrices that Python added, then the requantized ones
     std::vector<int> panels_;      // number of panels of each matrix that Python added
     std::vector<const float*> vectors_;
-    std::vector<nb::object> keep_;
+    std::vector<nb::object> keep_, adapter_arrays_;
     std::vector<Block> copies_;  // requantized matrices, and copies of matrices for NUMA nodes
     Program program_;
 };
 
 // Binds the methods that append an op to the program.
 void bind_ops(nb::class_<BoundModel>& model);
+// Binds the method that sets a LoRA adapter.
+void bind_adapters(nb::class_<BoundModel>& model);
+
+// The taps of a step, from Python's `TapInputs`. It holds the arrays while the step runs.
+struct TapCall {
+    Ints sites, tokens, kinds, rows;
+    Array<const float, 1> scales;
+    Embeds vectors;
+    std::optional<Array<float, 2>> captured;
+
+    TapArrays read(nb::handle taps, std::optional<Array<float, 2>> out);
+};
+void bind_taps(nb::class_<BoundModel>& model);
 
 }  // namespace engine

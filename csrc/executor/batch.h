@@ -4,6 +4,8 @@
 
 namespace engine {
 
+struct AdapterRun;  // see adapters.h
+
 // Decode tokens come first, then prefill tokens. Within each kind, tokens are in the order of their
 // sequences. The batch does not own its arrays; they are valid during the step.
 struct Batch {
@@ -35,8 +37,14 @@ struct Batch {
     const int32_t* prefix_groups = nullptr;
     const int32_t* prefix_blocks = nullptr;  // (groups) number of KV blocks that the group shares
     const int32_t* logit_tokens = nullptr;   // (logits) tokens whose logits are computed, ascending
+    const int32_t* logit_of = nullptr;       // (tokens) index into logit_tokens, or -1; null: no taps
     int logits = 0;
     int decode_logits = 0;  // how many of logit_tokens are decode tokens
+    // The tokens with a LoRA adapter, and the logits of such tokens.
+    const AdapterRun* runs = nullptr;
+    int num_runs = 0;
+    const AdapterRun* logit_runs = nullptr;
+    int num_logit_runs = 0;
     // The attention schedule, see attention.h.
     const struct AttentionItem* items = nullptr;
     int num_items = 0;

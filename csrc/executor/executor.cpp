@@ -136,7 +136,8 @@ void Executor::reserve_scratch() {
 }
 
 void Executor::run(const Batch& batch, std::vector<uint8_t>& finite) {
-    const Program& program = this->program(batch.tokens);
+    const Program& plain = this->program(batch.tokens);
+    const Program& program = taps_.count ? with_taps(plain) : plain;
     plan_attention(program, batch);
     finite.assign(size_t(batch.tokens), 1);
     batch_ = &batch;
@@ -144,8 +145,8 @@ void Executor::run(const Batch& batch, std::vector<uint8_t>& finite) {
     plan_rounds(program);
     if (timing_) op_seconds_.assign(program.ops.size(), 0.0);
     pool_.run([this, &program](int thread) { work(program, thread); });
-    const int stream = program.ops.back().source;
-    const bool is_checked = program.ops.back().kind == Op::Kind::Mean;
+    const int stream = plain.ops.back().source;
+    const bool is_checked = plain.ops.back().kind == Op::Kind::Mean;
     for (int i = 0; i < batch.logits && !is_checked; i++)
         finite[size_t(batch.logit_tokens[i])] &= kernels_.all_finite(at(stream, i), width(stream));
     for (int token = 0; token < batch.tokens; token++) {
@@ -158,14 +159,22 @@ void Executor::run(const Batch& batch, std::vector<uint8_t>& finite) {
 // The AMX and per-channel kernels take two panels at a time. The AMX kernels overlap the epilogue with the next
 // two, so larger claims are faster than many small ones.
 int Executor::grain_of(const Op& op) const {
-    if (rows_of(op) < kFastRows) return op.grain;
-    if (!kernels_.has_bf16) return uses_per_channel(op) ? round_up(op.grain, op.gated ? 1 : 2) : op.grain;
+    const bool has_prefill = decode_rows(op) < rows_of(op);
+    const bool takes_pairs = uses_per_channel(op) || (kernels_.has_bf16 && has_prefill);
+    if (rows_of(op) < kFastRows || !takes_pairs) return op.grain;
+    if (!kernels_.has_bf16) return round_up(op.grain, op.gated ? 1 : 2);
     int shared = uses_per_channel(op) ? op.units() / (pool_.size() * kClaims) : 1;
     return round_up(std::max(op.grain, shared), op.gated ? 1 : 2);
 }
 
 int Executor::rows_of(const Op& op) const {
     return op.over_logits ? batch_->logits : batch_->tokens;
+}
+
+int Executor::decode_rows(const Op& op) const {
+    if (op.decode == op.prefill) return rows_of(op);
+    if (fast_ && rows_of(op) >= kFastRows) return 0;
+    return op.over_logits ? batch_->decode_logits : batch_->decode_tokens;
 }
 
 bool Executor::uses_per_channel(const Op& op) const {
@@ -208,6 +217,12 @@ void Executor::plan_rounds(const Program& program) {
                 break;
             case Op::Kind::Mean:
                 rounds_.push_back({batch.logits, 1});
+                break;
+            case Op::Kind::Tap:
+                rounds_.push_back({op.num_experts, 1});
+                break;
+            case Op::Kind::AddRows:
+                rounds_.push_back({rows_of(op), kTokenGrain});
                 break;
             default:
                 rounds_.push_back({batch.tokens, kTokenGrain});
@@ -270,6 +285,15 @@ void Executor::work(const Program& program, int thread) {
             case Op::Kind::Mean:
                 round(thread, index, [&](int begin, int end) { mean(op, begin, end); });
                 break;
+            case Op::Kind::Tap:
+                round(thread, index, [&](int begin, int end) { tap(op, begin, end); });
+                break;
+            case Op::Kind::AddRows:
+                round(thread, index, [&](int begin, int end) { add_rows(op, begin, end); });
+                break;
+            case Op::Kind::AddPositions:
+                round(thread, index, [&](int begin, int end) { add_positions(op, begin, end); });
+                break;
         }
         if (timing_ && thread == 0) {
             double ended = now();
@@ -323,9 +347,7 @@ Executor::Segments Executor::split(const Op& op, int thread) {
         slice(segments, 1, {Numerics::INT8_PER_CHANNEL, op.per_channel, total, 0, memory.data()});
         return segments;
     }
-    int decode = op.over_logits ? batch_->decode_logits : batch_->decode_tokens;
-    if (fast_ && total >= kFastRows) decode = 0;
-    if (op.decode == op.prefill) decode = total;
+    const int decode = decode_rows(op);
     uint8_t* half = memory.data() + memory.size() / 2 / 64 * 64;
     slice(segments, 0, {op.decode, op.matrix, 0, decode, memory.data()});
     slice(segments, 1, {op.prefill, op.matrix, decode, total - decode, half});
@@ -342,22 +364,35 @@ void Executor::linear(const Op& op, int thread, int& index) {
             int end = segments.is_private ? segment.rows : share(segment.rows, thread + 1, pool_.size());
             if (begin < end) pack(op, segment, begin, end, row);
         }
+    if (is_adapted(op)) shrink(op, segments, thread);
     if (!segments.is_private) pool_.barrier(thread);
-    round(thread, index, [&](int begin, int end) { multiply(op, segments, begin, end, scratch(thread)); });
+    round(thread, index, [&](int begin, int end) { multiply(op, segments, begin, end, thread); });
 }
 
 // Pieces of work are numbered slice by slice.
-void Executor::multiply(const Op& op, const Segments& segments, int begin, int end, uint8_t* scratch) {
+void Executor::multiply(const Op& op, const Segments& segments, int begin, int end, int thread) {
     const int units = op.units();
+    const bool adapted = is_adapted(op);
     while (begin < end) {
         const int first = begin % units, last = std::min(first + end - begin, units);
-        for (const Segment& segment : segments.items[begin / units])
-            if (segment.rows > 0) multiply_units(op, segment, first, last, scratch);
+        for (const Segment& segment : segments.items[begin / units]) {
+            if (segment.rows == 0) continue;
+            if (adapted)
+                multiply_adapted(op, segment, first, last, thread);
+            else
+                multiply_units(op, segment, first, last, thread);
+        }
         begin += last - first;
     }
 }
 
-void Executor::multiply_units(const Op& op, const Segment& segment, int begin, int end, uint8_t* scratch) {
+void Executor::multiply_units(const Op& op, const Segment& segment, int begin, int end, int thread) {
+    run_matmul(op, segment, begin, end, thread, nullptr, 0);
+}
+
+// `delta` is what adapters add, see Epilogue.
+void Executor::run_matmul(const Op& op, const Segment& segment, int begin, int end, int thread,
+                          const float* delta, int delta_stride) {
     const bool apart = is_apart(op);
     int stride = apart ? op.matrix->panels() * kPanelRows : width(op.out);
     float* base = apart ? matmul_out_.floats() : at(op.out, 0) + op.column;
@@ -366,9 +401,11 @@ void Executor::multiply_units(const Op& op, const Segment& segment, int begin, i
                       op.bias,
                       op.activation,
                       op.gated,
-                      op.residual && !apart};
+                      op.residual && !apart,
+                      delta,
+                      delta_stride};
     MatmulJob job{segment.matrix, segment.input, segment.rows, epilogue};
-    kernels_.matmul[int(segment.numerics)](job, begin, end, scratch);
+    kernels_.matmul[int(segment.numerics)](job, begin, end, scratch(thread));
     if (!apart && op.scale == 1 && op.softcap == 0) return;
     int from = begin * kPanelRows, to = std::min(end * kPanelRows, op.matrix->rows);
     for (int r = segment.first; r < segment.first + segment.rows; r++) {

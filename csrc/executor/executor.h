@@ -5,12 +5,16 @@
 // threads claim from a queue. All threads go through the same rounds and wait at a barrier after
 // each.
 #pragma once
+#include <deque>
+#include <map>
 #include <memory>
 
 #include "attention/attention.h"
 #include "base/memory.h"
 #include "base/threads.h"
+#include "executor/adapters.h"
 #include "executor/experts.h"
+#include "executor/taps.h"
 
 namespace engine {
 
@@ -67,6 +71,13 @@ class Executor {
 
     // Computes the batch. finite[t] becomes 0 if the activations of token t contain NaN or infinity.
     void run(const Batch& batch, std::vector<uint8_t>& finite);
+    // The places where later steps may have taps.
+    void set_sites(std::vector<TapSite> sites) { sites_ = std::move(sites); }
+    const std::vector<TapSite>& sites() const { return sites_; }
+    // The taps of the next step. Their tokens are indices in the batch.
+    void set_taps(const TapArrays& taps) { taps_ = taps; }
+    // Computes only the last op, the LM head with its norm, for the first rows of its source.
+    void run_head(int rows);
 
     ThreadPool& pool() { return pool_; }
     const Kernels& kernels() const { return kernels_; }
@@ -82,8 +93,13 @@ class Executor {
     const Program& program(int tokens) const;
     void normalize(const Norm& norm, const float* x, int size, float* out) const;
 
+    // Sets adapter `index`, which replaces an earlier one. No step may run meanwhile.
+    void set_adapter(int index, LoadedAdapter adapter);
+
     void set_timing(bool on) { timing_ = on; }
     const std::vector<double>& op_seconds() const { return op_seconds_; }
+
+    AdapterSet adapters;
 
   private:
     struct Round {
@@ -109,6 +125,7 @@ class Executor {
     void use_window_cache(Windowed& windowed) const;
     void plan_rounds(const Program& program);
     int rows_of(const Op& op) const;            // number of rows (M) that the op computes in this step
+    int decode_rows(const Op& op) const;        // how many of them, the first, have decode arithmetic
     bool uses_per_channel(const Op& op) const;  // whether the op uses per-channel weights in this step
     int grain_of(const Op& op) const;
     void work(const Program& program, int thread);
@@ -150,8 +167,22 @@ class Executor {
     // Writes the slices of a segment to items[0][index], items[1][index], ...
     void slice(Segments& segments, int index, const Segment& whole) const;
     void linear(const Op& op, int thread, int& index);
-    void multiply(const Op& op, const Segments& segments, int begin, int end, uint8_t* scratch);
-    void multiply_units(const Op& op, const Segment& segment, int begin, int end, uint8_t* scratch);
+    void multiply(const Op& op, const Segments& segments, int begin, int end, int thread);
+    void multiply_units(const Op& op, const Segment& segment, int begin, int end, int thread);
+    void multiply_adapted(const Op& op, const Segment& segment, int begin, int end, int thread);
+    void run_matmul(const Op& op, const Segment& segment, int begin, int end, int thread, const float* delta,
+                    int delta_stride);
+    bool is_adapted(const Op& op) const;  // whether an adapter of this step changes the op
+    // Calls visit(run, its matrices) for the part of each run that lies in the segment.
+    template <class F>
+    void for_runs(const Op& op, const Segment& segment, const F& visit) const;
+    // Computes A x of all rows that have adapters, or of this thread's share of these rows.
+    void shrink(const Op& op, const Segments& segments, int thread);
+    void shrink_rows(const Op& op, const AdapterMatrices& matrices, const AdapterRun& run, int begin, int end,
+                     int thread, uint8_t* out);
+    uint8_t* shrunk(const Op& op, int row, int thread) const;  // where A x of a row is packed
+    void add_to_embedding(int token, int size, float* out) const;
+    void reserve_adapters();
     void pack(const Op& op, const Segment& segment, int begin, int end, float* row);
     void norm_heads(const Op& op, float* x, int heads, const float* weight) const;
     void rope_write(const Op& op, int begin, int end);
@@ -173,6 +204,22 @@ class Executor {
     void gather(const Op& op, int begin, int end);
     void mean(const Op& op, int begin, int end);
     void compute_angles(int begin, int end);
+    void add_positions(const Op& op, int begin, int end);
+
+    // Steps with taps (taps.cpp).
+    struct TapGroup {
+        int site;
+        int begin, end;  // indices of taps
+    };
+    const Program& with_taps(const Program& program);
+    void add_tapped(Op op, const std::vector<int>& sites);
+    void add_pre_activation(const Op& op);
+    void add_tap(int site, int buffer, const Op& near);
+    Op tap_op(int site, int buffer, const Op& near);
+    int extra_buffer(int width);
+    void tap(const Op& op, int begin, int end);
+    void tap_pre_activation(const Op& op, const TapGroup& group, int row, int width);
+    void add_rows(const Op& op, int begin, int end);
 
     const Kernels& kernels_;
     ThreadPool pool_;
@@ -192,9 +239,21 @@ class Executor {
     ExpertBatch expert_batch_;
     const Batch* batch_ = nullptr;
     uint8_t* finite_ = nullptr;
+    // For adapters: A x of all rows, the same for few rows by thread, and by thread: packed activations, A x
+    // of some rows, and B (A x) of some units.
+    Block shrunk_;
+    std::vector<Block> private_shrunk_, adapter_input_, ranks_, deltas_;
     bool fast_ = false;
     bool timing_ = false;
     std::vector<double> op_seconds_;
+    std::vector<TapSite> sites_;
+    TapArrays taps_;
+    Program tapped_;
+    std::vector<TapGroup> tap_groups_;
+    std::deque<Matrix> tap_matrices_;
+    int pre_activations_ = -1;
+    std::map<int, int> extra_buffers_;  // by width
+    std::deque<Block> extra_memory_;
 };
 
 }  // namespace engine

@@ -41,11 +41,14 @@ void Model::check(const StepArrays& step) const {
     }
     need(all_within(step.embed_rows, step.num_embeds, step.tokens),
          "an embedding of a token that is not there");
+    for (int row = 0; step.adapter_ids && row < step.rows; row++)
+        need(executor.adapters.has(step.adapter_ids[row]), "an adapter that is not there");
     const KvCache& cache = executor.cache(0);
     for (int token = 0; step.visible_end && token < step.tokens; token++)
         need(step.visible_end[token] > step.positions[token] &&
                  step.visible_end[token] <= step.table_width * cache.block_size,
              "a visible position outside the blocks of the rows");
+    check_taps(step);
     check_cache(step, cache, step.block_tables, step.write_slots);
     if (executor.has_window_cache()) {
         need(step.window_tables && step.window_slots, "no blocks for the windowed layers");
@@ -58,6 +61,26 @@ void Model::check(const StepArrays& step) const {
         need(reaches, "a position outside its row's blocks");
         need(group < step.groups, "a prefix group that is not there");
         need(group < 0 || step.prefix_blocks[group] <= step.table_width, "a prefix longer than its rows");
+    }
+}
+
+void Model::check_taps(const StepArrays& step) const {
+    const TapArrays& taps = step.taps;
+    const std::vector<TapSite>& sites = executor.sites();
+    need(all_within(taps.sites, taps.count, int(sites.size())), "a tap at a site that is not there");
+    need(all_within(taps.tokens, taps.count, step.tokens), "a tap of a token that is not there");
+    need(all_within(taps.kinds, taps.count, int(TapKind::Clamp) + 1), "an unknown kind of tap");
+    for (int i = 0; i < taps.count; i++) {
+        const int width = sites[size_t(taps.sites[i])].width;
+        const TapKind kind = TapKind(taps.kinds[i]);
+        if (kind == TapKind::Capture)
+            need(taps.rows[i] >= 0 && taps.rows[i] < taps.num_captured && width <= taps.captured_width,
+                 "a capture without room");
+        else
+            need(taps.rows[i] >= 0 && taps.rows[i] + (kind == TapKind::Clamp) < taps.num_vectors &&
+                     width + 2 <= taps.vector_width,
+                 "a tap without its vector");
+        need(i == 0 || taps.sites[i - 1] <= taps.sites[i], "taps that are not sorted by site");
     }
 }
 
@@ -145,9 +168,38 @@ void Model::reorder(const StepArrays& step) {
     batch_.decode_logits = int(first_prefill - logit_tokens_.begin());
 }
 
+// Finds the consecutive tokens, and the consecutive logits, that have the same adapter.
+void Model::find_runs(const StepArrays& step) {
+    runs_.clear();
+    logit_runs_.clear();
+    for (int token = 0; token < batch_.tokens; token++)
+        extend_runs(runs_, token, step.adapter_ids[batch_.row_of[token]]);
+    for (int i = 0; i < batch_.logits; i++)
+        extend_runs(logit_runs_, i, step.adapter_ids[batch_.row_of[batch_.logit_tokens[i]]]);
+    batch_.runs = runs_.data();
+    batch_.num_runs = int(runs_.size());
+    batch_.logit_runs = logit_runs_.data();
+    batch_.num_logit_runs = int(logit_runs_.size());
+}
+
+void Model::place_taps(const StepArrays& step) {
+    TapArrays taps = step.taps;
+    if (taps.count) {
+        tap_tokens_.clear();
+        for (int i = 0; i < taps.count; i++) tap_tokens_.push_back(place_of_[size_t(taps.tokens[i])]);
+        taps.tokens = tap_tokens_.data();
+        logit_of_.assign(size_t(step.tokens), -1);
+        for (size_t i = 0; i < logit_tokens_.size(); i++) logit_of_[size_t(logit_tokens_[i])] = int32_t(i);
+        batch_.logit_of = logit_of_.data();
+    }
+    executor.set_taps(taps);
+}
+
 void Model::forward(const StepArrays& step, uint8_t* finite) {
     check(step);
     reorder(step);
+    if (step.adapter_ids) find_runs(step);
+    place_taps(step);
     for (int row = 0; step.state_load && row < step.rows; row++)
         if (step.state_load[row] >= 0) executor.copy_state(step.state_load[row], step.slots[row]);
     executor.run(batch_, finite_);
@@ -182,6 +234,25 @@ void Model::hidden(int index, float* out) const {
     const Op& head = executor.program(batch_.tokens).ops.back();
     const float* x = executor.at(head.source, logit_place_[size_t(index)]);
     executor.normalize(head.norm, x, head.matrix->columns, out);
+}
+
+void Model::unembed(const float* x, int rows, float* out) {
+    const Op& head = executor.program(1).ops.back();
+    const size_t size = size_t(head.matrix->columns), vocab = size_t(executor.width(output));
+    for (int done = 0; done < rows;) {
+        const int count = std::min(rows - done, executor.max_logits());
+        std::copy_n(x + size_t(done) * size, size_t(count) * size, executor.at(head.source, 0));
+        executor.run_head(count);
+        std::copy_n(executor.at(output, 0), size_t(count) * vocab, out + size_t(done) * vocab);
+        done += count;
+    }
+}
+
+void Model::head_row(int token, float* out) const {
+    const Op& head = executor.program(1).ops.back();
+    need(token >= 0 && token < head.matrix->rows, "a token outside the vocabulary");
+    executor.kernels().embed(*head.matrix, token, out);
+    for (int i = 0; i < head.matrix->columns; i++) out[i] *= head.norm.weight[i] * head.scale;
 }
 
 }  // namespace engine

@@ -29,8 +29,10 @@ struct StepArrays {
     const int32_t* state_save;   // (rows) index of a state to copy the row's own to after the step; -1: none
     // Embeddings of images, and the tokens whose embeddings they replace. There are none if num_embeds is 0.
     int num_embeds;
-    const float* embeds;        // (num_embeds, embedding size)
-    const int32_t* embed_rows;  // (num_embeds) indices into tokens
+    const float* embeds;         // (num_embeds, embedding size)
+    const int32_t* embed_rows;   // (num_embeds) indices into tokens
+    const int32_t* adapter_ids;  // (rows) the LoRA adapter of each row; 0: none. null: all are 0
+    TapArrays taps{};            // their tokens are indices into tokens
 };
 
 class Model {
@@ -52,6 +54,12 @@ class Model {
     int hidden_size() const { return executor.program(1).ops.back().matrix->columns; }
     // The hidden state of token `logit_rows[index]` after the final norm.
     void hidden(int index, float* out) const;
+    // The logits of a residual stream `x` after the last layer, by the model's own final norm and LM head. The
+    // logits of the last step are lost.
+    void unembed(const float* x, int rows, float* out);
+    // How much each value of a normalized residual stream adds to the logit of a token: the token's row of the
+    // LM head, times the weights of the final norm.
+    void head_row(int token, float* out) const;
 
     Executor executor;
     int output = -1;  // buffer that holds the logits
@@ -61,7 +69,10 @@ class Model {
     void check(const StepArrays& step) const;
     void check_cache(const StepArrays& step, const KvCache& cache, const int32_t* tables,
                      const int64_t* slots) const;
+    void check_taps(const StepArrays& step) const;
     void reorder(const StepArrays& step);
+    void find_runs(const StepArrays& step);
+    void place_taps(const StepArrays& step);
 
     Batch batch_;
     std::vector<int32_t> order_;  // index in the batch -> index in the step
@@ -69,6 +80,8 @@ class Model {
     std::vector<int32_t> row_of_, logit_tokens_, logit_place_, place_of_;
     std::vector<int64_t> write_slots_, window_slots_;
     std::vector<const float*> embeds_;
+    std::vector<AdapterRun> runs_, logit_runs_;
+    std::vector<int32_t> tap_tokens_, logit_of_;
     std::vector<uint8_t> finite_;
     std::unique_ptr<Sampler> sampler_;
     std::vector<SampleScratch> sample_scratch_;

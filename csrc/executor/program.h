@@ -60,7 +60,10 @@ struct Op {
         Route,
         Experts,
         GateRows,
-        Recurrent
+        Recurrent,
+        Tap,
+        AddRows,
+        AddPositions
     };
     Kind kind = Kind::Embed;
     int source = -1;  // index of the buffer that the op reads
@@ -91,6 +94,7 @@ struct Op {
     bool over_logits = false;  // the op runs only for tokens with logits
     int column = 0;            // first column of `out` that the op writes
     int grain = 1;             // number of units that a thread claims at a time
+    int site = -1;             // index of the op's matrices in LoRA adapters; -1: adapters can't change it
     Numerics decode = Numerics::F32, prefill = Numerics::F32;
 
     // Fields of RopeWrite and Attention. LatentWrite uses `key_norm`, `eps` and those of RoPE. It normalizes
@@ -119,6 +123,9 @@ struct Op {
     // HeadLinear multiplies head h of each row by matrix h of `by_head`. The last `rope_dim` values of a head
     // are rotated instead and follow the results of the head. `num_experts` is the number of heads.
     ExpertMatrices by_head;
+    // Tap, AddRows and AddPositions are only in programs with taps (taps.h). Tap changes `out`; its groups are
+    // the `num_experts` ones from `layer` on. If `source` is set, it has values before the activation that made
+    // `out`. AddRows computes out += scale * source.
 
     // Units of work of one expert's GEMM. A unit of `up` is a (gate, up) pair of panels.
     int expert_units(bool is_up) const {

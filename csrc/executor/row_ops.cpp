@@ -15,8 +15,18 @@ void Executor::embed(const Op& op, int begin, int end) {
             continue;
         }
         kernels_.embed(*op.matrix, batch_->token_ids[token], out);
+        if (batch_->num_runs > 0) add_to_embedding(token, size, out);
         if (op.scale != 1)
             for (int i = 0; i < size; i++) out[i] *= op.scale;
+        add_positions(op, token, token + 1);
+    }
+}
+
+void Executor::add_positions(const Op& op, int begin, int end) {
+    int size = op.matrix->columns;
+    for (int token = begin; token < end; token++) {
+        if (batch_->embeds && batch_->embeds[token]) continue;
+        float* out = at(op.out, token);
         if (op.positions) {
             const float* learned = op.positions + size_t(batch_->positions[token]) * size_t(size);
             for (int i = 0; i < size; i++) out[i] += learned[i];

@@ -100,8 +100,12 @@ ENGINE_INLINE void prefetch_outputs(const MatmulJob& job, int unit, int row, int
 // panel.
 __attribute__((noinline)) void apply_epilogue(const MatmulJob& job, int unit, int row, float* sums) {
     const Epilogue& to = job.epilogue;
+    const int size = kPanelRows * (to.gated ? 2 : 1);
+    if (to.delta) {
+        const float* delta = to.delta + ptrdiff_t(row) * to.delta_stride + ptrdiff_t(unit) * size;
+        for (int i = 0; i < size; i += kLanes) store(sums + i, load(sums + i) + load(delta + i));
+    }
     if (to.bias) {
-        const int size = kPanelRows * (to.gated ? 2 : 1);
         const float* bias = to.bias + size_t(unit) * size_t(size);
         for (int i = 0; i < size; i += kLanes) store(sums + i, load(sums + i) + load(bias + i));
     }

@@ -17,7 +17,12 @@ ENGINE_INLINE __mmask16 output_lanes(const MatmulJob& job, int unit) {
     return left >= kPanelRows ? __mmask16(0xffff) : __mmask16((1 << left) - 1);
 }
 
-ENGINE_INLINE __m512 add_bias(const Epilogue& to, int panel, __m512 sum) {
+// Adds what LoRA adapters add to the row, then the bias.
+ENGINE_INLINE __m512 add_bias(const Epilogue& to, int panel, int row, __m512 sum) {
+    if (to.delta) {
+        const float* delta = to.delta + ptrdiff_t(row) * to.delta_stride + ptrdiff_t(panel) * kPanelRows;
+        sum = _mm512_add_ps(sum, _mm512_loadu_ps(delta));
+    }
     return to.bias ? _mm512_add_ps(sum, _mm512_loadu_ps(to.bias + panel * kPanelRows)) : sum;
 }
 
@@ -80,14 +85,14 @@ ENGINE_INLINE void prefetch_outputs(const Epilogue& to, int unit, int row, int r
 
 // Applies the epilogue to one row of one panel, if the epilogue is not gated.
 ENGINE_INLINE void store_row(const Epilogue& to, int panel, int row, __mmask16 lanes, __m512 sum) {
-    store_lanes(to, panel, row, lanes, activate(to.activation, add_bias(to, panel, sum)));
+    store_lanes(to, panel, row, lanes, activate(to.activation, add_bias(to, panel, row, sum)));
 }
 
 // Applies the epilogue to one row of a (gate, up) pair of panels.
 ENGINE_INLINE void store_gated_row(const Epilogue& to, int pair, int row, __mmask16 lanes, __m512 gate,
                                    __m512 up) {
-    gate = activate(to.activation, add_bias(to, 2 * pair, gate));
-    up = gate_factor(to.activation, add_bias(to, 2 * pair + 1, up));
+    gate = activate(to.activation, add_bias(to, 2 * pair, row, gate));
+    up = gate_factor(to.activation, add_bias(to, 2 * pair + 1, row, up));
     store_lanes(to, pair, row, lanes, _mm512_mul_ps(gate, up));
 }
 

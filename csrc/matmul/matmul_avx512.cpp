@@ -330,7 +330,7 @@ template <Layout L>
 void add_outliers(const MatmulJob& job, int unit, bool is_new, int first, int size, float* sums,
                   uint8_t* scratch) {
     OutlierUnit<L> outliers(job, unit, scratch);
-    if (is_new) outliers.clear();
+    if (is_new) outliers.prepare();
     for (int row = 0; row < size; row++)
         outliers.add(first + row, sums + row * kPanelRows, kBlockRows * kPanelRows);
 }
@@ -343,6 +343,7 @@ void matmul_int8(const MatmulJob& job, int begin, int end, uint8_t* scratch) {
         if constexpr (layout < Layout::F16) {
             kernel.dots = int8_dots<layout>(BlockSizes{});
             if (job.outliers) kernel.add_outliers = add_outliers<layout>;
+            OutlierUnit<layout>::collect(job, scratch);
         }
     });
     run_units(job, kernel, begin, end, scratch);

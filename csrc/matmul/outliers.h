@@ -76,8 +76,8 @@ ENGINE_INLINE void without_outliers(const float* x, int columns, Outlier* list, 
     *list = {-1, 0};
 }
 
-// Multiplies outliers by the panels of one unit. A column is dequantized when a row has an outlier in it for
-// the first time. The scratch memory of the matmul keeps it for the other rows.
+// Multiplies outliers by the panels of one unit. The columns of all rows' outliers are dequantized once for a unit.
+// The scratch memory of the matmul keeps them.
 template <Layout layout>
 class OutlierUnit {
   public:
@@ -86,12 +86,25 @@ class OutlierUnit {
         panels_ = job.epilogue.gated ? 2 : 1;
         first_ = weights_.panel(unit * panels_);
         columns_ = reinterpret_cast<float*>(scratch);
-        kept_ = reinterpret_cast<uint32_t*>(columns_ + panels_ * groups_ * kGroup * kPanelRows);
+        used_ = reinterpret_cast<uint32_t*>(columns_ + panels_ * panel_floats());
     }
 
-    // Forgets the columns of the unit before. It must be called before the first `add` of a unit.
-    void clear() {
-        if (lists_) memset(kept_, 0, size_t(panels_ * groups_) * sizeof(uint32_t));
+    // Notes the columns that have outliers in any row. It must be called before the first unit of a matmul.
+    static void collect(const MatmulJob& job, uint8_t* scratch) {
+        if (!job.outliers) return;
+        const OutlierUnit unit(job, 0, scratch);
+        memset(unit.used_, 0, size_t(unit.groups_) * sizeof(uint32_t));
+        for (int row = 0; row < job.rows; row++)
+            for (const Outlier* at = unit.list(row); at->column >= 0; at++)
+                unit.used_[uint32_t(at->column) / kGroup] |= 1u << uint32_t(at->column) % kGroup;
+    }
+
+    // Dequantizes these columns. It must be called before the first `add` of a unit.
+    void prepare() {
+        for (int i = 0; lists_ && i < panels_; i++)
+            for (int g = 0; g < groups_; g++)
+                for (uint32_t left = used_[g]; left != 0; left &= left - 1)
+                    dequantize(i, g, __builtin_ctz(left));
     }
 
     // Adds the products of a row's outliers to the accumulators of the unit, in the order of the columns. The
@@ -99,10 +112,11 @@ class OutlierUnit {
     ALWAYS void add(int row, float* sums, int distance = kPanelRows) {
         if (!lists_) return;
         for (int i = 0; i < panels_; i++, sums += distance) {
+            const float* columns = columns_ + i * panel_floats();
             Floats totals[kVectors];
             for (int v = 0; v < kVectors; v++) totals[v] = load(sums + v * kLanes);
-            for (const Outlier* at = lists_ + outliers_begin(row, groups_); at->column >= 0; at++) {
-                const float* weights = column(i, at->column / kGroup, at->column % kGroup);
+            for (const Outlier* at = list(row); at->column >= 0; at++) {
+                const float* weights = columns + uint32_t(at->column) * size_t(kPanelRows);
                 for (int v = 0; v < kVectors; v++) totals[v] += load(weights + v * kLanes) * at->value;
             }
             for (int v = 0; v < kVectors; v++) store(sums + v * kLanes, totals[v]);
@@ -112,18 +126,15 @@ class OutlierUnit {
   private:
     static constexpr int kVectors = kPanelRows / kLanes;
 
-    ALWAYS const float* column(int i, int g, int k) {
-        const int index = i * groups_ + g;
-        float* out = columns_ + (index * kGroup + k) * kPanelRows;
-        if (!(kept_[index] >> k & 1)) dequantize(first_ + size_t(i) * weights_.stride(), g, k, out);
-        kept_[index] |= 1u << k;
-        return out;
-    }
+    int panel_floats() const { return groups_ * kGroup * kPanelRows; }
+    const Outlier* list(int row) const { return lists_ + outliers_begin(row, groups_); }
 
-    __attribute__((noinline)) void dequantize(const uint8_t* panel, int g, int k, float* out) const {
+    void dequantize(int i, int g, int k) const {
         constexpr int kScales = scales_per_group(layout), kPerScale = kGroup / kScales;
+        const uint8_t* panel = first_ + size_t(i) * weights_.stride();
         const uint8_t* group = panel + size_t(g) * group_bytes(layout);
         const uint16_t* scales = scales_of<layout>(panel, groups_, g) + k / kPerScale * kPanelRows;
+        float* out = columns_ + i * panel_floats() + (g * kGroup + k) * kPanelRows;
         for (int n = 0; n < kPanelRows; n += kLanes) {
             Floats value = stored_values<layout>(group, k, n), scale = load_halves(scales + n);
             store(out + n, has_minima(layout) ? value * scale + load_halves(scales + kScales * kPanelRows + n)
@@ -136,7 +147,7 @@ class OutlierUnit {
     int groups_, panels_;
     const uint8_t* first_;  // the first panel of the unit
     float* columns_;        // [panel][group][column][16 channels]
-    uint32_t* kept_;        // [panel][group]: bit k says whether column k is kept
+    uint32_t* used_;        // [group]: bit k says whether column k has outliers
 };
 
 // The job with the outliers of its input. `bytes` is the size of the packed groups.

@@ -15,11 +15,12 @@ template <Layout layout, int kMaxBlock, class Multiply>
 ENGINE_INLINE void multiply_units(const MatmulJob& job, int begin, int end, int pass, int block,
                                   uint8_t* scratch, Multiply multiply) {
     const int panels = job.epilogue.gated ? 2 : 1;
+    OutlierUnit<layout>::collect(job, scratch);
     for (int first = 0; first < job.rows; first += pass) {
         const int last = first + pass < job.rows ? first + pass : job.rows;
         for (int unit = begin; unit < end; unit++) {
             OutlierUnit<layout> outliers(job, unit, scratch);
-            outliers.clear();
+            outliers.prepare();
             for (int row = first; row < last; row += block) {
                 const int rows = last - row < block ? last - row : block;
                 float sums[kMaxBlock][2 * kPanelRows];

@@ -184,8 +184,9 @@ void store_any(const MatmulJob& job, int unit, int first, const RowBlock& block,
 void multiply_units(const MatmulJob& job, int begin, int end, const Multiply* multiply) {
     const Epilogue& to = job.epilogue;
     const int panels = to.gated ? 2 : 1;
-    const bool is_plain = !to.gated && !to.bias && to.activation == Activation::None;
-    const bool is_silu = to.gated && !to.bias && !to.residual && to.activation == Activation::Silu;
+    const bool is_bare = !to.bias && !to.delta;
+    const bool is_plain = !to.gated && is_bare && to.activation == Activation::None;
+    const bool is_silu = to.gated && is_bare && !to.residual && to.activation == Activation::Silu;
     for (int unit = begin; unit < end; unit++)
         for (int first = 0; first < job.rows;) {
             const RowBlock block(job.input, job.rows, job.weights->columns, first);

@@ -8,7 +8,7 @@ from collections.abc import AsyncGenerator, AsyncIterator, Callable
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, TypeAlias
 
-from engine.core.errors import InvalidRequestError
+from engine.core.errors import InvalidRequestError, NotFoundError
 from engine.core.interfaces.backend import (
     ChatRequest,
     CompletionRequest,
@@ -255,11 +255,30 @@ class InferenceBackend(ABC):
         """Run a recorded request again. `model` is the id of the model that answered it."""
         raise InvalidRequestError("This model's backend can't run a recorded request again.")
 
+    async def sites(self, *, model: str = "") -> list[dict[str, Any]]:
+        """The places inside the model that interpretability requests can read and change: name,
+        shape of one token's value, and whether it can be edited.
+        """
+        raise InvalidRequestError("This model's backend shows no activations.", param="model")
+
     async def set_log_level(self, level: str) -> tuple[str, ...]:
         """Set the log level of the backend's processes. It also holds after their restart. Returns
         a note for each process that could not be changed. Remote servers are not affected.
         """
         return ()
+
+    async def load_adapter(
+        self, name: str, path: str, *, base: str | None = None, replaces: bool = False
+    ) -> None:
+        """Load the LoRA adapter at `path`, and serve it as the model `name` from now on. `base` is
+        the id of the base model; None: the only model. Raises `EngineError` if it can't be served.
+        With `replaces`, an adapter of this name is replaced.
+        """
+        raise InvalidRequestError("This model's backend serves no LoRA adapters.")
+
+    async def unload_adapter(self, name: str) -> None:
+        """Serve a LoRA adapter no longer. Requests that have begun are finished."""
+        raise NotFoundError(f"The lora adapter '{name}' cannot be found.", param="lora_name")
 
     async def embed(self, request: EmbedRequest) -> Embeddings:
         """Returns one embedding vector for each input."""

@@ -31,7 +31,10 @@ FOREIGN = {
         "tool calls and reasoning are recognized by the model's template; leave it out"
     ),
     ("--embedding", "--embeddings"): "every model serves embeddings; leave it out",
-    ("--lora", "--enable-lora", "--lora-modules"): "LoRA adapters are not supported",
+    ("--enable-lora",): "adapters are always served, by --lora NAME=PATH; leave it out",
+    ("--max-lora-rank", "--max-loras", "--max-cpu-loras"): (
+        "set performance.max_adapter_rank, max_adapters or adapter_memory_mb in engine.toml instead"
+    ),
     ("--speculative-config", "--model-draft", "-md"): (
         "draft models are not supported; performance.speculation in engine.toml guesses without one"
     ),

@@ -34,6 +34,7 @@ from engine.cli.serve_options import (
     KvDtypeOption,
     LogFormatOption,
     LogLevelOption,
+    LoraOption,
     MaxBatchTokensOption,
     MaxSequenceLengthOption,
     MemoryPoolSizeOption,
@@ -79,12 +80,36 @@ def parse_options(given: list[str] | None) -> dict[str, Any] | None:
     return options
 
 
+def parse_adapters(given: list[str] | None) -> dict[str, str] | None:
+    """Parse `NAME=PATH`, a path alone as llama.cpp takes it, or vLLM's JSON. An adapter without a
+    name has the name of its file or folder.
+    """
+    if not given:
+        return None
+    from engine.core.errors import ConfigError
+
+    adapters = {}
+    for each in given:
+        name, equals, path = each.partition("=")
+        if each.startswith("{"):
+            try:
+                told = json.loads(each)
+                name, path = told["name"], told["path"]
+            except (ValueError, KeyError, TypeError):
+                raise ConfigError(f"--lora {each}: write it as NAME=PATH") from None
+        elif not equals:
+            name, path = Path(each).stem, each
+        adapters[name] = str(Path(path).expanduser().absolute())
+    return adapters
+
+
 def serve(
     model: ModelArgument = None,
     model_option: ModelOption = None,
     hf_repo: HubOption = None,
     backend: BackendOption = None,
     option: OptionsOption = None,
+    lora: LoraOption = None,
     device: DeviceOption = None,
     dtype: DtypeOption = None,
     host: HostOption = None,
@@ -118,6 +143,7 @@ def serve(
         "model.model_path": _one_model(model, model_option, hf_repo),
         "model.backend": backend,
         "model.options": parse_options(option),
+        "model.adapters": parse_adapters(lora),
         "model.device": device,
         "model.dtype": dtype,
         "model.name": name,

@@ -59,6 +59,16 @@ OptionsOption = Annotated[
         " can be repeated.",
     ),
 ]
+LoraOption = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--lora",
+        "--lora-modules",
+        metavar="NAME=PATH",
+        rich_help_panel=_MODEL,
+        help="LoRA adapter that clients call NAME: a PEFT folder or a GGUF file; can be repeated.",
+    ),
+]
 MaxSequenceLengthOption = Annotated[
     int | None,
     typer.Option(

@@ -56,6 +56,7 @@ SHORT_VARIABLES = {
 _FLAGS = {
     "model.model_path": "MODEL",
     "model.options": "--option",
+    "model.adapters": "--lora",
     "cache.enabled": "--cache",
     "storage.path": "--storage-path",
     "logging.level": "--log-level",

@@ -5,7 +5,6 @@ environment, `--port` on the command line. Sizes in `_mb` are MiB. Settings are 
 changes them after loading. The sentence below a field is its line in docs/reference/settings.md.
 """
 
-import os
 from collections.abc import Mapping
 from pathlib import Path
 from types import MappingProxyType
@@ -23,6 +22,7 @@ from pydantic import (
     model_validator,
 )
 
+from engine.core.config_storage import InterpSettings, RequestsSettings, StorageSettings
 from engine.core.config_types import (
     Dialects,
     Megabytes,
@@ -31,7 +31,9 @@ from engine.core.config_types import (
     Policy,
     Secret,
     Section,
+    ShardSettings,
     Strings,
+    check_adapters,
     check_options,
     check_power_of_two,
     lowercase,
@@ -40,7 +42,7 @@ from engine.core.config_types import (
 
 if TYPE_CHECKING:
     from engine.core.config_presets import PresetTable
-    from engine.core.config_tables import BackendTable, ModelTable, PluginTable
+    from engine.core.config_tables import AdapterTable, BackendTable, ModelTable, PluginTable
 
 RESERVED_PATHS = ("/v1", "/health", "/livez", "/readyz", "/generate", "/api", "/openai")
 
@@ -142,6 +144,10 @@ class ModelSettings(Section):
         dict[str, Any], BeforeValidator(parse_options), AfterValidator(check_options)
     ] = {}
     """Fields of the configuration class of a backend other than our own."""
+    adapters: Annotated[
+        dict[str, str], BeforeValidator(parse_options), AfterValidator(check_adapters)
+    ] = {}
+    """LoRA adapters: the path of each, by the model id that clients use for it."""
     device: str = Field(default="auto", pattern=r"^[a-z]+(:[0-9]{1,3}(-[0-9]{1,3})?)?$")
     """Device that computes, such as `cpu`, `cuda:1` or `cuda:0-3`."""
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
@@ -225,6 +231,12 @@ class PerformanceSettings(Section):
     """`invariant`: rounding never depends on the batch; `fast`: it may; `auto`: see numerics.md."""
     speculation: Literal["auto", "on", "off"] = "auto"
     """Guess tokens and verify several in one step. `auto`: only if the output can't change."""
+    max_adapters: int = Field(default=8, ge=0, le=256)
+    """Max LoRA adapters in one step; others wait. 0: no adapters are served."""
+    max_adapter_rank: int = Field(default=256, ge=1, le=4096)
+    """Max rank of a LoRA adapter."""
+    adapter_memory_mb: Megabytes = 1024
+    """Host memory for LoRA adapters in MiB; the least recently used are read again when needed."""
     affinity: str = Field(
         default="auto", pattern=r"^(auto|off|[0-9]+(-[0-9]+)?(,[0-9]+(-[0-9]+)?)*)$", max_length=256
     )
@@ -308,52 +320,16 @@ class LimitsSettings(Section):
     """File that holds `limits.redis_url`."""
 
 
-class StorageSettings(Section):
-    """Storage of data that outlives a request and the server: responses, conversations, stored
-    chat completions, files, batches.
-    """
-
-    path: Path | None = None
-    """Storage directory; unset, `engine` in the user's data directory."""
-    response_ttl_s: float = Field(default=30 * 86400.0, gt=0, le=10**9)
-    """Seconds after its last use when a response, conversation or chat completion is deleted."""
-    max_responses: int = Field(default=10_000, ge=1, le=10**7)
-    """Max responses, conversations and chat completions; the least recently used is deleted."""
-    max_size_mb: Megabytes = 1024
-    """Max MiB of uploaded files and batch results, and again of responses and the like."""
-    file_ttl_s: float = Field(default=30 * 86400.0, gt=0, le=10**9)
-    """Age at which an uploaded file or a batch result is deleted."""
-
-    @property
-    def directory(self) -> Path:
-        if self.path is not None:
-            return self.path.expanduser()
-        base = os.environ.get("XDG_DATA_HOME") or Path.home() / ".local" / "share"
-        return Path(base) / "engine"
-
-
-class RequestsSettings(Section):
-    """What the server keeps of past requests, to explain and to replay them."""
-
-    keep: int = Field(default=512, ge=0, le=100_000)
-    """Number of past requests that `/v1/admin/requests` explains; 0: none."""
-    show_text: bool = False
-    """Show the few words at which a prompt begins to differ from the cached one."""
-    record: bool = False
-    """Store the tokens, parameters and seed of each request, for `engine replay`."""
-    max_recorded: int = Field(default=1000, ge=1, le=10**6)
-    """Max recorded requests; the oldest is deleted."""
-
-
 class NamedTables(msgspec.Struct, frozen=True):
     """The named tables of the TOML file, validated by `config_tables`: `[backends.NAME]`,
-    `[models.ID]`, `[plugins.NAME]` and `[presets.ID]`.
+    `[models.ID]`, `[plugins.NAME]`, `[presets.ID]` and `[adapters.NAME]`.
     """
 
     backends: "Mapping[str, BackendTable]" = MappingProxyType({})
     models: "Mapping[str, ModelTable]" = MappingProxyType({})
     plugins: "Mapping[str, PluginTable]" = MappingProxyType({})
     presets: "Mapping[str, PresetTable]" = MappingProxyType({})
+    adapters: "Mapping[str, AdapterTable]" = MappingProxyType({})
 
 
 TABLES = NamedTables.__struct_fields__
@@ -370,15 +346,23 @@ class Settings(BaseModel):
     cache: CacheSettings = CacheSettings()
     tiers: TierSettings = TierSettings()
     performance: PerformanceSettings = PerformanceSettings()
+    shards: ShardSettings = ShardSettings()
     logging: LoggingSettings = LoggingSettings()
     metrics: MetricsSettings = MetricsSettings()
     tracing: TracingSettings = TracingSettings()
     limits: LimitsSettings = LimitsSettings()
     storage: StorageSettings = StorageSettings()
     requests: RequestsSettings = RequestsSettings()
+    interp: InterpSettings = InterpSettings()
     tables: Annotated[NamedTables, WithJsonSchema({})] = Field(
         default_factory=lambda: NO_TABLES, exclude=True
     )
+
+    @property
+    def vectors_dir(self) -> Path:
+        """The directory of named vectors."""
+        path = self.interp.vectors_dir
+        return self.storage.directory / "vectors" if path is None else path.expanduser()
 
 
 SECTIONS = tuple(name for name in Settings.model_fields if name != "tables")
@@ -403,6 +387,7 @@ SECRET_KEYS = (
     "server.admin_key",
     "server.node_token",
     "metrics.token",
+    "shards.token",
     "limits.redis_url",
     "tiers.redis_url",
 )

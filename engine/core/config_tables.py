@@ -1,5 +1,6 @@
 """Reads the named tables of the TOML file: `[backends.NAME]` defines a backend, `[models.ID]` a
-model id with its backends, `[plugins.NAME]` a plugin, and `[presets.ID]` the defaults of a model.
+model id with its backends, `[plugins.NAME]` a plugin, `[presets.ID]` the defaults of a model, and
+`[adapters.NAME]` a LoRA adapter.
 
 A backend's table has keys for the router, which are defined here, and options for its kind of
 backend. The configuration class of that kind validates the options when the backend is created. A
@@ -136,11 +137,21 @@ class PluginTable(Table):
     """Every other key of the table: an option of the plugin."""
 
 
+class AdapterTable(Table):
+    """A table `[adapters.NAME]`: a LoRA adapter that clients can request as the model NAME."""
+
+    path: str = Field(min_length=1, max_length=4096)
+    """PEFT folder or GGUF file; relative to the configuration file."""
+    model: ModelId | None = None
+    """Base model; needed if several models are served."""
+
+
 _NAMES = {
     "backends": re.compile(r"[A-Za-z0-9_.-]{1,64}"),
     "models": re.compile(r"[!-~]{1,256}"),
     "plugins": re.compile(r"[A-Za-z0-9_.-]{1,64}"),
     "presets": re.compile(r"[!-~]{1,256}"),
+    "adapters": re.compile(r"[!-~]{1,256}"),
 }
 
 
@@ -167,9 +178,13 @@ def read_tables(tables: Mapping[str, Any], where: str) -> NamedTables:
         name: _made(PresetTable, f"{where}: presets.{name}", _with_template(name, table, where))
         for name, table in given["presets"].items()
     }
+    adapters = {
+        name: _made(AdapterTable, f"{where}: adapters.{name}", _with_path(table, where))
+        for name, table in given["adapters"].items()
+    }
     # If the file has no `[models]` tables, each backend is a model with the backend's name.
     uses = {name: ModelTable(backends=(BackendUse(name=name),)) for name in backends}
-    made = NamedTables(backends, models or uses, plugins, presets)
+    made = NamedTables(backends, models or uses, plugins, presets, adapters)
     _check_references(made, where)
     return made
 
@@ -190,6 +205,14 @@ def _with_template(name: str, table: Mapping[str, Any], where: str) -> dict[str,
             f"{where}: presets.{name}.template: {path} can't be read: {reason}",
             param=f"presets.{name}.template",
         ) from None
+
+
+def _with_path(table: Mapping[str, Any], where: str) -> dict[str, Any]:
+    """Copy an adapter's table. Its path is relative to the configuration file."""
+    path = table.get("path")
+    if not isinstance(path, str):
+        return dict(table)
+    return {**table, "path": str(Path(where).parent / Path(path).expanduser())}
 
 
 def backends_of(table: ModelTable, tables: NamedTables) -> list[BackendUse]:
@@ -239,6 +262,7 @@ def _check_references(tables: NamedTables, where: str) -> None:
     if tables.models and not tables.backends:
         raise ConfigError(f"{where}: there are [models.*] and no [backends.*] to answer for them")
     _check_presets(tables, where)
+    _check_adapters(tables, where)
     for model_id, table in tables.models.items():
         _check_model(f"{where}: models.{model_id}", model_id, table, tables)
     _check_names(tables, where)
@@ -266,6 +290,24 @@ def _check_presets(tables: NamedTables, where: str) -> None:
                     f"{where}: presets.{name}.{field} is for a server without [backends.*]",
                     param=f"presets.{name}.{field}",
                 )
+
+
+def _check_adapters(tables: NamedTables, where: str) -> None:
+    """With several models, an adapter must say which one it is for."""
+    known = list(tables.models)
+    for name, table in tables.adapters.items():
+        if name in tables.models:
+            raise ConfigError(f"{where}: adapters.{name}: a model has this name")
+        if table.model is None and len(known) > 1:
+            raise ConfigError(
+                f"{where}: adapters.{name}.model is needed, because several models are served",
+                param=f"adapters.{name}.model",
+            )
+        if known and table.model is not None and table.model not in known:
+            raise ConfigError(
+                f"{where}: adapters.{name}.model: no such model{suggest(table.model, known)}",
+                param=f"adapters.{name}.model",
+            )
 
 
 def _check_model(where: str, model_id: str, table: ModelTable, tables: NamedTables) -> None:

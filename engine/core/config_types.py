@@ -2,6 +2,7 @@
 
 import re
 import tomllib
+from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from pydantic import (
@@ -40,6 +41,13 @@ def check_options(value: dict[str, Any]) -> dict[str, Any]:
         from engine.core.config_tables import refuse_secrets
 
         refuse_secrets(value)
+    return value
+
+
+def check_adapters(value: dict[str, str]) -> dict[str, str]:
+    for name in value:
+        if not re.fullmatch(r"[!-~]{1,256}", name):
+            raise ValueError("an adapter's name is 1 to 256 visible ASCII characters")
     return value
 
 
@@ -96,3 +104,16 @@ class Section(BaseModel):
         if isinstance(value, bool) and cls.model_fields[info.field_name].annotation is not bool:
             raise ValueError(f"must not be {str(value).lower()}")
         return value
+
+
+class ShardSettings(Section):
+    """Ranks on other machines, for `performance.tensor_parallel_size` and its like."""
+
+    remote_ranks: int = Field(default=0, ge=0, le=1023)
+    """How many of the ranks, the last ones, join from other machines by `engine shard`."""
+    listen: str | None = Field(default=None, pattern=r"^[^\s]+:[0-9]{1,5}$", max_length=256)
+    """HOST:PORT at which they join."""
+    token: Secret | None = None
+    """Token that they must have; from a variable or `shards.token_file`."""
+    token_file: Path | None = None
+    """File that holds the token."""

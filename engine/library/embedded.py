@@ -80,6 +80,7 @@ class EmbeddedEngine:
         loaded = load_settings(None, arguments.flags(), {})
         _fetch_model(loaded.settings)
         self.max_queued = loaded.settings.performance.max_queued_requests
+        self.vectors_dir = loaded.settings.vectors_dir
         self.backend: InferenceBackend = build_backend(loaded.settings, in_process=True)
         # Requests without a seed get consecutive seeds, so a program gives the same output again.
         self._seeds = None if arguments.seed is None else itertools.count(arguments.seed)

@@ -155,6 +155,9 @@ class PluggedBackend(InferenceBackend):
     async def tokenizer_info(self, *, model: str = "") -> TokenizerInfo | None:
         return await self.inner.tokenizer_info(model=model)
 
+    async def sites(self, *, model: str = "") -> list[dict[str, Any]]:
+        return await self.inner.sites(model=model)
+
     def find(self, name: str) -> PluginHost | None:
         return next((host for host in self.hosts if host.name == name), None)
 

@@ -11,6 +11,7 @@ import math
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Callable
 from dataclasses import dataclass
+from typing import Any
 
 from engine.backends.base import (
     EventSink,
@@ -301,6 +302,10 @@ class OnDemand(InferenceBackend):
     async def tokenizer_info(self, *, model: str = "") -> TokenizerInfo | None:
         async with self.use() as backend:
             return await backend.tokenizer_info(model=model)
+
+    async def sites(self, *, model: str = "") -> list[dict[str, Any]]:
+        async with self.use() as backend:
+            return await backend.sites(model=model)
 
     async def flush_prefixes(self, *, model: str = "") -> tuple[str, ...]:
         return () if self._inner is None else await self._inner.flush_prefixes(model=model)

@@ -216,6 +216,7 @@ def combined_card(model_id: str, cards: Sequence[ModelCard]) -> ModelCard:
         template_options=_in_all([card.template_options for card in cards]),
         trained_context=min(trained, default=None),
         num_dimensions=_same([card.num_dimensions for card in cards]),
+        cache_identity=_same([card.cache_identity for card in cards]),
     )
 
 

@@ -6,9 +6,10 @@ before it sends a request. Events that a backend pushes reach the server directl
 """
 
 import asyncio
+import contextlib
 import logging
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import msgspec
 
@@ -261,6 +262,12 @@ class Router(InferenceBackend):
             if (info := await backend.tokenizer_info()) is not None:
                 return info
         return None
+
+    async def sites(self, *, model: str = "") -> list[dict[str, Any]]:
+        for backend in self._ready_backends(model):
+            with contextlib.suppress(InvalidRequestError):
+                return await backend.sites()
+        return await super().sites(model=model)
 
     async def flush_prefixes(self, *, model: str = "") -> tuple[str, ...]:
         found = [self._route(model)] if model else self.routes

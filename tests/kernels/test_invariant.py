@@ -13,13 +13,13 @@ import torch
 from torch import Tensor
 
 from engine.backends.custom.frameworks.torch.execution.cuda_runner import CudaRunner
+from engine.backends.custom.frameworks.torch.kernels.activation import gated
 from engine.backends.custom.frameworks.torch.kernels.attention_heads import AttentionHeads
 from engine.backends.custom.frameworks.torch.kernels.attention_reference import ReferenceAttention
 from engine.backends.custom.frameworks.torch.kernels.attention_spec import batch_of
 from engine.backends.custom.frameworks.torch.kernels.base import Inputs, interpreting
 from engine.backends.custom.frameworks.torch.kernels.fp8 import quantize_rows, scaled_linear
 from engine.backends.custom.frameworks.torch.kernels.invariant import attention as invariant
-from engine.backends.custom.frameworks.torch.kernels.invariant.linear import counters
 from engine.backends.custom.frameworks.torch.kernels.triton import (
     attention_invariant,
     experts,
@@ -57,45 +57,28 @@ def products_are_chains(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(interpreter.InterpreterBuilder, "create_dot", chain)
 
 
-@pytest.mark.parametrize(
-    ("segments", "parts"), [(4, "residual"), (2, "gate"), (1, "bias")], ids=str
-)
-def test_a_row_has_the_same_product_in_every_step(
-    segments: int, parts: str, device: torch.device, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(linear, "segments_of", lambda outputs: segments)
+@pytest.mark.parametrize("parts", ["residual", "gate", "bias", "bias and gate"])
+def test_a_row_has_the_same_product_in_every_step(parts: str, device: torch.device) -> None:
+    """It is what a library's product gives, with the other parts after it."""
     outputs = 72
     inputs = Inputs(device, torch.float16)
     x, weight = inputs.normal(70, 600), inputs.normal(outputs, 600, scale=0.04)
     residual = inputs.normal(70, outputs) if parts == "residual" else None
-    bias = inputs.normal(outputs) if parts == "bias" else None
-    gate = "silu" if parts == "gate" else None
-    arrived = counters(device)
+    bias = inputs.normal(outputs) if "bias" in parts else None
+    gate = "silu" if "gate" in parts else None
 
     def product(rows: slice, tile: LinearTile | None = None) -> Tensor:
         given = None if residual is None else residual[rows]
-        return linear.invariant_linear(
-            x[rows], weight, bias, arrived, gate=gate, residual=given, tile=tile
-        )
+        return linear.invariant_linear(x[rows], weight, bias, gate=gate, residual=given, tile=tile)
 
-    with monkeypatch.context() as patch:
-        patch.setattr(linear, "MAX_PARALLEL", 0)  # one program computes all segments of a tile
-        whole = product(slice(0, 70), LinearTile(64, 64, 128, 4, 2))
+    whole = product(slice(0, 70), LinearTile(64, 64, 128, 4, 2))
     for first, last in ((0, 1), (69, 70), (3, 20)):
         assert torch.equal(product(slice(first, last)), whole[first:last])
-    assert torch.equal(product(slice(0, 70), LinearTile(128, 256, 64, 8, 2)), whole)
-    assert not arrived.any()
-
-
-def test_segments_depend_on_the_weight_alone_and_tiles_use_one_instruction() -> None:
-    """A Hopper tensor core has another instruction for fewer than 64 weight rows."""
-    for outputs in (64, 2048, 3072, 4096, 6144, 16384, 128256):
-        for tokens in (1, 2, 16, 17, 64, 65, 128, 256, 1024, 5000):
-            tile = linear.choose(tokens, outputs)
-            assert tile.rows >= 64 and tile.warps % 4 == 0
-            columns_of_segment = 256
-            assert columns_of_segment % tile.columns == 0
-    assert [linear.segments_of(outputs) for outputs in (2048, 6144, 16384)] == [4, 2, 1]
+    assert torch.equal(product(slice(0, 70), LinearTile(16, 256, 64, 8, 2)), whole)
+    y = linear.invariant_linear(x, weight, None)
+    y = y if bias is None else y + bias
+    y = y if gate is None else gated(y, gate)
+    assert torch.equal(y if residual is None else residual + y, whole)
 
 
 ROWS = ((70, 1), (70, 23), (1, 1), (70, 2), (34, 34))

@@ -24,11 +24,14 @@ from engine.backends.custom.frameworks.torch.execution.distributed.model_shard i
     ModelShard,
     check_shards,
 )
+from engine.backends.custom.frameworks.torch.execution.distributed.remote import free_port
 from engine.backends.custom.frameworks.torch.execution.distributed.sharded_runner import (
     ShardedRunner,
     open_group,
 )
 from engine.backends.custom.frameworks.torch.models.loading import build_model
+from engine.backends.custom.ipc.heartbeat import TICK_S
+from engine.backends.custom.runtime.loop import REMOTE_POLL_S
 from engine.backends.custom.runtime.model_runner import ModelRunner, RunnerConfig, RunnerLostError
 from engine.backends.custom.weights.model import ModelSource, open_model
 from engine.core.errors import ConfigError
@@ -110,12 +113,12 @@ def prompts() -> list[list[int]]:
 Answer = tuple[list[int], list[dict[int, float]]]
 
 
-def answers(runner: ModelRunner) -> tuple[list[Answer], bytes]:
+def answers(runner: ModelRunner, count: int = NUM_PROMPTS) -> tuple[list[Answer], bytes]:
     """The greedy tokens of each prompt with the logprobs of the best five, and all logprobs' bits.
     Prompts are computed in parts, beside each other.
     """
     driver = RunnerDriver(runner)
-    tracks = [driver.add(prompt) for prompt in prompts()]
+    tracks = [driver.add(prompt) for prompt in prompts()[:count]]
     tops: dict[int, list[dict[int, float]]] = {track.slot: [] for track in tracks}
     bits = []
     while open_tracks := [t for t in tracks if len(t.tokens) - t.num_prompt < NUM_NEW]:
@@ -160,6 +163,63 @@ def test_ranks_generate_what_one_process_generates(
     if tensor == 2 and pipeline == 1:
         with ranks(name, tensor, pipeline, forks) as runner:
             assert answers(runner)[1] == bits, "sums are added in the order of the ranks"
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+def test_ranks_of_the_default_model(default_model: Path, forks: Forks) -> None:
+    """Its nine heads can be divided by three, its layers by any number."""
+    config = replace(CONFIG, max_seq_len=64)
+    source = open_model(default_model)
+    runner = build_runner(source, config)
+    expected, _ = answers(runner, 16)
+    runner.close()
+    for tensor, pipeline in ((3, 1), (1, 2), (1, 4)):
+        cut = replace(config, tensor_parallel=tensor, pipeline_parallel=pipeline)
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(groups, "start_child", forks.start)
+            runner = open_group(source, cut)
+        found, _ = answers(runner, 16)
+        runner.close()
+        check_same(found, expected)
+
+
+@pytest.mark.parametrize(("tensor", "pipeline"), [(2, 1), (1, 2)])
+def test_a_rank_of_another_machine_computes_the_same(
+    tensor: int, pipeline: int, forks: Forks, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The last rank joins over TCP. With a pipeline, it samples. A rank with another token is
+    refused, and the engine goes on waiting.
+    """
+    for name, token in (("right", "0123456789abcdef"), ("wrong", "fedcba9876543210")):
+        (tmp_path / name).write_text(token + "\n")
+    address = f"127.0.0.1:{free_port()}"
+    config = replace(
+        CONFIG,
+        tensor_parallel=tensor,
+        pipeline_parallel=pipeline,
+        remote_ranks=1,
+        shard_listen=address,
+        shard_token="0123456789abcdef",
+    )
+
+    def start_others() -> None:
+        while "waiting for 1 ranks" not in caplog.text:
+            time.sleep(0.02)
+        forks.join(address, str(tmp_path / "wrong"))
+        while "its token is wrong" not in caplog.text:
+            time.sleep(0.02)
+        forks.join(address, str(tmp_path / "right"))
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(groups, "start_child", forks.start)
+        joining = threading.Thread(target=start_others)
+        joining.start()
+        runner = open_group(model("gpt2"), config)
+        joining.join()
+    found, _ = answers(runner)
+    runner.close()
+    check_same(found, alone("gpt2"))
 
 
 @pytest.mark.parametrize(("name", "parts"), CUT)
@@ -222,21 +282,25 @@ def caches(config: ModelConfig) -> tuple[PagedCache, ...]:
     return CacheGroups(config, CONFIG, CPU, torch.float32).caches
 
 
-@pytest.mark.parametrize(("fault", "within_s"), [(signal.SIGKILL, 1.0), (signal.SIGSTOP, 4.0)])
-def test_a_lost_rank_ends_the_group(fault: signal.Signals, within_s: float, forks: Forks) -> None:
+@pytest.mark.parametrize("fault", [signal.SIGKILL, signal.SIGSTOP])
+def test_a_lost_rank_ends_the_group(fault: signal.Signals, forks: Forks) -> None:
     with ranks("gpt2", 2, 1, forks) as runner:
         pids = runner.group.pids
         driver = RunnerDriver(runner)
         driver.generate([driver.add([5, 6, 7])], 2)
         os.kill(pids[1], fault)
-        began_at = time.monotonic()
         with pytest.raises(RunnerLostError, match="rank 1 of 2"):
             driver.generate([driver.add([5, 6, 7])], 64)
-        assert time.monotonic() - began_at < within_s + 1.0  # the second is for a busy machine
         with pytest.raises(RunnerLostError, match="rank 1 of 2"):
             runner.check()
     for pid in pids:
         assert not psutil.pid_exists(pid)
+
+
+def test_an_idle_engine_notices_a_lost_rank_soon_enough() -> None:
+    """Within a second if it died, within four if it froze."""
+    assert groups.WATCH_S + REMOTE_POLL_S < 1
+    assert groups.FROZEN_AFTER_S + groups.WATCH_S + REMOTE_POLL_S + TICK_S < 4
 
 
 @pytest.mark.parametrize(

@@ -1,8 +1,9 @@
 """Runs the same requests in random schedules: a request's tokens must never depend on its batch.
 
 Requests are batched, chunked, served from the cache, preempted, and repeated after a failed step,
-in pools of any size. Half of the engines speculate. Each output is compared with that of the
-request running alone. The result is one line of JSON.
+in pools of any size. Half of the engines speculate, and half of them have a cache tier. An engine
+may die, and its requests continue in the next one. Each output is compared with that of the request
+running alone. The result is one line of JSON.
 
     python -m tests.property.run_schedules --model toy --schedules 2000 --seed 1
     python -m tests.property.run_schedules --model native --schedules 100 --seed 1
@@ -31,6 +32,10 @@ from engine.backends.custom.runtime.radix_cache import RadixCache
 from engine.backends.custom.runtime.scheduler import Scheduler
 from engine.backends.custom.runtime.sequence import ScheduledBatch
 from engine.backends.custom.runtime.speculation.drafts import Speculation
+from engine.backends.custom.runtime.tiers.base import Tier
+from engine.backends.custom.runtime.tiers.host import HostTier
+from engine.backends.custom.runtime.tiers.kv_tiers import BlockMover, attach_tiers
+from engine.backends.custom.runtime.tiers.record import identity_of
 from engine.core import faults
 from engine.core.faults import Fault
 from engine.core.interfaces.request import (
@@ -38,16 +43,23 @@ from engine.core.interfaces.request import (
     Control,
     Deltas,
     GenerateRequest,
+    Resumed,
     SamplingParams,
 )
 from tests.toy_engine import FixedPrice
+from tests.toy_tiers import InlineMover
 
 TEXT = Path(__file__).parent.parent / "data" / "alice.txt"
 NUM_REQUESTS = 24  # distinct requests
 MOST_TURNS = 5000
 RETRIED = ("schedule", "forward", "sample", "wait", "publish")
 # What a schedule can run into.
-KINDS = ("batches", "chunks", "hits", "preemptions", "failures", "drafted", "accepted")
+KINDS = (
+    *("batches", "chunks", "hits", "preemptions", "failures", "drafted", "accepted"),
+    *("loads", "revivals"),
+)
+HAPPENINGS = ["submit"] * 6 + ["turn"] * 8 + ["abort", "evict", "flush", "fail", "die"]
+TIER_BYTES = 2**20
 Output = dict[int, tuple[int, ...]]  # by choice
 
 
@@ -76,12 +88,21 @@ class Shape:
 
 
 class Engine:
-    """A loop over `runner` with its own pool, driven one iteration at a time."""
+    """A loop over `runner` with its own pool, driven one iteration at a time. `tier` has the blocks
+    that the engines of this schedule have stored.
+    """
 
-    def __init__(self, runner: ModelRunner, shape: Shape) -> None:
+    def __init__(self, runner: ModelRunner, shape: Shape, tier: Tier | None = None) -> None:
         size = runner.spec.block_size
         self.pool = BlockPool(shape.num_blocks + 1)
         self.kv = KVCache(self.pool, RadixCache(self.pool, size), size, sharing=shape.sharing)
+        if tier is not None:
+            assert isinstance(runner, BlockMover)
+            identity = identity_of(("schedules",))
+            attach_tiers(
+                *(self.kv, runner, runner.spec, [tier], identity, lambda count: None),
+                make_mover=InlineMover,
+            )
         self.scheduler = Scheduler(self.kv, shape.max_slots)
         self.seen: Counter[str] = Counter()
         self._schedule, self.scheduler.schedule = self.scheduler.schedule, self._watched_schedule
@@ -113,6 +134,29 @@ class Engine:
                     self.endings[key] = delta.finish_reason
         self.channel.outbox.clear()
 
+    def counts(self) -> Counter[str]:
+        """How often each kind of event was met."""
+        found = Counter(self.seen)
+        found["preemptions"] += self.scheduler.num_preemptions
+        found["hits"] += self.kv.num_hit
+        if self.kv.tiers is not None:
+            found["loads"] += sum(each.hits for each in self.kv.tiers.stats())
+        if self.scheduler.speculation is not None:
+            found["drafted"] += self.scheduler.speculation.num_drafted
+            found["accepted"] += self.scheduler.speculation.num_accepted
+        return found
+
+    def take_over(self, dead: "Engine", requests: dict[str, GenerateRequest]) -> None:
+        """Continue the requests of an engine that died, each with the tokens that it had."""
+        self.tokens, self.endings = dead.tokens, dead.endings
+        for request_id, request in requests.items():
+            left = [n for n in range(request.params.n) if (request_id, n) not in self.endings]
+            if left:
+                before = [tuple(self.tokens.get((request_id, choice), ())) for choice in left]
+                resumed = tuple(map(Resumed, left, before))
+                self.channel.inbox.append(msgspec.structs.replace(request, resumed=resumed))
+                self.seen["revivals"] += any(before)
+
     def finish(self) -> None:
         for _ in range(MOST_TURNS):
             self.turn()
@@ -130,7 +174,7 @@ class Model:
     """
 
     requests: list[GenerateRequest]
-    new_engine: Callable[[random.Random], Engine]
+    new_engine: Callable[[random.Random, Tier | None], Engine]
     alone: list[Output]
 
 
@@ -141,11 +185,11 @@ def toy_model(rng: random.Random) -> Model:
     prompts = [tuple(rng.randrange(3) for _ in range(rng.randint(1, 20))) for _ in range(8)]
     requests = [new_request(rng, rng.choice(prompts), index) for index in range(NUM_REQUESTS)]
 
-    def new_engine(rng: random.Random) -> Engine:
+    def new_engine(rng: random.Random, tier: Tier | None) -> Engine:
         size = rng.choice([1, 2, 16])
         least = -(-32 // size)  # enough for the longest request
         spec = RunnerSpec(size, 65, 5, 64, VOCAB, depth=rng.choice([0, 1]))
-        return Engine(ToyRunner(spec), shape(rng, least, 64))
+        return Engine(ToyRunner(spec), shape(rng, least, 64), tier)
 
     alone = [
         {
@@ -173,7 +217,7 @@ def native_model(rng: random.Random) -> Model:
     prompts = [tuple(ids[at : at + rng.randint(3, 60)]) for at in starts * 2]
     requests = [new_request(rng, rng.choice(prompts), index, 24) for index in range(NUM_REQUESTS)]
     alone = [run_alone(Engine(runner, Shape(64, 5, 128)), each) for each in requests]
-    return Model(requests, lambda rng: Engine(runner, shape(rng, 6, 40)), alone)
+    return Model(requests, lambda rng, tier: Engine(runner, shape(rng, 6, 40), tier), alone)
 
 
 def tiny_model(rng: random.Random) -> Model:
@@ -192,7 +236,7 @@ def tiny_model(rng: random.Random) -> Model:
     prompts += [tuple(tiny_models.text(rng.randint(1, 40), seed)) for seed in range(4)]
     requests = [new_request(rng, rng.choice(prompts), index, 24) for index in range(NUM_REQUESTS)]
     alone = [run_alone(Engine(runner, Shape(64, 5, 128)), each) for each in requests]
-    return Model(requests, lambda rng: Engine(runner, shape(rng, 6, 40)), alone)
+    return Model(requests, lambda rng, tier: Engine(runner, shape(rng, 6, 40), tier), alone)
 
 
 def new_request(
@@ -228,23 +272,25 @@ def run_alone(engine: Engine, request: GenerateRequest) -> Output:
 
 def run_schedule(model: Model, rng: random.Random, seen: Counter[str]) -> int:
     """Number of choices whose tokens differ from those of the request alone."""
-    engine = model.new_engine(rng)
+    tier = HostTier(TIER_BYTES, "lru", None) if rng.random() < 0.5 else None
+    engine = model.new_engine(rng, tier)
     asked: dict[str, int] = {}
+    sent: dict[str, GenerateRequest] = {}
     left = rng.randint(2, 10)
     while left or rng.random() < 0.9:
-        happening = rng.choice(["submit"] * 6 + ["turn"] * 8 + ["abort", "evict", "flush", "fail"])
+        happening = rng.choice(HAPPENINGS)
         if happening == "submit" and left:
             left -= 1
             index = rng.randrange(len(model.requests))
-            asked[f"r{len(asked)}"] = index
-            request_id = f"r{len(asked) - 1}"
-            request = msgspec.structs.replace(
+            request_id = f"r{len(asked)}"
+            asked[request_id] = index
+            sent[request_id] = msgspec.structs.replace(
                 model.requests[index],
                 request_id=request_id,
                 priority=rng.choice([0, 0, 1]),
                 expected=nearly(model.alone[index][0], rng),
             )
-            engine.channel.inbox.append(request)
+            engine.channel.inbox.append(sent[request_id])
         elif happening == "abort" and asked:
             engine.channel.inbox.append(Abort(rng.choice(sorted(asked))))
         elif happening == "evict":
@@ -255,14 +301,13 @@ def run_schedule(model: Model, rng: random.Random, seen: Counter[str]) -> int:
             with faults.planned(Fault(rng.choice(RETRIED), at=rng.randint(1, 3))) as plan:
                 engine.turn()
             seen["failures"] += plan.num_strikes
+        elif happening == "die":
+            seen.update(engine.counts())
+            dead, engine = engine, model.new_engine(rng, tier)
+            engine.take_over(dead, sent)
         engine.turn()
     engine.finish()
-    seen.update(engine.seen)
-    seen["preemptions"] += engine.scheduler.num_preemptions
-    seen["hits"] += engine.kv.num_hit
-    if engine.scheduler.speculation is not None:
-        seen["drafted"] += engine.scheduler.speculation.num_drafted
-        seen["accepted"] += engine.scheduler.speculation.num_accepted
+    seen.update(engine.counts())
     return _count_mismatches(model, engine, asked, seen)
 
 

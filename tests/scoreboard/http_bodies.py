@@ -49,6 +49,8 @@ def least_bodies(model: str) -> dict[str, dict[str, Any]]:
         "/v1/admin/limits": {},
         "/v1/admin/log-level": {"level": "info"},
         "/v1/admin/models/load": {"model": "absent"},
+        "/v1/load_lora_adapter": {"lora_name": "absent", "lora_path": "/absent"},
+        "/v1/unload_lora_adapter": {"lora_name": "absent"},
         "/v1/admin/models/remove": {"id": "absent"},
         "/v1/admin/models/swap": {"id": "absent"},
         "/v1/admin/models/unload": {"id": "absent"},
@@ -68,6 +70,7 @@ def least_bodies(model: str) -> dict[str, dict[str, Any]]:
         "/v1/conversations/{conversation_id}": {"metadata": {}},
         "/v1/conversations/{conversation_id}/items": {"items": [{"role": "user", "content": "a"}]},
         "/v1/embeddings": {"model": model, "input": "a"},
+        "/v1/interp/run": {"model": model, "prompt": "a", "interp": {}},
         "/v1/fim/completions": {"model": model, "prompt": "a", "max_tokens": 1},
         "/v1/messages": {"model": model, "messages": MESSAGES, "max_tokens": 1},
         "/v1/messages/batches": {

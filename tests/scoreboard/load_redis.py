@@ -57,6 +57,11 @@ class RedisProcess:
         """The number of counters."""
         return int(self._ask(b"*1\r\n$6\r\nDBSIZE\r\n").removeprefix(b":"))
 
+    def command(self, *words: str) -> bytes:
+        """Send a command, and return the reply."""
+        parts = [f"${len(word)}\r\n{word}\r\n" for word in words]
+        return self._ask(f"*{len(words)}\r\n{''.join(parts)}".encode())
+
     def _answers(self) -> bool:
         try:
             return self._ask(b"*1\r\n$4\r\nPING\r\n").startswith(b"+PONG")

@@ -121,9 +121,9 @@ async def ask(
     return reply
 
 
-async def all_begun(replies: Sequence[Reply], num_pieces: int = 2) -> None:
-    """Wait until `num_pieces` pieces of each reply have arrived."""
-    while any(len(reply.times) < num_pieces for reply in replies):
+async def all_begun(replies: Sequence[Reply]) -> None:
+    """Wait until two pieces of each reply have arrived."""
+    while any(len(reply.times) < 2 for reply in replies):
         assert not any(reply.ended for reply in replies), "one ended before all had begun"
         await asyncio.sleep(0.01)
 

@@ -1,8 +1,8 @@
 """A cached prefix is found by exactly what it was computed from, and by nobody else (SEC-30; T1).
 
 The tree compares tokens themselves. Only the tokens of images are replaced, by numbers derived from
-a hash of the image. One engine has one model, in one type, without adapters: those are no part of
-the key, as nothing of another is there.
+a hash of the image. Each adapter has namespaces of its own, by a hash of its content. One engine
+has one model, in one type: those are no part of the key, as nothing of another is there.
 """
 
 import hashlib
@@ -24,7 +24,8 @@ from tests.toy_engine import ToyEngine
 
 SIZE = 4
 # What keys and values are computed from; every other field must not change them.
-KEYED = {"prompt", "salt", "images"}
+# Of `interp`, the edits: `tests/parity/test_interp_batch.py` runs them.
+KEYED = {"prompt", "salt", "images", "adapter", "interp"}
 NOT_KEYED: dict[str, Any] = {
     "request_id": "another",
     "params": SamplingParams(max_tokens=3, temperature=1.0, seed=9),

@@ -64,6 +64,7 @@ LEAST: dict[str, dict[str, Any]] = {
     "MessagesBody": {"model": MODEL, "max_tokens": 5, "messages": MESSAGES},
     "ModerationBody": {"input": "x"},
     "NamedBody": {"id": "x"},
+    "RunBody": {"prompt": "x", "interp": {}},
     "SwapBody": {"id": "x"},
     "NativeBody": {"prompt": "x"},
     "NewItemsBody": {"items": []},

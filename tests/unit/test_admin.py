@@ -8,9 +8,11 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import msgspec
 import pytest
 from typer.testing import CliRunner, Result
 
+from engine.backends.custom.runtime.tiers.record import identity_of, root_key
 from engine.cli.main import app as cli
 from engine.core.config_schema import Settings
 from engine.core.errors import InvalidRequestError
@@ -20,6 +22,7 @@ from engine.servers.app import create_app
 from engine.servers.ops import audit as audit_module
 from engine.servers.ops.audit import AuditLog
 from engine.servers.ops.reload import reread
+from engine.servers.ops.warming import tenants_of, warm
 from engine.servers.serving.services import OFFLINE_PRIORITY
 from tests.fake_backend import MODEL, FakeBackend
 from tests.live_server import LiveServer, chat, live_server, make_settings, wait_until
@@ -171,6 +174,28 @@ def reloading(tmp_path: Path) -> tuple[Any, Path, Callable[..., None]]:
 
     app = create_app(written[0], FakeBackend(), Metrics(MODEL), reread=read)
     return app.state.services, keys_file, write
+
+
+async def test_prefixes_of_tiers_are_loaded_for_their_own_tenants(
+    reloading: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    services, keys_file, _ = reloading
+    add_key(keys_file, "second")
+    await reread(services, "SIGHUP")
+    ours, foreign = identity_of(("ours",)), identity_of(("foreign",))
+    card = msgspec.structs.replace(services.find_model(None), cache_identity=ours.hex())
+    monkeypatch.setattr(type(services), "find_model", lambda self, name: card)
+    first, second = tenants_of(services)
+    roots = [(foreign, first), (ours, second), (ours, "gone"), (ours, first), (ours, second)]
+    prompts = [
+        {"prompt": [number, 7], "root": root_key(*root).hex()} for number, root in enumerate(roots)
+    ]
+    done = await warm(services, prompts, [first, second], most=2)
+    assert (done["prompts"], done["skipped"]) == (2, 2)
+    asked = [(each.prompt[0], each.context.salt) for each in services.backend.requests]
+    assert sorted(asked) == [(1, second), (3, first)]
+    card = msgspec.structs.replace(card, cache_identity=None)
+    assert (await warm(services, prompts, [first, second]))["skipped"] == len(prompts)
 
 
 async def test_settings_are_read_again_as_a_whole_or_not_at_all(reloading: Any) -> None:

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 from aiohttp import web
 
+from benchmarks import scaling
 from benchmarks.client import Failure, Sample, Target, new_session
 from benchmarks.figures import Batch, percentile, prefix_figures, spread, summarize
 from benchmarks.prompts import words
@@ -30,6 +31,7 @@ from benchmarks.report import (
 from benchmarks.run import WAVES, chosen_scenarios, free_port
 from benchmarks.scenarios import SCENARIOS, Measurement, measure
 from benchmarks.sweeps import SWEEPS
+from engine.backends.custom.frameworks.native.execution import timing
 
 
 def sample(ttft: float, gaps: tuple[float, ...] = (), **changes: Any) -> Sample:
@@ -334,3 +336,23 @@ def test_plots_are_drawn_from_the_points_alone(tmp_path: Path) -> None:
         document = {"sweep": name, "machine": machine(), "model": "m", "servers": servers}
         picture = draw(json.loads(json.dumps(document)), tmp_path)
         assert picture.read_bytes().startswith(b"\x89PNG")
+
+
+def test_scaling_measures_a_random_model(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(timing, "MIN_SECONDS", 0.0)
+    monkeypatch.setattr(timing, "MIN_FORWARDS", 2)
+    found = tmp_path / "rates.json"
+    asked = f"--shape tiny --threads 1 2 --rounds 2 --folder {tmp_path} --output {found}"
+    scaling.main(asked.split())
+    rounds = json.loads(found.read_text())["ours"]
+    assert rounds.keys() == {"1", "2"}
+    for each in rounds.values():
+        assert len(each) == 2
+        assert all(rates.keys() == {"prefill", "1", "8", "32"} for rates in each)
+    *_, one, two, stolen = capsys.readouterr().out.splitlines()
+    best = [max(rates[name] for rates in rounds["1"]) for name in ("prefill", "1", "8", "32")]
+    assert one.split() == ["1", *(f"{rate:.1f}" for rate in best)]
+    assert two.split()[0] == "2"
+    assert stolen.startswith("stolen by other machines")

@@ -7,7 +7,7 @@ import tarfile
 import pytest
 from typer.testing import CliRunner
 
-from engine.backends.custom.runtime.tiers.record import root_key
+from engine.backends.custom.runtime.tiers.record import identity_of, root_key
 from engine.cli.ops import admin_client
 from engine.cli.ops.cache import app
 from engine.core.config_schema import Settings
@@ -85,15 +85,12 @@ def test_the_most_used_prefixes_warm_a_server(config, monkeypatch) -> None:
     assert url.endswith(f":{Settings().server.port}")
     (prompt,) = body["prompts"]
     assert path == "cache/warm" and prompt["prompt"][: len(PROMPT)] == PROMPT
+    assert body["most"] == 3 and prompt["root"] == root_key(identity_of(("toy",)), "").hex()
 
 
-def test_blocks_of_a_tenant_warm_nobody(tmp_path) -> None:
-    engine, mover = tiered_engine(disk(tmp_path / "kv"))
-    answer(engine, "a", salt="tenant")
-    mover.tiers[0].tier.close()
+def test_tiers_without_prefixes_warm_nobody(tmp_path) -> None:
     with pytest.raises(ConfigError, match="name a FILE"):
         told("warm", "--config", written(tmp_path, "kv"))
-    assert root_key(b"", "tenant") != root_key(b"", "")
 
 
 def test_settings_without_a_tier_are_named(tmp_path) -> None:

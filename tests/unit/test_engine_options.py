@@ -34,7 +34,13 @@ SETTINGS = {
     "performance.gpu_memory_utilization": 0.5,
     "performance.tensor_parallel_size": 3,
     "performance.pipeline_parallel_size": 2,
+    "shards.remote_ranks": 4,
+    "shards.listen": "10.0.0.1:7000",
     "performance.speculation": "off",
+    "model.adapters": {"tuned": "/adapters/tuned"},
+    "performance.max_adapters": 3,
+    "performance.max_adapter_rank": 44,
+    "performance.adapter_memory_mb": 55,
     "cache.kv_dtype": "float32",
     "cache.block_size": 32,
     "cache.enabled": False,
@@ -76,7 +82,14 @@ OPTIONS = EngineOptions(
     gpu_memory_utilization=0.5,
     tensor_parallel_size=3,
     pipeline_parallel_size=2,
+    remote_ranks=4,
+    shard_listen="10.0.0.1:7000",
+    shard_token="0123456789abcdef",
     speculation="off",
+    adapters={"tuned": "/adapters/tuned"},
+    max_adapters=3,
+    max_adapter_rank=44,
+    adapter_bytes=55 * 1024 * 1024,
     block_size=32,
     cache_enabled=False,
     cache_bytes=7 * 1024 * 1024,
@@ -104,7 +117,10 @@ SPEC = RunnerSpec(block_size=4, num_blocks=65, max_slots=8, max_seq_len=64, voca
 
 
 def test_every_option_is_a_setting_and_none_is_mixed_up():
-    secret = {"LLM_ENGINE_TIERS__REDIS_URL": "redis://localhost"}
+    secret = {
+        "LLM_ENGINE_TIERS__REDIS_URL": "redis://localhost",
+        "LLM_ENGINE_SHARDS__TOKEN": "0123456789abcdef",
+    }
     settings = load_settings(None, SETTINGS, secret).settings
     assert engine_options(settings, "toy") == OPTIONS
     plain = EngineOptions(model_path="m", framework="toy")
@@ -182,6 +198,9 @@ def test_a_runner_is_told_what_was_planned():
         quantization="int8",
         tensor_parallel=3,
         pipeline_parallel=2,
+        remote_ranks=4,
+        shard_listen="10.0.0.1:7000",
+        shard_token="0123456789abcdef",
     )
 
 

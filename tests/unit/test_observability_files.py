@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 
 from engine.core.config_schema import ServerSettings
 
@@ -68,8 +69,10 @@ def test_prometheus_asks_the_address_of_a_server_without_settings() -> None:
     server = ServerSettings()
     scraping = (FOLDER / "prometheus.yml").read_text()
     assert f'- targets: ["{server.host}:{server.port}"]' in scraping
-    services = (FOLDER / "compose.yml").read_text().split("image:")[1:]
-    assert all("network_mode: host" in each for each in services)
+    services = yaml.safe_load((FOLDER.parent / "compose.yaml").read_text())["services"]
+    for name in ("prometheus", "grafana"):
+        assert services[name]["network_mode"] == "host"
+    assert services["engine"]["ports"] == [f"{server.host}:{server.port}:8000"]
 
 
 @pytest.mark.skipif(shutil.which("promtool") is None, reason="needs Debian's package prometheus")

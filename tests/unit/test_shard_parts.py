@@ -1,11 +1,15 @@
 """The parts of shards that need no ranks: layout, frames, the ring, and cuts of weights."""
 
+import hmac
 import os
+import socket
 import threading
+from pathlib import Path
 
 import numpy as np
 import pytest
 
+from engine import __version__
 from engine.backends.custom.architectures.tensors import TensorSpec, Transform
 from engine.backends.custom.frameworks.torch.execution.distributed.cut import (
     cut,
@@ -16,8 +20,10 @@ from engine.backends.custom.weights.lazy_tensor import LazyTensor
 from engine.backends.custom.weights.quantize import quantize
 from engine.backends.custom.weights.quants import dequantize, traits_of
 from engine.backends.custom.weights.weight import Weight
+from engine.core.errors import ConfigError, EngineError
 from engine.core.shards.frames import FrameError, decode_frame, encode_frame
 from engine.core.shards.layout import ShardLayout, kv_heads_of, share
+from engine.core.shards.link import TcpLink, read_token, split_address
 from engine.core.shards.ring import RingClosedError, RingReader, RingWriter, ring_file
 
 
@@ -67,9 +73,13 @@ def test_what_is_no_frame_is_refused(junk: bytes) -> None:
 
 
 def test_a_frame_of_objects_is_refused() -> None:
-    frame = encode_frame([1], [np.zeros(1, np.int64)]).replace(b"<i8", b"|O8")
+    with pytest.raises(KeyError):
+        encode_frame([1], [np.zeros(1, object)])
+    frame = encode_frame([1], [np.zeros(1, np.int64)])
+    unknown = frame.replace(b"\x92\x05\x91\x01", b"\x92\x7f\x91\x01")
+    assert unknown != frame
     with pytest.raises(FrameError, match="cannot be read"):
-        decode_frame(frame)
+        decode_frame(unknown)
 
 
 class Rings:
@@ -208,3 +218,69 @@ def test_only_the_rows_of_a_cut_are_gathered() -> None:
     tensor = LazyTensor("w", (64, 4), "F32", 1024, lambda: rows(0, 64), None, rows)
     cut(Weight(TensorSpec("w", (64, 4), "w", None), (tensor,)), range(8, 16)).tensor.raw()
     assert asked == [(8, 16)]
+
+
+def tcp_pair() -> tuple[socket.socket, socket.socket]:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        theirs = socket.create_connection(server.getsockname())
+        return server.accept()[0], theirs
+
+
+def meeting(lead: bytes, other: bytes) -> tuple[str, str]:
+    """What both ends say of a greeting between an engine and a rank with these tokens."""
+    ours, theirs = tcp_pair()
+    said = ["", ""]
+
+    def greet() -> None:
+        try:
+            TcpLink(ours).greet(lead)
+        except EngineError as error:
+            said[0] = error.message
+
+    thread = threading.Thread(target=greet)
+    thread.start()
+    try:
+        TcpLink(theirs).join(other)
+    except EngineError as error:
+        said[1] = error.message
+    thread.join(20)
+    return said[0], said[1]
+
+
+def test_ranks_prove_that_they_have_the_token() -> None:
+    assert meeting(b"a" * 16, b"a" * 16) == ("", "")
+    engine, rank = meeting(b"a" * 16, b"b" * 16)
+    assert engine.endswith("was refused: its token is wrong")
+    assert rank == "the engine refused this rank: its token is wrong"
+
+
+def test_a_rank_of_another_version_is_refused(monkeypatch) -> None:
+    ours, theirs = tcp_pair()
+    rank = TcpLink(theirs)
+    engine = threading.Thread(target=lambda: pytest.raises(ConfigError, TcpLink(ours).greet, b"t"))
+    engine.start()
+    _, number = decode_frame(rank.receive())[0]
+    proof = hmac.new(b"t", f"join {number} n".encode(), "sha256").hexdigest()
+    rank.send(encode_frame(["0.0.1", "n", proof]))
+    refusal, _ = decode_frame(rank.receive())[0]
+    engine.join(20)
+    assert refusal == f"it runs engine 0.0.1, and this engine is {__version__}"
+
+
+@pytest.mark.parametrize("junk", [b"GET / HTTP/1.1\r\nHost: engine\r\n\r\n", bytes(64)])
+def test_what_is_no_rank_is_refused_before_it_can_send_much(junk: bytes) -> None:
+    ours, theirs = tcp_pair()
+    theirs.sendall(junk)
+    with pytest.raises(FrameError):
+        TcpLink(ours).greet(b"a" * 16)
+
+
+def test_tokens_and_addresses_are_checked(tmp_path: Path) -> None:
+    (tmp_path / "short").write_text("abc\n")
+    with pytest.raises(ConfigError, match="shorter than 16"):
+        read_token(tmp_path / "short")
+    with pytest.raises(ConfigError, match="cannot read the token file"):
+        read_token(tmp_path / "none")
+    with pytest.raises(ConfigError, match="write HOST:PORT"):
+        split_address("machine")
+    assert split_address("[::1]:7") == ("::1", 7)

@@ -55,6 +55,8 @@ FRAMEWORK_HOMES = {
 SHARED_ROOMS = {
     "engine.backends.custom.runtime": (
         "engine.core",
+        "engine.backends.custom.architectures.base",  # data about the model, for interpretability
+        "engine.backends.custom.architectures.sites",
         "engine.backends.custom.ipc",
         "engine.backends.custom.runtime",
     ),
@@ -72,6 +74,7 @@ SHARED_ROOMS = {
     ),
     "engine.backends.custom.worker": (
         "engine.core",
+        "engine.backends.custom.adapters",
         "engine.backends.custom.architectures",
         "engine.backends.custom.frameworks.entry",
         "engine.backends.custom.frontend.text_model",  # the tokenizer, which grammars need
@@ -117,6 +120,7 @@ TIMESTAMP_MODULES = frozenset(
     {
         "engine.backends.custom.base_custom",
         "engine.backends.custom.frameworks.native.weights.cache",
+        "engine.backends.custom.frontend.adapters",
         "engine.backends.custom.runtime.tiers.base",
         "engine.backends.custom.runtime.tiers.disk",
         "engine.backends.custom.runtime.tiers.redis_tier",
@@ -184,12 +188,12 @@ def test_frameworks_stay_in_their_rooms() -> None:
     assert not wrong
 
 
-@pytest.mark.parametrize("name", ["jax", "tinygrad"])
-def test_small_frameworks_stay_small(name: str) -> None:
+@pytest.mark.parametrize(("name", "most"), [("jax", 1700), ("tinygrad", 1400)])
+def test_small_frameworks_stay_small(name: str, most: int) -> None:
     """What a second framework would need too belongs beside their folders."""
     room = f"{FRAMEWORKS_FOLDER}.{name}"
     found = [source for source in sources() if is_within(source.module, room)]
-    assert 0 < sum(map(num_code_lines, found)) < 1400
+    assert 0 < sum(map(num_code_lines, found)) < most
 
 
 def num_code_lines(source: Source) -> int:

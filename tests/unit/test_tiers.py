@@ -3,9 +3,10 @@
 import threading
 from contextlib import suppress
 
+import numpy as np
 import pytest
 
-from engine.backends.custom.runtime.tiers import kv_tiers
+from engine.backends.custom.runtime.tiers import health, kv_tiers
 from engine.backends.custom.runtime.tiers import mover as mover_module
 from engine.backends.custom.runtime.tiers.disk import DiskTier
 from engine.backends.custom.runtime.tiers.health import WatchedTier
@@ -59,6 +60,29 @@ def test_blocks_that_the_pool_evicted_come_back_from_host_memory(shape) -> None:
     assert again.num_cached >= 8 and mover.tiers[0].num_hits >= 4
 
 
+def test_a_tier_for_a_gpu_lends_its_blocks() -> None:
+    made: list[int] = []
+
+    def new_row(num_bytes: int):
+        made.append(num_bytes)
+        return np.empty(num_bytes, np.uint8)
+
+    tier = HostTier(MIB, "lru", None, new_row)
+    engine, _ = tiered_engine(tier, num_blocks=16)
+    written, write = [], engine.runner.write_blocks
+    engine.runner.write_blocks = lambda group, blocks, rows: (
+        written.extend(rows),
+        write(group, blocks, np.array(rows)),
+    )
+    right = answer(engine, "a").tokens
+    engine.kv.flush()
+    assert answer(engine, "b").tokens == right
+    assert written and len(made) == tier.num_records
+    kept = [record.payload for record in tier._records.values()]
+    assert all(any(row is each for each in kept) for row in written), "none was copied"
+    engine.check()
+
+
 def test_tenants_do_not_share_blocks(tmp_path) -> None:
     first, _ = tiered_engine(disk(tmp_path))
     answer(first, "a", salt="one")
@@ -101,6 +125,23 @@ def test_blocks_are_computed_if_that_is_faster(tmp_path, token_s, load_s) -> Non
     second, mover = tiered_engine(disk(tmp_path), prompt_s=lambda count: token_s * count)
     mover.tiers[0].loaded(1, 1, 0, load_s)  # as measured
     assert answer(second, "b").num_cached == 0
+
+
+def test_a_tier_that_is_thought_to_be_slow_is_tried_with_a_few_blocks(
+    tmp_path, monkeypatch
+) -> None:
+    monkeypatch.setattr(health, "USUAL_BYTES_PER_S", 1)
+    answer(tiered_engine(disk(tmp_path))[0], "a")
+    second, mover = tiered_engine(disk(tmp_path), prompt_s=lambda count: 0.01 * count)
+    assert answer(second, "b").num_cached == 4, "two blocks"
+    second.kv.flush()
+    assert answer(second, "c").num_cached == 16, "now it is known to be fast"
+    mover.tiers[0].loaded(1, 2**30, 0, 2**30)
+    second.kv.flush()
+    assert answer(second, "d").num_cached == 0, "now it is known to be slow"
+    monkeypatch.setattr(health, "PROBE_AFTER_S", -1.0)
+    second.kv.flush()
+    assert answer(second, "e").num_cached == 4, "that was long ago"
 
 
 def test_a_damaged_block_is_computed_again_and_counted(tmp_path) -> None:
@@ -295,3 +336,14 @@ def test_a_mistake_in_loading_ends_the_tiers_and_no_request(tmp_path) -> None:
     assert second.kv.tiers is None
     assert not second.loop.stats().tiers[0].is_up
     assert answer(second, "c").num_cached == 16, "from the KV pool"
+
+
+def test_tiers_that_are_given_up_have_no_threads(tmp_path, monkeypatch) -> None:
+    engine, mover = tiered_engine(disk(tmp_path), make_mover=Mover)
+    mover.start()
+    monkeypatch.setattr(engine.kv.tiers, "read_ahead", None)  # raises when it is called
+    answer(engine, "a")
+    assert engine.kv.tiers is None and not mover._writes
+    for thread in mover._threads:
+        thread.join(10)
+        assert not thread.is_alive()

@@ -204,13 +204,15 @@ def test_the_host_waits_for_the_device_in_one_place():
         if syncs.search(line)
     ]
     # Blocks for a cache tier, in the thread that writes them; the profiler; rows that the host
-    # samples; and two in a `wait`.
+    # samples; two in a `wait`; and two before the first request.
     assert found == [
         "blocks.py: done.synchronize()",
         "build.py: torch.cuda.synchronize(self._device)",
         "sampling_runner.py: self.done.synchronize()",
         "sampling_runner.py: torch.cuda.current_stream(self._device).synchronize()",
         "staging.py: self.pinned.copied.synchronize()",
+        "upload.py: fetched.synchronize()",
+        "warming.py: torch.cuda.synchronize(device)",
     ]
 
 

@@ -24,9 +24,11 @@ from engine.backends.base import (
     Opening,
     Orphan,
     ReplayedTokens,
-    Resolved,
 )
+from engine.backends.custom.architectures.base import ModelConfig
+from engine.backends.custom.architectures.sites import site_list
 from engine.backends.custom.engine_settings import EXAMINER, changed_options, options_of
+from engine.backends.custom.frontend.adapters import ServedAdapters
 from engine.backends.custom.frontend.engine_client import (
     EngineClient,
     InlineClient,
@@ -55,7 +57,7 @@ from engine.backends.custom.frontend.survival import OpenRequest
 from engine.backends.custom.frontend.text_cache import files_key, keep_text
 from engine.backends.custom.frontend.text_model import TextModel, card_of, load_text, with_template
 from engine.backends.custom.ipc.engine_process import WORKER_MODULE, EngineProcess
-from engine.backends.custom.options import IMAGE_ENCODERS, EngineOptions
+from engine.backends.custom.options import IMAGE_ENCODERS, TAPPED, EngineOptions
 from engine.backends.process import RestartPolicy, resident_bytes
 from engine.core.errors import EngineError, UnavailableError
 from engine.core.grammar.checker import GrammarChecker
@@ -84,10 +86,9 @@ TOKENIZER_THREADS = 2
 class CustomBackend(InferenceBackend):
     """Serves a model on one of our frameworks.
 
-    If `model` is a `BackendConfig`, its `backend_args` are fields of `EngineOptions`. With
-    `in_process`, the engine runs in a thread of this process. Otherwise it runs in a child process,
-    which can crash without harm to this process. `process` is such a child, if it was started
-    early. `chat_template` replaces the model's own.
+    If `model` is a `BackendConfig`, its `backend_args` are fields of `EngineOptions`. The engine
+    runs in a child process, which can crash without harm to this one, or in a thread of this
+    process if `in_process`. `process` is such a child, if it was started early.
     """
 
     framework: ClassVar[str]
@@ -119,6 +120,7 @@ class CustomBackend(InferenceBackend):
         self._link: Link = EngineLink(
             self._make_client, RestartPolicy(), max_revivals=max_revivals, move=self._move
         )
+        self._adapters = ServedAdapters(self._link)
         self._num_calls = 0  # calls that still need this object, even if the engine is replaced
         self._encoders = ThreadPoolExecutor(TOKENIZER_THREADS, thread_name_prefix="tokenize")
         self._checker = GrammarChecker()
@@ -137,7 +139,9 @@ class CustomBackend(InferenceBackend):
         reading = loop.run_in_executor(self._encoders, self._read_text, path)
         loading = asyncio.ensure_future(self._link.start())
         try:
-            self._text, _ = await asyncio.gather(reading, loading)
+            text, _ = await asyncio.gather(reading, loading)
+            await self._adapters.start(self._options.adapters, self._served_name)
+            self._text = text
         except BaseException:
             loading.cancel()
             await self.stop()
@@ -150,8 +154,9 @@ class CustomBackend(InferenceBackend):
         self._encoders.shutdown(wait=False)
 
     def remade(self, model: str | None, changes: Mapping[str, Any]) -> "CustomBackend":
-        """A new backend with the settings of this one, except for its model and some options."""
-        options = changed_options(self._options, model or self._model, changes)
+        """A new backend with the settings of this one, except for its model and options."""
+        current = msgspec.structs.replace(self._options, adapters=self._adapters.paths)
+        options = changed_options(current, model or self._model, changes)
         return type(self)(
             options.model_path,
             options=options,
@@ -162,7 +167,6 @@ class CustomBackend(InferenceBackend):
 
     @property
     def num_open(self) -> int:
-        """The number of open requests, and of calls that have not submitted their request yet."""
         return self._link.num_open + self._num_calls
 
     @property
@@ -187,9 +191,7 @@ class CustomBackend(InferenceBackend):
         return self._link
 
     def hand_over(self, successor: "CustomBackend") -> int | None:
-        """Move all open requests to `successor`, and submit later ones there. Returns their number,
-        or None if no request can move.
-        """
+        """Move all open and later requests to `successor`. None: no request can move."""
         can_move = self.fingerprint == successor.fingerprint is not None
         return self._link.hand_over(successor._link) if can_move else None
 
@@ -211,7 +213,7 @@ class CustomBackend(InferenceBackend):
 
     @staticmethod
     def read_text(path: Path) -> TextModel:
-        """Load the model's tokenizer and chat template. This method runs in a thread."""
+        """Load the model's tokenizer and chat template, in a thread."""
         return load_text(path)
 
     @property
@@ -267,18 +269,25 @@ class CustomBackend(InferenceBackend):
         text, ready = self._text, self._link.last_ready
         if text is None:
             return []
-        max_model_len = ready.max_seq_len if ready else text.config.max_position
-        max_sequences = None if ready is None else ready.max_slots
-        speculates = ready is not None and ready.speculates
-        card, facts = self._card, (max_model_len, max_sequences, speculates)
+        facts: tuple[int, int | None, bool] = (text.config.max_position, None, False)
+        if ready is not None:
+            facts = (ready.max_seq_len, ready.max_slots, ready.speculates)
+        card = self._card
         if card is None or facts != (card.max_model_len, card.max_sequences, card.speculates):
             images = IMAGE_ENCODERS.get(self.framework, ())
             made = (self._served_name, self.framework, self._created)
-            self._card = card = card_of(text, *made, *facts, images)
-        return [card]
+            card = card_of(text, *made, *facts, images, self.framework in TAPPED)
+            identity = (ready.cache_identity if ready else "") or None
+            self._card = card = msgspec.structs.replace(card, cache_identity=identity)
+        return [card, *self._adapters.cards(card)]
 
-    def resolve(self, name: str | None) -> Resolved | None:
-        return next((Resolved(card) for card in self.models() if name in (None, card.id)), None)
+    async def load_adapter(
+        self, name: str, path: str, *, base: str | None = None, replaces: bool = False
+    ) -> None:
+        await self._adapters.add(name, path, self._served_name, base, replaces=replaces)
+
+    async def unload_adapter(self, name: str) -> None:
+        self._adapters.remove(name)
 
     def stats(self) -> EngineStats | None:
         return self._link.stats
@@ -293,7 +302,6 @@ class CustomBackend(InferenceBackend):
         return Opening(self, request)
 
     async def open(self, request: ChatRequest | CompletionRequest) -> Generation:
-        """Prepare the prompt, check it, and submit it to the engine."""
         with self._counted():
             return await self._open(request)
 
@@ -323,10 +331,10 @@ class CustomBackend(InferenceBackend):
         notes = context.notes
         if notes is not None and notes.recorded is not None and params.seed is None:
             params = msgspec.structs.replace(params, seed=secrets.randbits(62))
-        submitted = prepared.request(context, params, text.eos_ids, ready.max_seq_len)
-        generation = Generation(
-            submitted, text, prepared, self._link, context.on_progress, context.notes
-        )
+        adapter = self._adapters.ref(context.model)
+        submitted = prepared.request(context, params, text.eos_ids, ready.max_seq_len, adapter)
+        told = (context.on_progress, context.notes, context.on_captured)
+        generation = Generation(submitted, text, prepared, self._link, *told)
         self._link.submit(submitted, generation)
         if notes is not None:
             times = (began_at, encoded_at, checked_at, time.monotonic())
@@ -349,7 +357,8 @@ class CustomBackend(InferenceBackend):
         with self._counted():
             text, ready = self._loaded()
             limits = (ready.max_seq_len, self._options.max_queued)
-            return await embedded(request, text, *limits, self._link, self._encode)
+            adapter = self._adapters.ref(request.model)
+            return await embedded(request, text, *limits, self._link, self._encode, adapter)
 
     async def tokenize(
         self,
@@ -380,6 +389,10 @@ class CustomBackend(InferenceBackend):
         text, _ = self._loaded()
         return text.tokenizer_info
 
+    async def sites(self, *, model: str = "") -> list[dict[str, Any]]:
+        config = self._loaded()[0].config
+        return site_list(config) if isinstance(config, ModelConfig) else []
+
     def _loaded(self) -> tuple[TextModel, Ready]:
         # While the engine is restarted, the sizes of the last one are used. The next has the same.
         text, ready = self._text, self._link.last_ready
@@ -404,7 +417,6 @@ class CustomBackend(InferenceBackend):
     def _make_client(self, on_message: OnMessage, on_exit: OnExit) -> EngineClient:
         if self._in_process:
             return InlineClient(self.worker_module, self._options, on_message)
-        # The process that was started early is used only once. After a restart, the client starts a
-        # new process.
+        # The process that was started early is used once; later clients start a new one.
         process, self._process = self._process, None
         return ProcessClient(self.worker_module, self._options, on_message, on_exit, process)

@@ -56,6 +56,7 @@ def _has_gpu() -> bool:
 def engine_options(settings: Settings, framework: str, path: Path | None = None) -> EngineOptions:
     """The engine options from the settings. `path`, if given, replaces the model path there."""
     cache, performance, model = settings.cache, settings.performance, settings.model
+    shards = settings.shards
     if framework == "torch" and performance.numerics == "invariant":
         raise ConfigError(
             "numerics invariant is not ready for --backend torch: on an H200, requests gave other "
@@ -84,6 +85,9 @@ def engine_options(settings: Settings, framework: str, path: Path | None = None)
         gpu_memory_utilization=performance.gpu_memory_utilization,
         tensor_parallel_size=performance.tensor_parallel_size,
         pipeline_parallel_size=performance.pipeline_parallel_size,
+        remote_ranks=shards.remote_ranks,
+        shard_listen=shards.listen or "",
+        shard_token=shards.token.get_secret_value() if shards.token is not None else "",
         block_size=cache.block_size,
         cache_enabled=cache.enabled,
         cache_bytes=cache.max_size_mb * 2**20 if cache.max_size_mb is not None else None,
@@ -91,9 +95,21 @@ def engine_options(settings: Settings, framework: str, path: Path | None = None)
         cache_ttl_s=cache.ttl_seconds,
         eviction_policy=cache.eviction_policy,
         tiers=tier_options(settings.tiers),
+        adapters=_adapters(settings),
+        max_adapters=performance.max_adapters,
+        max_adapter_rank=performance.max_adapter_rank,
+        adapter_bytes=performance.adapter_memory_mb * MIB,
         log_level=settings.logging.level,
         log_format=settings.logging.format,
     )
+
+
+def _adapters(settings: Settings) -> dict[str, str]:
+    """The paths of the LoRA adapters of the single model, by name."""
+    if settings.tables.backends:
+        return {}  # the router knows for which of its models they are
+    tables = {name: table.path for name, table in settings.tables.adapters.items()}
+    return tables | settings.model.adapters
 
 
 def options_of(framework: str, config: "BackendConfig") -> EngineOptions:

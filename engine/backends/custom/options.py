@@ -10,6 +10,8 @@ import msgspec
 from engine import __version__
 
 # The kinds of image encoders (`VisionConfig.kind`) that each framework runs.
+# The frameworks whose runners take taps (`runtime/interp`).
+TAPPED = ("native", "torch", "jax")
 IMAGE_ENCODERS: dict[str, tuple[str, ...]] = {
     "native": ("idefics3", "gemma3"),
     "torch": ("idefics3", "gemma3", "qwen2_5_vl"),
@@ -69,6 +71,9 @@ class EngineOptions(msgspec.Struct, frozen=True, kw_only=True, tag="options"):
     gpu_memory_utilization: float = 0.9
     tensor_parallel_size: int = 1
     pipeline_parallel_size: int = 1
+    remote_ranks: int = 0  # ranks that join from other machines, at the address `shard_listen`
+    shard_listen: str = ""
+    shard_token: str = ""
     block_size: int = 16
     cache_enabled: bool = True
     cache_bytes: int | None = None
@@ -76,6 +81,10 @@ class EngineOptions(msgspec.Struct, frozen=True, kw_only=True, tag="options"):
     cache_ttl_s: float | None = None
     eviction_policy: Literal["lru", "lfu", "fifo"] = "lru"
     tiers: TierOptions | None = None
+    adapters: dict[str, str] = {}  # paths of LoRA adapters, by the name that clients use
+    max_adapters: int = 8  # LoRA adapters on the device at the same time; 0: none are served
+    max_adapter_rank: int = 256
+    adapter_bytes: int = GIB  # host memory for LoRA adapters
     log_level: str = "warning"
     log_format: str = "pretty"
 

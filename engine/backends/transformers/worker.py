@@ -10,8 +10,8 @@ from pathlib import Path
 import msgspec
 
 from engine.backends.custom.ipc.heartbeat import Pulse
+from engine.backends.custom.ipc.transport import Channel
 from engine.backends.custom.options import EngineOptions
-from engine.backends.custom.runtime.loop import Channel
 from engine.backends.custom.worker import main as worker
 from engine.backends.transformers.checkpoint import open_checkpoint, read_text
 from engine.core.errors import ConfigError

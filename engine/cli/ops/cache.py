@@ -4,6 +4,7 @@ The commands work on the folder and the Redis that the settings name, even while
 """
 
 import json
+import sys
 import tarfile
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -19,6 +20,7 @@ if TYPE_CHECKING:
     from engine.backends.custom.runtime.tiers.listing import ListedTier, Prefix
 
 MIB = 2**20
+MAX_PREFIXES, MAX_TOKENS = 1000, 500_000  # that are sent to a server at once
 
 app = typer.Typer(add_completion=False, rich_markup_mode=None, no_args_is_help=True)
 
@@ -113,6 +115,7 @@ def warm(
     most_used: Annotated[
         int, typer.Option(min=1, max=1000, help="Without FILE: how many prefixes to load.")
     ] = 10,
+    model: Annotated[str | None, typer.Option(help="Default: the server's first model.")] = None,
     config: ConfigOption = None,
     url: Annotated[str, typer.Option(help="The running server.")] = "http://127.0.0.1:8080",
     admin_key_file: Annotated[
@@ -122,17 +125,22 @@ def warm(
     """Load prefixes into the KV pool of a running server.
 
     With FILE, the server prefills its prompts. Without FILE, the server loads the most used
-    prefixes of the tiers. This needs a server without API keys, because a tier does not know to
-    which key a prefix belongs.
+    prefixes of the tiers that belong to its model and to the tenants that it knows.
     """
     from engine.cli.ops.admin import read_prompt_lines
     from engine.cli.ops.admin_client import call_admin
 
-    prompts: list[Any] = read_prompt_lines(file) if file else _most_used(config, most_used)
-    if not prompts:
-        raise ConfigError("no tier has prefixes of requests without an API key; name a FILE")
-    found = call_admin(url, admin_key_file, "POST", "cache/warm", {"prompts": prompts})
+    body: dict[str, Any] = {"prompts": read_prompt_lines(file)} if file else {"most": most_used}
+    if file is None:
+        body["prompts"] = _most_used(config)
+    if not body["prompts"]:
+        raise ConfigError("the tiers have no prefixes yet; name a FILE with prompts")
+    body |= {} if model is None else {"model": model}
+    found = call_admin(url, admin_key_file, "POST", "cache/warm", body)
     print(json.dumps(found))
+    if found.get("skipped"):
+        count = found["skipped"]
+        print(f"{count} prefixes belong to another model or an unknown tenant.", file=sys.stderr)
 
 
 @contextmanager
@@ -145,13 +153,20 @@ def _naming(file: Path) -> Iterator[None]:
         raise ConfigError(f"{file}: {reason}") from None
 
 
-def _most_used(config: Path | None, count: int) -> list[Any]:
-    from engine.backends.custom.runtime.tiers.record import root_key
-
+def _most_used(config: Path | None) -> list[Any]:
+    """The most used prefixes of all models and tenants. The server knows which are its own."""
     found = [prefix for each in _tiers(config, None) for prefix in _prefixes(each)]
-    public = [each for each in found if each.parent == root_key(each.identity, "")]
-    # One token more than the blocks have, because a prompt's last token is always computed.
-    return [{"prompt": [*each.token_ids, each.token_ids[-1]]} for each in public[:count]]
+    found.sort(key=lambda each: -each.num_uses)
+    prompts: list[Any] = []
+    num_tokens = 0
+    for each in found[:MAX_PREFIXES]:
+        num_tokens += len(each.token_ids)
+        if prompts and num_tokens > MAX_TOKENS:
+            break
+        # One token more than the blocks have, because a prompt's last token is always computed.
+        tokens = [*each.token_ids, each.token_ids[-1]]
+        prompts.append({"prompt": tokens, "root": each.parent.hex()})
+    return prompts
 
 
 def _prefixes(tier: "ListedTier") -> "list[Prefix]":

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import msgspec
 
+from engine.core.interfaces.interp import InterpRequest
 from engine.core.interfaces.notes import RequestNotes
 from engine.core.interfaces.request import SamplingParams
 
@@ -145,6 +146,9 @@ class GenerationContext(msgspec.Struct, frozen=True, kw_only=True):
     on_progress: Callable[[PromptProgress], None] | None = None
     # Our own backends write here what happened to the request. None: nobody reads it.
     notes: RequestNotes | None = None
+    interp: InterpRequest | None = None  # what the request reads and changes inside the model
+    # Called at the end with what the request read: the bytes of a safetensors file.
+    on_captured: Callable[[bytes], None] | None = None
 
 
 class ToolChoice(msgspec.Struct, frozen=True):
@@ -279,6 +283,8 @@ class ModelCard(msgspec.Struct, frozen=True, kw_only=True):
     num_dimensions: int | None = None  # length of the model's embedding vectors
     prompt_names: tuple[str, ...] = ()  # names of the prompts that embedding inputs may have
     root: str | None = None  # id of the model that this card is an alias of
+    parent: str | None = None  # id of the base model, if this is a LoRA adapter
+    cache_identity: str | None = None  # of its blocks in cache tiers, in hex; None without tiers
     speculates: bool = False  # steps verify guessed tokens, with the same output
 
 

@@ -9,6 +9,7 @@ from typing import Literal
 
 import msgspec
 
+from engine.core.interfaces.interp import InterpRequest
 from engine.core.interfaces.snapshot import EngineSnapshot
 from engine.core.interfaces.timeline import Timeline
 
@@ -157,6 +158,13 @@ class Resumed(msgspec.Struct, frozen=True, array_like=True):
     surprise_limit: float | None = None  # of its last delta
 
 
+class AdapterRef(msgspec.Struct, frozen=True, array_like=True):
+    """A LoRA adapter: a hash of its content, and where its files are."""
+
+    key: str
+    path: str
+
+
 # Begins a salt that no other request has. Blocks with such a salt are not stored in cache tiers.
 UNSHARED = "unshared:"
 
@@ -190,6 +198,8 @@ class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True, tag="submit"):
     second_start: int = 0
     # The choices that have not ended, if the request was in an engine that died. None: it is new
     resumed: tuple[Resumed, ...] | None = None
+    adapter: AdapterRef | None = None  # None: the base model answers
+    interp: InterpRequest | None = None  # what the request reads and changes inside the model
 
 
 class Abort(msgspec.Struct, frozen=True, tag="abort"):
@@ -201,7 +211,7 @@ class Abort(msgspec.Struct, frozen=True, tag="abort"):
 
 # "report_cache" makes the engine send a `CachedPrefixes` message with all that it has cached, and
 # further ones with the changes.
-ControlAction = Literal["flush_cache", "log_level", "snapshot", "report_cache"]
+ControlAction = Literal["flush_cache", "log_level", "snapshot", "report_cache", "load_adapter"]
 
 
 class Control(msgspec.Struct, frozen=True, tag="control"):
@@ -209,7 +219,7 @@ class Control(msgspec.Struct, frozen=True, tag="control"):
 
     control_id: int
     action: ControlAction
-    value: str = ""  # the new level, for action "log_level"
+    value: str = ""  # the new level for action "log_level"; the path for action "load_adapter"
 
 
 class Stop(msgspec.Struct, frozen=True, tag="stop"):
@@ -272,6 +282,8 @@ class TokenDelta(msgspec.Struct, frozen=True, array_like=True, gc=False):
     num_drafted: int = 0
     num_accepted: int = 0
     timeline: Timeline | None = None  # set on the last delta of a choice that was queued
+    # What the choice read inside the model, as a safetensors file. Set on its last delta.
+    captured: bytes | None = None
 
 
 STEP_SECONDS = (0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10)
@@ -367,6 +379,8 @@ class Ready(msgspec.Struct, frozen=True, tag="ready"):
     device: str
     load_s: float
     speculates: bool = False
+    # Hex; equal for engines that find each other's blocks in tiers. Empty without tiers.
+    cache_identity: str = ""
 
 
 class Deltas(msgspec.Struct, frozen=True, tag="deltas"):

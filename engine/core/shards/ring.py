@@ -100,6 +100,7 @@ class RingReader:
 
     def __init__(self, fileno: int, index: int, bell: int) -> None:
         self._memory = mmap.mmap(fileno, 0)
+        self._view = memoryview(self._memory)
         self._capacity = len(self._memory) - _HEAD_BYTES
         self._index = index
         self._bell = bell
@@ -113,12 +114,18 @@ class RingReader:
                 raise RingClosedError("the writer of the ring is gone")
             begin, length, is_last = _BELL.unpack(message)
             place = _HEAD_BYTES + begin % self._capacity
-            self._partial += self._memory[place : place + length]
+            piece = self._view[place : place + length]
+            if not is_last or self._partial:
+                self._partial += piece
+                frame = self._partial
+            else:
+                frame = bytearray(piece)
             _CURSOR.pack_into(self._memory, 8 * self._index, begin + length)
             if is_last:
-                frame, self._partial = self._partial, bytearray()
+                self._partial = bytearray()
                 return frame
 
     def close(self) -> None:
+        self._view.release()
         self._memory.close()
         os.close(self._bell)

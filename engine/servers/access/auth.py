@@ -35,6 +35,7 @@ ADMIN_ROUTES = frozenset(
     {
         *("/api/copy", "/api/create", "/api/delete", "/api/pull", "/flush_cache"),
         *("/sleep", "/wake_up", "/reset_prefix_cache", "/start_profile", "/stop_profile"),
+        *("/v1/load_lora_adapter", "/v1/unload_lora_adapter"),
     }
 )
 # Admin routes that report how requests were routed. If no admin key is set, all clients that may

@@ -95,8 +95,21 @@ def add_state_routes(app: FastAPI, services: Services) -> None:
 
     @app.get("/lora-adapters")
     async def lora_adapters() -> Response:
-        """List the LoRA adapters: none, because adapters are merged when a model is converted."""
-        return json_bytes(b"[]")
+        """List the LoRA adapters. The name of one as a request's model selects it, so none has a
+        scale for all requests.
+        """
+        cards = [card for card in services.backend.models() if card.parent is not None]
+        return json_bytes(
+            msgspec.json.encode(
+                [{"id": index, "path": card.id, "scale": 0.0} for index, card in enumerate(cards)]
+            )
+        )
+
+    @app.post("/lora-adapters", include_in_schema=False)
+    async def scale_lora_adapters() -> Response:
+        raise NotSupportedError(
+            "Adapters have no scale for all requests; name the adapter as a request's model."
+        )
 
 
 def _props(services: Services, card: ModelCard, info: TokenizerInfo | None) -> dict[str, Any]:

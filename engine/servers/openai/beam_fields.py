@@ -1,17 +1,21 @@
 """vLLM's parameters of beam search, of chats and completions."""
 
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 from pydantic import Field
 from starlette.requests import Request
 
 from engine.backends.beam_search import BeamRules, BeamSearch
 from engine.core.errors import InvalidRequestError
-from engine.core.interfaces.backend import GrammarSpec
+from engine.core.interfaces.backend import GrammarSpec, ModelCard
 from engine.core.interfaces.request import SamplingParams
 from engine.servers.http.errors import problem
 from engine.servers.schema.body import SamplingBody
 from engine.servers.serving.services import Services
+
+if TYPE_CHECKING:
+    from engine.servers.interp.opening import InterpOpener
+    from engine.servers.openai.schema import ChatBody, CompletionBody
 
 MAX_WIDTH = 20
 # Parameters that can't be followed, because beam search does not sample. With any of them, the
@@ -76,3 +80,30 @@ def beam_search(
         if getattr(body, name) not in (None, 0):
             services.warn(request, name, "has no effect on a beam search")
     return BeamSearch(services.backend, rules)
+
+
+def special_opener(
+    services: Services,
+    request: Request,
+    body: "ChatBody | CompletionBody",
+    card: ModelCard,
+    params: SamplingParams,
+    num_prompts: int = 1,
+) -> "BeamSearch | InterpOpener | None":
+    """What takes the request in the backend's place, if the request searches beams, or reads or
+    changes activations.
+    """
+    if body.interp is None:
+        return beam_search(services, request, body, params)
+    if body.use_beam_search:
+        raise InvalidRequestError("interp is not supported with use_beam_search.", param="interp")
+    from engine.servers.interp.opening import interp_opener  # imported late: few requests have it
+
+    return interp_opener(services, request, card, body.interp, params, num_prompts)
+
+
+async def interp_answer(opener: "BeamSearch | InterpOpener | None") -> dict[str, Any] | None:
+    """What the request read inside the model, for its answer."""
+    if opener is None or isinstance(opener, BeamSearch):
+        return None
+    return await opener.answer()

@@ -27,7 +27,7 @@ from engine.core.interfaces.backend import (
 )
 from engine.core.interfaces.request import SamplingParams
 from engine.servers.http.sse import StreamFormat, answer_counted, answer_streaming
-from engine.servers.openai.beam_fields import beam_search
+from engine.servers.openai.beam_fields import interp_answer, special_opener
 from engine.servers.openai.format import (
     ChatStream,
     Choice,
@@ -81,7 +81,7 @@ def add_chat_routes(app: FastAPI, services: Services) -> None:
             from engine.servers.openai.stored_chats import storing
 
             follow = await storing(services, request, body, sent, envelope, named_tool, follow)
-        opener = beam_search(services, request, body, params)
+        opener = special_opener(services, request, body, card, params)
         pump = await open_chat(
             services, request, ticket, ask, body, params, completion_id, follow, opener
         )
@@ -105,6 +105,7 @@ def add_chat_routes(app: FastAPI, services: Services) -> None:
                 metadata=body.metadata,
                 timings=whole_timings(body, pump),
                 prompt_ids=pump.prompts[0],
+                interp=await interp_answer(opener),
             )
         )
 
@@ -254,8 +255,9 @@ def add_completions_routes(app: FastAPI, services: Services) -> None:
         pump = await services.begin(ticket, params, len(body.prompt))
         pump.reports_progress = body.reports_progress
         pump.watch(request.receive)
-        opener = beam_search(services, request, body, params) or services.backend
-        sources = await pump.open(opener, completion_requests(body, context, parses))
+        opener = special_opener(services, request, body, card, params, len(body.prompt))
+        asked = completion_requests(body, context, parses)
+        sources = await pump.open(opener or services.backend, asked)
         if body.only_echoes:
             sources = [_prompt_only(each) for each in sources]
         if body.tokens.shows_stop or body.prompt_logprobs is not None:
@@ -284,6 +286,7 @@ def add_completions_routes(app: FastAPI, services: Services) -> None:
                 metadata=body.metadata,
                 timings=whole_timings(body, pump),
                 prompts=pump.prompts,
+                interp=await interp_answer(opener),
             )
         )
 

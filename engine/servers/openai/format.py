@@ -179,6 +179,7 @@ def chat_body(
     metadata: dict[str, str] | None = None,
     timings: dict[str, Any] | None = None,
     prompt_ids: Sequence[int] | None = None,
+    interp: dict[str, Any] | None = None,
 ) -> bytes:
     choices = []
     for index, choice in enumerate(collected.choices):
@@ -193,7 +194,8 @@ def chat_body(
         "prompt_logprobs": tokens.prompt_logprobs(collected.choices[0].prompt),
         "prompt_token_ids": prompt_ids if tokens.has_ids else None,
     }
-    return _whole(envelope, "chat.completion", choices, usage, metadata, timings, of_prompt)
+    more = of_prompt if interp is None else of_prompt | {"interp": interp}
+    return _whole(envelope, "chat.completion", choices, usage, metadata, timings, more)
 
 
 def chat_message(choice: Choice) -> dict[str, Any]:
@@ -218,6 +220,7 @@ def completion_body(
     metadata: dict[str, str] | None = None,
     timings: dict[str, Any] | None = None,
     prompts: Sequence[Sequence[int] | None] = (None,),
+    interp: dict[str, Any] | None = None,
 ) -> bytes:
     """The answer of `/v1/completions`. `prompts` has the token ids of each prompt."""
     bodies = []
@@ -237,7 +240,8 @@ def completion_body(
                 "prompt_token_ids": prompt if tokens.has_ids else None,
             }
         )
-    return _whole(envelope, "text_completion", bodies, usage, metadata, timings)
+    more = {} if interp is None else {"interp": interp}
+    return _whole(envelope, "text_completion", bodies, usage, metadata, timings, more)
 
 
 def _whole(

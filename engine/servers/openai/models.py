@@ -20,7 +20,7 @@ def model_body(card: ModelCard, health: Health) -> dict[str, Any]:
         "created": card.created,
         "owned_by": card.owned_by,
         "root": card.root or card.id,
-        "parent": None,
+        "parent": card.parent,
         "max_model_len": card.max_model_len,
         "context_length": card.max_model_len,
         "meta": {

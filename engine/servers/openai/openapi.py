@@ -28,6 +28,7 @@ from engine.servers.files.routes import FileQuery, UploadFields
 from engine.servers.files.uploads import CompleteBody, PartFields, UploadBody
 from engine.servers.http.errors import is_anthropic, is_kserve, is_ollama
 from engine.servers.http.sse import EventStream, LineStream
+from engine.servers.interp.routes import RunBody
 from engine.servers.kserve import schema as kserve
 from engine.servers.llamacpp import schema as llamacpp
 from engine.servers.llamacpp.state import PropsQuery, SlotsQuery
@@ -108,6 +109,7 @@ BODIES: dict[str, type[BaseModel]] = {
     "/v1/conversations/{conversation_id}/items": NewItemsBody,
     "/v1/embeddings": EmbeddingBody,
     "/v1/fim/completions": FimBody,
+    "/v1/interp/run": RunBody,
     "/v1/messages": anthropic.MessagesBody,
     "/v1/messages/batches": MessageBatchBody,
     "/v1/messages/count_tokens": anthropic.PromptBody,

@@ -75,6 +75,8 @@ class OpenAIBody(SamplingBody):
     timings_per_token: bool | None = None
     return_progress: bool | None = None
     prediction: Prediction | None = None
+    # What to read and change inside the model (`core/interp/spec.py`)
+    interp: dict[str, Any] | None = None
 
     @property
     def expected_text(self) -> str:

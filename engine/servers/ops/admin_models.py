@@ -59,6 +59,7 @@ class WarmBody(AdminBody):
     prompts: Annotated[list[str | dict[str, Any]], Field(min_length=1, max_length=MAX_PROMPTS)]
     model: fields.ModelName | None = None
     tenant: Annotated[str, Field(min_length=1, max_length=64)] | None = None
+    most: Annotated[int, Field(ge=1, le=MAX_PROMPTS)] | None = None
 
 
 def add_admin_models_routes(app: FastAPI, services: Services) -> None:
@@ -121,7 +122,7 @@ def add_admin_models_routes(app: FastAPI, services: Services) -> None:
         body = await services.read(request, WarmBody)
         async with audit.change(who_is(request), "cache.warm", body.model or "") as detail:
             tenants = tenants_of(services, body.tenant)
-            done = await warm(services, body.prompts, tenants, body.model)
+            done = await warm(services, body.prompts, tenants, body.model, body.most)
             detail |= done
         return json_response(done)
 

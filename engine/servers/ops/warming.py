@@ -3,7 +3,8 @@
 The prompts come from an admin request, or at startup from the file `cache.warm_file`. That file has
 one prompt per line. A line is plain text or JSON: a string, or an object with `messages` or
 `prompt`. Tenants don't share cached prefixes. So each prompt is computed for every tenant that has
-a key, or only for one given tenant.
+a key, or only for one given tenant. A prompt that comes from a cache tier has a `root`, a hash of
+its model and tenant. It is computed for this tenant, or skipped if it belongs to another model.
 """
 
 import asyncio
@@ -70,13 +71,21 @@ def tenants_of(services: Services, name: str | None = None) -> list[str]:
 
 
 async def warm(
-    services: Services, prompts: Sequence[Prompt], tenants: Sequence[str], model: str | None = None
+    services: Services,
+    prompts: Sequence[Prompt],
+    tenants: Sequence[str],
+    model: str | None = None,
+    most: int | None = None,
 ) -> dict[str, Any]:
-    """Prefill each prompt for each tenant. Returns the number of prompts and tokens, the time, and
-    the first errors. If the backend refuses a prompt, the other prompts are still computed.
+    """Prefill each prompt for each tenant, or only the first `most`. Returns the number of prompts
+    and tokens, the time, and the first errors. If the backend refuses a prompt, the other prompts
+    are still computed.
     """
     resolved = services.find_model(model)
-    requests = [_request(prompt, resolved.id) for prompt in prompts]
+    owned = [(prompt, _owners(prompt, resolved.cache_identity, tenants)) for prompt in prompts]
+    num_skipped = sum(not owners for _, owners in owned)
+    owned = [each for each in owned if each[1]][:most]
+    requests = [(_request(prompt, resolved.id), owners) for prompt, owners in owned]
     began, places = time.monotonic(), asyncio.Semaphore(AT_ONCE)
     errors: list[str] = []
     used = {"prompt_tokens": 0, "cached_tokens": 0}
@@ -99,13 +108,27 @@ async def warm(
             except EngineError as error:
                 errors.append(error.message)
 
-    await asyncio.gather(*(one(asked, tenant) for tenant in tenants for asked in requests))
+    pairs = [(asked, tenant) for asked, owners in requests for tenant in owners]
+    await asyncio.gather(*(one(*each) for each in pairs))
     return {
-        "prompts": len(requests) * len(tenants) - len(errors),
+        "prompts": len(pairs) - len(errors),
+        "skipped": num_skipped,
         **used,
         "seconds": round(time.monotonic() - began, 3),
         "errors": errors[:10],
     }
+
+
+def _owners(prompt: Prompt, identity: str | None, tenants: Sequence[str]) -> Sequence[str]:
+    """The tenants for which a prompt is computed."""
+    root = prompt.get("root") if isinstance(prompt, dict) else None
+    if root is None:
+        return tenants
+    if identity is None:
+        return ()
+    from engine.backends.custom.runtime.tiers.record import root_key  # few servers have tiers
+
+    return [each for each in tenants if root_key(bytes.fromhex(identity), each).hex() == root]
 
 
 class WarmStart:

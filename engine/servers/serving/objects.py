@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from typing import TypeVar
 
-from engine.core.config_schema import StorageSettings
+from engine.core.config_storage import StorageSettings
 from engine.core.errors import ResourceError
 from engine.servers.serving.storage import Database
 

@@ -44,6 +44,7 @@ from engine.servers.serving.watcher import EngineWatcher
 if TYPE_CHECKING:
     from engine.core.config_presets import PresetTable
     from engine.routing.manage import ModelManager
+    from engine.servers.interp.stored import ResultStore
     from engine.servers.serving.objects import ObjectStore
 
 # Seconds after which clients should retry while the model loads or the engine restarts.
@@ -53,14 +54,8 @@ MAX_BYTES_PER_TOKEN = 16
 _MAX_NAMED_MODELS = 20
 T = TypeVar("T")
 REPLACED_BY_MIROSTAT = (
-    "top_k",
-    "top_p",
-    "min_p",
-    "typical_p",
-    "top_n_sigma",
-    "xtc_probability",
-    "min_keep",
-    "samplers",
+    *("top_k", "top_p", "min_p", "typical_p", "top_n_sigma"),
+    *("xtc_probability", "min_keep", "samplers"),
 )
 _DEFAULT_PARAMS = SamplingParams()
 # The lowest priority (the largest number), so that lines of batches and other offline work run
@@ -113,6 +108,12 @@ class Services:
         made = ObjectStore(self.settings.storage)
         self.components.append(made)
         return made
+
+    @functools.cached_property
+    def interp_results(self) -> "ResultStore":
+        from engine.servers.interp.stored import ResultStore  # imported late: few servers need it
+
+        return ResultStore(self.settings.interp)
 
     @property
     def backend(self) -> InferenceBackend:

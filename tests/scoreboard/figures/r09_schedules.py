@@ -32,7 +32,8 @@ def _compare(model: Model, rng: random.Random, seen: Counter[str]) -> None:
 
 @figure(
     "R09",
-    "output equality over random schedules: batched, chunked, from the cache, preempted, repeated",
+    "output equality over random schedules: batched, chunked, from the cache or a tier, preempted,"
+    " repeated, continued in another engine",
     minutes=6,
     limits={"mismatches": at_most(0), "kinds_not_met": at_most(0)},
     case=toy_schedule,

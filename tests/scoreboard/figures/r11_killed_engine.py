@@ -1,18 +1,21 @@
 """R11: the engine process is killed or frozen while it answers clients, and every answer continues.
 
 A pause of a stream may take the time until an engine is ready, 1.2 times the prefill of all open
-tokens, and half a second. With a second replica, no engine has to become ready. One request kills
-every engine that runs it. It ends with an error, and its neighbours do not.
+tokens, and half a second. The prefill is measured after each blow, with the same tokens and without
+cached ones. With a second replica, no engine has to become ready. Every second server has a disk
+tier. One request kills every engine that runs it. It ends with an error, and its neighbours do not.
 """
 
 import asyncio
+import contextlib
 import os
 import signal
+import statistics
 import tempfile
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, Literal
 
 import httpx
@@ -30,7 +33,6 @@ EACH_SERVER = 4  # deaths; one more within a minute would start the pause betwee
 BACK_WITHIN_S = 90.0  # give up after this time
 PATIENCE_S = 600.0  # of a client; a busy machine may take minutes
 PREFILL_FACTOR, SLACK_S = 1.2, 0.5
-PROMPT_TOKENS = 8  # of a client, at least
 NUM_TOKENS = 96
 NUMBERS = {"type": "array", "items": {"type": "integer"}, "minItems": 60, "maxItems": 60}
 LIST = {"type": "object", "properties": {"numbers": NUMBERS}, "required": ["numbers"]}
@@ -98,6 +100,7 @@ class Pauses:
     allowed_s: list[float] = field(default_factory=list)
     first_good_s: list[float] = field(default_factory=list)  # beyond the load time
     ready_s: list[float] = field(default_factory=list)  # until an engine was ready again
+    num_errors: int = 0
 
     @property
     def over_p95_s(self) -> float:
@@ -105,18 +108,38 @@ class Pauses:
         return percentile([paused - allowed for paused, allowed in pairs], 0.95)
 
 
-async def prefill_rate(served: Served) -> float:
-    """Prompt tokens per second, over as many prompts as there are clients."""
+def prefix(client: int, text: str) -> tuple[dict[str, Any], str]:
+    """A request whose prompt is what a client has sent and received so far."""
+    body, path = question(client)
+    dropped = {"response_format", "tool_choice", "n", "logprobs", "stop", "stream"}
+    body = {name: value for name, value in body.items() if name not in dropped}
+    body["max_tokens"] = 1
+    if path == COMPLETIONS:
+        return body | {"prompt": body["prompt"] + text}, path
+    return body | {"messages": [*body["messages"], {"role": "assistant", "content": text}]}, path
+
+
+async def prefill_s(served: Served, replies: list[Reply], num_arrived: list[int]) -> float:
+    """The seconds to prefill what was open when `num_arrived` pieces of each reply had arrived. How
+    far answers were that are not streamed is not known. They count as the mean of the others.
+    """
+    shares = [
+        count / len(reply.times) if len(reply.times) > 1 else None
+        for reply, count in zip(replies, num_arrived, strict=True)
+    ]
+    mean = statistics.fmean(share for share in shares if share is not None)
+    asked = []
+    for client, (reply, share) in enumerate(zip(replies, shares, strict=True)):
+        part = mean if share is None else share
+        if part < 1:
+            texts = [text[: round(part * len(text))] for text in reply.texts.values()]
+            asked += [prefix(client, text) for text in texts]
     began = time.monotonic()
-    texts = [f"{began} {number}" + " and so on" * 20 for number in range(NUM_CLIENTS)]
-    replies = await asyncio.gather(*(ask(served, completion(t, max_tokens=1)) for t in texts))
-    usages = [httpx.Response(200, content=reply.body).json()["usage"] for reply in replies]
-    return sum(each["prompt_tokens"] for each in usages) / (time.monotonic() - began)
-
-
-def open_tokens(replies: list[Reply]) -> int:
-    """Tokens that must be computed again, counted low: those of streams that have not ended."""
-    return sum(PROMPT_TOKENS + len(reply.times) for reply in replies if not reply.ended)
+    for body, _ in asked:
+        body["cache_salt"] = str(began)  # no tier and no earlier request has these blocks
+    done = await asyncio.gather(*(ask(served, *each, patience_s=PATIENCE_S) for each in asked))
+    assert all(reply.is_whole for reply in done), [reply.error for reply in done]
+    return time.monotonic() - began
 
 
 def strike(pid: int, blow: Blow) -> None:
@@ -125,9 +148,10 @@ def strike(pid: int, blow: Blow) -> None:
 
 async def keep_frozen(pid: int) -> None:
     """Stop the process again each time it is woken, until it is killed."""
-    while psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE:
-        os.kill(pid, signal.SIGSTOP)
-        await asyncio.sleep(0.1)
+    with contextlib.suppress(psutil.NoSuchProcess, ProcessLookupError):
+        while psutil.Process(pid).status() != psutil.STATUS_ZOMBIE:
+            os.kill(pid, signal.SIGSTOP)
+            await asyncio.sleep(0.1)
 
 
 async def until_ready(served: Served, pid: int, blow: Blow) -> float:
@@ -150,14 +174,14 @@ class Load:
 
     def __init__(self, run: Run, served: Served, pauses: Pauses) -> None:
         self._run, self._served, self._pauses = run, served, pauses
-        self._load_s = 0.0
+        self._load_s = self._answer_s = 0.0
         self._right: list[Reply] = []
-        self._rate = 0.0
 
     async def begin(self) -> None:
         self._load_s = self._served.samples()["engine_startup_seconds"]
+        began = time.monotonic()
         self._right = await undisturbed(self._served)
-        self._rate = await prefill_rate(self._served)
+        self._answer_s = time.monotonic() - began
 
     async def strike(
         self, number: int, blow: Blow, victim: Callable[[], int], has_spare: bool = False
@@ -168,8 +192,9 @@ class Load:
         replies = [Reply() for _ in range(NUM_CLIENTS)]
         long = [r for client, r in enumerate(replies) if client % len(KINDS) < NUM_LONG_KINDS]
         asking = asyncio.create_task(answers(self._served, replies))
-        await all_begun(long, num_pieces=2 + 5 * (number % 8))
-        num_open = open_tokens(replies)
+        await all_begun(long)
+        await asyncio.sleep(self._answer_s * (number % 8) / 16)
+        num_arrived = [len(reply.times) for reply in replies]
         pid = victim()
         strike(pid, blow)
         struck_at = time.monotonic()
@@ -179,18 +204,23 @@ class Load:
             ready_s = await until_ready(self._served, pid, blow) - struck_at
         await asking
         self._judge(f"{blow} {number}", replies)
-        allowed_s = ready_s + PREFILL_FACTOR * num_open / self._rate + SLACK_S
+        self._pauses.first_good_s.append(await first_good - struck_at - self._load_s)
+        # With a spare, only half of the requests were in the engine that was killed.
+        compute_s = await prefill_s(self._served, replies, num_arrived) / (1 + has_spare)
+        allowed_s = ready_s + PREFILL_FACTOR * compute_s + SLACK_S
         self._pauses.ready_s.append(ready_s)
         for reply in long:
             steps = zip(reply.times, reply.times[1:], strict=False)
-            self._pauses.paused_s.append(max(later - before for before, later in steps))
+            self._pauses.paused_s.append(
+                max((later - before for before, later in steps), default=0)
+            )
             self._pauses.allowed_s.append(allowed_s)
-        self._pauses.first_good_s.append(await first_good - struck_at - self._load_s)
 
     def _judge(self, what: str, replies: list[Reply]) -> None:
         for client, (reply, expected) in enumerate(zip(replies, self._right, strict=True)):
             self._run.cases += 1
             if not reply.is_whole:
+                self._pauses.num_errors += 1
                 self._run.fail(f"{what}, client {client}: {reply.problem or reply.error}")
             elif (reply.texts, reply.scores) != (expected.texts, expected.scores):
                 self._run.fail(f"{what}, client {client}: another text")
@@ -202,10 +232,10 @@ async def first_good_reply(served: Served) -> float:
     return reply.ended if reply.is_whole else float("inf")
 
 
-def blows() -> list[Blow]:
+def blows(num_kills: int) -> list[Blow]:
     """Kills, with a SIGSTOP after every fifth. Half of the stopped engines can't be woken."""
     found: list[Blow] = []
-    for number in range(NUM_KILLS):
+    for number in range(num_kills):
         found.append("kill")
         if number % 5 == 4:
             found.append("freeze" if number % 10 == 4 else "stop")
@@ -213,16 +243,29 @@ def blows() -> list[Blow]:
 
 
 def one_engine(run: Run, pauses: Pauses) -> None:
-    planned = list(enumerate(blows()))
+    planned = list(enumerate(blows(run.share(NUM_KILLS, 5))))
     for first in range(0, len(planned), EACH_SERVER):
-        with served_engine() as served:
+        with tiered(is_on=first // EACH_SERVER % 2 == 1) as words, served_engine(*words) as served:
             load = Load(run, served, pauses)
             asyncio.run(load.begin())
             for number, blow in planned[first : first + EACH_SERVER]:
                 asyncio.run(load.strike(number, blow, served.engine_pid))
 
 
-@contextmanager
+@contextlib.contextmanager
+def tiered(is_on: bool) -> Iterator[tuple[str, ...]]:
+    """Arguments of a server with a disk tier, or none."""
+    if not is_on:
+        yield ()
+        return
+    with tempfile.TemporaryDirectory(prefix="tier-") as name:
+        disk, config = Path(name) / "kv", Path(name) / "engine.toml"
+        disk.mkdir(mode=0o700)
+        config.write_text(f'[cache.tiers]\ndisk_path = "{disk}"\n')
+        yield "--config", str(config)
+
+
+@contextlib.contextmanager
 def served_pair() -> Iterator[Served]:
     with tempfile.NamedTemporaryFile("w", suffix=".toml") as file:
         file.write(REPLICAS.format(model=MODEL))
@@ -248,7 +291,7 @@ def two_replicas(run: Run, pauses: Pauses) -> None:
     with served_pair() as served:
         load = Load(run, served, pauses)
         asyncio.run(load.begin())
-        for number in range(NUM_REPLICA_KILLS):
+        for number in range(run.share(NUM_REPLICA_KILLS, 1)):
             asyncio.run(load.strike(number, "kill", lambda: engines(served)[0], has_spare=True))
             served.wait_until(lambda: both_ready(served))
 
@@ -284,10 +327,11 @@ async def _poison(run: Run, served: Served) -> int:
 @figure(
     "R11",
     "kill -9 of the engine under 32 clients, fifty times, SIGSTOP ten times, kill -9 of one of two"
-    " replicas, a request that kills: requests that ended with an error or another text",
+    " replicas, a request that kills: requests that ended with an error, or with another text",
     minutes=25,
     limits={
         "ended_with_error": at_most(0),
+        "other_texts": at_most(0),
         "first_good_beyond_load_p95_s": at_most(10),
         "pause_over_allowed_p95_s": at_most(0),
         "replica_pause_over_allowed_p95_s": at_most(0),
@@ -307,7 +351,8 @@ def killed_engine(run: Run) -> Values:
             run.notes[f"{name}allowed_{told}"] = round(percentile(each.allowed_s, share), 2)
     run.notes["restart_p50_s"] = round(percentile(alone.ready_s, 0.5), 2)
     return {
-        "ended_with_error": len(run.failures),
+        "ended_with_error": alone.num_errors + pair.num_errors,
+        "other_texts": len(run.failures) - alone.num_errors - pair.num_errors,
         "first_good_beyond_load_p95_s": percentile(alone.first_good_s, 0.95),
         "pause_over_allowed_p95_s": alone.over_p95_s,
         "replica_pause_over_allowed_p95_s": pair.over_p95_s,

@@ -1,12 +1,14 @@
-"""The Redis that counts rate limits is killed, restarted, frozen, replaced by one that sends
-garbage, and restored, all under load.
+"""The Redis that counts rate limits and is a tier of the prefix cache is killed, restarted, frozen,
+replaced by one that sends garbage, and restored, all under load.
 
 A client far from its limits must not notice: every request gets the same text, hardly later. A
 client with a limit is held to it all the time, by Redis's counts or by the server's own. Recovery
-is measured until a Redis that started empty has counts again.
+is measured until a Redis that started empty has counts again. The KV pool is emptied again and
+again, so that requests need the tier.
 """
 
 import asyncio
+import secrets
 import signal
 import tempfile
 import time
@@ -25,12 +27,17 @@ LIMIT = 5  # requests per minute
 NUM_ASKED = 8
 MOST_REUSE_S = 60.0
 PHASES = ("well", "killed", "back", "frozen", "nonsense", "back again")
-PROMPTS = ("The sky is", "Two and two are", "In the beginning", "My name is", "Once upon a time")
+ADMIN_KEY = secrets.token_hex(16)
+AS_ADMIN = {"Authorization": f"Bearer {ADMIN_KEY}"}
+FLUSH_EVERY_S = 0.5
+STORY = "All day long the boats went down the river, and the children counted them. " * 8
+ENDS = ("The sky is", "Two and two are", "In the beginning", "My name is", "Once upon a time")
+PROMPTS = tuple(f"{index} {STORY}{end}" for index, end in enumerate(ENDS))
 
 
 @figure(
     "R21",
-    "Redis killed, frozen, talking nonsense, and back",
+    "Redis with counters and a cache tier: killed, frozen, talking nonsense, and back",
     minutes=2,
     limits={
         "failed_requests": at_most(0),
@@ -52,8 +59,12 @@ def broken_redis(run: Run) -> Values:
         env = {
             "LLM_ENGINE_SERVER__KEYS_FILE": str(keys),
             "LLM_ENGINE_LIMITS__REDIS_URL": counts.url,
+            # In a database of its own, because recovery is told by the number of counters.
+            "LLM_ENGINE_TIERS__REDIS_URL": counts.url.removesuffix("/0") + "/1",
+            "LLM_ENGINE_ADMIN_KEY": ADMIN_KEY,
         }
         with served_engine("--log-level", "error", env=env) as served:
+            served.headers = AS_ADMIN
             return asyncio.run(_Measurement(run, served, counts, known).take())
 
 
@@ -85,9 +96,12 @@ class _Measurement:
         await self._come_back("back again")
         if asked[0] == 0:
             self._run.fail("nobody asked the one that talks nonsense")
+        if not (saved := self._served.samples()["engine_cache_tier_saved_tokens_total"]):
+            self._run.fail("no request took a block from the tier")
         p99 = {phase: percentile(times, 0.99) for phase, times in self._ttft.items()}
         self._run.notes |= {
             "redis": "the real one" if PROGRAM else "a stand-in",
+            "tokens_from_the_tier": saved,
             "p99_ttft_ms": {phase: round(seconds * 1e3, 1) for phase, seconds in p99.items()},
         }
         return {
@@ -117,12 +131,22 @@ class _Measurement:
         clients = [
             asyncio.create_task(self._client(number, until)) for number in range(NUM_CLIENTS)
         ]
+        flushing = asyncio.create_task(self._keep_flushing())
         await asyncio.sleep(PHASE_S / 2)
         if reused is not None:
             await reused  # from then on, Redis counts again
         await self._try_limit(phase)
         replies = [reply for each in await asyncio.gather(*clients) for reply in each]
+        flushing.cancel()
         self._ttft[phase] = [reply.first_s for reply in replies]
+
+    async def _keep_flushing(self) -> None:
+        """Empty the KV pool, so that blocks come from the tier if it has them."""
+        while True:
+            await asyncio.sleep(FLUSH_EVERY_S)
+            reply = await post(self._served, {}, "/v1/admin/cache/flush", headers=AS_ADMIN)
+            if reply.status != 200:
+                self._run.fail(f"flush: {reply.status} {reply.problem}")
 
     async def _try_limit(self, phase: str) -> None:
         statuses = [(await self._ask(phase, PROMPTS[0])).status for _ in range(NUM_ASKED)]

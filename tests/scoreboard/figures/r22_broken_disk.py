@@ -1,5 +1,6 @@
 """The server's disk becomes full, deleted, corrupted and read-only while it serves: first the
-stored responses, then the caches for the next start (packed weights, tokenizer).
+stored responses, then the disk tier of the prefix cache, then the caches for the next start (packed
+weights, tokenizer).
 
 Requests that store nothing must not notice. Requests that store get a well-formed error, and once
 the disk works again, stored responses can be read again. To test the start caches, the engine is
@@ -26,7 +27,10 @@ from tests.scoreboard.streams import MODEL, Reply, completion
 
 NUM_CLIENTS = 8
 ROUNDS = 10
-PROMPTS = ("The sky is", "Two and two are", "In the beginning", "My name is")
+STORY = "All day long the boats went down the river, and the children counted them. " * 4
+ENDS = ("The sky is", "Two and two are", "In the beginning", "My name is")
+PROMPTS = tuple(f"{index} {STORY}{end}" for index, end in enumerate(ENDS))
+STORED_S = 0.5  # the time in which the writing thread stores the blocks of a request
 RESPONSES = "/v1/responses"
 KEPT = ("packed", "text", "examined")
 RESTART_S = 60.0
@@ -34,7 +38,7 @@ RESTART_S = 60.0
 
 @figure(
     "R22",
-    "stored data and caches full, deleted, corrupted, read-only",
+    "stored data, a cache tier and caches full, deleted, corrupted, read-only",
     minutes=2,
     limits={
         "failed_requests": at_most(0),
@@ -53,8 +57,11 @@ def broken_disk(run: Run) -> Values:
                 if (models.parent / part).is_dir():
                     (cache / part).symlink_to(models.parent / part)
         env = {"XDG_CACHE_HOME": name, "LLM_ENGINE_STORAGE__PATH": str(Path(name) / "stored")}
-        with served_engine("--log-level", "error", env=env) as served:
-            return asyncio.run(_Measurement(run, served).take(Path(name) / "stored", cache))
+        tier, config = Path(name) / "kv", Path(name) / "engine.toml"
+        tier.mkdir(mode=0o700)
+        config.write_text(f'[cache.tiers]\ndisk_path = "{tier}"\n')
+        with served_engine("--log-level", "error", "--config", str(config), env=env) as served:
+            return asyncio.run(_Measurement(run, served).take(Path(name) / "stored", tier, cache))
 
 
 class _Measurement:
@@ -65,7 +72,7 @@ class _Measurement:
         self._wrong_outputs = 0
         self._num_kills = 0
 
-    async def take(self, stored: Path, cache: Path) -> Values:
+    async def take(self, stored: Path, tier: Path, cache: Path) -> Values:
         await self._ask_all()
         await self._store_and_read("before")
         for trouble in TROUBLES:
@@ -74,9 +81,14 @@ class _Measurement:
                     await self._ask_all()
                     await self._try_to_store(trouble.__name__)
                 await self._store_and_read(trouble.__name__)
+                await self._use_tier_in(trouble, tier)
                 if not self._run.quick:
                     await self._start_engine_in(trouble, cache)
-        restarts = self._served.samples()["engine_restarts_total"] - self._num_kills
+        samples = self._served.samples()
+        restarts = samples["engine_restarts_total"] - self._num_kills
+        if not (saved := samples["engine_cache_tier_saved_tokens_total"]):
+            self._run.fail("no request took a block from the tier")
+        self._run.notes["tokens_from_the_tier"] = saved
         return {
             "failed_requests": len(self._run.failures),
             "wrong_outputs": self._wrong_outputs,
@@ -89,6 +101,21 @@ class _Measurement:
             yield
         except NotPossibleError:
             self._run.notes[name] = "can't be made here"
+
+    async def _use_tier_in(self, trouble: Trouble, tier: Path) -> None:
+        """Blocks come from the tier before and after the trouble, and whatever is left of them
+        during it.
+        """
+        for with_trouble in (False, True, False):
+            chooser = self._run.random("tier", trouble.__name__)
+            broken = trouble(self._served, tier, chooser) if with_trouble else None
+            with broken or contextlib.nullcontext():
+                for _ in range(self._run.share(2, 1)):
+                    reply = await post(self._served, {}, "/v1/admin/cache/flush")
+                    if reply.status != 200:
+                        self._run.fail(f"flush: {reply.status} {reply.problem}")
+                    await self._ask_all()
+                    await asyncio.sleep(STORED_S)
 
     async def _start_engine_in(self, trouble: Trouble, cache: Path) -> None:
         with contextlib.ExitStack() as troubles:

@@ -45,8 +45,8 @@ MUTATIONS = [
     Mutation(
         "runtime: a grammar that compiles for ever has no deadline",
         "engine.backends.custom.runtime.intake",
-        "                    refused += each.refusals(late)\n",
-        "                    each.refusals(late)\n",
+        "                    refused += refusals(request, each.choices, late)\n",
+        "                    refusals(request, each.choices, late)\n",
         f"{INTAKE_TESTS}::test_a_grammar_that_fails_or_is_late_ends_its_request_alone",
     ),
     Mutation(
@@ -94,7 +94,7 @@ MUTATIONS = [
     Mutation(
         "runtime: a scored prompt is taken from the cache",
         "engine.backends.custom.runtime.scheduler",
-        "        return seq.is_scoring or (self.kv.windows is not None and seq.is_pinned)\n",
+        "        return seq.starts_over or (self.kv.windows is not None and seq.is_pinned)\n",
         "        return self.kv.windows is not None and seq.is_pinned\n",
         f"{SCORE_TESTS}::test_one_choice_is_scored_and_takes_nothing_from_the_cache",
     ),
@@ -136,8 +136,8 @@ MUTATIONS = [
     Mutation(
         "runtime: a pinned sequence shares windowed blocks",
         "engine.backends.custom.runtime.scheduler",
-        "        return seq.is_scoring or (self.kv.windows is not None and seq.is_pinned)\n",
-        "        return seq.is_scoring\n",
+        "        return seq.starts_over or (self.kv.windows is not None and seq.is_pinned)\n",
+        "        return seq.starts_over\n",
         f"{WINDOW_TESTS}::test_a_pinned_sequence_takes_its_own_window",
     ),
     Mutation(
@@ -270,8 +270,8 @@ MUTATIONS = [
     Mutation(
         "runtime: a warm-up step changes the state of a sequence",
         "engine.backends.custom.runtime.model_runner",
-        "    spare = one + runner.spec.max_slots if runner.spec.has_state else one\n",
-        "    spare = one\n",
+        "spec.max_slots if spec.has_state else 0",
+        "0",
         "tests/unit/test_states.py::test_a_warm_up_step_leaves_all_states_alone",
     ),
     Mutation(

@@ -221,6 +221,13 @@ MUTATIONS = [
         "tests/unit/test_admin.py::test_caches_are_warmed_for_every_tenant",
     ),
     Mutation(
+        "warming: a prefix of a tier is loaded for tenants that never had it",
+        "engine.servers.ops.warming",
+        "        return ()\n    from",
+        "        return tenants\n    from",
+        "tests/unit/test_admin.py::test_prefixes_of_tiers_are_loaded_for_their_own_tenants",
+    ),
+    Mutation(
         "warming: a refused prompt counts as computed",
         "engine.servers.ops.warming",
         "                errors.append(error.message)",

@@ -61,8 +61,8 @@ MUTATIONS = [
     Mutation(
         "tiers: blocks are loaded although computing them is faster",
         f"{TIERS}.mover",
-        "return plan if load_s < job.block_s * count else []",
-        "return plan",
+        "if load_s < job.block_s * count:",
+        "if True:",
         f"{ENGINE_TESTS}::test_blocks_are_computed_if_that_is_faster",
     ),
     Mutation(
@@ -99,5 +99,12 @@ MUTATIONS = [
         "        if not new:\n            return\n        first",
         "        return\n        first",
         f"{ENGINE_TESTS}::test_blocks_that_do_not_fit_in_the_queue_are_stored_later",
+    ),
+    Mutation(
+        "tiers: tiers that are given up keep their threads",
+        "engine.backends.custom.runtime.kv_cache",
+        "                self.tiers.close(gives_up=True)\n",
+        "",
+        f"{ENGINE_TESTS}::test_tiers_that_are_given_up_have_no_threads",
     ),
 ]

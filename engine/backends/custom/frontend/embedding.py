@@ -17,7 +17,7 @@ from engine.backends.custom.frontend.survival import Engine
 from engine.backends.custom.frontend.text_model import TextModel
 from engine.core.errors import EngineError, InferenceError, error_from_code
 from engine.core.interfaces.backend import Embeddings, EmbedRequest, TextPair
-from engine.core.interfaces.request import GenerateRequest, SamplingParams, TokenDelta
+from engine.core.interfaces.request import AdapterRef, GenerateRequest, SamplingParams, TokenDelta
 
 MAX_IN_FLIGHT = 128
 Encode = Callable[..., Awaitable[tuple[tuple[int, ...], int]]]
@@ -51,10 +51,11 @@ async def embedded(
     max_queued: int,
     link: Link,
     encode: Encode,
+    adapter: AdapterRef | None = None,
 ) -> Embeddings:
     """The embeddings of all inputs. `encode` runs a function of the tokenizer in a thread."""
     encoded = await _encoded(request, text, max_seq_len, encode)
-    requests = _requests_of(request, encoded)
+    requests = _requests_of(request, encoded, adapter)
     size = 1 if text.reranks else text.config.hidden_size
     vectors = await vectors_of(link, requests, max_queued, size, text.reranks)
     if text.ranker is not None:
@@ -83,7 +84,9 @@ async def _encoded(
 
 
 def _requests_of(
-    request: EmbedRequest, encoded: Sequence[tuple[tuple[int, ...], int]]
+    request: EmbedRequest,
+    encoded: Sequence[tuple[tuple[int, ...], int]],
+    adapter: AdapterRef | None,
 ) -> list[GenerateRequest]:
     """The requests to the engine. `encoded` has the tokens of each input, and where the second text
     of a pair begins.
@@ -102,6 +105,7 @@ def _requests_of(
             queue_timeout_s=request.queue_timeout_s if index == 0 else None,
             pools=True,
             second_start=second_start,
+            adapter=adapter,
         )
         for index, (prompt, second_start) in enumerate(encoded)
     ]

@@ -203,6 +203,12 @@ class EngineLink:
         """What the engine is doing now. None if it is an encoder."""
         return (await self.control("snapshot", timeout_s=SNAPSHOT_TIMEOUT_S)).snapshot
 
+    async def load_adapter(self, path: str, timeout_s: float) -> ControlReply:
+        """Make the engine load a LoRA adapter. The reply has its facts as JSON, or says why the
+        adapter can't be used.
+        """
+        return await self.control("load_adapter", path, timeout_s)
+
     async def snapshots(self) -> dict[str, EngineSnapshot]:
         taken = await self.snapshot()
         return {} if taken is None else {"": taken}

@@ -56,6 +56,7 @@ class Generation(GeneratedFeed):
         engine: Engine,
         on_progress: Callable[[PromptProgress], None] | None = None,
         notes: RequestNotes | None = None,
+        on_captured: Callable[[bytes], None] | None = None,
     ) -> None:
         super().__init__()
         self.request = request
@@ -80,6 +81,7 @@ class Generation(GeneratedFeed):
         self._first_token_at: float | None = None
         self._on_progress = on_progress
         self._notes = notes
+        self._on_captured = on_captured
         self._recorded: RecordedRequest | None = None
         self._num_processed = -1  # of the prompt, as last reported; -1: nothing was reported
 
@@ -190,6 +192,8 @@ class Generation(GeneratedFeed):
             raise error_from_code(code, item.error_message or "The request failed.")
         if item.finish_reason == "abort":
             raise InferenceError("The request was aborted.")
+        if item.captured is not None and self._on_captured is not None:
+            self._on_captured(item.captured)
         if self._on_progress is not None and self._first_token_at is None:
             self._report(item, self._on_progress)
         if item.num_processed:
@@ -358,6 +362,7 @@ def _merged(run: Sequence[TokenDelta]) -> TokenDelta:
         error_code=last.error_code,
         error_message=last.error_message,
         timeline=last.timeline,
+        captured=last.captured,
         num_drafted=sum(delta.num_drafted for delta in run),
         num_accepted=sum(delta.num_accepted for delta in run),
     )

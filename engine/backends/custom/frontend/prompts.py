@@ -21,7 +21,12 @@ from engine.core.interfaces.backend import (
     CompletionRequest,
     GenerationContext,
 )
-from engine.core.interfaces.request import GenerateRequest, ImageInput, SamplingParams
+from engine.core.interfaces.request import (
+    AdapterRef,
+    GenerateRequest,
+    ImageInput,
+    SamplingParams,
+)
 from engine.core.parsing.parser import OutputParser
 from engine.core.text.stop_strings import StopPattern
 from engine.core.text.tokenizer import RenderedPrompt
@@ -64,6 +69,7 @@ class Prepared:
         params: SamplingParams,
         eos_ids: tuple[int, ...],
         max_seq_len: int,
+        adapter: AdapterRef | None = None,
     ) -> GenerateRequest:
         """The request to the engine."""
         return GenerateRequest(
@@ -82,6 +88,8 @@ class Prepared:
             dry_breakers=self.dry_breakers,
             expected=self.expected[:max_seq_len],
             reports_progress=context.on_progress is not None,
+            adapter=adapter,
+            interp=context.interp,
         )
 
 

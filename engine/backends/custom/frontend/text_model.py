@@ -348,9 +348,10 @@ def card_of(
     max_sequences: int | None,
     speculates: bool,
     image_encoders: tuple[str, ...],
+    has_taps: bool,
 ) -> ModelCard:
     """How a model is shown to clients, under the name `name`. `image_encoders` are the kinds of
-    image encoders that the framework runs.
+    image encoders that the framework runs. With `has_taps`, requests can read activations.
     """
     vision = text.config.vision
     reads_images = vision is not None and text.can_chat and vision.kind in image_encoders
@@ -363,7 +364,11 @@ def card_of(
         quantization=text.quantization,
         num_params=text.config.num_params,
         size_bytes=text.size_bytes,
-        capabilities=text.capabilities + (("images",) if reads_images else ()),
+        capabilities=(
+            text.capabilities
+            + (("images",) if reads_images else ())
+            + (("interp",) if has_taps and "completions" in text.capabilities else ())
+        ),
         emulated=text.emulated,
         template_options=text.template_options,
         trained_context=text.config.max_position,

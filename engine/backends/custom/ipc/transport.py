@@ -7,11 +7,12 @@ belongs to a pair that is created before the engine process starts, so no other 
 import select
 import socket
 import struct
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, Protocol, TypeVar
 
 import msgspec
 
 from engine.core.errors import EngineError
+from engine.core.interfaces.request import FromEngine, ToEngine
 
 Message = TypeVar("Message")
 
@@ -49,6 +50,14 @@ class FrameDecoder(Generic[Message]):
             messages.append(self._decoder.decode(self._buffer[LENGTH.size : end]))
             del self._buffer[:end]
         return messages
+
+
+class Channel(Protocol):
+    """The engine's connection to its frontend."""
+
+    def poll(self, timeout_s: float) -> list[ToEngine]: ...
+
+    def send(self, message: FromEngine) -> None: ...
 
 
 class SocketChannel(Generic[Message]):

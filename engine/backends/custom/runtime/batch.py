@@ -58,6 +58,7 @@ class BatchBuilder:
         self._presence = np.zeros(slots, np.float32)
         self._frequency = np.zeros(slots, np.float32)
         self._seed = np.zeros(slots, np.int64)
+        self._adapter = np.zeros(slots, np.int32)
         self._choice = np.zeros(slots, np.int32)
         self._num_prompt = np.zeros(slots, np.int32)
         self._num_logprobs = np.full(slots, -1, np.int32)
@@ -72,7 +73,7 @@ class BatchBuilder:
 
     def inputs(self, batch: ScheduledBatch) -> BatchInputs:
         rows = batch.rows
-        has_grown, only_continues = False, True
+        has_grown, only_continues, has_taps = False, True, False
         lives, rooms = self._lives, self._rooms
         for seq, _, length, samples, slot, life, num_scored, _ in rows:
             if lives[slot] != life or rooms[slot] != seq.room:
@@ -80,6 +81,8 @@ class BatchBuilder:
                 has_grown = True
             if length != 1 or not samples or num_scored:
                 only_continues = False
+            if seq.probe is not None:
+                has_taps = True
         continued = tuple([row[5] for row in rows]) if only_continues else None
         if self._inputs is not None and continued is not None and continued == self._continued:
             self._inputs = self._one_further(self._inputs, rows, has_grown)
@@ -87,6 +90,10 @@ class BatchBuilder:
             self._inputs = self._from_scratch(rows)
             self._sampling = None
         self._continued = continued
+        if has_taps:
+            from engine.backends.custom.runtime.interp.steps import with_taps  # few need it
+
+            return with_taps(self._inputs, rows)
         return self._inputs
 
     def _one_further(
@@ -153,7 +160,7 @@ class BatchBuilder:
             block_tables=tables,
             slots=slots,
             logit_rows=_logit_rows(query_start, samples, columns[5], columns[6]),
-            adapter_ids=np.zeros(len(rows), np.int32),
+            adapter_ids=self._adapter[slots],
             prefix_groups=groups,
             prefix_blocks=group_blocks,
             window_tables=window_tables,
@@ -301,6 +308,7 @@ class BatchBuilder:
         self._presence[slot] = params.presence_penalty
         self._frequency[slot] = params.frequency_penalty
         self._seed[slot] = seq.seed
+        self._adapter[slot] = seq.adapter
         self._choice[slot] = seq.choice
         self._num_prompt[slot] = seq.num_prompt
         self._num_logprobs[slot] = -1 if params.logprobs is None else params.logprobs

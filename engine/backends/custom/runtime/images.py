@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from engine.backends.custom.runtime.model_runner import F32, FROM_DEVICE, I32, ImageEncoder
-from engine.core.errors import InferenceError
+from engine.core.errors import ConfigError, InferenceError
 from engine.core.interfaces.request import ImageInput
 
 MAX_CACHED_BYTES = 256 * 2**20
@@ -158,3 +158,15 @@ class ImageStore:
         while self._num_bytes > self._max_bytes and len(self._embeds) > 1:
             _, oldest = self._embeds.popitem(last=False)
             self._num_bytes -= oldest.nbytes
+
+
+def check_image_rows(max_row: int, images: ImageStore) -> None:
+    """Raise if one step can't compute a whole image, although the model needs it. `max_row` is the
+    max number of tokens of a sequence in a step in which all other sequences decode.
+    """
+    if images.two_way_tokens > max_row:
+        raise ConfigError(
+            f"this model computes the {images.two_way_tokens} tokens of an image in one step, "
+            f"which has room for {max_row}; raise max_batch_tokens, lower batch_size, or raise "
+            "memory_pool_size_mb"
+        )

@@ -9,9 +9,7 @@ import heapq
 import itertools
 import logging
 import secrets
-from collections.abc import Iterable
-from concurrent.futures import Future
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -23,12 +21,18 @@ from engine.backends.custom.runtime.images import (
     fault_in,
     placed_tokens,
 )
-from engine.backends.custom.runtime.model_runner import RunnerSpec
-from engine.backends.custom.runtime.outputs import refusal
+from engine.backends.custom.runtime.model_runner import ModelRunner, RunnerSpec
+from engine.backends.custom.runtime.outputs import refusal, too_late
 from engine.backends.custom.runtime.queue import WaitForecast
 from engine.backends.custom.runtime.samplers.repetition import allowed_mask, by_first_token
 from engine.backends.custom.runtime.scheduler import Scheduler
-from engine.backends.custom.runtime.sequence import Sequence, Tokens, packed
+from engine.backends.custom.runtime.sequence import (
+    PendingRequest,
+    Sequence,
+    Tokens,
+    namespace_of,
+    packed,
+)
 from engine.core.errors import (
     EngineError,
     InferenceError,
@@ -41,38 +45,17 @@ from engine.core.interfaces.request import GenerateRequest, Resumed, TokenDelta
 if TYPE_CHECKING:
     from llguidance import LLMatcher
 
+    from engine.backends.custom.runtime.groups.adapter_places import AdapterPlaces
+    from engine.backends.custom.runtime.interp.probe import Probe
+
 log = logging.getLogger(__name__)
 
 MAX_PENDING_BYTES = 512 * 2**20  # pixels of images that wait to be encoded
 
 
-@dataclass(frozen=True, slots=True)
-class _Pending:
-    """A request whose grammar is being compiled, or whose images are not all encoded yet."""
-
-    request: GenerateRequest
-    prompt: Tokens
-    choices: list[int]  # indices of the choices that were not aborted
-    matcher: "Future[LLMatcher] | None"
-    submitted_at: float
-    images: list[PlacedImage] = field(default_factory=list)  # those that are encoded
-
-    @property
-    def num_image_bytes(self) -> int:
-        return sum(len(image.pixels) for image in self.request.images)
-
-    @property
-    def is_ready(self) -> bool:
-        is_compiled = self.matcher is None or self.matcher.done()
-        return is_compiled and len(self.images) == len(self.request.images)
-
-    def refusals(self, error: EngineError) -> list[TokenDelta]:
-        return [refusal(self.request.request_id, choice, error) for choice in self.choices]
-
-
 class Intake:
-    """Checks requests, waits for their grammars to compile and their images to be encoded, and puts
-    them into the scheduler's queue.
+    """Checks requests, waits for their grammars to compile, their images to be encoded and their
+    adapters to be loaded, and puts them into the scheduler's queue.
     """
 
     def __init__(
@@ -82,11 +65,16 @@ class Intake:
         max_queued: int,
         grammars: Grammars | None = None,
         images: ImageStore | None = None,
+        make_adapters: "Callable[[], AdapterPlaces] | None" = None,
+        runner: ModelRunner | None = None,
     ) -> None:
         self._spec = spec
+        self._runner = runner
         self._grammars = grammars
         self._images = images
-        self._pending: dict[str, _Pending] = {}
+        self._make_adapters = make_adapters
+        self.adapters: AdapterPlaces | None = None  # made when the first one is used
+        self._pending: dict[str, PendingRequest] = {}
         self._max_queued = max_queued
         self._scheduler = scheduler
         self._forecast = WaitForecast()
@@ -97,7 +85,7 @@ class Intake:
 
     @property
     def num_pending(self) -> int:
-        """Number of requests that wait for their grammar or their images."""
+        """Number of requests that wait for a grammar, images or an adapter."""
         return len(self._pending)
 
     def submit(self, request: GenerateRequest, now: float) -> list[TokenDelta]:
@@ -108,16 +96,16 @@ class Intake:
         error = self._find_fault(request, prompt) or self._find_wait(request, now)
         choices = _choices(request)
         if error is not None:
-            return [refusal(request.request_id, choice, error) for choice in choices]
+            return refusals(request, choices, error)
         assert prompt is not None
-        if request.grammar is None and not request.images:
+        if request.grammar is None and not request.images and request.adapter is None:
             self._enqueue(request, prompt, choices, None, now, now)
             return []
         matcher = None
         if request.grammar is not None:
             assert self._grammars is not None
             matcher = self._grammars.compile(request.grammar)
-        self._pending[request.request_id] = _Pending(request, prompt, choices, matcher, now)
+        self._pending[request.request_id] = PendingRequest(request, prompt, choices, matcher, now)
         return self.admit_ready(now)
 
     def admit_ready(self, now: float) -> list[TokenDelta]:
@@ -125,13 +113,21 @@ class Intake:
         request if its grammar failed to compile, or if it was not ready within its time limit.
         """
         refused: list[TokenDelta] = []
+        if self.adapters is not None:
+            self.adapters.begin_pass()
         for each in list(self._pending.values()):
             request, timeout_s = each.request, each.request.timeout_s
-            if not each.is_ready:
+            try:
+                place = self._place(request) if each.is_ready else None
+            except EngineError as error:
+                del self._pending[request.request_id]
+                refused += refusals(request, each.choices, error)
+                continue
+            if place is None:
                 if timeout_s is not None and now > each.submitted_at + timeout_s:
                     del self._pending[request.request_id]
                     late = RequestTimeoutError("The request's time limit passed before it began.")
-                    refused += each.refusals(late)
+                    refused += refusals(request, each.choices, late)
                 continue
             del self._pending[request.request_id]
             try:
@@ -145,13 +141,27 @@ class Intake:
                     each.submitted_at,
                     now,
                     tuple(each.images),
+                    place,
                 )
             except EngineError as error:
-                refused += each.refusals(error)
+                refused += refusals(request, each.choices, error)
             except Exception:
                 log.exception("request %s could not be queued", request.request_id)
                 refused += self.fail(request, each.choices, now)
         return refused
+
+    def _place(self, request: GenerateRequest) -> int | None:
+        """The place of the request's adapter. None: the request must wait for it."""
+        if request.adapter is None:
+            return 0
+        assert self.adapters is not None, "`_find_fault` made it"
+        return self.adapters.place(request.adapter)
+
+    def with_adapters(self) -> "AdapterPlaces | None":
+        """The places of LoRA adapters. None if the runner does not compute adapters."""
+        if self.adapters is None and self._make_adapters is not None:
+            self.adapters = self._make_adapters()
+        return self.adapters
 
     @property
     def has_images(self) -> bool:
@@ -159,9 +169,7 @@ class Intake:
         return self._next_with_image() is not None
 
     def encode_image(self, now: float) -> list[TokenDelta]:
-        """Encode the next image of the request that waits longest. Refuse the request if this
-        fails.
-        """
+        """Encode the next image of the request that waits longest, or refuse this request."""
         pending = self._next_with_image()
         if pending is None or self._images is None:
             return []
@@ -173,20 +181,19 @@ class Intake:
             log.exception("an image of request %s could not be encoded", request.request_id)
             return self.fail(request, pending.choices, now)
 
-    def _next_with_image(self) -> _Pending | None:
+    def _next_with_image(self) -> PendingRequest | None:
         waiting = self._pending.values()
         return next((each for each in waiting if len(each.images) < len(each.request.images)), None)
 
     def fail(
         self, request: GenerateRequest, choices: Iterable[int], now: float
     ) -> list[TokenDelta]:
-        """Remove a request that could not be queued because of an unexpected error. Returns a final
-        delta with an error for each choice.
-        """
+        """Remove a request that could not be queued because of an unexpected error."""
         self._pending.pop(request.request_id, None)
         self._scheduler.abort(request.request_id, None, now)
-        error = InferenceError("The engine could not take in this request.")
-        return [refusal(request.request_id, choice, error) for choice in choices]
+        return refusals(
+            request, choices, InferenceError("The engine could not take in this request.")
+        )
 
     def abort(self, request_id: str, choice: int | None, now: float) -> list[TokenDelta]:
         """Abort one choice of a request, or all choices if `choice` is None, in any state. Unknown
@@ -214,6 +221,7 @@ class Intake:
         now: float,
         queued_at: float,
         images: tuple[PlacedImage, ...] = (),
+        place: int = 0,
     ) -> None:
         params = request.params
         seed = params.seed if params.seed is not None else secrets.randbits(62)
@@ -230,8 +238,10 @@ class Intake:
         breakers = by_first_token(request.dry_breakers)
         group: list[Sequence] = []
         resumed = {each.choice: each for each in request.resumed or ()}
+        namespace = namespace_of(request)
         for choice in choices:
             before = resumed.get(choice, Resumed(choice, ()))
+            probe = self._probe(request)
             seq = Sequence(
                 request_id=request.request_id,
                 choice=choice,
@@ -241,7 +251,8 @@ class Intake:
                 params=params,
                 stop_ids=stop_ids,
                 seed=seed,
-                namespace=request.salt,
+                namespace=namespace if probe is None else probe.root(namespace),
+                adapter=place,
                 tenant=request.tenant,
                 priority=request.priority,
                 arrival=next(self._arrivals),
@@ -256,7 +267,9 @@ class Intake:
                 expected=packed(request.expected),
                 # All choices have the same prompt, so only the first choice computes the prompt's
                 # logprobs.
-                scores_prompt=params.score_prompt and choice == 0 and not before.token_ids,
+                scores_prompt=(params.score_prompt and choice == 0 and not before.token_ids)
+                or (probe is not None and probe.needs_logits),
+                probe=probe,
                 reports_progress=request.reports_progress and choice == 0,
                 queued_at=queued_at,
                 num_resumed=len(before.token_ids),
@@ -266,6 +279,7 @@ class Intake:
                 else [],
             )
             self._scheduler.add(seq)
+            self._scheduler.has_adapters |= place > 0
             group.append(seq)
         for when in (deadline, begin_by):
             if when is not None:
@@ -336,6 +350,8 @@ class Intake:
             return RateLimitError("Too many requests are waiting; try again later.")
         if request.grammar is not None and self._grammars is None:
             return InvalidRequestError("This engine follows no grammars.")
+        if request.adapter is not None and self.with_adapters() is None:
+            return InvalidRequestError("This engine serves no LoRA adapters.", param="model")
         if not request.prompt:
             return InvalidRequestError("The prompt has no tokens.", param="prompt")
         if prompt is None:
@@ -355,6 +371,10 @@ class Intake:
                 f"This model's maximum context length is {spec.max_seq_len} tokens, "
                 f"but the prompt has {len(prompt)}."
             )
+        try:
+            self._probe(request)
+        except EngineError as error:
+            return error
         num_tokens = len(prompt) + self._max_tokens(request) - 1
         if not self._scheduler.kv.can_ever_fit(num_tokens):
             capacity = self._scheduler.kv.pool.num_usable * spec.block_size
@@ -367,6 +387,14 @@ class Intake:
             return InferenceError("The restarted engine has no room for the rest of this request.")
         return None
 
+    def _probe(self, request: GenerateRequest) -> "Probe | None":
+        if request.interp is None or self._runner is None:
+            return None
+        from engine.backends.custom.runtime.interp.steps import make_probe  # few servers need it
+
+        live = self._scheduler.sequences()
+        return make_probe(request, self._runner, self._max_tokens(request), live)
+
     def _max_tokens(self, request: GenerateRequest) -> int:
         """The requested max_tokens, limited to the room that the prompt leaves in the context."""
         if request.pools:
@@ -375,18 +403,13 @@ class Intake:
         return room if asked is None else min(asked, room)
 
 
+def refusals(
+    request: GenerateRequest, choices: Iterable[int], error: EngineError
+) -> list[TokenDelta]:
+    return [refusal(request.request_id, choice, error) for choice in choices]
+
+
 def _choices(request: GenerateRequest) -> list[int]:
     if request.resumed is None:
         return list(range(request.params.n))
     return [each.choice for each in request.resumed]
-
-
-def too_late(is_over: bool, waited_s: float) -> EngineError:
-    """The error for a request that passed its deadline (`is_over`) or that waited too long to be
-    admitted (not `is_over`).
-    """
-    if is_over:
-        return RequestTimeoutError("The request's time limit passed before it was done.")
-    return RateLimitError(
-        f"The request waited {waited_s:.0f} s and could not begin; try again later."
-    )

@@ -101,6 +101,7 @@ class KVCache:
             log.exception("the cache tiers failed, and are not used any more")
             if self.tiers is not None:
                 self.tier_stats = tuple(replace(each, is_up=False) for each in self.tiers.stats())
+                self.tiers.close(gives_up=True)
             self.tiers = None
 
     def stop_loading(self, seq: Sequence) -> None:

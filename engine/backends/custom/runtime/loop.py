@@ -10,10 +10,10 @@ import logging
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from engine.backends.custom.ipc.heartbeat import UNKNOWN_PATIENCE_S, NoPulse, Pulse
-from engine.backends.custom.ipc.transport import ConnectionClosedError
+from engine.backends.custom.ipc.transport import Channel, ConnectionClosedError
 from engine.backends.custom.runtime.batch import BatchBuilder
 from engine.backends.custom.runtime.budget import StepBudget, StepCounter
 from engine.backends.custom.runtime.grammar import Grammars, MaskJob, MaskWriter, constrained_rows
@@ -41,14 +41,15 @@ from engine.core.interfaces.request import (
     ControlReply,
     Deltas,
     EngineStats,
-    FromEngine,
     GenerateRequest,
     Stats,
     Stop,
-    ToEngine,
     TokenDelta,
 )
 from engine.core.observability.logging import set_level
+
+if TYPE_CHECKING:
+    from engine.backends.custom.runtime.groups.adapter_places import AdapterPlaces
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -57,15 +58,8 @@ IDLE_POLL_S = 1.0
 REMOTE_POLL_S = 0.25  # how often an idle engine checks a runner in other processes
 COMPILE_POLL_S = 0.002
 STATS_INTERVAL_S = 0.5
+NO_ADAPTERS = "This backend serves no LoRA adapters; use native, torch or jax."
 MAX_SCHEDULE_FAILURES = 2  # the engine ends after more consecutive failures than this
-
-
-class Channel(Protocol):
-    """The engine's connection to its frontend."""
-
-    def poll(self, timeout_s: float) -> list[ToEngine]: ...
-
-    def send(self, message: FromEngine) -> None: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,6 +94,7 @@ class EngineLoop:
         pulse: Pulse | None = None,
         grammars: Grammars | None = None,
         images: ImageStore | None = None,
+        adapters: "Callable[[], AdapterPlaces] | None" = None,
     ) -> None:
         self.scheduler = scheduler
         self._runner = runner
@@ -112,7 +107,8 @@ class EngineLoop:
         self._grammars = grammars
         # The mask writer is created for the first step that has a row with a grammar.
         self._masks: MaskWriter | None = None
-        self._intake = Intake(runner.spec, scheduler, max_queued, grammars, images)
+        made = (grammars, images, adapters, runner)
+        self._intake = Intake(runner.spec, scheduler, max_queued, *made)
         self._launched: Launch | None = None
         self._stopping = False
         self._num_steps = 0
@@ -148,8 +144,11 @@ class EngineLoop:
         is_pending = self._intake.num_pending > 0
         has_images = is_pending and self._intake.has_images
         self._pulse.beat(not is_idle, self._patience_s)
-        patience_s = min(idle_timeout_s, COMPILE_POLL_S) if is_pending else idle_timeout_s
-        self._read_inbox(patience_s if is_idle and not has_images else 0.0)
+        adapters = self._intake.adapters
+        is_loading = adapters is not None and adapters.is_loading
+        if is_pending or is_loading:
+            idle_timeout_s = min(idle_timeout_s, COMPILE_POLL_S)
+        self._read_inbox(idle_timeout_s if is_idle and not has_images else 0.0)
         now = time.monotonic()
         if has_images:
             # One image in each iteration: other requests wait at most as long as this takes.
@@ -157,8 +156,12 @@ class EngineLoop:
             self._send(self._compute(self._intake.encode_image, now))
         if is_pending:
             self._send(self._intake.admit_ready(now))
+        if is_loading and adapters is not None:
+            adapters.reply(self._channel.send)
         self._send(self._intake.expire(now))
         self._step()
+        if self.scheduler.reports:
+            self._send(self._compute(self.scheduler.reports.advance, self._runner))
         self._send_stats(force=not self.scheduler.has_work and self._has_news)
         if (report := self.scheduler.kv.report) is not None and (news := report.take()) is not None:
             self._channel.send(news)
@@ -212,9 +215,7 @@ class EngineLoop:
         return Forwarded(self._compute(self._run_forward, inputs), masks)
 
     def _run_forward(self, inputs: BatchInputs) -> Any:
-        """Runs the model's forward pass. Every forward pass goes through this method, so fault
-        injection can wrap all of them.
-        """
+        """Runs the forward pass. Fault injection wraps this method."""
         return self._runner.forward(inputs)
 
     def _sample(self, forwarded: Forwarded, batch: ScheduledBatch) -> PendingTokens:
@@ -320,7 +321,8 @@ class EngineLoop:
             elif isinstance(message, Abort):
                 self._send(self._intake.abort(message.request_id, message.choice, now()))
             elif isinstance(message, Control):
-                self._channel.send(self._control(message))
+                if (reply := self._control(message)) is not None:
+                    self._channel.send(reply)
             elif isinstance(message, Stop):
                 self._stopping = True
 
@@ -331,7 +333,7 @@ class EngineLoop:
             log.exception("request %s could not be submitted", request.request_id)
             return self._intake.fail(request, range(request.params.n), now)
 
-    def _control(self, message: Control) -> ControlReply:
+    def _control(self, message: Control) -> ControlReply | None:
         if message.action == "log_level":
             return ControlReply(message.control_id, True, set_level(message.value))
         if message.action == "snapshot":
@@ -342,6 +344,11 @@ class EngineLoop:
                 log.exception("no snapshot could be taken")
                 return ControlReply(message.control_id, False, "No snapshot could be taken.")
             return ControlReply(message.control_id, True, snapshot=snapshot)
+        if message.action == "load_adapter":
+            if (adapters := self._intake.with_adapters()) is None:
+                return ControlReply(message.control_id, False, NO_ADAPTERS)
+            adapters.control(message)
+            return None  # the reply is sent when the adapter is loaded
         if message.action == "report_cache":
             from engine.backends.custom.runtime.insight.cache_report import report_cache
 

@@ -10,13 +10,17 @@ Letters: T tokens of the step, S rows (sequences), R rows that sample, B blocks 
 vocabulary, D size of an embedding, E tokens of images.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Any, Literal, Protocol, runtime_checkable
 
 import numpy as np
 from numpy.typing import NDArray
 
 from engine.core.errors import EngineError
+
+if TYPE_CHECKING:
+    from engine.backends.custom.runtime.interp.taps import TapInputs
 
 # As a token id, this means: use the slot's last sampled token, which may still be on the device.
 FROM_DEVICE = -1
@@ -75,6 +79,10 @@ class RunnerConfig:
     # Ranks that share each layer, and stages that the layers are divided into.
     tensor_parallel: int = 1
     pipeline_parallel: int = 1
+    # Of these ranks, the last ones join from other machines at the address `shard_listen`.
+    remote_ranks: int = 0
+    shard_listen: str = ""
+    shard_token: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -170,7 +178,7 @@ class BatchInputs:
     block_tables: I32  # (S, B)
     slots: I32  # (S,) the sequence's index into per-sequence state, fixed while it runs
     logit_rows: I32  # (R,) indices into T of the tokens whose logits `sample` needs
-    adapter_ids: I32  # (S,) always 0, which is the base model
+    adapter_ids: I32  # (S,) the place of the row's LoRA adapter; 0: the base model
     # (S,) rows with the same group number share their first blocks; -1 means no group
     prefix_groups: I32
     # (G,) how many first blocks the rows of each group share. All positions in these blocks were
@@ -202,6 +210,8 @@ class BatchInputs:
     state_load: I32 | None = None
     # (S,) the index that the state of the row's slot is copied to after the step, or -1
     state_save: I32 | None = None
+    # What requests read and change inside the step. None: nothing
+    taps: "TapInputs | None" = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -275,6 +285,7 @@ class StepOutput:
     top_ids: I32 | None = None  # (R, K) most likely first
     top_logprobs: F32 | None = None  # (R, K)
     hidden: F32 | None = None  # (E, D) final normed hidden state of the requested rows
+    captured: F32 | None = None  # rows that taps captured, padded on the right; None: no taps
 
 
 class PendingTokens(Protocol):
@@ -336,29 +347,60 @@ class ImageEncoder(Protocol):
         ...
 
 
-def warm_up(runner: ModelRunner) -> None:
-    """Run one step without a sequence. It computes a single token, whose key and value are written
-    to the null block, and whose state is that of no sequence.
+@runtime_checkable
+class AdapterRunner(Protocol):
+    """A runner that computes LoRA adapters."""
+
+    def pack_adapter(self, adapter: Any) -> Any:
+        """Bring an `Adapter` into the form that `set_adapter` takes. Any thread may call this."""
+        ...
+
+    def set_adapter(self, number: int, packed: Any) -> None:
+        """Put an adapter into a place, from 1 on. Called between two steps. It must not wait."""
+        ...
+
+
+@runtime_checkable
+class Warmable(Protocol):
+    """A runner whose first step of each size takes longer than later ones."""
+
+    def warm(self) -> None:
+        """Prepare for steps of all sizes that the scheduler can ask for."""
+        ...
+
+
+def idle_inputs(spec: RunnerSpec, counts: Sequence[int]) -> BatchInputs:
+    """A step without a sequence. Its rows have these numbers of tokens. Their keys and values are
+    written to the null block, and their states are those of no sequence.
     """
-    one, none = np.zeros(1, np.int32), np.zeros(0, np.int32)
-    spare = one + runner.spec.max_slots if runner.spec.has_state else one
-    has_windows = runner.spec.window is not None
-    inputs = BatchInputs(
-        token_ids=one,
-        positions=one,
-        write_slots=np.zeros(1, np.int64),
-        query_start=np.array([0, 1], np.int32),
-        seq_lens=np.ones(1, np.int32),
-        num_prompt=np.ones(1, np.int32),
-        block_tables=np.full((1, 1), NULL_BLOCK, np.int32),
-        slots=spare,
-        logit_rows=one,
-        adapter_ids=one,
-        prefix_groups=np.full(1, -1, np.int32),
-        prefix_blocks=none,
-        window_tables=np.full((1, 1), NULL_BLOCK, np.int32) if has_windows else None,
-        window_slots=np.zeros(1, np.int64) if has_windows else None,
+    rows, total = len(counts), sum(counts)
+    positions = np.concatenate([np.arange(count, dtype=np.int32) for count in counts])
+    ends = np.cumsum(counts, dtype=np.int32)
+    tables = np.full((rows, -(-max(counts) // spec.block_size)), NULL_BLOCK, np.int32)
+    nowhere, has_windows = np.zeros(total, np.int64), spec.window is not None
+    zeros, slot = np.zeros(rows, np.int32), spec.max_slots if spec.has_state else 0
+    return BatchInputs(
+        token_ids=np.zeros(total, np.int32),
+        positions=positions,
+        write_slots=nowhere,
+        query_start=np.concatenate((zeros[:1], ends)),
+        seq_lens=np.array(counts, np.int32),
+        num_prompt=np.array(counts, np.int32),
+        block_tables=tables,
+        slots=zeros + slot,
+        logit_rows=ends - 1,
+        adapter_ids=zeros,
+        prefix_groups=zeros - 1,
+        prefix_blocks=np.zeros(0, np.int32),
+        window_tables=tables if has_windows else None,
+        window_slots=nowhere if has_windows else None,
     )
+
+
+def warm_up(runner: ModelRunner) -> None:
+    """Run one step without a sequence, which computes a single token."""
+    one, none = np.zeros(1, np.int32), np.zeros(0, np.int32)
+    inputs = idle_inputs(runner.spec, (1,))
     off, on = np.zeros(1, np.float32), np.ones(1, np.float32)
     sampling = SamplingInputs(
         sample_rows=one,

@@ -8,7 +8,7 @@ import numpy as np
 
 from engine.backends.custom.runtime.model_runner import F32, I32, Bools, SamplingInputs, StepOutput
 from engine.backends.custom.runtime.sequence import Sequence
-from engine.core.errors import EngineError
+from engine.core.errors import EngineError, RateLimitError, RequestTimeoutError
 from engine.core.interfaces.request import TokenDelta, TokenLogprobs
 
 
@@ -134,6 +134,17 @@ def refusal(request_id: str, choice: int, error: EngineError) -> TokenDelta:
         finish_reason="error",
         error_code=error.error_code,
         error_message=error.message,
+    )
+
+
+def too_late(is_over: bool, waited_s: float) -> EngineError:
+    """The error for a request that passed its deadline (`is_over`) or that waited too long to be
+    admitted (not `is_over`).
+    """
+    if is_over:
+        return RequestTimeoutError("The request's time limit passed before it was done.")
+    return RateLimitError(
+        f"The request waited {waited_s:.0f} s and could not begin; try again later."
     )
 
 

@@ -6,6 +6,7 @@ once. Only this module moves sequences between these states.
 
 from collections.abc import Iterator
 from collections.abc import Sequence as Listed
+from typing import TYPE_CHECKING
 
 from engine.backends.custom.runtime.insight.timekeeping import EngineClock, Stopwatch
 from engine.backends.custom.runtime.kv_cache import KVCache
@@ -15,6 +16,9 @@ from engine.backends.custom.runtime.sequence import Sequence
 from engine.backends.custom.runtime.speculation.drafts import Speculation
 from engine.core.errors import EngineError
 from engine.core.interfaces.request import FinishReason, TokenDelta
+
+if TYPE_CHECKING:
+    from engine.backends.custom.runtime.interp.reports import Reports
 
 
 class Roster:
@@ -34,6 +38,9 @@ class Roster:
         self._free_slots = list(range(max_slots - 1, -1, -1))
         self._step = self._num_admissions = 0
         self.speculation: Speculation | None = None  # None: steps verify no drafts
+        self.has_adapters = False  # whether any sequence has had a LoRA adapter
+        # Results of requests that read activations, while they are being made
+        self.reports: Reports | None = None
         self.clock = EngineClock()
         self.num_preemptions = 0
         self.num_nonfinite = 0
@@ -61,7 +68,7 @@ class Roster:
 
     @property
     def has_work(self) -> bool:
-        return bool(self._running) or len(self._waiting) > 0
+        return bool(self._running) or len(self._waiting) > 0 or bool(self.reports)
 
     @property
     def num_decoding(self) -> int:
@@ -103,6 +110,8 @@ class Roster:
         """Abort one choice of a request, or all choices if `choice` is None, in any state. Unknown
         ids are ignored.
         """
+        if self.reports:
+            self.reports.drop(request_id)
         return [
             self.finish(seq, "abort", now)
             for seq in list(self._requests.get(request_id, ()))
@@ -118,6 +127,18 @@ class Roster:
         """Remove a sequence, free its blocks and its slot, and return its final delta."""
         self._leave(seq, reason)
         return token_delta(seq, (), None, now, error)
+
+    def _is_held(self, seq: Sequence, delta: TokenDelta) -> bool:
+        """Whether the delta is the last one of a sequence whose results have to be made first."""
+        probe = seq.probe
+        if probe is None or delta.finish_reason not in ("stop", "length") or not probe.reads:
+            return False
+        if self.reports is None:
+            from engine.backends.custom.runtime.interp.reports import Reports
+
+            self.reports = Reports()
+        self.reports.hold(seq, delta)
+        return True
 
     def rollback(self) -> None:
         """Return to the state after the last finished step. Steps in flight are forgotten, and

@@ -58,6 +58,8 @@ class Scheduler(Roster):
         num_drafting = 0
         if self.speculation is not None:
             num_drafting = self.speculation.add_drafts(rows, budget - sum(r.length for r in rows))
+        if self.has_adapters:  # rows with the same adapter are computed together
+            rows.sort(key=lambda row: row.seq.adapter)
         return ScheduledBatch(tuple(rows), num_drafting) if rows else None
 
     def update(self, batch: ScheduledBatch, output: StepOutput, now: float) -> list[TokenDelta]:
@@ -66,6 +68,10 @@ class Scheduler(Roster):
         sequence of that row fails.
         """
         deltas, next_row, pooled = [], 0, 0
+        if output.captured is not None:
+            from engine.backends.custom.runtime.interp.steps import take_captures
+
+            take_captures(batch, output)
         tokens = output.tokens.tolist()
         finite = output.finite.tolist()
         for index, row in enumerate(batch.rows):
@@ -97,9 +103,9 @@ class Scheduler(Roster):
                     else:
                         seq.num_confirmed = start + length
                 if samples:
-                    deltas.append(
-                        self._take(seq, output, sample_row, pool, tokens[sample_row], now)
-                    )
+                    delta = self._take(seq, output, sample_row, pool, tokens[sample_row], now)
+                    if not self._is_held(seq, delta):
+                        deltas.append(delta)
             except Exception:
                 deltas.append(self._fail_row(seq, now))
         return deltas
@@ -182,7 +188,7 @@ class Scheduler(Roster):
             match = self.kv.no_match if self._starts_over(seq) else self.kv.match(seq)
             num_matched = len(match.blocks)
             # Blocks that a running sequence publishes are of no use without a checkpoint.
-            waits = self.kv.sharing and self.kv.states is None and not seq.is_scoring
+            waits = self.kv.sharing and self.kv.states is None and not seq.starts_over
             if waits and self._inflight.hold(seq, num_matched):
                 watch.hold(seq.held_by)
                 continue
@@ -215,7 +221,7 @@ class Scheduler(Roster):
         """Whether a sequence must not use cached blocks. A pinned sequence must not share windowed
         blocks: if others hold them too, it can't count on the blocks that its window leaves.
         """
-        return seq.is_scoring or (self.kv.windows is not None and seq.is_pinned)
+        return seq.starts_over or (self.kv.windows is not None and seq.is_pinned)
 
     def _admit(self, seq: Sequence, match: Match, num_tokens: int, now: float) -> bool:
         reserve = len(seq.tokens)

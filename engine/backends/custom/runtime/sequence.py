@@ -6,6 +6,7 @@ sequences and a list of running sequences.
 
 from array import array
 from collections.abc import Iterable
+from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -14,14 +15,22 @@ from engine.backends.custom.runtime.images import PlacedImage
 from engine.backends.custom.runtime.insight.timekeeping import Stopwatch
 from engine.backends.custom.runtime.model_runner import U32
 from engine.backends.custom.runtime.samplers.repetition import Breakers
-from engine.core.interfaces.request import FinishReason, SamplingParams, TokenLogprobs
+from engine.core.interfaces.request import (
+    FinishReason,
+    GenerateRequest,
+    SamplingParams,
+    TokenLogprobs,
+)
 
 # After this many preemptions, a sequence is admitted only with all blocks that it can ever need.
 MAX_PREEMPTIONS = 4
 
 if TYPE_CHECKING:
+    from llguidance import LLMatcher
+
+    from engine.backends.custom.runtime.interp.probe import Probe
     from engine.backends.custom.runtime.speculation.lookup import Drafter
-    from engine.backends.custom.runtime.tiers.mover import ReadJob
+    from engine.backends.custom.runtime.tiers.jobs import ReadJob
 
     Tokens = array[int]
 else:
@@ -59,6 +68,7 @@ class Sequence:
     deadline: float | None
     constraint: Constraint | None = None  # the grammar that the output follows, if any
     pools: bool = False  # True: the result is an embedding instead of tokens
+    adapter: int = 0  # the place of its LoRA adapter on the device; 0: the base model
     images: tuple[PlacedImage, ...] = ()
     allowed: U32 | None = None  # the mask of `params.allowed_token_ids`
     bad_words: tuple[tuple[int, ...], ...] = ()
@@ -68,6 +78,8 @@ class Sequence:
     expected: Tokens = field(default_factory=packed)  # the output that the client expects, if any
     # Guesses the next tokens. None: each step samples one token.
     drafter: "Drafter | None" = None
+    # What the request reads and changes inside the model. None: nothing
+    probe: "Probe | None" = None
     scores_prompt: bool = False
     reports_progress: bool = False  # a delta tells how much of the prompt each step computed
     # The logprobs of prompt tokens that are computed so far. They start with the second token.
@@ -139,6 +151,11 @@ class Sequence:
         return self.scores_prompt and len(self.prompt_scores) < self.num_prompt - 1
 
     @property
+    def starts_over(self) -> bool:
+        """Whether cached blocks can't be used, because results of their positions are missing."""
+        return self.is_scoring or (self.probe is not None and self.probe.needs_prompt)
+
+    @property
     def max_len(self) -> int:
         """The max number of tokens whose keys and values are stored. The key and value of the last
         generated token are never needed.
@@ -154,6 +171,37 @@ class Sequence:
     def seniority(self) -> tuple[bool, int, int]:
         """A key that sorts running sequences, most senior first."""
         return (not self.is_pinned, self.priority, self.arrival)
+
+
+@dataclass(frozen=True, slots=True)
+class PendingRequest:
+    """A request that has no sequences yet: its grammar is being compiled, its images are not all
+    encoded, or its adapter has no place.
+    """
+
+    request: GenerateRequest
+    prompt: Tokens
+    choices: list[int]  # indices of the choices that were not aborted
+    matcher: "Future[LLMatcher] | None"
+    submitted_at: float
+    images: list[PlacedImage] = field(default_factory=list)  # those that are encoded
+
+    @property
+    def num_image_bytes(self) -> int:
+        return sum(len(image.pixels) for image in self.request.images)
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether grammar and images are ready."""
+        is_compiled = self.matcher is None or self.matcher.done()
+        return is_compiled and len(self.images) == len(self.request.images)
+
+
+def namespace_of(request: GenerateRequest) -> str:
+    """The namespace of a request's cached prefixes. Keys and values depend on the adapter, so each
+    adapter has namespaces of its own. A salt never contains a null character.
+    """
+    return request.salt if request.adapter is None else f"{request.salt}\0{request.adapter.key}"
 
 
 class Row(NamedTuple):

@@ -19,10 +19,10 @@ from numpy.typing import NDArray
 
 from engine.backends.custom.architectures.base import EncoderConfig, ModelConfig
 from engine.backends.custom.ipc.heartbeat import UNKNOWN_PATIENCE_S, NoPulse, Pulse
+from engine.backends.custom.ipc.transport import Channel
 from engine.backends.custom.runtime.budget import StepCounter
-from engine.backends.custom.runtime.intake import too_late
-from engine.backends.custom.runtime.loop import IDLE_POLL_S, STATS_INTERVAL_S, Channel
-from engine.backends.custom.runtime.outputs import refusal
+from engine.backends.custom.runtime.loop import IDLE_POLL_S, NO_ADAPTERS, STATS_INTERVAL_S
+from engine.backends.custom.runtime.outputs import refusal, too_late
 from engine.core.errors import (
     EngineError,
     InferenceError,
@@ -113,6 +113,8 @@ def _control(message: Control) -> ControlReply:
         return ControlReply(message.control_id, True, set_level(message.value))
     if message.action == "snapshot":
         return ControlReply(message.control_id, True)
+    if message.action == "load_adapter":
+        return ControlReply(message.control_id, False, NO_ADAPTERS)
     return ControlReply(message.control_id, True, "an encoder keeps no cache")
 
 

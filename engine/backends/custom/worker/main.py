@@ -18,26 +18,28 @@ from collections.abc import Callable
 from dataclasses import replace
 from math import prod
 from pathlib import Path
-from typing import Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from engine.backends.custom.frameworks.entry import framework_entry
 from engine.backends.custom.ipc.engine_process import STACKS_SIGNAL
 from engine.backends.custom.ipc.heartbeat import Heartbeat, Pulse, Watchdog
-from engine.backends.custom.ipc.transport import ConnectionClosedError, SocketChannel
+from engine.backends.custom.ipc.transport import Channel, ConnectionClosedError, SocketChannel
 from engine.backends.custom.options import IMAGE_ENCODERS, EngineOptions
 from engine.backends.custom.runtime.block_pool import BlockPool
 from engine.backends.custom.runtime.budget import TARGET_STEP_S, StepBudget
 from engine.backends.custom.runtime.grammar import Grammars, Vocabulary
 from engine.backends.custom.runtime.groups.states import state_group
 from engine.backends.custom.runtime.groups.windows import window_group
-from engine.backends.custom.runtime.images import ImageStore
+from engine.backends.custom.runtime.images import ImageStore, check_image_rows
 from engine.backends.custom.runtime.kv_cache import KVCache
-from engine.backends.custom.runtime.loop import Channel, EngineLoop
+from engine.backends.custom.runtime.loop import EngineLoop
 from engine.backends.custom.runtime.model_runner import (
+    AdapterRunner,
     DeviceInfo,
     ModelRunner,
     RunnerConfig,
     RunnerSpec,
+    Warmable,
     warm_up,
 )
 from engine.backends.custom.runtime.radix_cache import RadixCache
@@ -58,6 +60,9 @@ from engine.core.interfaces.request import Examine, Examined, Fatal, Ready, Stop
 from engine.core.observability.logging import setup_logging
 from engine.core.sandbox.examination_child import read_in_fork
 from engine.core.sandbox.processes import die_with_parent, offer_to_be_killed
+
+if TYPE_CHECKING:
+    from engine.backends.custom.runtime.groups.adapter_places import AdapterPlaces
 
 # The name is not __name__, because this module runs as __main__.
 log = logging.getLogger("engine.backends.custom.worker.main")
@@ -97,8 +102,16 @@ def load_runner(
             "tensor_parallel_size and pipeline_parallel_size need --backend torch"
             f"{by_name if options.framework == 'jax' else ''}"
         )
+    if 0 < options.num_ranks <= options.remote_ranks:
+        raise ConfigError(
+            f"shards.remote_ranks {options.remote_ranks} leaves none of the {options.num_ranks} "
+            "ranks on this machine; lower it, or raise tensor_parallel_size"
+        )
     framework = framework_entry(options.framework)
-    device = rank_share(framework.find_device(options.device, options.dtype), options.num_ranks)
+    device = rank_share(
+        framework.find_device(options.device, options.dtype),
+        options.num_ranks - options.remote_ranks,
+    )
     needs = framework.memory_needs(source, options, device)
     if _reads_images(source, options):
         value_bytes = 4 if options.framework == "native" else DTYPE_BYTES[device.dtype]
@@ -156,6 +169,9 @@ def runner_config(options: EngineOptions, device: DeviceInfo, plan: MemoryPlan) 
         quantization=options.quantization,
         tensor_parallel=options.tensor_parallel_size,
         pipeline_parallel=options.pipeline_parallel_size,
+        remote_ranks=options.remote_ranks,
+        shard_listen=options.shard_listen,
+        shard_token=options.shard_token,
     )
 
 
@@ -206,7 +222,8 @@ def build_loop(
     spec = runner.spec
     scheduler = build_scheduler(spec, options, bytes_per_token)
     if images is not None:
-        check_image_rows(scheduler, max_step_tokens(spec, options) - spec.max_slots, images)
+        room = max_step_tokens(spec, options) - spec.max_slots
+        check_image_rows(min(room, scheduler.kv.max_row), images)
     target_s = spec.target_step_s or TARGET_STEP_S
     max_tokens = max_step_tokens(spec, options)
     budget = StepBudget(max_tokens, spec.max_slots, target_s, spec.min_prompt_tokens)
@@ -217,22 +234,18 @@ def build_loop(
     if speculates(spec, options.speculation):
         scheduler.speculation = Speculation(scheduler.kv, budget)
     grammars = Grammars(vocabulary or functools.partial(_vocabulary, options))
+    adapters = None
+    if options.max_adapters and source is not None and isinstance(runner, AdapterRunner):
+        adapters = functools.partial(_adapter_places, runner, options, scheduler, source)
     return EngineLoop(
-        scheduler, runner, channel, budget, options.max_queued, pulse, grammars, images
+        scheduler, runner, channel, budget, options.max_queued, pulse, grammars, images, adapters
     )
 
 
-def check_image_rows(scheduler: Scheduler, room: int, images: ImageStore) -> None:
-    """Raise if one step can't compute a whole image, although the model needs it. `room` is the max
-    number of tokens of a step in which all other sequences decode.
-    """
-    largest = min(room, scheduler.kv.max_row)
-    if images.two_way_tokens > largest:
-        raise ConfigError(
-            f"this model computes the {images.two_way_tokens} tokens of an image in one step, "
-            f"which has room for {largest}; raise max_batch_tokens, lower batch_size, or raise "
-            "memory_pool_size_mb"
-        )
+def _adapter_places(*arguments: Any) -> "AdapterPlaces":
+    from engine.backends.custom.worker.adapters import adapter_places  # few engines have adapters
+
+    return adapter_places(*arguments)
 
 
 def _vocabulary(options: EngineOptions) -> Vocabulary:
@@ -280,12 +293,14 @@ def serve_runner(
 ) -> None:
     """Warm up the loaded runner, send `Ready`, and run its loop until a `Stop` message arrives."""
     runner, config, plan = loaded
+    if isinstance(runner, Warmable):
+        runner.warm()
     warm_up(runner)
     on_loaded()
     loop = build_loop(
         runner, options, plan.bytes_per_token, channel, pulse, vocabulary, images, source
     )
-    spec = runner.spec
+    spec, tiers = runner.spec, loop.scheduler.kv.tiers
     channel.send(
         Ready(
             max_seq_len=spec.max_seq_len,
@@ -296,6 +311,7 @@ def serve_runner(
             device=config.device,
             load_s=time.monotonic() - started_at,
             speculates=loop.scheduler.speculation is not None,
+            cache_identity="" if tiers is None else tiers.identity.hex(),
         )
     )
     loop.run()

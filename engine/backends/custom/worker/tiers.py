@@ -17,11 +17,11 @@ import msgspec
 from engine import __version__
 from engine.backends.custom.options import TierOptions
 from engine.backends.custom.runtime.kv_cache import KVCache
-from engine.backends.custom.runtime.model_runner import ModelRunner
+from engine.backends.custom.runtime.model_runner import Bytes, ModelRunner
 from engine.backends.custom.runtime.tiers.base import Tier
 from engine.backends.custom.runtime.tiers.disk import DiskTier
 from engine.backends.custom.runtime.tiers.host import HostTier
-from engine.backends.custom.runtime.tiers.kv_tiers import BlockMover, attach_tiers
+from engine.backends.custom.runtime.tiers.kv_tiers import BlockMover, PinnedMover, attach_tiers
 from engine.backends.custom.runtime.tiers.record import identity_of
 from engine.backends.custom.weights.model import ModelSource
 from engine.core.errors import ConfigError
@@ -60,16 +60,17 @@ def add_tiers(
         raise ConfigError("[cache.tiers] needs cache.enabled = true; set it, or remove the tiers")
     kind = "full" if source.config.latent is None else "latent"
     identity = cache_identity(source, runner)
-    tiers = open_tiers(options)
+    new_row = runner.row_maker() if isinstance(runner, PinnedMover) else None
+    tiers = open_tiers(options, new_row)
     attach_tiers(kv, runner, runner.spec, tiers, identity, prompt_s, kind).start()
     log.info("cache tiers: %s", ", ".join(tier.name for tier in tiers))
 
 
-def open_tiers(options: TierOptions) -> list[Tier]:
-    """The tiers that have a size, fastest first."""
+def open_tiers(options: TierOptions, new_row: Callable[[int], Bytes] | None = None) -> list[Tier]:
+    """The tiers that have a size, fastest first. `new_row` returns memory of the host tier."""
     tiers: list[Tier] = []
     if options.host_bytes:
-        tiers.append(HostTier(options.host_bytes, options.host_policy, options.host_ttl_s))
+        tiers.append(HostTier(options.host_bytes, options.host_policy, options.host_ttl_s, new_row))
     if options.disk_bytes:
         directory = Path(options.disk_path).expanduser()
         check_directory(directory)

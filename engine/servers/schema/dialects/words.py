@@ -194,6 +194,7 @@ _SAMPLING = [
         "openai",
         "the expected answer; if it is right, the native backend answers faster",
     ),
+    *_rows("interp", "", "reads and changes activations; see interpretability.md"),
 ]
 _GRAMMARS = [
     *_rows("response_format", _ALL, "the form of the answer", {"type": "text"}),

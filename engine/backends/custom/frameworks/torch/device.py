@@ -6,6 +6,7 @@ CUDA builds, or means something else in ROCm builds, is asked here and in no oth
 """
 
 from functools import cache
+from typing import Any
 
 import torch
 
@@ -52,6 +53,16 @@ def prefer_cublaslt() -> None:
     """Lets PyTorch use cuBLASLt instead of cuBLAS. A ROCm build keeps its own choice."""
     if not is_amd():
         torch.backends.cuda.preferred_blas_library("cublaslt")
+
+
+def keep_sums_whole() -> None:
+    """Forbids cuBLASLt to compute a sum in several parts (split-K), which would depend on the
+    number of rows. cuBLAS itself cannot be told so.
+    """
+    prefer_cublaslt()
+    whole: Any = (False, False)  # no sums of parts in 16 bits, and no parts
+    torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = whole
+    torch.backends.cuda.matmul.allow_fp16_reduced_precision_reduction = whole
 
 
 def num_stages(asked: int) -> int:

@@ -49,7 +49,9 @@ class Speculation:
         """
         params = seq.params
         depends_on_output = params.sampled_on_host or params.dry_multiplier > 0 or seq.bad_words
-        if not depends_on_output and not seq.pools and seq.max_tokens > 1:
+        if depends_on_output or seq.probe is not None:
+            return
+        if not seq.pools and seq.max_tokens > 1:
             seq.drafter = Drafter(seq.tokens, seq.expected, self._odds)
 
     def add_drafts(self, rows: list[Row], budget: int) -> int:

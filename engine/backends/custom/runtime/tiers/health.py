@@ -7,6 +7,7 @@ from contextlib import contextmanager
 
 from engine.backends.custom.runtime.budget import CostLine
 from engine.backends.custom.runtime.tiers.base import Tier
+from engine.backends.custom.runtime.tiers.host import HostTier
 from engine.core.interfaces.request import TierStats
 
 log = logging.getLogger(__name__)
@@ -14,6 +15,8 @@ log = logging.getLogger(__name__)
 FIRST_PAUSE_S, MAX_PAUSE_S = 1.0, 30.0
 KIB = 1024
 USUAL_BYTES_PER_S = 200 * 2**20  # assumed until the first blocks were loaded
+# A tier that seems too slow is tried again after this time, with a few blocks.
+PROBE_AFTER_S = 30.0
 
 
 class Breaker:
@@ -56,6 +59,7 @@ class WatchedTier:
         self._clock = clock
         self._reading, self._writing = Breaker(clock), Breaker(clock)
         self._load_cost = CostLine()
+        self._loaded_at: float | None = None
         self.num_hits = self.num_misses = self.num_bad = self.num_stored = self.num_errors = 0
         self.bytes_loaded = self.bytes_stored = 0
         self.load_s = self.store_s = 0.0
@@ -64,6 +68,11 @@ class WatchedTier:
     @property
     def name(self) -> str:
         return self.tier.name
+
+    @property
+    def lends(self) -> bool:
+        """Whether reading costs no copy."""
+        return isinstance(self.tier, HostTier) and self.tier.lends
 
     @property
     def is_readable(self) -> bool:
@@ -77,6 +86,13 @@ class WatchedTier:
         """The expected time to load this many bytes."""
         measured = self._load_cost.at(max(1, num_bytes // KIB))
         return measured or num_bytes / USUAL_BYTES_PER_S
+
+    @property
+    def must_probe(self) -> bool:
+        """Whether it is not known how fast the tier is now. A tier that is never read because it
+        seems slow would seem slow for ever.
+        """
+        return self._loaded_at is None or self._clock() - self._loaded_at > PROBE_AFTER_S
 
     @contextmanager
     def reading(self) -> Iterator[None]:
@@ -100,6 +116,7 @@ class WatchedTier:
         self.num_bad += num_bad
         self.load_s += seconds
         if num_bytes:
+            self._loaded_at = self._clock()
             self._load_cost.add(max(1, num_bytes // KIB), seconds)
 
     def stored(self, num_blocks: int, num_bytes: int, seconds: float) -> None:

@@ -1,7 +1,11 @@
-"""The tier in host memory. It is meant for models whose KV pool is in the memory of a GPU."""
+"""The tier in host memory. It is meant for models whose KV pool is in the memory of a GPU.
+
+A GPU copies blocks directly from pinned memory. So the tier keeps its blocks there, and lends them
+without a copy.
+"""
 
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 
@@ -11,11 +15,21 @@ from engine.backends.custom.runtime.tiers.base import BoundedIndex, Loaded, Reco
 
 
 class HostTier:
-    """Blocks in host memory. They need no checksums, because the KV pool has none either."""
+    """Blocks in host memory. They need no checksums, because the KV pool has none either. `new_row`
+    returns memory for a block that a GPU can read. With it, the tier lends its blocks.
+    """
 
     name = "host"
 
-    def __init__(self, max_bytes: int, policy: EvictionPolicy, ttl_s: float | None) -> None:
+    def __init__(
+        self,
+        max_bytes: int,
+        policy: EvictionPolicy,
+        ttl_s: float | None,
+        new_row: Callable[[int], Bytes] | None = None,
+    ) -> None:
+        self.lends = new_row is not None
+        self._new_row = new_row or (lambda num_bytes: np.empty(num_bytes, np.uint8))
         self._index = BoundedIndex(max_bytes, policy, ttl_s)
         self._records: dict[str, Record] = {}
         self._lock = threading.Lock()
@@ -31,6 +45,18 @@ class HostTier:
     def find(self, names: Sequence[str]) -> list[bool]:
         with self._lock:
             return [name in self._records and not self._index.is_expired(name) for name in names]
+
+    def lend(self, wanted: Wanted) -> list[Bytes]:
+        """The blocks before the first one that is missing. They must not be changed."""
+        names = [wanted.name(index) for index in range(len(wanted.places))]
+        rows: list[Bytes] = []
+        with self._lock:
+            for name in names:
+                if (record := self._records.get(name)) is None:
+                    break
+                rows.append(record.payload)
+            self._index.use(names[: len(rows)])
+        return rows
 
     def load(self, wanted: Wanted, rows: Bytes) -> list[Loaded]:
         names = [wanted.name(index) for index in range(len(wanted.places))]
@@ -48,8 +74,11 @@ class HostTier:
             with self._lock:
                 if record.name in self._records:
                     continue
-                # A copy, because the array of a record may be a part of a much larger one.
-                kept = Record(record.shape, record.identity, record.place, np.array(record.payload))
+            # A copy, because the array of a record may be a part of a much larger one.
+            row = self._new_row(len(record.payload))
+            row[:] = record.payload
+            kept = Record(record.shape, record.identity, record.place, row)
+            with self._lock:
                 self._records[record.name] = kept
                 self._drop(self._index.add(record.name, record.num_bytes))
             num_stored += 1

@@ -8,18 +8,13 @@ sequence never waits for longer than computing its blocks would take.
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Protocol, cast, runtime_checkable
 
 from engine.backends.custom.runtime.model_runner import NULL_BLOCK, Bytes, Group, RunnerSpec
 from engine.backends.custom.runtime.tiers.base import Tier, record_name
 from engine.backends.custom.runtime.tiers.health import WatchedTier
-from engine.backends.custom.runtime.tiers.mover import (
-    MAX_ALL_AHEAD_BYTES,
-    Batch,
-    Mover,
-    ReadJob,
-    WriteJob,
-)
+from engine.backends.custom.runtime.tiers.jobs import Batch, ReadJob, WriteJob
+from engine.backends.custom.runtime.tiers.mover import MAX_ALL_AHEAD_BYTES, Mover
 from engine.backends.custom.runtime.tiers.record import Place, RecordShape, chain, root_key
 from engine.core.interfaces.request import UNSHARED, TierStats
 
@@ -61,7 +56,18 @@ class BlockMover(Protocol):
         ...
 
     def write_blocks(self, group: Group, blocks: Sequence[int], rows: Bytes) -> None:
-        """Copy rows of bytes from the host to blocks. Later steps see them."""
+        """Copy rows of bytes from the host to blocks. Later steps see them. A list of rows is given
+        only to a `PinnedMover`.
+        """
+        ...
+
+
+@runtime_checkable
+class PinnedMover(Protocol):
+    """A runner whose device reads pinned host memory by itself."""
+
+    def row_maker(self) -> Callable[[int], Bytes] | None:
+        """Makes memory for a block. None if the device reads any memory."""
         ...
 
 
@@ -83,7 +89,7 @@ class KVTiers:
         self._kv = kv
         self._runner = runner
         self._mover = mover
-        self._identity = identity
+        self.identity = identity
         self._shapes = shapes
         self._prompt_s = prompt_s
         self._first_state = first_state
@@ -164,8 +170,8 @@ class KVTiers:
             for group in self._shapes:
                 self._known.pop((group, key), None)
 
-    def close(self) -> None:
-        self._mover.close()
+    def close(self, gives_up: bool = False) -> None:
+        self._mover.close(gives_up)
 
     def _ask(self, seq: "Seq") -> None:
         seq.num_asked += 1
@@ -221,7 +227,7 @@ class KVTiers:
         seq = self._jobs.get(job)
         while seq is not None and room > 0 and job.ready:
             batch = job.ready.popleft()
-            room -= batch.rows.nbytes
+            room -= batch.num_bytes
             self._mover.taken()
             if self._put(seq, batch):
                 self._remember(seq, batch)
@@ -231,18 +237,19 @@ class KVTiers:
 
     def _put(self, seq: "Seq", batch: Batch) -> bool:
         end = batch.first + len(batch.rows)
+        rows = cast(Bytes, batch.rows)  # a list only if the runner is a `PinnedMover`
         if batch.group == "full":
 
             def fill(blocks: list[int]) -> None:
                 if blocks:
-                    self._runner.write_blocks("full", blocks, batch.rows[-len(blocks) :])
+                    self._runner.write_blocks("full", blocks, rows[-len(blocks) :])
 
             return self._kv.adopt(seq, batch.first, end, fill)
         first = self._first_state if batch.group == "state" else 0
 
         def fill_entries(entries: list[int]) -> None:
             ids = [first + entry for entry in entries]
-            self._runner.write_blocks(batch.group, ids, batch.rows)
+            self._runner.write_blocks(batch.group, ids, rows)
 
         column = self._columns.index(batch.group)
         return self._kv.adopt_entries(seq, column, batch.first, end, fill_entries)
@@ -282,7 +289,7 @@ class KVTiers:
     def _extend_keys(self, seq: "Seq", count: int) -> None:
         if len(seq.keys) < count:
             size = self._kv.block_size
-            root = root_key(self._identity, seq.namespace)
+            root = root_key(self.identity, seq.namespace)
             chain(root, seq.tokens[: count * size], size, seq.keys)
 
     def _places(self, seq: "Seq", count: int) -> list[Place]:
@@ -290,7 +297,7 @@ class KVTiers:
 
     def _place(self, seq: "Seq", index: int) -> Place:
         size = self._kv.block_size
-        parent = seq.keys[index - 1] if index else root_key(self._identity, seq.namespace)
+        parent = seq.keys[index - 1] if index else root_key(self.identity, seq.namespace)
         tokens = seq.tokens[index * size : (index + 1) * size]
         return Place(seq.keys[index], parent, tokens.tobytes())
 

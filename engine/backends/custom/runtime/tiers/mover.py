@@ -10,7 +10,6 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
 
 import numpy as np
 
@@ -18,77 +17,28 @@ from engine.backends.custom.runtime.groups.side_column import resumable
 from engine.backends.custom.runtime.model_runner import Bytes, Group
 from engine.backends.custom.runtime.tiers.base import Loaded, Record, Wanted, record_name
 from engine.backends.custom.runtime.tiers.health import WatchedTier
+from engine.backends.custom.runtime.tiers.host import HostTier
+from engine.backends.custom.runtime.tiers.jobs import (
+    Batch,
+    ReadJob,
+    Segment,
+    WriteJob,
+    cut,
+    run_length,
+)
 from engine.backends.custom.runtime.tiers.record import Place, RecordShape
 
 log = logging.getLogger(__name__)
 
 BATCH_BYTES = 4 * 2**20  # bytes that are read from a tier at a time
+LENT_BYTES = 16 * 2**20  # the same for a tier that lends its blocks, because that takes no time
 MAX_AHEAD_BYTES = 64 * 2**20  # a job may be ahead of the engine loop by this many bytes
 MAX_ALL_AHEAD_BYTES = 256 * 2**20  # all jobs together, also those that are done
 MAX_QUEUED_BYTES = 256 * 2**20  # bytes that wait to be written
+PROBE_BLOCKS = 2  # blocks that are loaded to measure how fast a tier is
 TIDY_INTERVAL_S = 1.0
 CLOSE_S = 5.0  # at the end, the queue is written for at most this long
 STUCK_S = 1.0  # a call that takes longer than this counts as stuck
-
-
-@dataclass(frozen=True, slots=True)
-class Batch:
-    """Loaded blocks `first` .. of a job, one row each."""
-
-    group: Group
-    first: int
-    rows: Bytes
-    tier: str
-
-
-@dataclass(eq=False, slots=True)
-class ReadJob:
-    """Loads the blocks of one prefix. Blocks are numbered from the start of the sequence.
-
-    The KV pool has the blocks before `first`. `sides` has a list for each side column of the prefix
-    cache: its group, its reach, and which blocks have an entry there.
-    """
-
-    places: Sequence[Place]
-    first: int
-    sides: Sequence[tuple[Group, int, list[int]]]
-    # The seconds that computing one block would take. None if no step was measured yet.
-    block_s: float | None
-    asked_at: float
-    plan: "list[_Segment] | None" = None  # what is left to load; None: not looked up yet
-    ready: deque[Batch] = field(default_factory=deque)
-    progress_at: float | None = None  # when the last batch came, or when the lookup was done
-    expected_s: float = 0.0  # how long loading will take
-    is_cancelled: bool = False
-    news: threading.Event = field(default_factory=threading.Event)
-    is_done: bool = False
-
-    @property
-    def ahead_bytes(self) -> int:
-        return sum(batch.rows.nbytes for batch in list(self.ready))
-
-
-@dataclass(slots=True)
-class _Segment:
-    """Consecutive blocks that one tier has."""
-
-    tier: WatchedTier
-    group: Group
-    first: int
-    count: int
-
-
-@dataclass(frozen=True, slots=True)
-class WriteJob:
-    """Blocks to store. `rows` returns their bytes. It may wait for the device."""
-
-    shape: RecordShape
-    places: Sequence[Place]
-    rows: Callable[[], Bytes]
-
-    @property
-    def num_bytes(self) -> int:
-        return len(self.places) * self.shape.num_bytes
 
 
 class Mover:
@@ -178,13 +128,17 @@ class Mover:
         """Note that blocks were used, so that tiers evict them later."""
         self._used.extend(names)
 
-    def close(self) -> None:
-        """Write what is queued, then end both threads."""
+    def close(self, gives_up: bool = False) -> None:
+        """Write what is queued, then end both threads. With `gives_up`, nothing more is written,
+        and the threads end when their current call returns.
+        """
         self._closing = True
+        if gives_up:
+            self._writes.clear()
         for wakes in (self._wakes_reader, self._wakes_writer):
             with wakes:
                 wakes.notify_all()
-        for thread in self._threads:
+        for thread in () if gives_up else self._threads:
             thread.join(CLOSE_S)
 
     def _run_reader(self) -> None:
@@ -231,16 +185,16 @@ class Mover:
             if job in self._reads:
                 self._reads.remove(job)
 
-    def _expected_s(self, segment: _Segment) -> float:
+    def _expected_s(self, segment: Segment) -> float:
         return segment.tier.load_seconds(segment.count * self._shapes[segment.group].num_bytes)
 
-    def _plan(self, job: ReadJob) -> list[_Segment]:
+    def _plan(self, job: ReadJob) -> list[Segment]:
         """The blocks to load. None are loaded if computing them would take less time."""
         full = self._find(job.places, job.first)
         end = full[-1].first + full[-1].count if full else job.first
         if not job.sides:
             return self._worthwhile(job, full)
-        sides: list[_Segment] = []
+        sides: list[Segment] = []
         columns: list[tuple[int, list[int]]] = []
         for group, reach, entries in job.sides:
             has = (entries + [0] * end)[:end]
@@ -254,22 +208,27 @@ class Mover:
         needed = [each for each in sides if end - reaches[each.group] <= each.first < end]
         if end <= job.first and not needed:
             return []
-        full = [_cut(each, end) for each in full if each.first < end]
+        full = [cut(each, end) for each in full if each.first < end]
         # Entries of side columns come last, because they belong to blocks of the prefix cache.
         return self._worthwhile(job, full + needed)
 
-    def _worthwhile(self, job: ReadJob, plan: list[_Segment]) -> list[_Segment]:
+    def _worthwhile(self, job: ReadJob, plan: list[Segment]) -> list[Segment]:
         count = sum(each.count for each in plan if each.group == "full")
         if job.block_s is None or not plan:
             return plan
         load_s = sum(self._expected_s(each) for each in plan)
-        return plan if load_s < job.block_s * count else []
+        if load_s < job.block_s * count:
+            return plan
+        first = plan[0]
+        if first.group != "full" or job.sides or not first.tier.must_probe:
+            return []
+        return [cut(first, first.first + PROBE_BLOCKS)]
 
-    def _find(self, places: Sequence[Place], start: int) -> list[_Segment]:
+    def _find(self, places: Sequence[Place], start: int) -> list[Segment]:
         """The consecutive full blocks from `start` on that tiers have, each in the first tier that
         has it.
         """
-        shape, found = self._shapes["full"], list[_Segment]()
+        shape, found = self._shapes["full"], list[Segment]()
         names = [record_name(shape, place.key) for place in places]
         answers: dict[WatchedTier, tuple[int, list[bool]]] = {}  # first block, which blocks it has
         while start < len(names):
@@ -278,8 +237,8 @@ class Mover:
                     with tier.reading():
                         answers[tier] = start, tier.tier.find(names[start:])
                 since, has = answers.get(tier, (0, []))
-                if count := _run(has, start - since):
-                    found.append(_Segment(tier, "full", start, count))
+                if count := run_length(has, start - since):
+                    found.append(Segment(tier, "full", start, count))
                     start += count
                     break
                 tier.num_misses += tier in answers
@@ -287,11 +246,9 @@ class Mover:
                 break
         return found
 
-    def _find_any(
-        self, group: Group, places: Sequence[Place], indices: list[int]
-    ) -> list[_Segment]:
+    def _find_any(self, group: Group, places: Sequence[Place], indices: list[int]) -> list[Segment]:
         """The given blocks that tiers have, each as a segment of one block."""
-        shape, found = self._shapes[group], list[_Segment]()
+        shape, found = self._shapes[group], list[Segment]()
         for tier in self.tiers:
             if not indices or not tier.is_readable:
                 continue
@@ -299,7 +256,7 @@ class Mover:
             with tier.reading():
                 has = tier.tier.find([record_name(shape, places[i].key) for i in indices])
             found += [
-                _Segment(tier, group, index, 1)
+                Segment(tier, group, index, 1)
                 for index, is_there in zip(indices, has, strict=False)
                 if is_there
             ]
@@ -307,21 +264,18 @@ class Mover:
             indices = [index for index in indices if index not in known]
         return found
 
-    def _load_batch(self, job: ReadJob, plan: list[_Segment]) -> None:
+    def _load_batch(self, job: ReadJob, plan: list[Segment]) -> None:
         segment = plan[0]
         shape = self._shapes[segment.group]
-        count = min(segment.count, max(1, BATCH_BYTES // max(1, shape.num_bytes)))
+        most = LENT_BYTES if segment.tier.lends else BATCH_BYTES
+        count = min(segment.count, max(1, most // max(1, shape.num_bytes)))
         places = job.places[segment.first : segment.first + count]
-        rows = np.empty((count, shape.num_bytes), np.uint8)
-        began, results = time.monotonic(), list[Loaded]()
-        with segment.tier.reading():
-            results = segment.tier.tier.load(Wanted(shape, self._identity, places), rows)
-        good = next((i for i, each in enumerate(results) if each is not Loaded.OK), len(results))
-        num_bad = sum(each is Loaded.BAD for each in results)
+        began = time.monotonic()
+        rows, num_bad = _load(segment.tier, Wanted(shape, self._identity, places))
+        good = len(rows)
         segment.tier.loaded(good, good * shape.num_bytes, num_bad, time.monotonic() - began)
         if good:
-            batch = Batch(segment.group, segment.first, rows[:good], segment.tier.name)
-            job.ready.append(batch)
+            job.ready.append(Batch(segment.group, segment.first, rows, segment.tier.name))
         segment.first += count
         segment.count -= count
         if good < count and segment.group == "full":
@@ -387,14 +341,15 @@ class Mover:
             tier.tidy_up()
 
 
-def _run(has: list[bool], start: int) -> int:
-    """How many consecutive values from `start` on are true."""
-    end = start
-    while end < len(has) and has[end]:
-        end += 1
-    return end - start
-
-
-def _cut(segment: _Segment, end: int) -> _Segment:
-    count = min(segment.count, end - segment.first)
-    return _Segment(segment.tier, segment.group, segment.first, count)
+def _load(tier: WatchedTier, wanted: Wanted) -> tuple["Bytes | list[Bytes]", int]:
+    """The blocks before the first one that is missing or bad, and how many are bad."""
+    rows: Bytes | list[Bytes] = []
+    results: list[Loaded] = []
+    with tier.reading():
+        if isinstance(tier.tier, HostTier) and tier.lends:
+            rows = tier.tier.lend(wanted)
+            return rows, 0
+        rows = np.empty((len(wanted.places), wanted.shape.num_bytes), np.uint8)
+        results = tier.tier.load(wanted, rows)
+    good = next((i for i, each in enumerate(results) if each is not Loaded.OK), len(results))
+    return rows[:good], sum(each is Loaded.BAD for each in results)

@@ -8,7 +8,8 @@ import numpy as np
 from jax import Array
 from numpy.typing import NDArray
 
-from engine.backends.custom.runtime.model_runner import I32, Bytes
+from engine.backends.custom.architectures.base import ModelConfig
+from engine.backends.custom.runtime.model_runner import I32, Bytes, RunnerConfig
 
 
 def block_slots(blocks: Sequence[int], block_size: int) -> I32:
@@ -59,3 +60,12 @@ def values_of(
         values.append(value)
         start += size
     return values
+
+
+def cache_shapes(model: ModelConfig, config: RunnerConfig) -> list[tuple[int, int, int, int]]:
+    """The shape of each layer's KV cache. Layers with a sliding window may have fewer blocks."""
+    num_blocks = config.num_blocks, config.num_window_blocks
+    return [
+        (num_blocks[cache] * config.block_size, model.kv_parts, model.num_kv_heads, model.head_dim)
+        for cache, _ in model.cache_places(config.num_window_blocks > 0)
+    ]

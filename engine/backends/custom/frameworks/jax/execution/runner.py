@@ -6,9 +6,9 @@ place and returns them for the next call.
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from functools import partial
-from typing import NamedTuple
+from dataclasses import dataclass, replace
+from functools import cached_property, partial
+from typing import TYPE_CHECKING, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -18,8 +18,10 @@ from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
 from engine.backends.custom.architectures.base import ModelConfig
+from engine.backends.custom.architectures.sites import Site, sites_of
 from engine.backends.custom.frameworks.jax.execution.blocks import (
     block_slots,
+    cache_shapes,
     gather_slots,
     rows_of,
     scatter_slots,
@@ -32,30 +34,34 @@ from engine.backends.custom.frameworks.jax.execution.buckets import (
     padded_rows,
     step_layout,
 )
-from engine.backends.custom.frameworks.jax.execution.sampler import IN_PROMPT, PER_OUTPUT, sample
+from engine.backends.custom.frameworks.jax.execution.sampler import (
+    IN_PROMPT,
+    PER_OUTPUT,
+    sample_step,
+)
 from engine.backends.custom.frameworks.jax.execution.sampling_traits import (
     Settings,
-    Traits,
     packed_settings,
-    settings_layout,
     traits_of,
 )
 from engine.backends.custom.frameworks.jax.execution.sharding import AXIS, CACHE_SPEC, home
 from engine.backends.custom.frameworks.jax.kernels.attention import (
     AttentionBackend,
     attention_backend,
+    write_and_attend,
 )
 from engine.backends.custom.frameworks.jax.kernels.attention_xla import CHUNK
 from engine.backends.custom.frameworks.jax.kernels.work import AttentionShape, PerHead, Work
+from engine.backends.custom.frameworks.jax.layers.adapted import RowAdapters, with_adapters
 from engine.backends.custom.frameworks.jax.layers.linear import Params
 from engine.backends.custom.frameworks.jax.models.base import (
+    Attend,
     Model,
     decode,
     final_norm,
     head_logits,
 )
 from engine.backends.custom.frameworks.scoring import Scoring
-from engine.backends.custom.frameworks.settings import KEEPS, settings_views
 from engine.backends.custom.runtime.model_runner import (
     F32,
     GPU_STEP_S,
@@ -72,6 +78,11 @@ from engine.backends.custom.runtime.model_runner import (
 from engine.backends.custom.runtime.outputs import Sampled, step_output
 from engine.backends.custom.runtime.samplers.host_sampler import histories, token_words
 
+if TYPE_CHECKING:
+    from engine.backends.custom.adapters.matrices import Adapter
+    from engine.backends.custom.frameworks.jax.execution.adapters import JAXAdapters, PackedAdapter
+    from engine.backends.custom.frameworks.jax.execution.taps import Captured
+
 # Max tokens of a step on a CPU. The activations of larger steps do not fit the L2 cache, so larger
 # steps are not faster per token.
 MOST_CPU_TOKENS = 512
@@ -84,6 +95,9 @@ class StepHandle:
     states: Array  # (T, D) the residual stream; tokens whose logits are needed come first
     finite: Array  # (T,) bool: whether each token's residual stream is finite
     query_start: I32
+    adapters: RowAdapters | None = None  # of the tokens whose logits are needed
+    captured: "Captured | None" = None  # what the taps of the step captured
+    normed: Array | None = None  # with taps: the states after the final norm
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,10 +109,12 @@ class JAXPendingTokens:
     finite: Array
     query_start: I32
     sampling: SamplingInputs
+    captured: "Captured | None" = None
 
     def wait(self) -> StepOutput:
         sampled, hidden, finite = jax.tree.map(np.asarray, (self.sampled, self.hidden, self.finite))
-        return step_output(sampled, hidden, finite, self.query_start, self.sampling)
+        output = step_output(sampled, hidden, finite, self.query_start, self.sampling)
+        return output if self.captured is None else replace(output, captured=self.captured.rows())
 
 
 class StepProgram(NamedTuple):
@@ -154,6 +170,7 @@ class JAXRunner:
         attention = attention_backend(config.attention, model.config, device.platform, num_slots)
         self._program = StepProgram(model, tree, attention, config.block_size, mesh)
         self._settings: Settings | None = None  # the sampling settings of the last step
+        self._adapters: JAXAdapters | None = None  # made for the first adapter
 
     @property
     def spec(self) -> RunnerSpec:
@@ -162,15 +179,44 @@ class JAXRunner:
     def forward(self, inputs: BatchInputs) -> StepHandle:
         bucket = self._buckets.of(inputs)
         packed = packed_step(inputs, bucket)
+        of_tokens = of_logits = None
+        if self._adapters is not None and inputs.adapter_ids.any():
+            of_tokens = self._adapters.of_tokens(inputs, bucket.num_tokens)
+            of_logits = self._adapters.of_logits(inputs, bucket.num_tokens)
+        if inputs.taps is not None:
+            # Imported here, because few servers are asked for activations.
+            from engine.backends.custom.frameworks.jax.execution.taps import forward_with_taps
+
+            state = (self._params, self._caches, self._last_token)
+            self._caches, handle = forward_with_taps(
+                self._program, bucket, *state, packed, inputs, of_tokens
+            )
+            return replace(handle, adapters=of_logits)
         self._caches, states, finite = forward(
-            self._program, bucket, self._params, self._caches, self._last_token, packed
+            self._program, bucket, self._params, self._caches, self._last_token, packed, of_tokens
         )
-        return StepHandle(states, finite, inputs.query_start)
+        return StepHandle(states, finite, inputs.query_start, of_logits)
+
+    def pack_adapter(self, adapter: "Adapter") -> "PackedAdapter":
+        return self._with_adapters().pack(adapter)
+
+    def set_adapter(self, number: int, packed: "PackedAdapter") -> None:
+        self._with_adapters().set(number, packed)
+
+    def _with_adapters(self) -> "JAXAdapters":
+        if self._adapters is None:
+            from engine.backends.custom.frameworks.jax.execution.adapters import JAXAdapters
+
+            self._adapters = JAXAdapters(self._caches[0].dtype, self._home)
+        return self._adapters
 
     def logits(self, handle: StepHandle, rows: I32) -> F32:
         # Rows are padded, because a version of `row_logits` is compiled for each number of rows.
         padded = np.pad(rows, (0, padded_rows(len(rows)) - len(rows)))
-        logits = row_logits(self._program.model, self._ends, handle.states[padded])
+        adapters = handle.adapters
+        if adapters is not None:
+            adapters = adapters._replace(places=adapters.places[padded])
+        logits = row_logits(self._program.model, self._ends, handle.states[padded], adapters)
         return np.asarray(logits)[: len(rows)]
 
     def sample(self, handle: StepHandle, sampling: SamplingInputs) -> JAXPendingTokens:
@@ -181,23 +227,62 @@ class JAXRunner:
             if mask is not None:
                 mask = np.pad(mask, ((0, padding), (0, 0)))
             counts = self._histories(sampling) if sampling.has_penalties else None
-            states, count = handle.states, traits.num_rows
+            states, count, adapters = handle.states, traits.num_rows, handle.adapters
+            if adapters is not None:
+                adapters = adapters._replace(places=adapters.places[:count])
             self._last_token, counts, sampled, hidden = sample_step(
                 self._program.model,
                 traits,
                 self._ends,
                 states if states.shape[0] == count else states[:count],
+                None if handle.normed is None else handle.normed[:count],
                 self._last_token,
                 counts,
                 self._words,
                 packed,
                 mask,
+                adapters,
             )
             self._counts = self._counts if counts is None else counts
         for array in (*(sampled or ()), hidden, handle.finite):
             if array is not None:
                 array.copy_to_host_async()
-        return JAXPendingTokens(sampled, hidden, handle.finite, handle.query_start, sampling)
+        return JAXPendingTokens(
+            sampled, hidden, handle.finite, handle.query_start, sampling, handle.captured
+        )
+
+    @property
+    def config(self) -> ModelConfig:
+        return self._program.model.config
+
+    @cached_property
+    def sites(self) -> tuple[Site, ...]:
+        return sites_of(self.config)
+
+    def unembed(self, x: F32) -> F32:
+        padded = np.pad(x, ((0, padded_rows(len(x)) - len(x)), (0, 0)))
+        streams = jnp.asarray(padded, self._ends["norm"]["weight"].dtype)
+        return np.asarray(row_logits(self._program.model, self._ends, streams))[: len(x)]
+
+    def head_row(self, token_id: int) -> F32:
+        head = self._ends["head" if "head" in self._ends else "embed"]["weight"]
+        row = np.asarray(head[token_id], np.float32) / self.config.logits_scaling
+        return row * np.asarray(self._ends["norm"]["weight"], np.float32)
+
+    def input_attribution(
+        self, token_ids: Sequence[int], target: int | None, position: int
+    ) -> tuple[int, F32]:
+        from engine.backends.custom.frameworks.jax.execution.taps import input_x_gradient
+
+        # Padding comes after the position, so no earlier token sees it.
+        padded = np.zeros(max(16, 1 << position.bit_length()), np.int32)
+        padded[: position + 1] = token_ids[: position + 1]
+        params = jax.tree.unflatten(self._program.tree, self._params)
+        wanted = np.int32(-1 if target is None else target)
+        shares, chosen = input_x_gradient(
+            self._program.model, params, padded, np.int32(position), wanted
+        )
+        return int(chosen), np.asarray(shares)[: position + 1]
 
     @property
     def kv_identity(self) -> str:
@@ -258,15 +343,6 @@ class JAXRunner:
         return counts
 
 
-def cache_shapes(model: ModelConfig, config: RunnerConfig) -> list[tuple[int, int, int, int]]:
-    """The shape of each layer's KV cache. Layers with a sliding window may have fewer blocks."""
-    num_blocks = config.num_blocks, config.num_window_blocks
-    return [
-        (num_blocks[cache] * config.block_size, model.kv_parts, model.num_kv_heads, model.head_dim)
-        for cache, _ in model.cache_places(config.num_window_blocks > 0)
-    ]
-
-
 @partial(jax.jit, static_argnums=(0, 1), donate_argnums=3)
 def forward(
     program: StepProgram,
@@ -275,6 +351,7 @@ def forward(
     caches: list[Array],
     last_token: Array,
     packed: Array,
+    adapters: RowAdapters | None = None,
 ) -> tuple[list[Array], Array, Array]:
     """The forward pass of a step. `leaves` are the model's parameters as a flat list. `last_token`
     (max_slots,) has the last sampled token of each slot. `caches` are the KV caches of the layers.
@@ -284,8 +361,26 @@ def forward(
     Returns the caches, the residual stream (T, D) of the tokens in `logit_rows`, and for each token
     whether its residual stream is finite after the last layer.
     """
-    model, tree, attention, block_size, mesh = program
-    params = jax.tree.unflatten(tree, leaves)
+    given = prepared(program, bucket, leaves, last_token, packed, adapters)
+    step, params, token_ids, attend = given
+    states, caches = decode(program.model, params, token_ids, step["positions"], attend, caches)
+    finite = jnp.isfinite(states[-1].sum(axis=-1, dtype=jnp.float32))
+    return caches, states[-1][step["logit_rows"]], finite
+
+
+def prepared(
+    program: StepProgram,
+    bucket: Bucket,
+    leaves: list[Array],
+    last_token: Array,
+    packed: Array,
+    adapters: RowAdapters | None = None,
+) -> tuple[dict[str, Array], Params, Array, Attend]:
+    """What a forward pass needs: the arrays of the step, the parameters, the token ids, and the
+    function that attends in a layer.
+    """
+    _, tree, attention, block_size, mesh = program
+    params = with_adapters(jax.tree.unflatten(tree, leaves), adapters)
     tables = ("tables", "window_tables") if bucket.has_windows else ("tables",)
     step = step_layout(bucket).views(packed, dict.fromkeys(tables, bucket.table_width))
     token_ids, positions = step["token_ids"], step["positions"]
@@ -307,65 +402,16 @@ def forward(
             return write(per_head, q, k, v, cache, step["window_slots"], own)
         return write(per_head, q, k, v, cache, step["write_slots"], work)
 
-    states, caches = decode(model, params, token_ids, positions, attend, caches)
-    finite = jnp.isfinite(states[-1].sum(axis=-1, dtype=jnp.float32))
-    return caches, states[-1][step["logit_rows"]], finite
-
-
-def write_and_attend(
-    attention: AttentionBackend,
-    shape: AttentionShape,
-    per_head: PerHead,
-    q: Array,
-    k: Array,
-    v: Array,
-    cache: Array,
-    write_slots: Array,
-    work: Work,
-) -> tuple[Array, Array]:
-    """Writes the keys and values of one layer to the cache, then computes attention. If the model
-    is sharded over several devices, each device computes only its own heads.
-    """
-    token = k[:, None] if cache.shape[1] == 1 else jnp.stack((k, v), axis=1)
-    cache = cache.at[write_slots].set(token, mode="promise_in_bounds")
-    return attention(q, cache, work, shape, per_head), cache
-
-
-@partial(jax.jit, static_argnums=(0, 1), donate_argnums=(4, 5))
-def sample_step(
-    model: Model,
-    traits: Traits,
-    params: Params,
-    states: Array,
-    last_token: Array,
-    counts: Array | None,
-    words: Array,
-    packed: Array,
-    mask: Array | None,
-) -> tuple[Array, Array | None, Sampled, Array | None]:
-    """Computes logits from the residual stream `states` and samples a token per row.
-
-    Returns the new `last_token` and `counts`, the sampled tokens, and the hidden states, or None if
-    `traits.keeps_hidden` is false.
-    """
-    layout = settings_layout(traits, len(last_token))
-    settings = settings_views(layout, packed, jnp.float32)
-    hidden = final_norm(model, params, states)
-    logits = head_logits(model, params, hidden)
-    of_rows = None if counts is None else counts[settings["slots"]]
-    sampled = sample(logits, settings, traits, words, of_rows, mask)
-    last_token = last_token.at[settings[KEEPS]].set(sampled.tokens, mode="drop")
-    if counts is not None:
-        counts = counts.at[settings[KEEPS], sampled.tokens].add(PER_OUTPUT, mode="drop")
-    kept = hidden.astype(jnp.float32) if traits.keeps_hidden else None
-    return last_token, counts, sampled, kept
+    return step, params, token_ids, attend
 
 
 @partial(jax.jit, static_argnums=0)
-def row_logits(model: Model, params: Params, states: Array) -> Array:
+def row_logits(
+    model: Model, params: Params, states: Array, adapters: RowAdapters | None = None
+) -> Array:
     """The logits (R, V) float32 of rows of the residual stream (R, D)."""
     hidden = final_norm(model, params, states)
-    return head_logits(model, params, hidden).astype(jnp.float32)
+    return head_logits(model, with_adapters(params, adapters), hidden).astype(jnp.float32)
 
 
 @partial(jax.jit, donate_argnums=0)

@@ -3,12 +3,20 @@ semantics as `runtime/samplers/host_sampler.py`, which samples on the host.
 """
 
 from collections.abc import Mapping
+from functools import partial
 
 import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
-from engine.backends.custom.frameworks.jax.execution.sampling_traits import Traits
+from engine.backends.custom.frameworks.jax.execution.sampling_traits import (
+    Traits,
+    settings_layout,
+)
+from engine.backends.custom.frameworks.jax.layers.adapted import RowAdapters, with_adapters
+from engine.backends.custom.frameworks.jax.layers.linear import Params
+from engine.backends.custom.frameworks.jax.models.base import Model, final_norm, head_logits
+from engine.backends.custom.frameworks.settings import KEEPS, settings_views
 from engine.backends.custom.runtime.model_runner import SAMPLE
 from engine.backends.custom.runtime.outputs import Sampled
 from engine.backends.custom.runtime.samplers.host_sampler import gumbel
@@ -143,3 +151,36 @@ def with_logprobs(logits: Array, tokens: Array, num_top: int | None) -> Sampled:
     chosen = jnp.take_along_axis(logits, tokens[:, None], axis=1) - total
     values, ids = lax.top_k(logits, num_top)
     return Sampled(tokens, chosen[:, 0], ids, values - total)
+
+
+@partial(jax.jit, static_argnums=(0, 1), donate_argnums=(5, 6))
+def sample_step(
+    model: Model,
+    traits: Traits,
+    params: Params,
+    states: Array,
+    normed: Array | None,
+    last_token: Array,
+    counts: Array | None,
+    words: Array,
+    packed: Array,
+    mask: Array | None,
+    adapters: RowAdapters | None = None,
+) -> tuple[Array, Array | None, Sampled, Array | None]:
+    """Computes logits from the residual stream `states` and samples a token per row. `normed` is
+    the stream after the final norm, if it is already known.
+
+    Returns the new `last_token` and `counts`, the sampled tokens, and the hidden states, or None if
+    `traits.keeps_hidden` is false.
+    """
+    layout = settings_layout(traits, len(last_token))
+    settings = settings_views(layout, packed, jnp.float32)
+    hidden = final_norm(model, params, states) if normed is None else normed
+    logits = head_logits(model, with_adapters(params, adapters), hidden)
+    of_rows = None if counts is None else counts[settings["slots"]]
+    sampled = sample(logits, settings, traits, words, of_rows, mask)
+    last_token = last_token.at[settings[KEEPS]].set(sampled.tokens, mode="drop")
+    if counts is not None:
+        counts = counts.at[settings[KEEPS], sampled.tokens].add(PER_OUTPUT, mode="drop")
+    kept = hidden.astype(jnp.float32) if traits.keeps_hidden else None
+    return last_token, counts, sampled, kept

@@ -7,6 +7,7 @@ one sequence without a cache.
 
 from typing import Protocol
 
+import jax.numpy as jnp
 from jax import Array
 
 from engine.backends.custom.architectures.base import ModelConfig
@@ -55,3 +56,22 @@ def attention_backend(
             "address; give it less with performance.memory_pool_size_mb"
         )
     return ATTENTION[name]
+
+
+def write_and_attend(
+    attention: AttentionBackend,
+    shape: AttentionShape,
+    per_head: PerHead,
+    q: Array,
+    k: Array,
+    v: Array,
+    cache: Array,
+    write_slots: Array,
+    work: Work,
+) -> tuple[Array, Array]:
+    """Writes the keys and values of one layer to the cache, then computes attention. If the model
+    is sharded over several devices, each device computes only its own heads.
+    """
+    token = k[:, None] if cache.shape[1] == 1 else jnp.stack((k, v), axis=1)
+    cache = cache.at[write_slots].set(token, mode="promise_in_bounds")
+    return attention(q, cache, work, shape, per_head), cache

@@ -24,14 +24,28 @@ def heads(
     """Projects x (T, D) to queries (T, N, H), keys (T, K, H) and values (T, K, H). Applies the
     norms of queries and keys, then RoPE, if the model has them.
     """
+    return rotated(params, config, projected(params, config, x), rotation)
+
+
+def projected(params: Params, config: ModelConfig, x: Array) -> tuple[Array, ...]:
+    """Queries, keys and values before norms and RoPE. In latent attention: the input x alone."""
+    if config.latent is not None:
+        return (x,)
+    return tuple(linear(params[name], x) for name in ("q", "k", "v"))
+
+
+def rotated(
+    params: Params, config: ModelConfig, parts: tuple[Array, ...], rotation: Rotation | None
+) -> tuple[Array, Array, Array]:
+    """The heads of what `projected` returns, after norms and RoPE."""
     if config.latent is not None:
         assert rotation is not None, "latent attention rotates"
-        return _latent_heads(params, config.latent, x, rotation)
-    q, k, v = (linear(params[name], x) for name in ("q", "k", "v"))
+        return _latent_heads(params, config.latent, parts[0], rotation)
+    q, k, v = parts
     if config.qk_norm == "whole":
         q = rms_norm(params["q_norm"], q, config.norm_eps)
         k = rms_norm(params["k_norm"], k, config.norm_eps)
-    q, k, v = (part.reshape(len(x), -1, config.head_dim) for part in (q, k, v))
+    q, k, v = (part.reshape(len(part), -1, config.head_dim) for part in (q, k, v))
     if config.qk_norm == "head":
         q = rms_norm(params["q_norm"], q, config.norm_eps)
         k = rms_norm(params["k_norm"], k, config.norm_eps)

@@ -1,6 +1,8 @@
 """Matmul and embedding lookup. The parameters of a layer are a dictionary with "weight", (out, in),
-and an optional "bias".
+and an optional "bias". In a step with LoRA adapters, they have a `Lora` as well.
 """
+
+from typing import NamedTuple
 
 import jax.numpy as jnp
 from jax import Array
@@ -21,11 +23,29 @@ def einsum(formula: str, a: Array, b: Array) -> Array:
     return jnp.einsum(formula, a, b, precision=exact, preferred_element_type=jnp.float32)
 
 
+LORA, TABLE_LORA = "lora", "table_lora"  # keys of a `Lora`, for a matmul and for a lookup
+
+
+class Lora(NamedTuple):
+    """The stacked matrices of all adapters, and which of the ranks each row uses."""
+
+    a: Array  # (P R, in)
+    b: Array  # (P R, out)
+    mask: Array  # (T, P R) 0 or 1
+
+
 def linear(params: Params, x: Array) -> Array:
     y = jnp.einsum("...i,oi->...o", x, params["weight"], precision=precision(x.dtype))
+    if (lora := params.get(LORA)) is not None:
+        ranks = jnp.einsum("ti,ri->tr", x, lora.a, precision=precision(x.dtype)) * lora.mask
+        y = y + jnp.einsum("tr,ro->to", ranks, lora.b, precision=precision(x.dtype))
     return y + params["bias"] if "bias" in params else y
 
 
 def embedding(params: Params, ids: Array) -> Array:
     """Looks up the embeddings of token ids or positions: (T,) -> (T, D)"""
-    return params["weight"].at[ids].get(mode="clip")
+    found = params["weight"].at[ids].get(mode="clip")
+    if (lora := params.get(TABLE_LORA)) is None:
+        return found
+    ranks = lora.a.T.at[ids].get(mode="clip") * lora.mask
+    return found + jnp.einsum("tr,ro->to", ranks, lora.b, precision=precision(found.dtype))

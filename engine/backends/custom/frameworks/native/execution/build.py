@@ -1,11 +1,12 @@
 """Builds the native model runner: loads the weights and passes the plans to the C++ executor."""
 
+import functools
 import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from math import prod
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -15,6 +16,7 @@ from engine.backends.custom.frameworks.native.compiled import kernels
 from engine.backends.custom.frameworks.native.execution.allocation import set_memory
 from engine.backends.custom.frameworks.native.execution.program import Numbered, add_program
 from engine.backends.custom.frameworks.native.execution.runner import NativeRunner
+from engine.backends.custom.frameworks.native.execution.sites import add_sites
 from engine.backends.custom.ir.choice import matmul_kernel
 from engine.backends.custom.ir.graph import Graph
 from engine.backends.custom.ir.models.decoder import build_graph
@@ -46,6 +48,10 @@ from engine.backends.custom.weights.weight import Weight
 from engine.backends.custom.worker.encoder_loop import Encoder
 from engine.backends.custom.worker.memory import MIB, MemoryNeeds, with_windows
 from engine.core.errors import ConfigError
+
+if TYPE_CHECKING:
+    from engine.backends.custom.adapters.matrices import Adapter
+    from engine.backends.custom.frameworks.native.execution.adapters import PackedAdapter
 
 log = logging.getLogger(__name__)
 
@@ -149,6 +155,7 @@ def build_runner(source: ModelSource, config: RunnerConfig) -> NativeRunner:
     set_memory(model.native, source, config, plans[-1])
     for plan in plans:
         add_program(model.native, plan, model.weights)
+    sites = add_sites(model.native, source.config, plans[0])
     rounding = "fast" if config.numerics == "fast" else "invariant"
     spec = RunnerSpec.of(
         config,
@@ -165,7 +172,25 @@ def build_runner(source: ModelSource, config: RunnerConfig) -> NativeRunner:
     kinds = [step_label(step) for step in plans[0].steps]
     kv_type = plans[0].precision.kv_type
     numerics = f"{machine.instruction_set} {config.dtype} {kv_type} {rounding}"
-    return NativeRunner(model.native, spec, source.config.hidden_size, kinds, numerics)
+    rows_of = {name: weight.spec.shape[0] for name, weight in source.weights.items()}
+    return NativeRunner(
+        model.native,
+        spec,
+        source.config.hidden_size,
+        kinds,
+        numerics,
+        functools.partial(_pack_adapter, plans[0], rows_of),
+        source.config,
+        sites,
+    )
+
+
+def _pack_adapter(
+    plan: ExecutionPlan, rows_of: Mapping[str, int], adapter: "Adapter"
+) -> "PackedAdapter":
+    from engine.backends.custom.frameworks.native.execution.adapters import pack_adapter, sites_of
+
+    return pack_adapter(sites_of(plan, rows_of), adapter)
 
 
 # For each layer: the number of its KV cache, and its index among the layers of that cache.

@@ -1,5 +1,6 @@
 """Passes a plan to the C++ executor, which knows weights by number and types by code."""
 
+import itertools
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -54,6 +55,7 @@ class Numbered:
 def add_program(model: Any, plan: ExecutionPlan, weights: Numbered) -> None:
     """Passes a plan to the C++ executor, which knows weights by number and types by code."""
     model.begin_program(plan.capacity.tokens)
+    sites = itertools.count()
     for step in plan.steps:
         match step:
             case EmbedStep():
@@ -61,7 +63,7 @@ def add_program(model: Any, plan: ExecutionPlan, weights: Numbered) -> None:
                 types = weights.vector(step.types)
                 model.embed(step.out, table, positions, step.scale, types, step.num_types)
             case LinearStep():
-                _add_linear(model, plan, step, weights)
+                _add_linear(model, plan, step, weights, next(sites))
             case RopeWriteStep():
                 _add_rope_write(model, step, weights)
             case LatentWriteStep():
@@ -222,7 +224,10 @@ def _add_experts(model: Any, plan: ExecutionPlan, step: ExpertsStep, weights: Nu
     )
 
 
-def _add_linear(model: Any, plan: ExecutionPlan, step: LinearStep, weights: Numbered) -> None:
+def _add_linear(
+    model: Any, plan: ExecutionPlan, step: LinearStep, weights: Numbered, site: int
+) -> None:
+    """`site` numbers the matmuls of a plan, for adapters."""
     norm = step.norm
     model.linear(
         source=step.source,
@@ -245,4 +250,5 @@ def _add_linear(model: Any, plan: ExecutionPlan, step: LinearStep, weights: Numb
         prefill=NUMERICS.index(step.kernel.prefill),
         scale=step.scale,
         softcap=step.softcap or 0.0,
+        site=site,
     )

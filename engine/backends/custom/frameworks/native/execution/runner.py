@@ -6,10 +6,12 @@ import hashlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from engine.backends.custom.architectures.base import ModelConfig
+from engine.backends.custom.architectures.sites import Site
 from engine.backends.custom.runtime.model_runner import (
     F32,
     FROM_DEVICE,
@@ -23,6 +25,10 @@ from engine.backends.custom.runtime.model_runner import (
     StepOutput,
 )
 
+if TYPE_CHECKING:
+    from engine.backends.custom.adapters.matrices import Adapter
+    from engine.backends.custom.frameworks.native.execution.adapters import PackedAdapter
+
 
 @dataclass(frozen=True, slots=True)
 class StepHandle:
@@ -32,6 +38,7 @@ class StepHandle:
 
     finite: np.ndarray  # (S,) bool: whether each sequence's results are free of NaN and infinity
     num_logits: int
+    captured: F32 | None = None  # what the taps of the step captured
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,8 +63,16 @@ class NativeRunner:
         hidden_size: int,
         step_kinds: Sequence[str] = (),
         numerics: str = "",
+        pack_adapter: "Callable[[Adapter], PackedAdapter] | None" = None,
+        config: ModelConfig | None = None,
+        sites: tuple[Site, ...] = (),
     ) -> None:
-        """`numerics` names the settings that change what the kernels compute."""
+        """`numerics` names the settings that change what the kernels compute. `pack_adapter` packs
+        an adapter for the model's matmuls.
+        """
+        self._pack_adapter = pack_adapter
+        self._has_adapters = False
+        self.config, self.sites = config, sites
         self._model = model
         self._step_kinds = step_kinds
         self._numerics = numerics
@@ -70,7 +85,9 @@ class NativeRunner:
         return self._spec
 
     def forward(self, inputs: BatchInputs) -> StepHandle:
-        finite = np.empty(len(inputs.slots), np.uint8)
+        finite, taps, captured = np.empty(len(inputs.slots), np.uint8), inputs.taps, None
+        if taps is not None:
+            captured = np.zeros((taps.num_captured, taps.width), np.float32)
         self._model.forward(
             self._token_ids(inputs),
             inputs.positions,
@@ -90,18 +107,24 @@ class NativeRunner:
             slots=inputs.slots,
             state_load=inputs.state_load,
             state_save=inputs.state_save,
+            adapter_ids=self._adapter_ids(inputs),
+            taps=taps,
+            captured=captured,
         )
-        return StepHandle(finite.view(np.bool_), len(inputs.logit_rows))
+        return StepHandle(finite.view(np.bool_), len(inputs.logit_rows), captured)
 
     def sample(self, handle: StepHandle, sampling: SamplingInputs) -> FinishedTokens:
         if not handle.num_logits:
-            return FinishedTokens(StepOutput(np.empty(0, np.int32), handle.finite))
+            none = np.empty(0, np.int32)
+            return FinishedTokens(StepOutput(none, handle.finite, captured=handle.captured))
         tokens, logprobs, top_ids, top_logprobs = self._model.sample(sampling)
         keeps = sampling.keeps
         self._last_token[sampling.slots[keeps]] = tokens[keeps]
         hidden = self._hidden(sampling)
         return FinishedTokens(
-            StepOutput(tokens, handle.finite, logprobs, top_ids, top_logprobs, hidden)
+            StepOutput(
+                tokens, handle.finite, logprobs, top_ids, top_logprobs, hidden, handle.captured
+            )
         )
 
     def logits(self, handle: StepHandle, rows: I32 | None = None) -> F32:
@@ -111,6 +134,16 @@ class NativeRunner:
         for row, values in zip(rows, logits, strict=True):
             self._model.logits(int(row), values)
         return logits
+
+    def unembed(self, x: F32) -> F32:
+        logits = np.empty((len(x), self._spec.vocab_size), np.float32)
+        self._model.unembed(np.ascontiguousarray(x), logits)
+        return logits
+
+    def head_row(self, token_id: int) -> F32:
+        row = np.empty(self._hidden_size, np.float32)
+        self._model.head_row(token_id, row)
+        return row
 
     @property
     def kv_identity(self) -> str:
@@ -130,6 +163,17 @@ class NativeRunner:
 
     def write_blocks(self, group: Group, blocks: Sequence[int], rows: Bytes) -> None:
         self._model.write_blocks(GROUPS.index(group), np.array(blocks, np.int64), rows)
+
+    def pack_adapter(self, adapter: "Adapter") -> "PackedAdapter":
+        assert self._pack_adapter is not None, "this runner was built without it"
+        return self._pack_adapter(adapter)
+
+    def set_adapter(self, number: int, packed: "PackedAdapter") -> None:
+        self._model.set_adapter(number, packed.sites, packed.embedding)
+        self._has_adapters = True
+
+    def _adapter_ids(self, inputs: BatchInputs) -> I32 | None:
+        return inputs.adapter_ids if self._has_adapters and inputs.adapter_ids.any() else None
 
     def time_kernels(self, on: bool) -> None:
         self._model.set_timing(on)

@@ -5,7 +5,9 @@ launch their kernels one by one, because the host launches these kernels faster 
 graphs read their arrays from one device buffer. A graph serves sequences of any length.
 """
 
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Iterator
+from dataclasses import replace
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -19,7 +21,10 @@ from engine.backends.custom.frameworks.torch.execution.device_sampler import Kin
 from engine.backends.custom.frameworks.torch.execution.graphs import (
     TOKEN_SIZES,
     Capturer,
+    all_sizes,
     at_least,
+    decode_size,
+    mixed_size,
     row_sizes,
 )
 from engine.backends.custom.frameworks.torch.execution.runner import CachedStep, TorchRunner
@@ -28,7 +33,13 @@ from engine.backends.custom.frameworks.torch.execution.sampling_runner import (
     StepHandle,
     TorchPendingTokens,
 )
-from engine.backends.custom.frameworks.torch.execution.staging import CudaPendingTokens, PinnedRing
+from engine.backends.custom.frameworks.torch.execution.staging import (
+    BufferedStep,
+    CudaHandle,
+    CudaPendingTokens,
+    PinnedRing,
+    Size,
+)
 from engine.backends.custom.frameworks.torch.execution.transfer import to_device
 from engine.backends.custom.frameworks.torch.kernels.attention_triton import (
     NUM_COUNTS,
@@ -43,6 +54,7 @@ from engine.backends.custom.frameworks.torch.kernels.fp8 import dense_tables
 from engine.backends.custom.frameworks.torch.kernels.tokens import guard, resolve_tokens
 from engine.backends.custom.frameworks.torch.layers.scans import Rows
 from engine.backends.custom.frameworks.torch.models.base import Decoder
+from engine.backends.custom.frameworks.torch.warming import warm
 from engine.backends.custom.runtime.model_runner import (
     F32,
     GPU_STEP_S,
@@ -52,52 +64,12 @@ from engine.backends.custom.runtime.model_runner import (
     SamplingInputs,
 )
 
+if TYPE_CHECKING:
+    from engine.backends.custom.frameworks.torch.execution.taps import Shapes
+
 FIELDS = {"spans": SPAN_FIELDS, "partials": 2, "tiles": TILE_FIELDS, "shared": SHARED_FIELDS}
 Arrays = dict[str, NDArray[np.generic]]
-
-
-@dataclass(frozen=True, slots=True)
-class Size:
-    """The size of a step, with padding. Each size has its own buffers and CUDA graphs."""
-
-    tokens: int
-    rows: int
-    samples: int
-    only_decodes: bool
-    shares: bool
-
-
-class BufferedStep:
-    """The data that all steps of one size share: views of the device buffer, output tensors, and
-    the captured CUDA graphs.
-    """
-
-    def __init__(self, runner: "CudaRunner", size: Size, room: ListLengths) -> None:
-        self.size, self.room = size, room
-        self.layout = runner.layout(size, room)
-        self.num_uses = 0
-        self.views: dict[str, Tensor] = {}
-        self.results = torch.empty(0)  # (samples + rows + 1,) int32: tokens, then finite flags
-        self.logits: Tensor | None = None  # (samples, V)
-        self.stream: Tensor | None = None  # (samples, D) residual stream before the final norm
-        self.rows: Rows | None = None  # only if layers keep states
-        self.forward: torch.cuda.CUDAGraph | None = None
-        self.sample_graphs: dict[Kind, torch.cuda.CUDAGraph] = {}
-
-    @property
-    def tokens(self) -> Tensor:
-        return self.results[: self.size.samples]
-
-    @property
-    def sample_slots(self) -> Tensor:
-        return self.views["sample_slots"]
-
-
-@dataclass(frozen=True, slots=True)
-class CudaHandle:
-    step: BufferedStep
-    num_rows: int
-    num_samples: int
+MAX_TAPPED = 16  # sizes of steps with taps whose graphs are kept
 
 
 class CudaRunner(TorchRunner):
@@ -113,6 +85,7 @@ class CudaRunner(TorchRunner):
             # than cuBLAS, and at most a tenth more.
             prefer_cublaslt()
         self._angles = model.rotary_tables(config.max_seq_len)
+        self._max_batch_tokens = config.max_batch_tokens
         # The arrays that each cache has for itself, by name.
         self._slots_names = ("write_slots", "window_slots")[: len(self._cache.caches)]
         self._counts_names = ("counts", "window_counts")[: len(self._cache.caches)]
@@ -139,8 +112,17 @@ class CudaRunner(TorchRunner):
         # Steps with images have no graphs, and neither has decode if RoPE depends on the images.
         if inputs.embeds is not None or inputs.rope_positions is not None:
             return super().forward(inputs)
-        size = self._size(inputs)
+        if self._adapters is not None and inputs.adapter_ids.any():
+            return super().forward(inputs)
+        size, tapping = self._size(inputs), None
+        if inputs.taps is not None:
+            from engine.backends.custom.frameworks.torch.execution.taps import StepTapping
+
+            tapping = StepTapping(inputs.taps)
+            size = None if size is None else self._tapped_size(size, tapping.shapes)
         step = self._step(inputs, size) if size is not None else self._exact_step(inputs)
+        if tapping is not None:
+            step.taps = tapping.put(step.taps, self.sites, self._device)
         step.num_uses += 1
         self._states.load(inputs)
         if step.forward is None:
@@ -150,11 +132,18 @@ class CudaRunner(TorchRunner):
             if not (captures and has_state):
                 self._compute(step)
             if captures:
-                self._capture(step)
+                self.capture(step.size, (PLAIN,))
         if step.forward is not None:
             step.forward.replay()
         self._states.save(inputs)
-        return CudaHandle(step, len(inputs.slots), len(inputs.logit_rows))
+        captured = None if tapping is None else tapping.captured(step.taps)
+        return CudaHandle(step, len(inputs.slots), len(inputs.logit_rows), captured)
+
+    def _tapped_size(self, size: Size, shapes: "Shapes") -> Size:
+        """The size of a step with taps. Only the last few of such sizes keep their graphs."""
+        for oldest in [each for each in self._steps if each.taps][:-MAX_TAPPED]:
+            del self._steps[oldest]
+        return replace(size, taps=shapes)
 
     def logits(self, handle: CudaHandle | StepHandle, rows: I32) -> F32:
         if isinstance(handle, StepHandle):
@@ -175,12 +164,38 @@ class CudaRunner(TorchRunner):
             self._sampler.sample(handle.step, kind, sampling)
         return self._send_results(handle)
 
+    def warm(self) -> None:
+        warm(self, self._device, self._max_batch_tokens)
+
+    def sizes(self) -> Iterator[Size]:
+        """The sizes of all steps that have graphs."""
+        tokens = () if self._spec.has_state else TOKEN_SIZES
+        return all_sizes(self._row_sizes, tokens, can_share=self._lists.can_share)
+
+    @torch.inference_mode()
+    def prepare(self, inputs: BatchInputs, size: Size | None, kinds: Iterable[Kind] = ()) -> None:
+        """Runs a step of this size, and sampling of these kinds. None: a step without a graph."""
+        step = self._exact_step(inputs) if size is None else self._step(inputs, size)
+        self._compute(step)
+        for kind in kinds:
+            self._sampler.run(step, kind)
+
+    @torch.inference_mode()
+    def capture(self, size: Size, kinds: Iterable[Kind]) -> None:
+        """Captures forward pass and sampling as CUDA graphs. A step of this size has run before.
+        The capture allocates new output tensors, which are empty until the graph is replayed.
+        """
+        step = self._steps[size]
+        step.forward = self._capturer.capture(lambda: self._compute(step))
+        for kind in kinds:
+            self._sampler.capture(step, kind)
+
     def close(self) -> None:
         self._steps.clear()
         del self._sampler
         super().close()
 
-    def layout(self, size: Size, room: ListLengths) -> Layout:
+    def _layout(self, size: Size, room: ListLengths) -> Layout:
         rows, spare_slot = size.rows, self._spec.max_slots
         sizes = {
             "token_ids": size.tokens,
@@ -213,13 +228,13 @@ class CudaRunner(TorchRunner):
         if tokens == rows == samples:
             bucket = at_least(self._row_sizes, rows)
             if bucket is not None:
-                return Size(bucket, bucket, bucket, True, self._lists.has_shared(inputs))
+                return decode_size(bucket, self._lists.has_shared(inputs))
         # How rows are divided into chunks is decided on the host, so states rule out a graph here.
         padded = None if self._spec.has_state else at_least(TOKEN_SIZES, tokens)
-        most = min(padded or 0, self._spec.max_slots)
-        if padded is None or rows > most or samples > most:
+        if padded is None:
             return None
-        return Size(padded, most, most, False, False)
+        size = mixed_size(padded, self._spec.max_slots)
+        return size if rows <= size.rows and samples <= size.samples else None
 
     def _step(self, inputs: BatchInputs, size: Size) -> BufferedStep:
         """Returns the shared data for steps of this size, made at the first such step. Also queues
@@ -227,7 +242,8 @@ class CudaRunner(TorchRunner):
         """
         step = self._steps.get(size)
         if step is None:
-            step = self._steps[size] = BufferedStep(self, size, self._room_for(size))
+            room = self._room_for(size)
+            step = self._steps[size] = BufferedStep(size, room, self._layout(size, room))
         lists, _ = self._lists.lists(inputs, step.room)
         arrays = self._arrays(inputs, lists, size)
         self._send_arrays(step, arrays, static=True)
@@ -242,7 +258,7 @@ class CudaRunner(TorchRunner):
             only_decodes=False,
             shares=room.shared > 0,
         )
-        step = BufferedStep(self, size, room)
+        step = BufferedStep(size, room, self._layout(size, room))
         step.rows = self._rows(inputs)
         self._send_arrays(step, self._arrays(inputs, lists, size), static=False)
         if self._cache.in_fp8:
@@ -289,12 +305,9 @@ class CudaRunner(TorchRunner):
         slots, tokens = config.max_slots, TOKEN_SIZES[-1]
         table = -(-config.max_seq_len // config.block_size)
         tables = np.empty(len(self._slots_names) * slots * table, np.bool_)
-        sizes = (
-            Size(slots, slots, slots, only_decodes=True, shares=True),
-            Size(tokens, slots, slots, only_decodes=False, shares=False),
-        )
+        sizes = (decode_size(slots, True), Size(tokens, slots, slots, False, False))
         return max(
-            self.layout(size, self._room_for(size)).length({"tables": tables}) for size in sizes
+            self._layout(size, self._room_for(size)).length({"tables": tables}) for size in sizes
         )
 
     def _room_for(self, size: Size) -> ListLengths:
@@ -334,6 +347,9 @@ class CudaRunner(TorchRunner):
             views["token_ids"], views["token_rows"], views["slots"], self._last_token
         )
         token_rows = views["token_rows"]
+        if step.taps is not None:
+            self._compute_tapped(step, token_ids, cached, slots, finite)
+            return
         if size.tokens < 2 * size.samples:
             x = model(token_ids, cached)  # (T, D)
             self._guard(x, token_rows, slots, finite)
@@ -345,6 +361,26 @@ class CudaRunner(TorchRunner):
             self._guard(x, token_rows[rows], tuple(each[rows] for each in slots), finite)
         if size.samples:
             step.stream, step.logits = x, model.stream_logits(x)
+
+    def _compute_tapped(
+        self,
+        step: BufferedStep,
+        token_ids: Tensor,
+        cached: CachedStep,
+        slots: tuple[Tensor, ...],
+        finite: Tensor,
+    ) -> None:
+        from engine.backends.custom.frameworks.torch.models.tapped import tapped_norm, tapped_stream
+
+        views, model, taps = step.views, self._model, step.taps
+        assert taps is not None
+        x = tapped_stream(model, token_ids, cached, taps.taps)
+        self._guard(x, views["token_rows"], slots, finite)
+        normed = tapped_norm(model, x, taps.taps)
+        if step.size.samples:
+            if not step.size.only_decodes:
+                x, normed = (each.index_select(0, views["logit_rows"]) for each in (x, normed))
+            step.stream, step.logits = x, model.finished(model.head(normed))
 
     def _decode_rows(self, views: dict[str, Tensor]) -> Rows | None:
         """The rows of a decode-only step, from its arrays on the device."""
@@ -360,14 +396,6 @@ class CudaRunner(TorchRunner):
             if len(cache.slots):  # if all layers have windows, the other cache has no layers
                 guard(x, token_rows, own, cache.slots, finite)
 
-    def _capture(self, step: BufferedStep) -> None:
-        """Captures the forward pass and plain greedy sampling as CUDA graphs. The capture allocates
-        new output tensors, which have no values until the graph is replayed.
-        """
-        step.forward = self._capturer.capture(lambda: self._compute(step))
-        if step.size.samples:
-            self._sampler.capture(step, PLAIN)
-
     def _plain_handle(self, handle: CudaHandle, sampling: SamplingInputs) -> StepHandle:
         step, count = handle.step, handle.num_samples
         assert step.logits is not None and step.stream is not None
@@ -377,6 +405,7 @@ class CudaRunner(TorchRunner):
             step.logits[:count].float(),
             hidden,
             step.results[start : start + handle.num_rows] != 0,
+            handle.captured,
         )
 
     def _send_results(self, handle: CudaHandle) -> CudaPendingTokens:
@@ -385,5 +414,10 @@ class CudaRunner(TorchRunner):
         pinned.tensor[: len(step.results)].copy_(step.results, non_blocking=True)
         pinned.copied.record()
         return CudaPendingTokens(
-            pinned, self._outbound, handle.num_samples, step.size.samples, handle.num_rows
+            pinned,
+            self._outbound,
+            handle.num_samples,
+            step.size.samples,
+            handle.num_rows,
+            handle.captured,
         )

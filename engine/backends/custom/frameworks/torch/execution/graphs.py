@@ -6,15 +6,26 @@ run. Replaying a graph is a single launch. Steps are padded to the next size tha
 """
 
 from bisect import bisect_left
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import torch
+
+from engine.backends.custom.frameworks.torch.execution.staging import Size
 
 _FINE = (1, 2, 4, 8, 16, 24, 32, 48, 64, 80, 96, 112, 128, 160, 192, 224, 256)
 _COARSE = 64  # larger sizes than those in _FINE are this far apart
 # The sizes of steps with prefill, in tokens. Larger steps need no graph, because their kernels run
 # longer than it takes to launch them.
 TOKEN_SIZES = (16, 32, 64, 96, 128, 192, 256, 384, 512, 768, 1024)
+
+
+def decode_size(rows: int, shares: bool) -> Size:
+    return Size(rows, rows, rows, True, shares)
+
+
+def mixed_size(tokens: int, max_rows: int) -> Size:
+    most = min(tokens, max_rows)
+    return Size(tokens, most, most, False, False)
 
 
 def row_sizes(max_rows: int) -> tuple[int, ...]:
@@ -27,6 +38,19 @@ def row_sizes(max_rows: int) -> tuple[int, ...]:
 def at_least(sizes: tuple[int, ...], size: int) -> int | None:
     index = bisect_left(sizes, size)
     return sizes[index] if index < len(sizes) else None
+
+
+def all_sizes(rows: tuple[int, ...], tokens: tuple[int, ...], *, can_share: bool) -> Iterator[Size]:
+    """The sizes of all steps that have graphs, the largest first. `rows` are the sizes of
+    decode-only steps, and `tokens` those of steps with prefill. `can_share` says whether decode may
+    attend to shared prefixes.
+    """
+    for count in reversed(rows):
+        yield decode_size(count, False)
+        if can_share:
+            yield decode_size(count, True)
+    for count in reversed(tokens):
+        yield mixed_size(count, rows[-1])
 
 
 class Capturer:

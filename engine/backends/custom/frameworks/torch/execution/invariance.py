@@ -4,7 +4,7 @@ import torch
 
 from engine.backends.custom.architectures.base import ModelConfig
 from engine.backends.custom.frameworks.torch.device import is_amd
-from engine.backends.custom.frameworks.torch.kernels.invariant.attention import TILE
+from engine.backends.custom.frameworks.torch.kernels.invariant.attention import FLOAT32_TILE
 from engine.backends.custom.frameworks.torch.models.quantized_loading import keeps_quantized
 from engine.backends.custom.runtime.model_runner import RunnerConfig
 from engine.backends.custom.weights.model import ModelSource
@@ -55,6 +55,6 @@ def _without_kernel(config: ModelConfig) -> str | None:
     plain = any(config.layer(index).rope is None for index in config.attention_layers)
     if config.qk_norm == "head" and plain:
         return "norms per head in layers without RoPE"
-    if config.num_heads // config.num_kv_heads > TILE[0]:
-        return f"more than {TILE[0]} query heads per KV head"
+    if config.num_heads // config.num_kv_heads > FLOAT32_TILE[0]:
+        return f"more than {FLOAT32_TILE[0]} query heads per KV head"
     return None

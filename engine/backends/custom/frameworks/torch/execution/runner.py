@@ -2,12 +2,16 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from engine.backends.custom.frameworks.torch.execution.blocks import BlockCopier
+from engine.backends.custom.architectures.base import ModelConfig
+from engine.backends.custom.architectures.sites import Site, sites_of
+from engine.backends.custom.frameworks.torch.execution.blocks import BlockCopier, PinnedRows
 from engine.backends.custom.frameworks.torch.execution.cache import (
     CacheGroups,
     StateCache,
@@ -38,12 +42,21 @@ from engine.backends.custom.frameworks.torch.layers.rotary import Rotation
 from engine.backends.custom.frameworks.torch.layers.scans import Rows, divide
 from engine.backends.custom.frameworks.torch.models.base import Decoder
 from engine.backends.custom.runtime.model_runner import (
+    F32,
     BatchInputs,
     Bytes,
     Group,
     RunnerConfig,
     RunnerSpec,
 )
+
+if TYPE_CHECKING:
+    from engine.backends.custom.adapters.matrices import Adapter
+    from engine.backends.custom.frameworks.torch.execution.adapters import (
+        PackedAdapter,
+        TorchAdapters,
+    )
+    from engine.backends.custom.runtime.interp.taps import TapInputs
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,9 +136,11 @@ class TorchRunner(SamplingRunner):
             has_state=model.config.state is not None,
             window=model.config.window,
             verifies_drafts=True,
+            has_exact_drafts=config.numerics == "invariant",
         )
         super().__init__(spec, device)
-        self._model = model
+        self._model, self._dtype = model, dtype
+        self._adapters: TorchAdapters | None = None  # made for the first adapter
         kv_dtype = FP8 if config.kv_dtype == "fp8" else dtype
         heads = replace(AttentionHeads.of(model.config), in_fp8=kv_dtype == FP8)
         self._attention = attention_backend(
@@ -163,14 +178,88 @@ class TorchRunner(SamplingRunner):
             self._images(inputs),
         )
         self._states.load(inputs)
-        x = self._model(self._token_ids(inputs), step)  # (T, D)
+        model = self._model_for(inputs)
+        if inputs.taps is not None:
+            return self._tapped(model, inputs, inputs.taps, step)
+        x = model(self._token_ids(inputs), step)  # (T, D)
         self._states.save(inputs)
         finite = self._cache.guard(inputs, x, step.slots)
         if not len(inputs.logit_rows):
             return StepHandle(None, None, finite)
         rows = self._put(inputs.logit_rows.astype(np.int64))
-        hidden = self._model.norm(x.index_select(0, rows))
-        return StepHandle(self._model.head_logits(hidden), hidden, finite)
+        hidden = model.norm(x.index_select(0, rows))
+        return StepHandle(model.head_logits(hidden), hidden, finite)
+
+    def _model_for(self, inputs: BatchInputs) -> Decoder:
+        """The model that computes a step: with adapters, if a row has one."""
+        if self._adapters is None or not inputs.adapter_ids.any():
+            return self._model
+        self._adapters.begin(inputs)
+        return self._adapters.model
+
+    def pack_adapter(self, adapter: "Adapter") -> "PackedAdapter":
+        return self._with_adapters().pack(adapter)
+
+    def set_adapter(self, number: int, packed: "PackedAdapter") -> None:
+        self._with_adapters().set(number, packed)
+
+    def _with_adapters(self) -> "TorchAdapters":
+        if self._adapters is None:
+            from engine.backends.custom.frameworks.torch.execution.adapters import TorchAdapters
+
+            self._adapters = TorchAdapters(self._model, self._device, self._dtype)
+        return self._adapters
+
+    def _tapped(
+        self, model: Decoder, inputs: BatchInputs, taps: "TapInputs", step: PagedStep
+    ) -> StepHandle:
+        """As the rest of `forward`, for a step with taps."""
+        # Imported here, because few servers are asked for activations.
+        from engine.backends.custom.frameworks.torch.execution.taps import StepTapping
+        from engine.backends.custom.frameworks.torch.models.tapped import tapped_norm, tapped_stream
+
+        tapping = StepTapping(taps)
+        own = tapping.put(None, self.sites, self._device)
+        x = tapped_stream(model, self._token_ids(inputs), step, own.taps)  # (T, D)
+        self._states.save(inputs)
+        finite = self._cache.guard(inputs, x, step.slots)
+        rows = self._put(inputs.logit_rows.astype(np.int64))
+        hidden = tapped_norm(model, x, own.taps).index_select(0, rows)
+        captured = tapping.captured(own)
+        if not len(rows):
+            return StepHandle(None, None, finite, captured)
+        return StepHandle(model.head_logits(hidden), hidden, finite, captured)
+
+    @property
+    def config(self) -> ModelConfig:
+        return self._model.config
+
+    @cached_property
+    def sites(self) -> tuple[Site, ...]:
+        return sites_of(self._model.config)
+
+    @torch.inference_mode()
+    def unembed(self, x: F32) -> F32:
+        stream = self._put(np.ascontiguousarray(x)).to(self._model.norm.weight.dtype)
+        rows = np.arange(len(x), dtype=np.int32)
+        return self.logits(StepHandle(self._model.logits(stream), None, stream), rows)
+
+    @torch.inference_mode()
+    def head_row(self, token_id: int) -> F32:
+        weight = self._model.head.weight[token_id].float() * self._model.norm.weight.float()
+        row = (weight / self._model.config.logits_scaling)[None]
+        return self.logits(StepHandle(row, None, row), np.zeros(1, np.int32))[0]
+
+    def input_attribution(
+        self, token_ids: Sequence[int], target: int | None, position: int
+    ) -> tuple[int, F32]:
+        from engine.backends.custom.frameworks.torch.models.tapped import input_x_gradient
+
+        ids = self._put(np.array(token_ids, np.int64))
+        with torch.inference_mode(False), torch.enable_grad():
+            chosen, shares = input_x_gradient(self._model, ids, self.sites, target, position)
+        rows = np.zeros(1, np.int32)
+        return chosen, self.logits(StepHandle(shares[None], None, shares), rows)[0]
 
     @property
     def kv_identity(self) -> str:
@@ -185,8 +274,11 @@ class TorchRunner(SamplingRunner):
     def read_blocks(self, group: Group, blocks: Sequence[int]) -> Callable[[], Bytes]:
         return self._copier().read(group, blocks)
 
-    def write_blocks(self, group: Group, blocks: Sequence[int], rows: Bytes) -> None:
+    def write_blocks(self, group: Group, blocks: Sequence[int], rows: Bytes | list[Bytes]) -> None:
         self._copier().write(group, blocks, rows)
+
+    def row_maker(self) -> Callable[[int], Bytes] | None:
+        return PinnedRows() if self._device.type == "cuda" else None
 
     def _copier(self) -> BlockCopier:
         if self._blocks is None:
@@ -216,5 +308,5 @@ class TorchRunner(SamplingRunner):
 
     def close(self) -> None:
         """Frees the model and the KV cache. The runner cannot be used afterwards."""
-        del self._model, self._cache, self._states, self._blocks
+        del self._model, self._cache, self._states, self._blocks, self._adapters
         super().close()

@@ -94,12 +94,12 @@ class GraphSampler:
         if graph is not None:
             graph.replay()
             return
-        self._run(step, kind)
+        self.run(step, kind)
         if step.forward is not None:
             self.capture(step, kind)
 
     def capture(self, step: SampledStep, kind: Kind) -> None:
-        step.sample_graphs[kind] = self._capturer.capture(lambda: self._run(step, kind))
+        step.sample_graphs[kind] = self._capturer.capture(lambda: self.run(step, kind))
 
     def _find_kind(self, sampling: SamplingInputs) -> Kind | None:
         if (
@@ -124,7 +124,8 @@ class GraphSampler:
         pinned.copied.record()
         self._inbound.give_back(pinned)
 
-    def _run(self, step: SampledStep, kind: Kind) -> None:
+    def run(self, step: SampledStep, kind: Kind) -> None:
+        """Samples with the settings that were sent last, without a graph."""
         assert step.logits is not None
         if kind == PLAIN:
             tokens, slots = greedy(step.logits), step.sample_slots.long()

@@ -5,7 +5,8 @@ arrays only. Values that the host does not know yet, such as the last sampled to
 device.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -27,6 +28,9 @@ from engine.backends.custom.runtime.model_runner import (
 from engine.backends.custom.runtime.outputs import Sampled
 from engine.backends.custom.runtime.samplers.host_sampler import token_words
 
+if TYPE_CHECKING:
+    from engine.backends.custom.frameworks.torch.execution.taps import Captured
+
 
 @dataclass(frozen=True, slots=True)
 class StepHandle:
@@ -35,6 +39,7 @@ class StepHandle:
     logits: Tensor | None  # (R, V) float32; None: no row of this step samples a token
     hidden: Tensor | None  # (R, D) hidden states after the final norm
     finite: Tensor  # (S,) bool: whether each row is free of NaN and infinity
+    captured: "Captured | None" = None  # what the taps of the step captured
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,6 +50,7 @@ class TorchPendingTokens:
     finite: Tensor
     hidden: Tensor | None
     done: torch.cuda.Event | None
+    captured: "Captured | None" = None
 
     def wait(self) -> StepOutput:
         if self.done is not None:
@@ -57,6 +63,7 @@ class TorchPendingTokens:
             top_ids=None if sampled.top_ids is None else sampled.top_ids.numpy().astype(np.int32),
             top_logprobs=None if sampled.top_logprobs is None else sampled.top_logprobs.numpy(),
             hidden=None if self.hidden is None else self.hidden.numpy(),
+            captured=None if self.captured is None else self.captured.rows(),
         )
 
 
@@ -98,7 +105,8 @@ class SamplingRunner:
             choose = device_sampler.sample if use_triton(handle.logits) else sample
             sampled = choose(handle.logits, sampling, self._history, self._words)
             self._remember(sampling, sampled.tokens)
-        return self._send(sampled, handle.finite, self._hidden(handle, sampling))
+        pending = self._send(sampled, handle.finite, self._hidden(handle, sampling))
+        return pending if handle.captured is None else replace(pending, captured=handle.captured)
 
     def close(self) -> None:
         """Frees the memory on the device. The runner cannot be used afterwards."""

@@ -1,4 +1,5 @@
-"""Pinned host buffers. One buffer holds all input arrays of a step, so one copy takes them to the
+"""The buffers of CUDA steps: device tensors and graphs for each size of a step, and pinned host
+buffers. One pinned buffer holds all input arrays of a step, so one copy takes them to the
 device. Another buffer receives all results of the step in one copy.
 
 The host never waits for a copy to the device. It writes only to a buffer that no running copy
@@ -6,11 +7,19 @@ reads. Buffers are reused. If all buffers are in use, a new one is allocated.
 """
 
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
+from engine.backends.custom.frameworks.layout import Layout
+from engine.backends.custom.frameworks.torch.execution.device_sampler import Kind
+from engine.backends.custom.frameworks.torch.kernels.attention_triton import ListLengths
+from engine.backends.custom.frameworks.torch.layers.scans import Rows
 from engine.backends.custom.runtime.model_runner import I32, StepOutput
+
+if TYPE_CHECKING:
+    from engine.backends.custom.frameworks.torch.execution.taps import Captured, Shapes, StepTaps
 
 
 @dataclass(slots=True)
@@ -62,6 +71,7 @@ class CudaPendingTokens:
     num_samples: int
     finite_at: int
     num_rows: int
+    captured: "Captured | None" = None  # what the taps of the step captured
 
     def wait(self) -> StepOutput:
         self.pinned.copied.synchronize()
@@ -69,6 +79,53 @@ class CudaPendingTokens:
         output = StepOutput(
             tokens=array[: self.num_samples].copy(),
             finite=array[start : start + self.num_rows] != 0,
+            captured=None if self.captured is None else self.captured.rows(),
         )
         self.ring.give_back(self.pinned)
         return output
+
+
+@dataclass(frozen=True, slots=True)
+class Size:
+    """The size of a step, with padding. Each size has its own buffers and CUDA graphs."""
+
+    tokens: int
+    rows: int
+    samples: int
+    only_decodes: bool
+    shares: bool
+    taps: "Shapes" = ()  # a step with taps has a graph of its own
+
+
+class BufferedStep:
+    """The data that all steps of one size share: views of the device buffer, output tensors, and
+    the captured CUDA graphs.
+    """
+
+    def __init__(self, size: Size, room: ListLengths, layout: Layout) -> None:
+        self.size, self.room, self.layout = size, room, layout
+        self.num_uses = 0
+        self.views: dict[str, Tensor] = {}
+        self.results = torch.empty(0)  # (samples + rows + 1,) int32: tokens, then finite flags
+        self.logits: Tensor | None = None  # (samples, V)
+        self.stream: Tensor | None = None  # (samples, D) residual stream before the final norm
+        self.rows: Rows | None = None  # only if layers keep states
+        self.taps: StepTaps | None = None
+        self.forward: torch.cuda.CUDAGraph | None = None
+        self.sample_graphs: dict[Kind, torch.cuda.CUDAGraph] = {}
+
+    @property
+    def tokens(self) -> Tensor:
+        return self.results[: self.size.samples]
+
+    @property
+    def sample_slots(self) -> Tensor:
+        return self.views["sample_slots"]
+
+
+@dataclass(frozen=True, slots=True)
+class CudaHandle:
+    step: BufferedStep
+    num_rows: int
+    num_samples: int
+    captured: "Captured | None" = None

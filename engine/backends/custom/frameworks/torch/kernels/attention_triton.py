@@ -184,7 +184,7 @@ class TritonAttention:
         # ALiBi depends on the positions of queries, which differ between the rows that share.
         # Latent attention has no kernel for shared prefixes.
         plain = heads.windows == (None,) and heads.alibi_bias is None
-        self._can_share = plain and not heads.latent
+        self.can_share = plain and not heads.latent
         self._group = heads.heads_per_program
         self._num_groups = heads.num_heads // self._group
         self._tiles_of = tiles_for(heads, dtype)
@@ -261,7 +261,7 @@ class TritonAttention:
 
     def has_shared(self, inputs: BatchInputs) -> bool:
         """Whether a decode-only step may have work items for shared prefixes."""
-        if not self._can_share or not len(inputs.prefix_blocks):
+        if not self.can_share or not len(inputs.prefix_blocks):
             return False
         return int(inputs.prefix_blocks.max()) * self._block_size >= MIN_SHARED_KEYS
 
@@ -313,7 +313,7 @@ class TritonAttention:
         rows = len(inputs.seq_lens)
         begins, splits = np.zeros(rows, np.int32), np.zeros(rows, np.int32)
         none = np.zeros((0, SHARED_FIELDS), np.int32), np.zeros(0, np.int32), begins, splits
-        if has_chunks or not self._can_share or not len(inputs.prefix_blocks):
+        if has_chunks or not self.can_share or not len(inputs.prefix_blocks):
             return none
         keys = inputs.prefix_blocks * self._block_size
         groups = [

@@ -4,10 +4,8 @@
 
 from torch import Tensor, nn
 
-from engine.backends.custom.frameworks.torch.kernels.invariant.linear import (
-    counters,
-    invariant_linear,
-)
+from engine.backends.custom.frameworks.torch.device import keep_sums_whole
+from engine.backends.custom.frameworks.torch.kernels.invariant.linear import invariant_linear
 from engine.backends.custom.frameworks.torch.layers.linear import Linear
 from engine.backends.custom.frameworks.torch.layers.norm import RMSNorm
 from engine.backends.custom.frameworks.torch.layers.quantized_linear import Fp8Linear
@@ -16,19 +14,13 @@ from engine.backends.custom.frameworks.torch.layers.quantized_linear import Fp8L
 class InvariantLinear(Linear):
     is_invariant = True
 
-    def __init__(self, layer: Linear, arrived: Tensor) -> None:
-        """Takes over the parameters of `layer`. `arrived` are the counters of the kernel."""
+    def __init__(self, layer: Linear) -> None:
+        """Takes over the parameters of `layer`."""
         nn.Module.__init__(self)
         self.parts, self.weight, self.bias = layer.parts, layer.weight, layer.bias
-        self._arrived = arrived
 
     def forward(self, x: Tensor) -> Tensor:
         return self.fused(x)
-
-    def add_to(self, stream: Tensor, x: Tensor, multiplier: float = 1.0) -> Tensor:
-        if multiplier == 1:
-            return self.fused(x, residual=stream)
-        return stream + multiplier * self(x)
 
     def fused(
         self,
@@ -39,19 +31,17 @@ class InvariantLinear(Linear):
         residual: Tensor | None = None,
     ) -> Tensor:
         normed = x if norm is None else norm(x)
-        return invariant_linear(
-            normed, self.weight, self.bias, self._arrived, gate=gate, residual=residual
-        )
+        return invariant_linear(normed, self.weight, self.bias, gate=gate, residual=residual)
 
 
 def make_invariant(model: nn.Module) -> None:
     """Replaces all `Linear` layers in `model`, and lets those with float8 weights use one kernel
     for any number of tokens.
     """
-    arrived = counters(next(model.parameters()).device)
+    keep_sums_whole()
     for module in list(model.modules()):
         for name, child in module.named_children():
             if isinstance(child, Fp8Linear):
                 child.is_invariant = True
             elif isinstance(child, Linear):
-                setattr(module, name, InvariantLinear(child, arrived))
+                setattr(module, name, InvariantLinear(child))

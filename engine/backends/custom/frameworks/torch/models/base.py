@@ -130,14 +130,15 @@ class Decoder(nn.Module):
     def stream_logits(self, x: Tensor) -> Tensor:
         """Residual stream (R, D) -> logits (R, V) in the model's dtype"""
         if is_few(x) and isinstance(self.norm, RMSNorm) and not self.head.is_invariant:
-            return self._finished(self.head.fused(x, norm=self.norm))
-        return self._finished(self.head(self.norm(x)))
+            return self.finished(self.head.fused(x, norm=self.norm))
+        return self.finished(self.head(self.norm(x)))
 
     def head_logits(self, hidden: Tensor) -> Tensor:
         """Hidden states after the final norm (R, D) -> logits (R, V) float32"""
-        return self._finished(self.head(hidden).to(torch.float32))
+        return self.finished(self.head(hidden).to(torch.float32))
 
-    def _finished(self, logits: Tensor) -> Tensor:
+    def finished(self, logits: Tensor) -> Tensor:
+        """Scales and bounds the results of the LM head, as the model says."""
         scaling, cap = self.config.logits_scaling, self.config.logits_softcap
         if scaling != 1:
             logits = logits / scaling

@@ -7,7 +7,7 @@ the next layer is allocated.
 """
 
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from typing import TypeGuard
 
 import numpy as np
@@ -36,6 +36,7 @@ from engine.backends.custom.frameworks.torch.models.quantized_loading import (
     keeps_quantized,
     place_quantized,
 )
+from engine.backends.custom.frameworks.torch.models.upload import Uploader, can_upload
 from engine.backends.custom.frameworks.torch.models.vision import (
     QwenVision,
     Siglip,
@@ -63,10 +64,24 @@ def build_model(
     "int8" quantize all matrices that are not quantized in the checkpoint. `prepare` may remove or
     replace modules before memory is allocated for them.
     """
+    with closing(WeightReader(device)) as reader:
+        return _build(config, weights, max_seq_len, reader, dtype, quantization, prepare)
+
+
+def _build(
+    config: ModelConfig,
+    weights: Mapping[str, Weight],
+    max_seq_len: int,
+    reader: "WeightReader",
+    dtype: torch.dtype,
+    quantization: str,
+    prepare: Callable[[Decoder], None] | None,
+) -> Decoder:
     check_decoder(config, "torch", ("state", "mixer", "mlp", "attention_gate"))
     kind = GPT2 if config.learned_positions and POSITION in weights else Decoder
+    device = reader.device
     stored = weights.get(ROPE_FACTORS)
-    factors = None if stored is None else _tensor(stored, device)
+    factors = None if stored is None else reader.read(stored)
     rotaries = tuple(Rotary(rope, max_seq_len, device, factors) for rope in config.ropes)
     keeps, shrinks = keeps_quantized(weights, device), quantization != "auto"
     is_lazy = keeps or shrinks or prepare is not None
@@ -78,13 +93,13 @@ def build_model(
     rest = {name: weight for name, weight in weights.items() if name not in taken}
     _check_names(model, rest)
     if shrinks:
-        shrunk = _shrink(model, rest, quantization, device)
+        shrunk = _shrink(model, rest, quantization, reader)
         rest = {name: weight for name, weight in rest.items() if name not in shrunk}
     if is_lazy:
         model.to_empty(device=device)
         if config.tie_embeddings and EMBED not in taken:
             model.head.weight = model.embed.weight
-    _fill(model, rest)
+    _fill(model, rest, reader)
     if shrinks:
         quantize_linears(model, quantization)  # only a tied LM head is not yet quantized
         for block in model.layers:
@@ -94,7 +109,7 @@ def build_model(
 
 
 def _shrink(
-    model: Decoder, weights: Mapping[str, Weight], quantization: str, device: torch.device
+    model: Decoder, weights: Mapping[str, Weight], quantization: str, reader: "WeightReader"
 ) -> set[str]:
     """Loads and quantizes the linear layers of a model, one by one. Before that, the whole model is
     on the meta device, without memory. Returns the names of the weights that were loaded.
@@ -105,10 +120,10 @@ def _shrink(
         tied = path == "head" and model.config.tie_embeddings
         if tied or not isinstance(module, Linear) or not can_quantize(module, quantization):
             continue
-        module.to_empty(device=device)
+        module.to_empty(device=reader.device)
         for kind, parameter in module.named_parameters():
             for name, place in _parts(path, kind, module, parameter):
-                _put(name, place, weights[name])
+                _put(name, place, weights[name], reader)
                 taken.add(name)
         model.set_submodule(path, quantized(module, quantization))
     return taken
@@ -122,7 +137,8 @@ def build_encoder_model(
     with _factory_defaults(device, dtype):
         model = TextEncoder(config)
     _check_names(model, weights)
-    _fill(model, weights)
+    with closing(WeightReader(device)) as reader:
+        _fill(model, weights, reader)
     return model
 
 
@@ -133,7 +149,8 @@ def build_vision_model(
     with _factory_defaults(device, dtype):
         model = vision_model(config)
     _check_names(model, weights)
-    _fill(model, weights)
+    with closing(WeightReader(device)) as reader:
+        _fill(model, weights, reader)
     return model
 
 
@@ -168,17 +185,17 @@ def _check_names(model: Decoder | TextEncoder | Vision, weights: Mapping[str, We
         )
 
 
-def _fill(model: nn.Module, weights: Mapping[str, Weight]) -> None:
+def _fill(model: nn.Module, weights: Mapping[str, Weight], reader: "WeightReader") -> None:
     for name, place in _places(model):
-        _put(name, place, weights[name])
+        _put(name, place, weights[name], reader)
 
 
-def _put(name: str, place: Tensor, weight: Weight) -> None:
+def _put(name: str, place: Tensor, weight: Weight, reader: "WeightReader") -> None:
     if _is_stored_by_expert(weight, place):
         for index, part in enumerate(place):
-            _put(name, part, weight.expert(index))
+            _put(name, part, weight.expert(index), reader)
         return
-    value = _tensor(weight, place.device)
+    value = reader.read(weight)
     if value.shape != place.shape:
         raise ModelFormatError(
             f"weight '{name}' has shape {tuple(value.shape)}, "
@@ -220,16 +237,32 @@ def _parts(
         start += size
 
 
-def _tensor(weight: Weight, device: torch.device) -> Tensor:
-    """The values of a weight as a tensor. Random weights are generated on the device, always in
-    bfloat16, so that models of every dtype get the same values.
-    """
-    if isinstance(weight, RandomWeight):
-        normal = weight.values
-        generator = torch.Generator(device).manual_seed(normal.seed)
-        drawn = torch.randn(
-            weight.spec.shape, generator=generator, device=device, dtype=torch.bfloat16
-        )
-        return drawn.mul_(normal.std).add_(normal.mean)
-    values = weight.numpy()
-    return torch.from_numpy(values if values.flags.writeable else values.copy())
+class WeightReader:
+    """Reads weights for a device. `close` frees its threads."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self._uploader: Uploader | None = None
+
+    def read(self, weight: Weight) -> Tensor:
+        """The values of a weight, on the device or on the host. Random weights are generated on the
+        device, always in bfloat16, so that models of every dtype get the same values.
+        """
+        device = self.device
+        if isinstance(weight, RandomWeight):
+            normal = weight.values
+            generator = torch.Generator(device).manual_seed(normal.seed)
+            drawn = torch.randn(
+                weight.spec.shape, generator=generator, device=device, dtype=torch.bfloat16
+            )
+            return drawn.mul_(normal.std).add_(normal.mean)
+        if can_upload(weight, device):
+            if self._uploader is None:
+                self._uploader = Uploader(device)
+            return self._uploader.upload(weight)
+        values = weight.numpy()
+        return torch.from_numpy(values if values.flags.writeable else values.copy())
+
+    def close(self) -> None:
+        if self._uploader is not None:
+            self._uploader.close()

@@ -5,7 +5,6 @@ second run. An all-reduce of the library may add in any order.
 """
 
 from datetime import timedelta
-from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -20,15 +19,17 @@ TIMEOUT = timedelta(minutes=10)
 class Ranks:
     """This rank's connections: to the ranks of its stage, and to the stages before and after."""
 
-    def __init__(self, layout: ShardLayout, rank: int, device: torch.device, store: Path) -> None:
+    def __init__(self, layout: ShardLayout, rank: int, device: torch.device, store: str) -> None:
         self.layout, self.rank = layout, rank
         self.size, self.part = layout.tensor, layout.part(rank)
         self._device = device
         if device.type == "cuda":
             torch.cuda.set_device(device)
+        if layout.num_ranks == 1:
+            return
         dist.init_process_group(
             "nccl" if device.type == "cuda" else "gloo",
-            init_method=f"file://{store}",
+            init_method=store,
             rank=rank,
             world_size=layout.num_ranks,
             timeout=TIMEOUT,
@@ -80,4 +81,5 @@ class Ranks:
             dist.broadcast(tokens, self.layout.sampling_rank)
 
     def close(self) -> None:
-        dist.destroy_process_group()
+        if self.layout.num_ranks > 1:
+            dist.destroy_process_group()

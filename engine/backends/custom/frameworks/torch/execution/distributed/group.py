@@ -12,12 +12,18 @@ import tempfile
 import threading
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import msgspec
 
+from engine.backends.custom.frameworks.torch.execution.distributed.remote import (
+    RemoteRank,
+    free_port,
+    frozen,
+    open_remotes,
+)
 from engine.backends.custom.ipc.heartbeat import Heartbeat, heartbeat_file
 from engine.backends.custom.runtime.model_runner import RunnerConfig, RunnerLostError
 from engine.core.errors import error_from_code
@@ -42,14 +48,14 @@ class RankSetup(msgspec.Struct, frozen=True):
     model_path: str
     config: RunnerConfig
     layout: ShardLayout
-    store: str  # the file by which the ranks find each other
+    store: str  # the URL by which the ranks find each other
     log_level: str
     log_format: str
 
 
 @dataclass(frozen=True, slots=True)
 class RankProcess:
-    """One rank, as its engine sees it."""
+    """A rank on this machine, as its engine sees it."""
 
     process: subprocess.Popen[bytes]
     heartbeat: Heartbeat
@@ -59,10 +65,21 @@ class RankProcess:
         status = self.process.poll()
         if status is not None:
             return f"died ({f'signal {-status}' if status < 0 else f'exit status {status}'})"
-        silent_s = self.heartbeat.vitals().silent_s
-        if silent_s is not None and silent_s > frozen_after_s:
-            return f"is frozen: it was silent for {silent_s:.1f} s"
-        return None
+        return frozen(self.heartbeat.vitals().silent_s, frozen_after_s)
+
+    def receive(self) -> bytearray:
+        return self.results.receive()
+
+    def kill(self) -> None:
+        self.process.kill()
+
+    def end(self, deadline: float) -> None:
+        try:
+            self.process.wait(max(0.0, deadline - time.monotonic()))
+        except subprocess.TimeoutExpired:
+            self.process.kill()
+            self.process.wait()
+        self.results.close()
 
 
 class RankGroup:
@@ -72,26 +89,35 @@ class RankGroup:
         self._closing = threading.Event()
         self._frozen_after_s = LOADING_FROZEN_AFTER_S
         self._folder = tempfile.TemporaryDirectory(prefix="engine-ranks-")
+        self._local: list[RankProcess] = []
+        num_local = layout.num_ranks - config.remote_ranks
+        self._remote = open_remotes(config, num_local) if config.remote_ranks else []
         with ring_file() as file:
-            pipes = [os.pipe() for _ in range(layout.num_ranks)]
+            pipes = [os.pipe() for _ in range(num_local)]
             try:
-                self._ranks = [
-                    _start_rank(rank, file.fileno(), bell) for rank, (bell, _) in enumerate(pipes)
-                ]
+                for rank, (bell, _) in enumerate(pipes):
+                    self._local.append(_start_rank(rank, file.fileno(), bell))
             finally:
                 for bell, _ in pipes:
                     os.close(bell)
             self._ring = RingWriter(file.fileno(), [bell for _, bell in pipes], self.check)
+        self._ranks: list[RankProcess | RemoteRank] = [*self._local, *self._remote]
         self._watcher = threading.Thread(target=self._watch, name="ranks", daemon=True)
         self._watcher.start()
-        setup = RankSetup(
-            str(model), config, layout, str(Path(self._folder.name) / "store"), *current_setup()
-        )
+        self._send_setup(model, config)
+
+    def _send_setup(self, model: Path, config: RunnerConfig) -> None:
+        store = f"file://{self._folder.name}/store"
+        if self._remote:
+            store = f"tcp://{self._remote[0].link.address}:{free_port()}"
+        own = replace(config, shard_token="")
+        setup = RankSetup(str(model), own, self.layout, store, *current_setup())
         self.send(["setup", 0, msgspec.to_builtins(setup)])
 
     @property
     def pids(self) -> list[int]:
-        return [rank.process.pid for rank in self._ranks]
+        """The processes of the ranks on this machine."""
+        return [rank.process.pid for rank in self._local]
 
     def wait_until_ready(self) -> list[Any]:
         """Wait until all ranks have loaded. Returns what the sampling rank says of itself."""
@@ -102,15 +128,18 @@ class RankGroup:
     def send(self, values: Sequence[Any], arrays: Sequence[Array | None] = ()) -> None:
         """Send a frame to all ranks."""
         self.check()
+        frame = encode_frame(values, arrays)
         try:
-            self._ring.send(encode_frame(values, arrays))
+            for rank in self._remote:
+                rank.link.send(frame)
+            self._ring.send(frame)
         except RingClosedError:
             self._wait_for_reason()
 
     def receive(self, rank: int) -> tuple[list[Any], list[Array | None]]:
         """Wait for the next frame from a rank."""
         try:
-            values, arrays = decode_frame(self._ranks[rank].results.receive())
+            values, arrays = decode_frame(self._ranks[rank].receive())
         except RingClosedError:
             self._wait_for_reason()
         if values[0] == "failed":
@@ -128,17 +157,12 @@ class RankGroup:
             return
         self._closing.set()
         try:
-            self._ring.send(encode_frame(["stop", 0]))
-        except (RingClosedError, RunnerLostError):
+            self.send(["stop", 0])
+        except RunnerLostError:
             log.debug("a rank ended before it was asked to")
         deadline = time.monotonic() + STOP_GRACE_S
         for rank in self._ranks:
-            try:
-                rank.process.wait(max(0.0, deadline - time.monotonic()))
-            except subprocess.TimeoutExpired:
-                rank.process.kill()
-                rank.process.wait()
-            rank.results.close()
+            rank.end(deadline)
         self._ring.close()
         self._folder.cleanup()
 
@@ -161,7 +185,7 @@ class RankGroup:
         self._lost = reason
         log.critical("%s; ending all ranks", reason)
         for rank in self._ranks:
-            rank.process.kill()
+            rank.kill()
 
     def _wait_for_reason(self) -> None:
         """A pipe of a rank was closed. The watching thread will find out why."""

@@ -1,13 +1,16 @@
 """The entry point of a rank process, which runs the steps of its shard as their frames arrive."""
 
 import logging
+import os
 import queue
 import signal
+import socket
 import sys
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import fields, replace
+from dataclasses import dataclass, fields, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -30,28 +33,29 @@ from engine.backends.custom.runtime.model_runner import (
     SamplingInputs,
 )
 from engine.backends.custom.weights.model import open_model
-from engine.core.errors import EngineError
+from engine.core.errors import EngineError, ModelError
 from engine.core.observability.logging import setup_logging
 from engine.core.sandbox.processes import die_with_parent, offer_to_be_killed
 from engine.core.shards.frames import Array, decode_frame, encode_frame
 from engine.core.shards.layout import ShardLayout
+from engine.core.shards.link import TcpLink, read_token, split_address
 from engine.core.shards.ring import RingClosedError, RingReader, RingWriter
 
 # The name is not __name__, because this module runs as __main__.
 log = logging.getLogger("engine.backends.custom.frameworks.torch.execution.distributed.rank")
 
 PAUSE_S = 0.5
+CONNECT_S = 10.0
 _NO_ROWS = np.zeros(0, np.int32)
 
 
-def load_shard(setup: RankSetup, rank: int) -> tuple[TorchRunner, Ranks]:
+def load_shard(setup: RankSetup, rank: int, device: str) -> tuple[TorchRunner, Ranks]:
     """Load this rank's cut of the model, and connect it with the other ranks."""
     source = open_model(Path(setup.model_path))
-    config = replace(setup.config, device=rank_device(setup.config.device, rank))
-    device = torch_device(config.device)
-    ranks = Ranks(setup.layout, rank, device, Path(setup.store))
-    shard = ModelShard.of(source.config, source.weights, setup.layout, rank, device)
-    runner = local_runner(source, config, (shard, ranks))
+    place = torch_device(device)
+    ranks = Ranks(setup.layout, rank, place, setup.store)
+    shard = ModelShard.of(source.config, source.weights, setup.layout, rank, place)
+    runner = local_runner(source, replace(setup.config, device=device), (shard, ranks))
     source.close()
     return runner, ranks
 
@@ -80,27 +84,28 @@ class RankLoop:
             self._answers = queue.SimpleQueue()
             threading.Thread(target=self._answer, name="answers", daemon=True).start()
 
-    def run(self, frames: RingReader) -> None:
+    def run(self, receive: Callable[[], bytearray]) -> None:
         """Run until a frame says to stop."""
+        calls = {"forward": self._forward, "logits": self._logits, "sample": self._sample}
         while True:
-            (kind, step, *rest), arrays = decode_frame(frames.receive())
+            (kind, step), arrays = decode_frame(receive())
             if kind == "stop":
                 return
-            getattr(self, f"_on_{kind}")(step, arrays, *rest)
+            calls[kind](step, arrays)
 
-    def _on_forward(self, step: int, arrays: list[Any]) -> None:
+    def _forward(self, step: int, arrays: list[Any]) -> None:
         inputs = BatchInputs(*arrays)
         if not self._has_logits:
             inputs = replace(inputs, logit_rows=_NO_ROWS)
         self._step, self._handle = step, self._runner.forward(inputs)
 
-    def _on_logits(self, step: int, arrays: list[Any]) -> None:
+    def _logits(self, step: int, arrays: list[Any]) -> None:
         if self._samples:
             assert step == self._step and self._handle is not None, (step, self._step)
             logits = self._runner.logits(self._handle, arrays[0])
             self._reply(lambda: self._send(["logits", step], [logits]))
 
-    def _on_sample(self, step: int, arrays: list[Any]) -> None:
+    def _sample(self, step: int, arrays: list[Any]) -> None:
         handle, self._handle = self._handle, None
         if self._samples:
             assert step == self._step and handle is not None, (step, self._step)
@@ -121,31 +126,46 @@ class RankLoop:
 
     def _answer(self) -> None:
         assert self._answers is not None
-        while True:
-            self._answers.get()()
+        try:
+            while True:
+                self._answers.get()()
+        except Exception:
+            log.exception("rank %d failed", self._ranks.rank)
+            os._exit(1)  # the engine notices, and ends the other ranks
 
 
-def main(rank: int, parent_pid: int, *fds: int) -> int:
-    """Run a rank process. The exit status is 0 only if it was asked to stop, or if its engine is
-    gone.
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where a rank on another machine finds its model, and its device. Empty: as in the setup."""
+
+    model: str
+    device: str
+
+
+def serve_rank(
+    rank: int,
+    receive: Callable[[], bytearray],
+    write: Callable[[bytes], None],
+    place: Place | None = None,
+) -> int:
+    """Load a shard and run its steps. The exit status is 0 only if the rank was asked to stop, or
+    if its engine is gone.
     """
-    die_with_parent(parent_pid)
-    offer_to_be_killed()
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the engine decides when a rank ends
-    ring, bell, results, results_bell, heartbeat = fds
-    frames, writer = RingReader(ring, rank, bell), RingWriter(results, [results_bell])
-    threading.Thread(target=_tick, args=(Heartbeat(heartbeat),), name="tick", daemon=True).start()
 
     def send(values: list[Any], arrays: list[Array | None] | None = None) -> None:
-        writer.send(encode_frame(values, arrays or []))
+        write(encode_frame(values, arrays or []))
 
     try:
-        (_, _, plain), _ = decode_frame(frames.receive())
+        (_, _, plain), _ = decode_frame(receive())
         setup = msgspec.convert(plain, RankSetup)
         setup_logging(setup.log_level, setup.log_format)
-        runner, ranks = load_shard(setup, rank)
+        device = rank_device(setup.config.device, rank)
+        if place is not None:
+            device = place.device or setup.config.device.partition(":")[0]
+            setup = msgspec.structs.replace(setup, model_path=place.model or setup.model_path)
+        runner, ranks = load_shard(setup, rank, device)
         send(["ready", 0, msgspec.to_builtins(runner.spec)])
-        RankLoop(runner, ranks, setup.layout, send).run(frames)
+        RankLoop(runner, ranks, setup.layout, send).run(receive)
         ranks.close()
     except RingClosedError:
         return 0  # the engine is gone
@@ -160,12 +180,58 @@ def main(rank: int, parent_pid: int, *fds: int) -> int:
     return 0
 
 
-def _tick(heartbeat: Heartbeat) -> None:
-    pause = threading.Event()
-    heartbeat.tick()
-    while not pause.wait(TICK_S):
-        heartbeat.tick()
+def main(rank: int, parent_pid: int, *fds: int) -> int:
+    """Run a rank process of an engine on this machine."""
+    die_with_parent(parent_pid)
+    offer_to_be_killed()
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the engine decides when a rank ends
+    ring, bell, results, results_bell, heartbeat = fds
+    frames, writer = RingReader(ring, rank, bell), RingWriter(results, [results_bell])
+    keep_ticking(Heartbeat(heartbeat).tick)
+    return serve_rank(rank, frames.receive, writer.send)
+
+
+def join(address: str, token: bytes, model: str, device: str) -> int:
+    """Run a rank for an engine on another machine. `model` and `device` are this machine's; if they
+    are empty, the model has the same path as there, and the device is the first of the same kind.
+    """
+    try:
+        link = TcpLink(socket.create_connection(split_address(address), CONNECT_S))
+        link.join(token)
+        (_, rank), _ = decode_frame(link.receive())
+    except (OSError, RingClosedError) as error:
+        raise ModelError(f"there is no engine at {address}: {error}") from error
+    print(f"rank {rank} of the engine at {address}", file=sys.stderr, flush=True)
+    keep_ticking(partial(link.send, encode_frame(["tick"])))
+    return serve_rank(rank, link.receive, link.send, Place(model, device))
+
+
+def keep_ticking(tick: Callable[[], None]) -> None:
+    """Show twice a second, from a thread, that this process is alive."""
+
+    def run() -> None:
+        pause = threading.Event()
+        try:
+            while not pause.wait(TICK_S):
+                tick()
+        except RingClosedError:
+            log.debug("the engine is gone")
+
+    tick()
+    threading.Thread(target=run, name="tick", daemon=True).start()
+
+
+def join_main(address: str, token_file: str, model: str, device: str) -> int:
+    """Run one session of `engine shard`. The exit status is 2 if trying again would not help."""
+    die_with_parent(os.getppid())
+    try:
+        return join(address, read_token(Path(token_file)), model, device)
+    except EngineError as error:
+        print(error.message, file=sys.stderr)
+        return 1 if isinstance(error, ModelError) else 2
 
 
 if __name__ == "__main__":
+    if sys.argv[1] == "join":
+        sys.exit(join_main(*sys.argv[2:]))
     sys.exit(main(*map(int, sys.argv[1:])))

@@ -1,8 +1,8 @@
 """Paged attention with a fixed order of sums. The keys of every row are cut into chunks at the same
 positions, and the results of chunks are merged in ascending order.
 
-A row with one query may be cut into several work items of whole chunks. A row with several queries
-is cut into tiles of queries. Both kinds are work items of one list and of one kernel.
+A row with one query may be cut into several spans of whole chunks. A row with several queries is
+cut into tiles of queries. One kernel computes both, in two launches with tiles of different sizes.
 """
 
 from collections.abc import Mapping
@@ -18,7 +18,6 @@ from engine.backends.custom.frameworks.torch.kernels.attention_triton import (
     LONE_PROGRAMS,
     SHARED_FIELDS,
     SPAN_FIELDS,
-    TILE_FIELDS,
     ListLengths,
     TritonAttention,
     TritonPlan,
@@ -30,18 +29,28 @@ CHUNK = 256  # keys of a chunk, which begins at a multiple of this position
 # Several programs may share the chunks of a row, while all such rows have at most this many
 # chunks in total. For other rows, one program per KV head merges all chunks in registers.
 MAX_PARTIALS = 2048
-# Tile sizes as (queries, keys, warps, stages) per program, in half precision and in float32. All
-# rows have the same tile, because a tile's layout decides the order of the softmax's sum.
-TILE: TileSize = (64, 64, 4, 3)
-WIDE_TILE: TileSize = (64, 64, 4, 2)  # for heads of more than WIDE_HEAD values
+# Tile sizes as (queries, keys, warps, stages) per program. The number of keys must be the same for
+# all rows, and a warp must have whole lines, because both decide the order of the softmax's sum.
+PROMPT_TILE: TileSize = (128, 64, 4, 2)
+WIDE_TILE: TileSize = (128, 64, 8, 3)  # for heads of more than NARROW_HEAD values
+FP8_TILE: TileSize = (64, 64, 4, 2)
+SPAN_TILE: TileSize = (16, 64, 1, 2)
 FLOAT32_TILE: TileSize = (64, 32, 4, 2)
-WIDE_HEAD = 128
-_ALL_KEYS = 1 << 30
+NARROW_HEAD, WIDE_HEAD = 64, 128  # for wider heads, and in float32, all rows have the same tile
+
+
+def _prompt_tile(heads: AttentionHeads, dtype: torch.dtype) -> TileSize:
+    if dtype == torch.float32:
+        return FLOAT32_TILE
+    if heads.in_fp8 or heads.head_dim > WIDE_HEAD:
+        return FP8_TILE
+    return PROMPT_TILE if heads.head_dim <= NARROW_HEAD else WIDE_TILE
 
 
 @dataclass(frozen=True, slots=True)
 class InvariantPlan(TritonPlan):
-    tile: TileSize = TILE
+    span_tile: TileSize = SPAN_TILE
+    prompt_tile: TileSize = PROMPT_TILE
 
     def attend_cached(
         self, q: Tensor, cache: Tensor, window: int | None, sinks: Tensor | None = None
@@ -51,19 +60,24 @@ class InvariantPlan(TritonPlan):
 
         out = torch.empty_like(q)
         assert self.scratch is not None
-        attention_invariant.attend(
-            q,
-            cache,
-            out,
-            self._arrays(window),
-            self.scratch,
-            self.heads,
-            window=window or 0,
-            slopes=self.slopes,
-            sinks=sinks,
-            tokens=self.tile_tokens,
-            tile=Tile(*self.tile),
+        launches = (
+            (self.room.tiles, True, self.prompt_tile),
+            (self.room.spans, False, self.span_tile),
         )
+        for _, prompts, tile in filter(lambda launch: launch[0], launches):
+            attention_invariant.attend(
+                q,
+                cache,
+                out,
+                self._arrays(window),
+                self.scratch,
+                self.heads,
+                window=window or 0,
+                slopes=self.slopes,
+                sinks=sinks,
+                prompts=prompts,
+                tile=Tile(*tile),
+            )
         return out
 
 
@@ -71,11 +85,12 @@ class InvariantAttention(TritonAttention):
     def __init__(self, heads: AttentionHeads, *, block_size: int, dtype: torch.dtype) -> None:
         assert not heads.latent, "latent attention has no kernel with a fixed order of sums"
         super().__init__(heads, block_size=block_size, dtype=dtype)
-        self._tile = WIDE_TILE if heads.head_dim > WIDE_HEAD else TILE
-        if dtype == torch.float32:
-            self._tile = FLOAT32_TILE
-        self._can_share = self._on_hopper = False
-        self._tile_tokens = self._tile[0] // self._group
+        self._prompt_tile = self._span_tile = _prompt_tile(heads, dtype)
+        narrow = heads.head_dim <= WIDE_HEAD and self._group <= SPAN_TILE[0]
+        if narrow and dtype != torch.float32:
+            self._span_tile = SPAN_TILE
+        self.can_share = self._on_hopper = False
+        self._tile_tokens = self._prompt_tile[0] // self._group
         assert self._tile_tokens, f"{self._group} heads share a KV head"
 
     def plan_on(self, arrays: Mapping[str, Tensor], room: ListLengths) -> InvariantPlan:
@@ -89,7 +104,8 @@ class InvariantAttention(TritonAttention):
             self._on_hopper,
             self._group,
             self._tile_tokens,
-            self._tile,
+            self._span_tile,
+            self._prompt_tile,
         )
 
     def reserve(self, rows: int, device: torch.device) -> None:
@@ -102,10 +118,8 @@ class InvariantAttention(TritonAttention):
             self._scratch = Scratch(MAX_PARTIALS, rows, *sizes, device)
 
     def room_for(self, tokens: int, rows: int, *, only_decodes: bool, shares: bool) -> ListLengths:
-        spans = span_room(rows, False)
-        if not only_decodes:
-            spans += tokens // self._tile_tokens + rows
-        return ListLengths(spans, 0, 0, MAX_PARTIALS)
+        tiles = 0 if only_decodes else tokens // self._tile_tokens + rows
+        return ListLengths(span_room(rows, False), tiles, 0, MAX_PARTIALS)
 
     def lists(
         self, inputs: BatchInputs, room: ListLengths | None = None
@@ -114,26 +128,21 @@ class InvariantAttention(TritonAttention):
         decodes = np.flatnonzero(counts == 1)
         spans, partials = self._spans(inputs.seq_lens[decodes])
         spans[:, 0] = decodes[spans[:, 0]]
-        row_partials = np.tile(np.array((0, 1), np.int32), (len(counts), 1))
+        row_partials = np.zeros((len(counts), 2), np.int32)
         row_partials[decodes] = partials
-        chunks = np.flatnonzero(counts > 1)
-        tiles = self._tiles(inputs.seq_lens - counts, counts, chunks)
-        items = np.zeros((len(tiles) + len(spans), SPAN_FIELDS), np.int32)
-        items[: len(tiles), 0], items[: len(tiles), 3] = tiles[:, 0], tiles[:, 1]
-        items[: len(tiles), 2] = _ALL_KEYS
-        items[len(tiles) :] = spans
-        lengths = (inputs.block_tables.shape[1], len(items), 0, 0)
+        tiles = self._tiles(inputs.seq_lens - counts, counts, np.flatnonzero(counts > 1))
+        lengths = (inputs.block_tables.shape[1], len(spans), len(tiles), 0)
         lists = {
             "counts": np.array((*lengths, 0), np.int32),
-            "spans": items,
+            "spans": spans,
             "partials": row_partials,
-            "tiles": np.zeros((0, TILE_FIELDS), np.int32),
+            "tiles": tiles,
             "shared": np.zeros((0, SHARED_FIELDS), np.int32),
             "members": np.zeros(0, np.int32),
         }
         if inputs.window_tables is not None:
             lists["window_counts"] = np.array((*lengths, inputs.block_tables.size), np.int32)
-        return lists, room or ListLengths(len(items), 0, 0, MAX_PARTIALS)
+        return lists, room or ListLengths(len(spans), len(tiles), 0, MAX_PARTIALS)
 
     def _spans(self, lengths: I32) -> tuple[I32, I32]:
         """Cuts rows with one query and this many keys into spans of whole chunks. In the spans that

@@ -1,8 +1,8 @@
-"""A matmul for any number of rows whose order of sums depends only on the weight's shape.
+"""A matmul for any number of rows whose order of sums is always the same.
 
-The columns of a weight are cut into a fixed number of segments. Each segment is one chain of
-tensor-core instructions in ascending order, and the sums of the segments are added in ascending
-order. With few rows, the segments run in parallel; with many rows, one program runs all of them.
+The products of an output are one chain of tensor-core instructions, in ascending order of columns.
+cuBLASLt computes the same chain on Hopper, if it may not split sums (`device.keep_sums_whole`). It
+is the fastest for many rows, and our kernel for few.
 """
 
 from collections.abc import Iterator
@@ -11,7 +11,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from engine.backends.custom.frameworks.torch.kernels.activation import gated_halves
+from engine.backends.custom.frameworks.torch.device import is_hopper
+from engine.backends.custom.frameworks.torch.kernels.activation import gated, gated_halves
 from engine.backends.custom.frameworks.torch.kernels.base import (
     Example,
     Inputs,
@@ -23,36 +24,37 @@ from engine.backends.custom.frameworks.torch.kernels.base import (
     size_of,
 )
 
-MAX_PARALLEL = 128  # with fewer tiles than this, the segments of a matmul run in parallel
-
-
-def counters(device: torch.device) -> Tensor:
-    """A counter for each tile whose segments run in parallel. Every launch leaves zeros in them, so
-    all layers can use the same ones.
-    """
-    return torch.zeros(MAX_PARALLEL, dtype=torch.int32, device=device)
+FEW_ROWS = 64  # our kernel computes up to this many rows
 
 
 def invariant_linear(
     x: Tensor,
     weight: Tensor,
     bias: Tensor | None,
-    arrived: Tensor,
     *,
     gate: str | None = None,
     residual: Tensor | None = None,
 ) -> Tensor:
     """residual + act(x W^T + bias) for x (T, D). `gate` names act, a gated activation. A part whose
-    argument is None is skipped. `arrived` are `counters`.
+    argument is None is skipped. Every part rounds its result.
     """
-    return _INVARIANT_LINEAR(x, weight, bias, arrived, gate=gate, residual=residual)
+    if not suits_library(x):
+        return _INVARIANT_LINEAR(x, weight, bias, gate=gate, residual=residual)
+    y = F.linear(x, weight)
+    y = y if bias is None else y + bias
+    y = y if gate is None else gated(y, gate)
+    return y if residual is None else residual + y
+
+
+def suits_library(x: Tensor) -> bool:
+    """Whether cuBLASLt computes the chain of our kernel, and is faster."""
+    return len(x) > FEW_ROWS and x.dtype != torch.float32 and x.is_cuda and is_hopper(x.device)
 
 
 def _reference(
     x: Tensor,
     weight: Tensor,
     bias: Tensor | None,
-    arrived: Tensor,
     *,
     gate: str | None = None,
     residual: Tensor | None = None,
@@ -64,7 +66,7 @@ def _reference(
 
 
 def _examples(shape: Shape, device: torch.device, dtype: torch.dtype) -> Iterator[Example]:
-    inputs, arrived = Inputs(device, dtype), counters(device)
+    inputs = Inputs(device, dtype)
     hidden, inner, heads = shape.hidden_size, shape.inner_size, shape.num_heads * shape.head_dim
 
     def weight(outputs: int, size: int) -> Tensor:
@@ -75,10 +77,10 @@ def _examples(shape: Shape, device: torch.device, dtype: torch.dtype) -> Iterato
     bias = inputs.normal(shape.qkv_size)
     for rows in shape.rows:
         stream, attended = inputs.normal(rows, hidden), inputs.normal(rows, heads)
-        yield Example(f"qkv {rows}", (stream, qkv, bias, arrived))
-        yield Example(f"o {rows}", (attended, o, None, arrived), {"residual": stream})
-        yield Example(f"gate_up {rows}", (stream, gate_up, None, arrived), {"gate": "silu"})
-        args = (inputs.normal(rows, inner), down, None, arrived)
+        yield Example(f"qkv {rows}", (stream, qkv, bias))
+        yield Example(f"o {rows}", (attended, o, None), {"residual": stream})
+        yield Example(f"gate_up {rows}", (stream, gate_up, None), {"gate": "silu"})
+        args = (inputs.normal(rows, inner), down, None)
         yield Example(f"down {rows}", args, {"residual": stream})
 
 
@@ -88,7 +90,7 @@ _INVARIANT_LINEAR = register(
         reference=_reference,
         triton=compiled("invariant_linear:invariant_linear"),
         examples=_examples,
-        bytes_of=lambda x, weight, bias, arrived, **parts: (
+        bytes_of=lambda x, weight, bias, **parts: (
             size_of(x, weight, bias, parts.get("residual"))
             + len(x) * len(weight) * x.element_size() // (2 if parts.get("gate") else 1)
         ),

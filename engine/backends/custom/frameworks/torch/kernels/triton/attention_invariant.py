@@ -1,4 +1,5 @@
 """The Triton kernel of `kernels/invariant/attention.py`, for rows with one query and with several.
+The two kinds of rows have launches of their own, with tiles of different sizes.
 
 The keys of a row are cut into chunks at fixed positions. A chunk is computed alone, and the results
 of chunks are merged in ascending order. A program handles some queries of one row, with all heads
@@ -34,7 +35,8 @@ from engine.backends.custom.frameworks.torch.kernels.triton.attention_tile impor
     sizes,
 )
 
-_ARRAYS = ("counts", "spans", "partials", "query_start", "seq_lens", "tables")
+_ALL_KEYS = tl.constexpr(1 << 30)
+_ARRAYS = ("partials", "query_start", "seq_lens", "tables")
 
 
 @triton.jit
@@ -84,6 +86,35 @@ def _attend_chunk(q, source, lines, keys, scales, CACHE: tl.constexpr, TILE: tl.
 
 
 @triton.jit
+def _work_item(items_ptr, partials_ptr, item, PROMPTS: tl.constexpr):
+    """The row of a work item, its first query, its first key, the end of its keys, and the row's
+    first partial result and number of partial results.
+
+    With PROMPTS, items are tiles of queries: (row, first query). Else they are spans of the keys of
+    rows with one query: (row, first key, last key + 1, unused).
+    """
+    if PROMPTS:
+        row, first_query = tl.load(items_ptr + item * 2), tl.load(items_ptr + item * 2 + 1)
+        first, last = tl.zeros_like(row), tl.full((), _ALL_KEYS, tl.int32)
+        first_partial, count = tl.zeros_like(row), tl.full((), 1, tl.int32)
+    else:
+        row = tl.load(items_ptr + item * 4)
+        first_query = tl.zeros_like(row)
+        first, last = tl.load(items_ptr + item * 4 + 1), tl.load(items_ptr + item * 4 + 2)
+        first_partial, count = tl.load(partials_ptr + row * 2), tl.load(partials_ptr + row * 2 + 1)
+    return row, first_query, first, last, first_partial, count
+
+
+@triton.jit
+def _first_seen(first_position, WINDOW: tl.constexpr, BLOCK_N: tl.constexpr):
+    """The first key that a query at this position attends to, rounded down to a tile."""
+    seen = tl.zeros_like(first_position)
+    if WINDOW > 0:
+        seen = tl.maximum(first_position - WINDOW + 1, 0) // BLOCK_N * BLOCK_N
+    return seen
+
+
+@triton.jit
 def _attention_kernel(
     q_ptr,
     cache_ptr,
@@ -92,7 +123,7 @@ def _attention_kernel(
     weight_ptr,
     arrived_ptr,
     counts_ptr,
-    spans_ptr,
+    items_ptr,
     partials_ptr,
     query_start_ptr,
     seq_lens_ptr,
@@ -101,6 +132,7 @@ def _attention_kernel(
     sinks_ptr,
     score_scale,
     cap_scale,
+    PROMPTS: tl.constexpr,
     KV_HEADS: tl.constexpr,
     GROUP: tl.constexpr,
     HEAD_DIM: tl.constexpr,
@@ -117,12 +149,13 @@ def _attention_kernel(
     PRECISION: tl.constexpr,
 ):
     kv_head, item = tl.program_id(0), tl.program_id(1)
-    if item >= tl.load(counts_ptr + 1):
+    if item >= tl.load(counts_ptr + (2 if PROMPTS else 1)):
         return
-    row, first_query = tl.load(spans_ptr + item * 4), tl.load(spans_ptr + item * 4 + 3)
+    row, first_query, first, last, first_partial, count = _work_item(
+        items_ptr, partials_ptr, item, PROMPTS
+    )
     row_start, length = tl.load(query_start_ptr + row), tl.load(seq_lens_ptr + row)
     num_queries = tl.load(query_start_ptr + row + 1) - row_start
-    first_partial, count = tl.load(partials_ptr + row * 2), tl.load(partials_ptr + row * 2 + 1)
     lane, columns = tl.arange(0, BLOCK_M), tl.arange(0, HEAD_BLOCK)
     offset, head = first_query + lane // GROUP, lane % GROUP
     there = (lane < TOKENS * GROUP) & (offset < num_queries)
@@ -130,60 +163,57 @@ def _attention_kernel(
     heads = ((row_start + offset).to(tl.int64) * KV_HEADS + kv_head) * GROUP + head
     place = heads[:, None] * HEAD_DIM + columns[None, :]
     q = tl.load(q_ptr + place, mask=here, other=0.0)
-    first_position = length - num_queries + first_query
-    query = length - num_queries + offset
-    first = tl.load(spans_ptr + item * 4 + 1)
-    end = tl.minimum(tl.load(spans_ptr + item * 4 + 2), tl.minimum(first_position + TOKENS, length))
-    seen = tl.zeros_like(first)  # the first key that a query attends to, rounded down to a tile
-    if WINDOW > 0:
-        seen = tl.maximum(first_position - WINDOW + 1, 0) // BLOCK_N * BLOCK_N
-        if count == 1:  # a row in memory has a partial result of each chunk, also of an empty one
-            first = tl.maximum(first, seen)
+    first_position, query = length - num_queries + first_query, length - num_queries + offset
+    end = tl.minimum(last, tl.minimum(first_position + TOKENS, length))
+    seen = _first_seen(first_position, WINDOW, BLOCK_N)
+    if count == 1:  # a row in memory has a partial result of each chunk, also of an empty one
+        first = tl.maximum(first, seen)
     table_ptr = tables_ptr + tl.load(counts_ptr + 4) + row.to(tl.int64) * tl.load(counts_ptr)
     own_head = kv_head * GROUP + head
-    slope = load_slopes(slopes_ptr, own_head, there, FEATURES)
+    lines = (there, query, own_head, load_slopes(slopes_ptr, own_head, there, FEATURES))
     acc = tl.zeros((BLOCK_M, HEAD_BLOCK), tl.float32)
-    peak = tl.full((BLOCK_M,), NOTHING_SEEN, tl.float32)
-    total = tl.zeros((BLOCK_M,), tl.float32)
-    lines, scales = (there, query, own_head, slope), (score_scale, cap_scale)
+    peak, total = tl.full((BLOCK_M,), NOTHING_SEEN, tl.float32), tl.zeros((BLOCK_M,), tl.float32)
     for chunk in tl.range(first // CHUNK, (end + CHUNK - 1) // CHUNK):
         part, weight = _attend_chunk(
             q,
             (cache_ptr, table_ptr, sinks_ptr, kv_head),
             lines,
             (chunk * CHUNK, seen, end),
-            scales,
+            (score_scale, cap_scale),
             (KV_HEADS, HEAD_DIM, HEAD_BLOCK, BLOCK_SIZE, SLOT_SIZE, SCALED),
             (BLOCK_M, BLOCK_N, CHUNK, WINDOW, FEATURES, PRECISION),
         )
-        if count > 1:
-            slot = ((first_partial + chunk) * KV_HEADS + kv_head).to(tl.int64) * GROUP + head
-            values_ptr = partial_ptr + slot[:, None] * HEAD_DIM + columns[None, :]
-            tl.store(values_ptr, part, mask=here)
-            tl.store(weight_ptr + slot, weight, mask=there)
+        if not PROMPTS:  # noqa: SIM102 - known when it is compiled
+            if count > 1:
+                slot = ((first_partial + chunk) * KV_HEADS + kv_head).to(tl.int64) * GROUP + head
+                values_ptr = partial_ptr + slot[:, None] * HEAD_DIM + columns[None, :]
+                tl.store(values_ptr, part, mask=here)
+                tl.store(weight_ptr + slot, weight, mask=there)
         acc, peak, total = merge(acc, peak, total, part, weight)
-    if count == 1:
-        result = normalised(acc, total)
+    result = normalised(acc, total)
+    if PROMPTS:  # noqa: SIM114 - known when it is compiled
         tl.store(out_ptr + place, result.to(out_ptr.dtype.element_ty), mask=here)
-        return
-    done = (end + CHUNK - 1) // CHUNK - first // CHUNK
-    arrived_ptr += row * KV_HEADS + kv_head
-    tl.debug_barrier()
-    if tl.atomic_add(arrived_ptr, done) + done == count:
-        tl.store(arrived_ptr, 0)
-        merged = merged_spans(
-            partial_ptr,
-            weight_ptr,
-            first_partial,
-            count,
-            kv_head,
-            KV_HEADS,
-            GROUP,
-            BLOCK_M,
-            HEAD_DIM,
-            HEAD_BLOCK,
-        )
-        tl.store(out_ptr + place, merged.to(out_ptr.dtype.element_ty), mask=here)
+    elif count == 1:
+        tl.store(out_ptr + place, result.to(out_ptr.dtype.element_ty), mask=here)
+    else:
+        done = (end + CHUNK - 1) // CHUNK - first // CHUNK
+        arrived_ptr += row * KV_HEADS + kv_head
+        tl.debug_barrier()
+        if tl.atomic_add(arrived_ptr, done) + done == count:
+            tl.store(arrived_ptr, 0)
+            merged = merged_spans(
+                partial_ptr,
+                weight_ptr,
+                first_partial,
+                count,
+                kv_head,
+                KV_HEADS,
+                GROUP,
+                BLOCK_M,
+                HEAD_DIM,
+                HEAD_BLOCK,
+            )
+            tl.store(out_ptr + place, merged.to(out_ptr.dtype.element_ty), mask=here)
 
 
 def attend(
@@ -197,30 +227,34 @@ def attend(
     window: int,
     slopes: Tensor | None,
     sinks: Tensor | None,
-    tokens: int,
+    prompts: bool,
     tile: Tile,
 ) -> None:
-    """Computes the attention of all rows and writes the results to `out`. `arrays` has the work
-    lists of the step, whose tiles have `tokens` tokens each. `slopes` are in units of scores before
-    their scaling.
+    """Computes the attention of the rows with several queries (`prompts`) or of those with one, and
+    writes the results to `out`. `arrays` has the work lists of the step. `slopes` are in units of
+    scores before their scaling.
     """
-    _attention_kernel[(cache.shape[3], len(arrays["spans"]))](
+    items = arrays["tiles" if prompts else "spans"]
+    _attention_kernel[(cache.shape[3], len(items))](
         q,
         cache,
         out,
         scratch.partial,
         scratch.weight,
         scratch.arrived,
+        arrays["counts"],
+        items,
         *map(arrays.__getitem__, _ARRAYS),
         q if slopes is None else slopes,
         q if sinks is None else sinks,
         *scales(heads),
+        PROMPTS=prompts,
         **sizes(q, cache, heads),
         BLOCK_M=tile.queries,
         BLOCK_N=tile.keys,
         CHUNK=CHUNK,
         WINDOW=window,
-        TOKENS=tokens,
+        TOKENS=tile.queries * cache.shape[3] // q.shape[1],
         num_warps=tile.warps,
         num_stages=tile.stages,
     )

@@ -85,7 +85,7 @@ def route(logits: Tensor, correction: None, experts: ExpertsConfig) -> tuple[Ten
     return shares, ids
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_pairs"])
 def _count_kernel(ids_ptr, counts_ptr, num_pairs, CHUNK: tl.constexpr):
     """Counts the pairs of one expert."""
     expert = tl.program_id(0)
@@ -96,7 +96,7 @@ def _count_kernel(ids_ptr, counts_ptr, num_pairs, CHUNK: tl.constexpr):
     tl.store(counts_ptr + expert, tl.sum(found, 0))
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_pairs"])
 def _sort_kernel(
     ids_ptr,
     counts_ptr,

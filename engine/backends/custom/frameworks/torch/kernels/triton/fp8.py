@@ -94,7 +94,7 @@ def _rows_kernel(
     tl.store(scales_ptr + row, scale)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_tokens"])
 def _linear_kernel(
     x_ptr,
     x_scale_ptr,

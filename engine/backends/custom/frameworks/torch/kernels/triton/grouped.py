@@ -168,7 +168,7 @@ def _load_inputs(
     return x, squares
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_tokens"])
 def _tile_kernel(
     x_ptr,
     values_ptr,

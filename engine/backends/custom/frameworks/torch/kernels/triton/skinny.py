@@ -160,7 +160,7 @@ def _resident_kernel(
         )
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_tokens"])
 def _few_rows_kernel(
     x_ptr,
     weight_ptr,

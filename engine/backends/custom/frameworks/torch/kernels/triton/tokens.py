@@ -11,7 +11,7 @@ _TOKENS = 256
 _COLUMNS = 1024
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_tokens"])
 def _resolve_kernel(
     ids_ptr, rows_ptr, slots_ptr, last_ptr, out_ptr, num_tokens, TOKENS: tl.constexpr
 ):

@@ -1,0 +1,77 @@
+// Binds `set_adapter`: the matrices of a LoRA adapter, which Python has packed into panels.
+#include "bindings/bound_model.h"
+
+namespace engine {
+namespace {
+
+constexpr int kMaxAdapters = 1024;
+
+// (layout, rows, columns, panels)
+using PackedArgument = std::tuple<int, int, int, Array<const uint8_t, 1>>;
+// (site, A, B, numerics)
+using SiteArgument = std::tuple<int, PackedArgument, PackedArgument, int>;
+// (A, one row per token; B, one row per rank)
+using EmbeddingArgument = std::tuple<Array<const float, 2>, Array<const float, 2>>;
+
+Matrix read_matrix(const PackedArgument& argument) {
+    const auto& [layout, rows, columns, data] = argument;
+    Matrix matrix{Layout(layout), rows, columns, data.data()};
+    if (layout < 0 || layout > int(Layout::F32) || rows < 1 || columns < 1 || data.shape(0) < matrix.bytes())
+        throw nb::value_error("a matrix that its bytes do not hold");
+    if (reinterpret_cast<uintptr_t>(data.data()) % 64)
+        throw nb::value_error("a matrix must be 64-byte aligned");
+    return matrix;
+}
+
+// The ops of all programs have the same sites, so the sites of one program are enough.
+const Op& op_at(const Executor& executor, int site) {
+    for (const Op& op : executor.program(1).ops)
+        if (op.site == site) return op;
+    throw nb::value_error("an adapter for a matmul that is not there");
+}
+
+LoadedAdapter read_adapter(const Executor& executor, const std::vector<SiteArgument>& sites,
+                           const std::optional<EmbeddingArgument>& embedding) {
+    LoadedAdapter adapter;
+    adapter.is_loaded = true;
+    for (const Op& op : executor.program(1).ops)
+        if (op.site >= int(adapter.sites.size())) adapter.sites.resize(size_t(op.site) + 1);
+    for (const auto& [site, a, b, numerics] : sites) {
+        const Op& op = op_at(executor, site);
+        AdapterMatrices matrices{read_matrix(a), read_matrix(b), Numerics(numerics)};
+        if (matrices.numerics != Numerics::F32 && matrices.numerics != Numerics::INT8)
+            throw nb::value_error("adapters compute in F32 or INT8");
+        const int panels = op.units() * (op.gated ? 2 : 1);
+        if (matrices.a.columns != op.matrix->columns || matrices.b.rows != panels * kPanelRows ||
+            matrices.b.columns % kGroup || matrices.a.rows > matrices.b.columns)
+            throw nb::value_error("an adapter's matrices that do not fit the matmul");
+        adapter.sites[size_t(site)] = matrices;
+    }
+    if (embedding) {
+        const auto& [a, b] = *embedding;
+        const Matrix& table = *executor.program(1).ops[0].matrix;
+        if (a.shape(0) != size_t(table.rows) || b.shape(1) != size_t(table.columns) ||
+            a.shape(1) != b.shape(0))
+            throw nb::value_error("an adapter's matrices that do not fit the embeddings");
+        adapter.embedding = {int(a.shape(1)), a.data(), b.data()};
+    }
+    return adapter;
+}
+
+}  // namespace
+
+void bind_adapters(nb::class_<BoundModel>& model) {
+    model.def(
+        "set_adapter",
+        [](BoundModel& self, int index, const std::vector<SiteArgument>& sites,
+           std::optional<EmbeddingArgument> embedding) {
+            if (index < 1 || index > kMaxAdapters) throw nb::value_error("adapters are numbered from 1");
+            LoadedAdapter adapter = read_adapter(self.model.executor, sites, embedding);
+            nb::object arrays = nb::make_tuple(nb::cast(sites), nb::cast(embedding));
+            self.model.executor.set_adapter(index, std::move(adapter));
+            self.keep_adapter(index, std::move(arrays));
+        },
+        nb::arg("index"), nb::arg("sites"), nb::arg("embedding") = nb::none());
+}
+
+}  // namespace engine

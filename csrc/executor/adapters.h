@@ -1,0 +1,63 @@
+// LoRA adapters: matrices of low rank that change the results of matmuls, for some rows of a batch.
+//
+// For a row x with adapter s, a matmul with the weights W gives W x + B (A x). A and B are those of the matmul
+// in adapter s. A has one row per rank, B one column. If W is fused from several weights, A has the ranks of
+// all of them, and B is block-diagonal.
+#pragma once
+#include <vector>
+
+#include "base/kernels.h"
+
+namespace engine {
+
+// Consecutive rows of a batch that have the same adapter.
+struct AdapterRun {
+    int first, rows, adapter;
+};
+
+// Appends row `row` to the runs. Adapter 0 is the base model, which has no runs.
+inline void extend_runs(std::vector<AdapterRun>& runs, int row, int adapter) {
+    if (adapter == 0) return;
+    const bool continues =
+        !runs.empty() && runs.back().adapter == adapter && runs.back().first + runs.back().rows == row;
+    if (continues)
+        runs.back().rows++;
+    else
+        runs.push_back({row, 1, adapter});
+}
+
+struct AdapterMatrices {
+    Matrix a{}, b{};  // (ranks, K) and (output channels, ranks padded to whole groups)
+    Numerics numerics = Numerics::F32;
+
+    bool is_empty() const { return a.rows == 0; }
+};
+
+// The change of the embedding table: the vector of token t gets b a[t].
+struct AdapterEmbedding {
+    int rank = 0;
+    const float* a = nullptr;  // (vocabulary, rank)
+    const float* b = nullptr;  // (rank, hidden size)
+};
+
+struct LoadedAdapter {
+    std::vector<AdapterMatrices> sites;  // by `Op::site`
+    AdapterEmbedding embedding;
+    bool is_loaded = false;
+};
+
+// The adapters of a model, by number. Number 0 is the base model.
+struct AdapterSet {
+    std::vector<LoadedAdapter> loaded;
+    int max_rank = 0;  // columns of the widest b
+
+    bool has(int adapter) const {
+        return adapter == 0 ||
+               (adapter > 0 && size_t(adapter) < loaded.size() && loaded[size_t(adapter)].is_loaded);
+    }
+    const AdapterMatrices& matrices(int adapter, int site) const {
+        return loaded[size_t(adapter)].sites[size_t(site)];
+    }
+};
+
+}  // namespace engine

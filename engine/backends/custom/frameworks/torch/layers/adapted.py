@@ -1,0 +1,98 @@
+"""Linear layers and embeddings with LoRA adapters. They take the place of the plain layers in a
+second tree of modules, which shares its tensors with the model. Only steps that have rows with
+adapters run that tree.
+"""
+
+import copy
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from engine.backends.custom.frameworks.torch.kernels.activation import gated
+from engine.backends.custom.frameworks.torch.kernels.fp8 import QuantizedRows
+from engine.backends.custom.frameworks.torch.kernels.lora import lora_add, lora_embed
+from engine.backends.custom.frameworks.torch.layers.norm import RMSNorm
+
+
+@dataclass(slots=True)
+class AdapterTiles:
+    """The tiles of the step that runs now (see `kernels.lora`): of its tokens, and of the tokens
+    whose logits are computed. A runner sets them before each step.
+    """
+
+    tokens: Tensor
+    logits: Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class Stack:
+    """The matrices of one layer in all places. Place 0, which is the base model, is zero."""
+
+    a: Tensor  # (P, R, D); for embeddings (P, R, V)
+    b: Tensor  # (P, F, R)
+
+
+class AdaptedLinear(nn.Module):
+    """A linear layer of any kind, `base`, and what adapters add to its result."""
+
+    def __init__(self, base: nn.Module, stack: Stack, tiles: AdapterTiles, is_head: bool) -> None:
+        super().__init__()
+        self.base = base
+        self.is_invariant = bool(getattr(base, "is_invariant", False))
+        self._stack, self._tiles, self._is_head = stack, tiles, is_head
+
+    def forward(self, x: Tensor | QuantizedRows) -> Tensor:
+        plain = x
+        if isinstance(x, QuantizedRows):
+            plain = (x.values.float() * x.scales).to(self._stack.a.dtype)
+        tiles = self._tiles.logits if self._is_head else self._tiles.tokens
+        return lora_add(self.base(x), plain, self._stack.a, self._stack.b, tiles)
+
+    def fused(
+        self,
+        x: Tensor,
+        *,
+        norm: RMSNorm | None = None,
+        gate: str | None = None,
+        residual: Tensor | None = None,
+    ) -> Tensor:
+        y = self(x if norm is None else norm(x))
+        y = y if gate is None else gated(y, gate)
+        return y if residual is None else residual + y
+
+
+class AdaptedEmbedding(nn.Module):
+    def __init__(self, base: nn.Module, stack: Stack, tiles: AdapterTiles) -> None:
+        super().__init__()
+        self.base = base
+        self._stack, self._tiles = stack, tiles
+
+    def forward(self, ids: Tensor) -> Tensor:
+        return lora_embed(self.base(ids), ids, self._stack.a, self._stack.b, self._tiles.tokens)
+
+
+def adapted(
+    module: nn.Module, stacks: Mapping[str, Stack], tiles: AdapterTiles, path: str = ""
+) -> nn.Module:
+    """A copy of a tree of modules that shares its tensors. The layers that `stacks` names by their
+    paths have adapters.
+    """
+    if (stack := stacks.get(path)) is not None:
+        if path == "embed":
+            return AdaptedEmbedding(module, stack, tiles)
+        return AdaptedLinear(module, stack, tiles, path == "head")
+    twin = copy.copy(module)
+    children = {
+        name: None
+        if child is None
+        else adapted(child, stacks, tiles, f"{path}.{name}" if path else name)
+        for name, child in module._modules.items()
+    }
+    twin._modules = children
+    return twin
+
+
+def empty_tiles(device: torch.device) -> Tensor:
+    return torch.zeros((1, 3), dtype=torch.int32, device=device)

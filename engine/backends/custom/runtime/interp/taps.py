@@ -1,0 +1,104 @@
+"""The taps of a step, as arrays for the model runner: which values are read or changed, where."""
+
+from dataclasses import dataclass
+from typing import Protocol, runtime_checkable
+
+import numpy as np
+
+from engine.backends.custom.architectures.base import ModelConfig
+from engine.backends.custom.architectures.sites import Site
+from engine.backends.custom.runtime.model_runner import F32, I32
+
+# What a tap does with the row x of a token at a site. v is a vector, s its scale. The numbers are
+# those of TapKind in csrc/executor/taps.h.
+CAPTURE = 0  # copies x
+ADD = 1  # x + s v
+SCALE = 2  # s x
+SET = 3  # s v
+PROJECT_OUT = 4  # x - s (x . v) v, where v has unit length
+CLAMP = 5  # x + (s - f) d, where f is a feature of a sparse autoencoder and d its decoder row
+# The columns of a vector's row after its values: bias and threshold of a feature (CLAMP only)
+EXTRA_COLUMNS = 2
+
+
+@dataclass(frozen=True, slots=True)
+class TapInputs:
+    """N taps, sorted by site and then by token. The taps of a token at a site are applied in order,
+    so a capture sees what the edits before it made.
+    """
+
+    sites: I32  # (N,) index into `Tappable.sites`
+    tokens: I32  # (N,) index into T
+    kinds: I32  # (N,)
+    # (N,) CAPTURE: the row of the result. Otherwise: the row of `vectors`. CLAMP reads the vector
+    # of the encoder in this row, and that of the decoder in the next.
+    rows: I32
+    scales: F32  # (N,)
+    vectors: F32  # (M, W + EXTRA_COLUMNS) padded on the right
+    num_captured: int
+    width: int  # W: at least the width of every site in `sites`
+
+    @classmethod
+    def of(cls, taps: list["Taps"], widths: list[int]) -> "TapInputs":
+        """The taps of a step's rows. `widths` are the widths of all sites."""
+        starts = np.cumsum([0] + [len(each.vectors) for each in taps])
+        captured = np.cumsum([0] + [each.num_captured for each in taps])
+        sites = np.concatenate([each.sites for each in taps])
+        width = max(widths[site] for site in set(sites.tolist()))
+        vectors = np.zeros((max(1, int(starts[-1])), width + EXTRA_COLUMNS), np.float32)
+        rows = []
+        for index, each in enumerate(taps):
+            start = int(starts[index])
+            for offset, vector in enumerate(each.vectors):
+                vectors[start + offset, : len(vector) - EXTRA_COLUMNS] = vector[:-EXTRA_COLUMNS]
+                vectors[start + offset, -EXTRA_COLUMNS:] = vector[-EXTRA_COLUMNS:]
+            is_capture = each.kinds == CAPTURE
+            rows.append(each.rows + np.where(is_capture, captured[index], start).astype(np.int32))
+        tokens = np.concatenate([each.tokens for each in taps])
+        order = np.lexsort((tokens, sites))  # stable: edits of a token stay in order
+        return cls(
+            sites[order],
+            tokens[order],
+            np.concatenate([each.kinds for each in taps])[order],
+            np.concatenate(rows)[order],
+            np.concatenate([each.scales for each in taps])[order],
+            vectors,
+            int(captured[-1]),
+            width,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Taps:
+    """The taps of one row of the batch. `rows` count from this row's first vector or capture."""
+
+    sites: I32
+    tokens: I32
+    kinds: I32
+    rows: I32
+    scales: F32
+    vectors: tuple[F32, ...]  # each with its EXTRA_COLUMNS
+    num_captured: int
+
+
+@runtime_checkable
+class Tappable(Protocol):
+    """A runner that takes taps. Its `StepOutput.captured` has the rows that a step captured."""
+
+    @property
+    def config(self) -> ModelConfig: ...
+
+    @property
+    def sites(self) -> tuple[Site, ...]:
+        """The sites of the model, in the order in which a step computes them."""
+        ...
+
+    def unembed(self, x: F32) -> F32:
+        """(N, D) -> (N, V) The logits of residual streams after the last layer, by the model's own
+        final norm and LM head. Called between steps.
+        """
+        ...
+
+    def head_row(self, token_id: int) -> F32:
+        """(D,) The token's row of the LM head, times the weights of the final norm."""
+        ...

@@ -1,0 +1,99 @@
+"""The LoRA adapters that servers on this machine offer at every start, beside their base model.
+
+The store is a private directory with a folder per adapter. The folder has a copy of the adapter's
+files and a record, `adapter.json`, which is written last. So an adapter with a record is complete.
+"""
+
+import hashlib
+import re
+import shutil
+from pathlib import Path
+
+import msgspec
+
+from engine.core.errors import ConfigError, ConflictError, NotFoundError
+from engine.core.sandbox.private_files import open_private, write_private
+from engine.core.store.model_store import store_directory
+
+_RECORD = "adapter.json"
+_MAX_RECORD_BYTES = 1 << 16
+_PEFT_FILES = ("adapter_config.json", "adapter_model.safetensors")
+NAME = re.compile(r"[!-~]{1,256}")
+
+
+class KeptAdapter(msgspec.Struct, frozen=True):
+    """The record of an adapter. `base` is the id under which its base model is served. `entry` is
+    the name of a GGUF file in the folder; None: the folder is a PEFT folder.
+    """
+
+    name: str
+    base: str
+    entry: str | None = None
+
+
+def adapters_directory() -> Path:
+    return store_directory().parent / "adapters"
+
+
+def kept_adapters(base: str | None = None) -> dict[str, Path]:
+    """The path of each adapter in the store, by name. With `base`, only those of this model."""
+    found = {}
+    for record in sorted(adapters_directory().glob(f"*/{_RECORD}")):
+        kept = _read(record)
+        if kept is not None and base in (None, kept.base):
+            found[kept.name] = _path(record.parent, kept)
+    return found
+
+
+def records() -> list[KeptAdapter]:
+    found = (_read(each) for each in sorted(adapters_directory().glob(f"*/{_RECORD}")))
+    return [kept for kept in found if kept is not None]
+
+
+def keep_adapter(name: str, source: Path, base: str) -> Path:
+    """Copy an adapter into the store, so that servers of the model `base` serve it as `name`.
+    Returns the path of the copy.
+    """
+    if not NAME.fullmatch(name):
+        raise ConfigError("an adapter's name is 1 to 256 visible ASCII characters")
+    folder = _folder(name)
+    if (folder / _RECORD).exists():
+        raise ConflictError(f"there is an adapter '{name}' already; remove it first")
+    names = [source.name] if source.is_file() else [*_PEFT_FILES]
+    origin = source.parent if source.is_file() else source
+    for each in names:
+        if not (origin / each).is_file():
+            raise NotFoundError(f"{source} is no adapter: it holds no {each}")
+    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    for each in names:
+        shutil.copyfile(origin / each, folder / each)
+    kept = KeptAdapter(name, base, source.name if source.is_file() else None)
+    write_private(folder / _RECORD, msgspec.json.encode(kept))
+    return _path(folder, kept)
+
+
+def remove_adapter(name: str) -> None:
+    folder = _folder(name)
+    if not (folder / _RECORD).exists():
+        raise NotFoundError(f"there is no adapter '{name}'")
+    (folder / _RECORD).unlink()
+    shutil.rmtree(folder)
+
+
+def _folder(name: str) -> Path:
+    """A given name is not used as part of a path."""
+    return adapters_directory() / hashlib.sha256(name.encode()).hexdigest()[:16]
+
+
+def _path(folder: Path, kept: KeptAdapter) -> Path:
+    return folder if kept.entry is None else folder / kept.entry
+
+
+def _read(record: Path) -> KeptAdapter | None:
+    try:
+        with open_private(record) as file:
+            kept = msgspec.json.decode(file.read(_MAX_RECORD_BYTES), type=KeptAdapter)
+    except (OSError, msgspec.MsgspecError):
+        return None
+    is_plain = kept.entry is None or Path(kept.entry).name == kept.entry
+    return kept if is_plain and record.parent == _folder(kept.name) else None

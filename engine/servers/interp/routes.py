@@ -1,0 +1,94 @@
+"""`/v1/interp`: a forward pass over a prompt, the sites of a model, results and vectors."""
+
+from typing import Annotated, Any
+
+from fastapi import Depends, FastAPI
+from starlette.requests import Request
+from starlette.responses import Response
+
+from engine.core.interfaces.backend import CompletionRequest
+from engine.servers.access.auth import principal_of
+from engine.servers.interp.opening import (
+    NO_TAPS,
+    interp_opener,
+    vector_store,
+)
+from engine.servers.openai.format import collect
+from engine.servers.schema import fields
+from engine.servers.schema.body import SamplingBody
+from engine.servers.serving.admission import Ticket
+from engine.servers.serving.chat import NO_TEXT
+from engine.servers.serving.services import Services, json_response, new_completion_id
+from engine.servers.serving.special_tokens import parses_special
+
+
+class RunBody(SamplingBody):
+    """Body of `/v1/interp/run`: a prompt that is computed, without a continuation."""
+
+    prompt: fields.OnePrompt
+    model: fields.ModelName | None = None
+    interp: dict[str, Any]
+    parse_special: bool | None = None
+    add_special_tokens: bool | None = None
+
+
+def add_interp_routes(app: FastAPI, services: Services) -> None:
+    @app.post("/v1/interp/run")
+    async def run(
+        request: Request, ticket: Annotated[Ticket, Depends(services.admitted)]
+    ) -> Response:
+        body = await services.read(request, RunBody)
+        card = services.choose_model(request, body.model)
+        services.require(card, "completions", "prompt", NO_TEXT)
+        parses = await parses_special(services, request, card, body.parse_special, [body.prompt])
+        params = body.sampling(card, 1, None)
+        run_id = new_completion_id("interp")
+        opener = interp_opener(services, request, card, body.interp, params)
+        asked = CompletionRequest(
+            context=services.context(request, card, body, params, run_id),
+            prompt=body.prompt,
+            parse_special=parses,
+            add_special_tokens=body.add_special_tokens is not False,
+        )
+        pump = await services.begin(ticket, params)
+        pump.watch(request.receive)
+        pump.read(await pump.open(opener, [asked]))
+        collected = await collect(pump, 1)
+        made = {
+            "id": run_id,
+            "object": "interp.run",
+            "model": card.id,
+            "next_token": {
+                "text": collected.choices[0].text,
+                "id": next(iter(collected.choices[0].token_ids), None),
+            },
+            "usage": {"prompt_tokens": pump.usage.prompt_tokens},
+            "interp": await opener.answer(),
+        }
+        return json_response(made)
+
+    @app.get("/v1/interp/sites")
+    async def sites(request: Request) -> Response:
+        card = services.choose_model(request, request.query_params.get("model"))
+        services.require(card, "interp", "model", NO_TAPS)
+        found = await services.backend.sites(model=card.id)
+        return json_response({"object": "list", "model": card.id, "data": found})
+
+    @app.get("/v1/interp/vectors")
+    async def vectors() -> Response:
+        found = [
+            {"name": each.name, "kind": each.kind, "sites": each.sites, "size": each.size}
+            for each in vector_store(services).names()
+        ]
+        return json_response({"object": "list", "data": found})
+
+    @app.get("/v1/interp/results/{result_id}")
+    async def result(result_id: str, request: Request) -> Response:
+        data = services.interp_results.get(result_id, principal_of(request).name)
+        headers = {"content-disposition": 'attachment; filename="interp.safetensors"'}
+        return Response(data, headers=headers, media_type="application/octet-stream")
+
+    @app.delete("/v1/interp/results/{result_id}")
+    async def delete(result_id: str, request: Request) -> Response:
+        services.interp_results.delete(result_id, principal_of(request).name)
+        return json_response({"id": result_id, "object": "interp.result", "deleted": True})

@@ -1,0 +1,142 @@
+"""The chart of deploy/helm, rendered and linted by Helm's own code, and mistakes in it."""
+
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from engine import __version__
+from tests import helm
+from tests.kubernetes_checks import VERSIONS, problems, schema_problems
+
+pytestmark = pytest.mark.clients
+
+VERSION = "1.32"  # for mistakes; the right manifests are checked against all
+HELPERS, MODELS = "templates/_helpers.tpl", "templates/models.yaml"
+ROUTER, ACCESS = "templates/router.yaml", "templates/access.yaml"
+AUTOSCALED, SEVERAL, KEYS = "autoscaled.yaml", "several-models.yaml", "statefulset.yaml"
+# A mistake: the values that show it, the file, and what is replaced there by what.
+MISTAKES = {
+    "a misspelled field": (AUTOSCALED, HELPERS, "readinessProbe:", "readynessProbe:"),
+    "a probe of a path that is not there": (AUTOSCALED, HELPERS, "path: /readyz", "path: /ready"),
+    "a probe that kills what only loads": (AUTOSCALED, HELPERS, "path: /livez", "path: /readyz"),
+    "a probe of an unknown port": (AUTOSCALED, HELPERS, "port: probes", "port: probe"),
+    "a port that nothing listens on": (AUTOSCALED, MODELS, "--port=8000", "--port=8080"),
+    "an unknown flag": (AUTOSCALED, MODELS, "--host=", "--hots="),
+    "an unknown setting": (AUTOSCALED, HELPERS, "__PROBE_PORT", "__PROBES_PORT"),
+    "a kill before the drain": (
+        AUTOSCALED,
+        MODELS,
+        "add 5 (int $model.drainSeconds) 15",
+        "add 5 5",
+    ),
+    "root": (AUTOSCALED, HELPERS, "runAsNonRoot: true", "runAsNonRoot: false"),
+    "a writable root": (AUTOSCALED, HELPERS, "readOnlyRootFilesystem: true", "privileged: false"),
+    "capabilities": (AUTOSCALED, HELPERS, "drop: [ALL]", "drop: [NET_RAW]"),
+    "a volume that is not there": (
+        AUTOSCALED,
+        MODELS,
+        "name: models, mountPath",
+        "name: model, mountPath",
+    ),
+    "a service without pods": (
+        AUTOSCALED,
+        HELPERS,
+        'selector: {{- include "engine.selector" . | nindent 2 }}',
+        "selector: {app: engine}",
+    ),
+    "a service of an unknown port": (AUTOSCALED, HELPERS, "targetPort: http,", "targetPort: web,"),
+    "a removed version of an API": (AUTOSCALED, MODELS, "autoscaling/v2", "autoscaling/v2beta2"),
+    "another removed version": (AUTOSCALED, MODELS, "policy/v1", "policy/v1beta1"),
+    "a scaler of nothing": (
+        AUTOSCALED,
+        MODELS,
+        "kind: {{ $model.kind }}, name: {{ $name }}",
+        "kind: {{ $model.kind }}, name: engine",
+    ),
+    "a metric that is not there": (
+        AUTOSCALED,
+        "values.yaml",
+        "num_requests_waiting",
+        "num_request_waiting",
+    ),
+    "a monitor of an unknown port": (AUTOSCALED, ACCESS, "- port: http", "- port: metrics"),
+    "a policy for an unknown port": (AUTOSCALED, ACCESS, "port: http}", "port: https}"),
+    "a secret without the key": (KEYS, ACCESS, "  api_key:", "  apikey:"),
+    "a route to no service": (SEVERAL, ROUTER, ':{{ $.Values.service.port }}/v1"', ':8080/v1"'),
+    "an open block": (AUTOSCALED, MODELS, "{{- range $model.args }}", "{{- range $model.args"),
+    "a value of a wrong type": (
+        AUTOSCALED,
+        "values.yaml",
+        "replicas: 1\n  args",
+        "replicas: one\n  args",
+    ),
+    "a value that is not there": (
+        AUTOSCALED,
+        "values.schema.json",
+        '"drainSeconds"',
+        '"drainSecs"',
+    ),
+}
+
+
+def test_every_set_of_values_is_right_on_every_version() -> None:
+    assert len(helm.VALUES) == 7
+    for path, made in zip(
+        helm.VALUES, helm.render([helm.job(each) for each in helm.VALUES]), strict=True
+    ):
+        assert "error" not in made, (path.name, made)
+        # 1 is information: the chart has no icon.
+        assert {each["Severity"] for each in made["lint"]["Messages"]} <= {1}, path.name
+        objects = helm.manifests(made["manifest"])
+        assert problems(objects) == [], path.name
+        for version in VERSIONS:
+            assert schema_problems(objects, version) == [], path.name
+
+
+def test_the_plain_manifests_are_the_charts() -> None:
+    assert helm.PLAIN.read_text() == helm.plain_manifests(), "make manifests"
+    chart = yaml.safe_load((helm.CHART / "Chart.yaml").read_text())
+    assert chart["appVersion"] == __version__
+
+
+def refused(made: dict[str, Any]) -> list[str]:
+    if "error" in made:
+        return [made["error"]]
+    objects = helm.manifests(made["manifest"])
+    return problems(objects) + schema_problems(objects, VERSION)
+
+
+def test_every_mistake_is_caught(tmp_path: Path) -> None:
+    jobs = []
+    for index, (values, file, old, new) in enumerate(MISTAKES.values()):
+        chart = tmp_path / str(index) / "engine"
+        shutil.copytree(helm.CHART, chart)
+        text = (chart / file).read_text()
+        assert old in text, (file, old)
+        (chart / file).write_text(text.replace(old, new))
+        jobs.append(helm.job(helm.CHART / "ci" / values, chart))
+    made = dict(zip(MISTAKES, helm.render(jobs), strict=True))
+    missed = [name for name, each in made.items() if not refused(each)]
+    assert len(made) >= 20 and missed == []
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({}, "auth.existingSecret"),
+        ({"defaults": {"replicas": 2}}, "can't share a volume"),
+        ({"models": [{"name": "a b", "model": "x"}]}, "name"),
+        ({"models": []}, "models"),
+        ({"replicas": 2}, "replicas"),
+        ({"auth": {"apiKey": "short"}}, "apiKey"),
+        ({"inferencePool": {"enabled": True}}, "endpoint picker"),
+    ],
+)
+def test_wrong_values_are_refused_with_a_reason(values: dict[str, Any], message: str) -> None:
+    if values and "auth" not in values:
+        values = {"auth": {"insecureNoAuth": True}} | values
+    (made,) = helm.render([{"release": "demo", "chart": str(helm.CHART), "values": values}])
+    assert message in made["error"]
