@@ -36,7 +36,9 @@ OPENINGS = (
     *("The dentist", "A queue at the airport", "The empty street", "The police officer"),
     *("The landlord", "The exam", "The leak in the roof", "The war in the east"),
 )
-PROMPTS = [f"{opening} {verb}" for opening in OPENINGS for verb in ("was late, and", "was closed, and")]
+PROMPTS = [
+    f"{opening} {verb}" for opening in OPENINGS for verb in ("was late, and", "was closed, and")
+]
 PLAIN = (
     "The harbour lies on the western side of the island. Boats arrive there twice a day, in the "
     "morning and in the late afternoon. A road of gravel leads from the pier to the village, where "
@@ -75,8 +77,8 @@ def perplexity(llm: LLM, layers: list[int], vectors: dict, strength: float) -> f
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--model", default="smollm2-135m-instruct")
-    parser.add_argument("--layers", type=int, nargs="+", default=[14, 15, 16, 17])
-    parser.add_argument("--strengths", type=float, nargs="+", default=[0.2, 0.3, 0.4, 0.5])
+    parser.add_argument("--layers", type=int, nargs="+", default=[12])
+    parser.add_argument("--strengths", type=float, nargs="+", default=[0.5, 1.0, 1.5, 1.9])
     arguments = parser.parse_args()
     rater, layers = SentimentIntensityAnalyzer(), arguments.layers
     with LLM(arguments.model) as llm:
