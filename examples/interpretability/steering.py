@@ -36,9 +36,8 @@ OPENINGS = (
     *("The dentist", "A queue at the airport", "The empty street", "The police officer"),
     *("The landlord", "The exam", "The leak in the roof", "The war in the east"),
 )
-PROMPTS = [
-    f"{opening} {verb}" for opening in OPENINGS for verb in ("was late, and", "was closed, and")
-]
+VERBS = ("was late, and", "was closed, and")
+PROMPTS = [f"{opening} {verb}" for opening in OPENINGS for verb in VERBS]
 PLAIN = (
     "The harbour lies on the western side of the island. Boats arrive there twice a day, in the "
     "morning and in the late afternoon. A road of gravel leads from the pier to the village, where "
