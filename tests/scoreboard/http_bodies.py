@@ -5,10 +5,22 @@ from typing import Any
 MESSAGES = [{"role": "user", "content": "say hello"}]
 
 
+def _kserve_bodies() -> dict[str, dict[str, Any]]:
+    tensor = {"name": "text_input", "shape": [1], "datatype": "BYTES", "data": ["a"]}
+    return {
+        f"/v2/models/{{name}}{version}/{operation}": body
+        for version in ("", "/versions/{version}")
+        for operation, body in (
+            ("infer", {"inputs": [tensor]}),
+            ("generate", {"text_input": "a", "max_tokens": 1}),
+            ("generate_stream", {"text_input": "a", "max_tokens": 1}),
+        )
+    }
+
+
 def least_bodies(model: str) -> dict[str, dict[str, Any]]:
     """A minimal body for each path. None takes long to answer."""
     texts = {"model": model, "query": "a", "documents": ["b", "c"]}
-    tensor = {"name": "text_input", "shape": [1], "datatype": "BYTES", "data": ["a"]}
     return {
         "/apply-template": {"messages": MESSAGES},
         "/chat/completions": {"model": model, "messages": MESSAGES, "max_tokens": 1},
@@ -90,15 +102,7 @@ def least_bodies(model: str) -> dict[str, dict[str, Any]]:
         "/v1/responses/input_tokens": {"model": model, "input": "a"},
         "/v1/score": {"model": model, "text_1": "a", "text_2": "b"},
         "/v2/rerank": texts,
-        **{
-            f"/v2/models/{{name}}{version}/{operation}": body
-            for version in ("", "/versions/{version}")
-            for operation, body in (
-                ("infer", {"inputs": [tensor]}),
-                ("generate", {"text_input": "a", "max_tokens": 1}),
-                ("generate_stream", {"text_input": "a", "max_tokens": 1}),
-            )
-        },
+        **_kserve_bodies(),
         "/v1/uploads": {
             "filename": "a.jsonl",
             "purpose": "batch",
