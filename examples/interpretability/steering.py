@@ -24,8 +24,9 @@ TOPICS = (
     *("the show", "my car", "the party", "the game", "our house", "the museum"),
     *("the music", "the cake", "my neighbour", "the plan", "the view", "the result"),
 )
-POSITIVE = [f"I love {topic}. It is wonderful, and it makes me so happy" for topic in TOPICS]
-NEGATIVE = [f"I hate {topic}. It is terrible, and it makes me so sad" for topic in TOPICS]
+# Both texts of a pair end with the same token, so that only the mood differs.
+POSITIVE = [f"I love {topic}. It makes me happy, and I feel wonderful." for topic in TOPICS]
+NEGATIVE = [f"I hate {topic}. It makes me sad, and I feel terrible." for topic in TOPICS]
 OPENINGS = (
     *("The train to the north", "On Monday the committee", "The old library", "A man in a coat"),
     *("The report about the bridge", "After the storm, the village", "The price of bread"),
@@ -35,7 +36,8 @@ OPENINGS = (
     *("The dentist", "A queue at the airport", "The empty street", "The police officer"),
     *("The landlord", "The exam", "The leak in the roof", "The war in the east"),
 )
-PROMPTS = [f"{opening} {verb}" for opening in OPENINGS for verb in ("was", "has been")]
+VERBS = ("was late, and", "was closed, and")
+PROMPTS = [f"{opening} {verb}" for opening in OPENINGS for verb in VERBS]
 PLAIN = (
     "The harbour lies on the western side of the island. Boats arrive there twice a day, in the "
     "morning and in the late afternoon. A road of gravel leads from the pier to the village, where "
@@ -74,8 +76,8 @@ def perplexity(llm: LLM, layers: list[int], vectors: dict, strength: float) -> f
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--model", default="smollm2-135m-instruct")
-    parser.add_argument("--layers", type=int, nargs="+", default=[14, 15, 16, 17])
-    parser.add_argument("--strengths", type=float, nargs="+", default=[0.2, 0.3, 0.4, 0.5])
+    parser.add_argument("--layers", type=int, nargs="+", default=[12])
+    parser.add_argument("--strengths", type=float, nargs="+", default=[0.5, 1.0, 1.5, 1.9])
     arguments = parser.parse_args()
     rater, layers = SentimentIntensityAnalyzer(), arguments.layers
     with LLM(arguments.model) as llm:

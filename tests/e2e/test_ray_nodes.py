@@ -21,7 +21,8 @@ TOKEN = "a-token-for-the-ray-test"
 
 @pytest.fixture
 def cluster(monkeypatch):
-    monkeypatch.setenv("RAY_raylet_start_wait_time_s", "180")  # on a busy machine
+    for name in ("raylet_start_wait_time_s", "agent_register_timeout_ms"):
+        monkeypatch.setenv(f"RAY_{name}", "300" if name.endswith("_s") else "300000")  # if busy
     ray = pytest.importorskip("ray")
     from ray.cluster_utils import Cluster
 
