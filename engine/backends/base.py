@@ -6,6 +6,7 @@ The server, the CLI and the Python API hold an `InferenceBackend` and never chec
 from abc import ABC, abstractmethod
 from collections.abc import AsyncGenerator, AsyncIterator, Callable
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, ClassVar, TypeAlias
 
 from engine.core.errors import InvalidRequestError, NotFoundError
@@ -254,6 +255,12 @@ class InferenceBackend(ABC):
     async def replay(self, request: GenerateRequest, *, model: str = "") -> ReplayedTokens:
         """Run a recorded request again. `model` is the id of the model that answered it."""
         raise InvalidRequestError("This model's backend can't run a recorded request again.")
+
+    def files_of(self, model: str) -> Path | None:
+        """The files of a model that our own engine runs, by the model's id. None for others. An
+        empty id is that of a backend's only model.
+        """
+        return None
 
     async def sites(self, *, model: str = "") -> list[dict[str, Any]]:
         """The places inside the model that interpretability requests can read and change: name,

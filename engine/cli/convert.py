@@ -42,6 +42,12 @@ def convert(
         Path | None,
         typer.Option("--imatrix", metavar="FILE", help="An importance matrix, for quantizing."),
     ] = None,
+    merge: Annotated[
+        Path | None,
+        typer.Option(
+            "--merge", metavar="ADAPTER", help="A LoRA adapter to add to the weights. Type: F16."
+        ),
+    ] = None,
     check: Annotated[
         Path | None,
         typer.Option(
@@ -65,6 +71,7 @@ def convert(
             dtype=dtype,
             tokenizer=tokenizer,
             importance=imatrix,
+            adapter=merge,
             progress=lambda done, total: progress.update(target.name, done, total),
         )
     print(target)

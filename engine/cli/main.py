@@ -38,6 +38,10 @@ GROUPS = {
         "rm": ("engine.cli.removal:rm", "Remove downloaded models and their packed copies."),
         "inspect": ("engine.cli.models:inspect", "Show what is in a model file."),
         "convert": ("engine.cli.convert:convert", "Convert a model to another file format."),
+        "finetune": (
+            "engine.cli.ops.finetune:finetune",
+            "Train a LoRA adapter on the examples of a file.",
+        ),
         "imatrix": ("engine.cli.convert:imatrix", "Measure which weights matter most."),
         "adapters": ("engine.cli.ops.adapters:app", "List, add and remove LoRA adapters."),
         "vectors": ("engine.cli.ops.vectors:app", "Train, list and convert steering vectors."),

@@ -22,7 +22,12 @@ from pydantic import (
     model_validator,
 )
 
-from engine.core.config_storage import InterpSettings, RequestsSettings, StorageSettings
+from engine.core.config_storage import (
+    FinetuningSettings,
+    InterpSettings,
+    RequestsSettings,
+    StorageSettings,
+)
 from engine.core.config_types import (
     Dialects,
     Megabytes,
@@ -353,6 +358,7 @@ class Settings(BaseModel):
     limits: LimitsSettings = LimitsSettings()
     storage: StorageSettings = StorageSettings()
     requests: RequestsSettings = RequestsSettings()
+    finetuning: FinetuningSettings = FinetuningSettings()
     interp: InterpSettings = InterpSettings()
     tables: Annotated[NamedTables, WithJsonSchema({})] = Field(
         default_factory=lambda: NO_TABLES, exclude=True

@@ -61,3 +61,14 @@ class InterpSettings(Section):
     """Results of up to this many KiB are sent in the answer; larger ones by their id."""
     vectors_dir: Path | None = None
     """Directory of named vectors; unset, `vectors` in the storage directory."""
+
+
+class FinetuningSettings(Section):
+    """Fine-tuning jobs, which run beside the requests in a process of their own."""
+
+    device: str = Field(default="cpu", pattern=r"^(cpu|cuda(:[0-9]{1,3})?)$")
+    """Where adapters are trained: cpu, cuda or cuda:1."""
+    threads: int | None = Field(default=None, ge=1, le=1024)
+    """CPU threads of a job; unset, one per usable core. Requests always come first."""
+    memory_mb: Megabytes | None = None
+    """Max MiB of the training process on a CPU; unset, no limit."""

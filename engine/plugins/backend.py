@@ -6,6 +6,7 @@ So `/readyz` shows it, and requests are refused before they reach a plugin.
 
 import asyncio
 from collections.abc import AsyncIterator, Sequence
+from pathlib import Path
 from typing import Any
 
 from engine.backends.base import InferenceBackend, ReplayedTokens, Resolved
@@ -105,6 +106,9 @@ class PluggedBackend(InferenceBackend):
 
     async def replay(self, request: GenerateRequest, *, model: str = "") -> ReplayedTokens:
         return await self.inner.replay(request, model=model)
+
+    def files_of(self, model: str) -> Path | None:
+        return self.inner.files_of(model)
 
     async def set_log_level(self, level: str) -> tuple[str, ...]:
         return await self.inner.set_log_level(level)

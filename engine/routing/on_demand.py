@@ -11,6 +11,7 @@ import math
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Callable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from engine.backends.base import (
@@ -316,6 +317,9 @@ class OnDemand(InferenceBackend):
     async def replay(self, request: GenerateRequest, *, model: str = "") -> ReplayedTokens:
         async with self.use() as backend:
             return await backend.replay(request, model=model)
+
+    def files_of(self, model: str) -> Path | None:
+        return None if self._inner is None else self._inner.files_of(model)
 
     async def set_log_level(self, level: str) -> tuple[str, ...]:
         self._log_level = level

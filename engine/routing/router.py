@@ -9,6 +9,7 @@ import asyncio
 import contextlib
 import logging
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from pathlib import Path
 from typing import Any, TypeVar
 
 import msgspec
@@ -292,6 +293,12 @@ class Router(InferenceBackend):
 
     async def replay(self, request: GenerateRequest, *, model: str = "") -> ReplayedTokens:
         return await self._ready_backends(model)[0].replay(request)
+
+    def files_of(self, model: str) -> Path | None:
+        for member in self._route(model).members:
+            if (path := member.replica.backend.files_of("")) is not None:
+                return path
+        return None
 
     async def set_log_level(self, level: str) -> tuple[str, ...]:
         told = [await replica.backend.set_log_level(level) for replica in self.replicas]

@@ -94,6 +94,7 @@ def _openai(model: str, texts: dict[str, Any]) -> dict[str, dict[str, Any]]:
         "/v1/conversations/{conversation_id}/items": {"items": [{"role": "user", "content": "a"}]},
         "/v1/embeddings": {"model": model, "input": "a"},
         "/v1/interp/run": {"model": model, "prompt": "a", "interp": {}},
+        "/v1/fine_tuning/jobs": {"model": model, "training_file": "file-absent"},
         "/v1/fim/completions": {"model": model, "prompt": "a", "max_tokens": 1},
         "/v1/messages": {"model": model, "messages": MESSAGES, "max_tokens": 1},
         "/v1/messages/batches": {

@@ -234,6 +234,10 @@ class CustomBackend(InferenceBackend):
             return {name or self._served_name: each for name, each in taken.items()}
         return {}
 
+    def files_of(self, model: str) -> Path | None:
+        is_known = self._text is not None and model in ("", self._served_name)
+        return Path(self._options.model_path) if is_known else None
+
     async def set_log_level(self, level: str) -> tuple[str, ...]:
         self._options = msgspec.structs.replace(self._options, log_level=level)
         if self._in_process or self._link.ready is None:

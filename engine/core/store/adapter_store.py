@@ -50,14 +50,14 @@ def records() -> list[KeptAdapter]:
     return [kept for kept in found if kept is not None]
 
 
-def keep_adapter(name: str, source: Path, base: str) -> Path:
+def keep_adapter(name: str, source: Path, base: str, *, replaces: bool = False) -> Path:
     """Copy an adapter into the store, so that servers of the model `base` serve it as `name`.
-    Returns the path of the copy.
+    Returns the path of the copy. With `replaces`, an adapter of this name is replaced.
     """
     if not NAME.fullmatch(name):
         raise ConfigError("an adapter's name is 1 to 256 visible ASCII characters")
     folder = _folder(name)
-    if (folder / _RECORD).exists():
+    if (folder / _RECORD).exists() and not replaces:
         raise ConflictError(f"there is an adapter '{name}' already; remove it first")
     names = [source.name] if source.is_file() else [*_PEFT_FILES]
     origin = source.parent if source.is_file() else source

@@ -1,5 +1,6 @@
 """/v1/batches: many requests in one file, which are answered when there is capacity. This module
-also adds the routes of /v1/files, /v1/uploads and /v1/messages/batches, which share its storage.
+also adds the routes of /v1/files, /v1/uploads, /v1/messages/batches and /v1/fine_tuning, which
+share its storage.
 """
 
 import secrets
@@ -24,6 +25,10 @@ from engine.servers.files import uploads
 from engine.servers.files.expiry import unix_now
 from engine.servers.files.routes import add_files_routes, bounded_life_s
 from engine.servers.files.store import FileStore, new_file_id
+from engine.servers.fine_tuning import store as job_store
+from engine.servers.fine_tuning.routes import FineTuning, add_fine_tuning_routes
+from engine.servers.fine_tuning.runner import JobRunner
+from engine.servers.fine_tuning.store import JobStore
 from engine.servers.http.limits import read_parsed
 from engine.servers.http.listing import list_body, parse_query
 from engine.servers.schema.body import validated
@@ -37,17 +42,20 @@ PREFIX = "batch_"
 def add_files_and_batches_routes(app: FastAPI, services: Services) -> None:
     settings = services.settings.storage
     db_path = settings.directory / "batches.db"
-    schemas = file_store.SCHEMA + batch_store.SCHEMA + uploads.SCHEMA
+    schemas = file_store.SCHEMA + batch_store.SCHEMA + uploads.SCHEMA + job_store.SCHEMA
     database = Database(db_path, schemas)
     files = FileStore(settings.directory / "files", database, settings.max_size_mb * 2**20)
     store = BatchStore(database, files)
     bench = Bench(services, store, files, Caller(app), line_slots(services))
     runner = BatchRunner(bench, database, settings.directory, db_path)
-    services.components.append(runner)
+    jobs = JobStore(database)
+    job_runner = JobRunner(services, jobs, settings.directory, db_path)
+    services.components.extend((job_runner, runner))
     add_files_routes(app, services, files)
     uploads.add_uploads_routes(app, services, database, files)
     add_batches_routes(app, services, store, runner)
     add_message_batches_routes(app, bench, runner)
+    add_fine_tuning_routes(app, FineTuning(services, jobs, files, job_runner))
 
 
 def add_batches_routes(

@@ -1,6 +1,6 @@
 """/v1/files: input and result files of batches. Only the tenant who stored a file can see it.
 
-Of OpenAI's purposes, only `batch` is supported. Other purposes are refused.
+Of OpenAI's purposes, `batch` and `fine-tune` are supported. Others are refused.
 """
 
 import asyncio
@@ -55,7 +55,7 @@ STALL_S = 60.0
 _CHUNK_BYTES = 1 << 18
 
 
-Purpose = Literal["batch"]
+Purpose = Literal["batch", "fine-tune"]
 
 
 class UploadFields(BaseModel):

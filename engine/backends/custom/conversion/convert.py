@@ -16,6 +16,7 @@ from typing import Any, Literal
 import numpy as np
 from numpy.typing import NDArray
 
+from engine.backends.custom.adapters.reading import open_adapter
 from engine.backends.custom.architectures.base import ModelConfig, RopeConfig
 from engine.backends.custom.architectures.export import (
     gguf_metadata,
@@ -41,6 +42,7 @@ from engine.backends.custom.conversion.llama2c import (
     read_tokenizer,
     tokenizer_bytes,
 )
+from engine.backends.custom.conversion.merging import MERGED_TYPE, merged
 from engine.backends.custom.conversion.stored import (
     EMPTY,
     PLAIN_TYPES,
@@ -107,13 +109,17 @@ def convert(
     dtype: str | None = None,
     tokenizer: Path | None = None,
     importance: Path | None = None,
+    adapter: Path | None = None,
     progress: Progress = lambda done, total: None,
 ) -> Format:
     """Write the model at `source` to `target`. Returns the format of the target, which is `to` or
     follows from the target's name. Without a `dtype`, weights keep their storage type if the format
-    has it. `importance` is the file of an importance matrix.
+    has it. `importance` is the file of an importance matrix. `adapter` is a LoRA adapter, which is
+    merged into the weights.
     """
     to = to or format_of(target)
+    if adapter is not None and to != "llama2c":
+        dtype = dtype or MERGED_TYPE
     _check(target, to, dtype)
     if importance is not None and (to != "gguf" or dtype is None):
         raise ConfigError(
@@ -124,6 +130,8 @@ def convert(
         if model.config.encoder is not None:
             raise ModelFormatError(f"{source.name} is a text encoder; only decoders are converted")
         model = replace(model, config=text_only(model.config))
+        if adapter is not None:
+            model = merged(model, open_adapter(adapter, model.config))
         _WRITERS[to](model, target, dtype, columns, progress)
     return to
 

@@ -1,0 +1,193 @@
+"""Reads training files: JSON lines of conversations, prompts with completions, or preferences.
+
+The formats are OpenAI's. Every line is checked before a job starts, and an error names the line.
+"""
+
+import json
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from engine.core.errors import InvalidRequestError
+
+Method = Literal["supervised", "dpo"]
+MAX_LINE_BYTES = 4 * 2**20
+_ROLES = ("system", "developer", "user", "assistant", "tool")
+_MESSAGE_KEYS = {"role", "content", "name", "weight", "tool_calls", "tool_call_id"}
+
+
+@dataclass(frozen=True, slots=True)
+class ChatExample:
+    """A conversation. The model is trained on the messages at the indices in `trained`."""
+
+    messages: tuple[dict[str, Any], ...]
+    tools: tuple[dict[str, Any], ...]
+    trained: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class CompletionExample:
+    prompt: str
+    completion: str
+
+
+@dataclass(frozen=True, slots=True)
+class PreferenceExample:
+    """A conversation, and two answers to it, of which people prefer the first."""
+
+    messages: tuple[dict[str, Any], ...]
+    tools: tuple[dict[str, Any], ...]
+    preferred: str
+    rejected: str
+
+
+Example = ChatExample | CompletionExample | PreferenceExample
+
+
+def read_examples(path: Path, method: Method, param: str = "training_file") -> list[Example]:
+    """All examples of a file. Raises `InvalidRequestError` with the number of the first wrong
+    line.
+    """
+    examples: list[Example] = []
+    for number, line in _lines(path, param):
+        try:
+            example = parse_example(line, method)
+            if examples and type(example) is not type(examples[0]):
+                raise ValueError("this line has another format than the first one")
+        except ValueError as error:
+            raise InvalidRequestError(
+                f"line {number} of the file: {error}", param=param, code="invalid_file"
+            ) from None
+        examples.append(example)
+    if not examples:
+        raise InvalidRequestError("the file has no examples", param=param, code="invalid_file")
+    return examples
+
+
+def _lines(path: Path, param: str) -> Iterator[tuple[int, bytes]]:
+    try:
+        with path.open("rb") as file:
+            for number, line in enumerate(file, 1):
+                if len(line) > MAX_LINE_BYTES:
+                    raise InvalidRequestError(
+                        f"line {number} of the file has more than {MAX_LINE_BYTES} bytes",
+                        param=param,
+                        code="invalid_file",
+                    )
+                if line.strip():
+                    yield number, line
+    except OSError as error:
+        raise InvalidRequestError(f"{path} can't be read: {error}", param=param) from None
+
+
+def parse_example(line: bytes, method: Method) -> Example:
+    """Parse one line. Raises `ValueError` with the reason if it is wrong."""
+    try:
+        value = json.loads(line)
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"this is not JSON ({error})") from None
+    if not isinstance(value, dict):
+        raise ValueError("an example is a JSON object")
+    if method == "dpo":
+        return _read(value, {"input", "preferred_output", "non_preferred_output"}, _preference)
+    if "messages" in value:
+        return _read(value, {"messages", "tools", "parallel_tool_calls"}, _chat)
+    if "prompt" in value:
+        return _read(value, {"prompt", "completion"}, _completion)
+    raise ValueError("give messages, or prompt and completion")
+
+
+def _read(
+    value: dict[str, Any], known: set[str], parse: Callable[[dict[str, Any]], Example]
+) -> Example:
+    if unknown := sorted(value.keys() - known):
+        raise ValueError(f"unknown field '{unknown[0]}'; there are {', '.join(sorted(known))}")
+    return parse(value)
+
+
+def _chat(value: dict[str, Any]) -> ChatExample:
+    messages = _messages(value["messages"])
+    trained = tuple(
+        index
+        for index, message in enumerate(messages)
+        if message["role"] == "assistant" and message.pop("weight", 1)
+    )
+    if not trained:
+        raise ValueError("no message is of the assistant, with a weight that is not 0")
+    return ChatExample(messages, _tools(value.get("tools")), trained)
+
+
+def _completion(value: dict[str, Any]) -> CompletionExample:
+    prompt, completion = value["prompt"], value.get("completion")
+    if not isinstance(prompt, str) or not isinstance(completion, str) or not completion:
+        raise ValueError("prompt and completion must be texts")
+    return CompletionExample(prompt, completion)
+
+
+def _preference(value: dict[str, Any]) -> PreferenceExample:
+    asked = value.get("input")
+    if not isinstance(asked, dict) or "messages" not in asked:
+        raise ValueError("input must be an object with messages")
+    answers = []
+    for name in ("preferred_output", "non_preferred_output"):
+        found = value.get(name)
+        if not isinstance(found, list) or len(found) != 1:
+            raise ValueError(f"{name} must be a list with one message of the assistant")
+        (message,) = _messages(found)
+        if message["role"] != "assistant" or not message["content"]:
+            raise ValueError(f"{name} must be a message of the assistant with a text")
+        answers.append(message["content"])
+    messages = _messages(asked["messages"])
+    return PreferenceExample(messages, _tools(asked.get("tools")), *answers)
+
+
+def _tools(value: Any) -> tuple[dict[str, Any], ...]:
+    if value is None:
+        return ()
+    if not isinstance(value, list) or not all(isinstance(each, dict) for each in value):
+        raise ValueError("tools must be a list of tools")
+    return tuple(value)
+
+
+def _messages(value: Any) -> tuple[dict[str, Any], ...]:
+    if not isinstance(value, list) or not value:
+        raise ValueError("messages must be a list with at least one message")
+    return tuple(_message(index, each) for index, each in enumerate(value))
+
+
+def _message(index: int, value: Any) -> dict[str, Any]:
+    where = f"messages[{index}]"
+    if not isinstance(value, dict) or value.get("role") not in _ROLES:
+        raise ValueError(f"{where} must have a role: {', '.join(_ROLES)}")
+    if unknown := sorted(value.keys() - _MESSAGE_KEYS):
+        raise ValueError(f"{where} has an unknown field '{unknown[0]}'")
+    if value.get("weight", 1) not in (0, 1):
+        raise ValueError(f"{where}: weight must be 0 or 1")
+    calls = value.get("tool_calls")
+    content = value.get("content")
+    if not isinstance(content, str) and not (content is None and calls):
+        raise ValueError(f"{where}: content must be a text")
+    role = "system" if value["role"] == "developer" else value["role"]
+    message = value | {"role": role, "content": content or ""}
+    if calls is not None:
+        message["tool_calls"] = _calls(where, calls)
+    return message
+
+
+def _calls(where: str, value: Any) -> list[dict[str, Any]]:
+    """Tool calls, with their arguments as objects, as chat templates need them."""
+    if not isinstance(value, list):
+        raise ValueError(f"{where}: tool_calls must be a list")
+    calls = []
+    for call in value:
+        function = call.get("function") if isinstance(call, Mapping) else None
+        try:
+            arguments = json.loads(function["arguments"])  # type: ignore[index]
+            name = function["name"]  # type: ignore[index]
+        except (TypeError, KeyError, ValueError):
+            raise ValueError(
+                f"{where}: a tool call has a function with name and arguments, a JSON text"
+            ) from None
+        calls.append({**call, "function": {"name": name, "arguments": arguments}})
+    return calls

@@ -1,0 +1,61 @@
+"""Makes the folder of a new job: checks its files and decides its hyperparameters."""
+
+import os
+import secrets
+from pathlib import Path
+
+import msgspec
+
+from engine.finetuning.data import Method, read_examples
+from engine.finetuning.folder import JobFolder
+from engine.finetuning.plan import Hyperparameters, LoraShape, TrainingPlan, check_lora, decide
+
+
+class TrainingRequest(msgspec.Struct, frozen=True, kw_only=True):
+    """What a user wants trained."""
+
+    base: Path
+    training_file: Path
+    validation_file: Path | None = None
+    method: Method = "supervised"
+    hyperparameters: Hyperparameters = Hyperparameters()
+    lora: LoraShape = LoraShape()
+    seed: int | None = None
+    device: str = "cpu"
+    threads: int | None = None
+    memory_bytes: int | None = None
+    is_idle_only: bool = False
+
+
+def make_job(request: TrainingRequest, path: Path) -> tuple[JobFolder, TrainingPlan]:
+    """Write the plan of a new job into the folder `path`. Raises `InvalidRequestError` if a file or
+    a value is wrong, before anything is written.
+    """
+    check_lora(request.lora)
+    examples = read_examples(request.training_file, request.method)
+    if request.validation_file is not None:
+        read_examples(request.validation_file, request.method, "validation_file")
+    decided = decide(request.hyperparameters, len(examples))
+    plan = TrainingPlan(
+        base=str(request.base.resolve()),
+        method=request.method,
+        training_file=str(request.training_file.resolve()),
+        validation_file=(
+            None if request.validation_file is None else str(request.validation_file.resolve())
+        ),
+        seed=secrets.randbelow(2**31) if request.seed is None else request.seed,
+        lora=request.lora,
+        device=request.device,
+        threads=request.threads or len(os.sched_getaffinity(0)),
+        memory_bytes=request.memory_bytes,
+        is_idle_only=request.is_idle_only,
+        **msgspec.structs.asdict(decided),
+    )
+    path.mkdir(mode=0o700, parents=True, exist_ok=True)
+    plan.write(path)
+    return JobFolder(path), plan
+
+
+def adapter_name(base: str, suffix: str, job_id: str) -> str:
+    """The model id under which the result is served, as OpenAI writes it."""
+    return f"ft:{base}:{suffix}:{job_id}"

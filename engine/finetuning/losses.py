@@ -1,0 +1,64 @@
+"""The losses of supervised training and of DPO, over padded batches."""
+
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+from torch.nn import functional
+
+from engine.finetuning.tokens import TokenExample, TokenPair
+
+
+def padded(examples: Sequence[TokenExample], device: torch.device) -> dict[str, torch.Tensor]:
+    """Token ids, attention mask and labels (-100 where the model is not trained), each (B, T)."""
+    length = max(len(each.token_ids) for each in examples)
+    ids = torch.zeros(len(examples), length, dtype=torch.long)
+    attention = torch.zeros_like(ids)
+    labels = torch.full_like(ids, -100)
+    for row, example in enumerate(examples):
+        count = len(example.token_ids)
+        tokens = torch.tensor(example.token_ids)
+        ids[row, :count] = tokens
+        attention[row, :count] = 1
+        labels[row, :count] = torch.where(torch.tensor(example.mask), tokens, -100)
+    return {
+        "input_ids": ids.to(device),
+        "attention_mask": attention.to(device),
+        "labels": labels.to(device),
+    }
+
+
+def supervised_loss(model: Any, examples: Sequence[TokenExample]) -> torch.Tensor:
+    """The summed cross-entropy of all trained tokens."""
+    batch = padded(examples, model.device)
+    logits = model(input_ids=batch["input_ids"], attention_mask=batch["attention_mask"]).logits
+    labels = batch["labels"][:, 1:]
+    is_trained = labels != -100
+    return functional.cross_entropy(
+        logits[:, :-1][is_trained].float(), labels[is_trained], reduction="sum"
+    )
+
+
+def preference_loss(
+    model: Any, reference: AbstractContextManager[None], pairs: Sequence[TokenPair], beta: float
+) -> torch.Tensor:
+    """DPO's loss, summed over the pairs. Within `reference`, the model is without its adapter."""
+    examples = [each.preferred for each in pairs] + [each.rejected for each in pairs]
+    with torch.no_grad(), reference:
+        base = _log_probabilities(model, examples)
+    gain = _log_probabilities(model, examples) - base
+    preferred, rejected = gain[: len(pairs)], gain[len(pairs) :]
+    return -functional.logsigmoid(beta * (preferred - rejected)).sum()
+
+
+def _log_probabilities(model: Any, examples: Sequence[TokenExample]) -> torch.Tensor:
+    """The log-probability of each example's trained tokens, (B,)."""
+    batch = padded(examples, model.device)
+    logits = model(input_ids=batch["input_ids"], attention_mask=batch["attention_mask"]).logits
+    labels = batch["labels"][:, 1:]
+    is_trained = labels != -100
+    chosen = logits[:, :-1].float().log_softmax(-1)
+    picked = chosen.gather(-1, labels.clamp(min=0).unsqueeze(-1)).squeeze(-1)
+    summed: torch.Tensor = (picked * is_trained).sum(-1)
+    return summed

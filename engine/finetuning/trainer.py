@@ -1,0 +1,188 @@
+"""The training loop. It can be stopped after any step, and continues from its last checkpoint.
+
+A step depends only on the plan, its number and the state, so an interrupted job ends with the same
+adapter as an undisturbed one.
+"""
+
+import math
+import random
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from engine.backends.custom.frontend.text_model import load_text
+from engine.core.errors import EngineError
+from engine.finetuning.adapter_model import (
+    load_for_training,
+    load_state,
+    micro_batches,
+    save_adapter,
+    save_state,
+    trained_parameters,
+)
+from engine.finetuning.data import read_examples
+from engine.finetuning.folder import JobFolder, TrainingEvent
+from engine.finetuning.losses import preference_loss, supervised_loss
+from engine.finetuning.plan import TrainingPlan
+from engine.finetuning.tokens import ExampleTokenizer, TokenExample, TokenPair
+
+MICRO_BATCH_TOKENS = 2048  # bounds the memory of the activations and logits
+CHECKPOINT_S = 30.0  # seconds between checkpoints
+_MAX_NORM = 1.0
+_WARM_UP = 0.05  # share of the steps in which the learning rate grows
+
+Tokens = TokenExample | TokenPair
+
+
+class Trainer:
+    def __init__(self, folder: JobFolder, plan: TrainingPlan) -> None:
+        self._folder = folder
+        self._plan = plan
+        self._train = self._examples(plan.training_file, "training_file")
+        self._valid = (
+            self._examples(plan.validation_file, "validation_file") if plan.validation_file else []
+        )
+        self._model = load_for_training(
+            Path(plan.base), plan.lora, torch.device(plan.device), plan.seed
+        )
+        self._optimizer = torch.optim.AdamW(
+            trained_parameters(self._model).values(), lr=plan.learning_rate, weight_decay=0.0
+        )
+        self._num_steps = plan.num_steps(len(self._train))
+        self._step = 0
+        self._trained_tokens = 0
+        self._saved_at = time.monotonic()
+
+    def run(self, is_stopped: Callable[[], bool]) -> bool:
+        """Train until the end, or until `is_stopped`. Returns whether the job is finished."""
+        self._resume()
+        while self._step < self._num_steps:
+            if is_stopped():
+                self._save()
+                self._tell("paused")
+                return False
+            loss = self._train_step()
+            if not math.isfinite(loss):
+                raise EngineError(
+                    f"the loss of step {self._step} is not finite; try a smaller"
+                    " learning_rate_multiplier"
+                )
+            is_epoch = self._step % self._plan.steps_per_epoch(len(self._train)) == 0
+            valid = self._validate() if is_epoch and self._valid else None
+            self._tell("metrics", loss=loss, validation_loss=valid)
+            if is_epoch and time.monotonic() - self._saved_at > CHECKPOINT_S:
+                self._save()
+        draft = self._folder.path / "adapter.draft"
+        draft.mkdir(exist_ok=True)
+        save_adapter(self._model, draft)
+        self._folder.keep_adapter(draft)
+        self._tell("succeeded")
+        return True
+
+    def _examples(self, path: str, param: str) -> list[Tokens]:
+        plan = self._plan
+        text = load_text(Path(plan.base))
+        tokenizer = ExampleTokenizer(text, min(plan.max_tokens, text.config.max_position))
+        examples = read_examples(Path(path), plan.method, param)
+        if plan.method == "dpo":
+            return list(tokenizer.pairs(examples))
+        return list(tokenizer.supervised(examples))
+
+    def _resume(self) -> None:
+        found = self._folder.checkpoints()
+        if found:
+            facts = load_state(self._model, self._optimizer, found[-1])
+            self._step = facts["step"]
+            self._trained_tokens = facts["trained_tokens"]
+
+    def _save(self) -> None:
+        if any(each.name == f"step-{self._step:08d}" for each in self._folder.checkpoints()):
+            return
+        draft = self._folder.new_checkpoint(self._step)
+        facts = {"step": self._step, "trained_tokens": self._trained_tokens}
+        save_state(self._model, self._optimizer, facts, draft)
+        self._folder.keep_checkpoint(draft)
+        self._saved_at = time.monotonic()
+        self._tell("checkpoint")
+
+    def _train_step(self) -> float:
+        self._model.train()
+        torch.manual_seed(self._plan.seed * 1_000_003 + self._step)  # dropout
+        for group in self._optimizer.param_groups:
+            group["lr"] = self._plan.learning_rate * self._rate()
+        batch = self._batch()
+        scale = self._scale(batch)
+        total = 0.0
+        for part in self._parts(batch):
+            loss = self._loss(part) / scale
+            loss.backward()  # type: ignore[no-untyped-call]
+            total += float(loss.detach())
+        torch.nn.utils.clip_grad_norm_(trained_parameters(self._model).values(), _MAX_NORM)
+        self._optimizer.step()
+        self._optimizer.zero_grad(set_to_none=True)
+        self._step += 1
+        self._trained_tokens += sum(map(_num_trained, batch))
+        return total
+
+    def _batch(self) -> list[Tokens]:
+        """The examples of this step. Each epoch has an order of its own."""
+        per_epoch = self._plan.steps_per_epoch(len(self._train))
+        epoch, index = divmod(self._step, per_epoch)
+        order = list(range(len(self._train)))
+        random.Random(f"{self._plan.seed}:{epoch}").shuffle(order)
+        size = self._plan.batch_size
+        return [self._train[each] for each in order[index * size : (index + 1) * size]]
+
+    def _rate(self) -> float:
+        """The share of the learning rate: a linear warm-up, then a cosine to a tenth."""
+        warm_up = max(1, round(_WARM_UP * self._num_steps))
+        if self._step < warm_up:
+            return (self._step + 1) / warm_up
+        done = (self._step - warm_up) / max(1, self._num_steps - warm_up)
+        return 0.1 + 0.9 * 0.5 * (1 + math.cos(math.pi * done))
+
+    def _loss(self, part: Sequence[Any]) -> torch.Tensor:
+        if self._plan.method == "dpo":
+            reference = self._model.disable_adapter()
+            return preference_loss(self._model, reference, part, self._plan.beta)
+        return supervised_loss(self._model, part)
+
+    def _scale(self, batch: Sequence[Tokens]) -> int:
+        """What a sum of losses is divided by: tokens, or pairs."""
+        return len(batch) if self._plan.method == "dpo" else sum(map(_num_trained, batch))
+
+    def _parts(self, batch: Sequence[Tokens]) -> list[list[Tokens]]:
+        parts = micro_batches([_length(each) for each in batch], MICRO_BATCH_TOKENS)
+        return [[batch[index] for index in part] for part in parts]
+
+    def _validate(self) -> float:
+        self._model.eval()
+        with torch.no_grad():
+            total = sum(float(self._loss(part)) for part in self._parts(self._valid))
+        return total / self._scale(self._valid)
+
+    def _tell(self, kind: Any, **facts: Any) -> None:
+        self._folder.tell(
+            TrainingEvent(
+                kind=kind,
+                step=self._step,
+                num_steps=self._num_steps,
+                trained_tokens=self._trained_tokens,
+                **facts,
+            )
+        )
+
+
+def _num_trained(example: Tokens) -> int:
+    if isinstance(example, TokenPair):
+        return example.preferred.num_trained + example.rejected.num_trained
+    return example.num_trained
+
+
+def _length(example: Tokens) -> int:
+    if isinstance(example, TokenPair):
+        return 2 * max(len(example.preferred.token_ids), len(example.rejected.token_ids))
+    return len(example.token_ids)

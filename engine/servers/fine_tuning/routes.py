@@ -1,0 +1,214 @@
+"""/v1/fine_tuning/jobs, as OpenAI's clients use it: create, list, retrieve, cancel, pause, resume,
+events and checkpoints.
+"""
+
+import asyncio
+import secrets
+from collections.abc import AsyncIterator
+from functools import partial
+from pathlib import Path
+
+import msgspec
+from fastapi import FastAPI
+from starlette.requests import Request
+from starlette.responses import Response, StreamingResponse
+
+from engine.core.errors import InvalidRequestError
+from engine.finetuning.jobs import TrainingRequest, adapter_name, make_job
+from engine.finetuning.plan import Decided, TrainingPlan
+from engine.servers.access.auth import principal_of
+from engine.servers.files.expiry import unix_now
+from engine.servers.files.store import FileStore
+from engine.servers.fine_tuning.runner import JobRunner, served_checkpoints
+from engine.servers.fine_tuning.schema import EventQuery, Job, JobBody, JobQuery
+from engine.servers.fine_tuning.store import PREFIX, JobStore
+from engine.servers.http.limits import read_parsed
+from engine.servers.http.listing import list_body, parse_query
+from engine.servers.schema.body import validated
+from engine.servers.serving.services import Services, json_response
+
+MAX_BODY_BYTES = 65_536
+EVENT_PREFIX = "ftevent-"
+STREAM_POLL_S = 0.5
+JOBS = "/v1/fine_tuning/jobs"
+
+
+class FineTuning:
+    """What the routes share."""
+
+    def __init__(
+        self, services: Services, store: JobStore, files: FileStore, runner: JobRunner
+    ) -> None:
+        self._services = services
+        self._files = files
+        self.store = store
+        self.runner = runner
+
+    async def create(self, body: JobBody, owner: str) -> Job:
+        files = (("training_file", body.training_file), ("validation_file", body.validation_file))
+        await self.store.check_files(owner, files)
+        base = self._base_path(body.model)
+        job_id = f"{PREFIX}{secrets.token_hex(12)}"
+        settings = self._services.settings.finetuning
+        request = TrainingRequest(
+            base=base,
+            training_file=self._files.path_of(body.training_file),
+            validation_file=(
+                None if body.validation_file is None else self._files.path_of(body.validation_file)
+            ),
+            method=body.kind,
+            hyperparameters=body.stated(),
+            lora=body.lora.shape(),
+            seed=body.seed,
+            device=settings.device,
+            threads=settings.threads,
+            memory_bytes=None if settings.memory_mb is None else settings.memory_mb * 2**20,
+            is_idle_only=True,
+        )
+        folder = self.runner.folder_of(job_id)
+        _, plan = await asyncio.to_thread(make_job, request, folder.path)
+        job = await self.store.create(_job_of(job_id, owner, body, plan))
+        await self.store.note(job.id, f"Created fine-tuning job: {job.id}")
+        self.runner.notice()
+        return job
+
+    def _base_path(self, model: str) -> Path:
+        path = self._services.backend.files_of(model)
+        if path is None:
+            raise InvalidRequestError(
+                f"'{model}' can't be fine-tuned here: our own engine serves no such model.",
+                param="model",
+                code="model_not_available",
+            )
+        return path
+
+    async def stream(self, job: Job) -> AsyncIterator[bytes]:
+        """All events of a job, as server-sent events, until the job ends."""
+        last = 0
+        while True:
+            ended = (await self.store.find(job.id)).has_ended
+            events = await self.store.events(job.id, 100, after=last)
+            for event in events:
+                last = event.seq
+                yield b"data: " + msgspec.json.encode(event.body()) + b"\n\n"
+            if ended and not events:
+                yield b"data: [DONE]\n\n"
+                return
+            if not events:
+                await asyncio.sleep(STREAM_POLL_S)
+
+
+def add_fine_tuning_routes(app: FastAPI, tuning: FineTuning) -> None:
+    store, runner = tuning.store, tuning.runner
+
+    @app.post(JOBS)
+    async def create_job(request: Request) -> Response:
+        body = await read_parsed(request, MAX_BODY_BYTES, partial(validated, JobBody))
+        job = await tuning.create(body, principal_of(request).name)
+        return json_response(job.body())
+
+    @app.get(JOBS)
+    async def list_jobs(request: Request) -> Response:
+        query = parse_query(JobQuery, request)
+        found = await store.page(principal_of(request).name, query.after, query.limit + 1)
+        return json_response(list_body([job.body() for job in found], query.limit))
+
+    @app.get(JOBS + "/{job_id}")
+    async def retrieve_job(request: Request, job_id: str) -> Response:
+        return json_response((await store.find(job_id, principal_of(request).name)).body())
+
+    @app.post(JOBS + "/{job_id}/cancel")
+    async def cancel_job(request: Request, job_id: str) -> Response:
+        owner = principal_of(request).name
+        job = await store.move(job_id, "cancelled", ("queued", "running", "paused"), owner)
+        await store.note(job.id, "The job was cancelled.")
+        runner.notice()
+        return json_response(job.body())
+
+    @app.post(JOBS + "/{job_id}/pause")
+    async def pause_job(request: Request, job_id: str) -> Response:
+        owner = principal_of(request).name
+        job = await store.move(job_id, "paused", ("queued", "running"), owner)
+        await store.note(job.id, "The job is paused.")
+        runner.notice()
+        return json_response(job.body())
+
+    @app.post(JOBS + "/{job_id}/resume")
+    async def resume_job(request: Request, job_id: str) -> Response:
+        job = await store.move(job_id, "queued", ("paused",), principal_of(request).name)
+        runner.notice()
+        return json_response(job.body())
+
+    @app.get(JOBS + "/{job_id}/events")
+    async def list_events(request: Request, job_id: str) -> Response:
+        query = parse_query(EventQuery, request)
+        job = await store.find(job_id, principal_of(request).name)
+        if query.stream:
+            return StreamingResponse(tuning.stream(job), media_type="text/event-stream")
+        found = await store.events(job.id, query.limit + 1, before=_event_number(query.after))
+        return json_response(list_body([event.body() for event in found], query.limit))
+
+    @app.get(JOBS + "/{job_id}/checkpoints")
+    async def list_checkpoints(request: Request, job_id: str) -> Response:
+        query = parse_query(JobQuery, request)
+        job = await store.find(job_id, principal_of(request).name)
+        bodies = await asyncio.to_thread(checkpoint_bodies, job, runner)
+        return json_response(list_body(bodies[: query.limit + 1], query.limit))
+
+
+def checkpoint_bodies(job: Job, runner: JobRunner) -> list[dict[str, object]]:
+    """The newest checkpoint first. Their models are served once the job has succeeded."""
+    folder = runner.folder_of(job.id)
+    events, _ = folder.events()
+    losses = {event.step: event for event in events if event.kind == "metrics"}
+    name = adapter_name(job.model, job.suffix, job.id.removeprefix(PREFIX)[:8])
+    bodies: list[dict[str, object]] = []
+    for step, path in reversed(served_checkpoints(folder)):
+        metrics: dict[str, float | None] = {"step": step}
+        if step in losses:
+            metrics["train_loss"] = losses[step].loss
+            metrics["valid_loss"] = losses[step].validation_loss
+        bodies.append(
+            {
+                "id": f"ftckpt-{job.id.removeprefix(PREFIX)[:8]}-{step}",
+                "object": "fine_tuning.job.checkpoint",
+                "created_at": int(path.stat().st_mtime),
+                "fine_tuned_model_checkpoint": f"{name}:ckpt-step-{step}",
+                "fine_tuning_job_id": job.id,
+                "step_number": step,
+                "metrics": metrics,
+            }
+        )
+    return bodies
+
+
+def _event_number(cursor: str | None) -> int | None:
+    if cursor is None:
+        return None
+    digits = cursor.removeprefix(EVENT_PREFIX)
+    if not digits.isdecimal() or len(digits) > 18:
+        raise InvalidRequestError("after is the id of no event.", param="after")
+    return int(digits)
+
+
+def _job_of(job_id: str, owner: str, body: JobBody, plan: TrainingPlan) -> Job:
+    decided = Decided(
+        n_epochs=plan.n_epochs,
+        batch_size=plan.batch_size,
+        learning_rate_multiplier=plan.learning_rate_multiplier,
+        beta=plan.beta,
+    )
+    return Job(
+        id=job_id,
+        owner=owner,
+        model=body.model,
+        suffix=body.suffix or "tuned",
+        status="queued",
+        method=body.kind,
+        hyperparameters=msgspec.json.encode(decided).decode(),
+        seed=plan.seed,
+        training_file=body.training_file,
+        validation_file=body.validation_file,
+        metadata=None if body.metadata is None else msgspec.json.encode(body.metadata).decode(),
+        created_at=unix_now(),
+    )

@@ -1,0 +1,195 @@
+"""Runs fine-tuning jobs one after the other, each in a training process, beside the requests.
+
+A job whose training process or server was killed continues from its last checkpoint. The training
+process only gets CPU time that no other process wants, so requests hardly notice it.
+"""
+
+import asyncio
+import contextlib
+import logging
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from engine.core.errors import EngineError
+from engine.core.store.adapter_store import keep_adapter
+from engine.finetuning.folder import JobFolder, TrainingEvent
+from engine.finetuning.jobs import adapter_name
+from engine.finetuning.process import TrainerProcess, log_tail
+from engine.servers.fine_tuning.schema import Job
+from engine.servers.fine_tuning.store import PREFIX, JobStore
+from engine.servers.serving.storage import FileLock
+
+if TYPE_CHECKING:
+    from engine.servers.serving.services import Services
+
+logger = logging.getLogger(__name__)
+
+POLL_S = 0.25
+MAX_DEATHS = 3  # of the training process without progress
+_LOCK = "fine_tuning.lock"
+
+
+class JobRunner:
+    """A background component. It does not touch the disk until the database file exists."""
+
+    def __init__(
+        self, services: "Services", store: JobStore, directory: Path, db_path: Path
+    ) -> None:
+        self._services = services
+        self._store = store
+        self._directory = directory
+        self._db_path = db_path
+        self._lock: FileLock | None = None
+        self._process: TrainerProcess | None = None
+        self._awake = asyncio.Event()
+        self._loop: asyncio.Task[None] | None = None
+
+    def folder_of(self, job_id: str) -> JobFolder:
+        return JobFolder(self._directory / "fine_tuning" / job_id)
+
+    async def start(self) -> None:
+        self._loop = asyncio.create_task(self._run())
+
+    async def stop(self) -> None:
+        if self._loop is not None:
+            self._loop.cancel()
+            await asyncio.gather(self._loop, return_exceptions=True)
+        if self._lock is not None:
+            self._lock.release()
+
+    def notice(self) -> None:
+        """Tell the runner that a job was created or has another status."""
+        self._awake.set()
+
+    async def _run(self) -> None:
+        while True:
+            try:
+                if self._db_path.exists():
+                    self._lock = self._lock or FileLock(self._directory / _LOCK)
+                    if self._lock.acquire():
+                        await self._turn()
+            except EngineError as error:
+                logger.warning("fine-tuning waits: %s", error)
+            except OSError:
+                logger.exception("fine-tuning waits: the storage directory failed")
+            await self._rest()
+
+    async def _rest(self) -> None:
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(1.0):
+                await self._awake.wait()
+        self._awake.clear()
+
+    async def _turn(self) -> None:
+        job = await self._store.next_job()
+        if job is None:
+            return
+        if job.status == "queued":
+            job = await self._store.move(job.id, "running", ("queued",))
+            await self._store.note(job.id, "Training has started.")
+        else:
+            await self._store.note(job.id, "Training continues from the last checkpoint.")
+        try:
+            await self._train(job)
+        except EngineError as error:
+            await self._fail(job, str(error))
+        except Exception:  # a bug; the job ends, so that it is not tried forever
+            logger.exception("job %s failed unexpectedly", job.id)
+            await self._fail(job, "The server failed to run this job. Its log says why.")
+
+    async def _fail(self, job: Job, reason: str) -> None:
+        await self._store.note(job.id, reason, level="error")
+        await self._store.end(job, error=reason)
+
+    async def _train(self, job: Job) -> None:
+        """Run the training process until it ends, and again if it dies."""
+        folder, num_deaths = self.folder_of(job.id), 0
+        _, start = folder.events()
+        while True:
+            process = self._process = TrainerProcess(folder)
+            try:
+                last, start = await self._follow(job, folder, process, start)
+            finally:
+                process.kill()
+                self._process = None
+            if last is None:  # paused or cancelled
+                return
+            if last.kind == "succeeded":
+                await self._serve(job, folder)
+                return
+            if last.kind == "failed":
+                raise EngineError(last.message)
+            num_deaths = 1 if last.kind == "metrics" else num_deaths + 1
+            if num_deaths >= MAX_DEATHS:
+                tail = log_tail(folder.path)
+                raise EngineError(f"the training process died {num_deaths} times: {tail}")
+            await self._store.note(
+                job.id,
+                "The training process died. It continues from the last checkpoint.",
+                level="warn",
+            )
+
+    async def _follow(
+        self, job: Job, folder: JobFolder, process: TrainerProcess, start: int
+    ) -> tuple[TrainingEvent | None, int]:
+        """Record events until the process ends. Returns the last event, or None if the job was
+        paused or cancelled.
+        """
+        last = TrainingEvent(kind="loading")
+        while True:
+            status = process.exit_status()
+            events, start = await asyncio.to_thread(folder.events, start)
+            for event in events:
+                last = event
+                await self._record(job, event)
+            if status is not None:
+                return (None if last.kind == "paused" else last), start
+            now = (await self._store.find(job.id)).status
+            if now == "cancelled":
+                process.kill()
+                return None, start
+            if now == "paused":
+                process.pause()
+            await self._pause()
+
+    async def _pause(self) -> None:
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(POLL_S):
+                await self._awake.wait()
+        self._awake.clear()
+
+    async def _record(self, job: Job, event: TrainingEvent) -> None:
+        if event.kind == "metrics":
+            data = {
+                "step": event.step,
+                "total_steps": event.num_steps,
+                "train_loss": event.loss,
+            }
+            if event.validation_loss is not None:
+                data["valid_loss"] = event.validation_loss
+            text = f"Step {event.step}/{event.num_steps}: training loss={event.loss:.4f}"
+            await self._store.note(
+                job.id, text, step=event.step, data=data, trained_tokens=event.trained_tokens
+            )
+
+    async def _serve(self, job: Job, folder: JobFolder) -> None:
+        """Add the adapter to the store, serve it at once, and end the job."""
+        name = adapter_name(job.model, job.suffix, job.id.removeprefix(PREFIX)[:8])
+        for step, checkpoint in served_checkpoints(folder):
+            await self._offer(f"{name}:ckpt-step-{step}", checkpoint, job.model)
+        await self._offer(name, folder.adapter, job.model)
+        await self._store.note(job.id, f"New fine-tuned model created: {name}")
+        await self._store.note(job.id, "The job has successfully completed.")
+        await self._store.end(job, model=name)
+
+    async def _offer(self, name: str, adapter: Path, base: str) -> None:
+        path = await asyncio.to_thread(keep_adapter, name, adapter, base, replaces=True)
+        await self._services.backend.load_adapter(name, str(path), base=base, replaces=True)
+
+
+def served_checkpoints(folder: JobFolder) -> list[tuple[int, Path]]:
+    """The checkpoints of a job by step, without a last one that equals the finished adapter."""
+    found = [(int(each.name.removeprefix("step-")), each) for each in folder.checkpoints()]
+    events, _ = folder.events()
+    last = max((event.step for event in events if event.kind == "succeeded"), default=-1)
+    return [(step, path) for step, path in found if step != last]

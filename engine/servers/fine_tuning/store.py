@@ -1,0 +1,231 @@
+"""Stores jobs and their events in SQLite. Every change of state is one transaction, so the server
+may be killed at any time.
+"""
+
+import sqlite3
+from collections.abc import Sequence
+from dataclasses import astuple, fields
+from typing import Any
+
+import msgspec
+
+from engine.core.errors import ConflictError, InvalidRequestError, NotFoundError, RateLimitError
+from engine.servers.files.expiry import unix_now
+from engine.servers.files.store import find_file, hold_file
+from engine.servers.fine_tuning.schema import ENDED, Job, JobEvent, Status
+from engine.servers.serving.storage import Database
+
+MAX_OPEN_JOBS = 20
+RETRY_FULL_S = 60.0
+PREFIX = "ftjob-"
+
+SCHEMA = """
+CREATE TABLE IF NOT EXISTS fine_tuning_jobs (
+    seq INTEGER PRIMARY KEY AUTOINCREMENT,
+    id TEXT NOT NULL UNIQUE,
+    owner TEXT NOT NULL,
+    model TEXT NOT NULL,
+    suffix TEXT NOT NULL,
+    status TEXT NOT NULL,
+    method TEXT NOT NULL,
+    hyperparameters TEXT NOT NULL,
+    seed INTEGER NOT NULL,
+    training_file TEXT NOT NULL,
+    validation_file TEXT,
+    metadata TEXT,
+    created_at INTEGER NOT NULL,
+    finished_at INTEGER,
+    fine_tuned_model TEXT,
+    trained_tokens INTEGER,
+    error TEXT
+);
+CREATE INDEX IF NOT EXISTS fine_tuning_jobs_of_owner ON fine_tuning_jobs (owner, seq);
+CREATE TABLE IF NOT EXISTS fine_tuning_events (
+    seq INTEGER PRIMARY KEY AUTOINCREMENT,
+    job_id TEXT NOT NULL,
+    step INTEGER,
+    created_at INTEGER NOT NULL,
+    level TEXT NOT NULL,
+    kind TEXT NOT NULL,
+    message TEXT NOT NULL,
+    data TEXT NOT NULL,
+    UNIQUE (job_id, kind, step)
+);
+"""
+_COLUMNS = ", ".join(each.name for each in fields(Job))
+_EVENT_COLUMNS = ", ".join(each.name for each in fields(JobEvent))
+_OPEN = f"status NOT IN {ENDED}"
+
+
+class JobStore:
+    def __init__(self, database: Database) -> None:
+        self._database = database
+
+    async def create(self, job: Job) -> Job:
+        def work(db: sqlite3.Connection) -> Job:
+            num_open = db.execute(f"SELECT COUNT(*) FROM fine_tuning_jobs WHERE {_OPEN}")
+            if num_open.fetchone()[0] >= MAX_OPEN_JOBS:
+                raise RateLimitError(
+                    f"{MAX_OPEN_JOBS} jobs wait already, which is as many as this server takes.",
+                    retry_after=RETRY_FULL_S,
+                )
+            for param in ("training_file", "validation_file"):
+                file_id = getattr(job, param)
+                if file_id is not None:
+                    _check_file(db, job.owner, file_id, param)
+                    hold_file(db, file_id, 1)
+            marks = ", ".join("?" * len(fields(Job)))
+            db.execute(f"INSERT INTO fine_tuning_jobs ({_COLUMNS}) VALUES ({marks})", astuple(job))
+            return _find(db, job.id, None)
+
+        return await self._database.run(work)
+
+    async def check_files(self, owner: str, files: Sequence[tuple[str, str | None]]) -> None:
+        """Raise if a file, given as (parameter, id), is not there or has another purpose."""
+
+        def work(db: sqlite3.Connection) -> None:
+            for param, file_id in files:
+                if file_id is not None:
+                    _check_file(db, owner, file_id, param)
+
+        await self._database.run(work)
+
+    async def find(self, job_id: str, owner: str | None = None) -> Job:
+        return await self._database.run(lambda db: _find(db, job_id, owner))
+
+    async def page(self, owner: str, after: str | None, limit: int) -> list[Job]:
+        def work(db: sqlite3.Connection) -> list[Job]:
+            query = f"SELECT {_COLUMNS} FROM fine_tuning_jobs WHERE owner = ?"
+            values: list[Any] = [owner]
+            if after is not None:
+                _find(db, after, owner)
+                query += " AND seq < (SELECT seq FROM fine_tuning_jobs WHERE id = ?)"
+                values.append(after)
+            rows = db.execute(f"{query} ORDER BY seq DESC LIMIT ?", (*values, limit))
+            return [Job(**dict(row)) for row in rows]
+
+        return await self._database.run(work)
+
+    async def next_job(self) -> Job | None:
+        """The oldest job that is running or waits to run."""
+
+        def work(db: sqlite3.Connection) -> Job | None:
+            row = db.execute(
+                f"SELECT {_COLUMNS} FROM fine_tuning_jobs"
+                " WHERE status IN ('running', 'queued') ORDER BY status = 'queued', seq LIMIT 1"
+            ).fetchone()
+            return None if row is None else Job(**dict(row))
+
+        return await self._database.run(work)
+
+    async def move(
+        self, job_id: str, to: Status, allowed: Sequence[Status], owner: str | None = None
+    ) -> Job:
+        """Change the status of a job. Raises `ConflictError` if its status is none of `allowed`."""
+
+        def work(db: sqlite3.Connection) -> Job:
+            job = _find(db, job_id, owner)
+            if job.status not in allowed:
+                raise ConflictError(f"A job that is {job.status} can't become {to}.")
+            finished = unix_now() if to in ENDED else None
+            db.execute(
+                "UPDATE fine_tuning_jobs SET status = ?, finished_at = ? WHERE id = ?",
+                (to, finished, job_id),
+            )
+            if to in ENDED:
+                _release(db, job)
+            return _find(db, job_id, None)
+
+        return await self._database.run(work)
+
+    async def end(self, job: Job, *, model: str | None = None, error: str | None = None) -> None:
+        """End a running job: with the name of its model, or with the reason of its failure."""
+
+        def work(db: sqlite3.Connection) -> None:
+            changed = db.execute(
+                "UPDATE fine_tuning_jobs SET status = ?, finished_at = ?, fine_tuned_model = ?,"
+                f" error = ? WHERE id = ? AND {_OPEN}",
+                ("failed" if model is None else "succeeded", unix_now(), model, error, job.id),
+            )
+            if changed.rowcount:
+                _release(db, job)
+
+        await self._database.run(work)
+
+    async def note(
+        self,
+        job_id: str,
+        message: str,
+        *,
+        step: int | None = None,
+        level: str = "info",
+        data: dict[str, Any] | None = None,
+        trained_tokens: int | None = None,
+    ) -> None:
+        """Add an event. Metrics of a step that is there already replace it: the trainer repeats
+        steps after its last checkpoint.
+        """
+        kind = "message" if step is None else "metrics"
+        encoded = msgspec.json.encode(data or {}).decode()
+
+        def work(db: sqlite3.Connection) -> None:
+            db.execute(
+                "INSERT OR REPLACE INTO fine_tuning_events"
+                " (job_id, step, created_at, level, kind, message, data)"
+                " VALUES (?, ?, ?, ?, ?, ?, ?)",
+                (job_id, step, unix_now(), level, kind, message, encoded),
+            )
+            if trained_tokens is not None:
+                db.execute(
+                    "UPDATE fine_tuning_jobs SET trained_tokens = ? WHERE id = ?",
+                    (trained_tokens, job_id),
+                )
+
+        await self._database.run(work)
+
+    async def events(
+        self, job_id: str, limit: int, *, before: int | None = None, after: int | None = None
+    ) -> list[JobEvent]:
+        """Events of a job: the newest first, or with `after` the oldest first."""
+
+        def work(db: sqlite3.Connection) -> list[JobEvent]:
+            query = f"SELECT {_EVENT_COLUMNS} FROM fine_tuning_events WHERE job_id = ?"
+            values: list[Any] = [job_id]
+            for bound, compare in ((before, "<"), (after, ">")):
+                if bound is not None:
+                    query += f" AND seq {compare} ?"
+                    values.append(bound)
+            direction = "DESC" if after is None else "ASC"
+            rows = db.execute(f"{query} ORDER BY seq {direction} LIMIT ?", (*values, limit))
+            return [JobEvent(**dict(row)) for row in rows]
+
+        return await self._database.run(work)
+
+
+def _check_file(db: sqlite3.Connection, owner: str, file_id: str, param: str) -> None:
+    try:
+        file = find_file(db, owner, file_id)
+    except NotFoundError:
+        raise InvalidRequestError(
+            "There is no such file; upload it to /v1/files first.",
+            param=param,
+            code="file_not_found",
+        ) from None
+    if file.purpose != "fine-tune":
+        raise InvalidRequestError(
+            f"The file's purpose is {file.purpose}; it must be fine-tune.", param=param
+        )
+
+
+def _release(db: sqlite3.Connection, job: Job) -> None:
+    for file_id in (job.training_file, job.validation_file):
+        if file_id is not None:
+            hold_file(db, file_id, -1)
+
+
+def _find(db: sqlite3.Connection, job_id: str, owner: str | None) -> Job:
+    query = f"SELECT {_COLUMNS} FROM fine_tuning_jobs WHERE id = ? AND owner = COALESCE(?, owner)"
+    row = db.execute(query, (job_id, owner)).fetchone()
+    if row is None:
+        raise NotFoundError("There is no such job.", param="fine_tuning_job_id")
+    return Job(**dict(row))
