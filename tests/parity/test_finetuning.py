@@ -60,7 +60,8 @@ def test_padding_does_not_change_the_supervised_loss(model):
     for example in batch:
         ids = torch.tensor([example.token_ids])
         labels = torch.where(torch.tensor([example.mask]), ids, -100)
-        reference += float(model(input_ids=ids, labels=labels).loss) * example.num_trained
+        loss = model(input_ids=ids, labels=labels).loss.item()
+        reference += loss * example.num_trained
     assert float(supervised_loss(model, batch)) == pytest.approx(reference, rel=1e-5)
 
 
@@ -103,10 +104,9 @@ def request_of(tmp_path, base):
             training_file=file,
             validation_file=file,
             hyperparameters=Hyperparameters(n_epochs=6, batch_size=2),
-            lora=SHAPE,
             seed=7,
             threads=1,
-            **changes,
+            **({"lora": SHAPE} | changes),
         )
 
     return make_request
@@ -176,16 +176,17 @@ def test_the_training_process_ends_with_its_parent(tmp_path, request_of):
     wait_until(is_gone, 60)
 
 
-def test_a_failure_is_told_in_a_sentence(tmp_path, request_of, base):
-    changed = request_of(memory_bytes=2**26)
-    folder, _ = make_job(changed, tmp_path / "small")
+def test_a_failure_is_told_in_a_sentence(tmp_path, request_of):
+    changed = request_of(lora=LoraShape(target_modules=("absent_proj",)))
+    folder, _ = make_job(changed, tmp_path / "absent")
     process = TrainerProcess(folder)
     try:
         wait_until(lambda: process.exit_status() is not None, 200)
     finally:
         process.kill()
     events, _ = folder.events()
-    assert events[-1].kind == "failed" and "memory" in events[-1].message
+    assert events[-1].kind == "failed"
+    assert events[-1].message.startswith("the adapter does not fit the model: ")
 
 
 def test_half_a_line_of_events_waits_for_its_rest(tmp_path):

@@ -81,7 +81,8 @@ EDITED += ("blocks.2.hook_resid_post", "ln_final.hook_normalized")
 KINDS = ("add", "scale", "project_out", "set")
 # A set vector would hide what the edits before it did.
 KIND_OF = {name: KINDS[index % 3] for index, name in enumerate(EDITED)} | {
-    "blocks.0.attn.hook_q": "set"
+    "blocks.0.attn.hook_q": "set",
+    "blocks.2.hook_resid_post": "add",  # the final norm would undo a scale
 }
 
 

@@ -109,7 +109,8 @@ def logits_of(
     for track, count in work:
         track.num_computed += count
     handle = runner.forward(inputs)
-    return runner.logits(handle, np.arange(len(inputs.logit_rows), dtype=np.int32))
+    rows = np.arange(len(inputs.logit_rows), dtype=np.int32)
+    return runner.logits(handle, rows) if len(rows) else np.empty((0, 0), np.float32)
 
 
 @pytest.mark.parametrize("framework", FRAMEWORKS)
