@@ -6,8 +6,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from engine.backends.custom.runtime.interp.steps import make_probe
 from engine.core.config_storage import InterpSettings
 from engine.core.errors import EngineError, InvalidRequestError, NotFoundError, PayloadTooLargeError
+from engine.core.interfaces.interp import Attribution, InterpRequest, Lens
+from engine.core.interfaces.request import AdapterRef, GenerateRequest, SamplingParams
 from engine.core.interp.features import encode
 from engine.core.interp.resolving import resolved
 from engine.core.interp.results import Result
@@ -173,3 +176,16 @@ def test_a_tensor_outside_its_file_is_refused() -> None:
     for old, new in ((b"[0, 8]", b"[0, 9]"), (b"[2]", b"[3]"), (b'"F32"', b'"F99"')):
         with pytest.raises(InvalidRequestError):
             unpack_tensors(whole.replace(old, new))
+
+
+@pytest.mark.parametrize("interp", [{"lens": Lens((0,), 1)}, {"attribution": Attribution(1)}])
+def test_what_needs_the_base_models_head_is_refused_for_an_adapter(interp: dict) -> None:
+    request = GenerateRequest(
+        request_id="a",
+        prompt=(1,),
+        params=SamplingParams(),
+        adapter=AdapterRef("key", "/path"),
+        interp=InterpRequest(**interp),
+    )
+    with pytest.raises(InvalidRequestError, match="send the request to the base model"):
+        make_probe(request, None, 1, ())

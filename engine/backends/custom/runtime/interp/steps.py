@@ -22,6 +22,11 @@ def make_probe(
     """
     if request.interp is None:
         return None
+    if request.adapter is not None and (request.interp.lens or request.interp.attribution):
+        raise InvalidRequestError(
+            "interp: lens and attribution would use the head of the base model, and this is an "
+            "adapter; send the request to the base model."
+        )
     if not isinstance(runner, Tappable) or not runner.sites:
         raise InvalidRequestError("interp: this model's backend shows no activations.")
     probe = Probe(request.interp, runner.sites, len(request.prompt), max_tokens)
