@@ -12,6 +12,8 @@ from tests.parity import tiny_models
 
 CPU = torch.device("cpu")
 TOLERANCE = 1e-4
+# Sums over a whole sequence in another order, through the inverse of a triangular matrix.
+TOLERANCES = {"qwen3_next": 3e-4}
 
 
 @pytest.fixture(autouse=True)
@@ -38,9 +40,10 @@ def test_every_layer_and_the_logits_equal_hugging_face(name: str, tmp_path: Path
     # Their last state has been through the final norm; ours has not.
     states[-1] = model.norm(states[-1])
     assert len(states) == len(model.layers) + 1
+    tolerance = TOLERANCES.get(name, TOLERANCE)
     for ours, other in zip(states, expected.hidden_states, strict=True):
-        torch.testing.assert_close(ours, other[0], atol=TOLERANCE, rtol=0)
-    torch.testing.assert_close(logits, expected.logits[0], atol=TOLERANCE, rtol=0)
+        torch.testing.assert_close(ours, other[0], atol=tolerance, rtol=0)
+    torch.testing.assert_close(logits, expected.logits[0], atol=tolerance, rtol=0)
     assert logits.abs().max() > 1, "logits near zero would agree whatever the model did"
 
 

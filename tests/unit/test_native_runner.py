@@ -45,7 +45,8 @@ def step(token_ids, query_start, slots, logit_rows) -> SimpleNamespace:
     arrays = {name: np.array(each, np.int32) for name, each in given.items()}
     names += ("prefix_blocks", "window_slots", "window_tables", "state_load", "state_save")
     names += ("visible_end", "embeds", "embed_rows")
-    return SimpleNamespace(**arrays, **{name: name for name in names})
+    given = {name: name for name in names}
+    return SimpleNamespace(**arrays, **given, taps=None, adapter_ids=np.zeros(1, np.int32))
 
 
 def test_a_token_that_the_host_does_not_know_is_the_slots_last():
@@ -74,6 +75,7 @@ def test_arrays_reach_the_model_in_their_order():
     )
     assert logit_rows.tolist() == [1]
     assert model.named.pop("slots").tolist() == [0]
+    assert [model.named.pop(each) for each in ("taps", "captured", "adapter_ids")] == [None] * 3
     assert len(model.named) == 5 and all(name == value for name, value in model.named.items())
 
 

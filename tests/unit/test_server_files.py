@@ -75,7 +75,7 @@ def test_pages(client: openai.OpenAI) -> None:
         client.files.list(after="file-unknown")
 
 
-@pytest.mark.parametrize("purpose", ["assistants", "fine-tune", "vision", "user_data", "evals"])
+@pytest.mark.parametrize("purpose", ["assistants", "vision", "user_data", "evals"])
 def test_other_purposes_are_refused_by_name(client: openai.OpenAI, purpose: Any) -> None:
     with pytest.raises(openai.BadRequestError, match=purpose) as caught:
         client.files.create(file=b"{}\n", purpose=purpose)

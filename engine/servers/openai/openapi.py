@@ -26,7 +26,8 @@ from engine.servers.batches.schema import BatchBody, BatchQuery
 from engine.servers.files import form
 from engine.servers.files.routes import FileQuery, UploadFields
 from engine.servers.files.uploads import CompleteBody, PartFields, UploadBody
-from engine.servers.http.errors import is_anthropic, is_kserve, is_ollama
+from engine.servers.fine_tuning.schema import EventQuery, JobBody, JobQuery
+from engine.servers.http.errors import LLAMACPP_PATHS, is_anthropic, is_kserve, is_ollama
 from engine.servers.http.sse import EventStream, LineStream
 from engine.servers.interp.routes import RunBody
 from engine.servers.kserve import schema as kserve
@@ -44,6 +45,7 @@ from engine.servers.openai.stored_chats import (
 )
 from engine.servers.openai.tokenize import DetokenizeBody, TokenizeBody, TokenizerQuery
 from engine.servers.ops import admin_control, admin_models
+from engine.servers.ops.adapters import LoadAdapterBody, UnloadAdapterBody
 from engine.servers.responses.conversations import (
     ConversationBody,
     ConversationUpdate,
@@ -109,7 +111,10 @@ BODIES: dict[str, type[BaseModel]] = {
     "/v1/conversations/{conversation_id}/items": NewItemsBody,
     "/v1/embeddings": EmbeddingBody,
     "/v1/fim/completions": FimBody,
+    "/v1/fine_tuning/jobs": JobBody,
     "/v1/interp/run": RunBody,
+    "/v1/load_lora_adapter": LoadAdapterBody,
+    "/v1/unload_lora_adapter": UnloadAdapterBody,
     "/v1/messages": anthropic.MessagesBody,
     "/v1/messages/batches": MessageBatchBody,
     "/v1/messages/count_tokens": anthropic.PromptBody,
@@ -135,6 +140,9 @@ BODILESS = (
     *("/flush_cache", "/ping", "/reset_prefix_cache", "/sleep", "/start_profile"),
     *("/stop_profile", "/wake_up", "/v2/repository/index"),
     "/v1/batches/{batch_id}/cancel",
+    "/v1/fine_tuning/jobs/{job_id}/cancel",
+    "/v1/fine_tuning/jobs/{job_id}/pause",
+    "/v1/fine_tuning/jobs/{job_id}/resume",
     "/v1/messages/batches/{batch_id}/cancel",
     "/v1/responses/{response_id}/cancel",
     "/v1/uploads/{upload_id}/cancel",
@@ -147,6 +155,9 @@ FORMS: dict[str, tuple[type[BaseModel], str]] = {
 # Maps paths to the query parameters of a GET.
 QUERIES: dict[str, type[BaseModel]] = {
     "/v1/batches": BatchQuery,
+    "/v1/fine_tuning/jobs": JobQuery,
+    "/v1/fine_tuning/jobs/{job_id}/checkpoints": JobQuery,
+    "/v1/fine_tuning/jobs/{job_id}/events": EventQuery,
     "/v1/chat/completions": StoredChatsQuery,
     "/v1/chat/completions/{completion_id}/messages": StoredMessagesQuery,
     "/v1/conversations/{conversation_id}/items": ItemsQuery,
@@ -173,6 +184,22 @@ _ERROR_SCHEMA = {
                 "type": {"type": "string"},
                 "param": {"type": ["string", "null"]},
                 "code": {"type": ["string", "null"]},
+            },
+        }
+    },
+}
+_LLAMACPP_ERROR_SCHEMA = {
+    "type": "object",
+    "required": ["error"],
+    "properties": {
+        "error": {
+            "type": "object",
+            "required": ["code", "message", "type", "param"],
+            "properties": {
+                "code": {"type": "integer"},
+                "message": {"type": "string"},
+                "type": {"type": "string"},
+                "param": {"type": ["string", "null"]},
             },
         }
     },
@@ -237,6 +264,7 @@ def document(app: FastAPI) -> dict[str, Any]:
         "schemas": {
             "Error": _ERROR_SCHEMA,
             "AnthropicError": _ANTHROPIC_ERROR_SCHEMA,
+            "LlamacppError": _LLAMACPP_ERROR_SCHEMA,
             "PlainError": _PLAIN_ERROR_SCHEMA,
         }
         | definitions["$defs"],
@@ -299,6 +327,7 @@ def _responses(path: str, media_types: Iterable[str]) -> dict[str, Any]:
     content = {each: _ANSWERS.get(each, {"schema": {"type": "string"}}) for each in media_types}
     model = "PlainError" if is_ollama(path) or is_kserve(path) else "Error"
     model = "AnthropicError" if is_anthropic(path) else model
+    model = "LlamacppError" if path in LLAMACPP_PATHS else model
     error = {"application/json": {"schema": {"$ref": _REFS.format(model=model)}}}
     return {
         "200": {"description": "The answer.", "headers": _HEADERS, "content": content},
