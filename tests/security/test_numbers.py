@@ -57,8 +57,10 @@ LEAST: dict[str, dict[str, Any]] = {
     },
     "InvocationBody": {},
     "KeyBody": {"name": "a"},
+    "JobBody": {"model": MODEL, "training_file": "file-x"},
     "LevelBody": {"level": "info"},
     "LimitsBody": {},
+    "LoadAdapterBody": {"lora_name": "x", "lora_path": "/x"},
     "LoadBody": {"model": "x"},
     "MessageBatchBody": {"requests": [{"custom_id": "a", "params": {}}]},
     "MessagesBody": {"model": MODEL, "max_tokens": 5, "messages": MESSAGES},
@@ -86,6 +88,7 @@ LEAST: dict[str, dict[str, Any]] = {
     "TextBody": {"text_input": "x"},
     "TokenCountBody": {"input": "x"},
     "TokenizeBody": {"prompt": "x"},
+    "UnloadAdapterBody": {"lora_name": "x"},
     "UploadBody": {
         "filename": "a.jsonl",
         "purpose": "batch",
