@@ -61,12 +61,13 @@ async def test_sampling_choices_logprobs_and_stop_tokens_cross_the_wire() -> Non
 async def test_requests_go_where_their_prefix_is_cached() -> None:
     async with routed(NoEngine()) as server, node(server, name="a"), node(server, name="b"):
         await server.joined("a", "b")
-        for turn in range(3):
-            for tenant in ("x", "y", "z"):
+        tenants = "uvwxyz"  # so many that idle nodes, which are equal, each get some
+        for turn in range(2):
+            for tenant in tenants:
                 text, usage = await server.ask(prompt(ord(tenant), 140), salt=tenant)
                 assert usage.cached_tokens == (0 if turn == 0 else 136), (turn, tenant)
-        used = {server.pool._placed[f"r{server.num_asked - each}"] for each in range(3)}
-        assert used == {"a", "b"}
+        last = range(server.num_asked, server.num_asked - len(tenants), -1)
+        assert {server.pool._placed[f"r{number}"] for number in last} == {"a", "b"}
 
 
 async def test_the_table_has_what_the_node_has_cached() -> None:
@@ -102,7 +103,7 @@ async def test_a_silent_node_is_ejected_and_taken_back(monkeypatch: pytest.Monke
         monkeypatch.setattr(agent_module, "BEAT_S", EJECTED_AFTER_S + 0.5)  # from the next beat on
         began = loop.time()
         await until(lambda: engine.state == "ejected")
-        assert loop.time() - began < 1.2
+        assert loop.time() - began < 10.0  # and not only when its connection is given up
         await server.ask(prompt(1))
         assert server.pool.decisions[-1][1] == LOCAL
         await until(lambda: engine.state == "ready")
