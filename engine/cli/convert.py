@@ -62,7 +62,7 @@ def convert(
     from engine.backends.custom.conversion.convert import convert as convert_model
     from engine.cli.pull_progress import TerminalProgress
 
-    path = _path_of(source)
+    path = path_of(source)
     with TerminalProgress(messages(), verb="writing") as progress:
         convert_model(
             path,
@@ -95,7 +95,7 @@ def imatrix(
     from engine.backends.custom.weights.model import open_model
     from engine.cli.pull_progress import TerminalProgress
 
-    with closing(open_model(_path_of(model))) as source:
+    with closing(open_model(path_of(model))) as source:
         windows = windows_of(source, text, chunks)
         with TerminalProgress(messages(), verb="running") as progress:
             sums = importance_of(
@@ -105,7 +105,7 @@ def imatrix(
     print(out)
 
 
-def _path_of(model: str) -> Path:
+def path_of(model: str) -> Path:
     from engine.core.store.model_store import resolve_model
 
     path = Path(model)

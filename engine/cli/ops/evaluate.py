@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from engine.compare.contenders import Contender
     from engine.core.config_schema import Settings
     from engine.evaluation.items import Item
-    from engine.evaluation.run import Evaluated
+    from engine.evaluation.run import Evaluated, EvaluationPlan
 
 
 def evaluate(
@@ -67,23 +67,34 @@ def evaluate(
     or `criteria` for a judge. The first of --models is what the others are compared with.
     """
     from engine.evaluation.items import read_items
-    from engine.evaluation.results import ResultFile
-    from engine.evaluation.run import EvaluationPlan, evaluate
+    from engine.evaluation.run import EvaluationPlan
 
     settings = load_cli_settings(config).settings
     items = read_items(file, check)[:limit]
     contenders = _contenders((models or "").split(","), url, option or [], settings)
     judges = _contenders([judge], url, [], settings) if judge else [None]
     plan = EvaluationPlan(items, max_tokens, concurrency, timeout, instruction)
-    results = ResultFile(out, plan.settings)
-    try:
-        with messages().status("") as status:
-            found = asyncio.run(evaluate(contenders, judges[0], plan, results, status.update))
-    finally:
-        results.close()
+    found = _run(contenders, judges[0], plan, out)
     _show(found, items, show, as_json)
     if any(each.errors for each in found):
         raise typer.Exit(1)
+
+
+def _run(
+    contenders: "list[Contender]",
+    judge: "Contender | None",
+    plan: "EvaluationPlan",
+    out: Path | None,
+) -> "list[Evaluated]":
+    from engine.evaluation.results import ResultFile
+    from engine.evaluation.run import evaluate
+
+    results = ResultFile(out, plan.settings)
+    try:
+        with messages().status("") as status:
+            return asyncio.run(evaluate(contenders, judge, plan, results, status.update))
+    finally:
+        results.close()
 
 
 def _contenders(

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 import typer
 
 from engine.cli.console import messages
+from engine.cli.convert import path_of
 from engine.core.errors import ConfigError, EngineError
 
 if TYPE_CHECKING:
@@ -70,7 +71,7 @@ def finetune(
         raise ConfigError("give DATA and --base MODEL, or --resume DIR")
     else:
         request = TrainingRequest(
-            base=_base_path(base),
+            base=path_of(base),
             training_file=data,
             validation_file=validation,
             method=method,
@@ -85,6 +86,10 @@ def finetune(
         )
         folder, plan = make_job(request, output or _new_folder())
         (folder.path / NAME_FILE).write_text(_name_of(base, suffix, folder.path.name))
+    _run(folder, plan)
+
+
+def _run(folder: "JobFolder", plan: "TrainingPlan") -> None:
     shown = f"{plan.n_epochs} epochs, batches of {plan.batch_size}, rank {plan.lora.rank}"
     messages().print(f"training {folder.path} ({shown})", highlight=False, markup=False)
     _finish(folder, _follow(folder))
@@ -97,13 +102,6 @@ def _plan_of(path: Path) -> "TrainingPlan":
         return TrainingPlan.read(path)
     except OSError:
         raise ConfigError(f"{path} is no folder of a job", param="resume") from None
-
-
-def _base_path(base: str) -> Path:
-    from engine.core.store.model_store import resolve_model
-
-    path = Path(base)
-    return path if path.exists() else resolve_model(base)
 
 
 def _name_of(base: str, suffix: str, job: str) -> str:
