@@ -196,8 +196,8 @@ class TorchRunner(SamplingRunner):
         """The model that computes a step: with adapters, if a row has one."""
         if self._adapters is None or not inputs.adapter_ids.any():
             return self._model
-        self._adapters.begin(inputs)
-        return self._adapters.model
+        rows = len(inputs.token_ids), len(inputs.logit_rows)
+        return self._adapters.begin(*map(self._put, self._adapters.tiles_of(inputs, *rows)))
 
     def pack_adapter(self, adapter: "Adapter") -> "PackedAdapter":
         return self._with_adapters().pack(adapter)
