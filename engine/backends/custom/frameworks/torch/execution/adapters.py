@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from engine.backends.custom.adapters.matrices import EMBED, Adapter
-from engine.backends.custom.frameworks.torch.kernels.lora import tiles_of
+from engine.backends.custom.frameworks.torch.kernels.lora import lora_linear, tiles_of
 from engine.backends.custom.frameworks.torch.layers.adapted import (
     AdapterTiles,
     Stack,
@@ -56,6 +56,7 @@ class TorchAdapters:
         self._layers = dict(_layers(model))
         self._stacks: dict[str, Stack] = {}
         self._rank = 0
+        self._compiled: set[int] = set()  # ranks for which kernels are compiled
         self.num_adapters = 0  # that a step can have
         self.tiles = AdapterTiles(empty_tiles(device), empty_tiles(device))
         self.model = model  # the tree of modules with adapters
@@ -78,6 +79,8 @@ class TorchAdapters:
                     own_b[:, : pair.rank].copy_(torch.from_numpy(pair.b))
             layers[path] = _Matrices(a, b)
         num_bytes = sum(each.a.nbytes + each.b.nbytes for each in layers.values())
+        if self._device.type == "cuda":
+            self._compile(rank)
         return PackedAdapter(layers, rank, num_bytes)
 
     @torch.inference_mode()
@@ -129,6 +132,28 @@ class TorchAdapters:
         """The model for a step with these tiles."""
         self.tiles.tokens, self.tiles.logits = tokens, logits
         return self.model
+
+    @torch.inference_mode()
+    def _compile(self, rank: int) -> None:
+        """Compiles the kernels for a rank here, so that no step waits for them."""
+        if rank in self._compiled:
+            return
+        self._compiled.add(rank)
+        gate = self._base.config.activation
+        shapes = {
+            (layer.rows, layer.columns, gate if path.endswith(".gate_up") else None)
+            for path, layer in self._layers.items()
+            if path != "embed"
+        }
+        stream = torch.cuda.Stream(self._device)
+        with torch.cuda.stream(stream):
+            tiles = torch.ones((1, 3), dtype=torch.int32, device=self._device)  # row 1, place 1
+            for rows, columns, gate in shapes:
+                a = self._on_device(2, len(rows) * rank, columns)
+                b = self._on_device(2, sum(rows), rank)
+                x, y = self._on_device(2, columns), self._on_device(2, sum(rows))
+                lora_linear(a, b, tiles, rows, lambda x=x: x, lambda y=y: y, gate)
+        stream.synchronize()
 
     def _on_host(self, *shape: int) -> Tensor:
         pinned = self._device.type == "cuda"

@@ -22,7 +22,7 @@ _MAX_SPLITS, _MIN_SPLIT = 8, 256  # splits of x, and the columns of one
 _WRITTEN = 64  # columns of the result per program
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_rows"])
 def _shrink_kernel(
     x_ptr,
     a_ptr,
@@ -87,7 +87,7 @@ def _change(
     return tl.dot(hidden.to(b.dtype), tl.trans(b), input_precision="ieee")
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_rows"])
 def _expand_kernel(
     hidden_ptr,
     b_ptr,
@@ -140,7 +140,7 @@ def _expand_kernel(
     tl.store(out, (y.to(tl.float32) + change).to(y.dtype), mask=mask)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_rows"])
 def _expand_gated_kernel(
     hidden_ptr,
     b_ptr,
