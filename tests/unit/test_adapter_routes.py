@@ -234,7 +234,7 @@ def test_settings_name_the_base_of_an_adapter(tmp_path: Path) -> None:
             tables(tmp_path, f"{TABLES}[adapters.tuned]\n{table}\n")
     with pytest.raises(ConfigError, match="models.first has this name"):
         tables(tmp_path, TABLES + '[adapters.first]\npath = "a"\nbase = "second"\n')
-    remote = TABLES.replace('kind = "native"', 'kind = "openai"')
+    remote = TABLES.replace('[backends.two]\nkind = "native"', '[backends.two]\nkind = "openai"')
     made = tables(tmp_path, remote + '[adapters.tuned]\npath = "a"\nbase = "second"\n')
     with pytest.raises(ConfigError, match="serves no LoRA"):
         build_router(made, CollectorRegistry(), "engine.toml")
