@@ -261,4 +261,4 @@ def test_tinygrad_and_other_runners_without_adapters_refuse_them() -> None:
     )
     engine.turn()
     (deltas,) = [each for each in replies if isinstance(each, Deltas)]
-    assert "no LoRA adapters" in str(deltas.deltas[0].error)
+    assert "no LoRA adapters" in str(deltas.deltas[0].error_message)

@@ -13,16 +13,18 @@ from engine.backends.custom.adapters.reading import open_adapter
 from engine.backends.custom.weights.model import open_model
 from engine.cli.main import app
 from engine.core.store import adapter_store
+from tests.gguf_files import gguf_layout, random_weights, tiny_config, write_gguf
 from tests.lora_files import peft_folder
 from tests.model_site import COMMIT, Page, Site, serve_site
-from tests.parity import tiny_models
 
-SHAPES = {"model.layers.0.self_attn.q_proj": (48, 48), "model.layers.1.mlp.up_proj": (80, 48)}
+SHAPES = {"model.layers.0.self_attn.q_proj": (64, 64), "model.layers.1.mlp.up_proj": (96, 64)}
 
 
 @pytest.fixture(scope="module")
 def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tiny_models.save("llama", tmp_path_factory.mktemp("base"))[1]
+    path, config = tmp_path_factory.mktemp("base") / "tiny.gguf", tiny_config("llama")
+    write_gguf(path, config, gguf_layout(config, random_weights(config)))
+    return path
 
 
 @pytest.fixture(autouse=True)
@@ -52,11 +54,11 @@ def test_an_adapter_is_added_listed_merged_and_removed(base: Path, tmp_path: Pat
     folder = peft_folder(tmp_path / "a", SHAPES, rank=3)
     added = run("add", "tuned", str(folder), "--base", str(base))
     assert added.exit_code == 0, added.output
-    assert [(each["name"], each["base"]) for each in listed()] == [("tuned", base.name)]
+    assert [(each["name"], each["base"]) for each in listed()] == [("tuned", base.stem)]
     assert "tuned" in run("ls").stdout
     again = run("add", "tuned", str(folder), "--base", str(base))
     assert again.exit_code != 0 and "remove it first" in again.output
-    target = tmp_path / "merged"
+    target = tmp_path / "merged.gguf"
     merged = run("merge", "tuned", str(target), "--base", str(base), "--type", "F32")
     assert merged.exit_code == 0, merged.output
     check_merged(base, folder, target)
@@ -79,7 +81,7 @@ def check_merged(base: Path, folder: Path, target: Path) -> None:
 
 
 def test_a_bad_adapter_is_not_kept(base: Path, tmp_path: Path) -> None:
-    wrong = peft_folder(tmp_path / "a", {"model.layers.0.self_attn.q_proj": (48, 40)})
+    wrong = peft_folder(tmp_path / "a", {"model.layers.0.self_attn.q_proj": (64, 40)})
     for path, says in (
         (str(wrong), "another base model"),
         (str(tmp_path / "none"), "there is no adapter"),
@@ -101,7 +103,7 @@ def test_adapters_are_pulled_from_the_hub(base: Path, site: Site, tmp_path: Path
     added = run("add", "tuned", "hf:org/lora", "--base", str(base))
     assert added.exit_code == 0, added.output
     kept = Path(listed()[0]["path"])
-    assert sorted(each.name for each in kept.iterdir()) == [names[0], "adapter.json", names[1]]
+    assert sorted(each.name for each in kept.iterdir()) == ["adapter.json", *names]
     assert (kept / names[1]).read_bytes() == (folder / names[1]).read_bytes()
     site.pages["/api/models/org/other/revision/main"] = Page(
         json.dumps({"sha": COMMIT, "siblings": siblings[2:]}).encode()
