@@ -6,6 +6,7 @@ when an adapter has a larger rank, changes a layer that no other did, or gets a 
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 import torch
@@ -139,9 +140,9 @@ class TorchAdapters:
         if rank in self._compiled:
             return
         self._compiled.add(rank)
-        gate = self._base.config.activation
+        act = self._base.config.activation
         shapes = {
-            (layer.rows, layer.columns, gate if path.endswith(".gate_up") else None)
+            (layer.rows, layer.columns, act if path.endswith(".gate_up") else None)
             for path, layer in self._layers.items()
             if path != "embed"
         }
@@ -151,8 +152,9 @@ class TorchAdapters:
             for rows, columns, gate in shapes:
                 a = self._on_device(2, len(rows) * rank, columns)
                 b = self._on_device(2, sum(rows), rank)
-                x, y = self._on_device(2, columns), self._on_device(2, sum(rows))
-                lora_linear(a, b, tiles, rows, lambda x=x: x, lambda y=y: y, gate)
+                read = partial(self._on_device, 2, columns)
+                product = partial(self._on_device, 2, sum(rows))
+                lora_linear(a, b, tiles, rows, read, product, gate)
         stream.synchronize()
 
     def _on_host(self, *shape: int) -> Tensor:

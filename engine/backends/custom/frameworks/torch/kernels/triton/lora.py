@@ -17,9 +17,11 @@ from torch import Tensor
 from engine.backends.custom.frameworks.torch.kernels.lora import TILE_ROWS
 from engine.backends.custom.frameworks.torch.kernels.triton.epilogue import gate_times
 
-_READ = 128  # columns of x that a program multiplies at a time
-_MAX_SPLITS, _MIN_SPLIT = 8, 256  # splits of x, and the columns of one
-_WRITTEN = 64  # columns of the result per program
+_READ_BYTES = 1024  # of each row of x that a program multiplies at a time
+_MAX_SPLITS, _MIN_SPLIT = 4, 256  # splits of x, and the columns of one
+# Columns of the result per program. Tiles are the last dimension of a grid, because padding
+# comes last: their programs end while others run.
+_WRITTEN, _GATED = 64, 128
 
 
 @triton.jit(do_not_specialize=["num_rows"])
@@ -38,7 +40,7 @@ def _shrink_kernel(
     ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    tile, split, part = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    split, part, tile = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     first = tl.load(tiles_ptr + tile * 3)
     count = tl.load(tiles_ptr + tile * 3 + 1)
     place = tl.load(tiles_ptr + tile * 3 + 2).to(tl.int64)
@@ -105,7 +107,7 @@ def _expand_kernel(
     BLOCK: tl.constexpr,
 ):
     """y += B (A x). A block of columns is in one part of a fused matmul."""
-    tile, block = tl.program_id(0), tl.program_id(1)
+    block, tile = tl.program_id(0), tl.program_id(1)
     first = tl.load(tiles_ptr + tile * 3)
     count = tl.load(tiles_ptr + tile * 3 + 1)
     place = tl.load(tiles_ptr + tile * 3 + 2).to(tl.int64)
@@ -160,13 +162,13 @@ def _expand_gated_kernel(
 ):
     """out = act(gate + B (A x)) * (up + B (A x)), also for rows without adapters."""
     half: tl.constexpr = SIZE // 2
-    tile = tl.program_id(0)
+    tile = tl.program_id(1)
     first = tl.load(tiles_ptr + tile * 3)
     count = tl.load(tiles_ptr + tile * 3 + 1)
     place = tl.load(tiles_ptr + tile * 3 + 2).to(tl.int64)
     if count == 0:
         return
-    columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    columns = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     inside = columns < half
     rows = tl.arange(0, ROWS)
     is_row, tokens = rows < count, (first + rows).to(tl.int64)
@@ -223,10 +225,13 @@ def lora_linear(
     side = _side_stream(a.device) if a.is_cuda else None  # not made during a capture
     if side is not None and torch.cuda.is_current_stream_capturing():
         main = torch.cuda.current_stream(a.device)
-        side.wait_stream(main)
+        begun = main.record_event()
+        # The programs of the matmul come first and leave some multiprocessors free. If they came
+        # second, some of them would have to wait.
+        y = product()
+        side.wait_event(begun)
         with torch.cuda.stream(side):
             hidden = _shrink(read(), a, tiles, len(sizes), b.shape[2])
-        y = product()
         main.wait_stream(side)
     else:
         hidden, y = _shrink(read(), a, tiles, len(sizes), b.shape[2]), product()
@@ -238,8 +243,7 @@ def lora_linear(
 
 @cache
 def _side_stream(device: torch.device) -> torch.cuda.Stream:
-    # Its few small programs start before those of the matmul beside them, not after all of them.
-    return torch.cuda.Stream(device, priority=-1)
+    return torch.cuda.Stream(device)
 
 
 @cache
@@ -261,9 +265,10 @@ def _shrink(x: Tensor, a: Tensor, tiles: Tensor, parts: int, rank: int) -> Tenso
     ranks = triton.next_power_of_2(rank)
     # A power of two, because a program of the second launch reads all of them at once.
     splits = triton.next_power_of_2(min(_MAX_SPLITS, triton.cdiv(size, _MIN_SPLIT)))
-    split = triton.cdiv(triton.cdiv(size, splits), _READ) * _READ
+    read = min(_READ_BYTES // x.element_size(), triton.next_power_of_2(size))
+    split = triton.cdiv(triton.cdiv(size, splits), read) * read
     hidden = torch.empty((splits, num_rows, parts, ranks), dtype=torch.float32, device=x.device)
-    _shrink_kernel[(len(tiles), splits, parts)](
+    _shrink_kernel[(splits, parts, len(tiles))](
         x,
         a,
         hidden,
@@ -276,7 +281,8 @@ def _shrink(x: Tensor, a: Tensor, tiles: Tensor, parts: int, rank: int) -> Tenso
         PARTS=parts,
         SPLIT=split,
         ROWS=TILE_ROWS,
-        BLOCK=_READ,
+        BLOCK=read,
+        num_stages=2,
     )
     return hidden
 
@@ -284,7 +290,7 @@ def _shrink(x: Tensor, a: Tensor, tiles: Tensor, parts: int, rank: int) -> Tenso
 def _expand(y: Tensor, hidden: Tensor, b: Tensor, tiles: Tensor, sizes: tuple[int, ...]) -> None:
     splits, num_rows, parts, ranks = hidden.shape
     blocks = _blocks(sizes, y.device)
-    _expand_kernel[(len(tiles), len(blocks))](
+    _expand_kernel[(len(blocks), len(tiles))](
         hidden,
         b,
         y,
@@ -306,7 +312,7 @@ def _expand_gated(y: Tensor, hidden: Tensor, b: Tensor, tiles: Tensor, gate: str
     splits, num_rows, parts, ranks = hidden.shape
     size = b.shape[1]
     out = torch.empty((num_rows, size // 2), dtype=y.dtype, device=y.device)
-    _expand_gated_kernel[(len(tiles), triton.cdiv(size // 2, _WRITTEN))](
+    _expand_gated_kernel[(triton.cdiv(size // 2, _GATED), len(tiles))](
         hidden,
         b,
         y,
@@ -320,7 +326,7 @@ def _expand_gated(y: Tensor, hidden: Tensor, b: Tensor, tiles: Tensor, gate: str
         PARTS=parts,
         SPLITS=splits,
         ROWS=TILE_ROWS,
-        BLOCK=_WRITTEN,
+        BLOCK=_GATED,
         GATE=gate,
     )
     return out
