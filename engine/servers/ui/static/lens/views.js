@@ -97,8 +97,8 @@ export function Heads({ shown, weights }) {
       ${rows.map(([name, index, values]) => {
         const most = largest(values, position, 1)[0];
         const isChosen = index === (at < 0 ? null : head);
-        return html`<button type="button" key=${name} class="lens-head" tabindex=${isChosen ? 0 : -1} aria-pressed=${isChosen} aria-label=${index === null ? "Mean of all heads" : `Head ${index}`} onClick=${() => choose({ head: index })}>
-          <span class="lens-head-name num">${name}</span>
+        return html`<button type="button" key=${name} class="lens-head" tabindex=${isChosen ? 0 : -1} aria-pressed=${isChosen} onClick=${() => choose({ head: index })}>
+          <span class="lens-head-name num">${index !== null && html`<span class="sr">Head </span>`}${name}</span>
           <${Strip} values=${values.slice(0, position + 1)} />
           <span class="lens-most"><code>${visible(tokens[most])}</code><span class="num">${percent(values[most])}</span></span>
         </button>`;
