@@ -31,7 +31,8 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-POLL_S = 0.25
+POLL_S = 0.25  # seconds between looks at a process that trains
+REST_S = 1.0  # seconds between looks at the queue, or at a process that is held
 MAX_DEATHS = 3  # of the training process without progress
 _LOCK = "fine_tuning.lock"
 
@@ -91,7 +92,7 @@ class JobRunner:
                 logger.warning("fine-tuning waits: %s", error)
             except OSError:
                 logger.exception("fine-tuning waits: the storage directory failed")
-            await self._rest()
+            await self._pause(REST_S)
 
     async def _is_ours(self) -> bool:
         """Whether this server runs the jobs. Several servers may share a directory."""
@@ -107,9 +108,10 @@ class JobRunner:
             if not await self._store.is_known(path.name):
                 await asyncio.to_thread(JobFolder(path).remove)
 
-    async def _rest(self) -> None:
+    async def _pause(self, seconds: float) -> None:
+        """Wait, but not longer than until the next notice."""
         with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(1.0):
+            async with asyncio.timeout(seconds):
                 await self._awake.wait()
         self._awake.clear()
 
@@ -221,13 +223,7 @@ class JobRunner:
                 if hold is not None:
                     await hold.end()
                 process.pause()
-            await self._pause()
-
-    async def _pause(self) -> None:
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(POLL_S):
-                await self._awake.wait()
-        self._awake.clear()
+            await self._pause(REST_S if hold is not None and hold.is_held else POLL_S)
 
     async def _record(self, job: Job, event: TrainingEvent) -> None:
         if event.kind == "metrics":
