@@ -17,7 +17,6 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 import httpx
-import psutil
 
 from tests.served import ServedEngine, serve
 
@@ -79,11 +78,6 @@ def create_job(server: ServedEngine) -> str:
     return str(post(server, JOBS, json=body)["id"])
 
 
-def trainers(server: ServedEngine) -> list[psutil.Process]:
-    children = psutil.Process(server.process.pid).children()
-    return [each for each in children if "engine.finetuning.child" in each.cmdline()]
-
-
 def step(server: ServedEngine, job: str) -> int:
     events = httpx.get(f"{server.url}{JOBS}/{job}/events?limit=1", timeout=60).json()["data"]
     return int(events[0]["data"].get("step", 0)) if events else 0
@@ -98,7 +92,7 @@ def training(server: ServedEngine, job: str) -> Iterator[None]:
     server.wait_until(lambda: step(server, job) > before, 600)
     yield
     post(server, f"{JOBS}/{job}/pause")
-    server.wait_until(lambda: not trainers(server), 120)
+    server.wait_until(lambda: not server.trainers(), 120)
 
 
 def cancel(server: ServedEngine, job: str, folder: Path) -> None:
@@ -106,7 +100,7 @@ def cancel(server: ServedEngine, job: str, folder: Path) -> None:
     post(server, f"{JOBS}/{job}/resume")
     before = step(server, job)
     server.wait_until(lambda: step(server, job) > before, 600)
-    (trainer,) = trainers(server)
+    (trainer,) = server.trainers()
     memory = trainer.memory_info().rss
     num_bytes = sum(each.stat().st_size for each in folder.rglob("*") if each.is_file())
     began = time.perf_counter()

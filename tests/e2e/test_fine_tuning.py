@@ -4,15 +4,12 @@ training process and of the server, and the tuned model that is served at the en
 
 import json
 import os
-import pickle
 import signal
 import subprocess
 import sys
 from pathlib import Path
 
-import httpx
 import msgspec
-import numpy as np
 import openai
 import psutil
 import pytest
@@ -22,15 +19,16 @@ from safetensors.torch import load_file
 from engine.finetuning.folder import JobFolder
 from engine.finetuning.plan import TrainingPlan
 from engine.finetuning.trainer import Trainer
-from tests.lora_files import peft_folder
 from tests.parity.tiny_models import make
-from tests.safetensors_files import file_bytes
 from tests.served import ServedEngine, serve
 from tests.tokenizer_files import byte_level_engine, write_directory
 
+# The training process takes seconds to start. The server's part is tested without one, in
+# tests/unit/test_server_fine_tuning.py.
+pytestmark = pytest.mark.slow
+
 LINES = [{"prompt": f"{word} is", "completion": f" {word}"} for word in "abcdefgh"]
 NUM_STEPS = 400
-ALL = {"model.layers.0.self_attn.q_proj": (64, 64)}
 
 
 @pytest.fixture(scope="module")
@@ -54,11 +52,6 @@ def client_of(server: ServedEngine) -> openai.OpenAI:
     return openai.OpenAI(base_url=f"{server.url}/v1", api_key="unused", max_retries=0)
 
 
-def trainers(server: ServedEngine) -> list[psutil.Process]:
-    children = psutil.Process(server.process.pid).children()
-    return [each for each in children if "engine.finetuning.child" in each.cmdline()]
-
-
 def last_step(client: openai.OpenAI, job_id: str) -> int:
     events = client.fine_tuning.jobs.list_events(job_id, limit=1).data
     return events[0].data.get("step", 0) if events else 0
@@ -79,12 +72,12 @@ def test_a_job_survives_kills_of_its_process_and_of_its_server(
         )
         folder = JobFolder(Path(env["XDG_DATA_HOME"]) / "engine" / "fine_tuning" / job.id)
         server.wait_until(lambda: folder.last_state() is not None)
-        (trainer,) = trainers(server)
+        (trainer,) = server.trainers()
         trainer.kill()
-        server.wait_until(lambda: trainers(server) not in ([], [trainer]))
+        server.wait_until(lambda: server.trainers() not in ([], [trainer]))
         before = last_step(client, job.id)
         server.wait_until(lambda: last_step(client, job.id) > before)
-        (trainer,) = trainers(server)
+        (trainer,) = server.trainers()
         server.process.kill()
         psutil.wait_procs([trainer], 60)
         assert not trainer.is_running()
@@ -121,45 +114,6 @@ def assert_equal_to_an_undisturbed_job(folder: JobFolder, path: Path) -> None:
     )
     assert found.keys() == wanted.keys()
     assert all(torch.equal(found[name], wanted[name]) for name in wanted)
-
-
-def refused(name: str, folder: Path) -> str:
-    """Make the folder of an adapter that must be refused. Returns a part of the reason."""
-    weights = folder / "adapter_model.safetensors"
-    if name == "pickled":
-        peft_folder(folder, ALL)
-        weights.unlink()
-        (folder / "adapter_model.bin").write_bytes(pickle.dumps({"a": 1}))
-        return "safetensors"
-    if name == "nan":
-        peft_folder(folder, ALL)
-        tensors = {name: tensor.numpy() for name, tensor in load_file(weights).items()}
-        tensors[min(tensors)][0, 0] = np.nan
-        weights.write_bytes(file_bytes(tensors))
-        return "finite"
-    if name == "rank":
-        peft_folder(folder, ALL, rank=1024)
-        return "rank"
-    peft_folder(folder, {"model.layers.0.self_attn.q_proj": (4096, 4096)})
-    return "model"
-
-
-def test_bad_adapters_are_refused_and_the_server_goes_on(
-    base: Path, env: dict[str, str], tmp_path: Path
-) -> None:
-    with serve(str(base), env=env) as server:
-        for name in ("pickled", "nan", "rank", "other base"):
-            folder = tmp_path / name
-            reason = refused(name, folder)
-            body = {"lora_name": "bad", "lora_path": str(folder)}
-            reply = httpx.post(f"{server.url}/v1/load_lora_adapter", json=body)
-            assert reply.status_code == 400, (name, reply.text)
-            message = reply.json()["error"]["message"]
-            assert reason in message and "\n" not in message, (name, message)
-        listed = [each["id"] for each in httpx.get(f"{server.url}/v1/models").json()["data"]]
-        assert "bad" not in listed
-        body = {"model": server.model, "prompt": "a", "max_tokens": 1}
-        assert httpx.post(f"{server.url}/v1/completions", json=body).status_code == 200
 
 
 def engine(env: dict[str, str], *arguments: str) -> subprocess.CompletedProcess[str]:

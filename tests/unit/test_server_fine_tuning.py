@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import msgspec
 import openai
 import pytest
 
@@ -17,7 +18,7 @@ from engine.core.errors import InvalidRequestError
 from engine.finetuning.folder import JobFolder, TrainingEvent
 from engine.servers.fine_tuning import hold, routes, runner
 from engine.servers.fine_tuning.progress import step_metrics
-from tests.fake_backend import MODEL, FakeBackend
+from tests.fake_backend import CARD, MODEL, FakeBackend
 from tests.live_server import LiveServer, chat, events_of, live_server, wait_until
 from tests.lora_files import peft_folder
 
@@ -83,6 +84,7 @@ class TunedBackend(FakeBackend):
         if self.refuses_adapters:
             raise InvalidRequestError("no adapters here")
         self.adapters[name] = base
+        self.cards = [*self.cards, msgspec.structs.replace(CARD, id=name, root=MODEL, parent=MODEL)]
 
 
 @pytest.fixture(autouse=True)
@@ -265,9 +267,11 @@ def test_training_is_held_while_requests_are_open(
     monkeypatch.setattr(hold, "SLICE_S", 0.01)
     job = create(client)
     trainer = trainer_of(job)
-    server.backend.token_s = 0.1
+    server.backend.reset(["word "] * 1000)
+    server.backend.token_s = 0.02
     with HTTP.stream("POST", f"{server.url}/v1/chat/completions", json=chat(stream=True)) as answer:
-        next(answer.iter_lines())
+        lines = answer.iter_lines()  # without this name, the connection would be closed
+        next(lines)
         wait_until(lambda: trainer.asked[:1] == ["hold"])
         assert metric(server, "held") in (0, 1)
         wait_until(lambda: trainer.asked[:3] == ["hold", "go_on", "hold"])  # a slice
@@ -276,16 +280,16 @@ def test_training_is_held_while_requests_are_open(
 
 def test_a_dead_trainer_is_replaced_until_it_makes_no_progress(client: openai.OpenAI) -> None:
     job = create(client)
-    for number in range(runner.MAX_DEATHS + 1):
+    for number, step in enumerate((1, 2, 2, 1)):  # steps after a checkpoint are repeated
         trainer = trainer_of(job, number)
-        if number == 0:
-            trainer.tell("metrics", 1, loss=2.0)
+        trainer.tell("metrics", step, loss=2.0)
         (trainer.folder.path / "trainer.log").write_text("Killed by a test\n")
         trainer.status = -9
     failed = wait_for(client, job, "failed")
     assert failed.error.message == "the training process died 3 times: Killed by a test"
     levels = [each.level for each in client.fine_tuning.jobs.list_events(job.id)]
     assert levels.count("warn") == runner.MAX_DEATHS and levels.count("error") == 1
+    assert len(STARTED) == 4
 
 
 def test_a_failure_of_the_trainer_is_the_jobs_error(client: openai.OpenAI) -> None:
@@ -344,7 +348,7 @@ PAIR = {
         ),
         ([PAIR], {}, "training_file", "line 1 of the training file: this is a preference"),
         (LINES, {"method": {"type": "dpo"}}, "training_file", "dpo needs input"),
-        ([""], {}, "training_file", "the training file has no examples"),
+        (["", ""], {}, "training_file", "the training file has no examples"),
         (LINES, {"model": "absent"}, "model", "'absent' can't be fine-tuned here"),
         (LINES, {"extra_body": {"lora": {"rank": 257}}}, "lora.rank", "256"),
         (LINES, {"extra_body": {"lora": {"rnk": 1}}}, "lora.rnk", ""),

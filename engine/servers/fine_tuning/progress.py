@@ -51,11 +51,10 @@ def step_metrics(events: Iterable[TrainingEvent]) -> bytes:
     writer = csv.DictWriter(text, ["step", *columns], lineterminator="\n", extrasaction="ignore")
     writer.writeheader()
     for step in sorted(steps):
-        row = figures_of(steps[step])
-        accuracy = {"train_accuracy": steps[step].accuracy}
-        writer.writerow(
-            {name: f"{value:.5f}" for name, value in (row | accuracy).items()} | {"step": step}
-        )
+        figures = figures_of(steps[step])
+        if steps[step].accuracy is not None:
+            figures["train_accuracy"] = steps[step].accuracy
+        writer.writerow({name: f"{each:.5f}" for name, each in figures.items()} | {"step": step})
     return text.getvalue().encode()
 
 

@@ -33,7 +33,7 @@ logger = logging.getLogger(__name__)
 
 POLL_S = 0.25  # seconds between looks at a process that trains
 REST_S = 1.0  # seconds between looks at the queue, or at a process that is held
-MAX_DEATHS = 3  # of the training process without progress
+MAX_DEATHS = 3  # of the training process at the same step
 _LOCK = "fine_tuning.lock"
 
 
@@ -162,7 +162,7 @@ class JobRunner:
 
     async def _train(self, job: Job) -> None:
         """Run the training process until it ends, and again if it dies."""
-        folder, num_deaths = self.folder_of(job.id), 0
+        folder, num_deaths, best = self.folder_of(job.id), 0, 0
         _, start = folder.events()
         while True:
             last, start = await self._attend(job, folder, start)
@@ -174,7 +174,8 @@ class JobRunner:
             if last.kind == "failed":
                 raise EngineError(last.message)
             self._metrics.deaths.inc()
-            num_deaths = 1 if last.kind == "metrics" else num_deaths + 1
+            num_deaths = 1 if last.step > best else num_deaths + 1
+            best = max(best, last.step)
             if num_deaths >= MAX_DEATHS:
                 tail = log_tail(folder.path)
                 raise EngineError(f"the training process died {num_deaths} times: {tail}")
@@ -216,6 +217,7 @@ class JobRunner:
                 await self._record(job, event)
             if status is not None:
                 return (None if last.kind == "paused" else last), start
+            await self._count()
             now = (await self._store.find(job.id)).status
             if now == "cancelled":
                 return None, start
