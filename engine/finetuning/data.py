@@ -90,7 +90,7 @@ def parse_example(line: bytes, method: Method) -> Example:
             json.dumps(value, ensure_ascii=False).encode()
     except json.JSONDecodeError as error:
         raise ValueError(f"this is not JSON ({error.msg} at column {error.colno})") from None
-    except UnicodeError as error:
+    except (UnicodeDecodeError, UnicodeEncodeError) as error:
         raise ValueError(f"this is not UTF-8 ({error.reason})") from None
     except (ValueError, RecursionError) as error:
         raise ValueError(f"this is not JSON ({error})") from None

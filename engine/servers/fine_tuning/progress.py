@@ -52,8 +52,8 @@ def step_metrics(events: Iterable[TrainingEvent]) -> bytes:
     writer.writeheader()
     for step in sorted(steps):
         figures = figures_of(steps[step])
-        if steps[step].accuracy is not None:
-            figures["train_accuracy"] = steps[step].accuracy
+        if (accuracy := steps[step].accuracy) is not None:
+            figures["train_accuracy"] = accuracy
         writer.writerow({name: f"{each:.5f}" for name, each in figures.items()} | {"step": step})
     return text.getvalue().encode()
 
