@@ -33,6 +33,7 @@ from engine.core.observability.collectors import TierCollector
 from engine.core.observability.metrics import Metrics
 from engine.plugins.metrics import PluginMetrics
 from engine.routing.metrics import RouterMetrics, ShadowMetrics
+from engine.servers.fine_tuning.progress import JobMetrics
 from engine.servers.openai.capabilities import TRANSLATING, verdict_in
 from engine.servers.schema.dialects.words import DIALECTS, WORDS, Word
 
@@ -152,14 +153,16 @@ def metrics_page() -> str:
     RouterMetrics(registry).watch(())
     ShadowMetrics(registry)
     PluginMetrics(registry)
+    JobMetrics(registry)
     TierCollector(registry).update((TierStats(name="disk"),))
     lines = [
         *("# Metrics", "", _NOTICE, ""),
         "`GET /metrics` serves these in Prometheus' text format. `vllm:*` are the names that"
         " dashboards for vLLM query.",
         "`engine_backend_*` exist with a router, `engine_shadow_*` with shadow traffic,"
-        " `engine_plugin_*` with plugins, `engine_cache_tier_*` with cache tiers. A histogram has"
-        " the series `_bucket`, `_sum` and `_count`.",
+        " `engine_plugin_*` with plugins, `engine_cache_tier_*` with cache tiers,"
+        " `engine_finetuning_*` with fine-tuning jobs. A histogram has the series `_bucket`, `_sum`"
+        " and `_count`.",
         "",
         *_table("metric", "type", "labels", "what it counts"),
     ]
