@@ -281,7 +281,8 @@ def with_engine_options(command: Callable[..., None]) -> Callable[..., None]:
 
     @functools.wraps(command)
     def with_shared(**given: Any) -> None:
-        command(**given, engine={key: given.pop(name) for key, name in names.items()})
+        engine = {key: given.pop(name) for key, name in names.items()}
+        command(**given, engine=engine)
 
     own = [
         each.replace(kind=inspect.Parameter.KEYWORD_ONLY)

@@ -42,7 +42,10 @@ class Server:
         return answer.json()
 
     def explained(self, answer: dict[str, Any]) -> dict[str, Any]:
-        return self.client.get(f"/v1/admin/requests/{answer['id']}").json()
+        path = f"/v1/admin/requests/{answer['id']}"
+        # A request is kept just after its answer was sent.
+        wait_until(lambda: self.client.get(path).status_code == 200)
+        return self.client.get(path).json()
 
     def metric(self, name: str, labels: str = "") -> float:
         text = self.client.get("/metrics").text

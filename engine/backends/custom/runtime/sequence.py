@@ -15,7 +15,7 @@ from engine.backends.custom.runtime.images import PlacedImage
 from engine.backends.custom.runtime.insight.timekeeping import Stopwatch
 from engine.backends.custom.runtime.model_runner import U32
 from engine.backends.custom.runtime.samplers.repetition import Breakers
-from engine.core.interfaces.handover import PEERS, Handover
+from engine.core.interfaces.handover import Handover
 from engine.core.interfaces.request import (
     FinishReason,
     GenerateRequest,
@@ -119,6 +119,7 @@ class Sequence:
     num_asked: int = 0
     loaded_from: dict[str, int] = field(default_factory=dict)
     handover: Handover | None = None  # a prefill node has the blocks of the prompt
+    num_own: int | None = None  # tokens that were cached here before blocks were fetched there
     keeps_blocks: bool = False  # another engine will fetch the blocks of the prompt
     needs_history: bool = True  # True: the runner has no valid token history for the slot
     started_at: float | None = None
@@ -137,10 +138,9 @@ class Sequence:
         """How many of the prompt tokens that were found in the cache count as cached. Those that a
         prefill node has computed for this request do not.
         """
-        if self.handover is None:
+        if self.handover is None or self.num_own is None:
             return num_found
-        own = num_found - self.loaded_from.get(PEERS, 0)
-        return min(num_found, max(own, self.handover.prefilled.num_cached))
+        return min(num_found, max(self.num_own, self.handover.prefilled.num_cached))
 
     @property
     def num_uncomputed(self) -> int:

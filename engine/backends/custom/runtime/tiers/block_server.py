@@ -10,6 +10,7 @@ import ssl
 import threading
 import time
 from collections.abc import Callable
+from contextlib import suppress
 
 import numpy as np
 
@@ -22,6 +23,7 @@ from engine.core.shards.ring import RingClosedError
 log = logging.getLogger(__name__)
 
 MAX_CONNECTIONS = 256
+GREETING_S = 10.0
 # A block that is asked for may still be on its way to the tier. This is the max wait for it.
 STORED_S = 1.0
 POLL_S = 0.002
@@ -60,6 +62,8 @@ class BlockServer:
     def close(self) -> None:
         for sock in (self._listening, *list(self._open)):
             if sock is not None:
+                with suppress(OSError):  # it was not connected
+                    sock.shutdown(socket.SHUT_RDWR)  # ends calls of other threads
                 sock.close()
 
     def _accept(self) -> None:
@@ -79,7 +83,7 @@ class BlockServer:
         wrapped = sock
         try:
             sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-            sock.settimeout(STORED_S)
+            sock.settimeout(GREETING_S)
             if self._tls is not None:
                 wrapped = self._tls.wrap_socket(sock, server_side=True)
             link = TcpLink(wrapped)

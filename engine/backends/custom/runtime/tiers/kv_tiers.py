@@ -30,7 +30,7 @@ MIN_GAIN_S = 0.005  # tiers are not asked for blocks that can be computed within
 MAX_SHARE = 0.8
 FIRST_WAIT_S, STALL_S = 0.25, 0.15  # the waits of a `ReadJob`
 # The same for blocks of a prefill node: a decode node should not compute prompts.
-PEER_WAIT_S, PEER_STALL_S = 2.5, 1.0
+PEER_WAIT_S, PEER_STALL_S = 5.0, 2.0
 WAIT_S = 0.001  # the loop waits this long for blocks at a time, if nothing else runs
 MAX_ASKED = 3
 # A block that was stored is offered to the tiers again after this time, if it is used again. A tier
@@ -202,6 +202,8 @@ class KVTiers:
         self._extend_keys(seq, num_blocks)
         path = kv.radix.path(seq.namespace, tokens)
         first = len(path.blocks)
+        if is_at_peer and seq.num_own is None:
+            seq.num_own = first * kv.block_size
         wanted = seq.keys[min(first, num_blocks - 1)]
         for job in self._jobs:
             if first < len(job.places) and job.places[first].key == wanted:

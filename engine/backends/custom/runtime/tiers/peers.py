@@ -21,7 +21,7 @@ from engine.core.interfaces.handover import PEERS, BlockSource
 from engine.core.shards.frames import decode_frame, encode_frame
 from engine.core.shards.link import TcpLink
 
-CONNECT_S = 1.0
+CONNECT_S = 2.0
 ANSWER_S = 2.0  # max wait for bytes of an answer
 MAX_EXPECTED = 2**17
 MAX_CONNECTIONS = 64
