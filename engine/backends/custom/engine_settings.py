@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from engine.backends.custom.options import MIB, EngineOptions, PeerOptions, TierOptions
-from engine.core.config_schema import Settings, TierSettings
+from engine.core.config_schema import Settings
+from engine.core.config_types import TierSettings
 from engine.core.errors import ConfigError
 from engine.core.store.model_store import default_name
 
