@@ -1,6 +1,6 @@
 """How many nodes a queue needs."""
 
-from engine.routing.nodes.ray_launcher import Autoscaler
+from engine.routing.ray_nodes.scaling import Autoscaler
 
 
 def test_more_nodes_come_at_once_and_fewer_after_a_while() -> None:

@@ -16,6 +16,7 @@ from engine.cli.console import (
     DeviceOption,
     DtypeOption,
     JsonOption,
+    complete_model,
     load_cli_settings,
     output,
 )
@@ -31,9 +32,10 @@ from engine.cli.serve_options import (
     MaxBatchTokensOption,
     MaxSequenceLengthOption,
     MemoryPoolSizeOption,
-    ModelOption,
     NumericsOption,
+    PipelineParallelOption,
     QuantizationOption,
+    TensorParallelOption,
     ThreadsOption,
 )
 from engine.core.errors import ConfigError, ConflictError
@@ -74,6 +76,19 @@ CaOption = Annotated[
 ]
 
 
+NodeModelOption = Annotated[
+    str | None,
+    typer.Option(
+        "--model",
+        "-m",
+        "--model-path",
+        rich_help_panel=_JOIN,
+        help="The model, with the same files as the server's.",
+        autocompletion=complete_model,
+    ),
+]
+
+
 @app.command(cls=GroupedCommand)
 def join(
     urls: UrlsArgument,
@@ -83,7 +98,7 @@ def join(
         typer.Option("--name", rich_help_panel=_JOIN, help="Name of the node; default: host name."),
     ] = None,
     ca_file: CaOption = None,
-    model: ModelOption = None,
+    model: NodeModelOption = None,
     backend: BackendOption = None,
     device: DeviceOption = None,
     dtype: DtypeOption = None,
@@ -98,6 +113,8 @@ def join(
     numerics: NumericsOption = None,
     kv_dtype: KvDtypeOption = None,
     quantization: QuantizationOption = None,
+    tensor_parallel_size: TensorParallelOption = None,
+    pipeline_parallel_size: PipelineParallelOption = None,
     log_level: LogLevelOption = None,
     log_format: LogFormatOption = None,
     config: ConfigOption = None,
@@ -120,6 +137,8 @@ def join(
         "performance.numerics": numerics,
         "cache.kv_dtype": kv_dtype,
         "model.quantization": quantization,
+        "performance.tensor_parallel_size": tensor_parallel_size,
+        "performance.pipeline_parallel_size": pipeline_parallel_size,
         "cache.enabled": cache,
         "logging.level": log_level,
         "logging.format": log_format,
