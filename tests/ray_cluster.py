@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import psutil
 
 from tests.served import ServedEngine, serve
 
@@ -46,6 +47,16 @@ def ray_cluster(num_machines: int = 2) -> Iterator[str]:
     finally:
         ray.shutdown()
         cluster.shutdown()
+
+
+def node_processes(command: str) -> list[psutil.Process]:
+    """The processes of the actors' commands, such as `node join`."""
+    found = []
+    for each in psutil.process_iter(["cmdline"]):
+        line = " ".join(each.info["cmdline"] or ())
+        if f"engine.cli.main {command}" in line and "/fd/" in line:  # their token is in memory
+            found.append(each)
+    return found
 
 
 @dataclass

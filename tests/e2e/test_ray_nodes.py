@@ -12,13 +12,12 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import httpx
-import psutil
 import pytest
 
 from tests.checkpoint_folders import write_hf
 from tests.conftest import DEFAULT_MODEL
 from tests.live_server import wait_until
-from tests.ray_cluster import RayServer, ray_cluster, ray_server
+from tests.ray_cluster import RayServer, node_processes, ray_cluster, ray_server
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 NUM_STREAMS = 8
@@ -63,18 +62,8 @@ def texts(server: RayServer, model: str = DEFAULT_MODEL, kill: int | None = None
     return asyncio.run(ask())
 
 
-def commands(words: str) -> list[psutil.Process]:
-    """The processes of actors' commands, such as `node join`."""
-    found = []
-    for each in psutil.process_iter(["cmdline"]):
-        line = " ".join(each.info["cmdline"] or ())
-        if f"engine.cli.main {words}" in line and "/fd/" in line:
-            found.append(each)
-    return found
-
-
 def nothing_is_left(server: RayServer) -> bool:
-    return not server.nodes() and not server.status() and not commands("")
+    return not server.nodes() and not server.status() and not node_processes("")
 
 
 def test_nodes_follow_the_queue_and_survive_kills(address: str, tmp_path: Path) -> None:
@@ -84,9 +73,9 @@ def test_nodes_follow_the_queue_and_survive_kills(address: str, tmp_path: Path) 
         first = texts(server)  # there was no node yet: the requests waited
         wait_until(lambda: len(server.nodes()) == 2, START_S)
         assert {each["state"] for each in server.status()} == {"placed"}
-        assert texts(server, kill=commands("node join")[0].pid) == first
+        assert texts(server, kill=node_processes("node join")[0].pid) == first
         wait_until(lambda: len(server.nodes()) == 2, START_S)  # Ray has started it again
-        actor = commands("node join")[0].parent()
+        actor = node_processes("node join")[0].parent()
         assert actor is not None and "NodeProcess" in " ".join(actor.cmdline())
         assert texts(server, kill=actor.pid) == first
         wait_until(lambda: not server.nodes(), START_S)  # nobody asks any more
@@ -104,8 +93,8 @@ def test_the_ranks_of_a_node_are_on_several_machines(address: str, tmp_path: Pat
             assert node["ranks"] == 2
             name = server.served.model
             first = texts(server, name)
-            assert texts(server, name, kill=commands("shard")[0].pid) == first
-            assert texts(server, name, kill=commands("node join")[0].pid) == first
+            assert texts(server, name, kill=node_processes("shard")[0].pid) == first
+            assert texts(server, name, kill=node_processes("node join")[0].pid) == first
         assert "1 nodes left" in server.cluster("down")
         wait_until(lambda: nothing_is_left(server), 60)
 
