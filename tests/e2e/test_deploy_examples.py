@@ -109,23 +109,23 @@ def test_two_machines_share_the_requests_of_one_server(default_model: Path, tmp_
 
 def test_a_router_stands_in_front_of_two_servers(default_model: Path, tmp_path: Path) -> None:
     text = (EXAMPLES / "two_machines/engine.toml").read_text()
-    ports = [free_port(), free_port()]
+    routes = page_command("two_machines", "curl").split()[1]
     with ExitStack() as stack:
-        for name, port in zip(("one", "two"), ports, strict=True):
+        for name in ("one", "two"):
             (tmp_path / f"{name}.key").write_text(f"the-key-of-{name}-0123456789")
             (tmp_path / f"{name}.key").chmod(0o600)
-            text = text.replace(f"http://{name}:8080/v1", f"http://127.0.0.1:{port}/v1")
-            command = ["engine", "serve", DEFAULT_MODEL, "--port", str(port), "--threads", "1"]
-            stack.enter_context(running([*command, "--api-key-file", f"{name}.key"], tmp_path))
+            url = f"http://127.0.0.1:{free_port()}"
+            text = text.replace(f"http://{name}:8080", url)
+            serve = f"engine serve {DEFAULT_MODEL} --threads 1 --api-key-file {name}.key --port"
+            stack.enter_context(running([*serve.split(), url.rpartition(":")[2]], tmp_path))
+            wait_until(lambda url=url: is_ready(url), 60)
         (tmp_path / "engine.toml").write_text(text)
-        router = free_port()
+        port = free_port()
         command = page_command("two_machines", "engine serve --config").split()
-        stack.enter_context(running([*command, "--port", str(router)], tmp_path))
-        url = f"http://127.0.0.1:{router}"
-        for each in (*ports, router):
-            wait_until(lambda port=each: is_ready(f"http://127.0.0.1:{port}"), 60)
-        routes = page_command("two_machines", "curl", **{"127.0.0.1:8080": f"127.0.0.1:{router}"})
-        told = httpx.get(routes.split()[1]).text
+        stack.enter_context(running([*command, "--port", str(port)], tmp_path))
+        url = f"http://127.0.0.1:{port}"
+        wait_until(lambda: is_ready(url), 60)
+        told = httpx.get(routes.replace("http://127.0.0.1:8080", url)).text
         assert '"one"' in told and '"two"' in told
         answers = [complete(url, f"Number {number} is") for number in range(8)]
         assert {each.status_code for each in answers} == {200}, answers[0].text

@@ -31,6 +31,9 @@ class FakeNodes:
     def failures(self) -> dict[str, str]:
         return self.said
 
+    def remind(self) -> None:
+        pass
+
     def scale_to(self, count: int, plan: NodePlan) -> None:
         assert plan is PLAN
         self.count = count

@@ -79,7 +79,7 @@ class NodeProcess(EngineCommand):
         import ray
 
         self._group = ray.util.get_current_placement_group()
-        self._address = ""
+        self._address, self._is_leaving = "", False
         variables = {}
         if num_ranks > 1:
             self._address = f"{ray.util.get_node_ip_address()}:{_free_port()}"
@@ -96,19 +96,28 @@ class NodeProcess(EngineCommand):
         return self._address
 
     def leave(self) -> None:
-        """Let open requests finish, then end."""
-        if self._child is not None and self._child.poll() is None:
+        """Let open requests finish, then end. May be called again, if the call was lost."""
+        if self._child is None or self._is_leaving:
+            return
+        if self._child.poll() is None:
+            self._is_leaving = True
             self._child.send_signal(signal.SIGTERM)
+        else:  # it has failed
+            self._remove()
 
     # The child must be started by a thread that lives as long as this process: the kernel kills it
     # when that thread ends.
     def _run(self, arguments: list[str], variables: dict[str, str]) -> None:
-        import ray
-
         began = time.monotonic()
         status = self._start(arguments, **variables).wait()
-        if status != 0:
+        if status != 0 and not self._is_leaving:
             self._end_failed(status, time.monotonic() - began)
+        self._remove()
+
+    def _remove(self) -> None:
+        """Remove all actors of the node, and with them this one."""
+        import ray
+
         ray.util.remove_placement_group(self._group)
 
 

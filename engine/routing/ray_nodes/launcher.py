@@ -3,6 +3,7 @@
 A node has a placement group of its own, with a bundle and an actor for each of its ranks.
 """
 
+import contextlib
 import logging
 import time
 from dataclasses import dataclass
@@ -16,7 +17,7 @@ log = logging.getLogger(__name__)
 PREFIX = "engine-node-"
 RANK = ".rank"  # in the name of an actor: a rank other than the first
 ANSWER_S = 1.0  # how long a call of an actor may take
-POLL_S = 0.2
+POLL_S = 0.5
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,6 +66,8 @@ class RayNodes:
 
     def __init__(self, ray: Any) -> None:
         self._ray = ray
+        # Ray lists the placement groups of all namespaces, so their names have the namespace.
+        self._group_prefix = f"{ray.get_runtime_context().namespace}/"
         self._leaving: set[str] = set()
 
     def names(self) -> list[str]:
@@ -100,10 +103,8 @@ class RayNodes:
         ray = self._ray
         asked = {}
         for name in self._actor_names():
-            try:
+            with contextlib.suppress(ValueError):  # it has just gone
                 asked[ray.get_actor(name).failure.remote()] = name.partition(RANK)[0]
-            except ValueError:  # it has just gone
-                continue
         if not asked:
             return {}
         # An actor that waits for room or is being restarted does not answer.
@@ -134,9 +135,15 @@ class RayNodes:
         """Ask a node to finish its open requests and end. One that has no room is removed."""
         if _state(self._groups().get(name)) == "CREATED":
             self._leaving.add(name)
-            self._ray.get_actor(name).leave.remote()
+            self.remind()
         else:
             self.remove(name)
+
+    def remind(self) -> None:
+        """Ask the nodes that should leave again. An actor that is being restarted does not hear."""
+        for name in self._leaving.intersection(self._actor_names()):
+            with contextlib.suppress(ValueError):  # it has just gone
+                self._ray.get_actor(name).leave.remote()
 
     def remove(self, name: str) -> None:
         """End a node at once."""
@@ -144,9 +151,9 @@ class RayNodes:
         for each in self._actor_names():
             if each.partition(RANK)[0] == name:
                 ray.kill(ray.get_actor(each), no_restart=True)
-        for group in self._ray.util.placement_group_table().values():
-            if group["name"] == name and group["state"] != "REMOVED":
-                ray.util.remove_placement_group(ray.util.get_placement_group(name))
+        if name in self._groups():
+            group = ray.util.get_placement_group(self._group_prefix + name)
+            ray.util.remove_placement_group(group)
 
     def remove_all(self, timeout_s: float) -> int:
         """Let all nodes leave, and end those that have not left in time. Returns how many had to be
@@ -157,6 +164,7 @@ class RayNodes:
         deadline = time.monotonic() + timeout_s
         while self._all_names() and time.monotonic() < deadline:
             time.sleep(POLL_S)
+            self.remind()
         late = self._all_names()
         for name in late:
             self.remove(name)
@@ -170,9 +178,13 @@ class RayNodes:
         return sorted({each.partition(RANK)[0] for each in self._actor_names()})
 
     def _groups(self) -> dict[str, dict[str, Any]]:
-        """The placement groups that have not been removed, by name."""
+        """The placement groups of the nodes that have not been removed, by name of the node."""
         found = self._ray.util.placement_group_table().values()
-        return {each["name"]: each for each in found if each["state"] != "REMOVED"}
+        return {
+            each["name"].removeprefix(self._group_prefix): each
+            for each in found
+            if each["name"].startswith(self._group_prefix) and each["state"] != "REMOVED"
+        }
 
     def _start(self, name: str, plan: NodePlan) -> None:
         ray = self._ray
@@ -180,7 +192,9 @@ class RayNodes:
         # Ray places the ranks on as few machines as it can, now or when there is room. Ray's own
         # autoscaler sees groups that wait, and may add machines for them.
         bundles = [plan.bundle] * plan.num_ranks
-        group = ray.util.placement_group(bundles, "PACK", name=name, lifetime="detached")
+        group = ray.util.placement_group(
+            bundles, "PACK", name=self._group_prefix + name, lifetime="detached"
+        )
         arguments = [*plan.arguments, *plan.model_option]
         kind = self._actor(NodeProcess, name, plan, group, 0)
         node = kind.remote(plan.token, arguments, name, plan.num_ranks)

@@ -64,6 +64,7 @@ class Scaling:
         except UnavailableError as error:
             self._tell(error.message)  # the nodes stay as they are until the server is back
             return
+        self._nodes.remind()
         here = len(self._nodes.names())
         wanted = self._scaler.wanted(here, num_open, now)
         if wanted != here:
