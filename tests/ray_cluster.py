@@ -4,6 +4,7 @@ import json
 import os
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -13,12 +14,12 @@ from typing import Any
 import httpx
 import psutil
 
+from tests.live_server import free_port
 from tests.served import ServedEngine, serve
 
 TOKEN = "a-token-for-nodes-in-ray"
 # Ray ends its own processes if they start slowly, as they do on a busy machine.
 PATIENCE = {
-    "RAY_raylet_start_wait_time_s": "300",
     "RAY_agent_register_timeout_ms": "300000",
     "RAY_worker_register_timeout_seconds": "300",
     "RAY_health_check_initial_delay_ms": "60000",
@@ -27,26 +28,53 @@ PATIENCE = {
     "RAY_USAGE_STATS_ENABLED": "0",
 }
 OBJECT_STORE_BYTES = 100 * 2**20
+NUM_STARTS = 4
 
 
 @contextmanager
 def ray_cluster(num_machines: int = 2) -> Iterator[str]:
     """The address of the cluster."""
-    os.environ.update(PATIENCE)
-    import ray
-    from ray.cluster_utils import Cluster
-
-    each = {"num_cpus": 1, "object_store_memory": OBJECT_STORE_BYTES}
-    head = each | {"include_dashboard": False}
-    cluster = Cluster(initialize_head=True, head_node_args=head)
-    try:
+    address = f"127.0.0.1:{free_port()}"
+    port = address.rpartition(":")[2]
+    with ExitStack() as stack:
+        head = ("--head", "--port", port, "--include-dashboard", "false")
+        stack.enter_context(_ray_node(*head))
         for _ in range(num_machines - 1):
-            cluster.add_node(**each)
-        cluster.wait_for_nodes(timeout=300)
-        yield cluster.address
-    finally:
-        ray.shutdown()
-        cluster.shutdown()
+            stack.enter_context(_ray_node("--address", address))
+        yield address
+
+
+@contextmanager
+def _ray_node(*arguments: str) -> Iterator[None]:
+    """`ray start`, again if it was too slow: Ray gives itself 30 seconds."""
+    program = str(Path(sys.executable).parent / "ray")
+    fixed = ("--block", "--num-cpus", "1", "--node-ip-address", "127.0.0.1")
+    memory = ("--object-store-memory", str(OBJECT_STORE_BYTES))
+    for _ in range(NUM_STARTS):
+        process = subprocess.Popen(
+            [program, "start", *arguments, *fixed, *memory],
+            env=os.environ | PATIENCE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        assert process.stdout is not None
+        lines = []
+        for line in process.stdout:
+            lines.append(line)
+            if "Ray runtime started" in line:
+                break
+        else:
+            process.wait(60)
+            continue
+        threading.Thread(target=process.stdout.read, daemon=True).start()
+        try:
+            yield
+        finally:
+            process.terminate()
+            process.wait(60)
+        return
+    raise AssertionError("".join(lines))
 
 
 def node_processes(command: str) -> list[psutil.Process]:
