@@ -13,8 +13,8 @@ import os
 import signal
 import sys
 import tempfile
-import time
 from contextlib import ExitStack
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
@@ -34,8 +34,8 @@ START_S = 300.0
 BEFORE_KILL_S = 3.0
 
 
-async def kill_under_load(server: RayServer, num_tokens: int) -> tuple[list[Any], float, float]:
-    """The results of the streams, when the node was ejected, and when it was back."""
+async def kill_under_load(server: RayServer, num_tokens: int) -> tuple[list[Any], float]:
+    """The results of the streams, and how soon the killed node was ejected."""
 
     async def one(client: httpx.AsyncClient, number: int) -> int:
         body = {"prompt": f"Tell me about {number}.", "max_tokens": num_tokens, "ignore_eos": True}
@@ -47,8 +47,15 @@ async def kill_under_load(server: RayServer, num_tokens: int) -> tuple[list[Any]
         await asyncio.sleep(BEFORE_KILL_S)
         os.kill(node_processes("node join")[0].pid, signal.SIGKILL)
         ejected = await asyncio.to_thread(wait_for, lambda: len(server.nodes()) == 1, START_S)
-        answers = await asyncio.gather(*asked, return_exceptions=True)
-        return list(answers), ejected, time.monotonic()
+        return list(await asyncio.gather(*asked, return_exceptions=True)), ejected
+
+
+def logged(words: str) -> list[float]:
+    """When nodes have logged this, by Ray's files of their output."""
+    logs = Path("/tmp/ray/session_latest/logs")
+    lines = [line for path in logs.glob("worker-*.err") for line in path.read_text().splitlines()]
+    told = [json.loads(line) for line in lines if words in line and line.startswith("{")]
+    return sorted(datetime.fromisoformat(each["ts"]).timestamp() for each in told)
 
 
 def measure(num_tokens: int) -> dict[str, Any]:
@@ -56,19 +63,24 @@ def measure(num_tokens: int) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as folder, ExitStack() as stack:
         address = stack.enter_context(ray_cluster())
         server = stack.enter_context(ray_server(address, Path(folder), MODEL))
-        stack.enter_context(server.up(*options))
+        stack.enter_context(server.up(*options, "--log-format", "json"))
         came_s = wait_for(lambda: len(server.nodes()) == 2, START_S)
-        answers, ejected_s, _ = asyncio.run(kill_under_load(server, num_tokens))
+        answers, ejected_s = asyncio.run(kill_under_load(server, num_tokens))
         wait_for(lambda: len(server.nodes()) == 2, START_S)
         failed = [repr(each) for each in answers if isinstance(each, BaseException)]
+        returned_s = logged("Joined ")[-1] - logged("the engine is ready")[-1]
         server.cluster("down")
+        left = node_processes("")
+    is_good = not failed and not left and returned_s <= MAX_RETURN_S
     return {
         "streams": NUM_STREAMS,
         "two_nodes_after_s": round(came_s, 2),
         "num_failed": len(failed),
         "failed": failed[:3],
         "ejected_s": round(ejected_s, 3),
-        "ok": not failed and ejected_s <= MAX_EJECTION_S,
+        "back_after_ready_s": round(returned_s, 3),
+        "processes_after_down": len(left),
+        "ok": is_good and ejected_s <= MAX_EJECTION_S,
     }
 
 
