@@ -76,8 +76,7 @@ class NodeProcess(EngineCommand):
 
     def __init__(self, token: str, arguments: list[str], name: str, num_ranks: int) -> None:
         super().__init__(token)
-        import ray
-
+        ray = _ray()
         self._group = ray.util.get_current_placement_group()
         self._address, self._is_leaving = "", False
         variables = {}
@@ -116,9 +115,7 @@ class NodeProcess(EngineCommand):
 
     def _remove(self) -> None:
         """Remove all actors of the node, and with them this one."""
-        import ray
-
-        ray.util.remove_placement_group(self._group)
+        _ray().util.remove_placement_group(self._group)
 
 
 class ShardProcess(EngineCommand):
@@ -132,8 +129,7 @@ class ShardProcess(EngineCommand):
         threading.Thread(target=self._run, args=(model,), daemon=True).start()
 
     def _run(self, model: list[str]) -> None:
-        import ray
-
+        ray = _ray()
         joined, began, child = "", 0.0, None
         while True:
             try:
@@ -149,6 +145,12 @@ class ShardProcess(EngineCommand):
             elif child is not None and child.poll() is not None:
                 self._end_failed(child.returncode, time.monotonic() - began)
             time.sleep(ADDRESS_POLL_S)
+
+
+def _ray() -> Any:
+    import ray  # here, because other users of this module may lack it
+
+    return ray
 
 
 def _memory_file(text: str) -> str:
