@@ -4,17 +4,17 @@ import json
 import os
 import subprocess
 import sys
-import threading
+import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import httpx
 import psutil
 
-from tests.live_server import free_port
 from tests.served import ServedEngine, serve
 
 TOKEN = "a-token-for-nodes-in-ray"
@@ -28,53 +28,42 @@ PATIENCE = {
     "RAY_USAGE_STATS_ENABLED": "0",
 }
 OBJECT_STORE_BYTES = 100 * 2**20
-NUM_STARTS = 4
+START_S = 300.0
 
 
 @contextmanager
 def ray_cluster(num_machines: int = 2) -> Iterator[str]:
     """The address of the cluster."""
-    address = f"127.0.0.1:{free_port()}"
-    port = address.rpartition(":")[2]
-    with ExitStack() as stack:
-        head = ("--head", "--port", port, "--include-dashboard", "false")
-        stack.enter_context(_ray_node(*head))
-        for _ in range(num_machines - 1):
-            stack.enter_context(_ray_node("--address", address))
-        yield address
+    os.environ.update(PATIENCE)
+    import ray
+    from ray._private import services
+    from ray.cluster_utils import Cluster
 
+    get_node = services.get_node
 
-@contextmanager
-def _ray_node(*arguments: str) -> Iterator[None]:
-    """`ray start`, again if it was too slow: Ray gives itself 30 seconds."""
-    program = str(Path(sys.executable).parent / "ray")
-    fixed = ("--block", "--num-cpus", "1", "--node-ip-address", "127.0.0.1")
-    memory = ("--object-store-memory", str(OBJECT_STORE_BYTES))
-    for _ in range(NUM_STARTS):
-        process = subprocess.Popen(
-            [program, "start", *arguments, *fixed, *memory],
-            env=os.environ | PATIENCE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-        )
-        assert process.stdout is not None
-        lines = []
-        for line in process.stdout:
-            lines.append(line)
-            if "Ray runtime started" in line:
-                break
-        else:
-            process.wait(60)
-            continue
-        threading.Thread(target=process.stdout.read, daemon=True).start()
-        try:
-            yield
-        finally:
-            process.terminate()
-            process.wait(60)
-        return
-    raise AssertionError("".join(lines))
+    def wait_for_node(*arguments: Any) -> Any:
+        """Ray gives a node 30 seconds to register, whatever the settings say."""
+        deadline = time.monotonic() + START_S
+        while True:
+            try:
+                return get_node(*arguments)
+            except RuntimeError:
+                if time.monotonic() > deadline:
+                    raise
+                time.sleep(0.5)
+
+    each = {"num_cpus": 1, "object_store_memory": OBJECT_STORE_BYTES}
+    head = each | {"include_dashboard": False}
+    cluster = Cluster()
+    try:
+        with mock.patch.object(services, "get_node", wait_for_node):
+            cluster.add_node(**head)
+            for _ in range(num_machines - 1):
+                cluster.add_node(**each)
+        yield cluster.address
+    finally:
+        ray.shutdown()
+        cluster.shutdown()
 
 
 def node_processes(command: str) -> list[psutil.Process]:
