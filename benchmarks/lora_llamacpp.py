@@ -16,7 +16,7 @@ from pathlib import Path
 
 import numpy as np
 
-from benchmarks.control_vector import Scores, answers, free_port, largest, theirs
+from benchmarks.control_vector import FLOAT, Scores, answers, free_port, largest, theirs
 from engine.backends.custom.conversion.convert import convert
 from engine.backends.custom.conversion.gguf_writer import gguf_bytes
 from engine.backends.custom.conversion.stored import StoredTensor
@@ -72,8 +72,9 @@ def main() -> int:
         convert(resolve_model(given.model), base, dtype="F32")
         write_adapter(adapter, base)
         plain, tuned = ours(base, adapter)
-        plain_apart = largest(plain, theirs(given.llama_server, base))
-        tuned_apart = largest(tuned, theirs(given.llama_server, base, "--lora", str(adapter)))
+        plain_apart = largest(plain, theirs(given.llama_server, base, *FLOAT))
+        with_adapter = theirs(given.llama_server, base, *FLOAT, "--lora", str(adapter))
+        tuned_apart = largest(tuned, with_adapter)
     print(f"without the adapter: {plain_apart:.6f} at most between the two engines")
     print(f"with the adapter:    {tuned_apart:.6f}")
     print(f"the adapter moves:   {largest(plain, tuned):.6f}")

@@ -29,7 +29,7 @@ def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(autouse=True)
 def store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(adapter_store, "store_directory", lambda: tmp_path / "store" / "models")
+    monkeypatch.setattr(adapter_store, "data_directory", lambda: tmp_path / "store")
 
 
 @pytest.fixture

@@ -25,6 +25,7 @@ from engine.backends.custom.frameworks.torch.models.base import Decoder
 from engine.backends.custom.runtime.model_runner import I32, BatchInputs
 
 _RANK_STEP, _PLACE_STEP = 16, 8
+FEW_ADAPTERS = 2  # steps with at most so many have graphs of their own
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,15 +124,14 @@ class TorchAdapters:
             b[:, : packed.rank].copy_(matrices.b, non_blocking=True)
             b[:, packed.rank :].zero_()  # what A x has there counts for nothing
 
-    def tiles_of(self, inputs: BatchInputs, num_tokens: int, num_logits: int) -> tuple[I32, I32]:
-        """The tiles of a step's tokens and of its rows of logits, padded to these numbers."""
-        places = np.repeat(inputs.adapter_ids, np.diff(inputs.query_start))
-        tokens = tiles_of(places, num_tokens, self.num_adapters)
-        return tokens, tiles_of(places[inputs.logit_rows], num_logits, self.num_adapters)
+    def most_in(self, inputs: BatchInputs) -> int:
+        """The most adapters of steps like this one: few, or as many as there are places for."""
+        count = len(np.unique(inputs.adapter_ids[inputs.adapter_ids > 0]))
+        return FEW_ADAPTERS if count <= FEW_ADAPTERS else self.num_adapters
 
-    def begin(self, tokens: Tensor, logits: Tensor) -> Decoder:
-        """The model for a step with these tiles."""
-        self.tiles.tokens, self.tiles.logits = tokens, logits
+    def begin(self, tokens: Tensor, logits: Tensor, *, yields: bool = False) -> Decoder:
+        """The model for a step with these tiles. `yields`: see `lora_linear`."""
+        self.tiles.tokens, self.tiles.logits, self.tiles.yields = tokens, logits, yields
         return self.model
 
     @torch.inference_mode()
@@ -163,6 +163,15 @@ class TorchAdapters:
 
     def _on_device(self, *shape: int) -> Tensor:
         return torch.zeros(shape, dtype=self._dtype, device=self._device)
+
+
+def step_tiles(
+    inputs: BatchInputs, num_tokens: int, num_logits: int, num_adapters: int
+) -> tuple[I32, I32]:
+    """The tiles of a step's tokens and of its rows of logits, padded to these numbers."""
+    places = np.repeat(inputs.adapter_ids, np.diff(inputs.query_start))
+    tokens = tiles_of(places, num_tokens, num_adapters)
+    return tokens, tiles_of(places[inputs.logit_rows], num_logits, num_adapters)
 
 
 def _layers(model: Decoder) -> Iterator[tuple[str, _Layer]]:

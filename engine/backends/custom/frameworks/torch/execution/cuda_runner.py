@@ -16,6 +16,7 @@ from torch import Tensor
 
 from engine.backends.custom.frameworks.layout import Layout
 from engine.backends.custom.frameworks.torch.device import prefer_cublaslt
+from engine.backends.custom.frameworks.torch.execution.adapters import FEW_ADAPTERS, step_tiles
 from engine.backends.custom.frameworks.torch.execution.cache import slots_by_cache
 from engine.backends.custom.frameworks.torch.execution.device_sampler import Kind
 from engine.backends.custom.frameworks.torch.execution.graphs import (
@@ -52,6 +53,7 @@ from engine.backends.custom.frameworks.torch.kernels.attention_triton import (
     all_tables,
 )
 from engine.backends.custom.frameworks.torch.kernels.fp8 import dense_tables
+from engine.backends.custom.frameworks.torch.kernels.skinny import MAX_ROWS
 from engine.backends.custom.frameworks.torch.kernels.tokens import guard, resolve_tokens
 from engine.backends.custom.frameworks.torch.layers.scans import Rows
 from engine.backends.custom.frameworks.torch.models.base import Decoder
@@ -257,7 +259,7 @@ class CudaRunner(TorchRunner):
             self._steps = {
                 size: step for size, step in self._steps.items() if not size.num_adapters
             }
-        return self._adapters.num_adapters
+        return self._adapters.most_in(inputs)
 
     def _step(self, inputs: BatchInputs, size: Size) -> BufferedStep:
         """Returns the shared data for steps of this size, made at the first such step. Also queues
@@ -300,8 +302,8 @@ class CudaRunner(TorchRunner):
             "tables": all_tables(inputs),
             **lists,
         }
-        if self._adapters is not None and size.num_adapters:
-            tiles = self._adapters.tiles_of(inputs, size.tokens, size.samples)
+        if size.num_adapters:
+            tiles = step_tiles(inputs, size.tokens, size.samples, size.num_adapters)
             arrays |= zip(TILES_OF_ADAPTERS, tiles, strict=True)
         if size.only_decodes:
             return arrays
@@ -360,7 +362,9 @@ class CudaRunner(TorchRunner):
         """Runs the forward pass: computes a step's logits from the step's arrays on the device."""
         views, size, model = step.views, step.size, self._model
         if self._adapters is not None and size.num_adapters:
-            model = self._adapters.begin(*(views[name] for name in TILES_OF_ADAPTERS))
+            tiles = (views[name] for name in TILES_OF_ADAPTERS)
+            yields = size.tokens > MAX_ROWS and size.num_adapters <= FEW_ADAPTERS
+            model = self._adapters.begin(*tiles, yields=yields)
         finite = step.results[size.samples :].fill_(1)
         slots = tuple(views[name] for name in self._slots_names)
         cached = CachedStep(

@@ -63,6 +63,8 @@ def lora_linear(
     read: Callable[[], Tensor],
     product: Callable[[], Tensor],
     gate: str | None = None,
+    *,
+    yields: bool = False,
 ) -> Tensor:
     """product()[t] + b[p] (a[p] read()[t]) for each row t of a tile with place p. `gate` names a
     gated activation of the result.
@@ -70,8 +72,10 @@ def lora_linear(
     `product` computes the matmul of the base model, (T, F), and `read` its input, (T, D). What
     `product` returns may be modified. The matmul may be fused: `sizes` are the output sizes of its
     parts. a is (P, parts * R, D), b is (P, F, R), tiles is (N, 3) int32. The tiles cover all rows.
+    `yields` says that a x, beside the product in a CUDA graph, gets the multiprocessors that the
+    product leaves free. That is better for few tiles, if the product does not use all of them.
     """
-    return _LORA_LINEAR(a, b, tiles, sizes, read, product, gate)
+    return _LORA_LINEAR(a, b, tiles, sizes, read, product, gate, yields=yields)
 
 
 def lora_embed(y: Tensor, ids: Tensor, a: Tensor, b: Tensor, tiles: Tensor) -> Tensor:
@@ -103,6 +107,8 @@ def _reference(
     read: Callable[[], Tensor],
     product: Callable[[], Tensor],
     gate: str | None = None,
+    *,
+    yields: bool = False,
 ) -> Tensor:
     x, y = read(), product()
     places = places_of(tiles, len(y))

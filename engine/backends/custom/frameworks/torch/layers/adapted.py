@@ -18,11 +18,12 @@ from engine.backends.custom.frameworks.torch.layers.norm import RMSNorm
 @dataclass(slots=True)
 class AdapterTiles:
     """The tiles of the step that runs now (see `kernels.lora`): of its tokens, and of the tokens
-    whose logits are computed. A runner sets them before each step.
+    whose logits are computed. A runner sets them before each step. `yields`: see `lora_linear`.
     """
 
     tokens: Tensor
     logits: Tensor
+    yields: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,7 +73,14 @@ class AdaptedLinear(nn.Module):
         stack = self._stack
         tiles = self._tiles.logits if self._is_head else self._tiles.tokens
         return lora_linear(
-            stack.a, stack.b, tiles, stack.sizes, lambda: self._plain(read()), product, gate
+            stack.a,
+            stack.b,
+            tiles,
+            stack.sizes,
+            lambda: self._plain(read()),
+            product,
+            gate,
+            yields=self._tiles.yields,
         )
 
     def _plain(self, x: Tensor | QuantizedRows) -> Tensor:

@@ -221,20 +221,24 @@ def lora_linear(
     read: Callable[[], Tensor],
     product: Callable[[], Tensor],
     gate: str | None = None,
+    *,
+    yields: bool = False,
 ) -> Tensor:
-    side = _side_stream(a.device) if a.is_cuda else None  # not made during a capture
-    if side is not None and torch.cuda.is_current_stream_capturing():
+    def shrink() -> Tensor:
+        return _shrink(read(), a, tiles, len(sizes), b.shape[2])
+
+    side = _side_stream(a.device, yields) if a.is_cuda else None  # not made during a capture
+    if side is None or not torch.cuda.is_current_stream_capturing():
+        hidden, y = shrink(), product()
+    else:
         main = torch.cuda.current_stream(a.device)
         begun = main.record_event()
-        # The programs of the matmul come first and leave some multiprocessors free. If they came
-        # second, some of them would have to wait.
-        y = product()
+        y = product() if yields else None  # the programs of what comes first start first
         side.wait_event(begun)
         with torch.cuda.stream(side):
-            hidden = _shrink(read(), a, tiles, len(sizes), b.shape[2])
+            hidden = shrink()
+        y = product() if y is None else y
         main.wait_stream(side)
-    else:
-        hidden, y = _shrink(read(), a, tiles, len(sizes), b.shape[2]), product()
     if gate is not None:
         return _expand_gated(y, hidden, b, tiles, gate)
     _expand(y, hidden, b, tiles, sizes)
@@ -242,8 +246,8 @@ def lora_linear(
 
 
 @cache
-def _side_stream(device: torch.device) -> torch.cuda.Stream:
-    return torch.cuda.Stream(device)
+def _side_stream(device: torch.device, yields: bool) -> torch.cuda.Stream:
+    return torch.cuda.Stream(device, priority=0 if yields else -1)
 
 
 @cache
