@@ -270,7 +270,7 @@ def adapters_model(rng: random.Random) -> Model:
 
     shapes = {
         "model.layers.0.self_attn.q_proj": (48, 48),
-        "model.layers.0.self_attn.v_proj": (24, 48),
+        "model.layers.0.self_attn.v_proj": (16, 48),
         "model.layers.1.mlp.down_proj": (48, 80),
     }
     with tempfile.TemporaryDirectory() as folder:
