@@ -222,6 +222,11 @@ class CustomBackend(InferenceBackend):
         return self._link.ready
 
     @property
+    def is_accelerated(self) -> bool:
+        ready = self._link.last_ready
+        return ready is not None and not ready.device.startswith("cpu")
+
+    @property
     def engine_pid(self) -> int | None:
         return self._link.pid
 

@@ -179,7 +179,7 @@ class Metrics:
         """Record that a chunk with `num_tokens` tokens of a stream arrived `seconds` after the
         previous chunk. Call this at most once per chunk.
         """
-        self._inter_token.observe(seconds / max(num_tokens, 1))
+        self._inter_token.observe(seconds / num_tokens if num_tokens > 1 else seconds)
 
     def slow_request(self) -> None:
         """Count a request that took longer than `logging.slow_request_s`."""
