@@ -45,6 +45,7 @@ from engine.backends.custom.frontend.prompts import (
     encode_chat,
     encode_words,
     is_long,
+    is_short,
     needs_words,
     prepare_chat,
     prepare_completion,
@@ -318,7 +319,10 @@ class CustomBackend(InferenceBackend):
         text, ready = self._loaded()
         began_at, context = time.monotonic(), request.context
         prepare = prepare_chat if isinstance(request, ChatRequest) else prepare_completion
-        prepared = await self._encode(prepare, text, request)
+        if is_short(request):
+            prepared = prepare(text, request)
+        else:
+            prepared = await self._encode(prepare, text, request)
         if context.truncate_prompt_tokens is not None:
             prepared = await self._encode(truncated, text, prepared, context, ready.max_seq_len)
         encoded_at = time.monotonic()

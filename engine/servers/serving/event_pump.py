@@ -150,6 +150,8 @@ class EventPump:
         ]
         self._tasks += openings
         try:
+            if len(openings) == 1:
+                return [await openings[0]]
             return list(await asyncio.gather(*openings))
         except EngineError as error:
             self.fail(error)

@@ -6,6 +6,7 @@ import logging
 import os
 import socket
 import sys
+from collections import deque
 from collections.abc import Callable
 
 import msgspec
@@ -36,6 +37,7 @@ CLOSE_GRACE_S = 7.0
 # Parts of answers are sent together, once per iteration of the event loop, or when they have this
 # many bytes.
 BATCH_BYTES = 2**20
+MAX_BEGUN = 4  # requests that begin in one iteration of the event loop
 
 
 class Writer:
@@ -57,6 +59,7 @@ class Writer:
         self.is_ready = False
         self.num_connections = 0
         self._exchanges: dict[int, Exchange] = {}
+        self._opened: deque[tuple[int, Exchange]] = deque()  # those that have not begun
         self._tasks: set[asyncio.Task[None]] = set()
         self._batch: list[tuple[int, bytes]] = []
         self._batch_bytes = 0
@@ -93,6 +96,8 @@ class Writer:
 
     async def close(self, grace_s: float) -> None:
         """Let open requests finish within `grace_s`, then end the process."""
+        while self._opened:
+            await asyncio.sleep(0)
         if self._tasks:
             _, late = await asyncio.wait(self._tasks, timeout=grace_s)
             for task in late:
@@ -131,10 +136,10 @@ class Writer:
 
     def _on_message(self, message: FromWriter) -> None:
         if isinstance(message, Opened):
+            if not self._opened:
+                self._loop.call_soon(self._begin_some)
             exchange = self._exchanges[message.number] = Exchange(message, self)
-            task = self._loop.create_task(self._run(message.number, exchange))
-            self._tasks.add(task)
-            task.add_done_callback(self._tasks.discard)
+            self._opened.append((message.number, exchange))
         elif isinstance(message, Load):
             self.num_connections = message.num_connections
         elif isinstance(message, Hello):
@@ -142,6 +147,17 @@ class Writer:
             self._on_ready()
         elif (exchange := self._exchanges.get(message.number)) is not None:
             _tell(exchange, message)
+
+    def _begin_some(self) -> None:
+        """Begin requests that have arrived. If they are many, tokens of other requests are sent
+        in between.
+        """
+        for _ in range(min(MAX_BEGUN, len(self._opened))):
+            task = self._loop.create_task(self._run(*self._opened.popleft()))
+            self._tasks.add(task)
+            task.add_done_callback(self._tasks.discard)
+        if self._opened:
+            self._loop.call_soon(self._begin_some)
 
     async def _run(self, number: int, exchange: Exchange) -> None:
         try:
