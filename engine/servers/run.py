@@ -215,6 +215,8 @@ class HttpServer:
             return
         from engine.servers.writers.pool import Writers  # imported late: few servers have any
 
+        while not self._uvicorn.started:
+            await asyncio.sleep(0.01)
         # uvicorn closes its descriptor of the socket when it accepts no more connections.
         shared = (self._app, self._sock.dup(), services.settings)
         self.writers = Writers(*shared, self._accept, self._uvicorn.servers[0].close)

@@ -21,7 +21,7 @@ from engine.servers.writers.pool import Writers
 from tests.fake_backend import FakeBackend
 from tests.live_server import make_settings
 
-LARGE = bytes(range(256)) * 2**13  # more than one message between the processes may have
+LARGE = bytes(range(256)) * 2**13  # more than a socket buffer holds
 
 
 async def echo(scope: Scope, receive: Receive, send: Send) -> None:

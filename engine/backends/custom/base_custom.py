@@ -320,7 +320,7 @@ class CustomBackend(InferenceBackend):
         began_at, context = time.monotonic(), request.context
         prepare = prepare_chat if isinstance(request, ChatRequest) else prepare_completion
         if is_short(request):
-            prepared = prepare(text, request)
+            prepared = prepare_completion(text, request)
         else:
             prepared = await self._encode(prepare, text, request)
         if context.truncate_prompt_tokens is not None:

@@ -12,7 +12,7 @@ from engine.servers.http.direct_body import with_direct_body
 from engine.servers.writers.messages import Ended, Header, Opened, Part, Start, Want
 
 # Larger parts of a body are cut, because a message has a limited size.
-MAX_CHUNK_BYTES = 2**20
+MAX_CHUNK_BYTES = 2**25
 
 
 class WriterEnd(Protocol):

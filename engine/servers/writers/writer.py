@@ -145,8 +145,8 @@ class Writer:
         elif isinstance(message, Hello):
             self.is_ready = True
             self._on_ready()
-        elif (exchange := self._exchanges.get(message.number)) is not None:
-            _tell(exchange, message)
+        elif (known := self._exchanges.get(message.number)) is not None:
+            _tell(known, message)
 
     def _begin_some(self) -> None:
         """Begin requests that have arrived. If they are many, tokens of other requests are sent

@@ -8,7 +8,7 @@ event loop, because their time grows with the client's input.
 import functools
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, TypeGuard
 
 import msgspec
 
@@ -107,7 +107,7 @@ def is_long(asked: object) -> bool:
     return isinstance(asked, str | tuple) and len(asked) > LONG_TEXT
 
 
-def is_short(request: ChatRequest | CompletionRequest) -> bool:
+def is_short(request: ChatRequest | CompletionRequest) -> TypeGuard[CompletionRequest]:
     """Whether a prompt is prepared in less time than it takes to wake a thread for it. Prompts of
     token ids are, because they are not tokenized.
     """
