@@ -225,7 +225,7 @@ class CustomBackend(InferenceBackend):
     @property
     def is_accelerated(self) -> bool:
         ready = self._link.last_ready
-        return ready is not None and not ready.device.startswith("cpu")
+        return ready is not None and not ready.device.lower().startswith("cpu")
 
     @property
     def engine_pid(self) -> int | None:
