@@ -5,6 +5,7 @@ token takes longer than making the token's text. If the connection takes more da
 may write to it directly, from the callback in which the tokens arrived.
 """
 
+import weakref
 from collections.abc import MutableMapping
 from typing import Any, Protocol, TypeVar
 
@@ -29,7 +30,9 @@ class CycleBody:
     """The body of a response on a connection of this process."""
 
     def __init__(self, cycle: RequestResponseCycle) -> None:
-        self.cycle = cycle
+        # The cycle has the scope, and the scope has this object. With a weak reference, all of them
+        # are freed with the request, and not by the garbage collector.
+        self._cycle = weakref.ref(cycle)
         self._flow = cycle.flow
         self._write = cycle.transport.write
 
@@ -38,9 +41,17 @@ class CycleBody:
         """Whether the client reads too slowly."""
         return self._flow.write_paused
 
+    @property
+    def has_whole_request(self) -> bool:
+        """Whether the whole body of the request has arrived."""
+        cycle = self._cycle()
+        return cycle is not None and not cycle.more_body
+
     def write(self, body: bytes) -> bool:
-        cycle = self.cycle
-        if self._flow.write_paused or cycle.disconnected or not cycle.chunked_encoding:
+        cycle = self._cycle()
+        if cycle is None or cycle.disconnected or not cycle.chunked_encoding:
+            return False
+        if self._flow.write_paused:
             return False
         self._write(b"%x\r\n%b\r\n" % (len(body), body))
         return True

@@ -81,6 +81,7 @@ class Exchange:
 
     def end(self) -> None:
         """The application has returned."""
+        del self.scope["extensions"]  # it refers to this object
         if not self._is_complete:
             self._writer.send(Ended(self._number, False))
 

@@ -70,7 +70,7 @@ class Forwarded:
 
     async def run(self, scope: Scope, receive: Receive, send: Send) -> None:
         # If the whole body has arrived with the head, it is sent with the head.
-        is_whole = not self._body.cycle.more_body
+        is_whole = self._body.has_whole_request
         first = await receive() if is_whole else {}
         if first.get("type") == "http.disconnect":
             return
