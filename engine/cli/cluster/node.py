@@ -13,11 +13,12 @@ from engine.cli.ahead import take_engine
 from engine.cli.console import (
     ConfigOption,
     JsonOption,
+    complete_model,
     load_cli_settings,
     output,
 )
 from engine.cli.help import GroupedCommand
-from engine.cli.serve_options import ModelOption, with_engine_options
+from engine.cli.serve_options import with_engine_options
 from engine.core.errors import ConfigError, ConflictError
 
 if TYPE_CHECKING:
@@ -56,6 +57,19 @@ CaOption = Annotated[
 ]
 
 
+NodeModelOption = Annotated[
+    str | None,
+    typer.Option(
+        "--model",
+        "-m",
+        "--model-path",
+        rich_help_panel=_JOIN,
+        help="The model, with the same files as the server's.",
+        autocompletion=complete_model,
+    ),
+]
+
+
 @app.command(cls=GroupedCommand)
 @with_engine_options
 def join(
@@ -66,7 +80,7 @@ def join(
         typer.Option("--name", rich_help_panel=_JOIN, help="Name of the node; default: host name."),
     ] = None,
     ca_file: CaOption = None,
-    model: ModelOption = None,
+    model: NodeModelOption = None,
     config: ConfigOption = None,
     *,
     engine: dict[str, Any],

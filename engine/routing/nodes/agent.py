@@ -279,8 +279,10 @@ class NodeAgent:
         delay = FIRST_RETRY_S
         told = ""
         while True:
-            while self._link.ready is None:
-                await asyncio.sleep(READY_POLL_S)
+            if self._link.ready is None:
+                while self._link.ready is None:
+                    await asyncio.sleep(READY_POLL_S)
+                log.info("the engine is ready for %s", endpoint.url)
             try:
                 session = await self._join(endpoint)
                 self._say(f"Joined {endpoint.url} as {session.welcomed.result().name}.")
