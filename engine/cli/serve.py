@@ -27,6 +27,7 @@ from engine.cli.serve_options import (
     ApiKeyOption,
     BatchSizeOption,
     CacheOption,
+    DraftModelOption,
     GpuMemoryOption,
     HostOption,
     HubOption,
@@ -110,6 +111,7 @@ def serve(
     backend: BackendOption = None,
     option: OptionsOption = None,
     lora: LoraOption = None,
+    draft_model: DraftModelOption = None,
     device: DeviceOption = None,
     dtype: DtypeOption = None,
     host: HostOption = None,
@@ -144,6 +146,7 @@ def serve(
         "model.backend": backend,
         "model.options": parse_options(option),
         "model.adapters": parse_adapters(lora),
+        "model.draft_model": draft_model,
         "model.device": device,
         "model.dtype": dtype,
         "model.name": name,
@@ -227,7 +230,8 @@ def fetch_missing(settings: "Settings") -> None:
     backends = settings.tables.backends.values()
     models = {each.model for each in backends if has_engine(each.kind)}
     if not backends and has_engine(backend_name(settings)):
-        models = {settings.model.model_path}
+        named = (settings.model.model_path, settings.model.draft_model)
+        models = {each for each in named if each is not None}
     for model in sorted(models):
         if needs_pull(model):
             from engine.cli.pull_progress import pull_shown
@@ -253,8 +257,8 @@ def begin_engine(
     from engine.core.store.model_store import resolve_model
 
     name = backend_name(settings)
-    if not has_engine(name):
-        return
+    if not has_engine(name) or settings.model.draft_model is not None:
+        return  # a draft model has to be examined too; the backend does that
     path = resolve_model(settings.model.model_path)
     examination = Examination(path, EXAMINER, process.examine)
 
@@ -293,7 +297,7 @@ def _check_no_model(loaded: "LoadedSettings") -> str:
     from engine.core.errors import ConfigError
 
     origin = loaded.origins[f"backends.{next(iter(loaded.settings.tables.backends))}"]
-    names = ("model_path", "backend", "name", "options", "adapters")
+    names = ("model_path", "backend", "name", "options", "adapters", "draft_model")
     for key in (f"model.{name}" for name in names):
         if loaded.origins[key] != "default":
             raise ConfigError(

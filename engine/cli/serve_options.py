@@ -69,6 +69,19 @@ LoraOption = Annotated[
         help="LoRA adapter that clients call NAME: a PEFT folder or a GGUF file; can be repeated.",
     ),
 ]
+DraftModelOption = Annotated[
+    str | None,
+    typer.Option(
+        "--draft-model",
+        "--model-draft",
+        "-md",
+        "--speculative-model",
+        "--speculative-draft-model-path",
+        rich_help_panel=_MODEL,
+        help="Small model with the same vocabulary that guesses tokens, which MODEL verifies.",
+        autocompletion=complete_model,
+    ),
+]
 MaxSequenceLengthOption = Annotated[
     int | None,
     typer.Option(
