@@ -16,7 +16,7 @@ from engine.backends.custom.runtime.speculation.draft_model import MAX_LAG, Draf
 from engine.backends.custom.runtime.speculation.model_drafts import ModelDrafts, Rate
 from engine.backends.custom.worker import draft as worker
 from engine.core.errors import ConfigError
-from tests.toy_engine import GuessingRunner, ToyEngine
+from tests.toy_engine import FixedPrice, GuessingRunner, ToyEngine
 
 PROMPT = (1, 2, 3, 4, 5, 6, 7)
 
@@ -39,8 +39,7 @@ def run_request(guessed: float | None, depth: int = 0, **options):
         {},
         {"temperature": 1.0, "top_p": 0.9, "top_k": 7, "min_p": 0.01, "seed": 5},
         {"logprobs": 2},
-        {"min_tokens": 6, "eos": tuple(range(0, 20, 2))},
-        {"n": 2, "temperature": 1.0},
+        {"min_tokens": 12, "eos": tuple(range(0, 20, 2))},
     ],
     ids=lambda params: "-".join(params) or "greedy",
 )
@@ -59,11 +58,12 @@ def test_guesses_that_ignore_penalties_are_only_less_often_right():
     assert 0 < stats.num_model_accepted_tokens < stats.num_model_drafted_tokens
 
 
-def test_wrong_guesses_soon_stop():
+def test_wrong_guesses_soon_stop(monkeypatch):
+    monkeypatch.setattr(FixedPrice, "price", lambda self, num_decoding: 0.3)
     plain = run_request(None, max_tokens=40)
     stats = run_request(0.0, max_tokens=40)
     assert stats.num_model_accepted_tokens == 0 and stats.num_steps == plain.num_steps
-    assert 0 < stats.num_model_drafted_tokens < 40
+    assert 0 < stats.num_model_drafted_tokens < 5
 
 
 def test_a_wrong_guess_spoils_no_later_one():
@@ -118,10 +118,11 @@ def test_all_copies_are_given_back():
     engine = ToyEngine(num_blocks=64, max_slots=4, speculates=True, guessed=0.8, budget=32)
     for name in "abcd":
         engine.submit(name, PROMPT, max_tokens=12, temperature=1.0, seed=ord(name))
-    for _ in range(4):
+    model, counts = engine.scheduler.speculation.model, []
+    for _ in range(12):
         engine.turn()
-    model = engine.scheduler.speculation.model
-    assert len(model._model._copies) == 2, "there are two slots"
+        counts.append(len(model._model._copies))
+    assert max(counts) == 2, "there are two slots"
     engine.run()
     engine.check()
     assert not model._model._copies and not model._rates
@@ -162,7 +163,7 @@ SEQ = Request()
 
 
 def test_the_number_of_guesses_follows_price_and_record():
-    cheap, dear = drafts_at(0.05), drafts_at(0.5)
+    cheap, dear = drafts_at(0.05), drafts_at(0.4)
     many, few = (each.offer(SEQ, 0.1, 8.0, 16).count for each in (cheap, dear))
     assert many > few > 0
     assert drafts_at(0.7).offer(SEQ, 0.1, 8.0, 16).count == 0, "a guess costs more than it saves"
@@ -176,7 +177,7 @@ def test_the_number_of_guesses_follows_price_and_record():
 
 
 def test_a_prompt_is_computed_only_if_that_pays():
-    made = drafts_at(0.05, prompt_s=0.01)
+    made = drafts_at(0.05, prompt_s=0.05)
     made._model.missing = MAX_LAG + 1
     assert made.offer(SEQ, 0.1, 8.0, 16).count > 0
     ending = Request(num_generated=999)
