@@ -116,8 +116,8 @@ def test_a_draft_ends_where_the_draft_model_computes_nan(monkeypatch):
 
 def test_all_copies_are_given_back():
     engine = ToyEngine(num_blocks=64, max_slots=4, speculates=True, guessed=0.8, budget=32)
-    for name in "abcd":
-        engine.submit(name, PROMPT, max_tokens=12, temperature=1.0, seed=ord(name))
+    for first, name in enumerate("abcd"):
+        engine.submit(name, (first, *PROMPT), max_tokens=12, temperature=1.0, seed=ord(name))
     model, counts = engine.scheduler.speculation.model, []
     for _ in range(12):
         engine.turn()
@@ -170,7 +170,7 @@ def test_the_number_of_guesses_follows_price_and_record():
     assert cheap.offer(SEQ, 0.1, 0.16, 16).count == 1, "no more credit"
     cheap.verified(SEQ, 8, 8, 0.1)
     assert cheap.offer(SEQ, 0.1, 8.0, 16).count > many
-    for _ in range(4):
+    for _ in range(12):
         cheap.verified(SEQ, 8, 0, 0.1)
     assert cheap.offer(SEQ, 0.1, 8.0, 16).count < many
     assert cheap.offer(Request(), 0.1, 8.0, 16).count > 0, "a new sequence has the chances of all"
