@@ -47,7 +47,7 @@ from engine.core.interfaces.request import Deltas, GenerateRequest, SamplingPara
 QUIET = 1e-4  # factor of the matrices with which layers write to the residual stream
 AGREEMENT = 0.8  # share of the tokens after which the draft model has the right one
 EDITED = 16  # one of so many tokens is edited
-LENGTHS = {"copy": (513, 512), "edit": (513, 512), "chat": (128, 512)}  # of prompt and output
+LENGTHS = {"copy": (513, 512), "edit": (513, 512), "chat": (128, 256)}  # of prompt and output
 DRAFT_BLOCKS, DRAFT_SLOTS = 1024, 16
 
 
@@ -210,6 +210,22 @@ def compare(bench: Bench, kind: str, streams: int, modes: Sequence[str], rounds:
             f"{each.num_model_accepted_tokens} of {each.num_model_drafted_tokens}"
             for mode, each in stats.items()
         },
+        "draft_model": known(loops["draft model"]) if "draft model" in loops else {},
+    }
+
+
+def known(loop: EngineLoop) -> dict[str, float]:
+    """What the engine has learned about its draft model, at the end of the rounds."""
+    speculation = loop.scheduler.speculation
+    assert speculation is not None and speculation.model is not None
+    drafts, budget = speculation.model, loop._budget
+    return {
+        "chance": round(drafts._shared.chance, 3),
+        "saved_ms": round(1e3 * drafts._saved_s, 2),
+        "guess_ms": round(1e3 * drafts._model.token_s(1), 3),
+        "step_ms": round(1e3 * (budget.step_s(1, 1) or 0.0), 3),
+        "price": round(budget.price(1), 3),
+        "price_of_8": round(budget.price(8), 3),
     }
 
 
@@ -223,11 +239,14 @@ def main() -> None:
     parser.add_argument("--draft", choices=SHAPES, default="llama-1b")
     parser.add_argument("--device", default="auto")
     parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--only", choices=LENGTHS, nargs="+", default=list(LENGTHS))
     parser.add_argument("--output", type=Path, help="append the results to this file")
     given = parser.parse_args()
     bench = Bench(given.model, given.draft, given.device)
     modes = ("off", "lookup", "draft model")
     for kind, streams in (("copy", 1), ("edit", 1), ("chat", 1), ("chat", 8), ("chat", 64)):
+        if kind not in given.only:
+            continue
         line = json.dumps(compare(bench, kind, streams, modes, given.rounds))
         print(line, flush=True)
         if given.output:

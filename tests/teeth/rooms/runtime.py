@@ -348,7 +348,7 @@ MUTATIONS = [
     Mutation(
         "speculation: guesses of the draft model cost nothing",
         "engine.backends.custom.runtime.speculation.model_drafts",
-        "price + self._model.token_s(self._num_drafting) / self._token_s",
+        "price + own_s / self._token_s",
         "price",
         f"{DRAFT_MODEL}::test_the_number_of_guesses_follows_price_and_record",
     ),

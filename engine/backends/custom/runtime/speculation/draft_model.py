@@ -28,6 +28,9 @@ from engine.core.interfaces.request import SamplingParams
 # A copy that lacks more tokens than this is brought up to date by prefill.
 MAX_LAG = 16
 PROBE_TOKENS = 64  # tokens of the prefill that is timed when the model was loaded
+# Steps with one token that are timed then. With fewer, one slow step at the start of serving would
+# make the model look expensive for long.
+NUM_PROBES = 8
 
 
 # Index in the list of drafts, copy of the sequence, number of tokens to guess
@@ -75,9 +78,10 @@ class DraftModel:
             seconds = time.monotonic() - began_at
         self._budget.record(0, num_tokens, seconds)
         warm_up(self._runner)
-        began_at = time.monotonic()
-        warm_up(self._runner)
-        self._budget.record(1, 0, time.monotonic() - began_at)
+        for _ in range(NUM_PROBES):
+            began_at = time.monotonic()
+            warm_up(self._runner)
+            self._budget.record(1, 0, time.monotonic() - began_at)
 
     def lag(self, seq: Sequence) -> int | None:
         """How many tokens of a sequence the model has not computed yet. None if it can't guess for

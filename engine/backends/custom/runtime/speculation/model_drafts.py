@@ -18,9 +18,12 @@ from engine.backends.custom.runtime.speculation.lookup import MARGIN, MEMORY
 PRIOR_CHANCE, PRIOR_GUESSES = 0.7, 8.0
 # A new sequence is expected to have the chances of all others, which count as so many guesses.
 SHARED_GUESSES = 4.0
-# If the draft model does not guess, the chances return to those before anything was verified: by
-# this share with each step. So a model that was bad for some texts is tried again.
+# If the draft model does not guess, the chances return to those before anything was verified, and
+# its measured cost counts less: by this share with each step. So it is tried again.
 FORGETTING = 0.001
+# If a draft takes longer than this many times what was expected, no more than that is charged. Such
+# a draft may have waited for a kernel that was compiled.
+MAX_SURPRISE = 4.0
 ALLOWANCE = 0.01  # the share of the time of all steps that the draft model may lose
 MAX_SAVED_S = 1.0  # no more than this counts of the time that the draft model has saved
 USUAL_OUTPUT = 128.0  # tokens of a sequence, before any has ended
@@ -71,6 +74,7 @@ class ModelDrafts:
         self._rates: dict[Sequence, Rate] = {}
         self._saved_s = 0.0  # by accepted tokens, with the allowance, without the cost so far
         self._token_s = 0.0  # a generated token takes this long now
+        self._trust = 1.0  # in the measured cost of guesses
         self._num_drafting = 1  # sequences in the last draft
         self._usual_output = USUAL_OUTPUT
         self.draft_s = 0.0  # seconds of the last draft
@@ -81,6 +85,7 @@ class ModelDrafts:
         if not step_s:
             return False
         self._token_s = step_s / num_decoding
+        self._trust *= 1 - FORGETTING
         self._saved_s = min(self._saved_s + ALLOWANCE * step_s, MAX_SAVED_S)
         return True
 
@@ -91,7 +96,8 @@ class ModelDrafts:
         lag = self._model.lag(seq)
         if lag is None or limit <= 0:
             return NOTHING
-        each = price + self._model.token_s(self._num_drafting) / self._token_s
+        own_s = self._trust * self._model.token_s(self._num_drafting)
+        each = price + own_s / self._token_s
         chance = (self._rates.get(seq) or self._shared).chance
         limit, count, right = min(limit, int(credit / each)), 0, 0.0
         while count < limit and chance ** (count + 1) >= MARGIN * each:
@@ -110,10 +116,15 @@ class ModelDrafts:
 
     def draft(self, wanted: list[tuple[Sequence, int]]) -> list[list[int] | None]:
         """Guess tokens for these sequences (see `DraftModel.draft`)."""
+        lags = [self._model.lag(seq) or 0 for seq, _ in wanted]
+        expected_s = self._model.prompt_s(sum(lag for lag in lags if lag > MAX_LAG))
+        counts = [count for _, count in wanted]
+        expected_s += max(counts) * len(counts) * self._model.token_s(len(counts))
         began_at = time.monotonic()
         drafts = self._model.draft(wanted)
         self.draft_s = time.monotonic() - began_at
-        self._saved_s -= self.draft_s
+        self._saved_s -= min(self.draft_s, MAX_SURPRISE * expected_s)
+        self._trust = 1.0
         self._num_drafting = max(1, sum(bool(each) for each in drafts))
         return drafts
 
