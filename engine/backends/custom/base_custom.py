@@ -136,8 +136,7 @@ class CustomBackend(InferenceBackend):
         await asyncio.to_thread(lambda: keep_text(path, examine(path, self.examiner)))
         if self._options.draft_model:
             draft = resolve_model(self._options.draft_model)
-            self._options = msgspec.structs.replace(self._options, draft_model=str(draft))
-            await asyncio.to_thread(lambda: keep_text(draft, examine(draft, self.examiner)))
+            await asyncio.to_thread(examine, draft, self.examiner)
         loop = asyncio.get_running_loop()
         # This process loads the tokenizer while the engine process loads the weights.
         reading = loop.run_in_executor(self._encoders, self._read_text, path)

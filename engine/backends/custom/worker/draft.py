@@ -16,6 +16,7 @@ from engine.backends.custom.weights.model import ModelSource, open_model
 from engine.backends.custom.worker.encoder_loop import is_encoder
 from engine.backends.custom.worker.memory import MIB, WORKSPACE_BYTES
 from engine.core.errors import ConfigError, ResourceError
+from engine.core.store.model_store import resolve_model
 
 log = logging.getLogger(__name__)
 
@@ -84,9 +85,10 @@ def plan_draft(source: ModelSource, options: EngineOptions) -> DraftPlan:
     verifies its guesses. Raises an error that says why, if the two do not go together.
     """
     _check_options(options)
-    draft = open_model(Path(options.draft_model), use_mmap=options.use_mmap)
+    path = resolve_model(options.draft_model)
+    draft = open_model(path, use_mmap=options.use_mmap)
     _check_models(source, draft)
-    check_vocabulary(Path(options.model_path), Path(options.draft_model))
+    check_vocabulary(Path(options.model_path), path)
     framework = framework_entry(options.framework)
     device: DeviceInfo = framework.find_device(options.device, options.dtype)
     plain = {"numerics": "auto", "quantization": "auto", "kv_dtype": "auto"}
