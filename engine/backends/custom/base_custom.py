@@ -45,6 +45,7 @@ from engine.backends.custom.frontend.prompts import (
     encode_chat,
     encode_words,
     is_long,
+    is_short,
     needs_words,
     prepare_chat,
     prepare_completion,
@@ -134,6 +135,9 @@ class CustomBackend(InferenceBackend):
         self._options = msgspec.structs.replace(self._options, model_path=str(path))
         self._files = files_key(path)
         await asyncio.to_thread(lambda: keep_text(path, examine(path, self.examiner)))
+        if self._options.draft_model:
+            draft = resolve_model(self._options.draft_model)
+            await asyncio.to_thread(examine, draft, self.examiner)
         loop = asyncio.get_running_loop()
         # This process loads the tokenizer while the engine process loads the weights.
         reading = loop.run_in_executor(self._encoders, self._read_text, path)
@@ -220,6 +224,11 @@ class CustomBackend(InferenceBackend):
     def ready(self) -> Ready | None:
         """The engine's `Ready` message. None while no engine is loaded."""
         return self._link.ready
+
+    @property
+    def is_accelerated(self) -> bool:
+        ready = self._link.last_ready
+        return ready is not None and not ready.device.lower().startswith("cpu")
 
     @property
     def engine_pid(self) -> int | None:
@@ -317,7 +326,10 @@ class CustomBackend(InferenceBackend):
         text, ready = self._loaded()
         began_at, context = time.monotonic(), request.context
         prepare = prepare_chat if isinstance(request, ChatRequest) else prepare_completion
-        prepared = await self._encode(prepare, text, request)
+        if is_short(request):
+            prepared = prepare_completion(text, request)
+        else:
+            prepared = await self._encode(prepare, text, request)
         if context.truncate_prompt_tokens is not None:
             prepared = await self._encode(truncated, text, prepared, context, ready.max_seq_len)
         encoded_at = time.monotonic()

@@ -4,7 +4,7 @@ Only the server process has metrics. The counters of the engine process arrive i
 Label values are fixed here or come from the operator, never from clients.
 """
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -65,6 +65,16 @@ _TOTALS = (
     ("num_drafted_tokens", "engine_drafted_tokens", "Draft tokens that were verified"),
     ("num_accepted_tokens", "vllm:spec_decode_num_accepted_tokens", "Accepted draft tokens"),
     ("num_accepted_tokens", "engine_accepted_tokens", "Accepted draft tokens"),
+    (
+        "num_model_drafted_tokens",
+        "engine_draft_model_tokens",
+        "Draft tokens of the draft model that were verified",
+    ),
+    (
+        "num_model_accepted_tokens",
+        "engine_draft_model_accepted_tokens",
+        "Accepted draft tokens of the draft model",
+    ),
     ("num_nonfinite", "engine_nonfinite_rows", "Failed rows, whose logits were not finite"),
     (
         "num_invariant_failures",
@@ -179,7 +189,7 @@ class Metrics:
         """Record that a chunk with `num_tokens` tokens of a stream arrived `seconds` after the
         previous chunk. Call this at most once per chunk.
         """
-        self._inter_token.observe(seconds / max(num_tokens, 1))
+        self._inter_token.observe(seconds / num_tokens if num_tokens > 1 else seconds)
 
     def slow_request(self) -> None:
         """Count a request that took longer than `logging.slow_request_s`."""
@@ -360,7 +370,8 @@ class Metrics:
             _PER_TOKEN_S,
         )
         self._histograms = {
-            name: self._histogram(name, *each) for name, each in _HISTOGRAMS.items()
+            name: self._bulk({name: help_text}, edges)
+            for name, (help_text, edges) in _HISTOGRAMS.items()
         }
 
     def _define_server_series(self) -> None:
@@ -388,9 +399,3 @@ class Metrics:
         series = BulkHistogram(names, dict(zip(_MODEL_LABELS, self._model, strict=True)), edges)
         self.registry.register(series)
         return series
-
-    def _histogram(self, name: str, help_text: str, buckets: Iterable[float]) -> Histogram:
-        series = Histogram(
-            name, help_text, _MODEL_LABELS, buckets=tuple(buckets), registry=self.registry
-        )
-        return series.labels(*self._model)
