@@ -11,7 +11,7 @@ from pathlib import Path
 import msgspec
 
 from engine.backends.custom.frontend.engine_link import EngineLink
-from engine.core.errors import EngineError, InvalidRequestError, NotFoundError
+from engine.core.errors import EngineError, InvalidRequestError, ModelError, NotFoundError
 from engine.core.interfaces.backend import ModelCard
 from engine.core.interfaces.request import AdapterRef
 from engine.core.sandbox.examination import examine
@@ -70,7 +70,10 @@ class ServedAdapters:
                 f"The lora adapter '{name}' has already been loaded.", param="lora_name"
             )
         full = Path(path).expanduser().resolve()
-        await asyncio.to_thread(examine, full, EXAMINER)
+        try:
+            await asyncio.to_thread(examine, full, EXAMINER)
+        except ModelError as error:  # what is wrong is the request, not the model that is served
+            raise InvalidRequestError(error.message, param="lora_path") from error
         reply = await self._link.load_adapter(str(full), LOAD_TIMEOUT_S)
         if not reply.ok:
             raise InvalidRequestError(reply.message, param="lora_path")
