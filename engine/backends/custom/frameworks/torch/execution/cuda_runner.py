@@ -370,17 +370,21 @@ class CudaRunner(TorchRunner):
         slots: tuple[Tensor, ...],
         finite: Tensor,
     ) -> None:
-        from engine.backends.custom.frameworks.torch.models.tapped import tapped_norm, tapped_stream
+        from engine.backends.custom.frameworks.torch.models.tapped import (
+            tapped_logits,
+            tapped_norm,
+            tapped_stream,
+        )
 
         views, model, taps = step.views, self._model, step.taps
         assert taps is not None
         x = tapped_stream(model, token_ids, cached, taps.taps)
         self._guard(x, views["token_rows"], slots, finite)
-        normed = tapped_norm(model, x, taps.taps)
-        if step.size.samples:
-            if not step.size.only_decodes:
-                x, normed = (each.index_select(0, views["logit_rows"]) for each in (x, normed))
-            step.stream, step.logits = x, model.finished(model.head(normed))
+        if not step.size.samples:
+            tapped_norm(model, x, taps.taps)
+            return
+        rows = None if step.size.only_decodes else views["logit_rows"]
+        step.stream, step.logits = tapped_logits(model, x, taps.taps, rows)
 
     def _decode_rows(self, views: dict[str, Tensor]) -> Rows | None:
         """The rows of a decode-only step, from its arrays on the device."""

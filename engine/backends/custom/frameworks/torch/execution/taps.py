@@ -22,7 +22,8 @@ class Captured:
 
     def __init__(self, taps: TapInputs, groups: Sequence[TapGroup], step: "StepTaps") -> None:
         self._taps, self._groups = taps, groups
-        self._values = [to_host(each) for each in step.captured()]
+        # The copy to the host is queued before the next step, which captures to the same tensors.
+        self._values = [to_host(each) if each.is_cuda else each.clone() for each in step.captured()]
 
     def rows(self) -> F32:
         """The rows that the step's taps asked for. Valid when the step has finished."""
@@ -79,8 +80,8 @@ class StepTaps:
         self._written = groups
 
     def captured(self) -> list[Tensor]:
-        """The captured values of each group that captures, as new tensors."""
-        return [each.captured.clone() for each in self._made if each.shape.kind == CAPTURE]
+        """The captured values of each group that captures. The next step overwrites them."""
+        return [each.captured for each in self._made if each.shape.kind == CAPTURE]
 
 
 def _on_device(group: TapGroup, sites: tuple[Site, ...], device: torch.device) -> TensorGroup:
