@@ -52,6 +52,7 @@ from engine.backends.custom.frameworks.torch.kernels.attention_triton import (
 )
 from engine.backends.custom.frameworks.torch.kernels.fp8 import dense_tables
 from engine.backends.custom.frameworks.torch.kernels.tokens import guard, resolve_tokens
+from engine.backends.custom.frameworks.torch.layers.invariant_linear import choose_kernels
 from engine.backends.custom.frameworks.torch.layers.scans import Rows
 from engine.backends.custom.frameworks.torch.models.base import Decoder
 from engine.backends.custom.frameworks.torch.warming import warm
@@ -69,6 +70,7 @@ if TYPE_CHECKING:
 
 FIELDS = {"spans": SPAN_FIELDS, "partials": 2, "tiles": TILE_FIELDS, "shared": SHARED_FIELDS}
 Arrays = dict[str, NDArray[np.generic]]
+TOKEN_STEP = 128  # in invariant numerics, large steps have multiples of this many tokens
 MAX_TAPPED = 16  # sizes of steps with taps whose graphs are kept
 
 
@@ -86,6 +88,7 @@ class CudaRunner(TorchRunner):
             prefer_cublaslt()
         self._angles = model.rotary_tables(config.max_seq_len)
         self._max_batch_tokens = config.max_batch_tokens
+        self._is_invariant = config.numerics == "invariant"
         # The arrays that each cache has for itself, by name.
         self._slots_names = ("write_slots", "window_slots")[: len(self._cache.caches)]
         self._counts_names = ("counts", "window_counts")[: len(self._cache.caches)]
@@ -165,6 +168,10 @@ class CudaRunner(TorchRunner):
         return self._send_results(handle)
 
     def warm(self) -> None:
+        if self._is_invariant:
+            large = range(TOKEN_STEP, self._max_batch_tokens + TOKEN_STEP, TOKEN_STEP)
+            tokens = (*TOKEN_SIZES, *large)
+            choose_kernels(self._model, self._model.head, tokens, self._row_sizes)
         warm(self, self._device, self._max_batch_tokens)
 
     def sizes(self) -> Iterator[Size]:
@@ -251,13 +258,11 @@ class CudaRunner(TorchRunner):
 
     def _exact_step(self, inputs: BatchInputs) -> BufferedStep:
         lists, room = self._lists.lists(inputs)
-        size = Size(
-            len(inputs.token_ids),
-            len(inputs.slots),
-            len(inputs.logit_rows),
-            only_decodes=False,
-            shares=room.shared > 0,
-        )
+        tokens, samples = len(inputs.token_ids), len(inputs.logit_rows)
+        if self._is_invariant:  # the sizes for which `warm` has chosen kernels
+            tokens = -(-tokens // TOKEN_STEP) * TOKEN_STEP
+            samples = samples and (at_least(self._row_sizes, samples) or samples)
+        size = Size(tokens, len(inputs.slots), samples, only_decodes=False, shares=room.shared > 0)
         step = BufferedStep(size, room, self._layout(size, room))
         step.rows = self._rows(inputs)
         self._send_arrays(step, self._arrays(inputs, lists, size), static=False)

@@ -32,7 +32,6 @@ from engine.backends.custom.runtime.interp.taps import (
     SCALE,
 )
 
-
 _ENDS = ("resid_pre", "resid_post")  # the residual stream before and after a layer
 
 
