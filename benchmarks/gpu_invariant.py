@@ -155,7 +155,7 @@ def engine(
         max_slots=NUM_REQUESTS // shape.divisor,
         pool_bytes=tokens * shape_source(model).config.kv_bytes_per_token(DTYPE_BYTES[dtype]),
         max_batch_tokens=2048 // shape.divisor,
-        **options,
+        **{"speculation": "off", **options},  # drafts are exact in one of the modes only
     )
     with closing(BenchEngine(model, given)) as bench:
         if isinstance(bench.runner, Warmable):

@@ -40,14 +40,14 @@ def make_probe(
 def with_taps(inputs: BatchInputs, rows: tuple[Row, ...]) -> BatchInputs:
     """The inputs of a step, with the taps of its rows."""
     found: list[Taps] = []
-    widths: list[int] = []
+    widths: tuple[int, ...] = ()
     for row, first in zip(rows, inputs.query_start.tolist(), strict=False):
         probe = row.seq.probe
         taps = None if probe is None else probe.taps(row.start, row.length, first)
         if probe is not None and taps is not None:
             found.append(taps)
-            widths = [site.width for site in probe.sites]
-    return replace(inputs, taps=TapInputs.of(found, widths) if found else None)
+            widths = probe.widths
+    return replace(inputs, taps=TapInputs.of(tuple(found), widths) if found else None)
 
 
 def take_captures(batch: ScheduledBatch, output: StepOutput) -> None:

@@ -1,6 +1,7 @@
 """The taps of a step, as arrays for the model runner: which values are read or changed, where."""
 
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Protocol, runtime_checkable
 
 import numpy as np
@@ -21,10 +22,11 @@ CLAMP = 5  # x + (s - f) d, where f is a feature of a sparse autoencoder and d i
 EXTRA_COLUMNS = 2
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class TapInputs:
     """N taps, sorted by site and then by token. The taps of a token at a site are applied in order,
-    so a capture sees what the edits before it made.
+    so a capture sees what the edits before it made. Consecutive steps with the same taps have the
+    same object.
     """
 
     sites: I32  # (N,) index into `Tappable.sites`
@@ -39,7 +41,8 @@ class TapInputs:
     width: int  # W: at least the width of every site in `sites`
 
     @classmethod
-    def of(cls, taps: list["Taps"], widths: list[int]) -> "TapInputs":
+    @lru_cache(maxsize=4)
+    def of(cls, taps: tuple["Taps", ...], widths: tuple[int, ...]) -> "TapInputs":
         """The taps of a step's rows. `widths` are the widths of all sites."""
         starts = np.cumsum([0] + [len(each.vectors) for each in taps])
         captured = np.cumsum([0] + [each.num_captured for each in taps])
@@ -68,7 +71,7 @@ class TapInputs:
         )
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class Taps:
     """The taps of one row of the batch. `rows` count from this row's first vector or capture."""
 

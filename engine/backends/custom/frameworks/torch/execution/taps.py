@@ -67,6 +67,8 @@ class StepTaps:
 
     def write(self, groups: Sequence[TapGroup]) -> None:
         """Copies what differs from the last step. While a stream decodes, that is nothing."""
+        if groups is self._written:
+            return
         for made, group, last in zip(self._made, groups, self._written, strict=True):
             width = made.vectors.shape[1] - EXTRA_COLUMNS
             if not np.array_equal(group.tokens, last.tokens):

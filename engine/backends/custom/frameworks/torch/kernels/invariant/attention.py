@@ -35,6 +35,9 @@ PROMPT_TILE: TileSize = (128, 64, 4, 2)
 WIDE_TILE: TileSize = (128, 64, 8, 3)  # for heads of more than NARROW_HEAD values
 FP8_TILE: TileSize = (64, 64, 4, 2)
 SPAN_TILE: TileSize = (16, 64, 1, 2)
+# For up to FEW_ROWS rows with one query each, which leave most of the device idle: a program has
+# all keys of a chunk under way at once.
+FEW_ROWS, LONE_TILE = 8, (16, 64, 1, 4)
 FLOAT32_TILE: TileSize = (64, 32, 4, 2)
 NARROW_HEAD, WIDE_HEAD = 64, 128  # for wider heads, and in float32, all rows have the same tile
 
@@ -62,9 +65,10 @@ class InvariantPlan(TritonPlan):
 
         out = torch.empty_like(q)
         assert self.scratch is not None
+        is_few = self.span_tile == SPAN_TILE and len(self.arrays["seq_lens"]) <= FEW_ROWS
         launches = (
             (self.room.tiles, True, self.prompt_tile),
-            (self.room.spans, False, self.span_tile),
+            (self.room.spans, False, LONE_TILE if is_few else self.span_tile),
         )
         for _, prompts, tile in filter(lambda launch: launch[0], launches):
             attend(
