@@ -76,6 +76,9 @@ PROGRESS_INTERVAL_S = 5.0
 # Seconds between the model being ready and the import of the late routes (see `app.py`). An earlier
 # import would slow down requests that waited for the model.
 LATE_ROUTES_AFTER_S = 0.5
+# If the model still loads after this many seconds, the late routes are imported meanwhile. So no
+# import is in the way of the first requests.
+SLOW_START_S = 2.0
 
 
 class HttpServer:
@@ -162,10 +165,14 @@ class HttpServer:
         try:
             begun = time.monotonic()
             telling = asyncio.create_task(self._tell_progress())
+            starting = asyncio.ensure_future(self._services.backend.start())
             try:
-                await self._services.backend.start()
+                if not (await asyncio.wait({starting}, timeout=SLOW_START_S))[0]:
+                    await self._late_routes.add()
+                await starting
             finally:
                 telling.cancel()
+                starting.cancel()
             seconds = time.monotonic() - begun
             self._services.metrics.engine_ready(seconds)
             self._manager.tell("READY=1")
