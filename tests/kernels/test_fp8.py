@@ -16,7 +16,6 @@ from engine.backends.custom.frameworks.torch.kernels.fp8 import (
     read_cache,
 )
 from engine.backends.custom.frameworks.torch.kernels.rope import rope_write
-from engine.backends.custom.frameworks.torch.kernels.triton.fp8 import LinearConfig, scaled_linear
 
 SLOTS = torch.tensor([3, 9, 4, 0])
 
@@ -75,17 +74,3 @@ def test_scales_lie_behind_the_values(device: torch.device) -> None:
     torch.testing.assert_close(cache_scales(copied(cache)), cache_scales(cache), rtol=0, atol=0)
     largest = cache.float().abs().amax(dim=-1)
     assert (largest == 448).all(), "each scale maps the largest value of a head to 448"
-
-
-def test_parts_of_columns_add_up(device: torch.device) -> None:
-    inputs = inputs_on(device)
-    x, weight = quantize_rows(inputs.normal(19, 256)), quantize_rows(inputs.normal(40, 256))
-    scale = weight.scales[:, 0].contiguous()
-
-    def product(config: LinearConfig) -> torch.Tensor:
-        return scaled_linear(*x, weight.values, scale, None, torch.float16, config)
-
-    whole = product(LinearConfig(16, 64, 16))
-    for _ in range(2):  # the first call leaves nothing behind
-        cut = product(LinearConfig(16, 64, 16, parts=4))
-        torch.testing.assert_close(cut, whole, rtol=1e-2, atol=1e-2)

@@ -39,7 +39,8 @@ SPAN_TILE: TileSize = (16, 64, 1, 2)
 # all keys of a chunk under way at once.
 FEW_ROWS, LONE_TILE = 8, (16, 64, 1, 4)
 FLOAT32_TILE: TileSize = (64, 32, 4, 2)
-NARROW_HEAD, WIDE_HEAD = 64, 128  # for wider heads, and in float32, all rows have the same tile
+# For wider heads, in float32 and with a float8 cache, all rows have the same tile.
+NARROW_HEAD, WIDE_HEAD = 64, 128
 
 
 def _prompt_tile(heads: AttentionHeads, dtype: torch.dtype) -> TileSize:
@@ -93,7 +94,7 @@ class InvariantAttention(TritonAttention):
         super().__init__(heads, block_size=block_size, dtype=dtype)
         self._prompt_tile = self._span_tile = _prompt_tile(heads, dtype)
         narrow = heads.head_dim <= WIDE_HEAD and self._group <= SPAN_TILE[0]
-        if narrow and dtype != torch.float32:
+        if narrow and dtype != torch.float32 and not heads.in_fp8:
             self._span_tile = SPAN_TILE
         self.can_share = self._on_hopper = False
         self._tile_tokens = self._prompt_tile[0] // self._group

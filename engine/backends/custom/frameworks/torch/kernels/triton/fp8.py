@@ -3,12 +3,10 @@ for up to some 256 tokens.
 
 A program of the matmul multiplies some rows of the weight, as the left operand, by a tile of
 tokens. The token tiles of the same weight rows are neighbours in the launch, so that only the first
-of them reads the weights from memory. If a matrix has few rows, its columns are cut into parts,
-which are computed in parallel. The last program of a tile adds the parts, in ascending order.
+of them reads the weights from memory.
 """
 
 from dataclasses import dataclass
-from functools import cache
 
 import torch
 import triton
@@ -30,7 +28,6 @@ _LARGEST, _SMALLEST_SCALE = tl.constexpr(LARGEST), tl.constexpr(SMALLEST_SCALE)
 _KEEPS_4_BITS, _KEEPS_512THS = tl.constexpr(2.0**20 + 1), tl.constexpr(1.5 * 2.0**14)
 _SMALLEST_NORMAL = tl.constexpr(2.0**-6)
 _INTERPRETS = tl.constexpr(interpreting())
-_MAX_TILES = 4096  # of a matmul whose columns are cut into parts
 
 
 @triton.jit
@@ -105,25 +102,21 @@ def _linear_kernel(
     scale_ptr,
     bias_ptr,
     out_ptr,
-    partial_ptr,
-    arrived_ptr,
     outputs,
     num_tokens,
     SIZE: tl.constexpr,
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
     TOKENS: tl.constexpr,
-    PARTS: tl.constexpr,
     BIAS: tl.constexpr,
     ONCE: tl.constexpr,
 ):
     rows = tl.minimum(tl.program_id(1) * ROWS + tl.arange(0, ROWS), outputs - 1)
     tokens = tl.program_id(0) * TOKENS + tl.arange(0, TOKENS)
     known = (tokens < num_tokens)[None, :]
-    first = tl.program_id(2) * (SIZE // PARTS)
     y = tl.zeros((ROWS, TOKENS), tl.float32)
-    for start in range(0, SIZE // PARTS, COLUMNS):
-        columns = first + start + tl.arange(0, COLUMNS)
+    for start in range(0, SIZE, COLUMNS):
+        columns = start + tl.arange(0, COLUMNS)
         places = weight_ptr + rows.to(tl.int64)[:, None] * SIZE + columns[None, :]
         sources = x_ptr + tokens.to(tl.int64)[None, :] * SIZE + columns[:, None]
         if SIZE % COLUMNS == 0:
@@ -134,18 +127,6 @@ def _linear_kernel(
             weight = tl.load(places, mask=inside[None, :], other=0.0)
             x = tl.load(sources, mask=known & inside[:, None], other=0.0)
         y = tl.dot(weight, x, y)
-    if PARTS > 1:
-        tile = tl.program_id(1) * tl.num_programs(0) + tl.program_id(0)
-        place = tl.arange(0, ROWS)[:, None] * TOKENS + tl.arange(0, TOKENS)[None, :]
-        partial_ptr += tile.to(tl.int64) * (PARTS * ROWS * TOKENS) + place
-        tl.store(partial_ptr + tl.program_id(2) * (ROWS * TOKENS), y)
-        tl.debug_barrier()
-        if tl.atomic_add(arrived_ptr + tile, 1) != PARTS - 1:
-            return
-        tl.store(arrived_ptr + tile, 0)
-        y = tl.zeros((ROWS, TOKENS), tl.float32)
-        for part in tl.static_range(PARTS):  # other programs wrote them, so not from the L1 cache
-            y += tl.load(partial_ptr + part * (ROWS * TOKENS), cache_modifier=".cg")
     y *= tl.load(scale_ptr + rows)[:, None]
     y *= tl.load(x_scale_ptr + tokens, mask=tokens < num_tokens, other=0.0)[None, :]
     if BIAS:
@@ -185,7 +166,6 @@ class LinearConfig:
     tokens: int
     warps: int = 4
     stages: int = 4
-    parts: int = 1  # of the columns
 
 
 def choose(num_tokens: int, outputs: int) -> LinearConfig:
@@ -204,12 +184,6 @@ def choose(num_tokens: int, outputs: int) -> LinearConfig:
     return LinearConfig(64, 256, tokens, stages=6 if tokens <= 64 else 4)
 
 
-@cache
-def _arrived(device: torch.device) -> Tensor:
-    """How many parts of each tile are done. It is all zeros between launches."""
-    return torch.zeros(_MAX_TILES, dtype=torch.int32, device=device)
-
-
 def scaled_linear(
     values: Tensor,
     scales: Tensor,
@@ -223,14 +197,7 @@ def scaled_linear(
     assert values.is_contiguous() and scales.is_contiguous() and weight.is_contiguous()
     chosen = config or choose(num_tokens, outputs)
     out = torch.empty((num_tokens, outputs), dtype=dtype, device=values.device)
-    grid = (triton.cdiv(num_tokens, chosen.tokens), triton.cdiv(outputs, chosen.rows), chosen.parts)
-    partials, arrived = scales, scales  # not used
-    if chosen.parts > 1:
-        assert values.shape[1] % (chosen.parts * chosen.columns) == 0, "parts are whole tiles"
-        size = grid[0] * grid[1] * chosen.parts * chosen.rows * chosen.tokens
-        partials = torch.empty(size, dtype=torch.float32, device=values.device)
-        arrived = _arrived(values.device)
-        assert grid[0] * grid[1] <= len(arrived)
+    grid = (triton.cdiv(num_tokens, chosen.tokens), triton.cdiv(outputs, chosen.rows))
     _linear_kernel[grid](
         values,
         scales,
@@ -238,15 +205,12 @@ def scaled_linear(
         scale,
         scale if bias is None else bias,
         out,
-        partials,
-        arrived,
         outputs,
         num_tokens,
         SIZE=values.shape[1],
         ROWS=chosen.rows,
         COLUMNS=chosen.columns,
         TOKENS=chosen.tokens,
-        PARTS=chosen.parts,
         BIAS=bias is not None,
         ONCE=grid[0] == 1,
         num_warps=chosen.warps,
