@@ -26,7 +26,7 @@ from engine.core.interfaces.request import GenerateRequest, SamplingParams
 
 GIB = 2**30
 STORE_S = 20.0  # the writing thread gets this long to store a pass
-WARM_UP_PASSES = 4  # a pass may have more blocks than the queue of the writing thread
+MAX_STORE_PASSES = 20  # a pass may have more blocks than the queue of the writing thread
 
 
 class Bench:
@@ -64,11 +64,14 @@ class Bench:
 
     def store(self) -> int:
         """Let the tier store the prefixes. Returns how many blocks it has."""
-        for _ in range(WARM_UP_PASSES):
+        num_blocks = (len(self._prefixes[0]) - 1) // self._kv.block_size
+        for _ in range(MAX_STORE_PASSES):
             self.run_pass(True, 1)
             until = time.monotonic() + STORE_S
             while self._mover._queued_bytes and time.monotonic() < until:
                 time.sleep(0.01)
+            if self._tiers.stats()[0].num_blocks >= num_blocks * len(self._prefixes):
+                break
         return self._tiers.stats()[0].num_blocks
 
     def stats(self) -> dict[str, Any]:

@@ -10,6 +10,10 @@ memory     a prompt again, in the same process
 evicted    a prompt again, after the KV pool was emptied
 restarted  a prompt again, after the server was restarted; the page cache has the files of the disk
 cold       the same, but the files have to be read from the disk
+
+At the end, all engines run side by side and get prompts without reuse in turn, for which tiers only
+cost something: `load_cpu` is the CPU time per token of our processes, compared with that without
+tiers, the median of seven rounds.
 """
 
 import argparse
@@ -22,19 +26,25 @@ import statistics
 import subprocess
 import sys
 import tempfile
-import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from benchmarks.client import Failure, Sample, complete, new_session
-from benchmarks.process import RunningServer, ServerProcess, ServerSpec, exit_on_sigterm
+from benchmarks.process import (
+    RunningServer,
+    ServerProcess,
+    ServerSpec,
+    exit_on_sigterm,
+    process_tree,
+)
 from benchmarks.prompts import words
 
 DEFAULT_MODEL = "smollm2-135m-instruct"
 CASES = ("none", "memory", "evicted", "restarted", "cold")
 NUM_OUTPUT = 8
+LOAD_ROUNDS = 7
 STORED_S = 1.5  # the time in which the answer of a request is stored
 
 
@@ -47,7 +57,7 @@ class Contender:
     folder: Path
     ttft: dict[str, list[float]] = field(default_factory=dict)
     texts: dict[str, str] = field(default_factory=dict)  # by prompt
-    seconds: list[float] = field(default_factory=list)  # of the load without reuse
+    cpu_s: list[float] = field(default_factory=list)  # per token, of the load without reuse
     num_tokens: list[int] = field(default_factory=list)  # of the measured prompts
 
 
@@ -78,19 +88,40 @@ class Bench:
                         chill(contender.folder)
                     process, server = await self._start(contender)
                 await self._note(contender, case, server, prompt)
-            await self._load(contender, server, number)
         finally:
             process.stop()
 
-    async def _start(self, contender: Contender) -> tuple[ServerProcess, RunningServer]:
+    async def load(self, found: Sequence[Contender]) -> None:
+        """Prompts without reuse, for all contenders in turn."""
+        running = [await self._start(each, index) for index, each in enumerate(found)]
+        try:
+            for number in range(LOAD_ROUNDS + 1):  # the first one warms up
+                for shift in range(len(found)):
+                    at = (number + shift) % len(found)
+                    process, server = running[at]
+                    before = cpu_seconds(server)
+                    prompts = [words(self._length // 4, "load", number, i) for i in range(8)]
+                    answers = await asyncio.gather(*(self._ask(server, each) for each in prompts))
+                    await asyncio.sleep(STORED_S)
+                    tokens = sum((each.prompt_tokens or 0) + NUM_OUTPUT for each in answers)
+                    if number:
+                        found[at].cpu_s.append((cpu_seconds(server) - before) / tokens)
+        finally:
+            for process, _ in running:
+                process.stop()
+
+    async def _start(
+        self, contender: Contender, index: int = 0
+    ) -> tuple[ServerProcess, RunningServer]:
+        port = self._port + index
         path = self._folder / f"{contender.name}.toml"
         path.write_text(contender.config)
         command = (sys.executable, "-m", "engine.cli.main", "serve", self._model)
-        address = ("--port", str(self._port), "--config", str(path))
+        address = ("--port", str(port), "--config", str(path))
         spec = ServerSpec(
             name=contender.name,
             command=(*command, *address),
-            port=self._port,
+            port=port,
             ready_path="/readyz",
             extra_body={"ignore_eos": True},
             env={"LLM_ENGINE_ADMIN_KEY": self._key},
@@ -119,13 +150,9 @@ class Bench:
         async with new_session(60) as session, session.post(url, json={}, headers=headers) as reply:
             reply.raise_for_status()
 
-    async def _load(self, contender: Contender, server: RunningServer, number: int) -> None:
-        """Prompts without reuse, four at a time. Tiers only cost something here."""
-        prompts = [words(self._length // 4, "load", number, i) for i in range(8)]
-        began = time.perf_counter()
-        for start in range(0, len(prompts), 4):
-            await asyncio.gather(*(self._ask(server, each) for each in prompts[start : start + 4]))
-        contender.seconds.append(time.perf_counter() - began)
+
+def cpu_seconds(server: RunningServer) -> float:
+    return sum(sum(each.cpu_times()[:2]) for each in process_tree(server.pid))
 
 
 def chill(folder: Path) -> None:
@@ -159,15 +186,15 @@ def summary(found: Sequence[Contender]) -> dict[str, Any]:
     rows: dict[str, Any] = {}
     for each in found:
         medians = {case: statistics.median(values) for case, values in each.ttft.items()}
-        load = [off / own for off, own in zip(base.seconds, each.seconds, strict=True)]
+        load = [own / off for off, own in zip(base.cpu_s, each.cpu_s, strict=True)]
         rows[each.name] = {
             "ttft_s": {case: round(value, 4) for case, value in medians.items()},
             "of_computing": {case: round(value / computed, 3) for case, value in medians.items()},
-            "load_speed": round(statistics.median(load), 3),
+            "load_cpu": round(statistics.median(load), 3),
             "same_text": each.texts == base.texts,
         }
     tokens = round(statistics.median(base.num_tokens))
-    return {"prompt_tokens": tokens, "rounds": len(base.seconds), "contenders": rows}
+    return {"prompt_tokens": tokens, "rounds": len(base.ttft["none"]), "contenders": rows}
 
 
 async def measure(
@@ -180,6 +207,7 @@ async def measure(
         for number in range(arguments.rounds):
             for shift in range(len(found)):
                 await bench.round(number, found[(number + shift) % len(found)])
+        await bench.load(found)
         results.append(summary(found))
     return results
 

@@ -39,7 +39,9 @@ def full(served: Served, folder: Path, chooser: random.Random) -> Iterator[None]
 
 @contextlib.contextmanager
 def deleted(served: Served, folder: Path, chooser: random.Random) -> Iterator[None]:
-    shutil.rmtree(folder)
+    """Delete the folder at once. Deleting file by file would race with the server's writing."""
+    doomed = folder.rename(folder.with_name(f"{folder.name}-deleted"))
+    shutil.rmtree(doomed, ignore_errors=True)
     yield
 
 

@@ -23,6 +23,11 @@ class Batch:
     def num_bytes(self) -> int:
         return sum(row.nbytes for row in self.rows)
 
+    @property
+    def own_bytes(self) -> int:
+        """The memory that the batch itself takes. Rows of a list are lent by their tier."""
+        return 0 if isinstance(self.rows, list) else self.rows.nbytes
+
 
 @dataclass(eq=False, slots=True)
 class ReadJob:
@@ -48,7 +53,7 @@ class ReadJob:
 
     @property
     def ahead_bytes(self) -> int:
-        return sum(batch.num_bytes for batch in list(self.ready))
+        return sum(batch.own_bytes for batch in list(self.ready))
 
 
 @dataclass(slots=True)
