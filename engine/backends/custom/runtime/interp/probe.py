@@ -173,7 +173,7 @@ class Probe:
         """Keep what a finished row captured."""
         taken = 0
         for each in self._captures:
-            width = self.sites[each.site].width
+            width = self.widths[each.site]
             for place in each.wanted(start, start + length, self._num_prompt).tolist():
                 row = captured[taken, :width]
                 taken += 1
