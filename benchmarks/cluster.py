@@ -1,17 +1,20 @@
 """What nodes cost, what placement saves, and what the loss of a node costs.
 
     python -m benchmarks.cluster decisions   # 1,000 stand-in nodes and 100,000 sessions
-    python -m benchmarks.cluster wire        # two network namespaces (needs root): routed or direct
+    python -m benchmarks.cluster wire        # a node beside a local engine: first token, gaps
     python -m benchmarks.cluster prefixes    # hit rate over two nodes, 8 tenants x 1,024 tokens
-    python -m benchmarks.cluster kills       # kill -9 of a node under 64 streams
+    python -m benchmarks.cluster kills       # kill -9 of a node under 64 streams, and its return
+    python -m benchmarks.cluster prefill     # prefill and decode apart, beside two plain nodes
+    python -m benchmarks.cluster netns       # wire, prefixes and kills between two namespaces
 
 `decisions` uses no network and no engine. `wire` uses engines that compute nothing, at a pace. The
-others use the default model. Each prints one JSON line and exits with 1 if its bar is missed.
+others use the default model. `netns` needs root and iproute2: the server and its client are in one
+network namespace, and the nodes in another. Each prints one JSON line for each measurement and
+exits with 1 if a bar is missed.
 """
 
 import argparse
 import asyncio
-import functools
 import json
 import os
 import random
@@ -19,21 +22,26 @@ import signal
 import statistics
 import subprocess
 import sys
-import tempfile
 import time
 from array import array
-from collections.abc import AsyncIterator, Iterator
-from contextlib import ExitStack, contextmanager
-from pathlib import Path
+from contextlib import ExitStack
 from typing import Any
 
 import httpx
 import psutil
 
-from benchmarks.frontend import free_port
+from benchmarks.node_processes import (
+    ADDRESSES,
+    MODEL,
+    NAMESPACES,
+    Processes,
+    namespaces,
+    stream,
+    wait_for,
+    wait_until_ready,
+)
 from benchmarks.prompts import words
 
-MODEL = "smollm2-135m-instruct"
 MAX_DECISION_US = 100.0
 MAX_ROUTER_BYTES = 2**30
 MAX_ADDED_TTFT_MS = 2.0
@@ -42,9 +50,7 @@ MIN_HIT_RATIO = 0.95
 MAX_EJECTION_S = 1.0
 MAX_RETURN_S = 2.0
 NUM_STREAMS = 64
-STEP_MS = 20.0
-NAMESPACES = ("engine-bench-a", "engine-bench-b")
-ADDRESSES = ("10.213.7.1", "10.213.7.2")
+LOOPBACK = "127.0.0.1"
 
 
 # --- decisions ---
@@ -114,153 +120,18 @@ def decisions(num_nodes: int, num_sessions: int) -> dict[str, Any]:
     }
 
 
-# --- servers and nodes ---
-
-
-def run_command(arguments: list[str]) -> None:
-    """Run an `engine` command with an engine process that computes nothing."""
-    from engine.backends.custom.ipc import engine_process
-    from engine.cli import ahead
-    from engine.cli.main import app
-
-    engine_process.WORKER_MODULE = "benchmarks.null_engine"
-    ahead.EngineProcess = functools.partial(  # type: ignore[misc,assignment]
-        ahead.EngineProcess, "benchmarks.null_engine"
-    )
-    app(arguments, prog_name="engine")
-
-
-class Processes:
-    """The servers and nodes of a measurement. They end with it."""
-
-    def __init__(self, folder: Path, stack: ExitStack, real: bool) -> None:
-        self._folder = folder
-        self._stack = stack
-        self._real = real
-        self.token = folder / "token"
-        self.token.write_text("benchmark-token-0123456789\n")
-        self.token.chmod(0o600)
-
-    def start(self, *arguments: str, namespace: str | None = None) -> subprocess.Popen[bytes]:
-        module = "engine.cli.main" if self._real else "benchmarks.cluster"
-        hidden = () if self._real else ("--command",)
-        argv = [sys.executable, "-m", module, *hidden, *arguments]
-        if namespace is not None:
-            argv = ["ip", "netns", "exec", namespace, *argv]
-        env = os.environ | {
-            "NULL_STEP_MS": str(STEP_MS),
-            "LLM_ENGINE_SERVER__NODE_TOKEN_FILE": str(self.token),
-        }
-        log = self._stack.enter_context(
-            (self._folder / f"{len(os.listdir(self._folder))}.log").open("w")
-        )
-        process = subprocess.Popen(argv, env=env, stderr=log, start_new_session=True)
-        self._stack.callback(end, process)
-        return process
-
-    def serve(self, port: int, *options: str, namespace: str | None = None) -> Any:
-        host = ADDRESSES[0] if namespace else "127.0.0.1"
-        base = ("serve", MODEL, "--port", str(port), "--host", host, "--insecure-no-auth")
-        return self.start(*base, *options, namespace=namespace)
-
-    def join(self, *urls: str, name: str, namespace: str | None = None) -> Any:
-        base = ("node", "join", *urls, "--token-file", str(self.token), "--name", name)
-        return self.start(*base, "--model", MODEL, "--threads", "1", namespace=namespace)
-
-    def nodes(self, url: str) -> list[dict[str, Any]]:
-        key = self.token.read_text().strip()
-        reply = httpx.get(f"{url}/v1/admin/nodes", headers={"authorization": f"Bearer {key}"})
-        found: list[dict[str, Any]] = reply.json()["nodes"]
-        return found
-
-
-def end(process: subprocess.Popen[bytes]) -> None:
-    if process.poll() is None:
-        os.killpg(process.pid, signal.SIGKILL)
-    process.wait()
-
-
-def wait_for(condition: Any, seconds: float = 120.0) -> float:
-    began = time.monotonic()
-    while True:
-        try:
-            if condition():
-                return time.monotonic() - began
-        except httpx.HTTPError:
-            pass
-        assert time.monotonic() - began < seconds, "it did not happen in time"
-        time.sleep(0.01)
-
-
-async def stream(client: httpx.AsyncClient, url: str, body: dict[str, Any]) -> AsyncIterator[float]:
-    """The times at which chunks of a streamed answer with text arrive."""
-    fields = {"model": MODEL, "stream": True, "temperature": 0.0} | body
-    async with client.stream("POST", f"{url}/v1/completions", json=fields) as answer:
-        assert answer.status_code == 200, await answer.aread()
-        async for line in answer.aiter_lines():
-            if line.startswith("data: {"):
-                event = json.loads(line[6:])
-                assert "error" not in event, event
-                if event["choices"] and event["choices"][0]["text"]:
-                    yield time.perf_counter()
-
-
 # --- wire ---
 
 
-@contextmanager
-def namespaces() -> Iterator[None]:
-    """Two network namespaces with a cable between them."""
-    one, two = NAMESPACES
-    commands = [f"ip netns add {one}", f"ip netns add {two}"]
-    commands.append(f"ip link add veth-a netns {one} type veth peer name veth-b netns {two}")
-    for name, link, address in zip(NAMESPACES, ("veth-a", "veth-b"), ADDRESSES, strict=True):
-        commands += [f"ip -n {name} addr add {address}/24 dev {link}"]
-        commands += [f"ip -n {name} link set {link} up", f"ip -n {name} link set lo up"]
-    try:
-        for each in commands:
-            subprocess.run(each.split(), check=True)
-        yield
-    finally:
-        for name in NAMESPACES:
-            subprocess.run(["ip", "netns", "del", name], check=False, stderr=subprocess.DEVNULL)
-
-
-def wire(rounds: int) -> dict[str, Any]:
-    """A server with its own engine, and one whose engine is in another namespace, in turn."""
-    with namespaces(), tempfile.TemporaryDirectory() as folder, ExitStack() as stack:
-        processes = Processes(Path(folder), stack, real=False)
-        one, two = NAMESPACES
-        processes.serve(8001, namespace=one)
-        processes.serve(8002, "--backend", "nodes", namespace=one)
-        processes.join(f"http://{ADDRESSES[0]}:8002", name="far", namespace=two)
-        argv = ["ip", "netns", "exec", one, sys.executable, "-m", "benchmarks.cluster"]
-        told = subprocess.run(
-            [*argv, "--measure", str(rounds)], check=True, stdout=subprocess.PIPE
-        ).stdout
-    found: dict[str, Any] = json.loads(told)
-    return found
-
-
-def measure(rounds: int) -> dict[str, Any]:
-    """The client of `wire`, which runs in the namespace of both servers."""
-    urls = [f"http://{ADDRESSES[0]}:{port}" for port in (8001, 8002)]
-    body = {"prompt": "Go on", "max_tokens": 32, "ignore_eos": True}
-    for url in urls:
-        wait_for(lambda url=url: httpx.get(f"{url}/readyz").status_code == 200)
-    asked: dict[str, tuple[list[float], list[float]]] = {url: ([], []) for url in urls}
-
-    async def run() -> None:
-        async with httpx.AsyncClient(timeout=60) as client:
-            for number in range(rounds):
-                for url in urls if number % 2 else reversed(urls):
-                    began = last = time.perf_counter()
-                    first, gaps = asked[url]
-                    async for at in stream(client, url, body):
-                        (gaps if last != began else first).append(at - last)
-                        last = at
-
-    asyncio.run(run())
+def wire(host: str, far: str | None, rounds: int) -> dict[str, Any]:
+    """A server with its own engine, and one whose engine is a node, in turn."""
+    with ExitStack() as stack:
+        processes = Processes(stack, host, far, is_null=True)
+        urls = [processes.serve(), processes.serve("--backend", "nodes")]
+        processes.join(urls[1], "far")
+        for url in urls:
+            wait_until_ready(url)
+        asked = asyncio.run(_in_turn(urls, rounds))
     (direct_first, direct_gaps), (routed_first, routed_gaps) = asked.values()
     added_ttft = (statistics.median(routed_first) - statistics.median(direct_first)) * 1e3
     p99 = [sorted(each)[len(each) * 99 // 100] * 1e3 for each in (direct_gaps, routed_gaps)]
@@ -272,6 +143,21 @@ def measure(rounds: int) -> dict[str, Any]:
         "added_p99_gap_ms": round(p99[1] - p99[0], 2),
         "ok": added_ttft <= MAX_ADDED_TTFT_MS and p99[1] - p99[0] <= MAX_ADDED_P99_MS,
     }
+
+
+async def _in_turn(urls: list[str], rounds: int) -> dict[str, tuple[list[float], list[float]]]:
+    """The times to the first token and between tokens, by server."""
+    body = {"prompt": "Go on", "max_tokens": 32, "ignore_eos": True}
+    asked: dict[str, tuple[list[float], list[float]]] = {url: ([], []) for url in urls}
+    async with httpx.AsyncClient(timeout=60) as client:
+        for number in range(rounds):
+            for url in urls if number % 2 else reversed(urls):
+                began = last = time.perf_counter()
+                first, gaps = asked[url]
+                async for at in stream(client, url, body):
+                    (gaps if last != began else first).append(at - last)
+                    last = at
+    return asked
 
 
 # --- prefixes and kills, on the default model ---
@@ -290,19 +176,17 @@ def hit_rate(url: str, num_turns: int) -> float:
     return cached / total
 
 
-def prefixes(num_turns: int) -> dict[str, Any]:
-    with tempfile.TemporaryDirectory() as folder, ExitStack() as stack:
-        processes = Processes(Path(folder), stack, real=True)
-        ports = [free_port(), free_port()]
-        one, two = (f"http://127.0.0.1:{port}" for port in ports)
-        processes.serve(ports[0], "--threads", "1")
-        processes.serve(ports[1], "--backend", "nodes")
+def prefixes(host: str, far: str | None, num_turns: int) -> dict[str, Any]:
+    with ExitStack() as stack:
+        processes = Processes(stack, host, far)
+        one = processes.serve("--threads", "1")
+        two = processes.serve("--backend", "nodes")
         for name in ("first", "second"):
-            processes.join(two, name=name)
-        wait_for(lambda: httpx.get(f"{one}/readyz").status_code == 200)
-        wait_for(lambda: len(processes.nodes(two)) == 2)
+            processes.join(two, name)
+        wait_until_ready(one)
+        processes.wait_for_nodes(two, "first", "second")
         alone, routed = hit_rate(one, num_turns), hit_rate(two, num_turns)
-        placed = {each["name"]: each["requests"] for each in processes.nodes(two)}
+        placed = {name: each["requests"] for name, each in processes.nodes(two).items()}
     return {
         "alone": round(alone, 4),
         "two_nodes": round(routed, 4),
@@ -311,15 +195,15 @@ def prefixes(num_turns: int) -> dict[str, Any]:
     }
 
 
-def kills(num_tokens: int) -> dict[str, Any]:
-    """Kill one of two nodes under load: no request may fail. Then start it again."""
-    with tempfile.TemporaryDirectory() as folder, ExitStack() as stack:
-        processes = Processes(Path(folder), stack, real=True)
-        port = free_port()
-        url = f"http://127.0.0.1:{port}"
-        processes.serve(port, "--backend", "nodes")
-        victims = [processes.join(url, name=name) for name in ("first", "second")]
-        wait_for(lambda: len(processes.nodes(url)) == 2)
+def kills(host: str, far: str | None, num_tokens: int) -> dict[str, Any]:
+    """Kill one of two nodes under load: no request may fail. Then start it again, and wait until
+    it gets requests.
+    """
+    with ExitStack() as stack:
+        processes = Processes(stack, host, far)
+        url = processes.serve("--backend", "nodes")
+        victims = [processes.join(url, name) for name in ("first", "second")]
+        processes.wait_for_nodes(url, "first", "second")
 
         async def one(client: httpx.AsyncClient, number: int) -> int:
             body = {"prompt": f"Tell me about {number}.", "max_tokens": num_tokens}
@@ -331,49 +215,134 @@ def kills(num_tokens: int) -> dict[str, Any]:
                 asked = [asyncio.create_task(one(client, each)) for each in range(NUM_STREAMS)]
                 await asyncio.sleep(3.0)
                 os.killpg(victims[1].pid, signal.SIGKILL)
-                ejected = await asyncio.to_thread(
-                    wait_for, lambda: [n["name"] for n in processes.nodes(url)] == ["first"]
-                )
+                ejected = await asyncio.to_thread(processes.wait_for_nodes, url, "first")
                 return await asyncio.gather(*asked, return_exceptions=True), ejected
 
         answers, ejected_s = asyncio.run(run())
         failed = [repr(each) for each in answers if isinstance(each, BaseException)]
-        processes.join(url, name="second")
-        back_s = wait_for(lambda: len(processes.nodes(url)) == 2)
+        processes.join(url, "back")
+        wait_for(lambda: "The engine is ready" in processes.log("back").read_text())
+        back_s = processes.wait_for_nodes(url, "first", "back")
     return {
         "streams": NUM_STREAMS,
         "failed": failed[:3],
         "num_failed": len(failed),
         "ejected_s": round(ejected_s, 3),
-        "back_s_with_start": round(back_s, 2),
-        "ok": not failed and ejected_s <= MAX_EJECTION_S,
+        "back_s": round(back_s, 3),
+        "ok": not failed and ejected_s <= MAX_EJECTION_S and back_s <= MAX_RETURN_S,
     }
 
 
+# --- prefill and decode apart ---
+
+
+def prefill(host: str, far: str | None, num_prompts: int) -> dict[str, Any]:
+    """Long prompts beside short streams: on a prefill and a decode node, and on two plain nodes.
+    All texts must be those of one engine.
+    """
+    with ExitStack() as stack:
+        processes = Processes(stack, host, far)
+        alone = processes.serve("--threads", "1")
+        apart = processes.serve("--backend", "nodes")
+        plain = processes.serve("--backend", "nodes")
+        for role in ("prefill", "decode"):
+            processes.join(apart, role, "--role", role)
+        for name in ("first", "second"):
+            processes.join(plain, name)
+        wait_until_ready(alone)
+        processes.wait_for_nodes(apart, "prefill", "decode")
+        processes.wait_for_nodes(plain, "first", "second")
+        expected = [_text(alone, number) for number in range(num_prompts)]
+        asyncio.run(_beside(apart, 2, 100))  # measures what a handover costs
+        found = {"apart": [], "plain": []}
+        texts = {}
+        for turn in range(2):
+            for name, url in (("apart", apart), ("plain", plain)):
+                found[name] += asyncio.run(_beside(url, num_prompts // 2, 200 + 50 * turn))
+        for name, url in (("apart", apart), ("plain", plain)):
+            texts[name] = [_text(url, number) for number in range(num_prompts)]
+        metrics = httpx.get(f"{apart}/metrics").text
+    moved = [line for line in metrics.splitlines() if line.startswith("engine_prefill_node_pro")]
+    p99 = {name: sorted(gaps)[len(gaps) * 99 // 100] * 1e3 for name, gaps in found.items()}
+    return {
+        "prompts": num_prompts,
+        "p99_gap_ms": {name: round(each, 1) for name, each in p99.items()},
+        "sent_to_prefill": moved,
+        "equal": {name: each == expected for name, each in texts.items()},
+        "ok": all(each == expected for each in texts.values()),
+    }
+
+
+def _text(url: str, number: int) -> str:
+    body = {"model": MODEL, "prompt": words(1_200, number), "max_tokens": 24, "temperature": 0.0}
+    answer = httpx.post(f"{url}/v1/completions", json=body, timeout=300).json()
+    text: str = answer["choices"][0]["text"]
+    return text
+
+
+async def _beside(url: str, num_prompts: int, first: int) -> list[float]:
+    """The times between tokens of two streams, while long prompts come one after the other."""
+    async with httpx.AsyncClient(timeout=600) as client:
+        gaps: list[float] = []
+
+        async def chat(number: int) -> None:
+            body = {"prompt": f"Tell me about {number}.", "max_tokens": 400, "ignore_eos": True}
+            last = None
+            async for at in stream(client, url, body):
+                gaps.extend(() if last is None else (at - last,))
+                last = at
+
+        streams = [asyncio.create_task(chat(first + each)) for each in range(2)]
+        for number in range(num_prompts):
+            body = {"prompt": words(1_200, first + number), "max_tokens": 2}
+            _ = [at async for at in stream(client, url, body)]
+        await asyncio.gather(*streams)
+        return gaps
+
+
+# --- the command ---
+
+
+def netns(given: argparse.Namespace) -> int:
+    """Measure with the nodes in another network namespace."""
+    status = 0
+    inside = ["ip", "netns", "exec", NAMESPACES[0], sys.executable, "-m", "benchmarks.cluster"]
+    sizes = {"wire": ("--rounds", given.rounds), "prefixes": ("--turns", given.turns)}
+    with namespaces():
+        for what in ("wire", "prefixes", "kills"):
+            option, size = sizes.get(what, ("--tokens", given.tokens))
+            where = ["--host", ADDRESSES[0], "--far", NAMESPACES[1]]
+            argv = [*inside, what, *where, option, str(size)]
+            status |= subprocess.run(argv, check=False).returncode
+    return status
+
+
 def main() -> int:
-    if sys.argv[1:2] == ["--command"]:
-        run_command(sys.argv[2:])
-        return 0
-    if sys.argv[1:2] == ["--measure"]:
-        print(json.dumps(measure(int(sys.argv[2]))))
-        return 0
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawTextHelpFormatter
     )
-    parser.add_argument("what", choices=("decisions", "wire", "prefixes", "kills"))
+    names = ("decisions", "wire", "prefixes", "kills", "prefill", "netns")
+    parser.add_argument("what", choices=names)
     parser.add_argument("--nodes", type=int, default=1_000)
     parser.add_argument("--sessions", type=int, default=100_000)
     parser.add_argument("--rounds", type=int, default=100)
     parser.add_argument("--turns", type=int, default=4)
     parser.add_argument("--tokens", type=int, default=96)
+    parser.add_argument("--prompts", type=int, default=12)
+    parser.add_argument("--host", default=LOOPBACK, help="address of the servers")
+    parser.add_argument("--far", help="network namespace of the nodes")
     given = parser.parse_args()
+    if given.what == "netns":
+        return netns(given)
+    where = given.host, given.far
     figure = {
         "decisions": lambda: decisions(given.nodes, given.sessions),
-        "wire": lambda: wire(given.rounds),
-        "prefixes": lambda: prefixes(given.turns),
-        "kills": lambda: kills(given.tokens),
+        "wire": lambda: wire(*where, given.rounds),
+        "prefixes": lambda: prefixes(*where, given.turns),
+        "kills": lambda: kills(*where, given.tokens),
+        "prefill": lambda: prefill(*where, given.prompts),
     }[given.what]()
-    print(json.dumps({given.what: figure}))
+    print(json.dumps({given.what: figure}), flush=True)
     return 0 if figure["ok"] else 1
 
 

@@ -15,41 +15,24 @@ from engine.cli import BEGAN_AT
 from engine.cli.ahead import take_engine
 from engine.cli.console import (
     ApiKeyFileOption,
-    BackendOption,
     ConfigOption,
-    DeviceOption,
-    DtypeOption,
     ModelArgument,
     load_cli_settings,
 )
 from engine.cli.serve_options import (
-    AffinityOption,
     ApiKeyOption,
-    BatchSizeOption,
-    CacheOption,
-    GpuMemoryOption,
     HostOption,
     HubOption,
     InsecureNoAuthOption,
-    KvDtypeOption,
-    LogFormatOption,
-    LogLevelOption,
     LoraOption,
-    MaxBatchTokensOption,
-    MaxSequenceLengthOption,
-    MemoryPoolSizeOption,
     ModelOption,
     NameOption,
-    NumericsOption,
     OptionsOption,
-    PipelineParallelOption,
     PortOption,
-    QuantizationOption,
     StoragePathOption,
     StrictOption,
-    TensorParallelOption,
-    ThreadsOption,
     UiOption,
+    with_engine_options,
 )
 from engine.core import faults
 
@@ -103,51 +86,32 @@ def parse_adapters(given: list[str] | None) -> dict[str, str] | None:
     return adapters
 
 
+@with_engine_options
 def serve(
     model: ModelArgument = None,
     model_option: ModelOption = None,
     hf_repo: HubOption = None,
-    backend: BackendOption = None,
     option: OptionsOption = None,
     lora: LoraOption = None,
-    device: DeviceOption = None,
-    dtype: DtypeOption = None,
     host: HostOption = None,
     port: PortOption = None,
     name: NameOption = None,
-    max_sequence_length: MaxSequenceLengthOption = None,
-    batch_size: BatchSizeOption = None,
-    max_batch_tokens: MaxBatchTokensOption = None,
-    memory_pool_size_mb: MemoryPoolSizeOption = None,
-    gpu_memory_utilization: GpuMemoryOption = None,
-    tensor_parallel_size: TensorParallelOption = None,
-    pipeline_parallel_size: PipelineParallelOption = None,
-    cache: CacheOption = None,
-    threads: ThreadsOption = None,
-    affinity: AffinityOption = None,
-    numerics: NumericsOption = None,
-    kv_dtype: KvDtypeOption = None,
-    quantization: QuantizationOption = None,
     api_key: ApiKeyOption = None,
     api_key_file: ApiKeyFileOption = None,
     insecure_no_auth: InsecureNoAuthOption = None,
     strict: StrictOption = None,
     ui: UiOption = None,
     storage_path: StoragePathOption = None,
-    log_level: LogLevelOption = None,
-    log_format: LogFormatOption = None,
     config: ConfigOption = None,
+    *,
+    engine: dict[str, Any],
 ) -> None:
     """Serve a model over an OpenAI-compatible API."""
-    flags = {
+    flags = engine | {
         "model.model_path": _one_model(model, model_option, hf_repo),
-        "model.backend": backend,
         "model.options": parse_options(option),
         "model.adapters": parse_adapters(lora),
-        "model.device": device,
-        "model.dtype": dtype,
         "model.name": name,
-        "model.max_sequence_length": max_sequence_length,
         "server.host": host,
         "server.port": port,
         "server.api_key_file": api_key_file,
@@ -155,20 +119,6 @@ def serve(
         "server.strict": strict,
         "server.ui": ui,
         "storage.path": storage_path,
-        "performance.batch_size": batch_size,
-        "performance.max_batch_tokens": max_batch_tokens,
-        "performance.memory_pool_size_mb": memory_pool_size_mb,
-        "performance.gpu_memory_utilization": gpu_memory_utilization,
-        "performance.tensor_parallel_size": tensor_parallel_size,
-        "performance.pipeline_parallel_size": pipeline_parallel_size,
-        "performance.threads": threads,
-        "performance.affinity": affinity,
-        "performance.numerics": numerics,
-        "cache.kv_dtype": kv_dtype,
-        "model.quantization": quantization,
-        "cache.enabled": cache,
-        "logging.level": log_level,
-        "logging.format": log_format,
     }
     if api_key is not None:
         # A secret may come from the environment, but not from flags.
@@ -199,6 +149,7 @@ def _serve(config: Path | None, flags: dict[str, Any]) -> None:
         faults.arm()
         loaded = load_cli_settings(config, flags)
         check_references(loaded.settings)
+        _check_role(loaded.settings)
         fetch_missing(loaded.settings)
         sock, probe_sock = bind_socket(loaded.settings), bind_probes(loaded.settings)
 
@@ -217,6 +168,18 @@ def _serve(config: Path | None, flags: dict[str, Any]) -> None:
         raise
     finally:
         gc.enable()
+
+
+def _check_role(settings: "Settings") -> None:
+    """The engine of a server may go on with the prompts of prefill nodes, but it is none."""
+    if settings.nodes.role == "prefill":
+        from engine.core.errors import ConfigError
+
+        raise ConfigError(
+            "the engine of a server can't have the role prefill; start the server with the role"
+            " decode or both, and prefill nodes by `engine node join URL --role prefill`",
+            param="nodes.role",
+        )
 
 
 def fetch_missing(settings: "Settings") -> None:

@@ -1,11 +1,16 @@
-"""The options of `engine serve`, under the headings of its help."""
+"""The options of `engine serve`, under the headings of its help. `engine node join` shares those
+that concern the engine.
+"""
 
+import functools
+import inspect
+from collections.abc import Callable
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
-from engine.cli.console import complete_model
+from engine.cli.console import BackendOption, DeviceOption, DtypeOption, complete_model
 
 _MODEL, _SERVER, _MEMORY, _LOGS = "Model", "Server", "Memory and speed", "Logs"
 # The flags after the first one of an option are those of vLLM, SGLang or llama.cpp.
@@ -16,7 +21,7 @@ ModelOption = Annotated[
         "-m",
         "--model-path",
         rich_help_panel=_MODEL,
-        help="The same as MODEL.",
+        help="The model: a name, a file, a folder or ORG/REPO[:QUANT].",
         autocompletion=complete_model,
     ),
 ]
@@ -184,6 +189,14 @@ KvDtypeOption = Annotated[
         help="Keys and values as auto, float32, bfloat16, int8 (CPU) or fp8 (GPU).",
     ),
 ]
+RoleOption = Annotated[
+    str | None,
+    typer.Option(
+        "--role",
+        rich_help_panel=_MEMORY,
+        help="prefill: compute long prompts for decode nodes; decode: fetch these; both: neither.",
+    ),
+]
 ApiKeyOption = Annotated[
     str | None,
     typer.Option(
@@ -223,3 +236,59 @@ LogLevelOption = Annotated[
     str | None, typer.Option(rich_help_panel=_LOGS, help="debug, info, warning or error.")
 ]
 LogFormatOption = Annotated[str | None, typer.Option(rich_help_panel=_LOGS, help="pretty or json.")]
+
+# The options that concern the engine, by the names of their settings.
+ENGINE_OPTIONS: dict[str, Any] = {
+    "model.backend": BackendOption,
+    "model.device": DeviceOption,
+    "model.dtype": DtypeOption,
+    "model.max_sequence_length": MaxSequenceLengthOption,
+    "model.quantization": QuantizationOption,
+    "performance.batch_size": BatchSizeOption,
+    "performance.max_batch_tokens": MaxBatchTokensOption,
+    "performance.memory_pool_size_mb": MemoryPoolSizeOption,
+    "performance.gpu_memory_utilization": GpuMemoryOption,
+    "performance.tensor_parallel_size": TensorParallelOption,
+    "performance.pipeline_parallel_size": PipelineParallelOption,
+    "cache.enabled": CacheOption,
+    "performance.threads": ThreadsOption,
+    "performance.affinity": AffinityOption,
+    "performance.numerics": NumericsOption,
+    "cache.kv_dtype": KvDtypeOption,
+    "nodes.role": RoleOption,
+    "logging.level": LogLevelOption,
+    "logging.format": LogFormatOption,
+}
+# The names of parameters that differ from those of their settings.
+_RENAMED = {
+    "cache.enabled": "cache",
+    "logging.level": "log_level",
+    "logging.format": "log_format",
+}
+
+
+def with_engine_options(command: Callable[..., None]) -> Callable[..., None]:
+    """Give a command the options that concern the engine. Its parameter `engine` gets them as a
+    dict, by the names of their settings.
+    """
+    names = {key: _RENAMED.get(key, key.partition(".")[2]) for key in ENGINE_OPTIONS}
+    shared = [
+        inspect.Parameter(
+            name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=ENGINE_OPTIONS[key]
+        )
+        for key, name in names.items()
+    ]
+
+    @functools.wraps(command)
+    def with_shared(**given: Any) -> None:
+        engine = {key: given.pop(name) for key, name in names.items()}
+        command(**given, engine=engine)
+
+    own = [
+        each.replace(kind=inspect.Parameter.KEYWORD_ONLY)
+        for name, each in inspect.signature(command).parameters.items()
+        if name != "engine"
+    ]
+    with_shared.__signature__ = inspect.Signature([*own, *shared])  # type: ignore[attr-defined]
+    with_shared.__annotations__ = {each.name: each.annotation for each in (*own, *shared)}
+    return with_shared

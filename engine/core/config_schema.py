@@ -32,12 +32,14 @@ from engine.core.config_types import (
     Dialects,
     Megabytes,
     Name,
+    NodeSettings,
     Origins,
     Policy,
     Secret,
     Section,
     ShardSettings,
     Strings,
+    TierSettings,
     check_adapters,
     check_options,
     check_power_of_two,
@@ -182,35 +184,6 @@ class CacheSettings(Section):
     """Tokens per KV block; a power of two."""
 
 
-class TierSettings(Section):
-    """The tiers of the prefix cache below the KV pool, in the table `[cache.tiers]`."""
-
-    host_mb: Megabytes | None = None
-    """MiB of host memory for copies of KV blocks, useful on a GPU; unset, no such tier."""
-    host_policy: Policy = "lru"
-    """Order in which blocks in host memory are evicted."""
-    host_ttl_s: float | None = Field(default=None, gt=0, le=10**9)
-    """Seconds after its last use when a block in host memory expires; unset, never."""
-    disk_path: Path | None = None
-    """Folder for KV blocks on disk, which survive a restart; unset, no such tier."""
-    disk_mb: Megabytes = 8192
-    """Max MiB of blocks on disk."""
-    disk_policy: Policy = "lru"
-    """Order in which blocks on disk are evicted."""
-    disk_ttl_s: float | None = Field(default=None, gt=0, le=10**9)
-    """Seconds after its last use when a block on disk expires; unset, never."""
-    redis_url: Secret | None = None
-    """URL of a Redis or Valkey for KV blocks that several servers share; unset, no such tier."""
-    redis_url_file: Path | None = None
-    """File that holds `redis_url`."""
-    redis_mb: Megabytes = 8192
-    """Max MiB of blocks in Redis."""
-    redis_policy: Policy = "lru"
-    """Order in which blocks in Redis are evicted."""
-    redis_ttl_s: float = Field(default=86400.0, gt=0, le=10**9)
-    """Seconds after its last use when a block in Redis expires."""
-
-
 class PerformanceSettings(Section):
     batch_size: int | None = Field(default=None, ge=1, le=4096)
     """Max sequences in one step; unset, it is chosen for the device."""
@@ -352,6 +325,7 @@ class Settings(BaseModel):
     tiers: TierSettings = TierSettings()
     performance: PerformanceSettings = PerformanceSettings()
     shards: ShardSettings = ShardSettings()
+    nodes: NodeSettings = NodeSettings()
     logging: LoggingSettings = LoggingSettings()
     metrics: MetricsSettings = MetricsSettings()
     tracing: TracingSettings = TracingSettings()

@@ -106,6 +106,35 @@ class Section(BaseModel):
         return value
 
 
+class TierSettings(Section):
+    """The tiers of the prefix cache below the KV pool, in the table `[cache.tiers]`."""
+
+    host_mb: Megabytes | None = None
+    """MiB of host memory for copies of KV blocks, useful on a GPU; unset, no such tier."""
+    host_policy: Policy = "lru"
+    """Order in which blocks in host memory are evicted."""
+    host_ttl_s: float | None = Field(default=None, gt=0, le=10**9)
+    """Seconds after its last use when a block in host memory expires; unset, never."""
+    disk_path: Path | None = None
+    """Folder for KV blocks on disk, which survive a restart; unset, no such tier."""
+    disk_mb: Megabytes = 8192
+    """Max MiB of blocks on disk."""
+    disk_policy: Policy = "lru"
+    """Order in which blocks on disk are evicted."""
+    disk_ttl_s: float | None = Field(default=None, gt=0, le=10**9)
+    """Seconds after its last use when a block on disk expires; unset, never."""
+    redis_url: Secret | None = None
+    """URL of a Redis or Valkey for KV blocks that several servers share; unset, no such tier."""
+    redis_url_file: Path | None = None
+    """File that holds `redis_url`."""
+    redis_mb: Megabytes = 8192
+    """Max MiB of blocks in Redis."""
+    redis_policy: Policy = "lru"
+    """Order in which blocks in Redis are evicted."""
+    redis_ttl_s: float = Field(default=86400.0, gt=0, le=10**9)
+    """Seconds after its last use when a block in Redis expires."""
+
+
 class ShardSettings(Section):
     """Ranks on other machines, for `performance.tensor_parallel_size` and its like."""
 
@@ -117,3 +146,18 @@ class ShardSettings(Section):
     """Token that they must have; from a variable or `shards.token_file`."""
     token_file: Path | None = None
     """File that holds the token."""
+
+
+class NodeSettings(Section):
+    """What an engine that works for a server does there, and how blocks get from node to node."""
+
+    role: Literal["both", "prefill", "decode"] = "both"
+    """`prefill`: compute prompts for decode nodes; `decode`: fetch these; `both`: do neither."""
+    min_prefill_tokens: int | None = Field(default=None, ge=1, le=2**24)
+    """Prompts with fewer new tokens skip prefill nodes; unset, it is found by measuring."""
+    block_listen: str = Field(default="0.0.0.0:0", pattern=r"^[^\s]+:[0-9]{1,5}$", max_length=256)
+    """HOST:PORT at which a prefill node serves KV blocks to decode nodes; port 0: any free one."""
+    block_host: str | None = Field(default=None, pattern=r"^[^\s]+$", max_length=256)
+    """Host by which decode nodes reach this prefill node; unset, the address that it joins from."""
+    block_memory_mb: Megabytes = 512
+    """Memory of a prefill node in MiB for blocks that decode nodes may fetch."""

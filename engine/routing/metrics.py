@@ -1,14 +1,18 @@
 """The router's Prometheus metrics. Label values come from the configuration, never from clients."""
 
-from collections.abc import Iterable, Sequence
-from typing import Literal
+from collections.abc import Callable, Iterable, Sequence
+from typing import TYPE_CHECKING, Literal, get_args
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
 from engine.core.errors import EngineError, InvalidRequestError, RateLimitError
+from engine.core.interfaces.handover import PrefillOutcome
 from engine.routing.replica import Replica
+
+if TYPE_CHECKING:
+    from engine.routing.nodes.prefill import Prefills
 
 _LABELS = ("backend", "kind")
 
@@ -98,6 +102,29 @@ def _outcome(error: EngineError | None) -> str:
     if isinstance(error, RateLimitError):
         return "busy"
     return "refused" if isinstance(error, InvalidRequestError) else "error"
+
+
+class PrefillCollector(Collector):
+    """Reads at each scrape what prefill nodes have done."""
+
+    def __init__(self, prefills: "Callable[[], Sequence[Prefills]]") -> None:
+        self._prefills = prefills
+
+    def collect(self) -> Iterable[Metric]:
+        prompts = CounterMetricFamily(
+            "engine_prefill_node_prompts",
+            "Prompts that were sent to prefill nodes, by outcome: done, refused, lost, late",
+            labels=["outcome"],
+        )
+        seconds = CounterMetricFamily(
+            "engine_prefill_node_seconds",
+            "Time between sending a prompt to a prefill node and its answer, summed",
+        )
+        known = self._prefills()
+        for outcome in get_args(PrefillOutcome):
+            prompts.add_metric([outcome], sum(each.outcomes[outcome] for each in known))
+        seconds.add_metric([], sum(each.seconds for each in known))
+        return [prompts, seconds]
 
 
 Outcome = Literal[

@@ -222,7 +222,7 @@ def create_app(
         middleware=_layers(settings, holder, metrics, services.history.add, telemetry),
     )
     app.state.services = services
-    app.state.nodes = nodes = _nodes(settings, holder)
+    app.state.nodes = nodes = _nodes(settings, holder, metrics)
     if nodes is not None:
         services.components.append(nodes)
     install_error_handlers(app)
@@ -251,14 +251,19 @@ def create_app(
     return app
 
 
-def _nodes(settings: Settings, holder: BackendHolder) -> "NodeManager | None":
+def _nodes(settings: Settings, holder: BackendHolder, metrics: Metrics) -> "NodeManager | None":
     token, server = settings.server.node_token, settings.server
     if token is None:
         return None
-    from engine.routing.nodes.manager import NodeManager  # imported late: few servers have nodes
+    # Imported late: few servers have nodes.
+    from engine.routing.metrics import PrefillCollector
+    from engine.routing.nodes.manager import NodeManager
 
     max_revivals = server.max_revivals if server.survive else 0
-    return NodeManager(holder, token.get_secret_value(), max_revivals)
+    least = settings.nodes.min_prefill_tokens
+    nodes = NodeManager(holder, token.get_secret_value(), max_revivals, least)
+    metrics.registry.register(PrefillCollector(lambda: nodes.prefills))
+    return nodes
 
 
 def _recorder(settings: Settings) -> "Recorder | None":

@@ -15,70 +15,47 @@ pytestmark = pytest.mark.clients
 
 VERSION = "1.32"  # for mistakes; the right manifests are checked against all
 HELPERS, MODELS = "templates/_helpers.tpl", "templates/models.yaml"
-ROUTER, ACCESS = "templates/router.yaml", "templates/access.yaml"
-AUTOSCALED, SEVERAL, KEYS = "autoscaled.yaml", "several-models.yaml", "statefulset.yaml"
-# A mistake: the values that show it, the file, and what is replaced there by what.
+ROUTER, ACCESS, VALUES = "templates/router.yaml", "templates/access.yaml", "values.yaml"
+# A mistake: the file, and what is replaced there by what.
 MISTAKES = {
-    "a misspelled field": (AUTOSCALED, HELPERS, "readinessProbe:", "readynessProbe:"),
-    "a probe of a path that is not there": (AUTOSCALED, HELPERS, "path: /readyz", "path: /ready"),
-    "a probe that kills what only loads": (AUTOSCALED, HELPERS, "path: /livez", "path: /readyz"),
-    "a probe of an unknown port": (AUTOSCALED, HELPERS, "port: probes", "port: probe"),
-    "a port that nothing listens on": (AUTOSCALED, MODELS, "--port=8000", "--port=8080"),
-    "an unknown flag": (AUTOSCALED, MODELS, "--host=", "--hots="),
-    "an unknown setting": (AUTOSCALED, HELPERS, "__PROBE_PORT", "__PROBES_PORT"),
-    "a kill before the drain": (
-        AUTOSCALED,
-        MODELS,
-        "add 5 (int $model.drainSeconds) 15",
-        "add 5 5",
-    ),
-    "root": (AUTOSCALED, HELPERS, "runAsNonRoot: true", "runAsNonRoot: false"),
-    "a writable root": (AUTOSCALED, HELPERS, "readOnlyRootFilesystem: true", "privileged: false"),
-    "capabilities": (AUTOSCALED, HELPERS, "drop: [ALL]", "drop: [NET_RAW]"),
-    "a volume that is not there": (
-        AUTOSCALED,
-        MODELS,
-        "name: models, mountPath",
-        "name: model, mountPath",
-    ),
+    "a misspelled field": (HELPERS, "readinessProbe:", "readynessProbe:"),
+    "a probe of a path that is not there": (HELPERS, "path: /readyz", "path: /ready"),
+    "a probe that kills what only loads": (HELPERS, "path: /livez", "path: /readyz"),
+    "a probe of an unknown port": (HELPERS, "port: probes", "port: probe"),
+    "a port that nothing listens on": (MODELS, "--port=8000", "--port=8080"),
+    "an unknown flag": (MODELS, "--host=", "--hots="),
+    "an unknown setting": (HELPERS, "__PROBE_PORT", "__PROBES_PORT"),
+    "a kill before the drain": (MODELS, "add 5 (int $model.drainSeconds) 15", "add 5 5"),
+    "root": (HELPERS, "runAsNonRoot: true", "runAsNonRoot: false"),
+    "a writable root": (HELPERS, "readOnlyRootFilesystem: true", "privileged: false"),
+    "capabilities": (HELPERS, "drop: [ALL]", "drop: [NET_RAW]"),
+    "a volume that is not there": (MODELS, "name: models, mountPath", "name: model, mountPath"),
     "a service without pods": (
-        AUTOSCALED,
         HELPERS,
         'selector: {{- include "engine.selector" . | nindent 2 }}',
         "selector: {app: engine}",
     ),
-    "a service of an unknown port": (AUTOSCALED, HELPERS, "targetPort: http,", "targetPort: web,"),
-    "a removed version of an API": (AUTOSCALED, MODELS, "autoscaling/v2", "autoscaling/v2beta2"),
-    "another removed version": (AUTOSCALED, MODELS, "policy/v1", "policy/v1beta1"),
+    "a service of an unknown port": (HELPERS, "targetPort: http,", "targetPort: web,"),
+    "a removed version of an API": (MODELS, "autoscaling/v2", "autoscaling/v2beta2"),
+    "another removed version": (MODELS, "policy/v1", "policy/v1beta1"),
     "a scaler of nothing": (
-        AUTOSCALED,
         MODELS,
         "kind: {{ $model.kind }}, name: {{ $name }}",
         "kind: {{ $model.kind }}, name: engine",
     ),
-    "a metric that is not there": (
-        AUTOSCALED,
-        "values.yaml",
-        "num_requests_waiting",
-        "num_request_waiting",
-    ),
-    "a monitor of an unknown port": (AUTOSCALED, ACCESS, "- port: http", "- port: metrics"),
-    "a policy for an unknown port": (AUTOSCALED, ACCESS, "port: http}", "port: https}"),
-    "a secret without the key": (KEYS, ACCESS, "  api_key:", "  apikey:"),
-    "a route to no service": (SEVERAL, ROUTER, ':{{ $.Values.service.port }}/v1"', ':8080/v1"'),
-    "an open block": (AUTOSCALED, MODELS, "{{- range $model.args }}", "{{- range $model.args"),
-    "a value of a wrong type": (
-        AUTOSCALED,
-        "values.yaml",
-        "replicas: 1\n  args",
-        "replicas: one\n  args",
-    ),
-    "a value that is not there": (
-        AUTOSCALED,
-        "values.schema.json",
-        '"drainSeconds"',
-        '"drainSecs"',
-    ),
+    "a metric that is not there": (VALUES, "num_requests_waiting", "num_request_waiting"),
+    "a monitor of an unknown port": (ACCESS, "- port: http", "- port: metrics"),
+    "a policy for an unknown port": (ACCESS, "port: http}", "port: https}"),
+    "a secret without the key": (ACCESS, "  api_key:", "  apikey:"),
+    "a route to no service": (ROUTER, ':{{ $.Values.service.port }}/v1"', ':8080/v1"'),
+    "an open block": (MODELS, "{{- range $model.args }}", "{{- range $model.args"),
+    "a value of a wrong type": (VALUES, "replicas: 1\n  args", "replicas: one\n  args"),
+    "a value that is not there": ("values.schema.json", '"drainSeconds"', '"drainSecs"'),
+}
+# Mistakes that other values than autoscaled.yaml show.
+SHOWN_BY = {
+    "a secret without the key": "statefulset.yaml",
+    "a route to no service": "several-models.yaml",
 }
 
 
@@ -111,13 +88,14 @@ def refused(made: dict[str, Any]) -> list[str]:
 
 def test_every_mistake_is_caught(tmp_path: Path) -> None:
     jobs = []
-    for index, (values, file, old, new) in enumerate(MISTAKES.values()):
-        chart = tmp_path / str(index) / "engine"
+    for name, (file, old, new) in MISTAKES.items():
+        chart = tmp_path / name / "engine"
         shutil.copytree(helm.CHART, chart)
         text = (chart / file).read_text()
         assert old in text, (file, old)
         (chart / file).write_text(text.replace(old, new))
-        jobs.append(helm.job(helm.CHART / "ci" / values, chart))
+        values = helm.CHART / "ci" / SHOWN_BY.get(name, "autoscaled.yaml")
+        jobs.append(helm.job(values, chart))
     made = dict(zip(MISTAKES, helm.render(jobs), strict=True))
     missed = [name for name, each in made.items() if not refused(each)]
     assert len(made) >= 20 and missed == []

@@ -11,6 +11,7 @@ import httpx
 import pytest
 
 from tests.live_server import free_port, wait_until
+from tests.ssh_machine import engine_deploy, ssh_machine
 
 ROOT = Path(__file__).parents[2]
 BUILD = ROOT / "deploy" / "wheels" / "build.py"
@@ -61,6 +62,24 @@ def test_an_environment_without_a_compiler_serves_from_the_wheel(
         server.wait(30)
     assert answer["choices"][0]["message"]["content"]
     assert "<html" in page.text and script.status_code == 200
+
+
+def test_the_wheel_is_deployed_by_ssh(
+    dist: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """pip and the environment are real there."""
+    (wheel,) = dist.glob("*.whl")
+    port = free_port()
+    with ssh_machine(tmp_path, monkeypatch, has_pip=True) as home:
+        done = engine_deploy("target", "--wheel", str(wheel), "--port", str(port))
+        assert done.returncode == 0, done.stderr
+        key = (home / ".config/engine/api_key").read_text().strip()
+        with httpx.Client(base_url=f"http://127.0.0.1:{port}", timeout=60) as client:
+            client.headers["authorization"] = f"Bearer {key}"
+            answer = client.post("/v1/completions", json={"prompt": "Hello", "max_tokens": 4})
+        assert answer.json()["choices"][0]["text"]
+        assert engine_deploy("target", "--remove").returncode == 0
+        assert not (home / ".local/share/engine/venv").exists()
 
 
 def _is_ready(client: httpx.Client) -> bool:

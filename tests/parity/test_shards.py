@@ -113,12 +113,12 @@ def prompts() -> list[list[int]]:
 Answer = tuple[list[int], list[dict[int, float]]]
 
 
-def answers(runner: ModelRunner, count: int = NUM_PROMPTS) -> tuple[list[Answer], bytes]:
+def answers(runner: ModelRunner) -> tuple[list[Answer], bytes]:
     """The greedy tokens of each prompt with the logprobs of the best five, and all logprobs' bits.
     Prompts are computed in parts, beside each other.
     """
     driver = RunnerDriver(runner)
-    tracks = [driver.add(prompt) for prompt in prompts()[:count]]
+    tracks = [driver.add(prompt) for prompt in prompts()]
     tops: dict[int, list[dict[int, float]]] = {track.slot: [] for track in tracks}
     bits = []
     while open_tracks := [t for t in tracks if len(t.tokens) - t.num_prompt < NUM_NEW]:
@@ -142,8 +142,9 @@ def alone(name: str) -> list[Answer]:
     return found
 
 
-def check_same(found: list[Answer], expected: list[Answer]) -> None:
-    """Token for token, or parting at a near tie."""
+def check_same(found: list[Answer], expected: list[Answer]) -> int:
+    """Token for token, or parting at a near tie. Returns how many part."""
+    num_parted = 0
     for (ours, our_tops), (theirs, their_tops) in zip(found, expected, strict=True):
         if ours == theirs:
             continue
@@ -151,6 +152,8 @@ def check_same(found: list[Answer], expected: list[Answer]) -> None:
         a, b = ours[at], theirs[at]
         gap = our_tops[at][a] - our_tops[at][b] + their_tops[at][b] - their_tops[at][a]
         assert gap <= TIE_NATS, (ours, theirs)
+        num_parted += 1
+    return num_parted
 
 
 @pytest.mark.parametrize(("name", "tensor", "pipeline"), GROUPS)
@@ -172,16 +175,17 @@ def test_ranks_of_the_default_model(default_model: Path, forks: Forks) -> None:
     config = replace(CONFIG, max_seq_len=64)
     source = open_model(default_model)
     runner = build_runner(source, config)
-    expected, _ = answers(runner, 16)
+    expected, _ = answers(runner)
     runner.close()
-    for tensor, pipeline in ((3, 1), (1, 2), (1, 4)):
+    for tensor, pipeline in ((3, 1), (1, 2)):
         cut = replace(config, tensor_parallel=tensor, pipeline_parallel=pipeline)
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(groups, "start_child", forks.start)
             runner = open_group(source, cut)
-        found, _ = answers(runner, 16)
+        found, _ = answers(runner)
         runner.close()
-        check_same(found, expected)
+        num_parted = check_same(found, expected)
+        print(f"-tp {tensor} -pp {pipeline}: {num_parted} of {len(found)} part at a near tie")
 
 
 @pytest.mark.parametrize(("tensor", "pipeline"), [(2, 1), (1, 2)])

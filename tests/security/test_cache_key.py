@@ -18,6 +18,7 @@ from engine.backends.custom.runtime.images import image_digest, key_of
 from engine.backends.custom.runtime.model_runner import FROM_DEVICE
 from engine.backends.custom.runtime.radix_cache import RadixCache
 from engine.backends.custom.runtime.sequence import packed
+from engine.core.interfaces.handover import Handover, Prefilled
 from engine.core.interfaces.request import GenerateRequest, ImageInput, SamplingParams
 from engine.servers.access.auth import Principal
 from tests.toy_engine import ToyEngine
@@ -41,6 +42,8 @@ NOT_KEYED: dict[str, Any] = {
     "reports_progress": True,
     "resumed": None,  # its tokens follow the prompt, and the tree compares them too
     "pools": True,
+    "handover": Handover(Prefilled("p", "lost", 0.1)),  # where blocks may be found by their keys
+    "keeps_blocks": True,
     "second_start": 1,  # only encoders read it, and they have no cache
 }
 

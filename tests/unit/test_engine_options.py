@@ -7,7 +7,7 @@ import msgspec
 import pytest
 
 from engine.backends.custom.engine_settings import engine_options
-from engine.backends.custom.options import EngineOptions, TierOptions
+from engine.backends.custom.options import EngineOptions, PeerOptions, TierOptions
 from engine.backends.custom.runtime.model_runner import DeviceInfo, RunnerConfig, RunnerSpec
 from engine.backends.custom.worker import main as worker
 from engine.backends.custom.worker.memory import MemoryPlan
@@ -36,6 +36,12 @@ SETTINGS = {
     "performance.pipeline_parallel_size": 2,
     "shards.remote_ranks": 4,
     "shards.listen": "10.0.0.1:7000",
+    "nodes.role": "prefill",
+    "nodes.block_listen": "10.0.0.1:7001",
+    "nodes.block_host": "node-a",
+    "nodes.block_memory_mb": 66,
+    "server.tls_cert_file": "node.pem",
+    "server.tls_key_file": "node.key",
     "performance.speculation": "off",
     "model.adapters": {"tuned": "/adapters/tuned"},
     "performance.max_adapters": 3,
@@ -109,10 +115,18 @@ OPTIONS = EngineOptions(
         redis_policy="lfu",
         redis_ttl_s=30.0,
     ),
+    peers=PeerOptions(
+        role="prefill",
+        listen="10.0.0.1:7001",
+        host="node-a",
+        cert_file="node.pem",
+        key_file="node.key",
+        kept_bytes=66 * 2**20,
+    ),
     log_level="error",
     log_format="json",
 )
-UNTIERED = msgspec.structs.replace(OPTIONS, tiers=None)
+UNTIERED = msgspec.structs.replace(OPTIONS, tiers=None, peers=None)
 SPEC = RunnerSpec(block_size=4, num_blocks=65, max_slots=8, max_seq_len=64, vocab_size=8, depth=0)
 
 

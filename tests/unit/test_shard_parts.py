@@ -251,7 +251,7 @@ def test_ranks_prove_that_they_have_the_token() -> None:
     assert meeting(b"a" * 16, b"a" * 16) == ("", "")
     engine, rank = meeting(b"a" * 16, b"b" * 16)
     assert engine.endswith("was refused: its token is wrong")
-    assert rank == "the engine refused this rank: its token is wrong"
+    assert rank == "the engine refused this connection: its token is wrong"
 
 
 def test_a_rank_of_another_version_is_refused(monkeypatch) -> None:

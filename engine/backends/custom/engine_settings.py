@@ -11,8 +11,9 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from engine.backends.custom.options import MIB, EngineOptions, TierOptions
-from engine.core.config_schema import Settings, TierSettings
+from engine.backends.custom.options import MIB, EngineOptions, PeerOptions, TierOptions
+from engine.core.config_schema import Settings
+from engine.core.config_types import TierSettings
 from engine.core.errors import ConfigError
 from engine.core.store.model_store import default_name
 
@@ -90,6 +91,7 @@ def engine_options(settings: Settings, framework: str, path: Path | None = None)
         cache_ttl_s=cache.ttl_seconds,
         eviction_policy=cache.eviction_policy,
         tiers=tier_options(settings.tiers),
+        peers=_peer_options(settings),
         adapters=_adapters(settings),
         max_adapters=performance.max_adapters,
         max_adapter_rank=performance.max_adapter_rank,
@@ -153,6 +155,21 @@ def tier_options(tiers: TierSettings) -> TierOptions | None:
         redis_bytes=tiers.redis_mb * MIB if tiers.redis_url is not None else 0,
         redis_policy=tiers.redis_policy,
         redis_ttl_s=tiers.redis_ttl_s,
+    )
+
+
+def _peer_options(settings: Settings) -> PeerOptions | None:
+    nodes, files = settings.nodes, settings.server.tls_files
+    if nodes.role == "both":
+        return None
+    cert, key = ("", "") if files is None else map(str, files)
+    return PeerOptions(
+        role=nodes.role,
+        listen=nodes.block_listen,
+        host=nodes.block_host or "",
+        cert_file=cert,
+        key_file=key,
+        kept_bytes=nodes.block_memory_mb * MIB,
     )
 
 

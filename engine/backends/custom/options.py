@@ -8,6 +8,7 @@ from typing import Literal
 import msgspec
 
 from engine import __version__
+from engine.core.interfaces.handover import Role
 
 # The kinds of image encoders (`VisionConfig.kind`) that each framework runs.
 # The frameworks whose runners take taps (`runtime/interp`).
@@ -42,6 +43,17 @@ class TierOptions(msgspec.Struct, frozen=True, kw_only=True):
     redis_bytes: int = 0
     redis_policy: Literal["lru", "lfu", "fifo"] = "lru"
     redis_ttl_s: float | None = None
+
+
+class PeerOptions(msgspec.Struct, frozen=True, kw_only=True):
+    """An engine that serves blocks of prompts to others, or fetches them there."""
+
+    role: Role
+    listen: str = ""  # HOST:PORT at which a prefill engine serves blocks; port 0: any free one
+    host: str = ""  # by which others reach it; empty: the address from which its node joined
+    cert_file: str = ""  # with `key_file`: blocks are served by TLS
+    key_file: str = ""
+    kept_bytes: int = 0  # memory for blocks that others may fetch
 
 
 class EngineOptions(msgspec.Struct, frozen=True, kw_only=True, tag="options"):
@@ -81,6 +93,7 @@ class EngineOptions(msgspec.Struct, frozen=True, kw_only=True, tag="options"):
     cache_ttl_s: float | None = None
     eviction_policy: Literal["lru", "lfu", "fifo"] = "lru"
     tiers: TierOptions | None = None
+    peers: PeerOptions | None = None  # None: the engine computes its prompts itself
     adapters: dict[str, str] = {}  # paths of LoRA adapters, by the name that clients use
     max_adapters: int = 8  # LoRA adapters on the device at the same time; 0: none are served
     max_adapter_rank: int = 256

@@ -11,31 +11,14 @@ import typer
 
 from engine.cli.ahead import take_engine
 from engine.cli.console import (
-    BackendOption,
     ConfigOption,
-    DeviceOption,
-    DtypeOption,
     JsonOption,
+    complete_model,
     load_cli_settings,
     output,
 )
 from engine.cli.help import GroupedCommand
-from engine.cli.serve_options import (
-    AffinityOption,
-    BatchSizeOption,
-    CacheOption,
-    GpuMemoryOption,
-    KvDtypeOption,
-    LogFormatOption,
-    LogLevelOption,
-    MaxBatchTokensOption,
-    MaxSequenceLengthOption,
-    MemoryPoolSizeOption,
-    ModelOption,
-    NumericsOption,
-    QuantizationOption,
-    ThreadsOption,
-)
+from engine.cli.serve_options import with_engine_options
 from engine.core.errors import ConfigError, ConflictError
 
 if TYPE_CHECKING:
@@ -74,7 +57,21 @@ CaOption = Annotated[
 ]
 
 
+NodeModelOption = Annotated[
+    str | None,
+    typer.Option(
+        "--model",
+        "-m",
+        "--model-path",
+        rich_help_panel=_JOIN,
+        help="The model, with the same files as the server's.",
+        autocompletion=complete_model,
+    ),
+]
+
+
 @app.command(cls=GroupedCommand)
+@with_engine_options
 def join(
     urls: UrlsArgument,
     token_file: TokenOption,
@@ -83,47 +80,15 @@ def join(
         typer.Option("--name", rich_help_panel=_JOIN, help="Name of the node; default: host name."),
     ] = None,
     ca_file: CaOption = None,
-    model: ModelOption = None,
-    backend: BackendOption = None,
-    device: DeviceOption = None,
-    dtype: DtypeOption = None,
-    max_sequence_length: MaxSequenceLengthOption = None,
-    batch_size: BatchSizeOption = None,
-    max_batch_tokens: MaxBatchTokensOption = None,
-    memory_pool_size_mb: MemoryPoolSizeOption = None,
-    gpu_memory_utilization: GpuMemoryOption = None,
-    cache: CacheOption = None,
-    threads: ThreadsOption = None,
-    affinity: AffinityOption = None,
-    numerics: NumericsOption = None,
-    kv_dtype: KvDtypeOption = None,
-    quantization: QuantizationOption = None,
-    log_level: LogLevelOption = None,
-    log_format: LogFormatOption = None,
+    model: NodeModelOption = None,
     config: ConfigOption = None,
+    *,
+    engine: dict[str, Any],
 ) -> None:
     """Load a model here, and take requests of a running server until a signal ends it. SIGTERM lets
     open requests finish.
     """
-    flags = {
-        "model.model_path": model,
-        "model.backend": backend,
-        "model.device": device,
-        "model.dtype": dtype,
-        "model.max_sequence_length": max_sequence_length,
-        "performance.batch_size": batch_size,
-        "performance.max_batch_tokens": max_batch_tokens,
-        "performance.memory_pool_size_mb": memory_pool_size_mb,
-        "performance.gpu_memory_utilization": gpu_memory_utilization,
-        "performance.threads": threads,
-        "performance.affinity": affinity,
-        "performance.numerics": numerics,
-        "cache.kv_dtype": kv_dtype,
-        "model.quantization": quantization,
-        "cache.enabled": cache,
-        "logging.level": log_level,
-        "logging.format": log_format,
-    }
+    flags = engine | {"model.model_path": model}
     process = take_engine()
     try:
         settings = load_cli_settings(config, flags).settings
@@ -149,7 +114,7 @@ def list_nodes(
     from rich.table import Table
     from rich.text import Text
 
-    columns = ("name", "address", "state", "device", "in_flight", "requests")
+    columns = ("name", "address", "state", "role", "device", "in_flight", "requests")
     table = Table(*(each.replace("_", " ") for each in columns), "free blocks", "joined")
     for node in found["nodes"]:
         free = f"{node['free_blocks']} of {node['blocks']}"

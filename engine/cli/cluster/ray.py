@@ -1,14 +1,16 @@
 """`engine cluster`: nodes in a Ray cluster, as many as the load needs."""
 
 import json
+import math
 import signal
 import threading
 from typing import Annotated
 
 import typer
 
-from engine.cli.cluster.node import CaOption, TokenOption, call_nodes
-from engine.cli.console import JsonOption
+from engine.cli.cluster.node import CaOption, NodeModelOption, TokenOption, call_nodes
+from engine.cli.console import JsonOption, output
+from engine.cli.serve_options import PipelineParallelOption, TensorParallelOption
 
 app = typer.Typer(
     help="Run nodes in a Ray cluster.",
@@ -19,6 +21,9 @@ app = typer.Typer(
 RayOption = Annotated[
     str, typer.Option("--ray", metavar="ADDRESS", help="The Ray cluster: HOST:PORT or auto.")
 ]
+NamespaceOption = Annotated[
+    str, typer.Option(help="Ray namespace of the nodes. Give each server one of its own.")
+]
 
 
 @app.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": True})
@@ -28,6 +33,7 @@ def up(
     ray: RayOption,
     token_file: TokenOption,
     ca_file: CaOption = None,
+    namespace: NamespaceOption = "engine",
     min_nodes: Annotated[int, typer.Option(min=0, help="Never fewer nodes than this.")] = 0,
     max_nodes: Annotated[int, typer.Option(min=1, help="Never more nodes than this.")] = 1,
     per_node: Annotated[
@@ -36,52 +42,82 @@ def up(
     patience_s: Annotated[
         float, typer.Option("--patience", min=0, help="Seconds of low load before a node leaves.")
     ] = 60.0,
-    num_cpus: Annotated[float, typer.Option(min=0, help="CPUs of each node.")] = 1.0,
-    num_gpus: Annotated[float, typer.Option(min=0, help="GPUs of each node.")] = 0.0,
+    num_cpus: Annotated[float, typer.Option(min=0, help="CPUs of each rank of a node.")] = 1.0,
+    num_gpus: Annotated[float, typer.Option(min=0, help="GPUs of each rank of a node.")] = 0.0,
+    model: NodeModelOption = None,
+    tensor_parallel_size: TensorParallelOption = None,
+    pipeline_parallel_size: PipelineParallelOption = None,
 ) -> None:
     """Keep as many nodes in a Ray cluster as the server's queue needs. Options that are not listed
     here are those of `engine node join`. Ctrl-C ends the scaling; the nodes stay.
     """
     from engine.core.observability.logging import setup_logging
     from engine.routing.nodes.dial import read_token
-    from engine.routing.nodes.ray_launcher import (
-        Autoscaler,
-        NodePlan,
-        RayNodes,
-        connect,
-        keep_scaled,
-    )
+    from engine.routing.ray_nodes.launcher import NodePlan, RayNodes, connect
+    from engine.routing.ray_nodes.scaling import Autoscaler, Scaling
 
     setup_logging("info", "pretty")
-    joined = (url, *ctx.args) if ca_file is None else (url, "--ca-file", str(ca_file), *ctx.args)
-    plan = NodePlan(read_token(token_file), joined, num_cpus, num_gpus)
-    call_nodes(url, token_file, ca_file, "GET", "")  # raises if the server takes no nodes
-    stopped = threading.Event()
-    for each in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(each, lambda number, frame: stopped.set())
+    arguments = [url, *ctx.args]
+    if ca_file is not None:
+        arguments += ["--ca-file", str(ca_file)]
+    sizes = {"-tp": tensor_parallel_size, "-pp": pipeline_parallel_size}
+    for flag, size in sizes.items():
+        arguments += [] if size is None else [flag, str(size)]
+    plan = NodePlan(
+        token=read_token(token_file),
+        arguments=tuple(arguments),
+        model=model,
+        num_cpus=num_cpus,
+        num_gpus=num_gpus,
+        num_ranks=math.prod(max(1, size or 1) for size in sizes.values()),
+    )
 
     def count_open() -> int:
         return int(call_nodes(url, token_file, ca_file, "GET", "")["open_requests"])
 
+    count_open()  # raises if the server takes no nodes
+    stopped = threading.Event()
+    for each in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(each, lambda number, frame: stopped.set())
+    nodes = RayNodes(connect(ray, namespace))
     scaler = Autoscaler(min_nodes, max_nodes, per_node, patience_s)
-    keep_scaled(RayNodes(connect(ray), plan), scaler, count_open, stopped.is_set)
+    Scaling(nodes, plan, scaler, count_open).run(stopped.wait)
 
 
 @app.command()
-def status(ray: RayOption, as_json: JsonOption = False) -> None:
-    """List the nodes that run in a Ray cluster."""
-    from engine.routing.nodes.ray_launcher import NodePlan, RayNodes, connect
+def status(
+    ray: RayOption, namespace: NamespaceOption = "engine", as_json: JsonOption = False
+) -> None:
+    """List the nodes in a Ray cluster, and why they fail if they do."""
+    from engine.routing.ray_nodes.launcher import RayNodes, connect
 
-    names = RayNodes(connect(ray), NodePlan("", ())).names()
-    print(json.dumps(names) if as_json else "\n".join(names) or "no nodes")
+    nodes = RayNodes(connect(ray, namespace)).describe()
+    if as_json:
+        print(json.dumps(nodes, indent=2))
+        return
+    from rich.table import Table
+    from rich.text import Text
+
+    table = Table("name", "state", "ranks", "machines", "failure")
+    for node in nodes:
+        machines = ", ".join(node["machines"])
+        cells = (node["name"], node["state"], str(node["ranks"]), machines, node["failure"])
+        table.add_row(*map(Text, cells))
+    output().print(table)
 
 
 @app.command()
-def down(ray: RayOption) -> None:
+def down(
+    ray: RayOption,
+    namespace: NamespaceOption = "engine",
+    timeout_s: Annotated[
+        float, typer.Option("--timeout", min=0, help="Seconds in which nodes must have left.")
+    ] = 120.0,
+) -> None:
     """Let all nodes in a Ray cluster leave. Their open requests finish first."""
-    from engine.routing.nodes.ray_launcher import NodePlan, RayNodes, connect
+    from engine.routing.ray_nodes.launcher import RayNodes, connect
 
-    nodes = RayNodes(connect(ray), NodePlan("", ()))
+    nodes = RayNodes(connect(ray, namespace))
     count = len(nodes.names())
-    nodes.scale_to(0)
-    print(f"{count} nodes left")
+    late = nodes.remove_all(timeout_s)
+    print(f"{count} nodes left" + (f"; {late} of them had to be ended" if late else ""))

@@ -30,10 +30,14 @@ def shard(
 ) -> None:
     """Run one rank of an engine on another machine, and join again whenever it restarts."""
     from engine.core.shards.link import read_token, split_address
-    from engine.core.store.model_store import resolve_model
+    from engine.core.store.model_store import needs_pull, resolve_model
 
     split_address(address)
     read_token(token_file)
+    if model is not None and needs_pull(model):
+        from engine.cli.pull_progress import pull_shown
+
+        pull_shown(model)
     path = str(resolve_model(model)) if model is not None else ""
     argv = [sys.executable, "-m", RANK_MODULE, "join", address, str(token_file), path, device]
     while True:

@@ -9,6 +9,7 @@ from typing import Literal
 
 import msgspec
 
+from engine.core.interfaces.handover import Handover
 from engine.core.interfaces.interp import InterpRequest
 from engine.core.interfaces.snapshot import EngineSnapshot
 from engine.core.interfaces.timeline import Timeline
@@ -163,6 +164,7 @@ class AdapterRef(msgspec.Struct, frozen=True, array_like=True):
 
     key: str
     path: str
+    changes_head: bool = True  # whether the LM head is not that of the base model
 
 
 # Begins a salt that no other request has. Blocks with such a salt are not stored in cache tiers.
@@ -200,6 +202,8 @@ class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True, tag="submit"):
     resumed: tuple[Resumed, ...] | None = None
     adapter: AdapterRef | None = None  # None: the base model answers
     interp: InterpRequest | None = None  # what the request reads and changes inside the model
+    handover: Handover | None = None  # a prefill node has computed the prompt
+    keeps_blocks: bool = False  # another engine will fetch the blocks of the prompt
 
 
 class Abort(msgspec.Struct, frozen=True, tag="abort"):
@@ -211,7 +215,11 @@ class Abort(msgspec.Struct, frozen=True, tag="abort"):
 
 # "report_cache" makes the engine send a `CachedPrefixes` message with all that it has cached, and
 # further ones with the changes.
-ControlAction = Literal["flush_cache", "log_level", "snapshot", "report_cache", "load_adapter"]
+# "serve_blocks" makes a prefill engine serve blocks to those who have the token in `value`. The
+# reply has the port.
+ControlAction = Literal[
+    "flush_cache", "log_level", "snapshot", "report_cache", "load_adapter", "serve_blocks"
+]
 
 
 class Control(msgspec.Struct, frozen=True, tag="control"):
@@ -322,7 +330,7 @@ class StepCounts(msgspec.Struct, frozen=True, array_like=True):
 class TierStats(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
     """Statistics of one tier of the prefix cache: current values and cumulative counters."""
 
-    name: str = ""  # "host", "disk" or "redis"
+    name: str = ""  # "host", "disk", "redis", "peers" or "outgoing"
     num_blocks: int = 0
     num_bytes: int = 0
     is_up: bool = True  # False: the tier failed, and is not read until it answers again

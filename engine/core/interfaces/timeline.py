@@ -5,6 +5,8 @@ All times are `time.monotonic()` of the machine, which the frontend and the engi
 
 import msgspec
 
+from engine.core.interfaces.handover import Prefilled
+
 # What a sequence can wait for before its first step. `Timeline.waits` has the seconds of each.
 WAITS = (
     "step",  # the end of the step that is running
@@ -81,6 +83,7 @@ class Timeline(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
     num_cached: int = 0
     # Tokens that were loaded for it, by the tier of the prefix cache that had them.
     loaded_from: dict[str, int] = {}
+    prefilled: Prefilled | None = None  # what a prefill node did for the prompt, if one was asked
     num_evicted: int = 0  # prompt tokens that were computed earlier and are no longer cached
     is_cache_off: bool = False  # whether the sequence could not use the prefix cache
     divergence: Divergence | None = None

@@ -79,14 +79,14 @@ class TcpLink:
         self.send(encode_frame([__version__, ours, _proof(token, "join", theirs, ours)]))
         refusal, proof = self._strings(2)
         if refusal:
-            raise ConfigError(f"the engine refused this rank: {refusal}")
+            raise ConfigError(f"the engine refused this connection: {refusal}")
         if not hmac.compare_digest(proof, _proof(token, "lead", ours, theirs)):
             raise ConfigError("the engine has another token; check --token-file")
         self._trust()
 
     def _refuse(self, reason: str) -> None:
         self.send(encode_frame([reason, ""]))
-        raise ConfigError(f"a rank at {self.peer} was refused: {reason}")
+        raise ConfigError(f"the connection from {self.peer} was refused: {reason}")
 
     def _trust(self) -> None:
         self._sock.settimeout(None)

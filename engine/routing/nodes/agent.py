@@ -17,6 +17,7 @@ import msgspec
 from engine.backends.custom.frontend.engine_link import EngineLink
 from engine.backends.custom.frontend.survival import Engine
 from engine.core.errors import EngineError, UnavailableError
+from engine.core.interfaces.handover import BlockSource, Role
 from engine.core.interfaces.request import (
     Abort,
     CachedPrefixes,
@@ -54,7 +55,7 @@ MIN_SHIFT_S = 0.05
 
 
 class RefusedError(EngineError):
-    """The server does not accept this node. The message is the server's."""
+    """This node can't work for a server. The message says why; mostly it is the server's."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,8 +68,12 @@ class Identity:
     model: str  # digest of the model's files
     model_name: str
     fingerprint: Callable[[Ready], str]
+    role: Role = "both"
+    block_host: str = ""
+    block_token: str = ""  # of a prefill node; other engines get it from the servers
+    certificate: str = ""
 
-    def hello(self, ready: Ready) -> Hello:
+    def hello(self, ready: Ready, block_port: int | None) -> Hello:
         return Hello(
             protocol=PROTOCOL,
             version=self.version,
@@ -78,6 +83,10 @@ class Identity:
             model_name=self.model_name,
             fingerprint=self.fingerprint(ready),
             ready=ready,
+            role=self.role,
+            blocks=None
+            if block_port is None
+            else BlockSource(self.block_host, block_port, self.block_token, self.certificate),
         )
 
 
@@ -229,6 +238,7 @@ class NodeAgent:
         """
         self._link.on_cached = self._on_cached
         await self._link.start()
+        self._say("The engine is ready.")
         staying = [asyncio.create_task(self._stay(each)) for each in self._endpoints]
         beating = asyncio.create_task(self._beat())
         leaving = asyncio.create_task(self._leaving.wait())
@@ -269,8 +279,10 @@ class NodeAgent:
         delay = FIRST_RETRY_S
         told = ""
         while True:
-            while self._link.ready is None:
-                await asyncio.sleep(READY_POLL_S)
+            if self._link.ready is None:
+                while self._link.ready is None:
+                    await asyncio.sleep(READY_POLL_S)
+                log.info("the engine is ready for %s", endpoint.url)
             try:
                 session = await self._join(endpoint)
                 self._say(f"Joined {endpoint.url} as {session.welcomed.result().name}.")
@@ -296,7 +308,7 @@ class NodeAgent:
             session.drop()
             raise UnavailableError("The engine of this node is being restarted.")
         try:
-            session.connection.send(self._identity.hello(ready))
+            session.connection.send(self._identity.hello(ready, await self._block_port()))
             async with asyncio.timeout(HELLO_TIMEOUT_S):
                 await session.welcomed
         except BaseException:
@@ -304,6 +316,15 @@ class NodeAgent:
             raise
         self._sessions.add(session)
         return session
+
+    async def _block_port(self) -> int | None:
+        """Let the engine serve its blocks, if this is a prefill node. Returns the port."""
+        if self._identity.role != "prefill":
+            return None
+        reply = await self._link.control("serve_blocks", self._identity.block_token)
+        if not reply.ok:
+            raise RefusedError(reply.message)
+        return int(reply.message)
 
     def _on_cached(self, news: CachedPrefixes) -> None:
         for session in self._sessions:

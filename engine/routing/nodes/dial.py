@@ -89,11 +89,8 @@ async def dial(endpoint: Endpoint, protocol: asyncio.Protocol) -> None:
     """Connect to a server and let `protocol` handle the connection. Raises `AuthenticationError`
     if the token is wrong.
     """
-    loop = asyncio.get_running_loop()
     async with asyncio.timeout(HELLO_TIMEOUT_S):
-        transport, handshake = await loop.create_connection(
-            _Handshake, endpoint.host, endpoint.port, ssl=endpoint.tls
-        )
+        transport, handshake = await _connect(endpoint)
         try:
             transport.write(
                 f"GET {endpoint.path} HTTP/1.1\r\nhost: {endpoint.host}:{endpoint.port}\r\n"
@@ -110,6 +107,23 @@ async def dial(endpoint: Endpoint, protocol: asyncio.Protocol) -> None:
     protocol.connection_made(transport)
 
 
+async def _connect(endpoint: Endpoint) -> tuple[asyncio.Transport, _Handshake]:
+    loop = asyncio.get_running_loop()
+    try:
+        return await loop.create_connection(
+            _Handshake, endpoint.host, endpoint.port, ssl=endpoint.tls
+        )
+    except ssl.SSLCertVerificationError as error:
+        raise AuthenticationError(
+            f"{endpoint.url}: the certificate is not trusted ({error.verify_message}); name the"
+            " file of its signer with --ca-file."
+        ) from None
+    except ssl.SSLError as error:
+        raise UnavailableError(
+            f"{endpoint.url} does not speak TLS as it should ({error.reason}); is it http://?"
+        ) from None
+
+
 def _refusal(answer: bytes, endpoint: Endpoint) -> EngineError:
     head, _, body = answer.partition(b"\r\n\r\n")
     status = head[9:12].decode("ascii", "replace")
@@ -122,7 +136,8 @@ def _refusal(answer: bytes, endpoint: Endpoint) -> EngineError:
             f"{endpoint.url} takes no nodes: start it with server.node_token_file."
         )
     if not status:
-        return UnavailableError(f"{endpoint.url} closed the connection.")
+        hint = "" if endpoint.tls is not None else " If it speaks TLS, write https://."
+        return UnavailableError(f"{endpoint.url} closed the connection.{hint}")
     try:
         message = msgspec.json.decode(body)["error"]["message"]
     except (msgspec.DecodeError, KeyError, TypeError):

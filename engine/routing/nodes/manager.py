@@ -19,21 +19,14 @@ import msgspec
 from engine import __version__
 from engine.backends.base import BackendHolder, InferenceBackend
 from engine.backends.custom.base_custom import CustomBackend
-from engine.backends.custom.frontend.engine_client import OnExit, OnMessage
 from engine.backends.custom.frontend.engine_link import EngineLink
 from engine.backends.custom.frontend.link import Link
-from engine.backends.custom.ipc.heartbeat import Vitals
 from engine.backends.custom.options import EngineOptions
-from engine.core.errors import ConflictError, EngineError, NotFoundError, UnavailableError
-from engine.core.interfaces.request import (
-    CachedPrefixes,
-    ControlReply,
-    Deltas,
-    Stats,
-    ToEngine,
-)
+from engine.core.errors import EngineError, NotFoundError, UnavailableError
 from engine.core.store.model_digest import model_digest
-from engine.routing.nodes.pool import NodePool, PooledEngine
+from engine.routing.nodes.node import Node, NodeRefusedError
+from engine.routing.nodes.pool import NodePool
+from engine.routing.nodes.prefill import Prefills
 from engine.routing.nodes.wire import (
     BEAT_S,
     CONNECT_PATH,
@@ -42,11 +35,8 @@ from engine.routing.nodes.wire import (
     PROTOCOL,
     UPGRADE,
     Beat,
-    Connection,
     Drain,
-    FromNode,
     Hello,
-    Leaving,
     Refused,
     Welcome,
 )
@@ -62,113 +52,22 @@ ROUTER_BEAT_S = 1.0
 HELD_UP_S = 0.5
 
 
-class NodeRefusedError(ConflictError):
-    """A node can't join. The message says why."""
-
-
-class NodeClient:
-    """Sends messages to the engine of a node, as `ProcessClient` does to a process here."""
-
-    pid = 0
-
-    def __init__(self, node: "Node", on_message: OnMessage, on_exit: OnExit) -> None:
-        self._node = node
-        self.on_message = on_message
-        self._on_exit = on_exit
-
-    async def start(self) -> None:
-        assert self._node.hello is not None
-        self.on_message(self._node.hello.ready)
-
-    def send(self, message: ToEngine) -> None:
-        self._node.connection.send(message)
-
-    def vitals(self) -> Vitals | None:
-        return None  # the node watches its own engine
-
-    def wake(self) -> None:
-        pass
-
-    async def kill(self) -> bool:
-        self._node.connection.transport.abort()
-        return True
-
-    async def stop(self) -> None:
-        self._node.connection.transport.close()
-
-    def lost(self) -> None:
-        self._on_exit(0)
-
-
-class Node:
-    """A connection from a node. It has an engine in a pool once it was accepted."""
-
-    def __init__(self, manager: "NodeManager", address: str) -> None:
-        self._manager = manager
-        self.address = address
-        self.hello: Hello | None = None
-        self.joined_at = 0.0
-        self.pool: NodePool | None = None
-        self.engine: PooledEngine | None = None
-        self.client: NodeClient | None = None
-        self.connection: Connection[FromNode] = Connection(FromNode, self._heard, self._lost)
-
-    def make_client(self, on_message: OnMessage, on_exit: OnExit) -> NodeClient:
-        self.client = NodeClient(self, on_message, on_exit)
-        return self.client
-
-    def tell(self, message: msgspec.Struct) -> None:
-        """Send a message, or nothing if the node is gone."""
-        if self.connection.is_open:
-            self.connection.send(message)
-
-    def _heard(self, message: FromNode) -> None:
-        if isinstance(message, Hello):
-            self._manager.greet(self, message)
-        elif self.client is None or self.engine is None or self.pool is None:
-            raise NodeRefusedError("the first message of a node must be its hello")
-        elif isinstance(message, Beat):
-            if message.stats is not None:
-                self.client.on_message(Stats(message.stats))
-        elif isinstance(message, Leaving):
-            log.info("node %s is leaving", self.engine.name)
-            self.pool.drain(self.engine)
-        else:
-            assert isinstance(message, Deltas | CachedPrefixes | ControlReply)
-            self.client.on_message(message)
-
-    def _lost(self) -> None:
-        self._manager.dropped(self)
-        if self.client is not None:
-            self.client.lost()
-
-    def describe(self) -> dict[str, Any]:
-        assert self.hello is not None and self.engine is not None and self.pool is not None
-        stats = self.engine.link.stats
-        return {
-            "name": self.engine.name,
-            "address": self.address,
-            "state": self.engine.state,
-            "model": self.hello.model_name,
-            "device": self.hello.ready.device,
-            "in_flight": self.engine.load,
-            "requests": self.engine.num_requests,
-            "free_blocks": None if stats is None else stats.num_free_blocks,
-            "blocks": self.hello.ready.num_blocks,
-            "cached_prefixes": self.pool.router.table.count(self.engine.number),
-            "joined_s": round(time.monotonic() - self.joined_at, 1),
-        }
-
-
 class NodeManager:
     """The nodes of a server. `token` is what nodes must present. `max_revivals` is how often a
-    request continues after the loss of its engine.
+    request continues after the loss of its engine. `min_prefill_tokens` is for `Prefills`.
     """
 
-    def __init__(self, holder: BackendHolder, token: str, max_revivals: int) -> None:
+    def __init__(
+        self,
+        holder: BackendHolder,
+        token: str,
+        max_revivals: int,
+        min_prefill_tokens: int | None = None,
+    ) -> None:
         self._holder = holder
         self._token = hashlib.sha256(token.encode()).digest()
         self._max_revivals = max_revivals
+        self._min_prefill_tokens = min_prefill_tokens
         self._digests: dict[str, str] = {}  # model path -> digest of its files
         self._pools: dict[CustomBackend, NodePool] = {}
         self._nodes: dict[str, Node] = {}  # by node id
@@ -265,7 +164,10 @@ class NodeManager:
                 old.client.lost()
         name = self._free_name(pool, hello.name)
         engine = pool.add(name, node.make_client)
-        engine.fingerprint = hello.fingerprint
+        engine.fingerprint, engine.role = hello.fingerprint, hello.role
+        if hello.blocks is not None:
+            host = hello.blocks.host or node.address
+            engine.blocks = msgspec.structs.replace(hello.blocks, host=host)
         node.engine, node.pool, node.joined_at = engine, pool, time.monotonic()
         self._nodes[hello.node_id] = node
         await engine.link.start()
@@ -309,12 +211,17 @@ class NodeManager:
             return known
 
         def make(link: Link, options: EngineOptions) -> Link:
-            if isinstance(link, NodePool):
-                return link  # this server has no engine of its own
+            if isinstance(link, NodePool):  # this server has no engine of its own
+                link.prefills.costs.min_tokens = self._min_prefill_tokens
+                return link
             assert isinstance(link, EngineLink)
             ready = link.last_ready
             facts = ("", "", 0) if ready is None else (ready.device, ready.dtype, ready.max_seq_len)
-            return NodePool(link, options.fingerprint(digest, *facts), self._max_revivals)
+            print_ = options.fingerprint(digest, *facts)
+            pool = NodePool(link, print_, self._max_revivals, self._min_prefill_tokens)
+            if pool.own is not None and options.peers is not None:
+                pool.own.role = options.peers.role
+            return pool
 
         pool = backend.pool(make)
         assert isinstance(pool, NodePool)
@@ -353,6 +260,11 @@ class NodeManager:
     def num_open(self) -> int:
         """Open requests of all models that nodes may serve, including those that wait for one."""
         return sum(backend.num_open for backend in self._backends())
+
+    @property
+    def prefills(self) -> list[Prefills]:
+        """What prefill nodes did, for each model."""
+        return [pool.prefills for pool in self._pools.values()]
 
     def decisions(self) -> list[dict[str, str]]:
         """The last requests that were placed, and why they were placed there."""

@@ -28,6 +28,8 @@ from engine.core.interfaces.request import (
 )
 from engine.core.interfaces.snapshot import EngineSnapshot
 from engine.routing.carried_stats import CarriedStats, summed
+from engine.routing.nodes.pooled import PooledEngine
+from engine.routing.nodes.prefill import Prefill, Prefills
 from engine.routing.nodes.request_router import Choice, RequestRouter
 
 log = logging.getLogger(__name__)
@@ -38,48 +40,18 @@ MAX_DECISIONS = 50
 NO_ENGINE = "No engine is here yet: start one on any machine with `engine node join`."
 
 
-class PooledEngine:
-    """One engine of a pool. `fingerprint` is equal for engines in which a request has the same
-    result.
-    """
-
-    def __init__(self, name: str, link: EngineLink, fingerprint: str, number: int = -1) -> None:
-        self.name = name
-        self.link = link
-        self.fingerprint = fingerprint
-        self.number = number
-        self.num_requests = 0
-        self.num_restarts = link.num_restarts
-        self.is_leaving = False
-        self.is_silent = False
-        self.totals = CarriedStats()
-
-    @property
-    def load(self) -> int:
-        return self.link.num_open
-
-    @property
-    def fullness(self) -> float:
-        stats = self.link.stats
-        if stats is None or not stats.num_blocks:
-            return 0.0
-        return stats.num_referenced_blocks / stats.num_blocks
-
-    @property
-    def state(self) -> str:
-        if self.is_leaving:
-            return "leaving"
-        if not self.link.is_up:
-            return "down"
-        return "ejected" if self.is_silent else "ready"
-
-
 class NodePool:
     """Several engines behind one backend. `own` is the engine of this server. `max_revivals` is how
-    often a request continues in another engine.
+    often a request continues in another engine. `min_prefill_tokens` is for `PrefillCosts`.
     """
 
-    def __init__(self, own: EngineLink | None, fingerprint: str, max_revivals: int) -> None:
+    def __init__(
+        self,
+        own: EngineLink | None,
+        fingerprint: str,
+        max_revivals: int,
+        min_prefill_tokens: int | None = None,
+    ) -> None:
         self._max_revivals = max_revivals
         self.move: Callable[[OpenRequest], bool] = lambda opened: False
         self.router = RequestRouter()
@@ -88,6 +60,7 @@ class NodePool:
         self._placed: OrderedDict[str, str] = OrderedDict()  # request id -> engine
         # Where requests wait while there is no engine.
         self._lobby = EngineLink(_no_client, None, max_revivals=max_revivals)
+        self.prefills = Prefills(self.router, max_revivals, min_prefill_tokens, self._place)
         self._gone = CarriedStats()  # totals of engines that have left
         self._num_revived = 0
         self._last_ready: Ready | None = None
@@ -122,6 +95,7 @@ class NodePool:
     def begin(self, engine: PooledEngine) -> None:
         """Send requests to an engine from now on: those that wait, and new ones."""
         self._last_ready = engine.link.ready or self._last_ready
+        self.prefills.add(engine)
         self.refresh(engine)
         self._run(self._ask_report(engine.link))
         own = self.own
@@ -147,6 +121,7 @@ class NodePool:
         del self.engines[engine.name]
         engine.is_leaving = True  # so that no request moves back to it
         self.router.set_usable(engine.number, False)
+        self.prefills.remove(engine)
         if engine.link.stats is not None:
             engine.totals.update(engine.link.stats)
         self._gone.absorb(engine.totals)
@@ -174,6 +149,9 @@ class NodePool:
             self._lobby.hold(request, receiver)
             return
         engine, why = choice
+        if self.prefills.nodes and (node := self.prefills.begin(request, receiver, engine)):
+            self.decisions.append((request.request_id, node, "it computes the prompt"))
+            return
         receiver.engine = engine.link
         self._note(request.request_id, engine, why)
         engine.link.submit(request, receiver)
@@ -182,8 +160,10 @@ class NodePool:
         self._place(opened)
 
     def release(self) -> list[OpenRequest]:
+        held = self.prefills.release()
         links = [each.link for each in self.engines.values()]
-        return [opened for link in (*links, self._lobby) for opened in link.release()]
+        released = [opened for link in (*links, self._lobby) for opened in link.release()]
+        return held + [each for each in released if not isinstance(each.receiver, Prefill)]
 
     def hand_over(self, successor: Link) -> int:
         released = self.release()
@@ -194,11 +174,19 @@ class NodePool:
     def _choose(self, request: GenerateRequest, among: int = -1) -> tuple[PooledEngine, str] | None:
         if self.own is not None:
             self._look_at(self.own)
-        choice: Choice | None = self.router.route_request(request, among)
+        choice = self._route(request, among)
         if choice is None:
             own = self.own  # it may be on its way back
             return None if own is None or not own.link.accepts else (own, "no other is here")
         return self._by_number(choice.engine), choice.why
+
+    def _route(self, request: GenerateRequest, among: int) -> Choice | None:
+        """Choose an engine. A whole request goes to a prefill node only if no other is here."""
+        nodes = self.prefills.nodes
+        found = self.router.route_request(request, among & ~nodes)
+        if found is None and nodes:
+            return self.router.route_request(request, among & nodes)
+        return found
 
     def _look_at(self, own: PooledEngine) -> None:
         """This server's own engine dies and comes back without a message to the pool."""
@@ -217,6 +205,9 @@ class NodePool:
         """Continue a request of an engine that died. Returns False if it waits for a restart of
         this server's own engine.
         """
+        if isinstance(opened.receiver, Prefill):
+            self.prefills.end(opened.receiver, "lost")
+            return True
         same = self._same_as(lost)
         found = (self._choose_other(opened, lost, same) if same else None) or self._choose_other(
             opened, lost, -1
@@ -237,15 +228,18 @@ class NodePool:
     def _choose_other(
         self, opened: OpenRequest, lost: PooledEngine, among: int
     ) -> PooledEngine | None:
-        choice = self.router.route_request(opened.request, among & ~(1 << lost.number))
+        choice = self._route(opened.request, among & ~(1 << lost.number))
         return None if choice is None else self._by_number(choice.engine)
 
-    def _place(self, opened: OpenRequest) -> None:
+    def _place(self, opened: OpenRequest, why: str = "it waited for an engine") -> None:
+        if isinstance(opened.receiver, Prefill):
+            self.prefills.end(opened.receiver, "lost")
+            return
         found = self._choose(opened.request)
         if found is None:
             self._lobby.adopt(opened)
         else:
-            self._give(opened, found[0], "it waited for an engine")
+            self._give(opened, found[0], why)
 
     def _give(self, opened: OpenRequest, engine: PooledEngine, why: str) -> None:
         self._note(opened.request.request_id, engine, why)
@@ -285,6 +279,7 @@ class NodePool:
 
     async def stop(self) -> None:
         self._is_stopped = True
+        self.prefills.stop(UnavailableError("The server is shutting down."))
         for task in self._tasks:
             task.cancel()
         links = [each.link for each in self.engines.values()]

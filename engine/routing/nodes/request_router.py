@@ -105,6 +105,12 @@ class RequestRouter:
         self.table.add(engine, news.added)
         unreported.difference_update(news.added)
 
+    def num_cached(self, engine: int, request: GenerateRequest) -> int:
+        """How many tokens of a prompt an engine has cached."""
+        prefixes = prompt_hashes(request.salt, request.prompt)
+        length, group = next(self.table.matches(prefixes, 1 << engine, 1), (0, 0))
+        return length * UNIT_TOKENS if group else 0
+
     def route_request(self, request: GenerateRequest, among: int = -1) -> Choice | None:
         """Choose one of the engines in the set `among` and expect it to cache the prompt. None if
         none is usable.

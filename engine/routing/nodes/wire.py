@@ -15,6 +15,7 @@ import msgspec
 
 from engine.backends.custom.ipc.transport import FrameDecoder, encode_frame
 from engine.core.errors import UnavailableError
+from engine.core.interfaces.handover import BlockSource, Role
 from engine.core.interfaces.request import (
     Abort,
     CachedPrefixes,
@@ -29,7 +30,7 @@ from engine.core.interfaces.request import (
 log = logging.getLogger(__name__)
 Message = TypeVar("Message")
 
-PROTOCOL = 1
+PROTOCOL = 2
 UPGRADE = "engine-node"
 CONNECT_PATH = "/v1/nodes/connect"
 BEAT_S = 0.2
@@ -49,6 +50,9 @@ class Hello(msgspec.Struct, frozen=True, kw_only=True, tag="hello"):
     model_name: str  # for people
     fingerprint: str  # equal for engines in which a request has the same result
     ready: Ready
+    role: Role = "both"
+    # Where a prefill node serves its blocks. An empty host is the address that it joins from.
+    blocks: BlockSource | None = None
 
 
 class Welcome(msgspec.Struct, frozen=True, tag="welcome"):

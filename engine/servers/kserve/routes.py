@@ -12,7 +12,7 @@ from starlette.responses import Response
 
 from engine import __version__
 from engine.core.errors import NotFoundError
-from engine.core.interfaces.backend import CompletionRequest, ModelCard
+from engine.core.interfaces.backend import ModelCard
 from engine.servers.http.errors import describe, problem
 from engine.servers.http.sse import answer_counted
 from engine.servers.kserve.answers import HEADER_LENGTH, OUTPUTS, VERSION, GenerateStream, Results
@@ -26,16 +26,9 @@ from engine.servers.kserve.schema import (
 from engine.servers.ops.probes import is_accepting, status_response
 from engine.servers.schema.body import parse_body, validated
 from engine.servers.serving.admission import Ticket
-from engine.servers.serving.chat import NO_TEXT, require_grammar
 from engine.servers.serving.event_pump import EventPump
-from engine.servers.serving.services import (
-    Services,
-    context_of_prompt,
-    json_bytes,
-    json_response,
-    new_completion_id,
-)
-from engine.servers.serving.special_tokens import parses_special
+from engine.servers.serving.prompts import Prompts, open_prompts
+from engine.servers.serving.services import Services, json_bytes, json_response
 
 EXTENSIONS = ("binary_tensor_data", "generate", "model_repository", "parameters")
 MODEL = "/v2/models/{name:path}"
@@ -184,22 +177,13 @@ async def _open(
     card = services.choose_model(request, name)
     if version != VERSION:
         _find(services, card.id, version)
-    services.require(card, "completions", PROMPT, NO_TEXT)
-    require_grammar(services, card, body.structured_outputs)
-    parses = await parses_special(services, request, card, body.parse_special, body.prompts)
-    params, backend_id = body.params(card), new_completion_id("infer")
-    grammar = body.structured_outputs
-    context = services.context(request, card, body, params, backend_id, grammar)
-    asked = [
-        CompletionRequest(
-            context=context_of_prompt(context, index),
-            prompt=prompt,
-            parse_special=parses,
-            echo=body.echoes,
-        )
-        for index, prompt in enumerate(body.prompts)
-    ]
-    pump = await services.begin(ticket, params, len(asked))
-    pump.watch(request.receive)
-    pump.read(await pump.open(services.backend, asked))
-    return card, pump
+    prompts = Prompts(
+        texts=body.prompts,
+        field=PROMPT,
+        prefix="infer",
+        params=body.params(card),
+        grammar=body.structured_outputs,
+        parse_special=body.parse_special,
+        echo=body.echoes,
+    )
+    return card, await open_prompts(services, request, ticket, card, body, prompts)

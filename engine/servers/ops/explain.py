@@ -9,6 +9,7 @@ from typing import Any
 
 import msgspec
 
+from engine.core.interfaces.handover import PEERS, Prefilled, PrefillOutcome
 from engine.core.interfaces.timeline import WAITS, Preparation, Timeline
 from engine.servers.http.request_log import RequestRecord
 
@@ -16,7 +17,7 @@ from engine.servers.http.request_log import RequestRecord
 MIN_SHARE = 0.05
 # From this share on, a cause that is not the request's own work is the main cause.
 MAIN_SHARE = 0.2
-OWN_WORK = ("cold", "divergence", "eviction", "cache_off", "decode", "backend")
+OWN_WORK = ("prefill_node", "cold", "divergence", "eviction", "cache_off", "decode", "backend")
 # A prompt that leaves the cached one before this token has nothing in common with it.
 MIN_COMMON = 16
 
@@ -37,6 +38,14 @@ _WAITED = {
     "priority": "for requests with a higher priority, which went first",
     "prefix": "for another request that was computing the same prefix",
     "tier": "for KV blocks that were loaded from a tier of the cache",
+}
+
+
+_PREFILLED: dict[PrefillOutcome, str] = {
+    "done": "had computed the prompt",
+    "refused": "refused the prompt",
+    "lost": "was lost",
+    "late": "was given up",
 }
 
 
@@ -77,6 +86,9 @@ def _all_causes(record: RequestRecord, decisions: Sequence[dict[str, Any]]) -> I
         is_revived = _is_revived(record, timeline)
         # The engine reads a request that arrives during a step when the step has ended.
         unread_s = 0.0 if prepared is None else timeline.submitted_at - prepared.submitted_at
+        if timeline.prefilled is not None:
+            unread_s -= timeline.prefilled.seconds
+            yield _prefill_node_cause(timeline, timeline.prefilled)
         yield from _queue_causes(timeline, 0.0 if is_revived else max(unread_s, 0.0))
         yield from _prefill_causes(timeline)
         yield from _decode_causes(timeline)
@@ -168,6 +180,16 @@ def _prefill_causes(timeline: Timeline) -> Iterator[Cause]:
     shared_s = until - timeline.started_at - own_s - pauses_s
     what = f"Prefill took {_s(shared_s)} longer, because its {len(timeline.chunks)} steps were"
     yield Cause("shared_prefill", shared_s, f"{what} shared with other requests.")
+
+
+def _prefill_node_cause(timeline: Timeline, done: Prefilled) -> Cause:
+    after = f"{done.node} {_PREFILLED[done.outcome]} after {_s(done.seconds)}"
+    fetched = timeline.loaded_from.get(PEERS, 0)
+    if done.outcome == "done":
+        more = f"{fetched} of {timeline.num_prompt} prompt tokens were fetched there."
+    else:
+        more = "The prompt was computed elsewhere."
+    return Cause("prefill_node", done.seconds, f"The prefill node {after}. {more}")
 
 
 def _why_not_cached(timeline: Timeline) -> tuple[str, str]:

@@ -121,6 +121,9 @@ def _cache(timeline: Timeline) -> dict[str, Any]:
         "prompt_tokens": timeline.num_prompt,
         "cached_tokens": timeline.num_cached,
         "loaded_tokens": timeline.loaded_from,
+        "prefill_node": None
+        if timeline.prefilled is None
+        else msgspec.structs.asdict(timeline.prefilled),
         "evicted_tokens": timeline.num_evicted,
         "is_off": timeline.is_cache_off,
         "diverges_at": at,

@@ -14,7 +14,6 @@ from starlette.responses import Response
 
 from engine.core.errors import EngineError
 from engine.core.interfaces.backend import (
-    CompletionRequest,
     FinishEvent,
     TextEvent,
     TokenText,
@@ -24,15 +23,9 @@ from engine.core.interfaces.backend import (
 from engine.servers.http.request_log import record_of
 from engine.servers.http.sse import DONE, answer_counted, error_event
 from engine.servers.serving.admission import Ticket
-from engine.servers.serving.chat import NO_TEXT, require_grammar
 from engine.servers.serving.event_pump import EventPump, OutputEvent
-from engine.servers.serving.services import (
-    Services,
-    context_of_prompt,
-    json_bytes,
-    new_completion_id,
-)
-from engine.servers.serving.special_tokens import parses_special
+from engine.servers.serving.prompts import Prompts, open_prompts
+from engine.servers.serving.services import Services, json_bytes, new_completion_id
 from engine.servers.sglang_api.schema import SglangGenerateBody
 
 _encode = msgspec.json.Encoder().encode
@@ -55,26 +48,16 @@ async def _open(
     services: Services, request: Request, ticket: Ticket, body: SglangGenerateBody
 ) -> EventPump:
     card = services.choose_model(request, body.model)
-    services.require(card, "completions", "text", NO_TEXT)
-    require_grammar(services, card, body.structured_outputs)
-    parses = await parses_special(services, request, card, body.parse_special, body.prompts)
-    params = body.params(card)
-    backend_id = new_completion_id("gen")
-    grammar = body.structured_outputs
-    context = services.context(request, card, body, params, backend_id, grammar)
-    asked = [
-        CompletionRequest(
-            context=context_of_prompt(context, index),
-            prompt=prompt,
-            parse_special=parses,
-            echo=body.scores_prompt,
-        )
-        for index, prompt in enumerate(body.prompts)
-    ]
-    pump = await services.begin(ticket, params, len(asked))
-    pump.watch(request.receive)
-    pump.read(await pump.open(services.backend, asked))
-    return pump
+    prompts = Prompts(
+        texts=body.prompts,
+        field="text",
+        prefix="gen",
+        params=body.params(card),
+        grammar=body.structured_outputs,
+        parse_special=body.parse_special,
+        echo=body.scores_prompt,
+    )
+    return await open_prompts(services, request, ticket, card, body, prompts)
 
 
 class _Answer:

@@ -194,6 +194,13 @@ class OpenRequests:
                 return
         self._await_engine(opened)
 
+    def release(self, request_id: str) -> OpenRequest | None:
+        """Give up a request, so that an engine can adopt it. None if it is not here any more."""
+        opened = self._requests.pop(request_id, None)
+        if opened is not None:
+            opened.stop_waiting()
+        return opened
+
     def release_all(self) -> list[OpenRequest]:
         """Give up all requests, so that another engine can continue them."""
         released = list(self._requests.values())

@@ -273,6 +273,8 @@ class Intake:
                 reports_progress=request.reports_progress and choice == 0,
                 queued_at=queued_at,
                 num_resumed=len(before.token_ids),
+                handover=request.handover,
+                keeps_blocks=request.keeps_blocks,
                 # Only the last limit is read.
                 surprise_limits=[before.surprise_limit or 0.0] * len(before.token_ids)
                 if params.mirostat

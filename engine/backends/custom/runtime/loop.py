@@ -18,6 +18,7 @@ from engine.backends.custom.runtime.batch import BatchBuilder
 from engine.backends.custom.runtime.budget import StepBudget, StepCounter
 from engine.backends.custom.runtime.grammar import Grammars, MaskJob, MaskWriter, constrained_rows
 from engine.backends.custom.runtime.images import ImageStore
+from engine.backends.custom.runtime.insight.controls import answer_control
 from engine.backends.custom.runtime.insight.profiler import KernelTimer
 from engine.backends.custom.runtime.insight.snapshot import SnapshotTaker, engine_stats
 from engine.backends.custom.runtime.intake import Intake
@@ -46,7 +47,6 @@ from engine.core.interfaces.request import (
     Stop,
     TokenDelta,
 )
-from engine.core.observability.logging import set_level
 
 if TYPE_CHECKING:
     from engine.backends.custom.runtime.groups.adapter_places import AdapterPlaces
@@ -334,8 +334,6 @@ class EngineLoop:
             return self._intake.fail(request, range(request.params.n), now)
 
     def _control(self, message: Control) -> ControlReply | None:
-        if message.action == "log_level":
-            return ControlReply(message.control_id, True, set_level(message.value))
         if message.action == "snapshot":
             self._send_stats(force=True)  # the counters that belong to the snapshot
             try:
@@ -349,13 +347,7 @@ class EngineLoop:
                 return ControlReply(message.control_id, False, NO_ADAPTERS)
             adapters.control(message)
             return None  # the reply is sent when the adapter is loaded
-        if message.action == "report_cache":
-            from engine.backends.custom.runtime.insight.cache_report import report_cache
-
-            report_cache(self.scheduler.kv)  # few engines have a router that asks
-            return ControlReply(message.control_id, True)
-        freed = self.scheduler.kv.flush()
-        return ControlReply(message.control_id, True, f"{freed} blocks freed")
+        return answer_control(self.scheduler.kv, message)
 
     def _send(self, deltas: list[TokenDelta]) -> None:
         if deltas:

@@ -249,7 +249,7 @@ class Scheduler(Roster):
             seq.watch.look_up(seq, self.kv, self._inflight.chain(seq), is_cache_off)
             seq.started_at = now
             self.num_started += 1
-            seq.num_cached = min(seq.num_computed, seq.num_prompt)
+            seq.num_cached = seq.num_reused(min(seq.num_computed, seq.num_prompt))
             self.num_prompt_tokens += seq.num_prompt
             self.num_cached_tokens += seq.num_cached
             self._waiting.charge(seq)

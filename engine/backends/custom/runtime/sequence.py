@@ -15,6 +15,7 @@ from engine.backends.custom.runtime.images import PlacedImage
 from engine.backends.custom.runtime.insight.timekeeping import Stopwatch
 from engine.backends.custom.runtime.model_runner import U32
 from engine.backends.custom.runtime.samplers.repetition import Breakers
+from engine.core.interfaces.handover import Handover
 from engine.core.interfaces.request import (
     FinishReason,
     GenerateRequest,
@@ -117,6 +118,9 @@ class Sequence:
     load: "ReadJob | None" = None
     num_asked: int = 0
     loaded_from: dict[str, int] = field(default_factory=dict)
+    handover: Handover | None = None  # a prefill node has the blocks of the prompt
+    num_own: int | None = None  # tokens that were cached here before blocks were fetched there
+    keeps_blocks: bool = False  # another engine will fetch the blocks of the prompt
     needs_history: bool = True  # True: the runner has no valid token history for the slot
     started_at: float | None = None
     first_token_at: float | None = None
@@ -129,6 +133,14 @@ class Sequence:
             return self.tokens.tolist()
         image_token = self.images[0].token_id
         return [image_token if token < 0 else token for token in self.tokens]
+
+    def num_reused(self, num_found: int) -> int:
+        """How many of the prompt tokens that were found in the cache count as cached. Those that a
+        prefill node has computed for this request do not.
+        """
+        if self.handover is None or self.num_own is None:
+            return num_found
+        return min(num_found, max(self.num_own, self.handover.prefilled.num_cached))
 
     @property
     def num_uncomputed(self) -> int:

@@ -227,10 +227,11 @@ def build_loop(
     target_s = spec.target_step_s or TARGET_STEP_S
     max_tokens = max_step_tokens(spec, options)
     budget = StepBudget(max_tokens, spec.max_slots, target_s, spec.min_prompt_tokens)
-    if options.tiers is not None:
+    if options.tiers is not None or options.peers is not None:
         from engine.backends.custom.worker.tiers import add_tiers  # few engines have tiers
 
-        add_tiers(options.tiers, scheduler.kv, runner, source, budget.prompt_s)
+        kv = scheduler.kv
+        add_tiers(options.tiers, options.peers, kv, runner, source, budget.prompt_s)
     if speculates(spec, options.speculation):
         scheduler.speculation = Speculation(scheduler.kv, budget)
     grammars = Grammars(vocabulary or functools.partial(_vocabulary, options))

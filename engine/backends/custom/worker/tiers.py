@@ -15,13 +15,16 @@ from pathlib import Path
 import msgspec
 
 from engine import __version__
-from engine.backends.custom.options import TierOptions
+from engine.backends.custom.options import PeerOptions, TierOptions
 from engine.backends.custom.runtime.kv_cache import KVCache
 from engine.backends.custom.runtime.model_runner import Bytes, ModelRunner
 from engine.backends.custom.runtime.tiers.base import Tier
+from engine.backends.custom.runtime.tiers.block_server import BlockServer
 from engine.backends.custom.runtime.tiers.disk import DiskTier
 from engine.backends.custom.runtime.tiers.host import HostTier
 from engine.backends.custom.runtime.tiers.kv_tiers import BlockMover, PinnedMover, attach_tiers
+from engine.backends.custom.runtime.tiers.mover import Mover
+from engine.backends.custom.runtime.tiers.peers import PeerTier
 from engine.backends.custom.runtime.tiers.record import identity_of
 from engine.backends.custom.weights.model import ModelSource
 from engine.core.errors import ConfigError
@@ -44,26 +47,48 @@ class FileDigest(msgspec.Struct, frozen=True):
 
 
 def add_tiers(
-    options: TierOptions,
+    options: TierOptions | None,
+    peers: PeerOptions | None,
     kv: KVCache,
     runner: ModelRunner,
     source: ModelSource | None,
     prompt_s: Callable[[int], float | None],
 ) -> None:
     """Open the tiers, and start the threads that move blocks."""
+    what = "[cache.tiers]" if peers is None else f"the role {peers.role}"
     if source is None or not isinstance(runner, BlockMover):
         raise ConfigError(
-            "this backend can't copy blocks of its KV cache to the host, which [cache.tiers] needs;"
-            " use --backend native, torch or jax, or remove [cache.tiers]"
+            f"this backend can't copy blocks of its KV cache to the host, which {what} needs;"
+            f" use --backend native, torch or jax with one rank, or do without {what}"
         )
     if not kv.sharing:
-        raise ConfigError("[cache.tiers] needs cache.enabled = true; set it, or remove the tiers")
+        raise ConfigError(f"{what} needs cache.enabled = true; set it, or do without {what}")
     kind = "full" if source.config.latent is None else "latent"
     identity = cache_identity(source, runner)
     new_row = runner.row_maker() if isinstance(runner, PinnedMover) else None
-    tiers = open_tiers(options, new_row)
-    attach_tiers(kv, runner, runner.spec, tiers, identity, prompt_s, kind).start()
+    tiers = [] if options is None else open_tiers(options, new_row)
+    if peers is None:
+        attach_tiers(kv, runner, runner.spec, tiers, identity, prompt_s, kind).start()
+    elif peers.role == "decode":
+        tiers.insert(0, PeerTier())
+        attach_tiers(kv, runner, runner.spec, tiers, identity, prompt_s, kind).start()
+    else:
+        outgoing = HostTier(peers.kept_bytes, "lru", None, name="outgoing")
+        tiers.append(outgoing)
+        mover = attach_tiers(kv, runner, runner.spec, tiers, identity, prompt_s, kind)
+        _add_server(kv, outgoing, peers, mover)
+        mover.start()
     log.info("cache tiers: %s", ", ".join(tier.name for tier in tiers))
+
+
+def _add_server(kv: KVCache, outgoing: HostTier, peers: PeerOptions, mover: Mover) -> None:
+    """Let other engines fetch blocks. The server starts when it is told the token."""
+    assert kv.tiers is not None
+    files = (peers.cert_file, peers.key_file) if peers.cert_file else None
+    try:
+        kv.tiers.block_server = BlockServer(outgoing, peers.listen, lambda: mover.is_writing, files)
+    except OSError as error:
+        raise ConfigError(f"{peers.cert_file}: {error.strerror or error}") from None
 
 
 def open_tiers(options: TierOptions, new_row: Callable[[int], Bytes] | None = None) -> list[Tier]:

@@ -262,6 +262,7 @@ class Stopwatch:
             num_prompt=seq.num_prompt,
             num_cached=seq.num_cached,
             loaded_from=seq.loaded_from,
+            prefilled=None if seq.handover is None else seq.handover.prefilled,
             num_evicted=self.num_evicted,
             is_cache_off=self.is_cache_off,
             divergence=self.divergence,

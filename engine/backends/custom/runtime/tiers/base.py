@@ -23,6 +23,10 @@ from engine.backends.custom.runtime.tiers.record import (
 )
 
 
+class PeerError(Exception):
+    """One of the sources of a tier failed. The tier itself goes on."""
+
+
 class Loaded(IntEnum):
     """What became of one block that a tier was asked for."""
 
@@ -81,6 +85,7 @@ def record_name(shape: RecordShape, key: bytes) -> str:
 
 class Tier(Protocol):
     name: str
+    takes_blocks: bool  # whether blocks can be stored
 
     @property
     def num_bytes(self) -> int:

@@ -33,6 +33,7 @@ _OWN_NAME = re.compile(rf"[0-9a-f]{{64}}\.({'|'.join(GROUPS)})(\.\d+{re.escape(P
 
 class DiskTier:
     name = "disk"
+    takes_blocks = True
 
     def __init__(
         self,

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 from engine.backends.custom.runtime.budget import CostLine
-from engine.backends.custom.runtime.tiers.base import Tier
+from engine.backends.custom.runtime.tiers.base import PeerError, Tier
 from engine.backends.custom.runtime.tiers.host import HostTier
 from engine.core.interfaces.request import TierStats
 
@@ -80,7 +80,7 @@ class WatchedTier:
 
     @property
     def is_writable(self) -> bool:
-        return self._writing.may_try
+        return self.tier.takes_blocks and self._writing.may_try
 
     def load_seconds(self, num_bytes: int) -> float:
         """The expected time to load this many bytes."""
@@ -99,6 +99,9 @@ class WatchedTier:
         """Wraps a call that reads. If it raises, the tier is not read until it answers again."""
         try:
             yield
+        except PeerError as error:
+            self.num_errors += 1
+            log.warning("%s", error)
         except Exception as error:
             self._fail(self._reading, "read", error)
 

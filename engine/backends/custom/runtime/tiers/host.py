@@ -19,7 +19,7 @@ class HostTier:
     returns memory for a block that a GPU can read. With it, the tier lends its blocks.
     """
 
-    name = "host"
+    takes_blocks = True
 
     def __init__(
         self,
@@ -27,7 +27,9 @@ class HostTier:
         policy: EvictionPolicy,
         ttl_s: float | None,
         new_row: Callable[[int], Bytes] | None = None,
+        name: str = "host",
     ) -> None:
+        self.name = name
         self.lends = new_row is not None
         self._new_row = new_row or (lambda num_bytes: np.empty(num_bytes, np.uint8))
         self._index = BoundedIndex(max_bytes, policy, ttl_s)
@@ -57,6 +59,12 @@ class HostTier:
                 rows.append(record.payload)
             self._index.use(names[: len(rows)])
         return rows
+
+    def records(self, names: Sequence[str]) -> list[Record | None]:
+        """The records with these names. Their bytes must not be changed."""
+        with self._lock:
+            self._index.use(names)
+            return [self._records.get(name) for name in names]
 
     def load(self, wanted: Wanted, rows: Bytes) -> list[Loaded]:
         names = [wanted.name(index) for index in range(len(wanted.places))]

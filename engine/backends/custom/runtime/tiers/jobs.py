@@ -43,6 +43,8 @@ class ReadJob:
     # The seconds that computing one block would take. None if no step was measured yet.
     block_s: float | None
     asked_at: float
+    wait_s: float  # max wait for the first block, besides the time that earlier jobs take
+    stall_s: float  # max wait for each further block
     plan: "list[Segment] | None" = None  # what is left to load; None: not looked up yet
     ready: deque[Batch] = field(default_factory=deque)
     progress_at: float | None = None  # when the last batch came, or when the lookup was done

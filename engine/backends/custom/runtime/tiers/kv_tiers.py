@@ -15,19 +15,22 @@ from engine.backends.custom.runtime.tiers.base import Tier, record_name
 from engine.backends.custom.runtime.tiers.health import WatchedTier
 from engine.backends.custom.runtime.tiers.jobs import Batch, ReadJob, WriteJob
 from engine.backends.custom.runtime.tiers.mover import MAX_ALL_AHEAD_BYTES, Mover
+from engine.backends.custom.runtime.tiers.peers import PeerTier
 from engine.backends.custom.runtime.tiers.record import Place, RecordShape, chain, root_key
 from engine.core.interfaces.request import UNSHARED, TierStats
 
 if TYPE_CHECKING:
     from engine.backends.custom.runtime.kv_cache import KVCache
     from engine.backends.custom.runtime.sequence import Sequence as Seq
+    from engine.backends.custom.runtime.tiers.block_server import BlockServer
 
 MAX_STEP_BYTES = 16 * 2**20  # bytes that are copied to the KV pool between two steps
 MIN_GAIN_S = 0.005  # tiers are not asked for blocks that can be computed within this time
 # A sequence waits for its blocks no longer than this part of the time to compute them.
 MAX_SHARE = 0.8
-FIRST_WAIT_S = 0.25  # max wait for the first block, besides the time that earlier jobs take
-STALL_S = 0.15  # max wait for each further block
+FIRST_WAIT_S, STALL_S = 0.25, 0.15  # the waits of a `ReadJob`
+# The same for blocks of a prefill node: a decode node should not compute prompts.
+PEER_WAIT_S, PEER_STALL_S = 5.0, 2.0
 WAIT_S = 0.001  # the loop waits this long for blocks at a time, if nothing else runs
 MAX_ASKED = 3
 # A block that was stored is offered to the tiers again after this time, if it is used again. A tier
@@ -100,12 +103,18 @@ class KVTiers:
         columns += ["window"] if kv.windows is not None else []
         columns += ["state"] if kv.states is not None else []
         self._columns = columns
+        tiers = [each.tier for each in mover.tiers]
+        self._peers = next((tier for tier in tiers if isinstance(tier, PeerTier)), None)
+        self._has_own = any(tier is not self._peers for tier in tiers)
+        self.block_server: BlockServer | None = None  # of a prefill engine
 
     def read_ahead(self, seq: "Seq") -> None:
         """Start to load the blocks that a waiting sequence lacks."""
         if seq.is_scoring or seq.namespace.startswith(UNSHARED):
             return
         if not self._kv.sharing or not self._mover.has_readable:
+            return
+        if not self._has_own and not self._is_at_peer(seq):
             return
         if self._mover.ahead_bytes < MAX_ALL_AHEAD_BYTES:
             self._ask(seq)
@@ -171,24 +180,39 @@ class KVTiers:
                 self._known.pop((group, key), None)
 
     def close(self, gives_up: bool = False) -> None:
+        if self.block_server is not None:
+            self.block_server.close()
         self._mover.close(gives_up)
+
+    def _is_at_peer(self, seq: "Seq") -> bool:
+        """Whether a prefill node has the blocks of a sequence."""
+        is_handed_over = seq.handover is not None and seq.handover.source is not None
+        return is_handed_over and self._peers is not None
 
     def _ask(self, seq: "Seq") -> None:
         seq.num_asked += 1
         kv, tokens = self._kv, seq.tokens[:-1]
         num_blocks = len(tokens) // kv.block_size
         missing = num_blocks - len(kv.match(seq).blocks)
-        block_s = self._prompt_s(kv.block_size)
+        is_at_peer = self._is_at_peer(seq)
+        # The router has weighed the costs of a handover.
+        block_s = None if is_at_peer else self._prompt_s(kv.block_size)
         if not missing or (block_s is not None and missing * block_s < MIN_GAIN_S):
             return
         self._extend_keys(seq, num_blocks)
         path = kv.radix.path(seq.namespace, tokens)
         first = len(path.blocks)
+        if is_at_peer and seq.num_own is None:
+            seq.num_own = first * kv.block_size
         wanted = seq.keys[min(first, num_blocks - 1)]
         for job in self._jobs:
             if first < len(job.places) and job.places[first].key == wanted:
                 seq.load = job  # another sequence loads the same blocks
                 return
+        if is_at_peer:
+            assert self._peers is not None and seq.handover is not None
+            assert seq.handover.source is not None
+            self._peers.expect(seq.keys[:num_blocks], seq.handover.source)
         self.lost(seq.keys[first:])  # blocks that do not come are computed, and offered again
         reaches = [column.reach for column in kv.radix.columns]
         seq.load = ReadJob(
@@ -197,6 +221,8 @@ class KVTiers:
             sides=list(zip(self._columns, reaches, path.sides, strict=True)),
             block_s=block_s,
             asked_at=time.monotonic(),
+            wait_s=PEER_WAIT_S if is_at_peer else FIRST_WAIT_S,
+            stall_s=PEER_STALL_S if is_at_peer else STALL_S,
         )
         self._jobs[seq.load] = seq
         self._mover.read(seq.load)
@@ -218,8 +244,8 @@ class KVTiers:
             if waited > max(worth_s, MIN_GAIN_S):
                 return True
         if job.progress_at is None:
-            return waited > FIRST_WAIT_S + 2 * self._mover.backlog_s(job)
-        return now - job.progress_at > STALL_S
+            return waited > job.wait_s + 2 * self._mover.backlog_s(job)
+        return now - job.progress_at > job.stall_s
 
     def _install(self, job: ReadJob) -> None:
         """Copy loaded blocks into the KV pool, and publish them in the prefix cache."""
@@ -267,11 +293,12 @@ class KVTiers:
 
     def _offer(self, seq: "Seq", group: Group, blocks: list[int], now: float) -> None:
         shape, known = self._shapes[group], self._known
+        # If another engine will fetch the blocks, the tiers must have them now.
+        since = seq.submitted_at if seq.keeps_blocks else now - OFFER_AGAIN_S
         new = [
             index
             for index, block in enumerate(blocks)
-            if block != NULL_BLOCK
-            and now - known.get((group, seq.keys[index]), -OFFER_AGAIN_S) >= OFFER_AGAIN_S
+            if block != NULL_BLOCK and known.get((group, seq.keys[index]), since) <= since
         ]
         # Blocks that do not fit in the queue are offered again with the next ones.
         del new[max(0, self._mover.room() // max(1, shape.num_bytes)) :]

@@ -100,6 +100,11 @@ class Mover:
         is_open = not self._closing and any(tier.is_writable for tier in self.tiers)
         return self._max_queued_bytes - self._queued_bytes if is_open else 0
 
+    @property
+    def is_writing(self) -> bool:
+        """Whether blocks wait to be written."""
+        return self._queued_bytes > 0
+
     def read(self, job: ReadJob) -> None:
         self._kept.append(job)
         with self._wakes_reader:

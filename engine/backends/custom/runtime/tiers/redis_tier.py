@@ -56,6 +56,7 @@ def connect(url: str) -> Any:
 
 class RedisTier:
     name = "redis"
+    takes_blocks = True
 
     def __init__(
         self,

@@ -1,0 +1,37 @@
+"""Answers the messages that concern an engine's log and its cache, and none of its requests."""
+
+from typing import TYPE_CHECKING
+
+from engine.core.interfaces.request import Control, ControlReply
+from engine.core.observability.logging import set_level
+
+if TYPE_CHECKING:
+    from engine.backends.custom.runtime.kv_cache import KVCache
+
+NO_BLOCKS = "This engine serves no blocks: its role is not prefill."
+
+
+def answer_control(kv: "KVCache", message: Control) -> ControlReply:
+    if message.action == "log_level":
+        return ControlReply(message.control_id, True, set_level(message.value))
+    if message.action == "report_cache":
+        # Imported late: few engines have a router that asks.
+        from engine.backends.custom.runtime.insight.cache_report import report_cache
+
+        report_cache(kv)
+        return ControlReply(message.control_id, True)
+    if message.action == "serve_blocks":
+        return _serve_blocks(kv, message)
+    freed = kv.flush()
+    return ControlReply(message.control_id, True, f"{freed} blocks freed")
+
+
+def _serve_blocks(kv: "KVCache", message: Control) -> ControlReply:
+    server = None if kv.tiers is None else kv.tiers.block_server
+    if server is None:
+        return ControlReply(message.control_id, False, NO_BLOCKS)
+    try:
+        return ControlReply(message.control_id, True, str(server.serve(message.value)))
+    except OSError as error:
+        reason = f"nodes.block_listen: {server.address} can't be used: {error.strerror or error}"
+        return ControlReply(message.control_id, False, reason)
