@@ -16,8 +16,10 @@ _FINE = (1, 2, 4, 8, 16, 24, 32, 48, 64, 80, 96, 112, 128, 160, 192, 224, 256)
 _COARSE = 64  # larger sizes than those in _FINE are this far apart
 # The sizes of steps with prefill, in tokens. Larger steps need no graph, because their kernels run
 # longer than it takes to launch them, which may be 45 ms on a slow CPU.
-TOKEN_SIZES = (16, 32, 64, 96, 128, 192, 256, 384, 512, 768, 1024, 1280, 1536, 2048)
-TOKEN_SIZES += (2560, 3072, 3584, 4096)
+TOKEN_SIZES = (
+    *(16, 32, 64, 96, 128, 192, 256, 384, 512, 768, 1024),
+    *(1280, 1536, 2048, 2560, 3072, 3584, 4096),
+)
 
 
 def decode_size(rows: int, shares: bool) -> Size:
