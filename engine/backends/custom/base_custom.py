@@ -294,6 +294,10 @@ class CustomBackend(InferenceBackend):
             self._card = card = msgspec.structs.replace(card, cache_identity=identity)
         return [card, *self._adapters.cards(card)]
 
+    @property
+    def adapters(self) -> Mapping[str, str]:
+        return self._adapters.paths
+
     async def load_adapter(
         self, name: str, path: str, *, base: str | None = None, replaces: bool = False
     ) -> None:
