@@ -233,11 +233,11 @@ def lora_linear(
     else:
         main = torch.cuda.current_stream(a.device)
         begun = main.record_event()
-        y = product() if yields else None  # the programs of what comes first start first
+        early = product() if yields else None  # the programs of what comes first start first
         side.wait_event(begun)
         with torch.cuda.stream(side):
             hidden = shrink()
-        y = product() if y is None else y
+        y = product() if early is None else early
         main.wait_stream(side)
     if gate is not None:
         return _expand_gated(y, hidden, b, tiles, gate)
