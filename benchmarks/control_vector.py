@@ -1,9 +1,10 @@
 """Compares a GGUF control vector here and in llama.cpp: the same file, the same strength.
 
 `python -m benchmarks.control_vector --llama-server PATH` writes a control vector, asks llama-server
-(`--control-vector`) and this engine for the log-probabilities after a few prompts, and prints the
-largest differences, without and with the vector. Both compute with quantized weights, so they
-differ a little without a vector, too.
+(`--control-vector-scaled`) and this engine for the log-probabilities after a few prompts, and
+prints the largest differences, without and with the vector. First with the model's weights and all
+arithmetic in float32, where the limit is LIMIT, and then with the file as it is: both engines round
+activations of quantized weights, each in its way, so they differ without a vector, too.
 """
 
 import argparse
@@ -11,6 +12,7 @@ import json
 import os
 import socket
 import subprocess
+import sys
 import tempfile
 import time
 import urllib.request
@@ -26,17 +28,22 @@ from engine.sampling_params import SamplingParams
 PROMPTS = ("The capital of France is", "Once upon a time there was a", "def add(a, b):\n    return")
 NUM_TOP = 20
 NORM = 1.0  # of the vector of each layer
+STRENGTH = 1.5
+LIMIT = 0.01  # of log-probabilities, in float32
+FLOAT = ["--cache-type-k", "f32", "--cache-type-v", "f32", "--flash-attn", "off"]
 
 Scores = dict[int, float]
 
 
-def theirs(server: Path, model: Path, vector: Path | None) -> list[Scores]:
+def theirs(server: Path, model: Path, vector: Path | None, is_float: bool) -> list[Scores]:
     """Log-probabilities by token id, after each prompt."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     command = [str(server), "-m", str(model), "--port", str(port), "-c", "256", "-np", "1"]
-    command += ["--control-vector", str(vector)] if vector is not None else []
+    command += FLOAT if is_float else []
+    if vector is not None:
+        command += ["--control-vector-scaled", f"{vector}:{STRENGTH}"]
     env = os.environ | {"LD_LIBRARY_PATH": str(server.parent)}
     quiet = subprocess.DEVNULL
     process = subprocess.Popen(command, stdout=quiet, stderr=quiet, env=env)
@@ -71,15 +78,15 @@ def _scores(url: str, prompt: str) -> Scores:
     return {each["id"]: each["logprob"] for each in told}
 
 
-def ours(model: str, vector: Path | None) -> list[Scores]:
+def ours(model: Path, vector: Path | None, is_float: bool) -> list[Scores]:
     found = []
     vectors = {} if vector is None else read_vectors(vector)[0]
     params = SamplingParams(max_tokens=1, temperature=0.0, logprobs=NUM_TOP)
-    with LLM(model) as llm:
+    with LLM(str(model), dtype="float32" if is_float else "auto") as llm:
         for prompt in PROMPTS:
             with llm.trace(prompt, sampling_params=params) as t:
                 for site, values in vectors.items():
-                    t.site(site).add(values)
+                    t.site(site).add(values, scale=STRENGTH)
             output = t.output.output
             assert output is not None and output.outputs[0].logprobs is not None
             scores = output.outputs[0].logprobs[0]
@@ -97,27 +104,42 @@ def largest(first: list[Scores], second: list[Scores]) -> float:
     )
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--llama-server", type=Path, required=True)
-    parser.add_argument("--model", default="smollm2-135m-instruct")
-    args = parser.parse_args()
-    path = resolve_model(args.model)
-    with LLM(args.model) as llm:
+def random_vector(file: Path, model: str) -> None:
+    with LLM(model) as llm:
         layers, width = llm.num_layers, llm.card.num_dimensions
     rng = np.random.default_rng(0)
     vectors = {}
     for layer in range(1, layers):
         values = rng.normal(size=width).astype(np.float32)
         vectors[f"blocks.{layer}.hook_resid_post"] = values / np.linalg.norm(values) * NORM
+    write_gguf(file, vectors, "llama")
+
+
+def compare(server: Path, model: Path, vector: Path, is_float: bool) -> float:
+    plain = ours(model, None, is_float), theirs(server, model, None, is_float)
+    steered = ours(model, vector, is_float), theirs(server, model, vector, is_float)
+    print("in float32" if is_float else f"{model.name} as it is")
+    print(f"  without a vector: {largest(*plain):.5f} at most between the two engines")
+    print(f"  with the vector:  {largest(*steered):.5f}")
+    print(f"  the vector moves: {largest(plain[0], steered[0]):.5f}", flush=True)
+    return largest(*steered)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--llama-server", type=Path, required=True)
+    parser.add_argument("--model", default="smollm2-135m-instruct")
+    args = parser.parse_args()
+    path = resolve_model(args.model)
     with tempfile.TemporaryDirectory() as folder:
-        file = Path(folder) / "vector.gguf"
-        write_gguf(file, vectors, "llama")
-        plain = ours(args.model, None), theirs(args.llama_server, path, None)
-        steered = ours(args.model, file), theirs(args.llama_server, path, file)
-    print(f"without a vector: {largest(*plain):.4f} at most between the two engines")
-    print(f"with the vector:  {largest(*steered):.4f}")
-    print(f"the vector moves: {largest(plain[0], steered[0]):.4f}")
+        vector, whole = Path(folder) / "vector.gguf", Path(folder) / "float32.gguf"
+        random_vector(vector, args.model)
+        command = [sys.executable, "-m", "engine.cli.main", "convert", str(path), str(whole)]
+        subprocess.run([*command, "--type", "F32"], check=True, stdout=subprocess.DEVNULL)
+        found = compare(args.llama_server, whole, vector, is_float=True)
+        compare(args.llama_server, path, vector, is_float=False)
+    if found > LIMIT:
+        sys.exit(f"{found:.5f} is more than {LIMIT}")
 
 
 if __name__ == "__main__":

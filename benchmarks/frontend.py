@@ -1,12 +1,14 @@
 """Measures the frontend's cost of a streamed token, from the engine's message to bytes in a socket.
 
 `python -m benchmarks.frontend` serves a model's text part over an engine that computes nothing, at
-a pace that a client on the same machine can follow. It prints CPU time per token of the server
-process alone. `--cold` prints the time from process start to the first completion instead.
+a pace that a client on the same machine can follow. It prints CPU time per token of the main
+frontend process and of its writers. `--cold` prints the time from process start to the first
+completion instead.
 """
 
 import argparse
 import functools
+import itertools
 import json
 import os
 import selectors
@@ -18,13 +20,14 @@ import sys
 import time
 from pathlib import Path
 
+WRITER = "engine.servers.writers.main"
 PATHS = {
     "chat": ("/v1/chat/completions", {"messages": [{"role": "user", "content": "Go on."}]}),
     "completions": ("/v1/completions", {"prompt": "Go on"}),
 }
 
 
-def serve(model: str, port: int) -> None:
+def serve(model: str, port: int, frontends: int) -> None:
     """Run `engine serve` with the engine process replaced."""
     from engine.cli import ahead
     from engine.cli.main import app
@@ -32,7 +35,8 @@ def serve(model: str, port: int) -> None:
     ahead.EngineProcess = functools.partial(  # type: ignore[misc,assignment]
         ahead.EngineProcess, "benchmarks.null_engine"
     )
-    app(["serve", model, "--port", str(port), "--log-level", "warning"], prog_name="engine")
+    arguments = ["--frontends", str(frontends), "--log-level", "warning"]
+    app(["serve", model, "--port", str(port), *arguments], prog_name="engine")
 
 
 def free_port() -> int:
@@ -44,10 +48,11 @@ def free_port() -> int:
 class Server:
     """The server in its own process group."""
 
-    def __init__(self, model: str, step_ms: float) -> None:
+    def __init__(self, model: str, step_ms: float, frontends: int = 1) -> None:
         self.model = model
         self.port = free_port()
         argv = [sys.executable, "-m", "benchmarks.frontend", "--serve", str(self.port)]
+        argv += ["--frontends", str(frontends)]
         env = os.environ | {"NULL_STEP_MS": str(step_ms)}
         self.started = time.perf_counter()
         self.process = subprocess.Popen([*argv, "--model", model], env=env, start_new_session=True)
@@ -68,15 +73,35 @@ class Server:
             return str(error).encode()
 
     def cpu_s(self) -> float:
-        """CPU time of all threads so far."""
-        tasks = Path(f"/proc/{self.process.pid}/task")
-        return (
-            sum(int((each / "schedstat").read_text().split()[0]) for each in tasks.iterdir()) / 1e9
-        )
+        """CPU time of all threads of the main process so far."""
+        return _cpu_s(self.process.pid)
+
+    def writers(self) -> list[int]:
+        """The other frontend processes."""
+        children = Path(f"/proc/{self.process.pid}/task/{self.process.pid}/children").read_text()
+        return [pid for pid in map(int, children.split()) if WRITER in _command(pid)]
+
+    def wait_for_writers(self, count: int) -> None:
+        """Wait until the writers are started and hold the connections."""
+        while len(self.writers()) < count:
+            time.sleep(0.05)
+        time.sleep(1.0)  # they import their modules, then say that they are ready
+
+    def writers_cpu_s(self) -> float:
+        return sum(map(_cpu_s, self.writers()))
 
     def stop(self) -> None:
         os.killpg(self.process.pid, signal.SIGTERM)
         self.process.wait(30)
+
+
+def _cpu_s(pid: int) -> float:
+    tasks = Path(f"/proc/{pid}/task")
+    return sum(int((each / "schedstat").read_text().split()[0]) for each in tasks.iterdir()) / 1e9
+
+
+def _command(pid: int) -> str:
+    return Path(f"/proc/{pid}/cmdline").read_text()
 
 
 def request(kind: str, server: Server, max_tokens: int, close: bool = False) -> bytes:
@@ -114,18 +139,23 @@ def drain(connections: list[socket.socket]) -> tuple[int, int]:
 def measure(server: Server, kind: str, num_streams: int, num_tokens: int) -> dict[str, float]:
     """Measure one wave of streams."""
     connections = [socket.create_connection(("127.0.0.1", server.port)) for _ in range(num_streams)]
-    cpu, began = server.cpu_s(), time.perf_counter()
+    cpu, writers, began = server.cpu_s(), server.writers_cpu_s(), time.perf_counter()
     for connection in connections:
         connection.sendall(request(kind, server, num_tokens))
     num_events, num_reads = drain(connections)
     seconds, cpu = time.perf_counter() - began, server.cpu_s() - cpu
+    writers = server.writers_cpu_s() - writers
     for connection in connections:
         connection.close()
     total = num_streams * num_tokens
     # Events besides tokens: the finish, and a chat's role.
     extra = num_streams * (2 if kind == "chat" else 1)
+    busiest = max(cpu, writers / max(len(server.writers()), 1))
     return {
         "cpu_us_per_token": cpu / total * 1e6,
+        "writers_us_per_token": writers / total * 1e6,
+        # What the frontend could send if its busiest process had a core of its own
+        "ceiling_tokens_per_s": total / busiest,
         "tokens_per_s": total / seconds,
         "events_per_token": (num_events - extra) / total,
         "reads_per_token": num_reads / total,
@@ -144,35 +174,40 @@ def cold(model: str, repeat: int) -> None:
         print(json.dumps({name: {key: round(value, 3) for key, value in spread.items()}}))
 
 
+def wave(asked: argparse.Namespace, num_streams: int, frontends: int) -> None:
+    server = Server(asked.model, num_streams / asked.rate * 1e3, frontends)
+    try:
+        server.wait()
+        server.wait_for_writers(frontends - 1)
+        for kind in PATHS:
+            runs = [measure(server, kind, num_streams, asked.tokens) for _ in range(asked.repeat)]
+            best = min(runs, key=lambda run: run["cpu_us_per_token"])
+            figures = {name: round(value, 3) for name, value in best.items()}
+            told = {"streams": num_streams, "frontends": frontends, "path": kind}
+            print(json.dumps(told | figures), flush=True)
+    finally:
+        server.stop()
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--model", default="smollm2-135m-instruct")
     parser.add_argument("--streams", type=int, nargs="+", default=[1, 8, 32])
     parser.add_argument("--tokens", type=int, default=256)
     parser.add_argument("--rate", type=float, default=1600, help="tokens/s of all streams together")
+    parser.add_argument("--frontends", type=int, nargs="+", default=[1])
     parser.add_argument("--repeat", type=int, default=3)
     parser.add_argument("--cold", action="store_true")
     parser.add_argument("--serve", type=int, metavar="PORT", help=argparse.SUPPRESS)
     asked = parser.parse_args()
     if asked.serve is not None:
-        serve(asked.model, asked.serve)
+        serve(asked.model, asked.serve, asked.frontends[0])
         return
     if asked.cold:
         cold(asked.model, asked.repeat)
         return
-    for num_streams in asked.streams:
-        server = Server(asked.model, num_streams / asked.rate * 1e3)
-        server.wait()
-        try:
-            for kind in PATHS:
-                runs = [
-                    measure(server, kind, num_streams, asked.tokens) for _ in range(asked.repeat)
-                ]
-                best = min(runs, key=lambda run: run["cpu_us_per_token"])
-                figures = {name: round(value, 3) for name, value in best.items()}
-                print(json.dumps({"streams": num_streams, "path": kind} | figures), flush=True)
-        finally:
-            server.stop()
+    for num_streams, frontends in itertools.product(asked.streams, asked.frontends):
+        wave(asked, num_streams, frontends)
 
 
 if __name__ == "__main__":

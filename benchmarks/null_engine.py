@@ -24,7 +24,7 @@ from engine.backends.custom.worker.memory import MemoryPlan
 
 VOCAB_SIZE = 49_152
 FIRST_TOKEN, NUM_TOKENS = 1_000, 5_000  # ids of whole words in any vocabulary of that size
-BLOCK_SIZE, NUM_BLOCKS, MAX_SLOTS, MAX_SEQ_LEN = 16, 8_193, 64, 8_192
+BLOCK_SIZE, NUM_BLOCKS, MAX_SLOTS, MAX_SEQ_LEN = 16, 16_385, 1_024, 8_192
 
 
 class NullRunner:

@@ -21,6 +21,7 @@ from engine.core.utils.listening import address_of, bind_probes, bind_socket
 from engine.servers.app import create_app
 from engine.servers.run import HttpServer
 from engine.servers.serving.services import Services
+from engine.servers.writers.pool import Writers
 from tests.fake_backend import MODEL, FakeBackend
 
 
@@ -46,6 +47,8 @@ class LiveServer:
         self.thread = threading.Thread(target=self._run, daemon=True)
         self.thread.start()
         wait_until(lambda: self._is_up())
+        if settings.server.frontends not in ("auto", 1):
+            wait_until(lambda: self.writers is not None and self.writers.num_ready > 0)
 
     def _run(self) -> None:
         self._loop.run_until_complete(self._server.serve())
@@ -56,6 +59,10 @@ class LiveServer:
             return httpx.get(self.url + "/livez").status_code == 200
         except httpx.TransportError:
             return False
+
+    @property
+    def writers(self) -> Writers | None:
+        return self._server.writers
 
     @contextmanager
     def held_up(self) -> Iterator[None]:

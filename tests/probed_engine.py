@@ -47,7 +47,9 @@ class ProbedEngine:
         source = open_model(model)
         self.runner, _, plan = load_runner(source, planned(made))
         self.channel = ListChannel()
-        self.loop = build_loop(self.runner, planned(made), plan.bytes_per_token, self.channel)
+        self.loop = build_loop(
+            self.runner, planned(made), plan.bytes_per_token, self.channel, source=source
+        )
         source.close()
 
     def submit(self, *requests: GenerateRequest | Abort) -> None:
@@ -62,6 +64,14 @@ class ProbedEngine:
         self.loop.turn(0.0)
         self.loop.scheduler.check()
         return self.answers()
+
+    def run_when_loaded(self, each: GenerateRequest) -> Answer:
+        """The answer to a request whose adapter must be loaded first."""
+        self.channel.answers.clear()
+        self.submit(each)
+        while not any(d.finish_reason for _, m in self.channel.answers for d in m.deltas):
+            self.loop.turn(0.001)
+        return self.answers()[each.request_id]
 
     def answers(self) -> dict[str, Answer]:
         found: dict[str, list[TokenDelta]] = {}

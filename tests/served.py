@@ -1,5 +1,6 @@
 """Starts `engine serve` as a child process, as a user would, and returns its address."""
 
+import contextlib
 import os
 import re
 import signal
@@ -16,6 +17,7 @@ import psutil
 
 from engine.backends.custom.ipc.engine_process import WORKER_MODULE
 
+TRAINER_MODULE = "engine.finetuning.child"
 READY = re.compile(r"Ready in .* at (http://\S+)/v1")
 START_TIMEOUT_S = 120.0
 
@@ -49,6 +51,15 @@ class ServedEngine:
         children = psutil.Process(self.process.pid).children()
         (engine,) = [each for each in children if WORKER_MODULE in each.cmdline()]
         return engine.pid
+
+    def trainers(self) -> list[psutil.Process]:
+        """The training process of a fine-tuning job, if one runs."""
+        found = []
+        for each in psutil.Process(self.process.pid).children():
+            with contextlib.suppress(psutil.Error):  # it has just ended
+                if TRAINER_MODULE in each.cmdline():
+                    found.append(each)
+        return found
 
     def wait_until(self, condition, seconds: float = 60.0) -> None:
         deadline = time.monotonic() + seconds

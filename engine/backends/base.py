@@ -158,6 +158,13 @@ class InferenceBackend(ABC):
     on_orphan: Callable[[Orphan], bool] | None = None
 
     @property
+    def is_accelerated(self) -> bool:
+        """Whether an engine of ours runs on an accelerator of this machine. Then it may generate
+        tokens faster than one frontend process can send them.
+        """
+        return False
+
+    @property
     def unwrapped(self) -> "InferenceBackend":
         """The innermost backend, without wrappers such as plugins."""
         return self

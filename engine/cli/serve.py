@@ -21,6 +21,7 @@ from engine.cli.console import (
 )
 from engine.cli.serve_options import (
     ApiKeyOption,
+    FrontendsOption,
     HostOption,
     HubOption,
     InsecureNoAuthOption,
@@ -101,6 +102,7 @@ def serve(
     insecure_no_auth: InsecureNoAuthOption = None,
     strict: StrictOption = None,
     ui: UiOption = None,
+    frontends: FrontendsOption = None,
     storage_path: StoragePathOption = None,
     config: ConfigOption = None,
     *,
@@ -116,6 +118,7 @@ def serve(
         "server.port": port,
         "server.api_key_file": api_key_file,
         "server.insecure_no_auth": insecure_no_auth,
+        "server.frontends": frontends,
         "server.strict": strict,
         "server.ui": ui,
         "storage.path": storage_path,

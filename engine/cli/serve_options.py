@@ -98,6 +98,16 @@ BatchSizeOption = Annotated[
         help="Most sequences computed in one step.",
     ),
 ]
+FrontendsOption = Annotated[
+    str | None,
+    typer.Option(
+        "--frontends",
+        "--api-server-count",
+        metavar="NUMBER",
+        rich_help_panel=_MEMORY,
+        help="Frontend processes, or `auto`: several if the engine runs on a GPU.",
+    ),
+]
 MaxBatchTokensOption = Annotated[
     int | None,
     typer.Option(

@@ -193,6 +193,12 @@ def check_references(settings: Settings) -> None:
     if server.node_token_file is not None:
         check_private(server.node_token_file, "server.node_token_file")
     _check_tls(server)
+    if server.node_token is not None and server.frontends not in ("auto", 1):
+        raise ConfigError(
+            "server.frontends: nodes join over a connection of the main process, so a server with a"
+            " node token has one frontend process; leave it out",
+            param="server.frontends",
+        )
     if storage.path is not None:
         _check_storage(storage.directory)
     if warm_file is not None and not warm_file.expanduser().is_file():

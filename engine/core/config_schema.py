@@ -30,6 +30,7 @@ from engine.core.config_storage import (
 )
 from engine.core.config_types import (
     Dialects,
+    Frontends,
     Megabytes,
     Name,
     NodeSettings,
@@ -85,6 +86,8 @@ class ServerSettings(Section):
     """Allow other machines to reach the server without a key."""
     max_concurrent_requests: int = Field(default=8192, ge=1, le=65536)
     """Requests admitted at once; the server answers 429 beyond that."""
+    frontends: Frontends = "auto"
+    """Frontend processes. More than one helps only on a GPU; `auto` has three there."""
     body_limit_mb: int = Field(default=8, ge=1, le=1024)
     """Max size of a request body in MiB."""
     image_hosts: Strings = ()
@@ -132,12 +135,8 @@ class ServerSettings(Section):
 
     @property
     def allowed_origins(self) -> tuple[str, ...]:
-        """The web origins whose pages may call the server from a browser; empty when CORS is
-        off.
-        """
-        if not self.enable_cors:
-            return ()
-        return self.cors_origins or ("*",)
+        """The web origins whose pages may call the server; empty when CORS is off."""
+        return (self.cors_origins or ("*",)) if self.enable_cors else ()
 
 
 class ModelSettings(Section):

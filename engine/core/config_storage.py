@@ -3,12 +3,12 @@
 The sentence below a field is its line in docs/reference/settings.md.
 """
 
-import os
 from pathlib import Path
 
 from pydantic import Field
 
 from engine.core.config_types import Megabytes, Section
+from engine.core.utils.folders import data_directory
 
 
 class StorageSettings(Section):
@@ -31,8 +31,7 @@ class StorageSettings(Section):
     def directory(self) -> Path:
         if self.path is not None:
             return self.path.expanduser()
-        base = os.environ.get("XDG_DATA_HOME") or Path.home() / ".local" / "share"
-        return Path(base) / "engine"
+        return data_directory()
 
 
 class RequestsSettings(Section):
@@ -72,3 +71,7 @@ class FinetuningSettings(Section):
     """CPU threads of a job; unset, one per usable core. Requests always come first."""
     memory_mb: Megabytes | None = None
     """Max MiB of the training process on a CPU; unset, no limit."""
+    checkpoint_s: float = Field(default=30.0, gt=0, le=86_400)
+    """Seconds between checkpoints. A job that is killed repeats at most so much work."""
+    yield_to_requests: bool = True
+    """Hold training while requests are open; else it runs beside them at the lowest priority."""

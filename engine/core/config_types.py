@@ -84,6 +84,7 @@ Strings = Annotated[
 Origins = Annotated[
     tuple[Annotated[str, AfterValidator(_check_origin)], ...], BeforeValidator(_split_commas)
 ]
+Frontends = Literal["auto"] | Annotated[int, Field(ge=1, le=32)]
 Policy = Literal["lru", "lfu", "fifo"]
 Dialect = Literal["llamacpp", "vllm", "sglang", "ollama", "azure", "kserve"]
 Dialects = Annotated[tuple[Dialect, ...], BeforeValidator(_split_commas)]

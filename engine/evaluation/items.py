@@ -77,8 +77,10 @@ def read_items(path: Path, default_check: Comparison | None = None) -> list[Item
     """
     try:
         lines = path.read_text(encoding="utf-8").splitlines()
-    except (OSError, UnicodeDecodeError) as error:
-        raise InvalidRequestError(f"{path} can't be read: {error}", param="file") from None
+    except OSError as error:
+        raise InvalidRequestError(f"{path} can't be read: {error.strerror}", param="file") from None
+    except UnicodeDecodeError as error:
+        raise InvalidRequestError(f"{path} is not UTF-8: {error.reason}", param="file") from None
     items: list[Item] = []
     for number, line in enumerate(lines, 1):
         if not line.strip():
@@ -96,8 +98,8 @@ def read_items(path: Path, default_check: Comparison | None = None) -> list[Item
 def _item(number: str, line: str, default_check: Comparison | None) -> Item:
     try:
         value = json.loads(line)
-    except ValueError as error:
-        raise ValueError(f"this is not JSON ({error})") from None
+    except json.JSONDecodeError as error:
+        raise ValueError(f"this is not JSON ({error.msg} at column {error.colno})") from None
     if not isinstance(value, dict):
         raise ValueError("a line is an object with question and answer")
     if unknown := sorted(value.keys() - _FIELDS):

@@ -4,7 +4,6 @@ Checkpoints are safetensors and JSON. Nothing is pickled.
 """
 
 import json
-import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -18,27 +17,28 @@ from engine.backends.custom.conversion.convert import convert
 from engine.backends.transformers.checkpoint import open_checkpoint
 from engine.backends.transformers.loading import load_model
 from engine.core.errors import InvalidRequestError
+from engine.finetuning.folder import OPTIMIZER
 from engine.finetuning.plan import LoraShape
 
 WEIGHTS = "adapter_model.safetensors"
 CONFIG = "adapter_config.json"
-_OPTIMIZER = "optimizer.safetensors"
 _STATE = "state.json"
 _MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
-def load_for_training(path: Path, shape: LoraShape, device: torch.device, seed: int) -> Any:
+def load_for_training(
+    path: Path, shape: LoraShape, device: torch.device, seed: int, scratch: Path
+) -> Any:
     """The model with a new adapter, whose output is that of the model. A GGUF file is dequantized
-    first.
+    into the folder `scratch` first, which the caller removes.
     """
     dtype = torch.float32 if device.type == "cpu" else torch.bfloat16
     if path.is_dir() and not any(path.glob("*.gguf")):
         model = load_model(open_checkpoint(path), device, dtype)
     else:
-        with tempfile.TemporaryDirectory(prefix="engine-base-") as scratch:
-            folder = Path(scratch) / "base"
-            convert(path, folder, to="safetensors", dtype="F32")
-            model = load_model(open_checkpoint(folder), device, dtype)
+        folder = scratch / "base"
+        convert(path, folder, to="safetensors", dtype="F32" if device.type == "cpu" else "BF16")
+        model = load_model(open_checkpoint(folder), device, dtype)
     model.name_or_path = str(path)  # not the scratch folder; PEFT writes it down
     torch.manual_seed(seed)
     config = LoraConfig(
@@ -88,14 +88,14 @@ def save_state(
             found = optimizer.state[parameter].get(moment)
             if found is not None:
                 tensors[f"{moment}:{name}"] = found.detach().cpu().contiguous()
-    save_file(tensors, folder / _OPTIMIZER)
+    save_file(tensors, folder / OPTIMIZER)
     (folder / _STATE).write_text(json.dumps(facts), encoding="utf-8")
 
 
 def load_state(model: Any, optimizer: torch.optim.Optimizer, folder: Path) -> dict[str, Any]:
     set_peft_model_state_dict(model, load_file(folder / WEIGHTS))
     facts: dict[str, Any] = json.loads((folder / _STATE).read_text(encoding="utf-8"))
-    tensors = load_file(folder / _OPTIMIZER)
+    tensors = load_file(folder / OPTIMIZER)
     for name, parameter in trained_parameters(model).items():
         moments = {each: tensors[f"{each}:{name}"].to(parameter.device) for each in _MOMENTS}
         optimizer.state[parameter] = {"step": torch.tensor(float(facts["step"])), **moments}

@@ -43,14 +43,10 @@ def main() -> None:
 
 
 def _train(folder: JobFolder, plan: TrainingPlan, stopped: list[int]) -> bool:
-    try:
-        import torch
+    import torch
 
-        from engine.finetuning.trainer import Trainer
-    except ImportError as error:
-        raise EngineError(
-            f"training needs {error.name}, which is missing: pip install 'engine[finetune]'"
-        ) from None
+    from engine.finetuning.trainer import Trainer
+
     torch.set_num_threads(plan.threads)
     return Trainer(folder, plan).run(lambda: bool(stopped))
 

@@ -50,6 +50,7 @@ def read_examples(path: Path, method: Method, param: str = "training_file") -> l
     line.
     """
     examples: list[Example] = []
+    what = f"the {param.replace('_', ' ')}"
     for number, line in _lines(path, param):
         try:
             example = parse_example(line, method)
@@ -57,11 +58,11 @@ def read_examples(path: Path, method: Method, param: str = "training_file") -> l
                 raise ValueError("this line has another format than the first one")
         except ValueError as error:
             raise InvalidRequestError(
-                f"line {number} of the file: {error}", param=param, code="invalid_file"
+                f"line {number} of {what}: {error}", param=param, code="invalid_file"
             ) from None
         examples.append(example)
     if not examples:
-        raise InvalidRequestError("the file has no examples", param=param, code="invalid_file")
+        raise InvalidRequestError(f"{what} has no examples", param=param, code="invalid_file")
     return examples
 
 
@@ -71,24 +72,37 @@ def _lines(path: Path, param: str) -> Iterator[tuple[int, bytes]]:
             for number, line in enumerate(file, 1):
                 if len(line) > MAX_LINE_BYTES:
                     raise InvalidRequestError(
-                        f"line {number} of the file has more than {MAX_LINE_BYTES} bytes",
+                        f"line {number} of the file has more than {MAX_LINE_BYTES:,} bytes",
                         param=param,
                         code="invalid_file",
                     )
                 if line.strip():
                     yield number, line
     except OSError as error:
-        raise InvalidRequestError(f"{path} can't be read: {error}", param=param) from None
+        raise InvalidRequestError(f"{path} can't be read: {error.strerror}", param=param) from None
 
 
 def parse_example(line: bytes, method: Method) -> Example:
     """Parse one line. Raises `ValueError` with the reason if it is wrong."""
     try:
         value = json.loads(line)
+        if b"\\ud" in line.lower():  # half of a surrogate pair is no text
+            json.dumps(value, ensure_ascii=False).encode()
+    except json.JSONDecodeError as error:
+        raise ValueError(f"this is not JSON ({error.msg} at column {error.colno})") from None
+    except (UnicodeDecodeError, UnicodeEncodeError) as error:
+        raise ValueError(f"this is not UTF-8 ({error.reason})") from None
     except (ValueError, RecursionError) as error:
         raise ValueError(f"this is not JSON ({error})") from None
     if not isinstance(value, dict):
         raise ValueError("an example is a JSON object")
+    if method == "dpo" and ("messages" in value or "prompt" in value):
+        raise ValueError(
+            "this is an example for the method supervised; dpo needs input, preferred_output and"
+            " non_preferred_output"
+        )
+    if method == "supervised" and "preferred_output" in value:
+        raise ValueError("this is a preference, which the method dpo trains")
     if method == "dpo":
         return _read(value, {"input", "preferred_output", "non_preferred_output"}, _preference)
     if "messages" in value:

@@ -13,8 +13,11 @@ import msgspec
 
 ADAPTER = "adapter"
 EVENTS = "events.jsonl"
+OPTIMIZER = "optimizer.safetensors"  # in a checkpoint; only needed to continue the job
 _CHECKPOINTS = "checkpoints"
-_KEPT = 3  # number of checkpoints that stay
+_SCRATCH = "scratch"
+_KEPT = 3  # number of checkpoints at ends of epochs that stay
+_EPOCH, _WITHIN = "step", "within"  # a checkpoint at the end of an epoch, and any other one
 
 
 class TrainingEvent(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -25,7 +28,12 @@ class TrainingEvent(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tru
     num_steps: int = 0
     loss: float | None = None
     validation_loss: float | None = None
+    accuracy: float | None = None  # share of trained tokens, or of pairs, that the model gets right
+    validation_accuracy: float | None = None
+    margin: float | None = None  # of DPO: mean difference of the two answers' rewards
+    validation_margin: float | None = None
     trained_tokens: int = 0  # since the start of the job
+    tokens_per_s: float = 0.0  # of this step, prompts included
     message: str = ""
 
 
@@ -59,13 +67,45 @@ class JobFolder:
         lines = content[:end].splitlines()
         return [msgspec.json.decode(line, type=TrainingEvent) for line in lines], start + end
 
-    def checkpoints(self) -> list[Path]:
-        """All whole checkpoints, the oldest first."""
-        return sorted((self.path / _CHECKPOINTS).glob("step-*[0-9]"))
+    def new_scratch(self) -> Path:
+        """An empty folder for files that only this process needs. What an earlier process left
+        there is removed.
+        """
+        self.remove_scratch()
+        scratch = self.path / _SCRATCH
+        scratch.mkdir()
+        return scratch
 
-    def new_checkpoint(self, step: int) -> Path:
+    def remove_scratch(self) -> None:
+        shutil.rmtree(self.path / _SCRATCH, ignore_errors=True)
+
+    def remove_state(self) -> None:
+        """Remove what only an unfinished job needs."""
+        self.remove_scratch()
+        for checkpoint in self._whole(_WITHIN):
+            shutil.rmtree(checkpoint, ignore_errors=True)
+        for checkpoint in self.checkpoints():
+            (checkpoint / OPTIMIZER).unlink(missing_ok=True)
+
+    def remove(self) -> None:
+        shutil.rmtree(self.path, ignore_errors=True)
+
+    def checkpoints(self) -> list[Path]:
+        """The last checkpoints at ends of epochs, the oldest first."""
+        return self._whole(_EPOCH)
+
+    def last_state(self) -> Path | None:
+        """The checkpoint from which the job continues."""
+        found = self._whole(_EPOCH) + self._whole(_WITHIN)
+        return max(found, key=step_of, default=None)
+
+    def _whole(self, kind: str) -> list[Path]:
+        return sorted((self.path / _CHECKPOINTS).glob(f"{kind}-*[0-9]"))
+
+    def new_checkpoint(self, step: int, *, ends_epoch: bool) -> Path:
         """An empty folder to write a checkpoint into."""
-        draft = self.path / _CHECKPOINTS / f"step-{step:08d}.draft"
+        kind = _EPOCH if ends_epoch else _WITHIN
+        draft = self.path / _CHECKPOINTS / f"{kind}-{step:08d}.draft"
         shutil.rmtree(draft, ignore_errors=True)
         draft.mkdir(parents=True)
         return draft
@@ -76,7 +116,8 @@ class JobFolder:
         whole = draft.with_suffix("")
         shutil.rmtree(whole, ignore_errors=True)
         draft.rename(whole)
-        for old in self.checkpoints()[:-_KEPT]:
+        older = [each for each in self._whole(_WITHIN) if each != whole]
+        for old in self.checkpoints()[:-_KEPT] + older:
             shutil.rmtree(old, ignore_errors=True)
         return whole
 
@@ -84,6 +125,10 @@ class JobFolder:
         sync_files(draft)
         shutil.rmtree(self.adapter, ignore_errors=True)
         draft.rename(self.adapter)
+
+
+def step_of(checkpoint: Path) -> int:
+    return int(checkpoint.name.rpartition("-")[2])
 
 
 def sync_files(folder: Path) -> None:

@@ -2,13 +2,17 @@
 
 import os
 import secrets
+from importlib.util import find_spec
 from pathlib import Path
 
 import msgspec
 
+from engine.core.errors import InvalidRequestError
 from engine.finetuning.data import Method, read_examples
 from engine.finetuning.folder import JobFolder
 from engine.finetuning.plan import Hyperparameters, LoraShape, TrainingPlan, check_lora, decide
+
+_PACKAGES = ("torch", "transformers", "peft")
 
 
 class TrainingRequest(msgspec.Struct, frozen=True, kw_only=True):
@@ -25,12 +29,14 @@ class TrainingRequest(msgspec.Struct, frozen=True, kw_only=True):
     threads: int | None = None
     memory_bytes: int | None = None
     is_idle_only: bool = False
+    checkpoint_s: float = 30.0
 
 
 def make_job(request: TrainingRequest, path: Path) -> tuple[JobFolder, TrainingPlan]:
     """Write the plan of a new job into the folder `path`. Raises `InvalidRequestError` if a file or
     a value is wrong, before anything is written.
     """
+    _check_packages()
     check_lora(request.lora)
     examples = read_examples(request.training_file, request.method)
     if request.validation_file is not None:
@@ -49,11 +55,21 @@ def make_job(request: TrainingRequest, path: Path) -> tuple[JobFolder, TrainingP
         threads=request.threads or len(os.sched_getaffinity(0)),
         memory_bytes=request.memory_bytes,
         is_idle_only=request.is_idle_only,
+        checkpoint_s=request.checkpoint_s,
         **msgspec.structs.asdict(decided),
     )
     path.mkdir(mode=0o700, parents=True, exist_ok=True)
     plan.write(path)
     return JobFolder(path), plan
+
+
+def _check_packages() -> None:
+    for name in _PACKAGES:
+        if find_spec(name) is None:
+            raise InvalidRequestError(
+                f"training needs {name}, which is missing: pip install 'engine[finetune]'",
+                code="not_installed",
+            )
 
 
 def adapter_name(base: str, suffix: str, job_id: str) -> str:

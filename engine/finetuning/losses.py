@@ -2,12 +2,22 @@
 
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch.nn import functional
 
 from engine.finetuning.tokens import TokenExample, TokenPair
+
+
+@dataclass(frozen=True, slots=True)
+class Scores:
+    """Sums over the trained tokens of a batch, or over its pairs."""
+
+    loss: torch.Tensor
+    num_right: float  # tokens that are the likeliest, or pairs whose preferred answer gained more
+    margin: float = 0.0  # of pairs: how much more reward the preferred answer gets
 
 
 def padded(examples: Sequence[TokenExample], device: torch.device) -> dict[str, torch.Tensor]:
@@ -29,27 +39,28 @@ def padded(examples: Sequence[TokenExample], device: torch.device) -> dict[str, 
     }
 
 
-def supervised_loss(model: Any, examples: Sequence[TokenExample]) -> torch.Tensor:
+def supervised_loss(model: Any, examples: Sequence[TokenExample]) -> Scores:
     """The summed cross-entropy of all trained tokens."""
     batch = padded(examples, model.device)
     logits = model(input_ids=batch["input_ids"], attention_mask=batch["attention_mask"]).logits
     labels = batch["labels"][:, 1:]
     is_trained = labels != -100
-    return functional.cross_entropy(
-        logits[:, :-1][is_trained].float(), labels[is_trained], reduction="sum"
-    )
+    predicted, wanted = logits[:, :-1][is_trained].float(), labels[is_trained]
+    num_right = float((predicted.argmax(-1) == wanted).sum())
+    return Scores(functional.cross_entropy(predicted, wanted, reduction="sum"), num_right)
 
 
 def preference_loss(
     model: Any, reference: AbstractContextManager[None], pairs: Sequence[TokenPair], beta: float
-) -> torch.Tensor:
+) -> Scores:
     """DPO's loss, summed over the pairs. Within `reference`, the model is without its adapter."""
     examples = [each.preferred for each in pairs] + [each.rejected for each in pairs]
     with torch.no_grad(), reference:
         base = _log_probabilities(model, examples)
     gain = _log_probabilities(model, examples) - base
-    preferred, rejected = gain[: len(pairs)], gain[len(pairs) :]
-    return -functional.logsigmoid(beta * (preferred - rejected)).sum()
+    margins = beta * (gain[: len(pairs)] - gain[len(pairs) :])
+    num_right = float((margins > 0).sum())
+    return Scores(-functional.logsigmoid(margins).sum(), num_right, float(margins.detach().sum()))
 
 
 def _log_probabilities(model: Any, examples: Sequence[TokenExample]) -> torch.Tensor:

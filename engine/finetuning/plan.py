@@ -51,6 +51,7 @@ class TrainingPlan(msgspec.Struct, frozen=True, kw_only=True):
     max_tokens: int = 2048  # longer examples are cut
     memory_bytes: int | None = None  # of the training process. None: no limit
     is_idle_only: bool = False  # use only CPU time that no other process wants
+    checkpoint_s: float = 30.0  # seconds between checkpoints
 
     @property
     def learning_rate(self) -> float:

@@ -24,13 +24,12 @@ from engine.finetuning.adapter_model import (
     trained_parameters,
 )
 from engine.finetuning.data import read_examples
-from engine.finetuning.folder import JobFolder, TrainingEvent
-from engine.finetuning.losses import preference_loss, supervised_loss
+from engine.finetuning.folder import JobFolder, TrainingEvent, step_of
+from engine.finetuning.losses import Scores, preference_loss, supervised_loss
 from engine.finetuning.plan import TrainingPlan
 from engine.finetuning.tokens import ExampleTokenizer, TokenExample, TokenPair
 
 MICRO_BATCH_TOKENS = 2048  # bounds the memory of the activations and logits
-CHECKPOINT_S = 30.0  # seconds between checkpoints
 _MAX_NORM = 1.0
 _WARM_UP = 0.05  # share of the steps in which the learning rate grows
 
@@ -45,42 +44,45 @@ class Trainer:
         self._valid = (
             self._examples(plan.validation_file, "validation_file") if plan.validation_file else []
         )
-        self._model = load_for_training(
-            Path(plan.base), plan.lora, torch.device(plan.device), plan.seed
-        )
+        device, scratch = torch.device(plan.device), folder.new_scratch()
+        self._model = load_for_training(Path(plan.base), plan.lora, device, plan.seed, scratch)
+        folder.remove_scratch()
         self._optimizer = torch.optim.AdamW(
             trained_parameters(self._model).values(), lr=plan.learning_rate, weight_decay=0.0
         )
         self._num_steps = plan.num_steps(len(self._train))
+        self._steps_per_epoch = plan.steps_per_epoch(len(self._train))
         self._step = 0
         self._trained_tokens = 0
-        self._saved_at = time.monotonic()
+        self._saved_at = self._epoch_saved_at = time.monotonic()
 
     def run(self, is_stopped: Callable[[], bool]) -> bool:
         """Train until the end, or until `is_stopped`. Returns whether the job is finished."""
         self._resume()
         while self._step < self._num_steps:
             if is_stopped():
-                self._save()
+                self._save(self._step % self._steps_per_epoch == 0)
                 self._tell("paused")
                 return False
-            loss = self._train_step()
-            if not math.isfinite(loss):
-                raise EngineError(
-                    f"the loss of step {self._step} is not finite; try a smaller"
-                    " learning_rate_multiplier"
-                )
-            is_epoch = self._step % self._plan.steps_per_epoch(len(self._train)) == 0
-            valid = self._validate() if is_epoch and self._valid else None
-            self._tell("metrics", loss=loss, validation_loss=valid)
-            if is_epoch and time.monotonic() - self._saved_at > CHECKPOINT_S:
-                self._save()
+            self._finish_step(*self._timed_step())
         draft = self._folder.path / "adapter.draft"
         draft.mkdir(exist_ok=True)
         save_adapter(self._model, draft)
         self._folder.keep_adapter(draft)
         self._tell("succeeded")
         return True
+
+    def _finish_step(self, figures: dict[str, float], tokens_per_s: float) -> None:
+        """Tell the figures of a step, validate at the end of an epoch, and write a checkpoint if it
+        is time.
+        """
+        ends_epoch = self._step % self._steps_per_epoch == 0
+        valid = self._validate() if ends_epoch and self._valid else {}
+        validation = {f"validation_{name}": value for name, value in valid.items()}
+        self._tell("metrics", **figures, **validation, tokens_per_s=tokens_per_s)
+        last = self._epoch_saved_at if ends_epoch else self._saved_at
+        if time.monotonic() - last > self._plan.checkpoint_s:
+            self._save(ends_epoch)
 
     def _examples(self, path: str, param: str) -> list[Tokens]:
         plan = self._plan
@@ -92,45 +94,55 @@ class Trainer:
         return list(tokenizer.supervised(examples))
 
     def _resume(self) -> None:
-        found = self._folder.checkpoints()
-        if found:
-            facts = load_state(self._model, self._optimizer, found[-1])
+        found = self._folder.last_state()
+        if found is not None:
+            facts = load_state(self._model, self._optimizer, found)
             self._step = facts["step"]
             self._trained_tokens = facts["trained_tokens"]
 
-    def _save(self) -> None:
-        if any(each.name == f"step-{self._step:08d}" for each in self._folder.checkpoints()):
+    def _save(self, ends_epoch: bool) -> None:
+        last = self._folder.last_state()
+        if self._step == 0 or (last is not None and step_of(last) == self._step):
             return
-        draft = self._folder.new_checkpoint(self._step)
+        draft = self._folder.new_checkpoint(self._step, ends_epoch=ends_epoch)
         facts = {"step": self._step, "trained_tokens": self._trained_tokens}
         save_state(self._model, self._optimizer, facts, draft)
         self._folder.keep_checkpoint(draft)
         self._saved_at = time.monotonic()
+        if ends_epoch:
+            self._epoch_saved_at = self._saved_at
         self._tell("checkpoint")
 
-    def _train_step(self) -> float:
+    def _timed_step(self) -> tuple[dict[str, float], float]:
+        began, batch = time.monotonic(), self._batch()
+        figures = self._train_step(batch)
+        if not math.isfinite(figures["loss"]):
+            raise EngineError(
+                f"the loss of step {self._step} is not finite; try a smaller"
+                " learning_rate_multiplier"
+            )
+        return figures, sum(map(_num_tokens, batch)) / (time.monotonic() - began)
+
+    def _train_step(self, batch: Sequence[Tokens]) -> dict[str, float]:
         self._model.train()
         torch.manual_seed(self._plan.seed * 1_000_003 + self._step)  # dropout
         for group in self._optimizer.param_groups:
             group["lr"] = self._plan.learning_rate * self._rate()
-        batch = self._batch()
-        scale = self._scale(batch)
-        total = 0.0
+        found, scale = [], self._scale(batch)
         for part in self._parts(batch):
-            loss = self._loss(part) / scale
-            loss.backward()  # type: ignore[no-untyped-call]
-            total += float(loss.detach())
+            scores = self._scores(part)
+            (scores.loss / scale).backward()  # type: ignore[no-untyped-call]
+            found.append(scores)
         torch.nn.utils.clip_grad_norm_(trained_parameters(self._model).values(), _MAX_NORM)
         self._optimizer.step()
         self._optimizer.zero_grad(set_to_none=True)
         self._step += 1
         self._trained_tokens += sum(map(_num_trained, batch))
-        return total
+        return self._figures(found, scale)
 
     def _batch(self) -> list[Tokens]:
         """The examples of this step. Each epoch has an order of its own."""
-        per_epoch = self._plan.steps_per_epoch(len(self._train))
-        epoch, index = divmod(self._step, per_epoch)
+        epoch, index = divmod(self._step, self._steps_per_epoch)
         order = list(range(len(self._train)))
         random.Random(f"{self._plan.seed}:{epoch}").shuffle(order)
         size = self._plan.batch_size
@@ -144,7 +156,7 @@ class Trainer:
         done = (self._step - warm_up) / max(1, self._num_steps - warm_up)
         return 0.1 + 0.9 * 0.5 * (1 + math.cos(math.pi * done))
 
-    def _loss(self, part: Sequence[Any]) -> torch.Tensor:
+    def _scores(self, part: Sequence[Any]) -> Scores:
         if self._plan.method == "dpo":
             reference = self._model.disable_adapter()
             return preference_loss(self._model, reference, part, self._plan.beta)
@@ -158,11 +170,21 @@ class Trainer:
         parts = micro_batches([_length(each) for each in batch], MICRO_BATCH_TOKENS)
         return [[batch[index] for index in part] for part in parts]
 
-    def _validate(self) -> float:
+    def _validate(self) -> dict[str, float]:
         self._model.eval()
         with torch.no_grad():
-            total = sum(float(self._loss(part)) for part in self._parts(self._valid))
-        return total / self._scale(self._valid)
+            found = [self._scores(part) for part in self._parts(self._valid)]
+        return self._figures(found, self._scale(self._valid))
+
+    def _figures(self, found: Sequence[Scores], scale: int) -> dict[str, float]:
+        """Means over the tokens or pairs of a batch, under the names of `TrainingEvent`."""
+        figures = {
+            "loss": sum(float(each.loss.detach()) for each in found) / scale,
+            "accuracy": sum(each.num_right for each in found) / scale,
+        }
+        if self._plan.method == "dpo":
+            figures["margin"] = sum(each.margin for each in found) / scale
+        return figures
 
     def _tell(self, kind: Any, **facts: Any) -> None:
         self._folder.tell(
@@ -180,6 +202,12 @@ def _num_trained(example: Tokens) -> int:
     if isinstance(example, TokenPair):
         return example.preferred.num_trained + example.rejected.num_trained
     return example.num_trained
+
+
+def _num_tokens(example: Tokens) -> int:
+    if isinstance(example, TokenPair):
+        return len(example.preferred.token_ids) + len(example.rejected.token_ids)
+    return len(example.token_ids)
 
 
 def _length(example: Tokens) -> int:

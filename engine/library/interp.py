@@ -50,10 +50,12 @@ class Reading:
         result_id: str,
         text: str,
         result: Result | None,
+        token_text: Callable[[int], str],
         output: RequestOutput | None = None,
     ) -> None:
         self.id = result_id
         self.text = text
+        self.token_text = token_text  # of a token of the sequence or of the lens, by its id
         self.output = output  # the whole answer; None if a server made it
         self._result = result
         facts = {} if result is None else result.facts
@@ -259,7 +261,10 @@ class LocalRunner:
             self._results[reading_id] = result
             while len(self._results) > MAX_KEPT:
                 del self._results[next(iter(self._results))]
-        return Reading(reading_id, output.outputs[0].text, result, output)
+        return Reading(reading_id, output.outputs[0].text, result, self._token_text, output)
+
+    def _token_text(self, token_id: int) -> str:
+        return self._engine.call(self._engine.backend.detokenize((token_id,)))
 
     def _with_target(self, made: Any, target: str) -> Any:
         backend = self._engine.backend
@@ -297,8 +302,11 @@ class Remote:
         told = made.get("interp")
         text = made["choices"][0]["text"]
         if told is None:
-            return Reading(made["id"], text, None)
-        return Reading(told["id"], text, Result(self._send(f"/v1/interp/results/{told['id']}")))
+            return Reading(made["id"], text, None, str)
+        names = dict(zip(told["token_ids"], told["tokens"], strict=True))
+        names |= {top["id"]: top["token"] for row in told.get("lens", ()) for top in row["top"]}
+        result = Result(self._send(f"/v1/interp/results/{told['id']}"))
+        return Reading(told["id"], text, result, names.__getitem__)
 
     def _send(self, path: str, body: bytes | None = None) -> bytes:
         headers = {"Content-Type": "application/json"}

@@ -73,6 +73,10 @@ class PluggedBackend(InferenceBackend):
     def model_health(self, model_id: str) -> Health:
         return self._judged(self.inner.model_health(model_id))
 
+    @property
+    def is_accelerated(self) -> bool:
+        return self.inner.is_accelerated
+
     def memory_bytes(self) -> int:
         return self.inner.memory_bytes()
 

@@ -255,6 +255,10 @@ class OnDemand(InferenceBackend):
     def _orphaned(self, orphan: Orphan) -> bool:
         return self.on_orphan is not None and self.on_orphan(orphan)
 
+    @property
+    def is_accelerated(self) -> bool:
+        return self._inner is not None and self._inner.is_accelerated
+
     def memory_bytes(self) -> int:
         return 0 if self._inner is None else self._inner.memory_bytes()
 

@@ -159,6 +159,10 @@ class Router(InferenceBackend):
         details = [f"{each.replica.name}: {each.replica.health().detail}" for each in route.members]
         return Health(ready=False, detail=" ".join(details))
 
+    @property
+    def is_accelerated(self) -> bool:
+        return any(replica.backend.is_accelerated for replica in self.replicas)
+
     def memory_bytes(self) -> int:
         return tree_bytes()
 

@@ -31,6 +31,7 @@ from engine.servers.http.guard import BrowserGuard
 from engine.servers.http.history import RequestHistory
 from engine.servers.http.request_log import RequestLog, RequestRecord
 from engine.servers.serving.admission import Lifecycle
+from engine.servers.serving.admitted_route import AdmittedRoute
 from engine.servers.serving.services import Services
 from engine.servers.serving.watcher import EngineWatcher
 
@@ -221,6 +222,7 @@ def create_app(
         dependencies=[Depends(Authenticator(settings, keys, throttle))],
         middleware=_layers(settings, holder, metrics, services.history.add, telemetry),
     )
+    app.router.route_class = AdmittedRoute
     app.state.services = services
     app.state.nodes = nodes = _nodes(settings, holder, metrics)
     if nodes is not None:

@@ -17,13 +17,22 @@ from typing import TYPE_CHECKING
 
 from fastapi import FastAPI
 
+from engine.backends.base import InferenceBackend
+from engine.core.config_schema import ServerSettings
 from engine.servers.app import LateRoutes
-from engine.servers.http.protocol import http_server, raise_file_limit
+from engine.servers.http.protocol import (
+    CLOSE_TIMEOUT_S,
+    event_loop,
+    http_server,
+    raise_file_limit,
+    serve_connection,
+)
 from engine.servers.ops.probes import ProbeServer
 from engine.servers.serving.services import Services
 
 if TYPE_CHECKING:
     from engine.routing.nodes.manager import NodeManager
+    from engine.servers.writers.pool import Writers
 
 
 class ServiceManager:
@@ -68,14 +77,27 @@ class ServiceManager:
 
 logger = logging.getLogger(__name__)
 
-# Max seconds for closing connections at shutdown, after all requests have ended.
-CLOSE_TIMEOUT_S = 5
 # While a model loads, its progress is checked at this interval in seconds and logged if it has
 # changed. Our own backend is usually ready before the first check.
 PROGRESS_INTERVAL_S = 5.0
 # Seconds between the model being ready and the import of the late routes (see `app.py`). An earlier
 # import would slow down requests that waited for the model.
 LATE_ROUTES_AFTER_S = 0.5
+
+
+# With `server.frontends` "auto", a server whose engine runs on an accelerator has this many
+# frontend processes, if the machine has enough cores.
+AUTO_FRONTENDS = 3
+AUTO_MIN_CORES = 8
+
+
+def num_frontends(server: ServerSettings, backend: InferenceBackend) -> int:
+    """The number of frontend processes, including this one."""
+    if server.frontends != "auto":
+        return server.frontends
+    # Nodes join over connections of this process.
+    needs_more = backend.is_accelerated and server.node_token is None
+    return AUTO_FRONTENDS if needs_more and (os.cpu_count() or 1) >= AUTO_MIN_CORES else 1
 
 
 class HttpServer:
@@ -93,6 +115,7 @@ class HttpServer:
     ) -> None:
         services = app.state.services
         assert isinstance(services, Services)
+        self._app = app
         self._services = services
         self._late_routes: LateRoutes = app.state.late_routes
         self._sock = sock
@@ -104,6 +127,8 @@ class HttpServer:
         self._reloading: asyncio.Task[None] | None = None
         if probe_sock is not None:
             services.components.insert(0, ProbeServer(services, probe_sock))
+        self.writers: Writers | None = None
+        self._connecting: set[asyncio.Task[None]] = set()
         self._nodes: NodeManager | None = app.state.nodes
         upgrades = {} if self._nodes is None else self._nodes.upgrades
         tls = services.settings.server.tls_files
@@ -127,6 +152,8 @@ class HttpServer:
             for task in tasks:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
+            if self.writers is not None:
+                await self.writers.stop(CLOSE_TIMEOUT_S)
             for component in reversed(self._services.components):
                 await component.stop()
             await self._services.backend.stop()
@@ -171,11 +198,35 @@ class HttpServer:
             self._manager.tell("READY=1")
             if self._on_ready is not None:
                 self._on_ready(seconds)
+            await self._start_writers()
             await asyncio.sleep(LATE_ROUTES_AFTER_S)
             await self._late_routes.add()
         except BaseException:
             self._uvicorn.should_exit = True
             raise
+
+    async def _start_writers(self) -> None:
+        """Start the other frontend processes, if there are any. They start when the model is ready,
+        because they would delay that.
+        """
+        services = self._services
+        count = num_frontends(services.settings.server, services.backend) - 1
+        if count == 0:
+            return
+        from engine.servers.writers.pool import Writers  # imported late: few servers have any
+
+        while not self._uvicorn.started:
+            await asyncio.sleep(0.01)
+        # uvicorn closes its descriptor of the socket when it accepts no more connections.
+        shared = (self._app, self._sock.dup(), services.settings)
+        self.writers = Writers(*shared, self._accept, self._uvicorn.servers[0].close)
+        await self.writers.start(count)
+
+    def _accept(self, connection: socket.socket) -> None:
+        """Serve a connection in this process."""
+        task = asyncio.create_task(serve_connection(self._uvicorn, connection))
+        self._connecting.add(task)
+        task.add_done_callback(self._connecting.discard)
 
     def _is_well(self) -> bool:
         return self._services.backend.health().ready
@@ -220,13 +271,5 @@ def run_server(
         loop.add_signal_handler(signal.SIGHUP, server.reload)
         await server.serve()
 
-    with asyncio.Runner(loop_factory=_loop_factory()) as runner:
+    with asyncio.Runner(loop_factory=event_loop()) as runner:
         runner.run(serve_with_signals())
-
-
-def _loop_factory() -> Callable[[], asyncio.AbstractEventLoop] | None:
-    try:
-        import uvloop
-    except ImportError:
-        return None
-    return uvloop.new_event_loop

@@ -1,8 +1,8 @@
 """Grade-school mathematics through any backend of the engine: how many answers are right?
 
     python evaluate.py                                  # our own engine, 20 questions of ours
-    python evaluate.py --models http://127.0.0.1:8000/v1 --concurrency 16 --data gsm8k_test.jsonl
-    python evaluate.py --models base,ft:base:maths:1 --url http://127.0.0.1:8000/v1
+    python evaluate.py --models http://127.0.0.1:8080/v1 --concurrency 16 --data gsm8k_test.jsonl
+    python evaluate.py --models base,ft:base:maths:1 --url http://127.0.0.1:8080/v1
 
 It is `engine eval` with the instruction and the check of this task. Other options of `engine eval`
 may follow. Results go to --output as they come; run it again to go on where it ended.

@@ -20,8 +20,7 @@ def main() -> None:
         with llm.trace(args.prompt) as t:
             t.attention([args.layer], positions="all")
         weights = t.output.attention(args.layer)  # (positions, heads, earlier positions)
-        backend, ids = llm.engine.backend, t.output.token_ids[: t.output.num_prompt]
-        words = [llm.engine.call(backend.detokenize((each,))) for each in ids]
+        words = [t.output.token_text(each) for each in t.output.token_ids[: t.output.num_prompt]]
     for head in range(weights.shape[1]):
         print(f"head {head}")
         for position, word in enumerate(words):

@@ -12,13 +12,13 @@ from engine.llm import LLM
 WIDTH = 40
 
 
-def show(model, tokens, prompt: str) -> None:
+def show(model: LLM | Remote, prompt: str) -> None:
     with model.trace(prompt) as t:
         t.lens("all", top=1, positions="last")
     for row in t.output.lens:
         token, logprob = row["top"][0]
         bar = "#" * max(1, round(WIDTH * 2.718281828**logprob))
-        print(f"layer {row['layer']:3}  {bar:{WIDTH}}  {tokens(token)!r}")
+        print(f"layer {row['layer']:3}  {bar:{WIDTH}}  {t.output.token_text(token)!r}")
 
 
 def main() -> None:
@@ -28,12 +28,10 @@ def main() -> None:
     parser.add_argument("--url", help="a server of this engine, instead of a model here")
     args = parser.parse_args()
     if args.url:
-        show(Remote(args.url), lambda token: token, args.prompt)
+        show(Remote(args.url), args.prompt)
         return
     with LLM(args.model) as llm:
-        show(
-            llm, lambda token: llm.engine.call(llm.engine.backend.detokenize((token,))), args.prompt
-        )
+        show(llm, args.prompt)
 
 
 if __name__ == "__main__":

@@ -70,6 +70,7 @@ def test_what_is_read_over_http_says_where_it_is_from(clients: Any) -> None:
     (captured,) = told["captures"]
     assert np.shape(captured["values"]) == (1, 576) and captured["positions"] == [4]
     assert told["lens"][-1]["top"][0]["token"] == " Paris"
+    assert "".join(told["tokens"]) == PROMPT + " Paris"
     assert sum(told["attention"][0]["values"][0][0]) == pytest.approx(1, abs=1e-5)
     assert told["attribution"]["total"] > 10
 
@@ -143,6 +144,9 @@ def test_a_trace_saves_steers_and_patches(clients: Any, folder: Path) -> None:
     with one.remote.trace(PROMPT) as t:
         t.blocks[29].resid_post.patch(saved, source="last", positions=[-1])
     assert t.text == " Rome"
+    with one.remote.trace(PROMPT) as lens:
+        lens.lens([29], top=1)
+    assert lens.output.token_text(lens.output.lens[0]["top"][0][0]) == " Paris"
     vectors = train(one.remote, ["I am happy", "So glad"], ["I am sad", "So upset"], [12])
     VectorStore(folder / "vectors").save("glad", tensors_of(vectors), {})
     assert one.http.get("/v1/interp/vectors").json()["data"][0]["name"] == "glad"

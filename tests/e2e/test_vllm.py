@@ -1,12 +1,14 @@
 """A real vLLM on this machine's CPU, behind our server: run by `make test-vllm`.
 
 `VLLM_PYTHON` is an interpreter that has it, `VLLM_MODEL` the default model as a checkpoint that it
-can load. A start takes a minute or two, so there are only two; the tests depend on their order.
+can load. A start takes a minute or two, so there are only three; the tests depend on their order.
 """
 
 import json
 import os
 import signal
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -21,10 +23,14 @@ import pytest
 from benchmarks.machine import vllm_dtype
 from engine.conformance.rules import GROUPS
 from engine.conformance.run import find_target, new_client, run_rules
+from tests.live_server import free_port
 from tests.served import ServedEngine, serve
 
 pytestmark = pytest.mark.vllm
 START_TIMEOUT_S = 600
+INTERP_EXAMPLE = (
+    Path(__file__).parents[2] / "examples/deploy_inference_server/simple_vllm_nnsight/deploy.py"
+)
 NUM_STREAMS = 32
 # A server without a key and without CORS, that was never full, with a model for text alone.
 EXPECTED_SKIPS = {
@@ -33,18 +39,20 @@ EXPECTED_SKIPS = {
 }
 
 
-def vllm_options() -> list[str]:
-    python = os.environ["VLLM_PYTHON"]
-    openmp = Path(python).parents[1] / "lib/libiomp5.so"
+def vllm_env() -> dict[str, str]:
+    openmp = Path(os.environ["VLLM_PYTHON"]).parents[1] / "lib/libiomp5.so"
     preloads = [find_library("tcmalloc_minimal") or "", str(openmp) if openmp.exists() else ""]
-    env = {
+    return {
         "VLLM_CPU_KVCACHE_SPACE": "1",  # GiB
         "HF_HUB_OFFLINE": "1",
         "LD_PRELOAD": ":".join(filter(None, preloads)),
     }
-    table = ", ".join(f'{name} = "{value}"' for name, value in env.items())
+
+
+def vllm_options() -> list[str]:
+    table = ", ".join(f'{name} = "{value}"' for name, value in vllm_env().items())
     options = {
-        "python": f'"{python}"',
+        "python": f'"{os.environ["VLLM_PYTHON"]}"',
         "env": f"{{ {table} }}",
         "start_timeout_s": str(START_TIMEOUT_S),
         "dtype": f'"{vllm_dtype()}"',
@@ -142,3 +150,19 @@ def test_sigkill_of_the_server_leaves_nothing_after_5_s(server: ServedEngine) ->
     os.kill(server.process.pid, signal.SIGKILL)
     psutil.wait_procs(processes, timeout=5)
     assert not any(process.is_running() for process in processes)
+
+
+def test_the_example_reads_an_activation_of_vllm() -> None:
+    model, python = os.environ["VLLM_MODEL"], os.environ["VLLM_PYTHON"]
+    given = ["--model", model, "--python", python, "--dtype", vllm_dtype()]
+    given += ["--max-model-len", "1024", "--port", str(free_port()), "--once"]
+    done = subprocess.run(
+        [sys.executable, str(INTERP_EXAMPLE), *given],
+        env=os.environ | vllm_env(),
+        capture_output=True,
+        text=True,
+        timeout=START_TIMEOUT_S,
+    )
+    assert done.returncode == 0, done.stderr
+    assert "residual stream after layer 0: [1, 576] values" in done.stdout
+    assert "vLLM: " not in done.stdout, "it served the model by itself"

@@ -1,15 +1,17 @@
 """Training: the losses are those of the papers, and interruptions do not change the adapter."""
 
 import json
+import math
 import os
-import signal
+import shutil
 import subprocess
 import sys
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
+from engine.core.errors import EngineError, InvalidRequestError
 from engine.finetuning.adapter_model import load_for_training, micro_batches
 from engine.finetuning.folder import JobFolder
 from engine.finetuning.jobs import TrainingRequest, make_job
@@ -17,6 +19,7 @@ from engine.finetuning.losses import preference_loss, supervised_loss
 from engine.finetuning.plan import Hyperparameters, LoraShape
 from engine.finetuning.process import TrainerProcess
 from engine.finetuning.tokens import TokenExample, TokenPair
+from engine.finetuning.trainer import Trainer
 from tests.live_server import wait_until
 from tests.parity.tiny_models import make
 from tests.tokenizer_files import byte_level_engine, write_directory
@@ -44,8 +47,8 @@ def examples(*lengths):
 
 
 @pytest.fixture(scope="module")
-def model(base):
-    made = load_for_training(base, SHAPE, CPU, seed=0)
+def model(base, tmp_path_factory):
+    made = load_for_training(base, SHAPE, CPU, seed=0, scratch=tmp_path_factory.mktemp("scratch"))
     generator = torch.Generator().manual_seed(1)
     for parameter in made.parameters():
         if parameter.requires_grad:  # B is zero in a new adapter
@@ -56,13 +59,16 @@ def model(base):
 def test_padding_does_not_change_the_supervised_loss(model):
     """Transformers' own loss, of one example at a time, is the reference."""
     batch = examples(9, 5, 14)
-    reference = 0.0
+    reference, num_right = 0.0, 0
     for example in batch:
         ids = torch.tensor([example.token_ids])
         labels = torch.where(torch.tensor([example.mask]), ids, -100)
-        loss = model(input_ids=ids, labels=labels).loss.item()
-        reference += loss * example.num_trained
-    assert float(supervised_loss(model, batch)) == pytest.approx(reference, rel=1e-5)
+        answer = model(input_ids=ids, labels=labels)
+        reference += answer.loss.item() * example.num_trained
+        num_right += int((answer.logits[0, :-1].argmax(-1) == labels[0, 1:]).sum())
+    scores = supervised_loss(model, batch)
+    assert float(scores.loss) == pytest.approx(reference, rel=1e-5)
+    assert scores.num_right == num_right
 
 
 def test_the_preference_loss_is_that_of_the_paper(model):
@@ -79,8 +85,10 @@ def test_the_preference_loss_is_that_of_the_paper(model):
     with model.disable_adapter():
         ratio -= log_probability(first) - log_probability(second)
     wanted = -torch.nn.functional.logsigmoid(torch.tensor(beta * ratio))
-    loss = preference_loss(model, model.disable_adapter(), [TokenPair(first, second)], beta)
-    assert float(loss) == pytest.approx(float(wanted), rel=1e-4)
+    scores = preference_loss(model, model.disable_adapter(), [TokenPair(first, second)], beta)
+    assert float(scores.loss) == pytest.approx(float(wanted), rel=1e-4)
+    assert scores.margin == pytest.approx(beta * ratio, rel=1e-3)
+    assert scores.num_right == (ratio > 0)
 
 
 def test_parts_of_a_batch_stay_below_the_limit():
@@ -100,57 +108,87 @@ def request_of(tmp_path, base):
 
     def make_request(**changes):
         return TrainingRequest(
-            base=base,
             training_file=file,
             validation_file=file,
             hyperparameters=Hyperparameters(n_epochs=6, batch_size=2),
             seed=7,
             threads=1,
-            **({"lora": SHAPE} | changes),
+            **({"base": base, "lora": SHAPE} | changes),
         )
 
     return make_request
 
 
-def run_to_the_end(folder):
-    process = TrainerProcess(folder)
-    try:
-        wait_until(lambda: process.exit_status() is not None, 300)
-        assert process.exit_status() == 0, (folder.path / "trainer.log").read_text()
-    finally:
-        process.kill()
-
-
-def test_a_paused_and_killed_job_ends_as_an_undisturbed_one(tmp_path, request_of):
-    whole, _ = make_job(request_of(), tmp_path / "whole")
-    run_to_the_end(whole)
+def test_a_paused_job_ends_as_an_undisturbed_one(tmp_path, request_of):
+    whole, plan = make_job(request_of(), tmp_path / "whole")
+    assert Trainer(whole, plan).run(lambda: False)
     events, _ = whole.events()
     losses = [event.loss for event in events if event.kind == "metrics"]
     assert len(losses) == 24 and losses[-1] < losses[0]
     assert [event.validation_loss is not None for event in events if event.kind == "metrics"] == (
         [False, False, False, True] * 6
     )
-    assert events[-1].kind == "succeeded"
+    assert events[-1].kind == "succeeded" and not list(whole.path.glob("scratch"))
 
-    broken, _ = make_job(request_of(), tmp_path / "broken")
-    process = TrainerProcess(broken)
-    try:
-        wait_until(lambda: len(broken.events()[0]) > 3, 200)
-        process.pause()
-        wait_until(lambda: process.exit_status() is not None, 100)
-        assert process.exit_status() == 0
-    finally:
-        process.kill()
-    if broken.events()[0][-1].kind != "succeeded":  # it may have been quicker
-        process = TrainerProcess(broken)
-        os.kill(process.pid, signal.SIGKILL)
-        process.kill()
-        run_to_the_end(broken)
+    broken, plan = make_job(request_of(), tmp_path / "broken")
+    for num_steps in (0, 3, 5):  # paused at the start, within an epoch, at the end of one
+        asked = iter([False] * num_steps)
+        assert not Trainer(broken, plan).run(lambda asked=asked: next(asked, True))
+        assert broken.events()[0][-1].kind == "paused"
+    assert [each.name for each in broken.checkpoints()] == ["step-00000008"]
+    assert Trainer(broken, plan).run(lambda: False)
     found, wanted = (
         load_file(each.adapter / "adapter_model.safetensors") for each in (broken, whole)
     )
     assert found.keys() == wanted.keys()
     assert all(torch.equal(found[name], wanted[name]) for name in wanted)
+
+
+def test_checkpoints_come_by_time_and_old_ones_go(tmp_path, request_of):
+    folder, plan = make_job(request_of(checkpoint_s=1e-9), tmp_path / "often")
+    asked = iter([False] * 22)
+    Trainer(folder, plan).run(lambda: next(asked, True))
+    assert [each.name for each in folder.checkpoints()] == [
+        f"step-{step:08d}" for step in (12, 16, 20)
+    ]
+    names = [each.name for each in (folder.path / "checkpoints").iterdir()]
+    assert sorted(names)[-1] == folder.last_state().name == "within-00000022" and len(names) == 4
+    folder.remove_state()
+    names = [each.name for each in folder.path.rglob("*")]
+    assert "optimizer.safetensors" not in names and names.count("adapter_model.safetensors") == 3
+
+
+def test_preferences_are_learned(tmp_path, base):
+    """The margin grows also on pairs that the job has not seen."""
+    lines = [
+        {
+            "input": {"messages": [{"role": "user", "content": f"{word} or b"}]},
+            "preferred_output": [{"role": "assistant", "content": "yes a"}],
+            "non_preferred_output": [{"role": "assistant", "content": "no b"}],
+        }
+        for word in "abcdefghij"
+    ]
+    train, valid = tmp_path / "train.jsonl", tmp_path / "valid.jsonl"
+    train.write_text("\n".join(map(json.dumps, lines[:8])))
+    valid.write_text("\n".join(map(json.dumps, lines[8:])))
+    request = TrainingRequest(
+        base=base,
+        training_file=train,
+        validation_file=valid,
+        method="dpo",
+        hyperparameters=Hyperparameters(n_epochs=4, batch_size=4, learning_rate_multiplier=50.0),
+        lora=SHAPE,
+        seed=7,
+    )
+    folder, plan = make_job(request, tmp_path / "dpo")
+    assert Trainer(folder, plan).run(lambda: False)
+    events, _ = folder.events()
+    steps = [event for event in events if event.kind == "metrics"]
+    checked = [event for event in steps if event.validation_margin is not None]
+    assert steps[0].margin == pytest.approx(0, abs=1e-4) and steps[-1].margin > 0.1
+    assert steps[0].loss == pytest.approx(math.log(2), abs=1e-4) and steps[-1].accuracy == 1
+    assert checked[-1].validation_margin > checked[0].validation_margin > 0
+    assert checked[-1].validation_accuracy == 1
 
 
 def test_the_training_process_ends_with_its_parent(tmp_path, request_of):
@@ -176,17 +214,32 @@ def test_the_training_process_ends_with_its_parent(tmp_path, request_of):
     wait_until(is_gone, 60)
 
 
-def test_a_failure_is_told_in_a_sentence(tmp_path, request_of):
+def test_modules_that_the_model_lacks_are_named(tmp_path, request_of):
     changed = request_of(lora=LoraShape(target_modules=("absent_proj",)))
-    folder, _ = make_job(changed, tmp_path / "absent")
+    folder, plan = make_job(changed, tmp_path / "absent")
+    with pytest.raises(InvalidRequestError, match="the adapter does not fit the model: .*absent"):
+        Trainer(folder, plan)
+
+
+def test_weights_that_are_not_finite_end_the_job_in_a_sentence(tmp_path, base, request_of):
+    broken = shutil.copytree(base, tmp_path / "nan")
+    tensors = load_file(broken / "model.safetensors")
+    tensors["model.norm.weight"][0] = torch.nan
+    save_file(tensors, broken / "model.safetensors", metadata={"format": "pt"})
+    folder, plan = make_job(request_of(base=broken), tmp_path / "job")
+    with pytest.raises(EngineError, match="the loss of step 1 is not finite"):
+        Trainer(folder, plan).run(lambda: False)
+
+
+def test_a_failure_of_the_training_process_is_told(tmp_path):
+    folder = JobFolder(tmp_path)
     process = TrainerProcess(folder)
     try:
         wait_until(lambda: process.exit_status() is not None, 200)
     finally:
         process.kill()
-    events, _ = folder.events()
-    assert events[-1].kind == "failed"
-    assert events[-1].message.startswith("the adapter does not fit the model: ")
+    (event,) = folder.events()[0]
+    assert event.kind == "failed" and "plan.json" in event.message
 
 
 def test_half_a_line_of_events_waits_for_its_rest(tmp_path):

@@ -3,6 +3,7 @@ the schedule, and edited prefixes stay among themselves.
 """
 
 from collections.abc import Iterator
+from pathlib import Path
 from random import Random
 from typing import Any
 
@@ -10,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 
+from engine.backends.custom.adapters.reading import open_adapter
 from engine.backends.custom.architectures.sites import site_name
 from engine.core.interfaces.interp import (
     Attention,
@@ -20,7 +22,8 @@ from engine.core.interfaces.interp import (
     Lens,
     Span,
 )
-from engine.core.interfaces.request import Abort, GenerateRequest
+from engine.core.interfaces.request import Abort, AdapterRef, GenerateRequest
+from tests.lora_files import peft_folder
 from tests.parity import tiny_models
 from tests.parity.hooked import Hooked
 from tests.probed_engine import Answer, ProbedEngine, request
@@ -189,6 +192,34 @@ def test_lens_attention_and_attribution_agree_with_the_model(saved: Any) -> None
     assert len(answer.facts["lens"]) == 3 * len(tokens)
     told = answer.facts["attribution"]
     assert told["total"] == pytest.approx(float(logits[-1, 7]), abs=1e-4)
+
+
+def test_lens_and_attribution_of_an_adapter_are_those_of_its_logits(
+    saved: Any, tmp_path: Path
+) -> None:
+    modules = {f"model.layers.{n}.self_attn.o_proj": (WIDTH, WIDTH) for n in range(3)}
+    folder = peft_folder(tmp_path / "adapter", modules, std=0.3)
+    engine = ProbedEngine(saved[1], "native")
+    adapter = open_adapter(folder, engine.runner.config)
+    ref = AdapterRef(adapter.key, str(folder), adapter.changes_head)
+    tokens = tiny_models.text(12)
+    plain = engine.run(request("plain", tokens, logprobs=2))["plain"].logprobs[0]
+    totals = {}
+    for target in (5, 7):
+        interp = InterpRequest(
+            lens=Lens((2,), tiny_models.VOCAB, Span((-1,))), attribution=Attribution(target)
+        )
+        each = request("adapted", tokens, interp=interp, adapter=ref, logprobs=2)
+        answer = engine.run_when_loaded(each)
+        assert answer.error is None, answer.error
+        totals[target] = answer.facts["attribution"]["total"]
+    engine.close()
+    lens = dict(answer.facts["lens"][0]["top"])
+    found = answer.logprobs[0]
+    for token, logprob in zip(found.top_ids, found.top_logprobs, strict=True):
+        assert lens[token] == pytest.approx(logprob, abs=1e-4)
+    assert totals[5] - totals[7] == pytest.approx(lens[5] - lens[7], abs=1e-4)
+    assert abs(plain.top_logprobs[0] - found.top_logprobs[0]) > 0.01, "the adapter does nothing"
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-// Takes the chat's pictures of docs/ui.md. Arguments: the URL of a server with two backends of the default
+// Takes pictures of docs/ui.md: the chat and the lens. Arguments: the URL of a server with two backends of the default
 // model, the folder with playwright-core, the path of Chromium, and the folder of the pictures.
 import { createRequire } from "node:module";
 import { ask, openChat } from "./page.mjs";
@@ -41,4 +41,13 @@ await picture("tokens", { settings: { logprobs: true, params: { max_tokens: "60"
 await picture("phone", { viewport: PHONE, colorScheme: "light" }, async (page) => {
   await ask(page, QUESTION);
 });
+const lens = await (await browser.newContext({ viewport: { width: 1280, height: 1000 }, colorScheme: "dark" })).newPage();
+await lens.goto(`${url}/ui/lens`);
+await lens.locator("#lens-prompt").fill("When Mary and John went to the store, John gave a drink to");
+await lens.getByRole("button", { name: "Read" }).click();
+await lens.locator(".lens-largest li").first().waitFor();
+await lens.locator("#lens-layer").selectOption("17");
+await lens.getByRole("button", { name: "Head 4" }).click();
+await lens.waitForTimeout(300);
+await lens.screenshot({ path: `${folder}/lens.png` });
 await browser.close();

@@ -224,7 +224,7 @@ def test_an_adapter_whose_files_changed_is_refused() -> None:
 
 
 def test_kept_adapters_are_listed_by_base(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(adapter_store, "store_directory", lambda: tmp_path / "store" / "models")
+    monkeypatch.setenv("XDG_DATA_HOME", str(tmp_path / "store"))
     source = peft_folder(tmp_path / "a", SHAPES)
     kept = adapter_store.keep_adapter("ft:base:x:1", source, "base")
     assert adapter_store.kept_adapters("base") == {"ft:base:x:1": kept}

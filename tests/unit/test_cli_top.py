@@ -103,6 +103,18 @@ def test_the_batch_is_drawn_in_bars_that_fit_a_terminal():
     assert max(map(len, text.splitlines())) <= 90
 
 
+def test_a_job_that_trains_is_shown():
+    before = routed(10.0, backend("fast"))
+    names = {"step": 12, "steps": 240, "loss": 0.5, "tokens_per_second": 90, "held": 0}
+    values = {f"engine_finetuning_{name}": float(value) for name, value in names.items()}
+    now = replace(before, at=12.0, metrics=ScrapedMetrics(values))
+    text = shown(frame_of("http://x", before, now))
+    assert "fine-tuning: step 12 of 240, loss 0.500, 90 tok/s" in text
+    now = replace(now, metrics=ScrapedMetrics(values | {"engine_finetuning_held": 1.0}))
+    assert "held while requests are open" in shown(frame_of("http://x", before, now))
+    assert "fine-tuning" not in shown(frame_of("http://x", before, before))
+
+
 def test_a_plain_server_is_shown_by_its_metrics():
     with live_server(server={"api_key": "k" * 20}) as server:
         headers = {"authorization": "Bearer " + "k" * 20}

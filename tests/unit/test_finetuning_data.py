@@ -19,7 +19,9 @@ ANSWER = {"role": "assistant", "content": "Hello."}
 @pytest.mark.parametrize(
     "method, value, reason",
     [
-        ("supervised", "{", "not JSON"),
+        ("supervised", '{"a" 1}', "not JSON (Expecting ':' delimiter at column 6)"),
+        ("supervised", '{"prompt": "\\ud800", "completion": "x"}', "not UTF-8 (surrogates"),
+        ("supervised", {"preferred_output": []}, "which the method dpo trains"),
         ("supervised", [], "a JSON object"),
         ("supervised", {"text": "x"}, "give messages, or prompt and completion"),
         ("supervised", {"messages": []}, "at least one message"),
@@ -41,7 +43,8 @@ ANSWER = {"role": "assistant", "content": "Hello."}
             },
             "a function with name and arguments",
         ),
-        ("dpo", {"messages": [USER, ANSWER]}, "unknown field 'messages'"),
+        ("dpo", {"messages": [USER, ANSWER]}, "for the method supervised; dpo needs input"),
+        ("dpo", {"input": {}, "x": 1}, "unknown field 'x'"),
         ("dpo", {"input": {}}, "input must be an object with messages"),
         (
             "dpo",
@@ -61,7 +64,7 @@ def test_a_wrong_line_is_refused_with_its_number(tmp_path, method, value, reason
     file = tmp_path / "train.jsonl"
     wrong = value if isinstance(value, str) else json.dumps(value)
     file.write_text(f"{json.dumps(good)}\n\n{wrong}\n")
-    with pytest.raises(InvalidRequestError, match="line 3 of the file: ") as caught:
+    with pytest.raises(InvalidRequestError, match="line 3 of the training file: ") as caught:
         read_examples(file, method)
     assert reason in str(caught.value)
 
@@ -70,7 +73,9 @@ def test_all_lines_have_one_format(tmp_path):
     file = tmp_path / "train.jsonl"
     lines = [{"messages": [USER, ANSWER]}, {"prompt": "x", "completion": "y"}]
     file.write_text("\n".join(map(json.dumps, lines)))
-    with pytest.raises(InvalidRequestError, match="line 2 of the file: this line has another"):
+    with pytest.raises(
+        InvalidRequestError, match="line 2 of the training file: this line has another"
+    ):
         read_examples(file, "supervised")
 
 

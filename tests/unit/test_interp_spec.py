@@ -178,13 +178,21 @@ def test_a_tensor_outside_its_file_is_refused() -> None:
             unpack_tensors(whole.replace(old, new))
 
 
-@pytest.mark.parametrize("interp", [{"lens": Lens((0,), 1)}, {"attribution": Attribution(1)}])
-def test_what_needs_the_base_models_head_is_refused_for_an_adapter(interp: dict) -> None:
+GRADIENT = {"attribution": Attribution(1, -1, "input_x_gradient")}
+
+
+@pytest.mark.parametrize(
+    ("interp", "changes_head"),
+    [({"lens": Lens((0,), 1)}, True), ({"attribution": Attribution(1)}, True), (GRADIENT, False)],
+)
+def test_what_needs_the_base_models_head_is_refused_for_an_adapter(
+    interp: dict, changes_head: bool
+) -> None:
     request = GenerateRequest(
         request_id="a",
         prompt=(1,),
         params=SamplingParams(),
-        adapter=AdapterRef("key", "/path"),
+        adapter=AdapterRef("key", "/path", changes_head),
         interp=InterpRequest(**interp),
     )
     with pytest.raises(InvalidRequestError, match="send the request to the base model"):

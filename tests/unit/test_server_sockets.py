@@ -28,9 +28,9 @@ from tests.live_server import LiveServer, chat, events_of, live_server, make_set
 ROOT = Path(__file__).resolve().parents[2]
 
 
-@pytest.fixture(scope="module")
-def shared_server() -> Iterator[LiveServer]:
-    with live_server() as server:
+@pytest.fixture(scope="module", params=[1, 2], ids=["one-frontend", "two-frontends"])
+def shared_server(request: pytest.FixtureRequest) -> Iterator[LiveServer]:
+    with live_server(server={"frontends": request.param}) as server:
         yield server
 
 
@@ -135,11 +135,13 @@ def test_late_refusal_is_an_error_event(
 
 
 @pytest.mark.seconds
-def test_slow_reader_gets_joined_chunks_and_all_of_the_text() -> None:
+@pytest.mark.parametrize("frontends", [1, 2])
+def test_slow_reader_gets_joined_chunks_and_all_of_the_text(frontends: int) -> None:
     # More than the buffers of both sockets hold, so that writing has to wait for the reader.
     words = [f"{i:05d}" + "w" * 16_000 for i in range(2000)]
     backend = FakeBackend(words)
-    with live_server(backend) as server, server.connect() as connection:
+    settings = {"frontends": frontends}
+    with live_server(backend, server=settings) as server, server.connect() as connection:
         body = {"model": MODEL, "prompt": "x", "stream": True, "max_tokens": 4096}
         server.post_raw(connection, "/v1/completions", body)
         # The backend is never held up by a client that does not read.
@@ -166,10 +168,11 @@ def test_client_that_stops_reading_is_given_up(
         wait_until(lambda: server.backend.num_cut_short == 1)
 
 
-def test_draining_lets_streams_finish() -> None:
+@pytest.mark.parametrize("frontends", [1, 2])
+def test_draining_lets_streams_finish(frontends: int) -> None:
     backend = FakeBackend(["x"] * 1000)
     backend.token_s = 0.05
-    with live_server(backend) as server:
+    with live_server(backend, server={"frontends": frontends}) as server:
         url = server.url + "/v1/chat/completions"
         with httpx.stream("POST", url, json=chat(stream=True)) as response:
             pieces = response.iter_text()
@@ -186,12 +189,15 @@ def test_draining_lets_streams_finish() -> None:
         assert backend.is_stopped
 
 
-@pytest.mark.parametrize("ending", ["deadline", "second signal"])
-def test_streams_that_outlive_the_drain_get_an_error_event(ending: str) -> None:
+@pytest.mark.parametrize(
+    ("ending", "frontends"), [("deadline", 1), ("second signal", 1), ("second signal", 2)]
+)
+def test_streams_that_outlive_the_drain_get_an_error_event(ending: str, frontends: int) -> None:
     backend = FakeBackend()
     backend.token_s = 60
     seconds = 0.1 if ending == "deadline" else 60
-    with live_server(backend, server={"drain_timeout_s": seconds}) as server:
+    limits = {"drain_timeout_s": seconds, "frontends": frontends}
+    with live_server(backend, server=limits) as server:
         url = server.url + "/v1/chat/completions"
         with httpx.stream("POST", url, json=chat(stream=True)) as response:
             pieces = response.iter_text()

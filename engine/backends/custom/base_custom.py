@@ -45,6 +45,7 @@ from engine.backends.custom.frontend.prompts import (
     encode_chat,
     encode_words,
     is_long,
+    is_short,
     needs_words,
     prepare_chat,
     prepare_completion,
@@ -222,6 +223,11 @@ class CustomBackend(InferenceBackend):
         return self._link.ready
 
     @property
+    def is_accelerated(self) -> bool:
+        ready = self._link.last_ready
+        return ready is not None and not ready.device.lower().startswith("cpu")
+
+    @property
     def engine_pid(self) -> int | None:
         return self._link.pid
 
@@ -313,7 +319,10 @@ class CustomBackend(InferenceBackend):
         text, ready = self._loaded()
         began_at, context = time.monotonic(), request.context
         prepare = prepare_chat if isinstance(request, ChatRequest) else prepare_completion
-        prepared = await self._encode(prepare, text, request)
+        if is_short(request):
+            prepared = prepare_completion(text, request)
+        else:
+            prepared = await self._encode(prepare, text, request)
         if context.truncate_prompt_tokens is not None:
             prepared = await self._encode(truncated, text, prepared, context, ready.max_seq_len)
         encoded_at = time.monotonic()

@@ -50,7 +50,7 @@ def finetune(
     seed: Annotated[int | None, typer.Option(min=0, help="For results that repeat.")] = None,
     device: Annotated[str, typer.Option(help="cpu or cuda.")] = "cpu",
     output: Annotated[
-        Path | None, typer.Option(metavar="DIR", help="The job's folder. Default: in the cache.")
+        Path | None, typer.Option(metavar="DIR", help="The job's folder. Default: a new one.")
     ] = None,
     resume: Annotated[
         Path | None, typer.Option(metavar="DIR", help="Continue the job of this folder.")
@@ -112,9 +112,9 @@ def _name_of(base: str, suffix: str, job: str) -> str:
 
 
 def _new_folder() -> Path:
-    from engine.core.store.model_store import store_directory
+    from engine.core.utils.folders import data_directory
 
-    return store_directory().parent / "finetuning" / f"ftjob-{secrets.token_hex(6)}"
+    return data_directory() / "finetuning" / f"ftjob-{secrets.token_hex(6)}"
 
 
 def _follow(folder: "JobFolder") -> "list[TrainingEvent]":

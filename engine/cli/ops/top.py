@@ -152,6 +152,8 @@ def as_view(frame: Frame, note: str = "") -> "Group":
         Text(plain(f"{row.model} on {row.name}: {row.detail}"), style="yellow") for row in details
     ]
     parts += [part for engine in frame.engines for part in _batch(engine)]
+    if frame.training:
+        parts.append(Text(frame.training))
     if frame.decisions:
         parts.append(_decisions(frame))
     if note:

@@ -97,6 +97,7 @@ class Frame:
     backends: tuple[BackendRow, ...]
     decisions: tuple[Mapping[str, Any], ...]  # the router's latest decisions, newest first
     engines: tuple[Mapping[str, Any], ...] = ()  # what our own engines are doing
+    training: str = ""  # how far the fine-tuning job is that trains now
 
 
 async def look(client: httpx.AsyncClient) -> Look:
@@ -190,8 +191,19 @@ def frame_of(url: str, before: Look, now: Look) -> Frame:
         backends=rows,
         decisions=tuple((now.routes or {}).get("decisions", ())),
         engines=now.engines,
+        training=_training(metrics),
     )
     return frame if rows else _with_models(frame, now)
+
+
+def _training(metrics: ScrapedMetrics) -> str:
+    names = ("step", "steps", "loss", "tokens_per_second", "held")
+    found = [metrics.sum(f"engine_finetuning_{name}") or 0.0 for name in names]
+    step, num_steps, loss, rate, held = found
+    if not rate and not held:
+        return ""
+    pace = "held while requests are open" if held else f"{rate:.0f} tok/s"
+    return f"fine-tuning: step {step:.0f} of {num_steps:.0f}, loss {loss:.3f}, {pace}"
 
 
 def _routed(before: Look, now: Look, elapsed_s: float) -> tuple[BackendRow, ...]:

@@ -164,6 +164,7 @@ class AdapterRef(msgspec.Struct, frozen=True, array_like=True):
 
     key: str
     path: str
+    changes_head: bool = True  # whether the LM head is not that of the base model
 
 
 # Begins a salt that no other request has. Blocks with such a salt are not stored in cache tiers.

@@ -4,7 +4,7 @@ Only the server process has metrics. The counters of the engine process arrive i
 Label values are fixed here or come from the operator, never from clients.
 """
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -179,7 +179,7 @@ class Metrics:
         """Record that a chunk with `num_tokens` tokens of a stream arrived `seconds` after the
         previous chunk. Call this at most once per chunk.
         """
-        self._inter_token.observe(seconds / max(num_tokens, 1))
+        self._inter_token.observe(seconds / num_tokens if num_tokens > 1 else seconds)
 
     def slow_request(self) -> None:
         """Count a request that took longer than `logging.slow_request_s`."""
@@ -360,7 +360,8 @@ class Metrics:
             _PER_TOKEN_S,
         )
         self._histograms = {
-            name: self._histogram(name, *each) for name, each in _HISTOGRAMS.items()
+            name: self._bulk({name: help_text}, edges)
+            for name, (help_text, edges) in _HISTOGRAMS.items()
         }
 
     def _define_server_series(self) -> None:
@@ -388,9 +389,3 @@ class Metrics:
         series = BulkHistogram(names, dict(zip(_MODEL_LABELS, self._model, strict=True)), edges)
         self.registry.register(series)
         return series
-
-    def _histogram(self, name: str, help_text: str, buckets: Iterable[float]) -> Histogram:
-        series = Histogram(
-            name, help_text, _MODEL_LABELS, buckets=tuple(buckets), registry=self.registry
-        )
-        return series.labels(*self._model)

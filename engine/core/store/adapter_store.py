@@ -13,7 +13,7 @@ import msgspec
 
 from engine.core.errors import ConfigError, ConflictError, NotFoundError
 from engine.core.sandbox.private_files import open_private, write_private
-from engine.core.store.model_store import store_directory
+from engine.core.utils.folders import data_directory
 
 _RECORD = "adapter.json"
 _MAX_RECORD_BYTES = 1 << 16
@@ -32,7 +32,7 @@ class KeptAdapter(msgspec.Struct, frozen=True):
 
 
 def adapters_directory() -> Path:
-    return store_directory().parent / "adapters"
+    return data_directory() / "adapters"
 
 
 def kept_adapters(base: str | None = None) -> dict[str, Path]:

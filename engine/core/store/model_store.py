@@ -20,6 +20,7 @@ import msgspec
 
 from engine.core.errors import ConfigError, NotFoundError
 from engine.core.store.catalogue import CATALOGUE
+from engine.core.utils.folders import cache_directory
 
 _RECORD = "model.json"
 _NAME = re.compile(r"[a-z0-9][a-z0-9._-]{0,99}")
@@ -75,9 +76,7 @@ def check_file_name(name: str) -> str:
 
 def store_directory() -> Path:
     """The default store: $XDG_CACHE_HOME/engine/models, or ~/.cache/engine/models."""
-    base = os.environ.get("XDG_CACHE_HOME", "")
-    root = Path(base) if os.path.isabs(base) else Path.home() / ".cache"
-    return root / "engine" / "models"
+    return cache_directory() / "models"
 
 
 class ModelStore:

@@ -308,6 +308,7 @@ class Detokenizer:
     ) -> None:
         self._stops = StopStrings(stop) if stop else None
         self._patterns = StopPatterns(patterns) if patterns else None
+        self._can_stop = bool(stop or patterns)
         self._table = tokenizer.bytes_table(skip_special, shown)
         self._utf8 = _Utf8Decoder("replace")
         self._drop_space = tokenizer.drops_leading_space and not continuation
@@ -324,10 +325,14 @@ class Detokenizer:
         """Add tokens, and return the text that became final. If `may_stop` is false, the text of
         these tokens is not searched for stop strings.
         """
-        if self.stopped is not None:
+        if self._can_stop and self.stopped is not None:
             return ""
         table = self._table
-        return self._advance(self._utf8.decode(b"".join([table[i] for i in token_ids])), may_stop)
+        raw = b"".join([table[i] for i in token_ids])
+        # ASCII behind complete code points needs no decoder.
+        is_ascii = raw.isascii() and not self._utf8.buffer
+        text = raw.decode("ascii") if is_ascii else self._utf8.decode(raw)
+        return self._advance(text, may_stop) if self._can_stop or self._drop_space else text
 
     def flush(self) -> str:
         """End the text. Call this at the end of generation. Returns the text still held back."""

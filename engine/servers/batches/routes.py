@@ -49,7 +49,7 @@ def add_files_and_batches_routes(app: FastAPI, services: Services) -> None:
     bench = Bench(services, store, files, Caller(app), line_slots(services))
     runner = BatchRunner(bench, database, settings.directory, db_path)
     jobs = JobStore(database)
-    job_runner = JobRunner(services, jobs, settings.directory, db_path)
+    job_runner = JobRunner(services, jobs, files, settings.directory, db_path)
     services.components.extend((job_runner, runner))
     add_files_routes(app, services, files)
     uploads.add_uploads_routes(app, services, database, files)

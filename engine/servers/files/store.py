@@ -194,7 +194,7 @@ class FileStore:
             held = db.execute("SELECT num_holds FROM files WHERE id = ?", (file.id,)).fetchone()[0]
             if held:
                 raise ConflictError(
-                    "A batch is reading this file; cancel the batch or wait for its end.",
+                    "A batch or a fine-tuning job reads this file; cancel it or wait for its end.",
                     param="file_id",
                 )
             delete_row(db, file.id)

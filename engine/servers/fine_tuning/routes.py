@@ -19,6 +19,7 @@ from engine.finetuning.plan import Decided, TrainingPlan
 from engine.servers.access.auth import principal_of
 from engine.servers.files.expiry import unix_now
 from engine.servers.files.store import FileStore
+from engine.servers.fine_tuning.progress import by_step, figures_of
 from engine.servers.fine_tuning.runner import JobRunner, served_checkpoints
 from engine.servers.fine_tuning.schema import EventQuery, Job, JobBody, JobQuery
 from engine.servers.fine_tuning.store import PREFIX, JobStore
@@ -64,10 +65,15 @@ class FineTuning:
             threads=settings.threads,
             memory_bytes=None if settings.memory_mb is None else settings.memory_mb * 2**20,
             is_idle_only=True,
+            checkpoint_s=settings.checkpoint_s,
         )
         folder = self.runner.folder_of(job_id)
         _, plan = await asyncio.to_thread(make_job, request, folder.path)
-        job = await self.store.create(_job_of(job_id, owner, body, plan))
+        try:
+            job = await self.store.create(_job_of(job_id, owner, body, plan))
+        except BaseException:
+            folder.remove()
+            raise
         await self.store.note(job.id, f"Created fine-tuning job: {job.id}")
         self.runner.notice()
         return job
@@ -122,7 +128,7 @@ def add_fine_tuning_routes(app: FastAPI, tuning: FineTuning) -> None:
         owner = principal_of(request).name
         job = await store.move(job_id, "cancelled", ("queued", "running", "paused"), owner)
         await store.note(job.id, "The job was cancelled.")
-        runner.notice()
+        await runner.forget(job)
         return json_response(job.body())
 
     @app.post(JOBS + "/{job_id}/pause")
@@ -160,14 +166,13 @@ def checkpoint_bodies(job: Job, runner: JobRunner) -> list[dict[str, object]]:
     """The newest checkpoint first. Their models are served once the job has succeeded."""
     folder = runner.folder_of(job.id)
     events, _ = folder.events()
-    losses = {event.step: event for event in events if event.kind == "metrics"}
+    steps = by_step(events)
     name = adapter_name(job.model, job.suffix, job.id.removeprefix(PREFIX)[:8])
     bodies: list[dict[str, object]] = []
     for step, path in reversed(served_checkpoints(folder)):
-        metrics: dict[str, float | None] = {"step": step}
-        if step in losses:
-            metrics["train_loss"] = losses[step].loss
-            metrics["valid_loss"] = losses[step].validation_loss
+        figures = figures_of(steps[step]) if step in steps else {}
+        # The whole validation file is used each time.
+        full = {f"full_{name}": each for name, each in figures.items() if name.startswith("valid_")}
         bodies.append(
             {
                 "id": f"ftckpt-{job.id.removeprefix(PREFIX)[:8]}-{step}",
@@ -176,7 +181,7 @@ def checkpoint_bodies(job: Job, runner: JobRunner) -> list[dict[str, object]]:
                 "fine_tuned_model_checkpoint": f"{name}:ckpt-step-{step}",
                 "fine_tuning_job_id": job.id,
                 "step_number": step,
-                "metrics": metrics,
+                "metrics": {"step": step} | figures | full,
             }
         )
     return bodies

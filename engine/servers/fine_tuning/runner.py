@@ -1,20 +1,27 @@
 """Runs fine-tuning jobs one after the other, each in a training process, beside the requests.
 
 A job whose training process or server was killed continues from its last checkpoint. The training
-process only gets CPU time that no other process wants, so requests hardly notice it.
+process is held while requests are open (`hold.py`), and else gets CPU time that no other process
+wants. So requests hardly notice it.
 """
 
 import asyncio
 import contextlib
 import logging
+import math
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from engine.core.errors import EngineError
 from engine.core.store.adapter_store import keep_adapter
-from engine.finetuning.folder import JobFolder, TrainingEvent
+from engine.finetuning.folder import JobFolder, TrainingEvent, step_of
 from engine.finetuning.jobs import adapter_name
 from engine.finetuning.process import TrainerProcess, log_tail
+from engine.servers.files.expiry import unix_now
+from engine.servers.files.store import FileStore
+from engine.servers.fine_tuning.hold import Hold
+from engine.servers.fine_tuning.progress import JobMetrics, event_data, step_metrics
 from engine.servers.fine_tuning.schema import Job
 from engine.servers.fine_tuning.store import PREFIX, JobStore
 from engine.servers.serving.storage import FileLock
@@ -24,8 +31,9 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-POLL_S = 0.25
-MAX_DEATHS = 3  # of the training process without progress
+POLL_S = 0.25  # seconds between looks at a process that trains
+REST_S = 1.0  # seconds between looks at the queue, or at a process that is held
+MAX_DEATHS = 3  # of the training process at the same step
 _LOCK = "fine_tuning.lock"
 
 
@@ -33,19 +41,33 @@ class JobRunner:
     """A background component. It does not touch the disk until the database file exists."""
 
     def __init__(
-        self, services: "Services", store: JobStore, directory: Path, db_path: Path
+        self,
+        services: "Services",
+        store: JobStore,
+        files: FileStore,
+        directory: Path,
+        db_path: Path,
     ) -> None:
         self._services = services
         self._store = store
+        self._files = files
         self._directory = directory
         self._db_path = db_path
         self._lock: FileLock | None = None
-        self._process: TrainerProcess | None = None
         self._awake = asyncio.Event()
         self._loop: asyncio.Task[None] | None = None
+        self._training: str | None = None  # id of the job that trains
+
+    @cached_property
+    def _metrics(self) -> JobMetrics:
+        return JobMetrics(self._services.metrics.registry)
+
+    @property
+    def _folders(self) -> Path:
+        return self._directory / "fine_tuning"
 
     def folder_of(self, job_id: str) -> JobFolder:
-        return JobFolder(self._directory / "fine_tuning" / job_id)
+        return JobFolder(self._folders / job_id)
 
     async def start(self) -> None:
         self._loop = asyncio.create_task(self._run())
@@ -64,23 +86,37 @@ class JobRunner:
     async def _run(self) -> None:
         while True:
             try:
-                if self._db_path.exists():
-                    self._lock = self._lock or FileLock(self._directory / _LOCK)
-                    if self._lock.acquire():
-                        await self._turn()
+                if self._db_path.exists() and await self._is_ours():
+                    await self._turn()
             except EngineError as error:
                 logger.warning("fine-tuning waits: %s", error)
             except OSError:
                 logger.exception("fine-tuning waits: the storage directory failed")
-            await self._rest()
+            await self._pause(REST_S)
 
-    async def _rest(self) -> None:
+    async def _is_ours(self) -> bool:
+        """Whether this server runs the jobs. Several servers may share a directory."""
+        is_first = self._lock is None
+        self._lock = self._lock or FileLock(self._directory / _LOCK)
+        if is_first and self._lock.acquire():
+            await self._sweep()
+        return self._lock.acquire()
+
+    async def _sweep(self) -> None:
+        """Remove the folders of jobs that are gone or cancelled."""
+        for path in await asyncio.to_thread(lambda: list(self._folders.glob(f"{PREFIX}*"))):
+            if not await self._store.is_known(path.name):
+                await asyncio.to_thread(JobFolder(path).remove)
+
+    async def _pause(self, seconds: float) -> None:
+        """Wait, but not longer than until the next notice."""
         with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(1.0):
+            async with asyncio.timeout(seconds):
                 await self._awake.wait()
         self._awake.clear()
 
     async def _turn(self) -> None:
+        await self._count()
         job = await self._store.next_job()
         if job is None:
             return
@@ -89,6 +125,7 @@ class JobRunner:
             await self._store.note(job.id, "Training has started.")
         else:
             await self._store.note(job.id, "Training continues from the last checkpoint.")
+        self._training = job.id
         try:
             await self._train(job)
         except EngineError as error:
@@ -96,6 +133,28 @@ class JobRunner:
         except Exception:  # a bug; the job ends, so that it is not tried forever
             logger.exception("job %s failed unexpectedly", job.id)
             await self._fail(job, "The server failed to run this job. Its log says why.")
+        finally:
+            self._training = None
+        await self._tidy(job)
+        await self._count()
+
+    async def _count(self) -> None:
+        if counts := await self._store.counts():
+            self._metrics.count(counts)
+
+    async def _tidy(self, job: Job) -> None:
+        """Remove the files that nothing needs after a job has ended."""
+        now, folder = await self._store.find(job.id), self.folder_of(job.id)
+        if now.status == "cancelled":
+            await asyncio.to_thread(folder.remove)
+        elif now.has_ended:
+            await asyncio.to_thread(folder.remove_state)
+
+    async def forget(self, job: Job) -> None:
+        """Called when a job was cancelled. If it is training, the training process ends first."""
+        self.notice()
+        if job.id != self._training:
+            await asyncio.to_thread(self.folder_of(job.id).remove)
 
     async def _fail(self, job: Job, reason: str) -> None:
         await self._store.note(job.id, reason, level="error")
@@ -103,15 +162,10 @@ class JobRunner:
 
     async def _train(self, job: Job) -> None:
         """Run the training process until it ends, and again if it dies."""
-        folder, num_deaths = self.folder_of(job.id), 0
+        folder, num_deaths, best = self.folder_of(job.id), 0, 0
         _, start = folder.events()
         while True:
-            process = self._process = TrainerProcess(folder)
-            try:
-                last, start = await self._follow(job, folder, process, start)
-            finally:
-                process.kill()
-                self._process = None
+            last, start = await self._attend(job, folder, start)
             if last is None:  # paused or cancelled
                 return
             if last.kind == "succeeded":
@@ -119,7 +173,9 @@ class JobRunner:
                 return
             if last.kind == "failed":
                 raise EngineError(last.message)
-            num_deaths = 1 if last.kind == "metrics" else num_deaths + 1
+            self._metrics.deaths.inc()
+            num_deaths = 1 if last.step > best else num_deaths + 1
+            best = max(best, last.step)
             if num_deaths >= MAX_DEATHS:
                 tail = log_tail(folder.path)
                 raise EngineError(f"the training process died {num_deaths} times: {tail}")
@@ -129,8 +185,25 @@ class JobRunner:
                 level="warn",
             )
 
+    async def _attend(
+        self, job: Job, folder: JobFolder, start: int
+    ) -> tuple[TrainingEvent | None, int]:
+        """Run a training process, which is held while requests are open."""
+        process = TrainerProcess(folder)
+        hold = None
+        if self._services.settings.finetuning.yield_to_requests:
+            hold = Hold(self._services.lifecycle, process)
+        self._metrics.begin(hold)
+        try:
+            return await self._follow(job, folder, process, hold, start)
+        finally:
+            if hold is not None:
+                await hold.end()
+            await asyncio.to_thread(process.kill)  # the kernel may need a while for its memory
+            self._metrics.end()
+
     async def _follow(
-        self, job: Job, folder: JobFolder, process: TrainerProcess, start: int
+        self, job: Job, folder: JobFolder, process: TrainerProcess, hold: Hold | None, start: int
     ) -> tuple[TrainingEvent | None, int]:
         """Record events until the process ends. Returns the last event, or None if the job was
         paused or cancelled.
@@ -144,43 +217,54 @@ class JobRunner:
                 await self._record(job, event)
             if status is not None:
                 return (None if last.kind == "paused" else last), start
+            await self._count()
             now = (await self._store.find(job.id)).status
             if now == "cancelled":
-                process.kill()
                 return None, start
             if now == "paused":
+                if hold is not None:
+                    await hold.end()
                 process.pause()
-            await self._pause()
-
-    async def _pause(self) -> None:
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(POLL_S):
-                await self._awake.wait()
-        self._awake.clear()
+            await self._pause(REST_S if hold is not None and hold.is_held else POLL_S)
 
     async def _record(self, job: Job, event: TrainingEvent) -> None:
         if event.kind == "metrics":
-            data = {
-                "step": event.step,
-                "total_steps": event.num_steps,
-                "train_loss": event.loss,
-            }
-            if event.validation_loss is not None:
-                data["valid_loss"] = event.validation_loss
+            self._metrics.observe(event)
             text = f"Step {event.step}/{event.num_steps}: training loss={event.loss:.4f}"
+            if event.validation_loss is not None:
+                text += f", validation loss={event.validation_loss:.4f}"
             await self._store.note(
-                job.id, text, step=event.step, data=data, trained_tokens=event.trained_tokens
+                job.id,
+                text,
+                step=event.step,
+                data=event_data(event),
+                trained_tokens=event.trained_tokens,
             )
 
     async def _serve(self, job: Job, folder: JobFolder) -> None:
         """Add the adapter to the store, serve it at once, and end the job."""
+        if (await self._store.find(job.id)).has_ended:  # cancelled in its last moment
+            return
         name = adapter_name(job.model, job.suffix, job.id.removeprefix(PREFIX)[:8])
-        for step, checkpoint in served_checkpoints(folder):
-            await self._offer(f"{name}:ckpt-step-{step}", checkpoint, job.model)
-        await self._offer(name, folder.adapter, job.model)
+        try:
+            for step, checkpoint in served_checkpoints(folder):
+                await self._offer(f"{name}:ckpt-step-{step}", checkpoint, job.model)
+            await self._offer(name, folder.adapter, job.model)
+        except EngineError as error:  # the adapter is kept, so the work is not lost
+            text = f"The adapter is in {folder.adapter}, but it is not served: {error}"
+            await self._store.note(job.id, text, level="warn")
         await self._store.note(job.id, f"New fine-tuned model created: {name}")
         await self._store.note(job.id, "The job has successfully completed.")
-        await self._store.end(job, model=name)
+        await self._store.end(job, model=name, result_file=await self._results(job, folder))
+
+    async def _results(self, job: Job, folder: JobFolder) -> str:
+        """Store the result file of the job. Returns its id."""
+        events, _ = await asyncio.to_thread(folder.events)
+        expires_at = unix_now() + math.ceil(self._services.settings.storage.file_ttl_s)
+        async with self._files.upload() as upload:
+            await upload.write(step_metrics(events))
+            file = await upload.keep(job.owner, "fine-tune-results", "step_metrics.csv", expires_at)
+        return file.id
 
     async def _offer(self, name: str, adapter: Path, base: str) -> None:
         path = await asyncio.to_thread(keep_adapter, name, adapter, base, replaces=True)
@@ -189,7 +273,7 @@ class JobRunner:
 
 def served_checkpoints(folder: JobFolder) -> list[tuple[int, Path]]:
     """The checkpoints of a job by step, without a last one that equals the finished adapter."""
-    found = [(int(each.name.removeprefix("step-")), each) for each in folder.checkpoints()]
+    found = [(step_of(each), each) for each in folder.checkpoints()]
     events, _ = folder.events()
     last = max((event.step for event in events if event.kind == "succeeded"), default=-1)
     return [(step, path) for step, path in found if step != last]

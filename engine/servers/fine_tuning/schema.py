@@ -1,7 +1,7 @@
 """The request bodies of /v1/fine_tuning/jobs, and jobs and events as stored and as sent."""
 
 from dataclasses import dataclass
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, get_args
 
 import msgspec
 from pydantic import BaseModel, ConfigDict, Field
@@ -13,6 +13,7 @@ from engine.servers.http.listing import Cursor, Query
 Status = Literal[
     "validating_files", "queued", "running", "paused", "succeeded", "failed", "cancelled"
 ]
+STATUSES: tuple[Status, ...] = get_args(Status)
 ENDED = ("succeeded", "failed", "cancelled")
 Auto = Literal["auto"]
 
@@ -123,6 +124,7 @@ class Job:
     fine_tuned_model: str | None = None
     trained_tokens: int | None = None
     error: str | None = None
+    result_file: str | None = None  # id of step_metrics.csv
 
     @property
     def has_ended(self) -> bool:
@@ -153,7 +155,7 @@ class Job:
             "seed": self.seed,
             "training_file": self.training_file,
             "validation_file": self.validation_file,
-            "result_files": [],
+            "result_files": [] if self.result_file is None else [self.result_file],
             "trained_tokens": self.trained_tokens,
             "error": error,
             "integrations": [],

@@ -4,7 +4,7 @@ may be killed at any time.
 
 import sqlite3
 from collections.abc import Sequence
-from dataclasses import astuple, fields
+from dataclasses import fields
 from typing import Any
 
 import msgspec
@@ -51,8 +51,19 @@ CREATE TABLE IF NOT EXISTS fine_tuning_events (
     data TEXT NOT NULL,
     UNIQUE (job_id, kind, step)
 );
+CREATE TABLE IF NOT EXISTS fine_tuning_results (
+    job_id TEXT PRIMARY KEY,
+    file_id TEXT NOT NULL
+);
 """
-_COLUMNS = ", ".join(each.name for each in fields(Job))
+_STORED = tuple(each.name for each in fields(Job) if each.name != "result_file")
+_COLUMNS = ", ".join(
+    (
+        *_STORED,
+        "(SELECT file_id FROM fine_tuning_results WHERE job_id = fine_tuning_jobs.id)"
+        " AS result_file",
+    )
+)
 _EVENT_COLUMNS = ", ".join(each.name for each in fields(JobEvent))
 _OPEN = f"status NOT IN {ENDED}"
 
@@ -74,8 +85,11 @@ class JobStore:
                 if file_id is not None:
                     _check_file(db, job.owner, file_id, param)
                     hold_file(db, file_id, 1)
-            marks = ", ".join("?" * len(fields(Job)))
-            db.execute(f"INSERT INTO fine_tuning_jobs ({_COLUMNS}) VALUES ({marks})", astuple(job))
+            marks = ", ".join("?" * len(_STORED))
+            values = [getattr(job, name) for name in _STORED]
+            db.execute(
+                f"INSERT INTO fine_tuning_jobs ({', '.join(_STORED)}) VALUES ({marks})", values
+            )
             return _find(db, job.id, None)
 
         return await self._database.run(work)
@@ -118,6 +132,20 @@ class JobStore:
 
         return await self._database.run(work)
 
+    async def counts(self) -> dict[str, int]:
+        """The number of jobs by status."""
+        query = "SELECT status, COUNT(*) FROM fine_tuning_jobs GROUP BY status"
+        return await self._database.run(
+            lambda db: {row[0]: row[1] for row in db.execute(query).fetchall()}
+        )
+
+    async def is_known(self, job_id: str) -> bool:
+        """Whether there is such a job that was not cancelled."""
+        query = "SELECT 1 FROM fine_tuning_jobs WHERE id = ? AND status != 'cancelled'"
+        return await self._database.run(
+            lambda db: db.execute(query, (job_id,)).fetchone() is not None
+        )
+
     async def move(
         self, job_id: str, to: Status, allowed: Sequence[Status], owner: str | None = None
     ) -> Job:
@@ -138,10 +166,22 @@ class JobStore:
 
         return await self._database.run(work)
 
-    async def end(self, job: Job, *, model: str | None = None, error: str | None = None) -> None:
+    async def end(
+        self,
+        job: Job,
+        *,
+        model: str | None = None,
+        result_file: str | None = None,
+        error: str | None = None,
+    ) -> None:
         """End a running job: with the name of its model, or with the reason of its failure."""
 
         def work(db: sqlite3.Connection) -> None:
+            if result_file is not None:
+                db.execute(
+                    "INSERT OR REPLACE INTO fine_tuning_results VALUES (?, ?)",
+                    (job.id, result_file),
+                )
             changed = db.execute(
                 "UPDATE fine_tuning_jobs SET status = ?, finished_at = ?, fine_tuned_model = ?,"
                 f" error = ? WHERE id = ? AND {_OPEN}",

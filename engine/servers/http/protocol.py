@@ -10,6 +10,7 @@ import asyncio
 import contextlib
 import functools
 import resource
+import socket
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -18,10 +19,14 @@ import uvicorn
 from starlette.types import ASGIApp
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
+from engine.servers.http.direct_body import CycleBody, with_direct_body
+
 # Takes over a connection whose request asks for another protocol. Gets the headers.
 Upgrade = Callable[[Sequence[tuple[bytes, bytes]], asyncio.Transport], None]
 
 KEEP_ALIVE_TIMEOUT_S = 15
+# Max seconds for closing connections at shutdown, after all requests have ended.
+CLOSE_TIMEOUT_S = 5
 HEAD_TIMEOUT_S = 10.0
 MAX_HEAD_BYTES = 65_536
 MAX_HEADERS = 100
@@ -106,6 +111,8 @@ class LimitedProtocol(HttpToolsProtocol):
         ):
             raise HeadTooLargeError
         super().on_headers_complete()
+        if self.cycle is not None:
+            with_direct_body(self.cycle.scope, CycleBody(self.cycle))  # type: ignore[type-var]
 
     def _should_upgrade(self) -> bool:
         return (self.url, self._get_upgrade() or b"") in self._upgrades
@@ -152,7 +159,7 @@ class _Uvicorn(uvicorn.Server):
 def http_server(
     app: ASGIApp,
     close_timeout_s: int,
-    tls: tuple[Path, Path] | None = None,
+    tls: tuple[Path, Path] | tuple[str, str] | None = None,
     upgrades: dict[tuple[bytes, bytes], Upgrade] | None = None,
 ) -> uvicorn.Server:
     """A uvicorn server for HTTP without WebSockets, with the limits of this module. `tls` are the
@@ -175,3 +182,28 @@ def http_server(
             timeout_graceful_shutdown=close_timeout_s,
         )
     )
+
+
+async def serve_connection(server: uvicorn.Server, connection: socket.socket) -> None:
+    """Serve a connection that was accepted elsewhere, on a server that has started."""
+    loop, config = asyncio.get_running_loop(), server.config
+    connection.setblocking(False)
+    await loop.connect_accepted_socket(
+        lambda: config.http_protocol_class(  # type: ignore[call-arg]
+            config=config,
+            server_state=server.server_state,
+            app_state=server.lifespan.state,
+            _loop=loop,
+        ),
+        connection,
+        ssl=config.ssl,
+    )
+
+
+def event_loop() -> Callable[[], asyncio.AbstractEventLoop] | None:
+    """What makes the event loop of a frontend process."""
+    try:
+        import uvloop
+    except ImportError:
+        return None
+    return uvloop.new_event_loop

@@ -27,6 +27,7 @@ from engine.core.interfaces.backend import (
     ToolCallEvent,
     UsageEvent,
 )
+from engine.servers.http.direct_body import DirectBody, direct_body
 from engine.servers.http.errors import ClientDisconnectedError, error_body, opaque_error
 from engine.servers.http.request_log import record_of
 from engine.servers.serving.event_pump import EventPump, OutputEvent
@@ -118,7 +119,7 @@ class EventStream(Response):
     async def _run(self, scope: Scope, send: Send) -> None:
         record = record_of(scope)
         record.is_stream = True
-        writer = _Writer(send, record.send or send, self._pump)
+        writer = _Writer(send, record.send or send, self._pump, direct_body(scope))
         try:
             await self._respond(writer)
         except EngineError as error:
@@ -165,6 +166,8 @@ class EventStream(Response):
             # A write that does not block never yields to the event loop. So if events have arrived
             # since `take`, the write blocked.
             is_slow = self._merges and pump.has_pending
+            if not is_slow and writer.can_write_at_once and not pump.joins_ends:
+                pump.write_at_once = lambda event: writer.write_at_once(chunk(event))
         await writer.write(format.closing(pump.usage), more=False)
 
 
@@ -180,12 +183,16 @@ class _Writer:
     a comment, by waking the pump. It also detects a client that stopped reading.
 
     `send_chunk` sends everything after the response headers. It bypasses the application's ASGI
-    layers, which only need the headers.
+    layers, which only need the headers. `direct` writes without a coroutine, if the connection can.
     """
 
-    def __init__(self, send: Send, send_chunk: Send, pump: EventPump) -> None:
+    def __init__(
+        self, send: Send, send_chunk: Send, pump: EventPump, direct: DirectBody | None
+    ) -> None:
         self._send = send
         self._send_chunk = send_chunk
+        self._direct = direct
+        self._is_sending = False
         self._task = asyncio.current_task()
         self._is_stuck = False
         self.written_at = 0.0  # start of the last write, in event-loop time
@@ -204,14 +211,31 @@ class _Writer:
             chunk = {"type": "http.response.body", "body": body, "more_body": more}
             await self._guarded(self._send_chunk, chunk)
 
+    @property
+    def can_write_at_once(self) -> bool:
+        return self._direct is not None
+
+    def write_at_once(self, body: bytes) -> bool:
+        """Write a chunk without waiting. Returns False if another write is not done, or if the
+        client reads too slowly.
+        """
+        if self._is_sending or self._direct is None:
+            return False
+        if body and not self._direct.write(body):
+            return False
+        self.written_at = self._time()
+        return True
+
     def close(self) -> None:
         self._silence.cancel()
         self._stall.cancel()
 
     async def _guarded(self, send: Send, message: Message) -> None:
         self.written_at = self._time()
+        self._is_sending = True
         try:
             await send(message)
+            self._is_sending = False
         except asyncio.CancelledError:
             if not self._is_stuck or self._task is None or self._task.uncancel() > 0:
                 raise

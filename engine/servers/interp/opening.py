@@ -97,8 +97,7 @@ class InterpOpener:
         result = await asyncio.to_thread(Result, data)
         shown = result.body(spec.encoding_format) if is_small else result.summary()
         made |= {"inline": is_small, "bytes": len(data), "expires_s": settings.result_ttl_s} | shown
-        if "lens" in made:
-            made["lens"] = await self._named(made["lens"])
+        await self._name_tokens(made)
         if spec.features is not None:
             # Imported here, because it needs numpy.
             from engine.core.interp.features import top_features
@@ -110,21 +109,19 @@ class InterpOpener:
             made["id"] = None
         return made
 
-    async def _named(self, lens: list[dict[str, Any]]) -> list[dict[str, Any]]:
-        """The lens with the texts of its tokens."""
-        ids = sorted({token for row in lens for token, _ in row["top"]})
-        texts = await self._services.backend.token_bytes(tuple(ids), model=self._card.id)
-        names = {t: raw.decode("utf-8", "replace") for t, raw in zip(ids, texts, strict=True)}
-        return [
-            row
-            | {
-                "top": [
-                    {"token": names[token], "id": token, "logprob": logprob}
-                    for token, logprob in row["top"]
-                ]
-            }
-            for row in lens
-        ]
+    async def _name_tokens(self, made: dict[str, Any]) -> None:
+        """Add the texts of the tokens of the sequence and of the lens."""
+        ids = made["token_ids"]
+        lens: list[dict[str, Any]] = made.get("lens", [])
+        wanted = sorted({*ids, *(token for row in lens for token, _ in row["top"])})
+        texts = await self._services.backend.token_bytes(tuple(wanted), model=self._card.id)
+        names = {t: raw.decode("utf-8", "replace") for t, raw in zip(wanted, texts, strict=True)}
+        made["tokens"] = [names[token] for token in ids]
+        for row in lens:
+            row["top"] = [
+                {"token": names[token], "id": token, "logprob": logprob}
+                for token, logprob in row["top"]
+            ]
 
 
 def interp_opener(

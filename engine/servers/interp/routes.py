@@ -2,6 +2,7 @@
 
 from typing import Annotated, Any
 
+import msgspec
 from fastapi import Depends, FastAPI
 from starlette.requests import Request
 from starlette.responses import Response
@@ -42,6 +43,8 @@ def add_interp_routes(app: FastAPI, services: Services) -> None:
         services.require(card, "completions", "prompt", NO_TEXT)
         parses = await parses_special(services, request, card, body.parse_special, [body.prompt])
         params = body.sampling(card, 1, None)
+        if body.temperature is None:  # the next token is the likeliest, not a sample
+            params = msgspec.structs.replace(params, temperature=0.0)
         run_id = new_completion_id("interp")
         opener = interp_opener(services, request, card, body.interp, params)
         asked = CompletionRequest(

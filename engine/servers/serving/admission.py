@@ -66,6 +66,7 @@ class Lifecycle:
         self.pumps: set[EventPump] = set()
         self.slow_request_s = slow_request_s
         self.max_concurrent = max_concurrent
+        self.busy = asyncio.Event()  # set while requests are admitted
         self._idle = asyncio.Event()
         self._idle.set()
 
@@ -84,12 +85,14 @@ class Lifecycle:
                 retry_after=RETRY_AFTER_S,
             )
         self.num_admitted += count
+        self.busy.set()
         self._idle.clear()
 
     def release(self, count: int) -> None:
         self.num_admitted -= count
         assert self.num_admitted >= 0, self.num_admitted
         if self.num_admitted == 0:
+            self.busy.clear()
             self._idle.set()
 
     async def drain(self, timeout_s: float) -> None:

@@ -82,6 +82,9 @@ class EventPump:
         self.ended_at: float | None = None  # when the answers to all prompts were complete
         self.usage = UsageEvent(prompt_tokens=0, completion_tokens=0, cached_tokens=0)
         self.failure: EngineError | None = None
+        # If set, it gets each event first, unless earlier ones are buffered. Returns whether it has
+        # written the event; otherwise the event is buffered. Unlike `take`, it wakes no task.
+        self.write_at_once: Callable[[OutputEvent], bool] | None = None
         self.joins_ends = False  # whether a choice's last tokens and its end become one event
         # The token ids of each prompt. None until the backend tells them.
         self.prompts: list[tuple[int, ...] | None] = [None] * num_sources
@@ -147,6 +150,8 @@ class EventPump:
         ]
         self._tasks += openings
         try:
+            if len(openings) == 1:
+                return [await openings[0]]
             return list(await asyncio.gather(*openings))
         except EngineError as error:
             self.fail(error)
@@ -324,8 +329,9 @@ class EventPump:
             self.finish_reasons[event.choice] = "length" if event.reason == "length" else "stop"
             if self.joins_ends:
                 event = self._joined(event)
-        self._pending.append(event)
-        self._wake()
+        if self._pending or self.write_at_once is None or not self.write_at_once(event):
+            self._pending.append(event)
+            self._wake()
 
     def _joined(self, finish: FinishEvent) -> FinishEvent:
         """Remove the text that arrived with the end of its choice, and join the two."""

@@ -26,7 +26,7 @@ from engine.servers.http.request_log import STATIC_ROUTE
 from engine.servers.serving.services import Services
 
 STATIC = Path(__file__).parent / "static"
-PAGES = ("chat", "live", "requests")
+PAGES = ("chat", "live", "requests", "lens")
 _TYPES = {
     ".css": "text/css; charset=utf-8",
     ".html": "text/html; charset=utf-8",

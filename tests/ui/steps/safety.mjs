@@ -258,6 +258,7 @@ export async function keys_reach_everything({ page, url, check }) {
   await page.getByLabel("Edit the message").press("Escape");
   await page.keyboard.press("n");
   check.equal(await page.locator(".message").count(), 0);
+  await page.locator("#composer:focus").waitFor(); // else the focus could come after the next keys
   await page.keyboard.press("?");
   check.equal(await page.getByRole("dialog").count(), 0); // it was typed into the field
   await page.locator("#composer").press("Escape");

@@ -53,6 +53,10 @@ class Adapter:
         return sum(pair.a.nbytes + pair.b.nbytes for pair in self.pairs.values())
 
     @property
+    def changes_head(self) -> bool:
+        return HEAD in self.pairs
+
+    @property
     def key(self) -> str:
         """A hash of everything that decides what the adapter computes."""
         digest = hashlib.sha256()

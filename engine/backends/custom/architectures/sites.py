@@ -3,6 +3,7 @@ names of TransformerLens, and are the same in all frameworks.
 """
 
 from dataclasses import dataclass
+from math import prod
 from typing import Any
 
 from engine.backends.custom.architectures.base import ModelConfig
@@ -45,10 +46,7 @@ class Site:
 
     @property
     def width(self) -> int:
-        width = 1
-        for size in self.shape:
-            width *= size
-        return width
+        return prod(self.shape)
 
     @property
     def can_edit(self) -> bool:

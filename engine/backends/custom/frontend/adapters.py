@@ -38,6 +38,7 @@ class _Facts(msgspec.Struct, frozen=True):
     key: str
     rank: int
     num_bytes: int
+    changes_head: bool
 
 
 class ServedAdapters:
@@ -74,7 +75,7 @@ class ServedAdapters:
         if not reply.ok:
             raise InvalidRequestError(reply.message, param="lora_path")
         facts = msgspec.json.decode(reply.message, type=_Facts)
-        ref = AdapterRef(facts.key, str(full))
+        ref = AdapterRef(facts.key, str(full), facts.changes_head)
         self._served[name] = ServedAdapter(ref, facts.rank, facts.num_bytes, int(time.time()))
 
     async def start(self, paths: Mapping[str, str], own: str) -> None:

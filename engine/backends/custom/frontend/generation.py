@@ -79,6 +79,9 @@ class Generation(GeneratedFeed):
         self._queue_s = 0.0
         self._prefill_s = 0.0
         self._first_token_at: float | None = None
+        # For `_pass_on`: detokenizers of choices that only the engine ends, if nothing else reads.
+        self._pushes: dict[int, Callable[[tuple[int, ...]], str]] = {}
+        self._has_pushes = on_progress is None and prepared.echo is None
         self._on_progress = on_progress
         self._notes = notes
         self._on_captured = on_captured
@@ -88,16 +91,41 @@ class Generation(GeneratedFeed):
     def record(self, recorded: RecordedRequest | None) -> None:
         """Add all tokens to `recorded` as they arrive."""
         self._recorded = recorded
+        self._has_pushes = self._has_pushes and recorded is None
 
     def deliver(self, *items: TokenDelta | EngineError) -> None:
         """`EngineLink` calls this with the deltas of the request that arrived together, in order.
         If the engine fails, it calls this with the error.
         """
+        if self._sink is not None and not self._arrived and self._pass_on(self._sink, items):
+            return
         self._arrived.extend(items)
         if self._sink is None:
             self._wake.set()
         else:
             self._hand_on(self._sink)
+
+    def _pass_on(self, sink: EventSink, items: Sequence[TokenDelta | EngineError]) -> bool:
+        """Short cut for one delta of plain text in the middle of a choice, as most are. Returns
+        False, and does nothing, if the delta is of another kind.
+        """
+        delta = items[0]
+        if len(items) > 1 or not isinstance(delta, TokenDelta) or delta.finish_reason is not None:
+            return False
+        push, ids = self._pushes.get(delta.choice), delta.token_ids
+        if push is None or not ids or delta.num_drafted or delta.logprobs is not None:
+            return False
+        self._num_tokens += len(ids)
+        try:
+            sink(TextEvent(delta.choice, push(ids), len(ids), None, ids))
+        except Exception as error:  # as in `_hand_on`
+            self._fail(error)
+        return True
+
+    def _fail(self, error: BaseException) -> None:
+        self._failure = error
+        self._pushes.clear()
+        self._wake.set()
 
     async def _read(self) -> AsyncGenerator[Event, None]:
         try:
@@ -154,8 +182,8 @@ class Generation(GeneratedFeed):
         # An error in one request must not reach `EngineLink`, which serves all requests. `feed`
         # raises the error instead.
         except Exception as error:
-            self._failure = error
-        if self._failure is not None or not self._open:
+            self._fail(error)
+        if not self._open:
             self._wake.set()
 
     def _next_item(self, max_backlog: int) -> TokenDelta | EngineError:
@@ -243,6 +271,7 @@ class Generation(GeneratedFeed):
                 self._num_reasoning += len(ids)
         if ends or reader.stopped is not None:
             self._open.remove(delta.choice)
+            self._pushes.pop(delta.choice, None)
             if not ends:
                 self._forget(delta.choice)
             events.append(self._finish(delta, reader))
@@ -253,6 +282,8 @@ class Generation(GeneratedFeed):
         if reader is None:
             reader = TextReader(self._text, self.request.params, self._prepared)
             self._readers[choice] = reader
+            if self._has_pushes and reader.push is not None:
+                self._pushes[choice] = reader.push
         return reader
 
     def _count(self, delta: TokenDelta) -> None:

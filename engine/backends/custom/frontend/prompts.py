@@ -8,7 +8,7 @@ event loop, because their time grows with the client's input.
 import functools
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, TypeGuard
 
 import msgspec
 
@@ -34,6 +34,7 @@ from engine.core.text.tokenizer import RenderedPrompt
 # The last tokens of the prompt, this many, are detokenized to see whether the prompt ends inside a
 # reasoning section.
 TAIL_TOKENS = 16
+SHORT_TEXT = 256  # characters
 LONG_TEXT = 32_768  # characters or tokens; tokenizing this many takes a few milliseconds
 
 
@@ -104,6 +105,16 @@ def is_long(asked: object) -> bool:
             sum(len(message["content"] or "") for message in asked.messages) > LONG_TEXT
         )
     return isinstance(asked, str | tuple) and len(asked) > LONG_TEXT
+
+
+def is_short(request: ChatRequest | CompletionRequest) -> TypeGuard[CompletionRequest]:
+    """Whether a prompt is prepared in less time than it takes to wake a thread for it. Prompts of
+    token ids are, because they are not tokenized.
+    """
+    if not isinstance(request, CompletionRequest) or request.context.grammar is not None:
+        return False
+    limit = SHORT_TEXT if isinstance(request.prompt, str) else LONG_TEXT
+    return len(request.prompt) <= limit and not (request.suffix or request.echo)
 
 
 def prepare_chat(text: TextModel, request: ChatRequest) -> Prepared:

@@ -215,9 +215,10 @@ class OpenRequests:
         """Pass deltas on to their receivers. A receiver gets all its deltas in one call, so that it
         can merge those of several steps.
         """
-        arrived: dict[str, list[TokenDelta]] = {}
+        arrived: dict[str, tuple[TokenDelta, ...]] = {}
         for delta in deltas:
-            arrived.setdefault(delta.request_id, []).append(delta)
+            earlier = arrived.get(delta.request_id)
+            arrived[delta.request_id] = (delta,) if earlier is None else (*earlier, delta)
         for request_id, own in arrived.items():
             # Deltas that arrive after their request has ended have no receiver.
             opened = self._requests.get(request_id)

@@ -28,6 +28,10 @@ class TextReader:
         self._parse = None if self._parser is None else self._parser.push
         # True if there is no parser, because the whole output is plain text.
         self.is_plain = self._parser is None
+        # The detokenizer alone. None if something besides the engine may end the output, or parses
+        # it.
+        is_unbounded = self.is_plain and not (params.stop or prepared.stop_patterns)
+        self.push = self._decode if is_unbounded else None
 
     def text(self, token_ids: tuple[int, ...], ends: bool) -> str:
         self._num_tokens += len(token_ids)

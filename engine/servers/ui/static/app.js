@@ -12,6 +12,7 @@ const PAGES = {
   chat: { title: "Chat", load: () => import("./pages/chat.js") },
   live: { title: "Live", load: () => import("./pages/live.js") },
   requests: { title: "Requests", load: () => import("./pages/requests.js") },
+  lens: { title: "Lens", load: () => import("./pages/lens.js") },
 };
 const STATES = {
   connecting: "Connecting",

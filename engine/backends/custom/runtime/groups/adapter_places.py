@@ -31,6 +31,9 @@ class ReadAdapter(Protocol):
     @property
     def max_rank(self) -> int: ...
 
+    @property
+    def changes_head(self) -> bool: ...
+
 
 class PackedAdapter(Protocol):
     """An adapter in the form that a runner needs."""
@@ -45,6 +48,7 @@ class AdapterFacts(msgspec.Struct, frozen=True):
     key: str
     rank: int
     num_bytes: int
+    changes_head: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -151,7 +155,8 @@ class AdapterPlaces:
     def _read_and_pack(self, path: str) -> _Loaded:
         adapter = self._read(Path(path))
         packed = self._runner.pack_adapter(adapter)
-        return _Loaded(AdapterFacts(adapter.key, adapter.max_rank, packed.num_bytes), packed)
+        facts = AdapterFacts(adapter.key, adapter.max_rank, packed.num_bytes, adapter.changes_head)
+        return _Loaded(facts, packed)
 
     def _keep(self, path: str, job: "Future[_Loaded]") -> _Loaded:
         """The result of a finished job, which is now kept in host memory."""

@@ -3,12 +3,14 @@
 from collections.abc import Iterable
 from dataclasses import replace
 
+from engine.backends.custom.architectures.sites import Site
 from engine.backends.custom.runtime.interp.probe import Probe
 from engine.backends.custom.runtime.interp.taps import TapInputs, Tappable, Taps
 from engine.backends.custom.runtime.model_runner import BatchInputs, ModelRunner, StepOutput
 from engine.backends.custom.runtime.sequence import Row, ScheduledBatch, Sequence
 from engine.core.errors import InvalidRequestError, RateLimitError
-from engine.core.interfaces.request import GenerateRequest
+from engine.core.interfaces.interp import InterpRequest
+from engine.core.interfaces.request import AdapterRef, GenerateRequest
 
 # What the running and waiting sequences of a tenant may capture together
 MAX_HELD_BYTES = 512 * 2**20
@@ -22,11 +24,8 @@ def make_probe(
     """
     if request.interp is None:
         return None
-    if request.adapter is not None and (request.interp.lens or request.interp.attribution):
-        raise InvalidRequestError(
-            "interp: lens and attribution would use the head of the base model, and this is an "
-            "adapter; send the request to the base model."
-        )
+    if request.adapter is not None:
+        _check_head(request.interp, request.adapter)
     if not isinstance(runner, Tappable) or not runner.sites:
         raise InvalidRequestError("interp: this model's backend shows no activations.")
     probe = Probe(request.interp, runner.sites, len(request.prompt), max_tokens)
@@ -37,17 +36,34 @@ def make_probe(
     return probe
 
 
+def _check_head(interp: InterpRequest, adapter: AdapterRef) -> None:
+    """Lens and attribution compute the LM head apart from the steps, without adapters. Gradients
+    compute the whole model so.
+    """
+    attribution = interp.attribution
+    if attribution is not None and attribution.method == "input_x_gradient":
+        raise InvalidRequestError(
+            "interp.attribution: gradients are those of the base model, and this is an adapter; "
+            "use method direct, or send the request to the base model."
+        )
+    if adapter.changes_head and (interp.lens is not None or attribution is not None):
+        raise InvalidRequestError(
+            "interp: lens and attribution would use the head of the base model, which this adapter "
+            "changes; send the request to the base model."
+        )
+
+
 def with_taps(inputs: BatchInputs, rows: tuple[Row, ...]) -> BatchInputs:
     """The inputs of a step, with the taps of its rows."""
     found: list[Taps] = []
-    widths: list[int] = []
+    sites: tuple[Site, ...] = ()
     for row, first in zip(rows, inputs.query_start.tolist(), strict=False):
         probe = row.seq.probe
         taps = None if probe is None else probe.taps(row.start, row.length, first)
         if probe is not None and taps is not None:
             found.append(taps)
-            widths = [site.width for site in probe.sites]
-    return replace(inputs, taps=TapInputs.of(found, widths) if found else None)
+            sites = probe.sites
+    return replace(inputs, taps=TapInputs.of(found, sites) if found else None)
 
 
 def take_captures(batch: ScheduledBatch, output: StepOutput) -> None:

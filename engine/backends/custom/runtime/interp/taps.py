@@ -39,31 +39,32 @@ class TapInputs:
     width: int  # W: at least the width of every site in `sites`
 
     @classmethod
-    def of(cls, taps: list["Taps"], widths: list[int]) -> "TapInputs":
-        """The taps of a step's rows. `widths` are the widths of all sites."""
-        starts = np.cumsum([0] + [len(each.vectors) for each in taps])
-        captured = np.cumsum([0] + [each.num_captured for each in taps])
+    def of(cls, taps: list["Taps"], all_sites: tuple[Site, ...]) -> "TapInputs":
+        """The taps of a step's rows."""
         sites = np.concatenate([each.sites for each in taps])
-        width = max(widths[site] for site in set(sites.tolist()))
-        vectors = np.zeros((max(1, int(starts[-1])), width + EXTRA_COLUMNS), np.float32)
-        rows = []
-        for index, each in enumerate(taps):
-            start = int(starts[index])
-            for offset, vector in enumerate(each.vectors):
-                vectors[start + offset, : len(vector) - EXTRA_COLUMNS] = vector[:-EXTRA_COLUMNS]
-                vectors[start + offset, -EXTRA_COLUMNS:] = vector[-EXTRA_COLUMNS:]
-            is_capture = each.kinds == CAPTURE
-            rows.append(each.rows + np.where(is_capture, captured[index], start).astype(np.int32))
         tokens = np.concatenate([each.tokens for each in taps])
+        kinds = np.concatenate([each.kinds for each in taps])
+        width = max(all_sites[site].width for site in set(sites.tolist()))
+        num_vectors = sum(len(each.vectors) for each in taps)
+        vectors = np.zeros((max(1, num_vectors), width + EXTRA_COLUMNS), np.float32)
+        rows = []
+        start = num_captured = 0
+        for each in taps:
+            rows.append(each.rows + np.where(each.kinds == CAPTURE, num_captured, start))
+            for vector in each.vectors:
+                vectors[start, : len(vector) - EXTRA_COLUMNS] = vector[:-EXTRA_COLUMNS]
+                vectors[start, -EXTRA_COLUMNS:] = vector[-EXTRA_COLUMNS:]
+                start += 1
+            num_captured += each.num_captured
         order = np.lexsort((tokens, sites))  # stable: edits of a token stay in order
         return cls(
             sites[order],
             tokens[order],
-            np.concatenate([each.kinds for each in taps])[order],
-            np.concatenate(rows)[order],
+            kinds[order],
+            np.concatenate(rows)[order].astype(np.int32),
             np.concatenate([each.scales for each in taps])[order],
             vectors,
-            int(captured[-1]),
+            num_captured,
             width,
         )
 

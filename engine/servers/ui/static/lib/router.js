@@ -2,7 +2,7 @@
 import { ROOT } from "./api.js";
 import { Store } from "./store.js";
 
-const PAGES = ["chat", "live", "requests"];
+const PAGES = ["chat", "live", "requests", "lens"];
 
 function current() {
   const name = location.pathname.slice(ROOT.pathname.length).replace(/^ui\/?/, "");

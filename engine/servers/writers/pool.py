@@ -1,0 +1,132 @@
+"""Starts the writers and passes connections to them.
+
+The main process accepts connections itself until the first writer is ready, and whenever none is.
+So a server is reachable while its writers start, and even if they can't start. A writer that died
+is started again. The clients of its connections have lost them; no other request notices.
+"""
+
+import asyncio
+import contextlib
+import logging
+import socket
+from collections.abc import Callable
+
+from starlette.types import ASGIApp
+
+from engine.backends.process import RestartPolicy
+from engine.core.config_schema import Settings
+from engine.core.observability.logging import current_setup
+from engine.servers.writers.messages import Setup
+from engine.servers.writers.writer import Writer
+
+logger = logging.getLogger(__name__)
+
+MAX_ACCEPTED = 64  # connections per iteration of the event loop
+COOL_DOWN_S = 60.0  # after too many deaths of writers
+
+
+class Writers:
+    """The writers of a server. `sock` is the server's socket. `accept_here` serves a connection in
+    this process. `stop_accepting` is called once, when connections are accepted here no longer.
+    """
+
+    def __init__(
+        self,
+        app: ASGIApp,
+        sock: socket.socket,
+        settings: Settings,
+        accept_here: Callable[[socket.socket], None],
+        stop_accepting: Callable[[], None],
+    ) -> None:
+        self._app = app
+        self._sock = sock
+        tls = settings.server.tls_files
+        self._setup = Setup(*current_setup(), None if tls is None else (str(tls[0]), str(tls[1])))
+        self._accept_here = accept_here
+        self._stop_accepting = stop_accepting
+        self._is_accepting = self._is_stopping = False
+        self._writers: list[Writer] = []
+        self._restarts = RestartPolicy()
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._loop = asyncio.get_running_loop()
+
+    @property
+    def pids(self) -> list[int]:
+        return [each.pid for each in self._writers]
+
+    @property
+    def num_ready(self) -> int:
+        return sum(each.is_ready for each in self._writers)
+
+    async def start(self, count: int) -> None:
+        for _ in range(count):
+            await self._add()
+
+    async def stop(self, grace_s: float) -> None:
+        """Stop accepting, let the open requests finish within `grace_s`, and end the writers."""
+        self._is_stopping = True
+        if self._is_accepting:
+            self._loop.remove_reader(self._sock.fileno())
+        self._sock.close()
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await asyncio.gather(*(each.close(grace_s) for each in self._writers))
+
+    async def _add(self) -> None:
+        writer = Writer(self._app, self._setup, self._on_ready, self._on_lost)
+        self._writers.append(writer)
+        await writer.begin()
+
+    def _on_ready(self) -> None:
+        if not self._is_accepting and not self._is_stopping:
+            self._is_accepting = True
+            self._stop_accepting()
+            with contextlib.suppress(OSError):  # Linux passes this option on to connections
+                self._sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            self._listen()
+
+    def _listen(self) -> None:
+        if not self._is_stopping:
+            self._sock.setblocking(False)
+            self._loop.add_reader(self._sock.fileno(), self._accept)
+
+    def _on_lost(self, writer: Writer) -> None:
+        self._writers.remove(writer)
+        if self._is_stopping:
+            return
+        delay = self._restarts.delay_after_death()
+        logger.error("a frontend process ended, with the connections of its clients")
+        writer.kill()
+        task = self._loop.create_task(self._restart(COOL_DOWN_S if delay is None else delay))
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    async def _restart(self, delay: float) -> None:
+        await asyncio.sleep(delay)
+        try:
+            await self._add()
+        except OSError:
+            logger.exception("a frontend process could not be started")
+
+    def _accept(self) -> None:
+        for _ in range(MAX_ACCEPTED):
+            try:
+                connection, _ = self._sock.accept()
+            except (BlockingIOError, ConnectionAbortedError, InterruptedError):
+                return
+            except OSError as error:  # such as too many open files
+                logger.warning("no connection can be accepted: %s", error)
+                self._loop.remove_reader(self._sock.fileno())
+                self._loop.call_later(1.0, self._listen)
+                return
+            self._pass_on(connection)
+
+    def _pass_on(self, connection: socket.socket) -> None:
+        """Pass a connection to the writer that has the fewest."""
+        ready = [each for each in self._writers if each.is_ready]
+        for writer in sorted(ready, key=lambda each: each.num_connections):
+            if writer.take(connection):
+                connection.close()
+                return
+        self._accept_here(connection)

@@ -1,0 +1,191 @@
+"""A writer process, as the main process sees it."""
+
+import asyncio
+import contextlib
+import logging
+import os
+import socket
+import sys
+from collections import deque
+from collections.abc import Callable
+
+import msgspec
+from starlette.types import ASGIApp
+
+from engine.backends.process import ChildProcess
+from engine.core.sandbox.processes import start_child
+from engine.servers.writers.exchange import Exchange
+from engine.servers.writers.messages import (
+    Blocked,
+    Chunks,
+    Close,
+    Drained,
+    FromWriter,
+    Gone,
+    Hello,
+    Load,
+    Opened,
+    Part,
+    Setup,
+)
+from engine.servers.writers.pipe import Pipe
+
+logger = logging.getLogger(__name__)
+
+MODULE = "engine.servers.writers.main"
+CLOSE_GRACE_S = 7.0
+# Parts of answers are sent together, once per iteration of the event loop, or when they have this
+# many bytes.
+BATCH_BYTES = 2**20
+MAX_BEGUN = 4  # requests that begin in one iteration of the event loop
+
+
+class Writer:
+    """Starts a writer and runs the application for its requests. `on_ready` is called when it takes
+    connections, `on_lost` when it is gone.
+    """
+
+    def __init__(
+        self,
+        app: ASGIApp,
+        setup: Setup,
+        on_ready: Callable[[], None],
+        on_lost: Callable[["Writer"], None],
+    ) -> None:
+        self._app = app
+        self._setup = setup
+        self._on_ready = on_ready
+        self._on_lost = on_lost
+        self.is_ready = False
+        self.num_connections = 0
+        self._exchanges: dict[int, Exchange] = {}
+        self._opened: deque[tuple[int, Exchange]] = deque()  # those that have not begun
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._batch: list[tuple[int, bytes]] = []
+        self._batch_bytes = 0
+        self._pipe: Pipe[FromWriter] = Pipe(FromWriter, self._on_message, self._end, self._wake_all)
+        self._loop = asyncio.get_running_loop()
+        self._door, self._child, self._theirs = self._start()
+
+    def _start(self) -> tuple[socket.socket, ChildProcess, socket.socket]:
+        ours, theirs = socket.socketpair()
+        door, their_door = socket.socketpair()
+        with theirs, their_door:
+            fds = (theirs.fileno(), their_door.fileno())
+            argv = [sys.executable, "-m", MODULE, *map(str, fds), str(os.getpid())]
+            child = ChildProcess(start_child(argv, fds))
+        door.setblocking(False)
+        return door, child, ours
+
+    async def begin(self) -> None:
+        await self._pipe.connect(self._theirs)
+        self._pipe.send(self._setup)
+
+    @property
+    def pid(self) -> int:
+        return self._child.pid
+
+    def take(self, connection: socket.socket) -> bool:
+        """Pass a connection to the writer. Returns False if that is not possible now."""
+        try:
+            socket.send_fds(self._door, [b"c"], [connection.fileno()])
+        except OSError:  # it is gone, or has not taken earlier connections yet
+            return False
+        self.num_connections += 1
+        return True
+
+    async def close(self, grace_s: float) -> None:
+        """Let open requests finish within `grace_s`, then end the process."""
+        while self._opened:
+            await asyncio.sleep(0)
+        if self._tasks:
+            _, late = await asyncio.wait(self._tasks, timeout=grace_s)
+            for task in late:
+                task.cancel()
+            await asyncio.gather(*late, return_exceptions=True)
+        self._flush()
+        self._pipe.send(Close())
+        await self._child.stop(CLOSE_GRACE_S)
+        self._pipe.close()
+        self._door.close()
+
+    def kill(self) -> None:
+        self._child.kill()
+
+    @property
+    def is_full(self) -> bool:
+        return self._pipe.is_full
+
+    def send(self, message: msgspec.Struct) -> None:
+        self._flush()  # messages arrive in the order in which they were sent
+        self._pipe.send(message)
+
+    def write(self, number: int, body: bytes) -> None:
+        """Send a part of an answer, together with those of other answers."""
+        if not self._batch:
+            self._loop.call_soon(self._flush)
+        self._batch.append((number, body))
+        self._batch_bytes += len(body)
+        if self._batch_bytes > BATCH_BYTES:
+            self._flush()
+
+    def _flush(self) -> None:
+        if self._batch:
+            batch, self._batch, self._batch_bytes = self._batch, [], 0
+            self._pipe.send(Chunks(batch))
+
+    def _on_message(self, message: FromWriter) -> None:
+        if isinstance(message, Opened):
+            if not self._opened:
+                self._loop.call_soon(self._begin_some)
+            exchange = self._exchanges[message.number] = Exchange(message, self)
+            self._opened.append((message.number, exchange))
+        elif isinstance(message, Load):
+            self.num_connections = message.num_connections
+        elif isinstance(message, Hello):
+            self.is_ready = True
+            self._on_ready()
+        elif (known := self._exchanges.get(message.number)) is not None:
+            _tell(known, message)
+
+    def _begin_some(self) -> None:
+        """Begin requests that have arrived. If they are many, tokens of other requests are sent
+        in between.
+        """
+        for _ in range(min(MAX_BEGUN, len(self._opened))):
+            task = self._loop.create_task(self._run(*self._opened.popleft()))
+            self._tasks.add(task)
+            task.add_done_callback(self._tasks.discard)
+        if self._opened:
+            self._loop.call_soon(self._begin_some)
+
+    async def _run(self, number: int, exchange: Exchange) -> None:
+        try:
+            await self._app(exchange.scope, exchange.receive, exchange.send)
+        except Exception:
+            logger.exception("A request of a writer failed.")
+        finally:
+            exchange.end()
+            del self._exchanges[number]
+
+    def _wake_all(self) -> None:
+        for exchange in self._exchanges.values():
+            exchange.wake()
+
+    def _end(self) -> None:
+        """The writer is gone, and the connections of all its clients with it."""
+        self.is_ready = False
+        for exchange in self._exchanges.values():
+            exchange.leave()
+        with contextlib.suppress(OSError):
+            self._door.close()
+        self._on_lost(self)
+
+
+def _tell(exchange: Exchange, message: Part | Gone | Blocked | Drained) -> None:
+    if isinstance(message, Part):
+        exchange.add(message)
+    elif isinstance(message, Gone):
+        exchange.leave()
+    else:
+        exchange.block(isinstance(message, Blocked))
