@@ -308,13 +308,13 @@ def adapters_model(rng: random.Random) -> Model:
     prompts = [tuple(tiny_models.text(24, seed=90)[: rng.randint(1, 24)]) for _ in range(4)]
     requests = [
         msgspec.structs.replace(
-            new_request(rng, rng.choice(prompts), index, 16), adapter=rng.choice(refs)
+            new_request(rng, rng.choice(prompts), index, 24), adapter=rng.choice(refs)
         )
         for index in range(NUM_REQUESTS)
     ]
     new = lambda shape, tier=None: Engine(runner, shape, tier, places=places)  # noqa: E731
     alone = [run_alone(new(Shape(64, 5, 128)), each) for each in requests]
-    return Model(requests, lambda rng, tier: new(shape(rng, 6, 40), tier), alone)
+    return Model(requests, lambda rng, tier: new(shape(rng, 6, 8), tier), alone)
 
 
 def new_request(

@@ -233,11 +233,13 @@ def lora_linear(
     else:
         main = torch.cuda.current_stream(a.device)
         begun = main.record_event()
-        early = product() if yields else None  # the programs of what comes first start first
+        if yields:  # the programs of what comes first start first
+            y = product()
         side.wait_event(begun)
         with torch.cuda.stream(side):
             hidden = shrink()
-        y = product() if early is None else early
+        if not yields:
+            y = product()
         main.wait_stream(side)
     if gate is not None:
         return _expand_gated(y, hidden, b, tiles, gate)
