@@ -20,8 +20,9 @@ from engine.core.interfaces.backend import (
     ModelCard,
     TokenizerInfo,
 )
-from engine.core.interfaces.request import EngineStats, GenerateRequest
+from engine.core.interfaces.request import GenerateRequest
 from engine.core.interfaces.snapshot import EngineSnapshot
+from engine.core.interfaces.stats import EngineStats
 
 EventSink: TypeAlias = Callable[[Event], None]
 

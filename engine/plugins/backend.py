@@ -21,8 +21,9 @@ from engine.core.interfaces.backend import (
     TokenizerInfo,
     UsageEvent,
 )
-from engine.core.interfaces.request import EngineStats, GenerateRequest
+from engine.core.interfaces.request import GenerateRequest
 from engine.core.interfaces.snapshot import EngineSnapshot
+from engine.core.interfaces.stats import EngineStats
 from engine.plugins.answer import PluggedAnswer, prepared
 from engine.plugins.host import PluginHost
 from engine.plugins.views import ResponseBuilder, applied, view_of

@@ -27,8 +27,9 @@ from engine.core.interfaces.backend import (
     TokenizerInfo,
     UsageEvent,
 )
-from engine.core.interfaces.request import EngineStats, GenerateRequest
+from engine.core.interfaces.request import GenerateRequest
 from engine.core.interfaces.snapshot import EngineSnapshot
+from engine.core.interfaces.stats import EngineStats
 from engine.core.observability.logging import current_request_id
 from engine.routing.adapters import (
     adapter_card,

@@ -73,8 +73,9 @@ from engine.core.interfaces.backend import (
     ModelCard,
     TokenizerInfo,
 )
-from engine.core.interfaces.request import EngineStats, GenerateRequest, Ready
+from engine.core.interfaces.request import GenerateRequest, Ready
 from engine.core.interfaces.snapshot import EngineSnapshot
+from engine.core.interfaces.stats import EngineStats
 from engine.core.interfaces.timeline import Preparation
 from engine.core.sandbox.examination import examine
 from engine.core.store.model_store import default_name, resolve_model

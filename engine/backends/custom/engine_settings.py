@@ -58,11 +58,6 @@ def engine_options(settings: Settings, framework: str, path: Path | None = None)
     """The engine options from the settings. `path`, if given, replaces the model path there."""
     cache, performance, model = settings.cache, settings.performance, settings.model
     shards = settings.shards
-    if framework == "torch" and performance.numerics == "invariant":
-        raise ConfigError(
-            "numerics invariant is not ready for --backend torch: on an H200, requests gave other "
-            "tokens in a batch than alone; use --backend native, or leave numerics out"
-        )
     pool_mb = performance.memory_pool_size_mb
     return EngineOptions(
         model_path=str(path or model.model_path),
