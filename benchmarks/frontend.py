@@ -81,11 +81,13 @@ class Server:
         children = Path(f"/proc/{self.process.pid}/task/{self.process.pid}/children").read_text()
         return [pid for pid in map(int, children.split()) if WRITER in _command(pid)]
 
-    def wait_for_writers(self, count: int) -> None:
-        """Wait until the writers are started and hold the connections."""
-        while len(self.writers()) < count:
+    def settle(self, num_writers: int) -> None:
+        """Wait until the writers hold the connections, and until late routes are imported."""
+        while len(self.writers()) < num_writers:
             time.sleep(0.05)
-        time.sleep(1.0)  # they import their modules, then say that they are ready
+        time.sleep(2.0)
+        for kind in PATHS:
+            measure(self, kind, 4, 4)
 
     def writers_cpu_s(self) -> float:
         return sum(map(_cpu_s, self.writers()))
@@ -178,7 +180,7 @@ def wave(asked: argparse.Namespace, num_streams: int, frontends: int) -> None:
     server = Server(asked.model, num_streams / asked.rate * 1e3, frontends)
     try:
         server.wait()
-        server.wait_for_writers(frontends - 1)
+        server.settle(frontends - 1)
         for kind in PATHS:
             runs = [measure(server, kind, num_streams, asked.tokens) for _ in range(asked.repeat)]
             best = min(runs, key=lambda run: run["cpu_us_per_token"])

@@ -54,7 +54,7 @@ class NullRunner:
 
 
 def load_runner(
-    source: ModelSource, options: EngineOptions
+    source: ModelSource, options: EngineOptions, spared_bytes: int = 0
 ) -> tuple[NullRunner, RunnerConfig, MemoryPlan]:
     runner = NullRunner(float(os.environ.get("NULL_STEP_MS", "0")) / 1e3)
     sizes = (BLOCK_SIZE, NUM_BLOCKS, MAX_SLOTS, MAX_SEQ_LEN)

@@ -14,13 +14,16 @@ import statistics
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from pathlib import Path
 
 import msgspec
 
 from engine.backends.custom.frontend.text_model import TextModel, load_text
 from engine.backends.custom.options import EngineOptions
 from engine.backends.custom.runtime.loop import EngineLoop
+from engine.backends.custom.runtime.speculation.draft_model import DraftModel
 from engine.backends.custom.weights.model import open_model
+from engine.backends.custom.worker.draft import plan_draft
 from engine.backends.custom.worker.main import build_loop, load_runner, planned
 from engine.core.interfaces.request import Deltas, GenerateRequest, SamplingParams
 from engine.core.store.pull import pull
@@ -97,20 +100,29 @@ class Round:
 
 
 class Bench:
-    """One loaded model, and how an engine for it is made."""
+    """One loaded model, and how an engine for it is made. `draft` is the path of a draft model for
+    the engines that speculate; `model` is a path then.
+    """
 
-    def __init__(self, model: str) -> None:
-        path = pull(model)
+    def __init__(self, model: str, draft: str = "") -> None:
+        path = Path(model) if draft else pull(model)
         # No prefix cache: a round must not profit from the round before.
         self._options = planned(
-            EngineOptions(model_path=str(path), framework="native", cache_enabled=False)
+            EngineOptions(
+                model_path=str(path), framework="native", cache_enabled=False, draft_model=draft
+            )
         )
         self._text: TextModel = load_text(path)
-        self._runner, _, self._plan = load_runner(open_model(path), self._options)
+        source = open_model(path)
+        self._runner, config, self._plan = load_runner(source, self._options)
+        self._draft: DraftModel | None = None
+        if draft:
+            self._draft = plan_draft(source, self._options).load("native", config)
 
     def _new_loop(self, speculation: str, channel: Memory) -> EngineLoop:
         options = msgspec.structs.replace(self._options, speculation=speculation)
-        return build_loop(self._runner, options, self._plan.bytes_per_token, channel)
+        draft = self._draft if speculation == "auto" else None
+        return build_loop(self._runner, options, self._plan.bytes_per_token, channel, draft=draft)
 
     def requests(self, scenario: Scenario) -> list[GenerateRequest]:
         params = {"max_tokens": scenario.output_tokens, "temperature": scenario.temperature}

@@ -5,6 +5,7 @@ checked.
 from dataclasses import dataclass, field, replace
 from types import SimpleNamespace
 
+import numpy as np
 from msgspec import structs
 
 from engine.backends.custom.runtime.block_pool import BlockPool
@@ -17,7 +18,9 @@ from engine.backends.custom.runtime.loop import EngineLoop
 from engine.backends.custom.runtime.model_runner import RunnerSpec
 from engine.backends.custom.runtime.radix_cache import RadixCache
 from engine.backends.custom.runtime.scheduler import Scheduler
+from engine.backends.custom.runtime.speculation.draft_model import DraftModel
 from engine.backends.custom.runtime.speculation.drafts import Speculation
+from engine.backends.custom.runtime.speculation.model_drafts import ModelDrafts
 from engine.core.interfaces.request import Deltas, GenerateRequest, SamplingParams, TokenDelta
 from tests.runtime_invariants import (
     WatchedScheduling,
@@ -27,7 +30,7 @@ from tests.runtime_invariants import (
 )
 from tests.toy_alone import generate_alone
 from tests.toy_grammar import new_matcher
-from tests.toy_runner import VOCAB, ToyRunner
+from tests.toy_runner import NAN_TOKEN, VOCAB, Pending, ToyRunner, mix
 
 
 class ListChannel:
@@ -68,6 +71,32 @@ class FixedPrice:
     def price(self, num_decoding: int) -> float:
         return 0.01
 
+    def step_s(self, num_rows: int, num_tokens: int) -> float:
+        return 1000.0
+
+
+class GuessingRunner(ToyRunner):
+    """A toy model as a draft model. This share of its tokens is right."""
+
+    def __init__(self, spec: RunnerSpec, share: float) -> None:
+        super().__init__(spec)
+        self._share = share
+
+    def sample(self, handle, sampling):
+        pending = super().sample(handle, sampling)
+        output = pending.wait()
+        is_wrong = [mix(seed) % 100 >= 100 * self._share for seed in sampling.position.tolist()]
+        tokens = np.where(is_wrong, (output.tokens + 1) % NAN_TOKEN, output.tokens)
+        for slot, token in zip(sampling.slots.tolist(), tokens.tolist(), strict=True):
+            self._last_token[slot] = token
+        return Pending(replace(output, tokens=tokens.astype(np.int32)))
+
+
+def toy_drafts(spec: RunnerSpec, share: float, num_blocks: int = 24) -> ModelDrafts:
+    """A draft model with room for two sequences."""
+    own = RunnerSpec(spec.block_size, num_blocks + 1, 2, spec.max_seq_len, VOCAB, spec.depth)
+    return ModelDrafts(DraftModel(GuessingRunner(own, share), max_tokens=64), FixedPrice())
+
 
 class ToyEngine:
     """An `EngineLoop` with helpers to submit requests, iterate, and compare with the oracle."""
@@ -87,6 +116,7 @@ class ToyEngine:
         window: int | None = None,
         num_window_blocks: int | None = None,  # None: as few as possible
         speculates: bool = False,
+        guessed: float | None = None,  # the share of right guesses of a draft model, if any
         **kv_options,
     ) -> None:
         self.spec = RunnerSpec(
@@ -114,7 +144,8 @@ class ToyEngine:
         self.scheduler = Scheduler(self.kv, max_slots)
         self.scheduler.schedule = WatchedScheduling(self.scheduler, self.violations)
         if speculates:
-            self.scheduler.speculation = Speculation(self.kv, FixedPrice())
+            model = None if guessed is None else toy_drafts(self.spec, guessed)
+            self.scheduler.speculation = Speculation(self.kv, FixedPrice(), model)
         # Blocks removed from the pools by `shrink`.
         self.hostages: list[int] = []
         self.window_hostages: list[int] = []

@@ -186,7 +186,8 @@ class ToyRunner:
             ]
             for index in range(first, last):
                 position = int(inputs.positions[index])
-                assert where[position] == inputs.write_slots[index]
+                is_idle = table[0] == NULL_BLOCK
+                assert is_idle or where[position] == inputs.write_slots[index]
                 parent = int(self.cells[where[position - 1]]) if position else 1
                 if self._spec.has_state and position:
                     parent = int(self.states[inputs.slots[row]])
@@ -318,9 +319,9 @@ class ToyRunner:
         assert len(inputs.positions) == len(inputs.write_slots) == tokens
         assert len(inputs.seq_lens) == len(inputs.block_tables) == rows
         assert len(set(inputs.slots.tolist())) == rows, "two rows have one slot"
-        assert len(set(inputs.write_slots.tolist())) == tokens, "two tokens go to one place"
         if rows == 1 and inputs.block_tables[0, 0] == NULL_BLOCK:
             return  # a warm-up step without a sequence
+        assert len(set(inputs.write_slots.tolist())) == tokens, "two tokens go to one place"
         assert (inputs.write_slots >= self._spec.block_size).all(), "the null block is written"
         for row in range(rows):
             used = -(-int(inputs.seq_lens[row]) // self._spec.block_size)

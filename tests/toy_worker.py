@@ -75,7 +75,7 @@ RUNNERS = {
 }
 
 
-def load_runner(source, options: EngineOptions):
+def load_runner(source, options: EngineOptions, spared_bytes: int = 0):
     if options.model_path == "unloadable":
         raise ResourceError("it does not fit")
     if options.model_path == "broken":

@@ -35,8 +35,12 @@ FOREIGN = {
     ("--max-lora-rank", "--max-loras", "--max-cpu-loras"): (
         "set performance.max_adapter_rank, max_adapters or adapter_memory_mb in engine.toml instead"
     ),
-    ("--speculative-config", "--model-draft", "-md"): (
-        "draft models are not supported; performance.speculation in engine.toml guesses without one"
+    ("--speculative-config",): "name a draft model with --draft-model; guesses adapt by themselves",
+    ("--draft-max", "--draft", "--draft-min", "--draft-p-min", "--num-speculative-tokens"): (
+        "the number of guessed tokens adapts to how often they are right; leave it out"
+    ),
+    ("--ctx-size-draft", "-cd", "--n-gpu-layers-draft", "-ngld", "--device-draft", "-devd"): (
+        "the draft model runs where the model runs, with a small KV cache; leave it out"
     ),
     ("--mlock", "--no-mmap"): "set performance.use_mmap in engine.toml instead",
     ("--tokenizer", "--tokenizer-mode"): "a model is used with its own tokenizer; leave it out",

@@ -193,7 +193,8 @@ def fetch_missing(settings: "Settings") -> None:
     backends = settings.tables.backends.values()
     models = {each.model for each in backends if has_engine(each.kind)}
     if not backends and has_engine(backend_name(settings)):
-        models = {settings.model.model_path}
+        named = (settings.model.model_path, settings.model.draft_model)
+        models = {each for each in named if each is not None}
     for model in sorted(models):
         if needs_pull(model):
             from engine.cli.pull_progress import pull_shown
@@ -215,7 +216,7 @@ def begin_engine(
         has_engine,
     )
     from engine.backends.custom.ipc.transport import ConnectionClosedError
-    from engine.core.sandbox.examination import Examination
+    from engine.core.sandbox.examination import Examination, examine
     from engine.core.store.model_store import resolve_model
 
     name = backend_name(settings)
@@ -229,6 +230,8 @@ def begin_engine(
             found = examination.finish()
         except ConnectionClosedError:
             return  # the engine process has ended; the code that uses it later will report that
+        if (draft := settings.model.draft_model) is not None:
+            examine(resolve_model(draft), EXAMINER)
         process.begin(engine_options(settings, name, path))
         if found:
             from engine.backends.custom.frontend.text_cache import keep_text
@@ -259,7 +262,7 @@ def _check_no_model(loaded: "LoadedSettings") -> str:
     from engine.core.errors import ConfigError
 
     origin = loaded.origins[f"backends.{next(iter(loaded.settings.tables.backends))}"]
-    names = ("model_path", "backend", "name", "options", "adapters")
+    names = ("model_path", "backend", "name", "options", "adapters", "draft_model")
     for key in (f"model.{name}" for name in names):
         if loaded.origins[key] != "default":
             raise ConfigError(

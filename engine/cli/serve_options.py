@@ -74,6 +74,19 @@ LoraOption = Annotated[
         help="LoRA adapter that clients call NAME: a PEFT folder or a GGUF file; can be repeated.",
     ),
 ]
+DraftModelOption = Annotated[
+    str | None,
+    typer.Option(
+        "--draft-model",
+        "--model-draft",
+        "-md",
+        "--speculative-model",
+        "--speculative-draft-model-path",
+        rich_help_panel=_MODEL,
+        help="Small model with the same vocabulary that guesses tokens, which MODEL verifies.",
+        autocompletion=complete_model,
+    ),
+]
 MaxSequenceLengthOption = Annotated[
     int | None,
     typer.Option(
@@ -249,6 +262,7 @@ LogFormatOption = Annotated[str | None, typer.Option(rich_help_panel=_LOGS, help
 
 # The options that concern the engine, by the names of their settings.
 ENGINE_OPTIONS: dict[str, Any] = {
+    "model.draft_model": DraftModelOption,
     "model.backend": BackendOption,
     "model.device": DeviceOption,
     "model.dtype": DtypeOption,

@@ -144,6 +144,8 @@ class ModelSettings(Section):
     """Model to serve: a catalogue name, a file or a directory."""
     name: str | None = Field(default=None, min_length=1, max_length=256)
     """Model id that clients use; unset, it follows from `model.model_path`."""
+    draft_model: str | None = Field(default=None, min_length=1, max_length=4096)
+    """Small model with the same vocabulary that guesses tokens for it (see speculation.md)."""
     backend: Name = "auto"
     """Backend that runs the model, such as `native`, `torch`, `jax` or `vllm`."""
     options: Annotated[

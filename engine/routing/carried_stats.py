@@ -12,6 +12,7 @@ _COUNTS = (
     *("num_steps", "prompt_tokens", "cached_tokens", "generated_tokens", "prefix_queries"),
     *("prefix_hits", "num_preemptions", "num_evictions", "num_nonfinite"),
     *("num_invariant_failures", "num_drafted_tokens", "num_accepted_tokens"),
+    *("num_model_drafted_tokens", "num_model_accepted_tokens"),
 )
 _TOTALS = (*_COUNTS, "steps")
 _GAUGES = (

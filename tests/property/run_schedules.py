@@ -1,8 +1,9 @@
 """Runs the same requests in random schedules: a request's tokens must never depend on its batch.
 
 Requests are batched, chunked, served from the cache, preempted, and repeated after a failed step,
-in pools of any size. Half of the engines speculate, and half of them have a cache tier. An engine
-may die, and its requests continue in the next one. Each output is compared with that of the request
+in pools of any size. Half of the engines speculate, half of those with a draft model if there is
+one. Half of all engines have a cache tier. An engine may die, and its requests continue in the next
+one. Each output is compared with that of the request
 running alone. The result is one line of JSON.
 
     python -m tests.property.run_schedules --model toy --schedules 2000 --seed 1
@@ -18,7 +19,7 @@ import tempfile
 import time
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import msgspec
@@ -31,7 +32,9 @@ from engine.backends.custom.runtime.model_runner import ModelRunner, RunnerSpec
 from engine.backends.custom.runtime.radix_cache import RadixCache
 from engine.backends.custom.runtime.scheduler import Scheduler
 from engine.backends.custom.runtime.sequence import ScheduledBatch
+from engine.backends.custom.runtime.speculation.draft_model import DraftModel
 from engine.backends.custom.runtime.speculation.drafts import Speculation
+from engine.backends.custom.runtime.speculation.model_drafts import ModelDrafts
 from engine.backends.custom.runtime.tiers.base import Tier
 from engine.backends.custom.runtime.tiers.host import HostTier
 from engine.backends.custom.runtime.tiers.kv_tiers import BlockMover, attach_tiers
@@ -56,7 +59,7 @@ RETRIED = ("schedule", "forward", "sample", "wait", "publish")
 # What a schedule can run into.
 KINDS = (
     *("batches", "chunks", "hits", "preemptions", "failures", "drafted", "accepted"),
-    *("loads", "revivals"),
+    *("by_model", "loads", "revivals"),
 )
 HAPPENINGS = ["submit"] * 6 + ["turn"] * 8 + ["abort", "evict", "flush", "fail", "die"]
 TIER_BYTES = 2**20
@@ -85,6 +88,7 @@ class Shape:
     budget: int
     sharing: bool = True
     speculates: bool = False
+    has_draft_model: bool = False
 
 
 class Engine:
@@ -92,7 +96,13 @@ class Engine:
     that the engines of this schedule have stored.
     """
 
-    def __init__(self, runner: ModelRunner, shape: Shape, tier: Tier | None = None) -> None:
+    def __init__(
+        self,
+        runner: ModelRunner,
+        shape: Shape,
+        tier: Tier | None = None,
+        draft: ModelRunner | None = None,
+    ) -> None:
         size = runner.spec.block_size
         self.pool = BlockPool(shape.num_blocks + 1)
         self.kv = KVCache(self.pool, RadixCache(self.pool, size), size, sharing=shape.sharing)
@@ -109,7 +119,10 @@ class Engine:
         self.channel = ListChannel()
         budget = StepBudget(shape.budget, shape.max_slots)
         if shape.speculates:
-            self.scheduler.speculation = Speculation(self.kv, FixedPrice())
+            model = None
+            if draft is not None and shape.has_draft_model:
+                model = ModelDrafts(DraftModel(draft, max_tokens=64), FixedPrice())
+            self.scheduler.speculation = Speculation(self.kv, FixedPrice(), model)
         self._loop = EngineLoop(self.scheduler, runner, self.channel, budget, 1000)
         self.tokens: dict[tuple[str, int], list[int]] = {}
         self.endings: dict[tuple[str, int], str] = {}
@@ -144,6 +157,7 @@ class Engine:
         if self.scheduler.speculation is not None:
             found["drafted"] += self.scheduler.speculation.num_drafted
             found["accepted"] += self.scheduler.speculation.num_accepted
+            found["by_model"] += self.scheduler.speculation.num_model_accepted
         return found
 
     def take_over(self, dead: "Engine", requests: dict[str, GenerateRequest]) -> None:
@@ -230,13 +244,18 @@ def tiny_model(rng: random.Random) -> Model:
     with tempfile.TemporaryDirectory() as folder:
         _, path = tiny_models.save("llama", Path(folder))
         config = RunnerConfig("cpu", "float32", 16, 65, 5, 96, 1, max_batch_tokens=128)
-        runner = build_runner(open_model(path), config)
+        source = open_model(path)
+        runner = build_runner(source, config)
+        # The draft model has fewer layers, fewer slots than most engines, and a small cache.
+        small = replace(config, num_blocks=12, max_slots=3)
+        fewer = replace(source.config, num_layers=source.config.num_layers - 1)
+        draft = build_runner(replace(source, config=fewer), small)
     shared = tiny_models.text(24, seed=90)
     prompts = [tuple(shared[: rng.randint(1, 24)]) for _ in range(4)]
     prompts += [tuple(tiny_models.text(rng.randint(1, 40), seed)) for seed in range(4)]
     requests = [new_request(rng, rng.choice(prompts), index, 24) for index in range(NUM_REQUESTS)]
     alone = [run_alone(Engine(runner, Shape(64, 5, 128)), each) for each in requests]
-    return Model(requests, lambda rng, tier: Engine(runner, shape(rng, 6, 40), tier), alone)
+    return Model(requests, lambda rng, tier: Engine(runner, shape(rng, 6, 40), tier, draft), alone)
 
 
 def new_request(
@@ -261,6 +280,7 @@ def shape(rng: random.Random, least_blocks: int, most_blocks: int) -> Shape:
         budget=rng.choice([1, 5, 16, 128]),
         sharing=rng.random() < 0.8,
         speculates=rng.random() < 0.5,
+        has_draft_model=rng.random() < 0.5,
     )
 
 

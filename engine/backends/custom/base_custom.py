@@ -135,6 +135,9 @@ class CustomBackend(InferenceBackend):
         self._options = msgspec.structs.replace(self._options, model_path=str(path))
         self._files = files_key(path)
         await asyncio.to_thread(lambda: keep_text(path, examine(path, self.examiner)))
+        if self._options.draft_model:
+            draft = resolve_model(self._options.draft_model)
+            await asyncio.to_thread(examine, draft, self.examiner)
         loop = asyncio.get_running_loop()
         # This process loads the tokenizer while the engine process loads the weights.
         reading = loop.run_in_executor(self._encoders, self._read_text, path)

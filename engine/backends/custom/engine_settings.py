@@ -78,6 +78,7 @@ def engine_options(settings: Settings, framework: str, path: Path | None = None)
         affinity=performance.affinity,
         kv_dtype=cache.kv_dtype,
         speculation=performance.speculation,
+        draft_model=model.draft_model or "",
         max_slots=performance.batch_size or 0,
         max_batch_tokens=performance.max_batch_tokens or 0,
         max_queued=performance.max_queued_requests,

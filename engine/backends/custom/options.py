@@ -74,6 +74,7 @@ class EngineOptions(msgspec.Struct, frozen=True, kw_only=True, tag="options"):
     affinity: str = "auto"
     kv_dtype: str = "auto"
     speculation: Literal["auto", "on", "off"] = "auto"
+    draft_model: str = ""  # the path of the draft model; "": none
     max_slots: int = 64  # 0: `planned` chooses it, and so for `max_batch_tokens`
     max_batch_tokens: int = 2048
     max_queued: int = 1024

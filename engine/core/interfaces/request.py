@@ -372,6 +372,8 @@ class EngineStats(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
     num_invariant_failures: int = 0
     num_drafted_tokens: int = 0  # tokens that speculation guessed, and that steps verified
     num_accepted_tokens: int = 0  # those of them that were right
+    num_model_drafted_tokens: int = 0  # drafted tokens that the draft model guessed
+    num_model_accepted_tokens: int = 0  # those of them that were right
     steps: StepCounts = StepCounts()
     tiers: tuple[TierStats, ...] = ()
 

@@ -65,6 +65,16 @@ _TOTALS = (
     ("num_drafted_tokens", "engine_drafted_tokens", "Draft tokens that were verified"),
     ("num_accepted_tokens", "vllm:spec_decode_num_accepted_tokens", "Accepted draft tokens"),
     ("num_accepted_tokens", "engine_accepted_tokens", "Accepted draft tokens"),
+    (
+        "num_model_drafted_tokens",
+        "engine_draft_model_tokens",
+        "Draft tokens of the draft model that were verified",
+    ),
+    (
+        "num_model_accepted_tokens",
+        "engine_draft_model_accepted_tokens",
+        "Accepted draft tokens of the draft model",
+    ),
     ("num_nonfinite", "engine_nonfinite_rows", "Failed rows, whose logits were not finite"),
     (
         "num_invariant_failures",

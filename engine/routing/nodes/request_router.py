@@ -21,7 +21,7 @@ TOKENS_PER_REQUEST = 128
 # loaded engine, plus this many requests.
 MAX_EXTRA_LOAD = 4
 MAX_GROUPS = 4
-MAX_COMPARED = 16  # engines of one group whose load is compared
+MAX_COMPARED = 8  # engines of one group whose load is compared
 # An engine is expected to cache a prompt that it was sent. If it does not report that within this
 # time, it has not.
 EXPECTED_S = 30.0

@@ -11,6 +11,7 @@ ENCODER_TESTS = "tests/unit/test_encoder_loop.py"
 
 DRAFTS = "engine.backends.custom.runtime.speculation.drafts"
 SPECULATION = "tests/unit/test_speculation.py"
+DRAFT_MODEL = "tests/unit/test_draft_model.py"
 RESUMED = "tests/unit/test_resumed_sequences.py"
 
 MUTATIONS = [
@@ -326,9 +327,37 @@ MUTATIONS = [
     Mutation(
         "speculation: wrong drafts go on",
         DRAFTS,
-        "        limit = min(limit, int(drafter.credit / price))\n",
-        "",
+        "min(self._limit(row, room), int(drafter.credit / price))",
+        "self._limit(row, room)",
         f"{SPECULATION}::test_wrong_drafts_soon_stop",
+    ),
+    Mutation(
+        "speculation: the draft model keeps what it computed for wrong guesses",
+        "engine.backends.custom.runtime.speculation.draft_model",
+        "        own.num_computed = min(own.num_computed, num_right)\n",
+        "",
+        f"{DRAFT_MODEL}::test_a_wrong_guess_spoils_no_later_one",
+    ),
+    Mutation(
+        "speculation: the draft model guesses with other random numbers",
+        "engine.backends.custom.runtime.speculation.draft_model",
+        "            seed=seq.seed,\n",
+        "            seed=0,\n",
+        f"{DRAFT_MODEL}::test_right_guesses_save_steps_and_change_nothing",
+    ),
+    Mutation(
+        "speculation: guesses of the draft model cost nothing",
+        "engine.backends.custom.runtime.speculation.model_drafts",
+        "price + own_s / self._token_s",
+        "price",
+        f"{DRAFT_MODEL}::test_the_number_of_guesses_follows_price_and_record",
+    ),
+    Mutation(
+        "speculation: the draft model holds sequences that have ended",
+        "engine.backends.custom.runtime.roster",
+        "            self.speculation.end(seq)\n",
+        "            pass\n",
+        f"{DRAFT_MODEL}::test_all_copies_are_given_back",
     ),
     Mutation(
         "speculation: a request fails because of its draft",

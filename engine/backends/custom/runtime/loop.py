@@ -174,6 +174,9 @@ class EngineLoop:
         # parts beside decode. Otherwise the last stream would pause for much longer.
         num_decoding = 0 if scheduler.is_catching_up else scheduler.num_decoding
         budget = self._budget.tokens(num_decoding, scheduler.num_running)
+        drafts = scheduler.speculation
+        if drafts is not None and drafts.awaits_tokens and not self._finish_early():
+            return
         started_at = time.monotonic()
         try:
             batch = scheduler.schedule(budget, started_at)
@@ -185,7 +188,8 @@ class EngineLoop:
             forwarded = self._forward(batch) if batch else None
             self._finish_launched()
             if batch and forwarded:
-                self._launched = Launch(batch, self._sample(forwarded, batch), started_at)
+                began_at = started_at + batch.draft_s
+                self._launched = Launch(batch, self._sample(forwarded, batch), began_at)
                 if self._runner.spec.depth == 0:
                     self._finish_launched()
         except (ConnectionClosedError, RunnerLostError):
@@ -264,6 +268,17 @@ class EngineLoop:
         self._budget.record(num_single, num_tokens - num_single, seconds)
         self._send(self.scheduler.update(launch.batch, output, now))
 
+    def _finish_early(self) -> bool:
+        """Finish the launched step before the next one is planned. Returns False if it failed."""
+        try:
+            self._finish_launched()
+        except (ConnectionClosedError, RunnerLostError):
+            raise
+        except Exception as error:
+            self._recover(None, error)
+            return False
+        return True
+
     def _recover(self, batch: ScheduledBatch | None, error: Exception) -> None:
         """Bisect the rows of the steps in flight: run them again in smaller groups. If a row raises
         even alone, its request fails. At the end, a warm-up step without any request runs. If it
@@ -292,12 +307,7 @@ class EngineLoop:
             if self._num_schedule_failures > MAX_SCHEDULE_FAILURES:
                 raise error
         log.error("a step could not be planned; planning it again", exc_info=error)
-        try:
-            self._finish_launched()
-        except (ConnectionClosedError, RunnerLostError):
-            raise
-        except Exception as second:
-            self._recover(None, second)
+        self._finish_early()
         self.scheduler.rollback()
         if isinstance(error, SequenceFaultError) and error.seq.finish_reason is None:
             failure = InferenceError("The engine failed on this request.")

@@ -161,6 +161,8 @@ class Roster:
         assert len(indexed) == len(live) and set(indexed) == set(live), "the index of requests"
         self._inflight.check(self._running, self._waiting)
         self.kv.check(self._running)
+        if self.speculation is not None and self.speculation.model is not None:
+            self.speculation.model.check()
 
     def rebuild(self) -> None:
         """Reset to an empty state in which all blocks and slots are free. Allowed only when no
@@ -192,6 +194,8 @@ class Roster:
         if seq.started_at is not None:
             self._waiting.settle(seq)
         self._inflight.remove(seq)
+        if self.speculation is not None:
+            self.speculation.end(seq)
         choices = self._requests[seq.request_id]
         choices.remove(seq)
         if not choices:

@@ -55,12 +55,13 @@ class Scheduler(Roster):
         )
         rows = self._schedule_running(budget - kept)
         self._schedule_waiting(rows, budget - sum(row.length for row in rows), now)
-        num_drafting = 0
+        num_drafting, draft_s = 0, 0.0
         if self.speculation is not None:
             num_drafting = self.speculation.add_drafts(rows, budget - sum(r.length for r in rows))
+            draft_s = self.speculation.draft_s
         if self.has_adapters:  # rows with the same adapter are computed together
             rows.sort(key=lambda row: row.seq.adapter)
-        return ScheduledBatch(tuple(rows), num_drafting) if rows else None
+        return ScheduledBatch(tuple(rows), num_drafting, draft_s) if rows else None
 
     def update(self, batch: ScheduledBatch, output: StepOutput, now: float) -> list[TokenDelta]:
         """Apply the output of a finished step, and return the new deltas. Rows of sequences that

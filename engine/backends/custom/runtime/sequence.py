@@ -248,6 +248,7 @@ class Row(NamedTuple):
 class ScheduledBatch:
     rows: tuple[Row, ...]
     num_drafting: int = 0  # number of tokens in rows with drafts
+    draft_s: float = 0.0  # seconds that the draft model took
 
     @property
     def num_tokens(self) -> int:

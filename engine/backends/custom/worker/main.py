@@ -63,6 +63,8 @@ from engine.core.sandbox.processes import die_with_parent, offer_to_be_killed
 
 if TYPE_CHECKING:
     from engine.backends.custom.runtime.groups.adapter_places import AdapterPlaces
+    from engine.backends.custom.runtime.speculation.draft_model import DraftModel
+    from engine.backends.custom.runtime.speculation.model_drafts import ModelDrafts
 
 # The name is not __name__, because this module runs as __main__.
 log = logging.getLogger("engine.backends.custom.worker.main")
@@ -91,10 +93,10 @@ def load_encoder(source: ModelSource, options: EngineOptions) -> tuple[Encoder, 
 
 
 def load_runner(
-    source: ModelSource, options: EngineOptions
+    source: ModelSource, options: EngineOptions, spared_bytes: int = 0
 ) -> tuple[ModelRunner, RunnerConfig, MemoryPlan]:
-    """Plan the memory, then load the weights. The plan is logged. The log says which sizes were
-    reduced to fit the memory.
+    """Plan the memory, of which `spared_bytes` are left for others, then load the weights. The plan
+    is logged. The log says which sizes were reduced to fit the memory.
     """
     if options.num_ranks > 1 and options.framework != "torch":
         by_name = "; JAX takes devices instead, as in --device cuda:0-3"
@@ -117,6 +119,7 @@ def load_runner(
         value_bytes = 4 if options.framework == "native" else DTYPE_BYTES[device.dtype]
         num_values = sum(prod(each.spec.shape) for each in source.vision_weights.values())
         needs = replace(needs, weight_bytes=needs.weight_bytes + num_values * value_bytes)
+    device = replace(device, free_bytes=device.free_bytes - spared_bytes)
     plan = plan_memory(source.config.max_position, options, device, needs)
     log_plan(device, plan, options.num_ranks)
     config = runner_config(options, device, plan)
@@ -214,6 +217,7 @@ def build_loop(
     vocabulary: Callable[[], Vocabulary] | None = None,
     images: ImageStore | None = None,
     source: ModelSource | None = None,
+    draft: "DraftModel | None" = None,
 ) -> EngineLoop:
     """Builds the engine loop of a loaded model, with scheduler, cache, step budget and grammars.
 
@@ -232,8 +236,8 @@ def build_loop(
 
         kv = scheduler.kv
         add_tiers(options.tiers, options.peers, kv, runner, source, budget.prompt_s)
-    if speculates(spec, options.speculation):
-        scheduler.speculation = Speculation(scheduler.kv, budget)
+    if speculates(spec, options.speculation if draft is None else "on"):
+        scheduler.speculation = Speculation(scheduler.kv, budget, _model_drafts(draft, budget))
     grammars = Grammars(vocabulary or functools.partial(_vocabulary, options))
     adapters = None
     if options.max_adapters and source is not None and isinstance(runner, AdapterRunner):
@@ -247,6 +251,14 @@ def _adapter_places(*arguments: Any) -> "AdapterPlaces":
     from engine.backends.custom.worker.adapters import adapter_places  # few engines have adapters
 
     return adapter_places(*arguments)
+
+
+def _model_drafts(draft: "DraftModel | None", budget: StepBudget) -> "ModelDrafts | None":
+    if draft is None:
+        return None
+    from engine.backends.custom.runtime.speculation.model_drafts import ModelDrafts  # few need it
+
+    return ModelDrafts(draft, budget)
 
 
 def _vocabulary(options: EngineOptions) -> Vocabulary:
@@ -274,11 +286,17 @@ def run_engine(
         on_loaded()
         _run_encoder(encoder, device, options, channel, pulse, started_at)
         return
-    loaded = load_runner(source, options)
+    if not options.draft_model:
+        loaded, draft = load_runner(source, options), None
+    else:
+        from engine.backends.custom.worker.draft import plan_draft  # few engines have one
+
+        planned_draft = plan_draft(source, options)
+        loaded = load_runner(source, options, planned_draft.num_bytes)
+        draft = planned_draft.load(options.framework, loaded[1])
     images = load_images(source, options, loaded)
-    serve_runner(
-        loaded, options, channel, pulse, on_loaded, started_at, images=images, source=source
-    )
+    told = (loaded, options, channel, pulse, on_loaded, started_at)
+    serve_runner(*told, images=images, source=source, draft=draft)
 
 
 def serve_runner(
@@ -291,6 +309,7 @@ def serve_runner(
     vocabulary: Callable[[], Vocabulary] | None = None,
     images: ImageStore | None = None,
     source: ModelSource | None = None,
+    draft: "DraftModel | None" = None,
 ) -> None:
     """Warm up the loaded runner, send `Ready`, and run its loop until a `Stop` message arrives."""
     runner, config, plan = loaded
@@ -299,7 +318,7 @@ def serve_runner(
     warm_up(runner)
     on_loaded()
     loop = build_loop(
-        runner, options, plan.bytes_per_token, channel, pulse, vocabulary, images, source
+        runner, options, plan.bytes_per_token, channel, pulse, vocabulary, images, source, draft
     )
     spec, tiers = runner.spec, loop.scheduler.kv.tiers
     channel.send(
@@ -316,6 +335,8 @@ def serve_runner(
         )
     )
     loop.run()
+    if draft is not None:
+        draft.close()
 
 
 def _run_encoder(

@@ -182,6 +182,8 @@ def engine_stats(
         num_invariant_failures=num_invariant_failures,
         num_drafted_tokens=drafts.num_drafted if drafts else 0,
         num_accepted_tokens=drafts.num_accepted if drafts else 0,
+        num_model_drafted_tokens=drafts.num_model_drafted if drafts else 0,
+        num_model_accepted_tokens=drafts.num_model_accepted if drafts else 0,
         steps=steps,
         tiers=kv.tiers.stats() if kv.tiers is not None else kv.tier_stats,
     )

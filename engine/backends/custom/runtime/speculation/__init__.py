@@ -1,1 +1,1 @@
-"""Speculative decoding without a second model."""
+"""Speculative decoding: by lookup, and with a draft model."""

@@ -1,14 +1,17 @@
 """Speculation: guesses the next tokens of a sequence, and verifies all of them in one step.
 
-The guess is a draft: the tokens that followed the last tokens of the sequence at an earlier place.
-This place is in the sequence itself, or in a text that the client expects. A draft makes the row of
-its sequence longer. The step samples a token after each token of the row, with the same arithmetic
-and the same random numbers as a step without a draft. A draft token is accepted if it is the token
-that was sampled for its position. So the output does not depend on speculation, only its speed
-does.
+The guess is a draft. It is what followed the last tokens of the sequence at an earlier place, in
+the sequence itself or in a text that the client expects, or it is what a small model says
+(`ModelDrafts`). For each sequence and step, the source that is expected to save more time drafts. A
+draft makes the row of its sequence longer. The step samples a token after each token of the row,
+with the same arithmetic and the same random numbers as a step without a draft. A draft token is
+accepted if it is the token that was sampled for its position. So the output does not depend on
+speculation, only its speed does.
 """
 
 import logging
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from engine.backends.custom.runtime.budget import StepBudget
 from engine.backends.custom.runtime.kv_cache import KVCache
@@ -16,6 +19,9 @@ from engine.backends.custom.runtime.model_runner import MAX_SCORED, RunnerSpec
 from engine.backends.custom.runtime.sequence import Row, Sequence
 from engine.backends.custom.runtime.speculation.lookup import MARGIN, Drafter, Odds, cached_rest
 from engine.core.errors import ConfigError
+
+if TYPE_CHECKING:
+    from engine.backends.custom.runtime.speculation.model_drafts import ModelDrafts, Offer
 
 log = logging.getLogger(__name__)
 
@@ -33,15 +39,29 @@ def speculates(spec: RunnerSpec, setting: str) -> bool:
     return setting != "off" and spec.verifies_drafts and (spec.has_exact_drafts or setting == "on")
 
 
+@dataclass(frozen=True, slots=True)
+class _Terms:
+    """What the drafts of a step may cost."""
+
+    price: float  # of verifying one token, in units of a generated token's cost
+    spare: int  # KV blocks that drafts leave to others
+
+
 class Speculation:
     """Adds drafts to the rows of a step, and takes the tokens of drafts that were right."""
 
-    def __init__(self, kv: KVCache, budget: StepBudget) -> None:
+    def __init__(self, kv: KVCache, budget: StepBudget, model: "ModelDrafts | None" = None) -> None:
         self._kv = kv
         self._budget = budget
         self._odds = Odds()
-        self.num_drafted = 0
-        self.num_accepted = 0
+        self.model = model  # None: there is no draft model
+        # Whether the next step should be planned when all tokens are known. Without overlapped
+        # steps, they always are. The draft model needs them. If most rows have drafts, the others
+        # wait for these rows, so that all are computed together again.
+        self.awaits_tokens = False
+        self.draft_s = 0.0  # seconds that the draft model took while the last step was planned
+        self.num_drafted = self.num_accepted = 0
+        self.num_model_drafted = self.num_model_accepted = 0  # those of the draft model
 
     def begin(self, seq: Sequence) -> None:
         """Give a new sequence a drafter, if its tokens can be verified. Some parameters depend on
@@ -54,36 +74,76 @@ class Speculation:
         if not seq.pools and seq.max_tokens > 1:
             seq.drafter = Drafter(seq.tokens, seq.expected, self._odds)
 
+    def end(self, seq: Sequence) -> None:
+        """A sequence has ended."""
+        if self.model is not None:
+            self.model.end(seq)
+
     def add_drafts(self, rows: list[Row], budget: int) -> int:
         """Replace rows of one token by rows with drafts, where that is expected to save time. At
         most `budget` tokens are added. Returns the number of tokens of all rows with drafts.
         """
+        self.awaits_tokens, self.draft_s = False, 0.0
         num_decoding = sum(row.samples and row.length == 1 for row in rows)
         room = min(budget, MAX_SCORED)
+        has_model = self.model is not None and num_decoding and self.model.begin(num_decoding)
         if not num_decoding or room <= 0 or any(row.num_scored for row in rows):
             return 0
-        price = self._budget.price(num_decoding)
-        if MARGIN * price >= 1:
+        terms = _Terms(self._budget.price(num_decoding), len(rows))
+        if MARGIN * terms.price >= 1:
             return 0
         num_tokens = 0
+        asked: list[tuple[int, Offer]] = []  # rows for which the draft model guesses
         for index, row in enumerate(rows):
             seq, drafter = row.seq, row.seq.drafter
             if drafter is None or not _can_follow(row):
                 continue
+            draft: tuple[int, ...] = ()
             try:
                 if drafter.asks_cache:
                     drafter.expect(cached_rest(self._kv, seq.namespace, seq.tokens))
                 drafter.follow()
-                draft: tuple[int, ...] = ()
-                if drafter.match:
-                    draft = self._draft(row, drafter, price, room, len(rows))
+                count = self._num_worthwhile(row, drafter, terms.price, room)
+                offer = self._offer(row, drafter, terms, room, count) if has_model else None
+                if offer is not None:
+                    asked.append((index, offer))
+                    room -= offer.count
+                elif count:
+                    draft = self._fitting(row, self._guess(row, drafter, count), terms)
             except Exception:
                 log.exception("request %s goes on without speculation", seq.request_id)
-                seq.drafter, draft = None, ()
+                seq.drafter = None
             if draft:
-                rows[index] = row._replace(length=1 + len(draft), draft=draft)
-                seq.num_computed += len(draft)
+                rows[index] = _with_draft(row, draft, by_model=False, price=terms.price)
                 room -= len(draft)
+                num_tokens += 1 + len(draft)
+        num_tokens += self._add_model_drafts(rows, asked, terms) if asked else 0
+        if 2 * sum(bool(row.draft) for row in rows) >= len(rows):
+            self.awaits_tokens = True
+        return num_tokens
+
+    def _add_model_drafts(
+        self, rows: list[Row], asked: "list[tuple[int, Offer]]", terms: _Terms
+    ) -> int:
+        """Let the draft model guess for some rows. Returns the number of tokens of those that get a
+        draft. If the draft model fails, the engine goes on without it.
+        """
+        assert self.model is not None
+        try:
+            drafts = self.model.draft([(rows[index].seq, offer.count) for index, offer in asked])
+        except Exception:
+            log.exception("the draft model failed; the engine goes on without it")
+            self.model = None
+            return 0
+        self.draft_s, num_tokens = self.model.draft_s, 0
+        for (index, offer), guess in zip(asked, drafts, strict=True):
+            row, drafter = rows[index], rows[index].seq.drafter
+            assert drafter is not None
+            if guess is None:
+                drafter.asks_model = False
+            elif draft := self._fitting(row, guess, terms):
+                rows[index] = _with_draft(row, draft, by_model=True, price=terms.price)
+                drafter.credit -= (offer.price - terms.price) * len(guess)
                 num_tokens += 1 + len(draft)
         return num_tokens
 
@@ -99,26 +159,60 @@ class Speculation:
             count += 1
         self.num_drafted += len(draft)
         self.num_accepted += count
+        drafter = seq.drafter
+        if drafter is not None:
+            drafter.credit = min(drafter.credit + count, MAX_CREDIT)
+            if drafter.was_by_model:
+                self.num_model_drafted += len(draft)
+                self.num_model_accepted += count
+                if self.model is not None:
+                    self.model.verified(seq, len(draft), count, drafter.price)
         if not is_finite:
             seq.drafter = None
-        if seq.drafter is not None:
-            seq.drafter.credit = min(seq.drafter.credit + count, MAX_CREDIT)
         num_taken = count + 1 if is_finite else 0
         if seq.life == row.life:
             seq.num_computed -= row.length - num_taken
         return sampled[:num_taken]
 
-    def _draft(
-        self, row: Row, drafter: Drafter, price: float, room: int, spare: int
-    ) -> tuple[int, ...]:
-        """A draft of at most `room` tokens. It may take KV blocks while `spare` are left."""
+    def _num_worthwhile(self, row: Row, drafter: Drafter, price: float, room: int) -> int:
+        """How many tokens to guess by lookup. With overlapped steps, the first of them is the token
+        that is being sampled, which is not drafted.
+        """
+        if not drafter.match:
+            return 0
+        limit = min(self._limit(row, room), int(drafter.credit / price))
+        return self._odds.worthwhile(drafter.match, price, limit + _num_sampling(row))
+
+    def _limit(self, row: Row, room: int) -> int:
+        """The max number of tokens of a draft."""
+        return min(MAX_DRAFT, room, row.seq.max_len - row.start - 1, self._kv.max_row - 1)
+
+    def _guess(self, row: Row, drafter: Drafter, count: int) -> list[int]:
+        return drafter.guess(count)[_num_sampling(row) :]
+
+    def _offer(
+        self, row: Row, drafter: Drafter, terms: _Terms, room: int, count: int
+    ) -> "Offer | None":
+        """What the draft model would do for a row, or None if lookup, which would draft `count`
+        tokens, is expected to save more.
+        """
+        assert self.model is not None
+        if not drafter.asks_model:
+            return None
+        limit = self._limit(row, room)
+        offer = self.model.offer(row.seq, terms.price, drafter.credit, limit)
+        if offer.gain <= self._odds.gain(drafter.match, terms.price, count - _num_sampling(row)):
+            return None
+        if _num_sampling(row):
+            self.awaits_tokens = True
+            return None
+        return offer
+
+    def _fitting(self, row: Row, draft: list[int], terms: _Terms) -> tuple[int, ...]:
+        """The part of a draft that the step can verify: up to a stop token, as far as the grammar
+        allows it, and as far as there are KV blocks.
+        """
         seq, before = row.seq, row.start + 1
-        limit = min(MAX_DRAFT, room, seq.max_len - before, self._kv.max_row - 1)
-        limit = min(limit, int(drafter.credit / price))
-        # With overlapped steps, the first guess is a token that is being sampled.
-        num_sampling = before - len(seq.tokens)
-        count = self._odds.worthwhile(drafter.match, price, limit + num_sampling)
-        draft = drafter.guess(count)[num_sampling:]
         for index, token in enumerate(draft):
             # The token after the draft may be a stop token. Tokens of images are negative.
             if token < 0 or token in seq.stop_ids:
@@ -127,10 +221,23 @@ class Speculation:
         if draft and seq.constraint is not None:
             del draft[seq.constraint.num_allowed(draft) :]
         end = before + len(draft)
-        if end > seq.room and not self._kv.extend(seq, end, spare):
+        if end > seq.room and not self._kv.extend(seq, end, terms.spare):
             del draft[seq.room - before :]
-        drafter.credit -= price * len(draft)
         return tuple(draft)
+
+
+def _num_sampling(row: Row) -> int:
+    """1 if the token of a decode row is still being sampled, else 0."""
+    return row.start + 1 - len(row.seq.tokens)
+
+
+def _with_draft(row: Row, draft: tuple[int, ...], *, by_model: bool, price: float) -> Row:
+    seq, drafter = row.seq, row.seq.drafter
+    assert drafter is not None
+    seq.num_computed += len(draft)
+    drafter.credit -= price * len(draft)
+    drafter.was_by_model, drafter.price = by_model, price
+    return row._replace(length=1 + len(draft), draft=draft)
 
 
 def _can_follow(row: Row) -> bool:

@@ -41,6 +41,17 @@ class Odds:
             match = min(match + 1, MAX_MATCH)
         return limit
 
+    def gain(self, match: int, price: float, count: int) -> float:
+        """How much a draft of `count` tokens after a match is expected to save, in units of a
+        generated token's cost.
+        """
+        chance, right = 1.0, 0.0
+        for _ in range(count):
+            chance *= self._hits[match] / self._guesses[match]
+            right += chance
+            match = min(match + 1, MAX_MATCH)
+        return right - price * max(count, 0)
+
 
 class Drafter:
     """Guesses the next tokens of one sequence. Every guess counts for the odds, whether it becomes
@@ -60,6 +71,9 @@ class Drafter:
         self.match = EXPECTED_MATCH if len(expected) else 0  # 0: there is no guess
         self.credit = FIRST_CREDIT
         self.asks_cache = not len(expected)  # whether a cached answer may replace `expected`
+        self.asks_model = True  # whether the draft model, if there is one, may guess
+        # Of the last draft: whether the draft model guessed it, and the price of a token
+        self.was_by_model, self.price = False, 0.0
 
     def expect(self, rest: Tokens) -> None:
         """Take `rest` as the expected text. Its first token is the guess for the next token."""
