@@ -193,7 +193,8 @@ def test_a_prompt_is_computed_only_if_that_pays():
     assert made.offer(SEQ, 0.1, 8.0, 16).count > 0
 
 
-def test_a_bad_draft_model_is_tried_again_much_later():
+def test_a_bad_draft_model_is_tried_again_much_later(monkeypatch):
+    monkeypatch.setattr(model_drafts, "FORGETTING", 0.001)  # fewer steps than in use
     made = drafts_at(0.05)
     for _ in range(40):
         made.verified(SEQ, 4, 0, 0.1)
@@ -255,7 +256,8 @@ def test_a_draft_model_needs_the_same_vocabulary(monkeypatch, ours, theirs, says
         worker.check_vocabulary(Path("m"), Path("d"))
 
 
-def test_the_rate_of_old_guesses_fades():
+def test_the_rate_of_old_guesses_fades(monkeypatch):
+    monkeypatch.setattr(model_drafts, "FORGETTING", 0.001)
     rate = Rate(0.5, 4.0)
     for _ in range(200):
         rate.add(3, has_wrong=True)

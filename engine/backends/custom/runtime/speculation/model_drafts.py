@@ -20,7 +20,7 @@ PRIOR_CHANCE, PRIOR_GUESSES = 0.7, 8.0
 SHARED_GUESSES = 4.0
 # If the draft model does not guess, the chances return to those before anything was verified, and
 # its measured cost counts less: by this share with each step. So it is tried again.
-FORGETTING = 0.001
+FORGETTING = 0.0001
 # If a draft takes longer than this many times what was expected, no more than that is charged. Such
 # a draft may have waited for a kernel that was compiled.
 MAX_SURPRISE = 4.0
