@@ -35,22 +35,32 @@ FLOAT = ["--cache-type-k", "f32", "--cache-type-v", "f32", "--flash-attn", "off"
 Scores = dict[int, float]
 
 
-def theirs(server: Path, model: Path, vector: Path | None, is_float: bool) -> list[Scores]:
+def theirs(server: Path, model: Path, *options: str) -> list[Scores]:
     """Log-probabilities by token id, after each prompt."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+    port = free_port()
     command = [str(server), "-m", str(model), "--port", str(port), "-c", "256", "-np", "1"]
-    command += FLOAT if is_float else []
-    if vector is not None:
-        command += ["--control-vector-scaled", f"{vector}:{STRENGTH}"]
     env = os.environ | {"LD_LIBRARY_PATH": str(server.parent)}
     quiet = subprocess.DEVNULL
-    process = subprocess.Popen(command, stdout=quiet, stderr=quiet, env=env)
-    url = f"http://127.0.0.1:{port}"
+    process = subprocess.Popen([*command, *options], stdout=quiet, stderr=quiet, env=env)
+    (found,) = answers(f"http://127.0.0.1:{port}", "/health", process, {})
+    return found
+
+
+def free_port() -> int:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        return int(free.getsockname()[1])
+
+
+def answers(
+    url: str, health: str, process: subprocess.Popen[bytes], *fields: dict[str, str]
+) -> tuple[list[Scores], ...]:
+    """Log-probabilities after each prompt, for requests with each of these additional fields. The
+    server ends afterwards.
+    """
     try:
-        _wait(f"{url}/health", process)
-        return [_scores(url, prompt) for prompt in PROMPTS]
+        _wait(f"{url}{health}", process)
+        return tuple([_scores(url, prompt, each) for prompt in PROMPTS] for each in fields)
     finally:
         process.terminate()
         process.wait(30)
@@ -58,7 +68,7 @@ def theirs(server: Path, model: Path, vector: Path | None, is_float: bool) -> li
 
 def _wait(url: str, process: subprocess.Popen[bytes]) -> None:
     for _ in range(600):
-        assert process.poll() is None, "llama-server has ended"
+        assert process.poll() is None, "the server has ended"
         try:
             with urllib.request.urlopen(url, timeout=5):
                 return
@@ -67,8 +77,8 @@ def _wait(url: str, process: subprocess.Popen[bytes]) -> None:
     raise TimeoutError(url)
 
 
-def _scores(url: str, prompt: str) -> Scores:
-    body = {"prompt": prompt, "n_predict": 1, "n_probs": NUM_TOP, "temperature": 0}
+def _scores(url: str, prompt: str, fields: dict[str, str]) -> Scores:
+    body = fields | {"prompt": prompt, "n_predict": 1, "n_probs": NUM_TOP, "temperature": 0}
     data = json.dumps(body | {"cache_prompt": False}).encode()
     request = urllib.request.Request(
         f"{url}/completion", data, {"Content-Type": "application/json"}
@@ -116,8 +126,10 @@ def random_vector(file: Path, model: str) -> None:
 
 
 def compare(server: Path, model: Path, vector: Path, is_float: bool) -> float:
-    plain = ours(model, None, is_float), theirs(server, model, None, is_float)
-    steered = ours(model, vector, is_float), theirs(server, model, vector, is_float)
+    options = FLOAT if is_float else []
+    plain = ours(model, None, is_float), theirs(server, model, *options)
+    scaled = ("--control-vector-scaled", f"{vector}:{STRENGTH}")
+    steered = ours(model, vector, is_float), theirs(server, model, *options, *scaled)
     print("in float32" if is_float else f"{model.name} as it is")
     print(f"  without a vector: {largest(*plain):.5f} at most between the two engines")
     print(f"  with the vector:  {largest(*steered):.5f}")

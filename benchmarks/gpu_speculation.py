@@ -41,7 +41,8 @@ from engine.backends.custom.weights.model import ModelSource
 from engine.backends.custom.weights.quants import dequantize
 from engine.backends.custom.weights.random import STORED, Normal, RandomWeight, random_model
 from engine.backends.custom.weights.weight import Weight
-from engine.backends.custom.worker.main import build_loop, load_runner, planned
+from engine.backends.custom.worker.loading import load_runner
+from engine.backends.custom.worker.main import build_loop, planned
 from engine.core.interfaces.request import Deltas, GenerateRequest, SamplingParams
 
 QUIET = 1e-4  # factor of the matrices with which layers write to the residual stream

@@ -68,7 +68,7 @@ def measure(num_tokens: int) -> dict[str, Any]:
         answers, ejected_s = asyncio.run(kill_under_load(server, num_tokens))
         wait_for(lambda: len(server.nodes()) == 2, START_S)
         failed = [repr(each) for each in answers if isinstance(each, BaseException)]
-        returned_s = logged("Joined ")[-1] - logged("the engine is ready")[-1]
+        returned_s = logged("Joined ")[-1] - logged("The engine is ready")[-1]
         server.cluster("down")
         left = node_processes("")
     is_good = not failed and not left and returned_s <= MAX_RETURN_S

@@ -24,7 +24,8 @@ from engine.backends.custom.runtime.loop import EngineLoop
 from engine.backends.custom.runtime.speculation.draft_model import DraftModel
 from engine.backends.custom.weights.model import open_model
 from engine.backends.custom.worker.draft import plan_draft
-from engine.backends.custom.worker.main import build_loop, load_runner, planned
+from engine.backends.custom.worker.loading import load_runner
+from engine.backends.custom.worker.main import build_loop, planned
 from engine.core.interfaces.request import Deltas, GenerateRequest, SamplingParams
 from engine.core.store.pull import pull
 

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any
 
 from engine.core.errors import InvalidRequestError
 from engine.core.interfaces.backend import Event, GrammarSpec, ModelCard
-from engine.core.interfaces.request import EngineStats
 from engine.core.interfaces.request import SamplingParams as WireParams
+from engine.core.interfaces.stats import EngineStats
 from engine.core.store.catalogue import DEFAULT_MODEL
 from engine.library.arguments import EngineArgs
 from engine.library.embedded import (

@@ -33,7 +33,7 @@ from engine.core.interfaces.backend import (
     TopLogprob,
     UsageEvent,
 )
-from engine.core.interfaces.request import EngineStats
+from engine.core.interfaces.stats import EngineStats
 
 MODEL = "tests/fake-model"
 CONTEXT_LENGTH = 4096

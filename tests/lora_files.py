@@ -1,12 +1,14 @@
-"""LoRA adapters for tests: PEFT folders with random matrices."""
+"""LoRA adapters for tests: PEFT folders with random matrices, and places that load at once."""
 
 import json
 from collections.abc import Mapping
+from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from engine.backends.custom.runtime.groups.adapter_places import AdapterPlaces
 from tests.safetensors_files import file_bytes
 
 PREFIX = "base_model.model."
@@ -35,3 +37,12 @@ def peft_folder(
     told = {"peft_type": "LORA", "r": rank, "lora_alpha": 2 * rank, "target_modules": targets}
     (folder / "adapter_config.json").write_text(json.dumps(told | dict(config or {})))
     return folder
+
+
+class InlinePlaces(AdapterPlaces):
+    """Loads adapters in the engine loop itself, so that a schedule is the same every time."""
+
+    def _load(self, path: str) -> "Future[Any]":
+        job: Future[Any] = Future()
+        job.set_result(self._read_and_pack(path))
+        return job

@@ -9,7 +9,8 @@ import numpy as np
 from engine.backends.custom.options import EngineOptions
 from engine.backends.custom.tools.profiling import ListChannel
 from engine.backends.custom.weights.model import open_model
-from engine.backends.custom.worker.main import build_loop, load_runner, planned
+from engine.backends.custom.worker.loading import load_runner
+from engine.backends.custom.worker.main import build_loop, planned
 from engine.core.interfaces.interp import Capture, Edit, InterpRequest
 from engine.core.interfaces.request import Abort, GenerateRequest, SamplingParams, TokenDelta
 from engine.core.tensor_file import unpack_tensors

@@ -15,6 +15,7 @@ from unittest import mock
 import httpx
 import psutil
 
+from tests.live_server import free_port
 from tests.served import ServedEngine, serve
 
 TOKEN = "a-token-for-nodes-in-ray"
@@ -29,6 +30,12 @@ PATIENCE = {
 }
 OBJECT_STORE_BYTES = 100 * 2**20
 START_S = 300.0
+AGENT_PORTS = (
+    "metrics_agent_port",
+    "metrics_export_port",
+    "dashboard_agent_listen_port",
+    "runtime_env_agent_port",
+)
 
 
 @contextmanager
@@ -52,14 +59,15 @@ def ray_cluster(num_machines: int = 2) -> Iterator[str]:
                     raise
                 time.sleep(0.5)
 
-    each = {"num_cpus": 1, "object_store_memory": OBJECT_STORE_BYTES}
-    head = each | {"include_dashboard": False}
+    fixed = {"num_cpus": 1, "object_store_memory": OBJECT_STORE_BYTES}
     cluster = Cluster()
     try:
         with mock.patch.object(services, "get_node", wait_for_node):
-            cluster.add_node(**head)
-            for _ in range(num_machines - 1):
-                cluster.add_node(**each)
+            for number in range(num_machines):
+                # Ports that Ray chooses must be written to files within 30 seconds, too.
+                ports = {name: free_port() for name in AGENT_PORTS}
+                head = {} if number else {"include_dashboard": False}
+                cluster.add_node(**fixed, **ports, **head)
         yield cluster.address
     finally:
         ray.shutdown()

@@ -62,6 +62,23 @@ struct MatmulJob {
     const Outlier* outliers = nullptr;
 };
 
+// Ranks [first, first + count) are those of LoRA matrix B that can differ from zero in a panel of 16 output
+// channels. The panel's values begin at index `offset`: 16 channels of each rank.
+struct RankPanel {
+    int32_t offset, first, count;
+};
+
+// Computes B h for rows of h, where B is the second matrix of a LoRA adapter.
+struct ExpandJob {
+    const RankPanel* panels;
+    const float* floats;  // the values of B; null: they are in `bf16`
+    const uint16_t* bf16;
+    const float* hidden;  // h of row r starts at hidden + r * hidden_stride
+    int hidden_stride, rows;
+    float* out;  // panel p of row r starts at out + r * stride + 16 p
+    int stride;
+};
+
 enum class KvType : uint8_t { F32, BF16, INT8 };
 
 // The paged KV cache. A tile holds 16 tokens of one kv head. Each layer and block stores the keys of all kv
@@ -183,6 +200,9 @@ struct Kernels {
     void (*convolve)(const RecurrentJob& job, const RecurrentRow& row, int begin, int end);
     void (*scan[3])(const RecurrentJob& job, const RecurrentRow& row, int head, float* scratch);
     void (*gate_values)(float* x, const float* gate, int size);
+
+    // Computes panels [begin, end) of the output.
+    void (*expand)(const ExpandJob& job, int begin, int end);
 
     // x[i] = cap * tanh(x[i] / cap)
     void (*softcap)(float* x, int size, float cap);

@@ -8,8 +8,10 @@ constexpr int kMaxAdapters = 1024;
 
 // (layout, rows, columns, panels)
 using PackedArgument = std::tuple<int, int, int, Array<const uint8_t, 1>>;
-// (site, A, B, numerics)
-using SiteArgument = std::tuple<int, PackedArgument, PackedArgument, int>;
+// (the values of all panels, as floats or as bfloat16; RankPanel of each panel)
+using ExpandArgument = std::tuple<Array<const uint8_t, 1>, Array<const int32_t, 2>, bool>;
+// (site, A, B, numerics of A x)
+using SiteArgument = std::tuple<int, PackedArgument, ExpandArgument, int>;
 // (A, one row per token; B, one row per rank)
 using EmbeddingArgument = std::tuple<Array<const float, 2>, Array<const float, 2>>;
 
@@ -21,6 +23,28 @@ Matrix read_matrix(const PackedArgument& argument) {
     if (reinterpret_cast<uintptr_t>(data.data()) % 64)
         throw nb::value_error("a matrix must be 64-byte aligned");
     return matrix;
+}
+
+// Sets B of `matrices`, whose A is set already, for a matmul with `num_panels` panels.
+void read_expansion(const ExpandArgument& argument, int num_panels, AdapterMatrices& matrices) {
+    const auto& [values, panels, is_bf16] = argument;
+    const size_t size = values.shape(0) / (is_bf16 ? sizeof(uint16_t) : sizeof(float));
+    if (panels.shape(0) != size_t(num_panels) || panels.shape(1) != 3)
+        throw nb::value_error("an adapter's matrices that do not fit the matmul");
+    if (reinterpret_cast<uintptr_t>(values.data()) % 64)
+        throw nb::value_error("a matrix must be 64-byte aligned");
+    matrices.panels = reinterpret_cast<const RankPanel*>(panels.data());
+    for (int i = 0; i < num_panels; i++) {
+        const RankPanel& panel = matrices.panels[i];
+        const bool is_inside = panel.first >= 0 && panel.count >= 0 && panel.offset >= 0 &&
+                               int64_t(panel.first) + panel.count <= matrices.a.rows;
+        if (!is_inside || size_t(panel.offset) + size_t(panel.count) * kPanelRows > size)
+            throw nb::value_error("a panel that is outside its matrix");
+    }
+    if (is_bf16)
+        matrices.bf16 = reinterpret_cast<const uint16_t*>(values.data());
+    else
+        matrices.floats = reinterpret_cast<const float*>(values.data());
 }
 
 // The ops of all programs have the same sites, so the sites of one program are enough.
@@ -38,13 +62,12 @@ LoadedAdapter read_adapter(const Executor& executor, const std::vector<SiteArgum
         if (op.site >= int(adapter.sites.size())) adapter.sites.resize(size_t(op.site) + 1);
     for (const auto& [site, a, b, numerics] : sites) {
         const Op& op = op_at(executor, site);
-        AdapterMatrices matrices{read_matrix(a), read_matrix(b), Numerics(numerics)};
+        AdapterMatrices matrices{read_matrix(a), Numerics(numerics)};
         if (matrices.numerics != Numerics::F32 && matrices.numerics != Numerics::INT8)
             throw nb::value_error("adapters compute in F32 or INT8");
-        const int panels = op.units() * (op.gated ? 2 : 1);
-        if (matrices.a.columns != op.matrix->columns || matrices.b.rows != panels * kPanelRows ||
-            matrices.b.columns % kGroup || matrices.a.rows > matrices.b.columns)
+        if (matrices.a.columns != op.matrix->columns)
             throw nb::value_error("an adapter's matrices that do not fit the matmul");
+        read_expansion(b, op.units() * (op.gated ? 2 : 1), matrices);
         adapter.sites[size_t(site)] = matrices;
     }
     if (embedding) {

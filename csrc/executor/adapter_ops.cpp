@@ -7,7 +7,7 @@ namespace engine {
 namespace {
 
 constexpr int kChunkRows = 16;         // rows whose A x is computed at a time
-constexpr int kDeltaFloats = 1 << 15;  // values of B (A x) that a thread computes at a time, for its L2 cache
+constexpr int kDeltaFloats = 1 << 13;  // values of B (A x) that a thread computes at a time, for its cache
 constexpr int kPrivateShrunkRows = 2;  // as kPrivateRows of executor.cpp
 
 }  // namespace
@@ -17,33 +17,28 @@ void Executor::set_adapter(int index, LoadedAdapter adapter) {
     adapters.loaded[size_t(index)] = std::move(adapter);
     int widest = 0;
     for (const LoadedAdapter& each : adapters.loaded)
-        for (const AdapterMatrices& matrices : each.sites) widest = std::max(widest, matrices.b.columns);
+        for (const AdapterMatrices& matrices : each.sites) widest = std::max(widest, matrices.a.rows);
     if (widest <= adapters.max_rank) return;
-    adapters.max_rank = widest;
+    adapters.max_rank = round_up(widest, kPanelRows);
     reserve_adapters();
 }
 
 void Executor::reserve_adapters() {
-    size_t input = 64, hidden = 64, scratch = 64;
-    for (const Numerics numerics : {Numerics::F32, Numerics::INT8}) {
-        auto bytes = kernels_.packed_bytes[int(numerics)];
-        hidden = std::max(hidden, round_up_size(bytes(1, adapters.max_rank), 64));
+    size_t input = 64;
+    const size_t hidden = sizeof(float) * size_t(adapters.max_rank);
+    for (const Numerics numerics : {Numerics::F32, Numerics::INT8})
         for (const Op& op : programs_.back().ops)
-            if (op.kind == Op::Kind::Linear) input = std::max(input, bytes(kChunkRows, op.matrix->columns));
-    }
-    scratch = std::max(scratch, kernels_.scratch_bytes(adapters.max_rank));
+            if (op.kind == Op::Kind::Linear)
+                input = std::max(input, kernels_.packed_bytes[int(numerics)](kChunkRows, op.matrix->columns));
     shrunk_ = Block(hidden * size_t(arena_.max_tokens));
     private_shrunk_.clear();
     adapter_input_.clear();
-    ranks_.clear();
     deltas_.clear();
     for (int thread = 0; thread < pool_.size(); thread++) {
         private_shrunk_.emplace_back(hidden * kPrivateShrunkRows);
         adapter_input_.emplace_back(input);
-        ranks_.emplace_back(sizeof(float) * size_t(kChunkRows) * size_t(adapters.max_rank));
         deltas_.emplace_back(sizeof(float) *
                              size_t(std::max(kDeltaFloats, 2 * kPanelRows * arena_.max_tokens)));
-        if (scratch_[size_t(thread)].size() < scratch) scratch_[size_t(thread)] = Block(scratch);
     }
 }
 
@@ -70,11 +65,10 @@ void Executor::for_runs(const Op& op, const Segment& segment, const F& visit) co
     }
 }
 
-uint8_t* Executor::shrunk(const Op& op, int row, int thread) const {
+float* Executor::shrunk(const Op& op, int row, int thread) const {
     const bool is_private = rows_of(op) <= kPrivateShrunkRows;
     const Block& memory = is_private ? private_shrunk_[size_t(thread)] : shrunk_;
-    const size_t rows = size_t(is_private ? kPrivateShrunkRows : arena_.max_tokens);
-    return memory.data() + memory.size() / rows / 64 * 64 * size_t(row);
+    return memory.floats() + size_t(adapters.max_rank) * size_t(row);
 }
 
 // A thread computes the rows that it has packed itself, so no thread waits for another.
@@ -92,40 +86,32 @@ void Executor::shrink(const Op& op, const Segments& segments, int thread) {
                 const int begin = std::clamp(from - run.first, 0, run.rows);
                 const int end = std::clamp(to - run.first, 0, run.rows);
                 if (begin >= end) return;
-                uint8_t* out = shrunk(op, run.first, thread);
+                float* out = shrunk(op, run.first + begin, thread);
                 if (!is_linear || segment.numerics != matrices.numerics)
-                    return shrink_rows(op, matrices, run, begin, end, thread, out);
-                const uint8_t* input = segment.input + size_t(run.first - segment.first) * row_bytes;
-                for (int first = begin; first < end; first += kChunkRows) {
-                    const int rows = std::min(kChunkRows, end - first);
-                    multiply_a(matrices, input + size_t(first) * row_bytes, run, first, rows, thread, out);
-                }
+                    return shrink_rows(op, matrices, run.first + begin, end - begin, thread, out);
+                const uint8_t* input = segment.input + size_t(run.first + begin - segment.first) * row_bytes;
+                multiply_a(matrices, input, end - begin, thread, out);
             });
         }
 }
 
-// Computes A x of rows [first, first + rows) of a run from packed activations, and packs the result to `out`
-// as rows of the input of B.
-void Executor::multiply_a(const AdapterMatrices& matrices, const uint8_t* input, const AdapterRun& run,
-                          int first, int rows, int thread, uint8_t* out) {
-    const int numerics = int(matrices.numerics), columns = matrices.b.columns, ranks = matrices.a.rows;
-    float* hidden = ranks_[size_t(thread)].floats();
-    const Epilogue epilogue{hidden, columns, nullptr, Activation::None, false, false};
-    kernels_.matmul[numerics]({&matrices.a, input, rows, epilogue}, 0, matrices.a.panels(), scratch(thread));
-    for (int r = 0; r < rows; r++) std::fill_n(hidden + r * columns + ranks, columns - ranks, 0.0f);
-    kernels_.pack[numerics](hidden - ptrdiff_t(first) * columns, columns, columns, run.rows, first,
-                            first + rows, out);
+// Computes A x of some rows from packed activations.
+void Executor::multiply_a(const AdapterMatrices& matrices, const uint8_t* input, int rows, int thread,
+                          float* out) {
+    const Epilogue epilogue{out, adapters.max_rank, nullptr, Activation::None, false, false};
+    kernels_.matmul[int(matrices.numerics)]({&matrices.a, input, rows, epilogue}, 0, matrices.a.panels(),
+                                            scratch(thread));
 }
 
-// As multiply_a, but packs the activations for A first.
-void Executor::shrink_rows(const Op& op, const AdapterMatrices& matrices, const AdapterRun& run, int begin,
-                           int end, int thread, uint8_t* out) {
-    for (int first = begin; first < end; first += kChunkRows) {
-        const int rows = std::min(kChunkRows, end - first);
-        const Segment chunk{matrices.numerics, &matrices.a, run.first + first, rows,
+// As multiply_a for rows [first, first + count) of the op, but packs the activations for A first.
+void Executor::shrink_rows(const Op& op, const AdapterMatrices& matrices, int first, int count, int thread,
+                           float* out) {
+    for (int done = 0; done < count; done += kChunkRows) {
+        const int rows = std::min(kChunkRows, count - done);
+        const Segment chunk{matrices.numerics, &matrices.a, first + done, rows,
                             adapter_input_[size_t(thread)].data()};
         pack(op, chunk, 0, rows, rows_[size_t(thread)].floats());
-        multiply_a(matrices, chunk.input, run, first, rows, thread, out);
+        multiply_a(matrices, chunk.input, rows, thread, out + size_t(done) * size_t(adapters.max_rank));
     }
 }
 
@@ -142,10 +128,10 @@ void Executor::multiply_adapted(const Op& op, const Segment& segment, int begin,
         for_runs(op, segment, [&](const AdapterRun& run, const AdapterMatrices& matrices) {
             float* out =
                 delta + ptrdiff_t(run.first - segment.first) * stride - ptrdiff_t(unit) * unit_floats;
-            const Epilogue epilogue{out, stride, nullptr, Activation::None, false, false};
-            kernels_.matmul[int(matrices.numerics)](
-                {&matrices.b, shrunk(op, run.first, thread), run.rows, epilogue}, unit * panels,
-                last * panels, scratch(thread));
+            const ExpandJob job{
+                matrices.panels,   matrices.floats, matrices.bf16, shrunk(op, run.first, thread),
+                adapters.max_rank, run.rows,        out,           stride};
+            kernels_.expand(job, unit * panels, last * panels);
         });
         run_matmul(op, segment, unit, last, thread, delta - ptrdiff_t(unit) * unit_floats, stride);
     }

@@ -2,7 +2,7 @@
 //
 // For a row x with adapter s, a matmul with the weights W gives W x + B (A x). A and B are those of the matmul
 // in adapter s. A has one row per rank, B one column. If W is fused from several weights, A has the ranks of
-// all of them, and B is block-diagonal.
+// all of them, and B is block-diagonal: the channels of a weight have its own ranks only.
 #pragma once
 #include <vector>
 
@@ -27,8 +27,11 @@ inline void extend_runs(std::vector<AdapterRun>& runs, int row, int adapter) {
 }
 
 struct AdapterMatrices {
-    Matrix a{}, b{};  // (ranks, K) and (output channels, ranks padded to whole groups)
-    Numerics numerics = Numerics::F32;
+    Matrix a{};                         // (ranks, K)
+    Numerics numerics = Numerics::F32;  // of A x
+    const RankPanel* panels = nullptr;  // B, by panels of output channels
+    const float* floats = nullptr;
+    const uint16_t* bf16 = nullptr;
 
     bool is_empty() const { return a.rows == 0; }
 };
@@ -49,7 +52,7 @@ struct LoadedAdapter {
 // The adapters of a model, by number. Number 0 is the base model.
 struct AdapterSet {
     std::vector<LoadedAdapter> loaded;
-    int max_rank = 0;  // columns of the widest b
+    int max_rank = 0;  // rows of the highest a
 
     bool has(int adapter) const {
         return adapter == 0 ||

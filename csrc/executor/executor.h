@@ -178,11 +178,10 @@ class Executor {
     void for_runs(const Op& op, const Segment& segment, const F& visit) const;
     // Computes A x of the rows with adapters that this thread has packed.
     void shrink(const Op& op, const Segments& segments, int thread);
-    void shrink_rows(const Op& op, const AdapterMatrices& matrices, const AdapterRun& run, int begin, int end,
-                     int thread, uint8_t* out);
-    void multiply_a(const AdapterMatrices& matrices, const uint8_t* input, const AdapterRun& run, int first,
-                    int rows, int thread, uint8_t* out);
-    uint8_t* shrunk(const Op& op, int row, int thread) const;  // where A x of a row is packed
+    void shrink_rows(const Op& op, const AdapterMatrices& matrices, int first, int count, int thread,
+                     float* out);
+    void multiply_a(const AdapterMatrices& matrices, const uint8_t* input, int rows, int thread, float* out);
+    float* shrunk(const Op& op, int row, int thread) const;  // where A x of a row is stored
     void add_to_embedding(int token, int size, float* out) const;
     void reserve_adapters();
     void pack(const Op& op, const Segment& segment, int begin, int end, float* row);
@@ -241,10 +240,10 @@ class Executor {
     ExpertBatch expert_batch_;
     const Batch* batch_ = nullptr;
     uint8_t* finite_ = nullptr;
-    // For adapters: A x of all rows, the same for few rows by thread, and by thread: packed activations, A x
-    // of some rows, and B (A x) of some units.
+    // For adapters: A x of all rows, the same for few rows by thread, and by thread: packed activations, and
+    // B (A x) of some units.
     Block shrunk_;
-    std::vector<Block> private_shrunk_, adapter_input_, ranks_, deltas_;
+    std::vector<Block> private_shrunk_, adapter_input_, deltas_;
     bool fast_ = false;
     bool timing_ = false;
     std::vector<double> op_seconds_;

@@ -4,7 +4,7 @@ The server, the CLI and the Python API hold an `InferenceBackend` and never chec
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import AsyncGenerator, AsyncIterator, Callable
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar, TypeAlias
@@ -20,8 +20,9 @@ from engine.core.interfaces.backend import (
     ModelCard,
     TokenizerInfo,
 )
-from engine.core.interfaces.request import EngineStats, GenerateRequest
+from engine.core.interfaces.request import GenerateRequest
 from engine.core.interfaces.snapshot import EngineSnapshot
+from engine.core.interfaces.stats import EngineStats
 
 EventSink: TypeAlias = Callable[[Event], None]
 
@@ -280,6 +281,11 @@ class InferenceBackend(ABC):
         a note for each process that could not be changed. Remote servers are not affected.
         """
         return ()
+
+    @property
+    def adapters(self) -> Mapping[str, str]:
+        """The paths of the LoRA adapters that are served, by name."""
+        return {}
 
     async def load_adapter(
         self, name: str, path: str, *, base: str | None = None, replaces: bool = False

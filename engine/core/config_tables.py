@@ -142,6 +142,8 @@ class AdapterTable(Table):
 
     path: str = Field(min_length=1, max_length=4096)
     """PEFT folder or GGUF file; relative to the configuration file."""
+    base: str | None = Field(default=None, min_length=1, max_length=256)
+    """Id of the base model, if there are several."""
 
 
 _NAMES = {
@@ -223,6 +225,20 @@ def backends_of(table: ModelTable, tables: NamedTables) -> list[BackendUse]:
     ]
 
 
+def adapters_of(backend: str, tables: NamedTables) -> dict[str, str]:
+    """The paths of the LoRA adapters that a backend needs for its models, by name."""
+    uses = {
+        model_id: any(use.name == backend for use in backends_of(table, tables))
+        for model_id, table in tables.models.items()
+    }
+    only = next(iter(tables.models), "")
+    return {
+        name: table.path
+        for name, table in tables.adapters.items()
+        if uses.get(table.base or only, False)
+    }
+
+
 def _check_shape(section: str, named: Any, where: str) -> None:
     if not isinstance(named, Mapping):
         raise ConfigError(f"{where}: {section} must be tables, written [{section}.NAME]")
@@ -291,12 +307,19 @@ def _check_presets(tables: NamedTables, where: str) -> None:
 
 
 def _check_adapters(tables: NamedTables, where: str) -> None:
-    if tables.adapters and tables.backends:
-        name = next(iter(tables.adapters))
-        raise ConfigError(
-            f"{where}: adapters.{name} is for a server without [backends.*]",
-            param=f"adapters.{name}",
-        )
+    known = list(tables.models)
+    for name, table in tables.adapters.items():
+        key = f"adapters.{name}"
+        if table.base is None and len(known) > 1:
+            raise ConfigError(
+                f"{where}: {key} needs base, the id of its model: {', '.join(known)}", param=key
+            )
+        if table.base is not None and tables.backends and table.base not in known:
+            raise ConfigError(
+                f"{where}: {key}.base: there is no model '{table.base}'"
+                f"{suggest(table.base, known)}",
+                param=f"{key}.base",
+            )
 
 
 def _check_model(where: str, model_id: str, table: ModelTable, tables: NamedTables) -> None:
@@ -335,6 +358,9 @@ def _check_names(tables: NamedTables, where: str) -> None:
                     " already"
                 )
             owners[alias] = f"models.{model_id}"
+    for name in tables.adapters:
+        if name in owners:
+            raise ConfigError(f"{where}: adapters.{name}: {owners[name]} has this name already")
 
 
 def _explain(error: ValidationError) -> str:

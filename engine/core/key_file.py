@@ -7,7 +7,7 @@ file.
 
 import hashlib
 import secrets
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -27,6 +27,7 @@ LIMIT_NAMES = (
 )
 
 Name = Annotated[str, msgspec.Meta(pattern=r"^[A-Za-z0-9_.@-]{1,64}\Z")]
+ModelName = Annotated[str, msgspec.Meta(pattern=r"^[!-~]{1,256}\Z")]
 Rate = Annotated[int, msgspec.Meta(ge=1, le=10**12)] | None
 Places = Annotated[int, msgspec.Meta(ge=1, le=65536)] | None
 Role = Literal["user", "admin"]
@@ -69,6 +70,8 @@ class KeyEntry(
     # Whether names of control tokens in the key's prompts become these tokens, if a request does
     # not say.
     parse_special: bool = False
+    # The models and LoRA adapters that the key may use. None: all of them.
+    models: tuple[ModelName, ...] | None = None
 
     @property
     def tenant_name(self) -> str:
@@ -115,6 +118,7 @@ def add_key(
     tenant: str | None = None,
     role: Role = "user",
     parse_special: bool = False,
+    models: Sequence[str] | None = None,
     limits: Mapping[str, int | None] | None = None,
 ) -> tuple[str, KeyEntry]:
     """Create an API key and write its entry to the file. Returns the key and its entry. The file
@@ -131,6 +135,7 @@ def add_key(
         "tenant": tenant,
         "role": role,
         "parse_special": parse_special,
+        "models": models,
         "created": datetime.now(UTC).isoformat(timespec="seconds"),
         **(limits or {}),
     }

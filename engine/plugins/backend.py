@@ -5,7 +5,7 @@ So `/readyz` shows it, and requests are refused before they reach a plugin.
 """
 
 import asyncio
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,8 +21,9 @@ from engine.core.interfaces.backend import (
     TokenizerInfo,
     UsageEvent,
 )
-from engine.core.interfaces.request import EngineStats, GenerateRequest
+from engine.core.interfaces.request import GenerateRequest
 from engine.core.interfaces.snapshot import EngineSnapshot
+from engine.core.interfaces.stats import EngineStats
 from engine.plugins.answer import PluggedAnswer, prepared
 from engine.plugins.host import PluginHost
 from engine.plugins.views import ResponseBuilder, applied, view_of
@@ -113,6 +114,18 @@ class PluggedBackend(InferenceBackend):
 
     def files_of(self, model: str) -> Path | None:
         return self.inner.files_of(model)
+
+    @property
+    def adapters(self) -> Mapping[str, str]:
+        return self.inner.adapters
+
+    async def load_adapter(
+        self, name: str, path: str, *, base: str | None = None, replaces: bool = False
+    ) -> None:
+        await self.inner.load_adapter(name, path, base=base, replaces=replaces)
+
+    async def unload_adapter(self, name: str) -> None:
+        await self.inner.unload_adapter(name)
 
     async def set_log_level(self, level: str) -> tuple[str, ...]:
         return await self.inner.set_log_level(level)

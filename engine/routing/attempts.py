@@ -85,10 +85,11 @@ class Attempts:
         decision: Decision,
         observer: Observer,
         mirror: Callable[[], EventTap | None],
+        adapter: str = "",
     ) -> None:
         self.route = route
         self.request = request
-        self.asked = Asked(request)
+        self.asked = Asked(request, adapter)
         self.decision = decision
         self.observer = observer
         self.is_done = False

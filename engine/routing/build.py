@@ -10,7 +10,7 @@ from engine.backends.base import InferenceBackend
 from engine.backends.custom.engine_settings import engine_options, has_engine
 from engine.backends.factory import make_backend
 from engine.core.config_schema import NamedTables, Settings
-from engine.core.config_tables import BackendTable, ModelTable, backends_of
+from engine.core.config_tables import BackendTable, ModelTable, adapters_of, backends_of
 from engine.core.errors import ConfigError, EngineError
 from engine.core.store.model_store import resolve_model
 from engine.routing.attempts import ShadowTraffic
@@ -23,7 +23,7 @@ from engine.routing.route import Route
 from engine.routing.router import Router
 
 # Engine options that come from the `[backends.*]` table, not from the server's settings.
-_OF_THE_TABLE = ("model_path", "framework")
+_OF_THE_TABLE = ("model_path", "framework", "adapters")
 # Default size of an engine's KV pool, used to estimate the engine's memory.
 USUAL_POOL_MB = 224
 ENGINE_MB = 96
@@ -142,6 +142,7 @@ class _BackendMaker:
 
     def __call__(self, name: str, table: BackendTable, where: str) -> InferenceBackend:
         options = self._share.options(table.kind, table.options)
+        options = self._with_adapters(name.partition("#")[0], table.kind, options)
         try:
             if table.kind == REMOTE:
                 return make_backend(table.kind, table.model, options)
@@ -150,6 +151,19 @@ class _BackendMaker:
             )
         except ConfigError as error:
             raise ConfigError(f"{where}: {error.message}", param=error.param) from error
+
+    def _with_adapters(self, name: str, kind: str, options: dict[str, Any]) -> dict[str, Any]:
+        adapters = adapters_of(name, self._settings.tables)
+        if not adapters:
+            return options
+        if not has_engine(kind):
+            each = next(iter(adapters))
+            raise ConfigError(
+                f"adapters.{each} is for a model of backends.{name}, and '{kind}' serves no LoRA"
+                " adapters; use native, torch or jax",
+                param=f"adapters.{each}",
+            )
+        return {**options, "backend_args": {**options["backend_args"], "adapters": adapters}}
 
 
 def _replicas(name: str, table: BackendTable, make: _BackendMaker, where: str) -> list[Replica]:

@@ -5,7 +5,7 @@ from typing import Any
 
 import msgspec
 
-from engine.core.interfaces.request import EngineStats, TierStats
+from engine.core.interfaces.stats import EngineStats, TierStats
 
 # Fields of `EngineStats` that never become smaller while an engine process runs.
 _COUNTS = (

@@ -9,7 +9,7 @@ import contextlib
 import logging
 import math
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Callable
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -35,8 +35,9 @@ from engine.core.interfaces.backend import (
     ModelCard,
     TokenizerInfo,
 )
-from engine.core.interfaces.request import EngineStats, GenerateRequest
+from engine.core.interfaces.request import GenerateRequest
 from engine.core.interfaces.snapshot import EngineSnapshot
+from engine.core.interfaces.stats import EngineStats
 from engine.routing.residency import Residency, own_bytes
 
 log = logging.getLogger(__name__)
@@ -82,6 +83,8 @@ class OnDemand(InferenceBackend):
         self._inner = loaded
         self._starting: InferenceBackend | None = None
         self._cards = [] if loaded is None else loaded.models()
+        # The adapters of the backend that was unloaded last. The next one gets them back.
+        self._adapters: Mapping[str, str] | None = None
         self._loading: asyncio.Task[None] | None = None
         # Backends that were replaced, each with the task that waits for its last request.
         self._retiring: dict[CustomBackend, asyncio.Task[None]] = {}
@@ -180,6 +183,7 @@ class OnDemand(InferenceBackend):
             await self._idle_within(wait_s)
             self._expected_bytes = self.resident_bytes() or self._expected_bytes
             backend, self._inner = self._inner, None
+            self._adapters = dict(backend.adapters)
             await backend.stop()
         finally:
             self.is_leaving = False
@@ -325,6 +329,25 @@ class OnDemand(InferenceBackend):
     def files_of(self, model: str) -> Path | None:
         return None if self._inner is None else self._inner.files_of(model)
 
+    @property
+    def adapters(self) -> Mapping[str, str]:
+        if self._inner is not None:
+            return self._inner.adapters
+        return self._adapters or {}
+
+    async def load_adapter(
+        self, name: str, path: str, *, base: str | None = None, replaces: bool = False
+    ) -> None:
+        async with self.use() as backend:
+            await backend.load_adapter(name, path, base=base, replaces=replaces)
+
+    async def unload_adapter(self, name: str) -> None:
+        if self._inner is None and name in self.adapters:
+            self._adapters = {each: path for each, path in self.adapters.items() if each != name}
+            return
+        async with self.use() as backend:
+            await backend.unload_adapter(name)
+
     async def set_log_level(self, level: str) -> tuple[str, ...]:
         self._log_level = level
         return () if self._inner is None else await self._inner.set_log_level(level)
@@ -354,6 +377,7 @@ class OnDemand(InferenceBackend):
                 began = time.monotonic()
                 backend = self._starting = self._make()
                 await self._start(backend)
+                await self._restore_adapters(backend)
                 self._inner, self._cards = backend, backend.models()
                 self.num_loads += 1
                 self.last_used = time.monotonic()
@@ -363,6 +387,21 @@ class OnDemand(InferenceBackend):
             raise
         finally:
             self._loading = self._starting = None
+
+    async def _restore_adapters(self, backend: InferenceBackend) -> None:
+        """Serve the adapters that were served before the model was unloaded, and no others."""
+        if self._adapters is None:
+            return
+        for name in backend.adapters.keys() - self._adapters.keys():
+            await backend.unload_adapter(name)
+        for name, path in self._adapters.items():
+            if backend.adapters.get(name) == path:
+                continue
+            try:
+                await backend.load_adapter(name, path, replaces=True)
+            except EngineError as error:
+                log.warning("the adapter %s is not served any more: %s", name, error.message)
+        self._adapters = None
 
     async def _idle_within(self, seconds: float) -> None:
         deadline = time.monotonic() + seconds

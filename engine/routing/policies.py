@@ -27,9 +27,12 @@ MAX_EXTRA_LOAD = 4
 
 @dataclass(frozen=True)
 class Asked:
-    """A request, with its session and the block keys of its prompt, which policies use."""
+    """A request, with its session and the block keys of its prompt, which policies use. `adapter`
+    is the LoRA adapter that it asks for.
+    """
 
     request: Request
+    adapter: str = ""
 
     @property
     def session(self) -> str:
@@ -37,7 +40,7 @@ class Asked:
 
     @cached_property
     def prompt(self) -> RoutedPrompt:
-        return RoutedPrompt(self.request)
+        return RoutedPrompt(self.request, self.adapter)
 
 
 @dataclass(frozen=True, slots=True)

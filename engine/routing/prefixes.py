@@ -31,10 +31,10 @@ MAX_AGE_S = 1800.0
 
 
 class RoutedPrompt:
-    """A request's prompt as a sequence of block keys."""
+    """A request's prompt as a sequence of block keys. Each LoRA adapter has prefixes of its own."""
 
-    def __init__(self, request: Request) -> None:
-        self.keys = tuple(_keys(request))
+    def __init__(self, request: Request, adapter: str = "") -> None:
+        self.keys = tuple(_keys(request, adapter))
 
     @property
     def num_blocks(self) -> int:
@@ -91,9 +91,10 @@ class SeenPrefixes:
         self._seen.clear()
 
 
-def _keys(request: Request) -> Iterator[int]:
+def _keys(request: Request, adapter: str) -> Iterator[int]:
     # Python's str hash is keyed with a per-process secret, so clients can't produce collisions.
-    key = hash(request.salt if isinstance(request, EmbedRequest) else request.context.salt)
+    salt = request.salt if isinstance(request, EmbedRequest) else request.context.salt
+    key = hash((salt, adapter))
     if isinstance(request, CompletionRequest) and not isinstance(request.prompt, str):
         ids = request.prompt
         for start in range(0, min(len(ids), MAX_BLOCKS * BLOCK_IDS), BLOCK_IDS):

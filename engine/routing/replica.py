@@ -15,7 +15,7 @@ from engine.backends.base import InferenceBackend
 from engine.backends.process import resident_bytes
 from engine.core.errors import EngineError
 from engine.core.interfaces.backend import Health, ModelCard, UsageEvent
-from engine.core.interfaces.request import EngineStats
+from engine.core.interfaces.stats import EngineStats
 from engine.routing.carried_stats import CarriedStats, summed
 from engine.routing.prefixes import SeenPrefixes
 

@@ -80,7 +80,11 @@ class Route:
         """Choose a replica. Replicas named in `failed` have already failed this request and are not
         chosen. If the caller sends the request to the chosen replica, it must call `went`.
         """
-        looked = [self._look(member, failed) for member in self.members]
+        looked = [
+            self._look(member, failed)
+            for member in self.members
+            if not asked.adapter or asked.adapter in member.replica.backend.adapters
+        ]
         usable = [each.member for each in looked if each.obstacle is None]
         if not usable:
             # If no other replica can take the request, an ejected one is tried, or one whose engine

@@ -8,7 +8,7 @@ before it sends a request. Events that a backend pushes reach the server directl
 import asyncio
 import contextlib
 import logging
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -27,9 +27,17 @@ from engine.core.interfaces.backend import (
     TokenizerInfo,
     UsageEvent,
 )
-from engine.core.interfaces.request import EngineStats, GenerateRequest
+from engine.core.interfaces.request import GenerateRequest
 from engine.core.interfaces.snapshot import EngineSnapshot
+from engine.core.interfaces.stats import EngineStats
 from engine.core.observability.logging import current_request_id
+from engine.routing.adapters import (
+    adapter_card,
+    adapter_cards,
+    load_adapter,
+    route_of,
+    unload_adapter,
+)
 from engine.routing.attempts import (
     RETRY_AFTER_S,
     Attempts,
@@ -175,6 +183,7 @@ class Router(InferenceBackend):
                 cards += [
                     msgspec.structs.replace(card, id=alias, root=card.id) for alias in route.aliases
                 ]
+                cards += adapter_cards(route, card)
         return cards
 
     def resolve(self, name: str | None) -> Resolved | None:
@@ -183,7 +192,7 @@ class Router(InferenceBackend):
         """
         route = self.routes[0] if name is None else self._by_name.get(name)
         if route is None:
-            return None
+            return None if name is None else self._resolved_adapter(name)
         if not route.is_up:
             for other in (self._by_name[each] for each in route.fallbacks):
                 card = self._card(other)
@@ -195,6 +204,25 @@ class Router(InferenceBackend):
         if name is None or name == route.id:
             return Resolved(card)
         return Resolved(msgspec.structs.replace(card, id=name, root=route.id))
+
+    def _resolved_adapter(self, name: str) -> Resolved | None:
+        """No other model answers for an adapter."""
+        route = route_of(name, self.routes)
+        card = None if route is None else self._card(route)
+        return None if card is None else Resolved(adapter_card(name, card))
+
+    @property
+    def adapters(self) -> Mapping[str, str]:
+        found = (replica.backend.adapters for replica in self.replicas)
+        return {name: path for each in found for name, path in each.items()}
+
+    async def load_adapter(
+        self, name: str, path: str, *, base: str | None = None, replaces: bool = False
+    ) -> None:
+        await load_adapter(name, path, base, self.routes, replaces=replaces)
+
+    async def unload_adapter(self, name: str) -> None:
+        await unload_adapter(name, self.routes)
 
     def answered_by(self, request_id: str) -> tuple[str, ...]:
         return tuple(
@@ -369,10 +397,12 @@ class Router(InferenceBackend):
                 return None
             return self.shadow.mirror(route.id, request)
 
-        return Attempts(route, request, decision, self, mirror)
+        adapter = model if model and model not in self._by_name else ""
+        return Attempts(route, request, decision, self, mirror, adapter)
 
     def _route(self, model: str) -> Route:
         route = self._by_name.get(model) if model else self.routes[0]
+        route = route or route_of(model, self.routes)
         if route is None:
             raise NotFoundError("There is no such model here.", param="model")
         return route

@@ -83,6 +83,9 @@ PROGRESS_INTERVAL_S = 5.0
 # Seconds between the model being ready and the import of the late routes (see `app.py`). An earlier
 # import would slow down requests that waited for the model.
 LATE_ROUTES_AFTER_S = 0.5
+# If the model still loads after this many seconds, what the first requests and the late routes need
+# is imported meanwhile. So no import is in the way of the first requests.
+SLOW_START_S = 2.0
 
 
 # With `server.frontends` "auto", a server whose engine runs on an accelerator has this many
@@ -189,10 +192,15 @@ class HttpServer:
         try:
             begun = time.monotonic()
             telling = asyncio.create_task(self._tell_progress())
+            starting = asyncio.ensure_future(self._services.backend.start())
             try:
-                await self._services.backend.start()
+                if not (await asyncio.wait({starting}, timeout=SLOW_START_S))[0]:
+                    await asyncio.to_thread(_prepare_first_request)
+                    await self._late_routes.add()
+                await starting
             finally:
                 telling.cancel()
+                starting.cancel()
             seconds = time.monotonic() - begun
             self._services.metrics.engine_ready(seconds)
             self._manager.tell("READY=1")
@@ -249,6 +257,16 @@ class HttpServer:
         if self._nodes is not None:
             self._nodes.close()  # uvicorn waits until all connections are closed
         self._uvicorn.should_exit = True
+
+
+def _prepare_first_request() -> None:
+    """Imports what a library imports at its first use, and builds the checks of bodies."""
+    import anyio._backends._asyncio  # noqa: F401
+
+    from engine.servers.openai.schema import ChatBody, CompletionBody
+
+    for kind in (ChatBody, CompletionBody):
+        kind.model_rebuild()
 
 
 def run_server(

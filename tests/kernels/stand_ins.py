@@ -7,7 +7,7 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from engine.backends.custom.frameworks.torch.execution import cuda_runner, staging
+from engine.backends.custom.frameworks.torch.execution import cuda_runner, graphs, staging
 from engine.backends.custom.frameworks.torch.execution.cuda_runner import BufferedStep, CudaRunner
 from engine.backends.custom.frameworks.torch.kernels import attention_triton
 from engine.backends.custom.runtime.model_runner import RunnerConfig
@@ -73,7 +73,7 @@ class DoneEvent:
 def stand_in(monkeypatch: pytest.MonkeyPatch) -> None:
     # Interpreted programs that find nothing to do take time as well.
     monkeypatch.setattr(attention_triton, "SPARE_SPANS", 4)
-    monkeypatch.setattr(cuda_runner, "TOKEN_SIZES", (4, 16))
+    monkeypatch.setattr(graphs, "TOKEN_SIZES", (4, 16))
     monkeypatch.setattr(cuda_runner, "Capturer", FakeCapturer)
     monkeypatch.setattr(torch.cuda, "Event", DoneEvent)
     monkeypatch.setattr(staging, "_page_locked", lambda size: torch.zeros(size, dtype=torch.int32))

@@ -66,8 +66,10 @@ def compare(
     parts = 1 if model.latent else 2
     pages = (num_blocks, BLOCK_SIZE, parts, model.num_kv_heads, model.head_dim)
     cache = torch.randn(pages, generator=generator, device=DEVICE).to(dtype)
-    queries = (len(inputs.token_ids), model.num_heads, model.head_dim)
-    q = torch.randn(queries, generator=generator, device=DEVICE).to(dtype)
+    # As in a step without a graph, the queries are a part of a fused projection.
+    projected = (len(inputs.token_ids), model.num_heads + model.num_kv_heads, model.head_dim)
+    qk = torch.randn(projected, generator=generator, device=DEVICE).to(dtype)
+    q = qk[:, : model.num_heads]
     # What lies behind a row's end is another's, or NaN: nothing of it may be seen.
     cache[0] = float("nan")
     positions = torch.zeros(len(inputs.token_ids), dtype=torch.int64, device=DEVICE)

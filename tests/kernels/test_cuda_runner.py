@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 import torch
 
+from engine.backends.custom.adapters.reading import open_adapter
 from engine.backends.custom.frameworks.torch.execution import graphs
 from engine.backends.custom.frameworks.torch.execution.build import build_runner
 from engine.backends.custom.frameworks.torch.execution.cuda_runner import CudaRunner
@@ -18,6 +19,7 @@ from engine.backends.custom.frameworks.torch.models.loading import build_model
 from engine.backends.custom.runtime.model_runner import ModelRunner
 from engine.backends.custom.weights.model import open_model
 from tests.kernels.stand_ins import config, stand_in
+from tests.lora_files import peft_folder
 from tests.parity import tiny_models
 from tests.parity.runner_driver import RunnerDriver, Track, sampling_inputs
 
@@ -261,3 +263,38 @@ def test_sizes_of_graphs_cover_every_batch() -> None:
         assert sizes == tuple(sorted(set(sizes))) and sizes[-1] == most
         assert all(graphs.at_least(sizes, rows) >= rows for rows in range(1, most + 1))
     assert graphs.at_least((1, 2), 3) is None
+
+
+@pytest.mark.slow
+def test_steps_with_adapters_equal_the_reference(tmp_path: Path) -> None:
+    """Prefill and replayed decode steps, also after an adapter of a larger rank was added."""
+    shapes = {
+        "model.layers.0.self_attn.q_proj": (48, 48),
+        "model.layers.0.mlp.up_proj": (80, 48),
+        "model.layers.1.mlp.down_proj": (48, 80),
+    }
+    folders = [
+        peft_folder(tmp_path / str(rank), shapes, rank=rank, std=0.3, seed=rank) for rank in (4, 20)
+    ]
+    found = []
+    for runner in runners("llama", tmp_path):
+        assert isinstance(runner, TorchRunner)
+        adapters = [open_adapter(folder, runner._model.config) for folder in folders]
+        runner.set_adapter(1, runner.pack_adapter(adapters[0]))
+        driver = RunnerDriver(runner)
+        tracks = [driver.add(tiny_models.text(length, length)) for length in LENGTHS]
+        logits = []
+        for count in (0, 1, 1, 1):
+            if len(logits) == 2:
+                runner.set_adapter(2, runner.pack_adapter(adapters[1]))
+            work = [(track, count or len(track.tokens)) for track in tracks]
+            places = [0, 1, 1] if len(logits) < 2 else [0, 1, 2]
+            inputs = replace(driver.inputs(work), adapter_ids=np.array(places, np.int32))
+            handle = runner.forward(inputs)
+            logits.append(runner.logits(handle, np.arange(3, dtype=np.int32)))
+            for track, (_, length) in zip(tracks, work, strict=True):
+                track.num_computed += length
+                track.tokens.append(5)
+        found.append(np.stack(logits))
+    np.testing.assert_allclose(found[0], found[1], atol=1e-4)
+    assert np.abs(found[0][0, 1] - found[0][0, 2]).max() > 0.1

@@ -6,12 +6,14 @@ its tile. A tensor core's does not. So here a product is one chain of additions 
 
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
 from torch import Tensor
 
+from engine.backends.custom.frameworks.torch.execution import cuda_runner, graphs
 from engine.backends.custom.frameworks.torch.execution.cuda_runner import CudaRunner
 from engine.backends.custom.frameworks.torch.kernels.activation import gated
 from engine.backends.custom.frameworks.torch.kernels.attention_heads import (
@@ -19,9 +21,10 @@ from engine.backends.custom.frameworks.torch.kernels.attention_heads import (
     ReferenceAttention,
 )
 from engine.backends.custom.frameworks.torch.kernels.attention_spec import batch_of
-from engine.backends.custom.frameworks.torch.kernels.base import Inputs, interpreting
+from engine.backends.custom.frameworks.torch.kernels.base import KERNELS, Inputs, interpreting
 from engine.backends.custom.frameworks.torch.kernels.fp8 import quantize_rows, scaled_linear
 from engine.backends.custom.frameworks.torch.kernels.invariant import attention as invariant
+from engine.backends.custom.frameworks.torch.kernels.invariant import linear as library
 from engine.backends.custom.frameworks.torch.kernels.triton import experts
 from engine.backends.custom.frameworks.torch.kernels.triton.invariant import (
     attention as attention_invariant,
@@ -81,6 +84,24 @@ def test_a_row_has_the_same_product_in_every_step(parts: str, device: torch.devi
     y = y if bias is None else y + bias
     y = y if gate is None else gated(y, gate)
     assert torch.equal(y if residual is None else residual + y, whole)
+
+
+def test_the_library_multiplies_where_it_has_our_bits(
+    device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A library that adds in another order for 40 rows is not used for 40 rows."""
+
+    def multiply(x: Tensor, weight: Tensor) -> Tensor:
+        y: Tensor = KERNELS["invariant_linear"].triton(x, weight, None)
+        return torch.nextafter(y, y + 1) if len(x) == 40 else y
+
+    weight = torch.ones(8, 24, device=device)
+    monkeypatch.setattr(library, "_EQUAL", {})
+    monkeypatch.setattr(library, "F", SimpleNamespace(linear=multiply))
+    assert library.compare_library(weight, (8, 17, 40, 41)) == {8, 17, 41}
+    used = [count for count in range(50) if library.suits_library(torch.ones(count, 24), weight)]
+    assert used == [17, 41]  # for 8 rows, our kernel is faster; other numbers were not compared
+    assert not library.suits_library(torch.ones(17, 24), torch.ones(9, 24))
 
 
 ROWS = ((70, 1), (70, 23), (1, 1), (70, 2), (34, 34))
@@ -195,8 +216,12 @@ def test_a_tokens_experts_do_not_depend_on_other_tokens(device: torch.device) ->
 def test_a_request_has_the_same_logits_alone_and_in_company(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Alone in one chunk, and with others in chunks of four tokens, one of which has one token."""
+    """Alone in one chunk, and with others in chunks of four tokens, one of which has one token. A
+    chunk of nine tokens has no graph.
+    """
     stand_in(monkeypatch)
+    monkeypatch.setattr(graphs, "TOKEN_SIZES", (4, 8))
+    monkeypatch.setattr(cuda_runner, "TOKEN_STEP", 4)
     monkeypatch.setattr(tiny_models, "NUM_LAYERS", 2)
     monkeypatch.setitem(tiny_models.COMMON, "num_hidden_layers", 2)
     for module in (invariant, attention_invariant):

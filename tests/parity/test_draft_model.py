@@ -18,7 +18,7 @@ from engine.backends.custom.runtime.speculation.drafts import Speculation
 from engine.backends.custom.runtime.speculation.model_drafts import ModelDrafts
 from engine.backends.custom.weights.model import ModelSource, open_model
 from engine.backends.custom.worker.draft import plan_draft
-from engine.backends.custom.worker.main import load_runner
+from engine.backends.custom.worker.loading import load_runner
 from engine.core.store.pull import pull
 from tests.parity import tiny_models
 from tests.parity.test_torch_loop import requests, run

@@ -96,7 +96,6 @@ def test_invariant_generation_equals_the_cpu(name: str, tmp_path: Path) -> None:
     assert generated[0] == generated[1]
 
 
-@pytest.mark.xfail(reason="no request was equal on an H200, and the settings refuse the mode")
 @pytest.mark.parametrize("options", [{}, {"quantization": "fp8", "kv_dtype": "fp8"}], ids=str)
 def test_mixed_requests_have_the_same_tokens_in_any_company(options: dict[str, str]) -> None:
     """256 requests in bfloat16: alone, all together, and in another order."""

@@ -13,7 +13,8 @@ from engine.backends.custom.options import EngineOptions
 from engine.backends.custom.runtime.groups.windows import min_window_blocks
 from engine.backends.custom.runtime.model_runner import RunnerConfig
 from engine.backends.custom.weights.model import open_model
-from engine.backends.custom.worker.main import build_scheduler, load_runner
+from engine.backends.custom.worker.loading import load_runner
+from engine.backends.custom.worker.main import build_scheduler
 from engine.core import faults
 from engine.core.faults import Fault
 from engine.core.interfaces.request import GenerateRequest, SamplingParams

@@ -9,6 +9,7 @@ running alone. The result is one line of JSON.
     python -m tests.property.run_schedules --model toy --schedules 2000 --seed 1
     python -m tests.property.run_schedules --model native --schedules 100 --seed 1
     python -m tests.property.run_schedules --model tiny --schedules 10000 --seed 1
+    python -m tests.property.run_schedules --model adapters --schedules 10000 --seed 1
 """
 
 import argparse
@@ -26,6 +27,7 @@ import msgspec
 
 from engine.backends.custom.runtime.block_pool import BlockPool
 from engine.backends.custom.runtime.budget import StepBudget
+from engine.backends.custom.runtime.groups.adapter_places import AdapterPlaces
 from engine.backends.custom.runtime.kv_cache import KVCache
 from engine.backends.custom.runtime.loop import EngineLoop
 from engine.backends.custom.runtime.model_runner import ModelRunner, RunnerSpec
@@ -43,6 +45,7 @@ from engine.core import faults
 from engine.core.faults import Fault
 from engine.core.interfaces.request import (
     Abort,
+    AdapterRef,
     Control,
     Deltas,
     GenerateRequest,
@@ -59,7 +62,7 @@ RETRIED = ("schedule", "forward", "sample", "wait", "publish")
 # What a schedule can run into.
 KINDS = (
     *("batches", "chunks", "hits", "preemptions", "failures", "drafted", "accepted"),
-    *("by_model", "loads", "revivals"),
+    *("by_model", "loads", "revivals", "mixes"),
 )
 HAPPENINGS = ["submit"] * 6 + ["turn"] * 8 + ["abort", "evict", "flush", "fail", "die"]
 TIER_BYTES = 2**20
@@ -102,6 +105,7 @@ class Engine:
         shape: Shape,
         tier: Tier | None = None,
         draft: ModelRunner | None = None,
+        places: "Callable[[Scheduler], AdapterPlaces] | None" = None,
     ) -> None:
         size = runner.spec.block_size
         self.pool = BlockPool(shape.num_blocks + 1)
@@ -123,13 +127,22 @@ class Engine:
             if draft is not None and shape.has_draft_model:
                 model = ModelDrafts(DraftModel(draft, max_tokens=64), FixedPrice())
             self.scheduler.speculation = Speculation(self.kv, FixedPrice(), model)
-        self._loop = EngineLoop(self.scheduler, runner, self.channel, budget, 1000)
+        adapters = None if places is None else lambda: places(self.scheduler)
+        self._loop = EngineLoop(
+            *(self.scheduler, runner, self.channel, budget, 1000), adapters=adapters
+        )
         self.tokens: dict[tuple[str, int], list[int]] = {}
         self.endings: dict[tuple[str, int], str] = {}
 
     def _watched_schedule(self, budget: int, now: float) -> ScheduledBatch | None:
         batch = self._schedule(budget, now)
         if batch is not None:
+            owners: dict[int, str] = {}
+            for row in batch.rows:
+                for block in row.seq.blocks:
+                    root = owners.setdefault(block, row.seq.namespace)
+                    assert root == row.seq.namespace, "two roots share a block"
+            self.seen["mixes"] += len({row.seq.adapter for row in batch.rows}) > 1
             self.seen["batches"] += len(batch.rows) > 1
             self.seen["chunks"] += sum(
                 row.start + row.length < row.seq.num_prompt for row in batch.rows
@@ -174,7 +187,7 @@ class Engine:
     def finish(self) -> None:
         for _ in range(MOST_TURNS):
             self.turn()
-            if not self.scheduler.has_work:
+            if not self.scheduler.has_work and not self._loop._intake.num_pending:
                 break
         self.turn()
         self.scheduler.check()
@@ -256,6 +269,52 @@ def tiny_model(rng: random.Random) -> Model:
     requests = [new_request(rng, rng.choice(prompts), index, 24) for index in range(NUM_REQUESTS)]
     alone = [run_alone(Engine(runner, Shape(64, 5, 128)), each) for each in requests]
     return Model(requests, lambda rng, tier: Engine(runner, shape(rng, 6, 40), tier, draft), alone)
+
+
+def adapters_model(rng: random.Random) -> Model:
+    """As `tiny_model`, with three LoRA adapters in two places. Requests of all of them have the
+    same prompts.
+    """
+    from engine.backends.custom.adapters.reading import open_adapter
+    from engine.backends.custom.frameworks.native.execution.build import build_runner
+    from engine.backends.custom.runtime.model_runner import RunnerConfig
+    from engine.backends.custom.weights.model import open_model
+    from tests.lora_files import InlinePlaces, peft_folder
+    from tests.parity import tiny_models
+
+    shapes = {
+        "model.layers.0.self_attn.q_proj": (48, 48),
+        "model.layers.0.self_attn.v_proj": (16, 48),
+        "model.layers.1.mlp.down_proj": (48, 80),
+    }
+    with tempfile.TemporaryDirectory() as folder:
+        _, path = tiny_models.save("llama", Path(folder))
+        source = open_model(path)
+        config = RunnerConfig("cpu", "float32", 16, 65, 5, 96, 1, max_batch_tokens=128)
+        runner = build_runner(source, config)
+        made = {
+            str(rank): open_adapter(
+                peft_folder(Path(folder) / str(rank), shapes, rank=rank, seed=rank, std=0.4),
+                source.config,
+            )
+            for rank in (2, 3, 5)
+        }
+    refs = [None, *(AdapterRef(each.key, name) for name, each in made.items())]
+
+    def places(scheduler: Scheduler) -> AdapterPlaces:
+        in_use = lambda: {seq.adapter for seq in scheduler.sequences()}  # noqa: E731
+        return InlinePlaces(runner, lambda path: made[str(path)], in_use, 2, 1)
+
+    prompts = [tuple(tiny_models.text(24, seed=90)[: rng.randint(1, 24)]) for _ in range(4)]
+    requests = [
+        msgspec.structs.replace(
+            new_request(rng, rng.choice(prompts), index, 24), adapter=rng.choice(refs)
+        )
+        for index in range(NUM_REQUESTS)
+    ]
+    new = lambda shape, tier=None: Engine(runner, shape, tier, places=places)  # noqa: E731
+    alone = [run_alone(new(Shape(64, 5, 128)), each) for each in requests]
+    return Model(requests, lambda rng, tier: new(shape(rng, 6, 8), tier), alone)
 
 
 def new_request(
@@ -371,7 +430,12 @@ def run(name: str, num_schedules: int, seed: int) -> dict:
     }
 
 
-MODELS = {"toy": toy_model, "native": native_model, "tiny": tiny_model}
+MODELS = {
+    "toy": toy_model,
+    "native": native_model,
+    "tiny": tiny_model,
+    "adapters": adapters_model,
+}
 
 
 def main() -> None:

@@ -13,12 +13,14 @@ from engine.backends.custom.adapters.matrices import Adapter, LoraPair
 from engine.backends.custom.adapters.reading import open_adapter
 from engine.backends.custom.architectures.base import ExpertsConfig
 from engine.backends.custom.runtime.groups.adapter_places import AdapterPlaces
+from engine.backends.custom.runtime.model_runner import AdapterRunner, RunnerSpec
 from engine.backends.custom.runtime.sequence import namespace_of
 from engine.core.errors import ConflictError, EngineError, NotFoundError
 from engine.core.interfaces.request import (
     AdapterRef,
     Control,
     ControlReply,
+    Deltas,
     GenerateRequest,
     SamplingParams,
 )
@@ -236,3 +238,27 @@ def test_kept_adapters_are_listed_by_base(tmp_path: Path, monkeypatch: pytest.Mo
     assert adapter_store.kept_adapters() == {} and not kept.exists()
     with pytest.raises(NotFoundError):
         adapter_store.remove_adapter("ft:base:x:1")
+
+
+def test_tinygrad_and_other_runners_without_adapters_refuse_them() -> None:
+    from engine.backends.custom.frameworks.tinygrad.execution.runner import TinygradRunner
+    from tests.property.run_schedules import Engine, Shape
+    from tests.toy_runner import VOCAB, ToyRunner
+
+    assert not hasattr(TinygradRunner, "set_adapter")
+    toy = ToyRunner(RunnerSpec(4, 65, 5, 64, VOCAB, depth=0))
+    assert not isinstance(toy, AdapterRunner)
+    engine = Engine(toy, Shape(16, 2, 16))
+    replies: list[Any] = []
+    engine.channel.send = replies.append  # type: ignore[method-assign]
+    engine.channel.inbox.append(Control(1, "load_adapter", "/x"))
+    engine.turn()
+    told = [each for each in replies if isinstance(each, ControlReply)]
+    assert not told[0].ok and "use native, torch or jax" in told[0].message
+    ref = AdapterRef("k", "/x")
+    engine.channel.inbox.append(
+        GenerateRequest(request_id="a", prompt=(1,), params=SamplingParams(), adapter=ref)
+    )
+    engine.turn()
+    (deltas,) = [each for each in replies if isinstance(each, Deltas)]
+    assert "no LoRA adapters" in str(deltas.deltas[0].error_message)

@@ -94,7 +94,8 @@ async def test_every_field_of_a_request_reaches_the_engine():
         *NAMED,
     }
     asked, passed = set(GenerationContext.__struct_fields__), set(expected.__struct_fields__)
-    assert asked - forms <= passed and passed - forms - asked == {*("adapter", "eos_ids", "prompt")}
+    by_engine = {*("adapter", "eos_ids", "prompt", "handover", "keeps_blocks")}
+    assert asked - forms <= passed and passed - forms - asked == by_engine
     await backend.stop()
 
 

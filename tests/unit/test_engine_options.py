@@ -10,6 +10,7 @@ from engine.backends.custom.engine_settings import engine_options
 from engine.backends.custom.options import EngineOptions, PeerOptions, TierOptions
 from engine.backends.custom.runtime.model_runner import DeviceInfo, RunnerConfig, RunnerSpec
 from engine.backends.custom.worker import main as worker
+from engine.backends.custom.worker.loading import runner_config
 from engine.backends.custom.worker.memory import MemoryPlan
 from engine.core.config import load_settings
 from engine.core.interfaces.request import GenerateRequest, Ready, SamplingParams, Stop
@@ -197,7 +198,7 @@ def test_given_sizes_are_kept_and_the_others_agree_with_them():
 
 def test_a_runner_is_told_what_was_planned():
     plan = MemoryPlan(1, 2, num_blocks=55, max_slots=6, max_seq_len=77, bytes_per_token=1, notes=())
-    config = worker.runner_config(OPTIONS, DeviceInfo("cpu:1", "bfloat16", 0), plan)
+    config = runner_config(OPTIONS, DeviceInfo("cpu:1", "bfloat16", 0), plan)
     assert config == RunnerConfig(
         device="cpu:1",
         dtype="bfloat16",

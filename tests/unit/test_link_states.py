@@ -16,11 +16,11 @@ from engine.core.interfaces.request import (
     Control,
     ControlReply,
     Deltas,
-    EngineStats,
     Fatal,
     Stats,
     TokenDelta,
 )
+from engine.core.interfaces.stats import EngineStats
 from tests.scripted_link import HEALTHY, READY, Bench, record_pauses, settle
 
 

@@ -7,7 +7,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from engine.backends.custom.runtime.budget import StepCounter
 from engine.core.interfaces.backend import UsageEvent
-from engine.core.interfaces.request import EngineStats, TierStats
+from engine.core.interfaces.stats import EngineStats, TierStats
 from engine.core.observability.collectors import MAX_NOTED
 from engine.core.observability.metrics import FinishedRequest, Metrics
 

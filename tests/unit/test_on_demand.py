@@ -22,7 +22,8 @@ from engine.core.interfaces.backend import (
     ModelCard,
     TextEvent,
 )
-from engine.core.interfaces.request import EngineStats, SamplingParams
+from engine.core.interfaces.request import SamplingParams
+from engine.core.interfaces.stats import EngineStats
 from engine.routing.manage import ModelManager
 from engine.routing.on_demand import OnDemand
 from engine.routing.residency import Residency

@@ -14,12 +14,11 @@ from engine.core.interfaces.handover import BlockSource
 from engine.core.interfaces.request import (
     UNSHARED,
     CachedPrefixes,
-    EngineStats,
     GenerateRequest,
     SamplingParams,
-    TierStats,
     TokenDelta,
 )
+from engine.core.interfaces.stats import EngineStats, TierStats
 from engine.core.prefix_hashes import prompt_hashes
 from engine.routing.nodes import prefill
 from engine.routing.nodes.pool import NodePool

@@ -19,7 +19,7 @@ from engine.core.interfaces.backend import (
     EmbedRequest,
     Event,
 )
-from engine.core.interfaces.request import EngineStats
+from engine.core.interfaces.stats import EngineStats
 from engine.routing.metrics import RouterMetrics
 from engine.routing.policies import make_policy
 from engine.routing.replica import Member

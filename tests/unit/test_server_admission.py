@@ -19,7 +19,7 @@ from engine.core.interfaces.backend import (
     TokenText,
     ToolCallEvent,
 )
-from engine.core.interfaces.request import EngineStats
+from engine.core.interfaces.stats import EngineStats
 from engine.core.observability.metrics import Metrics
 from engine.servers.app import create_app
 from engine.servers.http.sse import coalesce

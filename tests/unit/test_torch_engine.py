@@ -17,11 +17,9 @@ from engine.backends.custom.architectures.base import (
     RopeConfig,
 )
 from engine.backends.custom.architectures.hybrids.states import StateConfig
-from engine.backends.custom.engine_settings import engine_options
 from engine.backends.custom.frameworks.torch.execution.build import build_runner
 from engine.backends.custom.frameworks.torch.invariance import check_invariant
 from engine.backends.custom.runtime.model_runner import RunnerConfig
-from engine.core.config_schema import Settings
 from engine.core.errors import ConfigError, ModelFormatError
 from tests.parity.runner_driver import RunnerDriver
 
@@ -214,10 +212,3 @@ def test_the_host_waits_for_the_device_in_one_place():
         "upload.py: fetched.synchronize()",
         "warming.py: torch.cuda.synchronize(device)",
     ]
-
-
-def test_settings_refuse_what_failed_on_a_gpu() -> None:
-    settings = Settings.model_validate({"performance": {"numerics": "invariant"}})
-    with pytest.raises(ConfigError, match="numerics invariant is not ready"):
-        engine_options(settings, "torch")
-    assert engine_options(settings, "native").numerics == "invariant"

@@ -69,13 +69,13 @@ def test_all_kernels_are_compiled_and_usual_graphs_captured(
     assert runner.captured == captured
     assert {size.rows for size in captured if size.only_decodes} == set(row_sizes(48))
     assert {size.tokens for size in captured if not size.only_decodes} == set(graphs.TOKEN_SIZES)
-    assert runner.ran == [*captured, 1536, 8192]
-    assert set(runner.compiled) <= {*sizes, 1536, 8192}
+    assert runner.ran == [*captured, 4608, 8192]
+    assert set(runner.compiled) <= {*sizes, 4608, 8192}
     assert {size.shares for size in runner.compiled if isinstance(size, Size)} == {False, True}
     powers = {
         size for size in sizes if size.tokens in (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024)
     }
-    assert set(runner.compiled) >= {*powers, sizes[0], 1536, 8192}
+    assert set(runner.compiled) >= {*powers, sizes[0], 4608, 8192}
     assert len(runner.kinds) == 8
 
 

@@ -73,8 +73,9 @@ from engine.core.interfaces.backend import (
     ModelCard,
     TokenizerInfo,
 )
-from engine.core.interfaces.request import EngineStats, GenerateRequest, Ready
+from engine.core.interfaces.request import GenerateRequest, Ready
 from engine.core.interfaces.snapshot import EngineSnapshot
+from engine.core.interfaces.stats import EngineStats
 from engine.core.interfaces.timeline import Preparation
 from engine.core.sandbox.examination import examine
 from engine.core.store.model_store import default_name, resolve_model
@@ -293,6 +294,10 @@ class CustomBackend(InferenceBackend):
             identity = (ready.cache_identity if ready else "") or None
             self._card = card = msgspec.structs.replace(card, cache_identity=identity)
         return [card, *self._adapters.cards(card)]
+
+    @property
+    def adapters(self) -> Mapping[str, str]:
+        return self._adapters.paths
 
     async def load_adapter(
         self, name: str, path: str, *, base: str | None = None, replaces: bool = False

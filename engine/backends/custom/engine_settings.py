@@ -58,11 +58,6 @@ def engine_options(settings: Settings, framework: str, path: Path | None = None)
     """The engine options from the settings. `path`, if given, replaces the model path there."""
     cache, performance, model = settings.cache, settings.performance, settings.model
     shards = settings.shards
-    if framework == "torch" and performance.numerics == "invariant":
-        raise ConfigError(
-            "numerics invariant is not ready for --backend torch: on an H200, requests gave other "
-            "tokens in a batch than alone; use --backend native, or leave numerics out"
-        )
     pool_mb = performance.memory_pool_size_mb
     return EngineOptions(
         model_path=str(path or model.model_path),
@@ -108,7 +103,14 @@ def engine_options(settings: Settings, framework: str, path: Path | None = None)
 
 
 def _adapters(settings: Settings) -> dict[str, str]:
-    """The paths of the LoRA adapters, by name."""
+    """The paths of the LoRA adapters, by name. A server with several models divides them itself."""
+    own = settings.model.name or default_name(settings.model.model_path)
+    for name, table in settings.tables.adapters.items():
+        if table.base not in (None, own) and not settings.tables.backends:
+            raise ConfigError(
+                f"adapters.{name}.base is '{table.base}', and this server's model is '{own}'",
+                param=f"adapters.{name}.base",
+            )
     tables = {name: table.path for name, table in settings.tables.adapters.items()}
     return tables | settings.model.adapters
 

@@ -28,7 +28,7 @@ from engine.core.interfaces.backend import (
     Health,
     ModelCard,
 )
-from engine.core.interfaces.request import EngineStats
+from engine.core.interfaces.stats import EngineStats
 
 PROBE_TIMEOUT_S = 10.0
 

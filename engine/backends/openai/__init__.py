@@ -24,7 +24,8 @@ from engine.core.interfaces.backend import (
     Health,
     ModelCard,
 )
-from engine.core.interfaces.request import EngineStats, SamplingParams
+from engine.core.interfaces.request import SamplingParams
+from engine.core.interfaces.stats import EngineStats
 
 __all__ = ["OpenAIBackend", "OpenAIConfig"]
 

@@ -21,7 +21,7 @@ from engine.backends.custom.runtime.model_runner import (
     ModelRunner,
     RunnerConfig,
 )
-from engine.backends.custom.worker.main import log_plan, runner_config
+from engine.backends.custom.worker.loading import log_plan, runner_config
 from engine.backends.custom.worker.memory import DTYPE_BYTES, MemoryNeeds, MemoryPlan, plan_memory
 from engine.backends.transformers.attention import NAME, record
 from engine.backends.transformers.checkpoint import HfShape

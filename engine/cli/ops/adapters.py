@@ -1,12 +1,16 @@
 """`engine adapters`: LoRA adapters that servers on this machine offer beside their base model."""
 
 import json
+from collections.abc import Iterator
+from contextlib import closing, contextmanager
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Annotated
 
 import typer
 
 from engine.cli.console import JsonOption, messages, output
+from engine.cli.convert import TypeOption
 
 app = typer.Typer(
     help="LoRA adapters that are served beside their base model.",
@@ -19,7 +23,10 @@ NameArgument = Annotated[
     str, typer.Argument(metavar="NAME", help="The model id that clients use for the adapter.")
 ]
 PathArgument = Annotated[
-    Path, typer.Argument(metavar="PATH", help="A PEFT folder, or a GGUF file of an adapter.")
+    str,
+    typer.Argument(
+        metavar="PATH", help="A PEFT folder, a GGUF file, or an address: hf:ORG/REPO or a URL."
+    ),
 ]
 BaseOption = Annotated[
     str,
@@ -63,15 +70,56 @@ def add(name: NameArgument, path: PathArgument, base: BaseOption) -> None:
     from engine.core.store.adapter_store import keep_adapter
     from engine.core.store.model_store import default_name, resolve_model
 
-    source = path.expanduser().resolve()
-    examine(source, EXAMINER)
-    model = open_model(resolve_model(base), reads_weights=False)
-    try:
-        adapter = open_adapter(source, model.config)
-    finally:
-        model.close()
-    keep_adapter(name, source, default_name(base))
+    with _local(path) as source:
+        examine(source, EXAMINER)
+        with closing(open_model(resolve_model(base), reads_weights=False)) as model:
+            adapter = open_adapter(source, model.config)
+        keep_adapter(name, source, default_name(base))
     messages().print(f"{name}: rank {adapter.max_rank}, {len(adapter.pairs)} weights, for {base}")
+
+
+@contextmanager
+def _local(path: str) -> Iterator[Path]:
+    """The files of an adapter on this machine. Those of an address are downloaded, and deleted
+    again.
+    """
+    own = Path(path).expanduser()
+    if own.exists() or not path.startswith(("hf:", "http://", "https://")):
+        yield own.resolve()
+        return
+    from engine.cli.pull_progress import TerminalProgress
+    from engine.core.store.pull import pull_adapter
+
+    with TemporaryDirectory() as folder, TerminalProgress(messages()) as progress:
+        yield pull_adapter(path, Path(folder), progress)
+
+
+@app.command("merge")
+def merge(
+    name: Annotated[
+        str, typer.Argument(metavar="ADAPTER", help="A name of the store, a folder or a file.")
+    ],
+    target: Annotated[Path, typer.Argument(metavar="DST", help="A file or folder to write.")],
+    base: Annotated[
+        str | None,
+        typer.Option(
+            "--base", "--model", "-m", metavar="MODEL", help="Default: that of the store."
+        ),
+    ] = None,
+    dtype: TypeOption = None,
+) -> None:
+    """Add an adapter to the weights of its base model. Prints the new model's path."""
+    from engine.cli.convert import convert
+    from engine.core.errors import ConfigError
+    from engine.core.store.adapter_store import kept_adapters, records
+
+    kept = {each.name: each.base for each in records()}
+    path = Path(name).expanduser()
+    if name in kept:
+        path, base = kept_adapters()[name], base or kept[name]
+    if base is None:
+        raise ConfigError("--base is needed: the adapter is not one of the store")
+    convert(base, target, dtype=dtype, merge=path)
 
 
 @app.command("rm")

@@ -14,6 +14,7 @@ from engine.cli.ops.admin_client import call_admin
 from engine.cli.ops.keys import (
     AdminOption,
     ConcurrentOption,
+    ModelsOption,
     NameArgument,
     QueuedOption,
     QueuedTokensOption,
@@ -258,6 +259,7 @@ def new_key(
     name: NameArgument,
     tenant: TenantOption = None,
     admin: AdminOption = False,
+    model: ModelsOption = None,
     requests_per_minute: RequestsOption = None,
     tokens_per_minute: TokensOption = None,
     max_concurrent: ConcurrentOption = None,
@@ -267,6 +269,7 @@ def new_key(
     """Create a key and print it; it is accepted at once, and can't be shown again."""
     body: dict[str, Any] = {"name": name, "role": "admin" if admin else "user"}
     body |= {} if tenant is None else {"tenant": tenant}
+    body |= {} if model is None else {"models": model}
     body |= _limits(
         requests_per_minute, tokens_per_minute, max_concurrent, max_queued, max_queued_tokens
     )

@@ -41,6 +41,12 @@ SpecialOption = Annotated[
     bool,
     typer.Option("--parse-special", help="Control tokens in the text of prompts take effect."),
 ]
+ModelsOption = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--model", metavar="MODEL", help="Model or LoRA adapter it may use; can be repeated."
+    ),
+]
 RequestsOption = Annotated[int | None, typer.Option(help="Requests in a minute.")]
 TokensOption = Annotated[int | None, typer.Option(help="Tokens in a minute.")]
 ConcurrentOption = Annotated[int | None, typer.Option(help="Requests at once.")]
@@ -54,6 +60,7 @@ def new(
     tenant: TenantOption = None,
     admin: AdminOption = False,
     parse_special: SpecialOption = False,
+    model: ModelsOption = None,
     requests_per_minute: RequestsOption = None,
     tokens_per_minute: TokensOption = None,
     max_concurrent: ConcurrentOption = None,
@@ -79,6 +86,7 @@ def new(
         tenant=tenant,
         role="admin" if admin else "user",
         parse_special=parse_special,
+        models=model,
         limits=limits,
     )
     messages().print(
@@ -119,7 +127,7 @@ def keys_table(keys: "Iterable[Mapping[str, Any]]") -> "Table":
     from rich.table import Table
 
     columns = ["name", "tenant", "role", "requests_per_minute", "tokens_per_minute"]
-    columns += ["max_concurrent", "max_queued", "max_queued_tokens", "created"]
+    columns += ["max_concurrent", "max_queued", "max_queued_tokens", "models", "created"]
     table = Table(box=None, header_style="bold")
     for column in columns:
         table.add_column(column.replace("_per_minute", "/min").replace("_", " "))
@@ -129,6 +137,8 @@ def keys_table(keys: "Iterable[Mapping[str, Any]]") -> "Table":
 
 
 def _cell(value: Any) -> str:
+    if isinstance(value, list):
+        return ", ".join(value)
     return "-" if value is None else str(value)
 
 

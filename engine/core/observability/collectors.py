@@ -14,7 +14,7 @@ from prometheus_client import CollectorRegistry
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from engine.core.interfaces.request import TierStats
+from engine.core.interfaces.stats import TierStats
 
 if TYPE_CHECKING:
     import psutil

@@ -19,7 +19,8 @@ from prometheus_client import (
 from prometheus_client.exposition import CONTENT_TYPE_PLAIN_0_0_4
 
 from engine.core.interfaces.backend import UsageEvent
-from engine.core.interfaces.request import STEP_SECONDS, STEP_TOKENS, EngineStats, FinishReason
+from engine.core.interfaces.request import FinishReason
+from engine.core.interfaces.stats import STEP_SECONDS, STEP_TOKENS, EngineStats
 from engine.core.observability.collectors import BulkHistogram, ProcessTreeCollector, TierCollector
 
 Outcome = Literal["ok", "abort", "error", "refused"]

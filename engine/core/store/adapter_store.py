@@ -13,11 +13,11 @@ import msgspec
 
 from engine.core.errors import ConfigError, ConflictError, NotFoundError
 from engine.core.sandbox.private_files import open_private, write_private
+from engine.core.store.hub import PEFT_FILES
 from engine.core.utils.folders import data_directory
 
 _RECORD = "adapter.json"
 _MAX_RECORD_BYTES = 1 << 16
-_PEFT_FILES = ("adapter_config.json", "adapter_model.safetensors")
 NAME = re.compile(r"[!-~]{1,256}")
 
 
@@ -59,7 +59,7 @@ def keep_adapter(name: str, source: Path, base: str, *, replaces: bool = False) 
     folder = _folder(name)
     if (folder / _RECORD).exists() and not replaces:
         raise ConflictError(f"there is an adapter '{name}' already; remove it first")
-    names = [source.name] if source.is_file() else [*_PEFT_FILES]
+    names = [source.name] if source.is_file() else [*PEFT_FILES]
     origin = source.parent if source.is_file() else source
     for each in names:
         if not (origin / each).is_file():

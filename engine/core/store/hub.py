@@ -21,6 +21,7 @@ SPLIT = re.compile(r"(?P<stem>.+)-(?P<number>\d{5})-of-(?P<count>\d{5})\.gguf")
 MAX_LISTING = 16 * 2**20
 _INDEX = "model.safetensors.index.json"
 _SINGLE = "model.safetensors"
+PEFT_FILES = ("adapter_config.json", "adapter_model.safetensors")
 _SPEC = re.compile(
     r"(?P<org>[A-Za-z0-9][\w.-]*)/(?P<repo>[A-Za-z0-9][\w.-]*)"
     r"(?:@(?P<revision>[A-Za-z0-9][\w.-]*))?(?::(?P<quant>\w+)|/(?P<file>[^@\\?#\0]+))?",
@@ -140,14 +141,7 @@ def repository_files(
     """The files of a model on the Hub: a safetensors checkpoint, or the GGUF file of a quant. Their
     URLs name the current commit of the revision, so that all files are of the same version.
     """
-    api = f"{endpoint()}/api/models/{spec.org}/{spec.repo}/revision/{spec.revision}"
-    listing = _get_json(client, api, token)
-    commit = listing.get("sha")
-    if not isinstance(commit, str) or not re.fullmatch(r"[0-9a-f]{40,64}", commit):
-        raise ModelError(f"{api} names no commit")
-    siblings = listing.get("siblings")
-    entries = siblings if isinstance(siblings, list) else []
-    names = {str(entry.get("rfilename")) for entry in entries if isinstance(entry, dict)}
+    commit, names = _listing(client, spec, token)
     companions = set(filter(is_companion, names))
     has_checkpoint = "config.json" in companions and any(map(is_weights, names))
     if spec.quant is not None or not has_checkpoint:
@@ -161,6 +155,35 @@ def repository_files(
         weights = {_SINGLE} & names or set(filter(is_weights, names))
     wanted = [*sorted(companions), *sorted(weights)]
     return tuple(RemoteFile(name, spec.url(name, commit)) for name in wanted)
+
+
+def adapter_files(
+    client: httpx.Client, spec: HubSpec, token: BearerToken | None
+) -> tuple[RemoteFile, ...]:
+    """The files of a LoRA adapter on the Hub: those of PEFT, or else a GGUF file."""
+    commit, names = _listing(client, spec, token)
+    chosen = [*PEFT_FILES] if names.issuperset(PEFT_FILES) and spec.quant is None else []
+    chosen = chosen or pick_gguf(names, spec.quant)[:1]
+    if not chosen:
+        raise ModelFormatError(
+            f"hf:{spec.org}/{spec.repo} is no adapter: it holds neither {' and '.join(PEFT_FILES)}"
+            " nor a GGUF file"
+        )
+    return tuple(RemoteFile(_base(name), spec.url(name, commit)) for name in chosen)
+
+
+def _listing(
+    client: httpx.Client, spec: HubSpec, token: BearerToken | None
+) -> tuple[str, set[str]]:
+    """The current commit of a revision, and the names of its files."""
+    api = f"{endpoint()}/api/models/{spec.org}/{spec.repo}/revision/{spec.revision}"
+    listing = _get_json(client, api, token)
+    commit = listing.get("sha")
+    if not isinstance(commit, str) or not re.fullmatch(r"[0-9a-f]{40,64}", commit):
+        raise ModelError(f"{api} names no commit")
+    siblings = listing.get("siblings")
+    entries = siblings if isinstance(siblings, list) else []
+    return commit, {str(entry.get("rfilename")) for entry in entries if isinstance(entry, dict)}
 
 
 def _indexed_weights(client: httpx.Client, url: str, token: BearerToken | None) -> set[str]:

@@ -37,7 +37,15 @@ from engine.core.store.fetch import (
 )
 from engine.core.store.file_formats import check_name
 from engine.core.store.fit import choose_quant
-from engine.core.store.hub import SPLIT, HubSpec, endpoint, hub_token, repository_files
+from engine.core.store.hub import (
+    PEFT_FILES,
+    SPLIT,
+    HubSpec,
+    adapter_files,
+    endpoint,
+    hub_token,
+    repository_files,
+)
 from engine.core.store.model_store import (
     ModelStore,
     StoredModel,
@@ -102,6 +110,25 @@ def pull(
         short = error.errno in (errno.ENOSPC, errno.EDQUOT)
         advice = "free some space" if short else "check the folder's permissions"
         raise ResourceError(f"cannot write to {store.root}: {error.strerror}; {advice}") from error
+
+
+def pull_adapter(spec: str, folder: Path, progress: Progress | None = None) -> Path:
+    """Download a LoRA adapter into a folder. Returns the path to open: a GGUF file, or the folder
+    itself. The address is one of a model, but not a name of the catalogue or of a package.
+    """
+    request = parse_spec(spec)
+    if isinstance(request.address, WheelSpec):
+        raise ConfigError("an adapter is pulled from a URL or from hf:ORG/REPO")
+    address = request.address
+    token = hub_token() if isinstance(address, HubSpec) else None
+    with new_client() as client:
+        if isinstance(address, HubSpec) and address.file is None:
+            remotes = adapter_files(client, address, token)
+        else:
+            remotes = _remote_files(client, request, None, token)
+        for remote in remotes:
+            Download(client, remote, folder, progress or Silent(), token).run()
+    return folder if remotes[0].name in PEFT_FILES else folder / remotes[0].name
 
 
 def _catalogue_sources(

@@ -279,10 +279,8 @@ class NodeAgent:
         delay = FIRST_RETRY_S
         told = ""
         while True:
-            if self._link.ready is None:
-                while self._link.ready is None:
-                    await asyncio.sleep(READY_POLL_S)
-                log.info("the engine is ready for %s", endpoint.url)
+            while self._link.ready is None:
+                await asyncio.sleep(READY_POLL_S)
             try:
                 session = await self._join(endpoint)
                 self._say(f"Joined {endpoint.url} as {session.welcomed.result().name}.")

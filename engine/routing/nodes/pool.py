@@ -19,14 +19,9 @@ from engine.backends.custom.frontend.link import Link
 from engine.backends.custom.frontend.survival import OpenRequest, Receiver
 from engine.core.errors import EngineError, UnavailableError
 from engine.core.interfaces.notes import RequestNotes
-from engine.core.interfaces.request import (
-    CachedPrefixes,
-    ControlReply,
-    EngineStats,
-    GenerateRequest,
-    Ready,
-)
+from engine.core.interfaces.request import CachedPrefixes, ControlReply, GenerateRequest, Ready
 from engine.core.interfaces.snapshot import EngineSnapshot
+from engine.core.interfaces.stats import EngineStats
 from engine.routing.carried_stats import CarriedStats, summed
 from engine.routing.nodes.pooled import PooledEngine
 from engine.routing.nodes.prefill import Prefill, Prefills

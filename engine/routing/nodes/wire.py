@@ -22,10 +22,10 @@ from engine.core.interfaces.request import (
     Control,
     ControlReply,
     Deltas,
-    EngineStats,
     GenerateRequest,
     Ready,
 )
+from engine.core.interfaces.stats import EngineStats
 
 log = logging.getLogger(__name__)
 Message = TypeVar("Message")

@@ -5,6 +5,7 @@ node was asked to leave, the actor removes its placement group, and with it all 
 If an actor is killed, the kernel kills its child too.
 """
 
+import contextlib
 import os
 import signal
 import socket
@@ -74,16 +75,19 @@ class NodeProcess(EngineCommand):
     join it.
     """
 
-    def __init__(self, token: str, arguments: list[str], name: str, num_ranks: int) -> None:
+    def __init__(self, token: str, arguments: list[str], name: str, ranks: list[str]) -> None:
+        """`ranks` has the names of the actors of the other ranks."""
         super().__init__(token)
         ray = _ray()
+        self._actor = ray.get_runtime_context().current_actor
         self._group = ray.util.get_current_placement_group()
+        self._ranks = ranks
         self._address, self._is_leaving = "", False
         variables = {}
-        if num_ranks > 1:
+        if ranks:
             self._address = f"{ray.util.get_node_ip_address()}:{_free_port()}"
             variables = {
-                "LLM_ENGINE_SHARDS__REMOTE_RANKS": str(num_ranks - 1),
+                "LLM_ENGINE_SHARDS__REMOTE_RANKS": str(len(ranks)),
                 "LLM_ENGINE_SHARDS__LISTEN": self._address,
                 "LLM_ENGINE_SHARDS__TOKEN_FILE": self._token_file,
             }
@@ -115,7 +119,15 @@ class NodeProcess(EngineCommand):
 
     def _remove(self) -> None:
         """Remove all actors of the node, and with them this one."""
-        _ray().util.remove_placement_group(self._group)
+        ray = _ray()
+        for name in self._ranks:
+            with contextlib.suppress(ValueError):  # it is gone
+                ray.kill(ray.get_actor(name), no_restart=True)
+        # Either of these calls ends this process. Ray would start an actor again whose group is
+        # removed, and leave a group whose actor is killed.
+        remove = ray.util.remove_placement_group
+        threading.Thread(target=remove, args=(self._group,), daemon=True).start()
+        ray.kill(self._actor, no_restart=True)
 
 
 class ShardProcess(EngineCommand):

@@ -135,12 +135,17 @@ class RayNodes:
         """Ask a node to finish its open requests and end. One that has no room is removed."""
         if _state(self._groups().get(name)) == "CREATED":
             self._leaving.add(name)
-            self.remind()
+            with contextlib.suppress(ValueError):  # it has just gone
+                self._ray.get_actor(name).leave.remote()
         else:
             self.remove(name)
 
     def remind(self) -> None:
-        """Ask the nodes that should leave again. An actor that is being restarted does not hear."""
+        """Ask the nodes that should leave again: an actor that is being restarted does not hear.
+        Remove what is left of nodes that have gone.
+        """
+        for name in set(self._all_names()).symmetric_difference(self._groups()):
+            self.remove(name)
         for name in self._leaving.intersection(self._actor_names()):
             with contextlib.suppress(ValueError):  # it has just gone
                 self._ray.get_actor(name).leave.remote()
@@ -150,10 +155,12 @@ class RayNodes:
         ray = self._ray
         for each in self._actor_names():
             if each.partition(RANK)[0] == name:
-                ray.kill(ray.get_actor(each), no_restart=True)
+                with contextlib.suppress(ValueError):  # it has just gone
+                    ray.kill(ray.get_actor(each), no_restart=True)
         if name in self._groups():
-            group = ray.util.get_placement_group(self._group_prefix + name)
-            ray.util.remove_placement_group(group)
+            with contextlib.suppress(ValueError):
+                group = ray.util.get_placement_group(self._group_prefix + name)
+                ray.util.remove_placement_group(group)
 
     def remove_all(self, timeout_s: float) -> int:
         """Let all nodes leave, and end those that have not left in time. Returns how many had to be
@@ -196,10 +203,11 @@ class RayNodes:
             bundles, "PACK", name=self._group_prefix + name, lifetime="detached"
         )
         arguments = [*plan.arguments, *plan.model_option]
+        ranks = [f"{name}{RANK}{rank}" for rank in range(1, plan.num_ranks)]
         kind = self._actor(NodeProcess, name, plan, group, 0)
-        node = kind.remote(plan.token, arguments, name, plan.num_ranks)
-        for rank in range(1, plan.num_ranks):
-            kind = self._actor(ShardProcess, f"{name}{RANK}{rank}", plan, group, rank)
+        node = kind.remote(plan.token, arguments, name, ranks)
+        for rank, actor_name in enumerate(ranks, 1):
+            kind = self._actor(ShardProcess, actor_name, plan, group, rank)
             kind.remote(plan.token, node, plan.model_option)
 
     def _actor(self, body: type, name: str, plan: NodePlan, group: Any, bundle: int) -> Any:

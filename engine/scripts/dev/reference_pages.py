@@ -28,7 +28,7 @@ from engine.core.config import CONFIG_VARIABLE, flag_name, variable_names
 from engine.core.config_presets import ParametersTable, PresetTable
 from engine.core.config_schema import SECRET_KEYS, SECTIONS, Settings
 from engine.core.config_tables import BackendTable, ModelTable, PluginTable, ShadowTable
-from engine.core.interfaces.request import TierStats
+from engine.core.interfaces.stats import TierStats
 from engine.core.observability.collectors import TierCollector
 from engine.core.observability.metrics import Metrics
 from engine.plugins.metrics import PluginMetrics

@@ -61,6 +61,11 @@ class Principal:
     limits: KeyLimits = field(default=NO_LIMITS, compare=False)
     is_admin: bool = field(default=False, compare=False)
     parse_special: bool = field(default=False, compare=False)  # the default of its requests
+    # The models and LoRA adapters that the key may use. None: all of them.
+    models: tuple[str, ...] | None = field(default=None, compare=False)
+
+    def may_use(self, model: str) -> bool:
+        return self.models is None or model in self.models
 
     def digest(self, text: str) -> str:
         """A hash of `text` that differs from the hash of any other tenant."""
@@ -282,4 +287,5 @@ def _principal(entry: KeyEntry) -> Principal:
         limits=entry,
         is_admin=is_admin,
         parse_special=entry.parse_special,
+        models=entry.models,
     )

@@ -6,7 +6,7 @@ from fastapi import FastAPI
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from engine.core.interfaces.request import EngineStats
+from engine.core.interfaces.stats import EngineStats
 from engine.servers.serving.admission import WorkTotals
 from engine.servers.serving.services import Services
 

@@ -94,11 +94,11 @@ def add_state_routes(app: FastAPI, services: Services) -> None:
         return json_bytes(msgspec.json.encode(found))
 
     @app.get("/lora-adapters")
-    async def lora_adapters() -> Response:
+    async def lora_adapters(request: Request) -> Response:
         """List the LoRA adapters. The name of one as a request's model selects it, so none has a
         scale for all requests.
         """
-        cards = [card for card in services.backend.models() if card.parent is not None]
+        cards = [card for card in services.models_for(request) if card.parent is not None]
         return json_bytes(
             msgspec.json.encode(
                 [{"id": index, "path": card.id, "scale": 0.0} for index, card in enumerate(cards)]

@@ -53,7 +53,7 @@ def _add_model_routes(app: FastAPI, services: Services, models: OllamaModels) ->
     @app.get("/api/tags")
     async def tags(request: Request) -> Response:
         """List the models that the client can use."""
-        cards = services.backend.models()
+        cards = services.models_for(request)
         served = {card.root or card.id for card in cards}
         listed = [_entry(card) for card in cards]
         if may_administer(request, services.keys):
@@ -73,7 +73,7 @@ def _add_model_routes(app: FastAPI, services: Services, models: OllamaModels) ->
         body = await services.read(request, OllamaShowBody, any_type=True)
         found = models.served(body.model_name)
         if found is not None:
-            return json_response(await _shown(services, services.find_model(found)))
+            return json_response(await _shown(services, services.find_model(found, request)))
         stored = await models.stored() if may_administer(request, services.keys) else {}
         name = best_match(body.model_name, stored)
         if name is None:

@@ -5,6 +5,7 @@
 from typing import Any
 
 from fastapi import FastAPI
+from starlette.requests import Request
 from starlette.responses import Response
 
 from engine.core.interfaces.backend import Health, ModelCard
@@ -44,31 +45,31 @@ def _state(health: Health) -> str:
 
 def add_models_routes(app: FastAPI, services: Services) -> None:
     @app.get("/v1/models")
-    async def list_models() -> Response:
-        return json_response(_all(services))
+    async def list_models(request: Request) -> Response:
+        return json_response(_all(services, request))
 
 
 def add_model_routes(app: FastAPI, services: Services) -> None:
     @app.get("/v1/models/{model_id:path}")
-    async def retrieve_model(model_id: str) -> Response:
-        return json_response(_one(services, model_id))
+    async def retrieve_model(request: Request, model_id: str) -> Response:
+        return json_response(_one(services, request, model_id))
 
     @app.get("/v1/engines")
-    async def list_engines() -> Response:
-        return json_response(_all(services), _DEPRECATED)
+    async def list_engines(request: Request) -> Response:
+        return json_response(_all(services, request), _DEPRECATED)
 
     @app.get("/v1/engines/{model_id:path}")
-    async def retrieve_engine(model_id: str) -> Response:
-        return json_response(_one(services, model_id), _DEPRECATED)
+    async def retrieve_engine(request: Request, model_id: str) -> Response:
+        return json_response(_one(services, request, model_id), _DEPRECATED)
 
 
-def _all(services: Services) -> dict[str, Any]:
-    cards = [_described(services, card) for card in services.backend.models()]
+def _all(services: Services, request: Request) -> dict[str, Any]:
+    cards = [_described(services, card) for card in services.models_for(request)]
     return {"object": "list", "data": cards}
 
 
-def _one(services: Services, model_id: str) -> dict[str, Any]:
-    return _described(services, services.find_model(model_id))
+def _one(services: Services, request: Request, model_id: str) -> dict[str, Any]:
+    return _described(services, services.find_model(model_id, request))
 
 
 def _described(services: Services, card: ModelCard) -> dict[str, Any]:

@@ -13,6 +13,7 @@ from starlette.responses import Response
 
 from engine.core import key_file
 from engine.core.config_schema import LimitsSettings
+from engine.core.config_tables import ModelId
 from engine.core.errors import ConfigError, ConflictError, InvalidRequestError, NotFoundError
 from engine.core.key_file import LIMIT_NAMES, KeyEntry
 from engine.plugins.backend import PluggedBackend, describe
@@ -53,6 +54,7 @@ class KeyBody(LimitsBody):
     tenant: KeyName | None = None
     role: Literal["user", "admin"] = "user"
     parse_special: bool = False
+    models: Annotated[list[ModelId], Field(min_length=1, max_length=256)] | None = None
 
 
 class EmptyBody(AdminBody):
@@ -146,6 +148,7 @@ def _add_keys_routes(app: FastAPI, services: Services, audit: AuditLog) -> None:
                     tenant=body.tenant,
                     role=body.role,
                     parse_special=body.parse_special,
+                    models=body.models,
                     limits=body.given(),
                 )
             )

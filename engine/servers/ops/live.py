@@ -15,8 +15,8 @@ from fastapi import FastAPI
 from starlette.responses import Response, StreamingResponse
 
 from engine.core.errors import RateLimitError
-from engine.core.interfaces.request import EngineStats
 from engine.core.interfaces.snapshot import EngineSnapshot
+from engine.core.interfaces.stats import EngineStats
 from engine.routing.report import describe_routes
 from engine.routing.router import Router
 from engine.servers.access.auth import Principal

@@ -29,7 +29,7 @@ from engine.core.interfaces.backend import (
 from engine.core.interfaces.request import UNSHARED, SamplingParams
 from engine.core.key_file import NO_LIMITS
 from engine.core.observability.metrics import Metrics
-from engine.servers.access.auth import KeyRing, is_acting, principal_of
+from engine.servers.access.auth import ANYONE, KeyRing, is_acting, principal_of
 from engine.servers.access.quotas import Quotas
 from engine.servers.http.errors import PromptTooLargeError
 from engine.servers.http.history import RequestHistory
@@ -203,8 +203,14 @@ class Services:
                 f"{error.message} This model's maximum context length is {longest} tokens."
             ) from None
 
-    def find_model(self, name: str | None) -> ModelCard:
-        return self._with_preset(self._resolve(name).card)
+    def find_model(self, name: str | None, request: Request | None = None) -> ModelCard:
+        """The model of this name. With `request`, only if its key may use the model."""
+        return self._with_preset(self._resolve(name, request).card)
+
+    def models_for(self, request: Request) -> list[ModelCard]:
+        """The models and adapters that the client's key may use."""
+        principal = principal_of(request)
+        return [card for card in self.backend.models() if principal.may_use(card.id)]
 
     def _with_preset(self, card: ModelCard) -> ModelCard:
         """The card with the defaults of the model's preset, if there is one."""
@@ -227,7 +233,7 @@ class Services:
         elif self._accepts_any_model and self.backend.resolve(name) is None:
             self.warn(request, "model", "is not served here, so the only model answers")
             name = None
-        resolved = self._resolve(name)
+        resolved = self._resolve(name, request)
         if resolved.warning is not None:
             self.warn(request, "model", resolved.warning)
         record_of(request.scope).model = resolved.card.id
@@ -248,11 +254,13 @@ class Services:
                 f"model is needed, because several models are served: {known}.", param="model"
             )
 
-    def _resolve(self, name: str | None) -> Resolved:
+    def _resolve(self, name: str | None, request: Request | None) -> Resolved:
+        principal = ANYONE if request is None else principal_of(request)
         resolved = self.backend.resolve(name)
-        if resolved is not None:
+        if resolved is not None and principal.may_use(resolved.card.id):
             return resolved
-        known = ", ".join(card.id for card in self.backend.models()[:_MAX_NAMED_MODELS]) or "none"
+        cards = self.backend.models() if request is None else self.models_for(request)
+        known = ", ".join(card.id for card in cards[:_MAX_NAMED_MODELS]) or "none"
         raise NotFoundError(
             f"There is no such model here. Available: {known}.",
             param="model",

@@ -234,7 +234,7 @@ MUTATIONS = [
     ),
     Mutation(
         "ipc: a runner computes in what was asked for and not in what was found",
-        "engine.backends.custom.worker.main",
+        "engine.backends.custom.worker.loading",
         "        dtype=device.dtype,\n        block_size=options.block_size,\n        num_blocks",
         "        dtype=options.dtype,\n        block_size=options.block_size,\n        num_blocks",
         f"{OPTION_TESTS}::test_a_runner_is_told_what_was_planned",

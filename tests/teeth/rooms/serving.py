@@ -326,4 +326,35 @@ MUTATIONS = [
         "tests/unit/test_requests_api.py"
         "::test_decisions_are_shown_to_those_who_may_read_the_routes[admin-key-0123456789abcdef]",
     ),
+    Mutation(
+        "serving: a token overtakes those that a slow client holds up",
+        "engine.servers.http.sse",
+        "        if self._is_sending or self._direct is None:\n",
+        "        if self._direct is None:\n",
+        "tests/unit/test_server_direct_writes.py"
+        "::test_all_text_comes_in_order_whenever_the_client_blocks",
+    ),
+    Mutation(
+        "writers: connections go to the writer that has the most",
+        "engine.servers.writers.pool",
+        "key=lambda each: each.num_connections)",
+        "key=lambda each: -each.num_connections)",
+        "tests/unit/test_server_writers.py::test_connections_go_to_the_writer_that_has_the_fewest",
+    ),
+    Mutation(
+        "writers: a client that left is not told",
+        "engine.servers.writers.writer",
+        "        exchange.leave()\n    else:\n",
+        "        pass\n    else:\n",
+        "tests/unit/test_server_writers.py::test_a_client_that_leaves_is_told_and_a_slow_one"
+        "_holds_up_its_own_answer_alone",
+    ),
+    Mutation(
+        "writers: a slow client is not held up",
+        "engine.servers.writers.exchange",
+        "        while (self._is_blocked or self._writer.is_full) and not self._is_gone:\n",
+        "        while False:\n",
+        "tests/unit/test_server_writers.py::test_a_client_that_leaves_is_told_and_a_slow_one"
+        "_holds_up_its_own_answer_alone",
+    ),
 ]

@@ -31,7 +31,6 @@ from engine.core.interfaces.request import (
     ControlAction,
     ControlReply,
     Deltas,
-    EngineStats,
     Fatal,
     FromEngine,
     GenerateRequest,
@@ -39,6 +38,7 @@ from engine.core.interfaces.request import (
     Stats,
 )
 from engine.core.interfaces.snapshot import EngineSnapshot
+from engine.core.interfaces.stats import EngineStats
 
 log = logging.getLogger(__name__)
 

@@ -4,8 +4,9 @@ from collections.abc import Callable
 from typing import Protocol
 
 from engine.backends.custom.frontend.survival import Engine, OpenRequest, Receiver
-from engine.core.interfaces.request import ControlReply, EngineStats, GenerateRequest, Ready
+from engine.core.interfaces.request import ControlReply, GenerateRequest, Ready
 from engine.core.interfaces.snapshot import EngineSnapshot
+from engine.core.interfaces.stats import EngineStats
 
 
 class Link(Engine, Protocol):

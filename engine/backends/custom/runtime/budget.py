@@ -10,7 +10,7 @@ from bisect import bisect_left
 
 from engine.backends.custom.ipc.heartbeat import UNKNOWN_PATIENCE_S
 from engine.backends.custom.runtime.model_runner import PROMPT_TOKENS
-from engine.core.interfaces.request import STEP_SECONDS, STEP_TOKENS, StepCounts
+from engine.core.interfaces.stats import STEP_SECONDS, STEP_TOKENS, StepCounts
 
 TARGET_STEP_S = 0.025
 # If decode alone exceeds half of the target duration, prefill may take this much of decode's time.

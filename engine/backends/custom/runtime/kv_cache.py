@@ -18,7 +18,7 @@ from engine.backends.custom.runtime.groups.windows import WindowGroup
 from engine.backends.custom.runtime.model_runner import NULL_BLOCK
 from engine.backends.custom.runtime.radix_cache import Match, RadixCache
 from engine.backends.custom.runtime.sequence import Sequence
-from engine.core.interfaces.request import TierStats
+from engine.core.interfaces.stats import TierStats
 
 if TYPE_CHECKING:
     from engine.backends.custom.runtime.insight.cache_report import CacheReport

@@ -41,12 +41,12 @@ from engine.core.interfaces.request import (
     Control,
     ControlReply,
     Deltas,
-    EngineStats,
     GenerateRequest,
     Stats,
     Stop,
     TokenDelta,
 )
+from engine.core.interfaces.stats import EngineStats
 
 if TYPE_CHECKING:
     from engine.backends.custom.runtime.groups.adapter_places import AdapterPlaces

@@ -35,7 +35,8 @@ from engine.backends.custom.runtime.model_runner import (
     warm_up,
 )
 from engine.backends.custom.weights.model import ModelSource
-from engine.backends.custom.worker.main import build_loop, load_runner, planned
+from engine.backends.custom.worker.loading import load_runner
+from engine.backends.custom.worker.main import build_loop, planned
 from engine.backends.custom.worker.memory import MemoryPlan
 from engine.core.errors import InferenceError
 from engine.core.interfaces.request import (

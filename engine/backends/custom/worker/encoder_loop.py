@@ -34,12 +34,12 @@ from engine.core.interfaces.request import (
     Control,
     ControlReply,
     Deltas,
-    EngineStats,
     GenerateRequest,
     Stats,
     Stop,
     TokenDelta,
 )
+from engine.core.interfaces.stats import EngineStats
 from engine.core.observability.logging import set_level
 
 log = logging.getLogger(__name__)

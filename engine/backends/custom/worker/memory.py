@@ -25,6 +25,7 @@ WORKSPACE_BYTES = 256 * MIB
 USUAL_POOL_BYTES = 512 * MIB
 # The usual KV pool has sliding windows for this many sequences, besides one full context.
 USUAL_WINDOWS = 8
+MAX_GRAPH_TOKENS = 4096  # CUDA graphs have memory of their own, for steps of up to this size
 MIN_CONTEXT = 128
 MIN_TOKENS_PER_SLOT = 128
 # Checkpoints of states: how many there are per sequence of the batch, if they take at most this
@@ -116,15 +117,16 @@ def on_gpu(
     needs: MemoryNeeds, config: ModelConfig, options: EngineOptions, device: DeviceInfo
 ) -> MemoryNeeds:
     """The memory needs of a model on a GPU. The engine may use a share of the GPU's free memory
-    (`gpu_memory_utilization`). Weights, the activations of the largest step and the retained logits
-    take a part of this share. The KV pool gets the rest.
+    (`gpu_memory_utilization`). Weights, the activations of the largest step and of the largest CUDA
+    graph, and the retained logits take a part of this share. The KV pool gets the rest.
     """
     value_bytes = DTYPE_BYTES[device.dtype]
     inner = 3 * config.intermediate_size + 8 * config.hidden_size
     if config.experts is not None:  # each token has a row for each of its experts
         inner += config.experts.per_token * (config.experts.size + config.hidden_size)
-    step = options.max_batch_tokens * inner * value_bytes
-    logits = 16 * options.max_slots * config.vocab_size * value_bytes
+    graph_tokens = min(options.max_batch_tokens, MAX_GRAPH_TOKENS)
+    step = (options.max_batch_tokens + graph_tokens) * inner * value_bytes
+    logits = 20 * options.max_slots * config.vocab_size * value_bytes
     spared = int((1 - options.gpu_memory_utilization) * device.free_bytes)
     return replace(needs, workspace_bytes=spared + WORKSPACE_BYTES + step + logits, pool_share=1.0)
 

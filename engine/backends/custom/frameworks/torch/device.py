@@ -51,7 +51,7 @@ def multiprocessors(device: torch.device) -> int:
 
 def prefer_cublaslt() -> None:
     """Lets PyTorch use cuBLASLt instead of cuBLAS. A ROCm build keeps its own choice."""
-    if not is_amd():
+    if torch.version.cuda is not None:
         torch.backends.cuda.preferred_blas_library("cublaslt")
 
 

@@ -4,7 +4,6 @@ from collections import Counter
 from itertools import islice
 from typing import TYPE_CHECKING
 
-from engine.core.interfaces.request import EngineStats, StepCounts
 from engine.core.interfaces.snapshot import (
     MAX_NODES,
     MAX_RUNNING,
@@ -20,6 +19,7 @@ from engine.core.interfaces.snapshot import (
     TreeSize,
     WaitingRow,
 )
+from engine.core.interfaces.stats import EngineStats, StepCounts
 
 if TYPE_CHECKING:
     from engine.backends.custom.runtime.insight.profiler import KernelTimer

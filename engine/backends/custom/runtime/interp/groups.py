@@ -6,6 +6,7 @@ step with the same `shape` runs the same compiled program, whatever its tokens a
 """
 
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import NamedTuple
 
 import numpy as np
@@ -32,7 +33,8 @@ class TapGroup:
     rows: I32  # of CAPTURE: the rows of the result that the group's first rows are
 
 
-def grouped(taps: TapInputs) -> list[TapGroup]:
+@lru_cache(maxsize=4)
+def grouped(taps: TapInputs) -> tuple[TapGroup, ...]:
     """In the order in which they are applied."""
     count = len(taps.sites)
     starts = np.flatnonzero(np.r_[True, (np.diff(taps.sites) != 0) | (np.diff(taps.tokens) != 0)])
@@ -40,7 +42,8 @@ def grouped(taps: TapInputs) -> list[TapGroup]:
     order = np.lexsort((taps.kinds, turn, taps.sites))
     keys = np.stack([taps.sites, turn, taps.kinds])[:, order]
     edges = np.flatnonzero(np.r_[True, (np.diff(keys) != 0).any(axis=0), True])
-    return [_group(taps, order[a:b]) for a, b in zip(edges[:-1], edges[1:], strict=True)]
+    spans = zip(edges[:-1], edges[1:], strict=True)
+    return tuple(_group(taps, order[first:last]) for first, last in spans)
 
 
 def _group(taps: TapInputs, members: np.ndarray) -> TapGroup:

@@ -3,7 +3,6 @@
 from collections.abc import Iterable
 from dataclasses import replace
 
-from engine.backends.custom.architectures.sites import Site
 from engine.backends.custom.runtime.interp.probe import Probe
 from engine.backends.custom.runtime.interp.taps import TapInputs, Tappable, Taps
 from engine.backends.custom.runtime.model_runner import BatchInputs, ModelRunner, StepOutput
@@ -56,14 +55,14 @@ def _check_head(interp: InterpRequest, adapter: AdapterRef) -> None:
 def with_taps(inputs: BatchInputs, rows: tuple[Row, ...]) -> BatchInputs:
     """The inputs of a step, with the taps of its rows."""
     found: list[Taps] = []
-    sites: tuple[Site, ...] = ()
+    widths: tuple[int, ...] = ()
     for row, first in zip(rows, inputs.query_start.tolist(), strict=False):
         probe = row.seq.probe
         taps = None if probe is None else probe.taps(row.start, row.length, first)
         if probe is not None and taps is not None:
             found.append(taps)
-            sites = probe.sites
-    return replace(inputs, taps=TapInputs.of(found, sites) if found else None)
+            widths = probe.widths
+    return replace(inputs, taps=TapInputs.of(tuple(found), widths) if found else None)
 
 
 def take_captures(batch: ScheduledBatch, output: StepOutput) -> None:

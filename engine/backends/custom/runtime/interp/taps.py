@@ -1,6 +1,7 @@
 """The taps of a step, as arrays for the model runner: which values are read or changed, where."""
 
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Protocol, runtime_checkable
 
 import numpy as np
@@ -21,10 +22,11 @@ CLAMP = 5  # x + (s - f) d, where f is a feature of a sparse autoencoder and d i
 EXTRA_COLUMNS = 2
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class TapInputs:
     """N taps, sorted by site and then by token. The taps of a token at a site are applied in order,
-    so a capture sees what the edits before it made.
+    so a capture sees what the edits before it made. Consecutive steps with the same taps have the
+    same object.
     """
 
     sites: I32  # (N,) index into `Tappable.sites`
@@ -39,12 +41,13 @@ class TapInputs:
     width: int  # W: at least the width of every site in `sites`
 
     @classmethod
-    def of(cls, taps: list["Taps"], all_sites: tuple[Site, ...]) -> "TapInputs":
-        """The taps of a step's rows."""
+    @lru_cache(maxsize=4)
+    def of(cls, taps: tuple["Taps", ...], widths: tuple[int, ...]) -> "TapInputs":
+        """The taps of a step's rows. `widths` are the widths of all sites."""
         sites = np.concatenate([each.sites for each in taps])
         tokens = np.concatenate([each.tokens for each in taps])
         kinds = np.concatenate([each.kinds for each in taps])
-        width = max(all_sites[site].width for site in set(sites.tolist()))
+        width = max(widths[site] for site in set(sites.tolist()))
         num_vectors = sum(len(each.vectors) for each in taps)
         vectors = np.zeros((max(1, num_vectors), width + EXTRA_COLUMNS), np.float32)
         rows = []
@@ -69,7 +72,7 @@ class TapInputs:
         )
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class Taps:
     """The taps of one row of the batch. `rows` count from this row's first vector or capture."""
 

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from engine.backends.custom.runtime.budget import CostLine
 from engine.backends.custom.runtime.tiers.base import PeerError, Tier
 from engine.backends.custom.runtime.tiers.host import HostTier
-from engine.core.interfaces.request import TierStats
+from engine.core.interfaces.stats import TierStats
 
 log = logging.getLogger(__name__)
 

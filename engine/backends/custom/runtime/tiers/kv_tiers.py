@@ -17,7 +17,8 @@ from engine.backends.custom.runtime.tiers.jobs import Batch, ReadJob, WriteJob
 from engine.backends.custom.runtime.tiers.mover import MAX_ALL_AHEAD_BYTES, Mover
 from engine.backends.custom.runtime.tiers.peers import PeerTier
 from engine.backends.custom.runtime.tiers.record import Place, RecordShape, chain, root_key
-from engine.core.interfaces.request import UNSHARED, TierStats
+from engine.core.interfaces.request import UNSHARED
+from engine.core.interfaces.stats import TierStats
 
 if TYPE_CHECKING:
     from engine.backends.custom.runtime.kv_cache import KVCache

@@ -33,7 +33,7 @@ from engine.backends.custom.runtime.model_runner import F32, I32, BatchInputs
 class Captured:
     """What the taps of a step captured, on its way to the host."""
 
-    def __init__(self, taps: TapInputs, groups: list[TapGroup], values: list[Array]) -> None:
+    def __init__(self, taps: TapInputs, groups: tuple[TapGroup, ...], values: list[Array]) -> None:
         self._taps, self._groups, self._values = taps, groups, values
         for each in values:
             each.copy_to_host_async()

@@ -6,14 +6,14 @@ when an adapter has a larger rank, changes a layer that no other did, or gets a 
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from engine.backends.custom.adapters.matrices import EMBED, Adapter, LoraPair
-from engine.backends.custom.frameworks.torch.execution.transfer import to_device
-from engine.backends.custom.frameworks.torch.kernels.lora import TILE_ROWS
+from engine.backends.custom.adapters.matrices import EMBED, Adapter
+from engine.backends.custom.frameworks.torch.kernels.lora import lora_linear, tiles_of
 from engine.backends.custom.frameworks.torch.layers.adapted import (
     AdapterTiles,
     Stack,
@@ -25,16 +25,23 @@ from engine.backends.custom.frameworks.torch.models.base import Decoder
 from engine.backends.custom.runtime.model_runner import I32, BatchInputs
 
 _RANK_STEP, _PLACE_STEP = 16, 8
+FEW_ADAPTERS = 2  # steps with at most so many have graphs of their own
+
+
+@dataclass(frozen=True, slots=True)
+class _Matrices:
+    """An adapter's matrices of one layer in host memory, with the same rank for all its parts."""
+
+    a: Tensor  # (parts, R, D)
+    b: Tensor  # (F, R)
 
 
 @dataclass(frozen=True, slots=True)
 class PackedAdapter:
-    """The pairs of each layer, by the layer's path. A fused layer has one for each of its parts, or
-    None.
-    """
+    """The matrices of each layer that the adapter changes, by the layer's path."""
 
-    pairs: dict[str, tuple[LoraPair | None, ...]]
-    max_rank: int
+    layers: dict[str, _Matrices]
+    rank: int
     num_bytes: int
 
 
@@ -49,48 +56,58 @@ class TorchAdapters:
     def __init__(self, model: Decoder, device: torch.device, dtype: torch.dtype) -> None:
         self._base, self._device, self._dtype = model, device, dtype
         self._layers = dict(_layers(model))
-        self._held: dict[int, PackedAdapter] = {}
         self._stacks: dict[str, Stack] = {}
-        self._rank = self._num_places = 0
+        self._rank = 0
+        self._compiled: set[int] = set()  # ranks for which kernels are compiled
+        self.num_adapters = 0  # that a step can have
         self.tiles = AdapterTiles(empty_tiles(device), empty_tiles(device))
         self.model = model  # the tree of modules with adapters
-        self.version = (
-            0  # changes if tensors were replaced, which captured graphs have addresses of
-        )
+        # Changes if tensors were replaced, which captured graphs have addresses of.
+        self.version = 0
 
     def pack(self, adapter: Adapter) -> PackedAdapter:
-        pairs = {}
+        """Copies the matrices into page-locked memory, from where the device reads them later."""
+        rank = -(-adapter.max_rank // _RANK_STEP) * _RANK_STEP
+        layers = {}
         for path, layer in self._layers.items():
-            found = tuple(adapter.pairs.get(part) for part in layer.parts)
-            if any(pair is not None for pair in found):
-                pairs[path] = found
-        return PackedAdapter(pairs, adapter.max_rank, adapter.num_bytes)
+            pairs = [adapter.pairs.get(part) for part in layer.parts]
+            if all(pair is None for pair in pairs):
+                continue
+            a = self._on_host(len(pairs), rank, layer.columns)
+            b = self._on_host(sum(layer.rows), rank)
+            for pair, own_a, own_b in zip(pairs, a, b.split(layer.rows), strict=True):
+                if pair is not None:
+                    own_a[: pair.rank].copy_(torch.from_numpy(pair.a))
+                    own_b[:, : pair.rank].copy_(torch.from_numpy(pair.b))
+            layers[path] = _Matrices(a, b)
+        num_bytes = sum(each.a.nbytes + each.b.nbytes for each in layers.values())
+        if self._device.type == "cuda":
+            self._compile(rank)
+        return PackedAdapter(layers, rank, num_bytes)
 
     @torch.inference_mode()
     def set(self, number: int, packed: PackedAdapter) -> None:
-        self._held[number] = packed
+        """Queues the copies of the matrices to the device."""
         if (
-            packed.max_rank > self._rank
-            or number >= self._num_places
-            or packed.pairs.keys() - self._stacks.keys()
+            packed.rank > self._rank
+            or number > self.num_adapters
+            or packed.layers.keys() - self._stacks.keys()
         ):
             self._grow(number, packed)
-            return
         self._write(number, packed)
 
     def _grow(self, number: int, packed: PackedAdapter) -> None:
-        self._rank = max(self._rank, -(-packed.max_rank // _RANK_STEP) * _RANK_STEP)
-        self._num_places = max(self._num_places, -(-(number + 1) // _PLACE_STEP) * _PLACE_STEP)
-        for path in dict.fromkeys([*self._stacks, *packed.pairs]):
-            layer = self._layers[path]
-            ranks = self._rank * len(layer.parts)
-            places, dtype, device = self._num_places, self._dtype, self._device
-            self._stacks[path] = Stack(
-                torch.zeros((places, ranks, layer.columns), dtype=dtype, device=device),
-                torch.zeros((places, sum(layer.rows), ranks), dtype=dtype, device=device),
-            )
-        for place, held in self._held.items():
-            self._write(place, held)
+        old = self._rank
+        self._rank = max(self._rank, packed.rank)
+        self.num_adapters = max(self.num_adapters, -(-number // _PLACE_STEP) * _PLACE_STEP)
+        for path in dict.fromkeys([*self._stacks, *packed.layers]):
+            layer, places = self._layers[path], self.num_adapters + 1
+            a = self._on_device(places, len(layer.parts), self._rank, layer.columns)
+            b = self._on_device(places, sum(layer.rows), self._rank)
+            if (stack := self._stacks.get(path)) is not None:
+                a[: len(stack.a), :, :old] = stack.a.unflatten(1, (-1, old))
+                b[: len(stack.b), :, :old] = stack.b
+            self._stacks[path] = Stack(a.flatten(1, 2), b, layer.rows)
         twin = adapted(self._base, self._stacks, self.tiles)
         assert isinstance(twin, Decoder)
         self.model = twin
@@ -98,46 +115,63 @@ class TorchAdapters:
 
     def _write(self, number: int, packed: PackedAdapter) -> None:
         for path, stack in self._stacks.items():
-            layer, pairs = self._layers[path], packed.pairs.get(path, ())
-            a, b = torch.zeros_like(stack.a[0]), torch.zeros_like(stack.b[0])
-            row = 0
-            for index, (rows, pair) in enumerate(zip(layer.rows, pairs, strict=False)):
-                if pair is not None:
-                    first = index * self._rank
-                    a[first : first + pair.rank] = self._put(pair.a)
-                    b[row : row + rows, first : first + pair.rank] = self._put(pair.b)
-                row += rows
-            stack.a[number].copy_(a)
-            stack.b[number].copy_(b)
+            a, b = stack.a[number].unflatten(0, (-1, self._rank)), stack.b[number]
+            matrices = packed.layers.get(path)
+            if matrices is None:
+                b.zero_()
+                continue
+            a[:, : packed.rank].copy_(matrices.a, non_blocking=True)
+            b[:, : packed.rank].copy_(matrices.b, non_blocking=True)
+            b[:, packed.rank :].zero_()  # what A x has there counts for nothing
 
-    def begin(self, inputs: BatchInputs) -> None:
-        """Set the tiles for a step. Its kernels are launched one by one."""
-        places = token_places(inputs)
-        self.tiles.tokens = to_device(tiles_of(places), self._device)
-        self.tiles.logits = to_device(tiles_of(places[inputs.logit_rows]), self._device)
+    def most_in(self, inputs: BatchInputs) -> int:
+        """The most adapters of steps like this one: few, or as many as there are places for."""
+        count = len(np.unique(inputs.adapter_ids[inputs.adapter_ids > 0]))
+        return FEW_ADAPTERS if count <= FEW_ADAPTERS else self.num_adapters
 
-    def _put(self, values: np.ndarray) -> Tensor:
-        return to_device(values, self._device).to(self._dtype)
+    def begin(self, tokens: Tensor, logits: Tensor, *, yields: bool = False) -> Decoder:
+        """The model for a step with these tiles. `yields`: see `lora_linear`."""
+        self.tiles.tokens, self.tiles.logits, self.tiles.yields = tokens, logits, yields
+        return self.model
+
+    @torch.inference_mode()
+    def _compile(self, rank: int) -> None:
+        """Compiles the kernels for a rank here, so that no step waits for them."""
+        if rank in self._compiled:
+            return
+        self._compiled.add(rank)
+        act = self._base.config.activation
+        shapes = {
+            (layer.rows, layer.columns, act if path.endswith(".gate_up") else None)
+            for path, layer in self._layers.items()
+            if path != "embed"
+        }
+        stream = torch.cuda.Stream(self._device)
+        with torch.cuda.stream(stream):
+            tiles = torch.ones((1, 3), dtype=torch.int32, device=self._device)  # row 1, place 1
+            for rows, columns, gate in shapes:
+                a = self._on_device(2, len(rows) * rank, columns)
+                b = self._on_device(2, sum(rows), rank)
+                read = partial(self._on_device, 2, columns)
+                product = partial(self._on_device, 2, sum(rows))
+                lora_linear(a, b, tiles, rows, read, product, gate)
+        stream.synchronize()
+
+    def _on_host(self, *shape: int) -> Tensor:
+        pinned = self._device.type == "cuda"
+        return torch.zeros(shape, dtype=self._dtype, pin_memory=pinned)
+
+    def _on_device(self, *shape: int) -> Tensor:
+        return torch.zeros(shape, dtype=self._dtype, device=self._device)
 
 
-def token_places(inputs: BatchInputs) -> I32:
-    """The place of the adapter of each token, (T,)."""
-    places: I32 = np.repeat(inputs.adapter_ids, np.diff(inputs.query_start))
-    return places
-
-
-def tiles_of(places: I32, room: int | None = None) -> I32:
-    """The tiles of rows with these places, (N, 3). Padded to `room` tiles, or to at least one."""
-    edges = np.flatnonzero(np.diff(places, prepend=-1, append=-1))
-    tiles = [
-        (start, min(TILE_ROWS, end - start), places[first])
-        for first, end in zip(edges[:-1], edges[1:], strict=True)
-        if places[first]
-        for start in range(first, end, TILE_ROWS)
-    ]
-    padded = np.zeros((max(len(tiles), room or 1), 3), np.int32)
-    padded[: len(tiles)] = np.array(tiles, np.int32).reshape(-1, 3)
-    return padded
+def step_tiles(
+    inputs: BatchInputs, num_tokens: int, num_logits: int, num_adapters: int
+) -> tuple[I32, I32]:
+    """The tiles of a step's tokens and of its rows of logits, padded to these numbers."""
+    places = np.repeat(inputs.adapter_ids, np.diff(inputs.query_start))
+    tokens = tiles_of(places, num_tokens, num_adapters)
+    return tokens, tiles_of(places[inputs.logit_rows], num_logits, num_adapters)
 
 
 def _layers(model: Decoder) -> Iterator[tuple[str, _Layer]]:

@@ -16,16 +16,17 @@ from torch import Tensor
 
 from engine.backends.custom.frameworks.layout import Layout
 from engine.backends.custom.frameworks.torch.device import prefer_cublaslt
+from engine.backends.custom.frameworks.torch.execution.adapters import FEW_ADAPTERS, step_tiles
 from engine.backends.custom.frameworks.torch.execution.cache import slots_by_cache
 from engine.backends.custom.frameworks.torch.execution.device_sampler import Kind
 from engine.backends.custom.frameworks.torch.execution.graphs import (
-    TOKEN_SIZES,
     Capturer,
     all_sizes,
     at_least,
     decode_size,
     mixed_size,
     row_sizes,
+    token_sizes,
 )
 from engine.backends.custom.frameworks.torch.execution.runner import CachedStep, TorchRunner
 from engine.backends.custom.frameworks.torch.execution.sampling_graphs import PLAIN, GraphSampler
@@ -41,6 +42,7 @@ from engine.backends.custom.frameworks.torch.execution.staging import (
     Size,
 )
 from engine.backends.custom.frameworks.torch.execution.transfer import to_device
+from engine.backends.custom.frameworks.torch.kernels import lora
 from engine.backends.custom.frameworks.torch.kernels.attention_triton import (
     NUM_COUNTS,
     SHARED_FIELDS,
@@ -51,7 +53,9 @@ from engine.backends.custom.frameworks.torch.kernels.attention_triton import (
     all_tables,
 )
 from engine.backends.custom.frameworks.torch.kernels.fp8 import dense_tables
+from engine.backends.custom.frameworks.torch.kernels.skinny import MAX_ROWS
 from engine.backends.custom.frameworks.torch.kernels.tokens import guard, resolve_tokens
+from engine.backends.custom.frameworks.torch.layers.invariant_linear import choose_kernels
 from engine.backends.custom.frameworks.torch.layers.scans import Rows
 from engine.backends.custom.frameworks.torch.models.base import Decoder
 from engine.backends.custom.frameworks.torch.warming import warm
@@ -67,8 +71,14 @@ from engine.backends.custom.runtime.model_runner import (
 if TYPE_CHECKING:
     from engine.backends.custom.frameworks.torch.execution.taps import Shapes
 
-FIELDS = {"spans": SPAN_FIELDS, "partials": 2, "tiles": TILE_FIELDS, "shared": SHARED_FIELDS}
+TILES_OF_ADAPTERS = ("token_adapters", "logit_adapters")
+FIELDS = {
+    **{"spans": SPAN_FIELDS, "partials": 2, "tiles": TILE_FIELDS, "shared": SHARED_FIELDS},
+    **dict.fromkeys(TILES_OF_ADAPTERS, lora.TILE_FIELDS),
+}
 Arrays = dict[str, NDArray[np.generic]]
+TOKEN_STEP = 128  # in invariant numerics, large steps have multiples of this many tokens
+LONG_CHUNK = 1024  # tokens of a step, and keys of a row
 MAX_TAPPED = 16  # sizes of steps with taps whose graphs are kept
 
 
@@ -86,16 +96,21 @@ class CudaRunner(TorchRunner):
             prefer_cublaslt()
         self._angles = model.rotary_tables(config.max_seq_len)
         self._max_batch_tokens = config.max_batch_tokens
+        self._is_invariant = config.numerics == "invariant"
         # The arrays that each cache has for itself, by name.
         self._slots_names = ("write_slots", "window_slots")[: len(self._cache.caches)]
         self._counts_names = ("counts", "window_counts")[: len(self._cache.caches)]
         self._row_sizes = row_sizes(config.max_slots)
+        # How rows are divided into chunks is decided on the host, so states rule out graphs here.
+        largest = max(config.max_batch_tokens, config.max_slots)
+        self._token_sizes = () if self._spec.has_state else token_sizes(largest)
         self._buffer = torch.zeros(self._largest_buffer(config), dtype=torch.int32, device=device)
         self._lists.reserve(config.max_slots, device)
         self._each = torch.arange(
-            max(config.max_slots, TOKEN_SIZES[-1]) + 1, dtype=torch.int32, device=device
+            max((config.max_slots, *self._token_sizes)) + 1, dtype=torch.int32, device=device
         )
         self._steps: dict[Size, BufferedStep] = {}
+        self._adapters_version = 0  # of the adapters whose addresses are in graphs
         self._capturer = Capturer(device)
         self._inbound, self._outbound = PinnedRing(), PinnedRing()
         self._sampler = GraphSampler(
@@ -112,7 +127,7 @@ class CudaRunner(TorchRunner):
         # Steps with images have no graphs, and neither has decode if RoPE depends on the images.
         if inputs.embeds is not None or inputs.rope_positions is not None:
             return super().forward(inputs)
-        if self._adapters is not None and inputs.adapter_ids.any():
+        if inputs.taps is not None and self._num_adapters(inputs):
             return super().forward(inputs)
         size, tapping = self._size(inputs), None
         if inputs.taps is not None:
@@ -141,9 +156,11 @@ class CudaRunner(TorchRunner):
 
     def _tapped_size(self, size: Size, shapes: "Shapes") -> Size:
         """The size of a step with taps. Only the last few of such sizes keep their graphs."""
-        for oldest in [each for each in self._steps if each.taps][:-MAX_TAPPED]:
-            del self._steps[oldest]
-        return replace(size, taps=shapes)
+        tapped = replace(size, taps=shapes)
+        if tapped not in self._steps:
+            for oldest in [each for each in self._steps if each.taps][:-MAX_TAPPED]:
+                del self._steps[oldest]
+        return tapped
 
     def logits(self, handle: CudaHandle | StepHandle, rows: I32) -> F32:
         if isinstance(handle, StepHandle):
@@ -165,12 +182,15 @@ class CudaRunner(TorchRunner):
         return self._send_results(handle)
 
     def warm(self) -> None:
+        if self._is_invariant:
+            large = range(TOKEN_STEP, self._max_batch_tokens + TOKEN_STEP, TOKEN_STEP)
+            tokens = (*self._token_sizes, *large)
+            choose_kernels(self._model, self._model.head, tokens, self._row_sizes)
         warm(self, self._device, self._max_batch_tokens)
 
     def sizes(self) -> Iterator[Size]:
         """The sizes of all steps that have graphs."""
-        tokens = () if self._spec.has_state else TOKEN_SIZES
-        return all_sizes(self._row_sizes, tokens, can_share=self._lists.can_share)
+        return all_sizes(self._row_sizes, self._token_sizes, can_share=self._lists.can_share)
 
     @torch.inference_mode()
     def prepare(self, inputs: BatchInputs, size: Size | None, kinds: Iterable[Kind] = ()) -> None:
@@ -207,6 +227,10 @@ class CudaRunner(TorchRunner):
             "spans": SPAN_FIELDS * room.spans,
             "partials": 2 * rows,
         }
+        if size.num_adapters:
+            for name, count in zip(TILES_OF_ADAPTERS, (size.tokens, size.samples), strict=True):
+                tiles = max(1, lora.most_tiles(count, size.num_adapters))
+                sizes[name] = lora.TILE_FIELDS * tiles
         if size.shares:
             sizes |= {"shared": SHARED_FIELDS * room.shared, "members": rows}
         if not size.only_decodes:
@@ -228,13 +252,32 @@ class CudaRunner(TorchRunner):
         if tokens == rows == samples:
             bucket = at_least(self._row_sizes, rows)
             if bucket is not None:
-                return decode_size(bucket, self._lists.has_shared(inputs))
-        # How rows are divided into chunks is decided on the host, so states rule out a graph here.
-        padded = None if self._spec.has_state else at_least(TOKEN_SIZES, tokens)
-        if padded is None:
+                size = decode_size(bucket, self._lists.has_shared(inputs))
+                return replace(size, num_adapters=self._num_adapters(inputs))
+        padded = at_least(self._token_sizes, tokens)
+        if padded is None or (tokens > LONG_CHUNK and self._dequantizes(inputs)):
             return None
         size = mixed_size(padded, self._spec.max_slots)
+        size = replace(size, num_adapters=self._num_adapters(inputs))
         return size if rows <= size.rows and samples <= size.samples else None
+
+    def _dequantizes(self, inputs: BatchInputs) -> bool:
+        """Whether prefill attention is much faster without a graph: with long rows in float8, which
+        it dequantizes first.
+        """
+        lengths = inputs.seq_lens[np.diff(inputs.query_start) > 1]
+        return self._cache.in_fp8 and len(lengths) > 0 and int(lengths.max()) > LONG_CHUNK
+
+    def _num_adapters(self, inputs: BatchInputs) -> int:
+        """The most adapters that the rows of such steps may have. 0: no row has one."""
+        if self._adapters is None or not inputs.adapter_ids.any():
+            return 0
+        if self._adapters.version != self._adapters_version:
+            self._adapters_version = self._adapters.version
+            self._steps = {
+                size: step for size, step in self._steps.items() if not size.num_adapters
+            }
+        return self._adapters.most_in(inputs)
 
     def _step(self, inputs: BatchInputs, size: Size) -> BufferedStep:
         """Returns the shared data for steps of this size, made at the first such step. Also queues
@@ -251,12 +294,17 @@ class CudaRunner(TorchRunner):
 
     def _exact_step(self, inputs: BatchInputs) -> BufferedStep:
         lists, room = self._lists.lists(inputs)
+        tokens, samples = len(inputs.token_ids), len(inputs.logit_rows)
+        if self._is_invariant:  # the sizes for which `warm` has chosen kernels
+            tokens = -(-tokens // TOKEN_STEP) * TOKEN_STEP
+            samples = samples and (at_least(self._row_sizes, samples) or samples)
         size = Size(
-            len(inputs.token_ids),
+            tokens,
             len(inputs.slots),
-            len(inputs.logit_rows),
+            samples,
             only_decodes=False,
             shares=room.shared > 0,
+            num_adapters=self._num_adapters(inputs),
         )
         step = BufferedStep(size, room, self._layout(size, room))
         step.rows = self._rows(inputs)
@@ -276,6 +324,9 @@ class CudaRunner(TorchRunner):
             "tables": all_tables(inputs),
             **lists,
         }
+        if size.num_adapters:
+            tiles = step_tiles(inputs, size.tokens, size.samples, size.num_adapters)
+            arrays |= zip(TILES_OF_ADAPTERS, tiles, strict=True)
         if size.only_decodes:
             return arrays
         token_rows = np.repeat(np.arange(len(inputs.slots)), np.diff(inputs.query_start))
@@ -302,12 +353,13 @@ class CudaRunner(TorchRunner):
         """The max number of values in the arrays of a step with a graph. The buffer is allocated
         once with this size, because captured graphs contain its address.
         """
-        slots, tokens = config.max_slots, TOKEN_SIZES[-1]
+        slots, tokens = config.max_slots, max(self._token_sizes, default=1)
         table = -(-config.max_seq_len // config.block_size)
         tables = np.empty(len(self._slots_names) * slots * table, np.bool_)
         sizes = (decode_size(slots, True), Size(tokens, slots, slots, False, False))
+        largest = [replace(size, num_adapters=lora.MAX_ADAPTERS) for size in sizes]
         return max(
-            self._layout(size, self._room_for(size)).length({"tables": tables}) for size in sizes
+            self._layout(size, self._room_for(size)).length({"tables": tables}) for size in largest
         )
 
     def _room_for(self, size: Size) -> ListLengths:
@@ -331,6 +383,10 @@ class CudaRunner(TorchRunner):
     def _compute(self, step: BufferedStep) -> None:
         """Runs the forward pass: computes a step's logits from the step's arrays on the device."""
         views, size, model = step.views, step.size, self._model
+        if self._adapters is not None and size.num_adapters:
+            tiles = (views[name] for name in TILES_OF_ADAPTERS)
+            yields = size.tokens > MAX_ROWS and size.num_adapters <= FEW_ADAPTERS
+            model = self._adapters.begin(*tiles, yields=yields)
         finite = step.results[size.samples :].fill_(1)
         slots = tuple(views[name] for name in self._slots_names)
         cached = CachedStep(
@@ -350,7 +406,7 @@ class CudaRunner(TorchRunner):
         if step.taps is not None:
             self._compute_tapped(step, token_ids, cached, slots, finite)
             return
-        if size.tokens < 2 * size.samples:
+        if size.tokens < 2 * size.samples or size.num_adapters:  # tiles are of all tokens
             x = model(token_ids, cached)  # (T, D)
             self._guard(x, token_rows, slots, finite)
             x = x if size.only_decodes else x.index_select(0, views["logit_rows"])
@@ -370,17 +426,21 @@ class CudaRunner(TorchRunner):
         slots: tuple[Tensor, ...],
         finite: Tensor,
     ) -> None:
-        from engine.backends.custom.frameworks.torch.models.tapped import tapped_norm, tapped_stream
+        from engine.backends.custom.frameworks.torch.models.tapped import (
+            tapped_logits,
+            tapped_norm,
+            tapped_stream,
+        )
 
         views, model, taps = step.views, self._model, step.taps
         assert taps is not None
         x = tapped_stream(model, token_ids, cached, taps.taps)
         self._guard(x, views["token_rows"], slots, finite)
-        normed = tapped_norm(model, x, taps.taps)
-        if step.size.samples:
-            if not step.size.only_decodes:
-                x, normed = (each.index_select(0, views["logit_rows"]) for each in (x, normed))
-            step.stream, step.logits = x, model.finished(model.head(normed))
+        if not step.size.samples:
+            tapped_norm(model, x, taps.taps)
+            return
+        rows = None if step.size.only_decodes else views["logit_rows"]
+        step.stream, step.logits = tapped_logits(model, x, taps.taps, rows)
 
     def _decode_rows(self, views: dict[str, Tensor]) -> Rows | None:
         """The rows of a decode-only step, from its arrays on the device."""

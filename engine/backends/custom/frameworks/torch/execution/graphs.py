@@ -15,8 +15,11 @@ from engine.backends.custom.frameworks.torch.execution.staging import Size
 _FINE = (1, 2, 4, 8, 16, 24, 32, 48, 64, 80, 96, 112, 128, 160, 192, 224, 256)
 _COARSE = 64  # larger sizes than those in _FINE are this far apart
 # The sizes of steps with prefill, in tokens. Larger steps need no graph, because their kernels run
-# longer than it takes to launch them.
-TOKEN_SIZES = (16, 32, 64, 96, 128, 192, 256, 384, 512, 768, 1024)
+# longer than it takes to launch them, which may be 45 ms on a slow CPU.
+TOKEN_SIZES = (
+    *(16, 32, 64, 96, 128, 192, 256, 384, 512, 768, 1024),
+    *(1280, 1536, 2048, 2560, 3072, 3584, 4096),
+)
 
 
 def decode_size(rows: int, shares: bool) -> Size:
@@ -33,6 +36,12 @@ def row_sizes(max_rows: int) -> tuple[int, ...]:
     sizes = [size for size in _FINE if size < max_rows]
     sizes.extend(range(_FINE[-1] + _COARSE, max_rows, _COARSE))
     return (*sizes, max_rows)
+
+
+def token_sizes(max_tokens: int) -> tuple[int, ...]:
+    """The sizes of steps with prefill that have graphs, if no step has more tokens than this."""
+    most = at_least(TOKEN_SIZES, max_tokens)
+    return TOKEN_SIZES if most is None else TOKEN_SIZES[: TOKEN_SIZES.index(most) + 1]
 
 
 def at_least(sizes: tuple[int, ...], size: int) -> int | None:

@@ -196,8 +196,10 @@ class TorchRunner(SamplingRunner):
         """The model that computes a step: with adapters, if a row has one."""
         if self._adapters is None or not inputs.adapter_ids.any():
             return self._model
-        self._adapters.begin(inputs)
-        return self._adapters.model
+        from engine.backends.custom.frameworks.torch.execution.adapters import step_tiles
+
+        sizes = len(inputs.token_ids), len(inputs.logit_rows), self._adapters.num_adapters
+        return self._adapters.begin(*map(self._put, step_tiles(inputs, *sizes)))
 
     def pack_adapter(self, adapter: "Adapter") -> "PackedAdapter":
         return self._with_adapters().pack(adapter)

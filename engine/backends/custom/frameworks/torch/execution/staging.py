@@ -95,6 +95,7 @@ class Size:
     only_decodes: bool
     shares: bool
     taps: "Shapes" = ()  # a step with taps has a graph of its own
+    num_adapters: int = 0  # the most LoRA adapters that rows may have; 0: the step has no tiles
 
 
 class BufferedStep:

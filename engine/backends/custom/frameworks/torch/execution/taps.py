@@ -22,10 +22,13 @@ class Captured:
 
     def __init__(self, taps: TapInputs, groups: Sequence[TapGroup], step: "StepTaps") -> None:
         self._taps, self._groups = taps, groups
-        self._values = [to_host(each) for each in step.captured()]
+        # The copy to the host is queued before the next step, which captures to the same tensors.
+        self._values = [to_host(each) if each.is_cuda else each.clone() for each in step.captured()]
 
     def rows(self) -> F32:
         """The rows that the step's taps asked for. Valid when the step has finished."""
+        if self._taps.num_captured == 1 and self._values[0].shape[1] == self._taps.width:
+            return self._values[0].numpy()[:1]  # as in most steps of a stream
         out = np.zeros((self._taps.num_captured, self._taps.width), np.float32)
         owners = (group for group in self._groups if group.shape.kind == CAPTURE)
         for group, values in zip(owners, self._values, strict=True):
@@ -66,6 +69,8 @@ class StepTaps:
 
     def write(self, groups: Sequence[TapGroup]) -> None:
         """Copies what differs from the last step. While a stream decodes, that is nothing."""
+        if groups is self._written:
+            return
         for made, group, last in zip(self._made, groups, self._written, strict=True):
             width = made.vectors.shape[1] - EXTRA_COLUMNS
             if not np.array_equal(group.tokens, last.tokens):
@@ -79,8 +84,8 @@ class StepTaps:
         self._written = groups
 
     def captured(self) -> list[Tensor]:
-        """The captured values of each group that captures, as new tensors."""
-        return [each.captured.clone() for each in self._made if each.shape.kind == CAPTURE]
+        """The captured values of each group that captures. The next step overwrites them."""
+        return [each.captured for each in self._made if each.shape.kind == CAPTURE]
 
 
 def _on_device(group: TapGroup, sites: tuple[Site, ...], device: torch.device) -> TensorGroup:

@@ -84,7 +84,8 @@ class TritonPlan:
         window: int | None,
         sinks: Tensor | None = None,
     ) -> Tensor:
-        return self.attend_cached(q, cache, window, sinks)
+        # The queries of a fused projection are not next to each other.
+        return self.attend_cached(q.contiguous(), cache, window, sinks)
 
     def attend_cached(
         self, q: Tensor, cache: Tensor, window: int | None, sinks: Tensor | None = None

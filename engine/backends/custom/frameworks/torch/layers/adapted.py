@@ -4,34 +4,35 @@ adapters run that tree.
 """
 
 import copy
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 
-from engine.backends.custom.frameworks.torch.kernels.activation import gated
 from engine.backends.custom.frameworks.torch.kernels.fp8 import QuantizedRows
-from engine.backends.custom.frameworks.torch.kernels.lora import lora_add, lora_embed
+from engine.backends.custom.frameworks.torch.kernels.lora import lora_embed, lora_linear
 from engine.backends.custom.frameworks.torch.layers.norm import RMSNorm
 
 
 @dataclass(slots=True)
 class AdapterTiles:
     """The tiles of the step that runs now (see `kernels.lora`): of its tokens, and of the tokens
-    whose logits are computed. A runner sets them before each step.
+    whose logits are computed. A runner sets them before each step. `yields`: see `lora_linear`.
     """
 
     tokens: Tensor
     logits: Tensor
+    yields: bool = False
 
 
 @dataclass(frozen=True, slots=True)
 class Stack:
     """The matrices of one layer in all places. Place 0, which is the base model, is zero."""
 
-    a: Tensor  # (P, R, D); for embeddings (P, R, V)
+    a: Tensor  # (P, parts * R, D); for embeddings (P, R, V)
     b: Tensor  # (P, F, R)
+    sizes: tuple[int, ...]  # output channels of each part of a fused layer
 
 
 class AdaptedLinear(nn.Module):
@@ -44,24 +45,48 @@ class AdaptedLinear(nn.Module):
         self._stack, self._tiles, self._is_head = stack, tiles, is_head
 
     def forward(self, x: Tensor | QuantizedRows) -> Tensor:
-        if isinstance(x, QuantizedRows):
-            plain = (x.values.float() * x.scales).to(self._stack.a.dtype)
-        else:
-            plain = x
-        tiles = self._tiles.logits if self._is_head else self._tiles.tokens
-        return lora_add(self.base(x), plain, self._stack.a, self._stack.b, tiles)
+        return self._sum(lambda: x, lambda: self.base(x))
 
     def fused(
         self,
-        x: Tensor,
+        x: Tensor | QuantizedRows,
         *,
         norm: RMSNorm | None = None,
         gate: str | None = None,
         residual: Tensor | None = None,
     ) -> Tensor:
-        y = self(x if norm is None else norm(x))
-        y = y if gate is None else gated(y, gate)
-        return y if residual is None else residual + y
+        if norm is None and residual is None:
+            return self._sum(lambda: x, lambda: self.base(x), gate)
+        assert gate is None or residual is None, "the activation would change the residual"
+        return self._sum(
+            lambda: x if norm is None else norm(x),
+            lambda: self.base.fused(x, norm=norm, residual=residual),  # type: ignore[operator]
+            gate,
+        )
+
+    def _sum(
+        self,
+        read: Callable[[], Tensor | QuantizedRows],
+        product: Callable[[], Tensor],
+        gate: str | None = None,
+    ) -> Tensor:
+        stack = self._stack
+        tiles = self._tiles.logits if self._is_head else self._tiles.tokens
+        return lora_linear(
+            stack.a,
+            stack.b,
+            tiles,
+            stack.sizes,
+            lambda: self._plain(read()),
+            product,
+            gate,
+            yields=self._tiles.yields,
+        )
+
+    def _plain(self, x: Tensor | QuantizedRows) -> Tensor:
+        if isinstance(x, QuantizedRows):
+            return (x.values.float() * x.scales).to(self._stack.a.dtype)
+        return x
 
 
 class AdaptedEmbedding(nn.Module):

@@ -2,13 +2,24 @@
 `Linear` in a finished model, for inference on a GPU.
 """
 
+import logging
+from collections.abc import Sequence
+
+import torch
 from torch import Tensor, nn
 
+from engine.backends.custom.frameworks.torch.compiling import compiling_ahead
 from engine.backends.custom.frameworks.torch.device import keep_sums_whole
-from engine.backends.custom.frameworks.torch.kernels.invariant.linear import invariant_linear
+from engine.backends.custom.frameworks.torch.kernels.invariant.linear import (
+    compare_library,
+    has_library,
+    invariant_linear,
+)
 from engine.backends.custom.frameworks.torch.layers.linear import Linear
 from engine.backends.custom.frameworks.torch.layers.norm import RMSNorm
 from engine.backends.custom.frameworks.torch.layers.quantized_linear import Fp8Linear
+
+log = logging.getLogger(__name__)
 
 
 class InvariantLinear(Linear):
@@ -45,3 +56,31 @@ def make_invariant(model: nn.Module) -> None:
                 child.is_invariant = True
             elif isinstance(child, Linear):
                 setattr(module, name, InvariantLinear(child))
+
+
+@torch.inference_mode()
+def choose_kernels(
+    model: nn.Module, head: nn.Module, tokens: Sequence[int], samples: Sequence[int]
+) -> None:
+    """Finds out where cuBLASLt gives the bits of our kernel, for all matrices of a model and for
+    the numbers of rows that steps have. Only tokens that are sampled pass the LM head.
+    """
+    last = set(head.modules())
+    by_shape = {
+        layer.weight.shape: (
+            layer.weight,
+            samples if layer in last else sorted({*tokens, *samples}),
+        )
+        for layer in model.modules()
+        if isinstance(layer, InvariantLinear) and has_library(layer.weight)
+    }
+    if not by_shape:
+        return
+    with compiling_ahead(next(model.parameters()).device):
+        for weight, counts in by_shape.values():
+            compare_library(weight, counts[-1:])
+    for weight, counts in by_shape.values():
+        equal = compare_library(weight, counts)
+        others = [count for count in counts if count not in equal]
+        shape = tuple(weight.shape)
+        log.info("matrix %s: cuBLASLt has other bits for %s rows", shape, others or "no")

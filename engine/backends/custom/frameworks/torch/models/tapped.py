@@ -1,5 +1,5 @@
-"""Runs a decoder with taps. Layers without taps run as always; in the others, matmuls, norms and
-sums are separate, so that every site has a value of its own.
+"""Runs a decoder with taps. A layer with taps inside of it runs matmuls, norms and sums separately,
+so that every site has a value of its own. All other layers run as always.
 """
 
 from collections.abc import Sequence
@@ -31,6 +31,8 @@ from engine.backends.custom.runtime.interp.taps import (
     PROJECT_OUT,
     SCALE,
 )
+
+_ENDS = ("resid_pre", "resid_post")  # the residual stream before and after a layer
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,9 +80,10 @@ class TensorTaps:
         for group in groups:
             site = sites[group.shape.site]
             self._at.setdefault((site.layer, site.part), []).append(group)
-        self._layers = {layer for layer, _ in self._at}
+        self._layers = {layer for layer, part in self._at if part not in _ENDS}
 
-    def has_layer(self, layer: int) -> bool:
+    def has_inside(self, layer: int) -> bool:
+        """Whether taps need values that only exist inside of this layer."""
         return layer in self._layers
 
     def has(self, layer: int, *parts: str) -> bool:
@@ -97,17 +100,38 @@ def tapped_stream(model: Decoder, token_ids: Tensor, step: Step, taps: TensorTap
     x, delta = _embedded(model, token_ids, step, taps), None
     for layer, block in enumerate(model.layers):
         assert isinstance(block, Block | HalfBlock)
-        if not taps.has_layer(layer):
+        if delta is not None and taps.has(layer, "resid_pre"):
+            x, delta = x + delta, None
+        x = taps.at(layer, "resid_pre", x)
+        if taps.has_inside(layer):
+            x = _block(model, block, x if delta is None else x + delta, step, taps, layer)
+            delta = None
+        else:
             x, delta = block.parts(x, delta, step)
-            continue
-        x = x if delta is None else x + delta
-        x, delta = _block(model, block, x, step, taps, layer), None
+        if delta is not None and taps.has(layer, "resid_post"):
+            x, delta = x + delta, None
+        x = taps.at(layer, "resid_post", x)
     return x if delta is None else x + delta
 
 
 def tapped_norm(model: Decoder, x: Tensor, taps: TensorTaps) -> Tensor:
     """The final norm of the residual stream of all tokens."""
     return taps.at(-1, "normalized", model.norm(x))
+
+
+def tapped_logits(
+    model: Decoder, x: Tensor, taps: TensorTaps, rows: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    """The residual stream of the tokens `rows` (R, D), and their logits (R, V) in the model's
+    dtype. None: of all tokens.
+    """
+    if not taps.has(-1, "normalized"):
+        x = x if rows is None else x.index_select(0, rows)
+        return x, model.stream_logits(x)
+    normed = tapped_norm(model, x, taps)
+    if rows is not None:
+        x, normed = x.index_select(0, rows), normed.index_select(0, rows)
+    return x, model.finished(model.head(normed))
 
 
 def _embedded(model: Decoder, token_ids: Tensor, step: Step, taps: TensorTaps) -> Tensor:
@@ -120,9 +144,8 @@ def _embedded(model: Decoder, token_ids: Tensor, step: Step, taps: TensorTaps) -
 def _block(
     model: Decoder, block: Block | HalfBlock, x: Tensor, step: Step, taps: TensorTaps, layer: int
 ) -> Tensor:
-    x = taps.at(layer, "resid_pre", x)
     if isinstance(block, HalfBlock):
-        return taps.at(layer, "resid_post", _half(model, block, x, step, taps, layer))
+        return _half(model, block, x, step, taps, layer)
     read = block._attention_input(x)
     out = _attention(model, block, read, step, taps, layer)
     if isinstance(block, OutputNormBlock):
@@ -141,8 +164,7 @@ def _block(
         fed = block.mlp_norm(fed)
     elif isinstance(block, BothNormBlock):
         fed = block.mlp_out_norm(fed)
-    after = after + block._scaled(taps.at(layer, "mlp_out", fed))
-    return taps.at(layer, "resid_post", after)
+    return after + block._scaled(taps.at(layer, "mlp_out", fed))
 
 
 def _half(

@@ -35,8 +35,12 @@ PROMPT_TILE: TileSize = (128, 64, 4, 2)
 WIDE_TILE: TileSize = (128, 64, 8, 3)  # for heads of more than NARROW_HEAD values
 FP8_TILE: TileSize = (64, 64, 4, 2)
 SPAN_TILE: TileSize = (16, 64, 1, 2)
+# For up to FEW_ROWS rows with one query each, which leave most of the device idle: a program has
+# all keys of a chunk under way at once.
+FEW_ROWS, LONE_TILE = 8, (16, 64, 1, 4)
 FLOAT32_TILE: TileSize = (64, 32, 4, 2)
-NARROW_HEAD, WIDE_HEAD = 64, 128  # for wider heads, and in float32, all rows have the same tile
+# For wider heads, in float32 and with a float8 cache, all rows have the same tile.
+NARROW_HEAD, WIDE_HEAD = 64, 128
 
 
 def _prompt_tile(heads: AttentionHeads, dtype: torch.dtype) -> TileSize:
@@ -62,9 +66,10 @@ class InvariantPlan(TritonPlan):
 
         out = torch.empty_like(q)
         assert self.scratch is not None
+        is_few = self.span_tile == SPAN_TILE and len(self.arrays["seq_lens"]) <= FEW_ROWS
         launches = (
             (self.room.tiles, True, self.prompt_tile),
-            (self.room.spans, False, self.span_tile),
+            (self.room.spans, False, LONE_TILE if is_few else self.span_tile),
         )
         for _, prompts, tile in filter(lambda launch: launch[0], launches):
             attend(
@@ -89,7 +94,7 @@ class InvariantAttention(TritonAttention):
         super().__init__(heads, block_size=block_size, dtype=dtype)
         self._prompt_tile = self._span_tile = _prompt_tile(heads, dtype)
         narrow = heads.head_dim <= WIDE_HEAD and self._group <= SPAN_TILE[0]
-        if narrow and dtype != torch.float32:
+        if narrow and dtype != torch.float32 and not heads.in_fp8:
             self._span_tile = SPAN_TILE
         self.can_share = self._on_hopper = False
         self._tile_tokens = self._prompt_tile[0] // self._group

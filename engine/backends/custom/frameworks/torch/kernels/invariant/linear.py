@@ -1,11 +1,13 @@
 """A matmul for any number of rows whose order of sums is always the same.
 
 The products of an output are one chain of tensor-core instructions, in ascending order of columns.
-cuBLASLt computes the same chain on Hopper, if it may not split sums (`device.keep_sums_whole`). It
-is the fastest for many rows, and our kernel for few.
+On Hopper, cuBLASLt usually computes the same chain, if it may not split sums
+(`device.keep_sums_whole`), and it is the fastest for many rows. But it chooses its kernel by the
+number of rows. So it multiplies only as many rows as `compare_library` has compared: those for
+which it gave the bits of our kernel.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import torch
 import torch.nn.functional as F
@@ -24,7 +26,9 @@ from engine.backends.custom.frameworks.torch.kernels.base import (
     size_of,
 )
 
-FEW_ROWS = 64  # our kernel computes up to this many rows
+FEW_ROWS = 16  # up to this many rows, our kernel is the fastest
+# The numbers of rows for which cuBLASLt gives the bits of our kernel, by a weight's shape and dtype
+_EQUAL: dict[tuple[torch.Size, torch.dtype], frozenset[int]] = {}
 
 
 def invariant_linear(
@@ -38,7 +42,7 @@ def invariant_linear(
     """residual + act(x W^T + bias) for x (T, D). `gate` names act, a gated activation. A part whose
     argument is None is skipped. Every part rounds its result.
     """
-    if not suits_library(x):
+    if not suits_library(x, weight):
         return _INVARIANT_LINEAR(x, weight, bias, gate=gate, residual=residual)
     y = F.linear(x, weight)
     y = y if bias is None else y + bias
@@ -46,9 +50,25 @@ def invariant_linear(
     return y if residual is None else residual + y
 
 
-def suits_library(x: Tensor) -> bool:
+def suits_library(x: Tensor, weight: Tensor) -> bool:
     """Whether cuBLASLt computes the chain of our kernel, and is faster."""
-    return len(x) > FEW_ROWS and x.dtype != torch.float32 and x.is_cuda and is_hopper(x.device)
+    return len(x) > FEW_ROWS and len(x) in _EQUAL.get((weight.shape, weight.dtype), ())
+
+
+def has_library(weight: Tensor) -> bool:
+    """Whether cuBLASLt can have the bits of our kernel."""
+    return weight.dtype != torch.float32 and weight.is_cuda and is_hopper(weight.device)
+
+
+def compare_library(weight: Tensor, counts: Sequence[int]) -> frozenset[int]:
+    """Multiplies as many rows as each of `counts` says, by cuBLASLt and by our kernel. From now on,
+    cuBLASLt multiplies where all bits are equal. Returns these counts.
+    """
+    x = Inputs(weight.device, weight.dtype).normal(max(counts), weight.shape[1])
+    ours = _INVARIANT_LINEAR(x, weight, None)
+    equal = (each for each in counts if torch.equal(F.linear(x[:each], weight), ours[:each]))
+    _EQUAL[weight.shape, weight.dtype] = found = frozenset(equal)
+    return found
 
 
 def _reference(

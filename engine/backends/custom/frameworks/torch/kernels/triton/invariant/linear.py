@@ -16,7 +16,7 @@ from torch import Tensor
 from engine.backends.custom.frameworks.torch.kernels.triton.epilogue import gate_times
 
 _MANY_TOKENS = 1024
-_FEW_OUTPUTS = 4096  # with fewer, tiles of 64 outputs would leave most of the device idle
+_FEW_OUTPUTS = 2048  # with so few, tiles of 64 outputs would leave most of the device idle
 
 
 class LinearTile(NamedTuple):
@@ -90,15 +90,20 @@ def _linear_kernel(
     tl.store(out_ptr + places, y, mask=known)
 
 
-def choose(num_tokens: int, outputs: int, value_bytes: int = 2) -> LinearTile:
-    """The tile for this many tokens. It only decides the speed."""
+def choose(
+    num_tokens: int, outputs: int, size: int, value_bytes: int = 2, gate: bool = False
+) -> LinearTile:
+    """The fastest tile on an H200. It only decides the speed."""
     tokens = max(16, triton.next_power_of_2(num_tokens))
     if value_bytes > 2:
         return LinearTile(32, 64, min(tokens, 64), 4, 2)
-    if tokens <= 16 and outputs <= _FEW_OUTPUTS:
-        return LinearTile(16, 256, 16, 4, 4)
-    if tokens <= 64:
+    if tokens <= 64 and gate:
         return LinearTile(64, 128, tokens, 4, 4)
+    if tokens <= 16 and outputs <= _FEW_OUTPUTS and size > _FEW_OUTPUTS:
+        # So few programs are bound by the time of one instruction after another.
+        return LinearTile(16, 1024, 8 if num_tokens <= 8 else 16, 2, 3)
+    if tokens <= 64:
+        return LinearTile(64, 128, min(tokens, 32), 4, 8 if tokens <= 16 else 6)
     if num_tokens >= _MANY_TOKENS and outputs > 8192:
         return LinearTile(128, 64, 256, 8, 3)
     return LinearTile(64 if outputs * num_tokens < 2**20 else 128, 64, 128, 8, 3)
@@ -117,7 +122,7 @@ def invariant_linear(
     outputs = len(weight) // 2 if gate else len(weight)
     assert x.stride(1) == 1 and weight.is_contiguous()
     assert residual is None or residual.is_contiguous()
-    tile = tile or choose(num_tokens, outputs, x.element_size())
+    tile = tile or choose(num_tokens, outputs, size, x.element_size(), gate is not None)
     out = torch.empty((num_tokens, outputs), dtype=x.dtype, device=x.device)
     _linear_kernel[(triton.cdiv(num_tokens, tile.tokens), triton.cdiv(outputs, tile.rows))](
         x,

@@ -1,0 +1,125 @@
+"""Loads a model's weights into a runner, within the memory plan."""
+
+import logging
+from dataclasses import replace
+from math import prod
+
+from engine.backends.custom.frameworks.entry import framework_entry
+from engine.backends.custom.options import IMAGE_ENCODERS, EngineOptions
+from engine.backends.custom.runtime.images import ImageStore
+from engine.backends.custom.runtime.model_runner import (
+    DeviceInfo,
+    ModelRunner,
+    RunnerConfig,
+)
+from engine.backends.custom.weights.model import ModelSource
+from engine.backends.custom.worker.encoder_loop import Encoder
+from engine.backends.custom.worker.memory import (
+    DTYPE_BYTES,
+    MemoryPlan,
+    plan_memory,
+    rank_share,
+)
+from engine.core.errors import ConfigError
+
+log = logging.getLogger(__name__)
+
+ENCODER_FRAMEWORKS = ("native", "torch")
+
+
+def load_encoder(source: ModelSource, options: EngineOptions) -> tuple[Encoder, DeviceInfo]:
+    """Load a text encoder."""
+    if options.framework not in ENCODER_FRAMEWORKS:
+        raise ConfigError(
+            f"{source.path.name} is a text encoder, which --backend {options.framework} does not "
+            f"run; use --backend {' or --backend '.join(ENCODER_FRAMEWORKS)}"
+        )
+    framework = framework_entry(options.framework)
+    device = framework.find_device(options.device, options.dtype)
+    return framework.build_encoder(source, options, device), device
+
+
+def load_runner(
+    source: ModelSource, options: EngineOptions, spared_bytes: int = 0
+) -> tuple[ModelRunner, RunnerConfig, MemoryPlan]:
+    """Plan the memory, of which `spared_bytes` are left for others, then load the weights. The plan
+    is logged. The log says which sizes were reduced to fit the memory.
+    """
+    if options.num_ranks > 1 and options.framework != "torch":
+        by_name = "; JAX takes devices instead, as in --device cuda:0-3"
+        raise ConfigError(
+            "tensor_parallel_size and pipeline_parallel_size need --backend torch"
+            f"{by_name if options.framework == 'jax' else ''}"
+        )
+    if 0 < options.num_ranks <= options.remote_ranks:
+        raise ConfigError(
+            f"shards.remote_ranks {options.remote_ranks} leaves none of the {options.num_ranks} "
+            "ranks on this machine; lower it, or raise tensor_parallel_size"
+        )
+    framework = framework_entry(options.framework)
+    device = rank_share(
+        framework.find_device(options.device, options.dtype),
+        options.num_ranks - options.remote_ranks,
+    )
+    needs = framework.memory_needs(source, options, device)
+    if _reads_images(source, options):
+        value_bytes = 4 if options.framework == "native" else DTYPE_BYTES[device.dtype]
+        num_values = sum(prod(each.spec.shape) for each in source.vision_weights.values())
+        needs = replace(needs, weight_bytes=needs.weight_bytes + num_values * value_bytes)
+    device = replace(device, free_bytes=device.free_bytes - spared_bytes)
+    plan = plan_memory(source.config.max_position, options, device, needs)
+    log_plan(device, plan, options.num_ranks)
+    config = runner_config(options, device, plan)
+    return framework.build_runner(source, config), config, plan
+
+
+def load_images(
+    source: ModelSource,
+    options: EngineOptions,
+    loaded: tuple[ModelRunner, RunnerConfig, MemoryPlan],
+) -> ImageStore | None:
+    """Load the image encoder of a model that reads images. None if the model has none, or if the
+    framework can't run it; then the model reads only text.
+    """
+    vision = source.config.vision
+    if vision is None or not _reads_images(source, options):
+        return None
+    encoder = framework_entry(options.framework).build_image_encoder(source, loaded[1])
+    return ImageStore(encoder, two_way_tokens=vision.two_way_tokens, grid_unit=vision.grid_unit)
+
+
+def _reads_images(source: ModelSource, options: EngineOptions) -> bool:
+    vision = source.config.vision
+    return vision is not None and vision.kind in IMAGE_ENCODERS.get(options.framework, ())
+
+
+def log_plan(device: DeviceInfo, plan: MemoryPlan, num_ranks: int = 1) -> None:
+    title = f"{device.name} ({device.title})" if device.title else device.name
+    ranks = [f"{num_ranks} ranks, each of which has:"] if num_ranks > 1 else []
+    for line in (f"{title}, {device.dtype}", *ranks, *plan.lines()):
+        log.info("memory plan: %s", line)
+
+
+def runner_config(options: EngineOptions, device: DeviceInfo, plan: MemoryPlan) -> RunnerConfig:
+    return RunnerConfig(
+        device=device.name,
+        dtype=device.dtype,
+        block_size=options.block_size,
+        num_blocks=plan.num_blocks,
+        num_window_blocks=plan.num_window_blocks,
+        num_checkpoints=plan.num_checkpoints,
+        max_slots=plan.max_slots,
+        max_seq_len=plan.max_seq_len,
+        num_threads=options.threads,
+        attention=options.attention,
+        max_batch_tokens=options.max_batch_tokens,
+        kv_dtype=options.kv_dtype,
+        numerics=options.numerics,
+        affinity=options.affinity,
+        quantization=options.quantization,
+        tensor_parallel=options.tensor_parallel_size,
+        pipeline_parallel=options.pipeline_parallel_size,
+        remote_ranks=options.remote_ranks,
+        shard_listen=options.shard_listen,
+        shard_token=options.shard_token,
+    )

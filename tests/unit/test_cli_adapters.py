@@ -1,0 +1,112 @@
+"""`engine adapters ls|add|rm|merge`, as a user types them."""
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+from click.testing import Result
+from typer.testing import CliRunner
+
+from engine.backends.custom.adapters.reading import open_adapter
+from engine.backends.custom.weights.model import open_model
+from engine.cli.main import app
+from engine.core.store import adapter_store
+from tests.gguf_files import gguf_layout, random_weights, tiny_config, write_gguf
+from tests.lora_files import peft_folder
+from tests.model_site import COMMIT, Page, Site, serve_site
+
+SHAPES = {"model.layers.0.self_attn.q_proj": (64, 64), "model.layers.1.mlp.up_proj": (96, 64)}
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path, config = tmp_path_factory.mktemp("base") / "tiny.gguf", tiny_config("llama")
+    write_gguf(path, config, gguf_layout(config, random_weights(config)))
+    return path
+
+
+@pytest.fixture(autouse=True)
+def store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(adapter_store, "data_directory", lambda: tmp_path / "store")
+
+
+@pytest.fixture
+def site(monkeypatch: pytest.MonkeyPatch) -> Iterator[Site]:
+    made, server = serve_site()
+    monkeypatch.setenv("HF_ENDPOINT", made.url)
+    yield made
+    server.shutdown()
+    server.server_close()
+
+
+def run(*arguments: str) -> Result:
+    return CliRunner().invoke(app, ["adapters", *arguments])
+
+
+def listed() -> list[dict[str, str]]:
+    found: list[dict[str, str]] = json.loads(run("ls", "--json").stdout)
+    return found
+
+
+def test_an_adapter_is_added_listed_merged_and_removed(base: Path, tmp_path: Path) -> None:
+    folder = peft_folder(tmp_path / "a", SHAPES, rank=3)
+    added = run("add", "tuned", str(folder), "--base", str(base))
+    assert added.exit_code == 0, added.output
+    assert [(each["name"], each["base"]) for each in listed()] == [("tuned", base.stem)]
+    assert "tuned" in run("ls").stdout
+    again = run("add", "tuned", str(folder), "--base", str(base))
+    assert again.exit_code != 0 and "remove it first" in again.output
+    target = tmp_path / "merged.gguf"
+    merged = run("merge", "tuned", str(target), "--base", str(base), "--type", "F32")
+    assert merged.exit_code == 0, merged.output
+    check_merged(base, folder, target)
+    needs = run("merge", str(folder), str(tmp_path / "other"))
+    assert needs.exit_code != 0 and "--base" in needs.output
+    assert run("rm", "tuned").exit_code == 0 and listed() == []
+    assert run("rm", "tuned").exit_code != 0
+
+
+def check_merged(base: Path, folder: Path, target: Path) -> None:
+    before, after = open_model(base), open_model(target)
+    pairs = open_adapter(folder, before.config).pairs
+    for name, weight in before.weights.items():
+        expected = weight.numpy()
+        if name in pairs:
+            expected = expected + pairs[name].b @ pairs[name].a
+        np.testing.assert_allclose(after.weights[name].numpy(), expected, atol=1e-6)
+    before.close()
+    after.close()
+
+
+def test_a_bad_adapter_is_not_kept(base: Path, tmp_path: Path) -> None:
+    wrong = peft_folder(tmp_path / "a", {"model.layers.0.self_attn.q_proj": (64, 40)})
+    for path, says in (
+        (str(wrong), "another base model"),
+        (str(tmp_path / "none"), "there is no adapter"),
+    ):
+        refused = run("add", "tuned", path, "--base", str(base))
+        assert refused.exit_code != 0 and says in refused.output.replace("\n", " ")
+    assert listed() == []
+
+
+def test_adapters_are_pulled_from_the_hub(base: Path, site: Site, tmp_path: Path) -> None:
+    folder = peft_folder(tmp_path / "a", SHAPES)
+    names = ["adapter_config.json", "adapter_model.safetensors"]
+    siblings = [{"rfilename": name} for name in (*names, "README.md", "optimizer.pt")]
+    listing = json.dumps({"sha": COMMIT, "siblings": siblings}).encode()
+    site.pages["/api/models/org/lora/revision/main"] = Page(listing)
+    for name in names:
+        page = Page((folder / name).read_bytes())
+        site.pages[f"/org/lora/resolve/{COMMIT}/{name}"] = page
+    added = run("add", "tuned", "hf:org/lora", "--base", str(base))
+    assert added.exit_code == 0, added.output
+    kept = Path(listed()[0]["path"])
+    assert sorted(each.name for each in kept.iterdir()) == ["adapter.json", *names]
+    assert (kept / names[1]).read_bytes() == (folder / names[1]).read_bytes()
+    site.pages["/api/models/org/other/revision/main"] = Page(
+        json.dumps({"sha": COMMIT, "siblings": siblings[2:]}).encode()
+    )
+    none = run("add", "other", "hf:org/other", "--base", str(base))
+    assert none.exit_code != 0 and "is no adapter" in none.output.replace("\n", " ")
