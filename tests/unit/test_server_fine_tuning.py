@@ -72,7 +72,7 @@ class TunedBackend(FakeBackend):
 
     def reset(self, *words: Any) -> None:
         super().reset(*words)
-        self.adapters: dict[str, str | None] = {}
+        self.bases: dict[str, str | None] = {}
         self.refuses_adapters = False
 
     def files_of(self, model: str) -> Path | None:
@@ -83,7 +83,7 @@ class TunedBackend(FakeBackend):
     ) -> None:
         if self.refuses_adapters:
             raise InvalidRequestError("no adapters here")
-        self.adapters[name] = base
+        self.bases[name] = base
         self.cards = [*self.cards, msgspec.structs.replace(CARD, id=name, root=MODEL, parent=MODEL)]
 
 
@@ -191,7 +191,7 @@ def test_a_job_from_its_files_to_its_model(client: openai.OpenAI, server: LiveSe
     done = wait_for(client, job, "succeeded")
     name = f"ft:{MODEL}:own:{job.id.removeprefix('ftjob-')[:8]}"
     assert done.fine_tuned_model == name and done.finished_at >= done.created_at
-    assert server.backend.adapters == {name: MODEL, f"{name}:ckpt-step-2": MODEL}
+    assert server.backend.bases == {name: MODEL, f"{name}:ckpt-step-2": MODEL}
     (checkpoint,) = client.fine_tuning.jobs.checkpoints.list(job.id)
     assert checkpoint.fine_tuned_model_checkpoint == f"{name}:ckpt-step-2"
     assert (checkpoint.metrics.full_valid_loss, checkpoint.metrics.train_loss) == (1.5, 1.0)

@@ -202,13 +202,16 @@ def test_the_host_waits_for_the_device_in_one_place():
         if syncs.search(line)
     ]
     # Blocks for a cache tier, in the thread that writes them; the profiler; rows that the host
-    # samples; two in a `wait`; and two before the first request.
+    # samples; two in a `wait`; two before the first request; and the thread that loads an adapter.
+    # `nonzero` is in the reference of a kernel, which runs on a CPU.
     assert found == [
+        "adapters.py: stream.synchronize()",
         "blocks.py: done.synchronize()",
         "build.py: torch.cuda.synchronize(self._device)",
         "sampling_runner.py: self.done.synchronize()",
         "sampling_runner.py: torch.cuda.current_stream(self._device).synchronize()",
         "staging.py: self.pinned.copied.synchronize()",
+        "lora.py: own = (places == place).nonzero()[:, 0]",
         "upload.py: fetched.synchronize()",
         "warming.py: torch.cuda.synchronize(device)",
     ]
