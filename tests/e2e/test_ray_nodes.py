@@ -32,7 +32,7 @@ def address() -> Iterator[str]:
 
 
 async def stream(client: httpx.AsyncClient, model: str, number: int) -> str:
-    body = {"model": model, "prompt": f"Number {number} is", "max_tokens": 48, "stream": True}
+    body = {"model": model, "prompt": f"Number {number} is", "max_tokens": 32, "stream": True}
     body |= {"temperature": 0, "ignore_eos": True}
     text, ended = "", False
     async with client.stream("POST", "/v1/completions", json=body) as reply:
