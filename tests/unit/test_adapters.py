@@ -242,7 +242,7 @@ def test_kept_adapters_are_listed_by_base(tmp_path: Path, monkeypatch: pytest.Mo
 
 def test_tinygrad_and_other_runners_without_adapters_refuse_them() -> None:
     from engine.backends.custom.frameworks.tinygrad.execution.runner import TinygradRunner
-    from tests.property.run_schedules import Engine, Shape
+    from tests.property.schedule_engine import Engine, Shape
     from tests.toy_runner import VOCAB, ToyRunner
 
     assert not hasattr(TinygradRunner, "set_adapter")

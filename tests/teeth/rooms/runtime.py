@@ -18,8 +18,8 @@ MUTATIONS = [
     Mutation(
         "runtime: named stop ids are lost beside ends of text",
         "engine.backends.custom.runtime.intake",
-        "        stop_ids = frozenset(params.stop_token_ids) | (\n",
-        "        stop_ids = frozenset() | (\n",
+        "        stop_ids = frozenset((*params.stop_token_ids, *ends))\n",
+        "        stop_ids = frozenset(ends)\n",
         f"{INTAKE_TESTS}::test_every_field_of_a_request_is_a_sequences",
     ),
     Mutation(

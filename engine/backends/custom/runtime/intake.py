@@ -225,13 +225,9 @@ class Intake:
     ) -> None:
         params = request.params
         seed = params.seed if params.seed is not None else secrets.randbits(62)
-        stop_ids = frozenset(params.stop_token_ids) | (
-            frozenset() if params.ignore_eos else frozenset(request.eos_ids)
-        )
-        deadline = now + request.timeout_s if request.timeout_s is not None else None
-        begin_by = None if request.queue_timeout_s is None else now + request.queue_timeout_s
-        if begin_by is not None and deadline is not None and begin_by >= deadline:
-            begin_by = None
+        ends = () if params.ignore_eos else request.eos_ids
+        stop_ids = frozenset((*params.stop_token_ids, *ends))
+        deadline, begin_by = _deadlines(request, now)
         allowed = None
         if params.allowed_token_ids:
             allowed = allowed_mask(params.allowed_token_ids, self._spec.vocab_size)
@@ -276,13 +272,12 @@ class Intake:
                 handover=request.handover,
                 keeps_blocks=request.keeps_blocks,
                 # Only the last limit is read.
-                surprise_limits=[before.surprise_limit or 0.0] * len(before.token_ids)
-                if params.mirostat
-                else [],
+                surprise_limits=[before.surprise_limit or 0.0]
+                * (len(before.token_ids) if params.mirostat else 0),
             )
             self._scheduler.add(seq)
-            self._scheduler.has_adapters |= place > 0
             group.append(seq)
+        self._scheduler.has_adapters |= place > 0
         for when in (deadline, begin_by):
             if when is not None:
                 heapq.heappush(self._deadlines, (when, group[0].arrival, group))
@@ -409,6 +404,15 @@ def refusals(
     request: GenerateRequest, choices: Iterable[int], error: EngineError
 ) -> list[TokenDelta]:
     return [refusal(request.request_id, choice, error) for choice in choices]
+
+
+def _deadlines(request: GenerateRequest, now: float) -> tuple[float | None, float | None]:
+    """When a request must have ended, and when it must have begun if that is earlier."""
+    deadline = None if request.timeout_s is None else now + request.timeout_s
+    begin_by = None if request.queue_timeout_s is None else now + request.queue_timeout_s
+    if begin_by is not None and deadline is not None and begin_by >= deadline:
+        begin_by = None
+    return deadline, begin_by
 
 
 def _choices(request: GenerateRequest) -> list[int]:
