@@ -33,8 +33,9 @@ from benchmarks.features.speculation import Memory
 from benchmarks.gpu.workloads import SHAPES, Shape
 from engine.backends.custom.frameworks.entry import framework_entry
 from engine.backends.custom.options import EngineOptions
+from engine.backends.custom.runtime.idle_step import warm_up
 from engine.backends.custom.runtime.loop import EngineLoop
-from engine.backends.custom.runtime.model_runner import Warmable, warm_up
+from engine.backends.custom.runtime.model_runner import Warmable
 from engine.backends.custom.runtime.speculation.draft_model import DraftModel
 from engine.backends.custom.weights.lazy_tensor import LazyTensor
 from engine.backends.custom.weights.model import ModelSource

@@ -1,38 +1,20 @@
 """Takes in requests in the engine process. Each request becomes sequences for the scheduler, or is
 refused. This module also ends requests whose deadline has passed.
-
-The frontend has already validated the requests. Only checks that protect other requests are
-repeated here.
 """
 
 import heapq
-import itertools
 import logging
-import secrets
 from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING
 
-import numpy as np
-
-from engine.backends.custom.runtime.grammar import Constraint, Grammars
-from engine.backends.custom.runtime.images import (
-    ImageStore,
-    PlacedImage,
-    fault_in,
-    placed_tokens,
-)
 from engine.backends.custom.runtime.model_runner import ModelRunner, RunnerSpec
 from engine.backends.custom.runtime.outputs import refusal, too_late
-from engine.backends.custom.runtime.queue import WaitForecast
-from engine.backends.custom.runtime.samplers.repetition import allowed_mask, by_first_token
+from engine.backends.custom.runtime.requests.checks import RequestChecks
+from engine.backends.custom.runtime.requests.grammar import Grammars
+from engine.backends.custom.runtime.requests.images import ImageStore, placed_tokens
+from engine.backends.custom.runtime.requests.new_sequences import ReadyRequest, SequenceMaker
 from engine.backends.custom.runtime.scheduler import Scheduler
-from engine.backends.custom.runtime.sequence import (
-    PendingRequest,
-    Sequence,
-    Tokens,
-    namespace_of,
-    packed,
-)
+from engine.backends.custom.runtime.sequence import PendingRequest, Sequence
 from engine.core.errors import (
     EngineError,
     InferenceError,
@@ -40,13 +22,10 @@ from engine.core.errors import (
     RateLimitError,
     RequestTimeoutError,
 )
-from engine.core.interfaces.request import GenerateRequest, Resumed, TokenDelta
+from engine.core.interfaces.request import GenerateRequest, TokenDelta
 
 if TYPE_CHECKING:
-    from llguidance import LLMatcher
-
     from engine.backends.custom.runtime.groups.adapter_places import AdapterPlaces
-    from engine.backends.custom.runtime.interp.probe import Probe
 
 log = logging.getLogger(__name__)
 
@@ -68,8 +47,6 @@ class Intake:
         make_adapters: "Callable[[], AdapterPlaces] | None" = None,
         runner: ModelRunner | None = None,
     ) -> None:
-        self._spec = spec
-        self._runner = runner
         self._grammars = grammars
         self._images = images
         self._make_adapters = make_adapters
@@ -77,8 +54,8 @@ class Intake:
         self._pending: dict[str, PendingRequest] = {}
         self._max_queued = max_queued
         self._scheduler = scheduler
-        self._forecast = WaitForecast()
-        self._arrivals = itertools.count()
+        self._maker = SequenceMaker(spec, scheduler, runner)
+        self._checks = RequestChecks(spec, scheduler, self._maker)
         # A heap of deadlines. An entry has the deadline and all choices of a request. Entries of
         # ended requests stay in the heap for a while. They are removed when they are the majority.
         self._deadlines: list[tuple[float, int, list[Sequence]]] = []
@@ -92,14 +69,16 @@ class Intake:
         """Queue every choice of a request. Returns an empty list or, if the request is refused, a
         final delta with the error for each choice.
         """
-        prompt = self._packed(request.prompt)
-        error = self._find_fault(request, prompt) or self._find_wait(request, now)
+        prompt = self._checks.packed(request.prompt)
+        error = self._find_no_room(request) or self._find_lack(request)
+        error = error or self._checks.find_fault(request, prompt)
+        error = error or self._checks.find_wait(request, now)
         choices = _choices(request)
         if error is not None:
             return refusals(request, choices, error)
         assert prompt is not None
         if request.grammar is None and not request.images and request.adapter is None:
-            self._enqueue(request, prompt, choices, None, now, now)
+            self._enqueue(ReadyRequest(request, prompt, choices, now), now)
             return []
         matcher = None
         if request.grammar is not None:
@@ -133,16 +112,9 @@ class Intake:
             try:
                 matcher = None if each.matcher is None else each.matcher.result()
                 prompt = placed_tokens(each.prompt, each.images)
-                self._enqueue(
-                    request,
-                    prompt,
-                    each.choices,
-                    matcher,
-                    each.submitted_at,
-                    now,
-                    tuple(each.images),
-                    place,
-                )
+                images, since = tuple(each.images), each.submitted_at
+                ready = ReadyRequest(request, prompt, each.choices, since, matcher, images, place)
+                self._enqueue(ready, now)
             except EngineError as error:
                 refused += refusals(request, each.choices, error)
             except Exception:
@@ -154,7 +126,7 @@ class Intake:
         """The place of the request's adapter. None: the request must wait for it."""
         if request.adapter is None:
             return 0
-        assert self.adapters is not None, "`_find_fault` made it"
+        assert self.adapters is not None, "`_find_lack` made it"
         return self.adapters.place(request.adapter)
 
     def with_adapters(self) -> "AdapterPlaces | None":
@@ -212,73 +184,13 @@ class Intake:
         """Abort every request that waits for its grammar or its images."""
         return [delta for each in list(self._pending) for delta in self.abort(each, None, now)]
 
-    def _enqueue(
-        self,
-        request: GenerateRequest,
-        prompt: Tokens,
-        choices: list[int],
-        matcher: "LLMatcher | None",
-        now: float,
-        queued_at: float,
-        images: tuple[PlacedImage, ...] = (),
-        place: int = 0,
-    ) -> None:
-        params = request.params
-        seed = params.seed if params.seed is not None else secrets.randbits(62)
-        ends = () if params.ignore_eos else request.eos_ids
-        stop_ids = frozenset((*params.stop_token_ids, *ends))
-        deadline, begin_by = _deadlines(request, now)
-        allowed = None
-        if params.allowed_token_ids:
-            allowed = allowed_mask(params.allowed_token_ids, self._spec.vocab_size)
-        breakers = by_first_token(request.dry_breakers)
+    def _enqueue(self, ready: ReadyRequest, now: float) -> None:
         group: list[Sequence] = []
-        resumed = {each.choice: each for each in request.resumed or ()}
-        namespace = namespace_of(request)
-        for choice in choices:
-            before = resumed.get(choice, Resumed(choice, ()))
-            probe = self._probe(request)
-            seq = Sequence(
-                request_id=request.request_id,
-                choice=choice,
-                tokens=prompt + packed(before.token_ids),
-                num_prompt=len(prompt),
-                max_tokens=self._max_tokens(request),
-                params=params,
-                stop_ids=stop_ids,
-                seed=seed,
-                namespace=namespace if probe is None else probe.root(namespace),
-                adapter=place,
-                tenant=request.tenant,
-                priority=request.priority,
-                arrival=next(self._arrivals),
-                submitted_at=now,
-                deadline=deadline,
-                constraint=None if matcher is None else Constraint.after(matcher, before.token_ids),
-                pools=request.pools,
-                images=images,
-                allowed=allowed,
-                bad_words=request.bad_words,
-                dry_breakers=breakers,
-                expected=packed(request.expected),
-                # All choices have the same prompt, so only the first choice computes the prompt's
-                # logprobs.
-                scores_prompt=(params.score_prompt and choice == 0 and not before.token_ids)
-                or (probe is not None and probe.needs_logits),
-                probe=probe,
-                reports_progress=request.reports_progress and choice == 0,
-                queued_at=queued_at,
-                num_resumed=len(before.token_ids),
-                handover=request.handover,
-                keeps_blocks=request.keeps_blocks,
-                # Only the last limit is read.
-                surprise_limits=[before.surprise_limit or 0.0]
-                * (len(before.token_ids) if params.mirostat else 0),
-            )
+        for seq in self._maker.sequences(ready, now):
             self._scheduler.add(seq)
             group.append(seq)
-        self._scheduler.has_adapters |= place > 0
-        for when in (deadline, begin_by):
+        self._scheduler.has_adapters |= ready.place > 0
+        for when in ready.deadlines():
             if when is not None:
                 heapq.heappush(self._deadlines, (when, group[0].arrival, group))
         self._drop_ended()
@@ -307,112 +219,33 @@ class Intake:
             ]
             heapq.heapify(self._deadlines)
 
-    def _packed(self, prompt: tuple[int, ...]) -> Tokens | None:
-        """The prompt as an int32 array. None if a token id is outside the vocabulary."""
-        try:
-            tokens = packed(prompt)
-        except OverflowError:
+    def _find_no_room(self, request: GenerateRequest) -> EngineError | None:
+        """An error if too much is waiting."""
+        is_full = self._scheduler.num_waiting + self.num_pending >= self._max_queued
+        if is_full and request.resumed is None:
+            return RateLimitError("Too many requests are waiting; try again later.")
+        if not request.images:
             return None
-        ids = np.frombuffer(tokens, np.int32)
-        in_range = not len(ids) or 0 <= ids.min() <= ids.max() < self._spec.vocab_size
-        return tokens if in_range else None
-
-    def _find_image_fault(self, request: GenerateRequest, num_prompt: int) -> EngineError | None:
-        if self._images is None:
-            return InvalidRequestError("This engine does not read images.")
-        if (fault := fault_in(request.images, num_prompt)) is not None:
-            return InvalidRequestError(fault)
         held = sum(each.num_image_bytes for each in self._pending.values())
         if held > MAX_PENDING_BYTES:
             return RateLimitError("Too many images are waiting; try again later.")
         return None
 
-    def _find_wait(self, request: GenerateRequest, now: float) -> EngineError | None:
-        """An error if the request would wait longer than it may."""
-        if request.resumed is not None:
-            return None
-        scheduler = self._scheduler
-        expected = self._forecast.seconds(now, scheduler.num_waiting, scheduler.num_started)
-        if request.queue_timeout_s is None or expected <= request.queue_timeout_s:
-            return None
-        return RateLimitError(
-            f"This request would wait about {expected:.0f} s for its first step, and may wait"
-            f" {request.queue_timeout_s:.0f} s; try again later."
-        )
-
-    def _find_fault(self, request: GenerateRequest, prompt: Tokens | None) -> EngineError | None:
-        spec = self._spec
-        is_full = self._scheduler.num_waiting + self.num_pending >= self._max_queued
-        if is_full and request.resumed is None:
-            return RateLimitError("Too many requests are waiting; try again later.")
+    def _find_lack(self, request: GenerateRequest) -> EngineError | None:
+        """An error if the request needs what this engine does not have."""
         if request.grammar is not None and self._grammars is None:
             return InvalidRequestError("This engine follows no grammars.")
         if request.adapter is not None and self.with_adapters() is None:
             return InvalidRequestError("This engine serves no LoRA adapters.", param="model")
-        if not request.prompt:
-            return InvalidRequestError("The prompt has no tokens.", param="prompt")
-        if prompt is None:
-            return InvalidRequestError(
-                f"Prompt token ids must be within 0..{spec.vocab_size - 1}.", param="prompt"
-            )
-        if request.images and (error := self._find_image_fault(request, len(prompt))) is not None:
-            return error
-        biased = [*request.params.logit_bias, *request.params.stop_token_ids, *request.eos_ids]
-        biased += request.params.allowed_token_ids
-        biased += [*request.expected, *(token for word in request.bad_words for token in word)]
-        if biased and not 0 <= min(biased) <= max(biased) < spec.vocab_size:
-            return InvalidRequestError(f"Token ids must be within 0..{spec.vocab_size - 1}.")
-        # An embedding request generates no token, so its prompt may fill the whole context.
-        if len(prompt) + (not request.pools) > spec.max_seq_len:
-            return InvalidRequestError(
-                f"This model's maximum context length is {spec.max_seq_len} tokens, "
-                f"but the prompt has {len(prompt)}."
-            )
-        try:
-            self._probe(request)
-        except EngineError as error:
-            return error
-        num_tokens = len(prompt) + self._max_tokens(request) - 1
-        if not self._scheduler.kv.can_ever_fit(num_tokens):
-            capacity = self._scheduler.kv.pool.num_usable * spec.block_size
-            return InvalidRequestError(
-                f"The request needs room for {num_tokens} tokens; the KV cache holds {capacity}. "
-                "Lower max_tokens, shorten the prompt, or give the server a larger cache."
-            )
-        num_before = max((len(each.token_ids) for each in request.resumed or ()), default=0)
-        if num_before >= self._max_tokens(request):
-            return InferenceError("The restarted engine has no room for the rest of this request.")
+        if request.images and self._images is None:
+            return InvalidRequestError("This engine does not read images.")
         return None
-
-    def _probe(self, request: GenerateRequest) -> "Probe | None":
-        if request.interp is None or self._runner is None:
-            return None
-        from engine.backends.custom.runtime.interp.steps import make_probe  # few servers need it
-
-        live = self._scheduler.sequences()
-        return make_probe(request, self._runner, self._max_tokens(request), live)
-
-    def _max_tokens(self, request: GenerateRequest) -> int:
-        """The requested max_tokens, limited to the room that the prompt leaves in the context."""
-        if request.pools:
-            return 1
-        asked, room = request.params.max_tokens, self._spec.max_seq_len - len(request.prompt)
-        return room if asked is None else min(asked, room)
 
 
 def refusals(
     request: GenerateRequest, choices: Iterable[int], error: EngineError
 ) -> list[TokenDelta]:
     return [refusal(request.request_id, choice, error) for choice in choices]
-
-
-def _deadlines(request: GenerateRequest, now: float) -> tuple[float | None, float | None]:
-    """When a request must have ended, and when it must have begun if that is earlier."""
-    deadline = None if request.timeout_s is None else now + request.timeout_s
-    begin_by = None if request.queue_timeout_s is None else now + request.queue_timeout_s
-    if begin_by is not None and deadline is not None and begin_by >= deadline:
-        begin_by = None
-    return deadline, begin_by
 
 
 def _choices(request: GenerateRequest) -> list[int]:
