@@ -9,11 +9,7 @@ from starlette.responses import Response
 
 from engine.core.interfaces.backend import CompletionRequest
 from engine.servers.access.auth import principal_of
-from engine.servers.interp.opening import (
-    NO_TAPS,
-    interp_opener,
-    vector_store,
-)
+from engine.servers.interp.opening import NO_TAPS, interp_opener, vector_store
 from engine.servers.openai.format import collect
 from engine.servers.schema import fields
 from engine.servers.schema.body import SamplingBody
