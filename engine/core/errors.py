@@ -80,13 +80,6 @@ class InferenceError(EngineError):
     code = "INFERENCE_ERROR"
 
 
-class CacheError(EngineError):
-    """The KV cache could not serve this request."""
-
-    category = "cache"
-    code = "CACHE_ERROR"
-
-
 class ResourceError(EngineError):
     """There is not enough memory or disk space. The message says what would fit."""
 

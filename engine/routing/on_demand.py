@@ -61,7 +61,6 @@ class OnDemand(InferenceBackend):
         self.name = name
         self.on_unload: Callable[[], None] = lambda: None
         self.num_open = 0
-        self.num_loads = 0 if loaded is None else 1
         self.last_used = time.monotonic()
         self.is_leaving = False
         # Seconds without a request after which this model is unloaded. They replace the residency's
@@ -347,7 +346,6 @@ class OnDemand(InferenceBackend):
                     await restore_adapters(backend, self._adapters)
                     self._adapters = None
                 self._inner, self._cards = backend, backend.models()
-                self.num_loads += 1
                 self.last_used = time.monotonic()
                 log.info("%s is loaded after %.1f s", self.name, self.last_used - began)
         except EngineError as error:

@@ -24,11 +24,6 @@ GATES = ("silu", "gelu", "gelu_tanh", "relu2", "swiglu_oai")
 SWIGLU_LIMIT, SWIGLU_ALPHA = 7.0, 1.702
 
 
-def silu_mul(gate_up: Tensor) -> Tensor:
-    """SiLU(gate) * up, for gate and up side by side: (T, 2 I) -> (T, I)"""
-    return gated(gate_up, "silu")
-
-
 def gated(gate_up: Tensor, kind: str) -> Tensor:
     """activation(gate) * up, for gate and up side by side: (T, 2 I) -> (T, I)
 
