@@ -1,6 +1,6 @@
 """Prefill and decode apart: prefill nodes compute long prompts, and decode engines go on with them.
 
-A prefill node gets the prompt as a request for one token, which nobody sees. When it has answered,
+A prefill node gets the prompt as a request for one token, which is dropped. When it has answered,
 the request goes to a decode engine, which fetches the blocks directly from the node. If the node
 refuses, is lost or is late, the decode engine computes the prompt. So no request fails because of a
 prefill node. Meanwhile the request is held here.

@@ -65,7 +65,7 @@ class Writer:
         self._batch_bytes = 0
         self._pipe: Pipe[FromWriter] = Pipe(FromWriter, self._on_message, self._end, self._wake_all)
         self._loop = asyncio.get_running_loop()
-        self._door, self._child, self._theirs = self._start()
+        self._door, self._child, self._sock = self._start()
 
     def _start(self) -> tuple[socket.socket, ChildProcess, socket.socket]:
         ours, theirs = socket.socketpair()
@@ -78,7 +78,7 @@ class Writer:
         return door, child, ours
 
     async def begin(self) -> None:
-        await self._pipe.connect(self._theirs)
+        await self._pipe.connect(self._sock)
         self._pipe.send(self._setup)
 
     @property

@@ -155,9 +155,8 @@ def _check_models(source: ModelSource, draft: ModelSource) -> None:
 
 def check_vocabulary(model: Path, draft: Path) -> None:
     """Raise an error if the two models differ in the text of a token."""
-    from engine.backends.custom.frontend.text_model import (
-        load_text,  # in the engine process, only few need a tokenizer
-    )
+    # Imported here, because few engine processes need a tokenizer.
+    from engine.backends.custom.frontend.text_model import load_text
 
     ours, theirs = (load_text(path).vocabulary().tokens for path in (model, draft))
     shared = min(len(ours), len(theirs))

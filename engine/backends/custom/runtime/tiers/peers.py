@@ -43,7 +43,7 @@ def connect(source: BlockSource) -> tuple[socket.socket, TcpLink]:
 
 
 def _with_tls(sock: socket.socket, source: BlockSource) -> socket.socket:
-    """The certificate is known, so nobody needs to sign it."""
+    """The certificate is known, so it needs no signature."""
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
     context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
     wrapped = context.wrap_socket(sock)
