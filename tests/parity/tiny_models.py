@@ -292,10 +292,8 @@ def _mixed_with(kind: str) -> dict[str, list[str]]:
 
 
 MAMBA: dict[str, Any] = {
-    "mamba_n_heads": 12,
-    "mamba_d_state": 16,
-    "mamba_n_groups": 1,
-    "mamba_chunk_size": 8,
+    **{"mamba_n_heads": 12, "mamba_n_groups": 1},
+    **{"mamba_d_state": 16, "mamba_chunk_size": 8},
 }
 
 
