@@ -217,7 +217,7 @@ RoleOption = Annotated[
     typer.Option(
         "--role",
         rich_help_panel=_MEMORY,
-        help="prefill: compute long prompts for decode nodes; decode: fetch these; both: all of it here.",
+        help="prefill: compute long prompts for decode nodes; decode: fetch these; both: all work.",
     ),
 ]
 ApiKeyOption = Annotated[

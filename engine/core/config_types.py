@@ -153,7 +153,7 @@ class NodeSettings(Section):
     """What an engine that works for a server does there, and how blocks get from node to node."""
 
     role: Literal["both", "prefill", "decode"] = "both"
-    """`prefill`: compute prompts for decode nodes; `decode`: fetch these; `both`: all of it here."""
+    """`prefill`: compute prompts for decode nodes; `decode`: fetch these; `both`: all work."""
     min_prefill_tokens: int | None = Field(default=None, ge=1, le=2**24)
     """Prompts with fewer new tokens skip prefill nodes; unset, it is found by measuring."""
     block_listen: str = Field(default="0.0.0.0:0", pattern=r"^[^\s]+:[0-9]{1,5}$", max_length=256)

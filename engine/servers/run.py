@@ -34,6 +34,22 @@ if TYPE_CHECKING:
     from engine.routing.nodes.manager import NodeManager
     from engine.servers.writers.pool import Writers
 
+logger = logging.getLogger(__name__)
+
+# While a model loads, its progress is checked at this interval in seconds and logged if it has
+# changed. Our own backend is usually ready before the first check.
+PROGRESS_INTERVAL_S = 5.0
+# Seconds between the model being ready and the import of the late routes (see `app.py`). An earlier
+# import would slow down requests that waited for the model.
+LATE_ROUTES_AFTER_S = 0.5
+# If the model still loads after this many seconds, what the first requests and the late routes need
+# is imported meanwhile. So no import is in the way of the first requests.
+SLOW_START_S = 2.0
+# With `server.frontends` "auto", a server whose engine runs on an accelerator has this many
+# frontend processes, if the machine has enough cores.
+AUTO_FRONTENDS = 3
+AUTO_MIN_CORES = 8
+
 
 class ServiceManager:
     """Tells systemd through its notify socket that the server is ready, alive or stopping. Does
@@ -73,25 +89,6 @@ class ServiceManager:
             if is_well():
                 self.tell("WATCHDOG=1")
             await asyncio.sleep(self._watchdog_s / 2)
-
-
-logger = logging.getLogger(__name__)
-
-# While a model loads, its progress is checked at this interval in seconds and logged if it has
-# changed. Our own backend is usually ready before the first check.
-PROGRESS_INTERVAL_S = 5.0
-# Seconds between the model being ready and the import of the late routes (see `app.py`). An earlier
-# import would slow down requests that waited for the model.
-LATE_ROUTES_AFTER_S = 0.5
-# If the model still loads after this many seconds, what the first requests and the late routes need
-# is imported meanwhile. So no import is in the way of the first requests.
-SLOW_START_S = 2.0
-
-
-# With `server.frontends` "auto", a server whose engine runs on an accelerator has this many
-# frontend processes, if the machine has enough cores.
-AUTO_FRONTENDS = 3
-AUTO_MIN_CORES = 8
 
 
 def num_frontends(server: ServerSettings, backend: InferenceBackend) -> int:
