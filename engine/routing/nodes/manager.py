@@ -217,8 +217,8 @@ class NodeManager:
             assert isinstance(link, EngineLink)
             ready = link.last_ready
             facts = ("", "", 0) if ready is None else (ready.device, ready.dtype, ready.max_seq_len)
-            print_ = options.fingerprint(digest, *facts)
-            pool = NodePool(link, print_, self._max_revivals, self._min_prefill_tokens)
+            fingerprint = options.fingerprint(digest, *facts)
+            pool = NodePool(link, fingerprint, self._max_revivals, self._min_prefill_tokens)
             if pool.own is not None and options.peers is not None:
                 pool.own.role = options.peers.role
             return pool

@@ -157,9 +157,8 @@ def _model_drafts(draft: "DraftModel | None", budget: StepBudget) -> "ModelDraft
 
 
 def _vocabulary(options: EngineOptions) -> Vocabulary:
-    from engine.backends.custom.frontend.text_model import (
-        load_text,  # in the engine process, only grammars need the tokenizer
-    )
+    # In the engine process, only grammars need the tokenizer.
+    from engine.backends.custom.frontend.text_model import load_text
 
     return load_text(Path(options.model_path)).vocabulary()
 

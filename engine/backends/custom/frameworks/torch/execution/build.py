@@ -93,8 +93,9 @@ def memory_needs(source: ModelSource, options: EngineOptions, device: DeviceInfo
     """
     if options.num_ranks == 1:
         return _needs(source, options, device)
+    # Few engines have several ranks.
     from engine.backends.custom.frameworks.torch.execution.distributed.model_shard import (
-        largest_shards,  # few engines have several ranks
+        largest_shards,
     )
 
     layout = ShardLayout(options.tensor_parallel_size, options.pipeline_parallel_size)
@@ -158,8 +159,9 @@ def build_runner(source: ModelSource, config: RunnerConfig) -> ModelRunner:
     """Loads the weights and allocates the KV cache. Returns a runner that is ready to use."""
     if config.tensor_parallel * config.pipeline_parallel == 1:
         return local_runner(source, config)
+    # Few engines have several ranks.
     from engine.backends.custom.frameworks.torch.execution.distributed.sharded_runner import (
-        open_group,  # few engines have several ranks
+        open_group,
     )
 
     return open_group(source, config)
