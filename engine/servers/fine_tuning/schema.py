@@ -4,10 +4,10 @@ from dataclasses import dataclass
 from typing import Annotated, Any, Literal, get_args
 
 import msgspec
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, field_validator
 
 from engine.finetuning.data import Method
-from engine.finetuning.plan import MAX_RANK, Decided, Hyperparameters, LoraShape
+from engine.finetuning.plan import MAX_RANK, SUFFIX, Decided, Hyperparameters, LoraShape
 from engine.servers.http.listing import Cursor, Query
 
 Status = Literal[
@@ -71,7 +71,7 @@ class JobBody(_Body):
     validation_file: FileId | None = None
     method: MethodBody | None = None
     hyperparameters: HyperparametersBody | None = None  # OpenAI's older place for them
-    suffix: Annotated[str, Field(pattern=r"^[A-Za-z0-9._-]{1,64}$")] | None = None
+    suffix: Annotated[str, Field(pattern=SUFFIX)] | None = None
     seed: Annotated[int, Field(ge=0, le=2**31 - 1)] | None = None
     metadata: (
         Annotated[
@@ -80,8 +80,17 @@ class JobBody(_Body):
         ]
         | None
     ) = None
-    integrations: Annotated[list[Any], Field(max_length=0)] | None = None  # we have none
+    integrations: list[Any] | None = None
     lora: LoraBody = LoraBody()
+
+    @field_validator("integrations")
+    @classmethod
+    def _has_none(cls, value: list[Any] | None) -> None:
+        if value:
+            raise ValueError(
+                "this server has none, also not wandb; the figures of each step are in the job's "
+                "events and in its result file"
+            )
 
     @property
     def kind(self) -> Method:
@@ -98,6 +107,10 @@ class JobBody(_Body):
 class JobQuery(Query):
     after: Cursor | None = None
     limit: Annotated[int, Field(ge=1, le=100)] = 20
+
+
+class JobListQuery(JobQuery):
+    metadata: dict[str, str] | None = None  # metadata[KEY]=VALUE: jobs that have this pair
 
 
 class EventQuery(JobQuery):
@@ -130,7 +143,12 @@ class Job:
     def has_ended(self) -> bool:
         return self.status in ENDED
 
-    def body(self) -> dict[str, Any]:
+    @property
+    def labels(self) -> dict[str, str]:
+        """The metadata. Empty if there are none."""
+        return {} if self.metadata is None else msgspec.json.decode(self.metadata)
+
+    def body(self, estimated_finish: int | None = None) -> dict[str, Any]:
         decided = msgspec.json.decode(self.hyperparameters, type=Decided)
         numbers = {
             "n_epochs": decided.n_epochs,
@@ -159,8 +177,8 @@ class Job:
             "trained_tokens": self.trained_tokens,
             "error": error,
             "integrations": [],
-            "metadata": None if self.metadata is None else msgspec.json.decode(self.metadata),
-            "estimated_finish": None,
+            "metadata": None if self.metadata is None else self.labels,
+            "estimated_finish": estimated_finish,
         }
 
 
