@@ -49,10 +49,9 @@ class ExampleTokenizer:
         """What a user should know about the examples so far. Empty if they are trained whole."""
         if not self._num_cut:
             return ""
-        text = f"{self._num_cut} examples have more than {self._max_tokens:,} tokens and were cut."
-        if self._num_left_out:
-            text += f" {self._num_left_out} were left out, because their answers begin after that."
-        return text
+        text = f"Examples with more than {self._max_tokens:,} tokens, which were cut:"
+        left_out = f" Left out, because the answer begins after that: {self._num_left_out}."
+        return f"{text} {self._num_cut}.{left_out if self._num_left_out else ''}"
 
     def supervised(self, examples: Sequence[Example]) -> list[TokenExample]:
         """Tokenize examples. A conversation whose template rewrites earlier turns becomes several.

@@ -130,7 +130,7 @@ class Trainer:
         else:
             found = tokenizer.supervised(examples)
         if tokenizer.notice:
-            self._notice(f"The {param.replace('_', ' ')}: {tokenizer.notice}")
+            self._notice(f"{param.replace('_', ' ').capitalize()}: {tokenizer.notice}")
         return list(found)
 
     def _resume(self) -> None:
@@ -185,7 +185,7 @@ class Trainer:
                 found.append(scores.detached())
             return found
 
-        found = self._within_memory(gradients)
+        found = self._within_memory(batch, gradients)
         torch.nn.utils.clip_grad_norm_(trained_parameters(self._model).values(), _MAX_NORM)
         self._optimizer.step()
         self._optimizer.zero_grad(set_to_none=True)
@@ -193,26 +193,32 @@ class Trainer:
         self._trained_tokens += sum(map(_num_trained, batch))
         return self._figures(found, scale)
 
-    def _within_memory(self, compute: Callable[[], list[Scores]]) -> list[Scores]:
-        """The result of `compute`. If memory is short, it is called again with smaller parts."""
+    def _within_memory(
+        self, batch: Sequence[Tokens], compute: Callable[[], list[Scores]]
+    ) -> list[Scores]:
+        """The result of `compute` for a batch. If memory is short, it is called again with smaller
+        parts of the batch.
+        """
         while True:
             with contextlib.suppress(_OutOfMemory):
                 return _told(compute)
             release_memory()
-            self._save_memory()
+            self._save_memory([_length(each) for each in batch])
 
-    def _save_memory(self) -> None:
-        if self._max_tokens > _LEAST_TOKENS:
-            self._max_tokens //= 2
-            change = f"steps are computed in parts of {self._max_tokens} tokens"
+    def _save_memory(self, lengths: Sequence[int]) -> None:
+        parts, smaller = micro_batches(lengths, self._max_tokens), self._max_tokens
+        while smaller > _LEAST_TOKENS and micro_batches(lengths, smaller) == parts:
+            smaller //= 2
+        if micro_batches(lengths, smaller) != parts:
+            self._max_tokens = smaller
+            change = f"steps are computed in parts of {smaller} tokens"
         elif not self._recomputes:
             self._recomputes = True
             self._model.gradient_checkpointing_enable({"use_reentrant": False})
             change = "the backward pass computes activations again, which takes longer"
         else:
-            longest = max(map(_length, self._train))
             raise ResourceError(
-                f"there is not enough memory for an example of {longest} tokens; give shorter "
+                f"there is not enough memory for an example of {max(lengths)} tokens; give shorter "
                 "ones, a smaller lora.rank or more memory (finetuning.memory_mb)"
             )
         self._notice(f"Memory is short: {change}.")
@@ -251,7 +257,7 @@ class Trainer:
         self._model.eval()
         with torch.no_grad():
             found = self._within_memory(
-                lambda: [self._scores(part) for part in self._parts(self._valid)]
+                self._valid, lambda: [self._scores(part) for part in self._parts(self._valid)]
             )
         return self._figures(found, self._scale(self._valid))
 

@@ -121,8 +121,8 @@ def test_completions_are_trained_and_long_examples_are_cut(text):
     (cut,) = short.supervised([example, late])
     assert trained_text(text, cut) == " three four"
     assert short.notice == (
-        "2 examples have more than 4 tokens and were cut. 1 were left out, because their answers"
-        " begin after that."
+        "Examples with more than 4 tokens, which were cut: 2."
+        " Left out, because the answer begins after that: 1."
     )
     with pytest.raises(InvalidRequestError, match="no example has a token to train on"):
         ExampleTokenizer(text, 2).supervised([example])

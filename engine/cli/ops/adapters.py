@@ -58,9 +58,11 @@ def ls(as_json: JsonOption = False) -> None:
     if not rows:
         messages().print("no adapters; `engine adapters add NAME PATH --base MODEL` adds one")
         return
-    from rich.table import Table
+    from rich.table import Column, Table
 
-    table = Table("adapter", "base", "path", box=None, pad_edge=False)
+    # A name or a path that is cut would be of no use.
+    columns = [Column(each, overflow="fold") for each in ("adapter", "base", "path")]
+    table = Table(*columns, box=None, pad_edge=False)
     for row in rows:
         table.add_row(*row.values())
     output().print(table)

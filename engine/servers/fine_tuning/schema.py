@@ -1,13 +1,23 @@
 """The request bodies of /v1/fine_tuning/jobs, and jobs and events as stored and as sent."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal, get_args
 
 import msgspec
-from pydantic import BaseModel, ConfigDict, Field, field_validator
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    ValidationError,
+    WrapValidator,
+    field_validator,
+)
+from pydantic_core import PydanticCustomError
 
 from engine.finetuning.data import Method
 from engine.finetuning.plan import MAX_RANK, SUFFIX, Decided, Hyperparameters, LoraShape
+from engine.servers.http.errors import problem
 from engine.servers.http.listing import Cursor, Query
 
 Status = Literal[
@@ -22,11 +32,31 @@ class _Body(BaseModel):
     model_config = ConfigDict(strict=True, extra="forbid", frozen=True, defer_build=True)
 
 
+def _or_auto(rule: str) -> WrapValidator:
+    """One error for a value that is neither `rule` nor auto. Pydantic would have two."""
+
+    def check(value: Any, validate: Callable[[Any], Any]) -> Any:
+        try:
+            return validate(value)
+        except ValidationError:
+            raise PydanticCustomError("auto", f"should be auto, or {rule}") from None  # type: ignore[arg-type]
+
+    return WrapValidator(check)
+
+
 class HyperparametersBody(_Body):
-    n_epochs: Auto | Annotated[int, Field(ge=1, le=1000)] = "auto"
-    batch_size: Auto | Annotated[int, Field(ge=1, le=1024)] = "auto"
-    learning_rate_multiplier: Auto | Annotated[float, Field(ge=1e-4, le=100)] = "auto"
-    beta: Auto | Annotated[float, Field(ge=1e-4, le=10)] = "auto"
+    n_epochs: Annotated[
+        Auto | Annotated[int, Field(ge=1, le=1000)], _or_auto("an integer from 1 to 1000")
+    ] = "auto"
+    batch_size: Annotated[
+        Auto | Annotated[int, Field(ge=1, le=1024)], _or_auto("an integer from 1 to 1024")
+    ] = "auto"
+    learning_rate_multiplier: Annotated[
+        Auto | Annotated[float, Field(ge=1e-4, le=100)], _or_auto("a number from 0.0001 to 100")
+    ] = "auto"
+    beta: Annotated[
+        Auto | Annotated[float, Field(ge=1e-4, le=10)], _or_auto("a number from 0.0001 to 10")
+    ] = "auto"
 
     def stated(self) -> Hyperparameters:
         return Hyperparameters(**self.model_dump())
@@ -87,9 +117,10 @@ class JobBody(_Body):
     @classmethod
     def _has_none(cls, value: list[Any] | None) -> None:
         if value:
-            raise ValueError(
-                "this server has none, also not wandb; the figures of each step are in the job's "
-                "events and in its result file"
+            raise problem(
+                "integrations",
+                "there are none here, also not wandb; the figures of each step are in the job's "
+                "events and in its result file",
             )
 
     @property

@@ -35,7 +35,12 @@ PAIR = {
         (LINES, {"suffix": "a b"}, "suffix", "pattern"),
         (LINES, {"integrations": [{"type": "wandb"}]}, "integrations", "also not wandb"),
         (["x" * (5 * 2**20)], {}, "training_file", "line 1 of the training file has more than"),
-        (LINES, {"hyperparameters": {"n_epochs": 0}}, "hyperparameters.n_epochs", ""),
+        (
+            LINES,
+            {"hyperparameters": {"n_epochs": 0}},
+            "hyperparameters.n_epochs",
+            "n_epochs: should be auto, or an integer from 1 to 1000, got 0.",
+        ),
         (LINES, {"method": {"type": "reinforcement"}}, "method.type", "supervised"),
     ],
 )
