@@ -217,6 +217,14 @@ def test_the_training_process_ends_with_its_parent(tmp_path, request_of):
     wait_until(is_gone, 60)
 
 
+def test_a_base_model_that_was_removed_is_named(tmp_path, base, request_of):
+    moved = shutil.copytree(base, tmp_path / "moved")
+    folder, plan = make_job(request_of(base=moved), tmp_path / "job")
+    shutil.rmtree(moved)
+    with pytest.raises(EngineError, match="moved"):
+        Trainer(folder, plan)
+
+
 def test_modules_that_the_model_lacks_are_named(tmp_path, request_of):
     changed = request_of(lora=LoraShape(target_modules=("absent_proj",)))
     folder, plan = make_job(changed, tmp_path / "absent")

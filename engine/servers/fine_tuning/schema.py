@@ -39,7 +39,7 @@ def _or_auto(rule: str) -> WrapValidator:
         try:
             return validate(value)
         except ValidationError:
-            raise PydanticCustomError("auto", f"should be auto, or {rule}") from None  # type: ignore[arg-type]
+            raise PydanticCustomError("auto", f"should be auto, or {rule}") from None
 
     return WrapValidator(check)
 
