@@ -12,6 +12,7 @@ from engine.backends.custom.architectures.base import ModelConfig
 from engine.backends.custom.options import EngineOptions
 from engine.backends.custom.runtime.groups.windows import min_window_blocks
 from engine.backends.custom.runtime.model_runner import DeviceInfo
+from engine.backends.custom.worker.training_room import room_for_training
 from engine.core.errors import ResourceError
 
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
@@ -118,7 +119,8 @@ def on_gpu(
 ) -> MemoryNeeds:
     """The memory needs of a model on a GPU. The engine may use a share of the GPU's free memory
     (`gpu_memory_utilization`). Weights, the activations of the largest step and of the largest CUDA
-    graph, and the retained logits take a part of this share. The KV pool gets the rest.
+    graph, the retained logits, and fine-tuning jobs on this GPU take a part of this share. The KV
+    pool gets the rest.
     """
     value_bytes = DTYPE_BYTES[device.dtype]
     inner = 3 * config.intermediate_size + 8 * config.hidden_size
@@ -128,6 +130,8 @@ def on_gpu(
     step = (options.max_batch_tokens + graph_tokens) * inner * value_bytes
     logits = 20 * options.max_slots * config.vocab_size * value_bytes
     spared = int((1 - options.gpu_memory_utilization) * device.free_bytes)
+    room = device.free_bytes - spared - needs.weight_bytes
+    spared += room_for_training(config, options, device.name, room)
     return replace(needs, workspace_bytes=spared + WORKSPACE_BYTES + step + logits, pool_share=1.0)
 
 
