@@ -25,38 +25,47 @@ if TYPE_CHECKING:
 NAME_FILE = "name"  # in the job's folder: the model id of the adapter
 POLL_S = 0.2
 CURVE_ROWS, CURVE_COLUMNS = 8, 60
+DataArgument = Annotated[
+    Path | None, typer.Argument(metavar="DATA", help="JSON lines: the training file.")
+]
+BaseOption = Annotated[
+    str | None,
+    typer.Option(
+        "--base", "--model", "-m", metavar="MODEL", help="The model: a name, file or folder."
+    ),
+]
+MethodOption = Annotated[
+    Literal["supervised", "dpo"], typer.Option(help="Train on answers, or on preferences (DPO).")
+]
+BatchSizeOption = Annotated[
+    int | None, typer.Option(min=1, help="Examples per step. Default: by the number of lines.")
+]
+LearningRateOption = Annotated[
+    float, typer.Option(help="Times the usual learning rate: 0.001, or 0.0001 for DPO.")
+]
+RankOption = Annotated[
+    int, typer.Option(min=1, help="Of the adapter. A higher one learns more and is larger.")
+]
+OutputOption = Annotated[
+    Path | None,
+    typer.Option(metavar="DIR", help="A new folder for the job. Default: in the data folder."),
+]
 
 
 def finetune(
-    data: Annotated[
-        Path | None, typer.Argument(metavar="DATA", help="JSON lines: the training file.")
-    ] = None,
-    base: Annotated[
-        str | None,
-        typer.Option(
-            "--base", "--model", "-m", metavar="MODEL", help="The model: a name, file or folder."
-        ),
-    ] = None,
+    data: DataArgument = None,
+    base: BaseOption = None,
     suffix: Annotated[str, typer.Option(help="Part of the name: ft:BASE:SUFFIX:ID.")] = "tuned",
     validation: Annotated[
         Path | None, typer.Option(metavar="FILE", help="Its loss is shown after each epoch.")
     ] = None,
-    method: Annotated[
-        Literal["supervised", "dpo"],
-        typer.Option(help="Train on answers, or on preferences (DPO)."),
-    ] = "supervised",
+    method: MethodOption = "supervised",
     epochs: Annotated[
         int | None, typer.Option(min=1, help="Default: by the number of lines.")
     ] = None,
-    batch_size: Annotated[
-        int | None, typer.Option(min=1, help="Examples per step. Default: by the number of lines.")
-    ] = None,
-    learning_rate_multiplier: Annotated[
-        float, typer.Option(help="Times the usual learning rate: 0.001, or 0.0001 for DPO.")
-    ] = 1.0,
-    rank: Annotated[
-        int, typer.Option(min=1, help="Of the adapter. A higher one learns more and is larger.")
-    ] = 16,
+    batch_size: BatchSizeOption = None,
+    learning_rate_multiplier: LearningRateOption = 1.0,
+    rank: RankOption = 16,
     alpha: Annotated[
         float | None, typer.Option(help="Scale of the adapter. Default: twice the rank.")
     ] = None,
@@ -64,10 +73,7 @@ def finetune(
         int | None, typer.Option(min=0, help="The same seed gives the same adapter.")
     ] = None,
     device: Annotated[str, typer.Option(help="Where to train: cpu, cuda or cuda:N.")] = "cpu",
-    output: Annotated[
-        Path | None,
-        typer.Option(metavar="DIR", help="A new folder for the job. Default: in the data folder."),
-    ] = None,
+    output: OutputOption = None,
     resume: Annotated[
         Path | None, typer.Option(metavar="DIR", help="Continue the job of this folder.")
     ] = None,

@@ -30,24 +30,16 @@ from tests.scripted_trainer import (
 
 
 def test_a_job_from_its_files_to_its_model(client: openai.OpenAI, server: LiveServer) -> None:
-    checked = upload(client, LINES[:2], "check.jsonl")
-    job = create(client, validation_file=checked, suffix="own", seed=5, metadata={"for": "us"})
+    validation = upload(client, LINES[:2], "check.jsonl")
+    job = create(client, validation_file=validation, suffix="own", seed=5, metadata={"for": "us"})
     assert (job.object, job.seed, job.metadata) == ("fine_tuning.job", 5, {"for": "us"})
     assert job.method.supervised.hyperparameters.n_epochs == 30
     assert (job.hyperparameters.batch_size, job.hyperparameters.learning_rate_multiplier) == (1, 1)
     trainer = trainer_of(job)
     trainer.tell("loading", 0)
     trainer.tell("metrics", 1, loss=2.0, accuracy=0.25, trained_tokens=10, tokens_per_s=7.0)
-    trainer.tell(
-        "metrics",
-        2,
-        loss=1.0,
-        accuracy=0.5,
-        validation_loss=1.5,
-        validation_accuracy=0.4,
-        trained_tokens=20,
-        tokens_per_s=8.0,
-    )
+    checked = {"validation_loss": 1.5, "validation_accuracy": 0.4, "tokens_per_s": 8.0}
+    trainer.tell("metrics", 2, loss=1.0, accuracy=0.5, trained_tokens=20, **checked)
     draft = trainer.folder.new_checkpoint(2, ends_epoch=True)
     peft_folder(draft, SHAPES)
     (draft / "optimizer.safetensors").write_bytes(b"moments")
