@@ -42,7 +42,7 @@ class ModelTable:
         return route
 
     def served_by(self, replica: Replica) -> Sequence[Route]:
-        """The models that a replica serves. None if it was removed."""
+        """The models that a replica serves. Empty if it was removed."""
         return self._served_by.get(replica.name, ())
 
     def add(self, route: Route, replica: Replica | None = None) -> None:
