@@ -36,7 +36,7 @@ app = typer.Typer(
     rich_markup_mode=None,
 )
 UrlsArgument = Annotated[
-    list[str], typer.Argument(metavar="URL...", help="The server, or several servers.")
+    list[str], typer.Argument(metavar="URL", help="The server, or several servers.")
 ]
 UrlArgument = Annotated[str, typer.Argument(metavar="URL", help="The server.")]
 TokenOption = Annotated[

@@ -10,8 +10,20 @@ from urllib.parse import urlsplit
 
 import msgspec
 
-from engine.core.errors import AuthenticationError, ConfigError, EngineError, UnavailableError
-from engine.routing.nodes.wire import CONNECT_PATH, HELLO_TIMEOUT_S, UPGRADE
+from engine.core.errors import (
+    AuthenticationError,
+    ConfigError,
+    ConflictError,
+    EngineError,
+    UnavailableError,
+)
+from engine.routing.nodes.wire import (
+    BUILD_HEADER,
+    CONNECT_PATH,
+    HELLO_TIMEOUT_S,
+    UPGRADE,
+    node_build,
+)
 
 MIN_TOKEN_LENGTH = 16
 MAX_HEAD_BYTES = 16 * 1024
@@ -87,7 +99,7 @@ class _Handshake(asyncio.Protocol):
 
 async def dial(endpoint: Endpoint, protocol: asyncio.Protocol) -> None:
     """Connect to a server and let `protocol` handle the connection. Raises `AuthenticationError`
-    if the token is wrong.
+    if the token is wrong, and `ConflictError` if the server is another build.
     """
     async with asyncio.timeout(HELLO_TIMEOUT_S):
         transport, handshake = await _connect(endpoint)
@@ -95,7 +107,8 @@ async def dial(endpoint: Endpoint, protocol: asyncio.Protocol) -> None:
             transport.write(
                 f"GET {endpoint.path} HTTP/1.1\r\nhost: {endpoint.host}:{endpoint.port}\r\n"
                 f"connection: Upgrade\r\nupgrade: {UPGRADE}\r\n"
-                f"authorization: Bearer {endpoint.token}\r\n\r\n".encode()
+                f"authorization: Bearer {endpoint.token}\r\n"
+                f"{BUILD_HEADER}: {node_build()}\r\n\r\n".encode()
             )
             answer = await handshake.answer
             if not answer.startswith(SWITCHED):
@@ -142,4 +155,6 @@ def _refusal(answer: bytes, endpoint: Endpoint) -> EngineError:
         message = msgspec.json.decode(body)["error"]["message"]
     except (msgspec.DecodeError, KeyError, TypeError):
         message = "is it a server of this kind?"
+    if status == "409":
+        return ConflictError(f"{endpoint.url} refused the node: {message}")
     return UnavailableError(f"{endpoint.url} answered with {status}: {message}")
