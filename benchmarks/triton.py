@@ -25,6 +25,7 @@ import numpy as np
 import tritonclient.grpc as triton_grpc
 import tritonclient.http as triton_http
 
+from benchmarks.paired import added_median
 from tests.clients.environments import TRITON
 from tests.conftest import DEFAULT_MODEL
 from tests.live_server import free_port
@@ -33,7 +34,6 @@ from tests.tritonserver import tritonserver
 
 NUM_TOKENS = 4
 NUM_WARM_ROUNDS = 5
-NUM_PARTS = 5
 MAX_ADDED_MS = 2.0
 
 
@@ -124,17 +124,9 @@ def measure(paths: dict[str, tuple[str, Asks]], num_rounds: int) -> dict[str, An
                 times[name].append(spent)
     found: dict[str, Any] = {"rounds": num_rounds, "ok": True}
     for name, (base, _) in paths.items():
-        pairs = zip(times[base], times[name], strict=True)
-        differences = [(b - a) * 1e3 for a, b in pairs]
-        parts = [statistics.median(differences[part::NUM_PARTS]) for part in range(NUM_PARTS)]
-        added = statistics.median(parts)
-        found[name] = {
-            "median_ms": round(statistics.median(times[name]) * 1e3, 2),
-            "added_ms": round(added, 2),
-            # Medians of fifths of the rounds: two runs should agree within this range.
-            "added_from_to_ms": [round(min(parts), 2), round(max(parts), 2)],
-        }
-        found["ok"] = found["ok"] and added <= MAX_ADDED_MS
+        added = added_median(times[base], times[name])
+        found[name] = {"median_ms": round(statistics.median(times[name]) * 1e3, 2)} | added
+        found["ok"] = found["ok"] and added["added_ms"] <= MAX_ADDED_MS
     return found
 
 
