@@ -19,6 +19,7 @@ from engine.servers.schema import fields
 from engine.servers.schema.body import SamplingBody
 from engine.servers.serving.admission import Ticket
 from engine.servers.serving.chat import NO_TEXT
+from engine.servers.serving.generation_context import generation_context
 from engine.servers.serving.services import Services, json_response, new_completion_id
 from engine.servers.serving.special_tokens import parses_special
 
@@ -48,7 +49,7 @@ def add_interp_routes(app: FastAPI, services: Services) -> None:
         run_id = new_completion_id("interp")
         opener = interp_opener(services, request, card, body.interp, params)
         asked = CompletionRequest(
-            context=services.context(request, card, body, params, run_id),
+            context=generation_context(services, request, card, body, params, run_id),
             prompt=body.prompt,
             parse_special=parses,
             add_special_tokens=body.add_special_tokens is not False,

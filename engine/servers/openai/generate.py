@@ -43,11 +43,8 @@ from engine.servers.openai.schema import GenerateBody
 from engine.servers.serving.admission import Ticket
 from engine.servers.serving.chat import NO_TEXT, require_grammar
 from engine.servers.serving.event_pump import EventPump, OutputEvent
-from engine.servers.serving.services import (
-    Services,
-    json_response,
-    new_completion_id,
-)
+from engine.servers.serving.generation_context import generation_context
+from engine.servers.serving.services import Services, json_response, new_completion_id
 from engine.servers.serving.special_tokens import parses_special
 
 if TYPE_CHECKING:
@@ -246,7 +243,7 @@ def add_generate_routes(app: FastAPI, services: Services) -> None:
         params = body.params(card)
         require_grammar(services, card, body.structured_outputs)
         grammar = body.structured_outputs
-        context = services.context(request, card, body, params, request_id, grammar)
+        context = generation_context(services, request, card, body, params, request_id, grammar)
         pump = await services.begin(ticket, params)
         if body.stream:
             pump.watch(request.receive)

@@ -12,7 +12,6 @@ from bisect import insort
 
 from msgspec.structs import replace
 
-from engine.backends.custom.runtime.images import whole_images
 from engine.backends.custom.runtime.insight.timekeeping import (
     BLOCKS,
     BUDGET,
@@ -28,6 +27,7 @@ from engine.backends.custom.runtime.outputs import (
 )
 from engine.backends.custom.runtime.prompt_logprobs import num_scorable
 from engine.backends.custom.runtime.radix_cache import Match
+from engine.backends.custom.runtime.requests.images import whole_images
 from engine.backends.custom.runtime.roster import Roster
 from engine.backends.custom.runtime.sequence import (
     Row,

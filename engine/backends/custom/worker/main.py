@@ -30,10 +30,9 @@ from engine.backends.custom.ipc.transport import Channel, ConnectionClosedError,
 from engine.backends.custom.options import EngineOptions
 from engine.backends.custom.runtime.block_pool import BlockPool
 from engine.backends.custom.runtime.budget import TARGET_STEP_S, StepBudget
-from engine.backends.custom.runtime.grammar import Grammars, Vocabulary
 from engine.backends.custom.runtime.groups.states import state_group
 from engine.backends.custom.runtime.groups.windows import window_group
-from engine.backends.custom.runtime.images import ImageStore, check_image_rows
+from engine.backends.custom.runtime.idle_step import warm_up
 from engine.backends.custom.runtime.kv_cache import KVCache
 from engine.backends.custom.runtime.loop import EngineLoop
 from engine.backends.custom.runtime.model_runner import (
@@ -43,9 +42,10 @@ from engine.backends.custom.runtime.model_runner import (
     RunnerConfig,
     RunnerSpec,
     Warmable,
-    warm_up,
 )
 from engine.backends.custom.runtime.radix_cache import RadixCache
+from engine.backends.custom.runtime.requests.grammar import Grammars, Vocabulary
+from engine.backends.custom.runtime.requests.images import ImageStore, check_image_rows
 from engine.backends.custom.runtime.scheduler import Scheduler
 from engine.backends.custom.runtime.speculation.drafts import Speculation, speculates
 from engine.backends.custom.weights.model import ModelSource, open_model
