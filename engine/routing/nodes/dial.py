@@ -4,6 +4,7 @@ import asyncio
 import os
 import ssl
 import stat
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from urllib.parse import urlsplit
@@ -101,6 +102,20 @@ async def dial(endpoint: Endpoint, protocol: asyncio.Protocol) -> None:
     """Connect to a server and let `protocol` handle the connection. Raises `AuthenticationError`
     if the token is wrong, and `ConflictError` if the server is another build.
     """
+    transport = await _open(endpoint)
+    transport.set_protocol(protocol)
+    protocol.connection_made(transport)
+
+
+async def check(endpoint: Endpoint) -> None:
+    """Raise the error of a server that would never take this node, whatever its model is. A server
+    that does not answer may do so later.
+    """
+    with suppress(OSError, UnavailableError):
+        (await _open(endpoint)).abort()
+
+
+async def _open(endpoint: Endpoint) -> asyncio.Transport:
     async with asyncio.timeout(HELLO_TIMEOUT_S):
         transport, handshake = await _connect(endpoint)
         try:
@@ -116,8 +131,7 @@ async def dial(endpoint: Endpoint, protocol: asyncio.Protocol) -> None:
         except BaseException:
             transport.abort()
             raise
-    transport.set_protocol(protocol)
-    protocol.connection_made(transport)
+    return transport
 
 
 async def _connect(endpoint: Endpoint) -> tuple[asyncio.Transport, _Handshake]:
