@@ -246,7 +246,8 @@ class NodeManager:
         if node.hello is not None and self._nodes.get(node.hello.node_id) is node:
             del self._nodes[node.hello.node_id]
             assert node.engine is not None
-            log.warning("node %s is gone", node.engine.name)
+            level = logging.INFO if node.engine.is_leaving else logging.WARNING
+            log.log(level, "node %s is gone", node.engine.name)
 
     def discover(self) -> list[dict[str, Any]]:
         """All nodes that are here."""
