@@ -8,10 +8,10 @@ import hashlib
 from functools import cache
 from pathlib import Path
 
-import engine
+from engine import __version__
 
 ADVICE = "install the same build on both (the part after + is the format of their messages)"
-_PACKAGE = Path(engine.__file__).parent
+_PACKAGE = Path(__file__).parents[1]
 
 
 @cache
@@ -20,4 +20,4 @@ def build_name(*files: str) -> str:
     digest = hashlib.sha256()
     for each in files:
         digest.update((_PACKAGE / each).read_bytes())
-    return f"{engine.__version__}+{digest.hexdigest()[:8]}"
+    return f"{__version__}+{digest.hexdigest()[:8]}"
