@@ -134,6 +134,10 @@ def test_an_evaluation_of_a_server_is_a_table_or_json(home: Path) -> None:
         assert (found["right"], found["answered"]) == (2, 3)
         shown = run(*given)
         assert model in shown.stdout and "66.7" in shown.stdout
-        assert "And then?" in shown.stdout  # a wrong answer
+        assert "And then?" in shown.stdout and "nothing" in shown.stdout  # a wrong answer
+        kept = ("--output", "kept.jsonl")
+        assert run(*given, *kept).exit_code == 0
+        other = run(*given, *kept, "--judge", model)  # its verdicts would be those of another
+        assert other.exit_code == 2 and "has results of another run" in other.output
         bad = run(*given[:-1], "absent-model")
         assert bad.exit_code == 2 and "absent-model" in bad.output
