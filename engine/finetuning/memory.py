@@ -1,5 +1,6 @@
 """The memory of a training process: its limit, and whether the model fits at all."""
 
+import ctypes
 import gc
 import resource
 
@@ -10,6 +11,7 @@ from engine.core.errors import ResourceError
 from engine.finetuning.plan import TrainingPlan
 
 MIB = 2**20
+_M_MMAP_THRESHOLD = -3  # of mallopt: larger blocks are returned as soon as they are freed
 # In messages of PyTorch and CUDA that are no `OutOfMemoryError`.
 _SIGNS = ("can't allocate memory", "out of memory", "alloc_failed")
 
@@ -51,6 +53,10 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 
 def release_memory() -> None:
-    """Return what freed tensors still occupy."""
+    """Return what freed tensors still occupy, now and from now on."""
     gc.collect()
     torch.cuda.empty_cache()  # does nothing without a GPU
+    libc = ctypes.CDLL(None)
+    if hasattr(libc, "mallopt"):  # of glibc, whose heap keeps gaps that large tensors do not fit
+        libc.mallopt(_M_MMAP_THRESHOLD, MIB)
+        libc.malloc_trim(0)

@@ -109,11 +109,11 @@ def request_of(tmp_path, base):
     lines = [{"prompt": f"{word} a", "completion": f" b {word}"} for word in "abcdefgh"]
     file.write_text("\n".join(map(json.dumps, lines)))
 
-    def make_request(**changes):
+    def make_request(n_epochs=6, **changes):
         return TrainingRequest(
             training_file=file,
             validation_file=file,
-            hyperparameters=Hyperparameters(n_epochs=6, batch_size=2),
+            hyperparameters=Hyperparameters(n_epochs=n_epochs, batch_size=2),
             seed=7,
             threads=1,
             **({"base": base, "lora": SHAPE} | changes),
@@ -250,11 +250,11 @@ def test_a_step_that_does_not_fit_the_memory_is_computed_in_parts(
     tmp_path, request_of, monkeypatch
 ):
     """Parts of a batch, and activations that are computed again, change no more than rounding."""
-    whole, plan = make_job(request_of(), tmp_path / "whole")
+    whole, plan = make_job(request_of(n_epochs=2), tmp_path / "whole")
     assert Trainer(whole, plan).run(lambda: False)
     monkeypatch.setattr(trainer, "MICRO_BATCH_TOKENS", 32)
     monkeypatch.setattr(trainer, "_LEAST_TOKENS", 4)
-    short, plan = make_job(request_of(), tmp_path / "short")
+    short, plan = make_job(request_of(n_epochs=2), tmp_path / "short")
     made = Trainer(short, plan)
     compute = made._scores
 
@@ -299,7 +299,7 @@ def test_a_full_disk_costs_checkpoints_but_no_work(tmp_path, request_of, monkeyp
     monkeypatch.setattr(trainer, "save_adapter", fail_twice)
     monkeypatch.setattr(trainer, "save_state", fail)
     monkeypatch.setattr(trainer, "_RETRY_S", 0)
-    folder, plan = make_job(request_of(checkpoint_s=1e-9), tmp_path / "full")
+    folder, plan = make_job(request_of(n_epochs=2, checkpoint_s=1e-9), tmp_path / "full")
     assert Trainer(folder, plan).run(lambda: False)
     assert folder.events()[0][-1].kind == "succeeded" and folder.last_state() is None
     assert not list(folder.path.rglob("*.draft"))
