@@ -1,7 +1,6 @@
 """The losses of supervised training and of DPO, over padded batches."""
 
 from collections.abc import Sequence
-from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from inspect import signature
 from typing import Any
@@ -52,16 +51,22 @@ def supervised_loss(model: Any, examples: Sequence[TokenExample]) -> Scores:
 
 
 def preference_loss(
-    model: Any, reference: AbstractContextManager[None], pairs: Sequence[TokenPair], beta: float
+    model: Any, pairs: Sequence[TokenPair], base: torch.Tensor, beta: float
 ) -> Scores:
-    """DPO's loss, summed over the pairs. Within `reference`, the model is without its adapter."""
+    """DPO's loss, summed over the pairs. `base` has the log-probabilities of the model without its
+    adapter, (pairs, 2).
+    """
     examples = [each.preferred for each in pairs] + [each.rejected for each in pairs]
-    with torch.no_grad(), reference:
-        base = _log_probabilities(model, examples)
-    gain = _log_probabilities(model, examples) - base
+    gain = _log_probabilities(model, examples) - base.T.flatten()
     margins = beta * (gain[: len(pairs)] - gain[len(pairs) :])
     num_right = float((margins > 0).sum())
     return Scores(-functional.logsigmoid(margins).sum(), num_right, float(margins.detach().sum()))
+
+
+def base_log_probabilities(model: Any, pair: TokenPair) -> torch.Tensor:
+    """The log-probabilities of both answers by the model without its adapter, (2,)."""
+    with torch.no_grad(), model.disable_adapter():
+        return _log_probabilities(model, [pair.preferred, pair.rejected])
 
 
 def _log_probabilities(model: Any, examples: Sequence[TokenExample]) -> torch.Tensor:

@@ -11,7 +11,7 @@ from engine.core.errors import ResourceError
 from engine.finetuning.plan import TrainingPlan
 
 MIB = 2**20
-_M_MMAP_THRESHOLD = -3  # of mallopt: larger blocks are returned as soon as they are freed
+_M_MMAP_THRESHOLD = -3  # of mallopt
 # In messages of PyTorch and CUDA that are no `OutOfMemoryError`.
 _SIGNS = ("can't allocate memory", "out of memory", "alloc_failed")
 
@@ -21,6 +21,10 @@ def limit_memory(plan: TrainingPlan, device: torch.device) -> None:
     if plan.memory_bytes is None:
         return
     if device.type == "cpu":
+        libc = ctypes.CDLL(None)
+        if hasattr(libc, "mallopt"):  # of glibc
+            # Tensors get mappings of their own. In the heap, gaps of freed ones would count.
+            libc.mallopt(_M_MMAP_THRESHOLD, MIB)
         resource.setrlimit(resource.RLIMIT_DATA, (plan.memory_bytes, plan.memory_bytes))
         return
     _, total = torch.cuda.mem_get_info(device)
@@ -53,10 +57,6 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 
 def release_memory() -> None:
-    """Return what freed tensors still occupy, now and from now on."""
+    """Return what freed tensors still occupy."""
     gc.collect()
     torch.cuda.empty_cache()  # does nothing without a GPU
-    libc = ctypes.CDLL(None)
-    if hasattr(libc, "mallopt"):  # of glibc, whose heap keeps gaps that large tensors do not fit
-        libc.mallopt(_M_MMAP_THRESHOLD, MIB)
-        libc.malloc_trim(0)

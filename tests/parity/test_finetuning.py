@@ -18,7 +18,7 @@ from engine.finetuning import trainer
 from engine.finetuning.adapter_model import load_for_training, micro_batches
 from engine.finetuning.folder import JobFolder, TrainingEvent
 from engine.finetuning.jobs import TrainingRequest, make_job
-from engine.finetuning.losses import preference_loss, supervised_loss
+from engine.finetuning.losses import base_log_probabilities, preference_loss, supervised_loss
 from engine.finetuning.plan import Hyperparameters, LoraShape
 from engine.finetuning.process import TrainerProcess
 from engine.finetuning.tokens import TokenExample, TokenPair
@@ -88,7 +88,9 @@ def test_the_preference_loss_is_that_of_the_paper(model):
     with model.disable_adapter():
         ratio -= log_probability(first) - log_probability(second)
     wanted = -torch.nn.functional.logsigmoid(torch.tensor(beta * ratio))
-    scores = preference_loss(model, model.disable_adapter(), [TokenPair(first, second)], beta)
+    pair = TokenPair(first, second)
+    base = base_log_probabilities(model, pair)[None]
+    scores = preference_loss(model, [pair], base, beta)
     assert float(scores.loss) == pytest.approx(float(wanted), rel=1e-4)
     assert scores.margin == pytest.approx(beta * ratio, rel=1e-3)
     assert scores.num_right == (ratio > 0)
