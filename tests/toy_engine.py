@@ -22,12 +22,7 @@ from engine.backends.custom.runtime.speculation.draft_model import DraftModel
 from engine.backends.custom.runtime.speculation.drafts import Speculation
 from engine.backends.custom.runtime.speculation.model_drafts import ModelDrafts
 from engine.core.interfaces.request import Deltas, GenerateRequest, SamplingParams, TokenDelta
-from tests.runtime_invariants import (
-    WatchedScheduling,
-    check_invariants,
-    check_writes,
-    noted,
-)
+from tests.runtime_invariants import WatchedScheduling, check_invariants, check_writes, noted
 from tests.toy_alone import generate_alone
 from tests.toy_grammar import new_matcher
 from tests.toy_runner import NAN_TOKEN, VOCAB, Pending, ToyRunner, mix

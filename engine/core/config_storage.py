@@ -8,7 +8,7 @@ from pathlib import Path
 from pydantic import Field
 
 from engine.core.config_types import Megabytes, Section
-from engine.core.utils.folders import data_directory
+from engine.core.folders import data_directory
 
 
 class StorageSettings(Section):

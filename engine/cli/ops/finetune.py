@@ -132,7 +132,7 @@ def _name_of(base: str, suffix: str, job: str) -> str:
 
 
 def _new_folder() -> Path:
-    from engine.core.utils.folders import data_directory
+    from engine.core.folders import data_directory
 
     return data_directory() / "finetuning" / f"ftjob-{secrets.token_hex(6)}"
 

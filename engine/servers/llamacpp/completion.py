@@ -23,12 +23,7 @@ from engine.core.interfaces.backend import (
 )
 from engine.servers.http.errors import problem
 from engine.servers.http.sse import StreamFormat, answer_streaming
-from engine.servers.llamacpp.format import (
-    Asked,
-    NativeStream,
-    answers,
-    settings_body,
-)
+from engine.servers.llamacpp.format import Asked, NativeStream, answers, settings_body
 from engine.servers.llamacpp.schema import Extra, InfillBody, NativeBody, NativeSampling, Parts
 from engine.servers.openai.completions import NO_SUFFIX
 from engine.servers.openai.format import collect

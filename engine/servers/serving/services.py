@@ -19,10 +19,7 @@ from engine.core.errors import (
     PayloadTooLargeError,
     UnavailableError,
 )
-from engine.core.interfaces.backend import (
-    ModelCard,
-    Preset,
-)
+from engine.core.interfaces.backend import ModelCard, Preset
 from engine.core.interfaces.request import SamplingParams
 from engine.core.key_file import NO_LIMITS
 from engine.core.observability.metrics import Metrics

@@ -12,11 +12,7 @@ from bisect import insort
 
 from msgspec.structs import replace
 
-from engine.backends.custom.runtime.insight.timekeeping import (
-    BLOCKS,
-    BUDGET,
-    SLOTS,
-)
+from engine.backends.custom.runtime.insight.timekeeping import BLOCKS, BUDGET, SLOTS
 from engine.backends.custom.runtime.model_runner import StepOutput
 from engine.backends.custom.runtime.outputs import (
     progress_delta,

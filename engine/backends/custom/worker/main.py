@@ -47,9 +47,7 @@ from engine.backends.custom.weights.model import ModelSource, open_model
 from engine.backends.custom.worker.encoder_loop import Encoder, EncoderLoop, is_encoder
 from engine.backends.custom.worker.encoder_loop import warm_up as warm_up_encoder
 from engine.backends.custom.worker.loading import load_encoder, load_images, load_runner
-from engine.backends.custom.worker.memory import (
-    MemoryPlan,
-)
+from engine.backends.custom.worker.memory import MemoryPlan
 from engine.core import faults
 from engine.core.errors import EngineError
 from engine.core.interfaces.request import Examine, Examined, Fatal, Ready, Stop, ToEngine

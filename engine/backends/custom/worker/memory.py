@@ -233,12 +233,9 @@ def plan_memory(
     min_bytes = _Pools(needs, options.block_size, shortest).bytes_for(1, 1)
     room = available_bytes - weight_bytes - needs.workspace_bytes
     most_slots = _affordable_slots(options.max_slots, needs.slot_bytes, room)
-    num_checkpoints = 0
+    num_checkpoints = _affordable_checkpoints(most_slots, needs.slot_bytes, room)
     if needs.slot_bytes:
-        room -= (most_slots + 1) * needs.slot_bytes
-        affordable = int(room * CHECKPOINT_SHARE) // needs.slot_bytes
-        num_checkpoints = max(0, min(CHECKPOINTS_PER_SLOT * most_slots, affordable))
-        room -= num_checkpoints * needs.slot_bytes
+        room -= (most_slots + 1 + num_checkpoints) * needs.slot_bytes
     if room < min_bytes:
         raise ResourceError(_refusal(weight_bytes, min_bytes, available_bytes, device.dtype))
     if options.max_seq_len and options.max_seq_len > max_position:
@@ -246,28 +243,16 @@ def plan_memory(
             f"context is {max_position:,}, the model's own: "
             f"{options.max_seq_len:,} asked for is more than it was made for"
         )
-    if options.pool_bytes is None:
-        wanted = pools.bytes_for(options.max_slots, options.max_slots)
-        if needs.usual_pool_bytes is not None:
-            one = pools.bytes_for(1, min(USUAL_WINDOWS, options.max_slots))
-            wanted = min(wanted, max(one, needs.usual_pool_bytes))
-        pool_bytes = max(min_bytes, min(wanted, int(room * needs.pool_share)))
-    else:
-        pool_bytes = _asked_pool(options.pool_bytes, min_bytes, room, notes)
+    pool_bytes = _pool_bytes(pools, options, needs, min_bytes, room, notes)
     num_blocks, num_window_blocks = pools.split(pool_bytes, options.max_slots)
     capacity = (num_blocks - 1) * options.block_size
     at_a_time = ((num_window_blocks or num_blocks) - 1) * options.block_size
     max_slots = max(1, min(most_slots, at_a_time // MIN_TOKENS_PER_SLOT))
-    if max_slots < options.max_slots and max_slots == most_slots:
-        notes.append(
-            f"batch is {max_slots} instead of {options.max_slots} sequences: each has a state of "
-            f"{needs.slot_bytes / MIB:,.1f} MiB"
-        )
-    elif max_slots < options.max_slots:
-        notes.append(
-            f"batch is {max_slots} instead of {options.max_slots} sequences: the KV cache holds "
-            f"{at_a_time:,} tokens"
-        )
+    if max_slots < options.max_slots:
+        why = f"the KV cache holds {at_a_time:,} tokens"
+        if max_slots == most_slots:
+            why = f"each has a state of {needs.slot_bytes / MIB:,.1f} MiB"
+        notes.append(f"batch is {max_slots} instead of {options.max_slots} sequences: {why}")
     if capacity < max_seq_len:
         notes.append(
             f"context is {capacity:,} instead of {max_seq_len:,} tokens: that is the whole KV cache"
@@ -286,6 +271,32 @@ def plan_memory(
         state_bytes=(max_slots + 1 + num_checkpoints) * needs.slot_bytes,
         num_checkpoints=num_checkpoints,
     )
+
+
+def _pool_bytes(
+    pools: _Pools,
+    options: EngineOptions,
+    needs: MemoryNeeds,
+    min_bytes: int,
+    room: int,
+    notes: list[str],
+) -> int:
+    """Bytes of the block pools: those that were asked for, or as much as sequences can use."""
+    if options.pool_bytes is not None:
+        return _asked_pool(options.pool_bytes, min_bytes, room, notes)
+    wanted = pools.bytes_for(options.max_slots, options.max_slots)
+    if needs.usual_pool_bytes is not None:
+        one = pools.bytes_for(1, min(USUAL_WINDOWS, options.max_slots))
+        wanted = min(wanted, max(one, needs.usual_pool_bytes))
+    return max(min_bytes, min(wanted, int(room * needs.pool_share)))
+
+
+def _affordable_checkpoints(num_slots: int, slot_bytes: int, room: int) -> int:
+    """How many copies of states the prefix cache may keep, beside the states themselves."""
+    if not slot_bytes:
+        return 0
+    affordable = int((room - (num_slots + 1) * slot_bytes) * CHECKPOINT_SHARE) // slot_bytes
+    return max(0, min(CHECKPOINTS_PER_SLOT * num_slots, affordable))
 
 
 def _affordable_slots(wanted: int, slot_bytes: int, room: int) -> int:

@@ -31,9 +31,7 @@ from engine.backends.custom.frameworks.torch.execution.staging import (
     StepBuffers,
 )
 from engine.backends.custom.frameworks.torch.execution.step_sizes import Size, StepSizes
-from engine.backends.custom.frameworks.torch.kernels.attention_triton import (
-    TritonAttention,
-)
+from engine.backends.custom.frameworks.torch.kernels.attention_triton import TritonAttention
 from engine.backends.custom.frameworks.torch.kernels.fp8 import dense_tables
 from engine.backends.custom.frameworks.torch.kernels.skinny import MAX_ROWS
 from engine.backends.custom.frameworks.torch.kernels.tokens import guard, resolve_tokens

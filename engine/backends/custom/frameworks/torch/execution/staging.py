@@ -30,12 +30,7 @@ from engine.backends.custom.frameworks.torch.kernels.attention_triton import (
     all_tables,
 )
 from engine.backends.custom.frameworks.torch.layers.scans import Rows
-from engine.backends.custom.runtime.model_runner import (
-    I32,
-    BatchInputs,
-    RunnerConfig,
-    StepOutput,
-)
+from engine.backends.custom.runtime.model_runner import I32, BatchInputs, RunnerConfig, StepOutput
 
 if TYPE_CHECKING:
     from engine.backends.custom.frameworks.torch.execution.taps import Captured, StepTaps
