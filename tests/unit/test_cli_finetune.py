@@ -112,7 +112,7 @@ def test_the_curve_has_the_first_and_the_last_losses() -> None:
     lines = loss_curve([4.0] * 30 + [1.0] * 30, rows=4, columns=6)
     assert len(lines) == 4 and lines[0].split()[0] == "4.000"
     assert [len(line) for line in lines] == [15] * 4
-    assert lines[0].endswith("███   ") and lines[3].endswith("███   ")
+    assert lines[0].endswith("███   ") and lines[3].endswith("1.000 ███▁▁▁")
     assert loss_curve([], 4, 6) == []
 
 
