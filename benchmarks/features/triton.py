@@ -1,10 +1,10 @@
 """Measures the time to first token that the Open Inference Protocol and a real Triton server add.
 
-`python -m benchmarks.features.triton` serves the default model, puts Triton 2.51 in front of it
-(the package nvidia-pytriton, in `.clients/triton`), and asks in turn: `/v1/completions`, then
-Triton's own client by HTTP and by gRPC on our server, and by gRPC on Triton. Each round asks all of
-them, each time beginning with another one, with prompts of the same length. Prints one JSON line
-with medians of the differences, and exits with 1 if a bar is missed.
+`python -m benchmarks.features.triton` serves a model that computes nothing, puts Triton 2.51 in
+front of it (the package nvidia-pytriton, in `.clients/triton`), and asks in turn:
+`/v1/completions`, then Triton's own client by HTTP and by gRPC on our server, and by gRPC on
+Triton. Each round asks all of them, each time beginning with another one, with prompts of the same
+length. Prints one JSON line with medians of the differences, and exits with 1 if a bar is missed.
 """
 
 import argparse
@@ -35,6 +35,7 @@ from tests.tritonserver import tritonserver
 NUM_TOKENS = 4
 NUM_WARM_ROUNDS = 5
 MAX_ADDED_MS = 2.0
+NULL_ENGINE = "benchmarks.cluster.processes"
 
 
 class Asks(Protocol):
@@ -131,8 +132,8 @@ def measure(paths: dict[str, tuple[str, Asks]], num_rounds: int) -> dict[str, An
 
 
 def same_length_prompts() -> Iterator[str]:
-    """Prompts with the same number of tokens. They differ from the first token on, so no prompt is
-    cached. The default model has a token for each digit.
+    """Prompts with the same number of tokens: the default model's vocabulary has a token for each
+    digit. They differ from the first token on, so no prompt is cached.
     """
     for number in range(100_000, 1_000_000):
         yield f"{str(number)[::-1]} is a number, and the next one is"
@@ -145,8 +146,8 @@ def main() -> int:
     TRITON.build()
     port = free_port()
     with ExitStack() as stack:
-        variables = {"LLM_ENGINE_SERVER__GRPC_PORT": str(port)}
-        server = stack.enter_context(serve(DEFAULT_MODEL, env=variables))
+        variables = {"LLM_ENGINE_SERVER__GRPC_PORT": str(port), "NULL_STEP_MS": "0"}
+        server = stack.enter_context(serve(DEFAULT_MODEL, env=variables, module=NULL_ENGINE))
         repository = Path(stack.enter_context(tempfile.TemporaryDirectory()))
         command = [sys.executable, "-m", "engine.cli.main", "triton", "export", str(repository)]
         subprocess.run([*command, "--url", server.url], check=True, capture_output=True)

@@ -1,6 +1,8 @@
 """Windows in which requests and tokens are counted: clocks that jump, and a Redis that fails."""
 
 import asyncio
+from types import SimpleNamespace
+from unittest.mock import AsyncMock
 
 import pytest
 from limits.storage import storage_from_string
@@ -109,6 +111,7 @@ async def test_no_request_waits_to_learn_whether_redis_is_back(
     windows = Windows()
     await windows.prepare()
     windows._redis = broken = BrokenRedis()
+    windows._pool = SimpleNamespace(disconnect=AsyncMock())
     assert (await windows.add("key", 1)).used == 1
     while broken.num_calls < 3:  # a task asks, and not the requests
         await asyncio.sleep(0.005)
@@ -118,6 +121,7 @@ async def test_no_request_waits_to_learn_whether_redis_is_back(
         await asyncio.sleep(0.005)
     await windows.add("key", 1)
     assert list(windows._redis.storage.values()) == [1]
+    assert windows._pool.disconnect.await_count >= 3  # no request gets an old connection
 
 
 async def test_nobody_begins_anew_when_redis_fails_or_comes_back_empty(clock: Clock) -> None:

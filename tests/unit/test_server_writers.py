@@ -181,6 +181,8 @@ async def test_a_frozen_writer_is_woken_and_replaced_if_it_freezes_again(monkeyp
             assert [pid for pid in writers.pids if pid in (first, second)] == pids
         await until(lambda: writers.num_ready == 2)
         assert await connect() == 207
+        with pytest.raises(ProcessLookupError):
+            os.kill(first, 0)  # not even a zombie
 
 
 async def test_a_frozen_writer_gets_no_connections(monkeypatch):

@@ -77,6 +77,7 @@ class Windows:
         self._loading = asyncio.Lock()
         self._memory: Any = None
         self._redis: Any = None
+        self._pool: Any = None  # the connections to Redis
         self._probing: asyncio.Task[None] | None = None  # while Redis is not used
 
     async def prepare(self) -> None:
@@ -90,6 +91,7 @@ class Windows:
 
                 if self._redis_url is not None:
                     self._redis = await asyncio.to_thread(_redis, self._redis_url)
+                    self._pool = self._redis.bridge.get_connection().connection_pool
                 self._memory = storage_from_string("async+memory://")
 
     async def add(self, name: str, amount: int, minute: int | None = None) -> Window:
@@ -139,6 +141,8 @@ class Windows:
         while True:
             await asyncio.sleep(REDIS_PAUSE_S)
             with suppress(Exception):
+                # Connections to a Redis that has ended would fail later, one after the other.
+                await self._pool.disconnect()
                 async with asyncio.timeout(REDIS_TIMEOUT_S):
                     await _change(self._redis, "probe", 0, "probe")
                     break

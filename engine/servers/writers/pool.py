@@ -104,7 +104,7 @@ class Writers:
         writer.kill()
         for connection in writer.not_taken():
             self._pass_on(connection)
-        self._keep(self._restart(COOL_DOWN_S if delay is None else delay))
+        self._keep(self._replace(writer, COOL_DOWN_S if delay is None else delay))
 
     def _keep(self, work: Coroutine[None, None, None]) -> None:
         """Run a coroutine until the writers stop."""
@@ -125,7 +125,8 @@ class Writers:
                     logger.error("a frontend process does not go on; killing it")
                     writer.kill()  # its pipe ends, which calls `_on_lost`
 
-    async def _restart(self, delay: float) -> None:
+    async def _replace(self, writer: Writer, delay: float) -> None:
+        await writer.ended()
         await asyncio.sleep(delay)
         try:
             await self._add()

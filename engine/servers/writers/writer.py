@@ -146,6 +146,10 @@ class Writer:
     def kill(self) -> None:
         self._child.kill()
 
+    async def ended(self) -> None:
+        """Wait until the process, which was killed, has ended."""
+        await self._child.wait()
+
     @property
     def is_full(self) -> bool:
         return self._pipe.is_full
