@@ -71,6 +71,19 @@ class Item:
         return "\n\n".join(each["content"] for each in self.messages)
 
 
+def expected(check: Check) -> str:
+    """What a right answer would be, for people."""
+    match check:
+        case TextCheck():
+            return " or ".join(check.accepted)
+        case ChoiceCheck():
+            return check.choices[check.right]
+        case SchemaCheck():
+            return json.dumps(check.value if check.has_value else check.schema, ensure_ascii=False)
+        case JudgeCheck():
+            return check.reference or check.criteria
+
+
 def read_items(path: Path, default_check: Comparison | None = None) -> list[Item]:
     """Read all lines. `default_check` is for lines that name no check. If a line is invalid, raises
     `InvalidRequestError` with its number.

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from fractions import Fraction
 from typing import TYPE_CHECKING, Any
 
-from engine.evaluation.items import Item
+from engine.evaluation.items import Item, expected
 from engine.evaluation.run import Evaluated
 
 if TYPE_CHECKING:
@@ -126,12 +126,13 @@ def wrong_table(models: Sequence[Evaluated], items: Sequence[Item], limit: int) 
     from rich.table import Table
     from rich.text import Text
 
-    table = Table("question", "model", "wrong answer")
+    table = Table("question", "model", "wrong answer", "expected")
     for index, item in enumerate(items):
         for each in models:
             result = each.results[index]
             if table.row_count < limit and result is not None and _is_right(result) is False:
-                shown = [f"{item.id}: {item.question}", each.name, result.answer]
+                asked = f"{item.id}: {item.question}"
+                shown = [asked, each.name, result.answer, expected(item.check)]
                 table.add_row(*(Text(_plain(text)[:120]) for text in shown))
     return table if table.row_count else None
 

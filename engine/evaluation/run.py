@@ -27,10 +27,13 @@ class EvaluationPlan:
     concurrency: int
     timeout_s: float
     instruction: str
+    judge: str = ""  # the name of the model that judges
 
     @property
     def settings(self) -> str:
-        return f"{self.max_tokens} tokens, instruction {self.instruction!r}"
+        """What results depend on, besides the model and the question."""
+        judge = f", judge {self.judge}" if self.judge else ""
+        return f"{self.max_tokens} tokens, instruction {self.instruction!r}{judge}"
 
 
 @dataclass(frozen=True, slots=True)

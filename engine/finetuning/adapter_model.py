@@ -40,6 +40,7 @@ def load_for_training(
         convert(path, folder, to="safetensors", dtype="F32" if device.type == "cpu" else "BF16")
         model = load_model(open_checkpoint(folder), device, dtype)
     model.name_or_path = str(path)  # not the scratch folder; PEFT writes it down
+    model.config.use_cache = False  # of keys and values, which training does not need
     torch.manual_seed(seed)
     config = LoraConfig(
         r=shape.rank,

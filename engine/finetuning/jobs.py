@@ -50,7 +50,7 @@ def make_job(request: TrainingRequest, path: Path) -> tuple[JobFolder, TrainingP
     examples = read_examples(request.training_file, request.method)
     if request.validation_file is not None:
         read_examples(request.validation_file, request.method, "validation_file")
-    decided = decide(request.hyperparameters, len(examples))
+    decided = decide(request.hyperparameters, len(examples), request.method)
     plan = TrainingPlan(
         base=str(request.base.resolve()),
         method=request.method,

@@ -1,8 +1,8 @@
 """The losses of supervised training and of DPO, over padded batches."""
 
 from collections.abc import Sequence
-from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
+from inspect import signature
 from typing import Any
 
 import torch
@@ -45,35 +45,50 @@ def padded(examples: Sequence[TokenExample], device: torch.device) -> dict[str, 
 
 def supervised_loss(model: Any, examples: Sequence[TokenExample]) -> Scores:
     """The summed cross-entropy of all trained tokens."""
-    batch = padded(examples, model.device)
-    logits = model(input_ids=batch["input_ids"], attention_mask=batch["attention_mask"]).logits
-    labels = batch["labels"][:, 1:]
-    is_trained = labels != -100
-    predicted, wanted = logits[:, :-1][is_trained].float(), labels[is_trained]
+    predicted, wanted, _ = _predictions(model, examples)
     num_right = float((predicted.argmax(-1) == wanted).sum())
     return Scores(functional.cross_entropy(predicted, wanted, reduction="sum"), num_right)
 
 
 def preference_loss(
-    model: Any, reference: AbstractContextManager[None], pairs: Sequence[TokenPair], beta: float
+    model: Any, pairs: Sequence[TokenPair], base: torch.Tensor, beta: float
 ) -> Scores:
-    """DPO's loss, summed over the pairs. Within `reference`, the model is without its adapter."""
+    """DPO's loss, summed over the pairs. `base` has the log-probabilities of the model without its
+    adapter, (pairs, 2).
+    """
     examples = [each.preferred for each in pairs] + [each.rejected for each in pairs]
-    with torch.no_grad(), reference:
-        base = _log_probabilities(model, examples)
-    gain = _log_probabilities(model, examples) - base
+    gain = _log_probabilities(model, examples) - base.T.flatten()
     margins = beta * (gain[: len(pairs)] - gain[len(pairs) :])
     num_right = float((margins > 0).sum())
     return Scores(-functional.logsigmoid(margins).sum(), num_right, float(margins.detach().sum()))
 
 
+def base_log_probabilities(model: Any, pair: TokenPair) -> torch.Tensor:
+    """The log-probabilities of both answers by the model without its adapter, (2,)."""
+    with torch.no_grad(), model.disable_adapter():
+        return _log_probabilities(model, [pair.preferred, pair.rejected])
+
+
 def _log_probabilities(model: Any, examples: Sequence[TokenExample]) -> torch.Tensor:
     """The log-probability of each example's trained tokens, (B,)."""
+    predicted, wanted, rows = _predictions(model, examples)
+    picked = -functional.cross_entropy(predicted, wanted, reduction="none")
+    return torch.zeros(len(examples), device=picked.device).index_add(0, rows, picked)
+
+
+def _predictions(
+    model: Any, examples: Sequence[TokenExample]
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """The logits that predict the N trained tokens, (N, vocabulary); these tokens, (N,); and their
+    examples, (N,). Logits take much memory, so there are none for positions that no example trains.
+    """
     batch = padded(examples, model.device)
-    logits = model(input_ids=batch["input_ids"], attention_mask=batch["attention_mask"]).logits
-    labels = batch["labels"][:, 1:]
+    labels = batch.pop("labels")[:, 1:]
+    positions = (labels != -100).any(0).nonzero().squeeze(-1)
+    labels = labels[:, positions]
+    if "logits_to_keep" in signature(model.get_base_model().forward).parameters:
+        logits = model(**batch, logits_to_keep=positions).logits
+    else:
+        logits = model(**batch).logits[:, positions]
     is_trained = labels != -100
-    chosen = logits[:, :-1].float().log_softmax(-1)
-    picked = chosen.gather(-1, labels.clamp(min=0).unsqueeze(-1)).squeeze(-1)
-    summed: torch.Tensor = (picked * is_trained).sum(-1)
-    return summed
+    return logits[is_trained].float(), labels[is_trained], is_trained.nonzero()[:, 0]

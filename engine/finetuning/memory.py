@@ -1,5 +1,6 @@
 """The memory of a training process: its limit, and whether the model fits at all."""
 
+import ctypes
 import gc
 import resource
 
@@ -10,6 +11,7 @@ from engine.core.errors import ResourceError
 from engine.finetuning.plan import TrainingPlan
 
 MIB = 2**20
+_M_MMAP_THRESHOLD = -3  # of mallopt
 # In messages of PyTorch and CUDA that are no `OutOfMemoryError`.
 _SIGNS = ("can't allocate memory", "out of memory", "alloc_failed")
 
@@ -19,6 +21,10 @@ def limit_memory(plan: TrainingPlan, device: torch.device) -> None:
     if plan.memory_bytes is None:
         return
     if device.type == "cpu":
+        libc = ctypes.CDLL(None)
+        if hasattr(libc, "mallopt"):  # of glibc
+            # Tensors get mappings of their own. In the heap, gaps of freed ones would count.
+            libc.mallopt(_M_MMAP_THRESHOLD, MIB)
         resource.setrlimit(resource.RLIMIT_DATA, (plan.memory_bytes, plan.memory_bytes))
         return
     _, total = torch.cuda.mem_get_info(device)

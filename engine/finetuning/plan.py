@@ -14,7 +14,7 @@ PLAN_NAME = "plan.json"
 MAX_RANK = 256
 SUFFIX = r"^[A-Za-z0-9._-]{1,64}$"  # of a job's name
 # Small sets need many epochs and large ones few, so the number of steps is what stays the same.
-_STEPS = 240
+_STEPS: dict[Method, int] = {"supervised": 240, "dpo": 80}
 _MAX_EPOCHS = 30
 _LEARNING_RATE = 1e-3
 _DPO_LEARNING_RATE = 1e-4
@@ -83,7 +83,7 @@ class Decided(msgspec.Struct, frozen=True, kw_only=True):
     beta: float
 
 
-def decide(wanted: Hyperparameters, num_examples: int) -> Decided:
+def decide(wanted: Hyperparameters, num_examples: int, method: Method = "supervised") -> Decided:
     """Replace each "auto" by a number. Raises `InvalidRequestError` if a value is out of range."""
     for name, low, high in (
         ("n_epochs", 1, 1000),
@@ -99,7 +99,7 @@ def decide(wanted: Hyperparameters, num_examples: int) -> Decided:
     batch = max(1, min(_MAX_BATCH, num_examples // 8))
     if wanted.batch_size != "auto":
         batch = min(wanted.batch_size, num_examples)
-    epochs = min(_MAX_EPOCHS, max(1, round(_STEPS * batch / num_examples)))
+    epochs = min(_MAX_EPOCHS, max(1, round(_STEPS[method] * batch / num_examples)))
     if wanted.n_epochs != "auto":
         epochs = wanted.n_epochs
     rate = wanted.learning_rate_multiplier

@@ -30,7 +30,12 @@ from engine.finetuning.adapter_model import (
 )
 from engine.finetuning.data import read_examples
 from engine.finetuning.folder import JobFolder, TrainingEvent, step_of
-from engine.finetuning.losses import Scores, preference_loss, supervised_loss
+from engine.finetuning.losses import (
+    Scores,
+    base_log_probabilities,
+    preference_loss,
+    supervised_loss,
+)
 from engine.finetuning.memory import check_room, is_out_of_memory, release_memory
 from engine.finetuning.plan import TrainingPlan
 from engine.finetuning.tokens import ExampleTokenizer, TokenExample, TokenPair
@@ -50,6 +55,7 @@ class Trainer:
         self._step = self._num_steps = 0
         self._trained_tokens = 0
         self._max_tokens = MICRO_BATCH_TOKENS  # computed at once
+        self._base: dict[TokenPair, torch.Tensor] = {}  # log-probabilities without the adapter
         self._recomputes = False  # the backward pass computes activations again
         device = torch_device(plan.device)
         text = load_text(Path(plan.base))
@@ -241,9 +247,17 @@ class Trainer:
 
     def _scores(self, part: Sequence[Any]) -> Scores:
         if self._plan.method == "dpo":
-            reference = self._model.disable_adapter()
-            return preference_loss(self._model, reference, part, self._plan.beta)
+            base = torch.stack([self._base_of(pair) for pair in part])
+            return preference_loss(self._model, part, base, self._plan.beta)
         return supervised_loss(self._model, part)
+
+    def _base_of(self, pair: TokenPair) -> torch.Tensor:
+        """The base model does not change, so each pair is computed once. It is computed alone, so
+        that it does not depend on the batch in which it comes first.
+        """
+        if pair not in self._base:
+            self._base[pair] = base_log_probabilities(self._model, pair)
+        return self._base[pair]
 
     def _scale(self, batch: Sequence[Tokens]) -> int:
         """What a sum of losses is divided by: tokens, or pairs."""

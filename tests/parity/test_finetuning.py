@@ -18,7 +18,7 @@ from engine.finetuning import trainer
 from engine.finetuning.adapter_model import load_for_training, micro_batches
 from engine.finetuning.folder import JobFolder, TrainingEvent
 from engine.finetuning.jobs import TrainingRequest, make_job
-from engine.finetuning.losses import preference_loss, supervised_loss
+from engine.finetuning.losses import base_log_probabilities, preference_loss, supervised_loss
 from engine.finetuning.plan import Hyperparameters, LoraShape
 from engine.finetuning.process import TrainerProcess
 from engine.finetuning.tokens import TokenExample, TokenPair
@@ -88,7 +88,9 @@ def test_the_preference_loss_is_that_of_the_paper(model):
     with model.disable_adapter():
         ratio -= log_probability(first) - log_probability(second)
     wanted = -torch.nn.functional.logsigmoid(torch.tensor(beta * ratio))
-    scores = preference_loss(model, model.disable_adapter(), [TokenPair(first, second)], beta)
+    pair = TokenPair(first, second)
+    base = base_log_probabilities(model, pair)[None]
+    scores = preference_loss(model, [pair], base, beta)
     assert float(scores.loss) == pytest.approx(float(wanted), rel=1e-4)
     assert scores.margin == pytest.approx(beta * ratio, rel=1e-3)
     assert scores.num_right == (ratio > 0)
@@ -109,11 +111,11 @@ def request_of(tmp_path, base):
     lines = [{"prompt": f"{word} a", "completion": f" b {word}"} for word in "abcdefgh"]
     file.write_text("\n".join(map(json.dumps, lines)))
 
-    def make_request(**changes):
+    def make_request(n_epochs=6, **changes):
         return TrainingRequest(
             training_file=file,
             validation_file=file,
-            hyperparameters=Hyperparameters(n_epochs=6, batch_size=2),
+            hyperparameters=Hyperparameters(n_epochs=n_epochs, batch_size=2),
             seed=7,
             threads=1,
             **({"base": base, "lora": SHAPE} | changes),
@@ -250,11 +252,11 @@ def test_a_step_that_does_not_fit_the_memory_is_computed_in_parts(
     tmp_path, request_of, monkeypatch
 ):
     """Parts of a batch, and activations that are computed again, change no more than rounding."""
-    whole, plan = make_job(request_of(), tmp_path / "whole")
+    whole, plan = make_job(request_of(n_epochs=2), tmp_path / "whole")
     assert Trainer(whole, plan).run(lambda: False)
     monkeypatch.setattr(trainer, "MICRO_BATCH_TOKENS", 32)
     monkeypatch.setattr(trainer, "_LEAST_TOKENS", 4)
-    short, plan = make_job(request_of(), tmp_path / "short")
+    short, plan = make_job(request_of(n_epochs=2), tmp_path / "short")
     made = Trainer(short, plan)
     compute = made._scores
 
@@ -299,7 +301,7 @@ def test_a_full_disk_costs_checkpoints_but_no_work(tmp_path, request_of, monkeyp
     monkeypatch.setattr(trainer, "save_adapter", fail_twice)
     monkeypatch.setattr(trainer, "save_state", fail)
     monkeypatch.setattr(trainer, "_RETRY_S", 0)
-    folder, plan = make_job(request_of(checkpoint_s=1e-9), tmp_path / "full")
+    folder, plan = make_job(request_of(n_epochs=2, checkpoint_s=1e-9), tmp_path / "full")
     assert Trainer(folder, plan).run(lambda: False)
     assert folder.events()[0][-1].kind == "succeeded" and folder.last_state() is None
     assert not list(folder.path.rglob("*.draft"))

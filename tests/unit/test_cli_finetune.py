@@ -112,7 +112,7 @@ def test_the_curve_has_the_first_and_the_last_losses() -> None:
     lines = loss_curve([4.0] * 30 + [1.0] * 30, rows=4, columns=6)
     assert len(lines) == 4 and lines[0].split()[0] == "4.000"
     assert [len(line) for line in lines] == [15] * 4
-    assert lines[0].endswith("███   ") and lines[3].endswith("███   ")
+    assert lines[0].endswith("███   ") and lines[3].endswith("1.000 ███▁▁▁")
     assert loss_curve([], 4, 6) == []
 
 
@@ -134,6 +134,10 @@ def test_an_evaluation_of_a_server_is_a_table_or_json(home: Path) -> None:
         assert (found["right"], found["answered"]) == (2, 3)
         shown = run(*given)
         assert model in shown.stdout and "66.7" in shown.stdout
-        assert "And then?" in shown.stdout  # a wrong answer
+        assert "And then?" in shown.stdout and "nothing" in shown.stdout  # a wrong answer
+        kept = ("--output", "kept.jsonl")
+        assert run(*given, *kept).exit_code == 0
+        other = run(*given, *kept, "--judge", model)  # its verdicts would be those of another
+        assert other.exit_code == 2 and "has results of another run" in other.output
         bad = run(*given[:-1], "absent-model")
         assert bad.exit_code == 2 and "absent-model" in bad.output

@@ -144,6 +144,7 @@ def test_pairs_share_their_prompt(text):
 def test_small_files_get_more_epochs_and_given_values_stay():
     small, large = decide(Hyperparameters(), 60), decide(Hyperparameters(), 20_000)
     assert small.n_epochs > 10 * large.n_epochs and small.batch_size < large.batch_size
+    assert decide(Hyperparameters(), 60, "dpo").n_epochs < small.n_epochs
     given = decide(Hyperparameters(n_epochs=2, batch_size=100), 60)
     assert (given.n_epochs, given.batch_size) == (2, 60)
     with pytest.raises(InvalidRequestError, match="n_epochs must be between 1 and 1000"):

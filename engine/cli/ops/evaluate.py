@@ -73,7 +73,7 @@ def evaluate(
     items = read_items(file, check)[:limit]
     contenders = _contenders((models or "").split(","), url, option or [], settings)
     judges = _contenders([judge], url, [], settings) if judge else [None]
-    plan = EvaluationPlan(items, max_tokens, concurrency, timeout, instruction)
+    plan = EvaluationPlan(items, max_tokens, concurrency, timeout, instruction, judge or "")
     found = _run(contenders, judges[0], plan, out)
     _show(found, items, show, as_json)
     if any(each.errors for each in found):

@@ -233,7 +233,9 @@ def loss_curve(losses: list[float], rows: int, columns: int) -> list[str]:
     blocks = " ▁▂▃▄▅▆▇█"
     lines = []
     for row in reversed(range(rows)):
-        cells = (blocks[max(0, min(8, round((height - row) * 8)))] for height in heights)
-        label = f"{bottom + (row + 1) * step:8.3f} " if row in (0, rows - 1) else " " * 9
+        least = 0 if row else 1  # the lowest loss is seen too
+        cells = (blocks[max(least, min(8, round((height - row) * 8)))] for height in heights)
+        value = {rows - 1: top, 0: bottom}.get(row)
+        label = " " * 9 if value is None else f"{value:8.3f} "
         lines.append(label + "".join(cells))
     return lines

@@ -33,6 +33,7 @@ logger = logging.getLogger(__name__)
 
 POLL_S = 0.25  # seconds between looks at a process that trains
 REST_S = 1.0  # seconds between looks at the queue, or at a process that is held
+FAULT_S = 10.0  # seconds after a failure of the storage, such as a full disk
 MAX_DEATHS = 3  # of the training process at the same step
 _LOCK = "fine_tuning.lock"
 
@@ -92,14 +93,17 @@ class JobRunner:
 
     async def _run(self) -> None:
         while True:
+            rest_s = REST_S
             try:
                 if self._db_path.exists() and await self._is_ours():
                     await self._turn()
             except EngineError as error:
                 logger.warning("fine-tuning waits: %s", error)
+                rest_s = FAULT_S
             except OSError:
                 logger.exception("fine-tuning waits: the storage directory failed")
-            await self._pause(REST_S)
+                rest_s = FAULT_S
+            await self._pause(rest_s)
 
     async def _is_ours(self) -> bool:
         """Whether this server runs the jobs. Several servers may share a directory."""

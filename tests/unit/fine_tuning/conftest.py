@@ -15,6 +15,7 @@ def scripted(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(runner, "TrainerProcess", ScriptedTrainer)
     monkeypatch.setattr(runner, "POLL_S", 0.01)
     monkeypatch.setattr(runner, "REST_S", 0.05)
+    monkeypatch.setattr(runner, "FAULT_S", 0.05)
     monkeypatch.setattr(routes, "STREAM_POLL_S", 0.01)
     monkeypatch.setattr(hold, "POLL_S", 0.01)
     monkeypatch.setattr(hold, "QUIET_S", 0.05)
