@@ -74,7 +74,7 @@ scoreboard: $(VENV)/.dev ## Measure what the server withstands, into docs/scoreb
 	@$(BIN)/python -m tests.scoreboard --write $(ARGS)
 
 test-gpu: $(VENV)/.dev ## Run all that needs a GPU: tests, correctness, speed (ARGS="--models llama-1b")
-	@$(BIN)/python -m benchmarks.gpu_suite $(ARGS)
+	@$(BIN)/python -m benchmarks.gpu.suite $(ARGS)
 
 # Unless told of an environment, it builds one: some gigabytes, and minutes.
 VLLM := .vllm

@@ -159,23 +159,7 @@ def joined_as(stored: Arrays, name: str, how: Transform, values: NDArray[np.floa
     stored[name] = np.concatenate(made)
 
 
-def write_gguf(
-    path: Path,
-    config: ModelConfig,
-    stored: Arrays,
-    extra: Mapping[str, Any] | None = None,
-    num_tokens: int | None = None,
-    types: Mapping[str, gguf.GGMLQuantizationType] | None = None,
-    **writer_options: Any,
-) -> None:
-    """Write with the `gguf` package.
-
-    `extra` adds or replaces unsigned, float, string or list keys, including a whole vocabulary.
-    Bytes are blocks of the tensor's type in `types`, by default Q8_0.
-    """
-    others = {"qwen3_moe": "qwen3moe", "nomic_bert": "nomic-bert", "deepseek": "deepseek2"}
-    prefix = others.get(config.family, config.family)
-    writer = gguf.GGUFWriter(path, prefix, **writer_options)
+def _keys(prefix: str, config: ModelConfig) -> dict[str, Any]:
     keys: dict[str, Any] = {
         f"{prefix}.block_count": config.num_layers,
         f"{prefix}.context_length": config.max_position,
@@ -200,17 +184,41 @@ def write_gguf(
             "granite.attention.scale": config.attention_multiplier,
             "granite.logit_scale": config.logits_scaling,
         }
-    for key, value in (keys | dict(extra or {})).items():
-        if isinstance(value, str):
-            writer.add_string(key, value)
-        elif isinstance(value, bool):
-            writer.add_bool(key, value)
-        elif isinstance(value, float):
-            writer.add_float32(key, value)
-        elif isinstance(value, list):
-            writer.add_array(key, value)
-        elif value is not None:
-            writer.add_uint32(key, value)
+    return keys
+
+
+def _add_value(writer: gguf.GGUFWriter, key: str, value: Any) -> None:
+    if isinstance(value, str):
+        writer.add_string(key, value)
+    elif isinstance(value, bool):
+        writer.add_bool(key, value)
+    elif isinstance(value, float):
+        writer.add_float32(key, value)
+    elif isinstance(value, list):
+        writer.add_array(key, value)
+    elif value is not None:
+        writer.add_uint32(key, value)
+
+
+def write_gguf(
+    path: Path,
+    config: ModelConfig,
+    stored: Arrays,
+    extra: Mapping[str, Any] | None = None,
+    num_tokens: int | None = None,
+    types: Mapping[str, gguf.GGMLQuantizationType] | None = None,
+    **writer_options: Any,
+) -> None:
+    """Write with the `gguf` package.
+
+    `extra` adds or replaces unsigned, float, string or list keys, including a whole vocabulary.
+    Bytes are blocks of the tensor's type in `types`, by default Q8_0.
+    """
+    others = {"qwen3_moe": "qwen3moe", "nomic_bert": "nomic-bert", "deepseek": "deepseek2"}
+    prefix = others.get(config.family, config.family)
+    writer = gguf.GGUFWriter(path, prefix, **writer_options)
+    for key, value in (_keys(prefix, config) | dict(extra or {})).items():
+        _add_value(writer, key, value)
     if "tokenizer.ggml.tokens" not in (extra or {}):
         count = config.vocab_size if num_tokens is None else num_tokens
         writer.add_token_list([f"token{index}" for index in range(count)])

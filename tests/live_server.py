@@ -16,8 +16,8 @@ from typing import Any
 import httpx
 
 from engine.core.config_schema import Settings
+from engine.core.listening import address_of, bind_probes, bind_socket
 from engine.core.observability.metrics import Metrics
-from engine.core.utils.listening import address_of, bind_probes, bind_socket
 from engine.servers.app import create_app
 from engine.servers.run import HttpServer
 from engine.servers.serving.services import Services

@@ -102,7 +102,7 @@ def block_tables(now: Snapshot) -> None:
     """INV-09: a table has as many blocks as its tokens need, at most those promised; the arrays
     agree.
     """
-    builder = now.engine.loop._builder
+    builder = now.engine.loop._step_runner._builder
     for seq in now.running:
         most = max(len(seq.tokens) + seq.num_sampling, seq.max_len)
         assert -(-seq.num_computed // now.size) <= len(seq.blocks) <= -(-most // now.size)
@@ -204,7 +204,7 @@ def windows(now: Snapshot) -> None:
     """
     if now.engine.windows is None:
         return
-    builder, spec = now.engine.loop._builder, now.engine.spec
+    builder, spec = now.engine.loop._step_runner._builder, now.engine.spec
     most = min_window_blocks(spec.window, now.size, now.kv.max_row)
     for seq in now.running:
         table = seq.window_blocks

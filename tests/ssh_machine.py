@@ -47,33 +47,19 @@ esac
 """
 
 
-@contextmanager
-def ssh_machine(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, *, has_pip: bool = False
-) -> Iterator[Path]:
-    """The home folder of a machine that `ssh target` reaches. Unless it has pip, its Python makes
-    environments with the engine under test.
-    """
-    home, programs = tmp_path / "home", tmp_path / "bin"
-    home.mkdir()
-    programs.mkdir()
+def _write_programs(folder: Path, has_pip: bool) -> None:
     for name, text in {
         "python3": (REAL_PYTHON if has_pip else PYTHON).format(python=sys.executable, root=ROOT),
         "systemctl": SYSTEMCTL,
         "loginctl": "#!/bin/sh\n",
         "journalctl": "#!/bin/sh\ncat ~/journal\n",
     }.items():
-        (programs / name).write_text(text)
-        (programs / name).chmod(0o755)
-    key = asyncssh.generate_private_key("ssh-ed25519")
-    key.write_private_key(tmp_path / "key")
-    (tmp_path / "key").chmod(0o600)
-    cache = os.environ.get("XDG_CACHE_HOME", str(Path.home() / ".cache"))
-    environment = {
-        "HOME": str(home),
-        "PATH": f"{programs}:/usr/bin:/bin",
-        "XDG_CACHE_HOME": cache,
-    }
+        (folder / name).write_text(text)
+        (folder / name).chmod(0o755)
+
+
+async def _listen(key: asyncssh.SSHKey, environment: dict[str, str]) -> "asyncssh.SSHAcceptor":
+    """An SSH server that runs commands in this environment, for clients with this key."""
 
     async def handle(process: "asyncssh.SSHServerProcess[bytes]") -> None:
         child = await asyncio.create_subprocess_shell(
@@ -88,20 +74,39 @@ def ssh_machine(
         process.stderr.write(error)
         process.exit(child.returncode or 0)
 
-    async def listen() -> "asyncssh.SSHAcceptor":
-        return await asyncssh.listen(
-            "127.0.0.1",
-            0,
-            server_host_keys=[asyncssh.generate_private_key("ssh-ed25519")],
-            authorized_client_keys=asyncssh.import_authorized_keys(
-                key.export_public_key().decode()
-            ),
-            process_factory=handle,
-            encoding=None,
-        )
+    return await asyncssh.listen(
+        "127.0.0.1",
+        0,
+        server_host_keys=[asyncssh.generate_private_key("ssh-ed25519")],
+        authorized_client_keys=asyncssh.import_authorized_keys(key.export_public_key().decode()),
+        process_factory=handle,
+        encoding=None,
+    )
+
+
+@contextmanager
+def ssh_machine(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, *, has_pip: bool = False
+) -> Iterator[Path]:
+    """The home folder of a machine that `ssh target` reaches. Unless it has pip, its Python makes
+    environments with the engine under test.
+    """
+    home, programs = tmp_path / "home", tmp_path / "bin"
+    home.mkdir()
+    programs.mkdir()
+    _write_programs(programs, has_pip)
+    key = asyncssh.generate_private_key("ssh-ed25519")
+    key.write_private_key(tmp_path / "key")
+    (tmp_path / "key").chmod(0o600)
+    cache = os.environ.get("XDG_CACHE_HOME", str(Path.home() / ".cache"))
+    environment = {
+        "HOME": str(home),
+        "PATH": f"{programs}:/usr/bin:/bin",
+        "XDG_CACHE_HOME": cache,
+    }
 
     loop = asyncio.new_event_loop()
-    acceptor = loop.run_until_complete(listen())
+    acceptor = loop.run_until_complete(_listen(key, environment))
     threading.Thread(target=loop.run_forever, daemon=True).start()
     (tmp_path / "config").write_text(
         f"Host target\n HostName 127.0.0.1\n Port {acceptor.get_port()}\n User someone\n"

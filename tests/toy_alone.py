@@ -58,24 +58,9 @@ def generate_alone(
         if len(history.output) < params.min_tokens:
             bias += [(token, float("-inf")) for token in stop_ids]
         bias += [(token, float("-inf")) for token in reference.banned()]
-        bias += [
-            (token, -lost) for token, lost in reference.dry([*prompt, *history.output]).items()
-        ]
-        draw = Draw(
-            temperature=params.temperature,
-            top_k=params.top_k,
-            top_p=params.top_p,
-            min_p=params.min_p,
-            repetition=params.repetition_penalty,
-            presence=params.presence_penalty,
-            frequency=params.frequency_penalty,
-            bias=tuple(bias),
-            allowed=allowed,
-            seed=params.seed,
-            choice=choice,
-            position=len(cells),
-        )
-        draw = replace(draw, **{k: float(np.float32(getattr(draw, k))) for k in _F32})
+        lost = reference.dry([*prompt, *history.output])
+        bias += [(token, -penalty) for token, penalty in lost.items()]
+        draw = _draw(params, choice, tuple(bias), allowed, len(cells))
         if params.sampled_on_host:
             token = reference.next_token(_offered(toy_logits(cells), allowed, bias))
         else:
@@ -91,6 +76,30 @@ def generate_alone(
             return history.output, "length"
         parent = mix(parent, token)
         cells.append(parent)
+
+
+def _draw(
+    params: SamplingParams,
+    choice: int,
+    bias: tuple[tuple[int, float], ...],
+    allowed: frozenset[int] | None,
+    position: int,
+) -> Draw:
+    draw = Draw(
+        temperature=params.temperature,
+        top_k=params.top_k,
+        top_p=params.top_p,
+        min_p=params.min_p,
+        repetition=params.repetition_penalty,
+        presence=params.presence_penalty,
+        frequency=params.frequency_penalty,
+        bias=bias,
+        allowed=allowed,
+        seed=params.seed,
+        choice=choice,
+        position=position,
+    )
+    return replace(draw, **{k: float(np.float32(getattr(draw, k))) for k in _F32})
 
 
 def _allowed(matcher) -> frozenset[int]:

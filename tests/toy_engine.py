@@ -10,24 +10,19 @@ from msgspec import structs
 
 from engine.backends.custom.runtime.block_pool import BlockPool
 from engine.backends.custom.runtime.budget import StepBudget
-from engine.backends.custom.runtime.grammar import Grammars
 from engine.backends.custom.runtime.groups.states import state_group
 from engine.backends.custom.runtime.groups.windows import min_window_blocks, window_group
 from engine.backends.custom.runtime.kv_cache import KVCache
 from engine.backends.custom.runtime.loop import EngineLoop
 from engine.backends.custom.runtime.model_runner import RunnerSpec
 from engine.backends.custom.runtime.radix_cache import RadixCache
+from engine.backends.custom.runtime.requests.grammar import Grammars
 from engine.backends.custom.runtime.scheduler import Scheduler
 from engine.backends.custom.runtime.speculation.draft_model import DraftModel
 from engine.backends.custom.runtime.speculation.drafts import Speculation
 from engine.backends.custom.runtime.speculation.model_drafts import ModelDrafts
 from engine.core.interfaces.request import Deltas, GenerateRequest, SamplingParams, TokenDelta
-from tests.runtime_invariants import (
-    WatchedScheduling,
-    check_invariants,
-    check_writes,
-    noted,
-)
+from tests.runtime_invariants import WatchedScheduling, check_invariants, check_writes, noted
 from tests.toy_alone import generate_alone
 from tests.toy_grammar import new_matcher
 from tests.toy_runner import NAN_TOKEN, VOCAB, Pending, ToyRunner, mix

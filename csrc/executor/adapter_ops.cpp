@@ -8,7 +8,7 @@ namespace {
 
 constexpr int kChunkRows = 16;         // rows whose A x is computed at a time
 constexpr int kDeltaFloats = 1 << 13;  // values of B (A x) that a thread computes at a time, for its cache
-constexpr int kPrivateShrunkRows = 2;  // as kPrivateRows of executor.cpp
+constexpr int kPrivateShrunkRows = 2;  // as kPrivateRows of executor.h
 
 }  // namespace
 

@@ -39,7 +39,15 @@ struct StateShape {
     size_t floats;  // values of one state
     int count;
 };
+// If a matmul has at most this many rows, each thread packs all activations for itself. This is faster than
+// sharing the work and waiting at a barrier.
+constexpr int kPrivateRows = 2;
 constexpr int kHeadRows = 32;  // max rows that a thread multiplies at a time in HeadLinear
+
+// Whether the result of a Linear is stored in a separate buffer first and combined with `out` afterwards.
+inline bool is_apart(const Op& op) {
+    return op.multiply || (op.residual && op.scale != 1);
+}
 
 class Executor {
   public:

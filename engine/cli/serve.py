@@ -147,7 +147,7 @@ def _serve(config: Path | None, flags: dict[str, Any]) -> None:
     gc.disable()  # off until the server is ready, because startup creates hardly any garbage
     try:
         from engine.core.config import check_references
-        from engine.core.utils.listening import bind_probes, bind_socket
+        from engine.core.listening import bind_probes, bind_socket
 
         faults.arm()
         loaded = load_cli_settings(config, flags)
@@ -295,8 +295,8 @@ def _run(
     probe_sock: "socket | None",
     build: "Callable[[], Server]",
 ) -> None:
+    from engine.core.listening import address_of, is_on_all_interfaces
     from engine.core.observability.logging import setup_logging
-    from engine.core.utils.listening import address_of, is_on_all_interfaces
     from engine.servers.run import run_server
 
     settings = loaded.settings

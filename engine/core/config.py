@@ -30,7 +30,7 @@ from engine.core.config_schema import (
     setting_keys,
 )
 from engine.core.errors import ConfigError
-from engine.core.utils.names import suggest
+from engine.core.suggestions import suggest
 
 ENV_PREFIX = "LLM_ENGINE_"
 CONFIG_VARIABLE = "LLM_ENGINE_CONFIG"  # path of the TOML file

@@ -8,7 +8,7 @@ from pathlib import Path
 from pydantic import Field
 
 from engine.core.config_types import Megabytes, Section
-from engine.core.utils.folders import data_directory
+from engine.core.folders import data_directory
 
 
 class StorageSettings(Section):
@@ -70,7 +70,8 @@ class FinetuningSettings(Section):
     threads: int | None = Field(default=None, ge=1, le=1024)
     """CPU threads of a job; unset, one per usable core. Requests always come first."""
     memory_mb: Megabytes | None = None
-    """Max MiB of the training process on a CPU; unset, no limit."""
+    """Max MiB of the training process. An engine on the same GPU leaves them free, and if this is
+    unset, as much as its model's training needs. On a CPU, unset means no limit."""
     checkpoint_s: float = Field(default=30.0, gt=0, le=86_400)
     """Seconds between checkpoints. A job that is killed repeats at most so much work."""
     yield_to_requests: bool = True

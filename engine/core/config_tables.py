@@ -17,7 +17,7 @@ from pydantic import AfterValidator, BeforeValidator, Field, ValidationError
 from engine.core.config_presets import NO_BOOL, PresetTable, Table
 from engine.core.config_schema import TABLES, NamedTables
 from engine.core.errors import ConfigError
-from engine.core.utils.names import suggest
+from engine.core.suggestions import suggest
 
 POLICIES = ("round_robin", "least_loaded", "power_of_two", "prefix", "session")
 MAX_REPLICAS = 64

@@ -97,19 +97,19 @@ PLACES = {
     "check_grammar": (Place("engine.core.grammar.checker:GrammarChecker.check", "grammar"),),
     "submit": (Place(f"{_CUSTOM}.frontend.engine_link:EngineLink.submit", "request.prompt"),),
     "load": (Place(f"{_CUSTOM}.worker.main:open_model"),),
-    "intake": (Place(f"{_RUNTIME}.intake:Intake.submit", "request.prompt"),),
-    "compile": (Place(f"{_RUNTIME}.grammar:Grammars._new_matcher", "grammar"),),
+    "intake": (Place(f"{_RUNTIME}.requests.intake:Intake.submit", "request.prompt"),),
+    "compile": (Place(f"{_RUNTIME}.requests.grammar:Grammars._new_matcher", "grammar"),),
     "schedule": (Place(f"{_RUNTIME}.scheduler:Scheduler.schedule"),),
     "allocate": (
         Place(f"{_RUNTIME}.kv_cache:KVCache.admit", "seq.tokens"),
         Place(f"{_RUNTIME}.kv_cache:KVCache.extend", "seq.tokens"),
     ),
     "forward": (
-        Place(f"{_RUNTIME}.loop:EngineLoop._run_forward", "inputs.token_ids"),
+        Place(f"{_RUNTIME}.step_runner:StepRunner._run_forward", "inputs.token_ids"),
         Place(f"{_CUSTOM}.worker.encoder_loop:EncoderLoop._encode"),
     ),
     "sample": (Place(f"{_RUNTIME}.batch:BatchBuilder.sampling"),),
-    "wait": (Place(f"{_RUNTIME}.loop:EngineLoop._wait"),),
+    "wait": (Place(f"{_RUNTIME}.step_runner:StepRunner.wait"),),
     "update": (
         Place(f"{_RUNTIME}.scheduler:Scheduler._confirm_prompt", "seq.tokens"),
         Place(f"{_RUNTIME}.scheduler:Scheduler._take", "seq.tokens"),

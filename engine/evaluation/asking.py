@@ -24,6 +24,7 @@ from engine.evaluation.items import ChoiceCheck, Item, JudgeCheck, SchemaCheck, 
 from engine.evaluation.schemas import json_in, satisfies
 from engine.evaluation.texts import contains, is_exact, marked_number, predicted_number
 
+_VERDICT_TOKENS = 400  # more than the longest verdict
 VERDICT = {
     "type": "object",
     "properties": {
@@ -63,7 +64,7 @@ class Asker:
         async with asyncio.timeout(self.timeout_s):
             if isinstance(item.check, ChoiceCheck):
                 return await self._choose(item, item.check)
-            answer = await self._answer(self._messages(item))
+            answer = await self._answer(self._messages(item), self.max_tokens)
         return Scored(answer.said, scores_of(item, answer.said), answer.num_tokens)
 
     async def judge(self, item: Item, answer: str) -> bool:
@@ -82,7 +83,7 @@ class Asker:
             kind="json_schema", source=msgspec.json.encode(VERDICT).decode(), param="judge"
         )
         async with asyncio.timeout(self.timeout_s):
-            said = (await self._answer(messages, grammar)).said
+            said = (await self._answer(messages, _VERDICT_TOKENS, grammar)).said
         try:
             return bool(msgspec.json.decode(said)["verdict"] == "right")
         except (msgspec.DecodeError, KeyError, TypeError):
@@ -96,12 +97,13 @@ class Asker:
         return (*item.messages[:-1], {**last, "content": text})
 
     async def _answer(
-        self, messages: tuple[dict[str, str], ...], grammar: GrammarSpec | None = None
+        self,
+        messages: tuple[dict[str, str], ...],
+        max_tokens: int,
+        grammar: GrammarSpec | None = None,
     ) -> ComparedAnswer:
         greedy = 1.0 if "temperature" in self.card.lacks else 0.0
-        context = self._context(
-            SamplingParams(max_tokens=self.max_tokens, temperature=greedy), grammar
-        )
+        context = self._context(SamplingParams(max_tokens=max_tokens, temperature=greedy), grammar)
         if "chat" in self.card.capabilities:
             events = self.backend.chat(ChatRequest(context=context, messages=messages))
         else:

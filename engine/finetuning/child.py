@@ -6,7 +6,6 @@ in the events of the job's folder. SIGTERM pauses it: it writes a checkpoint and
 
 import contextlib
 import os
-import resource
 import signal
 import sys
 from pathlib import Path
@@ -28,16 +27,15 @@ def main() -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     try:
         plan = TrainingPlan.read(folder.path)
-        _limit(plan)
+        if plan.is_idle_only:
+            _yield_cpu()
         folder.tell(TrainingEvent(kind="loading"))
         is_done = _train(folder, plan, stopped)
     except EngineError as error:
         _fail(folder, str(error))
-    except MemoryError:
-        _fail(folder, "there is not enough memory; try a smaller batch_size or shorter examples")
     except Exception as error:  # anything else is told too, so that the job does not hang
-        if "memory" in str(error).lower():
-            _fail(folder, "there is not enough memory; try a smaller batch_size")
+        if isinstance(error, MemoryError) or "memory" in str(error).lower():
+            _fail(folder, "there is not enough memory (finetuning.memory_mb, if it is set)")
         _fail(folder, f"{type(error).__name__}: {' '.join(str(error).split())[:300]}")
     sys.exit(0 if is_done or stopped else 1)
 
@@ -45,20 +43,21 @@ def main() -> None:
 def _train(folder: JobFolder, plan: TrainingPlan, stopped: list[int]) -> bool:
     import torch
 
+    from engine.backends.custom.frameworks.torch.execution.build import torch_device
+    from engine.finetuning.memory import limit_memory
     from engine.finetuning.trainer import Trainer
 
+    limit_memory(plan, torch_device(plan.device))
     torch.set_num_threads(plan.threads)
     return Trainer(folder, plan).run(lambda: bool(stopped))
 
 
-def _limit(plan: TrainingPlan) -> None:
-    if plan.is_idle_only:
-        os.nice(NICE)
-        if hasattr(os, "SCHED_IDLE"):
-            with contextlib.suppress(OSError):
-                os.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0))
-    if plan.memory_bytes is not None and plan.device == "cpu":
-        resource.setrlimit(resource.RLIMIT_DATA, (plan.memory_bytes, plan.memory_bytes))
+def _yield_cpu() -> None:
+    """Use only CPU time that no other process wants."""
+    os.nice(NICE)
+    if hasattr(os, "SCHED_IDLE"):
+        with contextlib.suppress(OSError):
+            os.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0))
 
 
 def _fail(folder: JobFolder, message: str) -> None:

@@ -72,7 +72,8 @@ def _lines(path: Path, param: str) -> Iterator[tuple[int, bytes]]:
             for number, line in enumerate(file, 1):
                 if len(line) > MAX_LINE_BYTES:
                     raise InvalidRequestError(
-                        f"line {number} of the file has more than {MAX_LINE_BYTES:,} bytes",
+                        f"line {number} of the {param.replace('_', ' ')} has more than"
+                        f" {MAX_LINE_BYTES:,} bytes",
                         param=param,
                         code="invalid_file",
                     )

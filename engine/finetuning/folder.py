@@ -4,6 +4,7 @@ The training process writes here, and the process that started it reads. Both ma
 time. A checkpoint is written under another name and renamed when it is whole.
 """
 
+import errno
 import os
 import shutil
 from pathlib import Path
@@ -23,7 +24,7 @@ _EPOCH, _WITHIN = "step", "within"  # a checkpoint at the end of an epoch, and a
 class TrainingEvent(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """One line of the events' file."""
 
-    kind: Literal["loading", "metrics", "checkpoint", "paused", "succeeded", "failed"]
+    kind: Literal["loading", "metrics", "checkpoint", "notice", "paused", "succeeded", "failed"]
     step: int = 0
     num_steps: int = 0
     loss: float | None = None
@@ -34,7 +35,7 @@ class TrainingEvent(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tru
     validation_margin: float | None = None
     trained_tokens: int = 0  # since the start of the job
     tokens_per_s: float = 0.0  # of this step, prompts included
-    message: str = ""
+    message: str = ""  # of a notice, which the user should read, or of a failure
 
 
 class JobFolder:
@@ -47,11 +48,16 @@ class JobFolder:
         return self.path / ADAPTER
 
     def tell(self, event: TrainingEvent) -> None:
-        """Append an event. A line is one `write`, so a reader never sees half of one."""
+        """Append an event. A line is one `write`, so a reader never sees half of one. Raises
+        `OSError` without a trace in the file if the disk is full.
+        """
         line = msgspec.json.encode(event) + b"\n"
         descriptor = os.open(self.path / EVENTS, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
         try:
-            os.write(descriptor, line)
+            size = os.fstat(descriptor).st_size
+            if os.write(descriptor, line) < len(line):
+                os.ftruncate(descriptor, size)
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         finally:
             os.close(descriptor)
 
@@ -120,6 +126,11 @@ class JobFolder:
         for old in self.checkpoints()[:-_KEPT] + older:
             shutil.rmtree(old, ignore_errors=True)
         return whole
+
+    def remove_drafts(self) -> None:
+        """Remove checkpoints that could not be written whole."""
+        for draft in (self.path / _CHECKPOINTS).glob("*.draft"):
+            shutil.rmtree(draft, ignore_errors=True)
 
     def keep_adapter(self, draft: Path) -> None:
         sync_files(draft)

@@ -10,7 +10,14 @@ import msgspec
 from engine.core.errors import InvalidRequestError
 from engine.finetuning.data import Method, read_examples
 from engine.finetuning.folder import JobFolder
-from engine.finetuning.plan import Hyperparameters, LoraShape, TrainingPlan, check_lora, decide
+from engine.finetuning.plan import (
+    PLAN_NAME,
+    Hyperparameters,
+    LoraShape,
+    TrainingPlan,
+    check_lora,
+    decide,
+)
 
 _PACKAGES = ("torch", "transformers", "peft")
 
@@ -37,6 +44,8 @@ def make_job(request: TrainingRequest, path: Path) -> tuple[JobFolder, TrainingP
     a value is wrong, before anything is written.
     """
     _check_packages()
+    if (path / PLAN_NAME).exists():  # its checkpoints are of other examples
+        raise InvalidRequestError(f"there is a job in {path} already", param="output")
     check_lora(request.lora)
     examples = read_examples(request.training_file, request.method)
     if request.validation_file is not None:

@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -18,6 +18,10 @@ class Scores:
     loss: torch.Tensor
     num_right: float  # tokens that are the likeliest, or pairs whose preferred answer gained more
     margin: float = 0.0  # of pairs: how much more reward the preferred answer gets
+
+    def detached(self) -> "Scores":
+        """Without the graph of the loss, which would keep its activations."""
+        return replace(self, loss=self.loss.detach())
 
 
 def padded(examples: Sequence[TokenExample], device: torch.device) -> dict[str, torch.Tensor]:

@@ -1,6 +1,7 @@
 """What a job trains, with every hyperparameter decided. It is a file of the job's folder."""
 
 import math
+import re
 from pathlib import Path
 from typing import Literal
 
@@ -11,6 +12,7 @@ from engine.finetuning.data import Method
 
 PLAN_NAME = "plan.json"
 MAX_RANK = 256
+SUFFIX = r"^[A-Za-z0-9._-]{1,64}$"  # of a job's name
 # Small sets need many epochs and large ones few, so the number of steps is what stays the same.
 _STEPS = 240
 _MAX_EPOCHS = 30
@@ -107,6 +109,13 @@ def decide(wanted: Hyperparameters, num_examples: int) -> Decided:
         learning_rate_multiplier=1.0 if rate == "auto" else rate,
         beta=0.1 if wanted.beta == "auto" else wanted.beta,
     )
+
+
+def check_suffix(suffix: str) -> None:
+    if not re.fullmatch(SUFFIX, suffix):
+        raise InvalidRequestError(
+            "a suffix has 1 to 64 letters, digits, dots, dashes and underscores", param="suffix"
+        )
 
 
 def check_lora(shape: LoraShape) -> None:

@@ -58,6 +58,15 @@ class TrainerProcess:
             self._child.send_signal(number)
 
 
+def how_it_ended(status: int) -> str:
+    """An exit status in words, after "the process"."""
+    if status >= 0:
+        return f"ended with status {status}"
+    name = signal.Signals(-status).name
+    memory = ", as happens when memory runs out" if status == -signal.SIGKILL else ""
+    return f"was killed ({name}{memory})"
+
+
 def log_tail(path: Path, num_lines: int = 5) -> str:
     """The last lines that the training process wrote, for the message of an unexpected end."""
     try:

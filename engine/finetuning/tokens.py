@@ -41,6 +41,17 @@ class ExampleTokenizer:
     def __init__(self, text: TextModel, max_tokens: int) -> None:
         self._text = text
         self._max_tokens = max_tokens
+        self._num_cut = 0
+        self._num_left_out = 0
+
+    @property
+    def notice(self) -> str:
+        """What a user should know about the examples so far. Empty if they are trained whole."""
+        if not self._num_cut:
+            return ""
+        text = f"Examples with more than {self._max_tokens:,} tokens, which were cut:"
+        left_out = f" Left out, because the answer begins after that: {self._num_left_out}."
+        return f"{text} {self._num_cut}.{left_out if self._num_left_out else ''}"
 
     def supervised(self, examples: Sequence[Example]) -> list[TokenExample]:
         """Tokenize examples. A conversation whose template rewrites earlier turns becomes several.
@@ -53,6 +64,7 @@ class ExampleTokenizer:
             elif isinstance(example, ChatExample):
                 found += self._chat(example)
         kept = [each for each in map(self._cut, found) if each.num_trained]
+        self._num_left_out += len(found) - len(kept)
         if not kept:
             raise InvalidRequestError(
                 f"no example has a token to train on among its first {self._max_tokens} tokens",
@@ -70,6 +82,7 @@ class ExampleTokenizer:
             ]
             if all(each.num_trained for each in both):
                 found.append(TokenPair(*both))
+        self._num_left_out += len(examples) - len(found)
         if not found:
             raise InvalidRequestError(
                 f"no answer begins within the first {self._max_tokens} tokens",
@@ -140,4 +153,5 @@ class ExampleTokenizer:
         return () if end is None else (end,)
 
     def _cut(self, example: TokenExample) -> TokenExample:
+        self._num_cut += len(example.token_ids) > self._max_tokens
         return TokenExample(example.token_ids[: self._max_tokens], example.mask[: self._max_tokens])

@@ -4,17 +4,22 @@ A step depends only on the plan, its number and the state, so an interrupted job
 adapter as an undisturbed one.
 """
 
+import contextlib
 import math
 import random
+import shutil
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 
-from engine.backends.custom.frontend.text_model import load_text
-from engine.core.errors import EngineError
+from engine.backends.custom.frameworks.torch.execution.build import torch_device
+from engine.backends.custom.frontend.text_model import TextModel, load_text
+from engine.backends.custom.worker.training_room import MICRO_BATCH_TOKENS
+from engine.core.errors import EngineError, ResourceError
 from engine.finetuning.adapter_model import (
     load_for_training,
     load_state,
@@ -26,12 +31,14 @@ from engine.finetuning.adapter_model import (
 from engine.finetuning.data import read_examples
 from engine.finetuning.folder import JobFolder, TrainingEvent, step_of
 from engine.finetuning.losses import Scores, preference_loss, supervised_loss
+from engine.finetuning.memory import check_room, is_out_of_memory, release_memory
 from engine.finetuning.plan import TrainingPlan
 from engine.finetuning.tokens import ExampleTokenizer, TokenExample, TokenPair
 
-MICRO_BATCH_TOKENS = 2048  # bounds the memory of the activations and logits
 _MAX_NORM = 1.0
 _WARM_UP = 0.05  # share of the steps in which the learning rate grows
+_LEAST_TOKENS = 256  # at a time, if memory is short
+_RETRY_S = 10.0  # seconds after which a finished adapter is written again, if the disk is full
 
 Tokens = TokenExample | TokenPair
 
@@ -40,20 +47,28 @@ class Trainer:
     def __init__(self, folder: JobFolder, plan: TrainingPlan) -> None:
         self._folder = folder
         self._plan = plan
-        self._train = self._examples(plan.training_file, "training_file")
+        self._step = self._num_steps = 0
+        self._trained_tokens = 0
+        self._max_tokens = MICRO_BATCH_TOKENS  # computed at once
+        self._recomputes = False  # the backward pass computes activations again
+        device = torch_device(plan.device)
+        text = load_text(Path(plan.base))
+        check_room(plan, device, text.config.num_params)
+        self._train = self._examples(text, plan.training_file, "training_file")
         self._valid = (
-            self._examples(plan.validation_file, "validation_file") if plan.validation_file else []
+            self._examples(text, plan.validation_file, "validation_file")
+            if plan.validation_file
+            else []
         )
-        device, scratch = torch.device(plan.device), folder.new_scratch()
-        self._model = load_for_training(Path(plan.base), plan.lora, device, plan.seed, scratch)
+        self._model = load_for_training(
+            Path(plan.base), plan.lora, device, plan.seed, folder.new_scratch()
+        )
         folder.remove_scratch()
         self._optimizer = torch.optim.AdamW(
             trained_parameters(self._model).values(), lr=plan.learning_rate, weight_decay=0.0
         )
         self._num_steps = plan.num_steps(len(self._train))
         self._steps_per_epoch = plan.steps_per_epoch(len(self._train))
-        self._step = 0
-        self._trained_tokens = 0
         self._saved_at = self._epoch_saved_at = time.monotonic()
 
     def run(self, is_stopped: Callable[[], bool]) -> bool:
@@ -61,16 +76,36 @@ class Trainer:
         self._resume()
         while self._step < self._num_steps:
             if is_stopped():
-                self._save(self._step % self._steps_per_epoch == 0)
-                self._tell("paused")
-                return False
+                return self._pause()
             self._finish_step(*self._timed_step())
-        draft = self._folder.path / "adapter.draft"
-        draft.mkdir(exist_ok=True)
-        save_adapter(self._model, draft)
-        self._folder.keep_adapter(draft)
-        self._tell("succeeded")
+        waits = False
+        while fault := self._write_adapter():
+            if not waits:
+                self._notice(f"The adapter can't be written, and is tried again: {fault}")
+            waits = True
+            if is_stopped():
+                return self._pause()
+            time.sleep(_RETRY_S)
         return True
+
+    def _pause(self) -> bool:
+        self._save(self._step % self._steps_per_epoch == 0)
+        with contextlib.suppress(OSError):  # the disk is full
+            self._tell("paused")
+        return False
+
+    def _write_adapter(self) -> str:
+        """Write the finished adapter. Returns why this failed, or an empty text."""
+        draft = self._folder.path / "adapter.draft"
+        try:
+            draft.mkdir(exist_ok=True)
+            save_adapter(self._model, draft)
+            self._folder.keep_adapter(draft)
+            self._tell("succeeded")
+        except (OSError, SafetensorError) as error:
+            shutil.rmtree(draft, ignore_errors=True)
+            return str(error)
+        return ""
 
     def _finish_step(self, figures: dict[str, float], tokens_per_s: float) -> None:
         """Tell the figures of a step, validate at the end of an epoch, and write a checkpoint if it
@@ -79,19 +114,24 @@ class Trainer:
         ends_epoch = self._step % self._steps_per_epoch == 0
         valid = self._validate() if ends_epoch and self._valid else {}
         validation = {f"validation_{name}": value for name, value in valid.items()}
-        self._tell("metrics", **figures, **validation, tokens_per_s=tokens_per_s)
+        with contextlib.suppress(OSError):  # the disk is full; the next steps may be told again
+            self._tell("metrics", **figures, **validation, tokens_per_s=tokens_per_s)
         last = self._epoch_saved_at if ends_epoch else self._saved_at
         if time.monotonic() - last > self._plan.checkpoint_s:
             self._save(ends_epoch)
 
-    def _examples(self, path: str, param: str) -> list[Tokens]:
+    def _examples(self, text: TextModel, path: str, param: str) -> list[Tokens]:
         plan = self._plan
-        text = load_text(Path(plan.base))
         tokenizer = ExampleTokenizer(text, min(plan.max_tokens, text.config.max_position))
         examples = read_examples(Path(path), plan.method, param)
+        found: Sequence[Tokens]
         if plan.method == "dpo":
-            return list(tokenizer.pairs(examples))
-        return list(tokenizer.supervised(examples))
+            found = tokenizer.pairs(examples)
+        else:
+            found = tokenizer.supervised(examples)
+        if tokenizer.notice:
+            self._notice(f"{param.replace('_', ' ').capitalize()}: {tokenizer.notice}")
+        return list(found)
 
     def _resume(self) -> None:
         found = self._folder.last_state()
@@ -104,10 +144,16 @@ class Trainer:
         last = self._folder.last_state()
         if self._step == 0 or (last is not None and step_of(last) == self._step):
             return
-        draft = self._folder.new_checkpoint(self._step, ends_epoch=ends_epoch)
         facts = {"step": self._step, "trained_tokens": self._trained_tokens}
-        save_state(self._model, self._optimizer, facts, draft)
-        self._folder.keep_checkpoint(draft)
+        try:
+            draft = self._folder.new_checkpoint(self._step, ends_epoch=ends_epoch)
+            save_state(self._model, self._optimizer, facts, draft)
+            self._folder.keep_checkpoint(draft)
+        except (OSError, SafetensorError) as error:
+            self._folder.remove_drafts()
+            self._notice(f"Step {self._step} has no checkpoint, which can't be written: {error}")
+            self._saved_at = self._epoch_saved_at = time.monotonic()
+            return
         self._saved_at = time.monotonic()
         if ends_epoch:
             self._epoch_saved_at = self._saved_at
@@ -125,20 +171,57 @@ class Trainer:
 
     def _train_step(self, batch: Sequence[Tokens]) -> dict[str, float]:
         self._model.train()
-        torch.manual_seed(self._plan.seed * 1_000_003 + self._step)  # dropout
         for group in self._optimizer.param_groups:
             group["lr"] = self._plan.learning_rate * self._rate()
-        found, scale = [], self._scale(batch)
-        for part in self._parts(batch):
-            scores = self._scores(part)
-            (scores.loss / scale).backward()  # type: ignore[no-untyped-call]
-            found.append(scores)
+        scale = self._scale(batch)
+
+        def gradients() -> list[Scores]:
+            torch.manual_seed(self._plan.seed * 1_000_003 + self._step)  # dropout
+            self._optimizer.zero_grad(set_to_none=True)
+            found = []
+            for part in self._parts(batch):
+                scores = self._scores(part)
+                (scores.loss / scale).backward()  # type: ignore[no-untyped-call]
+                found.append(scores.detached())
+            return found
+
+        found = self._within_memory(batch, gradients)
         torch.nn.utils.clip_grad_norm_(trained_parameters(self._model).values(), _MAX_NORM)
         self._optimizer.step()
         self._optimizer.zero_grad(set_to_none=True)
         self._step += 1
         self._trained_tokens += sum(map(_num_trained, batch))
         return self._figures(found, scale)
+
+    def _within_memory(
+        self, batch: Sequence[Tokens], compute: Callable[[], list[Scores]]
+    ) -> list[Scores]:
+        """The result of `compute` for a batch. If memory is short, it is called again with smaller
+        parts of the batch.
+        """
+        while True:
+            with contextlib.suppress(_OutOfMemory):
+                return _told(compute)
+            release_memory()
+            self._save_memory([_length(each) for each in batch])
+
+    def _save_memory(self, lengths: Sequence[int]) -> None:
+        parts, smaller = micro_batches(lengths, self._max_tokens), self._max_tokens
+        while smaller > _LEAST_TOKENS and micro_batches(lengths, smaller) == parts:
+            smaller //= 2
+        if micro_batches(lengths, smaller) != parts:
+            self._max_tokens = smaller
+            change = f"steps are computed in parts of {smaller} tokens"
+        elif not self._recomputes:
+            self._recomputes = True
+            self._model.gradient_checkpointing_enable({"use_reentrant": False})
+            change = "the backward pass computes activations again, which takes longer"
+        else:
+            raise ResourceError(
+                f"there is not enough memory for an example of {max(lengths)} tokens; give shorter "
+                "ones, a smaller lora.rank or more memory (finetuning.memory_mb)"
+            )
+        self._notice(f"Memory is short: {change}.")
 
     def _batch(self) -> list[Tokens]:
         """The examples of this step. Each epoch has an order of its own."""
@@ -167,24 +250,30 @@ class Trainer:
         return len(batch) if self._plan.method == "dpo" else sum(map(_num_trained, batch))
 
     def _parts(self, batch: Sequence[Tokens]) -> list[list[Tokens]]:
-        parts = micro_batches([_length(each) for each in batch], MICRO_BATCH_TOKENS)
+        parts = micro_batches([_length(each) for each in batch], self._max_tokens)
         return [[batch[index] for index in part] for part in parts]
 
     def _validate(self) -> dict[str, float]:
         self._model.eval()
         with torch.no_grad():
-            found = [self._scores(part) for part in self._parts(self._valid)]
+            found = self._within_memory(
+                self._valid, lambda: [self._scores(part) for part in self._parts(self._valid)]
+            )
         return self._figures(found, self._scale(self._valid))
 
     def _figures(self, found: Sequence[Scores], scale: int) -> dict[str, float]:
         """Means over the tokens or pairs of a batch, under the names of `TrainingEvent`."""
         figures = {
-            "loss": sum(float(each.loss.detach()) for each in found) / scale,
+            "loss": sum(float(each.loss) for each in found) / scale,
             "accuracy": sum(each.num_right for each in found) / scale,
         }
         if self._plan.method == "dpo":
             figures["margin"] = sum(each.margin for each in found) / scale
         return figures
+
+    def _notice(self, text: str) -> None:
+        with contextlib.suppress(OSError):  # the disk may be what the notice is about
+            self._tell("notice", message=text)
 
     def _tell(self, kind: Any, **facts: Any) -> None:
         self._folder.tell(
@@ -196,6 +285,19 @@ class Trainer:
                 **facts,
             )
         )
+
+
+class _OutOfMemory(Exception):
+    """Stands for an error of PyTorch, whose traceback would keep all tensors of the step."""
+
+
+def _told(compute: Callable[[], list[Scores]]) -> list[Scores]:
+    try:
+        return compute()
+    except (RuntimeError, MemoryError) as error:
+        if not is_out_of_memory(error):
+            raise
+    raise _OutOfMemory
 
 
 def _num_trained(example: Tokens) -> int:

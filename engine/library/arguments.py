@@ -12,7 +12,7 @@ from typing import Any, get_args
 
 from engine.core.errors import ConfigError
 from engine.core.store.catalogue import DEFAULT_MODEL
-from engine.core.utils.names import suggest
+from engine.core.suggestions import suggest
 
 _MIB = 2**20
 # Argument -> the setting that it sets. Values pass unchanged, unless `_VALUES` translates them.

@@ -2,7 +2,8 @@
 can answer a request for one.
 """
 
-from collections.abc import Sequence
+import logging
+from collections.abc import Mapping, Sequence
 
 import msgspec
 
@@ -10,6 +11,8 @@ from engine.backends.base import InferenceBackend
 from engine.core.errors import EngineError, InvalidRequestError, NotFoundError
 from engine.core.interfaces.backend import ModelCard
 from engine.routing.route import Route
+
+log = logging.getLogger(__name__)
 
 
 def route_of(name: str, routes: Sequence[Route]) -> Route | None:
@@ -68,6 +71,19 @@ async def unload_adapter(name: str, routes: Sequence[Route]) -> None:
     for backend in _backends(route):
         if name in backend.adapters:
             await backend.unload_adapter(name)
+
+
+async def restore_adapters(backend: InferenceBackend, adapters: Mapping[str, str]) -> None:
+    """Serve these adapters and no others: those that were served before the model was unloaded."""
+    for name in backend.adapters.keys() - adapters.keys():
+        await backend.unload_adapter(name)
+    for name, path in adapters.items():
+        if backend.adapters.get(name) == path:
+            continue
+        try:
+            await backend.load_adapter(name, path, replaces=True)
+        except EngineError as error:
+            log.warning("the adapter %s is not served any more: %s", name, error.message)
 
 
 def _base(base: str | None, routes: Sequence[Route]) -> Route:

@@ -20,12 +20,13 @@ from engine.core.errors import ConflictError, EngineError, NotFoundError
 from engine.core.store.model_store import resolve_model
 from engine.routing.build import EngineShare, expected_bytes, make_residency, on_demand
 from engine.routing.metrics import RouterMetrics
-from engine.routing.on_demand import OnDemand, Swapped
+from engine.routing.on_demand import OnDemand
 from engine.routing.policies import make_policy
 from engine.routing.replica import Member, Replica
 from engine.routing.residency import Residency
 from engine.routing.route import Route
 from engine.routing.router import Router
+from engine.routing.swapping import Swapped
 
 log = logging.getLogger(__name__)
 
@@ -96,7 +97,7 @@ class ModelManager:
         """Add a second model with the backends of `model_id`. It needs no memory of its own."""
         async with self._changing:
             router, route = self._router(), self._known(model_id)
-            if router.find(new_id) is not None:
+            if router.table.find(new_id) is not None:
                 raise ConflictError(f"There is a model {new_id} already; choose another id.")
             policy = make_policy(route.policy_name)
             router.add(Route(new_id, route.members, route.policy_name, policy))
@@ -112,7 +113,7 @@ class ModelManager:
         self, model_id: str, model: str, kind: str | None, options: Mapping[str, Any]
     ) -> None:
         router = self._router()
-        known = router.find(model_id)
+        known = router.table.find(model_id)
         if known is not None:
             await self._load_again(known, model, options)
             return
@@ -139,7 +140,7 @@ class ModelManager:
         for other in router.routes:
             if route.id in other.fallbacks:
                 raise ConflictError(f"{model_id} is a fallback of {other.id}.")
-        for replica in router.remove(route):
+        for replica in router.table.remove(route):
             if isinstance(replica.backend, OnDemand):
                 await replica.backend.unload(wait_s)
                 router.residency.forget(replica.backend)
@@ -150,7 +151,7 @@ class ModelManager:
         none, until another model was added.
         """
         current = self._holder.current.unwrapped
-        route = current.find(model_id) if isinstance(current, Router) else None
+        route = current.table.find(model_id) if isinstance(current, Router) else None
         backends = [] if route is None else [member.replica.backend for member in route.members]
         return [backend for backend in backends if isinstance(backend, OnDemand)]
 
@@ -188,7 +189,7 @@ class ModelManager:
             await each.load()
 
     def _known(self, model_id: str) -> Route:
-        route = self._router().find(model_id)
+        route = self._router().table.find(model_id)
         if route is None:
             raise NotFoundError(f"There is no model {model_id} here.", param="id")
         return route

@@ -10,7 +10,6 @@ import logging
 import math
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -38,20 +37,11 @@ from engine.core.interfaces.backend import (
 from engine.core.interfaces.request import GenerateRequest
 from engine.core.interfaces.snapshot import EngineSnapshot
 from engine.core.interfaces.stats import EngineStats
+from engine.routing.adapters import restore_adapters
 from engine.routing.residency import Residency, own_bytes
+from engine.routing.swapping import ReplacedBackends, Swapped
 
 log = logging.getLogger(__name__)
-
-RETIRE_POLL_S = 0.05
-
-
-@dataclass(frozen=True, slots=True)
-class Swapped:
-    """What became of the open requests when their backend was replaced."""
-
-    replaced: CustomBackend
-    num_moved: int  # requests that continue in the new backend
-    num_left: int  # requests that finish in the old one
 
 
 class OnDemand(InferenceBackend):
@@ -79,15 +69,16 @@ class OnDemand(InferenceBackend):
         self.keep_s: float | None = None
         self._make = make
         self._residency = residency
-        self._expected_bytes = expected_bytes
+        # Bytes of memory that the model will need when it is loaded: an estimate at first, and
+        # measured when the model is unloaded.
+        self.expected_bytes = expected_bytes
         self._inner = loaded
         self._starting: InferenceBackend | None = None
         self._cards = [] if loaded is None else loaded.models()
         # The adapters of the backend that was unloaded last. The next one gets them back.
         self._adapters: Mapping[str, str] | None = None
         self._loading: asyncio.Task[None] | None = None
-        # Backends that were replaced, each with the task that waits for its last request.
-        self._retiring: dict[CustomBackend, asyncio.Task[None]] = {}
+        self._replaced = ReplacedBackends()
         self._failure = ""
         self._log_level: str | None = None  # set if it differs from the backend's default
         self._became_idle = asyncio.Event()
@@ -135,13 +126,6 @@ class OnDemand(InferenceBackend):
             return "unloaded"
         return "loaded" if self._inner.health().ready else "down"
 
-    @property
-    def expected_bytes(self) -> int:
-        """Bytes of memory that the model will need when it is loaded. This was measured when the
-        model was last unloaded. Before that, it is an estimate.
-        """
-        return self._expected_bytes
-
     async def start(self) -> str:
         await self.load()
         return f"on-demand://{self.name}"
@@ -152,9 +136,7 @@ class OnDemand(InferenceBackend):
         if loading is not None:
             loading.cancel()
             await asyncio.gather(loading, return_exceptions=True)
-        for old, retiring in list(self._retiring.items()):
-            retiring.cancel()
-            await old.stop()
+        await self._replaced.stop()
         if self._inner is not None:
             await self._inner.stop()
 
@@ -181,7 +163,7 @@ class OnDemand(InferenceBackend):
         self.keep_s = None
         try:
             await self._idle_within(wait_s)
-            self._expected_bytes = self.resident_bytes() or self._expected_bytes
+            self.expected_bytes = self.resident_bytes() or self.expected_bytes
             backend, self._inner = self._inner, None
             self._adapters = dict(backend.adapters)
             await backend.stop()
@@ -195,32 +177,16 @@ class OnDemand(InferenceBackend):
         one. If they would not have the same result there, they finish in the old one, which ends
         when it has no requests left. If the new one can't start, nothing changes.
         """
-        self.num_open += 1  # so that `Residency` does not unload it
-        try:
-            await self.load()
-            old = self._inner
+        async with self.use() as old:
             if not isinstance(old, CustomBackend):
                 raise ConflictError(f"{self.name} can't be swapped: it is no engine of our own.")
             new = remake(old)
             async with self._residency.room_for(self):
                 await self._start(new)
-        finally:
-            self.num_open -= 1
-            self.last_used = time.monotonic()
         self._inner, self._cards = new, new.models()
         self._make = lambda: new.remade(None, {})
         self.on_unload()
-        num_moved = old.hand_over(new)
-        num_left = old.num_open if num_moved is None else 0
-        self._retiring[old] = asyncio.create_task(self._retire(old))
-        return Swapped(old, num_moved or 0, num_left)
-
-    async def _retire(self, old: CustomBackend) -> None:
-        """Stop a backend that was replaced, when it has no open requests left."""
-        while old.num_open:
-            await asyncio.sleep(RETIRE_POLL_S)
-        await old.stop()
-        del self._retiring[old]
+        return self._replaced.hand_over(old, new)
 
     async def _start(self, backend: InferenceBackend) -> None:
         backend.on_orphan = self._orphaned
@@ -234,7 +200,7 @@ class OnDemand(InferenceBackend):
 
     def resident_bytes(self) -> int:
         """Memory of the processes that run the model, without this process."""
-        return sum(map(own_bytes, (*self._retiring, self._inner)))
+        return sum(map(own_bytes, (*self._replaced, self._inner)))
 
     def health(self) -> Health:
         if self.is_leaving:
@@ -377,7 +343,9 @@ class OnDemand(InferenceBackend):
                 began = time.monotonic()
                 backend = self._starting = self._make()
                 await self._start(backend)
-                await self._restore_adapters(backend)
+                if self._adapters is not None:
+                    await restore_adapters(backend, self._adapters)
+                    self._adapters = None
                 self._inner, self._cards = backend, backend.models()
                 self.num_loads += 1
                 self.last_used = time.monotonic()
@@ -387,21 +355,6 @@ class OnDemand(InferenceBackend):
             raise
         finally:
             self._loading = self._starting = None
-
-    async def _restore_adapters(self, backend: InferenceBackend) -> None:
-        """Serve the adapters that were served before the model was unloaded, and no others."""
-        if self._adapters is None:
-            return
-        for name in backend.adapters.keys() - self._adapters.keys():
-            await backend.unload_adapter(name)
-        for name, path in self._adapters.items():
-            if backend.adapters.get(name) == path:
-                continue
-            try:
-                await backend.load_adapter(name, path, replaces=True)
-            except EngineError as error:
-                log.warning("the adapter %s is not served any more: %s", name, error.message)
-        self._adapters = None
 
     async def _idle_within(self, seconds: float) -> None:
         deadline = time.monotonic() + seconds

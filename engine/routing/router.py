@@ -12,10 +12,8 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequenc
 from pathlib import Path
 from typing import Any, TypeVar
 
-import msgspec
-
 from engine.backends.base import InferenceBackend, ReplayedTokens, Resolved
-from engine.core.errors import EngineError, InvalidRequestError, NotFoundError, UnavailableError
+from engine.core.errors import EngineError, InvalidRequestError, UnavailableError
 from engine.core.interfaces.backend import (
     ChatRequest,
     CompletionRequest,
@@ -31,13 +29,7 @@ from engine.core.interfaces.request import GenerateRequest
 from engine.core.interfaces.snapshot import EngineSnapshot
 from engine.core.interfaces.stats import EngineStats
 from engine.core.observability.logging import current_request_id
-from engine.routing.adapters import (
-    adapter_card,
-    adapter_cards,
-    load_adapter,
-    route_of,
-    unload_adapter,
-)
+from engine.routing.adapters import load_adapter, unload_adapter
 from engine.routing.attempts import (
     RETRY_AFTER_S,
     Attempts,
@@ -48,10 +40,11 @@ from engine.routing.attempts import (
 )
 from engine.routing.decisions import Decision, DecisionLog
 from engine.routing.metrics import RouterMetrics
+from engine.routing.model_table import ModelTable
 from engine.routing.prefixes import Request
 from engine.routing.replica import Replica, combined_health, sum_stats, tree_bytes
 from engine.routing.residency import Residency
-from engine.routing.route import Route, combined_card
+from engine.routing.route import Route
 
 T = TypeVar("T")
 log = logging.getLogger(__name__)
@@ -74,18 +67,24 @@ class Router(InferenceBackend):
         shadow: ShadowTraffic | None = None,
         residency: Residency | None = None,
     ) -> None:
-        self.replicas = list(replicas)
-        self.routes = list(routes)
+        self.table = ModelTable(replicas, routes)
         self.shadow = shadow
         self.residency = residency or Residency()
         self.decisions = DecisionLog()
         self.running = Running()
         self._metrics = metrics
-        self._by_name: dict[str, Route] = {}
-        self._serves: dict[str, list[Route]] = {}
-        self._index()
+        for replica in replicas:
+            replica.backend.on_orphan = self.running.rehome
         self._ticking: asyncio.Task[None] | None = None
         self._is_stopped = False
+
+    @property
+    def replicas(self) -> list[Replica]:
+        return self.table.replicas
+
+    @property
+    def routes(self) -> list[Route]:
+        return self.table.routes
 
     async def start(self) -> str:
         """Start all replicas. If there is a memory budget, they are started one after the other,
@@ -110,30 +109,11 @@ class Router(InferenceBackend):
         """Start to check all replicas periodically. This does not start replicas."""
         self._ticking = asyncio.create_task(self._tick())
 
-    def find(self, name: str) -> Route | None:
-        return self._by_name.get(name)
-
     def add(self, route: Route, replica: Replica | None = None) -> None:
-        """Add a model whose replica already runs. There must be no model with this name yet. If
-        `replica` is None, the model only has replicas of other models.
-        """
-        assert route.id not in self._by_name, route.id
-        self.routes.append(route)
+        """Add a model whose replica already runs, as `ModelTable.add` does."""
         if replica is not None:
-            self.replicas.append(replica)
-        self._index()
-
-    def remove(self, route: Route) -> list[Replica]:
-        """Remove a model. Returns replicas that no model uses any more. The caller stops them."""
-        self.routes.remove(route)
-        self._index()
-        left = [replica for replica in self.replicas if not self._serves[replica.name]]
-        own = [each for each in left if route.has(each)]
-        for replica in own:
-            self.replicas.remove(replica)
-            # Requests in flight at this replica will still call `freed`.
-            self._serves.setdefault(replica.name, [])
-        return own
+            replica.backend.on_orphan = self.running.rehome
+        self.table.add(route, replica)
 
     async def stop(self) -> None:
         self._is_stopped = True
@@ -158,7 +138,7 @@ class Router(InferenceBackend):
         return not self._is_stopped and any(route.takes_requests for route in self.routes)
 
     def model_health(self, model_id: str) -> Health:
-        route = self._by_name.get(model_id)
+        route = self.table.find(model_id)
         if route is None:
             return Health(ready=False, detail="There is no such model.", loaded=False)
         if route.is_up:
@@ -175,41 +155,13 @@ class Router(InferenceBackend):
         return tree_bytes()
 
     def models(self) -> list[ModelCard]:
-        cards = []
-        for route in self.routes:
-            card = self._card(route)
-            if card is not None:
-                cards.append(card)
-                cards += [
-                    msgspec.structs.replace(card, id=alias, root=card.id) for alias in route.aliases
-                ]
-                cards += adapter_cards(route, card)
-        return cards
+        return self.table.cards()
 
     def resolve(self, name: str | None) -> Resolved | None:
         """Returns the requested model. If none of its backends is ready, returns the first of its
         fallback models that has a ready backend.
         """
-        route = self.routes[0] if name is None else self._by_name.get(name)
-        if route is None:
-            return None if name is None else self._resolved_adapter(name)
-        if not route.is_up:
-            for other in (self._by_name[each] for each in route.fallbacks):
-                card = self._card(other)
-                if other.is_up and card is not None:
-                    return Resolved(card, f"no backend of {route.id} is up; {other.id} answers")
-        card = self._card(route)
-        if card is None:
-            raise UnavailableError(f"{route.id} is still loading.", retry_after=RETRY_AFTER_S)
-        if name is None or name == route.id:
-            return Resolved(card)
-        return Resolved(msgspec.structs.replace(card, id=name, root=route.id))
-
-    def _resolved_adapter(self, name: str) -> Resolved | None:
-        """No other model answers for an adapter."""
-        route = route_of(name, self.routes)
-        card = None if route is None else self._card(route)
-        return None if card is None else Resolved(adapter_card(name, card))
+        return self.table.resolve(name)
 
     @property
     def adapters(self) -> Mapping[str, str]:
@@ -303,7 +255,7 @@ class Router(InferenceBackend):
         return await super().sites(model=model)
 
     async def flush_prefixes(self, *, model: str = "") -> tuple[str, ...]:
-        found = [self._route(model)] if model else self.routes
+        found = [self.table.route(model)] if model else self.routes
         done = []
         for replica in dict.fromkeys(m.replica for route in found for m in route.members):
             try:
@@ -327,7 +279,7 @@ class Router(InferenceBackend):
         return await self._ready_backends(model)[0].replay(request)
 
     def files_of(self, model: str) -> Path | None:
-        for member in self._route(model).members:
+        for member in self.table.route(model).members:
             if (path := member.replica.backend.files_of("")) is not None:
                 return path
         return None
@@ -340,7 +292,7 @@ class Router(InferenceBackend):
         self._metrics.ended(replica.name, route.id, error)
 
     def freed(self, replica: Replica) -> None:
-        for route in self._serves.get(replica.name, ()):
+        for route in self.table.served_by(replica):
             route.wake()
 
     def may_eject(self, replica: Replica) -> bool:
@@ -351,23 +303,12 @@ class Router(InferenceBackend):
                 and member.replica.state(member.replica.health()) == "ready"
                 for member in route.members
             )
-            for route in self._serves.get(replica.name, ())
+            for route in self.table.served_by(replica)
         )
 
     @property
     def _address(self) -> str:
         return "router://" + ",".join(replica.name for replica in self.replicas)
-
-    def _index(self) -> None:
-        self._by_name = {
-            name: route for route in self.routes for name in (route.id, *route.aliases)
-        }
-        for replica in self.replicas:
-            replica.backend.on_orphan = self.running.rehome
-        self._serves = {
-            replica.name: [route for route in self.routes if route.has(replica)]
-            for replica in self.replicas
-        }
 
     async def _start_in_turn(self) -> str:
         """Start replicas one after the other, in reverse order. If not all fit in the memory
@@ -382,7 +323,7 @@ class Router(InferenceBackend):
         return self._address
 
     def _attempts(self, request: Request, model: str) -> Attempts:
-        route = self._route(model)
+        route = self.table.route(model)
         named = request if isinstance(request, EmbedRequest) else request.context
         decision = Decision(
             request_id=named.request_id,
@@ -397,28 +338,17 @@ class Router(InferenceBackend):
                 return None
             return self.shadow.mirror(route.id, request)
 
-        adapter = model if model and model not in self._by_name else ""
+        adapter = model if model and self.table.find(model) is None else ""
         return Attempts(route, request, decision, self, mirror, adapter)
 
-    def _route(self, model: str) -> Route:
-        route = self._by_name.get(model) if model else self.routes[0]
-        route = route or route_of(model, self.routes)
-        if route is None:
-            raise NotFoundError("There is no such model here.", param="model")
-        return route
-
     def _ready_backends(self, model: str) -> list[InferenceBackend]:
-        route = self._route(model)
+        route = self.table.route(model)
         ready = [each.replica.backend for each in route.members if each.replica.backend.is_ready]
         if not ready:
             raise UnavailableError(
                 f"No backend of {route.id} is ready. Retry later.", retry_after=RETRY_AFTER_S
             )
         return ready
-
-    def _card(self, route: Route) -> ModelCard | None:
-        cards = [card for each in route.members if (card := each.replica.card()) is not None]
-        return combined_card(route.id, cards) if cards else None
 
     async def _tick(self) -> None:
         """Update all replicas periodically until cancelled."""

@@ -29,7 +29,7 @@ from engine.servers.access.quotas import AuthThrottle, Quotas
 from engine.servers.http.errors import install_error_handlers
 from engine.servers.http.guard import BrowserGuard
 from engine.servers.http.history import RequestHistory
-from engine.servers.http.request_log import RequestLog, RequestRecord
+from engine.servers.http.request_log import RequestLog
 from engine.servers.serving.admission import Lifecycle
 from engine.servers.serving.admitted_route import AdmittedRoute
 from engine.servers.serving.services import Services
@@ -190,6 +190,49 @@ def create_app(
     `rebuild` builds the backend again after it was unloaded. `reread` reads the settings again, for
     a reload.
     """
+    services = _services(settings, backend, metrics, rebuild, reread)
+    telemetry = new_telemetry(settings.tracing)
+    if telemetry is not None:
+        services.components.append(telemetry)
+    throttle = AuthThrottle(settings.limits.auth_failures_per_minute)
+    app = FastAPI(
+        docs_url=None,
+        redoc_url=None,
+        openapi_url=None,
+        redirect_slashes=False,
+        dependencies=[Depends(Authenticator(settings, services.keys, throttle))],
+        middleware=_layers(services, telemetry),
+    )
+    app.router.route_class = AdmittedRoute
+    app.state.services = services
+    app.state.nodes = nodes = _nodes(services)
+    if nodes is not None:
+        services.components.append(nodes)
+    install_error_handlers(app)
+    others = _late_targets(settings.server.dialects, has_nodes=nodes is not None)
+    early = [*EARLY, *(() if starts_soon else others)]
+    for target in (*early, METRICS) if settings.metrics.enabled else early:
+        add_routes(app, services, target)
+    app.state.late_routes = late = LateRoutes(app, services, others if starts_soon else ())
+    if starts_soon:
+        app.add_middleware(LateGate, late=late)
+    if settings.server.grpc_port is not None:
+        # Imported late: few servers serve gRPC, and the library that it needs is an extra.
+        from engine.servers.kserve.grpc_server import GrpcServer
+
+        services.components.append(GrpcServer(app, settings.server))
+    if settings.server.root_path:
+        app.add_middleware(RootPath, prefix=settings.server.root_path)
+    return app
+
+
+def _services(
+    settings: Settings,
+    backend: InferenceBackend,
+    metrics: Metrics,
+    rebuild: Callable[[], InferenceBackend] | None,
+    reread: Callable[[], Settings] | None,
+) -> Services:
     lifecycle = Lifecycle(settings.server.max_concurrent_requests, settings.logging.slow_request_s)
     metrics.watch_in_flight(lambda: len(lifecycle.pumps))
     holder = BackendHolder(backend)
@@ -210,51 +253,24 @@ def create_app(
         from engine.servers.ops.warming import WarmStart
 
         services.components.append(WarmStart(services, settings.cache.warm_file))
-    telemetry = new_telemetry(settings.tracing)
-    if telemetry is not None:
-        services.components.append(telemetry)
-    throttle = AuthThrottle(settings.limits.auth_failures_per_minute)
-    app = FastAPI(
-        docs_url=None,
-        redoc_url=None,
-        openapi_url=None,
-        redirect_slashes=False,
-        dependencies=[Depends(Authenticator(settings, keys, throttle))],
-        middleware=_layers(settings, holder, metrics, services.history.add, telemetry),
-    )
-    app.router.route_class = AdmittedRoute
-    app.state.services = services
-    app.state.nodes = nodes = _nodes(settings, holder, metrics)
-    if nodes is not None:
-        services.components.append(nodes)
-    install_error_handlers(app)
+    return services
+
+
+def _late_targets(dialects: Sequence[Dialect], *, has_nodes: bool) -> list[str]:
+    """The functions that add routes which may be added after startup, as for `add_routes`."""
     # Other servers' routes are matched first, because some of our paths match theirs too.
-    dialects = settings.server.dialects
-    others = [
+    return [
         PAGE,
         *chain.from_iterable(DIALECTS[each] for each in dialects),
         *LATE,
-        *((NODES,) if nodes is not None else ()),
+        *((NODES,) if has_nodes else ()),
         *(OTHER_NAMES[each] for each in dialects if each in OTHER_NAMES),
     ]
-    early = [*EARLY, *(() if starts_soon else others)]
-    for target in (*early, METRICS) if settings.metrics.enabled else early:
-        add_routes(app, services, target)
-    app.state.late_routes = late = LateRoutes(app, services, others if starts_soon else ())
-    if starts_soon:
-        app.add_middleware(LateGate, late=late)
-    if settings.server.grpc_port is not None:
-        # Imported late: few servers serve gRPC, and the library that it needs is an extra.
-        from engine.servers.kserve.grpc_server import GrpcServer
-
-        services.components.append(GrpcServer(app, settings.server))
-    if settings.server.root_path:
-        app.add_middleware(RootPath, prefix=settings.server.root_path)
-    return app
 
 
-def _nodes(settings: Settings, holder: BackendHolder, metrics: Metrics) -> "NodeManager | None":
-    token, server = settings.server.node_token, settings.server
+def _nodes(services: Services) -> "NodeManager | None":
+    settings, server = services.settings, services.settings.server
+    token = server.node_token
     if token is None:
         return None
     # Imported late: few servers have nodes.
@@ -263,8 +279,8 @@ def _nodes(settings: Settings, holder: BackendHolder, metrics: Metrics) -> "Node
 
     max_revivals = server.max_revivals if server.survive else 0
     least = settings.nodes.min_prefill_tokens
-    nodes = NodeManager(holder, token.get_secret_value(), max_revivals, least)
-    metrics.registry.register(PrefillCollector(lambda: nodes.prefills))
+    nodes = NodeManager(services.holder, token.get_secret_value(), max_revivals, least)
+    services.metrics.registry.register(PrefillCollector(lambda: nodes.prefills))
     return nodes
 
 
@@ -276,23 +292,19 @@ def _recorder(settings: Settings) -> "Recorder | None":
     return Recorder(settings.storage.directory / "recorded", settings.requests.max_recorded)
 
 
-def _layers(
-    settings: Settings,
-    holder: BackendHolder,
-    metrics: Metrics,
-    keep: Callable[[RequestRecord], None],
-    telemetry: "Telemetry | None",
-) -> list[Middleware]:
+def _layers(services: Services, telemetry: "Telemetry | None") -> list[Middleware]:
+    settings = services.settings
+
     def answered_by(request_id: str) -> tuple[str, ...]:
-        return holder.current.answered_by(request_id)
+        return services.backend.answered_by(request_id)
 
     layers = [
         Middleware(
             RequestLog,
             settings=settings,
-            metrics=metrics,
+            metrics=services.metrics,
             answered_by=answered_by,
-            keep=keep,
+            keep=services.history.add,
             telemetry=telemetry,
         ),
         Middleware(BrowserGuard, server=settings.server),

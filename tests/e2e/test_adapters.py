@@ -48,6 +48,31 @@ def test_adapters_behind_the_router(default_model: Path, tmp_path: Path) -> None
         assert answer("late") not in (base, answer("tuned"))
         assert post("unload", lora_name="late").is_success
         assert post("unload", lora_name="late").status_code == 404
-        broken = post("load", lora_name="x", lora_path=str(tmp_path))
-        assert broken.status_code == 400 and "adapter" in broken.json()["error"]["message"]
+        stream = client.completions.create(
+            model="smol",
+            prompt="Once",
+            max_tokens=100,
+            stream=True,
+            extra_body={"ignore_eos": True},
+        )
+        next(stream)
+        for path, said in broken_adapters(tmp_path):
+            refused = post("load", lora_name="x", lora_path=str(path))
+            told = refused.json()["error"]["message"]
+            assert refused.status_code == 400 and said in told and "\n" not in told, told
+        assert [each.choices[0].finish_reason for each in stream][-1] == "length"
         assert answer("smol") == base
+
+
+def broken_adapters(folder: Path) -> list[tuple[Path, str]]:
+    """Paths of adapters that can't be served, each with a part of the reason."""
+    pickled = peft_folder(folder / "pickled", SHAPES)
+    (pickled / "adapter_model.safetensors").rename(pickled / "adapter_model.bin")
+    other = {"model.layers.0.mlp.down_proj": (512, 1024)}
+    return [
+        (folder, "adapter"),
+        (pickled, "is a pickle"),
+        (peft_folder(folder / "another", other), "another base model"),
+        (peft_folder(folder / "large", SHAPES, rank=300), "rank 300"),
+        (peft_folder(folder / "nan", SHAPES, std=float("nan")), "NaN"),
+    ]

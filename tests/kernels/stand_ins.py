@@ -7,8 +7,9 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from engine.backends.custom.frameworks.torch.execution import cuda_runner, graphs, staging
-from engine.backends.custom.frameworks.torch.execution.cuda_runner import BufferedStep, CudaRunner
+from engine.backends.custom.frameworks.torch.execution import cuda_runner, staging, step_sizes
+from engine.backends.custom.frameworks.torch.execution.cuda_runner import CudaRunner
+from engine.backends.custom.frameworks.torch.execution.staging import BufferedStep
 from engine.backends.custom.frameworks.torch.kernels import attention_triton
 from engine.backends.custom.runtime.model_runner import RunnerConfig
 from tests.parity import tiny_models
@@ -73,7 +74,7 @@ class DoneEvent:
 def stand_in(monkeypatch: pytest.MonkeyPatch) -> None:
     # Interpreted programs that find nothing to do take time as well.
     monkeypatch.setattr(attention_triton, "SPARE_SPANS", 4)
-    monkeypatch.setattr(graphs, "TOKEN_SIZES", (4, 16))
+    monkeypatch.setattr(step_sizes, "TOKEN_SIZES", (4, 16))
     monkeypatch.setattr(cuda_runner, "Capturer", FakeCapturer)
     monkeypatch.setattr(torch.cuda, "Event", DoneEvent)
     monkeypatch.setattr(staging, "_page_locked", lambda size: torch.zeros(size, dtype=torch.int32))

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from engine.backends.custom.adapters.reading import open_adapter
-from engine.backends.custom.frameworks.torch.execution import graphs
+from engine.backends.custom.frameworks.torch.execution import step_sizes
 from engine.backends.custom.frameworks.torch.execution.build import build_runner
 from engine.backends.custom.frameworks.torch.execution.cuda_runner import CudaRunner
 from engine.backends.custom.frameworks.torch.execution.device_sampler import Kind
@@ -259,10 +259,10 @@ def test_what_breaks_after_the_last_attention_is_told(tmp_path: Path) -> None:
 
 def test_sizes_of_graphs_cover_every_batch() -> None:
     for most in (1, 3, 16, 200, 256, 300, 1024):
-        sizes = graphs.row_sizes(most)
+        sizes = step_sizes.row_sizes(most)
         assert sizes == tuple(sorted(set(sizes))) and sizes[-1] == most
-        assert all(graphs.at_least(sizes, rows) >= rows for rows in range(1, most + 1))
-    assert graphs.at_least((1, 2), 3) is None
+        assert all(step_sizes.at_least(sizes, rows) >= rows for rows in range(1, most + 1))
+    assert step_sizes.at_least((1, 2), 3) is None
 
 
 @pytest.mark.slow

@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from engine.backends.custom.frameworks.torch.execution import cuda_runner, graphs
+from engine.backends.custom.frameworks.torch.execution import step_sizes
 from engine.backends.custom.frameworks.torch.execution.cuda_runner import CudaRunner
 from engine.backends.custom.frameworks.torch.kernels.activation import gated
 from engine.backends.custom.frameworks.torch.kernels.attention_heads import (
@@ -220,8 +220,8 @@ def test_a_request_has_the_same_logits_alone_and_in_company(
     chunk of nine tokens has no graph.
     """
     stand_in(monkeypatch)
-    monkeypatch.setattr(graphs, "TOKEN_SIZES", (4, 8))
-    monkeypatch.setattr(cuda_runner, "TOKEN_STEP", 4)
+    monkeypatch.setattr(step_sizes, "TOKEN_SIZES", (4, 8))
+    monkeypatch.setattr(step_sizes, "TOKEN_STEP", 4)
     monkeypatch.setattr(tiny_models, "NUM_LAYERS", 2)
     monkeypatch.setitem(tiny_models.COMMON, "num_hidden_layers", 2)
     for module in (invariant, attention_invariant):

@@ -9,8 +9,8 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from benchmarks.accuracy_ours import FLOAT, perplexity, running
-from benchmarks.accuracy_text import read_text, windows
+from benchmarks.accuracy.ours import FLOAT, perplexity, running
+from benchmarks.accuracy.text import read_text, windows
 from engine.backends.custom.architectures.base import ModelConfig, RopeConfig
 from engine.backends.custom.architectures.family import FLOATS
 from engine.backends.custom.conversion.convert import convert

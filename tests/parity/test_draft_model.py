@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 from msgspec import structs
 
-from benchmarks.draft_model import with_layers
+from benchmarks.features.draft_model import with_layers
 from engine import LLM, SamplingParams
 from engine.backends.custom.frameworks.native.execution import build as native
 from engine.backends.custom.frameworks.torch.execution.build import build_runner as build_torch

@@ -1,5 +1,6 @@
 """Training: the losses are those of the papers, and interruptions do not change the adapter."""
 
+import errno
 import json
 import math
 import os
@@ -9,11 +10,13 @@ import sys
 
 import pytest
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
-from engine.core.errors import EngineError, InvalidRequestError
+from engine.core.errors import EngineError, InvalidRequestError, ResourceError
+from engine.finetuning import trainer
 from engine.finetuning.adapter_model import load_for_training, micro_batches
-from engine.finetuning.folder import JobFolder
+from engine.finetuning.folder import JobFolder, TrainingEvent
 from engine.finetuning.jobs import TrainingRequest, make_job
 from engine.finetuning.losses import preference_loss, supervised_loss
 from engine.finetuning.plan import Hyperparameters, LoraShape
@@ -214,6 +217,14 @@ def test_the_training_process_ends_with_its_parent(tmp_path, request_of):
     wait_until(is_gone, 60)
 
 
+def test_a_base_model_that_was_removed_is_named(tmp_path, base, request_of):
+    moved = shutil.copytree(base, tmp_path / "moved")
+    folder, plan = make_job(request_of(base=moved), tmp_path / "job")
+    shutil.rmtree(moved)
+    with pytest.raises(EngineError, match="moved"):
+        Trainer(folder, plan)
+
+
 def test_modules_that_the_model_lacks_are_named(tmp_path, request_of):
     changed = request_of(lora=LoraShape(target_modules=("absent_proj",)))
     folder, plan = make_job(changed, tmp_path / "absent")
@@ -229,6 +240,83 @@ def test_weights_that_are_not_finite_end_the_job_in_a_sentence(tmp_path, base, r
     folder, plan = make_job(request_of(base=broken), tmp_path / "job")
     with pytest.raises(EngineError, match="the loss of step 1 is not finite"):
         Trainer(folder, plan).run(lambda: False)
+
+
+def notices(folder):
+    return [event.message for event in folder.events()[0] if event.kind == "notice"]
+
+
+def test_a_step_that_does_not_fit_the_memory_is_computed_in_parts(
+    tmp_path, request_of, monkeypatch
+):
+    """Parts of a batch, and activations that are computed again, change no more than rounding."""
+    whole, plan = make_job(request_of(), tmp_path / "whole")
+    assert Trainer(whole, plan).run(lambda: False)
+    monkeypatch.setattr(trainer, "MICRO_BATCH_TOKENS", 32)
+    monkeypatch.setattr(trainer, "_LEAST_TOKENS", 4)
+    short, plan = make_job(request_of(), tmp_path / "short")
+    made = Trainer(short, plan)
+    compute = made._scores
+
+    def scores(part):
+        if not made._recomputes:
+            raise torch.OutOfMemoryError("CUDA out of memory.")
+        return compute(part)
+
+    made._scores = scores
+    assert made.run(lambda: False)
+    in_parts, again = notices(short)
+    assert in_parts == "Memory is short: steps are computed in parts of 8 tokens."
+    assert "computes activations again" in again
+    found, wanted = (
+        load_file(each.adapter / "adapter_model.safetensors") for each in (short, whole)
+    )
+    assert all(torch.allclose(found[name], wanted[name], atol=1e-4) for name in wanted)
+    made = Trainer(*make_job(request_of(), tmp_path / "never"))
+    made._scores = lambda part: torch.empty(2**50)  # PyTorch's own error of a CPU
+    with pytest.raises(ResourceError, match="not enough memory for an example of . tokens"):
+        made.run(lambda: False)
+
+
+def test_a_model_that_does_not_fit_the_memory_is_not_loaded(tmp_path, request_of):
+    with pytest.raises(ResourceError, match=r"weights alone need 0 MiB.*\(finetuning.memory_mb\)"):
+        Trainer(*make_job(request_of(memory_bytes=4096), tmp_path / "small"))
+
+
+def test_a_full_disk_costs_checkpoints_but_no_work(tmp_path, request_of, monkeypatch):
+    faults = [OSError(errno.ENOSPC, "No space left on device"), SafetensorError("No space left")]
+    save, monkeys = trainer.save_adapter, iter(faults)
+
+    def fail_twice(*given):
+        for fault in monkeys:
+            raise fault
+        save(*given)
+
+    def fail(*given):
+        given[-1].joinpath("half").write_bytes(b"x")
+        raise faults[1]
+
+    monkeypatch.setattr(trainer, "save_adapter", fail_twice)
+    monkeypatch.setattr(trainer, "save_state", fail)
+    monkeypatch.setattr(trainer, "_RETRY_S", 0)
+    folder, plan = make_job(request_of(checkpoint_s=1e-9), tmp_path / "full")
+    assert Trainer(folder, plan).run(lambda: False)
+    assert folder.events()[0][-1].kind == "succeeded" and folder.last_state() is None
+    assert not list(folder.path.rglob("*.draft"))
+    told = notices(folder)
+    assert told[0] == "Step 1 has no checkpoint, which can't be written: No space left"
+    assert [each for each in told if each.startswith("The adapter can't be written")] == told[-1:]
+
+
+def test_an_event_that_does_not_fit_the_disk_leaves_no_half_line(tmp_path, monkeypatch):
+    folder, write = JobFolder(tmp_path), os.write
+    folder.tell(TrainingEvent(kind="loading"))
+    monkeypatch.setattr(os, "write", lambda number, text: write(number, text[:5]))
+    with pytest.raises(OSError, match="No space left"):
+        folder.tell(TrainingEvent(kind="metrics", step=1))
+    monkeypatch.undo()
+    folder.tell(TrainingEvent(kind="metrics", step=2))
+    assert [event.step for event in folder.events()[0]] == [0, 2]
 
 
 def test_a_failure_of_the_training_process_is_told(tmp_path):

@@ -16,12 +16,9 @@ import numpy as np
 import pytest
 import torch
 
-from engine.backends.custom.frameworks.jax.execution.buckets import (
-    attention_items,
-    packed_step,
-)
+from engine.backends.custom.frameworks.jax.execution.buckets import attention_items, packed_step
 from engine.backends.custom.frameworks.jax.execution.build import build_runner
-from engine.backends.custom.frameworks.jax.execution.runner import forward
+from engine.backends.custom.frameworks.jax.execution.programs import forward
 from engine.backends.custom.frameworks.jax.kernels.attention import ATTENTION
 from engine.backends.custom.frameworks.jax.kernels.work import AttentionShape, PerHead, Work
 from engine.backends.custom.frameworks.scoring import Scoring

@@ -4,7 +4,7 @@ The text is the first 20,480 tokens of `tests/data/alice.txt`. llama.cpp's figur
 
     llama-perplexity -m SmolLM2-135M-Instruct.Q4_1.gguf -f tests/data/alice.txt -c 512 --chunks 40
 
-at version 0.5.0-dev (commit 0c1e570) with AMX. `python -m benchmarks.accuracy` repeats the
+at version 0.5.0-dev (commit 0c1e570) with AMX. `python -m benchmarks.accuracy.run` repeats the
 comparison and also compares the generated text.
 """
 
@@ -13,8 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.accuracy import Figures, Words, judge
-from benchmarks.accuracy_ours import (
+from benchmarks.accuracy.ours import (
     ALL_NUMERICS,
     DEFAULT,
     FAST,
@@ -26,7 +25,8 @@ from benchmarks.accuracy_ours import (
     perplexity,
     running,
 )
-from benchmarks.accuracy_text import MIN_WORDS, WINDOW, WINDOWS, passages, read_text, windows
+from benchmarks.accuracy.run import Figures, Words, judge
+from benchmarks.accuracy.text import MIN_WORDS, WINDOW, WINDOWS, passages, read_text, windows
 from engine.backends.custom.frameworks.native.execution.build import kernels
 from engine.backends.custom.weights.model import ModelSource, open_model
 from engine.core.text.tokenizer import Tokenizer

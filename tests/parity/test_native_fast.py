@@ -22,7 +22,7 @@ from engine.core.text.tokenizer import Tokenizer
 from tests.parity.runner_driver import RunnerDriver
 
 TEXT = Path(__file__).parent.parent / "data" / "alice.txt"
-FAST_ROWS = 16  # of csrc/executor/executor.cpp
+FAST_ROWS = 16  # of csrc/executor/linear_ops.cpp
 OFF_FLOAT = 0.1  # the default's generated tokens are off by 0.03 here, fast ones by 0.05 to 0.09
 Runners = Callable[..., NativeRunner]
 

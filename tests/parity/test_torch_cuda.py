@@ -5,8 +5,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from benchmarks import gpu_invariant
-from benchmarks.gpu_workloads import SHAPES
+from benchmarks.gpu import invariant
+from benchmarks.gpu.workloads import SHAPES
 from engine.backends.custom.frameworks.torch.execution.build import build_runner
 from engine.backends.custom.frameworks.torch.execution.gumbel import gumbel
 from engine.backends.custom.runtime.model_runner import ModelRunner, RunnerConfig
@@ -99,8 +99,8 @@ def test_invariant_generation_equals_the_cpu(name: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize("options", [{}, {"quantization": "fp8", "kv_dtype": "fp8"}], ids=str)
 def test_mixed_requests_have_the_same_tokens_in_any_company(options: dict[str, str]) -> None:
     """256 requests in bfloat16: alone, all together, and in another order."""
-    with gpu_invariant.engine("llama-1b", "cuda", "invariant", options) as bench:
-        counts = gpu_invariant.equal_counts(bench, SHAPES["llama-1b"])
+    with invariant.engine("llama-1b", "cuda", "invariant", options) as bench:
+        counts = invariant.equal_counts(bench, SHAPES["llama-1b"])
     assert counts == (256, 256, 256)
 
 

@@ -20,11 +20,11 @@ from engine.backends.custom.options import IMAGE_ENCODERS
 from engine.backends.custom.runtime.block_pool import BlockPool
 from engine.backends.custom.runtime.budget import StepBudget
 from engine.backends.custom.runtime.groups.windows import window_group
-from engine.backends.custom.runtime.images import ImageStore
 from engine.backends.custom.runtime.kv_cache import KVCache
 from engine.backends.custom.runtime.loop import EngineLoop
 from engine.backends.custom.runtime.model_runner import RunnerConfig
 from engine.backends.custom.runtime.radix_cache import RadixCache
+from engine.backends.custom.runtime.requests.images import ImageStore
 from engine.backends.custom.runtime.scheduler import Scheduler
 from engine.backends.custom.weights.model import open_model
 from engine.core.interfaces.request import Deltas, GenerateRequest, ImageInput, SamplingParams

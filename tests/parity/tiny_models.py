@@ -380,9 +380,8 @@ def make(name: str, **changes: Any) -> "PreTrainedModel":
         for parameter in model.parameters():
             if parameter.dim() == 1:
                 parameter.add_(torch.randn_like(parameter) * 0.3)
-            elif (
-                not parameter.any() or (parameter.std() > 1).any()
-            ):  # Transformers left it as it was
+            # Transformers left it as it was.
+            elif not parameter.any() or (parameter.std() > 1).any():
                 parameter.normal_(0, 0.2)
         for name, buffer in model.named_buffers():
             if name.endswith("correction_bias"):

@@ -188,7 +188,7 @@ INVARIANTS = [
     ),
     runtime(
         "INV-24 a request is kept while its grammar compiles",
-        "intake",
+        "requests.intake",
         "        if not pending.choices:\n            del self._pending[request_id]\n",
         "",
     ),
@@ -226,7 +226,7 @@ INVARIANTS = [
     ),
     runtime(
         "INV-30 masks are ignored",
-        "loop",
+        "step_runner",
         "        sampling = self._builder.sampling(batch, mask)\n",
         "        sampling = self._builder.sampling(batch, None)\n",
     ),
@@ -302,14 +302,14 @@ GUARDS = [
     ),
     runtime(
         "FLT-10 who can not begin waits for ever",
-        "intake",
+        "requests.intake",
         "if not is_over and any(seq.started_at is not None for seq in group):",
         "if not is_over:",
         f"{SCHEDULER_TESTS}::test_who_can_not_begin_for_long_is_refused_and_who_has_begun_is_not",
     ),
     runtime(
         "FLT-10 a request's choices time out behind each other",
-        "intake",
+        "requests.intake",
         "any(seq.started_at is not None for seq in group)",
         "group[-1].started_at is not None",
         f"{SCHEDULER_TESTS}::test_a_request_has_begun_with_its_first_choice",

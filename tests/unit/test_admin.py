@@ -23,7 +23,7 @@ from engine.servers.ops import audit as audit_module
 from engine.servers.ops.audit import AuditLog
 from engine.servers.ops.reload import reread
 from engine.servers.ops.warming import tenants_of, warm
-from engine.servers.serving.services import OFFLINE_PRIORITY
+from engine.servers.serving.generation_context import OFFLINE_PRIORITY
 from tests.fake_backend import MODEL, FakeBackend
 from tests.live_server import LiveServer, chat, live_server, make_settings, wait_until
 

@@ -107,7 +107,7 @@ async def test_a_grammar_reaches_the_engine_and_a_bad_one_its_field():
         checked.append((source, param))
         raise InvalidRequestError("no", param=param)
 
-    backend._checker.check = check
+    backend._preparer._checker.check = check
     spec = GrammarSpec(kind="regex", source="[ab]+", param="guided_regex")
     context = msgspec.structs.replace(CONTEXT, grammar=spec)
     sent = sent_by(backend)
@@ -115,10 +115,10 @@ async def test_a_grammar_reaches_the_engine_and_a_bad_one_its_field():
         await drain(backend.complete(CompletionRequest(context=context, prompt=(1,))))
     assert refused.value.param == "guided_regex" and not sent
     ((source, _),) = checked
-    backend._checker.check = lambda source, param: asyncio.sleep(0)
+    backend._preparer._checker.check = lambda source, param: asyncio.sleep(0)
     await backend._link.stop()
     backend = await started()
-    backend._checker.check = lambda source, param: asyncio.sleep(0)
+    backend._preparer._checker.check = lambda source, param: asyncio.sleep(0)
     sent = []
     backend._link._client.send = sent.append
     reading = asyncio.create_task(

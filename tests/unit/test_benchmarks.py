@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 from aiohttp import web
 
-from benchmarks import scaling
 from benchmarks.client import Failure, Sample, Target, new_session
 from benchmarks.figures import Batch, percentile, prefix_figures, spread, summarize
+from benchmarks.kernels import scaling
 from benchmarks.prompts import words
 from benchmarks.report import (
     HEADLINE,

@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.gpu import Row, best_value, results_table
-from benchmarks.gpu_engine import BenchEngine, requests_of, shape_source, tokens_of
-from benchmarks.gpu_roof import H200, quantized, roof_seconds, weight_bytes
-from benchmarks.gpu_workloads import FIGURES, SHAPES, Workload, workloads
+from benchmarks.gpu.engine import BenchEngine, requests_of, shape_source, tokens_of
+from benchmarks.gpu.roof import H200, quantized, roof_seconds, weight_bytes
+from benchmarks.gpu.run import Row, best_value, results_table
+from benchmarks.gpu.workloads import FIGURES, SHAPES, Workload, workloads
 from engine.backends.custom.options import EngineOptions
 from engine.core.errors import InferenceError
 
@@ -116,7 +116,7 @@ def test_better_is_above_one_for_rates_and_for_times() -> None:
 @pytest.mark.seconds
 def test_the_command_prints_a_table_and_writes_every_repeat(tmp_path: Path) -> None:
     out = tmp_path / "gpu.json"
-    command = [sys.executable, "-m", "benchmarks.gpu", "--model", "tiny", "--device", "cpu"]
+    command = [sys.executable, "-m", "benchmarks.gpu.run", "--model", "tiny", "--device", "cpu"]
     command += ["--workloads", "single", "prefix256", "start", "--repeats", "2", "--no-vllm"]
     done = subprocess.run(
         [*command, "--output", str(out)], capture_output=True, text=True, check=True

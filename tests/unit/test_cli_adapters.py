@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Iterator
+from contextlib import closing
 from pathlib import Path
 
 import numpy as np
@@ -9,7 +10,8 @@ import pytest
 from click.testing import Result
 from typer.testing import CliRunner
 
-from engine.backends.custom.adapters.reading import open_adapter
+from engine.backends.custom.adapters.reading import open_adapter, read_adapter
+from engine.backends.custom.conversion.lora_export import export_gguf
 from engine.backends.custom.weights.model import open_model
 from engine.cli.main import app
 from engine.core.store import adapter_store
@@ -62,10 +64,39 @@ def test_an_adapter_is_added_listed_merged_and_removed(base: Path, tmp_path: Pat
     merged = run("merge", "tuned", str(target), "--base", str(base), "--type", "F32")
     assert merged.exit_code == 0, merged.output
     check_merged(base, folder, target)
+    exported = run("export", "tuned", str(tmp_path / "tuned.gguf"), "--base", str(base))
+    assert exported.exit_code == 0, exported.output
+    check_exported(base, folder, tmp_path / "tuned.gguf")
+    again = run("export", "tuned", str(tmp_path / "tuned.gguf"), "--base", str(base))
+    assert again.exit_code != 0 and "is there already" in again.output
+    assert run("export", "tuned", str(tmp_path / "copy"), "--base", str(base)).exit_code == 0
+    check_exported(base, folder, tmp_path / "copy")
     needs = run("merge", str(folder), str(tmp_path / "other"))
     assert needs.exit_code != 0 and "--base" in needs.output
     assert run("rm", "tuned").exit_code == 0 and listed() == []
     assert run("rm", "tuned").exit_code != 0
+
+
+def check_exported(base: Path, folder: Path, exported: Path) -> None:
+    """The reader of GGUF adapters is compared with llama.cpp elsewhere."""
+    with closing(open_model(base)) as model:
+        found, wanted = (open_adapter(each, model.config).pairs for each in (exported, folder))
+    assert found.keys() == wanted.keys()
+    for name, pair in wanted.items():
+        np.testing.assert_allclose(found[name].b @ found[name].a, pair.b @ pair.a, atol=1e-6)
+
+
+def test_matrices_that_gguf_stores_as_one_keep_their_ranks(tmp_path: Path) -> None:
+    config = tiny_config("phi3")
+    base = tmp_path / "fused.gguf"
+    write_gguf(base, config, gguf_layout(config, random_weights(config)))
+    rows = (config.num_heads + 2 * config.num_kv_heads) * config.head_dim
+    shapes = {"model.layers.0.self_attn.qkv_proj": (rows, config.hidden_size)}
+    folder = peft_folder(tmp_path / "a", shapes, rank=3)
+    export_gguf(folder, base, tmp_path / "a.gguf")
+    check_exported(base, folder, tmp_path / "a.gguf")
+    (pair,) = read_adapter(tmp_path / "a.gguf").pairs
+    assert (pair.name, len(pair.a)) == ("blk.0.attn_qkv.weight", 3)
 
 
 def check_merged(base: Path, folder: Path, target: Path) -> None:

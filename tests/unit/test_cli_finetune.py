@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from msgspec import structs
 from typer.testing import CliRunner
 
 from engine.cli.main import app
@@ -13,6 +14,7 @@ from engine.cli.ops.finetune import loss_curve
 from engine.core.store.adapter_store import records
 from engine.finetuning import process
 from engine.finetuning.folder import JobFolder, TrainingEvent
+from engine.finetuning.plan import Hyperparameters, LoraShape, TrainingPlan, decide
 from tests.fake_backend import FakeBackend
 from tests.live_server import live_server
 from tests.lora_files import peft_folder
@@ -28,6 +30,17 @@ def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     (tmp_path / "train.jsonl").write_text("\n".join([json.dumps(LINE)] * 4))
     (tmp_path / "broken.jsonl").write_text(json.dumps(LINE) + "\n{")
     (tmp_path / "base.gguf").write_bytes(b"GGUF")
+    (tmp_path / "server").mkdir()
+    plan = TrainingPlan(
+        base="base.gguf",
+        method="supervised",
+        training_file="train.jsonl",
+        validation_file=None,
+        seed=1,
+        lora=LoraShape(),
+        **structs.asdict(decide(Hyperparameters(), 4)),
+    )
+    plan.write(tmp_path / "server")
     return tmp_path
 
 
@@ -83,6 +96,9 @@ def test_a_job_prints_the_name_of_its_model(home: Path, monkeypatch: pytest.Monk
             "line 2 of the validation file: this is not JSON",
         ),
         (("--resume", "."), "is no folder of a job"),
+        (("--resume", "server"), "server is a job of a server, which continues it"),
+        (("train.jsonl", "-m", "base.gguf", "--output", "server"), "there is a job in server"),
+        (("train.jsonl", "-m", "base.gguf", "--suffix", "a:b"), "a suffix has 1 to 64 letters"),
     ],
 )
 def test_mistakes_are_told_in_a_sentence(home: Path, arguments: Any, said: str) -> None:

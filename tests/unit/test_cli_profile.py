@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
-from benchmarks.gpu_workloads import SHAPES
+from benchmarks.gpu.workloads import SHAPES
 from engine.backends.custom.options import EngineOptions
 from engine.backends.custom.tools.profiling import DrivenEngine
 from engine.backends.custom.weights.random import open_random

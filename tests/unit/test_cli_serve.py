@@ -95,7 +95,7 @@ def test_the_first_request_has_a_key_where_one_is_needed(monkeypatch: pytest.Mon
 
 @pytest.mark.parametrize(("bound", "shown"), [("0.0.0.0", "127.0.0.1"), ("::", "[::1]")])
 def test_an_address_that_no_client_can_open_is_not_shown(bound: str, shown: str) -> None:
-    from engine.core.utils.listening import address_of, is_on_all_interfaces
+    from engine.core.listening import address_of, is_on_all_interfaces
 
     family = socket.AF_INET6 if ":" in bound else socket.AF_INET
     with socket.socket(family) as sock:

@@ -2,7 +2,6 @@
 not. A rule that no fault below can break proves nothing, and one of these tests says so.
 """
 
-import json
 import random
 from typing import Any
 
@@ -13,6 +12,19 @@ from engine.conformance.rule import Result
 from engine.conformance.rules import GROUPS
 from engine.conformance.run import find_target, run_rule, run_rules
 from tests.tiny_openai.app import Fault, Outgoing, TinyServer
+from tests.tiny_openai.broken_streams import (
+    all_name_pieces,
+    early_finish,
+    half_pairs,
+    last_word_in_finish,
+    merge_usage,
+    mixed_up,
+    new_id_each,
+    no_finish,
+    repeat_role,
+    torn_emoji,
+    unnamed,
+)
 from tests.tiny_openai.faults import CHAT, GONE, answers, asks, events, header, put, says, status
 
 RULES = {rule.id: rule for group in GROUPS for rule in group.rules}
@@ -85,70 +97,6 @@ EXTRAS = (
 # --- one fault each --------------------------------------------------------------------------
 
 
-def repeat_role(found: list[Any]) -> list[Any]:
-    for event in found[:-1]:
-        if event["choices"]:
-            event["choices"][0]["delta"]["role"] = "assistant"
-    return found
-
-
-def merge_usage(found: list[Any]) -> list[Any]:
-    """Usage in the chunk of the finish_reason, as some servers do."""
-    *rest, finish, usage, done = found
-    if usage["choices"]:
-        return found
-    return [*rest, finish | {"usage": usage["usage"]}, done]
-
-
-def early_finish(found: list[Any]) -> list[Any]:
-    found[0]["choices"][0]["finish_reason"] = "stop"
-    return found
-
-
-def new_id_each(found: list[Any]) -> list[Any]:
-    return [e if isinstance(e, str) else e | {"id": f"id-{n}"} for n, e in enumerate(found)]
-
-
-def mixed_up(found: list[Any]) -> list[Any]:
-    return [e if isinstance(e, str) else e | {"id": "the-same-for-all"} for e in found]
-
-
-def torn_emoji(found: list[Any]) -> list[Any]:
-    for event in found[:-1]:
-        delta = event["choices"][0]["delta"]
-        if not (delta.get("content") or "").isascii():
-            delta["content"] = "\N{REPLACEMENT CHARACTER}"
-    return found
-
-
-def half_pairs(found: list[Any]) -> list[Any]:
-    for event in found[:-1]:
-        delta = event["choices"][0]["delta"]
-        if not (delta.get("content") or "").isascii():
-            delta["content"] = "\ud83d"
-    return found
-
-
-def last_word_in_finish(found: list[Any]) -> list[Any]:
-    found[-2]["choices"][0]["delta"]["content"] = "."
-    return found
-
-
-def no_finish(found: list[Any]) -> list[Any]:
-    for event in found[:-1]:
-        if event["choices"]:
-            event["choices"][0]["finish_reason"] = None
-    return found
-
-
-def all_name_pieces(found: list[Any]) -> list[Any]:
-    for event in found[:-1]:
-        for call in event["choices"][0]["delta"].get("tool_calls", []):
-            call["id"] = "call_1"
-            call["function"]["name"] = "get_weather"
-    return found
-
-
 def show_stop(outgoing: Outgoing) -> None:
     """Stop strings act one token too late."""
     if outgoing.request.get("stop") and outgoing.events:
@@ -178,10 +126,6 @@ def is_listed(outgoing: Outgoing) -> bool:
 
 def has_ids(outgoing: Outgoing) -> bool:
     return is_listed(outgoing) or isinstance(outgoing.request.get("input"), list)
-
-
-def unnamed(found: list[Any]) -> list[Any]:
-    return [json.dumps(each) for each in found]
 
 
 def noise() -> float:

@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import re
 from decimal import Decimal
 
 import pytest
@@ -66,6 +67,8 @@ def test_texts_are_compared_by_their_words():
     assert not is_exact("Eiffel Towers", "Eiffel Tower")
     assert contains("It is in Paris, France.", "paris")
     assert not contains("comparison", "paris")
+    assert is_exact("A.", "a") and contains("The answer is A.", "A")  # a letter, no article
+    assert not is_exact("The", "A") and not contains("The answer is B.", "A")
 
 
 def test_numbers_are_read_from_answers_in_any_form():
@@ -107,7 +110,7 @@ def test_intervals_and_chance_are_those_of_the_textbooks():
 
 def ask(tmp_path, monkeypatch, answers, lines, judge=None):
     """Evaluate stand-ins that give these answers, by name."""
-    made = {name: FakeBackend([text]) for name, text in answers.items()}
+    made = {name: FakeBackend(re.findall(r"\S+\s*", text)) for name, text in answers.items()}
     monkeypatch.setattr("engine.evaluation.run.make_contender", lambda each: made[each.name])
     plan = EvaluationPlan(items_of(tmp_path, *lines), 16, 2, 30.0, "")
     contenders = [Contender(name, "", "", {}) for name in answers if name != judge]
@@ -126,7 +129,8 @@ def test_two_models_are_compared_on_the_same_questions(tmp_path, monkeypatch):
 
 def test_a_judge_decides_and_is_demanded(tmp_path, monkeypatch):
     lines = [ASKED | {"criteria": "It is a city."}]
-    verdict = '{"reason": "It is.", "verdict": "right"}'
+    reason = " ".join(["It is."] * 16)  # longer than an answer may be
+    verdict = json.dumps({"reason": reason, "verdict": "right"})
     (found,) = ask(tmp_path, monkeypatch, {"a": "Oslo", "j": verdict}, lines, judge="j")
     assert shares(found) == {"judge": Share(1, 1)}
     (found,) = ask(tmp_path, monkeypatch, {"a": "Oslo", "j": "dunno"}, lines, judge="j")

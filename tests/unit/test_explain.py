@@ -7,9 +7,9 @@ from typing import Any
 import msgspec
 import pytest
 
-from engine.backends.custom.runtime import grammar as grammar_module
 from engine.backends.custom.runtime import loop
 from engine.backends.custom.runtime.insight.timekeeping import BLOCKS, EngineClock, Stopwatch
+from engine.backends.custom.runtime.requests import grammar as grammar_module
 from engine.core.interfaces.backend import UsageEvent
 from engine.core.interfaces.request import Deltas
 from engine.core.interfaces.timeline import (

@@ -115,8 +115,15 @@ def test_completions_are_trained_and_long_examples_are_cut(text):
     tokenizer = ExampleTokenizer(text, 512)
     (tokens,) = tokenizer.supervised([example])
     assert trained_text(text, tokens) == " three four" + text.tokenizer.eos
-    (cut,) = ExampleTokenizer(text, len(tokens.token_ids) - 1).supervised([example])
+    assert not tokenizer.notice
+    short = ExampleTokenizer(text, len(tokens.token_ids) - 1)
+    late = parsed({"prompt": "One two three four five six", "completion": " seven"})
+    (cut,) = short.supervised([example, late])
     assert trained_text(text, cut) == " three four"
+    assert short.notice == (
+        "Examples with more than 4 tokens, which were cut: 2."
+        " Left out, because the answer begins after that: 1."
+    )
     with pytest.raises(InvalidRequestError, match="no example has a token to train on"):
         ExampleTokenizer(text, 2).supervised([example])
 

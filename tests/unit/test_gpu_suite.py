@@ -8,8 +8,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from benchmarks import gpu_correctness
-from benchmarks.gpu_correctness import (
+from benchmarks.gpu import correctness
+from benchmarks.gpu.correctness import (
     NUM_PROMPTS,
     REFERENCE,
     common_length,
@@ -18,8 +18,8 @@ from benchmarks.gpu_correctness import (
     greedy_check,
     prompts,
 )
-from benchmarks.gpu_suite import ROOT, Outcome, Stage, run, stages, summary, told
-from benchmarks.gpu_workloads import SHAPES
+from benchmarks.gpu.suite import ROOT, Outcome, Stage, run, stages, summary, told
+from benchmarks.gpu.workloads import SHAPES
 
 
 @pytest.fixture
@@ -27,7 +27,7 @@ def few_prompts(monkeypatch: pytest.MonkeyPatch) -> Iterator[int]:
     """On one thread: more of them wait for each other where cores are busy."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
-    monkeypatch.setattr(gpu_correctness, "NUM_PROMPTS", 24)
+    monkeypatch.setattr(correctness, "NUM_PROMPTS", 24)
     yield 24
     torch.set_num_threads(threads)
 

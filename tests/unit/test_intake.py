@@ -5,7 +5,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from engine.backends.custom.runtime.intake import Intake
+from engine.backends.custom.runtime.requests.intake import Intake
 from engine.core.errors import InvalidRequestError
 from engine.core.interfaces.request import GenerateRequest, SamplingParams
 from tests.toy_engine import ToyEngine

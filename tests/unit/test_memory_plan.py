@@ -15,9 +15,11 @@ from engine.backends.custom.worker.memory import (
     MemoryNeeds,
     MemoryPlan,
     dense_needs,
+    on_gpu,
     plan_memory,
     with_windows,
 )
+from engine.backends.custom.worker.training_room import training_bytes
 from engine.core.errors import ResourceError
 
 CONFIG = ModelConfig(
@@ -220,3 +222,23 @@ def test_whatever_is_planned_for_windows_fits_and_runs(window, pool, full_every)
     if plan.num_window_blocks:
         assert plan.num_window_blocks > min_window_blocks(window, 16, 512)
         assert plan.num_window_blocks <= plan.num_blocks
+
+
+def test_training_on_the_same_gpu_gets_room_beside_the_pool():
+    def pool(free_bytes=16 * 2**30, **options):
+        device = DeviceInfo("cuda", "bfloat16", free_bytes)
+        changed = replace_options(max_slots=4096, **options)
+        needs = on_gpu(dense_needs(CONFIG, device), CONFIG, changed, device)
+        return plan_memory(CONFIG.max_position, changed, device, needs).pool_bytes
+
+    alone, gib = pool(), 2**30
+    assert pool(training_device="cuda:1") == alone
+    asked = pool(training_device="cuda:0", training_bytes=8 * gib)
+    assert alone - asked == pytest.approx(8 * gib, rel=0.01)
+    usual = pool(training_device="cuda")
+    assert alone - usual == pytest.approx(training_bytes(CONFIG), rel=0.01)
+    assert pool(gib, training_device="cuda") < pool(gib) / 1.8  # at most half of the memory
+    with pytest.raises(
+        ResourceError, match="finetuning.memory_mb is 65,536, and the weights leave"
+    ):
+        pool(training_device="cuda", training_bytes=64 * gib)

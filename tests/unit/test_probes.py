@@ -4,7 +4,7 @@ import httpx
 import pytest
 
 from engine.core.errors import ConfigError
-from engine.core.utils.listening import bind_probes
+from engine.core.listening import bind_probes
 from engine.servers.ops import probes
 from tests.fake_backend import FakeBackend
 from tests.live_server import live_server, make_settings, wait_until

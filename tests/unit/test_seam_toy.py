@@ -80,7 +80,7 @@ def test_logprobs_only_where_asked(depth):
 def test_mask_crosses_the_seam(depth):
     engine = ToyEngine(depth=depth)
     allowed = [3, 17]
-    build = engine.loop._builder.sampling
+    build = engine.loop._step_runner._builder.sampling
 
     def masked(batch):
         sampling = build(batch)
@@ -89,7 +89,7 @@ def test_mask_crosses_the_seam(depth):
             mask[:, token // 32] |= np.uint32(1 << (token % 32))
         return dataclasses.replace(sampling, mask=mask)
 
-    engine.loop._builder.sampling = masked
+    engine.loop._step_runner._builder.sampling = masked
     engine.submit("m", PROMPT, max_tokens=8, temperature=2.0)
     engine.run()
     assert set(engine.outcomes["m", 0].tokens) <= set(allowed)

@@ -15,7 +15,7 @@ from openai.types import Batch
 
 from engine.core.errors import InferenceError, RateLimitError, UnavailableError
 from engine.servers.batches import lines, run, runner, store
-from engine.servers.serving.services import OFFLINE_PRIORITY
+from engine.servers.serving.generation_context import OFFLINE_PRIORITY
 from tests.fake_backend import MODEL, FakeBackend
 from tests.live_server import LiveServer, chat, live_server, wait_until
 from tests.stopping_backend import StoppingBackend, stopping_after

@@ -10,8 +10,8 @@ import httpx
 import pytest
 from fastapi import FastAPI
 
+from engine.core.listening import bind_socket
 from engine.core.observability.metrics import Metrics
-from engine.core.utils.listening import bind_socket
 from engine.servers.app import DIALECTS, create_app
 from engine.servers.run import HttpServer
 from tests.fake_backend import MODEL, FakeBackend

@@ -10,7 +10,7 @@ import pytest
 from anthropic.types.messages import MessageBatch
 
 from engine.servers.batches import run, runner
-from engine.servers.serving.services import OFFLINE_PRIORITY
+from engine.servers.serving.generation_context import OFFLINE_PRIORITY
 from tests.fake_backend import MODEL
 from tests.live_server import LiveServer, live_server, wait_until
 from tests.stopping_backend import StoppingBackend

@@ -17,8 +17,8 @@ import openai
 import pytest
 
 from engine.core.errors import ConfigError, InferenceError, ModelError
+from engine.core.listening import bind_socket
 from engine.core.observability.metrics import Metrics
-from engine.core.utils.listening import bind_socket
 from engine.servers.app import create_app
 from engine.servers.http import sse
 from engine.servers.run import HttpServer
@@ -218,7 +218,7 @@ def test_sigterm_ends_the_process_with_code_0() -> None:
         from engine.core.config_schema import Settings
         from engine.core.observability.metrics import Metrics
         from engine.servers.app import create_app
-        from engine.core.utils.listening import address_of, bind_socket
+        from engine.core.listening import address_of, bind_socket
         from engine.servers.run import run_server
         from tests.fake_backend import MODEL, FakeBackend
 

@@ -14,7 +14,7 @@ from starlette.types import Receive, Scope, Send
 from engine.core.config import check_references
 from engine.core.config_schema import ServerSettings
 from engine.core.errors import ConfigError
-from engine.core.utils.listening import address_of, bind_socket
+from engine.core.listening import address_of, bind_socket
 from engine.servers import run
 from engine.servers.run import num_frontends
 from engine.servers.writers.pool import Writers

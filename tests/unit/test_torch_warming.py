@@ -15,10 +15,9 @@ from triton.runtime import driver
 
 from engine.backends.custom.frameworks.torch import warming
 from engine.backends.custom.frameworks.torch.compiling import compiling_ahead
-from engine.backends.custom.frameworks.torch.execution import graphs
+from engine.backends.custom.frameworks.torch.execution import step_sizes
 from engine.backends.custom.frameworks.torch.execution.device_sampler import Kind
-from engine.backends.custom.frameworks.torch.execution.graphs import all_sizes, row_sizes
-from engine.backends.custom.frameworks.torch.execution.staging import Size
+from engine.backends.custom.frameworks.torch.execution.step_sizes import Size, all_sizes, row_sizes
 from engine.backends.custom.frameworks.torch.models import upload
 from engine.backends.custom.runtime.model_runner import BatchInputs, RunnerSpec
 from engine.backends.custom.weights.model import open_model
@@ -38,7 +37,7 @@ class RecordingRunner:
         self.kinds: set[Kind] = set()
 
     def sizes(self) -> Iterator[Size]:
-        return all_sizes(row_sizes(48), graphs.TOKEN_SIZES, can_share=True)
+        return all_sizes(row_sizes(48), step_sizes.TOKEN_SIZES, can_share=True)
 
     def prepare(self, inputs: BatchInputs, size: Size | None, kinds: Iterable[Kind] = ()) -> None:
         chosen = len(inputs.token_ids) if size is None else size
@@ -68,7 +67,9 @@ def test_all_kernels_are_compiled_and_usual_graphs_captured(
     captured = [size for size in sizes if not size.shares]
     assert runner.captured == captured
     assert {size.rows for size in captured if size.only_decodes} == set(row_sizes(48))
-    assert {size.tokens for size in captured if not size.only_decodes} == set(graphs.TOKEN_SIZES)
+    assert {size.tokens for size in captured if not size.only_decodes} == set(
+        step_sizes.TOKEN_SIZES
+    )
     assert runner.ran == [*captured, 4608, 8192]
     assert set(runner.compiled) <= {*sizes, 4608, 8192}
     assert {size.shares for size in runner.compiled if isinstance(size, Size)} == {False, True}

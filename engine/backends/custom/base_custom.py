@@ -12,19 +12,12 @@ import os
 import secrets
 import time
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any, ClassVar, TypeVar
+from typing import Any, ClassVar
 
 import msgspec
 
-from engine.backends.base import (
-    BackendConfig,
-    InferenceBackend,
-    Opening,
-    Orphan,
-    ReplayedTokens,
-)
+from engine.backends.base import BackendConfig, InferenceBackend, Opening, Orphan, ReplayedTokens
 from engine.backends.custom.architectures.base import ModelConfig
 from engine.backends.custom.architectures.sites import site_list
 from engine.backends.custom.engine_settings import EXAMINER, changed_options, options_of
@@ -39,20 +32,8 @@ from engine.backends.custom.frontend.engine_client import (
 from engine.backends.custom.frontend.engine_link import EngineLink
 from engine.backends.custom.frontend.generation import Generation
 from engine.backends.custom.frontend.link import Link
-from engine.backends.custom.frontend.prompts import (
-    check_prepared,
-    check_prompt,
-    encode_chat,
-    encode_words,
-    is_long,
-    is_short,
-    needs_words,
-    prepare_chat,
-    prepare_completion,
-    truncated,
-    with_expected,
-    with_text_bias,
-)
+from engine.backends.custom.frontend.preparation import Preparer
+from engine.backends.custom.frontend.prompts import check_prompt, encode_chat
 from engine.backends.custom.frontend.replay import replayed_tokens
 from engine.backends.custom.frontend.survival import OpenRequest
 from engine.backends.custom.frontend.text_cache import files_key, keep_text
@@ -61,8 +42,6 @@ from engine.backends.custom.ipc.engine_process import WORKER_MODULE, EngineProce
 from engine.backends.custom.options import IMAGE_ENCODERS, TAPPED, EngineOptions
 from engine.backends.process import RestartPolicy, resident_bytes
 from engine.core.errors import EngineError, UnavailableError
-from engine.core.grammar.checker import GrammarChecker
-from engine.core.grammar.spec import stop_grammar
 from engine.core.interfaces.backend import (
     ChatRequest,
     CompletionRequest,
@@ -79,10 +58,6 @@ from engine.core.interfaces.stats import EngineStats
 from engine.core.interfaces.timeline import Preparation
 from engine.core.sandbox.examination import examine
 from engine.core.store.model_store import default_name, resolve_model
-from engine.core.text.long_texts import after_other_long_texts
-
-T = TypeVar("T")
-TOKENIZER_THREADS = 2
 
 
 class CustomBackend(InferenceBackend):
@@ -124,8 +99,7 @@ class CustomBackend(InferenceBackend):
         )
         self._adapters = ServedAdapters(self._link)
         self._num_calls = 0  # calls that still need this object, even if the engine is replaced
-        self._encoders = ThreadPoolExecutor(TOKENIZER_THREADS, thread_name_prefix="tokenize")
-        self._checker = GrammarChecker()
+        self._preparer = Preparer()
         self._text: TextModel | None = None
         self._created = int(time.time())
         self._files = ""  # identifies the files that the model is read from
@@ -139,9 +113,8 @@ class CustomBackend(InferenceBackend):
         if self._options.draft_model:
             draft = resolve_model(self._options.draft_model)
             await asyncio.to_thread(examine, draft, self.examiner)
-        loop = asyncio.get_running_loop()
         # This process loads the tokenizer while the engine process loads the weights.
-        reading = loop.run_in_executor(self._encoders, self._read_text, path)
+        reading = asyncio.ensure_future(self._preparer.encode(self._read_text, path))
         loading = asyncio.ensure_future(self._link.start())
         try:
             text, _ = await asyncio.gather(reading, loading)
@@ -155,8 +128,7 @@ class CustomBackend(InferenceBackend):
 
     async def stop(self) -> None:
         await self._link.stop()
-        await self._checker.close()
-        self._encoders.shutdown(wait=False)
+        await self._preparer.close()
 
     def remade(self, model: str | None, changes: Mapping[str, Any]) -> "CustomBackend":
         """A new backend with the settings of this one, except for its model and options."""
@@ -325,31 +297,8 @@ class CustomBackend(InferenceBackend):
 
     async def _open(self, request: ChatRequest | CompletionRequest) -> Generation:
         text, ready = self._loaded()
-        began_at, context = time.monotonic(), request.context
-        prepare = prepare_chat if isinstance(request, ChatRequest) else prepare_completion
-        if is_short(request):
-            prepared = prepare_completion(text, request)
-        else:
-            prepared = await self._encode(prepare, text, request)
-        if context.truncate_prompt_tokens is not None:
-            prepared = await self._encode(truncated, text, prepared, context, ready.max_seq_len)
-        encoded_at = time.monotonic()
-        check_prepared(prepared, context.params, ready.max_seq_len, text.config.vocab_size)
-        if prepared.checked_grammar is not None:
-            await self._checker.check(prepared.checked_grammar, prepared.grammar_param)
-        if needs_words(context.params):
-            for pattern in context.params.stop_regex:
-                await self._checker.check(stop_grammar(pattern), "stop_regex")
-            prepared = await self._encode(encode_words, text, prepared, context.params)
-        if context.expected:
-            prepared = await self._encode(with_expected, text, prepared, context.expected)
-        checked_at = time.monotonic()
-        params = context.params
-        if params.logprob_token_ids:  # the engine takes them from the logprobs of all tokens
-            params = msgspec.structs.replace(params, logprobs=text.config.vocab_size)
-        if params.text_bias:
-            params = await self._encode(with_text_bias, text, params)
-        notes = context.notes
+        context, notes = request.context, request.context.notes
+        prepared, params, times = await self._preparer.prepare(request, text, ready.max_seq_len)
         if notes is not None and notes.recorded is not None and params.seed is None:
             params = msgspec.structs.replace(params, seed=secrets.randbits(62))
         adapter = self._adapters.ref(context.model)
@@ -358,8 +307,7 @@ class CustomBackend(InferenceBackend):
         generation = Generation(submitted, text, prepared, self._link, *told)
         self._link.submit(submitted, generation)
         if notes is not None:
-            times = (began_at, encoded_at, checked_at, time.monotonic())
-            notes.add_preparation(Preparation(*times, len(submitted.prompt)))
+            notes.add_preparation(Preparation(*times, time.monotonic(), len(submitted.prompt)))
             if notes.recorded is not None:
                 generation.record(notes.record(submitted, self._fingerprint(ready)))
         if context.on_prompt is not None:
@@ -379,7 +327,9 @@ class CustomBackend(InferenceBackend):
             text, ready = self._loaded()
             limits = (ready.max_seq_len, self._options.max_queued)
             adapter = self._adapters.ref(request.model)
-            return await embedded(request, text, *limits, self._link, self._encode, adapter)
+            return await embedded(
+                request, text, *limits, self._link, self._preparer.encode, adapter
+            )
 
     async def tokenize(
         self,
@@ -391,14 +341,16 @@ class CustomBackend(InferenceBackend):
     ) -> tuple[int, ...]:
         text, _ = self._loaded()
         if isinstance(content, ChatRequest):
-            return await self._encode(encode_chat, text, content)
-        return await self._encode(text.encode_prompt, content, add_special_tokens, parse_special)
+            return await self._preparer.encode(encode_chat, text, content)
+        return await self._preparer.encode(
+            text.encode_prompt, content, add_special_tokens, parse_special
+        )
 
     async def detokenize(self, token_ids: tuple[int, ...], *, model: str = "") -> str:
         text, _ = self._loaded()
         check_prompt(token_ids, text.config.vocab_size, "tokens")
         decode = functools.partial(text.tokenizer.decode, skip_special=False)
-        return await self._encode(decode, token_ids)
+        return await self._preparer.encode(decode, token_ids)
 
     async def token_bytes(self, token_ids: tuple[int, ...], *, model: str = "") -> list[bytes]:
         text, _ = self._loaded()
@@ -420,12 +372,6 @@ class CustomBackend(InferenceBackend):
         if text is None or ready is None or not (self._link.ready or self._link.accepts):
             raise UnavailableError(self._link.detail, retry_after=2.0)
         return text, ready
-
-    async def _encode(self, work: Callable[..., T], *arguments: Any) -> T:
-        """Run slow text work in a thread, so that it does not block the event loop."""
-        if any(map(is_long, arguments)):
-            return await after_other_long_texts(work, *arguments)
-        return await asyncio.get_running_loop().run_in_executor(self._encoders, work, *arguments)
 
     @contextlib.contextmanager
     def _counted(self) -> Iterator[None]:

@@ -57,7 +57,7 @@ def _has_gpu() -> bool:
 def engine_options(settings: Settings, framework: str, path: Path | None = None) -> EngineOptions:
     """The engine options from the settings. `path`, if given, replaces the model path there."""
     cache, performance, model = settings.cache, settings.performance, settings.model
-    shards = settings.shards
+    shards, tuning = settings.shards, settings.finetuning
     pool_mb = performance.memory_pool_size_mb
     return EngineOptions(
         model_path=str(path or model.model_path),
@@ -80,6 +80,8 @@ def engine_options(settings: Settings, framework: str, path: Path | None = None)
         max_revivals=settings.server.max_revivals if settings.server.survive else 0,
         pool_bytes=pool_mb * 2**20 if pool_mb is not None else None,
         gpu_memory_utilization=performance.gpu_memory_utilization,
+        training_device="" if tuning.device == "cpu" else tuning.device,
+        training_bytes=None if tuning.memory_mb is None else tuning.memory_mb * MIB,
         tensor_parallel_size=performance.tensor_parallel_size,
         pipeline_parallel_size=performance.pipeline_parallel_size,
         remote_ranks=shards.remote_ranks,

@@ -82,6 +82,9 @@ class EngineOptions(msgspec.Struct, frozen=True, kw_only=True, tag="options"):
     pool_bytes: int | None = None
     # The engine may use this share of the GPU memory that is free when it starts.
     gpu_memory_utilization: float = 0.9
+    # Fine-tuning jobs train on this GPU, so an engine on it leaves memory free; "": on none.
+    training_device: str = ""
+    training_bytes: int | None = None  # how much; None: as much as the model's training needs
     tensor_parallel_size: int = 1
     pipeline_parallel_size: int = 1
     remote_ranks: int = 0  # ranks that join from other machines, at the address `shard_listen`

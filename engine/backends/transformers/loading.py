@@ -51,6 +51,8 @@ def load_model(
         ) from error
     except Exception as error:  # a bad configuration can make the library raise anything
         reason = one_line(error)
+        if "allocate memory" in reason:  # PyTorch has no class for this error on a CPU
+            raise ResourceError(f"{checkpoint.folder.name} does not fit into the memory") from error
         version = transformers.__version__
         raise ModelError(
             f"Transformers {version} cannot load {checkpoint.folder.name}: {reason}"

@@ -1,6 +1,7 @@
 """`engine adapters`: LoRA adapters that servers on this machine offer beside their base model."""
 
 import json
+import shutil
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
 from pathlib import Path
@@ -32,6 +33,14 @@ BaseOption = Annotated[
     str,
     typer.Option("--base", "--model", "-m", metavar="MODEL", help="The base model."),
 ]
+AdapterArgument = Annotated[
+    str, typer.Argument(metavar="ADAPTER", help="A name of the store, a folder or a file.")
+]
+TargetArgument = Annotated[Path, typer.Argument(metavar="DST", help="A file or folder to write.")]
+OwnBaseOption = Annotated[
+    str | None,
+    typer.Option("--base", "--model", "-m", metavar="MODEL", help="Default: that of the store."),
+]
 
 
 @app.command("ls")
@@ -49,9 +58,11 @@ def ls(as_json: JsonOption = False) -> None:
     if not rows:
         messages().print("no adapters; `engine adapters add NAME PATH --base MODEL` adds one")
         return
-    from rich.table import Table
+    from rich.table import Column, Table
 
-    table = Table("adapter", "base", "path", box=None, pad_edge=False)
+    # A name or a path that is cut would be of no use.
+    columns = [Column(each, overflow="fold") for each in ("adapter", "base", "path")]
+    table = Table(*columns, box=None, pad_edge=False)
     for row in rows:
         table.add_row(*row.values())
     output().print(table)
@@ -96,20 +107,42 @@ def _local(path: str) -> Iterator[Path]:
 
 @app.command("merge")
 def merge(
-    name: Annotated[
-        str, typer.Argument(metavar="ADAPTER", help="A name of the store, a folder or a file.")
-    ],
-    target: Annotated[Path, typer.Argument(metavar="DST", help="A file or folder to write.")],
-    base: Annotated[
-        str | None,
-        typer.Option(
-            "--base", "--model", "-m", metavar="MODEL", help="Default: that of the store."
-        ),
-    ] = None,
+    name: AdapterArgument,
+    target: TargetArgument,
+    base: OwnBaseOption = None,
     dtype: TypeOption = None,
 ) -> None:
     """Add an adapter to the weights of its base model. Prints the new model's path."""
     from engine.cli.convert import convert
+
+    path, base = _found(name, base)
+    convert(base, target, dtype=dtype, merge=path)
+
+
+@app.command("export")
+def export(adapter: AdapterArgument, target: TargetArgument, base: OwnBaseOption = None) -> None:
+    """Write an adapter as a GGUF file (DST ends in .gguf) or as a PEFT folder. Prints its path."""
+    from engine.backends.custom.conversion.lora_export import export_gguf
+    from engine.core.errors import ConfigError
+    from engine.core.store.hub import PEFT_FILES
+    from engine.core.store.model_store import resolve_model
+
+    path, base = _found(adapter, base)
+    if target.exists():
+        raise ConfigError(f"{target} is there already; remove it, or choose another name")
+    if target.suffix == ".gguf":
+        export_gguf(path, resolve_model(base), target)
+    elif path.is_file():
+        raise ConfigError(f"{path.name} is a GGUF file already; PEFT folders are not made of them")
+    else:
+        target.mkdir(parents=True)
+        for each in PEFT_FILES:
+            shutil.copyfile(path / each, target / each)
+    print(target)
+
+
+def _found(name: str, base: str | None) -> tuple[Path, str]:
+    """The path of an adapter that may be in the store, and its base model."""
     from engine.core.errors import ConfigError
     from engine.core.store.adapter_store import kept_adapters, records
 
@@ -119,7 +152,7 @@ def merge(
         path, base = kept_adapters()[name], base or kept[name]
     if base is None:
         raise ConfigError("--base is needed: the adapter is not one of the store")
-    convert(base, target, dtype=dtype, merge=path)
+    return path, base
 
 
 @app.command("rm")

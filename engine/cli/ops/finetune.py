@@ -32,7 +32,10 @@ def finetune(
         Path | None, typer.Argument(metavar="DATA", help="JSON lines: the training file.")
     ] = None,
     base: Annotated[
-        str | None, typer.Option("--base", "--model", "-m", metavar="MODEL", help="What to adapt.")
+        str | None,
+        typer.Option(
+            "--base", "--model", "-m", metavar="MODEL", help="The model: a name, file or folder."
+        ),
     ] = None,
     suffix: Annotated[str, typer.Option(help="Part of the name: ft:BASE:SUFFIX:ID.")] = "tuned",
     validation: Annotated[
@@ -40,17 +43,30 @@ def finetune(
     ] = None,
     method: Annotated[
         Literal["supervised", "dpo"],
-        typer.Option(help="By answers, or by preferences."),
+        typer.Option(help="Train on answers, or on preferences (DPO)."),
     ] = "supervised",
-    epochs: Annotated[int | None, typer.Option(min=1, help="Default: by the file's size.")] = None,
-    batch_size: Annotated[int | None, typer.Option(min=1, help="Examples per step.")] = None,
-    learning_rate_multiplier: Annotated[float, typer.Option(help="Of the usual rate.")] = 1.0,
-    rank: Annotated[int, typer.Option(min=1, help="Of the adapter's matrices.")] = 16,
-    alpha: Annotated[float | None, typer.Option(help="Default: twice the rank.")] = None,
-    seed: Annotated[int | None, typer.Option(min=0, help="For results that repeat.")] = None,
-    device: Annotated[str, typer.Option(help="cpu or cuda.")] = "cpu",
+    epochs: Annotated[
+        int | None, typer.Option(min=1, help="Default: by the number of lines.")
+    ] = None,
+    batch_size: Annotated[
+        int | None, typer.Option(min=1, help="Examples per step. Default: by the number of lines.")
+    ] = None,
+    learning_rate_multiplier: Annotated[
+        float, typer.Option(help="Times the usual learning rate: 0.001, or 0.0001 for DPO.")
+    ] = 1.0,
+    rank: Annotated[
+        int, typer.Option(min=1, help="Of the adapter. A higher one learns more and is larger.")
+    ] = 16,
+    alpha: Annotated[
+        float | None, typer.Option(help="Scale of the adapter. Default: twice the rank.")
+    ] = None,
+    seed: Annotated[
+        int | None, typer.Option(min=0, help="The same seed gives the same adapter.")
+    ] = None,
+    device: Annotated[str, typer.Option(help="Where to train: cpu, cuda or cuda:N.")] = "cpu",
     output: Annotated[
-        Path | None, typer.Option(metavar="DIR", help="The job's folder. Default: a new one.")
+        Path | None,
+        typer.Option(metavar="DIR", help="A new folder for the job. Default: in the data folder."),
     ] = None,
     resume: Annotated[
         Path | None, typer.Option(metavar="DIR", help="Continue the job of this folder.")
@@ -63,13 +79,14 @@ def finetune(
     """
     from engine.finetuning.folder import JobFolder
     from engine.finetuning.jobs import TrainingRequest, make_job
-    from engine.finetuning.plan import Hyperparameters, LoraShape
+    from engine.finetuning.plan import Hyperparameters, LoraShape, check_suffix
 
     if resume is not None:
         folder, plan = JobFolder(resume), _plan_of(resume)
     elif data is None or base is None:
         raise ConfigError("give DATA and --base MODEL, or --resume DIR")
     else:
+        check_suffix(suffix)
         request = TrainingRequest(
             base=path_of(base),
             training_file=data,
@@ -99,9 +116,12 @@ def _plan_of(path: Path) -> "TrainingPlan":
     from engine.finetuning.plan import TrainingPlan
 
     try:
-        return TrainingPlan.read(path)
+        plan = TrainingPlan.read(path)
     except OSError:
         raise ConfigError(f"{path} is no folder of a job", param="resume") from None
+    if not (path / NAME_FILE).exists():
+        raise ConfigError(f"{path} is a job of a server, which continues it", param="resume")
+    return plan
 
 
 def _name_of(base: str, suffix: str, job: str) -> str:
@@ -112,7 +132,7 @@ def _name_of(base: str, suffix: str, job: str) -> str:
 
 
 def _new_folder() -> Path:
-    from engine.core.utils.folders import data_directory
+    from engine.core.folders import data_directory
 
     return data_directory() / "finetuning" / f"ftjob-{secrets.token_hex(6)}"
 
@@ -143,7 +163,7 @@ def _follow(folder: "JobFolder") -> "list[TrainingEvent]":
 def _watch(
     folder: "JobFolder", process: "TrainerProcess", bar: "Progress", start: int
 ) -> "list[TrainingEvent]":
-    from engine.finetuning.process import log_tail
+    from engine.finetuning.process import how_it_ended
 
     task = bar.add_task("loading the model", total=None)
     found: list[TrainingEvent] = []
@@ -155,12 +175,15 @@ def _watch(
                 found.append(event)
                 text = f"step {event.step} of {event.num_steps}, loss {event.loss:.3f}"
                 bar.update(task, description=text, completed=event.step, total=event.num_steps)
+            if event.kind == "notice":
+                bar.console.print(event.message, markup=False, highlight=False)
             if event.kind == "failed":
                 raise EngineError(event.message)
             if event.kind == "succeeded":
                 return found
         if status is not None and not events:
-            raise EngineError(f"the training process ended with {status}: {log_tail(folder.path)}")
+            reason = f"the training process {how_it_ended(status)}"
+            raise EngineError(f"{reason}; engine finetune --resume {folder.path} continues it")
         time.sleep(POLL_S)
 
 
@@ -178,7 +201,7 @@ def _finish(folder: "JobFolder", metrics: "list[TrainingEvent]") -> None:
                 f"step {event.step}: validation loss {event.validation_loss:.3f}", highlight=False
             )
     name = (folder.path / NAME_FILE).read_text()
-    base = name.split(":")[1]
+    base = name.removeprefix("ft:").rsplit(":", 2)[0]
     keep_adapter(name, folder.adapter, base, replaces=True)
     console.print(
         f"engine serve {base} now serves it; or: --lora {name}={folder.adapter}",

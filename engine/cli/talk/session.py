@@ -11,7 +11,7 @@ from engine.cli.talk.markdown import MarkdownPrinter
 from engine.cli.talk.talkers import Talker
 from engine.core.errors import ConfigError, EngineError, InvalidRequestError
 from engine.core.interfaces.backend import Event, ReasoningEvent, TextEvent, UsageEvent
-from engine.core.utils.names import suggest
+from engine.core.suggestions import suggest
 
 try:
     import readline  # gives `input` arrow keys and history

@@ -22,6 +22,7 @@ from engine.core.interfaces.backend import UsageEvent
 from engine.core.interfaces.request import FinishReason
 from engine.core.interfaces.stats import STEP_SECONDS, STEP_TOKENS, EngineStats
 from engine.core.observability.collectors import BulkHistogram, ProcessTreeCollector, TierCollector
+from engine.core.observability.metric_tables import HISTOGRAMS, PER_TOKEN_S, REQUEST_S, TOTALS
 
 Outcome = Literal["ok", "abort", "error", "refused"]
 
@@ -29,87 +30,6 @@ _METHODS = frozenset({"GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS"
 _FINISH_REASONS: tuple[FinishReason, ...] = ("stop", "length", "abort", "error")
 _OUTCOMES: tuple[Outcome, ...] = ("ok", "abort", "error", "refused")
 _MODEL_LABELS = ("model_name", "engine")
-
-# Bucket edges in seconds. They are those of vLLM, so that quantiles can be compared. vLLM's edges
-# for whole requests start at 0.3 s. A small model may need less, so smaller edges are added.
-_FIRST_TOKEN_S = (
-    *(0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75),
-    *(1, 2.5, 5, 7.5, 10, 20, 40, 80, 160, 640, 2560),
-)
-_PER_TOKEN_S = (
-    *(0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75),
-    *(1, 2.5, 5, 7.5, 10, 20, 40, 80),
-)
-_REQUEST_S = (
-    *(0.005, 0.01, 0.02, 0.04, 0.08, 0.15),
-    *(0.3, 0.5, 0.8, 1, 1.5, 2, 2.5, 5, 10, 15, 20, 30, 40, 50, 60, 120, 240, 480, 960, 1920, 7680),
-)
-_TOKENS = tuple(digit * 10**power for power in range(6) for digit in (1, 2, 5))
-_CHOICES = (1, 2, 5, 10, 20)
-
-# A cumulative field of `EngineStats`, the name of the counter that shows it, and the help text of
-# the counter.
-_TOTALS = (
-    ("prompt_tokens", "vllm:prompt_tokens", "Prompt tokens of admitted sequences"),
-    ("prompt_tokens", "engine_prompt_tokens", "Prompt tokens of admitted sequences"),
-    ("cached_tokens", "vllm:prompt_tokens_cached", "Prompt tokens found in the prefix cache"),
-    ("generated_tokens", "vllm:generation_tokens", "Tokens sampled"),
-    ("generated_tokens", "engine_generated_tokens", "Tokens sampled"),
-    ("prefix_queries", "vllm:prefix_cache_queries", "Tokens looked up in the prefix cache"),
-    ("prefix_queries", "engine_prefix_cache_query_tokens", "Tokens looked up in the prefix cache"),
-    ("prefix_hits", "vllm:prefix_cache_hits", "Tokens found in the prefix cache"),
-    ("prefix_hits", "engine_prefix_cache_hit_tokens", "Tokens found in the prefix cache"),
-    ("num_preemptions", "vllm:num_preemptions", "Sequences preempted because KV blocks ran out"),
-    ("num_preemptions", "engine_preemptions", "Sequences preempted because KV blocks ran out"),
-    ("num_evictions", "engine_evicted_blocks", "Blocks evicted from the prefix cache"),
-    ("num_drafted_tokens", "vllm:spec_decode_num_draft_tokens", "Draft tokens that were verified"),
-    ("num_drafted_tokens", "engine_drafted_tokens", "Draft tokens that were verified"),
-    ("num_accepted_tokens", "vllm:spec_decode_num_accepted_tokens", "Accepted draft tokens"),
-    ("num_accepted_tokens", "engine_accepted_tokens", "Accepted draft tokens"),
-    (
-        "num_model_drafted_tokens",
-        "engine_draft_model_tokens",
-        "Draft tokens of the draft model that were verified",
-    ),
-    (
-        "num_model_accepted_tokens",
-        "engine_draft_model_accepted_tokens",
-        "Accepted draft tokens of the draft model",
-    ),
-    ("num_nonfinite", "engine_nonfinite_rows", "Failed rows, whose logits were not finite"),
-    (
-        "num_invariant_failures",
-        "engine_invariant_failures",
-        "Failed self-checks of KV pool and prefix cache",
-    ),
-    ("num_steps", "engine_steps", "Engine steps: schedule, forward, sample"),
-)
-
-# The histograms of requests, with their help texts and bucket edges.
-_HISTOGRAMS = {
-    "vllm:time_to_first_token_seconds": ("Time from arrival to the first token", _FIRST_TOKEN_S),
-    "vllm:request_time_per_output_token_seconds": (
-        "Mean time per token of a request, after its first token",
-        _PER_TOKEN_S,
-    ),
-    "vllm:e2e_request_latency_seconds": ("Time from arrival to the end", _REQUEST_S),
-    "vllm:request_queue_time_seconds": ("Time in the queue", _REQUEST_S),
-    "vllm:request_inference_time_seconds": ("Prefill and decode time", _REQUEST_S),
-    "vllm:request_prefill_time_seconds": (
-        "Time from the first step to the first token",
-        _REQUEST_S,
-    ),
-    "vllm:request_decode_time_seconds": ("Time from the first token to the last", _REQUEST_S),
-    "vllm:request_prompt_tokens": ("Prompt tokens of a request", _TOKENS),
-    "vllm:request_prefill_kv_computed_tokens": (
-        "Prompt tokens of a request that were computed, not found in the cache",
-        _TOKENS,
-    ),
-    "vllm:request_generation_tokens": ("Tokens sampled for a request", _TOKENS),
-    "vllm:request_max_num_generation_tokens": ("Tokens of a request's longest choice", _TOKENS),
-    "vllm:request_params_n": ("Choices that a request asked for (n)", _CHOICES),
-    "vllm:request_params_max_tokens": ("Limit that a request asked for (max_tokens)", _TOKENS),
-}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -147,7 +67,7 @@ class Metrics:
         self._tiers = TierCollector(self.registry)
         self._model = (model_name, engine)
         self._last_stats = EngineStats()
-        self._totals = [(stat, self._counter(name, help_text)) for stat, name, help_text in _TOTALS]
+        self._totals = [(stat, self._counter(name, help_text)) for stat, name, help_text in TOTALS]
         self._define_engine_gauges()
         self._define_request_series()
         self._define_server_series()
@@ -368,11 +288,11 @@ class Metrics:
                 "vllm:time_per_output_token_seconds": "Older name of "
                 "vllm:inter_token_latency_seconds",
             },
-            _PER_TOKEN_S,
+            PER_TOKEN_S,
         )
         self._histograms = {
             name: self._bulk({name: help_text}, edges)
-            for name, (help_text, edges) in _HISTOGRAMS.items()
+            for name, (help_text, edges) in HISTOGRAMS.items()
         }
 
     def _define_server_series(self) -> None:
@@ -386,7 +306,7 @@ class Metrics:
             "engine_http_request_seconds",
             "Time from arrival to the last byte of the response",
             ("route",),
-            buckets=_REQUEST_S,
+            buckets=REQUEST_S,
             registry=self.registry,
         )
 

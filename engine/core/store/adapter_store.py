@@ -12,9 +12,9 @@ from pathlib import Path
 import msgspec
 
 from engine.core.errors import ConfigError, ConflictError, NotFoundError
+from engine.core.folders import data_directory
 from engine.core.sandbox.private_files import open_private, write_private
 from engine.core.store.hub import PEFT_FILES
-from engine.core.utils.folders import data_directory
 
 _RECORD = "adapter.json"
 _MAX_RECORD_BYTES = 1 << 16

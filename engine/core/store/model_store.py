@@ -19,8 +19,8 @@ from pathlib import Path
 import msgspec
 
 from engine.core.errors import ConfigError, NotFoundError
+from engine.core.folders import cache_directory
 from engine.core.store.catalogue import CATALOGUE
-from engine.core.utils.folders import cache_directory
 
 _RECORD = "model.json"
 _NAME = re.compile(r"[a-z0-9][a-z0-9._-]{0,99}")

@@ -4,12 +4,14 @@ gauges.
 
 import csv
 import io
+import time
 from collections.abc import Iterable, Mapping
 from typing import Any
 
 from prometheus_client import CollectorRegistry, Counter, Gauge
 
 from engine.finetuning.folder import TrainingEvent
+from engine.servers.files.expiry import unix_now
 from engine.servers.fine_tuning.hold import Hold
 from engine.servers.fine_tuning.schema import STATUSES
 
@@ -56,6 +58,23 @@ def step_metrics(events: Iterable[TrainingEvent]) -> bytes:
             figures["train_accuracy"] = accuracy
         writer.writerow({name: f"{each:.5f}" for name, each in figures.items()} | {"step": step})
     return text.getvalue().encode()
+
+
+class Pace:
+    """The mean time of the steps of a training process, breaks for requests included."""
+
+    def __init__(self) -> None:
+        self._first: tuple[float, int] | None = None  # time and number of the first step
+        self.finish: int | None = None  # when the last step will end, in seconds since 1970
+
+    def observe(self, event: TrainingEvent) -> None:
+        now = time.monotonic()
+        if self._first is None:
+            self._first = now, event.step
+            return
+        began, step = self._first
+        seconds = (now - began) / max(1, event.step - step)
+        self.finish = unix_now() + round(seconds * (event.num_steps - event.step))
 
 
 class JobMetrics:

@@ -7,6 +7,7 @@ import secrets
 from collections.abc import AsyncIterator
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import msgspec
 from fastapi import FastAPI
@@ -16,15 +17,15 @@ from starlette.responses import Response, StreamingResponse
 from engine.core.errors import InvalidRequestError
 from engine.finetuning.jobs import TrainingRequest, adapter_name, make_job
 from engine.finetuning.plan import Decided, TrainingPlan
-from engine.servers.access.auth import principal_of
+from engine.servers.access.auth import Principal, principal_of
 from engine.servers.files.expiry import unix_now
 from engine.servers.files.store import FileStore
 from engine.servers.fine_tuning.progress import by_step, figures_of
 from engine.servers.fine_tuning.runner import JobRunner, served_checkpoints
-from engine.servers.fine_tuning.schema import EventQuery, Job, JobBody, JobQuery
+from engine.servers.fine_tuning.schema import EventQuery, Job, JobBody, JobListQuery, JobQuery
 from engine.servers.fine_tuning.store import PREFIX, JobStore
 from engine.servers.http.limits import read_parsed
-from engine.servers.http.listing import list_body, parse_query
+from engine.servers.http.listing import following, list_body, parse_query
 from engine.servers.schema.body import validated
 from engine.servers.serving.services import Services, json_response
 
@@ -45,10 +46,15 @@ class FineTuning:
         self.store = store
         self.runner = runner
 
-    async def create(self, body: JobBody, owner: str) -> Job:
+    def body_of(self, job: Job) -> dict[str, Any]:
+        return job.body(self.runner.estimated_finish(job.id))
+
+    async def create(self, body: JobBody, principal: Principal) -> Job:
+        owner = principal.name
         files = (("training_file", body.training_file), ("validation_file", body.validation_file))
         await self.store.check_files(owner, files)
-        base = self._base_path(body.model)
+        base = self._base_path(body.model, principal)
+        self._check_rank(body)
         job_id = f"{PREFIX}{secrets.token_hex(12)}"
         settings = self._services.settings.finetuning
         request = TrainingRequest(
@@ -78,15 +84,26 @@ class FineTuning:
         self.runner.notice()
         return job
 
-    def _base_path(self, model: str) -> Path:
-        path = self._services.backend.files_of(model)
+    def _base_path(self, model: str, principal: Principal) -> Path:
+        path = self._services.backend.files_of(model) if principal.may_use(model) else None
         if path is None:
             raise InvalidRequestError(
-                f"'{model}' can't be fine-tuned here: our own engine serves no such model.",
+                f"'{model}' can't be fine-tuned here: give a model that our own engine serves, and"
+                " no adapter of one.",
                 param="model",
                 code="model_not_available",
             )
         return path
+
+    def _check_rank(self, body: JobBody) -> None:
+        """The result could not be served if its rank were higher."""
+        limit = self._services.settings.performance.max_adapter_rank
+        if body.lora.rank > limit:
+            raise InvalidRequestError(
+                f"The rank is above {limit}, which is the highest that this server serves"
+                " (performance.max_adapter_rank).",
+                param="lora.rank",
+            )
 
     async def stream(self, job: Job) -> AsyncIterator[bytes]:
         """All events of a job, as server-sent events, until the job ends."""
@@ -110,18 +127,19 @@ def add_fine_tuning_routes(app: FastAPI, tuning: FineTuning) -> None:
     @app.post(JOBS)
     async def create_job(request: Request) -> Response:
         body = await read_parsed(request, MAX_BODY_BYTES, partial(validated, JobBody))
-        job = await tuning.create(body, principal_of(request).name)
-        return json_response(job.body())
+        return json_response(tuning.body_of(await tuning.create(body, principal_of(request))))
 
     @app.get(JOBS)
     async def list_jobs(request: Request) -> Response:
-        query = parse_query(JobQuery, request)
-        found = await store.page(principal_of(request).name, query.after, query.limit + 1)
-        return json_response(list_body([job.body() for job in found], query.limit))
+        query = parse_query(JobListQuery, request)
+        owner = principal_of(request).name
+        found = await store.page(owner, query.after, query.limit + 1, query.metadata)
+        return json_response(list_body([tuning.body_of(job) for job in found], query.limit))
 
     @app.get(JOBS + "/{job_id}")
     async def retrieve_job(request: Request, job_id: str) -> Response:
-        return json_response((await store.find(job_id, principal_of(request).name)).body())
+        job = await store.find(job_id, principal_of(request).name)
+        return json_response(tuning.body_of(job))
 
     @app.post(JOBS + "/{job_id}/cancel")
     async def cancel_job(request: Request, job_id: str) -> Response:
@@ -158,17 +176,17 @@ def add_fine_tuning_routes(app: FastAPI, tuning: FineTuning) -> None:
     async def list_checkpoints(request: Request, job_id: str) -> Response:
         query = parse_query(JobQuery, request)
         job = await store.find(job_id, principal_of(request).name)
-        bodies = await asyncio.to_thread(checkpoint_bodies, job, runner)
+        bodies = following(await asyncio.to_thread(checkpoint_bodies, job, runner), query.after)
         return json_response(list_body(bodies[: query.limit + 1], query.limit))
 
 
-def checkpoint_bodies(job: Job, runner: JobRunner) -> list[dict[str, object]]:
+def checkpoint_bodies(job: Job, runner: JobRunner) -> list[dict[str, Any]]:
     """The newest checkpoint first. Their models are served once the job has succeeded."""
     folder = runner.folder_of(job.id)
     events, _ = folder.events()
     steps = by_step(events)
     name = adapter_name(job.model, job.suffix, job.id.removeprefix(PREFIX)[:8])
-    bodies: list[dict[str, object]] = []
+    bodies: list[dict[str, Any]] = []
     for step, path in reversed(served_checkpoints(folder)):
         figures = figures_of(steps[step]) if step in steps else {}
         # The whole validation file is used each time.

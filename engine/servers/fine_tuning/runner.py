@@ -13,15 +13,15 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from engine.core.errors import EngineError
+from engine.core.errors import EngineError, UnavailableError
 from engine.core.store.adapter_store import keep_adapter
 from engine.finetuning.folder import JobFolder, TrainingEvent, step_of
 from engine.finetuning.jobs import adapter_name
-from engine.finetuning.process import TrainerProcess, log_tail
+from engine.finetuning.process import TrainerProcess, how_it_ended, log_tail
 from engine.servers.files.expiry import unix_now
 from engine.servers.files.store import FileStore
 from engine.servers.fine_tuning.hold import Hold
-from engine.servers.fine_tuning.progress import JobMetrics, event_data, step_metrics
+from engine.servers.fine_tuning.progress import JobMetrics, Pace, event_data, step_metrics
 from engine.servers.fine_tuning.schema import Job
 from engine.servers.fine_tuning.store import PREFIX, JobStore
 from engine.servers.serving.storage import FileLock
@@ -57,6 +57,7 @@ class JobRunner:
         self._awake = asyncio.Event()
         self._loop: asyncio.Task[None] | None = None
         self._training: str | None = None  # id of the job that trains
+        self._pace = Pace()
 
     @cached_property
     def _metrics(self) -> JobMetrics:
@@ -78,6 +79,12 @@ class JobRunner:
             await asyncio.gather(self._loop, return_exceptions=True)
         if self._lock is not None:
             self._lock.release()
+
+    def estimated_finish(self, job_id: str) -> int | None:
+        """When the job will end, in seconds since 1970. None if it does not train, or if it is too
+        early to say.
+        """
+        return self._pace.finish if job_id == self._training else None
 
     def notice(self) -> None:
         """Tell the runner that a job was created or has another status."""
@@ -128,6 +135,8 @@ class JobRunner:
         self._training = job.id
         try:
             await self._train(job)
+        except UnavailableError:  # of the storage; the job goes on when it works again
+            raise
         except EngineError as error:
             await self._fail(job, str(error))
         except Exception:  # a bug; the job ends, so that it is not tried forever
@@ -163,33 +172,43 @@ class JobRunner:
     async def _train(self, job: Job) -> None:
         """Run the training process until it ends, and again if it dies."""
         folder, num_deaths, best = self.folder_of(job.id), 0, 0
-        _, start = folder.events()
-        while True:
-            last, start = await self._attend(job, folder, start)
+        last, start = await self._catch_up(job, folder)
+        while last is None or last.kind != "succeeded":
+            last, start, status = await self._attend(job, folder, start)
             if last is None:  # paused or cancelled
                 return
             if last.kind == "succeeded":
-                await self._serve(job, folder)
-                return
+                break
             if last.kind == "failed":
                 raise EngineError(last.message)
             self._metrics.deaths.inc()
             num_deaths = 1 if last.step > best else num_deaths + 1
             best = max(best, last.step)
+            death = f"The training process {how_it_ended(status)}."
             if num_deaths >= MAX_DEATHS:
-                tail = log_tail(folder.path)
-                raise EngineError(f"the training process died {num_deaths} times: {tail}")
+                raise EngineError(f"{death} It died {num_deaths} times. {log_tail(folder.path)}")
             await self._store.note(
-                job.id,
-                "The training process died. It continues from the last checkpoint.",
-                level="warn",
+                job.id, f"{death} It continues from the last checkpoint.", level="warn"
             )
+        await self._serve(job, folder)
+
+    async def _catch_up(self, job: Job, folder: JobFolder) -> tuple[TrainingEvent | None, int]:
+        """Record the steps that a server which was killed did not see. Returns the last event, and
+        the byte after it.
+        """
+        events, start = await asyncio.to_thread(folder.events)
+        recorded = await self._store.last_step(job.id)
+        for event in events:
+            if event.kind == "metrics" and event.step > recorded:
+                await self._record(job, event)
+        return (events[-1] if events else None), start
 
     async def _attend(
         self, job: Job, folder: JobFolder, start: int
-    ) -> tuple[TrainingEvent | None, int]:
+    ) -> tuple[TrainingEvent | None, int, int]:
         """Run a training process, which is held while requests are open."""
         process = TrainerProcess(folder)
+        self._pace = Pace()
         hold = None
         if self._services.settings.finetuning.yield_to_requests:
             hold = Hold(self._services.lifecycle, process)
@@ -204,9 +223,9 @@ class JobRunner:
 
     async def _follow(
         self, job: Job, folder: JobFolder, process: TrainerProcess, hold: Hold | None, start: int
-    ) -> tuple[TrainingEvent | None, int]:
+    ) -> tuple[TrainingEvent | None, int, int]:
         """Record events until the process ends. Returns the last event, or None if the job was
-        paused or cancelled.
+        paused or cancelled; the byte after it; and the exit status.
         """
         last = TrainingEvent(kind="loading")
         while True:
@@ -215,12 +234,13 @@ class JobRunner:
             for event in events:
                 last = event
                 await self._record(job, event)
-            if status is not None:
-                return (None if last.kind == "paused" else last), start
-            await self._count()
             now = (await self._store.find(job.id)).status
+            if status is not None:
+                is_over = now == "running" or last.kind in ("succeeded", "failed")
+                return (last if is_over else None), start, status
+            await self._count()
             if now == "cancelled":
-                return None, start
+                return None, start, 0
             if now == "paused":
                 if hold is not None:
                     await hold.end()
@@ -228,8 +248,11 @@ class JobRunner:
             await self._pause(REST_S if hold is not None and hold.is_held else POLL_S)
 
     async def _record(self, job: Job, event: TrainingEvent) -> None:
+        if event.kind == "notice":
+            await self._store.note(job.id, event.message, level="warn")
         if event.kind == "metrics":
             self._metrics.observe(event)
+            self._pace.observe(event)
             text = f"Step {event.step}/{event.num_steps}: training loss={event.loss:.4f}"
             if event.validation_loss is not None:
                 text += f", validation loss={event.validation_loss:.4f}"

@@ -1,13 +1,23 @@
 """The request bodies of /v1/fine_tuning/jobs, and jobs and events as stored and as sent."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal, get_args
 
 import msgspec
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    ValidationError,
+    WrapValidator,
+    field_validator,
+)
+from pydantic_core import PydanticCustomError
 
 from engine.finetuning.data import Method
-from engine.finetuning.plan import MAX_RANK, Decided, Hyperparameters, LoraShape
+from engine.finetuning.plan import MAX_RANK, SUFFIX, Decided, Hyperparameters, LoraShape
+from engine.servers.http.errors import problem
 from engine.servers.http.listing import Cursor, Query
 
 Status = Literal[
@@ -22,11 +32,31 @@ class _Body(BaseModel):
     model_config = ConfigDict(strict=True, extra="forbid", frozen=True, defer_build=True)
 
 
+def _or_auto(rule: str) -> WrapValidator:
+    """One error for a value that is neither `rule` nor auto. Pydantic would have two."""
+
+    def check(value: Any, validate: Callable[[Any], Any]) -> Any:
+        try:
+            return validate(value)
+        except ValidationError:
+            raise PydanticCustomError("auto", f"should be auto, or {rule}") from None
+
+    return WrapValidator(check)
+
+
 class HyperparametersBody(_Body):
-    n_epochs: Auto | Annotated[int, Field(ge=1, le=1000)] = "auto"
-    batch_size: Auto | Annotated[int, Field(ge=1, le=1024)] = "auto"
-    learning_rate_multiplier: Auto | Annotated[float, Field(ge=1e-4, le=100)] = "auto"
-    beta: Auto | Annotated[float, Field(ge=1e-4, le=10)] = "auto"
+    n_epochs: Annotated[
+        Auto | Annotated[int, Field(ge=1, le=1000)], _or_auto("an integer from 1 to 1000")
+    ] = "auto"
+    batch_size: Annotated[
+        Auto | Annotated[int, Field(ge=1, le=1024)], _or_auto("an integer from 1 to 1024")
+    ] = "auto"
+    learning_rate_multiplier: Annotated[
+        Auto | Annotated[float, Field(ge=1e-4, le=100)], _or_auto("a number from 0.0001 to 100")
+    ] = "auto"
+    beta: Annotated[
+        Auto | Annotated[float, Field(ge=1e-4, le=10)], _or_auto("a number from 0.0001 to 10")
+    ] = "auto"
 
     def stated(self) -> Hyperparameters:
         return Hyperparameters(**self.model_dump())
@@ -71,7 +101,7 @@ class JobBody(_Body):
     validation_file: FileId | None = None
     method: MethodBody | None = None
     hyperparameters: HyperparametersBody | None = None  # OpenAI's older place for them
-    suffix: Annotated[str, Field(pattern=r"^[A-Za-z0-9._-]{1,64}$")] | None = None
+    suffix: Annotated[str, Field(pattern=SUFFIX)] | None = None
     seed: Annotated[int, Field(ge=0, le=2**31 - 1)] | None = None
     metadata: (
         Annotated[
@@ -80,8 +110,18 @@ class JobBody(_Body):
         ]
         | None
     ) = None
-    integrations: Annotated[list[Any], Field(max_length=0)] | None = None  # we have none
+    integrations: list[Any] | None = None
     lora: LoraBody = LoraBody()
+
+    @field_validator("integrations")
+    @classmethod
+    def _has_none(cls, value: list[Any] | None) -> None:
+        if value:
+            raise problem(
+                "integrations",
+                "there are none here, also not wandb; the figures of each step are in the job's "
+                "events and in its result file",
+            )
 
     @property
     def kind(self) -> Method:
@@ -98,6 +138,10 @@ class JobBody(_Body):
 class JobQuery(Query):
     after: Cursor | None = None
     limit: Annotated[int, Field(ge=1, le=100)] = 20
+
+
+class JobListQuery(JobQuery):
+    metadata: dict[str, str] | None = None  # metadata[KEY]=VALUE: jobs that have this pair
 
 
 class EventQuery(JobQuery):
@@ -130,7 +174,12 @@ class Job:
     def has_ended(self) -> bool:
         return self.status in ENDED
 
-    def body(self) -> dict[str, Any]:
+    @property
+    def labels(self) -> dict[str, str]:
+        """The metadata. Empty if there are none."""
+        return {} if self.metadata is None else msgspec.json.decode(self.metadata)
+
+    def body(self, estimated_finish: int | None = None) -> dict[str, Any]:
         decided = msgspec.json.decode(self.hyperparameters, type=Decided)
         numbers = {
             "n_epochs": decided.n_epochs,
@@ -159,8 +208,8 @@ class Job:
             "trained_tokens": self.trained_tokens,
             "error": error,
             "integrations": [],
-            "metadata": None if self.metadata is None else msgspec.json.decode(self.metadata),
-            "estimated_finish": None,
+            "metadata": None if self.metadata is None else self.labels,
+            "estimated_finish": estimated_finish,
         }
 
 

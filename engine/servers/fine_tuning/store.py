@@ -5,6 +5,7 @@ may be killed at any time.
 import sqlite3
 from collections.abc import Sequence
 from dataclasses import fields
+from itertools import islice
 from typing import Any
 
 import msgspec
@@ -107,7 +108,12 @@ class JobStore:
     async def find(self, job_id: str, owner: str | None = None) -> Job:
         return await self._database.run(lambda db: _find(db, job_id, owner))
 
-    async def page(self, owner: str, after: str | None, limit: int) -> list[Job]:
+    async def page(
+        self, owner: str, after: str | None, limit: int, metadata: dict[str, str] | None = None
+    ) -> list[Job]:
+        """Jobs, the newest first. With `metadata`, only those that have all of its pairs."""
+        wanted = (metadata or {}).items()
+
         def work(db: sqlite3.Connection) -> list[Job]:
             query = f"SELECT {_COLUMNS} FROM fine_tuning_jobs WHERE owner = ?"
             values: list[Any] = [owner]
@@ -115,10 +121,17 @@ class JobStore:
                 _find(db, after, owner)
                 query += " AND seq < (SELECT seq FROM fine_tuning_jobs WHERE id = ?)"
                 values.append(after)
-            rows = db.execute(f"{query} ORDER BY seq DESC LIMIT ?", (*values, limit))
-            return [Job(**dict(row)) for row in rows]
+            rows = db.execute(f"{query} ORDER BY seq DESC", values)
+            jobs = (Job(**dict(row)) for row in rows)
+            found = (job for job in jobs if wanted <= job.labels.items())
+            return list(islice(found, limit))
 
         return await self._database.run(work)
+
+    async def last_step(self, job_id: str) -> int:
+        """The last step whose metrics are stored; 0 if there is none."""
+        query = "SELECT MAX(step) FROM fine_tuning_events WHERE job_id = ?"
+        return await self._database.run(lambda db: db.execute(query, (job_id,)).fetchone()[0] or 0)
 
     async def next_job(self) -> Job | None:
         """The oldest job that is running or waits to run."""

@@ -9,16 +9,13 @@ from starlette.responses import Response
 
 from engine.core.interfaces.backend import CompletionRequest
 from engine.servers.access.auth import principal_of
-from engine.servers.interp.opening import (
-    NO_TAPS,
-    interp_opener,
-    vector_store,
-)
+from engine.servers.interp.opening import NO_TAPS, interp_opener, vector_store
 from engine.servers.openai.format import collect
 from engine.servers.schema import fields
 from engine.servers.schema.body import SamplingBody
 from engine.servers.serving.admission import Ticket
 from engine.servers.serving.chat import NO_TEXT
+from engine.servers.serving.generation_context import generation_context
 from engine.servers.serving.services import Services, json_response, new_completion_id
 from engine.servers.serving.special_tokens import parses_special
 
@@ -38,37 +35,7 @@ def add_interp_routes(app: FastAPI, services: Services) -> None:
     async def run(
         request: Request, ticket: Annotated[Ticket, Depends(services.admitted)]
     ) -> Response:
-        body = await services.read(request, RunBody)
-        card = services.choose_model(request, body.model)
-        services.require(card, "completions", "prompt", NO_TEXT)
-        parses = await parses_special(services, request, card, body.parse_special, [body.prompt])
-        params = body.sampling(card, 1, None)
-        if body.temperature is None:  # the next token is the likeliest, not a sample
-            params = msgspec.structs.replace(params, temperature=0.0)
-        run_id = new_completion_id("interp")
-        opener = interp_opener(services, request, card, body.interp, params)
-        asked = CompletionRequest(
-            context=services.context(request, card, body, params, run_id),
-            prompt=body.prompt,
-            parse_special=parses,
-            add_special_tokens=body.add_special_tokens is not False,
-        )
-        pump = await services.begin(ticket, params)
-        pump.watch(request.receive)
-        pump.read(await pump.open(opener, [asked]))
-        collected = await collect(pump, 1)
-        made = {
-            "id": run_id,
-            "object": "interp.run",
-            "model": card.id,
-            "next_token": {
-                "text": collected.choices[0].text,
-                "id": next(iter(collected.choices[0].token_ids), None),
-            },
-            "usage": {"prompt_tokens": pump.usage.prompt_tokens},
-            "interp": await opener.answer(),
-        }
-        return json_response(made)
+        return json_response(await _run(services, request, ticket))
 
     @app.get("/v1/interp/sites")
     async def sites(request: Request) -> Response:
@@ -95,3 +62,36 @@ def add_interp_routes(app: FastAPI, services: Services) -> None:
     async def delete(result_id: str, request: Request) -> Response:
         services.interp_results.delete(result_id, principal_of(request).name)
         return json_response({"id": result_id, "object": "interp.result", "deleted": True})
+
+
+async def _run(services: Services, request: Request, ticket: Ticket) -> dict[str, Any]:
+    body = await services.read(request, RunBody)
+    card = services.choose_model(request, body.model)
+    services.require(card, "completions", "prompt", NO_TEXT)
+    parses = await parses_special(services, request, card, body.parse_special, [body.prompt])
+    params = body.sampling(card, 1, None)
+    if body.temperature is None:  # the next token is the likeliest, not a sample
+        params = msgspec.structs.replace(params, temperature=0.0)
+    run_id = new_completion_id("interp")
+    opener = interp_opener(services, request, card, body.interp, params)
+    asked = CompletionRequest(
+        context=generation_context(services, request, card, body, params, run_id),
+        prompt=body.prompt,
+        parse_special=parses,
+        add_special_tokens=body.add_special_tokens is not False,
+    )
+    pump = await services.begin(ticket, params)
+    pump.watch(request.receive)
+    pump.read(await pump.open(opener, [asked]))
+    collected = await collect(pump, 1)
+    return {
+        "id": run_id,
+        "object": "interp.run",
+        "model": card.id,
+        "next_token": {
+            "text": collected.choices[0].text,
+            "id": next(iter(collected.choices[0].token_ids), None),
+        },
+        "usage": {"prompt_tokens": pump.usage.prompt_tokens},
+        "interp": await opener.answer(),
+    }

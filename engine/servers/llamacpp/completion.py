@@ -23,12 +23,7 @@ from engine.core.interfaces.backend import (
 )
 from engine.servers.http.errors import problem
 from engine.servers.http.sse import StreamFormat, answer_streaming
-from engine.servers.llamacpp.format import (
-    Asked,
-    NativeStream,
-    answers,
-    settings_body,
-)
+from engine.servers.llamacpp.format import Asked, NativeStream, answers, settings_body
 from engine.servers.llamacpp.schema import Extra, InfillBody, NativeBody, NativeSampling, Parts
 from engine.servers.openai.completions import NO_SUFFIX
 from engine.servers.openai.format import collect
@@ -37,11 +32,8 @@ from engine.servers.openai.token_fields import allowed_alternatives
 from engine.servers.serving.admission import Ticket
 from engine.servers.serving.chat import NO_TEXT, require_grammar
 from engine.servers.serving.event_pump import EventPump
-from engine.servers.serving.services import (
-    Services,
-    json_bytes,
-    new_completion_id,
-)
+from engine.servers.serving.generation_context import generation_context
+from engine.servers.serving.services import Services, json_bytes, new_completion_id
 
 _encode = msgspec.json.encode
 # Tokens that a prompt for filling in may have besides its texts.
@@ -199,7 +191,7 @@ async def _answer(
     params = body.params(card, room, await _biases(services, card, body))
     await allowed_alternatives(services, card, "n_probs", params.logprobs)
     completion_id = new_completion_id("cmpl")
-    context = services.context(request, card, body, params, completion_id, body.grammar)
+    context = generation_context(services, request, card, body, params, completion_id, body.grammar)
     count = len(prompts.prompts)
     pump = await services.begin(ticket, params, count)
     pump.reports_progress = body.reports_progress

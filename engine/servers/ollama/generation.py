@@ -39,12 +39,8 @@ from engine.servers.serving.chat import (
     thinking_switch,
 )
 from engine.servers.serving.event_pump import EventPump
-from engine.servers.serving.services import (
-    Services,
-    json_bytes,
-    json_response,
-    new_completion_id,
-)
+from engine.servers.serving.generation_context import generation_context
+from engine.servers.serving.services import Services, json_bytes, json_response, new_completion_id
 
 
 def add_generation_routes(app: FastAPI, services: Services, models: OllamaModels) -> None:
@@ -173,7 +169,9 @@ async def _open_text(
     params = body.params(card)
     completion_id = new_completion_id("ollama")
     asked = CompletionRequest(
-        context=services.context(request, card, body, params, completion_id, body.format),
+        context=generation_context(
+            services, request, card, body, params, completion_id, body.format
+        ),
         prompt=body.prompt or "",
         suffix=body.suffix or None,
         parse_special=bool(body.raw),

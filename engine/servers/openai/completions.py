@@ -54,12 +54,8 @@ from engine.servers.serving.chat import (
     warn_of_cache_key,
 )
 from engine.servers.serving.event_pump import EventPump
-from engine.servers.serving.services import (
-    Services,
-    context_of_prompt,
-    json_bytes,
-    new_completion_id,
-)
+from engine.servers.serving.generation_context import context_of_prompt, generation_context
+from engine.servers.serving.services import Services, json_bytes, new_completion_id
 from engine.servers.serving.special_tokens import parses_special
 
 
@@ -251,7 +247,9 @@ def add_completions_routes(app: FastAPI, services: Services) -> None:
         parses = await parses_special(services, request, card, body.parse_special, body.prompt)
         params = await with_token_params(services, card, body, backend_params(body, card))
         completion_id = new_completion_id("cmpl")
-        context = services.context(request, card, body, params, completion_id, body.grammar)
+        context = generation_context(
+            services, request, card, body, params, completion_id, body.grammar
+        )
         pump = await services.begin(ticket, params, len(body.prompt))
         pump.reports_progress = body.reports_progress
         pump.watch(request.receive)
@@ -307,7 +305,9 @@ def add_fim_routes(app: FastAPI, services: Services) -> None:
         params = body.params(card)
         completion_id = new_completion_id("fim")
         asked = CompletionRequest(
-            context=services.context(request, card, body, params, completion_id, body.grammar),
+            context=generation_context(
+                services, request, card, body, params, completion_id, body.grammar
+            ),
             prompt=body.prompt,
             suffix=body.suffix or None,
             parse_special=parses,

@@ -32,6 +32,7 @@ from engine.servers.http.errors import describe, problem
 from engine.servers.http.request_log import record_of
 from engine.servers.schema import fields
 from engine.servers.serving.admission import Ticket
+from engine.servers.serving.generation_context import note_end_user, priority_of, queue_timeout_s
 from engine.servers.serving.services import Services, new_completion_id
 
 MAX_INPUTS = 2_048
@@ -153,18 +154,18 @@ async def embed(
     """
     record = record_of(request.scope)
     record.completion_id = new_completion_id(kind)
-    services.note_end_user(request, body.user)
+    note_end_user(request, body.user)
     timeout_s = services.settings.server.request_timeout_s
     asked = EmbedRequest(
         request_id=record.completion_id,
         model=card.id,
         inputs=tuple(inputs),
         prompt_names=tuple(prompt_names),
-        priority=services.priority(request, card, body.priority),
+        priority=priority_of(services, request, card, body.priority),
         salt=principal_of(request).name,
         tenant=principal_of(request).name,
         timeout_s=timeout_s,
-        queue_timeout_s=services.queue_timeout_s(request),
+        queue_timeout_s=queue_timeout_s(services, request),
         truncate_prompt_tokens=body.truncate_prompt_tokens,
     )
     made: list[Embeddings] = []

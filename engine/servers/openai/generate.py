@@ -43,11 +43,8 @@ from engine.servers.openai.schema import GenerateBody
 from engine.servers.serving.admission import Ticket
 from engine.servers.serving.chat import NO_TEXT, require_grammar
 from engine.servers.serving.event_pump import EventPump, OutputEvent
-from engine.servers.serving.services import (
-    Services,
-    json_response,
-    new_completion_id,
-)
+from engine.servers.serving.generation_context import generation_context
+from engine.servers.serving.services import Services, json_response, new_completion_id
 from engine.servers.serving.special_tokens import parses_special
 
 if TYPE_CHECKING:
@@ -238,27 +235,6 @@ def add_generate_routes(app: FastAPI, services: Services) -> None:
 
         return SglangGenerateBody
 
-    async def start(request: Request, body: GenerateBody, ticket: Ticket) -> tuple[str, EventPump]:
-        card = services.choose_model(request, body.model)
-        services.require(card, "completions", "prompt", NO_TEXT)
-        parses = await parses_special(services, request, card, body.parse_special, [body.prompt])
-        request_id = new_completion_id("gen")
-        params = body.params(card)
-        require_grammar(services, card, body.structured_outputs)
-        grammar = body.structured_outputs
-        context = services.context(request, card, body, params, request_id, grammar)
-        pump = await services.begin(ticket, params)
-        if body.stream:
-            pump.watch(request.receive)
-        asked = CompletionRequest(
-            context=context,
-            prompt=body.prompt,
-            parse_special=parses,
-            add_special_tokens=body.add_special_tokens is not False,
-        )
-        pump.read(await pump.open(services.backend, [asked]))
-        return request_id, pump
-
     @app.post("/generate")
     async def submit(
         request: Request, ticket: Annotated[Ticket, Depends(services.admitted)]
@@ -268,7 +244,7 @@ def add_generate_routes(app: FastAPI, services: Services) -> None:
             from engine.servers.sglang_api.generate import answer  # few clients send this form
 
             return await answer(services, request, ticket, body)
-        request_id, pump = await start(request, body, ticket)
+        request_id, pump = await _start(services, request, body, ticket)
         if body.stream:
             return await answer_streaming(pump, GenerateStream(request_id))
         await pump.accepted(CHECK_WAIT_S, SUBMIT_WAIT_S)
@@ -303,6 +279,30 @@ def add_generate_routes(app: FastAPI, services: Services) -> None:
         submission = submissions.find(request_id, principal_of(request).name)
         await submission.cancel()
         return json_response(submission.state())
+
+
+async def _start(
+    services: Services, request: Request, body: GenerateBody, ticket: Ticket
+) -> tuple[str, EventPump]:
+    card = services.choose_model(request, body.model)
+    services.require(card, "completions", "prompt", NO_TEXT)
+    parses = await parses_special(services, request, card, body.parse_special, [body.prompt])
+    request_id = new_completion_id("gen")
+    params = body.params(card)
+    require_grammar(services, card, body.structured_outputs)
+    grammar = body.structured_outputs
+    context = generation_context(services, request, card, body, params, request_id, grammar)
+    pump = await services.begin(ticket, params)
+    if body.stream:
+        pump.watch(request.receive)
+    asked = CompletionRequest(
+        context=context,
+        prompt=body.prompt,
+        parse_special=parses,
+        add_special_tokens=body.add_special_tokens is not False,
+    )
+    pump.read(await pump.open(services.backend, [asked]))
+    return request_id, pump
 
 
 def _uncounted(seconds: float, num_tokens: int) -> None:

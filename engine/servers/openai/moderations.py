@@ -21,6 +21,7 @@ from engine.servers.schema.body import SamplingBody
 from engine.servers.schema.images import Content, image_from_url
 from engine.servers.serving.admission import Ticket
 from engine.servers.serving.chat import ChatAsk, chat_request, thinking_switch
+from engine.servers.serving.generation_context import generation_context
 from engine.servers.serving.services import Services, json_response, new_completion_id
 
 MAX_INPUTS = 64
@@ -147,7 +148,9 @@ def add_moderations_routes(app: FastAPI, services: Services) -> None:
         moderation_id = new_completion_id("modr")
         sampling = SamplingBody(temperature=0)
         params = sampling.sampling(card, min(MAX_ANSWER_TOKENS, card.max_model_len), None)
-        context = services.context(request, card, sampling, params, moderation_id, _GRAMMAR)
+        context = generation_context(
+            services, request, card, sampling, params, moderation_id, _GRAMMAR
+        )
         asked = [
             await _asked(services, request, card, context, index, each.message)
             for index, each in enumerate(body.input)

@@ -109,6 +109,12 @@ def add_admin_models_routes(app: FastAPI, services: Services) -> None:
             await manager.remove(body.id, _patience(services, body))
         return json_response({"id": body.id, "state": "removed"})
 
+    _add_cache_routes(app, services)
+
+
+def _add_cache_routes(app: FastAPI, services: Services) -> None:
+    audit = audit_of(services)
+
     @app.post("/v1/admin/cache/flush")
     async def flush(request: Request) -> Response:
         body = await services.read(request, FlushBody)

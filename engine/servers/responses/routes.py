@@ -66,15 +66,8 @@ def add_responses_routes(app: FastAPI, services: Services) -> None:
         request: Request, ticket: Annotated[Ticket, Depends(services.admitted)]
     ) -> Response:
         body = await services.read(request, TokenCountBody)
-        card = chat_model(services, request, body.model, "input")
-        prompt = await maker.prompt(body, principal_of(request).name)
-        context = GenerationContext(
-            request_id=new_completion_id("count"), params=SamplingParams(), grammar=body.grammar
-        )
-        ask = maker.chat_ask(request, body, card, prompt.messages)
-        chat = await chat_request(services, request, ask, context)
-        token_ids = await services.backend.tokenize(chat, model=card.id)
-        return json_response({"object": "response.input_tokens", "input_tokens": len(token_ids)})
+        count = await _count_tokens(services, maker, request, body)
+        return json_response({"object": "response.input_tokens", "input_tokens": count})
 
     @app.post("/v1/responses/compact")
     async def compact_conversation(
@@ -83,6 +76,10 @@ def add_responses_routes(app: FastAPI, services: Services) -> None:
         body = await services.read(request, CompactBody)
         return json_response(await compact(services, maker, request, body, ticket))
 
+    _add_stored_routes(app, store, background)
+
+
+def _add_stored_routes(app: FastAPI, store: ResponseStore, background: Background) -> None:
     @app.get("/v1/responses/{response_id}")
     async def retrieve(request: Request, response_id: str) -> Response:
         query = parse_query(ResponseQuery, request)
@@ -108,3 +105,16 @@ def add_responses_routes(app: FastAPI, services: Services) -> None:
     @app.post("/v1/responses/{response_id}/cancel")
     async def cancel(request: Request, response_id: str) -> Response:
         return json_bytes(await background.cancel(response_id, principal_of(request).name))
+
+
+async def _count_tokens(
+    services: Services, maker: ResponseMaker, request: Request, body: TokenCountBody
+) -> int:
+    card = chat_model(services, request, body.model, "input")
+    prompt = await maker.prompt(body, principal_of(request).name)
+    context = GenerationContext(
+        request_id=new_completion_id("count"), params=SamplingParams(), grammar=body.grammar
+    )
+    ask = maker.chat_ask(request, body, card, prompt.messages)
+    chat = await chat_request(services, request, ask, context)
+    return len(await services.backend.tokenize(chat, model=card.id))

@@ -24,6 +24,7 @@ from engine.core.interfaces.request import SamplingParams
 from engine.servers.schema.body import SamplingBody
 from engine.servers.serving.admission import Ticket
 from engine.servers.serving.event_pump import EventPump, Opener
+from engine.servers.serving.generation_context import generation_context
 from engine.servers.serving.services import Services
 
 NO_TEXT = "writes no text; use /v1/embeddings"
@@ -126,7 +127,9 @@ async def open_chat(
     client waits: the request has no queue timeout, and continues when the client disconnects.
     """
     ask = _without_idle_grammar(services, request, ask)
-    context = services.context(request, ask.card, sampling, params, completion_id, ask.grammar)
+    context = generation_context(
+        services, request, ask.card, sampling, params, completion_id, ask.grammar
+    )
     if not is_awaited:
         context = msgspec.structs.replace(context, queue_timeout_s=None)
     chat = await chat_request(services, request, ask, context)

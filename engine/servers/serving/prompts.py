@@ -12,7 +12,8 @@ from engine.servers.schema.fields import Prompt
 from engine.servers.serving.admission import Ticket
 from engine.servers.serving.chat import NO_TEXT, require_grammar
 from engine.servers.serving.event_pump import EventPump
-from engine.servers.serving.services import Services, context_of_prompt, new_completion_id
+from engine.servers.serving.generation_context import context_of_prompt, generation_context
+from engine.servers.serving.services import Services, new_completion_id
 from engine.servers.serving.special_tokens import parses_special
 
 
@@ -44,7 +45,9 @@ async def open_prompts(
     require_grammar(services, card, prompts.grammar)
     parses = await parses_special(services, request, card, prompts.parse_special, prompts.texts)
     backend_id = new_completion_id(prompts.prefix)
-    context = services.context(request, card, body, prompts.params, backend_id, prompts.grammar)
+    context = generation_context(
+        services, request, card, body, prompts.params, backend_id, prompts.grammar
+    )
     asked = [
         CompletionRequest(
             context=context_of_prompt(context, index),

@@ -3,7 +3,6 @@
 import functools
 import re
 import secrets
-import time
 from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
@@ -20,22 +19,17 @@ from engine.core.errors import (
     PayloadTooLargeError,
     UnavailableError,
 )
-from engine.core.interfaces.backend import (
-    GenerationContext,
-    GrammarSpec,
-    ModelCard,
-    Preset,
-)
-from engine.core.interfaces.request import UNSHARED, SamplingParams
+from engine.core.interfaces.backend import ModelCard, Preset
+from engine.core.interfaces.request import SamplingParams
 from engine.core.key_file import NO_LIMITS
 from engine.core.observability.metrics import Metrics
-from engine.servers.access.auth import ANYONE, KeyRing, is_acting, principal_of
+from engine.servers.access.auth import ANYONE, KeyRing, principal_of
 from engine.servers.access.quotas import Quotas
 from engine.servers.http.errors import PromptTooLargeError
 from engine.servers.http.history import RequestHistory
 from engine.servers.http.limits import decode_object, read_parsed
 from engine.servers.http.request_log import record_of
-from engine.servers.schema.body import Body, SamplingBody, parse_body
+from engine.servers.schema.body import Body, parse_body
 from engine.servers.schema.dialects.reading import Reading
 from engine.servers.serving.admission import Lifecycle, Ticket
 from engine.servers.serving.event_pump import EventPump
@@ -53,17 +47,6 @@ NOT_READY_RETRY_S = 5.0
 MAX_BYTES_PER_TOKEN = 16
 _MAX_NAMED_MODELS = 20
 T = TypeVar("T")
-REPLACED_BY_MIROSTAT = (
-    *("top_k", "top_p", "min_p", "typical_p", "top_n_sigma"),
-    *("xtc_probability", "min_keep", "samplers"),
-)
-_DEFAULT_PARAMS = SamplingParams()
-# The lowest priority (the largest number), so that lines of batches and other offline work run
-# after all requests of clients.
-OFFLINE_PRIORITY = 100
-# Names that clients use for sampling parameters, if they have other names here.
-_SENT_AS = {"text_bias": "logit_bias"}
-SESSION_HEADER = "x-session-id"
 # Entry of the ASGI scope with the model that the path of a request names. It replaces the model in
 # the body.
 DEPLOYMENT = "engine.deployment"
@@ -293,91 +276,6 @@ class Services:
                 code="unsupported_parameter",
             )
 
-    def context(
-        self,
-        request: Request,
-        card: ModelCard,
-        body: SamplingBody,
-        params: SamplingParams,
-        completion_id: str,
-        grammar: GrammarSpec | None = None,
-    ) -> GenerationContext:
-        """Everything that the backend needs besides the prompt: sampling parameters, model, tenant,
-        salt and time limits. Also sets fields of the request's log line.
-        """
-        self._check_params(request, card, params)
-        principal = principal_of(request)
-        record = record_of(request.scope)
-        record.completion_id = completion_id
-        record.accepted_at = time.monotonic()
-        record.tenant = principal.name
-        record.metadata = body.metadata or None
-        self.note_end_user(request, body.end_user)
-        salt = principal.name
-        if body.cache_salt is not None:
-            salt = principal.digest(body.cache_salt)
-        if body.cache_prompt is False:
-            salt = UNSHARED + secrets.token_hex(16)
-        return GenerationContext(
-            request_id=completion_id,
-            params=params,
-            model=card.id,
-            session=_session(request, body),
-            priority=self.priority(request, card, body.priority),
-            salt=salt,
-            tenant=principal.name,
-            timeout_s=self.settings.server.request_timeout_s,
-            queue_timeout_s=self.queue_timeout_s(request),
-            grammar=grammar,
-            truncate_prompt_tokens=body.truncate_prompt_tokens,
-            truncation_side=body.truncation_side or "left",
-            expected=body.expected_text,
-            notes=self.history.notes_of(record),
-        )
-
-    def queue_timeout_s(self, request: Request) -> float | None:
-        """Max seconds that the request may wait in the queue for its first step. None for batches
-        and other offline work, for which no client waits.
-        """
-        is_own = is_acting(request.scope)
-        return None if is_own else self.settings.server.queue_timeout_s
-
-    def _check_params(self, request: Request, card: ModelCard, params: SamplingParams) -> None:
-        """Refuse sampling parameters that the model's backend lacks. Warn about those that it
-        emulates, and about samplers that Mirostat replaces.
-        """
-        for name in REPLACED_BY_MIROSTAT if params.mirostat else ():
-            if getattr(params, name) != getattr(_DEFAULT_PARAMS, name):
-                self.warn(request, name, "has no effect, mirostat replaces it")
-        if not (card.lacks or card.emulated):
-            return
-        for name in SamplingParams.__struct_fields__:
-            if getattr(params, name) == getattr(_DEFAULT_PARAMS, name):
-                continue
-            if name in card.lacks:
-                what = f"is answered by a backend ({card.backend}) that has no such parameter"
-                self.require(card, name, _SENT_AS.get(name, name), what)
-            elif name in card.emulated:
-                self.warn(request, name, f"emulated, for its backend ({card.backend}) lacks it")
-
-    def priority(self, request: Request, card: ModelCard, asked: int | None) -> int:
-        """The request's priority. Warns the client if the backend ignores priorities. This is no
-        error, because a priority is only a hint.
-        """
-        if asked and "priority" in card.lacks:
-            self.warn(request, "priority", f"has no effect, its backend ({card.backend}) has none")
-        if asked is not None:
-            return asked
-        return OFFLINE_PRIORITY if is_acting(request.scope) else 0
-
-    def note_end_user(self, request: Request, user: str | None) -> None:
-        """Write a hash of the end user's name to the request log, so that abuse can be traced
-        without storing the name.
-        """
-        if user:
-            digest = principal_of(request).digest(user)
-            record_of(request.scope).user_hash = digest[:16]
-
     async def begin(
         self, ticket: Ticket, params: SamplingParams, num_prompts: int = 1
     ) -> EventPump:
@@ -387,25 +285,6 @@ class Services:
             max_tokens=params.max_tokens,
             timeout_s=self.settings.server.request_timeout_s,
         )
-
-
-def _session(request: Request, body: SamplingBody) -> str:
-    """A hash of the name that the client gave to the conversation. Empty if the client sent
-    none.
-    """
-    named = request.headers.get(SESSION_HEADER) or body.conversation_key
-    return principal_of(request).digest(named) if named else ""
-
-
-def context_of_prompt(context: GenerationContext, index: int) -> GenerationContext:
-    """The context of one of several prompts of a request. Only the first prompt has a queue
-    timeout, because the others may have to wait for it.
-    """
-    return msgspec.structs.replace(
-        context,
-        request_id=f"{context.request_id}-{index}",
-        queue_timeout_s=context.queue_timeout_s if index == 0 else None,
-    )
 
 
 def new_completion_id(prefix: str) -> str:

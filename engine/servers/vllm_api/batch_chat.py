@@ -21,6 +21,7 @@ from engine.servers.schema.body import parse_body
 from engine.servers.schema.dialects.reading import Reading, asks_for_nothing
 from engine.servers.serving.admission import Ticket
 from engine.servers.serving.chat import chat_model, chat_request
+from engine.servers.serving.generation_context import generation_context
 from engine.servers.serving.services import Services, json_bytes, new_completion_id
 
 MAX_CONVERSATIONS = 128
@@ -72,7 +73,9 @@ def add_batch_chat_routes(app: FastAPI, services: Services) -> None:
         card = chat_model(services, request, body.model, "messages")
         params = await with_token_params(services, card, body, body.params(card))
         completion_id = new_completion_id("chatcmpl")
-        context = services.context(request, card, body, params, completion_id, body.grammar)
+        context = generation_context(
+            services, request, card, body, params, completion_id, body.grammar
+        )
         requests = [
             await chat_request(
                 services,

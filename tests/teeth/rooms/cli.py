@@ -5,7 +5,7 @@ from tests.teeth.mutation import Mutation
 MUTATIONS = [
     Mutation(
         "serve: the address of all interfaces is shown, which no client can open",
-        "engine.core.utils.listening",
+        "engine.core.listening",
         "    if address.is_unspecified:\n",
         "    if False:\n",
         "tests/unit/test_cli_serve.py::test_an_address_that_no_client_can_open_is_not_shown",

@@ -38,7 +38,7 @@ MUTATIONS = [
     ),
     Mutation(
         "frameworks: JAX writes windowed layers to the slots of others",
-        "engine.backends.custom.frameworks.jax.execution.runner",
+        "engine.backends.custom.frameworks.jax.execution.programs",
         'return write(per_head, q, k, v, cache, step["window_slots"], own)',
         'return write(per_head, q, k, v, cache, step["write_slots"], own)',
         f"{CONFORMANCE}::TestJAXWindows::test_requests_together_are_requests_alone",

@@ -58,14 +58,14 @@ MUTATIONS = [
     Mutation(
         "embeddings have no priority",
         "engine.servers.openai.embeddings",
-        "        priority=services.priority(request, card, body.priority),\n",
+        "        priority=priority_of(services, request, card, body.priority),\n",
         "",
         "tests/unit/test_server_embeddings.py::test_what_travels_with_a_request",
     ),
     Mutation(
         "embeddings wait for ever",
         "engine.servers.openai.embeddings",
-        "        queue_timeout_s=services.queue_timeout_s(request),\n",
+        "        queue_timeout_s=queue_timeout_s(services, request),\n",
         "",
         "tests/unit/test_server_tenants.py"
         "::test_the_backend_knows_whose_a_request_is_and_how_long_it_may_take",
@@ -128,7 +128,7 @@ MUTATIONS = [
     ),
     Mutation(
         "a second prompt is refused for having waited for the first",
-        "engine.servers.serving.services",
+        "engine.servers.serving.generation_context",
         "queue_timeout_s=context.queue_timeout_s if index == 0 else None",
         "queue_timeout_s=context.queue_timeout_s",
         "tests/unit/test_server_tenants.py"

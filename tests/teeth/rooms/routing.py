@@ -110,7 +110,7 @@ MUTATIONS = [
     ),
     Mutation(
         "fallbacks: one that is down is asked",
-        "engine.routing.router",
+        "engine.routing.model_table",
         "                if other.is_up and card",
         "                if card",
         "tests/unit/test_router_reports.py"
@@ -126,7 +126,7 @@ MUTATIONS = [
     Mutation(
         "on demand: a model is taken to be as large as guessed",
         "engine.routing.on_demand",
-        "self._expected_bytes = self.resident_bytes() or self._expected_bytes",
+        "self.expected_bytes = self.resident_bytes() or self.expected_bytes",
         "pass",
         "tests/unit/test_on_demand.py::test_what_a_model_took_the_last_time_is_what_it_needs",
     ),
@@ -217,8 +217,8 @@ MUTATIONS = [
     ),
     Mutation(
         "routing: a replaced engine ends before its requests",
-        "engine.routing.on_demand",
-        "        while old.num_open:\n            await asyncio.sleep(RETIRE_POLL_S)\n",
+        "engine.routing.swapping",
+        "        while old.num_open:\n            await asyncio.sleep(POLL_S)\n",
         "",
         "tests/unit/test_swap.py::test_another_model_leaves_open_requests_to_the_old_engine",
     ),

@@ -4,10 +4,8 @@ The output has a temporary name until it is complete. An existing file is never 
 """
 
 import json
-import os
-import shutil
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import closing, contextmanager
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import closing
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -53,6 +51,7 @@ from engine.backends.custom.conversion.stored import (
     stored_array,
     stored_tensors,
 )
+from engine.backends.custom.conversion.writing import Progress, new_place, write_pieces
 from engine.backends.custom.ir.rotary import inverse_frequencies
 from engine.backends.custom.weights.files import member, read_json
 from engine.backends.custom.weights.lazy_tensor import LazyTensor
@@ -61,7 +60,7 @@ from engine.backends.custom.weights.quantize import quantize
 from engine.backends.custom.weights.quants import dequantize
 from engine.backends.custom.weights.safetensors import SINGLE_NAME
 from engine.backends.custom.weights.weight import Weight
-from engine.core.errors import ConfigError, ModelError, ModelFormatError
+from engine.core.errors import ConfigError, ModelFormatError
 from engine.core.store.checkpoint_files import is_companion
 from engine.core.text.tokenizer_to_gguf import gguf_tokenizer
 from engine.core.text.tokenizer_to_json import tokenizer_files
@@ -92,7 +91,6 @@ def safetensors_bytes(
 
 Format = Literal["gguf", "safetensors", "llama2c"]
 Importance = Mapping[str, NDArray[np.float32]]
-Progress = Callable[[int, int], None]  # bytes written so far, total bytes
 
 TOKENIZER_NAME = "tokenizer.bin"
 _FACTORS = "rope_freqs.weight"
@@ -197,8 +195,8 @@ def _write_gguf(
 ) -> None:
     metadata, tensors = gguf_parts(model, dtype, columns)
     size = gguf_size(tensors)
-    with _new_place(target, size) as path:
-        _write(path, gguf_bytes(metadata, tensors), size, progress)
+    with new_place(target, size) as path:
+        write_pieces(path, gguf_bytes(metadata, tensors), size, progress)
 
 
 def _write_safetensors(
@@ -207,11 +205,11 @@ def _write_safetensors(
     tensors = _hf_tensors(model, dtype)
     files = _hf_files(model, _TORCH_NAMES[most_bytes(tensors)])
     size = sum(tensor.nbytes for tensor in tensors)
-    with _new_place(target, size) as folder:
+    with new_place(target, size) as folder:
         folder.mkdir()
         for name, content in files.items():
             (folder / name).write_bytes(content)
-        _write(folder / SINGLE_NAME, safetensors_bytes(tensors, {}), size, progress)
+        write_pieces(folder / SINGLE_NAME, safetensors_bytes(tensors, {}), size, progress)
 
 
 def _write_llama2c(
@@ -224,8 +222,8 @@ def _write_llama2c(
             f"{beside} is there and belongs to another model; choose a folder without one"
         )
     size = llama2c_size(model)
-    with _new_place(target, size) as path:
-        _write(path, llama2c_bytes(model), size, progress)
+    with new_place(target, size) as path:
+        write_pieces(path, llama2c_bytes(model), size, progress)
     beside.write_bytes(pieces)
 
 
@@ -329,38 +327,3 @@ def _factors(rope: RopeConfig) -> NDArray[np.float32]:
 
 def _json(content: dict[str, Any]) -> bytes:
     return json.dumps(content, indent=2, ensure_ascii=False).encode()
-
-
-@contextmanager
-def _new_place(target: Path, num_bytes: int) -> Iterator[Path]:
-    """Yields a temporary path beside the target. If no error occurs, what was written there is
-    renamed to the target, else it is removed.
-    """
-    free = shutil.disk_usage(target.absolute().parent).free
-    if num_bytes > free:
-        raise ModelError(
-            f"{target.name} takes {num_bytes / 1e9:.1f} GB and the disk has {free / 1e9:.1f} GB "
-            "left; make room, or choose a smaller --type"
-        )
-    place = target.with_name(f".{target.name}.{os.getpid()}.part")
-    try:
-        yield place
-        os.rename(place, target)
-    except OSError as error:
-        raise ModelError(f"cannot write {target}: {error.strerror or error}") from error
-    finally:
-        if place.is_dir():
-            shutil.rmtree(place)
-        else:
-            place.unlink(missing_ok=True)
-
-
-def _write(path: Path, pieces: Iterable[Bytes], size: int, progress: Progress) -> None:
-    done = 0
-    with path.open("wb") as file:
-        for piece in pieces:
-            file.write(piece.data)
-            done += piece.nbytes
-            progress(min(done, size), size)
-        file.flush()
-        os.fsync(file.fileno())

@@ -19,7 +19,7 @@ from engine.core.text.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
     from engine.backends.custom.architectures.vision import VisionConfig
-    from engine.backends.custom.runtime.grammar import Vocabulary
+    from engine.backends.custom.runtime.requests.grammar import Vocabulary
     from engine.backends.custom.weights.model import ModelSource
 
 
@@ -199,7 +199,7 @@ class TextModel:
 
     def vocabulary(self) -> "Vocabulary":
         """The vocabulary for grammars. Ids that only pad the embedding table have empty tokens."""
-        from engine.backends.custom.runtime.grammar import Vocabulary  # imports numpy
+        from engine.backends.custom.runtime.requests.grammar import Vocabulary  # imports numpy
 
         tokenizer = self.tokenizer
         return Vocabulary(

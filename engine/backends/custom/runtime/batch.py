@@ -12,7 +12,6 @@ from dataclasses import replace
 import numpy as np
 
 from engine.backends.custom.runtime.groups.states import checkpoint_arrays
-from engine.backends.custom.runtime.images import rope_positions
 from engine.backends.custom.runtime.model_runner import (
     F32,
     FROM_DEVICE,
@@ -27,6 +26,7 @@ from engine.backends.custom.runtime.model_runner import (
     SamplingInputs,
 )
 from engine.backends.custom.runtime.prompt_logprobs import with_scores
+from engine.backends.custom.runtime.requests.images import rope_positions
 from engine.backends.custom.runtime.samplers.repetition import logit_biases, with_allowed
 from engine.backends.custom.runtime.sequence import Row, ScheduledBatch, Sequence, packed
 from engine.core.interfaces.request import SamplingParams

@@ -10,31 +10,29 @@ import logging
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING
 
 from engine.backends.custom.ipc.heartbeat import UNKNOWN_PATIENCE_S, NoPulse, Pulse
 from engine.backends.custom.ipc.transport import Channel, ConnectionClosedError
-from engine.backends.custom.runtime.batch import BatchBuilder
 from engine.backends.custom.runtime.budget import StepBudget, StepCounter
-from engine.backends.custom.runtime.grammar import Grammars, MaskJob, MaskWriter, constrained_rows
-from engine.backends.custom.runtime.images import ImageStore
+from engine.backends.custom.runtime.idle_step import warm_up
 from engine.backends.custom.runtime.insight.controls import answer_control
 from engine.backends.custom.runtime.insight.profiler import KernelTimer
 from engine.backends.custom.runtime.insight.snapshot import SnapshotTaker, engine_stats
-from engine.backends.custom.runtime.intake import Intake
 from engine.backends.custom.runtime.model_runner import (
-    BatchInputs,
     ModelRunner,
     PendingTokens,
     RemoteRunner,
     RunnerLostError,
     StepOutput,
-    warm_up,
 )
 from engine.backends.custom.runtime.recovery import Bisection, is_out_of_memory
-from engine.backends.custom.runtime.samplers.chain import ChainSampler
+from engine.backends.custom.runtime.requests.grammar import Grammars
+from engine.backends.custom.runtime.requests.images import ImageStore
+from engine.backends.custom.runtime.requests.intake import Intake
 from engine.backends.custom.runtime.scheduler import Scheduler
 from engine.backends.custom.runtime.sequence import ScheduledBatch, SequenceFaultError
+from engine.backends.custom.runtime.step_runner import Forwarded, StepRunner
 from engine.core.errors import InferenceError
 from engine.core.interfaces.request import (
     Abort,
@@ -52,7 +50,6 @@ if TYPE_CHECKING:
     from engine.backends.custom.runtime.groups.adapter_places import AdapterPlaces
 
 log = logging.getLogger(__name__)
-T = TypeVar("T")
 
 IDLE_POLL_S = 1.0
 REMOTE_POLL_S = 0.25  # how often an idle engine checks a runner in other processes
@@ -69,14 +66,6 @@ class Launch:
     batch: ScheduledBatch
     pending: PendingTokens
     started_at: float
-
-
-@dataclass(frozen=True, slots=True)
-class Forwarded:
-    """A step after its `forward` call and before its `sample` call."""
-
-    handle: Any
-    masks: MaskJob | None
 
 
 class EngineLoop:
@@ -102,11 +91,8 @@ class EngineLoop:
         self._budget = budget
         self._pulse = pulse or NoPulse()
         self._remote = runner if isinstance(runner, RemoteRunner) else None
-        self._builder = BatchBuilder(runner.spec)
-        self._chain = ChainSampler(runner)
+        self._step_runner = StepRunner(runner, scheduler.clock)
         self._grammars = grammars
-        # The mask writer is created for the first step that has a row with a grammar.
-        self._masks: MaskWriter | None = None
         made = (grammars, images, adapters, runner)
         self._intake = Intake(runner.spec, scheduler, max_queued, *made)
         self._launched: Launch | None = None
@@ -120,14 +106,17 @@ class EngineLoop:
         self._reported = (0, 0, 0)  # the value of `_state` at the last stats message
         self._num_schedule_failures = 0  # consecutive
         self._patience_s = UNKNOWN_PATIENCE_S
-        # Whether the loop is inside a runner call, which the watchdog may interrupt.
-        self.is_computing = False
         timer = runner if isinstance(runner, KernelTimer) else None
         self._snapshots = SnapshotTaker(scheduler, timer, runner.spec.max_slots)
         self._pulse.watch(self)
         if runner.spec.has_state and scheduler.kv.states is None:
             # Cached keys and values are of no use without the states that belong to them.
             scheduler.kv.sharing = False
+
+    @property
+    def is_computing(self) -> bool:
+        """Whether the loop is inside a call that the watchdog may interrupt."""
+        return self._step_runner.is_computing
 
     def run(self) -> None:
         """Serve until a `Stop` message arrives, then abort all requests and close the runner."""
@@ -153,7 +142,7 @@ class EngineLoop:
         if has_images:
             # One image in each iteration: other requests wait at most as long as this takes.
             self._pulse.beat(True, UNKNOWN_PATIENCE_S)
-            self._send(self._compute(self._intake.encode_image, now))
+            self._send(self._step_runner.compute(self._intake.encode_image, now))
         if is_pending:
             self._send(self._intake.admit_ready(now))
         if is_loading and adapters is not None:
@@ -161,7 +150,7 @@ class EngineLoop:
         self._send(self._intake.expire(now))
         self._step()
         if self.scheduler.reports:
-            self._send(self._compute(self.scheduler.reports.advance, self._runner))
+            self._send(self._step_runner.compute(self.scheduler.reports.advance, self._runner))
         self._send_stats(force=not self.scheduler.has_work and self._has_news)
         if (report := self.scheduler.kv.report) is not None and (news := report.take()) is not None:
             self._channel.send(news)
@@ -189,7 +178,8 @@ class EngineLoop:
             self._finish_launched()
             if batch and forwarded:
                 began_at = started_at + batch.draft_s
-                self._launched = Launch(batch, self._sample(forwarded, batch), began_at)
+                pending = self._step_runner.sample(forwarded, batch)
+                self._launched = Launch(batch, pending, began_at)
                 if self._runner.spec.depth == 0:
                     self._finish_launched()
         except (ConnectionClosedError, RunnerLostError):
@@ -197,53 +187,11 @@ class EngineLoop:
         except Exception as error:
             self._recover(batch, error)
 
-    def _begin(self, batch: ScheduledBatch) -> None:
-        """Report to the heartbeat that a step starts, and after which time it counts as hung."""
+    def _forward(self, batch: ScheduledBatch) -> Forwarded:
+        # The heartbeat says after which time the step counts as hung.
         self._patience_s = self._budget.patience_s(len(batch.rows), batch.num_tokens)
         self._pulse.beat(True, self._patience_s)
-
-    def _compute(self, call: Callable[..., T], *arguments: Any) -> T:
-        """Run a call that may take long. The watchdog can interrupt a step only inside this
-        function.
-        """
-        self.is_computing = True
-        try:
-            return call(*arguments)
-        finally:
-            self.is_computing = False
-
-    def _forward(self, batch: ScheduledBatch) -> Forwarded:
-        self._begin(batch)
-        masks = self._begin_masks(batch)
-        inputs = self._builder.inputs(batch)
-        return Forwarded(self._compute(self._run_forward, inputs), masks)
-
-    def _run_forward(self, inputs: BatchInputs) -> Any:
-        """Runs the forward pass. Fault injection wraps this method."""
-        return self._runner.forward(inputs)
-
-    def _sample(self, forwarded: Forwarded, batch: ScheduledBatch) -> PendingTokens:
-        mask = None
-        if forwarded.masks is not None:
-            late = constrained_rows(batch, only_known=False, done=forwarded.masks.done)
-            began_at = time.monotonic()
-            mask = self._compute(forwarded.masks.finish, late)
-            self.scheduler.clock.masked(time.monotonic() - began_at)
-        sampling = self._builder.sampling(batch, mask)
-        if len(sampling.host_rows):
-            sampling = self._compute(self._chain.sample, forwarded.handle, sampling, batch)
-        return self._compute(self._runner.sample, forwarded.handle, sampling)
-
-    def _wait(self, pending: PendingTokens) -> StepOutput:
-        return self._compute(pending.wait)
-
-    def _begin_masks(self, batch: ScheduledBatch) -> MaskJob | None:
-        if not any(row.seq.constraint is not None for row in batch.rows):
-            return None
-        if self._masks is None:
-            self._masks = MaskWriter(self._runner.spec.vocab_size)
-        num_rows = sum(row.samples + len(row.draft) for row in batch.rows)
-        return self._masks.begin(num_rows, constrained_rows(batch, only_known=True))
+        return self._step_runner.forward(batch)
 
     def _finish_launched(self) -> None:
         """Wait for the launched step, if there is one, and apply its output. If waiting raises, the
@@ -252,7 +200,7 @@ class EngineLoop:
         launch = self._launched
         if launch is None:
             return
-        output = self._wait(launch.pending)
+        output = self._step_runner.wait(launch.pending)
         self._launched = None
         now = time.monotonic()
         self._num_steps += 1
@@ -317,7 +265,8 @@ class EngineLoop:
     def _run_whole(self, batch: ScheduledBatch) -> StepOutput:
         """Run one step to the end: forward, sample, wait. No other step runs meanwhile."""
         began_at = time.monotonic()
-        output = self._wait(self._sample(self._forward(batch), batch))
+        pending = self._step_runner.sample(self._forward(batch), batch)
+        output = self._step_runner.wait(pending)
         self._num_steps += 1
         lengths = [row.length for row in batch.rows]
         self.scheduler.clock.step(began_at, time.monotonic(), lengths)
@@ -372,8 +321,7 @@ class EngineLoop:
         self._runner.close()
         if self._grammars is not None:
             self._grammars.close()
-        if self._masks is not None:
-            self._masks.close()
+        self._step_runner.close()
 
     def _tidy_up(self) -> None:
         """Does the work that is left for idle times: expires old prefixes, and checks the

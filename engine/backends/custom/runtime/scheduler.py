@@ -12,12 +12,7 @@ from bisect import insort
 
 from msgspec.structs import replace
 
-from engine.backends.custom.runtime.images import whole_images
-from engine.backends.custom.runtime.insight.timekeeping import (
-    BLOCKS,
-    BUDGET,
-    SLOTS,
-)
+from engine.backends.custom.runtime.insight.timekeeping import BLOCKS, BUDGET, SLOTS
 from engine.backends.custom.runtime.model_runner import StepOutput
 from engine.backends.custom.runtime.outputs import (
     progress_delta,
@@ -28,6 +23,7 @@ from engine.backends.custom.runtime.outputs import (
 )
 from engine.backends.custom.runtime.prompt_logprobs import num_scorable
 from engine.backends.custom.runtime.radix_cache import Match
+from engine.backends.custom.runtime.requests.images import whole_images
 from engine.backends.custom.runtime.roster import Roster
 from engine.backends.custom.runtime.sequence import (
     Row,

@@ -10,10 +10,10 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, NamedTuple
 
-from engine.backends.custom.runtime.grammar import Constraint
-from engine.backends.custom.runtime.images import PlacedImage
 from engine.backends.custom.runtime.insight.timekeeping import Stopwatch
 from engine.backends.custom.runtime.model_runner import U32
+from engine.backends.custom.runtime.requests.grammar import Constraint
+from engine.backends.custom.runtime.requests.images import PlacedImage
 from engine.backends.custom.runtime.samplers.repetition import Breakers
 from engine.core.interfaces.handover import Handover
 from engine.core.interfaces.request import (

@@ -21,6 +21,7 @@ from typing import Any
 
 from engine.backends.custom.frameworks.entry import framework_entry
 from engine.backends.custom.options import EngineOptions
+from engine.backends.custom.runtime.idle_step import warm_up
 from engine.backends.custom.runtime.insight.profiler import KernelTime, Profiler
 from engine.backends.custom.runtime.model_runner import (
     F32,
@@ -32,7 +33,6 @@ from engine.backends.custom.runtime.model_runner import (
     RunnerSpec,
     SamplingInputs,
     StepOutput,
-    warm_up,
 )
 from engine.backends.custom.weights.model import ModelSource
 from engine.backends.custom.worker.loading import load_runner

@@ -6,20 +6,11 @@ from math import prod
 
 from engine.backends.custom.frameworks.entry import framework_entry
 from engine.backends.custom.options import IMAGE_ENCODERS, EngineOptions
-from engine.backends.custom.runtime.images import ImageStore
-from engine.backends.custom.runtime.model_runner import (
-    DeviceInfo,
-    ModelRunner,
-    RunnerConfig,
-)
+from engine.backends.custom.runtime.model_runner import DeviceInfo, ModelRunner, RunnerConfig
+from engine.backends.custom.runtime.requests.images import ImageStore
 from engine.backends.custom.weights.model import ModelSource
 from engine.backends.custom.worker.encoder_loop import Encoder
-from engine.backends.custom.worker.memory import (
-    DTYPE_BYTES,
-    MemoryPlan,
-    plan_memory,
-    rank_share,
-)
+from engine.backends.custom.worker.memory import DTYPE_BYTES, MemoryPlan, plan_memory, rank_share
 from engine.core.errors import ConfigError
 
 log = logging.getLogger(__name__)

@@ -25,10 +25,9 @@ from engine.backends.custom.ipc.transport import Channel, ConnectionClosedError,
 from engine.backends.custom.options import EngineOptions
 from engine.backends.custom.runtime.block_pool import BlockPool
 from engine.backends.custom.runtime.budget import TARGET_STEP_S, StepBudget
-from engine.backends.custom.runtime.grammar import Grammars, Vocabulary
 from engine.backends.custom.runtime.groups.states import state_group
 from engine.backends.custom.runtime.groups.windows import window_group
-from engine.backends.custom.runtime.images import ImageStore, check_image_rows
+from engine.backends.custom.runtime.idle_step import warm_up
 from engine.backends.custom.runtime.kv_cache import KVCache
 from engine.backends.custom.runtime.loop import EngineLoop
 from engine.backends.custom.runtime.model_runner import (
@@ -38,18 +37,17 @@ from engine.backends.custom.runtime.model_runner import (
     RunnerConfig,
     RunnerSpec,
     Warmable,
-    warm_up,
 )
 from engine.backends.custom.runtime.radix_cache import RadixCache
+from engine.backends.custom.runtime.requests.grammar import Grammars, Vocabulary
+from engine.backends.custom.runtime.requests.images import ImageStore, check_image_rows
 from engine.backends.custom.runtime.scheduler import Scheduler
 from engine.backends.custom.runtime.speculation.drafts import Speculation, speculates
 from engine.backends.custom.weights.model import ModelSource, open_model
 from engine.backends.custom.worker.encoder_loop import Encoder, EncoderLoop, is_encoder
 from engine.backends.custom.worker.encoder_loop import warm_up as warm_up_encoder
 from engine.backends.custom.worker.loading import load_encoder, load_images, load_runner
-from engine.backends.custom.worker.memory import (
-    MemoryPlan,
-)
+from engine.backends.custom.worker.memory import MemoryPlan
 from engine.core import faults
 from engine.core.errors import EngineError
 from engine.core.interfaces.request import Examine, Examined, Fatal, Ready, Stop, ToEngine

@@ -12,6 +12,7 @@ from engine.backends.custom.architectures.base import ModelConfig
 from engine.backends.custom.options import EngineOptions
 from engine.backends.custom.runtime.groups.windows import min_window_blocks
 from engine.backends.custom.runtime.model_runner import DeviceInfo
+from engine.backends.custom.worker.training_room import room_for_training
 from engine.core.errors import ResourceError
 
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
@@ -118,7 +119,8 @@ def on_gpu(
 ) -> MemoryNeeds:
     """The memory needs of a model on a GPU. The engine may use a share of the GPU's free memory
     (`gpu_memory_utilization`). Weights, the activations of the largest step and of the largest CUDA
-    graph, and the retained logits take a part of this share. The KV pool gets the rest.
+    graph, the retained logits, and fine-tuning jobs on this GPU take a part of this share. The KV
+    pool gets the rest.
     """
     value_bytes = DTYPE_BYTES[device.dtype]
     inner = 3 * config.intermediate_size + 8 * config.hidden_size
@@ -128,6 +130,8 @@ def on_gpu(
     step = (options.max_batch_tokens + graph_tokens) * inner * value_bytes
     logits = 20 * options.max_slots * config.vocab_size * value_bytes
     spared = int((1 - options.gpu_memory_utilization) * device.free_bytes)
+    room = device.free_bytes - spared - needs.weight_bytes
+    spared += room_for_training(config, options, device.name, room)
     return replace(needs, workspace_bytes=spared + WORKSPACE_BYTES + step + logits, pool_share=1.0)
 
 
@@ -229,12 +233,9 @@ def plan_memory(
     min_bytes = _Pools(needs, options.block_size, shortest).bytes_for(1, 1)
     room = available_bytes - weight_bytes - needs.workspace_bytes
     most_slots = _affordable_slots(options.max_slots, needs.slot_bytes, room)
-    num_checkpoints = 0
+    num_checkpoints = _affordable_checkpoints(most_slots, needs.slot_bytes, room)
     if needs.slot_bytes:
-        room -= (most_slots + 1) * needs.slot_bytes
-        affordable = int(room * CHECKPOINT_SHARE) // needs.slot_bytes
-        num_checkpoints = max(0, min(CHECKPOINTS_PER_SLOT * most_slots, affordable))
-        room -= num_checkpoints * needs.slot_bytes
+        room -= (most_slots + 1 + num_checkpoints) * needs.slot_bytes
     if room < min_bytes:
         raise ResourceError(_refusal(weight_bytes, min_bytes, available_bytes, device.dtype))
     if options.max_seq_len and options.max_seq_len > max_position:
@@ -242,28 +243,16 @@ def plan_memory(
             f"context is {max_position:,}, the model's own: "
             f"{options.max_seq_len:,} asked for is more than it was made for"
         )
-    if options.pool_bytes is None:
-        wanted = pools.bytes_for(options.max_slots, options.max_slots)
-        if needs.usual_pool_bytes is not None:
-            one = pools.bytes_for(1, min(USUAL_WINDOWS, options.max_slots))
-            wanted = min(wanted, max(one, needs.usual_pool_bytes))
-        pool_bytes = max(min_bytes, min(wanted, int(room * needs.pool_share)))
-    else:
-        pool_bytes = _asked_pool(options.pool_bytes, min_bytes, room, notes)
+    pool_bytes = _pool_bytes(pools, options, needs, min_bytes, room, notes)
     num_blocks, num_window_blocks = pools.split(pool_bytes, options.max_slots)
     capacity = (num_blocks - 1) * options.block_size
     at_a_time = ((num_window_blocks or num_blocks) - 1) * options.block_size
     max_slots = max(1, min(most_slots, at_a_time // MIN_TOKENS_PER_SLOT))
-    if max_slots < options.max_slots and max_slots == most_slots:
-        notes.append(
-            f"batch is {max_slots} instead of {options.max_slots} sequences: each has a state of "
-            f"{needs.slot_bytes / MIB:,.1f} MiB"
-        )
-    elif max_slots < options.max_slots:
-        notes.append(
-            f"batch is {max_slots} instead of {options.max_slots} sequences: the KV cache holds "
-            f"{at_a_time:,} tokens"
-        )
+    if max_slots < options.max_slots:
+        why = f"the KV cache holds {at_a_time:,} tokens"
+        if max_slots == most_slots:
+            why = f"each has a state of {needs.slot_bytes / MIB:,.1f} MiB"
+        notes.append(f"batch is {max_slots} instead of {options.max_slots} sequences: {why}")
     if capacity < max_seq_len:
         notes.append(
             f"context is {capacity:,} instead of {max_seq_len:,} tokens: that is the whole KV cache"
@@ -282,6 +271,32 @@ def plan_memory(
         state_bytes=(max_slots + 1 + num_checkpoints) * needs.slot_bytes,
         num_checkpoints=num_checkpoints,
     )
+
+
+def _pool_bytes(
+    pools: _Pools,
+    options: EngineOptions,
+    needs: MemoryNeeds,
+    min_bytes: int,
+    room: int,
+    notes: list[str],
+) -> int:
+    """Bytes of the block pools: those that were asked for, or as much as sequences can use."""
+    if options.pool_bytes is not None:
+        return _asked_pool(options.pool_bytes, min_bytes, room, notes)
+    wanted = pools.bytes_for(options.max_slots, options.max_slots)
+    if needs.usual_pool_bytes is not None:
+        one = pools.bytes_for(1, min(USUAL_WINDOWS, options.max_slots))
+        wanted = min(wanted, max(one, needs.usual_pool_bytes))
+    return max(min_bytes, min(wanted, int(room * needs.pool_share)))
+
+
+def _affordable_checkpoints(num_slots: int, slot_bytes: int, room: int) -> int:
+    """How many copies of states the prefix cache may keep, beside the states themselves."""
+    if not slot_bytes:
+        return 0
+    affordable = int((room - (num_slots + 1) * slot_bytes) * CHECKPOINT_SHARE) // slot_bytes
+    return max(0, min(CHECKPOINTS_PER_SLOT * num_slots, affordable))
 
 
 def _affordable_slots(wanted: int, slot_bytes: int, room: int) -> int:

@@ -16,9 +16,9 @@ import torch
 
 from engine.backends.custom.frameworks.torch.compiling import compiling_ahead
 from engine.backends.custom.frameworks.torch.execution.device_sampler import Kind
-from engine.backends.custom.frameworks.torch.execution.graphs import TOKEN_SIZES
-from engine.backends.custom.frameworks.torch.execution.staging import Size
-from engine.backends.custom.runtime.model_runner import BatchInputs, RunnerSpec, idle_inputs
+from engine.backends.custom.frameworks.torch.execution.step_sizes import TOKEN_SIZES, Size
+from engine.backends.custom.runtime.idle_step import idle_inputs
+from engine.backends.custom.runtime.model_runner import BatchInputs, RunnerSpec
 
 ALL_KINDS = tuple(Kind(*flags) for flags in product((False, True), repeat=3))
 USUAL_KINDS = (Kind(False, False, False), Kind(False, False, True))

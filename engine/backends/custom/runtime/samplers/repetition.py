@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from engine.backends.custom.runtime.grammar import ALL_ALLOWED
 from engine.backends.custom.runtime.model_runner import F32, I32, U32
+from engine.backends.custom.runtime.requests.grammar import ALL_ALLOWED
 
 if TYPE_CHECKING:
     from engine.backends.custom.runtime.sequence import Row

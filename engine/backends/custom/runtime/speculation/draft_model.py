@@ -15,13 +15,8 @@ import numpy as np
 from engine.backends.custom.runtime.batch import BatchBuilder
 from engine.backends.custom.runtime.block_pool import BlockPool
 from engine.backends.custom.runtime.budget import TARGET_STEP_S, StepBudget
-from engine.backends.custom.runtime.model_runner import (
-    ModelRunner,
-    PendingTokens,
-    Warmable,
-    idle_inputs,
-    warm_up,
-)
+from engine.backends.custom.runtime.idle_step import idle_inputs, warm_up
+from engine.backends.custom.runtime.model_runner import ModelRunner, PendingTokens, Warmable
 from engine.backends.custom.runtime.sequence import Row, ScheduledBatch, Sequence, packed
 from engine.core.interfaces.request import SamplingParams
 

@@ -9,11 +9,8 @@ from jax import Array
 
 from engine.backends.custom.architectures.sites import sites_of
 from engine.backends.custom.frameworks.jax.execution.buckets import Bucket
-from engine.backends.custom.frameworks.jax.execution.runner import (
-    StepHandle,
-    StepProgram,
-    prepared,
-)
+from engine.backends.custom.frameworks.jax.execution.programs import StepProgram, prepared
+from engine.backends.custom.frameworks.jax.execution.runner import StepHandle
 from engine.backends.custom.frameworks.jax.kernels.work import PerHead
 from engine.backends.custom.frameworks.jax.layers.adapted import RowAdapters
 from engine.backends.custom.frameworks.jax.layers.attention import causal_attention

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from engine.backends.custom.frameworks.torch.execution.cache import CacheGroups, StateCache
-from engine.backends.custom.frameworks.torch.execution.transfer import to_device, to_host
+from engine.backends.custom.frameworks.torch.transfer import to_device, to_host
 from engine.backends.custom.runtime.model_runner import GROUPS, Bytes, Group
 
 SLAB_BYTES = 64 * 2**20

@@ -122,10 +122,9 @@ def _needs(source: ModelSource, options: EngineOptions, device: DeviceInfo) -> M
     needs = with_windows(needs, source.config, options.max_batch_tokens)
     if not device.name.startswith("cuda"):
         return needs
-    needs = on_gpu(needs, source.config, options, device)
-    if source.quantization is None and options.quantization == "auto":
-        return needs
-    return replace(needs, weight_bytes=_placed_bytes(source, options, device))
+    if source.quantization is not None or options.quantization != "auto":
+        needs = replace(needs, weight_bytes=_placed_bytes(source, options, device))
+    return on_gpu(needs, source.config, options, device)
 
 
 def _placed_bytes(source: ModelSource, options: EngineOptions, device: DeviceInfo) -> int:

@@ -12,13 +12,9 @@ import torch
 from torch import Tensor
 
 from engine.backends.custom.architectures.base import ModelConfig
-from engine.backends.custom.frameworks.torch.execution.transfer import to_device
-from engine.backends.custom.frameworks.torch.kernels.fp8 import (
-    FP8,
-    cache_slot_bytes,
-    write_cache,
-)
+from engine.backends.custom.frameworks.torch.kernels.fp8 import FP8, cache_slot_bytes, write_cache
 from engine.backends.custom.frameworks.torch.layers.recurrent import LayerState
+from engine.backends.custom.frameworks.torch.transfer import to_device
 from engine.backends.custom.runtime.model_runner import (
     I32,
     I64,

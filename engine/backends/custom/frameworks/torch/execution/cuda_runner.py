@@ -9,25 +9,13 @@ from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
-from engine.backends.custom.frameworks.layout import Layout
 from engine.backends.custom.frameworks.torch.device import prefer_cublaslt
-from engine.backends.custom.frameworks.torch.execution.adapters import FEW_ADAPTERS, step_tiles
-from engine.backends.custom.frameworks.torch.execution.cache import slots_by_cache
+from engine.backends.custom.frameworks.torch.execution.adapters import FEW_ADAPTERS
 from engine.backends.custom.frameworks.torch.execution.device_sampler import Kind
-from engine.backends.custom.frameworks.torch.execution.graphs import (
-    Capturer,
-    all_sizes,
-    at_least,
-    decode_size,
-    mixed_size,
-    row_sizes,
-    token_sizes,
-)
+from engine.backends.custom.frameworks.torch.execution.graphs import Capturer
 from engine.backends.custom.frameworks.torch.execution.runner import CachedStep, TorchRunner
 from engine.backends.custom.frameworks.torch.execution.sampling_graphs import PLAIN, GraphSampler
 from engine.backends.custom.frameworks.torch.execution.sampling_runner import (
@@ -35,29 +23,22 @@ from engine.backends.custom.frameworks.torch.execution.sampling_runner import (
     TorchPendingTokens,
 )
 from engine.backends.custom.frameworks.torch.execution.staging import (
+    TILES_OF_ADAPTERS,
     BufferedStep,
     CudaHandle,
     CudaPendingTokens,
     PinnedRing,
-    Size,
+    StepBuffers,
 )
-from engine.backends.custom.frameworks.torch.execution.transfer import to_device
-from engine.backends.custom.frameworks.torch.kernels import lora
-from engine.backends.custom.frameworks.torch.kernels.attention_triton import (
-    NUM_COUNTS,
-    SHARED_FIELDS,
-    SPAN_FIELDS,
-    TILE_FIELDS,
-    ListLengths,
-    TritonAttention,
-    all_tables,
-)
+from engine.backends.custom.frameworks.torch.execution.step_sizes import Size, StepSizes
+from engine.backends.custom.frameworks.torch.kernels.attention_triton import TritonAttention
 from engine.backends.custom.frameworks.torch.kernels.fp8 import dense_tables
 from engine.backends.custom.frameworks.torch.kernels.skinny import MAX_ROWS
 from engine.backends.custom.frameworks.torch.kernels.tokens import guard, resolve_tokens
 from engine.backends.custom.frameworks.torch.layers.invariant_linear import choose_kernels
 from engine.backends.custom.frameworks.torch.layers.scans import Rows
 from engine.backends.custom.frameworks.torch.models.base import Decoder
+from engine.backends.custom.frameworks.torch.transfer import to_device
 from engine.backends.custom.frameworks.torch.warming import warm
 from engine.backends.custom.runtime.model_runner import (
     F32,
@@ -71,14 +52,6 @@ from engine.backends.custom.runtime.model_runner import (
 if TYPE_CHECKING:
     from engine.backends.custom.frameworks.torch.execution.taps import Shapes
 
-TILES_OF_ADAPTERS = ("token_adapters", "logit_adapters")
-FIELDS = {
-    **{"spans": SPAN_FIELDS, "partials": 2, "tiles": TILE_FIELDS, "shared": SHARED_FIELDS},
-    **dict.fromkeys(TILES_OF_ADAPTERS, lora.TILE_FIELDS),
-}
-Arrays = dict[str, NDArray[np.generic]]
-TOKEN_STEP = 128  # in invariant numerics, large steps have multiples of this many tokens
-LONG_CHUNK = 1024  # tokens of a step, and keys of a row
 MAX_TAPPED = 16  # sizes of steps with taps whose graphs are kept
 
 
@@ -97,22 +70,14 @@ class CudaRunner(TorchRunner):
         self._angles = model.rotary_tables(config.max_seq_len)
         self._max_batch_tokens = config.max_batch_tokens
         self._is_invariant = config.numerics == "invariant"
-        # The arrays that each cache has for itself, by name.
-        self._slots_names = ("write_slots", "window_slots")[: len(self._cache.caches)]
-        self._counts_names = ("counts", "window_counts")[: len(self._cache.caches)]
-        self._row_sizes = row_sizes(config.max_slots)
-        # How rows are divided into chunks is decided on the host, so states rule out graphs here.
-        largest = max(config.max_batch_tokens, config.max_slots)
-        self._token_sizes = () if self._spec.has_state else token_sizes(largest)
-        self._buffer = torch.zeros(self._largest_buffer(config), dtype=torch.int32, device=device)
+        self._sizes = StepSizes(config, self._lists, has_state=self._spec.has_state)
+        num_caches = len(self._cache.caches)
+        self._buffers = StepBuffers(config, self._lists, self._sizes, num_caches, device)
         self._lists.reserve(config.max_slots, device)
-        self._each = torch.arange(
-            max((config.max_slots, *self._token_sizes)) + 1, dtype=torch.int32, device=device
-        )
         self._steps: dict[Size, BufferedStep] = {}
         self._adapters_version = 0  # of the adapters whose addresses are in graphs
         self._capturer = Capturer(device)
-        self._inbound, self._outbound = PinnedRing(), PinnedRing()
+        self._outbound = PinnedRing()
         self._sampler = GraphSampler(
             config.max_slots,
             self._spec.vocab_size,
@@ -129,7 +94,7 @@ class CudaRunner(TorchRunner):
             return super().forward(inputs)
         if inputs.taps is not None and self._num_adapters(inputs):
             return super().forward(inputs)
-        size, tapping = self._size(inputs), None
+        size, tapping = self._sizes.padded(inputs, self._num_adapters(inputs)), None
         if inputs.taps is not None:
             from engine.backends.custom.frameworks.torch.execution.taps import StepTapping
 
@@ -183,14 +148,13 @@ class CudaRunner(TorchRunner):
 
     def warm(self) -> None:
         if self._is_invariant:
-            large = range(TOKEN_STEP, self._max_batch_tokens + TOKEN_STEP, TOKEN_STEP)
-            tokens = (*self._token_sizes, *large)
-            choose_kernels(self._model, self._model.head, tokens, self._row_sizes)
+            tokens, rows = self._sizes.token_counts(), self._sizes.rows
+            choose_kernels(self._model, self._model.head, tokens, rows)
         warm(self, self._device, self._max_batch_tokens)
 
     def sizes(self) -> Iterator[Size]:
         """The sizes of all steps that have graphs."""
-        return all_sizes(self._row_sizes, self._token_sizes, can_share=self._lists.can_share)
+        return self._sizes.with_graphs()
 
     @torch.inference_mode()
     def prepare(self, inputs: BatchInputs, size: Size | None, kinds: Iterable[Kind] = ()) -> None:
@@ -215,59 +179,6 @@ class CudaRunner(TorchRunner):
         del self._sampler
         super().close()
 
-    def _layout(self, size: Size, room: ListLengths) -> Layout:
-        rows, spare_slot = size.rows, self._spec.max_slots
-        sizes = {
-            "token_ids": size.tokens,
-            "positions": size.tokens,
-            **dict.fromkeys(self._counts_names, NUM_COUNTS),
-            **dict.fromkeys(self._slots_names, size.tokens),
-            "seq_lens": rows,
-            "slots": rows,
-            "spans": SPAN_FIELDS * room.spans,
-            "partials": 2 * rows,
-        }
-        if size.num_adapters:
-            for name, count in zip(TILES_OF_ADAPTERS, (size.tokens, size.samples), strict=True):
-                tiles = max(1, lora.most_tiles(count, size.num_adapters))
-                sizes[name] = lora.TILE_FIELDS * tiles
-        if size.shares:
-            sizes |= {"shared": SHARED_FIELDS * room.shared, "members": rows}
-        if not size.only_decodes:
-            sizes |= {
-                "token_rows": size.tokens,
-                "query_start": rows + 1,
-                "tiles": TILE_FIELDS * room.tiles,
-                "logit_rows": size.samples,
-                "sample_slots": size.samples,
-            }
-        padded = ("token_ids", "positions", "partials", "logit_rows", *self._slots_names)
-        pads = dict.fromkeys(padded, 0)
-        pads |= {"slots": spare_slot, "sample_slots": spare_slot, "token_rows": rows}
-        return Layout(sizes, pads, last="tables")
-
-    def _size(self, inputs: BatchInputs) -> Size | None:
-        """The padded size of a step, or None if the step is too large for a CUDA graph."""
-        tokens, rows, samples = len(inputs.token_ids), len(inputs.slots), len(inputs.logit_rows)
-        if tokens == rows == samples:
-            bucket = at_least(self._row_sizes, rows)
-            if bucket is not None:
-                size = decode_size(bucket, self._lists.has_shared(inputs))
-                return replace(size, num_adapters=self._num_adapters(inputs))
-        padded = at_least(self._token_sizes, tokens)
-        if padded is None or (tokens > LONG_CHUNK and self._dequantizes(inputs)):
-            return None
-        size = mixed_size(padded, self._spec.max_slots)
-        size = replace(size, num_adapters=self._num_adapters(inputs))
-        return size if rows <= size.rows and samples <= size.samples else None
-
-    def _dequantizes(self, inputs: BatchInputs) -> bool:
-        """Whether prefill attention is much faster without a graph: with long rows in float8, which
-        it dequantizes first.
-        """
-        lengths = inputs.seq_lens[np.diff(inputs.query_start) > 1]
-        return self._cache.in_fp8 and len(lengths) > 0 and int(lengths.max()) > LONG_CHUNK
-
     def _num_adapters(self, inputs: BatchInputs) -> int:
         """The most adapters that the rows of such steps may have. 0: no row has one."""
         if self._adapters is None or not inputs.adapter_ids.any():
@@ -285,100 +196,21 @@ class CudaRunner(TorchRunner):
         """
         step = self._steps.get(size)
         if step is None:
-            room = self._room_for(size)
-            step = self._steps[size] = BufferedStep(size, room, self._layout(size, room))
+            step = self._steps[size] = self._buffers.step(size)
         lists, _ = self._lists.lists(inputs, step.room)
-        arrays = self._arrays(inputs, lists, size)
-        self._send_arrays(step, arrays, static=True)
+        self._buffers.send(step, inputs, lists, static=True)
         return step
 
     def _exact_step(self, inputs: BatchInputs) -> BufferedStep:
         lists, room = self._lists.lists(inputs)
-        tokens, samples = len(inputs.token_ids), len(inputs.logit_rows)
-        if self._is_invariant:  # the sizes for which `warm` has chosen kernels
-            tokens = -(-tokens // TOKEN_STEP) * TOKEN_STEP
-            samples = samples and (at_least(self._row_sizes, samples) or samples)
-        size = Size(
-            tokens,
-            len(inputs.slots),
-            samples,
-            only_decodes=False,
-            shares=room.shared > 0,
-            num_adapters=self._num_adapters(inputs),
-        )
-        step = BufferedStep(size, room, self._layout(size, room))
+        size = self._sizes.exact(inputs, self._num_adapters(inputs), shares=room.shared > 0)
+        step = self._buffers.step(size, room)
         step.rows = self._rows(inputs)
-        self._send_arrays(step, self._arrays(inputs, lists, size), static=False)
+        self._buffers.send(step, inputs, lists, static=False)
         if self._cache.in_fp8:
             dense = dense_tables(inputs, self._spec.block_size)
             step.views |= {name: to_device(each, self._device) for name, each in dense.items()}
         return step
-
-    def _arrays(self, inputs: BatchInputs, lists: dict[str, I32], size: Size) -> Arrays:
-        arrays: Arrays = {
-            "token_ids": inputs.token_ids,
-            "positions": inputs.positions,
-            **dict(zip(self._slots_names, slots_by_cache(inputs), strict=True)),
-            "seq_lens": inputs.seq_lens,
-            "slots": inputs.slots,
-            "tables": all_tables(inputs),
-            **lists,
-        }
-        if size.num_adapters:
-            tiles = step_tiles(inputs, size.tokens, size.samples, size.num_adapters)
-            arrays |= zip(TILES_OF_ADAPTERS, tiles, strict=True)
-        if size.only_decodes:
-            return arrays
-        token_rows = np.repeat(np.arange(len(inputs.slots)), np.diff(inputs.query_start))
-        arrays["token_rows"] = token_rows
-        arrays["query_start"] = inputs.query_start
-        arrays["logit_rows"] = inputs.logit_rows
-        arrays["sample_slots"] = inputs.slots[token_rows[inputs.logit_rows]]
-        return arrays
-
-    def _send_arrays(self, step: BufferedStep, arrays: Arrays, static: bool) -> None:
-        length = step.layout.length(arrays)
-        pinned = self._inbound.take(length)
-        step.layout.write(pinned.array, arrays)
-        target = self._buffer
-        if not static:
-            target = torch.empty(length, dtype=torch.int32, device=self._device)
-        if not step.views:
-            self._lay_out(step, target)
-        target[:length].copy_(pinned.tensor[:length], non_blocking=True)
-        pinned.copied.record()
-        self._inbound.give_back(pinned)
-
-    def _largest_buffer(self, config: RunnerConfig) -> int:
-        """The max number of values in the arrays of a step with a graph. The buffer is allocated
-        once with this size, because captured graphs contain its address.
-        """
-        slots, tokens = config.max_slots, max(self._token_sizes, default=1)
-        table = -(-config.max_seq_len // config.block_size)
-        tables = np.empty(len(self._slots_names) * slots * table, np.bool_)
-        sizes = (decode_size(slots, True), Size(tokens, slots, slots, False, False))
-        largest = [replace(size, num_adapters=lora.MAX_ADAPTERS) for size in sizes]
-        return max(
-            self._layout(size, self._room_for(size)).length({"tables": tables}) for size in largest
-        )
-
-    def _room_for(self, size: Size) -> ListLengths:
-        return self._lists.room_for(
-            size.tokens, size.rows, only_decodes=size.only_decodes, shares=size.shares
-        )
-
-    def _lay_out(self, step: BufferedStep, buffer: Tensor) -> None:
-        size = step.size
-        fields = {name: width for name, width in FIELDS.items() if name in step.layout}
-        views = step.layout.views(buffer, fields)
-        if size.only_decodes:
-            views["token_rows"] = self._each[: size.rows]
-            views["query_start"] = self._each[: size.rows + 1]
-            views["sample_slots"] = views["slots"]
-        step.views = views
-        step.results = torch.empty(
-            size.samples + size.rows + 1, dtype=torch.int32, device=self._device
-        )
 
     def _compute(self, step: BufferedStep) -> None:
         """Runs the forward pass: computes a step's logits from the step's arrays on the device."""
@@ -388,7 +220,7 @@ class CudaRunner(TorchRunner):
             yields = size.tokens > MAX_ROWS and size.num_adapters <= FEW_ADAPTERS
             model = self._adapters.begin(*tiles, yields=yields)
         finite = step.results[size.samples :].fill_(1)
-        slots = tuple(views[name] for name in self._slots_names)
+        slots = tuple(views[name] for name in self._buffers.slots_names)
         cached = CachedStep(
             views["positions"],
             slots,

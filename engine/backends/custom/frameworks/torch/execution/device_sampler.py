@@ -17,13 +17,13 @@ from engine.backends.custom.frameworks import settings
 from engine.backends.custom.frameworks.layout import Layout
 from engine.backends.custom.frameworks.torch.execution.history import TokenHistory
 from engine.backends.custom.frameworks.torch.execution.sampler import with_logprobs
-from engine.backends.custom.frameworks.torch.execution.transfer import to_device
 from engine.backends.custom.frameworks.torch.kernels.sampling import (
     add_bias_,
     greedy,
     penalize,
     random_sample,
 )
+from engine.backends.custom.frameworks.torch.transfer import to_device
 from engine.backends.custom.runtime.model_runner import SamplingInputs
 from engine.backends.custom.runtime.outputs import Sampled
 

@@ -14,10 +14,10 @@ import torch.nn.functional as F
 from numpy.typing import NDArray
 from torch import Tensor
 
-from engine.backends.custom.frameworks.torch.execution.transfer import to_device, to_host
 from engine.backends.custom.frameworks.torch.layers.attention import Attention
 from engine.backends.custom.frameworks.torch.layers.rotary import Rotary, Rotation
 from engine.backends.custom.frameworks.torch.models.encoder import TextEncoder
+from engine.backends.custom.frameworks.torch.transfer import to_device, to_host
 from engine.backends.custom.worker.encoder_loop import EncoderSpec, Prompt, finished
 
 # Max tokens per group. Every text counts as long as the longest text of the group, because

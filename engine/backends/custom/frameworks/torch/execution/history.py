@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from engine.backends.custom.frameworks.torch.execution.transfer import to_device
+from engine.backends.custom.frameworks.torch.transfer import to_device
 from engine.backends.custom.runtime.model_runner import I32, SamplingInputs
 
 

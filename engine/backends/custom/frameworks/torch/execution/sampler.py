@@ -15,7 +15,7 @@ from torch import Tensor
 
 from engine.backends.custom.frameworks.torch.execution.gumbel import gumbel
 from engine.backends.custom.frameworks.torch.execution.history import TokenHistory
-from engine.backends.custom.frameworks.torch.execution.transfer import to_device
+from engine.backends.custom.frameworks.torch.transfer import to_device
 from engine.backends.custom.runtime.model_runner import I32, SAMPLE, U32, SamplingInputs
 from engine.backends.custom.runtime.outputs import Sampled
 from engine.backends.custom.runtime.samplers.host_sampler import row_keys

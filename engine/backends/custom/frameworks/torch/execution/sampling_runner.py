@@ -15,8 +15,8 @@ from torch import Tensor
 from engine.backends.custom.frameworks.torch.execution import device_sampler
 from engine.backends.custom.frameworks.torch.execution.history import TokenHistory
 from engine.backends.custom.frameworks.torch.execution.sampler import sample
-from engine.backends.custom.frameworks.torch.execution.transfer import to_device, to_host
 from engine.backends.custom.frameworks.torch.kernels.base import use_triton
+from engine.backends.custom.frameworks.torch.transfer import to_device, to_host
 from engine.backends.custom.runtime.model_runner import (
     F32,
     I32,

@@ -8,8 +8,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from engine.backends.custom.architectures.sites import Site
-from engine.backends.custom.frameworks.torch.execution.transfer import to_device, to_host
 from engine.backends.custom.frameworks.torch.models.tapped import TensorGroup, TensorTaps
+from engine.backends.custom.frameworks.torch.transfer import to_device, to_host
 from engine.backends.custom.runtime.interp.groups import GroupShape, TapGroup, grouped
 from engine.backends.custom.runtime.interp.taps import CAPTURE, EXTRA_COLUMNS, TapInputs
 from engine.backends.custom.runtime.model_runner import F32

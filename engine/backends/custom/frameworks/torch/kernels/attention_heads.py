@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from engine.backends.custom.architectures.base import ModelConfig
-from engine.backends.custom.frameworks.torch.execution.transfer import to_device
 from engine.backends.custom.frameworks.torch.kernels.fp8 import read_cache
+from engine.backends.custom.frameworks.torch.transfer import to_device
 from engine.backends.custom.ir.reference import alibi_slopes
 from engine.backends.custom.runtime.model_runner import BatchInputs
 

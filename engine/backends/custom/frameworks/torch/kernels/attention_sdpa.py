@@ -17,7 +17,6 @@ import torch.nn.functional as F
 from numpy.typing import NDArray
 from torch import Tensor
 
-from engine.backends.custom.frameworks.torch.execution.transfer import to_device
 from engine.backends.custom.frameworks.torch.kernels.attention_heads import (
     AttentionHeads,
     additive_mask,
@@ -25,6 +24,7 @@ from engine.backends.custom.frameworks.torch.kernels.attention_heads import (
     two_way,
 )
 from engine.backends.custom.frameworks.torch.kernels.fp8 import read_cache
+from engine.backends.custom.frameworks.torch.transfer import to_device
 from engine.backends.custom.runtime.model_runner import I32, BatchInputs
 
 # Rows with one query are padded to a common length if their numbers of blocks round up to the same

@@ -17,7 +17,6 @@ import torch
 from torch import Tensor
 
 from engine.backends.custom.frameworks.runs import cut
-from engine.backends.custom.frameworks.torch.execution.transfer import to_device
 from engine.backends.custom.frameworks.torch.kernels.attention_heads import (
     MANY_SPANS,
     AttentionHeads,
@@ -26,6 +25,7 @@ from engine.backends.custom.frameworks.torch.kernels.attention_heads import (
 )
 from engine.backends.custom.frameworks.torch.kernels.cuda import attention as hopper
 from engine.backends.custom.frameworks.torch.kernels.fp8 import FP8, dense_blocks
+from engine.backends.custom.frameworks.torch.transfer import to_device
 from engine.backends.custom.runtime.model_runner import I32, BatchInputs
 
 if TYPE_CHECKING:

@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from engine.backends.custom.frameworks.torch.execution.transfer import to_device
+from engine.backends.custom.frameworks.torch.transfer import to_device
 from engine.backends.custom.ir.recurrent import L2_EPS
 from engine.backends.custom.runtime.model_runner import I32
 

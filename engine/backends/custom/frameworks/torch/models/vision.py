@@ -12,10 +12,10 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from engine.backends.custom.architectures.vision import VISION_THETA, VisionConfig
-from engine.backends.custom.frameworks.torch.execution.transfer import to_device, to_host
 from engine.backends.custom.frameworks.torch.layers.linear import Linear
 from engine.backends.custom.frameworks.torch.layers.norm import LayerNorm, RMSNorm
 from engine.backends.custom.frameworks.torch.layers.rotary import Rotation, rotate, rotation_of
+from engine.backends.custom.frameworks.torch.transfer import to_device, to_host
 from engine.backends.custom.runtime.model_runner import F32
 
 

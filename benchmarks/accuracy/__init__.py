@@ -1,0 +1,1 @@
+"""Accuracy of the native backend beside llama.cpp's: `accuracy.run`."""

@@ -1,0 +1,1 @@
+"""What LoRA adapters and fine-tuning cost."""

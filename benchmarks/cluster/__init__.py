@@ -1,0 +1,1 @@
+"""Several engines: routers, nodes, shards and containers."""

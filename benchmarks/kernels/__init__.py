@@ -1,0 +1,1 @@
+"""Kernels and model runners, measured without a server."""

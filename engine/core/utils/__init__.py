@@ -1,1 +1,0 @@
-"""Helpers that fit no other folder: binding sockets, and suggestions for misspelt names."""

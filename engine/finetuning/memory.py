@@ -1,0 +1,56 @@
+"""The memory of a training process: its limit, and whether the model fits at all."""
+
+import gc
+import resource
+
+import psutil
+import torch
+
+from engine.core.errors import ResourceError
+from engine.finetuning.plan import TrainingPlan
+
+MIB = 2**20
+# In messages of PyTorch and CUDA that are no `OutOfMemoryError`.
+_SIGNS = ("can't allocate memory", "out of memory", "alloc_failed")
+
+
+def limit_memory(plan: TrainingPlan, device: torch.device) -> None:
+    """Make allocations beyond the plan's limit fail."""
+    if plan.memory_bytes is None:
+        return
+    if device.type == "cpu":
+        resource.setrlimit(resource.RLIMIT_DATA, (plan.memory_bytes, plan.memory_bytes))
+        return
+    _, total = torch.cuda.mem_get_info(device)
+    torch.cuda.set_per_process_memory_fraction(min(1.0, plan.memory_bytes / total), device)
+
+
+def check_room(plan: TrainingPlan, device: torch.device, num_params: int) -> None:
+    """Raise `ResourceError` if not even the weights fit, before they are loaded."""
+    on_cpu = device.type == "cpu"
+    free = psutil.virtual_memory().available if on_cpu else torch.cuda.mem_get_info(device)[0]
+    needed = num_params * (4 if on_cpu else 2)
+    if plan.memory_bytes is not None and plan.memory_bytes < needed:
+        raise ResourceError(
+            f"the weights alone need {needed / MIB:,.0f} MiB, and the training process may use "
+            f"{plan.memory_bytes / MIB:,.0f} MiB (finetuning.memory_mb)"
+        )
+    if free < needed:
+        more = "" if on_cpu else "; finetuning.memory_mb makes the server leave room for training"
+        raise ResourceError(
+            f"the weights alone need {needed / MIB:,.0f} MiB, and {free / MIB:,.0f} MiB of {device}"
+            f" are free{more}"
+        )
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    if isinstance(error, MemoryError | torch.OutOfMemoryError):
+        return True
+    text = str(error).lower()
+    return isinstance(error, RuntimeError) and any(sign in text for sign in _SIGNS)
+
+
+def release_memory() -> None:
+    """Return what freed tensors still occupy."""
+    gc.collect()
+    torch.cuda.empty_cache()  # does nothing without a GPU
