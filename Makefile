@@ -19,7 +19,7 @@ step = @printf '\n==> %s\n' "$(1)"
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help serve clang prometheus browser test test-quick scoreboard test-slow test-gpu test-native test-emulated test-vllm test-vllm-suite test-llamacpp-suite test-clients manifests nightly lint format bench wheel lock sbom clean
+.PHONY: help serve programs browser test test-quick scoreboard test-slow test-gpu test-native test-emulated test-vllm test-vllm-suite test-llamacpp-suite test-clients manifests nightly lint format bench wheel lock sbom clean
 
 help: ## Show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -31,7 +31,7 @@ serve: $(VENV)/.serve ## Fetch the default model and serve it (MODEL=name ARGS="
 	@exec $(BIN)/engine serve $(MODEL) $(ARGS)
 
 # Both processes take files of the same list, so the long ones come first. What failed is run once more, alone.
-test: $(VENV)/.dev clang prometheus browser ## Run every test but the long ones
+test: $(VENV)/.dev browser ## Run every test but the long ones
 	$(call step,Fetching the model that tests use)
 	@$(BIN)/engine pull $(MODEL)
 	@failed=; again=; \
@@ -47,30 +47,24 @@ test: $(VENV)/.dev clang prometheus browser ## Run every test but the long ones
 test-quick: $(VENV)/.dev ## Run the quickest tests, for the time between two edits
 	@$(PYTEST) -n 2 --dist loadfile -m 'not ($(SLOW) or seconds)' $(QUICK)
 
-clang: ## Install clang, with which tinygrad compiles for a CPU
-	@has() { command -v "$${CC:-clang}" >/dev/null; }; has || { \
-		printf '\n==> Installing clang\n'; [ "$$(id -u)" = 0 ] && apt-get update -q && \
-		apt-get install -y -q clang && has; } || \
-		echo "clang is not there, so tinygrad is not tested: sudo apt-get install clang" >&2
+# Programs that tests start, with the packages of Debian that have them. Tests of what is missing are skipped.
+PROGRAMS := clang=clang promtool=prometheus redis-server=redis-server zsh=zsh fish=fish chromium=chromium npm=npm
+programs: ## Install what tests start: clang, Prometheus, Redis, zsh, fish, Chromium and npm
+	@missing() { for each in $(PROGRAMS); do command -v $${each%=*} >/dev/null || printf '%s ' $${each#*=}; done; }; \
+	if [ -n "$$(missing)" ] && [ "$$(id -u)" = 0 ]; then \
+		printf '\n==> Installing %s\n' "$$(missing)"; apt-get update -q; \
+		for package in $$(missing); do apt-get install -y -q --no-install-recommends $$package || true; done; fi; \
+	if [ -n "$$(missing)" ]; then echo "some tests will be skipped: sudo apt-get install $$(missing)" >&2; fi
 
 # npm ci verifies the packages by the checksums of the lock file. It writes a copy of that file last of all.
 UI := build/ui
-browser: ## Install Chromium and the packages of npm that drive it, for the tests of the page
-	@has() { command -v chromium >/dev/null && command -v npm >/dev/null; }; has || { \
-		printf '\n==> Installing Chromium and npm\n'; [ "$$(id -u)" = 0 ] && apt-get update -q && \
-		apt-get install -y -q --no-install-recommends chromium npm && has; } && { \
-		cmp -s tests/ui/package-lock.json $(UI)/package-lock.json && [ -e $(UI)/node_modules/.package-lock.json ] || { \
+browser: programs ## Install the packages of npm that drive Chromium, for the tests of the page
+	@cmp -s tests/ui/package-lock.json $(UI)/package-lock.json && [ -e $(UI)/node_modules/.package-lock.json ] || { \
 		mkdir -p $(UI) && cp tests/ui/package*.json $(UI) && \
-		npm ci --prefix $(UI) --silent --no-audit --no-fund --ignore-scripts; }; } || \
-		echo "Chromium or its driver is not there, so the page is not tested: sudo apt-get install chromium npm" >&2
+		npm ci --prefix $(UI) --silent --no-audit --no-fund --ignore-scripts; } || \
+		echo "the driver of Chromium can't be installed, so the page is not tested: see npm's message" >&2
 
-prometheus: ## Install Prometheus, which tests alerts and dashboards
-	@has() { command -v promtool >/dev/null; }; has || { \
-		printf '\n==> Installing Prometheus\n'; [ "$$(id -u)" = 0 ] && apt-get update -q && \
-		apt-get install -y -q --no-install-recommends prometheus && has; } || \
-		echo "promtool is not there, so alerts are not tested: sudo apt-get install prometheus" >&2
-
-test-slow: $(VENV)/.dev clang prometheus ## Run the long tests
+test-slow: $(VENV)/.dev programs ## Run the long tests
 	@$(BIN)/engine pull $(MODEL)
 	$(call step,Slow tests)
 	@$(BIN)/python -m pytest -m slow --timeout 3600 tests

@@ -7,8 +7,10 @@ import os
 import sys
 import tempfile
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 
+import httpx._transports.default as httpx_transports
 import pytest
 
 from engine.core.store.pull import pull
@@ -20,6 +22,8 @@ os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 os.environ.setdefault("XLA_FLAGS", "--xla_backend_optimization_level=0")
 # jsonschema would make a parser of IRIs on import, which takes seconds; no test has that format.
 sys.modules.setdefault("rfc3987_syntax", None)  # type: ignore[arg-type]
+# A new client reads all certificates that the system trusts: 60 ms, and tests make thousands.
+httpx_transports.create_ssl_context = cache(httpx_transports.create_ssl_context)
 # Servers store their data here by default, and not in the data folder of the user who runs the
 # tests.
 DATA_HOME = tempfile.TemporaryDirectory(prefix="engine-tests-", ignore_cleanup_errors=True)

@@ -21,6 +21,10 @@ def test_speeds_are_plausible(native):
     assert (speed.bf16_ops_per_s is not None) == native.has_bf16(isa)
 
 
+def test_who_has_bfloat16(native, isa):
+    assert native.has_bf16(isa) == (isa in ("avx512_bf16", "amx", "neon_bf16"))
+
+
 @pytest.mark.skipif(
     sys.platform != "linux" or platform.machine() != "aarch64", reason="for ARM processors"
 )

@@ -139,7 +139,7 @@ def test_work_is_linear(name: str, unit: str, whole: bool) -> None:
         text = unit * (num_chars // len(unit))
         return num_lines(FORMATS[name], [text] if whole else list(text))
 
-    assert lines(4000) < 2.5 * lines(2000) + 500
+    assert lines(2000) < 2.5 * lines(1000) + 250
 
 
 @pytest.mark.parametrize("name", FORMATS)

@@ -5,6 +5,7 @@ from collections.abc import AsyncIterator
 
 import httpx
 import pytest
+from fastapi import FastAPI
 
 from engine.core.observability.metrics import Metrics
 from engine.servers.app import create_app
@@ -16,9 +17,13 @@ JSON = {"content-type": "application/json"}
 LONE = ('"\\ud800"', '["a\\udfffb"]', '{"\\ud800": 1}')
 
 
+@pytest.fixture(scope="module")
+def app() -> FastAPI:
+    return create_app(make_settings(), FakeBackend(), Metrics(MODEL))
+
+
 @pytest.fixture
-async def client() -> AsyncIterator[httpx.AsyncClient]:
-    app = create_app(make_settings(), FakeBackend(), Metrics(MODEL))
+async def client(app: FastAPI) -> AsyncIterator[httpx.AsyncClient]:
     transport = httpx.ASGITransport(app=app)
     async with httpx.AsyncClient(transport=transport, base_url="http://localhost") as client:
         yield client

@@ -14,7 +14,7 @@ from packaging.version import Version
 
 from tests.scoreboard.figure import Run, Values, at_least, at_most, figure
 from tests.scoreboard.http_target import served_default_model
-from tests.security.test_code_from_data import banned_calls, parsed, shells
+from tests.security.test_code_from_data import FILES, banned_calls, parsed, shells
 from tests.security.test_sockets import sockets_of
 from tests.unit.test_structure import code_from_data, wall_clock_uses
 
@@ -63,9 +63,9 @@ def supply_and_sockets(run: Run) -> Values:
     old, unbounded = below_floor(wanted), [str(each) for each in wanted if not is_bounded(each)]
     for problem in (*coding, *clocks, *others, *old, *unbounded):
         run.fail(problem)
-    run.cases = len(trees) + len(wanted) + len(FLOORS)
+    run.cases = len(FILES) + len(wanted) + len(FLOORS)
     run.notes |= {
-        "files": len(trees),
+        "files": len(FILES),
         "dependencies": len(wanted),
         "advisories": "checked by floors: there is no database of advisories offline",
     }
