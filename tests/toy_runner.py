@@ -27,6 +27,7 @@ from engine.backends.custom.runtime.model_runner import (
 VOCAB = 24
 NAN_TOKEN = 22  # computing it gives a non-finite row
 CRASH_TOKEN = 23  # computing it raises
+IMPATIENT_S = 1.0  # when a step counts as hung, in toy engines that are impatient
 
 
 class ToyCrash(RuntimeError):

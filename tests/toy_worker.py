@@ -16,7 +16,7 @@ from engine.backends.custom.runtime.model_runner import RunnerConfig, RunnerSpec
 from engine.backends.custom.worker import main as worker
 from engine.backends.custom.worker.memory import MemoryPlan
 from engine.core.errors import ResourceError
-from tests.toy_runner import CRASH_TOKEN, VOCAB, ToyCrash, ToyRunner
+from tests.toy_runner import CRASH_TOKEN, IMPATIENT_S, VOCAB, ToyCrash, ToyRunner
 
 STEP_S = 0.005  # slow enough to be killed in the middle of a step
 
@@ -83,7 +83,7 @@ def load_runner(source, options: EngineOptions, spared_bytes: int = 0):
     if Path(options.model_path).stem == "slow":
         time.sleep(60)
     if options.model_path in ("impatient", "stuck"):
-        budget.MIN_PATIENCE_S = 1.0
+        budget.MIN_PATIENCE_S = IMPATIENT_S
     spec = RunnerSpec(
         block_size=options.block_size,
         num_blocks=257,

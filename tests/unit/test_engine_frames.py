@@ -29,6 +29,7 @@ from engine.core.interfaces.request import (
     Abort,
     Deltas,
     Fatal,
+    FromEngine,
     GenerateRequest,
     SamplingParams,
     Stop,
@@ -98,6 +99,32 @@ def test_a_channel_gives_what_has_come_and_tells_of_the_end():
             channel.poll(5.0)
         with pytest.raises(ConnectionClosedError):
             channel.send(Stop())
+
+
+def test_a_channel_waits_for_a_side_that_does_not_read():
+    ours, theirs = socket.socketpair()
+    for sock in (ours, theirs):
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
+    channel: SocketChannel = SocketChannel(ours, FromEngine)
+    waited, has_sent = threading.Event(), threading.Event()
+    channel.on_wait = waited.set
+    messages = [Deltas((TokenDelta("r", 0, tuple(range(1000))),)) for _ in range(20)]
+
+    def send() -> None:
+        for message in messages:
+            channel.send(message)
+        has_sent.set()
+
+    thread = threading.Thread(target=send)
+    thread.start()
+    assert waited.wait(20) and not has_sent.is_set()
+    frames: FrameDecoder = FrameDecoder(FromEngine)
+    found = []
+    with ours, theirs:
+        while len(found) < len(messages):
+            found += frames.feed(theirs.recv(3000))
+        thread.join(20)
+    assert found == messages
 
 
 def test_an_engine_in_a_thread_reads_all_that_waits_for_it():

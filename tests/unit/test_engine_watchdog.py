@@ -3,6 +3,7 @@
 import asyncio
 import os
 import signal
+import socket
 
 import msgspec
 import pytest
@@ -12,7 +13,7 @@ from engine.backends.custom.frontend import vigil
 from engine.backends.custom.frontend.engine_client import ProcessClient
 from engine.core import faults
 from engine.core.faults import Fault
-from tests.toy_runner import CRASH_TOKEN
+from tests.toy_runner import CRASH_TOKEN, IMPATIENT_S
 from tests.unit.test_engine_link import Inbox, ask, expected, make_link, request, until
 
 pytestmark = pytest.mark.seconds  # each engine is a process, and has to seem to hang
@@ -24,6 +25,7 @@ def hasty(monkeypatch):
     monkeypatch.setattr(vigil, "FROZEN_AFTER_S", 1.5)
     monkeypatch.setattr(vigil, "WAKE_AFTER_S", 2.0)
     monkeypatch.setattr(vigil, "GIVE_UP_AFTER_S", 3.0)
+    monkeypatch.setattr(vigil, "RELAPSED_AFTER_S", 2.0)
     monkeypatch.setattr(link_module, "WATCH_INTERVAL_S", 0.2)
 
 
@@ -102,6 +104,34 @@ async def test_an_engine_that_is_stopped_again_and_again_is_replaced(hasty):
     await stopping
     assert inbox.error is None and inbox.tokens == expected(1, 200)
     assert link.num_restarts == 1 and link.trouble is None
+    await link.stop()
+
+
+async def test_an_engine_whose_frontend_does_not_read_waits_and_loses_nothing(monkeypatch, capfd):
+    """As while the frontend is stopped. It is no step that hangs."""
+
+    def socketpair() -> tuple[socket.socket, socket.socket]:
+        pair = real()
+        for each in pair:
+            each.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
+        return pair
+
+    real = socket.socketpair
+    monkeypatch.setattr(socket, "socketpair", socketpair)
+    link = make_link("impatient")
+    await link.start()
+    inboxes = [Inbox() for _ in range(8)]
+    for number, inbox in enumerate(inboxes):
+        link.submit(request(number, max_tokens=200), inbox)
+    await until(lambda: inboxes[-1].tokens)
+    link._client._connection.transport.pause_reading()
+    await asyncio.sleep(4 * IMPATIENT_S)
+    assert not any(inbox.ended.is_set() for inbox in inboxes)
+    link._client._connection.transport.resume_reading()
+    for number, inbox in enumerate(inboxes):
+        await asyncio.wait_for(inbox.ended.wait(), 20)
+        assert inbox.error is None and inbox.tokens == expected(number, 200)
+    assert link.num_restarts == 0 and "does not end" not in capfd.readouterr().err
     await link.stop()
 
 

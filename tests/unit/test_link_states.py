@@ -193,19 +193,20 @@ def step(age_s: float, patience_s: float = 10.0) -> Vitals:
 @pytest.mark.parametrize(
     ("looks", "num_woken", "num_killed"),
     [
-        ([silent(4.9)] * 9, 0, 0),
-        ([silent(5.1), silent(5.6), silent(6.1)], 1, 0),
-        ([silent(5.1), HEALTHY, silent(5.1), HEALTHY], 1, 0),
-        ([silent(5.1), HEALTHY, silent(5.1), silent(5.6)], 1, 1),  # something stops it again
-        ([silent(7.9)] * 9, 1, 0),
-        ([silent(8.1), HEALTHY, silent(8.1), HEALTHY], 1, 0),  # once may be our own fault
-        ([silent(8.1), silent(8.6)], 1, 1),
+        ([silent(3.9)] * 9, 0, 0),
+        ([silent(4.1), silent(4.6), silent(5.1)], 1, 0),
+        ([silent(4.1), HEALTHY, silent(2.9), silent(2.9)], 1, 0),
+        ([silent(4.1), HEALTHY, silent(3.1), HEALTHY], 1, 0),
+        ([silent(4.1), HEALTHY, silent(3.1), silent(3.6)], 1, 1),  # something stops it again
+        ([silent(6.9)] * 9, 1, 0),
+        ([silent(7.1), HEALTHY, silent(7.1), HEALTHY], 1, 0),  # once may be our own fault
+        ([silent(7.1), silent(7.6)], 1, 1),
         ([step(19.0)] * 9, 0, 0),
         ([step(21.0), step(21.5)], 0, 1),
         ([step(21.0, patience_s=30.0)] * 9, 0, 0),
         ([None, None], 0, 0),
     ],
-    ids=range(11),
+    ids=range(12),
 )
 async def test_the_silent_are_woken_and_who_does_not_go_on_is_killed(
     looks, num_woken, num_killed, monkeypatch

@@ -7,7 +7,7 @@ import signal
 
 import pytest
 
-from engine.core.errors import AuthenticationError, EngineError, UnavailableError
+from engine.core.errors import AuthenticationError, ConflictError, EngineError, UnavailableError
 from engine.core.interfaces.request import Ready
 from engine.core.prefix_hashes import prompt_hashes
 from engine.routing.nodes import agent as agent_module
@@ -165,8 +165,10 @@ async def test_what_is_refused(monkeypatch: pytest.MonkeyPatch, tmp_path) -> Non
         with pytest.raises(RefusedError, match="and the server serves toy"):
             await refusal(server, model_path=str(tmp_path / "model.gguf"))
         with monkeypatch.context() as patch:
-            patch.setattr("engine.routing.nodes.make.__version__", "0.0.1")
-            with pytest.raises(RefusedError, match=r"runs engine 0\.0\.1 .* install the same"):
+            patch.setattr("engine.routing.nodes.dial.node_build", lambda: "0.0.1+1234abcd")
+            with pytest.raises(
+                ConflictError, match=r"runs engine 0\.0\.1\+1234abcd, and the server"
+            ):
                 await refusal(server)
         assert (await server.ask(prompt(1)))[0] == (await alone([prompt(1)]))[0]
 

@@ -1,6 +1,8 @@
 """Windows in which requests and tokens are counted: clocks that jump, and a Redis that fails."""
 
 import asyncio
+from types import SimpleNamespace
+from unittest.mock import AsyncMock
 
 import pytest
 from limits.storage import storage_from_string
@@ -8,7 +10,7 @@ from limits.storage import storage_from_string
 from engine.core.config_schema import LimitsSettings
 from engine.core.errors import RateLimitError
 from engine.core.key_file import KeyLimits
-from engine.servers.access import rate_windows as windows
+from engine.servers.access import rate_windows
 from engine.servers.access.auth import Principal
 from engine.servers.access.quotas import Quotas
 from engine.servers.access.rate_windows import WINDOW_S, Window, Windows
@@ -18,7 +20,7 @@ from tests.unit.test_quotas import Clock
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     clock = Clock()
-    monkeypatch.setattr(windows, "time", clock)
+    monkeypatch.setattr(rate_windows, "time", clock)
     return clock
 
 
@@ -69,7 +71,7 @@ class BrokenRedis:
     def __init__(self) -> None:
         self.num_calls = 0
 
-    async def incr(self, key: str, expiry: int, amount: int) -> int:
+    async def incr(self, key: str, *words: int) -> int:
         self.num_calls += 1
         await asyncio.sleep(60)
         return 0
@@ -98,6 +100,28 @@ async def test_a_redis_that_hangs_is_left_alone_and_limits_still_hold(clock: Clo
     with pytest.raises(RateLimitError):
         await quotas.enter(who, 0, {})
     assert broken.num_calls == 1
+    await quotas.stop()
+
+
+async def test_no_request_waits_to_learn_whether_redis_is_back(
+    clock: Clock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(rate_windows, "REDIS_PAUSE_S", 0.01)
+    monkeypatch.setattr(rate_windows, "REDIS_TIMEOUT_S", 0.01)
+    windows = Windows()
+    await windows.prepare()
+    windows._redis = broken = BrokenRedis()
+    windows._pool = SimpleNamespace(disconnect=AsyncMock())
+    assert (await windows.add("key", 1)).used == 1
+    while broken.num_calls < 3:  # a task asks, and not the requests
+        await asyncio.sleep(0.005)
+    assert (await windows.add("key", 1)).used == 2
+    windows._redis = storage_from_string("async+memory://")
+    while windows._probing is not None:
+        await asyncio.sleep(0.005)
+    await windows.add("key", 1)
+    assert list(windows._redis.storage.values()) == [1]
+    assert windows._pool.disconnect.await_count >= 3  # no request gets an old connection
 
 
 async def test_nobody_begins_anew_when_redis_fails_or_comes_back_empty(clock: Clock) -> None:
@@ -108,8 +132,9 @@ async def test_nobody_begins_anew_when_redis_fails_or_comes_back_empty(clock: Cl
         quotas.windows._redis = (
             BrokenRedis() if storage == "broken" else storage_from_string(storage)
         )
-        quotas.windows._redis_again_at = 0.0
         assert await quotas.enter(who, 0, {}) is not None
+        quotas.windows.close()
+        quotas.windows._probing = None
     with pytest.raises(RateLimitError):
         await quotas.enter(who, 0, {})
 

@@ -165,6 +165,19 @@ def test_a_broken_invariant_is_counted_once_and_repaired():
     engine.scheduler.check()
 
 
+def test_invariants_are_checked_when_nothing_has_just_been_computed():
+    """The check takes milliseconds, and the client of a request that has ended may ask again."""
+    engine = ToyEngine(max_slots=4)
+    checked = []
+    engine.scheduler.check = lambda: checked.append(engine.loop.stats().num_steps)
+    for name in ("a", "b"):
+        engine.submit(name, (1, 2, 3), max_tokens=1)
+        engine.turn()  # it begins and ends within one iteration
+        assert engine.outcomes[name, 0].finish_reason == "length" and not checked
+    engine.turn(2)
+    assert checked == [2]
+
+
 def test_nobody_is_preempted_more_often_than_allowed():
     engine = ToyEngine(num_blocks=10, max_slots=6, block_size=2, budget=12)
     for number in range(12):

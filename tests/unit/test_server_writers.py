@@ -11,12 +11,14 @@ import httpx
 import pytest
 from starlette.types import Receive, Scope, Send
 
+from engine.backends.custom.frontend import vigil
 from engine.core.config import check_references
 from engine.core.config_schema import ServerSettings
 from engine.core.errors import ConfigError
 from engine.core.listening import address_of, bind_socket
 from engine.servers import run
 from engine.servers.run import num_frontends
+from engine.servers.writers import pool
 from engine.servers.writers.pool import Writers
 from tests.fake_backend import FakeBackend
 from tests.live_server import make_settings
@@ -158,6 +160,42 @@ async def test_a_writer_that_dies_takes_its_own_connections_and_is_replaced():
                     lost += 1
             assert lost <= 1
             assert [await pid_of_writer(one), await pid_of_writer(two)] == [207, 207]
+
+
+async def test_a_frozen_writer_is_woken_and_replaced_if_it_freezes_again(monkeypatch):
+    """New connections wait at most until then. Those that it had not taken go elsewhere."""
+    for name, seconds in (("FROZEN", 1.0), ("WAKE", 1.2), ("GIVE_UP", 9.0), ("RELAPSED", 1.2)):
+        monkeypatch.setattr(vigil, f"{name}_AFTER_S", seconds)
+    monkeypatch.setattr(pool, "CHECK_S", 0.1)
+    async with writers_of(2) as (writers, url), contextlib.AsyncExitStack() as stack:
+
+        async def connect() -> int:
+            client = await stack.enter_async_context(httpx.AsyncClient(base_url=url, timeout=60))
+            return (await client.get("/")).status_code
+
+        first, second = writers.pids
+        for pids in ([first, second], [second]):
+            os.kill(first, signal.SIGSTOP)
+            assert await asyncio.gather(*(connect() for _ in range(6))) == [207] * 6
+            await until(lambda: not any(each.is_frozen for each in writers._writers))
+            assert [pid for pid in writers.pids if pid in (first, second)] == pids
+        await until(lambda: writers.num_ready == 2)
+        assert await connect() == 207
+        with pytest.raises(ProcessLookupError):
+            os.kill(first, 0)  # not even a zombie
+
+
+async def test_a_frozen_writer_gets_no_connections(monkeypatch):
+    monkeypatch.setattr(vigil, "FROZEN_AFTER_S", 1.0)
+    here: list[socket.socket] = []
+    async with writers_of(1, here=here) as (writers, url):
+        os.kill(writers.pids[0], signal.SIGSTOP)
+        await until(lambda: writers._writers[0].is_frozen)
+        with socket.create_connection(("127.0.0.1", int(url.split(":")[2]))):
+            await until(lambda: len(here) == 1)
+        here[0].close()
+        os.kill(writers.pids[0], signal.SIGCONT)
+        await until(lambda: not writers._writers[0].is_frozen)
 
 
 async def test_the_main_process_accepts_while_no_writer_can():

@@ -9,7 +9,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from engine import __version__
 from engine.backends.custom.architectures.tensors import TensorSpec, Transform
 from engine.backends.custom.frameworks.torch.execution.distributed.cut import (
     cut,
@@ -20,11 +19,14 @@ from engine.backends.custom.weights.lazy_tensor import LazyTensor
 from engine.backends.custom.weights.quantize import quantize
 from engine.backends.custom.weights.quants import dequantize, traits_of
 from engine.backends.custom.weights.weight import Weight
+from engine.core.build_name import ADVICE
 from engine.core.errors import ConfigError, EngineError
 from engine.core.shards.frames import FrameError, decode_frame, encode_frame
 from engine.core.shards.layout import ShardLayout, kv_heads_of, share
 from engine.core.shards.link import TcpLink, read_token, split_address
 from engine.core.shards.ring import RingClosedError, RingReader, RingWriter, ring_file
+
+BUILD = "0.1.0+1234abcd"
 
 
 @pytest.mark.parametrize("unit", [1, 3, 32])
@@ -233,14 +235,14 @@ def meeting(lead: bytes, other: bytes) -> tuple[str, str]:
 
     def greet() -> None:
         try:
-            TcpLink(ours).greet(lead)
+            TcpLink(ours).greet(lead, BUILD)
         except EngineError as error:
             said[0] = error.message
 
     thread = threading.Thread(target=greet)
     thread.start()
     try:
-        TcpLink(theirs).join(other)
+        TcpLink(theirs).join(other, BUILD)
     except EngineError as error:
         said[1] = error.message
     thread.join(20)
@@ -254,17 +256,18 @@ def test_ranks_prove_that_they_have_the_token() -> None:
     assert rank == "the engine refused this connection: its token is wrong"
 
 
-def test_a_rank_of_another_version_is_refused(monkeypatch) -> None:
+def test_a_rank_of_another_build_is_refused() -> None:
     ours, theirs = tcp_pair()
     rank = TcpLink(theirs)
-    engine = threading.Thread(target=lambda: pytest.raises(ConfigError, TcpLink(ours).greet, b"t"))
+    greet = TcpLink(ours).greet
+    engine = threading.Thread(target=lambda: pytest.raises(ConfigError, greet, b"t", BUILD))
     engine.start()
     _, number = decode_frame(rank.receive())[0]
     proof = hmac.new(b"t", f"join {number} n".encode(), "sha256").hexdigest()
     rank.send(encode_frame(["0.0.1", "n", proof]))
     refusal, _ = decode_frame(rank.receive())[0]
     engine.join(20)
-    assert refusal == f"it runs engine 0.0.1, and this engine is {__version__}"
+    assert refusal == f"it runs engine 0.0.1, and this engine is {BUILD}; {ADVICE}"
 
 
 @pytest.mark.parametrize("junk", [b"GET / HTTP/1.1\r\nHost: engine\r\n\r\n", bytes(64)])
@@ -272,7 +275,7 @@ def test_what_is_no_rank_is_refused_before_it_can_send_much(junk: bytes) -> None
     ours, theirs = tcp_pair()
     theirs.sendall(junk)
     with pytest.raises(FrameError):
-        TcpLink(ours).greet(b"a" * 16)
+        TcpLink(ours).greet(b"a" * 16, BUILD)
 
 
 def test_tokens_and_addresses_are_checked(tmp_path: Path) -> None:

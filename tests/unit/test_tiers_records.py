@@ -1,6 +1,7 @@
 """Records of cache tiers: no damaged, renamed or foreign record is taken for the one asked for."""
 
 import functools
+import hashlib
 import os
 import random
 import shutil
@@ -16,6 +17,7 @@ from engine.backends.custom.runtime.tiers import disk
 from engine.backends.custom.runtime.tiers.base import BoundedIndex, Loaded, Record, Wanted
 from engine.backends.custom.runtime.tiers.disk import DiskTier
 from engine.backends.custom.runtime.tiers.record import (
+    LAYOUT_VERSION,
     PIECE_BYTES,
     Place,
     RecordShape,
@@ -259,3 +261,11 @@ def test_another_image_encoder_changes_the_identity(tmp_path, monkeypatch) -> No
 
     assert identity(b"one", "siglip") != identity(b"other", "siglip")
     assert identity(b"one", None) == identity(b"other", None), "nobody reads this file"
+
+
+def test_a_record_of_another_layout_has_another_number() -> None:
+    """Records outlive processes, and cross between engines of one version. If this fails because
+    the layout has changed, raise `LAYOUT_VERSION`, and put the new digest here.
+    """
+    found = hashlib.sha256(b"".join(whole(record(kind, places(2)[1])) for kind in SHAPES))
+    assert (LAYOUT_VERSION, found.hexdigest()[:16]) == (1, "25d22665f7f54e42")

@@ -19,7 +19,7 @@ from engine.cli.console import (
 )
 from engine.cli.help import GroupedCommand
 from engine.cli.serve_options import with_engine_options
-from engine.core.errors import ConfigError, ConflictError
+from engine.core.errors import AuthenticationError, ConfigError, ConflictError
 
 if TYPE_CHECKING:
     from engine.backends.custom.ipc.engine_process import EngineProcess
@@ -36,7 +36,7 @@ app = typer.Typer(
     rich_markup_mode=None,
 )
 UrlsArgument = Annotated[
-    list[str], typer.Argument(metavar="URL...", help="The server, or several servers.")
+    list[str], typer.Argument(metavar="URL", help="The server, or several servers.")
 ]
 UrlArgument = Annotated[str, typer.Argument(metavar="URL", help="The server.")]
 TokenOption = Annotated[
@@ -114,11 +114,14 @@ def list_nodes(
     from rich.table import Table
     from rich.text import Text
 
-    columns = ("name", "address", "state", "role", "device", "in_flight", "requests")
-    table = Table(*(each.replace("_", " ") for each in columns), "free blocks", "joined")
+    columns = {"name": "name", "address": "address", "state": "state", "role": "role"}
+    columns |= {"device": "device", "in_flight": "open", "requests": "all"}
+    table = Table(*columns.values(), "free KV", "joined", box=None)
     for node in found["nodes"]:
-        free = f"{node['free_blocks']} of {node['blocks']}"
-        cells = (*(str(node[each]) for each in columns), free, f"{node['joined_s']:g} s ago")
+        cells = [str(node[each]) for each in columns]
+        free = node["free_blocks"]
+        cells.append("" if free is None else f"{free / max(1, node['blocks']):.0%}")
+        cells.append(f"{node['joined_s']:.0f} s ago")
         table.add_row(*map(Text, cells))
     output().print(table)
 
@@ -158,7 +161,13 @@ def call_nodes(
     from engine.cli.ops.admin_client import call_with_key
     from engine.routing.nodes.dial import read_token
 
-    return call_with_key(url, read_token(token_file), method, f"nodes{path}", ca_file=ca_file)
+    token = read_token(token_file)
+    try:
+        return call_with_key(url, token, method, f"nodes{path}", ca_file=ca_file)
+    except AuthenticationError:
+        raise AuthenticationError(
+            f"The token in {token_file} is not the node token of {url}."
+        ) from None
 
 
 def _agent(
@@ -169,14 +178,18 @@ def _agent(
     name: str | None,
     ca_file: Path | None,
 ) -> "NodeAgent":
+    import asyncio
+
     from engine.backends.custom.engine_settings import backend_name, engine_options, has_engine
     from engine.cli.serve import begin_engine, fetch_missing
     from engine.core.store.model_store import resolve_model
-    from engine.routing.nodes.dial import endpoint_of, read_token
+    from engine.routing.nodes.dial import check, endpoint_of, read_token
     from engine.routing.nodes.make import make_agent
 
     token = read_token(token_file)
     endpoints = [endpoint_of(url, token, ca_file) for url in urls]
+    for each in endpoints:
+        asyncio.run(check(each))  # before a model is downloaded and loaded
     kind = backend_name(settings)
     if not has_engine(kind):
         raise ConfigError(

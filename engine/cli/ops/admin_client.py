@@ -27,7 +27,7 @@ def call_admin(
     error, raises that error. If the server can't be reached, raises an error that tells the user
     what to check.
     """
-    return call_with_key(url, _key(key_file), method, path, body)
+    return call_with_key(url, _key(key_file), method, path, body, hint=" Name it with --url.")
 
 
 def call_with_key(
@@ -37,9 +37,10 @@ def call_with_key(
     path: str,
     body: Mapping[str, Any] | None = None,
     ca_file: Path | None = None,
+    hint: str = "",
 ) -> dict[str, Any]:
     """Like `call_admin`, with a key that was already read. `ca_file` has the certificates that sign
-    the server's.
+    the server's. `hint` ends the message if nothing answers.
     """
     import httpx
 
@@ -58,7 +59,7 @@ def call_with_key(
     except httpx.HTTPError as error:
         reason = str(error) or type(error).__name__
         raise UnavailableError(
-            f"Nothing answers at {url} ({reason}). Is the server running? Name it with --url."
+            f"Nothing answers at {url} ({reason}). Is the server running?{hint}"
         ) from None
     try:
         found = reply.json()

@@ -15,7 +15,10 @@ PAUSE_S = 1.0
 
 def shard(
     address: Annotated[
-        str, typer.Argument(help="HOST:PORT, which `shards.listen` says on the engine's machine.")
+        str,
+        typer.Argument(
+            metavar="HOST:PORT", help="The engine's `shards.listen`, as this machine reaches it."
+        ),
     ],
     token_file: Annotated[
         Path, typer.Option(help="File with the token that the engine has as shards.token_file.")

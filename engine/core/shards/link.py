@@ -12,7 +12,7 @@ import struct
 import threading
 from pathlib import Path
 
-from engine import __version__
+from engine.core.build_name import ADVICE
 from engine.core.errors import ConfigError
 from engine.core.shards.frames import FrameError, decode_frame, encode_frame
 from engine.core.shards.ring import RingClosedError
@@ -22,6 +22,8 @@ MAX_FRAME_BYTES = 2**31
 _MAX_GREETING_BYTES = 4096
 _GREETING_S = 10.0
 MIN_TOKEN_BYTES = 16
+# What every build that speaks over a `TcpLink` has in common.
+LINK_FILES = ("core/shards/frames.py", "core/shards/link.py")
 
 
 class TcpLink:
@@ -58,25 +60,27 @@ class TcpLink:
     def close(self) -> None:
         self._sock.close()
 
-    def greet(self, token: bytes) -> None:
-        """The engine's side: let the other side prove that it has the token."""
+    def greet(self, token: bytes, build: str) -> None:
+        """The engine's side: let the other side prove that it has the token. `build` is the name
+        of this build, which must be the other side's too.
+        """
         self._sock.settimeout(_GREETING_S)
         ours = secrets.token_hex(16)
-        self.send(encode_frame([__version__, ours]))
-        version, theirs, proof = self._strings(3)
+        self.send(encode_frame([build, ours]))
+        their_build, theirs, proof = self._strings(3)
         if not hmac.compare_digest(proof, _proof(token, "join", ours, theirs)):
             self._refuse("its token is wrong")
-        if version != __version__:
-            self._refuse(f"it runs engine {version}, and this engine is {__version__}")
+        if their_build != build:
+            self._refuse(f"it runs engine {their_build}, and this engine is {build}; {ADVICE}")
         self.send(encode_frame(["", _proof(token, "lead", theirs, ours)]))
         self._trust()
 
-    def join(self, token: bytes) -> None:
+    def join(self, token: bytes, build: str) -> None:
         """The rank's side: prove that it has the token, and let the engine prove it too."""
         self._sock.settimeout(_GREETING_S)
         _, theirs = self._strings(2)
         ours = secrets.token_hex(16)
-        self.send(encode_frame([__version__, ours, _proof(token, "join", theirs, ours)]))
+        self.send(encode_frame([build, ours, _proof(token, "join", theirs, ours)]))
         refusal, proof = self._strings(2)
         if refusal:
             raise ConfigError(f"the engine refused this connection: {refusal}")

@@ -33,7 +33,6 @@ from engine.routing.nodes.wire import (
     BEAT_S,
     HELLO_TIMEOUT_S,
     LOST_AFTER_S,
-    PROTOCOL,
     Beat,
     Connection,
     Drain,
@@ -64,7 +63,6 @@ class Identity:
 
     node_id: str
     name: str
-    version: str
     model: str  # digest of the model's files
     model_name: str
     fingerprint: Callable[[Ready], str]
@@ -75,8 +73,6 @@ class Identity:
 
     def hello(self, ready: Ready, block_port: int | None) -> Hello:
         return Hello(
-            protocol=PROTOCOL,
-            version=self.version,
             node_id=self.node_id,
             name=self.name,
             model=self.model,

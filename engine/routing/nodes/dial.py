@@ -4,14 +4,27 @@ import asyncio
 import os
 import ssl
 import stat
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from urllib.parse import urlsplit
 
 import msgspec
 
-from engine.core.errors import AuthenticationError, ConfigError, EngineError, UnavailableError
-from engine.routing.nodes.wire import CONNECT_PATH, HELLO_TIMEOUT_S, UPGRADE
+from engine.core.errors import (
+    AuthenticationError,
+    ConfigError,
+    ConflictError,
+    EngineError,
+    UnavailableError,
+)
+from engine.routing.nodes.wire import (
+    BUILD_HEADER,
+    CONNECT_PATH,
+    HELLO_TIMEOUT_S,
+    UPGRADE,
+    node_build,
+)
 
 MIN_TOKEN_LENGTH = 16
 MAX_HEAD_BYTES = 16 * 1024
@@ -87,15 +100,30 @@ class _Handshake(asyncio.Protocol):
 
 async def dial(endpoint: Endpoint, protocol: asyncio.Protocol) -> None:
     """Connect to a server and let `protocol` handle the connection. Raises `AuthenticationError`
-    if the token is wrong.
+    if the token is wrong, and `ConflictError` if the server is another build.
     """
+    transport = await _open(endpoint)
+    transport.set_protocol(protocol)
+    protocol.connection_made(transport)
+
+
+async def check(endpoint: Endpoint) -> None:
+    """Raise the error of a server that would never take this node, whatever its model is. A server
+    that does not answer may do so later.
+    """
+    with suppress(OSError, UnavailableError):
+        (await _open(endpoint)).abort()
+
+
+async def _open(endpoint: Endpoint) -> asyncio.Transport:
     async with asyncio.timeout(HELLO_TIMEOUT_S):
         transport, handshake = await _connect(endpoint)
         try:
             transport.write(
                 f"GET {endpoint.path} HTTP/1.1\r\nhost: {endpoint.host}:{endpoint.port}\r\n"
                 f"connection: Upgrade\r\nupgrade: {UPGRADE}\r\n"
-                f"authorization: Bearer {endpoint.token}\r\n\r\n".encode()
+                f"authorization: Bearer {endpoint.token}\r\n"
+                f"{BUILD_HEADER}: {node_build()}\r\n\r\n".encode()
             )
             answer = await handshake.answer
             if not answer.startswith(SWITCHED):
@@ -103,8 +131,7 @@ async def dial(endpoint: Endpoint, protocol: asyncio.Protocol) -> None:
         except BaseException:
             transport.abort()
             raise
-    transport.set_protocol(protocol)
-    protocol.connection_made(transport)
+    return transport
 
 
 async def _connect(endpoint: Endpoint) -> tuple[asyncio.Transport, _Handshake]:
@@ -142,4 +169,6 @@ def _refusal(answer: bytes, endpoint: Endpoint) -> EngineError:
         message = msgspec.json.decode(body)["error"]["message"]
     except (msgspec.DecodeError, KeyError, TypeError):
         message = "is it a server of this kind?"
+    if status == "409":
+        return ConflictError(f"{endpoint.url} refused the node: {message}")
     return UnavailableError(f"{endpoint.url} answered with {status}: {message}")

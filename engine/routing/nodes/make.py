@@ -7,7 +7,6 @@ import ssl
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from engine import __version__
 from engine.backends.custom.frontend.engine_client import (
     EngineClient,
     OnExit,
@@ -52,7 +51,6 @@ def make_agent(
     identity = Identity(
         node_id=secrets.token_hex(8),
         name=name or socket.gethostname(),
-        version=__version__,
         model=digest,
         model_name=path.stem if path.is_file() else path.name,
         fingerprint=lambda ready: options.fingerprint(

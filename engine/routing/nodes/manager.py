@@ -1,6 +1,6 @@
 """Registers the nodes of a server, watches their health, and lists them.
 
-A node is accepted if it has the token, the same version of the engine, and the same model files.
+A node is accepted if it has the token, the same build of the engine, and the same model files.
 Its engine then joins the pool of that model's backend. A node that is silent gets no more requests.
 If it stays silent, or if its connection breaks, it is lost, and its requests move.
 """
@@ -16,12 +16,12 @@ from typing import Any
 
 import msgspec
 
-from engine import __version__
 from engine.backends.base import BackendHolder, InferenceBackend
 from engine.backends.custom.base_custom import CustomBackend
 from engine.backends.custom.frontend.engine_link import EngineLink
 from engine.backends.custom.frontend.link import Link
 from engine.backends.custom.options import EngineOptions
+from engine.core.build_name import ADVICE
 from engine.core.errors import EngineError, NotFoundError, UnavailableError
 from engine.core.store.model_digest import model_digest
 from engine.routing.nodes.node import Node, NodeRefusedError
@@ -29,16 +29,17 @@ from engine.routing.nodes.pool import NodePool
 from engine.routing.nodes.prefill import Prefills
 from engine.routing.nodes.wire import (
     BEAT_S,
+    BUILD_HEADER,
     CONNECT_PATH,
     HELLO_TIMEOUT_S,
     LOST_AFTER_S,
-    PROTOCOL,
     UPGRADE,
     Beat,
     Drain,
     Hello,
     Refused,
     Welcome,
+    node_build,
 )
 from engine.routing.on_demand import OnDemand
 from engine.routing.router import Router
@@ -90,20 +91,19 @@ class NodeManager:
 
     # --- a node connects ---
 
-    def takes(self, headers: Sequence[tuple[bytes, bytes]]) -> bytes | None:
-        """Check the token of a node that connects. Returns the refusal as an HTTP response, or
-        None if the node may connect.
+    def takes(self, headers: Sequence[tuple[bytes, bytes]]) -> tuple[str, str] | None:
+        """Check the token and the build of a node that connects. Returns the refusal as an HTTP
+        status and a message, or None if the node may connect.
         """
-        given = next((value for name, value in headers if name == b"authorization"), b"")
-        presented = hashlib.sha256(given.removeprefix(b"Bearer ").strip()).digest()
-        if hmac.compare_digest(presented, self._token):
-            return None
-        body = msgspec.json.encode({"error": {"message": "The node token is wrong.", "code": 401}})
-        head = (
-            "HTTP/1.1 401 Unauthorized\r\ncontent-type: application/json\r\n"
-            f"content-length: {len(body)}\r\nconnection: close\r\n\r\n"
-        )
-        return head.encode() + body
+        given = dict(headers)
+        token = given.get(b"authorization", b"").removeprefix(b"Bearer ").strip()
+        if not hmac.compare_digest(hashlib.sha256(token).digest(), self._token):
+            return "401 Unauthorized", "The node token is wrong."
+        build = given.get(BUILD_HEADER.encode(), b"of an unknown build").decode("ascii", "replace")
+        if build != node_build():
+            message = f"The node runs engine {build}, and the server {node_build()}; {ADVICE}."
+            return "409 Conflict", message
+        return None
 
     @property
     def upgrades(self) -> dict[tuple[bytes, bytes], Upgrade]:
@@ -116,8 +116,8 @@ class NodeManager:
         address = str(peer[0]) if isinstance(peer, tuple) else "this machine"
         refusal = self.takes(headers)
         if refusal is not None:
-            log.warning("a node from %s was refused: its token is wrong", address)
-            transport.write(refusal)
+            log.warning("a node from %s was refused: %s", address, refusal[1])
+            transport.write(_refused(*refusal))
             transport.close()
             return
         node = Node(self, address)
@@ -149,11 +149,6 @@ class NodeManager:
         """Add the engine of a node to the pool of its model. Raises `NodeRefusedError` if it does
         not fit, and another error if it may fit later.
         """
-        if hello.protocol != PROTOCOL or hello.version != __version__:
-            raise NodeRefusedError(
-                f"The node runs engine {hello.version} (protocol {hello.protocol}), and the server"
-                f" {__version__} ({PROTOCOL}); install the same version on both."
-            )
         backend = await self._backend_for(hello)
         pool = self._pool_of(backend, hello.model)
         self._check_context(pool, hello)
@@ -251,7 +246,8 @@ class NodeManager:
         if node.hello is not None and self._nodes.get(node.hello.node_id) is node:
             del self._nodes[node.hello.node_id]
             assert node.engine is not None
-            log.warning("node %s is gone", node.engine.name)
+            level = logging.INFO if node.engine.is_leaving else logging.WARNING
+            log.log(level, "node %s is gone", node.engine.name)
 
     def discover(self) -> list[dict[str, Any]]:
         """All nodes that are here."""
@@ -311,3 +307,13 @@ class NodeManager:
                 beat_at = now
                 for node in self._nodes.values():
                     node.tell(Beat())
+
+
+def _refused(status: str, message: str) -> bytes:
+    """An HTTP response that refuses a node."""
+    body = msgspec.json.encode({"error": {"message": message, "code": int(status[:3])}})
+    head = (
+        f"HTTP/1.1 {status}\r\ncontent-type: application/json\r\n"
+        f"content-length: {len(body)}\r\nconnection: close\r\n\r\n"
+    )
+    return head.encode() + body

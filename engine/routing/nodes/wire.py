@@ -14,6 +14,7 @@ from typing import Any, Generic, TypeVar, cast
 import msgspec
 
 from engine.backends.custom.ipc.transport import FrameDecoder, encode_frame
+from engine.core.build_name import build_name
 from engine.core.errors import UnavailableError
 from engine.core.interfaces.handover import BlockSource, Role
 from engine.core.interfaces.request import (
@@ -30,8 +31,8 @@ from engine.core.interfaces.stats import EngineStats
 log = logging.getLogger(__name__)
 Message = TypeVar("Message")
 
-PROTOCOL = 2
 UPGRADE = "engine-node"
+BUILD_HEADER = "engine-build"
 CONNECT_PATH = "/v1/nodes/connect"
 BEAT_S = 0.2
 LOST_AFTER_S = 3.0  # a side that was silent for this long is gone
@@ -42,8 +43,6 @@ MAX_UNSENT_BYTES = 64 * 2**20
 class Hello(msgspec.Struct, frozen=True, kw_only=True, tag="hello"):
     """The first message of a node, when its engine is loaded."""
 
-    protocol: int
-    version: str
     node_id: str  # random; the same for all connections of one `engine node join`
     name: str
     model: str  # the digest of the model's files
@@ -81,6 +80,17 @@ class Leaving(msgspec.Struct, frozen=True, tag="leaving"):
 
 class Drain(msgspec.Struct, frozen=True, tag="drain"):
     """The server asks the node to leave."""
+
+
+def node_build() -> str:
+    """The build, as far as it concerns the messages between servers and nodes."""
+    names = ("handover", "interp", "request", "snapshot", "stats", "timeline")
+    return build_name(
+        "routing/nodes/wire.py",
+        "backends/custom/ipc/transport.py",
+        "core/prefix_hashes.py",
+        *(f"core/interfaces/{name}.py" for name in names),
+    )
 
 
 FromNode = Hello | Beat | Leaving | Deltas | CachedPrefixes | ControlReply

@@ -187,6 +187,7 @@ class Quotas:
             self._preparing = asyncio.create_task(self.windows.prepare())
 
     async def stop(self) -> None:
+        self.windows.close()
         if self._preparing is not None:
             self._preparing.cancel()
 

@@ -5,14 +5,15 @@ A counter has one value for the current minute and one for the previous minute. 
 is scaled by the fraction of that minute that is less than 60 s ago. With Redis, minutes follow the
 wall clock, because several servers share them. If that clock jumps, a new minute starts. Without
 Redis, the monotonic clock is used. Unlike the windows of the `limits` library, these counters can
-be corrected later. If Redis fails or is slow, it is not used for some seconds, and this process
-counts alone.
+be corrected later. If Redis fails or is slow, this process counts alone, and a task tries Redis
+again every few seconds. So only the requests that notice the failure are delayed.
 """
 
 import asyncio
 import logging
 import math
 import time
+from contextlib import suppress
 from dataclasses import dataclass
 from importlib import import_module
 from typing import Any
@@ -76,7 +77,8 @@ class Windows:
         self._loading = asyncio.Lock()
         self._memory: Any = None
         self._redis: Any = None
-        self._redis_again_at = 0.0  # when to try Redis again, time.monotonic()
+        self._pool: Any = None  # the connections to Redis
+        self._probing: asyncio.Task[None] | None = None  # while Redis is not used
 
     async def prepare(self) -> None:
         """Import the `limits` library. The import is slow, so it should be done before the first
@@ -89,6 +91,7 @@ class Windows:
 
                 if self._redis_url is not None:
                     self._redis = await asyncio.to_thread(_redis, self._redis_url)
+                    self._pool = self._redis.bridge.get_connection().connection_pool
                 self._memory = storage_from_string("async+memory://")
 
     async def add(self, name: str, amount: int, minute: int | None = None) -> Window:
@@ -117,18 +120,38 @@ class Windows:
         Redis fails or loses its data. The larger count is returned.
         """
         own = await _change(self._memory, changed, amount, read)
-        if self._redis is not None and time.monotonic() >= self._redis_again_at:
+        if self._redis is not None and self._probing is None:
             try:
                 async with asyncio.timeout(REDIS_TIMEOUT_S):
                     shared = await _change(self._redis, changed, amount, read)
                     return max(own[0], shared[0]), max(own[1], shared[1])
             except Exception as error:  # a Redis problem must never fail a request
-                self._redis_again_at = time.monotonic() + REDIS_PAUSE_S
-                reason = type(error).__name__
-                logger.warning(
-                    "limits go by the counts of this server until Redis answers again (%s)", reason
-                )
+                self._leave_redis(type(error).__name__)
         return own
+
+    def _leave_redis(self, reason: str) -> None:
+        if self._probing is None:  # another request may have noticed the same failure
+            self._probing = asyncio.create_task(self._probe())
+            logger.warning(
+                "limits go by the counts of this server until Redis answers again (%s)", reason
+            )
+
+    async def _probe(self) -> None:
+        """Wait until Redis can be used again."""
+        while True:
+            await asyncio.sleep(REDIS_PAUSE_S)
+            with suppress(Exception):
+                # Connections to a Redis that has ended would fail later, one after the other.
+                await self._pool.disconnect()
+                async with asyncio.timeout(REDIS_TIMEOUT_S):
+                    await _change(self._redis, "probe", 0, "probe")
+                    break
+        self._probing = None
+        logger.warning("limits are counted in Redis again")
+
+    def close(self) -> None:
+        if self._probing is not None:
+            self._probing.cancel()
 
 
 async def _change(storage: Any, changed: str, amount: int, read: str) -> tuple[int, int]:

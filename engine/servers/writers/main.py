@@ -24,7 +24,7 @@ from engine.servers.http.protocol import (
     serve_connection,
 )
 from engine.servers.writers.forwarder import Forwarder
-from engine.servers.writers.messages import Close, Hello, Load, Setup, ToWriter
+from engine.servers.writers.messages import Close, Hello, Load, Setup, Taken, ToWriter
 from engine.servers.writers.pipe import Pipe
 
 # The name is not __name__, because this module runs as __main__.
@@ -45,7 +45,6 @@ class WriterProcess:
         self._forwarder = Forwarder(self._pipe)
         self._server = http_server(self._forwarder, CLOSE_TIMEOUT_S, setup.tls)
         self._connecting: set[asyncio.Task[None]] = set()
-        self._num_reported = 0
 
     async def run(self) -> None:
         loop = asyncio.get_running_loop()
@@ -62,20 +61,24 @@ class WriterProcess:
 
     def _take(self) -> None:
         """Take the connections that the main process has passed."""
+        count = 0
         while True:
             try:
                 data, fds, _, _ = socket.recv_fds(self._door, 1, 1)
             except (BlockingIOError, InterruptedError):
-                return
+                break
             except OSError:
                 data, fds = b"", []
             if not data:  # the main process is gone; the pipe's end is told as well
                 asyncio.get_running_loop().remove_reader(self._door.fileno())
                 return
+            count += 1
             for fd in fds:
                 task = asyncio.create_task(self._connect(socket.socket(fileno=fd)))
                 self._connecting.add(task)
                 task.add_done_callback(self._connecting.discard)
+        if count:
+            self._pipe.send(Taken(count))
 
     async def _connect(self, connection: socket.socket) -> None:
         with contextlib.suppress(OSError):  # a client that left, or whose TLS handshake failed
@@ -84,10 +87,7 @@ class WriterProcess:
     async def _report(self) -> None:
         while True:
             await asyncio.sleep(LOAD_INTERVAL_S)
-            num_connections = len(self._server.server_state.connections)
-            if num_connections != self._num_reported:
-                self._num_reported = num_connections
-                self._pipe.send(Load(num_connections))
+            self._pipe.send(Load(len(self._server.server_state.connections)))
 
     def _on_message(self, message: ToWriter) -> None:
         if isinstance(message, Close):

@@ -20,9 +20,15 @@ class Hello(msgspec.Struct, frozen=True, array_like=True, tag="hello"):
 
 
 class Load(msgspec.Struct, frozen=True, array_like=True, tag="load"):
-    """Writer to main: the number of its connections has changed."""
+    """Writer to main, twice a second: a sign of life, and the number of its connections."""
 
     num_connections: int
+
+
+class Taken(msgspec.Struct, frozen=True, array_like=True, tag="taken"):
+    """Writer to main: it has taken this many of the connections that were passed to it."""
+
+    count: int
 
 
 class Opened(msgspec.Struct, frozen=True, array_like=True, tag="opened"):
@@ -101,4 +107,4 @@ class Close(msgspec.Struct, frozen=True, array_like=True, tag="close"):
 
 
 ToWriter = Setup | Want | Start | Chunks | Ended | Close
-FromWriter = Hello | Load | Opened | Part | Gone | Blocked | Drained
+FromWriter = Hello | Load | Taken | Opened | Part | Gone | Blocked | Drained

@@ -2,17 +2,19 @@
 
 The main process accepts connections itself until the first writer is ready, and whenever none is.
 So a server is reachable while its writers start, and even if they can't start. A writer that died
-is started again. The clients of its connections have lost them; no other request notices.
+is started again. The clients of its connections have lost them; no other request notices. A writer
+that is frozen gets no connections. If it stays frozen, it is killed and replaced.
 """
 
 import asyncio
 import contextlib
 import logging
 import socket
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine
 
 from starlette.types import ASGIApp
 
+from engine.backends.custom.frontend.vigil import Verdict
 from engine.backends.process import RestartPolicy
 from engine.core.config_schema import Settings
 from engine.core.observability.logging import current_setup
@@ -23,6 +25,7 @@ logger = logging.getLogger(__name__)
 
 MAX_ACCEPTED = 64  # connections per iteration of the event loop
 COOL_DOWN_S = 60.0  # after too many deaths of writers
+CHECK_S = 0.5
 
 
 class Writers:
@@ -61,6 +64,7 @@ class Writers:
     async def start(self, count: int) -> None:
         for _ in range(count):
             await self._add()
+        self._keep(self._watch())
 
     async def stop(self, grace_s: float) -> None:
         """Stop accepting, let the open requests finish within `grace_s`, and end the writers."""
@@ -98,11 +102,31 @@ class Writers:
         delay = self._restarts.delay_after_death()
         logger.error("a frontend process ended, with the connections of its clients")
         writer.kill()
-        task = self._loop.create_task(self._restart(COOL_DOWN_S if delay is None else delay))
+        for connection in writer.not_taken():
+            self._pass_on(connection)
+        self._keep(self._replace(writer, COOL_DOWN_S if delay is None else delay))
+
+    def _keep(self, work: Coroutine[None, None, None]) -> None:
+        """Run a coroutine until the writers stop."""
+        task = self._loop.create_task(work)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
 
-    async def _restart(self, delay: float) -> None:
+    async def _watch(self) -> None:
+        """Wake writers that are silent, and kill those that do not go on."""
+        while True:
+            await asyncio.sleep(CHECK_S)
+            for writer in list(self._writers):
+                verdict = writer.check()
+                if verdict is Verdict.WAKE:
+                    logger.error("a frontend process is silent; waking it")
+                    writer.wake()
+                elif verdict is Verdict.GIVE_UP:
+                    logger.error("a frontend process does not go on; killing it")
+                    writer.kill()  # its pipe ends, which calls `_on_lost`
+
+    async def _replace(self, writer: Writer, delay: float) -> None:
+        await writer.ended()
         await asyncio.sleep(delay)
         try:
             await self._add()
@@ -124,9 +148,8 @@ class Writers:
 
     def _pass_on(self, connection: socket.socket) -> None:
         """Pass a connection to the writer that has the fewest."""
-        ready = [each for each in self._writers if each.is_ready]
+        ready = [each for each in self._writers if each.is_ready and not each.is_frozen]
         for writer in sorted(ready, key=lambda each: each.num_connections):
             if writer.take(connection):
-                connection.close()
                 return
         self._accept_here(connection)

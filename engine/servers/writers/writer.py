@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 import logging
 import os
+import signal
 import socket
 import sys
 from collections import deque
@@ -12,6 +13,8 @@ from collections.abc import Callable
 import msgspec
 from starlette.types import ASGIApp
 
+from engine.backends.custom.frontend.vigil import Verdict, Vigil, trouble_of
+from engine.backends.custom.ipc.heartbeat import UNKNOWN_PATIENCE_S, Vitals
 from engine.backends.process import ChildProcess
 from engine.core.sandbox.processes import start_child
 from engine.servers.writers.exchange import Exchange
@@ -27,6 +30,7 @@ from engine.servers.writers.messages import (
     Opened,
     Part,
     Setup,
+    Taken,
 )
 from engine.servers.writers.pipe import Pipe
 
@@ -58,6 +62,9 @@ class Writer:
         self._on_lost = on_lost
         self.is_ready = False
         self.num_connections = 0
+        self._vigil = Vigil()
+        # Connections that were passed to it, and that it has not taken yet.
+        self._passed: deque[socket.socket] = deque()
         self._exchanges: dict[int, Exchange] = {}
         self._opened: deque[tuple[int, Exchange]] = deque()  # those that have not begun
         self._tasks: set[asyncio.Task[None]] = set()
@@ -65,6 +72,7 @@ class Writer:
         self._batch_bytes = 0
         self._pipe: Pipe[FromWriter] = Pipe(FromWriter, self._on_message, self._end, self._wake_all)
         self._loop = asyncio.get_running_loop()
+        self._heard_at = self._loop.time()
         self._door, self._child, self._theirs = self._start()
 
     def _start(self) -> tuple[socket.socket, ChildProcess, socket.socket]:
@@ -85,6 +93,29 @@ class Writer:
     def pid(self) -> int:
         return self._child.pid
 
+    @property
+    def _vitals(self) -> Vitals:
+        """Once it is ready, it sends a message twice a second."""
+        silent_s = self._loop.time() - self._heard_at if self.is_ready else None
+        return Vitals(step_age_s=None, patience_s=UNKNOWN_PATIENCE_S, silent_s=silent_s)
+
+    @property
+    def is_frozen(self) -> bool:
+        return trouble_of(self._vitals) is not None
+
+    def check(self) -> Verdict:
+        """What to do with the process, as with an engine process."""
+        return self._vigil.check(self._vitals, self._loop.time())
+
+    def wake(self) -> None:
+        """Let the process continue, if a signal has stopped it."""
+        self._child.send(signal.SIGCONT)
+
+    def not_taken(self) -> list[socket.socket]:
+        """The connections that a writer which is gone had not taken."""
+        passed, self._passed = list(self._passed), deque()
+        return passed
+
     def take(self, connection: socket.socket) -> bool:
         """Pass a connection to the writer. Returns False if that is not possible now."""
         try:
@@ -92,6 +123,7 @@ class Writer:
         except OSError:  # it is gone, or has not taken earlier connections yet
             return False
         self.num_connections += 1
+        self._passed.append(connection)
         return True
 
     async def close(self, grace_s: float) -> None:
@@ -106,11 +138,17 @@ class Writer:
         self._flush()
         self._pipe.send(Close())
         await self._child.stop(CLOSE_GRACE_S)
+        for connection in self.not_taken():
+            connection.close()
         self._pipe.close()
         self._door.close()
 
     def kill(self) -> None:
         self._child.kill()
+
+    async def ended(self) -> None:
+        """Wait until the process, which was killed, has ended."""
+        await self._child.wait()
 
     @property
     def is_full(self) -> bool:
@@ -135,6 +173,7 @@ class Writer:
             self._pipe.send(Chunks(batch))
 
     def _on_message(self, message: FromWriter) -> None:
+        self._heard_at = self._loop.time()
         if isinstance(message, Opened):
             if not self._opened:
                 self._loop.call_soon(self._begin_some)
@@ -142,6 +181,9 @@ class Writer:
             self._opened.append((message.number, exchange))
         elif isinstance(message, Load):
             self.num_connections = message.num_connections
+        elif isinstance(message, Taken):
+            for _ in range(message.count):
+                self._passed.popleft().close()
         elif isinstance(message, Hello):
             self.is_ready = True
             self._on_ready()

@@ -123,8 +123,8 @@ MUTATIONS = [
     Mutation(
         "ipc: the silent are killed when they should be woken",
         "engine.backends.custom.frontend.vigil",
-        "silent_s > GIVE_UP_AFTER_S)",
-        "silent_s > WAKE_AFTER_S)",
+        "if is_relapse else GIVE_UP_AFTER_S)",
+        "if is_relapse else WAKE_AFTER_S)",
         f"{LINK_TESTS}::test_the_silent_are_woken_and_who_does_not_go_on_is_killed",
     ),
     Mutation(

@@ -341,7 +341,8 @@ class EngineLink:
                 reply.set_result(message)
         elif isinstance(message, Fatal):
             self._fatal = error_from_code(message.code, message.message)
-            log.error("the engine can't go on: %s", message.message)
+            if self._has_loaded:  # otherwise `start` raises the error
+                log.error("the engine can't go on: %s", message.message)
             self._on_down(UnavailableError(self.detail) if self._has_loaded else self._fatal)
 
     def _on_exit(self, status: int) -> None:

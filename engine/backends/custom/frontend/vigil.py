@@ -12,11 +12,13 @@ from engine.backends.custom.ipc.heartbeat import Vitals
 # Seconds without a tick: after FROZEN_AFTER_S, the engine is reported as unhealthy. After
 # WAKE_AFTER_S, its process gets a SIGCONT. After GIVE_UP_AFTER_S, it is given up.
 FROZEN_AFTER_S = 3.0
-WAKE_AFTER_S = 5.0
-GIVE_UP_AFTER_S = 8.0
-# A process that is silent again within this many seconds after it was woken is not woken again.
-# Otherwise, whatever stops it again and again would keep its requests waiting forever.
+WAKE_AFTER_S = 4.0
+GIVE_UP_AFTER_S = 7.0
+# A process that has ticked since it was woken, and is silent again within RELAPSE_S, is given up
+# after RELAPSED_AFTER_S. Otherwise, whatever stops it again and again would keep its requests
+# waiting forever.
 RELAPSE_S = 60.0
+RELAPSED_AFTER_S = 3.0
 # The patience is the time after which a step counts as hung and is interrupted. If the step still
 # runs after this many times the patience, the process is given up.
 GIVE_UP_PATIENCES = 2.0
@@ -36,23 +38,25 @@ class Vigil:
 
     def __init__(self) -> None:
         self._woken_at: float | None = None
-        self._is_silent = self._is_relapse = False
+        self._is_woken = False  # whether it was woken in this silence
+        self._silent_s = 0.0
         self._num_bad = 0
 
     def check(self, vitals: Vitals, now: float) -> Verdict:
         """What to do with the process that has these vitals at the time `now`."""
         silent_s = vitals.silent_s or 0.0
-        begins = silent_s > WAKE_AFTER_S and not self._is_silent
-        self._is_silent = silent_s > WAKE_AFTER_S
-        if begins:
-            self._is_relapse = self._woken_at is not None and now - self._woken_at < RELAPSE_S
-        is_lost = self._is_silent and (self._is_relapse or silent_s > GIVE_UP_AFTER_S)
+        if silent_s < self._silent_s:
+            self._is_woken = False  # it has ticked since
+        self._silent_s = silent_s
+        was_woken = self._woken_at is not None and now - self._woken_at < RELAPSE_S
+        is_relapse = was_woken and not self._is_woken
+        is_lost = silent_s > (RELAPSED_AFTER_S if is_relapse else GIVE_UP_AFTER_S)
         is_hung = (vitals.step_age_s or 0.0) > GIVE_UP_PATIENCES * vitals.patience_s
         self._num_bad = self._num_bad + 1 if is_lost or is_hung else 0
         if self._num_bad == NUM_BAD_CHECKS:
             return Verdict.GIVE_UP
-        if begins and not self._is_relapse:
-            self._woken_at = now
+        if silent_s > WAKE_AFTER_S and not (self._is_woken or is_relapse):
+            self._woken_at, self._is_woken = now, True
             return Verdict.WAKE
         return Verdict.WAIT
 

@@ -7,6 +7,7 @@ belongs to a pair that is created before the engine process starts, so no other 
 import select
 import socket
 import struct
+from collections.abc import Callable
 from typing import Any, Generic, Protocol, TypeVar
 
 import msgspec
@@ -19,6 +20,7 @@ Message = TypeVar("Message")
 LENGTH = struct.Struct("<I")
 MAX_FRAME_BYTES = 64 * 1024 * 1024
 RECEIVE_BYTES = 256 * 1024
+SEND_POLL_S = 0.5
 
 
 class ConnectionClosedError(EngineError):
@@ -61,12 +63,15 @@ class Channel(Protocol):
 
 
 class SocketChannel(Generic[Message]):
-    """A blocking end of the socket between frontend and engine process."""
+    """A blocking end of the socket between frontend and engine process. If the other side does not
+    read, `send` waits, and calls `on_wait` again and again meanwhile.
+    """
 
     def __init__(self, sock: socket.socket, message_type: Any) -> None:
         sock.setblocking(True)
         self._sock = sock
         self._frames: FrameDecoder[Message] = FrameDecoder(message_type)
+        self.on_wait: Callable[[], None] = lambda: None
 
     def poll(self, timeout_s: float) -> list[Message]:
         """The messages that have arrived. If none has arrived, waits up to `timeout_s` for data."""
@@ -83,7 +88,13 @@ class SocketChannel(Generic[Message]):
         return self._frames.feed(data)
 
     def send(self, message: msgspec.Struct) -> None:
+        rest = memoryview(encode_frame(message))
         try:
-            self._sock.sendall(encode_frame(message))
+            while rest:
+                try:
+                    rest = rest[self._sock.send(rest, socket.MSG_DONTWAIT) :]
+                except BlockingIOError:
+                    self.on_wait()
+                    select.select([], [self._sock], [], SEND_POLL_S)
         except OSError as error:
             raise ConnectionClosedError(f"the frontend is gone: {error}") from error

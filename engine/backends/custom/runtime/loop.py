@@ -130,6 +130,7 @@ class EngineLoop:
             self._remote.check()
             idle_timeout_s = min(idle_timeout_s, REMOTE_POLL_S)
         is_idle = self._launched is None and not self.scheduler.has_work
+        num_steps = self._num_steps
         is_pending = self._intake.num_pending > 0
         has_images = is_pending and self._intake.has_images
         self._pulse.beat(not is_idle, self._patience_s)
@@ -154,7 +155,8 @@ class EngineLoop:
         self._send_stats(force=not self.scheduler.has_work and self._has_news)
         if (report := self.scheduler.kv.report) is not None and (news := report.take()) is not None:
             self._channel.send(news)
-        if is_idle and not self.scheduler.has_work:
+        # A request that ended in this very iteration may be followed by another one at once.
+        if is_idle and not self.scheduler.has_work and self._num_steps == num_steps:
             self._tidy_up()
 
     def _step(self) -> None:

@@ -20,7 +20,12 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from engine.backends.custom.frameworks.entry import framework_entry
 from engine.backends.custom.ipc.engine_process import STACKS_SIGNAL
-from engine.backends.custom.ipc.heartbeat import Heartbeat, Pulse, Watchdog
+from engine.backends.custom.ipc.heartbeat import (
+    UNKNOWN_PATIENCE_S,
+    Heartbeat,
+    Pulse,
+    Watchdog,
+)
 from engine.backends.custom.ipc.transport import Channel, ConnectionClosedError, SocketChannel
 from engine.backends.custom.options import EngineOptions
 from engine.backends.custom.runtime.block_pool import BlockPool
@@ -289,7 +294,10 @@ def main(
         options = _read_options(sock)
         setup_logging(options.log_level, options.log_format)
         faults.arm()
-        (run or run_engine)(options, channel, Watchdog(Heartbeat(heartbeat_fd)), keep_all)
+        watchdog = Watchdog(Heartbeat(heartbeat_fd))
+        # An engine that waits for its frontend does not hang.
+        channel.on_wait = lambda: watchdog.beat(False, UNKNOWN_PATIENCE_S)
+        (run or run_engine)(options, channel, watchdog, keep_all)
     except ConnectionClosedError:
         return 0  # the frontend is gone
     except EngineError as error:

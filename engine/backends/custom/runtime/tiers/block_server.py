@@ -15,6 +15,7 @@ from contextlib import suppress
 import numpy as np
 
 from engine.backends.custom.runtime.tiers.host import HostTier
+from engine.backends.custom.runtime.tiers.peers import block_build
 from engine.core.errors import EngineError
 from engine.core.shards.frames import FrameError, decode_frame, encode_frame
 from engine.core.shards.link import TcpLink, split_address
@@ -87,7 +88,7 @@ class BlockServer:
             if self._tls is not None:
                 wrapped = self._tls.wrap_socket(sock, server_side=True)
             link = TcpLink(wrapped)
-            link.greet(self._token)
+            link.greet(self._token, block_build())
             while True:
                 self._answer(link)
         except RingClosedError:

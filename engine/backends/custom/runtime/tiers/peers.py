@@ -16,15 +16,24 @@ from contextlib import contextmanager
 
 from engine.backends.custom.runtime.model_runner import Bytes
 from engine.backends.custom.runtime.tiers.base import Loaded, PeerError, Record, Wanted
+from engine.core.build_name import build_name
 from engine.core.errors import EngineError
 from engine.core.interfaces.handover import PEERS, BlockSource
 from engine.core.shards.frames import decode_frame, encode_frame
-from engine.core.shards.link import TcpLink
+from engine.core.shards.link import LINK_FILES, TcpLink
 
 CONNECT_S = 2.0
 ANSWER_S = 2.0  # max wait for bytes of an answer
 MAX_EXPECTED = 2**17
 MAX_CONNECTIONS = 64
+_TIERS = "backends/custom/runtime/tiers"
+
+
+def block_build() -> str:
+    """The build, as far as it concerns the exchange of blocks."""
+    return build_name(
+        *LINK_FILES, f"{_TIERS}/record.py", f"{_TIERS}/block_server.py", f"{_TIERS}/peers.py"
+    )
 
 
 def connect(source: BlockSource) -> tuple[socket.socket, TcpLink]:
@@ -34,7 +43,7 @@ def connect(source: BlockSource) -> tuple[socket.socket, TcpLink]:
         if source.certificate:
             sock = _with_tls(sock, source)
         link = TcpLink(sock)
-        link.join(source.token.encode())
+        link.join(source.token.encode(), block_build())
         sock.settimeout(ANSWER_S)
     except BaseException:
         sock.close()

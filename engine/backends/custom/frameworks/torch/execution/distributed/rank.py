@@ -24,6 +24,7 @@ from engine.backends.custom.frameworks.torch.execution.build import (
 from engine.backends.custom.frameworks.torch.execution.distributed.collectives import Ranks
 from engine.backends.custom.frameworks.torch.execution.distributed.group import RankSetup
 from engine.backends.custom.frameworks.torch.execution.distributed.model_shard import ModelShard
+from engine.backends.custom.frameworks.torch.execution.distributed.remote import shard_build
 from engine.backends.custom.frameworks.torch.execution.runner import TorchRunner
 from engine.backends.custom.frameworks.torch.execution.sampling_runner import StepHandle
 from engine.backends.custom.ipc.heartbeat import TICK_S, Heartbeat
@@ -197,7 +198,7 @@ def join(address: str, token: bytes, model: str, device: str) -> int:
     """
     try:
         link = TcpLink(socket.create_connection(split_address(address), CONNECT_S))
-        link.join(token)
+        link.join(token, shard_build())
         (_, rank), _ = decode_frame(link.receive())
     except (OSError, RingClosedError) as error:
         raise ModelError(f"there is no engine at {address}: {error}") from error

@@ -7,14 +7,26 @@ import threading
 import time
 
 from engine.backends.custom.runtime.model_runner import RunnerConfig
+from engine.core.build_name import build_name
 from engine.core.errors import ConfigError, EngineError
 from engine.core.shards.frames import decode_frame, encode_frame
-from engine.core.shards.link import TcpLink, check_token, split_address
+from engine.core.shards.link import LINK_FILES, TcpLink, check_token, split_address
 from engine.core.shards.ring import RingClosedError
 
 log = logging.getLogger(__name__)
 
 JOIN_S = 600.0  # how long the engine waits for ranks to join
+_FOLDER = "backends/custom/frameworks/torch/execution/distributed"
+
+
+def shard_build() -> str:
+    """The build, as far as it concerns what ranks are told and how the model is cut."""
+    return build_name(
+        *LINK_FILES,
+        "core/shards/layout.py",
+        "backends/custom/runtime/model_runner.py",
+        *(f"{_FOLDER}/{name}.py" for name in ("cut", "group", "model_shard", "rank", "remote")),
+    )
 
 
 class RemoteRank:
@@ -95,7 +107,7 @@ def open_remotes(config: RunnerConfig, first: int) -> list[RemoteRank]:
                     f"within {JOIN_S:g} s; start the others with engine shard"
                 ) from None
             try:
-                link.greet(token)
+                link.greet(token, shard_build())
                 link.send(encode_frame(["rank", first + len(joined)]))
             except (EngineError, RingClosedError) as error:
                 log.error("%s", error)  # noqa: TRY400 - one line says it
