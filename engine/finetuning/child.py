@@ -43,11 +43,8 @@ def main() -> None:
 def _train(folder: JobFolder, plan: TrainingPlan, stopped: list[int]) -> bool:
     import torch
 
-    from engine.backends.custom.frameworks.torch.execution.build import torch_device
-    from engine.finetuning.memory import limit_memory
     from engine.finetuning.trainer import Trainer
 
-    limit_memory(plan, torch_device(plan.device))
     torch.set_num_threads(plan.threads)
     return Trainer(folder, plan).run(lambda: bool(stopped))
 

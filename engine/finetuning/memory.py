@@ -36,9 +36,10 @@ def check_room(plan: TrainingPlan, device: torch.device, num_params: int) -> Non
     on_cpu = device.type == "cpu"
     free = psutil.virtual_memory().available if on_cpu else torch.cuda.mem_get_info(device)[0]
     needed = num_params * (4 if on_cpu else 2)
-    if plan.memory_bytes is not None and plan.memory_bytes < needed:
+    own = getattr(psutil.Process().memory_info(), "data", 0) if on_cpu else 0
+    if plan.memory_bytes is not None and plan.memory_bytes < own + needed:
         raise ResourceError(
-            f"the weights alone need {needed / MIB:,.0f} MiB, and the training process may use "
+            f"training needs more than {(own + needed) / MIB:,.0f} MiB for this model, and may use "
             f"{plan.memory_bytes / MIB:,.0f} MiB (finetuning.memory_mb)"
         )
     if free < needed:

@@ -36,7 +36,7 @@ from engine.finetuning.losses import (
     preference_loss,
     supervised_loss,
 )
-from engine.finetuning.memory import check_room, is_out_of_memory, release_memory
+from engine.finetuning.memory import check_room, is_out_of_memory, limit_memory, release_memory
 from engine.finetuning.plan import TrainingPlan
 from engine.finetuning.tokens import ExampleTokenizer, TokenExample, TokenPair
 
@@ -60,6 +60,7 @@ class Trainer:
         device = torch_device(plan.device)
         text = load_text(Path(plan.base))
         check_room(plan, device, text.config.num_params)
+        limit_memory(plan, device)
         self._train = self._examples(text, plan.training_file, "training_file")
         self._valid = (
             self._examples(text, plan.validation_file, "validation_file")

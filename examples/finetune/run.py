@@ -55,14 +55,14 @@ def train(client: OpenAI, model: str, method: dict[str, Any], **given: str) -> A
     """Run a job to its end. Returns the job."""
     job = client.fine_tuning.jobs.create(model=model, method=method, **given)  # type: ignore[arg-type]
     print(f"job {job.id}")
-    began, losses = time.monotonic(), {}
+    began, losses, step = time.monotonic(), {}, 0
     while job.status not in ("succeeded", "failed", "cancelled"):
         time.sleep(POLL_S)
         job = client.fine_tuning.jobs.retrieve(job.id)
         for event in client.fine_tuning.jobs.list_events(job.id, limit=50).data:
             if event.type == "metrics":
                 losses[event.data["step"]] = event.data["train_loss"]
-        if losses:
+        if losses and max(losses) > step:
             step = max(losses)
             print(f"\rstep {step}, loss {losses[step]:.3f}   ", end="", flush=True)
     print(f"\n{job.status} after {time.monotonic() - began:.0f} s")
