@@ -153,6 +153,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2)
                 int* arrived, const int* counts, const int* spans, const int* partials,
                 const int* query_start, const int* seq_lens, const int* tables, float scale) {
     extern __shared__ uint4 shared[];
+    Span span({counts, spans, partials, query_start, seq_lens, tables}, blockIdx.x);
+    if (!span.exists) return;
     unsigned char* memory = reinterpret_cast<unsigned char*>(shared);
     u32 buffers = shared_address(memory), barriers = buffers + STAGES * TILE_BYTES;
     if (threadIdx.x == 0) {
@@ -163,8 +165,6 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2)
         publish_barriers();
     }
     __syncthreads();
-    Span span({counts, spans, partials, query_start, seq_lens, tables}, blockIdx.x);
-    if (!span.exists) return;
     int warp = threadIdx.x / 32, kv_head = warp % KV_HEADS, part = warp / KV_HEADS;
     if (warp == WORKERS) {
         produce(span, cache, Tiles(buffers, barriers, 1));
