@@ -13,7 +13,7 @@ import re
 
 import numpy as np
 import pytest
-from hypothesis import HealthCheck, settings
+from hypothesis import HealthCheck, Phase, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
@@ -349,6 +349,9 @@ def test_random_histories(num_histories):
         max_examples=num_histories,
         stateful_step_count=50,
         deadline=None,
+        # Shrinking takes longer than a test may. The next run repeats a failing history first.
+        phases=[Phase.reuse, Phase.generate],
+        report_multiple_bugs=False,
         suppress_health_check=list(HealthCheck),
     )
     RuntimeMachine.TestCase().runTest()
