@@ -68,6 +68,7 @@ class RuntimeMachine(RuleBasedStateMachine):
         policy=st.sampled_from(["lru", "lfu", "fifo"]),
         sharing=st.sampled_from([True, True, True, False]),
         max_cached_blocks=st.sampled_from([None, None, 0, 3]),
+        target_blocks=st.sampled_from([None, None, 0, 5]),
         max_cached_sequences=st.sampled_from([None, None, 1, 2]),
         ttl_s=st.sampled_from([None, 10.0]),
         window=st.sampled_from([None, None, 1, 3, 6, 17]),

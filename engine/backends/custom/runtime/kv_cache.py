@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 from msgspec.structs import replace
 
 from engine.backends.custom.runtime.block_pool import BlockPool
+from engine.backends.custom.runtime.eviction_order import EvictedBlocks
 from engine.backends.custom.runtime.groups.states import StateGroup
 from engine.backends.custom.runtime.groups.windows import WindowGroup
 from engine.backends.custom.runtime.model_runner import NULL_BLOCK
@@ -32,7 +33,10 @@ NO_LIMIT = sys.maxsize
 class KVCache:
     """Allocates blocks to sequences and shares cached prefixes among them.
 
-    `max_cached_blocks` limits how many blocks stay cached that no sequence uses.
+    `max_cached_blocks` limits how many blocks stay cached that no sequence uses. `target_blocks` is
+    given if blocks that were never used take no memory yet. While more blocks than this are in use,
+    cached blocks are evicted before a sequence gets new ones. If a prompt needs blocks that were
+    evicted, the target grows by as many.
     `max_cached_sequences` limits how many distinct prefixes stay cached. `windows` is given if the
     layers with a sliding window have a block pool of their own. Its column is the first side column
     of `radix`. `states` is given if layers keep states. Its column is the last one.
@@ -47,6 +51,7 @@ class KVCache:
         sharing: bool = True,
         max_cached_blocks: int | None = None,
         max_cached_sequences: int | None = None,
+        target_blocks: int | None = None,
         windows: WindowGroup | None = None,
         states: StateGroup | None = None,
     ) -> None:
@@ -64,6 +69,9 @@ class KVCache:
         self.max_row = NO_LIMIT if windows is None else windows.max_row
         self._max_cached_blocks = max_cached_blocks
         self._max_cached_sequences = max_cached_sequences
+        self.target_blocks = target_blocks
+        if target_blocks is not None:
+            radix.evicted = EvictedBlocks(pool.num_blocks, block_size)
         self.num_queried = 0  # prompt tokens looked up in the prefix cache
         self.num_hit = 0  # prompt tokens found there
         self.num_unpublished = 0  # failed attempts to publish blocks to the prefix cache
@@ -138,6 +146,8 @@ class KVCache:
                 return False
         if self.states is not None:
             self.states.resume(seq, match.sides[-1], len(matched))
+        if self.target_blocks is not None and self.radix.evicted is not None:
+            self.target_blocks += self.radix.evicted.take(seq.tokens, len(matched))
         self._make_room(needed)
         seq.blocks += self.pool.take(needed)
         self._set_room(seq)
@@ -282,9 +292,14 @@ class KVCache:
 
     def _make_room(self, needed: int) -> None:
         short = needed - self.pool.num_free
-        if short > 0:
-            evicted = self.radix.evict(short)
-            assert evicted == short, (evicted, short)
+        evicted = self.radix.evict(max(short, self._num_over_target(needed)))
+        assert evicted >= short, (evicted, short)
+
+    def _num_over_target(self, needed: int = 0) -> int:
+        """How many blocks would be in use beyond the target if sequences got `needed` more."""
+        if self.target_blocks is None:
+            return 0
+        return self.pool.num_usable - self.pool.num_free + needed - self.target_blocks
 
     def _publish(self, seq: Sequence, num_tokens: int, only_own: bool) -> None:
         """Publish the full blocks of the first `num_tokens` tokens to the prefix cache and the
@@ -327,6 +342,7 @@ class KVCache:
         return True
 
     def _enforce_bounds(self) -> None:
+        self.radix.evict(self._num_over_target())
         if self._max_cached_blocks is not None:
             self.radix.evict(self.pool.num_evictable - self._max_cached_blocks)
         if self._max_cached_sequences is not None:
