@@ -18,7 +18,7 @@ from engine.backends.custom.runtime.groups.states import StateGroup
 from engine.backends.custom.runtime.groups.windows import WindowGroup
 from engine.backends.custom.runtime.model_runner import NULL_BLOCK
 from engine.backends.custom.runtime.radix_cache import Match, RadixCache
-from engine.backends.custom.runtime.sequence import Sequence
+from engine.backends.custom.runtime.sequence import Sequence, Tokens
 from engine.core.interfaces.stats import TierStats
 
 if TYPE_CHECKING:
@@ -192,7 +192,8 @@ class KVCache:
     def adopt(self, seq: Sequence, first: int, end: int, fill: Callable[[list[int]], None]) -> bool:
         """Publish the blocks `first` .. `end` - 1 of a waiting sequence, which come from a tier.
         `fill` writes the last of them to new blocks of the pool, as many as the cache lacks.
-        Returns False if there is no room, or if the blocks before them are not cached.
+        Returns False if there is no room, if the blocks before them are not cached, or if
+        publishing fails.
         """
         tokens = seq.tokens[: end * self.block_size]
         cached = self.radix.path(seq.namespace, tokens).blocks
@@ -208,12 +209,9 @@ class KVCache:
             self._make_room(needed)
             new = self.pool.take(needed)
             fill(new)
-            self.radix.insert(seq.namespace, tokens, cached + new, False, seq.tenant)
-            if self.report is not None:
-                self.report.published(seq.namespace, tokens, cached + new)
+            return self._insert(seq, tokens, cached + new)
         finally:
             self.pool.drop(cached + new)
-        return True
 
     def adopt_entries(
         self, seq: Sequence, column: int, first: int, end: int, fill: Callable[[list[int]], None]
@@ -229,10 +227,9 @@ class KVCache:
             fill(entries)
             sides = [[NULL_BLOCK] * end for _ in self.radix.columns]
             sides[column][first:] = entries
-            self.radix.insert(seq.namespace, tokens, cached, False, seq.tenant, sides)
+            return self._insert(seq, tokens, cached, sides=tuple(sides))
         finally:
             side.drop(entries, can_resume=True)
-        return True
 
     def flush(self) -> int:
         """Drop every cached block that no sequence uses. Returns the number of freed blocks."""
@@ -305,8 +302,8 @@ class KVCache:
         return self.pool.num_usable - self.pool.num_free + needed - self.target_blocks
 
     def _publish(self, seq: Sequence, num_tokens: int, only_own: bool) -> None:
-        """Publish the full blocks of the first `num_tokens` tokens to the prefix cache. A failure
-        is only counted and logged, because later requests can compute the blocks again.
+        """Publish the full blocks of the first `num_tokens` tokens to the prefix cache and the
+        tiers.
         """
         if not self.sharing:
             return
@@ -317,17 +314,32 @@ class KVCache:
             sides = (seq.window_blocks[:count],)
         if self.states is not None:
             sides += (self.states.entries(seq, count),)
-        blocks = seq.blocks[:count]
+        is_cached = self._insert(seq, tokens, seq.blocks[:count], only_own, sides)
+        if is_cached and self.tiers is not None:
+            with self._without_tiers_on_error():
+                self.tiers.publish(seq, count, is_end=not only_own)
+
+    def _insert(
+        self,
+        seq: Sequence,
+        tokens: Tokens,
+        blocks: list[int],
+        only_own: bool = False,
+        sides: tuple[list[int], ...] = (),
+    ) -> bool:
+        """Put blocks into the prefix cache, and tell the node's router. A failure is only counted
+        and logged, because later requests can compute the blocks again.
+        """
         try:
             self.radix.insert(seq.namespace, tokens, blocks, only_own, seq.tenant, sides)
             if self.report is not None:
                 self.report.published(seq.namespace, tokens, blocks)
-            if self.tiers is not None:
-                self.tiers.publish(seq, count, is_end=not only_own)
         except Exception:
             self.num_unpublished += 1
             self.radix.find_leaves()
-            log.exception("%d blocks could not be published", count)
+            log.exception("%d blocks could not be published", len(blocks))
+            return False
+        return True
 
     def _enforce_bounds(self) -> None:
         self.radix.evict(self._num_over_target())
