@@ -185,7 +185,7 @@ extern "C" __global__ void __launch_bounds__(3 * WARP_GROUP, 1) __cluster_dims__
             init_barrier(full + 8 * stage, 1);
             init_barrier(full + 8 * (STAGES + stage), 2 * CLUSTER);
         }
-        asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+        publish_barriers();
     }
     sync_cluster();
     Work work(m_rows, n_tiles, depth);
