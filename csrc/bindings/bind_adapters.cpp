@@ -1,4 +1,6 @@
 // Binds `set_adapter`: the matrices of a LoRA adapter, which Python has packed into panels.
+#include <algorithm>
+
 #include "bindings/bound_model.h"
 
 namespace engine {
@@ -8,7 +10,7 @@ constexpr int kMaxAdapters = 1024;
 
 // (layout, rows, columns, panels)
 using PackedArgument = std::tuple<int, int, int, Array<const uint8_t, 1>>;
-// (the values of all panels, as floats or as bfloat16; RankPanel of each panel)
+// (the values of all panels; RankPanel of each panel; whether the values are bytes rather than floats)
 using ExpandArgument = std::tuple<Array<const uint8_t, 1>, Array<const int32_t, 2>, bool>;
 // (site, A, B, numerics of A x)
 using SiteArgument = std::tuple<int, PackedArgument, ExpandArgument, int>;
@@ -27,9 +29,9 @@ Matrix read_matrix(const PackedArgument& argument) {
 
 // Sets B of `matrices`, whose A is set already, for a matmul with `num_panels` panels.
 void read_expansion(const ExpandArgument& argument, int num_panels, AdapterMatrices& matrices) {
-    const auto& [values, panels, is_bf16] = argument;
-    const size_t size = values.shape(0) / (is_bf16 ? sizeof(uint16_t) : sizeof(float));
-    if (panels.shape(0) != size_t(num_panels) || panels.shape(1) != 3)
+    const auto& [values, panels, is_bytes] = argument;
+    const size_t size = values.shape(0) / (is_bytes ? 1 : sizeof(float));
+    if (panels.shape(0) != size_t(num_panels) || panels.shape(1) != 4)
         throw nb::value_error("an adapter's matrices that do not fit the matmul");
     if (reinterpret_cast<uintptr_t>(values.data()) % 64)
         throw nb::value_error("a matrix must be 64-byte aligned");
@@ -37,12 +39,22 @@ void read_expansion(const ExpandArgument& argument, int num_panels, AdapterMatri
     for (int i = 0; i < num_panels; i++) {
         const RankPanel& panel = matrices.panels[i];
         const bool is_inside = panel.first >= 0 && panel.count >= 0 && panel.offset >= 0 &&
+                               panel.group >= 0 && panel.group <= panel.first &&
+                               (!is_bytes || panel.offset % 64 == 0) &&
                                int64_t(panel.first) + panel.count <= matrices.a.rows;
-        if (!is_inside || size_t(panel.offset) + size_t(panel.count) * kPanelRows > size)
+        const int values_of = is_bytes ? panel.bytes() : panel.count * kPanelRows;
+        if (!is_inside || size_t(panel.offset) + size_t(values_of) > size)
             throw nb::value_error("a panel that is outside its matrix");
+        auto& parts = matrices.parts;
+        const bool is_known = std::any_of(parts.begin(), parts.end(), [&](const RankPanel& each) {
+            return each.first == panel.first && each.count == panel.count && each.group == panel.group;
+        });
+        if (is_bytes && panel.count > 0 && !is_known) parts.push_back(panel);
     }
-    if (is_bf16)
-        matrices.bf16 = reinterpret_cast<const uint16_t*>(values.data());
+    std::sort(matrices.parts.begin(), matrices.parts.end(),
+              [](const RankPanel& one, const RankPanel& other) { return one.group < other.group; });
+    if (is_bytes)
+        matrices.bytes = values.data();
     else
         matrices.floats = reinterpret_cast<const float*>(values.data());
 }
@@ -68,7 +80,7 @@ LoadedAdapter read_adapter(const Executor& executor, const std::vector<SiteArgum
         if (matrices.a.columns != op.matrix->columns)
             throw nb::value_error("an adapter's matrices that do not fit the matmul");
         read_expansion(b, op.units() * (op.gated ? 2 : 1), matrices);
-        adapter.sites[size_t(site)] = matrices;
+        adapter.sites[size_t(site)] = std::move(matrices);
     }
     if (embedding) {
         const auto& [a, b] = *embedding;

@@ -15,17 +15,17 @@ constexpr int kPrivateShrunkRows = 2;  // as kPrivateRows of executor.h
 void Executor::set_adapter(int index, LoadedAdapter adapter) {
     if (adapters.loaded.size() <= size_t(index)) adapters.loaded.resize(size_t(index) + 1);
     adapters.loaded[size_t(index)] = std::move(adapter);
-    int widest = 0;
-    for (const LoadedAdapter& each : adapters.loaded)
-        for (const AdapterMatrices& matrices : each.sites) widest = std::max(widest, matrices.a.rows);
-    if (widest <= adapters.max_rank) return;
-    adapters.max_rank = round_up(widest, kPanelRows);
-    reserve_adapters();
+    const int before = adapters.row_floats();
+    for (const AdapterMatrices& matrices : adapters.loaded[size_t(index)].sites) {
+        adapters.max_rank = std::max(adapters.max_rank, round_up(matrices.a.rows, kPanelRows));
+        adapters.max_groups = std::max(adapters.max_groups, matrices.num_groups());
+    }
+    if (adapters.row_floats() > before) reserve_adapters();
 }
 
 void Executor::reserve_adapters() {
     size_t input = 64;
-    const size_t hidden = sizeof(float) * size_t(adapters.max_rank);
+    const size_t hidden = sizeof(float) * size_t(adapters.row_floats());
     for (const Numerics numerics : {Numerics::F32, Numerics::INT8})
         for (const Op& op : programs_.back().ops)
             if (op.kind == Op::Kind::Linear)
@@ -68,7 +68,7 @@ void Executor::for_runs(const Op& op, const Segment& segment, const F& visit) co
 float* Executor::shrunk(const Op& op, int row, int thread) const {
     const bool is_private = rows_of(op) <= kPrivateShrunkRows;
     const Block& memory = is_private ? private_shrunk_[size_t(thread)] : shrunk_;
-    return memory.floats() + size_t(adapters.max_rank) * size_t(row);
+    return memory.floats() + size_t(adapters.row_floats()) * size_t(row);
 }
 
 // A thread computes the rows that it has packed itself, so no thread waits for another.
@@ -95,12 +95,14 @@ void Executor::shrink(const Op& op, const Segments& segments, int thread) {
         }
 }
 
-// Computes A x of some rows from packed activations.
+// Computes A x of some rows from packed activations, and quantizes it if B has bytes.
 void Executor::multiply_a(const AdapterMatrices& matrices, const uint8_t* input, int rows, int thread,
                           float* out) {
-    const Epilogue epilogue{out, adapters.max_rank, nullptr, Activation::None, false, false};
+    const Epilogue epilogue{out, adapters.row_floats(), nullptr, Activation::None, false, false};
     kernels_.matmul[int(matrices.numerics)]({&matrices.a, input, rows, epilogue}, 0, matrices.a.panels(),
                                             scratch(thread));
+    for (int row = 0; row < rows && matrices.bytes; row++, out += adapters.row_floats())
+        kernels_.pack_hidden(matrices.parts.data(), int(matrices.parts.size()), out, out + adapters.max_rank);
 }
 
 // As multiply_a for rows [first, first + count) of the op, but packs the activations for A first.
@@ -111,7 +113,7 @@ void Executor::shrink_rows(const Op& op, const AdapterMatrices& matrices, int fi
         const Segment chunk{matrices.numerics, &matrices.a, first + done, rows,
                             adapter_input_[size_t(thread)].data()};
         pack(op, chunk, 0, rows, rows_[size_t(thread)].floats());
-        multiply_a(matrices, chunk.input, rows, thread, out + size_t(done) * size_t(adapters.max_rank));
+        multiply_a(matrices, chunk.input, rows, thread, out + size_t(done) * size_t(adapters.row_floats()));
     }
 }
 
@@ -128,9 +130,15 @@ void Executor::multiply_adapted(const Op& op, const Segment& segment, int begin,
         for_runs(op, segment, [&](const AdapterRun& run, const AdapterMatrices& matrices) {
             float* out =
                 delta + ptrdiff_t(run.first - segment.first) * stride - ptrdiff_t(unit) * unit_floats;
-            const ExpandJob job{
-                matrices.panels,   matrices.floats, matrices.bf16, shrunk(op, run.first, thread),
-                adapters.max_rank, run.rows,        out,           stride};
+            const float* hidden = shrunk(op, run.first, thread) + (matrices.bytes ? adapters.max_rank : 0);
+            const ExpandJob job{matrices.panels,
+                                matrices.floats,
+                                matrices.bytes,
+                                hidden,
+                                adapters.row_floats(),
+                                run.rows,
+                                out,
+                                stride};
             kernels_.expand(job, unit * panels, last * panels);
         });
         run_matmul(op, segment, unit, last, thread, delta - ptrdiff_t(unit) * unit_floats, stride);

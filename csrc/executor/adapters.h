@@ -31,9 +31,11 @@ struct AdapterMatrices {
     Numerics numerics = Numerics::F32;  // of A x
     const RankPanel* panels = nullptr;  // B, by panels of output channels
     const float* floats = nullptr;
-    const uint16_t* bf16 = nullptr;
+    const uint8_t* bytes = nullptr;
+    std::vector<RankPanel> parts{};  // one panel of each part of B that has ranks
 
     bool is_empty() const { return a.rows == 0; }
+    int num_groups() const { return parts.empty() ? 0 : parts.back().group + parts.back().byte_blocks(); }
 };
 
 // The change of the embedding table: the vector of token t gets b a[t].
@@ -52,7 +54,11 @@ struct LoadedAdapter {
 // The adapters of a model, by number. Number 0 is the base model.
 struct AdapterSet {
     std::vector<LoadedAdapter> loaded;
-    int max_rank = 0;  // rows of the highest a
+    int max_rank = 0;    // rows of the highest a
+    int max_groups = 0;  // groups of ranks of B, if its values are bytes
+
+    // A row of A x: floats, then groups that `pack_hidden` has quantized.
+    int row_floats() const { return max_rank + max_groups * kHiddenFloats; }
 
     bool has(int adapter) const {
         return adapter == 0 ||

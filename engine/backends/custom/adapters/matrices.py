@@ -171,7 +171,9 @@ def _pair(
             f"{where}: the adapter's matrices for '{pair.name}' make {found[0]} x {found[1]}, the "
             f"model has {expected[0]} x {expected[1]}; it was made for another base model"
         )
-    b = pair.b if spec.name == EMBED else pair.b[stored_places(transform, spec.shape[0])]
+    b = pair.b
+    if spec.name != EMBED and (transform.before or transform.after or transform.paired):
+        b = b[stored_places(transform, spec.shape[0])]
     return LoraPair(
         np.ascontiguousarray(pair.a, np.float32),
         np.ascontiguousarray(b * np.float32(pair.scale), np.float32),
