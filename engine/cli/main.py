@@ -43,7 +43,7 @@ GROUPS = {
             "Train a LoRA adapter on the examples of a file.",
         ),
         "imatrix": ("engine.cli.convert:imatrix", "Measure which weights matter most."),
-        "adapters": ("engine.cli.ops.adapters:app", "List, add and remove LoRA adapters."),
+        "adapters": ("engine.cli.ops.adapters:app", "List, add, remove and merge LoRA adapters."),
         "vectors": ("engine.cli.ops.vectors:app", "Train, list and convert steering vectors."),
     },
     "A running server": {
@@ -51,11 +51,9 @@ GROUPS = {
         "stop": ("engine.cli.ops.running:stop", "Unload a model of a running server."),
         "top": ("engine.cli.ops.top:top", "Watch a server's models and backends."),
         "cache": ("engine.cli.ops.cache:app", "Look at, fill or clear the tiers of the cache."),
-        "deploy": ("engine.cli.ops.deploy:deploy", "Serve a model on another machine, by SSH."),
         "bench": ("engine.cli.ops.bench:bench", "Measure any server under load."),
         "admin": ("engine.cli.ops.admin:app", "Look at and change a running server."),
         "replay": ("engine.cli.ops.replay:replay", "Run a recorded request again and compare it."),
-        "shard": ("engine.cli.ops.shard:shard", "Join a model that several machines share."),
         "triton": ("engine.cli.triton.export:app", "Make it a model of a Triton server."),
         "conformance": (
             "engine.cli.conformance:conformance",
@@ -73,6 +71,8 @@ GROUPS = {
             "Let this machine's engine work for a server elsewhere.",
         ),
         "cluster": ("engine.cli.cluster.ray:app", "Run nodes in a Ray cluster."),
+        "shard": ("engine.cli.ops.shard:shard", "Join a model that several machines share."),
+        "deploy": ("engine.cli.ops.deploy:deploy", "Serve a model on another machine, by SSH."),
     },
     "Set up": {
         "config": ("engine.cli.config:app", "Show the settings and where each comes from."),

@@ -86,7 +86,8 @@ def _lines(path: Path, param: str) -> Iterator[tuple[int, bytes]]:
 def parse_example(line: bytes, method: Method) -> Example:
     """Parse one line. Raises `ValueError` with the reason if it is wrong."""
     try:
-        value = json.loads(line)
+        text = line.decode("utf-8-sig").rstrip()  # without the end of the line, columns are right
+        value = json.loads(text)
         if b"\\ud" in line.lower():  # half of a surrogate pair is no text
             json.dumps(value, ensure_ascii=False).encode()
     except json.JSONDecodeError as error:
@@ -129,7 +130,7 @@ def _chat(value: dict[str, Any]) -> ChatExample:
         if message["role"] == "assistant" and message.pop("weight", 1)
     )
     if not trained:
-        raise ValueError("no message is of the assistant, with a weight that is not 0")
+        raise ValueError("there is no message of the assistant to train on, with a weight of 1")
     return ChatExample(messages, _tools(value.get("tools")), trained)
 
 

@@ -64,9 +64,16 @@ def preference_loss(
 
 
 def base_log_probabilities(model: Any, pair: TokenPair) -> torch.Tensor:
-    """The log-probabilities of both answers by the model without its adapter, (2,)."""
-    with torch.no_grad(), model.disable_adapter():
-        return _log_probabilities(model, [pair.preferred, pair.rejected])
+    """The log-probabilities of both answers by the model without its adapter, (2,). They are kept
+    for the whole job, so no dropout of the model is in them.
+    """
+    was_training = model.training
+    model.eval()
+    try:
+        with torch.no_grad(), model.disable_adapter():
+            return _log_probabilities(model, [pair.preferred, pair.rejected])
+    finally:
+        model.train(was_training)
 
 
 def _log_probabilities(model: Any, examples: Sequence[TokenExample]) -> torch.Tensor:

@@ -97,8 +97,7 @@ class Trainer:
 
     def _pause(self) -> bool:
         self._save(self._step % self._steps_per_epoch == 0)
-        with contextlib.suppress(OSError):  # the disk is full
-            self._tell("paused")
+        self._try_to_tell("paused")
         return False
 
     def _write_adapter(self) -> str:
@@ -121,8 +120,7 @@ class Trainer:
         ends_epoch = self._step % self._steps_per_epoch == 0
         valid = self._validate() if ends_epoch and self._valid else {}
         validation = {f"validation_{name}": value for name, value in valid.items()}
-        with contextlib.suppress(OSError):  # the disk is full; the next steps may be told again
-            self._tell("metrics", **figures, **validation, tokens_per_s=tokens_per_s)
+        self._try_to_tell("metrics", **figures, **validation, tokens_per_s=tokens_per_s)
         last = self._epoch_saved_at if ends_epoch else self._saved_at
         if time.monotonic() - last > self._plan.checkpoint_s:
             self._save(ends_epoch)
@@ -164,7 +162,7 @@ class Trainer:
         self._saved_at = time.monotonic()
         if ends_epoch:
             self._epoch_saved_at = self._saved_at
-        self._tell("checkpoint")
+        self._try_to_tell("checkpoint")
 
     def _timed_step(self) -> tuple[dict[str, float], float]:
         began, batch = time.monotonic(), self._batch()
@@ -287,8 +285,12 @@ class Trainer:
         return figures
 
     def _notice(self, text: str) -> None:
-        with contextlib.suppress(OSError):  # the disk may be what the notice is about
-            self._tell("notice", message=text)
+        self._try_to_tell("notice", message=text)
+
+    def _try_to_tell(self, kind: Any, **facts: Any) -> None:
+        """Tell an event that the job can do without."""
+        with contextlib.suppress(OSError):  # the disk is full
+            self._tell(kind, **facts)
 
     def _tell(self, kind: Any, **facts: Any) -> None:
         self._folder.tell(

@@ -96,6 +96,20 @@ def test_the_preference_loss_is_that_of_the_paper(model):
     assert scores.num_right == (ratio > 0)
 
 
+def test_the_base_models_part_of_dpo_has_no_dropout(model, monkeypatch):
+    """It is kept for the whole job, and a job that continues computes it at another step."""
+    pair = TokenPair(*examples(9, 7))
+    wanted = base_log_probabilities(model, pair)
+    for module in model.modules():
+        if hasattr(module, "attention_dropout"):
+            monkeypatch.setattr(module, "attention_dropout", 0.5)
+    model.train()
+    try:
+        assert torch.equal(base_log_probabilities(model, pair), wanted) and model.training
+    finally:
+        model.eval()
+
+
 def test_parts_of_a_batch_stay_below_the_limit():
     parts = micro_batches([5, 100, 7, 7, 30], 60)
     assert sorted(index for part in parts for index in part) == [0, 1, 2, 3, 4]
@@ -310,6 +324,20 @@ def test_a_full_disk_costs_checkpoints_but_no_work(tmp_path, request_of, monkeyp
     told = notices(folder)
     assert told[0] == "Step 1 has no checkpoint, which can't be written: No space left"
     assert [each for each in told if each.startswith("The adapter can't be written")] == told[-1:]
+
+
+def test_a_job_goes_on_if_its_events_do_not_fit_the_disk(tmp_path, request_of):
+    folder, plan = make_job(request_of(n_epochs=1, checkpoint_s=1e-9), tmp_path / "silent")
+    tell = folder.tell
+
+    def fail(event):
+        if event.kind != "succeeded":
+            raise OSError(errno.ENOSPC, "No space left on device")
+        tell(event)
+
+    folder.tell = fail
+    assert Trainer(folder, plan).run(lambda: False)
+    assert [event.kind for event in folder.events()[0]] == ["succeeded"] and folder.checkpoints()
 
 
 def test_an_event_that_does_not_fit_the_disk_leaves_no_half_line(tmp_path, monkeypatch):

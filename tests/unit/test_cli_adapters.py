@@ -76,6 +76,8 @@ def test_an_adapter_is_added_listed_merged_and_removed(base: Path, tmp_path: Pat
     check_exported(base, folder, tmp_path / "copy")
     needs = run("merge", str(folder), str(tmp_path / "other"))
     assert needs.exit_code != 0 and "--base" in needs.output
+    absent = run("merge", "absent", str(tmp_path / "other"))
+    assert absent.exit_code != 0 and "is called 'absent'" in absent.output
     assert run("rm", "tuned").exit_code == 0 and listed() == []
     assert run("rm", "tuned").exit_code != 0
 

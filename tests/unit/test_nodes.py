@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 import os
 import signal
+import threading
 
 import pytest
 
@@ -11,6 +12,7 @@ from engine.core.errors import AuthenticationError, ConflictError, EngineError, 
 from engine.core.interfaces.request import Ready
 from engine.core.prefix_hashes import prompt_hashes
 from engine.routing.nodes import agent as agent_module
+from engine.routing.nodes import manager as manager_module
 from engine.routing.nodes.agent import RefusedError
 from engine.routing.nodes.dial import endpoint_of, read_token
 from engine.routing.nodes.manager import EJECTED_AFTER_S
@@ -148,6 +150,27 @@ async def test_a_leaving_node_finishes_its_requests() -> None:
         await until(lambda: not server.names)
         with pytest.raises(EngineError, match="no node nobody"):
             server.manager.drain("nobody")
+
+
+async def test_a_node_that_leaves_while_it_is_checked_is_not_listed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    checked, digest = threading.Event(), manager_module.model_digest
+
+    def slow_digest(path) -> str:
+        assert checked.wait(60)
+        return digest(path)
+
+    monkeypatch.setattr(manager_module, "model_digest", slow_digest)
+    async with routed() as server:
+        try:
+            async with node(server, wait=False):
+                await until(lambda: server.manager._tasks)
+            await until(lambda: not server.manager._connected)
+        finally:
+            checked.set()
+        await until(lambda: not server.manager._tasks)
+        assert server.manager.discover() == []
 
 
 async def refusal(server, **fields) -> EngineError:

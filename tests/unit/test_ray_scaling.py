@@ -8,8 +8,9 @@ import pytest
 from engine.core.errors import UnavailableError
 from engine.routing.nodes.dial import read_token
 from engine.routing.ray_nodes.actors import _memory_file
-from engine.routing.ray_nodes.launcher import NodePlan
+from engine.routing.ray_nodes.launcher import NodePlan, _check_reachable
 from engine.routing.ray_nodes.scaling import Autoscaler, Scaling
+from tests.live_server import free_port
 
 PLAN = NodePlan("token", (), num_gpus=1, num_ranks=2)
 
@@ -93,3 +94,10 @@ def test_the_token_of_an_actor_is_never_on_a_disk() -> None:
     path = Path(_memory_file("a-token-of-some-length"))
     assert read_token(path) == "a-token-of-some-length"
     assert "memfd:" in str(path.readlink())
+
+
+def test_an_address_at_which_nothing_listens_is_told_at_once() -> None:
+    """Ray tries for more than ten minutes."""
+    with pytest.raises(UnavailableError, match=r"No Ray cluster answers at 127\.0\.0\.1:"):
+        _check_reachable(f"127.0.0.1:{free_port()}")
+    _check_reachable("auto")

@@ -19,7 +19,12 @@ from engine.cli.console import (
 )
 from engine.cli.help import GroupedCommand
 from engine.cli.serve_options import with_engine_options
-from engine.core.errors import AuthenticationError, ConfigError, ConflictError
+from engine.core.errors import (
+    AuthenticationError,
+    ConfigError,
+    ConflictError,
+    InvalidRequestError,
+)
 
 if TYPE_CHECKING:
     from engine.backends.custom.ipc.engine_process import EngineProcess
@@ -159,7 +164,7 @@ def call_nodes(
 ) -> dict[str, Any]:
     """Call the server's routes for nodes, with the node token."""
     from engine.cli.ops.admin_client import call_with_key
-    from engine.routing.nodes.dial import read_token
+    from engine.routing.nodes.dial import read_token, takes_no_nodes
 
     token = read_token(token_file)
     try:
@@ -168,6 +173,10 @@ def call_nodes(
         raise AuthenticationError(
             f"The token in {token_file} is not the node token of {url}."
         ) from None
+    except InvalidRequestError:
+        if path or method != "GET":
+            raise
+        raise takes_no_nodes(url) from None
 
 
 def _agent(

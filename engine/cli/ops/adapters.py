@@ -151,6 +151,8 @@ def _found(name: str, base: str | None) -> tuple[Path, str]:
     path = Path(name).expanduser()
     if name in kept:
         path, base = kept_adapters()[name], base or kept[name]
+    if not path.exists():
+        raise ConfigError(f"no adapter of the store, no folder and no file is called '{name}'")
     if base is None:
         raise ConfigError("--base is needed: the adapter is not one of the store")
     return path, base

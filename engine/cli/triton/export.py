@@ -68,7 +68,7 @@ def export(
     parts = urlsplit(url)
     if parts.scheme not in ("http", "https") or not parts.netloc:
         raise ConfigError(f"--url must be like http://HOST:PORT, got {url}", param="--url")
-    served = model or _only_model(url)
+    served = _served(url, model)
     called = name or served.replace("/", "--")
     if not all(each.isalnum() or each in "._-" for each in called):
         raise ConfigError(
@@ -78,9 +78,12 @@ def export(
     target = directory / called
     if target.exists() and not force:
         raise ConfigError(f"{target} exists; --force replaces it", param="DIR")
-    (target / "1").mkdir(parents=True, exist_ok=True)
-    (target / "config.pbtxt").write_text(config_text(called, url, served))
-    shutil.copyfile(Path(__file__).with_name("model.py"), target / "1" / "model.py")
+    try:
+        (target / "1").mkdir(parents=True, exist_ok=True)
+        (target / "config.pbtxt").write_text(config_text(called, url, served))
+        shutil.copyfile(Path(__file__).with_name("model.py"), target / "1" / "model.py")
+    except OSError as error:
+        raise ConfigError(f"{target} can't be written: {error.strerror}", param="DIR") from None
     messages().print(
         f"Wrote {target}. Its Python environment needs numpy < 2. Serve it with:\n"
         f"  tritonserver --model-repository {directory}\n"
@@ -90,8 +93,10 @@ def export(
     )
 
 
-def _only_model(url: str) -> str:
-    """The id of the server's only model."""
+def _served(url: str, model: str | None) -> str:
+    """The id of the model, or of the server's only one. A server that does not answer yet is
+    trusted to have the model.
+    """
     import httpx
 
     from engine.cli.talk.talkers import model_ids
@@ -101,13 +106,17 @@ def _only_model(url: str) -> str:
     try:
         ids = model_ids(httpx.get(f"{url.rstrip('/')}/v1/models", headers=headers, timeout=10))
     except httpx.HTTPError as error:
+        if model is not None:
+            return model
         raise UnavailableError(
             f"Nothing answers at {url} ({error}). Start the server, or name its model with --model."
         ) from None
-    if len(ids) != 1:
-        known = ", ".join(ids) or "none"
-        raise ConfigError(f"name a model of {url} with --model; it has: {known}", param="--model")
-    return ids[0]
+    if model is not None and (model in ids or not ids):  # a server with keys may list none
+        return model
+    if model is None and len(ids) == 1:
+        return ids[0]
+    known = ", ".join(ids) or "none"
+    raise ConfigError(f"name a model of {url} with --model; it has: {known}", param="--model")
 
 
 def config_text(name: str, url: str, model: str) -> str:

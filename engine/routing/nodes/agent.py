@@ -271,10 +271,10 @@ class NodeAgent:
             log.warning("%g s are over; the open requests move to other nodes", timeout_s)
 
     async def _stay(self, endpoint: Endpoint) -> None:
-        """Keep a connection to a server. Returns only by an error."""
+        """Keep a connection to a server until the node leaves. Raises if the server refuses it."""
         delay = FIRST_RETRY_S
         told = ""
-        while True:
+        while not self.is_leaving:
             while self._link.ready is None:
                 await asyncio.sleep(READY_POLL_S)
             try:

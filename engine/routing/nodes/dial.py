@@ -80,6 +80,13 @@ def read_token(path: Path) -> str:
     return token
 
 
+def takes_no_nodes(url: str) -> UnavailableError:
+    return UnavailableError(
+        f"{url} takes no nodes: start it with LLM_ENGINE_SERVER__NODE_TOKEN_FILE, or with"
+        " server.node_token_file in engine.toml."
+    )
+
+
 class _Handshake(asyncio.Protocol):
     """Waits for the head of an HTTP response, and for the body of a refusal."""
 
@@ -159,9 +166,7 @@ def _refusal(answer: bytes, endpoint: Endpoint) -> EngineError:
             f"{endpoint.url} refused the node: the token is not the server's (server.node_token)."
         )
     if status == "404":
-        return UnavailableError(
-            f"{endpoint.url} takes no nodes: start it with server.node_token_file."
-        )
+        return takes_no_nodes(endpoint.url)
     if not status:
         hint = "" if endpoint.tls is not None else " If it speaks TLS, write https://."
         return UnavailableError(f"{endpoint.url} closed the connection.{hint}")

@@ -150,6 +150,8 @@ class NodeManager:
         not fit, and another error if it may fit later.
         """
         backend = await self._backend_for(hello)
+        if not node.connection.is_open:  # it left while the digest was computed
+            return
         pool = self._pool_of(backend, hello.model)
         self._check_context(pool, hello)
         old = self._nodes.pop(hello.node_id, None)

@@ -31,6 +31,7 @@ class EngineCommand:
     def __init__(self, token: str) -> None:
         self._token_file = _memory_file(token)
         self._child: subprocess.Popen[bytes] | None = None
+        self._reader: threading.Thread | None = None
         self._last_line = ""
         self._failure = ""
 
@@ -52,7 +53,8 @@ class EngineCommand:
             start_new_session=True,
         )
         self._child = child
-        threading.Thread(target=self._read, args=(child,), daemon=True).start()
+        self._reader = threading.Thread(target=self._read, args=(child,), daemon=True)
+        self._reader.start()
         return child
 
     def _read(self, child: "subprocess.Popen[bytes]") -> None:
@@ -65,6 +67,8 @@ class EngineCommand:
     def _end_failed(self, status: int, lived_s: float) -> None:
         """End this actor's process, so that Ray starts it again."""
         if lived_s < MIN_LIFE_S and status > 0:
+            if self._reader is not None:
+                self._reader.join(PAUSE_S)  # its last line may be the reason
             self._failure = self._last_line or f"it ended with status {status}"
             time.sleep(PAUSE_S)
         os._exit(1)

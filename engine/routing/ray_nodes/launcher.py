@@ -5,6 +5,7 @@ A node has a placement group of its own, with a bundle and an actor for each of 
 
 import contextlib
 import logging
+import socket
 import time
 from dataclasses import dataclass
 from typing import Any
@@ -16,6 +17,7 @@ log = logging.getLogger(__name__)
 
 PREFIX = "engine-node-"
 RANK = ".rank"  # in the name of an actor: a rank other than the first
+CONNECT_S = 10.0
 ANSWER_S = 1.0  # how long a call of an actor may take
 POLL_S = 0.5
 
@@ -47,6 +49,7 @@ def connect(address: str, namespace: str) -> Any:
         import ray
     except ImportError:
         raise ConfigError("Ray is not installed; run: pip install 'engine[ray]'") from None
+    _check_reachable(address)
     try:
         ray.init(
             address=address,
@@ -59,6 +62,17 @@ def connect(address: str, namespace: str) -> Any:
         first = str(error).splitlines()[0] if str(error) else type(error).__name__
         raise UnavailableError(f"No Ray cluster answers at {address}: {first}") from None
     return ray
+
+
+def _check_reachable(address: str) -> None:
+    """Raise an error if nothing listens at HOST:PORT. Ray itself would try for many minutes."""
+    host, _, port = address.rpartition(":")
+    if not host or not port.isdecimal():
+        return  # "auto", or another form that only Ray knows
+    try:
+        socket.create_connection((host, int(port)), timeout=CONNECT_S).close()
+    except (OSError, OverflowError) as error:
+        raise UnavailableError(f"No Ray cluster answers at {address}: {error}") from None
 
 
 class RayNodes:

@@ -160,6 +160,7 @@ def add_fine_tuning_routes(app: FastAPI, tuning: FineTuning) -> None:
     @app.post(JOBS + "/{job_id}/resume")
     async def resume_job(request: Request, job_id: str) -> Response:
         job = await store.move(job_id, "queued", ("paused",), principal_of(request).name)
+        await store.note(job.id, "The job is queued again.")
         runner.notice()
         return json_response(job.body())
 

@@ -13,7 +13,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from engine.core.errors import EngineError, UnavailableError
+from engine.core.errors import ConflictError, EngineError, UnavailableError
 from engine.core.store.adapter_store import keep_adapter
 from engine.finetuning.folder import JobFolder, TrainingEvent, step_of
 from engine.finetuning.jobs import adapter_name
@@ -231,7 +231,7 @@ class JobRunner:
         """Record events until the process ends. Returns the last event, or None if the job was
         paused or cancelled; the byte after it; and the exit status.
         """
-        last = TrainingEvent(kind="loading")
+        last, is_pausing = TrainingEvent(kind="loading"), False
         while True:
             status = process.exit_status()
             events, start = await asyncio.to_thread(folder.events, start)
@@ -245,7 +245,11 @@ class JobRunner:
             await self._count()
             if now == "cancelled":
                 return None, start, 0
+            if now == "queued" and not is_pausing:  # resumed before the process heard of the pause
+                with contextlib.suppress(ConflictError):  # it has changed again
+                    await self._store.move(job.id, "running", ("queued",))
             if now == "paused":
+                is_pausing = True
                 if hold is not None:
                     await hold.end()
                 process.pause()

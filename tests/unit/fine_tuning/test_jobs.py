@@ -127,6 +127,22 @@ def test_jobs_wait_for_each_other_and_stop_when_told(client: openai.OpenAI) -> N
     wait_until(lambda: not again.folder.path.exists())
 
 
+def test_a_job_that_is_resumed_at_once_runs_on(
+    client: openai.OpenAI, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    job = create(client)
+    trainer_of(job)
+    wait_for(client, job, "running")
+    with monkeypatch.context() as patch:
+        patch.setattr(runner.JobRunner, "notice", lambda self: None)
+        patch.setattr(runner, "POLL_S", 0.5)  # the runner mostly sees neither of the changes
+        client.fine_tuning.jobs.pause(job.id)
+        client.fine_tuning.jobs.resume(job.id)
+    wait_for(client, job, "running")
+    STARTED[-1].succeed()
+    wait_for(client, job, "succeeded")
+
+
 def test_training_is_held_while_requests_are_open(
     client: openai.OpenAI, server: LiveServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
