@@ -98,7 +98,7 @@ def test_adapters_of_8_bits(
         np.testing.assert_array_equal(mixed[row], last_logits(runner, [row], [PLACES[row]])[0])
         change, expected = mixed[row] - plain[row], exact[row] - exact_plain[row]
         error = np.linalg.norm(change - expected) / np.linalg.norm(expected)
-        assert error < 0.05, error
+        assert error < 0.1, error
     same = last_logits(runner, rows, [2] * 4)  # other blocks of rows than above
     np.testing.assert_array_equal(same[2], mixed[2])
     runner.close()

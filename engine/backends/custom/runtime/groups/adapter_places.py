@@ -22,6 +22,7 @@ import msgspec
 from engine.backends.custom.runtime.model_runner import AdapterRunner
 from engine.core.errors import EngineError, InferenceError, InvalidRequestError
 from engine.core.interfaces.request import AdapterRef, Control, ControlReply
+from engine.core.sandbox.examination import identity_of
 
 log = logging.getLogger(__name__)
 
@@ -85,6 +86,8 @@ class AdapterPlaces:
         self._max_host_bytes = max_host_bytes
         self._thread: ThreadPoolExecutor | None = None  # made for the first adapter
         self._loading: dict[str, Future[_Loaded]] = {}  # by path
+        # Of each path: the identity of its files when they were read, and the adapter's key.
+        self._known: dict[str, tuple[bytes, str]] = {}
         self._asked: list[tuple[int, str, Future[_Loaded]]] = []
         self._host: OrderedDict[str, _Loaded] = OrderedDict()  # by key, oldest first
         # The key of the adapter in each place, the least recently used first.
@@ -161,10 +164,22 @@ class AdapterPlaces:
         return self._loading[path]
 
     def _read_and_pack(self, path: str) -> _Loaded:
+        before = identity_of(Path(path))
         adapter = self._read(Path(path))
         packed = self._runner.pack_adapter(adapter)
-        facts = AdapterFacts(adapter.key, adapter.max_rank, packed.num_bytes, adapter.changes_head)
+        key = self._key(adapter, path, before)
+        facts = AdapterFacts(key, adapter.max_rank, packed.num_bytes, adapter.changes_head)
         return _Loaded(facts, packed)
+
+    def _key(self, adapter: ReadAdapter, path: str, before: bytes | None) -> str:
+        """The key of an adapter that was just read. It takes as long as reading, so it is computed
+        only if the files are others than those of the last time.
+        """
+        if before is None or before != identity_of(Path(path)):
+            return adapter.key
+        if path not in self._known or self._known[path][0] != before:
+            self._known[path] = (before, adapter.key)
+        return self._known[path][1]
 
     def _keep(self, path: str, job: "Future[_Loaded]") -> _Loaded:
         """The result of a finished job, which is now kept in host memory."""
