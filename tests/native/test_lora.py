@@ -10,6 +10,7 @@ import pytest
 
 from engine.backends.custom.adapters.matrices import Adapter
 from engine.backends.custom.adapters.reading import open_adapter
+from engine.backends.custom.frameworks.native.execution import adapters as packing
 from engine.backends.custom.frameworks.native.execution import build
 from engine.backends.custom.ir.plan import Machine
 from engine.backends.custom.runtime.model_runner import RunnerConfig
@@ -27,6 +28,7 @@ SHAPES = {
     "mlp.down_proj": (64, 96),
 }
 RANKS = (3, 16, 40)  # the last one has two groups of ranks
+LAYERS = (1,)  # the last one, after which little is rounded
 TEXTS = [[3, 7, 9, 4], [8, 8, 1], [5, 30, 31, 32, 33, 6], [2, 9]]
 PLACES = [0, 1, 2, 3]
 
@@ -50,17 +52,21 @@ def adapters(source: ModelSource, tmp_path_factory: pytest.TempPathFactory) -> l
     for rank in RANKS:
         # One of them changes only some of the fused weights.
         names = [name for name in SHAPES if rank != 3 or name.split(".")[1][0] not in "ku"]
-        shapes = {f"model.layers.{n}.{name}": SHAPES[name] for n in (0, 1) for name in names}
-        path = peft_folder(folder / str(rank), shapes, rank=rank, seed=rank, std=0.2)
+        shapes = {f"model.layers.{n}.{name}": SHAPES[name] for n in LAYERS for name in names}
+        path = peft_folder(folder / str(rank), shapes, rank=rank, seed=rank, std=0.5)
         made.append(open_adapter(path, source.config))
     return made
 
 
-def runner_for(source: ModelSource, adapters: list[Adapter], dtype: str) -> Any:
-    runner = build.build_runner(source, RunnerConfig("cpu", dtype, 16, 64, 8, 48, 2))
+def runner_for(source: ModelSource, adapters: list[Adapter]) -> Any:
+    runner = build.build_runner(source, RunnerConfig("cpu", build.STORED, 16, 64, 8, 48, 2))
     for number, adapter in enumerate(adapters, start=1):
         runner.set_adapter(number, runner.pack_adapter(adapter))
     return runner
+
+
+def in_floats(sites: tuple[packing.Site, ...]) -> tuple[packing.Site, ...]:
+    return tuple(replace(site, numerics="f32") for site in sites)
 
 
 def last_logits(runner: Any, rows: list[int], places: list[int]) -> np.ndarray:
@@ -88,17 +94,18 @@ def test_adapters_of_8_bits(
     """They change logits as those of floats do, and a row keeps its bits beside other adapters."""
     machine = Machine(2, isa, native.has_bf16(isa))
     monkeypatch.setattr(build, "machine_with", lambda _: machine)
-    runner = runner_for(source, adapters, build.STORED)
-    floats = runner_for(source, adapters, "float32")
+    runner, sites_of = runner_for(source, adapters), packing.sites_of
+    with monkeypatch.context() as patch:
+        patch.setattr(packing, "sites_of", lambda *given: in_floats(sites_of(*given)))
+        floats = runner_for(source, adapters)
     rows = list(range(len(TEXTS)))
     mixed, exact = (last_logits(each, rows, PLACES) for each in (runner, floats))
-    plain, exact_plain = (last_logits(each, rows, [0] * 4) for each in (runner, floats))
+    plain = last_logits(runner, rows, [0] * 4)
     np.testing.assert_array_equal(mixed[0], plain[0])
     for row in rows[1:]:
         np.testing.assert_array_equal(mixed[row], last_logits(runner, [row], [PLACES[row]])[0])
-        change, expected = mixed[row] - plain[row], exact[row] - exact_plain[row]
-        error = np.linalg.norm(change - expected) / np.linalg.norm(expected)
-        assert error < 0.1, error
+        error = np.linalg.norm(mixed[row] - exact[row]) / np.linalg.norm(exact[row] - plain[row])
+        assert error < 0.06, error
     same = last_logits(runner, rows, [2] * 4)  # other blocks of rows than above
     np.testing.assert_array_equal(same[2], mixed[2])
     runner.close()
