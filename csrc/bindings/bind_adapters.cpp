@@ -16,6 +16,9 @@ using ExpandArgument = std::tuple<Array<const uint8_t, 1>, Array<const int32_t, 
 using SiteArgument = std::tuple<int, PackedArgument, ExpandArgument, int>;
 // (A, one row per token; B, one row per rank)
 using EmbeddingArgument = std::tuple<Array<const float, 2>, Array<const float, 2>>;
+// Matrices that take the place of the model's: the table of embeddings; the head and its numerics.
+using WholeArgument =
+    std::tuple<std::optional<Array<const float, 2>>, std::optional<std::tuple<PackedArgument, int>>>;
 
 Matrix read_matrix(const PackedArgument& argument) {
     const auto& [layout, rows, columns, data] = argument;
@@ -66,6 +69,34 @@ const Op& op_at(const Executor& executor, int site) {
     throw nb::value_error("an adapter for a matmul that is not there");
 }
 
+Numerics read_numerics(int number) {
+    if (Numerics(number) != Numerics::F32 && Numerics(number) != Numerics::INT8)
+        throw nb::value_error("adapters compute in F32 or INT8");
+    return Numerics(number);
+}
+
+void read_whole(const Executor& executor, const WholeArgument& argument, LoadedAdapter& adapter) {
+    const auto& [table, head] = argument;
+    const Program& program = executor.program(1);
+    if (table) {
+        const Matrix& own = *program.ops[0].matrix;
+        if (table->shape(0) != size_t(own.rows) || table->shape(1) != size_t(own.columns))
+            throw nb::value_error("an adapter's embeddings that do not fit the model");
+        adapter.embedding.table = table->data();
+    }
+    if (head) {
+        const Op& op = program.ops.back();
+        AdapterMatrices& matrices = adapter.sites[size_t(op.site)];
+        const Numerics numerics = read_numerics(std::get<1>(*head));
+        matrices.whole = read_matrix(std::get<0>(*head));
+        const bool fits =
+            matrices.whole.rows == op.matrix->rows && matrices.whole.columns == op.matrix->columns;
+        if (!fits || is_apart(op) || (matrices.has_ranks() && matrices.numerics != numerics))
+            throw nb::value_error("an adapter's head that does not fit the model");
+        matrices.numerics = numerics;
+    }
+}
+
 LoadedAdapter read_adapter(const Executor& executor, const std::vector<SiteArgument>& sites,
                            const std::optional<EmbeddingArgument>& embedding) {
     LoadedAdapter adapter;
@@ -74,9 +105,7 @@ LoadedAdapter read_adapter(const Executor& executor, const std::vector<SiteArgum
         if (op.site >= int(adapter.sites.size())) adapter.sites.resize(size_t(op.site) + 1);
     for (const auto& [site, a, b, numerics] : sites) {
         const Op& op = op_at(executor, site);
-        AdapterMatrices matrices{read_matrix(a), Numerics(numerics)};
-        if (matrices.numerics != Numerics::F32 && matrices.numerics != Numerics::INT8)
-            throw nb::value_error("adapters compute in F32 or INT8");
+        AdapterMatrices matrices{read_matrix(a), read_numerics(numerics)};
         if (matrices.a.columns != op.matrix->columns)
             throw nb::value_error("an adapter's matrices that do not fit the matmul");
         read_expansion(b, op.units() * (op.gated ? 2 : 1), matrices);
@@ -99,14 +128,15 @@ void bind_adapters(nb::class_<BoundModel>& model) {
     model.def(
         "set_adapter",
         [](BoundModel& self, int index, const std::vector<SiteArgument>& sites,
-           std::optional<EmbeddingArgument> embedding) {
+           std::optional<EmbeddingArgument> embedding, const WholeArgument& whole) {
             if (index < 1 || index > kMaxAdapters) throw nb::value_error("adapters are numbered from 1");
             LoadedAdapter adapter = read_adapter(self.model.executor, sites, embedding);
-            nb::object arrays = nb::make_tuple(nb::cast(sites), nb::cast(embedding));
+            read_whole(self.model.executor, whole, adapter);
+            nb::object arrays = nb::make_tuple(nb::cast(sites), nb::cast(embedding), nb::cast(whole));
             self.model.executor.set_adapter(index, std::move(adapter));
             self.keep_adapter(index, std::move(arrays));
         },
-        nb::arg("index"), nb::arg("sites"), nb::arg("embedding") = nb::none());
+        nb::arg("index"), nb::arg("sites"), nb::arg("embedding").none(), nb::arg("whole"));
 }
 
 }  // namespace engine

@@ -20,7 +20,7 @@ void Executor::set_adapter(int index, LoadedAdapter adapter) {
         adapters.max_rank = std::max(adapters.max_rank, round_up(matrices.a.rows, kPanelRows));
         adapters.max_groups = std::max(adapters.max_groups, matrices.num_groups());
     }
-    if (adapters.row_floats() > before) reserve_adapters();
+    if (adapters.row_floats() > before || deltas_.empty()) reserve_adapters();
 }
 
 void Executor::reserve_adapters() {
@@ -85,7 +85,7 @@ void Executor::shrink(const Op& op, const Segments& segments, int thread) {
             for_runs(op, segment, [&](const AdapterRun& run, const AdapterMatrices& matrices) {
                 const int begin = std::clamp(from - run.first, 0, run.rows);
                 const int end = std::clamp(to - run.first, 0, run.rows);
-                if (begin >= end) return;
+                if (begin >= end || !matrices.has_ranks()) return;
                 float* out = shrunk(op, run.first + begin, thread);
                 if (!is_linear || segment.numerics != matrices.numerics)
                     return shrink_rows(op, matrices, run.first + begin, end - begin, thread, out);
@@ -122,12 +122,15 @@ void Executor::multiply_adapted(const Op& op, const Segment& segment, int begin,
     const int units = std::max(1, kDeltaFloats / (segment.rows * unit_floats));
     float* delta = deltas_[size_t(thread)].floats();
     int covered = 0;
-    for_runs(op, segment, [&](const AdapterRun& run, const AdapterMatrices&) { covered += run.rows; });
+    for_runs(op, segment, [&](const AdapterRun& run, const AdapterMatrices& matrices) {
+        covered += matrices.has_ranks() ? run.rows : 0;
+    });
     for (int unit = begin; unit < end; unit += units) {
         const int last = std::min(unit + units, end), stride = (last - unit) * unit_floats;
         // Adding -0 changes no bit of the rows without an adapter.
         if (covered < segment.rows) std::fill_n(delta, size_t(segment.rows) * size_t(stride), -0.0f);
         for_runs(op, segment, [&](const AdapterRun& run, const AdapterMatrices& matrices) {
+            if (!matrices.has_ranks()) return;
             float* out =
                 delta + ptrdiff_t(run.first - segment.first) * stride - ptrdiff_t(unit) * unit_floats;
             const float* hidden = shrunk(op, run.first, thread) + (matrices.bytes ? adapters.max_rank : 0);
@@ -142,6 +145,20 @@ void Executor::multiply_adapted(const Op& op, const Segment& segment, int begin,
             kernels_.expand(job, unit * panels, last * panels);
         });
         run_matmul(op, segment, unit, last, thread, delta - ptrdiff_t(unit) * unit_floats, stride);
+        for_runs(op, segment, [&](const AdapterRun& run, const AdapterMatrices& matrices) {
+            if (matrices.whole.rows > 0) replace_rows(op, run, matrices, unit, last, thread);
+        });
+    }
+}
+
+// Computes units of some rows again, with the matrix that takes the place of the weights.
+void Executor::replace_rows(const Op& op, const AdapterRun& run, const AdapterMatrices& matrices, int begin,
+                            int end, int thread) {
+    for (int done = 0; done < run.rows; done += kChunkRows) {
+        const Segment chunk{matrices.numerics, &matrices.whole, run.first + done,
+                            std::min(kChunkRows, run.rows - done), adapter_input_[size_t(thread)].data()};
+        pack(op, chunk, 0, chunk.rows, rows_[size_t(thread)].floats());
+        run_matmul(op, chunk, begin, end, thread, nullptr, 0);
     }
 }
 
@@ -151,6 +168,8 @@ void Executor::add_to_embedding(int token, int size, float* out) const {
         batch_->runs, end, [token](const AdapterRun& each) { return token < each.first + each.rows; });
     if (run == end || token < run->first) return;
     const AdapterEmbedding& change = adapters.loaded[size_t(run->adapter)].embedding;
+    if (change.table)
+        memcpy(out, change.table + size_t(batch_->token_ids[token]) * size_t(size), 4 * size_t(size));
     const float* factors = change.a + size_t(batch_->token_ids[token]) * size_t(change.rank);
     for (int k = 0; k < change.rank; k++)
         for (int i = 0; i < size; i++) out[i] += factors[k] * change.b[size_t(k) * size_t(size) + size_t(i)];

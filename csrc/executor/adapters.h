@@ -33,16 +33,19 @@ struct AdapterMatrices {
     const float* floats = nullptr;
     const uint8_t* bytes = nullptr;
     std::vector<RankPanel> parts{};  // one panel of each part of B that has ranks
+    Matrix whole{};                  // takes the place of the weights, with the same numerics as A x
 
-    bool is_empty() const { return a.rows == 0; }
+    bool has_ranks() const { return a.rows > 0; }
+    bool is_empty() const { return !has_ranks() && whole.rows == 0; }
     int num_groups() const { return parts.empty() ? 0 : parts.back().group + parts.back().byte_blocks(); }
 };
 
-// The change of the embedding table: the vector of token t gets b a[t].
+// The change of the embedding table: the vector of token t is that of `table`, if there is one, and gets b a[t].
 struct AdapterEmbedding {
     int rank = 0;
-    const float* a = nullptr;  // (vocabulary, rank)
-    const float* b = nullptr;  // (rank, hidden size)
+    const float* a = nullptr;      // (vocabulary, rank)
+    const float* b = nullptr;      // (rank, hidden size)
+    const float* table = nullptr;  // (vocabulary, hidden size)
 };
 
 struct LoadedAdapter {

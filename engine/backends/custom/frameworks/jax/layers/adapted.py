@@ -9,7 +9,15 @@ import numpy as np
 from jax import Array
 from numpy.typing import NDArray
 
-from engine.backends.custom.frameworks.jax.layers.linear import LORA, TABLE_LORA, Lora, Params
+from engine.backends.custom.frameworks.jax.layers.linear import (
+    LORA,
+    TABLE_LORA,
+    TABLE_WHOLE,
+    WHOLE,
+    Lora,
+    Params,
+    Whole,
+)
 
 EMBED, HEAD = "embed.weight", "head.weight"
 
@@ -21,10 +29,18 @@ class Stack(NamedTuple):
     b: Array  # (P, R, F)
 
 
+class WholeStack(NamedTuple):
+    """The matrices of adapters that replace a weight, and the places of these adapters."""
+
+    weights: Array  # (N, V, D)
+    places: Array  # (N,)
+
+
 class RowAdapters(NamedTuple):
     """The stacks by weight name, and the place of each row's adapter."""
 
     stacks: dict[str, Stack]
+    whole: dict[str, WholeStack]  # of embeddings and head
     places: Array | NDArray[np.int32]  # (T,)
 
 
@@ -35,7 +51,8 @@ def with_adapters(params: Params, rows: RowAdapters | None) -> Params:
     tree = dict(params)
     if "layers" in tree:
         tree["layers"] = list(tree["layers"])
-    if HEAD in rows.stacks and "head" not in tree:  # the head shares the table of embeddings
+    # The head may share the table of embeddings.
+    if HEAD in {*rows.stacks, *rows.whole} and "head" not in tree:
         tree["head"] = {"weight": tree["embed"]["weight"]}
     for name, stack in rows.stacks.items():
         *path, part, _ = name.split(".")
@@ -49,6 +66,11 @@ def with_adapters(params: Params, rows: RowAdapters | None) -> Params:
         else:
             kind = TABLE_LORA if name == EMBED else LORA
             branch[part] = {**branch[part], kind: _masked(stack, rows.places)}
+    for name, whole in rows.whole.items():
+        part, kind = ("embed", TABLE_WHOLE) if name == EMBED else ("head", WHOLE)
+        if part in tree:
+            own = jnp.asarray(rows.places)[:, None] == whole.places
+            tree[part] = {**tree[part], kind: Whole(whole.weights, own)}
     return tree
 
 

@@ -16,6 +16,7 @@ from engine.backends.custom.adapters.matrices import EMBED, F32, HEAD, Adapter, 
 from engine.backends.custom.frameworks.native.compiled import kernels
 from engine.backends.custom.frameworks.native.execution.program import NUMERICS
 from engine.backends.custom.ir.plan import PANEL_ROWS, ExecutionPlan, LinearStep
+from engine.backends.custom.weights.quantize import quantize
 
 GROUP = 32  # columns of a packed matrix are padded to a multiple of this
 _ALIGNMENT = 64
@@ -46,6 +47,7 @@ class PackedAdapter:
 
     sites: list[tuple[int, Packed, Expanding, int]]
     embedding: tuple[F32, F32] | None
+    whole: tuple[F32 | None, tuple[Packed, int] | None]  # embeddings; the head and its numerics
     num_bytes: int
 
 
@@ -81,7 +83,17 @@ def pack_adapter(sites: tuple[Site, ...], adapter: Adapter) -> PackedAdapter:
         embedding = (np.ascontiguousarray(pair.a.T), np.ascontiguousarray(pair.b.T))
     num_bytes = sum(a[3].nbytes + b[0].nbytes + b[1].nbytes for _, a, b, _ in packed)
     num_bytes += 0 if embedding is None else sum(each.nbytes for each in embedding)
-    return PackedAdapter(packed, embedding, num_bytes)
+    head = _whole_head(sites, adapter.whole)
+    num_bytes += sum(each.nbytes for each in adapter.whole.values())
+    return PackedAdapter(packed, embedding, (adapter.whole.get(EMBED), head), num_bytes)
+
+
+def _whole_head(sites: tuple[Site, ...], whole: Mapping[str, F32]) -> tuple[Packed, int] | None:
+    if HEAD not in whole:
+        return None
+    (numerics,) = (site.numerics for site in sites if site.parts == (HEAD,))
+    stored = "Q8_0" if numerics == "int8" else "F32"
+    return _stored_panels(whole[HEAD], stored), NUMERICS.index(numerics)
 
 
 def _parts(site: Site, pairs: list[LoraPair | None]) -> list[LoraPair]:
@@ -111,7 +123,7 @@ def _matrices(site: Site, parts: list[LoraPair]) -> tuple[Packed, Expanding, Lor
     if not in_8_bits:
         for part, room in zip(parts, rooms, strict=True):
             room.view(np.float32)[:] = _panels(part.b).ravel()
-        return _float_panels(np.concatenate([each.a for each in parts])), expanding, None
+        return _stored_panels(np.concatenate([each.a for each in parts]), "F32"), expanding, None
     native = kernels()
     layout, ranks = native.layout_of("Q8_0"), sum(part.rank for part in parts)
     panels = _aligned(-(-ranks // PANEL_ROWS) * native.panel_bytes(layout, site.columns))
@@ -165,12 +177,12 @@ def _diagonal(parts: list[LoraPair]) -> F32:
     return made
 
 
-def _float_panels(a: F32) -> Packed:
-    """Packs the rows of A into panels of floats."""
+def _stored_panels(matrix: F32, stored_as: str) -> Packed:
+    """Packs the rows of a matrix into panels of this type."""
     native = kernels()
-    layout, (rows, columns) = native.layout_of("F32"), a.shape
+    layout, (rows, columns) = native.layout_of(stored_as), matrix.shape
     panels = _aligned(-(-rows // PANEL_ROWS) * native.panel_bytes(layout, columns))
-    stored: list[tuple[Any, ...]] = [("F32", a.reshape(-1).view(np.uint8), rows, None, False)]
+    stored: list[tuple[Any, ...]] = [(stored_as, quantize(stored_as, matrix), rows, None, False)]
     native.repack([(layout, columns, False, stored, panels)], 1)
     return layout, rows, columns, panels
 
