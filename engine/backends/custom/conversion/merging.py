@@ -21,7 +21,8 @@ MERGED_TYPE = "F16"  # how merged weights are stored if the user names no type
 def merged(model: ModelSource, adapter: Adapter) -> ModelSource:
     """The model with the adapter's changes added. Each sum is computed when it is read."""
     weights = dict(model.weights)
-    for name, change in (*adapter.pairs.items(), *adapter.whole.items()):
+    changes: list[tuple[str, LoraPair | F32]] = [*adapter.whole.items(), *adapter.pairs.items()]
+    for name, change in changes:
         if name not in weights:
             raise ModelFormatError(
                 f"the adapter changes '{name}', which shares its matrix with another weight; "

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from engine.backends.custom.adapters.matrices import HEAD, Adapter
-from engine.backends.custom.frameworks.jax.layers.adapted import RowAdapters, Stack, WholeStack
+from engine.backends.custom.frameworks.jax.layers.adapted import RowAdapters, Stack
 from engine.backends.custom.runtime.model_runner import I32, BatchInputs
 
 _RANK_STEP, _PLACE_STEP = 8, 4
@@ -29,7 +29,7 @@ class JAXAdapters:
         self._held: dict[int, PackedAdapter] = {}
         self._rank = self._num_places = 0
         self._stacks: dict[str, Stack] = {}
-        self._whole: dict[str, WholeStack] = {}
+        self._whole: dict[str, tuple[jax.Array, jax.Array]] = {}
 
     def pack(self, adapter: Adapter) -> PackedAdapter:
         pairs = {
@@ -59,10 +59,10 @@ class JAXAdapters:
                 stack[place, : len(each)] = each
         return Stack(*(jax.device_put(each, self._home) for each in made))
 
-    def _stacked_whole(self, name: str) -> WholeStack:
+    def _stacked_whole(self, name: str) -> tuple[jax.Array, jax.Array]:
         found = {n: held.whole[name] for n, held in self._held.items() if name in held.whole}
-        weights = jax.device_put(np.stack(list(found.values())), self._home)
-        return WholeStack(weights, jax.device_put(np.array([*found], np.int32), self._home))
+        weights, places = np.stack(list(found.values())), np.array([*found], np.int32)
+        return jax.device_put(weights, self._home), jax.device_put(places, self._home)
 
     def of_tokens(self, inputs: BatchInputs, num_tokens: int) -> RowAdapters:
         """The adapters of a step's tokens, which are padded to `num_tokens`."""

@@ -29,18 +29,12 @@ class Stack(NamedTuple):
     b: Array  # (P, R, F)
 
 
-class WholeStack(NamedTuple):
-    """The matrices of adapters that replace a weight, and the places of these adapters."""
-
-    weights: Array  # (N, V, D)
-    places: Array  # (N,)
-
-
 class RowAdapters(NamedTuple):
     """The stacks by weight name, and the place of each row's adapter."""
 
     stacks: dict[str, Stack]
-    whole: dict[str, WholeStack]  # of embeddings and head
+    # Matrices that replace embeddings or head, (N, V, D), and the places of their adapters, (N,).
+    whole: dict[str, tuple[Array, Array]]
     places: Array | NDArray[np.int32]  # (T,)
 
 
@@ -66,11 +60,11 @@ def with_adapters(params: Params, rows: RowAdapters | None) -> Params:
         else:
             kind = TABLE_LORA if name == EMBED else LORA
             branch[part] = {**branch[part], kind: _masked(stack, rows.places)}
-    for name, whole in rows.whole.items():
+    for name, (weights, of) in rows.whole.items():
         part, kind = ("embed", TABLE_WHOLE) if name == EMBED else ("head", WHOLE)
         if part in tree:
-            own = jnp.asarray(rows.places)[:, None] == whole.places
-            tree[part] = {**tree[part], kind: Whole(whole.weights, own)}
+            own = jnp.asarray(rows.places)[:, None] == of
+            tree[part] = {**tree[part], kind: Whole(weights, own)}
     return tree
 
 

@@ -3,6 +3,7 @@ and an optional "bias". In a step with LoRA adapters, they have a `Lora` as well
 """
 
 from collections.abc import Callable
+from functools import partial
 from typing import NamedTuple
 
 import jax.numpy as jnp
@@ -56,11 +57,8 @@ def linear(params: Params, x: Array) -> Array:
     if (lora := params.get(LORA)) is not None:
         ranks = jnp.einsum("ti,ri->tr", x, lora.a, precision=precision(x.dtype)) * lora.mask
         y = y + jnp.einsum("tr,ro->to", ranks, lora.b, precision=precision(x.dtype))
-    y = _replaced(
-        y,
-        params.get(WHOLE),
-        lambda weight: jnp.einsum("ti,oi->to", x, weight, precision=precision(x.dtype)),
-    )
+    product = partial(jnp.einsum, "ti,oi->to", x, precision=precision(x.dtype))
+    y = _replaced(y, params.get(WHOLE), product)
     return y + params["bias"] if "bias" in params else y
 
 
