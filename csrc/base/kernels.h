@@ -63,17 +63,25 @@ struct MatmulJob {
 };
 
 // Ranks [first, first + count) are those of LoRA matrix B that can differ from zero in a panel of 16 output
-// channels. The panel's values begin at index `offset`: 16 channels of each rank.
+// channels. In groups of kGroup, they are the groups from `group` on. The panel's values begin at index `offset`.
+// As floats, they are 16 channels of each rank. As bytes, they are a block for each group of ranks:
+//     [ranks / 4, rounded up][16 channels][4 ranks] uint8 with an offset of 128, then a float scale per channel
 struct RankPanel {
-    int32_t offset, first, count;
+    int32_t offset, first, count, group;
+
+    int byte_blocks() const { return div_up(count, kGroup); }
+    // Bytes of all blocks. A word has four ranks.
+    int bytes() const { return 64 * (div_up(count, 4) + byte_blocks()); }
 };
+
+constexpr int kHiddenFloats = 36;  // size of a group of ranks that `pack_hidden` has quantized
 
 // Computes B h for rows of h, where B is the second matrix of a LoRA adapter.
 struct ExpandJob {
     const RankPanel* panels;
-    const float* floats;  // the values of B; null: they are in `bf16`
-    const uint16_t* bf16;
-    const float* hidden;  // h of row r starts at hidden + r * hidden_stride
+    const float* floats;   // the values of B; null: they are in `bytes`
+    const uint8_t* bytes;  // in this case, `pack_hidden` has written the rows of h
+    const float* hidden;   // h of row r starts at hidden + r * hidden_stride
     int hidden_stride, rows;
     float* out;  // panel p of row r starts at out + r * stride + 16 p
     int stride;
@@ -201,8 +209,11 @@ struct Kernels {
     void (*scan[3])(const RecurrentJob& job, const RecurrentRow& row, int head, float* scratch);
     void (*gate_values)(float* x, const float* gate, int size);
 
-    // Computes panels [begin, end) of the output.
+    // Computes panels [begin, end) of the output. `pack_hidden` quantizes h of a row to 8 bits, in groups of at
+    // most kGroup ranks of the same part. `parts` has one panel of each part of B. Group g starts at
+    // out + g * kHiddenFloats.
     void (*expand)(const ExpandJob& job, int begin, int end);
+    void (*pack_hidden)(const RankPanel* parts, int num_parts, const float* hidden, float* out);
 
     // x[i] = cap * tanh(x[i] / cap)
     void (*softcap)(float* x, int size, float cap);

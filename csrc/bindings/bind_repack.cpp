@@ -5,6 +5,7 @@
 #include <limits>
 
 #include "bindings/bindings.h"
+#include "repack/lora.h"
 #include "repack/repack.h"
 
 namespace engine {
@@ -70,6 +71,37 @@ std::optional<int> repack_all(const std::vector<MatrixArgument>& arguments, int 
     return refused >= 0 ? std::optional<int>(refused) : std::nullopt;
 }
 
+// A weight: (A, B, room for B).
+using LoraArgument = std::tuple<Array<const float, 2>, Array<const float, 2>, Array<uint8_t, 1>>;
+// A matmul: (columns, weights, room for A).
+using LoraSiteArgument = std::tuple<int, std::vector<LoraArgument>, Array<uint8_t, 1>>;
+
+LoraSite read_site(const LoraSiteArgument& argument) {
+    const auto& [columns, weights, room] = argument;
+    require(columns > 0 && columns % kGroup == 0, "columns must be whole groups");
+    LoraSite site{columns, {}, room.data()};
+    size_t ranks = 0;
+    for (const auto& [a, b, out] : weights) {
+        require(a.shape(0) == b.shape(1) && a.shape(1) == size_t(columns) && a.shape(0) > 0 &&
+                    a.shape(0) < 1 << 16 && b.shape(0) < 1 << 30,
+                "the matrices of an adapter that do not fit each other");
+        site.parts.push_back({a.data(), b.data(), int(a.shape(0)), int(b.shape(0)), out.data()});
+        const size_t panels = (b.shape(0) + kPanelRows - 1) / kPanelRows;
+        require(out.size() == panels * size_t(expanding_bytes(int(a.shape(0)))), "the room for B");
+        ranks += a.shape(0);
+    }
+    require(room.size() == (ranks + kPanelRows - 1) / kPanelRows * panel_bytes(Layout::Q8, columns),
+            "the room for A");
+    return site;
+}
+
+void pack_all_lora(const std::vector<LoraSiteArgument>& arguments) {
+    std::vector<LoraSite> sites;
+    for (const LoraSiteArgument& argument : arguments) sites.push_back(read_site(argument));
+    nb::gil_scoped_release release;
+    for (const LoraSite& site : sites) pack_lora(site);
+}
+
 }  // namespace
 
 void bind_repack(nb::module_& module) {
@@ -87,6 +119,8 @@ void bind_repack(nb::module_& module) {
     module.def(
         "per_channel_panel_bytes", [](int columns) { return panel_bytes(Layout::I8, columns); },
         nb::arg("columns"), "Of a panel of int8 weights with one scale per output channel.");
+    module.def("pack_lora", pack_all_lora, nb::arg("sites"),
+               "Fill the 8-bit panels of adapters: (columns, parts, out) with parts (A, B, out).");
     module.def("repack", repack_all, nb::arg("matrices"), nb::arg("threads"),
                "Fill the panels of (layout, columns, interleaved, parts, out) matrices from stored parts: "
                "(type, bytes, rows, order or None, transposed). Returns the index of a matrix with a "

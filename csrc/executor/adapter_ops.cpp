@@ -15,17 +15,17 @@ constexpr int kPrivateShrunkRows = 2;  // as kPrivateRows of executor.h
 void Executor::set_adapter(int index, LoadedAdapter adapter) {
     if (adapters.loaded.size() <= size_t(index)) adapters.loaded.resize(size_t(index) + 1);
     adapters.loaded[size_t(index)] = std::move(adapter);
-    int widest = 0;
-    for (const LoadedAdapter& each : adapters.loaded)
-        for (const AdapterMatrices& matrices : each.sites) widest = std::max(widest, matrices.a.rows);
-    if (widest <= adapters.max_rank) return;
-    adapters.max_rank = round_up(widest, kPanelRows);
-    reserve_adapters();
+    const int before = adapters.row_floats();
+    for (const AdapterMatrices& matrices : adapters.loaded[size_t(index)].sites) {
+        adapters.max_rank = std::max(adapters.max_rank, round_up(matrices.a.rows, kPanelRows));
+        adapters.max_groups = std::max(adapters.max_groups, matrices.num_groups());
+    }
+    if (adapters.row_floats() > before || deltas_.empty()) reserve_adapters();
 }
 
 void Executor::reserve_adapters() {
     size_t input = 64;
-    const size_t hidden = sizeof(float) * size_t(adapters.max_rank);
+    const size_t hidden = sizeof(float) * size_t(adapters.row_floats());
     for (const Numerics numerics : {Numerics::F32, Numerics::INT8})
         for (const Op& op : programs_.back().ops)
             if (op.kind == Op::Kind::Linear)
@@ -68,7 +68,7 @@ void Executor::for_runs(const Op& op, const Segment& segment, const F& visit) co
 float* Executor::shrunk(const Op& op, int row, int thread) const {
     const bool is_private = rows_of(op) <= kPrivateShrunkRows;
     const Block& memory = is_private ? private_shrunk_[size_t(thread)] : shrunk_;
-    return memory.floats() + size_t(adapters.max_rank) * size_t(row);
+    return memory.floats() + size_t(adapters.row_floats()) * size_t(row);
 }
 
 // A thread computes the rows that it has packed itself, so no thread waits for another.
@@ -85,7 +85,7 @@ void Executor::shrink(const Op& op, const Segments& segments, int thread) {
             for_runs(op, segment, [&](const AdapterRun& run, const AdapterMatrices& matrices) {
                 const int begin = std::clamp(from - run.first, 0, run.rows);
                 const int end = std::clamp(to - run.first, 0, run.rows);
-                if (begin >= end) return;
+                if (begin >= end || !matrices.has_ranks()) return;
                 float* out = shrunk(op, run.first + begin, thread);
                 if (!is_linear || segment.numerics != matrices.numerics)
                     return shrink_rows(op, matrices, run.first + begin, end - begin, thread, out);
@@ -95,12 +95,14 @@ void Executor::shrink(const Op& op, const Segments& segments, int thread) {
         }
 }
 
-// Computes A x of some rows from packed activations.
+// Computes A x of some rows from packed activations, and quantizes it if B has bytes.
 void Executor::multiply_a(const AdapterMatrices& matrices, const uint8_t* input, int rows, int thread,
                           float* out) {
-    const Epilogue epilogue{out, adapters.max_rank, nullptr, Activation::None, false, false};
+    const Epilogue epilogue{out, adapters.row_floats(), nullptr, Activation::None, false, false};
     kernels_.matmul[int(matrices.numerics)]({&matrices.a, input, rows, epilogue}, 0, matrices.a.panels(),
                                             scratch(thread));
+    for (int row = 0; row < rows && matrices.bytes; row++, out += adapters.row_floats())
+        kernels_.pack_hidden(matrices.parts.data(), int(matrices.parts.size()), out, out + adapters.max_rank);
 }
 
 // As multiply_a for rows [first, first + count) of the op, but packs the activations for A first.
@@ -111,7 +113,7 @@ void Executor::shrink_rows(const Op& op, const AdapterMatrices& matrices, int fi
         const Segment chunk{matrices.numerics, &matrices.a, first + done, rows,
                             adapter_input_[size_t(thread)].data()};
         pack(op, chunk, 0, rows, rows_[size_t(thread)].floats());
-        multiply_a(matrices, chunk.input, rows, thread, out + size_t(done) * size_t(adapters.max_rank));
+        multiply_a(matrices, chunk.input, rows, thread, out + size_t(done) * size_t(adapters.row_floats()));
     }
 }
 
@@ -120,20 +122,43 @@ void Executor::multiply_adapted(const Op& op, const Segment& segment, int begin,
     const int units = std::max(1, kDeltaFloats / (segment.rows * unit_floats));
     float* delta = deltas_[size_t(thread)].floats();
     int covered = 0;
-    for_runs(op, segment, [&](const AdapterRun& run, const AdapterMatrices&) { covered += run.rows; });
+    for_runs(op, segment, [&](const AdapterRun& run, const AdapterMatrices& matrices) {
+        covered += matrices.has_ranks() ? run.rows : 0;
+    });
     for (int unit = begin; unit < end; unit += units) {
         const int last = std::min(unit + units, end), stride = (last - unit) * unit_floats;
         // Adding -0 changes no bit of the rows without an adapter.
         if (covered < segment.rows) std::fill_n(delta, size_t(segment.rows) * size_t(stride), -0.0f);
         for_runs(op, segment, [&](const AdapterRun& run, const AdapterMatrices& matrices) {
+            if (!matrices.has_ranks()) return;
             float* out =
                 delta + ptrdiff_t(run.first - segment.first) * stride - ptrdiff_t(unit) * unit_floats;
-            const ExpandJob job{
-                matrices.panels,   matrices.floats, matrices.bf16, shrunk(op, run.first, thread),
-                adapters.max_rank, run.rows,        out,           stride};
+            const float* hidden = shrunk(op, run.first, thread) + (matrices.bytes ? adapters.max_rank : 0);
+            const ExpandJob job{matrices.panels,
+                                matrices.floats,
+                                matrices.bytes,
+                                hidden,
+                                adapters.row_floats(),
+                                run.rows,
+                                out,
+                                stride};
             kernels_.expand(job, unit * panels, last * panels);
         });
         run_matmul(op, segment, unit, last, thread, delta - ptrdiff_t(unit) * unit_floats, stride);
+        for_runs(op, segment, [&](const AdapterRun& run, const AdapterMatrices& matrices) {
+            if (matrices.whole.rows > 0) replace_rows(op, run, matrices, unit, last, thread);
+        });
+    }
+}
+
+// Computes units of some rows again, with the matrix that takes the place of the weights.
+void Executor::replace_rows(const Op& op, const AdapterRun& run, const AdapterMatrices& matrices, int begin,
+                            int end, int thread) {
+    for (int done = 0; done < run.rows; done += kChunkRows) {
+        const Segment chunk{matrices.numerics, &matrices.whole, run.first + done,
+                            std::min(kChunkRows, run.rows - done), adapter_input_[size_t(thread)].data()};
+        pack(op, chunk, 0, chunk.rows, rows_[size_t(thread)].floats());
+        run_matmul(op, chunk, begin, end, thread, nullptr, 0);
     }
 }
 
@@ -143,6 +168,8 @@ void Executor::add_to_embedding(int token, int size, float* out) const {
         batch_->runs, end, [token](const AdapterRun& each) { return token < each.first + each.rows; });
     if (run == end || token < run->first) return;
     const AdapterEmbedding& change = adapters.loaded[size_t(run->adapter)].embedding;
+    if (change.table)
+        memcpy(out, change.table + size_t(batch_->token_ids[token]) * size_t(size), 4 * size_t(size));
     const float* factors = change.a + size_t(batch_->token_ids[token]) * size_t(change.rank);
     for (int k = 0; k < change.rank; k++)
         for (int i = 0; i < size; i++) out[i] += factors[k] * change.b[size_t(k) * size_t(size) + size_t(i)];

@@ -31,16 +31,21 @@ struct AdapterMatrices {
     Numerics numerics = Numerics::F32;  // of A x
     const RankPanel* panels = nullptr;  // B, by panels of output channels
     const float* floats = nullptr;
-    const uint16_t* bf16 = nullptr;
+    const uint8_t* bytes = nullptr;
+    std::vector<RankPanel> parts{};  // one panel of each part of B that has ranks
+    Matrix whole{};                  // takes the place of the weights, with the same numerics as A x
 
-    bool is_empty() const { return a.rows == 0; }
+    bool has_ranks() const { return a.rows > 0; }
+    bool is_empty() const { return !has_ranks() && whole.rows == 0; }
+    int num_groups() const { return parts.empty() ? 0 : parts.back().group + parts.back().byte_blocks(); }
 };
 
-// The change of the embedding table: the vector of token t gets b a[t].
+// The change of the embedding table: the vector of token t is that of `table`, if there is one, and gets b a[t].
 struct AdapterEmbedding {
     int rank = 0;
-    const float* a = nullptr;  // (vocabulary, rank)
-    const float* b = nullptr;  // (rank, hidden size)
+    const float* a = nullptr;      // (vocabulary, rank)
+    const float* b = nullptr;      // (rank, hidden size)
+    const float* table = nullptr;  // (vocabulary, hidden size)
 };
 
 struct LoadedAdapter {
@@ -52,7 +57,11 @@ struct LoadedAdapter {
 // The adapters of a model, by number. Number 0 is the base model.
 struct AdapterSet {
     std::vector<LoadedAdapter> loaded;
-    int max_rank = 0;  // rows of the highest a
+    int max_rank = 0;    // rows of the highest a
+    int max_groups = 0;  // groups of ranks of B, if its values are bytes
+
+    // A row of A x: floats, then groups that `pack_hidden` has quantized.
+    int row_floats() const { return max_rank + max_groups * kHiddenFloats; }
 
     bool has(int adapter) const {
         return adapter == 0 ||

@@ -189,6 +189,8 @@ class Executor {
     void shrink_rows(const Op& op, const AdapterMatrices& matrices, int first, int count, int thread,
                      float* out);
     void multiply_a(const AdapterMatrices& matrices, const uint8_t* input, int rows, int thread, float* out);
+    void replace_rows(const Op& op, const AdapterRun& run, const AdapterMatrices& matrices, int begin,
+                      int end, int thread);
     float* shrunk(const Op& op, int row, int thread) const;  // where A x of a row is stored
     void add_to_embedding(int token, int size, float* out) const;
     void reserve_adapters();

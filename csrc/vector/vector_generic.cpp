@@ -1,7 +1,8 @@
-// Portable norms, RoPE, reductions over logits and embedding lookup.
+// Portable norms, RoPE, reductions over logits, embedding lookup and second matrices of LoRA adapters.
 #include "base/dispatch.h"
 #include "base/with_layout.h"
 #include "matmul/dequantize.h"
+#include "vector/expand.h"
 #include "vector/vector_kernels.h"
 
 namespace engine {
@@ -57,6 +58,7 @@ void embed(const Matrix& table, int index, float* out) {
 
 void fill_vector_generic(Kernels& table) {
     fill_vector(table);
+    fill_expand(table);
     table.embed = embed;
 }
 

@@ -178,63 +178,7 @@ void softcap(float* x, int size, float cap) {
     for (int k = 0; i + k < size; k++) x[i + k] = last[k];
 }
 
-ENGINE_INLINE Floats load_rank(const float* from) {
-    return load(from);
-}
-
-ENGINE_INLINE Floats load_rank(const uint16_t* from) {
-    typedef uint16_t Shorts __attribute__((vector_size(2 * kLanes)));
-    Shorts shorts;
-    memcpy(&shorts, from, sizeof shorts);
-    Words words = __builtin_convertvector(shorts, Words) << 16;
-    Floats values;
-    memcpy(&values, &words, sizeof values);
-    return values;
-}
-
-// The sums of a row do not depend on R.
-template <int R, class T>
-ENGINE_INLINE void expand_rows(const ExpandJob& job, const RankPanel& panel, const T* values, int row,
-                               float* out) {
-    const float* hidden = job.hidden + size_t(row) * size_t(job.hidden_stride) + panel.first;
-    for (int lane = 0; lane < kPanelRows; lane += kLanes) {
-        Floats sums[R] = {};
-        for (int k = 0; k < panel.count; k++) {
-            const Floats weight = load_rank(values + k * kPanelRows + lane);
-            for (int r = 0; r < R; r++) sums[r] += all(hidden[r * job.hidden_stride + k]) * weight;
-        }
-        for (int r = 0; r < R; r++) store(out + ptrdiff_t(row + r) * job.stride + lane, sums[r]);
-    }
-}
-
-template <class T>
-ENGINE_INLINE void expand_panels(const ExpandJob& job, const T* all_values, int begin, int end) {
-    for (int p = begin; p < end; p++) {
-        const RankPanel& panel = job.panels[p];
-        const T* values = all_values + panel.offset;
-        // With many adapters, few rows share the values, and memory is what takes time. A prefetch past the
-        // end of the values does nothing.
-        constexpr int kAhead = 4096, kLine = 64;
-        const char* next = reinterpret_cast<const char*>(values) + kAhead;
-        const int bytes = panel.count * kPanelRows * int(sizeof(T));
-        for (int at = 0; at < bytes; at += kLine) __builtin_prefetch(next + at);
-        float* out = job.out + ptrdiff_t(p) * kPanelRows;
-        int row = 0;
-        for (; row + 8 <= job.rows; row += 8) expand_rows<8>(job, panel, values, row, out);
-        if (row + 4 <= job.rows) expand_rows<4>(job, panel, values, row, out), row += 4;
-        for (; row < job.rows; row++) expand_rows<1>(job, panel, values, row, out);
-    }
-}
-
-void expand(const ExpandJob& job, int begin, int end) {
-    if (job.floats)
-        expand_panels(job, job.floats, begin, end);
-    else
-        expand_panels(job, job.bf16, begin, end);
-}
-
 ENGINE_INLINE void fill_vector(Kernels& table) {
-    table.expand = expand;
     table.rms_norm = rms_norm;
     table.layer_norm = layer_norm;
     table.rope = rope;

@@ -20,17 +20,19 @@ from tests.parity.runner_driver import RunnerDriver, Track
 FAMILIES = ("llama", "gpt2", "gemma2", "phi3")
 FRAMEWORKS = ("native", "torch", "jax")
 TOLERANCE = 1e-4
-LENGTHS = (17, 9, 23, 5)
-# The second adapter has ranks and alphas of its own for some layers, and other target modules.
+LENGTHS = (17, 9, 23, 5, 11)
+# The second adapter has ranks and alphas of its own for some layers, and other target modules. The
+# third one has embeddings and a head of its own.
 SETTINGS: tuple[dict[str, Any], ...] = (
     {"r": 5, "lora_alpha": 9},
     {"r": 3, "lora_alpha": 7, "use_rslora": True, "rank_pattern": {"1.*": 6}, "few": True},
+    {"r": 4, "lora_alpha": 4, "few": True, "modules_to_save": ["embed_tokens", "wte", "lm_head"]},
 )
 
 
 @dataclass(frozen=True)
 class Tuned:
-    """A tiny model, two adapters of it, and the logits of some texts: of PEFT, and merged."""
+    """A tiny model, its adapters, and the logits of some texts: of PEFT, and merged."""
 
     source: ModelSource
     adapters: list[Adapter]
@@ -57,16 +59,20 @@ def tuned(request: pytest.FixtureRequest, tmp_path_factory: Any) -> Iterator[Tun
     torch.manual_seed(3)
     texts = [torch.randint(3, tiny_models.VOCAB, (n,)).tolist() for n in LENGTHS]
     names = [name for name in linears(model) if name not in ("wpe",)]
+    ends = {name.rpartition(".")[2] for name, _ in model.named_modules()}
     expected = [_logits(model, texts)]
     adapters, merged = [], []
     for index, settings in enumerate(SETTINGS):
         few = [each for each in names if each[0] in "qdc"] if "few" in settings else names
         told = {key: value for key, value in settings.items() if key != "few"}
+        if saved := [each for each in told.get("modules_to_save", ()) if each in ends]:
+            told["modules_to_save"] = saved
+            few = [each for each in few if each not in saved]
         config = peft.LoraConfig(target_modules=few, init_lora_weights=False, **told)
         tuned_model = peft.get_peft_model(model, config)
         with torch.no_grad():
             for name, each in tuned_model.named_parameters():
-                if "lora_" in name:
+                if "lora_" in name or ".modules_to_save." in name:
                     each.normal_(0, 0.15)
         tuned_model.save_pretrained(str(folder / f"adapter{index}"))
         adapters.append(open_adapter(folder / f"adapter{index}", source.config))
@@ -117,12 +123,12 @@ def logits_of(
 def test_any_mix_of_rows_equals_peft(framework: str, tuned: Tuned) -> None:
     runner = runner_for(framework, tuned.source, tuned.adapters)
     driver = RunnerDriver(runner)
-    places = [0, 1, 1, 2]
+    places = [0, 1, 1, 2, 3]
     tracks = [driver.add(text) for text in tuned.texts]
     # All but the last token of some rows first, so that the last step mixes long and short rows.
     begun = [(track, len(track.tokens) - 1) for track in tracks[:3]]
     logits_of(runner, driver, begun, places[:3])
-    work = [*((track, 1) for track in tracks[:3]), (tracks[3], LENGTHS[3])]
+    work = [*((track, 1) for track in tracks[:3]), (tracks[3], LENGTHS[3]), (tracks[4], LENGTHS[4])]
     got = logits_of(runner, driver, work, places)
     for row, place in enumerate(places):
         np.testing.assert_allclose(got[row], tuned.expected[place][row], atol=TOLERANCE, rtol=0)
@@ -142,8 +148,9 @@ def test_native_rows_keep_their_bits_beside_adapters(tuned: Tuned) -> None:
         work = [(driver.add(tuned.texts[row]), LENGTHS[row]) for row in rows]
         return logits_of(each, driver, work, places)
 
-    mixed = run(runner, [0, 1, 2, 3], [0, 1, 2, 0])
+    mixed = run(runner, [0, 1, 2, 3, 4], [0, 1, 2, 0, 3])
     np.testing.assert_array_equal(mixed[[0, 3]], run(plain, [0, 3], [0, 0]))
     np.testing.assert_array_equal(mixed[1], run(runner, [1], [1])[0])
     np.testing.assert_array_equal(mixed[2], run(runner, [2], [2])[0])
+    np.testing.assert_array_equal(mixed[4], run(runner, [4], [3])[0])
     np.testing.assert_array_equal(run(runner, [2], [0]), run(plain, [2], [0]))

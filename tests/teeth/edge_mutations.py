@@ -242,7 +242,7 @@ MODEL_FILES = [
     Mutation(
         "examination: what a changed file held is kept",
         EXAMINATION,
-        '        return output if _identity(self._path) == self._identity else b""\n',
+        '        return output if identity_of(self._path) == self._identity else b""\n',
         "        return output\n",
         "tests/unit/test_text_cache.py"
         "::test_a_file_that_was_changed_in_an_examination_is_read_again",

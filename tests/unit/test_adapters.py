@@ -225,6 +225,20 @@ def test_an_adapter_whose_files_changed_is_refused() -> None:
     assert not test.places.is_loading
 
 
+def test_files_are_hashed_again_only_if_they_changed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    test, file, hashed = Places(), tmp_path / "a", []
+    before = Adapter.key.fget
+    assert before is not None
+    monkeypatch.setattr(Adapter, "key", property(lambda self: hashed.append(1) or before(self)))
+    file.write_bytes(b"1")
+    first = test.places._read_and_pack(str(file)).facts
+    assert test.places._read_and_pack(str(file)).facts == first and len(hashed) == 1
+    file.write_bytes(b"22")
+    assert test.places._read_and_pack(str(file)).facts == first and len(hashed) == 2
+
+
 def test_kept_adapters_are_listed_by_base(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_DATA_HOME", str(tmp_path / "store"))
     source = peft_folder(tmp_path / "a", SHAPES)

@@ -93,7 +93,7 @@ class Examination:
         key = f"{path.resolve()}\0{examiner}"
         self._path, self._max_seconds = path, max_seconds
         self._mark = _marks_directory() / hashlib.sha256(key.encode()).hexdigest()
-        self._identity = _identity(path)
+        self._identity = identity_of(path)
         self._reading: Reading | None = None
         if self._identity is not None and not _is_marked(self._mark, self._identity):
             self._reading = start(examiner, path, max_cpu_s)
@@ -129,7 +129,7 @@ class Examination:
             )
         assert self._identity is not None
         _remember(self._mark, self._identity, self._path)
-        return output if _identity(self._path) == self._identity else b""
+        return output if identity_of(self._path) == self._identity else b""
 
 
 def examine(
@@ -160,7 +160,7 @@ def files_of(path: Path) -> list[Path]:
     return sorted(path.parent.glob("*.gguf")) if "-of-" in path.name else [path]
 
 
-def _identity(path: Path) -> bytes | None:
+def identity_of(path: Path) -> bytes | None:
     """A hash of the paths, inodes, sizes and times of a model's files and of our version. None if
     the files can't be read.
     """

@@ -139,6 +139,49 @@ bool check_bits(const Kernels& first, const Kernels& second) {
     return passed;
 }
 
+// B h of random 8-bit matrices B with two parts, as LoRA adapters have them.
+std::vector<float> expanded(const Kernels& kernels, const std::vector<uint8_t>& values,
+                            const std::vector<float>& hidden, int ranks, int rows) {
+    const int groups = div_up(ranks, kGroup), stride = 2 * groups * kHiddenFloats;
+    RankPanel panels[] = {{0, 0, ranks, 0}, {0, ranks, ranks, groups}};
+    panels[1].offset = panels[0].bytes();
+    Memory bytes(values.size());
+    memcpy(bytes.at(), values.data(), values.size());
+    std::vector<float> packed(size_t(rows * stride)), out(size_t(rows) * 2 * kPanelRows);
+    for (int row = 0; row < rows; row++)
+        kernels.pack_hidden(panels, 2, hidden.data() + row * 2 * ranks, packed.data() + row * stride);
+    kernels.expand({panels, nullptr, bytes.at(), packed.data(), stride, rows, out.data(), 2 * kPanelRows}, 0,
+                   2);
+    return out;
+}
+
+bool check_expand(const Kernels& generic, const Kernels& kernels) {
+    bool passed = true;
+    for (int ranks : {1, 3, 16, 40})
+        for (int rows : {1, 4, 13}) {
+            const std::vector<float> hidden = activations(rows * 2 * ranks);
+            const int bytes = RankPanel{0, 0, ranks, 0}.bytes(),
+                      last = ranks % kGroup ? ranks % kGroup : kGroup;
+            std::vector<uint8_t> values;
+            for (int part = 0; part < 2; part++)
+                for (int block = 0; block < div_up(ranks, kGroup); block++) {
+                    const int words = div_up((block + 1) * kGroup <= ranks ? kGroup : last, 4);
+                    for (int i = 0; i < 64 * words; i++) values.push_back(uint8_t(generator()));
+                    for (int channel = 0; channel < kPanelRows; channel++) {
+                        const float scale = std::fabs(normal());
+                        const uint8_t* from = reinterpret_cast<const uint8_t*>(&scale);
+                        values.insert(values.end(), from, from + sizeof scale);
+                    }
+                }
+            passed &= values.size() == size_t(2 * bytes);
+            auto want = expanded(generic, values, hidden, ranks, rows);
+            auto got = expanded(kernels, values, hidden, ranks, rows);
+            passed &= root_mean_square(got, &want) <= 1e-6 * root_mean_square(want, nullptr);
+        }
+    if (!passed) printf("  expand is off\n");
+    return passed;
+}
+
 bool check_all(const Kernels& generic, const Kernels& kernels) {
     std::vector<Mode> modes = {{Numerics::F32, Numerics::F32, 1e-5},
                                {Numerics::INT8, Numerics::INT8, 1e-5},
@@ -146,7 +189,7 @@ bool check_all(const Kernels& generic, const Kernels& kernels) {
     if (kernels.has_bf16) modes.push_back({Numerics::BF16, Numerics::F32, 1e-2});
     // Activations and weights have 8 bits with one scale per row.
     if (kernels.requantize_panel) modes.push_back({Numerics::INT8_PER_CHANNEL, Numerics::F32, 6e-2});
-    bool passed = true;
+    bool passed = check_expand(generic, kernels);
     for (const Mode& mode : modes)
         for (int layout = 0; layout < int(Layout::I8); layout++) {
             const bool is_int8 = mode.numerics == Numerics::INT8 || mode.numerics == Numerics::INT8_OUTLIERS;

@@ -7,7 +7,7 @@ model itself are.
 
 import hashlib
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 from numpy.typing import NDArray
@@ -40,21 +40,25 @@ class LoraPair:
 
 @dataclass(frozen=True, slots=True)
 class Adapter:
-    """A LoRA adapter that fits a model. `pairs` has the engine's names of weights."""
+    """A LoRA adapter that fits a model. `pairs` has the engine's names of weights. `whole` has
+    matrices that replace those of the model: the table of embeddings, the head, or both.
+    """
 
     pairs: Mapping[str, LoraPair]
+    whole: Mapping[str, F32] = field(default_factory=dict)
 
     @property
     def max_rank(self) -> int:
-        return max(pair.rank for pair in self.pairs.values())
+        return max((pair.rank for pair in self.pairs.values()), default=0)
 
     @property
     def num_bytes(self) -> int:
-        return sum(pair.a.nbytes + pair.b.nbytes for pair in self.pairs.values())
+        whole = sum(each.nbytes for each in self.whole.values())
+        return whole + sum(pair.a.nbytes + pair.b.nbytes for pair in self.pairs.values())
 
     @property
     def changes_head(self) -> bool:
-        return HEAD in self.pairs
+        return HEAD in self.pairs or HEAD in self.whole
 
     @property
     def key(self) -> str:
@@ -65,6 +69,9 @@ class Adapter:
             digest.update(f"{name} {pair.a.shape} {pair.b.shape}".encode())
             digest.update(pair.a.data)
             digest.update(pair.b.data)
+        for name in sorted(self.whole):
+            digest.update(f"{name} {self.whole[name].shape}".encode())
+            digest.update(self.whole[name].data)
         return digest.hexdigest()
 
 
@@ -86,6 +93,7 @@ class StoredAdapter:
     file_format: str  # "gguf" or "safetensors"
     pairs: tuple[StoredPair, ...]
     made_for: str | None = None  # the architecture of its base model, if the files say it
+    whole: Mapping[str, F32] = field(default_factory=dict)  # by the stored name of the weight
 
 
 def fitted(stored: StoredAdapter, config: ModelConfig, max_rank: int) -> Adapter:
@@ -109,7 +117,29 @@ def fitted(stored: StoredAdapter, config: ModelConfig, max_rank: int) -> Adapter
         for spec in specs:
             transform = spec.gguf_transform if file_format == "gguf" else spec.hf_transform
             pairs[spec.name] = _pair(where, config, spec, transform, pair)
-    return Adapter(pairs)
+    whole = dict(_whole(stored, config, places))
+    return Adapter(pairs, whole)
+
+
+def _whole(
+    stored: StoredAdapter, config: ModelConfig, places: Mapping[str, list[TensorSpec]]
+) -> Iterator[tuple[str, F32]]:
+    for name, values in stored.whole.items():
+        specs = places.get(name) or places.get(f"transformer.{name}") or ()
+        served = [spec for spec in specs if spec.name in (EMBED, HEAD)]
+        if not served:
+            raise ModelFormatError(
+                f"{stored.where}: modules_to_save has '{name}'; of modules that are saved whole, "
+                "only the embeddings and the head are served"
+            )
+        expected = (config.vocab_size, config.hidden_size)
+        if values.shape != expected:
+            raise ModelFormatError(
+                f"{stored.where}: '{name}' is {' x '.join(map(str, values.shape))}, the model has "
+                f"{expected[0]} x {expected[1]}; it was made for another base model"
+            )
+        for spec in served:
+            yield spec.name, np.ascontiguousarray(values, np.float32)
 
 
 def _places(config: ModelConfig, file_format: str) -> dict[str, list[TensorSpec]]:
@@ -171,7 +201,9 @@ def _pair(
             f"{where}: the adapter's matrices for '{pair.name}' make {found[0]} x {found[1]}, the "
             f"model has {expected[0]} x {expected[1]}; it was made for another base model"
         )
-    b = pair.b if spec.name == EMBED else pair.b[stored_places(transform, spec.shape[0])]
+    b = pair.b
+    if spec.name != EMBED and (transform.before or transform.after or transform.paired):
+        b = b[stored_places(transform, spec.shape[0])]
     return LoraPair(
         np.ascontiguousarray(pair.a, np.float32),
         np.ascontiguousarray(b * np.float32(pair.scale), np.float32),

@@ -4,7 +4,7 @@
 
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +28,7 @@ _REFUSED: Mapping[str, tuple[Any, ...]] = {
     "use_dora": (False, None),
     "bias": ("none", None),
     "lora_bias": (False, None),
-    "modules_to_save": (None, []),
+    "ensure_weight_tying": (False, None),
     "trainable_token_indices": (None, [], {}),
     "layer_replication": (None, []),
     "target_parameters": (None, []),
@@ -54,9 +54,11 @@ def read_peft(folder: Path) -> StoredAdapter:
     _check_config(where, config)
     checkpoint = open_safetensors(member(folder, WEIGHTS_NAME))
     try:
-        found = _by_module(where, checkpoint.tensors)
+        saved = _saved_whole(where, config, checkpoint.tensors)
+        found = _by_module(where, checkpoint.tensors, saved.values())
         pairs = tuple(_pair(where, config, module, parts) for module, parts in found.items())
-        return StoredAdapter(where, "safetensors", pairs)
+        whole = {name: checkpoint.tensors[each].numpy() for name, each in saved.items()}
+        return StoredAdapter(where, "safetensors", pairs, whole=whole)
     finally:
         checkpoint.close()
 
@@ -78,11 +80,35 @@ def _check_config(where: str, config: Mapping[str, Any]) -> None:
         )
 
 
-def _by_module(where: str, tensors: Mapping[str, LazyTensor]) -> dict[str, dict[str, LazyTensor]]:
+def _saved_whole(
+    where: str, config: Mapping[str, Any], tensors: Mapping[str, LazyTensor]
+) -> dict[str, str]:
+    """The tensors of modules that were saved whole, by their names in the base model."""
+    modules = config.get("modules_to_save") or []
+    if not isinstance(modules, list) or not all(isinstance(each, str) for each in modules):
+        raise ModelFormatError(f"{where}: modules_to_save must be a list of names")
+    saved = {}
+    for name in tensors:
+        # Older versions of PEFT kept the names of their own modules.
+        plain = re.sub(r"\.modules_to_save(\.default)?\.", ".", name.removeprefix(_PREFIX))
+        module = plain.rpartition(".")[0]
+        if any(module == each or module.endswith(f".{each}") for each in modules):
+            saved[plain] = name
+    for each in modules:
+        if not any(f".{name}".rpartition(".")[0].endswith(f".{each}") for name in saved):
+            raise ModelFormatError(
+                f"{where}: modules_to_save names '{each}', which {WEIGHTS_NAME} does not have"
+            )
+    return saved
+
+
+def _by_module(
+    where: str, tensors: Mapping[str, LazyTensor], whole: Collection[str]
+) -> dict[str, dict[str, LazyTensor]]:
     """The tensors of each module: "A" and "B", or "embedding_A" and "embedding_B"."""
     modules: dict[str, dict[str, LazyTensor]] = {}
     for name, tensor in tensors.items():
-        if name.endswith(_COPIES):
+        if name.endswith(_COPIES) or name in whole:
             continue
         match = _TENSOR.fullmatch(name)
         if match is None:

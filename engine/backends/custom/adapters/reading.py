@@ -33,13 +33,16 @@ def read_adapter(path: Path) -> StoredAdapter:
                 f"{WEIGHTS_NAME}"
             )
         stored = read_gguf_lora(path)
-    if not stored.pairs:
+    if not stored.pairs and not stored.whole:
         raise ModelFormatError(f"{stored.where}: the adapter changes no weight")
     for pair in stored.pairs:
         if not (np.isfinite(pair.a).all() and np.isfinite(pair.b).all()):
             raise ModelFormatError(
                 f"{stored.where}: the matrices for '{pair.name}' hold NaN or infinity"
             )
+    for name, values in stored.whole.items():
+        if not np.isfinite(values).all():
+            raise ModelFormatError(f"{stored.where}: '{name}' holds NaN or infinity")
     return stored
 
 

@@ -27,7 +27,12 @@ def export_gguf(adapter: Path, base: Path, target: Path) -> None:
     """Write the adapter of the model `base` to the new file `target`."""
     with closing(open_model(base, reads_weights=False)) as model:
         config = model.config
-        pairs = open_adapter(adapter, config).pairs
+        opened = open_adapter(adapter, config)
+        if opened.whole:
+            raise ModelFormatError(
+                f"{adapter.name}: GGUF adapters have no place for whole matrices"
+            )
+        pairs = opened.pairs
         specs = architecture(config.family).tensors(replace(config, tie_embeddings=False))
         tensors = list(_tensors(adapter.name, specs, pairs))
         own = model.metadata if model.checkpoint.format == "gguf" else gguf_metadata(config)

@@ -9,7 +9,7 @@ KERNELS = "engine.backends.custom.frameworks.native._native"
 # A digest of the C++ files that define what Python passes to the module (CMakeLists.txt lists
 # them). Kernels that were built from other files would read arguments and memory wrongly.
 # `tests/unit/test_native_interface.py` says when this must change.
-INTERFACE = "41dd3facf068991f"
+INTERFACE = "57ee3fb643edc880"
 
 
 def kernels() -> Any:

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from engine.backends.custom.adapters.matrices import Adapter
+from engine.backends.custom.adapters.matrices import HEAD, Adapter
 from engine.backends.custom.frameworks.jax.layers.adapted import RowAdapters, Stack
 from engine.backends.custom.runtime.model_runner import I32, BatchInputs
 
@@ -18,6 +18,7 @@ class PackedAdapter:
     """An adapter with matrices of the model's dtype, (rank, in) and (rank, out)."""
 
     pairs: dict[str, tuple[np.ndarray, np.ndarray]]
+    whole: dict[str, np.ndarray]
     max_rank: int
     num_bytes: int
 
@@ -28,13 +29,15 @@ class JAXAdapters:
         self._held: dict[int, PackedAdapter] = {}
         self._rank = self._num_places = 0
         self._stacks: dict[str, Stack] = {}
+        self._whole: dict[str, tuple[jax.Array, jax.Array]] = {}
 
     def pack(self, adapter: Adapter) -> PackedAdapter:
         pairs = {
             name: (pair.a.astype(self._dtype), pair.b.T.astype(self._dtype))
             for name, pair in adapter.pairs.items()
         }
-        return PackedAdapter(pairs, adapter.max_rank, adapter.num_bytes)
+        whole = {name: each.astype(self._dtype) for name, each in adapter.whole.items()}
+        return PackedAdapter(pairs, whole, adapter.max_rank, adapter.num_bytes)
 
     def set(self, number: int, packed: PackedAdapter) -> None:
         """Put an adapter into a place. Sizes are rounded up, as XLA compiles again for each."""
@@ -43,6 +46,8 @@ class JAXAdapters:
         self._num_places = max(self._num_places, -(-(number + 1) // _PLACE_STEP) * _PLACE_STEP)
         names = dict.fromkeys(name for held in self._held.values() for name in held.pairs)
         self._stacks = {name: self._stacked(name) for name in names}
+        wholes = dict.fromkeys(name for held in self._held.values() for name in held.whole)
+        self._whole = {name: self._stacked_whole(name) for name in wholes}
 
     def _stacked(self, name: str) -> Stack:
         shapes = next(held.pairs[name] for held in self._held.values() if name in held.pairs)
@@ -54,16 +59,22 @@ class JAXAdapters:
                 stack[place, : len(each)] = each
         return Stack(*(jax.device_put(each, self._home) for each in made))
 
+    def _stacked_whole(self, name: str) -> tuple[jax.Array, jax.Array]:
+        found = {n: held.whole[name] for n, held in self._held.items() if name in held.whole}
+        weights, places = np.stack(list(found.values())), np.array([*found], np.int32)
+        return jax.device_put(weights, self._home), jax.device_put(places, self._home)
+
     def of_tokens(self, inputs: BatchInputs, num_tokens: int) -> RowAdapters:
         """The adapters of a step's tokens, which are padded to `num_tokens`."""
-        return RowAdapters(self._stacks, _padded(_places(inputs), num_tokens))
+        return RowAdapters(self._stacks, self._whole, _padded(_places(inputs), num_tokens))
 
     def of_logits(self, inputs: BatchInputs, num_rows: int) -> RowAdapters:
         """The adapters of the tokens whose logits are needed, which are padded to `num_rows`. Only
         the head reads them.
         """
-        head = {name: stack for name, stack in self._stacks.items() if name == "head.weight"}
-        return RowAdapters(head, _padded(_places(inputs)[inputs.logit_rows], num_rows))
+        head = {name: stack for name, stack in self._stacks.items() if name == HEAD}
+        whole = {name: stack for name, stack in self._whole.items() if name == HEAD}
+        return RowAdapters(head, whole, _padded(_places(inputs)[inputs.logit_rows], num_rows))
 
 
 def _places(inputs: BatchInputs) -> I32:

@@ -9,7 +9,15 @@ import numpy as np
 from jax import Array
 from numpy.typing import NDArray
 
-from engine.backends.custom.frameworks.jax.layers.linear import LORA, TABLE_LORA, Lora, Params
+from engine.backends.custom.frameworks.jax.layers.linear import (
+    LORA,
+    TABLE_LORA,
+    TABLE_WHOLE,
+    WHOLE,
+    Lora,
+    Params,
+    Whole,
+)
 
 EMBED, HEAD = "embed.weight", "head.weight"
 
@@ -25,6 +33,8 @@ class RowAdapters(NamedTuple):
     """The stacks by weight name, and the place of each row's adapter."""
 
     stacks: dict[str, Stack]
+    # Matrices that replace embeddings or head, (N, V, D), and the places of their adapters, (N,).
+    whole: dict[str, tuple[Array, Array]]
     places: Array | NDArray[np.int32]  # (T,)
 
 
@@ -35,7 +45,8 @@ def with_adapters(params: Params, rows: RowAdapters | None) -> Params:
     tree = dict(params)
     if "layers" in tree:
         tree["layers"] = list(tree["layers"])
-    if HEAD in rows.stacks and "head" not in tree:  # the head shares the table of embeddings
+    # The head may share the table of embeddings.
+    if HEAD in {*rows.stacks, *rows.whole} and "head" not in tree:
         tree["head"] = {"weight": tree["embed"]["weight"]}
     for name, stack in rows.stacks.items():
         *path, part, _ = name.split(".")
@@ -49,6 +60,11 @@ def with_adapters(params: Params, rows: RowAdapters | None) -> Params:
         else:
             kind = TABLE_LORA if name == EMBED else LORA
             branch[part] = {**branch[part], kind: _masked(stack, rows.places)}
+    for name, (weights, of) in rows.whole.items():
+        part, kind = ("embed", TABLE_WHOLE) if name == EMBED else ("head", WHOLE)
+        if part in tree:
+            own = jnp.asarray(rows.places)[:, None] == of
+            tree[part] = {**tree[part], kind: Whole(weights, own)}
     return tree
 
 

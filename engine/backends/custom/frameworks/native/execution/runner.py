@@ -169,7 +169,7 @@ class NativeRunner:
         return self._pack_adapter(adapter)
 
     def set_adapter(self, number: int, packed: "PackedAdapter") -> None:
-        self._model.set_adapter(number, packed.sites, packed.embedding)
+        self._model.set_adapter(number, packed.sites, packed.embedding, packed.whole)
         self._has_adapters = True
 
     def _adapter_ids(self, inputs: BatchInputs) -> I32 | None:

@@ -4,7 +4,7 @@ The matrices of all places are stacked, so that one kernel computes any mix of a
 when an adapter has a larger rank, changes a layer that no other did, or gets a higher place.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 
@@ -41,6 +41,7 @@ class PackedAdapter:
     """The matrices of each layer that the adapter changes, by the layer's path."""
 
     layers: dict[str, _Matrices]
+    whole: dict[str, Tensor]  # matrices in place of the layer's own
     rank: int
     num_bytes: int
 
@@ -57,6 +58,7 @@ class TorchAdapters:
         self._base, self._device, self._dtype = model, device, dtype
         self._layers = dict(_layers(model))
         self._stacks: dict[str, Stack] = {}
+        self._whole: dict[str, dict[int, Tensor]] = {}  # by the path of a layer and by place
         self._rank = 0
         self._compiled: set[int] = set()  # ranks for which kernels are compiled
         self.num_adapters = 0  # that a step can have
@@ -80,10 +82,15 @@ class TorchAdapters:
                     own_a[: pair.rank].copy_(torch.from_numpy(pair.a))
                     own_b[:, : pair.rank].copy_(torch.from_numpy(pair.b))
             layers[path] = _Matrices(a, b)
+        whole = {}
+        for name, matrix in adapter.whole.items():
+            path = name.removesuffix(".weight")
+            whole[path] = self._on_host(*matrix.shape).copy_(torch.from_numpy(matrix))
         num_bytes = sum(each.a.nbytes + each.b.nbytes for each in layers.values())
-        if self._device.type == "cuda":
+        num_bytes += sum(each.nbytes for each in whole.values())
+        if self._device.type == "cuda" and layers:
             self._compile(rank)
-        return PackedAdapter(layers, rank, num_bytes)
+        return PackedAdapter(layers, whole, rank, num_bytes)
 
     @torch.inference_mode()
     def set(self, number: int, packed: PackedAdapter) -> None:
@@ -95,6 +102,8 @@ class TorchAdapters:
         ):
             self._grow(number, packed)
         self._write(number, packed)
+        if packed.whole or any(number in each for each in self._whole.values()):
+            self._replace(number, packed.whole)
 
     def _grow(self, number: int, packed: PackedAdapter) -> None:
         old = self._rank
@@ -108,10 +117,24 @@ class TorchAdapters:
                 a[: len(stack.a), :, :old] = stack.a.unflatten(1, (-1, old))
                 b[: len(stack.b), :, :old] = stack.b
             self._stacks[path] = Stack(a.flatten(1, 2), b, layer.rows)
-        twin = adapted(self._base, self._stacks, self.tiles)
+        self._renew()
+
+    def _renew(self) -> None:
+        twin = adapted(self._base, self._stacks, self._whole, self.tiles)
         assert isinstance(twin, Decoder)
         self.model = twin
         self.version += 1
+
+    def _replace(self, number: int, whole: Mapping[str, Tensor]) -> None:
+        """Whole matrices are rare and large, so only adapters that have some take room for them."""
+        for path in {*self._whole, *whole}:
+            held = self._whole.pop(path, {})
+            places = {place: each for place, each in held.items() if place != number}
+            if path in whole:
+                places[number] = whole[path].to(self._device, non_blocking=True)
+            if places:
+                self._whole[path] = places
+        self._renew()
 
     def _write(self, number: int, packed: PackedAdapter) -> None:
         for path, stack in self._stacks.items():

@@ -8,10 +8,15 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from engine.backends.custom.frameworks.torch.kernels.fp8 import QuantizedRows
-from engine.backends.custom.frameworks.torch.kernels.lora import lora_embed, lora_linear
+from engine.backends.custom.frameworks.torch.kernels.lora import (
+    lora_embed,
+    lora_linear,
+    places_of,
+)
 from engine.backends.custom.frameworks.torch.layers.norm import RMSNorm
 
 
@@ -99,12 +104,47 @@ class AdaptedEmbedding(nn.Module):
         return lora_embed(self.base(ids), ids, self._stack.a, self._stack.b, self._tiles.tokens)
 
 
-def adapted(
-    module: nn.Module, stacks: Mapping[str, Stack], tiles: AdapterTiles, path: str = ""
-) -> nn.Module:
-    """A copy of a tree of modules that shares its tensors. The layers that `stacks` names by their
-    paths have adapters.
+class ReplacedMatrix(nn.Module):
+    """The embeddings or the head, `base`. Some adapters have a whole matrix in place of it, by the
+    place of the adapter.
     """
+
+    def __init__(
+        self, base: nn.Module, whole: Mapping[int, Tensor], tiles: AdapterTiles, is_head: bool
+    ) -> None:
+        super().__init__()
+        self.base = base
+        self.is_invariant = bool(getattr(base, "is_invariant", False))
+        self._whole, self._tiles, self._is_head = whole, tiles, is_head
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self._replaced(x, self.base(x))
+
+    def fused(self, x: Tensor, *, norm: RMSNorm | None = None) -> Tensor:
+        y = self.base.fused(x, norm=norm)  # type: ignore[operator]
+        return self._replaced(x if norm is None else norm(x), y)
+
+    def _replaced(self, x: Tensor, y: Tensor) -> Tensor:
+        places = places_of(self._tiles.logits if self._is_head else self._tiles.tokens, len(y))
+        for place, matrix in self._whole.items():
+            own = F.linear(x, matrix) if self._is_head else F.embedding(x, matrix)
+            y = torch.where((places == place)[:, None], own, y)
+        return y
+
+
+def adapted(
+    module: nn.Module,
+    stacks: Mapping[str, Stack],
+    whole: Mapping[str, Mapping[int, Tensor]],
+    tiles: AdapterTiles,
+    path: str = "",
+) -> nn.Module:
+    """A copy of a tree of modules that shares its tensors. The layers that `stacks` or `whole`
+    names by their paths have adapters.
+    """
+    if path in whole:
+        base = adapted(module, stacks, {}, tiles, path)  # it has no layers below it
+        return ReplacedMatrix(base, whole[path], tiles, path == "head")
     if (stack := stacks.get(path)) is not None:
         if path == "embed":
             return AdaptedEmbedding(module, stack, tiles)
@@ -113,7 +153,7 @@ def adapted(
     children = {
         name: None
         if child is None
-        else adapted(child, stacks, tiles, f"{path}.{name}" if path else name)
+        else adapted(child, stacks, whole, tiles, f"{path}.{name}" if path else name)
         for name, child in module._modules.items()
     }
     twin._modules = children
