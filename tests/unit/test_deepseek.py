@@ -17,7 +17,8 @@ from engine.backends.custom.architectures.base import ExpertsConfig, ModelConfig
 from engine.backends.custom.architectures.deepseek import DEEPSEEK
 from engine.backends.custom.architectures.weight_rows import Stored
 from engine.backends.custom.conversion.convert import convert
-from engine.backends.custom.frameworks.native.execution.build import build_runner, kv_token_bytes
+from engine.backends.custom.frameworks.native.execution.allocation import kv_token_bytes
+from engine.backends.custom.frameworks.native.execution.build import build_runner
 from engine.backends.custom.ir.execute import ReferenceBatch, State, run_graph
 from engine.backends.custom.ir.models.decoder import build_graph
 from engine.backends.custom.ir.reference import F32

@@ -5,6 +5,10 @@ from dataclasses import replace
 import pytest
 
 from engine.backends.custom.architectures.base import LayerConfig, ModelConfig, RopeConfig
+from engine.backends.custom.frameworks.native.execution.allocation import (
+    HUGE_PAGE_BYTES,
+    on_huge_pages,
+)
 from engine.backends.custom.options import EngineOptions
 from engine.backends.custom.runtime.groups.windows import min_window_blocks
 from engine.backends.custom.runtime.model_runner import DeviceInfo
@@ -242,3 +246,15 @@ def test_training_on_the_same_gpu_gets_room_beside_the_pool():
         ResourceError, match="finetuning.memory_mb is 65,536, and the weights leave"
     ):
         pool(training_device="cuda", training_bytes=64 * gib)
+
+
+@pytest.mark.parametrize(
+    ("num_blocks", "block_bytes", "is_large"),
+    [(15_700, 12_288, True), (512, 12_288, True), (511, 12_288, False), (70_000, 17_152, True)],
+)
+def test_each_layer_of_a_large_native_cache_begins_at_a_huge_page(
+    num_blocks, block_bytes, is_large
+):
+    allocated = on_huge_pages(num_blocks, block_bytes)
+    assert num_blocks <= allocated < 2 * num_blocks
+    assert (allocated * block_bytes % HUGE_PAGE_BYTES == 0) == is_large

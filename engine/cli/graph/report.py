@@ -11,7 +11,7 @@ from math import prod
 from typing import TYPE_CHECKING, Any
 
 from engine.backends.custom.frameworks.native.compiled import kernels
-from engine.backends.custom.frameworks.native.execution import build
+from engine.backends.custom.frameworks.native.execution import allocation, build
 from engine.backends.custom.frameworks.native.execution.timing import (
     Timing,
     runner_config,
@@ -226,7 +226,7 @@ class _Facts:
 
 def _kv_value_bytes(source: "ModelSource") -> float:
     """Bytes of one number in a cached key or value, including its share of padding."""
-    token_bytes = build.kv_token_bytes(source.config, _KV_TYPE)
+    token_bytes = allocation.kv_token_bytes(source.config, _KV_TYPE)
     return token_bytes / source.config.kv_bytes_per_token(1)
 
 

@@ -4,8 +4,10 @@ also adds the RoPE tables.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from math import gcd
 from typing import Any
 
+from engine.backends.custom.architectures.base import ModelConfig
 from engine.backends.custom.ir.plan import ExecutionPlan
 from engine.backends.custom.ir.rotary import rope_frequencies
 from engine.backends.custom.runtime.model_runner import RunnerConfig
@@ -13,6 +15,7 @@ from engine.backends.custom.weights.model import ModelSource
 
 # The index of each name is its code in csrc/base/kernels.h.
 KV_TYPES = ("float32", "bfloat16", "int8")
+HUGE_PAGE_BYTES = 2 * 2**20
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,12 +33,33 @@ def set_memory(model: Any, source: ModelSource, config: RunnerConfig, plan: Exec
         for index, num_blocks in enumerate((config.num_blocks, config.num_window_blocks))
         if num_blocks
     ]
-    shape = CacheShape(plan.precision.kv_type, config.block_size, sizes)
+    kv_type = plan.precision.kv_type
+    block_bytes = kv_token_bytes(source.config, kv_type) * config.block_size
+    layer_bytes = block_bytes // max(1, len(source.config.attention_layers))
+    sizes = [(num_layers, on_huge_pages(count, layer_bytes)) for num_layers, count in sizes]
+    shape = CacheShape(kv_type, config.block_size, sizes)
     allocate(model, source, plan, shape, config.max_seq_len)
     if source.config.state is not None:
         count = config.max_slots + 1 + config.num_checkpoints
         model.set_states(source.config.state_floats, count)
     model.set_sampler(source.config.vocab_size, config.max_slots, config.max_seq_len)
+
+
+def on_huge_pages(num_blocks: int, block_bytes: int) -> int:
+    """The number of blocks to allocate for each layer of a large KV cache, so that every layer
+    begins at a huge page. Otherwise the first block in use would commit a huge page more in each
+    layer. The added blocks are never used, so they take no memory.
+    """
+    multiple = HUGE_PAGE_BYTES // gcd(HUGE_PAGE_BYTES, block_bytes)
+    return num_blocks if num_blocks < multiple else -(-num_blocks // multiple) * multiple
+
+
+def kv_token_bytes(config: ModelConfig, stored_as: str) -> int:
+    """Bytes of one token in the KV cache. Heads are padded to multiples of 32 values."""
+    dim = -(-config.head_dim // 32) * 32
+    head_bytes = {"float32": 4 * dim, "bfloat16": 2 * dim, "int8": dim + 4}[stored_as]
+    layers = len(config.attention_layers)
+    return layers * config.kv_parts * config.num_kv_heads * head_bytes
 
 
 def allocate(

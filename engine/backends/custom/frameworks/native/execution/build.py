@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from engine.backends.custom.architectures.base import ModelConfig
 from engine.backends.custom.frameworks.native.compiled import kernels
-from engine.backends.custom.frameworks.native.execution.allocation import set_memory
+from engine.backends.custom.frameworks.native.execution.allocation import kv_token_bytes, set_memory
 from engine.backends.custom.frameworks.native.execution.program import Numbered, add_program
 from engine.backends.custom.frameworks.native.execution.runner import NativeRunner
 from engine.backends.custom.frameworks.native.execution.sites import add_sites
@@ -99,14 +99,6 @@ def memory_needs(source: ModelSource, options: EngineOptions, device: DeviceInfo
         slot_bytes=4 * source.config.state_floats,
     )
     return with_windows(needs, source.config, min(options.max_batch_tokens, STEP_TOKENS))
-
-
-def kv_token_bytes(config: ModelConfig, stored_as: str) -> int:
-    """Bytes of one token in the KV cache. Heads are padded to multiples of 32 values."""
-    dim = -(-config.head_dim // 32) * 32
-    head_bytes = {"float32": 4 * dim, "bfloat16": 2 * dim, "int8": dim + 4}[stored_as]
-    layers = len(config.attention_layers)
-    return layers * config.kv_parts * config.num_kv_heads * head_bytes
 
 
 def _packed_bytes(weight: Weight) -> int:
