@@ -26,6 +26,7 @@ from engine.backends.custom.runtime.model_runner import (
     RunnerLostError,
     StepOutput,
 )
+from engine.backends.custom.runtime.pacing import Pacing, StepPlan
 from engine.backends.custom.runtime.recovery import Bisection, is_out_of_memory
 from engine.backends.custom.runtime.requests.grammar import Grammars
 from engine.backends.custom.runtime.requests.images import ImageStore
@@ -86,6 +87,8 @@ class EngineLoop:
         adapters: "Callable[[], AdapterPlaces] | None" = None,
     ) -> None:
         self.scheduler = scheduler
+        spec = runner.spec
+        self._pacing = Pacing(budget, spec.step_sizes) if spec.paces else None
         self._runner = runner
         self._channel = channel
         self._budget = budget
@@ -161,16 +164,13 @@ class EngineLoop:
 
     def _step(self) -> None:
         scheduler = self.scheduler
-        # What an engine that died had computed is computed again at full speed, and not in small
-        # parts beside decode. Otherwise the last stream would pause for much longer.
-        num_decoding = 0 if scheduler.is_catching_up else scheduler.num_decoding
-        budget = self._budget.tokens(num_decoding, scheduler.num_running)
+        plan = self._plan()
         drafts = scheduler.speculation
         if drafts is not None and drafts.awaits_tokens and not self._finish_early():
             return
         started_at = time.monotonic()
         try:
-            batch = scheduler.schedule(budget, started_at)
+            batch = scheduler.schedule(plan.tokens, started_at, plan.holds)
         except Exception as error:
             self._recover_schedule(error)
             return
@@ -188,6 +188,16 @@ class EngineLoop:
             raise
         except Exception as error:
             self._recover(batch, error)
+
+    def _plan(self) -> StepPlan:
+        scheduler = self.scheduler
+        # What an engine that died had computed is computed again at full speed, and not in small
+        # parts beside decode. Otherwise the last stream would pause for much longer.
+        if scheduler.is_catching_up:
+            return StepPlan(self._budget.tokens(0, scheduler.num_running))
+        if self._pacing is not None:
+            return self._pacing.plan(scheduler.demand)
+        return StepPlan(self._budget.tokens(scheduler.num_decoding, scheduler.num_running))
 
     def _forward(self, batch: ScheduledBatch) -> Forwarded:
         # The heartbeat says after which time the step counts as hung.

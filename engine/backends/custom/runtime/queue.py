@@ -114,6 +114,7 @@ class WaitingLine:
         self._lines: dict[int, dict[str, list[Sequence]]] = {}
         self._share = FairShare()
         self._num_waiting: dict[str, int] = {}  # number of waiting sequences per tenant
+        self.num_prompt_tokens = 0  # of all waiting sequences
 
     def __len__(self) -> int:
         return sum(self._num_waiting.values())
@@ -127,6 +128,10 @@ class WaitingLine:
         """The tenants that have waiting sequences."""
         return self._num_waiting.keys()
 
+    def kinds(self) -> set[tuple[str, int]]:
+        """The tenants and priorities of the waiting sequences."""
+        return {(tenant, priority) for priority in self._lines for tenant in self._lines[priority]}
+
     def counts(self) -> Mapping[str, int]:
         """The number of waiting sequences of each tenant."""
         return self._num_waiting
@@ -136,6 +141,7 @@ class WaitingLine:
         if tenant not in self._num_waiting:
             self._share.begin(tenant)
         self._num_waiting[tenant] = self._num_waiting.get(tenant, 0) + 1
+        self.num_prompt_tokens += seq.num_prompt
         line = self._lines.setdefault(seq.priority, {}).setdefault(tenant, [])
         insort(line, seq, key=lambda s: s.arrival)
 
@@ -147,6 +153,7 @@ class WaitingLine:
             if not lines:
                 del self._lines[seq.priority]
         self._num_waiting[seq.tenant] -= 1
+        self.num_prompt_tokens -= seq.num_prompt
         if not self._num_waiting[seq.tenant]:
             del self._num_waiting[seq.tenant]
             self._share.end(self._num_waiting)

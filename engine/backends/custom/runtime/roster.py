@@ -6,6 +6,7 @@ once. Only this module moves sequences between these states.
 
 from collections.abc import Iterator
 from collections.abc import Sequence as Listed
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from engine.backends.custom.runtime.insight.timekeeping import EngineClock, Stopwatch
@@ -19,6 +20,20 @@ from engine.core.interfaces.request import FinishReason, TokenDelta
 
 if TYPE_CHECKING:
     from engine.backends.custom.runtime.interp.reports import Reports
+
+
+@dataclass(frozen=True, slots=True)
+class Demand:
+    """What the sequences of an engine need next. The last three numbers only grow."""
+
+    num_running: int = 0
+    num_decoding: int = 0
+    num_starting: int = 0  # sequences whose prompt is not computed, and that have a slot or get one
+    num_prompt_tokens: int = 0  # of all sequences whose prompt is not computed
+    is_uniform: bool = True  # whether those that start belong to one tenant, with one priority
+    num_arrived: int = 0
+    num_started_tokens: int = 0  # prompt tokens of all sequences that were ever admitted
+    num_new_tokens: int = 0  # all tokens that were ever generated
 
 
 class Roster:
@@ -44,6 +59,7 @@ class Roster:
         self.clock = EngineClock()
         self.num_preemptions = 0
         self.num_nonfinite = 0
+        self.num_arrived = 0
         self.num_started = 0
         self.num_prompt_tokens = 0
         self.num_cached_tokens = 0
@@ -81,6 +97,23 @@ class Roster:
         )
 
     @property
+    def demand(self) -> Demand:
+        waiting = self._waiting
+        starting = [seq for seq in self._running if seq.num_computed < seq.num_prompt]
+        kinds = {(seq.tenant, seq.priority) for seq in starting}
+        return Demand(
+            num_running=len(self._running),
+            num_decoding=self.num_decoding,
+            num_starting=len(starting) + min(len(waiting), len(self._free_slots)),
+            num_prompt_tokens=waiting.num_prompt_tokens
+            + sum(seq.num_prompt - seq.num_computed for seq in starting),
+            is_uniform=len(kinds | waiting.kinds()) < 2,
+            num_arrived=self.num_arrived,
+            num_started_tokens=self.num_prompt_tokens - self.num_cached_tokens,
+            num_new_tokens=self.num_generated_tokens,
+        )
+
+    @property
     def is_catching_up(self) -> bool:
         """Whether a sequence of an engine that died has not generated a token here yet."""
         if self._resumed:
@@ -95,6 +128,7 @@ class Roster:
         """Queue a sequence. The caller has checked that the sequence fits an empty KV pool."""
         assert self.kv.can_ever_fit(seq.max_len), seq.request_id
         seq.submitted_step = self._step
+        self.num_arrived += 1
         self._requests.setdefault(seq.request_id, []).append(seq)
         self._inflight.add(seq)
         leader = self._inflight.leader(seq)
