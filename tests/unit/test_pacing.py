@@ -90,6 +90,18 @@ def test_few_gaps_are_long_whatever_arrives() -> None:
 
 
 @pytest.mark.parametrize("depth", [0, 1])
+def test_the_requests_of_a_burst_have_their_first_token_in_one_step(depth: int) -> None:
+    engine = ToyEngine(max_slots=6, num_blocks=200, budget=8, depth=depth, paces=True)
+    for number in range(6):
+        engine.submit(f"r{number}", (number, *range(7)), max_tokens=3)
+    while not any(outcome.tokens for outcome in engine.outcomes.values()):
+        engine.turn()
+    assert all(len(outcome.tokens) == 1 for outcome in engine.outcomes.values())
+    engine.run()
+    engine.check()
+
+
+@pytest.mark.parametrize("depth", [0, 1])
 @pytest.mark.parametrize("seed", range(6))
 def test_all_requests_start_in_order_and_have_the_tokens_of_each_alone(
     depth: int, seed: int
