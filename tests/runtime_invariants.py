@@ -12,7 +12,7 @@ from functools import lru_cache
 
 from engine.backends.custom.runtime.groups.windows import min_window_blocks
 from engine.backends.custom.runtime.model_runner import NULL_BLOCK, BatchInputs
-from engine.backends.custom.runtime.radix_cache import Node
+from engine.backends.custom.runtime.radix_node import Node
 from engine.backends.custom.runtime.sequence import MAX_PREEMPTIONS, ScheduledBatch
 from tests.toy_runner import CRASH_TOKEN, NAN_TOKEN, mix
 

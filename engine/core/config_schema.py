@@ -170,7 +170,7 @@ class CacheSettings(Section):
     enabled: bool = True
     """Share common prefixes between requests through the radix tree."""
     max_size_mb: Megabytes | None = None
-    """Max MiB of the KV pool that finished prefixes keep; unset, all of it."""
+    """Max MiB of the KV pool that finished prefixes keep; unset, as much as later prompts use."""
     max_sequences: int = Field(default=1000, ge=1, le=10**7)
     """Max distinct cached sequences."""
     eviction_policy: Policy = "lru"

@@ -5,11 +5,6 @@ import os
 
 import pytest
 
-# Read when it is imported; otherwise it fetches its price list.
-os.environ["LITELLM_LOCAL_MODEL_COST_MAP"] = "True"
-
-import litellm  # noqa: E402
-
 QUESTION = [{"role": "user", "content": "Name the capital of France."}]
 WEATHER = {
     "type": "function",
@@ -26,15 +21,20 @@ WEATHER = {
 }
 
 
-@pytest.fixture(scope="module", autouse=True)
-def no_calls_home():
+@pytest.fixture(scope="module")
+def litellm():
+    """The module, which takes seconds to import. It calls nobody but the server."""
+    os.environ["LITELLM_LOCAL_MODEL_COST_MAP"] = "True"  # or it fetches its price list
+    import litellm
+
     litellm.telemetry = False
     litellm.drop_params = False
     litellm.num_retries = 0
+    return litellm
 
 
 @pytest.fixture(scope="module", params=["hosted_vllm", "openai"])
-def ask(request, server):
+def ask(request, litellm, server):
     """`litellm.completion` of our model under one prefix."""
     fixed = {"model": f"{request.param}/{server.model}", "api_base": f"{server.url}/v1"}
 
@@ -51,7 +51,7 @@ def test_completion(ask):
     assert answer.usage.total_tokens == answer.usage.prompt_tokens + answer.usage.completion_tokens
 
 
-def test_streaming_joins_to_the_whole_answer_and_has_usage(ask):
+def test_streaming_joins_to_the_whole_answer_and_has_usage(litellm, ask):
     whole = ask()
     chunks = list(ask(stream=True, stream_options={"include_usage": True}))
     text = "".join(c.choices[0].delta.content or "" for c in chunks if c.choices)
@@ -60,7 +60,7 @@ def test_streaming_joins_to_the_whole_answer_and_has_usage(ask):
     assert rebuilt.usage.completion_tokens == whole.usage.completion_tokens
 
 
-def test_tools_whole_and_streamed(ask):
+def test_tools_whole_and_streamed(litellm, ask):
     fields = {"tools": [WEATHER], "tool_choice": "required", "max_tokens": 160}
     messages = [{"role": "user", "content": "What is the weather in Paris?"}]
     choice = ask(messages=messages, **fields).choices[0]
@@ -80,12 +80,12 @@ def test_a_schema_is_followed(ask):
     assert json.loads(answer.choices[0].message.content)["city"] in ("Paris", "Rome")
 
 
-def test_a_context_overflow_is_recognised(ask):
+def test_a_context_overflow_is_recognised(litellm, ask):
     with pytest.raises(litellm.ContextWindowExceededError):
         ask(messages=[{"role": "user", "content": "word " * 9000}])
 
 
-def test_mistakes_are_typed(ask, server):
+def test_mistakes_are_typed(litellm, ask, server):
     with pytest.raises(litellm.BadRequestError):
         ask(logprobs=True, top_logprobs=50)
     with pytest.raises(litellm.NotFoundError):
@@ -98,7 +98,7 @@ def test_mistakes_are_typed(ask, server):
 
 
 @pytest.mark.parametrize("prefix", ["hosted_vllm", "openai"])
-def test_embedding(prefix, server):
+def test_embedding(litellm, prefix, server):
     answer = litellm.embedding(
         model=f"{prefix}/{server.model}",
         api_base=f"{server.url}/v1",

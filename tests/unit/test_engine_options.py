@@ -185,7 +185,8 @@ def test_sizes_that_settings_leave_open_fit_the_device(
     options = engine_options(settings, framework)
     planned = options.planned(device, free_gib * GIB, num_cpus)
     assert (planned.max_slots, planned.max_batch_tokens) == sizes
-    assert (planned.cache_bytes is not None) == (framework == "native")
+    assert (planned.kv_target_bytes is not None) == (framework == "native")
+    assert planned.cache_bytes is None
 
 
 def test_given_sizes_are_kept_and_the_others_agree_with_them():
@@ -234,8 +235,12 @@ def test_the_cache_is_bounded_as_asked_for():
     node = SimpleNamespace(num_uses=3, last_used=5, created=7)
     assert kv.radix._leaves._key(node) == (3, 5), "by how often"
     assert not worker.build_scheduler(SPEC, OPTIONS, 10).kv.sharing
-    unbounded = msgspec.structs.replace(OPTIONS, cache_bytes=None)
-    assert worker.build_scheduler(SPEC, unbounded, 10).kv._max_cached_blocks is None
+    assert kv.target_blocks is None
+    unbounded = msgspec.structs.replace(
+        OPTIONS, framework="native", cache_bytes=None, pool_bytes=None
+    )
+    kv = worker.build_scheduler(SPEC, unbounded, 2**20).kv
+    assert kv._max_cached_blocks is None and kv.target_blocks == 224 // 4
 
 
 def test_a_step_is_no_larger_than_the_runner_gains_by():

@@ -9,6 +9,7 @@ import httpx
 import pytest
 
 from engine.backends.custom.runtime.insight.snapshot import WATCHED_S, SnapshotTaker
+from engine.core.errors import RateLimitError
 from engine.core.interfaces.request import Control, ControlReply
 from engine.core.interfaces.snapshot import MAX_NODES, MAX_WAITING, EngineSnapshot
 from engine.core.observability.metrics import Metrics
@@ -105,7 +106,7 @@ async def test_all_watchers_share_one_snapshot(monkeypatch: pytest.MonkeyPatch) 
     view.take = counted  # type: ignore[method-assign]
     await asyncio.sleep(0.05)
     assert not taken, "nobody watches"
-    streams = [view.frames(), view.frames()]
+    streams = [view.watch(), view.watch()]
     seen = [[await anext(each) for _ in range(3)] for each in streams]
     assert set(seen[0]) & set(seen[1]) or len(taken) >= 6
     assert json.loads(seen[0][0].removeprefix(b"data: "))["in_flight"] == 0
@@ -123,7 +124,7 @@ async def test_a_snapshot_that_fails_ends_the_streams(monkeypatch: pytest.Monkey
     monkeypatch.setattr(live, "INTERVAL_S", 0.01)
     backend = FakeBackend()
     view = LiveView(create_app(make_settings(), backend, Metrics("m")).state.services)
-    streams = [view.frames(), view.frames()]
+    streams = [view.watch(), view.watch()]
     for each in streams:
         assert await anext(each)
 
@@ -137,9 +138,19 @@ async def test_a_snapshot_that_fails_ends_the_streams(monkeypatch: pytest.Monkey
                 pass
     assert view.num_watchers == 0
     monkeypatch.undo()
-    again = view.frames()
+    again = view.watch()
     assert await anext(again), "a new watcher starts the view again"
     await again.aclose()
+
+
+async def test_watchers_are_counted_before_their_first_frame() -> None:
+    view = LiveView(create_app(make_settings(), FakeBackend(), Metrics("m")).state.services)
+    streams = [view.watch() for _ in range(live.MAX_WATCHERS)]
+    with pytest.raises(RateLimitError):
+        view.watch()
+    streams.pop()  # its client went away before the first frame
+    streams.append(view.watch())
+    assert view.num_watchers == live.MAX_WATCHERS
 
 
 async def test_the_engine_answers_over_http() -> None:

@@ -287,3 +287,21 @@ def test_cached_blocks_and_sequences_are_bounded():
         assert engine.pool.num_evictable <= 6
         assert engine.kv.radix.num_leaves <= 2
     engine.check()
+
+
+def test_a_pool_is_used_up_to_its_target_which_grows_by_prompts_that_come_again():
+    engine = ToyEngine(num_blocks=200, target_blocks=10, max_seq_len=40)
+    prompts = [(number, *range(16), number) for number in range(5)]
+    for prompt in prompts:
+        engine.submit(f"first {prompt[0]}", prompt, max_tokens=2)
+        engine.run()
+        assert engine.pool.num_usable - engine.pool.num_free <= 10
+    assert engine.kv.target_blocks == 10, "no prompt came twice"
+    for turn in range(3):
+        hits = engine.kv.num_hit
+        for prompt in prompts:
+            engine.submit(f"{turn} {prompt[0]}", prompt, max_tokens=2)
+            engine.run()
+        engine.check()
+    assert engine.kv.num_hit - hits >= 5 * 16, "the last turn finds every prompt"
+    assert engine.pool.num_usable - engine.pool.num_free <= engine.kv.target_blocks <= 100

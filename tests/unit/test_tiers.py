@@ -12,6 +12,8 @@ from engine.backends.custom.runtime.tiers.disk import DiskTier
 from engine.backends.custom.runtime.tiers.health import WatchedTier
 from engine.backends.custom.runtime.tiers.host import HostTier
 from engine.backends.custom.runtime.tiers.mover import Mover
+from engine.core import faults
+from engine.core.faults import Fault
 from engine.core.interfaces.request import UNSHARED, Abort
 from tests.toy_engine import ToyEngine
 from tests.toy_tiers import InlineMover, tiered_engine
@@ -336,6 +338,17 @@ def test_a_mistake_in_loading_ends_the_tiers_and_no_request(tmp_path) -> None:
     assert second.kv.tiers is None
     assert not second.loop.stats().tiers[0].is_up
     assert answer(second, "c").num_cached == 16, "from the KV pool"
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_a_failure_to_publish_loaded_blocks_does_not_end_the_tiers(tmp_path, shape) -> None:
+    told = answer(tiered_engine(disk(tmp_path), **SHAPES[shape])[0], "a")
+    engine, _ = tiered_engine(disk(tmp_path), **SHAPES[shape])
+    with faults.planned(Fault("publish", "memory", at=1)):
+        assert answer(engine, "b").tokens == told.tokens
+    assert engine.kv.num_unpublished == 1 and engine.kv.tiers is not None
+    engine.kv.flush()
+    assert answer(engine, "c").num_cached >= 8, "they are loaded again"
 
 
 def test_tiers_that_are_given_up_have_no_threads(tmp_path, monkeypatch) -> None:

@@ -24,9 +24,10 @@ GIB = 2**30
 # (free memory of a GPU, sequences per step, tokens per step) that `planned` chooses for PyTorch.
 GPU_STEPS = ((64 * GIB, 1024, 8192), (20 * GIB, 512, 4096), (0, 128, 2048))
 CPU_STEP_TOKENS = 2048
-# Idle prefixes of the native KV cache take at most this, unless settings give a size. The pool may
-# be much larger, but memory that only running sequences need is touched only by them.
-IDLE_CACHE_BYTES = 224 * MIB
+# The part of the native KV pool that is used before cached prefixes are evicted, unless settings
+# give a size. The pool may be much larger, but blocks that were never used take no memory. The part
+# grows if prompts need prefixes that were evicted.
+KV_TARGET_BYTES = 224 * MIB
 
 
 class TierOptions(msgspec.Struct, frozen=True, kw_only=True):
@@ -109,6 +110,14 @@ class EngineOptions(msgspec.Struct, frozen=True, kw_only=True, tag="options"):
     def num_ranks(self) -> int:
         return self.tensor_parallel_size * self.pipeline_parallel_size
 
+    @property
+    def kv_target_bytes(self) -> int | None:
+        """The bytes of the KV pool beyond which cached prefixes are evicted, at first. None: the
+        whole pool is used.
+        """
+        has_size = self.pool_bytes is not None or self.cache_bytes is not None
+        return None if self.framework != "native" or has_size else KV_TARGET_BYTES
+
     def fingerprint(self, files: str, device: str, dtype: str, max_seq_len: int) -> str:
         """Equal for engines in which a request has the same result. `files` identifies the model's
         files.
@@ -134,10 +143,7 @@ class EngineOptions(msgspec.Struct, frozen=True, kw_only=True, tag="options"):
             tokens = max(tokens, self.max_slots)
         elif self.max_batch_tokens:
             slots = min(slots, self.max_batch_tokens)
-        cache_bytes = self.cache_bytes
-        if self.framework == "native" and self.pool_bytes is None and cache_bytes is None:
-            cache_bytes = IDLE_CACHE_BYTES
-        pool_bytes = self.pool_bytes
+        cache_bytes, pool_bytes = self.cache_bytes, self.pool_bytes
         return msgspec.structs.replace(
             self,
             max_slots=self.max_slots or slots,

@@ -9,6 +9,7 @@ import time
 from collections import deque
 from collections.abc import AsyncGenerator
 from typing import Any
+from weakref import WeakSet
 
 import msgspec
 from fastapi import FastAPI
@@ -40,10 +41,12 @@ def add_live_routes(app: FastAPI, services: Services) -> None:
 
     @app.get("/v1/admin/live")
     async def live() -> Response:
-        if view.num_watchers >= MAX_WATCHERS:
-            raise RateLimitError(f"{MAX_WATCHERS} clients watch the server already. Close one.")
         headers = {"cache-control": "no-store", "x-accel-buffering": "no"}
-        return StreamingResponse(view.frames(), headers=headers, media_type="text/event-stream")
+        return StreamingResponse(view.watch(), headers=headers, media_type="text/event-stream")
+
+
+class Watcher:
+    """Somebody who watches the server."""
 
 
 class LiveView:
@@ -54,12 +57,24 @@ class LiveView:
         self._frame = b""
         self._changed = asyncio.Event()  # replaced with each frame
         self._taking: asyncio.Task[None] | None = None
-        self.num_watchers = 0
+        # From the request on, and not only from the first frame on. Weak: a stream whose client has
+        # gone before the first frame is never read.
+        self._watchers: WeakSet[Watcher] = WeakSet()
         self._seen: deque[tuple[float, EngineStats]] = deque()  # of the last RATE_S seconds
 
-    async def frames(self) -> AsyncGenerator[bytes, None]:
+    @property
+    def num_watchers(self) -> int:
+        return len(self._watchers)
+
+    def watch(self) -> AsyncGenerator[bytes, None]:
         """The frames from now on. A slow watcher skips frames."""
-        self.num_watchers += 1
+        if self.num_watchers >= MAX_WATCHERS:
+            raise RateLimitError(f"{MAX_WATCHERS} clients watch the server already. Close one.")
+        watcher = Watcher()
+        self._watchers.add(watcher)
+        return self._frames(watcher)
+
+    async def _frames(self, watcher: Watcher) -> AsyncGenerator[bytes, None]:
         try:
             if self._taking is None or self._taking.done():
                 self._taking = asyncio.create_task(self._take_all())
@@ -72,7 +87,7 @@ class LiveView:
                     yield self._frame
                 await changed.wait()
         finally:
-            self.num_watchers -= 1
+            self._watchers.discard(watcher)
 
     async def _take_all(self) -> None:
         while self.num_watchers and not self._services.lifecycle.is_ending:

@@ -254,3 +254,19 @@ export async function waits_while_the_model_loads({ page, url, check }) {
   await settled(page);
   check.equal((await answers(page).locator(".md").innerText()).trim(), "Here I am.");
 }
+
+export async function a_refusal_is_shown_in_the_end({ page, url, check }) {
+  await page.addInitScript(() => {
+    const real = window.setTimeout;
+    window.setTimeout = (done, ms, ...rest) => real(done, ms / 50, ...rest);
+  });
+  let asked = 0;
+  await page.route("**/v1/chat/completions", (route) => {
+    asked += 1;
+    return route.fulfill({ status: 503, json: { error: { message: "The engine is overloaded." } } });
+  });
+  await openChat({ page, url });
+  await write(page, "Are you there?");
+  await page.getByText("The engine is overloaded.").waitFor();
+  check.ok(asked > 1 && asked < 20, `asked ${asked} times`);
+}

@@ -57,6 +57,14 @@ export async function a_page_without_a_key_asks_once({ page, url, check }) {
     await page.getByLabel("API key").waitFor();
     await page.waitForTimeout(ms);
     check.ok(asked <= 1, `${name} asked ${asked} times`);
+    // A dialog that was closed stays closed until it is asked for.
+    await page.keyboard.press("Escape");
+    await page.getByRole("button", { name: "Enter a key" }).waitFor();
+    await page.waitForTimeout(500);
+    check.equal(await page.getByLabel("API key").count(), 0);
+    check.ok(asked <= 1, `${name} asked ${asked} times`);
+    await page.getByRole("button", { name: "Enter a key" }).click();
+    await page.getByLabel("API key").waitFor();
     await page.unroute("**/v1/**");
   }
 }

@@ -1,4 +1,4 @@
-"""The order in which leaves of the prefix cache are evicted.
+"""The order in which leaves of the prefix cache are evicted, and which blocks were evicted last.
 
 An eviction policy such as LRU ranks the leaves. If several tenants are active, a tenant that has no
 more than an equal share of the cached blocks is spared: its leaves are evicted last. So a tenant
@@ -7,11 +7,13 @@ decides.
 """
 
 import heapq
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from typing import TYPE_CHECKING, Literal, Protocol
 
+from engine.backends.custom.runtime.sequence import Tokens
+
 if TYPE_CHECKING:
-    from engine.backends.custom.runtime.radix_cache import Node
+    from engine.backends.custom.runtime.radix_node import Node
 
 EvictionPolicy = Literal["lru", "lfu", "fifo"]
 Key = tuple[int, int]
@@ -39,6 +41,46 @@ ABSENT_AFTER_S = 300.0
 REVIEW_INTERVAL_S = 10.0
 
 Entry = tuple[Key, int, "Node"]
+
+
+class EvictedBlocks:
+    """The blocks that were evicted last, as hashes of their tokens. So it is known that a larger
+    cache would have had the next blocks of a prompt. Two blocks with equal tokens count as the same
+    one, even if the tokens before them differ.
+    """
+
+    def __init__(self, max_blocks: int, block_size: int) -> None:
+        self._max_blocks = max_blocks
+        self._block_size = block_size
+        self._hashes: dict[int, None] = {}  # the oldest first
+
+    def clear(self) -> None:
+        self._hashes.clear()
+
+    def add(self, tokens: Tokens) -> None:
+        """Remember the blocks with these tokens."""
+        for block in self._blocks(tokens, 0):
+            self._hashes.pop(block, None)
+            self._hashes[block] = None
+        while len(self._hashes) > self._max_blocks:
+            del self._hashes[next(iter(self._hashes))]
+
+    def take(self, tokens: Tokens, first: int) -> int:
+        """How many of the blocks of `tokens`, from block `first` on, were evicted. The first block
+        that was not ends the count. Blocks that are counted are forgotten.
+        """
+        count = 0
+        for block in self._blocks(tokens, first):
+            if block not in self._hashes:
+                break
+            del self._hashes[block]
+            count += 1
+        return count
+
+    def _blocks(self, tokens: Tokens, first: int) -> Iterator[int]:
+        size = self._block_size
+        for start in range(first * size, len(tokens) - size + 1, size):
+            yield hash(tokens[start : start + size].tobytes())
 
 
 class Leaves:

@@ -13,11 +13,12 @@ from typing import TYPE_CHECKING
 from msgspec.structs import replace
 
 from engine.backends.custom.runtime.block_pool import BlockPool
+from engine.backends.custom.runtime.eviction_order import EvictedBlocks
 from engine.backends.custom.runtime.groups.states import StateGroup
 from engine.backends.custom.runtime.groups.windows import WindowGroup
 from engine.backends.custom.runtime.model_runner import NULL_BLOCK
 from engine.backends.custom.runtime.radix_cache import Match, RadixCache
-from engine.backends.custom.runtime.sequence import Sequence
+from engine.backends.custom.runtime.sequence import Sequence, Tokens
 from engine.core.interfaces.stats import TierStats
 
 if TYPE_CHECKING:
@@ -32,7 +33,10 @@ NO_LIMIT = sys.maxsize
 class KVCache:
     """Allocates blocks to sequences and shares cached prefixes among them.
 
-    `max_cached_blocks` limits how many blocks stay cached that no sequence uses.
+    `max_cached_blocks` limits how many blocks stay cached that no sequence uses. `target_blocks` is
+    given if blocks that were never used take no memory yet. While more blocks than this are in use,
+    cached blocks are evicted before a sequence gets new ones. If a prompt needs blocks that were
+    evicted, the target grows by as many.
     `max_cached_sequences` limits how many distinct prefixes stay cached. `windows` is given if the
     layers with a sliding window have a block pool of their own. Its column is the first side column
     of `radix`. `states` is given if layers keep states. Its column is the last one.
@@ -47,6 +51,7 @@ class KVCache:
         sharing: bool = True,
         max_cached_blocks: int | None = None,
         max_cached_sequences: int | None = None,
+        target_blocks: int | None = None,
         windows: WindowGroup | None = None,
         states: StateGroup | None = None,
     ) -> None:
@@ -64,6 +69,9 @@ class KVCache:
         self.max_row = NO_LIMIT if windows is None else windows.max_row
         self._max_cached_blocks = max_cached_blocks
         self._max_cached_sequences = max_cached_sequences
+        self.target_blocks = target_blocks
+        if target_blocks is not None:
+            radix.evicted = EvictedBlocks(pool.num_blocks, block_size)
         self.num_queried = 0  # prompt tokens looked up in the prefix cache
         self.num_hit = 0  # prompt tokens found there
         self.num_unpublished = 0  # failed attempts to publish blocks to the prefix cache
@@ -138,6 +146,8 @@ class KVCache:
                 return False
         if self.states is not None:
             self.states.resume(seq, match.sides[-1], len(matched))
+        if self.target_blocks is not None and self.radix.evicted is not None:
+            self.target_blocks += self.radix.evicted.take(seq.tokens, len(matched))
         self._make_room(needed)
         seq.blocks += self.pool.take(needed)
         self._set_room(seq)
@@ -182,7 +192,8 @@ class KVCache:
     def adopt(self, seq: Sequence, first: int, end: int, fill: Callable[[list[int]], None]) -> bool:
         """Publish the blocks `first` .. `end` - 1 of a waiting sequence, which come from a tier.
         `fill` writes the last of them to new blocks of the pool, as many as the cache lacks.
-        Returns False if there is no room, or if the blocks before them are not cached.
+        Returns False if there is no room, if the blocks before them are not cached, or if
+        publishing fails.
         """
         tokens = seq.tokens[: end * self.block_size]
         cached = self.radix.path(seq.namespace, tokens).blocks
@@ -198,12 +209,9 @@ class KVCache:
             self._make_room(needed)
             new = self.pool.take(needed)
             fill(new)
-            self.radix.insert(seq.namespace, tokens, cached + new, False, seq.tenant)
-            if self.report is not None:
-                self.report.published(seq.namespace, tokens, cached + new)
+            return self._insert(seq, tokens, cached + new)
         finally:
             self.pool.drop(cached + new)
-        return True
 
     def adopt_entries(
         self, seq: Sequence, column: int, first: int, end: int, fill: Callable[[list[int]], None]
@@ -219,10 +227,9 @@ class KVCache:
             fill(entries)
             sides = [[NULL_BLOCK] * end for _ in self.radix.columns]
             sides[column][first:] = entries
-            self.radix.insert(seq.namespace, tokens, cached, False, seq.tenant, sides)
+            return self._insert(seq, tokens, cached, sides=tuple(sides))
         finally:
             side.drop(entries, can_resume=True)
-        return True
 
     def flush(self) -> int:
         """Drop every cached block that no sequence uses. Returns the number of freed blocks."""
@@ -285,13 +292,18 @@ class KVCache:
 
     def _make_room(self, needed: int) -> None:
         short = needed - self.pool.num_free
-        if short > 0:
-            evicted = self.radix.evict(short)
-            assert evicted == short, (evicted, short)
+        evicted = self.radix.evict(max(short, self._num_over_target(needed)))
+        assert evicted >= short, (evicted, short)
+
+    def _num_over_target(self, needed: int = 0) -> int:
+        """How many blocks would be in use beyond the target if sequences got `needed` more."""
+        if self.target_blocks is None:
+            return 0
+        return self.pool.num_usable - self.pool.num_free + needed - self.target_blocks
 
     def _publish(self, seq: Sequence, num_tokens: int, only_own: bool) -> None:
-        """Publish the full blocks of the first `num_tokens` tokens to the prefix cache. A failure
-        is only counted and logged, because later requests can compute the blocks again.
+        """Publish the full blocks of the first `num_tokens` tokens to the prefix cache and the
+        tiers.
         """
         if not self.sharing:
             return
@@ -302,19 +314,35 @@ class KVCache:
             sides = (seq.window_blocks[:count],)
         if self.states is not None:
             sides += (self.states.entries(seq, count),)
-        blocks = seq.blocks[:count]
+        is_cached = self._insert(seq, tokens, seq.blocks[:count], only_own, sides)
+        if is_cached and self.tiers is not None:
+            with self._without_tiers_on_error():
+                self.tiers.publish(seq, count, is_end=not only_own)
+
+    def _insert(
+        self,
+        seq: Sequence,
+        tokens: Tokens,
+        blocks: list[int],
+        only_own: bool = False,
+        sides: tuple[list[int], ...] = (),
+    ) -> bool:
+        """Put blocks into the prefix cache, and tell the node's router. A failure is only counted
+        and logged, because later requests can compute the blocks again.
+        """
         try:
             self.radix.insert(seq.namespace, tokens, blocks, only_own, seq.tenant, sides)
             if self.report is not None:
                 self.report.published(seq.namespace, tokens, blocks)
-            if self.tiers is not None:
-                self.tiers.publish(seq, count, is_end=not only_own)
         except Exception:
             self.num_unpublished += 1
             self.radix.find_leaves()
-            log.exception("%d blocks could not be published", count)
+            log.exception("%d blocks could not be published", len(blocks))
+            return False
+        return True
 
     def _enforce_bounds(self) -> None:
+        self.radix.evict(self._num_over_target())
         if self._max_cached_blocks is not None:
             self.radix.evict(self.pool.num_evictable - self._max_cached_blocks)
         if self._max_cached_sequences is not None:

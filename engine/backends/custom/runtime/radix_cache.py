@@ -13,9 +13,16 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
 from engine.backends.custom.runtime.block_pool import BlockPool
-from engine.backends.custom.runtime.eviction_order import POLICIES, EvictionPolicy, Key, Leaves
+from engine.backends.custom.runtime.eviction_order import (
+    POLICIES,
+    EvictedBlocks,
+    EvictionPolicy,
+    Key,
+    Leaves,
+)
 from engine.backends.custom.runtime.groups.side_column import SideColumn, resumable
 from engine.backends.custom.runtime.model_runner import NULL_BLOCK
+from engine.backends.custom.runtime.radix_node import Node, Root
 from engine.backends.custom.runtime.sequence import Tokens, packed
 
 
@@ -26,48 +33,6 @@ class Match(NamedTuple):
 
     blocks: list[int]
     sides: tuple[list[int], ...] = ()
-
-
-class Node:
-    """A node of the tree, with the tokens and blocks of the edge that leads to it."""
-
-    __slots__ = (
-        "blocks",
-        "children",
-        "created",
-        "expires_at",
-        "last_used",
-        "num_uses",
-        "parent",
-        "sides",
-        "tenant",
-        "tokens",
-    )
-
-    def __init__(
-        self, tokens: Tokens, blocks: list[int], parent: "Node | None", tenant: str
-    ) -> None:
-        self.tokens = tokens
-        self.tenant = tenant
-        self.blocks = blocks
-        # For each side column, one entry per block. NULL_BLOCK where the entry is missing.
-        self.sides: tuple[list[int], ...] = ()
-        self.parent = parent
-        self.children: dict[bytes, Node] = {}  # keyed by the token ids of their first block
-        self.created = 0
-        self.last_used = 0
-        self.num_uses = 0
-        self.expires_at: float | None = None
-
-
-class Root(Node):
-    """The root of one namespace's tree. A root without children is removed."""
-
-    __slots__ = ("namespace",)
-
-    def __init__(self, namespace: str, tenant: str) -> None:
-        super().__init__(packed(), [], None, tenant)
-        self.namespace = namespace
 
 
 class RadixCache:
@@ -93,6 +58,7 @@ class RadixCache:
         self._block_size = block_size
         self._key = POLICIES[policy]
         self._leaves = Leaves(self._key, self._is_evictable, clock)
+        self.evicted: EvictedBlocks | None = None  # remembers evicted blocks, if given
         self._ttl_s = ttl_s
         self._clock = clock
         self._tick = 0
@@ -107,6 +73,8 @@ class RadixCache:
             column.clear()
         self._roots: dict[str, Root] = {}
         self._leaves.clear()
+        if self.evicted is not None:
+            self.evicted.clear()
         self.num_leaves = 0
 
     def match(self, namespace: str, tokens: Tokens) -> Match:
@@ -367,9 +335,11 @@ class RadixCache:
                     column.remove(entry)
         self._leaves.count(node.tenant, -freed)
         self.num_evicted += freed
+        end = len(node.blocks) * self._block_size
+        if self.evicted is not None:
+            self.evicted.add(node.tokens[end:])
         if node.blocks:
-            size = self._block_size
-            del node.tokens[len(node.blocks) * size :]
+            del node.tokens[end:]
             self._push(node)
         else:
             self._remove(node)

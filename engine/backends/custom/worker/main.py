@@ -88,7 +88,7 @@ def build_scheduler(spec: RunnerSpec, options: EngineOptions, bytes_per_token: i
         options.cache_ttl_s,
         columns=[group.column for group in (windows, states) if group is not None],
     )
-    limit = options.cache_bytes
+    limit, target = options.cache_bytes, options.kv_target_bytes
     block_bytes = bytes_per_token * spec.block_size
     kv = KVCache(
         pool,
@@ -97,6 +97,7 @@ def build_scheduler(spec: RunnerSpec, options: EngineOptions, bytes_per_token: i
         sharing=options.cache_enabled,
         max_cached_blocks=limit // block_bytes if limit is not None else None,
         max_cached_sequences=options.cache_max_sequences,
+        target_blocks=target // block_bytes if target is not None else None,
         windows=windows,
         states=states,
     )

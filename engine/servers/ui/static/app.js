@@ -5,7 +5,7 @@ import { Dialog, IconButton, Toasts } from "./lib/parts.js";
 import { route, urlOf } from "./lib/router.js";
 import { refresh, server } from "./lib/server.js";
 import { HelpDialog, helpOpen } from "./lib/shortcuts.js";
-import { useStore } from "./lib/store.js";
+import { Store, useStore } from "./lib/store.js";
 
 // A page is a module whose default export is a component. It is loaded when it is first shown.
 const PAGES = {
@@ -22,10 +22,15 @@ const STATES = {
   down: "Not reachable",
 };
 
+// Whether the key dialog was closed without a key. It then opens only when it is asked for.
+const keyClosed = new Store(false);
+keyNeeded.watch(() => keyClosed.set(false));
+
 function Frame() {
   const { page } = useStore(route);
   const { state } = useStore(server);
   const needed = useStore(keyNeeded);
+  const closed = useStore(keyClosed);
   const help = useStore(helpOpen);
   useEffect(() => {
     document.title = page === "chat" ? "engine" : `${PAGES[page].title} · engine`;
@@ -42,6 +47,7 @@ function Frame() {
         )}
       </nav>
       <span class="grow"></span>
+      ${needed && closed && html`<button class="btn" onClick=${() => keyClosed.set(false)}>Enter a key</button>`}
       <span class="pill" role="status" id="state">
         <span class=${`dot ${state}`}></span><span class="wide-only">${STATES[state]}</span>
       </span>
@@ -49,7 +55,7 @@ function Frame() {
       <${IconButton} icon="help" label="Keyboard shortcuts" keys="?" onClick=${() => helpOpen.set(true)} />
     </header>
     <${Page} name=${page} />
-    ${needed && html`<${KeyDialog} wrong=${needed === "wrong"} />`}
+    ${needed && !closed && html`<${KeyDialog} wrong=${needed === "wrong"} />`}
     ${help && html`<${HelpDialog} />`}
     <${Toasts} />
   </div>`;
@@ -91,7 +97,7 @@ function KeyDialog({ wrong }) {
     event.preventDefault();
     if (given.trim()) setKey(given);
   };
-  return html`<${Dialog} title="This server needs a key" onClose=${() => keyNeeded.set("")}>
+  return html`<${Dialog} title="This server needs a key" onClose=${() => keyClosed.set(true)}>
     <form class="stack" onSubmit=${onSubmit}>
       <p class="muted key-note">The page keeps the key in memory. It is gone when you close or reload the page.</p>
       <label class="field">

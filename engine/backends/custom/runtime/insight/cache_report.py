@@ -6,7 +6,7 @@ block that is evicted removes them. Nothing is hashed until a router asks.
 
 from typing import TYPE_CHECKING
 
-from engine.backends.custom.runtime.radix_cache import Node, Root
+from engine.backends.custom.runtime.radix_node import Node, Root
 from engine.backends.custom.runtime.sequence import Tokens, packed
 from engine.core.interfaces.request import CachedPrefixes
 from engine.core.prefix_hashes import UNIT_TOKENS, as_number, next_hash, root_hash

@@ -23,7 +23,7 @@ from engine.core.interfaces.stats import EngineStats, StepCounts
 
 if TYPE_CHECKING:
     from engine.backends.custom.runtime.insight.profiler import KernelTimer
-    from engine.backends.custom.runtime.radix_cache import Node
+    from engine.backends.custom.runtime.radix_node import Node
     from engine.backends.custom.runtime.scheduler import Scheduler
     from engine.backends.custom.runtime.sequence import Sequence
 

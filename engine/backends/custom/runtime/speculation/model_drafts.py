@@ -1,8 +1,10 @@
 """Decides for which sequences the draft model guesses, and how many tokens.
 
 A guess of the draft model costs time before the step that verifies it. The draft model may have to
-compute the prompt first. So it guesses only where that is expected to save time, and it computes
-prompts only while what it has saved so far, with a small allowance, exceeds what it has cost.
+compute the prompt first. So it guesses only where that is expected to save time, and only if an
+account has the time that this takes. Guesses that were right add to the account, and so does each
+step: a small share of its time, which shrinks while guesses are wrong. So a useless draft model
+costs no more than this share.
 """
 
 import time
@@ -25,7 +27,14 @@ FORGETTING = 0.0001
 # a draft may have waited for a kernel that was compiled.
 MAX_SURPRISE = 4.0
 ALLOWANCE = 0.01  # the share of the time of all steps that the draft model may lose
-MAX_SAVED_S = 1.0  # no more than this counts of the time that the draft model has saved
+# With each draft that costs more than it saves, the allowance shrinks to this part of it, but not
+# below MIN_ALLOWANCE. A draft that pays restores it.
+BACK_OFF = 0.8
+MIN_ALLOWANCE = 0.0005
+FIRST_TOKENS = 4.0  # the account begins with the time of so many generated tokens
+# The account has at most the time of this many steps. If half of that is there, any prompt may be
+# computed, however long it takes.
+MAX_SAVED_STEPS = 200.0
 USUAL_OUTPUT = 128.0  # tokens of a sequence, before any has ended
 
 
@@ -72,8 +81,10 @@ class ModelDrafts:
         self._budget = budget
         self._shared = Rate(PRIOR_CHANCE, PRIOR_GUESSES)
         self._rates: dict[Sequence, Rate] = {}
-        self._saved_s = 0.0  # by accepted tokens, with the allowance, without the cost so far
-        self._token_s = 0.0  # a generated token takes this long now
+        self._saved_s: float | None = None  # the account, in seconds; None before the first step
+        self._promised_s = 0.0  # what the offers for the next step may cost
+        self._allowance = ALLOWANCE
+        self._step_s = self._token_s = 0.0  # what a step and a generated token take now
         self._trust = 1.0  # in the measured cost of guesses
         self._num_drafting = 1  # sequences in the last draft
         self._usual_output = USUAL_OUTPUT
@@ -84,10 +95,25 @@ class ModelDrafts:
         step_s = self._budget.step_s(num_decoding, num_decoding)
         if not step_s:
             return False
-        self._token_s = step_s / num_decoding
+        self._step_s, self._token_s = step_s, step_s / num_decoding
         self._trust *= 1 - FORGETTING
-        self._saved_s = min(self._saved_s + ALLOWANCE * step_s, MAX_SAVED_S)
+        self._promised_s = 0.0
+        if self._saved_s is None:
+            self._saved_s = FIRST_TOKENS * self._token_s
+        self._add(self._allowance * step_s)
         return True
+
+    def _add(self, seconds: float) -> None:
+        assert self._saved_s is not None
+        self._saved_s = min(self._saved_s + seconds, MAX_SAVED_STEPS * self._step_s)
+
+    def _affordable(self, prompt_s: float, each_s: float) -> int:
+        """How many guesses that take `each_s` seconds the account can pay, after a prompt."""
+        assert self._saved_s is not None
+        left_s = self._saved_s - self._promised_s
+        if left_s < MAX_SAVED_STEPS / 2 * self._step_s:
+            left_s -= prompt_s
+        return max(0, int(left_s / each_s))
 
     def offer(self, seq: Sequence, price: float, credit: float, limit: int) -> Offer:
         """The best guess for a sequence, of at most `limit` tokens. `price` is the price of
@@ -99,19 +125,22 @@ class ModelDrafts:
         own_s = self._trust * self._model.token_s(self._num_drafting)
         each = price + own_s / self._token_s
         chance = (self._rates.get(seq) or self._shared).chance
-        limit, count, right = min(limit, int(credit / each)), 0, 0.0
+        prompt_s = self._model.prompt_s(lag) if lag > MAX_LAG else 0.0
+        each_s = each * self._token_s
+        limit = min(limit, int(credit / each), self._affordable(prompt_s, each_s))
+        count, right = 0, 0.0
         while count < limit and chance ** (count + 1) >= MARGIN * each:
             count += 1
             right += chance**count
         gain = right - count * each
-        if count and lag > MAX_LAG:
+        if count and prompt_s:
             left = min(seq.max_tokens - seq.num_generated, self._usual_output)
-            worth_s = left * gain / (1 + right) * self._token_s
-            if self._saved_s < 0 or worth_s < self._model.prompt_s(lag):
+            if left * gain / (1 + right) * self._token_s < prompt_s:
                 count = 0
         if not count:
             self._shared.forget()
             return NOTHING
+        self._promised_s += prompt_s + count * each_s
         return Offer(count, each, gain)
 
     def draft(self, wanted: list[tuple[Sequence, int]]) -> list[list[int] | None]:
@@ -123,14 +152,18 @@ class ModelDrafts:
         began_at = time.monotonic()
         drafts = self._model.draft(wanted)
         self.draft_s = time.monotonic() - began_at
-        self._saved_s -= min(self.draft_s, MAX_SURPRISE * expected_s)
+        self._add(-min(self.draft_s, MAX_SURPRISE * expected_s))
         self._trust = 1.0
         self._num_drafting = max(1, sum(bool(each) for each in drafts))
         return drafts
 
     def verified(self, seq: Sequence, num_drafted: int, num_accepted: int, price: float) -> None:
         """A draft was verified. `price` is the price of verifying a token."""
-        self._saved_s += (num_accepted - num_drafted * price) * self._token_s
+        guess_s = num_drafted * self._model.token_s(self._num_drafting)
+        saved_s = (num_accepted - num_drafted * price) * self._token_s
+        self._add(saved_s)
+        pays = saved_s >= guess_s
+        self._allowance = ALLOWANCE if pays else max(MIN_ALLOWANCE, BACK_OFF * self._allowance)
         if seq not in self._rates:
             self._rates[seq] = Rate(self._shared.chance, SHARED_GUESSES)
         for rate in (self._shared, self._rates[seq]):

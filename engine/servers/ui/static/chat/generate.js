@@ -10,6 +10,8 @@ import { newId, newNode } from "./tree.js";
 // After this long without a pause, reading lets the page draw.
 const MAX_TASK_MS = 8;
 const RETRY_MS = 1000;
+// So many times a request is sent again to a server that is ready and refuses it.
+const MAX_REFUSALS = 10;
 // How often an unfinished answer is kept, for the case that the page is closed.
 const KEEP_EVERY_MS = 2000;
 
@@ -141,9 +143,9 @@ function pause(milliseconds, signal) {
   });
 }
 
-// Sends the request. A server whose model is still loading answers 503; it is asked again.
+// Sends the request. A server whose model is still loading answers 503, one that needs a key 401; it is asked again.
 async function opened(path, body, made, signal) {
-  for (;;) {
+  for (let refusals = 0; ; ) {
     try {
       const response = await request(path, { body, signal });
       const warnings = response.headers.get("x-engine-warnings");
@@ -152,12 +154,17 @@ async function opened(path, body, made, signal) {
       return response;
     } catch (error) {
       if (error.status !== 503 && error.status !== 401) throw error;
-      refresh();
-      if (error.status === 503 && server.value.state === "ready") await pause(RETRY_MS, signal);
+      await refresh();
+      if (isReady(body.model) && ++refusals > MAX_REFUSALS) throw error;
       await pause(RETRY_MS, signal);
       await untilReady(made, signal);
     }
   }
+}
+
+function isReady(model) {
+  const { state, models } = server.value;
+  return state === "ready" && models.find((each) => each.id === model)?.state !== "loading";
 }
 
 // Lets the page draw if reading has gone on for long.
