@@ -339,7 +339,7 @@ class WatchedScheduling:
         self._scheduler = scheduler
         self._violations = violations
 
-    def __call__(self, budget: int, now: float, holds: bool = False) -> ScheduledBatch | None:
+    def __call__(self, budget: int, now: float) -> ScheduledBatch | None:
         scheduler = self._scheduler
         waited = list(scheduler._waiting)
         owed = [
@@ -347,9 +347,8 @@ class WatchedScheduling:
             for seq in scheduler._running
             if len(seq.tokens) + seq.num_sampling < seq.num_prompt + seq.max_tokens
             and seq.num_computed < len(seq.tokens) + seq.num_sampling  # it verifies no draft
-            and not (holds and seq.may_be_held and seq.num_computed == seq.num_prompt - 1)
         ]
-        batch = type(scheduler).schedule(scheduler, budget, now, holds)  # it is this in its place
+        batch = type(scheduler).schedule(scheduler, budget, now)  # it is this in its place
         with noted(self._violations):
             self._check(batch, budget, waited, owed)
         return batch

@@ -46,7 +46,7 @@ NUM_REQUESTS = 24  # distinct requests
 # What a schedule can run into.
 KINDS = (
     *("batches", "chunks", "hits", "preemptions", "failures", "drafted", "accepted"),
-    *("by_model", "loads", "revivals", "mixes", "holds"),
+    *("by_model", "loads", "revivals", "mixes"),
 )
 HAPPENINGS = ["submit"] * 6 + ["turn"] * 8 + ["abort", "evict", "flush", "fail", "die"]
 Output = dict[int, tuple[int, ...]]  # by choice

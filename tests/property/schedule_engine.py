@@ -104,11 +104,8 @@ class Engine:
         self.tokens: dict[tuple[str, int], list[int]] = {}
         self.endings: dict[tuple[str, int], str] = {}
 
-    def _watched_schedule(
-        self, budget: int, now: float, holds: bool = False
-    ) -> ScheduledBatch | None:
-        batch = self._schedule(budget, now, holds)
-        self.seen["holds"] += holds
+    def _watched_schedule(self, budget: int, now: float) -> ScheduledBatch | None:
+        batch = self._schedule(budget, now)
         if batch is not None:
             owners: dict[int, str] = {}
             for row in batch.rows:

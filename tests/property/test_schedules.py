@@ -16,7 +16,6 @@ def test_tokens_depend_on_no_schedule(num_schedules: int) -> None:
     assert not result["mismatches"], f"the first failing schedule is {result['first_failing']}"
     assert result["compared"] > num_schedules and result["accepted"] > num_schedules
     assert result["by_model"] > num_schedules / 2
-    assert result["holds"] > num_schedules
 
 
 @pytest.mark.parametrize(

@@ -157,8 +157,8 @@ INVARIANTS = [
     runtime(
         "INV-19 over the budget",
         "scheduler",
-        "min(length, max_tokens))",
-        "length)",
+        "min(len(seq.tokens) - start, max_tokens))",
+        "len(seq.tokens) - start)",
     ),
     runtime(
         "INV-20 last come, first served",

@@ -46,10 +46,10 @@ class Watch:
             leave(scheduler, seq, *arguments)
 
         def watched_schedule(
-            scheduler: Scheduler, budget: int, now: float, holds: bool
+            scheduler: Scheduler, budget: int, now: float
         ) -> ScheduledBatch | None:
             had_work = scheduler.has_work
-            batch = schedule(scheduler, budget, now, holds)
+            batch = schedule(scheduler, budget, now)
             self.num_idle_steps += had_work and batch is None
             return batch
 

@@ -2,8 +2,6 @@
 
 from tests.teeth.mutation import Mutation
 
-PACING = "tests/unit/test_pacing.py"
-
 MUTATIONS = [
     Mutation(
         "corners: waiting requests do not keep a wrapped model loaded",
@@ -42,25 +40,11 @@ MUTATIONS = [
         "tests/unit/test_generation.py::test_a_merged_backlog_keeps_the_stop_token_of_its_end",
     ),
     Mutation(
-        "corners: first tokens are held as long as prompts arrive",
-        "engine.backends.custom.runtime.pacing",
-        "        if self._num_holds > MAX_HOLDS:\n",
-        "        if False:\n",
-        f"{PACING}::test_first_tokens_are_held_for_a_bounded_number_of_steps",
-    ),
-    Mutation(
         "corners: long gaps cost nothing",
         "engine.backends.custom.runtime.pacing",
         "        self._credit -= num_decoding\n",
         "        pass\n",
-        f"{PACING}::test_few_gaps_are_long_whatever_arrives",
-    ),
-    Mutation(
-        "corners: the last token of a held prompt is taken for decode",
-        "engine.backends.custom.runtime.scheduler",
-        "start < seq.room and not is_held:",
-        "start < seq.room:",
-        f"{PACING}::test_the_requests_of_a_burst_have_their_first_token_in_one_step",
+        "tests/unit/test_pacing.py::test_few_gaps_are_long_whatever_arrives",
     ),
     Mutation(
         "corners: large negative values fit float16",

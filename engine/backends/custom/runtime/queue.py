@@ -128,10 +128,6 @@ class WaitingLine:
         """The tenants that have waiting sequences."""
         return self._num_waiting.keys()
 
-    def kinds(self) -> set[tuple[str, int]]:
-        """The tenants and priorities of the waiting sequences."""
-        return {(tenant, priority) for priority in self._lines for tenant in self._lines[priority]}
-
     def counts(self) -> Mapping[str, int]:
         """The number of waiting sequences of each tenant."""
         return self._num_waiting

@@ -24,14 +24,12 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Demand:
-    """What the sequences of an engine need next. The last three numbers only grow."""
+    """What the sequences of an engine need next. The last two numbers only grow."""
 
     num_running: int = 0
     num_decoding: int = 0
     num_starting: int = 0  # sequences whose prompt is not computed, and that have a slot or get one
     num_prompt_tokens: int = 0  # of all sequences whose prompt is not computed
-    is_uniform: bool = True  # whether those that start belong to one tenant, with one priority
-    num_arrived: int = 0
     num_started_tokens: int = 0  # prompt tokens of all sequences that were ever admitted
     num_new_tokens: int = 0  # all tokens that were ever generated
 
@@ -59,7 +57,6 @@ class Roster:
         self.clock = EngineClock()
         self.num_preemptions = 0
         self.num_nonfinite = 0
-        self.num_arrived = 0
         self.num_started = 0
         self.num_prompt_tokens = 0
         self.num_cached_tokens = 0
@@ -100,15 +97,12 @@ class Roster:
     def demand(self) -> Demand:
         waiting = self._waiting
         starting = [seq for seq in self._running if seq.num_computed < seq.num_prompt]
-        kinds = {(seq.tenant, seq.priority) for seq in starting}
         return Demand(
             num_running=len(self._running),
             num_decoding=self.num_decoding,
             num_starting=len(starting) + min(len(waiting), len(self._free_slots)),
             num_prompt_tokens=waiting.num_prompt_tokens
             + sum(seq.num_prompt - seq.num_computed for seq in starting),
-            is_uniform=len(kinds | waiting.kinds()) < 2,
-            num_arrived=self.num_arrived,
             num_started_tokens=self.num_prompt_tokens - self.num_cached_tokens,
             num_new_tokens=self.num_generated_tokens,
         )
@@ -128,7 +122,6 @@ class Roster:
         """Queue a sequence. The caller has checked that the sequence fits an empty KV pool."""
         assert self.kv.can_ever_fit(seq.max_len), seq.request_id
         seq.submitted_step = self._step
-        self.num_arrived += 1
         self._requests.setdefault(seq.request_id, []).append(seq)
         self._inflight.add(seq)
         leader = self._inflight.leader(seq)

@@ -40,17 +40,17 @@ log = logging.getLogger(__name__)
 class Scheduler(Roster):
     """Continuous batching over a `KVCache`."""
 
-    def schedule(self, budget: int, now: float, holds: bool = False) -> ScheduledBatch | None:
+    def schedule(self, budget: int, now: float) -> ScheduledBatch | None:
         """The rows of the next step, with at most `budget` tokens in total. None if no sequence can
-        run. With `holds`, sequences that start do not compute the last token of their prompt.
+        run.
         """
         self._step += 1
         self.clock.plan(now)
         budget, kept = self._newcomers.room(
             budget, self._waiting.tenants() if self._free_slots else (), self._running
         )
-        rows = self._schedule_running(budget - kept, holds)
-        self._schedule_waiting(rows, budget - sum(row.length for row in rows), now, holds)
+        rows = self._schedule_running(budget - kept)
+        self._schedule_waiting(rows, budget - sum(row.length for row in rows), now)
         num_drafting, draft_s = 0, 0.0
         if self.speculation is not None:
             num_drafting = self.speculation.add_drafts(rows, budget - sum(r.length for r in rows))
@@ -127,7 +127,7 @@ class Scheduler(Roster):
             return None
         return self._grant(seq, length)
 
-    def _schedule_running(self, budget: int, holds: bool) -> list[Row]:
+    def _schedule_running(self, budget: int) -> list[Row]:
         rows: list[Row] = []
         running, index = self._running, 0
         new_row = tuple.__new__  # the fastest way to build a named tuple
@@ -137,8 +137,7 @@ class Scheduler(Roster):
             ahead = len(seq.tokens) + seq.num_sampling
             start = seq.num_computed
             end = seq.num_prompt + seq.max_tokens
-            is_held = holds and start < seq.num_prompt and seq.may_be_held
-            if ahead == start + 1 and ahead < end and start < seq.room and not is_held:
+            if ahead == start + 1 and ahead < end and start < seq.room:
                 # The fast path for most rows of most steps: decode one token whose block has room.
                 seq.num_computed = ahead
                 seq.num_sampling += 1
@@ -149,9 +148,7 @@ class Scheduler(Roster):
                 continue  # the sequence's last token is being sampled, or a draft is verified
             # Leave one token of the budget to each later row, so that every running sequence gets a
             # row.
-            count = min(ahead - start - is_held, budget - (len(running) - index))
-            if not count:
-                continue  # only the last token of its prompt is left, and is held
+            count = min(ahead - start, budget - (len(running) - index))
             count = self.kv.row_length(seq, start, count)
             if seq.is_scoring:
                 count = min(count, num_scorable(rows))
@@ -170,7 +167,7 @@ class Scheduler(Roster):
             budget -= count
         return rows
 
-    def _schedule_waiting(self, rows: list[Row], budget: int, now: float, holds: bool) -> None:
+    def _schedule_waiting(self, rows: list[Row], budget: int, now: float) -> None:
         if budget <= 0 or not self._free_slots:
             self.clock.block(BUDGET if self._free_slots else SLOTS)
             return
@@ -194,9 +191,7 @@ class Scheduler(Roster):
                 continue
             max_tokens = min(budget, num_scorable(rows)) if seq.is_scoring else budget
             start = num_matched * self.kv.block_size
-            length = len(seq.tokens) - start
-            length -= holds and length > 1 and seq.may_be_held
-            count = self.kv.row_length(seq, start, min(length, max_tokens))
+            count = self.kv.row_length(seq, start, min(len(seq.tokens) - start, max_tokens))
             if seq.images:
                 count = whole_images(seq.images, start, count, self._room(rows))
                 if not count:

@@ -151,15 +151,6 @@ class Sequence:
         return len(self.tokens) - self.num_prompt
 
     @property
-    def may_be_held(self) -> bool:
-        """Whether its first token may wait for those of other sequences (`pacing.py`). Not if it
-        was generating before, if nothing follows the first token, or if its rows can't be cut.
-        """
-        is_new = len(self.tokens) == self.num_prompt and not self.num_resumed
-        is_plain = not (self.pools or self.images or self.scores_prompt)
-        return is_new and is_plain and self.max_tokens > 1
-
-    @property
     def must_catch_up(self) -> bool:
         """Whether the sequence has no more tokens yet than an engine that died had generated."""
         return self.finish_reason is None and self.num_generated == self.num_resumed
