@@ -55,7 +55,7 @@ def ray_cluster(num_machines: int = 2) -> Iterator[str]:
             try:
                 return get_node(*arguments)
             except RuntimeError:
-                if time.monotonic() > deadline:
+                if _has_dead_raylet() or time.monotonic() > deadline:
                     raise
                 time.sleep(0.5)
 
@@ -72,6 +72,16 @@ def ray_cluster(num_machines: int = 2) -> Iterator[str]:
     finally:
         ray.shutdown()
         cluster.shutdown()
+
+
+def _has_dead_raylet() -> bool:
+    """Whether a Ray node has ended. Ray does this if the node's agents need more than 15 seconds to
+    start, which no setting changes.
+    """
+    children = psutil.Process().children()
+    return any(
+        each.name() == "raylet" and each.status() == psutil.STATUS_ZOMBIE for each in children
+    )
 
 
 def node_processes(command: str) -> list[psutil.Process]:

@@ -16,7 +16,7 @@ FormatOption = Annotated[
 TypeOption = Annotated[
     Literal["F32", "F16", "BF16", "Q8_0", "Q6_K", "Q5_K_M", "Q4_K_M", "Q4_K", "Q4_0", "IQ4_XS"]
     | None,
-    typer.Option("--type", help="How weights are stored. Default: as they are now."),
+    typer.Option("--type", help="How weights are stored. Default: as now; F16 if merged."),
 ]
 ChunksOption = Annotated[
     int, typer.Option("--chunks", min=1, help="Windows of 512 tokens to use of the text.")
@@ -44,9 +44,7 @@ def convert(
     ] = None,
     merge: Annotated[
         Path | None,
-        typer.Option(
-            "--merge", metavar="ADAPTER", help="A LoRA adapter to add to the weights. Type: F16."
-        ),
+        typer.Option("--merge", metavar="ADAPTER", help="A LoRA adapter to add to the weights."),
     ] = None,
     check: Annotated[
         Path | None,

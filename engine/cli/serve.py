@@ -67,11 +67,12 @@ def parse_options(given: list[str] | None) -> dict[str, Any] | None:
 
 def parse_adapters(given: list[str] | None) -> dict[str, str] | None:
     """Parse `NAME=PATH`, a path alone as llama.cpp takes it, or vLLM's JSON. An adapter without a
-    name has the name of its file or folder.
+    name has the name of its file or folder. An adapter of an address is downloaded first.
     """
     if not given:
         return None
     from engine.core.errors import ConfigError
+    from engine.core.store.adapter_store import is_address
 
     adapters = {}
     for each in given:
@@ -82,10 +83,20 @@ def parse_adapters(given: list[str] | None) -> dict[str, str] | None:
                 name, path = told["name"], told["path"]
             except (ValueError, KeyError, TypeError):
                 raise ConfigError(f"--lora {each}: write it as NAME=PATH") from None
-        elif not equals:
+        elif not equals or is_address(each):
             name, path = Path(each).stem, each
-        adapters[name] = str(Path(path).expanduser().absolute())
+        local = _downloaded_adapter(path) if is_address(path) else Path(path).expanduser()
+        adapters[name] = str(local.absolute())
     return adapters
+
+
+def _downloaded_adapter(address: str) -> Path:
+    from engine.cli.console import messages
+    from engine.cli.pull_progress import TerminalProgress
+    from engine.core.store.pull import cached_adapter
+
+    with TerminalProgress(messages()) as progress:
+        return cached_adapter(address, progress)
 
 
 @with_engine_options

@@ -71,7 +71,8 @@ LoraOption = Annotated[
         "--lora-modules",
         metavar="NAME=PATH",
         rich_help_panel=_MODEL,
-        help="LoRA adapter that clients call NAME: a PEFT folder or a GGUF file; can be repeated.",
+        help="LoRA adapter that clients call NAME: a PEFT folder, a GGUF file, or an address"
+        " (hf:ORG/REPO); can be repeated.",
     ),
 ]
 DraftModelOption = Annotated[

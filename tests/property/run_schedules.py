@@ -43,10 +43,10 @@ from tests.property.schedule_engine import RETRIED, TIER_BYTES, Engine, Shape
 
 TEXT = Path(__file__).parent.parent / "data" / "alice.txt"
 NUM_REQUESTS = 24  # distinct requests
-# What a schedule can run into.
+# What a schedule can run into. `adapter_returns` are rows of adapters after a preemption.
 KINDS = (
     *("batches", "chunks", "hits", "preemptions", "failures", "drafted", "accepted"),
-    *("by_model", "loads", "revivals", "mixes"),
+    *("by_model", "loads", "revivals", "mixes", "adapter_returns"),
 )
 HAPPENINGS = ["submit"] * 6 + ["turn"] * 8 + ["abort", "evict", "flush", "fail", "die"]
 Output = dict[int, tuple[int, ...]]  # by choice
@@ -131,7 +131,7 @@ def tiny_model(rng: random.Random) -> Model:
 
 def adapters_model(rng: random.Random) -> Model:
     """As `tiny_model`, with three LoRA adapters in two places. Requests of all of them have the
-    same prompts.
+    same prompts. Outputs are long for the pools, so sequences of adapters are preempted too.
     """
     from engine.backends.custom.adapters.reading import open_adapter
     from engine.backends.custom.frameworks.native.execution.build import build_runner
@@ -166,7 +166,7 @@ def adapters_model(rng: random.Random) -> Model:
     prompts = [tuple(tiny_models.text(24, seed=90)[: rng.randint(1, 24)]) for _ in range(4)]
     requests = [
         msgspec.structs.replace(
-            new_request(rng, rng.choice(prompts), index, 24), adapter=rng.choice(refs)
+            new_request(rng, rng.choice(prompts), index, 60), adapter=rng.choice(refs)
         )
         for index in range(NUM_REQUESTS)
     ]

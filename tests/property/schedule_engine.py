@@ -113,6 +113,9 @@ class Engine:
                     root = owners.setdefault(block, row.seq.namespace)
                     assert root == row.seq.namespace, "two roots share a block"
             self.seen["mixes"] += len({row.seq.adapter for row in batch.rows}) > 1
+            self.seen["adapter_returns"] += sum(
+                row.seq.adapter > 0 and row.seq.num_preemptions > 0 for row in batch.rows
+            )
             self.seen["batches"] += len(batch.rows) > 1
             self.seen["chunks"] += sum(
                 row.start + row.length < row.seq.num_prompt for row in batch.rows

@@ -254,7 +254,7 @@ def test_tinygrad_and_other_runners_without_adapters_refuse_them() -> None:
     engine.channel.inbox.append(Control(1, "load_adapter", "/x"))
     engine.turn()
     told = [each for each in replies if isinstance(each, ControlReply)]
-    assert not told[0].ok and "use native, torch or jax" in told[0].message
+    assert not told[0].ok and "need native, torch or jax" in told[0].message
     ref = AdapterRef("k", "/x")
     engine.channel.inbox.append(
         GenerateRequest(request_id="a", prompt=(1,), params=SamplingParams(), adapter=ref)

@@ -14,7 +14,10 @@ from engine.backends.custom.adapters.reading import open_adapter, read_adapter
 from engine.backends.custom.conversion.lora_export import export_gguf
 from engine.backends.custom.weights.model import open_model
 from engine.cli.main import app
+from engine.cli.serve import parse_adapters
+from engine.core.errors import NotFoundError
 from engine.core.store import adapter_store
+from engine.core.store.hub import PEFT_FILES
 from tests.gguf_files import gguf_layout, random_weights, tiny_config, write_gguf
 from tests.lora_files import peft_folder
 from tests.model_site import COMMIT, Page, Site, serve_site
@@ -124,22 +127,46 @@ def test_a_bad_adapter_is_not_kept(base: Path, tmp_path: Path) -> None:
     assert listed() == []
 
 
-def test_adapters_are_pulled_from_the_hub(base: Path, site: Site, tmp_path: Path) -> None:
-    folder = peft_folder(tmp_path / "a", SHAPES)
-    names = ["adapter_config.json", "adapter_model.safetensors"]
+def offer(site: Site, repository: str, folder: Path, names: tuple[str, ...] = PEFT_FILES) -> None:
+    """Put these files of an adapter on the hub, beside some others."""
     siblings = [{"rfilename": name} for name in (*names, "README.md", "optimizer.pt")]
     listing = json.dumps({"sha": COMMIT, "siblings": siblings}).encode()
-    site.pages["/api/models/org/lora/revision/main"] = Page(listing)
+    site.pages[f"/api/models/{repository}/revision/main"] = Page(listing)
     for name in names:
         page = Page((folder / name).read_bytes())
-        site.pages[f"/org/lora/resolve/{COMMIT}/{name}"] = page
+        site.pages[f"/{repository}/resolve/{COMMIT}/{name}"] = page
+
+
+def test_adapters_are_pulled_from_the_hub(base: Path, site: Site, tmp_path: Path) -> None:
+    folder = peft_folder(tmp_path / "a", SHAPES)
+    offer(site, "org/lora", folder)
     added = run("add", "tuned", "hf:org/lora", "--base", str(base))
     assert added.exit_code == 0, added.output
     kept = Path(listed()[0]["path"])
-    assert sorted(each.name for each in kept.iterdir()) == ["adapter.json", *names]
-    assert (kept / names[1]).read_bytes() == (folder / names[1]).read_bytes()
-    site.pages["/api/models/org/other/revision/main"] = Page(
-        json.dumps({"sha": COMMIT, "siblings": siblings[2:]}).encode()
-    )
+    assert sorted(each.name for each in kept.iterdir()) == ["adapter.json", *PEFT_FILES]
+    assert (kept / PEFT_FILES[1]).read_bytes() == (folder / PEFT_FILES[1]).read_bytes()
+    offer(site, "org/other", folder, ())
     none = run("add", "other", "hf:org/other", "--base", str(base))
     assert none.exit_code != 0 and "is no adapter" in none.output.replace("\n", " ")
+
+
+def test_served_adapters_are_pulled_once(
+    site: Site, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    folder = peft_folder(tmp_path / "a", SHAPES)
+    (tmp_path / "b.gguf").write_bytes(b"GGUF")
+    offer(site, "org/lora", folder)
+    offer(site, "org/other", tmp_path, ("b.gguf",))
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    with pytest.raises(NotFoundError, match="HF_HUB_OFFLINE"):
+        parse_adapters(["tuned=hf:org/lora"])
+    monkeypatch.delenv("HF_HUB_OFFLINE")
+    given = ["tuned=hf:org/lora", "hf:org/other", f"own={folder}"]
+    found = parse_adapters(given)
+    assert found is not None and list(found) == ["tuned", "other", "own"]
+    assert found["own"] == str(folder) and Path(found["other"]).name == "b.gguf"
+    for name in PEFT_FILES:
+        assert (Path(found["tuned"]) / name).read_bytes() == (folder / name).read_bytes()
+    site.pages.clear()
+    assert parse_adapters(given) == found

@@ -9,7 +9,7 @@ import threading
 import pytest
 
 from engine.core.errors import AuthenticationError, ConflictError, EngineError, UnavailableError
-from engine.core.interfaces.request import Ready
+from engine.core.interfaces.request import AdapterRef, GenerateRequest, Ready, SamplingParams
 from engine.core.prefix_hashes import prompt_hashes
 from engine.routing.nodes import agent as agent_module
 from engine.routing.nodes import manager as manager_module
@@ -70,6 +70,22 @@ async def test_requests_go_where_their_prefix_is_cached() -> None:
                 assert usage.cached_tokens == (0 if turn == 0 else 136), (turn, tenant)
         last = range(server.num_asked, server.num_asked - len(tenants), -1)
         assert {server.pool._placed[f"r{number}"] for number in last} == {"a", "b"}
+
+
+async def test_requests_for_adapters_stay_where_their_files_are() -> None:
+    async with routed() as server, node(server):
+
+        def placed(adapter: AdapterRef | None) -> set[str]:
+            requests = (
+                GenerateRequest(
+                    request_id="r", prompt=prompt(each), params=SamplingParams(), adapter=adapter
+                )
+                for each in range(40)
+            )
+            return {server.pool._choose(each)[0].name for each in requests}
+
+        assert placed(None) == {LOCAL, "node"}
+        assert placed(AdapterRef("key", "/only/here")) == {LOCAL}
 
 
 async def test_the_table_has_what_the_node_has_cached() -> None:

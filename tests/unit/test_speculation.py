@@ -10,7 +10,12 @@ import pytest
 from engine.backends.custom.runtime.budget import StepBudget
 from engine.backends.custom.runtime.sequence import packed
 from engine.backends.custom.runtime.speculation import lookup
-from engine.backends.custom.runtime.speculation.drafts import speculates
+from engine.backends.custom.runtime.speculation.drafts import (
+    MAX_DRAFT,
+    MAX_STRETCH,
+    longest_draft,
+    speculates,
+)
 from engine.backends.custom.runtime.speculation.lookup import (
     MAX_MATCH,
     Drafter,
@@ -195,6 +200,16 @@ def test_the_setting_says_where_drafts_are_verified():
     assert not speculates(base, "auto")
     with pytest.raises(ConfigError, match=r"performance\.speculation"):
         speculates(base, "on")
+
+
+def test_drafts_of_several_sequences_keep_their_step_short():
+    assert longest_draft(1, 0.2) == MAX_DRAFT
+    for num_decoding in (2, 8, 64):
+        for price in (0.01, 0.2, 0.5, 0.8):
+            length = longest_draft(num_decoding, price)
+            assert 1 <= length <= MAX_DRAFT
+            # A token for each sequence at this price takes that part of a step.
+            assert 1 + length * price <= MAX_STRETCH
 
 
 def test_the_price_of_a_token_is_learned_from_steps():

@@ -94,9 +94,10 @@ def _local(path: str) -> Iterator[Path]:
     """The files of an adapter on this machine. Those of an address are downloaded, and deleted
     again.
     """
-    own = Path(path).expanduser()
-    if own.exists() or not path.startswith(("hf:", "http://", "https://")):
-        yield own.resolve()
+    from engine.core.store.adapter_store import is_address
+
+    if not is_address(path):
+        yield Path(path).expanduser().resolve()
         return
     from engine.cli.pull_progress import TerminalProgress
     from engine.core.store.pull import pull_adapter

@@ -50,6 +50,12 @@ def records() -> list[KeptAdapter]:
     return [kept for kept in found if kept is not None]
 
 
+def is_address(path: str) -> bool:
+    """Whether an adapter has to be downloaded from there."""
+    is_remote = path.startswith(("hf:", "http://", "https://"))
+    return is_remote and not Path(path).expanduser().exists()
+
+
 def keep_adapter(name: str, source: Path, base: str, *, replaces: bool = False) -> Path:
     """Copy an adapter into the store, so that servers of the model `base` serve it as `name`.
     Returns the path of the copy. With `replaces`, an adapter of this name is replaced.

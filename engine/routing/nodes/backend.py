@@ -6,9 +6,18 @@ While no node is here, requests wait for one, as long as `server.queue_timeout_s
 from typing import Any
 
 from engine.backends.custom.base_custom import CustomBackend
+from engine.backends.custom.frontend.adapters import ServedAdapters
 from engine.backends.custom.ipc.engine_process import EngineProcess
-from engine.core.interfaces.request import Ready
+from engine.core.interfaces.request import ControlReply, Ready
 from engine.routing.nodes.pool import NodePool
+
+
+class _NoAdapters:
+    """Nodes lack the files of adapters."""
+
+    async def load_adapter(self, path: str, timeout_s: float) -> ControlReply:
+        message = "A server without an engine of its own serves no LoRA adapters."
+        return ControlReply(0, False, message)
 
 
 class NodesBackend(CustomBackend):
@@ -22,6 +31,7 @@ class NodesBackend(CustomBackend):
             process.discard()
         self._pool = NodePool(None, "", self._options.max_revivals)
         self._link = self._pool
+        self._adapters = ServedAdapters(_NoAdapters())
         self.totals_survive_restarts = True
 
     async def start(self) -> str:

@@ -176,7 +176,11 @@ class NodePool:
         return self._by_number(choice.engine), choice.why
 
     def _route(self, request: GenerateRequest, among: int) -> Choice | None:
-        """Choose an engine. A whole request goes to a prefill node only if no other is here."""
+        """Choose an engine. A whole request goes to a prefill node only if no other is here. Only
+        this server's own engine has the files of adapters.
+        """
+        if request.adapter is not None:
+            among &= 0 if self.own is None else 1 << self.own.number
         nodes = self.prefills.nodes
         found = self.router.route_request(request, among & ~nodes)
         if found is None and nodes:

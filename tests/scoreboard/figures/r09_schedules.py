@@ -21,7 +21,7 @@ from tests.property.run_schedules import (
 from tests.scoreboard.figure import Run, Values, at_most, figure
 
 NUM_TOY, NUM_NATIVE = 1700, 100
-TOY = set(KINDS) - {"by_model", "mixes"}
+TOY = set(KINDS) - {"by_model", "mixes", "adapter_returns"}
 # The tiny model has a draft model, and the last one has LoRA adapters.
 NATIVE = {"native": native_model, "tiny": tiny_model, "adapters": adapters_model}
 

@@ -7,13 +7,13 @@ import logging
 import time
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Protocol
 
 import msgspec
 
-from engine.backends.custom.frontend.engine_link import EngineLink
 from engine.core.errors import EngineError, InvalidRequestError, ModelError, NotFoundError
 from engine.core.interfaces.backend import ModelCard
-from engine.core.interfaces.request import AdapterRef
+from engine.core.interfaces.request import AdapterRef, ControlReply
 from engine.core.sandbox.examination import examine
 from engine.core.store.adapter_store import NAME, kept_adapters
 
@@ -41,10 +41,16 @@ class _Facts(msgspec.Struct, frozen=True):
     changes_head: bool
 
 
+class AdapterLoader(Protocol):
+    """The part of `EngineLink` that loads adapters."""
+
+    async def load_adapter(self, path: str, timeout_s: float) -> ControlReply: ...
+
+
 class ServedAdapters:
     """The adapters of one backend, by name. `link` leads to the engine that computes them."""
 
-    def __init__(self, link: EngineLink) -> None:
+    def __init__(self, link: AdapterLoader) -> None:
         self._link = link
         self._served: dict[str, ServedAdapter] = {}
 

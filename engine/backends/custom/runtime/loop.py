@@ -56,7 +56,10 @@ IDLE_POLL_S = 1.0
 REMOTE_POLL_S = 0.25  # how often an idle engine checks a runner in other processes
 COMPILE_POLL_S = 0.002
 STATS_INTERVAL_S = 0.5
-NO_ADAPTERS = "This backend serves no LoRA adapters; use native, torch or jax."
+NO_ADAPTERS = (
+    "This engine serves no LoRA adapters: they need native, torch or jax, one rank, and"
+    " performance.max_adapters above 0."
+)
 MAX_SCHEDULE_FAILURES = 2  # the engine ends after more consecutive failures than this
 
 

@@ -27,6 +27,9 @@ log = logging.getLogger(__name__)
 
 MAX_DRAFT = 16  # tokens
 MAX_CREDIT = 8.0  # see `Drafter.credit`
+# With several sequences, drafts make a step at most this many times as long. Each sequence waits
+# for the drafts of all others.
+MAX_STRETCH = 3.0
 
 
 def speculates(spec: RunnerSpec, setting: str) -> bool:
@@ -45,6 +48,7 @@ class _Terms:
 
     price: float  # of verifying one token, in units of a generated token's cost
     spare: int  # KV blocks that drafts leave to others
+    limit: int  # tokens of a draft
 
 
 class Speculation:
@@ -89,7 +93,8 @@ class Speculation:
         has_model = self.model is not None and num_decoding and self.model.begin(num_decoding)
         if not num_decoding or room <= 0 or any(row.num_scored for row in rows):
             return 0
-        terms = _Terms(self._budget.price(num_decoding), len(rows))
+        price = self._budget.price(num_decoding)
+        terms = _Terms(price, len(rows), longest_draft(num_decoding, price))
         if MARGIN * terms.price >= 1:
             return 0
         num_tokens = 0
@@ -103,8 +108,9 @@ class Speculation:
                 if drafter.asks_cache:
                     drafter.expect(cached_rest(self._kv, seq.namespace, seq.tokens))
                 drafter.follow()
-                count = self._num_worthwhile(row, drafter, terms.price, room)
-                offer = self._offer(row, drafter, terms, room, count) if has_model else None
+                most = min(room, terms.limit)
+                count = self._num_worthwhile(row, drafter, terms.price, most)
+                offer = self._offer(row, drafter, terms, most, count) if has_model else None
                 if offer is not None:
                     asked.append((index, offer))
                     room -= offer.count
@@ -224,6 +230,13 @@ class Speculation:
         if end > seq.room and not self._kv.extend(seq, end, terms.spare):
             del draft[seq.room - before :]
         return tuple(draft)
+
+
+def longest_draft(num_decoding: int, price: float) -> int:
+    """The max number of tokens of a draft in a step with this many decode rows."""
+    if num_decoding == 1:
+        return MAX_DRAFT
+    return min(MAX_DRAFT, max(1, int((MAX_STRETCH - 1) / price)))
 
 
 def _num_sampling(row: Row) -> int:

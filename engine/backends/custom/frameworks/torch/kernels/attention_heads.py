@@ -1,5 +1,6 @@
 """What attention computes, apart from its keys and values: `AttentionHeads` has the settings, and
-`attend_by_definition` is the arithmetic. `tiles_for` has the tile sizes of the GPU kernels.
+`attend_by_definition` is the arithmetic. `tiles_for` has the tile sizes of the GPU kernels, and
+`Scratch` their memory.
 """
 
 from dataclasses import dataclass
@@ -162,6 +163,25 @@ def tiles_for(heads: AttentionHeads, dtype: torch.dtype) -> Tiles:
         return Tiles(WIDEST_TILE, WIDEST_SPAN_TILE, WIDEST_MANY_TILE, WIDEST_TILE)
     wide = heads.head_dim > NARROW_HEAD
     return Tiles(CHUNK_TILES[wide], SPAN_TILE, MANY_SPANS_TILES[wide], SHARED_TILES[wide])
+
+
+class Scratch:
+    """Device memory for the partial results of spans. All layers use the same memory, because the
+    attention of one layer finishes before that of the next layer starts.
+    """
+
+    def __init__(
+        self,
+        partials: int,
+        rows: int,
+        heads: int,
+        kv_heads: int,
+        head_dim: int,
+        device: torch.device,
+    ) -> None:
+        self.partial = torch.empty((partials, heads, head_dim), device=device)
+        self.weight = torch.empty((partials, heads), device=device)
+        self.arrived = torch.zeros((rows, kv_heads), dtype=torch.int32, device=device)
 
 
 @dataclass(frozen=True, slots=True)

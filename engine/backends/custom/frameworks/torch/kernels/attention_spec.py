@@ -56,7 +56,7 @@ def _triton(q: Tensor, cache: Tensor, plans: Plans) -> Tensor:
     return plans.triton.attend_cached(q, cache, None)
 
 
-def _bytes_of(q: Tensor, cache: Tensor, plans: Plans) -> int:
+def bytes_of(q: Tensor, cache: Tensor, plans: Plans) -> int:
     return size_of(q, q) + plans.num_keys * size_of(cache[0, 0])
 
 
@@ -73,7 +73,7 @@ def _heads(shape: Shape, in_fp8: bool = False) -> AttentionHeads:
     return AttentionHeads(*sizes, scale, in_fp8=in_fp8)
 
 
-def _tables(rows: Rows, shared: int, block_size: int) -> I32:
+def tables_of(rows: Rows, shared: int, block_size: int) -> I32:
     """The block tables of all rows, with blocks in random order. The first `shared` blocks are the
     same in all rows.
     """
@@ -110,11 +110,11 @@ def batch_of(rows: Rows, tables: I32, shares: int = 0) -> BatchInputs:
     )
 
 
-def _example(
+def example_of(
     label: str, rows: Rows, shared: int, shape: Shape, inputs: Inputs, in_fp8: bool
 ) -> Example:
     size = shape.block_size
-    step = batch_of(rows, _tables(rows, shared, size), shared)
+    step = batch_of(rows, tables_of(rows, shared, size), shared)
     positions = torch.zeros(len(step.token_ids), dtype=torch.int64, device=inputs.device)
     heads = _heads(shape, in_fp8)
     reference, triton = (
@@ -142,7 +142,7 @@ def _examples(
 ) -> Callable[[Shape, torch.device, torch.dtype], Iterator[Example]]:
     def examples(shape: Shape, device: torch.device, dtype: torch.dtype) -> Iterator[Example]:
         for label, rows, shared in rows_of(shape):
-            yield _example(label, rows, shared, shape, Inputs(device, dtype), in_fp8)
+            yield example_of(label, rows, shared, shape, Inputs(device, dtype), in_fp8)
 
     return examples
 
@@ -190,7 +190,7 @@ for _name, _rows_of, _in_fp8 in (
             reference=_reference,
             triton=_triton,
             examples=_examples(_rows_of, _in_fp8),
-            bytes_of=_bytes_of,
+            bytes_of=bytes_of,
             flops_of=_flops_of,
             tolerance=_FP8_TOLERANCE if _in_fp8 else ROUNDED,
         )

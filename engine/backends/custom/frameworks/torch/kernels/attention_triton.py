@@ -4,13 +4,12 @@ Rows with one query are cut into spans of keys, which are computed in parallel (
 several queries are cut into tiles of queries. If many rows share their first blocks, one work item
 attends to the shared keys for many of these rows and reads the keys once. The lists and their
 lengths are in device memory. A captured CUDA graph launches enough programs for the longest
-possible lists, so it serves sequences of any length. The kernels are Triton code, except prefill on
-Hopper, which is CUDA C++.
+possible lists, so it serves sequences of any length. The kernels are Triton code, except prefill,
+and decode with a float8 cache, on Hopper, which are CUDA C++.
 """
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -20,16 +19,15 @@ from engine.backends.custom.frameworks.runs import cut
 from engine.backends.custom.frameworks.torch.kernels.attention_heads import (
     MANY_SPANS,
     AttentionHeads,
+    Scratch,
     Tiles,
     tiles_for,
 )
 from engine.backends.custom.frameworks.torch.kernels.cuda import attention as hopper
+from engine.backends.custom.frameworks.torch.kernels.cuda import decode as hopper_decode
 from engine.backends.custom.frameworks.torch.kernels.fp8 import FP8, dense_blocks
 from engine.backends.custom.frameworks.torch.transfer import to_device
 from engine.backends.custom.runtime.model_runner import I32, BatchInputs
-
-if TYPE_CHECKING:
-    from engine.backends.custom.frameworks.torch.kernels.triton.attention_decode import Scratch
 
 KEY_BLOCK = 64  # the length of a span is a multiple of this many keys
 MIN_SPAN = 128  # min keys of a span
@@ -66,11 +64,12 @@ class TritonPlan:
 
     arrays: Mapping[str, Tensor]
     room: ListLengths
-    scratch: "Scratch | None"
+    scratch: Scratch | None
     heads: AttentionHeads
     slopes: Tensor | None  # (N,), in units of scores before their scaling
     tiles: Tiles
     on_hopper: bool
+    decodes_on_hopper: bool
     group: int  # heads of a program
     tile_tokens: int
 
@@ -114,6 +113,7 @@ class TritonPlan:
                 slopes=self.slopes,
                 sinks=sinks,
                 shares="shared" in arrays and self.room.shared > 0,
+                on_hopper=self.decodes_on_hopper,
                 span_tile=Tile(*(tiles.many_spans if many else tiles.span)),
                 shared_tile=Tile(*tiles.shared),
             )
@@ -195,6 +195,7 @@ class TritonAttention:
         self._on_hopper = hopper_lines is not None
         self._tile_tokens = (hopper_lines or self._tiles_of.chunk[0]) // self._group
         self._tile_members = self._tiles_of.shared[0] // self._group
+        self._decodes_on_hopper = hopper_decode.supports(heads, block_size, dtype)
         self._scratch: Scratch | None = None
         self._slopes: Tensor | None = None
 
@@ -222,6 +223,7 @@ class TritonAttention:
             self._slopes,
             self._tiles_of,
             self._on_hopper,
+            self._decodes_on_hopper,
             self._group,
             self._tile_tokens,
         )
@@ -231,30 +233,28 @@ class TritonAttention:
         scratch memory is too small. Plans that were made earlier keep their scratch memory. Also
         computes the slopes of ALiBi.
         """
-        from engine.backends.custom.frameworks.torch.kernels.triton.attention_decode import Scratch
-
         heads = self._heads
         self._reserve_slopes(device)
         if self._scratch is None or len(self._scratch.arrived) < rows:
-            self._scratch = Scratch(
-                MAX_SPLITS * rows + span_room(rows, heads.in_fp8),
-                rows,
-                heads.num_heads,
-                self._num_groups,
-                heads.value_dim,
-                device,
-            )
+            sizes = heads.num_heads, self._num_groups, heads.value_dim
+            partials = MAX_SPLITS * rows + self._span_room(rows)
+            self._scratch = Scratch(partials, rows, *sizes, device)
 
     def _reserve_slopes(self, device: torch.device) -> None:
         heads = self._heads
         if self._slopes is None and (slopes := heads.slopes(device)) is not None:
             self._slopes = slopes / (heads.softcap or heads.scale)
 
+    def _span_room(self, rows: int) -> int:
+        if self._decodes_on_hopper:
+            return max(hopper_decode.SPANS, 2 * rows)
+        return span_room(rows, self._heads.in_fp8)
+
     def room_for(self, tokens: int, rows: int, *, only_decodes: bool, shares: bool) -> ListLengths:
         """The max lengths of the work lists of a step with at most `tokens` tokens and `rows` rows.
         `shares` says whether the step may have work items for shared prefixes.
         """
-        spans = span_room(rows, self._heads.in_fp8)
+        spans = self._span_room(rows)
         tiles = 0 if only_decodes else tokens // self._tile_tokens + rows
         if not shares:
             return ListLengths(spans, tiles, 0, spans)
@@ -276,10 +276,14 @@ class TritonAttention:
         decodes = np.flatnonzero(counts == 1)
         chunks = np.flatnonzero(counts > 1)
         shared, members, begins, splits = self._shared(inputs, decodes, len(chunks) > 0)
-        most = room.spans if room is not None else span_room(len(decodes), self._heads.in_fp8)
-        if len(decodes) == 1:
+        most = room.spans if room is not None else self._span_room(len(decodes))
+        smallest = MIN_SPAN
+        if self._decodes_on_hopper:
+            smallest = hopper_decode.MIN_SPAN
+            most = min(most, len(decodes) * (1 + hopper_decode.ROW_SPANS))
+        elif len(decodes) == 1:
             most = min(most, 1 + LONE_PROGRAMS // self._num_groups)
-        spans, partials = _spans(inputs, decodes, begins, splits, most)
+        spans, partials = _spans(inputs, decodes, begins, splits, most, smallest)
         tiles = self._tiles(inputs.seq_lens - counts, counts, chunks)
         total = int(partials[:, 1].sum())
         lengths = (inputs.block_tables.shape[1], len(spans), len(tiles), len(shared))
@@ -360,9 +364,10 @@ def span_room(rows: int, in_fp8: bool) -> int:
 
 
 def _spans(
-    inputs: BatchInputs, decodes: np.ndarray, begins: I32, splits: I32, most: int
+    inputs: BatchInputs, decodes: np.ndarray, begins: I32, splits: I32, most: int, smallest: int
 ) -> tuple[I32, I32]:
-    """Cuts rows with one query into at most `most` spans of keys. A shared prefix is not cut here.
+    """Cuts rows with one query into at most `most` spans of at least `smallest` keys. A shared
+    prefix is not cut here.
 
     Returns (row, first key, last key + 1, index of the partial result) for each span, and (index of
     the first partial result, number of partial results) for each row of the step. The partial
@@ -374,7 +379,7 @@ def _spans(
     own = inputs.seq_lens[decodes] - begins[decodes]
     slack = 1.25 if len(decodes) > 1 else 1.0
     size = int(slack * own.sum()) // (most - len(decodes)) if most > len(decodes) else 1 << 30
-    size = max(MIN_SPAN, -(-size // KEY_BLOCK) * KEY_BLOCK)
+    size = max(smallest, -(-size // KEY_BLOCK) * KEY_BLOCK)
     each = -(-own // size)
     # All spans of a row have the same number of keys.
     width = np.repeat(-(-own // (each * KEY_BLOCK)) * KEY_BLOCK, each)

@@ -120,12 +120,6 @@ struct Producer {
     }
 };
 
-__device__ __forceinline__ float exp2_of(float x) {
-    float y;
-    asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
-    return y;
-}
-
 __device__ __forceinline__ float largest_of_four(float x) {
     x = fmaxf(x, __shfl_xor_sync(~0u, x, 1));
     return fmaxf(x, __shfl_xor_sync(~0u, x, 2));
@@ -377,7 +371,7 @@ extern "C" __global__ void __launch_bounds__((WORKERS + 1) * WARP_GROUP, 1)
             init_barrier(shared.values_ready + 8 * stage, 1);
             init_barrier(shared.values_ready + 8 * (STAGES + stage), WORKERS);
         }
-        asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+        publish_barriers();
     }
     __syncthreads();
     Lists lists{counts, tiles, query_start, seq_lens, tables};

@@ -1,4 +1,4 @@
-// Code that the CUDA kernels for Hopper share: WGMMA matmuls, TMA copies, barriers.
+// Code that the CUDA kernels for Hopper share: WGMMA and warp matmuls, TMA copies, barriers.
 // `cuda/sources.py` defines IN, the type of the inputs ("bf16" or "f16").
 
 using u16 = unsigned short;
@@ -19,6 +19,11 @@ __device__ __forceinline__ u32 shared_address(const void* pointer) {
 
 __device__ __forceinline__ void init_barrier(u32 barrier, u32 count) {
     asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(barrier), "r"(count));
+}
+
+// Makes new barriers known to the copy engine.
+__device__ __forceinline__ void publish_barriers() {
+    asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
 }
 
 __device__ __forceinline__ void expect_bytes(u32 barrier, u32 bytes) {
@@ -56,26 +61,13 @@ __device__ __forceinline__ void copy_heads(u32 to, const TensorMap& map, u32 bar
         : "memory");
 }
 
-// A ring of COUNT buffers in shared memory. Consumers wait until a buffer is full. The producer
-// waits until a buffer is free.
-template <int COUNT, u32 BYTES>
-struct Ring {
-    u32 buffers, full;
-    int stage = 0;
-    u32 parity;
-
-    __device__ __forceinline__ Ring(u32 buffers, u32 full, u32 parity)
-        : buffers(buffers), full(full), parity(parity) {}
-    __device__ __forceinline__ u32 buffer() const { return buffers + stage * BYTES; }
-    __device__ __forceinline__ u32 ready() const { return full + 8 * stage; }
-    __device__ __forceinline__ u32 free() const { return full + 8 * (COUNT + stage); }
-    __device__ __forceinline__ void advance() {
-        if (++stage == COUNT) {
-            stage = 0;
-            parity ^= 1;
-        }
-    }
-};
+// Copies bytes that are contiguous. Addresses and size are multiples of 16.
+__device__ __forceinline__ void copy_bytes(u32 to, const void* from, u32 barrier, u32 bytes) {
+    asm volatile(
+        "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %3, [%2];" ::"r"(to),
+        "l"(from), "r"(barrier), "r"(bytes)
+        : "memory");
+}
 
 // Returns the WGMMA descriptor of a swizzled tile in shared memory. The tile has lines of 128
 // bytes; eight lines form a block of 1,024 bytes. `next` is the distance in bytes between tiles of
@@ -115,6 +107,47 @@ __device__ __forceinline__ u32 packed(float low, float high) {
     u32 both;
     asm("cvt.rn." IN "x2.f32 %0, %1, %2;" : "=r"(both) : "f"(high), "f"(low));
     return both;
+}
+
+__device__ __forceinline__ u32 packed_f16(float low, float high) {
+    u32 both;
+    asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(both) : "f"(high), "f"(low));
+    return both;
+}
+
+// Converts four float8 numbers to two pairs of float16 numbers.
+__device__ __forceinline__ void unpack_fp8(u32 four, u32& low, u32& high) {
+    asm("{\n.reg .b16 a, b;\nmov.b32 {a, b}, %2;\n"
+        "cvt.rn.f16x2.e4m3x2 %0, a;\ncvt.rn.f16x2.e4m3x2 %1, b;\n}"
+        : "=r"(low), "=r"(high)
+        : "r"(four));
+}
+
+// Multiplies a 16 x 16 by a 16 x 8 matrix of float16 numbers, as one warp, and adds it to y.
+__device__ __forceinline__ void multiply_add(float (&y)[4], const u32 (&a)[4], u32 b0, u32 b1) {
+    asm("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, "
+        "{%8, %9}, {%0, %1, %2, %3};"
+        : "+f"(y[0]), "+f"(y[1]), "+f"(y[2]), "+f"(y[3])
+        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+}
+
+// Transposes an 8 x 8 matrix of 16-bit values. Lane i of a warp has two neighbours of line i / 4.
+__device__ __forceinline__ u32 transposed(u32 pair) {
+    u32 result;
+    asm volatile("movmatrix.sync.aligned.m8n8.trans.b16 %0, %1;" : "=r"(result) : "r"(pair));
+    return result;
+}
+
+__device__ __forceinline__ float exp2_of(float x) {
+    float y;
+    asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+    return y;
+}
+
+__device__ __forceinline__ float log2_of(float x) {
+    float y;
+    asm("lg2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+    return y;
 }
 
 // Exchanges values between four lanes. Before the exchange, each lane holds two neighbouring values

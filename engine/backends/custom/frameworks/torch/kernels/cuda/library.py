@@ -16,7 +16,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-_MAX_SHARED_BYTES = 8  # CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
+# CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES and PREFERRED_SHARED_MEMORY_CARVEOUT, a percentage
+_MAX_SHARED_BYTES, _SHARED_PERCENT = 8, 9
 _ELEMENTS = {torch.float16: 6, torch.bfloat16: 9}  # CUtensorMapDataType
 _SWIZZLE_128, _PROMOTE_256 = 3, 3
 _MAP_BYTES, _MAP_ALIGNMENT = 128, 64
@@ -94,8 +95,9 @@ class Function:
         _check(driver.cuModuleLoadData(ctypes.byref(module), code), "cuModuleLoadData")
         found = driver.cuModuleGetFunction(ctypes.byref(self._function), module, name.encode())
         _check(found, "cuModuleGetFunction")
-        changed = driver.cuFuncSetAttribute(self._function, _MAX_SHARED_BYTES, shared_bytes)
-        _check(changed, "cuFuncSetAttribute")
+        for attribute, value in ((_MAX_SHARED_BYTES, shared_bytes), (_SHARED_PERCENT, 100)):
+            changed = driver.cuFuncSetAttribute(self._function, attribute, value)
+            _check(changed, "cuFuncSetAttribute")
         self._shared_bytes = shared_bytes
 
     def launch(self, blocks: int, threads: int, arguments: Sequence[Any]) -> None:

@@ -1,4 +1,4 @@
-"""Assembles the source of a kernel from the compile-time sizes, the shared header, WGMMA
+"""Assembles the source of a kernel from the compile-time sizes, the shared headers, WGMMA
 instructions and the kernel's file. The text of a WGMMA instruction depends on the sizes, so it is
 generated here.
 """
@@ -17,8 +17,9 @@ def source_of(name: str, dtype: torch.dtype, sizes: Mapping[str, int], *instruct
     defined = {**sizes, "IN": f'"{NAMES[dtype]}"'}
     lines = [f"#define {key} {value}" for key, value in defined.items()]
     folder = Path(__file__).parent
-    shared, own = ((folder / file).read_text("utf-8") for file in ("hopper.cuh", f"{name}.cu"))
-    return "\n".join([*lines, shared, *instructions, own])
+    files = ("hopper.cuh", "ring.cuh", f"{name}.cu")
+    *shared, own = ((folder / file).read_text("utf-8") for file in files)
+    return "\n".join([*lines, *shared, *instructions, own])
 
 
 def wgmma(name: str, columns: int, dtype: torch.dtype, *, from_registers: bool = False) -> str:

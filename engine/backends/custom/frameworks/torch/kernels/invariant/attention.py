@@ -13,7 +13,11 @@ import torch
 from torch import Tensor
 
 from engine.backends.custom.frameworks.runs import cut
-from engine.backends.custom.frameworks.torch.kernels.attention_heads import AttentionHeads, TileSize
+from engine.backends.custom.frameworks.torch.kernels.attention_heads import (
+    AttentionHeads,
+    Scratch,
+    TileSize,
+)
 from engine.backends.custom.frameworks.torch.kernels.attention_triton import (
     LONE_PROGRAMS,
     SHARED_FIELDS,
@@ -96,7 +100,7 @@ class InvariantAttention(TritonAttention):
         narrow = heads.head_dim <= WIDE_HEAD and self._group <= SPAN_TILE[0]
         if narrow and dtype != torch.float32 and not heads.in_fp8:
             self._span_tile = SPAN_TILE
-        self.can_share = self._on_hopper = False
+        self.can_share = self._on_hopper = self._decodes_on_hopper = False
         self._tile_tokens = self._prompt_tile[0] // self._group
         assert self._tile_tokens, f"{self._group} heads share a KV head"
 
@@ -109,6 +113,7 @@ class InvariantAttention(TritonAttention):
             self._slopes,
             self._tiles_of,
             self._on_hopper,
+            self._decodes_on_hopper,
             self._group,
             self._tile_tokens,
             self._span_tile,
@@ -116,8 +121,6 @@ class InvariantAttention(TritonAttention):
         )
 
     def reserve(self, rows: int, device: torch.device) -> None:
-        from engine.backends.custom.frameworks.torch.kernels.triton.attention_decode import Scratch
-
         heads = self._heads
         self._reserve_slopes(device)
         if self._scratch is None or len(self._scratch.arrived) < rows:

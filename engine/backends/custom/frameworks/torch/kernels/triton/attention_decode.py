@@ -8,13 +8,16 @@ one launch. If rows share a prefix, a separate kernel merges the results at the 
 
 from collections.abc import Mapping
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from engine.backends.custom.frameworks.torch.device import num_stages
-from engine.backends.custom.frameworks.torch.kernels.attention_heads import AttentionHeads
+from engine.backends.custom.frameworks.torch.kernels.attention_heads import (
+    AttentionHeads,
+    Scratch,
+)
+from engine.backends.custom.frameworks.torch.kernels.cuda import decode as hopper
 from engine.backends.custom.frameworks.torch.kernels.triton.attention_tile import (
     NOTHING_SEEN,
     Tile,
@@ -312,19 +315,21 @@ def decode(
     cache: Tensor,
     out: Tensor,
     arrays: Mapping[str, Tensor],
-    scratch: "Scratch",
+    scratch: Scratch,
     heads: AttentionHeads,
     *,
     window: int,
     slopes: Tensor | None,
     sinks: Tensor | None,
     shares: bool,
+    on_hopper: bool,
     span_tile: Tile,
     shared_tile: Tile,
 ) -> None:
     """Computes the attention of all rows with one query and writes the results to `out`. `arrays`
     has the work lists of the step. `slopes` are in units of scores before their scaling. `shares`
-    says whether the step has work items for shared prefixes.
+    says whether the step has work items for shared prefixes. With `on_hopper`, a CUDA kernel
+    computes the spans.
     """
     kv_heads, compiled_for = cache.shape[3], sizes(q, cache, heads)
     group_block = max(16, triton.next_power_of_2(compiled_for["GROUP"]))
@@ -342,25 +347,30 @@ def decode(
             num_warps=shared_tile.warps,
             num_stages=num_stages(shared_tile.stages),
         )
-    _decode_kernel[(kv_heads, len(arrays["spans"]))](
-        q,
-        cache,
-        out,
-        scratch.partial,
-        scratch.weight,
-        scratch.arrived,
-        *map(arrays.__getitem__, _SPAN_ARRAYS),
-        q if slopes is None else slopes,
-        q if sinks is None else sinks,
-        *scales(heads),
-        GROUP_BLOCK=group_block,
-        BLOCK_N=span_tile.keys,
-        WINDOW=window,
-        MERGES=not shares,
-        **compiled_for,
-        num_warps=span_tile.warps,
-        num_stages=num_stages(span_tile.stages),
-    )
+    if on_hopper:
+        hopper.decode(
+            q, cache, out, arrays, scratch, window=window, scale=heads.scale, merges=not shares
+        )
+    else:
+        _decode_kernel[(kv_heads, len(arrays["spans"]))](
+            q,
+            cache,
+            out,
+            scratch.partial,
+            scratch.weight,
+            scratch.arrived,
+            *map(arrays.__getitem__, _SPAN_ARRAYS),
+            q if slopes is None else slopes,
+            q if sinks is None else sinks,
+            *scales(heads),
+            GROUP_BLOCK=group_block,
+            BLOCK_N=span_tile.keys,
+            WINDOW=window,
+            MERGES=not shares,
+            **compiled_for,
+            num_warps=span_tile.warps,
+            num_stages=num_stages(span_tile.stages),
+        )
     if shares:
         merged_for = {name: compiled_for[name] for name in _MERGE_SIZES}
         _merge_kernel[(kv_heads, len(arrays["partials"]))](
@@ -373,22 +383,3 @@ def decode(
             **merged_for,
             num_warps=2,
         )
-
-
-class Scratch:
-    """Device memory for the partial results of spans. All layers use the same memory, because the
-    attention of one layer finishes before that of the next layer starts.
-    """
-
-    def __init__(
-        self,
-        partials: int,
-        rows: int,
-        heads: int,
-        kv_heads: int,
-        head_dim: int,
-        device: torch.device,
-    ) -> None:
-        self.partial = torch.empty((partials, heads, head_dim), device=device)
-        self.weight = torch.empty((partials, heads), device=device)
-        self.arrived = torch.zeros((rows, kv_heads), dtype=torch.int32, device=device)

@@ -8,7 +8,7 @@ the work lists. Decode cuts the keys of long rows into spans, as `attention_deco
 """
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import triton
@@ -16,7 +16,10 @@ import triton.language as tl
 from torch import Tensor
 
 from engine.backends.custom.frameworks.torch.device import num_stages
-from engine.backends.custom.frameworks.torch.kernels.attention_heads import AttentionHeads
+from engine.backends.custom.frameworks.torch.kernels.attention_heads import (
+    AttentionHeads,
+    Scratch,
+)
 from engine.backends.custom.frameworks.torch.kernels.triton.attention_decode import merged_spans
 from engine.backends.custom.frameworks.torch.kernels.triton.attention_tile import (
     NOTHING_SEEN,
@@ -24,9 +27,6 @@ from engine.backends.custom.frameworks.torch.kernels.triton.attention_tile impor
     normalised,
     scales,
 )
-
-if TYPE_CHECKING:
-    from engine.backends.custom.frameworks.torch.kernels.triton.attention_decode import Scratch
 
 _SPAN_ARRAYS = ("counts", "spans", "partials", "query_start", "seq_lens", "tables")
 _TILE_ARRAYS = ("counts", "tiles", "query_start", "seq_lens", "tables")
@@ -282,7 +282,7 @@ def decode(
     cache: Tensor,
     out: Tensor,
     arrays: Mapping[str, Tensor],
-    scratch: "Scratch",
+    scratch: Scratch,
     heads: AttentionHeads,
     group: int,
     tile: Tile,

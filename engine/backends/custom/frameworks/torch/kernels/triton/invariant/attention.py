@@ -17,10 +17,12 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from engine.backends.custom.frameworks.torch.kernels.attention_heads import AttentionHeads
+from engine.backends.custom.frameworks.torch.kernels.attention_heads import (
+    AttentionHeads,
+    Scratch,
+)
 from engine.backends.custom.frameworks.torch.kernels.invariant.attention import CHUNK
 from engine.backends.custom.frameworks.torch.kernels.triton.attention_decode import (
-    Scratch,
     merge,
     merged_spans,
 )
