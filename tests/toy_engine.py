@@ -112,12 +112,14 @@ class ToyEngine:
         num_window_blocks: int | None = None,  # None: as few as possible
         speculates: bool = False,
         guessed: float | None = None,  # the share of right guesses of a draft model, if any
+        paces: bool = False,
         **kv_options,
     ) -> None:
         self.spec = RunnerSpec(
             *(block_size, num_blocks + 1, max_slots, max_seq_len, VOCAB, depth),
             has_state=has_state,
             num_checkpoints=num_checkpoints,
+            paces=paces,
         )
         if window is not None:
             least = min_window_blocks(window, block_size, 1)

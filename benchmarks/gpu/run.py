@@ -27,7 +27,7 @@ from benchmarks.gpu.workloads import FIGURES, SHAPES, START_FIGURES, workloads
 from benchmarks.machine import machine, machine_line
 from engine.backends.custom.options import EngineOptions
 from engine.backends.custom.tools.profiling import Run
-from engine.backends.custom.worker.main import keep_all
+from engine.core.sandbox.processes import keep_all
 
 START = "start"
 WIDTH = 160  # of the table, even without a terminal

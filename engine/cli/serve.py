@@ -36,6 +36,7 @@ from engine.cli.serve_options import (
     with_engine_options,
 )
 from engine.core import faults
+from engine.core.sandbox.processes import keep_all
 
 if TYPE_CHECKING:
     from socket import socket
@@ -322,8 +323,7 @@ def _run(
     say(f"Loading {server.loading} ...")
 
     def announce(_: float) -> None:
-        gc.freeze()  # exclude everything created so far from garbage collection
-        gc.enable()
+        keep_all()
         # The time is counted from the start of the command, because most of the loading happens
         # before the server starts.
         say(f"Ready in {time.monotonic() - BEGAN_AT:.1f} s at {url}/v1{where}")

@@ -2,9 +2,9 @@
 
 Requests are batched, chunked, served from the cache, preempted, and repeated after a failed step,
 in pools of any size. Half of the engines speculate, half of those with a draft model if there is
-one. Half of all engines have a cache tier. An engine may die, and its requests continue in the next
-one. Each output is compared with that of the request running alone. The result is one line of
-JSON.
+one. Half of all engines keep their steps even, and half have a cache tier. An engine may die, and
+its requests continue in the next one. Each output is compared with that of the request running
+alone. The result is one line of JSON.
 
     python -m tests.property.run_schedules --model toy --schedules 2000 --seed 1
     python -m tests.property.run_schedules --model native --schedules 100 --seed 1
@@ -198,6 +198,7 @@ def shape(rng: random.Random, least_blocks: int, most_blocks: int) -> Shape:
         sharing=rng.random() < 0.8,
         speculates=rng.random() < 0.5,
         has_draft_model=rng.random() < 0.5,
+        paces=rng.random() < 0.5,
     )
 
 

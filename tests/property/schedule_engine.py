@@ -12,6 +12,7 @@ from engine.backends.custom.runtime.groups.adapter_places import AdapterPlaces
 from engine.backends.custom.runtime.kv_cache import KVCache
 from engine.backends.custom.runtime.loop import EngineLoop
 from engine.backends.custom.runtime.model_runner import ModelRunner
+from engine.backends.custom.runtime.pacing import Pacing
 from engine.backends.custom.runtime.radix_cache import RadixCache
 from engine.backends.custom.runtime.scheduler import Scheduler
 from engine.backends.custom.runtime.sequence import ScheduledBatch
@@ -58,6 +59,7 @@ class Shape:
     sharing: bool = True
     speculates: bool = False
     has_draft_model: bool = False
+    paces: bool = False
 
 
 class Engine:
@@ -97,6 +99,8 @@ class Engine:
         self._loop = EngineLoop(
             *(self.scheduler, runner, self.channel, budget, 1000), adapters=adapters
         )
+        if shape.paces:
+            self._loop._pacing = Pacing(budget)
         self.tokens: dict[tuple[str, int], list[int]] = {}
         self.endings: dict[tuple[str, int], str] = {}
 

@@ -74,6 +74,7 @@ class RuntimeMachine(RuleBasedStateMachine):
         window=st.sampled_from([None, None, 1, 3, 6, 17]),
         num_window_blocks=st.integers(1, 40),
         speculates=st.booleans(),
+        paces=st.booleans(),
         guessed=st.sampled_from([None, None, 0.0, 0.8, 1.0]),
         tier_bytes=st.sampled_from([None, None, None, None, 1500, 2**20]),
     )

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks.gpu.engine import BenchEngine, requests_of, shape_source, tokens_of
+from benchmarks.gpu.pacing import Costs, Load, measure
 from benchmarks.gpu.roof import H200, quantized, roof_seconds, weight_bytes
 from benchmarks.gpu.run import Row, best_value, results_table
 from benchmarks.gpu.workloads import FIGURES, SHAPES, Workload, workloads
@@ -147,3 +148,12 @@ def test_float8_halves_the_bytes_of_a_roof() -> None:
         for kinds in (("auto", "auto"), ("fp8", "fp8"))
     )
     assert halved == pytest.approx(plain / 2, rel=1e-3)
+
+
+@pytest.mark.parametrize("varies", [False, True])
+def test_even_steps_have_even_gaps_and_cost_little(varies: bool) -> None:
+    """On a modelled GPU, whose clock is part of the model."""
+    load, costs = Load(96, 128, 128, 3, varies), Costs(1.2e-3, 5e-6, 4e-6, 1e-4)
+    large, even = (measure(load, costs, paces=paces) for paces in (False, True))
+    assert even.gap_ratio < 2
+    assert even.tokens_per_s > 0.95 * large.tokens_per_s

@@ -1,9 +1,13 @@
-"""Starts child processes, and makes sure that they end when their parent does."""
+"""Starts child processes, makes sure that they end when their parent does, and prepares processes
+that live long.
+"""
 
 import contextlib
 import ctypes
+import gc
 import os
 import signal
+import socket
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
@@ -11,6 +15,9 @@ from pathlib import Path
 
 PR_SET_PDEATHSIG = 1
 PR_SET_CHILD_SUBREAPER = 36
+GARBAGE_OBJECTS = 50_000  # number of new objects after which the garbage collector runs
+# The tokens of a thousand streams are some hundred kilobytes per step. The kernel may grant less.
+SEND_BYTES = 2**20
 
 
 def start_child(
@@ -32,6 +39,29 @@ def start_child(
         stderr=output,
         env=env,
     )
+
+
+def socket_pair() -> tuple[socket.socket, socket.socket]:
+    """Sockets between this process and a child. Their send buffers are large, so that a burst of
+    messages does not make the sender wait for a receiver that is busy for a moment.
+    """
+    pair = socket.socketpair()
+    for sock in pair:
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, SEND_BYTES)
+    return pair
+
+
+def keep_all() -> None:
+    """Exempt all existing objects from garbage collection, and make the garbage collector run less
+    often.
+
+    Objects that exist when a process starts to serve live until it ends, so scanning them for
+    garbage wastes time. The many small objects of a step or of an event are freed by reference
+    counting, so they need not trigger collections.
+    """
+    gc.freeze()
+    gc.set_threshold(GARBAGE_OBJECTS)
+    gc.enable()
 
 
 def die_with_parent(parent_pid: int) -> None:

@@ -6,7 +6,6 @@ process asks for it or is gone.
 
 import asyncio
 import contextlib
-import gc
 import logging
 import os
 import signal
@@ -15,7 +14,7 @@ import sys
 
 from engine.backends.custom.ipc.transport import ConnectionClosedError, SocketChannel
 from engine.core.observability.logging import setup_logging
-from engine.core.sandbox.processes import die_with_parent
+from engine.core.sandbox.processes import die_with_parent, keep_all
 from engine.servers.http.protocol import (
     CLOSE_TIMEOUT_S,
     event_loop,
@@ -32,7 +31,6 @@ logger = logging.getLogger("engine.servers.writers.main")
 
 SETUP_TIMEOUT_S = 30.0
 LOAD_INTERVAL_S = 0.5
-GARBAGE_OBJECTS = 50_000  # number of new objects after which the garbage collector runs
 
 
 class WriterProcess:
@@ -115,8 +113,7 @@ def main(socket_fd: int, door_fd: int, parent_pid: int) -> int:
         return 1
     setup_logging(setup.log_level, setup.log_format)
     raise_file_limit()
-    gc.freeze()
-    gc.set_threshold(GARBAGE_OBJECTS)
+    keep_all()
     with asyncio.Runner(loop_factory=event_loop()) as runner:
         runner.run(WriterProcess(setup, sock, door).run())
     return 0

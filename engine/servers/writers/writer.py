@@ -16,7 +16,7 @@ from starlette.types import ASGIApp
 from engine.backends.custom.frontend.vigil import Verdict, Vigil, trouble_of
 from engine.backends.custom.ipc.heartbeat import UNKNOWN_PATIENCE_S, Vitals
 from engine.backends.process import ChildProcess
-from engine.core.sandbox.processes import start_child
+from engine.core.sandbox.processes import socket_pair, start_child
 from engine.servers.writers.exchange import Exchange
 from engine.servers.writers.messages import (
     Blocked,
@@ -76,7 +76,7 @@ class Writer:
         self._door, self._child, self._sock = self._start()
 
     def _start(self) -> tuple[socket.socket, ChildProcess, socket.socket]:
-        ours, theirs = socket.socketpair()
+        ours, theirs = socket_pair()
         door, their_door = socket.socketpair()
         with theirs, their_door:
             fds = (theirs.fileno(), their_door.fileno())

@@ -34,10 +34,17 @@ MUTATIONS = [
     ),
     Mutation(
         "corners: a merged end loses its stop token",
-        "engine.backends.custom.frontend.generation",
+        "engine.backends.custom.frontend.text_reader",
         "        stop_token_id=last.stop_token_id,\n",
         "        stop_token_id=first.stop_token_id,\n",
         "tests/unit/test_generation.py::test_a_merged_backlog_keeps_the_stop_token_of_its_end",
+    ),
+    Mutation(
+        "corners: long gaps cost nothing",
+        "engine.backends.custom.runtime.pacing",
+        "        self._credit -= num_decoding\n",
+        "        pass\n",
+        "tests/unit/test_pacing.py::test_few_gaps_are_long_whatever_arrives",
     ),
     Mutation(
         "corners: large negative values fit float16",

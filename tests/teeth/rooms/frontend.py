@@ -65,7 +65,7 @@ MUTATIONS = [
     ),
     Mutation(
         "frontend: merging a backlog loses log-probabilities",
-        "engine.backends.custom.frontend.generation",
+        "engine.backends.custom.frontend.text_reader",
         "        logprobs=tuple(each for some in scores for each in some) if scores else None,\n",
         "        logprobs=first.logprobs,\n",
         f"{GENERATION_TESTS}::test_a_slow_reader_gets_the_backlog_in_one_piece",

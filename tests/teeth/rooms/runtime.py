@@ -143,28 +143,28 @@ MUTATIONS = [
     ),
     Mutation(
         "runtime: any number of tokens is scored in a step",
-        "engine.backends.custom.runtime.prompt_logprobs",
+        "engine.backends.custom.runtime.samplers.prompt_logprobs",
         "    return max(1, MAX_SCORED - sum(row.num_scored for row in rows))\n",
         "    return MAX_SCORED\n",
         f"{SCORE_TESTS}::test_few_tokens_are_scored_in_a_step_and_everybody_gets_on",
     ),
     Mutation(
         "runtime: a scored token is the one before it",
-        "engine.backends.custom.runtime.prompt_logprobs",
+        "engine.backends.custom.runtime.samplers.prompt_logprobs",
         "row.seq.tokens[row.start + 1 : row.start + 1 + row.num_scored]",
         "row.seq.tokens[row.start : row.start + row.num_scored]",
         f"{SCORE_TESTS}::test_scores_are_the_oracles_however_the_prompt_is_cut",
     ),
     Mutation(
         "runtime: mates' biases go to rows of forced tokens",
-        "engine.backends.custom.runtime.prompt_logprobs",
+        "engine.backends.custom.runtime.samplers.prompt_logprobs",
         "        bias_rows=where[sampling.bias_rows],\n",
         "",
         f"{SCORE_TESTS}::test_mates_draw_as_if_nobody_was_scored_beside_them",
     ),
     Mutation(
         "runtime: a vector is another row's",
-        "engine.backends.custom.runtime.prompt_logprobs",
+        "engine.backends.custom.runtime.samplers.prompt_logprobs",
         "        hidden_rows=where[sampling.hidden_rows],\n",
         "",
         f"{SCORE_TESTS}::test_a_vector_is_its_own_row_behind_scored_ones",
@@ -383,8 +383,8 @@ MUTATIONS = [
     Mutation(
         "runtime: requests of a dead engine catch up token by token",
         "engine.backends.custom.runtime.loop",
-        "0 if scheduler.is_catching_up else scheduler.num_decoding",
-        "scheduler.num_decoding",
+        "if scheduler.is_catching_up:",
+        "if False:",
         f"{RESUMED}::test_all_requests_of_a_dead_engine_catch_up_at_once",
     ),
     Mutation(

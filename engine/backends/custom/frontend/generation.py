@@ -13,14 +13,12 @@ import time
 from collections import deque
 from collections.abc import AsyncGenerator, Callable, Sequence
 
-from msgspec.structs import replace
-
 from engine.backends.base import EventSink, GeneratedFeed
 from engine.backends.custom.frontend.echo import Echo, echoed_tokens
 from engine.backends.custom.frontend.prompts import Prepared
 from engine.backends.custom.frontend.survival import Engine
 from engine.backends.custom.frontend.text_model import TextModel
-from engine.backends.custom.frontend.text_reader import TextReader
+from engine.backends.custom.frontend.text_reader import TextReader, is_plain, merged
 from engine.core.errors import EngineError, InferenceError, error_from_code
 from engine.core.interfaces.backend import (
     Event,
@@ -106,18 +104,23 @@ class Generation(GeneratedFeed):
             self._hand_on(self._sink)
 
     def _pass_on(self, sink: EventSink, items: Sequence[TokenDelta | EngineError]) -> bool:
-        """Short cut for one delta of plain text in the middle of a choice, as most are. Returns
-        False, and does nothing, if the delta is of another kind.
+        """Short cut for plain text in the middle of a choice, as most deltas are. Deltas of several
+        steps become one event. Returns False, and does nothing, if a delta is of another kind.
         """
-        delta = items[0]
-        if len(items) > 1 or not isinstance(delta, TokenDelta) or delta.finish_reason is not None:
+        first = items[0]
+        if not isinstance(first, TokenDelta) or not is_plain(first):
             return False
-        push, ids = self._pushes.get(delta.choice), delta.token_ids
-        if push is None or not ids or delta.num_drafted or delta.logprobs is not None:
+        choice, ids = first.choice, first.token_ids
+        push = self._pushes.get(choice)
+        if push is None:
             return False
+        for item in items[1:]:
+            if not isinstance(item, TokenDelta) or item.choice != choice or not is_plain(item):
+                return False
+            ids += item.token_ids
         self._num_tokens += len(ids)
         try:
-            sink(TextEvent(delta.choice, push(ids), len(ids), None, ids))
+            sink(TextEvent(choice, push(ids), len(ids), None, ids))
         except Exception as error:  # as in `_hand_on`
             self._fail(error)
         return True
@@ -206,7 +209,7 @@ class Generation(GeneratedFeed):
                 break
             run.append(follower)
             self._arrived.popleft()
-        return item if len(run) == 1 else _merged(run)
+        return item if len(run) == 1 else merged(run)
 
     def _take(self, item: TokenDelta | EngineError) -> list[Event]:
         if isinstance(item, EngineError):
@@ -378,22 +381,3 @@ class Generation(GeneratedFeed):
             num_accepted=self._num_accepted,
             has_prediction=bool(self.request.expected),
         )
-
-
-def _merged(run: Sequence[TokenDelta]) -> TokenDelta:
-    """Consecutive deltas of one choice as one delta."""
-    first, last = run[0], run[-1]
-    scores = [delta.logprobs for delta in run if delta.logprobs is not None]
-    return replace(
-        first,
-        token_ids=tuple(token for delta in run for token in delta.token_ids),
-        logprobs=tuple(each for some in scores for each in some) if scores else None,
-        finish_reason=last.finish_reason,
-        stop_token_id=last.stop_token_id,
-        error_code=last.error_code,
-        error_message=last.error_message,
-        timeline=last.timeline,
-        captured=last.captured,
-        num_drafted=sum(delta.num_drafted for delta in run),
-        num_accepted=sum(delta.num_accepted for delta in run),
-    )

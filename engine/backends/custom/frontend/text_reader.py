@@ -1,8 +1,12 @@
-"""Turns the tokens of one choice into text and its parts."""
+"""Joins the deltas of one choice, and turns its tokens into text and its parts."""
+
+from collections.abc import Sequence
+
+from msgspec.structs import replace
 
 from engine.backends.custom.frontend.prompts import Prepared
 from engine.backends.custom.frontend.text_model import TextModel
-from engine.core.interfaces.request import SamplingParams
+from engine.core.interfaces.request import SamplingParams, TokenDelta
 from engine.core.parsing.pieces import Piece
 from engine.core.text.tokenizer import Detokenizer
 
@@ -56,3 +60,32 @@ class TextReader:
     @property
     def num_calls(self) -> int:
         return 0 if self._parser is None else self._parser.num_calls
+
+
+def is_plain(delta: TokenDelta) -> bool:
+    """Whether a delta has tokens in the middle of a choice, and nothing else."""
+    return bool(
+        delta.token_ids
+        and delta.finish_reason is None
+        and delta.logprobs is None
+        and not delta.num_drafted
+    )
+
+
+def merged(run: Sequence[TokenDelta]) -> TokenDelta:
+    """Consecutive deltas of one choice as one delta."""
+    first, last = run[0], run[-1]
+    scores = [delta.logprobs for delta in run if delta.logprobs is not None]
+    return replace(
+        first,
+        token_ids=tuple(token for delta in run for token in delta.token_ids),
+        logprobs=tuple(each for some in scores for each in some) if scores else None,
+        finish_reason=last.finish_reason,
+        stop_token_id=last.stop_token_id,
+        error_code=last.error_code,
+        error_message=last.error_message,
+        timeline=last.timeline,
+        captured=last.captured,
+        num_drafted=sum(delta.num_drafted for delta in run),
+        num_accepted=sum(delta.num_accepted for delta in run),
+    )

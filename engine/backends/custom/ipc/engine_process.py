@@ -8,14 +8,13 @@ once they are known. This module imports nothing heavy, so that it does not dela
 import contextlib
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
 from typing import TYPE_CHECKING
 
 from engine.backends.custom.ipc.heartbeat import Heartbeat, heartbeat_file
-from engine.core.sandbox.processes import start_child
+from engine.core.sandbox.processes import socket_pair, start_child
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -33,7 +32,7 @@ class EngineProcess:
 
     def __init__(self, module: str = WORKER_MODULE) -> None:
         self.has_begun = False
-        self.socket, theirs = socket.socketpair()
+        self.socket, theirs = socket_pair()
         with theirs, heartbeat_file() as file:  # the mapping stays valid after the file is closed
             self.heartbeat = Heartbeat(file.fileno())
             fds = (theirs.fileno(), file.fileno())

@@ -25,8 +25,8 @@ from engine.backends.custom.runtime.model_runner import (
     RunnerSpec,
     SamplingInputs,
 )
-from engine.backends.custom.runtime.prompt_logprobs import with_scores
 from engine.backends.custom.runtime.requests.images import rope_positions
+from engine.backends.custom.runtime.samplers.prompt_logprobs import with_scores
 from engine.backends.custom.runtime.samplers.repetition import logit_biases, with_allowed
 from engine.backends.custom.runtime.sequence import Row, ScheduledBatch, Sequence, packed
 from engine.core.interfaces.request import SamplingParams

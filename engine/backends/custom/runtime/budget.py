@@ -108,11 +108,22 @@ class StepBudget:
             return self._max_tokens
         continuing_s = self._continuing.at(num_decoding)
         spare_s = max(self._target_s - continuing_s, PROMPT_SHARE * continuing_s)
-        affordable = 0.0
-        if self._prompt_s:
-            affordable = min(spare_s * self._prompt_tokens / self._prompt_s, self._max_tokens)
-        wanted = max(num_running + self._min_tokens, num_decoding + int(affordable))
+        wanted = max(self.least(num_running), num_decoding + self.prompt_tokens(spare_s))
         return min(self._max_tokens, wanted)
+
+    def least(self, num_running: int) -> int:
+        """The tokens that every step may have: one for each running sequence, and some prefill."""
+        return min(self._max_tokens, num_running + self._min_tokens)
+
+    def decode_s(self, num_decoding: int) -> float:
+        """The expected seconds of a pure decode step, or 0.0 before the first one."""
+        return self._continuing.at(num_decoding)
+
+    def prompt_tokens(self, seconds: float) -> int:
+        """The number of prompt tokens that can be computed in this time."""
+        if not self._prompt_s:
+            return 0
+        return int(min(seconds * self._prompt_tokens / self._prompt_s, self._max_tokens))
 
     def record(self, num_decoding: int, num_prompt_tokens: int, seconds: float) -> None:
         """Learn from a finished step that had `num_decoding` decode rows and `num_prompt_tokens`

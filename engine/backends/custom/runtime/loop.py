@@ -26,6 +26,7 @@ from engine.backends.custom.runtime.model_runner import (
     RunnerLostError,
     StepOutput,
 )
+from engine.backends.custom.runtime.pacing import Pacing
 from engine.backends.custom.runtime.recovery import Bisection, is_out_of_memory
 from engine.backends.custom.runtime.requests.grammar import Grammars
 from engine.backends.custom.runtime.requests.images import ImageStore
@@ -89,6 +90,8 @@ class EngineLoop:
         adapters: "Callable[[], AdapterPlaces] | None" = None,
     ) -> None:
         self.scheduler = scheduler
+        spec = runner.spec
+        self._pacing = Pacing(budget, spec.step_sizes) if spec.paces else None
         self._runner = runner
         self._channel = channel
         self._budget = budget
@@ -164,10 +167,7 @@ class EngineLoop:
 
     def _step(self) -> None:
         scheduler = self.scheduler
-        # What an engine that died had computed is computed again at full speed, and not in small
-        # parts beside decode. Otherwise the last stream would pause for much longer.
-        num_decoding = 0 if scheduler.is_catching_up else scheduler.num_decoding
-        budget = self._budget.tokens(num_decoding, scheduler.num_running)
+        budget = self._num_tokens()
         drafts = scheduler.speculation
         if drafts is not None and drafts.awaits_tokens and not self._finish_early():
             return
@@ -191,6 +191,17 @@ class EngineLoop:
             raise
         except Exception as error:
             self._recover(batch, error)
+
+    def _num_tokens(self) -> int:
+        """The token budget of the next step."""
+        scheduler = self.scheduler
+        # What an engine that died had computed is computed again at full speed, and not in small
+        # parts beside decode. Otherwise the last stream would pause for much longer.
+        if scheduler.is_catching_up:
+            return self._budget.tokens(0, scheduler.num_running)
+        if self._pacing is not None:
+            return self._pacing.tokens(scheduler.demand)
+        return self._budget.tokens(scheduler.num_decoding, scheduler.num_running)
 
     def _forward(self, batch: ScheduledBatch) -> Forwarded:
         # The heartbeat says after which time the step counts as hung.

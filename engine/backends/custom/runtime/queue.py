@@ -114,6 +114,7 @@ class WaitingLine:
         self._lines: dict[int, dict[str, list[Sequence]]] = {}
         self._share = FairShare()
         self._num_waiting: dict[str, int] = {}  # number of waiting sequences per tenant
+        self.num_prompt_tokens = 0  # of all waiting sequences
 
     def __len__(self) -> int:
         return sum(self._num_waiting.values())
@@ -136,6 +137,7 @@ class WaitingLine:
         if tenant not in self._num_waiting:
             self._share.begin(tenant)
         self._num_waiting[tenant] = self._num_waiting.get(tenant, 0) + 1
+        self.num_prompt_tokens += seq.num_prompt
         line = self._lines.setdefault(seq.priority, {}).setdefault(tenant, [])
         insort(line, seq, key=lambda s: s.arrival)
 
@@ -147,6 +149,7 @@ class WaitingLine:
             if not lines:
                 del self._lines[seq.priority]
         self._num_waiting[seq.tenant] -= 1
+        self.num_prompt_tokens -= seq.num_prompt
         if not self._num_waiting[seq.tenant]:
             del self._num_waiting[seq.tenant]
             self._share.end(self._num_waiting)

@@ -6,6 +6,7 @@ once. Only this module moves sequences between these states.
 
 from collections.abc import Iterator
 from collections.abc import Sequence as Listed
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from engine.backends.custom.runtime.insight.timekeeping import EngineClock, Stopwatch
@@ -19,6 +20,18 @@ from engine.core.interfaces.request import FinishReason, TokenDelta
 
 if TYPE_CHECKING:
     from engine.backends.custom.runtime.interp.reports import Reports
+
+
+@dataclass(frozen=True, slots=True)
+class Demand:
+    """What the sequences of an engine need next. The last two numbers only grow."""
+
+    num_running: int = 0
+    num_decoding: int = 0
+    num_starting: int = 0  # sequences whose prompt is not computed, and that have a slot or get one
+    num_prompt_tokens: int = 0  # of all sequences whose prompt is not computed
+    num_started_tokens: int = 0  # prompt tokens of all sequences that were ever admitted
+    num_new_tokens: int = 0  # all tokens that were ever generated
 
 
 class Roster:
@@ -78,6 +91,20 @@ class Roster:
         return sum(
             seq.num_prompt <= seq.num_computed < seq.num_prompt + seq.max_tokens - 1
             for seq in self._running
+        )
+
+    @property
+    def demand(self) -> Demand:
+        waiting = self._waiting
+        starting = [seq for seq in self._running if seq.num_computed < seq.num_prompt]
+        return Demand(
+            num_running=len(self._running),
+            num_decoding=self.num_decoding,
+            num_starting=len(starting) + min(len(waiting), len(self._free_slots)),
+            num_prompt_tokens=waiting.num_prompt_tokens
+            + sum(seq.num_prompt - seq.num_computed for seq in starting),
+            num_started_tokens=self.num_prompt_tokens - self.num_cached_tokens,
+            num_new_tokens=self.num_generated_tokens,
         )
 
     @property

@@ -21,10 +21,10 @@ from engine.backends.custom.runtime.outputs import (
     token_delta,
     vector_delta,
 )
-from engine.backends.custom.runtime.prompt_logprobs import num_scorable
 from engine.backends.custom.runtime.radix_cache import Match
 from engine.backends.custom.runtime.requests.images import whole_images
 from engine.backends.custom.runtime.roster import Roster
+from engine.backends.custom.runtime.samplers.prompt_logprobs import num_scorable
 from engine.backends.custom.runtime.sequence import (
     Row,
     ScheduledBatch,

@@ -58,7 +58,7 @@ from engine.core.errors import EngineError
 from engine.core.interfaces.request import Examine, Examined, Fatal, Ready, Stop, ToEngine
 from engine.core.observability.logging import setup_logging
 from engine.core.sandbox.examination_child import read_in_fork
-from engine.core.sandbox.processes import die_with_parent, offer_to_be_killed
+from engine.core.sandbox.processes import die_with_parent, keep_all, offer_to_be_killed
 
 if TYPE_CHECKING:
     from engine.backends.custom.runtime.groups.adapter_places import AdapterPlaces
@@ -69,7 +69,6 @@ if TYPE_CHECKING:
 log = logging.getLogger("engine.backends.custom.worker.main")
 
 OPTIONS_TIMEOUT_S = 30.0
-GARBAGE_OBJECTS = 50_000  # number of new objects after which the garbage collector runs
 
 
 def planned(options: EngineOptions) -> EngineOptions:
@@ -308,19 +307,6 @@ def main(
         channel.send(Fatal("INTERNAL_ERROR", f"{type(error).__name__} in the engine; see its log."))
         return 1
     return 0
-
-
-def keep_all() -> None:
-    """Exempt all existing objects from garbage collection, and make the garbage collector run less
-    often.
-
-    Objects that exist after loading live until the process ends, so scanning them for garbage
-    wastes time. The many small objects of a step are freed by reference counting, so they need not
-    trigger collections.
-    """
-    gc.freeze()
-    gc.set_threshold(GARBAGE_OBJECTS)
-    gc.enable()
 
 
 def _read_options(sock: socket.socket) -> EngineOptions:

@@ -1,1 +1,3 @@
-"""Samplers that work on the host, for parameters that no device sampler supports."""
+"""Samplers that work on the host, for parameters that no device sampler supports, and the logprobs
+of prompt tokens.
+"""

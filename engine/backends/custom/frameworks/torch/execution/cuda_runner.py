@@ -60,7 +60,6 @@ class CudaRunner(TorchRunner):
         self, model: Decoder, config: RunnerConfig, device: torch.device, dtype: torch.dtype
     ) -> None:
         super().__init__(model, config, device, dtype)
-        self._spec = replace(self._spec, target_step_s=GPU_STEP_S)
         assert isinstance(self._attention, TritonAttention), self._attention
         self._lists = self._attention
         if device.type == "cuda":
@@ -71,6 +70,9 @@ class CudaRunner(TorchRunner):
         self._max_batch_tokens = config.max_batch_tokens
         self._is_invariant = config.numerics == "invariant"
         self._sizes = StepSizes(config, self._lists, has_state=self._spec.has_state)
+        self._spec = replace(
+            self._spec, target_step_s=GPU_STEP_S, paces=True, step_sizes=self._sizes.tokens
+        )
         num_caches = len(self._cache.caches)
         self._buffers = StepBuffers(config, self._lists, self._sizes, num_caches, device)
         self._lists.reserve(config.max_slots, device)
