@@ -272,7 +272,7 @@ def test_default_numerics_stay_near_float(
     native = kernels()
     rounds_to_bf16 = as_prompt and native.has_bf16(native.instruction_sets()[-1])
     error = float(np.linalg.norm(found - exact) / np.linalg.norm(exact))
-    assert 0 < error < (0.015 if rounds_to_bf16 else 0.045)
+    assert 0 < error < (0.02 if rounds_to_bf16 else 0.045)
 
 
 def test_a_short_question_is_answered_as_in_float(runners: Runners, source: ModelSource) -> None:
