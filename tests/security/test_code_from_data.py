@@ -42,10 +42,12 @@ IMPORTERS = {
 CTYPES_USERS = {
     "backends/custom/frameworks/tinygrad/execution/build.py",
     "backends/custom/frameworks/torch/kernels/cuda/attention.py",
+    "backends/custom/frameworks/torch/kernels/cuda/decode.py",
     "backends/custom/frameworks/torch/kernels/cuda/gated_linear.py",
     "backends/custom/frameworks/torch/kernels/cuda/library.py",
     "core/sandbox/examination_child.py",
     "core/sandbox/processes.py",
+    "finetuning/memory.py",
 }
 FILES = sorted(ROOT.rglob("*.py"))
 # A file without any of these words can break no rule here, so it need not be parsed.

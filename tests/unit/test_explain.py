@@ -7,7 +7,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from engine.backends.custom.runtime import loop
+from engine.backends.custom.runtime import loop, step_runner
 from engine.backends.custom.runtime.insight.timekeeping import BLOCKS, EngineClock, Stopwatch
 from engine.backends.custom.runtime.requests import grammar as grammar_module
 from engine.core.interfaces.backend import UsageEvent
@@ -35,7 +35,9 @@ class ClockedEngine:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, **options: Any) -> None:
         self.now = 100.0
-        monkeypatch.setattr(loop, "time", SimpleNamespace(monotonic=lambda: self.now))
+        clock = SimpleNamespace(monotonic=lambda: self.now)
+        for module in (loop, step_runner):
+            monkeypatch.setattr(module, "time", clock)
         self.toy = ToyEngine(**options)
         self.timelines: dict[str, Timeline] = {}
         forward, send = self.toy.runner.forward, self.toy.channel.send

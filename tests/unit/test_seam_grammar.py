@@ -6,7 +6,7 @@ import time
 import numpy as np
 import pytest
 
-from engine.backends.custom.runtime import prompt_logprobs as prompt_logprobs_module
+from engine.backends.custom.runtime.samplers import prompt_logprobs as prompt_logprobs_module
 from engine.backends.custom.runtime.requests import grammar as grammar_module
 from engine.backends.custom.runtime.requests.grammar import Grammars
 from engine.core.errors import InvalidRequestError
