@@ -6,9 +6,9 @@ import time
 import numpy as np
 import pytest
 
-from engine.backends.custom.runtime.samplers import prompt_logprobs as prompt_logprobs_module
 from engine.backends.custom.runtime.requests import grammar as grammar_module
 from engine.backends.custom.runtime.requests.grammar import Grammars
+from engine.backends.custom.runtime.samplers import prompt_logprobs as prompt_logprobs_module
 from engine.core.errors import InvalidRequestError
 from engine.core.interfaces.request import Abort, Stop
 from tests.toy_engine import ToyEngine
