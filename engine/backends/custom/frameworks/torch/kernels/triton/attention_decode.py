@@ -334,19 +334,7 @@ def decode(
     kv_heads, compiled_for = cache.shape[3], sizes(q, cache, heads)
     group_block = max(16, triton.next_power_of_2(compiled_for["GROUP"]))
     if shares:
-        _shared_kernel[(kv_heads, len(arrays["shared"]))](
-            q,
-            cache,
-            scratch.partial,
-            scratch.weight,
-            *map(arrays.__getitem__, _SHARED_ARRAYS),
-            *scales(heads),
-            BLOCK_M=max(shared_tile.queries, group_block),
-            BLOCK_N=shared_tile.keys,
-            **compiled_for,
-            num_warps=shared_tile.warps,
-            num_stages=num_stages(shared_tile.stages),
-        )
+        _attend_shared(q, cache, arrays, scratch, heads, shared_tile, group_block)
     if on_hopper:
         hopper.decode(
             q, cache, out, arrays, scratch, window=window, scale=heads.scale, merges=not shares
@@ -372,7 +360,6 @@ def decode(
             num_stages=num_stages(span_tile.stages),
         )
     if shares:
-        merged_for = {name: compiled_for[name] for name in _MERGE_SIZES}
         _merge_kernel[(kv_heads, len(arrays["partials"]))](
             out,
             scratch.partial,
@@ -380,6 +367,31 @@ def decode(
             arrays["partials"],
             arrays["query_start"],
             GROUP_BLOCK=group_block,
-            **merged_for,
+            **{name: compiled_for[name] for name in _MERGE_SIZES},
             num_warps=2,
         )
+
+
+def _attend_shared(
+    q: Tensor,
+    cache: Tensor,
+    arrays: Mapping[str, Tensor],
+    scratch: Scratch,
+    heads: AttentionHeads,
+    tile: Tile,
+    group_block: int,
+) -> None:
+    """Attention over the prefixes that rows share. The results go to `scratch`."""
+    _shared_kernel[(cache.shape[3], len(arrays["shared"]))](
+        q,
+        cache,
+        scratch.partial,
+        scratch.weight,
+        *map(arrays.__getitem__, _SHARED_ARRAYS),
+        *scales(heads),
+        BLOCK_M=max(tile.queries, group_block),
+        BLOCK_N=tile.keys,
+        **sizes(q, cache, heads),
+        num_warps=tile.warps,
+        num_stages=num_stages(tile.stages),
+    )
