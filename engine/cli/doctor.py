@@ -47,6 +47,7 @@ _ELSEWHERE = {
     "vllm": "runs in the environment that its option python names",
     "sglang": "runs in the environment that its option python names",
     "openai": "runs wherever its option base_url says",
+    "nodes": "runs on the machines that join with engine node join",
 }
 _PACKAGES = (
     *("torch", "jax", "tinygrad", "transformers"),

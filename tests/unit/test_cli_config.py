@@ -10,7 +10,7 @@ from engine import __version__
 from engine.cli.main import COMMANDS, SYNONYMS, app
 from engine.core.config_schema import setting_keys
 from engine.core.errors import ConfigError
-from engine.core.registry.backend_registry import backend_names
+from engine.core.registry.backend_registry import BUILTIN_BACKENDS, backend_names
 
 SECRET = "correct-horse-battery"
 SPEED = {
@@ -131,6 +131,8 @@ def test_doctor_reports_every_topic_and_the_missing_model() -> None:
     assert model["name"] == "smollm2-135m-instruct"
     assert model["ok"] is False
     assert "engine pull" in model["fix"]
+    of_others = [each["name"] for each in found if "another package" in each["detail"]]
+    assert set(of_others).isdisjoint(BUILTIN_BACKENDS)
 
 
 @pytest.mark.parametrize(
