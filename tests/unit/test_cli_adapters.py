@@ -17,7 +17,7 @@ from engine.cli.main import app
 from engine.cli.serve import parse_adapters
 from engine.core.errors import NotFoundError
 from engine.core.store import adapter_store
-from engine.core.store.hub import PEFT_FILES
+from engine.core.store.checkpoint_files import PEFT_FILES
 from tests.gguf_files import gguf_layout, random_weights, tiny_config, write_gguf
 from tests.lora_files import peft_folder
 from tests.model_site import COMMIT, Page, Site, serve_site
