@@ -13,7 +13,7 @@ from typer.testing import CliRunner
 from engine.backends.custom.adapters.reading import open_adapter, read_adapter
 from engine.backends.custom.conversion.lora_export import export_gguf
 from engine.backends.custom.weights.model import open_model
-from engine.cli.main import app
+from engine.cli.commands import app
 from engine.cli.serve import parse_adapters
 from engine.core.errors import NotFoundError
 from engine.core.store import adapter_store
