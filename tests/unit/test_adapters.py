@@ -206,9 +206,18 @@ def test_host_memory_is_bounded_and_adapters_are_read_again() -> None:
     a, b = test.load("a"), test.load("b")
     assert test.place(b) == 1
     while test.place(a) is None:
-        assert test.places.is_loading
         time.sleep(0.001)
     assert test.reads == ["a", "b", "a"]
+
+
+def test_an_adapter_whose_request_left_while_it_was_loaded_is_counted() -> None:
+    """The engine loop does not go on to look for it, and host memory stays bounded."""
+    test = Places(num_places=1, max_host_bytes=20)
+    assert test.place(AdapterRef("?", "/x/a")) is None
+    while test.places.is_loading:
+        time.sleep(0.001)
+    test.load("b")
+    assert not test.places._loading and len(test.places._host) == 1
 
 
 def test_an_adapter_whose_files_changed_is_refused() -> None:

@@ -96,7 +96,8 @@ class AdapterPlaces:
 
     @property
     def is_loading(self) -> bool:
-        return bool(self._loading)
+        """Whether an adapter is being loaded, or somebody waits to hear of one."""
+        return bool(self._asked) or any(not job.done() for job in self._loading.values())
 
     def begin_pass(self) -> None:
         """Begin to ask for the places of all waiting requests, the oldest request first."""
@@ -158,10 +159,18 @@ class AdapterPlaces:
 
     def _load(self, path: str) -> "Future[_Loaded]":
         if path not in self._loading:
+            self._keep_left()
             if self._thread is None:
                 self._thread = ThreadPoolExecutor(1, "adapters", _stand_back)
             self._loading[path] = self._thread.submit(self._read_and_pack, path)
         return self._loading[path]
+
+    def _keep_left(self) -> None:
+        """Count adapters whose requests ended before they were loaded."""
+        for path, job in list(self._loading.items()):
+            if job.done():
+                with suppress(EngineError):
+                    self._keep(path, job)
 
     def _read_and_pack(self, path: str) -> _Loaded:
         before = identity_of(Path(path))
