@@ -10,8 +10,9 @@ speculation, only its speed does.
 """
 
 import logging
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
+
+import msgspec
 
 from engine.backends.custom.runtime.budget import StepBudget
 from engine.backends.custom.runtime.kv_cache import KVCache
@@ -39,8 +40,7 @@ def speculates(spec: RunnerSpec, setting: str) -> bool:
     return setting != "off" and spec.verifies_drafts and (spec.has_exact_drafts or setting == "on")
 
 
-@dataclass(frozen=True, slots=True)
-class _Terms:
+class _Terms(msgspec.Struct, frozen=True):
     """What the drafts of a step may cost."""
 
     price: float  # of verifying one token, in units of a generated token's cost

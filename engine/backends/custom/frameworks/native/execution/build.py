@@ -3,11 +3,11 @@
 import functools
 import logging
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from itertools import accumulate
 from math import prod
 from typing import TYPE_CHECKING, Any
 
+import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
@@ -191,8 +191,7 @@ def _pack_adapter(
 CachePlaces = tuple[tuple[int, int], ...]
 
 
-@dataclass(frozen=True, slots=True)
-class LoadedModel:
+class LoadedModel(msgspec.Struct, frozen=True):
     """A model of the compiled module with its weights, but without memory and programs."""
 
     native: Any
