@@ -122,6 +122,7 @@ class AdapterPlaces:
             # Requests for the adapter in the oldest place wait, too, so that it becomes free.
             self._reserved = next(iter(self._placed)) if self._reserved is None else self._reserved
             return None
+        self._placed[free] = ""  # if the runner fails, the place has no whole adapter
         self._runner.set_adapter(free, loaded.packed)
         self._placed[free] = ref.key
         self._placed.move_to_end(free)
