@@ -260,11 +260,13 @@ def _keep_examined(path: Path, examination: "Examination") -> None:
 
 
 def _import_server() -> None:
-    """Import the server's modules. This is called while the engine process examines the model
-    file.
+    """Import the server's modules, and prepare its first request. This is called while the engine
+    process examines the model file, for which the server must wait.
     """
-    import engine.backends.custom.app
-    import engine.servers.run  # noqa: F401
+    import engine.backends.custom.app  # noqa: F401
+    from engine.servers.run import prepare_first_request
+
+    prepare_first_request()
 
 
 def _check_no_model(loaded: "LoadedSettings") -> str:

@@ -192,7 +192,7 @@ class HttpServer:
             starting = asyncio.ensure_future(self._services.backend.start())
             try:
                 if not (await asyncio.wait({starting}, timeout=SLOW_START_S))[0]:
-                    await asyncio.to_thread(_prepare_first_request)
+                    await asyncio.to_thread(prepare_first_request)
                     await self._late_routes.add()
                 await starting
             finally:
@@ -256,7 +256,7 @@ class HttpServer:
         self._uvicorn.should_exit = True
 
 
-def _prepare_first_request() -> None:
+def prepare_first_request() -> None:
     """Imports what a library imports at its first use, and builds the checks of bodies."""
     import anyio._backends._asyncio  # noqa: F401
 

@@ -6,6 +6,7 @@ The assertions are on loaded modules, which do not depend on how busy the machin
 import json
 import subprocess
 import sys
+from typing import Any
 
 import pytest
 
@@ -31,7 +32,7 @@ print(json.dumps([failed, sorted({name.split(".")[0] for name in sys.modules})])
 """
 
 
-def run(code: str, *arguments: str) -> list:
+def run(code: str, *arguments: str) -> Any:
     done = subprocess.run(
         [sys.executable, "-c", code, *arguments],
         capture_output=True,
@@ -76,6 +77,13 @@ def test_an_engine_process_loads_nothing_of_its_frontend() -> None:
     frameworks = "engine.backends.custom.frameworks"
     modules = f"engine.backends.custom.worker.main, {frameworks}.native.execution.build"
     assert not loaded_by(f"import {modules}") & frontend
+
+
+def test_an_engine_process_loads_no_random_numbers() -> None:
+    """Only examples of ops need numpy's, whose import takes 10 ms."""
+    build = "engine.backends.custom.frameworks.native.execution.build"
+    code = f"import json, sys, {build}; print(json.dumps('numpy.random' in sys.modules))"
+    assert run(code) is False
 
 
 def test_an_engine_process_is_started_before_anything_heavy_is_loaded() -> None:

@@ -249,7 +249,9 @@ class ModelConfig:
         return LayerConfig(self.sliding_window, self.rope, self.experts is not None)
 
     def _layers_with(self, *mixers: Mixer) -> list[int]:
-        return [i for i in range(self.num_layers) if self.layer(i).mixer in mixers]
+        if not self.layers:  # all are alike
+            return [*range(self.num_layers)] if "attention" in mixers else []
+        return [i for i, layer in enumerate(self.layers) if layer.mixer in mixers]
 
     @property
     def attention_layers(self) -> list[int]:
@@ -271,6 +273,8 @@ class ModelConfig:
         """The distinct RoPE settings of the layers, each once, in the order in which layers first
         use them.
         """
+        if not self.layers:
+            return () if self.rope is None else (self.rope,)
         each = (self.layer(index).rope for index in self.attention_layers)
         return tuple(dict.fromkeys(rope for rope in each if rope is not None))
 

@@ -36,20 +36,20 @@ LATENTS = ((4, 24, 8), (9, 40, 16), (5, 64, 32))
 BLOCK = 16
 
 
-def embed(rng: np.random.Generator) -> Iterator[Example]:
+def embed(rng: "np.random.Generator") -> Iterator[Example]:
     for rows, width in zip(ROWS, WIDTHS, strict=True):
         ids = rng.integers(0, 50, rows).astype(np.int32)
         for scale in (1.0, 0.3):
             yield Example(Lookup(scale), (ids,), (_normal(rng, 50, width),))
 
 
-def position_embed(rng: np.random.Generator) -> Iterator[Example]:
+def position_embed(rng: "np.random.Generator") -> Iterator[Example]:
     for rows, width in zip(ROWS, WIDTHS, strict=True):
         ids = rng.integers(0, 50, rows).astype(np.int32)
         yield Example(NoAttributes(), (ids,), (_normal(rng, 50, width),))
 
 
-def embed_positions(rng: np.random.Generator) -> Iterator[Example]:
+def embed_positions(rng: "np.random.Generator") -> Iterator[Example]:
     for rows, width in zip(ROWS, WIDTHS, strict=True):
         ids = rng.integers(0, 50, (2, rows)).astype(np.int32)
         tables = (_normal(rng, 50, width), _normal(rng, 60, width))
@@ -59,7 +59,7 @@ def embed_positions(rng: np.random.Generator) -> Iterator[Example]:
 
 
 def elementwise(inputs: int) -> Examples:
-    def examples(rng: np.random.Generator) -> Iterator[Example]:
+    def examples(rng: "np.random.Generator") -> Iterator[Example]:
         for rows, width in zip(ROWS, WIDTHS, strict=True):
             values = tuple(_normal(rng, rows, width, spread=3.0) for _ in range(inputs))
             yield Example(NoAttributes(), values)
@@ -67,17 +67,17 @@ def elementwise(inputs: int) -> Examples:
     return examples
 
 
-def scale(rng: np.random.Generator) -> Iterator[Example]:
+def scale(rng: "np.random.Generator") -> Iterator[Example]:
     for rows, width in zip(ROWS, WIDTHS, strict=True):
         yield Example(Scale(0.22), (_normal(rng, rows, width),))
 
 
-def softcap(rng: np.random.Generator) -> Iterator[Example]:
+def softcap(rng: "np.random.Generator") -> Iterator[Example]:
     for rows, width in zip(ROWS, WIDTHS, strict=True):
         yield Example(Softcap(2.5), (_normal(rng, rows, width, spread=3.0),))
 
 
-def linear(rng: np.random.Generator) -> Iterator[Example]:
+def linear(rng: "np.random.Generator") -> Iterator[Example]:
     for rows in ROWS:
         for out, width in ((16, 32), (33, 70), (100, 64)):
             matrix = _normal(rng, out, width, spread=0.1)
@@ -85,57 +85,57 @@ def linear(rng: np.random.Generator) -> Iterator[Example]:
             yield Example(NoAttributes(), (_normal(rng, rows, width),), (matrix, _normal(rng, out)))
 
 
-def rms_norm(rng: np.random.Generator) -> Iterator[Example]:
+def rms_norm(rng: "np.random.Generator") -> Iterator[Example]:
     for rows, width in zip(ROWS, WIDTHS, strict=True):
         yield Example(Normalize(1e-5), (_normal(rng, rows, width),), (_normal(rng, width),))
 
 
-def add_norm(rng: np.random.Generator) -> Iterator[Example]:
+def add_norm(rng: "np.random.Generator") -> Iterator[Example]:
     for rows, width in zip(ROWS, WIDTHS, strict=True):
         pair = (_normal(rng, rows, width), _normal(rng, rows, width))
         yield Example(Normalize(1e-5), pair, (_normal(rng, width),))
 
 
-def layer_norm(rng: np.random.Generator) -> Iterator[Example]:
+def layer_norm(rng: "np.random.Generator") -> Iterator[Example]:
     for rows, width in zip(ROWS, WIDTHS, strict=True):
         for count in (1, 2):
             weights = tuple(_normal(rng, width) for _ in range(count))
             yield Example(Normalize(1e-5), (_normal(rng, rows, width) + 2,), weights)
 
 
-def head_norm(rng: np.random.Generator) -> Iterator[Example]:
+def head_norm(rng: "np.random.Generator") -> Iterator[Example]:
     for rows, (heads, _, size) in zip(ROWS, HEADS, strict=True):
         yield Example(
             HeadNorm(heads, size, 1e-6), (_normal(rng, rows, heads * size),), (_normal(rng, size),)
         )
 
 
-def rope(rng: np.random.Generator) -> Iterator[Example]:
+def rope(rng: "np.random.Generator") -> Iterator[Example]:
     for rows, (heads, _, size) in zip(ROWS, HEADS, strict=True):
         for dim in (size, size // 2):
             x = _normal(rng, rows, heads * size)
             yield Example(Rope(heads, size, dim), (x, *_rotations(rng, rows, dim)))
 
 
-def columns(rng: np.random.Generator) -> Iterator[Example]:
+def columns(rng: "np.random.Generator") -> Iterator[Example]:
     for rows, width in zip(ROWS, WIDTHS, strict=True):
         yield Example(Columns(width // 4, width // 2), (_normal(rng, rows, width),))
 
 
-def gather_rows(rng: np.random.Generator) -> Iterator[Example]:
+def gather_rows(rng: "np.random.Generator") -> Iterator[Example]:
     for rows, width in zip(ROWS, WIDTHS, strict=True):
         picked = np.arange(0, rows, 2, dtype=np.int32)
         yield Example(NoAttributes(), (_normal(rng, rows, width), picked))
 
 
-def kv_write(rng: np.random.Generator) -> Iterator[Example]:
+def kv_write(rng: "np.random.Generator") -> Iterator[Example]:
     for rows, (_, kv_heads, size) in zip(ROWS, HEADS, strict=True):
         cache = np.zeros((4, BLOCK, 2, kv_heads, size), np.float32)
         keys, values = (_normal(rng, rows, kv_heads * size) for _ in range(2))
         yield Example(KvWrite(0, kv_heads, size), (cache, keys, values, _slots(rng, rows)))
 
 
-def attention(rng: np.random.Generator) -> Iterator[Example]:
+def attention(rng: "np.random.Generator") -> Iterator[Example]:
     """Batches of three sequences. The first sequence has a decode token, the second a whole prompt,
     and the third a later chunk of a prompt.
     """
@@ -165,7 +165,7 @@ def attention(rng: np.random.Generator) -> Iterator[Example]:
     yield from latent_attention(rng)
 
 
-def latent_attention(rng: np.random.Generator) -> Iterator[Example]:
+def latent_attention(rng: "np.random.Generator") -> Iterator[Example]:
     """The batches of `attention`, over a cache without values."""
     for heads, latent, rope_dim in LATENTS:
         positions = np.concatenate(([40], np.arange(19), np.arange(20, 33))).astype(np.int32)
@@ -183,7 +183,7 @@ def latent_attention(rng: np.random.Generator) -> Iterator[Example]:
         )
 
 
-def head_linear(rng: np.random.Generator) -> Iterator[Example]:
+def head_linear(rng: "np.random.Generator") -> Iterator[Example]:
     for rows, (heads, size, rope_dim) in zip(ROWS, LATENTS, strict=True):
         for out in (8, 33):
             matrix = _normal(rng, heads, out, size, spread=0.1)
@@ -194,7 +194,7 @@ def head_linear(rng: np.random.Generator) -> Iterator[Example]:
             yield Example(HeadLinear(heads, rope_dim), (x, *rotations), (matrix,))
 
 
-def latent_write(rng: np.random.Generator) -> Iterator[Example]:
+def latent_write(rng: "np.random.Generator") -> Iterator[Example]:
     for rows, (_, latent, rope_dim) in zip(ROWS, LATENTS, strict=True):
         size = latent + rope_dim
         x, cache = _normal(rng, rows, size), np.zeros((4, BLOCK, 1, 1, size), np.float32)
@@ -204,13 +204,13 @@ def latent_write(rng: np.random.Generator) -> Iterator[Example]:
         yield Example(attributes, arrays, (_normal(rng, latent),))
 
 
-def mean_rows(rng: np.random.Generator) -> Iterator[Example]:
+def mean_rows(rng: "np.random.Generator") -> Iterator[Example]:
     for rows, width in zip(ROWS, WIDTHS, strict=True):
         last = np.array([0, rows // 2, rows - 1] if rows > 2 else [rows - 1], np.int32)
         yield Example(NoAttributes(), (_normal(rng, rows, width), last))
 
 
-def projection(rng: np.random.Generator) -> Iterator[Example]:
+def projection(rng: "np.random.Generator") -> Iterator[Example]:
     plain, gate = Projection(), Projection(parts=2, activation="silu", gated=True)
     everything = Projection(3, "layer", norm_bias=True, eps=1e-5, has_bias=True, residual=True)
     for attributes, sizes in (
@@ -234,7 +234,7 @@ def projection(rng: np.random.Generator) -> Iterator[Example]:
             yield Example(attributes, inputs, tuple(weights))
 
 
-def rope_write(rng: np.random.Generator) -> Iterator[Example]:
+def rope_write(rng: "np.random.Generator") -> Iterator[Example]:
     for rows, (heads, kv_heads, size) in zip(ROWS, HEADS, strict=True):
         for dim, normed, whole in (
             (size, True, False),
@@ -260,7 +260,7 @@ ROUTINGS = (
 )
 
 
-def route(rng: np.random.Generator) -> Iterator[Example]:
+def route(rng: "np.random.Generator") -> Iterator[Example]:
     for rows in ROWS:
         for count, routing in ROUTINGS:
             logits = _normal(rng, rows, count)
@@ -268,7 +268,7 @@ def route(rng: np.random.Generator) -> Iterator[Example]:
             yield Example(routing, (logits,), (_normal(rng, count, spread=0.1),))
 
 
-def experts(rng: np.random.Generator) -> Iterator[Example]:
+def experts(rng: "np.random.Generator") -> Iterator[Example]:
     for rows in ROWS:
         for (count, routing), has_bias in zip(ROUTINGS, (False, True, False, True), strict=True):
             width, inner = 48, 40
@@ -286,20 +286,20 @@ def experts(rng: np.random.Generator) -> Iterator[Example]:
             yield Example(added, (x, weights, stream), matrices + biases)
 
 
-def gate_rows(rng: np.random.Generator) -> Iterator[Example]:
+def gate_rows(rng: "np.random.Generator") -> Iterator[Example]:
     for rows, width in zip(ROWS, WIDTHS, strict=True):
         for gates in (1, width):
             yield Example(NoAttributes(), (_normal(rng, rows, width), _normal(rng, rows, gates)))
 
 
-def _normal(rng: np.random.Generator, *shape: int, spread: float = 1.0) -> F32:
+def _normal(rng: "np.random.Generator", *shape: int, spread: float = 1.0) -> F32:
     return rng.normal(0, spread, shape).astype(np.float32)
 
 
-def _rotations(rng: np.random.Generator, rows: int, dim: int) -> tuple[F32, F32]:
+def _rotations(rng: "np.random.Generator", rows: int, dim: int) -> tuple[F32, F32]:
     angles = rng.uniform(0, 300, (rows, dim // 2))
     return np.cos(angles).astype(np.float32), np.sin(angles).astype(np.float32)
 
 
-def _slots(rng: np.random.Generator, rows: int) -> Array:
+def _slots(rng: "np.random.Generator", rows: int) -> Array:
     return rng.permutation(4 * BLOCK)[:rows].astype(np.int64)

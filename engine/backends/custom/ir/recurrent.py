@@ -15,7 +15,15 @@ from numpy.typing import NDArray
 
 from engine.backends.custom.architectures.base import ModelConfig
 from engine.backends.custom.architectures.hybrids.states import MixerSizes, StateConfig
-from engine.backends.custom.ir.types import Array, Cost, Counts, Example, ShapeError, Value
+from engine.backends.custom.ir.types import (
+    Array,
+    Cost,
+    Counts,
+    Example,
+    Examples,
+    ShapeError,
+    Value,
+)
 
 F32 = NDArray[np.float32]
 F64 = NDArray[np.float64]
@@ -224,12 +232,12 @@ _EXAMPLES: dict[str, tuple[StateConfig, ...]] = {
 
 def examples(
     mixer: Literal["conv", "mamba2", "delta"],
-) -> Callable[[np.random.Generator], Iterator[Example]]:
+) -> Examples:
     """Batches of three sequences: a decode token, a whole prompt, and a later chunk of a prompt. In
     a native batch, the decode tokens of a sequence may come before its prompt.
     """
 
-    def generate(rng: np.random.Generator) -> Iterator[Example]:
+    def generate(rng: "np.random.Generator") -> Iterator[Example]:
         for hidden_size, settings in zip((24, 40), _EXAMPLES[mixer], strict=True):
             attributes = Recurrence(mixer, 0, hidden_size, settings, 1e-5)
             positions = np.concatenate(([40], np.arange(7), np.arange(20, 33))).astype(np.int32)

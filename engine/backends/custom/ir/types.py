@@ -98,7 +98,7 @@ class Example(msgspec.Struct, frozen=True):
 Infer = Callable[[Any, Sequence[Value], Sequence[Value]], Value]
 Reference = Callable[[Any, Sequence[Array], Sequence[Array]], Array]
 Price = Callable[[Any, Sequence[Value], Sequence[Value], Counts], Cost]
-Examples = Callable[[np.random.Generator], Iterator[Example]]
+Examples = Callable[["np.random.Generator"], Iterator[Example]]  # quoted: its import takes time
 
 
 class Op(msgspec.Struct, frozen=True):

@@ -12,7 +12,6 @@ import shutil
 import time
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import astuple
 from pathlib import Path
 
 import msgspec
@@ -134,7 +133,7 @@ def cache_key(
     if None in files:
         return None
     stored = [
-        (weight.spec.name, weight.tensor.name, weight.tensor.dtype, astuple(weight.transform))
+        (weight.spec.name, weight.tensor.name, weight.tensor.dtype, repr(weight.transform))
         for weight in source.weights.values()
     ]
     facts = {
