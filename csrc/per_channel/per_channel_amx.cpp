@@ -10,7 +10,7 @@
 // followed by one dequantization scale per row. Values past the last column or row are zero.
 #include "base/dispatch.h"
 #include "matmul/epilogue_avx512.h"
-#include "matmul/tile_block_amx.h"
+#include "matmul_amx/tile_block_amx.h"
 #include "per_channel/rotation_avx512.h"
 
 namespace engine {

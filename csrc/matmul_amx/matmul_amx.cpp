@@ -8,7 +8,7 @@
 #include "base/dispatch.h"
 #include "matmul/dequantize_avx512.h"
 #include "matmul/epilogue_avx512.h"
-#include "matmul/tile_block_amx.h"
+#include "matmul_amx/tile_block_amx.h"
 
 namespace engine {
 namespace {
