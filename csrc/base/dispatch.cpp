@@ -64,8 +64,8 @@ bool has_avx512_bf16() {
     return has_avx512() && has(cpuid(7, 1).eax, 5);
 }
 
-// The CPU must have AMX tiles with bfloat16 arithmetic, and VBMI, which all such CPUs have. On Linux, a process must also ask for permission to
-// use the tile registers.
+// The CPU must have AMX tiles with bfloat16 arithmetic, and VBMI, which all such CPUs have. On Linux, a process
+// must also ask for permission to use the tile registers.
 bool has_amx() {
     Registers seven = cpuid(7, 0);
     bool tiles_of_bf16 = has(seven.edx, 22) && has(seven.edx, 24) && has(seven.ecx, 1);
