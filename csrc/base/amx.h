@@ -17,8 +17,7 @@ struct alignas(64) TileConfig {
 // releases them, because a configured tile state slows down other code.
 class TileScope {
   public:
-    TileScope() {
-        static constexpr TileConfig config;
+    explicit TileScope(const TileConfig& config = TileConfig()) {
         __asm__ volatile("ldtilecfg %0" ::"m"(config));
     }
     ~TileScope() { __asm__ volatile("tilerelease" ::: "memory"); }
@@ -56,6 +55,12 @@ ENGINE_INLINE void tile_multiply_bf16() {
 template <int kSums, int kRows, int kFours>
 ENGINE_INLINE void tile_multiply_int8() {
     __asm__ volatile("tdpbssd %%tmm%c0, %%tmm%c1, %%tmm%c2" ::"i"(kFours), "i"(kRows), "i"(kSums));
+}
+
+// The same for signed rows and unsigned quadruples.
+template <int kSums, int kRows, int kFours>
+ENGINE_INLINE void tile_multiply_mixed() {
+    __asm__ volatile("tdpbsud %%tmm%c0, %%tmm%c1, %%tmm%c2" ::"i"(kFours), "i"(kRows), "i"(kSums));
 }
 
 }  // namespace

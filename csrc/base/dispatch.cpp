@@ -64,11 +64,11 @@ bool has_avx512_bf16() {
     return has_avx512() && has(cpuid(7, 1).eax, 5);
 }
 
-// The CPU must have AMX tiles with bfloat16 arithmetic. On Linux, a process must also ask for permission to
-// use the tile registers.
+// The CPU must have AMX tiles with bfloat16 arithmetic, and VBMI, which all such CPUs have. On Linux, a process
+// must also ask for permission to use the tile registers.
 bool has_amx() {
     Registers seven = cpuid(7, 0);
-    bool tiles_of_bf16 = has(seven.edx, 22) && has(seven.edx, 24);
+    bool tiles_of_bf16 = has(seven.edx, 22) && has(seven.edx, 24) && has(seven.ecx, 1);
     if (!has_avx512_bf16() || !tiles_of_bf16 || (enabled_states() & 0x60000) != 0x60000) return false;
 #if defined(__linux__)
     constexpr int kRequestPermission = 0x1023, kTileData = 18;
@@ -158,7 +158,10 @@ KernelSet find_kernels() {
     amx = avx512_bf16;
     fill_matmul_amx(amx);
     fill_attention_amx(amx);
-    if (has_int8_tiles()) fill_per_channel_amx(amx);
+    if (has_int8_tiles()) {
+        fill_matmul_int8_amx(amx);
+        fill_per_channel_amx(amx);
+    }
     add(amx, "amx");
 #elif defined(__aarch64__)
     static Kernels neon{}, i8mm{}, neon_bf16{};

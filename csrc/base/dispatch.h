@@ -24,6 +24,7 @@ void fill_attention_avx512(Kernels& table);
 void fill_attention_avx512bf16(Kernels& table);
 void fill_recurrent_avx512(Kernels& table);
 void fill_matmul_amx(Kernels& table);
+void fill_matmul_int8_amx(Kernels& table);
 void fill_requantize_avx2(Kernels& table);
 void fill_per_channel_avx512(Kernels& table);
 void fill_per_channel_amx(Kernels& table);

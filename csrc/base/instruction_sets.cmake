@@ -27,7 +27,7 @@ endif()
 # GCC 12 takes the "undefined" operands of its own intrinsics for a mistake of ours.
 set(AVX512_FLAGS ${AVX2_FLAGS} -Wno-uninitialized -Wno-maybe-uninitialized -mavx512f -mavx512bw -mavx512vl -mavx512dq -mavx512vnni)
 set(AVX512BF16_FLAGS ${AVX512_FLAGS} -mavx512bf16)
-set(AMX_FLAGS ${AVX512BF16_FLAGS} -mamx-tile -mamx-bf16 -mamx-int8)
+set(AMX_FLAGS ${AVX512BF16_FLAGS} -mavx512vbmi -mamx-tile -mamx-bf16 -mamx-int8)
 set(NEON_FLAGS ${OPTIMIZATION} -march=armv8.2-a+dotprod+fp16 -mtune=neoverse-n1)
 set(I8MM_FLAGS ${OPTIMIZATION} -march=armv8.2-a+dotprod+fp16+i8mm -mtune=neoverse-v1)
 set(NEONBF16_FLAGS ${OPTIMIZATION} -march=armv8.2-a+dotprod+fp16+i8mm+bf16 -mtune=neoverse-v1)

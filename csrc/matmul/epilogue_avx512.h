@@ -26,19 +26,23 @@ ENGINE_INLINE __m512 add_bias(const Epilogue& to, int panel, int row, __m512 sum
     return to.bias ? _mm512_add_ps(sum, _mm512_loadu_ps(to.bias + panel * kPanelRows)) : sum;
 }
 
+// SiLU is x / (1 + exp(-x)). It is computed with a reciprocal estimate and one Newton step, which costs half as
+// much as a division. The min keeps the estimate a normal number. NaN is the second operand of the min, which
+// returns it unchanged.
+ENGINE_INLINE __m512 silu(__m512 x) {
+    const __m512 one = _mm512_set1_ps(1.0f);
+    __m512 power = vexp(_mm512_sub_ps(_mm512_setzero_ps(), x));
+    __m512 divisor = _mm512_add_ps(_mm512_min_ps(_mm512_set1_ps(0x1p125f), power), one);
+    __m512 inverse = _mm512_rcp14_ps(divisor);
+    __m512 miss = _mm512_fnmadd_ps(divisor, inverse, one);
+    return _mm512_mul_ps(x, _mm512_fmadd_ps(inverse, miss, inverse));
+}
+
 static inline __m512 activate(Activation activation, __m512 x) {
     const __m512 one = _mm512_set1_ps(1.0f), half = _mm512_mul_ps(_mm512_set1_ps(0.5f), x);
     switch (activation) {
-        case Activation::Silu: {
-            // SiLU is x / (1 + exp(-x)). It is computed with a reciprocal estimate and one Newton
-            // step, which costs half as much as a division. The min keeps the estimate a normal
-            // number. NaN is the second operand of the min, which returns it unchanged.
-            __m512 power = vexp(_mm512_sub_ps(_mm512_setzero_ps(), x));
-            __m512 divisor = _mm512_add_ps(_mm512_min_ps(_mm512_set1_ps(0x1p125f), power), one);
-            __m512 inverse = _mm512_rcp14_ps(divisor);
-            __m512 miss = _mm512_fnmadd_ps(divisor, inverse, one);
-            return _mm512_mul_ps(x, _mm512_fmadd_ps(inverse, miss, inverse));
-        }
+        case Activation::Silu:
+            return silu(x);
         case Activation::Gelu: {
             __m512 inner = _mm512_mul_ps(x, _mm512_set1_ps(0.70710678f));
             return _mm512_fmadd_ps(half, verf(inner), half);
@@ -117,6 +121,35 @@ ENGINE_INLINE void store_pair_row(const PairOutput& pair, int row, __m512 first,
     if (pair.to.gated) return store_gated_row(pair.to, pair.panel / 2, row, pair.lanes[0], first, second);
     store_row(pair.to, pair.panel, row, pair.lanes[0], first);
     if (!pair.is_single) store_row(pair.to, pair.panel + 1, row, pair.lanes[1], second);
+}
+
+// Calls f with a function that does what `store_pair_row` does, for the rows of one pair. The two most frequent
+// epilogues have functions without branches, and their activation is inlined.
+template <class F>
+ENGINE_INLINE void with_store(const PairOutput& pair, F f) {
+    const Epilogue& to = pair.to;
+    const size_t stride = size_t(to.stride);
+    const bool is_whole = pair.lanes[0] == 0xffff && !to.bias && !to.delta;
+    if (is_whole && to.gated && to.activation == Activation::Silu && !to.residual) {
+        float* out = to.out + size_t(pair.panel / 2) * kPanelRows;
+        return f([=](int row, __m512 gate, __m512 up) __attribute__((always_inline)) {
+            _mm512_storeu_ps(out + size_t(row) * stride, _mm512_mul_ps(silu(gate), up));
+        });
+    }
+    if (is_whole && !to.gated && to.activation == Activation::None && !pair.is_single &&
+        pair.lanes[1] == 0xffff) {
+        float* out = to.out + size_t(pair.panel) * kPanelRows;
+        const __mmask16 adds = to.residual ? 0xffff : 0;
+        return f([=](int row, __m512 first, __m512 second) __attribute__((always_inline)) {
+            float* at = out + size_t(row) * stride;
+            _mm512_storeu_ps(at, _mm512_mask_add_ps(first, adds, first, _mm512_maskz_loadu_ps(adds, at)));
+            _mm512_storeu_ps(
+                at + kPanelRows,
+                _mm512_mask_add_ps(second, adds, second, _mm512_maskz_loadu_ps(adds, at + kPanelRows)));
+        });
+    }
+    f([&](int row, __m512 first, __m512 second)
+          __attribute__((always_inline)) { store_pair_row(pair, row, first, second); });
 }
 
 }  // namespace

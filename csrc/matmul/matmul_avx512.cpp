@@ -14,44 +14,10 @@
 #include "matmul/matmul_avx512.h"
 
 #include "base/dispatch.h"
-#include "base/with_layout.h"
 #include "matmul/outliers.h"
 
 namespace engine {
 namespace {
-
-// 32 activations of a row, quantized to int8.
-struct InputGroup {
-    int32_t values[8];  // each holds four int8 values
-    float scale;        // its two low bits are zero, so that `shift` is exact
-    float shift;        // -kRoundShift * scale
-    float sum;          // scale * sum of the 32 values
-    float first_sum;    // scale * sum of the first 16 values
-};
-
-// Returns values [16 * Half + 4 * quad, 16 * Half + 4 * quad + 4) of a group, for 16 channels, as
-// unsigned bytes.
-template <Layout L, int Half>
-ENGINE_INLINE __m512i four_values(const uint8_t* group, int quad) {
-    if constexpr (!is_4_bit(L)) return _mm512_load_si512(group + 64 * (4 * Half + quad));
-    __m512i both = _mm512_load_si512(group + 64 * quad);
-    return _mm512_and_si512(Half ? _mm512_srli_epi16(both, 4) : both, _mm512_set1_epi8(15));
-}
-
-struct Scales {
-    __m512 scale, minimum;
-};
-
-// Returns the scales and minima of 16 channels in group `index`. `half` selects the half of the
-// group in layouts with two scales per group; otherwise it is 0.
-template <Layout L>
-ENGINE_INLINE Scales load_scales(const uint8_t* panel, int groups, int index, int half) {
-    const uint8_t* at = panel + size_t(index) * group_bytes(L) + (is_4_bit(L) ? 256 : 512) + 32 * half;
-    if constexpr (L == Layout::Q8) at = panel + size_t(groups) * group_bytes(L) + 32 * index;
-    __m512 scale = load_halves(at);
-    if constexpr (has_minima(L)) return {scale, load_halves(at + (scales_per_group(L) == 2 ? 64 : 32))};
-    return {scale, _mm512_mul_ps(scale, _mm512_set1_ps(-128.0f))};
-}
 
 // In each lane, adds to `dots` the dot product of four bytes and `word`. It is inline assembly: one
 // instruction with a broadcast operand. The intrinsic would compile to a load, a broadcast and a

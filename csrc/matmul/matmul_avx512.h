@@ -1,8 +1,9 @@
-// Loop order of the AVX-512 GEMM. Rows of activations are processed in passes. The activations of a
+// Operands and loop order of the AVX-512 GEMM. Rows of activations are processed in passes. The activations of a
 // pass stay in the L2 cache while one panel after the other is multiplied by them. Within a pass,
 // rows are processed in blocks whose accumulators fit into registers.
 #pragma once
 #include "base/unroll.h"
+#include "base/with_layout.h"
 #include "matmul/epilogue_avx512.h"
 #include "vector/vector_math_avx512.h"
 
@@ -35,6 +36,39 @@ struct InputRows {
     }
 };
 
+// 32 activations of a row, quantized to int8.
+struct InputGroup {
+    int32_t values[8];  // each holds four int8 values
+    float scale;        // its two low bits are zero, so that `shift` is exact
+    float shift;        // -kRoundShift * scale
+    float sum;          // scale * sum of the 32 values
+    float first_sum;    // scale * sum of the first 16 values
+};
+
+// Returns values [16 * Half + 4 * quad, 16 * Half + 4 * quad + 4) of a group, for 16 channels, as
+// unsigned bytes.
+template <Layout L, int Half>
+ENGINE_INLINE __m512i four_values(const uint8_t* group, int quad) {
+    if constexpr (!is_4_bit(L)) return _mm512_load_si512(group + 64 * (4 * Half + quad));
+    __m512i both = _mm512_load_si512(group + 64 * quad);
+    return _mm512_and_si512(Half ? _mm512_srli_epi16(both, 4) : both, _mm512_set1_epi8(15));
+}
+
+struct Scales {
+    __m512 scale, minimum;
+};
+
+// Returns the scales and minima of 16 channels in group `index`. `half` selects the half of the
+// group in layouts with two scales per group; otherwise it is 0.
+template <Layout L>
+ENGINE_INLINE Scales load_scales(const uint8_t* panel, int groups, int index, int half) {
+    const uint8_t* at = panel + size_t(index) * group_bytes(L) + (is_4_bit(L) ? 256 : 512) + 32 * half;
+    if constexpr (L == Layout::Q8) at = panel + size_t(groups) * group_bytes(L) + 32 * index;
+    __m512 scale = load_halves(at);
+    if constexpr (has_minima(L)) return {scale, load_halves(at + (scales_per_group(L) == 2 ? 64 : 32))};
+    return {scale, _mm512_mul_ps(scale, _mm512_set1_ps(-128.0f))};
+}
+
 // A function that multiplies a block of rows by one panel and writes sums[row][16]. `prefetch` is
 // set for the first block of rows, which reads the panel from memory rather than from the cache.
 using Dot = void (*)(const uint8_t* panel, const uint8_t* input, size_t stride, int groups, bool prefetch,
@@ -52,13 +86,16 @@ struct GemmKernel {
                          uint8_t* scratch);
 };
 
-ENGINE_INLINE void store_block(const MatmulJob& job, int unit, int first, int size, const float* sums) {
+// Applies the epilogue to rows [first, first + size). `sums` holds those of the first panel of the unit. Those of
+// the second panel follow after `apart` rows, if the epilogue is gated.
+ENGINE_INLINE void store_block(const MatmulJob& job, int unit, int first, int size, const float* sums,
+                               int apart) {
     const Epilogue& to = job.epilogue;
     const __mmask16 lanes = output_lanes(job, unit);
     for (int row = 0; row < size; row++) {
         __m512 sum = _mm512_load_ps(sums + row * kPanelRows);
         if (to.gated) {
-            __m512 up = _mm512_load_ps(sums + (kBlockRows + row) * kPanelRows);
+            __m512 up = _mm512_load_ps(sums + (apart + row) * kPanelRows);
             store_gated_row(to, unit, first + row, lanes, sum, up);
         } else {
             store_row(to, unit, first + row, lanes, sum);
@@ -88,7 +125,7 @@ static void run_unit(const MatmulJob& job, const GemmKernel& kernel, int unit, i
             kernel.dots[size - 1](sources[i], input, kernel.row_bytes, groups,
                                   block == 0 && !kernel.dequantize, sums + i * kBlockRows * kPanelRows);
         if (kernel.add_outliers) kernel.add_outliers(job, unit, block == 0, row, size, sums, scratch);
-        store_block(job, unit, row, size, sums);
+        store_block(job, unit, row, size, sums, kBlockRows);
         row += size;
     }
 }

@@ -10,7 +10,7 @@
 // followed by one dequantization scale per row. Values past the last column or row are zero.
 #include "base/dispatch.h"
 #include "matmul/epilogue_avx512.h"
-#include "matmul/tile_block_amx.h"
+#include "matmul_amx/tile_block_amx.h"
 #include "per_channel/rotation_avx512.h"
 
 namespace engine {
@@ -43,16 +43,22 @@ size_t packed_bytes(int rows, int columns) {
     return size_t(div_up(rows, kTileRows)) * PackedRows(columns).bytes();
 }
 
-// Packs one row. The row is rotated twice, first to find its scale, then to quantize it, so that no
-// buffer is needed. If the row contains NaN or infinity, its scale is not finite, and neither is
-// any result of the row.
+constexpr int kBufferedColumns = 4096;  // a longer row is rotated twice, so that no large buffer is needed
+
+// Packs one row. It is rotated to find its scale, then quantized. If the row contains NaN or infinity, its
+// scale is not finite, and neither is any result of the row.
 void pack_row(const float* x, int columns, uint8_t* out, float* scale) {
-    const RowScale quantized = row_scale(rotated_absmax(x, columns));
+    alignas(64) float buffer[kBufferedColumns];
+    const bool is_buffered = columns <= kBufferedColumns;
+    const RowScale quantized = row_scale(rotated_absmax(x, columns, is_buffered ? buffer : nullptr));
     *scale = quantized.scale;
     const __m512 inverse = _mm512_set1_ps(quantized.inverse);
     for (int k = 0; k < columns; k += kTileColumns, out += kTileBytes) {
         __m512 v[4];
-        rotate_values(x + k, columns - k, v);
+        if (is_buffered)
+            for (int i = 0; i < 4; i++) v[i] = _mm512_load_ps(buffer + k + 16 * i);
+        else
+            rotate_values(x + k, columns - k, v);
         for (int i = 0; i < 4; i++) {
             const __m512i integers = _mm512_cvtps_epi32(_mm512_mul_ps(v[i], inverse));
             _mm_store_si128(reinterpret_cast<__m128i*>(out) + i, _mm512_cvtsepi32_epi8(integers));
@@ -170,17 +176,19 @@ class PanelMatmul {
     }
 
     __attribute__((always_inline)) static void store_rows(const Pending& from, int begin, int end) {
-        for (int r = begin; r < (end < from.rows ? end : from.rows); r++) {
-            const int row_tile = r / kTileRows, i = r % kTileRows;
-            const __m512 scale = _mm512_set1_ps(from.row_scales[row_tile][i]);
-            __m512 sums[2];
-            for (int p = 0; p < 2; p++) {
-                const __m512 sum =
-                    _mm512_cvtepi32_ps(_mm512_load_si512(from.sums.values[2 * row_tile + p][i]));
-                sums[p] = _mm512_mul_ps(_mm512_mul_ps(sum, scale), from.scales[p]);
+        with_store(from.output, [&](auto store) __attribute__((always_inline)) {
+            for (int r = begin; r < (end < from.rows ? end : from.rows); r++) {
+                const int row_tile = r / kTileRows, i = r % kTileRows;
+                const __m512 scale = _mm512_set1_ps(from.row_scales[row_tile][i]);
+                __m512 sums[2];
+                for (int p = 0; p < 2; p++) {
+                    const __m512 sum =
+                        _mm512_cvtepi32_ps(_mm512_load_si512(from.sums.values[2 * row_tile + p][i]));
+                    sums[p] = _mm512_mul_ps(_mm512_mul_ps(sum, scale), from.scales[p]);
+                }
+                store(from.row + r, sums[0], sums[1]);
             }
-            store_pair_row(from.output, from.row + r, sums[0], sums[1]);
-        }
+        });
     }
 
     const MatmulJob& job_;

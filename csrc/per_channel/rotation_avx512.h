@@ -39,8 +39,8 @@ ENGINE_INLINE void rotate_values(const float* from, int count, __m512 (&v)[4]) {
 }
 
 // Returns the absmax of a row after its rotation. Values are compared as integer bit patterns,
-// where NaN is the largest.
-float rotated_absmax(const float* x, int columns) {
+// where NaN is the largest. If `rotated` is not null, it gets the rotated row, padded to 64 columns.
+float rotated_absmax(const float* x, int columns, float* rotated = nullptr) {
     __m512i absmaxes = _mm512_setzero_si512();
     for (int k = 0; k < columns; k += kTileColumns) {
         __m512 v[4];
@@ -48,6 +48,7 @@ float rotated_absmax(const float* x, int columns) {
         for (int i = 0; i < 4; i++) {
             const __m512i size = _mm512_and_si512(_mm512_castps_si512(v[i]), _mm512_set1_epi32(0x7fffffff));
             absmaxes = _mm512_max_epi32(absmaxes, size);
+            if (rotated) _mm512_store_ps(rotated + k + 16 * i, v[i]);
         }
     }
     return bits_to_float(uint32_t(_mm512_reduce_max_epi32(absmaxes)));

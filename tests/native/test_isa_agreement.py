@@ -10,7 +10,13 @@ from .panels import LAYOUTS, QUANTIZED, random_panels
 
 F32, INT8, INT8_OUTLIERS = 0, 1, 3
 # Kernel set -> the one whose INT8 results it has, bit for bit.
-SAME_BITS = {"avx_vnni": "avx2", "i8mm": "neon", "neon_bf16": "neon"}
+SAME_BITS = {
+    "avx_vnni": "avx2",
+    "avx512_bf16": "avx512",
+    "amx": "avx512",
+    "i8mm": "neon",
+    "neon_bf16": "neon",
+}
 SHAPES = [(16, 32, 1), (48, 576, 5), (21, 100, 3), (130, 33, 9), (64, 1536, 1), (33, 250, 18)]
 
 
@@ -52,15 +58,18 @@ def test_int8_products_agree(
 
 
 @pytest.mark.parametrize("layout", QUANTIZED)
-@pytest.mark.parametrize("tokens", [1, 5, 12, 27])
+@pytest.mark.parametrize("tokens", [1, 5, 12, 16, 27, 35])
+@pytest.mark.parametrize("columns", [64, 200, 250])
 def test_kernels_of_one_family_have_the_same_bits(
-    native: ModuleType, isa: str, layout: str, tokens: int
+    native: ModuleType, isa: str, layout: str, tokens: int, columns: int
 ) -> None:
-    """They differ in how they compute the exact dot products, and in nothing else."""
+    """They differ in how they compute the exact dot products, and in nothing else. AMX tiles are
+    used for 16 tokens, and if the number of groups is even.
+    """
     family = SAME_BITS.get(isa, isa)
     rng = np.random.default_rng(tokens)
-    weights, _ = random_panels(rng, layout, 48, 200)
-    x = outliers(rng, tokens, 200)
+    weights, _ = random_panels(rng, layout, 48, columns)
+    x = outliers(rng, tokens, columns)
     for numerics in (INT8, INT8_OUTLIERS):
         want = product(native, family, numerics, layout, weights, 48, x)
         got = product(native, isa, numerics, layout, weights, 48, x)

@@ -8,7 +8,7 @@
 #include "base/dispatch.h"
 #include "matmul/dequantize_avx512.h"
 #include "matmul/epilogue_avx512.h"
-#include "matmul/tile_block_amx.h"
+#include "matmul_amx/tile_block_amx.h"
 
 namespace engine {
 namespace {
@@ -80,12 +80,14 @@ class PanelMatmul {
     __attribute__((always_inline)) void store_rows(int block, const Sums& sums, int begin, int end) const {
         const int first = block * kBlockRows, left = job_.rows - first;
         const int last = left < kBlockRows ? left : kBlockRows;
-        for (int r = begin; r < (end < last ? end : last); r++) {
-            const auto* values = sums.values + r / kTileRows * 2;
-            __m512 one = _mm512_load_ps(values[0][r % kTileRows]);
-            __m512 two = _mm512_load_ps(values[1][r % kTileRows]);
-            store_pair_row(output_, first + r, one, two);
-        }
+        with_store(output_, [&](auto store) __attribute__((always_inline)) {
+            for (int r = begin; r < (end < last ? end : last); r++) {
+                const auto* values = sums.values + r / kTileRows * 2;
+                __m512 one = _mm512_load_ps(values[0][r % kTileRows]);
+                __m512 two = _mm512_load_ps(values[1][r % kTileRows]);
+                store(first + r, one, two);
+            }
+        });
     }
 
     const MatmulJob& job_;
