@@ -37,9 +37,12 @@ ENGINE_INLINE __m512 apply_affine(const MantissaAffine& affine, __m512i bits, in
 // which takes fewer instructions than ties to even.
 ENGINE_INLINE void store_pair(uint8_t* out, __m512 first, __m512 second) {
     const __m512i half = _mm512_set1_epi32(0x8000);
-    __m512i low = _mm512_srli_epi32(_mm512_add_epi32(_mm512_castps_si512(first), half), 16);
+    __m512i low = _mm512_add_epi32(_mm512_castps_si512(first), half);
     __m512i high = _mm512_add_epi32(_mm512_castps_si512(second), half);
-    _mm512_store_si512(out, _mm512_mask_blend_epi16(0xaaaaaaaa, low, high));
+    // The upper two bytes of each float in `low` become the lower two bytes of the float in `high`.
+    const __m512i upper =
+        _mm512_broadcast_i32x4(_mm_setr_epi8(2, 3, 0, 0, 6, 7, 0, 0, 10, 11, 0, 0, 14, 15, 0, 0));
+    _mm512_store_si512(out, _mm512_mask_shuffle_epi8(high, 0x3333333333333333, low, upper));
 }
 
 // Dequantizes the 256 B of nibbles of a group. `low` is the affine map for values 0-15, `high` the
