@@ -29,7 +29,7 @@ from engine.backends.custom.ipc.heartbeat import (
 from engine.backends.custom.ipc.transport import Channel, ConnectionClosedError, SocketChannel
 from engine.backends.custom.options import EngineOptions
 from engine.backends.custom.runtime.block_pool import BlockPool
-from engine.backends.custom.runtime.budget import TARGET_STEP_S, StepBudget
+from engine.backends.custom.runtime.budget import StepBudget
 from engine.backends.custom.runtime.groups.states import state_group
 from engine.backends.custom.runtime.groups.windows import window_group
 from engine.backends.custom.runtime.idle_step import warm_up
@@ -128,9 +128,7 @@ def build_loop(
     if images is not None:
         room = max_step_tokens(spec, options) - spec.max_slots
         check_image_rows(min(room, scheduler.kv.max_row), images)
-    target_s = spec.target_step_s or TARGET_STEP_S
-    max_tokens = max_step_tokens(spec, options)
-    budget = StepBudget(max_tokens, spec.max_slots, target_s, spec.min_prompt_tokens)
+    budget = StepBudget.of(spec, max_step_tokens(spec, options))
     if options.tiers is not None or options.peers is not None:
         from engine.backends.custom.worker.tiers import add_tiers  # few engines have tiers
 
