@@ -4,6 +4,8 @@ import asyncio
 import os
 import signal
 import socket
+import time
+from types import SimpleNamespace
 
 import msgspec
 import pytest
@@ -11,6 +13,11 @@ import pytest
 from engine.backends.custom.frontend import engine_link as link_module
 from engine.backends.custom.frontend import vigil
 from engine.backends.custom.frontend.engine_client import ProcessClient
+from engine.backends.custom.ipc.heartbeat import (
+    INTERRUPT_SIGNAL,
+    StepInterruptedError,
+    Watchdog,
+)
 from engine.core import faults
 from engine.core.faults import Fault
 from tests.toy_runner import CRASH_TOKEN, IMPATIENT_S
@@ -43,6 +50,21 @@ def plan(monkeypatch):
 async def learn(link) -> None:
     """A prompt, so that the engine knows how long its steps take."""
     assert (await ask(link, 1)).tokens == expected(1)
+
+
+def test_a_hung_step_is_interrupted_even_if_its_state_cannot_be_told():
+    vitals = SimpleNamespace(is_stalled=False)
+    beats = SimpleNamespace(tick=lambda: None, vitals=lambda: vitals)
+    before = signal.getsignal(INTERRUPT_SIGNAL)
+    watchdog = Watchdog(beats, tick_s=0.01)
+    try:
+        watchdog.watch(SimpleNamespace(is_computing=True, describe=lambda: 1 / 0))
+        with pytest.raises(StepInterruptedError):
+            vitals.is_stalled = True
+            time.sleep(60)
+    finally:
+        watchdog._tick_s = None  # its thread sleeps from now on
+        signal.signal(INTERRUPT_SIGNAL, before)
 
 
 async def test_a_frozen_engine_is_seen_also_when_idle_and_goes_on_when_woken(hasty):

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 from msgspec import structs
 
-from engine.backends.custom.runtime.tiers import peers
+from engine.backends.custom.runtime.tiers import block_server, peers
 from engine.backends.custom.runtime.tiers.base import PeerError
 from engine.backends.custom.runtime.tiers.block_server import BlockServer
 from engine.backends.custom.runtime.tiers.host import HostTier
@@ -76,6 +76,26 @@ def right(**options: Any) -> list[int]:
 def fetched(mover: Any) -> tuple[int, int, int]:
     tier = mover.tiers[0]
     return tier.saved_tokens, tier.num_bad, tier.num_errors
+
+
+def test_blocks_are_served_after_a_connection_could_not_be_accepted(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(block_server, "PAUSE_S", 0.01)
+    accept, faults = socket.socket.accept, [OSError("too many open files")]
+
+    def accept_later(self: socket.socket) -> Any:
+        if faults:
+            raise faults.pop()
+        return accept(self)
+
+    monkeypatch.setattr(socket.socket, "accept", accept_later)
+    tier = outgoing()
+    prefilled(tier)
+    engine, mover = tiered_engine(PeerTier())
+    with serving(tier) as source:
+        assert decode(engine, source).tokens == right()
+    assert fetched(mover)[0] > 0 and not faults
 
 
 @pytest.mark.parametrize("shape", SHAPES)

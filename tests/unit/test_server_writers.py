@@ -164,21 +164,23 @@ async def test_a_writer_that_dies_takes_its_own_connections_and_is_replaced():
 
 
 async def test_a_writer_that_cannot_be_started_is_tried_again(monkeypatch):
+    """At the start of the server, and after a death."""
+    faults = [OSError("too many processes")] * 2
+
+    def start_child(*arguments):
+        if faults:
+            raise faults.pop()
+        return processes.start_child(*arguments)
+
+    monkeypatch.setattr(writer, "start_child", start_child)
+    monkeypatch.setattr(pool, "RETRY_S", 0.01)
     async with writers_of(1) as (writers, _):
-        tries = []
-
-        def start_child(*arguments):
-            tries.append(arguments)
-            if len(tries) < 3:
-                raise OSError("too many processes")
-            return processes.start_child(*arguments)
-
-        monkeypatch.setattr(writer, "start_child", start_child)
-        monkeypatch.setattr(pool, "RETRY_S", 0.01)
+        assert not faults
+        faults += [OSError("too many files")] * 2
         first = writers.pids[0]
         os.kill(first, signal.SIGKILL)
         await until(lambda: writers.num_ready == 1 and first not in writers.pids)
-        assert len(tries) == 3
+        assert not faults
 
 
 async def test_a_frozen_writer_is_woken_and_replaced_if_it_freezes_again(monkeypatch):

@@ -64,7 +64,8 @@ class Writers:
 
     async def start(self, count: int) -> None:
         for _ in range(count):
-            await self._add()
+            if not await self._add():
+                self._keep(self._add_later(RETRY_S))
         self._keep(self._watch())
 
     async def stop(self, grace_s: float) -> None:
@@ -78,10 +79,21 @@ class Writers:
         await asyncio.gather(*self._tasks, return_exceptions=True)
         await asyncio.gather(*(each.close(grace_s) for each in self._writers))
 
-    async def _add(self) -> None:
-        writer = Writer(self._app, self._setup, self._on_ready, self._on_lost)
+    async def _add(self) -> bool:
+        """Start a writer. Returns False if that is not possible now."""
+        try:
+            writer = Writer(self._app, self._setup, self._on_ready, self._on_lost)
+        except OSError:  # such as too many open files or processes
+            logger.exception("a frontend process could not be started; it is tried again")
+            return False
         self._writers.append(writer)
         await writer.begin()
+        return True
+
+    async def _add_later(self, delay: float) -> None:
+        await asyncio.sleep(delay)
+        while not await self._add():
+            await asyncio.sleep(RETRY_S)
 
     def _on_ready(self) -> None:
         if not self._is_accepting and not self._is_stopping:
@@ -128,13 +140,7 @@ class Writers:
 
     async def _replace(self, writer: Writer, delay: float) -> None:
         await writer.ended()
-        while True:
-            await asyncio.sleep(delay)
-            try:
-                return await self._add()
-            except OSError:  # such as too many open files or processes
-                logger.exception("a frontend process could not be started; it is tried again")
-                delay = RETRY_S
+        await self._add_later(delay)
 
     def _accept(self) -> None:
         for _ in range(MAX_ACCEPTED):

@@ -156,7 +156,10 @@ class Watchdog:
             self._heartbeat.tick()
             is_stalled = self._heartbeat.vitals().is_stalled
             if is_stalled and not self._was_stalled:
-                self._report()
+                try:
+                    self._report()
+                except Exception:  # the loop may change its state meanwhile; the step still hangs
+                    log.exception("what the loop does can't be told")
                 signal.pthread_kill(threading.main_thread().ident or 0, INTERRUPT_SIGNAL)
             self._was_stalled = is_stalled
 

@@ -28,6 +28,7 @@ GREETING_S = 10.0
 # A block that is asked for may still be on its way to the tier. This is the max wait for it.
 STORED_S = 1.0
 POLL_S = 0.002
+PAUSE_S = 1.0  # after a connection could not be accepted
 
 
 class BlockServer:
@@ -50,6 +51,7 @@ class BlockServer:
         self._token = b""
         self._listening: socket.socket | None = None
         self._open: set[socket.socket] = set()
+        self._is_closed = False
 
     def serve(self, token: str) -> int:
         """Serve those who have the token, from now on. Returns the port."""
@@ -61,6 +63,7 @@ class BlockServer:
         return port
 
     def close(self) -> None:
+        self._is_closed = True
         for sock in (self._listening, *list(self._open)):
             if sock is not None:
                 with suppress(OSError):  # it was not connected
@@ -72,8 +75,12 @@ class BlockServer:
         while True:
             try:
                 sock, _ = self._listening.accept()
-            except OSError:
-                return  # closed
+            except OSError as error:
+                if self._is_closed:
+                    return
+                log.warning("no connection for blocks can be accepted: %s", error)
+                time.sleep(PAUSE_S)  # there may be too many open files
+                continue
             if len(self._open) >= MAX_CONNECTIONS:
                 sock.close()
                 continue
