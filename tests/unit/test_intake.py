@@ -187,7 +187,7 @@ def test_an_adapter_that_the_device_cannot_take_ends_its_request_alone():
     bench.intake.adapters = SimpleNamespace(begin_pass=lambda: None, place=place)
     for name in places:
         refused = bench.submit(asking(name, adapter=AdapterRef(name, f"/x/{name}")))
-        assert codes(refused) == ([("first", 0, "inference_error")] if name == "first" else [])
+        assert codes(refused) == ([("first", 0, "INFERENCE_ERROR")] if name == "first" else [])
     assert [(seq.request_id, seq.adapter) for seq in bench.waiting()] == [("second", 2)]
     assert bench.intake.num_pending == 0
 

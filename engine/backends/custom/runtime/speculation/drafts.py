@@ -10,8 +10,6 @@ speculation, only its speed does.
 """
 
 import logging
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -102,19 +100,22 @@ class Speculation:
             drafter = row.seq.drafter
             if drafter is None or not _can_follow(row):
                 continue
-            with self._going_on(row.seq):
+            try:
                 if drafter.asks_cache:
                     drafter.expect(cached_rest(self._kv, row.seq.namespace, row.seq.tokens))
                 drafter.follow()
                 count = self._num_worthwhile(row, drafter, terms.price, room)
                 most = min(room, terms.limit)
                 offer = self._offer(row, drafter, terms, most, count) if has_model else None
-                if offer is not None:
-                    asked.append((index, offer))
-                    room -= offer.count
-                elif count:
-                    found.append((index, count))
-        num_tokens = self._add_found(rows, found, terms, room)
+            except Exception:
+                _go_without(row.seq)
+                continue
+            if offer is not None:
+                asked.append((index, offer))
+                room -= offer.count
+            elif count:
+                found.append((index, count))
+        num_tokens = self._add_found(rows, found, terms, room) if found else 0
         num_tokens += self._add_model_drafts(rows, asked, terms) if asked else 0
         if 2 * sum(bool(row.draft) for row in rows) >= len(rows):
             self.awaits_tokens = True
@@ -131,23 +132,16 @@ class Speculation:
         for (index, _), count in zip(found, counts, strict=True):
             row, drafter = rows[index], rows[index].seq.drafter
             assert drafter is not None
-            draft: tuple[int, ...] = ()
-            with self._going_on(row.seq):
+            try:
                 guess = drafter.guess(count + _num_sampling(row))[_num_sampling(row) :]
                 draft = self._fitting(row, guess, terms)
+            except Exception:
+                _go_without(row.seq)
+                continue
             if draft:
                 rows[index] = _with_draft(row, draft, by_model=False, price=terms.price)
                 num_tokens += 1 + len(draft)
         return num_tokens
-
-    @contextmanager
-    def _going_on(self, seq: Sequence) -> Iterator[None]:
-        """If the guess for a sequence fails, only the drafts of this sequence end."""
-        try:
-            yield
-        except Exception:
-            log.exception("request %s goes on without speculation", seq.request_id)
-            seq.drafter = None
 
     def _room(self, rows: list[Row], num_decoding: int, budget: int) -> int:
         """How many tokens the drafts of a step may have. With several sequences, each waits for the
@@ -271,6 +265,12 @@ def fair_shares(counts: list[int], room: int) -> list[int]:
         shares[index] = min(counts[index], room // (len(counts) - place))
         room -= shares[index]
     return shares
+
+
+def _go_without(seq: Sequence) -> None:
+    """The guess for a sequence failed. Only the drafts of this sequence end."""
+    log.exception("request %s goes on without speculation", seq.request_id)
+    seq.drafter = None
 
 
 def _num_sampling(row: Row) -> int:
