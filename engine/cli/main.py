@@ -5,6 +5,7 @@ Importing Typer and pydantic takes half as long as the engine process needs for 
 both processes import in parallel.
 """
 
+import gc
 import os
 import sys
 from collections.abc import Sequence
@@ -22,7 +23,10 @@ def main() -> None:
 
 
 def take_engine() -> EngineProcess:
-    """Return the engine process that `main` started, or start a new one."""
+    """Return the engine process that `main` started, or start a new one. Garbage is collected from
+    now on.
+    """
+    gc.enable()
     return _waiting.pop() if _waiting else _started()
 
 
@@ -32,6 +36,7 @@ def _start_engine(arguments: Sequence[str]) -> None:
     """
     runs_engine = arguments[:1] == ["serve"] or arguments[:2] == ["node", "join"]
     if runs_engine and not {"--help", "-h"} & set(arguments):
+        gc.disable()  # imports create hardly any garbage
         _waiting.append(_started())
 
 

@@ -5,10 +5,14 @@ The process reads its options from the inherited socket, plans memory, loads the
 library, there is no engine process. Then `run_engine` is called in a thread.
 """
 
+import gc
+
+if __name__ == "__main__":
+    gc.disable()  # imports create almost no garbage either
+
 import contextlib
 import faulthandler
 import functools
-import gc
 import logging
 import os
 import signal
