@@ -13,6 +13,8 @@ from typing import Any
 
 import aiohttp
 
+ACCEPTED_DRAFTS = "vllm:spec_decode_num_accepted_tokens_total"  # in the metrics of both servers
+
 
 @dataclass(frozen=True, slots=True)
 class Target:
@@ -65,6 +67,16 @@ async def first_model(session: aiohttp.ClientSession, base_url: str) -> str:
     async with session.get(f"{base_url}/v1/models") as response:
         response.raise_for_status()
         return str((await response.json(content_type=None))["data"][0]["id"])
+
+
+async def accepted_drafts(session: aiohttp.ClientSession, base_url: str) -> int:
+    """How many draft tokens the server has accepted so far; 0 if its metrics do not say."""
+    try:
+        async with session.get(f"{base_url}/metrics") as response:
+            lines = (await response.text()).splitlines() if response.status == 200 else []
+    except aiohttp.ClientError:
+        return 0
+    return int(sum(float(line.split()[-1]) for line in lines if line.startswith(ACCEPTED_DRAFTS)))
 
 
 async def complete(

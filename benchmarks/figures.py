@@ -20,6 +20,7 @@ class Batch:
     wall: float
     outcomes: tuple[Outcome, ...]
     cores: dict[str, float]
+    accepted_drafts: int = 0  # tokens that arrived with another token, as a draft of their step
 
     @property
     def samples(self) -> list[Sample]:
@@ -93,7 +94,7 @@ def summarize(batches: Sequence[Batch], output_tokens: int) -> dict[str, Any]:
         "output_tokens_mean": _mean(sample.output_tokens for sample in samples),
         "cached_tokens_mean": _mean(sample.cached_tokens or 0 for sample in samples),
         "short_outputs": sum(sample.output_tokens < output_tokens for sample in samples),
-        "chunks_per_token": chunks_per_token(samples),
+        "chunks_per_step": chunks_per_step(batches),
         "counted_by": sorted(
             {"usage" if sample.counted_by_usage else "chunks" for sample in samples}
         ),
@@ -155,9 +156,12 @@ def grammar_figures(free: Sequence[Batch], constrained: Sequence[Batch]) -> dict
     }
 
 
-def chunks_per_token(samples: Sequence[Sample]) -> float:
-    tokens = sum(sample.output_tokens for sample in samples)
-    return round(sum(sample.chunks for sample in samples) / max(1, tokens), 3)
+def chunks_per_step(batches: Sequence[Batch]) -> float:
+    """Chunks over decode steps of all streams: a step gives a token and its accepted drafts."""
+    samples = [sample for batch in batches for sample in batch.samples]
+    drafts = sum(batch.accepted_drafts for batch in batches)
+    steps = sum(sample.output_tokens for sample in samples) - drafts
+    return round(sum(sample.chunks for sample in samples) / max(1, steps), 3)
 
 
 def _milliseconds(seconds: Iterable[float]) -> dict[str, float | None]:

@@ -11,6 +11,7 @@ import psutil
 def machine() -> dict[str, Any]:
     return {
         "cpu": _cpu_name(),
+        "has_amx": "amx_int8" in _cpu_flags(),
         "cores": len(os.sched_getaffinity(0)),
         "memory_gb": round(psutil.virtual_memory().total / 1e9, 1),
         "system": platform.platform(terse=True),
@@ -29,8 +30,7 @@ def vllm_dtype() -> str:
     """The dtype for vLLM on this CPU: on Arm without bfloat16 instructions, its worker dies in the
     first step.
     """
-    flags = {word for line in _cpu_lines() for word in line.split()}
-    is_without = platform.machine() == "aarch64" and "bf16" not in flags
+    is_without = platform.machine() == "aarch64" and "bf16" not in _cpu_flags()
     return "float32" if is_without else "bfloat16"
 
 
@@ -39,6 +39,10 @@ def _cpu_lines() -> list[str]:
         return Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:
         return []
+
+
+def _cpu_flags() -> set[str]:
+    return {word for line in _cpu_lines() for word in line.split()}
 
 
 def _cpu_name() -> str:

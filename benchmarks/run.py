@@ -70,7 +70,8 @@ def main() -> None:
     logs = Path(tempfile.mkdtemp(prefix="engine-bench-"))
     say(f"server output is in {logs}")
     results = asyncio.run(compare(specs, scenarios, rounds, logs, say))
-    Console(width=None if sys.stdout.isatty() else TABLE_WIDTH).print(bars_table(results))
+    table = bars_table(results, facts["has_amx"])
+    Console(width=None if sys.stdout.isatty() else TABLE_WIDTH).print(table)
     _print_notes(results, specs, facts, rounds)
     if options.output is not None:
         servers = {spec.name: {"command": spec.command, "note": spec.note} for spec in specs}

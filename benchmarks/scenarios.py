@@ -14,12 +14,21 @@ No prompt is used twice under one seed, so a prefix cache helps only where the s
 import asyncio
 import time
 from collections.abc import Awaitable, Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
 import aiohttp
 
-from benchmarks.client import Failure, Outcome, Sample, Target, chat, complete, new_session
+from benchmarks.client import (
+    Failure,
+    Outcome,
+    Sample,
+    Target,
+    accepted_drafts,
+    chat,
+    complete,
+    new_session,
+)
 from benchmarks.figures import (
     Batch,
     grammar_figures,
@@ -109,14 +118,18 @@ class Measurement:
         """Run the scenario once. Repeating a seed would hit the server's prefix cache."""
         scenario, target, pid = self._scenario, self._target, self._pid
         key = f"{seed}/{scenario.label}"
+        if scenario.name == "grammar":
+            self._free.append(await _chats(session, target, scenario, f"{key}/free", pid, {}))
+        accepted = await accepted_drafts(session, target.base_url)
         if scenario.name == "chat":
             batch, replayed = await _replay(session, target, scenario, key, pid)
             self._conversations += replayed
         elif scenario.name == "grammar":
-            self._free.append(await _chats(session, target, scenario, f"{key}/free", pid, {}))
             batch = await _chats(session, target, scenario, key, pid, UNDER_SCHEMA)
         else:
             batch = await _run_batch(session, target, scenario, key, pid)
+        accepted = await accepted_drafts(session, target.base_url) - accepted
+        batch = replace(batch, accepted_drafts=accepted)
         self._batches.append(batch)
         return batch
 

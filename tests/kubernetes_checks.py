@@ -12,7 +12,7 @@ from urllib.parse import urlsplit
 
 import kubernetes_validate
 
-from engine.cli.main import COMMANDS, LazyCommand
+from engine.cli.commands import COMMANDS, LazyCommand
 from engine.core.config_schema import SECTIONS, Settings
 
 Manifest = dict[str, Any]

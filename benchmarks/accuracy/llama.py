@@ -113,7 +113,9 @@ async def _continuation(
 
 
 async def _post(session: aiohttp.ClientSession, url: str, body: dict[str, object]) -> dict:
-    async with session.post(url, json=body) as reply:
+    # A connection for each request: the server closes an idle one after a few seconds, which may
+    # pass between two requests if this process is held up.
+    async with session.post(url, json=body, headers={"Connection": "close"}) as reply:
         reply.raise_for_status()
         found: dict = await reply.json()
         return found

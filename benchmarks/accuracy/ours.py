@@ -48,7 +48,13 @@ ALL_NUMERICS = (DEFAULT, GENERATED, FAST, FLOAT, INT8_KV, INT8_KV_GENERATED)
 def running(
     source: ModelSource, numerics: Numerics, threads: int | None, isa: str | None = None
 ) -> Iterator[NativeRunner]:
-    """A runner with the kernels of an instruction set; None: the best one of this CPU."""
+    """A runner with the kernels of an instruction set; None: the best one of this CPU. The KV cache
+    has the type that it has on a CPU for which this instruction set is the best.
+    """
+    native, kv_dtype = kernels(), numerics.kv_dtype
+    isa = isa or native.instruction_sets()[-1]
+    if numerics.setting == "fast" and kv_dtype == "auto":
+        kv_dtype = "int8" if native.prefers_int8_cache(isa) else "bfloat16"
     config = RunnerConfig(
         device="cpu",
         dtype=numerics.dtype,
@@ -60,7 +66,7 @@ def running(
         max_seq_len=_MAX_TOKENS,
         num_threads=threads,
         max_batch_tokens=_ROWS * _MAX_TOKENS,
-        kv_dtype=numerics.kv_dtype,
+        kv_dtype=kv_dtype,
         numerics=numerics.setting,
     )
     with mock.patch.object(build, "machine_with", lambda threads: _machine(threads, isa)):
@@ -71,10 +77,8 @@ def running(
         runner.close()
 
 
-def _machine(threads: int, isa: str | None) -> Machine:
-    native = kernels()
-    isa = isa or native.instruction_sets()[-1]
-    return Machine(threads, isa, native.has_bf16(isa))
+def _machine(threads: int, isa: str) -> Machine:
+    return Machine(threads, isa, kernels().has_bf16(isa))
 
 
 def perplexity(runner: NativeRunner, numerics: Numerics, windows: Sequence[list[int]]) -> float:

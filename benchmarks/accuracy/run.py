@@ -6,7 +6,8 @@ Perplexity covers the first 20,480 tokens of Alice's Adventures in Wonderland in
 llama-perplexity computes it. Last words: passages of a few sentences are continued greedily, and
 the first tokens must be those of the word that ends the passage (`text.py` has the rule).
 The exit status is 1 if a perplexity differs from llama.cpp's by 0.5 % or more, or a share of found
-words by 0.5 % of the passages or more.
+words by 0.5 % of the passages or more. Each figure is printed when it is known. `--kernels all`
+takes every kernel set that this CPU can run; last words are found with the best one alone.
 
 Shares are noisy: any two ways of rounding disagree about a few passages, and each finds some that
 the other does not. Equally good engines differ by the square root of that number.
@@ -37,6 +38,7 @@ from benchmarks.accuracy.ours import (
 from benchmarks.accuracy.text import passages, read_text, windows
 from benchmarks.machine import machine, machine_line
 from benchmarks.process import exit_on_sigterm
+from engine.backends.custom.frameworks.native.compiled import kernels
 from engine.backends.custom.weights.model import ModelSource, open_model
 from engine.core.store.catalogue import DEFAULT_MODEL
 from engine.core.store.model_store import resolve_model
@@ -116,25 +118,33 @@ def make_task(tokenizer: Tokenizer) -> Task:
     )
 
 
-def of_ours(source: ModelSource, task: Task, threads: int, console: Console) -> list[Figures]:
+def of_ours(
+    source: ModelSource, task: Task, threads: int, kernel_sets: list[str], console: Console
+) -> list[Figures]:
+    """The figures of each kernel set, the best set first."""
     found = []
-    for numerics in ALL_NUMERICS:
-        console.print(numerics.label)
-        words = None
-        with running(source, numerics, threads) as runner:
-            value = perplexity(runner, numerics, windows(task.ids))
-            if numerics in (DEFAULT, GENERATED, FAST):
-                said = continuations(runner, numerics, task.prompts, task.lengths)
-                words = Words(said, task.answers)
-        found.append(Figures(numerics.label, value, words))
+    best = kernels().instruction_sets()[-1]
+    for isa in reversed(kernel_sets):
+        for numerics in ALL_NUMERICS:
+            label, words = f"{isa}: {numerics.label}", None
+            with running(source, numerics, threads, isa) as runner:
+                value = perplexity(runner, numerics, windows(task.ids))
+                console.print(f"{label}: perplexity {value:.4f}")
+                if isa == best and numerics in (DEFAULT, GENERATED, FAST):
+                    said = continuations(runner, numerics, task.prompts, task.lengths)
+                    words = Words(said, task.answers)
+                    console.print(f"{label}: last words {words.share:.2f} %")
+            found.append(Figures(label, value, words))
     return found
 
 
 def of_llama(llama: Llama, task: Task, console: Console) -> Figures:
-    console.print("llama.cpp")
     value = llama.perplexity()
+    console.print(f"llama.cpp: perplexity {value:.4f}")
     said = asyncio.run(llama.continuations(task.text, task.ids, task.prompts, task.lengths))
-    return Figures("llama.cpp", value, Words(said, task.answers))
+    words = Words(said, task.answers)
+    console.print(f"llama.cpp: last words {words.share:.2f} %")
+    return Figures("llama.cpp", value, words)
 
 
 def comparison(ours: list[Figures], theirs: Figures | None, num_passages: int) -> Table:
@@ -143,7 +153,8 @@ def comparison(ours: list[Figures], theirs: Figures | None, num_passages: int) -
         table.add_column(heading, justify="right")
     for each in ours if theirs is None else (theirs, *ours):
         words = each.words
-        cells = [each.label, f"{each.perplexity:.4f}", "", words and f"{words.share:.2f}"]
+        share = "" if words is None else f"{words.share:.2f}"
+        cells = [each.label, f"{each.perplexity:.4f}", "", share]
         if theirs is not None and each is not theirs:
             cells[2] = f"{each.perplexity_off(theirs):+.3f}"
             if words is not None and theirs.words is not None:
@@ -177,7 +188,6 @@ def main() -> None:
     exit_on_sigterm()
     source = open_model(path)
     task = make_task(Tokenizer.from_gguf(source.metadata))
-    ours = of_ours(source, task, options.threads, console)
     theirs = None
     llama = Llama(options.llama_bin, source.path, options.threads)
     if llama.present:
@@ -186,6 +196,7 @@ def main() -> None:
         console.print(
             f"no llama.cpp in {options.llama_bin}: its figures are left out (--llama-bin)"
         )
+    ours = of_ours(source, task, options.threads, _kernel_sets(options.kernels), console)
     Console().print(comparison(ours, theirs, len(task.prompts)))
     print(machine_line(machine()))
     if theirs is not None:
@@ -200,6 +211,15 @@ def main() -> None:
     sys.exit(1 if faults else 0)
 
 
+def _kernel_sets(asked: str) -> list[str]:
+    here: list[str] = kernels().instruction_sets()
+    if asked == "all":
+        return here
+    if asked != "best" and asked not in here:
+        sys.exit(f"{asked}: not a kernel set of this CPU, which has {', '.join(here)}")
+    return here[-1:] if asked == "best" else [asked]
+
+
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -207,6 +227,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--model", default=DEFAULT_MODEL, help="a GGUF file or a pulled model")
     parser.add_argument("--llama-bin", type=Path, default=Path("/usr/local/bin"), metavar="DIR")
     parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)))
+    parser.add_argument("--kernels", default="best", metavar="SET", help="best, all or a name")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write every figure there")
     return parser
 

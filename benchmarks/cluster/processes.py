@@ -46,12 +46,12 @@ def namespaces() -> Iterator[None]:
 def run_command(arguments: list[str]) -> None:
     """Run an `engine` command with an engine process that computes nothing."""
     from engine.backends.custom.ipc import engine_process
-    from engine.cli import ahead
-    from engine.cli.main import app
+    from engine.cli import main
+    from engine.cli.commands import app
 
     engine_process.WORKER_MODULE = "benchmarks.features.null_engine"
-    ahead.EngineProcess = functools.partial(  # type: ignore[misc,assignment]
-        ahead.EngineProcess, "benchmarks.features.null_engine"
+    main.EngineProcess = functools.partial(  # type: ignore[misc,assignment]
+        main.EngineProcess, "benchmarks.features.null_engine"
     )
     app(arguments, prog_name="engine")
 

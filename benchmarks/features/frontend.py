@@ -29,11 +29,11 @@ PATHS = {
 
 def serve(model: str, port: int, frontends: int) -> None:
     """Run `engine serve` with the engine process replaced."""
-    from engine.cli import ahead
-    from engine.cli.main import app
+    from engine.cli import main
+    from engine.cli.commands import app
 
-    ahead.EngineProcess = functools.partial(  # type: ignore[misc,assignment]
-        ahead.EngineProcess, "benchmarks.features.null_engine"
+    main.EngineProcess = functools.partial(  # type: ignore[misc,assignment]
+        main.EngineProcess, "benchmarks.features.null_engine"
     )
     arguments = ["--frontends", str(frontends), "--log-level", "warning"]
     app(["serve", model, "--port", str(port), *arguments], prog_name="engine")

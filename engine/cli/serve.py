@@ -12,13 +12,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from engine.cli import BEGAN_AT
-from engine.cli.ahead import take_engine
 from engine.cli.console import (
     ApiKeyFileOption,
     ConfigOption,
     ModelArgument,
     load_cli_settings,
 )
+from engine.cli.main import take_engine
 from engine.cli.serve_options import (
     ApiKeyOption,
     FrontendsOption,

@@ -8,11 +8,12 @@ from typing import Any
 import numpy as np
 import pytest
 
-from engine.backends.custom.adapters.matrices import Adapter
+from engine.backends.custom.adapters.matrices import Adapter, LoraPair
 from engine.backends.custom.adapters.reading import open_adapter
 from engine.backends.custom.frameworks.native.execution import adapters as packing
 from engine.backends.custom.frameworks.native.execution import build
 from engine.backends.custom.ir.plan import Machine
+from engine.backends.custom.runtime.interp.taps import CAPTURE, EXTRA_COLUMNS, TapInputs
 from engine.backends.custom.runtime.model_runner import RunnerConfig
 from engine.backends.custom.weights.model import ModelSource, open_model
 from engine.backends.custom.weights.quantize import quantize
@@ -21,7 +22,8 @@ from tests.lora_files import peft_folder
 from tests.parity.runner_driver import RunnerDriver
 
 SHAPES = {
-    # Of the fused weights q, k and v only the last one: others may tip the softmax over.
+    # Of the fused weights q, k and v only the last one: others may tip the softmax over. What they
+    # add to queries and keys is compared in `test_products_of_8_bits`.
     "self_attn.v_proj": (32, 64),
     "self_attn.o_proj": (64, 64),
     "mlp.gate_proj": (96, 64),
@@ -32,6 +34,7 @@ RANKS = (3, 16, 40)  # the last one has two groups of ranks
 LAYERS = (1,)  # the last one, after which little is rounded
 TEXTS = [[3, 7, 9, 4], [8, 8, 1], [5, 30, 31, 32, 33, 6], [2, 9]]
 PLACES = [0, 1, 2, 3]
+PROJECTIONS = {"q": 64, "k": 32, "v": 32}  # the fused weights, and their output channels
 
 
 @pytest.fixture(scope="module")
@@ -111,3 +114,67 @@ def test_adapters_of_8_bits(
     np.testing.assert_array_equal(same[2], mixed[2])
     runner.close()
     floats.close()
+
+
+def captured(runner: Any, names: list[str], place: int) -> list[np.ndarray]:
+    """The values of sites for a text of one token, which is a decode token."""
+    numbers = {site.name: number for number, site in enumerate(runner.sites)}
+    sites = np.array([numbers[name] for name in names], np.int32)
+    widths = [runner.sites[site].width for site in sites]
+    count = len(names)
+    taps = TapInputs(
+        sites,
+        tokens=np.zeros(count, np.int32),
+        kinds=np.full(count, CAPTURE, np.int32),
+        rows=np.arange(count, dtype=np.int32),
+        scales=np.ones(count, np.float32),
+        vectors=np.zeros((1, max(widths) + EXTRA_COLUMNS), np.float32),
+        num_captured=count,
+        width=max(widths),
+    )
+    driver = RunnerDriver(runner)
+    track = driver.add([7])
+    track.num_prompt = 0
+    inputs = replace(driver.inputs([(track, 1)]), adapter_ids=np.array([place], np.int32))
+    rows = runner.forward(replace(inputs, taps=taps)).captured
+    return [row[:width].copy() for row, width in zip(rows, widths, strict=True)]
+
+
+def projections(rank: int, sizes: np.ndarray) -> Adapter:
+    """An adapter of q, k and v in the first layer. Rank i of A is divided by `sizes[i]`, and that
+    of B multiplied, so that all sizes give the same product.
+    """
+    rng, pairs = np.random.default_rng(rank), {}
+    for name, rows in PROJECTIONS.items():
+        a = rng.normal(0, 0.3, (rank, 64)).astype(np.float32)
+        b = rng.normal(0, 0.3, (rows, rank)).astype(np.float32)
+        pairs[f"layers.0.attn.{name}.weight"] = LoraPair(a / sizes[:, None], b * sizes)
+    return Adapter(pairs)
+
+
+@pytest.mark.parametrize("rank", RANKS)
+def test_products_of_8_bits(
+    isa: str, native: ModuleType, source: ModelSource, rank: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What an adapter adds to queries, keys and values is B (A x) within the error of 8 bits,
+    however large A and each of its ranks is.
+    """
+    machine = Machine(2, isa, native.has_bf16(isa))
+    monkeypatch.setattr(build, "machine_with", lambda _: machine)
+    ones = np.ones(rank, np.float32)
+    sizes = [ones, ones * 2**20, ones / 2**20, np.exp2(np.arange(rank) % 24).astype(np.float32)]
+    adapters = [projections(rank, each) for each in sizes]
+    runner = runner_for(source, adapters)
+    names = [f"blocks.0.attn.hook_{name}" for name in PROJECTIONS]
+    (stream,) = captured(runner, ["blocks.0.hook_resid_pre"], 0)
+    norm = random_weights(source.config)["layers.0.attn_norm.weight"]
+    x = norm * stream / np.sqrt(np.mean(stream**2) + source.config.norm_eps)
+    plain = captured(runner, names, 0)
+    told = [captured(runner, names, place) for place in range(1, len(adapters) + 1)]
+    for index, pair in enumerate(adapters[0].pairs.values()):
+        exact = pair.b @ (pair.a @ x)
+        error = np.linalg.norm(told[0][index] - plain[index] - exact) / np.linalg.norm(exact)
+        assert error < 0.02, (names[index], error)
+        for other in told[1:]:
+            np.testing.assert_array_equal(other[index], told[0][index])
+    runner.close()

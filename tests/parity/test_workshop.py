@@ -13,8 +13,8 @@ from typer.testing import CliRunner
 from engine.backends.custom.conversion.convert import open_source
 from engine.backends.custom.tools.inspection import first_layers, frameworks, layer_outputs
 from engine.backends.custom.weights.model import open_model
+from engine.cli.commands import app
 from engine.cli.dev import SCRIPTS
-from engine.cli.main import app
 from engine.core.text.tokenizer import Tokenizer
 from engine.scripts.dev import (
     benchmark_layers,

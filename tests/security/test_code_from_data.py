@@ -25,7 +25,7 @@ BANNED = frozenset(
 IMPORTERS = {
     "__init__.py",
     "cli/dev.py",
-    "cli/main.py",
+    "cli/commands.py",
     "backends/custom/frameworks/entry.py",
     "backends/custom/frameworks/lazy.py",
     "conformance/rules/__init__.py",

@@ -14,7 +14,7 @@ import pytest
 from fastapi import FastAPI
 from typer.testing import CliRunner
 
-from engine.cli.main import app as cli
+from engine.cli.commands import app as cli
 from engine.core.errors import ConfigError, ConflictError, NotFoundError
 from engine.core.key_file import add_key, read_keys, remove_key, set_limits
 from engine.core.observability.metrics import Metrics

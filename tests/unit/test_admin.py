@@ -13,7 +13,7 @@ import pytest
 from typer.testing import CliRunner, Result
 
 from engine.backends.custom.runtime.tiers.record import identity_of, root_key
-from engine.cli.main import app as cli
+from engine.cli.commands import app as cli
 from engine.core.config_schema import Settings
 from engine.core.errors import InvalidRequestError
 from engine.core.key_file import add_key, read_keys

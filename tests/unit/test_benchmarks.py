@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from aiohttp import web
 
-from benchmarks.client import Failure, Sample, Target, new_session
+from benchmarks.client import ACCEPTED_DRAFTS, Failure, Sample, Target, new_session
 from benchmarks.figures import Batch, percentile, prefix_figures, spread, summarize
 from benchmarks.kernels import scaling
 from benchmarks.prompts import words
@@ -76,7 +76,7 @@ def test_time_per_token_counts_tokens_and_not_chunks() -> None:
     merged = sample(0.1, (0.1, 0.1), output_tokens=5)  # three chunks, five tokens
     assert merged.tpot == pytest.approx(0.05)
     assert sample(0.1).tpot is None
-    assert summarize([Batch(1.0, (merged,), {})], 5)["chunks_per_token"] == 0.6
+    assert summarize([Batch(1.0, (merged,), {})], 5)["chunks_per_step"] == 0.6
 
 
 def test_prefix_figures_compare_the_first_request_with_the_others() -> None:
@@ -92,7 +92,7 @@ def test_prefix_figures_compare_the_first_request_with_the_others() -> None:
 def load(rate: float, **changes: Any) -> Figures:
     """Figures of a scenario that went well."""
     rates = {"median": rate, "min": rate - 1, "max": rate + 1}
-    good: Figures = {"ok": 4, "failed": 0, "first_error": "500", "chunks_per_token": 1.0}
+    good: Figures = {"ok": 4, "failed": 0, "first_error": "500", "chunks_per_step": 1.0}
     return {**good, "output_tps": rates, "itl_ms": {"p99": 1e3 / rate}, **changes}
 
 
@@ -153,6 +153,12 @@ def test_the_fast_engine_has_a_row_of_its_own_and_is_no_peer() -> None:
     assert alone["32 concurrent, output tok/s"][1:] == ["-", ">= 2.5x best", ""]
 
 
+def test_bars_with_amx_are_other_ones() -> None:
+    results: Results = {"engine": {"conc 32": load(20.0)}, "peer": {"conc 32": load(10.0)}}
+    verdicts = [bars_table(results, has_amx=has).columns[-1]._cells for has in (False, True)]
+    assert verdicts == [["missed"], ["met"]]
+
+
 def test_every_scenario_has_its_rows() -> None:
     barred = {row.scenario.split()[0] for row in HEADLINE}
     assert barred | set(MORE_ROWS) == {*SCENARIOS, "cold", "whole"}
@@ -162,8 +168,8 @@ def test_every_scenario_has_its_rows() -> None:
 
 def test_failures_and_lumped_tokens_void_a_run() -> None:
     good = load(10.0)
-    lumped = whole_run([good, load(10.0, chunks_per_token=0.94)], 500.0)
-    assert lumped == {"peak_rss_mb": 500.0, "chunks_per_token": 0.94}
+    lumped = whole_run([good, load(10.0, chunks_per_step=0.94)], 500.0)
+    assert lumped == {"peak_rss_mb": 500.0, "chunks_per_step": 0.94}
     assert complaints({"engine": {"single": good, "whole run": whole_run([good], 500.0)}}) == []
     assert "0.94" in complaints({"engine": {"whole run": lumped}})[0]
     assert "500" in complaints({"engine": {"single": load(1.0, failed=2)}})[0]
@@ -211,6 +217,11 @@ class FakeServer:
     in_flight: int = 0
     most_in_flight: int = 0
     fail: bool = False
+    drafts_per_answer: int = 0
+
+    async def metrics(self, _request: web.Request) -> web.Response:
+        total = self.drafts_per_answer * len(self.bodies)
+        return web.Response(text=f"{ACCEPTED_DRAFTS}{{model_name='fake'}} {float(total)}\n")
 
     async def answer(self, request: web.Request) -> web.StreamResponse:
         body = await request.json()
@@ -237,7 +248,7 @@ class FakeServer:
         if "prompt" in body:
             token = {"finish_reason": None, "text": ""}  # half a character is still a token
         opening = [{"choices": [{"finish_reason": None, "delta": {"role": "assistant"}}]}]
-        tokens = [{"choices": [token]}] * body["max_tokens"]
+        tokens = [{"choices": [token]}] * (body["max_tokens"] - self.drafts_per_answer)
         closing = {"choices": [{"finish_reason": "length", "delta": {}}]}
         return [*opening, *tokens, closing, {"choices": [], "usage": usage}]
 
@@ -248,6 +259,7 @@ async def server() -> AsyncIterator[FakeServer]:
     fake = FakeServer(Target(f"http://127.0.0.1:{port}", "fake", {"ignore_eos": True}))
     app = web.Application()
     app.router.add_post("/v1/completions", fake.answer)
+    app.router.add_get("/metrics", fake.metrics)
     app.router.add_post("/v1/chat/completions", fake.answer)
     runner = web.AppRunner(app)
     await runner.setup()
@@ -261,10 +273,17 @@ async def test_concurrent_load_is_bounded_and_counted(server: FakeServer) -> Non
     figures = await measure(scenario, server.target, seed="s", repeat=2, warmup=1)
     assert (figures["ok"], figures["failed"], figures["short_outputs"]) == (12, 0, 0)
     assert figures["output_tokens_mean"] == 5 and figures["prompt_tokens_mean"] == 128
-    assert figures["chunks_per_token"] == 1.0, "an opening or closing chunk was counted"
+    assert figures["chunks_per_step"] == 1.0, "an opening or closing chunk was counted"
     assert server.most_in_flight == 3
     assert len({body["prompt"] for body in server.bodies}) == 13
     assert all(body["ignore_eos"] and body["temperature"] == 0 for body in server.bodies)
+
+
+async def test_accepted_drafts_do_not_count_as_lumped(server: FakeServer) -> None:
+    server.drafts_per_answer = 2
+    scenario = replace(SCENARIOS["conc"], concurrency=3, output_tokens=5)
+    figures = await measure(scenario, server.target, seed="s", repeat=2, warmup=1)
+    assert figures["chunks_per_step"] == 1.0
 
 
 async def test_latencies_are_pooled_over_batches_and_rates_are_medians(server: FakeServer) -> None:

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner, Result
 
-from engine.cli.main import app
+from engine.cli.commands import app
 
 CONFIG = f"""
 [backends.fast]

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
-from engine.cli.main import app
+from engine.cli.commands import app
 from engine.cli.talk.markdown import MarkdownPrinter
 from engine.core.errors import InvalidRequestError
 from engine.core.interfaces.backend import Event, TextEvent, UsageEvent

@@ -7,7 +7,7 @@ import pytest
 from typer.testing import CliRunner
 
 from engine import __version__
-from engine.cli.main import COMMANDS, SYNONYMS, app
+from engine.cli.commands import COMMANDS, SYNONYMS, app
 from engine.core.config_schema import setting_keys
 from engine.core.errors import ConfigError
 from engine.core.registry.backend_registry import backend_names

@@ -8,7 +8,7 @@ import pytest
 from msgspec import structs
 from typer.testing import CliRunner
 
-from engine.cli.main import app
+from engine.cli.commands import app
 from engine.cli.ops import finetune
 from engine.cli.ops.finetune import loss_curve
 from engine.core.store.adapter_store import records

@@ -19,12 +19,12 @@ from engine.backends.custom.architectures.base import EncoderConfig
 from engine.backends.custom.frameworks.native.compiled import kernels
 from engine.backends.custom.frameworks.native.execution import build, timing
 from engine.backends.custom.weights.model import ModelSource, open_model
+from engine.cli.commands import app
 from engine.cli.graph import report as graph_report
 from engine.cli.graph.drawing import graph_dot, graph_svg
 from engine.cli.graph.facts import BEFORE, Report, StepSize, by_nodes, fold
 from engine.cli.graph.report import describe_graph
 from engine.cli.graph.text import graph_text
-from engine.cli.main import app
 from engine.core.errors import ConfigError, ModelFormatError
 from tests.gguf_files import gguf_layout, random_weights, tiny_config, write_gguf
 
@@ -280,7 +280,7 @@ def test_without_kernels_all_but_times_is_there(
 @pytest.mark.seconds
 def test_no_framework_is_loaded(path: Path) -> None:
     code = (
-        "import sys; from engine.cli.main import app\n"
+        "import sys; from engine.cli.commands import app\n"
         "try: app(sys.argv[1:])\n"
         "finally: print([name for name in sys.modules if '.' not in name], file=sys.stderr)"
     )

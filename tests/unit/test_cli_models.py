@@ -14,7 +14,7 @@ from typer.testing import CliRunner
 from engine.backends.custom.architectures.base import ModelConfig, RopeConfig
 from engine.backends.custom.weights.lazy_tensor import LazyTensor
 from engine.backends.custom.weights.model import ModelSource
-from engine.cli.main import app
+from engine.cli.commands import app
 from engine.cli.model_report import describe, human_bytes, print_report
 from engine.core.store.catalogue import CATALOGUE, DEFAULT_MODEL
 from engine.core.store.model_store import ModelStore, StoredModel, StoredModelFile

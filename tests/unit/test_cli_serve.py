@@ -17,7 +17,7 @@ from fastapi import FastAPI
 from typer.testing import CliRunner, Result
 
 from engine.backends.custom.app import Server
-from engine.cli.main import app
+from engine.cli.commands import app
 from engine.cli.serve import parse_options
 
 

@@ -9,7 +9,7 @@ import pytest
 from rich.console import Console
 from typer.testing import CliRunner
 
-from engine.cli.main import app
+from engine.cli.commands import app
 from engine.cli.ops.top import as_view
 from engine.cli.ops.top_data import Look, ScrapedMetrics, frame_of, parse_metrics, quantile
 from tests.fake_backend import MODEL

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 import pytest
 from typer.testing import CliRunner
 
-from engine.cli.main import app
+from engine.cli.commands import app
 from engine.compare.agreement import END, compare_answers
 from engine.compare.answers import ComparedAnswer
 from engine.compare.contenders import Contender, find_contenders

@@ -7,7 +7,7 @@ from typing import Any, get_args
 import pytest
 from typer.testing import CliRunner
 
-from engine.cli.main import app
+from engine.cli.commands import app
 from engine.core.config import load_settings
 from engine.core.config_schema import NamedTables
 from engine.core.config_tables import POLICIES, BackendTable, ModelTable, ShadowTable, backends_of

@@ -10,7 +10,7 @@ import pytest
 from rich.console import Console
 from typer.testing import CliRunner
 
-from engine.cli.main import app
+from engine.cli.commands import app
 from engine.conformance.expect import RuleFailed, RuleSkipped
 from engine.conformance.report import as_table, counts
 from engine.conformance.rule import Group, Result

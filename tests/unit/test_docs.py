@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from engine.cli.main import COMMANDS, LazyCommand
+from engine.cli.commands import COMMANDS, LazyCommand
 from engine.scripts.dev import module_map, reference_pages
 
 ROOT = Path(__file__).parents[2]

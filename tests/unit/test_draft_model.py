@@ -88,11 +88,14 @@ def test_a_draft_model_that_fails_is_left_out(caplog):
             raise RuntimeError("out of memory")
         return launch(rows)
 
-    model._launch = fail
+    closed = []
+    model._launch, model._runner.close = fail, lambda: closed.append(len(calls))
     engine.submit("r", PROMPT, max_tokens=20)
     engine.run()
     engine.check()
     assert engine.scheduler.speculation.model is None and len(calls) == 3
+    model.close()  # as at the end of the process
+    assert closed == [3], "its memory is freed at once"
     assert "goes on without it" in caplog.text
 
 

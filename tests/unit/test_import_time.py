@@ -18,7 +18,7 @@ HEAVY = FRAMEWORKS | {"fastapi", "numpy", "openai", "starlette", "uvicorn"}
 
 RUN_HELP = """
 import contextlib, io, json, sys
-from engine.cli.main import app
+from engine.cli.commands import app
 failed = []
 for arguments in json.loads(sys.argv[1]):
     try:
@@ -62,7 +62,7 @@ def test_help_loads_neither_server_nor_framework() -> None:
 
 
 def test_help_of_every_command_works_and_loads_no_framework() -> None:
-    from engine.cli.main import COMMANDS
+    from engine.cli.commands import COMMANDS
 
     commands = [*([name, "--help"] for name in COMMANDS), ["config", "show", "--help"]]
     failed, loaded = run(RUN_HELP, json.dumps(commands))
@@ -82,7 +82,7 @@ def test_an_engine_process_is_started_before_anything_heavy_is_loaded() -> None:
     """And once: the command takes the one that was started before its line was read."""
     code = """
 import json, sys
-from engine.cli import ahead, main
+from engine.cli import main
 
 class Process:
     def __init__(self):
@@ -91,14 +91,14 @@ class Process:
     def discard(self):
         pass
 
-ahead.EngineProcess = Process
+main.EngineProcess = Process
 sys.argv = ["engine", "serve", "no-model-of-this-name"]
 try:
     main.main()
 except SystemExit as ended:
     sys.exit(ended.code != 2)
 """
-    assert not set(run(code)) & (HEAVY | {"asyncio", "msgspec", "pydantic"})
+    assert not set(run(code)) & (HEAVY | {"asyncio", "msgspec", "pydantic", "typer"})
 
 
 def test_a_frontend_starts_without_numpy_or_jinja2() -> None:
@@ -123,6 +123,7 @@ print(json.dumps(list(sys.modules)))
     loaded = run(code)
     assert "engine.servers.openai.completions" in loaded
     unwanted = ("engine.plugins", "engine.routing", "engine.core.config_tables", "psutil")
+    unwanted += ("httpx", "rich", "engine.core.store.hub")
     # FastAPI imports OpenTelemetry's API. What records and sends is its SDK.
     unwanted += ("pydantic.v1", "opentelemetry.sdk", "opentelemetry.exporter")
     assert not [name for name in loaded if name.startswith(unwanted)]

@@ -4,6 +4,7 @@ import random
 
 import pytest
 
+from engine.backends.custom.runtime import pacing as even_steps
 from engine.backends.custom.runtime.budget import StepBudget
 from engine.backends.custom.runtime.pacing import (
     FIRST_CREDIT,
@@ -85,6 +86,17 @@ def test_steps_are_longer_where_requests_need_more_prefill_to_go_on() -> None:
         counts = {"num_started_tokens": started, "num_new_tokens": new}
         tokens = pacing.plan(demand(256, 2, 512, **counts)).num_tokens
     assert 1024 < tokens - 256 < 1300
+
+
+def test_a_request_after_days_of_idleness_is_like_any_other(monkeypatch) -> None:
+    """By then the decayed sums are next to nothing, and a prompt starts before its first token."""
+    monkeypatch.setattr(even_steps, "MEMORY", 0.9)  # so that fewer idle turns are as many days
+    pacing = learned()
+    counts = {"num_started_tokens": 1024, "num_new_tokens": 256}
+    for _ in range(10_000):
+        pacing.tokens(demand(0, 0, **counts))
+    counts["num_started_tokens"] += 1024
+    assert 64 < pacing.tokens(demand(64, 1, 512, **counts)) < LARGEST
 
 
 def test_few_gaps_are_long_whatever_arrives() -> None:

@@ -12,7 +12,7 @@ import pytest
 from prometheus_client import CollectorRegistry, generate_latest
 from typer.testing import CliRunner
 
-from engine.cli.main import app
+from engine.cli.commands import app
 from engine.core.config import load_settings
 from engine.core.config_tables import PluginTable
 from engine.core.errors import ConfigError, ForbiddenError, InvalidRequestError

@@ -12,7 +12,7 @@ import msgspec
 import pytest
 from typer.testing import CliRunner
 
-from engine.cli.main import app as cli
+from engine.cli.commands import app as cli
 from engine.core.observability.metrics import Metrics
 from engine.servers.app import create_app
 from engine.servers.ops.replay import RecordedFile, Recorder, first_difference

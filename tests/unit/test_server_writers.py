@@ -16,9 +16,10 @@ from engine.core.config import check_references
 from engine.core.config_schema import ServerSettings
 from engine.core.errors import ConfigError
 from engine.core.listening import address_of, bind_socket
+from engine.core.sandbox import processes
 from engine.servers import run
 from engine.servers.run import num_frontends
-from engine.servers.writers import pool
+from engine.servers.writers import pool, writer
 from engine.servers.writers.pool import Writers
 from tests.fake_backend import FakeBackend
 from tests.live_server import make_settings
@@ -160,6 +161,24 @@ async def test_a_writer_that_dies_takes_its_own_connections_and_is_replaced():
                     lost += 1
             assert lost <= 1
             assert [await pid_of_writer(one), await pid_of_writer(two)] == [207, 207]
+
+
+async def test_a_writer_that_cannot_be_started_is_tried_again(monkeypatch):
+    async with writers_of(1) as (writers, _):
+        tries = []
+
+        def start_child(*arguments):
+            tries.append(arguments)
+            if len(tries) < 3:
+                raise OSError("too many processes")
+            return processes.start_child(*arguments)
+
+        monkeypatch.setattr(writer, "start_child", start_child)
+        monkeypatch.setattr(pool, "RETRY_S", 0.01)
+        first = writers.pids[0]
+        os.kill(first, signal.SIGKILL)
+        await until(lambda: writers.num_ready == 1 and first not in writers.pids)
+        assert len(tries) == 3
 
 
 async def test_a_frozen_writer_is_woken_and_replaced_if_it_freezes_again(monkeypatch):

@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from engine.cli.ahead import take_engine
 from engine.cli.console import (
     ConfigOption,
     JsonOption,
@@ -18,6 +17,7 @@ from engine.cli.console import (
     output,
 )
 from engine.cli.help import GroupedCommand
+from engine.cli.main import take_engine
 from engine.cli.serve_options import with_engine_options
 from engine.core.errors import (
     AuthenticationError,

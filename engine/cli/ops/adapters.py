@@ -125,7 +125,7 @@ def export(adapter: AdapterArgument, target: TargetArgument, base: OwnBaseOption
     """Write an adapter as a GGUF file (DST ends in .gguf) or as a PEFT folder. Prints its path."""
     from engine.backends.custom.conversion.lora_export import export_gguf
     from engine.core.errors import ConfigError
-    from engine.core.store.hub import PEFT_FILES
+    from engine.core.store.checkpoint_files import PEFT_FILES
     from engine.core.store.model_store import resolve_model
 
     path, base = _found(adapter, base)

@@ -14,7 +14,7 @@ import msgspec
 from engine.core.errors import ConfigError, ConflictError, NotFoundError
 from engine.core.folders import data_directory
 from engine.core.sandbox.private_files import open_private, write_private
-from engine.core.store.hub import PEFT_FILES
+from engine.core.store.checkpoint_files import PEFT_FILES
 
 _RECORD = "adapter.json"
 _MAX_RECORD_BYTES = 1 << 16

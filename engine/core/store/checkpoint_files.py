@@ -8,6 +8,7 @@ import re
 from pathlib import Path
 
 MMPROJ_PREFIX = "mmproj"
+PEFT_FILES = ("adapter_config.json", "adapter_model.safetensors")
 _COMPANIONS = frozenset(
     (
         "config.json",

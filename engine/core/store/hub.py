@@ -13,7 +13,7 @@ from urllib.parse import quote
 import httpx
 
 from engine.core.errors import ConfigError, ModelError, ModelFormatError
-from engine.core.store.checkpoint_files import is_companion, is_weights
+from engine.core.store.checkpoint_files import PEFT_FILES, is_companion, is_weights
 from engine.core.store.fetch import BearerToken, RemoteFile, check_status, open_stream
 from engine.core.store.model_store import check_file_name
 
@@ -21,7 +21,6 @@ SPLIT = re.compile(r"(?P<stem>.+)-(?P<number>\d{5})-of-(?P<count>\d{5})\.gguf")
 MAX_LISTING = 16 * 2**20
 _INDEX = "model.safetensors.index.json"
 _SINGLE = "model.safetensors"
-PEFT_FILES = ("adapter_config.json", "adapter_model.safetensors")
 _SPEC = re.compile(
     r"(?P<org>[A-Za-z0-9][\w.-]*)/(?P<repo>[A-Za-z0-9][\w.-]*)"
     r"(?:@(?P<revision>[A-Za-z0-9][\w.-]*))?(?::(?P<quant>\w+)|/(?P<file>[^@\\?#\0]+))?",

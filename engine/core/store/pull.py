@@ -29,7 +29,7 @@ from engine.core.errors import (
 )
 from engine.core.folders import cache_directory
 from engine.core.store.catalogue import CATALOGUE, CatalogueEntry
-from engine.core.store.checkpoint_files import is_weights
+from engine.core.store.checkpoint_files import PEFT_FILES, is_weights
 from engine.core.store.fetch import (
     BearerToken,
     Download,
@@ -42,7 +42,6 @@ from engine.core.store.fetch import (
 from engine.core.store.file_formats import check_name
 from engine.core.store.fit import choose_quant
 from engine.core.store.hub import (
-    PEFT_FILES,
     SPLIT,
     HubSpec,
     adapter_files,

@@ -25,6 +25,7 @@ logger = logging.getLogger(__name__)
 
 MAX_ACCEPTED = 64  # connections per iteration of the event loop
 COOL_DOWN_S = 60.0  # after too many deaths of writers
+RETRY_S = 5.0  # after a writer could not be started
 CHECK_S = 0.5
 
 
@@ -127,11 +128,13 @@ class Writers:
 
     async def _replace(self, writer: Writer, delay: float) -> None:
         await writer.ended()
-        await asyncio.sleep(delay)
-        try:
-            await self._add()
-        except OSError:
-            logger.exception("a frontend process could not be started")
+        while True:
+            await asyncio.sleep(delay)
+            try:
+                return await self._add()
+            except OSError:  # such as too many open files or processes
+                logger.exception("a frontend process could not be started; it is tried again")
+                delay = RETRY_S
 
     def _accept(self) -> None:
         for _ in range(MAX_ACCEPTED):

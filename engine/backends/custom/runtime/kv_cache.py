@@ -147,7 +147,8 @@ class KVCache:
         if self.states is not None:
             self.states.resume(seq, match.sides[-1], len(matched))
         if self.target_blocks is not None and self.radix.evicted is not None:
-            self.target_blocks += self.radix.evicted.take(seq.tokens, len(matched))
+            grown = self.target_blocks + self.radix.evicted.take(seq.tokens, len(matched))
+            self.target_blocks = min(grown, self.pool.num_usable)
         self._make_room(needed)
         seq.blocks += self.pool.take(needed)
         self._set_room(seq)

@@ -102,7 +102,8 @@ class Pacing:
             num_sequences = num_decoding + demand.num_starting
             needed = SLACK * num_sequences * self._prompt_tokens / self._new_tokens
             most = self._budget.prompt_tokens(MAX_SHARE * decode_s)
-            affordable = max(affordable, min(int(needed), most))
+            # After days without a request, the sums are so small that the quotient may be infinite.
+            affordable = max(affordable, int(min(needed, most)))
         tokens = max(num_decoding + affordable, self._budget.least(demand.num_running))
         # A step takes as long as one of the size to which it is padded.
         padded = next((size for size in self._sizes if size >= tokens), tokens)

@@ -59,6 +59,7 @@ class DraftModel:
         self._free_slots = list(range(spec.max_slots))
         self._copies: dict[Sequence, _Copy] = {}
         self._num_lives = 0
+        self._is_closed = False
 
     def warm(self) -> None:
         """Prepare the runner, and measure what a token costs."""
@@ -166,7 +167,10 @@ class DraftModel:
             self._free_slots.append(copy.own.slot)
 
     def close(self) -> None:
-        self._runner.close()
+        """Free the model and its KV cache. The second call does nothing."""
+        if not self._is_closed:
+            self._is_closed = True
+            self._runner.close()
 
     def check(self) -> None:
         """Assert that slots and blocks belong to one copy each."""

@@ -132,16 +132,18 @@ class Speculation:
         self, rows: list[Row], asked: "list[tuple[int, Offer]]", terms: _Terms
     ) -> int:
         """Let the draft model guess for some rows. Returns the number of tokens of those that get a
-        draft. If the draft model fails, the engine goes on without it.
+        draft. If the draft model fails, the engine goes on without it, and its memory is freed.
         """
-        assert self.model is not None
+        model = self.model
+        assert model is not None
         try:
-            drafts = self.model.draft([(rows[index].seq, offer.count) for index, offer in asked])
+            drafts = model.draft([(rows[index].seq, offer.count) for index, offer in asked])
         except Exception:
             log.exception("the draft model failed; the engine goes on without it")
             self.model = None
+            model.close()
             return 0
-        self.draft_s, num_tokens = self.model.draft_s, 0
+        self.draft_s, num_tokens = model.draft_s, 0
         for (index, offer), guess in zip(asked, drafts, strict=True):
             row, drafter = rows[index], rows[index].seq.drafter
             assert drafter is not None

@@ -175,5 +175,8 @@ class ModelDrafts:
         self._model.end(seq)
         self._usual_output += 0.1 * (seq.num_generated - self._usual_output)
 
+    def close(self) -> None:
+        self._model.close()
+
     def check(self) -> None:
         self._model.check()
