@@ -88,6 +88,13 @@ def covers(heads: "AttentionHeads", block_size: int, dtype: torch.dtype) -> bool
     )
 
 
+def span_room(rows: int) -> int:
+    """The most spans that the keys of so many rows are cut into. A thread block without a span
+    takes time too, so a step with few rows has fewer of them.
+    """
+    return min(max(SPANS, 2 * rows), rows * (1 + ROW_SPANS))
+
+
 def decode(
     q: Tensor,
     cache: Tensor,
