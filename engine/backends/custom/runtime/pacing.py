@@ -16,6 +16,7 @@ from engine.backends.custom.runtime.roster import Demand
 
 # Prefill may take this part of decode's time. A mixed step then takes less than two decode steps.
 EVEN_SHARE = 0.8
+MIN_FILL = 0.6  # the part of that which is enough
 # If requests need more prefill than that to go on at their rate, it may take this many times
 # decode's time. Then nearly every step has prefill, and the steps are still even.
 MAX_SHARE = 3.0
@@ -95,19 +96,22 @@ class Pacing:
 
     def _even(self, demand: Demand) -> int:
         """The tokens of a step that takes about as long as the others."""
-        num_decoding = demand.num_decoding
+        num_decoding, needed = demand.num_decoding, 0
         decode_s = self._budget.decode_s(num_decoding)
         affordable = self._budget.prompt_tokens(EVEN_SHARE * decode_s)
         if self._new_tokens:
             num_sequences = num_decoding + demand.num_starting
-            needed = SLACK * num_sequences * self._prompt_tokens / self._new_tokens
-            most = self._budget.prompt_tokens(MAX_SHARE * decode_s)
+            rate = SLACK * num_sequences * self._prompt_tokens / self._new_tokens
             # After days without a request, the sums are so small that the quotient may be infinite.
-            affordable = max(affordable, int(min(needed, most)))
-        tokens = max(num_decoding + affordable, self._budget.least(demand.num_running))
-        # A step takes as long as one of the size to which it is padded.
-        padded = next((size for size in self._sizes if size >= tokens), tokens)
-        return min(padded, self._budget.tokens(0, 0))
+            needed = int(min(rate, self._budget.prompt_tokens(MAX_SHARE * decode_s)))
+        least = max(num_decoding + needed, self._budget.least(demand.num_running))
+        tokens = max(num_decoding + affordable, least)
+        # A step takes as long as one of the size to which it is padded. The next smaller size is
+        # taken, unless it is much smaller.
+        least = max(least, num_decoding + int(MIN_FILL * affordable))
+        smaller = [size for size in self._sizes if least <= size <= tokens]
+        larger = (size for size in self._sizes if size >= tokens)
+        return min(smaller[-1] if smaller else next(larger, tokens), self._budget.tokens(0, 0))
 
     def _learn(self, demand: Demand) -> None:
         last, self._last = self._last, demand

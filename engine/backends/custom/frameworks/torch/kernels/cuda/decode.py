@@ -122,6 +122,7 @@ def decode(
             *(ctypes.c_void_p(arrays[name].data_ptr()) for name in _LISTS),
             ctypes.c_float(scale * _LOG2_E),
         ),
+        overlaps=True,
     )
 
 

@@ -13,12 +13,17 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from engine.backends.custom.frameworks.torch.device import overlaps_kernels
 from engine.backends.custom.frameworks.torch.kernels.base import interpreting
 from engine.backends.custom.frameworks.torch.kernels.fp8 import (
     FP8,
     LARGEST,
     SMALLEST_SCALE,
     QuantizedRows,
+)
+from engine.backends.custom.frameworks.torch.kernels.triton.assembly import (
+    launch_dependents,
+    wait_for_previous,
 )
 from engine.backends.custom.frameworks.torch.kernels.triton.epilogue import gate_times
 
@@ -73,7 +78,11 @@ def _rows_kernel(
     ADDS: tl.constexpr,
     NORMS: tl.constexpr,
     GATE: tl.constexpr,
+    OVERLAPS: tl.constexpr,
 ):
+    if OVERLAPS:
+        launch_dependents()
+        wait_for_previous()
     row = tl.program_id(0).to(tl.int64)
     columns = tl.arange(0, BLOCK)
     inside = columns < SIZE
@@ -110,7 +119,11 @@ def _linear_kernel(
     TOKENS: tl.constexpr,
     BIAS: tl.constexpr,
     ONCE: tl.constexpr,
+    OVERLAPS: tl.constexpr,
 ):
+    if OVERLAPS:
+        launch_dependents()
+        wait_for_previous()
     rows = tl.minimum(tl.program_id(1) * ROWS + tl.arange(0, ROWS), outputs - 1)
     tokens = tl.program_id(0) * TOKENS + tl.arange(0, TOKENS)
     known = (tokens < num_tokens)[None, :]
@@ -184,6 +197,15 @@ def choose(num_tokens: int, outputs: int) -> LinearConfig:
     return LinearConfig(64, 256, tokens, stages=6 if tokens <= 64 else 4)
 
 
+def overlapping(x: Tensor) -> dict[str, bool]:
+    """Options of a kernel that starts before the previous one ends, where the GPU can do that."""
+    return (
+        {"OVERLAPS": True, "launch_pdl": True}
+        if overlaps_kernels(x.device)
+        else {"OVERLAPS": False}
+    )
+
+
 def scaled_linear(
     values: Tensor,
     scales: Tensor,
@@ -215,6 +237,7 @@ def scaled_linear(
         ONCE=grid[0] == 1,
         num_warps=chosen.warps,
         num_stages=chosen.stages,
+        **overlapping(values),
     )
     return out
 
@@ -249,6 +272,7 @@ def _rows(
         NORMS=norm is not None,
         GATE=gate,
         num_warps=min(max(block // 512, 1), 16),
+        **overlapping(x),
     )
     return QuantizedRows(values, scales)
 

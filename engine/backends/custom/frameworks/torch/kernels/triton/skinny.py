@@ -18,7 +18,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from engine.backends.custom.frameworks.torch.device import num_stages
+from engine.backends.custom.frameworks.torch.device import num_stages, overlaps_kernels
 from engine.backends.custom.frameworks.torch.kernels.triton.assembly import (
     launch_dependents,
     wait_for_previous,
@@ -122,11 +122,15 @@ def _resident_kernel(
     NORMS: tl.constexpr,
     GATE: tl.constexpr,
     ADDS: tl.constexpr,
+    OVERLAPS: tl.constexpr,
 ):
     """As `_vector_kernel`, for float8 weights. They are read so fast that reading and normalizing
     the input for every few weight rows takes a third of the time. So a program keeps the whole
     normalized input in registers, and multiplies it by ROWS weight rows at each of its STEPS.
     """
+    if OVERLAPS:
+        launch_dependents()
+        wait_for_previous()
     columns = tl.arange(0, BLOCK)
     inside = columns < SIZE
     x = tl.load(x_ptr + columns, mask=inside, other=0.0).to(tl.float32)
@@ -286,8 +290,13 @@ def skinny_linear(
         "num_warps": chosen.warps,
         "num_stages": num_stages(chosen.stages),
     }
+    # With float8 weights, all kernels of a layer overlap.
+    overlaps = weight.element_size() == 1 and overlaps_kernels(x.device)
+    if num_tokens == 1 and (chosen.overlaps or overlaps):
+        options["launch_pdl"] = True
     if chosen.steps:
         assert num_tokens == 1 and parts.pop("SCALED")
+        parts["OVERLAPS"] = overlaps
         _resident_kernel[(triton.cdiv(rows, chosen.rows * chosen.steps),)](
             x,
             weight,
@@ -303,9 +312,7 @@ def skinny_linear(
             **options,
         )
     elif num_tokens == 1:
-        if chosen.overlaps:
-            options["launch_pdl"] = True
-        parts["OVERLAPS"] = chosen.overlaps
+        parts["OVERLAPS"] = chosen.overlaps or overlaps
         _vector_kernel[grid](x, weight, *tensors, out, rows, eps, **shape, **parts, **options)
     else:
         tokens = min(max(16, triton.next_power_of_2(num_tokens)), 64)
