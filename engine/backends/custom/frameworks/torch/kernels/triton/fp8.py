@@ -13,7 +13,6 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from engine.backends.custom.frameworks.torch.device import overlaps_kernels
 from engine.backends.custom.frameworks.torch.kernels.base import interpreting
 from engine.backends.custom.frameworks.torch.kernels.fp8 import (
     FP8,
@@ -21,10 +20,7 @@ from engine.backends.custom.frameworks.torch.kernels.fp8 import (
     SMALLEST_SCALE,
     QuantizedRows,
 )
-from engine.backends.custom.frameworks.torch.kernels.triton.assembly import (
-    launch_dependents,
-    wait_for_previous,
-)
+from engine.backends.custom.frameworks.torch.kernels.triton.assembly import begin, overlapping
 from engine.backends.custom.frameworks.torch.kernels.triton.epilogue import gate_times
 
 _LARGEST, _SMALLEST_SCALE = tl.constexpr(LARGEST), tl.constexpr(SMALLEST_SCALE)
@@ -80,9 +76,7 @@ def _rows_kernel(
     GATE: tl.constexpr,
     OVERLAPS: tl.constexpr,
 ):
-    if OVERLAPS:
-        launch_dependents()
-        wait_for_previous()
+    begin(OVERLAPS)
     row = tl.program_id(0).to(tl.int64)
     columns = tl.arange(0, BLOCK)
     inside = columns < SIZE
@@ -121,9 +115,7 @@ def _linear_kernel(
     ONCE: tl.constexpr,
     OVERLAPS: tl.constexpr,
 ):
-    if OVERLAPS:
-        launch_dependents()
-        wait_for_previous()
+    begin(OVERLAPS)
     rows = tl.minimum(tl.program_id(1) * ROWS + tl.arange(0, ROWS), outputs - 1)
     tokens = tl.program_id(0) * TOKENS + tl.arange(0, TOKENS)
     known = (tokens < num_tokens)[None, :]
@@ -195,15 +187,6 @@ def choose(num_tokens: int, outputs: int) -> LinearConfig:
         tokens = max(tokens // 2, 32)
     tokens = min(tokens, 128)
     return LinearConfig(64, 256, tokens, stages=6 if tokens <= 64 else 4)
-
-
-def overlapping(x: Tensor) -> dict[str, bool]:
-    """Options of a kernel that starts before the previous one ends, where the GPU can do that."""
-    return (
-        {"OVERLAPS": True, "launch_pdl": True}
-        if overlaps_kernels(x.device)
-        else {"OVERLAPS": False}
-    )
 
 
 def scaled_linear(

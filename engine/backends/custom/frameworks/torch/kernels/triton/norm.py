@@ -5,6 +5,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from engine.backends.custom.frameworks.torch.kernels.triton.assembly import begin, overlapping
+
 
 @triton.jit
 def _norm_kernel(
@@ -19,7 +21,9 @@ def _norm_kernel(
     SIZE: tl.constexpr,
     BLOCK: tl.constexpr,
     ADDS: tl.constexpr,
+    OVERLAPS: tl.constexpr,
 ):
+    begin(OVERLAPS)
     row = tl.program_id(0).to(tl.int64)
     columns = tl.arange(0, BLOCK)
     inside = columns < SIZE
@@ -52,6 +56,7 @@ def _launch(
         BLOCK=block,
         ADDS=adds,
         num_warps=min(max(block // 512, 1), 16),
+        **overlapping(x),
     )
 
 

@@ -13,13 +13,10 @@ from torch import Tensor
 from engine.backends.custom.frameworks.torch.kernels.fp8 import FP8
 from engine.backends.custom.frameworks.torch.kernels.triton.assembly import (
     launch_dependents,
+    overlapping,
     wait_for_previous,
 )
-from engine.backends.custom.frameworks.torch.kernels.triton.fp8 import (
-    fp8_scale,
-    overlapping,
-    scaled_fp8,
-)
+from engine.backends.custom.frameworks.torch.kernels.triton.fp8 import fp8_scale, scaled_fp8
 
 # Heads per program: _FEW_HEADS in steps with fewer than _MANY_TOKENS tokens, so that there are
 # enough programs for the GPU; otherwise _MANY_HEADS. With norms it is always _FEW_HEADS, because
@@ -142,7 +139,6 @@ def rope_write(
     q = torch.empty((tokens, heads, head_dim), dtype=qkv.dtype, device=qkv.device)
     group = _FEW_HEADS if tokens < _MANY_TOKENS or q_norm is not None else _MANY_HEADS
     grid = (tokens, triton.cdiv(heads + 2 * kv_heads, group))
-    in_fp8 = cache_layer.dtype == FP8
     _rope_kernel[grid](
         qkv,
         positions,
@@ -164,8 +160,8 @@ def rope_write(
         REST_BLOCK=triton.next_power_of_2(max(head_dim - 2 * half, 1)),
         GROUP=group,
         NORMS=q_norm is not None,
-        SCALED=in_fp8,
+        SCALED=cache_layer.dtype == FP8,
         num_warps=2 if group == _FEW_HEADS else 4,
-        **(overlapping(qkv) if in_fp8 else {"OVERLAPS": False}),
+        **overlapping(qkv),
     )
     return q

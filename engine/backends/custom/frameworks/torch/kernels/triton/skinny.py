@@ -20,6 +20,7 @@ from torch import Tensor
 
 from engine.backends.custom.frameworks.torch.device import num_stages, overlaps_kernels
 from engine.backends.custom.frameworks.torch.kernels.triton.assembly import (
+    begin,
     launch_dependents,
     wait_for_previous,
 )
@@ -128,9 +129,7 @@ def _resident_kernel(
     the input for every few weight rows takes a third of the time. So a program keeps the whole
     normalized input in registers, and multiplies it by ROWS weight rows at each of its STEPS.
     """
-    if OVERLAPS:
-        launch_dependents()
-        wait_for_previous()
+    begin(OVERLAPS)
     columns = tl.arange(0, BLOCK)
     inside = columns < SIZE
     x = tl.load(x_ptr + columns, mask=inside, other=0.0).to(tl.float32)

@@ -22,6 +22,7 @@ from engine.backends.custom.frameworks.torch.kernels.attention_heads import (
     Scratch,
 )
 from engine.backends.custom.frameworks.torch.kernels.invariant.attention import CHUNK
+from engine.backends.custom.frameworks.torch.kernels.triton.assembly import begin, overlapping
 from engine.backends.custom.frameworks.torch.kernels.triton.attention_decode import (
     merge,
     merged_spans,
@@ -149,7 +150,9 @@ def _attention_kernel(
     SLOT_SIZE: tl.constexpr,
     SCALED: tl.constexpr,
     PRECISION: tl.constexpr,
+    OVERLAPS: tl.constexpr,
 ):
+    begin(OVERLAPS)
     kv_head, item = tl.program_id(0), tl.program_id(1)
     if item >= tl.load(counts_ptr + (2 if PROMPTS else 1)):
         return
@@ -259,4 +262,5 @@ def attend(
         TOKENS=tile.queries * cache.shape[3] // q.shape[1],
         num_warps=tile.warps,
         num_stages=tile.stages,
+        **overlapping(q),
     )
