@@ -27,6 +27,9 @@ from engine.backends.custom.frameworks.torch.kernels.triton.assembly import (
 from engine.backends.custom.frameworks.torch.kernels.triton.epilogue import finish, weight_rows
 
 _MAX_RESIDENT = 8192  # max columns of an input that fits in the registers of a program
+# The kernel of a float8 matrix of up to this many values starts before the previous kernel ends.
+# The programs of a larger one would take the place of programs that still read weights.
+_SMALL = 2**24
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,7 +39,7 @@ class SkinnyConfig:
     warps: int
     stages: int = 3
     steps: int = 0  # above 0: the input stays in registers, for this many times `rows` weight rows
-    # Whether weights are prefetched before the previous kernel ends. Only for a single token.
+    # Whether the kernel starts before the previous one ends. Only for a single token.
     overlaps: bool = False
 
 
@@ -238,7 +241,9 @@ def choose(
         if size > _MAX_RESIDENT:
             return SkinnyConfig(rows=8, columns=1024, warps=4)
         steps = max(1, min(8, outputs // 3072))
-        return SkinnyConfig(rows=4, columns=0, warps=4 if size <= 4096 else 8, steps=steps)
+        is_small = outputs <= size and outputs * size <= _SMALL
+        warps = 4 if size <= 4096 else 8
+        return SkinnyConfig(rows=4, columns=0, warps=warps, steps=steps, overlaps=is_small)
     if num_tokens > 1 and value_bytes > 2:
         return SkinnyConfig(rows=32, columns=64, warps=4, stages=2)
     if num_tokens > 1:
@@ -289,9 +294,8 @@ def skinny_linear(
         "num_warps": chosen.warps,
         "num_stages": num_stages(chosen.stages),
     }
-    # With float8 weights, all kernels of a layer overlap.
-    overlaps = weight.element_size() == 1 and overlaps_kernels(x.device)
-    if num_tokens == 1 and (chosen.overlaps or overlaps):
+    overlaps = chosen.overlaps and overlaps_kernels(x.device)
+    if overlaps:
         options["launch_pdl"] = True
     if chosen.steps:
         assert num_tokens == 1 and parts.pop("SCALED")
@@ -311,7 +315,7 @@ def skinny_linear(
             **options,
         )
     elif num_tokens == 1:
-        parts["OVERLAPS"] = chosen.overlaps or overlaps
+        parts["OVERLAPS"] = overlaps
         _vector_kernel[grid](x, weight, *tensors, out, rows, eps, **shape, **parts, **options)
     else:
         tokens = min(max(16, triton.next_power_of_2(num_tokens)), 64)
