@@ -66,6 +66,9 @@ class FixedPrice:
     def price(self, num_decoding: int) -> float:
         return 0.01
 
+    def draft_tokens(self, num_decoding: int, num_prompt_tokens: int) -> int:
+        return 1000
+
     def step_s(self, num_rows: int, num_tokens: int) -> float:
         return 1000.0
 

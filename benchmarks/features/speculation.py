@@ -2,7 +2,9 @@
 
 Both engines are in this process and share one loaded model, without HTTP. They run the same
 requests in alternating rounds, and their tokens must be equal. Only steps after the prompts count.
-The figures are medians, so they hold on a machine that others use.
+The figures are medians, so they hold on a machine that others use. "guessing" is the share of the
+CPU time in which guesses were made, by lookup and by the draft model if there is one. It is
+measured inside the engine, so it is exact where the speed of the machine varies.
 
     python -m benchmarks.features.speculation --rounds 7
     python -m benchmarks.features.speculation --only chat --streams 32
@@ -21,6 +23,7 @@ import msgspec
 from engine.backends.custom.frontend.text_model import TextModel, load_text
 from engine.backends.custom.options import EngineOptions
 from engine.backends.custom.runtime.loop import EngineLoop
+from engine.backends.custom.runtime.sequence import Row
 from engine.backends.custom.runtime.speculation.draft_model import DraftModel
 from engine.backends.custom.weights.model import open_model
 from engine.backends.custom.worker.draft import plan_draft
@@ -92,12 +95,31 @@ class Memory:
 
 @dataclass(frozen=True)
 class Round:
-    """CPU seconds per output token, the tokens of each request, and counts of drafts."""
+    """CPU seconds per output token, the share of them that guesses took, the tokens of each
+    request, and counts of drafts.
+    """
 
     cost: float
+    guessing: float
     outputs: dict[str, list[int]]
     num_drafted: int
     num_accepted: int
+
+
+class Guessing:
+    """CPU seconds that an engine takes for guesses."""
+
+    def __init__(self, loop: EngineLoop) -> None:
+        self.seconds = 0.0
+        if (speculation := loop.scheduler.speculation) is not None:
+            self._add_drafts = speculation.add_drafts
+            speculation.add_drafts = self._timed
+
+    def _timed(self, rows: list[Row], budget: int) -> int:
+        began = time.process_time()
+        num_tokens = self._add_drafts(rows, budget)
+        self.seconds += time.process_time() - began
+        return num_tokens
 
 
 class Bench:
@@ -146,6 +168,7 @@ class Bench:
         """Run all requests, as many at a time as the scenario has streams."""
         channel = Memory()
         loop = self._new_loop(speculation, channel)
+        guessing = Guessing(loop)
         waiting, outputs = self.requests(scenario), {}
         seconds, num_tokens, num_open = 0.0, 0, 0
         while waiting or num_open:
@@ -169,20 +192,25 @@ class Bench:
             channel.outbox.clear()
         stats = loop.stats()
         return Round(
-            seconds / num_tokens, outputs, stats.num_drafted_tokens, stats.num_accepted_tokens
+            seconds / num_tokens,
+            guessing.seconds / seconds,
+            outputs,
+            stats.num_drafted_tokens,
+            stats.num_accepted_tokens,
         )
 
 
 def compare(bench: Bench, scenario: Scenario, num_rounds: int, say: Callable[[str], None]) -> dict:
     bench.run(scenario, "off")  # the first run of a shape also pays for memory pages
     costs: dict[str, list[float]] = {"off": [], "auto": []}
-    ratios = []
+    ratios, shares = [], []
     for _ in range(num_rounds):
         pair = {setting: bench.run(scenario, setting) for setting in costs}
         assert pair["off"].outputs == pair["auto"].outputs, "speculation changed the tokens"
         for setting, found in pair.items():
             costs[setting].append(found.cost)
         ratios.append(pair["off"].cost / pair["auto"].cost)
+        shares.append(pair["auto"].guessing)
     drafted, accepted = pair["auto"].num_drafted, pair["auto"].num_accepted
     result = {
         "scenario": scenario.name,
@@ -191,6 +219,7 @@ def compare(bench: Bench, scenario: Scenario, num_rounds: int, say: Callable[[st
             name: round(1e3 * statistics.median(values), 3) for name, values in costs.items()
         },
         "speedup": round(statistics.median(ratios), 3),
+        "guessing": round(statistics.median(shares), 4),
         "drafted": drafted,
         "accepted": accepted,
     }

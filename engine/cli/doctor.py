@@ -47,6 +47,7 @@ _ELSEWHERE = {
     "vllm": "runs in the environment that its option python names",
     "sglang": "runs in the environment that its option python names",
     "openai": "runs wherever its option base_url says",
+    "nodes": "runs on the machines that join with engine node join",
 }
 _PACKAGES = (
     *("torch", "jax", "tinygrad", "transformers"),
@@ -240,9 +241,12 @@ def _speeds(speed: Mapping[str, Any]) -> list[Finding]:
     size = CATALOGUE[DEFAULT_MODEL].size
     if size is not None:
         # Decode at batch size 1 reads every weight once per token, so memory speed limits the token
-        # rate.
+        # rate. A small model may stay in the cache of a large CPU.
         bound = speed["read_bytes_per_s"] / size
-        detail = f"up to about {bound:.0f} tokens/s for one request ({size / 1e6:.0f} MB a token)"
+        detail = (
+            f"about {bound:.0f} tokens/s for one request while its {size / 1e6:.0f} MB a token come"
+            " from memory, more if the CPU's cache holds them"
+        )
         found.append(Finding("kernels", DEFAULT_MODEL, detail))
     return found
 

@@ -1,5 +1,6 @@
 """`engine serve`: serves a model over an OpenAI-compatible API until a signal ends it."""
 
+import contextlib
 import gc
 import json
 import logging
@@ -45,6 +46,7 @@ if TYPE_CHECKING:
     from engine.backends.custom.ipc.engine_process import EngineProcess
     from engine.core.config import LoadedSettings
     from engine.core.config_schema import Settings
+    from engine.core.sandbox.examination import Examination
 
 
 def parse_options(given: list[str] | None) -> dict[str, Any] | None:
@@ -218,7 +220,7 @@ def begin_engine(
     settings: "Settings", process: "EngineProcess", meanwhile: Callable[[], None]
 ) -> None:
     """Send the engine process its options, so that it loads the model while this process imports
-    the server. If the model file was not examined before, wait for its examination first, and do
+    the server. If the model file was not examined before, wait for its examination, and do
     something else `meanwhile`.
     """
     from engine.backends.custom.engine_settings import (
@@ -227,7 +229,6 @@ def begin_engine(
         engine_options,
         has_engine,
     )
-    from engine.backends.custom.ipc.transport import ConnectionClosedError
     from engine.core.sandbox.examination import Examination, examine
     from engine.core.store.model_store import resolve_model
 
@@ -236,27 +237,26 @@ def begin_engine(
         return
     path = resolve_model(settings.model.model_path)
     examination = Examination(path, EXAMINER, process.examine)
+    if (draft := settings.model.draft_model) is not None:
+        examine(resolve_model(draft), EXAMINER)
+    # An engine process that examines the model loads it once the examiner has passed what the
+    # engine process itself reads.
+    process.begin(engine_options(settings, name, path))
+    if examination.is_under_way:
+        with ThreadPoolExecutor(1) as waiting:
+            finished = waiting.submit(_keep_examined, path, examination)
+            meanwhile()
+            finished.result()
 
-    def begin() -> None:
-        try:
-            found = examination.finish()
-        except ConnectionClosedError:
-            return  # the engine process has ended; the code that uses it later will report that
-        if (draft := settings.model.draft_model) is not None:
-            examine(resolve_model(draft), EXAMINER)
-        process.begin(engine_options(settings, name, path))
-        if found:
-            from engine.backends.custom.frontend.text_cache import keep_text
 
+def _keep_examined(path: Path, examination: "Examination") -> None:
+    from engine.backends.custom.frontend.text_cache import keep_text
+    from engine.backends.custom.ipc.transport import ConnectionClosedError
+
+    # If the engine process has ended, the code that uses it later will report that.
+    with contextlib.suppress(ConnectionClosedError):
+        if found := examination.finish():
             keep_text(path, found)
-
-    if not examination.is_under_way:
-        begin()
-        return
-    with ThreadPoolExecutor(1) as waiting:
-        begun = waiting.submit(begin)
-        meanwhile()
-        begun.result()
 
 
 def _import_server() -> None:

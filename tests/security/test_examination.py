@@ -10,12 +10,15 @@ from pathlib import Path
 
 import pytest
 
-from engine.backends.custom.engine_settings import EXAMINER
+from engine.backends.custom.engine_settings import EXAMINER, engine_options
 from engine.backends.custom.ipc.engine_process import EngineProcess
-from engine.backends.custom.ipc.transport import ConnectionClosedError
+from engine.backends.custom.ipc.transport import ConnectionClosedError, SocketChannel
+from engine.core.config_schema import Settings
 from engine.core.errors import ModelError, ModelFormatError
+from engine.core.interfaces.request import FromEngine, Ready
 from engine.core.sandbox import examination
 from engine.core.sandbox.examination import Examination, Reading, Spawned, StartReading, examine
+from tests.quick_engine import begun_file
 
 
 @pytest.fixture
@@ -96,6 +99,42 @@ def test_an_engine_that_ends_examines_nothing(
     process.process.wait()
     with pytest.raises(ConnectionClosedError):
         examination.finish()
+    assert not (model.parent / "examined").exists()
+
+
+@pytest.fixture
+def quick() -> Iterator[EngineProcess]:
+    process = EngineProcess("tests.quick_engine")
+    yield process
+    process.discard()
+
+
+def test_an_engine_begins_when_what_it_reads_has_passed(model: Path, quick: EngineProcess) -> None:
+    """And its first message comes behind the end of the examination, and is not lost."""
+    begun = Examination(model, "tests.examiners:pass_and_wait", quick.examine)
+    quick.begin(engine_options(Settings(), "native", model))
+    assert begun.finish() == b"found"
+    channel: SocketChannel[FromEngine] = SocketChannel(quick.socket, FromEngine)
+    assert [type(message) for message in channel.poll(30)] == [Ready]
+
+
+@pytest.mark.parametrize("deed", ["refuse", "crash", "fill_memory"])
+def test_an_engine_never_begins_with_what_was_refused(
+    model: Path, quick: EngineProcess, deed: str
+) -> None:
+    begun = Examination(model, f"tests.examiners:{deed}", quick.examine)
+    quick.begin(engine_options(Settings(), "native", model))
+    with pytest.raises(ModelError):
+        begun.finish()
+    assert quick.process.wait(30) == 0
+    assert not begun_file(model).exists()
+
+
+def test_what_is_refused_late_is_refused_all_the_same(model: Path, quick: EngineProcess) -> None:
+    begun = Examination(model, "tests.examiners:refuse_late", quick.examine)
+    quick.begin(engine_options(Settings(), "native", model))
+    with pytest.raises(ModelError, match="its text is bad"):
+        begun.finish()
     assert not (model.parent / "examined").exists()
 
 

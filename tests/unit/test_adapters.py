@@ -188,6 +188,18 @@ def test_the_least_recently_used_place_is_given_away() -> None:
     assert test.reads == ["a", "b", "c"]
 
 
+def test_a_place_that_could_not_be_filled_has_no_adapter(monkeypatch: pytest.MonkeyPatch) -> None:
+    test = Places(num_places=1)
+    a, b = test.load("a"), test.load("b")
+    assert test.place(a) == 1
+    with monkeypatch.context() as patch:
+        patch.setattr(test, "set_adapter", lambda number, packed: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            test.place(b)
+    assert test.place(a) == 1
+    assert test.set == [(1, "a"), (1, "a")], "it is copied again"
+
+
 def test_a_request_that_waits_for_a_place_is_not_overtaken_for_ever() -> None:
     test = Places(num_places=1)
     a, b = test.load("a"), test.load("b")
@@ -206,9 +218,17 @@ def test_host_memory_is_bounded_and_adapters_are_read_again() -> None:
     a, b = test.load("a"), test.load("b")
     assert test.place(b) == 1
     while test.place(a) is None:
-        assert test.places.is_loading
         time.sleep(0.001)
     assert test.reads == ["a", "b", "a"]
+
+
+def test_an_adapter_whose_request_left_while_it_was_loaded_is_counted() -> None:
+    """The engine loop does not go on to look for it, and host memory stays bounded."""
+    test = Places(num_places=1, max_host_bytes=20)
+    test.places._load("/x/a").result()  # as for a request that has to wait, and does not
+    assert not test.places.is_loading
+    test.load("b")
+    assert not test.places._loading and len(test.places._host) == 1
 
 
 def test_an_adapter_whose_files_changed_is_refused() -> None:

@@ -10,7 +10,7 @@ from engine import __version__
 from engine.cli.commands import COMMANDS, SYNONYMS, app
 from engine.core.config_schema import setting_keys
 from engine.core.errors import ConfigError
-from engine.core.registry.backend_registry import backend_names
+from engine.core.registry.backend_registry import BUILTIN_BACKENDS, backend_names
 
 SECRET = "correct-horse-battery"
 SPEED = {
@@ -131,6 +131,8 @@ def test_doctor_reports_every_topic_and_the_missing_model() -> None:
     assert model["name"] == "smollm2-135m-instruct"
     assert model["ok"] is False
     assert "engine pull" in model["fix"]
+    of_others = [each["name"] for each in found if "another package" in each["detail"]]
+    assert set(of_others).isdisjoint(BUILTIN_BACKENDS)
 
 
 @pytest.mark.parametrize(
@@ -186,7 +188,8 @@ def test_doctor_tells_what_the_kernels_reach(monkeypatch: pytest.MonkeyPatch) ->
         "threads": "6, unless performance.threads says otherwise",
         "weights read": "19.7 GB/s",
         "matrix products": "1.25 TOPS int8",
-        "smollm2-135m-instruct": "up to about 200 tokens/s for one request (98 MB a token)",
+        "smollm2-135m-instruct": "about 200 tokens/s for one request while its 98 MB a token come "
+        "from memory, more if the CPU's cache holds them",
     }
 
 

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from engine.cli.commands import COMMANDS, LazyCommand
+from engine.core.config_schema import SECTIONS, setting_keys
 from engine.scripts.dev import module_map, reference_pages
 
 ROOT = Path(__file__).parents[2]
@@ -25,6 +26,9 @@ PAGES = sorted(
     for path in ROOT.rglob("*.md")
     if not any(part.startswith(".") or part == "build" for part in path.relative_to(ROOT).parts)
 )
+
+# They look like settings, but are a value of the Helm chart and a field of an answer.
+NO_SETTINGS = {"storage.existingClaim", "cache.prefill_node"}
 
 
 def links(text: str) -> Iterator[str]:
@@ -78,6 +82,32 @@ def test_every_page_is_on_one_shelf_of_the_index() -> None:
 def test_the_readme_works_without_the_files_beside_it() -> None:
     text = (ROOT / "README.md").read_text(encoding="utf-8")
     assert [link for link in links(text) if "://" not in link and not link.startswith("#")] == []
+
+
+def test_the_readme_lists_every_command() -> None:
+    rows = re.findall(
+        r"^\| (`engine .*?) \| ", (ROOT / "README.md").read_text("utf-8"), re.MULTILINE
+    )
+    assert {name for row in rows for name in re.findall(r"`engine ([a-z]+)", row)} == set(COMMANDS)
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_named_modules_scripts_and_settings_exist(page: Path) -> None:
+    text = page.read_text(encoding="utf-8")
+    modules = re.findall(r"\bpython3? -m ((?:engine|benchmarks|tests)\.[\w.]+)", text)
+    scripts = [
+        f"engine.scripts.dev.{name}" for name in re.findall(r"`engine\s+dev\s+([a-z][\w-]*)", text)
+    ]
+    paths = [ROOT / each.rstrip(".").replace(".", "/") for each in (*modules, *scripts)]
+    assert [str(each) for each in paths if not is_module(each)] == []
+    if page.name == "CHANGELOG.md":  # it also tells of settings that are gone
+        return
+    named = set(re.findall(rf"`((?:{'|'.join(SECTIONS)})\.[a-z]\w+)(?: = [^`]*)?`", text))
+    assert named - {*setting_keys(), *NO_SETTINGS} == set()
+
+
+def is_module(path: Path) -> bool:
+    return path.with_suffix(".py").exists() or (path / "__main__.py").exists()
 
 
 def flags(command: Any) -> set[str]:

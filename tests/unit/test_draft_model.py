@@ -197,6 +197,15 @@ def test_a_prompt_is_computed_only_if_that_pays():
     assert made.offer(SEQ, 0.1, 8.0, 16).count > 0
 
 
+def test_nobody_asks_a_draft_model_whose_account_is_empty():
+    made = drafts_at(0.2)
+    assert made.begin(1)
+    made._add(-10.0)
+    assert not made.begin(1)
+    made._add(10.0)
+    assert made.begin(1)
+
+
 @pytest.mark.parametrize("num_decoding", [1, 8])
 def test_a_useless_draft_model_costs_little_by_construction(num_decoding):
     """All time that guesses take, and all that verifying them takes, is within the allowance."""
@@ -204,8 +213,7 @@ def test_a_useless_draft_model_costs_little_by_construction(num_decoding):
     sequences = [Request() for _ in range(num_decoding)]
     cost_s = 0.0
     for step in range(2000):
-        assert made.begin(num_decoding)
-        for seq in sequences:
+        for seq in sequences if made.begin(num_decoding) else ():
             made._model.missing = 100 if step % 50 == 0 else 1
             made._rates.clear()  # every sequence looks as promising as a first one
             made._shared = Rate(0.95, 8.0)

@@ -7,7 +7,7 @@ import pytest
 
 from engine.backends.custom.runtime.requests.intake import Intake
 from engine.core.errors import InvalidRequestError
-from engine.core.interfaces.request import GenerateRequest, SamplingParams
+from engine.core.interfaces.request import AdapterRef, GenerateRequest, SamplingParams
 from tests.toy_engine import ToyEngine
 from tests.toy_runner import VOCAB
 
@@ -173,6 +173,23 @@ def test_a_grammar_that_fails_or_is_late_ends_its_request_alone():
     assert deltas[0].error_message == "no such rule"
     assert codes(bench.intake.admit_ready(130.1)) == [("late", c, "TIMEOUT") for c in range(2)]
     assert bench.intake.num_pending == 1 and not bench.waiting()
+
+
+def test_an_adapter_that_the_device_cannot_take_ends_its_request_alone():
+    bench = Bench()
+    places = {"first": MemoryError("no room"), "second": 2}
+
+    def place(ref: AdapterRef) -> int:
+        if isinstance(found := places[ref.key], MemoryError):
+            raise found
+        return found
+
+    bench.intake.adapters = SimpleNamespace(begin_pass=lambda: None, place=place)
+    for name in places:
+        refused = bench.submit(asking(name, adapter=AdapterRef(name, f"/x/{name}")))
+        assert codes(refused) == ([("first", 0, "INFERENCE_ERROR")] if name == "first" else [])
+    assert [(seq.request_id, seq.adapter) for seq in bench.waiting()] == [("second", 2)]
+    assert bench.intake.num_pending == 0
 
 
 def test_who_is_aborted_while_its_grammar_compiles_never_begins():

@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from dataclasses import replace
 
+import msgspec
 import pytest
 
 from engine.backends.custom.ir.choice import attention_kernel, matmul_kernel
@@ -108,7 +109,7 @@ def test_claims_share_work_and_are_worth_their_price() -> None:
     config = replace(CONFIGS["llama"], hidden_size=576, intermediate_size=1536, vocab_size=49152)
     graph = build_graph(config)
     alone, few, many = (plan(graph, Capacity(tokens, tokens), PLAIN) for tokens in (1, 8, 512))
-    single = plan(graph, Capacity(1, 1), replace(PLAIN, threads=1))
+    single = plan(graph, Capacity(1, 1), msgspec.structs.replace(PLAIN, threads=1))
     for index, step in enumerate(linears(alone)):
         matrix = next(each for each in alone.matrices if each.name == step.matrix)
         units = -(-matrix.rows // (32 if step.gated else 16))

@@ -1,10 +1,10 @@
 """Each fusion happens where it should, not where it must not, and leaves results unchanged."""
 
 from collections.abc import Callable
-from dataclasses import replace
 
 import numpy as np
 import pytest
+from msgspec.structs import replace
 
 from engine.backends.custom.architectures.base import ModelConfig
 from engine.backends.custom.ir import fusion

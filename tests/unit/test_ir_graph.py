@@ -1,9 +1,9 @@
 """Graphs: what a builder infers, and one broken rule after the other, named by its node."""
 
-from dataclasses import replace
 from typing import Any
 
 import pytest
+from msgspec.structs import replace
 
 from engine.backends.custom.architectures.base import ModelConfig
 from engine.backends.custom.ir.attributes import HeadNorm, NoAttributes, Normalize

@@ -4,6 +4,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from itertools import combinations
 
+import msgspec
 import numpy as np
 import pytest
 
@@ -249,14 +250,14 @@ def test_what_no_step_can_do_is_named() -> None:
 def _with_extra_activation(graph: Graph) -> Graph:
     """An activation on the hidden state, which no family has."""
     wanted = graph.node("layers.1.wanted")
-    odd = replace(
+    odd = msgspec.structs.replace(
         wanted, name="odd", op="silu", inputs=(wanted.inputs[0],), value=graph.node("embed").value
     )
-    changed = replace(wanted, inputs=("odd", wanted.inputs[1]))
+    changed = msgspec.structs.replace(wanted, inputs=("odd", wanted.inputs[1]))
     nodes = [
         each for node in graph.nodes for each in ((odd, changed) if node is wanted else (node,))
     ]
-    return replace(graph, nodes=tuple(nodes))
+    return msgspec.structs.replace(graph, nodes=tuple(nodes))
 
 
 def test_a_step_beyond_the_capacity_is_refused() -> None:

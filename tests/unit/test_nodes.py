@@ -17,6 +17,7 @@ from engine.routing.nodes.agent import RefusedError
 from engine.routing.nodes.dial import endpoint_of, read_token
 from engine.routing.nodes.manager import EJECTED_AFTER_S
 from engine.routing.nodes.pool import LOCAL, NodePool
+from engine.routing.nodes.wire import MAX_UNSENT_BYTES
 from tests.node_cluster import node, routed, until
 from tests.toy_backend import TEXT, ToyBackend
 
@@ -125,6 +126,17 @@ async def test_a_silent_node_is_ejected_and_taken_back(monkeypatch: pytest.Monke
         await server.ask(prompt(1))
         assert server.pool.decisions[-1][1] == LOCAL
         await until(lambda: engine.state == "ready")
+
+
+async def test_a_node_that_does_not_read_ends_only_its_own_connection() -> None:
+    """The next beat finds its buffer full. The manager goes on to watch all nodes."""
+    async with routed() as server, node(server, name="a"), node(server, name="b"):
+        await server.joined("a", "b")
+        (full,) = [each for each in server.manager._connected if each.engine.name == "a"]
+        full.connection.transport.get_write_buffer_size = lambda: 2 * MAX_UNSENT_BYTES
+        await until(lambda: full not in server.manager._connected)
+        await server.joined("a", "b")
+        assert not server.manager._watching.done()
 
 
 async def test_requests_wait_for_the_first_node() -> None:

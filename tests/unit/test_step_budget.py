@@ -6,7 +6,13 @@ import random
 
 import pytest
 
-from engine.backends.custom.runtime.budget import TARGET_STEP_S, CostLine, StepBudget
+from engine.backends.custom.runtime.budget import (
+    FIXED_TOKENS,
+    PROMPT_MEMORY,
+    TARGET_STEP_S,
+    CostLine,
+    StepBudget,
+)
 from engine.backends.custom.runtime.model_runner import PROMPT_TOKENS
 
 MAX_TOKENS, MAX_SLOTS = 2048, 64
@@ -18,11 +24,15 @@ def cost(num_decoding: int, num_prompt_tokens: int, per_row: float, per_token: f
 
 
 def learned(
-    per_row: float = 0.0005, per_token: float = 0.0003, noise: float = 0.0, min_tokens: int = 1
+    per_row: float = 0.0005,
+    per_token: float = 0.0003,
+    noise: float = 0.0,
+    min_tokens: int = 1,
+    grain: int = 1,
 ) -> StepBudget:
     """After a while of mixed work on a machine of these speeds."""
     rng = random.Random(1)
-    budget = StepBudget(MAX_TOKENS, MAX_SLOTS, min_tokens=min_tokens)
+    budget = StepBudget(MAX_TOKENS, MAX_SLOTS, min_tokens=min_tokens, grain=grain)
     budget.record(0, 128, cost(0, 128, per_row, per_token))
     for _ in range(200):
         rows = rng.choice([1, 4, 8, 32])
@@ -57,7 +67,17 @@ def test_prompts_take_as_long_again_where_continuing_takes_all_of_the_time() -> 
 @pytest.mark.parametrize("num_running", [1, 40, MAX_SLOTS])
 def test_everybody_running_gets_a_token_and_prompts_go_on(num_running: int) -> None:
     budget = learned(per_row=1e-6, per_token=10.0, min_tokens=12)
-    assert budget.tokens(1, num_running) == num_running + 12
+    # One of those in prefill gets 12 tokens, all others get one.
+    assert budget.tokens(1, num_running) == num_running + 12 - (num_running > 1)
+
+
+def test_prompts_beside_decode_come_in_whole_tiles() -> None:
+    budget = learned(min_tokens=16, grain=16)
+    for rows in (1, 4, 8, 32):
+        prompt = budget.tokens(rows, rows) - rows
+        assert prompt % 16 == 0 and prompt >= 16
+        # The sequence whose prompt is computed runs, but it does not decode.
+        assert budget.tokens(rows, rows + 1) == rows + prompt
 
 
 def test_nothing_is_granted_beyond_the_maximum() -> None:
@@ -89,7 +109,7 @@ def test_one_interrupted_step_changes_little_and_a_slower_machine_is_noticed() -
     for _ in range(60):
         budget.record(8, 0, cost(8, 0, 0.0005, 0.003))
         budget.record(8, 60, cost(8, 60, 0.0005, 0.003))
-    assert budget.tokens(8, 8) - 8 == pytest.approx(before / 10, abs=2)
+    assert budget.tokens(8, 8) - 8 <= before / 8
 
 
 def test_a_number_of_sequences_never_seen_lies_on_the_line() -> None:
@@ -100,12 +120,29 @@ def test_a_number_of_sequences_never_seen_lies_on_the_line() -> None:
     assert cost(17, prompt, 0.002, 0.0003) == pytest.approx(2 * alone, rel=0.05)
 
 
-def test_one_number_of_sequences_alone_gives_a_line_through_zero() -> None:
+def test_one_number_of_sequences_alone_gives_a_line_with_the_assumed_base() -> None:
     budget = StepBudget(MAX_TOKENS, MAX_SLOTS)
     for _ in range(20):
         budget.record(4, 0, 0.02)
         budget.record(0, 100, 0.03)
-    assert budget.tokens(8, 8) - 8 == pytest.approx(0.04 / 0.0003, rel=0.02)
+    # The base counts as FIXED_TOKENS sequences, so eight take 12 / 8 of the time of four.
+    assert FIXED_TOKENS == 4
+    assert budget.decode_s(8) == pytest.approx(0.03)
+    assert budget.tokens(8, 8) - 8 == pytest.approx(0.03 / 0.0003, rel=0.02)
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_counts_that_hardly_differ_do_not_make_drafts_dear(seed: int) -> None:
+    """Without drafts, all steps have about as many rows. Slow seconds of the machine then look like
+    the cost of a row, and without this no draft would ever be tried again.
+    """
+    rng = random.Random(seed)
+    budget = StepBudget(MAX_TOKENS, MAX_SLOTS)
+    for step in range(400):
+        rows = rng.choice([6, 7, 8, 8])
+        slow = random.Random(seed + step // 30).choice([1.0, 1.0, 1.3])
+        budget.record(rows, 0, (0.005 + 0.0004 * rows) * slow)
+    assert budget.price(8) < 0.75
 
 
 def test_steps_that_are_quicker_than_believed_never_break_the_budget() -> None:
@@ -140,12 +177,14 @@ def test_nothing_is_expected_of_a_step_before_any_prompt_was_seen() -> None:
     assert budget.step_s(1, 1) is None
 
 
-def test_a_surprise_is_believed_up_to_four_times_what_was_known() -> None:
+def test_a_surprise_is_believed_up_to_twice_what_was_known() -> None:
     budget = StepBudget(MAX_TOKENS, MAX_SLOTS)
     budget.record(0, 100, 0.01)
     budget.record(0, 100, 10.0)
-    # What is left of the first (0.8 of it) and four times its cost, over as many tokens.
-    assert budget.step_s(0, 180) == pytest.approx(0.008 + 0.04)
+    # What is left of the first, and twice its cost, over as many tokens.
+    kept = PROMPT_MEMORY * 100
+    expected = (PROMPT_MEMORY * 0.01 + 0.02) / (kept + 100) * 180
+    assert budget.step_s(0, 180) == pytest.approx(expected)
 
 
 def test_a_step_without_decode_has_a_price_although_the_line_goes_through_zero() -> None:

@@ -3,9 +3,11 @@ activation arena, and times.
 """
 
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from itertools import groupby
 from typing import Any
+
+import msgspec
 
 from engine.backends.custom.ir.models.inputs import cache_name, state_name
 from engine.backends.custom.ir.plan import Capacity, Split
@@ -129,7 +131,8 @@ class Report:
     forwards: int | None
 
     def as_json(self) -> dict[str, Any]:
-        return asdict(self)
+        facts: dict[str, Any] = msgspec.to_builtins(self)
+        return facts
 
 
 # An input with this name is a value from the preceding section of the graph, for example from the

@@ -6,9 +6,10 @@ from the native kernels, if these are built.
 """
 
 from contextlib import suppress
-from dataclasses import asdict
 from math import prod
 from typing import TYPE_CHECKING, Any
+
+import msgspec
 
 from engine.backends.custom.frameworks.native.compiled import kernels
 from engine.backends.custom.frameworks.native.execution import allocation, build
@@ -155,7 +156,7 @@ class _Facts:
             layer_of(node.name),
             node.inputs,
             tuple(self._weights[name] for name in node.weights),
-            asdict(node.attributes),
+            msgspec.structs.asdict(node.attributes),
             node.value.shape,
             node.value.dtype,
         )

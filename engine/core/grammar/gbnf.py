@@ -7,8 +7,9 @@ should not start with text that could continue the terminal before it.
 """
 
 from collections.abc import Iterator
-from dataclasses import dataclass
 from typing import NoReturn
+
+import msgspec
 
 from engine.core.grammar.regex_dialect import MAX_REPEAT, literal
 
@@ -37,32 +38,27 @@ def gbnf_to_lark(source: str) -> str:
     return "\n".join(_Writer(rules).lines())
 
 
-@dataclass(frozen=True, slots=True)
-class _Text:
+class _Text(msgspec.Struct, frozen=True):
     """A regular expression for literal text or for a character class."""
 
     expression: str
 
 
-@dataclass(frozen=True, slots=True)
-class _Name:
+class _Name(msgspec.Struct, frozen=True):
     name: str
 
 
-@dataclass(frozen=True, slots=True)
-class _Repeat:
+class _Repeat(msgspec.Struct, frozen=True):
     node: "_Expression"
     low: int
     high: int | None
 
 
-@dataclass(frozen=True, slots=True)
-class _Sequence:
+class _Sequence(msgspec.Struct, frozen=True):
     nodes: tuple["_Expression", ...]
 
 
-@dataclass(frozen=True, slots=True)
-class _Choice:
+class _Choice(msgspec.Struct, frozen=True):
     nodes: tuple["_Expression", ...]
 
 

@@ -48,8 +48,9 @@ class Reading(Protocol):
 
 
 # Type of a function that starts an examiner. Its arguments are the examiner, the path and the limit
-# of CPU seconds. An examiner is the "module:function" of a function that takes the path and returns
-# bytes worth caching, or None.
+# of CPU seconds. An examiner is the "module:function" of a function that takes the path, and a
+# function that it may call when all is checked that an engine process reads. It returns bytes
+# worth caching, or None.
 StartReading: TypeAlias = Callable[[str, Path, int], Reading]
 
 

@@ -1,6 +1,6 @@
-"""The process with limits in which a model file is parsed first (see `examination`). `read_in_fork`
-forks it, or it is started as a module. The arguments of the module are the examiner, the path, the
-CPU seconds and the parent's process id.
+"""The process with limits in which a model file is parsed first (see `examination`). `Fork` forks
+it, or it is started as a module. The arguments of the module are the examiner, the path, the CPU
+seconds and the parent's process id.
 
 Its memory, CPU time and open files are limited. It can't write files, start programs or use the
 network. It outputs what the examiner returns. If the model is invalid, it outputs one line about
@@ -12,6 +12,7 @@ import ctypes
 import os
 import resource
 import sys
+from collections.abc import Callable
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -43,33 +44,53 @@ class ForbiddenEventError(OSError):
 
 def main() -> int:
     die_with_parent(int(sys.argv[4]))
-    return read_limited(sys.argv[1], Path(sys.argv[2]), int(sys.argv[3]))
+    return read_limited(sys.argv[1], Path(sys.argv[2]), int(sys.argv[3]), lambda: None)
 
 
-def read_in_fork(examiner: str, path: Path, max_cpu_s: int) -> tuple[int, bytes]:
-    """Run the examiner in a fork of this process. Returns its exit status and output. This process
-    must have only one thread. A fork starts faster than a new process, because the interpreter and
-    the modules are already loaded.
+class Fork:
+    """An examiner that runs in a fork of this process. A fork starts faster than a new process,
+    because the interpreter and the modules are already loaded. This process must have only one
+    thread when it makes the fork.
     """
-    ours, theirs = os.pipe()
-    parent = os.getpid()
-    child = os.fork()
-    if child == 0:
-        status = 2
-        try:
-            die_with_parent(parent)
-            os.setsid()
-            os.dup2(theirs, 1)
-            _close_files()
-            os.environ["RAYON_NUM_THREADS"] = "1"
-            status = read_limited(examiner, path, max_cpu_s)
-            sys.stdout.flush()
-        finally:
-            os._exit(status)
-    os.close(theirs)
-    with open(ours, "rb") as output:
-        report = output.read(MAX_OUTPUT_BYTES)
-    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), report
+
+    def __init__(self, examiner: str, path: Path, max_cpu_s: int) -> None:
+        self._output, output = os.pipe()
+        self._passed, passed = os.pipe()
+        parent = os.getpid()
+        self._child = os.fork()
+        if self._child == 0:
+            status = 2
+            try:
+                die_with_parent(parent)
+                os.setsid()
+                os.dup2(passed, 0)
+                os.dup2(output, 1)
+                _close_files()
+                os.environ["RAYON_NUM_THREADS"] = "1"
+                status = read_limited(examiner, path, max_cpu_s, _say_passed)
+                sys.stdout.flush()
+            finally:
+                os._exit(status)
+        os.close(output)
+        os.close(passed)
+
+    def wait_until_passed(self) -> bool:
+        """Wait until the examiner has checked what the engine process reads. False if it failed
+        before that.
+        """
+        with open(self._passed, "rb") as passed:
+            return bool(passed.read(1))
+
+    def finish(self) -> tuple[int, bytes]:
+        """Wait for the end of the examination. Returns the exit status and the output."""
+        with open(self._output, "rb") as output:
+            report = output.read(MAX_OUTPUT_BYTES)
+        return os.waitstatus_to_exitcode(os.waitpid(self._child, 0)[1]), report
+
+
+def _say_passed() -> None:
+    with contextlib.suppress(BrokenPipeError):  # it was said before, and nobody reads any more
+        os.write(0, b"1")
 
 
 def _close_files() -> None:
@@ -83,7 +104,7 @@ def _close_files() -> None:
                 os.close(number)
 
 
-def read_limited(examiner: str, path: Path, max_cpu_s: int) -> int:
+def read_limited(examiner: str, path: Path, max_cpu_s: int, passed: Callable[[], None]) -> int:
     """Limit this process for the rest of its life, then run the examiner. Returns the exit
     status.
     """
@@ -93,7 +114,8 @@ def read_limited(examiner: str, path: Path, max_cpu_s: int) -> int:
     examine = getattr(import_module(module), name)
     _limit(path, max_cpu_s)
     try:
-        output = examine(path) or b""
+        output = examine(path, passed) or b""
+        passed()
         # Larger output is dropped. In that case, the server parses the file again.
         if len(output) <= MAX_OUTPUT_BYTES:
             sys.stdout.buffer.write(output)

@@ -6,7 +6,6 @@ exactly the same weight file. An entry with quants has one source per quant, and
 between them. Sizes of quants are estimates from the number of parameters.
 """
 
-from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
 
@@ -24,8 +23,7 @@ _BITS = {
 }
 
 
-@dataclass(frozen=True, slots=True)
-class Quant:
+class Quant(msgspec.Struct, frozen=True):
     """One file of a model that is published in several storage types."""
 
     name: str
@@ -33,8 +31,7 @@ class Quant:
     size: int  # estimated bytes
 
 
-@dataclass(frozen=True, slots=True)
-class CatalogueEntry:
+class CatalogueEntry(msgspec.Struct, frozen=True):
     name: str
     description: str
     license: str

@@ -6,7 +6,6 @@ joins again. A node that leaves finishes its open requests first.
 """
 
 import asyncio
-import contextlib
 import logging
 import time
 from collections.abc import Callable, Sequence
@@ -124,10 +123,6 @@ class Session:
     def num_open(self) -> int:
         return len(self._requests)
 
-    def tell(self, message: msgspec.Struct) -> None:
-        if self.connection.is_open:
-            self.connection.send(message)
-
     def forward(self, request_id: str, delta: TokenDelta) -> None:
         """Send a delta with those of the same step, in one message."""
         timeline = delta.timeline
@@ -143,8 +138,7 @@ class Session:
 
     def _flush(self) -> None:
         deltas, self._deltas = self._deltas, []
-        with contextlib.suppress(UnavailableError):  # the server is gone
-            self.tell(Deltas(tuple(deltas)))
+        self.connection.tell(Deltas(tuple(deltas)))
 
     def _choice_ended(self, request_id: str) -> None:
         left = self._requests.get(request_id, 1) - 1
@@ -189,8 +183,7 @@ class Session:
             reply = await self.link.control(control.action, control.value)
         except EngineError as error:
             reply = ControlReply(control.control_id, False, error.message)
-        with contextlib.suppress(UnavailableError):
-            self.tell(msgspec.structs.replace(reply, control_id=control.control_id))
+        self.connection.tell(msgspec.structs.replace(reply, control_id=control.control_id))
 
     def _lost(self) -> None:
         if not self.welcomed.done():
@@ -262,7 +255,7 @@ class NodeAgent:
     async def _drain(self, timeout_s: float) -> None:
         self._say("Leaving: open requests may finish, new ones go elsewhere.")
         for session in self._sessions:
-            session.tell(Leaving())
+            session.connection.tell(Leaving())
         deadline = time.monotonic() + timeout_s
         while any(each.num_open for each in self._sessions) and time.monotonic() < deadline:
             await asyncio.sleep(READY_POLL_S)
@@ -322,8 +315,7 @@ class NodeAgent:
 
     def _on_cached(self, news: CachedPrefixes) -> None:
         for session in self._sessions:
-            with contextlib.suppress(UnavailableError):
-                session.tell(news)
+            session.connection.tell(news)
 
     async def _beat(self) -> None:
         """Tell the servers that this node is well, and notice servers that are gone."""
@@ -339,5 +331,4 @@ class NodeAgent:
                 if session.connection.silent_s > LOST_AFTER_S:
                     session.connection.transport.abort()
                 elif is_well:
-                    with contextlib.suppress(UnavailableError):
-                        session.tell(Beat(stats))
+                    session.connection.tell(Beat(stats))

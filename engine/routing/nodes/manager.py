@@ -142,7 +142,7 @@ class NodeManager:
             await self.register(node, hello)
         except EngineError as error:
             log.warning("node %s (%s) was refused: %s", hello.name, node.address, error.message)
-            node.tell(Refused(error.message, isinstance(error, NodeRefusedError)))
+            node.connection.tell(Refused(error.message, isinstance(error, NodeRefusedError)))
             node.connection.transport.close()
 
     async def register(self, node: Node, hello: Hello) -> None:
@@ -170,7 +170,7 @@ class NodeManager:
         await engine.link.start()
         if not node.connection.is_open:
             return
-        node.tell(Welcome(name, time.monotonic()))
+        node.connection.tell(Welcome(name, time.monotonic()))
         pool.begin(engine)
         log.info("node %s joined from %s", name, node.address)
 
@@ -276,7 +276,7 @@ class NodeManager:
         """Ask a node to leave when its open requests have ended."""
         for node in self._nodes.values():
             if node.engine is not None and node.engine.name == name:
-                node.tell(Drain())
+                node.connection.tell(Drain())
                 return
         raise NotFoundError(f"There is no node {name} here.", param="name")
 
@@ -308,7 +308,7 @@ class NodeManager:
             if now - beat_at >= ROUTER_BEAT_S:
                 beat_at = now
                 for node in self._nodes.values():
-                    node.tell(Beat())
+                    node.connection.tell(Beat())
 
 
 def _refused(status: str, message: str) -> bytes:

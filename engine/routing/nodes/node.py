@@ -4,8 +4,6 @@ import logging
 import time
 from typing import Any, Protocol
 
-import msgspec
-
 from engine.backends.custom.frontend.engine_client import OnExit, OnMessage
 from engine.backends.custom.ipc.heartbeat import Vitals
 from engine.core.errors import ConflictError
@@ -85,11 +83,6 @@ class Node:
     def make_client(self, on_message: OnMessage, on_exit: OnExit) -> NodeClient:
         self.client = NodeClient(self, on_message, on_exit)
         return self.client
-
-    def tell(self, message: msgspec.Struct) -> None:
-        """Send a message, or nothing if the node is gone."""
-        if self.connection.is_open:
-            self.connection.send(message)
 
     def _heard(self, message: FromNode) -> None:
         if isinstance(message, Hello):

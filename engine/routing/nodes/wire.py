@@ -7,6 +7,7 @@ send beats, so that each notices when the other is gone.
 """
 
 import asyncio
+import contextlib
 import logging
 from collections.abc import Callable
 from typing import Any, Generic, TypeVar, cast
@@ -148,3 +149,8 @@ class Connection(asyncio.Protocol, Generic[Message]):
         if self.transport.is_closing():
             raise UnavailableError("The node is gone.", retry_after=1.0)
         self.transport.write(encode_frame(message))
+
+    def tell(self, message: msgspec.Struct) -> None:
+        """Queue a message, or do nothing if the other side is gone or does not read."""
+        with contextlib.suppress(UnavailableError):
+            self.send(message)

@@ -85,8 +85,8 @@ class BatchRunner:
                 await self._turn()
             except EngineError as error:
                 logger.warning("batches wait: %s", error)
-            except OSError:
-                logger.exception("batches wait: the storage directory failed")
+            except Exception:  # of the storage directory, or a bug; other batches may still run
+                logger.exception("batches wait after a failure")
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(POLL_S):
                     await self._awake.wait()

@@ -100,8 +100,8 @@ class JobRunner:
             except EngineError as error:
                 logger.warning("fine-tuning waits: %s", error)
                 rest_s = FAULT_S
-            except OSError:
-                logger.exception("fine-tuning waits: the storage directory failed")
+            except Exception:  # of the storage directory, or a bug; other jobs may still run
+                logger.exception("fine-tuning waits after a failure")
                 rest_s = FAULT_S
             await self._pause(rest_s)
 

@@ -86,6 +86,24 @@ def test_a_job_from_its_files_to_its_model(client: openai.OpenAI, server: LiveSe
         assert [each.id for each in client.fine_tuning.jobs.list(metadata=wanted)] == found
 
 
+def test_a_bug_between_two_jobs_does_not_end_the_queue(
+    client: openai.OpenAI, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(runner, "FAULT_S", 0.05)
+    next_job, faults = store.JobStore.next_job, [ValueError("a bug"), OSError("a disk")]
+
+    async def fail_first(self: store.JobStore) -> Any:
+        if faults:
+            raise faults.pop()
+        return await next_job(self)
+
+    monkeypatch.setattr(store.JobStore, "next_job", fail_first)
+    job = create(client)
+    trainer_of(job).succeed()
+    wait_for(client, job, "succeeded")
+    assert not faults
+
+
 def test_events_are_streamed_until_the_job_ends(client: openai.OpenAI, server: LiveServer) -> None:
     job = create(client)
     trainer = trainer_of(job)

@@ -1,5 +1,6 @@
 """Opens the files of an adapter, and checks them before a server uses them."""
 
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -46,6 +47,6 @@ def read_adapter(path: Path) -> StoredAdapter:
     return stored
 
 
-def examine_adapter(path: Path) -> None:
+def examine_adapter(path: Path, passed: Callable[[], None]) -> None:
     """Check the files of an adapter. Raises if they are invalid."""
     read_adapter(path)

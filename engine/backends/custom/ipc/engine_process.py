@@ -7,6 +7,7 @@ once they are known. This module imports nothing heavy, so that it does not dela
 
 import contextlib
 import os
+import select
 import signal
 import subprocess
 import sys
@@ -85,15 +86,32 @@ class ForkedReading:
         """Wait for the examination. Returns its exit status and output. Raises
         `ConnectionClosedError` if the engine process has ended.
         """
-        from engine.backends.custom.ipc.transport import SocketChannel
+        import msgspec
+
+        from engine.backends.custom.ipc.transport import LENGTH
         from engine.core.interfaces.request import Examined
 
-        channel: SocketChannel[Examined] = SocketChannel(self._socket, Examined)
         deadline = time.monotonic() + max_seconds
-        while (left := deadline - time.monotonic()) > 0:
-            for found in channel.poll(left):  # empty while only part of a frame has arrived
-                return found.status, found.output
-        raise TimeoutError
+        (length,) = LENGTH.unpack(self._read(LENGTH.size, deadline))
+        found = msgspec.msgpack.decode(self._read(length, deadline), type=Examined)
+        return found.status, found.output
+
+    def _read(self, count: int, deadline: float) -> bytes:
+        """Read so many bytes and no more, because other messages may follow the answer."""
+        from engine.backends.custom.ipc.transport import ConnectionClosedError
+
+        data = bytearray()
+        while len(data) < count:
+            if not select.select([self._socket], [], [], max(deadline - time.monotonic(), 0))[0]:
+                raise TimeoutError
+            try:
+                read = self._socket.recv(count - len(data))
+            except ConnectionError:
+                read = b""
+            if not read:
+                raise ConnectionClosedError("the engine process has ended")
+            data += read
+        return bytes(data)
 
     def end(self) -> None:
         """Does nothing, because the fork has answered or will end with the engine process."""

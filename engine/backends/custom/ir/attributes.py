@@ -1,71 +1,62 @@
 """The attributes that graph nodes have in addition to inputs and weights, such as head counts. Each
-kind of op has its own dataclass. `attribute_fault` checks the types of the fields.
+kind of op has its own struct. `attribute_fault` checks the types of the fields.
 """
 
-from dataclasses import dataclass
 from functools import cache
 from types import UnionType
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
+import msgspec
+
 from engine.backends.custom.ir.plan import Activation
 
 
-@dataclass(frozen=True, slots=True)
-class NoAttributes:
+class NoAttributes(msgspec.Struct, frozen=True):
     pass
 
 
-@dataclass(frozen=True, slots=True)
-class Lookup:
+class Lookup(msgspec.Struct, frozen=True):
     scale: float = 1.0  # the rows from the table are multiplied by this number
     types: bool = False  # only of `embed_positions`: its last table is that of token types
 
 
-@dataclass(frozen=True, slots=True)
-class Scale:
+class Scale(msgspec.Struct, frozen=True):
     factor: float
 
 
-@dataclass(frozen=True, slots=True)
-class Softcap:
+class Softcap(msgspec.Struct, frozen=True):
     cap: float
 
 
-@dataclass(frozen=True, slots=True)
-class Normalize:
+class Normalize(msgspec.Struct, frozen=True):
     eps: float
 
 
-@dataclass(frozen=True, slots=True)
-class HeadNorm:
+class HeadNorm(msgspec.Struct, frozen=True):
     heads: int
     head_dim: int
     eps: float
 
 
-@dataclass(frozen=True, slots=True)
-class Rope:
+class Rope(msgspec.Struct, frozen=True):
     heads: int
     head_dim: int
     dim: int  # the first `dim` values of a head are rotated
     table: int = 0  # index of the RoPE table in `ModelConfig.ropes`
 
 
-@dataclass(frozen=True, slots=True)
-class Columns:
+class Columns(msgspec.Struct, frozen=True):
     start: int
     stop: int
 
 
-@dataclass(frozen=True, slots=True)
-class KvWrite:
+class KvWrite(msgspec.Struct, frozen=True):
     layer: int
     kv_heads: int
     head_dim: int
 
 
-@dataclass(frozen=True, slots=True)
-class AttentionAttributes:
+class AttentionAttributes(msgspec.Struct, frozen=True):
     layer: int
     heads: int
     kv_heads: int
@@ -84,8 +75,7 @@ class AttentionAttributes:
         return self.latent or self.head_dim
 
 
-@dataclass(frozen=True, slots=True)
-class HeadLinear:
+class HeadLinear(msgspec.Struct, frozen=True):
     """A matmul with a matrix per head. Its weight is (heads, out, in).
 
     If `rope_dim` is above 0, the last `rope_dim` values of each head are not multiplied. They are
@@ -98,8 +88,7 @@ class HeadLinear:
     table: int = 0  # index of the RoPE table in `ModelConfig.ropes`
 
 
-@dataclass(frozen=True, slots=True)
-class LatentWrite:
+class LatentWrite(msgspec.Struct, frozen=True):
     """Normalizes the latent of each token, rotates its key, and writes both to the KV cache.
 
     A row of the first input has `rank` values of the latent, then `rope_dim` values of the key.
@@ -114,8 +103,7 @@ class LatentWrite:
     table: int = 0  # index of the RoPE table in `ModelConfig.ropes`
 
 
-@dataclass(frozen=True, slots=True)
-class Projection:
+class Projection(msgspec.Struct, frozen=True):
     """A matmul with the ops that may be fused into it: norm, bias, activation, scale, residual.
 
     The node's weights are, in this order: the norm's weight and bias, `parts` matrices, and their
@@ -138,8 +126,7 @@ class Projection:
         return 0 if self.norm == "none" else 1 + self.norm_bias
 
 
-@dataclass(frozen=True, slots=True)
-class RopeWrite:
+class RopeWrite(msgspec.Struct, frozen=True):
     """Normalizes and rotates q and k, and writes k and v to the KV cache.
 
     The node's inputs are, in this order: qkv, the cosines and sines if the model uses RoPE, the KV
@@ -159,8 +146,7 @@ class RopeWrite:
     table: int = 0  # index of the RoPE table in `ModelConfig.ropes`
 
 
-@dataclass(frozen=True, slots=True)
-class Experts:
+class Experts(msgspec.Struct, frozen=True):
     """A mixture of experts without its router.
 
     Order of the node's weights: gate, up, down, then their biases. The first dimension of each

@@ -3,8 +3,9 @@ same result.
 """
 
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import replace
 from typing import Any
+
+from msgspec.structs import replace
 
 from engine.backends.custom.ir.attributes import (
     AttentionAttributes,

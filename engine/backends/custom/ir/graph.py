@@ -3,8 +3,9 @@ also verifies graphs (`verify`) and replaces nodes (`Rewrite`).
 """
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
+
+import msgspec
 
 from engine.backends.custom.ir.attributes import NoAttributes, attribute_fault
 from engine.backends.custom.ir.ops import OPS
@@ -19,8 +20,7 @@ class GraphError(ValueError):
         self.node = node
 
 
-@dataclass(frozen=True, slots=True)
-class Node:
+class Node(msgspec.Struct, frozen=True):
     """One operation of a graph. Other nodes refer to its result by the node's name."""
 
     name: str
@@ -38,8 +38,7 @@ class Node:
         return (self.name,) if self.fused is None else self.fused
 
 
-@dataclass(frozen=True, slots=True)
-class Graph:
+class Graph(msgspec.Struct, frozen=True):
     inputs: Mapping[str, Value]
     weights: Mapping[str, Value]
     nodes: tuple[Node, ...]

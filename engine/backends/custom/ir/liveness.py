@@ -1,7 +1,8 @@
 """Assigns memory to a plan's buffers. Buffers whose lifetimes do not overlap share memory."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+
+import msgspec
 
 from engine.backends.custom.ir.plan import (
     AttentionStep,
@@ -22,8 +23,7 @@ from engine.backends.custom.ir.plan import (
 )
 
 
-@dataclass(frozen=True, slots=True)
-class Life:
+class Life(msgspec.Struct, frozen=True):
     """A buffer's lifetime: the indices of the first and the last plan step that read or write the
     buffer.
     """
@@ -38,8 +38,7 @@ class Life:
         return self.first <= other.last and other.first <= self.last
 
 
-@dataclass(frozen=True, slots=True)
-class ArenaPlace:
+class ArenaPlace(msgspec.Struct, frozen=True):
     """The space that a buffer needs in the plan's memory: `width` floats per token, or per token
     whose logits are needed.
     """

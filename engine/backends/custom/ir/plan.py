@@ -6,8 +6,9 @@ lie in one memory arena, which is divided into places. Buffers of the same kind 
 they are needed at different times. A plan step's `nodes` are the graph nodes that it computes.
 """
 
-from dataclasses import dataclass
 from typing import Literal, TypeAlias
+
+import msgspec
 
 from engine.backends.custom.ir.recurrent import Recurrence
 from engine.backends.custom.ir.types import Numerics
@@ -18,8 +19,7 @@ RowKind = Literal["token", "logit"]
 PANEL_ROWS = 16  # a kernel processes this many matrix rows together
 
 
-@dataclass(frozen=True, slots=True)
-class Capacity:
+class Capacity(msgspec.Struct, frozen=True):
     """The largest engine step that can run with a plan: the max number of tokens, and of tokens
     whose logits are needed.
     """
@@ -28,8 +28,7 @@ class Capacity:
     logits: int
 
 
-@dataclass(frozen=True, slots=True)
-class Machine:
+class Machine(msgspec.Struct, frozen=True):
     """The capabilities of the CPU that a plan is made for."""
 
     threads: int
@@ -37,24 +36,21 @@ class Machine:
     has_bf16: bool = False  # whether there are bfloat16 matmul kernels for this CPU
 
 
-@dataclass(frozen=True, slots=True)
-class Precision:
+class Precision(msgspec.Struct, frozen=True):
     """The precision that the user chose."""
 
     exact: bool = False  # all matmuls compute in float32; activations are never quantized
     kv_type: str = "bfloat16"  # storage type of the KV cache: bfloat16, float32 or int8
 
 
-@dataclass(frozen=True, slots=True)
-class Kernel:
+class Kernel(msgspec.Struct, frozen=True):
     """The arithmetic that a kernel uses for decode tokens, and for prefill tokens."""
 
     decode: Numerics
     prefill: Numerics
 
 
-@dataclass(frozen=True, slots=True)
-class Split:
+class Split(msgspec.Struct, frozen=True):
     """How a matmul is divided among threads: the number of work units, and how many of them a
     thread claims at once (`grain`).
 
@@ -66,8 +62,7 @@ class Split:
     grain: int
 
 
-@dataclass(frozen=True, slots=True)
-class Routing:
+class Routing(msgspec.Struct, frozen=True):
     """How a router chooses the experts of a token. `ExpertsConfig` describes the fields."""
 
     per_token: int
@@ -79,8 +74,7 @@ class Routing:
     group_score: Literal["best", "best_two"]
 
 
-@dataclass(frozen=True, slots=True)
-class Norm:
+class Norm(msgspec.Struct, frozen=True):
     """A norm that a plan step applies to its input."""
 
     kind: Literal["rms", "layer"]
@@ -89,8 +83,7 @@ class Norm:
     eps: float
 
 
-@dataclass(frozen=True, slots=True)
-class PackedMatrix:
+class PackedMatrix(msgspec.Struct, frozen=True):
     """Weights that a kernel reads as one matrix. It has the rows of all `parts`, one part after the
     other.
 
@@ -109,16 +102,14 @@ class PackedMatrix:
     experts: int = 0  # above 0: there is one such matrix per expert or head, one after the other
 
 
-@dataclass(frozen=True, slots=True)
-class Buffer:
+class Buffer(msgspec.Struct, frozen=True):
     name: str
     width: int  # floats per row
     per: RowKind
     place: int
 
 
-@dataclass(frozen=True, slots=True)
-class EmbedStep:
+class EmbedStep(msgspec.Struct, frozen=True):
     """out = scale * table[token]. If there are learned positions, positions[position] is added. If
     there are token types, types[type] is added.
     """
@@ -132,8 +123,7 @@ class EmbedStep:
     num_types: int = 0
 
 
-@dataclass(frozen=True, slots=True)
-class LinearStep:
+class LinearStep(msgspec.Struct, frozen=True):
     """A matmul: out[:, column:] = activation(norm(source) @ matrix.T + bias). Fields change this:
 
     gated     the matrix interleaves gate and up, and the result is activation(gate) * up
@@ -160,8 +150,7 @@ class LinearStep:
     softcap: float | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class RopeWriteStep:
+class RopeWriteStep(msgspec.Struct, frozen=True):
     """Normalizes and rotates the heads of q and k in place, then writes k and v to the KV cache.
 
     The columns of `qkv` are `heads` heads of q, then `kv_heads` heads of k, then `kv_heads` of v.
@@ -181,8 +170,7 @@ class RopeWriteStep:
     table: int = 0  # index of the RoPE table in `ModelConfig.ropes`
 
 
-@dataclass(frozen=True, slots=True)
-class HeadLinearStep:
+class HeadLinearStep(msgspec.Struct, frozen=True):
     """Multiplies each head of `source` by a matrix of its own. The last `rope_dim` values of each
     head are rotated instead and follow the results of the head.
     """
@@ -197,8 +185,7 @@ class HeadLinearStep:
     table: int = 0  # index of the RoPE table in `ModelConfig.ropes`
 
 
-@dataclass(frozen=True, slots=True)
-class LatentWriteStep:
+class LatentWriteStep(msgspec.Struct, frozen=True):
     """Normalizes the latents in the first columns of `source`, rotates the keys in its last
     `rope_dim` columns, and writes both to the KV cache. `source` is modified.
     """
@@ -212,8 +199,7 @@ class LatentWriteStep:
     table: int = 0  # index of the RoPE table in `ModelConfig.ropes`
 
 
-@dataclass(frozen=True, slots=True)
-class AttentionStep:
+class AttentionStep(msgspec.Struct, frozen=True):
     """out = attention of the queries in `qkv` over the keys and values in the KV cache."""
 
     nodes: tuple[str, ...]
@@ -233,8 +219,7 @@ class AttentionStep:
     latent: int = 0  # above 0: the first values of a key are its value; the cache has no others
 
 
-@dataclass(frozen=True, slots=True)
-class NormStep:
+class NormStep(msgspec.Struct, frozen=True):
     """out = norm(source), or out += norm(source) if `residual`."""
 
     nodes: tuple[str, ...]
@@ -244,8 +229,7 @@ class NormStep:
     residual: bool
 
 
-@dataclass(frozen=True, slots=True)
-class RouteStep:
+class RouteStep(msgspec.Struct, frozen=True):
     """out = each token's weight for each expert, 0 for those not chosen; `source` has logits."""
 
     nodes: tuple[str, ...]
@@ -256,8 +240,7 @@ class RouteStep:
     correction: str | None  # name in `ExecutionPlan.vectors`: added to the scores that choose
 
 
-@dataclass(frozen=True, slots=True)
-class ExpertsStep:
+class ExpertsStep(msgspec.Struct, frozen=True):
     """out = sum of the chosen experts' results, each multiplied by its weight and by `scale`.
 
     An expert computes down(activation(gate) * up). `weights` is the buffer of a `RouteStep`.
@@ -279,8 +262,7 @@ class ExpertsStep:
     down_kernel: Kernel
 
 
-@dataclass(frozen=True, slots=True)
-class RecurrentStep:
+class RecurrentStep(msgspec.Struct, frozen=True):
     """Runs a layer that keeps a state. `source` has the input projection's result, which the step
     may overwrite. `weights` are names in `ExecutionPlan.vectors`, in the order of
     `Recurrence.weight_shapes`.
@@ -293,8 +275,7 @@ class RecurrentStep:
     weights: tuple[str, ...]
 
 
-@dataclass(frozen=True, slots=True)
-class GateRowsStep:
+class GateRowsStep(msgspec.Struct, frozen=True):
     """out *= sigmoid(source). `source` has one value per row, or as many as `out`."""
 
     nodes: tuple[str, ...]
@@ -302,8 +283,7 @@ class GateRowsStep:
     out: int
 
 
-@dataclass(frozen=True, slots=True)
-class GatherStep:
+class GatherStep(msgspec.Struct, frozen=True):
     """Copies the rows of the tokens whose logits are needed from `source` to `out`."""
 
     nodes: tuple[str, ...]
@@ -311,8 +291,7 @@ class GatherStep:
     out: int
 
 
-@dataclass(frozen=True, slots=True)
-class MeanStep:
+class MeanStep(msgspec.Struct, frozen=True):
     """Row i of `out` is the mean of the rows of `source` after logit token i - 1, up to logit
     token i. An encoder's logit tokens are the last tokens of its texts.
     """
@@ -339,8 +318,7 @@ Step: TypeAlias = (
 )
 
 
-@dataclass(frozen=True, slots=True)
-class ExecutionPlan:
+class ExecutionPlan(msgspec.Struct, frozen=True):
     steps: tuple[Step, ...]
     buffers: tuple[Buffer, ...]
     places: tuple[int, ...]  # width of each place in the arena, in floats per token

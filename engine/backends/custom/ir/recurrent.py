@@ -7,9 +7,9 @@ convolution, (window - 1, channels). For each head, a matrix (state size, head d
 """
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from typing import Literal
 
+import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
@@ -22,8 +22,7 @@ F64 = NDArray[np.float64]
 L2_EPS = 1e-6  # Gated DeltaNet divides queries and keys by sqrt(sum of squares + this)
 
 
-@dataclass(frozen=True, slots=True)
-class Recurrence:
+class Recurrence(msgspec.Struct, frozen=True):
     """The settings of a layer that keeps a state."""
 
     mixer: Literal["conv", "mamba2", "delta"]

@@ -6,9 +6,9 @@ C blocks of the cache, P block size.
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Any
 
+import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
@@ -105,8 +105,7 @@ def alibi_slopes(heads: int, largest_exponent: float) -> F32:
     return slopes if count == heads else np.concatenate((slopes[1::2], slopes[::2]))[:heads]
 
 
-@dataclass(frozen=True, slots=True)
-class ScoreRules:
+class ScoreRules(msgspec.Struct, frozen=True):
     """What attention does to scores, besides scaling them and masking later positions."""
 
     softcap: float | None = None

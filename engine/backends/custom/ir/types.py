@@ -3,9 +3,9 @@ stands for a size that differs between steps.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any, Literal
 
+import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
@@ -22,8 +22,7 @@ class ShapeError(ValueError):
     """An op cannot take these inputs. The message says why. The caller adds the node's name."""
 
 
-@dataclass(frozen=True, slots=True)
-class Value:
+class Value(msgspec.Struct, frozen=True):
     """A tensor's shape and dtype, known before the tensor exists."""
 
     shape: tuple[Dim, ...]
@@ -33,8 +32,7 @@ class Value:
         return f"{self.dtype}[{', '.join(map(str, self.shape))}]"
 
 
-@dataclass(frozen=True, slots=True)
-class Counts:
+class Counts(msgspec.Struct, frozen=True):
     """The size of an engine step, for cost estimates."""
 
     tokens: int
@@ -56,8 +54,7 @@ class Counts:
         return sizes[letter]
 
 
-@dataclass(frozen=True, slots=True)
-class Cost:
+class Cost(msgspec.Struct, frozen=True):
     flops: int = 0
     bytes: int = 0
 
@@ -65,8 +62,7 @@ class Cost:
         return Cost(self.flops + other.flops, self.bytes + other.bytes)
 
 
-@dataclass(frozen=True, slots=True)
-class Tolerance:
+class Tolerance(msgspec.Struct, frozen=True):
     """The largest error that an element may have, relative to the root mean square of the expected
     tensor.
 
@@ -91,8 +87,7 @@ class Tolerance:
         return got.shape == expected.shape and self.worst(got, expected) <= self.error
 
 
-@dataclass(frozen=True, slots=True)
-class Example:
+class Example(msgspec.Struct, frozen=True):
     """Test arguments for one call of an op."""
 
     attributes: Any
@@ -106,8 +101,7 @@ Price = Callable[[Any, Sequence[Value], Sequence[Value], Counts], Cost]
 Examples = Callable[[np.random.Generator], Iterator[Example]]
 
 
-@dataclass(frozen=True, slots=True)
-class Op:
+class Op(msgspec.Struct, frozen=True):
     """An entry of the op table. `infer` returns the shape of the result, `reference` computes the
     op in numpy, `examples` yields arguments for tests, and `cost` estimates bytes and FLOPs.
     """

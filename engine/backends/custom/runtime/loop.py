@@ -9,8 +9,9 @@ request of that row fails. An error outside a step fails only the request that i
 import logging
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
+
+import msgspec
 
 from engine.backends.custom.ipc.heartbeat import UNKNOWN_PATIENCE_S, NoPulse, Pulse
 from engine.backends.custom.ipc.transport import Channel, ConnectionClosedError
@@ -63,8 +64,7 @@ NO_ADAPTERS = (
 MAX_SCHEDULE_FAILURES = 2  # the engine ends after more consecutive failures than this
 
 
-@dataclass(frozen=True, slots=True)
-class Launch:
+class Launch(msgspec.Struct, frozen=True):
     """A step that was launched on the device. The host has not waited for its tokens yet."""
 
     batch: ScheduledBatch

@@ -110,6 +110,8 @@ class RunnerSpec:
     target_step_s: float | None = None
     # Every step may compute this many prefill tokens, however long they take.
     min_prompt_tokens: int = PROMPT_TOKENS
+    # A number of prefill tokens takes as long as the next multiple of this.
+    prompt_grain: int = 1
     # The largest sliding window, if the layers with windows have a block pool of their own. None:
     # all layers use the same pool and block tables.
     window: int | None = None
@@ -136,6 +138,7 @@ class RunnerSpec:
         max_step_tokens: int | None = None,
         target_step_s: float | None = None,
         min_prompt_tokens: int = PROMPT_TOKENS,
+        prompt_grain: int = 1,
         window: int | None = None,
         has_state: bool = False,
         verifies_drafts: bool = False,
@@ -152,6 +155,7 @@ class RunnerSpec:
             max_step_tokens,
             target_step_s,
             min_prompt_tokens,
+            prompt_grain,
             window if config.num_window_blocks else None,
             config.num_window_blocks,
             has_state,

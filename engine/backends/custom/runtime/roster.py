@@ -6,8 +6,9 @@ once. Only this module moves sequences between these states.
 
 from collections.abc import Iterator
 from collections.abc import Sequence as Listed
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
+
+import msgspec
 
 from engine.backends.custom.runtime.insight.timekeeping import EngineClock, Stopwatch
 from engine.backends.custom.runtime.kv_cache import KVCache
@@ -22,8 +23,7 @@ if TYPE_CHECKING:
     from engine.backends.custom.runtime.interp.reports import Reports
 
 
-@dataclass(frozen=True, slots=True)
-class Demand:
+class Demand(msgspec.Struct, frozen=True):
     """What the sequences of an engine need next. The last two numbers only grow."""
 
     num_running: int = 0

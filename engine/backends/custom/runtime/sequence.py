@@ -10,6 +10,8 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, NamedTuple
 
+import msgspec
+
 from engine.backends.custom.runtime.insight.timekeeping import Stopwatch
 from engine.backends.custom.runtime.model_runner import U32
 from engine.backends.custom.runtime.requests.grammar import Constraint
@@ -185,8 +187,7 @@ class Sequence:
         return (not self.is_pinned, self.priority, self.arrival)
 
 
-@dataclass(frozen=True, slots=True)
-class PendingRequest:
+class PendingRequest(msgspec.Struct, frozen=True):
     """A request that has no sequences yet: its grammar is being compiled, its images are not all
     encoded, or its adapter has no place.
     """
@@ -196,7 +197,7 @@ class PendingRequest:
     choices: list[int]  # indices of the choices that were not aborted
     matcher: "Future[LLMatcher] | None"
     submitted_at: float
-    images: list[PlacedImage] = field(default_factory=list)  # those that are encoded
+    images: list[PlacedImage] = msgspec.field(default_factory=list)  # those that are encoded
 
     @property
     def num_image_bytes(self) -> int:
@@ -244,8 +245,7 @@ class Row(NamedTuple):
         )
 
 
-@dataclass(frozen=True, slots=True)
-class ScheduledBatch:
+class ScheduledBatch(msgspec.Struct, frozen=True):
     rows: tuple[Row, ...]
     num_drafting: int = 0  # number of tokens in rows with drafts
     draft_s: float = 0.0  # seconds that the draft model took

@@ -4,8 +4,9 @@ masks of grammars beside the forward pass, and samples.
 
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any, TypeVar
+
+import msgspec
 
 from engine.backends.custom.runtime.batch import BatchBuilder
 from engine.backends.custom.runtime.insight.timekeeping import EngineClock
@@ -22,8 +23,7 @@ from engine.backends.custom.runtime.sequence import ScheduledBatch
 T = TypeVar("T")
 
 
-@dataclass(frozen=True, slots=True)
-class Forwarded:
+class Forwarded(msgspec.Struct, frozen=True):
     """A step after its `forward` call and before its `sample` call."""
 
     handle: Any

@@ -2,19 +2,26 @@
 the tokenizer and the chat template.
 """
 
+from collections.abc import Callable
 from pathlib import Path
 
-import msgspec
-
-from engine.backends.custom.frontend.text_model import parse_text
 from engine.backends.custom.weights.model import open_model
 
 
-def examine_model(path: Path) -> bytes:
+def examine_model(path: Path, passed: Callable[[], None]) -> bytes:
     """Check a model. Raises if the model is invalid. Returns the parsed tokenizer and template
     data, encoded so that they can be cached, or empty bytes if they cannot be cached.
+
+    Calls `passed` before the tokenizer and the template are parsed, because an engine process reads
+    neither of them when it loads a model.
     """
     source = open_model(path)
+    passed()
+    # Imported late: an engine process that waits for `passed` waits less long.
+    import msgspec
+
+    from engine.backends.custom.frontend.text_model import parse_text
+
     try:
         _, facts = parse_text(source)
         is_kept = facts is not None and len(source.checkpoint.files) == 1

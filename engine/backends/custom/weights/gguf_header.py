@@ -5,7 +5,6 @@ All reads go through a cursor that knows how many bytes are left. So every lengt
 states is checked before it is used. Sizes are Python ints, which cannot overflow.
 """
 
-from dataclasses import dataclass
 from itertools import repeat
 from math import prod
 from mmap import mmap
@@ -13,6 +12,7 @@ from struct import Struct
 from struct import error as StructError
 from typing import Any, NoReturn
 
+import msgspec
 import numpy as np
 
 from engine.backends.custom.weights.quants import BY_TYPE_ID, QuantTraits
@@ -70,8 +70,7 @@ _NUMPY_TYPES = {
 }
 
 
-@dataclass(frozen=True, slots=True)
-class TensorInfo:
+class TensorInfo(msgspec.Struct, frozen=True):
     """A tensor's type, shape and place in the file. `shape` is row-major. `start` is the byte
     offset from the start of the file.
     """
@@ -83,8 +82,7 @@ class TensorInfo:
     num_bytes: int
 
 
-@dataclass(frozen=True, slots=True)
-class GgufHeader:
+class GgufHeader(msgspec.Struct, frozen=True):
     metadata: dict[str, Any]
     tensors: tuple[TensorInfo, ...]
 

@@ -14,6 +14,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
@@ -47,8 +48,7 @@ log = logging.getLogger(__name__)
 Prompt = tuple[int, ...]
 
 
-@dataclass(frozen=True, slots=True)
-class EncoderSpec:
+class EncoderSpec(msgspec.Struct, frozen=True):
     """Sizes and limits of a loaded encoder."""
 
     vocab_size: int

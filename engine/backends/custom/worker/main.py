@@ -5,6 +5,7 @@ The process reads its options from the inherited socket, plans memory, loads the
 library, there is no engine process. Then `run_engine` is called in a thread.
 """
 
+import contextlib
 import faulthandler
 import functools
 import gc
@@ -13,6 +14,7 @@ import os
 import signal
 import socket
 import sys
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -29,7 +31,7 @@ from engine.backends.custom.ipc.heartbeat import (
 from engine.backends.custom.ipc.transport import Channel, ConnectionClosedError, SocketChannel
 from engine.backends.custom.options import EngineOptions
 from engine.backends.custom.runtime.block_pool import BlockPool
-from engine.backends.custom.runtime.budget import TARGET_STEP_S, StepBudget
+from engine.backends.custom.runtime.budget import StepBudget
 from engine.backends.custom.runtime.groups.states import state_group
 from engine.backends.custom.runtime.groups.windows import window_group
 from engine.backends.custom.runtime.idle_step import warm_up
@@ -57,7 +59,7 @@ from engine.core import faults
 from engine.core.errors import EngineError
 from engine.core.interfaces.request import Examine, Examined, Fatal, Ready, Stop, ToEngine
 from engine.core.observability.logging import setup_logging
-from engine.core.sandbox.examination_child import read_in_fork
+from engine.core.sandbox.examination_child import Fork
 from engine.core.sandbox.processes import die_with_parent, keep_all, offer_to_be_killed
 
 if TYPE_CHECKING:
@@ -128,9 +130,7 @@ def build_loop(
     if images is not None:
         room = max_step_tokens(spec, options) - spec.max_slots
         check_image_rows(min(room, scheduler.kv.max_row), images)
-    target_s = spec.target_step_s or TARGET_STEP_S
-    max_tokens = max_step_tokens(spec, options)
-    budget = StepBudget(max_tokens, spec.max_slots, target_s, spec.min_prompt_tokens)
+    budget = StepBudget.of(spec, max_step_tokens(spec, options))
     if options.tiers is not None or options.peers is not None:
         from engine.backends.custom.worker.tiers import add_tiers  # few engines have tiers
 
@@ -289,44 +289,76 @@ def main(
     faulthandler.register(STACKS_SIGNAL, all_threads=True)
     sock = socket.socket(fileno=socket_fd)
     channel: SocketChannel[ToEngine] = SocketChannel(sock, ToEngine)
+    answering: threading.Thread | None = None
+
+    def finish_answer() -> None:
+        if answering is not None:
+            answering.join()
+
+    def on_loaded() -> None:
+        finish_answer()
+        keep_all()
+
     try:
-        options = _read_options(sock)
+        options, answering = _read_options(sock)
         setup_logging(options.log_level, options.log_format)
         faults.arm()
         watchdog = Watchdog(Heartbeat(heartbeat_fd))
         # An engine that waits for its frontend does not hang.
         channel.on_wait = lambda: watchdog.beat(False, UNKNOWN_PATIENCE_S)
-        (run or run_engine)(options, channel, watchdog, keep_all)
+        (run or run_engine)(options, channel, watchdog, on_loaded)
     except ConnectionClosedError:
         return 0  # the frontend is gone
     except EngineError as error:
+        finish_answer()
         channel.send(Fatal(error.error_code, error.message))
         return 1
     except Exception as error:
         log.exception("the engine failed")
+        finish_answer()
         channel.send(Fatal("INTERNAL_ERROR", f"{type(error).__name__} in the engine; see its log."))
         return 1
     return 0
 
 
-def _read_options(sock: socket.socket) -> EngineOptions:
+def _read_options(sock: socket.socket) -> tuple[EngineOptions, threading.Thread | None]:
     """Read the options from the socket. Requests to examine a model may come before the options,
     and are answered. `Stop` or a long silence raises `ConnectionClosedError`.
+
+    The options may follow such a request at once. They are returned when the examiner has checked
+    what an engine process reads. The examination goes on meanwhile, and the thread that is returned
+    too will answer the request. Nothing may be sent before that thread has ended.
     """
     channel: SocketChannel[EngineOptions | Examine | Stop] = SocketChannel(
         sock, EngineOptions | Examine | Stop
     )
+    answering: threading.Thread | None = None
+    is_refused = False
     deadline = time.monotonic() + OPTIONS_TIMEOUT_S
     while time.monotonic() < deadline:
         for message in channel.poll(1.0):
-            if isinstance(message, Stop):
+            if isinstance(message, Stop) or (is_refused and isinstance(message, EngineOptions)):
                 raise ConnectionClosedError("stopped before it had started")
             if isinstance(message, EngineOptions):
-                return message
-            asked = (message.examiner, Path(message.path), message.max_cpu_s)
-            channel.send(Examined(*read_in_fork(*asked)))
+                return message, answering
+            if answering is not None:
+                answering.join()  # a process that forks must have one thread
+            fork = Fork(message.examiner, Path(message.path), message.max_cpu_s)
+            if fork.wait_until_passed():
+                answering = threading.Thread(target=_answer, args=(fork, channel), daemon=True)
+                answering.start()
+            else:
+                is_refused = _answer(fork, channel) != 0
             deadline = time.monotonic() + OPTIONS_TIMEOUT_S
     raise ConnectionClosedError("the frontend sent no options")
+
+
+def _answer(fork: Fork, channel: SocketChannel[Any]) -> int:
+    """Tell the frontend how an examination ended. Returns its exit status."""
+    status, output = fork.finish()
+    with contextlib.suppress(ConnectionClosedError):  # the next poll reports that
+        channel.send(Examined(status, output))
+    return status
 
 
 if __name__ == "__main__":

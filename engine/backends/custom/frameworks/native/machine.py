@@ -10,11 +10,11 @@ import os
 import sys
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, dataclass
 from pathlib import Path
 from statistics import median
 from typing import Any
 
+import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
@@ -32,16 +32,14 @@ _PIECE_BYTES = 2 * 2**20
 _PERIOD = 4096  # test weights repeat after this many random bytes
 
 
-@dataclass(frozen=True, slots=True)
-class Core:
+class Core(msgspec.Struct, frozen=True):
     """A physical core. `cpus` are its logical CPUs that this process may use, ascending."""
 
     node: int
     cpus: tuple[int, ...]
 
 
-@dataclass(frozen=True, slots=True)
-class Placement:
+class Placement(msgspec.Struct, frozen=True):
     """Where compute threads run. If threads of several NUMA nodes compute, each node gets a copy of
     the weights that its threads multiply by, and the KV cache is spread over the nodes.
     """
@@ -54,8 +52,7 @@ class Placement:
         return cls(tuple(cpus), tuple(nodes) if len(set(nodes)) > 1 else ())
 
 
-@dataclass(frozen=True, slots=True)
-class Speed:
+class Speed(msgspec.Struct, frozen=True):
     """The speed of the kernels, measured with all threads running at the same time."""
 
     instruction_sets: tuple[str, ...]  # of this CPU, if kernels exist for them; the best is last
@@ -283,6 +280,6 @@ if __name__ == "__main__":
     from engine.backends.custom.frameworks.native.compiled import kernels
 
     try:
-        print(json.dumps(asdict(measure(kernels(), default_threads()))))
+        print(json.dumps(msgspec.structs.asdict(measure(kernels(), default_threads()))))
     except ConfigError as error:
         sys.exit(str(error))

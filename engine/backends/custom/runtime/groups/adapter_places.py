@@ -96,7 +96,8 @@ class AdapterPlaces:
 
     @property
     def is_loading(self) -> bool:
-        return bool(self._loading)
+        """Whether an adapter is being loaded, or somebody waits to hear of one."""
+        return bool(self._asked) or any(not job.done() for job in self._loading.values())
 
     def begin_pass(self) -> None:
         """Begin to ask for the places of all waiting requests, the oldest request first."""
@@ -121,6 +122,7 @@ class AdapterPlaces:
             # Requests for the adapter in the oldest place wait, too, so that it becomes free.
             self._reserved = next(iter(self._placed)) if self._reserved is None else self._reserved
             return None
+        self._placed[free] = ""  # if the runner fails, the place has no whole adapter
         self._runner.set_adapter(free, loaded.packed)
         self._placed[free] = ref.key
         self._placed.move_to_end(free)
@@ -158,10 +160,18 @@ class AdapterPlaces:
 
     def _load(self, path: str) -> "Future[_Loaded]":
         if path not in self._loading:
+            self._keep_left()
             if self._thread is None:
                 self._thread = ThreadPoolExecutor(1, "adapters", _stand_back)
             self._loading[path] = self._thread.submit(self._read_and_pack, path)
         return self._loading[path]
+
+    def _keep_left(self) -> None:
+        """Count adapters whose requests ended before they were loaded."""
+        for path, job in list(self._loading.items()):
+            if job.done():
+                with suppress(EngineError):
+                    self._keep(path, job)
 
     def _read_and_pack(self, path: str) -> _Loaded:
         before = identity_of(Path(path))

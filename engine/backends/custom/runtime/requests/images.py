@@ -9,8 +9,8 @@ import hashlib
 from array import array
 from collections import OrderedDict
 from collections.abc import Iterable
-from dataclasses import dataclass
 
+import msgspec
 import numpy as np
 
 from engine.backends.custom.runtime.model_runner import F32, FROM_DEVICE, I32, ImageEncoder
@@ -20,8 +20,7 @@ from engine.core.interfaces.request import ImageInput
 MAX_CACHED_BYTES = 256 * 2**20
 
 
-@dataclass(frozen=True, slots=True)
-class PlacedImage:
+class PlacedImage(msgspec.Struct, frozen=True):
     """An image in a prompt. Its tokens are at the positions start .. end - 1."""
 
     start: int

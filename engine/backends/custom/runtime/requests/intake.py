@@ -102,6 +102,10 @@ class Intake:
                 del self._pending[request.request_id]
                 refused += refusals(request, each.choices, error)
                 continue
+            except Exception:  # such as a lack of memory on the device
+                log.exception("request %s got no adapter", request.request_id)
+                refused += self.fail(request, each.choices, now)
+                continue
             if place is None:
                 if timeout_s is not None and now > each.submitted_at + timeout_s:
                     del self._pending[request.request_id]

@@ -3,8 +3,9 @@
 import itertools
 import secrets
 from collections.abc import Iterator
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
+
+import msgspec
 
 from engine.backends.custom.runtime.model_runner import U32, ModelRunner, RunnerSpec
 from engine.backends.custom.runtime.requests.grammar import Constraint
@@ -24,8 +25,7 @@ if TYPE_CHECKING:
     from engine.backends.custom.runtime.interp.probe import Probe
 
 
-@dataclass(frozen=True, slots=True)
-class ReadyRequest:
+class ReadyRequest(msgspec.Struct, frozen=True):
     """A request that can be queued, with all that it waited for."""
 
     request: GenerateRequest
@@ -46,8 +46,7 @@ class ReadyRequest:
         return deadline, begin_by
 
 
-@dataclass(frozen=True, slots=True)
-class Shared:
+class Shared(msgspec.Struct, frozen=True):
     """What all choices of a request share."""
 
     seed: int

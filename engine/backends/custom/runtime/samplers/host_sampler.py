@@ -8,9 +8,9 @@ seed, choice, position and token. With temperature 0, the argmax is taken withou
 """
 
 from collections.abc import Iterator
-from dataclasses import dataclass
 from typing import Any
 
+import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
@@ -70,8 +70,7 @@ def _mix64(x: NDArray[np.uint64]) -> NDArray[np.uint64]:
 Rows = NDArray[np.intp]
 
 
-@dataclass(frozen=True, slots=True)
-class Counts:
+class Counts(msgspec.Struct, frozen=True):
     """Token counts of one slot's sequence, for penalties."""
 
     in_prompt: Bools  # (V,)

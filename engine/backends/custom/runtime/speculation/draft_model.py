@@ -14,7 +14,7 @@ import numpy as np
 
 from engine.backends.custom.runtime.batch import BatchBuilder
 from engine.backends.custom.runtime.block_pool import BlockPool
-from engine.backends.custom.runtime.budget import TARGET_STEP_S, StepBudget
+from engine.backends.custom.runtime.budget import StepBudget
 from engine.backends.custom.runtime.idle_step import idle_inputs, warm_up
 from engine.backends.custom.runtime.model_runner import ModelRunner, PendingTokens, Warmable
 from engine.backends.custom.runtime.sequence import Row, ScheduledBatch, Sequence, packed
@@ -52,8 +52,7 @@ class DraftModel:
         spec = runner.spec
         self._runner = runner
         self._spec = spec
-        target_s = spec.target_step_s or TARGET_STEP_S
-        self._budget = StepBudget(max_tokens, spec.max_slots, target_s, spec.min_prompt_tokens)
+        self._budget = StepBudget.of(spec, max_tokens)
         self._builder = BatchBuilder(spec)
         self._pool = BlockPool(spec.num_blocks)
         self._free_slots = list(range(spec.max_slots))

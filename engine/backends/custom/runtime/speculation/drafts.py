@@ -10,8 +10,9 @@ speculation, only its speed does.
 """
 
 import logging
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
+
+import msgspec
 
 from engine.backends.custom.runtime.budget import StepBudget
 from engine.backends.custom.runtime.kv_cache import KVCache
@@ -27,9 +28,6 @@ log = logging.getLogger(__name__)
 
 MAX_DRAFT = 16  # tokens
 MAX_CREDIT = 8.0  # see `Drafter.credit`
-# With several sequences, drafts make a step at most this many times as long. Each sequence waits
-# for the drafts of all others.
-MAX_STRETCH = 3.0
 
 
 def speculates(spec: RunnerSpec, setting: str) -> bool:
@@ -42,13 +40,12 @@ def speculates(spec: RunnerSpec, setting: str) -> bool:
     return setting != "off" and spec.verifies_drafts and (spec.has_exact_drafts or setting == "on")
 
 
-@dataclass(frozen=True, slots=True)
-class _Terms:
+class _Terms(msgspec.Struct, frozen=True):
     """What the drafts of a step may cost."""
 
     price: float  # of verifying one token, in units of a generated token's cost
     spare: int  # KV blocks that drafts leave to others
-    limit: int  # tokens of a draft
+    limit: int  # tokens of a draft of the draft model
 
 
 class Speculation:
@@ -89,44 +86,72 @@ class Speculation:
         """
         self.awaits_tokens, self.draft_s = False, 0.0
         num_decoding = sum(row.samples and row.length == 1 for row in rows)
-        room = min(budget, MAX_SCORED)
+        room = self._room(rows, num_decoding, budget)
         has_model = self.model is not None and num_decoding and self.model.begin(num_decoding)
         if not num_decoding or room <= 0 or any(row.num_scored for row in rows):
             return 0
         price = self._budget.price(num_decoding)
-        terms = _Terms(price, len(rows), longest_draft(num_decoding, price))
+        terms = _Terms(price, len(rows), max(1, room // num_decoding))
         if MARGIN * terms.price >= 1:
             return 0
-        num_tokens = 0
         asked: list[tuple[int, Offer]] = []  # rows for which the draft model guesses
+        found: list[tuple[int, int]] = []  # rows with a guess by lookup, and its useful length
         for index, row in enumerate(rows):
-            seq, drafter = row.seq, row.seq.drafter
+            drafter = row.seq.drafter
             if drafter is None or not _can_follow(row):
                 continue
-            draft: tuple[int, ...] = ()
             try:
                 if drafter.asks_cache:
-                    drafter.expect(cached_rest(self._kv, seq.namespace, seq.tokens))
+                    drafter.expect(cached_rest(self._kv, row.seq.namespace, row.seq.tokens))
                 drafter.follow()
+                count = self._num_worthwhile(row, drafter, terms.price, room)
                 most = min(room, terms.limit)
-                count = self._num_worthwhile(row, drafter, terms.price, most)
                 offer = self._offer(row, drafter, terms, most, count) if has_model else None
-                if offer is not None:
-                    asked.append((index, offer))
-                    room -= offer.count
-                elif count:
-                    draft = self._fitting(row, self._guess(row, drafter, count), terms)
             except Exception:
-                log.exception("request %s goes on without speculation", seq.request_id)
-                seq.drafter = None
-            if draft:
-                rows[index] = _with_draft(row, draft, by_model=False, price=terms.price)
-                room -= len(draft)
-                num_tokens += 1 + len(draft)
+                _go_without(row.seq)
+                continue
+            if offer is not None:
+                asked.append((index, offer))
+                room -= offer.count
+            elif count:
+                found.append((index, count))
+        num_tokens = self._add_found(rows, found, terms, room) if found else 0
         num_tokens += self._add_model_drafts(rows, asked, terms) if asked else 0
         if 2 * sum(bool(row.draft) for row in rows) >= len(rows):
             self.awaits_tokens = True
         return num_tokens
+
+    def _add_found(
+        self, rows: list[Row], found: list[tuple[int, int]], terms: _Terms, room: int
+    ) -> int:
+        """Draft what lookup has found. Returns the number of tokens of the rows that get a
+        draft.
+        """
+        num_tokens = 0
+        counts = fair_shares([count for _, count in found], room)
+        for (index, _), count in zip(found, counts, strict=True):
+            row, drafter = rows[index], rows[index].seq.drafter
+            assert drafter is not None
+            try:
+                guess = drafter.guess(count + _num_sampling(row))[_num_sampling(row) :]
+                draft = self._fitting(row, guess, terms)
+            except Exception:
+                _go_without(row.seq)
+                continue
+            if draft:
+                rows[index] = _with_draft(row, draft, by_model=False, price=terms.price)
+                num_tokens += 1 + len(draft)
+        return num_tokens
+
+    def _room(self, rows: list[Row], num_decoding: int, budget: int) -> int:
+        """How many tokens the drafts of a step may have. With several sequences, each waits for the
+        drafts of all others, so the step is kept short.
+        """
+        room = min(budget, MAX_SCORED)
+        if num_decoding <= 1:
+            return room
+        num_prompt_tokens = sum(row.length for row in rows) - num_decoding
+        return min(room, self._budget.draft_tokens(num_decoding, num_prompt_tokens))
 
     def _add_model_drafts(
         self, rows: list[Row], asked: "list[tuple[int, Offer]]", terms: _Terms
@@ -183,20 +208,18 @@ class Speculation:
         return sampled[:num_taken]
 
     def _num_worthwhile(self, row: Row, drafter: Drafter, price: float, room: int) -> int:
-        """How many tokens to guess by lookup. With overlapped steps, the first of them is the token
-        that is being sampled, which is not drafted.
+        """How many tokens to draft by lookup. With overlapped steps, the first guess is for the
+        token that is being sampled, which is not drafted.
         """
         if not drafter.match:
             return 0
         limit = min(self._limit(row, room), int(drafter.credit / price))
-        return self._odds.worthwhile(drafter.match, price, limit + _num_sampling(row))
+        sampling = _num_sampling(row)
+        return max(0, self._odds.worthwhile(drafter.match, price, limit + sampling) - sampling)
 
     def _limit(self, row: Row, room: int) -> int:
         """The max number of tokens of a draft."""
         return min(MAX_DRAFT, room, row.seq.max_len - row.start - 1, self._kv.max_row - 1)
-
-    def _guess(self, row: Row, drafter: Drafter, count: int) -> list[int]:
-        return drafter.guess(count)[_num_sampling(row) :]
 
     def _offer(
         self, row: Row, drafter: Drafter, terms: _Terms, room: int, count: int
@@ -209,7 +232,7 @@ class Speculation:
             return None
         limit = self._limit(row, room)
         offer = self.model.offer(row.seq, terms.price, drafter.credit, limit)
-        if offer.gain <= self._odds.gain(drafter.match, terms.price, count - _num_sampling(row)):
+        if offer.gain <= self._odds.gain(drafter.match, terms.price, count):
             return None
         if _num_sampling(row):
             self.awaits_tokens = True
@@ -234,11 +257,20 @@ class Speculation:
         return tuple(draft)
 
 
-def longest_draft(num_decoding: int, price: float) -> int:
-    """The max number of tokens of a draft in a step with this many decode rows."""
-    if num_decoding == 1:
-        return MAX_DRAFT
-    return min(MAX_DRAFT, max(1, int((MAX_STRETCH - 1) / price)))
+def fair_shares(counts: list[int], room: int) -> list[int]:
+    """Divide the room of a step's drafts. Short drafts leave their part of it to longer ones."""
+    shares = [0] * len(counts)
+    by_length = sorted(range(len(counts)), key=counts.__getitem__)
+    for place, index in enumerate(by_length):
+        shares[index] = min(counts[index], room // (len(counts) - place))
+        room -= shares[index]
+    return shares
+
+
+def _go_without(seq: Sequence) -> None:
+    """The guess for a sequence failed. Only the drafts of this sequence end."""
+    log.exception("request %s goes on without speculation", seq.request_id)
+    seq.drafter = None
 
 
 def _num_sampling(row: Row) -> int:

@@ -91,7 +91,9 @@ class ModelDrafts:
         self.draft_s = 0.0  # seconds of the last draft
 
     def begin(self, num_decoding: int) -> bool:
-        """Begin to plan a step with this many decode rows. Returns whether guesses may pay."""
+        """Begin to plan a step with this many decode rows. Returns whether guesses may pay, and
+        whether the account has the time of one.
+        """
         step_s = self._budget.step_s(num_decoding, num_decoding)
         if not step_s:
             return False
@@ -101,6 +103,9 @@ class ModelDrafts:
         if self._saved_s is None:
             self._saved_s = FIRST_TOKENS * self._token_s
         self._add(self._allowance * step_s)
+        if self._saved_s < self._trust * self._model.token_s(self._num_drafting):
+            self._shared.forget()
+            return False
         return True
 
     def _add(self, seconds: float) -> None:

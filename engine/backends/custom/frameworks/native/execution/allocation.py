@@ -3,9 +3,10 @@ also adds the RoPE tables.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from math import gcd
 from typing import Any
+
+import msgspec
 
 from engine.backends.custom.architectures.base import ModelConfig
 from engine.backends.custom.ir.plan import ExecutionPlan
@@ -18,8 +19,7 @@ KV_TYPES = ("float32", "bfloat16", "int8")
 HUGE_PAGE_BYTES = 2 * 2**20
 
 
-@dataclass(frozen=True, slots=True)
-class CacheShape:
+class CacheShape(msgspec.Struct, frozen=True):
     kv_type: str
     block_size: int
     sizes: Sequence[tuple[int, int]]  # for each KV cache: its number of layers and of blocks

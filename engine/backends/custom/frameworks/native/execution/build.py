@@ -3,11 +3,11 @@
 import functools
 import logging
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from itertools import accumulate
 from math import prod
 from typing import TYPE_CHECKING, Any
 
+import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
@@ -36,7 +36,6 @@ from engine.backends.custom.options import EngineOptions
 from engine.backends.custom.runtime.insight.profiler import Profiler
 from engine.backends.custom.runtime.model_runner import (
     MAX_SCORED,
-    PROMPT_TOKENS,
     DeviceInfo,
     ImageEncoder,
     ModelRunner,
@@ -58,8 +57,10 @@ log = logging.getLogger(__name__)
 STORED = "stored"  # a dtype: weights keep their type in the file, which decides the arithmetic
 TOKENS, POSITIONS = "embed.weight", "position.weight"  # tables of token and position embeddings
 TILE_TOKENS = 16  # positions per tile of the paged KV cache
-# Min prefill tokens of a step that has any prefill, on CPUs without bfloat16 kernels. On these
-# CPUs, computing many tokens together saves nothing.
+# Prefill beside decode: the min number of tokens, and the number that kernels compute at a time. A
+# bfloat16 kernel dequantizes all weights in each step, which takes as long as some 30 tokens. On
+# CPUs without such kernels, computing many tokens together saves nothing.
+BF16_TOKENS, BF16_TILE = 48, 16
 ROW_TOKENS = 12
 STEP_TOKENS = 512  # max tokens per step; activations of larger steps do not fit the L2 cache
 # The KV pool's share of the free memory. Pages that no sequence has used are not committed.
@@ -154,7 +155,8 @@ def build_runner(source: ModelSource, config: RunnerConfig) -> NativeRunner:
         source.config.vocab_size,
         depth=0,
         max_step_tokens=STEP_TOKENS,
-        min_prompt_tokens=PROMPT_TOKENS if machine.has_bf16 else ROW_TOKENS,
+        min_prompt_tokens=BF16_TOKENS if machine.has_bf16 else ROW_TOKENS,
+        prompt_grain=BF16_TILE if machine.has_bf16 else ROW_TOKENS,
         has_state=source.config.state is not None,
         window=source.config.window,
         verifies_drafts=True,
@@ -189,8 +191,7 @@ def _pack_adapter(
 CachePlaces = tuple[tuple[int, int], ...]
 
 
-@dataclass(frozen=True, slots=True)
-class LoadedModel:
+class LoadedModel(msgspec.Struct, frozen=True):
     """A model of the compiled module with its weights, but without memory and programs."""
 
     native: Any

@@ -2,8 +2,9 @@
 
 import itertools
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any
+
+import msgspec
 
 from engine.backends.custom.ir.plan import (
     AttentionStep,
@@ -33,8 +34,7 @@ MIXERS = ("conv", "mamba2", "delta")
 RECURRENT_WEIGHTS = ("conv.weight", "conv.bias", "dt_bias", "decay", "skip", "norm.weight")
 
 
-@dataclass(frozen=True, slots=True)
-class Numbered:
+class Numbered(msgspec.Struct, frozen=True):
     """The numbers that the C++ executor assigned to the weights, by the weights' names."""
 
     matrices: Mapping[str, int]

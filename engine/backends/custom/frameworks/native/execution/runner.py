@@ -4,10 +4,10 @@ GIL while it runs.
 
 import hashlib
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import msgspec
 import numpy as np
 
 from engine.backends.custom.architectures.base import ModelConfig
@@ -30,8 +30,7 @@ if TYPE_CHECKING:
     from engine.backends.custom.frameworks.native.execution.adapters import PackedAdapter
 
 
-@dataclass(frozen=True, slots=True)
-class StepHandle:
+class StepHandle(msgspec.Struct, frozen=True):
     """The result of `forward`, which the caller passes to `sample`. The logits themselves stay in
     the executor's memory.
     """
@@ -41,8 +40,7 @@ class StepHandle:
     captured: F32 | None = None  # what the taps of the step captured
 
 
-@dataclass(frozen=True, slots=True)
-class FinishedTokens:
+class FinishedTokens(msgspec.Struct, frozen=True):
     """The sampled tokens of a step. The step has already finished, so `wait` returns at once."""
 
     output: StepOutput

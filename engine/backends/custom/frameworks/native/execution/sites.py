@@ -1,7 +1,8 @@
 """Where the sites of a model are in its execution plan."""
 
-from dataclasses import dataclass
 from typing import Any
+
+import msgspec
 
 from engine.backends.custom.architectures.base import ModelConfig
 from engine.backends.custom.architectures.sites import Site, sites_of
@@ -19,8 +20,7 @@ from engine.backends.custom.ir.plan import (
 POINTS = ("before", "after", "result", "normed", "pre_activation")
 
 
-@dataclass(frozen=True, slots=True)
-class Place:
+class Place(msgspec.Struct, frozen=True):
     """A point of a plan step, and the first column of the buffer there."""
 
     step: int

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from math import prod
 from typing import NamedTuple, Protocol, TypeVar
 
+import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
@@ -51,8 +52,7 @@ class Panels(NamedTuple):
     data: NDArray[np.uint8]
 
 
-@dataclass(frozen=True, slots=True)
-class MatrixPlace:
+class MatrixPlace(msgspec.Struct, frozen=True):
     offset: int
     num_bytes: int
     layout: int
@@ -60,8 +60,7 @@ class MatrixPlace:
     columns: int
 
 
-@dataclass(frozen=True, slots=True)
-class VectorPlace:
+class VectorPlace(msgspec.Struct, frozen=True):
     offset: int
     shape: tuple[int, ...]
 

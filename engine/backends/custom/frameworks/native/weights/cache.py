@@ -12,9 +12,10 @@ import shutil
 import time
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import astuple, dataclass, field
+from dataclasses import astuple
 from pathlib import Path
 
+import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
@@ -46,13 +47,12 @@ def cache_directory() -> Path:
     return store_directory().parent / "packed"
 
 
-@dataclass(frozen=True, slots=True)
-class PackedCache:
+class PackedCache(msgspec.Struct, frozen=True):
     """A folder of files with packed weights. All files together take at most `max_bytes`. A new
     file may take at most the fraction `free_share` of the free disk space.
     """
 
-    directory: Path = field(default_factory=cache_directory)
+    directory: Path = msgspec.field(default_factory=cache_directory)
     max_bytes: int = 16 * _GIB
     free_share: float = 0.1
 
@@ -145,7 +145,7 @@ def cache_key(
         "quantization": str(source.metadata.get("quantization_config")),
         "matrices": [(m.name, m.parts, m.biases, m.interleaved, m.experts) for m in matrices],
         "places": [
-            [(name, astuple(place)) for name, place in places.items()]
+            [(name, msgspec.structs.astuple(place)) for name, place in places.items()]
             for places in (plan.matrices, plan.biases, plan.vectors)
         ],
     }

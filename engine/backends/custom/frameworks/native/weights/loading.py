@@ -7,10 +7,10 @@ import os
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
@@ -120,8 +120,7 @@ def let_go(source: ModelSource) -> None:
 _LEAST_URGENT = 19
 
 
-@dataclass(frozen=True, slots=True)
-class PackedWeights:
+class PackedWeights(msgspec.Struct, frozen=True):
     """The packed weights by name, as read-only views. A bias has the name of its matrix. Its length
     is padded to a multiple of 16, as the matrix's rows are.
     """

@@ -10,10 +10,10 @@ import hashlib
 import mmap
 import os
 import struct
-from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO
 
+import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
@@ -30,8 +30,7 @@ class PackedFileError(Exception):
     """The file is damaged, has another format, or has other weights. The message says which."""
 
 
-@dataclass(frozen=True, slots=True)
-class Header:
+class Header(msgspec.Struct, frozen=True):
     key: bytes
     num_bytes: int
     data_digest: bytes

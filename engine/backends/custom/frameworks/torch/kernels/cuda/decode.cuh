@@ -219,41 +219,44 @@ struct Worker {
         return sums[dimension / 2][dimension % 2 * 2 + head];
     }
 
-    __device__ __forceinline__ void write(u16* out, int token) const {
+    // Calls put(head, place, share) for those of the lane's two heads that exist. `place` is where row `row` of an
+    // output has the head, and `share` turns the head's sums into a weighted mean.
+    template <typename Put>
+    __device__ __forceinline__ void for_heads(int row, const Put& put) const {
+        u64 first = (static_cast<u64>(row) * KV_HEADS + kv_head) * HEADS + 2 * column;
 #pragma unroll
         for (int head = 0; head < 2; ++head) {
-            if (2 * column + head >= HEADS) continue;
-            u64 place = (static_cast<u64>(token) * KV_HEADS + kv_head) * HEADS + 2 * column + head;
+            if (2 * column + head < HEADS) put(head, first + head, share(head));
+        }
+    }
+
+    __device__ __forceinline__ void write(u16* out, int token) const {
+        for_heads(token, [&](int head, u64 place, float share) {
             u16* to = out + place * HEAD_DIM + line * VALUES;
-            float part = share(head);
 #pragma unroll
             for (int first = 0; first < VALUES; first += 8) {
                 Words<4> pairs;
 #pragma unroll
                 for (int index = 0; index < 4; ++index) {
-                    int dimension = first + 2 * index;
-                    pairs.at[index] = packed(sum(head, dimension) * part, sum(head, dimension + 1) * part);
+                    int at = first + 2 * index;
+                    pairs.at[index] = packed(sum(head, at) * share, sum(head, at + 1) * share);
                 }
                 *reinterpret_cast<Words<4>*>(to + first) = pairs;
             }
-        }
+        });
     }
 
     __device__ __forceinline__ void write_partial(float* partial, float* weight, int index) const {
-#pragma unroll
-        for (int head = 0; head < 2; ++head) {
-            if (2 * column + head >= HEADS) continue;
-            u64 place = (static_cast<u64>(index) * KV_HEADS + kv_head) * HEADS + 2 * column + head;
+        for_heads(index, [&](int head, u64 place, float share) {
             float* to = partial + place * HEAD_DIM + line * VALUES;
-            float part = share(head);
 #pragma unroll
             for (int first = 0; first < VALUES; first += 4) {
                 Floats<4> four;
 #pragma unroll
-                for (int step = 0; step < 4; ++step) four.at[step] = sum(head, first + step) * part;
+                for (int step = 0; step < 4; ++step) four.at[step] = sum(head, first + step) * share;
                 *reinterpret_cast<Floats<4>*>(to + first) = four;
             }
             if (line == 0) weight[place] = peak[head] * scale + log2_of(total[head]);
-        }
+        });
     }
 };
